@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP4, the four-bit format of the released experts, in plain numpy.
+
+Groups of 32 values share one power of two: blocks hold two FP4 E2M1 codes a byte, the earlier
+value in the low half; scales hold E8M0, the exponent plus 127. Groups run along the dimension
+that the matmul sums over, which is the last one here.
+Next: jaxmoe/checkpoint/hf.py, which reads and writes both with the rest of a checkpoint.
+"""
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, UInt8
+
+GROUP = 32  # values under one scale
+_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FP4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+_PAIRS = np.stack([_FP4[np.arange(256) & 15], _FP4[np.arange(256) >> 4]], axis=1)
+_PAIR_BITS = _PAIRS.view(np.uint64)[:, 0]  # both values of a byte, fetched as one word
+_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def decode(
+    blocks: UInt8[np.ndarray, "*R G 16"], scales: UInt8[np.ndarray, "*R G"], dtype: str = "float32"
+) -> Float[np.ndarray, "*R D"]:
+    """The values of packed groups: fp4(code) · 2^(scale − 127), D = 32·G.
+
+    Numerics: exact in float32 and bfloat16; past their largest value the result is infinite.
+    Raises ValueError for scale 255, which is NaN.
+    Source: OCP Microscaling Formats (MX) 1.0, §5.3 and §6.3.
+    """
+    if scales.size and scales.max() == 255:
+        raise ValueError("MXFP4 scales must be at most 254, got 255 (NaN). Fetch the file again.")
+    powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    values = np.take(_PAIR_BITS, blocks).view(np.float32)  # [..., G, 32]
+    with np.errstate(over="ignore"):
+        values *= powers[..., None]
+    return values.reshape(*scales.shape[:-1], -1).astype(_DTYPES[dtype], copy=False)
+
+
+def encode(
+    x: Float[np.ndarray, "*R D"],
+) -> tuple[UInt8[np.ndarray, "*R G 16"], UInt8[np.ndarray, "*R G"]]:
+    """Pack values in groups of 32: blocks and scales, with scale = floor(log2(max|x|)) − 2 + 127.
+
+    Numerics: rounds to nearest, ties to even, and caps at ±6·2^e, where 2^e is the scale; so
+    |error| ≤ max(|x|, 2^e) / 4, hence at most a quarter of a group's largest value (near 8·2^e)
+    and at most a sixteenth of it for values below an eighth of it. Values that `decode` made
+    come back exactly. Below 2^−127 · 0.5 values fade to 0.
+    Raises ValueError where D is no multiple of 32 or a value is not finite.
+    Source: OCP Microscaling Formats (MX) 1.0, §6.3.
+    """
+    if x.shape[-1] % GROUP:
+        raise ValueError(f"MXFP4 packs groups of 32: the last size must divide, got {x.shape}.")
+    groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
+    largest = np.abs(groups).max(axis=-1)
+    if not np.isfinite(largest).all():
+        raise ValueError("MXFP4 holds finite values only; got NaN or infinity.")
+    exponent = np.clip(np.frexp(largest)[1] - 3, -127, 127)  # frexp's mantissa is in [1/2, 1)
+    size = np.abs(groups) * np.ldexp(np.float32(1), -exponent)[..., None]
+    codes = np.signbit(groups).astype(np.uint8) << 3
+    # one step up per midpoint passed; a midpoint itself goes to the even code
+    for midpoint, up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
+        codes += np.greater_equal(size, midpoint) if up else np.greater(size, midpoint)
+    blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return blocks, (exponent + 127).astype(np.uint8)

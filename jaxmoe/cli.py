@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line all commands share: --config, --set, --workdir, --dry-run, and nothing else.
+
+Next: jaxmoe/train.py.
+"""
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from jaxmoe.config import Config, ConfigError, load, override
+
+
+def command(
+    argv: Sequence[str] | None, description: str, run: Callable[[Config, bool], None]
+) -> int:
+    """Parse, run, and turn a user's mistake into one line and exit status 2."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, metavar="FILE", help="tiny.py, or a path")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
+                        help="change one field, as in optim.lr=1e-4; may be repeated")  # fmt: skip
+    parser.add_argument("--workdir", metavar="DIR", help="run folder; the same folder resumes")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print the resolved config and the memory it needs, then stop")  # fmt: skip
+    args = parser.parse_args(argv)
+    try:
+        config = load(args.config)
+        for change in args.changes:
+            config = override(config, change)
+        if args.workdir:
+            config = dataclasses.replace(config, workdir=args.workdir)
+        run(config, args.dry_run)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Stopped as stopped:
+        print(stopped)
+        return 128 + stopped.signal
+    return 0
+
+
+class Stopped(Exception):
+    """The run was asked to stop and saved first."""
+
+    def __init__(self, number: int, where: str) -> None:
+        super().__init__(f"{signal.Signals(number).name}: {where}")
+        self.signal = number
+
+
+@dataclass
+class StopRequest:
+    """Set by the first SIGTERM or Ctrl-C; the loop looks at it between steps."""
+
+    signal: int = 0
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Let SIGTERM and Ctrl-C finish the step and save; a second Ctrl-C stops at once."""
+    request = StopRequest()
+
+    def handler(number: int, _frame: object) -> None:
+        request.signal = number
+        os.write(2, b"\nstopping after this step and saving; Ctrl-C again stops at once\n")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    old = {n: signal.signal(n, handler) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)

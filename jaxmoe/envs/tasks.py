@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single-turn tasks: rows become prompts, answers become rewards.
+
+Next: jaxmoe/train.py asks for prompts and scores what the engine makes of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmoe.config import Config, ConfigError
+from jaxmoe.data.pipeline import PromptIterator, make_prompt
+from jaxmoe.data.pipeline import prompts as prompt_stream
+from jaxmoe.data.sources import Source, open_split
+from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.rollout.engine import Engine
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task's rows, the tokenizer, and how to sample answers to it."""
+
+    tokenizer: Tokenizer
+    train: Source
+    held_out: Source
+    template: str
+    max_prompt_tokens: int
+    sampling: Sampling
+
+    def stream(self, count: int, seed: int, *, shard: int = 0, shards: int = 1) -> PromptIterator:
+        """Endless shuffled lists of `count` training prompts; its state can be saved."""
+        return prompt_stream(
+            self.train, self.tokenizer, template=self.template, prompts_per_step=count,
+            max_prompt_tokens=self.max_prompt_tokens, seed=seed,
+            shard_index=shard, shard_count=shards,
+        )  # fmt: skip
+
+    def held_out_prompts(self) -> list[Prompt]:
+        """All held-out rows, in order."""
+        return [
+            make_prompt(self.held_out, i, self.tokenizer, self.template, self.max_prompt_tokens)
+            for i in range(len(self.held_out))
+        ]
+
+
+def open_task(cfg: Config) -> Task:
+    """The task of a config. Raises ConfigError for anything that could not be trained on."""
+    tokenizer = load_tokenizer(cfg.init.tokenizer)
+    check_tokenizer(tokenizer, cfg.model.vocab_size)
+    train, held_out = open_split(
+        cfg.data.task, cfg.data.options,
+        train_size=cfg.data.train_rows, eval_size=cfg.data.held_out_rows, seed=cfg.seed,
+    )  # fmt: skip
+    r = cfg.rollout
+    sampling = Sampling(
+        max_new_tokens=r.max_new_tokens, stop_ids=tuple(tokenizer.stop_ids),
+        temperature=r.temperature, top_k=r.top_k, top_p=r.top_p,
+    )  # fmt: skip
+    return Task(tokenizer, train, held_out, cfg.data.template, cfg.data.max_prompt_tokens, sampling)
+
+
+def answer_tokens(prompt: Prompt, task: Task) -> list[int]:
+    """The stored answer and the stop token, as a warm start trains on them."""
+    if prompt.answer is None:
+        raise ConfigError(
+            f"a warm start needs stored answers, and row {prompt.id} has none. "
+            "Try --set warmup.steps=0."
+        )
+    return [*task.tokenizer.encode(prompt.answer), task.tokenizer.stop_ids[0]]
+
+
+def response_text(rollout: Rollout, task: Task) -> str:
+    """What the policy said, without its stop token."""
+    cut = 1 if rollout.stop is StopReason.STOP_TOKEN else 0
+    return task.tokenizer.decode(rollout.tokens[: len(rollout.tokens) - cut].tolist())
+
+
+def score(rollouts: Sequence[Rollout], source: Source, task: Task) -> np.ndarray:
+    """Reward of each rollout, in [0, 1]; a scorer never raises."""
+    return np.array(
+        [source.score(response_text(r, task), r.prompt.id) for r in rollouts], np.float32
+    )
+
+
+def evaluate(
+    engine: Engine, prompts: Sequence[Prompt], task: Task, *, samples: int = 1,
+    temperature: float = 0.0, seed: int = 0,
+) -> tuple[np.ndarray, list[Rollout]]:  # fmt: skip
+    """Rewards [prompts, samples] on held-out prompts, greedy unless told otherwise."""
+    sampling = Sampling(
+        max_new_tokens=task.sampling.max_new_tokens, stop_ids=task.sampling.stop_ids,
+        temperature=temperature,
+    )  # fmt: skip
+    rollouts = engine.generate(prompts, sampling, seed=seed, samples=samples)
+    return score(rollouts, task.held_out, task).reshape(len(prompts), samples), rollouts

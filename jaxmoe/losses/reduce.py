@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The denominators. Every mean over tokens goes through here.
+
+`total` is the count that the WHOLE batch divides by: microbatches pass the same total, so their
+losses and gradients add up to the full batch's. Next: jaxmoe/losses/policy.py.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def masked_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """Σ over true tokens, float32; what stands at false tokens (NaN too) never matters."""
+    return jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
+
+
+def token_total(mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """The number of true tokens, at least 1."""
+    return jnp.maximum(jnp.sum(mask_BT.astype(jnp.float32)), 1.0)
+
+
+def masked_mean(
+    x_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    total: Float[Array, ""] | None = None,
+) -> Float[Array, ""]:
+    """Σ over true tokens / total; total defaults to their number. No true token gives 0."""
+    return masked_sum(x_BT, mask_BT) / (token_total(mask_BT) if total is None else total)
+
+
+def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """The largest true token, or 0 where that is larger (for quantities that are never below 0)."""
+    return jnp.max(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), initial=0.0)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of parameters: shape, logical axes, initialiser and Hugging Face name of each.
+
+Initial values, abstract shapes, shardings, import, export and counts are maps over
+`param_specs(cfg)`; nothing else declares a parameter. Layers come in (sliding, full) pairs and
+are stacked over pairs, since `forward` scans over them:
+
+    params["layers"]["sliding" | "full"][name][pair, ...]      layer = 2*pair + (0 | 1)
+
+Ours differs from the checkpoint's layout where a compiler cares: gate and up are contiguous
+halves (there they are interleaved columns), matrices are [in, out], and the vocabulary is
+padded. `Spec.layout` names the conversion; jaxmoe/checkpoint/hf.py performs it.
+Next: jaxmoe/model/forward.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.shapes import Leaf, Params
+
+Layout = Literal["same", "transpose", "gate_up", "gate_up_bias", "pad_rows", "transpose_pad"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter."""
+
+    shape: tuple[int, ...]  # as held here, stacked over layer pairs where axes[0] == "pair"
+    axes: tuple[str | None, ...]  # logical axes, for parallel/sharding.py
+    init: Literal["normal", "ones", "zeros"]
+    hf: str  # name in a checkpoint, with {} for the layer number
+    layout: Layout = "same"  # from the checkpoint's array to ours
+
+
+def param_specs(cfg: ModelConfig) -> Params:
+    """The tree of Spec for a model: the only declaration of its parameters."""
+    d, h, f, e = cfg.d_model, cfg.head_dim, cfg.d_expert, cfg.n_experts
+    n, k, v = cfg.n_q_heads, cfg.n_kv_heads, cfg.padded_vocab
+    attn, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+    block = {
+        "attn_norm": Spec((d,), ("embed",), "ones", "model.layers.{}.input_layernorm.weight"),
+        "w_q": Spec((d, n * h), ("embed", "heads"), "normal", attn + "q_proj.weight", "transpose"),
+        "b_q": Spec((n * h,), ("heads",), "zeros", attn + "q_proj.bias"),
+        "w_k": Spec((d, k * h), ("embed", "kv"), "normal", attn + "k_proj.weight", "transpose"),
+        "b_k": Spec((k * h,), ("kv",), "zeros", attn + "k_proj.bias"),
+        "w_v": Spec((d, k * h), ("embed", "kv"), "normal", attn + "v_proj.weight", "transpose"),
+        "b_v": Spec((k * h,), ("kv",), "zeros", attn + "v_proj.bias"),
+        "w_o": Spec((n * h, d), ("heads", "embed"), "normal", attn + "o_proj.weight", "transpose"),
+        "b_o": Spec((d,), ("embed",), "zeros", attn + "o_proj.bias"),
+        "sinks": Spec((n,), (None,), "zeros", attn + "sinks"),
+        "moe_norm": Spec((d,), ("embed",), "ones", "model.layers.{}.post_attention_layernorm.weight"),
+        "w_router": Spec((d, e), ("embed", None), "normal", mlp + "router.weight", "transpose"),
+        "b_router": Spec((e,), (None,), "zeros", mlp + "router.bias"),
+        "w_gate_up": Spec((e, d, 2 * f), ("expert", "embed", "hidden"), "normal",
+                          mlp + "experts.gate_up_proj", "gate_up"),
+        "b_gate_up": Spec((e, 2 * f), ("expert", "hidden"), "zeros",
+                          mlp + "experts.gate_up_proj_bias", "gate_up_bias"),
+        "w_down": Spec((e, f, d), ("expert", "hidden", "embed"), "normal",
+                       mlp + "experts.down_proj"),
+        "b_down": Spec((e, d), ("expert", "embed"), "zeros", mlp + "experts.down_proj_bias"),
+    }  # fmt: skip
+    pairs = cfg.n_layers // 2
+    stacked = {
+        name: Spec((pairs, *s.shape), ("pair", *s.axes), s.init, s.hf, s.layout)
+        for name, s in block.items()
+    }
+    return {
+        "embed": Spec((v, d), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "pad_rows"),
+        "layers": {"sliding": dict(stacked), "full": dict(stacked)},
+        "final_norm": Spec((d,), ("embed",), "ones", "model.norm.weight"),
+        "head": Spec((d, v), ("embed", "vocab"), "normal", "lm_head.weight", "transpose_pad"),
+    }
+
+
+def _is_spec(leaf: Leaf) -> bool:
+    return isinstance(leaf, Spec)
+
+
+def map_specs(fn, cfg: ModelConfig, *trees: Params) -> Params:
+    """fn(spec, *leaves) over the table and trees of its structure."""
+    return jax.tree.map(fn, param_specs(cfg), *trees, is_leaf=_is_spec)
+
+
+def abstract_params(cfg: ModelConfig, dtype: str = "float32") -> Params:
+    """The tree of jax.ShapeDtypeStruct; costs no memory at any size."""
+    return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), cfg)
+
+
+def init_params(key: PRNGKeyArray, cfg: ModelConfig, dtype: str = "float32") -> Params:
+    """Random weights: matrices normal with deviation 1/sqrt(fan in), biases and sinks 0.
+
+    The embedding has deviation 1 (fan in of a look-up is 1).
+    """
+    leaves, tree = jax.tree.flatten(param_specs(cfg), is_leaf=_is_spec)
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(
+        tree, [_init(k, s, jnp.dtype(dtype)) for k, s in zip(keys, leaves, strict=True)]
+    )
+
+
+def _init(key: PRNGKeyArray, spec: Spec, dtype: jnp.dtype) -> Array:
+    if spec.init != "normal":
+        return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)
+    fan_in = 1 if spec.axes == ("vocab", "embed") else spec.shape[-2]
+    return (jax.random.normal(key, spec.shape, jnp.float32) / math.sqrt(fan_in)).astype(dtype)
+
+
+def count_params(cfg: ModelConfig) -> tuple[int, int]:
+    """(all parameters, those that act on one token); vocabulary padding not counted.
+
+    The embedding look-up is left out of the second, as the model's own card does.
+    """
+    sizes = jax.tree.leaves(map_specs(lambda s: (math.prod(s.shape), "expert" in s.axes), cfg),
+                            is_leaf=lambda x: isinstance(x, tuple))  # fmt: skip
+    padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.d_model
+    total = sum(n for n, _ in sizes) - 2 * padding
+    experts = sum(n for n, expert in sizes if expert)
+    active = total - experts + experts * cfg.experts_per_token // cfg.n_experts
+    return total, active - cfg.vocab_size * cfg.d_model

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rollouts to the arrays of one step. Next: jaxmoe/rl/step.py."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from flax import struct
+
+from jaxmoe.config import ConfigError
+from jaxmoe.records import Prompt, Rollout
+from jaxmoe.shapes import Leaf
+
+
+@struct.dataclass
+class Batch:
+    """One step's sequences, padded on the right. Host arrays until the step is called."""
+
+    tokens_BT: Leaf  # int32
+    positions_BT: Leaf  # int32
+    segment_ids_BT: Leaf  # int32; 0 is padding
+    loss_mask_BT: Leaf  # bool; True exactly where the policy chose the token
+    rollout_logp_BT: Leaf  # float32; the engine's claim
+    advantages_BT: Leaf  # float32
+    group_ids_B: Leaf  # int32; samples of one prompt share it
+    weights_version_B: Leaf  # int32
+    old_logp_BT: Leaf = None  # the trainer before the update; None when on-policy
+    ref_logp_BT: Leaf = None  # a frozen reference; None without a KL term
+
+
+def rollout_batch(
+    rollouts: Sequence[Rollout],
+    advantages_B: np.ndarray,
+    group_ids_B: np.ndarray,
+    *,
+    length: int,
+    pad_id: int,
+) -> Batch:
+    """Prompt and answer of each rollout as one row; one advantage for all tokens of an answer.
+
+    Raises ValueError where a row does not fit or a log-prob is missing or not finite.
+    """
+    for i, r in enumerate(rollouts):
+        bad = np.flatnonzero(~np.isfinite(r.rollout_logp))
+        if len(r.rollout_logp) != len(r.tokens) or bad.size:
+            where = f"token {bad[0]}" if bad.size else f"{len(r.tokens)} tokens"
+            raise ValueError(
+                f"rollout {i} (prompt {r.prompt.id}) must carry one finite log-prob per token; "
+                f"it has {len(r.rollout_logp)} for {where}."
+            )
+    batch = _rows([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], length, pad_id)
+    mask_BT = batch.loss_mask_BT
+    logp_BT = np.zeros(mask_BT.shape, np.float32)
+    logp_BT[mask_BT] = np.concatenate([r.rollout_logp for r in rollouts])
+    return batch.replace(
+        rollout_logp_BT=logp_BT,
+        advantages_BT=np.where(mask_BT, advantages_B[:, None], 0.0).astype(np.float32),
+        group_ids_B=group_ids_B.astype(np.int32),
+        weights_version_B=np.array([r.weights_version for r in rollouts], np.int32),
+    )
+
+
+def supervised_batch(
+    prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], *, length: int, pad_id: int
+) -> Batch:
+    """Prompts with their stored answers; the answers' tokens are the ones trained on."""
+    return _rows([p.tokens for p in prompts], answers, length, pad_id)
+
+
+def _rows(
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int] | np.ndarray],
+    length: int,
+    pad_id: int,
+) -> Batch:
+    shape = (len(prompts), length)
+    tokens, segments = np.full(shape, pad_id, np.int32), np.zeros(shape, np.int32)
+    mask = np.zeros(shape, bool)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        start, end = len(prompt), len(prompt) + len(answer)
+        if end > length:
+            raise ConfigError(
+                f"prompt and answer must fit in data.max_prompt_tokens + rollout.max_new_tokens "
+                f"({length}) tokens, row {row} has {start} + {len(answer)}. "
+                f"Try --set rollout.max_new_tokens={len(answer)}."
+            )
+        tokens[row, :start], tokens[row, start:end] = prompt, answer
+        segments[row, :end] = 1
+        mask[row, start:end] = True
+    return Batch(
+        tokens_BT=tokens,
+        positions_BT=np.broadcast_to(np.arange(length, dtype=np.int32), shape),
+        segment_ids_BT=segments,
+        loss_mask_BT=mask,
+        rollout_logp_BT=np.zeros(shape, np.float32),
+        advantages_BT=np.zeros(shape, np.float32),
+        group_ids_B=np.arange(len(prompts), dtype=np.int32),
+        weights_version_B=np.zeros(len(prompts), np.int32),
+    )

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native engine: jitted prefill and decode over the trainer's own forward.
+
+A prompt is prefilled once and its cache rows repeated for its samples. Decode is one
+`while_loop` on the device; it returns to the host when a quarter of the rows is still alive, and
+goes on with a batch of that size, so finished rows stop costing. Each row draws from its own
+random stream, so its tokens do not depend on what else is in the batch.
+Next: jaxmoe/model/forward.py.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array
+
+from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.model import KVCache, forward, init_cache, next_token_logits
+from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.rollout.sampling import draw, keep_top
+from jaxmoe.shapes import Leaf, Params
+
+SHRINK = 4  # rows are dropped from the batch when at most 1/SHRINK of them are alive
+SMALLEST = 8  # no batch is made smaller than this
+SHORTEST = 32  # prompts are padded to the next power of two from here
+
+
+@struct.dataclass
+class Rows:
+    """The sequences being decoded; B rows, T = max_new_tokens columns."""
+
+    cache: KVCache
+    hidden_BD: Leaf  # of the last token: the next one is drawn from it
+    position_B: Leaf  # of the next token
+    alive_B: Leaf
+    stream_B2: Leaf  # uint32 key data, one random stream a row
+    tokens_BT: Leaf
+    logp_BT: Leaf
+    column: Leaf  # int32 []: the next column to fill, alike in all rows
+
+
+def prefill(
+    params: Params, tokens_BT: Array, lengths_B: Array, *, cfg: ModelConfig, slots: int
+) -> tuple[KVCache, Array]:
+    """The cache of right-padded prompts, and the hidden state of each one's last token."""
+    segments_BT = (jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]).astype(jnp.int32)
+    cache = init_cache(cfg, tokens_BT.shape[0], slots)
+    hidden_BTD, cache, _ = forward(
+        params, tokens_BT, cfg, segment_ids_BT=segments_BT, cache=cache
+    )
+    last_B11 = (lengths_B - 1)[:, None, None]
+    assert cache is not None
+    return cache, jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0]
+
+
+def take_rows(cache: KVCache, rows: Array) -> KVCache:
+    """The cache of these rows, repeated or dropped."""
+
+    def kind(k):
+        return k.replace(
+            k=k.k[:, rows], v=k.v[:, rows],
+            positions_BC=k.positions_BC[rows], segments_BC=k.segments_BC[rows],
+        )  # fmt: skip
+
+    return cache.replace(sliding=kind(cache.sliding), full=kind(cache.full))
+
+
+def compact(rows: Rows, keep: Array) -> Rows:
+    """These rows alone."""
+    return rows.replace(
+        cache=take_rows(rows.cache, keep),
+        hidden_BD=rows.hidden_BD[keep],
+        position_B=rows.position_B[keep],
+        alive_B=rows.alive_B[keep],
+        stream_B2=rows.stream_B2[keep],
+        tokens_BT=rows.tokens_BT[keep],
+        logp_BT=rows.logp_BT[keep],
+    )
+
+
+def decode(
+    params: Params,
+    rows: Rows,
+    stop_ids: Array,
+    temperature: Array,
+    *,
+    cfg: ModelConfig,
+    top_k: int,
+    top_p: float,
+    enough: int,
+) -> Rows:
+    """Draw tokens until the columns are full or at most `enough` rows are alive."""
+
+    def pick(rows: Rows) -> tuple[Rows, Array]:
+        greedy = temperature <= 0.0
+        logits_BV = next_token_logits(
+            params, rows.hidden_BD, cfg, jnp.where(greedy, 1.0, temperature)
+        )
+        keys = jax.random.wrap_key_data(rows.stream_B2)
+        uniform_B = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, rows.column)))(keys)
+        logits_BV = keep_top(logits_BV, top_k=top_k, top_p=top_p)
+        token_B, logp_B = draw(logits_BV, uniform_B, greedy=greedy)
+        token_B = jnp.where(rows.alive_B, token_B, 0)
+        stopped_B = jnp.any(token_B[:, None] == stop_ids, axis=1)
+        zero = jnp.zeros((), jnp.int32)
+        at = (zero, rows.column)
+        return rows.replace(
+            tokens_BT=lax.dynamic_update_slice(rows.tokens_BT, token_B[:, None], at),
+            logp_BT=lax.dynamic_update_slice(rows.logp_BT, logp_B[:, None], at),
+            alive_B=rows.alive_B & ~stopped_B,
+            column=rows.column + 1,
+        ), token_B
+
+    def body(rows: Rows) -> Rows:
+        rows, token_B = pick(rows)
+        hidden_BTD, cache, _ = forward(
+            params,
+            token_B[:, None],
+            cfg,
+            positions_BT=rows.position_B[:, None],
+            segment_ids_BT=rows.alive_B[:, None].astype(jnp.int32),
+            cache=rows.cache,
+        )
+        return rows.replace(
+            cache=cache, hidden_BD=hidden_BTD[:, 0], position_B=rows.position_B + 1
+        )
+
+    last = rows.tokens_BT.shape[1] - 1
+
+    def goes_on(rows: Rows) -> Array:
+        return (rows.column < last) & (jnp.sum(rows.alive_B.astype(jnp.int32)) > enough)
+
+    def finish(rows: Rows) -> Rows:
+        return pick(rows)[0].replace(cache=None, hidden_BD=None)
+
+    rows = lax.while_loop(goes_on, body, rows)
+    # the last column needs no forward after it; the cache stays out of `cond`, which would copy it
+    light = rows.replace(cache=None, hidden_BD=None)
+    heavy = dict(cache=rows.cache, hidden_BD=rows.hidden_BD)
+    final = lax.cond(rows.column == last, lambda: finish(rows), lambda: light)
+    return final.replace(**heavy)
+
+
+class NativeEngine:
+    """Samples with the trainer's own forward; `compilations()` counts what jit has built."""
+
+    def __init__(
+        self, cfg: ModelConfig, *, max_prompt_tokens: int, max_new_tokens: int, max_rows: int
+    ) -> None:
+        self._cfg, self._max_rows, self._max_new = cfg, max_rows, max_new_tokens
+        self._longest = _bucket(max_prompt_tokens, SHORTEST)
+        slots = self._longest + max_new_tokens
+        self._prefill = jax.jit(partial(prefill, cfg=cfg, slots=slots))
+        self._decode = jax.jit(
+            partial(decode, cfg=cfg), static_argnames=("top_k", "top_p", "enough"),
+            donate_argnums=1,
+        )  # fmt: skip
+        self._take = jax.jit(take_rows)
+        self._compact = jax.jit(compact)
+        self._params: Params | None = None
+        self._version = -1
+
+    def load(self, params: Params, version: int) -> None:
+        """A copy of these weights in the model's dtype: the trainer donates its own."""
+        dtype = jnp.dtype(self._cfg.dtype)
+        self._params = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
+        self._version = version
+
+    def compilations(self) -> int:
+        """Programs compiled so far; a run needs a handful, whatever its length."""
+        jitted = (self._prefill, self._decode, self._take, self._compact)
+        return sum(f._cache_size() for f in jitted)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
+    ) -> list[Rollout]:
+        """`samples` rollouts of each prompt, side by side; the same seed gives the same tokens.
+
+        Raises ConfigError for a prompt or a budget longer than the engine was built for.
+        """
+        if self._params is None:
+            raise ValueError("the engine must have weights before it samples: call load() first.")
+        if sampling.max_new_tokens > self._max_new:
+            raise ConfigError(
+                f"sampling.max_new_tokens ({sampling.max_new_tokens}) must be at most the "
+                f"engine's ({self._max_new}). Try --set rollout.max_new_tokens="
+                f"{sampling.max_new_tokens}."
+            )
+        per_wave = max(1, self._max_rows // samples)
+        done: list[Rollout] = []
+        for start in range(0, len(prompts), per_wave):
+            wave = prompts[start : start + per_wave]
+            done += self._wave(wave, sampling, seed, samples, per_wave, start)
+        return done
+
+    def _wave(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, samples: int,
+        width: int, first: int,
+    ) -> list[Rollout]:  # fmt: skip
+        rows, budget = self._start(prompts, sampling, seed, samples, width, first)
+        n = len(prompts) * samples
+        tokens = np.zeros((n, budget), np.int32)
+        logp = np.zeros((n, budget), np.float32)
+        original = np.arange(width * samples)  # of each row still in the batch
+        stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
+        while True:
+            size = len(original)
+            smaller = max(SMALLEST, -(-size // SHRINK))
+            enough = smaller if smaller < size else 0
+            rows = self._decode(
+                self._params, rows, stop_ids, jnp.float32(sampling.temperature),
+                top_k=sampling.top_k, top_p=sampling.top_p, enough=enough,
+            )  # fmt: skip
+            real = original < n
+            tokens[original[real]] = np.asarray(rows.tokens_BT)[real]
+            logp[original[real]] = np.asarray(rows.logp_BT)[real]
+            alive = np.flatnonzero(np.asarray(rows.alive_B))
+            if int(rows.column) == budget or alive.size == 0:
+                break
+            keep = np.concatenate([alive, np.setdiff1d(np.arange(size), alive)])[:smaller]
+            rows = self._compact(rows, jnp.asarray(keep, jnp.int32))
+            original = original[keep]
+        return [
+            self._rollout(prompts[i // samples], tokens[i], logp[i], sampling) for i in range(n)
+        ]
+
+    def _start(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, samples: int,
+        width: int, first: int,
+    ) -> tuple[Rows, int]:  # fmt: skip
+        longest = max(len(p.tokens) for p in prompts)
+        if longest > self._longest:
+            raise ConfigError(
+                f"prompts must have at most data.max_prompt_tokens tokens, got one of {longest}. "
+                f"Try --set data.max_prompt_tokens={longest}."
+            )
+        time = _bucket(longest, SHORTEST)
+        tokens = np.zeros((width, time), np.int32)
+        lengths = np.ones(width, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt.tokens)] = prompt.tokens
+            lengths[row] = len(prompt.tokens)
+        cache, hidden = self._prefill(self._params, jnp.asarray(tokens), jnp.asarray(lengths))
+        repeat = np.repeat(np.arange(width), samples)
+        if samples > 1:
+            cache = self._take(cache, jnp.asarray(repeat, jnp.int32))
+        ids = np.arange(width * samples, dtype=np.uint32) + np.uint32(first * samples)
+        streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
+        budget = sampling.max_new_tokens
+        return Rows(
+            cache=cache,
+            hidden_BD=hidden[repeat],
+            position_B=jnp.asarray(lengths[repeat]),
+            alive_B=jnp.asarray(repeat < len(prompts)),
+            stream_B2=jax.random.key_data(streams),
+            tokens_BT=jnp.zeros((width * samples, budget), jnp.int32),
+            logp_BT=jnp.zeros((width * samples, budget), jnp.float32),
+            column=jnp.zeros((), jnp.int32),
+        ), budget
+
+    def _rollout(
+        self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray, sampling: Sampling
+    ) -> Rollout:
+        stops = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
+        end = stops[0] + 1 if stops.size else len(tokens)
+        reason = StopReason.STOP_TOKEN if stops.size else StopReason.MAX_TOKENS
+        return Rollout(prompt, tokens[:end].copy(), logp[:end].copy(), reason, self._version)
+
+
+def _bucket(length: int, smallest: int) -> int:
+    size = smallest
+    while size < length:
+        size *= 2
+    return size

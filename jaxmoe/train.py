@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m jaxmoe.train --config FILE`: the command, and THE loop on one page.
+
+    rollouts -> rewards -> advantages -> step -> publish weights -> measure -> save
+
+The gradient is taken in jaxmoe/rl/step.py. To change the loop, copy this file.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxmoe import plan
+from jaxmoe.checkpoint.run import Position, initial_params, restore_run, save_run
+from jaxmoe.cli import StopRequest, Stopped, command, stop_requests
+from jaxmoe.config import Config
+from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text, score
+from jaxmoe.losses import group_advantages
+from jaxmoe.observe.metrics import MetricsLog, read_metrics
+from jaxmoe.observe.plots import plot_run
+from jaxmoe.observe.progress import Progress, phase
+from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
+from jaxmoe.rl.optimizer import make_optimizer
+from jaxmoe.rl.state import TrainState, abstract_state, new_state
+from jaxmoe.rl.step import batch_logprobs, grpo_loss_fn, supervised_loss_fn, train_step
+from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.shapes import Metrics, Params
+
+
+def main(argv: list[str] | None = None) -> int:
+    def go(cfg: Config, dry_run: bool) -> None:
+        print(plan.describe(cfg)) if dry_run else run(cfg)
+
+    return command(argv, "Train a GPT-OSS by reinforcement learning.", go)
+
+
+def run(cfg: Config) -> None:
+    """Warm start, then GRPO; the same run folder goes on where its last checkpoint stands."""
+    work = Path(cfg.workdir)
+    task = open_task(cfg)
+    r = cfg.rollout
+    engine = NativeEngine(
+        cfg.model, max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_new_tokens=r.max_new_tokens, max_rows=r.max_parallel_sequences,
+    )  # fmt: skip
+    supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
+    tx = make_optimizer(cfg.optim, steps=cfg.steps)
+    dtype = cfg.optim.param_dtype
+    at = restore_run(work, cfg, abstract_state(cfg.model, tx, dtype))
+    if at is None:
+        at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
+    with stop_requests() as stop, MetricsLog(work, stage=at.stage, step=at.step) as log:
+        desk = Desk(cfg, work, task, engine, log, stop)
+        if at.stage == "warmup":
+            state = warm_start(desk, at, supervised)
+            at = Position("rl", 0, new_state(state.params, tx), None, None)
+        reinforce(desk, at, tx)
+    print(f"plots    {work / 'plots' / 'overview.png'}")
+    print(f"metrics  {work / 'metrics.jsonl'}")
+
+
+@dataclass
+class Desk:
+    """What both stages work with."""
+
+    cfg: Config
+    work: Path
+    task: Task
+    engine: NativeEngine
+    log: MetricsLog
+    stop: StopRequest
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.phases[f"time/{name}_s"] = time.perf_counter() - start
+
+    def save_or_stop(self, at: Position, *, last: bool) -> None:
+        """Save when due or asked to stop; leave with a message where asked."""
+        due = at.step % self.cfg.save.every_steps == 0 or last
+        if due or self.stop.signal:
+            with self.clock("save"):
+                save_run(self.work, self.cfg, at)
+        if self.stop.signal and not (last and at.stage == "rl"):
+            raise Stopped(
+                self.stop.signal,
+                f"saved {at.stage} step {at.step} in {self.work}; the same command resumes.",
+            )
+
+
+def warm_start(
+    desk: Desk, at: Position, tx
+) -> TrainState:
+    """Supervised steps on the stored answers: a random model has nothing for RL to amplify."""
+    cfg, task, state = desk.cfg, desk.task, at.state
+    w = cfg.warmup
+    loss_fn = partial(supervised_loss_fn, model=cfg.model, remat=cfg.optim.remat)
+    step_fn = jax.jit(
+        partial(train_step, tx=tx, loss_fn=loss_fn, microbatches=cfg.optim.microbatches),
+        donate_argnums=0,
+    )
+    data = task.stream(w.sequences_per_step, cfg.seed + 1)
+    if at.data is not None:
+        data.set_state(at.data)
+    with Progress(w.steps, "warmup") as progress:
+        for step in range(at.step + 1, w.steps + 1):
+            prompts: list[Prompt] = next(data)
+            answers = [answer_tokens(p, task) for p in prompts]
+            batch = supervised_batch(
+                prompts, answers, length=cfg.context, pad_id=task.tokenizer.pad_id
+            )
+            with desk.clock("train"):
+                state, metrics = step_fn(state, batch)
+                metrics = host(metrics)
+            must_be_finite(metrics, "warmup", step)
+            assert_compiled_once(step_fn, step - at.step)
+            desk.log.write("warmup", step, metrics | desk.phases)
+            progress.update(step, loss=metrics["loss"])
+            at = Position("warmup", step, state, None, data.get_state())
+            desk.save_or_stop(at, last=step == w.steps)
+    return state
+
+
+def reinforce(desk: Desk, at: Position, tx) -> TrainState:
+    """GRPO: the loop."""
+    cfg, task, engine, state = desk.cfg, desk.task, desk.engine, at.state
+    r = cfg.rollout
+    temperature = r.temperature
+    loss_fn = partial(
+        grpo_loss_fn, model=cfg.model, loss=cfg.loss, temperature=temperature,
+        remat=cfg.optim.remat,
+    )  # fmt: skip
+    step_fn = jax.jit(
+        partial(train_step, tx=tx, loss_fn=loss_fn, microbatches=cfg.optim.microbatches),
+        donate_argnums=0,
+    )
+    logprobs = jax.jit(partial(batch_logprobs, model=cfg.model, temperature=temperature))
+    reference = at.reference
+    if cfg.loss.kl_coef > 0 and reference is None:
+        reference = jax.tree.map(lambda x: x.copy(), state.params)
+    data = task.stream(r.prompts_per_step, cfg.seed + 2)
+    if at.data is not None:
+        data.set_state(at.data)
+    held_out = task.held_out_prompts()
+    engine.load(state.params, at.step)
+    if at.step == 0:
+        with phase("scoring the held-out rows before the first step"):
+            desk.log.write("rl", 0, measure(desk, held_out, 0))
+
+    with Progress(cfg.steps, "rl") as progress:
+        for step in range(at.step + 1, cfg.steps + 1):
+            start, desk.phases = time.perf_counter(), {}
+            with desk.clock("rollout"):
+                prompts: list[Prompt] = next(data)
+                seed = int(np.random.SeedSequence([cfg.seed, step]).generate_state(1)[0])
+                rollouts = engine.generate(
+                    prompts, task.sampling, seed=seed, samples=r.samples_per_prompt
+                )
+            with desk.clock("reward"):
+                rewards = score(rollouts, task.train, task)
+                batch = make_batch(cfg, task, rollouts, rewards)
+            with desk.clock("train"):
+                if reference is not None:
+                    batch = batch.replace(ref_logp_BT=logprobs(reference, batch)[0])
+                if not cfg.loss.on_policy:
+                    batch = batch.replace(old_logp_BT=logprobs(state.params, batch)[0])
+                for _ in range(cfg.loss.updates_per_batch):
+                    state, metrics = step_fn(state, batch)
+                metrics = host(metrics)
+                must_be_finite(metrics, "rl", step)
+                assert_compiled_once(step_fn, step - at.step)
+            with desk.clock("publish"):
+                engine.load(state.params, step)
+            if step % cfg.eval.every_steps == 0 or step == cfg.steps:
+                with desk.clock("eval"):
+                    metrics |= measure(desk, held_out, step)
+            tokens = int(np.asarray(batch.segment_ids_BT).sum())
+            elapsed = time.perf_counter() - start
+            metrics |= summary(rollouts, rewards, r.samples_per_prompt)
+            metrics |= desk.phases | {"tokens_per_s": tokens / elapsed, "time/step_s": elapsed}
+            desk.log.write("rl", step, metrics)
+            progress.update(
+                step, reward=metrics["reward/mean"], kl=metrics["policy/kl_rollout"],
+                tokens_per_s=metrics["tokens_per_s"], accuracy=metrics.get("eval/accuracy"),
+            )  # fmt: skip
+            if "eval/accuracy" in metrics:
+                plot_run(read_metrics(desk.work / "metrics.jsonl"), desk.work)
+            now = Position("rl", step, state, reference, data.get_state())
+            desk.save_or_stop(now, last=step == cfg.steps)
+    return state
+
+
+def make_batch(
+    cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray
+) -> Batch:
+    """The step's arrays, the samples of a prompt being one group."""
+    grouped_PR = rewards.reshape(-1, cfg.rollout.samples_per_prompt)
+    advantages_PR = group_advantages(grouped_PR, scale_by_std=cfg.loss.advantage_scale == "std")
+    groups = np.repeat(np.arange(len(grouped_PR)), cfg.rollout.samples_per_prompt)
+    return rollout_batch(
+        rollouts, np.asarray(advantages_PR).reshape(-1), groups,
+        length=cfg.context, pad_id=task.tokenizer.pad_id,
+    )  # fmt: skip
+
+
+def measure(desk: Desk, prompts: list[Prompt], step: int) -> Metrics:
+    """Greedy accuracy on the held-out rows; a few answers go to samples.jsonl."""
+    rewards, rollouts = evaluate(desk.engine, prompts, desk.task)
+    desk.log.write_samples("rl", step, [
+        {"prompt": r.prompt.text, "response": response_text(r, desk.task),
+         "answer": r.prompt.answer, "reward": float(reward), "stop": str(r.stop)}
+        for r, reward in list(zip(rollouts, rewards[:, 0], strict=True))[:8]
+    ])  # fmt: skip
+    return {"eval/accuracy": float(rewards.mean())}
+
+
+def summary(rollouts: list[Rollout], rewards: np.ndarray, samples: int) -> Metrics:
+    """What can be said of a step's rollouts without the model."""
+    lengths = np.array([len(r.tokens) for r in rollouts])
+    grouped = rewards.reshape(-1, samples)
+    cut = [r.stop is StopReason.MAX_TOKENS for r in rollouts]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/zero_std_groups_frac": float((grouped == grouped[:, :1]).all(axis=1).mean()),
+        "response_len/mean": float(lengths.mean()),
+        "response_len/max": int(lengths.max()),
+        "stop/max_tokens_frac": float(np.mean(cut)),
+    }
+
+
+def host(metrics: Metrics) -> Metrics:
+    """Device scalars as Python numbers; waits for the step."""
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+
+def must_be_finite(metrics: Metrics, stage: str, step: int) -> None:
+    """Raises where the step broke the numbers: nothing continues past a NaN."""
+    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
+    if bad:
+        raise FloatingPointError(
+            f"{stage} step {step}: {', '.join(bad)} must be finite. The last checkpoint is "
+            "untouched; try a smaller optim.lr or optim.clip_norm."
+        )
+
+
+def assert_compiled_once(step_fn, calls: int) -> None:
+    """A training step that compiles again costs minutes at real size: it is a bug."""
+    if calls >= 2 and step_fn._cache_size() != 1:
+        raise AssertionError(f"the train step was compiled {step_fn._cache_size()} times, not once")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of a sparse-MoE transformer with attention sinks; imports jax and jaxtyping only.
+
+Each operation is a folder: api (the public function), reference (the formula in float32),
+one file per implementation, cases (named shapes). dispatch.py picks the implementation.
+"""
+
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.sink_attention import sink_attention
+from pallas_kernels.token_logprobs import token_logprobs
+
+__all__ = ["grouped_matmul", "sink_attention", "token_logprobs"]

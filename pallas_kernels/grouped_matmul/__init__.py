@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmul of sorted rows, each group by its own matrix: the experts of an MoE. Next: `api.py`."""
+
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+
+__all__ = ["grouped_matmul"]

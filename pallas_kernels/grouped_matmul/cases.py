@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named shapes of the grouped matmul: the ones every implementation is tested and timed on.
+
+Sizes of the test cases are pairwise distinct, so a swapped axis cannot pass unseen.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Int
+
+
+class Case(NamedTuple):
+    """Shape of one call: M rows, width D to F, and the rows of each of the E groups."""
+
+    name: str
+    M: int
+    D: int
+    F: int
+    group_sizes: tuple[int, ...]
+
+
+TEST_CASES = (
+    Case("uneven", 131, 48, 40, (1, 29, 17, 0, 53, 24, 7)),
+    Case("rows_past_the_sum", 131, 48, 40, (5, 0, 33, 16, 0, 2, 9)),
+    Case("all_to_one", 131, 48, 40, (0, 0, 0, 131, 0, 0, 0)),
+    Case("all_to_the_last", 131, 48, 40, (0, 0, 0, 0, 0, 0, 131)),
+    Case("no_rows_used", 131, 48, 40, (0,) * 7),
+    Case("fewer_rows_than_a_tile", 9, 48, 40, (2, 0, 1, 4, 0, 1, 1)),
+    Case("one_group", 131, 48, 40, (119,)),
+    Case("tiles_of_many_sizes", 601, 16, 24, (300, 1, 299)),
+)
+
+BENCH_CASES = (
+    Case("tiny_gate_up", 10240, 128, 256, (1280,) * 8),
+    Case("tiny_down", 10240, 128, 128, (1280,) * 8),
+    Case("tiny_decode", 128, 128, 256, (16,) * 8),
+    Case("many_groups", 4096, 512, 1024, (128,) * 32),
+)
+
+
+def make_inputs(
+    case: Case, dtype: DTypeLike = jnp.float32, seed: int = 0
+) -> tuple[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, " E"], Float[Array, "E F"]]:
+    """Normal lhs_MD, rhs_EDF (scaled by D**-0.5) and bias_EF, with the case's group sizes."""
+    n_groups = len(case.group_sizes)
+    lhs_key, rhs_key, bias_key = jax.random.split(jax.random.key(seed), 3)
+    rhs_EDF = jax.random.normal(rhs_key, (n_groups, case.D, case.F)) * case.D**-0.5
+    return (
+        jax.random.normal(lhs_key, (case.M, case.D)).astype(dtype),
+        rhs_EDF.astype(dtype),
+        jnp.asarray(case.group_sizes, jnp.int32),
+        jax.random.normal(bias_key, (n_groups, case.F)).astype(dtype),
+    )

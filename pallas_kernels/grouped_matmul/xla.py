@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped matmul as a loop over row tiles: plain XLA, at the speed of one dense matmul.
+
+`lax.ragged_dot` on a CPU multiplies every row by every expert. Here a loop whose trip count is
+the number of tiles really used slices one tile, multiplies it by its expert's matrix and writes
+it in place. Tiles start at their group's first row, so a group's last tile reaches into the next
+group: those rows are masked, and no padded copy of the rows is made. Nothing is scattered.
+Next: `routing.py`, which puts the rows in order.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+_MATMUL_TILES_PER_GROUP = 8  # an unfilled tile wastes half of itself: 1/16 of an average group
+_WEIGHT_TILES_PER_GROUP = 2  # each tile also reads and writes a whole [D, F] accumulator
+
+
+def tile_rows(n_rows: int, n_groups: int, per_group: int) -> int:
+    """Rows per tile: the power of two nearest below n_rows / n_groups / per_group, in 16..128."""
+    want = n_rows // max(1, n_groups * per_group)
+    return min(n_rows, max(16, min(128, 1 << max(0, want.bit_length() - 1))))
+
+
+def _each_tile(n_rows, sizes_E, rows, e, body, carry):
+    """Fold body(start, valid_R1, carry) over the tiles of group e; start is always in range."""
+    begin = jnp.sum(jnp.where(jnp.arange(sizes_E.shape[0]) < e, sizes_E, 0))
+    end = begin + sizes_E[e]
+
+    def step(i, carry):
+        first = begin + i * rows
+        start = jnp.minimum(first, n_rows - rows)
+        row_R = start + jnp.arange(rows, dtype=jnp.int32)
+        return body(start, ((row_R >= first) & (row_R < end))[:, None], carry)
+
+    return lax.fori_loop(0, (sizes_E[e] + rows - 1) // rows, step, carry)
+
+
+def _dot(a, b, contract):
+    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+
+
+def _rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis):
+    """out[m] = lhs[m] · rhs[e of m] over rhs_axis (1: forward, 2: with rhs transposed)."""
+    n_rows, (n_groups, out_width) = lhs_MD.shape[0], (rhs_EDF.shape[0], rhs_EDF.shape[3 - rhs_axis])
+    rows = tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
+
+    def group(e, out):
+        rhs = lax.dynamic_index_in_dim(rhs_EDF, e, keepdims=False)
+        bias = None if bias_EF is None else lax.dynamic_index_in_dim(bias_EF, e)
+
+        def tile(start, valid_R1, out):
+            y = _dot(lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,)))
+            y = y if bias is None else y + bias.astype(jnp.float32)
+            y = jnp.where(valid_R1, y, lax.dynamic_slice_in_dim(out, start, rows))
+            return lax.dynamic_update_slice_in_dim(out, y, start, 0)
+
+        return _each_tile(n_rows, sizes_E, rows, e, tile, out)
+
+    # float32 until the end: XLA:CPU widens the whole buffer at each bfloat16 update in a loop.
+    zero = jnp.zeros((n_rows, out_width), jnp.float32)
+    return lax.fori_loop(0, n_groups, group, zero).astype(lhs_MD.dtype)
+
+
+def _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
+    """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] and dbias[e] = Σ_{m in e} dout[m], float32 sums."""
+    n_rows, n_groups = lhs_MD.shape[0], sizes_E.shape[0]
+    shape = (lhs_MD.shape[1], dout_MF.shape[1])
+    rows = tile_rows(n_rows, n_groups, _WEIGHT_TILES_PER_GROUP)
+
+    def group(e, grads):
+        def tile(start, valid_R1, sums):
+            # Both sides are masked: 0 · NaN from a neighbour's row would be NaN.
+            lhs = lax.dynamic_slice_in_dim(lhs_MD, start, rows)
+            dout = lax.dynamic_slice_in_dim(dout_MF, start, rows)
+            lhs = jnp.where(valid_R1, lhs, jnp.zeros_like(lhs))
+            dout = jnp.where(valid_R1, dout, jnp.zeros_like(dout))
+            dbias = None if bias_dtype is None else sums[1] + dout.astype(jnp.float32).sum(0)
+            return sums[0] + _dot(lhs, dout, ((0,), (0,))), dbias
+
+        zero = jnp.zeros(shape, jnp.float32)
+        zero = (zero, None if bias_dtype is None else zero[0])
+        sums = _each_tile(n_rows, sizes_E, rows, e, tile, zero)
+        write = partial(lax.dynamic_update_index_in_dim, index=e, axis=0)
+        return jax.tree.map(write, grads, sums)
+
+    drhs = jnp.zeros((n_groups, *shape), jnp.float32)
+    dbias = None if bias_dtype is None else jnp.zeros((n_groups, shape[1]), jnp.float32)
+    drhs, dbias = lax.fori_loop(0, n_groups, group, (drhs, dbias))
+    return drhs.astype(rhs_dtype), None if dbias is None else dbias.astype(bias_dtype)
+
+
+@jax.custom_vjp
+def xla(
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Float[Array, "E D F"],
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F"] | None = None,
+) -> Float[Array, "M F"]:
+    """Multiply each group of rows by its own matrix, tile by tile; see `reference`.
+
+    Numerics: float32 accumulation, results in the dtype of their operand; sums run in row order,
+    so results are bitwise repeatable.
+    """
+    if lhs_MD.shape[0] == 0:
+        return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
+    return _rows_by_group(lhs_MD, rhs_EDF, group_sizes_E.astype(jnp.int32), bias_EF, 1)
+
+
+def _forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=None):
+    out_MF = xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+
+
+def _backward(residuals, dout_MF):
+    lhs_MD, rhs_EDF, group_sizes_E, bias_EF = residuals
+    if lhs_MD.shape[0] == 0:
+        zero = jax.tree.map(jnp.zeros_like, (lhs_MD, rhs_EDF, bias_EF))
+        return zero[0], zero[1], None, zero[2]
+    sizes_E = group_sizes_E.astype(jnp.int32)
+    dlhs_MD = _rows_by_group(dout_MF, rhs_EDF, sizes_E, None, 2)
+    bias_dtype = None if bias_EF is None else bias_EF.dtype
+    drhs_EDF, dbias_EF = _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype)
+    return dlhs_MD, drhs_EDF, None, dbias_EF
+
+
+xla.defvjp(_forward, _backward)
+
+
+def unsupported(lhs_shape, rhs_shape) -> str | None:
+    """Say why these shapes cannot be computed; None when they can."""
+    return None

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function: checks its input and picks an implementation.
+
+Next: reference.py for the formula, xla.py for the blocks.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation, pick
+from pallas_kernels.sink_attention import reference, xla
+
+_IMPLS = {
+    "xla": Implementation(xla.xla, xla.unsupported),
+    "reference": Implementation(reference.reference, reference.unsupported),
+}
+
+
+def sink_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    sink_N: Float[Array, " N"],
+    *,
+    q_positions_BT: Int[Array, "B T"] | None = None,
+    k_positions_BS: Int[Array, "B S"] | None = None,
+    q_segment_ids_BT: Int[Array, "B T"] | None = None,
+    k_segment_ids_BS: Int[Array, "B S"] | None = None,
+    window: int = 0,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Causal grouped-query attention with a learned sink per head; returns (o, lse).
+
+    z = scale·q·k over the keys a query sees;  lse = log(Σ e^z + e^sink);  o = Σ e^{z − lse}·v
+    Δ = rowsum(dO∘O) − dlse;  dz = e^{z − lse}·(dO·v − Δ);  dsink = −Σ e^{sink − lse}·Δ
+
+    A query sees the keys of its own segment (0 is padding) at positions up to its own, at most
+    `window` of them counting itself; 0 is no window. Positions and segments are arrays: nothing
+    compiles again for a longer prompt or a later decode step. Keys may be in any order.
+    Partial results, over parts of the keys, take sink = −inf and merge by lse.
+
+    Args:
+        q_positions_BT: where the queries sit; may be left out with all others when T = S.
+        scale: 1/sqrt(H) unless given.
+    Returns:
+        o in q's dtype; lse in float32, the sink included. A query without keys gives o = 0 and
+        lse = sink, and finite gradients.
+    Numerics: scores, softmax and sums in float32; weights are cast to v's dtype before the
+        product with v; dsink is summed in float32.
+    Raises: ValueError for shapes that do not fit; NotImplementedError where a named `impl`
+        cannot run.
+    Source: GPT-OSS model card §2.2; blocks as in arXiv:2307.08691.
+    """
+    _check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    if (q_positions_BT is None or k_positions_BS is None) and T != S:
+        raise ValueError(
+            f"q and k must have equal lengths where positions are left out; got T={T}, S={S}. "
+            "Pass q_positions_BT and k_positions_BS."
+        )
+
+    def default(given, shape, make):
+        return given if given is not None else jnp.broadcast_to(make(shape[1]), shape)
+
+    def ones(n):
+        return jnp.ones(n, jnp.int32)
+
+    def count(n):
+        return jnp.arange(n, dtype=jnp.int32)
+
+    chosen = pick(impl, _IMPLS, q_BTNH.shape, k_BSKH.shape)
+    return chosen(
+        q_BTNH, k_BSKH, v_BSKH, sink_N,
+        default(q_positions_BT, (B, T), count), default(k_positions_BS, (B, S), count),
+        default(q_segment_ids_BT, (B, T), ones), default(k_segment_ids_BS, (B, S), ones),
+        window, 1.0 / math.sqrt(H) if scale is None else scale,
+    )  # fmt: skip
+
+
+def _check(q: Array, k: Array, v: Array, sink: Array, window: int) -> None:
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(
+            f"q and k must be [batch, time, heads, head size]; got {q.shape} and {k.shape}."
+        )
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q, k and v must agree in batch and head size, k and v in all; got {q.shape}, "
+            f"{k.shape}, {v.shape}."
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"query heads ({q.shape[2]}) must be a multiple of key heads ({k.shape[2]}): each "
+            "key head serves as many query heads."
+        )
+    if sink.shape != (q.shape[2],):
+        raise ValueError(
+            f"sink must have one entry per query head, ({q.shape[2]},); got {sink.shape}."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
+        )
+    if window < 0:
+        raise ValueError(f"window must be 0 (none) or a number of keys; got {window}.")

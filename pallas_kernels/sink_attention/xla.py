@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sink attention in blocks, in plain XLA: memory linear in T, blocks nobody sees skipped.
+
+Which key blocks a query block needs is computed from the positions and segments themselves, so
+causal, windowed, packed, padded and cached layouts all skip what they can. The backward pass
+makes the weights again from lse. No scatter, no atomics: repeatable bit for bit.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.masks import visible
+from pallas_kernels.sink_attention.reference import UNSEEN
+
+ROWS = 512  # of a score block: queries times heads per key head
+SCORES = 2**16  # of a score block, per batch row and key head
+
+
+class _Blocks(NamedTuple):
+    """Queries as [n, B, K, R, H] with R = block·G, keys as [B, K, S, H]; both padded."""
+
+    q_nBKRH: Array
+    k_BKSH: Array
+    v_BKSH: Array
+    q_positions_nBR: Array
+    q_segments_nBR: Array
+    k_positions_BS: Array
+    k_segments_BS: Array
+    sink_KR1: Array
+    ranges_n2: Array  # first and one past the last key block that each query block needs
+
+
+def block_sizes(T: int, S: int, G: int) -> tuple[int, int]:
+    """Queries and keys per block."""
+    bt = min(T, max(1, ROWS // G))
+    bs = min(S, max(128, SCORES // (bt * G)))
+    return bt, bs
+
+
+def _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window) -> tuple[_Blocks, int]:
+    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    G = N // K
+    bt, bs = block_sizes(T, S, G)
+    n, m = -(-T // bt), -(-S // bs)
+    q = jnp.pad(q, ((0, 0), (0, n * bt - T), (0, 0), (0, 0)))
+    q = q.reshape(B, n, bt, K, G, H).transpose(1, 0, 3, 2, 4, 5).reshape(n, B, K, bt * G, H)
+    k, v = (
+        jnp.pad(x, ((0, 0), (0, m * bs - S), (0, 0), (0, 0))).transpose(0, 2, 1, 3) for x in (k, v)
+    )
+    q_pos, q_seg = (jnp.pad(x, ((0, 0), (0, n * bt - T))) for x in (q_pos, q_seg))
+    k_pos, k_seg = (jnp.pad(x, ((0, 0), (0, m * bs - S))) for x in (k_pos, k_seg))
+    ranges = _ranges(q_pos, q_seg, k_pos, k_seg, n, m, window)
+
+    def rows(x):
+        return jnp.repeat(x.reshape(B, n, bt).transpose(1, 0, 2), G, axis=2)
+
+    sink_KR1 = jnp.tile(sink.astype(jnp.float32).reshape(K, G), (1, bt))[..., None]
+    return _Blocks(q, k, v, rows(q_pos), rows(q_seg), k_pos, k_seg, sink_KR1, ranges), bs
+
+
+def _ranges(q_pos, q_seg, k_pos, k_seg, n, m, window) -> Array:
+    """A block is needed where its bounds allow a visible pair in some row of the batch."""
+    big = jnp.iinfo(jnp.int32).max
+
+    def bounds(x, seg, parts):
+        x, real = (y.reshape(y.shape[0], parts, -1) for y in (x, seg > 0))
+        return jnp.where(real, x, big).min(2), jnp.where(real, x, -big).max(2)
+
+    (q_lo, q_hi), (k_lo, k_hi) = bounds(q_pos, q_seg, n), bounds(k_pos, k_seg, m)
+    (qs_lo, qs_hi), (ks_lo, ks_hi) = bounds(q_seg, q_seg, n), bounds(k_seg, k_seg, m)
+
+    def pair(a, b):
+        return a[:, :, None], b[:, None, :]
+
+    a, b = pair(q_hi, k_lo)
+    needed = b <= a
+    a, b = pair(qs_hi, ks_lo)
+    needed &= b <= a
+    a, b = pair(qs_lo, ks_hi)
+    needed &= a <= b
+    if window:
+        a, b = pair(q_lo, k_hi)
+        # padding's bounds would overflow; such blocks are already ruled out above
+        needed &= jnp.clip(a, -window, big - 1) - window < jnp.clip(b, -big + 1, big - 1)
+    needed = needed.any(0)
+    first = jnp.argmax(needed, axis=1)
+    last = m - jnp.argmax(needed[:, ::-1], axis=1)
+    return jnp.stack([first, jnp.where(needed.any(1), last, first)], 1).astype(jnp.int32)
+
+
+def _dot(a, b, contract_a, contract_b):
+    dims = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def _scores(x: _Blocks, q, q_pos, q_seg, j, bs, window, scale):
+    """Masked scores [B, K, R, bs] of one query block against key block j, and its k and v."""
+    if x.k_BKSH.shape[2] == bs:
+        k, v, k_pos, k_seg = x.k_BKSH, x.v_BKSH, x.k_positions_BS, x.k_segments_BS
+    else:
+        start = j * bs
+        k, v = (lax.dynamic_slice_in_dim(y, start, bs, 2) for y in (x.k_BKSH, x.v_BKSH))
+        k_pos, k_seg = (
+            lax.dynamic_slice_in_dim(y, start, bs, 1) for y in (x.k_positions_BS, x.k_segments_BS)
+        )
+    seen = visible(
+        q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :]
+    )
+    z = jnp.where(seen[:, None], _dot(q, k, 3, 3) * scale, UNSEEN)
+    return z, k, v
+
+
+def _each_key_block(x: _Blocks, bs, bounds, body, carry):
+    if x.k_BKSH.shape[2] == bs:
+        return body(0, carry)
+    return lax.fori_loop(bounds[0], bounds[1], body, carry)
+
+
+def _each_query_block(body, carry, xs):
+    if xs[0].shape[0] > 1:
+        return lax.scan(body, carry, xs)
+    carry, ys = body(carry, jax.tree.map(lambda y: y[0], xs))
+    return carry, jax.tree.map(lambda y: y[None], ys)
+
+
+def _forward_blocks(x: _Blocks, bs, window, scale):
+    """o [n, B, K, R, H] float32 and lse [n, B, K, R, 1]."""
+
+    def query_block(_, xs):
+        q, q_pos, q_seg, bounds = xs
+
+        def key_block(j, carry):
+            top, total, acc = carry
+            z, _, v = _scores(x, q, q_pos, q_seg, j, bs, window, scale)
+            new = jnp.maximum(top, jnp.max(z, axis=3, keepdims=True))
+            p = jnp.exp(z - new)
+            shrink = jnp.exp(top - new)
+            total = total * shrink + jnp.sum(p, axis=3, keepdims=True)
+            return new, total, acc * shrink + _dot(p.astype(v.dtype), v, 3, 2)
+
+        # the sink is where the running softmax starts; −inf starts it empty
+        top = jnp.broadcast_to(jnp.maximum(x.sink_KR1, UNSEEN / 2), (*q.shape[:3], 1))
+        total = jnp.broadcast_to(jnp.exp(x.sink_KR1 - top), top.shape)
+        acc = jnp.zeros(q.shape, jnp.float32)
+        top, total, acc = _each_key_block(x, bs, bounds, key_block, (top, total, acc))
+        some = total > 0
+        safe = jnp.where(some, total, 1.0)
+        return None, (acc / safe, jnp.where(some, top + jnp.log(safe), -jnp.inf))
+
+    xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.ranges_n2)
+    return _each_query_block(query_block, None, xs)[1]
+
+
+def _backward_blocks(x: _Blocks, bs, window, scale, do, lse, delta):
+    """(dq [n, B, K, R, H], dk, dv [B, K, S, H]), float32."""
+
+    def query_block(carry, xs):
+        q, q_pos, q_seg, bounds, do, lse, delta = xs
+
+        def key_block(j, carry):
+            dk, dv, dq = carry
+            z, k, v = _scores(x, q, q_pos, q_seg, j, bs, window, scale)
+            p = jnp.exp(z - lse)
+            ds = (p * (_dot(do, v, 3, 3) - delta) * scale).astype(q.dtype)
+            dq = dq + _dot(ds, k, 3, 2)
+            dk = _add_block(dk, _dot(ds, q, 2, 2), j * bs)
+            dv = _add_block(dv, _dot(p.astype(do.dtype), do, 2, 2), j * bs)
+            return dk, dv, dq
+
+        zero = jnp.zeros(q.shape, jnp.float32)
+        dk, dv, dq = _each_key_block(x, bs, bounds, key_block, (*carry, zero))
+        return (dk, dv), dq
+
+    zero = jnp.zeros(x.k_BKSH.shape, jnp.float32)
+    # a row without keys has lse = −inf where the sink is; any finite value gives it weights 0
+    lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.ranges_n2, do, lse, delta)
+    (dk, dv), dq = _each_query_block(query_block, (zero, zero), xs)
+    return dq, dk, dv
+
+
+def _add_block(whole, part, start):
+    if whole.shape == part.shape:
+        return whole + part
+    old = lax.dynamic_slice_in_dim(whole, start, part.shape[2], 2)
+    return lax.dynamic_update_slice_in_dim(whole, old + part, start, 2)
+
+
+def _join_rows(x_nBKRH: Array, T: int, G: int) -> Array:
+    """[n, B, K, block·G, H] back to [B, T, N, H]."""
+    n, B, K, R, H = x_nBKRH.shape
+    x = x_nBKRH.reshape(n, B, K, R // G, G, H).transpose(1, 0, 3, 2, 4, 5)
+    return x.reshape(B, n * (R // G), K * G, H)[:, :T]
+
+
+def _split_rows(x_BTNH: Array, like_nBKRH: Array, G: int) -> Array:
+    """[B, T, N, H] to [n, B, K, block·G, H], the padding 0."""
+    n, B, K, R, _ = like_nBKRH.shape
+    T, H = x_BTNH.shape[1], x_BTNH.shape[3]
+    x = jnp.pad(x_BTNH, ((0, 0), (0, n * (R // G) - T), (0, 0), (0, 0)))
+    return x.reshape(B, n, R // G, K, G, H).transpose(1, 0, 3, 2, 4, 5).reshape(n, B, K, R, H)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(8, 9))
+def xla(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    sink_N: Float[Array, " N"],
+    q_positions_BT: Int[Array, "B T"],
+    k_positions_BS: Int[Array, "B S"],
+    q_segments_BT: Int[Array, "B T"],
+    k_segments_BS: Int[Array, "B S"],
+    window: int,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """(o, lse) in blocks of keys; see `reference` for the formula."""
+    arrays = (q_BTNH, k_BSKH, v_BSKH, sink_N, q_positions_BT, k_positions_BS)
+    return _xla_fwd(*arrays, q_segments_BT, k_segments_BS, window, scale)[0]
+
+
+def _xla_fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
+    B, T, N, _ = q.shape
+    x, bs = _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window)
+    o, lse = _forward_blocks(x, bs, window, scale)
+    G = N // k.shape[2]
+    o = _join_rows(o, T, G).astype(q.dtype)
+    lse = _join_rows(lse, T, G)[..., 0].transpose(0, 2, 1)
+    return (o, lse), (q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse)
+
+
+def _xla_bwd(window, scale, saved, cotangents):
+    q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse = saved
+    do, dlse = cotangents
+    G = q.shape[2] // k.shape[2]
+    x, bs = _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window)
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3)
+    delta = delta - dlse.transpose(0, 2, 1)
+    lse_BTN1 = lse.transpose(0, 2, 1)[..., None]
+    parts = (_split_rows(y, x.q_nBKRH, G) for y in (do, lse_BTN1, delta[..., None]))
+    dq, dk, dv = _backward_blocks(x, bs, window, scale, *parts)
+    S = k.shape[1]
+    dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(k.dtype) for y in (dk, dv))
+    sink32 = sink.astype(jnp.float32)[None, None, :]
+    p_sink = jnp.where(jnp.isfinite(lse_BTN1[..., 0]), jnp.exp(sink32 - lse_BTN1[..., 0]), 0.0)
+    dsink = -jnp.sum(p_sink * delta, axis=(0, 1))
+    dq = _join_rows(dq, q.shape[1], G).astype(q.dtype)
+    return dq, dk, dv, dsink.astype(sink.dtype), None, None, None, None
+
+
+xla.defvjp(_xla_fwd, _xla_bwd)
+
+
+def unsupported(*_shapes) -> str | None:
+    """Plain XLA runs everywhere."""
+    return None

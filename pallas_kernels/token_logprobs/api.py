@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public token log-probs: check the shapes, pick an implementation. Next: `reference.py`."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation, pick
+from pallas_kernels.token_logprobs import reference, xla
+
+_IMPLS = {
+    "xla": Implementation(xla.xla, xla.unsupported),
+    "reference": Implementation(reference.reference, reference.unsupported),
+}
+
+
+def token_logprobs(
+    hidden_MD: Float[Array, "M D"],
+    w_head_DV: Float[Array, "D V"],
+    targets_M: Int[Array, " M"],
+    *,
+    temperature: Float[Array, ""] | float = 1.0,
+    vocab_size: int | None = None,
+    impl: str = "auto",
+) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+    """Log-probability of each target, and entropy of the distribution it is drawn from.
+
+    z = hidden @ w_head[:, :vocab_size] / temperature;  logp = z[target] − lse(z);  H = −Σ p log p
+
+    Args:
+        targets_M: in [0, vocab_size); the caller's duty, not checked: values are traced.
+        temperature: above 0; may be traced. Gets no gradient (it is treated as a constant).
+        vocab_size: the columns that are words; later ones, the head's padding, are never read.
+
+    Returns: logp and entropy of the tempered distribution, in nats.
+    Numerics: float32 accumulation, softmax and results. [M, V] logits never exist: at most
+        2^22 are alive, forward or backward. Gradients in the dtype of their operand.
+    Raises: ValueError when the shapes do not fit.
+    """
+    width, columns = w_head_DV.shape
+    vocab_size = columns if vocab_size is None else vocab_size
+    if hidden_MD.shape[1] != width:
+        raise ValueError(
+            f"hidden must have {width} columns, the first size of w_head {w_head_DV.shape}; "
+            f"got {hidden_MD.shape}. Pass w_head as [width, vocabulary]."
+        )
+    if targets_M.shape != hidden_MD.shape[:1]:
+        raise ValueError(
+            f"targets must have one id for each of the {hidden_MD.shape[0]} rows of hidden; "
+            f"got shape {targets_M.shape}. Flatten both to [tokens]."
+        )
+    if not 0 < vocab_size <= columns:
+        raise ValueError(
+            f"vocab_size must be in 1..{columns}, the columns of w_head; got {vocab_size}. "
+            "Pass vocab_size=None when the head is not padded."
+        )
+    chosen = pick(impl, _IMPLS, hidden_MD.shape, w_head_DV.shape)
+    return chosen(
+        hidden_MD, w_head_DV, targets_M, jnp.asarray(temperature, jnp.float32), vocab_size
+    )

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named shapes of the token log-probs: the ones every implementation is tested and timed on.
+
+Sizes of the test cases are pairwise distinct, so a swapped axis cannot pass unseen.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Int
+
+
+class Case(NamedTuple):
+    """Shape of one call: M tokens, width D, V columns of which vocab_size are words."""
+
+    name: str
+    M: int
+    D: int
+    V: int
+    vocab_size: int
+    temperature: float = 1.0
+
+
+TEST_CASES = (
+    Case("one_block", 29, 48, 97, 97),
+    Case("padded_head", 29, 48, 97, 83, 0.7),
+    Case("token_blocks_overlap", 1100, 16, 97, 97, 1.3),
+    Case("vocab_blocks_overlap", 29, 16, 4300, 4217, 0.7),
+)
+
+BENCH_CASES = (
+    Case("tiny", 5120, 128, 512, 512),
+    Case("tiny_characters", 5120, 128, 265, 265),
+    Case("gptoss20b", 24576, 2880, 201_216, 201_088),
+)
+
+
+def make_inputs(
+    case: Case, dtype: DTypeLike = jnp.float32, seed: int = 0
+) -> tuple[Float[Array, "M D"], Float[Array, "D V"], Int[Array, " M"]]:
+    """Normal hidden_MD and w_head_DV (logits of deviation 1.5), and targets among the words."""
+    hidden_key, head_key, target_key = jax.random.split(jax.random.key(seed), 3)
+    w_head_DV = jax.random.normal(head_key, (case.D, case.V)) * (1.5 * case.D**-0.5)
+    return (
+        jax.random.normal(hidden_key, (case.M, case.D)).astype(dtype),
+        w_head_DV.astype(dtype),
+        jax.random.randint(target_key, (case.M,), 0, case.vocab_size, jnp.int32),
+    )

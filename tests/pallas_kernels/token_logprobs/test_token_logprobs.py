@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streamed log-probs against the formula, a float64 oracle, and its own promises."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.testing import three_way
+from pallas_kernels.token_logprobs import cases, token_logprobs
+from pallas_kernels.token_logprobs.xla import TOKEN_BLOCK, VOCAB_BLOCK, blocks
+
+NAMES = ("logp", "entropy", "dhidden", "dw_head")
+
+
+def cotangents(n_tokens):
+    return tuple(jax.random.normal(jax.random.key(9), (2, n_tokens)))
+
+
+def oracle(hidden, w_head, targets, temperature, vocab_size, cotangents):
+    """Values and both gradients in float64, from the written-out derivative."""
+    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
+    hidden, w_head, (dlogp, dent) = f64(hidden), f64(w_head), map(f64, cotangents)
+    temperature = float(np.float32(temperature))
+    rows = np.arange(len(targets))
+    z = hidden @ w_head[:, :vocab_size] / temperature
+    log_p = z - z.max(1, keepdims=True)
+    log_p = log_p - np.log(np.exp(log_p).sum(1, keepdims=True))
+    p = np.exp(log_p)
+    entropy = -(p * log_p).sum(1)
+    dz = -p * (dlogp[:, None] + dent[:, None] * (log_p + entropy[:, None]))
+    dz[rows, np.asarray(targets)] += dlogp
+    dz /= temperature
+    dw = np.zeros_like(w_head)
+    dw[:, :vocab_size] = hidden.T @ dz
+    return log_p[rows, np.asarray(targets)], entropy, dz @ w_head[:, :vocab_size].T, dw
+
+
+def naive(hidden, w_head, targets, temperature, vocab_size):
+    """The formula with its matmul in the inputs' dtype, differentiated by JAX."""
+    z = (hidden @ w_head[:, :vocab_size]).astype(jnp.float32) / temperature
+    log_p = jax.nn.log_softmax(z, axis=-1)
+    logp = jnp.take_along_axis(log_p, targets[:, None], axis=1)[:, 0]
+    return logp, -(jnp.exp(log_p) * log_p).sum(1)
+
+
+def values_and_gradients(f, cotangents, *args):
+    def run(cotangents, *args):
+        out, pull = jax.vjp(f, *args)
+        return *out, *pull(cotangents)
+
+    return jax.jit(run)(cotangents, *args)
+
+
+def ours(case, targets, impl="xla"):
+    def f(hidden, w_head):
+        size = case.vocab_size
+        return token_logprobs(
+            hidden, w_head, targets, temperature=case.temperature, vocab_size=size, impl=impl
+        )
+
+    return f
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [(case, jnp.float32) for case in cases.TEST_CASES]
+    + [(case, jnp.bfloat16) for case in cases.TEST_CASES[1:3]],
+    ids=lambda x: x.name if isinstance(x, cases.Case) else x.__name__,
+)
+def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
+    hidden, w_head, targets = cases.make_inputs(case, dtype)
+    ct = cotangents(case.M)
+    wanted = oracle(hidden, w_head, targets, case.temperature, case.vocab_size, ct)
+    temperature = jnp.float32(case.temperature)
+    simple = values_and_gradients(
+        lambda h, w: naive(h, w, targets, temperature, case.vocab_size), ct, hidden, w_head
+    )
+    # The formula costs compile time and takes no shape-dependent branch: one case is enough.
+    for impl in ("xla", "reference") if case is cases.TEST_CASES[1] else ("xla",):
+        got = values_and_gradients(ours(case, targets, impl), ct, hidden, w_head)
+        assert [x.dtype for x in got] == [jnp.float32, jnp.float32, dtype, dtype]
+        for name, mine, plain, exact in zip(NAMES, got, simple, wanted, strict=True):
+            three_way(mine, plain, exact, f"{case.name} {impl} {name}")
+
+
+def test_bfloat16_hidden_states_meet_a_float32_head():
+    case = cases.TEST_CASES[1]
+    hidden, w_head, targets = cases.make_inputs(case)
+    half = hidden.astype(jnp.bfloat16)
+    ct = cotangents(case.M)
+    got = values_and_gradients(ours(case, targets), ct, half, w_head)
+    same = values_and_gradients(ours(case, targets), ct, half.astype(jnp.float32), w_head)
+    assert [x.dtype for x in got] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.float32]
+    for mine, wide in zip(got, same, strict=True):
+        np.testing.assert_array_equal(mine, wide.astype(mine.dtype))
+
+
+@pytest.mark.parametrize("planted", [3e38, float("nan")])
+def test_padding_columns_never_matter(planted):
+    case = cases.TEST_CASES[3]
+    hidden, w_head, targets = cases.make_inputs(case)
+    planted_head = w_head.at[:, case.vocab_size :].set(planted)
+    ct = cotangents(case.M)
+    f = ours(case, targets)
+    run = jax.jit(lambda w: jax.vjp(f, hidden, w)[1](ct))
+    values = jax.jit(lambda w: f(hidden, w))
+    clean = *values(w_head), *run(w_head)
+    dirty = *values(planted_head), *run(planted_head)
+    for a, b in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.any(dirty[3][:, case.vocab_size :])
+
+
+def test_targets_on_both_sides_of_a_block_border_are_found():
+    case = cases.TEST_CASES[3]
+    hidden, w_head, _ = cases.make_inputs(case)
+    size, count = blocks(case.vocab_size, VOCAB_BLOCK)
+    assert count == 2 and case.vocab_size % size
+    last = case.vocab_size
+    edge = (0, last - size - 1, last - size, size - 1, size, last - 1)
+    targets = jnp.asarray(edge, jnp.int32)
+    ct = cotangents(len(edge))
+    exact = oracle(hidden[:6], w_head, targets, case.temperature, case.vocab_size, ct)
+    got = values_and_gradients(ours(case, targets), ct, hidden[:6], w_head)
+    plain = values_and_gradients(
+        lambda h, w: naive(h, w, targets, jnp.float32(case.temperature), case.vocab_size),
+        ct, hidden[:6], w_head,
+    )  # fmt: skip
+    for name, mine, simple, right in zip(NAMES, got, plain, exact, strict=True):
+        three_way(mine, simple, right, f"border {name}")
+
+
+def test_a_traced_temperature_gives_the_same_and_gets_no_gradient():
+    case = cases.TEST_CASES[1]
+    hidden, w_head, targets = cases.make_inputs(case)
+
+    def f(t):
+        return token_logprobs(hidden, w_head, targets, temperature=t, impl="xla")
+
+    for traced, fixed in zip(jax.jit(f)(jnp.float32(0.7)), jax.jit(lambda: f(0.7))(), strict=True):
+        np.testing.assert_allclose(traced, fixed, rtol=4 * np.finfo(np.float32).eps)
+    assert jax.grad(lambda t: f(t)[0].sum())(jnp.float32(0.7)) == 0
+
+
+def test_no_tokens_give_empty_results_and_zero_gradients():
+    hidden, w_head, targets = cases.make_inputs(cases.Case("empty", 0, 48, 97, 97))
+    case = cases.TEST_CASES[0]
+    logp, entropy, dhidden, dw = values_and_gradients(
+        ours(case, targets), cotangents(0), hidden, w_head
+    )
+    assert logp.shape == entropy.shape == (0,) and dhidden.shape == (0, 48)
+    assert not np.any(dw)
+
+
+@jax.jit
+def drawn(hidden, w_head, targets, temperature):
+    return token_logprobs(hidden, w_head, targets, temperature=temperature, impl="xla")
+
+
+def draw(seed, scale, V=97, D=16):
+    hidden_key, head_key = jax.random.split(jax.random.key(seed))
+    w_head = jax.random.normal(head_key, (D, V)) * jnp.float32(scale)
+    return jax.random.normal(hidden_key, (5, D)), w_head
+
+
+seeds, scales = st.integers(0, 2**31), st.floats(0.0, 8.0, width=32)
+temperatures = st.floats(0.25, 4.0, width=32)
+ULP = float(np.finfo(np.float32).eps)
+
+
+@given(seeds, scales, temperatures)
+def test_probabilities_of_all_targets_sum_to_one_and_entropy_is_their_mean_surprise(
+    seed, scale, temperature
+):
+    hidden, w_head = draw(seed, scale)
+    V = w_head.shape[1]
+    everything = np.tile(np.arange(V, dtype=np.int32), 5)
+    repeated = np.repeat(np.asarray(hidden), V, axis=0)
+    logp, entropy = drawn(jnp.asarray(repeated), w_head, jnp.asarray(everything), temperature)
+    logp = np.asarray(logp, np.float64).reshape(5, V)
+    entropy = np.asarray(entropy).reshape(5, V)[:, 0]
+    # A logit of size z carries an error of about z ulp, and so does its log-probability.
+    slack = 8 * ULP * (8 + np.abs(logp).max())
+    np.testing.assert_allclose(np.exp(logp).sum(1), 1.0, atol=slack)
+    np.testing.assert_allclose(entropy, -(np.exp(logp) * logp).sum(1), atol=slack * np.log(V))
+    assert (entropy >= -slack).all() and (entropy <= np.log(V) + slack).all()
+
+
+@given(seeds, scales, temperatures)
+def test_a_vector_added_to_every_column_of_the_head_changes_nothing(seed, scale, temperature):
+    hidden, w_head = draw(seed, scale)
+    shift = jax.random.normal(jax.random.key(3), (hidden.shape[1],))[:, None]
+    targets = jnp.arange(5, dtype=jnp.int32)
+    before = drawn(hidden, w_head, targets, temperature)
+    after = drawn(hidden, w_head + shift, targets, temperature)
+    bound = jnp.abs(hidden) @ (jnp.abs(w_head) + jnp.abs(shift))
+    slack = 16 * ULP * float(bound.max()) / temperature * np.log(97)
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_allclose(a, b, atol=slack)
+
+
+@given(seeds, scales, temperatures)
+def test_a_temperature_is_a_division_of_the_hidden_states(seed, scale, temperature):
+    hidden, w_head = draw(seed, scale)
+    targets = jnp.arange(5, dtype=jnp.int32)
+    tempered = drawn(hidden, w_head, targets, temperature)
+    divided = drawn(hidden / jnp.float32(temperature), w_head, targets, 1.0)
+    slack = 16 * ULP * float((jnp.abs(hidden) @ jnp.abs(w_head)).max()) / temperature * np.log(97)
+    for a, b in zip(tempered, divided, strict=True):
+        np.testing.assert_allclose(a, b, atol=slack + 4 * ULP)
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: x is None):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize("M, D, V, vocab_size", [(1100, 16, 97, 97), (24576, 2880, 201216, 201088)])
+def test_the_logits_of_all_tokens_never_exist(M, D, V, vocab_size):
+    def loss(hidden, w_head, targets, temperature):
+        logp, entropy = token_logprobs(
+            hidden, w_head, targets, temperature=temperature, vocab_size=vocab_size, impl="xla"
+        )
+        return logp.sum() + entropy.sum()
+
+    shape = jax.ShapeDtypeStruct
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(
+        shape((M, D), jnp.bfloat16), shape((D, V), jnp.bfloat16), shape((M,), jnp.int32),
+        shape((), jnp.float32),
+    )  # fmt: skip
+    seen = list(equations(jaxpr.jaxpr))
+    assert any(eqn.primitive.name == "dot_general" for eqn in seen)
+    for eqn in seen:
+        for var in eqn.outvars:
+            assert var.aval.size < M * vocab_size, (eqn.primitive.name, var.aval)
+            is_logits = D not in var.aval.shape
+            assert not is_logits or var.aval.size <= 2**22, (eqn.primitive.name, var.aval)
+
+
+@given(st.integers(1, 300_000), st.sampled_from([TOKEN_BLOCK, VOCAB_BLOCK]))
+def test_blocks_cover_everything_and_stay_below_the_most(n, most):
+    size, count = blocks(n, most)
+    assert size <= min(n, most) and size * (count - 1) < n <= size * count
+    assert count == 1 or size % 128 == 0
+
+
+def test_misshaped_arguments_are_named():
+    raw = inspect.unwrap(token_logprobs)  # without the type checks of the test run
+    hidden, w_head, targets = cases.make_inputs(cases.TEST_CASES[0])
+    with pytest.raises(ValueError, match="hidden must have 48 columns"):
+        raw(hidden[:, 1:], w_head, targets)
+    with pytest.raises(ValueError, match="targets must have one id"):
+        raw(hidden, w_head, targets[1:])
+    with pytest.raises(ValueError, match="vocab_size must be in 1..97"):
+        raw(hidden, w_head, targets, vocab_size=98)

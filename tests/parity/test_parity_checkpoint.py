@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `transformers` saves we load, what we save it loads, and four bits mean the same to both."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint import mxfp4
+from jaxmoe.checkpoint.hf import iter_hf, load_params, save_params
+from jaxmoe.model.config import from_hf, read_hf_config
+
+pytestmark = pytest.mark.parity
+torch = pytest.importorskip("torch", reason="compares with torch: pip install -e '.[parity]'")
+transformers = pytest.importorskip(
+    "transformers", reason="compares with it: pip install -e '.[parity]'"
+)
+
+PACKABLE = dict(hidden_size=96, intermediate_size=64)
+
+
+def reload(directory, **options):
+    return transformers.GptOssForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", experts_implementation="eager", **options
+    )
+
+
+def logits(model):
+    tokens = torch.tensor(np.random.default_rng(2).integers(0, 97, (2, 29)))
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize("limit", ["1GB", "100KB"])
+def test_every_tensor_of_a_transformers_checkpoint_loads_and_streams_out_again(
+    hugging, tmp_path, limit
+):
+    model = hugging.model(**PACKABLE)
+    model.save_pretrained(tmp_path, max_shard_size=limit)
+    cfg = read_hf_config(tmp_path)
+    params = load_params(tmp_path, cfg, "float32")
+    want = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    got = dict(iter_hf(params, cfg, "float32"))
+    assert set(got) == set(want)
+    for name in want:
+        assert got[name].tobytes() == want[name].tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_computes_the_same_logits_from_our_export(hugging, tmp_path, dtype):
+    model = hugging.model(**PACKABLE)
+    model.save_pretrained(tmp_path / "theirs")
+    cfg = dataclasses.replace(from_hf(model.config.to_dict()), vocab_multiple=40)
+    params = load_params(tmp_path / "theirs", cfg, "float32")
+    save_params(params, cfg, tmp_path / "ours", dtype=dtype, max_shard_bytes=200_000)
+    again = reload(tmp_path / "ours")
+    assert again.dtype == getattr(torch, dtype)
+    want = reload(tmp_path / "theirs", dtype=getattr(torch, dtype))
+    assert torch.equal(logits(again), logits(want))
+    assert dataclasses.replace(read_hf_config(tmp_path / "ours"), dtype=cfg.dtype) == (
+        dataclasses.replace(cfg, vocab_multiple=1)
+    )
+
+
+def test_a_packed_export_means_the_same_to_transformers(hugging, tmp_path):
+    model = hugging.model(**PACKABLE)
+    model.save_pretrained(tmp_path / "theirs")
+    cfg = read_hf_config(tmp_path / "theirs")
+    params = load_params(tmp_path / "theirs", cfg)
+    save_params(params, cfg, tmp_path / "packed", dtype="mxfp4")
+    quantized = load_params(tmp_path / "packed", cfg)
+    save_params(quantized, cfg, tmp_path / "dense", dtype="bfloat16")
+    from_four_bits = reload(
+        tmp_path / "packed", quantization_config=transformers.Mxfp4Config(dequantize=True)
+    )
+    assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    dense = reload(tmp_path / "dense")
+    for (name, a), (_, b) in zip(
+        from_four_bits.named_parameters(), dense.named_parameters(), strict=True
+    ):
+        assert torch.equal(a.float(), b.float()), name
+    assert torch.equal(logits(from_four_bits), logits(dense))
+    assert not torch.equal(logits(dense).float(), logits(model.bfloat16()).float())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_four_bits_decode_to_transformers_values_in_every_bit(dtype):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (7, 80, 3, 16), np.uint8)
+    scales = rng.integers(0, 255, (7, 80, 3), np.uint8)
+    scales.reshape(-1)[:255] = np.arange(255)
+    theirs = convert_moe_packed_tensors(
+        torch.tensor(blocks), torch.tensor(scales), dtype=getattr(torch, dtype)
+    )
+    ours = mxfp4.decode(blocks, scales, dtype).swapaxes(1, 2)
+    assert ours.shape == tuple(theirs.shape) == (7, 96, 80)
+    bits = theirs.view(torch.int32 if dtype == "float32" else torch.int16).numpy()
+    assert np.ascontiguousarray(ours).view(bits.dtype).tolist() == bits.tolist()
+
+
+def test_a_released_layout_loads_as_transformers_dequantizes_it(hugging, tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = hugging.model(**PACKABLE)
+    model.save_pretrained(tmp_path / "theirs")
+    cfg = read_hf_config(tmp_path / "theirs")
+    params = load_params(tmp_path / "theirs", cfg)
+    save_params(params, cfg, tmp_path / "packed", dtype="mxfp4")
+    stream = dict(iter_hf(params, cfg, "mxfp4"))
+    experts = "model.layers.3.mlp.experts."
+    dense = {
+        name: convert_moe_packed_tensors(
+            *(torch.tensor(stream[f"{experts}{name}_{end}"]) for end in ("blocks", "scales"))
+        ).float().numpy()
+        for name in ("gate_up_proj", "down_proj")
+    }  # fmt: skip
+    ours = load_params(tmp_path / "packed", cfg)["layers"]["full"]
+    ours = jax.tree.map(lambda x: x[1].astype(np.float32), ours)
+    assert (ours["w_gate_up"][..., :64] == dense["gate_up_proj"][..., 0::2]).all()
+    assert (ours["w_gate_up"][..., 64:] == dense["gate_up_proj"][..., 1::2]).all()
+    assert (ours["w_down"] == dense["down_proj"]).all()

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our forward and every gradient against `transformers`, and mistakes that must be seen.
+
+Three ways: |ours − oracle| ≤ 2·|theirs − oracle| + 2 ulp, where theirs has our dtype and the
+oracle is their model in float64. A tensor's largest deviation counts. One run of theirs is one
+draw of the rounding: their three implementations of the experts differ among themselves by up
+to 3.6 in it. So theirs is the worst of the three, and of the same tensor's layers, in proportion.
+"""
+
+import copy
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint.hf import iter_hf, load_params
+from jaxmoe.model import forward, moe, next_token_logits, sequence_logprobs
+from jaxmoe.model.config import from_hf
+from jaxmoe.model.rope import yarn_frequencies
+
+pytestmark = pytest.mark.parity
+torch = pytest.importorskip("torch", reason="compares with torch: pip install -e '.[parity]'")
+pytest.importorskip("transformers", reason="compares with it: pip install -e '.[parity]'")
+
+EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model and batch, and what `transformers` makes of it."""
+
+    model: object
+    cfg: object
+    params: object
+    tokens_BT: np.ndarray
+    positions_BT: np.ndarray
+    weights_BT: np.ndarray
+    oracle: tuple
+
+
+@pytest.fixture(scope="module")
+def make_case(hugging, tmp_path_factory):
+    """make_case(batch, time, first position, **config) -> Case; made once each."""
+    torch.set_num_threads(1)
+    made = {}
+
+    def make(batch: int, time: int, first: int, **config) -> Case:
+        key = (batch, time, first, *sorted(config.items()))
+        if key not in made:
+            model = hugging.model(**config)
+            directory = tmp_path_factory.mktemp("model")
+            model.save_pretrained(directory)
+            cfg = dataclasses.replace(from_hf(model.config.to_dict()), dtype="float32")
+            rng = np.random.default_rng(1)
+            tokens = rng.integers(0, cfg.vocab_size, (batch, time))
+            positions = np.broadcast_to(first + np.arange(time), (batch, time))
+            weights = rng.standard_normal((batch, time)).astype(np.float32)
+            weights[:, 0] = 0
+            params = load_params(directory, cfg, "float32")
+            oracle = hugging.run(hugging.oracle(model), tokens, positions, weights)
+            made[key] = Case(model, cfg, params, tokens, positions, weights, oracle)
+        return made[key]
+
+    return make
+
+
+def ours(case: Case, dtype: str):
+    """(logits [B, T, V], experts [L, B, T, A] sorted, {checkpoint name: gradient})."""
+    cfg = dataclasses.replace(case.cfg, dtype=dtype)
+    tokens_BT = jnp.asarray(case.tokens_BT, jnp.int32)
+    positions_BT = jnp.asarray(case.positions_BT, jnp.int32)
+
+    def loss(params):
+        hidden_BTD, _, chosen = forward(params, tokens_BT, cfg, positions_BT=positions_BT)
+        logp_BT, _ = sequence_logprobs(params, hidden_BTD, tokens_BT, cfg)
+        return jnp.sum(jnp.asarray(case.weights_BT) * logp_BT), (hidden_BTD, chosen)
+
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.dtype(dtype)), case.params)
+    (_, (hidden_BTD, chosen)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert hidden_BTD.dtype == jnp.dtype(dtype)
+    logits = next_token_logits(params, hidden_BTD.reshape(-1, cfg.d_model), cfg, 1.0)
+    by_name = {name: g.astype(np.float64) for name, g in iter_hf(grads, cfg, "float32")}
+    logits = np.asarray(logits, np.float64).reshape(*case.tokens_BT.shape, -1)
+    return logits, np.sort(np.asarray(chosen)), by_name
+
+
+def our_logits(case: Case, params=None, **changes):
+    """Float32 logits of a changed config or changed parameters."""
+    cfg = dataclasses.replace(case.cfg, **changes)
+    params = jax.tree.map(jnp.asarray, case.params if params is None else params)
+    tokens_BT = jnp.asarray(case.tokens_BT, jnp.int32)
+    positions_BT = jnp.asarray(case.positions_BT, jnp.int32)
+
+    def logits(params):
+        hidden_BTD, _, _ = forward(params, tokens_BT, cfg, positions_BT=positions_BT)
+        return next_token_logits(params, hidden_BTD.reshape(-1, cfg.d_model), cfg, 1.0)
+
+    return np.asarray(jax.jit(logits)(params), np.float64).reshape(*case.tokens_BT.shape, -1)
+
+
+def deviation(name: str, got, naives, oracle, dtype: str, floor: float = 0) -> tuple[float, str]:
+    """(our largest deviation over the allowed one, a line that says where it is)."""
+    error, size = np.abs(got - oracle), np.abs(oracle).max()
+    worst = np.unravel_index(error.argmax(), error.shape)
+    theirs = max(floor, *(relative(naive, oracle) for naive in naives)) * size
+    allowed = 2 * theirs + 2 * EPS[dtype] * size
+    where = ", ".join(str(int(i)) for i in worst)
+    return error.max() / allowed, (
+        f"{name}[{where}]: ours {got[worst]:.9g}, oracle {oracle[worst]:.9g}, "
+        f"|difference| {error.max():.3g}, theirs {theirs:.3g}, allowed {allowed:.3g}"
+    )
+
+
+def relative(x: np.ndarray, oracle: np.ndarray) -> float:
+    return np.abs(x - oracle).max() / np.abs(oracle).max()
+
+
+def theirs(case: Case, hugging, dtype: str, weights_BT=None) -> list[tuple]:
+    """What their three implementations of the experts give in one dtype."""
+    results = []
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        model = copy.deepcopy(case.model).to(getattr(torch, dtype))
+        model.config._experts_implementation = implementation
+        results.append(hugging.run(model, case.tokens_BT, case.positions_BT, weights_BT))
+    return results
+
+
+def worst_of_the_layers(naives: list[tuple], oracle: dict) -> dict[str, float]:
+    """Tensor without its layer number -> their largest relative deviation in any layer."""
+    worst: dict[str, float] = {}
+    for name, want in oracle.items():
+        kind = without_layer(name)
+        worst[kind] = max(worst.get(kind, 0), *(relative(n[2][name], want) for n in naives))
+    return worst
+
+
+def without_layer(name: str) -> str:
+    return re.sub(r"layers\.\d+", "layers", name)
+
+
+CASES = {
+    "long": dict(batch=1, time=160, first=0, sliding_window=128),
+    "far": dict(batch=2, time=45, first=5000, sliding_window=9),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_logits_and_every_gradient_agree_with_transformers(make_case, hugging, name, dtype):
+    case = make_case(**CASES[name])
+    naives, got = theirs(case, hugging, dtype, case.weights_BT), ours(case, dtype)
+    logits, chosen, want = case.oracle
+    # a flipped expert is no rounding error; the models are made so that none flips
+    assert all((naive[1] == chosen).all() for naive in naives) and (got[1] == chosen).all()
+    assert len(np.unique(chosen.reshape(-1, 4), axis=0)) > 20  # of 35 sets
+    assert set(got[2]) == set(want) and len(want) == 4 * 17 + 3
+    floor = worst_of_the_layers(naives, want)
+    results = [deviation("logits", got[0], [naive[0] for naive in naives], logits, dtype)]
+    for tensor in want:
+        assert np.abs(want[tensor]).max() > 0, f"{tensor} has no gradient to compare"
+        each = [naive[2][tensor] for naive in naives]
+        results.append(deviation(tensor, got[2][tensor], each, want[tensor], dtype,
+                                 floor[without_layer(tensor)]))  # fmt: skip
+    results.sort(reverse=True)
+    print(f"\n{name} {dtype}: worst of {len(results)}: {results[0][0]:.2f} of the allowance")
+    print("\n".join(f"  {share:.2f} {line}" for share, line in results[:4]))
+    failures = [line for share, line in results if not share <= 1]
+    assert not failures, "\n".join(failures)
+
+
+def test_frequencies_equal_transformers_in_every_bit(make_case):
+    case = make_case(**CASES["far"])
+    frequencies, factor = yarn_frequencies(case.cfg)
+    rope = case.model.model.rotary_emb
+    assert frequencies.dtype == np.float32
+    assert frequencies.tolist() == rope.inv_freq.tolist()
+    assert factor == rope.attention_scaling
+
+
+def test_frequencies_at_the_released_size_differ_by_no_more_than_torchs_own_powers():
+    from transformers import GptOssConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = GptOssConfig()
+    want, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+    frequencies, got_factor = yarn_frequencies(from_hf(config.to_dict()))
+    assert got_factor == factor and len(frequencies) == 32
+    ulp = np.abs(frequencies.view(np.int32) - want.numpy().view(np.int32))
+    # torch's vectorised power and its scalar one differ in the last bit at two exponents
+    assert ulp.max() <= 1 and (ulp > 0).sum() <= 2, ulp
+
+
+def without_sinks(params):
+    layers = {
+        kind: layer | {"sinks": np.full_like(layer["sinks"], -1e9)}
+        for kind, layer in params["layers"].items()
+    }
+    return params | {"layers": layers}
+
+
+def softmax_first(h_MD, layer, *, active):
+    logits_ME = h_MD @ layer["w_router"] + layer["b_router"][None, :]
+    top_MA, indices_MA = jax.lax.top_k(jax.nn.softmax(logits_ME, axis=-1), active)
+    return indices_MA, top_MA
+
+
+BROKEN = {
+    "no sink": lambda case: our_logits(case, without_sinks(case.params)),
+    "window + 1": lambda case: our_logits(case, sliding_window=case.cfg.sliding_window + 1),
+    "window - 1": lambda case: our_logits(case, sliding_window=case.cfg.sliding_window - 1),
+    "YaRN truncated": lambda case: our_logits(case, rope_truncate=True),
+    "no YaRN": lambda case: our_logits(case, rope_factor=1.0),
+    "no SwiGLU limit": lambda case: our_logits(case, swiglu_limit=1e9),
+    "softmax before top-k": our_logits,
+}
+
+
+@pytest.mark.parametrize("mistake", list(BROKEN))
+def test_a_mistake_is_seen(make_case, hugging, monkeypatch, mistake):
+    case = make_case(**CASES["far"])
+    if mistake == "softmax before top-k":
+        monkeypatch.setattr(moe, "route", softmax_first)
+    naives = [naive[0] for naive in theirs(case, hugging, "float32")]
+    share, line = deviation("logits", BROKEN[mistake](case), naives, case.oracle[0], "float32")
+    print(f"\n{mistake}: {share:.0f} times the allowance; {line}")
+    assert share > 10, line
+
+
+def test_the_right_forward_is_not_taken_for_a_mistake(make_case, hugging):
+    case = make_case(**CASES["far"])
+    naives = [naive[0] for naive in theirs(case, hugging, "float32")]
+    share, line = deviation("logits", our_logits(case), naives, case.oracle[0], "float32")
+    assert share <= 1, line
