@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A 0.9 M parameter GPT-OSS learns to sort numbers by GRPO on a laptop's CPU.
+"""A 0.9 M parameter GPT-OSS learns to spell words backward by GRPO on a laptop's CPU.
 
 COMMAND  python -m jaxmoe.train --config tiny.py
 """
@@ -20,15 +20,14 @@ def get_config() -> Config:
     return Config(
         model=tiny(),
         data=DataConfig(
-            task="reasoning_gym:number_sorting",
-            options={"min_numbers": 4, "max_numbers": 4, "min_decimals": 0, "max_decimals": 0,
-                     "min_value": 0, "max_value": 99},
+            task="reasoning_gym:spell_backward",
+            options={"min_word_len": 3, "max_word_len": 5},
             train_rows=8192,
             held_out_rows=256,
-            max_prompt_tokens=64,
+            max_prompt_tokens=56,
         ),
-        warmup=WarmupConfig(steps=150, sequences_per_step=64, lr=1e-3),
-        rollout=RolloutConfig(sequences_per_step=256, samples_per_prompt=8, max_new_tokens=24),
+        warmup=WarmupConfig(steps=300, sequences_per_step=64, lr=1e-3),
+        rollout=RolloutConfig(sequences_per_step=256, samples_per_prompt=8, max_new_tokens=8),
         optim=OptimConfig(lr=3e-4, clip_norm=1.0),
         steps=200,
         eval=EvalConfig(every_steps=20),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 
 from jaxmoe import plan
 from jaxmoe.checkpoint.run import Position, initial_params, restore_run, save_run
@@ -32,7 +33,7 @@ from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.state import TrainState, abstract_state, new_state
 from jaxmoe.rl.step import batch_logprobs, grpo_loss_fn, supervised_loss_fn, train_step
 from jaxmoe.rollout.native import NativeEngine
-from jaxmoe.shapes import Metrics, Params
+from jaxmoe.shapes import Metrics
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,8 +90,7 @@ class Desk:
         """Save when due or asked to stop; leave with a message where asked."""
         due = at.step % self.cfg.save.every_steps == 0 or last
         if due or self.stop.signal:
-            with self.clock("save"):
-                save_run(self.work, self.cfg, at)
+            save_run(self.work, self.cfg, at)
         if self.stop.signal and not (last and at.stage == "rl"):
             raise Stopped(
                 self.stop.signal,
@@ -98,9 +98,7 @@ class Desk:
             )
 
 
-def warm_start(
-    desk: Desk, at: Position, tx
-) -> TrainState:
+def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> TrainState:
     """Supervised steps on the stored answers: a random model has nothing for RL to amplify."""
     cfg, task, state = desk.cfg, desk.task, at.state
     w = cfg.warmup
@@ -112,7 +110,7 @@ def warm_start(
     data = task.stream(w.sequences_per_step, cfg.seed + 1)
     if at.data is not None:
         data.set_state(at.data)
-    with Progress(w.steps, "warmup") as progress:
+    with Progress(w.steps, "warmup", done=at.step) as progress:
         for step in range(at.step + 1, w.steps + 1):
             prompts: list[Prompt] = next(data)
             answers = [answer_tokens(p, task) for p in prompts]
@@ -131,7 +129,7 @@ def warm_start(
     return state
 
 
-def reinforce(desk: Desk, at: Position, tx) -> TrainState:
+def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> TrainState:
     """GRPO: the loop."""
     cfg, task, engine, state = desk.cfg, desk.task, desk.engine, at.state
     r = cfg.rollout
@@ -157,7 +155,7 @@ def reinforce(desk: Desk, at: Position, tx) -> TrainState:
         with phase("scoring the held-out rows before the first step"):
             desk.log.write("rl", 0, measure(desk, held_out, 0))
 
-    with Progress(cfg.steps, "rl") as progress:
+    with Progress(cfg.steps, "rl", done=at.step) as progress:
         for step in range(at.step + 1, cfg.steps + 1):
             start, desk.phases = time.perf_counter(), {}
             with desk.clock("rollout"):

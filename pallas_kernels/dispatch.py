@@ -25,8 +25,8 @@ class Implementation:
 def pick(impl: str, impls: Mapping[str, Implementation], *shapes: Any) -> Callable[..., Any]:
     """The function to call; `impls` stands in order of preference.
 
-    "auto" takes the first that runs here and logs, once, why others did not. A named one never
-    falls back.
+    "auto" takes the first that runs here and logs, once, its choice and why not those before it.
+    A named one never falls back.
     Raises: ValueError for an unknown name; NotImplementedError, with the reason, for a named
     implementation that cannot run these shapes on this platform.
     """
@@ -44,8 +44,8 @@ def pick(impl: str, impls: Mapping[str, Implementation], *shapes: Any) -> Callab
     for name, candidate in impls.items():
         reason = _reason(candidate, platform, shapes)
         if reason is None:
-            if reasons:
-                _say_once(f"{name} on {platform}, since " + "; ".join(reasons))
+            since = f", since {'; '.join(reasons)}" if reasons else ""
+            _say_once(f"{candidate.run.__module__} on {platform}{since}")
             return candidate.run
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError(f"no implementation runs on {platform}: " + "; ".join(reasons))

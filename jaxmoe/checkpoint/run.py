@@ -3,3 +3,98 @@
 
 Next: jaxmoe/checkpoint/store.py writes and reads the files.
 """
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.checkpoint import store
+from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.config import Config, ConfigError, to_json
+from jaxmoe.model.config import read_hf_config
+from jaxmoe.model.params import init_params
+from jaxmoe.shapes import Leaf, Params
+
+STAGES = ("warmup", "rl")
+# what a resumed run may change: nothing that its numbers so far depend on
+FREE = ("steps", "workdir", "eval", "save")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: after `step` steps of `stage`."""
+
+    stage: str
+    step: int
+    state: Leaf  # TrainState: weights, optimizer, count of updates
+    reference: Params | None  # frozen weights of the KL term
+    data: dict[str, Any] | None  # position in the stream of prompts
+
+    @property
+    def number(self) -> int:
+        """Rises through both stages; names the checkpoint's folder."""
+        return 1_000_000 * STAGES.index(self.stage) + self.step
+
+
+def initial_params(cfg: Config) -> Params:
+    """Weights of `init.checkpoint`, or random ones from the seed."""
+    if not cfg.init.checkpoint:
+        return init_params(jax.random.key(cfg.seed), cfg.model, cfg.optim.param_dtype)
+    directory = Path(cfg.init.checkpoint)
+    theirs = vars(read_hf_config(directory))
+    for name, ours in vars(cfg.model).items():
+        if name not in ("dtype", "vocab_multiple") and theirs[name] != ours:
+            raise ConfigError(
+                f"model.{name} ({ours}) must be that of {directory}/config.json ({theirs[name]}). "
+                f"Try --set model.{name}={theirs[name]}."
+            )
+    return jax.tree.map(jnp.asarray, load_params(directory, cfg.model, cfg.optim.param_dtype))
+
+
+def save_run(work: Path, cfg: Config, at: Position) -> None:
+    """Everything a resume needs: weights, optimizer, reference, data position, seed, config."""
+    extra = {
+        "stage": at.stage, "step": at.step, "data": at.data, "config": json.loads(to_json(cfg)),
+        "has_reference": at.reference is not None,
+    }  # fmt: skip
+    tree = {"state": at.state} | ({} if at.reference is None else {"reference": at.reference})
+    store.save(work / "checkpoints", at.number, tree, extra, keep=cfg.save.keep)
+
+
+def restore_run(work: Path, cfg: Config, abstract_state: Leaf) -> Position | None:
+    """The newest complete checkpoint's position, or None in a new run folder.
+
+    Raises ConfigError where the config changed in what the run's numbers depend on.
+    """
+    directory = work / "checkpoints"
+    number = store.latest(directory)
+    if number is None:
+        return None
+    extra = store.restore_extra(directory, number)
+    _same_run(work, extra["config"], json.loads(to_json(cfg)), "")
+    tree = {"state": abstract_state}
+    if extra["has_reference"]:
+        tree["reference"] = abstract_state.params
+    tree = store.restore(directory, number, tree)
+    print(f"resuming {work} after {extra['stage']} step {extra['step']}", flush=True)
+    return Position(
+        extra["stage"], extra["step"], tree["state"], tree.get("reference"), extra["data"]
+    )
+
+
+def _same_run(work: Path, then: dict[str, Any], now: dict[str, Any], prefix: str) -> None:
+    for name in then.keys() | now.keys():
+        a, b = then.get(name), now.get(name)
+        if a == b or prefix + name in FREE:
+            continue
+        if isinstance(a, dict) and isinstance(b, dict):
+            _same_run(work, a, b, f"{prefix}{name}.")
+            continue
+        raise ConfigError(
+            f"{work} holds a run with {prefix}{name}={a}; it cannot go on with {b}. "
+            f"Try --set {prefix}{name}={a}, or a new --workdir."
+        )

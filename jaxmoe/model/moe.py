@@ -32,7 +32,8 @@ def route(
         h_MD.astype(jnp.float32),
         layer["w_router"].astype(jnp.float32),
         precision=lax.Precision.HIGHEST,
-    ) + layer["b_router"].astype(jnp.float32)[None, :]
+    )
+    logits_ME = logits_ME + layer["b_router"].astype(jnp.float32)[None, :]
     top_MA, indices_MA = lax.top_k(logits_ME, active)
     return indices_MA, jax.nn.softmax(top_MA, axis=-1)
 

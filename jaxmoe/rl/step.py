@@ -112,7 +112,7 @@ def train_step(
         loss, metrics, grads = _accumulate(grad_fn, state.params, batch, microbatches)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = metrics | {"loss": loss, "grad/norm": optax.global_norm(grads)}
+    metrics = metrics | {"loss": loss, "grad/norm": optax.tree.norm(grads)}
     return TrainState(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
 

@@ -31,7 +31,7 @@ def sink_attention(
     window: int = 0,
     scale: float | None = None,
     impl: str = "auto",
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Causal grouped-query attention with a learned sink per head; returns (o, lse).
 
     z = scale·q·k over the keys a query sees;  lse = log(Σ e^z + e^sink);  o = Σ e^{z − lse}·v
@@ -62,22 +62,21 @@ def sink_attention(
             "Pass q_positions_BT and k_positions_BS."
         )
 
-    def default(given, shape, make):
-        return given if given is not None else jnp.broadcast_to(make(shape[1]), shape)
-
-    def ones(n):
-        return jnp.ones(n, jnp.int32)
-
-    def count(n):
-        return jnp.arange(n, dtype=jnp.int32)
-
+    arange, ones = jnp.arange(max(T, S)), jnp.ones(max(T, S))
+    places = []
+    for name, given, length, default in (
+        ("q_positions_BT", q_positions_BT, T, arange),
+        ("k_positions_BS", k_positions_BS, S, arange),
+        ("q_segment_ids_BT", q_segment_ids_BT, T, ones),
+        ("k_segment_ids_BS", k_segment_ids_BS, S, ones),
+    ):
+        x = jnp.broadcast_to(default[None, :length], (B, length)) if given is None else given
+        if x.shape != (B, length):
+            raise ValueError(f"{name} must have the shape {(B, length)}; got {x.shape}.")
+        places.append(x.astype(jnp.int32))
     chosen = pick(impl, _IMPLS, q_BTNH.shape, k_BSKH.shape)
-    return chosen(
-        q_BTNH, k_BSKH, v_BSKH, sink_N,
-        default(q_positions_BT, (B, T), count), default(k_positions_BS, (B, S), count),
-        default(q_segment_ids_BT, (B, T), ones), default(k_segment_ids_BS, (B, S), ones),
-        window, 1.0 / math.sqrt(H) if scale is None else scale,
-    )  # fmt: skip
+    scale = 1.0 / math.sqrt(H) if scale is None else scale
+    return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, window, scale)
 
 
 def _check(q: Array, k: Array, v: Array, sink: Array, window: int) -> None:

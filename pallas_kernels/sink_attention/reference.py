@@ -24,7 +24,7 @@ def reference(
     k_segments_BS: Int[Array, "B S"],
     window: int,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """o = Σ_s e^{z_s − lse} v_s,  lse = log(Σ_s e^{z_s} + e^{sink}),  z = scale·q·k over seen keys."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
@@ -44,7 +44,7 @@ def reference(
     p = weights / jnp.where(some, total, 1.0)
     lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
     o_BTNH = jnp.einsum("bkgts,bskh->btkgh", p, v).reshape(B, T, N, H)
-    return o_BTNH.astype(q_BTNH.dtype), lse[..., 0].reshape(B, N, T)
+    return o_BTNH.astype(q_BTNH.dtype), lse[..., 0].reshape(B, N, T).transpose(0, 2, 1)
 
 
 def unsupported(*_shapes) -> str | None:

@@ -17,8 +17,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.masks import visible
 from pallas_kernels.sink_attention.reference import UNSEEN
 
-ROWS = 512  # of a score block: queries times heads per key head
-SCORES = 2**16  # of a score block, per batch row and key head
+# Measured on one core with float32; a block of scores should stay near the cache.
+ROWS = 512  # of a score block at most: queries times heads per key head
+KEYS = 128  # per block at most, except for few queries
+SCORES = 2**20  # in the score blocks of all batch rows and key heads
+FEW = 16  # so few queries (a decode step) take all keys in one product, up to DECODE scores a head
+DECODE = 2**16
 
 
 class _Blocks(NamedTuple):
@@ -35,23 +39,28 @@ class _Blocks(NamedTuple):
     ranges_n2: Array  # first and one past the last key block that each query block needs
 
 
-def block_sizes(T: int, S: int, G: int) -> tuple[int, int]:
+def block_sizes(B: int, T: int, S: int, K: int, G: int, window: int = 0) -> tuple[int, int]:
     """Queries and keys per block."""
-    bt = min(T, max(1, ROWS // G))
-    bs = min(S, max(128, SCORES // (bt * G)))
-    return bt, bs
+    if T <= FEW:
+        return max(T, 1), _part(S, DECODE // (max(T, 1) * G))
+    small = KEYS // 2 if 0 < window <= KEYS else KEYS  # or most of a block lies past the window
+    rows, keys = min(T, small, max(1, ROWS // G)), min(S, small)
+    while B * K * G * rows * keys > SCORES and rows > 32:
+        rows, keys = -(-rows // 2), -(-keys // 2)
+    return _part(T, rows), _part(S, keys)
+
+
+def _part(length: int, most: int) -> int:
+    """The size of equal blocks, in steps of 8 where there are several."""
+    count = -(-length // max(most, 1))
+    return max(length, 1) if count <= 1 else -(-length // (count * 8)) * 8
 
 
 def _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window) -> tuple[_Blocks, int]:
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     G = N // K
-    bt, bs = block_sizes(T, S, G)
-    n, m = -(-T // bt), -(-S // bs)
-    q = jnp.pad(q, ((0, 0), (0, n * bt - T), (0, 0), (0, 0)))
-    q = q.reshape(B, n, bt, K, G, H).transpose(1, 0, 3, 2, 4, 5).reshape(n, B, K, bt * G, H)
-    k, v = (
-        jnp.pad(x, ((0, 0), (0, m * bs - S), (0, 0), (0, 0))).transpose(0, 2, 1, 3) for x in (k, v)
-    )
+    bt, bs = block_sizes(B, T, S, K, G, window)
+    n, m = max(1, -(-T // bt)), max(1, -(-S // bs))
     q_pos, q_seg = (jnp.pad(x, ((0, 0), (0, n * bt - T))) for x in (q_pos, q_seg))
     k_pos, k_seg = (jnp.pad(x, ((0, 0), (0, m * bs - S))) for x in (k_pos, k_seg))
     ranges = _ranges(q_pos, q_seg, k_pos, k_seg, n, m, window)
@@ -59,12 +68,19 @@ def _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window) -> tuple[_Blocks,
     def rows(x):
         return jnp.repeat(x.reshape(B, n, bt).transpose(1, 0, 2), G, axis=2)
 
+    def keys(x):
+        return jnp.pad(x, ((0, 0), (0, m * bs - S), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
+
     sink_KR1 = jnp.tile(sink.astype(jnp.float32).reshape(K, G), (1, bt))[..., None]
-    return _Blocks(q, k, v, rows(q_pos), rows(q_seg), k_pos, k_seg, sink_KR1, ranges), bs
+    q = _split_rows(q, n, bt, G)
+    return _Blocks(q, keys(k), keys(v), rows(q_pos), rows(q_seg), k_pos, k_seg, sink_KR1, ranges), bs
 
 
 def _ranges(q_pos, q_seg, k_pos, k_seg, n, m, window) -> Array:
-    """A block is needed where its bounds allow a visible pair in some row of the batch."""
+    """A block is needed where its bounds allow a visible pair in some row of the batch.
+
+    Blocks of padding have empty bounds (low = big, high = −big), which meet no others.
+    """
     big = jnp.iinfo(jnp.int32).max
 
     def bounds(x, seg, parts):
@@ -74,19 +90,11 @@ def _ranges(q_pos, q_seg, k_pos, k_seg, n, m, window) -> Array:
     (q_lo, q_hi), (k_lo, k_hi) = bounds(q_pos, q_seg, n), bounds(k_pos, k_seg, m)
     (qs_lo, qs_hi), (ks_lo, ks_hi) = bounds(q_seg, q_seg, n), bounds(k_seg, k_seg, m)
 
-    def pair(a, b):
-        return a[:, :, None], b[:, None, :]
-
-    a, b = pair(q_hi, k_lo)
-    needed = b <= a
-    a, b = pair(qs_hi, ks_lo)
-    needed &= b <= a
-    a, b = pair(qs_lo, ks_hi)
-    needed &= a <= b
+    q_hi, q_lo, qs_hi, qs_lo = (x[:, :, None] for x in (q_hi, q_lo, qs_hi, qs_lo))
+    k_hi, k_lo, ks_hi, ks_lo = (x[:, None, :] for x in (k_hi, k_lo, ks_hi, ks_lo))
+    needed = (k_lo <= q_hi) & (ks_lo <= qs_hi) & (qs_lo <= ks_hi)
     if window:
-        a, b = pair(q_lo, k_hi)
-        # padding's bounds would overflow; such blocks are already ruled out above
-        needed &= jnp.clip(a, -window, big - 1) - window < jnp.clip(b, -big + 1, big - 1)
+        needed &= q_lo - window < k_hi
     needed = needed.any(0)
     first = jnp.argmax(needed, axis=1)
     last = m - jnp.argmax(needed[:, ::-1], axis=1)
@@ -144,8 +152,8 @@ def _forward_blocks(x: _Blocks, bs, window, scale):
             return new, total, acc * shrink + _dot(p.astype(v.dtype), v, 3, 2)
 
         # the sink is where the running softmax starts; −inf starts it empty
-        top = jnp.broadcast_to(jnp.maximum(x.sink_KR1, UNSEEN / 2), (*q.shape[:3], 1))
-        total = jnp.broadcast_to(jnp.exp(x.sink_KR1 - top), top.shape)
+        top = jnp.broadcast_to(jnp.maximum(x.sink_KR1, UNSEEN / 2)[None], (*q.shape[:3], 1))
+        total = jnp.broadcast_to(jnp.exp(x.sink_KR1[None] - top), top.shape)
         acc = jnp.zeros(q.shape, jnp.float32)
         top, total, acc = _each_key_block(x, bs, bounds, key_block, (top, total, acc))
         some = total > 0
@@ -198,12 +206,12 @@ def _join_rows(x_nBKRH: Array, T: int, G: int) -> Array:
     return x.reshape(B, n * (R // G), K * G, H)[:, :T]
 
 
-def _split_rows(x_BTNH: Array, like_nBKRH: Array, G: int) -> Array:
-    """[B, T, N, H] to [n, B, K, block·G, H], the padding 0."""
-    n, B, K, R, _ = like_nBKRH.shape
-    T, H = x_BTNH.shape[1], x_BTNH.shape[3]
-    x = jnp.pad(x_BTNH, ((0, 0), (0, n * (R // G) - T), (0, 0), (0, 0)))
-    return x.reshape(B, n, R // G, K, G, H).transpose(1, 0, 3, 2, 4, 5).reshape(n, B, K, R, H)
+def _split_rows(x_BTNH: Array, n: int, bt: int, G: int) -> Array:
+    """[B, T, N, H] to [n, B, K, bt·G, H], the padding 0."""
+    B, T, N, H = x_BTNH.shape
+    x = jnp.pad(x_BTNH, ((0, 0), (0, n * bt - T), (0, 0), (0, 0)))
+    x = x.reshape(B, n, bt, N // G, G, H).transpose(1, 0, 3, 2, 4, 5)
+    return x.reshape(n, B, N // G, bt * G, H)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(8, 9))
@@ -218,7 +226,7 @@ def xla(
     k_segments_BS: Int[Array, "B S"],
     window: int,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """(o, lse) in blocks of keys; see `reference` for the formula."""
     arrays = (q_BTNH, k_BSKH, v_BSKH, sink_N, q_positions_BT, k_positions_BS)
     return _xla_fwd(*arrays, q_segments_BT, k_segments_BS, window, scale)[0]
@@ -230,7 +238,7 @@ def _xla_fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
     o, lse = _forward_blocks(x, bs, window, scale)
     G = N // k.shape[2]
     o = _join_rows(o, T, G).astype(q.dtype)
-    lse = _join_rows(lse, T, G)[..., 0].transpose(0, 2, 1)
+    lse = _join_rows(lse, T, G)[..., 0]
     return (o, lse), (q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse)
 
 
@@ -239,15 +247,14 @@ def _xla_bwd(window, scale, saved, cotangents):
     do, dlse = cotangents
     G = q.shape[2] // k.shape[2]
     x, bs = _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window)
-    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3)
-    delta = delta - dlse.transpose(0, 2, 1)
-    lse_BTN1 = lse.transpose(0, 2, 1)[..., None]
-    parts = (_split_rows(y, x.q_nBKRH, G) for y in (do, lse_BTN1, delta[..., None]))
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - dlse
+    n, bt = x.q_nBKRH.shape[0], x.q_nBKRH.shape[3] // G
+    parts = (_split_rows(y, n, bt, G) for y in (do, lse[..., None], delta[..., None]))
     dq, dk, dv = _backward_blocks(x, bs, window, scale, *parts)
     S = k.shape[1]
     dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(k.dtype) for y in (dk, dv))
-    sink32 = sink.astype(jnp.float32)[None, None, :]
-    p_sink = jnp.where(jnp.isfinite(lse_BTN1[..., 0]), jnp.exp(sink32 - lse_BTN1[..., 0]), 0.0)
+    sink_11N = sink.astype(jnp.float32)[None, None, :]
+    p_sink = jnp.where(jnp.isfinite(lse), jnp.exp(sink_11N - lse), 0.0)
     dsink = -jnp.sum(p_sink * delta, axis=(0, 1))
     dq = _join_rows(dq, q.shape[1], G).astype(q.dtype)
     return dq, dk, dv, dsink.astype(sink.dtype), None, None, None, None

@@ -11,9 +11,11 @@ E, D = 7, 48
 
 
 @dataclasses.dataclass(frozen=True)
-class Torch:
+class Hugging:
     """What the tests take from torch and transformers, imported only when one runs."""
 
+    torch: types.ModuleType
+    transformers: types.ModuleType
     model: types.FunctionType
     run: types.FunctionType
     oracle: types.FunctionType
@@ -21,7 +23,12 @@ class Torch:
 
 @pytest.fixture(scope="session")
 def hugging():
-    return Torch(make_model, run, oracle)
+    torch, transformers = (
+        pytest.importorskip(name, reason=f"compares with {name}: pip install -e '.[parity]'")
+        for name in ("torch", "transformers")
+    )
+    torch.set_num_threads(1)
+    return Hugging(torch, transformers, make_model, run, oracle)
 
 
 def make_model(seed: int = 0, **changes):

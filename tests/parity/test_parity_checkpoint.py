@@ -13,21 +13,18 @@ from jaxmoe.checkpoint.hf import iter_hf, load_params, save_params
 from jaxmoe.model.config import from_hf, read_hf_config
 
 pytestmark = pytest.mark.parity
-torch = pytest.importorskip("torch", reason="compares with torch: pip install -e '.[parity]'")
-transformers = pytest.importorskip(
-    "transformers", reason="compares with it: pip install -e '.[parity]'"
-)
 
 PACKABLE = dict(hidden_size=96, intermediate_size=64)
 
 
-def reload(directory, **options):
-    return transformers.GptOssForCausalLM.from_pretrained(
+def reload(hugging, directory, **options):
+    return hugging.transformers.GptOssForCausalLM.from_pretrained(
         directory, attn_implementation="eager", experts_implementation="eager", **options
     )
 
 
-def logits(model):
+def logits(hugging, model):
+    torch = hugging.torch
     tokens = torch.tensor(np.random.default_rng(2).integers(0, 97, (2, 29)))
     with torch.no_grad():
         return model(input_ids=tokens, use_cache=False).logits
@@ -55,10 +52,10 @@ def test_transformers_computes_the_same_logits_from_our_export(hugging, tmp_path
     cfg = dataclasses.replace(from_hf(model.config.to_dict()), vocab_multiple=40)
     params = load_params(tmp_path / "theirs", cfg, "float32")
     save_params(params, cfg, tmp_path / "ours", dtype=dtype, max_shard_bytes=200_000)
-    again = reload(tmp_path / "ours")
-    assert again.dtype == getattr(torch, dtype)
-    want = reload(tmp_path / "theirs", dtype=getattr(torch, dtype))
-    assert torch.equal(logits(again), logits(want))
+    again = reload(hugging, tmp_path / "ours")
+    assert again.dtype == getattr(hugging.torch, dtype)
+    want = reload(hugging, tmp_path / "theirs", dtype=getattr(hugging.torch, dtype))
+    assert hugging.torch.equal(logits(hugging, again), logits(hugging, want))
     assert dataclasses.replace(read_hf_config(tmp_path / "ours"), dtype=cfg.dtype) == (
         dataclasses.replace(cfg, vocab_multiple=1)
     )
@@ -73,20 +70,24 @@ def test_a_packed_export_means_the_same_to_transformers(hugging, tmp_path):
     quantized = load_params(tmp_path / "packed", cfg)
     save_params(quantized, cfg, tmp_path / "dense", dtype="bfloat16")
     from_four_bits = reload(
-        tmp_path / "packed", quantization_config=transformers.Mxfp4Config(dequantize=True)
+        hugging,
+        tmp_path / "packed",
+        quantization_config=hugging.transformers.Mxfp4Config(dequantize=True),
     )
     assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
-    dense = reload(tmp_path / "dense")
+    dense = reload(hugging, tmp_path / "dense")
     for (name, a), (_, b) in zip(
         from_four_bits.named_parameters(), dense.named_parameters(), strict=True
     ):
-        assert torch.equal(a.float(), b.float()), name
-    assert torch.equal(logits(from_four_bits), logits(dense))
-    assert not torch.equal(logits(dense).float(), logits(model.bfloat16()).float())
+        assert hugging.torch.equal(a.float(), b.float()), name
+    assert hugging.torch.equal(logits(hugging, from_four_bits), logits(hugging, dense))
+    assert not hugging.torch.equal(
+        logits(hugging, dense).float(), logits(hugging, model.bfloat16()).float()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_four_bits_decode_to_transformers_values_in_every_bit(dtype):
+def test_four_bits_decode_to_transformers_values_in_every_bit(hugging, dtype):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     rng = np.random.default_rng(0)
@@ -94,11 +95,13 @@ def test_four_bits_decode_to_transformers_values_in_every_bit(dtype):
     scales = rng.integers(0, 255, (7, 80, 3), np.uint8)
     scales.reshape(-1)[:255] = np.arange(255)
     theirs = convert_moe_packed_tensors(
-        torch.tensor(blocks), torch.tensor(scales), dtype=getattr(torch, dtype)
+        hugging.torch.tensor(blocks),
+        hugging.torch.tensor(scales),
+        dtype=getattr(hugging.torch, dtype),
     )
     ours = mxfp4.decode(blocks, scales, dtype).swapaxes(1, 2)
     assert ours.shape == tuple(theirs.shape) == (7, 96, 80)
-    bits = theirs.view(torch.int32 if dtype == "float32" else torch.int16).numpy()
+    bits = theirs.view(hugging.torch.int32 if dtype == "float32" else hugging.torch.int16).numpy()
     assert np.ascontiguousarray(ours).view(bits.dtype).tolist() == bits.tolist()
 
 
@@ -112,12 +115,11 @@ def test_a_released_layout_loads_as_transformers_dequantizes_it(hugging, tmp_pat
     save_params(params, cfg, tmp_path / "packed", dtype="mxfp4")
     stream = dict(iter_hf(params, cfg, "mxfp4"))
     experts = "model.layers.3.mlp.experts."
-    dense = {
-        name: convert_moe_packed_tensors(
-            *(torch.tensor(stream[f"{experts}{name}_{end}"]) for end in ("blocks", "scales"))
-        ).float().numpy()
-        for name in ("gate_up_proj", "down_proj")
-    }  # fmt: skip
+    dense = {}
+    for name in ("gate_up_proj", "down_proj"):
+        packed = (stream[f"{experts}{name}_{end}"] for end in ("blocks", "scales"))
+        values = convert_moe_packed_tensors(*map(hugging.torch.tensor, packed))
+        dense[name] = values.float().numpy()
     ours = load_params(tmp_path / "packed", cfg)["layers"]["full"]
     ours = jax.tree.map(lambda x: x[1].astype(np.float32), ours)
     assert (ours["w_gate_up"][..., :64] == dense["gate_up_proj"][..., 0::2]).all()

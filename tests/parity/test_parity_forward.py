@@ -22,8 +22,6 @@ from jaxmoe.model.config import from_hf
 from jaxmoe.model.rope import yarn_frequencies
 
 pytestmark = pytest.mark.parity
-torch = pytest.importorskip("torch", reason="compares with torch: pip install -e '.[parity]'")
-pytest.importorskip("transformers", reason="compares with it: pip install -e '.[parity]'")
 
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
@@ -44,7 +42,6 @@ class Case:
 @pytest.fixture(scope="module")
 def make_case(hugging, tmp_path_factory):
     """make_case(batch, time, first position, **config) -> Case; made once each."""
-    torch.set_num_threads(1)
     made = {}
 
     def make(batch: int, time: int, first: int, **config) -> Case:
@@ -122,7 +119,7 @@ def theirs(case: Case, hugging, dtype: str, weights_BT=None) -> list[tuple]:
     """What their three implementations of the experts give in one dtype."""
     results = []
     for implementation in ("eager", "grouped_mm", "batched_mm"):
-        model = copy.deepcopy(case.model).to(getattr(torch, dtype))
+        model = copy.deepcopy(case.model).to(getattr(hugging.torch, dtype))
         model.config._experts_implementation = implementation
         results.append(hugging.run(model, case.tokens_BT, case.positions_BT, weights_BT))
     return results
@@ -180,11 +177,10 @@ def test_frequencies_equal_transformers_in_every_bit(make_case):
     assert factor == rope.attention_scaling
 
 
-def test_frequencies_at_the_released_size_differ_by_no_more_than_torchs_own_powers():
-    from transformers import GptOssConfig
+def test_frequencies_at_the_released_size_differ_by_no_more_than_torchs_own_powers(hugging):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = GptOssConfig()
+    config = hugging.transformers.GptOssConfig()
     want, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
     frequencies, got_factor = yarn_frequencies(from_hf(config.to_dict()))
     assert got_factor == factor and len(frequencies) == 32

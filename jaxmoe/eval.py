@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m jaxmoe.eval --config FILE`: score a run's newest checkpoint on the held-out rows.
+
+Without a checkpoint in the run folder it scores the weights the config starts from.
+"""
+
+import sys
+from pathlib import Path
+
+from jaxmoe import plan
+from jaxmoe.checkpoint.run import initial_params, restore_run
+from jaxmoe.cli import command
+from jaxmoe.config import Config
+from jaxmoe.envs.tasks import evaluate, open_task, response_text
+from jaxmoe.observe.progress import phase
+from jaxmoe.rl.optimizer import make_optimizer
+from jaxmoe.rl.state import abstract_state
+from jaxmoe.rollout.native import NativeEngine
+
+
+def main(argv: list[str] | None = None) -> int:
+    def go(cfg: Config, dry_run: bool) -> None:
+        print(plan.describe(cfg)) if dry_run else run(cfg)
+
+    return command(argv, "Score a checkpoint on the held-out rows.", go)
+
+
+def run(cfg: Config) -> float:
+    """Greedy exact-match accuracy, and a few answers to read."""
+    task = open_task(cfg)
+    tx = make_optimizer(cfg.optim, steps=cfg.steps)
+    at = restore_run(Path(cfg.workdir), cfg, abstract_state(cfg.model, tx, cfg.optim.param_dtype))
+    params = initial_params(cfg) if at is None else at.state.params
+    engine = NativeEngine(
+        cfg.model, max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_new_tokens=cfg.rollout.max_new_tokens, max_rows=cfg.rollout.max_parallel_sequences,
+    )  # fmt: skip
+    engine.load(params, 0 if at is None else at.step)
+    prompts = task.held_out_prompts()
+    with phase(f"answering {len(prompts)} held-out prompts"):
+        rewards, rollouts = evaluate(engine, prompts, task)
+    for rollout, reward in list(zip(rollouts, rewards[:, 0], strict=True))[:5]:
+        mark = "right" if reward == 1 else "wrong"
+        print(f"  {mark}  {rollout.prompt.text!r} -> {response_text(rollout, task)!r}")
+    where = "the initial weights" if at is None else f"{at.stage} step {at.step}"
+    print(f"accuracy {rewards.mean():.4f} on {len(prompts)} held-out rows ({where})")
+    return float(rewards.mean())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of a run, in its folder: plots/overview.png and each panel by itself."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+# a palette that colour-blind readers can tell apart (Okabe and Ito)
+BLUE, ORANGE, GREEN, PINK, GREY, SKY = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#888888", "#56B4E9"
+)  # fmt: skip
+PHASES = {"rollout": BLUE, "reward": ORANGE, "train": GREEN, "publish": PINK, "eval": SKY}
+FLOOR = 1e-9  # where an exact 0 is drawn on a log axis
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def plot_run(rows: Rows, directory: Path) -> None:
+    """Draw what metrics.jsonl holds so far; missing metrics leave their panel empty."""
+    folder = directory / "plots"
+    folder.mkdir(parents=True, exist_ok=True)
+    rl = [row for row in rows if row["stage"] == "rl"]
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for (name, draw), axes in zip(PANELS.items(), figure.subplots(2, 3).flat, strict=True):
+        _panel(axes, draw, rl)
+        single = Figure(figsize=(6, 4), layout="constrained")
+        _panel(single.subplots(), draw, rl)
+        _save(single, folder / f"{name}.png", 110)
+    _save(figure, folder / "overview.png", 100)
+
+
+def _panel(axes: Axes, draw: Callable[[Axes, Rows], None], rows: Rows) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.set_xlabel("GRPO step")
+    draw(axes, rows)
+    if not axes.has_data():
+        axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color=GREY)
+
+
+def _save(figure: Figure, path: Path, dpi: int) -> None:
+    temporary = path.with_suffix(".tmp")
+    FigureCanvasAgg(figure)
+    figure.savefig(temporary, dpi=dpi, format="png")
+    os.replace(temporary, path)
+
+
+def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric where it was written."""
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return np.array([p[0] for p in points]), np.array([p[1] for p in points], float)
+
+
+def smooth(values: np.ndarray, weight: float = 0.8) -> np.ndarray:
+    """Exponential mean, corrected for its start."""
+    out, mean, total = np.empty_like(values), 0.0, 0.0
+    for i, value in enumerate(values):
+        mean, total = weight * mean + (1 - weight) * value, weight * total + 1 - weight
+        out[i] = mean / total
+    return out
+
+
+def _line(axes: Axes, rows: Rows, name: str, title: str, colour: str) -> None:
+    steps, values = series(rows, name)
+    if len(steps):
+        axes.plot(steps, values, color=colour, alpha=0.3, lw=1, marker="." if len(steps) < 3 else "")
+        axes.plot(steps, smooth(values), color=colour, lw=2)
+    axes.set_title(title)
+
+
+def _reward(axes: Axes, rows: Rows) -> None:
+    _line(axes, rows, "reward/mean", "mean reward of the samples", BLUE)
+    axes.set_ylim(-0.02, 1.02)
+
+
+def _accuracy(axes: Axes, rows: Rows) -> None:
+    steps, values = series(rows, "eval/accuracy")
+    if len(steps):
+        axes.plot(steps, values, color=GREEN, lw=2, marker="o", ms=4)
+        axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(0, 7),
+                      textcoords="offset points", ha="center")  # fmt: skip
+    axes.set_ylim(-0.02, 1.1)
+    axes.set_title("held-out accuracy, greedy (step 0: after the warm start)")
+    axes.title.set_fontsize(10)
+
+
+def _entropy(axes: Axes, rows: Rows) -> None:
+    _line(axes, rows, "policy/entropy", "policy entropy, nats per token", ORANGE)
+    axes.set_ylim(bottom=0)
+
+
+def _grad_norm(axes: Axes, rows: Rows) -> None:
+    _line(axes, rows, "grad/norm", "gradient norm before clipping", PINK)
+    axes.set_ylim(bottom=0)
+
+
+def _gap(axes: Axes, rows: Rows) -> None:
+    for name, colour, label in (
+        ("train_rollout_logprob_abs_diff", BLUE, "mean"),
+        ("train_rollout_logprob_abs_diff_max", GREY, "max"),
+    ):
+        steps, values = series(rows, name)
+        if len(steps):
+            zero = " (0.0)" if (values == 0).all() else ""
+            axes.plot(steps, np.maximum(values, FLOOR), color=colour, label=label + zero)
+    axes.set_yscale("log")
+    if axes.has_data():
+        axes.legend(frameon=False)
+    axes.set_title("|Δlogp| trainer vs rollout, nats")
+
+
+def _time(axes: Axes, rows: Rows) -> None:
+    steps, _ = series(rows, "time/step_s")
+    present = [p for p in PHASES if any(f"time/{p}_s" in row for row in rows)]
+    timed = [row for row in rows if row.get("time/step_s") is not None]
+    if len(steps) and present:
+        values = [[row.get(f"time/{p}_s") or 0.0 for row in timed] for p in present]
+        axes.stackplot(steps, values, labels=present, colors=[PHASES[p] for p in present])
+        # the first step compiles: let the others fill the panel
+        usual = np.sum(values, axis=0)[1:] if len(steps) > 2 else np.sum(values, axis=0)
+        axes.set_ylim(0, 1.25 * float(np.max(usual, initial=1e-3)))
+        axes.legend(frameon=False, fontsize=8, loc="upper right")
+    axes.set_title("seconds per step, by phase")
+
+
+PANELS: dict[str, Callable[[Axes, Rows], None]] = {
+    "reward": _reward,
+    "accuracy": _accuracy,
+    "entropy": _entropy,
+    "grad_norm": _grad_norm,
+    "logprob_gap": _gap,
+    "time": _time,
+}

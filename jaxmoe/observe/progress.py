@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progress line: one live line on a terminal, plain lines now and then elsewhere."""
+
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+PLAIN_EVERY_S = 5.0  # between plain lines
+FORMATS = {"tokens_per_s": "{:,.0f} tok/s", "kl": "kl {:.1e}"}
+
+
+class Progress:
+    """Steps of one stage: step, the numbers shown, and seconds left by the recent steps' median.
+
+    A context manager. Seconds left appear after two steps: the first one compiles.
+    """
+
+    def __init__(
+        self, total: int, stage: str, *, done: int = 0, console: Console | None = None
+    ) -> None:
+        self._total, self._stage, self._done = total, stage, done
+        self._console = console or Console(file=sys.stdout, highlight=False)
+        self._times: deque[float] = deque(maxlen=15)
+        self._last = time.perf_counter()
+        self._printed = -PLAIN_EVERY_S
+        self._shown: dict[str, str] = {}
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal:
+            self._bar = Bar(
+                TextColumn("{task.description:<7}"), BarColumn(24),
+                TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}"),
+                console=self._console,
+            )  # fmt: skip
+            self._task = self._bar.add_task(
+                self._stage, total=self._total, completed=self._done, numbers="compiling…"
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, **numbers: float | None) -> None:
+        """Show a finished step; a number that is None keeps what it showed before."""
+        now = time.perf_counter()
+        self._times.append(now - self._last)
+        self._last = now
+        self._shown |= {
+            name: FORMATS.get(name, name + " {:.3f}").format(value)
+            for name, value in numbers.items()
+            if value is not None
+        }
+        text = "  ".join(self._shown.values())
+        if len(self._times) >= 2:
+            recent = list(self._times)[1:]
+            text += f"  {statistics.median(recent) * (self._total - step):.0f} s left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, numbers=text)
+        elif step == self._total or now - self._printed >= PLAIN_EVERY_S or self._printed < 0:
+            self._printed = now
+            print(f"{self._stage:<7} {step}/{self._total}  {text}", file=self._console.file,
+                  flush=True)  # fmt: skip
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text)
+        else:
+            print(text, file=self._console.file, flush=True)
+
+
+@contextmanager
+def phase(text: str, *, file: TextIO | None = None) -> Iterator[None]:
+    """Say what is going on for a few seconds, and how long it took."""
+    out = file or sys.stdout
+    print(f"{text}…", end="", file=out, flush=True)
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        print(f" {time.perf_counter() - start:.1f} s", file=out, flush=True)

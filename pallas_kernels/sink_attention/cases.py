@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named shapes of sink attention: the ones every implementation is tested and timed on.
+
+Sizes of the test cases are pairwise distinct, so a swapped axis cannot pass unseen.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Int
+
+
+class Case(NamedTuple):
+    """One call: sizes, the layout of positions and segments, and the scale of the sinks."""
+
+    name: str
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    window: int = 0
+    layout: str = "causal"  # a name in LAYOUTS
+    sinks: str = "normal"  # normal, big (±30) or none (−inf)
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call, in the order of `reference`."""
+
+    q_BTNH: Float[Array, "B T N H"]
+    k_BSKH: Float[Array, "B S K H"]
+    v_BSKH: Float[Array, "B S K H"]
+    sink_N: Float[Array, " N"]
+    q_positions_BT: Int[Array, "B T"]
+    k_positions_BS: Int[Array, "B S"]
+    q_segments_BT: Int[Array, "B T"]
+    k_segments_BS: Int[Array, "B S"]
+
+
+TEST_CASES = (
+    Case("tiny_distinct", 2, 24, 29, 15, 3, 16, 9),
+    Case("past_128", 1, 150, 150, 6, 2, 16, 128),
+    Case("gqa8", 2, 37, 37, 24, 3, 16),
+    Case("packed", 2, 61, 61, 15, 3, 16, 0, "packed"),
+    Case("left_padded", 3, 31, 31, 10, 2, 16, 9, "left"),
+    Case("right_padded", 3, 31, 31, 10, 2, 16, 0, "right"),
+    Case("prefill_chunk", 2, 24, 83, 15, 3, 16, 0, "chunk"),
+    Case("decode_ring", 3, 1, 9, 10, 2, 16, 9, "ring"),
+    Case("big_sinks", 2, 29, 29, 15, 3, 16, 0, "right", "big"),
+    Case("no_sinks", 2, 29, 29, 15, 3, 16, 9, "left", "none"),
+    Case("many_blocks", 2, 293, 293, 10, 2, 16, 0, "left"),
+    Case("many_blocks_window", 2, 293, 293, 10, 2, 16, 40, "packed"),
+    Case("many_blocks_ring", 2, 211, 307, 10, 2, 16, 0, "ring"),
+)
+
+BENCH_CASES = (
+    Case("full_1k", 1, 1024, 1024, 16, 2, 64),
+    Case("full_2k", 1, 2048, 2048, 16, 2, 64),
+    Case("window_2k", 1, 2048, 2048, 16, 2, 64, 128),
+    Case("tiny_model", 64, 80, 80, 8, 2, 16),
+    Case("tiny_model_packed", 8, 640, 640, 8, 2, 16, 128, "packed"),
+    Case("decode_4k", 8, 1, 4096, 16, 2, 64, 0, "ring"),
+)
+
+
+def layout(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """q and k positions, q and k segments; int32."""
+    B, T, S = case.B, case.T, case.S
+    row_B1, time_1S = np.arange(B)[:, None], np.arange(S)[None, :]
+    k_pos, k_seg = np.broadcast_to(time_1S, (B, S)), np.ones((B, S), int)
+    if case.layout == "packed":  # three episodes and a tail of padding; positions start again
+        cuts_B3 = np.array([S // 4, S // 2 + 1, S - S // 8]) + row_B1
+        k_seg = (time_1S[:, :, None] >= cuts_B3[:, None, :]).sum(2) + 1
+        starts = np.concatenate([np.zeros((B, 1), int), cuts_B3], 1)
+        k_pos = k_pos - np.take_along_axis(starts, k_seg - 1, 1)
+        k_seg = np.where(k_seg > 3, 0, k_seg)
+    elif case.layout == "left":  # one row more of padding for each prompt, positions from the text
+        padding_B1 = (1 + row_B1) * S // (B + 2)
+        k_seg = (time_1S >= padding_B1).astype(int)
+        k_pos = np.maximum(k_pos - padding_B1, 0)
+    elif case.layout == "right":
+        k_seg = (time_1S < S - row_B1 * S // (B + 1)).astype(int)
+    elif case.layout == "chunk":  # a cache with room left over at its end
+        k_seg = (time_1S < S - 5 - row_B1).astype(int)
+    elif case.layout == "ring":  # slot p % S holds position p: the newest overwrote the oldest
+        last_B1 = S + 4 - 9 * row_B1  # rows past the first have not filled the ring
+        k_pos = last_B1 - (last_B1 - time_1S) % S
+        k_seg = (k_pos >= 0).astype(int)
+    if T == S and case.layout != "ring":
+        q_pos, q_seg = k_pos, k_seg
+    else:  # the queries are the newest tokens
+        newest_B1 = np.where(k_seg > 0, k_pos, -1).max(1)[:, None]
+        q_pos = newest_B1 - (T - 1) + np.arange(T)[None, :]
+        q_seg = (q_pos >= 0).astype(int)
+    return tuple(np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg))
+
+
+def make_inputs(case: Case, dtype: DTypeLike = jnp.float32, seed: int = 0) -> Inputs:
+    """Normal q, k, v in `dtype` and float32 sinks, with the positions and segments of the case."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    shapes = ((case.B, case.T, case.N, case.H),) + ((case.B, case.S, case.K, case.H),) * 2
+    q, k, v = (
+        jax.random.normal(key, shape).astype(dtype)
+        for key, shape in zip(keys[:3], shapes, strict=True)
+    )
+    sink_N = jax.random.normal(keys[3], (case.N,))
+    if case.sinks == "big":
+        sink_N = 30.0 * (1.0 - 2.0 * (jnp.arange(case.N) % 2))
+    elif case.sinks == "none":
+        sink_N = jnp.full((case.N,), -jnp.inf)
+    return Inputs(q, k, v, sink_N.astype(jnp.float32), *map(jnp.asarray, layout(case)))

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""auto may fall back and says so once; a named implementation never does."""
+
+import logging
+
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation, pick
+
+
+def fast(*_):
+    return "fast"
+
+
+def plain(*_):
+    return "plain"
+
+
+def odd_is_bad(length):
+    return "the length must be even" if length % 2 else None
+
+
+def anything(_length):
+    return None
+
+
+IMPLS = {
+    "elsewhere": Implementation(fast, anything, ("no such platform",)),
+    "fast": Implementation(fast, odd_is_bad),
+    "plain": Implementation(plain, anything),
+}
+
+
+def test_auto_takes_the_first_that_runs_here():
+    assert pick("auto", IMPLS, 4)() == "fast"
+    assert pick("auto", IMPLS, 5)() == "plain"
+
+
+def test_auto_says_once_what_it_chose_and_why(caplog):
+    dispatch._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        for _ in range(3):
+            pick("auto", IMPLS, 5)
+    assert len(caplog.records) == 1
+    said = caplog.records[0].getMessage()
+    assert "fast: the length must be even" in said and "elsewhere: it needs" in said
+    assert plain.__module__ in said
+
+
+def test_a_named_implementation_never_falls_back():
+    assert pick("plain", IMPLS, 4)() == "plain"
+    with pytest.raises(NotImplementedError, match="the length must be even"):
+        pick("fast", IMPLS, 5)
+    with pytest.raises(NotImplementedError, match="it needs no such platform, this is "):
+        pick("elsewhere", IMPLS, 4)
+
+
+def test_nothing_that_runs_is_an_error_with_every_reason():
+    with pytest.raises(NotImplementedError, match="fast: the length must be even"):
+        pick("auto", {"fast": IMPLS["fast"]}, 5)
+
+
+def test_an_unknown_name_asks_what_was_meant():
+    with pytest.raises(ValueError, match="Did you mean 'plain'"):
+        pick("plian", IMPLS, 4)
+    with pytest.raises(ValueError, match="Known: auto, elsewhere, fast, plain"):
+        pick("zzz", IMPLS, 4)
