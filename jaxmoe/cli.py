@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jaxmoe.config import Config, ConfigError, load, override
+from jaxmoe.parallel.host import keep_freed_memory
 
 
 def command(
@@ -26,8 +27,9 @@ def command(
                         help="change one field, as in optim.lr=1e-4; may be repeated")  # fmt: skip
     parser.add_argument("--workdir", metavar="DIR", help="run folder; the same folder resumes")
     parser.add_argument("--dry-run", action="store_true",
-                        help="print the resolved config and the memory it needs, then stop")  # fmt: skip
+                        help="print the resolved config and the memory needed")  # fmt: skip
     args = parser.parse_args(argv)
+    keep_freed_memory()
     try:
         config = load(args.config)
         for change in args.changes:
@@ -41,6 +43,9 @@ def command(
     except Stopped as stopped:
         print(stopped)
         return 128 + stopped.signal
+    except KeyboardInterrupt:
+        print("stopped without saving; the same command resumes from the last checkpoint")
+        return 130
     return 0
 
 

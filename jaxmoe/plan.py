@@ -47,7 +47,8 @@ def memory(cfg: Config) -> Memory:
     input, gate, up, hidden and output.
     """
     m, sizes = cfg.model, {"fsdp": cfg.mesh.fsdp, "expert": cfg.mesh.expert}
-    local = sum(jax.tree.leaves(map_specs(lambda s: math.prod(local_shape(s.shape, s.axes, sizes)), m)))
+    pieces = map_specs(lambda s: math.prod(local_shape(s.shape, s.axes, sizes)), m)
+    local = sum(jax.tree.leaves(pieces))
     held, fast = jnp.dtype(cfg.optim.param_dtype).itemsize, jnp.dtype(m.dtype).itemsize
     devices = cfg.mesh.fsdp * cfg.mesh.expert
     rows = max(1, math.ceil(cfg.rollout.sequences_per_step / cfg.optim.microbatches / devices))
@@ -95,7 +96,7 @@ def describe(cfg: Config) -> str:
         lines.append(f"  warm start   {w.steps} supervised steps of {w.sequences_per_step} answers")
     lines.append(
         f"  GRPO         {cfg.steps} steps of {r.sequences_per_step} sequences "
-        f"({r.prompts_per_step} prompts x {r.samples_per_prompt}), up to {cfg.context:,} tokens each"
+        f"({r.prompts_per_step} prompts x {r.samples_per_prompt}), up to {cfg.context:,} tokens"
     )
     lines.append(f"  run folder   {cfg.workdir}")
     return "\n".join(lines)

@@ -10,22 +10,24 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxmoe import plan
 from jaxmoe.checkpoint.run import Position, initial_params, restore_run, save_run
-from jaxmoe.cli import StopRequest, Stopped, command, stop_requests
+from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
 from jaxmoe.config import Config
 from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text, score
 from jaxmoe.losses import group_advantages
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.plots import plot_run
+from jaxmoe.observe.profiling import compilations
 from jaxmoe.observe.progress import Progress, phase
 from jaxmoe.records import Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
@@ -169,9 +171,9 @@ def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tra
                 batch = make_batch(cfg, task, rollouts, rewards)
             with desk.clock("train"):
                 if reference is not None:
-                    batch = batch.replace(ref_logp_BT=logprobs(reference, batch)[0])
+                    batch = replace(batch, ref_logp_BT=logprobs(reference, batch)[0])
                 if not cfg.loss.on_policy:
-                    batch = batch.replace(old_logp_BT=logprobs(state.params, batch)[0])
+                    batch = replace(batch, old_logp_BT=logprobs(state.params, batch)[0])
                 for _ in range(cfg.loss.updates_per_batch):
                     state, metrics = step_fn(state, batch)
                 metrics = host(metrics)
@@ -198,12 +200,12 @@ def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tra
     return state
 
 
-def make_batch(
-    cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray
-) -> Batch:
+def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray) -> Batch:
     """The step's arrays, the samples of a prompt being one group."""
     grouped_PR = rewards.reshape(-1, cfg.rollout.samples_per_prompt)
-    advantages_PR = group_advantages(grouped_PR, scale_by_std=cfg.loss.advantage_scale == "std")
+    advantages_PR = group_advantages(
+        jnp.asarray(grouped_PR), scale_by_std=cfg.loss.advantage_scale == "std"
+    )
     groups = np.repeat(np.arange(len(grouped_PR)), cfg.rollout.samples_per_prompt)
     return rollout_batch(
         rollouts, np.asarray(advantages_PR).reshape(-1), groups,
@@ -254,8 +256,8 @@ def must_be_finite(metrics: Metrics, stage: str, step: int) -> None:
 
 def assert_compiled_once(step_fn, calls: int) -> None:
     """A training step that compiles again costs minutes at real size: it is a bug."""
-    if calls >= 2 and step_fn._cache_size() != 1:
-        raise AssertionError(f"the train step was compiled {step_fn._cache_size()} times, not once")
+    if calls >= 2 and compilations(step_fn) != 1:
+        raise AssertionError(f"the train step was compiled {compilations(step_fn)} times, not once")
 
 
 if __name__ == "__main__":

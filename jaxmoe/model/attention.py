@@ -5,7 +5,7 @@ Next: jaxmoe/model/moe.py, the block that follows it in a layer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -115,7 +115,7 @@ class CachedLayer:
         v_all, v_BSKH = self._append(self.kind.v, v_BTKH)
         s = self.slots
         seen = (k_BSKH, v_BSKH, s.seen_positions_BS, s.seen_segments_BS)
-        return self.kind.replace(k=k_all, v=v_all), seen
+        return replace(self.kind, k=k_all, v=v_all), seen
 
     def _append(self, stacked: Array, new_BTKH: Array) -> tuple[Array, Array]:
         zero = jnp.zeros((), jnp.int32)

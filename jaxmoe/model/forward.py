@@ -5,6 +5,7 @@ Parallel and invariant variants pass another `attend` or `experts` of the same s
 is no second model. Next: jaxmoe/model/head.py turns its output into log-probs.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -89,7 +90,7 @@ def _advance(cache: KVCache | None, kinds: Any, plan: Any, time: int) -> KVCache
     if cache is None:
         return None
     slots = {
-        name: kinds[name].replace(positions_BC=p.positions_BC, segments_BC=p.segments_BC)
+        name: replace(kinds[name], positions_BC=p.positions_BC, segments_BC=p.segments_BC)
         for name, p in plan.items()
     }
     size = cache.sliding.positions_BC.shape[1]

@@ -54,7 +54,8 @@ def param_specs(cfg: ModelConfig) -> Params:
         "w_o": Spec((n * h, d), ("heads", "embed"), "normal", attn + "o_proj.weight", "transpose"),
         "b_o": Spec((d,), ("embed",), "zeros", attn + "o_proj.bias"),
         "sinks": Spec((n,), (None,), "zeros", attn + "sinks"),
-        "moe_norm": Spec((d,), ("embed",), "ones", "model.layers.{}.post_attention_layernorm.weight"),
+        "moe_norm": Spec((d,), ("embed",), "ones",
+                         "model.layers.{}.post_attention_layernorm.weight"),
         "w_router": Spec((d, e), ("embed", None), "normal", mlp + "router.weight", "transpose"),
         "b_router": Spec((e,), (None,), "zeros", mlp + "router.bias"),
         "w_gate_up": Spec((e, d, 2 * f), ("expert", "embed", "hidden"), "normal",
@@ -71,7 +72,9 @@ def param_specs(cfg: ModelConfig) -> Params:
         for name, s in block.items()
     }
     return {
-        "embed": Spec((v, d), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "pad_rows"),
+        "embed": Spec(
+            (v, d), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "pad_rows"
+        ),
         "layers": {"sliding": dict(stacked), "full": dict(stacked)},
         "final_norm": Spec((d,), ("embed",), "ones", "model.norm.weight"),
         "head": Spec((d, v), ("embed", "vocab"), "normal", "lm_head.weight", "transpose_pad"),

@@ -69,7 +69,9 @@ def smooth(values: np.ndarray, weight: float = 0.8) -> np.ndarray:
 def _line(axes: Axes, rows: Rows, name: str, title: str, colour: str) -> None:
     steps, values = series(rows, name)
     if len(steps):
-        axes.plot(steps, values, color=colour, alpha=0.3, lw=1, marker="." if len(steps) < 3 else "")
+        axes.plot(
+            steps, values, color=colour, alpha=0.3, lw=1, marker="." if len(steps) < 3 else ""
+        )
         axes.plot(steps, smooth(values), color=colour, lw=2)
     axes.set_title(title)
 
@@ -111,6 +113,10 @@ def _gap(axes: Axes, rows: Rows) -> None:
             axes.plot(steps, np.maximum(values, FLOOR), color=colour, label=label + zero)
     axes.set_yscale("log")
     if axes.has_data():
+        top = max(float(np.max(line.get_ydata(), initial=FLOOR)) for line in axes.lines)
+        axes.set_ylim(FLOOR / 3, max(1e4 * FLOOR, 3 * top))
+        # an exact 0 lies on the floor: its tick says so
+        axes.yaxis.set_major_formatter(lambda y, _: "0.0" if y <= FLOOR * 1.01 else f"{y:.0e}")
         axes.legend(frameon=False)
     axes.set_title("|Δlogp| trainer vs rollout, nats")
 

@@ -33,6 +33,7 @@ class Progress:
         self._last = time.perf_counter()
         self._printed = -PLAIN_EVERY_S
         self._shown: dict[str, str] = {}
+        self._unprinted = ""  # the newest plain line, while it waits
         self._bar: Bar | None = None
 
     def __enter__(self) -> "Progress":
@@ -56,6 +57,8 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+        elif self._unprinted:  # stopped early: the last step is shown all the same
+            self._print(self._unprinted)
 
     def update(self, step: int, **numbers: float | None) -> None:
         """Show a finished step; a number that is None keeps what it showed before."""
@@ -73,15 +76,20 @@ class Progress:
             text += f"  {statistics.median(recent) * (self._total - step):.0f} s left"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=text)
-        elif step == self._total or now - self._printed >= PLAIN_EVERY_S or self._printed < 0:
-            self._printed = now
-            print(f"{self._stage:<7} {step}/{self._total}  {text}", file=self._console.file,
-                  flush=True)  # fmt: skip
+        else:
+            self._unprinted = f"{self._stage:<7} {step}/{self._total}  {text}"
+            if step == self._total or now - self._printed >= PLAIN_EVERY_S or self._printed < 0:
+                self._printed = now
+                self._print(self._unprinted)
+                self._unprinted = ""
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._console.file, flush=True)
 
     def note(self, text: str) -> None:
         """A line that stays, above the bar."""
         if self._bar is not None:
-            self._bar.console.print(text)
+            self._bar.console.print(text, markup=False)
         else:
             print(text, file=self._console.file, flush=True)
 

@@ -2,6 +2,7 @@
 """From rollouts to the arrays of one step. Next: jaxmoe/rl/step.py."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from flax import struct
@@ -51,7 +52,8 @@ def rollout_batch(
     mask_BT = batch.loss_mask_BT
     logp_BT = np.zeros(mask_BT.shape, np.float32)
     logp_BT[mask_BT] = np.concatenate([r.rollout_logp for r in rollouts])
-    return batch.replace(
+    return replace(
+        batch,
         rollout_logp_BT=logp_BT,
         advantages_BT=np.where(mask_BT, advantages_B[:, None], 0.0).astype(np.float32),
         group_ids_B=group_ids_B.astype(np.int32),

@@ -9,6 +9,7 @@ others by sum: a mean divides by `total`.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,9 +75,7 @@ def grpo_loss_fn(
     gap_BT = jnp.abs(logp_BT - batch.rollout_logp_BT)
     metrics |= {
         "policy/entropy": masked_mean(entropy_BT, mask_BT, total),
-        "policy/kl_rollout": masked_mean(
-            kl_k3(batch.rollout_logp_BT, logp_BT), mask_BT, total
-        ),
+        "policy/kl_rollout": masked_mean(kl_k3(batch.rollout_logp_BT, logp_BT), mask_BT, total),
         "train_rollout_logprob_abs_diff": masked_mean(gap_BT, mask_BT, total),
         "train_rollout_logprob_abs_diff_max": masked_max(gap_BT, mask_BT),
     }
@@ -111,7 +110,7 @@ def train_step(
     else:
         loss, metrics, grads = _accumulate(grad_fn, state.params, batch, microbatches)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params: Any = optax.apply_updates(state.params, updates)
     metrics = metrics | {"loss": loss, "grad/norm": optax.tree.norm(grads)}
     return TrainState(params=params, opt_state=opt_state, step=state.step + 1), metrics
 

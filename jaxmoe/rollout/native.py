@@ -9,6 +9,7 @@ Next: jaxmoe/model/forward.py.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array
 
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model import KVCache, forward, init_cache, next_token_logits
+from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.sampling import draw, keep_top
 from jaxmoe.shapes import Leaf, Params
@@ -33,7 +35,7 @@ SHORTEST = 32  # prompts are padded to the next power of two from here
 class Rows:
     """The sequences being decoded; B rows, T = max_new_tokens columns."""
 
-    cache: KVCache
+    cache: Leaf  # KVCache
     hidden_BD: Leaf  # of the last token: the next one is drawn from it
     position_B: Leaf  # of the next token
     alive_B: Leaf
@@ -49,9 +51,7 @@ def prefill(
     """The cache of right-padded prompts, and the hidden state of each one's last token."""
     segments_BT = (jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]).astype(jnp.int32)
     cache = init_cache(cfg, tokens_BT.shape[0], slots)
-    hidden_BTD, cache, _ = forward(
-        params, tokens_BT, cfg, segment_ids_BT=segments_BT, cache=cache
-    )
+    hidden_BTD, cache, _ = forward(params, tokens_BT, cfg, segment_ids_BT=segments_BT, cache=cache)
     last_B11 = (lengths_B - 1)[:, None, None]
     assert cache is not None
     return cache, jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0]
@@ -61,17 +61,18 @@ def take_rows(cache: KVCache, rows: Array) -> KVCache:
     """The cache of these rows, repeated or dropped."""
 
     def kind(k):
-        return k.replace(
-            k=k.k[:, rows], v=k.v[:, rows],
+        return replace(
+            k, k=k.k[:, rows], v=k.v[:, rows],
             positions_BC=k.positions_BC[rows], segments_BC=k.segments_BC[rows],
         )  # fmt: skip
 
-    return cache.replace(sliding=kind(cache.sliding), full=kind(cache.full))
+    return replace(cache, sliding=kind(cache.sliding), full=kind(cache.full))
 
 
 def compact(rows: Rows, keep: Array) -> Rows:
     """These rows alone."""
-    return rows.replace(
+    return replace(
+        rows,
         cache=take_rows(rows.cache, keep),
         hidden_BD=rows.hidden_BD[keep],
         position_B=rows.position_B[keep],
@@ -108,7 +109,8 @@ def decode(
         stopped_B = jnp.any(token_B[:, None] == stop_ids, axis=1)
         zero = jnp.zeros((), jnp.int32)
         at = (zero, rows.column)
-        return rows.replace(
+        return replace(
+            rows,
             tokens_BT=lax.dynamic_update_slice(rows.tokens_BT, token_B[:, None], at),
             logp_BT=lax.dynamic_update_slice(rows.logp_BT, logp_B[:, None], at),
             alive_B=rows.alive_B & ~stopped_B,
@@ -125,8 +127,8 @@ def decode(
             segment_ids_BT=rows.alive_B[:, None].astype(jnp.int32),
             cache=rows.cache,
         )
-        return rows.replace(
-            cache=cache, hidden_BD=hidden_BTD[:, 0], position_B=rows.position_B + 1
+        return replace(
+            rows, cache=cache, hidden_BD=hidden_BTD[:, 0], position_B=rows.position_B + 1
         )
 
     last = rows.tokens_BT.shape[1] - 1
@@ -135,14 +137,13 @@ def decode(
         return (rows.column < last) & (jnp.sum(rows.alive_B.astype(jnp.int32)) > enough)
 
     def finish(rows: Rows) -> Rows:
-        return pick(rows)[0].replace(cache=None, hidden_BD=None)
+        return replace(pick(rows)[0], cache=None, hidden_BD=None)
 
     rows = lax.while_loop(goes_on, body, rows)
     # the last column needs no forward after it; the cache stays out of `cond`, which would copy it
-    light = rows.replace(cache=None, hidden_BD=None)
-    heavy = dict(cache=rows.cache, hidden_BD=rows.hidden_BD)
+    light = replace(rows, cache=None, hidden_BD=None)
     final = lax.cond(rows.column == last, lambda: finish(rows), lambda: light)
-    return final.replace(**heavy)
+    return replace(final, cache=rows.cache, hidden_BD=rows.hidden_BD)
 
 
 class NativeEngine:
@@ -173,7 +174,7 @@ class NativeEngine:
     def compilations(self) -> int:
         """Programs compiled so far; a run needs a handful, whatever its length."""
         jitted = (self._prefill, self._decode, self._take, self._compact)
-        return sum(f._cache_size() for f in jitted)
+        return sum(compilations(f) for f in jitted)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1

@@ -9,9 +9,7 @@ from jaxtyping import Array, Float, Int
 NEVER = -1e30  # a logit that is never drawn; finite, so that no inf − inf arises
 
 
-def keep_top(
-    logits_BV: Float[Array, "B V"], *, top_k: int, top_p: float
-) -> Float[Array, "B V"]:
+def keep_top(logits_BV: Float[Array, "B V"], *, top_k: int, top_p: float) -> Float[Array, "B V"]:
     """Logits with everything outside top-k, then outside the top-p nucleus, made impossible.
 
     Nucleus: the fewest most likely tokens whose probability reaches p; ties at its edge stay.

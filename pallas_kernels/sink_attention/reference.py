@@ -25,21 +25,21 @@ def reference(
     window: int,
     scale: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """o = Σ_s e^{z_s − lse} v_s,  lse = log(Σ_s e^{z_s} + e^{sink}),  z = scale·q·k over seen keys."""
+    """o = Σ_s e^{z_s − lse} v_s,  lse = log(Σ_s e^{z_s} + e^{sink}),  z = scale·q·k if seen."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
-    sink_KG11 = sink_N.astype(jnp.float32).reshape(K, N // K, 1, 1)
+    sink_1KG11 = sink_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1)
     seen = visible(
         q_positions_BT[:, :, None], k_positions_BS[:, None, :], window,
         q_segments_BT[:, :, None], k_segments_BS[:, None, :],
     )[:, None, None]  # fmt: skip
     z = jnp.einsum("btkgh,bskh->bkgts", q.reshape(B, T, K, N // K, H), k) * scale
     z = jnp.where(seen, z, UNSEEN)
-    top = jnp.maximum(jnp.max(z, axis=-1, keepdims=True), sink_KG11)
+    top = jnp.maximum(jnp.max(z, axis=-1, keepdims=True), sink_1KG11)
     top = jax.lax.stop_gradient(jnp.maximum(top, UNSEEN / 2))
     weights = jnp.exp(z - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink_KG11 - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink_1KG11 - top)
     some = total > 0  # a row without keys and without a sink has nothing to divide by
     p = weights / jnp.where(some, total, 1.0)
     lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)

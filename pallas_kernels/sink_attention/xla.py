@@ -57,7 +57,7 @@ def _part(length: int, most: int) -> int:
 
 
 def _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window) -> tuple[_Blocks, int]:
-    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    (B, T, N, _), (S, K) = q.shape, k.shape[1:3]
     G = N // K
     bt, bs = block_sizes(B, T, S, K, G, window)
     n, m = max(1, -(-T // bt)), max(1, -(-S // bs))
@@ -73,7 +73,9 @@ def _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window) -> tuple[_Blocks,
 
     sink_KR1 = jnp.tile(sink.astype(jnp.float32).reshape(K, G), (1, bt))[..., None]
     q = _split_rows(q, n, bt, G)
-    return _Blocks(q, keys(k), keys(v), rows(q_pos), rows(q_seg), k_pos, k_seg, sink_KR1, ranges), bs
+    return _Blocks(
+        q, keys(k), keys(v), rows(q_pos), rows(q_seg), k_pos, k_seg, sink_KR1, ranges
+    ), bs
 
 
 def _ranges(q_pos, q_seg, k_pos, k_seg, n, m, window) -> Array:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics on disk: strict JSON, no step twice, and a killed run's last line."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from jaxmoe.observe.metrics import MetricsLog, read_metrics
+
+
+def _refuse(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def _steps(folder: Path) -> list[tuple[str, int]]:
+    return [(row["stage"], row["step"]) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def _two_stages(folder: Path) -> None:
+    with MetricsLog(folder) as log:
+        for stage in ("warmup", "rl"):
+            for step in (1, 2, 3):
+                log.write(stage, step, {"reward/mean": step / 4})
+
+
+def test_every_line_is_strict_json_and_names_what_is_not_finite(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.write("rl", 1, {"grad/norm": math.nan, "loss": -math.inf, "reward/mean": 0.5})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=_refuse)
+    assert row["grad/norm"] is None and row["loss"] is None and row["reward/mean"] == 0.5
+    assert row["not_finite"] == ["grad/norm", "loss"]
+
+
+def test_a_line_is_on_disk_before_the_log_closes(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.write("rl", 1, {"reward/mean": 0.5})
+        assert _steps(tmp_path) == [("rl", 1)]
+
+
+@pytest.mark.parametrize(
+    "stage, step, kept",
+    [
+        ("rl", 2, [("warmup", 1), ("warmup", 2), ("warmup", 3), ("rl", 1), ("rl", 2)]),
+        ("warmup", 2, [("warmup", 1), ("warmup", 2)]),
+        ("warmup", 0, []),
+    ],
+)
+def test_resume_drops_the_lines_past_its_step(tmp_path, stage, step, kept):
+    _two_stages(tmp_path)
+    with MetricsLog(tmp_path, stage=stage, step=step):
+        pass
+    assert _steps(tmp_path) == kept
+
+
+def test_a_half_written_last_line_is_forgotten_on_resume(tmp_path):
+    _two_stages(tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"stage": "rl", "st')
+    with MetricsLog(tmp_path, stage="rl", step=3) as log:
+        log.write("rl", 4, {"reward/mean": 1.0})
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=_refuse)
+    assert _steps(tmp_path)[-2:] == [("rl", 3), ("rl", 4)]
+
+
+def test_samples_are_one_line_each(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.write_samples("rl", 3, [{"prompt": "1+1\n", "completion": "2", "reward": 1.0}])
+    (row,) = read_metrics(tmp_path / "samples.jsonl")
+    assert row == {"stage": "rl", "step": 3, "prompt": "1+1\n", "completion": "2", "reward": 1.0}
+
+
+def test_tensorboard_holds_the_tags(tmp_path):
+    _two_stages(tmp_path)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    data = events.read_bytes()
+    assert b"reward/mean" in data and b"warmup/reward/mean" in data
+
+
+def test_a_disabled_log_writes_nothing(tmp_path):
+    with MetricsLog(tmp_path / "run", enabled=False) as log:
+        log.write("rl", 1, {"loss": 1.0})
+        log.write_samples("rl", 1, [{"prompt": "a"}])
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_file_means_no_rows(tmp_path):
+    assert read_metrics(tmp_path / "metrics.jsonl") == []

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures: they exist, they are not blank, and no metric is required."""
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from jaxmoe.observe.plots import PANELS, plot_run, smooth
+
+
+def _rows(count: int) -> list[dict]:
+    return [
+        {
+            "stage": "rl", "step": n, "reward/mean": n / 60, "policy/entropy": 1.0,
+            "grad/norm": 0.3,
+            "eval/accuracy": None if n % 5 else n / 60, "train_rollout_logprob_abs_diff": 0.0,
+            "train_rollout_logprob_abs_diff_max": 0.0, "time/step_s": 1.5, "time/rollout_s": 1.0,
+            "time/train_s": 0.5,
+        }
+        for n in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rows", [[], [{"stage": "rl", "step": 1}], _rows(1), _rows(60)],
+    ids=["empty", "no metrics", "one step", "sixty steps"],
+)  # fmt: skip
+def test_every_panel_is_a_picture(tmp_path, rows):
+    plot_run(rows, tmp_path)
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert names == {f"{name}.png" for name in PANELS} | {"overview.png"}
+    image = imread(tmp_path / "plots" / "overview.png")
+    assert image.shape[1] >= 1200 and image.std() > 0.01
+
+
+def test_smoothing_keeps_a_constant():
+    np.testing.assert_allclose(smooth(np.full(9, 0.7)), 0.7, rtol=1e-12)

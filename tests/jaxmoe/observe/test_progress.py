@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progress line: plain lines off a terminal, a bar on one, and an honest time left."""
+
+from io import StringIO
+
+from rich.console import Console
+
+from jaxmoe.observe.progress import Progress, phase
+
+
+def _plain() -> tuple[StringIO, Console]:
+    out = StringIO()
+    return out, Console(file=out, force_terminal=False, width=120)
+
+
+def test_plain_lines_are_the_first_and_the_last():
+    out, console = _plain()
+    with Progress(60, "rl", console=console) as progress:
+        for step in range(1, 61):
+            progress.update(step, reward=0.531, kl=1.2e-6, tokens_per_s=4210.0)
+    first, last = out.getvalue().splitlines()
+    assert first == "rl      1/60  reward 0.531  kl 1.2e-06  4,210 tok/s"
+    assert last.startswith("rl      60/60  ") and last.endswith("0 s left")
+
+
+def test_a_run_stopped_early_shows_its_last_step():
+    out, console = _plain()
+    with Progress(60, "rl", console=console) as progress:
+        for step in (1, 2, 3):
+            progress.update(step, reward=0.5)
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/60", "3/60"]
+
+
+def test_seconds_left_is_the_median_step_times_what_is_left(monkeypatch):
+    out, console = _plain()
+    clock = iter([0.0, 90.0, 100.0, 110.0, 150.0])  # the first step compiles, the last one stalls
+    monkeypatch.setattr("jaxmoe.observe.progress.time.perf_counter", lambda: next(clock))
+    with Progress(7, "rl", console=console) as progress:
+        for step in (1, 2, 3, 4):
+            progress.update(step)
+    lines = [line.partition("/7")[2].strip() for line in out.getvalue().splitlines()]
+    assert lines == ["", "50 s left", "40 s left", "30 s left"]
+
+
+def test_a_terminal_shows_the_bar_and_keeps_the_notes_as_written():
+    out = StringIO()
+    console = Console(file=out, force_terminal=True, width=120, color_system=None)
+    with Progress(5, "rl", console=console) as progress:
+        progress.update(1, reward=0.25)
+        progress.note("saved [red] step 1")
+    assert "saved [red] step 1" in out.getvalue()
+    assert "1/5" in out.getvalue() and "reward 0.250" in out.getvalue()
+
+
+def test_a_phase_says_how_long_it_took(capsys):
+    with phase("compiling the train step"):
+        pass
+    assert capsys.readouterr().out == "compiling the train step… 0.0 s\n"

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory linear in length, blocks nobody sees skipped, one program for every position."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.sink_attention import cases, sink_attention, xla
+
+
+def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
+    return sink_attention(
+        q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
+        k_segment_ids_BS=k_seg, window=window, impl="xla",
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=0)
+def values_and_gradients(window, do, q, k, v, sink, *places):
+    (o, lse), pull = jax.vjp(lambda *args: attend(window, *args, *places), q, k, v, sink)
+    return o, lse, *pull((do, jnp.zeros_like(lse)))
+
+
+def equations(jaxpr):
+    """Every equation, those of inner programs too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = inner.jaxpr if hasattr(inner, "jaxpr") else inner
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def program(case, window=0):
+    inputs = cases.make_inputs(case)
+    do = jnp.ones_like(inputs.q_BTNH)
+    jaxpr = jax.make_jaxpr(partial(values_and_gradients, window))(do, *inputs)
+    return list(equations(jaxpr.jaxpr))
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_nothing_is_as_large_as_the_scores(window):
+    case = cases.Case("long", 1, 4096, 4096, 8, 2, 16)
+    largest = 2 * case.T * case.N * case.H
+    seen = program(case, window)
+    assert sum(eqn.primitive.name == "dot_general" for eqn in seen) == 7
+    for eqn in seen:
+        assert "scatter" not in eqn.primitive.name
+        for var in eqn.outvars:
+            assert var.aval.size <= largest, (eqn.primitive.name, var.aval)
+            assert sum(n >= case.T for n in var.aval.shape) <= 1, (eqn.primitive.name, var.aval)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [cases.named("tiny_distinct"), cases.named("decode_ring"), cases.named("decode_4k")],
+    ids=lambda case: case.name,
+)
+def test_small_shapes_and_decode_steps_run_without_a_loop(case):
+    names = {eqn.primitive.name for eqn in program(case)}
+    assert "dot_general" in names and not names & {"while", "scan", "cond"}
+
+
+def planted(case, keys, queries):
+    """Which queries stay finite, forward and backward, when `keys` hold NaN values."""
+    inputs = cases.make_inputs(case)
+    bad = inputs._replace(v_BSKH=jnp.where(keys[:, :, None, None], jnp.nan, inputs.v_BSKH))
+    do = jnp.where(queries[:, :, None, None], jnp.ones_like(inputs.q_BTNH), 0.0)
+    o, _, dq, *_ = values_and_gradients(case.window, do, *bad)
+    # XLA would forgive NaN behind a mask neither in p·v nor in dO·v: only skipping keeps it out
+    return np.isfinite(o).all((2, 3)) & np.isfinite(dq).all((2, 3))
+
+
+def test_later_keys_are_skipped():
+    case = cases.Case("causal", 1, 512, 512, 4, 1, 16)
+    time = np.arange(512)[None]
+    fine = planted(case, time >= 384, time < 384)
+    np.testing.assert_array_equal(fine, time < 384)
+
+
+def test_keys_before_the_window_are_skipped():
+    case = cases.Case("window", 1, 512, 512, 4, 1, 16, 64)
+    time = np.arange(512)[None]
+    fine = planted(case, time < 128, time >= 256)
+    assert fine[0, 256:].all() and not fine[0, :128].any()
+
+
+def test_other_episodes_are_skipped():
+    case = cases.Case("packed", 1, 512, 512, 4, 1, 16, 0, "packed")
+    segments = cases.layout(case)[3]
+    first = segments == 1
+    fine = planted(case, first, segments == 3)  # the middle one shares a block with the first
+    assert fine[segments == 3].all() and not fine[first].any()
+    fine = planted(case, segments == 3, first)
+    assert fine[first].all() and not fine[segments == 3].any()
+
+
+@pytest.mark.parametrize("window", [0, 10])
+def test_no_visible_key_is_skipped_at_any_alignment_of_the_blocks(window, monkeypatch):
+    monkeypatch.setattr(xla, "block_sizes", lambda *_: (8, 8))
+    zeros, ones = jnp.zeros((1, 32, 1, 8)), jnp.ones((1, 32), jnp.int32)
+    run = jax.jit(partial(attend, window))
+    for offset in range(9):
+        q_pos, k_pos = np.arange(32)[None] + offset, np.arange(32)[None]
+        none = jnp.full(1, -jnp.inf)
+        places = jnp.asarray(q_pos), jnp.asarray(k_pos)
+        _, lse = run(zeros, zeros, zeros, none, *places, ones, ones)
+        back = q_pos[0, :, None] - k_pos
+        counts = ((back >= 0) & ((back < window) | (window == 0))).sum(1)
+        np.testing.assert_array_equal(np.rint(np.exp(lse[0, :, 0])), counts)
+
+
+def test_left_padding_is_skipped():
+    case = cases.Case("left", 1, 512, 512, 4, 1, 16, 0, "left")
+    time, segments = np.arange(512)[None], cases.layout(case)[3]
+    fine = planted(case, (segments == 0) & (time < 128), segments > 0)
+    assert fine[segments > 0].all()
+
+
+@pytest.mark.parametrize("case", cases.BENCH_CASES[:3], ids=lambda case: case.name)
+def test_a_query_block_reads_few_blocks_more_than_it_must(case):
+    sizes = (case.B, case.T, case.S, case.K, case.N // case.K, case.window)
+    bt, bs = xla.block_sizes(*sizes)
+    inputs = jax.eval_shape(partial(cases.make_inputs, case))
+    places = map(jnp.asarray, cases.layout(case))
+    arrays = [jnp.zeros(x.shape, x.dtype) for x in inputs[:4]]
+    blocks, _ = xla._blocks(*arrays, *places, case.window)
+    read = np.diff(np.asarray(blocks.ranges_n2))[:, 0] * bs
+    first = np.arange(len(read)) * bt
+    must = np.minimum(first + bt, case.T)
+    must = np.minimum(must, bt + case.window - 1) if case.window else must
+    assert (read < must + 2 * bs).all() and (read >= must).all()
+
+
+def test_a_later_step_compiles_nothing():
+    case = cases.named("decode_ring")
+    q, k, v, sink, q_pos, k_pos, q_seg, k_seg = cases.make_inputs(case)
+    step = jax.jit(partial(attend, case.window))
+    for later in range(3):
+        step(q, k, v, sink, q_pos + later, k_pos + later, q_seg, jnp.roll(k_seg, later, 1))
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("T", [1, 16, 17, 80, 293, 1024])
+@pytest.mark.parametrize("window", [0, 9, 128, 4096])
+def test_blocks_are_bounded_and_waste_little(T, window):
+    for B, K, G in ((1, 2, 8), (64, 2, 4), (8, 8, 1)):
+        bt, bs = xla.block_sizes(B, T, T, K, G, window)
+        assert 1 <= bt <= T and 1 <= bs <= T and bt * G <= max(xla.ROWS, xla.FEW * G)
+        assert -(-T // bt) * bt - T < bt and -(-T // bs) * bs - T < bs
+        assert B * K * G * bt * bs <= xla.SCORES * 2 or bt <= 32
