@@ -194,7 +194,8 @@ def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tra
                 tokens_per_s=metrics["tokens_per_s"], accuracy=metrics.get("eval/accuracy"),
             )  # fmt: skip
             if "eval/accuracy" in metrics:
-                plot_run(read_metrics(desk.work / "metrics.jsonl"), desk.work)
+                rows = read_metrics(desk.work / "metrics.jsonl")
+                plot_run(rows, desk.work, panels=step == cfg.steps)
             now = Position("rl", step, state, reference, data.get_state())
             desk.save_or_stop(now, last=step == cfg.steps)
     return state

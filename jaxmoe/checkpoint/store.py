@@ -125,9 +125,9 @@ def _check_shapes(directory: Path, step: int, saved: Any, wanted: Leaf) -> None:
 
 def _no_space(directory: Path, step: int, needed: int, free: int) -> str:
     return (
-        f"checkpoint {step} needs {needed / 1e6:,.1f} MB in {directory}, where {free / 1e6:,.1f} "
-        "MB are free. Earlier checkpoints are untouched; free some space and type the same command, "
-        "or move the run folder and pass --workdir."
+        f"checkpoint {step} needs {needed / 1e6:,.1f} MB in {directory}, where "
+        f"{free / 1e6:,.1f} MB are free. Earlier checkpoints are untouched; free some space and "
+        "type the same command, or move the run folder and pass --workdir."
     )
 
 

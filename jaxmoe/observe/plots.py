@@ -21,14 +21,19 @@ FLOOR = 1e-9  # where an exact 0 is drawn on a log axis
 Rows = Sequence[Mapping[str, Any]]
 
 
-def plot_run(rows: Rows, directory: Path) -> None:
-    """Draw what metrics.jsonl holds so far; missing metrics leave their panel empty."""
+def plot_run(rows: Rows, directory: Path, *, panels: bool = True) -> None:
+    """Draw what metrics.jsonl holds so far; missing metrics leave their panel empty.
+
+    Without `panels` only the overview, which takes half a second.
+    """
     folder = directory / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     rl = [row for row in rows if row["stage"] == "rl"]
     figure = Figure(figsize=(13, 7), layout="constrained")
     for (name, draw), axes in zip(PANELS.items(), figure.subplots(2, 3).flat, strict=True):
         _panel(axes, draw, rl)
+        if not panels:
+            continue
         single = Figure(figsize=(6, 4), layout="constrained")
         _panel(single.subplots(), draw, rl)
         _save(single, folder / f"{name}.png", 110)

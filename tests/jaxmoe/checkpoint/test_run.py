@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's position comes back whole, and only into the run it came from."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint.run import Position, initial_params, restore_run, save_run
+from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig, override
+from jaxmoe.model import tiny
+from jaxmoe.rl.optimizer import make_optimizer
+from jaxmoe.rl.state import abstract_state, new_state
+
+CFG = Config(
+    model=tiny(d_model=16, d_expert=24, n_experts=3),
+    data=DataConfig(task="reasoning_gym:spell_backward"),
+    rollout=RolloutConfig(sequences_per_step=4, samples_per_prompt=2, max_new_tokens=8),
+    optim=OptimConfig(lr=1e-3),
+    steps=5,
+)  # fmt: skip
+TX = make_optimizer(CFG.optim, steps=CFG.steps)
+SHAPES = abstract_state(CFG.model, TX, "float32")
+
+
+def bits_of(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def test_a_new_folder_has_no_position(tmp_path):
+    assert restore_run(tmp_path, CFG, SHAPES) is None
+
+
+@pytest.mark.parametrize("kl", [False, True])
+def test_a_position_comes_back_whole(tmp_path, capfd, kl):
+    state = new_state(initial_params(CFG), TX)
+    reference = jax.tree.map(lambda x: x + 1, state.params) if kl else None
+    save_run(tmp_path, CFG, Position("rl", 3, state, reference, {"epoch": 2}))
+    at = restore_run(tmp_path, CFG, SHAPES)
+    assert at is not None
+    assert (at.stage, at.step, at.data) == ("rl", 3, {"epoch": 2})
+    assert bits_of(at.state) == bits_of(state)
+    assert bits_of(at.reference) == bits_of(reference)
+    said = capfd.readouterr()
+    assert "Metadata file does not exist" not in said.err + said.out
+    assert said.err == "" and "after rl step 3" in said.out
+
+
+def test_rl_comes_after_the_warm_start(tmp_path):
+    state = new_state(initial_params(CFG), TX)
+    save_run(tmp_path, CFG, Position("warmup", 900, state, None, {}))
+    save_run(tmp_path, CFG, Position("rl", 1, state, None, {}))
+    at = restore_run(tmp_path, CFG, SHAPES)
+    assert at is not None and at.stage == "rl"
+
+
+@pytest.mark.parametrize("change", ["optim.lr=0.01", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"])
+def test_a_config_that_changes_the_numbers_is_refused_by_name(tmp_path, change):
+    state = new_state(initial_params(CFG), TX)
+    save_run(tmp_path, CFG, Position("rl", 3, state, None, {}))
+    with pytest.raises(ConfigError, match=change.split("=")[0]):
+        restore_run(tmp_path, override(CFG, change), SHAPES)
+
+
+def test_length_and_bookkeeping_may_change(tmp_path):
+    state = new_state(initial_params(CFG), TX)
+    save_run(tmp_path, CFG, Position("rl", 3, state, None, {}))
+    longer = dataclasses.replace(CFG, steps=9, workdir="elsewhere")
+    longer = override(override(longer, "save.keep=1"), "eval.every_steps=2")
+    assert restore_run(tmp_path, longer, SHAPES) is not None
+
+
+def test_the_same_seed_gives_the_same_first_weights():
+    other = initial_params(override(CFG, "seed=1"))
+    assert bits_of(initial_params(CFG)) == bits_of(initial_params(CFG)) != bits_of(other)

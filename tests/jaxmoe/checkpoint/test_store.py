@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints come back bit for bit, or fail in one line and leave the earlier ones alone."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint import store
+
+
+def tree(seed=0):
+    rng = np.random.default_rng(seed)
+    bits = jnp.asarray(rng.integers(0, 2**16, (5, 7)).astype(np.uint16))
+    return {
+        "bf16": jax.lax.bitcast_convert_type(bits, jnp.bfloat16),
+        "deep": {"f32": jnp.asarray(rng.normal(size=(3, 11)), jnp.float32)},
+        "count": jnp.asarray(seed, jnp.int32),
+        "odd": jnp.asarray([np.nan, -0.0, np.inf, 1e-45], jnp.float32),
+    }
+
+
+def bits_of(tree):
+    return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
+    extra = {"stage": "rl", "data": {"epoch": 3, "at": [1, 2]}, "none": None}
+    store.save(tmp_path / "c", 7, tree(4), extra, keep=2)
+    assert bits_of(store.restore(tmp_path / "c", 7, abstract(tree()))) == bits_of(tree(4))
+    assert store.restore_extra(tmp_path / "c", 7) == extra
+    assert capfd.readouterr().err == ""
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    assert store.latest(tmp_path / "c") is None
+    for step in (1, 5, 9, 1_000_002):
+        store.save(tmp_path / "c", step, tree(step), {}, keep=2)
+    assert store.latest(tmp_path / "c") == 1_000_002
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["1000002", "9"]
+
+
+def test_a_shape_that_does_not_fit_names_the_leaf(tmp_path):
+    store.save(tmp_path, 1, tree(), {}, keep=2)
+    other = abstract(tree())
+    other["deep"]["f32"] = jax.ShapeDtypeStruct((3, 12), jnp.float32)
+    with pytest.raises(store.CheckpointError, match=r"deep/f32 is \(3, 11\) there and \(3, 12\)"):
+        store.restore(tmp_path, 1, other)
+    del other["deep"]
+    with pytest.raises(store.CheckpointError, match="deep/f32 is .* absent here"):
+        store.restore(tmp_path, 1, other)
+
+
+def test_a_truncated_file_is_a_clear_error(tmp_path):
+    store.save(tmp_path, 1, tree(), {}, keep=2)
+    for path in (tmp_path / "1" / "state").rglob("d/*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(store.CheckpointError, match="checkpoint 1 .* complete and readable") as e:
+        store.restore(tmp_path, 1, abstract(tree()))
+    assert "\n" not in str(e.value)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip(f"cannot mount a small disk: {made.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_a_full_disk_fails_in_one_line_and_keeps_the_earlier_one(small_disk, monkeypatch, foreseen):
+    x = {"x": jnp.asarray(np.random.default_rng(0).integers(0, 2**30, 700_000), jnp.int32)}
+    directory = small_disk / "c"
+    store.save(directory, 1, x, {}, keep=2)
+    if not foreseen:  # the space was there when asked for, and another program took it
+        monkeypatch.setattr(store.shutil, "disk_usage", lambda p: _Plenty)
+    bigger = {"x": jnp.concatenate([x["x"], x["x"] + 1])}
+    with pytest.raises(store.CheckpointError, match="checkpoint 2 needs 5.6 MB") as e:
+        store.save(directory, 2, bigger, {}, keep=2)
+    assert "\n" not in str(e.value)
+    monkeypatch.undo()
+    assert [p.name for p in directory.iterdir()] == ["1"]
+    assert store.latest(directory) == 1
+    assert bits_of(store.restore(directory, 1, abstract(x))) == bits_of(x)
+
+
+class _Plenty:
+    free = 10**12
+
+
+SAVER = """
+import sys, numpy as np, jax.numpy as jnp
+from pathlib import Path
+from jaxmoe.checkpoint import store
+x = {"x": jnp.asarray(np.random.default_rng(0).random(12_500_000), jnp.float32)}
+store.save(Path(sys.argv[1]), 1, x, {"n": 1}, keep=2)
+for step in range(2, 50):
+    print("saving", flush=True)
+    store.save(Path(sys.argv[1]), step, x, {"n": step}, keep=2)
+"""
+
+
+def test_a_save_that_was_killed_is_never_picked_up_and_is_cleaned_at_the_next(tmp_path):
+    draw = random.Random(0)
+    half = 0
+    for attempt in range(3):
+        directory = tmp_path / str(attempt)
+        env = {**os.environ, "PYTHONPATH": str(Path(store.__file__).parents[2])}
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(directory)], stdout=subprocess.PIPE, env=env
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(draw.uniform(0.02, 0.25))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        left = [p for p in directory.iterdir() if not p.name.isdigit()]
+        half += bool(left)
+        newest = store.latest(directory)
+        assert newest is not None
+        assert store.restore_extra(directory, newest) == {"n": newest}
+        like = {"x": jax.ShapeDtypeStruct((12_500_000,), jnp.float32)}
+        assert store.restore(directory, newest, like)["x"].shape == (12_500_000,)
+        store.save(directory, 100, {"x": jnp.zeros(3)}, {}, keep=2)
+        assert all(p.name.isdigit() for p in directory.iterdir())
+    assert half, "no kill fell into a save: this test showed nothing"

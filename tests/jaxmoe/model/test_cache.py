@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cache holds, and that sliding layers hold no more than their window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import forward, init_cache, init_params
+from jaxmoe.model.cache import cache_bytes, newest_slots
+
+CFG = ModelConfig(
+    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
+    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
+)  # fmt: skip
+B = 2
+
+
+def test_sliding_layers_hold_only_their_window():
+    cache = init_cache(CFG, B, 29)
+    assert cache.sliding.k.shape == (1, B, 9, 3, 16)
+    assert cache.full.k.shape == (1, B, 29, 3, 16)
+    assert init_cache(CFG, B, 5).sliding.k.shape == (1, B, 5, 3, 16)
+
+
+def test_bytes_are_those_of_the_arrays():
+    cache = init_cache(CFG, B, 29)
+    assert cache_bytes(CFG, B, 29) == sum(x.nbytes for x in jax.tree.leaves(cache))
+
+
+def test_an_empty_cache_may_be_donated():
+    cache = init_cache(CFG, B, 29)
+    jax.jit(lambda c: jax.tree.map(lambda x: x + 1, c), donate_argnums=0)(cache)
+
+
+@pytest.mark.parametrize("prefill", [3, 12, 24])
+def test_after_every_token_the_sliding_slots_hold_the_last_window(prefill):
+    params = init_params(jax.random.key(0), CFG)
+    run = jax.jit(lambda p, t, at, c: forward(p, t, CFG, positions_BT=at, cache=c)[1])
+    at = jnp.broadcast_to(jnp.arange(prefill), (B, prefill))
+    cache = run(params, jnp.zeros((B, prefill), jnp.int32), at, init_cache(CFG, B, 40))
+    for position in range(prefill, prefill + 12):
+        now = jnp.full((B, 1), position)
+        cache = run(params, jnp.zeros((B, 1), jnp.int32), now, cache)
+        held = np.asarray(cache.sliding.positions_BC)[np.asarray(cache.sliding.segments_BC) > 0]
+        first = max(0, position - 8)
+        want = np.arange(first, position + 1)
+        np.testing.assert_array_equal(np.sort(held.reshape(B, -1), axis=1), [want] * B)
+        full = np.asarray(cache.full.segments_BC)
+        np.testing.assert_array_equal(full.sum(axis=1), [position + 1] * B)
+
+
+def test_the_newest_slots_are_kept_in_order_and_empty_ones_come_first():
+    positions = jnp.asarray([[4, 5, 6, 3, 0], [0, 1, 2, 9, 9]], jnp.int32)
+    segments = jnp.asarray([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]], jnp.int32)
+    keep = np.asarray(newest_slots(positions, segments, 4))
+    np.testing.assert_array_equal(keep[0], [3, 0, 1, 2])
+    np.testing.assert_array_equal(keep[1][1:], [0, 1, 2])
+    assert keep[1][0] in (3, 4)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward for everything: rows do not see each other, nor padding, nor how they were cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import forward, init_cache, init_params
+
+CFG = ModelConfig(
+    vocab_size=97, d_model=48, n_layers=6, n_q_heads=15, n_kv_heads=3, head_dim=16, n_experts=7,
+    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
+)  # fmt: skip
+B, T = 2, 24
+
+
+def noisy_params(cfg=CFG):
+    """Every leaf random: zero biases and unit norms would hide mistakes."""
+    params = init_params(jax.random.key(0), cfg)
+    flat, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(flat))
+    noise = [0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, flat, strict=True)]
+    return jax.tree.unflatten(tree, [x + n for x, n in zip(flat, noise, strict=True)])
+
+
+@pytest.fixture(scope="module")
+def params():
+    return noisy_params()
+
+
+RUN = jax.jit(forward, static_argnums=2, static_argnames="remat")
+
+
+def tokens_of(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 97, shape), jnp.int32)
+
+
+def close(ours, want):
+    """float32 summed in another order, through 6 layers: a few hundred roundings."""
+    scale = float(np.abs(want).max())
+    np.testing.assert_allclose(ours, want, rtol=0, atol=256 * 2.0**-24 * scale)
+
+
+def test_padding_on_either_side_changes_nothing(params):
+    row = tokens_of(2, 1, 17)
+    alone, _, _ = RUN(params, row, CFG)
+    left = jnp.concatenate([tokens_of(3, 1, 7), row], axis=1)
+    right = jnp.concatenate([row, tokens_of(4, 1, 7)], axis=1)
+    tokens = jnp.concatenate([left, right])
+    real = jnp.arange(T)
+    segments = jnp.stack([real >= 7, real < 17]).astype(jnp.int32)
+    positions = jnp.stack([jnp.maximum(real - 7, 0), real]).astype(jnp.int32)
+    both, _, _ = RUN(params, tokens, CFG, positions_BT=positions, segment_ids_BT=segments)
+    close(both[0, 7:], alone[0])
+    close(both[1, :17], alone[0])
+
+
+def test_packed_sequences_do_not_see_each_other(params):
+    rows = [tokens_of(5, 1, 13), tokens_of(6, 1, 8)]
+    packed = jnp.concatenate([*rows, tokens_of(7, 1, 3)], axis=1)
+    positions = jnp.asarray([[*range(13), *range(8), 0, 0, 0]], jnp.int32)
+    segments = jnp.asarray([[1] * 13 + [2] * 8 + [0] * 3], jnp.int32)
+    hidden, _, _ = RUN(params, packed, CFG, positions_BT=positions, segment_ids_BT=segments)
+    close(hidden[0, :13], RUN(params, rows[0], CFG)[0][0])
+    close(hidden[0, 13:21], RUN(params, rows[1], CFG)[0][0])
+
+
+def test_a_later_token_changes_nothing_before_it(params):
+    tokens = tokens_of(8, B, T)
+    other = tokens.at[:, 15].set((tokens[:, 15] + 1) % 97)
+    a, b = RUN(params, tokens, CFG)[0], RUN(params, other, CFG)[0]
+    np.testing.assert_array_equal(a[:, :15], b[:, :15])
+    assert float(jnp.abs(a[:, 15:] - b[:, 15:]).min(axis=(0, 2)).max()) > 0
+
+
+@pytest.mark.parametrize("cuts", [(1,), (5, 8), (15, 18), (11, 20), (3, 4, 5, 16, 17)])
+def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
+    tokens = tokens_of(9, B, T)
+    want, _, chosen = RUN(params, tokens, CFG)
+    cache, parts, experts = init_cache(CFG, B, 29), [], []
+    edges = [0, *cuts, *range(cuts[-1] + 1, T + 1)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        positions = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
+        hidden, cache, picked = RUN(
+            params, tokens[:, start:stop], CFG, positions_BT=positions, cache=cache
+        )
+        parts.append(hidden)
+        experts.append(picked)
+    close(jnp.concatenate(parts, axis=1), want)
+    np.testing.assert_array_equal(jnp.concatenate(experts, axis=2), chosen)
+    assert cache is not None and int(cache.used) == T
+
+
+def test_right_padded_rows_of_different_lengths_decode_on_as_if_alone(params):
+    lengths, tokens = np.array([6, 14]), tokens_of(10, B, 14)
+    more = tokens_of(11, B, 10)
+    segments = (jnp.arange(14) < lengths[:, None]).astype(jnp.int32)
+    cache = init_cache(CFG, B, 29)
+    _, cache, _ = RUN(params, tokens, CFG, segment_ids_BT=segments, cache=cache)
+    parts = []
+    for t in range(10):
+        hidden, cache, _ = RUN(
+            params, more[:, t : t + 1], CFG, cache=cache,
+            positions_BT=jnp.asarray(lengths + t, jnp.int32)[:, None],
+        )  # fmt: skip
+        parts.append(hidden)
+    decoded = jnp.concatenate(parts, axis=1)
+    for b, n in enumerate(lengths):
+        whole = jnp.concatenate([tokens[b, :n], more[b]])[None]
+        close(decoded[b], RUN(params, whole, CFG)[0][0, n:])
+
+
+def test_recomputing_layers_gives_the_same_gradient(params):
+    tokens = tokens_of(12, B, T)
+
+    def loss(params, remat):
+        return jnp.sum(jnp.sin(forward(params, tokens, CFG, remat=remat)[0]))
+
+    plain, again = (jax.jit(jax.grad(loss), static_argnums=1)(params, r) for r in (False, True))
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        close(b, np.asarray(a))
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(plain))
+
+
+def _equations(jaxpr):
+    total = len(jaxpr.eqns)
+    for eqn in jaxpr.eqns:
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = value.jaxpr if hasattr(value, "jaxpr") else value
+            if hasattr(inner, "eqns"):
+                total += _equations(inner)
+    return total
+
+
+def test_the_program_does_not_grow_with_the_layers():
+    counts = []
+    for n_layers in (2, 6):
+        cfg = ModelConfig(**{**vars(CFG), "n_layers": n_layers})
+        shapes = jax.eval_shape(lambda cfg=cfg: init_params(jax.random.key(0), cfg))
+        tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
+        made = jax.make_jaxpr(lambda p, t, cfg=cfg: forward(p, t, cfg)[0])(shapes, tokens)
+        counts.append(_equations(made.jaxpr))
+    assert counts[0] == counts[1] > 50

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which token a log-prob is of, and that padding of the vocabulary has none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import next_token_logits, sequence_logprobs
+
+CFG = ModelConfig(
+    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
+    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
+)  # fmt: skip
+B, T, D, V = 2, 24, 48, 97
+
+
+def setup():
+    rng = np.random.default_rng(0)
+    head = rng.normal(size=(D, CFG.padded_vocab)).astype(np.float32)
+    head[:, V:] = 50.0  # padding that would win everything if it took part
+    hidden = rng.normal(size=(B, T, D)).astype(np.float32)
+    tokens = rng.integers(0, V, (B, T)).astype(np.int32)
+    return {"head": jnp.asarray(head)}, jnp.asarray(hidden), jnp.asarray(tokens)
+
+
+def oracle(params, hidden, temperature):
+    logits = np.asarray(hidden, np.float64) @ np.asarray(params["head"], np.float64)[:, :V]
+    logits = logits / temperature
+    peak = logits.max(-1, keepdims=True)
+    return logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
+
+
+def bound(want):
+    return 64 * 2.0**-24 * np.abs(want).max()
+
+
+def test_each_log_prob_is_of_the_token_in_its_own_column_and_column_0_is_zero():
+    params, hidden, tokens = setup()
+    logp, entropy = sequence_logprobs(params, hidden, tokens, CFG, temperature=0.7)
+    want = oracle(params, hidden, 0.7)
+    t = np.asarray(tokens)
+    of_token = np.take_along_axis(want[:, :-1], t[:, 1:, None], axis=2)[..., 0]
+    np.testing.assert_array_equal(logp[:, 0], 0)
+    np.testing.assert_array_equal(entropy[:, 0], 0)
+    np.testing.assert_allclose(logp[:, 1:], of_token, rtol=0, atol=bound(want))
+    plain = -(np.exp(want) * want).sum(-1)[:, :-1]
+    np.testing.assert_allclose(entropy[:, 1:], plain, rtol=0, atol=bound(want))
+
+
+def test_the_first_token_and_the_last_hidden_state_are_not_read():
+    params, hidden, tokens = setup()
+    a, _ = sequence_logprobs(params, hidden, tokens, CFG)
+    other = tokens.at[:, 0].set(3)
+    b, _ = sequence_logprobs(params, hidden.at[:, -1].set(7.0), other, CFG)
+    np.testing.assert_array_equal(a, b)
+
+
+def test_padding_of_the_vocabulary_has_no_probability():
+    params, hidden, _ = setup()
+    assert CFG.padded_vocab == 128
+    logits = next_token_logits(params, hidden[:, 0], CFG, 1.0)
+    assert logits.shape == (B, V)
+    everything = jnp.tile(jnp.arange(V, dtype=jnp.int32)[None], (B, 1))
+    same = jnp.tile(hidden[:, :1], (1, V + 1, 1))
+    tokens = jnp.concatenate([everything[:, :1], everything], axis=1)
+    logp, _ = sequence_logprobs(params, same, tokens, CFG)
+    np.testing.assert_allclose(np.exp(np.asarray(logp[:, 1:])).sum(axis=1), 1.0, atol=1e-5)
+
+
+def test_engine_and_trainer_agree_on_a_token():
+    params, hidden, tokens = setup()
+    logp, _ = sequence_logprobs(params, hidden, tokens, CFG, temperature=1.3)
+    logits = next_token_logits(params, hidden[:, 4], CFG, 1.3)
+    theirs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 5:6], axis=1)[:, 0]
+    np.testing.assert_allclose(theirs, logp[:, 5], rtol=0, atol=bound(logits))
+
+
+def test_padding_of_the_vocabulary_gets_no_gradient():
+    params, hidden, tokens = setup()
+    grad = jax.grad(lambda p: sequence_logprobs(p, hidden, tokens, CFG)[0].sum())(params)
+    np.testing.assert_array_equal(grad["head"][:, V:], 0)
+    assert float(jnp.abs(grad["head"][:, :V]).max()) > 0

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router and the experts against the formula, dense and in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model.moe import experts, moe_block, route
+
+CFG = ModelConfig(
+    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
+    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", swiglu_limit=1.5,
+)  # fmt: skip
+M, D, E, A, F = 29, 48, 7, 4, 40
+
+
+def layer(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = dict(
+        moe_norm=(D,), w_router=(D, E), b_router=(E,), w_gate_up=(E, D, 2 * F),
+        b_gate_up=(E, 2 * F), w_down=(E, F, D), b_down=(E, D),
+    )  # fmt: skip
+    return {n: jnp.asarray(rng.normal(0, 0.3, s), jnp.float32) for n, s in shapes.items()}
+
+
+def hidden(dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(5).normal(size=(M, D)), dtype)
+
+
+def dense(h, indices, weights, p, dtype=np.float64):
+    h, weights = np.asarray(h, dtype), np.asarray(weights, dtype)
+    p = {n: np.asarray(x, dtype) for n, x in p.items()}
+    y = np.zeros((M, D), dtype)
+    for m in range(M):
+        for e, weight in zip(np.asarray(indices)[m], weights[m], strict=True):
+            both = h[m] @ p["w_gate_up"][e] + p["b_gate_up"][e]
+            gate = np.minimum(both[:F], dtype(CFG.swiglu_limit))
+            up = np.clip(both[F:], dtype(-CFG.swiglu_limit), dtype(CFG.swiglu_limit))
+            act = (up + dtype(1)) * gate / (dtype(1) + np.exp(dtype(-CFG.swiglu_alpha) * gate))
+            y[m] += weight * (act @ p["w_down"][e] + p["b_down"][e])
+    return y
+
+
+def test_the_router_takes_the_top_k_and_then_the_softmax_over_them():
+    p, h = layer(), hidden()
+    indices, weights = route(h, p, active=A)
+    logits = np.asarray(h, np.float64) @ np.asarray(p["w_router"], np.float64)
+    logits = logits + np.asarray(p["b_router"], np.float64)
+    want = np.argsort(-logits, axis=1)[:, :A]
+    np.testing.assert_array_equal(indices, want)
+    top = np.exp(np.take_along_axis(logits, want, 1))
+    np.testing.assert_allclose(weights, top / top.sum(1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(weights).sum(axis=1), 1.0, atol=4 * 2.0**-24)
+
+
+def test_the_router_is_float32_in_a_bfloat16_model():
+    p, h = layer(), hidden(jnp.bfloat16)
+    # logits that bfloat16 cannot tell apart: 256 and 256.5
+    p |= {"w_router": jnp.zeros((D, E)), "b_router": 256.0 + 0.5 * jnp.arange(E, dtype=jnp.float32)}
+    indices, weights = route(h, p, active=A)
+    assert weights.dtype == jnp.float32
+    np.testing.assert_array_equal(indices, np.tile([6, 5, 4, 3], (M, 1)))
+    want = np.exp(-0.5 * np.arange(A)) / np.exp(-0.5 * np.arange(A)).sum()
+    np.testing.assert_allclose(weights, np.tile(want, (M, 1)), rtol=1e-6)
+
+
+def test_experts_equal_the_dense_formula():
+    p, h = layer(), hidden()
+    indices, weights = route(h, p, active=A)
+    ours = jax.jit(experts, static_argnums=4)(h, indices, weights, p, CFG)
+    oracle = dense(h, indices, weights, p)
+    naive = dense(h, indices, weights, p, np.float32)
+    few = 16 * 2.0**-24 * np.abs(oracle).max()
+    assert np.abs(ours - oracle).max() <= 2 * np.abs(naive - oracle).max() + few
+
+
+def test_no_token_is_dropped_when_all_go_to_the_same_experts():
+    p, h = layer(), hidden()
+    indices = jnp.tile(jnp.asarray([[2, 0, 5, 1]], jnp.int32), (M, 1))
+    weights = jnp.full((M, A), 0.25)
+    oracle = dense(h, indices, weights, p)
+    naive = dense(h, indices, weights, p, np.float32)
+    ours = jax.jit(experts, static_argnums=4)(h, indices, weights, p, CFG)
+    few = 16 * 2.0**-24 * np.abs(oracle).max()
+    assert np.abs(ours - oracle).max() <= 2 * np.abs(naive - oracle).max() + few
+
+
+def test_the_block_adds_to_its_input_and_names_the_experts():
+    p = layer()
+    x = hidden()[None]
+    seen = []
+
+    def none(h_MD, indices_MA, weights_MA, layer, cfg):
+        seen.append(indices_MA)
+        return jnp.zeros_like(h_MD)
+
+    y, chosen = moe_block(x, p, CFG, experts=none)
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(chosen[0], seen[0])

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: reproducible, blind to companions, and in agreement with the trainer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.model import forward, init_params, sequence_logprobs
+from jaxmoe.records import Prompt, Sampling, StopReason
+from jaxmoe.rollout.native import NativeEngine
+
+CFG = ModelConfig(
+    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
+    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
+)  # fmt: skip
+NEW = 21
+STOPS = (5, 6, 7, 8, 9, 10, 11)
+
+
+def prompt(i, length):
+    tokens = np.random.default_rng(i).integers(12, 97, length).tolist()
+    return Prompt(i, "", tuple(tokens), None)
+
+
+PROMPTS = [prompt(i, 3 + 4 * i) for i in range(5)]
+FREE = Sampling(max_new_tokens=NEW, stop_ids=())
+STOPPING = Sampling(max_new_tokens=NEW, stop_ids=STOPS)
+
+
+def weights():
+    params = init_params(jax.random.key(0), CFG)
+    flat, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(flat))
+    noise = [0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, flat, strict=True)]
+    return jax.tree.unflatten(tree, [x + n for x, n in zip(flat, noise, strict=True)])
+
+
+@pytest.fixture(scope="module")
+def engine():
+    made = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40)
+    made.load(weights(), 3)
+    return made
+
+
+TRAINER = jax.jit(
+    lambda params, tokens, segments, temperature: sequence_logprobs(
+        params, forward(params, tokens, CFG, segment_ids_BT=segments)[0], tokens, CFG,
+        temperature=temperature,
+    )[0]
+)  # fmt: skip
+
+
+def same(a, b):
+    return all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(engine):
+    a, b, c = (engine.generate(PROMPTS, FREE, seed=s, samples=8) for s in (1, 1, 2))
+    assert same(a, b)
+    assert all(np.array_equal(x.rollout_logp, y.rollout_logp) for x, y in zip(a, b, strict=True))
+    assert not same(a, c)
+    assert len({tuple(r.tokens.tolist()) for r in a}) == 40
+    assert [r.prompt.id for r in a] == np.repeat(range(5), 8).tolist()
+
+
+def test_a_row_does_not_depend_on_its_companions(engine):
+    a = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+    others = [PROMPTS[0], prompt(50, 20), PROMPTS[2], prompt(51, 2), prompt(52, 9)]
+    b = engine.generate(others, STOPPING, seed=1, samples=8)
+    assert same(a[:8], b[:8]) and same(a[16:24], b[16:24])
+    assert not same(a[8:16], b[8:16])
+
+
+def test_a_row_depends_on_its_place_only_through_its_stream(engine):
+    greedy = Sampling(max_new_tokens=NEW, stop_ids=STOPS, temperature=0.0)
+    a = engine.generate(PROMPTS, greedy, seed=1)
+    b = engine.generate(PROMPTS[::-1], greedy, seed=2)[::-1]
+    assert same(a, b)
+
+
+def test_more_prompts_than_rows_give_what_one_wide_batch_gives(engine):
+    small = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=16)
+    small.load(weights(), 3)
+    wide = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+    assert same(wide, small.generate(PROMPTS, STOPPING, seed=1, samples=8))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_trainer(engine, temperature):
+    """Rows stop at different steps here, so finished rows were dropped on the way."""
+    sampling = Sampling(NEW, STOPS, temperature=temperature)
+    out = engine.generate(PROMPTS, sampling, seed=1, samples=8)
+    length = 20 + NEW
+    tokens, segments = (np.zeros((len(out), length), np.int32) for _ in range(2))
+    for row, r in enumerate(out):
+        ids = [*r.prompt.tokens, *r.tokens.tolist()]
+        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
+    trainer = np.asarray(TRAINER(weights(), jnp.asarray(tokens), jnp.asarray(segments), temperature))
+    for row, r in enumerate(out):
+        n = len(r.prompt.tokens)
+        theirs = trainer[row, n : n + len(r.tokens)]
+        np.testing.assert_allclose(r.rollout_logp, theirs, rtol=0, atol=1e-5 / temperature)
+    assert len({len(r.tokens) for r in out}) > 4
+    assert all(r.weights_version == 3 for r in out)
+
+
+def test_a_stop_token_ends_a_row_and_the_budget_ends_the_others(engine):
+    out = engine.generate(PROMPTS, STOPPING, seed=4, samples=8)
+    for r in out:
+        assert not np.isin(r.tokens[:-1], STOPS).any()
+        assert len(r.rollout_logp) == len(r.tokens)
+        if r.stop is StopReason.STOP_TOKEN:
+            assert r.tokens[-1] in STOPS
+        else:
+            assert len(r.tokens) == NEW and r.tokens[-1] not in STOPS
+    assert {r.stop for r in out} == set(StopReason)
+
+
+def test_dropping_finished_rows_changes_no_token(engine, monkeypatch):
+    shrinking = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+    sizes = []
+    compacted = engine._compact
+    monkeypatch.setattr(
+        engine, "_compact", lambda rows, keep: sizes.append(len(keep)) or compacted(rows, keep)
+    )
+    engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+    assert sizes and sizes == sorted(sizes, reverse=True) and sizes[-1] < 40
+    free = engine.generate(PROMPTS, FREE, seed=1, samples=8)
+    for cut, whole in zip(shrinking, free, strict=True):
+        np.testing.assert_array_equal(cut.tokens, whole.tokens[: len(cut.tokens)])
+
+
+def test_calls_of_any_prompt_length_compile_nothing_new():
+    made = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40)
+    made.load(weights(), 0)
+    made.generate(PROMPTS, STOPPING, seed=0, samples=8)
+    first = made.compilations()
+    for seed in range(1, 8):
+        prompts = [prompt(seed * 10 + i, 1 + (3 * seed + i) % 20) for i in range(1 + seed % 5)]
+        made.generate(prompts, STOPPING, seed=seed, samples=8)
+    # one prefill, one repeat, and a decode and a compaction for each size 40 -> 10 -> 8
+    assert first <= made.compilations() <= 7
+
+
+def test_no_probability_goes_to_the_padded_vocabulary(engine):
+    hot = Sampling(max_new_tokens=NEW, stop_ids=(), temperature=50.0)
+    out = engine.generate(PROMPTS, hot, seed=1, samples=8)
+    drawn = np.concatenate([r.tokens for r in out])
+    assert drawn.max() < 97 and len(np.unique(drawn)) > 90
+
+
+def test_temperature_0_takes_the_most_likely_token_each_time(engine):
+    greedy = Sampling(max_new_tokens=5, stop_ids=(), temperature=0.0)
+    out = engine.generate(PROMPTS[1:2], greedy, seed=0)[0]
+    ids = list(PROMPTS[1].tokens)
+    params = weights()
+    for token in out.tokens:
+        hidden, _, _ = forward(params, jnp.asarray([ids]), CFG)
+        logits = hidden[0, -1] @ params["head"][:, :97]
+        assert int(jnp.argmax(logits)) == token
+        ids.append(int(token))
+
+
+def test_the_engine_keeps_a_copy_since_the_trainer_donates_its_weights():
+    made = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
+    params = weights()
+    made.load(params, 1)
+    jax.tree.map(lambda x: x.delete(), params)
+    assert len(made.generate(PROMPTS[:1], Sampling(5, ()), seed=0)[0].tokens) == 5
+
+
+def test_what_does_not_fit_is_refused_with_the_setting_to_change(engine):
+    with pytest.raises(ConfigError, match="max_prompt_tokens=40"):
+        engine.generate([prompt(1, 40)], FREE, seed=0)
+    with pytest.raises(ConfigError, match="rollout.max_new_tokens=22"):
+        engine.generate(PROMPTS, Sampling(22, ()), seed=0)
+    bare = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
+    with pytest.raises(ValueError, match="load"):
+        bare.generate(PROMPTS, Sampling(5, ()), seed=0)

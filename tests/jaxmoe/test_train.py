@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command itself, in real processes: it stops, is killed, resumes and refuses."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "model.d_model": 32, "model.d_expert": 24, "model.n_experts": 4, "data.train_rows": 64,
+    "data.held_out_rows": 6, "warmup.steps": 4, "warmup.sequences_per_step": 8,
+    "rollout.sequences_per_step": 8, "rollout.samples_per_prompt": 4, "steps": 5,
+    "eval.every_steps": 2, "save.every_steps": 2,
+}  # fmt: skip
+
+
+def command(work, module="jaxmoe.train", **changes):
+    both = SMALL | {k.replace("__", "."): v for k, v in changes.items()}
+    sets = [part for k, v in both.items() for part in ("--set", f"{k}={v}")]
+    return [
+        sys.executable, "-W", "error", "-m", module, "--config", "tiny.py",
+        "--workdir", str(work), *sets,
+    ]  # fmt: skip
+
+
+def start(args):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    return subprocess.Popen(
+        args, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(args):
+    process = start(args)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def lines(work):
+    """Metrics lines as written, without what a clock says."""
+    path = work / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # caught while it was written
+        found.append({k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_s"))})
+    return found
+
+
+def wait_for(process, work, stage, step):
+    while process.poll() is None:
+        if any((r["stage"], r["step"]) >= (stage, step) and r["stage"] == stage for r in lines(work)):
+            return
+        time.sleep(0.01)
+    raise AssertionError(process.communicate())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """One run that nothing interrupted."""
+    work = tmp_path_factory.mktemp("whole")
+    code, out, err = finish(command(work))
+    assert code == 0, err
+    return work, out, err
+
+
+@pytest.mark.slow
+def test_plain_output_is_plain_lines(whole):
+    work, out, err = whole
+    assert "\x1b" not in out and "\r" not in out and err == ""
+    assert re.search(r"^warmup +4/4 ", out, re.M) and re.search(r"^rl +5/5 ", out, re.M)
+    assert (work / "plots" / "overview.png").stat().st_size > 0
+    keys = [(r["stage"], r["step"]) for r in lines(work)]
+    assert keys == [("warmup", i) for i in range(1, 5)] + [("rl", i) for i in range(6)]
+
+
+@pytest.mark.slow
+def test_on_policy_means_a_ratio_of_exactly_one(whole):
+    rows = [r for r in lines(whole[0]) if r["stage"] == "rl" and r["step"] > 0]
+    assert rows and all(r["policy/ratio_mean"] == 1.0 for r in rows)
+    assert all(r["policy/clip_frac"] == 0.0 for r in rows)
+
+
+@pytest.mark.slow
+def test_eval_scores_the_checkpoint_as_the_last_line_does(whole):
+    code, out, err = finish(command(whole[0], "jaxmoe.eval"))
+    assert code == 0 and err == ""
+    last = [r for r in lines(whole[0]) if "eval/accuracy" in r][-1]
+    assert f"accuracy {last['eval/accuracy']:.4f} on 6 held-out rows (rl step 5)" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, step", [("warmup", 3), ("rl", random.Random(0).randint(1, 4))])
+def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path, stage, step):
+    process = start(command(tmp_path))
+    wait_for(process, tmp_path, stage, step)
+    process.kill()
+    process.communicate()
+    code, out, err = finish(command(tmp_path))
+    assert code == 0, err
+    assert "resuming" in out and err == ""
+    assert lines(tmp_path) == lines(whole[0])
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_same_command_resumes(whole, tmp_path):
+    process = start(command(tmp_path, save__every_steps=1000))
+    wait_for(process, tmp_path, "rl", 1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert re.search(r"SIGTERM: saved rl step \d", out) and "Traceback" not in err
+    code, out, _ = finish(command(tmp_path, save__every_steps=1000))
+    assert code == 0 and "resuming" in out
+    assert lines(tmp_path) == lines(whole[0])
+
+
+@pytest.mark.slow
+def test_off_policy_updates_with_a_reference_run(tmp_path):
+    code, _, err = finish(command(
+        tmp_path, loss__on_policy=False, loss__updates_per_batch=2, loss__kl_coef=0.1, steps=2,
+        warmup__steps=2,
+    ))  # fmt: skip
+    assert code == 0 and err == ""
+    assert [(r["stage"], r["step"]) for r in lines(tmp_path)][-1] == ("rl", 2)
+
+
+BAD = {
+    "unknown key": ({"optim.lrr": 1}, "Did you mean optim.lr"),
+    "empty file": ({"data.task": "empty.jsonl"}, "empty.jsonl"),
+    "bad row": ({"data.task": "bad.jsonl"}, "bad.jsonl"),
+    "small vocabulary": ({"model.vocab_size": 100}, "vocab"),
+    "long prompt": ({"data.max_prompt_tokens": 3}, "max_prompt_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, name):
+    changes, said = BAD[name]
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question":\n')
+    changes = {
+        k: str(tmp_path / v) if str(v).endswith(".jsonl") else v for k, v in changes.items()
+    }
+    work = tmp_path / "run"
+    code, out, err = finish(command(work, **changes))
+    assert code == 2, (out, err)
+    assert len(err.splitlines()) == 1 and err.startswith("error: ") and said in err
+    assert "Traceback" not in out + err and not work.exists()
