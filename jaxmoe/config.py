@@ -58,7 +58,10 @@ class ModelConfig:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.type is int:
-                _require(value > 0, f"model.{f.name} must be positive, got {value}.")
+                _require(
+                    value > 0,
+                    f"model.{f.name} must be positive, got {value}. Try --set model.{f.name}=2.",
+                )
         _require(
             self.n_q_heads % self.n_kv_heads == 0,
             f"model.n_q_heads ({self.n_q_heads}) must be a multiple of model.n_kv_heads "
@@ -72,15 +75,18 @@ class ModelConfig:
         _require(
             self.experts_per_token <= self.n_experts,
             f"model.experts_per_token ({self.experts_per_token}) must be at most "
-            f"model.n_experts ({self.n_experts}).",
+            f"model.n_experts ({self.n_experts}). "
+            f"Try --set model.experts_per_token={self.n_experts}.",
         )
         _require(
             self.head_dim % 2 == 0,
-            f"model.head_dim ({self.head_dim}) must be even: RoPE turns pairs of its entries.",
+            f"model.head_dim ({self.head_dim}) must be even: RoPE turns pairs of its "
+            f"entries. Try --set model.head_dim={self.head_dim + 1}.",
         )
         _require(
             self.dtype in ("float32", "bfloat16"),
-            f"model.dtype must be float32 or bfloat16, got {self.dtype!r}.",
+            f"model.dtype must be float32 or bfloat16, got {self.dtype!r}. "
+            "Try --set model.dtype=bfloat16.",
         )
 
     @property
@@ -131,7 +137,11 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         n, r = self.sequences_per_step, self.samples_per_prompt
-        _require(r > 0, f"rollout.samples_per_prompt must be positive, got {r}.")
+        _require(
+            r > 0,
+            f"rollout.samples_per_prompt must be positive, got {r}. "
+            "Try --set rollout.samples_per_prompt=8.",
+        )
         _require(
             n > 0 and n % r == 0,
             f"rollout.sequences_per_step ({n}) must be a multiple of rollout.samples_per_prompt "
@@ -139,15 +149,22 @@ class RolloutConfig:
         )
         _require(
             self.max_new_tokens > 0,
-            f"rollout.max_new_tokens must be positive, got {self.max_new_tokens}.",
+            f"rollout.max_new_tokens must be positive, got {self.max_new_tokens}. "
+            "Try --set rollout.max_new_tokens=256.",
         )
         _require(
             self.temperature > 0,
             f"rollout.temperature must be above 0 (greedy samples are all alike), got "
             f"{self.temperature}. Try --set rollout.temperature=1.0.",
         )
-        _require(0 < self.top_p <= 1, f"rollout.top_p must be in (0, 1], got {self.top_p}.")
-        _require(self.top_k >= 0, f"rollout.top_k must be 0 (off) or more, got {self.top_k}.")
+        _require(
+            0 < self.top_p <= 1,
+            f"rollout.top_p must be in (0, 1], got {self.top_p}. Try --set rollout.top_p=1.0.",
+        )
+        _require(
+            self.top_k >= 0,
+            f"rollout.top_k must be 0 (off) or more, got {self.top_k}. Try --set rollout.top_k=0.",
+        )
 
     @property
     def prompts_per_step(self) -> int:
@@ -174,7 +191,8 @@ class LossConfig:
         )
         _require(
             self.advantage_scale in ("std", "none"),
-            f"loss.advantage_scale must be 'std' or 'none', got {self.advantage_scale!r}.",
+            f"loss.advantage_scale must be 'std' or 'none', got "
+            f"{self.advantage_scale!r}. Try --set loss.advantage_scale=std.",
         )
 
 
@@ -256,9 +274,13 @@ class Config:
             f"Try --set rollout.max_new_tokens={self.model.max_context // 2}.",
         )
         for name, value in (("steps", self.steps), ("seed", self.seed)):
-            _require(value >= 0, f"{name} must be 0 or more, got {value}.")
+            _require(value >= 0, f"{name} must be 0 or more, got {value}. Try --set {name}=0.")
         for name, value in (("eval", self.eval.every_steps), ("save", self.save.every_steps)):
-            _require(value > 0, f"{name}.every_steps must be positive, got {value}.")
+            _require(
+                value > 0,
+                f"{name}.every_steps must be positive, got {value}. "
+                f"Try --set {name}.every_steps=50.",
+            )
 
     @property
     def context(self) -> int:
@@ -291,7 +313,7 @@ def _find(name: str) -> Path:
     for path in places:
         if path.is_file():
             return path
-    known = sorted(p.name for p in shipped.glob("*.py"))
+    known = sorted(p.name for p in shipped.glob("[!_]*.py"))
     near = difflib.get_close_matches(Path(name).name, known, 1)
     hint = f" Did you mean {near[0]}?" if near else f" Shipped: {', '.join(known)}."
     raise ConfigError(f"--config must name a file; there is no {name!r}.{hint}")

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(cfg: Config) -> float:
-    """Greedy exact-match accuracy, and a few answers to read."""
+    """Exact-match accuracy, sampled and greedy, and a few answers to read."""
     task = open_task(cfg)
     tx = make_optimizer(cfg.optim, steps=cfg.steps)
     at = restore_run(Path(cfg.workdir), cfg, abstract_state(cfg.model, tx, cfg.optim.param_dtype))
@@ -38,13 +38,17 @@ def run(cfg: Config) -> float:
     engine.load(params, 0 if at is None else at.step)
     prompts = task.held_out_prompts()
     with phase(f"answering {len(prompts)} held-out prompts"):
-        rewards, rollouts = evaluate(engine, prompts, task)
-    for rollout, reward in list(zip(rollouts, rewards[:, 0], strict=True))[:5]:
+        metrics, rollouts, rewards = evaluate(engine, prompts, task, samples=8)
+    for rollout, reward in list(zip(rollouts, rewards, strict=True))[:5]:
         mark = "right" if reward == 1 else "wrong"
         print(f"  {mark}  {rollout.prompt.text!r} -> {response_text(rollout, task)!r}")
     where = "the initial weights" if at is None else f"{at.stage} step {at.step}"
-    print(f"accuracy {rewards.mean():.4f} on {len(prompts)} held-out rows ({where})")
-    return float(rewards.mean())
+    print(
+        f"accuracy {metrics['eval/accuracy']:.4f} sampled at temperature "
+        f"{task.sampling.temperature:g} (8 answers a prompt), "
+        f"{metrics['eval/accuracy_greedy']:.4f} greedy, on {len(prompts)} held-out rows ({where})"
+    )
+    return metrics["eval/accuracy"]
 
 
 if __name__ == "__main__":

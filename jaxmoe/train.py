@@ -215,14 +215,15 @@ def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.nda
 
 
 def measure(desk: Desk, prompts: list[Prompt], step: int) -> Metrics:
-    """Greedy accuracy on the held-out rows; a few answers go to samples.jsonl."""
-    rewards, rollouts = evaluate(desk.engine, prompts, desk.task)
-    desk.log.write_samples("rl", step, [
+    """Accuracy on the held-out rows; a few answers go to samples.jsonl."""
+    metrics, rollouts, rewards = evaluate(desk.engine, prompts, desk.task)
+    rows = [
         {"prompt": r.prompt.text, "response": response_text(r, desk.task),
          "answer": r.prompt.answer, "reward": float(reward), "stop": str(r.stop)}
-        for r, reward in list(zip(rollouts, rewards[:, 0], strict=True))[:8]
-    ])  # fmt: skip
-    return {"eval/accuracy": float(rewards.mean())}
+        for r, reward in list(zip(rollouts, rewards, strict=True))[:8]
+    ]  # fmt: skip
+    desk.log.write_samples("rl", step, rows)
+    return metrics
 
 
 def summary(rollouts: list[Rollout], rewards: np.ndarray, samples: int) -> Metrics:

@@ -5,7 +5,7 @@ Next: jaxmoe/train.py asks for prompts and scores what the engine makes of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from jaxmoe.data.sources import Source, open_split
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.shapes import Metrics
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,20 @@ def score(rollouts: Sequence[Rollout], source: Source, task: Task) -> np.ndarray
 
 
 def evaluate(
-    engine: Engine, prompts: Sequence[Prompt], task: Task, *, samples: int = 1,
-    temperature: float = 0.0, seed: int = 0,
-) -> tuple[np.ndarray, list[Rollout]]:  # fmt: skip
-    """Rewards [prompts, samples] on held-out prompts, greedy unless told otherwise."""
-    sampling = Sampling(
-        max_new_tokens=task.sampling.max_new_tokens, stop_ids=task.sampling.stop_ids,
-        temperature=temperature,
-    )  # fmt: skip
-    rollouts = engine.generate(prompts, sampling, seed=seed, samples=samples)
-    return score(rollouts, task.held_out, task).reshape(len(prompts), samples), rollouts
+    engine: Engine, prompts: Sequence[Prompt], task: Task, *, samples: int = 2
+) -> tuple[Metrics, list[Rollout], np.ndarray]:
+    """Exact-match accuracy on held-out prompts, sampled as in training and greedy.
+
+    eval/accuracy is the mean reward of `samples` answers a prompt at the training temperature,
+    which is what RL raises; eval/accuracy_greedy takes the most likely token each time. Also
+    returns the greedy rollouts and their rewards. The same seed every time.
+    """
+    greedy = replace(task.sampling, temperature=0.0, top_k=0, top_p=1.0)
+    rollouts = engine.generate(prompts, greedy, seed=0)
+    rewards = score(rollouts, task.held_out, task)
+    sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
+    metrics = {
+        "eval/accuracy": float(score(sampled, task.held_out, task).mean()),
+        "eval/accuracy_greedy": float(rewards.mean()),
+    }
+    return metrics, rollouts, rewards

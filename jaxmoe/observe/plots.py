@@ -87,13 +87,17 @@ def _reward(axes: Axes, rows: Rows) -> None:
 
 
 def _accuracy(axes: Axes, rows: Rows) -> None:
+    steps, values = series(rows, "eval/accuracy_greedy")
+    if len(steps):
+        axes.plot(steps, values, color=GREY, lw=1, marker=".", ms=4, label="greedy")
     steps, values = series(rows, "eval/accuracy")
     if len(steps):
-        axes.plot(steps, values, color=GREEN, lw=2, marker="o", ms=4)
+        axes.plot(steps, values, color=GREEN, lw=2, marker="o", ms=4, label="sampled")
+        axes.legend(frameon=False, loc="lower right")
         axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(0, 7),
                       textcoords="offset points", ha="center")  # fmt: skip
     axes.set_ylim(-0.02, 1.1)
-    axes.set_title("held-out accuracy, greedy (step 0: after the warm start)")
+    axes.set_title("held-out accuracy (step 0: after the warm start)")
     axes.title.set_fontsize(10)
 
 

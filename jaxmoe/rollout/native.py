@@ -49,7 +49,7 @@ def prefill(
     params: Params, tokens_BT: Array, lengths_B: Array, *, cfg: ModelConfig, slots: int
 ) -> tuple[KVCache, Array]:
     """The cache of right-padded prompts, and the hidden state of each one's last token."""
-    segments_BT = (jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]).astype(jnp.int32)
+    segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
     cache = init_cache(cfg, tokens_BT.shape[0], slots)
     hidden_BTD, cache, _ = forward(params, tokens_BT, cfg, segment_ids_BT=segments_BT, cache=cache)
     last_B11 = (lengths_B - 1)[:, None, None]
@@ -106,7 +106,7 @@ def decode(
         logits_BV = keep_top(logits_BV, top_k=top_k, top_p=top_p)
         token_B, logp_B = draw(logits_BV, uniform_B, greedy=greedy)
         token_B = jnp.where(rows.alive_B, token_B, 0)
-        stopped_B = jnp.any(token_B[:, None] == stop_ids, axis=1)
+        stopped_B = jnp.any(token_B[:, None] == stop_ids[None], axis=1)
         zero = jnp.zeros((), jnp.int32)
         at = (zero, rows.column)
         return replace(

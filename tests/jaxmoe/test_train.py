@@ -61,7 +61,9 @@ def lines(work):
 
 def wait_for(process, work, stage, step):
     while process.poll() is None:
-        if any((r["stage"], r["step"]) >= (stage, step) and r["stage"] == stage for r in lines(work)):
+        if any(
+            (r["stage"], r["step"]) >= (stage, step) and r["stage"] == stage for r in lines(work)
+        ):
             return
         time.sleep(0.01)
     raise AssertionError(process.communicate())
@@ -151,9 +153,7 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, name):
     changes, said = BAD[name]
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question":\n')
-    changes = {
-        k: str(tmp_path / v) if str(v).endswith(".jsonl") else v for k, v in changes.items()
-    }
+    changes = {k: str(tmp_path / v) if str(v).endswith(".jsonl") else v for k, v in changes.items()}
     work = tmp_path / "run"
     code, out, err = finish(command(work, **changes))
     assert code == 2, (out, err)

@@ -55,7 +55,9 @@ def test_rl_comes_after_the_warm_start(tmp_path):
     assert at is not None and at.stage == "rl"
 
 
-@pytest.mark.parametrize("change", ["optim.lr=0.01", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"])
+@pytest.mark.parametrize(
+    "change", ["optim.lr=0.01", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"]
+)
 def test_a_config_that_changes_the_numbers_is_refused_by_name(tmp_path, change):
     state = new_state(initial_params(CFG), TX)
     save_run(tmp_path, CFG, Position("rl", 3, state, None, {}))

@@ -10,7 +10,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, init_cache, init_params
 
 CFG = ModelConfig(
-    vocab_size=97, d_model=48, n_layers=6, n_q_heads=15, n_kv_heads=3, head_dim=16, n_experts=7,
+    vocab_size=97, d_model=48, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
 )  # fmt: skip
 B, T = 2, 24
@@ -38,7 +38,7 @@ def tokens_of(seed, *shape):
 
 
 def close(ours, want):
-    """float32 summed in another order, through 6 layers: a few hundred roundings."""
+    """float32 summed in another order, through 4 layers: a few hundred roundings."""
     scale = float(np.abs(want).max())
     np.testing.assert_allclose(ours, want, rtol=0, atol=256 * 2.0**-24 * scale)
 
@@ -75,7 +75,7 @@ def test_a_later_token_changes_nothing_before_it(params):
     assert float(jnp.abs(a[:, 15:] - b[:, 15:]).min(axis=(0, 2)).max()) > 0
 
 
-@pytest.mark.parametrize("cuts", [(1,), (5, 8), (15, 18), (11, 20), (3, 4, 5, 16, 17)])
+@pytest.mark.parametrize("cuts", [(1,), (5, 8), (15, 18), (3, 4, 16)])
 def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
     tokens = tokens_of(9, B, T)
     want, _, chosen = RUN(params, tokens, CFG)
@@ -96,7 +96,7 @@ def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
 def test_right_padded_rows_of_different_lengths_decode_on_as_if_alone(params):
     lengths, tokens = np.array([6, 14]), tokens_of(10, B, 14)
     more = tokens_of(11, B, 10)
-    segments = (jnp.arange(14) < lengths[:, None]).astype(jnp.int32)
+    segments = (jnp.arange(14)[None] < lengths[:, None]).astype(jnp.int32)
     cache = init_cache(CFG, B, 29)
     _, cache, _ = RUN(params, tokens, CFG, segment_ids_BT=segments, cache=cache)
     parts = []
@@ -121,13 +121,15 @@ def test_recomputing_layers_gives_the_same_gradient(params):
     plain, again = (jax.jit(jax.grad(loss), static_argnums=1)(params, r) for r in (False, True))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         close(b, np.asarray(a))
-    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(plain))
+        assert float(jnp.abs(a).max()) > 0
 
 
 def _equations(jaxpr):
     total = len(jaxpr.eqns)
     for eqn in jaxpr.eqns:
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             inner = value.jaxpr if hasattr(value, "jaxpr") else value
             if hasattr(inner, "eqns"):
                 total += _equations(inner)

@@ -97,7 +97,9 @@ def test_log_probs_are_those_of_the_trainer(engine, temperature):
     for row, r in enumerate(out):
         ids = [*r.prompt.tokens, *r.tokens.tolist()]
         tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-    trainer = np.asarray(TRAINER(weights(), jnp.asarray(tokens), jnp.asarray(segments), temperature))
+    trainer = np.asarray(
+        TRAINER(weights(), jnp.asarray(tokens), jnp.asarray(segments), temperature)
+    )
     for row, r in enumerate(out):
         n = len(r.prompt.tokens)
         theirs = trainer[row, n : n + len(r.tokens)]

@@ -19,7 +19,9 @@ def kept(logits):
     return set(np.flatnonzero(np.asarray(logits)[0] > -1e20))
 
 
-@pytest.mark.parametrize("k, want", [(1, {1}), (3, {1, 3, 5}), (0, set(range(V))), (V, set(range(V)))])
+@pytest.mark.parametrize(
+    "k, want", [(1, {1}), (3, {1, 3, 5}), (0, set(range(V))), (V, set(range(V)))]
+)
 def test_top_k_keeps_exactly_the_most_likely(k, want):
     assert kept(keep_top(LOGITS, top_k=k, top_p=1.0)) == want
 

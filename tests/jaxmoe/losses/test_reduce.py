@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Denominators: what is counted, and what never matters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.losses import masked_max, masked_mean, masked_sum
+from jaxmoe.losses.reduce import token_total
+
+X = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], jnp.float32)
+MASK = jnp.asarray([[True, False, True], [False, False, True]])
+
+
+def test_hand_worked_reductions():
+    assert float(masked_sum(X, MASK)) == 37.0
+    assert float(token_total(MASK)) == 3.0
+    assert float(masked_mean(X, MASK)) == float(np.float32(37) / np.float32(3))
+    assert float(masked_mean(X, MASK, jnp.float32(8))) == 37 / 8
+    assert float(masked_max(X, MASK)) == 32.0
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("reduce", [masked_sum, masked_mean, masked_max])
+def test_false_tokens_never_matter(reduce, poison):
+    dirty = jnp.where(MASK, X, poison)
+    clean, ours = (jax.value_and_grad(reduce)(x, MASK) for x in (X, dirty))
+    np.testing.assert_array_equal(np.asarray(clean[0]), np.asarray(ours[0]))
+    np.testing.assert_array_equal(np.asarray(clean[1]), np.asarray(ours[1]))
+
+
+def test_no_true_token_gives_zero():
+    nothing = jnp.zeros(MASK.shape, bool)
+    for reduce in (masked_sum, masked_mean, masked_max):
+        assert float(reduce(X, nothing)) == 0.0
+
+
+def test_bfloat16_is_summed_in_float32():
+    ones = jnp.ones((1, 1000), jnp.bfloat16)
+    total = masked_sum(ones, jnp.ones((1, 1000), bool))
+    assert total.dtype == jnp.float32 and float(total) == 1000.0  # bfloat16 stops at 256

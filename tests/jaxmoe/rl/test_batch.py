@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rollouts to arrays: which columns are trained on, and which rows are refused."""
+
+import numpy as np
+import pytest
+
+from jaxmoe.config import ConfigError
+from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.rl.batch import rollout_batch, supervised_batch
+
+
+def rollout(prompt, tokens, logp, version=7, number=41):
+    return Rollout(
+        prompt=Prompt(number, "?", tuple(prompt), None), tokens=np.array(tokens, np.int32),
+        rollout_logp=np.array(logp, np.float32), stop=StopReason.STOP_TOKEN,
+        weights_version=version,
+    )  # fmt: skip
+
+
+def batch_of(*rollouts, length=6):
+    n = len(rollouts)
+    return rollout_batch(
+        rollouts, np.arange(1.0, n + 1), np.arange(n) // 2, length=length, pad_id=9
+    )
+
+
+def test_each_column_is_what_it_says():
+    batch = batch_of(rollout([1, 2, 3], [4, 5], [-0.5, -0.25]), rollout([6], [7], [-1.0], 8))
+    assert batch.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 9], [6, 7, 9, 9, 9, 9]]
+    assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    assert batch.segment_ids_BT.tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]]
+    assert batch.loss_mask_BT.astype(int).tolist() == [[0, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0]]
+    assert batch.rollout_logp_BT.tolist() == [[0, 0, 0, -0.5, -0.25, 0], [0, -1.0, 0, 0, 0, 0]]
+    assert batch.advantages_BT.tolist() == [[0, 0, 0, 1, 1, 0], [0, 2, 0, 0, 0, 0]]
+    assert batch.group_ids_B.tolist() == [0, 0] and batch.weights_version_B.tolist() == [7, 8]
+    assert batch.old_logp_BT is None and batch.ref_logp_BT is None
+    for name in ("rollout_logp_BT", "advantages_BT"):
+        assert getattr(batch, name).dtype == np.float32
+
+
+@pytest.mark.parametrize("logp", [[-1.0], [-1.0, np.nan], [-1.0, -np.inf]])
+def test_a_missing_or_broken_log_prob_is_named(logp):
+    good = rollout([1], [2], [-1.0])
+    with pytest.raises(ValueError, match=r"rollout 1 \(prompt 43\) must carry one finite"):
+        batch_of(good, rollout([1], [2, 3], logp, number=43))
+
+
+def test_the_broken_token_is_named():
+    with pytest.raises(ValueError, match="token 1"):
+        batch_of(rollout([1], [2, 3], [-1.0, np.nan]))
+
+
+def test_a_row_may_fill_the_length_but_not_pass_it():
+    batch_of(rollout([1, 2, 3], [4, 5], [-1, -1]), length=5)
+    with pytest.raises(ConfigError, match=r"\(4\) tokens, row 0 has 3 \+ 2\. Try --set"):
+        batch_of(rollout([1, 2, 3], [4, 5], [-1, -1]), length=4)
+
+
+def test_supervised_rows_train_on_the_answers():
+    prompts = [Prompt(0, "?", (1, 2), "x"), Prompt(1, "?", (3,), "y")]
+    batch = supervised_batch(prompts, [[4], [5, 6]], length=4, pad_id=0)
+    assert batch.tokens_BT.tolist() == [[1, 2, 4, 0], [3, 5, 6, 0]]
+    assert batch.loss_mask_BT.astype(int).tolist() == [[0, 0, 1, 0], [0, 1, 1, 0]]

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step: the same update however the batch is cut or padded, one compilation, any loss."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmoe.config import LossConfig, ModelConfig
+from jaxmoe.losses.reduce import token_total
+from jaxmoe.model import init_params
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.state import new_state
+from jaxmoe.rl.step import batch_logprobs, grpo_loss_fn, supervised_loss_fn, train_step
+
+EPS = float(np.finfo(np.float32).eps)
+CFG = ModelConfig(
+    vocab_size=29, d_model=24, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=8, n_experts=5,
+    experts_per_token=2, d_expert=20, sliding_window=5, dtype="float32",
+)  # fmt: skip
+B, T = 4, 12
+SGD = optax.sgd(1.0)  # the update is minus the gradient
+LOSS = partial(grpo_loss_fn, model=CFG, loss=LossConfig())
+
+
+def make_batch(extra=0):
+    """Rows of 6 to 12 tokens, padded on the right by `extra` more columns."""
+    rng = np.random.default_rng(0)
+    ends, time = np.array([12, 9, 6, 11])[:, None], np.arange(T)[None, :]
+    mask = (time >= 3) & (time < ends)
+
+    def widen(x, fill=0):
+        return np.pad(x, ((0, 0), (0, extra)), constant_values=fill)
+
+    length = T + extra
+    return Batch(
+        tokens_BT=widen(np.where(time < ends, rng.integers(0, 29, (B, T)), 0).astype(np.int32)),
+        positions_BT=np.broadcast_to(np.arange(length, dtype=np.int32), (B, length)),
+        segment_ids_BT=widen((time < ends).astype(np.int32)),
+        loss_mask_BT=widen(mask),
+        rollout_logp_BT=widen(np.where(mask, -3.0, 0.0).astype(np.float32)),
+        advantages_BT=widen((mask * rng.normal(size=(B, 1))).astype(np.float32)),
+        group_ids_B=np.arange(B, dtype=np.int32),
+        weights_version_B=np.zeros(B, np.int32),
+    )
+
+
+def start(tx=SGD):
+    return new_state(init_params(jax.random.key(0), CFG), tx)
+
+
+def step_of(loss_fn=LOSS, tx=SGD, microbatches=1):
+    return jax.jit(partial(train_step, tx=tx, loss_fn=loss_fn, microbatches=microbatches))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return step_of()(start(), make_batch())
+
+
+@pytest.fixture(scope="module")
+def spread():
+    """Per parameter, the worst error of summing its gradient's tokens in another order.
+
+    n terms added in any order differ by at most n * eps * sum |term|; the sum over rows of
+    |row's gradient| stands for the last factor, at its largest entry of each tensor because
+    activations feed every entry; parameters themselves round once when the update is added.
+    """
+    batch, params = make_batch(), start().params
+    total = token_total(jnp.asarray(batch.loss_mask_BT))
+    grad = jax.jit(jax.grad(lambda p, b: LOSS(p, b, total)[0]))
+    rows = [
+        grad(params, replace(batch, loss_mask_BT=batch.loss_mask_BT & (np.arange(B) == i)[:, None]))
+        for i in range(B)
+    ]
+    size = jax.tree.map(lambda *g: float(np.max(sum(np.abs(x) for x in g))), *rows)
+    return jax.tree.map(
+        lambda s, p: EPS * (B * T * s + float(np.max(np.abs(p)))), size, params
+    )  # fmt: skip
+
+
+def same_update(ours, want, spread):
+    def check(path, a, b, bound):
+        worst = float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
+        assert worst <= bound, f"{jax.tree_util.keystr(path)}: {worst} > {bound}"
+
+    jax.tree_util.tree_map_with_path(check, ours[0].params, want[0].params, spread)
+    assert ours[1].keys() == want[1].keys()
+    for name in want[1]:
+        a, b = float(ours[1][name]), float(want[1][name])
+        assert abs(a - b) <= B * T * EPS * max(1.0, abs(b)) * 4, name
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_cutting_the_batch_does_not_change_the_update(whole, spread, microbatches):
+    ours = step_of(microbatches=microbatches)(start(), make_batch())
+    same_update(ours, whole, spread)
+
+
+def test_columns_of_padding_do_not_change_the_update(whole, spread):
+    same_update(step_of()(start(), make_batch(extra=5)), whole, spread)
+
+
+def test_on_policy_step_reports_a_ratio_of_exactly_one(whole):
+    state, metrics = whole
+    assert float(metrics["policy/ratio_mean"]) == 1.0
+    assert float(metrics["policy/clip_frac"]) == 0.0
+    assert int(state.step) == 1 and float(metrics["grad/norm"]) > 0
+
+
+def test_old_logp_equal_to_logp_gives_the_on_policy_update(whole, spread):
+    batch = make_batch()
+    logp, _ = jax.jit(partial(batch_logprobs, model=CFG))(start().params, batch)
+    off = partial(grpo_loss_fn, model=CFG, loss=LossConfig(on_policy=False))
+    given = replace(batch, old_logp_BT=np.asarray(logp))
+    same_update(step_of(off)(start(), given), whole, spread)
+
+
+def test_kl_term_adds_its_weight_and_ignores_padding(whole):
+    batch = make_batch()
+    ref = np.where(batch.loss_mask_BT, -3.0, np.nan).astype(np.float32)
+    with_kl = partial(grpo_loss_fn, model=CFG, loss=LossConfig(kl_coef=0.5))
+    state, metrics = step_of(with_kl)(start(), replace(batch, ref_logp_BT=ref))
+    kl = float(metrics["policy/kl_ref"])
+    assert kl > 0
+    want = float(whole[1]["loss"]) + 0.5 * kl
+    assert abs(float(metrics["loss"]) - want) <= B * T * EPS * (abs(want) + kl)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+def test_three_steps_compile_once_and_donate_the_state():
+    calls = []
+
+    def traced(params, batch, total):
+        calls.append(1)
+        return supervised_loss_fn(params, batch, total, model=CFG)
+
+    tx = optax.adam(1e-2)
+    step = jax.jit(
+        partial(train_step, tx=tx, loss_fn=traced), donate_argnums=0
+    )  # fmt: skip
+    state, losses, batch = start(tx), [], make_batch()
+    first = state
+    for _ in range(8):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert len(calls) == 1
+    assert all(x.is_deleted() for x in jax.tree.leaves(first.params))
+    assert losses[-1] < losses[0] and int(state.step) == 8
+
+
+def test_another_objective_is_another_function():
+    def quadratic(params, batch, total):
+        return jnp.sum(params["final_norm"] ** 2) / 2, {"mine": total}
+
+    state, metrics = step_of(quadratic)(start(), make_batch())
+    assert not np.any(np.asarray(state.params["final_norm"]))  # x - 1.0 * x
+    assert float(metrics["mine"]) == make_batch().loss_mask_BT.sum()
