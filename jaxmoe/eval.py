@@ -29,7 +29,8 @@ def run(cfg: Config) -> float:
     """Exact-match accuracy, sampled and greedy, and a few answers to read."""
     task = open_task(cfg)
     tx = make_optimizer(cfg.optim, steps=cfg.steps)
-    at = restore_run(Path(cfg.workdir), cfg, abstract_state(cfg.model, tx, cfg.optim.param_dtype))
+    shapes = abstract_state(cfg.model, tx, cfg.optim.param_dtype)
+    at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False)
     params = initial_params(cfg) if at is None else at.state.params
     engine = NativeEngine(
         cfg.model, max_prompt_tokens=cfg.data.max_prompt_tokens,

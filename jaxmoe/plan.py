@@ -22,7 +22,7 @@ class Memory:
 
     weights: int  # as held and updated
     compute_copy: int  # the same weights in the model's dtype, where that differs
-    gradients: int
+    gradients: int  # with microbatches, their float32 sum as well
     optimizer: int  # two moments
     reference: int  # frozen weights of the KL term
     activations: int  # of one microbatch, forward and backward
@@ -65,7 +65,7 @@ def memory(cfg: Config) -> Memory:
     return Memory(
         weights=local * held,
         compute_copy=local * fast,
-        gradients=local * held,
+        gradients=local * (held + 4 if cfg.optim.microbatches > 1 else held),
         optimizer=2 * local * held,
         reference=local * held if cfg.loss.kl_coef > 0 else 0,
         activations=activations,

@@ -22,7 +22,7 @@ import optax
 from jaxmoe import plan
 from jaxmoe.checkpoint.run import Position, initial_params, restore_run, save_run
 from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
-from jaxmoe.config import Config
+from jaxmoe.config import Config, ConfigError
 from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text, score
 from jaxmoe.losses import group_advantages
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(cfg: Config) -> None:
     """Warm start, then GRPO; the same run folder goes on where its last checkpoint stands."""
     work = Path(cfg.workdir)
+    one_device(cfg)
     task = open_task(cfg)
     r = cfg.rollout
     engine = NativeEngine(
@@ -60,6 +61,7 @@ def run(cfg: Config) -> None:
     at = restore_run(work, cfg, abstract_state(cfg.model, tx, dtype))
     if at is None:
         at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
+    task.held_out_prompts()  # one that is too long is refused before there is a run folder
     with stop_requests() as stop, MetricsLog(work, stage=at.stage, step=at.step) as log:
         desk = Desk(cfg, work, task, engine, log, stop)
         if at.stage == "warmup":
@@ -68,6 +70,16 @@ def run(cfg: Config) -> None:
         reinforce(desk, at, tx)
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
+
+
+def one_device(cfg: Config) -> None:
+    """Refuse a mesh: parameters are not cut over devices yet."""
+    if cfg.mesh.fsdp * cfg.mesh.expert != 1:
+        raise ConfigError(
+            f"mesh.fsdp * mesh.expert must be 1, got {cfg.mesh.fsdp} * {cfg.mesh.expert}: this "
+            "version trains on one device. Try --dry-run, or --set mesh.fsdp=1 "
+            "--set mesh.expert=1."
+        )
 
 
 @dataclass

@@ -65,22 +65,27 @@ def save_run(work: Path, cfg: Config, at: Position) -> None:
     store.save(work / "checkpoints", at.number, tree, extra, keep=cfg.save.keep)
 
 
-def restore_run(work: Path, cfg: Config, abstract_state: Leaf) -> Position | None:
+def restore_run(
+    work: Path, cfg: Config, abstract_state: Leaf, *, to_train: bool = True
+) -> Position | None:
     """The newest complete checkpoint's position, or None in a new run folder.
 
-    Raises ConfigError where the config changed in what the run's numbers depend on.
+    Raises ConfigError where the config changed in what the run's numbers depend on; not to train
+    on, any config of the same model will do.
     """
     directory = work / "checkpoints"
     number = store.latest(directory)
     if number is None:
         return None
     extra = store.restore_extra(directory, number)
-    _same_run(work, extra["config"], json.loads(to_json(cfg)), "")
+    if to_train:
+        _same_run(work, extra["config"], json.loads(to_json(cfg)), "")
     tree = {"state": abstract_state}
     if extra["has_reference"]:
         tree["reference"] = abstract_state.params
     tree = store.restore(directory, number, tree)
-    print(f"resuming {work} after {extra['stage']} step {extra['step']}", flush=True)
+    if to_train:
+        print(f"resuming {work} after {extra['stage']} step {extra['step']}", flush=True)
     return Position(
         extra["stage"], extra["step"], tree["state"], tree.get("reference"), extra["data"]
     )

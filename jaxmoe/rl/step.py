@@ -69,7 +69,9 @@ def grpo_loss_fn(
         clip_low=loss.clip_low, clip_high=loss.clip_high, total=total,
     )  # fmt: skip
     if loss.kl_coef > 0.0:
-        kl = masked_mean(kl_k3(logp_BT, batch.ref_logp_BT), mask_BT, total)
+        # select before exp: under a false mask NaN times a zero cotangent would still be NaN
+        ref_logp_BT = jnp.where(mask_BT, batch.ref_logp_BT, lax.stop_gradient(logp_BT))
+        kl = masked_mean(kl_k3(logp_BT, ref_logp_BT), mask_BT, total)
         value = value + loss.kl_coef * kl
         metrics["policy/kl_ref"] = kl
     gap_BT = jnp.abs(logp_BT - batch.rollout_logp_BT)

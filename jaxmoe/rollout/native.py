@@ -160,8 +160,9 @@ class NativeEngine:
             partial(decode, cfg=cfg), static_argnames=("top_k", "top_p", "enough"),
             donate_argnums=1,
         )  # fmt: skip
-        self._take = jax.jit(take_rows)
-        self._compact = jax.jit(compact)
+        # a partial of its own, or engines would share one cache and count each other's programs
+        self._take = jax.jit(partial(take_rows))
+        self._compact = jax.jit(partial(compact))
         self._params: Params | None = None
         self._version = -1
 

@@ -100,7 +100,7 @@ def test_eval_scores_the_checkpoint_as_the_last_line_does(whole):
     code, out, err = finish(command(whole[0], "jaxmoe.eval"))
     assert code == 0 and err == ""
     last = [r for r in lines(whole[0]) if "eval/accuracy" in r][-1]
-    assert f"accuracy {last['eval/accuracy']:.4f} on 6 held-out rows (rl step 5)" in out
+    assert f"{last['eval/accuracy_greedy']:.4f} greedy, on 6 held-out rows (rl step 5)" in out
 
 
 @pytest.mark.slow

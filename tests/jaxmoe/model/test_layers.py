@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three small layers against float64 formulas; the dtype's own rounding is the tolerance."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.model.layers import clamped_swiglu, linear, rms_norm
+
+EPS = float(np.finfo(np.float32).eps)
+B, T, D, F = 2, 24, 48, 40
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def draw(seed, *shape, scale=1.0, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(scale=scale, size=shape), dtype)
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+def near(ours, want, size, terms):
+    """One rounding to the output's dtype, and `terms` float32 roundings of numbers of `size`."""
+    bound = float(jnp.finfo(ours.dtype).eps) * np.abs(want) + terms * EPS * size
+    worst = np.max(np.abs(wide(ours) - want) - bound)
+    assert worst <= 0, worst
+
+
+@DTYPES
+def test_rms_norm_is_its_formula(dtype):
+    x, scale = draw(0, B, T, D, scale=3, dtype=dtype), draw(1, D)
+    ours = rms_norm(x, scale, 1e-5)
+    v = wide(x)
+    want = v / np.sqrt(np.mean(v**2, -1, keepdims=True) + 1e-5) * wide(scale)
+    assert ours.dtype == x.dtype
+    near(ours, want, np.abs(want), D)
+
+
+def test_rms_norm_scales_before_it_rounds():
+    # 1 + 2^-8 is not a bfloat16; 1.5 times it, rounded once, is not 1.5
+    x = jnp.asarray([[1 + 2.0**-7, 1.0]], jnp.bfloat16)
+    scale = jnp.asarray([1.5, 1.5], jnp.float32)
+    v = wide(x)
+    normed = v / np.sqrt(np.mean(v**2) + 1e-5)
+    once = jnp.asarray(normed * 1.5, jnp.bfloat16)
+    twice = jnp.asarray(normed, jnp.bfloat16) * jnp.bfloat16(1.5)
+    assert wide(once).tolist() != wide(twice).tolist()  # the example tells them apart
+    assert wide(rms_norm(x, scale, 1e-5)).tolist() == wide(once).tolist()
+
+
+def test_a_row_of_zeros_stays_zero():
+    assert not np.any(wide(rms_norm(jnp.zeros((1, D)), jnp.ones(D), 1e-5)))
+
+
+@DTYPES
+def test_linear_adds_its_bias_before_it_rounds(dtype):
+    x, w, b = draw(0, B, T, D, dtype=dtype), draw(1, D, F), draw(2, F)
+    ours = linear(x, w, b)
+    w_used = wide(w.astype(x.dtype))
+    want = wide(x) @ w_used + wide(b)
+    assert ours.dtype == x.dtype
+    near(ours, want, np.abs(wide(x)) @ np.abs(w_used) + np.abs(wide(b)), D + 1)
+
+
+@DTYPES
+def test_swiglu_is_its_formula(dtype):
+    gate_up = draw(0, T, 2 * F, scale=6, dtype=dtype)
+    ours = clamped_swiglu(gate_up, alpha=1.702, limit=7.0)
+    gate, up = np.split(wide(gate_up), 2, -1)
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    want = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    assert ours.dtype == gate_up.dtype and ours.shape == (T, F)
+    # exp of z carries |z| ulp of its argument's rounding
+    near(ours, want, np.abs(want) * (8 + 1.702 * np.abs(gate)) + np.abs(gate), 1)
+
+
+def test_swiglu_clamps_gate_above_only_and_up_on_both_sides():
+    def one(gate, up):
+        return float(clamped_swiglu(jnp.asarray([[gate, up]]), alpha=1.702, limit=7.0)[0, 0])
+
+    assert one(100.0, 2.0) == one(7.0, 2.0) != one(6.0, 2.0)
+    assert one(1.0, 100.0) == one(1.0, 7.0) and one(1.0, -100.0) == one(1.0, -7.0)
+    assert one(-9.0, 2.0) != one(-7.0, 2.0)
+    assert one(-1000.0, 2.0) == 0.0

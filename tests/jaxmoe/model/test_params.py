@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table: counts of the released models, shapes, initial values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import abstract_params, count_params, gpt_oss_20b, gpt_oss_120b, init_params
+from jaxmoe.model.params import Spec, map_specs, param_specs
+
+CFG = ModelConfig(
+    vocab_size=97, d_model=48, n_layers=6, n_q_heads=15, n_kv_heads=3, head_dim=16, n_experts=7,
+    experts_per_token=4, d_expert=40, sliding_window=9, vocab_multiple=64,
+)  # fmt: skip
+
+
+def specs(cfg):
+    return jax.tree.leaves(param_specs(cfg), is_leaf=lambda x: isinstance(x, Spec))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "total", "active"),
+    [(gpt_oss_20b(), 20_914_757_184, 3.6e9), (gpt_oss_120b(), 116_829_156_672, 5.1e9)],
+)
+def test_the_released_models_have_their_published_counts(cfg, total, active):
+    ours = count_params(cfg)
+    assert ours[0] == total and abs(ours[1] - active) < 0.05e9
+
+
+def test_every_layer_is_stacked_over_pairs_and_has_its_axes():
+    tree = param_specs(CFG)
+    assert tree["layers"]["sliding"] == tree["layers"]["full"]
+    for spec in tree["layers"]["full"].values():
+        assert spec.shape[0] == 3 and spec.axes[0] == "pair" and "{}" in spec.hf
+    assert all(len(s.shape) == len(s.axes) for s in specs(CFG))
+    hf_names = [s.hf for s in specs(CFG)]
+    assert len(set(hf_names)) == len(tree["layers"]["full"]) + 3
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("w_q", (3, 48, 240)), ("w_k", (3, 48, 48)), ("w_o", (3, 240, 48)), ("sinks", (3, 15)),
+        ("w_router", (3, 48, 7)), ("w_gate_up", (3, 7, 48, 80)), ("b_gate_up", (3, 7, 80)),
+        ("w_down", (3, 7, 40, 48)), ("b_down", (3, 7, 48)),
+    ],
+)  # fmt: skip
+def test_shapes_by_hand(name, shape):
+    assert param_specs(CFG)["layers"]["sliding"][name].shape == shape
+
+
+def test_the_vocabulary_is_padded_but_not_counted():
+    tree = param_specs(CFG)
+    assert tree["embed"].shape == (128, 48) and tree["head"].shape == (48, 128)
+    plain = ModelConfig(**{**vars(CFG), "vocab_multiple": 1})
+    assert count_params(CFG) == count_params(plain)
+    held = sum(x.size for x in jax.tree.leaves(abstract_params(plain)))
+    assert count_params(plain)[0] == held
+
+
+def test_initial_values_match_the_table():
+    params = init_params(jax.random.key(0), CFG, "bfloat16")
+
+    def check(spec, x):
+        assert x.shape == spec.shape and x.dtype == jnp.bfloat16
+        values = np.asarray(x, np.float64)
+        if spec.init != "normal":
+            assert np.all(values == (spec.init == "ones"))
+            return
+        fan_in = 1 if spec.axes == ("vocab", "embed") else spec.shape[-2]
+        # mean of squares of n normals: deviation sqrt(2/n); five of them, and bfloat16's rounding
+        ratio = np.mean(values**2) * fan_in
+        assert abs(ratio - 1) < 5 * np.sqrt(2 / values.size) + 2**-8, spec.hf
+
+    map_specs(check, CFG, params)
+
+
+def test_a_seed_gives_the_same_weights_and_no_two_leaves_agree():
+    one, two = (init_params(jax.random.key(3), CFG) for _ in range(2))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, two)
+    sliding, full = one["layers"]["sliding"]["w_q"], one["layers"]["full"]["w_q"]
+    assert not np.array_equal(np.asarray(sliding), np.asarray(full))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: four options, and one line for a mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxmoe import plan
+from jaxmoe.cli import command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def dry(cfg, dry_run):
+    assert dry_run
+    print(plan.describe(cfg))
+
+
+def run(*args):
+    return command([*args, "--dry-run"], "Test.", dry)
+
+
+@pytest.mark.parametrize(
+    ("args", "answer"),
+    [
+        (["--config", "tiny.py", "--set", "optim.lrr=1"], "Did you mean optim.lr?"),
+        (["--config", "tiny.py", "--set", "steps=many"], "steps must be int"),
+        (["--config", "missing.py"], "there is no 'missing.py'"),
+        (["--config", "tiny.py", "--set", "model.n_q_heads=7"], "must be a multiple of"),
+        (["--config", "tiny.py", "--set", "rollout.sequences_per_step=12"], "must be a multiple"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_two(args, answer, capsys):
+    assert run(*args) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("error: ") and answer in err and "Traceback" not in err
+
+
+def test_the_real_command_exits_with_two_and_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmoe.train", "--config", "tinny.py"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_the_command_knows_exactly_four_options(capsys):
+    with pytest.raises(SystemExit) as stop:
+        command(["--help"], "Test.", dry)
+    assert stop.value.code == 0
+    words = capsys.readouterr().out.replace(",", " ").replace("[", " ").replace("]", " ").split()
+    found = {w for w in words if w.startswith("--")}
+    assert found == {"--help", "--config", "--set", "--workdir", "--dry-run"}
+
+
+def test_an_unknown_option_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--config", "tiny.py", "--lr", "1")
+    assert stop.value.code == 2 and "--lr" in capsys.readouterr().err
+
+
+def test_changes_apply_in_order_and_the_folder_wins(capsys):
+    sets = ["--set", "steps=3", "--set", "steps=4", "--set", "workdir=a"]
+    assert run("--config", "tiny.py", *sets, "--workdir", "b") == 0
+    out = capsys.readouterr().out
+    assert '"steps": 4' in out and '"workdir": "b"' in out

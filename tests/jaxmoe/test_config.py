@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs: what a file may say, what --set may change, and what a mistake is answered."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxmoe.config import Config, ConfigError, load, override, to_json
+
+TINY = load("tiny.py")
+
+
+def lookup(config, path):
+    for name in path.split("."):
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("assignment", "value"),
+    [
+        ("optim.lr=1e-4", 1e-4),
+        ("optim.lr=1", 1.0),
+        ("steps=7", 7),
+        ("loss.on_policy=false", False),
+        ("optim.remat=True", True),
+        ("workdir=runs/123", "runs/123"),
+        ("data.template=a=b", "a=b"),
+        ("init.checkpoint=", ""),
+        ("data.options.x=3", 3),
+        ("data.options.name=spell", "spell"),
+        ("data.options.pair=[1, 2]", [1, 2]),
+        (" optim.lr =1e-4", 1e-4),
+    ],
+)
+def test_an_override_has_its_fields_type(assignment, value):
+    found = lookup(override(TINY, assignment), assignment.partition("=")[0].strip())
+    assert found == value and type(found) is type(value)
+
+
+def test_an_override_changes_one_field_of_a_copy():
+    before = to_json(TINY)
+    changed = override(TINY, "data.options.x=3")
+    assert to_json(TINY) == before
+    assert changed.data.options == {**TINY.data.options, "x": 3}
+    assert dataclasses.replace(changed, data=TINY.data) == TINY
+
+
+@pytest.mark.parametrize(
+    ("assignment", "answer"),
+    [
+        ("optim.lrr=1", "unknown config key optim.lrr. Did you mean optim.lr?"),
+        ("optm.lr=1", "unknown config key optm. Did you mean optim?"),
+        ("zzz=1", "Known: model, data"),
+        ("steps", "--set takes key=value, got 'steps'"),
+        ("optim=1", "--set optim needs a field"),
+        ("data.options=1", "--set data.options needs a key"),
+        ("steps.more=1", "steps is a value; steps.more does not exist"),
+        ("steps=many", "steps must be int, got 'many'. Try --set steps=8"),
+        ("steps=1.5", "steps must be int, got '1.5'"),
+        ("steps=True", "steps must be int, got 'True'"),
+        ("optim.remat=1", "optim.remat must be bool, got '1'. Try --set optim.remat=True"),
+        ("optim.lr=fast", "optim.lr must be float, got 'fast'. Try --set optim.lr=1e-4"),
+    ],
+)
+def test_a_wrong_override_says_what_to_type(assignment, answer):
+    with pytest.raises(ConfigError) as error:
+        override(TINY, assignment)
+    assert answer in str(error.value)
+
+
+BROKEN = [
+    "model.d_model=0",
+    "model.n_q_heads=7",
+    "model.n_layers=3",
+    "model.experts_per_token=9",
+    "model.head_dim=15",
+    "model.dtype=float16",
+    "rollout.sequences_per_step=12",
+    "rollout.samples_per_prompt=0",
+    "rollout.max_new_tokens=0",
+    "rollout.temperature=0",
+    "rollout.top_p=1.5",
+    "rollout.top_k=-1",
+    "loss.updates_per_batch=2",
+    "loss.advantage_scale=mad",
+    "optim.microbatches=3",
+    "optim.microbatches=0",
+    "data.max_prompt_tokens=999994",
+    "steps=-1",
+    "seed=-1",
+    "eval.every_steps=0",
+    "save.every_steps=0",
+]
+
+
+@pytest.mark.parametrize("assignment", BROKEN)
+def test_every_refusal_says_what_must_hold_what_was_given_what_to_type(assignment):
+    with pytest.raises(ConfigError) as error:
+        override(TINY, assignment)
+    message, given = str(error.value), assignment.partition("=")[2]
+    assert "must" in message or "needs" in message
+    given = {"999994": str(999_994 + TINY.rollout.max_new_tokens)}.get(given, given)
+    assert given in message  # the sum of prompt and answer is what is bounded
+    assert "Try --set " in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "assignment", [b for b in BROKEN if not b.startswith(("data.", "model.n_q", "optim"))]
+)
+def test_what_it_says_to_type_is_accepted(assignment):
+    with pytest.raises(ConfigError) as error:
+        override(TINY, assignment)
+    advice = str(error.value).partition("Try --set ")[2].removesuffix(".")
+    override(TINY, advice)
+
+
+def test_warm_up_must_be_cut_into_the_same_microbatches():
+    with pytest.raises(ConfigError, match=r"warmup.sequences_per_step \(64\) .* Try --set warmup"):
+        override(TINY, "optim.microbatches=128")
+
+
+@pytest.mark.parametrize("name", ["tiny.py", "gptoss20b.py", "gptoss120b.py"])
+def test_a_shipped_file_loads_by_its_bare_name_from_anywhere(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(load(name), Config)
+
+
+def test_a_local_file_comes_before_a_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (
+        "import dataclasses\nfrom jaxmoe.config import load\n"
+        "def get_config():\n    return dataclasses.replace(load({!r}), seed=5)\n"
+    )
+    shipped = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny.py").write_text(text.format(str(shipped)))
+    assert load("tiny.py").seed == 5
+
+
+def test_an_unknown_file_is_answered_with_the_nearest_or_all():
+    with pytest.raises(ConfigError, match="no 'tinny.py'. Did you mean tiny.py?"):
+        load("tinny.py")
+    with pytest.raises(ConfigError, match="Shipped: gptoss120b.py, gptoss20b.py, tiny.py") as error:
+        load("zzzzz")
+    assert "__init__" not in str(error.value)
+
+
+def test_a_file_must_define_get_config_that_returns_a_config(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="must define get_config"):
+        load(str(path))
+    path.write_text("def get_config():\n    return 3\n")
+    with pytest.raises(ConfigError, match="must return a jaxmoe.config.Config, got int"):
+        load(str(path))
+
+
+@pytest.mark.parametrize("name", ["tiny.py", "gptoss20b.py", "gptoss120b.py"])
+def test_json_holds_every_field_and_rebuilds_the_config(name):
+    config = load(name)
+    saved = json.loads(to_json(config))
+    parts = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    again = {
+        k: type(v)(**saved[k]) if dataclasses.is_dataclass(v) else saved[k]
+        for k, v in parts.items()
+    }
+    assert Config(**again) == config
