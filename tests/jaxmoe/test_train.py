@@ -139,6 +139,13 @@ def test_off_policy_updates_with_a_reference_run(tmp_path):
     assert [(r["stage"], r["step"]) for r in lines(tmp_path)][-1] == ("rl", 2)
 
 
+OWN = """
+from dataclasses import replace
+from jaxmoe.config import load
+def get_config():
+    config = load("tiny.py")
+    return replace(config, data=replace(config.data, options={}))
+"""
 BAD = {
     "unknown key": ({"optim.lrr": 1}, "Did you mean optim.lr"),
     "empty file": ({"data.task": "empty.jsonl"}, "empty.jsonl"),
@@ -155,7 +162,11 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, name):
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question":\n')
     changes = {k: str(tmp_path / v) if str(v).endswith(".jsonl") else v for k, v in changes.items()}
     work = tmp_path / "run"
-    code, out, err = finish(command(work, **changes))
+    args = command(work, **changes)
+    if "data.task" in changes:  # a file takes no options, and --set cannot empty them
+        (tmp_path / "own.py").write_text(OWN)
+        args[args.index("tiny.py")] = str(tmp_path / "own.py")
+    code, out, err = finish(args)
     assert code == 2, (out, err)
     assert len(err.splitlines()) == 1 and err.startswith("error: ") and said in err
     assert "Traceback" not in out + err and not work.exists()

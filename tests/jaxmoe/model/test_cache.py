@@ -34,7 +34,7 @@ def test_an_empty_cache_may_be_donated():
     jax.jit(lambda c: jax.tree.map(lambda x: x + 1, c), donate_argnums=0)(cache)
 
 
-@pytest.mark.parametrize("prefill", [3, 12, 24])
+@pytest.mark.parametrize("prefill", [3, 24])
 def test_after_every_token_the_sliding_slots_hold_the_last_window(prefill):
     params = init_params(jax.random.key(0), CFG)
     run = jax.jit(lambda p, t, at, c: forward(p, t, CFG, positions_BT=at, cache=c)[1])
