@@ -31,9 +31,7 @@ def command(
     args = parser.parse_args(argv)
     keep_freed_memory()
     try:
-        config = load(args.config)
-        for change in args.changes:
-            config = override(config, change)
+        config = override(load(args.config), *args.changes)
         if args.workdir:
             config = dataclasses.replace(config, workdir=args.workdir)
         run(config, args.dry_run)

@@ -319,30 +319,39 @@ def _find(name: str) -> Path:
     raise ConfigError(f"--config must name a file; there is no {name!r}.{hint}")
 
 
-def override(config: Any, assignment: str, _prefix: str = "") -> Any:
-    """A copy of a config with one field changed: override(cfg, "optim.lr=1e-4").
+def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
+    """A copy of a config with fields changed: override(cfg, "optim.lr=1e-4", "seed=3").
 
+    All changes are made before any is checked against another, so two that only fit together
+    may come in either order.
     Raises ConfigError for an unknown key ("Did you mean …?") or a value of another type.
     """
-    path, equals, text = assignment.partition("=")
-    _require(bool(equals), f"--set takes key=value, got {assignment!r}. Try --set optim.lr=1e-4.")
-    head, dot, rest = path.strip().partition(".")
-    names = [f.name for f in dataclasses.fields(config)]
-    if head not in names:
-        near = difflib.get_close_matches(head, names, 1)
-        hint = f"Did you mean {_prefix}{near[0]}?" if near else f"Known: {', '.join(names)}."
-        raise ConfigError(f"unknown config key {_prefix}{head!s}. {hint}")
-    old, want = getattr(config, head), typing.get_type_hints(type(config))[head]
-    if dataclasses.is_dataclass(old) and not isinstance(old, type):
-        _require(bool(dot), f"--set {_prefix}{head} needs a field, as in {_prefix}{head}.x=…")
-        new = override(old, f"{rest}={text}", f"{_prefix}{head}.")
-    elif isinstance(old, dict):
-        _require(bool(dot), f"--set {_prefix}{head} needs a key, as in {_prefix}{head}.x=…")
-        new = old | {rest: _literal(text)}
-    else:
-        _require(not dot, f"{_prefix}{head} is a value; {_prefix}{path} does not exist.")
-        new = _parse(text, want, _prefix + head)
-    return dataclasses.replace(config, **{head: new})
+    changes: dict[str, Any] = {}
+    inner: dict[str, list[str]] = {}
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        _require(
+            bool(equals), f"--set takes key=value, got {assignment!r}. Try --set optim.lr=1e-4."
+        )
+        head, dot, rest = path.strip().partition(".")
+        names = [f.name for f in dataclasses.fields(config)]
+        if head not in names:
+            near = difflib.get_close_matches(head, names, 1)
+            hint = f"Did you mean {_prefix}{near[0]}?" if near else f"Known: {', '.join(names)}."
+            raise ConfigError(f"unknown config key {_prefix}{head!s}. {hint}")
+        old, want = getattr(config, head), typing.get_type_hints(type(config))[head]
+        if dataclasses.is_dataclass(old) and not isinstance(old, type):
+            _require(bool(dot), f"--set {_prefix}{head} needs a field, as in {_prefix}{head}.x=…")
+            inner.setdefault(head, []).append(f"{rest}={text}")
+        elif isinstance(old, dict):
+            _require(bool(dot), f"--set {_prefix}{head} needs a key, as in {_prefix}{head}.x=…")
+            changes[head] = changes.get(head, old) | {rest: _literal(text)}
+        else:
+            _require(not dot, f"{_prefix}{head} is a value; {_prefix}{path} does not exist.")
+            changes[head] = _parse(text, want, _prefix + head)
+    for head, parts in inner.items():
+        changes[head] = override(getattr(config, head), *parts, _prefix=f"{_prefix}{head}.")
+    return dataclasses.replace(config, **changes)
 
 
 def _literal(text: str) -> Any:

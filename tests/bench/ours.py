@@ -128,6 +128,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from jaxmoe.parallel.host import keep_freed_memory
+
+    keep_freed_memory()  # as the train command does; peer_trl.py sets the same
     desk = Desk(args.directory)
     for _ in range(3):
         desk.step()

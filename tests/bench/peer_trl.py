@@ -5,6 +5,7 @@ Runs under its own Python (torch, transformers, trl, datasets). Next: compare_tr
 """
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -174,6 +175,13 @@ def serve(directory: Path, say) -> None:
     trainer_of(directory, Desk(), record).train()
 
 
+def keep_freed_memory() -> None:
+    """glibc's malloc set as jaxmoe's train command sets it: both sides keep freed memory."""
+    libc = ctypes.CDLL("libc.so.6")
+    for name, value in ((-4, 0), (-8, 1), (-2, 512 * 2**20), (-1, 2**31 - 1)):
+        assert libc.mallopt(name, value) == 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
@@ -183,6 +191,7 @@ def main() -> None:
     if args.make:
         return make_model(args.directory)
     os.sched_setaffinity(0, {args.core})
+    keep_freed_memory()
     # answers go to the real stdout, everything the libraries print goes to stderr
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

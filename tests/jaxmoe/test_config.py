@@ -168,3 +168,10 @@ def test_json_holds_every_field_and_rebuilds_the_config(name):
         for k, v in parts.items()
     }
     assert Config(**again) == config
+
+
+def test_changes_that_only_fit_together_may_come_in_any_order():
+    pair = ("rollout.samples_per_prompt=3", "rollout.sequences_per_step=12")
+    for changes in (pair, pair[::-1]):
+        cfg = override(TINY, *changes)
+        assert cfg.rollout.prompts_per_step == 4
