@@ -66,7 +66,10 @@ def run(cfg: Config) -> None:
         desk = Desk(cfg, work, task, engine, log, stop)
         if at.stage == "warmup":
             state = warm_start(desk, at, supervised)
-            at = Position("rl", 0, new_state(state.params, tx), None, None)
+            # jitted: restored weights are tied to their device, and the fresh moments must be
+            # too, or the first step's program would not fit the second's arguments
+            fresh = jax.jit(partial(new_state, tx=tx))(state.params)
+            at = Position("rl", 0, fresh, None, None)
         reinforce(desk, at, tx)
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")

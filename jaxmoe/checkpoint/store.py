@@ -7,12 +7,14 @@ never picked up. Next: jaxmoe/checkpoint/run.py says what a run puts in.
 
 import logging
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxmoe.config import ConfigError
@@ -41,8 +43,22 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
 
     Raises CheckpointError where the disk is full; the earlier checkpoints stay.
     """
+    if keep < 1:
+        raise CheckpointError(f"save.keep ({keep}) must be at least 1. Try --set save.keep=1.")
     needed = tree_bytes(state)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} must be a folder that can be made; {_first_line(error)}. "
+            "Try another --workdir."
+        ) from error
+    newest = latest(directory)
+    if newest is not None and newest >= step:  # orbax skips such a step without a word
+        raise CheckpointError(
+            f"checkpoint {step} must come after {newest}, the newest in {directory}. "
+            f"Move {directory / str(newest)} away, or use another --workdir."
+        )
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise CheckpointError(_no_space(directory, step, needed, free))
@@ -51,7 +67,8 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
             manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)
+                    state=ocp.args.StandardSave(state),
+                    extra=ocp.args.JsonSave(extra),
                 ),
             )
     except Exception as error:
@@ -71,6 +88,10 @@ def restore(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
 
     Raises CheckpointError where it is damaged, or has other shapes than `abstract_state`.
     """
+    if not (directory / str(step)).is_dir():
+        raise CheckpointError(
+            f"checkpoint {step} must be in {directory}; the newest is {latest(directory)}."
+        )
     with _manager(directory, keep=None) as manager:
         try:
             with ocp.StandardCheckpointer() as reader:
@@ -95,16 +116,38 @@ def restore_extra(directory: Path, step: int) -> dict[str, Any]:
 
 
 @contextmanager
+def _stragglers_unheard() -> Iterator[None]:
+    """When one of orbax's transfers fails, the others end later, against a closed event loop.
+
+    Each would print a traceback of its own; so the filter stays when the body raises.
+    """
+    heard = sys.unraisablehook
+
+    def hook(event: Any) -> None:
+        if "Event loop is closed" not in str(event.exc_value):
+            heard(event)
+
+    sys.unraisablehook = hook
+    yield
+    sys.unraisablehook = heard
+
+
+@contextmanager
 def _manager(directory: Path, *, keep: int | None) -> Iterator[ocp.CheckpointManager]:
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells every step of its work
+    absl = logging.getLogger("absl")
+    level = absl.level
+    absl.setLevel(logging.CRITICAL)  # orbax tells of its every step
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=keep is not None
     )
-    manager = ocp.CheckpointManager(directory.absolute(), options=options)
     try:
-        yield manager
+        with (
+            _stragglers_unheard(),
+            ocp.CheckpointManager(directory.absolute(), options=options) as manager,
+        ):
+            yield manager
     finally:
-        manager.close()
+        absl.setLevel(level)
 
 
 def _check_shapes(directory: Path, step: int, saved: Any, wanted: Leaf) -> None:
@@ -114,11 +157,14 @@ def _check_shapes(directory: Path, step: int, saved: Any, wanted: Leaf) -> None:
 
     have, want = by_name(saved), by_name(wanted)
     for name in sorted(want.keys() | have.keys()):
-        a, b = (tuple(t[name].shape) if name in t else None for t in (have, want))
+        a, b = (
+            f"{tuple(t[name].shape)} {np.dtype(t[name].dtype)}" if name in t else "absent"
+            for t in (have, want)
+        )
         if a != b:
             raise CheckpointError(
                 f"checkpoint {step} in {directory} must fit the config's model: {name} is "
-                f"{a or 'absent'} there and {b or 'absent'} here. Use the config it was saved "
+                f"{a} there and {b} here. Use the config it was saved "
                 "with, or another --workdir."
             )
 
@@ -127,14 +173,14 @@ def _no_space(directory: Path, step: int, needed: int, free: int) -> str:
     return (
         f"checkpoint {step} needs {needed / 1e6:,.1f} MB in {directory}, where "
         f"{free / 1e6:,.1f} MB are free. Earlier checkpoints are untouched; free some space and "
-        "type the same command, or move the run folder and pass --workdir."
+        "type the same command, move the run folder and pass --workdir, or lower save.keep."
     )
 
 
 def _damaged(directory: Path, step: int, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {step} in {directory} must be complete and readable; {_first_line(error)}. "
-        f"Delete {directory / str(step)} to resume from the one before it."
+        f"If its files are damaged, move {directory / str(step)} away to resume from an older one."
     )
 
 

@@ -56,7 +56,9 @@ def test_a_shape_that_does_not_fit_names_the_leaf(tmp_path):
     store.save(tmp_path, 1, tree(), {}, keep=2)
     other = abstract(tree())
     other["deep"]["f32"] = jax.ShapeDtypeStruct((3, 12), jnp.float32)
-    with pytest.raises(store.CheckpointError, match=r"deep/f32 is \(3, 11\) there and \(3, 12\)"):
+    with pytest.raises(
+        store.CheckpointError, match=r"deep/f32 is \(3, 11\) .* there and \(3, 12\)"
+    ):
         store.restore(tmp_path, 1, other)
     del other["deep"]
     with pytest.raises(store.CheckpointError, match="deep/f32 is .* absent here"):
@@ -71,6 +73,36 @@ def test_a_truncated_file_is_a_clear_error(tmp_path):
     with pytest.raises(store.CheckpointError, match="checkpoint 1 .* complete and readable") as e:
         store.restore(tmp_path, 1, abstract(tree()))
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("like", [((5,), "bfloat16"), ((), "float32")])
+def test_another_dtype_or_rank_is_refused_with_both_sides_named(tmp_path, like):
+    store.save(tmp_path, 1, {"x": jnp.ones(5, jnp.float32)}, {}, keep=2)
+    with pytest.raises(
+        store.CheckpointError, match=r"x is \(5,\) float32 there and \(.*\) \w+ here"
+    ):
+        store.restore(tmp_path, 1, {"x": jax.ShapeDtypeStruct(*like)})
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_step_that_is_not_newer_is_refused_aloud(tmp_path, step):
+    store.save(tmp_path, 5, tree(5), {"v": 1}, keep=2)
+    with pytest.raises(store.CheckpointError, match=f"checkpoint {step} must come after 5"):
+        store.save(tmp_path, step, tree(6), {"v": 2}, keep=2)
+    assert store.restore_extra(tmp_path, 5) == {"v": 1}
+
+
+def test_keeping_none_is_refused_before_anything_is_dropped(tmp_path):
+    store.save(tmp_path, 1, tree(), {}, keep=2)
+    with pytest.raises(store.CheckpointError, match="save.keep"):
+        store.save(tmp_path, 2, tree(), {}, keep=0)
+    assert store.latest(tmp_path) == 1
+
+
+def test_a_workdir_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(store.CheckpointError, match="--workdir"):
+        store.save(tmp_path / "file", 1, tree(), {}, keep=2)
 
 
 @pytest.fixture
