@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from jaxmoe.config import Config, ConfigError, load, override
+from jaxmoe.config import Config, ConfigError
+from jaxmoe.config_file import load, override
 from jaxmoe.parallel.host import keep_freed_memory
 
 

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration: frozen dataclasses, and the loader behind `--config FILE --set a.b=v`.
+"""The configuration: frozen dataclasses that refuse what cannot work.
 
-Names carry their units. A config file is a Python file with `get_config() -> Config`; it is
-looked up as given, then in the current directory's configs/, then among the shipped ones.
-Functions below the loop take plain numbers, never a Config. Next: jaxmoe/train.py.
+Names carry their units. Functions below the loop take plain numbers, never a Config.
+Next: jaxmoe/config_file.py reads `--config FILE --set a.b=v`.
 """
 
-import ast
 import dataclasses
-import difflib
-import importlib.util
 import json
-import types
-import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 
@@ -22,7 +15,8 @@ class ConfigError(ValueError):
     """A mistake in the user's input: what must hold, what was given, what to type."""
 
 
-def _require(holds: bool, message: str) -> None:
+def require(holds: bool, message: str) -> None:
+    """Raise the message as a ConfigError unless it holds."""
     if not holds:
         raise ConfigError(message)
 
@@ -58,32 +52,32 @@ class ModelConfig:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.type is int:
-                _require(
+                require(
                     value > 0,
                     f"model.{f.name} must be positive, got {value}. Try --set model.{f.name}=2.",
                 )
-        _require(
+        require(
             self.n_q_heads % self.n_kv_heads == 0,
             f"model.n_q_heads ({self.n_q_heads}) must be a multiple of model.n_kv_heads "
             f"({self.n_kv_heads}). Try --set model.n_kv_heads=1.",
         )
-        _require(
+        require(
             self.n_layers % 2 == 0,
             f"model.n_layers ({self.n_layers}) must be even: layers come in (sliding, full) "
             f"pairs. Try --set model.n_layers={self.n_layers + 1}.",
         )
-        _require(
+        require(
             self.experts_per_token <= self.n_experts,
             f"model.experts_per_token ({self.experts_per_token}) must be at most "
             f"model.n_experts ({self.n_experts}). "
             f"Try --set model.experts_per_token={self.n_experts}.",
         )
-        _require(
+        require(
             self.head_dim % 2 == 0,
             f"model.head_dim ({self.head_dim}) must be even: RoPE turns pairs of its "
             f"entries. Try --set model.head_dim={self.head_dim + 1}.",
         )
-        _require(
+        require(
             self.dtype in ("float32", "bfloat16"),
             f"model.dtype must be float32 or bfloat16, got {self.dtype!r}. "
             "Try --set model.dtype=bfloat16.",
@@ -137,31 +131,31 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         n, r = self.sequences_per_step, self.samples_per_prompt
-        _require(
+        require(
             r > 0,
             f"rollout.samples_per_prompt must be positive, got {r}. "
             "Try --set rollout.samples_per_prompt=8.",
         )
-        _require(
+        require(
             n > 0 and n % r == 0,
             f"rollout.sequences_per_step ({n}) must be a multiple of rollout.samples_per_prompt "
             f"({r}). Try --set rollout.sequences_per_step={max(1, n // r) * r}.",
         )
-        _require(
+        require(
             self.max_new_tokens > 0,
             f"rollout.max_new_tokens must be positive, got {self.max_new_tokens}. "
             "Try --set rollout.max_new_tokens=256.",
         )
-        _require(
+        require(
             self.temperature > 0,
             f"rollout.temperature must be above 0 (greedy samples are all alike), got "
             f"{self.temperature}. Try --set rollout.temperature=1.0.",
         )
-        _require(
+        require(
             0 < self.top_p <= 1,
             f"rollout.top_p must be in (0, 1], got {self.top_p}. Try --set rollout.top_p=1.0.",
         )
-        _require(
+        require(
             self.top_k >= 0,
             f"rollout.top_k must be 0 (off) or more, got {self.top_k}. Try --set rollout.top_k=0.",
         )
@@ -183,13 +177,13 @@ class LossConfig:
     advantage_scale: str = "std"  # "std" divides by the group's deviation, "none" does not
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             not (self.on_policy and self.updates_per_batch > 1),
             f"loss.on_policy needs loss.updates_per_batch=1, got {self.updates_per_batch}: after "
             "the first update the batch is off-policy and its ratio is not 1. "
             "Try --set loss.on_policy=False.",
         )
-        _require(
+        require(
             self.advantage_scale in ("std", "none"),
             f"loss.advantage_scale must be 'std' or 'none', got "
             f"{self.advantage_scale!r}. Try --set loss.advantage_scale=std.",
@@ -215,7 +209,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Greedy answers on the held-out rows."""
+    """Answers to the held-out rows: two sampled as in training, and one greedy."""
 
     every_steps: int = 10
 
@@ -256,123 +250,40 @@ class Config:
 
     def __post_init__(self) -> None:
         n, m = self.rollout.sequences_per_step, self.optim.microbatches
-        _require(
+        require(
             m > 0 and n % m == 0,
             f"rollout.sequences_per_step ({n}) must be a multiple of optim.microbatches ({m}). "
             f"Try --set optim.microbatches=1.",
         )
         m = self.optim.microbatches
-        _require(
+        require(
             self.warmup.steps == 0 or self.warmup.sequences_per_step % m == 0,
             f"warmup.sequences_per_step ({self.warmup.sequences_per_step}) must be a multiple of "
             f"optim.microbatches ({m}). Try --set warmup.sequences_per_step={m}.",
         )
-        _require(
+        require(
             self.context <= self.model.max_context,
             f"data.max_prompt_tokens + rollout.max_new_tokens ({self.context}) must be at most "
             f"model.max_context ({self.model.max_context}). "
             f"Try --set rollout.max_new_tokens={self.model.max_context // 2}.",
         )
         for name, value in (("steps", self.steps), ("seed", self.seed)):
-            _require(value >= 0, f"{name} must be 0 or more, got {value}. Try --set {name}=0.")
+            require(value >= 0, f"{name} must be 0 or more, got {value}. Try --set {name}=0.")
         for name, value in (("eval", self.eval.every_steps), ("save", self.save.every_steps)):
-            _require(
+            require(
                 value > 0,
                 f"{name}.every_steps must be positive, got {value}. "
                 f"Try --set {name}.every_steps=50.",
             )
+        require(
+            self.save.keep > 0,
+            f"save.keep must be positive, got {self.save.keep}. Try --set save.keep=3.",
+        )
 
     @property
     def context(self) -> int:
         """Tokens of the longest sequence, prompt and answer."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
-
-
-def load(name: str) -> Config:
-    """The Config that a file's `get_config()` returns.
-
-    Raises ConfigError where there is no such file, function or result.
-    """
-    path = _find(name)
-    spec = importlib.util.spec_from_file_location("jaxmoe_config_file", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    _require(hasattr(module, "get_config"), f"{path} must define get_config() -> Config.")
-    config = module.get_config()
-    _require(
-        isinstance(config, Config),
-        f"{path}: get_config() must return a jaxmoe.config.Config, got {type(config).__name__}.",
-    )
-    return config
-
-
-def _find(name: str) -> Path:
-    shipped = Path(__file__).parent.parent / "configs"
-    places = [Path(name), Path("configs") / name, shipped / name]
-    for path in places:
-        if path.is_file():
-            return path
-    known = sorted(p.name for p in shipped.glob("[!_]*.py"))
-    near = difflib.get_close_matches(Path(name).name, known, 1)
-    hint = f" Did you mean {near[0]}?" if near else f" Shipped: {', '.join(known)}."
-    raise ConfigError(f"--config must name a file; there is no {name!r}.{hint}")
-
-
-def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
-    """A copy of a config with fields changed: override(cfg, "optim.lr=1e-4", "seed=3").
-
-    All changes are made before any is checked against another, so two that only fit together
-    may come in either order.
-    Raises ConfigError for an unknown key ("Did you mean …?") or a value of another type.
-    """
-    changes: dict[str, Any] = {}
-    inner: dict[str, list[str]] = {}
-    for assignment in assignments:
-        path, equals, text = assignment.partition("=")
-        _require(
-            bool(equals), f"--set takes key=value, got {assignment!r}. Try --set optim.lr=1e-4."
-        )
-        head, dot, rest = path.strip().partition(".")
-        names = [f.name for f in dataclasses.fields(config)]
-        if head not in names:
-            near = difflib.get_close_matches(head, names, 1)
-            hint = f"Did you mean {_prefix}{near[0]}?" if near else f"Known: {', '.join(names)}."
-            raise ConfigError(f"unknown config key {_prefix}{head!s}. {hint}")
-        old, want = getattr(config, head), typing.get_type_hints(type(config))[head]
-        if dataclasses.is_dataclass(old) and not isinstance(old, type):
-            _require(bool(dot), f"--set {_prefix}{head} needs a field, as in {_prefix}{head}.x=…")
-            inner.setdefault(head, []).append(f"{rest}={text}")
-        elif isinstance(old, dict):
-            _require(bool(dot), f"--set {_prefix}{head} needs a key, as in {_prefix}{head}.x=…")
-            changes[head] = changes.get(head, old) | {rest: _literal(text)}
-        else:
-            _require(not dot, f"{_prefix}{head} is a value; {_prefix}{path} does not exist.")
-            changes[head] = _parse(text, want, _prefix + head)
-    for head, parts in inner.items():
-        changes[head] = override(getattr(config, head), *parts, _prefix=f"{_prefix}{head}.")
-    return dataclasses.replace(config, **changes)
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError):
-        return text
-
-
-def _parse(text: str, want: Any, path: str) -> Any:
-    if want is str:
-        return text
-    value = {"true": True, "false": False}.get(text.strip().lower(), _literal(text))
-    if want is float and type(value) is int:
-        value = float(value)
-    kinds = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)
-    if type(value) not in kinds:
-        name = " or ".join(kind.__name__ for kind in kinds)
-        example = {"int": "=8", "float": "=1e-4", "bool": "=True"}.get(name, "=…")
-        raise ConfigError(f"{path} must be {name}, got {text!r}. Try --set {path}{example}")
-    return value
 
 
 def to_json(config: Config) -> str:

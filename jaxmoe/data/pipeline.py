@@ -12,7 +12,7 @@ from typing import Any
 import grain
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.sources import Source
+from jaxmoe.data.rows import Source
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.records import Prompt
 

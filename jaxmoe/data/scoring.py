@@ -3,7 +3,7 @@
 
 A response is hostile text: the policy is paid to find the scorer's holes. Third-party scorers
 raise, pay garbage, pay by halves, and some evaluate the text as Python; each hole is closed
-here once. Next: jaxmoe/data/sources.py, which holds the rows.
+here once. Next: jaxmoe/data/rows.py.
 """
 
 import ast

@@ -3,7 +3,7 @@
 
 Both know the same special strings, so one code path serves a toy model and a real one. Text is
 untrusted (prompts, tool output): a special string inside it stays plain text unless the caller
-asks for specials. Next: jaxmoe/data/sources.py.
+asks for specials. Next: jaxmoe/data/scoring.py.
 """
 
 import json

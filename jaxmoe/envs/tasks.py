@@ -12,7 +12,8 @@ import numpy as np
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.pipeline import PromptIterator, make_prompt
 from jaxmoe.data.pipeline import prompts as prompt_stream
-from jaxmoe.data.sources import Source, open_split
+from jaxmoe.data.rows import Source
+from jaxmoe.data.sources import open_split
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.engine import Engine

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmoe.config import Config, ConfigError, load, override, to_json
+from jaxmoe.config import Config, ConfigError, to_json
+from jaxmoe.config_file import load, override
 
 TINY = load("tiny.py")
 
@@ -43,6 +44,7 @@ def test_an_override_has_its_fields_type(assignment, value):
 def test_an_override_changes_one_field_of_a_copy():
     before = to_json(TINY)
     changed = override(TINY, "data.options.x=3")
+    assert override(TINY, "data.options={}").data.options == {}
     assert to_json(TINY) == before
     assert changed.data.options == {**TINY.data.options, "x": 3}
     assert dataclasses.replace(changed, data=TINY.data) == TINY
@@ -56,7 +58,7 @@ def test_an_override_changes_one_field_of_a_copy():
         ("zzz=1", "Known: model, data"),
         ("steps", "--set takes key=value, got 'steps'"),
         ("optim=1", "--set optim needs a field"),
-        ("data.options=1", "--set data.options needs a key"),
+        ("data.options=1", "data.options must be a dict, got '1'. Try --set data.options.x=8"),
         ("steps.more=1", "steps is a value; steps.more does not exist"),
         ("steps=many", "steps must be int, got 'many'. Try --set steps=8"),
         ("steps=1.5", "steps must be int, got '1.5'"),
@@ -131,7 +133,7 @@ def test_a_shipped_file_loads_by_its_bare_name_from_anywhere(name, tmp_path, mon
 def test_a_local_file_comes_before_a_shipped_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (
-        "import dataclasses\nfrom jaxmoe.config import load\n"
+        "import dataclasses\nfrom jaxmoe.config_file import load\n"
         "def get_config():\n    return dataclasses.replace(load({!r}), seed=5)\n"
     )
     shipped = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"

@@ -7,7 +7,7 @@ import math
 import jax
 import pytest
 
-from jaxmoe.config import load, override
+from jaxmoe.config_file import load, override
 from jaxmoe.model.params import count_params, param_specs
 from jaxmoe.plan import describe, memory
 

@@ -141,7 +141,7 @@ def test_off_policy_updates_with_a_reference_run(tmp_path):
 
 OWN = """
 from dataclasses import replace
-from jaxmoe.config import load
+from jaxmoe.config_file import load
 def get_config():
     config = load("tiny.py")
     return replace(config, data=replace(config.data, options={}))

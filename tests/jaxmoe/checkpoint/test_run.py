@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint.run import Position, initial_params, restore_run, save_run
-from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig, override
+from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig
+from jaxmoe.config_file import override
 from jaxmoe.model import tiny
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.state import abstract_state, new_state

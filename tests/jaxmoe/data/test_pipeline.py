@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmoe.data.files import FileSource
 from jaxmoe.data.pipeline import make_prompt, prompts
-from jaxmoe.data.sources import FileSource, Row
+from jaxmoe.data.rows import Row
 from jaxmoe.data.tokenizer import ByteTokenizer
 
 SOURCE = FileSource(tuple(Row(f"q{i}", str(i)) for i in range(12)))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxmoe.data import sources
+from jaxmoe.data import gym
 from jaxmoe.data.sources import open_source, open_split
 
 SLOW = ("knight_swap", "futoshiki", "intermediate_integration", "zebra_puzzles", "number_sequence")
@@ -17,7 +17,7 @@ GARBAGE = ("zzz", "?!", "banana banana", "", "   ", "True or False", "[[", "__im
 
 
 def _names():
-    factory = sources._gym_factory()
+    factory = gym._gym_factory()
     assert factory is not None
     return sorted(factory.DATASETS)
 

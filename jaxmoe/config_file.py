@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--config FILE --set a.b=v`: find the file, call it, change fields by name.
+
+A config file is a Python file with `get_config() -> Config`; it is looked up as given, then in
+the current directory's configs/, then among the shipped ones. Next: jaxmoe/train.py.
+"""
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from jaxmoe.config import Config, ConfigError, require
+
+
+def load(name: str) -> Config:
+    """The Config that a file's `get_config()` returns.
+
+    Raises ConfigError where there is no such file, function or result.
+    """
+    path = _find(name)
+    spec = importlib.util.spec_from_file_location("jaxmoe_config_file", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    require(hasattr(module, "get_config"), f"{path} must define get_config() -> Config.")
+    config = module.get_config()
+    require(
+        isinstance(config, Config),
+        f"{path}: get_config() must return a jaxmoe.config.Config, got {type(config).__name__}.",
+    )
+    return config
+
+
+def _find(name: str) -> Path:
+    shipped = Path(__file__).parent.parent / "configs"
+    places = [Path(name), Path("configs") / name, shipped / name]
+    for path in places:
+        if path.is_file():
+            return path
+    known = sorted(p.name for p in shipped.glob("[!_]*.py"))
+    near = difflib.get_close_matches(Path(name).name, known, 1)
+    hint = f" Did you mean {near[0]}?" if near else f" Shipped: {', '.join(known)}."
+    raise ConfigError(f"--config must name a file; there is no {name!r}.{hint}")
+
+
+def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
+    """A copy of a config with fields changed: override(cfg, "optim.lr=1e-4", "seed=3").
+
+    All changes are made before any is checked against another, so two that only fit together
+    may come in either order; a dict is changed by key ("data.options.x=3") or whole ("={}").
+    Raises ConfigError for an unknown key ("Did you mean …?") or a value of another type.
+    """
+    changes: dict[str, Any] = {}
+    inner: dict[str, list[str]] = {}
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        require(
+            bool(equals), f"--set takes key=value, got {assignment!r}. Try --set optim.lr=1e-4."
+        )
+        head, dot, rest = path.strip().partition(".")
+        names = [f.name for f in dataclasses.fields(config)]
+        if head not in names:
+            near = difflib.get_close_matches(head, names, 1)
+            hint = f"Did you mean {_prefix}{near[0]}?" if near else f"Known: {', '.join(names)}."
+            raise ConfigError(f"unknown config key {_prefix}{head!s}. {hint}")
+        old, want = getattr(config, head), typing.get_type_hints(type(config))[head]
+        if dataclasses.is_dataclass(old) and not isinstance(old, type):
+            require(bool(dot), f"--set {_prefix}{head} needs a field, as in {_prefix}{head}.x=…")
+            inner.setdefault(head, []).append(f"{rest}={text}")
+        elif isinstance(old, dict):
+            value = {rest: _literal(text)} if dot else _literal(text)
+            require(
+                isinstance(value, dict),
+                f"{_prefix}{head} must be a dict, got {text!r}. Try --set {_prefix}{head}.x=8, or "
+                f"--set {_prefix}{head}={{}} to empty it.",
+            )
+            changes[head] = changes.get(head, old) | value if dot else value
+        else:
+            require(not dot, f"{_prefix}{head} is a value; {_prefix}{path} does not exist.")
+            changes[head] = _parse(text, want, _prefix + head)
+    for head, parts in inner.items():
+        changes[head] = override(getattr(config, head), *parts, _prefix=f"{_prefix}{head}.")
+    return dataclasses.replace(config, **changes)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _parse(text: str, want: Any, path: str) -> Any:
+    if want is str:
+        return text
+    value = {"true": True, "false": False}.get(text.strip().lower(), _literal(text))
+    if want is float and type(value) is int:
+        value = float(value)
+    kinds = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)
+    if type(value) not in kinds:
+        name = " or ".join(kind.__name__ for kind in kinds)
+        example = {"int": "=8", "float": "=1e-4", "bool": "=True"}.get(name, "=…")
+        raise ConfigError(f"{path} must be {name}, got {text!r}. Try --set {path}{example}")
+    return value

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Procedural tasks of reasoning-gym by name, and their scorers. Next: jaxmoe/data/scoring.py."""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import io
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from jaxmoe.config import ConfigError
+from jaxmoe.data import scoring
+from jaxmoe.data.rows import Row
+
+_CACHED_ROWS = 1024
+
+
+class GymSource:
+    """Rows of a reasoning-gym task, generated when read; the last 1024 are kept.
+
+    Different seeds of one task overlap (row i is drawn from seed + i): hold out by index.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], size: int, seed: int) -> None:
+        self._name = name
+        self._size = size
+        self._dataset = _gym_dataset(name, options, size, seed)
+        self._entry = lru_cache(maxsize=_CACHED_ROWS)(self._generate)
+        self._evaluation = lru_cache(maxsize=None)(scoring.evaluation)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Row:
+        entry = self._entry(index)
+        answer = entry["answer"]
+        return Row(str(entry["question"]), None if answer is None else str(answer))
+
+    def score(self, response: str, index: int) -> float:
+        entry = self._entry(index)
+        scorer = self._dataset
+        if self._name == "composite":
+            scorer = scorer.datasets[entry["metadata"]["source_dataset"]]
+
+        def check(text: str) -> float:
+            return scorer.score_answer(text, entry)
+
+        answer = self[index].answer
+        return scoring.score_checked(response, answer, check, **self._evaluation(scorer))
+
+    def _generate(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self._size:
+            raise IndexError(f"row {index} of {self._size}")
+        try:
+            # Third-party code leaves files open and prints; neither belongs on the user's screen.
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+                warnings.simplefilter("ignore")
+                return self._dataset[index]
+        except Exception as error:
+            raise ConfigError(
+                f"data.task reasoning_gym:{self._name} must make {self._size} rows; row {index} "
+                f"failed ({error}). Try other --set data.options.…, or fewer data.train_rows."
+            ) from error
+
+
+def is_task(name: str) -> bool:
+    """Whether reasoning-gym is installed and has a task of this name."""
+    factory = _gym_factory()
+    return factory is not None and name in factory.DATASETS
+
+
+def _gym_dataset(name: str, options: Mapping[str, Any], size: int, seed: int) -> Any:
+    factory = _gym_factory()
+    if factory is None:
+        raise ConfigError(
+            f"data.task reasoning_gym:{name} needs the package. Type: pip install reasoning-gym"
+        )
+    if name not in factory.DATASETS:
+        raise ConfigError(
+            f"data.task must name a reasoning-gym task; there is no {name!r}."
+            f"{_hint(name, factory.DATASETS, 'reasoning_gym:')}"
+        )
+    fields = [f.name for f in dataclasses.fields(factory.DATASETS[name][1])]
+    known = [field for field in fields if field not in ("seed", "size")]
+    for key in options:
+        if key not in known:
+            raise ConfigError(
+                f"data.options must be options of reasoning_gym:{name}; there is no {key!r}."
+                f"{_hint(key, known, 'data.options.')}"
+            )
+    given = dict(options)
+    try:
+        if name == "composite":  # its parts come as plain dicts from a config file
+            spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
+            parts = given.get("datasets", [])
+            given["datasets"] = [spec(**p) if isinstance(p, dict) else p for p in parts]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return factory.create_dataset(name, size=size, seed=seed, **given)
+    except Exception as error:  # tasks check their options by assert, TypeError, ValueError
+        shown = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "none"
+        raise ConfigError(
+            f"data.options must suit reasoning_gym:{name} with {size} rows; it refused {shown}: "
+            f"{error or type(error).__name__}. Its options: {', '.join(known)}."
+        ) from error
+
+
+def _gym_factory() -> Any:
+    """reasoning_gym.factory, imported only when asked for (1.3 s); None where not installed."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("reasoning_gym")
+        return importlib.import_module("reasoning_gym.factory")
+
+
+def _hint(name: str, known: Any, prefix: str) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    if near:
+        return f" Did you mean {prefix}{near[0]}?"
+    return f" Known: {', '.join(sorted(known))}."
