@@ -62,7 +62,11 @@ def run(cfg: Config) -> None:
     if at is None:
         at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
     task.held_out_prompts()  # one that is too long is refused before there is a run folder
-    with stop_requests() as stop, MetricsLog(work, stage=at.stage, step=at.step) as log:
+    first = jax.process_index() == 0
+    with (
+        stop_requests() as stop,
+        MetricsLog(work, stage=at.stage, step=at.step, enabled=first) as log,
+    ):
         desk = Desk(cfg, work, task, engine, log, stop)
         if at.stage == "warmup":
             state = warm_start(desk, at, supervised)

@@ -8,6 +8,7 @@ killed run leaves no step twice.
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,21 +20,31 @@ STAGES = ("warmup", "rl")
 
 
 class MetricsLog:
-    """Writes a run's metrics; a context manager. Only process 0 gives it a folder that counts."""
+    """Writes a run's metrics; a context manager. `enabled` in one process of a run."""
 
-    def __init__(
-        self, directory: Path, *, stage: str = "warmup", step: int = 0, enabled: bool = True
-    ) -> None:
-        """Go on after `step` of `stage`: later lines of an interrupted run are dropped."""
+    def __init__(self, directory: Path, *, stage: str, step: int, enabled: bool = True) -> None:
+        """Go on after `step` of `stage`: later lines of an interrupted run are dropped.
+
+        ("warmup", 0) starts the run over: whatever it left in the folder's logs goes.
+        """
         self._enabled = enabled
         if not enabled:
             return
+        last = (STAGES.index(stage), step)
         directory.mkdir(parents=True, exist_ok=True)
         files = [directory / "metrics.jsonl", directory / "samples.jsonl"]
         for path in files:
-            _keep_until(path, (STAGES.index(stage), step))
+            _keep_until(path, last)
         self._metrics, self._samples = (open(path, "a", encoding="utf-8") for path in files)
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=None)
+        self._boards = {}
+        for i, name in enumerate(STAGES):  # a folder each: a purge hides all tags of its folder
+            folder = directory / "tensorboard" / name
+            if (i, 0) >= last:
+                shutil.rmtree(folder, ignore_errors=True)
+            purge = step + 1 if i == last[0] and step else None
+            self._boards[name] = SummaryWriter(
+                str(folder), purge_step=purge, filename_suffix=f".{stage}{step}"
+            )
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -47,7 +58,8 @@ class MetricsLog:
         if self._enabled:
             self._metrics.close()
             self._samples.close()
-            self._board.close()
+            for board in self._boards.values():
+                board.close()
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """One line; a number that is not finite becomes null and is named in "not_finite"."""
@@ -59,8 +71,8 @@ class MetricsLog:
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
         for name, value in metrics.items():
-            self._board.add_scalar(name if stage == "rl" else f"{stage}/{name}", value, step)
-        self._board.flush()
+            self._boards[stage].add_scalar(name, value, step)
+        self._boards[stage].flush()
 
     def write_samples(self, stage: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """A few prompts with what the policy answered, one line each."""

@@ -3,9 +3,11 @@
 
 import json
 import math
+import struct
 from pathlib import Path
 
 import pytest
+from tensorboardX.proto import event_pb2
 
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 
@@ -19,14 +21,14 @@ def _steps(folder: Path) -> list[tuple[str, int]]:
 
 
 def _two_stages(folder: Path) -> None:
-    with MetricsLog(folder) as log:
+    with MetricsLog(folder, stage="warmup", step=0) as log:
         for stage in ("warmup", "rl"):
             for step in (1, 2, 3):
                 log.write(stage, step, {"reward/mean": step / 4})
 
 
 def test_every_line_is_strict_json_and_names_what_is_not_finite(tmp_path):
-    with MetricsLog(tmp_path) as log:
+    with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write("rl", 1, {"grad/norm": math.nan, "loss": -math.inf, "reward/mean": 0.5})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=_refuse)
@@ -35,7 +37,7 @@ def test_every_line_is_strict_json_and_names_what_is_not_finite(tmp_path):
 
 
 def test_a_line_is_on_disk_before_the_log_closes(tmp_path):
-    with MetricsLog(tmp_path) as log:
+    with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write("rl", 1, {"reward/mean": 0.5})
         assert _steps(tmp_path) == [("rl", 1)]
 
@@ -67,21 +69,50 @@ def test_a_half_written_last_line_is_forgotten_on_resume(tmp_path):
 
 
 def test_samples_are_one_line_each(tmp_path):
-    with MetricsLog(tmp_path) as log:
+    with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write_samples("rl", 3, [{"prompt": "1+1\n", "completion": "2", "reward": 1.0}])
     (row,) = read_metrics(tmp_path / "samples.jsonl")
     assert row == {"stage": "rl", "step": 3, "prompt": "1+1\n", "completion": "2", "reward": 1.0}
 
 
-def test_tensorboard_holds_the_tags(tmp_path):
+def _events(folder: Path) -> list[event_pb2.Event]:
+    events = []
+    for path in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:  # length, its checksum, the event, its checksum
+            (length,) = struct.unpack("<Q", data[:8])
+            events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return events
+
+
+def _scalars(folder: Path) -> list[tuple[int, str]]:
+    """What TensorBoard shows: a session's start hides the steps from its own on."""
+    shown: list[tuple[int, str]] = []
+    for event in _events(folder):
+        if event.session_log.status == event_pb2.SessionLog.START:
+            shown = [point for point in shown if point[0] < event.step]
+        shown += [(event.step, value.tag) for value in event.summary.value]
+    return shown
+
+
+def test_tensorboard_holds_each_stage_and_no_step_twice_after_a_resume(tmp_path):
     _two_stages(tmp_path)
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    data = events.read_bytes()
-    assert b"reward/mean" in data and b"warmup/reward/mean" in data
+    with MetricsLog(tmp_path, stage="rl", step=2) as log:
+        log.write("rl", 3, {"reward/mean": 1.0})
+    board = tmp_path / "tensorboard"
+    once = [(step, "reward/mean") for step in (1, 2, 3)]
+    assert _scalars(board / "warmup") == once and _scalars(board / "rl") == once
+    with MetricsLog(tmp_path, stage="warmup", step=2):
+        pass
+    assert _scalars(board / "warmup") == once[:2] and _scalars(board / "rl") == []
+    with MetricsLog(tmp_path, stage="warmup", step=0):
+        pass
+    assert _scalars(board / "warmup") == []
 
 
 def test_a_disabled_log_writes_nothing(tmp_path):
-    with MetricsLog(tmp_path / "run", enabled=False) as log:
+    with MetricsLog(tmp_path / "run", stage="warmup", step=0, enabled=False) as log:
         log.write("rl", 1, {"loss": 1.0})
         log.write_samples("rl", 1, [{"prompt": "a"}])
     assert not (tmp_path / "run").exists()
