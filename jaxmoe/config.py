@@ -127,6 +127,7 @@ class RolloutConfig:
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
+    max_draws: int = 1  # above 1: groups of equal rewards are drawn anew, so often at most
     max_parallel_sequences: int = 256  # one engine batch; more prompts wait for the next
 
     def __post_init__(self) -> None:
@@ -140,6 +141,11 @@ class RolloutConfig:
             n > 0 and n % r == 0,
             f"rollout.sequences_per_step ({n}) must be a multiple of rollout.samples_per_prompt "
             f"({r}). Try --set rollout.sequences_per_step={max(1, n // r) * r}.",
+        )
+        require(
+            self.max_draws > 0,
+            f"rollout.max_draws must be positive, got {self.max_draws}. "
+            "Try --set rollout.max_draws=1.",
         )
         require(
             self.max_new_tokens > 0,

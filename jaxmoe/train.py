@@ -23,14 +23,16 @@ from jaxmoe import plan
 from jaxmoe.checkpoint.run import Position, initial_params, restore_run, save_run
 from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
 from jaxmoe.config import Config, ConfigError
+from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text, score
 from jaxmoe.losses import group_advantages
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.observe.progress import Progress, phase
-from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
+from jaxmoe.rl.groups import Draw, sample_groups
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.state import TrainState, abstract_state, new_state
 from jaxmoe.rl.step import batch_logprobs, grpo_loss_fn, supervised_loss_fn, train_step
@@ -105,7 +107,8 @@ class Desk:
     def clock(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.phases[f"time/{name}_s"] = time.perf_counter() - start
+        spent = time.perf_counter() - start
+        self.phases[f"time/{name}_s"] = self.phases.get(f"time/{name}_s", 0.0) + spent
 
     def save_or_stop(self, at: Position, *, last: bool) -> None:
         """Save when due or asked to stop; leave with a message where asked."""
@@ -133,7 +136,7 @@ def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tr
         data.set_state(at.data)
     with Progress(w.steps, "warmup", done=at.step) as progress:
         for step in range(at.step + 1, w.steps + 1):
-            prompts: list[Prompt] = next(data)
+            prompts, desk.phases = next(data), {}
             answers = [answer_tokens(p, task) for p in prompts]
             batch = supervised_batch(
                 prompts, answers, length=cfg.context, pad_id=task.tokenizer.pad_id
@@ -179,15 +182,11 @@ def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tra
     with Progress(cfg.steps, "rl", done=at.step) as progress:
         for step in range(at.step + 1, cfg.steps + 1):
             start, desk.phases = time.perf_counter(), {}
-            with desk.clock("rollout"):
-                prompts: list[Prompt] = next(data)
-                seed = int(np.random.SeedSequence([cfg.seed, step]).generate_state(1)[0])
-                rollouts = engine.generate(
-                    prompts, task.sampling, seed=seed, samples=r.samples_per_prompt
-                )
-            with desk.clock("reward"):
-                rewards = score(rollouts, task.train, task)
-                batch = make_batch(cfg, task, rollouts, rewards)
+            rollouts, rewards, drawn = sample_groups(
+                partial(draw, desk, data, step), groups=r.prompts_per_step,
+                samples=r.samples_per_prompt, max_draws=r.max_draws,
+            )  # fmt: skip
+            batch = make_batch(cfg, task, rollouts, rewards)
             with desk.clock("train"):
                 if reference is not None:
                     batch = replace(batch, ref_logp_BT=logprobs(reference, batch)[0])
@@ -205,8 +204,8 @@ def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tra
                     metrics |= measure(desk, held_out, step)
             tokens = int(np.asarray(batch.segment_ids_BT).sum())
             elapsed = time.perf_counter() - start
-            metrics |= summary(rollouts, rewards, r.samples_per_prompt)
-            metrics |= desk.phases | {"tokens_per_s": tokens / elapsed, "time/step_s": elapsed}
+            metrics |= drawn | desk.phases
+            metrics |= {"tokens_per_s": tokens / elapsed, "time/step_s": elapsed}
             desk.log.write("rl", step, metrics)
             progress.update(
                 step, reward=metrics["reward/mean"], kl=metrics["policy/kl_rollout"],
@@ -218,6 +217,18 @@ def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tra
             now = Position("rl", step, state, reference, data.get_state())
             desk.save_or_stop(now, last=step == cfg.steps)
     return state
+
+
+def draw(desk: Desk, data: PromptIterator, step: int, number: int) -> Draw:
+    """The next prompts, answered and scored; what is sampled depends on (seed, step, number)."""
+    with desk.clock("rollout"):
+        seed = int(np.random.SeedSequence([desk.cfg.seed, step, number]).generate_state(1)[0])
+        rollouts = desk.engine.generate(
+            next(data), desk.task.sampling, seed=seed,
+            samples=desk.cfg.rollout.samples_per_prompt,
+        )  # fmt: skip
+    with desk.clock("reward"):
+        return rollouts, score(rollouts, desk.task.train, desk.task)
 
 
 def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray) -> Batch:
@@ -243,21 +254,6 @@ def measure(desk: Desk, prompts: list[Prompt], step: int) -> Metrics:
     ]  # fmt: skip
     desk.log.write_samples("rl", step, rows)
     return metrics
-
-
-def summary(rollouts: list[Rollout], rewards: np.ndarray, samples: int) -> Metrics:
-    """What can be said of a step's rollouts without the model."""
-    lengths = np.array([len(r.tokens) for r in rollouts])
-    grouped = rewards.reshape(-1, samples)
-    cut = [r.stop is StopReason.MAX_TOKENS for r in rollouts]
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/zero_std_groups_frac": float((grouped == grouped[:, :1]).all(axis=1).mean()),
-        "response_len/mean": float(lengths.mean()),
-        "response_len/max": int(lengths.max()),
-        "stop/max_tokens_frac": float(np.mean(cut)),
-    }
 
 
 def host(metrics: Metrics) -> Metrics:

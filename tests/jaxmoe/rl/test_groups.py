@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups without a gradient give way to others, within the budget of draws."""
+
+import numpy as np
+import pytest
+
+from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.rl.groups import rollout_metrics, sample_groups
+
+SAMPLES = 3
+
+
+def rollout(prompt, sample, length=2, stop=StopReason.STOP_TOKEN):
+    tokens = np.full(length, sample, np.int32)
+    return Rollout(
+        prompt=Prompt(id=prompt, tokens=(1,), text="", answer=""), tokens=tokens,
+        rollout_logp=np.zeros(length, np.float32), stop=stop, weights_version=0,
+    )  # fmt: skip
+
+
+def drawing(*draws):
+    """A draw(number) whose groups carry the given rewards; prompts are numbered through."""
+    calls = []
+
+    def draw(number):
+        calls.append(number)
+        first = sum(len(groups) for groups in draws[:number])
+        groups = draws[number]
+        rollouts = [rollout(first + g, s) for g in range(len(groups)) for s in range(SAMPLES)]
+        return rollouts, np.array(groups, np.float32).reshape(-1)
+
+    return draw, calls
+
+
+ALL, NONE, SOME = [1, 1, 1], [0, 0, 0], [0, 1, 0]
+
+
+def prompts_of(rollouts):
+    return [r.prompt.id for r in rollouts[::SAMPLES]]
+
+
+def test_one_draw_keeps_every_group_and_its_rewards():
+    draw, calls = drawing([ALL, SOME, NONE], [SOME, SOME, SOME])
+    rollouts, rewards, metrics = sample_groups(draw, groups=3, samples=SAMPLES, max_draws=1)
+    assert calls == [0] and sorted(prompts_of(rollouts)) == [0, 1, 2]
+    by_prompt = dict(zip(prompts_of(rollouts), rewards.reshape(-1, SAMPLES).tolist(), strict=True))
+    assert by_prompt == {0: ALL, 1: SOME, 2: NONE}
+    assert metrics["rollout/draws"] == 1
+
+
+def test_uniform_groups_give_way_to_those_of_a_further_draw():
+    draw, calls = drawing([ALL, SOME], [NONE, [1, 1, 0]], [SOME, SOME])
+    rollouts, rewards, metrics = sample_groups(draw, groups=2, samples=SAMPLES, max_draws=9)
+    assert calls == [0, 1] and prompts_of(rollouts) == [1, 3]
+    assert rewards.tolist() == [0, 1, 0, 1, 1, 0]
+    assert [r.tokens[0] for r in rollouts] == [0, 1, 2, 0, 1, 2]  # samples stay in order
+    assert metrics["rollout/draws"] == 2
+    assert metrics["reward/zero_std_groups_frac"] == 0.5  # of all that was drawn
+    assert metrics["reward/mean"] == pytest.approx(6 / 12)
+
+
+def test_a_spent_budget_fills_up_with_uniform_groups():
+    draw, calls = drawing([ALL, NONE], [SOME, ALL])
+    rollouts, rewards, _ = sample_groups(draw, groups=2, samples=SAMPLES, max_draws=2)
+    assert calls == [0, 1] and prompts_of(rollouts) == [2, 0]
+    assert rewards.tolist() == [*SOME, *ALL]
+
+
+def test_more_telling_groups_than_wanted_are_cut_to_the_step():
+    draw, _ = drawing([SOME, ALL, SOME], [SOME, SOME, SOME])
+    rollouts, rewards, _ = sample_groups(draw, groups=3, samples=SAMPLES, max_draws=4)
+    assert prompts_of(rollouts) == [0, 2, 3] and len(rewards) == 9
+
+
+def test_metrics_count_lengths_and_cut_answers():
+    rollouts = [rollout(0, s, length=s + 1) for s in range(SAMPLES)]
+    rollouts += [rollout(1, s, length=5, stop=StopReason.MAX_TOKENS) for s in range(SAMPLES)]
+    metrics = rollout_metrics(rollouts, np.array([0, 1, 1, 1, 1, 1], np.float32), SAMPLES)
+    assert metrics["response_len/mean"] == pytest.approx(21 / 6)
+    assert metrics["response_len/max"] == 5
+    assert metrics["stop/max_tokens_frac"] == 0.5
+    assert metrics["reward/zero_std_groups_frac"] == 0.5
+    assert metrics["reward/std"] == pytest.approx(np.std([0, 1, 1, 1, 1, 1]))
