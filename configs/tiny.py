@@ -28,11 +28,13 @@ def get_config() -> Config:
             held_out_rows=256,
             max_prompt_tokens=52,
         ),
-        warmup=WarmupConfig(steps=260, sequences_per_step=64, lr=1e-3),
-        rollout=RolloutConfig(sequences_per_step=256, samples_per_prompt=8, max_new_tokens=6),
+        warmup=WarmupConfig(steps=130, sequences_per_step=64, lr=1e-3),
+        rollout=RolloutConfig(
+            sequences_per_step=256, samples_per_prompt=8, max_new_tokens=6, max_draws=4
+        ),
         optim=OptimConfig(lr=5e-4, lr_warmup_steps=10, beta2=0.99),
-        steps=300,
-        eval=EvalConfig(every_steps=30),
-        save=SaveConfig(every_steps=100),
+        steps=160,
+        eval=EvalConfig(every_steps=20),
+        save=SaveConfig(every_steps=80),
         workdir="runs/tiny",
     )  # fmt: skip
