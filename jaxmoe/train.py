@@ -63,7 +63,7 @@ def run(cfg: Config) -> None:
     at = restore_run(work, cfg, abstract_state(cfg.model, tx, dtype))
     if at is None:
         at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
-    task.held_out_prompts()  # one that is too long is refused before there is a run folder
+    task.check_prompts()  # before there is a run folder
     first = jax.process_index() == 0
     with (
         stop_requests() as stop,

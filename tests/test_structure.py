@@ -3,12 +3,16 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from jaxmoe.config_file import load, override
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -100,6 +104,19 @@ def test_the_readme_names_files_that_exist():
     text = (ROOT / "README.md").read_text()
     for name in re.findall(r"`((?:jaxmoe|pallas_kernels|configs|tests)/[\w/.]*)`", text):
         assert (ROOT / name).exists(), name
+
+
+def test_the_commands_of_readme_and_configs_resolve():
+    texts = [ROOT / "README.md", *(ROOT / "configs").glob("[a-z]*.py")]
+    commands = [
+        shlex.split(line.partition("-m jaxmoe.")[2].rstrip("`"))
+        for path in texts
+        for line in path.read_text().splitlines()
+        if re.search(r"python -m jaxmoe\.(train|eval) --config", line) and "FILE" not in line
+    ]
+    assert len(commands) >= 5
+    for _, _, config, *rest in commands:
+        override(load(config), *(b for a, b in pairwise(rest) if a == "--set"))
 
 
 def test_each_config_says_its_command_and_what_to_expect():

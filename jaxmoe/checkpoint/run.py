@@ -21,7 +21,7 @@ from jaxmoe.shapes import Leaf, Params
 
 STAGES = ("warmup", "rl")
 # what a resumed run may change: nothing that its numbers so far depend on
-FREE = ("steps", "workdir", "eval", "save")
+FREE = ("steps", "workdir", "eval", "save", "data.max_prompt_tokens")
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def _gym_dataset(name: str, options: Mapping[str, Any], size: int, seed: int) ->
         if key not in known:
             raise ConfigError(
                 f"data.options must be options of reasoning_gym:{name}; there is no {key!r}."
-                f"{_hint(key, known, 'data.options.')}"
+                f"{_hint(key, known, 'data.options.')} Or drop a config's own: "
+                "--set data.options={}"
             )
     given = dict(options)
     try:

@@ -4,6 +4,7 @@
 Next: jaxmoe/train.py asks for prompts and scores what the engine makes of them.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -41,10 +42,18 @@ class Task:
 
     def held_out_prompts(self) -> list[Prompt]:
         """All held-out rows, in order."""
-        return [
-            make_prompt(self.held_out, i, self.tokenizer, self.template, self.max_prompt_tokens)
-            for i in range(len(self.held_out))
-        ]
+        return [self._prompt(self.held_out, i) for i in range(len(self.held_out))]
+
+    def check_prompts(self) -> None:
+        """Name the longest prompt that does not fit, of the held-out rows and as many others."""
+        for source in (self.held_out, self.train):
+            rows = range(min(len(source), len(self.held_out)))
+            prompts = [self._prompt(source, i, limit=sys.maxsize) for i in rows]
+            self._prompt(source, max(prompts, key=lambda p: len(p.tokens)).id)
+
+    def _prompt(self, source: Source, row: int, limit: int | None = None) -> Prompt:
+        limit = self.max_prompt_tokens if limit is None else limit
+        return make_prompt(source, row, self.tokenizer, self.template, limit)
 
 
 def open_task(cfg: Config) -> Task:

@@ -2,12 +2,13 @@
 """What an engine is. Next: jaxmoe/rollout/native.py, the one that shares the trainer's forward."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Token ids in, token ids and processed log-probs out."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU-seconds of one tiny GRPO step: jaxmoe against TRL, same weights, same core, in turn.
 
-    python tests/bench/compare_trl.py --peer-python PATH [--rounds 7] [--out FILE.json]
+    python tests/bench/compare_trl.py --peer-python PATH [--rounds 7] [--stock-malloc]
 
 Next: README.md says what is equal on both sides; peer_trl.py and ours.py are the two workers.
 """
@@ -24,9 +24,9 @@ ROWS, LENGTH, VOCAB = 16, 80, 512
 class Worker:
     """One side: a process that answers each line with one line of JSON."""
 
-    def __init__(self, python: str, script: str, model: Path, core: int, log: Path) -> None:
+    def __init__(self, python: str, script: str, model: Path, log: Path, *options: str) -> None:
         self.name, self.log = script, log
-        command = [python, str(HERE / script), str(model), "--core", str(core)]
+        command = [python, str(HERE / script), str(model), *options]
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
@@ -118,8 +118,11 @@ def main() -> None:
     parser.add_argument("--peer-python", required=True, help="a Python that has torch and trl")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="also write the JSON document here")
+    parser.add_argument("--stock-malloc", action="store_true",
+                        help="both sides with glibc's malloc as it comes")  # fmt: skip
     args = parser.parse_args()
-    core = max(os.sched_getaffinity(0))
+    options = ["--core", str(max(os.sched_getaffinity(0)))]
+    options += ["--stock-malloc"] if args.stock_malloc else []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         made = subprocess.run(
@@ -128,8 +131,8 @@ def main() -> None:
         )  # fmt: skip
         if made.returncode:
             raise SystemExit(f"the peer must make the model; it failed:\n{made.stderr[-3000:]}")
-        ours = Worker(sys.executable, "ours.py", model, core, Path(folder) / "ours.log")
-        peer = Worker(args.peer_python, "peer_trl.py", model, core, Path(folder) / "peer.log")
+        ours = Worker(sys.executable, "ours.py", model, Path(folder) / "ours.log", *options)
+        peer = Worker(args.peer_python, "peer_trl.py", model, Path(folder) / "peer.log", *options)
         worst = largest_difference(ours, peer)
         print(f"log-probs agree: largest difference {worst:.1e} nats over {ROWS * LENGTH} tokens")
         found = measure(ours, peer, args.rounds)
@@ -141,6 +144,7 @@ def main() -> None:
     document = {
         "parameters": int(made.stdout.split()[-1]),
         "rounds": args.rounds,
+        "malloc": "stock" if args.stock_malloc else "keeps freed memory",
         "largest_logprob_difference": worst,
         "cpu_seconds": summary,
         "peer_optimizer_cpu_s": {"min": min(optimizer), "median": median(optimizer)},

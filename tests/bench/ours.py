@@ -123,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--core", type=int, default=0)
+    parser.add_argument("--stock-malloc", action="store_true")
     args = parser.parse_args()
     os.sched_setaffinity(0, {args.core})  # before jax counts the cores
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -130,7 +131,8 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from jaxmoe.parallel.host import keep_freed_memory
 
-    keep_freed_memory()  # as the train command does; peer_trl.py sets the same
+    if not args.stock_malloc:
+        keep_freed_memory()  # as the train command does; peer_trl.py sets the same
     desk = Desk(args.directory)
     for _ in range(3):
         desk.step()

@@ -187,11 +187,13 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--make", action="store_true", help="write the model and stop")
     parser.add_argument("--core", type=int, default=0)
+    parser.add_argument("--stock-malloc", action="store_true")
     args = parser.parse_args()
     if args.make:
         return make_model(args.directory)
     os.sched_setaffinity(0, {args.core})
-    keep_freed_memory()
+    if not args.stock_malloc:
+        keep_freed_memory()
     # answers go to the real stdout, everything the libraries print goes to stderr
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
