@@ -100,6 +100,14 @@ def test_the_readme_opens_with_two_complete_commands():
         assert "venv" in block[1] and "pip install" in block[1] and block[1].endswith(last)
 
 
+def test_the_readmes_python_runs_as_it_stands():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    names: dict = {}
+    exec(compile(block, "README.md", "exec"), names)
+    assert names["logp_BT"].shape == names["tokens_BT"].shape == (2, 24)
+    assert names["experts_LBTA"].shape == (2, 2, 24, 2)
+
+
 def test_the_readme_names_files_that_exist():
     text = (ROOT / "README.md").read_text()
     for name in re.findall(r"`((?:jaxmoe|pallas_kernels|configs|tests)/[\w/.]*)`", text):
