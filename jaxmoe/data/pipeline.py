@@ -88,7 +88,9 @@ def prompts(
         ]
 
     rows = grain.MapDataset.source(range(len(source))).seed(seed % 2**32).shuffle().repeat()
-    steps = rows.batch(prompts_per_step, batch_fn=list).map(read)
+    # drop_remainder of an endless stream drops nothing; without it grain divides sys.maxsize as
+    # a float, which for one prompt a step is one too many
+    steps = rows.batch(prompts_per_step, drop_remainder=True, batch_fn=list).map(read)
     # Read in this thread: a source need not be thread-safe, and no step is drawn ahead of time.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     stream = {"rows": len(source), "seed": seed, "prompts_per_step": prompts_per_step}

@@ -37,8 +37,9 @@ def test_each_epoch_covers_every_row_once_in_a_new_order():
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(12))
 
 
-def test_an_epoch_need_not_be_a_whole_number_of_steps():
-    flat = sum(_ids(_stream(prompts_per_step=5), 12), [])
+@pytest.mark.parametrize("per_step", [1, 5, 15])
+def test_an_epoch_need_not_be_a_whole_number_of_steps(per_step):
+    flat = sum(_ids(_stream(prompts_per_step=per_step), 60 // per_step), [])
     assert all(sorted(flat[i : i + 12]) == list(range(12)) for i in range(0, 60, 12))
 
 

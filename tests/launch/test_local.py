@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The detached run: it refuses before it starts, and SIGTERM saves it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "--config", "tiny.py", "--set", "model.d_model=32", "--set", "model.d_expert=24",
+    "--set", "data.train_rows=64", "--set", "data.held_out_rows=4", "--set", "warmup.steps=0",
+    "--set", "rollout.sequences_per_step=8",
+]  # fmt: skip
+
+
+def launch(*args):
+    env = {**os.environ, "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [str(ROOT / "launch" / "local.sh"), *map(str, args)], env=env, text=True,
+        capture_output=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_a_mistake_is_one_line_and_nothing_starts(tmp_path):
+    done = launch(tmp_path / "run", *SMALL, "--set", "optim.lrr=1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "Did you mean optim.lr?" in done.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_detached_run_is_stopped_by_its_pid_and_saves(tmp_path):
+    work = tmp_path / "run"
+    done = launch(work, *SMALL)
+    assert done.returncode == 0, done.stderr
+    pid = int((work / "pid").read_text())
+    again = launch(work, *SMALL)
+    assert again.returncode == 2 and str(pid) in again.stderr
+    log = work / "log.txt"
+    wait(lambda: "rl " in log.read_text())
+    os.kill(pid, signal.SIGTERM)
+    wait(lambda: "SIGTERM: saved rl step" in log.read_text())
+    assert list((work / "checkpoints").iterdir())
+
+
+def wait(holds):
+    for _ in range(1200):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError("two minutes went by")
