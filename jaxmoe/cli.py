@@ -6,6 +6,7 @@ Next: jaxmoe/train.py.
 
 import argparse
 import dataclasses
+import errno
 import os
 import signal
 import sys
@@ -38,6 +39,15 @@ def command(
         run(config, args.dry_run)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(
+            f"error: the disk must have space for the run folder; {error}. Checkpoints are "
+            "untouched; free some space and type the same command.",
+            file=sys.stderr,
+        )
         return 2
     except Stopped as stopped:
         print(stopped)

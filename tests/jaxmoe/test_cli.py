@@ -39,6 +39,16 @@ def test_a_mistake_is_one_line_and_status_two(args, answer, capsys):
     assert err.startswith("error: ") and answer in err and "Traceback" not in err
 
 
+def test_a_full_disk_is_one_line_wherever_it_is_met(capsys):
+    def run(cfg, dry_run):
+        with open("/dev/full", "w") as full:
+            full.write("metrics")
+
+    assert command(["--config", "tiny.py"], "Test.", run) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "No space left" in err and "type the same command" in err
+
+
 def test_the_real_command_exits_with_two_and_one_line():
     done = subprocess.run(
         [sys.executable, "-m", "jaxmoe.train", "--config", "tinny.py"],
