@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from jaxmoe import plan
-from jaxmoe.checkpoint.run import Position, initial_params, restore_run, save_run
+from jaxmoe.checkpoint.run import Position, initial_params, record_config, restore_run, save_run
 from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.pipeline import PromptIterator
@@ -64,6 +64,7 @@ def run(cfg: Config) -> None:
     if at is None:
         at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
     task.check_prompts()  # before there is a run folder
+    record_config(work, cfg)
     first = jax.process_index() == 0
     with (
         stop_requests() as stop,

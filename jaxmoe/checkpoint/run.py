@@ -5,7 +5,10 @@ Next: jaxmoe/checkpoint/store.py writes and reads the files.
 """
 
 import json
+import os
+import subprocess
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,35 @@ def initial_params(cfg: Config) -> Params:
                 f"Try --set model.{name}={theirs[name]}."
             )
     return jax.tree.map(jnp.asarray, load_params(directory, cfg.model, cfg.optim.param_dtype))
+
+
+def record_config(work: Path, cfg: Config) -> None:
+    """config.json in the run folder: the resolved config, the commit and the versions it runs on.
+
+    A resumed run writes it anew.
+    """
+    record = {
+        "config": json.loads(to_json(cfg)),
+        "git_commit": _git_commit(),
+        "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")},
+    }
+    work.mkdir(parents=True, exist_ok=True)
+    temporary = work / "config.json.tmp"
+    temporary.write_text(json.dumps(record, indent=2) + "\n")
+    os.replace(temporary, work / "config.json")
+
+
+def _git_commit() -> str | None:
+    """The commit of the code that runs, "-dirty" behind it if changed; None outside a clone."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
 
 
 def save_run(work: Path, cfg: Config, at: Position) -> None:

@@ -2,12 +2,14 @@
 """A run's position comes back whole, and only into the run it came from."""
 
 import dataclasses
+import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from jaxmoe.checkpoint.run import Position, initial_params, restore_run, save_run
+from jaxmoe.checkpoint.run import Position, initial_params, record_config, restore_run, save_run
 from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig
 from jaxmoe.config_file import override
 from jaxmoe.model import tiny
@@ -77,3 +79,14 @@ def test_length_and_bookkeeping_may_change(tmp_path):
 def test_the_same_seed_gives_the_same_first_weights():
     other = initial_params(override(CFG, "seed=1"))
     assert bits_of(initial_params(CFG)) == bits_of(initial_params(CFG)) != bits_of(other)
+
+
+def test_the_run_folder_says_what_it_ran(tmp_path):
+    record_config(tmp_path / "run", CFG)
+    record_config(tmp_path / "run", override(CFG, "steps=9"))
+    (path,) = (tmp_path / "run").iterdir()
+    record = json.loads(path.read_text())
+    assert path.name == "config.json" and record["config"]["steps"] == 9
+    assert record["versions"]["jax"] == jax.__version__
+    commit = record["git_commit"]
+    assert commit is None or re.search(r"[0-9a-f]{40}(-dirty)?$", commit), commit
