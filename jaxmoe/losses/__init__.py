@@ -1,19 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses as pure functions: arrays in, arrays out; no config, no model, no jit."""
+"""Losses as pure functions: arrays in, arrays out; no config, no model, no jit.
 
-from jaxmoe.losses.advantages import group_advantages
-from jaxmoe.losses.kl import kl_k1, kl_k3
+Importance weights and rejection are in correction.py, their metrics in mismatch.py.
+"""
+
+from jaxmoe.losses.advantages import (
+    discounted_returns,
+    gae,
+    group_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+    whiten,
+)
+from jaxmoe.losses.kl import kl_k1, kl_k2, kl_k3, kl_k3_with_k2_gradient
+from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
 from jaxmoe.losses.policy import grpo_loss
 from jaxmoe.losses.reduce import masked_max, masked_mean, masked_sum
 from jaxmoe.losses.supervised import cross_entropy
 
 __all__ = [
     "cross_entropy",
+    "discounted_returns",
+    "gae",
     "group_advantages",
     "grpo_loss",
     "kl_k1",
+    "kl_k2",
     "kl_k3",
+    "kl_k3_with_k2_gradient",
     "masked_max",
     "masked_mean",
     "masked_sum",
+    "mismatch_metrics",
+    "reinforce_pp_advantages",
+    "reinforce_pp_baseline_advantages",
+    "rloo_advantages",
+    "weight_metrics",
+    "whiten",
 ]

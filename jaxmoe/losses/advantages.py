@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages from rewards. Next: jaxmoe/losses/policy.py."""
+"""Advantages from rewards: of groups, and of tokens in time. Next: jaxmoe/losses/policy.py."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxmoe.losses.reduce import masked_mean
 
 
 def group_advantages(
@@ -24,3 +27,117 @@ def group_advantages(
         return centred_PR
     variance_P1 = jnp.sum(centred_PR**2, axis=1, keepdims=True) / (rewards_PR.shape[1] - 1)
     return centred_PR / (jnp.sqrt(variance_P1) + eps)
+
+
+def rloo_advantages(rewards_PR: Float[Array, "P R"]) -> Float[Array, "P R"]:
+    """r_i − mean of the group's other rewards.
+
+    Raises ValueError for groups of one: there is no other.
+    Numerics: float32; a group whose rewards are all equal gets exactly 0.
+    Source: RLOO, arXiv:2402.14740.
+    """
+    samples = rewards_PR.shape[1]
+    if samples < 2:
+        raise ValueError(
+            f"leave-one-out needs groups of at least 2 samples, got {samples}. "
+            "Try --set rollout.samples_per_prompt=8."
+        )
+    return group_advantages(rewards_PR, scale_by_std=False) * (samples / (samples - 1))
+
+
+def discounted_returns(
+    rewards_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, discount: float = 1.0
+) -> Float[Array, "B T"]:
+    """G_t = r_t + γ·G of the next true token; 0 at false tokens.
+
+    Tool output between two true tokens is passed over: γ is applied once, and rewards that stand
+    at false tokens do not count. Numerics: float32.
+    Source: REINFORCE++, arXiv:2501.03262 §3, as verl computes it over several turns.
+    """
+
+    def back(future_B, column):
+        reward_B, true_B = column
+        return_B = reward_B + discount * future_B
+        return jnp.where(true_B, return_B, future_B), jnp.where(true_B, return_B, 0.0)
+
+    columns = (jnp.where(mask_BT, rewards_BT, 0.0).astype(jnp.float32).T, mask_BT.T)
+    zero_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
+    return lax.scan(back, zero_B, columns, reverse=True)[1].T
+
+
+def whiten(
+    x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, eps: float = 1e-8
+) -> Float[Array, "B T"]:
+    """(x − mean) / sqrt(var + ε) over the batch's true tokens; 0 at false ones.
+
+    Numerics: float32; the variance divides by the count − 1; one true token, or equal ones, give 0.
+    Source: verl's masked_whiten.
+    """
+    x_BT = jnp.where(mask_BT, x_BT, 0.0).astype(jnp.float32)
+    centred_BT = jnp.where(mask_BT, x_BT - masked_mean(x_BT, mask_BT), 0.0)
+    count = jnp.sum(mask_BT.astype(jnp.float32))
+    variance = jnp.sum(jnp.square(centred_BT)) / jnp.maximum(count - 1.0, 1.0)
+    return centred_BT / jnp.sqrt(variance + eps)
+
+
+def reinforce_pp_advantages(
+    rewards_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, discount: float = 1.0
+) -> Float[Array, "B T"]:
+    """whiten(discounted returns); per-token rewards carry the KL penalty, if any.
+
+    Source: REINFORCE++, arXiv:2501.03262.
+    """
+    return whiten(discounted_returns(rewards_BT, mask_BT, discount=discount), mask_BT)
+
+
+def reinforce_pp_baseline_advantages(
+    rewards_PR: Float[Array, "P R"], mask_BT: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """whiten(r − mean_group(r)) over the batch's tokens, B = P·R, samples of a prompt together.
+
+    Source: REINFORCE++-baseline, arXiv:2501.03262; verl's reinforce_plus_plus_baseline.
+    """
+    centred_B1 = group_advantages(rewards_PR, scale_by_std=False).reshape(-1, 1)
+    return whiten(jnp.broadcast_to(centred_B1, mask_BT.shape), mask_BT)
+
+
+def gae(
+    rewards_BT: Float[Array, "B T"],
+    values_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    discount: float = 1.0,
+    trace: float = 1.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(advantages, returns) of generalized advantage estimation.
+
+    δ_t = r_t + γ·V_next − V_t,   A_t = δ_t + γλ·A_next,   returns = A + V
+
+    "Next" is the next true token, so tool output in between discounts once and its values do not
+    count; after the last one V and A are 0. Both are 0 at false tokens. Whitening is the caller's.
+    Args:
+        discount: γ.
+        trace: λ.
+    Numerics: float32; no gradient reaches the values.
+    Source: arXiv:1506.02438 eq. 16; the gap as in verl's multi-turn GAE.
+    """
+
+    def back(carry, column):
+        next_value_B, next_advantage_B = carry
+        reward_B, value_B, true_B = column
+        delta_B = reward_B + discount * next_value_B - value_B
+        advantage_B = delta_B + discount * trace * next_advantage_B
+        carry = (
+            jnp.where(true_B, value_B, next_value_B),
+            jnp.where(true_B, advantage_B, next_advantage_B),
+        )
+        return carry, jnp.where(true_B, advantage_B, 0.0)
+
+    rewards_BT, values_BT = (
+        lax.stop_gradient(jnp.where(mask_BT, x, 0.0).astype(jnp.float32))
+        for x in (rewards_BT, values_BT)
+    )
+    zero_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
+    columns = (rewards_BT.T, values_BT.T, mask_BT.T)
+    advantages_BT = lax.scan(back, (zero_B, zero_B), columns, reverse=True)[1].T
+    return advantages_BT, advantages_BT + values_BT

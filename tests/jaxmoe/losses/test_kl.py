@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.losses import kl_k1, kl_k3
+from jaxmoe.losses import kl_k1, kl_k2, kl_k3, kl_k3_with_k2_gradient
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -58,3 +58,17 @@ def test_gradient_of_k3_is_one_minus_q_over_p():
     logp, logq = jnp.asarray([[-1.0]], jnp.float32), jnp.asarray([[-1.5]], jnp.float32)
     grad = jax.grad(lambda x: kl_k3(x, logq)[0, 0])(logp)
     assert abs(float(grad[0, 0]) - (1 - np.exp(-0.5))) <= 2 * EPS
+
+
+def test_k3_with_k2_gradient_has_the_value_of_one_and_the_slope_of_the_other():
+    # verl asserts the same of its "k3+"
+    logp, logq = jnp.asarray([[-1.0, -0.2]]), jnp.asarray([[-1.5, -2.2]])
+
+    def total(estimate):
+        return jax.value_and_grad(lambda x: estimate(x, logq).sum())(logp)
+
+    value, grad = total(kl_k3_with_k2_gradient)
+    np.testing.assert_allclose(value, total(kl_k3)[0], rtol=2 * EPS)
+    np.testing.assert_allclose(grad, total(kl_k2)[1], rtol=2 * EPS)
+    np.testing.assert_allclose(grad, logp - logq, rtol=2 * EPS)
+    assert float(jnp.abs(grad - total(kl_k3)[1]).max()) > 0.1

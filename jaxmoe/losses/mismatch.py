@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the trainer's log-probs are from the engine's, in the names people already plot.
+
+Next: jaxmoe/losses/correction.py, what to do about it.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxmoe.losses.correction import k3, log_ratios, sequence_mean, sequence_ratio, token_ratio
+from jaxmoe.losses.reduce import masked_max, masked_mean, token_total
+from jaxmoe.shapes import Metrics
+
+
+def mismatch_metrics(
+    old_logp_BT: Float[Array, "B T"],
+    rollout_logp_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+) -> Metrics:
+    """Means over the batch's true tokens, or over its sequences that have any.
+
+    Returns:
+        train_rollout_logprob_abs_diff, …_max: |Δ log p|, nats.
+        rollout_corr/kl, k3_kl: E[−log ρ] and E[ρ − 1 − log ρ], nats; the tokens are the engine's.
+        rollout_corr/chi2_token, chi2_seq: E[ρ²] − 1 and E[(Πρ)²] − 1; 0 where the two agree.
+        rollout_corr/training_ppl, rollout_ppl, ppl_ratio: means over sequences of
+            exp(−mean log p), and of their ratio trainer/engine.
+        rollout_probs_diff_mean, …_max: |Δp| of the drawn tokens.
+        rollout_actor_probs_pearson_corr: of those probabilities; 1 where both are constant.
+    Numerics: float32; |log ρ| clamped at 20 before each exponential; false tokens never matter.
+    Source: verl's rollout_corr_helper.py and utils/debug/metrics.py, for names and definitions.
+    """
+    log_ratio_BT = log_ratios(old_logp_BT, rollout_logp_BT, mask_BT)
+    gap_BT = jnp.abs(log_ratio_BT)
+    ratio_BT = token_ratio(log_ratio_BT)
+    some_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
+    old_B1, rollout_B1 = (
+        sequence_mean(jnp.where(mask_BT, x.astype(jnp.float32), 0.0), mask_BT)
+        for x in (old_logp_BT, rollout_logp_BT)
+    )
+    chi2_seq_B1 = jnp.square(sequence_ratio(log_ratio_BT, mask_BT)[:, :1]) - 1.0
+    p_BT, q_BT = (
+        jnp.where(mask_BT, jnp.exp(jnp.where(mask_BT, x.astype(jnp.float32), 0.0)), 0.0)
+        for x in (old_logp_BT, rollout_logp_BT)
+    )
+    return {
+        "train_rollout_logprob_abs_diff": masked_mean(gap_BT, mask_BT),
+        "train_rollout_logprob_abs_diff_max": masked_max(gap_BT, mask_BT),
+        "rollout_corr/kl": masked_mean(-log_ratio_BT, mask_BT),
+        "rollout_corr/k3_kl": masked_mean(k3(log_ratio_BT), mask_BT),
+        "rollout_corr/chi2_token": masked_mean(jnp.square(ratio_BT) - 1.0, mask_BT),
+        "rollout_corr/chi2_seq": masked_mean(chi2_seq_B1, some_B1),
+        "rollout_corr/training_ppl": masked_mean(jnp.exp(-old_B1), some_B1),
+        "rollout_corr/rollout_ppl": masked_mean(jnp.exp(-rollout_B1), some_B1),
+        "rollout_corr/ppl_ratio": masked_mean(jnp.exp(rollout_B1 - old_B1), some_B1),
+        "rollout_probs_diff_mean": masked_mean(jnp.abs(p_BT - q_BT), mask_BT),
+        "rollout_probs_diff_max": masked_max(jnp.abs(p_BT - q_BT), mask_BT),
+        "rollout_actor_probs_pearson_corr": _pearson(p_BT, q_BT, mask_BT),
+    }
+
+
+def weight_metrics(
+    weights_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, low: float, high: float
+) -> Metrics:
+    """What the weights do to a batch; `low` and `high` are the bounds they were made with.
+
+    Returns:
+        rollout_corr/rollout_is_mean, std, min, max; the deviation divides by the count.
+        rollout_corr/rollout_is_eff_sample_size: 1 / E[(w / E w)²], in (0, 1]; 0 if all are 0.
+        rollout_corr/rollout_is_ratio_fraction_low, high: share of tokens past a bound (pass raw
+            ratios to count them) — at the bound itself counts as inside.
+    """
+    w_BT = weights_BT.astype(jnp.float32)
+    mean = masked_mean(w_BT, mask_BT)
+    square = masked_mean(jnp.square(w_BT), mask_BT)
+    any_weight = square > 0
+    return {
+        "rollout_corr/rollout_is_mean": mean,
+        "rollout_corr/rollout_is_std": jnp.sqrt(masked_mean(jnp.square(w_BT - mean), mask_BT)),
+        "rollout_corr/rollout_is_min": jnp.where(
+            jnp.any(mask_BT), jnp.min(jnp.where(mask_BT, w_BT, jnp.inf)), 0.0
+        ),
+        "rollout_corr/rollout_is_max": masked_max(w_BT, mask_BT),
+        "rollout_corr/rollout_is_eff_sample_size": jnp.where(
+            any_weight, jnp.square(mean) / jnp.where(any_weight, square, 1.0), 0.0
+        ),
+        "rollout_corr/rollout_is_ratio_fraction_low": masked_mean(_as_float(w_BT < low), mask_BT),
+        "rollout_corr/rollout_is_ratio_fraction_high": masked_mean(_as_float(w_BT > high), mask_BT),
+    }
+
+
+def _pearson(p_BT: Array, q_BT: Array, mask_BT: Array) -> Array:
+    count = token_total(mask_BT)
+    p_BT, q_BT = (
+        jnp.where(mask_BT, x - jnp.sum(jnp.where(mask_BT, x, 0.0)) / count, 0.0)
+        for x in (p_BT, q_BT)
+    )
+    scale = jnp.sqrt(jnp.sum(jnp.square(p_BT)) * jnp.sum(jnp.square(q_BT)))
+    return jnp.where(scale > 0, jnp.sum(p_BT * q_BT) / jnp.where(scale > 0, scale, 1.0), 1.0)
+
+
+def _as_float(x: Array) -> Array:
+    return x.astype(jnp.float32)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Returns, GAE and whitening over turns with tool output between them; leave-one-out groups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmoe.losses import (
+    discounted_returns,
+    gae,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+    whiten,
+)
+
+EPS = float(np.finfo(np.float32).eps)
+# two turns with three tokens of tool output between them, and padding behind
+MASK = jnp.asarray([[True, True, False, False, False, True, True, False]])
+TRUE = np.flatnonzero(np.asarray(MASK)[0])
+SOME = st.lists(st.floats(-4, 4, width=32), min_size=8, max_size=8)
+
+
+def gae_by_loop(rewards, values, discount, trace):
+    """float64, over true tokens only."""
+    advantages, next_value, last = [], 0.0, 0.0
+    for reward, value in zip(rewards[::-1], values[::-1], strict=True):
+        last = reward + discount * next_value - value + discount * trace * last
+        next_value = value
+        advantages.append(last)
+    return np.array(advantages[::-1])
+
+
+@given(SOME, SOME, st.sampled_from([1.0, 0.9, 0.5]), st.sampled_from([1.0, 0.95, 0.0]))
+def test_tool_output_is_passed_over_as_if_it_were_not_there(rewards, values, discount, trace):
+    # verl asserts the same: multi-turn GAE equals GAE of the compressed sequence
+    r, v = (jnp.asarray([x], jnp.float32) for x in (rewards, values))
+    advantages, returns = gae(r, v, MASK, discount=discount, trace=trace)
+    exact = (np.array(x, np.float64)[TRUE] for x in (rewards, values))
+    want = gae_by_loop(*exact, discount, trace)
+    np.testing.assert_allclose(np.asarray(advantages)[0, TRUE], want, atol=64 * 8 * EPS)
+    assert not np.asarray(advantages)[~np.asarray(MASK)].any()
+    gap = np.asarray(returns - advantages)[0]
+    np.testing.assert_allclose(gap[TRUE], np.array(values)[TRUE], atol=64 * 8 * EPS)
+
+
+def test_a_gap_discounts_once():
+    rewards = jnp.asarray([[0, 0, 0, 0, 0, 0, 1.0, 0]])
+    values = jnp.zeros((1, 8))
+    advantages, _ = gae(rewards, values, MASK, discount=0.5)
+    np.testing.assert_array_equal(np.asarray(advantages)[0, TRUE], [0.125, 0.25, 0.5, 1.0])
+    np.testing.assert_array_equal(discounted_returns(rewards, MASK, discount=0.5), advantages)
+
+
+def test_no_gradient_reaches_the_values():
+    grad = jax.grad(lambda v: gae(jnp.ones((1, 8)), v, MASK)[0].sum())(jnp.ones((1, 8)))
+    assert not np.asarray(grad).any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_what_stands_at_false_tokens_never_matters(value):
+    dirty = jnp.where(MASK, 1.0, value)
+    clean = jnp.where(MASK, 1.0, 0.0)
+    for found, want in zip(gae(dirty, dirty, MASK), gae(clean, clean, MASK), strict=True):
+        np.testing.assert_array_equal(found, want)
+    np.testing.assert_array_equal(whiten(dirty, MASK), whiten(clean, MASK))
+    np.testing.assert_array_equal(
+        reinforce_pp_advantages(dirty, MASK), reinforce_pp_advantages(clean, MASK)
+    )
+
+
+def test_whitened_tokens_have_mean_zero_and_deviation_one():
+    x = jnp.asarray(np.random.default_rng(0).normal(3.0, 5.0, (4, 8)), jnp.float32)
+    mask = jnp.broadcast_to(MASK, x.shape)
+    ours = np.asarray(whiten(x, mask), np.float64)[np.asarray(mask)]
+    assert abs(ours.mean()) <= 16 * EPS and abs(ours.std(ddof=1) - 1) <= 16 * EPS
+
+
+@given(st.floats(-1e4, 1e4, width=32))
+def test_equal_tokens_whiten_to_nothing_much(value):
+    # the mean of equal floats may be an ulp off; sqrt(eps) stands below the line
+    ours = np.asarray(whiten(jnp.full((1, 8), value, jnp.float32), MASK))
+    assert np.isfinite(ours).all() and np.abs(ours).max() <= 2 * EPS * abs(value) / 1e-4
+
+
+def test_no_true_token_is_zero_and_not_nan():
+    nothing = jnp.zeros((1, 8), bool)
+    assert not np.asarray(whiten(jnp.ones((1, 8)), nothing)).any()
+    assert not np.asarray(gae(jnp.ones((1, 8)), jnp.ones((1, 8)), nothing)[0]).any()
+
+
+def test_leave_one_out_by_hand():
+    ours = rloo_advantages(jnp.asarray([[1.0, 0, 0, 1], [5, 5, 5, 5]]))
+    want = [[1 - 1 / 3, -2 / 3, -2 / 3, 1 - 1 / 3], [0, 0, 0, 0]]
+    np.testing.assert_allclose(ours, want, rtol=4 * EPS)
+
+
+@given(st.lists(st.integers(-8, 8), min_size=5, max_size=5), st.integers(-64, 64))
+def test_leave_one_out_is_the_others_mean_and_feels_no_shift(rewards, shift):
+    # verl's form of the same: r n/(n-1) - mean n/(n-1)
+    r = np.array(rewards, np.float64)
+    want = r * 5 / 4 - r.mean() * 5 / 4
+    for moved in (0, shift):
+        ours = np.asarray(rloo_advantages(jnp.asarray([r + moved], jnp.float32)))[0]
+        np.testing.assert_allclose(ours, want, atol=(80 + abs(moved)) * 8 * EPS)
+
+
+def test_leave_one_out_of_one_is_refused():
+    with pytest.raises(ValueError, match="at least 2 samples, got 1"):
+        rloo_advantages(jnp.ones((3, 1)))
+
+
+def test_the_group_baseline_is_taken_before_the_batch_is_whitened():
+    rewards = jnp.asarray([[1.0, 0.0], [3.0, 3.0]])
+    mask = jnp.asarray([[True, True], [True, False], [True, True], [True, True]])
+    centred = jnp.broadcast_to(jnp.asarray([[0.5], [-0.5], [0.0], [0.0]]), (4, 2))
+    ours = reinforce_pp_baseline_advantages(rewards, mask)
+    np.testing.assert_array_equal(ours, whiten(centred, mask))
+    assert not bool(ours[1, 1])

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importance weights and rejection: the peers' own published cases, and their edges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmoe.losses import correction as c
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+def row(*values):
+    return jnp.asarray([values], jnp.float32)
+
+
+def ones(x):
+    return jnp.ones(x.shape, bool)
+
+
+def ratios(old, rollout, mask=None):
+    """log ρ and the mask of one row."""
+    old, rollout = row(*old), row(*rollout)
+    mask = ones(old) if mask is None else jnp.asarray([mask], bool)
+    return c.log_ratios(old, rollout, mask), mask
+
+
+OLD, ROLLOUT = (-1.0, -1.5, -0.5), (-1.5, -1.0, -1.5)  # log ρ = 0.5, -0.5, 1
+
+
+# --- published: SkyRL, tests/train/algorithms/test_off_policy_correction.py
+
+
+def test_token_weights_are_truncated_at_the_cap():
+    log_ratio, _ = ratios(OLD, ROLLOUT)
+    weights = c.truncate(c.token_ratio(log_ratio), high=2.0)
+    np.testing.assert_allclose(weights, row(1.6487, 0.6065, 2.0), rtol=1e-4)
+
+
+def test_a_sequence_weight_is_the_product_of_its_tokens():
+    log_ratio, mask = ratios(OLD, ROLLOUT)
+    np.testing.assert_allclose(c.sequence_ratio(log_ratio, mask), [[2.7183] * 3], rtol=1e-4)
+
+
+def test_a_sequence_weight_is_truncated_at_the_cap():
+    log_ratio, mask = ratios([-1, -1, -1], [-2, -2, -2])
+    weights = c.truncate(c.sequence_ratio(log_ratio, mask), high=5.0)
+    np.testing.assert_array_equal(weights, [[5.0] * 3])
+
+
+def test_a_masked_token_has_no_part_in_the_product():
+    log_ratio, mask = ratios(OLD, ROLLOUT, [1, 0, 1])
+    np.testing.assert_allclose(c.sequence_ratio(log_ratio, mask), [[4.4817] * 3], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("rollout", "kept"), [([-1.1, -1, -1], True), ([-1.5, -1.5, -1.5], False)])
+def test_the_geometric_mean_keeps_what_is_close(rollout, kept):
+    log_ratio, mask = ratios([-1, -1.1, -1], rollout)
+    keep = c.within(c.geometric_ratio(log_ratio, mask), low=0.99, high=1.01)
+    assert keep.tolist() == [[kept] * 3]
+
+
+@pytest.mark.parametrize(("rollout", "kept"), [([-1.2, -1.2, -1.2], True), ([-2, -2, -2], False)])
+def test_the_product_keeps_what_is_close(rollout, kept):
+    log_ratio, mask = ratios([-1, -1.1, -1.2], rollout)
+    keep = c.within(c.sequence_ratio(log_ratio, mask), low=0.5, high=2.0)
+    assert keep.tolist() == [[kept] * 3]
+
+
+@pytest.mark.parametrize(
+    ("old", "rollout", "mask", "kept"),
+    [
+        ([-1, -1, -1], [-1, -1, -6], [1, 1, 1], False),  # e^5 > 100
+        ([-1, -1, -1], [-1, -1, -6], [1, 1, 0], True),
+        ([-1, -1, -11], [-1, -1, -1], [1, 1, 1], False),  # e^-10 < 1e-4
+        ([-1, -1, -1], [-1, -1, -1], [1, 1, 1], True),
+    ],
+)
+def test_one_catastrophic_token_rejects_its_sequence(old, rollout, mask, kept):
+    log_ratio, mask = ratios(old, rollout, mask)
+    assert c.no_outlier(log_ratio, mask, low=1e-4, high=100.0).tolist() == [[kept]]
+
+
+# --- published: verl, tests/trainer/ppo/test_rollout_corr.py
+
+
+def test_rejection_by_token_bounds_leaves_the_weights_positive():
+    old = jnp.full((2, 5), -2.0)
+    rollout = jnp.asarray([[-1.0] * 5, [-2.5] * 5])
+    log_ratio = c.log_ratios(old, rollout, ones(old))
+    weights = c.truncate(c.token_ratio(log_ratio), high=2.0)
+    np.testing.assert_allclose(weights, [[0.368] * 5, [1.649] * 5], atol=0.01)
+    keep = c.within(c.token_ratio(log_ratio), low=0.5, high=2.0)
+    assert keep.tolist() == [[False] * 5, [True] * 5]
+
+
+def test_icepop_zeroes_weights_out_of_bounds_and_keeps_the_others():
+    ratio = row(0.4, 0.8, 6.0)
+    log_ratio = c.log_ratios(jnp.zeros((1, 3)), -jnp.log(ratio), ones(ratio))
+    inside = c.within(c.token_ratio(log_ratio), low=0.5, high=5.0)
+    weights = jnp.where(inside, c.token_ratio(log_ratio), 0.0)
+    np.testing.assert_allclose(weights, row(0.0, 0.8, 0.0), atol=1e-6)
+
+
+def test_icepop_weights_multiply_the_policy_gradient():
+    log_ratio, mask = ratios([-1, -1, -1], [-0.5, -3.5, -0.8])
+    inside = c.within(c.token_ratio(log_ratio), low=0.5, high=5.0)
+    weights = jnp.where(inside, c.token_ratio(log_ratio), 0.0)
+    np.testing.assert_allclose(weights, row(0.60653067, 0.0, 0.81873075), atol=1e-6)
+    loss = jnp.mean(weights * -row(1.0, -1.0, 2.0))
+    assert float(loss) == pytest.approx(-0.7479974, abs=1e-6)
+
+
+# --- published: TRL, tests/test_grpo_trainer.py, test_get_off_policy_mask
+
+
+def test_drifted_rows_are_dropped_where_the_advantage_is_negative():
+    logp = jnp.asarray([[-2.0] * 4, [-0.5] * 4, [-2.0] * 4])
+    advantages = jnp.broadcast_to(jnp.asarray([[1.0], [-1.0], [-1.0]]), logp.shape)
+    keep = c.not_drifted(logp, jnp.zeros_like(logp), advantages, ones(logp), most=1.0)
+    assert keep.tolist() == [[True] * 4, [True] * 4, [False] * 4]
+
+
+def test_padding_has_no_part_in_the_drift():
+    logp, advantages = row(-2.0, -2.0, -1e4, 1e4), jnp.full((1, 4), -1.0)
+    mask = jnp.asarray([[True, True, False, False]])
+    keep = c.not_drifted(logp, jnp.zeros((1, 4)), advantages, mask, most=1.0)
+    assert keep.tolist() == [[False, False, True, True]]
+
+
+# --- our own
+
+
+def test_unequal_bounds_are_bounds_of_the_ratio_and_not_of_its_inverse():
+    # [0.5, 5] holds 4 and not 1/4; tested as -log rho against [log 0.5, log 5] it would not
+    log_ratio, mask = ratios([0.0, 0.0], [-np.log(4), np.log(4)])
+    assert c.within(c.token_ratio(log_ratio), low=0.5, high=5.0).tolist() == [[True, False]]
+
+
+def test_statistics_of_a_sequence_by_hand():
+    log_ratio, mask = ratios(OLD, ROLLOUT, [1, 1, 0])  # 0.5, -0.5
+    np.testing.assert_allclose(c.k2(log_ratio), row(0.125, 0.125, 0.0), rtol=EPS)
+    k3 = [np.exp(0.5) - 1.5, np.exp(-0.5) - 0.5, 0.0]
+    np.testing.assert_allclose(c.k3(log_ratio), [k3], rtol=8 * EPS)
+    np.testing.assert_allclose(c.sequence_sum(c.k3(log_ratio), mask), [[sum(k3)]], rtol=8 * EPS)
+    np.testing.assert_allclose(c.sequence_mean(c.k2(log_ratio), mask), [[0.125]], rtol=EPS)
+    np.testing.assert_allclose(c.sequence_max(c.k3(log_ratio), mask), [[k3[0]]], rtol=8 * EPS)
+
+
+def test_normalized_weights_average_one_over_the_true_tokens():
+    weights, mask = row(2.0, 4.0, 100.0), jnp.asarray([[True, True, False]])
+    np.testing.assert_allclose(c.normalize_weights(weights, mask)[0, :2], [2 / 3, 4 / 3], rtol=EPS)
+    assert c.normalize_weights(jnp.zeros((1, 3)), mask).tolist() == [[0.0] * 3]
+
+
+@pytest.mark.parametrize("bad", [(-0.1, 2.0), (2.0, 0.5)])
+def test_impossible_bounds_are_refused(bad):
+    with pytest.raises(ValueError, match="0 <= low <= high"):
+        c.within(row(1.0), low=bad[0], high=bad[1])
+
+
+@given(st.sampled_from([1000.0, -1000.0, np.inf, -np.inf, np.nan]))
+def test_what_stands_at_a_false_token_never_matters(value):
+    clean, mask = ratios(OLD, ROLLOUT, [1, 0, 1])
+    dirty, _ = ratios((OLD[0], value, OLD[2]), ROLLOUT, [1, 0, 1])
+    np.testing.assert_array_equal(clean, dirty)
+    for level in (c.sequence_ratio, c.geometric_ratio):
+        np.testing.assert_array_equal(level(clean, mask), level(dirty, mask))
+
+
+@given(st.sampled_from([1000.0, -1000.0]))
+def test_a_thousand_nats_stay_finite(gap):
+    log_ratio, mask = ratios([gap, 0.0], [0.0, 0.0])
+    for ratio in (
+        c.token_ratio(log_ratio),
+        c.sequence_ratio(log_ratio, mask),
+        c.geometric_ratio(log_ratio, mask),
+        c.k2(log_ratio),
+        c.k3(log_ratio),
+    ):
+        assert bool(jnp.isfinite(ratio).all())
+
+
+def test_a_row_without_true_tokens_has_ratio_one():
+    log_ratio, mask = ratios(OLD, ROLLOUT, [0, 0, 0])
+    assert c.sequence_ratio(log_ratio, mask).tolist() == [[1.0] * 3]
+    assert c.geometric_ratio(log_ratio, mask).tolist() == [[1.0] * 3]
+    assert c.no_outlier(log_ratio, mask).tolist() == [[True]]
+
+
+def test_weights_have_no_gradient():
+    def weight(old):
+        log_ratio = c.log_ratios(old, row(*ROLLOUT), ones(old))
+        return jnp.sum(c.sequence_ratio(log_ratio, ones(old)))
+
+    assert not jnp.any(jax.grad(weight)(row(*OLD)))
