@@ -31,3 +31,24 @@ def masked_mean(
 def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
     """The largest true token, or 0 where that is larger (for quantities that are never below 0)."""
     return jnp.max(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), initial=0.0)
+
+
+def token_mean_weights(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """What each token's loss is multiplied by for a mean over the batch's tokens (DAPO, TRL).
+
+    Weights are made once for the whole batch and cut with it, so that microbatches add up.
+    """
+    return mask_BT.astype(jnp.float32) / token_total(mask_BT)
+
+
+def sequence_mean_weights(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """For a mean over sequences of their token means (GRPO's paper, GSPO); empty rows count not."""
+    length_B1 = jnp.sum(mask_BT.astype(jnp.float32), axis=1, keepdims=True)
+    rows = jnp.maximum(jnp.sum((length_B1 > 0).astype(jnp.float32)), 1.0)
+    return mask_BT.astype(jnp.float32) / (jnp.maximum(length_B1, 1.0) * rows)
+
+
+def fixed_length_weights(mask_BT: Bool[Array, "B T"], *, length: int) -> Float[Array, "B T"]:
+    """For a mean over sequences of token sums over a constant: Dr. GRPO, arXiv:2503.20783."""
+    rows = jnp.maximum(jnp.sum(jnp.any(mask_BT, axis=1).astype(jnp.float32)), 1.0)
+    return mask_BT.astype(jnp.float32) / (rows * length)

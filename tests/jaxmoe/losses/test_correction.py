@@ -84,6 +84,10 @@ def test_one_catastrophic_token_rejects_its_sequence(old, rollout, mask, kept):
     assert c.no_outlier(log_ratio, mask, low=1e-4, high=100.0).tolist() == [[kept]]
 
 
+def test_an_outlier_at_a_false_token_vetoes_nothing():
+    assert c.no_outlier(row(0.0, 50.0), jnp.asarray([[True, False]])).tolist() == [[True]]
+
+
 # --- published: verl, tests/trainer/ppo/test_rollout_corr.py
 
 

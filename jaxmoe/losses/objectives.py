@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy objectives, each one function: its loss at every token, before any mean.
+
+Weights and rejections (correction.py) multiply these terms; a denominator of reduce.py adds them:
+
+    terms_BT = cispo_terms(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    loss = masked_sum(terms_BT * token_mean_weights(mask_BT), mask_BT)
+
+Everywhere ρ = exp(logp − old_logp), |log ρ| clamped at 20; float32; terms are 0 where the mask is
+false, whatever stands there; the gradient goes through `logp` alone. A row is one sequence.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jaxmoe.losses.correction import sequence_mean
+from jaxmoe.losses.kl import LOG_RATIO_BOUND
+
+LOG_SEQUENCE_RATIO_BOUND = 10.0  # GSPO's log s, as verl clamps it
+
+
+def clipped_terms(
+    logp_BT: Float[Array, "B T"],
+    old_logp_BT: Float[Array, "B T"],
+    advantages_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = float("inf"),
+) -> Float[Array, "B T"]:
+    """PPO: −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A), and for A < 0 at most −c·A.
+
+    Args:
+        clip_high: DAPO's clip-higher is 0.28.
+        dual_clip: c > 1; inf is off, 3 is usual.
+    Source: arXiv:1707.06347 eq. 7; dual clip arXiv:1912.09729; arXiv:2503.14476 §3.1.
+    """
+    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    loss = _clipped(jnp.exp(log_ratio), advantages, clip_low, clip_high)
+    if dual_clip == float("inf"):
+        return loss
+    return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
+
+
+def gspo_terms(
+    logp_BT: Float[Array, "B T"],
+    old_logp_BT: Float[Array, "B T"],
+    advantages_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Float[Array, "B T"]:
+    """GSPO, token form: −min(s_t·A, clip(s_t)·A), s_t = sg[s]·π/sg[π], s = exp(mean_t log ρ_t).
+
+    The value of s_t is s at every token of a row. With one advantage a row its gradient, averaged
+    over the row's tokens, is the sequence form's; so its mean is that of rows of token means.
+    Numerics: log s is clamped at 10 from above.
+    Source: GSPO, arXiv:2507.18071 §4.1 and §4.3; clip ranges from its §5.1.
+    """
+    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    held = lax.stop_gradient(sequence_mean(log_ratio, mask_BT))
+    log_s = jnp.where(mask_BT, held + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
+    s = jnp.exp(jnp.minimum(log_s, LOG_SEQUENCE_RATIO_BOUND))
+    return _clipped(s, advantages, clip_low, clip_high)
+
+
+def cispo_terms(
+    logp_BT: Float[Array, "B T"],
+    old_logp_BT: Float[Array, "B T"],
+    advantages_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 5.0,
+) -> Float[Array, "B T"]:
+    """CISPO: −sg[clip(ρ, 1−ε_low, 1+ε_high)]·A·logp. Clipped tokens keep a gradient.
+
+    Args:
+        clip_low: 1 leaves the lower side open, as the paper does.
+    Source: MiniMax-M1, arXiv:2506.13585 §3.1; ε_high 5 as in TRL.
+    """
+    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    weight = lax.stop_gradient(jnp.clip(jnp.exp(log_ratio), 1.0 - clip_low, 1.0 + clip_high))
+    logp_BT = jnp.where(mask_BT, logp_BT, 0.0).astype(jnp.float32)
+    return -weight * advantages * logp_BT
+
+
+def sapo_terms(
+    logp_BT: Float[Array, "B T"],
+    old_logp_BT: Float[Array, "B T"],
+    advantages_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Float[Array, "B T"]:
+    """SAPO: −(4/τ)·σ(τ(ρ−1))·A, τ by the sign of A: a soft gate where PPO clips.
+
+    At ρ = 1 its gradient is that of ρA. Source: verl's sapo loss and its defaults.
+    """
+    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+    return -(4.0 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0)) * advantages
+
+
+def dppo_tv_terms(
+    logp_BT: Float[Array, "B T"],
+    old_logp_BT: Float[Array, "B T"],
+    advantages_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    most: float = 0.2,
+) -> Float[Array, "B T"]:
+    """DPPO-TV: −ρA, dropped where π − π_old > δ and A > 0, or π − π_old < −δ and A < 0.
+
+    The trust region is one of probabilities: rare tokens, whose ratios are wild, stay in it.
+    Args:
+        most: δ.
+    Source: prime-rl's default loss (masks at 0.2), SkyRL's dppo_tv.
+    """
+    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    now_BT, then_BT = (
+        jnp.exp(jnp.where(mask_BT, x, 0.0).astype(jnp.float32)) for x in (logp_BT, old_logp_BT)
+    )
+    moved = now_BT - then_BT
+    gone = ((moved > most) & (advantages > 0)) | ((moved < -most) & (advantages < 0))
+    return jnp.where(gone, 0.0, -jnp.exp(log_ratio) * advantages)
+
+
+def reinforce_terms(
+    logp_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """−A·logp. Source: Williams 1992."""
+    logp_BT, advantages_BT = (
+        jnp.where(mask_BT, x, 0.0).astype(jnp.float32) for x in (logp_BT, advantages_BT)
+    )
+    return -lax.stop_gradient(advantages_BT) * logp_BT
+
+
+def _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT):
+    """Clamped log ρ and A, both 0 at false tokens: selected before anything can be NaN."""
+    old_logp_BT = lax.stop_gradient(old_logp_BT)
+    log_ratio = jnp.where(mask_BT, logp_BT - old_logp_BT, 0.0).astype(jnp.float32)
+    advantages = lax.stop_gradient(jnp.where(mask_BT, advantages_BT, 0.0).astype(jnp.float32))
+    return jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND), advantages
+
+
+def _clipped(ratio, advantages, clip_low, clip_high):
+    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return -jnp.minimum(ratio * advantages, clipped * advantages)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every objective: the peers' published cases, gradients by finite differences, and its edges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.losses import (
+    cispo_terms,
+    clipped_terms,
+    dppo_tv_terms,
+    fixed_length_weights,
+    grpo_loss,
+    gspo_terms,
+    masked_sum,
+    reinforce_terms,
+    sapo_terms,
+    sequence_mean_weights,
+    token_mean_weights,
+)
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+def row(*values):
+    return jnp.asarray([values], jnp.float32)
+
+
+def ones(x):
+    return jnp.ones(x.shape, bool)
+
+
+# --- published: SkyRL, tests/train/algorithms/test_losses.py; ratios 0.5, 1, 10
+A, OLD, NOW = row(1, -1, -4), row(-1, -1, -3), row(-1.69315, -1, -0.69741)
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token():
+    terms = clipped_terms(NOW, OLD, A, ones(A), dual_clip=3.0)
+    np.testing.assert_allclose(terms, row(-0.5, 1, 12), atol=1e-4)
+    assert float(terms.sum()) == pytest.approx(12.5, abs=1e-4)
+    np.testing.assert_allclose(clipped_terms(NOW, OLD, A, ones(A)), row(-0.5, 1, 40), rtol=1e-4)
+
+
+def test_cispo_weighs_by_the_clipped_ratio():
+    terms = cispo_terms(NOW, OLD, A, ones(A), clip_low=0.2, clip_high=0.2)
+    assert float(terms.sum()) == pytest.approx(-2.9930, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("now", "advantages", "kept"),
+    [
+        ([-0.3, -2.0, -0.9], [1, -1, 1], [False, False, True]),
+        ([-2.0, -0.3], [1, -1], [True, True]),
+    ],
+)
+def test_dppo_drops_tokens_that_went_far_enough(now, advantages, kept):
+    now, advantages = row(*now), row(*advantages)
+    old = jnp.full(now.shape, -1.0)
+
+    def loss(x):
+        return dppo_tv_terms(x, old, advantages, ones(now), most=0.2).sum()
+
+    assert (jax.grad(loss)(now) != 0).tolist() == [kept]
+
+
+def test_gspo_ratios_vary_less_than_tokens_do():
+    rng = np.random.default_rng(0)
+    now, old = (jnp.asarray(-rng.random((4, 11)), jnp.float32) for _ in range(2))
+    advantages = jnp.ones_like(now)
+    sequence = gspo_terms(now, old, advantages, ones(now), clip_low=9.0, clip_high=9.0)
+    token = clipped_terms(now, old, advantages, ones(now), clip_low=9.0, clip_high=9.0)
+    assert float(sequence.var()) < 0.2 * float(token.var())
+    np.testing.assert_allclose(sequence, sequence[:, :1] + jnp.zeros_like(now), rtol=4 * EPS)
+
+
+# --- gradients: against central differences of a float64 loss written anew
+
+
+def ratio64(now, old):
+    return np.exp(now - old)
+
+
+def clip64(r, a, low, high):
+    return -np.minimum(r * a, np.clip(r, 1 - low, 1 + high) * a)
+
+
+def loss64(name, now, old, a, held):
+    """`held` is where stop_gradient freezes the log-probs."""
+    r, r0 = ratio64(now, old), ratio64(held, old)
+    if name == "clipped":
+        plain = clip64(r, a, 0.2, 0.28)
+        return np.where(a < 0, np.minimum(plain, -3.0 * a), plain)
+    if name == "gspo":
+        s = np.exp((held - old).mean(1, keepdims=True) + now - held)
+        return clip64(s, a, 0.1, 0.15)
+    if name == "cispo":
+        return -np.clip(r0, 0.8, 1.3) * a * now
+    if name == "sapo":
+        tau = np.where(a > 0, 1.0, 1.05)
+        return -(4 / tau) / (1 + np.exp(-tau * (r - 1))) * a
+    if name == "dppo":
+        d = np.exp(held) - np.exp(old)
+        return np.where(((d > 0.2) & (a > 0)) | ((d < -0.2) & (a < 0)), 0.0, -r * a)
+    return -a * now
+
+
+OURS = {
+    "clipped": lambda n, o, a, m: clipped_terms(n, o, a, m, clip_high=0.28, dual_clip=3.0),
+    "gspo": lambda n, o, a, m: gspo_terms(n, o, a, m, clip_low=0.1, clip_high=0.15),
+    "cispo": lambda n, o, a, m: cispo_terms(n, o, a, m, clip_low=0.2, clip_high=0.3),
+    "sapo": sapo_terms,
+    "dppo": lambda n, o, a, m: dppo_tv_terms(n, o, a, m, most=0.2),
+    "reinforce": lambda n, o, a, m: reinforce_terms(n, a, m),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("seed", range(3))
+def test_values_and_gradients_are_those_of_float64_differences(name, seed):
+    rng = np.random.default_rng(seed)
+    now, old = (np.float64(np.float32(-2 * rng.random((5, 7)))) for _ in range(2))
+    a = np.float64(np.float32(rng.normal(size=(5, 7)) * 2))
+    mask = jnp.ones(now.shape, bool)
+    arrays = [jnp.asarray(x, jnp.float32) for x in (old, a)]
+    value, grad = jax.value_and_grad(lambda x: OURS[name](x, *arrays, mask).sum())(
+        jnp.asarray(now, jnp.float32)
+    )
+    h = 1e-6
+    up, down = (loss64(name, now + d, old, a, now) for d in (h, -h))
+    want = (up - down) / (2 * h)  # every term depends on its own token alone
+    # ulps: exp of a log-ratio up to 2 carries 2 of its own beside the products' few
+    scale = np.abs(a) * np.exp(np.abs(now - old)) + 1
+    assert np.all(np.abs(np.asarray(grad) - want) <= (16 * EPS + 1e-8) * scale)
+    total = loss64(name, now, old, a, now)
+    assert abs(float(value) - total.sum()) <= 32 * EPS * np.abs(total).sum()
+
+
+# --- what must not matter, and where everything meets
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("value", [1000.0, -1000.0, np.inf, -np.inf, np.nan])
+def test_false_tokens_never_matter_and_nothing_turns_nan(name, value):
+    mask = jnp.asarray([[True, False, True]])
+
+    def both(now, old, a):
+        return jax.value_and_grad(lambda x: masked_sum(OURS[name](x, old, a, mask), mask))(now)
+
+    clean = both(jnp.where(mask, NOW, 0.0), jnp.where(mask, OLD, 0.0), jnp.where(mask, A, 0.0))
+    dirty = both(*(jnp.where(mask, x, value) for x in (NOW, OLD, A)))
+    assert float(clean[0]) == float(dirty[0])
+    np.testing.assert_array_equal(clean[1], dirty[1])
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("gap", [1000.0, -1000.0])
+def test_a_thousand_nats_at_a_true_token_stay_finite(name, gap):
+    now = row(gap, -1.0)
+    terms, pull = jax.vjp(lambda x: OURS[name](x, row(0.0, -1.0), row(1, -1), ones(now)), now)
+    assert bool(jnp.isfinite(terms).all()) and bool(jnp.isfinite(pull(terms)[0]).all())
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_on_policy_every_objective_has_the_policy_gradient(name):
+    now = jnp.asarray(-np.random.default_rng(0).random((3, 5)), jnp.float32)
+    a = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5)), jnp.float32)
+
+    def loss(x):
+        return OURS[name](x, jax.lax.stop_gradient(x), a, ones(x)).sum()
+
+    np.testing.assert_allclose(jax.grad(loss)(now), -a, rtol=4 * EPS)
+
+
+def test_the_sequence_form_of_gspo_has_the_same_gradient():
+    rng = np.random.default_rng(2)
+    now, old = (jnp.asarray(-0.1 * rng.random((3, 6)), jnp.float32) for _ in range(2))
+    a = jnp.broadcast_to(jnp.asarray([[1.0], [-2.0], [0.5]]), now.shape)
+    lengths = jnp.asarray([[6], [4], [2]])
+    mask = jnp.arange(6)[None, :] < lengths
+    weights = sequence_mean_weights(mask)
+
+    def token(x):
+        return masked_sum(gspo_terms(x, old, a, mask, clip_low=0.5, clip_high=0.5) * weights, mask)
+
+    def sequence(x):
+        mean = jnp.where(mask, x - old, 0.0).sum(1) / lengths[:, 0].astype(jnp.float32)
+        return -jnp.mean(jnp.exp(mean) * a[:, 0])
+
+    (value, grad), (want, want_grad) = (jax.value_and_grad(f)(now) for f in (token, sequence))
+    assert float(value) == pytest.approx(float(want), rel=8 * EPS)
+    np.testing.assert_allclose(grad, want_grad, rtol=16 * EPS, atol=EPS)
+
+
+def test_grpo_is_the_clipped_terms_under_the_token_mean():
+    mask = jnp.asarray([[True, False, True]])
+    loss, _ = grpo_loss(NOW, OLD, A, mask, clip_low=0.2, clip_high=0.28)
+    terms = clipped_terms(NOW, OLD, A, mask, clip_low=0.2, clip_high=0.28)
+    assert float(loss) == float(masked_sum(terms * token_mean_weights(mask), mask))
+
+
+# --- denominators; the terms and the mask are those of verl's test_loss_aggregation_on_cpu.py
+TERMS = jnp.asarray([[1.0, 2, 30], [4, 50, 6]])
+MASK = jnp.asarray([[True, True, False], [True, False, True]])
+
+
+def test_denominators_by_hand():
+    def mean(weights):
+        return float(masked_sum(TERMS * weights, MASK))
+
+    assert mean(MASK.astype(jnp.float32)) * 4 == 52  # its token-sum over 4 processes
+    assert mean(token_mean_weights(MASK)) == 13 / 4
+    assert mean(sequence_mean_weights(MASK)) == (3 / 2 + 10 / 2) / 2
+    assert mean(fixed_length_weights(MASK, length=8)) == 13 / 16
+
+
+def test_a_row_without_true_tokens_is_no_sequence():
+    terms, mask = (jnp.concatenate([x, jnp.zeros_like(x[:1])]) for x in (TERMS, MASK))
+    for whole, some in (
+        (sequence_mean_weights(mask), sequence_mean_weights(MASK)),
+        (fixed_length_weights(mask, length=8), fixed_length_weights(MASK, length=8)),
+    ):
+        assert float(masked_sum(terms * whole, mask)) == float(masked_sum(TERMS * some, MASK))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_microbatches_cut_from_whole_weights_add_up(pieces):
+    rng = np.random.default_rng(0)
+    terms = jnp.asarray(rng.integers(-8, 8, (4, 6)), jnp.float32)
+    mask = jnp.asarray(rng.random((4, 6)) < 0.5).at[3].set(False)  # and an empty row
+    for weights in (
+        token_mean_weights(mask), sequence_mean_weights(mask), fixed_length_weights(mask, length=8)
+    ):  # fmt: skip
+        parts = [
+            float(masked_sum(t * w, m))
+            for t, w, m in zip(*(jnp.split(x, pieces) for x in (terms, weights, mask)), strict=True)
+        ]
+        assert sum(parts) == pytest.approx(float(masked_sum(terms * weights, mask)), abs=8 * EPS)
+
+
+def test_no_true_token_weighs_nothing():
+    nothing = jnp.zeros((2, 3), bool)
+    for weights in (
+        token_mean_weights(nothing), sequence_mean_weights(nothing),
+        fixed_length_weights(nothing, length=3),
+    ):  # fmt: skip
+        assert not np.asarray(weights).any()
