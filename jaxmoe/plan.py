@@ -99,6 +99,8 @@ def describe(cfg: Config) -> str:
         f"({r.prompts_per_step} prompts x {r.samples_per_prompt}), up to {cfg.context:,} tokens"
     )
     lines.append(f"  run folder   {cfg.workdir}")
+    if devices > 1:
+        lines.append(f"  but          train refuses {devices} devices: this version uses one")
     return "\n".join(lines)
 
 

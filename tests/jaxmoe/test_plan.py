@@ -74,3 +74,9 @@ def test_tiny_says_its_parameters_and_its_warm_start():
     warm, r = cfg.warmup, cfg.rollout
     assert f"{warm.steps} supervised steps of {warm.sequences_per_step} answers" in text
     assert f"({r.prompts_per_step} prompts x {r.samples_per_prompt})" in text
+
+
+def test_a_plan_for_a_mesh_says_that_train_refuses_it():
+    cfg = load("tiny.py")
+    assert "refuses" not in describe(cfg)
+    assert "train refuses 4 devices" in describe(override(cfg, "mesh.fsdp=2", "mesh.expert=2"))
