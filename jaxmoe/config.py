@@ -261,7 +261,6 @@ class Config:
             f"rollout.sequences_per_step ({n}) must be a multiple of optim.microbatches ({m}). "
             f"Try --set optim.microbatches=1.",
         )
-        m = self.optim.microbatches
         require(
             self.warmup.steps == 0 or self.warmup.sequences_per_step % m == 0,
             f"warmup.sequences_per_step ({self.warmup.sequences_per_step}) must be a multiple of "

@@ -64,8 +64,9 @@ def run(cfg: Config) -> None:
     if at is None:
         at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
     task.check_prompts()  # before there is a run folder
-    record_config(work, cfg)
     first = jax.process_index() == 0
+    if first:
+        record_config(work, cfg)
     with (
         stop_requests() as stop,
         MetricsLog(work, stage=at.stage, step=at.step, enabled=first) as log,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.kl import LOG_RATIO_BOUND
+from jaxmoe.losses.kl import clamped, kl_k3
 
 
 def log_ratios(
@@ -43,8 +43,7 @@ def sequence_ratio(
 
     Unbiased before truncation; its variance grows with length. Numerics: the sum is clamped at 20.
     """
-    total_B1 = jnp.sum(jnp.where(mask_BT, log_ratio_BT, 0.0), axis=1, keepdims=True)
-    return jnp.broadcast_to(_exp(total_B1), log_ratio_BT.shape)
+    return jnp.broadcast_to(_exp(sequence_sum(log_ratio_BT, mask_BT)), log_ratio_BT.shape)
 
 
 def geometric_ratio(
@@ -74,13 +73,12 @@ def within(ratio_BT: Float[Array, "B T"], *, low: float, high: float) -> Bool[Ar
 
 def k2(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """½(log ρ)², in nats²."""
-    return 0.5 * jnp.square(_clamp(log_ratio_BT))
+    return 0.5 * jnp.square(clamped(log_ratio_BT))
 
 
 def k3(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """ρ − 1 − log ρ, in nats: never negative."""
-    log_ratio_BT = _clamp(log_ratio_BT)
-    return jnp.expm1(log_ratio_BT) - log_ratio_BT
+    return kl_k3(jnp.zeros_like(log_ratio_BT), log_ratio_BT)
 
 
 def sequence_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
@@ -143,9 +141,5 @@ def normalize_weights(
     return weights_BT / jnp.where(mean > 0, mean, 1.0)
 
 
-def _clamp(x: Array) -> Array:
-    return jnp.clip(x, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
 def _exp(x: Array) -> Array:
-    return jnp.exp(_clamp(x))
+    return jnp.exp(clamped(x))

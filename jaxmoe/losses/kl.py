@@ -11,6 +11,11 @@ from jaxtyping import Array, Float
 LOG_RATIO_BOUND = 20.0  # exp(20) = 5e8: beyond it the estimate is meaningless but stays finite
 
 
+def clamped(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
+    """log ratios cut to ±20, as they are before every exponential."""
+    return jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
 def kl_k1(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """log p − log q, in nats: unbiased, either sign.
 
@@ -33,8 +38,7 @@ def kl_k3(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[A
     Numerics: float32; |log(q/p)| is clamped at 20 before the exponential.
     Source: Schulman, "Approximating KL Divergence" (2020), k3; arXiv:2402.03300 eq. 4.
     """
-    log_ratio = logq_BT.astype(jnp.float32) - logp_BT.astype(jnp.float32)
-    log_ratio = jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratio = clamped(logq_BT.astype(jnp.float32) - logp_BT.astype(jnp.float32))
     return jnp.expm1(log_ratio) - log_ratio
 
 

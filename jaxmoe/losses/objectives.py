@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.correction import sequence_mean
-from jaxmoe.losses.kl import LOG_RATIO_BOUND
+from jaxmoe.losses.kl import clamped
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0  # GSPO's log s, as verl clamps it
 
@@ -38,8 +38,8 @@ def clipped_terms(
         dual_clip: c > 1; inf is off, 3 is usual.
     Source: arXiv:1707.06347 eq. 7; dual clip arXiv:1912.09729; arXiv:2503.14476 §3.1.
     """
-    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
-    loss = _clipped(jnp.exp(log_ratio), advantages, clip_low, clip_high)
+    log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    loss = clipped(jnp.exp(log_ratio), advantages, clip_low, clip_high)
     if dual_clip == float("inf"):
         return loss
     return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
@@ -61,11 +61,11 @@ def gspo_terms(
     Numerics: log s is clamped at 10 from above.
     Source: GSPO, arXiv:2507.18071 §4.1 and §4.3; clip ranges from its §5.1.
     """
-    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     held = lax.stop_gradient(sequence_mean(log_ratio, mask_BT))
     log_s = jnp.where(mask_BT, held + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
     s = jnp.exp(jnp.minimum(log_s, LOG_SEQUENCE_RATIO_BOUND))
-    return _clipped(s, advantages, clip_low, clip_high)
+    return clipped(s, advantages, clip_low, clip_high)
 
 
 def cispo_terms(
@@ -83,7 +83,7 @@ def cispo_terms(
         clip_low: 1 leaves the lower side open, as the paper does.
     Source: MiniMax-M1, arXiv:2506.13585 §3.1; ε_high 5 as in TRL.
     """
-    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     weight = lax.stop_gradient(jnp.clip(jnp.exp(log_ratio), 1.0 - clip_low, 1.0 + clip_high))
     logp_BT = jnp.where(mask_BT, logp_BT, 0.0).astype(jnp.float32)
     return -weight * advantages * logp_BT
@@ -102,7 +102,7 @@ def sapo_terms(
 
     At ρ = 1 its gradient is that of ρA. Source: verl's sapo loss and its defaults.
     """
-    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     tau = jnp.where(advantages > 0, tau_positive, tau_negative)
     return -(4.0 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0)) * advantages
 
@@ -122,7 +122,7 @@ def dppo_tv_terms(
         most: δ.
     Source: prime-rl's default loss (masks at 0.2), SkyRL's dppo_tv.
     """
-    log_ratio, advantages = _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     now_BT, then_BT = (
         jnp.exp(jnp.where(mask_BT, x, 0.0).astype(jnp.float32)) for x in (logp_BT, old_logp_BT)
     )
@@ -141,14 +141,25 @@ def reinforce_terms(
     return -lax.stop_gradient(advantages_BT) * logp_BT
 
 
-def _prepare(logp_BT, old_logp_BT, advantages_BT, mask_BT):
+def log_ratio_and_advantages(
+    logp_BT: Float[Array, "B T"],
+    old_logp_BT: Float[Array, "B T"],
+    advantages_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Clamped log ρ and A, both 0 at false tokens: selected before anything can be NaN."""
     old_logp_BT = lax.stop_gradient(old_logp_BT)
     log_ratio = jnp.where(mask_BT, logp_BT - old_logp_BT, 0.0).astype(jnp.float32)
     advantages = lax.stop_gradient(jnp.where(mask_BT, advantages_BT, 0.0).astype(jnp.float32))
-    return jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND), advantages
+    return clamped(log_ratio), advantages
 
 
-def _clipped(ratio, advantages, clip_low, clip_high):
-    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    return -jnp.minimum(ratio * advantages, clipped * advantages)
+def clipped(
+    ratio_BT: Float[Array, "B T"],
+    advantages_BT: Float[Array, "B T"],
+    clip_low: float,
+    clip_high: float,
+) -> Float[Array, "B T"]:
+    """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A)."""
+    clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
+    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)

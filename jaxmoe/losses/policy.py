@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy-gradient surrogates. The end of the road from the command to the gradient."""
+"""The loss that `train` takes the gradient of. Its terms, and others: objectives.py."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.kl import LOG_RATIO_BOUND
+from jaxmoe.losses.objectives import clipped, log_ratio_and_advantages
 from jaxmoe.losses.reduce import masked_mean
 from jaxmoe.shapes import Metrics
 
@@ -28,19 +28,19 @@ def grpo_loss(
         total: what the mean divides by; a microbatch passes its whole batch's token count.
     Returns:
         Loss, and the metrics policy/ratio_mean, policy/clip_frac (means over the same tokens).
-    Numerics: float32; gradient through `logp` only as the caller stops it in `old_logp`;
-        |log ρ| is clamped at 20; values under a false mask never matter, NaN included.
+    Numerics: float32; the gradient goes through `logp` alone; |log ρ| is clamped at 20; values
+        under a false mask never matter, NaN included.
     Source: arXiv:2402.03300 §4.1.1; asymmetric clip and token mean arXiv:2503.14476 §3.1, §3.3.
         Departs: the mean is over tokens of the batch, not over sequences of their token means.
     """
-    log_ratio = jnp.where(mask_BT, logp_BT - old_logp_BT, 0.0).astype(jnp.float32)
-    ratio = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
-    advantages = jnp.where(mask_BT, advantages_BT, 0.0).astype(jnp.float32)
-    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    surrogate = jnp.minimum(ratio * advantages, clipped * advantages)
-    bites = (clipped * advantages < ratio * advantages).astype(jnp.float32)
+    log_ratio_BT, advantages_BT = log_ratio_and_advantages(
+        logp_BT, old_logp_BT, advantages_BT, mask_BT
+    )
+    ratio_BT = jnp.exp(log_ratio_BT)
+    terms_BT = clipped(ratio_BT, advantages_BT, clip_low, clip_high)
+    bites_BT = (terms_BT > -ratio_BT * advantages_BT).astype(jnp.float32)
     metrics = {
-        "policy/ratio_mean": masked_mean(ratio, mask_BT, total),
-        "policy/clip_frac": masked_mean(bites, mask_BT, total),
+        "policy/ratio_mean": masked_mean(ratio_BT, mask_BT, total),
+        "policy/clip_frac": masked_mean(bites_BT, mask_BT, total),
     }
-    return -masked_mean(surrogate, mask_BT, total), metrics
+    return masked_mean(terms_BT, mask_BT, total), metrics
