@@ -128,6 +128,7 @@ class RolloutConfig:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     max_draws: int = 1  # above 1: groups of equal rewards are drawn anew, so often at most
+    overlong_buffer: int = 0  # answers in the last so many tokens lose up to 1 of their reward
     max_parallel_sequences: int = 256  # one engine batch; more prompts wait for the next
 
     def __post_init__(self) -> None:
@@ -166,6 +167,13 @@ class RolloutConfig:
             f"rollout.top_k must be 0 (off) or more, got {self.top_k}. Try --set rollout.top_k=0.",
         )
 
+        require(
+            0 <= self.overlong_buffer <= self.max_new_tokens,
+            f"rollout.overlong_buffer must be in [0, rollout.max_new_tokens="
+            f"{self.max_new_tokens}], got {self.overlong_buffer}. "
+            "Try --set rollout.overlong_buffer=0.",
+        )
+
     @property
     def prompts_per_step(self) -> int:
         return self.sequences_per_step // self.samples_per_prompt
@@ -173,27 +181,82 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """GRPO."""
+    """What a step optimises: functions of jaxmoe.losses with their options, as text.
 
-    on_policy: bool = True  # old_logp = stop_gradient(logp): the ratio is exactly 1
-    updates_per_batch: int = 1
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0  # weight of k3(policy, reference); 0 keeps no reference in memory
-    advantage_scale: str = "std"  # "std" divides by the group's deviation, "none" does not
+    A function of your own is "module:function(option=1.0)".
+    """
+
+    objective: str = "clipped_terms"  # the loss at every token
+    advantages: str = "group_advantages"
+    mean: str = "token_mean_weights"  # the denominators
+    correction: str = ""  # for an engine that differs: "token_is(high=2.0) + veto", in order
+    preset: str = ""  # one of verl's rollout-correction presets; sets what it is about
+    old_logp: str = "detached"  # or "recomputed" by the trainer, or the "rollout"'s own
+    epochs: int = 1  # over each step's sequences
+    minibatches: int = 1  # updates in an epoch
+    kl: str = "kl_k3"
+    kl_coef: float = 0.0  # weight of kl(policy, reference); 0 keeps no reference in memory
+    kl_in: str = "loss"  # or "reward": paid per token, before the advantages
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("old_logp", ("detached", "recomputed", "rollout")), ("kl_in", ("loss", "reward")),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            require(
+                value in allowed,
+                f"loss.{name} must be one of {', '.join(allowed)}; got {value!r}. "
+                f"Try --set loss.{name}={allowed[0]}.",
+            )
+        for name in ("epochs", "minibatches"):
+            require(
+                getattr(self, name) > 0,
+                f"loss.{name} must be positive, got {getattr(self, name)}. "
+                f"Try --set loss.{name}=1.",
+            )
+        require(
+            self.kl_coef >= 0.0,
+            f"loss.kl_coef must be 0 or more, got {self.kl_coef}. Try --set loss.kl_coef=0.001.",
+        )
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates a step."""
+        return self.epochs * self.minibatches
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A value head, for advantages that ask for values (gae)."""
+
+    backbone: str = "none"  # no critic; "own": a second model; "shared": the policy's layers
+    lr: float = 1e-5
+    loss_coef: float = 0.5  # weight of the value loss; with an own backbone lr alone matters
+    clip: float = 0.5  # of a value's move, in units of reward
+    pretrain_steps: int = 0  # the first steps train the critic alone
 
     def __post_init__(self) -> None:
         require(
-            not (self.on_policy and self.updates_per_batch > 1),
-            f"loss.on_policy needs loss.updates_per_batch=1, got {self.updates_per_batch}: after "
-            "the first update the batch is off-policy and its ratio is not 1. "
-            "Try --set loss.on_policy=False.",
+            self.backbone in ("none", "own", "shared"),
+            f"critic.backbone must be none, own or shared, got {self.backbone!r}. "
+            "Try --set critic.backbone=own.",
         )
         require(
-            self.advantage_scale in ("std", "none"),
-            f"loss.advantage_scale must be 'std' or 'none', got "
-            f"{self.advantage_scale!r}. Try --set loss.advantage_scale=std.",
+            self.pretrain_steps >= 0,
+            f"critic.pretrain_steps must be 0 or more, got {self.pretrain_steps}. "
+            "Try --set critic.pretrain_steps=0.",
         )
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """When trainer and engine are too far apart to train: the run stops, or skips the batch."""
+
+    abs_diff: float = 1e9  # largest mean |logp − rollout_logp|, nats; 1e9 is off
+    k3: float = 1e9  # largest mean k3, nats; 1e9 is off
+    ess: float = 0.0  # smallest effective sample size of the token ratios, a share of the tokens
+    skip: bool = False  # False: stop with an error, weights as before the batch
 
 
 @dataclass(frozen=True)
@@ -210,6 +273,7 @@ class OptimConfig:
     clip_norm: float = 1.0
     param_dtype: str = "float32"  # in which weights and moments are held and updated
     microbatches: int = 1  # the step's sequences are cut into this many pieces
+    tokens_per_microbatch: int = 0  # or, above 0: packed side by side, at most so many a piece
     remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
 
 
@@ -250,6 +314,8 @@ class Config:
     init: InitConfig = InitConfig()
     warmup: WarmupConfig = WarmupConfig()
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()
+    gate: GateConfig = GateConfig()
     eval: EvalConfig = EvalConfig()
     save: SaveConfig = SaveConfig()
     mesh: MeshConfig = MeshConfig()
@@ -260,6 +326,19 @@ class Config:
             m > 0 and n % m == 0,
             f"rollout.sequences_per_step ({n}) must be a multiple of optim.microbatches ({m}). "
             f"Try --set optim.microbatches=1.",
+        )
+        updates = self.loss.minibatches
+        require(
+            n % updates == 0 and (m == 1 or m % updates == 0),
+            f"rollout.sequences_per_step ({n}) and optim.microbatches ({m}, unless 1) must be "
+            f"multiples of loss.minibatches ({updates}). Try --set loss.minibatches=1.",
+        )
+        packed = self.optim.tokens_per_microbatch
+        require(
+            packed == 0 or (packed >= self.context and m == 1),
+            f"optim.tokens_per_microbatch ({packed}) must be 0, or at least data.max_prompt_tokens "
+            f"+ rollout.max_new_tokens ({self.context}) with optim.microbatches=1 (got {m}). "
+            f"Try --set optim.tokens_per_microbatch={self.context * 8} --set optim.microbatches=1.",
         )
         require(
             self.warmup.steps == 0 or self.warmup.sequences_per_step % m == 0,

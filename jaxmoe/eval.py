@@ -13,8 +13,8 @@ from jaxmoe.cli import command
 from jaxmoe.config import Config
 from jaxmoe.envs.tasks import evaluate, open_task, response_text
 from jaxmoe.observe.progress import phase
-from jaxmoe.rl.optimizer import make_optimizer
-from jaxmoe.rl.state import abstract_state
+from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.rl.state import policy_of, stage_shapes
 from jaxmoe.rollout.native import NativeEngine
 
 
@@ -28,10 +28,10 @@ def main(argv: list[str] | None = None) -> int:
 def run(cfg: Config) -> float:
     """Exact-match accuracy, sampled and greedy, and a few answers to read."""
     task = open_task(cfg)
-    tx = make_optimizer(cfg.optim, steps=cfg.steps)
-    shapes = abstract_state(cfg.model, tx, cfg.optim.param_dtype)
+    supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
+    shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg))
     at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False)
-    params = initial_params(cfg) if at is None else at.state.params
+    params = initial_params(cfg) if at is None else policy_of(at.state.params)
     engine = NativeEngine(
         cfg.model, max_prompt_tokens=cfg.data.max_prompt_tokens,
         max_new_tokens=cfg.rollout.max_new_tokens, max_rows=cfg.rollout.max_parallel_sequences,

@@ -48,3 +48,4 @@ class Rollout:
     rollout_logp: np.ndarray  # float32 [T], of the distribution the token was drawn from
     stop: StopReason
     weights_version: int
+    log_kept: np.ndarray | None = None  # float32 [T], log of the mass that top-k and top-p kept

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m jaxmoe.train --config FILE`: the command, and THE loop on one page.
 
-    rollouts -> rewards -> advantages -> step -> publish weights -> measure -> save
+    rollouts -> rewards -> step (advantages, corrections, updates) -> publish -> measure -> save
 
-The gradient is taken in jaxmoe/rl/step.py. To change the loop, copy this file.
+The step is jaxmoe/rl/update.py. To change the loop, copy this file.
 """
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -25,17 +25,21 @@ from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text, score
-from jaxmoe.losses import group_advantages
+from jaxmoe.losses import overlong_penalty
+from jaxmoe.observe.alerts import alerts
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.observe.progress import Progress, phase
 from jaxmoe.records import Prompt, Rollout
+from jaxmoe.rl.algorithm import Algorithm, algorithm
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
 from jaxmoe.rl.groups import Draw, sample_groups
-from jaxmoe.rl.optimizer import make_optimizer
-from jaxmoe.rl.state import TrainState, abstract_state, new_state
-from jaxmoe.rl.step import batch_logprobs, grpo_loss_fn, supervised_loss_fn, train_step
+from jaxmoe.rl.minibatches import divide
+from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.rl.state import TrainState, new_state, policy_of, stage_shapes, with_critic
+from jaxmoe.rl.step import supervised_loss_fn, train_step
+from jaxmoe.rl.update import Scorer, rl_step
 from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.shapes import Metrics
 
@@ -48,9 +52,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(cfg: Config) -> None:
-    """Warm start, then GRPO; the same run folder goes on where its last checkpoint stands."""
+    """Warm start, then RL; the same run folder goes on where its last checkpoint stands."""
     work = Path(cfg.workdir)
     one_device(cfg)
+    chosen = algorithm(cfg)
     task = open_task(cfg)
     r = cfg.rollout
     engine = NativeEngine(
@@ -58,9 +63,8 @@ def run(cfg: Config) -> None:
         max_new_tokens=r.max_new_tokens, max_rows=r.max_parallel_sequences,
     )  # fmt: skip
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
-    tx = make_optimizer(cfg.optim, steps=cfg.steps)
-    dtype = cfg.optim.param_dtype
-    at = restore_run(work, cfg, abstract_state(cfg.model, tx, dtype))
+    tx = rl_optimizer(cfg)
+    at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx))
     if at is None:
         at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
     task.check_prompts()  # before there is a run folder
@@ -76,9 +80,9 @@ def run(cfg: Config) -> None:
             state = warm_start(desk, at, supervised)
             # jitted: restored weights are tied to their device, and the fresh moments must be
             # too, or the first step's program would not fit the second's arguments
-            fresh = jax.jit(partial(new_state, tx=tx))(state.params)
-            at = Position("rl", 0, fresh, None, None)
-        reinforce(desk, at, tx)
+            first_state = jax.jit(lambda policy: new_state(with_critic(policy, cfg), tx))
+            at = Position("rl", 0, first_state(state.params), None, None)
+        reinforce(desk, at, tx, chosen)
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
 
@@ -112,8 +116,8 @@ class Desk:
         spent = time.perf_counter() - start
         self.phases[f"time/{name}_s"] = self.phases.get(f"time/{name}_s", 0.0) + spent
 
-    def save_or_stop(self, at: Position, *, last: bool) -> None:
-        """Save when due or asked to stop; leave with a message where asked."""
+    def save_or_stop(self, at: Position, *, last: bool) -> bool:
+        """Save when due or asked to stop; leave with a message where asked. True where it saved."""
         due = at.step % self.cfg.save.every_steps == 0 or last
         if due or self.stop.signal:
             save_run(self.work, self.cfg, at)
@@ -122,6 +126,7 @@ class Desk:
                 self.stop.signal,
                 f"saved {at.stage} step {at.step} in {self.work}; the same command resumes.",
             )
+        return due
 
 
 def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> TrainState:
@@ -155,52 +160,55 @@ def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tr
     return state
 
 
-def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> TrainState:
-    """GRPO: the loop."""
+def reinforce(
+    desk: Desk, at: Position, tx: optax.GradientTransformation, a: Algorithm
+) -> TrainState:
+    """RL: the loop."""
     cfg, task, engine, state = desk.cfg, desk.task, desk.engine, at.state
     r = cfg.rollout
-    temperature = r.temperature
-    loss_fn = partial(
-        grpo_loss_fn, model=cfg.model, loss=cfg.loss, temperature=temperature,
-        remat=cfg.optim.remat,
-    )  # fmt: skip
+    scorer = Scorer(cfg.model, r.temperature, cfg.optim.remat, cfg.critic.backbone)
     step_fn = jax.jit(
-        partial(train_step, tx=tx, loss_fn=loss_fn, microbatches=cfg.optim.microbatches),
+        partial(
+            rl_step, tx=tx, algorithm=a, scorer=scorer, gate=cfg.gate,
+            microbatches=cfg.optim.microbatches,
+        ),
         donate_argnums=0,
-    )
-    logprobs = jax.jit(partial(batch_logprobs, model=cfg.model, temperature=temperature))
+    )  # fmt: skip
     reference = at.reference
-    if cfg.loss.kl_coef > 0 and reference is None:
-        reference = jax.tree.map(lambda x: x.copy(), state.params)
+    if a.kl_coef > 0 and reference is None:
+        reference = jax.tree.map(lambda x: x.copy(), policy_of(state.params))
     data = task.stream(r.prompts_per_step, cfg.seed + 2)
     if at.data is not None:
         data.set_state(at.data)
     held_out = task.held_out_prompts()
-    engine.load(state.params, at.step)
+    engine.load(policy_of(state.params), at.step)
     if at.step == 0:
         with phase("scoring the held-out rows before the first step"):
             desk.log.write("rl", 0, measure(desk, held_out, 0))
 
+    saved = at.step
     with Progress(cfg.steps, "rl", done=at.step) as progress:
         for step in range(at.step + 1, cfg.steps + 1):
-            start, desk.phases = time.perf_counter(), {}
+            start, desk.phases, before = time.perf_counter(), {}, data.get_state()
             rollouts, rewards, drawn = sample_groups(
                 partial(draw, desk, data, step), groups=r.prompts_per_step,
                 samples=r.samples_per_prompt, max_draws=r.max_draws,
             )  # fmt: skip
-            batch = make_batch(cfg, task, rollouts, rewards)
+            batch, minibatches = divide(
+                make_batch(cfg, task, rollouts, rewards), a, seed=(cfg.seed, step),
+                tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
+            )  # fmt: skip
             with desk.clock("train"):
-                if reference is not None:
-                    batch = replace(batch, ref_logp_BT=logprobs(reference, batch)[0])
-                if not cfg.loss.on_policy:
-                    batch = replace(batch, old_logp_BT=logprobs(state.params, batch)[0])
-                for _ in range(cfg.loss.updates_per_batch):
-                    state, metrics = step_fn(state, batch)
+                state, metrics = step_fn(state, batch, minibatches, reference)
                 metrics = host(metrics)
                 must_be_finite(metrics, "rl", step)
                 assert_compiled_once(step_fn, step - at.step)
+            if metrics["gate/closed"] and not cfg.gate.skip:
+                if step - 1 > saved:  # as before this batch: a resume draws it again
+                    save_run(desk.work, cfg, Position("rl", step - 1, state, reference, before))
+                raise gate_closed(cfg, metrics, step)
             with desk.clock("publish"):
-                engine.load(state.params, step)
+                engine.load(policy_of(state.params), step)
             if step % cfg.eval.every_steps == 0 or step == cfg.steps:
                 with desk.clock("eval"):
                     metrics |= measure(desk, held_out, step)
@@ -208,7 +216,9 @@ def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tra
             elapsed = time.perf_counter() - start
             metrics |= drawn | desk.phases
             metrics |= {"tokens_per_s": tokens / elapsed, "time/step_s": elapsed}
-            desk.log.write("rl", step, metrics)
+            raised = alerts(metrics)
+            desk.log.write("rl", step, metrics, alerts=list(raised.values()))
+            progress.alert(step, raised)
             progress.update(
                 step, reward=metrics["reward/mean"], kl=metrics["policy/kl_rollout"],
                 tokens_per_s=metrics["tokens_per_s"], accuracy=metrics.get("eval/accuracy"),
@@ -217,7 +227,7 @@ def reinforce(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tra
                 rows = read_metrics(desk.work / "metrics.jsonl")
                 plot_run(rows, desk.work, panels=step == cfg.steps)
             now = Position("rl", step, state, reference, data.get_state())
-            desk.save_or_stop(now, last=step == cfg.steps)
+            saved = step if desk.save_or_stop(now, last=step == cfg.steps) else saved
     return state
 
 
@@ -234,15 +244,17 @@ def draw(desk: Desk, data: PromptIterator, step: int, number: int) -> Draw:
 
 
 def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray) -> Batch:
-    """The step's arrays, the samples of a prompt being one group."""
-    grouped_PR = rewards.reshape(-1, cfg.rollout.samples_per_prompt)
-    advantages_PR = group_advantages(
-        jnp.asarray(grouped_PR), scale_by_std=cfg.loss.advantage_scale == "std"
-    )
-    groups = np.repeat(np.arange(len(grouped_PR)), cfg.rollout.samples_per_prompt)
+    """The step's arrays, the samples of a prompt side by side; too long answers pay for it."""
+    r = cfg.rollout
+    if r.overlong_buffer:
+        lengths = np.array([len(rollout.tokens) for rollout in rollouts])
+        penalty = overlong_penalty(
+            jnp.asarray(lengths), longest=r.max_new_tokens, buffer=r.overlong_buffer
+        )
+        rewards = rewards + np.asarray(penalty)
     return rollout_batch(
-        rollouts, np.asarray(advantages_PR).reshape(-1), groups,
-        length=cfg.context, pad_id=task.tokenizer.pad_id,
+        rollouts, rewards, samples=r.samples_per_prompt, length=cfg.context,
+        pad_id=task.tokenizer.pad_id,
     )  # fmt: skip
 
 
@@ -271,6 +283,21 @@ def must_be_finite(metrics: Metrics, stage: str, step: int) -> None:
             f"{stage} step {step}: {', '.join(bad)} must be finite. The last checkpoint is "
             "untouched; try a smaller optim.lr or optim.clip_norm."
         )
+
+
+def gate_closed(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
+    """What to say where engine and trainer are too far apart to train."""
+    gap, k3, ess = (
+        metrics[name] for name in
+        ("train_rollout_logprob_abs_diff", "rollout_corr/k3_kl", "rollout_corr/ess")
+    )  # fmt: skip
+    return ConfigError(
+        f"rl step {step}: engine and trainer must agree within gate.abs_diff={cfg.gate.abs_diff:g},"
+        f" gate.k3={cfg.gate.k3:g}, gate.ess={cfg.gate.ess:g}; got |Δlogp| {gap:.3g}, k3 {k3:.3g}, "
+        f"ESS {ess:.3g}. Nothing was trained on this batch, and step {step - 1} is saved. Check "
+        "that the engine has the newest weights in the same dtype; or leave such batches out: "
+        "--set gate.skip=True."
+    )
 
 
 def assert_compiled_once(step_fn, calls: int) -> None:

@@ -24,7 +24,7 @@ from jaxmoe.shapes import Leaf, Params
 
 STAGES = ("warmup", "rl")
 # what a resumed run may change: nothing that its numbers so far depend on
-FREE = ("steps", "workdir", "eval", "save", "data.max_prompt_tokens")
+FREE = ("steps", "workdir", "eval", "save", "gate", "data.max_prompt_tokens")
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,11 @@ def save_run(work: Path, cfg: Config, at: Position) -> None:
 
 
 def restore_run(
-    work: Path, cfg: Config, abstract_state: Leaf, *, to_train: bool = True
+    work: Path, cfg: Config, shapes: dict[str, Leaf], *, to_train: bool = True
 ) -> Position | None:
     """The newest complete checkpoint's position, or None in a new run folder.
 
+    `shapes` are those of each stage's state, by its name.
     Raises ConfigError where the config changed in what the run's numbers depend on; not to train
     on, any config of the same model will do.
     """
@@ -112,9 +113,9 @@ def restore_run(
     extra = store.restore_extra(directory, number)
     if to_train:
         _same_run(work, extra["config"], json.loads(to_json(cfg)), "")
-    tree = {"state": abstract_state}
-    if extra["has_reference"]:
-        tree["reference"] = abstract_state.params
+    tree = {"state": shapes[extra["stage"]]}
+    if extra["has_reference"]:  # of the policy: what the warm start trained
+        tree["reference"] = shapes["warmup"].params
     tree = store.restore(directory, number, tree)
     if to_train:
         print(f"resuming {work} after {extra['stage']} step {extra['step']}", flush=True)

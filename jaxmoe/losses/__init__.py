@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses as pure functions: arrays in, arrays out; no config, no model, no jit.
 
-Importance weights and rejection are in correction.py, their metrics in mismatch.py; objectives
-other than the one `train` uses in objectives.py.
+A config names them: objectives.py (loss at every token), advantages.py, reduce.py (denominators),
+recipes.py (corrections for a mismatched engine, built from correction.py), kl.py, value.py.
 """
 
 from jaxmoe.losses.advantages import (
@@ -25,15 +25,29 @@ from jaxmoe.losses.objectives import (
     sapo_terms,
 )
 from jaxmoe.losses.policy import grpo_loss
+from jaxmoe.losses.recipes import (
+    drift_mask,
+    geometric_is,
+    normalize,
+    rejection,
+    sequence_icepop,
+    sequence_is,
+    token_icepop,
+    token_is,
+    veto,
+)
 from jaxmoe.losses.reduce import (
     fixed_length_weights,
+    kept_token_mean_weights,
     masked_max,
     masked_mean,
     masked_sum,
     sequence_mean_weights,
     token_mean_weights,
 )
+from jaxmoe.losses.rewards import overlong_penalty, sequence_rewards, token_rewards
 from jaxmoe.losses.supervised import cross_entropy
+from jaxmoe.losses.value import explained_variance, value_terms
 
 __all__ = [
     "cispo_terms",
@@ -41,11 +55,15 @@ __all__ = [
     "cross_entropy",
     "discounted_returns",
     "dppo_tv_terms",
+    "drift_mask",
+    "explained_variance",
     "fixed_length_weights",
     "gae",
+    "geometric_is",
     "group_advantages",
     "grpo_loss",
     "gspo_terms",
+    "kept_token_mean_weights",
     "kl_k1",
     "kl_k2",
     "kl_k3",
@@ -54,13 +72,24 @@ __all__ = [
     "masked_mean",
     "masked_sum",
     "mismatch_metrics",
+    "normalize",
+    "overlong_penalty",
     "reinforce_pp_advantages",
     "reinforce_pp_baseline_advantages",
     "reinforce_terms",
+    "rejection",
     "rloo_advantages",
     "sapo_terms",
+    "sequence_icepop",
+    "sequence_is",
     "sequence_mean_weights",
+    "sequence_rewards",
+    "token_icepop",
+    "token_is",
     "token_mean_weights",
+    "token_rewards",
+    "value_terms",
+    "veto",
     "weight_metrics",
     "whiten",
 ]

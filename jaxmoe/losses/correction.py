@@ -129,16 +129,16 @@ def not_drifted(
     return ~((advantages_BT < 0) & (drift_B1 > most) & mask_BT)
 
 
-def normalize_weights(
+def unit_mean_scale(
     weights_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
-) -> Float[Array, "B T"]:
-    """Weights over their mean at the batch's true tokens, so that they average 1.
+) -> Float[Array, ""]:
+    """What makes the weights average 1 over the batch's true tokens; 1 where all are 0.
 
-    All-zero weights stay 0. Source: verl's rollout_is_batch_normalize.
+    Source: verl's rollout_is_batch_normalize.
     """
     count = jnp.maximum(jnp.sum(mask_BT.astype(jnp.float32)), 1.0)
     mean = jnp.sum(jnp.where(mask_BT, weights_BT, 0.0)) / count
-    return weights_BT / jnp.where(mean > 0, mean, 1.0)
+    return 1.0 / jnp.where(mean > 0, mean, 1.0)
 
 
 def _exp(x: Array) -> Array:

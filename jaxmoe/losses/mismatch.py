@@ -59,21 +59,47 @@ def mismatch_metrics(
     }
 
 
-def weight_metrics(
-    weights_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, low: float, high: float
+def ratio_quantiles(
+    old_logp_BT: Float[Array, "B T"],
+    rollout_logp_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
 ) -> Metrics:
-    """What the weights do to a batch; `low` and `high` are the bounds they were made with.
+    """rollout_corr/ratio_p01, p50, p99 of ρ over true tokens, the nearest rank; 1 without any."""
+    log_ratio_BT = log_ratios(old_logp_BT, rollout_logp_BT, mask_BT)
+    ranked_M = jnp.sort(jnp.where(mask_BT, log_ratio_BT, jnp.inf).reshape(-1))
+    last = token_total(mask_BT) - 1.0
+
+    def at(q: float) -> Array:
+        place = jnp.round(q * last).astype(jnp.int32)
+        return jnp.where(jnp.any(mask_BT), token_ratio(ranked_M[place]), 1.0)
+
+    return {f"rollout_corr/ratio_p{round(100 * q):02d}": at(q) for q in (0.01, 0.5, 0.99)}
+
+
+def effective_sample_size(
+    weights_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    """1 / E[(w / E w)²] over true tokens, in (0, 1]: 1 is equal weights; 0 if all are 0."""
+    mean, square = masked_mean(weights_BT, mask_BT), masked_mean(jnp.square(weights_BT), mask_BT)
+    return jnp.where(square > 0, jnp.square(mean) / jnp.where(square > 0, square, 1.0), 0.0)
+
+
+def weight_metrics(
+    weights_BT: Float[Array, "B T"],
+    ratio_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+) -> Metrics:
+    """What the weights do to a batch; `ratio_BT` is what they were before their bounds.
 
     Returns:
         rollout_corr/rollout_is_mean, std, min, max; the deviation divides by the count.
-        rollout_corr/rollout_is_eff_sample_size: 1 / E[(w / E w)²], in (0, 1]; 0 if all are 0.
-        rollout_corr/rollout_is_ratio_fraction_low, high: share of tokens past a bound (pass raw
-            ratios to count them) — at the bound itself counts as inside.
+        rollout_corr/rollout_is_eff_sample_size: `effective_sample_size` of the weights.
+        rollout_corr/rollout_is_ratio_fraction_high: share of tokens whose ratio was cut down.
+        rollout_corr/rollout_is_oob_ratio: share whose ratio was made 0.
     """
     w_BT = weights_BT.astype(jnp.float32)
     mean = masked_mean(w_BT, mask_BT)
-    square = masked_mean(jnp.square(w_BT), mask_BT)
-    any_weight = square > 0
+    zeroed_BT = (w_BT == 0.0) & (ratio_BT > 0.0)
     return {
         "rollout_corr/rollout_is_mean": mean,
         "rollout_corr/rollout_is_std": jnp.sqrt(masked_mean(jnp.square(w_BT - mean), mask_BT)),
@@ -81,11 +107,11 @@ def weight_metrics(
             jnp.any(mask_BT), jnp.min(jnp.where(mask_BT, w_BT, jnp.inf)), 0.0
         ),
         "rollout_corr/rollout_is_max": masked_max(w_BT, mask_BT),
-        "rollout_corr/rollout_is_eff_sample_size": jnp.where(
-            any_weight, jnp.square(mean) / jnp.where(any_weight, square, 1.0), 0.0
+        "rollout_corr/rollout_is_eff_sample_size": effective_sample_size(w_BT, mask_BT),
+        "rollout_corr/rollout_is_ratio_fraction_high": masked_mean(
+            _as_float((w_BT < ratio_BT) & ~zeroed_BT), mask_BT
         ),
-        "rollout_corr/rollout_is_ratio_fraction_low": masked_mean(_as_float(w_BT < low), mask_BT),
-        "rollout_corr/rollout_is_ratio_fraction_high": masked_mean(_as_float(w_BT > high), mask_BT),
+        "rollout_corr/rollout_is_oob_ratio": masked_mean(_as_float(zeroed_BT), mask_BT),
     }
 
 

@@ -52,3 +52,12 @@ def fixed_length_weights(mask_BT: Bool[Array, "B T"], *, length: int) -> Float[A
     """For a mean over sequences of token sums over a constant: Dr. GRPO, arXiv:2503.20783."""
     rows = jnp.maximum(jnp.sum(jnp.any(mask_BT, axis=1).astype(jnp.float32)), 1.0)
     return mask_BT.astype(jnp.float32) / (rows * length)
+
+
+def kept_token_mean_weights(keep_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """`token_mean_weights` over the tokens a rejection kept: dropped ones leave the denominator.
+
+    The others keep every token there, so a batch of which half is dropped counts half (AReaL's
+    choice); this one gives what is left the whole batch's weight (verl's).
+    """
+    return token_mean_weights(keep_BT)

@@ -4,6 +4,7 @@
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.cache import KVCache, init_cache
 from jaxmoe.model.config import gpt_oss_20b, gpt_oss_120b, tiny
+from jaxmoe.model.critic import new_critic, sequence_values
 from jaxmoe.model.forward import forward
 from jaxmoe.model.head import next_token_logits, sequence_logprobs
 from jaxmoe.model.params import abstract_params, count_params, init_params, param_specs
@@ -18,8 +19,10 @@ __all__ = [
     "gpt_oss_20b",
     "init_cache",
     "init_params",
+    "new_critic",
     "next_token_logits",
     "param_specs",
     "sequence_logprobs",
+    "sequence_values",
     "tiny",
 ]

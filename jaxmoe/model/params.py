@@ -81,6 +81,14 @@ def param_specs(cfg: ModelConfig) -> Params:
     }
 
 
+def value_head_specs(cfg: ModelConfig) -> Params:
+    """The critic's own parameters, beside a backbone of the table above."""
+    return {
+        "w_value": Spec((cfg.d_model,), ("embed",), "zeros", "score.weight"),
+        "b_value": Spec((), (), "zeros", "score.bias"),
+    }
+
+
 def _is_spec(leaf: Leaf) -> bool:
     return isinstance(leaf, Spec)
 

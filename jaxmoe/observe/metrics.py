@@ -61,13 +61,16 @@ class MetricsLog:
             for board in self._boards.values():
                 board.close()
 
-    def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+    def write(
+        self, stage: str, step: int, metrics: Mapping[str, float], *, alerts: Sequence[str] = ()
+    ) -> None:
         """One line; a number that is not finite becomes null and is named in "not_finite"."""
         if not self._enabled:
             return
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         clean = {name: None if name in bad else value for name, value in metrics.items()}
         line = {"stage": stage, "step": step, **clean} | ({"not_finite": bad} if bad else {})
+        line |= {"alerts": list(alerts)} if alerts else {}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
         for name, value in metrics.items():

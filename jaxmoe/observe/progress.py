@@ -5,7 +5,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
@@ -33,6 +33,7 @@ class Progress:
         self._last = time.perf_counter()
         self._printed = -PLAIN_EVERY_S
         self._shown: dict[str, str] = {}
+        self._raised: set[str] = set()
         self._unprinted = ""  # the newest plain line, while it waits
         self._bar: Bar | None = None
 
@@ -70,7 +71,7 @@ class Progress:
             for name, value in numbers.items()
             if value is not None
         }
-        text = "  ".join(self._shown.values())
+        text = "  ".join(shown for shown in self._shown.values() if shown)
         if len(self._times) >= 2:
             recent = list(self._times)[1:]
             text += f"  {statistics.median(recent) * (self._total - step):.0f} s left"
@@ -85,6 +86,13 @@ class Progress:
 
     def _print(self, line: str) -> None:
         print(line, file=self._console.file, flush=True)
+
+    def alert(self, step: int, raised: Mapping[str, str]) -> None:
+        """A line for each alert that the step before did not raise; "!" beside the numbers."""
+        for name in sorted(raised.keys() - self._raised):
+            self.note(f"! step {step}: {raised[name]}")
+        self._raised = set(raised)
+        self._shown["!"] = f"! {len(raised)}" if raised else ""
 
     def note(self, text: str) -> None:
         """A line that stays, above the bar."""

@@ -21,25 +21,44 @@ class Batch:
     segment_ids_BT: Leaf  # int32; 0 is padding
     loss_mask_BT: Leaf  # bool; True exactly where the policy chose the token
     rollout_logp_BT: Leaf  # float32; the engine's claim
-    advantages_BT: Leaf  # float32
+    rewards_B: Leaf  # float32; of the whole answer
     group_ids_B: Leaf  # int32; samples of one prompt share it
     weights_version_B: Leaf  # int32
-    old_logp_BT: Leaf = None  # the trainer before the update; None when on-policy
-    ref_logp_BT: Leaf = None  # a frozen reference; None without a KL term
+    # filled in by the step, where its algorithm asks for them
+    advantages_BT: Leaf = None  # float32
+    returns_BT: Leaf = None  # float32; what the critic should have said
+    old_values_BT: Leaf = None  # float32; what it said before the update
+    old_logp_BT: Leaf = None  # float32; the trainer before the update
+    ref_logp_BT: Leaf = None  # float32; a frozen reference
+    mean_BT: Leaf = None  # float32; what a token's loss is multiplied by for the mean
+    is_weights_BT: Leaf = None  # float32; importance weights, where known before the gradient
+    ratio_BT: Leaf = None  # float32; those before their bounds
+    keep_BT: Leaf = None  # bool; False where a rejection dropped the token
+    packing: Leaf = None  # jaxmoe.rl.pieces.Packing, where sequences share rows
+    packed: Leaf = None  # jaxmoe.rl.pieces.Packed, of one microbatch
 
 
 def rollout_batch(
     rollouts: Sequence[Rollout],
-    advantages_B: np.ndarray,
-    group_ids_B: np.ndarray,
+    rewards_B: np.ndarray,
     *,
+    samples: int,
     length: int,
     pad_id: int,
 ) -> Batch:
-    """Prompt and answer of each rollout as one row; one advantage for all tokens of an answer.
+    """Prompt and answer of each rollout as one row; the `samples` of a prompt side by side.
 
-    Raises ValueError where a row does not fit or a log-prob is missing or not finite.
+    Log-probs are over the whole vocabulary: where the engine drew from a truncated distribution
+    (top-k, top-p), the mass it kept is multiplied back in.
+    Raises ValueError where groups are not equal, a row does not fit, or a log-prob or a reward is
+    missing or not finite.
     """
+    check_groups([r.prompt.id for r in rollouts], samples)
+    if len(rewards_B) != len(rollouts) or not np.isfinite(rewards_B).all():
+        raise ValueError(
+            f"every rollout must have a finite reward, got {len(rewards_B)} for {len(rollouts)}: "
+            f"{np.flatnonzero(~np.isfinite(rewards_B))[:8].tolist()} are not finite."
+        )
     for i, r in enumerate(rollouts):
         bad = np.flatnonzero(~np.isfinite(r.rollout_logp))
         if len(r.rollout_logp) != len(r.tokens) or bad.size:
@@ -51,14 +70,31 @@ def rollout_batch(
     batch = _rows([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], length, pad_id)
     mask_BT = batch.loss_mask_BT
     logp_BT = np.zeros(mask_BT.shape, np.float32)
-    logp_BT[mask_BT] = np.concatenate([r.rollout_logp for r in rollouts])
+    logp_BT[mask_BT] = np.concatenate(
+        [r.rollout_logp if r.log_kept is None else r.rollout_logp + r.log_kept for r in rollouts]
+    )
     return replace(
         batch,
         rollout_logp_BT=logp_BT,
-        advantages_BT=np.where(mask_BT, advantages_B[:, None], 0.0).astype(np.float32),
-        group_ids_B=group_ids_B.astype(np.int32),
+        rewards_B=rewards_B.astype(np.float32),
+        group_ids_B=np.repeat(np.arange(len(rollouts) // samples, dtype=np.int32), samples),
         weights_version_B=np.array([r.weights_version for r in rollouts], np.int32),
     )
+
+
+def check_groups(prompt_ids: Sequence[int], samples: int) -> None:
+    """Raises ValueError unless each `samples` neighbours answer the same prompt."""
+    if len(prompt_ids) % samples:
+        raise ValueError(
+            f"groups must have {samples} samples each, got {len(prompt_ids)} rollouts in all."
+        )
+    for start in range(0, len(prompt_ids), samples):
+        group = list(prompt_ids[start : start + samples])
+        if len(set(group)) > 1:
+            raise ValueError(
+                f"groups must have {samples} samples each, side by side; rollouts {start} to "
+                f"{start + samples - 1} answer prompts {group}."
+            )
 
 
 def supervised_batch(
@@ -94,7 +130,7 @@ def _rows(
         segment_ids_BT=segments,
         loss_mask_BT=mask,
         rollout_logp_BT=np.zeros(shape, np.float32),
-        advantages_BT=np.zeros(shape, np.float32),
+        rewards_B=np.zeros(len(prompts), np.float32),
         group_ids_B=np.arange(len(prompts), dtype=np.int32),
         weights_version_B=np.zeros(len(prompts), np.int32),
     )

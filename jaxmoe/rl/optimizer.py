@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optax chain. Next: jaxmoe/rl/step.py applies it."""
 
+from collections.abc import Hashable
+
+import jax.numpy as jnp
 import optax
 
-from jaxmoe.config import OptimConfig
+from jaxmoe.config import Config, OptimConfig
 
 
 def make_optimizer(
     cfg: OptimConfig, *, steps: int, lr: float | None = None
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW with linear warm-up and cosine decay over `steps`."""
+    """Clip by global norm, then AdamW with linear warm-up and cosine decay over `steps` updates."""
     peak = cfg.lr if lr is None else lr
     decay = max(steps - cfg.lr_warmup_steps, 1)
     schedule = optax.join_schedules(
@@ -23,3 +26,23 @@ def make_optimizer(
         schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay
     )
     return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), adamw)
+
+
+def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
+    """The policy's optimizer, counted in updates; with a critic, one for each side.
+
+    Each side has its own clipping and rate. The policy stands still, moments included, while the
+    critic alone is trained.
+    """
+    updates = cfg.loss.epochs * cfg.loss.minibatches
+    policy = make_optimizer(cfg.optim, steps=cfg.steps * updates)
+    if cfg.critic.backbone == "none":
+        return policy
+    pretrain = cfg.critic.pretrain_steps * updates
+    if pretrain:
+        policy = optax.transforms.conditionally_mask(
+            policy, lambda step, **_: jnp.asarray(step) >= pretrain
+        )
+    critic = make_optimizer(cfg.optim, steps=cfg.steps * updates, lr=cfg.critic.lr)
+    sides: dict[Hashable, optax.GradientTransformation] = {"policy": policy, "critic": critic}
+    return optax.partition(sides, {"policy": "policy", "critic": "critic"})

@@ -11,14 +11,15 @@ import optax
 from flax import struct
 from jaxtyping import PRNGKeyArray
 
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import Config, ModelConfig
+from jaxmoe.model.critic import new_critic
 from jaxmoe.model.params import abstract_params, init_params
 from jaxmoe.shapes import Leaf, Params
 
 
 @struct.dataclass
 class TrainState:
-    params: Params
+    params: Params  # of the policy; with a critic {"policy": …, "critic": …}
     opt_state: Leaf
     step: Leaf  # int32 []: updates made
 
@@ -26,6 +27,26 @@ class TrainState:
 def new_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
     """The state before the first update."""
     return TrainState(params=params, opt_state=tx.init(params), step=jnp.zeros((), jnp.int32))
+
+
+def policy_of(params: Params) -> Params:
+    """The policy's parameters, with or without a critic beside them."""
+    return params["policy"] if "policy" in params else params
+
+
+def critic_of(params: Params) -> Params:
+    """The critic's parameters."""
+    return params["critic"]
+
+
+def with_critic(policy: Params, cfg: Config) -> Params:
+    """What the RL stage trains: the policy, and a new critic where the config has one."""
+    if cfg.critic.backbone == "none":
+        return policy
+    critic = new_critic(
+        policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
+    )
+    return {"policy": policy, "critic": critic}
 
 
 def random_state(
@@ -36,5 +57,16 @@ def random_state(
 
 
 def abstract_state(cfg: ModelConfig, tx: optax.GradientTransformation, dtype: str) -> TrainState:
-    """Shapes of the state; costs no memory at any size."""
+    """Shapes of the state of a model alone; costs no memory at any size."""
     return jax.eval_shape(lambda p: new_state(p, tx), abstract_params(cfg, dtype))
+
+
+def stage_shapes(
+    cfg: Config, supervised: optax.GradientTransformation, tx: optax.GradientTransformation
+) -> dict[str, TrainState]:
+    """Shapes of the state in each stage of a run."""
+    policy = abstract_params(cfg.model, cfg.optim.param_dtype)
+    return {
+        "warmup": jax.eval_shape(lambda p: new_state(p, supervised), policy),
+        "rl": jax.eval_shape(lambda p: new_state(with_critic(p, cfg), tx), policy),
+    }

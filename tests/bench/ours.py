@@ -23,11 +23,12 @@ class Desk:
         import numpy as np
 
         from jaxmoe.checkpoint.hf import load_params
-        from jaxmoe.config import LossConfig, OptimConfig
+        from jaxmoe.config import OptimConfig
         from jaxmoe.model.config import read_hf_config
+        from jaxmoe.rl.algorithm import Algorithm
         from jaxmoe.rl.optimizer import make_optimizer
         from jaxmoe.rl.state import new_state
-        from jaxmoe.rl.step import grpo_loss_fn, train_step
+        from jaxmoe.rl.update import Scorer, rl_step
         from jaxmoe.rollout.native import NativeEngine
 
         self.cfg = read_hf_config(directory)
@@ -35,8 +36,10 @@ class Desk:
         self.first = jax.tree.map(jax.numpy.array, load_params(directory, self.cfg, "float32"))
         tx = make_optimizer(OptimConfig(lr=1e-6), steps=10**5)
         self.state = new_state(jax.tree.map(lambda x: x.copy(), self.first), tx)
-        loss_fn = partial(grpo_loss_fn, model=self.cfg, loss=LossConfig())
-        self.step_fn = jax.jit(partial(train_step, tx=tx, loss_fn=loss_fn), donate_argnums=0)
+        grpo = Algorithm(samples_per_prompt=SAMPLES)
+        self.step_fn = jax.jit(
+            partial(rl_step, tx=tx, algorithm=grpo, scorer=Scorer(self.cfg)), donate_argnums=0
+        )
         self.engine = NativeEngine(
             self.cfg, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS,
             max_rows=PROMPTS * SAMPLES,
@@ -50,7 +53,6 @@ class Desk:
         import jax
         import numpy as np
 
-        from jaxmoe.losses import group_advantages
         from jaxmoe.records import Prompt, Sampling
         from jaxmoe.rl.batch import rollout_batch
 
@@ -61,11 +63,10 @@ class Desk:
         start = time.process_time()
         rollouts = self.engine.generate(prompts, sampling, seed=self.steps, samples=SAMPLES)
         generated = time.process_time()
-        rewards_PR = self.dice.random((PROMPTS, SAMPLES), np.float32)
+        rewards = self.dice.random(PROMPTS * SAMPLES, np.float32)
         batch = rollout_batch(
-            rollouts, np.asarray(group_advantages(jax.numpy.asarray(rewards_PR))).reshape(-1),
-            np.repeat(np.arange(PROMPTS), SAMPLES), length=PROMPT_TOKENS + NEW_TOKENS, pad_id=0,
-        )  # fmt: skip
+            rollouts, rewards, samples=SAMPLES, length=PROMPT_TOKENS + NEW_TOKENS, pad_id=0
+        )
         self.state, metrics = self.step_fn(self.state, batch)
         metrics = jax.device_get(metrics)
         self.engine.load(self.state.params, self.steps)

@@ -132,7 +132,7 @@ def test_sigterm_saves_and_the_same_command_resumes(whole, tmp_path):
 @pytest.mark.slow
 def test_off_policy_updates_with_a_reference_run(tmp_path):
     code, _, err = finish(command(
-        tmp_path, loss__on_policy=False, loss__updates_per_batch=2, loss__kl_coef=0.1, steps=2,
+        tmp_path, loss__old_logp="recomputed", loss__epochs=2, loss__kl_coef=0.1, steps=2,
         warmup__steps=2,
     ))  # fmt: skip
     assert code == 0 and err == ""

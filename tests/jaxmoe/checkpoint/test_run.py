@@ -14,7 +14,7 @@ from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutC
 from jaxmoe.config_file import override
 from jaxmoe.model import tiny
 from jaxmoe.rl.optimizer import make_optimizer
-from jaxmoe.rl.state import abstract_state, new_state
+from jaxmoe.rl.state import new_state, stage_shapes
 
 CFG = Config(
     model=tiny(d_model=16, d_expert=24, n_experts=3),
@@ -24,7 +24,7 @@ CFG = Config(
     steps=5,
 )  # fmt: skip
 TX = make_optimizer(CFG.optim, steps=CFG.steps)
-SHAPES = abstract_state(CFG.model, TX, "float32")
+SHAPES = stage_shapes(CFG, TX, TX)
 
 
 def bits_of(tree):

@@ -25,20 +25,22 @@ def test_divergences_of_a_worked_row():
 
 
 def test_weights_of_the_same_row():
-    raw = weight_metrics(jnp.exp(OLD - ROLLOUT), ALL, low=0.5, high=2.0)
+    ratio = jnp.exp(OLD - ROLLOUT)
+    raw = weight_metrics(ratio, ratio, ALL)
     assert float(raw["rollout_corr/rollout_is_eff_sample_size"]) == pytest.approx(0.7871289)
-    assert float(raw["rollout_corr/rollout_is_ratio_fraction_high"]) == pytest.approx(1 / 3)
-    cut = weight_metrics(jnp.minimum(jnp.exp(OLD - ROLLOUT), 2.0), ALL, low=0.5, high=2.0)
+    assert float(raw["rollout_corr/rollout_is_ratio_fraction_high"]) == 0.0
+    cut = weight_metrics(jnp.minimum(ratio, 2.0), ratio, ALL)
     assert float(cut["rollout_corr/rollout_is_mean"]) == pytest.approx(1.4184173)
     assert float(cut["rollout_corr/rollout_is_eff_sample_size"]) == pytest.approx(0.8517620)
-    assert float(cut["rollout_corr/rollout_is_ratio_fraction_high"]) == 0.0
+    assert float(cut["rollout_corr/rollout_is_ratio_fraction_high"]) == pytest.approx(1 / 3)
+    assert float(cut["rollout_corr/rollout_is_oob_ratio"]) == 0.0
 
 
 def test_weights_of_icepop_as_verl_asserts_them():
-    got = weight_metrics(jnp.asarray([[0.0, 0.8, 0.0]]), ALL, low=0.5, high=5.0)
+    got = weight_metrics(jnp.asarray([[0.0, 0.8, 0.0]]), jnp.asarray([[0.4, 0.8, 6.0]]), ALL)
     assert float(got["rollout_corr/rollout_is_std"]) == pytest.approx(0.3771236, rel=1e-6)
     assert float(got["rollout_corr/rollout_is_eff_sample_size"]) == pytest.approx(1 / 3)
-    assert float(got["rollout_corr/rollout_is_ratio_fraction_low"]) == pytest.approx(2 / 3)
+    assert float(got["rollout_corr/rollout_is_oob_ratio"]) == pytest.approx(2 / 3)
 
 
 def test_equal_log_probs_give_zero_everywhere_and_ratio_one():
@@ -75,6 +77,6 @@ def test_no_true_token_is_zeros_and_not_nan():
     nothing = jnp.zeros((1, 3), bool)
     for metrics in (
         mismatch_metrics(OLD, ROLLOUT, nothing),
-        weight_metrics(jnp.ones((1, 3)), nothing, low=0.5, high=2.0),
+        weight_metrics(jnp.ones((1, 3)), jnp.ones((1, 3)), nothing),
     ):
         assert all(np.isfinite(float(x)) for x in metrics.values())

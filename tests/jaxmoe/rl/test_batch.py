@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From rollouts to arrays: which columns are trained on, and which rows are refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -17,24 +19,24 @@ def rollout(prompt, tokens, logp, version=7, number=41):
     )  # fmt: skip
 
 
-def batch_of(*rollouts, length=6):
+def batch_of(*rollouts, length=6, samples=1):
     n = len(rollouts)
-    return rollout_batch(
-        rollouts, np.arange(1.0, n + 1), np.arange(n) // 2, length=length, pad_id=9
-    )
+    return rollout_batch(rollouts, np.arange(1.0, n + 1), samples=samples, length=length, pad_id=9)
 
 
 def test_each_column_is_what_it_says():
-    batch = batch_of(rollout([1, 2, 3], [4, 5], [-0.5, -0.25]), rollout([6], [7], [-1.0], 8))
+    batch = batch_of(
+        rollout([1, 2, 3], [4, 5], [-0.5, -0.25]), rollout([6], [7], [-1.0], 8), samples=2
+    )
     assert batch.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 9], [6, 7, 9, 9, 9, 9]]
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
     assert batch.segment_ids_BT.tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]]
     assert batch.loss_mask_BT.astype(int).tolist() == [[0, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0]]
     assert batch.rollout_logp_BT.tolist() == [[0, 0, 0, -0.5, -0.25, 0], [0, -1.0, 0, 0, 0, 0]]
-    assert batch.advantages_BT.tolist() == [[0, 0, 0, 1, 1, 0], [0, 2, 0, 0, 0, 0]]
+    assert batch.rewards_B.tolist() == [1, 2]
     assert batch.group_ids_B.tolist() == [0, 0] and batch.weights_version_B.tolist() == [7, 8]
     assert batch.old_logp_BT is None and batch.ref_logp_BT is None
-    for name in ("rollout_logp_BT", "advantages_BT"):
+    for name in ("rollout_logp_BT", "rewards_B"):
         assert getattr(batch, name).dtype == np.float32
 
 
@@ -61,3 +63,26 @@ def test_supervised_rows_train_on_the_answers():
     batch = supervised_batch(prompts, [[4], [5, 6]], length=4, pad_id=0)
     assert batch.tokens_BT.tolist() == [[1, 2, 4, 0], [3, 5, 6, 0]]
     assert batch.loss_mask_BT.astype(int).tolist() == [[0, 0, 1, 0], [0, 1, 1, 0]]
+
+
+def test_the_mass_that_sampling_kept_is_multiplied_back_in():
+    cut = dataclasses.replace(
+        rollout([1], [2, 3], [-0.5, -0.25]), log_kept=np.array([-0.125, 0.0], np.float32)
+    )
+    assert batch_of(cut, length=3).rollout_logp_BT.tolist() == [[0, -0.625, -0.25]]
+
+
+def test_groups_must_be_equal_and_side_by_side():
+    one, two = rollout([1], [2], [-1.0], number=1), rollout([1], [2], [-1.0], number=2)
+    batch_of(one, one, two, two, samples=2)
+    with pytest.raises(ValueError, match=r"groups must have 2 samples each, got 3 rollouts"):
+        batch_of(one, one, two, samples=2)
+    with pytest.raises(ValueError, match=r"side by side; rollouts 0 to 1 answer prompts \[1, 2\]"):
+        batch_of(one, two, one, two, samples=2)
+
+
+def test_a_reward_that_is_not_finite_is_named():
+    with pytest.raises(ValueError, match=r"finite reward, got 2 for 2: \[1\] are not"):
+        rollout_batch(
+            [rollout([1], [2], [-1.0])] * 2, np.array([0.0, np.nan]), samples=1, length=4, pad_id=0
+        )

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that mean trouble, and what to look at first. Next: jaxmoe/train.py shows them.
+
+Thresholds: verl's documentation of rollout correction (kl, chi2_token, ESS, weight mean and
+deviation), slime's CI gate (|Δlogp| 0.1), NeMo-RL's (the mean of exp|Δlogp| above 1.05).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A metric, when it is bad, and the first suspect."""
+
+    metric: str
+    bad: Callable[[float], bool]
+    bound: str
+    first: str
+
+
+_ENGINE = "the engine's weights: were the newest ones loaded, and the same dtype used?"
+RULES = (
+    Rule("train_rollout_logprob_abs_diff", lambda x: x > 0.1, "> 0.1 nats", _ENGINE),
+    Rule("rollout_corr/kl", lambda x: abs(x) > 0.1, "beyond ±0.1 nats", _ENGINE),
+    Rule("rollout_corr/chi2_token", lambda x: x > 1.0, "> 1",
+         "samples.jsonl: a few tokens the engine finds likely and the trainer does not"),
+    Rule("rollout_corr/ess", lambda x: x < 0.3, "< 0.3 of the tokens",
+         "rollout_corr/ratio_p99; then loss.correction=token_is"),
+    Rule("rollout_corr/rollout_is_mean", lambda x: not 0.5 <= x <= 2.0, "outside [0.5, 2]",
+         "train_rollout_logprob_abs_diff; the weights should average 1"),
+    Rule("rollout_corr/rollout_is_std", lambda x: x > 1.0, "> 1",
+         "rollout_corr/ratio_p99; a lower bound in loss.correction"),
+    Rule("rollout_corr/rollout_rs_masked_fraction", lambda x: x > 0.5, "> 0.5",
+         "the rejection's bounds: most of the batch is thrown away"),
+    Rule("policy/clip_frac", lambda x: x > 0.3, "> 0.3",
+         "optim.lr, loss.epochs and loss.minibatches: the policy leaves its batch"),
+    Rule("reward/zero_std_groups_frac", lambda x: x == 1.0, "= 1",
+         "samples.jsonl: every group's rewards are equal, so nothing is learned"),
+    Rule("gate/closed", lambda x: x > 0.0, "> 0", "gate.*: this batch was not trained on"),
+)  # fmt: skip
+
+
+def alerts(metrics: Mapping[str, float]) -> dict[str, str]:
+    """By metric, one line for each that is out of bounds."""
+    return {
+        rule.metric: f"{rule.metric} is {metrics[rule.metric]:.3g} ({rule.bound}); look first at "
+        f"{rule.first}"
+        for rule in RULES
+        if rule.metric in metrics and rule.bad(metrics[rule.metric])
+    }

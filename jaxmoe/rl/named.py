@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions as a config names them: "clipped_terms(clip_high=0.28)".
+
+A name is one of jaxmoe.losses, or "module:function" of your own. Keyword arguments are literals.
+What a function takes by position are arrays, and it gets them by their names; so a new algorithm
+is one function, and one line of config. Next: jaxmoe/rl/algorithm.py says which arrays there are.
+"""
+
+import ast
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from jaxmoe import losses
+from jaxmoe.config import ConfigError
+
+
+def read(text: str, where: str, arrays: Sequence[str]) -> Callable[..., Any]:
+    """The function of one call, its keyword arguments bound; it may take `arrays` by position.
+
+    Raises ConfigError naming `where` for what is not such a call.
+    """
+    name, paren, rest = text.strip().partition("(")
+    try:
+        tree = ast.parse(f"f({rest}" if paren else "f()", mode="eval").body
+        assert isinstance(tree, ast.Call) and not tree.args
+        options = {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
+        assert all(part.isidentifier() for part in name.replace(":", ".", 1).split("."))
+    except (SyntaxError, ValueError, AssertionError):
+        raise ConfigError(
+            f"{where} must be a function with literal keyword arguments, got {text!r}. "
+            f'Try --set "{where}=name(option=1.0)".'
+        ) from None
+    function = _own(name, where) if ":" in name else _ours(name, where)
+    _check(function, options, where, arrays)
+    return partial(function, **options) if options else function
+
+
+def read_several(text: str, where: str, arrays: Sequence[str]) -> tuple[Callable[..., Any], ...]:
+    """The functions of several calls joined by "+"; none for an empty text."""
+    return tuple(read(part, where, arrays) for part in _split(text)) if text.strip() else ()
+
+
+def ask(function: Callable[..., Any], arrays: Mapping[str, Any]) -> Any:
+    """function(**the arrays it names)."""
+    return function(**{name: arrays[name] for name in asked(function)})
+
+
+def asked(function: Callable[..., Any]) -> list[str]:
+    """What a function takes by position and without a default: names of arrays."""
+    parameters = inspect.signature(function).parameters.values()
+    return [
+        p.name for p in parameters
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+    ]  # fmt: skip
+
+
+def _split(text: str) -> list[str]:
+    depth, parts = 0, [""]
+    for letter in text:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == "+" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _ours(name: str, where: str) -> Callable[..., Any]:
+    if name not in losses.__all__:
+        near = difflib.get_close_matches(name, losses.__all__, 1)
+        hint = f"Did you mean {near[0]}?" if near else "Or name your own: module:function."
+        raise ConfigError(f"{where}: jaxmoe.losses has no function {name!r}. {hint}")
+    return getattr(losses, name)
+
+
+def _own(path: str, where: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: {path} must be a function that can be imported; {error}."
+        ) from error
+
+
+def _check(
+    function: Callable[..., Any], options: dict[str, Any], where: str, arrays: Sequence[str]
+) -> None:
+    name = getattr(function, "__name__", str(function))
+    known = [n for n, p in inspect.signature(function).parameters.items() if n not in arrays]
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known) or 'none'}."
+            raise ConfigError(f"{where}: {name} has no option {option!r}. {hint}")
+    bound = partial(function, **options)
+    missing = [
+        n for n, p in inspect.signature(bound).parameters.items()
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+    ]  # fmt: skip
+    if missing:
+        raise ConfigError(
+            f'{where}: {name} needs {missing[0]}. Try --set "{where}={name}({missing[0]}=…)".'
+        )
+    for array in asked(bound):
+        if array not in arrays:
+            raise ConfigError(
+                f"{where}: {name} asks for {array}; here a function may ask for "
+                f"{', '.join(arrays)}."
+            )

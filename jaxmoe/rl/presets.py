@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's rollout-correction presets under their own names: what each sets, with its defaults.
+
+"decoupled" compares three policies (engine, trainer before the update, trainer now), "bypass"
+two (engine and trainer now). Bounds of k1 are bounds of ρ here; verl tests 1/ρ against them, which
+is the same for the symmetric pairs below. Next: jaxmoe/rl/algorithm.py reads the settings.
+Source: verl/trainer/config/algorithm.py, RolloutCorrectionConfig.
+"""
+
+import difflib
+
+from jaxmoe.config import ConfigError
+
+_SEQ_RS = "rejection(by='seq_sum_k1', low=0.5, high=2.0)"
+_GEO_RS = "rejection(by='seq_mean_k1', low=0.999, high=1.001)"
+_K3_RS = "rejection(by='seq_mean_k3', high=0.01)"
+_TOKEN, _SEQUENCE = "token_is(high=2.0)", "sequence_is(high=2.0)"
+_ICEPOP = "token_icepop(low=0.5, high=5.0)"
+
+
+def _decoupled(correction: str) -> dict[str, str]:
+    return {"old_logp": "trainer", "correction": correction}
+
+
+def _bypass(correction: str) -> dict[str, str]:
+    return {"old_logp": "rollout", "correction": correction}
+
+
+def _gradient(correction: str) -> dict[str, str]:
+    """REINFORCE whose weights are those of the current policy over the engine's."""
+    return {"old_logp": "detached", "correction": correction, "objective": "reinforce_terms"}
+
+
+PRESETS: dict[str, dict[str, str]] = {
+    "disabled": _decoupled(""),
+    "decoupled_token_is": _decoupled(_TOKEN),
+    "decoupled_seq_is": _decoupled(_SEQUENCE),
+    "decoupled_token_icepop": _decoupled(_ICEPOP),
+    "decoupled_seq_is_rs": _decoupled(f"{_SEQ_RS} + {_SEQUENCE}"),
+    "decoupled_geo_rs": _decoupled(_GEO_RS),
+    "decoupled_geo_rs_seq_tis": _decoupled(f"{_GEO_RS} + {_SEQUENCE}"),
+    "decoupled_geo_rs_token_tis": _decoupled(f"{_GEO_RS} + {_TOKEN}"),
+    "decoupled_k3_rs": _decoupled(_K3_RS),
+    "decoupled_k3_rs_seq_tis": _decoupled(f"{_K3_RS} + {_SEQUENCE}"),
+    "decoupled_k3_rs_token_tis": _decoupled(f"{_K3_RS} + {_TOKEN}"),
+    "bypass_ppo_clip": _bypass(""),
+    "bypass_ppo_clip_geo_rs": _bypass(_GEO_RS),
+    "bypass_ppo_clip_k3_rs": _bypass(_K3_RS),
+    "bypass_pg_is": _gradient(_SEQUENCE),
+    "bypass_pg_token_icepop": _gradient(_ICEPOP),
+    "bypass_pg_geo_rs": _gradient(_GEO_RS),
+    "bypass_pg_geo_rs_seq_tis": _gradient(f"{_GEO_RS} + {_SEQUENCE}"),
+    "bypass_pg_geo_rs_token_tis": _gradient(f"{_GEO_RS} + {_TOKEN}"),
+}
+
+
+def preset(name: str) -> dict[str, str]:
+    """Fields of LossConfig that a preset sets. Raises ConfigError for a name verl has not."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(PRESETS)}."
+        raise ConfigError(f"loss.preset: there is no preset {name!r}. {hint}")
+    return dict(PRESETS[name])
