@@ -12,16 +12,19 @@ import jax.numpy as jnp
 
 from jaxmoe.config import Config, to_json
 from jaxmoe.model.cache import cache_bytes
-from jaxmoe.model.params import count_params, map_specs
+from jaxmoe.model.params import count_params, param_specs, value_head_specs
 from jaxmoe.parallel.sharding import local_shape
+from jaxmoe.rl.algorithm import algorithm, with_preset
+from jaxmoe.shapes import Params
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device."""
+    """Bytes on one device in the RL stage."""
 
-    weights: int  # as held and updated
-    compute_copy: int  # the same weights in the model's dtype, where that differs
+    weights: int  # as held and updated, a critic's too
+    compute_copy: int  # the policy's weights in the model's dtype
+    critic_copy: int  # those of a critic's own backbone
     gradients: int  # with microbatches, their float32 sum as well
     optimizer: int  # two moments
     reference: int  # frozen weights of the KL term
@@ -31,7 +34,8 @@ class Memory:
     @property
     def training(self) -> int:
         held = self.weights + self.optimizer + self.reference
-        return held + self.compute_copy + self.gradients + self.activations
+        copies = self.compute_copy + self.critic_copy
+        return held + copies + self.gradients + self.activations
 
     @property
     def sampling(self) -> int:
@@ -44,37 +48,45 @@ def memory(cfg: Config) -> Memory:
     Activations of M = microbatch tokens on one device: with remat the input of each layer pair
     and one pair's working set, else the working set of every layer. A layer's working set is
     its norm outputs, q, k, v, the attention's output and lse, and per active expert one row of
-    input, gate, up, hidden and output.
+    input, gate, up, hidden and output. A critic's own backbone keeps as much for its backward
+    pass as the policy, at the same time.
     """
-    m, sizes = cfg.model, {"fsdp": cfg.mesh.fsdp, "expert": cfg.mesh.expert}
-    pieces = map_specs(lambda s: math.prod(local_shape(s.shape, s.axes, sizes)), m)
-    local = sum(jax.tree.leaves(pieces))
+    m, devices = cfg.model, cfg.mesh.fsdp * cfg.mesh.expert
+    policy, own = param_specs(m), cfg.critic.backbone == "own"
+    backbone = {name: spec for name, spec in policy.items() if own and name != "head"}
+    value_head = {} if cfg.critic.backbone == "none" else value_head_specs(m)
+    local = _local_size(policy, cfg)
+    local_critic = _local_size(backbone, cfg)
+    trained = local + local_critic + _local_size(value_head, cfg)
     held, fast = jnp.dtype(cfg.optim.param_dtype).itemsize, jnp.dtype(m.dtype).itemsize
-    devices = cfg.mesh.fsdp * cfg.mesh.expert
-    rows = max(1, math.ceil(cfg.rollout.sequences_per_step / cfg.optim.microbatches / devices))
-    tokens = rows * cfg.context
+    packed = cfg.optim.tokens_per_microbatch // cfg.context  # rows
+    rows = packed or cfg.rollout.sequences_per_step / cfg.optim.microbatches
+    tokens = max(1, math.ceil(rows / devices)) * cfg.context
+    summed = packed or cfg.optim.microbatches > cfg.loss.minibatches  # more than one an update
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim
     routed = m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
     layer = tokens * (fast * (4 * m.d_model + heads + routed) + 4 * (m.n_q_heads + m.n_experts))
-    if cfg.optim.remat:
-        activations = m.n_layers // 2 * tokens * m.d_model * fast + 2 * layer
-    else:
-        activations = m.n_layers * layer
+    kept = m.n_layers // 2 * tokens * m.d_model * fast if cfg.optim.remat else m.n_layers * layer
     engine_rows = math.ceil(min(cfg.rollout.max_parallel_sequences,
                                 cfg.rollout.sequences_per_step) / devices)  # fmt: skip
     return Memory(
-        weights=local * held,
+        weights=trained * held,
         compute_copy=local * fast,
-        gradients=local * (held + 4 if cfg.optim.microbatches > 1 else held),
-        optimizer=2 * local * held,
+        critic_copy=local_critic * fast,
+        gradients=trained * (held + 4 if summed else held),
+        optimizer=2 * trained * held,
         reference=local * held if cfg.loss.kl_coef > 0 else 0,
-        activations=activations,
+        activations=kept * (2 if own else 1) + (2 * layer if cfg.optim.remat else 0),
         cache=cache_bytes(m, engine_rows, cfg.context),
     )
 
 
 def describe(cfg: Config) -> str:
-    """The resolved config, parameters, bytes per device, and what would run."""
+    """The resolved config, parameters, bytes per device, and what would run.
+
+    Raises ConfigError where train would refuse the algorithm.
+    """
+    algorithm(cfg)
     total, active = count_params(cfg.model)
     mem, r = memory(cfg), cfg.rollout
     devices = cfg.mesh.fsdp * cfg.mesh.expert
@@ -95,13 +107,34 @@ def describe(cfg: Config) -> str:
         w = cfg.warmup
         lines.append(f"  warm start   {w.steps} supervised steps of {w.sequences_per_step} answers")
     lines.append(
-        f"  GRPO         {cfg.steps} steps of {r.sequences_per_step} sequences "
+        f"  RL           {cfg.steps} steps of {r.sequences_per_step} sequences "
         f"({r.prompts_per_step} prompts x {r.samples_per_prompt}), up to {cfg.context:,} tokens"
     )
+    lines += [f"  {name:<13}{text}" for name, text in _algorithm_lines(cfg).items()]
     lines.append(f"  run folder   {cfg.workdir}")
     if devices > 1:
         lines.append(f"  but          train refuses {devices} devices: this version uses one")
     return "\n".join(lines)
+
+
+def _algorithm_lines(cfg: Config) -> dict[str, str]:
+    loss, critic = with_preset(cfg.loss), cfg.critic
+    lines = {"objective": f"{loss.objective}, {loss.advantages}, old_logp {loss.old_logp}"}
+    if critic.backbone != "none":
+        first = f", alone for {critic.pretrain_steps} steps" if critic.pretrain_steps else ""
+        lines["critic"] = f"{critic.backbone} backbone, lr {critic.lr:g}{first}"
+    if loss.correction or cfg.loss.preset:
+        by = f" (preset {cfg.loss.preset})" if cfg.loss.preset else ""
+        lines["correction"] = (loss.correction or "none") + by
+    if loss.updates > 1:
+        lines["updates"] = f"{loss.epochs} x {loss.minibatches} a step (epochs x minibatches)"
+    return lines
+
+
+def _local_size(specs: Params, cfg: Config) -> int:
+    """Entries of these parameters on one device."""
+    sizes = {"fsdp": cfg.mesh.fsdp, "expert": cfg.mesh.expert}
+    return sum(math.prod(local_shape(s.shape, s.axes, sizes)) for s in jax.tree.leaves(specs))
 
 
 def _size(value: int) -> str:

@@ -35,7 +35,7 @@ from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.algorithm import Algorithm, algorithm
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
 from jaxmoe.rl.groups import Draw, sample_groups
-from jaxmoe.rl.minibatches import divide
+from jaxmoe.rl.minibatches import divide, packed
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import TrainState, new_state, policy_of, stage_shapes, with_critic
 from jaxmoe.rl.step import supervised_loss_fn, train_step
@@ -148,6 +148,7 @@ def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tr
             batch = supervised_batch(
                 prompts, answers, length=cfg.context, pad_id=task.tokenizer.pad_id
             )
+            batch = packed(batch, cfg.optim.tokens_per_microbatch)
             with desk.clock("train"):
                 state, metrics = step_fn(state, batch)
                 metrics = host(metrics)

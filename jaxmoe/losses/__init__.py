@@ -13,6 +13,7 @@ from jaxmoe.losses.advantages import (
     reinforce_pp_baseline_advantages,
     rloo_advantages,
     whiten,
+    whitened_gae,
 )
 from jaxmoe.losses.kl import kl_k1, kl_k2, kl_k3, kl_k3_with_k2_gradient
 from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
@@ -92,4 +93,5 @@ __all__ = [
     "veto",
     "weight_metrics",
     "whiten",
+    "whitened_gae",
 ]

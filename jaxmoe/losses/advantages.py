@@ -141,3 +141,19 @@ def gae(
     columns = (rewards_BT.T, values_BT.T, mask_BT.T)
     advantages_BT = lax.scan(back, (zero_B, zero_B), columns, reverse=True)[1].T
     return advantages_BT, advantages_BT + values_BT
+
+
+def whitened_gae(
+    rewards_BT: Float[Array, "B T"],
+    values_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    discount: float = 1.0,
+    trace: float = 1.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(whiten(A), returns) of `gae`: what PPO takes; the critic's returns are not whitened.
+
+    Source: verl's compute_gae_advantage_return.
+    """
+    advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, discount=discount, trace=trace)
+    return whiten(advantages_BT, mask_BT), returns_BT

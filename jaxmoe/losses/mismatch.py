@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.correction import k3, log_ratios, sequence_mean, sequence_ratio, token_ratio
+from jaxmoe.losses.kl import clamped
 from jaxmoe.losses.reduce import masked_max, masked_mean, token_total
 from jaxmoe.shapes import Metrics
 
@@ -71,7 +72,7 @@ def ratio_quantiles(
 
     def at(q: float) -> Array:
         place = jnp.round(q * last).astype(jnp.int32)
-        return jnp.where(jnp.any(mask_BT), token_ratio(ranked_M[place]), 1.0)
+        return jnp.where(jnp.any(mask_BT), jnp.exp(clamped(ranked_M[place])), 1.0)
 
     return {f"rollout_corr/ratio_p{round(100 * q):02d}": at(q) for q in (0.01, 0.5, 0.99)}
 

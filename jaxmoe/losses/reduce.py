@@ -49,7 +49,12 @@ def sequence_mean_weights(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
 
 
 def fixed_length_weights(mask_BT: Bool[Array, "B T"], *, length: int) -> Float[Array, "B T"]:
-    """For a mean over sequences of token sums over a constant: Dr. GRPO, arXiv:2503.20783."""
+    """For a mean over sequences of token sums over a constant: Dr. GRPO, arXiv:2503.20783.
+
+    Raises ValueError unless length is positive.
+    """
+    if length <= 0:
+        raise ValueError(f"fixed_length_weights: length must be positive, got {length}.")
     rows = jnp.maximum(jnp.sum(jnp.any(mask_BT, axis=1).astype(jnp.float32)), 1.0)
     return mask_BT.astype(jnp.float32) / (rows * length)
 

@@ -153,11 +153,11 @@ def check(a: Algorithm) -> None:
         arrays = dict.fromkeys(ARRAYS["objective"], x_BT) | {"mask_BT": mask_BT}
         terms = ask(a.objective, arrays | {"advantages_BT": advantages_BT})
         ask(a.kl, {"logp_BT": x_BT, "logq_BT": x_BT})
-        assert terms.shape == mask_BT.shape, f"{_name(a.objective)} must return [B, T]"
+        _assert_shape(terms, mask_BT, a.objective)
         known_early = a.old_logp == "recomputed"
         found = corrected(a, x_BT, x_BT, advantages_BT, mask_BT, mask_BT if known_early else None)
         keep = {"keep_BT": mask_BT} if known_early else {}
-        assert ask(a.mean, {"mask_BT": mask_BT} | keep).shape == mask_BT.shape
+        _assert_shape(ask(a.mean, {"mask_BT": mask_BT} | keep), mask_BT, a.mean)
         return found
 
     try:
@@ -167,10 +167,10 @@ def check(a: Algorithm) -> None:
             f"loss: a function asks for {error.args[0]}, which is known only before the gradient "
             "of a batch that was scored first. Try --set loss.old_logp=recomputed."
         ) from error
-    except (ValueError, TypeError, AssertionError) as error:
+    except (ValueError, TypeError, AttributeError, AssertionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"loss: {error}") from error
+        raise ConfigError(f"loss: {' '.join(str(error).split())}") from error  # one line
     require(
         not (a.old_logp == "rollout" and found.weights_BT is not None),
         "loss.old_logp=rollout and importance weights in loss.correction correct the same "
@@ -221,7 +221,16 @@ def corrected(
         have: Mapping[str, Any] = arrays
         if so_far.weights_BT is not None:
             have = arrays | {"weights_BT": so_far.weights_BT, "ratio_BT": so_far.ratio_BT}
+        require(
+            "weights_BT" in have or "weights_BT" not in asked(function),
+            f"loss.correction: {_name(function)} asks for weights_BT, and nothing before it makes "
+            f'any. Try --set "loss.correction=token_is(high=2.0) + {_name(function)}".',
+        )
         new: Correction = ask(function, have)
+        require(
+            isinstance(new, Correction),
+            f"loss.correction: {_name(function)} must return a Correction, as token_is does.",
+        )
         if new.weights_BT is not None and so_far.weights_BT is not None:
             require(
                 "weights_BT" in asked(function),
@@ -236,6 +245,10 @@ def corrected(
         )
 
     return reduce(then, a.correction, Correction())
+
+
+def _assert_shape(x: Any, mask_BT: Array, function: Function) -> None:
+    assert getattr(x, "shape", None) == mask_BT.shape, f"{_name(function)} must return [B, T]"
 
 
 def _all(keep_BT: Array | None) -> Any:

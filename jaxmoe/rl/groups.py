@@ -21,7 +21,7 @@ def sample_groups(
 
     A group whose rewards are all equal has no gradient; it gives way to one of a further draw,
     `draw(0)`, `draw(1)`, …, until there are enough or `max_draws` were made. The metrics are of
-    all that was drawn.
+    all that was drawn. Groups of one have nothing to be unequal to: none is drawn anew.
     Source: dynamic sampling, DAPO, arXiv:2503.14476 section 3.2; there without a bound.
     """
     telling: list[Draw] = []
@@ -32,7 +32,8 @@ def sample_groups(
         draws.append((rollouts, rewards))
         for i in range(0, len(rollouts), samples):
             group = rollouts[i : i + samples], rewards[i : i + samples]
-            (uniform if np.ptp(group[1]) == 0 else telling).append(group)
+            dull = samples > 1 and np.ptp(group[1]) == 0
+            (uniform if dull else telling).append(group)
     chosen = (telling + uniform)[:groups]
     metrics = rollout_metrics(*_joined(draws), samples) | {"rollout/draws": len(draws)}
     return (*_joined(chosen), metrics)
@@ -43,14 +44,17 @@ def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: i
     lengths = np.array([len(r.tokens) for r in rollouts])
     grouped = rewards.reshape(-1, samples)
     cut = [r.stop is StopReason.MAX_TOKENS for r in rollouts]
-    return {
+    metrics: Metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/zero_std_groups_frac": float((grouped == grouped[:, :1]).all(axis=1).mean()),
         "response_len/mean": float(lengths.mean()),
         "response_len/max": int(lengths.max()),
         "stop/max_tokens_frac": float(np.mean(cut)),
     }
+    if samples > 1:
+        equal = (grouped == grouped[:, :1]).all(axis=1)
+        metrics["reward/zero_std_groups_frac"] = float(equal.mean())
+    return metrics
 
 
 def _joined(parts: Sequence[Draw]) -> Draw:

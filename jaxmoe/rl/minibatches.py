@@ -24,27 +24,35 @@ class Minibatches:
     packing: Leaf = None  # Packing of those rows, each leaf with an axis U before its own
 
 
+def packed(batch: Batch, tokens_per_microbatch: int) -> Batch:
+    """The batch with its sequences packed into rows as long as its own; as it is where 0."""
+    if not tokens_per_microbatch:
+        return batch
+    length = batch.tokens_BT.shape[1]
+    lengths_B = np.asarray(batch.segment_ids_BT).sum(axis=1)
+    packing = pack(lengths_B, length=length, rows=tokens_per_microbatch // length)
+    return replace(batch, packing=packing)
+
+
 def divide(
     batch: Batch, a: Algorithm, *, seed: tuple[int, ...], tokens_per_microbatch: int = 0
 ) -> tuple[Batch, Minibatches | None]:
-    """The batch, packed if `tokens_per_microbatch` is above 0, and its updates' minibatches.
+    """The batch, `packed`, and its updates' minibatches.
 
     The minibatches are None where there is one update, on the whole batch. The order depends on
-    `seed` alone. Packed rows are as long as the batch's.
+    `seed` alone.
     """
-    sequences, length = batch.tokens_BT.shape
-    lengths_B = np.asarray(batch.segment_ids_BT).sum(axis=1)
-    rows = tokens_per_microbatch // length
-
-    if tokens_per_microbatch:
-        batch = replace(batch, packing=pack(lengths_B, length=length, rows=rows))
+    batch = packed(batch, tokens_per_microbatch)
     if a.updates == 1:
         return batch, None
     dice = np.random.default_rng(seed)
-    order = np.stack([dice.permutation(sequences) for _ in range(a.epochs)])
+    order = np.stack([dice.permutation(len(batch.tokens_BT)) for _ in range(a.epochs)])
     rows_UB = order.reshape(a.updates, -1).astype(np.int32)
-    packing = None
+    packing, whole = None, replace(batch, packing=None)
     if tokens_per_microbatch:
-        packings = [pack(lengths_B[part], length=length, rows=rows) for part in rows_UB]
-        packing = jax.tree.map(lambda *x: np.stack(x), *packings)
+        parts = [
+            packed(jax.tree.map(lambda x, rows=rows: x[rows], whole), tokens_per_microbatch)
+            for rows in rows_UB
+        ]
+        packing = jax.tree.map(lambda *x: np.stack(x), *(part.packing for part in parts))
     return batch, Minibatches(rows_UB, packing)

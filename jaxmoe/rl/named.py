@@ -26,8 +26,9 @@ def read(text: str, where: str, arrays: Sequence[str]) -> Callable[..., Any]:
     name, paren, rest = text.strip().partition("(")
     try:
         tree = ast.parse(f"f({rest}" if paren else "f()", mode="eval").body
-        assert isinstance(tree, ast.Call) and not tree.args
-        options = {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
+        assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args
+        options = {k.arg: ast.literal_eval(k.value) for k in tree.keywords if k.arg}
+        assert len(options) == len(tree.keywords)  # none given twice, none of a **dict
         assert all(part.isidentifier() for part in name.replace(":", ".", 1).split("."))
     except (SyntaxError, ValueError, AssertionError):
         raise ConfigError(
@@ -80,8 +81,10 @@ def _ours(name: str, where: str) -> Callable[..., Any]:
 def _own(path: str, where: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        function = getattr(importlib.import_module(module), name)
+        inspect.signature(function)
+        return function
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{where}: {path} must be a function that can be imported; {error}."
         ) from error

@@ -10,7 +10,13 @@ from jaxmoe.shapes import Params
 
 @runtime_checkable
 class Engine(Protocol):
-    """Token ids in, token ids and processed log-probs out."""
+    """Token ids in, token ids and processed log-probs out.
+
+    A rollout's `rollout_logp` is of the distribution that its tokens were drawn from. Where top-k
+    or top-p cut that distribution, `log_kept` is the log of the mass they kept, in nats, so that
+    rollout_logp + log_kept is over the whole vocabulary; where they are off it is None, and so it
+    is in greedy answers, of which nothing can be cut.
+    """
 
     def load(self, params: Params, version: int) -> None:
         """Sample from these weights from now on; rollouts carry `version`."""

@@ -23,7 +23,7 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model import KVCache, forward, init_cache, next_token_logits
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from jaxmoe.rollout.sampling import draw, keep_top
+from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
 
 SHRINK = 4  # rows are dropped from the batch when at most 1/SHRINK of them are alive
@@ -43,6 +43,7 @@ class Rows:
     tokens_BT: Leaf
     logp_BT: Leaf
     column: Leaf  # int32 []: the next column to fill, alike in all rows
+    log_kept_BT: Leaf = None  # only where top-k or top-p cut something off
 
 
 def prefill(
@@ -80,6 +81,7 @@ def compact(rows: Rows, keep: Array) -> Rows:
         stream_B2=rows.stream_B2[keep],
         tokens_BT=rows.tokens_BT[keep],
         logp_BT=rows.logp_BT[keep],
+        log_kept_BT=None if rows.log_kept_BT is None else rows.log_kept_BT[keep],
     )
 
 
@@ -98,21 +100,24 @@ def decode(
 
     def pick(rows: Rows) -> tuple[Rows, Array]:
         greedy = temperature <= 0.0
-        logits_BV = next_token_logits(
-            params, rows.hidden_BD, cfg, jnp.where(greedy, 1.0, temperature)
-        )
+        all_BV = next_token_logits(params, rows.hidden_BD, cfg, jnp.where(greedy, 1.0, temperature))
         keys = jax.random.wrap_key_data(rows.stream_B2)
         uniform_B = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, rows.column)))(keys)
-        logits_BV = keep_top(logits_BV, top_k=top_k, top_p=top_p)
+        logits_BV = keep_top(all_BV, top_k=top_k, top_p=top_p)
         token_B, logp_B = draw(logits_BV, uniform_B, greedy=greedy)
         token_B = jnp.where(rows.alive_B, token_B, 0)
         stopped_B = jnp.any(token_B[:, None] == stop_ids[None], axis=1)
         zero = jnp.zeros((), jnp.int32)
         at = (zero, rows.column)
+        log_kept_BT = rows.log_kept_BT
+        if log_kept_BT is not None:
+            log_kept_B1 = log_kept_mass(logits_BV, all_BV)[:, None]
+            log_kept_BT = lax.dynamic_update_slice(log_kept_BT, log_kept_B1, at)
         return replace(
             rows,
             tokens_BT=lax.dynamic_update_slice(rows.tokens_BT, token_B[:, None], at),
             logp_BT=lax.dynamic_update_slice(rows.logp_BT, logp_B[:, None], at),
+            log_kept_BT=log_kept_BT,
             alive_B=rows.alive_B & ~stopped_B,
             column=rows.column + 1,
         ), token_B
@@ -192,6 +197,8 @@ class NativeEngine:
                 f"engine's ({self._max_new}). Try --set rollout.max_new_tokens="
                 f"{sampling.max_new_tokens}."
             )
+        if sampling.temperature <= 0.0:  # the most likely token is never cut off
+            sampling = replace(sampling, top_k=0, top_p=1.0)
         per_wave = max(1, self._max_rows // samples)
         done: list[Rollout] = []
         for start in range(0, len(prompts), per_wave):
@@ -207,6 +214,7 @@ class NativeEngine:
         n = len(prompts) * samples
         tokens = np.zeros((n, budget), np.int32)
         logp = np.zeros((n, budget), np.float32)
+        log_kept = None if rows.log_kept_BT is None else np.zeros((n, budget), np.float32)
         original = np.arange(width * samples)  # of each row still in the batch
         stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
         while True:
@@ -220,6 +228,8 @@ class NativeEngine:
             real = original < n
             tokens[original[real]] = np.asarray(rows.tokens_BT)[real]
             logp[original[real]] = np.asarray(rows.logp_BT)[real]
+            if log_kept is not None:
+                log_kept[original[real]] = np.asarray(rows.log_kept_BT)[real]
             alive = np.flatnonzero(np.asarray(rows.alive_B))
             if int(rows.column) == budget or alive.size == 0:
                 break
@@ -227,8 +237,12 @@ class NativeEngine:
             rows = self._compact(rows, jnp.asarray(keep, jnp.int32))
             original = original[keep]
         return [
-            self._rollout(prompts[i // samples], tokens[i], logp[i], sampling) for i in range(n)
-        ]
+            self._rollout(
+                prompts[i // samples], tokens[i], logp[i],
+                None if log_kept is None else log_kept[i], sampling,
+            )
+            for i in range(n)
+        ]  # fmt: skip
 
     def _start(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, samples: int,
@@ -253,6 +267,7 @@ class NativeEngine:
         ids = np.arange(width * samples, dtype=np.uint32) + np.uint32(first * samples)
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
         budget = sampling.max_new_tokens
+        cuts = sampling.top_k > 0 or sampling.top_p < 1.0
         return Rows(
             cache=cache,
             hidden_BD=hidden[repeat],
@@ -262,15 +277,20 @@ class NativeEngine:
             tokens_BT=jnp.zeros((width * samples, budget), jnp.int32),
             logp_BT=jnp.zeros((width * samples, budget), jnp.float32),
             column=jnp.zeros((), jnp.int32),
+            log_kept_BT=jnp.zeros((width * samples, budget), jnp.float32) if cuts else None,
         ), budget
 
     def _rollout(
-        self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray, sampling: Sampling
-    ) -> Rollout:
+        self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,
+        log_kept: np.ndarray | None, sampling: Sampling,
+    ) -> Rollout:  # fmt: skip
         stops = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
         end = stops[0] + 1 if stops.size else len(tokens)
         reason = StopReason.STOP_TOKEN if stops.size else StopReason.MAX_TOKENS
-        return Rollout(prompt, tokens[:end].copy(), logp[:end].copy(), reason, self._version)
+        return Rollout(
+            prompt, tokens[:end].copy(), logp[:end].copy(), reason, self._version,
+            None if log_kept is None else log_kept[:end].copy(),
+        )  # fmt: skip
 
 
 def _bucket(length: int, smallest: int) -> int:

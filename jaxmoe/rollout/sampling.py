@@ -26,6 +26,22 @@ def keep_top(logits_BV: Float[Array, "B V"], *, top_k: int, top_p: float) -> Flo
     return logits_BV
 
 
+def log_kept_mass(
+    kept_BV: Float[Array, "B V"], logits_BV: Float[Array, "B V"]
+) -> Float[Array, " B"]:
+    """Log of the probability mass that `keep_top` kept, in nats, at most 0.
+
+    logsumexp(kept) − logsumexp(all): added to a log-prob under the kept logits, it gives the one
+    over the whole vocabulary. Numerics: float32, one logarithm of the ratio of the two sums.
+    """
+    best_B1 = jnp.max(logits_BV, axis=1, keepdims=True)  # the most likely token is always kept
+
+    def mass(x_BV: Array) -> Array:
+        return jnp.sum(jnp.exp(x_BV - best_B1), axis=1)
+
+    return jnp.log(jnp.minimum(mass(kept_BV) / mass(logits_BV), 1.0))
+
+
 def draw(
     logits_BV: Float[Array, "B V"], uniform_B: Float[Array, " B"], *, greedy: Array | bool
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:

@@ -11,6 +11,7 @@ from jaxmoe.config import Config, ConfigError, to_json
 from jaxmoe.config_file import load, override
 
 TINY = load("tiny.py")
+SHIPPED = ["gptoss120b.py", "gptoss20b.py", "gptoss20b_ppo.py", "tiny.py"]
 
 
 def lookup(config, path):
@@ -132,7 +133,7 @@ def test_warm_up_must_be_cut_into_the_same_microbatches():
         override(TINY, "optim.microbatches=128")
 
 
-@pytest.mark.parametrize("name", ["tiny.py", "gptoss20b.py", "gptoss120b.py"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_file_loads_by_its_bare_name_from_anywhere(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert isinstance(load(name), Config)
@@ -153,7 +154,7 @@ def test_a_local_file_comes_before_a_shipped_one(tmp_path, monkeypatch):
 def test_an_unknown_file_is_answered_with_the_nearest_or_all():
     with pytest.raises(ConfigError, match="no 'tinny.py'. Did you mean tiny.py?"):
         load("tinny.py")
-    with pytest.raises(ConfigError, match="Shipped: gptoss120b.py, gptoss20b.py, tiny.py") as error:
+    with pytest.raises(ConfigError, match=f"Shipped: {', '.join(SHIPPED)}") as error:
         load("zzzzz")
     assert "__init__" not in str(error.value)
 
@@ -168,7 +169,7 @@ def test_a_file_must_define_get_config_that_returns_a_config(tmp_path):
         load(str(path))
 
 
-@pytest.mark.parametrize("name", ["tiny.py", "gptoss20b.py", "gptoss120b.py"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_json_holds_every_field_and_rebuilds_the_config(name):
     config = load(name)
     saved = json.loads(to_json(config))

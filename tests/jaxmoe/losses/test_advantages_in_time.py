@@ -15,6 +15,7 @@ from jaxmoe.losses import (
     reinforce_pp_baseline_advantages,
     rloo_advantages,
     whiten,
+    whitened_gae,
 )
 
 EPS = float(np.finfo(np.float32).eps)
@@ -34,9 +35,10 @@ def gae_by_loop(rewards, values, discount, trace):
     return np.array(advantages[::-1])
 
 
+@pytest.mark.paper
 @given(SOME, SOME, st.sampled_from([1.0, 0.9, 0.5]), st.sampled_from([1.0, 0.95, 0.0]))
 def test_tool_output_is_passed_over_as_if_it_were_not_there(rewards, values, discount, trace):
-    # verl asserts the same: multi-turn GAE equals GAE of the compressed sequence
+    # verl tests/trainer/ppo/test_core_algos_on_cpu.py, test_multi_turn_compute_gae_advantage_return
     r, v = (jnp.asarray([x], jnp.float32) for x in (rewards, values))
     advantages, returns = gae(r, v, MASK, discount=discount, trace=trace)
     exact = (np.array(x, np.float64)[TRUE] for x in (rewards, values))
@@ -98,9 +100,11 @@ def test_leave_one_out_by_hand():
     np.testing.assert_allclose(ours, want, rtol=4 * EPS)
 
 
+@pytest.mark.paper
 @given(st.lists(st.integers(-8, 8), min_size=5, max_size=5), st.integers(-64, 64))
 def test_leave_one_out_is_the_others_mean_and_feels_no_shift(rewards, shift):
-    # verl's form of the same: r n/(n-1) - mean n/(n-1)
+    # verl tests/trainer/ppo/test_core_algos_on_cpu.py, test_rloo_and_vectorized_equivalence:
+    # r n/(n-1) - mean n/(n-1)
     r = np.array(rewards, np.float64)
     want = r * 5 / 4 - r.mean() * 5 / 4
     for moved in (0, shift):
@@ -120,3 +124,13 @@ def test_the_group_baseline_is_taken_before_the_batch_is_whitened():
     ours = reinforce_pp_baseline_advantages(rewards, mask)
     np.testing.assert_array_equal(ours, whiten(centred, mask))
     assert not bool(ours[1, 1])
+
+
+def test_whitened_gae_whitens_the_advantages_and_leaves_the_returns():
+    rewards = jnp.asarray([[0.0, 0, 5, 0, 0, 0, 1.0, 7]])
+    values = jnp.asarray([[0.3, 0.1, 9, 9, 9, 0.5, 0.7, 9]])
+    advantages, returns = gae(rewards, values, MASK, discount=0.9, trace=0.8)
+    white, same = whitened_gae(rewards, values, MASK, discount=0.9, trace=0.8)
+    np.testing.assert_array_equal(same, returns)
+    np.testing.assert_array_equal(white, whiten(advantages, MASK))
+    assert float(jnp.sum(white)) == pytest.approx(0.0, abs=1e-5)

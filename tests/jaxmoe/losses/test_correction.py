@@ -34,42 +34,55 @@ OLD, ROLLOUT = (-1.0, -1.5, -0.5), (-1.5, -1.0, -1.5)  # log ρ = 0.5, -0.5, 1
 # --- published: SkyRL, tests/train/algorithms/test_off_policy_correction.py
 
 
+@pytest.mark.paper
 def test_token_weights_are_truncated_at_the_cap():
+    # SkyRL: test_compute_tis_ratio_token_level
     log_ratio, _ = ratios(OLD, ROLLOUT)
     weights = c.truncate(c.token_ratio(log_ratio), high=2.0)
     np.testing.assert_allclose(weights, row(1.6487, 0.6065, 2.0), rtol=1e-4)
 
 
+@pytest.mark.paper
 def test_a_sequence_weight_is_the_product_of_its_tokens():
+    # SkyRL: test_compute_tis_ratio_sequence_level
     log_ratio, mask = ratios(OLD, ROLLOUT)
     np.testing.assert_allclose(c.sequence_ratio(log_ratio, mask), [[2.7183] * 3], rtol=1e-4)
 
 
+@pytest.mark.paper
 def test_a_sequence_weight_is_truncated_at_the_cap():
+    # SkyRL: test_compute_tis_ratio_sequence_level_with_cap
     log_ratio, mask = ratios([-1, -1, -1], [-2, -2, -2])
     weights = c.truncate(c.sequence_ratio(log_ratio, mask), high=5.0)
     np.testing.assert_array_equal(weights, [[5.0] * 3])
 
 
+@pytest.mark.paper
 def test_a_masked_token_has_no_part_in_the_product():
+    # SkyRL: test_compute_tis_ratio_with_mask
     log_ratio, mask = ratios(OLD, ROLLOUT, [1, 0, 1])
     np.testing.assert_allclose(c.sequence_ratio(log_ratio, mask), [[4.4817] * 3], rtol=1e-4)
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize(("rollout", "kept"), [([-1.1, -1, -1], True), ([-1.5, -1.5, -1.5], False)])
 def test_the_geometric_mean_keeps_what_is_close(rollout, kept):
+    # SkyRL: test_compute_sequence_mask_geometric and …_rejects, with tighter bounds
     log_ratio, mask = ratios([-1, -1.1, -1], rollout)
     keep = c.within(c.geometric_ratio(log_ratio, mask), low=0.99, high=1.01)
     assert keep.tolist() == [[kept] * 3]
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize(("rollout", "kept"), [([-1.2, -1.2, -1.2], True), ([-2, -2, -2], False)])
 def test_the_product_keeps_what_is_close(rollout, kept):
+    # SkyRL: test_compute_sequence_mask_product and …_rejects_by_seq_ratio
     log_ratio, mask = ratios([-1, -1.1, -1.2], rollout)
     keep = c.within(c.sequence_ratio(log_ratio, mask), low=0.5, high=2.0)
     assert keep.tolist() == [[kept] * 3]
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize(
     ("old", "rollout", "mask", "kept"),
     [
@@ -80,6 +93,7 @@ def test_the_product_keeps_what_is_close(rollout, kept):
     ],
 )
 def test_one_catastrophic_token_rejects_its_sequence(old, rollout, mask, kept):
+    # SkyRL: test_compute_outlier_token_mask_…
     log_ratio, mask = ratios(old, rollout, mask)
     assert c.no_outlier(log_ratio, mask, low=1e-4, high=100.0).tolist() == [[kept]]
 
@@ -91,7 +105,9 @@ def test_an_outlier_at_a_false_token_vetoes_nothing():
 # --- published: verl, tests/trainer/ppo/test_rollout_corr.py
 
 
+@pytest.mark.paper
 def test_rejection_by_token_bounds_leaves_the_weights_positive():
+    # verl: test_mask_mode
     old = jnp.full((2, 5), -2.0)
     rollout = jnp.asarray([[-1.0] * 5, [-2.5] * 5])
     log_ratio = c.log_ratios(old, rollout, ones(old))
@@ -101,7 +117,9 @@ def test_rejection_by_token_bounds_leaves_the_weights_positive():
     assert keep.tolist() == [[False] * 5, [True] * 5]
 
 
+@pytest.mark.paper
 def test_icepop_zeroes_weights_out_of_bounds_and_keeps_the_others():
+    # verl: test_exact_icepop_zeroes_weights_without_changing_mask
     ratio = row(0.4, 0.8, 6.0)
     log_ratio = c.log_ratios(jnp.zeros((1, 3)), -jnp.log(ratio), ones(ratio))
     inside = c.within(c.token_ratio(log_ratio), low=0.5, high=5.0)
@@ -109,7 +127,9 @@ def test_icepop_zeroes_weights_out_of_bounds_and_keeps_the_others():
     np.testing.assert_allclose(weights, row(0.0, 0.8, 0.0), atol=1e-6)
 
 
+@pytest.mark.paper
 def test_icepop_weights_multiply_the_policy_gradient():
+    # NeMo-RL tests/unit/algorithms/test_loss_functions.py, ClippedPGLossFn with ICE-POP
     log_ratio, mask = ratios([-1, -1, -1], [-0.5, -3.5, -0.8])
     inside = c.within(c.token_ratio(log_ratio), low=0.5, high=5.0)
     weights = jnp.where(inside, c.token_ratio(log_ratio), 0.0)
@@ -118,21 +138,26 @@ def test_icepop_weights_multiply_the_policy_gradient():
     assert float(loss) == pytest.approx(-0.7479974, abs=1e-6)
 
 
-# --- published: TRL, tests/test_grpo_trainer.py, test_get_off_policy_mask
+# --- published: TRL, tests/test_grpo_trainer.py
 
 
+@pytest.mark.paper
 def test_drifted_rows_are_dropped_where_the_advantage_is_negative():
+    # TRL: test_get_off_policy_mask
     logp = jnp.asarray([[-2.0] * 4, [-0.5] * 4, [-2.0] * 4])
     advantages = jnp.broadcast_to(jnp.asarray([[1.0], [-1.0], [-1.0]]), logp.shape)
     keep = c.not_drifted(logp, jnp.zeros_like(logp), advantages, ones(logp), most=1.0)
     assert keep.tolist() == [[True] * 4, [True] * 4, [False] * 4]
 
 
+@pytest.mark.paper
 def test_padding_has_no_part_in_the_drift():
-    logp, advantages = row(-2.0, -2.0, -1e4, 1e4), jnp.full((1, 4), -1.0)
+    # TRL: test_get_off_policy_mask_padding
     mask = jnp.asarray([[True, True, False, False]])
-    keep = c.not_drifted(logp, jnp.zeros((1, 4)), advantages, mask, most=1.0)
-    assert keep.tolist() == [[False, False, True, True]]
+    for logp, kept in ((-2.0, False), (-0.5, True)):
+        logp, advantages = row(logp, logp, -1e4, 1e4), jnp.full((1, 4), -1.0)
+        keep = c.not_drifted(logp, jnp.zeros((1, 4)), advantages, mask, most=1.0)
+        assert keep.tolist() == [[kept, kept, True, True]]
 
 
 # --- our own

@@ -60,8 +60,9 @@ def test_gradient_of_k3_is_one_minus_q_over_p():
     assert abs(float(grad[0, 0]) - (1 - np.exp(-0.5))) <= 2 * EPS
 
 
+@pytest.mark.paper
 def test_k3_with_k2_gradient_has_the_value_of_one_and_the_slope_of_the_other():
-    # verl asserts the same of its "k3+"
+    # verl tests/trainer/ppo/test_core_algos_on_cpu.py asserts the same of its "k3+"
     logp, logq = jnp.asarray([[-1.0, -0.2]]), jnp.asarray([[-1.5, -2.2]])
 
     def total(estimate):

@@ -5,8 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
+from jaxmoe.losses.mismatch import (
+    effective_sample_size,
+    mismatch_metrics,
+    ratio_quantiles,
+    weight_metrics,
+)
 
+EPS = float(np.finfo(np.float32).eps)
 OLD, ROLLOUT = jnp.asarray([[-1.0, -1.5, -0.5]]), jnp.asarray([[-1.5, -1.0, -1.5]])
 ALL = jnp.ones((1, 3), bool)
 
@@ -36,7 +42,9 @@ def test_weights_of_the_same_row():
     assert float(cut["rollout_corr/rollout_is_oob_ratio"]) == 0.0
 
 
+@pytest.mark.paper
 def test_weights_of_icepop_as_verl_asserts_them():
+    # verl tests/trainer/ppo/test_rollout_corr.py, test_exact_icepop_zeroes_weights_…
     got = weight_metrics(jnp.asarray([[0.0, 0.8, 0.0]]), jnp.asarray([[0.4, 0.8, 6.0]]), ALL)
     assert float(got["rollout_corr/rollout_is_std"]) == pytest.approx(0.3771236, rel=1e-6)
     assert float(got["rollout_corr/rollout_is_eff_sample_size"]) == pytest.approx(1 / 3)
@@ -80,3 +88,41 @@ def test_no_true_token_is_zeros_and_not_nan():
         weight_metrics(jnp.ones((1, 3)), jnp.ones((1, 3)), nothing),
     ):
         assert all(np.isfinite(float(x)) for x in metrics.values())
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7, 40, 201])
+def test_quantiles_of_the_ratio_are_numpys_nearest_ranks(tokens):
+    rng = np.random.default_rng(tokens)
+    old, rollout = (jnp.asarray(-rng.random((3, 101)) * 3, jnp.float32) for _ in range(2))
+    mask = np.zeros(303, bool)
+    mask[rng.permutation(303)[:tokens]] = True
+    mask = mask.reshape(3, 101)
+    dirty = jnp.where(mask, old, np.nan)  # and what stands at false tokens never matters
+    got = ratio_quantiles(dirty, rollout, jnp.asarray(mask))
+    assert list(got) == [f"rollout_corr/ratio_{p}" for p in ("p01", "p50", "p99")]
+    for found, q in zip(got.values(), (0.01, 0.5, 0.99), strict=True):
+        gap = np.asarray(old - rollout)[mask]
+        want = np.exp(np.quantile(np.float64(gap), q, method="nearest"))
+        assert float(found) == pytest.approx(want, rel=8 * EPS), q
+
+
+def test_quantiles_without_a_true_token_are_one():
+    got = ratio_quantiles(OLD, ROLLOUT, jnp.zeros((1, 3), bool))
+    assert [float(x) for x in got.values()] == [1.0] * 3
+
+
+def test_a_thousand_nats_leave_the_quantiles_finite():
+    got = ratio_quantiles(jnp.asarray([[1000.0, 0.0, -1000.0]]), jnp.zeros((1, 3)), ALL)
+    low, middle, high = (float(x) for x in got.values())
+    assert 0 < low < middle == 1.0 < high < np.inf
+
+
+def test_the_effective_sample_is_all_tokens_or_one_or_none():
+    def of(*weights):
+        return float(effective_sample_size(jnp.asarray([weights], jnp.float32), mask))
+
+    mask = jnp.asarray([[True, True, True, True, False]])
+    assert of(3.0, 3.0, 3.0, 3.0, 99.0) == 1.0
+    assert of(0.0, 5.0, 0.0, 0.0, np.nan) == 0.25
+    assert of(0.0, 0.0, 0.0, 0.0, 1.0) == 0.0
+    assert of(1.0, 1.0, 2.0, 0.0, 1.0) == pytest.approx(16 / (4 * 6))  # (Σw)² / (n·Σw²)

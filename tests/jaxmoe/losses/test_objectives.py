@@ -35,18 +35,23 @@ def ones(x):
 A, OLD, NOW = row(1, -1, -4), row(-1, -1, -3), row(-1.69315, -1, -0.69741)
 
 
+@pytest.mark.paper
 def test_dual_clip_bounds_the_loss_of_a_bad_token():
+    # SkyRL tests/train/algorithms/test_losses.py
     terms = clipped_terms(NOW, OLD, A, ones(A), dual_clip=3.0)
     np.testing.assert_allclose(terms, row(-0.5, 1, 12), atol=1e-4)
     assert float(terms.sum()) == pytest.approx(12.5, abs=1e-4)
     np.testing.assert_allclose(clipped_terms(NOW, OLD, A, ones(A)), row(-0.5, 1, 40), rtol=1e-4)
 
 
+@pytest.mark.paper
 def test_cispo_weighs_by_the_clipped_ratio():
+    # SkyRL tests/train/algorithms/test_losses.py
     terms = cispo_terms(NOW, OLD, A, ones(A), clip_low=0.2, clip_high=0.2)
     assert float(terms.sum()) == pytest.approx(-2.9930, abs=1e-4)
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize(
     ("now", "advantages", "kept"),
     [
@@ -55,6 +60,7 @@ def test_cispo_weighs_by_the_clipped_ratio():
     ],
 )
 def test_dppo_drops_tokens_that_went_far_enough(now, advantages, kept):
+    # SkyRL tests/train/algorithms/test_losses.py
     now, advantages = row(*now), row(*advantages)
     old = jnp.full(now.shape, -1.0)
 
@@ -64,7 +70,9 @@ def test_dppo_drops_tokens_that_went_far_enough(now, advantages, kept):
     assert (jax.grad(loss)(now) != 0).tolist() == [kept]
 
 
+@pytest.mark.paper
 def test_gspo_ratios_vary_less_than_tokens_do():
+    # SkyRL tests/train/algorithms/test_losses.py
     rng = np.random.default_rng(0)
     now, old = (jnp.asarray(-rng.random((4, 11)), jnp.float32) for _ in range(2))
     advantages = jnp.ones_like(now)
@@ -204,7 +212,9 @@ TERMS = jnp.asarray([[1.0, 2, 30], [4, 50, 6]])
 MASK = jnp.asarray([[True, True, False], [True, False, True]])
 
 
+@pytest.mark.paper
 def test_denominators_by_hand():
+    # verl tests/trainer/ppo/test_loss_aggregation_on_cpu.py, test_token_sum_masks_tokens_…
     def mean(weights):
         return float(masked_sum(TERMS * weights, MASK))
 
@@ -223,8 +233,10 @@ def test_a_row_without_true_tokens_is_no_sequence():
         assert float(masked_sum(terms * whole, mask)) == float(masked_sum(TERMS * some, MASK))
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 def test_microbatches_cut_from_whole_weights_add_up(pieces):
+    # verl, the same file: test_token_sum_is_microbatch_invariant
     rng = np.random.default_rng(0)
     terms = jnp.asarray(rng.integers(-8, 8, (4, 6)), jnp.float32)
     mask = jnp.asarray(rng.random((4, 6)) < 0.5).at[3].set(False)  # and an empty row

@@ -36,6 +36,16 @@ def test_every_line_is_strict_json_and_names_what_is_not_finite(tmp_path):
     assert row["not_finite"] == ["grad/norm", "loss"]
 
 
+def test_alerts_are_named_in_the_line_of_their_step_and_in_no_other(tmp_path):
+    with MetricsLog(tmp_path, stage="warmup", step=0) as log:
+        log.write("rl", 1, {"policy/clip_frac": 0.5}, alerts=["clip_frac is 0.5", "gate"])
+        log.write("rl", 2, {"policy/clip_frac": 0.1})
+        log.write("rl", 3, {"policy/clip_frac": 0.1}, alerts=[])
+    first, *others = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["alerts"] == ["clip_frac is 0.5", "gate"]
+    assert [row["step"] for row in others] == [2, 3] and all("alerts" not in row for row in others)
+
+
 def test_a_line_is_on_disk_before_the_log_closes(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write("rl", 1, {"reward/mean": 0.5})

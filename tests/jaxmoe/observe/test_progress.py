@@ -56,3 +56,44 @@ def test_a_phase_says_how_long_it_took(capsys):
     with phase("compiling the train step"):
         pass
     assert capsys.readouterr().out == "compiling the train step… 0.0 s\n"
+
+
+def _alerting(*steps: dict[str, str], console: Console) -> None:
+    with Progress(len(steps), "rl", console=console) as progress:
+        for step, raised in enumerate(steps, start=1):
+            progress.alert(step, raised)
+            progress.update(step, reward=0.5)
+
+
+def test_an_alert_is_told_once_while_it_lasts_and_again_when_it_returns():
+    out, console = _plain()
+    high, low = {"kl": "kl is 0.2"}, {}
+    _alerting(high, high, low, low, high, console=console)
+    told = [line for line in out.getvalue().splitlines() if line.startswith("!")]
+    assert told == ["! step 1: kl is 0.2", "! step 5: kl is 0.2"]
+
+
+def test_an_alert_beside_one_that_lasts_is_told_alone():
+    out, console = _plain()
+    one, two = {"b": "b is bad"}, {"b": "b is bad", "c": "c is bad", "a": "a is bad"}
+    _alerting(one, two, two, {"a": "a is worse"}, console=console)
+    told = [line for line in out.getvalue().splitlines() if line.startswith("!")]
+    assert told == ["! step 1: b is bad", "! step 2: a is bad", "! step 2: c is bad"]
+
+
+def test_the_number_of_alerts_stands_beside_the_numbers_while_they_last(monkeypatch):
+    monkeypatch.setattr("jaxmoe.observe.progress.PLAIN_EVERY_S", 0.0)
+    out, console = _plain()
+    _alerting({"a": "a is bad"}, {"a": "a is bad", "b": "b is bad"}, {}, console=console)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("rl")]
+    assert lines[0] == "rl      1/3  ! 1  reward 0.500"
+    assert lines[1].startswith("rl      2/3  ! 2  reward 0.500  ")
+    assert lines[2].startswith("rl      3/3  reward 0.500  ")
+
+
+def test_an_alert_stays_above_the_bar_as_written():
+    out = StringIO()
+    console = Console(file=out, force_terminal=True, width=120, color_system=None)
+    _alerting({"a": "a is 0.5 (outside [0, 0.4])"}, console=console)
+    assert "! step 1: a is 0.5 (outside [0, 0.4])\n" in out.getvalue().replace("\r", "")
+    assert "! 1  reward 0.500" in out.getvalue()

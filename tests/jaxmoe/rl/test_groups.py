@@ -81,3 +81,12 @@ def test_metrics_count_lengths_and_cut_answers():
     assert metrics["stop/max_tokens_frac"] == 0.5
     assert metrics["reward/zero_std_groups_frac"] == 0.5
     assert metrics["reward/std"] == pytest.approx(np.std([0, 1, 1, 1, 1, 1]))
+
+
+def test_one_sample_a_prompt_is_no_group_that_could_be_uniform():
+    def draw(number):
+        return [rollout(number, 0)] * 2, np.array([0.5, 0.5], np.float32)
+
+    rollouts, _, metrics = sample_groups(draw, groups=2, samples=1, max_draws=4)
+    assert len(rollouts) == 2 and metrics["rollout/draws"] == 1
+    assert "reward/zero_std_groups_frac" not in metrics

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: reproducible, blind to companions, and in agreement with the trainer."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model import forward, init_params, sequence_logprobs
 from jaxmoe.records import Prompt, Sampling, StopReason
+from jaxmoe.rl.batch import rollout_batch
+from jaxmoe.rl.step import batch_logprobs
 from jaxmoe.rollout.native import NativeEngine
 
 CFG = ModelConfig(
@@ -16,6 +20,7 @@ CFG = ModelConfig(
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
 )  # fmt: skip
 NEW = 21
+EPS = float(np.finfo(np.float32).eps)
 STOPS = tuple(range(5, 19))  # likely enough that rows stop early and are dropped
 
 
@@ -45,6 +50,15 @@ def engine():
     return made
 
 
+@pytest.fixture(scope="module")
+def cutting():
+    """An engine of its own for top-k and top-p, which compile their own programs."""
+    made = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=20)
+    made.load(weights(), 3)
+    return made
+
+
+SCORE = jax.jit(partial(batch_logprobs, model=CFG), static_argnames="temperature")
 TRAINER = jax.jit(
     lambda params, tokens, segments, temperature: sequence_logprobs(
         params, forward(params, tokens, CFG, segment_ids_BT=segments)[0], tokens, CFG,
@@ -107,6 +121,47 @@ def test_log_probs_are_those_of_the_trainer(engine, temperature):
         np.testing.assert_allclose(r.rollout_logp, theirs, rtol=0, atol=1e-5 / temperature)
     assert len({len(r.tokens) for r in out}) > 4
     assert all(r.weights_version == 3 for r in out)
+
+
+def engine_and_trainer(out, temperature):
+    """Log-probs of every answer's token as the training batch has them, and as the trainer does."""
+    batch = rollout_batch(out, np.zeros(len(out)), samples=4, length=20 + NEW, pad_id=0)
+    trainer_BT = SCORE(weights(), batch, temperature=temperature)[0]
+    return batch.rollout_logp_BT[batch.loss_mask_BT], np.asarray(trainer_BT)[batch.loss_mask_BT]
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 7}, {"top_p": 0.6, "temperature": 0.7}])
+def test_with_the_mass_that_was_kept_log_probs_are_over_the_whole_vocabulary(engine, cutting, cut):
+    """Rows stop at different steps here, so finished rows were dropped on the way."""
+    temperature = cut.get("temperature", 1.0)
+    whole = engine.generate(PROMPTS, Sampling(NEW, STOPS, temperature), seed=1, samples=8)
+    ours, trainer = engine_and_trainer(whole[:20], temperature)
+    floor = np.max(np.abs(ours - trainer))  # decoding against the trainer, nothing cut off
+    out = cutting.generate(PROMPTS, Sampling(NEW, STOPS, **cut), seed=1, samples=4)
+    ours, trainer = engine_and_trainer(out, temperature)
+    bound = 2 * floor + 4 * EPS * np.max(np.abs(trainer))
+    assert np.max(np.abs(ours - trainer)) <= bound
+    alone = np.concatenate([r.rollout_logp for r in out])
+    assert np.mean(alone - trainer) > 1e4 * bound and np.min(alone - trainer) >= -bound
+    kept = np.concatenate([r.log_kept for r in out])
+    assert kept.dtype == np.float32 and kept.max() <= 0.0
+    assert np.exp(kept.min()) >= cut.get("top_p", 7 / 97) * (1 - 8 * EPS)
+    assert all(len(r.log_kept) == len(r.tokens) for r in out)
+    assert len({len(r.tokens) for r in out}) > 4
+
+
+@pytest.mark.parametrize("cut", [{}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}])
+def test_where_nothing_is_cut_off_there_is_no_mass_to_tell(engine, cut):
+    out = engine.generate(PROMPTS, Sampling(NEW, (), **cut), seed=1, samples=8)
+    assert all(r.log_kept is None for r in out)
+
+
+def test_greedy_log_probs_do_not_depend_on_what_sampling_would_cut(engine):
+    whole = engine.generate(PROMPTS, Sampling(NEW, (), temperature=0.0), seed=1, samples=8)
+    cut = Sampling(NEW, (), temperature=0.0, top_k=3, top_p=0.5)
+    for a, b in zip(whole, engine.generate(PROMPTS, cut, seed=1, samples=8), strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)
 
 
 def test_a_stop_token_ends_a_row_and_the_budget_ends_the_others(engine):

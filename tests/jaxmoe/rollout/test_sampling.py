@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.rollout.sampling import draw, keep_top
+from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
 
 V = 13
 PROBS = np.array([0.02, 0.3, 0.01, 0.2, 0.05, 0.15, 0.03, 0.08, 0.04, 0.06, 0.02, 0.03, 0.01])
@@ -46,6 +46,21 @@ def test_what_is_kept_is_as_likely_as_before_among_itself(seed, k, p):
     assert 1 <= len(ids) <= k
     np.testing.assert_array_equal(np.asarray(cut)[0, ids], np.asarray(logits)[0, ids])
     assert int(jnp.argmax(logits)) in ids
+
+
+@given(st.integers(0, 10**6), st.integers(0, V), st.floats(0.05, 1.0))
+def test_the_mass_that_was_kept_is_that_of_the_kept_tokens(seed, k, p):
+    logits = jnp.asarray(np.random.default_rng(seed).normal(0, 4, (1, V)), jnp.float32)
+    cut = keep_top(logits, top_k=k, top_p=p)
+    probs = np.exp(np.asarray(logits, np.float64)[0])
+    want = np.log(probs[sorted(kept(cut))].sum() / probs.sum())
+    found = float(log_kept_mass(cut, logits)[0])
+    assert found <= 0.0 and abs(found - want) <= V * np.finfo(np.float32).eps * max(1.0, -want)
+
+
+def test_nothing_cut_off_keeps_a_mass_of_exactly_one():
+    for offset in (-300.0, 0.0, 300.0):
+        assert float(log_kept_mass(LOGITS + offset, LOGITS + offset)[0]) == 0.0
 
 
 def test_drawn_frequencies_are_the_probabilities():

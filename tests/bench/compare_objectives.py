@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which objective and which correction learn, from one warm start, with one budget, over seeds.
+
+    python tests/bench/compare_objectives.py [--seeds 3] [--steps 50] [--only REGEX] [--json FILE]
+
+Every line is the tiny job with `--set` changes; the noisy ones sample from an engine that is made
+wrong on purpose: bfloat16 weights and arithmetic, weights that are k steps old, or routers with
+noise added. Held-out accuracy is always measured by an engine that is right. Prints a table as
+each line is done; FILE keeps the runs, and a second call goes on from it.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe import train
+from jaxmoe.checkpoint.run import Position, initial_params
+from jaxmoe.cli import StopRequest
+from jaxmoe.config import Config
+from jaxmoe.config_file import load, override
+from jaxmoe.envs.tasks import Task, evaluate, open_task
+from jaxmoe.observe.metrics import MetricsLog, read_metrics
+from jaxmoe.parallel.host import keep_freed_memory
+from jaxmoe.rl.algorithm import algorithm
+from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.rl.state import new_state, policy_of, with_critic
+from jaxmoe.rl.update import Scorer
+from jaxmoe.rollout.native import NativeEngine
+
+BUDGET = (
+    "data.options.max_word_len=3", "warmup.steps=70", "rollout.sequences_per_step=128",
+    "rollout.max_draws=1", "eval.every_steps=1000000", "save.every_steps=1000000",
+)  # fmt: skip
+OFF = ("loss.old_logp=recomputed", "loss.minibatches=4")
+STALE, ROUTER_NOISE, FORWARD_NOISE = 4, 0.3, 0.3  # steps; deviations of the router's weights
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the table."""
+
+    name: str
+    changes: tuple[str, ...] = ()
+    noise: str = ""  # of the engine: "bf16", "stale" or "router"; "forward": of the old log-probs
+
+
+CORRECTIONS = {
+    "none": (),
+    "token IS": ("loss.correction=token_is",),
+    "sequence IS": ("loss.correction=sequence_is",),
+    "IcePop": ("loss.correction=token_icepop",),
+}
+LINES = (
+    Line("GRPO, on-policy"),
+    Line("RLOO", ("loss.advantages=rloo_advantages",)),
+    Line("Dr. GRPO", ("loss.advantages=group_advantages(scale_by_std=False)",
+                      "loss.mean=fixed_length_weights(length=6)")),
+    Line("REINFORCE++", ("loss.advantages=reinforce_pp_advantages",)),
+    Line("PPO, own critic", ("loss.advantages=gae(trace=0.95)", "critic.backbone=own",
+                             "critic.lr=1e-3")),
+    Line("GRPO, 4 minibatches", OFF),
+    Line("DAPO clip-higher, 4 minibatches",
+         (*OFF, "loss.objective=clipped_terms(clip_high=0.28)")),
+    Line("GSPO, 4 minibatches",
+         (*OFF, "loss.objective=gspo_terms", "loss.mean=sequence_mean_weights")),
+    Line("CISPO, 4 minibatches", (*OFF, "loss.objective=cispo_terms")),
+    Line("SAPO, 4 minibatches", (*OFF, "loss.objective=sapo_terms")),
+    Line("DPPO-TV, 4 minibatches", (*OFF, "loss.objective=dppo_tv_terms")),
+    Line("two forwards route differently, recomputed", ("loss.old_logp=recomputed",), "forward"),
+    Line("two forwards route differently, detached", (), "forward"),
+    *(Line(f"{noise} engine, {name}", changes, noise)
+      for noise in ("bf16", "stale", "router") for name, changes in CORRECTIONS.items()),
+)  # fmt: skip
+
+
+class NoisyEngine:
+    """A native engine that is wrong in one way."""
+
+    def __init__(self, cfg: Config, noise: str) -> None:
+        model = replace(cfg.model, dtype="bfloat16") if noise == "bf16" else cfg.model
+        self._engine, self._noise = new_engine(replace(cfg, model=model)), noise
+        self._held: deque[Any] = deque(maxlen=STALE + 1)
+
+    def restart(self) -> None:
+        self._held.clear()
+
+    def load(self, params: Any, version: int) -> None:
+        if self._noise == "stale":
+            self._held.append(jax.tree.map(jnp.copy, params))
+            params = self._held[0]
+        if self._noise == "router":
+            params = with_router_noise(params, ROUTER_NOISE, version)
+        self._engine.load(params, version)
+
+    def generate(self, *args: Any, **named: Any) -> Any:
+        return self._engine.generate(*args, **named)
+
+
+def new_engine(cfg: Config) -> NativeEngine:
+    return NativeEngine(
+        cfg.model, max_prompt_tokens=cfg.data.max_prompt_tokens,
+        max_new_tokens=cfg.rollout.max_new_tokens, max_rows=cfg.rollout.max_parallel_sequences,
+    )  # fmt: skip
+
+
+def with_router_noise(params: Any, size: float, seed: int) -> Any:
+    """Each router's weights plus normal noise of `size` times their own deviation."""
+
+    def noisy(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        if "w_router" not in name:
+            return x
+        key = jax.random.fold_in(jax.random.key(seed), len(name))
+        return x + size * jnp.std(x) * jax.random.normal(key, x.shape, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(noisy, params)
+
+
+@dataclass(frozen=True)
+class TwoFaced(Scorer):
+    """Its first forward in a step, the one that is not differentiated, routes by noisy routers."""
+
+    calls: list[int] = field(default_factory=list, hash=False, compare=False)
+
+    def policy(self, params: Any, batch: Any) -> dict[str, jax.Array]:
+        self.calls.append(1)
+        if len(self.calls) == 1:
+            params = with_router_noise(params, FORWARD_NOISE, 0)
+        return super().policy(params, batch)
+
+
+@dataclass
+class Bench:
+    """What the lines share: the warm starts, the engines."""
+
+    steps: int
+    warm: dict[int, Any] = field(default_factory=dict)
+    engines: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, line: Line, seed: int) -> Config:
+        return override(load("tiny.py"), *BUDGET, f"steps={self.steps}", f"seed={seed}",
+                        *line.changes)  # fmt: skip
+
+    def engine(self, cfg: Config, noise: str) -> Any:
+        if noise not in self.engines:
+            wrong = noise in ("bf16", "stale", "router")
+            self.engines[noise] = NoisyEngine(cfg, noise) if wrong else new_engine(cfg)
+        return self.engines[noise]
+
+    def warm_start(self, cfg: Config, task: Task) -> Any:
+        if cfg.seed not in self.warm:
+            tx = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
+            at = Position("warmup", 0, new_state(initial_params(cfg), tx), None, None)
+            with self.desk(cfg, task, "") as desk:
+                self.warm[cfg.seed] = train.warm_start(desk, at, tx).params
+        return jax.tree.map(jnp.copy, self.warm[cfg.seed])
+
+    @contextlib.contextmanager
+    def desk(self, cfg: Config, task: Task, noise: str):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            work = Path(folder)
+            with MetricsLog(work, stage="warmup", step=0) as log:
+                yield train.Desk(cfg, work, task, self.engine(cfg, noise), log, StopRequest())
+
+    def run(self, line: Line, seed: int) -> dict[str, float]:
+        cfg = self.config(line, seed)
+        task, tx, a = open_task(cfg), rl_optimizer(cfg), algorithm(cfg)
+        at = Position(
+            "rl", 0, new_state(with_critic(self.warm_start(cfg, task), cfg), tx), None, None
+        )
+        engine = self.engine(cfg, line.noise)
+        if isinstance(engine, NoisyEngine):
+            engine.restart()
+        scorer: Callable[..., Scorer] = TwoFaced if line.noise == "forward" else Scorer
+        if line.noise == "forward" and a.old_logp == "detached":
+            scorer = Scorer  # there is one forward, and nothing to disagree with
+        whole, train.Scorer = train.Scorer, scorer
+        try:
+            with self.desk(cfg, task, line.noise) as desk:
+                state = train.reinforce(desk, at, tx, a)
+                rows = [r for r in read_metrics(desk.work / "metrics.jsonl")
+                        if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
+        finally:
+            train.Scorer = whole
+        right = self.engine(cfg, "")
+        right.load(policy_of(state.params), 0)
+        accuracy = evaluate(right, task.held_out_prompts(), task)[0]["eval/accuracy"]
+        last = np.array([r["reward/mean"] for r in rows[-10:]])
+        return {
+            "accuracy": accuracy,
+            "reward_std": float(last.std()),
+            "grad_max": max(r["grad/norm"] for r in rows),
+            "clip": float(np.mean([r["policy/clip_frac"] for r in rows])),
+            "gap": float(np.mean([r["train_rollout_logprob_abs_diff"] for r in rows])),
+            "ratio": float(np.mean([abs(r["policy/ratio_mean"] - 1) for r in rows])),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--only", default="", help="lines whose name matches this")
+    parser.add_argument("--json", type=Path, default=Path("objectives.json"))
+    args = parser.parse_args()
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as cache:
+        jax.config.update("jax_compilation_cache_dir", cache)  # a line's seeds share its programs
+        table(args, Bench(args.steps))
+
+
+def table(args: argparse.Namespace, bench: Bench) -> None:
+    done = json.loads(args.json.read_text()) if args.json.is_file() else {}
+    print("| | held-out accuracy, by seed | mean | clipped | mean abs Δlogp | largest gradient |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for line in LINES:
+        if not re.search(args.only, line.name):
+            continue
+        runs = []
+        for seed in range(args.seeds):
+            key = f"{line.name}; {args.steps} steps; seed {seed}"
+            if key not in done:
+                done[key] = bench.run(line, seed)
+                args.json.write_text(json.dumps(done, indent=1))
+            runs.append(done[key])
+        each = " ".join(f"{r['accuracy']:.2f}" for r in runs)
+        mean = {name: np.mean([r[name] for r in runs]) for name in runs[0]}
+        top = max(r["grad_max"] for r in runs)
+        print(
+            f"| {line.name} | {each} | {mean['accuracy']:.2f} | {mean['clip']:.3f} | "
+            f"{mean['gap']:.1e} | {top:.1f} |", flush=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

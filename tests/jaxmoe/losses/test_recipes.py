@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corrections by the names a config gives them: by hand, the peers' published cases, properties."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmoe.losses import (
+    clipped_terms,
+    drift_mask,
+    geometric_is,
+    masked_sum,
+    normalize,
+    rejection,
+    sequence_icepop,
+    sequence_is,
+    token_icepop,
+    token_is,
+    token_mean_weights,
+    veto,
+)
+from jaxmoe.losses.correction import log_ratios
+from jaxmoe.losses.recipes import STATISTICS
+
+EPS = float(np.finfo(np.float32).eps)
+OLD, ROLLOUT = (-1.0, -1.5, -0.5), (-1.5, -1.0, -1.5)  # log ρ = 0.5, -0.5, 1
+RHO = np.exp([0.5, -0.5, 1.0])
+
+
+def row(*values):
+    return jnp.asarray([values], jnp.float32)
+
+
+def ones(x):
+    return jnp.ones(x.shape, bool)
+
+
+def ratios(old, rollout, mask=None):
+    """log ρ and the mask of one row."""
+    old, rollout = row(*old), row(*rollout)
+    mask = ones(old) if mask is None else jnp.asarray([mask], bool)
+    return log_ratios(old, rollout, mask), mask
+
+
+# --- published: verl, tests/trainer/ppo/test_rollout_corr.py
+
+
+@pytest.mark.paper
+def test_a_rejection_beside_weights_leaves_them_positive():
+    # verl tests/trainer/ppo/test_rollout_corr.py, test_mask_mode
+    old, rollout = jnp.full((2, 5), -2.0), jnp.asarray([[-1.0] * 5, [-2.5] * 5])
+    log_ratio = log_ratios(old, rollout, ones(old))
+    weights = token_is(log_ratio, high=2.0).weights_BT
+    np.testing.assert_allclose(weights, [[0.368] * 5, [1.649] * 5], atol=0.01)
+    assert bool((weights > 0).all())
+    dropped = rejection(log_ratio, ones(old), by="token_k1", low=0.5, high=2.0)
+    assert dropped.keep_BT.tolist() == [[False] * 5, [True] * 5]
+    assert dropped.weights_BT is None
+
+
+@pytest.mark.paper
+def test_icepop_zeroes_what_is_out_of_bounds_and_drops_nothing():
+    # verl tests/trainer/ppo/test_rollout_corr.py,
+    # test_exact_icepop_zeroes_weights_without_changing_mask
+    ratio = row(0.4, 0.8, 6.0)
+    got = token_icepop(log_ratios(jnp.zeros((1, 3)), -jnp.log(ratio), ones(ratio)))
+    np.testing.assert_allclose(got.weights_BT, row(0.0, 0.8, 0.0), atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(got.ratio_BT, ratio, rtol=8 * EPS)
+    assert got.keep_BT is None
+
+
+# bounds of verl tests/trainer/ppo/test_rollout_corr.py, test_each_supported_rollout_rs_option
+VERL = {
+    "token_k1": (0.5, 1.5), "token_k2": (0.0, 2.0), "token_k3": (0.0, 2.0),
+    "seq_sum_k1": (0.6, 1.4), "seq_sum_k2": (0.0, 2.5), "seq_sum_k3": (0.0, 2.5),
+    "seq_mean_k1": (0.5, 1.5), "seq_mean_k2": (0.0, 2.0), "seq_mean_k3": (0.0, 2.0),
+    "seq_max_k2": (0.0, 2.0), "seq_max_k3": (0.0, 2.0),
+}  # fmt: skip
+
+
+def statistic64(by, x, mask):
+    """What `by` bounds, in float64: of ρ itself for k1, in nats for k2 and k3."""
+    over, _, kind = by.rpartition("_")
+    if kind == "k1" and over != "token":
+        total = np.where(mask, x, 0).sum(1, keepdims=True)
+        return np.exp(total / (mask.sum(1, keepdims=True) if over == "seq_mean" else 1))
+    each = {"k1": np.exp(x), "k2": x**2 / 2, "k3": np.expm1(x) - x}[kind]
+    inside = np.where(mask, each, 0)
+    return {
+        "token": each,
+        "seq_sum": inside.sum(1, keepdims=True),
+        "seq_mean": inside.sum(1, keepdims=True) / mask.sum(1, keepdims=True),
+        "seq_max": inside.max(1, keepdims=True),
+    }[over]
+
+
+@pytest.mark.paper
+@pytest.mark.parametrize("by", VERL)
+def test_each_of_verls_statistics_keeps_what_is_inside_its_bounds(by):
+    # verl tests/trainer/ppo/test_rollout_corr.py, test_each_supported_rollout_rs_option: it draws
+    # random rows and asserts the shape; here rows of growing mismatch, against float64
+    rng = np.random.default_rng(0)
+    x = np.float64(np.float32(rng.normal(size=(9, 7)) * np.linspace(0.02, 3.0, 9)[:, None]))
+    mask = (rng.random((9, 7)) < 0.7) | (np.arange(7) == 2)
+    x[~mask] = 0.0
+    low, high = VERL[by]
+    got = rejection(jnp.asarray(x, jnp.float32), jnp.asarray(mask), by=by, low=low, high=high)
+    want = statistic64(by, x, mask)
+    assert abs(want / high - 1).min() > 1e-4  # rounding decides nothing
+    want = np.broadcast_to((want >= low) & (want <= high), x.shape)
+    assert want.any() and not want.all()
+    np.testing.assert_array_equal(jnp.broadcast_to(got.keep_BT, x.shape), want)
+
+
+def test_the_statistics_are_verls_eleven():
+    assert {"_".join(pair) for pair in STATISTICS} == set(VERL)
+
+
+# --- published: others
+
+
+@pytest.mark.paper
+def test_icepop_weights_multiply_the_clipped_loss():
+    # NeMo-RL tests/unit/algorithms/test_loss_functions.py, ClippedPGLossFn with ICE-POP
+    logp, advantages = row(-1, -1, -1), row(1.0, -1.0, 2.0)
+    mask = ones(logp)
+    weights = token_icepop(log_ratios(logp, row(-0.5, -3.5, -0.8), mask), low=0.5, high=5.0)[0]
+    np.testing.assert_allclose(weights, row(0.60653067, 0.0, 0.81873075), atol=1e-6)
+    terms = clipped_terms(logp, logp, advantages, mask)
+    loss = masked_sum(terms * weights * token_mean_weights(mask), mask)
+    assert float(loss) == pytest.approx(-0.7479974, abs=1e-6)
+
+
+@pytest.mark.paper
+def test_bad_answers_that_the_policy_left_are_dropped():
+    # TRL tests/test_grpo_trainer.py, test_get_off_policy_mask
+    logp = jnp.asarray([[-2.0] * 4, [-0.5] * 4, [-2.0] * 4])
+    advantages = jnp.broadcast_to(jnp.asarray([[1.0], [-1.0], [-1.0]]), logp.shape)
+    log_ratio = log_ratios(logp, jnp.zeros_like(logp), ones(logp))
+    keep = drift_mask(log_ratio, advantages, ones(logp), most=1.0).keep_BT
+    assert keep.tolist() == [[True] * 4, [True] * 4, [False] * 4]
+
+
+# --- by hand
+
+
+def test_each_level_weighs_by_its_ratio_up_to_the_cap():
+    log_ratio, mask = ratios(OLD, ROLLOUT)
+    e, mean = np.full(3, np.e), np.full(3, np.exp(1 / 3))
+    for high in (1.3, 2.0, 3.0):
+        for got, ratio in (
+            (token_is(log_ratio, high=high), RHO),
+            (sequence_is(log_ratio, mask, high=high), e),
+            (geometric_is(log_ratio, mask, high=high), mean),
+        ):
+            np.testing.assert_allclose(got.weights_BT, [np.minimum(ratio, high)], rtol=8 * EPS)
+            np.testing.assert_allclose(got.ratio_BT, [ratio], rtol=8 * EPS)
+            assert got.keep_BT is None
+
+
+def test_a_cap_left_out_is_two():
+    log_ratio, mask = ratios([1.0, 0.5], [0.0, 0.0])
+    for got in (
+        token_is(log_ratio), sequence_is(log_ratio, mask), geometric_is(log_ratio, mask),
+    ):  # fmt: skip
+        assert float(got.weights_BT[0, 0]) == 2.0
+
+
+def test_icepop_keeps_the_ratio_itself_inside_its_bounds():
+    log_ratio, mask = ratios(OLD, ROLLOUT)
+    got = token_icepop(log_ratio, low=0.7, high=2.0).weights_BT
+    np.testing.assert_allclose(got, [[RHO[0], 0.0, 0.0]], rtol=8 * EPS)
+    for low, high, weight in ((0.0, 3.0, np.e), (0.0, 2.5, 0.0), (2.8, 3.0, 0.0)):
+        got = sequence_icepop(log_ratio, mask, low=low, high=high)
+        np.testing.assert_allclose(got.weights_BT, [[weight] * 3], rtol=8 * EPS)
+        np.testing.assert_allclose(got.ratio_BT, [[np.e] * 3], rtol=8 * EPS)
+
+
+@pytest.mark.parametrize("by", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
+def test_unequal_bounds_are_those_of_the_ratio_and_not_of_its_inverse(by):
+    # [0.5, 5] holds 4 and not 1/4; -log ρ tested against [log 0.5, log 5] has it the other way
+    log_ratio = jnp.log(jnp.asarray([[4.0], [0.25]]))
+    mask = ones(log_ratio)
+    keep = rejection(log_ratio, mask, by=by, low=0.5, high=5.0).keep_BT
+    assert keep.tolist() == [[True], [False]]
+    for got in (
+        token_icepop(log_ratio, low=0.5, high=5.0),
+        sequence_icepop(log_ratio, mask, low=0.5, high=5.0),
+    ):
+        np.testing.assert_allclose(got.weights_BT, [[4.0], [0.0]], rtol=8 * EPS)
+
+
+def test_a_masked_token_has_no_part_in_its_sequences_weight():
+    log_ratio, mask = ratios(OLD, ROLLOUT, [1, 0, 1])
+    np.testing.assert_allclose(sequence_is(log_ratio, mask, high=9.0)[0], [[np.exp(1.5)] * 3])
+    got = geometric_is(log_ratio, mask, high=9.0)[0]
+    np.testing.assert_allclose(got, [[np.exp(0.75)] * 3], rtol=8 * EPS)
+
+
+def test_normalized_weights_average_one_over_the_batch():
+    weights, ratio = jnp.asarray([[2.0, 4.0], [0.0, 9.0]]), jnp.asarray([[2.0, 6.0], [3.0, 9.0]])
+    mask = jnp.asarray([[True, True], [True, False]])
+    got = normalize(weights, ratio, mask)
+    np.testing.assert_array_equal(got.weights_BT, weights / 2)  # (2 + 4 + 0) / 3
+    np.testing.assert_array_equal(got.ratio_BT, ratio / 2)
+    assert float(jnp.mean(got.weights_BT[mask])) == 1.0
+
+
+def test_weights_that_are_all_zero_stay_so():
+    zeros = jnp.zeros((2, 3))
+    assert not np.asarray(normalize(zeros, zeros, ones(zeros)).weights_BT).any()
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "kept"),
+    [([0, 4.6, 0], True), ([0, 4.7, 0], False), ([0, -6.9, 0], True), ([0, -7.0, 0], False)],
+)
+def test_one_token_past_either_bound_vetoes_its_sequence(log_ratio, kept):
+    # bounds 1e-3 and 100: log ρ of -6.908 and 4.605
+    x = jnp.asarray([log_ratio, [0, 0, 0]], jnp.float32)
+    assert veto(x, ones(x), low=1e-3, high=100.0).keep_BT.tolist() == [[kept], [True]]
+    nowhere = jnp.asarray([[True, False, True]] * 2)
+    assert veto(x, nowhere, low=1e-3, high=100.0).keep_BT.tolist() == [[True], [True]]
+
+
+def test_drift_is_a_mean_over_the_true_tokens_and_has_a_sign():
+    mask = jnp.asarray([[True, True, False]] * 4)
+    log_ratio = jnp.asarray([[-2.0, -1.0, 9.0], [-2.0, 0.1, -99.0], [2.0, 1.0, 0.0], [0.0] * 3])
+    keep = drift_mask(log_ratio, jnp.full((4, 3), -1.0), mask, most=1.0).keep_BT
+    # 1.5 nats away; 0.95; 1.5 nats nearer; not at all. False tokens are not dropped
+    assert keep[:, :2].tolist() == [[False] * 2, [True] * 2, [True] * 2, [True] * 2]
+    assert keep[:, 2].all()
+
+
+def test_only_tokens_of_negative_advantage_are_dropped_for_drift():
+    log_ratio = jnp.full((1, 3), -2.0)
+    keep = drift_mask(log_ratio, row(-1.0, 0.0, 1.0), ones(log_ratio), most=1.0).keep_BT
+    assert keep.tolist() == [[False, True, True]]
+
+
+@pytest.mark.parametrize("by", ["k1", "token_k4", "seq_max_k1", "sum_k1", ""])
+def test_another_statistic_is_refused_by_name(by):
+    log_ratio, mask = ratios(OLD, ROLLOUT)
+    with pytest.raises(ValueError, match=f"token_k1, token_k2, .*seq_max_k3; got '{by}'"):
+        rejection(log_ratio, mask, by=by, high=2.0)
+
+
+def test_bounds_out_of_order_are_refused():
+    log_ratio, mask = ratios(OLD, ROLLOUT)
+    for made in (
+        lambda: rejection(log_ratio, mask, by="token_k1", low=2.0, high=0.5),
+        lambda: token_icepop(log_ratio, low=2.0, high=0.5),
+        lambda: sequence_icepop(log_ratio, mask, low=-0.1),
+        lambda: veto(log_ratio, mask, low=2.0, high=0.5),
+    ):
+        with pytest.raises(ValueError, match="0 <= low <= high"):
+            made()
+
+
+# --- properties of all of them
+
+RECIPES = {
+    "token_is": lambda x, a, m: token_is(x),
+    "sequence_is": lambda x, a, m: sequence_is(x, m),
+    "geometric_is": lambda x, a, m: geometric_is(x, m),
+    "token_icepop": lambda x, a, m: token_icepop(x),
+    "sequence_icepop": lambda x, a, m: sequence_icepop(x, m),
+    "normalize": lambda x, a, m: normalize(*token_is(x)[::2], m),
+    "veto": lambda x, a, m: veto(x, m),
+    "drift_mask": lambda x, a, m: drift_mask(x, a, m, most=0.1),
+} | {by: lambda x, a, m, by=by: rejection(x, m, by=by, low=0.0, high=1.2) for by in VERL}
+MASK = np.array([[1, 1, 0, 1, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 0, 0]], bool)
+
+
+@jax.jit
+def every(x, advantages, mask):
+    """All recipes on the same batch: one compilation."""
+    return {name: recipe(x, advantages, mask) for name, recipe in RECIPES.items()}
+
+
+def arrays(seed):
+    """log ρ, 0 at false tokens, and advantages."""
+    rng = np.random.default_rng(seed)
+    x, advantages = (jnp.asarray(rng.normal(size=MASK.shape), jnp.float32) for _ in range(2))
+    return jnp.where(MASK, x, 0.0), advantages
+
+
+@given(st.sampled_from([1000.0, -1000.0, np.inf, -np.inf, np.nan]))
+def test_what_stands_at_a_false_token_never_matters(value):
+    clean = arrays(0)
+    want = every(*clean, MASK)
+    for name, got in every(*(jnp.where(MASK, x, value) for x in clean), MASK).items():
+        for ours, theirs in zip(got, want[name], strict=True):
+            if theirs is not None:  # a column, or one a token
+                where = MASK if theirs.shape == MASK.shape else np.ones(theirs.shape, bool)
+                np.testing.assert_array_equal(ours[where], theirs[where], err_msg=name)
+
+
+@given(st.sampled_from([1000.0, -1000.0]), st.integers(0, 4))
+def test_a_thousand_nats_at_a_true_token_are_held_back(gap, column):
+    # the weights stay bounded, and the rejections drop the token or its row, and no other row
+    mask = jnp.asarray(MASK).at[1, column].set(True)
+    x = (0.01 * arrays(0)[0]).at[1, column].set(gap)
+    for name, got in every(x, jnp.full(MASK.shape, -1.0), mask).items():
+        if got.weights_BT is None:
+            keep = np.broadcast_to(got.keep_BT, MASK.shape)
+            # drift has one direction, and these bounds of ρ have no lower end
+            harmless = gap > 0 if name == "drift_mask" else gap < 0 and name.endswith("k1")
+            assert keep[1, column] == harmless and keep[[0, 2, 3]].all(), name
+        else:
+            assert np.isfinite(got.ratio_BT).all() and (got.weights_BT >= 0).all(), name
+            assert float(got.weights_BT.max()) <= 2.0, name
+
+
+@given(st.permutations(range(4)), st.integers(0, 99))
+def test_rows_in_another_order_give_the_same_in_that_order(order, seed):
+    order, (x, advantages) = np.array(order), arrays(seed)
+    want = every(x, advantages, MASK)
+    for name, got in every(x[order], advantages[order], MASK[order]).items():
+        rtol = 8 * EPS if name == "normalize" else 0  # the one sum over rows
+        for ours, theirs in zip(got, want[name], strict=True):
+            if theirs is not None:
+                np.testing.assert_allclose(ours, theirs[order], rtol=rtol, err_msg=name)
+
+
+def test_a_row_without_true_tokens_is_kept_and_weighs_one():
+    for name, got in every(*arrays(0), MASK).items():
+        keep, weights = (None if x is None else np.asarray(x)[2] for x in got[1::-1])
+        assert keep is None or keep.all(), name
+        assert weights is None or name == "normalize" or (weights == 1.0).all(), name

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alerts: each fires just past its bound, not at it, and says where to look."""
+
+import math
+
+import pytest
+
+from jaxmoe.observe.alerts import RULES, alerts
+
+UP, DOWN = math.inf, -math.inf
+ABS_DIFF, MEAN = "train_rollout_logprob_abs_diff", "rollout_corr/rollout_is_mean"
+ENGINE = "the engine's weights: were the newest ones loaded, and the same dtype used?"
+# metric, a healthy value, its last good one, which way is bad, its bound, the first suspect
+CASES = [
+    (ABS_DIFF, 0.01, 0.1, UP, "> 0.1 nats", ENGINE),
+    ("rollout_corr/kl", 0.001, 0.1, UP, "beyond ±0.1 nats", ENGINE),
+    ("rollout_corr/kl", -0.001, -0.1, DOWN, "beyond ±0.1 nats", ENGINE),
+    ("rollout_corr/chi2_token", 0.05, 1.0, UP, "> 1", "samples.jsonl"),
+    ("rollout_corr/ess", 0.95, 0.3, DOWN, "< 0.3 of the tokens", "rollout_corr/ratio_p99"),
+    (MEAN, 1.0, 2.0, UP, "outside [0.5, 2]", ABS_DIFF),
+    (MEAN, 1.0, 0.5, DOWN, "outside [0.5, 2]", ABS_DIFF),
+    ("rollout_corr/rollout_is_std", 0.2, 1.0, UP, "> 1", "rollout_corr/ratio_p99"),
+    ("rollout_corr/rollout_rs_masked_fraction", 0.1, 0.5, UP, "> 0.5", "the rejection's bounds"),
+    ("policy/clip_frac", 0.05, 0.3, UP, "> 0.3", "optim.lr, loss.epochs and loss.minibatches"),
+    ("reward/zero_std_groups_frac", 0.5, math.nextafter(1.0, 0.0), UP, "= 1", "samples.jsonl"),
+    ("gate/closed", 0.0, 0.0, UP, "> 0", "gate.*: this batch was not trained on"),
+]
+
+
+@pytest.mark.parametrize(("metric", "healthy", "last", "bad", "bound", "first"), CASES)
+def test_a_rule_fires_just_past_its_bound_and_says_where_to_look(
+    metric, healthy, last, bad, bound, first
+):
+    assert alerts({metric: healthy}) == {} and alerts({metric: last}) == {}
+    past = math.nextafter(last, bad)
+    (text,) = alerts({metric: past}).values()
+    assert text.startswith(f"{metric} is {past:.3g} ({bound}); look first at {first}")
+    assert "\n" not in text
+
+
+def test_every_rule_is_tried_above():
+    assert {rule.metric for rule in RULES} == {case[0] for case in CASES}
+
+
+def test_only_what_is_out_of_bounds_and_was_measured_is_told():
+    healthy = {case[0]: case[1] for case in CASES} | {"loss": 1e9}
+    assert alerts(healthy) == {} and alerts({}) == {}
+    assert list(alerts(healthy | {"policy/clip_frac": 0.5, "gate/closed": 1.0})) == [
+        "policy/clip_frac", "gate/closed",
+    ]  # fmt: skip

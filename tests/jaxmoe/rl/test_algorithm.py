@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Algorithms from configs: what they become, every combination that is refused, advantages."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmoe import losses
+from jaxmoe.config import ConfigError, LossConfig
+from jaxmoe.config_file import load
+from jaxmoe.losses.recipes import Correction
+from jaxmoe.rl.algorithm import Algorithm, advantages_of, algorithm, check, corrected, with_preset
+from jaxmoe.rl.presets import PRESETS
+
+EPS = float(np.finfo(np.float32).eps)
+TINY = load("tiny.py")
+
+
+def config(*, samples=8, critic="none", **loss):
+    """tiny.py with another loss, another critic, and groups of `samples`."""
+    return replace(
+        TINY,
+        loss=LossConfig(**loss),
+        critic=replace(TINY.critic, backbone=critic),
+        rollout=replace(TINY.rollout, samples_per_prompt=samples),
+    )
+
+
+def refusal(**fields):
+    with pytest.raises(ConfigError) as error:
+        algorithm(config(**fields))
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# --- what a config becomes
+
+
+def test_the_default_config_is_the_default_algorithm():
+    assert algorithm(config()) == Algorithm(samples_per_prompt=8)
+
+
+def test_a_config_s_fields_reach_the_algorithm():
+    made = algorithm(
+        config(
+            samples=4, critic="own", objective="gspo_terms(clip_high=4e-4)",
+            advantages="gae(trace=0.9)", mean="sequence_mean_weights", kl="kl_k2", kl_coef=0.25,
+            kl_in="reward", entropy_coef=0.125, old_logp="recomputed", epochs=2, minibatches=4,
+            correction="veto + token_is(high=3.0)",
+        )
+    )  # fmt: skip
+    assert made.objective.func is losses.gspo_terms
+    assert made.objective.keywords == {"clip_high": 4e-4}
+    assert made.advantages.func is losses.gae and made.mean is losses.sequence_mean_weights
+    assert made.correction[0] is losses.veto and made.correction[1].keywords == {"high": 3.0}
+    assert made.kl is losses.kl_k2 and (made.kl_coef, made.kl_in) == (0.25, "reward")
+    assert (made.critic, made.entropy_coef, made.updates) == ("own", 0.125, 8)
+    assert (made.old_logp, made.samples_per_prompt) == ("recomputed", 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "scores"),
+    [
+        ({}, False),
+        ({"kl_coef": 0.1}, False),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, True),
+        ({"kl_in": "reward"}, False),
+        ({"old_logp": "rollout"}, False),
+        ({"old_logp": "recomputed"}, True),
+    ],
+)
+def test_the_batch_is_scored_first_only_where_something_needs_it(fields, scores):
+    assert algorithm(config(**fields)).recomputes == scores
+
+
+# --- what is refused, and what is not
+
+REFUSED = [
+    ({"advantages": "gae"}, "gae asks for values_BT, and there is no critic. Try --set critic."
+     "backbone=own."),
+    ({"critic": "own"}, "critic.backbone=own needs advantages that ask for values; "
+     "group_advantages does not. Try --set loss.advantages=gae, or --set critic.backbone=none."),
+    ({"critic": "shared", "advantages": "rloo_advantages"}, "rloo_advantages does not."),
+    ({"epochs": 2}, "loss.old_logp=detached needs one update a batch, got 2 epochs of 1 "),
+    ({"minibatches": 4}, "got 1 epochs of 4 minibatches: after the first update the batch is "
+     "off-policy and its ratio is not 1. Try --set loss.old_logp=recomputed."),
+    ({"samples": 1}, "group_advantages compares the samples of a prompt, and "
+     "rollout.samples_per_prompt is 1. Try --set rollout.samples_per_prompt=8."),
+    ({"samples": 1, "advantages": "rloo_advantages"}, "rloo_advantages compares the samples"),
+    ({"samples": 1, "advantages": "reinforce_pp_baseline_advantages"}, "compares the samples"),
+    ({"old_logp": "rollout", "correction": "token_is"}, "loss.old_logp=rollout and importance "
+     "weights in loss.correction correct the same mismatch, which squares it. Try --set "
+     "loss.old_logp=recomputed, or a rejection alone."),
+    ({"old_logp": "rollout", "correction": "veto + sequence_icepop"}, "which squares it"),
+    ({"correction": "token_is + sequence_is"}, "loss.correction: sequence_is would weight tokens "
+     "that are weighted already, which squares the correction. Leave one out."),
+    ({"correction": "token_is + veto + token_icepop"}, "token_icepop would weight tokens"),
+    ({"correction": "normalize", "old_logp": "recomputed"}, "normalize asks for weights_BT, and "
+     'nothing before it makes any. Try --set "loss.correction=token_is(high=2.0) + normalize".'),
+    ({"correction": "token_is + normalize"}, "a function asks for batch_mask_BT, which is known "
+     "only before the gradient of a batch that was scored first. Try --set "
+     "loss.old_logp=recomputed."),
+    ({"mean": "kept_token_mean_weights"}, "a function asks for keep_BT, which is known only"),
+    ({"mean": "kept_token_mean_weights", "old_logp": "rollout"}, "asks for keep_BT"),
+    ({"correction": "token_mean_weights"}, "loss.correction: token_mean_weights must return a "
+     "Correction, as token_is does."),
+    ({"correction": "rejection(by='token_k4', high=2.0)"}, "by must be one of token_k1, token_k2"),
+    ({"correction": "token_icepop(low=2.0, high=0.5)"}, "bounds must hold 0 <= low <= high"),
+    ({"objective": "grpo_loss"}, "loss: grpo_loss must return [B, T]"),
+    ({"objective": "cross_entropy"}, "loss: cross_entropy must return [B, T]"),
+    ({"objective": "clipped_terms(clip_low='a')"}, "loss: "),
+    ({"objective": "gae"}, "loss.objective: gae asks for rewards_BT"),
+    ({"advantages": "clipped_terms"}, "loss.advantages: clipped_terms asks for logp_BT"),
+    ({"mean": "rloo_advantages"}, "loss.mean: rloo_advantages asks for rewards_PR"),
+    ({"kl": "clipped_terms"}, "loss.kl: clipped_terms asks for old_logp_BT"),
+    ({"correction": "whiten"}, "loss.correction: whiten asks for x_BT"),
+    ({"preset": "decoupled_tokn_is"}, "loss.preset: there is no preset 'decoupled_tokn_is'. Did "
+     "you mean decoupled_token_is?"),
+    ({"preset": "zzz"}, "there is no preset 'zzz'. Known: disabled, decoupled_token_is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "answer"), REFUSED)
+def test_what_could_not_run_is_refused_with_what_to_type(fields, answer):
+    assert answer in refusal(**fields)
+
+
+ALLOWED = [
+    {"advantages": "gae", "critic": "own"},
+    {"advantages": "gae", "critic": "shared"},
+    {"epochs": 2, "old_logp": "recomputed"},
+    {"minibatches": 4, "old_logp": "rollout"},
+    {"epochs": 2, "objective": "reinforce_terms"},  # asks for no ratio
+    {"samples": 1, "advantages": "reinforce_pp_advantages"},
+    {"samples": 1, "advantages": "gae", "critic": "own"},
+    {"old_logp": "rollout", "correction": "rejection(by='seq_mean_k3', high=0.01) + veto"},
+    {"correction": "veto + token_is + drift_mask(most=0.1)"},
+    {"correction": "token_is + normalize", "old_logp": "recomputed"},
+    {"mean": "kept_token_mean_weights", "old_logp": "recomputed"},
+    {"mean": "fixed_length_weights(length=9)"},
+]
+
+
+@pytest.mark.parametrize("fields", ALLOWED)
+def test_what_each_refusal_tells_to_do_is_accepted(fields):
+    assert algorithm(config(**fields)).samples_per_prompt == fields.get("samples", 8)
+
+
+def test_a_mean_that_is_no_weight_a_token_is_refused():
+    with pytest.raises(ConfigError, match=r"loss: count must return \[B, T\]"):
+
+        def count(mask_BT):
+            return jnp.sum(mask_BT.astype(jnp.float32))
+
+        check(Algorithm(mean=count, samples_per_prompt=2))
+
+
+# --- verl's presets
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_runs_at_one_update_and_at_two(name, updates):
+    made = algorithm(config(preset=name, minibatches=updates))
+    if name.startswith("bypass_ppo"):
+        want = "rollout", losses.clipped_terms
+    elif name.startswith("bypass_pg"):
+        want = "detached", losses.reinforce_terms
+    else:  # with one update, detaching is the same number for a forward less
+        want = "detached" if updates == 1 else "recomputed", losses.clipped_terms
+    assert (made.old_logp, made.objective) == want
+    assert made.recomputes == (want[0] == "recomputed")
+
+
+# RolloutCorrectionConfig: rollout_is with its threshold, rollout_rs with its bounds
+TOKEN, SEQ, ICEPOP = ("token_is", (2.0,)), ("sequence_is", (2.0,)), ("token_icepop", (0.5, 5.0))
+SUM, GEO, K3 = ("seq_sum_k1", 0.5, 2.0), ("seq_mean_k1", 0.999, 1.001), ("seq_mean_k3", 0.01)
+VERL = {
+    "disabled": [], "decoupled_token_is": [TOKEN], "decoupled_seq_is": [SEQ],
+    "decoupled_token_icepop": [ICEPOP], "decoupled_seq_is_rs": [SUM, SEQ],
+    "decoupled_geo_rs": [GEO], "decoupled_geo_rs_seq_tis": [GEO, SEQ],
+    "decoupled_geo_rs_token_tis": [GEO, TOKEN], "decoupled_k3_rs": [K3],
+    "decoupled_k3_rs_seq_tis": [K3, SEQ], "decoupled_k3_rs_token_tis": [K3, TOKEN],
+    "bypass_ppo_clip": [], "bypass_ppo_clip_geo_rs": [GEO], "bypass_ppo_clip_k3_rs": [K3],
+    "bypass_pg_is": [SEQ], "bypass_pg_token_icepop": [ICEPOP], "bypass_pg_geo_rs": [GEO],
+    "bypass_pg_geo_rs_seq_tis": [GEO, SEQ], "bypass_pg_geo_rs_token_tis": [GEO, TOKEN],
+}  # fmt: skip
+
+
+@pytest.mark.paper
+def test_the_presets_are_verls_with_its_defaults():
+    # verl verl/trainer/config/algorithm.py, RolloutCorrectionConfig's factory methods
+    def said(function):
+        values = tuple(function.keywords.values())
+        if function.func is losses.rejection:
+            return values
+        return function.func.__name__, values
+
+    ours = {name: [said(f) for f in algorithm(config(preset=name)).correction] for name in PRESETS}
+    assert ours == VERL
+
+
+def test_recomputed_asked_for_beside_a_preset_is_kept():
+    assert algorithm(config(preset="decoupled_seq_is", old_logp="recomputed")).recomputes
+
+
+def test_other_settings_stay_beside_a_preset():
+    loss = LossConfig(preset="decoupled_geo_rs", advantages="rloo_advantages", epochs=3)
+    assert with_preset(loss) == replace(
+        loss, preset="", correction=PRESETS["decoupled_geo_rs"]["correction"],
+        old_logp="recomputed",
+    )  # fmt: skip
+    assert with_preset(LossConfig(epochs=3)) == LossConfig(epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"preset": "decoupled_token_is", "correction": "veto"},
+         "loss.preset=decoupled_token_is sets loss.correction='token_is(high=2.0)', and the config "
+         "'veto'. Try --set loss.correction=, or --set loss.preset=."),
+        ({"preset": "disabled", "correction": "token_is"}, "sets loss.correction=''"),
+        ({"preset": "decoupled_token_is", "old_logp": "rollout"},
+         "and the config 'rollout'. Try --set loss.old_logp=detached"),
+        ({"preset": "bypass_ppo_clip", "old_logp": "recomputed"}, "sets loss.old_logp='rollout'"),
+        ({"preset": "bypass_pg_is", "objective": "gspo_terms"},
+         "sets loss.objective='reinforce_terms', and the config 'gspo_terms'. Try --set "
+         "loss.objective=clipped_terms, or --set loss.preset=."),
+    ],
+)  # fmt: skip
+def test_a_preset_and_a_field_that_contradict_are_refused(fields, answer):
+    assert answer in refusal(**fields)
+
+
+def test_a_field_that_says_what_the_preset_says_is_accepted():
+    made = algorithm(config(preset="decoupled_token_is", correction="token_is(high=2.0)"))
+    assert len(made.correction) == 1
+    assert algorithm(config(preset="bypass_ppo_clip", old_logp="rollout")).old_logp == "rollout"
+
+
+# --- corrections one after the other
+
+
+def test_rejections_add_up_and_the_last_weights_stand():
+    old, rollout = jnp.log(jnp.asarray([[4.0, 1.0], [1.0, 0.2], [1.0, 1.0]])), jnp.zeros((3, 2))
+    mask = jnp.ones((3, 2), bool)
+    a = Algorithm(
+        correction=(
+            partial(losses.rejection, by="token_k1", low=0.0, high=2.0),
+            partial(losses.token_is, high=8.0),
+            partial(losses.rejection, by="token_k1", low=0.5, high=9.0),
+            losses.normalize,
+        )
+    )
+    found = corrected(a, old, rollout, jnp.zeros((3, 2)), mask, mask)
+    assert found.keep_BT.tolist() == [[False, True], [True, False], [True, True]]
+    mean = (4 + 1 + 1 + 0.2 + 1 + 1) / 6
+    np.testing.assert_allclose(found.weights_BT, jnp.exp(old) / mean, rtol=8 * EPS)
+    np.testing.assert_allclose(found.ratio_BT, jnp.exp(old) / mean, rtol=8 * EPS)
+
+
+def test_without_corrections_nothing_is_said():
+    x, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
+    assert corrected(Algorithm(), x, x, x, mask, None) == Correction(None, None, None)
+
+
+# --- advantages of a batch
+
+P, R, T = 3, 4, 5
+MASK = np.random.default_rng(0).random((P * R, T)) < 0.7
+MASK[:, 2] = True
+WHOLE = st.lists(st.integers(-8, 8), min_size=P * R, max_size=P * R)
+GROUPED = {
+    "group": losses.group_advantages,
+    "unscaled": partial(losses.group_advantages, scale_by_std=False),
+    "rloo": losses.rloo_advantages,
+}
+
+
+@partial(jax.jit, static_argnames="name")
+def grouped(rewards, name):
+    a = Algorithm(advantages=GROUPED[name], samples_per_prompt=R)
+    advantages, returns = advantages_of(a, rewards, jnp.asarray(MASK), None, None)
+    assert returns is None
+    return advantages
+
+
+def numbers(values):
+    return jnp.asarray(values, jnp.float32)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@given(WHOLE, st.lists(st.integers(-64, 64), min_size=P, max_size=P))
+def test_a_shift_of_a_groups_rewards_changes_nothing(name, rewards, shifts):
+    # whole numbers in groups of four: every sum and mean is exact
+    moved = np.array(rewards) + np.repeat(shifts, R)
+    np.testing.assert_array_equal(grouped(numbers(moved), name), grouped(numbers(rewards), name))
+
+
+@given(WHOLE, st.sampled_from([0.25, 2.0, 64.0]))
+def test_a_scale_of_rewards_changes_nothing_where_the_deviation_divides(rewards, scale):
+    one, other = (grouped(numbers(r), "group") for r in (rewards, np.array(rewards) * scale))
+    # epsilon is 1e-6, and whole numbers that are not all equal deviate by at least 0.5
+    np.testing.assert_allclose(one, other, rtol=1e-6 / (0.5 * min(1.0, scale)) + 4 * EPS)
+    big = grouped(numbers(np.array(rewards) * scale), "rloo")
+    np.testing.assert_array_equal(big, grouped(numbers(rewards), "rloo") * scale)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=P, max_size=P))
+def test_rewards_all_equal_in_their_group_give_exactly_zero(name, values):
+    assert not np.asarray(grouped(numbers(np.repeat(values, R)), name)).any()
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@given(WHOLE, st.permutations(range(P)))
+def test_groups_in_another_order_give_their_rows_in_that_order(name, rewards, order):
+    rows = np.arange(P * R).reshape(P, R)[np.array(order)].reshape(-1)
+    got = np.asarray(grouped(numbers(rewards)[rows], name))
+    want = np.asarray(grouped(numbers(rewards), name))[:, 2]  # a column of true tokens
+    np.testing.assert_array_equal(got, np.where(MASK, want[rows][:, None], 0.0))
+
+
+def test_the_group_of_a_row_is_that_of_its_neighbours():
+    rewards = numbers([1, 0, 0, 0, 5, 5, 5, 5, 0, 0, 3, 1])
+    got = np.asarray(grouped(rewards, "unscaled"))[:, 2]
+    np.testing.assert_array_equal(got, [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0, -1, -1, 2, 0])
+
+
+def test_an_advantage_at_a_false_token_is_zero_whatever_the_function_says():
+    def loud(rewards_BT):
+        return jnp.full(rewards_BT.shape, jnp.nan)
+
+    mask = jnp.asarray(MASK)
+    got, _ = advantages_of(Algorithm(advantages=loud), jnp.ones(P * R), mask, None, None)
+    np.testing.assert_array_equal(np.isnan(got), MASK)
+    assert not np.asarray(got)[~MASK].any()
+
+
+def test_returns_of_gae_come_through():
+    rng = np.random.default_rng(1)
+    rewards, values = numbers(rng.normal(size=P * R)), numbers(rng.normal(size=MASK.shape))
+    mask, gae = jnp.asarray(MASK), partial(losses.gae, discount=0.9, trace=0.8)
+    a = Algorithm(advantages=gae, critic="own", samples_per_prompt=R)
+    got = advantages_of(a, rewards, mask, None, values)
+    want = gae(losses.token_rewards(rewards, mask), values, mask)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert not np.asarray(got[0])[~MASK].any() and np.asarray(got[1])[MASK].all()
+
+
+def test_a_kl_penalty_lowers_the_rewards_that_are_compared():
+    kl = numbers(np.random.default_rng(2).random(MASK.shape))
+    rewards, mask = numbers(np.arange(P * R)), jnp.asarray(MASK)
+    a = Algorithm(advantages=GROUPED["unscaled"], samples_per_prompt=R, kl_coef=0.5)
+    got = np.asarray(advantages_of(a, rewards, mask, kl, None)[0])[:, 2]
+    paid = np.float64(rewards) - 0.5 * np.where(MASK, np.float64(kl), 0.0).sum(1)
+    want = paid - paid.reshape(P, R).mean(1).repeat(R)
+    np.testing.assert_allclose(got, want, atol=64 * EPS)

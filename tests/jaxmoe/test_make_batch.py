@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From scored rollouts to the step's batch: answers that come near the limit pay for it."""
+
+import numpy as np
+import pytest
+
+from jaxmoe.config_file import load, override
+from jaxmoe.data.tokenizer import load_tokenizer
+from jaxmoe.envs.tasks import Task
+from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.train import make_batch
+
+LONGEST, BUFFER = 11, 4
+CFG = override(
+    load("tiny.py"), f"rollout.max_new_tokens={LONGEST}", "rollout.samples_per_prompt=4",
+    "data.max_prompt_tokens=3", f"rollout.overlong_buffer={BUFFER}",
+)  # fmt: skip
+LENGTHS = [1, 6, 7, 8, 9, 10, 11, 11]
+STOPS = [StopReason.STOP_TOKEN] * 7 + [StopReason.MAX_TOKENS]
+
+
+class Nothing:
+    """A source that is not asked."""
+
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, row):
+        raise AssertionError(row)
+
+    def score(self, text, row):
+        raise AssertionError(row)
+
+
+NOTHING = Nothing()
+
+
+def batch_of(cfg, rewards):
+    rollouts = [
+        Rollout(
+            Prompt(i // 4, "", (1, 2), None), np.full(n, 5, np.int32), np.full(n, -1.0, np.float32),
+            stop, 0,
+        )
+        for i, (n, stop) in enumerate(zip(LENGTHS, STOPS, strict=True))
+    ]  # fmt: skip
+    tokenizer = load_tokenizer("bytes")
+    task = Task(tokenizer, NOTHING, NOTHING, "", 3, Sampling(LONGEST, tuple(tokenizer.stop_ids)))
+    return make_batch(cfg, task, rollouts, np.asarray(rewards, np.float32))
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_rewards_fall_linearly_over_the_last_tokens_of_the_budget(reward):
+    batch = batch_of(CFG, [reward] * 8)
+    lost = np.array([0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0], np.float32)
+    np.testing.assert_array_equal(batch.rewards_B, reward - lost)
+    assert batch.rewards_B.dtype == np.float32
+    assert batch.group_ids_B.tolist() == [0] * 4 + [1] * 4
+    np.testing.assert_array_equal(batch.loss_mask_BT.sum(axis=1), LENGTHS)
+
+
+def test_without_a_buffer_the_longest_answer_keeps_its_reward():
+    rewards = np.arange(8) / 8
+    batch = batch_of(override(CFG, "rollout.overlong_buffer=0"), rewards)
+    np.testing.assert_array_equal(batch.rewards_B, rewards)
+
+
+def test_a_buffer_of_the_whole_budget_charges_every_token():
+    batch = batch_of(override(CFG, f"rollout.overlong_buffer={LONGEST}"), [0.0] * 8)
+    lost = np.array(LENGTHS, np.float32) / np.float32(LONGEST)
+    np.testing.assert_array_max_ulp(batch.rewards_B, -lost, maxulp=1)
