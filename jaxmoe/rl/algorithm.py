@@ -153,11 +153,11 @@ def check(a: Algorithm) -> None:
         arrays = dict.fromkeys(ARRAYS["objective"], x_BT) | {"mask_BT": mask_BT}
         terms = ask(a.objective, arrays | {"advantages_BT": advantages_BT})
         ask(a.kl, {"logp_BT": x_BT, "logq_BT": x_BT})
-        _assert_shape(terms, mask_BT, a.objective)
+        _must_be_tokens(terms, mask_BT, a.objective)
         known_early = a.old_logp == "recomputed"
         found = corrected(a, x_BT, x_BT, advantages_BT, mask_BT, mask_BT if known_early else None)
         keep = {"keep_BT": mask_BT} if known_early else {}
-        _assert_shape(ask(a.mean, {"mask_BT": mask_BT} | keep), mask_BT, a.mean)
+        _must_be_tokens(ask(a.mean, {"mask_BT": mask_BT} | keep), mask_BT, a.mean)
         return found
 
     try:
@@ -167,7 +167,7 @@ def check(a: Algorithm) -> None:
             f"loss: a function asks for {error.args[0]}, which is known only before the gradient "
             "of a batch that was scored first. Try --set loss.old_logp=recomputed."
         ) from error
-    except (ValueError, TypeError, AttributeError, AssertionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"loss: {' '.join(str(error).split())}") from error  # one line
@@ -247,8 +247,9 @@ def corrected(
     return reduce(then, a.correction, Correction())
 
 
-def _assert_shape(x: Any, mask_BT: Array, function: Function) -> None:
-    assert getattr(x, "shape", None) == mask_BT.shape, f"{_name(function)} must return [B, T]"
+def _must_be_tokens(x: Any, mask_BT: Array, function: Function) -> None:
+    if getattr(x, "shape", None) != mask_BT.shape:
+        raise ValueError(f"{_name(function)} must return [B, T]")
 
 
 def _all(keep_BT: Array | None) -> Any:

@@ -24,17 +24,12 @@ def read(text: str, where: str, arrays: Sequence[str]) -> Callable[..., Any]:
     Raises ConfigError naming `where` for what is not such a call.
     """
     name, paren, rest = text.strip().partition("(")
-    try:
-        tree = ast.parse(f"f({rest}" if paren else "f()", mode="eval").body
-        assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args
-        options = {k.arg: ast.literal_eval(k.value) for k in tree.keywords if k.arg}
-        assert len(options) == len(tree.keywords)  # none given twice, none of a **dict
-        assert all(part.isidentifier() for part in name.replace(":", ".", 1).split("."))
-    except (SyntaxError, ValueError, AssertionError):
+    options = _options(f"f({rest}" if paren else "f()")
+    if options is None or not all(x.isidentifier() for x in name.replace(":", ".", 1).split(".")):
         raise ConfigError(
             f"{where} must be a function with literal keyword arguments, got {text!r}. "
             f'Try --set "{where}=name(option=1.0)".'
-        ) from None
+        )
     function = _own(name, where) if ":" in name else _ours(name, where)
     _check(function, options, where, arrays)
     return partial(function, **options) if options else function
@@ -57,6 +52,19 @@ def asked(function: Callable[..., Any]) -> list[str]:
         p.name for p in parameters
         if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
     ]  # fmt: skip
+
+
+def _options(call: str) -> dict[str, Any] | None:
+    """The keyword arguments of one call; None for anything else."""
+    try:
+        tree = ast.parse(call, mode="eval").body
+        if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
+            return None
+        options = {k.arg: ast.literal_eval(k.value) for k in tree.keywords if k.arg}
+    except (SyntaxError, ValueError):
+        return None
+    # none given twice, none of a **dict
+    return options if len(options) == len(tree.keywords) else None
 
 
 def _split(text: str) -> list[str]:

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import PRNGKeyArray
 
-from jaxmoe.config import Config, ModelConfig
+from jaxmoe.config import Config
 from jaxmoe.model.critic import new_critic
-from jaxmoe.model.params import abstract_params, init_params
+from jaxmoe.model.params import abstract_params
 from jaxmoe.shapes import Leaf, Params
 
 
@@ -47,18 +46,6 @@ def with_critic(policy: Params, cfg: Config) -> Params:
         policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
     )
     return {"policy": policy, "critic": critic}
-
-
-def random_state(
-    key: PRNGKeyArray, cfg: ModelConfig, tx: optax.GradientTransformation, dtype: str
-) -> TrainState:
-    """`new_state` of random weights."""
-    return new_state(init_params(key, cfg, dtype), tx)
-
-
-def abstract_state(cfg: ModelConfig, tx: optax.GradientTransformation, dtype: str) -> TrainState:
-    """Shapes of the state of a model alone; costs no memory at any size."""
-    return jax.eval_shape(lambda p: new_state(p, tx), abstract_params(cfg, dtype))
 
 
 def stage_shapes(

@@ -19,6 +19,8 @@ from jaxtyping import Array, Float
 
 from jaxmoe.config import GateConfig, ModelConfig
 from jaxmoe.losses import masked_mean, masked_sum, value_terms
+from jaxmoe.losses.correction import k3, log_ratios, token_ratio
+from jaxmoe.losses.mismatch import effective_sample_size
 from jaxmoe.model import sequence_values
 from jaxmoe.rl.algorithm import Algorithm, advantages_of, corrected
 from jaxmoe.rl.batch import Batch
@@ -81,14 +83,22 @@ def rl_step(
         reference: frozen parameters of the KL term, or None.
         microbatches: pieces that the whole batch is cut into, where it is not packed.
     Returns:
-        The state after every update that the gate let pass, and means over the updates of their
+        The state after the updates, unless the gate closed; and means over the updates of their
         metrics (those that end in `_max` are maxima).
     """
-    a = algorithm
-    batch = jax.tree.map(jnp.asarray, batch)
-    batch = estimated(scored(state.params, reference, batch, a, scorer, microbatches), a)
+    a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
+    gated = replace(gate, skip=False) != OPEN
+    # a batch is trained on whole or not at all: with several updates the gate reads it first
+    first = a.recomputes or (gated and a.updates > 1)
+    batch = scored(state.params, reference, batch, a, scorer, microbatches, policy=first)
+    batch = estimated(batch, a)
+    closed = None
+    if not gated:
+        closed = False
+    elif first:
+        closed = is_closed(batch.old_logp_BT, batch, gate)
     one = partial(
-        one_update, tx=tx, algorithm=a, scorer=scorer, gate=gate,
+        one_update, tx=tx, algorithm=a, scorer=scorer, gate=gate, closed=closed,
         microbatches=max(1, microbatches // a.minibatches),
     )  # fmt: skip
     if minibatches is None:
@@ -111,16 +121,21 @@ def scored(
     a: Algorithm,
     scorer: Scorer,
     microbatches: int,
+    *,
+    policy: bool,
 ) -> Batch:
-    """The batch with what must be known of it before the first gradient: old, reference, values."""
+    """The batch with what must be known of it before the first gradient: reference and values.
+
+    And old log-probs, if `policy`.
+    """
 
     def over(score: Any) -> dict[str, Array]:
         return over_pieces(lambda piece: ({}, {}, score(piece)), batch, microbatches)[2]
 
     old: dict[str, Array] = {}
-    if a.recomputes or a.critic == "shared":
+    if policy or a.critic == "shared":
         old = over(partial(scorer.policy, params))
-        if a.recomputes:
+        if policy:
             batch = replace(batch, old_logp_BT=old["logp_BT"])
     if a.critic == "own":
         old |= over(partial(scorer.values, params))
@@ -167,9 +182,10 @@ def one_update(
     algorithm: Algorithm,
     scorer: Scorer,
     gate: GateConfig,
+    closed: bool | Array | None,
     microbatches: int,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer update on a scored minibatch, unless the gate holds it back."""
+    """One optimizer update on a scored minibatch, unless the gate is closed (None: look here)."""
     batch = weighed(batch, algorithm)
     loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
     loss, rows, grads = gradients(state.params, batch, loss_fn, microbatches)
@@ -178,16 +194,22 @@ def one_update(
     metrics |= {"loss": loss, "grad/norm": optax.tree.norm(policy_of(grads))}
     if algorithm.critic != "none":
         metrics["critic/grad_norm"] = optax.tree.norm(critic_of(grads))
-    closed = (
-        (metrics["train_rollout_logprob_abs_diff"] > gate.abs_diff)
-        | (metrics["rollout_corr/k3_kl"] > gate.k3)
-        | (metrics["rollout_corr/ess"] < gate.ess)
-    )
-    metrics["gate/closed"] = closed.astype(jnp.float32)
-    if replace(gate, skip=False) == OPEN:  # nothing to hold back: no branch
+    if closed is None:
+        closed = is_closed(rows["logp_BT"], batch, gate)
+    metrics["gate/closed"] = jnp.asarray(closed).astype(jnp.float32)
+    if closed is False:  # nothing to hold back: no branch
         return apply_gradients(state, grads, tx), metrics
     state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
     return state, metrics
+
+
+def is_closed(logp_BT: Float[Array, "B T"], batch: Batch, gate: GateConfig) -> Array:
+    """Whether trainer and engine are further apart than the gate allows."""
+    log_ratio_BT = log_ratios(logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
+    gap = masked_mean(jnp.abs(log_ratio_BT), batch.loss_mask_BT)
+    spread = masked_mean(k3(log_ratio_BT), batch.loss_mask_BT)
+    ess = effective_sample_size(token_ratio(log_ratio_BT), batch.loss_mask_BT)
+    return (gap > gate.abs_diff) | (spread > gate.k3) | (ess < gate.ess)
 
 
 def policy_loss(

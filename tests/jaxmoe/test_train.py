@@ -139,6 +139,41 @@ def test_off_policy_updates_with_a_reference_run(tmp_path):
     assert [(r["stage"], r["step"]) for r in lines(tmp_path)][-1] == ("rl", 2)
 
 
+PPO = {
+    "loss.advantages": "whitened_gae(trace=0.9)", "critic.backbone": "own", "loss.minibatches": 2,
+    "loss.old_logp": "recomputed", "critic.pretrain_steps": 1, "loss.kl_coef": 0.1,
+    "loss.kl_in": "reward", "optim.tokens_per_microbatch": 128, "rollout.top_p": 0.9,
+    "loss.correction": "veto + token_is", "rollout.overlong_buffer": 3,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ppo_with_a_critic_goes_on_bit_for_bit(tmp_path):
+    for folder, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        code, _, err = finish(command(tmp_path / folder, **PPO | {"steps": steps}))
+        assert code == 0 and err == ""
+    whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
+    # the last step of a run is scored, and step 2 was the last of the first part
+    scores = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in parts]
+    assert scores == [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in whole]
+    last = whole[-1]
+    assert last["critic/grad_norm"] > 0 and last["train_rollout_logprob_abs_diff"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_closed_gate_saves_and_the_same_command_goes_on_when_it_is_opened(whole, tmp_path):
+    code, out, err = finish(command(tmp_path, gate__k3=1e-30))
+    assert code == 2 and len(err.splitlines()) == 1 and "Traceback" not in out + err
+    assert err.startswith("error: rl step 1: engine and trainer must agree within gate.abs_diff")
+    code, _, err = finish(command(tmp_path))
+    assert code == 0 and err == ""
+    assert lines(tmp_path) == lines(whole[0])
+    skipping = tmp_path / "skipping"
+    code, out, _ = finish(command(skipping, gate__k3=1e-30, gate__skip=True))
+    assert code == 0 and "this batch was not trained on" in out
+    assert [r["gate/closed"] for r in lines(skipping) if "gate/closed" in r] == [1.0] * 5
+
+
 OWN = """
 from dataclasses import replace
 from jaxmoe.config_file import load

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithms from configs: what they become, every combination that is refused, advantages."""
 
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxmoe import losses
 from jaxmoe.config import ConfigError, LossConfig
-from jaxmoe.config_file import load
+from jaxmoe.config_file import load, override
 from jaxmoe.losses.recipes import Correction
 from jaxmoe.rl.algorithm import Algorithm, advantages_of, algorithm, check, corrected, with_preset
 from jaxmoe.rl.presets import PRESETS
@@ -364,3 +366,16 @@ def test_a_kl_penalty_lowers_the_rewards_that_are_compared():
     paid = np.float64(rewards) - 0.5 * np.where(MASK, np.float64(kl), 0.0).sum(1)
     want = paid - paid.reshape(P, R).mean(1).repeat(R)
     np.testing.assert_allclose(got, want, atol=64 * EPS)
+
+
+def readme_rows():
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    rows = text.split("<!-- algorithms -->")[1].split("\n\n")[0].strip().splitlines()[2:]
+    return [row.strip("| ").split(" | ") for row in rows]
+
+
+@pytest.mark.parametrize("name, changes", readme_rows())
+def test_each_algorithm_of_the_readme_is_one(name, changes):
+    settings = re.findall(r"`([^`]+)`", changes)
+    assert settings or "default" in changes
+    algorithm(override(load("tiny.py"), *settings))

@@ -256,12 +256,12 @@ def test_minibatches_are_updates_one_after_the_other():
     # by hand: advantages and old log-probs of the whole batch, then the two halves in turn
     scorer = Bigram(CFG)
     whole = jax.tree.map(jnp.asarray, batch)
-    ready = estimated(scored(PARAMS, None, whole, a, scorer, 1), a)
+    ready = estimated(scored(PARAMS, None, whole, a, scorer, 1, policy=True), a)
     state, norms = start(a), []
     for rows in minibatches.rows_UB:
         half = jax.tree.map(lambda x, rows=rows: x[rows], ready)
         state, said = one_update(
-            state, half, tx=SGD, algorithm=a, scorer=scorer, gate=OPEN, microbatches=1
+            state, half, tx=SGD, algorithm=a, scorer=scorer, gate=OPEN, closed=False, microbatches=1
         )
         norms.append(float(said["grad/norm"]))
     assert float(metrics["grad/norm"]) == pytest.approx(np.mean(norms), rel=1e-5)
@@ -343,15 +343,24 @@ def test_recomputed_without_noise_is_the_detached_update():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shift, closed", [(0.0, False), (2.0, True)])
-@pytest.mark.parametrize("bound", [{"abs_diff": 1.5}, {"k3": 0.9}])
-def test_the_gate_leaves_the_state_bit_for_bit(shift, closed, bound):
-    a, tx = algorithm(), optax.adam(1e-2)
-    before = start(a, tx)
+GATED = {
+    "detached": {}, "several updates": dict(old_logp="rollout", minibatches=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shift, closed", [(0.0, False), (6.0, True)])
+@pytest.mark.parametrize("name, bound", [(n, b) for n in GATED for b in ("abs_diff", "k3")])
+def test_the_gate_leaves_the_state_bit_for_bit(shift, closed, name, bound):
+    a, tx = algorithm(**GATED[name]), optax.adam(1e-2)
+    batch, minibatches = divide(make_batch(shift=shift), a, seed=(0,))
+    if name != "detached":  # one half is as it should be: the batch is held back all the same
+        good = np.isin(np.arange(B), minibatches.rows_UB[0])[:, None]
+        half = np.where(good, make_batch().rollout_logp_BT, batch.rollout_logp_BT)
+        batch = replace(batch, rollout_logp_BT=half)
+    before, gate = start(a, tx), GateConfig(**{bound: 1.5})
+    step = step_of(a, tx=tx, gate=gate)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        after, metrics = step_of(a, tx=tx, gate=GateConfig(**bound))(
-            before, make_batch(shift=shift)
-        )
+        after, metrics = step(before, batch, minibatches)
     assert float(metrics["gate/closed"]) == float(closed)
     same_bits = [
         np.array_equal(x, y)
