@@ -47,6 +47,7 @@ BUDGET = (
     "rollout.max_draws=1", "eval.every_steps=1000000", "save.every_steps=1000000",
 )  # fmt: skip
 OFF = ("loss.old_logp=recomputed", "loss.minibatches=4")
+COLUMNS = ("accuracy", "reward_std", "grad_max", "clip", "gap", "ratio")
 STALE, ROUTER_NOISE, FORWARD_NOISE = 4, 0.3, 0.3  # steps; deviations of the router's weights
 
 
@@ -65,7 +66,9 @@ CORRECTIONS = {
     "sequence IS": ("loss.correction=sequence_is",),
     "IcePop": ("loss.correction=token_icepop",),
 }
+START = "the warm start, no step"
 LINES = (
+    Line(START),
     Line("GRPO, on-policy"),
     Line("RLOO", ("loss.advantages=rloo_advantages",)),
     Line("Dr. GRPO", ("loss.advantages=group_advantages(scale_by_std=False)",
@@ -177,9 +180,17 @@ class Bench:
             with MetricsLog(work, stage="warmup", step=0) as log:
                 yield train.Desk(cfg, work, task, self.engine(cfg, noise), log, StopRequest())
 
+    def score(self, cfg: Config, task: Task, policy: Any) -> float:
+        """Held-out accuracy by the right engine; of the warm start where there is no policy."""
+        right = self.engine(cfg, "")
+        right.load(self.warm_start(cfg, task) if policy is None else policy, 0)
+        return evaluate(right, task.held_out_prompts(), task)[0]["eval/accuracy"]
+
     def run(self, line: Line, seed: int) -> dict[str, float]:
         cfg = self.config(line, seed)
         task, tx, a = open_task(cfg), rl_optimizer(cfg), algorithm(cfg)
+        if line.name == START:
+            return dict.fromkeys(COLUMNS, 0.0) | {"accuracy": self.score(cfg, task, None)}
         at = Position(
             "rl", 0, new_state(with_critic(self.warm_start(cfg, task), cfg), tx), None, None
         )
@@ -197,12 +208,9 @@ class Bench:
                         if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
         finally:
             train.Scorer = whole
-        right = self.engine(cfg, "")
-        right.load(policy_of(state.params), 0)
-        accuracy = evaluate(right, task.held_out_prompts(), task)[0]["eval/accuracy"]
         last = np.array([r["reward/mean"] for r in rows[-10:]])
         return {
-            "accuracy": accuracy,
+            "accuracy": self.score(cfg, task, policy_of(state.params)),
             "reward_std": float(last.std()),
             "grad_max": max(r["grad/norm"] for r in rows),
             "clip": float(np.mean([r["policy/clip_frac"] for r in rows])),

@@ -469,6 +469,20 @@ def test_the_kl_term_is_its_weight_times_its_mean():
     assert float(got["loss"]) == pytest.approx(float(want["loss"]) + 0.5 * kl, rel=1e-5)
 
 
+def test_a_reference_that_is_broken_at_false_tokens_never_matters():
+    a = algorithm(kl_coef=0.5)
+    batch = jax.tree.map(jnp.asarray, make_batch())
+    ready = estimated(replace(batch, ref_logp_BT=batch.rollout_logp_BT), a)
+    broken = jnp.where(batch.loss_mask_BT, ready.ref_logp_BT, jnp.nan)
+    step = partial(
+        one_update, tx=SGD, algorithm=a, scorer=Bigram(CFG), gate=OPEN, closed=False, microbatches=1
+    )
+    want, _ = step(start(a), ready)
+    ours, _ = step(start(a), replace(ready, ref_logp_BT=broken))
+    for x, y in zip(jax.tree.leaves(ours.params), jax.tree.leaves(want.params), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_the_entropy_bonus_is_its_weight_times_its_mean():
     bare, with_bonus = algorithm(), algorithm(entropy_coef=0.5)
     _, want = step_of(bare)(start(bare), make_batch())
