@@ -74,6 +74,7 @@ LINES = (
     Line("Dr. GRPO", ("loss.advantages=group_advantages(scale_by_std=False)",
                       "loss.mean=fixed_length_weights(length=6)")),
     Line("REINFORCE++", ("loss.advantages=reinforce_pp_advantages",)),
+    Line("REINFORCE++, baseline", ("loss.advantages=reinforce_pp_baseline_advantages",)),
     Line("PPO, own critic", ("loss.advantages=gae(trace=0.95)", "critic.backbone=own",
                              "critic.lr=1e-3")),
     Line("GRPO, 4 minibatches", OFF),
@@ -234,8 +235,8 @@ def main() -> None:
 
 def table(args: argparse.Namespace, bench: Bench) -> None:
     done = json.loads(args.json.read_text()) if args.json.is_file() else {}
-    print("| | held-out accuracy, by seed | mean | clipped | mean abs Δlogp | largest gradient |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| | accuracy, by seed | mean | reward's spread | clipped | gap | largest gradient |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for line in LINES:
         if not re.search(args.only, line.name):
             continue
@@ -248,11 +249,11 @@ def table(args: argparse.Namespace, bench: Bench) -> None:
             runs.append(done[key])
         each = " ".join(f"{r['accuracy']:.2f}" for r in runs)
         mean = {name: np.mean([r[name] for r in runs]) for name in runs[0]}
-        top = max(r["grad_max"] for r in runs)
-        print(
-            f"| {line.name} | {each} | {mean['accuracy']:.2f} | {mean['clip']:.3f} | "
-            f"{mean['gap']:.1e} | {top:.1f} |", flush=True,
-        )  # fmt: skip
+        shown = [f"| {line.name} | {each} | {mean['accuracy']:.2f} |"]
+        if line.name != START:
+            shown.append(f"{mean['reward_std']:.3f} | {mean['clip']:.3f} | {mean['gap']:.1e} |")
+            shown.append(f"{max(r['grad_max'] for r in runs):.1f} |")
+        print(" ".join(shown), flush=True)
 
 
 if __name__ == "__main__":
