@@ -295,9 +295,9 @@ def gate_closed(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
     return ConfigError(
         f"rl step {step}: engine and trainer must agree within gate.abs_diff={cfg.gate.abs_diff:g},"
         f" gate.k3={cfg.gate.k3:g}, gate.ess={cfg.gate.ess:g}; got |Δlogp| {gap:.3g}, k3 {k3:.3g}, "
-        f"ESS {ess:.3g}. Nothing was trained on this batch, and step {step - 1} is saved. Check "
-        "that the engine has the newest weights in the same dtype; or leave such batches out: "
-        "--set gate.skip=True."
+        f"ESS {ess:.3g}. Nothing was trained on this batch, and what came before it is saved. "
+        "Check that the engine has the newest weights in the same dtype; or leave such batches "
+        "out: --set gate.skip=True."
     )
 
 

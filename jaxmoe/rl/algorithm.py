@@ -27,6 +27,7 @@ from jaxmoe.losses import (
 )
 from jaxmoe.losses.correction import log_ratios
 from jaxmoe.losses.recipes import Correction
+from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.named import ask, asked, read, read_several
 from jaxmoe.rl.presets import preset
 
@@ -198,6 +199,27 @@ def advantages_of(
     if advantages.shape != mask_BT.shape:
         advantages = jnp.broadcast_to(advantages.reshape(-1, 1), mask_BT.shape)
     return jnp.where(mask_BT, advantages, 0.0), returns
+
+
+def old_logp_of(a: Algorithm, batch: Batch, now_BT: Array) -> Array:
+    """What the ratio compares with; `now_BT` are the current log-probs, detached."""
+    return {
+        "detached": now_BT, "recomputed": batch.old_logp_BT, "rollout": batch.rollout_logp_BT
+    }[a.old_logp]  # fmt: skip
+
+
+def terms_of(
+    a: Algorithm, batch: Batch, logp_BT: Array, old_logp_BT: Array, entropy_BT: Array
+) -> Array:
+    """The objective at every token."""
+    return ask(
+        a.objective,
+        {
+            "logp_BT": logp_BT, "old_logp_BT": old_logp_BT, "entropy_BT": entropy_BT,
+            "rollout_logp_BT": batch.rollout_logp_BT, "advantages_BT": batch.advantages_BT,
+            "mask_BT": batch.loss_mask_BT,
+        },
+    )  # fmt: skip
 
 
 def corrected(

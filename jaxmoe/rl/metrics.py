@@ -20,9 +20,8 @@ from jaxmoe.losses import (
 )
 from jaxmoe.losses.correction import log_ratios, token_ratio
 from jaxmoe.losses.mismatch import effective_sample_size, ratio_quantiles, weight_metrics
-from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.algorithm import Algorithm, old_logp_of, terms_of
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.named import ask
 from jaxmoe.shapes import Metrics
 
 
@@ -33,14 +32,12 @@ def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> Metrics:
     train_rollout_…: the trainer (before the update, where it was scored) against the engine.
     """
     mask_BT, logp_BT = batch.loss_mask_BT, rows["logp_BT"]
-    old_logp_BT = {
-        "detached": logp_BT, "recomputed": batch.old_logp_BT, "rollout": batch.rollout_logp_BT
-    }[a.old_logp]  # fmt: skip
+    old_logp_BT = old_logp_of(a, batch, logp_BT)
     trainer_BT = batch.old_logp_BT if a.old_logp == "recomputed" else logp_BT
-    log_ratio_BT = jnp.where(mask_BT, logp_BT - old_logp_BT, 0.0)
+    moved_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
     metrics = {
-        "policy/ratio_mean": masked_mean(jnp.exp(log_ratio_BT), mask_BT),
-        "policy/ratio_max": masked_max(jnp.exp(log_ratio_BT), mask_BT),
+        "policy/ratio_mean": masked_mean(moved_BT, mask_BT),
+        "policy/ratio_max": masked_max(moved_BT, mask_BT),
         "policy/entropy": masked_mean(rows["entropy_BT"], mask_BT),
         "policy/kl_old": masked_mean(kl_k3(old_logp_BT, logp_BT), mask_BT),
         "policy/kl_rollout": masked_mean(kl_k3(batch.rollout_logp_BT, trainer_BT), mask_BT),
@@ -66,11 +63,11 @@ def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> Metrics:
         }
     if "values_BT" in rows:
         values_BT = rows["values_BT"]
-        moved_BT = jnp.abs(values_BT - batch.old_values_BT) > a.value_clip
+        cut_BT = jnp.abs(values_BT - batch.old_values_BT) > a.value_clip
         metrics |= {
             "critic/values_mean": masked_mean(values_BT, mask_BT),
             "critic/returns_mean": masked_mean(batch.returns_BT, mask_BT),
-            "critic/clip_frac": masked_mean(moved_BT.astype(jnp.float32), mask_BT),
+            "critic/clip_frac": masked_mean(cut_BT.astype(jnp.float32), mask_BT),
             "critic/explained_variance": explained_variance(
                 batch.old_values_BT, batch.returns_BT, mask_BT
             ),
@@ -89,15 +86,7 @@ def clip_fractions(
     mask_BT, advantages_BT = batch.loss_mask_BT, batch.advantages_BT
 
     def total(logp_BT: Array) -> Array:
-        terms_BT = ask(
-            a.objective,
-            {
-                "logp_BT": logp_BT, "old_logp_BT": old_logp_BT, "mask_BT": mask_BT,
-                "rollout_logp_BT": batch.rollout_logp_BT, "advantages_BT": advantages_BT,
-                "entropy_BT": rows["entropy_BT"],
-            },
-        )  # fmt: skip
-        return masked_sum(terms_BT, mask_BT)
+        return masked_sum(terms_of(a, batch, logp_BT, old_logp_BT, rows["entropy_BT"]), mask_BT)
 
     still_BT = mask_BT & (jax.grad(total)(rows["logp_BT"]) == 0.0)
 

@@ -34,7 +34,7 @@ def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
     Each side has its own clipping and rate. The policy stands still, moments included, while the
     critic alone is trained.
     """
-    updates = cfg.loss.epochs * cfg.loss.minibatches
+    updates = cfg.loss.updates
     policy = make_optimizer(cfg.optim, steps=cfg.steps * updates)
     if cfg.critic.backbone == "none":
         return policy

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from jaxmoe.rl.batch import Batch
 from jaxmoe.shapes import Leaf
@@ -128,11 +128,6 @@ def _piece(batch: Batch, i: Array) -> tuple[Batch, Array]:
     )  # fmt: skip
     mask_BT = jnp.asarray(batch.loss_mask_BT) & mine_B[:, None]
     return replace(batch, loss_mask_BT=mask_BT, packed=packed, packing=None), mine_B
-
-
-def unpacked(x_BT: Float[Array, "_ _"], place_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Values of packed rows, back at their sequences' own rows."""
-    return x_BT.reshape(-1)[place_BT]
 
 
 def _zeros(fn: Pieces, piece: Batch) -> tuple[Any, Any, Any]:

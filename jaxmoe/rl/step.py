@@ -21,7 +21,7 @@ from jaxmoe.losses import cross_entropy
 from jaxmoe.losses.reduce import token_total
 from jaxmoe.model import forward, sequence_logprobs
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.pieces import over_pieces, unpacked
+from jaxmoe.rl.pieces import over_pieces
 from jaxmoe.rl.state import TrainState
 from jaxmoe.shapes import Leaf, Metrics, Params
 
@@ -111,7 +111,7 @@ def batch_logprobs(
 
 def in_rows(x_BT: Float[Array, "_ _"], batch: Batch) -> Float[Array, "B T"]:
     """Values of the model's rows as the batch's: one row, one sequence."""
-    return x_BT if batch.packed is None else unpacked(x_BT, batch.packed.place_BT)
+    return x_BT if batch.packed is None else x_BT.reshape(-1)[batch.packed.place_BT]
 
 
 def supervised_loss_fn(

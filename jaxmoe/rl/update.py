@@ -22,7 +22,7 @@ from jaxmoe.losses import masked_mean, masked_sum, value_terms
 from jaxmoe.losses.correction import k3, log_ratios, token_ratio
 from jaxmoe.losses.mismatch import effective_sample_size
 from jaxmoe.model import sequence_values
-from jaxmoe.rl.algorithm import Algorithm, advantages_of, corrected
+from jaxmoe.rl.algorithm import Algorithm, advantages_of, corrected, old_logp_of, terms_of
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.metrics import update_metrics
 from jaxmoe.rl.minibatches import Minibatches
@@ -227,17 +227,7 @@ def policy_loss(
         out |= scorer.values(params, batch)
     logp_BT = out["logp_BT"]
     now_BT = lax.stop_gradient(logp_BT)
-    old_logp_BT = {
-        "detached": now_BT, "recomputed": batch.old_logp_BT, "rollout": batch.rollout_logp_BT
-    }[a.old_logp]  # fmt: skip
-    terms_BT = ask(
-        a.objective,
-        {
-            "logp_BT": logp_BT, "old_logp_BT": old_logp_BT, "entropy_BT": out["entropy_BT"],
-            "rollout_logp_BT": batch.rollout_logp_BT, "advantages_BT": batch.advantages_BT,
-            "mask_BT": mask_BT,
-        },
-    )  # fmt: skip
+    terms_BT = terms_of(a, batch, logp_BT, old_logp_of(a, batch, now_BT), out["entropy_BT"])
     weights_BT, keep_BT, ratio_BT = batch.is_weights_BT, batch.keep_BT, batch.ratio_BT
     if a.old_logp != "recomputed":  # the engine is compared with the policy of this forward
         found = corrected(a, now_BT, batch.rollout_logp_BT, batch.advantages_BT, mask_BT, None)

@@ -47,7 +47,6 @@ from jaxmoe.rl.algorithm import Algorithm, check
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.minibatches import divide
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.pieces import pack
 from jaxmoe.rl.state import critic_of, new_state, policy_of
 from jaxmoe.rl.step import batch_logprobs, in_rows
 from jaxmoe.rl.update import OPEN, Scorer, estimated, one_update, rl_step, scored
@@ -288,19 +287,6 @@ def test_packed_minibatches_of_any_length_compile_once():
     assert len(counts) == 2 and compilations(step) == 1
 
 
-def test_packing_puts_every_sequence_somewhere_of_its_own():
-    packing = pack(ENDS, length=T, rows=2)
-    taken = set()
-    for piece, begin, length in zip(packing.piece_B, packing.start_B, ENDS, strict=True):
-        assert begin // T == (begin + length - 1) // T  # inside one row
-        places = {(int(piece), int(begin) + i) for i in range(length)}
-        assert not places & taken and max(p for _, p in places) < 2 * T
-        taken |= places
-    assert int(packing.count) == max(packing.piece_B) + 1 == 4  # 70 tokens in 7 rows of 12
-    with pytest.raises(ValueError, match="a row holds 12 tokens, sequence 1 has 13"):
-        pack([3, 13], length=12, rows=1)
-
-
 @dataclass(frozen=True)
 class TwoFaced(Scorer):
     """A model whose first forward routes by another router than its second: rounding, enlarged."""
@@ -446,6 +432,15 @@ def test_what_stands_at_false_tokens_never_matters(plain, value):
     batch = make_batch()
     dirty = np.where(batch.loss_mask_BT, batch.rollout_logp_BT, value).astype(np.float32)
     plain.same(*plain.run(replace(batch, rollout_logp_BT=dirty)))
+
+
+def test_an_engine_that_is_worlds_apart_gives_finite_numbers():
+    a = algorithm(old_logp="rollout")
+    batch = make_batch()
+    far = np.where(batch.loss_mask_BT, -200.0, 0.0).astype(np.float32)
+    _, metrics = step_of(a)(start(a), replace(batch, rollout_logp_BT=far))
+    assert all(np.isfinite(float(x)) for x in metrics.values())
+    assert float(metrics["policy/ratio_max"]) > 1e8
 
 
 def test_a_dropped_token_leaves_the_denominator_only_where_that_is_named():
