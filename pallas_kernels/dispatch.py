@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,31 +18,52 @@ class Implementation:
     """A function with the signature of `reference`, and what keeps it from some shapes."""
 
     run: Callable[..., Any]
-    unsupported: Callable[..., str | None]  # of the shapes given to `pick`: the reason, or None
+    unsupported: Callable[..., str | None]  # of the arrays given to `pick`: the reason, or None
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
 
-def pick(impl: str, impls: Mapping[str, Implementation], *shapes: Any) -> Callable[..., Any]:
+class Target(NamedTuple):
+    """What the code being traced will run on."""
+
+    platform: str  # cpu, gpu or tpu
+    kind: str  # the vendor's name of the device
+
+    @property
+    def hopper(self) -> bool:
+        """Compute capability 9.0, the one chip with wgmma."""
+        return any(name in self.kind for name in ("H100", "H200", "H800", "H20", "GH200"))
+
+
+def target() -> Target:
+    """The device of the mesh in context, which may be another machine's; else this machine's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    if device is not None:
+        return Target(device.platform, device.device_kind)
+    return Target(jax.default_backend(), jax.devices()[0].device_kind)
+
+
+def pick(impl: str, impls: Mapping[str, Implementation], *arrays: Any) -> Callable[..., Any]:
     """The function to call; `impls` stands in order of preference.
 
     "auto" takes the first that runs here and logs, once, its choice and why not those before it.
-    A named one never falls back.
+    A named one never falls back. Only shapes and dtypes of the arrays are read.
     Raises: ValueError for an unknown name; NotImplementedError, with the reason, for a named
     implementation that cannot run these shapes on this platform.
     """
-    platform = jax.default_backend()
+    platform = target().platform
     if impl != "auto":
         if impl not in impls:
             near = difflib.get_close_matches(impl, [*impls, "auto"], 1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Known: auto, {', '.join(impls)}."
             raise ValueError(f"impl must name an implementation, got {impl!r}. {hint}")
-        reason = _reason(impls[impl], platform, shapes)
+        reason = _reason(impls[impl], platform, arrays)
         if reason is not None:
             raise NotImplementedError(f"impl={impl!r} cannot run here: {reason}. Try impl='auto'.")
         return impls[impl].run
     reasons = []
     for name, candidate in impls.items():
-        reason = _reason(candidate, platform, shapes)
+        reason = _reason(candidate, platform, arrays)
         if reason is None:
             since = f", since {'; '.join(reasons)}" if reasons else ""
             _say_once(f"{candidate.run.__module__} on {platform}{since}")
@@ -51,10 +72,10 @@ def pick(impl: str, impls: Mapping[str, Implementation], *shapes: Any) -> Callab
     raise NotImplementedError(f"no implementation runs on {platform}: " + "; ".join(reasons))
 
 
-def _reason(candidate: Implementation, platform: str, shapes: tuple[Any, ...]) -> str | None:
+def _reason(candidate: Implementation, platform: str, arrays: tuple[Any, ...]) -> str | None:
     if platform not in candidate.platforms:
         return f"it needs {' or '.join(candidate.platforms)}, this is {platform}"
-    return candidate.unsupported(*shapes)
+    return candidate.unsupported(*arrays)
 
 
 @functools.lru_cache(maxsize=256)

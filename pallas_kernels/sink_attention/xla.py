@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import visible
 from pallas_kernels.sink_attention.reference import UNSEEN
 
@@ -63,7 +64,7 @@ def _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window) -> tuple[_Blocks,
     n, m = max(1, -(-T // bt)), max(1, -(-S // bs))
     q_pos, q_seg = (jnp.pad(x, ((0, 0), (0, n * bt - T))) for x in (q_pos, q_seg))
     k_pos, k_seg = (jnp.pad(x, ((0, 0), (0, m * bs - S))) for x in (k_pos, k_seg))
-    ranges = _ranges(q_pos, q_seg, k_pos, k_seg, n, m, window)
+    ranges = _ranges(q_pos, q_seg, k_pos, k_seg, bt, bs, window)
 
     def rows(x):
         return jnp.repeat(x.reshape(B, n, bt).transpose(1, 0, 2), G, axis=2)
@@ -78,29 +79,11 @@ def _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window) -> tuple[_Blocks,
     ), bs
 
 
-def _ranges(q_pos, q_seg, k_pos, k_seg, n, m, window) -> Array:
-    """A block is needed where its bounds allow a visible pair in some row of the batch.
-
-    Blocks of padding have empty bounds (low = big, high = −big), which meet no others.
-    """
-    big = jnp.iinfo(jnp.int32).max
-
-    def bounds(x, seg, parts):
-        x, real = (y.reshape(y.shape[0], parts, -1) for y in (x, seg > 0))
-        return jnp.where(real, x, big).min(2), jnp.where(real, x, -big).max(2)
-
-    (q_lo, q_hi), (k_lo, k_hi) = bounds(q_pos, q_seg, n), bounds(k_pos, k_seg, m)
-    (qs_lo, qs_hi), (ks_lo, ks_hi) = bounds(q_seg, q_seg, n), bounds(k_seg, k_seg, m)
-
-    q_hi, q_lo, qs_hi, qs_lo = (x[:, :, None] for x in (q_hi, q_lo, qs_hi, qs_lo))
-    k_hi, k_lo, ks_hi, ks_lo = (x[:, None, :] for x in (k_hi, k_lo, ks_hi, ks_lo))
-    needed = (k_lo <= q_hi) & (ks_lo <= qs_hi) & (qs_lo <= ks_hi)
-    if window:
-        needed &= q_lo - window < k_hi
-    needed = needed.any(0)
-    first = jnp.argmax(needed, axis=1)
-    last = m - jnp.argmax(needed[:, ::-1], axis=1)
-    return jnp.stack([first, jnp.where(needed.any(1), last, first)], 1).astype(jnp.int32)
+def _ranges(q_pos, q_seg, k_pos, k_seg, bt, bs, window) -> Array:
+    """First and one past the last key block that some row of the batch needs."""
+    needed, _ = block_table(q_pos, q_seg, k_pos, k_seg, bt, bs, window)
+    needed = needed.any(0, keepdims=True)
+    return runs(needed, needed)[0][:, jnp.array([0, 3])]
 
 
 def _dot(a, b, contract_a, contract_b):
@@ -265,6 +248,6 @@ def _xla_bwd(window, scale, saved, cotangents):
 xla.defvjp(_xla_fwd, _xla_bwd)
 
 
-def unsupported(*_shapes) -> str | None:
+def unsupported(*_arrays) -> str | None:
     """Plain XLA runs everywhere."""
     return None

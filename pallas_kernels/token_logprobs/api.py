@@ -53,7 +53,7 @@ def token_logprobs(
             f"vocab_size must be in 1..{columns}, the columns of w_head; got {vocab_size}. "
             "Pass vocab_size=None when the head is not padded."
         )
-    chosen = pick(impl, _IMPLS, hidden_MD.shape, w_head_DV.shape)
+    chosen = pick(impl, _IMPLS, hidden_MD, w_head_DV)
     return chosen(
         hidden_MD, w_head_DV, targets_M, jnp.asarray(temperature, jnp.float32), vocab_size
     )

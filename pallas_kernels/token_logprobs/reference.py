@@ -35,6 +35,6 @@ def reference(
     return logp_M, -jnp.sum(jnp.exp(logp_MV) * logp_MV, axis=1)
 
 
-def unsupported(hidden_shape, w_head_shape) -> str | None:
+def unsupported(*_arrays) -> str | None:
     """Say why these shapes cannot be computed; None when they can."""
     return None

@@ -174,6 +174,6 @@ def _backward(vocab_size, saved, cotangents):
 xla.defvjp(_forward, _backward)
 
 
-def unsupported(hidden_shape, w_head_shape) -> str | None:
+def unsupported(*_arrays) -> str | None:
     """Say why these shapes cannot be computed; None when they can."""
     return None

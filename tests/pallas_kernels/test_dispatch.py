@@ -3,6 +3,7 @@
 
 import logging
 
+import jax
 import pytest
 
 from pallas_kernels import dispatch
@@ -66,3 +67,14 @@ def test_an_unknown_name_asks_what_was_meant():
         pick("plian", IMPLS, 4)
     with pytest.raises(ValueError, match="Known: auto, elsewhere, fast, plain"):
         pick("zzz", IMPLS, 4)
+
+
+def test_the_mesh_in_context_says_what_is_compiled_for():
+    assert dispatch.target().platform == jax.default_backend()
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert dispatch.target() == ("gpu", "NVIDIA H200") and dispatch.target().hopper
+        gpu_only = {"gpu": Implementation(fast, anything, ("gpu",)), **IMPLS}
+        assert pick("auto", gpu_only, 4) is fast
+    assert not dispatch.Target("gpu", "NVIDIA A100-SXM4-80GB").hopper

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile for a chip that is not there: the real TPU and GPU compilers, on any Linux machine.
+
+Interpreters accept tiles that no chip has; these compilers do not. Nothing is executed. Needs
+`pip install 'jaxmoe[compilers]'` and CHIPS names what can be compiled for.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+TPUS = {  # name: the smallest topology of the chip, and what limits a host to one
+    "v5e": ("v5e:1x1", {"chips_per_host_bounds": (1, 1, 1)}),
+    "v5p": ("v5p:2x2x1", {}),
+    "v6e": ("v6e:1x1", {"chips_per_host_bounds": (1, 1, 1)}),
+    "tpu7x": ("tpu7x:2x2x1", {}),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What XLA asks about a GPU; vendor's figures."""
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    shared_per_core: int  # bytes; a block may have 1 KiB less
+    memory_gb: int
+    bandwidth_gbs: int
+    l2: int  # bytes
+    clock_ghz: float
+
+
+GPUS = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 85, 2039, 41943040, 1.41),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 233472, 85, 3350, 52428800, 1.98),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 233472, 151, 4800, 52428800, 1.98),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 233472, 192, 8000, 132644864, 1.97),
+}
+
+CHIPS = (*TPUS, *GPUS)
+
+
+@dataclass(frozen=True)
+class Ptxas:
+    """What ptxas said of one kernel."""
+
+    registers: int  # per thread
+    spills: int  # bytes stored and loaded
+    stack: int  # bytes
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """An executable for `chip`, and what the kernels in it take."""
+
+    chip: str
+    executable: jax.stages.Compiled
+    kernels: tuple[Ptxas, ...]  # Mosaic GPU kernels in order of compilation
+
+    @property
+    def temp_bytes(self) -> int:
+        """Device memory beside arguments and results."""
+        return self.executable.memory_analysis().temp_size_in_bytes
+
+
+def mesh_of(chip: str) -> Mesh:
+    """One device of the chip. Raises NotImplementedError where its compiler is not installed."""
+    if chip not in CHIPS:
+        raise ValueError(f"chip must be one of {', '.join(CHIPS)}; got {chip!r}.")
+    # libtpu asks a cloud host who it is, and locks itself; neither is for a mere compilation.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        if chip in TPUS:
+            name, options = TPUS[chip]
+            topology = topologies.get_topology_desc(name, "tpu", **options)
+        else:
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=_target_config(GPUS[chip]), topology="1x1x1"
+            )
+    except Exception as error:
+        raise NotImplementedError(
+            f"compiling for {chip} needs its compiler: {str(error).splitlines()[0]}. "
+            "Try pip install 'jaxmoe[compilers]'."
+        ) from error
+    return Mesh(np.array(topology.devices[:1]), ("chip",))
+
+
+def missing(chip: str) -> str | None:
+    """Why nothing can be compiled for the chip here; None where it can."""
+    try:
+        mesh_of(chip)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def compile_for(chip: str, fn: Callable[..., Any], *args: Any) -> Compiled:
+    """Compile `fn` for one device of the chip; `args` are arrays or ShapeDtypeStructs.
+
+    Mosaic's GPU compiler keeps the first architecture of a process: one generation per process.
+
+    Raises: NotImplementedError where the compiler is missing; whatever the compiler refuses.
+    """
+    mesh = mesh_of(chip)
+    here = NamedSharding(mesh, PartitionSpec())
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
+    platform = "tpu" if chip in TPUS else "cuda"
+    with jax.set_mesh(mesh), _mosaic_dump() as folder:
+        lowered = jax.jit(fn).trace(*abstract).lower(lowering_platforms=(platform,))
+        executable = lowered.compile()
+        kernels = tuple(read_ptxas(p.read_text()) for p in sorted(folder.glob("*.ptxas")))
+    return Compiled(chip, executable, kernels)
+
+
+def read_ptxas(text: str) -> Ptxas:
+    """The figures in the output of `ptxas -v` for one kernel."""
+
+    def number(pattern: str) -> int:
+        return sum(int(x) for x in re.findall(pattern, text))
+
+    return Ptxas(
+        registers=number(r"Used (\d+) registers"),
+        spills=number(r"(\d+) bytes spill"),
+        stack=number(r"(\d+) bytes stack frame"),
+    )
+
+
+@contextlib.contextmanager
+def _mosaic_dump() -> Iterator[Path]:
+    """A folder where Mosaic GPU leaves what ptxas says."""
+    before = os.environ.get("MOSAIC_GPU_DUMP_TO")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        try:
+            yield Path(folder)
+        finally:
+            os.environ.pop("MOSAIC_GPU_DUMP_TO")
+            if before is not None:
+                os.environ["MOSAIC_GPU_DUMP_TO"] = before
+
+
+def _target_config(gpu: Gpu) -> str:
+    major, minor = gpu.capability
+    accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: {gpu.shared_per_core - 1024}
+  shared_memory_per_core: {gpu.shared_per_core}  core_count: {gpu.cores}  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  memory_bandwidth: {gpu.bandwidth_gbs * 10**9}  l2_cache_size: {gpu.l2}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory_gb * 10**9}
+  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  device_vendor: "NVIDIA Corporation"  device_address_bits: 64  name: "{gpu.name}"
+  driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{gpu.name}"
+"""

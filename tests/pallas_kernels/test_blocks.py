@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the table of blocks promises, against every single pair."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.blocks import block_table, runs
+from pallas_kernels.masks import visible
+from pallas_kernels.sink_attention import cases
+
+
+def pairs(q_pos, q_seg, k_pos, k_seg, window):
+    seen = visible(
+        q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :]
+    )
+    return np.asarray(seen)
+
+
+def by_block(seen_BTS, q_block, k_block):
+    B, T, S = seen_BTS.shape
+    shape = (B, T // q_block, q_block, S // k_block, k_block)
+    return seen_BTS.reshape(shape).transpose(0, 1, 3, 2, 4)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0, 1, 5, 30]), st.booleans())
+def test_skipped_blocks_hold_no_visible_pair_and_whole_ones_nothing_else(seed, window, packed):
+    rng = np.random.default_rng(seed)
+    q_pos, k_pos = (rng.integers(-3, 40, (2, n)) for n in (24, 30))
+    q_seg, k_seg = (rng.integers(0 if packed else 1, 3 if packed else 2, (2, n)) for n in (24, 30))
+    if seed % 2:
+        q_pos, k_pos, q_seg, k_seg = (np.sort(x, axis=1) for x in (q_pos, k_pos, q_seg, k_seg))
+    args = [jnp.asarray(x, jnp.int32) for x in (q_pos, q_seg, k_pos, k_seg)]
+    needed, whole = map(np.asarray, block_table(*args, 8, 6, window))
+    blocks = by_block(pairs(*args, window), 8, 6)
+    assert not (blocks.any((3, 4)) & ~needed).any()
+    assert not (~blocks.all((3, 4)) & whole).any()
+    assert not (whole & ~needed).any()
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_in_a_plain_causal_layout_the_table_is_exact(window):
+    q_pos, k_pos, q_seg, k_seg = map(
+        jnp.asarray, cases.layout(cases.Case("c", 1, 512, 512, 1, 1, 8))
+    )
+    needed, whole = block_table(q_pos, q_seg, k_pos, k_seg, 64, 32, window)
+    blocks = by_block(pairs(q_pos, q_seg, k_pos, k_seg, window), 64, 32)
+    np.testing.assert_array_equal(needed, blocks.any((3, 4)))
+    np.testing.assert_array_equal(whole, blocks.all((3, 4)))
+
+
+@given(st.integers(0, 10**6))
+def test_runs_hold_every_needed_block_and_their_middle_only_whole_ones(seed):
+    rng = np.random.default_rng(seed)
+    needed = rng.random((2, 5, 7)) < 0.6
+    whole = needed & (rng.random((2, 5, 7)) < 0.6)
+    got = np.asarray(runs(jnp.asarray(needed), jnp.asarray(whole)))
+    flat = (got.reshape(-1, 4), needed.reshape(-1, 7), whole.reshape(-1, 7))
+    for row, some, all_ in zip(*flat, strict=True):
+        first, whole_first, whole_last, last = row
+        assert 0 <= first <= whole_first <= whole_last <= last <= 7
+        outside = np.ones(7, bool)
+        outside[first:last] = False
+        assert not some[outside].any()
+        assert all_[whole_first:whole_last].all()
+        assert (whole_last > whole_first) == all_.any() and (last > first) == some.any()
