@@ -5,8 +5,16 @@ Each operation is a folder: api (the public function), reference (the formula in
 one file per implementation, cases (named shapes). dispatch.py picks the implementation.
 """
 
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.decode_attention import decode_attention, paged_decode_attention
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.sink_attention import sink_attention
 from pallas_kernels.token_logprobs import token_logprobs
 
-__all__ = ["grouped_matmul", "sink_attention", "token_logprobs"]
+__all__ = [
+    "decode_attention",
+    "grouped_matmul",
+    "grouped_swiglu",
+    "paged_decode_attention",
+    "sink_attention",
+    "token_logprobs",
+]

@@ -71,7 +71,10 @@ class Compiled:
     @property
     def temp_bytes(self) -> int:
         """Device memory beside arguments and results."""
-        return self.executable.memory_analysis().temp_size_in_bytes
+        analysis = self.executable.memory_analysis()
+        if analysis is None:
+            raise NotImplementedError(f"the compiler for {self.chip} does not tell memory.")
+        return analysis.temp_size_in_bytes
 
 
 def mesh_of(chip: str) -> Mesh:

@@ -40,9 +40,7 @@ def block_table(
     if window:
         needed &= q_lo - window < k_hi
         one &= q_hi - k_lo < window
-    q_real, k_real = (
-        (seg > 0).reshape(seg.shape[0], -1, size).all(2) for _, seg, size in (q, k)
-    )
+    q_real, k_real = ((seg > 0).reshape(seg.shape[0], -1, size).all(2) for _, seg, size in (q, k))
     return needed, one & q_real[:, :, None] & k_real[:, None, :]
 
 

@@ -3,6 +3,7 @@
 
 import difflib
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,22 @@ class Implementation:
     run: Callable[..., Any]
     unsupported: Callable[..., str | None]  # of the arrays given to `pick`: the reason, or None
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+
+
+def lazily(
+    module: str, run: str, platforms: tuple[str, ...], unsupported: str = "unsupported"
+) -> Implementation:
+    """An implementation whose module is imported when its platform asks for it: compilers of
+    kernels for other machines take a second to import."""
+
+    def later(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            return getattr(importlib.import_module(module), name)(*args, **options)
+
+        call.__module__, call.__name__ = module, name
+        return call
+
+    return Implementation(later(run), later(unsupported), platforms)
 
 
 class Target(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three small layers everything else is made of. Next: jaxmoe/model/attention.py."""
+"""The two small layers everything else is made of. Next: jaxmoe/model/attention.py."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,16 +25,3 @@ def linear(x: Float[Array, "*B D"], w_DF: Float[Array, "D F"], b_F: Float[Array,
 def _per_row(v_D: Array, x: Array) -> Array:
     """A vector in float32, shaped to combine with x along its last axis."""
     return v_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + v_D.shape)
-
-
-def clamped_swiglu(
-    gate_up: Float[Array, "*M F2"], *, alpha: float, limit: float
-) -> Float[Array, "*M F"]:
-    """(up + 1) · gate · σ(α·gate), gate ≤ limit, −limit ≤ up ≤ limit; gate_up = [gate | up].
-
-    Numerics: float32, rounded once to the input's dtype.
-    Source: GPT-OSS model card §2.2, where gate and up are interleaved columns instead of halves.
-    """
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return ((up + 1.0) * gate * (1.0 / (1.0 + jnp.exp(-alpha * gate)))).astype(gate_up.dtype)

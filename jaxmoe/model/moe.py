@@ -12,9 +12,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.layers import clamped_swiglu, rms_norm
+from jaxmoe.model.layers import rms_norm
 from jaxmoe.shapes import Params
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
 
 Experts = Callable[..., Array]  # the signature of `experts`
@@ -52,10 +52,10 @@ def experts(
     """
     order, inverse, sizes_E = sort_by_expert(indices_MA, cfg.n_experts)
     rows = permute_rows(h_MD, order, inverse, cfg.experts_per_token)
-    gate_up = grouped_matmul(
-        rows, layer["w_gate_up"].astype(h_MD.dtype), sizes_E, bias_EF=layer["b_gate_up"]
-    )
-    hidden = clamped_swiglu(gate_up, alpha=cfg.swiglu_alpha, limit=cfg.swiglu_limit)
+    hidden = grouped_swiglu(
+        rows, layer["w_gate_up"].astype(h_MD.dtype), sizes_E, bias_EF=layer["b_gate_up"],
+        alpha=cfg.swiglu_alpha, limit=cfg.swiglu_limit,
+    )  # fmt: skip
     out = grouped_matmul(
         hidden, layer["w_down"].astype(h_MD.dtype), sizes_E, bias_EF=layer["b_down"]
     )

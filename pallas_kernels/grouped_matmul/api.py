@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public grouped matmul: check the shapes, pick an implementation. Next: `reference.py`."""
+"""The public grouped matmuls: check the shapes, pick an implementation. Next: `reference.py`."""
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, pick
+from pallas_kernels.dispatch import Implementation, lazily, pick
 from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 
+_HERE = "pallas_kernels.grouped_matmul"
 _IMPLS = {
+    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",)),
+    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",)),
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
+}
+_SWIGLU_IMPLS = {
+    "mosaic_gpu": lazily(
+        f"{_HERE}.pallas_gpu", "mosaic_gpu_swiglu", ("gpu",), "unsupported_swiglu"
+    ),
+    "mosaic_tpu": lazily(
+        f"{_HERE}.pallas_tpu", "mosaic_tpu_swiglu", ("tpu",), "unsupported_swiglu"
+    ),
+    "xla": Implementation(xla.xla_swiglu, xla.unsupported),
+    "reference": Implementation(reference.reference_swiglu, reference.unsupported),
 }
 
 
 def grouped_matmul(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"],
+    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
     group_sizes_E: Int[Array, " E"],
     *,
     bias_EF: Float[Array, "E F"] | None = None,
@@ -25,18 +39,62 @@ def grouped_matmul(
     out[m] = lhs[m] @ rhs[e] + bias[e],  e the group that holds row m
 
     Group e holds group_sizes_E[e] rows, after the rows of groups 0 … e−1. The sum of the sizes
-    must not exceed M. `routing.sort_by_expert` makes the order and the sizes.
+    must not exceed M. `routing.sort_by_expert` makes the order and the sizes. Four-bit matrices
+    (`mxfp4.Mxfp4`) are decoded where they are used, and get no gradient.
 
     Returns: [M, F] in lhs's dtype; rows past the sum are 0 and give and get no gradient.
     Numerics: float32 accumulation; gradients in the dtype of their operand.
     Raises: ValueError when the shapes do not fit.
     """
+    _check(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    chosen = pick(impl, _IMPLS, lhs_MD, rhs_EDF)
+    return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+
+
+def grouped_swiglu(
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
+    group_sizes_E: Int[Array, " E"],
+    *,
+    bias_EF: Float[Array, "E F2"] | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    impl: str = "auto",
+) -> Float[Array, "M F"]:
+    """`grouped_matmul` and GPT-OSS' clamped SwiGLU in one: the first half of an expert.
+
+    [gate | up] = grouped_matmul(lhs, rhs, group_sizes, bias), halves of the columns
+    out = (up + 1) · gate · σ(α·gate) with gate ≤ limit and −limit ≤ up ≤ limit
+
+    Returns: [M, F] in lhs's dtype, F half the columns of rhs; rows past the sum are 0.
+    Numerics: float32 activation; kernels activate the float32 sums, xla the rounded ones.
+    Raises: ValueError when the shapes do not fit.
+    Source: GPT-OSS model card §2.2, where gate and up are interleaved columns instead of halves.
+    """
+    _check(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    if rhs_EDF.shape[2] % 2:
+        raise ValueError(
+            f"rhs must have as many gate as up columns; got {rhs_EDF.shape[2]} in all. "
+            "Pass the gate columns first and the up columns after them."
+        )
+    chosen = pick(impl, _SWIGLU_IMPLS, lhs_MD, rhs_EDF)
+    return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
+
+
+def _check(lhs_MD, rhs_EDF, group_sizes_E, bias_EF) -> None:
     n_groups, width, out_width = rhs_EDF.shape
     if lhs_MD.shape[1] != width:
         raise ValueError(
             f"lhs must have {width} columns, the middle size of rhs {rhs_EDF.shape}; "
             f"got {lhs_MD.shape}. Pass rhs as [groups, lhs columns, output columns]."
         )
+    if isinstance(rhs_EDF, Mxfp4):
+        wanted = (n_groups, width // GROUP, out_width)
+        if width % GROUP or rhs_EDF.scales_EDF.shape != wanted:
+            raise ValueError(
+                f"a Mxfp4 of {rhs_EDF.shape} must have scales {wanted}, one for {GROUP} rows; "
+                f"got {rhs_EDF.scales_EDF.shape}. Make it with mxfp4.from_released."
+            )
     if group_sizes_E.shape != (n_groups,):
         raise ValueError(
             f"group_sizes must have one size for each of the {n_groups} matrices in rhs; "
@@ -47,5 +105,3 @@ def grouped_matmul(
             f"bias must have the shape {(n_groups, out_width)}; got {bias_EF.shape}. "
             "Pass one row for each matrix in rhs, or bias_EF=None."
         )
-    chosen = pick(impl, _IMPLS, lhs_MD.shape, rhs_EDF.shape)
-    return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
 
@@ -19,6 +20,14 @@ class Case(NamedTuple):
     D: int
     F: int
     group_sizes: tuple[int, ...]
+
+
+def zipf_sizes(n_rows: int, n_groups: int, power: float = 0.5) -> tuple[int, ...]:
+    """Sizes that fall as rank^−power and add up to n_rows, in an order that is not theirs."""
+    weights = np.arange(1, n_groups + 1) ** -power
+    ends = np.round(np.cumsum(weights) / weights.sum() * n_rows).astype(int)
+    sizes = np.diff(ends, prepend=0)
+    return tuple(int(x) for x in np.random.default_rng(0).permutation(sizes))
 
 
 TEST_CASES = (
@@ -38,6 +47,26 @@ BENCH_CASES = (
     Case("tiny_decode", 128, 128, 256, (16,) * 8),
     Case("many_groups", 4096, 512, 1024, (128,) * 32),
 )
+
+
+# GPT-OSS: 8192 tokens, four experts each, sizes as uneven as routers make them.
+REAL_CASES = (
+    Case("gate_up_20b", 32768, 2880, 5760, zipf_sizes(32768, 32)),
+    Case("down_20b", 32768, 2880, 2880, zipf_sizes(32768, 32)),
+    Case("gate_up_120b", 32768, 2880, 5760, zipf_sizes(32768, 128)),
+    Case("down_120b", 32768, 2880, 2880, zipf_sizes(32768, 128)),
+)
+
+
+def shapes(case: Case, dtype: DTypeLike = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What `make_inputs` makes, without making it: for compilers."""
+    n_groups = len(case.group_sizes)
+    return (
+        jax.ShapeDtypeStruct((case.M, case.D), dtype),
+        jax.ShapeDtypeStruct((n_groups, case.D, case.F), dtype),
+        jax.ShapeDtypeStruct((n_groups,), jnp.int32),
+        jax.ShapeDtypeStruct((n_groups, case.F), dtype),
+    )
 
 
 def make_inputs(

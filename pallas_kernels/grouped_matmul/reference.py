@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from pallas_kernels.grouped_matmul.swiglu import activate
+
 
 def reference(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"],
+    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F"] | None = None,
 ) -> Float[Array, "M F"]:
@@ -22,7 +25,29 @@ def reference(
     Returns: [M, F] in lhs's dtype; rows past the sum of the group sizes are 0.
     Numerics: everything in float32, one cast at the end.
     """
+    return _float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF).astype(lhs_MD.dtype)
+
+
+def reference_swiglu(
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F2"] | None,
+    alpha: float,
+    limit: float,
+) -> Float[Array, "M F"]:
+    """The clamped SwiGLU of `reference`; see `swiglu.py`.
+
+    Numerics: everything in float32, one cast at the end.
+    """
+    h_MF = _float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    gate, up = jnp.split(h_MF, 2, axis=1)
+    return activate(gate, up, alpha, limit).astype(lhs_MD.dtype)
+
+
+def _float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
     f32 = jnp.float32
+    rhs_EDF = decode(rhs_EDF, f32) if isinstance(rhs_EDF, Mxfp4) else rhs_EDF
     end_E = jnp.cumsum(group_sizes_E)
     row_M1 = jnp.arange(lhs_MD.shape[0])[:, None]
     in_group_ME = (row_M1 < end_E[None, :]) & (row_M1 >= (end_E - group_sizes_E)[None, :])
@@ -34,9 +59,9 @@ def reference(
     )
     if bias_EF is not None:
         out_MEF = out_MEF + bias_EF.astype(f32)[None]
-    return jnp.where(in_group_ME[:, :, None], out_MEF, 0.0).sum(1).astype(lhs_MD.dtype)
+    return jnp.where(in_group_ME[:, :, None], out_MEF, 0.0).sum(1)
 
 
-def unsupported(lhs_shape, rhs_shape) -> str | None:
+def unsupported(*_arrays) -> str | None:
     """Say why these shapes cannot be computed; None when they can."""
     return None

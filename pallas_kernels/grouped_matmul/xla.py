@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
+
 _MATMUL_TILES_PER_GROUP = 8  # an unfilled tile wastes half of itself: 1/16 of an average group
 _WEIGHT_TILES_PER_GROUP = 2  # each tile also reads and writes a whole [D, F] accumulator
 
@@ -43,13 +46,19 @@ def _dot(a, b, contract):
     return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
 
 
+def _matrix(rhs_EDF, e, dtype):
+    """Matrix e; a four-bit one is decoded here, never all of them."""
+    one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, e, keepdims=False), rhs_EDF)
+    return decode(one, dtype) if isinstance(one, Mxfp4) else one
+
+
 def _rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis):
     """out[m] = lhs[m] · rhs[e of m] over rhs_axis (1: forward, 2: with rhs transposed)."""
     n_rows, (n_groups, out_width) = lhs_MD.shape[0], (rhs_EDF.shape[0], rhs_EDF.shape[3 - rhs_axis])
     rows = tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
 
     def group(e, out):
-        rhs = lax.dynamic_index_in_dim(rhs_EDF, e, keepdims=False)
+        rhs = _matrix(rhs_EDF, e, lhs_MD.dtype)
         bias = None if bias_EF is None else lax.dynamic_index_in_dim(bias_EF, e)
 
         def tile(start, valid_R1, out):
@@ -96,7 +105,7 @@ def _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
 @jax.custom_vjp
 def xla(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"],
+    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F"] | None = None,
 ) -> Float[Array, "M F"]:
@@ -117,12 +126,19 @@ def _forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=None):
 
 def _backward(residuals, dout_MF):
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = residuals
+    packed = isinstance(rhs_EDF, Mxfp4)
     if lhs_MD.shape[0] == 0:
-        zero = jax.tree.map(jnp.zeros_like, (lhs_MD, rhs_EDF, bias_EF))
-        return zero[0], zero[1], None, zero[2]
+        drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
+        return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)
     sizes_E = group_sizes_E.astype(jnp.int32)
     dlhs_MD = _rows_by_group(dout_MF, rhs_EDF, sizes_E, None, 2)
     bias_dtype = None if bias_EF is None else bias_EF.dtype
+    if packed:
+        if bias_EF is None:
+            return dlhs_MD, None, None, None
+        # The bias' gradient: beside that of one row of weights, which is thrown away.
+        _, dbias_EF = _weights_by_group(lhs_MD[:, :1], dout_MF, sizes_E, dout_MF.dtype, bias_dtype)
+        return dlhs_MD, None, None, dbias_EF
     drhs_EDF, dbias_EF = _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype)
     return dlhs_MD, drhs_EDF, None, dbias_EF
 
@@ -130,6 +146,18 @@ def _backward(residuals, dout_MF):
 xla.defvjp(_forward, _backward)
 
 
-def unsupported(lhs_shape, rhs_shape) -> str | None:
+def xla_swiglu(
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F2"] | None,
+    alpha: float,
+    limit: float,
+) -> Float[Array, "M F"]:
+    """The clamped SwiGLU of `xla`, which is rounded to lhs's dtype before; see `reference`."""
+    return clamped_swiglu(xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF), alpha, limit)
+
+
+def unsupported(*_arrays) -> str | None:
     """Say why these shapes cannot be computed; None when they can."""
     return None

@@ -9,10 +9,14 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, pick
+from pallas_kernels.dispatch import Implementation, lazily, pick
 from pallas_kernels.sink_attention import reference, xla
 
+_HERE = "pallas_kernels.sink_attention"
 _IMPLS = {
+    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",)),
+    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",)),
+    "triton": lazily(f"{_HERE}.jax_triton_call", "triton", ("gpu",)),
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
@@ -74,7 +78,7 @@ def sink_attention(
         if x.shape != (B, length):
             raise ValueError(f"{name} must have the shape {(B, length)}; got {x.shape}.")
         places.append(x.astype(jnp.int32))
-    chosen = pick(impl, _IMPLS, q_BTNH.shape, k_BSKH.shape)
+    chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
     scale = 1.0 / math.sqrt(H) if scale is None else scale
     return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, window, scale)
 

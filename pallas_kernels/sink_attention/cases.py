@@ -65,6 +65,33 @@ BENCH_CASES = (
     Case("decode_4k", 8, 1, 4096, 16, 2, 64, 0, "ring"),
 )
 
+REAL_CASES = (  # GPT-OSS 20B and 120B, and a head size of 128; these are compiled, not interpreted
+    Case("full_20b", 1, 16384, 16384, 64, 8, 64),
+    Case("window_20b", 1, 8192, 8192, 64, 8, 64, 128),
+    Case("full_120b", 1, 8192, 8192, 64, 8, 64),
+    Case("packed_20b", 1, 8192, 8192, 64, 8, 64, 0, "packed"),
+    Case("head128", 1, 8192, 8192, 32, 8, 128),
+    Case("train_4k", 4, 4096, 4096, 64, 8, 64),
+)
+
+
+def flops(case: Case) -> tuple[int, int]:
+    """Floating-point operations of the matmuls, forward and backward, over visible pairs only.
+
+    A pair costs two products of H forward and five backward, at two operations an element.
+    """
+    q_pos, k_pos, q_seg, k_seg = (x.astype(np.int64) for x in layout(case))
+    pairs = 0
+    for row in range(case.B):
+        for segment in np.unique(q_seg[row][q_seg[row] > 0]):
+            keys = np.sort(k_pos[row][k_seg[row] == segment])
+            queries = q_pos[row][q_seg[row] == segment]
+            seen = np.searchsorted(keys, queries, "right")
+            if case.window:
+                seen -= np.searchsorted(keys, queries - case.window, "right")
+            pairs += int(seen.sum())
+    return 4 * case.H * case.N * pairs, 10 * case.H * case.N * pairs
+
 
 def layout(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """q and k positions, q and k segments; int32."""
@@ -119,4 +146,4 @@ def make_inputs(case: Case, dtype: DTypeLike = jnp.float32, seed: int = 0) -> In
 
 def named(name: str) -> Case:
     """The case of that name."""
-    return {case.name: case for case in TEST_CASES + BENCH_CASES}[name]
+    return {case.name: case for case in TEST_CASES + BENCH_CASES + REAL_CASES}[name]

@@ -47,6 +47,6 @@ def reference(
     return o_BTNH.astype(q_BTNH.dtype), lse[..., 0].reshape(B, N, T).transpose(0, 2, 1)
 
 
-def unsupported(*_shapes) -> str | None:
+def unsupported(*_arrays) -> str | None:
     """The reference runs everywhere."""
     return None

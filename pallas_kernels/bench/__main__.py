@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check, then time, two implementations in turn; prints a table and one line of JSON.
+
+    python -m pallas_kernels.bench sink_attention --impl mosaic_gpu --vs xla
+    python -m pallas_kernels.bench grouped_matmul --vs my_package.peers:grouped --case gate_up_20b
+    python -m pallas_kernels.bench sink_attention --growth
+
+Each round makes fresh random inputs and times both sides, in turns; a figure is the median over
+rounds. TFLOP/s counts what is needed (causal: visible pairs only). `of matmul` and `of copy` are
+shares of a matmul and a copy timed in the same process. Next: `ops.py`, `measure.py`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bench.growth import growth
+from pallas_kernels.bench.measure import Anchors, Ours, anchors, seconds, side
+from pallas_kernels.bench.ops import OPS, Op, cases_of, cotangents, float32, relative_error
+
+BASELINES = Path(__file__).parents[1] / "baselines"
+
+
+def check(op: Op, case: Any, names: tuple[str, str], dtype: Any) -> dict[str, list[Any]]:
+    """Relative errors of both sides on a smaller case against the float32 reference.
+
+    Raises: SystemExit where the first side errs more than twice as much as the reference does in
+    `dtype` and more than 32 units in the last place, the room for sums in another order.
+    """
+    small = op.small(case)
+    inputs = op.inputs(small, dtype, 1)
+    ct = cotangents(op, small, inputs, 1)
+    wide = op.call(small, "reference")
+    n = op.differentiated
+
+    def values(call: Any, inputs: tuple[Any, ...], ct: Any) -> list[Any]:
+        if ct is None:
+            return jax.tree.leaves(jax.jit(call)(*inputs))
+        out, pull = jax.jit(lambda *x: jax.vjp(lambda *d: call(*d, *x[n:]), *x[:n]))(*inputs)
+        return jax.tree.leaves((out, jax.jit(lambda p, c: p(c))(pull, ct)))
+
+    # Partial results in float32: TPUs and GPUs would otherwise round the reference's own products.
+    with jax.default_matmul_precision("highest"):
+        wide_ct = jax.tree.map(lambda x: x.astype(jnp.float32), ct)
+        right = values(wide, float32(inputs), wide_ct)
+    found = {}
+    for name in dict.fromkeys((*names, "reference")):
+        runs = side(op, small, name).passes(inputs, ct)
+        got = [x for run in runs.values() for x in flat(run())]
+        found[name] = [
+            None if a is None else relative_error(a, b)
+            for a, b in zip(got, right, strict=False)
+        ]  # fmt: skip
+    limit = 32 * float(jnp.finfo(dtype).eps)
+    for i, (error, plain) in enumerate(zip(found[names[0]], found["reference"], strict=False)):
+        if error is not None and not error <= max(2 * plain, limit):
+            sys.exit(
+                f"{case.name}: {op.results[i]} of {names[0]} errs by {error:.2e} of its size; at "
+                f"most {max(2 * plain, limit):.2e} is right. Nothing was timed."
+            )
+    return found
+
+
+def flat(results: Any) -> list[Any]:
+    """The arrays of a run, None where a peer has none."""
+    return jax.tree.leaves(results, is_leaf=lambda x: x is None)
+
+
+def compare(
+    op: Op, case: Any, names: tuple[str, str], dtype: Any, rounds: int, best: Anchors
+) -> list[dict[str, Any]]:
+    """One row per pass: both times, and what they are worth."""
+    sides = [side(op, case, name) for name in names]
+    times: dict[str, list[list[float]]] = {}
+    for i in range(rounds):
+        inputs = op.inputs(case, dtype, 100 + i)
+        ct = cotangents(op, case, inputs, 100 + i)
+        runs = [s.passes(inputs, ct) for s in sides]
+        for name in [p for p in runs[0] if p in runs[1]]:
+            pair = times.setdefault(name, [[], []])
+            for which in (0, 1) if i % 2 == 0 else (1, 0):
+                pair[which].append(seconds(runs[which][name]))
+    work = op.work(case, jnp.dtype(dtype).itemsize)
+    flops = {"forward": work.flops, "backward": work.backward_flops}
+    first = sides[0]
+    temp = first.temp_bytes(inputs, ct) if isinstance(first, Ours) else {}
+    rows = []
+    for name, pair in times.items():
+        a, b = (statistics.median(x) for x in pair)
+        used = temp.get(name)
+        rows.append({
+            "case": case.name, "pass": name, "ms": 1e3 * a, "peer_ms": 1e3 * b, "speed": b / a,
+            "rounds_ms": [1e3 * min(pair[0]), 1e3 * max(pair[0])],
+            "tflops": 1e-12 * flops[name] / a,
+            "of_matmul": 1e-12 * flops[name] / a / best.matmul_tflops,
+            "of_copy": 1e-9 * work.bytes / a / best.copy_gbs if name == "forward" else None,
+            "temp_mb": None if used is None else 1e-6 * used,
+        })  # fmt: skip
+    return rows
+
+
+def table(rows: list[dict[str, Any]], names: tuple[str, str], old: dict[str, Any]) -> str:
+    """The rows for people; `baseline` is the earlier time over this one."""
+    short = [name.rpartition(":")[2] for name in names]
+    head = ["case", "pass", f"{short[0]} ms", f"{short[1]} ms", "speed", "TFLOP/s", "of matmul",
+            "of copy", "temp MB", "baseline"]  # fmt: skip
+    lines = [head]
+    for r in rows:
+        before = old.get(f"{r['case']}/{r['pass']}")
+        lines.append([
+            r["case"], r["pass"], f"{r['ms']:.3f}", f"{r['peer_ms']:.3f}", f"{r['speed']:.2f}×",
+            f"{r['tflops']:.3g}", f"{r['of_matmul']:.2f}",
+            "" if r["of_copy"] is None else f"{r['of_copy']:.2f}",
+            "" if r["temp_mb"] is None else f"{r['temp_mb']:.1f}",
+            "" if before is None else f"{before / r['ms']:.2f}×",
+        ])  # fmt: skip
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    for line in lines:
+        padded = [x.rjust(w) for x, w in zip(line, widths, strict=True)]
+        line[:] = [x.ljust(w) for x, w in zip(line[:2], widths, strict=False)] + padded[2:]
+    return "\n".join("  ".join(line) for line in lines)
+
+
+def device_name() -> str:
+    """The device's kind, as a file name."""
+    return jax.devices()[0].device_kind.lower().replace(" ", "-").replace("/", "-")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.bench", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("op", choices=OPS)
+    parser.add_argument("--impl", default="auto", help="the side under test (default: auto)")
+    parser.add_argument("--vs", default="xla", help="an implementation, or module:function")
+    parser.add_argument("--case", action="append", help="by name, may be repeated (default: all)")
+    parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--growth", action="store_true", help="exponents of time and memory in T")
+    parser.add_argument("--save", action="store_true", help="keep the times as the baseline")
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1; got {args.rounds}.")
+    platform, op = jax.default_backend(), OPS[args.op]
+    dtype = jnp.dtype(args.dtype or ("float32" if platform == "cpu" else "bfloat16"))
+    known = {c.name: c for c in (*op.cases.TEST_CASES, *op.cases.BENCH_CASES, *op.cases.REAL_CASES)}
+    for name in args.case or ():
+        if name not in known:
+            parser.error(f"--case must be one of {', '.join(known)}; got {name!r}.")
+    if args.growth:
+        print(growth(op, args.impl, dtype, platform))
+        return 0
+    chosen = [known[name] for name in args.case] if args.case else cases_of(op, platform)
+    names, best = (args.impl, args.vs), anchors(platform, dtype)
+    print(f"{device_name()}, jax {jax.__version__}, {dtype}: matmul {best.matmul_tflops:.3g} "
+          f"TFLOP/s, copy {best.copy_gbs:.3g} GB/s", flush=True)  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    errors = {}
+    for case in chosen:
+        errors[case.name] = check(op, case, names, dtype)
+        worst = {k: max(x for x in v if x is not None) for k, v in errors[case.name].items()}
+        said = ", ".join(f"{k} {x:.1e}" for k, x in worst.items())
+        print(f"{case.name}: largest relative error: {said}", flush=True)
+        rows += compare(op, case, names, dtype, args.rounds, best)
+    path = BASELINES / f"{device_name()}.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    key = f"{args.op}/{args.impl}/{dtype}"
+    print(table(rows, names, kept.get(key, {})))
+    if args.save:
+        kept[key] = {f"{r['case']}/{r['pass']}": round(r["ms"], 4) for r in rows}
+        path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    print(json.dumps({
+        "op": args.op, "impl": args.impl, "vs": args.vs, "dtype": str(dtype),
+        "device": device_name(), "jax": jax.__version__, "rounds": args.rounds,
+        "matmul_tflops": best.matmul_tflops, "copy_gbs": best.copy_gbs, "errors": errors,
+        "rows": rows,
+    }, default=float))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a few new queries against a cache. The public functions are in api.py."""
+
+from pallas_kernels.decode_attention.api import decode_attention, paged_decode_attention
+
+__all__ = ["decode_attention", "paged_decode_attention"]

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions: check their input and pick an implementation.
+
+Next: reference.py for what is computed, pages.py for how the kernels see a cache.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode_attention import reference, xla
+from pallas_kernels.dispatch import Implementation, lazily, pick
+
+_HERE = "pallas_kernels.decode_attention"
+_IMPLS = {
+    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",)),
+    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",)),
+    "xla": Implementation(xla.xla, xla.unsupported),
+    "reference": Implementation(reference.reference, reference.unsupported),
+}
+_PAGED = {
+    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu_paged", ("gpu",), "unsupported_paged"),
+    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu_paged", ("tpu",), "unsupported_paged"),
+    "xla": Implementation(xla.xla_paged, xla.unsupported),
+    "reference": Implementation(reference.reference_paged, reference.unsupported),
+}
+
+
+def decode_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    sink_N: Float[Array, " N"],
+    *,
+    q_positions_BT: Int[Array, "B T"],
+    k_positions_BS: Int[Array, "B S"],
+    q_segment_ids_BT: Int[Array, "B T"],
+    k_segment_ids_BS: Int[Array, "B S"],
+    window: int = 0,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """`sink_attention` for a few queries against a cache: same arguments, same (o, lse).
+
+    z = scale·q·k over the keys a query sees;  lse = log(Σ e^z + e^sink);  o = Σ e^{z − lse}·v
+
+    Slots may be in any order (a ring buffer). The kernels read only blocks in which some query
+    sees a slot, and take at most 16 queries. A row's bits depend on its own slots only: not on
+    the batch, nor on empty room at the end of the cache (kernels; XLA promises nothing).
+    On a TPU keep the cache as [B, S, K·H] and reshape it in the call: as [.., K, H] its small
+    axes are padded to tiles, and the kernel first has to copy it. On a GPU let S be a multiple
+    of 64, or at least of 8, or the cache is copied to pad it.
+
+    Args: see `sink_attention`. scale: 1/sqrt(H) unless given.
+    Numerics: scores, softmax and sums in float32; weights are cast to v's dtype before the
+        product with v. What an unseen slot of v holds cannot leak (kernels).
+    Raises: ValueError for shapes that do not fit; NotImplementedError where a named `impl`
+        cannot run, or when differentiated.
+    Source: splitting a row over the machine: arXiv:2311.01282.
+    """
+    _check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    if k_BSKH.shape[0] != B:
+        raise ValueError(f"q and k must agree in batch; got {B} and {k_BSKH.shape[0]}.")
+    places = []
+    for name, x, length in (
+        ("q_positions_BT", q_positions_BT, T),
+        ("k_positions_BS", k_positions_BS, S),
+        ("q_segment_ids_BT", q_segment_ids_BT, T),
+        ("k_segment_ids_BS", k_segment_ids_BS, S),
+    ):
+        if x.shape != (B, length):
+            raise ValueError(f"{name} must have the shape {(B, length)}; got {x.shape}.")
+        places.append(x.astype(jnp.int32))
+    chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
+    scale = 1.0 / math.sqrt(H) if scale is None else scale
+    arrays = (_no_gradient(x) for x in (q_BTNH, k_BSKH, v_BSKH, sink_N))
+    return chosen(*arrays, *places, window, scale)
+
+
+def paged_decode_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_PSKH: Float[Array, "P S K H"],
+    v_PSKH: Float[Array, "P S K H"],
+    sink_N: Float[Array, " N"],
+    *,
+    page_table_BJ: Int[Array, "B J"],
+    lengths_B: Int[Array, " B"],
+    window: int = 0,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """`decode_attention` where token s of row b is token s % S of page page_table[b, s // S].
+
+    Args:
+        k_PSKH: P pages of S tokens each; rows may share pages.
+        page_table_BJ: entries past a row's last page may be anything, −1 too.
+        lengths_B: tokens of each row, its T new ones included, which are the last: the queries
+            sit at lengths − T … lengths − 1. Those before 0, and all of a row of length 0, see
+            nothing.
+    Returns:
+        o in q's dtype, lse in float32; a query that sees nothing gives o = 0 and lse = sink.
+    Otherwise as `decode_attention`. With a window only the pages of the window are listed and
+    read. On a TPU keep pages as [P, S, K·H] and reshape them in the call.
+    Source: pages: arXiv:2309.06180.
+    """
+    _check(q_BTNH, k_PSKH, v_PSKH, sink_N, window)
+    B, H = q_BTNH.shape[0], q_BTNH.shape[3]
+    if page_table_BJ.ndim != 2 or page_table_BJ.shape[0] != B or page_table_BJ.shape[1] == 0:
+        raise ValueError(
+            f"page_table_BJ must list pages for each of the {B} rows, [B, J] with J ≥ 1; got "
+            f"{page_table_BJ.shape}."
+        )
+    if lengths_B.shape != (B,):
+        raise ValueError(f"lengths_B must have the shape {(B,)}; got {lengths_B.shape}.")
+    chosen = pick(impl, _PAGED, q_BTNH, k_PSKH, page_table_BJ)
+    scale = 1.0 / math.sqrt(H) if scale is None else scale
+    arrays = (_no_gradient(x) for x in (q_BTNH, k_PSKH, v_PSKH, sink_N))
+    places = (page_table_BJ.astype(jnp.int32), lengths_B.astype(jnp.int32))
+    return chosen(*arrays, *places, window, scale)
+
+
+@jax.custom_jvp
+def _no_gradient(x: Any) -> Any:
+    return x
+
+
+@_no_gradient.defjvp
+def _refuse(primals, tangents):
+    raise NotImplementedError(
+        "decode_attention has no gradient; differentiate sink_attention, or put stop_gradient "
+        "around the input."
+    )
+
+
+def _check(q: Array, k: Array, v: Array, sink: Array, window: int) -> None:
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(
+            f"q must be [batch, time, heads, head size] and k have four axes too; got {q.shape} "
+            f"and {k.shape}."
+        )
+    if k.shape != v.shape or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q, k and v must agree in head size, k and v in all; got {q.shape}, {k.shape}, "
+            f"{v.shape}."
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"query heads ({q.shape[2]}) must be a multiple of key heads ({k.shape[2]}): each "
+            "key head serves as many query heads."
+        )
+    if sink.shape != (q.shape[2],):
+        raise ValueError(
+            f"sink must have one entry per query head, ({q.shape[2]},); got {sink.shape}."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
+        )
+    if window < 0:
+        raise ValueError(f"window must be 0 (none) or a number of keys; got {window}.")

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding on TPU: row after row, pages copied from HBM into a ring of blocks ahead of use.
+
+Decoding reads memory and does little else. A page with all its heads is contiguous, [page, K·H],
+so copies are long and no lane is padding. Narrow heads share a tile of 128 lanes: their queries
+are laid out block-diagonally, and one product gives the scores of both. While a row's last
+blocks are computed the next row's first ones are on their way, so short rows leave no gap.
+Next: pages.py for what is read.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode_attention import pages
+from pallas_kernels.decode_attention.pages import Pages
+from pallas_kernels.sink_attention.reference import UNSEEN
+
+LANES = 128
+# Slots per step: 512 KiB of keys and as much of values where K·H = 512.
+KEYS = 512
+# Steps in VMEM: 3 MiB where K·H = 512, 6 MiB where it is 1024, of 16 at least. Two on their way,
+# 2 MiB, are what 2.7 TB/s (v5p) bring in 0.7 µs.
+STAGES = 3
+PAGE = 128  # of a contiguous cache: the least that is read of a row
+LEAST_PAGE = 16  # sublanes of a tile of two-byte numbers
+TABLE_BYTES = 2**19  # of scalar memory for the lists of pages, of 1 MiB
+SEEN_BYTES = 2**21  # of VMEM for who sees the slots of a row, twice
+RING_BYTES = 12 * 2**20  # of VMEM, of which a kernel has 16 MiB on the smallest chip
+
+
+def mosaic_tpu(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    sink_N: Float[Array, " N"],
+    q_positions_BT: Int[Array, "B T"],
+    k_positions_BS: Int[Array, "B S"],
+    q_segments_BT: Int[Array, "B T"],
+    k_segments_BS: Int[Array, "B S"],
+    window: int,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """(o, lse) on a TPU; see `reference` for the formula."""
+    places = (q_positions_BT, k_positions_BS, q_segments_BT, k_segments_BS)
+    x = pages.of_cache(k_BSKH, v_BSKH, *places, window, most=min(PAGE, KEYS), least=LEAST_PAGE)
+    return _attend(q_BTNH, x, sink_N, scale, interpret)
+
+
+def mosaic_tpu_paged(
+    q_BTNH: Float[Array, "B T N H"],
+    k_PSKH: Float[Array, "P S K H"],
+    v_PSKH: Float[Array, "P S K H"],
+    sink_N: Float[Array, " N"],
+    page_table_BJ: Int[Array, "B J"],
+    lengths_B: Int[Array, " B"],
+    window: int,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """(o, lse) on a TPU; see `reference_paged` for the meaning."""
+    T = q_BTNH.shape[1]
+    x = pages.of_pages(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, most=KEYS)
+    return _attend(q_BTNH, x, sink_N, scale, interpret)
+
+
+def unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: Any) -> str | None:
+    """Why the kernel cannot run, or None."""
+    B, S, K, H = k_BSKH.shape
+    return _unsupported(q_BTNH, K * H) or _too_long(B, S, min(PAGE, KEYS))
+
+
+def unsupported_paged(
+    q_BTNH: Any, k_PSKH: Any, page_table_BJ: Any = None, *_arrays: Any
+) -> str | None:
+    """Why the kernel cannot run, or None."""
+    _, page, K, H = k_PSKH.shape
+    if page % LEAST_PAGE or (KEYS % page and page % KEYS):
+        return f"page size {page} is neither {LEAST_PAGE}, 32 … 256 nor a multiple of {KEYS}"
+    long = None
+    if page_table_BJ is not None:
+        B, J = page_table_BJ.shape
+        long = _too_long(B, J * page, page)
+    return _unsupported(q_BTNH, K * H) or long
+
+
+def _unsupported(q_BTNH: Any, width: int) -> str | None:
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"dtype {q_BTNH.dtype} is not bfloat16 or float32"
+    if width == 0 or width % LANES:
+        return f"key heads times head size ({width}) is not a multiple of {LANES}"
+    if q_BTNH.shape[1] > pages.QUERIES:
+        return f"{q_BTNH.shape[1]} queries per row are more than {pages.QUERIES}"
+    if 2 * STAGES * KEYS * width * q_BTNH.dtype.itemsize > RING_BYTES:
+        return f"a step of {KEYS} slots of {width} numbers is too large for VMEM"
+    if 0 in q_BTNH.shape:
+        return "there are no queries"
+    return None
+
+
+def _too_long(B: int, S: int, page: int) -> str | None:
+    if S == 0:
+        return "there are no keys"
+    if 4 * B * -(-S // page) > TABLE_BYTES or 4 * S > SEEN_BYTES:
+        return f"lists of {B} rows of {S} slots are too long for scalar memory or VMEM"
+    return None
+
+
+def heads_per_tile(K: int, H: int) -> int:
+    """Key heads side by side in one product: those that fill the lanes, else all."""
+    if H % LANES == 0:
+        return 1
+    return LANES // H if LANES % H == 0 and K % (LANES // H) == 0 else K
+
+
+def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: bool):
+    (B, T, N, H), K, dtype = q_BTNH.shape, x.k_PSKH.shape[2], q_BTNH.dtype
+    G, share = N // K, heads_per_tile(K, H)
+    C, width, R = K // share, share * H, share * T * G
+    rows = -(-R // 16) * 16  # query rows of a tile, whole sublanes
+    x = pages.in_splits(x, KEYS)
+    steps = x.seen_BS.shape[1] // KEYS
+
+    # [B, C, share, T·G, H] onto the diagonal of [B, C, share·T·G, share·H]
+    q = q_BTNH.reshape(B, T, C, share, G, H).transpose(0, 2, 3, 1, 4, 5).reshape(B, C, share, -1, H)
+    q = jnp.einsum("bcirh,ij->bcirjh", q, jnp.eye(share, dtype=dtype)).reshape(B, C, R, width)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - R), (0, 0)))
+    sink = sink_N.astype(jnp.float32).reshape(C, share, 1, G)
+    sink = jnp.broadcast_to(sink, (C, share, T, G)).reshape(C, R)
+    sink = jnp.pad(sink, ((0, 0), (0, rows - R)))[:, :, None]
+    bit = jnp.left_shift(1, jnp.repeat(jnp.arange(T, dtype=jnp.int32), G))
+    bit = jnp.pad(jnp.tile(bit, share), (0, rows - R))[:, None]
+
+    # The pages that each row visits, from its first seen one to its last. Two cores of a chip
+    # that works as one (v5p) take half the rows each.
+    used = (x.seen_BS != 0).reshape(B, 1, -1, x.page).any(3)
+    span = pages.runs(used, used)[:, 0, :]
+    first, last = span[:, 0], span[:, 3]
+    cores = 2 if B % 2 == 0 else 1
+    busy = jnp.where(last > first, jnp.arange(B, dtype=jnp.int32), B).reshape(cores, B // cores)
+    following = lax.cummin(busy, axis=1, reverse=True)  # the first busy row from here on
+    following = jnp.concatenate([following, jnp.full((cores, 1), B, jnp.int32)], axis=1)
+
+    per_core = B // cores
+
+    def row(c, i, *_):
+        return c * per_core + i
+
+    k, v = (y.reshape(*y.shape[:2], K * H) for y in (x.k_PSKH, x.v_PSKH))
+    stages = pltpu.VMEM((STAGES, KEYS, K * H), dtype)
+    o, lse = pl.pallas_call(
+        partial(_kernel, scale=scale, page=x.page, width=width, per_core=per_core),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(cores, per_core),
+            in_specs=[
+                pl.BlockSpec((1, C, rows, width), lambda *at: (row(*at), 0, 0, 0)),
+                pl.BlockSpec((C, rows, 1), lambda *at: (0, 0, 0)),
+                pl.BlockSpec((rows, 1), lambda *at: (0, 0)),
+                pl.BlockSpec((1, steps, KEYS), lambda *at: (row(*at), 0, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, C, rows, width), lambda *at: (row(*at), 0, 0, 0)),
+                pl.BlockSpec((1, C, rows, 1), lambda *at: (row(*at), 0, 0, 0)),
+            ],
+            scratch_shapes=[
+                stages,
+                stages,
+                pltpu.VMEM((C, rows, width), jnp.float32),
+                pltpu.VMEM((2, C, rows, 1), jnp.float32),
+                pltpu.SMEM((4,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2, STAGES)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((B, C, rows, width), dtype),
+            jax.ShapeDtypeStruct((B, C, rows, 1), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * B * T * N * H * x.seen_BS.shape[1],
+            bytes_accessed=2 * B * x.seen_BS.shape[1] * K * H * dtype.itemsize,
+            transcendentals=B * T * N * x.seen_BS.shape[1],
+        ),
+        interpret=pltpu.InterpretParams() if interpret else False,
+        name="decode_attention",
+    )(
+        x.table_BJ, first, last, following.reshape(-1),
+        q, sink, bit, x.seen_BS.reshape(B, steps, KEYS), k, v,
+    )  # fmt: skip
+    o = o[:, :, :R].reshape(B, C, share, T, G, share, H)
+    o = jnp.stack([o[:, :, i, :, :, i] for i in range(share)], axis=2)  # the diagonal
+    lse = lse[:, :, :R, 0].reshape(B, C, share, T, G)
+    return (
+        o.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, H),
+        lse.transpose(0, 3, 1, 2, 4).reshape(B, T, N),
+    )
+
+
+def _kernel(
+    table_ref, first_ref, last_ref, following_ref, q_ref, sink_ref, bit_ref, seen_ref, k_hbm, v_hbm,
+    o_ref, lse_ref, k_ring, v_ring, acc_ref, sums_ref, ahead, here,
+    *, scale, page, width, per_core,
+):  # fmt: skip
+    """One row. `ahead` holds: steps taken, steps fetched, and row and step of the next fetch."""
+    core, i = pl.program_id(0), pl.program_id(1)
+    b = core * per_core + i
+    C, rows, _ = acc_ref.shape
+    per_step, end = KEYS // page, (core + 1) * per_core
+    taken, fetched, next_row, next_step = range(4)
+
+    def next_busy(r):  # the first row of this core from r on that sees anything; B if none
+        return following_ref[core * (per_core + 1) + r - core * per_core]
+
+    def copies(row, step, number, act):
+        """`act` on every copy of one step of a row into the stage of that number."""
+        stage = lax.rem(number, STAGES)
+        low = jnp.maximum(first_ref[row], step * per_step)
+        high = jnp.minimum(last_ref[row], (step + 1) * per_step)
+
+        def one_page(j, _):
+            at = table_ref[row, j]
+            slots = pl.ds((j - step * per_step) * page, page)
+            for n, (hbm, ring) in enumerate(((k_hbm, k_ring), (v_hbm, v_ring))):
+                act(pltpu.make_async_copy(hbm.at[at], ring.at[stage, slots], here.at[n, stage]))
+            return 0
+
+        lax.fori_loop(low, high, one_page, 0)
+
+    def go_to(row):
+        row = next_busy(row)
+        ahead[next_row] = row
+        inside = jnp.minimum(row, end - 1)
+        ahead[next_step] = lax.div(first_ref[inside], per_step)
+
+    def fetch_one():
+        row, step = ahead[next_row], ahead[next_step]
+
+        @pl.when(row < end)
+        def _():
+            copies(row, step, ahead[fetched], lambda copy: copy.start())
+            ahead[fetched] += 1
+            more = (step + 1) * per_step < last_ref[row]
+
+            @pl.when(more)
+            def _():
+                ahead[next_step] = step + 1
+
+            @pl.when(jnp.logical_not(more))
+            def _():
+                go_to(row + 1)
+
+    @pl.when(i == 0)
+    def _():
+        ahead[taken] = 0
+        ahead[fetched] = 0
+        go_to(b)
+        for _ in range(STAGES - 1):
+            fetch_one()
+
+    # the sink starts the running softmax; −inf starts it empty
+    top = jnp.maximum(sink_ref[...], UNSEEN / 2)
+    sums_ref[0] = top
+    sums_ref[1] = jnp.exp(sink_ref[...] - top)
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def one_step(step, _):
+        fetch_one()  # into the stage that the previous step left
+        number = ahead[taken]
+        stage = lax.rem(number, STAGES)
+        copies(b, step, number, lambda copy: copy.wait())
+        seen_by = seen_ref[0, pl.ds(step, 1), :]
+        seen = (seen_by & bit_ref[...]) != 0
+        everybody = jnp.min(jnp.where(seen_by != 0, 1, 0)) > 0
+
+        @pl.when(jnp.logical_not(everybody))
+        def _():  # weights of unseen slots are 0, but 0·NaN is NaN: clear what v holds there
+            column = jnp.broadcast_to(seen_by, (8, KEYS)).T[:, :1]
+            v_ring[stage] = jnp.where(column != 0, v_ring[stage], jnp.zeros((), v_ring.dtype))
+
+        for c in range(C):
+            lanes = slice(c * width, (c + 1) * width)
+            k, v = k_ring[stage, :, lanes], v_ring[stage, :, lanes]
+            z = _dot(q_ref[0, c], k, 1, 1) * scale
+            z = jnp.where(seen, z, UNSEEN)
+            top = sums_ref[0, c]
+            new = jnp.maximum(top, jnp.max(z, axis=1, keepdims=True))
+            p, shrink = jnp.exp(z - new), jnp.exp(top - new)
+            sums_ref[0, c] = new
+            sums_ref[1, c] = sums_ref[1, c] * shrink + jnp.sum(p, axis=1, keepdims=True)
+            acc_ref[c] = acc_ref[c] * shrink + _dot(p.astype(v.dtype), v, 1, 0)
+        ahead[taken] = number + 1
+        return 0
+
+    steps = (lax.div(first_ref[b], per_step), pl.cdiv(last_ref[b], per_step))
+    lax.fori_loop(*steps, one_step, 0)
+    total = sums_ref[1]
+    safe = jnp.where(total > 0, total, 1.0)
+    o_ref[0] = (acc_ref[...] / safe).astype(o_ref.dtype)
+    lse_ref[0] = jnp.where(total > 0, sums_ref[0] + jnp.log(safe), -jnp.inf)
+
+
+def _dot(a, b, contract_a, contract_b):
+    """Exact products of float32, which the unit would otherwise round to bfloat16."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a, b, (((contract_a,), (contract_b,)), ((), ())),
+        preferred_element_type=jnp.float32, precision=precision,
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding in plain XLA: sink attention's blocks, and for pages a loop that gathers as it goes.
+
+Next: pages.py, then pallas_gpu.py or pallas_tpu.py.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode_attention import pages
+from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.xla import xla as xla
+
+TOKENS = 512  # gathered at a time; a row of 64 heads of 64 then has scores of 128 KiB a query
+
+
+def xla_paged(
+    q_BTNH: Float[Array, "B T N H"],
+    k_PSKH: Float[Array, "P S K H"],
+    v_PSKH: Float[Array, "P S K H"],
+    sink_N: Float[Array, " N"],
+    page_table_BJ: Int[Array, "B J"],
+    lengths_B: Int[Array, " B"],
+    window: int,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """(o, lse) from the pages up to the longest row, or those of the window."""
+    (B, T, N, H), (_, size, K, _) = q_BTNH.shape, k_PSKH.shape
+    x = pages.of_pages(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, size)
+    count = max(1, TOKENS // size)  # pages at a time
+    x = pages.in_splits(x, count * size)
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    bit_T = jnp.arange(T, dtype=jnp.int32)[:, None, None, None]
+
+    def some_pages(j, carry):
+        top, total, acc = carry
+        at = lax.dynamic_slice_in_dim(x.table_BJ, j * count, count, 1)
+        bits = lax.dynamic_slice_in_dim(x.seen_BS, j * count * size, count * size, 1)
+        shape = (B, count * size, K, H)
+        k, v = (y[at].reshape(shape) for y in (x.k_PSKH, x.v_PSKH))
+        v = jnp.where(bits[:, :, None, None] != 0, v, jnp.zeros_like(v))  # 0·NaN is NaN
+        z = jnp.einsum("btkgh,bskh->btkgs", q_BTKGH, k, preferred_element_type=jnp.float32)
+        seen = jnp.right_shift(bits[:, None, None, None, :], bit_T[None]) & 1
+        z = jnp.where(seen != 0, z * scale, UNSEEN)
+        new = jnp.maximum(top, jnp.max(z, axis=4, keepdims=True))
+        p, shrink = jnp.exp(z - new), jnp.exp(top - new)
+        part = jnp.einsum(
+            "btkgs,bskh->btkgh", p.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        return new, total * shrink + jnp.sum(p, axis=4, keepdims=True), acc * shrink + part
+
+    sink = sink_N.astype(jnp.float32).reshape(1, 1, K, N // K, 1)
+    sink = jnp.broadcast_to(sink, (B, T, K, N // K, 1))
+    top = jnp.maximum(sink, UNSEEN / 2)
+    some = (x.seen_BS != 0).any(0).reshape(-1, count * size).any(1)
+    last = jnp.where(some.any(), some.shape[0] - jnp.argmax(some[::-1]), 0)
+    carry = (top, jnp.exp(sink - top), jnp.zeros(q_BTKGH.shape, jnp.float32))
+    top, total, acc = lax.fori_loop(jnp.argmax(some), last, some_pages, carry)
+    safe = jnp.where(total > 0, total, 1.0)
+    lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+    return (acc / safe).reshape(q_BTNH.shape).astype(q_BTNH.dtype), lse.reshape(B, T, N)
+
+
+def unsupported(*_arrays) -> str | None:
+    """Plain XLA runs everywhere."""
+    return None

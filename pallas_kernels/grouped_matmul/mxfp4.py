@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four-bit weights laid out for matmul kernels: MXFP4 with two halves of the rows in each byte.
+
+The released files pack neighbouring rows into a byte, so unpacking a tile interleaves rows, which
+tiled memories do badly. Here a byte holds row d and row d + D/2: its halves are two whole tiles.
+Values are put together as bits, never multiplied, so subnormals survive where arithmetic flushes
+them. Next: `pallas_tpu_rows.py`, whose kernel decodes windows of them.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int32, UInt8
+
+GROUP = 32  # consecutive rows under one scale
+
+
+class Mxfp4(NamedTuple):
+    """A stack of [D, F] matrices in four bits a value, 4.25 with the scales.
+
+    nibbles_EDF[e, d, f]: the FP4 E2M1 code of row d in the low half, of row d + D/2 in the high.
+    scales_EDF[e, g, f]: s of rows 32g … 32g + 31; a value is fp4(code) · 2^(s − 127).
+    """
+
+    nibbles_EDF: UInt8[Array, "E D_half F"]
+    scales_EDF: UInt8[Array, "E D_32nd F"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the decoded matrices."""
+        *lead, half, width = self.nibbles_EDF.shape
+        return (*lead, 2 * half, width)
+
+
+def from_released(
+    blocks: UInt8[Array, "E F D_32nd 16"], scales: UInt8[Array, "E F D_32nd"]
+) -> Mxfp4:
+    """The released `*_blocks` (low half first) and `*_scales` in our order; no value changes.
+
+    Columns stay in their order: reorder interleaved gate and up columns before, along axis 1.
+    Raises ValueError where scales do not fit blocks.
+    """
+    if blocks.ndim != 4 or blocks.shape[3] != GROUP // 2 or scales.shape != blocks.shape[:3]:
+        raise ValueError(
+            "blocks must be [E, F, D/32, 16] and scales [E, F, D/32]; "
+            f"got {blocks.shape} and {scales.shape}. Pass one layer's arrays as released."
+        )
+    n_groups, out_width = blocks.shape[:2]
+    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(n_groups, out_width, -1)
+    low, high = jnp.split(codes.swapaxes(1, 2), 2, axis=1)
+    return Mxfp4(low | (high << 4), jnp.asarray(scales).swapaxes(1, 2))
+
+
+def bits(code: Int32[Array, "*s"], scale: Int32[Array, "*s"]) -> Int32[Array, "*s"]:
+    """float32, as bits, of fp4(code) · 2^(scale − 127); the lower 16 bits are 0.
+
+    Numerics: exact, subnormals included; infinite past the largest value; scale 255 gives NaN.
+    Source: OCP Microscaling Formats (MX) 1.0, §5.3 and §6.3.
+    """
+    size = code & 7
+    # E2M1 sizes 2…7 are floats already: two bits of exponent, one of mantissa. 1 is 2^−1.
+    exponent = jnp.where(size == 1, scale - 1, scale + (size >> 1) - 1)
+    half = jnp.where(size == 1, 0, size & 1)  # the mantissa's top bit
+    normal = (exponent << 23) | (half << 22)
+    subnormal = jnp.where(exponent < 0, 1 << 21, (2 + half) << 21)  # 2^−128 = 1 << 21
+    value = jnp.where(exponent > 0, normal, subnormal)
+    value = jnp.where(exponent >= 255, 0x7F800000, value)
+    value = jnp.where(size == 0, 0, value)
+    value = jnp.where(scale == 255, 0x7FC00000, value)
+    return value | ((code & 8) << 28)
+
+
+def decode(x: Mxfp4, dtype: DTypeLike = jnp.float32) -> Float[Array, "*E D F"]:
+    """The values, [E, D, F] (or [D, F] of one matrix); exact in float32 and bfloat16."""
+    byte = x.nibbles_EDF.astype(jnp.int32)
+    code = jnp.concatenate([byte & 15, byte >> 4], axis=-2)
+    scale = jnp.repeat(x.scales_EDF.astype(jnp.int32), GROUP, axis=-2)
+    word = bits(code, scale)
+    if jnp.dtype(dtype) == jnp.bfloat16:  # a cast from float32 may flush subnormals
+        return lax.bitcast_convert_type((word >> 16).astype(jnp.int16), jnp.bfloat16)
+    return lax.bitcast_convert_type(word, jnp.float32).astype(dtype)

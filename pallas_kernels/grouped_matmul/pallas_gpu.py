@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped matmul and its SwiGLU on Hopper GPUs: autodiff around three kernels on wgmma and TMA.
+
+out and dlhs are rows times their group's matrix, drhs is a product over each group's rows. Group
+sizes are an array, so other sizes compile nothing new; no row is copied or padded, nothing is
+scattered, and every sum has one order. Next: pallas_gpu_tiles.py, what the kernels share.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import target
+from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from pallas_kernels.grouped_matmul.pallas_gpu_rows import Swiglu, rows_by_group, swiglu_by_group
+from pallas_kernels.grouped_matmul.pallas_gpu_weights import ROWS, weights_by_group
+from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _matmul(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
+    return rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, False, interpret)
+
+
+def _matmul_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
+    out_MF = _matmul(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret)
+    return out_MF, (lhs_MD, rhs_EDF, sizes_E, bias_EF)
+
+
+def _matmul_backward(interpret, residuals, dout_MF):
+    lhs_MD, rhs_EDF, sizes_E, bias_EF = residuals
+    dlhs_MD = rows_by_group(dout_MF, rhs_EDF, sizes_E, None, True, interpret)
+    drhs_EDF, dbias_EF = weights_by_group(
+        lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_EF is not None, interpret
+    )
+    if dbias_EF is not None:
+        dbias_EF = dbias_EF.astype(bias_EF.dtype)
+    return dlhs_MD, drhs_EDF, None, dbias_EF
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def mosaic_gpu(
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Float[Array, "E D F"],
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F"] | None = None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "M F"]:
+    """Multiply each group of rows by its own matrix on a Hopper GPU; see `reference`.
+
+    Numerics: float32 accumulation along the contraction, in one order; bitwise repeatable.
+    """
+    return _matmul(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, interpret)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _swiglu(lhs_MD, rhs_EDF, sizes_E, bias_EF, alpha, limit, interpret):
+    after = Swiglu(alpha, limit, save=False)
+    return swiglu_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, after, interpret)[0]
+
+
+def _swiglu_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, alpha, limit, interpret):
+    after = Swiglu(alpha, limit, save=True)
+    out_MF, h_MF = swiglu_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, after, interpret)
+    return out_MF, (lhs_MD, rhs_EDF, sizes_E, bias_EF, h_MF)
+
+
+def _swiglu_backward(alpha, limit, interpret, residuals, dout_MF):
+    *saved, h_MF = residuals
+    _, pull = jax.vjp(lambda h: clamped_swiglu(h, alpha, limit), h_MF)
+    return _matmul_backward(interpret, saved, *pull(dout_MF))
+
+
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+def mosaic_gpu_swiglu(
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Float[Array, "E D F2"],
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F2"] | None,
+    alpha: float,
+    limit: float,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "M F"]:
+    """The product of `mosaic_gpu`, activated in registers; see `reference_swiglu`.
+
+    Numerics: float32 until the result is rounded; the backward pass starts from the product
+    rounded to lhs's dtype.
+    """
+    return _swiglu(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit, interpret)
+
+
+def unsupported(lhs_MD: Array, rhs_EDF: Array | Mxfp4, *_arrays: Array) -> str | None:
+    """Why the kernels cannot run, or None."""
+    if not target().hopper:
+        return f"it needs a Hopper GPU (wgmma), this is {target().kind}"
+    if isinstance(rhs_EDF, Mxfp4):
+        return "four-bit matrices are not decoded in it"
+    if lhs_MD.dtype not in (jnp.bfloat16, jnp.float16) or lhs_MD.dtype != rhs_EDF.dtype:
+        return f"dtypes {lhs_MD.dtype} and {rhs_EDF.dtype} are not both bfloat16 or both float16"
+    D, F = rhs_EDF.shape[1:]
+    if D % tiles.STEP or F % tiles.STEP:
+        return f"sizes {D} and {F} are not multiples of {tiles.STEP}"
+    if D < ROWS:
+        return f"{D} columns of lhs are fewer than the {ROWS} of a tile of its gradient"
+    if 0 in (*lhs_MD.shape, *rhs_EDF.shape):
+        return "there are no rows or no groups"
+    return None
+
+
+def unsupported_swiglu(lhs_MD: Array, rhs_EDF: Array | Mxfp4, *_arrays: Array) -> str | None:
+    """Why the fused kernel cannot run, or None."""
+    reason = unsupported(lhs_MD, rhs_EDF)
+    if reason is None and rhs_EDF.shape[2] % (2 * tiles.STEP):
+        return f"half of {rhs_EDF.shape[2]} columns is not a multiple of {tiles.STEP}"
+    return reason

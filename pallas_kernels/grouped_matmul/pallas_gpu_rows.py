@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows times their group's matrix on Hopper: the forward pass, dlhs, and the fused SwiGLU.
+
+Where a warpgroup's 64 rows lie within one group they leave through swizzled shared memory, a copy
+for each 64 columns. Where a group ends among them, its rows leave by copies of 32, 16 … 1 rows, and
+the other group's tile writes the others: nothing is written twice, nothing is added in memory.
+Next: pallas_gpu_weights.py.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import hopper
+from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.swiglu import activate
+
+_WG = hopper.WARPGROUP_ROWS
+
+
+class Swiglu(NamedTuple):
+    """What follows the product of a fused kernel."""
+
+    alpha: float
+    limit: float
+    save: bool  # the product too, for the backward pass
+
+
+class Plan(NamedTuple):
+    """What is static of one kernel."""
+
+    consumers: int  # warpgroups that multiply
+    steps: int  # of the contraction
+    columns: int  # of the result
+    width: int  # of a tile of the result
+    transposed: bool  # rhs is [E, columns, contraction]
+    swiglu: Swiglu | None
+    interpret: bool
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return self.consumers * _WG
+
+    @property
+    def halves(self) -> int:
+        """Column tiles of rhs that one tile of the result needs."""
+        return 2 if self.swiglu else 1
+
+
+def rows_by_group(
+    lhs_MD: Float[Array, "M D"],
+    rhs: Float[Array, "E _ _"],
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F"] | None,
+    transposed: bool,
+    interpret: bool,
+) -> Float[Array, "M F"]:
+    """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], rhs [E, D, F] or, transposed, [E, F, D]."""
+    D, F = lhs_MD.shape[1], rhs.shape[1 if transposed else 2]
+    width = tiles.width_of(F)
+    plan = Plan(tiles.CONSUMERS, D // tiles.STEP, F, width, transposed, None, interpret)
+    return _run(plan, lhs_MD, rhs, group_sizes_E, bias_EF)[0]
+
+
+def swiglu_by_group(
+    lhs_MD: Float[Array, "M D"],
+    rhs_EDF: Float[Array, "E D F2"],
+    group_sizes_E: Int[Array, " E"],
+    bias_EF: Float[Array, "E F2"] | None,
+    swiglu: Swiglu,
+    interpret: bool,
+) -> tuple[Float[Array, "M _"], ...]:
+    """The activated product [M, F] and, if it is to be saved, the product [M, 2F]."""
+    D, F = lhs_MD.shape[1], rhs_EDF.shape[2] // 2
+    # Two warpgroups with 128 gate and 128 up columns: 128 accumulators of a thread's 232 registers.
+    # With 192 a small change of what follows the product makes them spill.
+    plan = Plan(2, D // tiles.STEP, F, min(F, 128), False, swiglu, interpret)
+    return tuple(_run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF))
+
+
+def _run(plan, lhs_MD, rhs, sizes_E, bias_EF):
+    M, F, dtype = lhs_MD.shape[0], plan.columns, lhs_MD.dtype
+    lhs = tiles.pad_rows(lhs_MD, plan.rows)
+    table, count = tiles.row_tiles(sizes_E, M, lhs.shape[0], plan.rows)
+    # Group E, the rows past the sum, has a bias of 0 and no product.
+    bias = () if bias_EF is None else (jnp.pad(bias_EF.astype(jnp.float32), ((0, 1), (0, 0))),)
+    out_type = [jax.ShapeDtypeStruct((lhs.shape[0], F), dtype)]
+    if plan.swiglu and plan.swiglu.save:
+        out_type.append(jax.ShapeDtypeStruct((lhs.shape[0], 2 * F), dtype))
+    C, stages = plan.consumers, tiles.STAGES
+    rhs_tile = (plan.width, tiles.STEP) if plan.transposed else (tiles.STEP, plan.width)
+    shapes = dict(
+        lhs=(stages, plan.rows, tiles.STEP),
+        rhs=(stages, plan.halves, *rhs_tile),
+        whole=(2 // plan.halves, C, _WG, tiles.PIECE),  # two where they fit
+    )
+    kernel = plgpu.kernel(
+        partial(_rows_kernel, plan=plan, bias=bool(bias)),
+        out_type=out_type,
+        scratch_types=[
+            dict(
+                {k: plgpu.SMEM(v, dtype, transforms=hopper.swizzled()) for k, v in shapes.items()},
+                part=plgpu.SMEM((C, _WG, tiles.PIECE), dtype),
+                here=plgpu.Barrier(num_arrivals=1 + plan.halves, num_barriers=stages),
+                free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
+            )
+        ],
+        grid=(tiles.cores(),),
+        grid_names=("core",),
+        num_threads=C + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=hopper.interpreter(plan.interpret),
+    )
+    outs = kernel(table, count, lhs, rhs, *bias)
+    return outs if lhs is lhs_MD else [x[:M] for x in outs]
+
+
+def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
+    bias_ref, (out_ref, *h_ref, s) = refs[0] if bias else None, refs[1:] if bias else refs
+    n_groups, n_columns = rhs_ref.shape[0], pl.cdiv(plan.columns, plan.width)
+    n_rows = count_ref[0]
+    warpgroup = lax.axis_index("warpgroup")
+
+    def place(tile):
+        row, column = tiles.in_chunks(tile, n_rows, n_columns)
+        group, start, lo, hi = (table_ref[row, i] for i in range(4))
+        steps = jnp.where(group < n_groups, plan.steps, 0)
+        # A last tile that would hang over moves back: two write the same values there.
+        first = jnp.minimum(column * plan.width, plan.columns - plan.width)
+        start, first = pl.multiple_of(start, tiles.ALIGN), pl.multiple_of(first, tiles.PIECE)
+        return group, start, lo, hi, first, steps
+
+    @pl.when(warpgroup == plan.consumers)
+    def _producer():
+        plgpu.set_max_registers(tiles.PRODUCER_REGISTERS, action="decrease")
+
+        def one(tile, done):
+            group, start, _, _, first, steps = place(tile)
+
+            def fetch(k, slot):
+                inner, here = pl.ds(k * tiles.STEP, tiles.STEP), s["here"].at[slot]
+                rows = pl.ds(start, plan.rows)
+                plgpu.copy_gmem_to_smem(lhs_ref.at[rows, inner], s["lhs"].at[slot], here)
+                for half in range(plan.halves):
+                    columns = pl.ds(first + half * plan.columns, plan.width)
+                    at = (columns, inner) if plan.transposed else (inner, columns)
+                    tile = s["rhs"].at[slot, half]
+                    plgpu.copy_gmem_to_smem(rhs_ref.at[(group, *at)], tile, here)
+
+            return tiles.produce(s, done, steps, fetch)
+
+        tiles.drain(s, tiles.each_tile(n_rows * n_columns, one))
+
+    @pl.when(warpgroup < plan.consumers)
+    def _consumer():
+        plgpu.set_max_registers(tiles.CONSUMER_REGISTERS[plan.consumers], action="increase")
+        mine = pl.ds(warpgroup * _WG, _WG)
+
+        def operands(_, slot):
+            rhs = [s["rhs"].at[slot, half] for half in range(plan.halves)]
+            rhs = [x.transpose((1, 0)) for x in rhs] if plan.transposed else rhs
+            return [(s["lhs"].at[slot, mine], x) for x in rhs]
+
+        def leave(ys, group, rows, first):
+            """Add the bias, activate, and write."""
+
+            def h(half, i):
+                piece = ys[half][:, i : i + tiles.PIECE]
+                if bias_ref is None:
+                    return piece
+                columns = pl.ds(first + half * plan.columns + i, tiles.PIECE)
+                bias = _per_column(bias_ref.at[group, columns], plan.interpret)
+                return piece + hopper.spread(bias, piece.shape, 1)
+
+            # Piece by piece, so that registers are given back as soon as they can be.
+            for i in range(0, plan.width, tiles.PIECE):
+                gate = h(0, i)
+                if plan.swiglu is None:
+                    _store(s, out_ref, gate, rows, first + i, i // tiles.PIECE % 2)
+                    continue
+                up = h(1, i)
+                y = activate(gate, up, plan.swiglu.alpha, plan.swiglu.limit)
+                if h_ref:
+                    _store(s, h_ref[0], gate, rows, first + i, 0)
+                    _store(s, h_ref[0], up, rows, first + plan.columns + i, 0)
+                _store(s, out_ref, y, rows, first + i, 0)
+
+        def one(tile, done):
+            group, start, lo, hi, first, steps = place(tile)
+            before = warpgroup * _WG
+            lo, hi = jnp.maximum(lo - before, 0), jnp.minimum(hi - before, _WG)
+
+            @pl.when(lo >= hi)
+            def _():
+                tiles.skip(s, done, steps)
+
+            @pl.when(lo < hi)
+            def _():
+                ys = tiles.multiply(s, (plan.width,) * plan.halves, done, steps, operands)
+                leave(ys, group, (start + before, lo, hi), first)
+
+            return done + steps
+
+        tiles.each_tile(n_rows * n_columns, one)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _per_column(ref: Any, interpret: bool) -> Array:
+    """One value for each column of a tile, out of the GPU's memory."""
+    if interpret:
+        return ref[...]
+    index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 insists on one
+    return plgpu.load(ref, *index, layout=hopper.PER_COLUMN, optimized=False)
+
+
+def _store(
+    s: Any, out_ref: Any, value: Array, rows: tuple[Any, Any, Any], first: Any, slot: int
+) -> None:
+    """Write rows lo … hi − 1 of a 64 x 64 piece to rows from `start` and columns from `first`."""
+    start, lo, hi = rows
+    value = value.astype(out_ref.dtype)
+
+    @pl.when(hi - lo == _WG)
+    def _():
+        tiles.store_whole(s, out_ref, value, start, first, slot)
+
+    @pl.when(hi - lo < _WG)
+    def _():
+        staging = s["part"].at[lax.axis_index("warpgroup")]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = value
+        plgpu.commit_smem()
+        at, size = lo, _WG // 2
+        while size:
+            # A copy's size is static: one for each bit of the number of rows.
+            some = (hi - lo) & size
+
+            @pl.when(some > 0)
+            def _(at=at, size=size):
+                there = out_ref.at[pl.ds(start + at, size), pl.ds(first, tiles.PIECE)]
+                plgpu.copy_smem_to_gmem(staging.at[pl.ds(at, size)], there)
+
+            at, size = at + some, size // 2

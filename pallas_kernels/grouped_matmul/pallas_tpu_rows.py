@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows times their group's matrix on a TPU: forward and the gradient of the rows.
+
+A group's matrix stays in VMEM while all its rows pass, so each weight is read once for a tile of
+output columns, and the next group's is copied in the meantime: that copy takes as long as some
+hundred rows' products, more than the one step that a grid's own pipeline looks ahead. A tile of
+rows shared by two groups costs either only its own rows, to the nearest 16 and 64, not the whole
+tile; what those take from neighbours is masked when stored. The sum over D or F runs inside one
+product, so no partial sums travel. Next: `pallas_tpu_weights.py`, the gradient of the weights.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
+from pallas_kernels.grouped_matmul.pallas_tpu_tiles import Plan
+from pallas_kernels.grouped_matmul.swiglu import activate
+from pallas_kernels.grouped_matmul.visits import Visits, row_visits
+
+
+def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False) -> Plan | None:
+    """How the output's columns are cut; None where the matrices cannot be."""
+    _, width, out_width = rhs_EDF.shape
+    if transposed:
+        packed = width * out_width if isinstance(rhs_EDF, Mxfp4) else 0  # two copies of all of it
+        if packed > tiles.vmem_bytes() // 3:
+            return None
+        return tiles.plan(width, out_width * itemsize, lanes=False, halves=False)
+    columns = out_width // 2 if halves else out_width
+    return tiles.plan(columns, width * itemsize, lanes=True, halves=halves)
+
+
+def dot(a, b, contract):
+    """float32 sums; float32 inputs are not rounded to bfloat16 first."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a, b, (contract, ((), ())), preferred_element_type=jnp.float32, precision=precision
+    )
+
+
+def each_rows(low, high, rows, body):
+    """Call body(start, size, new) until rows low … high − 1 of a tile of `rows` are covered.
+
+    Starts are aligned, so the first and last call may reach other groups' rows, and the last
+    may begin in rows that were had before: only those from `new` on are new.
+    """
+    first = low // tiles.ALIGNED * tiles.ALIGNED
+    n_long = (high - first) // tiles.LONG
+    rest = first + n_long * tiles.LONG
+
+    def call(i, start, size):
+        new = start + i * size
+        body(pl.multiple_of(jnp.minimum(new, rows - size), tiles.ALIGNED), size, new)
+
+    if rows >= tiles.LONG:
+        lax.fori_loop(0, n_long, lambda i, _: call(i, first, tiles.LONG), None)
+    else:
+        rest = first
+    n_short = (high - rest + tiles.SHORT - 1) // tiles.SHORT
+    lax.fori_loop(0, n_short, lambda i, _: call(i, rest, tiles.SHORT), None)
+
+
+def each_columns(width, body, used=None):
+    """Call body(start, size) until `width` columns are covered, or only the first `used`."""
+    step = tiles.COLUMNS
+    n_full = width // step
+    if used is not None:
+        n_full = jnp.minimum(n_full, (used + step - 1) // step)
+    if width >= step:
+        lax.fori_loop(0, n_full, lambda i, _: body(pl.multiple_of(i * step, step), step), None)
+    if width % step:
+        body(width // step * step, width % step)
+
+
+def _copies(sources, buffers, sems, plan: Plan, axis, n, group, slot, act):
+    """Start, or wait for, the copies of a group's windows into a slot."""
+
+    def one(source, buffer, sem, start, size):
+        source, buffer = source.at[group], buffer.at[slot]
+        cut: list[Any] = [slice(None), slice(None)]
+        cut_buffer = list(cut)
+        if axis is not None and size != source.shape[axis]:
+            cut[axis] = pl.ds(start, size)
+        if axis is not None and size != buffer.shape[axis]:
+            cut_buffer[axis] = pl.ds(0, size)
+        act(pltpu.make_async_copy(source.at[tuple(cut)], buffer.at[tuple(cut_buffer)], sem))
+
+    def all_of(tile):
+        refs = zip(sources, buffers, range(len(buffers)), strict=True)
+        for k, (source, buffer, index) in enumerate(refs):
+            window = plan.windows[k * len(plan.windows) // len(buffers)]
+            one(source, buffer, sems.at[index, slot], *window.spans[tile])
+
+    for tile in range(plan.tiles):
+        if plan.tiles == 1:
+            all_of(tile)
+        else:
+            pl.when(n == tile)(partial(all_of, tile))
+
+
+def _decode(nibbles, scales, slot, scale32, weight, base):
+    """Decode rows base … of a window of four-bit codes into `weight`, GROUP rows at a time.
+
+    Numerics: exact but for subnormals, which TPU arithmetic takes as 0.
+    """
+    half, n_scales = nibbles.shape[1], scales.shape[1]
+    height, width = weight.shape
+    packed = scales[slot].astype(jnp.int32)
+    # 2^(s − 128), half the scale, as bits: 2·|fp4| is an integer. 255 is NaN.
+    scale32[pl.ds(0, n_scales), pl.ds(0, width)] = jnp.where(
+        packed == 255, 0x7FC00000, jnp.maximum(packed - 1, 0) << 23
+    )
+
+    def group(i, j, scale, at):
+        """32 rows under the scales in row j of a register of them."""
+        to = i * 8 * GROUP + j * GROUP
+        row = base + to
+
+        @pl.when((to < height) & (row < 2 * half))
+        def _():
+            high = (row >= half).astype(jnp.int32)
+            source = pl.multiple_of(row - half * high, GROUP)
+            code = nibbles[slot, pl.ds(source, GROUP), at].astype(jnp.int32) >> (4 * high)
+            # {0, 1, 2, 3, 4, 6, 8, 12}[code & 7], a digit each
+            twice = (jnp.int32(-0x379BCDF0) >> ((code & 7) << 2)) & 15
+            value = lax.bitcast_convert_type(twice.astype(jnp.float32) * scale, jnp.int32)
+            value = lax.bitcast_convert_type(value | ((code & 8) << 28), jnp.float32)
+            weight[pl.ds(pl.multiple_of(to, GROUP), GROUP), at] = value.astype(weight.dtype)
+
+    def groups(i, _):
+        def columns(start, size):
+            at = pl.ds(start, size)
+            bits = scale32[pl.ds(pl.multiple_of(base // GROUP + i * 8, 8), 8), at]
+            scale = lax.bitcast_convert_type(bits, jnp.float32)
+            for j in range(8):
+                group(i, j, scale[j : j + 1], at)
+
+        each_columns(width, columns)
+
+    lax.fori_loop(0, -(-height // (8 * GROUP)), groups, None)
+
+
+def _kernel(
+    group_V, tile_V, low_V, high_V, next_V, slot_V, *refs,
+    plan: Plan, length, n_groups, columns, transposed, packed, n_bias, n_out, swiglu,
+):  # fmt: skip
+    """One visit: see that the group's windows are here, then multiply its rows of this tile."""
+    n_sources = (2 if packed else 1) * len(plan.windows)
+    lhs, refs = refs[0], refs[1:]
+    # one array may serve two windows
+    sources, refs = refs[:n_sources], refs[n_sources:]
+    biases, refs = refs[:n_bias], refs[n_bias:]
+    outs, refs = refs[:n_out], refs[n_out:]
+    buffers, sems, refs = refs[:n_sources], refs[n_sources], refs[n_sources + 1 :]
+    part, n, i = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    v = part * length + i
+    group, slot = group_V[v], slot_V[v]
+    axis = 0 if transposed else 1
+    if packed and transposed:
+        axis = None  # rows of the window lie in either half of a byte: all are copied
+    copies = partial(_copies, sources, buffers, sems, plan, axis, n)
+
+    @pl.when((group < n_groups) & ((i == 0) | (group != group_V[jnp.maximum(v - 1, 0)])))
+    def _():
+        pl.when(i == 0)(lambda: copies(group, slot, lambda copy: copy.start()))
+        copies(group, slot, lambda copy: copy.wait())
+        after = next_V[v]
+        pl.when(after >= 0)(lambda: copies(after, 1 - slot, lambda copy: copy.start()))
+        if packed:
+            for k, weight in enumerate(refs[1 : 1 + len(plan.windows)]):
+                base = n * plan.tile if transposed else 0
+                _decode(buffers[2 * k], buffers[2 * k + 1], slot, refs[0], weight, base)
+
+    if packed:
+        weights = refs[1 : 1 + len(plan.windows)]
+        scratch = refs[1 + len(plan.windows) :]
+    else:
+        weights, scratch = [buffer.at[slot] for buffer in buffers], refs
+    low, high = low_V[v], high_V[v]
+    used = None if plan.tiles == 1 else columns - n * plan.tile
+
+    def mine(start, size):
+        row = lax.broadcasted_iota(jnp.int32, (size, 1), 0) + start
+        return (row >= low) & (row < high)
+
+    def product(x, weight, start, size, bias):
+        at = pl.ds(start, size)
+        if transposed:
+            return dot(x, weight[at, :], ((1,), (1,)))
+        y = dot(x, weight[:, at], ((1,), (0,)))
+        return y if bias is None else y + bias[:, at].astype(jnp.float32)
+
+    def store(out, rows, at, mask, y):
+        out[rows, at] = jnp.where(mask, y, out[rows, at].astype(jnp.float32)).astype(out.dtype)
+
+    def rows_of_group(start, size, _):
+        rows, mask = pl.ds(start, size), mine(start, size)
+        x = lhs[rows, :]
+        if swiglu is None:
+
+            def plain(start, size):
+                bias = biases[0] if biases else None
+                y = product(x, weights[0], start, size, bias)
+                store(outs[0], rows, pl.ds(start, size), mask, y)
+
+            each_columns(plan.tile, plain, used)
+            return
+        gate_weight, up_weight = weights
+        ups = scratch[0]
+
+        def up_columns(start, width):
+            ups[pl.ds(0, size), pl.ds(start, width)] = product(x, up_weight, start, width, None)
+
+        def finish(start, width):
+            at = pl.ds(start, width)
+            gate = product(x, gate_weight, start, width, biases[0] if biases else None)
+            wide = tiles.up(width + plan.shift, tiles.LANES)
+            value = ups[pl.ds(0, size), pl.ds(start, wide)]
+            if plan.shift:
+                value = pltpu.roll(value, wide - plan.shift, 1)
+            value = value[:, :width]
+            if biases:
+                value = value + biases[1][:, at].astype(jnp.float32)
+            y = activate(gate, value, *swiglu)
+            for out, x_ in zip(outs, (y, gate, value), strict=False):
+                store(out, rows, at, mask, x_)
+
+        wide_used = None if used is None else used + plan.shift
+        each_columns(ups.shape[1], up_columns, wide_used)
+        each_columns(plan.tile, finish, used)
+
+    @pl.when(group < n_groups)
+    def _():
+        each_rows(low, high, lhs.shape[0], rows_of_group)
+
+    @pl.when((group == n_groups) & (low < high))  # rows past the sum
+    def _():
+        mask = mine(0, lhs.shape[0])
+        for out in outs:
+            out[...] = jnp.where(mask, 0.0, out[...].astype(jnp.float32)).astype(out.dtype)
+
+
+def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swiglu, interpret):
+    """The pallas_call of `_kernel`; returns n_out arrays [M, columns]."""
+    n_rows, width = lhs_MK.shape
+    n_groups = rhs.shape[0]
+    dtype, packed = lhs_MK.dtype, isinstance(rhs, Mxfp4)
+    if n_rows < tiles.SHORT:  # a tile of rows may pass the end, but not hold all of it
+        lhs_MK = jnp.pad(lhs_MK, ((0, tiles.SHORT - n_rows), (0, 0)))
+    padded = lhs_MK.shape[0]
+    rows = tiles.row_tile(padded, width * dtype.itemsize)
+    parts = min(tiles.cores(), -(-padded // rows))
+    visits, length = row_visits(sizes_E, padded, rows, parts)
+
+    sources, buffers = [], []
+    for window in plan.windows:
+        cut = [window.size, rhs.shape[2]] if transposed else [rhs.shape[1], window.size]
+        if not packed:
+            sources.append(rhs)
+            buffers.append(pltpu.VMEM((2, *cut), dtype))
+            continue
+        for x in rhs:
+            shape = x.shape[1:] if transposed else (x.shape[1], window.size)
+            sources.append(x)
+            buffers.append(pltpu.VMEM((2, *shape), jnp.uint8))
+    scratch = [*buffers, pltpu.SemaphoreType.DMA((len(buffers), 2))]
+    if packed:
+        widths = [rhs.shape[2] if transposed else window.size for window in plan.windows]
+        heights = [window.size if transposed else rhs.shape[1] for window in plan.windows]
+        height = tiles.up(rhs.scales_EDF.shape[1], 8)
+        scratch.append(pltpu.VMEM((height, max(widths)), jnp.int32))
+        scratch += [pltpu.VMEM(shape, dtype) for shape in zip(heights, widths, strict=True)]
+    if swiglu is not None:
+        wide = tiles.up(plan.tile + plan.shift, tiles.LANES)
+        scratch.append(pltpu.VMEM((min(tiles.LONG, rows), wide), jnp.float32))
+
+    def of_rows(part, n, i, *table):
+        return Visits(*table).tile_V[part * length + i], 0
+
+    def of_group(part, n, i, *table):
+        return jnp.minimum(Visits(*table).group_V[part * length + i], n_groups - 1), 0, n
+
+    def of_out(part, n, i, *table):
+        return Visits(*table).tile_V[part * length + i], n
+
+    kernel = partial(
+        _kernel, plan=plan, length=length, n_groups=n_groups, columns=columns,
+        transposed=transposed, packed=packed, n_bias=len(biases), n_out=n_out, swiglu=swiglu,
+    )  # fmt: skip
+    matrix = rhs.shape[1] * rhs.shape[2]
+    outs = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits),
+            grid=(parts, plan.tiles, length),
+            in_specs=[
+                pl.BlockSpec((rows, width), of_rows),
+                *[pl.BlockSpec(memory_space=pl.ANY) for _ in sources],
+                *[pl.BlockSpec((None, 1, plan.tile), of_group) for _ in biases],
+            ],
+            out_specs=[pl.BlockSpec((rows, plan.tile), of_out)] * n_out,
+            scratch_shapes=scratch,
+        ),
+        out_shape=[jax.ShapeDtypeStruct((padded, columns), dtype)] * n_out,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=tiles.vmem_bytes() // 8 * 7,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * n_rows * matrix,
+            transcendentals=0 if swiglu is None else n_rows * columns,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(rhs))
+            + n_rows * (width * plan.tiles + columns * n_out) * dtype.itemsize,
+        ),
+        interpret=interpret,
+    )(*visits, lhs_MK, *sources, *biases)
+    return [out[:n_rows] for out in outs] if padded != n_rows else list(outs)
+
+
+def rows_by_group(
+    lhs_MK: Float[Array, "M K"], rhs, sizes_E, bias_EF=None, *, transposed=False, interpret=False
+) -> Float[Array, "M N"]:
+    """out[m] = lhs[m] · rhs[e of m] (+ bias[e]), with rhs transposed or not."""
+    plan = plan_rows(rhs, lhs_MK.dtype.itemsize, transposed=transposed)
+    assert plan is not None, "unsupported() lets only matrices with a plan through"
+    biases = [] if bias_EF is None else [bias_EF[:, None, :]]
+    columns = rhs.shape[1] if transposed else rhs.shape[2]
+    (out,) = _call(
+        lhs_MK, rhs, sizes_E, biases, plan, columns, 1,
+        transposed=transposed, swiglu=None, interpret=interpret,
+    )  # fmt: skip
+    return out
+
+
+def swiglu_by_group(
+    lhs_MD: Float[Array, "M D"], rhs, sizes_E, bias_EF, swiglu, *, keep=False, interpret=False
+) -> list[Float[Array, "M F"]]:
+    """[out], or [out, gate, up] to keep what its gradient needs; swiglu = (alpha, limit)."""
+    plan = plan_rows(rhs, lhs_MD.dtype.itemsize, transposed=False, halves=True)
+    assert plan is not None, "unsupported() lets only matrices with a plan through"
+    biases = [] if bias_EF is None else jnp.split(bias_EF[:, None, :], 2, axis=2)
+    return _call(
+        lhs_MD, rhs, sizes_E, biases, plan, rhs.shape[2] // 2, 3 if keep else 1,
+        transposed=False, swiglu=swiglu, interpret=interpret,
+    )  # fmt: skip

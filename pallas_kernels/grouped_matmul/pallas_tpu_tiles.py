@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the TPU kernels cut matrices up: what fits in VMEM, and which slices the chip can copy.
+
+A copy between HBM and VMEM moves whole lanes of 128 columns, or all columns. Half of GPT-OSS's
+5760 gate and up columns is 22.5 × 128, so the up columns' windows start 64 columns early and the
+kernel rotates them into place. Next: `pallas_tpu_rows.py`.
+"""
+
+from typing import NamedTuple
+
+from pallas_kernels.dispatch import target
+
+LANES = 128  # columns in a vector register, the least a copy moves
+COLUMNS = 256  # per product: what v6e's and 7x's matrix units are wide, twice what v5's are
+LONG, SHORT = 256, 64  # rows per product: for most of a group, and for its end
+ROWS = 512  # rows of an input tile: their products take longer than a step costs
+ALIGNED = 16  # rows that start a product are a multiple of this: a register of bfloat16
+
+
+def vmem_bytes() -> int:
+    """Of one core. v5e and v6e have 128 MiB, v5p and 7x 64, older ones 16 (taken as 64 on CPUs)."""
+    platform, kind = target()
+    if platform != "tpu":
+        return 64 << 20
+    if "lite" in kind or "v5e" in kind or "v6e" in kind:
+        return 128 << 20
+    return (64 if "v5" in kind or "7" in kind else 16) << 20
+
+
+def window_bytes() -> int:
+    """Of each of two buffers of weights; tiles of rows, results and sums get the other half."""
+    return vmem_bytes() // 4
+
+
+def cores() -> int:
+    """That share one device: v4 and v5p run a grid on two."""
+    platform, kind = target()
+    return 2 if platform == "tpu" and kind in ("TPU v4", "TPU v5", "TPU v5p") else 1
+
+
+class Window(NamedTuple):
+    """The part of each matrix that one tile of the output needs; spans[n] is (start, size)."""
+
+    spans: tuple[tuple[int, int], ...]
+    size: int  # of the buffer in VMEM: the largest span
+
+
+class Plan(NamedTuple):
+    """Tiles of the output's columns and the windows on the matrices that make them."""
+
+    tile: int  # columns of the output in each tile but the last
+    windows: tuple[Window, ...]
+    shift: int  # columns that the last window starts too early
+
+    @property
+    def tiles(self) -> int:
+        return len(self.windows[0].spans)
+
+
+def up(x: int, multiple: int) -> int:
+    """x rounded up."""
+    return -(-x // multiple) * multiple
+
+
+def plan(columns: int, bytes_per_column: int, *, lanes: bool, halves: bool) -> Plan | None:
+    """The fewest tiles whose windows fit twice in VMEM; None where no tiles will do.
+
+    lanes: the windows cut the matrix's columns, else its rows. halves: a tile needs the window's
+    columns in either half of a matrix of twice as many.
+    """
+    shift = columns % LANES if halves else 0
+    extra = LANES if shift else 0
+    for tiles in range(1, -(-columns // COLUMNS) + 1):
+        tile = columns if tiles == 1 else up(-(-columns // tiles), COLUMNS)
+        width = 2 * up(tile, LANES) + extra if halves else tile
+        if width * bytes_per_column <= window_bytes():
+            break
+    else:
+        return None
+    if lanes and not halves and tile < columns and columns % LANES:
+        return None  # the last window would end inside a register
+    if not halves:
+        return Plan(tile, (_window(columns, tile, 0, 0, columns),), 0)
+    whole = up(columns, LANES)  # the last tile of gate columns ends in up columns, unused
+    step = up(tile, LANES)
+    gate = _window(whole, step, 0, 0, whole)
+    return Plan(tile, (gate, _window(whole, step, columns - shift, extra, 2 * columns)), shift)
+
+
+def _window(columns: int, tile: int, first: int, extra: int, end: int) -> Window:
+    """Each tile's columns from `first` on, and `extra` more but not past `end`."""
+    starts = range(first, first + columns, tile)
+    stops = (min(start + tile, first + columns) + extra for start in starts)
+    pairs = zip(starts, stops, strict=True)
+    spans = tuple((start, min(stop, end) - start) for start, stop in pairs)
+    return Window(spans, max(size for _, size in spans))
+
+
+def row_tile(n_rows: int, bytes_per_row: int) -> int:
+    """Rows of a tile: ROWS, or as many as a tenth of VMEM holds, or all there are."""
+    rows = ROWS
+    while rows > SHORT and rows * bytes_per_row > vmem_bytes() // 10:
+        rows //= 2
+    return max(SHORT, min(rows, up(n_rows, SHORT)))

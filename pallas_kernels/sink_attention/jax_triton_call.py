@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sink attention in Triton, called from JAX: for GPUs before Hopper, and to share with torch.
+
+A row of the kernels is one query of one head, the heads of a key head side by side; the tables of
+blocks to visit are made here from positions and segments, as are Δ and the sinks' gradient.
+triton and jax-triton are imported when the first call is traced. Next: triton_kernel.py.
+"""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import jax
+import jax.interpreters.partial_eval
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.blocks import block_table, runs
+from pallas_kernels.sink_attention import triton_launch as launch
+
+
+def _triton_call(name: str, tiles: launch.Tiles, grid, out, args, constants) -> Any:
+    """One kernel through jax-triton 0.3 (JAX before 0.11) or later."""
+    import jax_triton  # pyright: ignore[reportMissingImports]
+    from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
+
+    from pallas_kernels.sink_attention import triton_kernel
+
+    _take_live_inputs(triton_lib.triton_kernel_call_p)
+    fusion = {"enable_fp_fusion": False}  # triton_kernel.py says why
+    later = "out_type" in inspect.signature(jax_triton.triton_call).parameters
+    options = {"out_type": out, "backend_options": fusion} if later else {"out_shape": out} | fusion
+    return jax_triton.triton_call(
+        *args, kernel=getattr(triton_kernel, name), grid=grid, num_warps=tiles.warps,
+        num_stages=tiles.stages, **options, **constants,
+    )  # fmt: skip
+
+
+def _take_live_inputs(primitive: Any) -> None:
+    """Let JAX 0.12 remove dead code around the primitive: it gives rules one argument more.
+
+    jax-triton 0.4.1 does not know of it; the rule wrapped here does the same in every version.
+    """
+    rules = jax.interpreters.partial_eval.dce_rules
+    rule = rules.get(primitive)
+    if rule is not None and len(inspect.signature(rule).parameters) == 2:
+        rules[primitive] = lambda used_outs, *rest: rule(used_outs, rest[-1])
+
+
+def _sizes(q: Array, k: Array) -> tuple[int, int, int, int, int]:
+    """K, G, H and the lengths T and S."""
+    return k.shape[2], q.shape[2] // k.shape[2], q.shape[3], q.shape[1], k.shape[1]
+
+
+def _tables(places, G, rows, keys, window):
+    """Per pair of a tile of rows and a block of keys, [B, n, m]: needed and whole."""
+    q_pos, k_pos, q_seg, k_seg = places
+    (_, T), S = q_pos.shape, k_pos.shape[1]
+    more_rows = launch.blocks(T * G, rows) * rows - T * G
+    more_keys = launch.blocks(S, keys) * keys - S
+    q_pos, q_seg = (jnp.pad(jnp.repeat(x, G, 1), ((0, 0), (0, more_rows))) for x in (q_pos, q_seg))
+    k_pos, k_seg = (jnp.pad(x, ((0, 0), (0, more_keys))) for x in (k_pos, k_seg))
+    return block_table(q_pos, q_seg, k_pos, k_seg, rows, keys, window)
+
+
+def _scalars(q: Array, k: Array) -> tuple[int, ...]:
+    def strides(x):  # of batch, time and head, in elements; the arrays of JAX are dense
+        return x.shape[1] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[3]
+
+    lengths = launch.lengths(q.shape[1], k.shape[1])
+    return lengths + launch.strides(strides(q), strides(k), strides(k))
+
+
+def _forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
+    B, N = q.shape[0], q.shape[2]
+    K, G, H, T, S = _sizes(q, k)
+    tiles = launch.forward_tiles(H, q.dtype.itemsize)
+    places = (q_pos, k_pos, q_seg, k_seg)
+    table = runs(*_tables(places, G, tiles.rows, tiles.keys, window))
+    out = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32))
+    return _triton_call(
+        "forward_kernel", tiles, (table.shape[1], B * K), out,
+        (q, k, v, sink.astype(jnp.float32), *places, table, *_scalars(q, k)),
+        launch.constants(K, G, H, window, scale, tiles),
+    )  # fmt: skip
+
+
+def _backward(q, k, v, places, do, lse, delta, window, scale):
+    B = q.shape[0]
+    K, G, H, T, S = _sizes(q, k)
+    rest = (do, lse, delta, *_scalars(q, k))
+
+    tiles = launch.dq_tiles(H, q.dtype.itemsize)
+    table = runs(*_tables(places, G, tiles.rows, tiles.keys, window))
+    dq = _triton_call(
+        "dq_kernel", tiles, (table.shape[1], B * K), jax.ShapeDtypeStruct(q.shape, q.dtype),
+        (q, k, v, *places, table, *rest), launch.constants(K, G, H, window, scale, tiles),
+    )  # fmt: skip
+
+    tiles = launch.dkv_tiles(H, q.dtype.itemsize)
+    needed, whole = _tables(places, G, tiles.rows, tiles.keys, window)
+    table = runs(needed.transpose(0, 2, 1), whole.transpose(0, 2, 1))
+    like_k = jax.ShapeDtypeStruct(k.shape, k.dtype)
+    dk, dv = _triton_call(
+        "dkv_kernel", tiles, (table.shape[1], B * K), (like_k, like_k),
+        (q, k, v, *places, table, *rest), launch.constants(K, G, H, window, scale, tiles),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def triton(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    sink_N: Float[Array, " N"],
+    q_positions_BT: Int[Array, "B T"],
+    k_positions_BS: Int[Array, "B S"],
+    q_segments_BT: Int[Array, "B T"],
+    k_segments_BS: Int[Array, "B S"],
+    window: int,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """(o, lse); see `reference` for the formula."""
+    if scale <= 0:  # the kernels take maxima before they scale
+        sign = (scale > 0) - (scale < 0)
+        q_BTNH, scale = q_BTNH * jnp.asarray(sign, q_BTNH.dtype), abs(scale) or 1.0
+    places = (q_positions_BT, k_positions_BS, q_segments_BT, k_segments_BS)
+    return _triton(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, window, float(scale))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(8, 9))
+def _triton(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
+    return _forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale)
+
+
+def _triton_fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
+    o, lse = _forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale)
+    return (o, lse), (q, k, v, sink, (q_pos, k_pos, q_seg, k_seg), o, lse)
+
+
+def _triton_bwd(window, scale, saved, cotangents):
+    q, k, v, sink, places, o, lse = saved
+    do, dlse = cotangents
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - dlse
+    some = jnp.isfinite(lse)  # a row without keys and without a sink has lse = −∞
+    finite = jnp.where(some, lse, 0.0)
+    dq, dk, dv = _backward(q, k, v, places, do, finite, delta, window, scale)
+    p_sink = jnp.where(some, jnp.exp(sink.astype(jnp.float32)[None, None] - finite), 0.0)
+    dsink = -jnp.sum(p_sink * delta, axis=(0, 1))
+    return dq, dk, dv, dsink.astype(sink.dtype), None, None, None, None
+
+
+_triton.defvjp(_triton_fwd, _triton_bwd)
+
+
+def unsupported(q_BTNH: Any, k_BSKH: Any) -> str | None:
+    """Why these shapes cannot run, in one phrase; None when they can."""
+    if launch.missing("jax_triton", "triton"):
+        return "needs jax-triton: pip install jax-triton"
+    return launch.unsupported(q_BTNH.shape[3], q_BTNH.dtype.name)

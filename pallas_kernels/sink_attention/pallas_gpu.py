@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sink attention for Hopper: warp-specialised blocks on wgmma and TMA; the forward pass.
+
+One warpgroup fetches keys and values into a ring in shared memory; the others own 64 queries each
+and take turns, one multiplying while the other exponentiates: with heads of 64 both take equally
+long. The sink is where the running softmax starts. Blocks nobody sees are not read, blocks seen
+whole are not masked. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import hopper
+from pallas_kernels.dispatch import target
+from pallas_kernels.sink_attention import pallas_gpu_backward
+from pallas_kernels.sink_attention.pallas_gpu_blocks import (
+    LOG2E,
+    Tiles,
+    fetch,
+    fill_ring,
+    pad,
+    places,
+    seen,
+    slot_of,
+    split_index,
+    table,
+    tile_refs,
+    visits,
+)
+from pallas_kernels.sink_attention.reference import UNSEEN
+
+ROWS = hopper.WARPGROUP_ROWS
+
+
+def forward_tiles(H: int, window: int) -> Tiles:
+    """240 registers a thread hold step/2 scores, step/4 weights and H/2 outputs.
+
+    They also leave room for one block of threads per core, so its ring may be long. In a short
+    window most of a long step would be unseen.
+    """
+    return Tiles(consumers=2, step=64 if 0 < window <= 128 else 128, stages=4 if H == 64 else 2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
+def _attend(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+    return forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret)
+
+
+def _attend_fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+    o, lse = forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret)
+    return (o, lse), (q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse)
+
+
+def _attend_bwd(window, scale, interpret, saved, cotangents):
+    gradients = pallas_gpu_backward.backward(saved, cotangents, window, scale, interpret)
+    return *gradients, None, None, None, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def mosaic_gpu(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    sink_N: Float[Array, " N"],
+    q_positions_BT: Int[Array, "B T"],
+    k_positions_BS: Int[Array, "B S"],
+    q_segments_BT: Int[Array, "B T"],
+    k_segments_BS: Int[Array, "B S"],
+    window: int,
+    scale: float,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """(o, lse) on a Hopper GPU; see `reference` for the formula. Differentiable."""
+    if scale <= 0:  # the kernels scale after taking a maximum
+        q_BTNH, scale = q_BTNH * (-1 if scale else 0), -scale or 1.0
+    places_ = (q_positions_BT, k_positions_BS, q_segments_BT, k_segments_BS)
+    return _attend(q_BTNH, k_BSKH, v_BSKH, sink_N, *places_, window, scale, interpret)
+
+
+def unsupported(q_BTNH: Array, k_BSKH: Array, *_arrays: Array) -> str | None:
+    """Why the kernel cannot run, or None."""
+    if not target().hopper:
+        return f"it needs a Hopper GPU (wgmma), this is {target().kind}"
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {q_BTNH.dtype} is not bfloat16 or float16"
+    if q_BTNH.shape[3] not in (64, 128):
+        return f"head size {q_BTNH.shape[3]} is not 64 or 128"
+    if 0 in (*q_BTNH.shape, *k_BSKH.shape):
+        return "there are no queries or no keys"
+    return None
+
+
+def forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+    """o [B, T, N, H] in q's dtype and lse [B, T, N] in float32."""
+    (B, T, N, H), K = q.shape, k.shape[2]
+    tiles = forward_tiles(H, window)
+    where = places(q_pos, k_pos, q_seg, k_seg, tiles.rows, tiles.step, window)
+    q, k, v = pad(q, tiles.rows), pad(k, tiles.step), pad(v, tiles.step)
+    blocks = q.shape[1] // tiles.rows
+    # The sink starts the running maximum, in units of log 2, and the sum; −inf starts it empty.
+    top_N = jnp.maximum(sink.astype(jnp.float32) * LOG2E, UNSEEN / 2)
+    total_N = jnp.exp2(sink.astype(jnp.float32) * LOG2E - top_N)
+
+    C, dtype = tiles.consumers, q.dtype
+    scratch = dict(
+        q_s=tile_refs(C, ROWS, H, dtype),
+        k_s=tile_refs(tiles.stages, tiles.step, H, dtype),
+        v_s=tile_refs(tiles.stages, tiles.step, H, dtype),
+        q_at=plgpu.SMEM((C, 2, ROWS), jnp.int32),
+        k_at=plgpu.SMEM((tiles.stages, 2, tiles.step), jnp.int32),
+        lse_s=plgpu.SMEM((C, ROWS), jnp.float32),
+        q_here=plgpu.Barrier(num_arrivals=2, num_barriers=C),
+        k_here=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        v_here=plgpu.Barrier(num_barriers=tiles.stages),
+        k_free=plgpu.Barrier(num_arrivals=C, num_barriers=tiles.stages),
+        v_free=plgpu.Barrier(num_arrivals=C, num_barriers=tiles.stages),
+        turn=plgpu.Barrier(num_arrivals=C),
+    )
+    kernel = plgpu.kernel(
+        partial(_forward_kernel, tiles=tiles, G=N // K, window=window, factor=scale * LOG2E,
+                interpret=interpret),
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, dtype),
+            jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
+        ),
+        scratch_types=[scratch],
+        grid=(blocks * B * N,),
+        grid_names=("block",),
+        num_threads=C + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=hopper.interpreter(interpret),
+    )  # fmt: skip
+    meetings = table(where.needed_Bnm, where.whole_Bnm)
+    starts = jnp.stack([top_N, total_N])
+    o, lse = kernel(q, k, v, starts, where.q_B2T, where.k_B2S, meetings)
+    return o[:, :T], lse[:, :, :T].transpose(0, 2, 1)
+
+
+def _forward_kernel(
+    q_ref, k_ref, v_ref, starts_ref, q_at_ref, k_at_ref, runs_ref, o_ref, lse_ref, s,
+    *, tiles, G, window, factor, interpret,
+):  # fmt: skip
+    (B, T, N, H), (C, step, stages) = q_ref.shape, tiles
+    dtype, tile = q_ref.dtype, (ROWS, step)
+    # Late queries, which see most, go first; heads that share keys run side by side.
+    i, b, head = split_index(lax.axis_index("block"), T // tiles.rows, B, N)
+    i = T // tiles.rows - 1 - i
+    visit = visits(runs_ref, b, i)
+    group = lax.axis_index("warpgroup")
+
+    @pl.when(group == C)
+    def _producer():
+        plgpu.set_max_registers(hopper.FETCH_REGISTERS, action="decrease")
+        key_head = lax.div(head, jnp.int32(G))
+
+        def put(n, slot, wait):
+            keys = pl.ds(visit.at(n) * step, step)
+            wait(s["k_free"])
+            pairs = (
+                (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
+                (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
+            )
+            fetch(pairs, s["k_here"].at[slot])
+            wait(s["v_free"])
+            fetch([(v_ref.at[b, keys, key_head], s["v_s"].at[slot])], s["v_here"].at[slot])
+
+        fill_ring(visit.count, stages, put, s["k_free"], s["v_free"])
+
+    @pl.when(group < C)
+    def _consumer():
+        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        q_s, q_at = s["q_s"].at[group], s["q_at"].at[group]
+        rows = pl.ds(i * tiles.rows + group * ROWS, ROWS)
+        pairs = ((q_ref.at[b, rows, head], q_s), (q_at_ref.at[b, :, rows], q_at))
+        fetch(pairs, s["q_here"].at[group])
+        plgpu.barrier_wait(s["q_here"].at[group])
+
+        def take_turns():
+            plgpu.barrier_arrive(s["turn"])
+            plgpu.barrier_wait(s["turn"])
+
+        def one_step(n, carry, masked):
+            acc, top, total = carry
+            slot = slot_of(n, stages)
+            z = hopper.product(q_s, s["k_s"].at[slot], interpret, take_turns)
+            if masked:
+                at = (
+                    hopper.load_two(q_at, hopper.PER_ROW, interpret),
+                    hopper.load_two(s["k_at"].at[slot], hopper.PER_COLUMN, interpret),
+                )
+                z = jnp.where(seen(*at, 0, tile, window), z, -jnp.inf)
+            plgpu.barrier_arrive(s["k_free"].at[slot])
+            new = jnp.maximum(top, z.max(axis=1) * factor)
+            shrink = jnp.exp2(top - new)
+            p = jnp.exp2(z * factor - hopper.spread(new, tile, 0))
+            acc = acc * hopper.spread(shrink, acc.shape, 0)
+            total = total * shrink + p.sum(axis=1)
+            weights = p.astype(dtype)
+            # Finish the softmax before the turn ends, or its work drifts into the other's.
+            acc, total, new, weights = lax.optimization_barrier((acc, total, new, weights))
+            plgpu.barrier_arrive(s["turn"])
+            plgpu.barrier_wait(s["v_here"].at[slot])
+            plgpu.barrier_wait(s["turn"])
+
+            def next_keys():
+                @pl.when(n + 1 < visit.count)
+                def _():
+                    plgpu.barrier_wait(s["k_here"].at[slot_of(n + 1, stages)])
+
+            acc = hopper.add_product(acc, weights, s["v_s"].at[slot], interpret, next_keys)
+            plgpu.barrier_arrive(s["v_free"].at[slot])
+            return acc, new, total
+
+        carry = (
+            hopper.full((ROWS, H), 0.0, hopper.TILE, interpret),
+            hopper.full((ROWS,), starts_ref[0, head], hopper.PER_ROW, interpret),
+            hopper.full((ROWS,), starts_ref[1, head], hopper.PER_ROW, interpret),
+        )
+
+        @pl.when(visit.count > 0)
+        def _():
+            plgpu.barrier_wait(s["k_here"].at[0])
+
+        pl.when(group == 1)(take_turns)
+        carry = lax.fori_loop(0, visit.masked, partial(one_step, masked=True), carry)
+        carry = lax.fori_loop(visit.masked, visit.count, partial(one_step, masked=False), carry)
+        acc, top, total = carry
+        pl.when(group == 0)(take_turns)
+
+        # Without keys and without a sink there is nothing to divide by.
+        some = total > 0
+        safe = jnp.where(some, total, 1.0)
+        q_s[...] = (acc * hopper.spread(1.0 / safe, acc.shape, 0)).astype(dtype)
+        s["lse_s"].at[group][...] = jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_s, o_ref.at[b, rows, head])
+        plgpu.copy_smem_to_gmem(s["lse_s"].at[group], lse_ref.at[b, head, rows])
+        plgpu.wait_smem_to_gmem(0)

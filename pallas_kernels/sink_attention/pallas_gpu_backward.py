@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sink attention for Hopper: the backward pass, in two kernels without atomics.
+
+One block of threads owns queries and sums dq over keys; another owns keys and sums dk and dv over
+the queries of all heads that share them, in a fixed order: the same bits every time. Both make the
+weights again from lse. Five products would do where these take seven; the other way is to add to
+dq from many blocks at once, in an order that nobody fixes. Next: hopper.py for the products.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper
+from pallas_kernels.sink_attention.pallas_gpu_blocks import (
+    LOG2E,
+    Tiles,
+    fetch,
+    fill_ring,
+    pad,
+    places,
+    seen,
+    slot_of,
+    split_index,
+    table,
+    tile_refs,
+    visits,
+)
+
+ROWS = hopper.WARPGROUP_ROWS
+
+
+def query_tiles(H: int, window: int) -> Tiles:
+    """For dq. A thread holds scores and their cotangents, step/2 registers each, and H/2 sums.
+
+    128 columns a wgmma keep shared memory ahead of the tensor cores, where registers allow; in a
+    short window most of so long a step would be unseen.
+    """
+    step = 64 if H > 64 or 0 < window <= 128 else 128
+    return Tiles(consumers=2, step=step, stages=4)
+
+
+def key_tiles(H: int, window: int) -> Tiles:
+    """For dk and dv. As above, but with two sums of H/2: 128 columns spill in batches of several
+    rows, and so does a longer ring with heads of 128."""
+    return Tiles(consumers=2, step=64, stages=4 if H == 64 else 2)
+
+
+def backward(saved, cotangents, window, scale, interpret):
+    """dq, dk, dv in their dtypes, and dsink; `saved` holds the inputs, o and lse."""
+    q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse = saved
+    do, dlse = cotangents
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - dlse
+    sink_11N = sink.astype(jnp.float32)[None, None, :]
+    # A row without keys has lse = −inf where the sink is; any finite value gives it weights 0.
+    some = jnp.isfinite(lse)
+    lse = jnp.where(some, lse, 0.0)
+    dsink = -jnp.sum(jnp.where(some, jnp.exp(sink_11N - lse), 0.0) * delta, axis=(0, 1))
+    stats_BN2T = jnp.stack([lse * LOG2E, delta], 1).transpose(0, 3, 1, 2)
+    arrays = (q, k, v, do.astype(q.dtype), stats_BN2T, q_pos, k_pos, q_seg, k_seg)
+    dq = _queries(*arrays, window, scale, interpret)
+    dk, dv = _keys(*arrays, window, scale, interpret)
+    return dq, dk, dv, dsink.astype(sink.dtype)
+
+
+def _queries(q, k, v, do, stats, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+    (B, T, N, H), K, dtype = q.shape, k.shape[2], q.dtype
+    tiles = query_tiles(H, window)
+    where = places(q_pos, k_pos, q_seg, k_seg, tiles.rows, tiles.step, window)
+    q, do, stats = pad(q, tiles.rows), pad(do, tiles.rows), pad(stats, tiles.rows, 3)
+    k, v = pad(k, tiles.step), pad(v, tiles.step)
+    C, stages = tiles.consumers, tiles.stages
+    scratch = dict(
+        q_s=tile_refs(C, ROWS, H, dtype),
+        do_s=tile_refs(C, ROWS, H, dtype),
+        stats_s=plgpu.SMEM((C, 2, ROWS), jnp.float32),
+        q_at=plgpu.SMEM((C, 2, ROWS), jnp.int32),
+        k_s=tile_refs(stages, tiles.step, H, dtype),
+        v_s=tile_refs(stages, tiles.step, H, dtype),
+        k_at=plgpu.SMEM((stages, 2, tiles.step), jnp.int32),
+        q_here=plgpu.Barrier(num_arrivals=4, num_barriers=C),
+        here=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
+    )
+    kernel = plgpu.kernel(
+        partial(_query_kernel, tiles=tiles, G=N // K, window=window, scale=scale,
+                interpret=interpret),
+        out_type=jax.ShapeDtypeStruct(q.shape, dtype),
+        scratch_types=[scratch],
+        grid=(q.shape[1] // tiles.rows * B * N,),
+        grid_names=("block",),
+        num_threads=C + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=hopper.interpreter(interpret),
+    )  # fmt: skip
+    meetings = table(where.needed_Bnm, where.whole_Bnm)
+    return kernel(q, k, v, do, stats, where.q_B2T, where.k_B2S, meetings)[:, :T]
+
+
+def _query_kernel(
+    q_ref, k_ref, v_ref, do_ref, stats_ref, q_at_ref, k_at_ref, runs_ref, dq_ref, s,
+    *, tiles, G, window, scale, interpret,
+):  # fmt: skip
+    (B, T, N, H), (C, step, stages) = q_ref.shape, tiles
+    dtype, tile = q_ref.dtype, (ROWS, step)
+    i, b, head = split_index(lax.axis_index("block"), T // tiles.rows, B, N)
+    i = T // tiles.rows - 1 - i  # late queries see most: the long rows go first
+    visit = visits(runs_ref, b, i)
+    group = lax.axis_index("warpgroup")
+
+    @pl.when(group == C)
+    def _producer():
+        plgpu.set_max_registers(hopper.FETCH_REGISTERS, action="decrease")
+        key_head = lax.div(head, jnp.int32(G))
+
+        def put(n, slot, wait):
+            keys = pl.ds(visit.at(n) * step, step)
+            wait(s["free"])
+            pairs = (
+                (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
+                (v_ref.at[b, keys, key_head], s["v_s"].at[slot]),
+                (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
+            )
+            fetch(pairs, s["here"].at[slot])
+
+        fill_ring(visit.count, stages, put, s["free"])
+
+    @pl.when(group < C)
+    def _consumer():
+        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        q_s, do_s, q_at, stats_s = (s[x].at[group] for x in ("q_s", "do_s", "q_at", "stats_s"))
+        rows = pl.ds(i * tiles.rows + group * ROWS, ROWS)
+        pairs = (
+            (q_ref.at[b, rows, head], q_s),
+            (do_ref.at[b, rows, head], do_s),
+            (stats_ref.at[b, head, :, rows], stats_s),
+            (q_at_ref.at[b, :, rows], q_at),
+        )
+        fetch(pairs, s["q_here"].at[group])
+        plgpu.barrier_wait(s["q_here"].at[group])
+        lse, delta = hopper.load_two(stats_s, hopper.PER_ROW, interpret)
+
+        def one_step(n, dq, masked):
+            slot = slot_of(n, stages)
+            k_s, v_s = s["k_s"].at[slot], s["v_s"].at[slot]
+            plgpu.barrier_wait(s["here"].at[slot])
+
+            def weights(z):
+                if masked:
+                    at = (
+                        hopper.load_two(q_at, hopper.PER_ROW, interpret),
+                        hopper.load_two(s["k_at"].at[slot], hopper.PER_COLUMN, interpret),
+                    )
+                    z = jnp.where(seen(*at, 0, tile, window), z, -jnp.inf)
+                return jnp.exp2(z * (scale * LOG2E) - hopper.spread(lse, tile, 0))
+
+            p, dp = hopper.two_products(q_s, k_s, do_s, v_s, weights, interpret)
+            dz = (p * (dp - hopper.spread(delta, tile, 0))).astype(dtype)
+            dq = hopper.add_product(dq, dz, k_s, interpret)
+            plgpu.barrier_arrive(s["free"].at[slot])
+            return dq
+
+        dq = hopper.full((ROWS, H), 0.0, hopper.TILE, interpret)
+        dq = lax.fori_loop(0, visit.masked, partial(one_step, masked=True), dq)
+        dq = lax.fori_loop(visit.masked, visit.count, partial(one_step, masked=False), dq)
+        q_s[...] = (dq * scale).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_s, dq_ref.at[b, rows, head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _keys(q, k, v, do, stats, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+    (_, _, N, H), (B, S, K, _), dtype = q.shape, k.shape, q.dtype
+    tiles = key_tiles(H, window)
+    where = places(q_pos, k_pos, q_seg, k_seg, tiles.step, tiles.rows, window)
+    q, do, stats = pad(q, tiles.step), pad(do, tiles.step), pad(stats, tiles.step, 3)
+    k, v = pad(k, tiles.rows), pad(v, tiles.rows)
+    C, stages = tiles.consumers, tiles.stages
+    scratch = dict(
+        k_s=tile_refs(C, ROWS, H, dtype),
+        v_s=tile_refs(C, ROWS, H, dtype),
+        k_at=plgpu.SMEM((C, 2, ROWS), jnp.int32),
+        q_s=tile_refs(stages, tiles.step, H, dtype),
+        do_s=tile_refs(stages, tiles.step, H, dtype),
+        stats_s=plgpu.SMEM((stages, 2, tiles.step), jnp.float32),
+        q_at=plgpu.SMEM((stages, 2, tiles.step), jnp.int32),
+        k_here=plgpu.Barrier(num_arrivals=3, num_barriers=C),
+        here=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
+    )
+    kernel = plgpu.kernel(
+        partial(_key_kernel, tiles=tiles, G=N // K, window=window, scale=scale,
+                interpret=interpret),
+        out_type=(jax.ShapeDtypeStruct(k.shape, dtype),) * 2,
+        scratch_types=[scratch],
+        grid=(k.shape[1] // tiles.rows * B * K,),
+        grid_names=("block",),
+        num_threads=C + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=hopper.interpreter(interpret),
+    )  # fmt: skip
+    meetings = table(where.needed_Bnm.swapaxes(1, 2), where.whole_Bnm.swapaxes(1, 2))
+    dk, dv = kernel(q, k, v, do, stats, where.q_B2T, where.k_B2S, meetings)
+    return dk[:, :S], dv[:, :S]
+
+
+def _key_kernel(
+    q_ref, k_ref, v_ref, do_ref, stats_ref, q_at_ref, k_at_ref, runs_ref, dk_ref, dv_ref, s,
+    *, tiles, G, window, scale, interpret,
+):  # fmt: skip
+    (B, S, K, H), (C, step, stages) = k_ref.shape, tiles
+    dtype, tile = q_ref.dtype, (ROWS, step)
+    # Early keys, which most queries see, go first.
+    i, b, key_head = split_index(lax.axis_index("block"), S // tiles.rows, B, K)
+    visit = visits(runs_ref, b, i)
+    group = lax.axis_index("warpgroup")
+
+    @pl.when(group == C)
+    def _producer():
+        plgpu.set_max_registers(hopper.FETCH_REGISTERS, action="decrease")
+
+        def put(n, slot, wait):
+            # The heads of one block of queries lie side by side in memory.
+            queries = pl.ds(visit.at(lax.div(n, jnp.int32(G))) * step, step)
+            head = key_head * G + lax.rem(n, jnp.int32(G))
+            wait(s["free"])
+            pairs = (
+                (q_ref.at[b, queries, head], s["q_s"].at[slot]),
+                (do_ref.at[b, queries, head], s["do_s"].at[slot]),
+                (stats_ref.at[b, head, :, queries], s["stats_s"].at[slot]),
+                (q_at_ref.at[b, :, queries], s["q_at"].at[slot]),
+            )
+            fetch(pairs, s["here"].at[slot])
+
+        fill_ring(visit.count * G, stages, put, s["free"])
+
+    @pl.when(group < C)
+    def _consumer():
+        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        k_s, v_s, k_at = (s[x].at[group] for x in ("k_s", "v_s", "k_at"))
+        keys = pl.ds(i * tiles.rows + group * ROWS, ROWS)
+        pairs = (
+            (k_ref.at[b, keys, key_head], k_s),
+            (v_ref.at[b, keys, key_head], v_s),
+            (k_at_ref.at[b, :, keys], k_at),
+        )
+        fetch(pairs, s["k_here"].at[group])
+        plgpu.barrier_wait(s["k_here"].at[group])
+
+        def one_step(n, sums, masked):
+            """Keys are rows here and queries columns, so that dk and dv sum over columns."""
+            slot = slot_of(n, stages)
+            q_s, do_s, stats_s = (s[x].at[slot] for x in ("q_s", "do_s", "stats_s"))
+            plgpu.barrier_wait(s["here"].at[slot])
+
+            def weights(z):
+                if masked:
+                    at = (
+                        hopper.load_two(s["q_at"].at[slot], hopper.PER_COLUMN, interpret),
+                        hopper.load_two(k_at, hopper.PER_ROW, interpret),
+                    )
+                    z = jnp.where(seen(*at, 1, tile, window), z, -jnp.inf)
+                lse = hopper.load(stats_s.at[0], hopper.PER_COLUMN, interpret)
+                return jnp.exp2(z * (scale * LOG2E) - hopper.spread(lse, tile, 1))
+
+            p, dp = hopper.two_products(k_s, q_s, v_s, do_s, weights, interpret)
+
+            def dz():
+                delta = hopper.load(stats_s.at[1], hopper.PER_COLUMN, interpret)
+                return (p * (dp - hopper.spread(delta, tile, 1))).astype(dtype)
+
+            dv, dk = hopper.add_two_products(sums, p.astype(dtype), do_s, dz, q_s, interpret)
+            plgpu.barrier_arrive(s["free"].at[slot])
+            return dv, dk
+
+        zero = hopper.full((ROWS, H), 0.0, hopper.TILE, interpret)
+        sums = (zero, zero)
+        masked, count = visit.masked * G, visit.count * G
+        sums = lax.fori_loop(0, masked, partial(one_step, masked=True), sums)
+        dv, dk = lax.fori_loop(masked, count, partial(one_step, masked=False), sums)
+        k_s[...] = (dk * scale).astype(dtype)
+        v_s[...] = dv.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(k_s, dk_ref.at[b, keys, key_head])
+        plgpu.copy_smem_to_gmem(v_s, dv_ref.at[b, keys, key_head])
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sink attention for TPU: a Pallas kernel forward, two backward, linear memory.
+
+Each step of the grid takes one block of queries, all heads of one key head, and visits the blocks
+of keys that it needs: keys and values are read once per group. The heads of the group are
+unrolled, so that the MXU works on one while the vector units take the softmax of another. Blocks
+that are seen whole skip the mask. float32 operands are multiplied exactly to float32 (slowly).
+
+Nothing here was timed: there was no TPU, only its compiler. Next: pallas_tpu_blocks.py for the
+layout and the loop, pallas_tpu_backward.py for the gradients.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+from pallas_kernels.sink_attention.pallas_tpu_backward import backward
+from pallas_kernels.sink_attention.reference import UNSEEN
+
+COLUMNS = 1024  # heads per key head times head size: what VMEM holds and what was compiled
+TABLE = 2**17  # bytes of block tables in SMEM
+
+
+def _forward_kernel(
+    runs, sink, q, q_places, k_hbm, v_hbm, k_places_hbm, o, lse,
+    k_two, v_two, k_places_two, sems, slot, acc, top, total, *, window, scale,
+):  # fmt: skip
+    b, head = pl.program_id(0), pl.program_id(1)
+    bs = k_two.shape[1]
+
+    def copies(block, buffer):
+        at = pl.ds(pl.multiple_of(block * bs, bs), bs)
+        pairs = ((k_hbm.at[b, head, at], k_two), (v_hbm.at[b, head, at], v_two),
+                 (k_places_hbm.at[b, :, at], k_places_two))  # fmt: skip
+        return tuple(
+            pltpu.make_async_copy(source, two.at[buffer], sems.at[buffer, i])
+            for i, (source, two) in enumerate(pairs)
+        )
+
+    # The sink is where the running softmax starts; −inf starts it empty.
+    top[...] = jnp.maximum(sink[...], UNSEEN / 2)[:, None]
+    total[...] = jnp.exp(sink[...][:, None] - top[...])
+    acc[...] = jnp.zeros_like(acc)
+
+    def body(buffer, whole):
+        k, v = k_two[buffer], v_two[buffer]
+        mask = None if whole else blocks.seen(q_places[...], k_places_two[buffer], window)
+
+        def step(heads):
+            for g in heads:
+                z = blocks.scores(k, q[g], scale, mask)
+                new = jnp.maximum(top[g], jnp.max(z, axis=0, keepdims=True))
+                p, shrink = jnp.exp(z - new), jnp.exp(top[g] - new)
+                top[g] = new
+                total[g] = total[g] * shrink + jnp.sum(p, axis=0, keepdims=True)
+                acc[g] = acc[g] * shrink + blocks.dot(v, p.astype(v.dtype), 0, 0)
+
+        blocks.each_head(q.shape[0], step)
+
+    blocks.visit(runs, slot, copies, body)
+    some = total[...] > 0  # a query without keys and without a sink has nothing to divide by
+    safe = jnp.where(some, total[...], 1.0)
+    lse[...] = jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)[:, 0]
+    o[...] = (acc[...] / safe).astype(o.dtype)
+
+
+def forward(x: blocks.Layout, q, k, v, sink, where: blocks.Places, window, scale, interpret):
+    """o [B, K, G, H, T] and lse [B, K, G, T] of arrays laid out by `x`."""
+    dtype, H, G, bt, bs = q.dtype, x.H, x.G, x.bt, x.bs
+    per_query = pl.BlockSpec((None, None, G, H, bt), lambda b, k, i, _: (b, k, 0, 0, i))
+    statistic = pl.BlockSpec((None, None, G, bt), lambda b, k, i, _: (b, k, 0, i))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    pairs = x.B * x.T * x.F * x.S * x.K * G // 2
+    return pl.pallas_call(
+        partial(_forward_kernel, window=window, scale=scale),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(x.B, x.K, x.n),
+            in_specs=[
+                pl.BlockSpec((None, G, bt), lambda b, k, i, _: (k, 0, 0)),
+                per_query,
+                pl.BlockSpec((None, blocks.SUBLANES, bt), lambda b, k, i, _: (b, 0, i)),
+                in_hbm,
+                in_hbm,
+                in_hbm,
+            ],
+            out_specs=[per_query, statistic],
+            scratch_shapes=[
+                pltpu.VMEM((2, bs, H), dtype),
+                pltpu.VMEM((2, bs, H), dtype),
+                pltpu.VMEM((2, blocks.SUBLANES, bs), jnp.int32),
+                pltpu.SemaphoreType.DMA((2, 3)),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((G, H, bt), jnp.float32),
+                pltpu.VMEM((G, 1, bt), jnp.float32),
+                pltpu.VMEM((G, 1, bt), jnp.float32),
+            ],
+        ),
+        out_shape=[
+            blocks.struct(q.shape, dtype),
+            blocks.struct((x.B, x.K, G, x.n * bt), jnp.float32),
+        ],
+        compiler_params=blocks.PARAMS,
+        cost_estimate=pl.CostEstimate(
+            flops=4 * pairs * H,
+            transcendentals=pairs,
+            bytes_accessed=(2 * q.size + 2 * k.size) * dtype.itemsize,
+        ),
+        interpret=interpret,
+        name="sink_attention_forward",
+    )(where.q_runs, sink, q, where.q_B8T, k, v, where.k_B8S)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
+def mosaic_tpu(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    sink_N: Float[Array, " N"],
+    q_positions_BT: Int[Array, "B T"],
+    k_positions_BS: Int[Array, "B S"],
+    q_segments_BT: Int[Array, "B T"],
+    k_segments_BS: Int[Array, "B S"],
+    window: int,
+    scale: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """(o, lse) by a TPU kernel; see `reference` for the formula."""
+    arrays = (q_BTNH, k_BSKH, v_BSKH, sink_N, q_positions_BT, k_positions_BS)
+    return _fwd(*arrays, q_segments_BT, k_segments_BS, window, scale, interpret)[0]
+
+
+def _fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+    x = blocks.layout(q.shape, k.shape, window)
+    where = blocks.places(x, q_pos, k_pos, q_seg, k_seg, window)
+    arrays = x.columns(q), x.keys(k), x.keys(v), x.sinks(sink)
+    o, lse = forward(x, *arrays, where, window, scale, interpret)
+    o, lse = x.rows(o), x.rows(lse[:, :, :, None])[..., 0]
+    return (o, lse), (q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse)
+
+
+def _bwd(window, scale, interpret, saved, cotangents):
+    q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse = saved
+    do, dlse = cotangents
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - dlse
+    some = jnp.isfinite(lse)  # false only without keys and without a sink: weights 0
+    x = blocks.layout(q.shape, k.shape, window)
+    where = blocks.places(x, q_pos, k_pos, q_seg, k_seg, window)
+    stats_BTN2 = jnp.stack([jnp.where(some, lse, 0.0), delta], axis=3)
+    arrays = x.columns(q), x.keys(k), x.keys(v), x.columns(do), x.columns(stats_BTN2)
+    dq, dk, dv = backward(x, *arrays, where, window, scale, interpret)
+    p_sink = jnp.where(some, jnp.exp(sink.astype(jnp.float32)[None, None] - lse), 0.0)
+    dsink = -jnp.sum(p_sink * delta, axis=(0, 1))
+    dk, dv = (y[:, :, : x.S].transpose(0, 2, 1, 3) for y in (dk, dv))
+    return x.rows(dq), dk, dv, dsink.astype(sink.dtype), None, None, None, None
+
+
+mosaic_tpu.defvjp(_fwd, _bwd)
+
+
+def unsupported(q_BTNH, k_BSKH) -> str | None:
+    """Why the kernels cannot take these shapes; None where they can."""
+    (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
+    if H not in (64, 128):
+        return f"head size {H} is neither 64 nor 128"
+    if q_BTNH.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"dtype {q_BTNH.dtype} is neither float32 nor bfloat16"
+    if N // K * H > COLUMNS:
+        return f"{N // K} query heads per key head times head size {H} exceed {COLUMNS}"
+    table = 16 * B * math.ceil(max(T, S) / blocks.LANES)
+    if table > TABLE:
+        return f"batch {B} of {max(T, S)} tokens needs {table} bytes of SMEM, over {TABLE}"
+    return None

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the three TPU kernels share: the layout of their arrays and the loop over blocks.
+
+Time lies in the 128 lanes: q, o and their cotangents are [B, K, G, H, T], statistics [B, K, G, T],
+scores [keys, queries]. So a head size of 64 wastes neither lanes nor bandwidth for them, a
+statistic is one row, and softmax reduces over sublanes, which costs additions, not shuffles.
+
+A kernel holds one block and loops over the blocks that it needs of the other side, copied from
+HBM into two buffers by turns: what nobody sees costs no step, no copy and no mask, however long
+the row. (Steps of a grid over all blocks would cost about 0.35 µs each though skipped: at 64k
+tokens and a window of 128, a hundred times the work. A list of pairs would outgrow SMEM.) The
+last step of a loop already fetches the first block of the next loop.
+
+Next: pallas_tpu.py and pallas_tpu_backward.py, the kernels.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.blocks import block_table, runs
+from pallas_kernels.masks import visible
+from pallas_kernels.sink_attention.reference import UNSEEN
+
+LANES = 128
+SUBLANES = 8
+HEADS = 2  # unrolled: one's product hides another's softmax; more only lengthens the program
+PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
+
+
+def block_sizes(T: int, S: int, window: int) -> tuple[int, int]:
+    """Queries (of each head of a group) and keys per block.
+
+    By the compiler's own schedule for v5p, the forward kernel takes 2206 cycles per 2^19 pairs
+    in blocks of 512 by 512, 2798 in 256 by 512, 3024 in 256 by 256 (backward 5998 and 6758 in
+    the first two): a larger product hides more of the MXU's latency. A block of scores takes
+    1 MiB of VMEM. Behind a short window larger blocks of keys than 128 are mostly masked.
+    """
+    if 0 < window <= 2 * LANES:
+        return (LANES if T <= LANES else 2 * LANES), LANES
+    return _block(T), _block(S)
+
+
+def _block(length: int) -> int:
+    return next((size for size in (128, 256) if length <= size), 512)
+
+
+class Layout(NamedTuple):
+    """Sizes as the kernels see them. Few queries: the heads of a group lie in the lanes too."""
+
+    B: int
+    T: int
+    S: int
+    K: int
+    G: int  # query heads per key head that stay apart
+    F: int  # query heads per key head folded into the lanes: column t·F + f
+    H: int
+    bt: int
+    bs: int
+
+    @property
+    def n(self) -> int:
+        """Blocks of queries."""
+        return max(1, -(-self.T * self.F // self.bt))
+
+    @property
+    def m(self) -> int:
+        """Blocks of keys."""
+        return max(1, -(-self.S // self.bs))
+
+    def columns(self, x_BTNX: Float[Array, "B T N X"]) -> Float[Array, "B K G X Tp"]:
+        """Time into the lanes, padded with 0."""
+        X = x_BTNX.shape[3]
+        x = x_BTNX.reshape(self.B, self.T, self.K, self.G, self.F, X).transpose(0, 2, 3, 5, 1, 4)
+        x = x.reshape(self.B, self.K, self.G, X, self.T * self.F)
+        return _pad_last(x, self.n * self.bt)
+
+    def rows(self, x_BKGXT: Float[Array, "B K G X Tp"]) -> Float[Array, "B T N X"]:
+        """The inverse of `columns`."""
+        X = x_BKGXT.shape[3]
+        x = x_BKGXT[..., : self.T * self.F]
+        x = x.reshape(self.B, self.K, self.G, X, self.T, self.F).transpose(0, 4, 1, 2, 5, 3)
+        return x.reshape(self.B, self.T, self.K * self.G * self.F, X)
+
+    def keys(self, x_BSKH: Float[Array, "B S K H"]) -> Float[Array, "B K Sp H"]:
+        """Keys or values, padded with 0."""
+        more = self.m * self.bs - self.S
+        return jnp.pad(x_BSKH.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, more), (0, 0)))
+
+    def sinks(self, sink_N: Float[Array, " N"]) -> Float[Array, "K G bt"]:
+        """The sink of each column of a block."""
+        sink_KGF = sink_N.astype(jnp.float32).reshape(self.K, self.G, self.F)
+        return sink_KGF[:, :, jnp.arange(self.bt) % self.F]
+
+
+class Places(NamedTuple):
+    """Where queries and keys sit: positions in row 0, segments in row 1, of 8 sublanes."""
+
+    q_B8T: Int[Array, "B 8 Tp"]
+    k_B8S: Int[Array, "B 8 Sp"]
+    q_runs: Int[Array, " R"]  # of key blocks, for each query block: see `blocks.runs`
+    k_runs: Int[Array, " Q"]  # of query blocks, for each key block
+
+
+def layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...], window: int) -> Layout:
+    """The sizes for q [B, T, N, H] and k [B, S, K, H]."""
+    (B, T, N, H), (S, K) = q_shape, k_shape[1:3]
+    G = N // K
+    F = G if T * G <= block_sizes(T * G, S, window)[0] else 1  # where one block holds them
+    return Layout(B, T, S, K, G // F, F, H, *block_sizes(T * F, S, window))
+
+
+def places(
+    x: Layout,
+    q_positions_BT: Int[Array, "B T"],
+    k_positions_BS: Int[Array, "B S"],
+    q_segments_BT: Int[Array, "B T"],
+    k_segments_BS: Int[Array, "B S"],
+    window: int,
+) -> Places:
+    """Positions and segments as the kernels read them, and the blocks to visit."""
+    q_pos, q_seg = (
+        _pad_last(jnp.repeat(y, x.F, axis=1), x.n * x.bt) for y in (q_positions_BT, q_segments_BT)
+    )
+    k_pos, k_seg = (_pad_last(y, x.m * x.bs) for y in (k_positions_BS, k_segments_BS))
+    needed, whole = block_table(q_pos, q_seg, k_pos, k_seg, x.bt, x.bs, window)
+
+    def visits(needed: Array, whole: Array) -> Array:
+        # Every loop visits a block, so that the one before it always knows what to fetch.
+        first, whole_first, whole_last, last = jnp.moveaxis(runs(needed, whole), 2, 0)
+        ends = (first, whole_first, whole_last, jnp.maximum(last, first + 1))
+        return jnp.stack(ends, axis=2).reshape(-1)
+
+    def eight(pos: Array, seg: Array) -> Array:
+        return jnp.pad(jnp.stack([pos, seg], axis=1), ((0, 0), (0, SUBLANES - 2), (0, 0)))
+
+    return Places(
+        eight(q_pos, q_seg),
+        eight(k_pos, k_seg),
+        visits(needed, whole),
+        visits(needed.swapaxes(1, 2), whole.swapaxes(1, 2)),
+    )
+
+
+def _pad_last(x: Array, length: int) -> Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])
+
+
+# What follows is called inside kernels.
+
+
+def dot(a: Any, b: Any, contract_a: int, contract_b: int) -> Any:
+    """A product in float32; of float32 operands, exact to float32."""
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((contract_a,), (contract_b,)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
+
+
+def seen(q_places_8t: Any, k_places_8s: Any, window: int) -> Any:
+    """Which pair of [keys, queries] is visible."""
+    k_places = k_places_8s.T
+    q_pos, q_seg = q_places_8t[0:1, :], q_places_8t[1:2, :]
+    return visible(q_pos, k_places[:, 0:1], window, q_seg, k_places[:, 1:2])
+
+
+def scores(k: Any, q: Any, scale: float, mask: Any) -> Any:
+    """Scores [keys, queries]; `mask` is None where every pair is visible."""
+    z = dot(k, q, 1, 0) * scale
+    return z if mask is None else jnp.where(mask, z, UNSEEN)
+
+
+def visit(
+    runs_ref: Any, slot_ref: Any, copies: Callable[..., tuple], body: Callable[[Any, bool], None]
+) -> None:
+    """Call body(buffer, whole) for each block that this step of the grid (B, K, blocks) needs.
+
+    `copies(block, buffer)` names the copies that bring a block; `slot_ref` holds the buffer, 0 or
+    1, in which the first block of the next step is on its way.
+    """
+    b, i, n = pl.program_id(0), pl.program_id(2), pl.num_programs(2)
+    row = 4 * (b * n + i)
+    first, whole_first, whole_last, last = (runs_ref[row + at] for at in range(4))
+    next_row = row + 4 * jnp.where(i + 1 < n, 1, 0)
+
+    def fetch(block: Any, buffer: Any) -> None:
+        for copy in copies(block, buffer):
+            copy.start()
+
+    @pl.when(i == 0)
+    def _():
+        slot_ref[0] = 0
+        fetch(first, 0)
+
+    def step(block: Any, buffer: Any) -> Any:
+        more = block + 1 < last
+
+        @pl.when(more | (i + 1 < n))
+        def _():
+            fetch(jnp.where(more, block + 1, runs_ref[next_row]), 1 - buffer)
+
+        for copy in copies(block, buffer):
+            copy.wait()
+        whole = (block >= whole_first) & (block < whole_last)
+        pl.when(whole)(lambda: body(buffer, True))
+        pl.when(~whole)(lambda: body(buffer, False))
+        return 1 - buffer
+
+    slot_ref[0] = lax.fori_loop(first, last, step, slot_ref[0])
+
+
+def each_head(G: int, step: Callable[[list], None]) -> None:
+    """Call step(heads) until each of G had its turn; HEADS of them at once where G divides."""
+    together = max(count for count in range(1, min(G, HEADS) + 1) if G % count == 0)
+    if together == G:
+        step(list(range(G)))
+        return
+    lax.fori_loop(
+        0, G // together, lambda i, _: step([i * together + j for j in range(together)]), None
+    )
+
+
+def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A result of a kernel."""
+    return jax.ShapeDtypeStruct(shape, dtype)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernels of decoding through ptxas at the sizes of GPT-OSS 20B and 120B."""
+
+import math
+
+import pytest
+
+from pallas_kernels import ahead_of_time, hopper
+from pallas_kernels.decode_attention import cases, pallas_gpu
+
+pytestmark = pytest.mark.aot
+
+COMPILED = (
+    "64x8k", "64_ring", "8x32k_new4", "head_128", "64x8k_pages_64_window", "8x32k_pages_16_new4",
+)  # fmt: skip
+
+
+def compiled(case):
+    if reason := ahead_of_time.missing("h200"):
+        pytest.skip(reason)
+    paged = isinstance(case, cases.PagedCase)
+    f = pallas_gpu.mosaic_gpu_paged if paged else pallas_gpu.mosaic_gpu
+    return ahead_of_time.compile_for(
+        "h200", lambda *x: f(*x, case.window, case.H**-0.5), *cases.shapes(case)
+    )
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_without_spills_two_blocks_share_a_core_and_no_cache_is_copied(name):
+    case = cases.named(name)
+    done = compiled(case)
+    assert len(done.kernels) == 2  # the splits and their merge
+    for kernel in done.kernels:
+        assert kernel.spills == kernel.stack == 0
+        assert kernel.registers <= (128 if case.H == 64 else 224)
+    stages = pallas_gpu.STAGES * 2 * pallas_gpu.KEYS * case.H * 2
+    tiles = (2 * 64 * case.H + 64 * 64 * 2) + 4 * 64 * case.H  # q, weights and results
+    places = 2 * 4 * pallas_gpu.SPLIT + 4 * pallas_gpu.SPLIT // pallas_gpu.LEAST_PAGE + 4096
+    blocks = 2 if case.H == 64 else 1
+    assert blocks * (stages + tiles + places) <= hopper.SHARED_BYTES
+    cache = 2 * math.prod(cases.shapes(case)[1].shape) * 2
+    assert done.temp_bytes < 0.05 * cache + 2**23

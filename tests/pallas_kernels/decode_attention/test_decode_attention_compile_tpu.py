@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernel of decoding through libtpu at the sizes of GPT-OSS 20B and 120B.
+
+The compiler refuses what does not fit in VMEM (16 MiB of a kernel on v5e, the least): the ring
+takes 3 MiB with heads of 64 and 6 MiB with heads of 128.
+"""
+
+import jax
+import pytest
+
+from pallas_kernels import ahead_of_time
+from pallas_kernels.decode_attention import cases, pallas_tpu
+
+pytestmark = pytest.mark.aot
+
+EVERYWHERE = ("64x8k", "8x32k_pages_16_new4")
+ON_ONE = ("64_ring", "8x32k_new4", "head_128", "64x8k_pages_64_window", "64x8k_pages_16")
+
+
+def compiled(chip, case, flat):
+    """With the cache as [.., K·H], reshaped in the call, or as [.., K, H]."""
+    if reason := ahead_of_time.missing(chip):
+        pytest.skip(reason)
+    f = pallas_tpu.mosaic_tpu_paged
+    if not isinstance(case, cases.PagedCase):
+        f = pallas_tpu.mosaic_tpu
+    q, kv, _, *rest = cases.shapes(case)
+    given = jax.ShapeDtypeStruct((*kv.shape[:2], case.K * case.H), kv.dtype) if flat else kv
+
+    def decode(q, k, v, *rest):
+        return f(q, k.reshape(kv.shape), v.reshape(kv.shape), *rest, case.window, case.H**-0.5)
+
+    return ahead_of_time.compile_for(chip, decode, q, given, given, *rest), kv.size * 2
+
+
+@pytest.mark.parametrize("chip", ahead_of_time.TPUS)
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_it_compiles_for_every_chip_and_copies_no_cache(chip, name):
+    done, bytes_of_k = compiled(chip, cases.named(name), flat=True)
+    assert done.temp_bytes < 0.06 * bytes_of_k
+
+
+@pytest.mark.parametrize("name", ON_ONE)
+def test_other_sizes_compile_for_the_smallest_chip(name):
+    done, bytes_of_k = compiled("v5e", cases.named(name), flat=True)
+    assert done.temp_bytes < 0.1 * bytes_of_k + 2**24
+
+
+def test_a_cache_with_separate_heads_is_copied_first():
+    done, bytes_of_k = compiled("v5e", cases.named("64x8k_pages_64"), flat=False)
+    assert done.temp_bytes > 2 * bytes_of_k

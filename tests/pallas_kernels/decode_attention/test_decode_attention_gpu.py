@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernels of decoding, interpreted, against a float64 oracle and their promises."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.decode_attention import cases, checks, pallas_gpu
+from pallas_kernels.dispatch import Target
+
+KERNEL = partial(pallas_gpu.mosaic_gpu, interpret=True)
+PAGED = partial(pallas_gpu.mosaic_gpu_paged, interpret=True)
+ALL = cases.TEST_CASES + cases.PAGED_TEST_CASES
+FAST = ("window_left", "pages_16_window")
+
+
+def kernel_of(case):
+    return PAGED if isinstance(case, cases.PagedCase) else KERNEL
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_splits_per_row():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pallas_gpu, "SPLIT", 256)
+        yield
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c if c.name in FAST else pytest.param(c, marks=pytest.mark.slow) for c in ALL],
+    ids=lambda case: case.name,
+)
+def test_values_are_as_good_as_the_plain_formula(case):
+    checks.check(kernel_of(case), case)
+
+
+@pytest.mark.slow
+def test_float16_is_as_good():
+    checks.check(KERNEL, cases.named("uneven"), jnp.float16)
+
+
+def test_more_rows_than_a_tile_take_several():
+    case = cases.Case("tiles", 1, 13, 72, 12, 2, 64, 33)
+    assert pallas_gpu.tiles_of(13, 6) == (2, 64)
+    checks.check(KERNEL, case)
+
+
+def test_a_row_depends_on_its_own_slots_only():
+    checks.check_rows_alone(KERNEL)
+
+
+@pytest.mark.slow
+def test_pages_may_lie_anywhere():
+    checks.check_pages_anywhere(PAGED, cases.named("pages_16_window"))
+
+
+@pytest.mark.slow
+def test_half_caches_merge_into_the_whole():
+    checks.check_halves_merge(KERNEL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [-0.25, 0.0])
+def test_scales_that_are_not_positive(scale):
+    inputs = cases.make_inputs(checks.SHORT, jnp.bfloat16)
+    from pallas_kernels.decode_attention.xla import xla
+    from pallas_kernels.testing import three_way
+
+    ours, right = KERNEL(*inputs, 0, scale), xla(*inputs, 0, scale)
+    for mine, theirs in zip(ours, right, strict=True):
+        three_way(mine, theirs, theirs, "scale", ulps=4.0)
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(pallas_gpu, "target", lambda: Target("gpu", "NVIDIA H200"))
+
+
+@pytest.mark.parametrize(
+    "q, k, reason",
+    [
+        (shape(2, 1, 8, 48), shape(2, 96, 2, 48), "head size 48"),
+        (shape(2, 17, 8, 64), shape(2, 96, 2, 64), "17 queries"),
+        (shape(2, 1, 8, 64, dtype=jnp.float32), shape(2, 96, 2, 64), "float32"),
+        (shape(2, 1, 8, 64), shape(2, 0, 2, 64), "no keys"),
+    ],
+)
+def test_what_it_cannot_do_has_a_reason(on_hopper, q, k, reason):
+    assert reason in pallas_gpu.unsupported(q, k)
+
+
+def test_other_gpus_and_odd_pages_have_a_reason(on_hopper, monkeypatch):
+    q = shape(2, 1, 8, 64)
+    assert "page size 24" in pallas_gpu.unsupported_paged(q, shape(9, 24, 2, 64))
+    assert pallas_gpu.unsupported_paged(q, shape(9, 128, 2, 64)) is None
+    monkeypatch.setattr(pallas_gpu, "target", lambda: Target("gpu", "NVIDIA A100"))
+    assert "Hopper" in pallas_gpu.unsupported(q, shape(2, 96, 2, 64))

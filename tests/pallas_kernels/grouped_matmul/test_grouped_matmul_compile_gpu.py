@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernels through the real compiler, at the sizes of GPT-OSS; nothing is executed.
+
+Shared memory past the chip's limit is refused by the compiler itself, spilled registers are not.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import ahead_of_time
+from pallas_kernels.grouped_matmul import cases, pallas_gpu
+
+pytestmark = pytest.mark.aot
+CHIP = "h200"
+GATE_UP = [case for case in cases.REAL_CASES if case.F == 2 * case.D]
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    reason = ahead_of_time.missing(CHIP)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_multiplies(monkeypatch):
+    """ptxas says when it makes every wgmma wait for the one before, and goes on."""
+    read = ahead_of_time.read_ptxas
+
+    def strict(text):
+        assert "serialized" not in text
+        return read(text)
+
+    monkeypatch.setattr(ahead_of_time, "read_ptxas", strict)
+
+
+def matmul(lhs, rhs, sizes, bias):
+    return pallas_gpu.mosaic_gpu(lhs, rhs, sizes, bias)
+
+
+def swiglu(lhs, rhs, sizes, bias):
+    return pallas_gpu.mosaic_gpu_swiglu(lhs, rhs, sizes, bias, 1.702, 7.0)
+
+
+def with_gradients(f):
+    def run(lhs, rhs, sizes, bias, dout):
+        out, pull = jax.vjp(lambda lhs, rhs, bias: f(lhs, rhs, sizes, bias), lhs, rhs, bias)
+        return out, pull(dout)
+
+    return run
+
+
+def check(compiled, kernels):
+    assert len(compiled.kernels) == kernels
+    for kernel in compiled.kernels:
+        assert kernel.spills == 0 and kernel.stack == 0
+        assert 0 < kernel.registers <= 168
+
+
+def small(case):
+    """Bytes beside arguments and results: tables, and the bias in float32."""
+    return 4 * (len(case.group_sizes) + 1) * case.F + (1 << 18)
+
+
+@pytest.mark.parametrize("case", cases.REAL_CASES, ids=lambda x: x.name)
+def test_out_and_every_gradient_fit_registers_and_need_no_memory(case):
+    dout = jax.ShapeDtypeStruct((case.M, case.F), jnp.bfloat16)
+    args = *cases.shapes(case), dout
+    compiled = ahead_of_time.compile_for(CHIP, with_gradients(matmul), *args)
+    check(compiled, 3)
+    assert compiled.temp_bytes <= 2 * small(case)  # dbias in float32 too
+
+
+@pytest.mark.parametrize("case", GATE_UP, ids=lambda x: x.name)
+def test_the_fused_activation_fits_registers_and_needs_no_memory(case):
+    compiled = ahead_of_time.compile_for(CHIP, swiglu, *cases.shapes(case))
+    check(compiled, 1)
+    assert compiled.temp_bytes <= small(case)
+
+
+@pytest.mark.parametrize("case", GATE_UP, ids=lambda x: x.name)
+def test_gradients_of_the_fused_activation_keep_the_product_and_its_gradient(case):
+    dout = jax.ShapeDtypeStruct((case.M, case.F // 2), jnp.bfloat16)
+    args = *cases.shapes(case), dout
+    compiled = ahead_of_time.compile_for(CHIP, with_gradients(swiglu), *args)
+    check(compiled, 3)
+    assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + 2 * small(case)
+
+
+def test_a_tile_too_many_for_shared_memory_is_refused(monkeypatch):
+    from pallas_kernels.grouped_matmul import pallas_gpu_tiles
+
+    monkeypatch.setattr(pallas_gpu_tiles, "STAGES", 5)
+    with pytest.raises(Exception, match="shared memory"):
+        ahead_of_time.compile_for(CHIP, matmul, *cases.shapes(cases.REAL_CASES[0]))

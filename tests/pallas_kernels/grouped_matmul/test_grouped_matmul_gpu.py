@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernels, interpreted: against the formula in float32, and their own promises.
+
+Shapes give several tiles both ways, group sizes are arrays: all that share a shape share a program.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels.dispatch import Implementation, pick
+from pallas_kernels.grouped_matmul import cases, pallas_gpu, pallas_gpu_tiles, reference
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from pallas_kernels.testing import three_way
+
+M, D, F = 300, 256, 384  # 2 or more row tiles, 2 column tiles; of drhs 2 by 2; 4 or 6 steps
+ALPHA, LIMIT = 1.3, 0.9  # the clamps bite
+SIZES = {
+    "a tile and more, tails, none": (1, 210, 17, 0, 37, 24, 3),
+    "rows past the sum": (5, 0, 33, 16, 0, 2, 9),
+    "all to one": (0, 0, 0, 300, 0, 0, 0),
+    "all to the last": (0, 0, 0, 0, 0, 0, 300),
+    "none used": (0,) * 7,
+    "whole tiles": (192, 0, 64, 0, 0, 0, 44),
+}
+NAMES = ("out", "dlhs", "drhs", "dbias")
+
+knows_transposes = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="jax 0.10's GPU interpreter knows no transposed operand"
+)
+
+
+def make(sizes, dtype=jnp.bfloat16, n_rows=M, width=F):
+    case = cases.Case("gpu", n_rows, D, width, sizes)
+    dout = jax.random.normal(jax.random.key(9), (n_rows, width)).astype(dtype)
+    return *cases.make_inputs(case, dtype), dout
+
+
+def mine(sizes, lhs, rhs, bias):
+    return pallas_gpu.mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
+
+
+def mine_swiglu(sizes, lhs, rhs, bias):
+    return pallas_gpu.mosaic_gpu_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
+
+
+def naive(sizes, lhs, rhs, bias):
+    """Every group's matrix on every row, in the inputs' dtype."""
+    row, end = jnp.arange(lhs.shape[0])[:, None], jnp.cumsum(sizes)
+    own = (row < end[None, :]) & (row >= (end - sizes)[None, :])
+    every = jnp.einsum("md,edf->mef", lhs, rhs) + bias[None]
+    return jnp.where(own[:, :, None], every, jnp.zeros_like(every)).sum(1)
+
+
+def naive_swiglu(sizes, lhs, rhs, bias):
+    gate, up = jnp.split(naive(sizes, lhs, rhs, bias), 2, axis=-1)
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
+
+
+def exact(sizes, lhs, rhs, bias):
+    return reference.reference(lhs, rhs, sizes, bias)
+
+
+def exact_swiglu(sizes, lhs, rhs, bias):
+    return reference.reference_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT)
+
+
+forward = partial(jax.jit, static_argnums=0)(lambda f, sizes, *args: f(sizes, *args))
+
+
+@partial(jax.jit, static_argnums=0)
+def values_and_gradients(f, dout, sizes, *args):
+    out, pull = jax.vjp(partial(f, sizes), *args)
+    return out, *pull(dout)
+
+
+def up(*arrays):
+    return [x.astype(jnp.float32) for x in arrays]
+
+
+def check_all(ours, plain, oracle, args, name):
+    """Values and every gradient of `ours` against `oracle`, forgiven what `plain` gets wrong."""
+    lhs, rhs, sizes, bias, dout = args
+    got = values_and_gradients(ours, dout, sizes, lhs, rhs, bias)
+    simple = values_and_gradients(plain, dout, sizes, lhs, rhs, bias)
+    wanted = values_and_gradients(oracle, *up(dout), sizes, *up(lhs, rhs, bias))
+    for what, a, b, c in zip(NAMES, got, simple, wanted, strict=True):
+        assert a.dtype == lhs.dtype
+        three_way(a, b, c, f"{name} {what}")
+
+
+def some(*fast):
+    """All of SIZES, those not named as slow tests."""
+    return [x if x in fast else pytest.param(x, marks=pytest.mark.slow) for x in SIZES]
+
+
+@knows_transposes
+@pytest.mark.parametrize("name", some("a tile and more, tails, none", "rows past the sum"))
+def test_values_and_every_gradient_are_as_good_as_the_naive_masks(name):
+    check_all(mine, naive, exact, make(SIZES[name]), name)
+
+
+@pytest.mark.parametrize("name", some("a tile and more, tails, none", "whole tiles", "none used"))
+def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(monkeypatch, name):
+    monkeypatch.setattr(pallas_gpu_tiles, "WIDTHS", (64,))  # two column tiles
+    lhs, rhs, sizes, bias, _ = make(SIZES[name], width=256)
+    got = forward(mine_swiglu, sizes, lhs, rhs, bias)
+    simple = forward(naive_swiglu, sizes, lhs, rhs, bias)
+    three_way(got, simple, forward(exact_swiglu, sizes, *up(lhs, rhs, bias)), name)
+
+
+@pytest.mark.parametrize("name", some("whole tiles"))
+def test_the_forward_pass_alone(name):
+    lhs, rhs, sizes, bias, _ = make(SIZES[name])
+    got = forward(mine, sizes, lhs, rhs, bias)
+    wanted = forward(exact, sizes, *up(lhs, rhs, bias))
+    three_way(got, forward(naive, sizes, lhs, rhs, bias), wanted, "out")
+
+
+@knows_transposes
+def test_every_gradient_of_the_fused_activation():
+    *args, _ = make(SIZES["rows past the sum"])
+    dout = jax.random.normal(jax.random.key(8), (M, F // 2)).astype(jnp.bfloat16)
+    check_all(mine_swiglu, naive_swiglu, exact_swiglu, (*args, dout), "swiglu")
+
+
+@knows_transposes
+def test_a_nan_stays_in_its_own_group_and_one_past_the_sum_goes_nowhere():
+    sizes = SIZES["rows past the sum"]
+    lhs, rhs, sizes_E, bias, dout = make(sizes)
+    group, used = 3, sum(sizes)
+    bad = sum(sizes[:group]) + 7
+    lhs = lhs.at[used:].set(jnp.nan).at[bad].set(jnp.nan)
+    dout = dout.at[used:].set(jnp.nan)
+    got = values_and_gradients(mine, dout, sizes_E, lhs, rhs, bias)
+    out, dlhs, drhs, dbias = (np.asarray(x, np.float32) for x in got)
+    assert not out[used:].any() and not dlhs[used:].any()
+    assert np.isnan(out).any(axis=1).nonzero()[0].tolist() == [bad]
+    assert np.isnan(drhs).any(axis=(1, 2)).nonzero()[0].tolist() == [group]
+    assert np.isfinite(dlhs).all() and np.isfinite(dbias).all()
+    dout = dout.at[used:].set(0).at[bad].set(jnp.nan)
+    _, dlhs, drhs, dbias = values_and_gradients(mine, dout, sizes_E, lhs, rhs, bias)
+    assert np.isnan(np.asarray(dlhs, np.float32)).any(axis=1).nonzero()[0].tolist() == [bad]
+    for x in (drhs, dbias):
+        axes = tuple(range(1, x.ndim))
+        assert np.isnan(np.asarray(x, np.float32)).any(axis=axes).nonzero()[0].tolist() == [group]
+
+
+def test_fewer_rows_than_a_tile_no_bias_and_float16():
+    lhs, rhs, sizes, bias, _ = make((2, 0, 1, 4, 0, 1, 0), jnp.float16, 9)
+    got = jax.jit(partial(pallas_gpu.mosaic_gpu, interpret=True))(lhs, rhs, sizes)
+    assert got.shape == (9, F) and got.dtype == jnp.float16
+    zero = jnp.zeros_like(bias)
+    simple = naive(sizes, lhs, rhs, zero)
+    three_way(got, simple, exact(sizes, *up(lhs, rhs, zero)), "out")
+
+
+@pytest.mark.slow
+@knows_transposes
+@pytest.mark.parametrize("widths, stages, chunk", [((64,), 2, 2), ((192, 64), 5, 3)])
+def test_other_tiles_give_the_same_bits(monkeypatch, widths, stages, chunk):
+    lhs, rhs, sizes, bias, dout = make(SIZES["a tile and more, tails, none"])
+    args = (dout, sizes, lhs, rhs, bias)
+    before = values_and_gradients(mine, *args)
+    monkeypatch.setattr(pallas_gpu_tiles, "WIDTHS", widths)
+    monkeypatch.setattr(pallas_gpu_tiles, "STAGES", stages)
+    monkeypatch.setattr(pallas_gpu_tiles, "CHUNK", chunk)
+    after = values_and_gradients(lambda *x: mine(*x), *args)  # another function: traced anew
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.slow
+@knows_transposes
+@pytest.mark.parametrize("name", SIZES)
+def test_every_gradient_in_float16_and_of_the_fused_activation(name):
+    check_all(mine, naive, exact, make(SIZES[name], jnp.float16), name)
+    *args, _ = make(SIZES[name], jnp.float16, width=384)
+    dout = jax.random.normal(jax.random.key(8), (M, 192)).astype(jnp.float16)
+    check_all(mine_swiglu, naive_swiglu, exact_swiglu, (*args, dout), f"swiglu {name}")
+
+
+row_tiles = partial(jax.jit, static_argnums=(1, 2, 3))(pallas_gpu_tiles.row_tiles)
+
+
+@given(st.lists(st.integers(0, 500), min_size=9, max_size=9), st.sampled_from([128, 192]))
+def test_tiles_cover_every_row_once_at_places_a_copy_can_start(sizes, size):
+    n_rows, padded = 4511, 4512
+    table, count = row_tiles(jnp.asarray(sizes, jnp.int32), n_rows, padded, size)
+    assert count[0] <= table.shape[0]
+    owner = np.full(n_rows, -1)
+    for group, start, lo, hi in np.asarray(table)[: int(count[0])]:
+        assert start % 8 == 0 and 0 <= start <= padded - size and 0 <= lo < hi <= size
+        rows = slice(start + lo, start + hi)
+        assert (owner[rows] == -1).all()
+        owner[rows] = group
+    np.testing.assert_array_equal(owner, np.repeat(np.arange(10), [*sizes, n_rows - sum(sizes)]))
+
+
+def test_the_walk_over_tiles_meets_each_once_and_stays_near():
+    walk = jax.vmap(lambda i: jnp.stack(pallas_gpu_tiles.in_chunks(i, jnp.int32(21), 5)))
+    places = np.asarray(walk(jnp.arange(21 * 5, dtype=jnp.int32)))
+    assert len({tuple(x) for x in places}) == 21 * 5
+    assert (places < [21, 5]).all() and (places >= 0).all()
+    assert len({row for row, _ in places[: 8 * 5]}) == 8
+
+
+def on(kind):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def zeros(*shapes, dtype=jnp.bfloat16):
+    return [jnp.zeros(x, dtype) for x in shapes]
+
+
+@pytest.mark.parametrize(
+    "lhs, rhs, dtype, reason",
+    [
+        ((300, 256), (7, 256, 320), jnp.float32, "not both bfloat16"),
+        ((300, 200), (7, 200, 320), jnp.bfloat16, "not multiples of 64"),
+        ((300, 256), (7, 256, 300), jnp.bfloat16, "not multiples of 64"),
+        ((300, 128), (7, 128, 320), jnp.bfloat16, "fewer than the 192"),
+        ((0, 256), (7, 256, 320), jnp.bfloat16, "no rows or no groups"),
+    ],
+)
+def test_what_the_kernel_cannot_do_has_a_reason(lhs, rhs, dtype, reason):
+    arrays = zeros(lhs, rhs, dtype=dtype)
+    impls = {"mosaic_gpu": Implementation(pallas_gpu.mosaic_gpu, pallas_gpu.unsupported, ("gpu",))}
+    with on("NVIDIA H200"), pytest.raises(NotImplementedError, match=reason):
+        pick("mosaic_gpu", impls, *arrays)
+
+
+def test_a_half_that_is_no_multiple_of_64_four_bits_and_other_chips_have_reasons_too():
+    arrays = zeros((300, 256), (7, 256, 320))
+    four = Mxfp4(*zeros((7, 128, 320), (7, 8, 320), dtype=jnp.uint8))
+    with on("NVIDIA H200"):
+        assert pallas_gpu.unsupported(*arrays) is None
+        assert "half of 320 columns" in pallas_gpu.unsupported_swiglu(*arrays)
+        assert "four-bit" in pallas_gpu.unsupported(arrays[0], four)
+    with on("NVIDIA A100"):
+        assert "it needs a Hopper GPU" in pallas_gpu.unsupported(*arrays)

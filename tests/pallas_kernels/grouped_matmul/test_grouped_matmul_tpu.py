@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernels, interpreted on a CPU: values and every gradient against float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_tpu
+from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
+from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows
+from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_tile
+from pallas_kernels.testing import three_way
+
+NAMES = ("out", "dlhs", "drhs", "dbias")
+ALPHA, LIMIT = 1.3, 2.5
+# Half of 384 columns is 1.5 registers, like half of 5760; 192 rows are two halves of 3 groups.
+MATMUL, SWIGLU = (131, 192, 640), (131, 192, 384)
+SIZES = {
+    "uneven": (1, 17, 53, 0, 29, 24, 7),  # 18 … 63 of a tile takes two calls that overlap
+    "rows_past_the_sum": (5, 0, 33, 16, 0, 2, 9),
+    "all_to_the_last": (0, 0, 0, 0, 0, 0, 131),
+    "all_to_one": (0, 0, 131, 0, 0, 0, 0),
+    "no_rows_used": (0,) * 7,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles():
+    """Several tiles of rows and columns, long and short products, in matrices of this size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "ROWS", 64)
+        patch.setattr(tiles, "LONG", 64)
+        patch.setattr(tiles, "SHORT", 32)
+        patch.setattr(tiles, "COLUMNS", 128)
+        patch.setattr(tiles, "window_bytes", lambda: 128 * 640 * 4)
+        yield
+    jax.clear_caches()
+
+
+def dense(swiglu, sizes, lhs, rhs, bias):
+    """Every expert on every row, in the inputs' dtype, differentiated by JAX."""
+    row, end = jnp.arange(lhs.shape[0], dtype=jnp.int32)[:, None], jnp.cumsum(sizes)
+    mine = ((row < end[None, :]) & (row >= (end - sizes)[None, :]))[:, :, None]
+    every = jnp.einsum("md,edf->mef", lhs, rhs) + bias[None]
+    h = jnp.where(mine, every, jnp.zeros_like(every)).sum(1)
+    if not swiglu:
+        return h
+    gate, up = jnp.split(h, 2, axis=1)
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
+
+
+def kernel(swiglu, sizes, lhs, rhs, bias):
+    if swiglu:
+        return pallas_tpu.mosaic_tpu_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
+    return pallas_tpu.mosaic_tpu(lhs, rhs, sizes, bias, interpret=True)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def values_and_gradients(f, swiglu, dout, sizes, *args):
+    """Of arrays; four-bit weights are held fixed."""
+    fixed = args[1] if isinstance(args[1], mxfp4.Mxfp4) else None
+    if fixed is not None:
+        out, pull = jax.vjp(lambda lhs, bias: f(swiglu, sizes, lhs, fixed, bias), args[0], args[2])
+    else:
+        out, pull = jax.vjp(partial(f, swiglu, sizes), *args)
+    return out, *pull(dout)
+
+
+def inputs(shape, sizes, dtype, swiglu):
+    n_rows, width, columns = shape
+    case = cases.Case("", n_rows, width, columns, sizes)
+    lhs, rhs, sizes, bias = cases.make_inputs(case, dtype)
+    columns = columns // 2 if swiglu else columns
+    dout = jax.random.normal(jax.random.key(9), (n_rows, columns)).astype(dtype)
+    return dout, sizes, lhs, rhs, bias * 2 + 1
+
+
+def oracle(swiglu, dout, sizes, *args):
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x.astype(jnp.float32), np.float64)) for x in (dout, *args)]
+        got = values_and_gradients(dense, swiglu, wide[0], sizes, *wide[1:])
+        return [np.asarray(x) for x in got]
+
+
+def check(swiglu, dout, sizes, *args):
+    exact = oracle(swiglu, dout, sizes, *args)
+    plain = values_and_gradients(dense, swiglu, dout, sizes, *args)
+    ours = values_and_gradients(kernel, swiglu, dout, sizes, *args)
+    for name, a, b, c in zip(NAMES, ours, plain, exact, strict=True):
+        assert a.dtype == dout.dtype
+        three_way(a, b, c, name)
+
+
+# Sizes are data: one compiled kernel for all of them is part of what is tested.
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_values_and_every_gradient_are_as_good_as_the_dense_formula(sizes):
+    check(False, *inputs(MATMUL, sizes, jnp.float32, False))
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_the_fused_swiglu_and_its_gradients_are_as_good_as_the_dense_formula(sizes):
+    check(True, *inputs(SWIGLU, sizes, jnp.float32, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize(
+    "shape, sizes",
+    [(SWIGLU, x) for x in SIZES.values()]
+    + [
+        (MATMUL, SIZES["uneven"]),
+        ((9, 192, 256), (2, 0, 1, 4, 0, 1, 1)),
+        ((131, 192, 128), (119,)),
+    ],
+)
+def test_bfloat16_is_as_good_as_the_dense_formula(shape, sizes, swiglu):
+    check(swiglu, *inputs(shape, sizes, jnp.bfloat16, swiglu))
+
+
+def test_bfloat16_uneven_groups():
+    check(True, *inputs(SWIGLU, SIZES["uneven"], jnp.bfloat16, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
+def test_shapes_of_a_single_tile_that_ends_inside_a_register(case):
+    shape = case.M, case.D, case.F
+    check(False, *inputs(shape, case.group_sizes, jnp.float32, False))
+
+
+def test_two_cores_share_the_rows(monkeypatch):
+    monkeypatch.setattr(tiles, "cores", lambda: 2)
+    dout, sizes, lhs, rhs, bias = inputs((131, 48, 40), SIZES["uneven"], jnp.float32, False)
+    run = jax.jit(partial(kernel, False))
+    for sizes in SIZES.values():
+        sizes = jnp.asarray(sizes, jnp.int32)
+        exact = oracle(False, dout, sizes, lhs, rhs, bias)[0]
+        plain = values_and_gradients(dense, False, dout, sizes, lhs, rhs, bias)[0]
+        three_way(run(sizes, lhs, rhs, bias), plain, exact, "out")
+
+
+def random_mxfp4(n_groups, width, columns):
+    rng = np.random.default_rng(3)
+    blocks = rng.integers(0, 256, (n_groups, columns, width // 32, 16), np.uint8)
+    scales = rng.integers(119, 127, (n_groups, columns, width // 32), np.uint8)
+    return mxfp4.from_released(jnp.asarray(blocks), jnp.asarray(scales))
+
+
+@pytest.mark.parametrize("swiglu", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_four_bit_weights_give_what_their_decoded_values_give(swiglu):
+    dout, sizes, lhs, _, bias = inputs(SWIGLU, SIZES["uneven"], jnp.bfloat16, swiglu)
+    packed = random_mxfp4(7, 192, 384)
+    got = values_and_gradients(kernel, swiglu, dout, sizes, lhs, packed, bias)
+    decoded = mxfp4.decode(packed, jnp.bfloat16)
+    out, dlhs, _, dbias = values_and_gradients(kernel, swiglu, dout, sizes, lhs, decoded, bias)
+    exact = oracle(swiglu, dout, sizes, lhs, decoded, bias)
+    np.testing.assert_array_equal(got[0], out)
+    np.testing.assert_array_equal(got[1], dlhs)
+    three_way(got[2], dbias, exact[3], "dbias")
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_a_nan_stays_in_its_own_group_and_past_the_sum_it_goes_nowhere(swiglu):
+    sizes = SIZES["rows_past_the_sum"]
+    used, group = sum(sizes), 2
+    begin = sum(sizes[:group])
+    shape = SWIGLU if swiglu else MATMUL
+    dout, sizes, lhs, rhs, bias = inputs(shape, sizes, jnp.float32, swiglu)
+    lhs = lhs.at[begin + 3].set(jnp.nan).at[used:].set(jnp.nan)
+    dout = dout.at[used:].set(jnp.nan)
+    out, dlhs, drhs, dbias = values_and_gradients(kernel, swiglu, dout, sizes, lhs, rhs, bias)
+    assert np.isnan(out).any(axis=1).nonzero()[0].tolist() == [begin + 3]
+    assert np.isnan(drhs).any(axis=(1, 2)).nonzero()[0].tolist() == [group]
+    assert not np.any(out[used:]) and not np.any(dlhs[used:])
+    assert np.isfinite(np.asarray(dbias)[[0, 1, 3, 4, 5, 6]]).all()
+
+
+def test_no_rows_give_no_rows_and_zero_gradients():
+    dout, sizes, lhs, rhs, bias = inputs((0, 48, 40), (0,) * 7, jnp.float32, False)
+    got = values_and_gradients(kernel, False, dout, sizes, lhs, rhs, bias)
+    assert got[0].shape == (0, 40) and not np.any(got[2]) and not np.any(got[3])
+
+
+def test_fewer_rows_than_a_tile_and_no_bias():
+    dout, sizes, lhs, rhs, bias = inputs((9, 48, 40), (2, 0, 1, 4, 0, 1, 1), jnp.float32, False)
+    zero = jnp.zeros_like(bias)
+    plain = values_and_gradients(dense, False, dout, sizes, lhs, rhs, zero)
+    exact = oracle(False, dout, sizes, lhs, rhs, zero)
+    f = lambda lhs, rhs: kernel(False, sizes, lhs, rhs, None)  # noqa: E731
+    out, pull = jax.jit(partial(jax.vjp, f))(lhs, rhs)
+    for name, ours, a, b in zip(NAMES, (out, *pull(dout)), plain, exact, strict=False):
+        three_way(ours, a, b, name)
+
+
+@pytest.mark.parametrize("mib", [64, 128])
+@pytest.mark.parametrize("case", cases.REAL_CASES, ids=lambda case: case.name)
+def test_real_matrices_are_cut_where_a_chip_can_copy(case, mib, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(tiles, "COLUMNS", 256)
+    monkeypatch.setattr(tiles, "window_bytes", lambda: mib << 18)
+    _, rhs, _, _ = cases.shapes(case)
+    halves = [False, True] if case.F == 5760 else [False]
+    for half in halves:
+        plan = plan_rows(rhs, 2, transposed=False, halves=half)
+        assert plan is not None
+        for window in plan.windows:
+            assert 2 * len(plan.windows) * case.D * window.size * 2 <= mib << 19
+            for start, size in window.spans:
+                assert start % 128 == 0 and start + size <= case.F
+                assert size % 128 == 0 or (plan.tiles == 1 and size == case.F)
+        if half:  # every output column's gate and up are inside
+            for n, ((gate, n_gate), (up, n_up)) in enumerate(
+                zip(*(window.spans for window in plan.windows), strict=True)
+            ):
+                first, last = n * plan.tile, min((n + 1) * plan.tile, 2880)
+                assert gate == first and last <= gate + n_gate
+                assert up + plan.shift == 2880 + first and 2880 + last <= up + n_up
+    assert plan_rows(rhs, 2, transposed=True) is not None
+    assert weights_tile(case.D, case.F) is not None
+
+
+def test_shapes_without_tiles_are_refused_with_the_reason(monkeypatch):
+    struct = jax.ShapeDtypeStruct
+    lhs = struct((64, 192), jnp.float32)
+    rhs = struct((3, 192, 384), jnp.float32)
+    assert pallas_tpu.unsupported(lhs, rhs) is None
+    assert pallas_tpu.unsupported_swiglu(lhs, rhs) is None
+    assert "float16" in str(pallas_tpu.unsupported(struct((64, 192), jnp.float16), rhs))
+    assert "rhs is bfloat16" in str(pallas_tpu.unsupported(lhs, struct(rhs.shape, jnp.bfloat16)))
+    odd = struct((3, 192, 500), jnp.float32)
+    assert "do not end at 128" in str(pallas_tpu.unsupported(lhs, odd))
+    assert "not a multiple of 128" in str(pallas_tpu.unsupported_swiglu(lhs, odd))
+    packed = mxfp4.Mxfp4(struct((3, 48, 384), jnp.uint8), struct((3, 3, 384), jnp.uint8))
+    assert "four-bit" in str(pallas_tpu.unsupported(struct((64, 96), jnp.float32), packed))

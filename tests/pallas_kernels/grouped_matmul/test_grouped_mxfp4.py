@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four-bit weights in our order, and the SwiGLU of plain XLA: bit for bit what they replace."""
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint import mxfp4 as released
+from pallas_kernels.grouped_matmul import cases, grouped_matmul, grouped_swiglu, mxfp4, xla
+
+E, D, F = 3, 192, 40
+
+
+def random_release(seed=0, highest=255):
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (E, F, D // 32, 16), np.uint8)
+    return blocks, rng.integers(0, highest, (E, F, D // 32), np.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_code_under_every_scale_decodes_to_the_released_bits(dtype):
+    blocks = np.broadcast_to(np.arange(16, dtype=np.uint8) * 0x11, (1, 255, 2, 16))
+    scales = np.repeat(np.arange(255, dtype=np.uint8)[None, :, None], 2, axis=2)
+    word = {"float32": np.uint32, "bfloat16": np.uint16}[dtype]
+    for packed in ((blocks, scales), random_release()):
+        ours = mxfp4.decode(mxfp4.from_released(*map(jnp.asarray, packed)), dtype)
+        theirs = released.decode(*packed, dtype=dtype).swapaxes(1, 2)
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours).view(word), theirs.view(word))
+
+
+def test_a_byte_holds_a_row_and_the_row_half_the_matrix_below():
+    blocks, scales = random_release()
+    x = mxfp4.from_released(jnp.asarray(blocks), jnp.asarray(scales))
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(E, F, D)
+    assert x.shape == (E, D, F) and x.nibbles_EDF.shape == (E, D // 2, F)
+    assert x.nibbles_EDF[1, 5, 7] == codes[1, 7, 5] | codes[1, 7, 5 + D // 2] << 4
+    assert x.scales_EDF[1, 4, 7] == scales[1, 7, 4]
+
+
+def test_a_nan_scale_stays_nan():
+    x = mxfp4.Mxfp4(jnp.zeros((1, 32, 1), jnp.uint8), jnp.full((1, 2, 1), 255, jnp.uint8))
+    assert np.isnan(mxfp4.decode(x)).all()
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("op", [grouped_matmul, grouped_swiglu])
+def test_a_product_with_four_bit_weights_is_that_with_the_decoded_ones(op, impl):
+    case = cases.Case("", 61, D, F, (29, 0, 23))
+    lhs, _, sizes, bias = cases.make_inputs(case)
+    packed = mxfp4.from_released(*map(jnp.asarray, random_release(highest=128)))
+    values = mxfp4.decode(packed)
+
+    def run(rhs, lhs, bias):
+        return op(lhs, rhs, sizes, bias_EF=bias, impl=impl)
+
+    got, pull = jax.vjp(partial(run, packed), lhs, bias)
+    want, pull_decoded = jax.vjp(partial(run, values), lhs, bias)
+    np.testing.assert_array_equal(got, want)
+    for a, b in zip(pull(got), pull_decoded(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_only_one_four_bit_matrix_is_decoded_at_a_time():
+    lhs, _, sizes, bias = cases.make_inputs(cases.Case("", 16, D, F, (7, 0, 9)))
+    packed = mxfp4.from_released(*map(jnp.asarray, random_release()))
+    text = str(jax.make_jaxpr(xla.xla)(lhs, packed, sizes, bias))
+    assert f"f32[{D},{F}]" in text and f"f32[{E},{D},{F}]" not in text
+
+
+def test_a_four_bit_weight_has_no_gradient():
+    lhs, _, sizes, _ = cases.make_inputs(cases.Case("", 16, D, F, (7, 0, 9)))
+    packed = mxfp4.from_released(*map(jnp.asarray, random_release(highest=128)))
+    _, pull = jax.vjp(lambda rhs: grouped_matmul(lhs, rhs, sizes, impl="xla"), packed)
+    (drhs,) = pull(jnp.ones((16, F)))
+    assert {x.dtype for x in jax.tree.leaves(drhs)} == {jax.dtypes.float0}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_swiglu_of_xla_activates_the_rounded_product(dtype):
+    """Values and gradients, every bit: trained runs depend on the order of its roundings."""
+    case = cases.TEST_CASES[0]
+    lhs, rhs, sizes, bias = cases.make_inputs(case, dtype)
+    lhs = lhs * 4
+    dout = jax.random.normal(jax.random.key(4), (case.M, case.F // 2)).astype(dtype)
+
+    def wanted(lhs, rhs, bias):
+        h = grouped_matmul(lhs, rhs, sizes, bias_EF=bias, impl="xla")
+        gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
+        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+        return ((up + 1.0) * gate * (1.0 / (1.0 + jnp.exp(-1.702 * gate)))).astype(h.dtype)
+
+    def ours(lhs, rhs, bias):
+        return grouped_swiglu(lhs, rhs, sizes, bias_EF=bias, impl="xla")
+
+    @partial(jax.jit, static_argnums=0)
+    def run(f, *args):
+        out, pull = jax.vjp(f, *args)
+        return out, *pull(dout)
+
+    for a, b in zip(run(ours, lhs, rhs, bias), run(wanted, lhs, rhs, bias), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_misshaped_four_bit_weights_and_odd_halves_are_named():
+    raw, raw_swiglu = inspect.unwrap(grouped_matmul), inspect.unwrap(grouped_swiglu)
+    blocks, scales = map(jnp.asarray, random_release())
+    lhs, rhs, sizes, _ = cases.make_inputs(cases.Case("", 16, D, F, (7, 0, 9)))
+    packed = mxfp4.from_released(blocks, scales)
+    with pytest.raises(ValueError, match="must have scales"):
+        raw(lhs, packed._replace(scales_EDF=packed.scales_EDF[:, 1:]), sizes)
+    with pytest.raises(ValueError, match="as released"):
+        inspect.unwrap(mxfp4.from_released)(blocks[..., 1:], scales)
+    with pytest.raises(ValueError, match="as many gate as up"):
+        raw_swiglu(lhs, rhs[:, :, 1:], sizes)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernels of sink attention through the real compiler, at the sizes of GPT-OSS."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import ahead_of_time, hopper
+from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward, sink_attention
+
+pytestmark = pytest.mark.aot
+
+CHIP = "h200"
+REGISTERS = 65536  # of one core; a warpgroup is 128 threads
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    reason = ahead_of_time.missing(CHIP)
+    if reason:
+        pytest.skip(reason)
+
+
+def abstract(case, dtype=jnp.bfloat16):
+    inputs = jax.eval_shape(lambda: cases.make_inputs(case, dtype))
+    q = inputs.q_BTNH
+    return (q, jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)), inputs
+
+
+def values_and_gradients(case):
+    def f(ct, inputs):
+        *differentiable, q_pos, k_pos, q_seg, k_seg = inputs
+
+        def attend(*x):
+            return sink_attention(
+                *x, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
+                k_segment_ids_BS=k_seg, window=case.window, impl="mosaic_gpu",
+            )  # fmt: skip
+
+        out, pull = jax.vjp(attend, *differentiable)
+        return *out, *pull(ct)
+
+    return f
+
+
+def shared_bytes(tiles, H):
+    """Own rows twice and the ring twice, each row with its place and its lse and delta."""
+    return (tiles.rows + tiles.stages * tiles.step) * (2 * 2 * H + 16)
+
+
+@pytest.mark.parametrize("case", cases.REAL_CASES, ids=lambda case: case.name)
+def test_forward_and_backward_compile_without_spilling(case):
+    compiled = ahead_of_time.compile_for(CHIP, values_and_gradients(case), *abstract(case))
+    tiles = (
+        pallas_gpu.forward_tiles(case.H, case.window),
+        pallas_gpu_backward.query_tiles(case.H, case.window),
+        pallas_gpu_backward.key_tiles(case.H, case.window),
+    )
+    assert len(compiled.kernels) == len(tiles)
+    assert all(x.consumers == 2 for x in tiles)
+    for kernel in compiled.kernels:
+        assert kernel.spills == 0 and kernel.stack == 0
+        assert kernel.registers * 3 * 128 <= REGISTERS
+        # or the computing warpgroups wait for ever for what they ask
+        assert kernel.registers * 3 == hopper.COMPUTE_REGISTERS * 2 + hopper.FETCH_REGISTERS
+    assert all(shared_bytes(x, case.H) <= hopper.SHARED_BYTES for x in tiles)
+    # lse and delta in two layouts, positions, segments: nothing that grows as T·S
+    rows = case.B * case.T * case.N * 4
+    assert compiled.temp_bytes <= 8 * rows
+    print(f"\n{case.name}: {compiled.kernels}, temporary {compiled.temp_bytes:,} bytes, shared "
+          f"{[shared_bytes(x, case.H) for x in tiles]}")  # fmt: skip
+
+
+def test_float16_compiles_too():
+    case = cases.named("train_4k")._replace(T=1000, S=1300, B=1, layout="chunk")
+    inputs = abstract(case, jnp.float16)
+    compiled = ahead_of_time.compile_for(CHIP, values_and_gradients(case), *inputs)
+    assert [x.spills for x in compiled.kernels] == [0, 0, 0]
+
+
+def test_a_ring_that_does_not_fit_is_refused(monkeypatch):
+    """So the sizes above are checked by someone."""
+    case = cases.named("head128")
+    big = pallas_gpu.forward_tiles(128, 0)._replace(stages=4)
+    monkeypatch.setattr(pallas_gpu, "forward_tiles", lambda *_: big)
+    assert shared_bytes(big, case.H) > hopper.SHARED_BYTES
+    with pytest.raises(ValueError, match="shared memory"):
+        ahead_of_time.compile_for(CHIP, values_and_gradients(case), *abstract(case))

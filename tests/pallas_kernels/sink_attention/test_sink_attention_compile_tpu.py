@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU's own compiler takes the kernels at real sizes, for every chip; nothing is executed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import ahead_of_time
+from pallas_kernels.sink_attention import cases, pallas_tpu
+from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+
+pytestmark = pytest.mark.aot
+
+VMEM = 12 * 2**20  # bytes that the kernels may take; the smallest default limit is 16 MiB
+NAMES = tuple(case.name for case in cases.REAL_CASES)
+# Each kernel on each chip; cases that differ from these in the length of the grid, on one chip.
+CHIPS = {name: ("v5e",) for name in NAMES} | {
+    "full_20b": tuple(ahead_of_time.TPUS),
+    "window_20b": tuple(ahead_of_time.TPUS),
+    "head128": ("v5e", "tpu7x"),
+}
+
+
+def compiled(chip, case, dtype=jnp.bfloat16, vmem=VMEM):
+    """The forward and the backward pass of a case, with `vmem` bytes for each kernel."""
+    return _compiled(chip, case._replace(name="", layout=""), dtype, vmem)  # one per shape
+
+
+@functools.cache
+def _compiled(chip, case, dtype, vmem):
+    reason = ahead_of_time.missing(chip)
+    if reason is not None:
+        pytest.skip(reason)
+
+    def step(do, dlse, q, k, v, sink, *places):
+        def attend(*args):
+            return pallas_tpu.mosaic_tpu(*args, *places, case.window, case.H**-0.5)
+
+        out, pull = jax.vjp(attend, q, k, v, sink)
+        return *out, *pull((do, dlse))
+
+    def struct(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    B, T, S, N, K, H = case[1:7]
+    q, k, dlse, sink = (
+        struct(B, T, N, H), struct(B, S, K, H), struct(B, T, N, dtype=jnp.float32),
+        struct(N, dtype=jnp.float32),
+    )  # fmt: skip
+    places = [struct(B, size, dtype=jnp.int32) for size in (T, S, T, S)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "PARAMS", blocks.PARAMS.__class__(
+            dimension_semantics=blocks.PARAMS.dimension_semantics, vmem_limit_bytes=vmem,
+        ))  # fmt: skip
+        return ahead_of_time.compile_for(chip, step, q, dlse, q, k, k, sink, *places)
+
+
+@pytest.mark.parametrize("chip, name", [(chip, name) for name in NAMES for chip in CHIPS[name]])
+def test_the_compiler_takes_both_passes_within_12_mib_of_vmem(chip, name):
+    case = cases.named(name)
+    text = compiled(chip, case).executable.as_text()
+    for kernel in ("forward", "dq", "dkv"):
+        assert f"sink_attention_{kernel}" in text
+    operands = 2 * (2 * case.B * case.T * case.N * case.H + 4 * case.B * case.S * case.K * 128)
+    assert compiled(chip, case).temp_bytes < 3 * operands
+
+
+def test_float32_compiles():
+    compiled("v5e", cases.named("window_20b"), jnp.float32)
+
+
+def test_a_step_of_decoding_compiles():
+    compiled("v6e", cases.Case("decode", 8, 1, 4096, 64, 8, 64))
+
+
+def test_temporary_memory_is_linear_in_length():
+    short, long = (
+        compiled("v5e", cases.named(name)).temp_bytes for name in ("full_120b", "full_20b")
+    )
+    assert long < 2.1 * short + 2**20
+
+
+def test_too_little_vmem_is_refused():
+    with pytest.raises(Exception, match="(?i)vmem"):
+        compiled("v5e", cases.named("window_20b"), vmem=2**20)

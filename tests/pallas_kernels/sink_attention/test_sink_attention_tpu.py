@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernels of sink attention, interpreted: values, every gradient, and what they skip."""
+
+import importlib.util
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.sink_attention import cases, pallas_tpu
+from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+
+_spec = importlib.util.spec_from_file_location(
+    "sink_attention_oracle", Path(__file__).with_name("test_sink_attention.py")
+)
+oracle = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(oracle)
+
+SMALL_BLOCKS = 16, 8  # queries, keys
+PACKED = cases.named("packed")  # B=2 T=S=31 N=15 K=3 H=16 window 9; what runs on it compiles once
+FAST = ("packed", "left_padded", "right_padded", "big_sinks", "no_sinks", "decode_ring")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, "block_sizes", lambda *_: SMALL_BLOCKS)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(sizes, window, interpret, do, dlse, q, k, v, sink, *places):
+    assert sizes == blocks.block_sizes(0, 0, 0)
+
+    def attend(*args):
+        return pallas_tpu.mosaic_tpu(*args, *places, window, q.shape[3] ** -0.5, interpret)
+
+    out, pull = jax.vjp(attend, q, k, v, sink)
+    return *out, *pull((do, dlse))
+
+
+def run(window, do, dlse, *inputs, interpret=True):
+    return _run(blocks.block_sizes(0, 0, 0), window, interpret, do, dlse, *inputs)
+
+
+def compares(case, dtype):
+    inputs, ct = cases.make_inputs(case, dtype), oracle.cotangents(case, dtype)
+    got = run(case.window, *ct, *inputs)
+    assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
+    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in got[2:])
+    oracle.compare(case, got, inputs, ct)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_values_and_every_gradient_are_as_good_as_the_plain_formula(name):
+    compares(cases.named(name), jnp.float32)
+
+
+def test_half_precision_is_as_good_as_the_plain_formula_in_it():
+    for name in ("packed", "big_sinks"):
+        compares(cases.named(name), jnp.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
+def test_every_case_is_as_good_as_the_plain_formula(case, dtype):
+    compares(case, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
+def test_every_case_in_the_blocks_of_the_chip(case, monkeypatch):
+    monkeypatch.undo()
+    compares(case, jnp.float32)
+
+
+@pytest.mark.parametrize("sink", [0.25, -np.inf])
+def test_a_query_without_keys_gives_zero_its_sink_and_finite_gradients(sink):
+    inputs, ct = cases.make_inputs(PACKED), oracle.cotangents(PACKED)
+    nobody = jnp.zeros_like(inputs.q_segments_BT)
+    inputs = inputs._replace(sink_N=jnp.full(PACKED.N, sink, jnp.float32), q_segments_BT=nobody)
+    o, lse, dq, dk, dv, dsink = run(PACKED.window, *ct, *inputs)
+    np.testing.assert_array_equal(o, 0.0)
+    np.testing.assert_allclose(lse, np.full(lse.shape, sink), rtol=1e-6)
+    for x in (dq, dk, dv):
+        np.testing.assert_array_equal(x, 0.0)
+    wanted = np.asarray(ct[1], np.float64).sum((0, 1)) if sink == 0.25 else np.zeros(PACKED.N)
+    np.testing.assert_allclose(dsink, wanted, rtol=1e-5, atol=1e-6)
+
+
+def finite(x_BTNH):
+    return np.isfinite(x_BTNH).all((0, 2, 3))
+
+
+def test_blocks_that_nobody_sees_are_skipped_not_masked():
+    """NaN passes through a mask, in p·v and in dO·v: only what is skipped keeps it out."""
+    case = PACKED._replace(layout="causal")  # window 9, blocks of 16 queries and 8 keys
+    inputs, ct = cases.make_inputs(case), oracle.cotangents(case)
+    time = np.arange(case.T)
+
+    def planted(name, where):
+        bad = jnp.where(jnp.asarray(where)[None, :, None, None], jnp.nan, getattr(inputs, name))
+        o, _, dq, dk, dv, _ = run(case.window, *ct, *inputs._replace(**{name: bad}))
+        return finite(o), finite(dq), finite(dk), finite(dv)
+
+    o, dq, dk, _ = planted("v_BSKH", time >= 16)  # later keys
+    np.testing.assert_array_equal(o, time < 16)
+    np.testing.assert_array_equal(dq, time < 16)
+    o, dq, _, _ = planted("v_BSKH", time < 8)  # keys before the window of queries 16, 17, …
+    np.testing.assert_array_equal(o, time >= 16)
+    np.testing.assert_array_equal(dq, time >= 16)
+    _, _, dk, dv = planted("q_BTNH", time >= 16)  # queries past the window of keys 0 to 7
+    np.testing.assert_array_equal(dk, time < 8)
+    np.testing.assert_array_equal(dv, time < 8)
+
+
+def test_the_first_block_of_the_other_row_of_the_batch_does_not_leak():
+    inputs, ct = cases.make_inputs(PACKED), oracle.cotangents(PACKED)
+    got = run(PACKED.window, *ct, *inputs)
+    turned = [x if x is inputs.sink_N else x[::-1] for x in (*ct, *inputs)]
+    for name, a, b in zip(oracle.NAMES[:5], got, run(PACKED.window, *turned), strict=False):
+        np.testing.assert_array_equal(a[::-1], b, err_msg=name)
+
+
+def test_copies_that_arrive_as_late_as_they_may_change_nothing():
+    """The chip's copies are asynchronous; here each is made when it is waited for, after NaN."""
+    case = cases.Case("late", 1, 32, 40, 8, 2, 16, 0, "chunk")  # some blocks are seen whole
+    inputs, ct = cases.make_inputs(case), oracle.cotangents(case)
+    late = pltpu.InterpretParams(
+        dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True
+    )
+    with pltpu.force_tpu_interpret_mode(late):
+        got = run(case.window, *ct, *inputs, interpret=False)
+        jax.block_until_ready(got)
+    oracle.compare(case, got, inputs, ct)
+
+
+@pytest.mark.parametrize("window, most", [(128, 3 * 128), (0, 0.53 * 16384)])
+def test_the_blocks_visited_grow_with_length_times_window(window, most, monkeypatch):
+    monkeypatch.undo()
+    T = 16384
+    x = blocks.layout((1, T, 64, 64), (1, T, 8, 64), window)
+    place, one = jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
+    where = jax.jit(blocks.places, static_argnums=(0, 5))(x, place, place, one, one, window)
+    for runs in map(np.asarray, (where.q_runs, where.k_runs)):
+        visited = (runs[3::4] - runs[0::4]).sum() * x.bt * x.bs
+        assert T * most * 0.9 < visited <= T * most
+
+
+def test_what_the_kernels_cannot_take_is_said():
+    def shapes(T=8, N=64, K=8, H=64, dtype=jnp.bfloat16, B=1):
+        struct = jax.ShapeDtypeStruct
+        return struct((B, T, N, H), dtype), struct((B, T, K, H), dtype)
+
+    assert pallas_tpu.unsupported(*shapes()) is None
+    assert pallas_tpu.unsupported(*shapes(H=128, dtype=jnp.float32)) is None
+    for words, args in (
+        ("head size 48", {"H": 48}),
+        ("dtype float16", {"dtype": jnp.float16}),
+        ("64 query heads per key head", {"K": 1}),
+        ("of SMEM", {"T": 2**21}),
+    ):
+        assert words in pallas_tpu.unsupported(*shapes(**args))

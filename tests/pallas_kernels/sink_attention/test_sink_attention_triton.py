@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels in Triton's interpreter, through JAX's side and through torch's.
+
+The interpreter is chosen when triton is imported, so these tests skip in a process that imported
+it before without TRITON_INTERPRET=1. It computes with numpy, so that no torch is needed.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.blocks import runs
+from pallas_kernels.sink_attention import (
+    cases,
+    jax_triton_call,
+    reference,
+    torch_call,
+    triton_launch,
+)
+from pallas_kernels.sink_attention.triton_launch import Tiles
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed: pip install triton", allow_module_level=True)
+
+SMALL = cases.Case("small", 2, 24, 29, 15, 3, 16, 9)
+TRITON_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
+
+
+def load(name):
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+oracle = load("test_sink_attention")
+
+
+class Buffer:
+    """As much of a torch tensor as the interpreter asks for, around a numpy array."""
+
+    def __init__(self, array=None, size=None):
+        self.array, self.dtype = array, None if array is None else TRITON_NAMES[array.dtype.name]
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def set_(self, storage, *_):
+        self.array, self.dtype = storage.array, storage.dtype
+
+    def new_empty(self, *_, **__):
+        return Buffer()
+
+    untyped_storage = cpu = lambda self: self
+    storage_offset = size = stride = copy_ = lambda self, *_: 0
+
+
+def faithful_dot(self, a, b, d, *_):
+    """The interpreter multiplies the bit patterns of bfloat16; this widens them first.
+
+    einsum, unlike a library's matmul, treats every row alike.
+    """
+    wide = [
+        (x.data.view(ml_dtypes.bfloat16) if str(x.dtype) == "bf16" else x.data).astype(np.float32)
+        for x in (a, b)
+    ]
+    return type(d)(np.einsum("mk,kn->mn", *wide) + d.data, d.dtype.scalar)
+
+
+def faithful_cast(original):
+    """The interpreter cuts float32 to bfloat16; hardware rounds to nearest even."""
+
+    def cast_impl(self, src, dst_type):
+        if (str(src.dtype.scalar), str(dst_type.scalar)) == ("fp32", "bf16"):
+            bits = src.data.astype(ml_dtypes.bfloat16).view(np.uint16)
+            return type(src)(bits, dst_type.scalar)
+        return original(self, src, dst_type)
+
+    return cast_impl
+
+
+def patch_once(original):
+    """The interpreter patches the language at every inner call; once for each file is enough."""
+    done = set()
+
+    def patch_lang(fn):
+        outermost = fn.__name__.endswith("_kernel")
+        if outermost:
+            done.clear()
+        if id(fn.__globals__) in done:
+            return None
+        done.add(id(fn.__globals__))
+        return original(fn)
+
+    return patch_lang
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """The module of kernels, interpreted, with the interpreter's bfloat16 mended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        from triton.runtime import interpreter
+
+        from pallas_kernels.sink_attention import triton_kernel
+
+        if not isinstance(triton_kernel.forward_kernel, interpreter.InterpretedFunction):
+            pytest.skip("triton was imported before without TRITON_INTERPRET=1 in this process")
+        builder = interpreter.InterpreterBuilder
+        patch.setattr(builder, "create_dot", faithful_dot)
+        patch.setattr(builder, "cast_impl", faithful_cast(builder.cast_impl))
+        quick = interpreter.InterpreterOptions(sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", quick)
+        patch.setattr(interpreter, "_patch_lang", patch_once(interpreter._patch_lang))
+        yield triton_kernel
+
+
+@pytest.fixture
+def attend(kernels, monkeypatch):
+    """jax_triton_call.triton with jax_triton's triton_call replaced by the interpreter."""
+
+    def interpreted(name, tiles, grid, out, args, constants):
+        scalars = [x for x in args if isinstance(x, int)]
+        flat, tree = jax.tree.flatten(out)
+
+        def run(*arrays):
+            inputs = [Buffer(np.ascontiguousarray(x)) for x in arrays]
+            outputs = [np.full(x.shape, np.nan, x.dtype) for x in flat]
+            getattr(kernels, name)[grid](*inputs, *scalars, *map(Buffer, outputs), **constants)
+            return outputs
+
+        arrays = [x for x in args if not isinstance(x, int)]
+        return jax.tree.unflatten(tree, jax.pure_callback(run, flat, *arrays))
+
+    monkeypatch.setattr(jax_triton_call, "_triton_call", interpreted)
+    for name, tiles in (("forward", (64, 16)), ("dq", (32, 8)), ("dkv", (64, 8))):
+        monkeypatch.setattr(triton_launch, f"{name}_tiles", lambda *_, x=tiles: Tiles(*x, 4, 1))
+
+    def call(window, q, *arrays):
+        return jax_triton_call.triton(q, *arrays, window, q.shape[3] ** -0.5)
+
+    return call
+
+
+# All but the last share their sizes: compiling is what these tests cost.
+QUICK = [cases.named(x) for x in ("packed", "left_padded", "big_sinks", "no_sinks", "decode_ring")]
+SLOW = [case for case in cases.TEST_CASES if case not in QUICK]
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [(case, jnp.float32) for case in QUICK]
+    + [(cases.named("packed"), jnp.bfloat16)]
+    + [pytest.param(case, jnp.float32, marks=pytest.mark.slow) for case in SLOW]
+    + [
+        pytest.param(cases.named(name), dtype, marks=pytest.mark.slow)
+        for name in ("gqa8", "right_padded", "many_blocks_packed")
+        for dtype in (jnp.bfloat16, jnp.float16)
+    ],
+    ids=lambda x: x.name if isinstance(x, cases.Case) else x.__name__,
+)
+def test_values_and_every_gradient_are_as_good_as_the_plain_formula(attend, case, dtype):
+    inputs, ct = cases.make_inputs(case, dtype), oracle.cotangents(case, dtype)
+    got = oracle.values_and_gradients(attend, case.window, *ct, *inputs)
+    assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
+    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in got[2:])
+    oracle.compare(case, got, inputs, ct)
+
+
+@pytest.mark.parametrize("sink", [0.25, -np.inf])
+def test_a_query_without_keys_gives_zero_its_sink_and_finite_gradients(attend, sink):
+    case = cases.named("packed")
+    inputs, ct = cases.make_inputs(case), oracle.cotangents(case)
+    inputs = inputs._replace(
+        sink_N=jnp.full(case.N, sink, jnp.float32), q_segments_BT=inputs.q_segments_BT * 0 + 9
+    )
+    o, lse, dq, dk, dv, dsink = oracle.values_and_gradients(attend, case.window, *ct, *inputs)
+    np.testing.assert_array_equal(lse, sink)
+    for x in (o, dq, dk, dv):
+        np.testing.assert_array_equal(x, 0.0)
+    wanted = np.asarray(ct[1], np.float64).sum((0, 1)) if sink == 0.25 else np.zeros(case.N)
+    np.testing.assert_allclose(dsink, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_no_keys_and_no_queries_are_allowed(attend):
+    q, kv, sink = jnp.ones((2, 3, 4, 16)), jnp.ones((2, 3, 2, 16)), jnp.arange(4.0)
+    place = jnp.ones((2, 3), jnp.int32)
+    none = place[:, :0]
+    o, lse = attend(0, q, kv[:, :0], kv[:, :0], sink, place, none, place, none)
+    assert not o.any() and (lse == sink[None, None]).all()
+    o, lse = attend(0, q[:, :0], kv, kv, sink, none, place, none, place)
+    assert o.shape == (2, 0, 4, 16) and lse.shape == (2, 0, 4)
+
+
+def test_any_scale_is_taken(attend):
+    case = cases.named("tiny_distinct")
+    inputs = cases.make_inputs(case)
+    for scale in (-0.3, 0.0):
+        ours = jax_triton_call.triton(*inputs, case.window, scale)
+        right = reference.reference(*inputs, case.window, scale)
+        for x, y in zip(ours, right, strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+def test_the_package_is_imported_without_triton():
+    program = (
+        "import sys; sys.modules['triton'] = sys.modules['torch'] = None\n"
+        "from pallas_kernels.sink_attention import jax_triton_call, sink_attention, torch_call\n"
+        "assert 'jax_triton' not in sys.modules"
+    )
+    root = Path(cases.__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
+
+
+def test_what_cannot_run_is_named(monkeypatch):
+    def sizes(H, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((1, 2, 4, H), dtype), jax.ShapeDtypeStruct((1, 2, 2, H), dtype)
+
+    monkeypatch.setattr(triton_launch, "find_spec", lambda name: name)
+    assert jax_triton_call.unsupported(*sizes(64)) is None
+    assert "head size 48 is not one of" in jax_triton_call.unsupported(*sizes(48))
+    assert "float64" in jax_triton_call.unsupported(*sizes(64, np.dtype("float64")))
+    monkeypatch.setattr(triton_launch, "find_spec", lambda name: None)
+    assert "pip install jax-triton" in jax_triton_call.unsupported(*sizes(64))
+
+
+PAST = 38  # tokens of the sequence whose prefill and decode are compared
+
+
+def sequence(seed, rows=1):
+    """Queries, keys and values of a sequence, and sinks; 2 key heads of 3 heads each."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    shapes = ((rows, PAST, 6, 16), (rows, PAST, 2, 16), (rows, PAST, 2, 16))
+    return *map(jax.random.normal, keys[:3], shapes), 2 * jax.random.normal(keys[3], (6,))
+
+
+def extended(attend, window, q, k, v, sink, start, room):
+    """o and lse of the queries from `start` on, keys in a cache with room left over."""
+    B, T, S = len(q), q.shape[1] - start, q.shape[1] + room
+    k, v = (jnp.pad(x, ((0, 0), (0, room), (0, 0), (0, 0)), constant_values=3.0) for x in (k, v))
+    slots = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S))
+    filled = (slots < q.shape[1]).astype(np.int32)
+    places = (slots[:, start : start + T], slots, filled[:, start : start + T], filled)
+    return attend(window, q[:, start:], k, v, sink, *map(jnp.asarray, places))
+
+
+@pytest.fixture
+def tables(attend, monkeypatch):
+    """Tiles so small that 38 tokens take four, and what the tables of blocks were."""
+    seen = []
+
+    def remember(needed, whole):
+        seen.append((np.asarray(needed), np.asarray(whole)))
+        return runs(needed, whole)
+
+    monkeypatch.setattr(triton_launch, "forward_tiles", lambda *_: Tiles(32, 8, 4, 1))
+    monkeypatch.setattr(jax_triton_call, "runs", remember)
+    return seen
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_a_token_has_the_same_bits_in_prefill_in_any_chunk_and_in_decode(attend, tables, window):
+    q, k, v, sink = sequence(0)
+    whole = extended(attend, window, q, k, v, sink, 0, 0)
+    assert tables[0][1].any() == (window == 0)  # blocks without a mask; a decode step has none
+    for end, start in ((PAST, 20), (PAST, 37), (30, 29), (17, 16), (1, 0)):
+        past, room = (x[:, :end] for x in (q, k, v)), 58 - end
+        part = extended(attend, window, *past, sink, start, room)
+        for name, a, b in zip(("o", "lse"), whole, part, strict=True):
+            np.testing.assert_array_equal(a[:, start:end], b, err_msg=f"{name} {end} {start}")
+
+
+def test_a_token_has_the_same_bits_in_any_batch(attend):
+    one, two = sequence(0), sequence(1, 2)
+    pair = [jnp.concatenate([b, a]) for a, b in zip(one[:3], two[:3], strict=True)]
+    alone, among = (extended(attend, 9, *x[:3], one[3], 30, 20) for x in (one, pair))
+    for a, b in zip(alone, among, strict=True):
+        np.testing.assert_array_equal(a[0], b[2])
+
+
+def test_visiting_a_block_that_nobody_sees_changes_no_bit(attend, tables, monkeypatch):
+    """Nor does masking a block that everybody sees whole."""
+    q, k, v, sink = sequence(2)
+    wanted = extended(attend, 30, q, k, v, sink, 0, 20)
+
+    def every_block(needed, _):
+        m = needed.shape[2]
+        return jnp.broadcast_to(jnp.array([0, m, m, m], jnp.int32), (*needed.shape[:2], 4))
+
+    monkeypatch.setattr(jax_triton_call, "runs", every_block)
+    got = extended(attend, 30, q, k, v, sink, 0, 20)
+    assert not tables[0][0].all() and tables[0][1].any()
+    for a, b in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_keys_in_another_block_do_change_bits(attend):
+    """The control: were the comparison blind, it would not see keys moved by one slot either."""
+    q, k, v, sink = sequence(0)
+    slots = jnp.arange(PAST, dtype=jnp.int32)[None]
+    ones = jnp.ones_like(slots)
+    plain = attend(0, q, k, v, sink, slots, slots, ones, ones)
+    turned = [jnp.roll(x, 1, 1) for x in (k, v, slots)]
+    moved = attend(0, q, *turned[:2], sink, slots, turned[2], ones, ones)
+    np.testing.assert_allclose(plain[0], moved[0], atol=1e-5)
+    assert (np.asarray(plain[0]) != np.asarray(moved[0])).any()
+
+
+def to_torch(*arrays):
+    torch = pytest.importorskip("torch")
+    return [torch.tensor(np.array(x)) for x in arrays]
+
+
+@pytest.mark.parametrize("name", ["packed", "left_padded", "prefill_chunk"])
+def test_torch_gets_the_bits_of_jax(attend, name):
+    case = cases.named(name)
+    inputs = cases.make_inputs(case)
+    wanted = attend(case.window, *inputs)
+    q, k, v, sink, *places = to_torch(*inputs)
+    names = ("q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS")
+    placed = dict(zip(names, places, strict=True))
+    got = torch_call.sink_attention_torch(q, k, v, sink, **placed, window=case.window)
+    for a, b in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(a, b.numpy())
+
+
+def test_torch_reads_a_cache_in_place(attend):
+    """Keys and values of one layer out of a cache that holds them together, heads first."""
+    q, k, v, sink = sequence(3, 2)
+    wanted = extended(attend, 9, q, k, v, sink, 30, 0)
+    q, k, v, sink = to_torch(q[:, 30:], k, v, sink)
+    cache = k.new_full((2, 2, 2, PAST + 9, 16), float("inf"))  # [k or v, B, K, S, H]
+    cache[0, :, :, :PAST], cache[1, :, :, :PAST] = k.transpose(1, 2), v.transpose(1, 2)
+    k, v = (x.transpose(1, 2)[:, :PAST] for x in cache)
+    assert not k.is_contiguous()
+    slots = k.new_ones((2, PAST)).cumsum(1).int() - 1
+    ones = slots * 0 + 1
+    got = torch_call.sink_attention_torch(
+        q, k, v, sink, q_positions_BT=slots[:, 30:], k_positions_BS=slots,
+        q_segment_ids_BT=ones[:, 30:], k_segment_ids_BS=ones, window=9,
+    )  # fmt: skip
+    for a, b in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(a, b.numpy())
+
+
+def test_what_torch_cannot_run_is_named(monkeypatch):
+    q, k, sink, place = to_torch(
+        *(np.ones(shape, np.float32) for shape in ((1, 3, 4, 16), (1, 3, 2, 16), (4,))),
+        np.ones((1, 3), np.int32),
+    )
+    names = ("q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS")
+    placed = dict.fromkeys(names, place)
+    call = torch_call.sink_attention_torch
+    with pytest.raises(ValueError, match="agree in batch"):
+        call(q, k, k[:, :, :1], sink, **placed)
+    with pytest.raises(ValueError, match="scale must be positive"):
+        call(q, k, k, sink, **placed, scale=-1.0)
+    with pytest.raises(ValueError, match="fastest axis"):
+        call(q, k.transpose(1, 3).contiguous().transpose(1, 3), k, sink, **placed)
+    with pytest.raises(ValueError, match="multiples of 8 elements"):
+        call(q, k.new_ones((1, 3, 2, 17))[..., :16], k, sink, **placed)
+    with pytest.raises(ValueError, match="one dtype"):
+        call(q, k.half(), k.half(), sink, **placed)
+    with pytest.raises(NotImplementedError, match="dtype float64"):
+        call(q.double(), k.double(), k.double(), sink, **placed)
+    with pytest.raises(NotImplementedError, match="head size 12"):
+        call(q[..., :12], k[..., :12], k[..., :12], sink, **placed)
+    monkeypatch.setattr(triton_launch, "find_spec", lambda name: None)
+    with pytest.raises(NotImplementedError, match="pip install triton"):
+        call(q, k, k, sink, **placed)

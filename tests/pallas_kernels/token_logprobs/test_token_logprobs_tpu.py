@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernels, interpreted on the CPU, against a float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.testing import three_way
+from pallas_kernels.token_logprobs import cases, pallas_tpu, token_logprobs
+from pallas_kernels.token_logprobs.pallas_tpu import mosaic_tpu
+
+NAMES = ("logp", "entropy", "dhidden", "dw_head")
+PADDED, TALL, WIDE = cases.TEST_CASES[1:]
+RAGGED = cases.Case("ragged", 150, 100, 650, 613, 0.7)
+EDGES = (0, 127, 128, 255, 256, 511, 512, 612)  # of lanes, of blocks, of chunks, of the words
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for name, value in dict(ROWS=64, COLUMNS=256, CHUNK=512).items():
+        monkeypatch.setattr(pallas_tpu, name, value)
+
+
+def inputs(case, dtype, planted=float("nan")):
+    """Logits of deviation 3, in float32 of 1.5; what stands past the words must not matter."""
+    hidden, w_head, targets = cases.make_inputs(case)
+    w_head = ((2 if dtype == jnp.bfloat16 else 1) * w_head).at[:, case.vocab_size :].set(planted)
+    if case is RAGGED:
+        targets = targets.at[jnp.arange(3, 150, 19)].set(jnp.array(EDGES))
+    return hidden.astype(dtype), w_head.astype(dtype), targets
+
+
+def cotangents(case):
+    return tuple(jax.random.normal(jax.random.key(9), (2, case.M)))
+
+
+def oracle(hidden, w_head, targets, temperature, vocab_size, cotangents):
+    """Values and both gradients in float64, from the written-out derivative."""
+    f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
+    hidden, w_head, (dlogp, dent) = f64(hidden), f64(w_head[:, :vocab_size]), map(f64, cotangents)
+    temperature = float(np.float32(temperature))
+    rows = np.arange(len(targets)), np.asarray(targets)
+    z = hidden @ w_head / temperature
+    log_p = z - z.max(1, keepdims=True)
+    log_p = log_p - np.log(np.exp(log_p).sum(1, keepdims=True))
+    p = np.exp(log_p)
+    entropy = -(p * log_p).sum(1)
+    dz = -p * (dlogp[:, None] + dent[:, None] * (log_p + entropy[:, None]))
+    dz[rows] += dlogp
+    dz /= temperature
+    return log_p[rows], entropy, dz @ w_head.T, hidden.T @ dz
+
+
+def naive(hidden, w_head, targets, temperature, dtype):
+    """The formula with logits of `dtype`, differentiated by JAX."""
+    z = jnp.dot(hidden, w_head, preferred_element_type=dtype).astype(jnp.float32) / temperature
+    log_p = jax.nn.log_softmax(z, axis=-1)
+    logp = jnp.take_along_axis(log_p, targets[:, None], axis=1)[:, 0]
+    return logp, -(jnp.exp(log_p) * log_p).sum(1)
+
+
+def values_and_gradients(f, cotangents, *args):
+    def run(cotangents, *args):
+        out, pull = jax.vjp(f, *args)
+        return *out, *pull(cotangents)
+
+    return jax.jit(run)(cotangents, *args)
+
+
+def ours(case, dtype, planted=float("nan")):
+    hidden, w_head, targets = inputs(case, dtype, planted)
+    temperature = jnp.float32(case.temperature)
+    return values_and_gradients(
+        lambda h, w: mosaic_tpu(h, w, targets, temperature, case.vocab_size, interpret=True),
+        cotangents(case), hidden, w_head,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "case",
+    [RAGGED, PADDED, WIDE, pytest.param(TALL, marks=pytest.mark.slow)],
+    ids=lambda case: case.name,
+)
+def test_values_and_gradients_are_right_over_blocks_chunks_and_what_does_not_fill_them(case, dtype):
+    hidden, w_head, targets = inputs(case, dtype)
+    words, temperature = w_head[:, : case.vocab_size], jnp.float32(case.temperature)
+    exact = oracle(hidden, w_head, targets, temperature, case.vocab_size, cotangents(case))
+    # The values are held to logits in float32, the gradients to logits and dz in their dtype.
+    values = naive(hidden, words, targets, temperature, jnp.float32)
+    plain = values_and_gradients(
+        lambda h, w: naive(h, w, targets, temperature, dtype), cotangents(case), hidden, words
+    )
+    got = ours(case, dtype)
+    assert [x.dtype for x in got] == [jnp.float32, jnp.float32, dtype, dtype]
+    assert not np.any(got[3][:, case.vocab_size :])
+    got = *got[:3], got[3][:, : case.vocab_size]
+    for name, mine, simple, right in zip(NAMES, got, (*values, *plain[2:]), exact, strict=True):
+        # A CPU's float32 matmul errs 2.5 times as much on a block of 64 × 256 as on the whole.
+        ulps = 8.0 if dtype == jnp.float32 else 2.0
+        three_way(mine, simple, right, f"{case.name} {name}", ulps=ulps)
+
+
+def test_other_blocks_of_tokens_change_no_bit(monkeypatch):
+    before = ours(RAGGED, jnp.bfloat16)
+    monkeypatch.setattr(pallas_tpu, "ROWS", 128)
+    for a, b in zip(before, ours(RAGGED, jnp.bfloat16, planted=3e38), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_no_tokens_give_empty_results_and_zero_gradients():
+    case = cases.Case("empty", 0, 48, 97, 97)
+    logp, entropy, dhidden, dw = ours(case, jnp.float32)
+    assert logp.shape == entropy.shape == (0,) and dhidden.shape == (0, 48)
+    assert not np.any(dw)
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "hidden, head, reason",
+    [
+        (array(29, 2880), array(2880, 201_088), None),
+        (array(29, 49, dtype=jnp.float32), array(49, 97, dtype=jnp.float32), None),
+        (array(29, 2880, dtype=jnp.float32), array(2880, 201_088), "hidden is float32"),
+        (array(29, 2880, dtype=jnp.float16), array(2880, 97, dtype=jnp.float16), "not both"),
+        (array(29, 2**17), array(2**17, 97), "262144 bytes exceed"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_said_in_one_phrase(monkeypatch, hidden, head, reason):
+    monkeypatch.undo()  # the blocks as they are
+    said = pallas_tpu.unsupported(hidden, head)
+    assert said is None if reason is None else reason in said
+
+
+@pytest.mark.parametrize(
+    "n_tokens, row_bytes, blocks",
+    [(24576, 5760, (1024, 512)), (29, 5760, (32, 512)), (24576, 11520, (512, 256))],
+)
+def test_blocks_shrink_with_the_width_and_never_exceed_the_tokens(
+    monkeypatch, n_tokens, row_bytes, blocks
+):
+    monkeypatch.undo()
+    assert pallas_tpu._blocks(n_tokens, row_bytes) == blocks
+
+
+def test_named_on_a_machine_without_a_tpu_it_refuses_with_the_reason():
+    hidden, w_head, targets = inputs(PADDED, jnp.float32, planted=0)
+    with pytest.raises(NotImplementedError, match="mosaic_tpu.* needs tpu, this is cpu"):
+        token_logprobs(hidden, w_head, targets, impl="mosaic_tpu")
