@@ -4,10 +4,12 @@
     python -m pallas_kernels.bench sink_attention --impl mosaic_gpu --vs xla
     python -m pallas_kernels.bench grouped_matmul --vs my_package.peers:grouped --case gate_up_20b
     python -m pallas_kernels.bench sink_attention --growth
+    JAX_PLATFORMS=cpu python -m pallas_kernels.bench sink_attention --compile h200
 
 Each round makes fresh random inputs and times both sides, in turns; a figure is the median over
 rounds. TFLOP/s counts what is needed (causal: visible pairs only). `of matmul` and `of copy` are
-shares of a matmul and a copy timed in the same process. Next: `ops.py`, `measure.py`.
+shares of a matmul and a copy timed in the same process. --compile times nothing: it prints what a
+chip's compiler says at the real sizes, and needs no such chip. Next: `ops.py`, `measure.py`.
 """
 
 import argparse
@@ -20,6 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ahead_of_time import CHIPS
+from pallas_kernels.bench.compiled import figures
 from pallas_kernels.bench.growth import growth
 from pallas_kernels.bench.measure import Anchors, Ours, anchors, seconds, side
 from pallas_kernels.bench.ops import OPS, Op, cases_of, cotangents, float32, relative_error
@@ -145,20 +149,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--growth", action="store_true", help="exponents of time and memory in T")
+    parser.add_argument("--compile", choices=CHIPS, metavar="CHIP", help=", ".join(CHIPS))
     parser.add_argument("--save", action="store_true", help="keep the times as the baseline")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1; got {args.rounds}.")
     platform, op = jax.default_backend(), OPS[args.op]
-    dtype = jnp.dtype(args.dtype or ("float32" if platform == "cpu" else "bfloat16"))
+    small = platform == "cpu" and not args.compile
+    dtype = jnp.dtype(args.dtype or ("float32" if small else "bfloat16"))
     known = {c.name: c for c in (*op.cases.TEST_CASES, *op.cases.BENCH_CASES, *op.cases.REAL_CASES)}
     for name in args.case or ():
         if name not in known:
             parser.error(f"--case must be one of {', '.join(known)}; got {name!r}.")
+    chosen = tuple(known[name] for name in args.case or ())
+    if args.compile:
+        print(figures(op, args.impl, dtype, args.compile, chosen or op.cases.REAL_CASES))
+        return 0
     if args.growth:
         print(growth(op, args.impl, dtype, platform))
         return 0
-    chosen = [known[name] for name in args.case] if args.case else cases_of(op, platform)
+    chosen = chosen or cases_of(op, platform)
     names, best = (args.impl, args.vs), anchors(platform, dtype)
     print(f"{device_name()}, jax {jax.__version__}, {dtype}: matmul {best.matmul_tflops:.3g} "
           f"TFLOP/s, copy {best.copy_gbs:.3g} GB/s", flush=True)  # fmt: skip
