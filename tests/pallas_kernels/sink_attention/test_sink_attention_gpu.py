@@ -80,6 +80,25 @@ def wide(inputs):
     return inputs._replace(q_BTNH=q, k_BSKH=k, v_BSKH=v)
 
 
+def rounding_of_dsink(case, dtype, scale, inputs, ct, o, lse):
+    """Standard deviation of dsink when weights and outputs are rounded to `dtype`, as any forward
+    leaves them: each rounding is even over ±eps/2 of its number, and Δ = Σ dO∘o adds them up."""
+    q_pos, k_pos, q_seg, k_seg = inputs[4:]
+    q, k, v, sink = (np.asarray(x, np.float64) for x in wide(inputs)[:4])
+    do, o, lse = (np.asarray(x, np.float64) for x in (ct[0], o, lse))
+    k, v = (np.repeat(x, case.N // case.K, axis=2) for x in (k, v))
+    places = (q_pos[:, :, None], k_pos[:, None, :])
+    seen = visible(*places, case.window, q_seg[:, :, None], k_seg[:, None, :])
+    seen = np.asarray(seen)[:, None]
+    some = np.isfinite(lse)
+    safe = np.where(some, lse, 0.0).transpose(0, 2, 1)[..., None]
+    z = np.where(seen, np.einsum("btnh,bsnh->bnts", q, k) * scale, -np.inf)
+    p_dp = np.exp(z - safe) * np.einsum("btnh,bsnh->bnts", do, v)
+    spread = np.sum((do * o) ** 2, 3) + np.sum(p_dp**2, 3).transpose(0, 2, 1)
+    p_sink = np.where(some, np.exp(sink - np.where(some, lse, 0.0)), 0.0)
+    return float(jnp.finfo(dtype).eps) / 12**0.5 * np.sqrt(np.sum(p_sink**2 * spread, (0, 1)))
+
+
 def compare(case, dtype, scale=None):
     inputs, ct = cases.make_inputs(case, dtype), cotangents(case, dtype)
     scale = case.H**-0.5 if scale is None else scale
@@ -90,9 +109,13 @@ def compare(case, dtype, scale=None):
     simple = run(plain, case.window, scale, inputs, ct)
     # e^{sink − lse} is as exact as lse is: |lse| ulp
     largest = float(np.max(np.abs(exact[1]), where=np.isfinite(exact[1]), initial=0.0))
-    for name, mine, naive, right in zip(NAMES, got, simple, exact, strict=True):
-        ulps = 4.0 + largest if name == "dsink" else 4.0
-        three_way(mine, naive, right, f"{case.name} {name}", ulps=ulps)
+    for name, mine, naive, right in zip(NAMES[:-1], got, simple, exact, strict=False):
+        three_way(mine, naive, right, f"{case.name} {name}", ulps=4.0)
+    # few heads: the plain program's own error may be small by luck, so dsink has a rule of its own
+    sigma = rounding_of_dsink(case, dtype, scale, inputs, ct, *exact[:2])
+    room = 5 * sigma + (4 + largest) * np.finfo(np.float32).eps * np.abs(exact[-1])
+    error = np.abs(np.asarray(got[-1]) - exact[-1])
+    assert np.all(error <= room), f"{case.name} dsink: error {error}, room {room}"
 
 
 @fast

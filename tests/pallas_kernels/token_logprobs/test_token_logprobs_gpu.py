@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hopper
 from pallas_kernels.ahead_of_time import GPUS
 from pallas_kernels.dispatch import Target
 from pallas_kernels.testing import three_way
@@ -133,7 +134,7 @@ def test_no_warpgroup_races_with_another(small, monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(pallas_gpu, "_interpret_params", lambda: params)
+    monkeypatch.setattr(hopper, "interpreter", lambda _: params)
     jax.block_until_ready(ours(RAGGED))
     assert not gpu_callbacks.get_races().races_found
 
