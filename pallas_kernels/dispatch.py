@@ -21,10 +21,16 @@ class Implementation:
     run: Callable[..., Any]
     unsupported: Callable[..., str | None]  # of the arrays given to `pick`: the reason, or None
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    proven: bool = True  # it has run on such a chip and was right; "auto" takes no other
 
 
 def lazily(
-    module: str, run: str, platforms: tuple[str, ...], unsupported: str = "unsupported"
+    module: str,
+    run: str,
+    platforms: tuple[str, ...],
+    unsupported: str = "unsupported",
+    *,
+    proven: bool,
 ) -> Implementation:
     """An implementation whose module is imported when its platform asks for it: compilers of
     kernels for other machines take a second to import."""
@@ -36,7 +42,7 @@ def lazily(
         call.__module__, call.__name__ = module, name
         return call
 
-    return Implementation(later(run), later(unsupported), platforms)
+    return Implementation(later(run), later(unsupported), platforms, proven)
 
 
 class Target(NamedTuple):
@@ -63,7 +69,8 @@ def target() -> Target:
 def pick(impl: str, impls: Mapping[str, Implementation], *arrays: Any) -> Callable[..., Any]:
     """The function to call; `impls` stands in order of preference.
 
-    "auto" takes the first that runs here and logs, once, its choice and why not those before it.
+    "auto" takes the first that runs here and has been proven, and logs, once, its choice and why
+    not those before it.
     A named one never falls back. Only shapes and dtypes of the arrays are read.
     Raises: ValueError for an unknown name; NotImplementedError, with the reason, for a named
     implementation that cannot run these shapes on this platform.
@@ -81,6 +88,8 @@ def pick(impl: str, impls: Mapping[str, Implementation], *arrays: Any) -> Callab
     reasons = []
     for name, candidate in impls.items():
         reason = _reason(candidate, platform, arrays)
+        if reason is None and not candidate.proven:
+            reason = f"interpreted and compiled, but never run on a chip; impl={name!r} tries it"
         if reason is None:
             since = f", since {'; '.join(reasons)}" if reasons else ""
             _say_once(f"{candidate.run.__module__} on {platform}{since}")

@@ -37,7 +37,7 @@ def attention_block(
     rows: Rows,
     cfg: ModelConfig,
     *,
-    window: int,
+    window: int | None,
     attend: Attend,
     cached: "CachedLayer | None",
 ) -> tuple[Float[Array, "B T D"], Any]:

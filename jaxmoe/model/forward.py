@@ -61,7 +61,7 @@ def forward(
             "sliding": sliding_slots(cache.sliding, cache.turn, rows),
             "full": full_slots(cache.full, cache.used, rows),
         }
-    windows = {"sliding": cfg.sliding_window, "full": 0}
+    windows = {"sliding": cfg.sliding_window, "full": None}
 
     def pair(carry: Any, scanned: Any) -> Any:
         x_BTD, kinds = carry

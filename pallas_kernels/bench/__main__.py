@@ -4,7 +4,7 @@
     python -m pallas_kernels.bench sink_attention --impl mosaic_gpu --vs xla
     python -m pallas_kernels.bench grouped_matmul --vs my_package.peers:grouped --case gate_up_20b
     python -m pallas_kernels.bench sink_attention --growth
-    JAX_PLATFORMS=cpu python -m pallas_kernels.bench sink_attention --compile h200
+    JAX_PLATFORMS=cpu python -m pallas_kernels.bench sink_attention --impl mosaic_gpu --compile h200
 
 Each round makes fresh random inputs and times both sides, in turns; a figure is the median over
 rounds. TFLOP/s counts what is needed (causal: visible pairs only). `of matmul` and `of copy` are
@@ -186,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(rows, names, kept.get(key, {})))
     if args.save:
         kept[key] = {f"{r['case']}/{r['pass']}": round(r["ms"], 4) for r in rows}
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
     print(json.dumps({
         "op": args.op, "impl": args.impl, "vs": args.vs, "dtype": str(dtype),

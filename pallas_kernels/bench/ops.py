@@ -51,7 +51,7 @@ def _attend(attention: Callable[..., Any], case: Any, impl: str) -> Callable[...
     def call(q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
         return attention(
             q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
-            k_segment_ids_BS=k_seg, window=case.window, impl=impl,
+            k_segment_ids_BS=k_seg, window=case.window or None, impl=impl,
         )  # fmt: skip
 
     return call

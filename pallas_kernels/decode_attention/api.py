@@ -16,14 +16,18 @@ from pallas_kernels.dispatch import Implementation, lazily, pick
 
 _HERE = "pallas_kernels.decode_attention"
 _IMPLS = {
-    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",)),
-    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",)),
+    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",), proven=False),
+    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",), proven=False),
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
 _PAGED = {
-    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu_paged", ("gpu",), "unsupported_paged"),
-    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu_paged", ("tpu",), "unsupported_paged"),
+    "mosaic_gpu": lazily(
+        f"{_HERE}.pallas_gpu", "mosaic_gpu_paged", ("gpu",), "unsupported_paged", proven=False
+    ),
+    "mosaic_tpu": lazily(
+        f"{_HERE}.pallas_tpu", "mosaic_tpu_paged", ("tpu",), "unsupported_paged", proven=False
+    ),
     "xla": Implementation(xla.xla_paged, xla.unsupported),
     "reference": Implementation(reference.reference_paged, reference.unsupported),
 }
@@ -39,7 +43,7 @@ def decode_attention(
     k_positions_BS: Int[Array, "B S"],
     q_segment_ids_BT: Int[Array, "B T"],
     k_segment_ids_BS: Int[Array, "B S"],
-    window: int = 0,
+    window: int | None = None,
     scale: float | None = None,
     impl: str = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
@@ -78,7 +82,7 @@ def decode_attention(
     chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
     scale = 1.0 / math.sqrt(H) if scale is None else scale
     arrays = (_no_gradient(x) for x in (q_BTNH, k_BSKH, v_BSKH, sink_N))
-    return chosen(*arrays, *places, window, scale)
+    return chosen(*arrays, *places, window or 0, scale)
 
 
 def paged_decode_attention(
@@ -89,7 +93,7 @@ def paged_decode_attention(
     *,
     page_table_BJ: Int[Array, "B J"],
     lengths_B: Int[Array, " B"],
-    window: int = 0,
+    window: int | None = None,
     scale: float | None = None,
     impl: str = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
@@ -120,7 +124,7 @@ def paged_decode_attention(
     scale = 1.0 / math.sqrt(H) if scale is None else scale
     arrays = (_no_gradient(x) for x in (q_BTNH, k_PSKH, v_PSKH, sink_N))
     places = (page_table_BJ.astype(jnp.int32), lengths_B.astype(jnp.int32))
-    return chosen(*arrays, *places, window, scale)
+    return chosen(*arrays, *places, window or 0, scale)
 
 
 @jax.custom_jvp
@@ -136,7 +140,7 @@ def _refuse(primals, tangents):
     )
 
 
-def _check(q: Array, k: Array, v: Array, sink: Array, window: int) -> None:
+def _check(q: Array, k: Array, v: Array, sink: Array, window: int | None) -> None:
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
             f"q must be [batch, time, heads, head size] and k have four axes too; got {q.shape} "
@@ -160,5 +164,8 @@ def _check(q: Array, k: Array, v: Array, sink: Array, window: int) -> None:
         raise ValueError(
             f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
         )
-    if window < 0:
-        raise ValueError(f"window must be 0 (none) or a number of keys; got {window}.")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window must count at least the query's own key; got {window}. "
+            "Pass None for no window."
+        )

@@ -9,17 +9,17 @@ from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 
 _HERE = "pallas_kernels.grouped_matmul"
 _IMPLS = {
-    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",)),
-    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",)),
+    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",), proven=False),
+    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",), proven=False),
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
 _SWIGLU_IMPLS = {
     "mosaic_gpu": lazily(
-        f"{_HERE}.pallas_gpu", "mosaic_gpu_swiglu", ("gpu",), "unsupported_swiglu"
+        f"{_HERE}.pallas_gpu", "mosaic_gpu_swiglu", ("gpu",), "unsupported_swiglu", proven=False
     ),
     "mosaic_tpu": lazily(
-        f"{_HERE}.pallas_tpu", "mosaic_tpu_swiglu", ("tpu",), "unsupported_swiglu"
+        f"{_HERE}.pallas_tpu", "mosaic_tpu_swiglu", ("tpu",), "unsupported_swiglu", proven=False
     ),
     "xla": Implementation(xla.xla_swiglu, xla.unsupported),
     "reference": Implementation(reference.reference_swiglu, reference.unsupported),

@@ -14,9 +14,9 @@ from pallas_kernels.sink_attention import reference, xla
 
 _HERE = "pallas_kernels.sink_attention"
 _IMPLS = {
-    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",)),
-    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",)),
-    "triton": lazily(f"{_HERE}.jax_triton_call", "triton", ("gpu",)),
+    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",), proven=False),
+    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",), proven=False),
+    "triton": lazily(f"{_HERE}.jax_triton_call", "triton", ("gpu",), proven=False),
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
@@ -32,7 +32,7 @@ def sink_attention(
     k_positions_BS: Int[Array, "B S"] | None = None,
     q_segment_ids_BT: Int[Array, "B T"] | None = None,
     k_segment_ids_BS: Int[Array, "B S"] | None = None,
-    window: int = 0,
+    window: int | None = None,
     scale: float | None = None,
     impl: str = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
@@ -42,8 +42,8 @@ def sink_attention(
     Δ = rowsum(dO∘O) − dlse;  dz = e^{z − lse}·(dO·v − Δ);  dsink = −Σ e^{sink − lse}·Δ
 
     A query sees the keys of its own segment (0 is padding) at positions up to its own, at most
-    `window` of them counting itself; 0 is no window. Positions and segments are arrays: nothing
-    compiles again for a longer prompt or a later decode step. Keys may be in any order.
+    `window` of them counting itself. Positions and segments are arrays: nothing compiles again
+    for a longer prompt or a later decode step. Keys may be in any order.
     Partial results, over parts of the keys, take sink = −inf and merge by lse.
 
     Args:
@@ -80,10 +80,10 @@ def sink_attention(
         places.append(x.astype(jnp.int32))
     chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
     scale = 1.0 / math.sqrt(H) if scale is None else scale
-    return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, window, scale)
+    return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, window or 0, scale)
 
 
-def _check(q: Array, k: Array, v: Array, sink: Array, window: int) -> None:
+def _check(q: Array, k: Array, v: Array, sink: Array, window: int | None) -> None:
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
             f"q and k must be [batch, time, heads, head size]; got {q.shape} and {k.shape}."
@@ -106,5 +106,8 @@ def _check(q: Array, k: Array, v: Array, sink: Array, window: int) -> None:
         raise ValueError(
             f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
         )
-    if window < 0:
-        raise ValueError(f"window must be 0 (none) or a number of keys; got {window}.")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window must count at least the query's own key; got {window}. "
+            "Pass None for no window."
+        )

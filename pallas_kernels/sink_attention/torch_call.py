@@ -24,7 +24,7 @@ def sink_attention_torch(
     k_positions_BS: Any,
     q_segment_ids_BT: Any,
     k_segment_ids_BS: Any,
-    window: int = 0,
+    window: int | None = None,
     scale: float | None = None,
     blocks: Any = None,
 ) -> tuple[Any, Any]:
@@ -54,6 +54,11 @@ def sink_attention_torch(
     scale = 1.0 / math.sqrt(H) if scale is None else scale
     if scale <= 0:
         raise ValueError(f"scale must be positive; got {scale}. Turn the sign of q instead.")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window must count at least the query's own key; got {window}. "
+            "Pass None for no window."
+        )
     if any(x.stride(3) != 1 for x in (q_BTNH, k_BSKH, v_BSKH)):
         raise ValueError("the head size must be the fastest axis. Call .contiguous().")
 
@@ -73,7 +78,7 @@ def sink_attention_torch(
     kernel: Any = triton_kernel.forward_kernel
     kernel[(blocks.shape[1], B * K)](
         q_BTNH, k_BSKH, v_BSKH, sink, *places, blocks, *launch.lengths(T, S), *strides, o, lse,
-        **launch.constants(K, G, H, window, scale, tiles),
+        **launch.constants(K, G, H, window or 0, scale, tiles),
         num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return o, lse
@@ -88,7 +93,7 @@ def blocks_to_visit(
     group: int,
     head_size: int,
     itemsize: int,
-    window: int = 0,
+    window: int | None = None,
 ) -> Any:
     """[B, tiles, 4], as `pallas_kernels.blocks.runs` has them, with every block masked.
 

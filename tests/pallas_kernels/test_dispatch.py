@@ -2,6 +2,7 @@
 """auto may fall back and says so once; a named implementation never does."""
 
 import logging
+import sys
 
 import jax
 import pytest
@@ -47,6 +48,20 @@ def test_auto_says_once_what_it_chose_and_why(caplog):
     said = caplog.records[0].getMessage()
     assert "fast: the length must be even" in said and "elsewhere: it needs" in said
     assert plain.__module__ in said
+
+
+def test_auto_leaves_out_what_has_never_run_on_a_chip_and_says_so(caplog):
+    dispatch._say_once.cache_clear()
+    later = dispatch.lazily(__name__, "fast", ("cpu", "gpu", "tpu"), "anything", proven=False)
+    impls = {"new": later, "plain": IMPLS["plain"]}
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        assert pick("auto", impls, 4) is plain
+    assert (
+        "new: interpreted and compiled, but never run on a chip" in caplog.records[0].getMessage()
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch.importlib, "import_module", lambda name: sys.modules[__name__])
+        assert pick("new", impls, 4)() == "fast"
 
 
 def test_a_named_implementation_never_falls_back():

@@ -105,7 +105,7 @@ def test_the_list_of_a_window_is_long_enough(window):
 def call(x, case, f=decode_attention, **more):
     return f(
         *x[:4], q_positions_BT=x[4], k_positions_BS=x[5], q_segment_ids_BT=x[6],
-        k_segment_ids_BS=x[7], window=case.window, **more,
+        k_segment_ids_BS=x[7], window=case.window or None, **more,
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_it_stands_in_for_sink_attention():
     x = cases.make_inputs(case)
     names = ("q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS")
     places = dict(zip(names, x[4:], strict=True))
-    theirs = sink_attention(*x[:4], **places, window=case.window)
+    theirs = sink_attention(*x[:4], **places, window=case.window or None)
     for a, b in zip(call(x, case), theirs, strict=True):
         np.testing.assert_array_equal(a, b)
     wanted = inspect.signature(sink_attention).parameters
@@ -154,7 +154,8 @@ def test_a_named_kernel_does_not_fall_back(impl):
     [
         ({"lengths_B": jnp.zeros(3, jnp.int32)}, r"lengths_B must have the shape \(4,\)"),
         ({"page_table_BJ": jnp.zeros((4, 0), jnp.int32)}, "J ≥ 1"),
-        ({"window": -1}, "window must be 0"),
+        ({"window": -1}, "window must count at least the query's own key; got -1"),
+        ({"window": 0}, "Pass None for no window"),
         ({"impl": "mosaic_gp"}, "Did you mean 'mosaic_gpu'"),
     ],
 )

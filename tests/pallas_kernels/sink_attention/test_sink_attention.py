@@ -21,7 +21,7 @@ SMALL = cases.Case("small", 2, 24, 29, 15, 3, 16, 9)
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg, impl="xla"):
     return sink_attention(
         q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos,
-        q_segment_ids_BT=q_seg, k_segment_ids_BS=k_seg, window=window, impl=impl,
+        q_segment_ids_BT=q_seg, k_segment_ids_BS=k_seg, window=window or None, impl=impl,
     )  # fmt: skip
 
 
@@ -256,7 +256,8 @@ def test_wrong_inputs_are_named():
         ("multiple of key heads", (q[:, :, 1:], k, v, sink[1:]), {}),
         ("one entry per query head", (q, k, v, sink[1:]), {}),
         ("one dtype", (q, k.astype(jnp.bfloat16), v, sink), {}),
-        ("window must be 0", (same, same, same, sink[:3]), {"window": -1}),
+        ("window must count", (same, same, same, sink[:3]), {"window": -1}),
+        ("Pass None for no window", (same, same, same, sink[:3]), {"window": 0}),
         ("q_segment_ids_BT must have the shape", (same, same, same, sink[:3]),
          {"q_segment_ids_BT": jnp.ones((2, 3), jnp.int32)}),
         ("Did you mean 'xla'", (same, same, same, sink[:3]), {"impl": "xl"}),

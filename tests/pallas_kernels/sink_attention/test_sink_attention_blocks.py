@@ -14,7 +14,7 @@ from pallas_kernels.sink_attention import cases, sink_attention, xla
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
     return sink_attention(
         q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
-        k_segment_ids_BS=k_seg, window=window, impl="xla",
+        k_segment_ids_BS=k_seg, window=window or None, impl="xla",
     )  # fmt: skip
 
 

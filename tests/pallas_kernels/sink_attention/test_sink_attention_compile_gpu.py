@@ -34,7 +34,7 @@ def values_and_gradients(case):
         def attend(*x):
             return sink_attention(
                 *x, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
-                k_segment_ids_BS=k_seg, window=case.window, impl="mosaic_gpu",
+                k_segment_ids_BS=k_seg, window=case.window or None, impl="mosaic_gpu",
             )  # fmt: skip
 
         out, pull = jax.vjp(attend, *differentiable)

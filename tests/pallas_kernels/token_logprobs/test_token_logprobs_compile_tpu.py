@@ -50,7 +50,7 @@ def kernels(compiled):
 @pytest.mark.parametrize("chip", TPUS)
 def test_the_forward_compiles_and_takes_a_fifth_of_a_gigabyte(chip):
     needs(chip)
-    compiled = compile_for(chip, forward(LARGEST, "auto"), *arrays(LARGEST))
+    compiled = compile_for(chip, forward(LARGEST, "mosaic_tpu"), *arrays(LARGEST))
     assert kernels(compiled) == 1
     # Four numbers a lane, and the hidden states once more where XLA lays the argument out anew.
     assert compiled.temp_bytes <= 25 * 10**7
