@@ -139,5 +139,5 @@ def shapes(case: Case | PagedCase, dtype: DTypeLike = jnp.bfloat16) -> tuple:
 
 def named(name: str) -> Case | PagedCase:
     """The case of that name."""
-    every = (*TEST_CASES, *PAGED_TEST_CASES, *REAL_CASES, *PAGED_REAL_CASES)
+    every = TEST_CASES + PAGED_TEST_CASES + BENCH_CASES + REAL_CASES + PAGED_REAL_CASES
     return {case.name: case for case in every}[name]

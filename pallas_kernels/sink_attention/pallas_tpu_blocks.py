@@ -7,9 +7,8 @@ statistic is one row, and softmax reduces over sublanes, which costs additions, 
 
 A kernel holds one block and loops over the blocks that it needs of the other side, copied from
 HBM into two buffers by turns: what nobody sees costs no step, no copy and no mask, however long
-the row. (Steps of a grid over all blocks would cost about 0.35 µs each though skipped: at 64k
-tokens and a window of 128, a hundred times the work. A list of pairs would outgrow SMEM.) The
-last step of a loop already fetches the first block of the next loop.
+the row. (A grid over all blocks would take a step for each, though skipped, and a list of pairs
+would outgrow SMEM.) The last step of a loop already fetches the first block of the next loop.
 
 Next: pallas_tpu.py and pallas_tpu_backward.py, the kernels.
 """
@@ -37,10 +36,9 @@ PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbi
 def block_sizes(T: int, S: int, window: int) -> tuple[int, int]:
     """Queries (of each head of a group) and keys per block.
 
-    By the compiler's own schedule for v5p, the forward kernel takes 2206 cycles per 2^19 pairs
-    in blocks of 512 by 512, 2798 in 256 by 512, 3024 in 256 by 256 (backward 5998 and 6758 in
-    the first two): a larger product hides more of the MXU's latency. A block of scores takes
-    1 MiB of VMEM. Behind a short window larger blocks of keys than 128 are mostly masked.
+    512 by 512 has the fewest cycles per pair in the compiler's schedule for v5p of the sizes that
+    were tried; a block of scores takes 1 MiB of VMEM. Behind a short window larger blocks of keys
+    than 128 are mostly masked.
     """
     if 0 < window <= 2 * LANES:
         return (LANES if T <= LANES else 2 * LANES), LANES

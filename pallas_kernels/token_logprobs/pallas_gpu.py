@@ -3,9 +3,8 @@
 
 One matmul loop serves forward and backward; they differ in what is done with a finished tile of
 128 × 256 logits. One warpgroup only fetches, two multiply and finish 64 rows each. Programs stay
-on their core and walk over tiles, so that the next tile is fetched while one is finished; a
-tile's finish costs about a twentieth of its matmul. Next: `streamed.py`, what becomes of the
-results.
+on their core and walk over tiles, so that the next tile is fetched while one is finished. Next:
+`streamed.py`, what becomes of the results.
 """
 
 from collections.abc import Callable
