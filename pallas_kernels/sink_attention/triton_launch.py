@@ -24,8 +24,9 @@ class Tiles(NamedTuple):
 
 # Chosen so that ptxas spills nothing on sm_80, sm_90 and sm_100, for which 8 warps share the
 # registers of a tile, and so that a block takes at most 99 KiB, all that smaller cards have. Tiles
-# of 128 rows read k and v half as often as tiles of 64. float32 has no tensor cores here (its products are IEEE, not TF32) and
-# takes whatever fits. The two numbers are the bytes of an element and the head size.
+# of 128 rows read k and v half as often as tiles of 64. float32 has no tensor cores here (its
+# products are IEEE, not TF32) and takes whatever fits. The two numbers are the bytes of an element
+# and the head size.
 _FORWARD = {
     (2, 64): Tiles(128, 64, 8, 3), (2, 128): Tiles(64, 64, 8, 2),
     (4, 64): Tiles(64, 32, 8, 2), (4, 128): Tiles(16, 32, 4, 2),
