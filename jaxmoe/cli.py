@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.config_file import load, override
 from jaxmoe.parallel.host import keep_freed_memory
+from jaxmoe.rollout.engine import EngineError
 
 
 def command(
@@ -40,6 +41,9 @@ def command(
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -5,6 +5,7 @@ Without a checkpoint in the run folder it scores the weights the config starts f
 """
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from jaxmoe import plan
@@ -15,7 +16,7 @@ from jaxmoe.envs.tasks import evaluate, open_task, response_text
 from jaxmoe.observe.progress import phase
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import policy_of, stage_shapes
-from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.rollout.open import open_engine
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,14 +33,11 @@ def run(cfg: Config) -> float:
     shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg))
     at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False)
     params = initial_params(cfg) if at is None else policy_of(at.state.params)
-    engine = NativeEngine(
-        cfg.model, max_prompt_tokens=cfg.data.max_prompt_tokens,
-        max_new_tokens=cfg.rollout.max_new_tokens, max_rows=cfg.rollout.max_parallel_sequences,
-    )  # fmt: skip
-    engine.load(params, 0 if at is None else at.step)
     prompts = task.held_out_prompts()
-    with phase(f"answering {len(prompts)} held-out prompts"):
-        metrics, rollouts, rewards = evaluate(engine, prompts, task, samples=8)
+    with closing(open_engine(cfg, Path(cfg.workdir))) as engine:
+        engine.load(params, 0 if at is None else at.step)
+        with phase(f"answering {len(prompts)} held-out prompts"):
+            metrics, rollouts, rewards = evaluate(engine, prompts, task, samples=8)
     for rollout, reward in list(zip(rollouts, rewards, strict=True))[:5]:
         mark = "right" if reward == 1 else "wrong"
         print(f"  {mark}  {rollout.prompt.text!r} -> {response_text(rollout, task)!r}")

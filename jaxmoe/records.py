@@ -47,5 +47,8 @@ class Rollout:
     tokens: np.ndarray  # int32 [T], the stop token included where one was drawn
     rollout_logp: np.ndarray  # float32 [T], of the distribution the token was drawn from
     stop: StopReason
-    weights_version: int
+    weight_versions: np.ndarray  # int32 [T], of the weights each token was drawn with
     log_kept: np.ndarray | None = None  # float32 [T], log of the mass that top-k and top-p kept
+    # [P+T-1, L, A] of the engine's routers, prompt first, where it tells; the last token was read
+    # by no layer
+    routed_experts: np.ndarray | None = None

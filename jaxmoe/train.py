@@ -9,7 +9,7 @@ The step is jaxmoe/rl/update.py. To change the loop, copy this file.
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,8 @@ from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import TrainState, new_state, policy_of, stage_shapes, with_critic
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import Scorer, rl_step
-from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.open import open_engine
 from jaxmoe.shapes import Metrics
 
 
@@ -57,11 +58,6 @@ def run(cfg: Config) -> None:
     one_device(cfg)
     chosen = algorithm(cfg)
     task = open_task(cfg)
-    r = cfg.rollout
-    engine = NativeEngine(
-        cfg.model, max_prompt_tokens=cfg.data.max_prompt_tokens,
-        max_new_tokens=r.max_new_tokens, max_rows=r.max_parallel_sequences,
-    )  # fmt: skip
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
     tx = rl_optimizer(cfg)
     at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx))
@@ -74,6 +70,7 @@ def run(cfg: Config) -> None:
     with (
         stop_requests() as stop,
         MetricsLog(work, stage=at.stage, step=at.step, enabled=first) as log,
+        closing(open_engine(cfg, work)) as engine,
     ):
         desk = Desk(cfg, work, task, engine, log, stop)
         if at.stage == "warmup":
@@ -104,7 +101,7 @@ class Desk:
     cfg: Config
     work: Path
     task: Task
-    engine: NativeEngine
+    engine: Engine
     log: MetricsLog
     stop: StopRequest
     phases: dict[str, float] = field(default_factory=dict)

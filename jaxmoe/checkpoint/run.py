@@ -24,7 +24,9 @@ from jaxmoe.shapes import Leaf, Params
 
 STAGES = ("warmup", "rl")
 # what a resumed run may change: nothing that its numbers so far depend on
-FREE = ("steps", "workdir", "eval", "save", "gate", "data.max_prompt_tokens")
+FREE = (
+    "steps", "workdir", "eval", "save", "gate", "data.max_prompt_tokens", "rollout.vllm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

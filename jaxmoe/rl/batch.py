@@ -23,7 +23,7 @@ class Batch:
     rollout_logp_BT: Leaf  # float32; the engine's claim
     rewards_B: Leaf  # float32; of the whole answer
     group_ids_B: Leaf  # int32; samples of one prompt share it
-    weights_version_B: Leaf  # int32
+    weights_version_B: Leaf  # int32; the oldest that drew one of its tokens
     # filled in by the step, where its algorithm asks for them
     advantages_BT: Leaf = None  # float32
     returns_BT: Leaf = None  # float32; what the critic should have said
@@ -78,7 +78,7 @@ def rollout_batch(
         rollout_logp_BT=logp_BT,
         rewards_B=rewards_B.astype(np.float32),
         group_ids_B=np.repeat(np.arange(len(rollouts) // samples, dtype=np.int32), samples),
-        weights_version_B=np.array([r.weights_version for r in rollouts], np.int32),
+        weights_version_B=np.array([r.weight_versions.min() for r in rollouts], np.int32),
     )
 
 

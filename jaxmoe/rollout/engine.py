@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is. Next: jaxmoe/rollout/native.py, the one that shares the trainer's forward."""
+"""What an engine is. Next: jaxmoe/rollout/native.py, the one that shares the trainer's forward,
+and jaxmoe/rollout/vllm/engine.py.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on: what it did, and what to look at. Nothing of it was trained on."""
 
 
 @runtime_checkable
@@ -19,11 +25,21 @@ class Engine(Protocol):
     """
 
     def load(self, params: Params, version: int) -> None:
-        """Sample from these weights from now on; rollouts carry `version`."""
+        """Sample from these weights from now on; rollouts carry `version`.
+
+        Returns when the engine is known to hold them; raises EngineError where it does not.
+        """
         ...
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
     ) -> list[Rollout]:
-        """`samples` rollouts of each prompt, the samples of one prompt side by side."""
+        """`samples` rollouts of each prompt, the samples of one prompt side by side.
+
+        Each is whole: none is lost, none is there twice. Raises EngineError otherwise.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop what was started; may be called twice."""
         ...

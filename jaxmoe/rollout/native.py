@@ -177,6 +177,9 @@ class NativeEngine:
         self._params = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
         self._version = version
 
+    def close(self) -> None:
+        """Nothing to stop: the engine lives in this process."""
+
     def compilations(self) -> int:
         """Programs compiled so far; a run needs a handful, whatever its length."""
         jitted = (self._prefill, self._decode, self._take, self._compact)
@@ -288,7 +291,8 @@ class NativeEngine:
         end = stops[0] + 1 if stops.size else len(tokens)
         reason = StopReason.STOP_TOKEN if stops.size else StopReason.MAX_TOKENS
         return Rollout(
-            prompt, tokens[:end].copy(), logp[:end].copy(), reason, self._version,
+            prompt, tokens[:end].copy(), logp[:end].copy(), reason,
+            np.full(end, self._version, np.int32),
             None if log_kept is None else log_kept[:end].copy(),
         )  # fmt: skip
 

@@ -172,13 +172,13 @@ def test_a_file_must_define_get_config_that_returns_a_config(tmp_path):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_json_holds_every_field_and_rebuilds_the_config(name):
     config = load(name)
-    saved = json.loads(to_json(config))
-    parts = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    again = {
-        k: type(v)(**saved[k]) if dataclasses.is_dataclass(v) else saved[k]
-        for k, v in parts.items()
-    }
-    assert Config(**again) == config
+    assert rebuilt(config, json.loads(to_json(config))) == config
+
+
+def rebuilt(like, saved):
+    if not dataclasses.is_dataclass(like):
+        return saved
+    return type(like)(**{name: rebuilt(getattr(like, name), v) for name, v in saved.items()})
 
 
 def test_changes_that_only_fit_together_may_come_in_any_order():

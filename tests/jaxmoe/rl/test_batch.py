@@ -15,7 +15,7 @@ def rollout(prompt, tokens, logp, version=7, number=41):
     return Rollout(
         prompt=Prompt(number, "?", tuple(prompt), None), tokens=np.array(tokens, np.int32),
         rollout_logp=np.array(logp, np.float32), stop=StopReason.STOP_TOKEN,
-        weights_version=version,
+        weight_versions=np.full(len(tokens), version, np.int32),
     )  # fmt: skip
 
 

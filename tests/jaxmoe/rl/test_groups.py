@@ -14,7 +14,8 @@ def rollout(prompt, sample, length=2, stop=StopReason.STOP_TOKEN):
     tokens = np.full(length, sample, np.int32)
     return Rollout(
         prompt=Prompt(id=prompt, tokens=(1,), text="", answer=""), tokens=tokens,
-        rollout_logp=np.zeros(length, np.float32), stop=stop, weights_version=0,
+        rollout_logp=np.zeros(length, np.float32), stop=stop,
+        weight_versions=np.zeros(length, np.int32),
     )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def test_log_probs_are_those_of_the_trainer(engine, temperature):
         theirs = trainer[row, n : n + len(r.tokens)]
         np.testing.assert_allclose(r.rollout_logp, theirs, rtol=0, atol=1e-5 / temperature)
     assert len({len(r.tokens) for r in out}) > 4
-    assert all(r.weights_version == 3 for r in out)
+    assert all(r.weight_versions.tolist() == [3] * len(r.tokens) for r in out)
 
 
 def engine_and_trainer(out, temperature):
