@@ -104,6 +104,11 @@ def _stored(entry: Entry, dtype: str) -> list[Planned]:
     return [(entry.name, _FILE_DTYPES[dtype], entry.shape)]
 
 
+def planned_tensors(cfg: ModelConfig, dtype: str) -> list[Planned]:
+    """(name, the format's dtype, shape) of everything `iter_hf` yields, in its order."""
+    return [item for entry in entries(cfg) for item in _stored(entry, dtype)]
+
+
 def load_params(
     directory: str | Path,
     cfg: ModelConfig,
@@ -262,7 +267,7 @@ def save_params(
     `mxfp4.encode`.
     Raises ConfigError where the directory already holds something or MXFP4 does not fit.
     """
-    directory, table = Path(directory), entries(cfg)
+    directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} must be new or empty for an export. Name another one.")
     if dtype == "mxfp4" and (cfg.d_model % mxfp4.GROUP or cfg.d_expert % mxfp4.GROUP):
@@ -270,7 +275,7 @@ def save_params(
             f"MXFP4 needs model.d_model ({cfg.d_model}) and model.d_expert ({cfg.d_expert}) to be "
             "multiples of 32. Export bfloat16 instead."
         )
-    planned = [item for entry in table for item in _stored(entry, dtype)]
+    planned = planned_tensors(cfg, dtype)
     shards = plan_shards(planned, max_shard_bytes)
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
