@@ -66,6 +66,14 @@ def target() -> Target:
     return Target(jax.default_backend(), jax.devices()[0].device_kind)
 
 
+def gpu_cores() -> int:
+    """Streaming multiprocessors of the GPU that `target` names; two where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    count = device.num_cores if device else getattr(jax.devices()[0], "core_count", None)
+    return count or 2
+
+
 def pick(impl: str, impls: Mapping[str, Implementation], *arrays: Any) -> Callable[..., Any]:
     """The function to call; `impls` stands in order of preference.
 

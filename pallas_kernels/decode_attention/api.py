@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode_attention import reference, xla
 from pallas_kernels.dispatch import Implementation, lazily, pick
+from pallas_kernels.sink_attention.common import check, same_batch
 
 _HERE = "pallas_kernels.decode_attention"
 _IMPLS = {
@@ -65,10 +66,9 @@ def decode_attention(
         cannot run, or when differentiated.
     Source: splitting a row over the machine: arXiv:2311.01282.
     """
-    _check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    same_batch(q_BTNH, k_BSKH)
     (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
-    if k_BSKH.shape[0] != B:
-        raise ValueError(f"q and k must agree in batch; got {B} and {k_BSKH.shape[0]}.")
     places = []
     for name, x, length in (
         ("q_positions_BT", q_positions_BT, T),
@@ -111,7 +111,7 @@ def paged_decode_attention(
     read. On a TPU keep pages as [P, S, K·H] and reshape them in the call.
     Source: pages: arXiv:2309.06180.
     """
-    _check(q_BTNH, k_PSKH, v_PSKH, sink_N, window)
+    check(q_BTNH, k_PSKH, v_PSKH, sink_N, window)
     B, H = q_BTNH.shape[0], q_BTNH.shape[3]
     if page_table_BJ.ndim != 2 or page_table_BJ.shape[0] != B or page_table_BJ.shape[1] == 0:
         raise ValueError(
@@ -138,34 +138,3 @@ def _refuse(primals, tangents):
         "decode_attention has no gradient; differentiate sink_attention, or put stop_gradient "
         "around the input."
     )
-
-
-def _check(q: Array, k: Array, v: Array, sink: Array, window: int | None) -> None:
-    if q.ndim != 4 or k.ndim != 4:
-        raise ValueError(
-            f"q must be [batch, time, heads, head size] and k have four axes too; got {q.shape} "
-            f"and {k.shape}."
-        )
-    if k.shape != v.shape or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q, k and v must agree in head size, k and v in all; got {q.shape}, {k.shape}, "
-            f"{v.shape}."
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"query heads ({q.shape[2]}) must be a multiple of key heads ({k.shape[2]}): each "
-            "key head serves as many query heads."
-        )
-    if sink.shape != (q.shape[2],):
-        raise ValueError(
-            f"sink must have one entry per query head, ({q.shape[2]},); got {sink.shape}."
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
-        )
-    if window is not None and window < 1:
-        raise ValueError(
-            f"window must count at least the query's own key; got {window}. "
-            "Pass None for no window."
-        )

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
+from pallas_kernels.dispatch import gpu_cores
 from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul.swiglu import activate
 
@@ -112,7 +113,7 @@ def _run(plan, lhs_MD, rhs, sizes_E, bias_EF):
                 free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
             )
         ],
-        grid=(tiles.cores(),),
+        grid=(gpu_cores(),),
         grid_names=("core",),
         num_threads=C + 1,
         thread_name="warpgroup",

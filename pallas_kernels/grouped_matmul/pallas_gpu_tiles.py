@@ -9,7 +9,6 @@ this one. Next: pallas_gpu_rows.py (out and dlhs), pallas_gpu_weights.py (drhs a
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -72,13 +71,6 @@ def row_tiles(
     lo = jnp.maximum(begin[group], wanted) - start
     hi = jnp.minimum(end[group], wanted + size) - start
     return jnp.stack([group, start, lo, hi], 1).astype(jnp.int32), after[-1:].astype(jnp.int32)
-
-
-def cores() -> int:
-    """Streaming multiprocessors of the GPU that is compiled for; two where there is none."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    count = device.num_cores if device else getattr(jax.devices()[0], "core_count", None)
-    return count or 2
 
 
 def each_tile(count: Any, body: Callable[[Any, Any], Any]) -> Any:

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
 from pallas_kernels import hopper
+from pallas_kernels.dispatch import gpu_cores
 from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
 
 _WG = hopper.WARPGROUP_ROWS
@@ -67,7 +68,7 @@ def weights_by_group(
         partial(_weights_kernel, plan=plan),
         out_type=out_type,
         scratch_types=[scratch],
-        grid=(tiles.cores(),),
+        grid=(gpu_cores(),),
         grid_names=("core",),
         num_threads=tiles.CONSUMERS + 1,
         thread_name="warpgroup",

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, lazily, pick
 from pallas_kernels.sink_attention import reference, xla
+from pallas_kernels.sink_attention.common import check, same_batch
 
 _HERE = "pallas_kernels.sink_attention"
 _IMPLS = {
@@ -58,7 +59,8 @@ def sink_attention(
         cannot run.
     Source: GPT-OSS model card §2.2; blocks as in arXiv:2307.08691.
     """
-    _check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    same_batch(q_BTNH, k_BSKH)
     (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
     if (q_positions_BT is None or k_positions_BS is None) and T != S:
         raise ValueError(
@@ -81,33 +83,3 @@ def sink_attention(
     chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
     scale = 1.0 / math.sqrt(H) if scale is None else scale
     return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, window or 0, scale)
-
-
-def _check(q: Array, k: Array, v: Array, sink: Array, window: int | None) -> None:
-    if q.ndim != 4 or k.ndim != 4:
-        raise ValueError(
-            f"q and k must be [batch, time, heads, head size]; got {q.shape} and {k.shape}."
-        )
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q, k and v must agree in batch and head size, k and v in all; got {q.shape}, "
-            f"{k.shape}, {v.shape}."
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"query heads ({q.shape[2]}) must be a multiple of key heads ({k.shape[2]}): each "
-            "key head serves as many query heads."
-        )
-    if sink.shape != (q.shape[2],):
-        raise ValueError(
-            f"sink must have one entry per query head, ({q.shape[2]},); got {sink.shape}."
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
-        )
-    if window is not None and window < 1:
-        raise ValueError(
-            f"window must count at least the query's own key; got {window}. "
-            "Pass None for no window."
-        )

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.sink_attention import triton_launch as launch
+from pallas_kernels.sink_attention.common import backward_sums
 
 
 def _triton_call(name: str, tiles: launch.Tiles, grid, out, args, constants) -> Any:
@@ -141,13 +142,9 @@ def _triton_fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
 def _triton_bwd(window, scale, saved, cotangents):
     q, k, v, sink, places, o, lse = saved
     do, dlse = cotangents
-    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - dlse
-    some = jnp.isfinite(lse)  # a row without keys and without a sink has lse = −∞
-    finite = jnp.where(some, lse, 0.0)
-    dq, dk, dv = _backward(q, k, v, places, do, finite, delta, window, scale)
-    p_sink = jnp.where(some, jnp.exp(sink.astype(jnp.float32)[None, None] - finite), 0.0)
-    dsink = -jnp.sum(p_sink * delta, axis=(0, 1))
-    return dq, dk, dv, dsink.astype(sink.dtype), None, None, None, None
+    lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
+    dq, dk, dv = _backward(q, k, v, places, do, lse, delta, window, scale)
+    return dq, dk, dv, dsink, None, None, None, None
 
 
 _triton.defvjp(_triton_fwd, _triton_bwd)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     Tiles,
@@ -54,17 +55,12 @@ def backward(saved, cotangents, window, scale, interpret):
     """dq, dk, dv in their dtypes, and dsink; `saved` holds the inputs, o and lse."""
     q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse = saved
     do, dlse = cotangents
-    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - dlse
-    sink_11N = sink.astype(jnp.float32)[None, None, :]
-    # A row without keys has lse = −inf where the sink is; any finite value gives it weights 0.
-    some = jnp.isfinite(lse)
-    lse = jnp.where(some, lse, 0.0)
-    dsink = -jnp.sum(jnp.where(some, jnp.exp(sink_11N - lse), 0.0) * delta, axis=(0, 1))
+    lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
     stats_BN2T = jnp.stack([lse * LOG2E, delta], 1).transpose(0, 3, 1, 2)
     arrays = (q, k, v, do.astype(q.dtype), stats_BN2T, q_pos, k_pos, q_seg, k_seg)
     dq = _queries(*arrays, window, scale, interpret)
     dk, dv = _keys(*arrays, window, scale, interpret)
-    return dq, dk, dv, dsink.astype(sink.dtype)
+    return dq, dk, dv, dsink
 
 
 def _queries(q, k, v, do, stats, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):

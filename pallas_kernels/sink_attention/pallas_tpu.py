@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.pallas_tpu_backward import backward
 from pallas_kernels.sink_attention.reference import UNSEEN
 
@@ -148,17 +149,14 @@ def _fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
 def _bwd(window, scale, interpret, saved, cotangents):
     q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse = saved
     do, dlse = cotangents
-    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - dlse
-    some = jnp.isfinite(lse)  # false only without keys and without a sink: weights 0
+    lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
     x = blocks.layout(q.shape, k.shape, window)
     where = blocks.places(x, q_pos, k_pos, q_seg, k_seg, window)
-    stats_BTN2 = jnp.stack([jnp.where(some, lse, 0.0), delta], axis=3)
+    stats_BTN2 = jnp.stack([lse, delta], axis=3)
     arrays = x.columns(q), x.keys(k), x.keys(v), x.columns(do), x.columns(stats_BTN2)
     dq, dk, dv = backward(x, *arrays, where, window, scale, interpret)
-    p_sink = jnp.where(some, jnp.exp(sink.astype(jnp.float32)[None, None] - lse), 0.0)
-    dsink = -jnp.sum(p_sink * delta, axis=(0, 1))
     dk, dv = (y[:, :, : x.S].transpose(0, 2, 1, 3) for y in (dk, dv))
-    return x.rows(dq), dk, dv, dsink.astype(sink.dtype), None, None, None, None
+    return x.rows(dq), dk, dv, dsink, None, None, None, None
 
 
 mosaic_tpu.defvjp(_fwd, _bwd)

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from pallas_kernels.sink_attention import triton_launch as launch
+from pallas_kernels.sink_attention.common import check, same_batch
 
 
 def sink_attention_torch(
@@ -36,29 +37,16 @@ def sink_attention_torch(
     Raises: NotImplementedError without triton or for other head sizes; ValueError for shapes and
         strides that do not fit.
     """
+    check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    same_batch(q_BTNH, k_BSKH)
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     dtype = str(q_BTNH.dtype).removeprefix("torch.")
     reason = launch.missing("triton") or launch.unsupported(H, dtype)
     if reason:
         raise NotImplementedError(f"the Triton kernel cannot run here: {reason}.")
-    if k_BSKH.shape != v_BSKH.shape or k_BSKH.shape != (B, S, K, H) or N % K:
-        raise ValueError(
-            "q, k and v must agree in batch and head size, k and v in all, and key heads must "
-            f"divide query heads; got {q_BTNH.shape}, {k_BSKH.shape}, {v_BSKH.shape}."
-        )
-    if not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
-        raise ValueError(
-            f"q, k and v must have one dtype; got {q_BTNH.dtype}, {k_BSKH.dtype}, {v_BSKH.dtype}. "
-            "Cast them."
-        )
     scale = 1.0 / math.sqrt(H) if scale is None else scale
     if scale <= 0:
         raise ValueError(f"scale must be positive; got {scale}. Turn the sign of q instead.")
-    if window is not None and window < 1:
-        raise ValueError(
-            f"window must count at least the query's own key; got {window}. "
-            "Pass None for no window."
-        )
     if any(x.stride(3) != 1 for x in (q_BTNH, k_BSKH, v_BSKH)):
         raise ValueError("the head size must be the fastest axis. Call .contiguous().")
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import visible
+from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.reference import UNSEEN
 
 # Measured on one core with float32; a block of scores should stay near the cache.
@@ -170,8 +171,6 @@ def _backward_blocks(x: _Blocks, bs, window, scale, do, lse, delta):
         return (dk, dv), dq
 
     zero = jnp.zeros(x.k_BKSH.shape, jnp.float32)
-    # a row without keys has lse = −inf where the sink is; any finite value gives it weights 0
-    lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
     xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.ranges_n2, do, lse, delta)
     (dk, dv), dq = _each_query_block(query_block, (zero, zero), xs)
     return dq, dk, dv
@@ -232,17 +231,14 @@ def _xla_bwd(window, scale, saved, cotangents):
     do, dlse = cotangents
     G = q.shape[2] // k.shape[2]
     x, bs = _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window)
-    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=3) - dlse
+    lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
     n, bt = x.q_nBKRH.shape[0], x.q_nBKRH.shape[3] // G
     parts = (_split_rows(y, n, bt, G) for y in (do, lse[..., None], delta[..., None]))
     dq, dk, dv = _backward_blocks(x, bs, window, scale, *parts)
     S = k.shape[1]
     dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(k.dtype) for y in (dk, dv))
-    sink_11N = sink.astype(jnp.float32)[None, None, :]
-    p_sink = jnp.where(jnp.isfinite(lse), jnp.exp(sink_11N - lse), 0.0)
-    dsink = -jnp.sum(p_sink * delta, axis=(0, 1))
     dq = _join_rows(dq, q.shape[1], G).astype(q.dtype)
-    return dq, dk, dv, dsink.astype(sink.dtype), None, None, None, None
+    return dq, dk, dv, dsink, None, None, None, None
 
 
 xla.defvjp(_xla_fwd, _xla_bwd)

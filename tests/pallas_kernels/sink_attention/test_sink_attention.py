@@ -252,7 +252,7 @@ def test_wrong_inputs_are_named():
     for match, args, options in (
         ("Pass q_positions_BT", (q, k, v, sink), {}),
         (r"must be \[batch, time", (q[0], k, v, sink), {}),
-        ("agree in batch and head size", (q, k[..., 1:], v, sink), {}),
+        ("agree in head size", (q, k[..., 1:], v, sink), {}),
         ("multiple of key heads", (q[:, :, 1:], k, v, sink[1:]), {}),
         ("one entry per query head", (q, k, v, sink[1:]), {}),
         ("one dtype", (q, k.astype(jnp.bfloat16), v, sink), {}),

@@ -359,7 +359,7 @@ def test_what_torch_cannot_run_is_named(monkeypatch):
     names = ("q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS")
     placed = dict.fromkeys(names, place)
     call = torch_call.sink_attention_torch
-    with pytest.raises(ValueError, match="agree in batch"):
+    with pytest.raises(ValueError, match="k and v in all"):
         call(q, k, k[:, :, :1], sink, **placed)
     with pytest.raises(ValueError, match="scale must be positive"):
         call(q, k, k, sink, **placed, scale=-1.0)

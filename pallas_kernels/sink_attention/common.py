@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all implementations share: the check of their arguments, and the sums of a backward pass.
+
+Next: reference.py for the formula.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def check(q: Any, k: Any, v: Any, sink: Any, window: int | None) -> None:
+    """Raises ValueError unless q [.., T, N, H], k and v [.., S, K, H] and sink [N] fit together.
+
+    Reads shapes and dtypes only: JAX's arrays and torch's tensors both do. Whether q and k have
+    equal batches is left to the caller, as the pages of a cache have none.
+    """
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    if len(shapes[0]) != 4 or len(shapes[1]) != 4:
+        raise ValueError(
+            "q must be [batch, time, heads, head size] and k have four axes too; got "
+            f"{shapes[0]} and {shapes[1]}."
+        )
+    if shapes[1] != shapes[2] or shapes[0][3] != shapes[1][3]:
+        raise ValueError(
+            f"q, k and v must agree in head size, k and v in all; got {shapes[0]}, {shapes[1]}, "
+            f"{shapes[2]}."
+        )
+    heads, key_heads = shapes[0][2], shapes[1][2]
+    if heads % key_heads:
+        raise ValueError(
+            f"query heads ({heads}) must be a multiple of key heads ({key_heads}): each key head "
+            "serves as many query heads."
+        )
+    if tuple(sink.shape) != (heads,):
+        raise ValueError(
+            f"sink must have one entry per query head, ({heads},); got {tuple(sink.shape)}."
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
+        )
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window must count at least the query's own key; got {window}. "
+            "Pass None for no window."
+        )
+
+
+def same_batch(q: Any, k: Any) -> None:
+    """Raises ValueError unless q and k have equal batches."""
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must agree in batch; got {q.shape[0]} and {k.shape[0]}.")
+
+
+def backward_sums(
+    o_BTNH: Float[Array, "B T N H"],
+    lse_BTN: Float[Array, "B T N"],
+    sink_N: Float[Array, " N"],
+    do_BTNH: Float[Array, "B T N H"],
+    dlse_BTN: Float[Array, "B T N"],
+) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"], Float[Array, " N"]]:
+    """(a finite lse, Δ, dsink): what a backward pass needs of its rows, and what the sink gets.
+
+    Δ = rowsum(dO∘O) − dlse;  dsink = −Σ e^{sink − lse}·Δ
+
+    A row without keys and without a sink has lse = −∞; any finite value in its place gives the
+    row weights 0. Numerics: float32; dsink is cast to the sink's dtype in the end.
+    """
+    delta_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * o_BTNH.astype(jnp.float32), axis=3) - dlse_BTN
+    some_BTN = jnp.isfinite(lse_BTN)
+    finite_BTN = jnp.where(some_BTN, lse_BTN, 0.0)
+    sink_11N = sink_N.astype(jnp.float32)[None, None, :]
+    p_sink_BTN = jnp.where(some_BTN, jnp.exp(sink_11N - finite_BTN), 0.0)
+    dsink_N = -jnp.sum(p_sink_BTN * delta_BTN, axis=(0, 1))
+    return finite_BTN, delta_BTN, dsink_N.astype(sink_N.dtype)
