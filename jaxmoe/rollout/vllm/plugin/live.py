@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of the parameters a running model computes with, wherever vLLM has put them.
+
+On a CPU vLLM packs the weight of a linear layer into oneDNN and keeps no tensor of it; it is read
+back exactly by multiplying it with the identity.
+Cost: one pass over the parameters on their own device, and in·in·out multiply-adds for each
+packed matrix; one of more than READ_BACK of them is called unreadable instead.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from jaxmoe.rollout.checksum import digest
+
+READ_BACK = 2 * 10**10  # multiply-adds, well under a second on one core
+_ROWS = 256  # of the identity at once
+_WORDS = 1 << 22  # words summed at once on a device
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """`checksum.digest` of a tensor's bytes, computed where the tensor is."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.device.type == "cpu":
+        return digest(raw.numpy())
+    return _digest_on_device(raw)
+
+
+def _digest_on_device(raw: torch.Tensor) -> str:
+    """Two's complement wraps as arithmetic modulo 2^64 does."""
+    spare = -raw.numel() % 8
+    if spare:
+        raw = torch.nn.functional.pad(raw, (0, spare))
+    words = raw.view(torch.int64)
+    sums = torch.zeros(2, dtype=torch.int64, device=raw.device)
+    for start in range(0, words.numel(), _WORDS):
+        part = words[start : start + _WORDS]
+        odd = 2 * torch.arange(start, start + part.numel(), device=raw.device) + 1
+        sums += torch.stack([part.sum(), (part * odd).sum()])
+    plain, weighted = (int(x) % 2**64 for x in sums.tolist())
+    return f"{plain:016x}{weighted:016x}"
+
+
+def digests(model: torch.nn.Module) -> tuple[dict[str, str], list[str]]:
+    """(digest of each parameter by vLLM's name, parameters that cannot be read).
+
+    A fused query, key and value counts as three: "….qkv_proj.weight[q]", "[k]" and "[v]".
+    """
+    found: dict[str, str] = {}
+    unreadable: list[str] = []
+    for name, module, key, parameter in _parameters(model):
+        content = _content(module, key, parameter)
+        if content is None:
+            unreadable.append(name)
+            continue
+        for part, rows in _parts(module, content):
+            found[name + part] = digest_tensor(rows)
+    return found, unreadable
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any, str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            yield f"{prefix}.{key}", module, key, parameter
+
+
+def _content(module: Any, key: str, parameter: torch.Tensor) -> torch.Tensor | None:
+    """What the model computes with for this parameter, or None where it cannot be read."""
+    packed = key == "weight" and hasattr(module, "cpu_linear")
+    if packed and (parameter.numel() == 0 or type(module).__name__ == "ParallelLMHead"):
+        content = _read_back(module, parameter)
+        if content is not None or parameter.numel() == 0:
+            return _without_padding(module, content)
+    if parameter.numel() == 0 or parameter.is_meta:
+        return None
+    return _without_padding(module, parameter)
+
+
+def _without_padding(module: Any, content: torch.Tensor | None) -> torch.Tensor | None:
+    """Rows that vLLM added to a vocabulary hold nothing of a checkpoint."""
+    rows = getattr(module, "org_vocab_size", None)
+    if content is None or rows is None or getattr(module, "tp_size", 1) != 1:
+        return content
+    return content[:rows]
+
+
+def _read_back(module: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+    """[out, in] of a packed linear layer: x·Wᵀ with the identity is Wᵀ, exactly."""
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
+    summed = next((getattr(module, name) for name in names if hasattr(module, name)), 0)
+    columns = list[torch.Tensor]()
+    for start in range(0, summed, _ROWS):
+        rows = torch.zeros(min(_ROWS, summed - start), summed, dtype=parameter.dtype)
+        rows[torch.arange(len(rows)), start + torch.arange(len(rows))] = 1
+        columns.append(module.cpu_linear(rows, parameter, None))
+        if summed * summed * columns[0].shape[1] > READ_BACK:
+            return None
+    return torch.cat(columns).t() if columns else None
+
+
+def _parts(module: Any, content: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if type(module).__name__ != "QKVParallelLinear":
+        yield "", content
+        return
+    queries = module.num_heads * module.head_size
+    keys = module.num_kv_heads * module.head_size
+    for part, rows in zip("qkv", content.split([queries, keys, keys]), strict=True):
+        yield f"[{part}]", rows

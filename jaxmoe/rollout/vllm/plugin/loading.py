@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's tensors into a running GPT-OSS model of vLLM, whole.
+
+vLLM reloads layer by layer: parameters become empty shapes whose `weight_loader` collects what
+arrives, then each layer is built anew and copied over the old. In vLLM 0.32 three things of
+GPT-OSS pass by that and keep their old values without an error:
+  - experts sent as one tensor are copied straight into the empty shape: they are sent one expert
+    at a time, which goes through the loader;
+  - so are the attention sinks: they are given to their loader here;
+  - on a CPU the experts are packed for their kernel at the first load only: here at each.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+Stream = Iterable[tuple[str, torch.Tensor]]
+
+_EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+
+
+def load(model: Any, model_config: Any, stream: Stream) -> None:
+    """Load tensors by checkpoint name; those of a layer should follow each other.
+
+    Where `stream` raises, layers that were not yet complete keep or lose their weights; the model
+    can be loaded again.
+    """
+    initialize_layerwise_reload(model)
+    try:
+        with torch.no_grad(), experts_packed():
+            model.load_weights(one_by_one(sinks_aside(model, stream)))
+    finally:
+        with torch.no_grad(), experts_packed():
+            finalize_layerwise_reload(model, model_config)
+
+
+def one_by_one(stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each expert of a fused tensor by itself, "….experts.7.gate_up_proj"."""
+    for name, tensor in stream:
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".mlp.experts") or last not in _EXPERTS:
+            yield name, tensor
+            continue
+        for expert, alone in enumerate(tensor):
+            yield f"{prefix}.{expert}.{last}", alone
+
+
+def sinks_aside(model: Any, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give the sinks of this rank's heads to their own loader; pass on the rest."""
+    from vllm.distributed import (  # pyright: ignore[reportMissingImports]
+        get_tensor_model_parallel_rank,
+    )
+    from vllm.model_executor.model_loader.weight_utils import (  # pyright: ignore[reportMissingImports]
+        default_weight_loader,
+    )
+
+    parameters = dict(model.named_parameters())
+    for name, tensor in stream:
+        if not name.endswith(".self_attn.sinks"):
+            yield name, tensor
+            continue
+        parameter = parameters[name.replace(".self_attn.", ".attn.")]
+        heads = parameter.shape[0]
+        mine = tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+        getattr(parameter, "weight_loader", default_weight_loader)(parameter, mine)
+
+
+@contextmanager
+def experts_packed() -> Iterator[None]:
+    """While this lasts, a reload packs the experts for the CPU's kernel as the first load did."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import (  # pyright: ignore[reportMissingImports]
+        UnquantizedMoeBackend,
+    )
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # pyright: ignore[reportMissingImports]
+        UnquantizedFusedMoEMethod as Method,
+    )
+
+    stock = Method._setup_kernel
+
+    def setup(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+        again = self.moe_kernel is not None
+        stock(self, layer, w13, w2)
+        if again and self.unquantized_backend == UnquantizedMoeBackend.CPU:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    Method._setup_kernel = setup
+    try:
+        yield
+    finally:
+        Method._setup_kernel = stock

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A publication's manifest, and the checks that come before anything of it is loaded.
+
+A publication is a directory of *.safetensors and manifest.json; the manifest says which tensors
+it must hold, with which bytes. Next: transfer.py.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+WIDTH = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element; names as safetensors spells them
+
+
+class Refused(RuntimeError):
+    """A publication that must not be loaded, or was found wrong while loading; names why."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a manifest says of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Which version of which run, and every tensor of it."""
+
+    run: str
+    version: int
+    tensors: dict[str, Tensor]
+
+    @property
+    def label(self) -> str:
+        return f"{self.run}:{self.version}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where a tensor lies, by a file's header."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def parse(raw: Mapping[str, Any], where: str) -> Manifest:
+    """The manifest of manifest.json's content. Raises Refused where it is not one."""
+    try:
+        if raw["format"] != FORMAT:
+            raise Refused(
+                f"{where}: format must be {FORMAT}, got {raw['format']!r}. Trainer and vLLM must "
+                "have the same jaxmoe: pip install --no-deps -U jaxmoe in both."
+            )
+        tensors = {
+            name: Tensor(t["dtype"], tuple(int(n) for n in t["shape"]), t["digest"])
+            for name, t in raw["tensors"].items()
+        }
+        return Manifest(str(raw["run"]), int(raw["version"]), tensors)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Refused(f"{where} must hold format, run, version and tensors; {error!r}.") from error
+
+
+def read(directory: Path) -> Manifest:
+    """DIRECTORY/manifest.json. Raises Refused where there is none or it is not whole."""
+    path = directory / "manifest.json"
+    try:
+        return parse(json.loads(path.read_text()), str(path))
+    except (OSError, json.JSONDecodeError) as error:
+        raise Refused(f"{path} must be a publication's manifest; {error}.") from error
+
+
+def check_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises Refused, naming the tensors, where a manifest is not of a model of these shapes."""
+    refuse(manifest.label, list(_against_model(manifest, shapes)))
+
+
+def check_files(manifest: Manifest, directory: Path) -> dict[str, Held]:
+    """Where each tensor of a manifest lies, from the files' headers.
+
+    Raises Refused, naming them, for tensors that are absent, unknown, cut off or unlike the
+    manifest.
+    """
+    found: dict[str, Held] = {}
+    problems: list[str] = []
+    for path in sorted(directory.glob("*.safetensors")):
+        for name, held in _header(path):
+            if name in found:
+                problems.append(f"{name} is in {found[name].path.name} and in {path.name}")
+            found[name] = held
+            if held.end > path.stat().st_size:
+                problems.append(
+                    f"{name} ends at byte {held.end} of {path.name}, which has "
+                    f"{path.stat().st_size}: cut off"
+                )
+    refuse(manifest.label, problems + list(_against_files(manifest, found, directory)))
+    return found
+
+
+def refuse(label: str, problems: list[str]) -> None:
+    """Raises Refused with the first few problems, where there are any."""
+    if problems:
+        more = f"; and {len(problems) - 6} more like these" if len(problems) > 6 else ""
+        raise Refused(f"weights {label} are refused: {'; '.join(problems[:6])}{more}.")
+
+
+def _against_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, shape in shapes.items():
+        tensor = manifest.tensors.get(name)
+        if tensor is None:
+            yield f"{name} is missing; the engine's model has it, {list(shape)}"
+        elif tensor.shape != shape:
+            yield f"{name} must be {list(shape)} for the engine's model, got {list(tensor.shape)}"
+        elif tensor.dtype not in WIDTH:
+            yield f"{name} must be {' or '.join(WIDTH)}, got {tensor.dtype}"
+    for name in manifest.tensors:
+        if name not in shapes:
+            yield f"{name} is no tensor of the engine's model"
+
+
+def _against_files(manifest: Manifest, found: dict[str, Held], directory: Path) -> Iterator[str]:
+    for name, tensor in manifest.tensors.items():
+        held = found.get(name)
+        if held is None:
+            yield f"{name} is in no *.safetensors of {directory}"
+        elif (held.dtype, held.shape) != (tensor.dtype, tensor.shape):
+            yield (
+                f"{name} must be {tensor.dtype} {list(tensor.shape)} by the manifest, is "
+                f"{held.dtype} {list(held.shape)} in {held.path.name}"
+            )
+        elif held.end - held.begin != math.prod(held.shape) * WIDTH[held.dtype]:
+            yield f"{name} has {held.end - held.begin} bytes in {held.path.name}, a damaged header"
+    for name in found:
+        if name not in manifest.tensors:
+            yield f"{name} is in {found[name].path.name} and not in the manifest"
+
+
+def _header(path: Path) -> Iterator[tuple[str, Held]]:
+    """A safetensors file: eight bytes of length, a JSON header, the tensors' bytes."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size - 8:
+                raise ValueError(f"a header of {length} bytes, the file has {path.stat().st_size}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            yield name, Held(path, entry["dtype"], tuple(entry["shape"]), begin, end)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{path} must be a whole safetensors file; {error}.") from error

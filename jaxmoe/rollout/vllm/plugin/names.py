@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a GPT-OSS checkpoint, and the parameters of vLLM that each of them feeds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_RENAMED = {
+    "gate_up_proj": "routed_experts.w13_weight",
+    "gate_up_proj_bias": "routed_experts.w13_bias",
+    "down_proj": "routed_experts.w2_weight",
+    "down_proj_bias": "routed_experts.w2_bias",
+}
+SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "num_local_experts", "num_experts_per_tok", "intermediate_size", "sliding_window",
+)  # fmt: skip
+
+
+def checkpoint_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a checkpoint with these sizes of config.json."""
+    d, v, f = model["hidden_size"], model["vocab_size"], model["intermediate_size"]
+    e, h = model["num_local_experts"], model["head_dim"]
+    n = model["num_attention_heads"]
+    out = {"q": n * h, "k": model["num_key_value_heads"] * h, "v": model["num_key_value_heads"] * h}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d)}
+    for layer in range(model["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        shapes[at + "input_layernorm.weight"] = (d,)
+        for kind, width in out.items():
+            shapes[f"{at}self_attn.{kind}_proj.weight"] = (width, d)
+            shapes[f"{at}self_attn.{kind}_proj.bias"] = (width,)
+        shapes[at + "self_attn.o_proj.weight"] = (d, n * h)
+        shapes[at + "self_attn.o_proj.bias"] = (d,)
+        shapes[at + "self_attn.sinks"] = (n,)
+        shapes[at + "post_attention_layernorm.weight"] = (d,)
+        shapes[at + "mlp.router.weight"] = (e, d)
+        shapes[at + "mlp.router.bias"] = (e,)
+        shapes[at + "mlp.experts.gate_up_proj"] = (e, d, 2 * f)
+        shapes[at + "mlp.experts.gate_up_proj_bias"] = (e, 2 * f)
+        shapes[at + "mlp.experts.down_proj"] = (e, f, d)
+        shapes[at + "mlp.experts.down_proj_bias"] = (e, d)
+    shapes["model.norm.weight"] = (d,)
+    shapes["lm_head.weight"] = (v, d)
+    return shapes
+
+
+def feeds(name: str) -> str:
+    """The parameter of vLLM's model, or the part of a fused one, that a tensor goes into."""
+    if name == "model.embed_tokens.weight":
+        return "model.embedding.weight"
+    *parts, last = name.replace(".self_attn.", ".attn.").split(".")
+    if parts and parts[-1] in ("q_proj", "k_proj", "v_proj"):
+        return ".".join([*parts[:-1], "qkv_proj", f"{last}[{parts[-1][0]}]"])
+    return ".".join([*parts, _RENAMED.get(last, last)])

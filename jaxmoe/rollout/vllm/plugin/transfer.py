@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight transfer engines for vLLM: a publication is checked, then loaded, then looked at.
+
+Nothing of the model is touched before every check that can come first has passed: sizes of the
+model, headers, and for files the digest of every tensor. Until then vLLM goes on with what it has.
+Next: loading.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from jaxmoe.rollout.vllm.plugin import mailbox, manifest
+from jaxmoe.rollout.vllm.plugin.held import Fed, Held
+from jaxmoe.rollout.vllm.plugin.live import digest_tensor, digests
+from jaxmoe.rollout.vllm.plugin.loading import Stream, load
+from jaxmoe.rollout.vllm.plugin.manifest import Manifest, Refused
+from jaxmoe.rollout.vllm.plugin.names import checkpoint_shapes
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Files and mailboxes need no introduction."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Where a publication lies: a directory, or a key of mailbox.py."""
+
+    path: str = field(default="")
+    mailbox: str = field(default="")
+
+
+class Publications:
+    """The part that all our engines share; they differ in how tensors arrive."""
+
+    held: Held
+    model: Any
+    model_config: Any
+    vllm_config: Any
+
+    def check(self, asked: Manifest) -> None:
+        """Raises Refused where the model cannot take these weights."""
+        config = self.model_config.hf_text_config
+        kind = getattr(config, "model_type", None)
+        if kind != "gpt_oss":
+            raise Refused(f"weights {asked.label} are GPT-OSS; the engine serves {kind!r}.")
+        if self.vllm_config.quant_config is not None:
+            raise Refused(
+                f"weights {asked.label} are refused: the engine holds quantised weights. Start "
+                "vLLM from an export in bfloat16 or float32."
+            )
+        manifest.check_model(asked, checkpoint_shapes(vars(config)))
+
+    def publish(self, asked: Manifest, stream: Stream) -> None:
+        """Load a stream of exactly the manifest's tensors and write down what came of it.
+
+        Raises Refused where the stream is not what the manifest says; weights are torn then.
+        """
+        before, _ = digests(self.model)
+        received: dict[str, str] = {}
+        fed: dict[str, Fed] = {}
+        self.held.torn()
+        load(self.model, self.model_config, self._watched(asked, stream, received, fed))
+        missing = [f"{name} never came" for name in asked.tensors if name not in received]
+        manifest.refuse(asked.label, missing)
+        after, unreadable = digests(self.model)
+        self.held.publish(asked.label, received, fed, before, after, unreadable)
+
+    def _watched(
+        self, asked: Manifest, stream: Stream, received: dict[str, str], fed: dict[str, Fed]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stream, each tensor compared with the manifest as it passes."""
+        dtype = self.model_config.dtype
+        for name, tensor in stream:
+            said = asked.tensors.get(name)
+            got = digest_tensor(tensor)
+            if said is None or said.digest != got or said.shape != tuple(tensor.shape):
+                raise Refused(_differs(asked, name, got))
+            received[name] = got
+            same = tensor.dtype == dtype
+            fed[name] = Fed(got if same else digest_tensor(tensor.to(dtype)), exact=False)
+            yield name, tensor
+
+
+class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Backend "jaxmoe": publications in files, or handed over in this process."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.held = Held()
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to meet: files lie where update_info says."""
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: a publication that is refused must leave the model as it is."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Check and load one whole publication. Raises Refused, naming tensors."""
+        if update_info.path:
+            directory = Path(update_info.path)
+            asked = manifest.read(directory)
+            self.check(asked)
+            manifest.check_files(asked, directory)
+            self._check_bytes(asked, directory)
+            self.publish(asked, _read(asked, directory))
+            return
+        left = mailbox.take(update_info.mailbox)
+        if left is None:
+            raise Refused(
+                f"update_info must name a path, or a mailbox of this process; got {update_info}."
+            )
+        asked = manifest.parse(left[0], f"mailbox {update_info.mailbox}")
+        self.check(asked)
+        self.publish(asked, left[1])
+
+    def _check_bytes(self, asked: Manifest, directory: Path) -> None:
+        wrong = [
+            _differs(asked, name, got)
+            for name, tensor in _read(asked, directory)
+            if (got := digest_tensor(tensor)) != asked.tensors[name].digest
+        ]
+        manifest.refuse(asked.label, wrong)
+
+    def finish_weight_update(self) -> None:
+        """Nothing left: the model is whole again as soon as a publication is received."""
+
+    def shutdown(self) -> None:
+        """Nothing is held open between publications."""
+
+
+def _differs(asked: Manifest, name: str, got: str) -> str:
+    said = asked.tensors.get(name)
+    if said is None:
+        return f"{name} is not in the manifest of weights {asked.label}"
+    return f"{name} must have digest {said.digest}, as read it has {got}"
+
+
+def _read(asked: Manifest, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a publication's files, mapped and not copied, in the manifest's order."""
+    files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
+    where = {name: file for file in files for name in file.keys()}
+    for name in asked.tensors:
+        yield name, where[name].get_tensor(name)

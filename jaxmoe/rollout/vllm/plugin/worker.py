@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer may ask a vLLM worker: --worker-extension-cls jaxmoe.rollout.vllm.plugin.worker.Worker
+
+Its methods are called by name through vLLM's collective_rpc.
+"""
+
+from typing import Any
+
+
+class Worker:
+    """Mixed by vLLM into its own worker class; `self` is that worker."""
+
+    def jaxmoe_held(self) -> dict[str, Any]:
+        """What this worker holds: digests of what it received and of its live parameters.
+
+        JSON-able. Cost: one pass over the parameters where they are (live.py).
+        """
+        from jaxmoe.rollout.vllm.plugin import known
+        from jaxmoe.rollout.vllm.plugin.held import Held
+        from jaxmoe.rollout.vllm.plugin.live import digests
+        from jaxmoe.rollout.vllm.plugin.names import SIZES
+
+        worker: Any = self
+        held = getattr(worker.weight_transfer_engine, "held", None) or Held(instance="")
+        config = worker.vllm_config.model_config
+        model = {name: getattr(config.hf_text_config, name, None) for name in SIZES}
+        model["dtype"] = str(config.dtype).removeprefix("torch.")
+        report = held.report(*digests(worker.model_runner.get_model()))
+        return report | {"vllm": known.version(), "model": model}
