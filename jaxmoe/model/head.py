@@ -4,6 +4,8 @@
 Trainer and engine both come through here. Next: jaxmoe/rl/step.py takes the gradient.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -11,6 +13,8 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Params
 from pallas_kernels import token_logprobs
+
+Logprobs = Callable[..., tuple[Array, ...]]  # the signature of token_logprobs
 
 
 def sequence_logprobs(
@@ -20,15 +24,17 @@ def sequence_logprobs(
     cfg: ModelConfig,
     *,
     temperature: float | Float[Array, ""] = 1.0,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    logprobs: Logprobs = token_logprobs,
+) -> tuple[Float[Array, "B T"], ...]:
     """logp_BT[b, t], the log-prob OF tokens_BT[b, t], and the entropy it was drawn with, in nats.
 
-    Column 0 has no prediction: both are 0 there, and no mask may include it.
+    Column 0 has no prediction: both are 0 there, and no mask may include it. Another `logprobs`
+    takes the same arguments and returns whatever per-token values it likes.
     Numerics: float32; [tokens, vocabulary] never exists, forward or backward.
     """
     batch, time, width = hidden_BTD.shape
     with jax.named_scope("token_logprobs"):
-        logp_M, entropy_M = token_logprobs(
+        per_token = logprobs(
             hidden_BTD[:, :-1].reshape(-1, width),
             params["head"].astype(hidden_BTD.dtype),
             tokens_BT[:, 1:].reshape(-1),
@@ -36,8 +42,7 @@ def sequence_logprobs(
             vocab_size=cfg.vocab_size,
         )
     shift = ((0, 0), (1, 0))
-    shape = (batch, time - 1)
-    return jnp.pad(logp_M.reshape(shape), shift), jnp.pad(entropy_M.reshape(shape), shift)
+    return tuple(jnp.pad(x_M.reshape(batch, time - 1), shift) for x_M in per_token)
 
 
 def next_token_logits(

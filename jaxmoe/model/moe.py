@@ -5,6 +5,7 @@ Next: jaxmoe/model/forward.py stacks the blocks.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
 
 Experts = Callable[..., Array]  # the signature of `experts`
+Router = Callable[..., tuple[Array, Array]]  # the signature of `route`, or of `replay`
+Record = Callable[..., Any]  # the signature of `chosen`
 
 
 def route(
@@ -28,14 +31,40 @@ def route(
     Numerics: float32 throughout, whatever the model's dtype: a rounded logit switches experts.
     Source: GPT-OSS model card §2.2.
     """
+    top_MA, indices_MA = lax.top_k(router_logits(h_MD, layer), active)
+    return indices_MA, jax.nn.softmax(top_MA, axis=-1)
+
+
+def router_logits(h_MD: Float[Array, "M D"], layer: Params) -> Float[Array, "M E"]:
+    """h·W + b in float32."""
     logits_ME = jnp.dot(
         h_MD.astype(jnp.float32),
         layer["w_router"].astype(jnp.float32),
         precision=lax.Precision.HIGHEST,
     )
-    logits_ME = logits_ME + layer["b_router"].astype(jnp.float32)[None, :]
-    top_MA, indices_MA = lax.top_k(logits_ME, active)
-    return indices_MA, jax.nn.softmax(top_MA, axis=-1)
+    return logits_ME + layer["b_router"].astype(jnp.float32)[None, :]
+
+
+def replay(
+    h_MD: Float[Array, "M D"], layer: Params, *, active: int, indices_MA: Int[Array, "M A"]
+) -> tuple[Int[Array, "M A"], Float[Array, "M A"]]:
+    """`route` to experts that another forward chose, weighted by this one's logits.
+
+    A token whose indices are negative is routed as ever.
+    Source: rollout routing replay (R3), arXiv:2510.11370.
+    """
+    logits_ME = router_logits(h_MD, layer)
+    own_MA = lax.top_k(logits_ME, active)[1]
+    indices_MA = jnp.where(indices_MA < 0, own_MA, indices_MA)
+    weights_MA = jax.nn.softmax(jnp.take_along_axis(logits_ME, indices_MA, axis=1), axis=-1)
+    return indices_MA, weights_MA
+
+
+def chosen(
+    h_MD: Float[Array, "M D"], layer: Params, indices_MA: Int[Array, "M A"], weights_MA: Array
+) -> Int[Array, "M A"]:
+    """What a forward keeps of each layer's routing: which experts each token went to."""
+    return indices_MA
 
 
 def experts(
@@ -63,13 +92,22 @@ def experts(
 
 
 def moe_block(
-    x_BTD: Float[Array, "B T D"], layer: Params, cfg: ModelConfig, *, experts: Experts = experts
-) -> tuple[Float[Array, "B T D"], Int[Array, "B T A"]]:
-    """x + experts(norm(x)), and which experts each token went to."""
+    x_BTD: Float[Array, "B T D"],
+    layer: Params,
+    cfg: ModelConfig,
+    *,
+    experts: Experts = experts,
+    router: Router = route,
+    record: Record = chosen,
+) -> tuple[Float[Array, "B T D"], Any]:
+    """x + experts(norm(x)), and what `record` keeps: which experts each token went to."""
     batch, time, width = x_BTD.shape
     with jax.named_scope("moe"):
         h_MD = rms_norm(x_BTD, layer["moe_norm"], cfg.rms_eps).reshape(-1, width)
-        indices_MA, weights_MA = route(h_MD, layer, active=cfg.experts_per_token)
+        indices_MA, weights_MA = router(h_MD, layer, active=cfg.experts_per_token)
         y_MD = experts(h_MD, indices_MA, weights_MA, layer, cfg)
-        indices_BTA = indices_MA.reshape(batch, time, cfg.experts_per_token)
-        return x_BTD + y_MD.reshape(x_BTD.shape), indices_BTA
+        kept = jax.tree.map(
+            lambda x: x.reshape(batch, time, *x.shape[1:]),
+            record(h_MD, layer, indices_MA, weights_MA),
+        )
+        return x_BTD + y_MD.reshape(x_BTD.shape), kept
