@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxmoe.checkpoint import mxfp4
+from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather
 from jaxmoe.checkpoint.tensor_files import (
     DTYPES,
     FLOATS,
@@ -211,35 +212,45 @@ def iter_hf(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The export stream: (checkpoint name, array), one tensor in memory at a time.
 
-    Raises ValueError where a leaf has not the table's shape or does not fit MXFP4; ConfigError
+    Raises ValueError where a leaf is not the table's or does not fit MXFP4; ConfigError
     for another dtype than bfloat16, float32 or mxfp4 (experts packed, the rest bfloat16).
     """
+    check_params(params, cfg)
     for entry in entries(cfg):
-        leaf = _leaf(params, entry)
-        if leaf.shape != entry.held:
-            raise ValueError(
-                f"params {'/'.join(entry.keys)} must have shape {entry.held} (layer pairs aside), "
-                f"got {leaf.shape}. Are these the weights of this model config?"
-            )
-        ours, stored = np.asarray(leaf), _stored(entry, dtype)
+        ours, stored = gather_entry(params, entry), _stored(entry, dtype)
         if len(stored) == 1:
             yield entry.name, _to_checkpoint(ours, entry, DTYPES[stored[0][1]])
         else:
             yield from zip([name for name, _, _ in stored], _pack(ours, entry), strict=True)
 
 
+def check_params(params: Params, cfg: ModelConfig) -> None:
+    """Raises ValueError where a leaf is missing, unknown or of another shape than the table's."""
+
+    def shapes(tree: Params) -> dict[str, tuple[int, ...]]:
+        flat, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, Spec))
+        return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in flat}
+
+    got, want = shapes(params), shapes(param_specs(cfg))
+    for name in sorted(got.keys() | want.keys()):
+        if got.get(name) != want.get(name):
+            raise ValueError(
+                f"params {name} must have shape {want.get(name, 'none (unknown)')}, got "
+                f"{got.get(name, 'none (missing)')}. Are these the weights of this model config?"
+            )
+
+
+def gather_entry(params: Params, entry: Entry) -> np.ndarray:
+    """An entry's array in our layout on the host, as `gather` does it."""
+    node: Any = params
+    for key in entry.keys:
+        node = node[key]
+    return gather(node, entry.pair)
+
+
 def _to_checkpoint(ours: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:
     """The inverse of `_place`, padding cut off."""
-    if entry.layout in ("transpose", "transpose_pad"):
-        ours = ours.T
-    theirs = np.empty(entry.shape, dtype)
-    if entry.layout in ("gate_up", "gate_up_bias"):
-        half = ours.shape[-1] // 2
-        theirs[..., 0::2] = ours[..., :half].astype(dtype)
-        theirs[..., 1::2] = ours[..., half:].astype(dtype)
-    else:
-        theirs[...] = ours[: len(theirs)].astype(dtype, copy=False)
-    return theirs
+    return checkpoint_tensor(ours, entry.layout, entry.shape, dtype)
 
 
 def _pack(ours: np.ndarray, entry: Entry) -> tuple[np.ndarray, np.ndarray]:

@@ -126,7 +126,7 @@ def plan_shards(planned: list[Planned], limit: int) -> list[list[Planned]]:
     """Tensors in order, cut where the next one would pass the limit."""
     shards, filled = list[list[Planned]](), 0
     for item in planned:
-        nbytes = _nbytes(item)
+        nbytes = planned_bytes(item)
         if not shards or filled + nbytes > limit:
             shards.append([])
             filled = 0
@@ -135,27 +135,32 @@ def plan_shards(planned: list[Planned], limit: int) -> list[list[Planned]]:
     return shards
 
 
-def _nbytes(item: Planned) -> int:
+def planned_bytes(item: Planned) -> int:
     return math.prod(item[2]) * DTYPES[item[1]].itemsize
+
+
+def header(planned: list[Planned]) -> bytes:
+    """What stands before the tensors' bytes, which follow in this order without gaps."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for item in planned:
+        begin, end = end, end + planned_bytes(item)
+        entries[item[0]] = {"dtype": item[1], "shape": item[2], "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_shard(
     path: Path, planned: list[Planned], stream: Iterator[tuple[str, np.ndarray]]
 ) -> int:
     """Header first, then the tensors as they come; returns their bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for item in planned:
-        begin, end = end, end + _nbytes(item)
-        header[item[0]] = {"dtype": item[1], "shape": item[2], "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header(planned))
         for (name, dtype, shape), (got, array) in zip(planned, stream, strict=False):
             if (got, array.shape, array.dtype) != (name, shape, DTYPES[dtype]):
                 raise RuntimeError(f"export planned {name} {shape}, made {got} {array.shape}")
             file.write(array.reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
-    return end
+    return sum(map(planned_bytes, planned))

@@ -5,6 +5,8 @@ It tells accidents apart (a tensor that is old, cut, torn or swapped), not forge
 about as much as reading the bytes once.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,3 +36,16 @@ def _chunks(words: NDArray[np.uint64], last: NDArray[np.uint64]):
     for start in range(0, words.size, CHUNK):
         yield start, words[start : start + CHUNK]
     yield words.size, last
+
+
+def joined(pieces: Iterable[tuple[int, str]]) -> str:
+    """The digest of an array from those of its pieces: (its first byte, its digest).
+
+    Each piece but the last must hold a multiple of eight bytes.
+    """
+    plain, weighted = 0, 0
+    for start, hexes in pieces:
+        total = int(hexes[:16], 16)
+        plain += total
+        weighted += int(hexes[16:], 16) + start // 4 * total
+    return f"{plain % 2**64:016x}{weighted % 2**64:016x}"

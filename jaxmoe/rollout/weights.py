@@ -20,15 +20,23 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from jaxmoe.checkpoint.hf import iter_hf, planned_tensors
-from jaxmoe.checkpoint.tensor_files import SINGLE, Planned, write_shard
+import jax
+import numpy as np
+
+from jaxmoe.checkpoint.hf import Entry, check_params, entries, gather_entry, planned_tensors
+from jaxmoe.checkpoint.layouts import checkpoint_rows, row_pieces
+from jaxmoe.checkpoint.tensor_files import DTYPES as FILE_DTYPES
+from jaxmoe.checkpoint.tensor_files import SINGLE, Planned, header, planned_bytes
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.rollout.checksum import digest
+from jaxmoe.rollout.checksum import digest, joined
 from jaxmoe.shapes import Params
 
 FORMAT = 1  # of the manifest
@@ -83,45 +91,103 @@ def empty_manifest(planned: list[Planned], run: str, version: int) -> dict[str, 
     return {"format": FORMAT, "run": run, "version": version, "tensors": tensors}
 
 
+def plan(params: Params, cfg: ModelConfig, dtype: str) -> list[Planned]:
+    """(name, dtype, shape) of every tensor of the table, which params must hold, and no more.
+
+    Raises ValueError where params are not this model's, ConfigError for another dtype.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"weights can be published as {' or '.join(DTYPES)}, got {dtype!r}. "
+            "Try --set rollout.vllm.dtype=bfloat16."
+        )
+    check_params(params, cfg)
+    return planned_tensors(cfg, dtype)
+
+
 def files(
     params: Params, cfg: ModelConfig, directory: str | Path, *, dtype: str, run: str, version: int
 ) -> Publication:
     """Write `directory`/jaxmoe-<run>/<version>/ with model.safetensors and manifest.json.
 
     Written aside and renamed, so that the folder is whole or absent; an older one of the same
-    version is replaced.
+    version is replaced. Memory beyond params and file: a few MiB per core, and where devices
+    share a tensor one tensor, gathered. Over several processes all must call; the first one
+    writes, and alone has the digests.
     Raises ConfigError where the directory is full or cannot be written.
     """
     home = Path(directory) / f"jaxmoe-{run}"
     final, aside = home / str(version), home / f"{version}.partial"
-    planned = planned_tensors(cfg, dtype)
+    planned = plan(params, cfg, dtype)
     manifest = empty_manifest(planned, run, version)
-
-    def summed():
-        for name, array in iter_hf(params, cfg, dtype):
-            manifest["tensors"][name]["digest"] = digest(array)
-            yield name, array
-
-    shutil.rmtree(aside, ignore_errors=True)
+    publication = Publication(manifest, {"path": str(final)}, close=lambda: _remove(final))
+    if jax.process_index() > 0:
+        for entry in entries(cfg):
+            gather_entry(params, entry)
+        return publication
     try:
+        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        write_shard(aside / SINGLE, planned, summed())
+        _require_room(aside, sum(map(planned_bytes, planned)))
+        _write(aside / SINGLE, params, cfg, planned, manifest["tensors"])
         (aside / "manifest.json").write_text(json.dumps(manifest))
         shutil.rmtree(final, ignore_errors=True)
-        os.replace(aside, final)
+        aside.replace(final)
     except OSError as error:
+        _remove(aside)
         raise ConfigError(
-            f"rollout.vllm.weights_dir ({directory}) must have room for the weights; {error}. "
-            "Try --set rollout.vllm.weights_dir=FOLDER with one that has."
+            f"rollout.vllm.weights_dir ({directory}) must take the weights; {error}. "
+            "Free some space, or try --set rollout.vllm.weights_dir=ANOTHER_FOLDER."
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    except BaseException:
+        _remove(aside)
+        raise
+    return publication
 
-    def remove() -> None:
-        shutil.rmtree(final, ignore_errors=True)
-        try:
-            home.rmdir()
-        except OSError:  # another version is still there
-            pass
 
-    return Publication(manifest, {"path": str(final)}, close=remove)
+def _require_room(directory: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise OSError(f"they need {nbytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free")
+
+
+def _remove(version: Path) -> None:
+    shutil.rmtree(version, ignore_errors=True)
+    with suppress(OSError):  # another version is still there
+        version.parent.rmdir()
+
+
+def _write(
+    path: Path, params: Params, cfg: ModelConfig, planned: list[Planned], tensors: dict[str, Any]
+) -> None:
+    """The file, its pieces converted, summed and written by as many threads as there are cores.
+
+    No fsync: what a crash of the machine leaves is of no use to anyone.
+    """
+    with open(path, "wb") as file, ThreadPoolExecutor(_cores()) as pool:
+        at = file.write(header(planned))
+        file.flush()
+        for entry, item in zip(entries(cfg), planned, strict=True):
+            ours, dtype = gather_entry(params, entry), FILE_DTYPES[item[1]]
+            piece = partial(_write_piece, file.fileno(), at, ours, entry, dtype)
+            spans = list(row_pieces(entry.shape, dtype.itemsize))
+            done = pool.map(piece, spans) if len(spans) > 1 else map(piece, spans)
+            tensors[entry.name]["digest"] = joined(done)
+            at += planned_bytes(item)
+
+
+def _write_piece(
+    file: int, at: int, ours: np.ndarray, entry: Entry, dtype: np.dtype, span: tuple[int, int]
+) -> tuple[int, str]:
+    """(first byte in the tensor, digest) of the rows written."""
+    rows = checkpoint_rows(ours, entry.layout, span, entry.shape, dtype)
+    first, left = span[0] * rows.shape[1] * dtype.itemsize, rows.reshape(-1).view(np.uint8).data
+    at += first
+    while left:
+        done = os.pwrite(file, left, at)
+        at, left = at + done, left[done:]
+    return first, digest(rows)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

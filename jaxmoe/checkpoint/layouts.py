@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tensor on its way out: gathered on the host, and turned into the checkpoint's rows.
+
+Rows are made in pieces that stay in a core's cache, so that what follows (a checksum, a write)
+reads them from there. numpy moves bfloat16 one call per element; hence the views as integers.
+Next: jaxmoe/checkpoint/hf.py walks the table of parameters.
+"""
+
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxmoe.model.params import Layout
+from jaxmoe.shapes import Leaf
+
+PIECE_BYTES = 1 << 20
+_BLOCK = 16  # columns transposed at once: their lines stay in the first cache
+
+
+def gather(leaf: Leaf, pair: int | None) -> np.ndarray:
+    """A leaf, or one layer pair of it, whole in host memory.
+
+    A view where one CPU device or numpy holds it; else a copy of this one tensor. Over several
+    processes it is a collective: all must ask for the same tensors in the same order.
+    """
+    if isinstance(leaf, np.ndarray):
+        return leaf if pair is None else leaf[pair]
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        part = leaf if pair is None else leaf[pair]
+        return np.asarray(multihost_utils.process_allgather(part, tiled=True))
+    shards = leaf.addressable_shards
+    shards = shards[:1] if leaf.is_fully_replicated else [s for s in shards if s.replica_id == 0]
+    if len(shards) == 1:
+        return _on_host(shards[0].data, pair)
+    whole = np.empty(leaf.shape if pair is None else leaf.shape[1:], leaf.dtype)
+    for shard in shards:
+        if pair is None:
+            whole[shard.index] = _on_host(shard.data, None)
+            continue
+        first, *rest = shard.index
+        held = range(leaf.shape[0])[first]
+        if pair in held:
+            whole[tuple(rest)] = _on_host(shard.data, held.index(pair))
+    return whole
+
+
+def _on_host(data: jax.Array, pair: int | None) -> np.ndarray:
+    """Of one device. jax keeps the host copy with the array it is of, so that is a passing one."""
+    (device,) = data.devices()
+    if device.platform == "cpu":  # the host copy is the array's own memory
+        array = np.asarray(data)
+        return array if pair is None else array[pair]
+    return np.asarray(jnp.array(data, copy=True) if pair is None else data[pair])
+
+
+def row_pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of rows of the tensor flattened to [rows, last dimension].
+
+    Each but the last holds a multiple of eight rows, hence of eight bytes.
+    """
+    rows, width = flat_shape(shape)
+    step = max(8, PIECE_BYTES // (width * itemsize) // 8 * 8)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (shape[0], 1)
+
+
+def checkpoint_rows(
+    ours: np.ndarray, layout: Layout, span: tuple[int, int], shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """Rows first…last + 1 of the checkpoint's tensor of that shape, flattened: [rows, width].
+
+    A view where nothing changes. Numerics: float32 to bfloat16 rounds to nearest, even.
+    """
+    start, stop = span
+    width = flat_shape(shape)[1]
+    if layout in ("transpose", "transpose_pad"):
+        out = np.empty((stop - start, width), dtype)
+        _transpose(_bits(ours[:, start:stop].astype(dtype, copy=False)), _bits(out))
+        return out
+    rows = ours.reshape(-1, width)[start:stop].astype(dtype, copy=False)
+    if layout in ("gate_up", "gate_up_bias"):
+        out = np.empty(rows.shape, dtype)
+        _interleave(_bits(rows), _bits(out))
+        return out
+    return rows
+
+
+def checkpoint_tensor(
+    ours: np.ndarray, layout: Layout, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """All of a checkpoint's tensor, in memory of its own."""
+    flat = np.empty(flat_shape(shape), dtype)
+    for start, stop in row_pieces(shape, flat.itemsize):
+        rows = checkpoint_rows(ours, layout, (start, stop), shape, dtype)
+        np.copyto(_bits(flat[start:stop]), _bits(rows))
+    return flat.reshape(shape)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(np.dtype(f"u{array.itemsize}"))
+
+
+def _transpose(columns: np.ndarray, out: np.ndarray) -> None:
+    for i in range(0, len(columns), _BLOCK):
+        out[:, i : i + _BLOCK] = columns[i : i + _BLOCK].T
+
+
+def _interleave(halves: np.ndarray, out: np.ndarray) -> None:
+    """[gate | up] to gate, up, gate, up: the even ones in pairs with what is then overwritten."""
+    half = halves.shape[1] // 2
+    wide = np.dtype(f"<u{2 * out.itemsize}")
+    np.copyto(out.view(wide), halves[:, :half])
+    out[:, 1::2] = halves[:, half:]

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights out: GB/s of a publication against plain copies of the same bytes, in turn.
+
+    python tests/bench/export_weights.py [--rounds 5] [--gigabytes 2] [--directory /dev/shm]
+
+A synthetic GPT-OSS of the 20B's proportions (transposed attention and head, interleaved gate and
+up), held by jax in float32 or bfloat16. Yardsticks: numpy's copy into memory that is warm, the
+same into fresh memory, and a plain write of the same bytes to a fresh file in that directory.
+Also the growth of resident memory, beyond params and file. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model.params import abstract_params, count_params
+from jaxmoe.rollout.weights import files
+
+
+def model(gigabytes: float, held: str) -> ModelConfig:
+    """Two layers of the 20B, so narrow that they have that many bytes, and words in proportion."""
+    wanted = gigabytes * 1e9 / jnp.dtype(held).itemsize
+    d = round((wanted / (2 * 32 * 3 * 1.1)) ** 0.5 / 32) * 32
+    heads = 8 * round(d / 360)
+    return ModelConfig(
+        vocab_size=round(0.0277 * wanted / d), d_model=d, n_layers=2, n_q_heads=heads,
+        n_kv_heads=heads // 8, head_dim=64, n_experts=32, experts_per_token=4, d_expert=d,
+        sliding_window=128,
+    )  # fmt: skip
+
+
+def filled(cfg: ModelConfig, held: str):
+    """Random bits, quickly: a block repeated."""
+    block = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32).astype(held)
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.resize(block, x.shape)), abstract_params(cfg, held)
+    )
+
+
+def peak_growth(act) -> float:
+    """Bytes by which the anonymous resident memory grows at most while act() runs."""
+    me, stop, most = psutil.Process(), threading.Event(), 0
+    begun = me.memory_info().rss - me.memory_info().shared
+
+    def watch() -> None:
+        nonlocal most
+        while not stop.wait(0.005):
+            now = me.memory_info()
+            most = max(most, now.rss - now.shared - begun)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    act()
+    stop.set()
+    watcher.join()
+    return most
+
+
+def measure(held: str, sent: str, gigabytes: float, directory: Path, rounds: int) -> dict:
+    cfg = model(gigabytes, held)
+    params = filled(cfg, held)
+    nbytes = count_params(cfg)[0] * jnp.dtype(sent).itemsize
+    source = np.random.default_rng(0).integers(0, 255, nbytes, dtype=np.uint8)
+    warm = np.zeros(nbytes, np.uint8)
+    plain = directory / f"plain-{os.getpid()}"
+
+    def export() -> None:
+        files(params, cfg, directory, dtype=sent, run=f"bench{os.getpid()}", version=0)
+
+    def write() -> None:
+        with open(plain, "wb", buffering=0) as file:
+            for start in range(0, nbytes, 1 << 24):
+                file.write(source[start : start + (1 << 24)].data)
+
+    sides = {
+        "export": export,
+        "copy_warm": lambda: np.copyto(warm, source),
+        "copy_fresh": lambda: source.copy(),
+        "write_file": write,
+    }
+    grown, times = peak_growth(export), {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, act in sides.items():
+            begun = time.perf_counter()
+            act()
+            times[name].append(time.perf_counter() - begun)
+            plain.unlink(missing_ok=True)
+            shutil.rmtree(directory / f"jaxmoe-bench{os.getpid()}", ignore_errors=True)
+    speed = {name: nbytes / np.median(each) / 1e9 for name, each in times.items()}
+    ratio = {name: speed["export"] / speed[name] for name in sides if name != "export"}
+    return {"held": held, "sent": sent, "gigabytes": nbytes / 1e9, "gigabytes_per_s": speed,
+            "ratio": ratio, "grown_megabytes": grown / 1e6}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
+    args = parser.parse_args()
+    rows = []
+    for held, sent in (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16")):
+        row = measure(held, sent, args.gigabytes, args.directory, args.rounds)
+        rows.append(row)
+        speeds = "  ".join(f"{n} {v:.2f}" for n, v in row["gigabytes_per_s"].items())
+        ratios = "  ".join(f"{n} {v:.2f}" for n, v in row["ratio"].items())
+        print(f"{held} -> {sent}, {row['gigabytes']:.2f} GB; GB/s: {speeds}")
+        print(f"  export over {ratios}; memory +{row['grown_megabytes']:.0f} MB", flush=True)
+    print(json.dumps({"cores": len(os.sched_getaffinity(0)), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
