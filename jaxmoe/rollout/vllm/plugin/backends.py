@@ -6,6 +6,7 @@ from jaxmoe.rollout.vllm.plugin import known
 _REASON = known.missing()
 
 if _REASON is None:
+    from jaxmoe.rollout.vllm.plugin.direct import Ipc, Nccl
     from jaxmoe.rollout.vllm.plugin.transfer import Files
 else:
 
@@ -15,4 +16,6 @@ else:
         def __init__(self, *_: object) -> None:
             raise RuntimeError(_REASON)
 
-    Files = Unavailable
+    Files = Ipc = Nccl = Unavailable
+
+__all__ = ["Files", "Ipc", "Nccl"]

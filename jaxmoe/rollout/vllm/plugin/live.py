@@ -7,12 +7,15 @@ Cost: one pass over the parameters on their own device, and in·in·out multiply
 packed matrix; one of more than READ_BACK of them is called unreadable instead.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from jaxmoe.rollout.checksum import digest
+
+Form = Callable[[torch.Tensor], torch.Tensor]
 
 READ_BACK = 2 * 10**10  # multiply-adds, well under a second on one core
 _ROWS = 256  # of the identity at once
@@ -107,3 +110,38 @@ def _parts(module: Any, content: torch.Tensor) -> Iterator[tuple[str, torch.Tens
     keys = module.num_kv_heads * module.head_size
     for part, rows in zip("qkv", content.split([queries, keys, keys]), strict=True):
         yield f"[{part}]", rows
+
+
+def stored_forms(model: torch.nn.Module, parallel: Any) -> dict[str, Form | None]:
+    """What a checkpoint's tensor becomes in each parameter, by the names `digests` uses.
+
+    None where we do not know it: experts packed for a GPU's kernel, and everything where a
+    parameter is spread over several workers.
+    """
+    alone = parallel.world_size == parallel.data_parallel_size == 1
+    forms: dict[str, Form | None] = {}
+    for name, module, key, parameter in _parameters(model):
+        form: Form | None = partial(torch.Tensor.to, dtype=parameter.dtype)
+        if key in ("w13_weight", "w2_weight"):
+            form = _packing(module, parameter)
+        parts = "qkv" if type(module).__name__ == "QKVParallelLinear" else ""
+        for part in [f"[{p}]" for p in parts] or [""]:
+            forms[name + part] = form if alone else None
+    return forms
+
+
+def _packing(module: Any, parameter: torch.Tensor) -> Form | None:
+    """Experts [E, in, out] as vLLM's CPU kernel keeps them; None for every other kernel."""
+    kernel = getattr(module.quant_method, "moe_kernel", None)
+    experts: Any = getattr(kernel, "fused_experts", None)
+    if type(experts).__name__ != "CPUUnquantizedExperts" or experts._use_zentorch:
+        return None
+    from vllm._custom_ops import (  # pyright: ignore[reportMissingImports]
+        cpu_prepack_moe_weight,
+    )
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        turned = tensor.to(parameter.dtype).transpose(1, 2).contiguous()
+        return cpu_prepack_moe_weight(turned, experts.isa)
+
+    return pack

@@ -10,7 +10,7 @@ GPT-OSS pass by that and keep their old values without an error:
   - on a CPU the experts are packed for their kernel at the first load only: here at each.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,22 +21,23 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 )
 
 Stream = Iterable[tuple[str, torch.Tensor]]
+Take = Callable[[Stream], None]
 
 _EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 
-def load(model: Any, model_config: Any, stream: Stream) -> None:
-    """Load tensors by checkpoint name; those of a layer should follow each other.
+@contextmanager
+def reload(model: Any, model_config: Any) -> Iterator[Take]:
+    """Gives what takes tensors by checkpoint name, in one go or several; whole at the end.
 
-    Where `stream` raises, layers that were not yet complete keep or lose their weights; the model
-    can be loaded again.
+    Those of a layer should follow each other, or vLLM holds many layers' at once. Layers that
+    are left incomplete keep or lose their weights; the model can be loaded again.
     """
     initialize_layerwise_reload(model)
-    try:
-        with torch.no_grad(), experts_packed():
-            model.load_weights(one_by_one(sinks_aside(model, stream)))
-    finally:
-        with torch.no_grad(), experts_packed():
+    with torch.no_grad(), experts_packed():
+        try:
+            yield lambda stream: model.load_weights(one_by_one(sinks_aside(model, stream)))
+        finally:
             finalize_layerwise_reload(model, model_config)
 
 

@@ -6,7 +6,8 @@ model, headers, and for files the digest of every tensor. Until then vLLM goes o
 Next: loading.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
 
 from jaxmoe.rollout.vllm.plugin import mailbox, manifest
 from jaxmoe.rollout.vllm.plugin.held import Fed, Held
-from jaxmoe.rollout.vllm.plugin.live import digest_tensor, digests
-from jaxmoe.rollout.vllm.plugin.loading import Stream, load
+from jaxmoe.rollout.vllm.plugin.live import Form, digest_tensor, digests, stored_forms
+from jaxmoe.rollout.vllm.plugin.loading import Stream, Take, reload
 from jaxmoe.rollout.vllm.plugin.manifest import Manifest, Refused
-from jaxmoe.rollout.vllm.plugin.names import checkpoint_shapes
+from jaxmoe.rollout.vllm.plugin.names import checkpoint_shapes, feeds
 
 
 @dataclass
@@ -61,35 +62,53 @@ class Publications:
             )
         manifest.check_model(asked, checkpoint_shapes(vars(config)))
 
-    def publish(self, asked: Manifest, stream: Stream) -> None:
-        """Load a stream of exactly the manifest's tensors and write down what came of it.
+    @contextmanager
+    def publication(self, asked: Manifest) -> Iterator[Take]:
+        """Gives what takes the manifest's tensors; in the end writes down what came of them.
 
-        Raises Refused where the stream is not what the manifest says; weights are torn then.
+        Raises Refused where they were not what the manifest says: no label stands for the
+        model's weights then, until a publication succeeds.
         """
         before, _ = digests(self.model)
-        received: dict[str, str] = {}
-        fed: dict[str, Fed] = {}
+        forms = stored_forms(self.model, self.vllm_config.parallel_config)
+        arrivals = Arrivals(asked, forms)
         self.held.torn()
-        load(self.model, self.model_config, self._watched(asked, stream, received, fed))
-        missing = [f"{name} never came" for name in asked.tensors if name not in received]
-        manifest.refuse(asked.label, missing)
-        after, unreadable = digests(self.model)
-        self.held.publish(asked.label, received, fed, before, after, unreadable)
+        with reload(self.model, self.model_config) as take:
+            yield lambda stream: take(arrivals.watch(stream))
+        arrivals.refuse_unless_whole()
+        self.held.publish(
+            asked.label, arrivals.received, arrivals.fed, before, *digests(self.model)
+        )
 
-    def _watched(
-        self, asked: Manifest, stream: Stream, received: dict[str, str], fed: dict[str, Fed]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stream, each tensor compared with the manifest as it passes."""
-        dtype = self.model_config.dtype
+
+class Arrivals:
+    """Tensors as they pass, compared with their manifest."""
+
+    def __init__(self, asked: Manifest, forms: Mapping[str, Form | None]) -> None:
+        self.received: dict[str, str] = {}
+        self.fed: dict[str, Fed] = {}
+        self._asked, self._forms = asked, forms
+        self._problems: list[str] = []
+
+    def watch(self, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stream without what cannot be loaded; it is never cut short, a sender may wait."""
         for name, tensor in stream:
-            said = asked.tensors.get(name)
-            got = digest_tensor(tensor)
-            if said is None or said.digest != got or said.shape != tuple(tensor.shape):
-                raise Refused(_differs(asked, name, got))
-            received[name] = got
-            same = tensor.dtype == dtype
-            fed[name] = Fed(got if same else digest_tensor(tensor.to(dtype)), exact=False)
+            said, got = self._asked.tensors.get(name), digest_tensor(tensor)
+            if said is None or said.digest != got:
+                self._problems.append(differs(self._asked, name, got))
+            if said is None or said.shape != tuple(tensor.shape):
+                continue
+            self.received[name] = got
+            form = self._forms.get(feeds(name))
+            became = tensor if form is None else form(tensor)
+            digest = got if became is tensor else digest_tensor(became)
+            self.fed[name] = Fed(digest, exact=form is not None)
             yield name, tensor
+
+    def refuse_unless_whole(self) -> None:
+        """Raises Refused where a tensor was not the manifest's, or never came."""
+        never = [f"{name} never came" for name in self._asked.tensors if name not in self.received]
+        manifest.refuse(self._asked.label, self._problems + never)
 
 
 class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -117,7 +136,8 @@ class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
             self.check(asked)
             manifest.check_files(asked, directory)
             self._check_bytes(asked, directory)
-            self.publish(asked, _read(asked, directory))
+            with self.publication(asked) as take:
+                take(_read(asked, directory))
             return
         left = mailbox.take(update_info.mailbox)
         if left is None:
@@ -126,11 +146,12 @@ class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         asked = manifest.parse(left[0], f"mailbox {update_info.mailbox}")
         self.check(asked)
-        self.publish(asked, left[1])
+        with self.publication(asked) as take:
+            take(left[1])
 
     def _check_bytes(self, asked: Manifest, directory: Path) -> None:
         wrong = [
-            _differs(asked, name, got)
+            differs(asked, name, got)
             for name, tensor in _read(asked, directory)
             if (got := digest_tensor(tensor)) != asked.tensors[name].digest
         ]
@@ -143,7 +164,7 @@ class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing is held open between publications."""
 
 
-def _differs(asked: Manifest, name: str, got: str) -> str:
+def differs(asked: Manifest, name: str, got: str) -> str:
     said = asked.tensors.get(name)
     if said is None:
         return f"{name} is not in the manifest of weights {asked.label}"

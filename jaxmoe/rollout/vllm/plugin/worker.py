@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer may ask a vLLM worker: --worker-extension-cls jaxmoe.rollout.vllm.plugin.worker.Worker
+"""What a trainer may ask a vLLM worker.
 
+vLLM takes it by --worker-extension-cls jaxmoe.rollout.vllm.plugin.worker.Worker.
 Its methods are called by name through vLLM's collective_rpc.
 """
 
