@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM engine: prompts are spread over one or several vLLMs, and every slot is filled once.
+
+A failed request is asked again, at the next free vLLM, after the one that failed was brought back
+with the current weights; `retries` bounds both. load() may run in another thread than generate():
+what is then under way is kept, finished or continued, and carries the version of every token.
+
+    engine.generate -> Place.ask -> ask.sample -> Backend.generate     answers.py checks
+    engine.load     -> Place.bring -> publish.hand_over, Probe.check
+
+top-k and top-p: vLLM tells log-probs after the cut. What was kept follows from scoring the answer
+once more, which vLLM does at temperature 1 only; at another one they are refused.
+Next: jaxmoe/rollout/vllm/place.py.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import Event, Lock
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
+from jaxmoe.model import forward, sequence_logprobs
+from jaxmoe.records import Prompt, Rollout, Sampling
+from jaxmoe.rollout.engine import EngineError
+from jaxmoe.rollout.vllm.ask import Unit
+from jaxmoe.rollout.vllm.backend import Backend, Unanswered
+from jaxmoe.rollout.vllm.http import HttpBackend
+from jaxmoe.rollout.vllm.place import Place, Wanted, backoff
+from jaxmoe.rollout.vllm.publish import Probe
+from jaxmoe.rollout.vllm.server import Server
+from jaxmoe.rollout.weights import files, new_run
+from jaxmoe.shapes import Params
+
+T = TypeVar("T")
+BOUND = {"float32": 1e-4, "bfloat16": 0.1}  # mean |Δlogp| of a probe, nats
+THREADS = 512  # requests under way at once, at most
+
+
+def trainer_logps(params: Params, tokens_BT: Array, *, cfg: ModelConfig) -> Array:
+    """Log-probs as the trainer computes them, temperature 1; column 0 is 0."""
+    hidden_BTD = forward(params, tokens_BT, cfg)[0]
+    return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg)[0]
+
+
+class VllmEngine:
+    """`backends` are the vLLMs it samples from; `incidents` what went wrong and was mended."""
+
+    def __init__(
+        self, cfg: ModelConfig, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
+        max_new_tokens: int, max_rows: int,
+    ) -> None:  # fmt: skip
+        self._cfg, self._vllm = cfg, vllm
+        self._longest, self._max_new, self._rows = max_prompt_tokens, max_new_tokens, max_rows
+        self._dtype = vllm.dtype or cfg.dtype
+        self._run = new_run()
+        self._logp = jax.jit(partial(trainer_logps, cfg=cfg))
+        self._lock, self._closed = Lock(), Event()
+        self._wanted: Wanted | None = None
+        context = max_prompt_tokens + max_new_tokens
+        opened = _open(cfg, vllm, work, context, max_rows)
+        self._places: list[Place] = []
+        try:
+            context = min(_context(backend, context + 1) for backend, _ in opened)
+            worst = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
+            probe = Probe(cfg, bound=vllm.probe_abs_diff or BOUND[worst], context=context)
+        except BaseException:
+            for backend, server in opened:
+                backend.close()
+                if server is not None:
+                    server.stop()
+            raise
+        self._places = [
+            Place(backend, server, cfg=cfg, probe=probe, retries=vllm.retries)
+            for backend, server in opened
+        ]
+
+    @property
+    def backends(self) -> list[Backend]:
+        return [place.backend for place in self._places]
+
+    @property
+    def incidents(self) -> list[str]:
+        return [line for place in self._places for line in place.incidents]
+
+    def load(self, params: Params, version: int) -> None:
+        """Publish to every vLLM and verify; Engine.load.
+
+        Raises EngineError where one of them does not hold these weights afterwards.
+        """
+        published = files(
+            params, self._cfg, self._vllm.weights_dir, dtype=self._dtype, run=self._run,
+            version=version,
+        )  # fmt: skip
+
+        def logps(tokens: list[int]) -> np.ndarray:
+            return np.asarray(self._logp(params, jnp.asarray([tokens], jnp.int32))[0])
+
+        with self._lock:
+            before = self._wanted
+            self._wanted = wanted = Wanted(published, version, logps)
+        with ThreadPoolExecutor(len(self._places)) as pool:
+            list(pool.map(lambda place: place.bring(wanted, self._vllm.swap), self._places))
+        wanted.logps = None  # the trainer may give the weights away now
+        if before is not None and before.version != version:
+            before.published.close()
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
+    ) -> list[Rollout]:
+        """Engine.generate; raises ConfigError for what these vLLMs cannot do."""
+        self._check(prompts, sampling)
+        # an aborted sample is continued alone, beside the others of its prompt
+        each = 1 if self._vllm.swap == "abort" else samples
+        units = [
+            Unit(index, prompt, first, each)
+            for index, prompt in enumerate(prompts) for first in range(0, samples, each)
+        ]  # fmt: skip
+        done = self._each(
+            lambda unit, place, wanted: place.ask(unit, sampling, seed, wanted), units, each
+        )
+        return [rollout for made in done for rollout in made]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """float32 [T] for each sequence of token ids: the engine's log-prob of each of them.
+
+        At temperature 1, whatever is sampled at; 0 for the first, which nothing predicts.
+        """
+        self._loaded()
+        return self._each(
+            lambda tokens, place, wanted: place.score([int(t) for t in tokens], wanted),
+            list(sequences), 1,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop what was started, remove what was published; may be called twice."""
+        self._closed.set()
+        for place in self._places:
+            place.close()
+        if self._wanted is not None:
+            self._wanted.published.close()
+
+    def _each(self, fn: Callable[..., T], things: list, rows: int) -> list[T]:
+        """fn of each thing, each at one vLLM at a time, in order; one result for each."""
+        width = max(1, self._rows // rows) * len(self._places)
+        given_up = Event()
+        pool = ThreadPoolExecutor(max(1, min(width, len(things), THREADS)), "jaxmoe-vllm")
+        try:
+            jobs = [pool.submit(self._persist, partial(fn, thing), given_up) for thing in things]
+            return [job.result() for job in jobs]
+        finally:
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _persist(self, fn: Callable[[Place, Wanted], T], given_up: Event) -> T:
+        why: list[str] = []
+        for attempt in range(self._vllm.retries + 1):
+            if given_up.is_set() or self._closed.is_set():
+                raise EngineError("the engine was closed, or another request was given up")
+            wanted, place = self._loaded(), self._pick()
+            seen = place.generation
+            try:
+                return fn(place, wanted)
+            except Unanswered as error:
+                why.append(str(error))
+                place.incidents.append(str(error))
+            finally:
+                with self._lock:
+                    place.asked -= 1
+            if self._closed.is_set():
+                continue
+            place.recover(seen, self._loaded())
+            backoff(attempt)
+        raise place.lost(f"a request was not answered: {why[-1]}")
+
+    def _pick(self) -> Place:
+        with self._lock:
+            place = min(self._places, key=lambda p: p.asked)
+            place.asked += 1
+            return place
+
+    def _loaded(self) -> Wanted:
+        if self._wanted is None:
+            raise ValueError("the engine must have weights before it samples: call load() first.")
+        return self._wanted
+
+    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        self._loaded()
+        if sampling.max_new_tokens > self._max_new:
+            raise ConfigError(
+                f"sampling.max_new_tokens ({sampling.max_new_tokens}) must be at most the "
+                f"engine's ({self._max_new}). Try --set rollout.max_new_tokens="
+                f"{sampling.max_new_tokens}."
+            )
+        longest = max((len(p.tokens) for p in prompts), default=0)
+        if longest > self._longest:
+            raise ConfigError(
+                f"prompts must have at most data.max_prompt_tokens tokens, got one of {longest}. "
+                f"Try --set data.max_prompt_tokens={longest}."
+            )
+        cut = sampling.top_k > 0 or sampling.top_p < 1.0
+        if cut and sampling.temperature not in (0.0, 1.0):
+            raise ConfigError(
+                f"rollout.temperature must be 1 where top_k ({sampling.top_k}) or top_p "
+                f"({sampling.top_p}) cut and rollout.engine is vllm, got {sampling.temperature}: "
+                "vLLM does not tell what a cut left over at another temperature. Try --set "
+                "rollout.temperature=1.0, or --set rollout.top_k=0 --set rollout.top_p=1.0."
+            )
+
+
+def _open(
+    cfg: ModelConfig, vllm: VllmConfig, work: Path, context: int, rows: int
+) -> list[tuple[Backend, Server | None]]:
+    """The running servers named, or servers started, or one vLLM in this process."""
+    urls = [url.strip() for url in vllm.url.split(",") if url.strip()]
+    if urls:
+        return [
+            (HttpBackend(url, timeout_s=vllm.request_timeout_s, connections=rows), None)
+            for url in urls
+        ]
+    if vllm.launch == 0:
+        from jaxmoe.rollout.vllm.in_process import InProcess  # imports vllm
+
+        return [(InProcess(cfg, vllm, work=work, context=context, rows=rows), None)]
+    servers = [
+        Server(vllm, cfg, work=work, number=n, context=context, rows=rows)
+        for n in range(vllm.launch)
+    ]
+    with ThreadPoolExecutor(len(servers)) as pool:
+        jobs = [pool.submit(server.start) for server in servers]
+    failed = [job.exception() for job in jobs if job.exception() is not None]
+    if failed:
+        for server in servers:
+            server.stop()
+        assert failed[0] is not None
+        raise failed[0]
+    return [(job.result(), server) for job, server in zip(jobs, servers, strict=True)]
+
+
+def _context(backend: Backend, needed: int) -> int:
+    """What a vLLM can hold. Raises ConfigError where it is too little, or nobody is there."""
+    try:
+        has = backend.context()
+    except Unanswered as error:
+        raise ConfigError(
+            f"rollout.vllm.url must name running vLLM servers; {error}. Try --set "
+            "rollout.vllm.url= to start one here."
+        ) from error
+    if has < needed:
+        raise ConfigError(
+            f"{backend.name} must take data.max_prompt_tokens + rollout.max_new_tokens + 1 "
+            f"({needed}) tokens, its --max-model-len is {has}. Start it with --max-model-len "
+            f"{needed}, or try --set data.max_prompt_tokens={max(1, has // 2)}."
+        )
+    return has

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One vLLM and what is known about it: which weights it was seen to hold, and how to get it back.
+
+No answer leaves here but with labels that this very process was verified for, none older than the
+version that was current when it was asked. Next: jaxmoe/rollout/vllm/publish.py.
+"""
+
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.observe.progress import phase
+from jaxmoe.records import Rollout, Sampling, StopReason
+from jaxmoe.rollout.engine import EngineError
+from jaxmoe.rollout.vllm.answers import Piece
+from jaxmoe.rollout.vllm.ask import Unit, sample, score
+from jaxmoe.rollout.vllm.backend import Backend, Unanswered
+from jaxmoe.rollout.vllm.publish import Logps, Probe, Refused, Shown, hand_over, instances
+from jaxmoe.rollout.vllm.server import Server
+from jaxmoe.rollout.weights import Publication
+
+LONGEST_S = 10.0  # between two attempts
+
+
+@dataclass
+class Wanted:
+    """The version that every vLLM must hold."""
+
+    published: Publication
+    version: int
+    logps: Logps | None  # while the trainer's weights are at hand
+    shown: Shown | None = None  # afterwards
+
+
+def backoff(attempt: int) -> None:
+    """0.1 s, doubled each time, times 0.5 to 1.5 so that threads do not come back at once."""
+    time.sleep(min(LONGEST_S, 0.1 * 2**attempt) * random.uniform(0.5, 1.5))
+
+
+class Place:
+    """Its lock is held while weights change; `generation` counts how often they came anew."""
+
+    def __init__(
+        self, backend: Backend, server: Server | None, *, cfg: ModelConfig, probe: Probe,
+        retries: int,
+    ) -> None:  # fmt: skip
+        self.backend, self._server = backend, server
+        self._cfg, self._probe, self._retries = cfg, probe, retries
+        self.lock = threading.RLock()
+        self.generation = 0
+        self.asked = 0  # units under way; the engine's to count
+        self.incidents: list[str] = []  # what went wrong and was mended
+        self._verified: dict[str, int] = {}  # label -> version
+        self._current = -1
+        self._opened: list[str] | None = None  # the workers whose transfer was set up
+
+    def bring(self, wanted: Wanted, mode: str, *, revive: bool = False) -> None:
+        """Publish, verify, trust; whatever breaks on the way is tried again.
+
+        Raises Refused where it holds other weights than it was given, EngineError where it does
+        not come back.
+        """
+        with self.lock:
+            for attempt in range(self._retries + 1):
+                try:
+                    if revive or attempt:
+                        self._revive(always=attempt > 1)
+                    self._publish(wanted, mode)
+                    return
+                except Unanswered as error:
+                    self._distrust()
+                    self.incidents.append(str(error))
+                    backoff(attempt)
+            raise self.lost(f"weights of version {wanted.version} could not be published")
+
+    def _publish(self, wanted: Wanted, mode: str) -> None:
+        workers = instances(self.backend)
+        if workers != self._opened:
+            self._distrust()
+            self.backend.init_transfer()
+            self._opened = instances(self.backend)
+        published = wanted.published
+        hand_over(self.backend, published, mode, self._distrust)
+        try:
+            wanted.shown = self._probe.check(self.backend, published, wanted.logps, wanted.shown)
+        except BaseException:
+            self._distrust()
+            raise
+        self._verified[published.label] = self._current = wanted.version
+        self.generation += 1
+
+    def _distrust(self) -> None:
+        self._verified.clear()
+
+    def _revive(self, *, always: bool) -> None:
+        if self._server is None:
+            self.backend.health()
+            return
+        if self._server.alive() and not always:
+            try:
+                return self.backend.health()
+            except Unanswered:
+                pass
+        self._distrust()
+        self.backend.close()
+        with phase(f"{self.backend.name} does not answer; starting another"):
+            try:
+                self.backend = self._server.start()
+            except EngineError as error:
+                raise Unanswered(str(error)) from error
+
+    def recover(self, seen: int, wanted: Wanted) -> None:
+        """After a failure of generation `seen`: back to holding what is wanted, if it is not."""
+        with self.lock:
+            if self.generation != seen and self._verified:
+                return  # another thread was here first
+            if wanted.published.label in self._verified:
+                try:
+                    self.backend.health()
+                    held = self.backend.held()
+                    same = [str(worker.get("instance")) for worker in held] == self._opened
+                    if same and all(w.get("label") == wanted.published.label for w in held):
+                        return  # it was a hiccup
+                    self.incidents.append(f"{self.backend.name} came back with other weights")
+                except Unanswered as error:
+                    self.incidents.append(str(error))
+            self._distrust()
+            if "path" not in wanted.published.update_info and wanted.logps is None:
+                raise self.lost(
+                    "its weights are gone, and only files can be published again: try --set "
+                    "rollout.vllm.way=files"
+                )
+            self.bring(wanted, "abort", revive=True)
+
+    def ask(self, unit: Unit, sampling: Sampling, seed: int, wanted: Wanted) -> list[Rollout]:
+        """The unit's rollouts, each of verified weights. Raises Unanswered."""
+        if not self._verified:
+            self.recover(self.generation, wanted)
+        floor, backend = self._current, self.backend
+        made = sample(backend, unit, sampling, seed, self._cfg)
+        cuts = sampling.temperature > 0.0 and (sampling.top_k > 0 or sampling.top_p < 1.0)
+        return [
+            self._rollout(unit, p, self._versions(p, floor), backend if cuts else None)
+            for p in made
+        ]
+
+    def score(self, tokens: list[int], wanted: Wanted) -> np.ndarray:
+        """Log-probs of given tokens under the current weights. Raises Unanswered."""
+        if not self._verified:
+            self.recover(self.generation, wanted)
+        floor = self._current
+        theirs, label = score(self.backend, tokens, self._cfg)
+        self._versions(Piece(tokens[:1], [0.0], "length", [label], None), floor)
+        return theirs
+
+    def _versions(self, piece: Piece, floor: int) -> np.ndarray:
+        labels = set(piece.labels)
+        if not labels <= self._verified.keys():
+            with self.lock:  # its verdict may be under way
+                unknown = sorted(labels - self._verified.keys())
+                if unknown:
+                    raise Unanswered(
+                        f"{self.backend.name} sampled from weights {unknown[:3]}, which it was "
+                        "not verified to hold"
+                    )
+        try:
+            versions = np.asarray([self._verified[name] for name in piece.labels], np.int32)
+        except KeyError as error:
+            raise Unanswered(f"{self.backend.name} lost {error} meanwhile") from error
+        if versions.size and versions.min() < floor:
+            raise Unanswered(
+                f"{self.backend.name} sampled from version {versions.min()} when {floor} was "
+                "current"
+            )
+        return versions
+
+    def _rollout(
+        self, unit: Unit, piece: Piece, versions: np.ndarray, cut_by: Backend | None
+    ) -> Rollout:
+        tokens, logp = np.asarray(piece.tokens, np.int32), np.asarray(piece.logp, np.float32)
+        log_kept = None
+        if cut_by is not None:
+            prompt = list(unit.prompt.tokens)
+            whole, label = score(cut_by, prompt + piece.tokens, self._cfg)
+            if set(piece.labels) != {label}:
+                raise Unanswered("weights changed between an answer and its log-probs uncut")
+            log_kept = np.minimum(whole[len(prompt) :] - logp, 0.0)
+        stop = StopReason.STOP_TOKEN if piece.finish == "stop" else StopReason.MAX_TOKENS
+        return Rollout(
+            unit.prompt, tokens, logp, stop, versions, log_kept,
+            None if piece.experts is None else piece.experts.copy(),
+        )  # fmt: skip
+
+    def lost(self, why: str) -> EngineError:
+        """What to say where it does not come back."""
+        last = "".join(f"\n  - {line}" for line in self.incidents[-3:])
+        log = f" Its log: {self._server.log}." if self._server is not None else ""
+        return EngineError(
+            f"vLLM ({self.backend.name}): {why}, tried {self._retries + 1} times.{log} "
+            f"What happened last:{last}"
+        )
+
+    def close(self) -> None:
+        self._distrust()
+        self.backend.close()
+        if self._server is not None:
+            self._server.stop()
+
+
+__all__ = ["Place", "Refused", "Wanted", "backoff"]

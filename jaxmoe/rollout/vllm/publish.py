@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verified publication: weights are handed over, and then vLLM must show that it holds them.
+
+    hand over  pause, update, label, empty the prefix cache, resume, over vLLM's own routes
+    digests    of every tensor as the engine received it; none stale in the live model
+    probe      log-probs of fixed tokens and of a fresh answer, against the trainer's own
+
+The probe's prompt is the same each time and longer than one block of the engine's cache: an answer
+computed from older weights' cache shows there, and only there. Next: place.py.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.records import Prompt, Sampling
+from jaxmoe.rollout.engine import EngineError
+from jaxmoe.rollout.vllm.ask import Unit, sample, score
+from jaxmoe.rollout.vllm.backend import Backend, Unanswered
+from jaxmoe.rollout.weights import Publication
+
+RESETS = 5  # of the prefix cache, while blocks of it are still in use
+SHOWN = 4  # names in a message
+BLOCK = 128  # tokens in a block of vLLM's cache on a CPU, the largest by default
+NEW = 8  # tokens of the probe's answer
+
+Logps = Callable[[list[int]], np.ndarray]  # tokens -> float32 [T], the trainer's log-probs
+
+
+class Refused(EngineError):
+    """vLLM does not hold what was published; asking again will not help."""
+
+
+def instances(backend: Backend) -> list[str]:
+    """The names of its workers' processes: others after a restart."""
+    return [str(worker.get("instance")) for worker in backend.held()]
+
+
+def hand_over(
+    backend: Backend, published: Publication, mode: str, distrust: Callable[[], None]
+) -> None:
+    """Publish and compare digests; returns with the engine running on the new weights.
+
+    Raises Refused where it holds something else, Unanswered where it broke on the way. Its weights
+    may then be any mixture, whatever it calls them: `distrust` is called before it samples again.
+    """
+    before = instances(backend)
+    backend.pause(mode)
+    try:
+        backend.start_update()
+        with _sent(published):
+            backend.update(published.update_info)
+        backend.finish_update(published.label)
+        _empty_prefix_cache(backend)
+        held = backend.held()
+        if [str(worker.get("instance")) for worker in held] != before:
+            raise Unanswered(f"{backend.name} was restarted while weights were published")
+        for worker in held:
+            _compare(worker, published, backend.name)
+    except BaseException:
+        distrust()
+        raise
+    finally:
+        backend.resume()
+
+
+@contextmanager
+def _sent(published: Publication):
+    """Run the sender beside the update; its error counts where the update saw none."""
+    errors: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            published.send()
+        except BaseException as error:  # handed to the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=send, name="jaxmoe-send", daemon=True)
+    thread.start()
+    yield
+    thread.join()
+    if errors:
+        raise Unanswered(f"sending the weights failed: {errors[0]}") from errors[0]
+
+
+def _empty_prefix_cache(backend: Backend) -> None:
+    for attempt in range(RESETS):
+        if backend.reset_prefix_cache():
+            return
+        time.sleep(0.05 * 2**attempt)
+    raise Refused(
+        f"{backend.name} did not empty its prefix cache, asked {RESETS} times: it would go on from "
+        "what older weights computed. Try --set rollout.vllm.swap=abort."
+    )
+
+
+def _compare(worker: dict, published: Publication, name: str) -> None:
+    if worker.get("label") != published.label:
+        raise Refused(f"{name} must hold {published.label}, says {worker.get('label')!r}")
+    received, sent = worker.get("received") or {}, published.digests
+    missing, more = sorted(sent.keys() - received.keys()), sorted(received.keys() - sent.keys())
+    other = sorted(n for n in sent.keys() & received.keys() if sent[n] != received[n])
+    stale = sorted(worker.get("stale") or [])
+    found = [
+        f"{len(names)} {what} ({', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''})"
+        for what, names in (
+            ("missing", missing), ("unknown", more), ("other than sent", other),
+            ("received but not in the live model", stale),
+        ) if names
+    ]  # fmt: skip
+    if found:
+        raise Refused(
+            f"{name}: of {len(sent)} tensors of {published.label}, {'; '.join(found)}. Nothing is "
+            "sampled from them. Is the plugin in vLLM's environment of this version of jaxmoe?"
+        )
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the trainer expects of a publication, for publishing it again after its weights."""
+
+    tokens: list[int]
+    logp: np.ndarray
+
+
+class Probe:
+    """Two requests after each publication; bound: the largest mean |Δlogp|, nats."""
+
+    def __init__(self, cfg: ModelConfig, *, bound: float, context: int) -> None:
+        self._cfg, self._bound = cfg, bound
+        self._new = max(1, min(NEW, context - 2))
+        length = max(1, min(BLOCK + 16, context - self._new - 1))
+        tokens = np.random.default_rng(20).integers(0, cfg.vocab_size, length)
+        self._prompt = Prompt(-1, "", tuple(int(t) for t in tokens), None)
+        self.length = length + self._new  # of what `logps` is asked about
+
+    def check(
+        self, backend: Backend, published: Publication, logps: Logps | None, shown: Shown | None
+    ) -> Shown:
+        """Compare with the trainer; or, where its weights are gone, with what it said of them.
+
+        Raises Refused beyond the bound.
+        """
+        label, name = published.label, backend.name
+        seed = published.manifest["version"]
+        sampling = Sampling(self._new, ())
+        (answer,) = sample(backend, Unit(0, self._prompt, 0, 1), sampling, seed, self._cfg)
+        if set(answer.labels) != {label}:
+            raise Refused(f"{name} must sample from {label}, says {sorted(set(answer.labels))}")
+        tokens = [*self._prompt.tokens, *answer.tokens]
+        if logps is not None:
+            shown = Shown(tokens, logps(tokens))
+        assert shown is not None, "a publication is checked with its weights first"
+        theirs = self._score(backend, shown.tokens, label)
+        self._within(name, label, "given tokens", theirs[1:], shown.logp[1:])
+        alike = shown.tokens == tokens
+        expected = shown.logp if alike else self._score(backend, tokens, label)
+        own = np.asarray(answer.logp, np.float32)
+        self._within(name, label, "its own answer", own, expected[-len(own) :])
+        return shown
+
+    def _score(self, backend: Backend, tokens: list[int], label: str) -> np.ndarray:
+        theirs, scored = score(backend, tokens, self._cfg)
+        if scored != label:
+            raise Refused(f"{backend.name} must score with {label}, says {scored!r}")
+        return theirs
+
+    def _within(
+        self, name: str, label: str, what: str, theirs: np.ndarray, ours: np.ndarray
+    ) -> None:
+        gap = float(np.mean(np.abs(theirs.astype(np.float64) - ours)))
+        if not gap <= self._bound:
+            raise Refused(
+                f"{name} must agree with the trainer on a probe of {label}: mean |Δlogp| of {what} "
+                f"is {gap:.3g}, more than {self._bound:g} nats. It holds other weights, another "
+                "dtype or another model, or it goes on from a cache of older weights; "
+                "python -m jaxmoe.doctor finds out. Where the dtypes account for it: "
+                f"--set rollout.vllm.probe_abs_diff={2 * gap:.2g}."
+            )
