@@ -134,7 +134,8 @@ def load_params(
     )
     done, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
-        leaf = _leaf(params, entry)
+        leaf = leaf_of(params, entry)
+        leaf = leaf if entry.pair is None else leaf[entry.pair]
         for start, piece, nbytes in _pieces(entry, tensors):
             _place(leaf, piece.astype(leaf.dtype, copy=False), start, entry.layout)
             done += nbytes
@@ -143,11 +144,12 @@ def load_params(
     return params
 
 
-def _leaf(params: Params, entry: Entry) -> Any:
+def leaf_of(params: Params, entry: Entry) -> Any:
+    """The leaf that an entry is, or that it is one layer pair of."""
     node: Any = params
     for key in entry.keys:
         node = node[key]
-    return node if entry.pair is None else node[entry.pair]
+    return node
 
 
 def _place(ours: np.ndarray, piece: np.ndarray, start: int, layout: Layout) -> None:
@@ -242,10 +244,7 @@ def check_params(params: Params, cfg: ModelConfig) -> None:
 
 def gather_entry(params: Params, entry: Entry) -> np.ndarray:
     """An entry's array in our layout on the host, as `gather` does it."""
-    node: Any = params
-    for key in entry.keys:
-        node = node[key]
-    return gather(node, entry.pair)
+    return gather(leaf_of(params, entry), entry.pair)
 
 
 def _to_checkpoint(ours: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:

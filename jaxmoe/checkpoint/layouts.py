@@ -69,7 +69,8 @@ def row_pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int
 
 
 def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (shape[0], 1)
+    *rows, width = shape if len(shape) > 1 else (*shape, 1)
+    return math.prod(rows), width
 
 
 def checkpoint_rows(

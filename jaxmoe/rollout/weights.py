@@ -10,7 +10,7 @@ Every way takes the same arguments and returns a `Publication`:
 
     with files(params, cfg, directory, dtype="float32", run=run, version=3) as published:
         post("update_weights", {"update_info": published.update_info})   # published.send() beside
-        held["received"] == published.digests      # after send() and the update have both ended
+        held["received"] == published.digests      # once send() and the update have both ended
 
 Next: jaxmoe/rollout/vllm/publish.py hands it over and checks what the engine then holds.
 """
@@ -39,12 +39,14 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.rollout.checksum import digest, joined
 from jaxmoe.shapes import Params
 
+Manifest = dict[str, Any]
+
 FORMAT = 1  # of the manifest
 DTYPES = ("bfloat16", "float32")  # vLLM's GPT-OSS takes packed experts at start-up only
 
 
 def _nothing() -> None:
-    """Files and shared arrays are there already."""
+    """Files are there already."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class Publication:
 
     `manifest` is {"format", "run", "version", "tensors": {name: {"dtype", "shape", "digest"}}}.
     `send` must run beside the engine's update_weights, in a thread of its own, and returns when
-    the last tensor has left; only then are all digests in the manifest. It does nothing for
-    files. `close` removes what was written; it may be called twice.
+    the last tensor has left; for files there is nothing to send. `close` removes what was
+    written; it may be called twice.
     """
 
-    manifest: dict[str, Any]
+    manifest: Manifest
     update_info: dict[str, Any]
     send: Callable[[], None] = _nothing
     close: Callable[[], None] = _nothing
@@ -86,7 +88,8 @@ def new_run() -> str:
     return secrets.token_hex(6)
 
 
-def empty_manifest(planned: list[Planned], run: str, version: int) -> dict[str, Any]:
+def empty_manifest(planned: list[Planned], run: str, version: int) -> Manifest:
+    """The digests are still to come."""
     tensors = {n: {"dtype": d, "shape": list(s), "digest": ""} for n, d, s in planned}
     return {"format": FORMAT, "run": run, "version": version, "tensors": tensors}
 
@@ -129,7 +132,7 @@ def files(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         _require_room(aside, sum(map(planned_bytes, planned)))
-        _write(aside / SINGLE, params, cfg, planned, manifest["tensors"])
+        _write(aside / SINGLE, params, cfg, planned, manifest)
         (aside / "manifest.json").write_text(json.dumps(manifest))
         shutil.rmtree(final, ignore_errors=True)
         aside.replace(final)
@@ -158,34 +161,50 @@ def _remove(version: Path) -> None:
 
 
 def _write(
-    path: Path, params: Params, cfg: ModelConfig, planned: list[Planned], tensors: dict[str, Any]
+    path: Path, params: Params, cfg: ModelConfig, planned: list[Planned], manifest: Manifest
 ) -> None:
-    """The file, its pieces converted, summed and written by as many threads as there are cores.
-
-    No fsync: what a crash of the machine leaves is of no use to anyone.
-    """
-    with open(path, "wb") as file, ThreadPoolExecutor(_cores()) as pool:
-        at = file.write(header(planned))
+    """The file and its digests. No fsync: what a crash of the machine leaves is of no use."""
+    with open(path, "wb") as file:
+        begin = file.write(header(planned))
         file.flush()
-        for entry, item in zip(entries(cfg), planned, strict=True):
-            ours, dtype = gather_entry(params, entry), FILE_DTYPES[item[1]]
-            piece = partial(_write_piece, file.fileno(), at, ours, entry, dtype)
-            spans = list(row_pieces(entry.shape, dtype.itemsize))
-            done = pool.map(piece, spans) if len(spans) > 1 else map(piece, spans)
-            tensors[entry.name]["digest"] = joined(done)
-            at += planned_bytes(item)
+        fill_digests(params, cfg, planned, manifest, partial(_write_all, file.fileno(), begin))
 
 
-def _write_piece(
-    file: int, at: int, ours: np.ndarray, entry: Entry, dtype: np.dtype, span: tuple[int, int]
-) -> tuple[int, str]:
-    """(first byte in the tensor, digest) of the rows written."""
-    rows = checkpoint_rows(ours, entry.layout, span, entry.shape, dtype)
-    first, left = span[0] * rows.shape[1] * dtype.itemsize, rows.reshape(-1).view(np.uint8).data
-    at += first
+def _write_all(file: int, begin: int, at: int, rows: np.ndarray) -> None:
+    left, at = rows.reshape(-1).view(np.uint8).data, begin + at
     while left:
         done = os.pwrite(file, left, at)
         at, left = at + done, left[done:]
+
+
+def fill_digests(
+    params: Params, cfg: ModelConfig, planned: list[Planned], manifest: Manifest,
+    pass_on: Callable[[int, np.ndarray], None] | None = None,
+) -> None:  # fmt: skip
+    """Digest every tensor as the checkpoint lays it out, piece by piece, on every core.
+
+    `pass_on` gets each piece too, and its first byte counted from the first tensor's; from
+    several threads, in any order.
+    """
+    begin = 0
+    with ThreadPoolExecutor(_cores()) as pool:
+        for entry, item in zip(entries(cfg), planned, strict=True):
+            ours, dtype = gather_entry(params, entry), FILE_DTYPES[item[1]]
+            piece = partial(_digest_piece, ours, entry, dtype, begin, pass_on)
+            spans = list(row_pieces(entry.shape, dtype.itemsize))
+            done = pool.map(piece, spans) if len(spans) > 1 else map(piece, spans)
+            manifest["tensors"][entry.name]["digest"] = joined(done)
+            begin += planned_bytes(item)
+
+
+def _digest_piece(
+    ours: np.ndarray, entry: Entry, dtype: np.dtype, begin: int,
+    pass_on: Callable[[int, np.ndarray], None] | None, span: tuple[int, int],
+) -> tuple[int, str]:  # fmt: skip
+    rows = checkpoint_rows(ours, entry.layout, span, entry.shape, dtype)
+    first = span[0] * rows.shape[1] * dtype.itemsize
+    if pass_on is not None:
+        pass_on(begin + first, rows)
     return first, digest(rows)
 
 
