@@ -35,9 +35,10 @@ def run(cfg: Config) -> float:
     params = initial_params(cfg) if at is None else policy_of(at.state.params)
     prompts = task.held_out_prompts()
     with closing(open_engine(cfg, Path(cfg.workdir))) as engine:
-        engine.load(params, 0 if at is None else at.step)
+        version = 0 if at is None else at.step
+        engine.load(params, version)
         with phase(f"answering {len(prompts)} held-out prompts"):
-            metrics, rollouts, rewards = evaluate(engine, prompts, task, samples=8)
+            metrics, rollouts, rewards = evaluate(engine, prompts, task, version=version, samples=8)
     for rollout, reward in list(zip(rollouts, rewards, strict=True))[:5]:
         mark = "right" if reward == 1 else "wrong"
         print(f"  {mark}  {rollout.prompt.text!r} -> {response_text(rollout, task)!r}")

@@ -3,14 +3,15 @@
 
     rollouts -> rewards -> step (advantages, corrections, updates) -> publish -> measure -> save
 
-The step is jaxmoe/rl/update.py. To change the loop, copy this file.
+The step is jaxmoe/rl/update.py; rollouts made while it runs are jaxmoe/rollout/ahead.py. To change
+the loop, copy this file.
 """
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from jaxmoe import plan
 from jaxmoe.checkpoint.run import Position, initial_params, record_config, restore_run, save_run
 from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
 from jaxmoe.config import Config, ConfigError
-from jaxmoe.data.pipeline import PromptIterator
-from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text, score
+from jaxmoe.envs.draws import draw_step
+from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text
 from jaxmoe.losses import overlong_penalty
 from jaxmoe.observe.alerts import alerts
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
@@ -34,14 +35,15 @@ from jaxmoe.observe.progress import Progress, phase
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.algorithm import Algorithm, algorithm
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
-from jaxmoe.rl.groups import Draw, sample_groups
 from jaxmoe.rl.minibatches import divide, packed
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import TrainState, new_state, policy_of, stage_shapes, with_critic
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import Scorer, rl_step
-from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.ahead import Ahead, InTurn
+from jaxmoe.rollout.engine import Engine, EngineError
 from jaxmoe.rollout.open import open_engine
+from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
 
 
@@ -105,6 +107,8 @@ class Desk:
     log: MetricsLog
     stop: StopRequest
     phases: dict[str, float] = field(default_factory=dict)
+    at: Position = field(init=False)  # after the last whole step
+    saved: int = field(init=False)  # number of the newest position that needs no saving
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
@@ -113,17 +117,37 @@ class Desk:
         spent = time.perf_counter() - start
         self.phases[f"time/{name}_s"] = self.phases.get(f"time/{name}_s", 0.0) + spent
 
-    def save_or_stop(self, at: Position, *, last: bool) -> bool:
-        """Save when due or asked to stop; leave with a message where asked. True where it saved."""
-        due = at.step % self.cfg.save.every_steps == 0 or last
-        if due or self.stop.signal:
-            save_run(self.work, self.cfg, at)
-        if self.stop.signal and not (last and at.stage == "rl"):
-            raise Stopped(
-                self.stop.signal,
-                f"saved {at.stage} step {at.step} in {self.work}; the same command resumes.",
-            )
-        return due
+    def begin(self, at: Position) -> None:
+        """Go on from here; it is saved, or can be made again."""
+        self.at, self.saved = at, at.number
+
+    def save(self) -> str:
+        """Save the state after the last whole step, unless it is, and say where that stands."""
+        if self.at.number > self.saved:
+            save_run(self.work, self.cfg, self.at)
+            self.saved = self.at.number
+        if self.at.step == 0:
+            return f"no {self.at.stage} step was made in {self.work}; the same command begins it."
+        where = f"saved {self.at.stage} step {self.at.step} in {self.work}"
+        return f"{where}; the same command resumes."
+
+    def save_or_stop(self, *, last: bool) -> None:
+        """Save when due or asked to stop; leave with a message where asked."""
+        if self.at.step % self.cfg.save.every_steps == 0 or last:
+            self.save()
+        if self.stop.signal and not (last and self.at.stage == "rl"):
+            raise self.stopped()
+
+    def stopped(self) -> Stopped:
+        """What to leave with where the run was asked to stop: it is saved."""
+        return Stopped(self.stop.signal, self.save())
+
+    @contextmanager
+    def saved_if_the_engine_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            raise EngineError(f"{error} {self.save()}") from error
 
 
 def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> TrainState:
@@ -135,6 +159,7 @@ def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tr
         partial(train_step, tx=tx, loss_fn=loss_fn, microbatches=cfg.optim.microbatches),
         donate_argnums=0,
     )
+    desk.begin(at)
     data = task.stream(w.sequences_per_step, cfg.seed + 1)
     if at.data is not None:
         data.set_state(at.data)
@@ -153,8 +178,8 @@ def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tr
             assert_compiled_once(step_fn, step - at.step)
             desk.log.write("warmup", step, metrics | desk.phases)
             progress.update(step, loss=metrics["loss"])
-            at = Position("warmup", step, state, None, data.get_state())
-            desk.save_or_stop(at, last=step == w.steps)
+            desk.at = Position("warmup", step, state, None, data.get_state())
+            desk.save_or_stop(last=step == w.steps)
     return state
 
 
@@ -175,70 +200,71 @@ def reinforce(
     reference = at.reference
     if a.kl_coef > 0 and reference is None:
         reference = jax.tree.map(lambda x: x.copy(), policy_of(state.params))
+    desk.begin(replace(at, reference=reference))
+    held_out = task.held_out_prompts()
     data = task.stream(r.prompts_per_step, cfg.seed + 2)
     if at.data is not None:
         data.set_state(at.data)
-    held_out = task.held_out_prompts()
-    engine.load(policy_of(state.params), at.step)
-    if at.step == 0:
-        with phase("scoring the held-out rows before the first step"):
-            desk.log.write("rl", 0, measure(desk, held_out, 0))
-
-    saved = at.step
-    with Progress(cfg.steps, "rl", done=at.step) as progress:
-        for step in range(at.step + 1, cfg.steps + 1):
-            start, desk.phases, before = time.perf_counter(), {}, data.get_state()
-            rollouts, rewards, drawn = sample_groups(
-                partial(draw, desk, data, step), groups=r.prompts_per_step,
-                samples=r.samples_per_prompt, max_draws=r.max_draws,
-            )  # fmt: skip
-            batch, minibatches = divide(
-                make_batch(cfg, task, rollouts, rewards), a, seed=(cfg.seed, step),
-                tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
-            )  # fmt: skip
-            with desk.clock("train"):
-                state, metrics = step_fn(state, batch, minibatches, reference)
-                metrics = host(metrics)
-                must_be_finite(metrics, "rl", step)
-                assert_compiled_once(step_fn, step - at.step)
-            if metrics["gate/closed"] and not cfg.gate.skip:
-                if step - 1 > saved:  # as before this batch: a resume draws it again
-                    save_run(desk.work, cfg, Position("rl", step - 1, state, reference, before))
-                raise gate_closed(cfg, metrics, step)
-            with desk.clock("publish"):
-                engine.load(policy_of(state.params), step)
-            if step % cfg.eval.every_steps == 0 or step == cfg.steps:
-                with desk.clock("eval"):
-                    metrics |= measure(desk, held_out, step)
-            tokens = int(np.asarray(batch.segment_ids_BT).sum())
-            elapsed = time.perf_counter() - start
-            metrics |= drawn | desk.phases
-            metrics |= {"tokens_per_s": tokens / elapsed, "time/step_s": elapsed}
-            raised = alerts(metrics)
-            desk.log.write("rl", step, metrics, alerts=list(raised.values()))
-            progress.alert(step, raised)
-            progress.update(
-                step, reward=metrics["reward/mean"], kl=metrics["policy/kl_rollout"],
-                tokens_per_s=metrics["tokens_per_s"], accuracy=metrics.get("eval/accuracy"),
-            )  # fmt: skip
-            if "eval/accuracy" in metrics:
-                rows = read_metrics(desk.work / "metrics.jsonl")
-                plot_run(rows, desk.work, panels=step == cfg.steps)
-            now = Position("rl", step, state, reference, data.get_state())
-            saved = step if desk.save_or_stop(now, last=step == cfg.steps) else saved
+    make = partial(draw_step, cfg, task, engine, data)
+    batches = InTurn(make) if r.max_staleness == 0 else Ahead(
+        make, first=at.step + 1, last=cfg.steps, most=r.max_staleness,
+        stop=lambda: desk.stop.signal, interrupt=engine.close,
+    )  # fmt: skip
+    with closing(batches), desk.saved_if_the_engine_fails():
+        engine.load(policy_of(state.params), at.step)
+        if at.step == 0:
+            with phase("scoring the held-out rows before the first step"):
+                desk.log.write("rl", 0, measure(desk, held_out))
+        batches.published(at.step)
+        with Progress(cfg.steps, "rl", done=at.step) as progress:
+            for step in range(at.step + 1, cfg.steps + 1):
+                start, desk.phases = time.perf_counter(), {}
+                drawn = batches.take(step)
+                if drawn is None:
+                    raise desk.stopped()
+                ages = check_versions(drawn.rollouts, newest=step - 1, most=r.max_staleness)
+                batch, minibatches = divide(
+                    make_batch(cfg, task, drawn.rollouts, drawn.rewards), a,
+                    seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
+                )  # fmt: skip
+                with desk.clock("train"):
+                    state, metrics = step_fn(state, batch, minibatches, reference)
+                    metrics = host(metrics)
+                    must_be_finite(metrics, "rl", step)
+                    assert_compiled_once(step_fn, step - at.step)
+                if metrics["gate/closed"] and not cfg.gate.skip:
+                    # as before this batch: a resume draws it again
+                    desk.at = replace(desk.at, state=state)
+                    desk.save()
+                    raise gate_closed(cfg, metrics, step)
+                desk.at = Position("rl", step, state, reference, drawn.data)
+                metrics |= drawn.metrics | (ages if r.max_staleness else {})
+                try:
+                    with desk.clock("publish"):
+                        engine.load(policy_of(state.params), step)
+                    if step % cfg.eval.every_steps == 0 or step == cfg.steps:
+                        with batches.paused(), desk.clock("eval"):
+                            metrics |= measure(desk, held_out)
+                except EngineError:  # the step was made: a resume goes on behind it
+                    desk.log.write("rl", step, metrics | desk.phases)
+                    raise
+                batches.published(step)
+                tokens = int(np.asarray(batch.segment_ids_BT).sum())
+                elapsed = time.perf_counter() - start
+                metrics |= desk.phases | batches.waits()
+                metrics |= {"tokens_per_s": tokens / elapsed, "time/step_s": elapsed}
+                raised = alerts(metrics)
+                desk.log.write("rl", step, metrics, alerts=list(raised.values()))
+                progress.alert(step, raised)
+                progress.update(
+                    step, reward=metrics["reward/mean"], kl=metrics["policy/kl_rollout"],
+                    tokens_per_s=metrics["tokens_per_s"], accuracy=metrics.get("eval/accuracy"),
+                )  # fmt: skip
+                if "eval/accuracy" in metrics:
+                    rows = read_metrics(desk.work / "metrics.jsonl")
+                    plot_run(rows, desk.work, panels=step == cfg.steps)
+                desk.save_or_stop(last=step == cfg.steps)
     return state
-
-
-def draw(desk: Desk, data: PromptIterator, step: int, number: int) -> Draw:
-    """The next prompts, answered and scored; what is sampled depends on (seed, step, number)."""
-    with desk.clock("rollout"):
-        seed = int(np.random.SeedSequence([desk.cfg.seed, step, number]).generate_state(1)[0])
-        rollouts = desk.engine.generate(
-            next(data), desk.task.sampling, seed=seed,
-            samples=desk.cfg.rollout.samples_per_prompt,
-        )  # fmt: skip
-    with desk.clock("reward"):
-        return rollouts, score(rollouts, desk.task.train, desk.task)
 
 
 def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray) -> Batch:
@@ -256,9 +282,10 @@ def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.nda
     )  # fmt: skip
 
 
-def measure(desk: Desk, prompts: list[Prompt], step: int) -> Metrics:
+def measure(desk: Desk, prompts: list[Prompt]) -> Metrics:
     """Accuracy on the held-out rows; a few answers go to samples.jsonl."""
-    metrics, rollouts, rewards = evaluate(desk.engine, prompts, desk.task)
+    step = desk.at.step
+    metrics, rollouts, rewards = evaluate(desk.engine, prompts, desk.task, version=step)
     rows = [
         {"prompt": r.prompt.text, "response": response_text(r, desk.task),
          "answer": r.prompt.answer, "reward": float(reward), "stop": str(r.stop)}

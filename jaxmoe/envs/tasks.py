@@ -18,6 +18,7 @@ from jaxmoe.data.sources import open_split
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
 
 
@@ -96,18 +97,20 @@ def score(rollouts: Sequence[Rollout], source: Source, task: Task) -> np.ndarray
 
 
 def evaluate(
-    engine: Engine, prompts: Sequence[Prompt], task: Task, *, samples: int = 2
+    engine: Engine, prompts: Sequence[Prompt], task: Task, *, version: int, samples: int = 2
 ) -> tuple[Metrics, list[Rollout], np.ndarray]:
     """Exact-match accuracy on held-out prompts, sampled as in training and greedy.
 
     eval/accuracy is the mean reward of `samples` answers a prompt at the training temperature,
     which is what RL raises; eval/accuracy_greedy takes the most likely token each time. Also
     returns the greedy rollouts and their rewards. The same seed every time.
+    Raises EngineError where an answer is not by weights `version`.
     """
     greedy = replace(task.sampling, temperature=0.0, top_k=0, top_p=1.0)
     rollouts = engine.generate(prompts, greedy, seed=0)
     rewards = score(rollouts, task.held_out, task)
     sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
+    check_versions([*rollouts, *sampled], newest=version, most=0)
     metrics = {
         "eval/accuracy": float(score(sampled, task.held_out, task).mean()),
         "eval/accuracy_greedy": float(rewards.mean()),

@@ -99,6 +99,7 @@ def algorithm(cfg: Config) -> Algorithm:
         critic=cfg.critic.backbone, value_coef=cfg.critic.loss_coef, value_clip=cfg.critic.clip,
     )  # fmt: skip
     check(made)
+    check_stale(made, cfg.rollout.max_staleness)
     return made
 
 
@@ -176,6 +177,32 @@ def check(a: Algorithm) -> None:
         not (a.old_logp == "rollout" and found.weights_BT is not None),
         "loss.old_logp=rollout and importance weights in loss.correction correct the same "
         "mismatch, which squares it. Try --set loss.old_logp=recomputed, or a rejection alone.",
+    )
+
+
+def check_stale(a: Algorithm, most: int) -> None:
+    """Raises ConfigError where tokens may be `most` versions old and the loss would not see it.
+
+    A token was drawn by μ, and rollout_logp is log μ of that token: of the version that drew it,
+    also where several drew its rollout. π is the policy, π_old the trainer before the step's
+    updates. What is right for μ ≠ π_old:
+
+    - old_logp="detached" and weights: ρ = π/μ, so E_μ[min(ρ, high)·A·∇log π], the policy gradient
+      wherever ρ < high. There is no clip: π may leave μ as far as `high` lets it.
+    - old_logp="recomputed" and weights: ρ = π_old/μ is for the age, the clipped ratio π/π_old for
+      the updates. Source: decoupled PPO, arXiv:2110.00641; AReaL, arXiv:2505.24298.
+    - old_logp="rollout": the ratio is π/μ, and its clip bounds age and updates together.
+
+    A rejection keeps tokens near π, which bounds the bias and leaves it. Without any of these the
+    gradient is E_μ[A·∇log π], as if π had drawn the tokens: the ratio is 1 and hides their age.
+    """
+    names = asked(a.objective)
+    sees = "rollout_logp_BT" in names or (a.old_logp == "rollout" and "old_logp_BT" in names)
+    require(
+        most == 0 or sees or bool(a.correction),
+        f"rollout.max_staleness={most} trains on tokens that older weights drew, and nothing in "
+        f"the loss sees it: {_name(a.objective)}, loss.old_logp={a.old_logp}, no loss.correction. "
+        'Try --set "loss.correction=token_is(high=2.0)".',
     )
 
 

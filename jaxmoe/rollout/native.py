@@ -23,6 +23,7 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model import KVCache, forward, init_cache, next_token_logits
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
 
@@ -168,17 +169,20 @@ class NativeEngine:
         # a partial of its own, or engines would share one cache and count each other's programs
         self._take = jax.jit(partial(take_rows))
         self._compact = jax.jit(partial(compact))
-        self._params: Params | None = None
-        self._version = -1
+        self._held: tuple[Params, int] | None = None  # one thing, so that a thread reads both
+        self._closed = False
 
     def load(self, params: Params, version: int) -> None:
-        """A copy of these weights in the model's dtype: the trainer donates its own."""
+        """A copy of these weights in the model's dtype: the trainer donates its own.
+
+        A generate() under way in another thread goes on with the weights it began with.
+        """
         dtype = jnp.dtype(self._cfg.dtype)
-        self._params = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params)
-        self._version = version
+        self._held = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params), version
 
     def close(self) -> None:
-        """Nothing to stop: the engine lives in this process."""
+        """Ends a generate() under way in another thread, when it next returns from the device."""
+        self._closed = True
 
     def compilations(self) -> int:
         """Programs compiled so far; a run needs a handful, whatever its length."""
@@ -192,7 +196,7 @@ class NativeEngine:
 
         Raises ConfigError for a prompt or a budget longer than the engine was built for.
         """
-        if self._params is None:
+        if self._held is None:
             raise ValueError("the engine must have weights before it samples: call load() first.")
         if sampling.max_new_tokens > self._max_new:
             raise ConfigError(
@@ -202,18 +206,20 @@ class NativeEngine:
             )
         if sampling.temperature <= 0.0:  # the most likely token is never cut off
             sampling = replace(sampling, top_k=0, top_p=1.0)
+        held = self._held  # of all its tokens, whatever is loaded meanwhile
         per_wave = max(1, self._max_rows // samples)
         done: list[Rollout] = []
         for start in range(0, len(prompts), per_wave):
             wave = prompts[start : start + per_wave]
-            done += self._wave(wave, sampling, seed, samples, per_wave, start)
+            done += self._wave(held, wave, sampling, seed, samples, per_wave, start)
         return done
 
     def _wave(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, samples: int,
-        width: int, first: int,
+        self, held: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
+        samples: int, width: int, first: int,
     ) -> list[Rollout]:  # fmt: skip
-        rows, budget = self._start(prompts, sampling, seed, samples, width, first)
+        params, version = held
+        rows, budget = self._start(params, prompts, sampling, seed, samples, width, first)
         n = len(prompts) * samples
         tokens = np.zeros((n, budget), np.int32)
         logp = np.zeros((n, budget), np.float32)
@@ -221,11 +227,13 @@ class NativeEngine:
         original = np.arange(width * samples)  # of each row still in the batch
         stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
         while True:
+            if self._closed:
+                raise EngineError("the engine was closed while it sampled.")
             size = len(original)
             smaller = max(SMALLEST, -(-size // SHRINK))
             enough = smaller if smaller < size else 0
             rows = self._decode(
-                self._params, rows, stop_ids, jnp.float32(sampling.temperature),
+                params, rows, stop_ids, jnp.float32(sampling.temperature),
                 top_k=sampling.top_k, top_p=sampling.top_p, enough=enough,
             )  # fmt: skip
             real = original < n
@@ -242,14 +250,14 @@ class NativeEngine:
         return [
             self._rollout(
                 prompts[i // samples], tokens[i], logp[i],
-                None if log_kept is None else log_kept[i], sampling,
+                None if log_kept is None else log_kept[i], sampling, version,
             )
             for i in range(n)
         ]  # fmt: skip
 
     def _start(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, samples: int,
-        width: int, first: int,
+        self, params: Params, prompts: Sequence[Prompt], sampling: Sampling, seed: int,
+        samples: int, width: int, first: int,
     ) -> tuple[Rows, int]:  # fmt: skip
         longest = max(len(p.tokens) for p in prompts)
         if longest > self._longest:
@@ -263,7 +271,7 @@ class NativeEngine:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt.tokens)] = prompt.tokens
             lengths[row] = len(prompt.tokens)
-        cache, hidden = self._prefill(self._params, jnp.asarray(tokens), jnp.asarray(lengths))
+        cache, hidden = self._prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
             cache = self._take(cache, jnp.asarray(repeat, jnp.int32))
@@ -285,14 +293,14 @@ class NativeEngine:
 
     def _rollout(
         self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,
-        log_kept: np.ndarray | None, sampling: Sampling,
+        log_kept: np.ndarray | None, sampling: Sampling, version: int,
     ) -> Rollout:  # fmt: skip
         stops = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
         end = stops[0] + 1 if stops.size else len(tokens)
         reason = StopReason.STOP_TOKEN if stops.size else StopReason.MAX_TOKENS
         return Rollout(
             prompt, tokens[:end].copy(), logp[:end].copy(), reason,
-            np.full(end, self._version, np.int32),
+            np.full(end, version, np.int32),
             None if log_kept is None else log_kept[:end].copy(),
         )  # fmt: skip
 

@@ -185,7 +185,7 @@ class Bench:
         """Held-out accuracy by the right engine; of the warm start where there is no policy."""
         right = self.engine(cfg, "")
         right.load(self.warm_start(cfg, task) if policy is None else policy, 0)
-        return evaluate(right, task.held_out_prompts(), task)[0]["eval/accuracy"]
+        return evaluate(right, task.held_out_prompts(), task, version=0)[0]["eval/accuracy"]
 
     def run(self, line: Line, seed: int) -> dict[str, float]:
         cfg = self.config(line, seed)

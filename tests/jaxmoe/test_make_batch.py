@@ -39,7 +39,7 @@ def batch_of(cfg, rewards):
     rollouts = [
         Rollout(
             Prompt(i // 4, "", (1, 2), None), np.full(n, 5, np.int32), np.full(n, -1.0, np.float32),
-            stop, 0,
+            stop, np.zeros(n, np.int32),
         )
         for i, (n, stop) in enumerate(zip(LENGTHS, STOPS, strict=True))
     ]  # fmt: skip

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows become prompts that fit, answers become rewards, and evaluation repeats itself."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,8 +10,10 @@ from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutC
 from jaxmoe.envs.tasks import answer_tokens, evaluate, open_task, response_text, score
 from jaxmoe.model.config import tiny
 from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.rollout.engine import EngineError
 
 HELD_OUT = 5
+NEWEST = np.full(99, 3, np.int32)
 
 
 def config(path, **data):
@@ -37,11 +41,14 @@ def task(tmp_path):
 class Parrot:
     """An engine that says what it is told for each prompt, and notes how it was asked."""
 
-    def __init__(self, tokenizer, says):
-        self.tokenizer, self.says, self.asked = tokenizer, says, []
+    def __init__(self, tokenizer, says, version=3):
+        self.tokenizer, self.says, self.version, self.asked = tokenizer, says, version, []
 
     def load(self, params, version):
         raise AssertionError("an evaluation samples from the weights it is given")
+
+    def close(self):
+        raise AssertionError("the engine is its opener's to close")
 
     def generate(self, prompts, sampling, *, seed, samples=1):
         self.asked.append((sampling.temperature, samples, seed))
@@ -51,7 +58,8 @@ class Parrot:
                 ids = [*self.tokenizer.encode(self.says(prompt, sample)), sampling.stop_ids[0]]
                 tokens = np.array(ids, np.int32)
                 zeros = np.zeros(len(ids), np.float32)
-                rollouts.append(Rollout(prompt, tokens, zeros, StopReason.STOP_TOKEN, 0))
+                versions = np.full(len(ids), self.version, np.int32)
+                rollouts.append(Rollout(prompt, tokens, zeros, StopReason.STOP_TOKEN, versions))
         return rollouts
 
 
@@ -63,18 +71,19 @@ def test_the_stored_answer_and_its_stop_token_earn_the_whole_reward(task):
         tokens = np.array(answer_tokens(prompt, task), np.int32)
         assert tokens[-1] in task.sampling.stop_ids
         zeros = np.zeros(len(tokens), np.float32)
-        rollouts.append(Rollout(prompt, tokens, zeros, StopReason.STOP_TOKEN, 0))
+        rollouts.append(
+            Rollout(prompt, tokens, zeros, StopReason.STOP_TOKEN, NEWEST[: len(tokens)])
+        )
         assert response_text(rollouts[-1], task) == prompt.answer
     assert score(rollouts, task.held_out, task).tolist() == [1.0] * HELD_OUT
-    wrong = [Rollout(p, rollouts[0].tokens, rollouts[0].rollout_logp, r.stop, 0)
-             for p, r in zip(prompts[1:], rollouts[1:], strict=True)]  # fmt: skip
+    wrong = [replace(r, tokens=rollouts[0].tokens) for r in rollouts[1:]]
     assert score(wrong, task.held_out, task).tolist() == [0.0] * (HELD_OUT - 1)
 
 
 def test_an_answer_cut_short_keeps_its_last_token(task):
     tokens = np.array(task.tokenizer.encode("12"), np.int32)
     prompt = task.held_out_prompts()[0]
-    cut = Rollout(prompt, tokens, np.zeros(2, np.float32), StopReason.MAX_TOKENS, 0)
+    cut = Rollout(prompt, tokens, np.zeros(2, np.float32), StopReason.MAX_TOKENS, NEWEST[:2])
     assert response_text(cut, task) == "12"
 
 
@@ -84,13 +93,20 @@ def test_accuracy_is_of_samples_and_of_the_greedy_answer(task):
         return right if sample == 0 else "banana"
 
     engine = Parrot(task.tokenizer, says)
-    metrics, rollouts, rewards = evaluate(engine, task.held_out_prompts(), task, samples=4)
+    prompts = task.held_out_prompts()
+    metrics, rollouts, rewards = evaluate(engine, prompts, task, version=3, samples=4)
     assert metrics == {"eval/accuracy": 0.25, "eval/accuracy_greedy": 1.0}
     assert len(rollouts) == HELD_OUT and rewards.tolist() == [1.0] * HELD_OUT
     assert {(t, n) for t, n, _ in engine.asked} == {(0.0, 1), (1.0, 4)}
     first = list(engine.asked)
-    evaluate(engine, task.held_out_prompts(), task, samples=4)
+    evaluate(engine, task.held_out_prompts(), task, version=3, samples=4)
     assert engine.asked[len(first) :] == first  # the same seeds every time
+
+
+def test_answers_by_other_weights_than_the_ones_scored_are_refused(task):
+    engine = Parrot(task.tokenizer, lambda prompt, sample: "banana", version=2)
+    with pytest.raises(EngineError, match="must be drawn by version 3 of the weights"):
+        evaluate(engine, task.held_out_prompts(), task, version=3)
 
 
 def test_the_longest_prompt_that_does_not_fit_is_named_at_once(tmp_path):

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's rollouts: prompts drawn from the stream, answered, scored, until the groups are full.
+
+Next: jaxmoe/rl/groups.py says when they are; jaxmoe/train.py trains on them.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.config import Config
+from jaxmoe.data.pipeline import PromptIterator
+from jaxmoe.envs.tasks import Task, score
+from jaxmoe.records import Rollout
+from jaxmoe.rl.groups import Draw, sample_groups
+from jaxmoe.rollout.engine import Engine
+from jaxmoe.shapes import Metrics
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a step trains on, and where the stream of prompts stands behind it."""
+
+    rollouts: list[Rollout]
+    rewards: np.ndarray
+    metrics: Metrics  # time/rollout_s and time/reward_s among them
+    data: dict[str, Any]
+
+
+def draw_step(cfg: Config, task: Task, engine: Engine, data: PromptIterator, step: int) -> Drawn:
+    """The rollouts of a step; what is sampled depends on (seed, step) and the engine's weights."""
+    r = cfg.rollout
+    spent = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
+
+    def draw(number: int) -> Draw:
+        start = time.perf_counter()
+        seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
+        rollouts = engine.generate(
+            next(data), task.sampling, seed=seed, samples=r.samples_per_prompt
+        )
+        answered = time.perf_counter()
+        rewards = score(rollouts, task.train, task)
+        spent["time/rollout_s"] += answered - start
+        spent["time/reward_s"] += time.perf_counter() - answered
+        return rollouts, rewards
+
+    rollouts, rewards, metrics = sample_groups(
+        draw, groups=r.prompts_per_step, samples=r.samples_per_prompt, max_draws=r.max_draws
+    )
+    return Drawn(rollouts, rewards, metrics | spent, data.get_state())
