@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,7 +73,7 @@ class Publication:
     def digests(self) -> dict[str, str]:
         return {name: tensor["digest"] for name, tensor in self.manifest["tensors"].items()}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Publication":
         return self
 
     def __exit__(
