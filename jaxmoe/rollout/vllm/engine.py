@@ -225,7 +225,7 @@ def _open(
             for url in urls
         ]
     if vllm.launch == 0:
-        from jaxmoe.rollout.vllm.in_process import InProcess  # imports vllm
+        from jaxmoe.rollout.vllm.in_process import InProcess
 
         return [(InProcess(cfg, vllm, work=work, context=context, rows=rows), None)]
     servers = [

@@ -89,12 +89,30 @@ def options(
         "worker_extension_cls": "jaxmoe.rollout.vllm.plugin.worker.Worker",
         "enable_return_routed_experts": True,
     }
-    if cpu:  # by default vLLM takes most of the machine's memory, or refuses where it is in use
+    if cpu:
+        # by default vLLM takes most of the machine's memory, or refuses where it is in use; and a
+        # prompt read in chunks ends it where the request has a seed: a CPU's generator has no
+        # offset to set back
         per_token = 2 * model.n_layers * model.n_kv_heads * model.head_dim
         per_token *= 4 if dtype == "float32" else 2
         cache = rows * (chosen["max_model_len"] + 128) * per_token
-        chosen |= {"enforce_eager": True, "kv_cache_memory_bytes": max(cache, 64 << 20)}
+        chosen |= {
+            "enforce_eager": True, "enable_chunked_prefill": False,
+            "kv_cache_memory_bytes": max(cache, 64 << 20),
+        }  # fmt: skip
     return chosen
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    """Options as on a command line."""
+    made: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            made.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            made += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return made
 
 
 def surroundings(cpu: bool) -> dict[str, str]:
@@ -166,13 +184,7 @@ class Server:
         made += ["--model", str(self._folder), "--served-model-name", "jaxmoe"]
         made += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
         made += ["--disable-uvicorn-access-log"]
-        for name, value in self._options.items():
-            flag = "--" + name.replace("_", "-")
-            if value is True:
-                made.append(flag)
-            else:
-                made += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-        return made + shlex.split(self._cfg.args)
+        return made + flags(self._options) + shlex.split(self._cfg.args)
 
     def _wait(self, backend: HttpBackend) -> None:
         until = time.monotonic() + self._cfg.start_timeout_s
