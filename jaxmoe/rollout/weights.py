@@ -189,12 +189,19 @@ def fill_digests(
     begin = 0
     with ThreadPoolExecutor(_cores()) as pool:
         for entry, item in zip(entries(cfg), planned, strict=True):
-            ours, dtype = gather_entry(params, entry), FILE_DTYPES[item[1]]
-            piece = partial(_digest_piece, ours, entry, dtype, begin, pass_on)
-            spans = list(row_pieces(entry.shape, dtype.itemsize))
-            done = pool.map(piece, spans) if len(spans) > 1 else map(piece, spans)
-            manifest["tensors"][entry.name]["digest"] = joined(done)
+            found = _digest_entry(pool, params, entry, FILE_DTYPES[item[1]], begin, pass_on)
+            manifest["tensors"][entry.name]["digest"] = found
             begin += planned_bytes(item)
+
+
+def _digest_entry(
+    pool: ThreadPoolExecutor, params: Params, entry: Entry, dtype: np.dtype, begin: int,
+    pass_on: Callable[[int, np.ndarray], None] | None,
+) -> str:  # fmt: skip
+    """One tensor; what was gathered of it is let go before the next."""
+    piece = partial(_digest_piece, gather_entry(params, entry), entry, dtype, begin, pass_on)
+    spans = list(row_pieces(entry.shape, dtype.itemsize))
+    return joined(pool.map(piece, spans) if len(spans) > 1 else map(piece, spans))
 
 
 def _digest_piece(
