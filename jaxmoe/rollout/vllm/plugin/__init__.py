@@ -24,6 +24,7 @@ def register() -> None:
         logging.getLogger(__name__).warning("%s", doubt)
     known.add_backends()
     if known.missing() is None:
-        from jaxmoe.rollout.vllm.plugin import routed_experts
+        from jaxmoe.rollout.vllm.plugin import routed_experts, seeds
 
+        seeds.install()
         routed_experts.install()

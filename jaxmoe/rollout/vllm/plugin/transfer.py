@@ -7,6 +7,7 @@ Next: loading.py.
 """
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,14 +92,18 @@ class Arrivals:
         self._problems: list[str] = []
 
     def watch(self, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stream without what cannot be loaded; it is never cut short, a sender may wait."""
+        """The stream without what cannot be loaded; it is never cut short, a sender may wait.
+
+        A sender that sums while it sends has no digests in its manifest: it compares `received`.
+        """
         for name, tensor in stream:
-            said, got = self._asked.tensors.get(name), digest_tensor(tensor)
-            if said is None or said.digest != got:
-                self._problems.append(differs(self._asked, name, got))
+            said = self._asked.tensors.get(name)
             if said is None or said.shape != tuple(tensor.shape):
+                self._problems.append(f"{name} {list(tensor.shape)} is not in the manifest")
                 continue
-            self.received[name] = got
+            got = self.received[name] = digest_tensor(tensor)
+            if said.digest not in ("", got):
+                self._problems.append(differs(said.digest, name, got))
             form = self._forms.get(feeds(name))
             became = tensor if form is None else form(tensor)
             digest = got if became is tensor else digest_tensor(became)
@@ -135,7 +140,7 @@ class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
             asked = manifest.read(directory)
             self.check(asked)
             manifest.check_files(asked, directory)
-            self._check_bytes(asked, directory)
+            _check_bytes(asked, directory)
             with self.publication(asked) as take:
                 take(_read(asked, directory))
             return
@@ -149,14 +154,6 @@ class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
         with self.publication(asked) as take:
             take(left[1])
 
-    def _check_bytes(self, asked: Manifest, directory: Path) -> None:
-        wrong = [
-            differs(asked, name, got)
-            for name, tensor in _read(asked, directory)
-            if (got := digest_tensor(tensor)) != asked.tensors[name].digest
-        ]
-        manifest.refuse(asked.label, wrong)
-
     def finish_weight_update(self) -> None:
         """Nothing left: the model is whole again as soon as a publication is received."""
 
@@ -164,11 +161,18 @@ class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing is held open between publications."""
 
 
-def differs(asked: Manifest, name: str, got: str) -> str:
-    said = asked.tensors.get(name)
-    if said is None:
-        return f"{name} is not in the manifest of weights {asked.label}"
-    return f"{name} must have digest {said.digest}, as read it has {got}"
+def differs(said: str, name: str, got: str) -> str:
+    return f"{name} must have digest {said}, as read it has {got}"
+
+
+def _check_bytes(asked: Manifest, directory: Path) -> None:
+    """Raises Refused, naming them, for tensors whose bytes are not the manifest's."""
+    tensors = dict(_read(asked, directory))
+    with ThreadPoolExecutor() as pool:
+        got = dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))
+    said = {name: tensor.digest for name, tensor in asked.tensors.items()}
+    wrong = [differs(said[name], name, got[name]) for name in said if said[name] != got[name]]
+    manifest.refuse(asked.label, wrong)
 
 
 def _read(asked: Manifest, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
