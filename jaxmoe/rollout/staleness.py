@@ -32,9 +32,9 @@ def check_versions(rollouts: Sequence[Rollout], *, newest: int, most: int) -> Me
             at = int(np.argmax((versions < newest - most) | (versions > newest)))
             allowed = f"version {newest}" if most == 0 else f"versions {newest - most} to {newest}"
             raise EngineError(
-                f"{_name(i, r)} must be drawn by {allowed} of the weights, the newest the trainer "
-                f"published; its token {at} carries version {versions[at]}. Nothing was trained "
-                "on it."
+                f"{_name(i, r)} must be drawn by {allowed} of the weights, the newest the state "
+                f"after step {newest}; its token {at} carries version {versions[at]}. Nothing was "
+                "trained on it."
             )
     age = newest - np.concatenate([r.weight_versions for r in rollouts])
     mixed = [r.weight_versions.min() != r.weight_versions.max() for r in rollouts]
