@@ -137,6 +137,8 @@ def _against_files(manifest: Manifest, found: dict[str, Held], directory: Path) 
                 f"{name} must be {tensor.dtype} {list(tensor.shape)} by the manifest, is "
                 f"{held.dtype} {list(held.shape)} in {held.path.name}"
             )
+        elif not tensor.digest:
+            yield f"{name} has no digest in the manifest"
         elif held.end - held.begin != math.prod(held.shape) * WIDTH[held.dtype]:
             yield f"{name} has {held.end - held.begin} bytes in {held.path.name}, a damaged header"
     for name in found:
