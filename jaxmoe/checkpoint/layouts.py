@@ -8,6 +8,7 @@ Next: jaxmoe/checkpoint/hf.py walks the table of parameters.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,28 @@ def checkpoint_tensor(
         rows = checkpoint_rows(ours, layout, (start, stop), shape, dtype)
         np.copyto(_bits(flat[start:stop]), _bits(rows))
     return flat.reshape(shape)
+
+
+def device_tensor(
+    leaf: Leaf, pair: int | None, layout: Layout, shape: tuple[int, ...], dtype: str,
+    device: Any,
+) -> jax.Array:  # fmt: skip
+    """All of a checkpoint's tensor on one device, which holds a copy of it on the way.
+
+    Over several processes a collective, as `gather` is.
+    """
+    if isinstance(leaf, np.ndarray) or not leaf.is_fully_addressable:
+        ours = jax.device_put(gather(leaf, pair), device)
+    else:
+        ours = jax.device_put(leaf if pair is None else leaf[pair], device)
+    ours = ours.astype(dtype)
+    if layout in ("transpose", "transpose_pad"):
+        ours = ours.T
+    if layout in ("gate_up", "gate_up_bias"):
+        half = ours.shape[-1] // 2
+        ours = jnp.stack([ours[..., :half], ours[..., half:]], -1)
+        return ours.reshape(shape)
+    return ours[: shape[0]]
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
