@@ -86,7 +86,7 @@ def _piece(choice: dict[str, Any], asked: Asked, cfg: ModelConfig) -> Piece:
         raise Unanswered(f"an answer must have 1 to {asked.max_tokens} tokens, got {len(tokens)}")
     _check_end(tokens, finish, asked)
     return Piece(
-        tokens, _logps(choice.get("logprobs"), tokens), finish,
+        tokens, _logps(choice.get("logprobs"), tokens), str(finish),
         _labels(choice.get("weight_versions"), len(tokens)),
         _experts(choice.get("routed_experts"), asked.prompt_tokens + len(tokens) - 1, aborted, cfg),
     )  # fmt: skip

@@ -3,13 +3,14 @@
 place.py adds what is known about one, engine.py spreads the work over several.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 class Unanswered(RuntimeError):
     """No answer came, or none that can be used: asking again, or elsewhere, may help."""
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Requests and answers are the dicts of vLLM's token-in-token-out route.
 

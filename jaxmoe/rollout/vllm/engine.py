@@ -60,7 +60,7 @@ class VllmEngine:
         self._longest, self._max_new, self._rows = max_prompt_tokens, max_new_tokens, max_rows
         self._dtype = vllm.dtype or cfg.dtype
         self._run = new_run()
-        self._logp = jax.jit(partial(trainer_logps, cfg=cfg))
+        self._logp = partial(jax.jit(trainer_logps, static_argnames="cfg"), cfg=cfg)
         self._lock, self._closed = Lock(), Event()
         self._wanted: Wanted | None = None
         context = max_prompt_tokens + max_new_tokens

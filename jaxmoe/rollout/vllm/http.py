@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import urllib3
+from urllib3.util import parse_url
 
 from jaxmoe.rollout.vllm.backend import Unanswered
 
@@ -23,8 +24,7 @@ class HttpBackend:
 
     def __init__(self, url: str, *, timeout_s: float, connections: int = 64) -> None:
         self.name = url.rstrip("/")
-        parsed = urllib3.util.parse_url(self.name)
-        self._prefix = (parsed.path or "").rstrip("/")
+        self._prefix = (parse_url(self.name).path or "").rstrip("/")
         self._timeout_s = timeout_s
         self._pool = urllib3.connectionpool.connection_from_url(
             self.name, maxsize=connections, block=False, retries=False

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +212,11 @@ class InProcess:
 
     def _abort(self) -> None:
         """End what is under way; the tokens so far are the answer, as from a server."""
-        from vllm.v1.engine import FinishReason
-
+        abort = import_module("vllm.v1.engine").FinishReason.ABORT
         engine = self._llm.llm_engine
         for name, (_, _, theirs) in list(self._under_way.items()):
             state = engine.output_processor.request_states.get(theirs)
-            output = state and state.make_request_output([], None, FinishReason.ABORT, None)
+            output = state and state.make_request_output([], None, abort, None)
             engine.abort_request([name])
             if output is not None:
                 self._finish(output)
@@ -224,19 +224,15 @@ class InProcess:
 
 def _llm(command_line: list[str]) -> Any:
     """An LLM with these options of vLLM's command line."""
-    from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(command_line)))
+    chosen = import_module("vllm.engine.arg_utils").EngineArgs
+    parser = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    parsed = chosen.add_cli_args(parser).parse_args(command_line)
+    return import_module("vllm").LLM.from_engine_args(chosen.from_cli_args(parsed))
 
 
 def _sampling(wanted: dict[str, Any]) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(**wanted, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = import_module("vllm.sampling_params")
+    return params.SamplingParams(**wanted, output_kind=params.RequestOutputKind.FINAL_ONLY)
 
 
 def _answer(outputs: list[Any]) -> dict[str, Any]:
