@@ -17,7 +17,17 @@ from jaxmoe import losses
 from jaxmoe.config import ConfigError, LossConfig
 from jaxmoe.config_file import load, override
 from jaxmoe.losses.recipes import Correction
-from jaxmoe.rl.algorithm import Algorithm, advantages_of, algorithm, check, corrected, with_preset
+from jaxmoe.rl.algorithm import (
+    Algorithm,
+    advantages_of,
+    algorithm,
+    check,
+    corrected,
+    old_logp_of,
+    terms_of,
+    with_preset,
+)
+from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.presets import PRESETS
 
 EPS = float(np.finfo(np.float32).eps)
@@ -162,6 +172,85 @@ def test_a_mean_that_is_no_weight_a_token_is_refused():
             return jnp.sum(mask_BT.astype(jnp.float32))
 
         check(Algorithm(mean=count, samples_per_prompt=2))
+
+
+# --- tokens of older weights
+
+
+def stale(most, **loss):
+    made = config(**loss)
+    return replace(made, rollout=replace(made.rollout, max_staleness=most))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {}, {"old_logp": "recomputed", "epochs": 2}, {"preset": "disabled"},
+        {"objective": "reinforce_terms"},
+        {"objective": "reinforce_terms", "old_logp": "rollout"},  # asks for no ratio
+    ],
+)  # fmt: skip
+def test_tokens_of_older_weights_need_a_loss_that_sees_it(loss):
+    algorithm(stale(0, **loss))
+    with pytest.raises(ConfigError, match="rollout.max_staleness=2 trains on tokens that older"):
+        algorithm(stale(2, **loss))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"correction": "token_is(high=2.0)"},
+        {"old_logp": "rollout"},
+        {"old_logp": "recomputed", "epochs": 2, "correction": "token_icepop"},
+        {"correction": "rejection(by='seq_mean_k3', high=0.01)"},
+        {"preset": "bypass_ppo_clip"},
+        {"preset": "bypass_pg_is"},
+        {"preset": "decoupled_token_is"},
+    ],
+)
+def test_a_correction_or_the_engines_own_log_probs_see_it(loss):
+    algorithm(stale(2, **loss))
+
+
+MU = np.array([0.5, 0.25, 0.25])  # what drew the tokens: of four, two are 0, one is 1, one is 2
+DRAWN, GAINS = jnp.array([0, 0, 1, 2]), jnp.array([1.0, 1.0, -2.0, 3.0])
+NOW = jnp.log(jnp.array([0.55, 0.22, 0.23]))  # the policy; every ratio is inside PPO's clip
+
+
+def gradient_on_stale_tokens(**loss):
+    """Of the loss at a policy NOW on tokens whose frequencies are exactly those of MU."""
+    a = algorithm(stale(1, **loss)) if loss.pop("checked", True) else algorithm(config(**loss))
+    mask = jnp.ones((4, 1), bool)
+    batch = Batch(None, None, None, mask, jnp.log(jnp.asarray(MU))[DRAWN][:, None], None, None,
+                  None, advantages_BT=GAINS[:, None])  # fmt: skip
+
+    def loss_at(logits):
+        logp = jax.nn.log_softmax(logits)[DRAWN][:, None]
+        now = jax.lax.stop_gradient(logp)
+        batch_now = replace(batch, old_logp_BT=now)  # recomputed by the newest trainer
+        old = old_logp_of(a, batch_now, now)
+        terms = terms_of(a, batch_now, logp, old, now)
+        basis = now if a.old_logp != "recomputed" else batch_now.old_logp_BT
+        found = corrected(a, basis, batch.rollout_logp_BT, batch.advantages_BT, mask, mask)
+        return jnp.mean(terms if found.weights_BT is None else terms * found.weights_BT)
+
+    return -jax.grad(loss_at)(NOW)
+
+
+def test_the_recipes_for_older_tokens_give_the_policy_gradient_and_no_recipe_another():
+    """E_π[A·∇log π] of the policy as it is now, from tokens that another one drew."""
+    gain = jnp.array([1.0, -2.0, 3.0])  # by token
+    want = jax.grad(lambda logits: jnp.sum(jax.nn.softmax(logits) * gain))(NOW)
+    biased = jax.grad(lambda logits: jnp.sum(MU * gain * jax.nn.log_softmax(logits)))(NOW)
+    for loss in (
+        {"correction": "token_is(high=2.0)"},
+        {"correction": "token_is(high=2.0)", "old_logp": "recomputed", "epochs": 2},
+        {"old_logp": "rollout"},
+    ):
+        np.testing.assert_allclose(gradient_on_stale_tokens(**loss), want, rtol=8 * EPS, atol=EPS)
+    hidden = gradient_on_stale_tokens(checked=False)
+    np.testing.assert_allclose(hidden, biased, rtol=8 * EPS, atol=EPS)
+    assert np.abs(hidden - want).max() > 0.05
 
 
 # --- verl's presets

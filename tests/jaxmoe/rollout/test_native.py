@@ -13,6 +13,7 @@ from jaxmoe.model import forward, init_params, sequence_logprobs
 from jaxmoe.records import Prompt, Sampling, StopReason
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.step import batch_logprobs
+from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.native import NativeEngine
 
 CFG = ModelConfig(
@@ -100,6 +101,44 @@ def test_more_prompts_than_rows_give_what_one_wide_batch_gives(engine):
     small.load(weights(), 3)
     wide = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     assert same(wide, small.generate(PROMPTS, STOPPING, seed=1, samples=8))
+
+
+def test_weights_loaded_while_it_samples_are_those_of_the_next_call(engine):
+    other = jax.tree.map(lambda x: 0.5 * x, weights())
+    before = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+    whole = engine._decode
+
+    def loads_first(*args, **named):
+        engine._decode = whole
+        engine.load(other, 4)
+        return whole(*args, **named)
+
+    try:
+        engine._decode = loads_first
+        meanwhile = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+        assert same(before, meanwhile)
+        assert all((r.weight_versions == 3).all() for r in meanwhile)
+        later = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+        assert not same(before, later) and all((r.weight_versions == 4).all() for r in later)
+    finally:
+        engine._decode = whole
+        engine.load(weights(), 3)
+
+
+def test_close_ends_the_sampling_of_another_thread(engine):
+    whole = engine._decode
+
+    def closes_first(*args, **named):
+        engine._decode = whole
+        engine.close()
+        return whole(*args, **named)
+
+    try:
+        engine._decode = closes_first
+        with pytest.raises(EngineError, match="closed while it sampled"):
+            engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+    finally:
+        engine._decode, engine._closed = whole, False
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
