@@ -37,9 +37,9 @@ def _compute(params, tokens_BT, cfg):
 class StandIn:
     """`url` while it runs; `crash` ends it, `start` brings it back as a new process would be."""
 
-    def __init__(self, cfg, *, context=48, delay=0.0):
+    def __init__(self, cfg, *, context=40, delay=0.0):
         self.cfg, self.context, self.delay = cfg, context, delay
-        self._compute = jax.jit(partial(_compute, cfg=cfg))
+        self._compute = partial(jax.jit(_compute, static_argnames="cfg"), cfg=cfg)
         self._port = 0
         self.faults: set[str] = set()
         self.requests: list[dict] = []  # bodies of /inference/v1/generate

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import CFG, NEW, PROMPT, prompts, trainer, weights
+from vllm_cases import CFG, NEW, PROMPT, prompts, trainer, weights
 
 from jaxmoe.config import ConfigError
 from jaxmoe.records import Prompt, Sampling, StopReason

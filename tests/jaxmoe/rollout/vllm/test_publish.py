@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A publication is believed when the engine shows it; whatever it holds instead is refused."""
+
+import numpy as np
+import pytest
+from vllm_cases import CFG, NEW, PROMPT, open_engine, prompts, trainer, weights
+
+from jaxmoe.config import ConfigError, VllmConfig
+from jaxmoe.records import Sampling
+from jaxmoe.rollout.engine import EngineError
+from jaxmoe.rollout.vllm.engine import VllmEngine
+from jaxmoe.rollout.vllm.publish import Refused
+
+FREE = Sampling(NEW, ())
+
+
+@pytest.fixture
+def engine(fresh, tmp_path):
+    made = open_engine(fresh.url, tmp_path, retries=1)
+    yield made
+    made.close()
+
+
+WRONG = {
+    "half sent": "1 missing",
+    "torn": "1 other than sent",
+    "stale": r"1 received but not in the live model \(model.layers.0.self_attn.sinks\)",
+    "keeps its cache": "did not empty its prefix cache",
+    "ignores": "must agree with the trainer on a probe",
+    "other weights": "must agree with the trainer on a probe",
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_held_instead_is_refused_and_nothing_is_sampled_from_it(engine, fresh, fault):
+    engine.load(weights(0), 1)
+    fresh.server.faults.add(fault)
+    with pytest.raises(Refused, match=WRONG[fault]):
+        engine.load(weights(1), 2)
+    fresh.server.faults.clear()
+    for r in engine.generate(prompts(1), FREE, seed=0):  # it publishes again by itself
+        assert (r.weight_versions == 2).all()
+        np.testing.assert_allclose(r.rollout_logp, trainer(weights(1), r), atol=5e-5)
+
+
+def test_an_update_that_breaks_is_tried_again_and_then_given_up(engine, fresh):
+    fresh.server.faults.add("update breaks")
+    with pytest.raises(EngineError, match="(?s)version 1 could not be published.*no room"):
+        engine.load(weights(0), 1)
+    fresh.server.faults.clear()
+    engine.load(weights(0), 1)
+    assert (engine.generate(prompts(1), FREE, seed=0)[0].weight_versions == 1).all()
+
+
+def test_half_an_update_under_the_old_name_is_not_sampled_from(engine, fresh):
+    engine.load(weights(0), 1)
+    fresh.server.faults.add("update breaks")
+    with pytest.raises(EngineError, match="could not be published"):
+        engine.load(weights(1), 2)
+    assert fresh.server.spoken.endswith(":1")  # what the server says of its ruins
+    with pytest.raises(EngineError, match="could not be published"):
+        engine.generate(prompts(1), FREE, seed=0)
+
+
+def test_the_probe_costs_two_requests_and_the_bound_is_the_users(fresh, tmp_path):
+    engine = open_engine(fresh.url, tmp_path, probe_abs_diff=50.0)
+    fresh.server.faults.add("other weights")
+    engine.load(weights(0), 1)
+    assert len(fresh.server.requests) == 2
+    engine.close()
+
+
+def test_published_files_are_gone_in_the_end(engine, tmp_path):
+    for version in (1, 2):
+        engine.load(weights(version), version)
+        assert len(list((tmp_path / "weights").glob("jaxmoe-*/*"))) == 1
+    engine.close()
+    assert not list((tmp_path / "weights").iterdir())
+    engine.close()
+
+
+def test_before_load_nothing_is_sampled(engine):
+    with pytest.raises(ValueError, match="call load"):
+        engine.generate(prompts(1), FREE, seed=0)
+    with pytest.raises(ValueError, match="call load"):
+        engine.score([[1, 2]])
+
+
+def test_a_server_with_too_little_context_is_the_users_mistake(stand_in, tmp_path):
+    with pytest.raises(ConfigError, match=r"\(57\) tokens, its --max-model-len is 40"):
+        VllmEngine(
+            CFG, VllmConfig(url=stand_in.url), work=tmp_path, max_prompt_tokens=PROMPT,
+            max_new_tokens=36, max_rows=4,
+        )  # fmt: skip
+
+
+def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
+    with pytest.raises(ConfigError, match="rollout.vllm.url must name running vLLM servers"):
+        open_engine("http://127.0.0.1:9", tmp_path)
