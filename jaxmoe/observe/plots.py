@@ -36,8 +36,8 @@ def plot_run(rows: Rows, directory: Path, *, panels: bool = True) -> None:
             continue
         single = Figure(figsize=(6, 4), layout="constrained")
         _panel(single.subplots(), draw, rl)
-        _save(single, folder / f"{name}.png", 110)
-    _save(figure, folder / "overview.png", 100)
+        save_figure(single, folder / f"{name}.png", 110)
+    save_figure(figure, folder / "overview.png", 100)
 
 
 def _panel(axes: Axes, draw: Callable[[Axes, Rows], None], rows: Rows) -> None:
@@ -49,7 +49,8 @@ def _panel(axes: Axes, draw: Callable[[Axes, Rows], None], rows: Rows) -> None:
         axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color=GREY)
 
 
-def _save(figure: Figure, path: Path, dpi: int) -> None:
+def save_figure(figure: Figure, path: Path, dpi: int) -> None:
+    """Written aside and renamed."""
     temporary = path.with_suffix(".tmp")
     FigureCanvasAgg(figure)
     figure.savefig(temporary, dpi=dpi, format="png")

@@ -4,9 +4,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+Limit = float | Float[Array, ""]
+
 
 def activate(
-    gate: Float[Array, "*M F"], up: Float[Array, "*M F"], alpha: float, limit: float
+    gate: Float[Array, "*M F"], up: Float[Array, "*M F"], alpha: float, limit: Limit
 ) -> Float[Array, "*M F"]:
     """(up + 1) · gate · σ(α·gate) with gate ≤ limit and −limit ≤ up ≤ limit, in float32.
 
@@ -17,7 +19,7 @@ def activate(
     return (up + 1.0) * gate * (1.0 / (1.0 + jnp.exp(-alpha * gate)))
 
 
-def clamped_swiglu(h_MF: Float[Array, "M F2"], alpha: float, limit: float) -> Float[Array, "M F"]:
+def clamped_swiglu(h_MF: Float[Array, "M F2"], alpha: float, limit: Limit) -> Float[Array, "M F"]:
     """`activate` of h = [gate | up], rounded once to h's dtype."""
     gate, up = jnp.split(h_MF, 2, axis=-1)
     return activate(gate, up, alpha, limit).astype(h_MF.dtype)

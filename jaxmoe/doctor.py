@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m jaxmoe.doctor --config FILE`: do engine and trainer agree, and if not, why.
+
+It takes the run's newest checkpoint (or the weights the config starts from), publishes it to the
+config's engine, samples held-out prompts, and recomputes what the engine said. Exit status: 0
+they agree, 1 they do not, 2 a mistake in what was typed.
+Next: jaxmoe/rollout/reconcile.py.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxmoe import plan
+from jaxmoe.checkpoint.run import initial_params, restore_run
+from jaxmoe.cli import command
+from jaxmoe.config import Config, ConfigError
+from jaxmoe.data.tokenizer import load_tokenizer
+from jaxmoe.envs.tasks import Task, open_task
+from jaxmoe.observe.gap_plot import plot_gap
+from jaxmoe.observe.progress import phase
+from jaxmoe.records import Rollout
+from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.rl.state import policy_of, stage_shapes
+from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.facts import facts
+from jaxmoe.rollout.open import open_engine
+from jaxmoe.rollout.recompute import scores
+from jaxmoe.rollout.reconcile import Report, reconcile
+from jaxmoe.shapes import Params
+
+PROMPTS, SAMPLES = 32, 2  # held-out prompts, answers to each
+UNBOUNDED = 1e9  # of the engine's own probe: the doctor wants to see what it would refuse
+
+
+def main(argv: list[str] | None = None) -> int:
+    agrees = True
+
+    def go(cfg: Config, dry_run: bool) -> None:
+        nonlocal agrees
+        if dry_run:
+            print(plan.describe(cfg))
+        else:
+            agrees = run(cfg)
+
+    status = command(argv, "Compare the engine with the trainer, and explain the gap.", go)
+    return status or (0 if agrees else 1)
+
+
+def run(cfg: Config) -> bool:
+    """Whether they agree; the report goes to the terminal and into the run folder."""
+    work, task = Path(cfg.workdir), open_task(cfg)
+    params, before, version, where = newest_weights(cfg, work)
+    vllm = replace(cfg.rollout.vllm, probe_abs_diff=UNBOUNDED)
+    patient = replace(cfg, rollout=replace(cfg.rollout, vllm=vllm))
+    prompts = task.held_out_prompts()[:PROMPTS]
+    with closing(open_engine(patient, work)) as engine:
+        with phase(f"publishing {where} to the {cfg.rollout.engine} engine"):
+            if before is not None:  # what a loader forgets is then this, and not random weights
+                engine.load(before, version - 1)
+            engine.load(params, version)
+        with phase(f"sampling {SAMPLES} answers to {len(prompts)} held-out prompts"):
+            rollouts = engine.generate(prompts, task.sampling, seed=3, samples=SAMPLES)
+        held = held_by(engine, cfg)
+    with phase("recomputing"):
+        report = examine(cfg, task, rollouts, params, before, version, held)
+    show(report, rollouts, task, where)
+    write(report, work, where)
+    return report.agrees
+
+
+def newest_weights(cfg: Config, work: Path) -> tuple[Params, Params | None, int, str]:
+    """Weights, those the run began with where they are others, version, and what to call them."""
+    optimizers = make_optimizer(cfg.optim, steps=cfg.warmup.steps), rl_optimizer(cfg)
+    at = restore_run(work, cfg, stage_shapes(cfg, *optimizers), to_train=False)
+    first = initial_params(cfg)
+    if at is None:
+        return first, None, 0, "the initial weights"
+    return policy_of(at.state.params), first, at.step, f"{at.stage} step {at.step}"
+
+
+def held_by(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
+    """What the engine's processes say of themselves, where they can."""
+    if cfg.rollout.engine != "vllm":
+        return []
+    from jaxmoe.rollout.vllm.engine import VllmEngine  # runs without its packages otherwise
+
+    assert isinstance(engine, VllmEngine)
+    return [worker for backend in engine.backends for worker in backend.held()]
+
+
+def examine(
+    cfg: Config, task: Task, rollouts: Sequence[Rollout], params: Params,
+    before: Params | None, version: int, held: Sequence[dict[str, Any]],
+) -> Report:  # fmt: skip
+    """The report of these rollouts."""
+    tokenizer, theirs = task.tokenizer, None
+    if cfg.init.checkpoint and (Path(cfg.init.checkpoint) / "tokenizer.json").is_file():
+        theirs = load_tokenizer(cfg.init.checkpoint).encode
+    found = {
+        f.name: f
+        for worker in (held or [None])
+        for f in facts(rollouts, task.sampling, cfg.model.vocab_size, version,
+                       encode=tokenizer.encode, their_encode=theirs, held=worker)
+    }  # fmt: skip
+    try:
+        start_id = tokenizer.special("<|startoftext|>")
+    except ConfigError:
+        start_id = None
+    return reconcile(
+        rollouts, params, cfg.model, task.sampling,
+        run=jax.jit(scores, static_argnames=("cfg", "top_k", "top_p")),
+        previous=before, start_id=start_id, engine_dtype=engine_dtype(cfg, held),
+        findings=list(found.values()),
+    )  # fmt: skip
+
+
+def engine_dtype(cfg: Config, held: Sequence[dict[str, Any]]) -> str | None:
+    """Of the engine's arithmetic, where it says so; the native engine's is the model's."""
+    if cfg.rollout.engine == "native":
+        return cfg.model.dtype
+    said = {str((worker.get("model") or {}).get("dtype")).removeprefix("torch.") for worker in held}
+    known = said & {"float32", "bfloat16"}
+    return known.pop() if len(said) == len(known) == 1 else None
+
+
+def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) -> None:
+    """Tables, then the verdict."""
+    console, m, v = Console(highlight=False), report.metrics, report.verdict
+    console.print(
+        f"{m['tokens']:.0f} sampled tokens of {len(rollouts)} answers, {where}\n"
+        f"|Δlogp| mean {v.gap:.2e}  p50 {m['gap_p50']:.1e}  p90 {m['gap_p90']:.1e}  "
+        f"p99 {m['gap_p99']:.1e}  max {m['train_rollout_logprob_abs_diff_max']:.1e}   "
+        f"(signed {m['gap_mean_signed']:+.1e}; rounding alone {report.rounding.own:.1e})\n"
+        f"k1 {m['rollout_corr/kl']:+.2e}  k3 {m['rollout_corr/k3_kl']:.2e}  "
+        f"χ² {m['rollout_corr/chi2_token']:+.2e}  ESS {m['rollout_corr/ess']:.4f}  "
+        f"r {m['rollout_actor_probs_pearson_corr']:.6f}"
+    )
+    console.print(_worst(report, rollouts, task))
+    if report.layers:
+        console.print(_layers(report))
+    if v.ranked:
+        console.print(_ranked(report))
+    for f in report.findings:
+        console.print(f"{f.rung}: {f.must}; {f.got}.\n  change: {f.line}", markup=False)
+    for line in verdict_lines(report):
+        console.print(line, markup=False)
+
+
+def verdict_lines(report: Report) -> list[str]:
+    """What must hold, what was measured, what to type."""
+    v = report.verdict
+    if v.kind == "agree":
+        head = "AGREE" if report.agrees else "FINDINGS ABOVE; the log-probs agree"
+        return [f"{head}: mean |Δlogp| {v.gap:.2e}; {v.why}."]
+    if v.kind == "unexplained":
+        ranked = ", ".join(f"{names(faults)} {left:.1e}" for faults, left in v.ranked[:3])
+        return [
+            f"UNEXPLAINED: mean |Δlogp| {v.gap:.2e}; {v.why}. Nearest: {ranked}. Until it is "
+            "explained: --set loss.correction='token_is(high=2.0)', or --set rollout.engine=native."
+        ]
+    also = f" As good: {', '.join(v.also)}." if v.also else ""
+    head = f"DISAGREE: {names(v.faults)}. mean |Δlogp| {v.gap:.2e}, {v.left:.2e} left; {v.why}."
+    return [head + also, *(f"  {f.must}\n  change: {f.line}" for f in v.faults)]
+
+
+def names(faults: Sequence[Any]) -> str:
+    return " + ".join(f.name for f in faults)
+
+
+def _worst(report: Report, rollouts: Sequence[Rollout], task: Task) -> Table:
+    table = Table(title="the worst tokens", title_justify="left")
+    for column, width in (("answer to", 18), ("so far", 12), ("token", 12)):
+        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=width)
+    for column in ("engine", "trainer", "Δ"):
+        table.add_column(column, justify="right", no_wrap=True, min_width=9)
+    decode = task.tokenizer.decode
+    for t in report.worst:
+        r = rollouts[t.row]
+        cells = r.prompt.text[-16:], decode(r.tokens[: t.at].tolist())[-10:], decode([t.id])
+        numbers = f"{t.engine:.5f}", f"{t.trainer:.5f}", f"{t.trainer - t.engine:+.2e}"
+        table.add_row(*(repr(c).replace("[", "\\[") for c in cells), *numbers)
+    return table
+
+
+def _layers(report: Report) -> Table:
+    table = Table(title="experts that differ, share of tokens", title_justify="left")
+    for column in ("layer", "in all", "of this layer", "largest regret", "median margin"):
+        table.add_column(column, justify="right")
+    for x in sorted(report.layers, key=lambda x: -x.switched)[:12]:
+        table.add_row(
+            str(x.layer), f"{x.switched:.3%}", f"{x.switched_here:.3%}", f"{x.regret:.1e}",
+            f"{x.margin:.1e}",
+        )  # fmt: skip
+    table.caption = f"mean |Δlogp| with the engine's experts in the trainer: {report.replayed:.2e}"
+    return table
+
+
+def _ranked(report: Report) -> Table:
+    v = report.verdict
+    table = Table(title="what the engine may do otherwise, best first", title_justify="left")
+    for column in ("rung", "hypothesis", "mean |Δlogp| left", "of the gap"):
+        table.add_column(column)
+    best = sorted(v.ranked, key=lambda item: item[1])[:10]
+    for faults, left in best:
+        table.add_row(faults[0].rung, names(faults), f"{left:.2e}", f"{left / v.gap:.1%}")
+    return table
+
+
+def write(report: Report, work: Path, where: str) -> None:
+    """doctor.json and plots/doctor.png."""
+    v = report.verdict
+    record = {
+        "weights": where,
+        "agrees": report.agrees,
+        "verdict": v.kind,
+        "faults": [{"name": f.name, "rung": f.rung, "must": f.must, "change": f.line}
+                   for f in v.faults],
+        "why": v.why,
+        "gap": v.gap,
+        "left": v.left,
+        "also": v.also,
+        "rounding": {"own": report.rounding.own, "engine": report.rounding.engine},
+        "ranked": [{"faults": [f.name for f in faults], "left": left} for faults, left in v.ranked],
+        "findings": [dataclasses.asdict(f) for f in report.findings],
+        "metrics": report.metrics,
+        "worst": [dataclasses.asdict(t) for t in report.worst],
+        "layers": [dataclasses.asdict(x) for x in report.layers],
+        "replayed": report.replayed,
+    }  # fmt: skip
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "doctor.json").write_text(json.dumps(record, indent=2) + "\n")
+    picture = work / "plots" / "doctor.png"
+    layers = [(x.switched, x.switched_here) for x in report.layers]
+    plot_gap(picture, report.engine_N, report.trainer_N, verdict_lines(report)[0][:110], layers)
+    print(f"report   {work / 'doctor.json'}\nplot     {picture}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

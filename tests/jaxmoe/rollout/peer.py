@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of another make for tests: GPT-OSS in numpy as the formula reads, with faults.
+
+It shares no code with jaxmoe's forward nor with its hypotheses; a fault is put in where an
+engine would have it.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What the engine does; the defaults are right."""
+
+    dtype: str = "float32"  # of activations
+    window: int | None = None  # keys of a sliding layer; None: the config's, 0: no window
+    full_window: int = 0  # of full layers, which have none
+    sinks: bool = True
+    softmax_first: bool = False
+    limit: float | None = None
+    alpha: float | None = None
+    half_router: bool = False
+    half_head: bool = False
+    half_logits: bool = False
+    truncate: bool | None = None
+    factor: float | None = None
+    switch: float = 0.0  # share of tokens sent to their next best expert instead
+    experts: list = field(default_factory=list)  # where it notes [layer][token, A] of a row
+
+
+def half(x):
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def frequencies(cfg: ModelConfig, truncate: bool, factor: float):
+    h, theta, t0 = cfg.head_dim, cfg.rope_theta, cfg.rope_original_context
+    plain = theta ** (-np.arange(0, h, 2) / h)
+    if factor <= 1:
+        return plain, 1.0
+    low, high = (
+        h * np.log(t0 / (beta * 2 * np.pi)) / (2 * np.log(theta))
+        for beta in (cfg.rope_beta_fast, cfg.rope_beta_slow)
+    )
+    if truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, h - 1)
+    divided = np.clip((np.arange(h // 2) - low) / (high - low), 0, 1)
+    return plain * (1 - divided) + plain / factor * divided, 0.1 * np.log(factor) + 1
+
+
+def log_softmax(z):
+    z = z - z.max(axis=-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def logits(params: Any, tokens, cfg: ModelConfig, peer: Peer):
+    """[T, V] of one row, before any temperature."""
+    params = tree(params)
+    cast = half if peer.dtype == "bfloat16" else (lambda x: np.asarray(x, np.float32))
+    truncate = cfg.rope_truncate if peer.truncate is None else peer.truncate
+    turn, scale = frequencies(
+        cfg, truncate, cfg.rope_factor if peer.factor is None else peer.factor
+    )
+    angle = (np.arange(len(tokens))[:, None] * turn[None]).astype(np.float32)
+    cos, sin = (np.cos(angle) * scale)[:, None], (np.sin(angle) * scale)[:, None]
+
+    def norm(x, w):
+        return cast(x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.rms_eps) * w)
+
+    def dense(x, w, b):
+        return cast(x @ cast(w) + b)
+
+    def rotate(x):
+        a, b = np.split(x, 2, axis=-1)
+        return cast(np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1))
+
+    x = cast(params["embed"][tokens])
+    rng = np.random.default_rng(len(tokens))
+    for i in range(cfg.n_layers):
+        stack = params["layers"][("sliding", "full")[i % 2]]
+        p = {name: value[i // 2] for name, value in stack.items()}
+        window = (cfg.sliding_window if peer.window is None else peer.window, peer.full_window)[
+            i % 2
+        ]
+        x = cast(x + attention(norm(x, p["attn_norm"]), p, cfg, peer, window, dense, rotate, cast))
+        x = cast(x + moe(norm(x, p["moe_norm"]), p, cfg, peer, rng, cast))
+    h, w = norm(x, params["final_norm"]), params["head"][:, : cfg.vocab_size]
+    if peer.half_head or peer.dtype == "bfloat16":
+        h, w = half(h), half(w)
+    return half(h @ w) if peer.half_logits else h @ w
+
+
+def attention(h, p, cfg, peer, window, dense, rotate, cast):
+    time, group = len(h), cfg.n_q_heads // cfg.n_kv_heads
+    q, k, v = (
+        dense(h, p[f"w_{c}"], p[f"b_{c}"]).reshape(time, n, cfg.head_dim)
+        for c, n in (("q", cfg.n_q_heads), ("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads))
+    )
+    k, v = (np.repeat(x, group, axis=1) for x in (rotate(k), v))
+    z = np.einsum("tnh,snh->nts", rotate(q), k) / np.sqrt(cfg.head_dim)
+    back = np.arange(time)[:, None] - np.arange(time)[None]
+    seen = (back >= 0) & ((back < window) | (window == 0))
+    z = np.where(seen[None], z, -np.inf)
+    top = z.max(axis=-1, keepdims=True)
+    weights = np.exp(z - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if peer.sinks:
+        total = total + np.exp(p["sinks"][:, None, None] - top)
+    o = cast(np.einsum("nts,snh->tnh", weights / total, v)).reshape(time, -1)
+    return dense(o, p["w_o"], p["b_o"])
+
+
+def moe(h, p, cfg, peer, rng, cast):
+    a, f = cfg.experts_per_token, cfg.d_expert
+    hr, wr = (half(h), half(p["w_router"])) if peer.half_router else (h, p["w_router"])
+    z = hr @ wr + p["b_router"]
+    z = half(z) if peer.half_router else z
+    order = np.argsort(-z, axis=1, kind="stable")
+    picked = order[:, :a].copy()
+    moved = rng.random(len(h)) < peer.switch
+    picked[moved, -1] = order[moved, a]
+    peer.experts.append(picked)
+    top = np.take_along_axis(z, picked, 1)
+    weights = np.take_along_axis(np.exp(log_softmax(z)), picked, 1)
+    weights = weights if peer.softmax_first else np.exp(log_softmax(top))
+    limit = cfg.swiglu_limit if peer.limit is None else peer.limit
+    alpha = cfg.swiglu_alpha if peer.alpha is None else peer.alpha
+    y = np.zeros_like(h)
+    for e in range(cfg.n_experts):
+        rows, at = np.nonzero(picked == e)
+        both = cast(h[rows] @ cast(p["w_gate_up"][e]) + p["b_gate_up"][e])
+        gate, up = np.minimum(both[:, :f], limit), np.clip(both[:, f:], -limit, limit)
+        act = cast((up + 1) * gate / (1 + np.exp(-alpha * gate)))
+        out = cast(act @ cast(p["w_down"][e]) + p["b_down"][e])
+        np.add.at(y, rows, weights[rows, at, None] * out)
+    return cast(y)
+
+
+def tree(params):
+    if isinstance(params, dict):
+        return {name: tree(value) for name, value in params.items()}
+    return np.asarray(params, np.float32)
+
+
+def fresh(peer: Peer) -> Peer:
+    return replace(peer, experts=[])
