@@ -6,10 +6,12 @@ asks for, and one call of update_weights brings a whole publication.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.ipc_engine import (  # pyright: ignore[reportMissingImports]
     IPCWeightTransferEngine,
     IPCWeightTransferUpdateInfo,
@@ -21,6 +23,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[re
 
 from jaxmoe.rollout.vllm.plugin import manifest
 from jaxmoe.rollout.vllm.plugin.held import Held
+from jaxmoe.rollout.vllm.plugin.ipc_memory import opened
 from jaxmoe.rollout.vllm.plugin.manifest import Manifest
 from jaxmoe.rollout.vllm.plugin.transfer import Publications
 
@@ -90,12 +93,22 @@ class Ipc(Direct, IPCWeightTransferEngine):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.held = Held()
+        self._memory = ExitStack()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
-        self.receive(update_info, super().receive_weights)
+        """Handles of our trainer are [handle, offset]; torch's own, longer ones vLLM opens."""
+        places = update_info.ipc_handles
+        ours = isinstance(places, list) and all(len(p) == 2 for by in places for p in by.values())
+        self.receive(update_info, self._open if ours else super().receive_weights)
+
+    def _open(self, info: IpcUpdateInfo) -> None:
+        self._memory.close()  # of a publication that broke off
+        gpu = torch.cuda.get_device_properties(self.device.index).uuid
+        self.model.load_weights(self._memory.enter_context(opened(info, str(gpu))))
 
     def finish_weight_update(self) -> None:
         """Let go of the trainer's memory."""
+        self._memory.close()
         self._packed_importer.close()
 
 

@@ -2,7 +2,7 @@
 """Digests of the parameters a running model computes with, wherever vLLM has put them.
 
 On a CPU vLLM packs the weight of a linear layer into oneDNN and keeps no tensor of it; it is read
-back exactly by multiplying it with the identity.
+back by multiplying it with the identity, exactly but for numbers below the smallest normal one.
 Cost: one pass over the parameters on their own device, and in·in·out multiply-adds for each
 packed matrix; one of more than READ_BACK of them is called unreadable instead.
 """
@@ -70,26 +70,28 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any, str, torch.T
 
 def _content(module: Any, key: str, parameter: torch.Tensor) -> torch.Tensor | None:
     """What the model computes with for this parameter, or None where it cannot be read."""
-    packed = key == "weight" and hasattr(module, "cpu_linear")
-    if packed and (parameter.numel() == 0 or type(module).__name__ == "ParallelLMHead"):
-        content = _read_back(module, parameter)
-        if content is not None or parameter.numel() == 0:
-            return _without_padding(module, content)
-    if parameter.numel() == 0 or parameter.is_meta:
+    content = _read_back(module, parameter) if _is_packed(module, key, parameter) else parameter
+    if content is None or content.numel() == 0:
         return None
-    return _without_padding(module, parameter)
-
-
-def _without_padding(module: Any, content: torch.Tensor | None) -> torch.Tensor | None:
-    """Rows that vLLM added to a vocabulary hold nothing of a checkpoint."""
+    # rows that vLLM added to a vocabulary hold nothing of a checkpoint
     rows = getattr(module, "org_vocab_size", None)
-    if content is None or rows is None or getattr(module, "tp_size", 1) != 1:
-        return content
-    return content[:rows]
+    return content if getattr(module, "tp_size", 1) != 1 else content[:rows]
+
+
+def _is_packed(module: Any, key: str, parameter: torch.Tensor) -> bool:
+    """Whether the model computes with a packed copy; an output head keeps its weight beside it."""
+    if key != "weight" or not hasattr(module, "cpu_linear"):
+        return False
+    return parameter.numel() == 0 or type(module).__name__ == "ParallelLMHead"
+
+
+def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    """Without what a product may lose: the sign of 0, and numbers too small to be normal."""
+    return tensor.masked_fill(tensor.abs() < torch.finfo(tensor.dtype).tiny, 0.0)
 
 
 def _read_back(module: Any, parameter: torch.Tensor) -> torch.Tensor | None:
-    """[out, in] of a packed linear layer: x·Wᵀ with the identity is Wᵀ, exactly."""
+    """[out, in] of a packed linear layer, settled: x·Wᵀ with the identity is Wᵀ, exactly."""
     names = ("input_size_per_partition", "input_size", "embedding_dim")
     summed = next((getattr(module, name) for name in names if hasattr(module, name)), 0)
     columns = list[torch.Tensor]()
@@ -99,7 +101,7 @@ def _read_back(module: Any, parameter: torch.Tensor) -> torch.Tensor | None:
         columns.append(module.cpu_linear(rows, parameter, None))
         if summed * summed * columns[0].shape[1] > READ_BACK:
             return None
-    return torch.cat(columns).t() if columns else None
+    return _settled(torch.cat(columns).t()) if columns else None
 
 
 def _parts(module: Any, content: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,12 +124,18 @@ def stored_forms(model: torch.nn.Module, parallel: Any) -> dict[str, Form | None
     forms: dict[str, Form | None] = {}
     for name, module, key, parameter in _parameters(model):
         form: Form | None = partial(torch.Tensor.to, dtype=parameter.dtype)
-        if key in ("w13_weight", "w2_weight"):
+        if _is_packed(module, key, parameter):
+            form = partial(_cast_and_settled, dtype=parameter.dtype)
+        elif key in ("w13_weight", "w2_weight"):
             form = _packing(module, parameter)
         parts = "qkv" if type(module).__name__ == "QKVParallelLinear" else ""
         for part in [f"[{p}]" for p in parts] or [""]:
             forms[name + part] = form if alone else None
     return forms
+
+
+def _cast_and_settled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _settled(tensor.to(dtype))
 
 
 def _packing(module: Any, parameter: torch.Tensor) -> Form | None:

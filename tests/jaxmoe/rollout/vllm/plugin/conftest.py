@@ -51,7 +51,6 @@ class Served:
     """One vLLM and what a trainer does with it."""
 
     def __init__(self, cfg, home, dtype="float32"):
-        os.environ.update(QUIET)
         from vllm import LLM
 
         self.cfg, self.home, self.version = cfg, home, 0
@@ -169,19 +168,25 @@ class Served:
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory):
+def quiet():
+    """One thread and few words; before torch is imported, or its threads get into each other."""
+    os.environ.update(QUIET)
+
+
+@pytest.fixture(scope="session")
+def served(quiet, tmp_path_factory):
     """vLLM with YaRN's factor of 32, as the published model has."""
     return Served(CFG, tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="session")
-def served_plain(tmp_path_factory):
+def served_plain(quiet, tmp_path_factory):
     """vLLM with plain RoPE, as the tiny configuration has."""
     cfg = dataclasses.replace(CFG, rope_factor=1.0, rope_theta=100.0)
     return Served(cfg, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="session")
-def served_rounded(tmp_path_factory):
+def served_rounded(quiet, tmp_path_factory):
     """vLLM in bfloat16, published to in float32."""
     return Served(CFG, tmp_path_factory.mktemp("rounded"), dtype="bfloat16")

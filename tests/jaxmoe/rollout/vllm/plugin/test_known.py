@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM that the plugin does not know is left alone, and told why; vLLM itself is not needed."""
 
+import subprocess
 import sys
 import types
 
@@ -61,3 +62,28 @@ def test_missing_internals_are_named_and_the_backend_raises_the_reason(monkeypat
         with pytest.raises(RuntimeError, match="pip install 'vllm==0.32"):
             getattr(importlib.import_module(module), engine)(None, None, None, None)
     monkeypatch.delitem(sys.modules, "jaxmoe.rollout.vllm.plugin.backends")
+
+
+@pytest.mark.vllm
+def test_in_a_real_vllm_nothing_is_missing_and_nothing_needs_jax():
+    code = """
+import subprocess
+import sys
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in ("jax", "jaxlib", "flax", "optax"):
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Blocked())
+from importlib.metadata import entry_points
+(entry,) = entry_points(group="vllm.general_plugins", name="jaxmoe")
+register = entry.load()
+register(); register()
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+for backend in ("jaxmoe", "jaxmoe_nccl", "jaxmoe_ipc"):
+    assert issubclass(Factory._registry[backend](), WeightTransferEngine), backend
+from jaxmoe.rollout.vllm.plugin import known, worker
+assert known.missing() is None, known.missing()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr

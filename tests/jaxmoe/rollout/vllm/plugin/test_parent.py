@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trainer started ends with it, in real processes."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 
 from jaxmoe.rollout.vllm.plugin import parent
@@ -70,20 +72,6 @@ plugin.register()
     assert done.returncode == 0, done.stderr
 
 
-def group(pgid):
-    """Live processes of a process group; the dead ones that nobody has buried do not count."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                state, _, owner = file.read().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(owner) == pgid and state != "Z":
-            found.append(int(pid))
-    return found
-
-
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_kill_9_of_the_trainer_leaves_no_process_of_a_vllm_server(tmp_path):
@@ -103,7 +91,7 @@ def test_kill_9_of_the_trainer_leaves_no_process_of_a_vllm_server(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    trainer = sleeper()
+    trainer, family = sleeper(), []
     env = os.environ | {
         parent.VARIABLE: str(trainer.pid), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -127,18 +115,17 @@ def test_kill_9_of_the_trainer_leaves_no_process_of_a_vllm_server(tmp_path):
                 break
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)
-        assert len(group(server.pid)) >= 2
+        family = psutil.Process(server.pid).children(recursive=True)
+        assert family  # the engine is a process of its own
         trainer.kill()
         trainer.wait()
         server.wait(timeout=15)
-        left, deadline = group(server.pid), time.monotonic() + 10
-        while left and time.monotonic() < deadline:
-            time.sleep(0.1)
-            left = group(server.pid)
-        assert not left
+        assert not psutil.wait_procs(family, timeout=15)[1]
     finally:
         trainer.kill()
         trainer.wait()
-        for pid in group(server.pid):
-            os.kill(pid, signal.SIGKILL)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        server.kill()
         server.wait()
