@@ -41,6 +41,7 @@ class NcclUpdateInfo(NCCLWeightTransferUpdateInfo):
 class IpcUpdateInfo(IPCWeightTransferUpdateInfo):
     """names, dtype_names, shapes and handles of what is shared, and the manifest."""
 
+    ipc_handles: list[dict[str, Any]] | dict[str, Any] | None = None  # JSON knows no tuples
     manifest: dict[str, Any] = field(default_factory=dict)
 
 
