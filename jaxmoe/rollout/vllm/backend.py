@@ -35,7 +35,7 @@ class Backend(Protocol):
         """What each worker holds: the plugin's `jaxmoe_held`."""
         ...
 
-    def init_transfer(self) -> None:
+    def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Once per vLLM, before its first update."""
         ...
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,8 @@ from jaxmoe.rollout.vllm.http import HttpBackend
 from jaxmoe.rollout.vllm.place import Place, Wanted, backoff
 from jaxmoe.rollout.vllm.publish import Probe
 from jaxmoe.rollout.vllm.server import Server
-from jaxmoe.rollout.weights import files, new_run
+from jaxmoe.rollout.vllm.ways import Channel
+from jaxmoe.rollout.weights import Publication, files, new_run
 from jaxmoe.shapes import Params
 
 T = TypeVar("T")
@@ -63,6 +64,8 @@ class VllmEngine:
         self._logp = partial(jax.jit(trainer_logps, static_argnames="cfg"), cfg=cfg)
         self._lock, self._closed = Lock(), Event()
         self._wanted: Wanted | None = None
+        # in one process weights are handed over as they are
+        self._way = "shared" if not vllm.url and vllm.launch == 0 else vllm.way
         context = max_prompt_tokens + max_new_tokens
         opened = _open(cfg, vllm, work, context, max_rows)
         self._places: list[Place] = []
@@ -77,7 +80,7 @@ class VllmEngine:
                     server.stop()
             raise
         self._places = [
-            Place(backend, server, cfg=cfg, probe=probe, retries=vllm.retries)
+            Place(backend, server, way=self._way, cfg=cfg, probe=probe, retries=vllm.retries)
             for backend, server in opened
         ]
 
@@ -94,22 +97,26 @@ class VllmEngine:
 
         Raises EngineError where one of them does not hold these weights afterwards.
         """
-        published = files(
-            params, self._cfg, self._vllm.weights_dir, dtype=self._dtype, run=self._run,
-            version=version,
-        )  # fmt: skip
+        named: dict[str, Any] = dict(dtype=self._dtype, run=self._run, version=version)
+        made = None
+        if self._way == "files":
+            made = files(params, self._cfg, self._vllm.weights_dir, **named)
 
         def logps(tokens: list[int]) -> np.ndarray:
             return np.asarray(self._logp(params, jnp.asarray([tokens], jnp.int32))[0])
 
+        def make(channel: Channel) -> Publication:
+            return channel.make(params, self._cfg, **named)
+
         with self._lock:
             before = self._wanted
-            self._wanted = wanted = Wanted(published, version, logps)
+            wanted = Wanted(f"{self._run}:{version}", version, made, make, logps)
+            self._wanted = wanted
         with ThreadPoolExecutor(len(self._places)) as pool:
             list(pool.map(lambda place: place.bring(wanted, self._vllm.swap), self._places))
-        wanted.logps = None  # the trainer may give the weights away now
-        if before is not None and before.version != version:
-            before.published.close()
+        wanted.logps = wanted.make = None  # the trainer may give the weights away now
+        if before is not None and before.files is not None and before.version != version:
+            before.files.close()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
@@ -143,8 +150,8 @@ class VllmEngine:
         self._closed.set()
         for place in self._places:
             place.close()
-        if self._wanted is not None:
-            self._wanted.published.close()
+        if self._wanted is not None and self._wanted.files is not None:
+            self._wanted.files.close()
 
     def _each(self, fn: Callable[..., T], things: list, rows: int) -> list[T]:
         """fn of each thing, each at one vLLM at a time, in order; one result for each."""

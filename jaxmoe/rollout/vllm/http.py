@@ -50,8 +50,8 @@ class HttpBackend:
             raise Unanswered(f"{self.name}/collective_rpc jaxmoe_held answered {str(answer)[:99]}")
         return held
 
-    def init_transfer(self) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": {}})
+    def init_transfer(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def pause(self, mode: str) -> None:
         self._post("/pause?" + urlencode({"mode": mode}))

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class InProcess:
         self._timeout_s = vllm.request_timeout_s
         cpu = look(sys.executable)["cpu"]
         folder = write_config(cfg, vllm.dtype or cfg.dtype, work / "model")
-        chosen = options(vllm, cfg, context=context, rows=rows, cpu=cpu)
+        chosen = options(replace(vllm, way="files"), cfg, context=context, rows=rows, cpu=cpu)
         for name, value in surroundings(cpu).items():
             os.environ.setdefault(name, value)
         # one process: tensors are handed over, and vLLM starts in seconds
@@ -86,8 +86,8 @@ class InProcess:
     def held(self) -> list[dict[str, Any]]:
         return self._do(lambda: self._llm.collective_rpc("jaxmoe_held"))
 
-    def init_transfer(self) -> None:
-        self._do(lambda: self._llm.init_weight_transfer_engine({"init_info": {}}))
+    def init_transfer(self, init_info: dict[str, Any]) -> None:
+        self._do(lambda: self._llm.init_weight_transfer_engine({"init_info": init_info}))
 
     def pause(self, mode: str) -> None:
         drained: Future[None] = Future()

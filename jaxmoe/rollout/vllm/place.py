@@ -8,6 +8,7 @@ version that was current when it was asked. Next: jaxmoe/rollout/vllm/publish.py
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,9 @@ from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.vllm.answers import Piece
 from jaxmoe.rollout.vllm.ask import Unit, sample, score
 from jaxmoe.rollout.vllm.backend import Backend, Unanswered
-from jaxmoe.rollout.vllm.publish import Logps, Probe, Refused, Shown, hand_over, instances
+from jaxmoe.rollout.vllm.publish import Logps, Probe, Shown, hand_over, instances
 from jaxmoe.rollout.vllm.server import Server
+from jaxmoe.rollout.vllm.ways import Channel
 from jaxmoe.rollout.weights import Publication
 
 LONGEST_S = 10.0  # between two attempts
@@ -30,9 +32,11 @@ LONGEST_S = 10.0  # between two attempts
 class Wanted:
     """The version that every vLLM must hold."""
 
-    published: Publication
+    label: str
     version: int
-    logps: Logps | None  # while the trainer's weights are at hand
+    files: Publication | None  # for every vLLM, or
+    make: Callable[[Channel], Publication] | None  # for one, while the weights are at hand
+    logps: Logps | None  # likewise
     shown: Shown | None = None  # afterwards
 
 
@@ -45,10 +49,10 @@ class Place:
     """Its lock is held while weights change; `generation` counts how often they came anew."""
 
     def __init__(
-        self, backend: Backend, server: Server | None, *, cfg: ModelConfig, probe: Probe,
-        retries: int,
+        self, backend: Backend, server: Server | None, *, way: str, cfg: ModelConfig,
+        probe: Probe, retries: int,
     ) -> None:  # fmt: skip
-        self.backend, self._server = backend, server
+        self.backend, self._server, self._channel = backend, server, Channel(way)
         self._cfg, self._probe, self._retries = cfg, probe, retries
         self.lock = threading.RLock()
         self.generation = 0
@@ -81,16 +85,26 @@ class Place:
         workers = instances(self.backend)
         if workers != self._opened:
             self._distrust()
-            self.backend.init_transfer()
+            self._channel.open(self.backend)
             self._opened = instances(self.backend)
-        published = wanted.published
-        hand_over(self.backend, published, mode, self._distrust)
+        published = wanted.files
+        if published is None:
+            if wanted.make is None:
+                raise self.lost(
+                    "its weights are gone, and only files can be published again: try --set "
+                    "rollout.vllm.way=files"
+                )
+            published = wanted.make(self._channel)
         try:
+            hand_over(self.backend, published, mode, self._distrust)
             wanted.shown = self._probe.check(self.backend, published, wanted.logps, wanted.shown)
         except BaseException:
             self._distrust()
             raise
-        self._verified[published.label] = self._current = wanted.version
+        finally:
+            if wanted.files is None:
+                published.close()
+        self._verified[wanted.label] = self._current = wanted.version
         self.generation += 1
 
     def _distrust(self) -> None:
@@ -118,22 +132,17 @@ class Place:
         with self.lock:
             if self.generation != seen and self._verified:
                 return  # another thread was here first
-            if wanted.published.label in self._verified:
+            if wanted.label in self._verified:
                 try:
                     self.backend.health()
                     held = self.backend.held()
                     same = [str(worker.get("instance")) for worker in held] == self._opened
-                    if same and all(w.get("label") == wanted.published.label for w in held):
+                    if same and all(w.get("label") == wanted.label for w in held):
                         return  # it was a hiccup
                     self.incidents.append(f"{self.backend.name} came back with other weights")
                 except Unanswered as error:
                     self.incidents.append(str(error))
             self._distrust()
-            if "path" not in wanted.published.update_info and wanted.logps is None:
-                raise self.lost(
-                    "its weights are gone, and only files can be published again: try --set "
-                    "rollout.vllm.way=files"
-                )
             self.bring(wanted, "abort", revive=True)
 
     def ask(self, unit: Unit, sampling: Sampling, seed: int, wanted: Wanted) -> list[Rollout]:
@@ -206,9 +215,7 @@ class Place:
 
     def close(self) -> None:
         self._distrust()
+        self._channel.close()
         self.backend.close()
         if self._server is not None:
             self._server.stop()
-
-
-__all__ = ["Place", "Refused", "Wanted", "backoff"]

@@ -9,10 +9,8 @@ The probe's prompt is the same each time and longer than one block of the engine
 computed from older weights' cache shows there, and only there. Next: place.py.
 """
 
-import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +20,7 @@ from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.vllm.ask import Unit, sample, score
 from jaxmoe.rollout.vllm.backend import Backend, Unanswered
+from jaxmoe.rollout.vllm.ways import beside
 from jaxmoe.rollout.weights import Publication
 
 RESETS = 5  # of the prefix cache, while blocks of it are still in use
@@ -53,7 +52,7 @@ def hand_over(
     backend.pause(mode)
     try:
         backend.start_update()
-        with _sent(published):
+        with beside(published.send):
             backend.update(published.update_info)
         backend.finish_update(published.label)
         _empty_prefix_cache(backend)
@@ -67,25 +66,6 @@ def hand_over(
         raise
     finally:
         backend.resume()
-
-
-@contextmanager
-def _sent(published: Publication):
-    """Run the sender beside the update; its error counts where the update saw none."""
-    errors: list[BaseException] = []
-
-    def send() -> None:
-        try:
-            published.send()
-        except BaseException as error:  # handed to the thread that waits
-            errors.append(error)
-
-    thread = threading.Thread(target=send, name="jaxmoe-send", daemon=True)
-    thread.start()
-    yield
-    thread.join()
-    if errors:
-        raise Unanswered(f"sending the weights failed: {errors[0]}") from errors[0]
 
 
 def _empty_prefix_cache(backend: Backend) -> None:

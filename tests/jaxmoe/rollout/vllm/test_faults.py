@@ -11,21 +11,12 @@ import numpy as np
 import pytest
 from proxy import KINDS, Proxy
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, ROWS, open_engine, prompts, trainer, weights
+from vllm_cases import CFG, NEW, ROWS, check, open_engine, prompts, trainer, weights
 
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.engine import EngineError
 
 FREE = Sampling(NEW, ())
-
-
-def check(out, asked, samples, version):
-    """Lost, doubled, and tokens of a wrong version; all must be 0."""
-    assert [r.prompt.id for r in out] == [p.id for p in asked for _ in range(samples)]
-    assert len({(r.prompt.id, r.tokens.tobytes()) for r in out}) == len(out)
-    for r in out:
-        assert (r.weight_versions == version).all()
-        np.testing.assert_allclose(r.rollout_logp, trainer(weights(version), r), atol=5e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,6 +61,15 @@ def prompts(count, first=0):
     return made
 
 
+def check(out, asked, samples, version):
+    """Lost, doubled, and tokens of a wrong version; all must be 0."""
+    assert [r.prompt.id for r in out] == [p.id for p in asked for _ in range(samples)]
+    assert len({(r.prompt.id, r.tokens.tobytes()) for r in out}) == len(out)
+    for r in out:
+        assert (r.weight_versions == version).all()
+        np.testing.assert_allclose(r.rollout_logp, trainer(weights(version), r), atol=5e-5)
+
+
 def open_engine(url, work, **changes):
     options = dict(
         url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, python=PYTHON
