@@ -174,6 +174,89 @@ def test_a_closed_gate_saves_and_the_same_command_goes_on_when_it_is_opened(whol
     assert [r["gate/closed"] for r in lines(skipping) if "gate/closed" in r] == [1.0] * 5
 
 
+AHEAD = {"rollout.max_staleness": 2, "loss.correction": "token_is", "rollout.max_draws": 1}
+NOTED = """
+import json, sys
+from jaxmoe import train
+from jaxmoe.rollout.engine import EngineError
+from jaxmoe.rollout.native import NativeEngine
+
+path, breaks = sys.argv[1], int(sys.argv[2])
+make_batch, generate, calls = train.make_batch, NativeEngine.generate, []
+
+def noted(cfg, task, rollouts, rewards):
+    with open(path, "a") as file:
+        print(json.dumps([r.prompt.id for r in rollouts]), file=file)
+    return make_batch(cfg, task, rollouts, rewards)
+
+def breaking(engine, *args, **named):
+    calls.append(1)
+    if len(calls) == breaks:
+        raise EngineError("the engine broke.")
+    return generate(engine, *args, **named)
+
+train.make_batch, NativeEngine.generate = noted, breaking
+sys.exit(train.main(sys.argv[3:]))
+"""
+
+
+def noting(work, notes, breaks=0, **changes):
+    """The command, in a process that notes the prompts of every batch it trains on."""
+    args = command(work, **AHEAD | changes)
+    at = args.index("-m")
+    return [*args[:at], "-c", NOTED, str(notes), str(breaks), *args[at + 2 :]]
+
+
+def noted(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory):
+    """A run ahead of its weights that nothing interrupted: the prompts of its batches."""
+    folder = tmp_path_factory.mktemp("ahead")
+    code, _, err = finish(noting(folder / "run", folder / "notes"))
+    assert code == 0 and err == "", err
+    rows = [r for r in lines(folder / "run") if r["stage"] == "rl" and r["step"] > 0]
+    assert all(r["staleness/max"] <= 2 for r in rows) and rows[1]["staleness/max"] > 0
+    return noted(folder / "notes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_prompt_is_lost_or_doubled_ahead_of_the_weights(ahead, tmp_path, number):
+    process = start(noting(tmp_path / "run", tmp_path / "first"))
+    wait_for(process, tmp_path / "run", "rl", random.Random(number).randint(1, 3))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert "Traceback" not in err and (number == signal.SIGKILL or process.returncode == 143)
+    code, out, err = finish(noting(tmp_path / "run", tmp_path / "second"))
+    assert code == 0 and err == "" and "resuming" in out
+    found = re.search(r"after rl step (\d)", out)
+    saved = int(found[1]) if found else 0  # or after the warm start
+    assert noted(tmp_path / "first")[:saved] + noted(tmp_path / "second") == ahead
+    keys = [(r["stage"], r["step"]) for r in lines(tmp_path / "run")]
+    assert keys == [("warmup", i) for i in range(1, 5)] + [("rl", i) for i in range(6)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_broken_engine_saves_the_run_and_says_so_in_one_line(ahead, tmp_path, staleness):
+    changes = {"rollout.max_staleness": staleness, "save.every_steps": 100}
+    work = tmp_path / "run"
+    # two calls score the held-out rows before the first step, and two after the second
+    code, out, err = finish(noting(work, tmp_path / "first", breaks=8, **changes))
+    assert code == 1 and len(err.splitlines()) == 1 and "Traceback" not in out + err
+    found = re.fullmatch(
+        rf"error: the engine broke. saved rl step (\d) in {work}; the same command resumes.\n", err
+    )
+    assert found, err
+    code, _, err = finish(noting(work, tmp_path / "second", **changes))
+    assert code == 0 and err == ""
+    assert noted(tmp_path / "first")[: int(found[1])] + noted(tmp_path / "second") == ahead
+    assert [r["step"] for r in lines(work) if r["stage"] == "rl"] == list(range(6))
+
+
 OWN = """
 from dataclasses import replace
 from jaxmoe.config_file import load
