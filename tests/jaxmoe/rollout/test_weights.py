@@ -121,6 +121,18 @@ def test_runs_have_names_of_their_own():
     assert len({new_run() for _ in range(50)}) == 50
 
 
+def test_nobody_sees_a_version_before_it_is_whole(tmp_path, monkeypatch):
+    seen, real = set[str](), os.pwrite
+
+    def write(*args):
+        seen.update(os.listdir(tmp_path / f"jaxmoe-{RUN}"))
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    publish(random_params(), tmp_path)
+    assert seen == {"3.partial"} and os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["3"]
+
+
 @pytest.mark.parametrize("written", [0, 7, 40])
 def test_a_full_disk_leaves_nothing_and_says_which_setting_to_change(
     tmp_path, monkeypatch, written
