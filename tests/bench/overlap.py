@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling ahead of the weights against waiting for each other: seconds a step, in turn, one vLLM.
+
+    python tests/bench/overlap.py [--config tiny_vllm.py] [--rounds 3] [--steps 10] [--set K=V]
+
+Each round runs the loop from the same weights once synchronously and once with max_staleness=1,
+on one engine. Step 1 and 2, which compile and fill the pipe, and the last, which evaluates, are
+left out. Prints each run, and the ratio of the medians.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from jaxmoe import train
+from jaxmoe.checkpoint.run import Position, initial_params
+from jaxmoe.cli import StopRequest
+from jaxmoe.config_file import load, override
+from jaxmoe.envs.tasks import open_task
+from jaxmoe.observe.metrics import MetricsLog, read_metrics
+from jaxmoe.parallel.host import keep_freed_memory
+from jaxmoe.rl.algorithm import algorithm
+from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.state import new_state, with_critic
+from jaxmoe.rollout.open import open_engine
+
+BUDGET = (
+    "data.held_out_rows=8", "rollout.max_draws=1", "eval.every_steps=1000000",
+    "save.every_steps=1000000", "loss.correction=token_is(high=2.0)",
+)  # fmt: skip
+SHOWN = (
+    "time/step_s", "time/rollout_s", "time/train_s", "time/publish_s", "time/wait_for_rollouts_s",
+    "time/wait_for_trainer_s", "rollout/overlap_frac", "staleness/mean", "staleness/mixed_frac",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="tiny_vllm.py")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--set", action="append", default=[], dest="changes")
+    args = parser.parse_args()
+    keep_freed_memory()
+    plain = override(load(args.config), *BUDGET, f"steps={args.steps}", *args.changes)
+    found: dict[int, list[float]] = {0: [], 1: []}
+    with tempfile.TemporaryDirectory() as folder:
+        with closing(open_engine(plain, Path(folder))) as engine:
+            for turn in range(args.rounds):
+                for most in (0, 1):
+                    work = Path(folder) / f"{turn}_{most}"
+                    rows = one_run(override(plain, f"rollout.max_staleness={most}"), engine, work)
+                    found[most].append(statistics.median(r["time/step_s"] for r in rows))
+                    print(f"max_staleness={most}", end="")
+                    for name in (n for n in SHOWN if n in rows[0]):
+                        print(f"  {name} {statistics.median(r[name] for r in rows):.3f}", end="")
+                    print(flush=True)
+    turn, ahead = (statistics.median(found[most]) for most in (0, 1))
+    print(f"median step: in turn {turn:.3f} s, one step ahead {ahead:.3f} s: {turn / ahead:.2f}x")
+
+
+def one_run(cfg, engine, work):
+    """The metrics of its steps, but for the first two and the last."""
+    task, tx = open_task(cfg), rl_optimizer(cfg)
+    at = Position("rl", 0, new_state(with_critic(initial_params(cfg), cfg), tx), None, None)
+    with MetricsLog(work, stage="warmup", step=0) as log:
+        desk = train.Desk(cfg, work, task, engine, log, StopRequest())
+        train.reinforce(desk, at, tx, algorithm(cfg))
+    rows = [r for r in read_metrics(work / "metrics.jsonl") if r["stage"] == "rl"]
+    return rows[3:-1]
+
+
+if __name__ == "__main__":
+    main()
