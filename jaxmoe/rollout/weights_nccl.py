@@ -89,9 +89,9 @@ class Group:
         self._wait()
 
     def close(self) -> None:
-        """Leave the group; may be called twice."""
+        """Leave the group, without its workers, which may be gone; may be called twice."""
         if self._communicator:
-            self._nccl_call("ncclCommDestroy", self._communicator)
+            self._nccl_call("ncclCommAbort", self._communicator)
             self._communicator = c_void_p()
 
     def _use_device(self) -> None:

@@ -57,8 +57,8 @@ class Fake:
         self.calls.append(("broadcast", kind.value, root.value, communicator.value, stream, data))
         return self.status("ncclBroadcast")
 
-    def ncclCommDestroy(self, communicator):
-        self.calls.append(("destroy", communicator.value))
+    def ncclCommAbort(self, communicator):
+        self.calls.append(("abort", communicator.value))
         return 0
 
     def cudaSetDevice(self, number):
@@ -157,7 +157,7 @@ def test_leaving_twice_is_leaving_once():
     group = joined(fake)
     group.close()
     group.close()
-    assert fake.calls[4:] == [("destroy", 4711)]
+    assert fake.calls[4:] == [("abort", 4711)]
 
 
 def test_without_the_library_the_message_says_what_to_install(monkeypatch):
