@@ -43,7 +43,9 @@ class Held:
         unreadable: list[str],
     ) -> None:
         """Write down a publication; `before` and `after` are digests of the live parameters."""
-        self.received, self.live, self.unreadable = dict(received), dict(after), list(unreadable)
+        self.received, self.live = dict(received), dict(after)
+        unseen = {feeds(name) for name in fed} - set(after)
+        self.unreadable = sorted(unseen | set(unreadable))
         self.stale = [name for name in fed if not self._took(name, fed[name], before, after)]
         self.label = label
 
@@ -74,5 +76,5 @@ class Held:
             "received": dict(self.received),
             "live": dict(live),
             "stale": list(self.stale),
-            "unreadable": list(unreadable),
+            "unreadable": sorted({*unreadable, *self.unreadable}),
         }

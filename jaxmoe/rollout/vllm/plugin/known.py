@@ -13,6 +13,8 @@ _USED = (
     (_WEIGHTS + "base", "WeightTransferEngine"),
     (_WEIGHTS + "base", "WeightTransferInitInfo"),
     (_WEIGHTS + "base", "WeightTransferUpdateInfo"),
+    (_WEIGHTS + "nccl_engine", "NCCLWeightTransferEngine"),
+    (_WEIGHTS + "ipc_engine", "IPCWeightTransferEngine"),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload"),
     ("vllm.model_executor.models.gpt_oss", "GptOssForCausalLM.load_weights"),

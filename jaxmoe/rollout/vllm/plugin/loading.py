@@ -66,7 +66,9 @@ def sinks_aside(model: Any, stream: Stream) -> Iterator[tuple[str, torch.Tensor]
         if not name.endswith(".self_attn.sinks"):
             yield name, tensor
             continue
-        parameter = parameters[name.replace(".self_attn.", ".attn.")]
+        parameter = parameters.get(name.replace(".self_attn.", ".attn."))
+        if parameter is None:  # of a layer that another worker has
+            continue
         heads = parameter.shape[0]
         mine = tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
         getattr(parameter, "weight_loader", default_weight_loader)(parameter, mine)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,15 +65,18 @@ class Publications:
         manifest.check_model(asked, checkpoint_shapes(vars(config)))
 
     @contextmanager
-    def publication(self, asked: Manifest) -> Iterator[Take]:
+    def publication(
+        self, asked: Manifest, summed: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[Take]:
         """Gives what takes the manifest's tensors; in the end writes down what came of them.
 
+        `summed` are digests of tensors that were read before, of the same memory.
         Raises Refused where they were not what the manifest says: no label stands for the
         model's weights then, until a publication succeeds.
         """
-        before, _ = digests(self.model)
         forms = stored_forms(self.model, self.vllm_config.parallel_config)
-        arrivals = Arrivals(asked, forms)
+        before = {} if all(forms.values()) else digests(self.model)[0]
+        arrivals = Arrivals(asked, forms, summed)
         self.held.torn()
         with reload(self.model, self.model_config) as take:
             yield lambda stream: take(arrivals.watch(stream))
@@ -85,10 +89,12 @@ class Publications:
 class Arrivals:
     """Tensors as they pass, compared with their manifest."""
 
-    def __init__(self, asked: Manifest, forms: Mapping[str, Form | None]) -> None:
+    def __init__(
+        self, asked: Manifest, forms: Mapping[str, Form | None], summed: Mapping[str, str]
+    ) -> None:
         self.received: dict[str, str] = {}
         self.fed: dict[str, Fed] = {}
-        self._asked, self._forms = asked, forms
+        self._asked, self._forms, self._summed = asked, forms, summed
         self._problems: list[str] = []
 
     def watch(self, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,7 +107,7 @@ class Arrivals:
             if said is None or said.shape != tuple(tensor.shape):
                 self._problems.append(f"{name} {list(tensor.shape)} is not in the manifest")
                 continue
-            got = self.received[name] = digest_tensor(tensor)
+            got = self.received[name] = self._summed.get(name) or digest_tensor(tensor)
             if said.digest not in ("", got):
                 self._problems.append(differs(said.digest, name, got))
             form = self._forms.get(feeds(name))
@@ -140,8 +146,7 @@ class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
             asked = manifest.read(directory)
             self.check(asked)
             manifest.check_files(asked, directory)
-            _check_bytes(asked, directory)
-            with self.publication(asked) as take:
+            with self.publication(asked, _check_bytes(asked, directory)) as take:
                 take(_read(asked, directory))
             return
         left = mailbox.take(update_info.mailbox)
@@ -165,14 +170,15 @@ def differs(said: str, name: str, got: str) -> str:
     return f"{name} must have digest {said}, as read it has {got}"
 
 
-def _check_bytes(asked: Manifest, directory: Path) -> None:
-    """Raises Refused, naming them, for tensors whose bytes are not the manifest's."""
+def _check_bytes(asked: Manifest, directory: Path) -> dict[str, str]:
+    """The digests as read. Raises Refused, naming them, for tensors unlike the manifest's."""
     tensors = dict(_read(asked, directory))
     with ThreadPoolExecutor() as pool:
         got = dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))
     said = {name: tensor.digest for name, tensor in asked.tensors.items()}
     wrong = [differs(said[name], name, got[name]) for name in said if said[name] != got[name]]
     manifest.refuse(asked.label, wrong)
+    return got
 
 
 def _read(asked: Manifest, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

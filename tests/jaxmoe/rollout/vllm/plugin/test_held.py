@@ -75,10 +75,11 @@ def test_where_the_stored_form_is_known_the_first_publication_already_tells():
     assert publish(held, {SINKS: "1"}, {LIVE_SINKS: "1"}, exact=True) == []
 
 
-def test_a_parameter_that_cannot_be_read_is_not_called_stale():
+def test_a_parameter_that_cannot_be_read_is_called_that_and_not_stale():
     held = Held()
-    publish(held, {SINKS: "1"}, {})
-    assert publish(held, {SINKS: "2"}, {}) == []
+    publish(held, {SINKS: "1", QUERY: "1"}, {LIVE_QUERY: "1"})
+    assert publish(held, {SINKS: "2", QUERY: "2"}, {LIVE_QUERY: "2"}) == []
+    assert held.report({LIVE_QUERY: "2"}, ["other"])["unreadable"] == [LIVE_SINKS, "other"]
 
 
 def test_no_label_stands_while_weights_change_or_after_another_changed_them():
