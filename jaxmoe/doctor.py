@@ -34,7 +34,7 @@ from jaxmoe.rl.state import policy_of, stage_shapes
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.facts import facts
 from jaxmoe.rollout.open import open_engine
-from jaxmoe.rollout.recompute import scores
+from jaxmoe.rollout.recompute import Programs, head, trunk
 from jaxmoe.rollout.reconcile import Report, reconcile
 from jaxmoe.shapes import Params
 
@@ -118,7 +118,10 @@ def examine(
         start_id = None
     return reconcile(
         rollouts, params, cfg.model, task.sampling,
-        run=jax.jit(scores, static_argnames=("cfg", "top_k", "top_p")),
+        run=Programs(
+            jax.jit(trunk, static_argnames="cfg"),
+            jax.jit(head, static_argnames=("cfg", "top_k", "top_p")),
+        ),
         previous=before, start_id=start_id, engine_dtype=engine_dtype(cfg, held),
         findings=list(found.values()),
     )  # fmt: skip

@@ -10,6 +10,7 @@ Next: jaxmoe/rollout/verdict.py picks the one that explains the gap.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -214,7 +215,7 @@ def _weights(previous: Params, cfg: ModelConfig) -> list[Hypothesis]:
 def _with_stale(
     v: Variant, *, previous: Params, names: tuple[str, ...], layer: int | None
 ) -> Variant:
-    def pick(path: tuple[jax.tree_util.DictKey, ...], new: Leaf, old: Leaf) -> Leaf:
+    def pick(path: tuple[Any, ...], new: Leaf, old: Leaf) -> Leaf:
         keys = [str(step.key) for step in path]
         if keys[-1] not in names:
             return new

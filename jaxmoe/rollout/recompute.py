@@ -42,6 +42,13 @@ class Knobs(NamedTuple):
     jitter: Leaf  # relative noise on what every layer's blocks put out: 2^-23 is one rounding
 
 
+class Programs(NamedTuple):
+    """The two halves, jitted by whoever stands at the edge: their keywords are static."""
+
+    trunk: Any
+    head: Any
+
+
 class Scores(NamedTuple):
     """Of each token, and of each layer's router; nats and logits in float32."""
 
@@ -63,7 +70,7 @@ def knobs_of(cfg: ModelConfig, temperature: float) -> Knobs:
     )  # fmt: skip
 
 
-def scores(
+def trunk(
     params: Params,
     tokens_BT: Int[Array, "B T"],
     segment_ids_BT: Int[Array, "B T"],
@@ -71,25 +78,37 @@ def scores(
     knobs: Knobs,
     *,
     cfg: ModelConfig,
-    top_k: int,
-    top_p: float,
-) -> Scores:
-    """Score tokens under these knobs; experts below 0 in `replay_LBTA` are chosen here.
+) -> tuple[Float[Array, "B T D"], Array, Array, Array]:
+    """Final hidden states, and of each router its choice, margin and regret; see Scores.
 
+    Experts below 0 in `replay_LBTA` are chosen here.
     Numerics: as jaxmoe.model.forward; bfloat16 rounding, where a knob asks for it, is to nearest
     even, on operands and on the float32 result of the product.
     """
-    hidden_BTD, _, (experts_LBTA, margin_LBT, regret_LBT) = forward(
+    hidden_BTD, _, routing = forward(
         params, tokens_BT, cfg, segment_ids_BT=segment_ids_BT,
         attend=partial(_attend, knobs), experts=partial(_experts, knobs),
         router=partial(_route, knobs), rotary=partial(_rotary, knobs),
         record=partial(_record, knobs), replay_LBTA=replay_LBTA,
     )  # fmt: skip
-    logp_BT, raw_BT, log_kept_BT = sequence_logprobs(
-        params, hidden_BTD.astype(jnp.float32), tokens_BT, cfg, temperature=knobs.temperature,
+    return hidden_BTD.astype(jnp.float32), *routing
+
+
+def head(
+    params: Params,
+    hidden_BTD: Float[Array, "B T D"],
+    tokens_BT: Int[Array, "B T"],
+    knobs: Knobs,
+    *,
+    cfg: ModelConfig,
+    top_k: int,
+    top_p: float,
+) -> tuple[Float[Array, "B T"], ...]:
+    """Log-prob at the temperature, at 1, and log of the mass that top-k and top-p keep, nats."""
+    return sequence_logprobs(
+        params, hidden_BTD, tokens_BT, cfg, temperature=knobs.temperature,
         logprobs=partial(_logprobs, knobs, top_k, top_p),
     )  # fmt: skip
-    return Scores(logp_BT, raw_BT, log_kept_BT, experts_LBTA, margin_LBT, regret_LBT)
 
 
 def rounded(x: Array, where: Array) -> Array:

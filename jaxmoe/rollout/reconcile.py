@@ -27,7 +27,7 @@ from jaxmoe.rollout.hypotheses import (
     sampled_rows,
     unchanged,
 )
-from jaxmoe.rollout.recompute import Scores
+from jaxmoe.rollout.recompute import Programs, Scores
 from jaxmoe.rollout.verdict import NOISE, Faults, Rounding, Verdict, judge, mean_gap
 from jaxmoe.shapes import Params
 
@@ -75,16 +75,13 @@ class Report:
         return self.verdict.kind == "agree" and not self.findings
 
 
-Run = Callable[..., Scores]  # recompute.scores, jitted with cfg, top_k and top_p static
-
-
 def reconcile(
     rollouts: Sequence[Rollout],
     params: Params,
     cfg: ModelConfig,
     sampling: Sampling,
     *,
-    run: Run,
+    run: Programs,
     previous: Params | None = None,
     start_id: int | None = None,
     engine_dtype: str | None = None,
@@ -93,7 +90,7 @@ def reconcile(
     """Compare, and explain.
 
     Args:
-        run: jax.jit(recompute.scores, static_argnames=("cfg", "top_k", "top_p")).
+        run: recompute.trunk and recompute.head, jitted.
         previous: weights the engine may still hold.
         start_id: a token that the engine's side may put before prompts.
         engine_dtype: of the engine's arithmetic, where it is known.
@@ -143,7 +140,7 @@ def reconcile(
     )  # fmt: skip
 
 
-def _scored(v: Variant, run: Run, sampling: Sampling) -> Scores:
+def _scored(v: Variant, run: Programs, sampling: Sampling) -> Scores:
     """Scores of all rows, a few at a time; every call has the same shape."""
     rows, (total, time) = v.rows, v.rows.tokens_BT.shape
     replay = v.rows.replay_LBTA if v.replays else np.full_like(v.rows.replay_LBTA, -1)
@@ -151,15 +148,20 @@ def _scored(v: Variant, run: Run, sampling: Sampling) -> Scores:
     axes, parts = (0, 0, 0, 1, 1, 1), []
     for start in range(0, total, each):
         at = np.minimum(np.arange(start, start + each), total - 1)  # the last row fills up
-        part = run(
-            v.params, jnp.asarray(rows.tokens_BT[at]), jnp.asarray(rows.segments_BT[at]),
-            jnp.asarray(replay[:, at]), v.knobs, cfg=v.cfg,
-            top_k=sampling.top_k, top_p=sampling.top_p,
-        )  # fmt: skip
-        count = min(each, total - start)
-        parts.append(Scores(*(
-            np.asarray(x).take(np.arange(count), axis) for x, axis in zip(part, axes, strict=True)
-        )))  # fmt: skip
+        tokens, segments = jnp.asarray(rows.tokens_BT[at]), jnp.asarray(rows.segments_BT[at])
+        hidden, *routing = run.trunk(
+            v.params, tokens, segments, jnp.asarray(replay[:, at]), v.knobs, cfg=v.cfg
+        )
+        # the head is one program, whatever the window and the dtype before it
+        alike = replace(v.cfg, dtype="float32", sliding_window=1)
+        part = *run.head(
+            v.params, hidden, tokens, v.knobs, cfg=alike, top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        ), *routing  # fmt: skip
+        count = np.arange(min(each, total - start))
+        parts.append(
+            Scores(*(np.asarray(x).take(count, i) for x, i in zip(part, axes, strict=True)))
+        )
     fields = zip(zip(*parts, strict=True), axes, strict=True)
     return Scores(*(np.concatenate(x, axis=axis) for x, axis in fields))
 
@@ -262,9 +264,7 @@ def _worst(
     places = [(b, t) for b, r in enumerate(rollouts) for t in range(len(r.tokens))]
     order = np.argsort(-np.abs(trainer_N - engine_N), kind="stable")[:count]
     return [
-        Token(
-            *places[n], int(rollouts[places[n][0]].tokens[places[n][1]]), float(engine_N[n]),
-            float(trainer_N[n]),
-        )
+        Token(b, t, int(rollouts[b].tokens[t]), float(engine_N[n]), float(trainer_N[n]))
         for n in order
-    ]  # fmt: skip
+        for b, t in [places[n]]
+    ]

@@ -6,7 +6,7 @@ The engine is peer.py: numpy, no code of ours, with the fault inside.
 
 import sys
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -19,11 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from peer import Peer, fresh, log_softmax, logits
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.model import forward, init_params, sequence_logprobs
+from jaxmoe.model import forward, sequence_logprobs
+from jaxmoe.model.params import map_specs
+from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.facts import facts
 from jaxmoe.rollout.hypotheses import GROUPS, sampled_rows, unchanged
-from jaxmoe.rollout.recompute import scores
+from jaxmoe.rollout.recompute import Programs, head, trunk
 from jaxmoe.rollout.reconcile import reconcile
 
 CFG = ModelConfig(
@@ -33,29 +35,42 @@ CFG = ModelConfig(
 )  # fmt: skip
 HALF = replace(CFG, dtype="bfloat16")
 START = 5  # the token an engine may put before a prompt
-RUN = jax.jit(scores, static_argnames=("cfg", "top_k", "top_p"))
+
+
+def programs():
+    """What the doctor jits."""
+    return Programs(
+        jax.jit(partial(trunk), static_argnames="cfg"),
+        jax.jit(partial(head), static_argnames=("cfg", "top_k", "top_p")),
+    )
+
+
+RUN = programs()
 COOL = Sampling(40, (), temperature=0.7)
 
 
 @cache
 def weights(seed: int):
-    """Every leaf random, and far from those of another seed."""
+    """Every leaf random, and far from those of another seed; numpy compiles nothing."""
+    rng = np.random.default_rng(seed)
 
-    @jax.jit
-    def make():
-        params = init_params(jax.random.key(seed), CFG)
-        flat, tree = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(seed + 1000), len(flat))
-        noise = [0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, flat, strict=True)]
-        return jax.tree.unflatten(tree, [x + n for x, n in zip(flat, noise, strict=True)])
+    def leaf(spec):
+        wide = spec.init == "normal"
+        fan = spec.shape[-1] if spec.axes == ("vocab", "embed") else spec.shape[-2] if wide else 1
+        x = rng.normal(size=spec.shape) * (1 / np.sqrt(fan) if wide else 0.0)
+        x = x + (spec.init == "ones") + 0.1 * rng.normal(size=spec.shape)
+        return jnp.asarray(x, jnp.float32)
 
-    return make()
+    return map_specs(leaf, CFG)
 
 
 @cache
 def older(seed: int):
     """The version before: a fifth of the way to other weights."""
-    return jax.tree.map(lambda a, b: 0.8 * a + 0.2 * b, weights(seed), weights(seed + 50))
+    return jax.tree.map(
+        lambda a, b: jnp.asarray(0.8 * np.asarray(a) + 0.2 * np.asarray(b)),
+        weights(seed), weights(seed + 50),
+    )  # fmt: skip
 
 
 def stale(seed: int, *groups: str):
@@ -120,7 +135,7 @@ def rollouts(fault: Fault, seed: int, dtype="float32", count=7, length=33):
         read = {"cut": prompt[:-1], "started": np.r_[START, prompt]}.get(fault.prompt, prompt)
         peer = fresh(replace(fault.peer, dtype=dtype))
         if fault.top_k:
-            tokens = drawn(params, read, length, fault.top_k, rng)
+            tokens = drawn(params, read, length, fault.top_k, rng, dtype)
         z_TV = logits(params, np.r_[read, tokens], CFG, peer)[len(read) - 1 : -1]
         z_TV = z_TV / (1.0 if fault.raw else COOL.temperature)
         if fault.top_k:
@@ -136,11 +151,11 @@ def rollouts(fault: Fault, seed: int, dtype="float32", count=7, length=33):
     return made
 
 
-def drawn(params, read, length, top_k, rng):
+def drawn(params, read, length, top_k, rng, dtype):
     """Tokens that the engine's top-k kept, each after the ones before."""
     row = read
     for _ in range(length):
-        best = np.argsort(-logits(params, row, CFG, Peer())[-1])[:top_k]
+        best = np.argsort(-logits(params, row, CFG, Peer(dtype))[-1])[:top_k]
         row = np.r_[row, rng.choice(best)]
     return row[len(read) :]
 
@@ -167,8 +182,11 @@ def test_unchanged_it_is_the_trainer():
     rows = sampled_rows(made, CFG)
     v = unchanged(weights(0), CFG, COOL, rows)
     tokens, segments = jnp.asarray(rows.tokens_BT), jnp.asarray(rows.segments_BT)
-    ours = RUN(v.params, tokens, segments, jnp.full_like(jnp.asarray(rows.replay_LBTA), -1),
-               v.knobs, cfg=CFG, top_k=0, top_p=1.0)  # fmt: skip
+    own = jnp.full_like(jnp.asarray(rows.replay_LBTA), -1)
+    hidden, experts, margin, regret = RUN.trunk(v.params, tokens, segments, own, v.knobs, cfg=CFG)
+    ours, _, kept = RUN.head(
+        v.params, hidden, tokens, v.knobs, cfg=replace(CFG, sliding_window=1), top_k=0, top_p=1.0
+    )
 
     @jax.jit
     def trainer(params):
@@ -176,14 +194,14 @@ def test_unchanged_it_is_the_trainer():
         return sequence_logprobs(params, hidden, tokens, CFG, temperature=0.7)[0], chosen
 
     logp, chosen = trainer(weights(0))
-    gap = np.abs(np.asarray(ours.logp_BT) - np.asarray(logp))[rows.sampled_BT]
+    gap = np.abs(np.asarray(ours) - np.asarray(logp))[rows.sampled_BT]
     assert gap.max() <= 64 * np.finfo(np.float32).eps
-    np.testing.assert_array_equal(ours.experts_LBTA, chosen)
-    assert float(np.abs(ours.log_kept_BT).max()) == 0.0
-    assert float(ours.regret_LBT.max()) == 0.0 < float(ours.margin_LBT.min())
+    np.testing.assert_array_equal(experts, chosen)
+    assert float(np.abs(kept).max()) == 0.0
+    assert float(regret.max()) == 0.0 < float(margin.min())
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 def test_every_fault_is_named_in_float32(seed):
     matrix = {}
     for name, fault in FAULTS.items():
@@ -193,6 +211,7 @@ def test_every_fault_is_named_in_float32(seed):
     assert {name: verdict for name, (verdict, _) in matrix.items()} == {n: (n,) for n in FAULTS}
 
 
+@pytest.mark.slow
 def test_faults_above_rounding_are_named_in_bfloat16():
     """The peer rounds elsewhere than we do: what is smaller than that is not to be seen."""
     matrix, small = {}, []
@@ -214,16 +233,16 @@ def test_two_faults_are_both_named():
 
 
 def test_a_fault_outside_the_list_is_unexplained_and_not_another():
-    for seed in (0, 1):
+    for seed in (0,):
         for name, fault in UNLISTED.items():
             r = report(fault, seed)
             assert named(r) == ("unexplained",), (name, named(r))
             assert r.verdict.ranked and not r.agrees
 
 
-@pytest.mark.parametrize("cfg", [CFG, HALF], ids=lambda c: c.dtype)
+@pytest.mark.parametrize("cfg", [CFG, pytest.param(HALF, marks=pytest.mark.slow)])
 def test_without_a_fault_they_agree(cfg):
-    for seed in (0, 1, 2):
+    for seed in (0, 1, 2) if cfg is CFG else (0,):
         r = report(Fault(), seed, cfg)
         assert named(r) == ("agree",) and r.agrees
         assert all(x.regret <= 1e-5 for x in r.layers) or cfg is HALF
@@ -243,10 +262,12 @@ def test_a_fault_is_seen_behind_an_engine_in_bfloat16():
 
 
 def test_few_programs_are_compiled():
-    fresh_run = jax.jit(scores, static_argnames=("cfg", "top_k", "top_p"))
-    made = rollouts(Fault(), 0)
-    reconcile(made, weights(0), CFG, COOL, run=fresh_run, engine_dtype="float32")
-    assert fresh_run._cache_size() == 1  # windows are the only others, where they agree not
+    report(FAULTS["window_off"])
+    before = compilations(RUN.trunk), compilations(RUN.head)
+    report(FAULTS["sinks_off"])
+    report(FAULTS["stale_router"])
+    assert (compilations(RUN.trunk), compilations(RUN.head)) == before  # a window is one more
+    assert before[0] <= 8
 
 
 def test_too_few_tokens_are_refused():
