@@ -89,6 +89,23 @@ def test_nothing_is_made_before_the_first_weights_are_out():
         assert batches.take(5) == 5
 
 
+def test_while_paused_the_batch_under_way_ends_and_no_other_begins():
+    begun = []
+
+    def make(step):
+        begun.append(step)
+        time.sleep(0.02)
+
+    with closing(open_ahead(make, last=50, most=99)) as batches:
+        batches.published(0)
+        wait_until(lambda: batches._making)
+        with batches.paused():
+            here = len(begun)
+            time.sleep(0.1)
+            assert len(begun) == here and not batches._making
+        wait_until(lambda: len(begun) > here)
+
+
 def test_nothing_is_made_behind_the_last_step():
     begun = []
     with closing(open_ahead(begun.append, last=2, most=9)) as batches:
