@@ -78,7 +78,12 @@ def judge(
     def explains(after: float, before: float) -> bool:
         return after <= before / EXPLAINS or (after <= noise and after <= before / HELPS)
 
-    singles = sorted((((h,), left((h,))) for h in ladder), key=lambda item: item[1])
+    singles: list[tuple[Faults, float]] = []
+    for rung in dict.fromkeys(h.rung for h in ladder):  # from cheap to deep, and no deeper
+        singles += [((h,), left((h,))) for h in ladder if h.rung == rung]
+        singles.sort(key=lambda item: item[1])
+        if singles[0][1] <= own:
+            break
     beam, ranked, best, rest, before = singles[:BEAM], list(singles), (), gap, gap
     for _ in range(MOST):
         if explains(beam[0][1], before):

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward takes instead of its own router, and what it may keep of it."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import forward
+from jaxmoe.model.moe import replay, route, router_logits
+from jaxmoe.model.params import map_specs
+
+CFG = ModelConfig(
+    vocab_size=97, d_model=48, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
+    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
+)  # fmt: skip
+TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 97, (2, 13)), jnp.int32)
+
+
+def params():
+    rng = np.random.default_rng(0)
+    return map_specs(lambda s: jnp.asarray(0.3 * rng.normal(size=s.shape), jnp.float32), CFG)
+
+
+@partial(jax.jit, static_argnames=("router", "record"))
+def run(params, given=None, router=route, record=None):
+    options = {} if record is None else {"record": record}
+    return forward(params, TOKENS, CFG, router=router, replay_LBTA=given, **options)[::2]
+
+
+def test_replaying_its_own_experts_changes_nothing():
+    p = params()
+    hidden, chosen = run(p)
+    again, replayed = run(p, chosen, router=replay)
+    np.testing.assert_array_equal(chosen, replayed)
+    np.testing.assert_allclose(again, hidden, rtol=0, atol=1e-5 * float(jnp.abs(hidden).max()))
+    left_alone, own = run(p, jnp.full_like(chosen, -1), router=replay)
+    np.testing.assert_array_equal(own, chosen)
+    np.testing.assert_array_equal(left_alone, again)
+
+
+def test_each_layer_gets_the_experts_given_for_it():
+    p, (hidden, chosen) = params(), run(params())
+    given = np.asarray(chosen).copy()
+    given[2, 1, 5] = [6, 0, 1, 2]
+    other, used = run(p, jnp.asarray(given), router=replay)
+    np.testing.assert_array_equal(used, given)
+    moved = np.abs(np.asarray(other - hidden)).max(axis=-1)
+    assert moved[1, 5] > 1e-3 and moved[0].max() < 1e-4 and moved[1, :5].max() < 1e-4
+
+
+def test_replayed_weights_are_the_softmax_over_the_given_experts():
+    p = {name: x[0] for name, x in params()["layers"]["full"].items()}
+    h = jnp.asarray(np.random.default_rng(3).normal(size=(29, 48)), jnp.float32)
+    given = jnp.tile(jnp.asarray([[2, 0, 5, 1]], jnp.int32), (29, 1)).at[3].set(-1)
+    indices, weights = replay(h, p, active=4, indices_MA=given)
+    own, own_weights = route(h, p, active=4)
+    np.testing.assert_array_equal(indices[3], own[3])
+    np.testing.assert_allclose(weights[3], own_weights[3], rtol=1e-6)
+    logits = np.asarray(router_logits(h, p), np.float64)[0, [2, 0, 5, 1]]
+    want = np.exp(logits) / np.exp(logits).sum()
+    np.testing.assert_allclose(weights[0], want, rtol=1e-5)
+
+
+def test_a_record_is_kept_of_every_layer():
+    def record(h_MD, layer, indices_MA, weights_MA):
+        return {"weights": weights_MA, "most": jnp.max(router_logits(h_MD, layer), axis=1)}
+
+    _, kept = run(params(), record=record)
+    assert kept["weights"].shape == (4, 2, 13, 4) and kept["most"].shape == (4, 2, 13)
+    np.testing.assert_allclose(kept["weights"].sum(axis=-1), 1.0, atol=1e-6)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: exit status, report, picture, and the line to change."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jaxmoe import doctor
+from jaxmoe.rollout.open import open_engine
+
+SMALL = [
+    "--config", "tiny.py", "--set", "rollout.temperature=0.7", "--set", "data.held_out_rows=16",
+    "--set", "data.train_rows=64",
+]  # fmt: skip
+
+
+class Raw:
+    """An engine that answers as ours, and tells log-probs as if at temperature 1."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def load(self, params, version):
+        self.inner.load(params, version)
+
+    def generate(self, prompts, sampling, *, seed, samples=1):
+        cool = self.inner.generate(prompts, sampling, seed=seed, samples=samples)
+        return [replace(r, rollout_logp=r.rollout_logp * 0.9 - 0.1) for r in cool]
+
+    def close(self):
+        self.inner.close()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("doctor")
+
+
+def test_a_right_engine_agrees(work, capsys):
+    assert doctor.main([*SMALL, "--workdir", str(work)]) == 0
+    said = capsys.readouterr().out
+    assert "AGREE: mean |Δlogp|" in said and "the worst tokens" in said and "ESS 1.0000" in said
+    report = json.loads((work / "doctor.json").read_text())
+    assert report["agrees"] and report["verdict"] == "agree" and report["faults"] == []
+    assert report["gap"] <= 4 * report["rounding"]["own"] and len(report["worst"]) == 8
+    assert (work / "plots" / "doctor.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_wrong_engine_is_not_agreed_with(work, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "open_engine", lambda cfg, work: Raw(open_engine(cfg, work)))
+    assert doctor.main([*SMALL, "--workdir", str(work)]) == 1
+    said = capsys.readouterr().out
+    assert "UNEXPLAINED: mean |Δlogp|" in said and "--set rollout.engine=native" in said
+    assert not json.loads((work / "doctor.json").read_text())["agrees"]
+
+
+@pytest.mark.slow
+def test_the_line_to_change_is_said(work, monkeypatch, capsys):
+    def narrow(cfg, work):
+        model = replace(cfg.model, sliding_window=31)
+        return open_engine(replace(cfg, model=model), work)
+
+    monkeypatch.setattr(doctor, "open_engine", narrow)
+    assert doctor.main([*SMALL, "--workdir", str(work)]) == 1
+    said = capsys.readouterr().out
+    assert "DISAGREE: window_minus_one" in said and '"sliding_window": 32' in said
+
+
+def test_a_mistake_is_status_2(tmp_path, capsys):
+    assert doctor.main(["--config", "tiny.py", "--set", "model.n_layers=3"]) == 2
+    assert "Try --set model.n_layers=4" in capsys.readouterr().err
