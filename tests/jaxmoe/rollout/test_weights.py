@@ -133,6 +133,15 @@ def test_nobody_sees_a_version_before_it_is_whole(tmp_path, monkeypatch):
     assert seen == {"3.partial"} and os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["3"]
 
 
+def test_a_write_that_stops_short_is_taken_up_where_it_stopped(tmp_path, monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data[:1000], at))
+    params = random_params()
+    back = load_params(publish(params, tmp_path).update_info["path"], CFG, "float32")
+    same = jax.tree.map(lambda a, b: (a == b).all(), back["layers"], params["layers"])
+    assert all(jax.tree.leaves(same))
+
+
 @pytest.mark.parametrize("written", [0, 7, 40])
 def test_a_full_disk_leaves_nothing_and_says_which_setting_to_change(
     tmp_path, monkeypatch, written
