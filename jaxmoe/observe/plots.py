@@ -15,7 +15,10 @@ from matplotlib.figure import Figure
 BLUE, ORANGE, GREEN, PINK, GREY, SKY = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#888888", "#56B4E9"
 )  # fmt: skip
-PHASES = {"rollout": BLUE, "reward": ORANGE, "train": GREEN, "publish": PINK, "eval": SKY}
+WAIT = "wait_for_rollouts"
+PHASES = {
+    "rollout": BLUE, "reward": ORANGE, WAIT: GREY, "train": GREEN, "publish": PINK, "eval": SKY
+}  # fmt: skip
 FLOOR = 1e-9  # where an exact 0 is drawn on a log axis
 
 Rows = Sequence[Mapping[str, Any]]
@@ -134,6 +137,8 @@ def _gap(axes: Axes, rows: Rows) -> None:
 def _time(axes: Axes, rows: Rows) -> None:
     steps, _ = series(rows, "time/step_s")
     present = [p for p in PHASES if any(f"time/{p}_s" in row for row in rows)]
+    if WAIT in present:  # sampling beside the training takes none of the step's time but this
+        present = [p for p in present if p not in ("rollout", "reward")]
     timed = [row for row in rows if row.get("time/step_s") is not None]
     if len(steps) and present:
         values = [[row.get(f"time/{p}_s") or 0.0 for row in timed] for p in present]

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from jaxmoe.observe.plots import PANELS, plot_run, smooth
@@ -35,3 +36,11 @@ def test_every_panel_is_a_picture(tmp_path, rows):
 
 def test_smoothing_keeps_a_constant():
     np.testing.assert_allclose(smooth(np.full(9, 0.7)), 0.7, rtol=1e-12)
+
+
+def test_sampling_beside_the_training_is_no_part_of_the_steps_time_but_the_wait_for_it_is():
+    axes = Figure().subplots()
+    rows = [row | {"time/wait_for_rollouts_s": 0.1} for row in _rows(9)]
+    PANELS["time"](axes, rows)
+    legend = axes.get_legend()
+    assert legend and [t.get_text() for t in legend.get_texts()] == ["wait_for_rollouts", "train"]
