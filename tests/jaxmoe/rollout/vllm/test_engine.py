@@ -59,6 +59,11 @@ def test_a_row_does_not_depend_on_its_companions(engine):
     assert same(a[:2], b[:2]) and same(a[6:], b[6:]) and not same(a[2:4], b[2:4])
 
 
+def test_a_prompt_that_comes_twice_has_answers_of_its_own(engine):
+    out = engine.generate(prompts(1) * 2, SMALL, seed=5, samples=3)
+    assert len({tuple(r.tokens.tolist()) for r in out}) == 6
+
+
 def test_greedy_takes_the_likeliest_and_its_samples_are_alike(engine):
     out = engine.generate(prompts(2), Sampling(5, (), temperature=0.0), seed=1, samples=2)
     assert same(out[:1], out[1:2])

@@ -93,6 +93,19 @@ def test_a_server_that_came_back_between_two_calls_is_noticed(fresh, tmp_path):
     engine.close()
 
 
+def test_a_server_that_fell_back_to_an_older_version_is_noticed(fresh, tmp_path):
+    """Its label is one of ours and was verified, and yet it is not what is current."""
+    engine, server = open_engine(fresh.url, tmp_path), fresh.server
+    engine.load(weights(1), 1)
+    older = server.params, server.label
+    engine.load(weights(2), 2)
+    server.params, server.label = older
+    server.spoken = server.label
+    check(engine.generate(prompts(3), FREE, seed=0), prompts(3), 1, 2)
+    assert "when 2 was current" in "".join(engine.incidents)
+    engine.close()
+
+
 def scores(params, tokens):
     ids = np.asarray(tokens[1:], np.int32)
     fake = Rollout(Prompt(0, "", (tokens[0],), None), ids, ids, StopReason.MAX_TOKENS, ids)

@@ -8,8 +8,10 @@ from vllm_cases import CFG, NEW, PROMPT, open_engine, prompts, trainer, weights
 from jaxmoe.config import ConfigError, VllmConfig
 from jaxmoe.records import Sampling
 from jaxmoe.rollout.engine import EngineError
+from jaxmoe.rollout.vllm.backend import Unanswered
 from jaxmoe.rollout.vllm.engine import VllmEngine
-from jaxmoe.rollout.vllm.publish import Refused
+from jaxmoe.rollout.vllm.publish import Refused, hand_over
+from jaxmoe.rollout.weights import Publication
 
 FREE = Sampling(NEW, ())
 
@@ -97,3 +99,24 @@ def test_a_server_with_too_little_context_is_the_users_mistake(stand_in, tmp_pat
 def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
     with pytest.raises(ConfigError, match="rollout.vllm.url must name running vLLM servers"):
         open_engine("http://127.0.0.1:9", tmp_path)
+
+
+def test_ruins_are_distrusted_before_they_are_sampled_from():
+    done = []
+
+    class Breaking:
+        name = "it"
+
+        def __getattr__(self, name):
+            def call(*args):
+                done.append(name)
+                if name == "update":
+                    raise Unanswered("no room")
+                return [{"instance": "a"}]
+
+            return call
+
+    published = Publication({"run": "r", "version": 1, "tensors": {}}, {"path": "p"})
+    with pytest.raises(Unanswered, match="no room"):
+        hand_over(Breaking(), published, "keep", lambda: done.append("distrust"))
+    assert done == ["held", "pause", "start_update", "update", "distrust", "resume"]
