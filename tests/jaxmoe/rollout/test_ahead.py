@@ -207,6 +207,10 @@ def test_the_counters_say_who_waited_for_whom():
         assert found["time/wait_for_trainer_s"] > slow / 2 > found["time/wait_for_rollouts_s"]
         assert found["rollout/ahead"] == 1
         assert 0.0 < found["rollout/overlap_frac"] < 1.0  # batch 2 was made beside, then nothing
+        time.sleep(slow)
+        batches.published(1)
+        wait_until(lambda: batches._making)  # idle till then, and at work when it is counted
+        assert batches.waits()["time/wait_for_trainer_s"] > slow / 2
 
 
 def test_both_at_work_all_the_time_is_an_overlap_of_one_and_a_trainer_that_waits_of_less():
