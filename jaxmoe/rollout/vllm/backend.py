@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One running vLLM, wherever it is. Next: http.py and in_process.py are the two there are;
+"""One running vLLM, wherever it is. Next: over_http.py and in_process.py are the two there are;
 place.py adds what is known about one, engine.py spreads the work over several.
 """
 

@@ -31,7 +31,7 @@ from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.vllm.ask import Unit
 from jaxmoe.rollout.vllm.backend import Backend, Unanswered
-from jaxmoe.rollout.vllm.http import HttpBackend
+from jaxmoe.rollout.vllm.over_http import HttpBackend
 from jaxmoe.rollout.vllm.place import Place, Wanted, backoff
 from jaxmoe.rollout.vllm.publish import Probe
 from jaxmoe.rollout.vllm.server import Server

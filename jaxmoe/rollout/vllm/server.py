@@ -3,7 +3,7 @@
 that it started.
 
 It begins with random weights, which no answer is ever taken from: place.py refuses whatever was
-not sampled from a verified publication. Next: jaxmoe/rollout/vllm/http.py talks to it.
+not sampled from a verified publication. Next: jaxmoe/rollout/vllm/over_http.py talks to it.
 """
 
 import atexit
@@ -24,7 +24,7 @@ from jaxmoe.model.config import to_hf
 from jaxmoe.observe.progress import phase
 from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.vllm.backend import Unanswered
-from jaxmoe.rollout.vllm.http import HttpBackend
+from jaxmoe.rollout.vllm.over_http import HttpBackend
 
 SPARE = 192  # context that the probe of a publication needs, at least
 STOP_S = 15.0  # to end by itself before it is killed
