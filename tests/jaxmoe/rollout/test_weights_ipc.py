@@ -107,6 +107,14 @@ def test_the_driver_is_asked_about_the_device_the_weights_are_on():
     ]  # fmt: skip
 
 
+def test_closing_lets_the_copy_on_the_device_go():
+    params = random_params()
+    before = {id(array) for array in jax.live_arrays()}
+    with published(Fake(), params) as shared:
+        assert len(jax.live_arrays()) >= len(before) + len(shared.digests)
+    assert {id(array) for array in jax.live_arrays()} <= before
+
+
 def test_memory_that_cannot_be_shared_is_an_error_with_a_way_out():
     with pytest.raises(EngineError, match="cuIpcGetMemHandle failed .* 201.*cuda_async.*way=files"):
         published(Fake(fails="cuIpcGetMemHandle"))
