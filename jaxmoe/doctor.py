@@ -154,9 +154,11 @@ def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) ->
     if v.ranked:
         console.print(_ranked(report))
     for f in report.findings:
-        console.print(f"{f.rung}: {f.must}; {f.got}.\n  change: {f.line}", markup=False)
+        console.print(
+            f"{f.rung}: {f.must}; {f.got}.\n  change: {f.line}", markup=False, soft_wrap=True
+        )
     for line in verdict_lines(report):
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def verdict_lines(report: Report) -> list[str]:

@@ -35,6 +35,8 @@ def plot_gap(
         switches.bar(at - 0.2, [x[0] for x in layers], 0.4, color=BLUE, label="in all")
         switches.bar(at + 0.2, [x[1] for x in layers], 0.4, color=GREEN, label="of this layer")
         switches.legend(frameon=False)
+        switches.xaxis.get_major_locator().set_params(integer=True)
+        switches.margins(y=0.25)
     else:
         switches.text(0.5, 0.5, "the engine does not tell its experts",
                       transform=switches.transAxes, ha="center", color=GREY)  # fmt: skip

@@ -268,8 +268,8 @@ def _dtypes(cfg: ModelConfig) -> list[Hypothesis]:
                "keep the router's weights and logits in float32 in the engine, or replay its "
                "experts", "router", round_router=True),
         turned("logits_bfloat16", "the engine's head must not round the vocabulary's logits",
-               'a float32 head in the engine: --set rollout.vllm.args=\'--hf-overrides '
-               '{"head_dtype": "float32"}\'', "head", round_logits=True, round_head=True),
+               "a float32 head in the engine: --set \"rollout.vllm.args=--hf-overrides "
+               "'{\\\"head_dtype\\\": \\\"float32\\\"}'\"", "head", round_logits=True, round_head=True),
     ]  # fmt: skip
     other = "float32" if cfg.dtype == "bfloat16" else "bfloat16"
     head = dict(round_head=other == "bfloat16")
@@ -330,8 +330,8 @@ def _structure(cfg: ModelConfig) -> list[Hypothesis]:
     far = jnp.float32(3e38)
     found = [
         Hypothesis("sinks_off", "structure", "attention must count each head's sink",
-                   "an attention backend with sinks: --set rollout.vllm.args="
-                   "'--attention-backend FLASH_ATTN' (FlashAttention 3 or later) or TRITON_ATTN",
+                   "an attention backend that reads sinks, such as "
+                   "--set rollout.vllm.args='--attention-backend TRITON_ATTN'",
                    no_sinks, "sinks"),
         windowed("window_off", cfg.max_context),
         windowed("window_plus_one", window + 1),
