@@ -269,7 +269,8 @@ def _dtypes(cfg: ModelConfig) -> list[Hypothesis]:
                "experts", "router", round_router=True),
         turned("logits_bfloat16", "the engine's head must not round the vocabulary's logits",
                "a float32 head in the engine: --set \"rollout.vllm.args=--hf-overrides "
-               "'{\\\"head_dtype\\\": \\\"float32\\\"}'\"", "head", round_logits=True, round_head=True),
+               "'{\\\"head_dtype\\\": \\\"float32\\\"}'\"", "head",
+               round_logits=True, round_head=True),
     ]  # fmt: skip
     other = "float32" if cfg.dtype == "bfloat16" else "bfloat16"
     head = dict(round_head=other == "bfloat16")
