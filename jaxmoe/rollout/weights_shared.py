@@ -2,7 +2,7 @@
 """Weights for a vLLM in this process: its tensors are views of jax's arrays, by DLPack.
 
 The only module of the product that imports torch, and inside one function: who calls it has vLLM,
-hence torch. Next: jaxmoe/rollout/vllm/plugin/mailbox.py, where the two sides meet.
+hence torch. Next: jaxmoe/rollout/vllm/plugin/letterbox.py, where the two sides meet.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxmoe.checkpoint.hf import entries, gather_entry, leaf_of
 from jaxmoe.config import ModelConfig
-from jaxmoe.rollout.vllm.plugin import mailbox
+from jaxmoe.rollout.vllm.plugin import letterbox
 from jaxmoe.rollout.weights import Publication, empty_manifest, fill_digests, plan
 from jaxmoe.shapes import Params
 
@@ -29,12 +29,12 @@ def shared(params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: i
     manifest = empty_manifest(planned, run, version)
     fill_digests(params, cfg, planned, manifest)
     key = f"{run}:{version}"
-    mailbox.put(key, manifest, _tensors(params, cfg, dtype))
+    letterbox.put(key, manifest, _tensors(params, cfg, dtype))
     return Publication(manifest, {"mailbox": key}, close=lambda: _take_back(key))
 
 
 def _take_back(key: str) -> None:
-    mailbox.take(key)
+    letterbox.take(key)
 
 
 def _tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str, Any]]:

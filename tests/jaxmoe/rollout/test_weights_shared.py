@@ -12,7 +12,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import partition
 from jaxmoe.rollout.checksum import digest
-from jaxmoe.rollout.vllm.plugin import mailbox
+from jaxmoe.rollout.vllm.plugin import letterbox
 from jaxmoe.rollout.weights_shared import shared
 
 CFG = ModelConfig(
@@ -44,7 +44,7 @@ def test_the_mailbox_has_the_manifest_and_is_empty_after_closing():
     with shared(on_one(random_params()), CFG, dtype="float32", run="ab", version=7) as published:
         assert published.update_info == {"mailbox": "ab:7"} and published.label == "ab:7"
         assert all(len(found) == 32 for found in published.digests.values())
-    assert mailbox.take("ab:7") is None
+    assert letterbox.take("ab:7") is None
 
 
 @pytest.mark.parity
@@ -56,7 +56,7 @@ def test_tensors_are_the_checkpoints_bytes_in_its_order(place, held, sent):
 
     params = random_params(held)
     published = shared(place(params), CFG, dtype=sent, run="ab", version=7)
-    taken = mailbox.take("ab:7")
+    taken = letterbox.take("ab:7")
     assert taken is not None and taken[0] == published.manifest
     for (name, want), (got, tensor) in zip(iter_hf(params, CFG, sent), taken[1], strict=True):
         assert (got, str(tensor.dtype)) == (name, f"torch.{sent}")
@@ -69,7 +69,7 @@ def test_all_but_gate_and_up_are_views_of_jaxs_memory():
     params = on_one(random_params())
     shared(params, CFG, dtype="float32", run="ab", version=7)
     begin = {leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(params)}
-    taken = mailbox.take("ab:7")
+    taken = letterbox.take("ab:7")
     assert taken is not None
     copied = {
         name.rpartition(".")[2]

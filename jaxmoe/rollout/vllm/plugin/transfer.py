@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
     WeightTransferUpdateInfo,
 )
 
-from jaxmoe.rollout.vllm.plugin import mailbox, manifest
+from jaxmoe.rollout.vllm.plugin import letterbox, manifest
 from jaxmoe.rollout.vllm.plugin.held import Fed, Held
 from jaxmoe.rollout.vllm.plugin.live import Form, digest_tensor, digests, stored_forms
 from jaxmoe.rollout.vllm.plugin.loading import Stream, Take, reload
@@ -37,7 +37,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where a publication lies: a directory, or a key of mailbox.py."""
+    """Where a publication lies: a directory, or a key of letterbox.py."""
 
     path: str = field(default="")
     mailbox: str = field(default="")
@@ -149,7 +149,7 @@ class Files(Publications, WeightTransferEngine[InitInfo, UpdateInfo]):
             with self.publication(asked, _check_bytes(asked, directory)) as take:
                 take(_read(asked, directory))
             return
-        left = mailbox.take(update_info.mailbox)
+        left = letterbox.take(update_info.mailbox)
         if left is None:
             raise Refused(
                 f"update_info must name a path, or a mailbox of this process; got {update_info}."

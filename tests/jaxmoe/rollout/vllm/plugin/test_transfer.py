@@ -96,14 +96,14 @@ def test_a_publication_of_one_tensor_changed_by_one_bit_changes_only_that(served
 def test_a_mailbox_hands_jax_arrays_over_without_a_copy(served):
     import torch
 
-    from jaxmoe.rollout.vllm.plugin import mailbox
+    from jaxmoe.rollout.vllm.plugin import letterbox
 
     params = served.fresh()
     tensors = served.tensors(params)
     served.version += 1
     manifest = served.manifest(tensors)
     arrays = jax.device_put(tensors, jax.devices()[0])
-    mailbox.put("a", manifest, ((n, torch.from_dlpack(a)) for n, a in arrays.items()))
+    letterbox.put("a", manifest, ((n, torch.from_dlpack(a)) for n, a in arrays.items()))
     served.update({"mailbox": "a"})
     held, served.params = served.held(), params
     assert held["label"] == f"ab:{served.version}" and held["stale"] == []
@@ -233,7 +233,7 @@ def test_a_broken_publication_is_refused_before_anything_is_loaded(served, what)
 def test_a_stream_that_breaks_off_leaves_no_label_and_is_repaired(served):
     import torch
 
-    from jaxmoe.rollout.vllm.plugin import mailbox
+    from jaxmoe.rollout.vllm.plugin import letterbox
 
     params = served.fresh()
     tensors = served.tensors(params)
@@ -244,11 +244,11 @@ def test_a_stream_that_breaks_off_leaves_no_label_and_is_repaired(served):
                 raise OSError("the trainer's device went away")
             yield name, torch.from_numpy(array.copy())
 
-    mailbox.put("b", served.manifest(tensors), broken())
+    letterbox.put("b", served.manifest(tensors), broken())
     with pytest.raises(Exception, match="went away"):
         served.update({"mailbox": "b"})
     assert served.held()["label"] is None
-    mailbox.put("c", served.manifest(tensors), iter([("model.norm.weight", torch.ones(160))]))
+    letterbox.put("c", served.manifest(tensors), iter([("model.norm.weight", torch.ones(160))]))
     with pytest.raises(Exception, match="model.norm.weight must have digest.*never came"):
         served.update({"mailbox": "c"})
     assert served.held()["label"] is None
