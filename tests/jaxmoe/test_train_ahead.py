@@ -183,7 +183,7 @@ def test_a_slow_trainer_gets_tokens_as_old_as_allowed_and_the_log_says_so(
         if call == "load":  # the engine runs as far ahead as it may
             begun = min(STEPS, engine.held + 1 + ahead) if engine.held >= 0 else 0
             end = time.perf_counter() + SOON
-            while len(engine.sampled) < begun and time.perf_counter() < end:
+            while engine.answered < begun and time.perf_counter() < end:
                 time.sleep(0.001)
 
     engine.script = script
