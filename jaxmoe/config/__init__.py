@@ -10,15 +10,14 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxmoe.config.errors import ConfigError, require
+from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
-class ConfigError(ValueError):
-    """A mistake in the user's input: what must hold, what was given, what to type."""
-
-
-def require(holds: bool, message: str) -> None:
-    """Raise the message as a ConfigError unless it holds."""
-    if not holds:
-        raise ConfigError(message)
+__all__ = [
+    "Config", "ConfigError", "CriticConfig", "DataConfig", "EvalConfig", "GateConfig",
+    "InitConfig", "LossConfig", "MeshConfig", "ModelConfig", "OptimConfig", "RolloutConfig",
+    "SaveConfig", "VllmConfig", "WarmupConfig", "require", "to_json",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,123 +114,6 @@ class WarmupConfig:
     steps: int = 0
     sequences_per_step: int = 64
     lr: float = 1e-3
-
-
-@dataclass(frozen=True)
-class VllmConfig:
-    """Where vLLM runs and how weights get there; read where rollout.engine is "vllm"."""
-
-    url: str = ""  # of running servers, a comma between them; empty: start or be one
-    launch: int = 1  # servers to start where no url is given; 0: in this process
-    python: str = ""  # interpreter of the environment that vLLM is in; empty: this one
-    dtype: str = ""  # of the engine's arithmetic; empty: model.dtype
-    args: str = ""  # more of vLLM's own options, as on its command line
-    way: str = "files"  # of the weights: files, nccl or ipc; in this process they are shared
-    weights_dir: str = "/dev/shm"  # where files of weights pass
-    swap: str = "keep"  # answers under way when weights change: keep, wait (finish them) or abort
-    start_timeout_s: float = 600.0  # until a server that was started answers
-    request_timeout_s: float = 600.0  # of one prompt's samples
-    retries: int = 5  # of a request, and of a server that died, before the run gives up
-    probe_abs_diff: float = 0.0  # largest mean |dlogp| on a probe after each publication, nats;
-    # 0: 1e-4 in float32, 0.1 in bfloat16
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("way", ("files", "nccl", "ipc")),
-            ("swap", ("keep", "wait", "abort")),
-            ("dtype", ("", "float32", "bfloat16")),
-        ):
-            value = getattr(self, name)
-            require(
-                value in allowed,
-                f"rollout.vllm.{name} must be one of {', '.join(a or 'empty' for a in allowed)}; "
-                f"got {value!r}. Try --set rollout.vllm.{name}={allowed[0]}.",
-            )
-        require(
-            self.launch >= 0 and self.retries >= 0,
-            f"rollout.vllm.launch ({self.launch}) and rollout.vllm.retries ({self.retries}) must "
-            "be 0 or more. Try --set rollout.vllm.launch=1 --set rollout.vllm.retries=5.",
-        )
-        require(
-            self.start_timeout_s > 0 and self.request_timeout_s > 0 and self.probe_abs_diff >= 0,
-            f"rollout.vllm.start_timeout_s ({self.start_timeout_s}) and request_timeout_s "
-            f"({self.request_timeout_s}) must be above 0, probe_abs_diff ({self.probe_abs_diff}) "
-            "0 or more. Try --set rollout.vllm.request_timeout_s=600.",
-        )
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """How a step's sequences are sampled."""
-
-    sequences_per_step: int
-    samples_per_prompt: int
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-    max_draws: int = 1  # above 1: groups of equal rewards are drawn anew, so often at most
-    overlong_buffer: int = 0  # answers in the last so many tokens lose up to 1 of their reward
-    max_parallel_sequences: int = 256  # one engine batch; more prompts wait for the next
-    engine: str = "native"  # the trainer's own forward, or "vllm"
-    vllm: VllmConfig = VllmConfig()
-    max_staleness: int = 0  # sample so many steps ahead of the weights; 0: wait for each other
-
-    def __post_init__(self) -> None:
-        n, r = self.sequences_per_step, self.samples_per_prompt
-        require(
-            r > 0,
-            f"rollout.samples_per_prompt must be positive, got {r}. "
-            "Try --set rollout.samples_per_prompt=8.",
-        )
-        require(
-            n > 0 and n % r == 0,
-            f"rollout.sequences_per_step ({n}) must be a multiple of rollout.samples_per_prompt "
-            f"({r}). Try --set rollout.sequences_per_step={max(1, n // r) * r}.",
-        )
-        require(
-            self.max_draws > 0,
-            f"rollout.max_draws must be positive, got {self.max_draws}. "
-            "Try --set rollout.max_draws=1.",
-        )
-        require(
-            self.max_new_tokens > 0,
-            f"rollout.max_new_tokens must be positive, got {self.max_new_tokens}. "
-            "Try --set rollout.max_new_tokens=256.",
-        )
-        require(
-            self.temperature > 0,
-            f"rollout.temperature must be above 0 (greedy samples are all alike), got "
-            f"{self.temperature}. Try --set rollout.temperature=1.0.",
-        )
-        require(
-            self.engine in ("native", "vllm"),
-            f"rollout.engine must be native or vllm, got {self.engine!r}. "
-            "Try --set rollout.engine=native.",
-        )
-        require(
-            self.max_staleness >= 0,
-            f"rollout.max_staleness must be 0 or more, got {self.max_staleness}. "
-            "Try --set rollout.max_staleness=0.",
-        )
-        require(
-            0 < self.top_p <= 1,
-            f"rollout.top_p must be in (0, 1], got {self.top_p}. Try --set rollout.top_p=1.0.",
-        )
-        require(
-            self.top_k >= 0,
-            f"rollout.top_k must be 0 (off) or more, got {self.top_k}. Try --set rollout.top_k=0.",
-        )
-        require(
-            0 <= self.overlong_buffer <= self.max_new_tokens,
-            f"rollout.overlong_buffer must be in [0, rollout.max_new_tokens="
-            f"{self.max_new_tokens}], got {self.overlong_buffer}. "
-            "Try --set rollout.overlong_buffer=0.",
-        )
-
-    @property
-    def prompts_per_step(self) -> int:
-        return self.sequences_per_step // self.samples_per_prompt
 
 
 @dataclass(frozen=True)
