@@ -109,12 +109,15 @@ def plan(params: Params, cfg: ModelConfig, dtype: str) -> list[Planned]:
 
 
 def files(
-    params: Params, cfg: ModelConfig, directory: str | Path, *, dtype: str, run: str, version: int
-) -> Publication:
+    params: Params, cfg: ModelConfig, directory: str | Path, *, dtype: str, run: str, version: int,
+    over: Publication | None = None,
+) -> Publication:  # fmt: skip
     """Write `directory`/jaxmoe-<run>/<version>/ with model.safetensors and manifest.json.
 
     Written aside and renamed, so that the folder is whole or absent; an older one of the same
-    version is replaced. Memory beyond params and file: a few MiB per core, and where devices
+    version is replaced. `over` is an earlier publication of this run that nobody reads any more:
+    its file is written over, as fresh pages of shared memory cost more than the bytes in them.
+    Memory beyond params and file: a few MiB per core, and where devices
     share a tensor one tensor, gathered. Over several processes all must call; the first one
     writes, and alone has the digests.
     Raises ConfigError where the directory is full or cannot be written.
@@ -131,7 +134,10 @@ def files(
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        _require_room(aside, sum(map(planned_bytes, planned)))
+        if over is not None:
+            _take_over(Path(over.update_info["path"]), aside, header_and_tensors(planned))
+        if not (aside / SINGLE).exists():
+            _require_room(aside, sum(map(planned_bytes, planned)))
         _write(aside / SINGLE, params, cfg, planned, manifest)
         (aside / "manifest.json").write_text(json.dumps(manifest))
         shutil.rmtree(final, ignore_errors=True)
@@ -146,6 +152,23 @@ def files(
         _remove(aside)
         raise
     return publication
+
+
+def _take_over(old: Path, aside: Path, nbytes: int) -> None:
+    """Move the file of an older version here, if it has the size that is needed; remove the rest.
+
+    Its manifest goes first: what is half written over is not to be taken for a version.
+    """
+    with suppress(OSError):
+        (old / "manifest.json").unlink()
+        if (old / SINGLE).stat().st_size == nbytes:
+            (old / SINGLE).replace(aside / SINGLE)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def header_and_tensors(planned: list[Planned]) -> int:
+    """Bytes of the file."""
+    return len(header(planned)) + sum(map(planned_bytes, planned))
 
 
 def _require_room(directory: Path, nbytes: int) -> None:
@@ -164,7 +187,7 @@ def _write(
     path: Path, params: Params, cfg: ModelConfig, planned: list[Planned], manifest: Manifest
 ) -> None:
     """The file and its digests. No fsync: what a crash of the machine leaves is of no use."""
-    with open(path, "wb") as file:
+    with open(path, "r+b" if path.exists() else "wb") as file:
         begin = file.write(header(planned))
         file.flush()
         fill_digests(params, cfg, planned, manifest, partial(_write_all, file.fileno(), begin))

@@ -64,6 +64,7 @@ class VllmEngine:
         self._logp = partial(jax.jit(trainer_logps, static_argnames="cfg"), cfg=cfg)
         self._lock, self._closed = Lock(), Event()
         self._wanted: Wanted | None = None
+        self._spare: Publication | None = None
         # in one process weights are handed over as they are
         self._way = "shared" if not vllm.url and vllm.launch == 0 else vllm.way
         context = max_prompt_tokens + max_new_tokens
@@ -100,7 +101,8 @@ class VllmEngine:
         named: dict[str, Any] = dict(dtype=self._dtype, run=self._run, version=version)
         made = None
         if self._way == "files":
-            made = files(params, self._cfg, self._vllm.weights_dir, **named)
+            over, self._spare = self._spare, None
+            made = files(params, self._cfg, self._vllm.weights_dir, **named, over=over)
 
         def logps(tokens: list[int]) -> np.ndarray:
             return np.asarray(self._logp(params, jnp.asarray([tokens], jnp.int32))[0])
@@ -116,7 +118,7 @@ class VllmEngine:
             list(pool.map(lambda place: place.bring(wanted, self._vllm.swap), self._places))
         wanted.logps = wanted.make = None  # the trainer may give the weights away now
         if before is not None and before.files is not None and before.version != version:
-            before.files.close()
+            self._spare = before.files  # nobody reads it now: the next version is written over it
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
@@ -150,8 +152,9 @@ class VllmEngine:
         self._closed.set()
         for place in self._places:
             place.close()
-        if self._wanted is not None and self._wanted.files is not None:
-            self._wanted.files.close()
+        for left in (self._spare, self._wanted and self._wanted.files):
+            if left is not None:
+                left.close()
 
     def _each(self, fn: Callable[..., T], things: list, rows: int) -> list[T]:
         """fn of each thing, each at one vLLM at a time, in order; one result for each."""

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.checkpoint import layouts
 from jaxmoe.checkpoint.hf import entries, iter_hf, load_params
+from jaxmoe.checkpoint.tensor_files import SINGLE
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import partition
@@ -115,6 +116,48 @@ def test_a_version_that_is_there_already_is_replaced(tmp_path):
     new = publish(random_params(), tmp_path)
     assert old.update_info == new.update_info and old.digests != new.digests
     assert load_params(new.update_info["path"], CFG)["final_norm"].any()
+
+
+def test_a_version_written_over_an_older_one_is_as_if_it_were_fresh(tmp_path):
+    old, new = random_params(), jax.tree.map(lambda x: -2 * x, random_params())
+    first = publish(old, tmp_path / "a", version=1)
+    kept = publish(old, tmp_path / "a", version=2)
+    pages = (tmp_path / "a" / f"jaxmoe-{RUN}" / "1" / SINGLE).stat().st_ino
+    over = files(new, CFG, tmp_path / "a", dtype="float32", run=RUN, version=3, over=first)
+    fresh = publish(new, tmp_path / "b", version=3)
+    written = tmp_path / "a" / f"jaxmoe-{RUN}" / "3" / SINGLE
+    assert written.stat().st_ino == pages
+    assert written.read_bytes() == (tmp_path / "b" / f"jaxmoe-{RUN}" / "3" / SINGLE).read_bytes()
+    assert over.manifest == fresh.manifest
+    assert sorted(p.name for p in (tmp_path / "a" / f"jaxmoe-{RUN}").iterdir()) == ["2", "3"]
+    kept.close(), over.close()
+    assert left(tmp_path / "a") == []
+
+
+def test_a_file_of_another_size_is_not_written_over(tmp_path):
+    params = random_params()
+    first = publish(params, tmp_path, dtype="bfloat16", version=1)
+    over = files(params, CFG, tmp_path, dtype="float32", run=RUN, version=2, over=first)
+    with over:
+        assert over.digests == publish(params, tmp_path / "b").digests
+    assert not any("jaxmoe" in name for name in left(tmp_path) if not name.startswith("b"))
+
+
+def test_a_version_that_is_half_written_over_is_nobodys(tmp_path, monkeypatch):
+    params, calls = random_params(), []
+    first = publish(params, tmp_path, version=1)
+    write = os.pwrite
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) > 9:
+            raise OSError(errno.EIO, "a broken device")
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(ConfigError, match="broken device"):
+        files(params, CFG, tmp_path, dtype="float32", run=RUN, version=2, over=first)
+    assert left(tmp_path) == [f"jaxmoe-{RUN}"] or left(tmp_path) == []
 
 
 def test_runs_have_names_of_their_own():
