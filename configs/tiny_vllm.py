@@ -2,6 +2,8 @@
 """tiny.py's job with its rollouts from a vLLM that the run starts itself.
 
 COMMAND  python -m jaxmoe.train --config tiny_vllm.py
+EXPECT   Seed 0, sampled at temperature 1: 0.15 after the warm start, 0.69 after 160 steps; greedy
+         0.38 to 0.70. 10.6 minutes on two cores that had other work too; 2.9 s a step without.
 SOURCE   tiny.py; heads of 32, the smallest that vLLM's attention on a CPU has. vLLM in an
          environment of its own: --set rollout.vllm.python=/its/bin/python
 """

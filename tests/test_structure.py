@@ -98,7 +98,8 @@ def test_jit_stays_at_the_edge():
 
 def test_the_readme_opens_with_two_complete_commands():
     text = (ROOT / "README.md").read_text()
-    for mark, last in (("main", "jaxmoe.train --config tiny.py"), ("tests", "pytest -q")):
+    ends = {"main": "jaxmoe.train --config tiny.py", "tests": "pytest -q -n 2 --dist loadfile"}
+    for mark, last in ends.items():
         block = re.search(rf"<!-- {mark} -->\n```\n(.*?)\n```", text, re.S)
         assert block, f"README must hold a code block after <!-- {mark} -->"
         assert "venv" in block[1] and "pip install" in block[1] and block[1].endswith(last)
@@ -121,10 +122,10 @@ def test_the_readme_names_files_that_exist():
 def test_the_commands_of_readme_and_configs_resolve():
     texts = [ROOT / "README.md", *(ROOT / "configs").glob("[a-z]*.py")]
     commands = [
-        shlex.split(line.partition("-m jaxmoe.")[2].rstrip("`"))
+        shlex.split(line.partition("-m jaxmoe.")[2].partition("`")[0], comments=True)
         for path in texts
         for line in path.read_text().splitlines()
-        if re.search(r"python -m jaxmoe\.(train|eval) --config", line) and "FILE" not in line
+        if re.search(r"python -m jaxmoe\.(train|eval|doctor) --config", line) and "FILE" not in line
     ]
     assert len(commands) >= 5
     for _, _, config, *rest in commands:
