@@ -110,11 +110,24 @@ def describe(cfg: Config) -> str:
         f"  RL           {cfg.steps} steps of {r.sequences_per_step} sequences "
         f"({r.prompts_per_step} prompts x {r.samples_per_prompt}), up to {cfg.context:,} tokens"
     )
+    lines.append(f"  rollouts     {_engine_line(cfg)}")
     lines += [f"  {name:<13}{text}" for name, text in _algorithm_lines(cfg).items()]
     lines.append(f"  run folder   {cfg.workdir}")
     if devices > 1:
         lines.append(f"  but          train refuses {devices} devices: this version uses one")
     return "\n".join(lines)
+
+
+def _engine_line(cfg: Config) -> str:
+    """Which engine samples, where, and how far ahead of the weights."""
+    r, where = cfg.rollout, "native engine"
+    if r.engine == "vllm":
+        v = r.vllm
+        where = f"vLLM, {v.launch} started here" if v.launch else "vLLM, in this process"
+        where = f"vLLM at {v.url}" if v.url else where
+        where += " (its memory is not in this table)"
+    ahead = f", up to {r.max_staleness} steps ahead of the weights" if r.max_staleness else ""
+    return where + ahead
 
 
 def _algorithm_lines(cfg: Config) -> dict[str, str]:

@@ -67,13 +67,13 @@ def run(cfg: Config) -> None:
         at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
     task.check_prompts()  # before there is a run folder
     first = jax.process_index() == 0
-    if first:
-        record_config(work, cfg)
     with (
+        closing(open_engine(cfg, work)) as engine,
         stop_requests() as stop,
         MetricsLog(work, stage=at.stage, step=at.step, enabled=first) as log,
-        closing(open_engine(cfg, work)) as engine,
     ):
+        if first:
+            record_config(work, cfg)
         desk = Desk(cfg, work, task, engine, log, stop)
         if at.stage == "warmup":
             state = warm_start(desk, at, supervised)

@@ -98,6 +98,14 @@ class RolloutConfig:
             f"rollout.engine must be native or vllm, got {self.engine!r}. "
             "Try --set rollout.engine=native.",
         )
+        cut = self.top_k > 0 or self.top_p < 1
+        require(
+            not (self.engine == "vllm" and cut and self.temperature != 1.0),
+            f"rollout.temperature must be 1 where rollout.engine is vllm and top_k ({self.top_k}) "
+            f"or top_p ({self.top_p}) cut, got {self.temperature}: vLLM does not tell what a cut "
+            "left over at another temperature. Try --set rollout.temperature=1.0, or "
+            "--set rollout.top_k=0 --set rollout.top_p=1.0.",
+        )
         require(
             self.max_staleness >= 0,
             f"rollout.max_staleness must be 0 or more, got {self.max_staleness}. "

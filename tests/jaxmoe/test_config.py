@@ -87,6 +87,11 @@ BROKEN = [
     "rollout.temperature=0",
     "rollout.top_p=1.5",
     "rollout.top_k=-1",
+    "rollout.engine=sglang",
+    "rollout.max_staleness=-1",
+    "rollout.vllm.way=smoke",
+    "rollout.vllm.swap=drop",
+    "rollout.vllm.dtype=float16",
     "loss.old_logp=new",
     "loss.kl_in=model",
     "loss.kl_coef=-0.1",
@@ -126,6 +131,14 @@ def test_what_it_says_to_type_is_accepted(assignment):
         override(TINY, assignment)
     advice = str(error.value).partition("Try --set ")[2].removesuffix(".")
     override(TINY, advice)
+
+
+def test_a_cut_at_another_temperature_is_refused_where_vllm_samples():
+    cut = ("rollout.top_p=0.9", "rollout.temperature=0.7")
+    assert override(TINY, *cut).rollout.top_p == 0.9
+    with pytest.raises(ConfigError, match=r"must be 1 where .*\(0.9\) cut, got 0.7.* Try --set"):
+        override(TINY, *cut, "rollout.engine=vllm")
+    assert override(TINY, cut[0], "rollout.engine=vllm").rollout.temperature == 1.0
 
 
 def test_warm_up_must_be_cut_into_the_same_microbatches():

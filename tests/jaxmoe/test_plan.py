@@ -210,6 +210,22 @@ def test_the_critic_is_named():
     assert lines["critic"] == "shared backbone, lr 0.0001"
 
 
+def test_the_engine_is_named_and_where_it_runs():
+    assert what_runs(load("tiny.py"))["rollouts"] == "native engine"
+    cfg = load("tiny_vllm.py")
+    aside = " (its memory is not in this table)"
+    assert what_runs(cfg)["rollouts"] == "vLLM, 1 started here" + aside
+    assert what_runs(cfg, "rollout.vllm.launch=0")["rollouts"] == "vLLM, in this process" + aside
+    ahead = (
+        "rollout.max_staleness=2",
+        "rollout.vllm.url=http://a:1",
+        "loss.preset=decoupled_token_is",
+    )
+    assert what_runs(cfg, *ahead)["rollouts"] == (
+        f"vLLM at http://a:1{aside}, up to 2 steps ahead of the weights"
+    )
+
+
 def test_a_plan_refuses_the_algorithms_that_train_refuses():
     with pytest.raises(ConfigError, match="asks for values_BT"):
         describe(override(load("tiny.py"), GAE))

@@ -270,6 +270,14 @@ BAD = {
     "bad row": ({"data.task": "bad.jsonl"}, "bad.jsonl"),
     "small vocabulary": ({"model.vocab_size": 100}, "vocab"),
     "long prompt": ({"data.max_prompt_tokens": 3}, "max_prompt_tokens"),
+    "no interpreter": (
+        {"rollout.engine": "vllm", "rollout.vllm.python": "/no/such/python"},
+        "must be a Python interpreter",
+    ),
+    "nobody at the url": (
+        {"rollout.engine": "vllm", "rollout.vllm.url": "http://127.0.0.1:9"},
+        "must name running vLLM servers",
+    ),
 }
 
 

