@@ -31,7 +31,7 @@ from jaxmoe.observe.progress import phase
 from jaxmoe.records import Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import policy_of, stage_shapes
-from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.engine import Engine, EngineError
 from jaxmoe.rollout.facts import facts
 from jaxmoe.rollout.open import open_engine
 from jaxmoe.rollout.recompute import Programs, head, trunk
@@ -67,7 +67,10 @@ def run(cfg: Config) -> bool:
         with phase(f"publishing {where} to the {cfg.rollout.engine} engine"):
             if before is not None:  # what a loader forgets is then this, and not random weights
                 engine.load(before, version - 1)
-            engine.load(params, version)
+            try:
+                engine.load(params, version)
+            except EngineError as error:
+                return refused(error, work, where)
         with phase(f"sampling {SAMPLES} answers to {len(prompts)} held-out prompts"):
             rollouts = engine.generate(prompts, task.sampling, seed=3, samples=SAMPLES)
         held = held_by(engine, cfg)
@@ -76,6 +79,15 @@ def run(cfg: Config) -> bool:
     show(report, rollouts, task, where)
     write(report, work, where)
     return report.agrees
+
+
+def refused(error: EngineError, work: Path, where: str) -> bool:
+    """The engine did not come to hold the weights: the error names the tensors, or what broke."""
+    print(f"DISAGREE: the engine does not hold {where}. {error}")
+    work.mkdir(parents=True, exist_ok=True)
+    record = {"weights": where, "agrees": False, "verdict": "refused", "why": str(error)}
+    (work / "doctor.json").write_text(json.dumps(record, indent=2) + "\n")
+    return False
 
 
 def newest_weights(cfg: Config, work: Path) -> tuple[Params, Params | None, int, str]:
@@ -139,11 +151,12 @@ def engine_dtype(cfg: Config, held: Sequence[dict[str, Any]]) -> str | None:
 def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) -> None:
     """Tables, then the verdict."""
     console, m, v = Console(highlight=False), report.metrics, report.verdict
+    alone = max(report.rounding.own, report.rounding.engine)
     console.print(
         f"{m['tokens']:.0f} sampled tokens of {len(rollouts)} answers, {where}\n"
         f"|Δlogp| mean {v.gap:.2e}  p50 {m['gap_p50']:.1e}  p90 {m['gap_p90']:.1e}  "
         f"p99 {m['gap_p99']:.1e}  max {m['train_rollout_logprob_abs_diff_max']:.1e}   "
-        f"(signed {m['gap_mean_signed']:+.1e}; rounding alone {report.rounding.own:.1e})\n"
+        f"(signed {m['gap_mean_signed']:+.1e}; rounding alone {alone:.1e})\n"
         f"k1 {m['rollout_corr/kl']:+.2e}  k3 {m['rollout_corr/k3_kl']:.2e}  "
         f"χ² {m['rollout_corr/chi2_token']:+.2e}  ESS {m['rollout_corr/ess']:.4f}  "
         f"r {m['rollout_actor_probs_pearson_corr']:.6f}"
@@ -171,7 +184,8 @@ def verdict_lines(report: Report) -> list[str]:
         ranked = ", ".join(f"{names(faults)} {left:.1e}" for faults, left in v.ranked[:3])
         return [
             f"UNEXPLAINED: mean |Δlogp| {v.gap:.2e}; {v.why}. Nearest: {ranked}. Until it is "
-            "explained: --set loss.correction='token_is(high=2.0)', or --set rollout.engine=native."
+            "explained: --set loss.correction='token_is(high=2.0)', or --set "
+            "rollout.engine=native, with a new --workdir."
         ]
     also = f" As good: {', '.join(v.also)}." if v.also else ""
     head = f"DISAGREE: {names(v.faults)}. mean |Δlogp| {v.gap:.2e}, {v.left:.2e} left; {v.why}."

@@ -77,7 +77,7 @@ def memory(cfg: Config) -> Memory:
         optimizer=2 * trained * held,
         reference=local * held if cfg.loss.kl_coef > 0 else 0,
         activations=kept * (2 if own else 1) + (2 * layer if cfg.optim.remat else 0),
-        cache=cache_bytes(m, engine_rows, cfg.context),
+        cache=cache_bytes(m, engine_rows, cfg.context) if cfg.rollout.engine == "native" else 0,
     )
 
 

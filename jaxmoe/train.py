@@ -143,11 +143,11 @@ class Desk:
         return Stopped(self.stop.signal, self.save())
 
     @contextmanager
-    def saved_if_the_engine_fails(self) -> Iterator[None]:
+    def saved_if_it_cannot_go_on(self) -> Iterator[None]:
         try:
             yield
-        except EngineError as error:
-            raise EngineError(f"{error} {self.save()}") from error
+        except (EngineError, ConfigError) as error:
+            raise type(error)(f"{error} {self.save()}") from error
 
 
 def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> TrainState:
@@ -210,7 +210,7 @@ def reinforce(
         make, first=at.step + 1, last=cfg.steps, most=r.max_staleness,
         stop=lambda: desk.stop.signal, interrupt=engine.close,
     )  # fmt: skip
-    with closing(batches), desk.saved_if_the_engine_fails():
+    with closing(batches), desk.saved_if_it_cannot_go_on():
         engine.load(policy_of(state.params), at.step)
         if at.step == 0:
             with phase("scoring the held-out rows before the first step"):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How answers are sampled, and by which engine. Next: jaxmoe/rollout/open.py opens it."""
 
+import shlex
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from jaxmoe.config.errors import require
+from jaxmoe.config.errors import ConfigError, require
 
 
 @dataclass(frozen=True)
@@ -16,15 +18,33 @@ class VllmConfig:
     dtype: str = ""  # of the engine's arithmetic; empty: model.dtype
     args: str = ""  # more of vLLM's own options, as on its command line
     way: str = "files"  # of the weights: files, nccl or ipc; in this process they are shared
-    weights_dir: str = "/dev/shm"  # where files of weights pass
+    weights_dir: str = "/dev/shm"  # where files of weights pass; two versions lie there at once
     swap: str = "keep"  # answers under way when weights change: keep, wait (finish them) or abort
     start_timeout_s: float = 600.0  # until a server that was started answers
-    request_timeout_s: float = 600.0  # of one prompt's samples
+    request_timeout_s: float = 600.0  # of one prompt's samples, of each step of a publication
     retries: int = 5  # of a request, and of a server that died, before the run gives up
     probe_abs_diff: float = 0.0  # largest mean |dlogp| on a probe after each publication, nats;
     # 0: 1e-4 in float32, 0.1 in bfloat16
 
+    @property
+    def urls(self) -> list[str]:
+        """Of each running server."""
+        return [url.strip() for url in self.url.split(",") if url.strip()]
+
     def __post_init__(self) -> None:
+        for url in self.urls:
+            require(
+                _is_url(url),
+                f"rollout.vllm.url must name servers as http://HOST:PORT, got {url!r}. "
+                "Try --set rollout.vllm.url=http://127.0.0.1:8000.",
+            )
+        try:
+            shlex.split(self.args)
+        except ValueError as error:
+            raise ConfigError(
+                f"rollout.vllm.args must be options as on a command line, got {self.args!r} "
+                f"({error}). Try --set rollout.vllm.args=."
+            ) from error
         for name, allowed in (
             ("way", ("files", "nccl", "ipc")),
             ("swap", ("keep", "wait", "abort")),
@@ -47,6 +67,14 @@ class VllmConfig:
             f"({self.request_timeout_s}) must be above 0, probe_abs_diff ({self.probe_abs_diff}) "
             "0 or more. Try --set rollout.vllm.request_timeout_s=600.",
         )
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or too large
+        return False
 
 
 @dataclass(frozen=True)
@@ -105,6 +133,12 @@ class RolloutConfig:
             f"or top_p ({self.top_p}) cut, got {self.temperature}: vLLM does not tell what a cut "
             "left over at another temperature. Try --set rollout.temperature=1.0, or "
             "--set rollout.top_k=0 --set rollout.top_p=1.0.",
+        )
+        require(
+            not (self.engine == "vllm" and cut and self.max_staleness > 0),
+            f"rollout.max_staleness must be 0 where rollout.engine is vllm and top_k or top_p cut, "
+            f"got {self.max_staleness}: what a cut left over is asked of the weights that drew the "
+            "answer, which are gone by then. Try --set rollout.max_staleness=0.",
         )
         require(
             self.max_staleness >= 0,

@@ -82,7 +82,7 @@ def _of_ids(
         found.append(Finding(
             "stop_ids", "tokens", f"an answer must end at a stop token, one of {sampling.stop_ids}",
             f"{len(past)} of {len(rollouts)} go on behind one",
-            "send stop_token_ids with every request, and ignore_eos=false",
+            "send stop_token_ids with every request",
         ))  # fmt: skip
     for name, other in (("own", encode), ("engine", their_encode)):
         if other is None:

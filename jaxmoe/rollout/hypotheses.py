@@ -186,8 +186,8 @@ def _with_first(rows: Rows, *, token: int) -> Rows:
 
 def _weights(previous: Params, cfg: ModelConfig) -> list[Hypothesis]:
     line = (
-        "the loading of these tensors: compare engine.held()['stale'], and load through "
-        "--set rollout.vllm.way=files, whose plugin streams experts and sinks one at a time"
+        "the loading of these tensors in vLLM: install this jaxmoe in its environment again "
+        "(pip install --no-deps), and publish with --set rollout.vllm.way=files"
     )
 
     def stale(name: str, names: tuple[str, ...], layer: int | None, kin: str) -> Hypothesis:
@@ -235,7 +235,7 @@ def _sampling(sampling: Sampling, says_kept: bool) -> list[Hypothesis]:
         )
 
     cuts = sampling.top_k > 0 or sampling.top_p < 1.0
-    processed = '--set rollout.vllm.args="--logprobs-mode processed_logprobs"'
+    processed = "--logprobs-mode processed_logprobs, in rollout.vllm.args or on the server's line"
     found = []
     if sampling.temperature != 1.0 or (cuts and says_kept):
         found.append(claims(

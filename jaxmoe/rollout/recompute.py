@@ -39,7 +39,7 @@ class Knobs(NamedTuple):
     round_head: Leaf  # bool: operands of the head in bfloat16
     round_logits: Leaf  # bool: the vocabulary's logits in bfloat16
     temperature: Leaf
-    jitter: Leaf  # relative noise on what every layer's blocks put out: 2^-23 is one rounding
+    jitter: Leaf  # relative noise on what every layer's blocks put out, 2^-23 for one rounding
 
 
 class Programs(NamedTuple):

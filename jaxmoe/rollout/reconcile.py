@@ -190,6 +190,7 @@ def _rounding(
 
 
 def _jittered(v: Variant) -> Variant:
+    """One rounding of float32 more or less; bfloat16 rounds it away: there Rounding.engine counts."""
     return replace(v, knobs=v.knobs._replace(jitter=jnp.float32(ULP)))
 
 
@@ -223,7 +224,10 @@ def _by_experts(
     verdict: Verdict, layers: Sequence[LayerSwitches], replayed: float, rounding: Rounding,
     jitter: float,
 ) -> Verdict:  # fmt: skip
-    """Where nothing else explains: do the engine's experts, and is it rounding that chose them?"""
+    """Where nothing else explains: do the engine's experts, and is it rounding that chose them?
+
+    In bfloat16 the jitter is rounded away, and switches that rounding made are named too.
+    """
     regret = max(x.regret for x in layers)
     if verdict.kind != "unexplained" or replayed > max(verdict.gap / 4.0, NOISE * rounding.own):
         return verdict

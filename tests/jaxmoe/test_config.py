@@ -141,6 +141,34 @@ def test_a_cut_at_another_temperature_is_refused_where_vllm_samples():
     assert override(TINY, cut[0], "rollout.engine=vllm").rollout.temperature == 1.0
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000", "http://", "http://h:port", "http://h:99999", "ftp://h:1", "http://a:1,b"],
+)
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(
+        ConfigError, match="must name servers as http://HOST:PORT, got .* Try --set"
+    ):
+        override(TINY, f"rollout.vllm.url={url}")
+
+
+def test_several_urls_and_a_path_are_taken():
+    cfg = override(TINY, "rollout.vllm.url=http://a:1, https://[::1]:2/x")
+    assert cfg.rollout.vllm.urls == ["http://a:1", "https://[::1]:2/x"]
+
+
+def test_an_open_quote_in_vllms_options_is_refused():
+    with pytest.raises(ConfigError, match="must be options as on a command line, got '--a \"b'"):
+        override(TINY, 'rollout.vllm.args=--a "b')
+
+
+def test_a_cut_is_not_sampled_ahead_by_vllm():
+    ahead = ("rollout.engine=vllm", "rollout.max_staleness=1")
+    override(TINY, *ahead)
+    with pytest.raises(ConfigError, match="rollout.max_staleness must be 0 .* got 1"):
+        override(TINY, *ahead, "rollout.top_k=5")
+
+
 def test_warm_up_must_be_cut_into_the_same_microbatches():
     with pytest.raises(ConfigError, match=r"warmup.sequences_per_step \(64\) .* Try --set warmup"):
         override(TINY, "optim.microbatches=128")

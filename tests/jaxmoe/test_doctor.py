@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxmoe import doctor
+from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.open import open_engine
 
 SMALL = [
@@ -66,6 +67,18 @@ def test_the_line_to_change_is_said(work, monkeypatch, capsys):
     assert doctor.main([*SMALL, "--workdir", str(work)]) == 1
     said = capsys.readouterr().out
     assert "DISAGREE: window_minus_one" in said and '"sliding_window": 32' in said
+
+
+def test_weights_that_the_engine_refuses_are_the_answer(tmp_path, monkeypatch, capsys):
+    class Forgets(Raw):
+        def load(self, params, version):
+            raise EngineError("received but not in the live model: lm_head.weight")
+
+    monkeypatch.setattr(doctor, "open_engine", lambda cfg, work: Forgets(open_engine(cfg, work)))
+    assert doctor.main([*SMALL, "--workdir", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "DISAGREE: the engine does not hold the initial weights." in said
+    assert "lm_head.weight" in json.loads((tmp_path / "doctor.json").read_text())["why"]
 
 
 def test_a_mistake_is_status_2(tmp_path, capsys):

@@ -37,6 +37,7 @@ from jaxmoe.rollout.vllm.publish import Probe
 from jaxmoe.rollout.vllm.server import Server
 from jaxmoe.rollout.vllm.ways import Channel
 from jaxmoe.rollout.weights import Publication, files, new_run
+from jaxmoe.rollout.weights_home import Home
 from jaxmoe.shapes import Params
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class VllmEngine:
         self._lock, self._closed = Lock(), Event()
         self._wanted: Wanted | None = None
         self._spare: Publication | None = None
+        self._home: Home | None = None
         # in one process weights are handed over as they are
         self._way = "shared" if not vllm.url and vllm.launch == 0 else vllm.way
         context = max_prompt_tokens + max_new_tokens
@@ -80,6 +82,8 @@ class VllmEngine:
                 if server is not None:
                     server.stop()
             raise
+        if self._way == "files":
+            self._home = Home(vllm.weights_dir, self._run)
         self._places = [
             Place(backend, server, way=self._way, cfg=cfg, probe=probe, retries=vllm.retries)
             for backend, server in opened
@@ -114,9 +118,18 @@ class VllmEngine:
             before = self._wanted
             wanted = Wanted(f"{self._run}:{version}", version, made, make, logps)
             self._wanted = wanted
-        with ThreadPoolExecutor(len(self._places)) as pool:
+        pool = ThreadPoolExecutor(len(self._places))
+        try:
             list(pool.map(lambda place: place.bring(wanted, self._vllm.swap), self._places))
+        except KeyboardInterrupt:
+            self.close()  # who brings weights stops waiting
+            raise
+        finally:
+            pool.shutdown()
         wanted.logps = wanted.make = None  # the trainer may give the weights away now
+        for place in self._places:
+            with place.lock:  # who still reads them has ended
+                pass
         if before is not None and before.files is not None and before.version != version:
             self._spare = before.files  # nobody reads it now: the next version is written over it
 
@@ -152,9 +165,8 @@ class VllmEngine:
         self._closed.set()
         for place in self._places:
             place.close()
-        for left in (self._spare, self._wanted and self._wanted.files):
-            if left is not None:
-                left.close()
+        if self._home is not None:
+            self._home.close()
 
     def _each(self, fn: Callable[..., T], things: list, rows: int) -> list[T]:
         """fn of each thing, each at one vLLM at a time, in order; one result for each."""
@@ -228,11 +240,10 @@ def _open(
     cfg: ModelConfig, vllm: VllmConfig, work: Path, context: int, rows: int
 ) -> list[tuple[Backend, Server | None]]:
     """The running servers named, or servers started, or one vLLM in this process."""
-    urls = [url.strip() for url in vllm.url.split(",") if url.strip()]
-    if urls:
+    if vllm.urls:
         return [
             (HttpBackend(url, timeout_s=vllm.request_timeout_s, connections=rows), None)
-            for url in urls
+            for url in vllm.urls
         ]
     if vllm.launch == 0:
         from jaxmoe.rollout.vllm.in_process import InProcess
@@ -242,15 +253,16 @@ def _open(
         Server(vllm, cfg, work=work, number=n, context=context, rows=rows)
         for n in range(vllm.launch)
     ]
-    with ThreadPoolExecutor(len(servers)) as pool:
+    pool = ThreadPoolExecutor(len(servers))
+    try:
         jobs = [pool.submit(server.start) for server in servers]
-    failed = [job.exception() for job in jobs if job.exception() is not None]
-    if failed:
+        return [(job.result(), server) for job, server in zip(jobs, servers, strict=True)]
+    except BaseException:
         for server in servers:
             server.stop()
-        assert failed[0] is not None
-        raise failed[0]
-    return [(job.result(), server) for job, server in zip(jobs, servers, strict=True)]
+        raise
+    finally:
+        pool.shutdown()
 
 
 def _context(backend: Backend, needed: int) -> int:
@@ -266,6 +278,7 @@ def _context(backend: Backend, needed: int) -> int:
         raise ConfigError(
             f"{backend.name} must take data.max_prompt_tokens + rollout.max_new_tokens + 1 "
             f"({needed}) tokens, its --max-model-len is {has}. Start it with --max-model-len "
-            f"{needed}, or try --set data.max_prompt_tokens={max(1, has // 2)}."
+            f"{needed}, or make both smaller, --set data.max_prompt_tokens={max(1, has // 2)} "
+            f"--set rollout.max_new_tokens={max(1, has - has // 2 - 1)}."
         )
     return has

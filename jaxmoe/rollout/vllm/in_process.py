@@ -150,8 +150,8 @@ class InProcess:
             try:
                 return future.result(timeout=0.5)
             except TimeoutError as error:
-                if future.done():
-                    raise
+                if future.done():  # it came in this moment
+                    continue
                 waited += 0.5
                 if waited >= self._timeout_s:
                     raise Unanswered(

@@ -6,6 +6,9 @@ weight-transfer backend; server.py starts such a one. Next: jaxmoe/rollout/vllm/
 """
 
 import json
+import socket
+import weakref
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode
 
@@ -29,6 +32,16 @@ class HttpBackend:
         self._pool = urllib3.connectionpool.connection_from_url(
             self.name, maxsize=connections, block=False, retries=False
         )
+        live = self._live = weakref.WeakSet[Any]()
+
+        base: Any = self._pool.ConnectionCls
+
+        class Connection(base):
+            def connect(self) -> None:
+                super().connect()
+                live.add(self)
+
+        self._pool.ConnectionCls = Connection
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return self._post("/inference/v1/generate", body)
@@ -73,7 +86,11 @@ class HttpBackend:
         return isinstance(answer, dict) and answer.get("success") is True
 
     def close(self) -> None:
+        """Whoever waits for an answer stops waiting: Unanswered."""
         self._pool.close()
+        for connection in list(self._live):
+            with suppress(OSError, AttributeError):  # it is closed already
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._ask("POST", path, body)

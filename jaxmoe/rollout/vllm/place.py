@@ -60,6 +60,9 @@ class Place:
         self.incidents: list[str] = []  # what went wrong and was mended
         self._verified: dict[str, int] = {}  # label -> version
         self._current = -1
+        self._doubts = 0  # times that its weights stopped being known
+        self._gone: EngineError | None = None  # why it was given up
+        self._closed = False
         self._opened: list[str] | None = None  # the workers whose transfer was set up
 
     def bring(self, wanted: Wanted, mode: str, *, revive: bool = False) -> None:
@@ -70,10 +73,12 @@ class Place:
         """
         with self.lock:
             for attempt in range(self._retries + 1):
+                self._still_open()
                 try:
                     if revive or attempt:
                         self._revive(always=attempt > 1)
                     self._publish(wanted, mode)
+                    self._gone = None
                     return
                 except Unanswered as error:
                     self._distrust()
@@ -108,7 +113,13 @@ class Place:
         self.generation += 1
 
     def _distrust(self) -> None:
+        """In this order: who reads the count and then finds labels will see it change."""
         self._verified.clear()
+        self._doubts += 1
+
+    def _still_open(self) -> None:
+        if self._closed:
+            raise EngineError(f"{self.backend.name} was closed.")
 
     def _revive(self, *, always: bool) -> None:
         if self._server is None:
@@ -126,10 +137,20 @@ class Place:
                 self.backend = self._server.start()
             except EngineError as error:
                 raise Unanswered(str(error)) from error
+        if self._closed:
+            self.backend.close()
+            self._server.stop()
+            self._still_open()
 
     def recover(self, seen: int, wanted: Wanted) -> None:
-        """After a failure of generation `seen`: back to holding what is wanted, if it is not."""
+        """After a failure of generation `seen`: back to holding what is wanted, if it is not.
+
+        Tried in vain once, it is not tried again by everybody who waits: raises EngineError.
+        """
         with self.lock:
+            self._still_open()
+            if self._gone is not None:
+                raise self._gone
             if self.generation != seen and self._verified:
                 return  # another thread was here first
             if wanted.label in self._verified:
@@ -143,27 +164,43 @@ class Place:
                 except Unanswered as error:
                     self.incidents.append(str(error))
             self._distrust()
-            self.bring(wanted, "abort", revive=True)
+            try:
+                self.bring(wanted, "abort", revive=True)
+            except EngineError as error:
+                self._gone = error
+                raise
+
+    def _trusted(self, wanted: Wanted) -> int:
+        """The count of doubts, read while the weights are known."""
+        while True:
+            seen, doubts = self.generation, self._doubts
+            if self._verified:
+                return doubts
+            self.recover(seen, wanted)
+
+    def _still(self, doubts: int) -> None:
+        if self._doubts != doubts:
+            raise Unanswered(f"{self.backend.name} changed its weights in an unknown way meanwhile")
 
     def ask(self, unit: Unit, sampling: Sampling, seed: int, wanted: Wanted) -> list[Rollout]:
         """The unit's rollouts, each of verified weights. Raises Unanswered."""
-        if not self._verified:
-            self.recover(self.generation, wanted)
+        doubts = self._trusted(wanted)
         floor, backend = self._current, self.backend
         made = sample(backend, unit, sampling, seed, self._cfg)
         cuts = sampling.temperature > 0.0 and (sampling.top_k > 0 or sampling.top_p < 1.0)
-        return [
+        rollouts = [
             self._rollout(unit, p, self._versions(p, floor), backend if cuts else None)
             for p in made
         ]
+        self._still(doubts)
+        return rollouts
 
     def score(self, tokens: list[int], wanted: Wanted) -> np.ndarray:
         """Log-probs of given tokens under the current weights. Raises Unanswered."""
-        if not self._verified:
-            self.recover(self.generation, wanted)
-        floor = self._current
+        doubts, floor = self._trusted(wanted), self._current
         theirs, label = score(self.backend, tokens, self._cfg)
         self._versions(Piece(tokens[:1], [0.0], "length", [label], None), floor)
+        self._still(doubts)
         return theirs
 
     def _versions(self, piece: Piece, floor: int) -> np.ndarray:
@@ -214,6 +251,7 @@ class Place:
         )
 
     def close(self) -> None:
+        self._closed = True
         self._distrust()
         self._channel.close()
         self.backend.close()

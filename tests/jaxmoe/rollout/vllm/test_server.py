@@ -124,7 +124,7 @@ def test_one_that_does_not_answer_in_time_is_ended(tmp_path):
 
 def test_an_environment_without_vllm_is_named_with_what_to_type(tmp_path):
     python = environment(tmp_path / "env", vllm="")
-    with pytest.raises(ConfigError, match="(?s)no vLLM. Type: .* -m pip install vllm.*--no-deps"):
+    with pytest.raises(ConfigError, match="(?s)no vLLM. Type: .* -m pip install 'vllm.*--no-deps"):
         look(python)
 
 

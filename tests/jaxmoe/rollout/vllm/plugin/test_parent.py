@@ -63,7 +63,7 @@ class Blocked:
         if name.split(".")[0] in ("jax", "jaxlib", "flax", "optax", "torch", "vllm", "ml_dtypes"):
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Blocked())
-from jaxmoe.rollout.vllm.plugin import held, known, mailbox, manifest, names, parent, worker
+from jaxmoe.rollout.vllm.plugin import held, known, letterbox, manifest, names, parent, worker
 import jaxmoe.rollout.vllm.plugin as plugin
 assert "needs vllm" in known.missing()
 plugin.register()
