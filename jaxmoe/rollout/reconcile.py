@@ -190,7 +190,7 @@ def _rounding(
 
 
 def _jittered(v: Variant) -> Variant:
-    """One rounding of float32 more or less; bfloat16 rounds it away: there Rounding.engine counts."""
+    """One rounding of float32 more or less; in bfloat16 none, and Rounding.engine counts there."""
     return replace(v, knobs=v.knobs._replace(jitter=jnp.float32(ULP)))
 
 
