@@ -15,6 +15,8 @@ from vllm_cases import CFG, NEW, ROWS, check, open_engine, prompts, trainer, wei
 
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.engine import EngineError
+from jaxmoe.rollout.vllm.backend import Unanswered
+from jaxmoe.rollout.vllm.place import Place
 
 FREE = Sampling(NEW, ())
 
@@ -122,6 +124,42 @@ def test_a_server_that_stays_away_is_given_up(fresh, tmp_path):
     engine.close()
 
 
+def test_a_server_that_stays_away_is_given_up_once_for_all_who_wait(fresh, tmp_path, monkeypatch):
+    engine = open_engine(fresh.url, tmp_path, retries=1)
+    engine.load(weights(1), 1)
+    tried, bring = [], Place.bring
+
+    def counted(self, *args, **options):
+        tried.append(args)
+        return bring(self, *args, **options)
+
+    monkeypatch.setattr(Place, "bring", counted)
+    fresh.server.crash()
+    with pytest.raises(EngineError, match="could not be published, tried 2 times"):
+        engine.generate(prompts(12), FREE, seed=0)
+    with pytest.raises(EngineError, match="could not be published, tried 2 times"):
+        engine.generate(prompts(12), FREE, seed=0)
+    assert len(tried) == 1
+    fresh.server.start()
+    engine.load(weights(2), 2)  # whoever publishes anew finds out anew
+    check(engine.generate(prompts(3), FREE, seed=0), prompts(3), 1, 2)
+    engine.close()
+
+
+def test_an_answer_from_before_a_torn_publication_is_not_believed(fresh, tmp_path):
+    engine = open_engine(fresh.url, tmp_path)
+    engine.load(weights(1), 1)
+    (place,) = engine._places
+    doubts = place._trusted(engine._wanted)
+    place._still(doubts)
+    place._distrust()
+    place.recover(place.generation, engine._wanted)  # the same version is verified again
+    with pytest.raises(Unanswered, match="in an unknown way meanwhile"):
+        place._still(doubts)
+    place._still(place._trusted(engine._wanted))
+    engine.close()
+
+
 def test_two_servers_share_the_work_and_one_may_die(tmp_path):
     servers = [StandIn(CFG, delay=0.003) for _ in range(2)]
     engine = open_engine(",".join(s.url for s in servers), tmp_path)
@@ -150,7 +188,7 @@ def test_more_prompts_than_rows_are_asked_in_turn(fresh, tmp_path):
 
 
 def test_closing_ends_what_waits(fresh, tmp_path):
-    engine = open_engine(fresh.url, tmp_path, request_timeout_s=2.0)
+    engine = open_engine(fresh.url, tmp_path, request_timeout_s=100.0)
     engine.load(weights(1), 1)
     fresh.proxy.faults = ["silent"] * 50
     found = []
