@@ -10,11 +10,36 @@ import numpy as np
 import pytest
 from vllm_cases import CFG
 
-from jaxmoe.rollout.vllm.answers import Asked, pieces, prompt_logps
+from jaxmoe.rollout.vllm.answers import Asked, pieces, prompt_logps, read_npy
 from jaxmoe.rollout.vllm.ask import _joined
 from jaxmoe.rollout.vllm.backend import Unanswered
 
 ASKED = Asked(prompt_tokens=3, samples=2, max_tokens=4, stop_ids=frozenset({9}))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 2), (5,), (3, 4, 2)])
+@pytest.mark.parametrize("dtype", ["uint8", "<u2", ">i4", "float32"])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_an_array_is_read_as_numpy_wrote_it(shape, dtype, order, version):
+    array = np.asarray(np.arange(math.prod(shape)).reshape(shape), dtype, order=order)
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version)
+    read = read_npy(file.getvalue())
+    assert read.dtype == array.dtype
+    np.testing.assert_array_equal(read, array)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\x93NUMPY\x01\x00", b"\x93NUMPY\x01\x00\x04\x00{'a'", b"abc" * 9]
+)
+def test_what_is_no_array_is_said(raw):
+    with pytest.raises(ValueError):
+        read_npy(raw)
+    whole = io.BytesIO()
+    np.save(whole, np.arange(9))
+    with pytest.raises(ValueError):
+        read_npy(whole.getvalue()[:-1])
 
 
 def npy(array):
