@@ -57,3 +57,23 @@ def engine(request, tmp_path_factory):
     made.load(weights(0), 3)
     yield made
     made.close()
+
+
+@pytest.fixture(params=["stand_in", pytest.param("in_process", marks=pytest.mark.vllm)])
+def opened(request, tmp_path):
+    """An engine by swap mode; the stand-in is slow enough that a swap falls into an answer."""
+    closes = []
+
+    def make(mode):
+        if request.param == "in_process":
+            made = open_engine("", tmp_path, launch=0, swap=mode)
+        else:
+            server = StandIn(CFG, delay=0.004)
+            closes.append(server.crash)
+            made = open_engine(server.url, tmp_path, swap=mode)
+        closes.insert(0, made.close)
+        return made
+
+    yield make
+    for close in closes:
+        close()

@@ -6,8 +6,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from stand_in import StandIn
-from vllm_cases import CFG, NEW, open_engine, prompts, trainer, weights
+from vllm_cases import NEW, prompts, trainer, weights
 
 from jaxmoe.records import Sampling
 from jaxmoe.rollout.ahead import Ahead
@@ -15,26 +14,6 @@ from jaxmoe.rollout.staleness import check_versions
 
 FREE = Sampling(NEW, ())
 LAST, MOST, EACH = 6, 2, 4
-
-
-@pytest.fixture(params=["stand_in", pytest.param("in_process", marks=pytest.mark.vllm)])
-def opened(request, tmp_path):
-    """An engine by swap mode; the stand-in is slow enough that a swap falls into an answer."""
-    closes = []
-
-    def make(mode):
-        if request.param == "in_process":
-            made = open_engine("", tmp_path, launch=0, swap=mode)
-        else:
-            server = StandIn(CFG, delay=0.004)
-            closes.append(server.crash)
-            made = open_engine(server.url, tmp_path, swap=mode)
-        closes.insert(0, made.close)
-        return made
-
-    yield make
-    for close in closes:
-        close()
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

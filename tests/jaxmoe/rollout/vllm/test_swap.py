@@ -6,37 +6,16 @@ import time
 
 import numpy as np
 import pytest
-from stand_in import StandIn
-from vllm_cases import CFG, NEW, open_engine, prompts, trainer, weights
+from vllm_cases import NEW, prompts, trainer, weights
 
 from jaxmoe.records import Sampling
 
 FREE = Sampling(NEW, ())
 
 
-@pytest.fixture(params=["stand_in", pytest.param("in_process", marks=pytest.mark.vllm)])
-def slow(request, tmp_path):
-    """An engine to be swapped, by mode; slow enough that a swap falls into an answer."""
-    opened = []
-
-    def make(mode):
-        if request.param == "in_process":
-            made = open_engine("", tmp_path, launch=0, swap=mode)
-            opened.append(made.close)
-            return made
-        server = StandIn(CFG, delay=0.004)
-        made = open_engine(server.url, tmp_path, swap=mode)
-        opened.extend([made.close, server.crash])
-        return made
-
-    yield make
-    for close in opened:
-        close()
-
-
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_a_swap_in_the_middle_of_answers(slow, mode):
-    engine = slow(mode)
+def test_a_swap_in_the_middle_of_answers(opened, mode):
+    engine = opened(mode)
     engine.load(weights(1), 1)
     engine.generate(prompts(2), FREE, seed=0)  # compiled, warm
     made = []
@@ -64,8 +43,8 @@ def test_a_swap_in_the_middle_of_answers(slow, mode):
     assert mixed == 0 if mode == "wait" else mixed > 0
 
 
-def test_an_answer_asked_for_after_a_swap_is_all_of_the_new_weights(slow):
-    engine = slow("keep")
+def test_an_answer_asked_for_after_a_swap_is_all_of_the_new_weights(opened):
+    engine = opened("keep")
     for version in range(1, 6):
         engine.load(weights(version), version)
         for r in engine.generate(prompts(3), Sampling(3, ()), seed=version):

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages of a batch of groups: what changes them, what does not, and where they are 0."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmoe import losses
+from jaxmoe.rl.algorithm import Algorithm, advantages_of
+
+EPS = float(np.finfo(np.float32).eps)
+P, R, T = 3, 4, 5
+MASK = np.random.default_rng(0).random((P * R, T)) < 0.7
+MASK[:, 2] = True
+WHOLE = st.lists(st.integers(-8, 8), min_size=P * R, max_size=P * R)
+GROUPED = {
+    "group": losses.group_advantages,
+    "unscaled": partial(losses.group_advantages, scale_by_std=False),
+    "rloo": losses.rloo_advantages,
+}
+
+
+@partial(jax.jit, static_argnames="name")
+def grouped(rewards, name):
+    a = Algorithm(advantages=GROUPED[name], samples_per_prompt=R)
+    advantages, returns = advantages_of(a, rewards, jnp.asarray(MASK), None, None)
+    assert returns is None
+    return advantages
+
+
+def numbers(values):
+    return jnp.asarray(values, jnp.float32)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@given(WHOLE, st.lists(st.integers(-64, 64), min_size=P, max_size=P))
+def test_a_shift_of_a_groups_rewards_changes_nothing(name, rewards, shifts):
+    # whole numbers in groups of four: every sum and mean is exact
+    moved = np.array(rewards) + np.repeat(shifts, R)
+    np.testing.assert_array_equal(grouped(numbers(moved), name), grouped(numbers(rewards), name))
+
+
+@given(WHOLE, st.sampled_from([0.25, 2.0, 64.0]))
+def test_a_scale_of_rewards_changes_nothing_where_the_deviation_divides(rewards, scale):
+    one, other = (grouped(numbers(r), "group") for r in (rewards, np.array(rewards) * scale))
+    # epsilon is 1e-6, and whole numbers that are not all equal deviate by at least 0.5
+    np.testing.assert_allclose(one, other, rtol=1e-6 / (0.5 * min(1.0, scale)) + 4 * EPS)
+    big = grouped(numbers(np.array(rewards) * scale), "rloo")
+    np.testing.assert_array_equal(big, grouped(numbers(rewards), "rloo") * scale)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=P, max_size=P))
+def test_rewards_all_equal_in_their_group_give_exactly_zero(name, values):
+    assert not np.asarray(grouped(numbers(np.repeat(values, R)), name)).any()
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@given(WHOLE, st.permutations(range(P)))
+def test_groups_in_another_order_give_their_rows_in_that_order(name, rewards, order):
+    rows = np.arange(P * R).reshape(P, R)[np.array(order)].reshape(-1)
+    got = np.asarray(grouped(numbers(rewards)[rows], name))
+    want = np.asarray(grouped(numbers(rewards), name))[:, 2]  # a column of true tokens
+    np.testing.assert_array_equal(got, np.where(MASK, want[rows][:, None], 0.0))
+
+
+def test_the_group_of_a_row_is_that_of_its_neighbours():
+    rewards = numbers([1, 0, 0, 0, 5, 5, 5, 5, 0, 0, 3, 1])
+    got = np.asarray(grouped(rewards, "unscaled"))[:, 2]
+    np.testing.assert_array_equal(got, [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0, -1, -1, 2, 0])
+
+
+def test_an_advantage_at_a_false_token_is_zero_whatever_the_function_says():
+    def loud(rewards_BT):
+        return jnp.full(rewards_BT.shape, jnp.nan)
+
+    mask = jnp.asarray(MASK)
+    got, _ = advantages_of(Algorithm(advantages=loud), jnp.ones(P * R), mask, None, None)
+    np.testing.assert_array_equal(np.isnan(got), MASK)
+    assert not np.asarray(got)[~MASK].any()
+
+
+def test_returns_of_gae_come_through():
+    rng = np.random.default_rng(1)
+    rewards, values = numbers(rng.normal(size=P * R)), numbers(rng.normal(size=MASK.shape))
+    mask, gae = jnp.asarray(MASK), partial(losses.gae, discount=0.9, trace=0.8)
+    a = Algorithm(advantages=gae, critic="own", samples_per_prompt=R)
+    got = advantages_of(a, rewards, mask, None, values)
+    want = gae(losses.token_rewards(rewards, mask), values, mask)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert not np.asarray(got[0])[~MASK].any() and np.asarray(got[1])[MASK].all()
+
+
+def test_a_kl_penalty_lowers_the_rewards_that_are_compared():
+    kl = numbers(np.random.default_rng(2).random(MASK.shape))
+    rewards, mask = numbers(np.arange(P * R)), jnp.asarray(MASK)
+    a = Algorithm(advantages=GROUPED["unscaled"], samples_per_prompt=R, kl_coef=0.5)
+    got = np.asarray(advantages_of(a, rewards, mask, kl, None)[0])[:, 2]
+    paid = np.float64(rewards) - 0.5 * np.where(MASK, np.float64(kl), 0.0).sum(1)
+    want = paid - paid.reshape(P, R).mean(1).repeat(R)
+    np.testing.assert_allclose(got, want, atol=64 * EPS)
