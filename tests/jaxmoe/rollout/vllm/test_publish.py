@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A publication is believed when the engine shows it; whatever it holds instead is refused."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from vllm_cases import CFG, NEW, PROMPT, open_engine, prompts, trainer, weights
@@ -8,7 +11,7 @@ from vllm_cases import CFG, NEW, PROMPT, open_engine, prompts, trainer, weights
 from jaxmoe.config import ConfigError, VllmConfig
 from jaxmoe.records import Sampling
 from jaxmoe.rollout.engine import EngineError
-from jaxmoe.rollout.vllm.backend import Unanswered
+from jaxmoe.rollout.vllm.backend import Backend, Unanswered
 from jaxmoe.rollout.vllm.engine import VllmEngine
 from jaxmoe.rollout.vllm.publish import Refused, hand_over
 from jaxmoe.rollout.weights import Publication
@@ -104,19 +107,15 @@ def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
 def test_ruins_are_distrusted_before_they_are_sampled_from():
     done = []
 
-    class Breaking:
-        name = "it"
+    def call(name, *args):
+        done.append(name)
+        if name == "update":
+            raise Unanswered("no room")
+        return [{"instance": "a"}]
 
-        def __getattr__(self, name):
-            def call(*args):
-                done.append(name)
-                if name == "update":
-                    raise Unanswered("no room")
-                return [{"instance": "a"}]
-
-            return call
-
+    calls = [name for name in vars(Backend) if not name.startswith("_")]
+    breaking = SimpleNamespace(name="it", **{name: partial(call, name) for name in calls})
     published = Publication({"run": "r", "version": 1, "tensors": {}}, {"path": "p"})
     with pytest.raises(Unanswered, match="no room"):
-        hand_over(Breaking(), published, "keep", lambda: done.append("distrust"))
+        hand_over(breaking, published, "keep", lambda: done.append("distrust"))
     assert done == ["held", "pause", "start_update", "update", "distrust", "resume"]
