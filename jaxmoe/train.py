@@ -210,6 +210,7 @@ def reinforce(
         make, first=at.step + 1, last=cfg.steps, most=r.max_staleness,
         stop=lambda: desk.stop.signal, interrupt=engine.close,
     )  # fmt: skip
+    told = 0  # of the engine's incidents
     with closing(batches), desk.saved_if_it_cannot_go_on():
         engine.load(policy_of(state.params), at.step)
         if at.step == 0:
@@ -253,8 +254,11 @@ def reinforce(
                 elapsed = time.perf_counter() - start
                 metrics |= desk.phases | batches.waits()
                 metrics |= {"tokens_per_s": tokens / elapsed, "time/step_s": elapsed}
+                mended = engine.incidents[told:]
+                told += len(mended)
+                metrics["rollout/incidents"] = len(mended)
                 raised = alerts(metrics)
-                desk.log.write("rl", step, metrics, alerts=list(raised.values()))
+                desk.log.write("rl", step, metrics, alerts=[*raised.values(), *mended])
                 progress.alert(step, raised)
                 progress.update(
                     step, reward=metrics["reward/mean"], kl=metrics["policy/kl_rollout"],

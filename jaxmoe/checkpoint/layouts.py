@@ -75,24 +75,27 @@ def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def checkpoint_rows(
-    ours: np.ndarray, layout: Layout, span: tuple[int, int], shape: tuple[int, ...], dtype: np.dtype
-) -> np.ndarray:
+    ours: np.ndarray, layout: Layout, span: tuple[int, int], shape: tuple[int, ...],
+    dtype: np.dtype, out: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
     """Rows first…last + 1 of the checkpoint's tensor of that shape, flattened: [rows, width].
 
-    A view where nothing changes. Numerics: float32 to bfloat16 rounds to nearest, even.
+    In `out` where it is given, else a view where nothing changes.
+    Numerics: float32 to bfloat16 rounds to nearest, even.
     """
     start, stop = span
     width = flat_shape(shape)[1]
-    if layout in ("transpose", "transpose_pad"):
-        out = np.empty((stop - start, width), dtype)
-        _transpose(_bits(ours[:, start:stop].astype(dtype, copy=False)), _bits(out))
-        return out
-    rows = ours.reshape(-1, width)[start:stop].astype(dtype, copy=False)
-    if layout in ("gate_up", "gate_up_bias"):
-        out = np.empty(rows.shape, dtype)
-        _interleave(_bits(rows), _bits(out))
-        return out
-    return rows
+    transposed = layout in ("transpose", "transpose_pad")
+    rows = ours[:, start:stop] if transposed else ours.reshape(-1, width)[start:stop]
+    moved = transposed or layout in ("gate_up", "gate_up_bias")
+    # one pass in order first: what is then moved about lies in the cache
+    rows = rows.astype(dtype, copy=moved)
+    if out is None and not moved:
+        return rows
+    out = np.empty((stop - start, width), dtype) if out is None else out
+    move = _transpose if transposed else _interleave if moved else _copy
+    move(_bits(rows), _bits(out))
+    return out
 
 
 def checkpoint_tensor(
@@ -101,8 +104,7 @@ def checkpoint_tensor(
     """All of a checkpoint's tensor, in memory of its own."""
     flat = np.empty(flat_shape(shape), dtype)
     for start, stop in row_pieces(shape, flat.itemsize):
-        rows = checkpoint_rows(ours, layout, (start, stop), shape, dtype)
-        np.copyto(_bits(flat[start:stop]), _bits(rows))
+        checkpoint_rows(ours, layout, (start, stop), shape, dtype, flat[start:stop])
     return flat.reshape(shape)
 
 
@@ -130,6 +132,10 @@ def device_tensor(
 
 def _bits(array: np.ndarray) -> np.ndarray:
     return array.view(np.dtype(f"u{array.itemsize}"))
+
+
+def _copy(rows: np.ndarray, out: np.ndarray) -> None:
+    np.copyto(out, rows)
 
 
 def _transpose(columns: np.ndarray, out: np.ndarray) -> None:

@@ -37,6 +37,8 @@ RULES = (
          "optim.lr, loss.epochs and loss.minibatches: the policy leaves its batch"),
     Rule("reward/zero_std_groups_frac", lambda x: x == 1.0, "= 1",
          "samples.jsonl: every group's rewards are equal, so nothing is learned"),
+    Rule("rollout/incidents", lambda x: x > 0.0, "> 0",
+         "the lines after this one in metrics.jsonl; the engine failed and was mended"),
     Rule("gate/closed", lambda x: x > 0.0, "> 0", "gate.*: this batch was not trained on"),
 )  # fmt: skip
 

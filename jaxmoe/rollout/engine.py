@@ -24,6 +24,11 @@ class Engine(Protocol):
     is in greedy answers, of which nothing can be cut.
     """
 
+    @property
+    def incidents(self) -> Sequence[str]:
+        """What went wrong since the engine was opened, and was mended; oldest first."""
+        ...
+
     def load(self, params: Params, version: int) -> None:
         """Sample from these weights from now on; rollouts carry `version`.
 

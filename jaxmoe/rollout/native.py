@@ -155,6 +155,8 @@ def decode(
 class NativeEngine:
     """Samples with the trainer's own forward; `compilations()` counts what jit has built."""
 
+    incidents: Sequence[str] = ()  # it fails for good or not at all
+
     def __init__(
         self, cfg: ModelConfig, *, max_prompt_tokens: int, max_new_tokens: int, max_rows: int
     ) -> None:

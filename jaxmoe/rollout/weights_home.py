@@ -2,7 +2,7 @@
 """The folder of one engine's publications: removed in the end, or by the next engine that opens
 where this one was killed. It may be memory, so nothing of it may stay behind.
 
-Next: jaxmoe/rollout/weights.py writes into it.
+Next: jaxmoe/rollout/weights_files.py writes into it.
 """
 
 import atexit

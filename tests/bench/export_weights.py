@@ -31,7 +31,8 @@ import psutil
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import abstract_params, count_params
-from jaxmoe.rollout.weights import empty_manifest, files, fill_digests, plan
+from jaxmoe.rollout.weights import empty_manifest, fill_digests, plan
+from jaxmoe.rollout.weights_files import files
 
 BLOCK_BYTES = 1 << 28
 
@@ -114,7 +115,7 @@ def measure(held: str, sent: str, gigabytes: float, directory: Path, rounds: int
                     file.write(block[start : start + (1 << 24)].data)
 
     sides = (export, export_over, convert, copy_warm, copy_fresh, write_file)
-    for _ in range(2):
+    for _ in range(4):  # two files, each written and mapped
         export_over()
     grown, times = peak_growth(export), {act.__name__: [] for act in sides}
     for _ in range(rounds):

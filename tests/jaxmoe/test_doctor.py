@@ -22,6 +22,8 @@ class Raw:
     def __init__(self, inner):
         self.inner = inner
 
+    incidents = ()
+
     def load(self, params, version):
         self.inner.load(params, version)
 

@@ -66,6 +66,7 @@ class Scripted:
     under_way: int = 0
     most_at_once: int = 0
     closed: threading.Event = field(default_factory=threading.Event)
+    incidents: list = field(default_factory=list)
     told: int | None = None  # what to claim instead of the version held
 
     def load(self, params, version):
@@ -171,6 +172,21 @@ def test_in_turn_nothing_is_counted_that_cannot_happen(tmp_path, monkeypatch):
     Run(tmp_path, Scripted())(monkeypatch)
     names = set().union(*lines(tmp_path))
     assert not {n for n in names if n.startswith(("staleness", "time/wait", "rollout/ahead"))}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_the_engine_mended_stands_in_the_line_of_its_step(tmp_path, monkeypatch, ahead):
+    def script(call, engine):
+        if call == "load" and engine.held in (1, 2):  # version 3 follows 2
+            engine.incidents += [f"a hiccup after {engine.held}", "another"]
+
+    Run(tmp_path, Scripted(script), ahead)(monkeypatch)
+    rows = lines(tmp_path)[1:]
+    assert [row["rollout/incidents"] for row in rows] == [0, 2, 2, 0, 0, 0]
+    _, rule, *told = rows[2]["alerts"]  # the first: every reward is 0
+    assert rule.startswith("rollout/incidents is 2 (> 0); look first at the lines")
+    assert told == ["a hiccup after 2", "another"]
+    assert len(rows[0]["alerts"]) == len(rows[3]["alerts"]) == 1
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

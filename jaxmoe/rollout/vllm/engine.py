@@ -36,7 +36,8 @@ from jaxmoe.rollout.vllm.place import Place, Wanted, backoff
 from jaxmoe.rollout.vllm.publish import Probe
 from jaxmoe.rollout.vllm.server import Server
 from jaxmoe.rollout.vllm.ways import Channel
-from jaxmoe.rollout.weights import Publication, files, new_run
+from jaxmoe.rollout.weights import Publication, new_run
+from jaxmoe.rollout.weights_files import PublishedFile, files
 from jaxmoe.rollout.weights_home import Home
 from jaxmoe.shapes import Params
 
@@ -52,7 +53,7 @@ def trainer_logps(params: Params, tokens_BT: Array, *, cfg: ModelConfig) -> Arra
 
 
 class VllmEngine:
-    """`backends` are the vLLMs it samples from; `incidents` what went wrong and was mended."""
+    """`backends` are the vLLMs it samples from."""
 
     def __init__(
         self, cfg: ModelConfig, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
@@ -62,10 +63,11 @@ class VllmEngine:
         self._longest, self._max_new, self._rows = max_prompt_tokens, max_new_tokens, max_rows
         self._dtype = vllm.dtype or cfg.dtype
         self._run = new_run()
+        self.incidents: list[str] = []
         self._logp = partial(jax.jit(trainer_logps, static_argnames="cfg"), cfg=cfg)
         self._lock, self._closed = Lock(), Event()
         self._wanted: Wanted | None = None
-        self._spare: Publication | None = None
+        self._spare: PublishedFile | None = None
         self._home: Home | None = None
         # in one process weights are handed over as they are
         self._way = "shared" if not vllm.url and vllm.launch == 0 else vllm.way
@@ -85,17 +87,16 @@ class VllmEngine:
         if self._way == "files":
             self._home = Home(vllm.weights_dir, self._run)
         self._places = [
-            Place(backend, server, way=self._way, cfg=cfg, probe=probe, retries=vllm.retries)
+            Place(
+                backend, server, way=self._way, cfg=cfg, probe=probe, retries=vllm.retries,
+                report=self.incidents.append,
+            )
             for backend, server in opened
-        ]
+        ]  # fmt: skip
 
     @property
     def backends(self) -> list[Backend]:
         return [place.backend for place in self._places]
-
-    @property
-    def incidents(self) -> list[str]:
-        return [line for place in self._places for line in place.incidents]
 
     def load(self, params: Params, version: int) -> None:
         """Publish to every vLLM and verify; Engine.load.
@@ -167,6 +168,10 @@ class VllmEngine:
             place.close()
         if self._home is not None:
             self._home.close()
+        with self._lock:  # what is mapped stays in memory as long as somebody has it
+            self._spare = None
+            if self._wanted is not None:
+                self._wanted.files = None
 
     def _each(self, fn: Callable[..., T], things: list, rows: int) -> list[T]:
         """fn of each thing, each at one vLLM at a time, in order; one result for each."""
@@ -191,7 +196,7 @@ class VllmEngine:
                 return fn(place, wanted)
             except Unanswered as error:
                 why.append(str(error))
-                place.incidents.append(str(error))
+                place.note(str(error))
             finally:
                 with self._lock:
                     place.asked -= 1

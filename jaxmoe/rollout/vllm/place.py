@@ -8,6 +8,7 @@ version that was current when it was asked. Next: jaxmoe/rollout/vllm/publish.py
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from jaxmoe.rollout.vllm.publish import Logps, Probe, Shown, hand_over, instance
 from jaxmoe.rollout.vllm.server import Server
 from jaxmoe.rollout.vllm.ways import Channel
 from jaxmoe.rollout.weights import Publication
+from jaxmoe.rollout.weights_files import PublishedFile
 
 LONGEST_S = 10.0  # between two attempts
 
@@ -34,7 +36,7 @@ class Wanted:
 
     label: str
     version: int
-    files: Publication | None  # for every vLLM, or
+    files: PublishedFile | None  # for every vLLM, or
     make: Callable[[Channel], Publication] | None  # for one, while the weights are at hand
     logps: Logps | None  # likewise
     shown: Shown | None = None  # afterwards
@@ -50,14 +52,14 @@ class Place:
 
     def __init__(
         self, backend: Backend, server: Server | None, *, way: str, cfg: ModelConfig,
-        probe: Probe, retries: int,
+        probe: Probe, retries: int, report: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.backend, self._server, self._channel = backend, server, Channel(way)
         self._cfg, self._probe, self._retries = cfg, probe, retries
         self.lock = threading.RLock()
         self.generation = 0
         self.asked = 0  # units under way; the engine's to count
-        self.incidents: list[str] = []  # what went wrong and was mended
+        self._report, self._last = report, deque[str](maxlen=3)
         self._verified: dict[str, int] = {}  # label -> version
         self._current = -1
         self._doubts = 0  # times that its weights stopped being known
@@ -82,7 +84,7 @@ class Place:
                     return
                 except Unanswered as error:
                     self._distrust()
-                    self.incidents.append(str(error))
+                    self.note(str(error))
                     backoff(attempt)
             raise self.lost(f"weights of version {wanted.version} could not be published")
 
@@ -160,9 +162,9 @@ class Place:
                     same = [str(worker.get("instance")) for worker in held] == self._opened
                     if same and all(w.get("label") == wanted.label for w in held):
                         return  # it was a hiccup
-                    self.incidents.append(f"{self.backend.name} came back with other weights")
+                    self.note(f"{self.backend.name} came back with other weights")
                 except Unanswered as error:
-                    self.incidents.append(str(error))
+                    self.note(str(error))
             self._distrust()
             try:
                 self.bring(wanted, "abort", revive=True)
@@ -241,9 +243,15 @@ class Place:
             None if piece.experts is None else piece.experts.copy(),
         )  # fmt: skip
 
+    def note(self, what: str) -> None:
+        """It failed: where, for who reads of several."""
+        name = self.backend.name
+        self._last.append(what if name in what else f"{name}: {what}")
+        self._report(self._last[-1])
+
     def lost(self, why: str) -> EngineError:
         """What to say where it does not come back."""
-        last = "".join(f"\n  - {line}" for line in self.incidents[-3:])
+        last = "".join(f"\n  - {line}" for line in self._last)
         log = f" Its log: {self._server.log}." if self._server is not None else ""
         return EngineError(
             f"vLLM ({self.backend.name}): {why}, tried {self._retries + 1} times.{log} "

@@ -44,6 +44,8 @@ class Parrot:
     def __init__(self, tokenizer, says, version=3):
         self.tokenizer, self.says, self.version, self.asked = tokenizer, says, version, []
 
+    incidents = ()
+
     def load(self, params, version):
         raise AssertionError("an evaluation samples from the weights it is given")
 

@@ -23,6 +23,7 @@ CASES = [
     ("rollout_corr/rollout_rs_masked_fraction", 0.1, 0.5, UP, "> 0.5", "the rejection's bounds"),
     ("policy/clip_frac", 0.05, 0.3, UP, "> 0.3", "optim.lr, loss.epochs and loss.minibatches"),
     ("reward/zero_std_groups_frac", 0.5, math.nextafter(1.0, 0.0), UP, "= 1", "samples.jsonl"),
+    ("rollout/incidents", 0.0, 0.0, UP, "> 0", "the lines after this one in metrics.jsonl"),
     ("gate/closed", 0.0, 0.0, UP, "> 0", "gate.*: this batch was not trained on"),
 ]
 

@@ -4,18 +4,13 @@
 The engine is peer.py: numpy, no code of ours, with the fault inside.
 """
 
-import sys
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from peer import Peer, fresh, log_softmax, logits
 
 from jaxmoe.config import ConfigError, ModelConfig

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxmoe.config import VllmConfig
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # stand_in, proxy, vllm_cases
 
@@ -53,7 +55,8 @@ def engine(request, tmp_path_factory):
     if request.param == "stand_in":
         made = open_engine(request.getfixturevalue("stand_in").url, work)
     else:
-        made = open_engine("", work, launch=1 if request.param == "server" else 0)
+        launch = 1 if request.param == "server" else 0
+        made = open_engine("", work, launch=launch, weights_dir=VllmConfig().weights_dir)
     made.load(weights(0), 3)
     yield made
     made.close()

@@ -21,7 +21,7 @@ from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.records import Sampling
 from jaxmoe.rollout.vllm.publish import hand_over
 from jaxmoe.rollout.vllm.server import Server
-from jaxmoe.rollout.weights import files
+from jaxmoe.rollout.weights_files import files
 
 pytestmark = pytest.mark.vllm
 FREE = Sampling(NEW, ())
@@ -57,7 +57,7 @@ def alike(clean, out):
     return all(np.array_equal(a.tokens, b.tokens) for a, b in zip(clean, out, strict=True))
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "silent"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_spoilt_answer(vllm, kind):
     engine, proxy, *_ = vllm
     asked, rng = prompts(8), random.Random(kind)
@@ -117,6 +117,29 @@ def test_a_server_that_comes_back_with_another_model(vllm):
         timer.join()
         back.join()
     other.crash()
+
+
+def test_a_server_that_comes_back_with_old_weights(vllm):
+    """Another vLLM takes its place, each time with the weights of the version before."""
+    engine, proxy, server, _, work = vllm
+    other = Server(
+        VllmConfig(python=PYTHON), CFG, work=work, number=1, context=PROMPT + NEW, rows=ROWS
+    )
+    asked, rng = prompts(8), random.Random(5)
+    backend = other.start()
+    try:
+        for turn in range(TIMES):
+            version = 20 + turn
+            engine.load(weights(version), version)
+            to = server.url if proxy.upstream == other.url else other.url
+            timer = during(lambda to=to: setattr(proxy, "upstream", to), rng)
+            check(engine.generate(asked, FREE, seed=12, samples=2), asked, 2, version)
+            timer.join()
+            check(engine.generate(asked, FREE, seed=12, samples=2), asked, 2, version)
+    finally:
+        proxy.upstream = server.url
+        backend.close()
+        other.stop()
 
 
 def children(pid):

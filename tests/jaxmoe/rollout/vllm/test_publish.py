@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A publication is believed when the engine shows it; whatever it holds instead is refused."""
 
+import gc
+import tempfile
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from vllm_cases import CFG, NEW, PROMPT, open_engine, prompts, trainer, weights
+from vllm_cases import CFG, NEW, PROMPT, check, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import ConfigError, VllmConfig
 from jaxmoe.records import Sampling
@@ -15,6 +18,7 @@ from jaxmoe.rollout.vllm.backend import Backend, Unanswered
 from jaxmoe.rollout.vllm.engine import VllmEngine
 from jaxmoe.rollout.vllm.publish import Refused, hand_over
 from jaxmoe.rollout.weights import Publication
+from jaxmoe.rollout.weights_files import MEMORY
 
 FREE = Sampling(NEW, ())
 
@@ -75,12 +79,30 @@ def test_the_probe_costs_two_requests_and_the_bound_is_the_users(fresh, tmp_path
     engine.close()
 
 
-def test_published_files_are_gone_in_the_end(engine, tmp_path):
-    for version in (1, 2, 3, 4):  # the last but one stays, for the next to be written over
+@pytest.fixture(params=["disk", "memory"])
+def directory(request, tmp_path):
+    if request.param == "disk":
+        yield tmp_path / "weights"
+    elif not MEMORY.is_dir():
+        pytest.skip(f"there is no {MEMORY} on this machine")
+    else:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as made:
+            yield Path(made)
+
+
+def test_published_files_are_gone_in_the_end(fresh, tmp_path, directory):
+    engine = open_engine(fresh.url, tmp_path, weights_dir=str(directory))
+    maps, mapped = Path("/proc/self/maps"), []
+    for version in range(1, 7):  # the last but one stays, for the next to be written over
         engine.load(weights(version), version)
-        assert len(list((tmp_path / "weights").glob("jaxmoe-*/*"))) == min(version, 2)
+        check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, version)
+        assert len(list(directory.glob("jaxmoe-*/*"))) == min(version, 2)
+        mapped.append(maps.read_text().count(str(directory)) if maps.exists() else 0)
+    assert mapped == ([0, 0, 1, 2, 2, 2] if directory.is_relative_to(MEMORY) else 6 * [0])
     engine.close()
-    assert not list((tmp_path / "weights").iterdir())
+    assert not list(directory.iterdir())
+    gc.collect()
+    assert not maps.exists() or str(directory) not in maps.read_text()
     engine.close()
 
 

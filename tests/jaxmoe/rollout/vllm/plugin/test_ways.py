@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.rollout.weights import files
+from jaxmoe.rollout.weights_files import files
 from jaxmoe.rollout.weights_ipc import handles
 from jaxmoe.rollout.weights_nccl import Group, broadcast
 from jaxmoe.rollout.weights_shared import shared
