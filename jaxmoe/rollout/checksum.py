@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-ROW, ROWS = 1024, 128  # words summed at once: 1 MiB stays in a core's cache
+ROW, ROWS = 1024, 256  # words summed at once: 2 MiB, as large as a piece of a tensor
 _ODD = 2 * np.arange(ROW, dtype=np.uint64) + np.uint64(1)
 _DOWN = 2 * ROW * np.arange(ROWS, dtype=np.uint64)
 
@@ -25,17 +25,16 @@ def digest(array: NDArray) -> str:
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     size = 8 * ROW
     whole = raw.size // size * size
-    last = np.zeros(size, np.uint8)
-    last[: raw.size - whole] = raw[whole:]
-    words_RC, last_RC = (x.view(np.uint64).reshape(-1, ROW) for x in (raw[:whole], last))
-    plain, weighted = 0, 0
-    for start in range(0, len(words_RC), ROWS):
-        part = _sums(words_RC[start : start + ROWS])
-        plain += part[0]
-        weighted += part[1] + 2 * ROW * start * part[0]
-    part = _sums(last_RC)
-    plain += part[0]
-    weighted += part[1] + 2 * ROW * len(words_RC) * part[0]
+    parts = [raw[at : min(at + ROWS * size, whole)] for at in range(0, whole, ROWS * size)]
+    if whole < raw.size:
+        parts.append(np.zeros(size, np.uint8))
+        parts[-1][: raw.size - whole] = raw[whole:]
+    plain, weighted, start = 0, 0, 0
+    for part in parts:
+        total, moment = _sums(part.view(np.uint64).reshape(-1, ROW))
+        plain += total
+        weighted += moment + start // 4 * total
+        start += part.size
     return f"{plain % 2**64:016x}{weighted % 2**64:016x}"
 
 
