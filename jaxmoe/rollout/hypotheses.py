@@ -4,10 +4,11 @@
 A hypothesis is a name, what must hold, the line to type, and a function from one `Variant` to
 another; two faults at once are two functions after each other. The ladder runs from cheap to
 deep: tokens, weights, sampling, dtype, structure, experts.
-Next: jaxmoe/rollout/verdict.py picks the one that explains the gap.
+Next: jaxmoe/rollout/variants.py, what a change changes; jaxmoe/rollout/verdict.py picks the one
+that explains the gap.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.records import Rollout, Sampling
-from jaxmoe.rollout.recompute import Knobs, Scores, knobs_of
+from jaxmoe.records import Sampling
+from jaxmoe.rollout.recompute import knobs_of
+from jaxmoe.rollout.variants import Claim, Rows, Variant, kept_twice, kept_unsaid, untempered
 from jaxmoe.shapes import Leaf, Params
 
 GROUPS = {  # of tensors that are loaded, and left out, together
@@ -30,48 +32,6 @@ GROUPS = {  # of tensors that are loaded, and left out, together
     "embed": ("embed",),
     "head": ("head",),
 }
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Sampled sequences, padded on the right; one column to spare."""
-
-    tokens_BT: np.ndarray
-    segments_BT: np.ndarray
-    sampled_BT: np.ndarray  # bool: the engine chose the token
-    replay_LBTA: np.ndarray  # int32, -1 where the engine did not say
-
-
-Claim = Callable[[Scores, np.ndarray], np.ndarray]  # (scores, the engine's log_kept) -> [tokens]
-
-
-def whole(s: Scores, _kept: np.ndarray) -> np.ndarray:
-    """What must hold: over the whole vocabulary, at the temperature."""
-    return s.logp_BT
-
-
-def untempered(s: Scores, kept: np.ndarray) -> np.ndarray:
-    return s.raw_BT + kept
-
-
-def kept_twice(s: Scores, kept: np.ndarray) -> np.ndarray:
-    return s.logp_BT + kept
-
-
-def kept_unsaid(s: Scores, _kept: np.ndarray) -> np.ndarray:
-    return s.logp_BT - s.log_kept_BT
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to make the engine's numbers."""
-
-    params: Params
-    cfg: ModelConfig
-    knobs: Knobs
-    rows: Rows
-    replays: bool = False  # with the engine's experts
-    claim: Claim = whole
 
 
 @dataclass(frozen=True)
@@ -94,28 +54,6 @@ EXPERTS = Hypothesis(  # the deepest rung; jaxmoe/rollout/reconcile.py tries it 
     "--set loss.correction='token_is(high=2.0)'",
     lambda v: replace(v, replays=True),
 )
-
-
-def sampled_rows(rollouts: Sequence[Rollout], cfg: ModelConfig) -> Rows:
-    """The rows of some rollouts, and their engine's experts where it told."""
-    ends = [len(r.prompt.tokens) + len(r.tokens) for r in rollouts]
-    shape = (len(rollouts), max(ends) + 1)
-    tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    sampled = np.zeros(shape, bool)
-    replay = np.full((cfg.n_layers, *shape, cfg.experts_per_token), -1, np.int32)
-    for b, (r, end) in enumerate(zip(rollouts, ends, strict=True)):
-        start = len(r.prompt.tokens)
-        tokens[b, :start], tokens[b, start:end] = r.prompt.tokens, r.tokens
-        segments[b, :end] = 1
-        sampled[b, start:end] = True
-        if r.routed_experts is not None:
-            replay[:, b, : end - 1] = r.routed_experts.transpose(1, 0, 2)
-    return Rows(tokens, segments, sampled, replay)
-
-
-def unchanged(params: Params, cfg: ModelConfig, sampling: Sampling, rows: Rows) -> Variant:
-    """The trainer as it is."""
-    return Variant(params, cfg, knobs_of(cfg, sampling.temperature), rows)
 
 
 def hypotheses(

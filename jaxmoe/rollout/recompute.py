@@ -3,7 +3,7 @@
 
 What can change without another program is a number in `Knobs`; dtype and window are the model
 config's. Unchanged, this is the trainer's own forward and head.
-Next: jaxmoe/rollout/hypotheses.py names the changes.
+Next: jaxmoe/rollout/variants.py says what can change, hypotheses.py names the changes.
 """
 
 from functools import partial

@@ -19,15 +19,9 @@ from jaxmoe.losses.correction import log_ratios, token_ratio
 from jaxmoe.losses.mismatch import effective_sample_size, mismatch_metrics, ratio_quantiles
 from jaxmoe.records import Rollout, Sampling
 from jaxmoe.rollout.facts import Finding
-from jaxmoe.rollout.hypotheses import (
-    EXPERTS,
-    Hypothesis,
-    Variant,
-    hypotheses,
-    sampled_rows,
-    unchanged,
-)
+from jaxmoe.rollout.hypotheses import EXPERTS, Hypothesis, hypotheses
 from jaxmoe.rollout.recompute import Programs, Scores
+from jaxmoe.rollout.variants import Variant, sampled_rows, unchanged
 from jaxmoe.rollout.verdict import NOISE, Faults, Rounding, Verdict, judge, mean_gap
 from jaxmoe.shapes import Params
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests here share can be imported: peer, published."""
+"""What the tests here share can be imported: peer, published, random_weights."""
 
 import sys
 from pathlib import Path

@@ -12,16 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from peer import Peer, fresh, log_softmax, logits
+from random_weights import random_weights
 
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model import forward, sequence_logprobs
-from jaxmoe.model.params import map_specs
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.facts import facts
-from jaxmoe.rollout.hypotheses import GROUPS, sampled_rows, unchanged
+from jaxmoe.rollout.hypotheses import GROUPS
 from jaxmoe.rollout.recompute import Programs, head, trunk
 from jaxmoe.rollout.reconcile import reconcile
+from jaxmoe.rollout.variants import sampled_rows, unchanged
 
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
@@ -45,18 +46,8 @@ COOL = Sampling(40, (), temperature=0.7)
 
 
 @cache
-def weights(seed: int):
-    """Every leaf random, and far from those of another seed; numpy compiles nothing."""
-    rng = np.random.default_rng(seed)
-
-    def leaf(spec):
-        wide = spec.init == "normal"
-        fan = spec.shape[-1] if spec.axes == ("vocab", "embed") else spec.shape[-2] if wide else 1
-        x = rng.normal(size=spec.shape) * (1 / np.sqrt(fan) if wide else 0.0)
-        x = x + (spec.init == "ones") + 0.1 * rng.normal(size=spec.shape)
-        return jnp.asarray(x, jnp.float32)
-
-    return map_specs(leaf, CFG)
+def weights(seed):
+    return random_weights(CFG, seed)
 
 
 @cache

@@ -5,13 +5,12 @@ from contextlib import contextmanager
 from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_weights import random_weights
 
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.config import ModelConfig, VllmConfig
-from jaxmoe.model.params import map_specs
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.recompute import Programs, head, trunk
 from jaxmoe.rollout.reconcile import reconcile
@@ -36,16 +35,7 @@ PROMPTS = [
 
 @cache
 def weights(seed):
-    rng = np.random.default_rng(seed)
-
-    def leaf(spec):
-        wide = spec.init == "normal"
-        fan = spec.shape[-1] if spec.axes == ("vocab", "embed") else spec.shape[-2] if wide else 1
-        x = rng.normal(size=spec.shape) * (1 / np.sqrt(fan) if wide else 0.0)
-        x = x + (spec.init == "ones") + 0.1 * rng.normal(size=spec.shape)
-        return jnp.asarray(x, jnp.float32)
-
-    return map_specs(leaf, CFG)
+    return random_weights(CFG, seed)
 
 
 @contextmanager
