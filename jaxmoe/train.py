@@ -10,7 +10,7 @@ the loop, copy this file.
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -148,6 +148,10 @@ class Desk:
             yield
         except (EngineError, ConfigError) as error:
             raise type(error)(f"{error} {self.save()}") from error
+        except Exception as error:  # of a reward, say: its traceback is shown, its run is kept
+            with suppress(Exception):  # a step that failed has given the weights away
+                error.add_note(self.save())
+            raise
 
 
 def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> TrainState:
@@ -246,7 +250,7 @@ def reinforce(
                     if step % cfg.eval.every_steps == 0 or step == cfg.steps:
                         with batches.paused(), desk.clock("eval"):
                             metrics |= measure(desk, held_out)
-                except EngineError:  # the step was made: a resume goes on behind it
+                except Exception:  # the step was made: a resume goes on behind it
                     desk.log.write("rl", step, metrics | desk.phases)
                     raise
                 batches.published(step)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop around an engine that does as it is told.
+
+The update is a stand-in that counts; what is real is everything around it.
+"""
+
+import json
+import threading
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmoe import train
+from jaxmoe.checkpoint.run import Position, restore_run
+from jaxmoe.cli import StopRequest
+from jaxmoe.config_file import load, override
+from jaxmoe.envs.tasks import open_task
+from jaxmoe.observe.metrics import MetricsLog
+from jaxmoe.records import Rollout, StopReason
+from jaxmoe.rl.algorithm import algorithm
+from jaxmoe.rl.state import new_state
+
+STEPS, SAMPLES, PROMPTS = 6, 2, 3
+SOON = 60.0
+CFG = override(
+    load("tiny.py"), "data.train_rows=64", "data.held_out_rows=4", "warmup.steps=0",
+    f"rollout.sequences_per_step={SAMPLES * PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
+    "rollout.max_draws=1", f"steps={STEPS}", "eval.every_steps=3", "save.every_steps=100",
+    "loss.correction=token_is",
+)  # fmt: skip
+TX = optax.sgd(1.0)
+NUMBERS = (
+    "gate/closed", "grad/norm", "loss", "policy/kl_rollout", "train_rollout_logprob_abs_diff"
+)  # fmt: skip
+
+
+def counting_step(state, batch, minibatches, reference, **_):
+    """Adds 1 to the weight, so that the weight says which version it is."""
+    params = jax.tree.map(lambda w: w + 1.0, state.params)
+    return replace(state, params=params), {name: jnp.zeros(()) for name in NUMBERS}
+
+
+@dataclass
+class Scripted:
+    """Answers with random tokens by the version it holds; `script` may delay, lie or fail.
+
+    script(call, engine): call is "load", "sample" or "score" (greedy: of an evaluation).
+    """
+
+    script: object = lambda call, engine: None
+    held: int = -1
+    sampled: list = field(default_factory=list)  # (prompt ids, seed) of training's calls
+    loaded: list = field(default_factory=list)
+    answered: int = 0  # of those
+    under_way: int = 0
+    most_at_once: int = 0
+    closed: threading.Event = field(default_factory=threading.Event)
+    incidents: list = field(default_factory=list)
+    told: int | None = None  # what to claim instead of the version held
+
+    def load(self, params, version):
+        self.script("load", self)
+        assert int(params["w"]) == version
+        self.held = version
+        self.loaded.append(version)
+
+    def generate(self, prompts, sampling, *, seed, samples=1):
+        training = samples == SAMPLES and seed > 1
+        self.under_way += 1
+        self.most_at_once = max(self.most_at_once, self.under_way)
+        try:
+            first = self.held
+            if training:
+                self.sampled.append((tuple(p.id for p in prompts), seed))
+            self.script("sample" if training else "score", self)
+            made = [
+                self.rollout(p, seed, i, sampling, first)
+                for i, p in enumerate(prompts) for _ in range(samples)
+            ]  # fmt: skip
+            self.answered += training
+            return made
+        finally:
+            self.under_way -= 1
+
+    def rollout(self, prompt, seed, i, sampling, first):
+        tokens = np.random.default_rng((seed, i)).integers(97, 123, sampling.max_new_tokens)
+        versions = np.full(len(tokens), self.held, np.int32)
+        versions[0] = first
+        if self.told is not None:
+            versions[-1] = self.told
+        logp = np.full(len(tokens), -1.0, np.float32)
+        return Rollout(prompt, tokens.astype(np.int32), logp, StopReason.MAX_TOKENS, versions)
+
+    def close(self):
+        self.closed.set()
+
+
+@dataclass
+class Run:
+    """One call of the loop in a folder, and what came of it."""
+
+    work: object
+    engine: Scripted
+    ahead: int = 0
+    stop: StopRequest = field(default_factory=StopRequest)
+    changes: tuple = ()
+    trained: list = field(default_factory=list)  # prompt ids of each batch that was trained on
+
+    def __call__(self, monkeypatch):
+        cfg = override(CFG, f"rollout.max_staleness={self.ahead}", *self.changes)
+        task, fresh = open_task(cfg), new_state({"w": jnp.zeros(())}, TX)
+        at = restore_run(self.work, cfg, {"rl": jax.eval_shape(lambda: fresh)})
+        begun = at or Position("warmup", 0, fresh, None, None)  # as run() does: the log starts over
+        at = at or Position("rl", 0, fresh, None, None)
+        whole = train.make_batch
+
+        def noted(cfg, task, rollouts, rewards):
+            self.trained.append(tuple(r.prompt.id for r in rollouts[::SAMPLES]))
+            return whole(cfg, task, rollouts, rewards)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "rl_step", counting_step)
+            patch.setattr(train, "make_batch", noted)
+            patch.setattr(train, "plot_run", lambda *_, **__: None)
+            with MetricsLog(self.work, stage=begun.stage, step=begun.step) as log:
+                desk = train.Desk(cfg, self.work, task, self.engine, log, self.stop)
+                state = train.reinforce(desk, at, TX, algorithm(cfg))
+        assert not [t for t in threading.enumerate() if t.name == "rollouts"]
+        return float(state.params["w"])
+
+
+def lines(work):
+    return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+
+
+def stream(steps=STEPS):
+    data = open_task(CFG).stream(PROMPTS, CFG.seed + 2)
+    return [tuple(p.id for p in next(data)) for _ in range(steps)]

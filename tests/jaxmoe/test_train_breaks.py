@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop when something breaks, dies or is stopped: saved, resumed, nothing lost or doubled."""
+
+import threading
+import time
+
+import pytest
+from scripted import SOON, STEPS, Run, Scripted, lines, stream
+
+from jaxmoe import train
+from jaxmoe.checkpoint import store
+from jaxmoe.cli import Stopped, StopRequest
+from jaxmoe.observe.metrics import MetricsLog
+from jaxmoe.rollout.engine import EngineError
+
+
+class Bomb(BaseException):
+    """A death nobody handles."""
+
+
+def failing(call, number, error=None):
+    """Fails in the number-th call of its kind, once."""
+    seen = {"load": 0, "sample": 0, "score": 0}
+
+    def script(this, engine):
+        seen[this] += 1
+        if this == call and seen[this] == number:
+            raise error or EngineError("the engine broke.")
+
+    return script
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(
+    "call, number, saved",
+    [("sample", 4, 3), ("load", 4, 3), ("score", 3, 3)],
+    ids=["sampling", "publishing", "evaluating"],
+)
+def test_where_the_engine_breaks_the_last_whole_step_is_saved_and_nothing_is_done_twice(
+    tmp_path, monkeypatch, ahead, call, number, saved
+):
+    run = Run(tmp_path, Scripted(failing(call, number)), ahead)
+    with pytest.raises(EngineError) as error:
+        run(monkeypatch)
+    at = store.latest(tmp_path / "checkpoints") - 1_000_000
+    if ahead and call == "sample":  # seen in the trainer as soon as it looks, so perhaps earlier
+        assert 1 <= at <= saved
+    else:
+        assert at == saved
+    said = f"the engine broke. saved rl step {at} in {tmp_path}; the same command resumes."
+    assert str(error.value) == said
+    again = Run(tmp_path, Scripted(), ahead)
+    assert again(monkeypatch) == STEPS
+    assert run.trained[:at] + again.trained == stream()
+    assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("call", "number"), [("load", 4), ("score", 3)])
+def test_a_bug_keeps_its_traceback_and_the_run_is_saved(tmp_path, monkeypatch, ahead, call, number):
+    bug = KeyError("in somebody's reward")
+    run = Run(tmp_path, Scripted(failing(call, number, bug)), ahead)
+    with pytest.raises(KeyError) as error:
+        run(monkeypatch)
+    assert error.value is bug
+    assert bug.__notes__ == [f"saved rl step 3 in {tmp_path}; the same command resumes."]
+    again = Run(tmp_path, Scripted(), ahead)
+    assert again(monkeypatch) == STEPS
+    assert run.trained[:3] + again.trained == stream()
+    assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
+
+
+def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
+    """It has given the weights away, so that nothing newer than the last checkpoint is there."""
+
+    steps, host = [], train.host
+
+    def fails(metrics):
+        steps.append(metrics)
+        if len(steps) == 4:
+            raise MemoryError("no room for the step")
+        return host(metrics)
+
+    monkeypatch.setattr(train, "host", fails)
+    with pytest.raises(MemoryError, match="no room for the step") as error:
+        Run(tmp_path, Scripted(), changes=("save.every_steps=2",))(monkeypatch)
+    assert not hasattr(error.value, "__notes__")
+    assert store.latest(tmp_path / "checkpoints") == 1_000_002
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_engine_that_breaks_before_the_first_step_leaves_a_run_to_begin_again(
+    tmp_path, monkeypatch, ahead
+):
+    with pytest.raises(EngineError, match="broke. no rl step was made in .*begins it"):
+        Run(tmp_path, Scripted(failing("sample", 1)), ahead)(monkeypatch)
+    again = Run(tmp_path, Scripted(), ahead)
+    again(monkeypatch)
+    assert again.trained == stream()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("off", [-2, 1])
+def test_a_token_of_a_version_that_cannot_be_is_never_trained_on(tmp_path, monkeypatch, ahead, off):
+    def script(call, engine):
+        if call == "sample" and len(engine.sampled) == 4:
+            engine.told = 3 + off
+
+    run = Run(tmp_path, Scripted(script), ahead)
+    with pytest.raises(EngineError, match="must be drawn by version.*saved rl step 3"):
+        run(monkeypatch)
+    assert run.trained == stream(3)
+
+
+def test_in_turn_an_older_version_is_an_error_and_not_a_staleness(tmp_path, monkeypatch):
+    def script(call, engine):
+        if call == "sample" and len(engine.sampled) == 4:
+            engine.told = 2
+
+    with pytest.raises(
+        EngineError, match="must be drawn by version 3 of.*token 5 carries version 2"
+    ):
+        Run(tmp_path, Scripted(script))(monkeypatch)
+
+
+def test_a_mistake_in_the_thread_is_the_users_as_it_is_in_turn(tmp_path, monkeypatch):
+    changes = ("data.max_prompt_tokens=3",)
+    with pytest.raises(train.ConfigError, match="Try --set data.max_prompt_tokens"):
+        Run(tmp_path, Scripted(), 1, changes=changes)(monkeypatch)
+
+
+@pytest.mark.parametrize("ahead, dies_at", [(1, 4), (2, 2), (3, 5)])
+def test_no_prompt_is_lost_or_doubled_by_a_run_that_dies(tmp_path, monkeypatch, ahead, dies_at):
+    """It dies with batches ready and under way, and saves nothing on the way out."""
+    changes = ("save.every_steps=2",)
+    run = Run(tmp_path, Scripted(), ahead, changes=changes)
+    write = MetricsLog.write
+
+    def dies(log, stage, step, metrics, **named):
+        if step == dies_at:
+            raise Bomb
+        write(log, stage, step, metrics, **named)
+
+    with monkeypatch.context() as patch, pytest.raises(Bomb):
+        patch.setattr(MetricsLog, "write", dies)
+        run(monkeypatch)
+    saved = 2 * ((dies_at - 1) // 2)
+    again = Run(tmp_path, Scripted(), ahead, changes=changes)
+    assert again(monkeypatch) == STEPS
+    assert run.trained == stream(dies_at) and len(run.engine.sampled) >= dies_at
+    assert again.trained == stream()[saved:]
+    assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
+
+
+def test_groups_drawn_anew_are_where_the_stream_goes_on(tmp_path, monkeypatch):
+    """Every group's rewards are equal here, so each step makes all its draws."""
+    changes = ("rollout.max_draws=2", "save.every_steps=2")
+    whole = Run(tmp_path / "whole", Scripted(), 2, changes=changes)
+    whole(monkeypatch)
+    assert [ids for ids, _ in whole.engine.sampled] == stream(2 * STEPS)
+    parts = Run(tmp_path / "parts", Scripted(), 2, changes=(*changes, "steps=4"))
+    rest = Run(tmp_path / "parts", Scripted(), 2, changes=changes)
+    parts(monkeypatch)
+    rest(monkeypatch)
+    assert parts.trained + rest.trained == whole.trained
+
+
+def test_a_stop_while_the_trainer_waits_saves_at_once_and_ends_the_sampling(tmp_path, monkeypatch):
+    stop = StopRequest()
+
+    def script(call, engine):
+        if call == "sample" and len(engine.sampled) == 3:
+            threading.Timer(0.05, lambda: setattr(stop, "signal", 15)).start()
+            assert engine.closed.wait(SOON)
+            raise EngineError("closed")
+
+    run = Run(tmp_path, Scripted(script), 1, stop)
+    start = time.perf_counter()
+    with pytest.raises(Stopped, match="SIGTERM: saved rl step 2 in .*; the same command resumes"):
+        run(monkeypatch)
+    assert time.perf_counter() - start < SOON / 2
+    again = Run(tmp_path, Scripted(), 1)
+    again(monkeypatch)
+    assert run.trained + again.trained == stream()
+
+
+def test_a_stop_before_the_first_batch_has_nothing_to_save(tmp_path, monkeypatch):
+    stop = StopRequest()
+
+    def script(call, engine):
+        if call == "sample":
+            stop.signal = 2
+            assert engine.closed.wait(SOON)
+            raise EngineError("closed")
+
+    with pytest.raises(Stopped, match="SIGINT: no rl step was made"):
+        Run(tmp_path, Scripted(script), 1, stop)(monkeypatch)
+    Run(tmp_path, Scripted(), 1)(monkeypatch)
+    assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
