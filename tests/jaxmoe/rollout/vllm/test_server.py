@@ -3,8 +3,10 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from vllm_cases import CFG
@@ -73,7 +75,11 @@ def gone(pid):
 
 
 def logged_child(started):
-    words = started.log.read_text().split()
+    return child_in(started.log)
+
+
+def child_in(log):
+    words = log.read_text().split()
     return int(words[len(words) - 1 - words[::-1].index("child") + 1])
 
 
@@ -120,6 +126,31 @@ def test_one_that_does_not_answer_in_time_is_ended(tmp_path):
     with pytest.raises(EngineError, match=r"start_timeout_s=1.5 s and did not(?s:.*)=3\.$"):
         made.start()
     assert not made.alive() and gone(logged_child(made))
+
+
+def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
+    python, work = environment(tmp_path / "env"), tmp_path / "run"
+    command = [
+        sys.executable, "-m", "jaxmoe.train", "--config", "tiny_vllm.py", "--workdir", str(work),
+        "--set", f"rollout.vllm.python={python}", "--set", "rollout.vllm.args=--sleep",
+    ]  # fmt: skip
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    logs: list[Path] = []
+    try:
+        while not logs or "child" not in logs[0].read_text():
+            assert run.poll() is None, run.communicate()
+            logs = list(work.rglob("server-0.log"))
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 130
+    assert out.endswith(
+        "stopped without saving; the same command resumes from the last checkpoint\n"
+    )
+    assert "Traceback" not in out + err
+    assert gone(child_in(logs[0]))
 
 
 def test_an_environment_without_vllm_is_named_with_what_to_type(tmp_path):
