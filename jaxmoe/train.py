@@ -214,7 +214,7 @@ def reinforce(
         make, first=at.step + 1, last=cfg.steps, most=r.max_staleness,
         stop=lambda: desk.stop.signal, interrupt=engine.close,
     )  # fmt: skip
-    told = 0  # of the engine's incidents
+    told = len(engine.incidents)
     with closing(batches), desk.saved_if_it_cannot_go_on():
         engine.load(policy_of(state.params), at.step)
         if at.step == 0:

@@ -7,6 +7,7 @@ weight-transfer backend; server.py starts such a one. Next: jaxmoe/rollout/vllm/
 
 import json
 import socket
+import time
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,7 @@ from jaxmoe.rollout.vllm.backend import Unanswered
 
 CONNECT_S = 10.0
 HEALTH_S = 10.0
+IDLE_S = 3.0  # a connection is used again; vLLM closes it at 5, unseen by a request on its way
 SHOWN = 400  # characters of an error's body that are passed on
 
 
@@ -37,9 +39,20 @@ class HttpBackend:
         base: Any = self._pool.ConnectionCls
 
         class Connection(base):
+            answered = 0.0
+
             def connect(self) -> None:
                 super().connect()
                 live.add(self)
+
+            def getresponse(self) -> Any:
+                response = super().getresponse()
+                self.answered = time.monotonic()
+                return response
+
+            @property
+            def is_connected(self) -> bool:
+                return super().is_connected and time.monotonic() - self.answered < IDLE_S
 
         self._pool.ConnectionCls = Connection
 
