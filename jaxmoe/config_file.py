@@ -23,6 +23,7 @@ def load(name: str) -> Config:
     Raises ConfigError where there is no such file, function or result.
     """
     path = _find(name)
+    require(path.suffix == ".py", f"--config must name a Python file, got {path}.")
     spec = importlib.util.spec_from_file_location("jaxmoe_config_file", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -91,7 +92,7 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return text
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from jaxmoe import plan
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.cli import command
 from jaxmoe.config import Config, ConfigError
-from jaxmoe.data.tokenizer import load_tokenizer
+from jaxmoe.data.pipeline import make_prompt
+from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.envs.tasks import Task, open_task
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.progress import phase
-from jaxmoe.records import Rollout
+from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import policy_of, stage_shapes
 from jaxmoe.rollout.engine import Engine, EngineError
@@ -65,9 +67,9 @@ def run(cfg: Config) -> bool:
     prompts = task.held_out_prompts()[:PROMPTS]
     with closing(open_engine(patient, work)) as engine:
         with phase(f"publishing {where} to the {cfg.rollout.engine} engine"):
-            if before is not None:  # what a loader forgets is then this, and not random weights
-                engine.load(before, version - 1)
             try:
+                if before is not None:  # what a loader forgets is then this, not random weights
+                    engine.load(before, version - 1)
                 engine.load(params, version)
             except EngineError as error:
                 return refused(error, work, where)
@@ -117,12 +119,13 @@ def examine(
     """The report of these rollouts."""
     tokenizer, theirs = task.tokenizer, None
     if cfg.init.checkpoint and (Path(cfg.init.checkpoint) / "tokenizer.json").is_file():
-        theirs = load_tokenizer(cfg.init.checkpoint).encode
+        theirs = partial(prompt_ids, task, load_tokenizer(cfg.init.checkpoint))
     found = {
         f.name: f
         for worker in (held or [None])
         for f in facts(rollouts, task.sampling, cfg.model.vocab_size, version,
-                       encode=tokenizer.encode, their_encode=theirs, held=worker)
+                       encode=partial(prompt_ids, task, tokenizer), their_encode=theirs,
+                       held=worker)
     }  # fmt: skip
     try:
         start_id = tokenizer.special("<|startoftext|>")
@@ -137,6 +140,11 @@ def examine(
         previous=before, start_id=start_id, engine_dtype=engine_dtype(cfg, held),
         findings=list(found.values()),
     )  # fmt: skip
+
+
+def prompt_ids(task: Task, tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
+    """Of a held-out prompt, as this tokenizer renders its row."""
+    return make_prompt(task.held_out, prompt.id, tokenizer, task.template, sys.maxsize).tokens
 
 
 def engine_dtype(cfg: Config, held: Sequence[dict[str, Any]]) -> str | None:

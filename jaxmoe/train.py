@@ -167,7 +167,8 @@ def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tr
     data = task.stream(w.sequences_per_step, cfg.seed + 1)
     if at.data is not None:
         data.set_state(at.data)
-    with Progress(w.steps, "warmup", done=at.step) as progress:
+    bar = Progress(w.steps, "warmup", done=at.step)
+    with desk.saved_if_it_cannot_go_on(), bar as progress:
         for step in range(at.step + 1, w.steps + 1):
             prompts, desk.phases = next(data), {}
             answers = [answer_tokens(p, task) for p in prompts]

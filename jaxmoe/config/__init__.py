@@ -213,6 +213,13 @@ class OptimConfig:
     tokens_per_microbatch: int = 0  # or, above 0: packed side by side, at most so many a piece
     remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
 
+    def __post_init__(self) -> None:
+        require(
+            self.param_dtype in ("float32", "bfloat16"),
+            f"optim.param_dtype must be float32 or bfloat16, got {self.param_dtype!r}. "
+            "Try --set optim.param_dtype=float32.",
+        )
+
 
 @dataclass(frozen=True)
 class EvalConfig:
@@ -278,15 +285,17 @@ class Config:
             f"Try --set optim.tokens_per_microbatch={self.context * 8} --set optim.microbatches=1.",
         )
         require(
-            self.warmup.steps == 0 or self.warmup.sequences_per_step % m == 0,
-            f"warmup.sequences_per_step ({self.warmup.sequences_per_step}) must be a multiple of "
-            f"optim.microbatches ({m}). Try --set warmup.sequences_per_step={m}.",
+            self.warmup.steps == 0
+            or (self.warmup.sequences_per_step > 0 and self.warmup.sequences_per_step % m == 0),
+            f"warmup.sequences_per_step ({self.warmup.sequences_per_step}) must be a positive "
+            f"multiple of optim.microbatches ({m}). Try --set warmup.sequences_per_step={m}.",
         )
         require(
             self.context <= self.model.max_context,
             f"data.max_prompt_tokens + rollout.max_new_tokens ({self.context}) must be at most "
-            f"model.max_context ({self.model.max_context}). "
-            f"Try --set rollout.max_new_tokens={self.model.max_context // 2}.",
+            f"model.max_context ({self.model.max_context}). Try "
+            f"--set data.max_prompt_tokens={self.model.max_context // 2} "
+            f"--set rollout.max_new_tokens={self.model.max_context // 2}.",
         )
         for name, value in (("steps", self.steps), ("seed", self.seed)):
             require(value >= 0, f"{name} must be 0 or more, got {value}. Try --set {name}=0.")

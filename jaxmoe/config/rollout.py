@@ -43,7 +43,7 @@ class VllmConfig:
         except ValueError as error:
             raise ConfigError(
                 f"rollout.vllm.args must be options as on a command line, got {self.args!r} "
-                f"({error}). Try --set rollout.vllm.args=."
+                f"({error}). Try --set rollout.vllm.args=''."
             ) from error
         for name, allowed in (
             ("way", ("files", "nccl", "ipc")),
@@ -54,7 +54,7 @@ class VllmConfig:
             require(
                 value in allowed,
                 f"rollout.vllm.{name} must be one of {', '.join(a or 'empty' for a in allowed)}; "
-                f"got {value!r}. Try --set rollout.vllm.{name}={allowed[0]}.",
+                f"got {value!r}. Try --set rollout.vllm.{name}={allowed[0] or repr('')}.",
             )
         require(
             self.launch >= 0 and self.retries >= 0,
@@ -105,6 +105,11 @@ class RolloutConfig:
             n > 0 and n % r == 0,
             f"rollout.sequences_per_step ({n}) must be a multiple of rollout.samples_per_prompt "
             f"({r}). Try --set rollout.sequences_per_step={max(1, n // r) * r}.",
+        )
+        require(
+            self.max_parallel_sequences > 0,
+            f"rollout.max_parallel_sequences must be positive, got {self.max_parallel_sequences}. "
+            "Try --set rollout.max_parallel_sequences=256.",
         )
         require(
             self.max_draws > 0,

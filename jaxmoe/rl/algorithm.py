@@ -118,7 +118,7 @@ def with_preset(loss: LossConfig) -> LossConfig:
         require(
             given in (getattr(plain, name), value),
             f"loss.preset={loss.preset} sets loss.{name}={value!r}, and the config {given!r}. "
-            f"Try --set loss.{name}={getattr(plain, name)}, or --set loss.preset=.",
+            f"Try --set loss.{name}={getattr(plain, name)}, or --set loss.preset=''.",
         )
     return replace(loss, preset="", **fields)
 

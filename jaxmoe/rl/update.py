@@ -110,8 +110,10 @@ def rl_step(
 
     state, metrics = lax.scan(update, state, minibatches)
     return state, {
-        name: jnp.max(x) if name.endswith("_max") else jnp.mean(x) for name, x in metrics.items()
-    }
+        name: jnp.max(x) if name.endswith("_max")
+        else jnp.min(x) if name.endswith("_min") else jnp.mean(x)
+        for name, x in metrics.items()
+    }  # fmt: skip
 
 
 def scored(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmoe.checkpoint.tensor_files import DTYPES, write_shard
+from jaxmoe.checkpoint.tensor_files import DTYPES, FLOATS, write_shard
 from jaxmoe.config import ConfigError
 from jaxmoe.shapes import Leaf
 
@@ -24,7 +24,7 @@ def save_adapter(
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, aside and then renamed.
 
-    Raises ValueError for matrices that are not of this rank, ConfigError where the directory
+    Raises ValueError for matrices of another rank or dtype, ConfigError where the directory
     cannot be written or holds something.
     """
     directory = Path(directory)
@@ -33,15 +33,20 @@ def save_adapter(
     if not adapter or rank < 1:
         raise ValueError(f"an adapter must have modules and a rank above 0, got rank {rank}.")
     arrays: dict[str, np.ndarray] = {}
+    spelt = {DTYPES[name]: name for name in FLOATS}
     for module, pair in sorted(adapter.items()):
         a, b = (np.ascontiguousarray(np.asarray(matrix)) for matrix in pair)
         if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (rank, rank):
             raise ValueError(
                 f"{module} must have A [{rank}, in] and B [out, {rank}], got {a.shape}, {b.shape}."
             )
+        if not {a.dtype, b.dtype} <= spelt.keys():
+            raise ValueError(
+                f"{module} must have matrices of {', '.join(map(str, spelt))}, got {a.dtype} and "
+                f"{b.dtype}."
+            )
         arrays[f"base_model.model.{module}.lora_A.weight"] = a
         arrays[f"base_model.model.{module}.lora_B.weight"] = b
-    spelt = {dtype: name for name, dtype in DTYPES.items()}
     planned = [(name, spelt[array.dtype], array.shape) for name, array in arrays.items()]
     config = {
         "peft_type": "LORA",

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.records import Rollout, Sampling
+from jaxmoe.records import Prompt, Rollout, Sampling
+
+Encode = Callable[[Prompt], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,16 @@ def facts(
     vocab_size: int,
     version: int,
     *,
-    encode: Callable[[str], Sequence[int]],
-    their_encode: Callable[[str], Sequence[int]] | None = None,
+    encode: Encode,
+    their_encode: Encode | None = None,
     held: Mapping[str, Any] | None = None,
     expected: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """The cheap rungs: ids, stop tokens, versions, and digests of tensors.
 
     Args:
-        encode: the run's tokenizer; their_encode: the engine's side's, where there is one.
+        encode: a prompt's ids by the run's tokenizer; their_encode: by that of the engine's
+            side, where there is one.
         held: what the engine says it holds, one server's `jaxmoe_held`.
         expected: digests of this publication, by HF name.
     """
@@ -67,7 +70,7 @@ def facts(
 
 def _of_ids(
     rollouts: Sequence[Rollout], sampling: Sampling, vocab_size: int,
-    encode: Callable[[str], Sequence[int]], their_encode: Callable[[str], Sequence[int]] | None,
+    encode: Encode, their_encode: Encode | None,
 ) -> list[Finding]:  # fmt: skip
     found: list[Finding] = []
     high = [int(t) for r in rollouts for t in r.tokens if not 0 <= t < vocab_size]
@@ -88,14 +91,14 @@ def _of_ids(
         if other is None:
             continue
         texts = [r for r in rollouts if r.prompt.text]
-        drifted = [r for r in texts if tuple(other(r.prompt.text)) != r.prompt.tokens]
+        drifted = [r for r in texts if tuple(other(r.prompt)) != r.prompt.tokens]
         if drifted:
             r = drifted[0]
             found.append(Finding(
                 f"tokeniser_{name}", "tokens",
                 "a prompt's text must give the ids that the policy reads",
                 f"{len(drifted)} of {len(rollouts)} give others: {r.prompt.text[:40]!r} is "
-                f"{list(other(r.prompt.text))[:8]}… there and {list(r.prompt.tokens[:8])}… here",
+                f"{list(other(r.prompt))[:8]}… there and {list(r.prompt.tokens[:8])}… here",
                 "--set init.tokenizer=DIRECTORY of the tokenizer.json that the engine loads",
             ))  # fmt: skip
     return found

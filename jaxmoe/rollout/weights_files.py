@@ -49,7 +49,7 @@ def files(
     writes, and alone has the digests.
     Raises ConfigError where the directory is full or cannot be written.
     """
-    home = Path(directory) / f"jaxmoe-{run}"
+    home = Path(directory).absolute() / f"jaxmoe-{run}"  # a server may stand in another folder
     final, aside = home / str(version), home / f"{version}.partial"
     planned = plan(params, cfg, dtype)
     manifest = empty_manifest(planned, run, version)

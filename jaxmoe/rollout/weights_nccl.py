@@ -90,9 +90,9 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, without its workers, which may be gone; may be called twice."""
-        if self._communicator:
-            self._nccl_call("ncclCommAbort", self._communicator)
-            self._communicator = c_void_p()
+        communicator, self._communicator = self._communicator, c_void_p()
+        if communicator:  # out of reach first: who is in a call is woken by an error
+            self._nccl_call("ncclCommAbort", communicator)
 
     def _use_device(self) -> None:
         """CUDA's current device is the thread's, and each call may be of another thread."""

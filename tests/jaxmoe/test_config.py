@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,10 @@ BROKEN = [
     "optim.tokens_per_microbatch=9",
     "optim.microbatches=3",
     "optim.microbatches=0",
+    "optim.param_dtype=float16",
+    "warmup.sequences_per_step=0",
+    "rollout.max_parallel_sequences=0",
+    "model.max_context=32",
     "data.max_prompt_tokens=999994",
     "steps=-1",
     "seed=-1",
@@ -129,8 +134,10 @@ def test_every_refusal_says_what_must_hold_what_was_given_what_to_type(assignmen
 def test_what_it_says_to_type_is_accepted(assignment):
     with pytest.raises(ConfigError) as error:
         override(TINY, assignment)
-    advice = str(error.value).partition("Try --set ")[2].removesuffix(".")
-    override(TINY, advice)
+    advice = shlex.split(str(error.value).partition("Try ")[2].removesuffix("."))
+    changes = [word for word in advice if "=" in word]
+    assert advice == [word for change in changes for word in ("--set", change)]
+    override(TINY, *([assignment] if assignment.startswith("model.max") else []), *changes)
 
 
 def test_a_cut_at_another_temperature_is_refused_where_vllm_samples():
@@ -198,6 +205,17 @@ def test_an_unknown_file_is_answered_with_the_nearest_or_all():
     with pytest.raises(ConfigError, match=f"Shipped: {', '.join(SHIPPED)}") as error:
         load("zzzzz")
     assert "__init__" not in str(error.value)
+
+
+def test_a_file_that_is_no_python_is_refused(tmp_path):
+    (tmp_path / "notes.md").write_text("# notes")
+    with pytest.raises(ConfigError, match="must name a Python file, got .*notes.md"):
+        load(str(tmp_path / "notes.md"))
+
+
+def test_a_value_that_cannot_be_a_literal_is_the_users_mistake():
+    with pytest.raises(ConfigError, match="steps must be int, got '{..:1}'"):
+        override(TINY, "steps={[]:1}")
 
 
 def test_a_file_must_define_get_config_that_returns_a_config(tmp_path):

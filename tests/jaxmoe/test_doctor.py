@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from jaxmoe import doctor
+from jaxmoe.config_file import load, override
+from jaxmoe.envs.tasks import open_task
 from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.open import open_engine
 
@@ -69,6 +71,18 @@ def test_the_line_to_change_is_said(work, monkeypatch, capsys):
     assert doctor.main([*SMALL, "--workdir", str(work)]) == 1
     said = capsys.readouterr().out
     assert "DISAGREE: window_minus_one" in said and '"sliding_window": 32' in said
+
+
+def test_ids_of_a_template_with_special_tokens_are_no_drift():
+    template = "<|start|>user<|message|>{question}<|end|><|start|>assistant"
+    task = open_task(
+        override(load("tiny.py"), f"data.template={template}", "data.max_prompt_tokens=90")
+    )
+    prompt = task.held_out_prompts()[0]
+    other = replace(task, template=template.replace("user", "User"))
+    assert doctor.prompt_ids(task, task.tokenizer, prompt) == prompt.tokens
+    assert tuple(task.tokenizer.encode(prompt.text)) != prompt.tokens  # as plain text
+    assert doctor.prompt_ids(other, task.tokenizer, prompt) != prompt.tokens
 
 
 def test_weights_that_the_engine_refuses_are_the_answer(tmp_path, monkeypatch, capsys):

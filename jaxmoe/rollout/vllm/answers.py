@@ -48,7 +48,9 @@ def pieces(answer: Any, asked: Asked, cfg: ModelConfig) -> list[Piece]:
         raise Unanswered(f"an answer must have a list of choices; got {str(answer)[:120]}")
     if len(choices) != asked.samples:
         raise Unanswered(f"asked for {asked.samples} samples of a prompt, got {len(choices)}")
-    by_index = {c.get("index"): c for c in choices}
+    if not all(type(c.get("index")) is int for c in choices):
+        raise Unanswered("every choice must have a number, its index")
+    by_index = {c["index"]: c for c in choices}
     if by_index.keys() != set(range(asked.samples)):
         raise Unanswered(
             f"choices must be numbered 0 to {asked.samples - 1}, got "
@@ -115,7 +117,8 @@ def _logps(logprobs: Any, tokens: list[int]) -> list[float]:
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     content = content if content is not None else []
     if not isinstance(content, list) or len(content) != len(tokens):
-        raise Unanswered(f"{len(tokens)} tokens must have as many log-probs, got {len(content)}")
+        got = len(content) if isinstance(content, list) else content
+        raise Unanswered(f"{len(tokens)} tokens must have as many log-probs, got {got}")
     found = []
     for place, (entry, token) in enumerate(zip(content, tokens, strict=True)):
         if not isinstance(entry, dict) or entry.get("token_id") != token:
@@ -134,7 +137,7 @@ def _logp(value: Any, what: str) -> float:
 
 def _labels(spans: Any, count: int) -> list[str]:
     labels: list[str] = []
-    for span in spans or []:
+    for span in spans if isinstance(spans, list) else []:
         ok = isinstance(span, dict) and isinstance(span.get("version"), str)
         if not ok or span.get("start") != len(labels) or type(span.get("end")) is not int:
             raise Unanswered(f"weight_versions must be spans without gaps, got {str(spans)[:160]}")

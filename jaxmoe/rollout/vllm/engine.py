@@ -15,6 +15,7 @@ Next: jaxmoe/rollout/vllm/place.py.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock
@@ -72,8 +73,14 @@ class VllmEngine:
         # in one process weights are handed over as they are
         self._way = "shared" if not vllm.url and vllm.launch == 0 else vllm.way
         context = max_prompt_tokens + max_new_tokens
-        opened = _open(cfg, vllm, work, context, max_rows)
         self._places: list[Place] = []
+        if self._way == "files":  # a folder that cannot be is told before minutes of starting
+            self._home = Home(vllm.weights_dir, self._run)
+        try:
+            opened = _open(cfg, vllm, work, context, max_rows)
+        except BaseException:
+            self.close()
+            raise
         try:
             context = min(_context(backend, context + 1) for backend, _ in opened)
             worst = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
@@ -83,9 +90,8 @@ class VllmEngine:
                 backend.close()
                 if server is not None:
                     server.stop()
+            self.close()
             raise
-        if self._way == "files":
-            self._home = Home(vllm.weights_dir, self._run)
         self._places = [
             Place(
                 backend, server, way=self._way, cfg=cfg, probe=probe, retries=vllm.retries,
@@ -164,10 +170,11 @@ class VllmEngine:
     def close(self) -> None:
         """Stop what was started, remove what was published; may be called twice."""
         self._closed.set()
-        for place in self._places:
-            place.close()
-        if self._home is not None:
-            self._home.close()
+        with ExitStack() as closing:  # all of them, whatever one of them says
+            if self._home is not None:
+                closing.callback(self._home.close)
+            for place in self._places:
+                closing.callback(place.close)
         with self._lock:  # what is mapped stays in memory as long as somebody has it
             self._spare = None
             if self._wanted is not None:

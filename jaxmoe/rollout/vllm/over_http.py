@@ -7,6 +7,7 @@ weight-transfer backend; server.py starts such a one. Next: jaxmoe/rollout/vllm/
 
 import json
 import socket
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -20,6 +21,7 @@ from jaxmoe.rollout.vllm.backend import Unanswered
 
 CONNECT_S = 10.0
 HEALTH_S = 10.0
+HELD_S = 120.0  # one pass over the weights, and more where a CPU has packed them
 IDLE_S = 3.0  # a connection is used again; vLLM closes it at 5, unseen by a request on its way
 SHOWN = 400  # characters of an error's body that are passed on
 
@@ -34,16 +36,20 @@ class HttpBackend:
         self._pool = urllib3.connectionpool.connection_from_url(
             self.name, maxsize=connections, block=False, retries=False
         )
-        live = self._live = weakref.WeakSet[Any]()
-
+        self._live, self._lock, self._closed = weakref.WeakSet[Any](), threading.Lock(), False
         base: Any = self._pool.ConnectionCls
+        outer = self
 
         class Connection(base):
             answered = 0.0
 
             def connect(self) -> None:
                 super().connect()
-                live.add(self)
+                with outer._lock:
+                    outer._live.add(self)
+                    closed = outer._closed
+                if closed:
+                    raise OSError("closed")
 
             def getresponse(self) -> Any:
                 response = super().getresponse()
@@ -70,7 +76,10 @@ class HttpBackend:
         self._ask("GET", "/health", timeout_s=HEALTH_S)
 
     def held(self) -> list[dict[str, Any]]:
-        answer = self._post("/collective_rpc", {"method": "jaxmoe_held"})
+        answer = self._ask(
+            "POST", "/collective_rpc", {"method": "jaxmoe_held"},
+            timeout_s=min(HELD_S, self._timeout_s),
+        )  # fmt: skip
         held = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(held, list) or not held or not all(isinstance(h, dict) for h in held):
             raise Unanswered(f"{self.name}/collective_rpc jaxmoe_held answered {str(answer)[:99]}")
@@ -101,7 +110,9 @@ class HttpBackend:
     def close(self) -> None:
         """Whoever waits for an answer stops waiting: Unanswered."""
         self._pool.close()
-        for connection in list(self._live):
+        with self._lock:
+            self._closed, live = True, list(self._live)
+        for connection in live:
             with suppress(OSError, AttributeError):  # it is closed already
                 connection.sock.shutdown(socket.SHUT_RDWR)
 

@@ -107,6 +107,9 @@ class Place:
             wanted.shown = self._probe.check(self.backend, published, wanted.logps, wanted.shown)
         except BaseException:
             self._distrust()
+            if self._channel.way == "nccl":  # a broadcast may be under way still: meet anew
+                self._channel.close()
+                self._opened = None
             raise
         finally:
             if wanted.files is None:
@@ -132,6 +135,7 @@ class Place:
                 return self.backend.health()
             except Unanswered:
                 pass
+        self._still_open()
         self._distrust()
         self.backend.close()
         with phase(f"{self.backend.name} does not answer; starting another"):
@@ -252,7 +256,9 @@ class Place:
     def lost(self, why: str) -> EngineError:
         """What to say where it does not come back."""
         last = "".join(f"\n  - {line}" for line in self._last)
-        log = f" Its log: {self._server.log}." if self._server is not None else ""
+        more = f"--set rollout.vllm.retries={2 * self._retries + 2}"
+        hint = f" Where it only needs longer to come back: {more}."
+        log = hint if self._server is None else f" Its log: {self._server.log}."
         return EngineError(
             f"vLLM ({self.backend.name}): {why}, tried {self._retries + 1} times.{log} "
             f"What happened last:{last}"

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.vllm.ask import Unit, sample, score
 from jaxmoe.rollout.vllm.backend import Backend, Unanswered
+from jaxmoe.rollout.vllm.plugin.names import feeds
 from jaxmoe.rollout.vllm.ways import beside
 from jaxmoe.rollout.weights import Publication
 
@@ -36,8 +37,17 @@ class Refused(EngineError):
 
 
 def instances(backend: Backend) -> list[str]:
-    """The names of its workers' processes: others after a restart."""
-    return [str(worker.get("instance")) for worker in backend.held()]
+    """The names of its workers' processes: others after a restart.
+
+    Raises ConfigError where they are not all its workers.
+    """
+    held = backend.held()
+    if any(worker.get("replicas", 1) != 1 for worker in held):
+        raise ConfigError(
+            f"{backend.name} must not be data parallel within itself: it shows one of its replicas "
+            "and hides the others. Start as many servers, and name them all in rollout.vllm.url."
+        )
+    return [str(worker.get("instance")) for worker in held]
 
 
 def hand_over(
@@ -51,7 +61,7 @@ def hand_over(
     before = instances(backend)
     try:
         backend.pause(mode)
-        backend.start_update()
+        _start_update(backend)
         with beside(published.send):
             backend.update(published.update_info)
         backend.finish_update(published.label)
@@ -59,13 +69,25 @@ def hand_over(
         held = backend.held()
         if [str(worker.get("instance")) for worker in held] != before:
             raise Unanswered(f"{backend.name} was restarted while weights were published")
+        stale = _stale(held)
         for worker in held:
-            _compare(worker, published, backend.name)
+            _compare(worker, stale, published, backend.name)
     except BaseException:
         distrust()
         raise
     finally:
         backend.resume()
+
+
+def _start_update(backend: Backend) -> None:
+    """One that a trainer began and did not live to finish is ended first."""
+    try:
+        backend.start_update()
+    except Unanswered as error:
+        if "already active" not in " ".join(str(error).split()):
+            raise
+        backend.finish_update("abandoned")
+        backend.start_update()
 
 
 def _empty_prefix_cache(backend: Backend) -> None:
@@ -79,13 +101,23 @@ def _empty_prefix_cache(backend: Backend) -> None:
     )
 
 
-def _compare(worker: dict, published: Publication, name: str) -> None:
+def _stale(held: list[dict]) -> list[str]:
+    """Tensors that no worker took which has a part of them: a part may be what it was before."""
+    named = {name for worker in held for name in worker.get("stale") or []}
+    return sorted(
+        name for name in named if all(
+            name in (worker.get("stale") or []) or feeds(name) in (worker.get("unreadable") or [])
+            for worker in held
+        )
+    )  # fmt: skip
+
+
+def _compare(worker: dict, stale: list[str], published: Publication, name: str) -> None:
     if worker.get("label") != published.label:
         raise Refused(f"{name} must hold {published.label}, says {worker.get('label')!r}")
     received, sent = worker.get("received") or {}, published.digests
     missing, more = sorted(sent.keys() - received.keys()), sorted(received.keys() - sent.keys())
     other = sorted(n for n in sent.keys() & received.keys() if sent[n] != received[n])
-    stale = sorted(worker.get("stale") or [])
     found = [
         f"{len(names)} {what} ({', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''})"
         for what, names in (

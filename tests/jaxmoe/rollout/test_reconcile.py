@@ -277,18 +277,18 @@ def test_facts_name_what_needs_no_recomputation():
     made = rollouts(Fault(), 0, count=2)
     made = [replace(r, prompt=replace(r.prompt, text="ab")) for r in made]
 
-    def found(rollouts=made, encode=lambda text: made[0].prompt.tokens, **options):
+    def found(rollouts=made, encode=lambda prompt: made[0].prompt.tokens, **options):
         return [f.name for f in facts(rollouts[:1], COOL, 97, 0, encode=encode, **options)]
 
     assert found() == []
-    assert found(encode=lambda text: [1, 2]) == ["tokeniser_own"]
-    assert found(their_encode=lambda text: [0, *made[0].prompt.tokens]) == ["tokeniser_engine"]
+    assert found(encode=lambda prompt: [1, 2]) == ["tokeniser_own"]
+    assert found(their_encode=lambda prompt: [0, *made[0].prompt.tokens]) == ["tokeniser_engine"]
     old = [replace(made[0], weight_versions=np.full(33, 3, np.int32))]
     assert found(old) == ["version"]
     high = [replace(made[0], tokens=np.r_[99, made[0].tokens[1:]])]
     assert found(high) == ["unknown_ids"]
     stop = replace(COOL, stop_ids=(int(made[0].tokens[4]),))
-    encode = lambda text: made[0].prompt.tokens  # noqa: E731
+    encode = lambda prompt: made[0].prompt.tokens  # noqa: E731
     assert [f.name for f in facts(made[:1], stop, 97, 0, encode=encode)] == ["stop_ids"]
     held = {"stale": ["model.norm.weight"], "received": {"lm_head.weight": "aa"}}
     assert found(held=held) == ["stale_tensors"]

@@ -8,6 +8,7 @@ asks for, and one call of update_weights brings a whole publication.
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,22 +95,23 @@ class Ipc(Direct, IPCWeightTransferEngine):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.held = Held()
-        self._memory = ExitStack()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Handles of our trainer are [handle, offset]; torch's own, longer ones vLLM opens."""
         places = update_info.ipc_handles
         ours = isinstance(places, list) and all(len(p) == 2 for by in places for p in by.values())
-        self.receive(update_info, self._open if ours else super().receive_weights)
+        with ExitStack() as memory:  # the trainer's: let go whatever comes of it
+            take = partial(self._open, memory)
+            self.receive(update_info, take if ours else super().receive_weights)
 
-    def _open(self, info: IpcUpdateInfo) -> None:
-        self._memory.close()  # of a publication that broke off
+    def _open(self, memory: ExitStack, info: IpcUpdateInfo) -> None:
         gpu = torch.cuda.get_device_properties(self.device.index).uuid
-        self.model.load_weights(self._memory.enter_context(opened(info, str(gpu))))
+        shared = memory.enter_context(opened(info, str(gpu)))
+        memory.callback(torch.accelerator.synchronize)  # first: it may still be read
+        self.model.load_weights(shared)
 
     def finish_weight_update(self) -> None:
-        """Let go of the trainer's memory."""
-        self._memory.close()
+        """Let go of what vLLM's own importer holds."""
         self._packed_importer.close()
 
 

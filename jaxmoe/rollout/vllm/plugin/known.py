@@ -17,6 +17,7 @@ _USED = (
     (_WEIGHTS + "ipc_engine", "IPCWeightTransferEngine"),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload"),
+    ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
     ("vllm.model_executor.models.gpt_oss", "GptOssForCausalLM.load_weights"),
     ("vllm.model_executor.models.gpt_oss", "GptOssModel._try_load_streamed_expert"),
     ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",

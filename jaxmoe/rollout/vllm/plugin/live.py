@@ -114,23 +114,26 @@ def _parts(module: Any, content: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield f"[{part}]", rows
 
 
-def stored_forms(model: torch.nn.Module, parallel: Any) -> dict[str, Form | None]:
+def stored_forms(model: torch.nn.Module, parallel: Any) -> dict[str, tuple[Form, bool]]:
     """What a checkpoint's tensor becomes in each parameter, by the names `digests` uses.
 
-    None where we do not know it: experts packed for a GPU's kernel, and everything where a
+    And whether that is exact. Else it is the tensor in the parameter's dtype, which differs
+    wherever the parameter does: experts packed for a GPU's kernel, and everything where a
     parameter is spread over several workers.
     """
     alone = parallel.world_size == parallel.data_parallel_size == 1
-    forms: dict[str, Form | None] = {}
+    forms: dict[str, tuple[Form, bool]] = {}
     for name, module, key, parameter in _parameters(model):
-        form: Form | None = partial(torch.Tensor.to, dtype=parameter.dtype)
+        cast: Form = partial(torch.Tensor.to, dtype=parameter.dtype)
+        form: Form | None = cast
         if _is_packed(module, key, parameter):
             form = partial(_cast_and_settled, dtype=parameter.dtype)
         elif key in ("w13_weight", "w2_weight"):
             form = _packing(module, parameter)
+        stored = (form, True) if alone and form is not None else (cast, False)
         parts = "qkv" if type(module).__name__ == "QKVParallelLinear" else ""
         for part in [f"[{p}]" for p in parts] or [""]:
-            forms[name + part] = form if alone else None
+            forms[name + part] = stored
     return forms
 
 

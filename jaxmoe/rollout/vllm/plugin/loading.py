@@ -19,6 +19,9 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
+    get_layerwise_info,
+)
 
 Stream = Iterable[tuple[str, torch.Tensor]]
 Take = Callable[[Stream], None]
@@ -30,15 +33,28 @@ _EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 def reload(model: Any, model_config: Any) -> Iterator[Take]:
     """Gives what takes tensors by checkpoint name, in one go or several; whole at the end.
 
-    Those of a layer should follow each other, or vLLM holds many layers' at once. Layers that
-    are left incomplete keep or lose their weights; the model can be loaded again.
+    Those of a layer should follow each other, or vLLM holds many layers' at once. Where it breaks
+    off each layer has its old weights, its new ones or some of both, in the memory that kernels
+    and CUDA graphs read; the model can be loaded again.
     """
-    initialize_layerwise_reload(model)
-    with torch.no_grad(), experts_packed():
-        try:
+    modules = list(model.modules())
+    before = [
+        (dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules
+    ]
+    torchao = getattr(model, "_do_torchao_reload", False)
+    try:
+        initialize_layerwise_reload(model)
+        with torch.no_grad(), experts_packed():
             yield lambda stream: model.load_weights(one_by_one(sinks_aside(model, stream)))
-        finally:
             finalize_layerwise_reload(model, model_config)
+    except BaseException:
+        # vLLM would forget the memory of a layer that failed in the middle
+        for module, (parameters, buffers, passing) in zip(modules, before, strict=True):
+            module._parameters, module._buffers = parameters, buffers
+            module._non_persistent_buffers_set = passing
+            get_layerwise_info(module).reset()
+        model._do_torchao_reload = torchao
+        raise
 
 
 def one_by_one(stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:

@@ -75,7 +75,7 @@ class Publications:
         model's weights then, until a publication succeeds.
         """
         forms = stored_forms(self.model, self.vllm_config.parallel_config)
-        before = {} if all(forms.values()) else digests(self.model)[0]
+        before = {} if all(exact for _, exact in forms.values()) else digests(self.model)[0]
         arrivals = Arrivals(asked, forms, summed)
         self.held.torn()
         with reload(self.model, self.model_config) as take:
@@ -90,7 +90,7 @@ class Arrivals:
     """Tensors as they pass, compared with their manifest."""
 
     def __init__(
-        self, asked: Manifest, forms: Mapping[str, Form | None], summed: Mapping[str, str]
+        self, asked: Manifest, forms: Mapping[str, tuple[Form, bool]], summed: Mapping[str, str]
     ) -> None:
         self.received: dict[str, str] = {}
         self.fed: dict[str, Fed] = {}
@@ -110,10 +110,10 @@ class Arrivals:
             got = self.received[name] = self._summed.get(name) or digest_tensor(tensor)
             if said.digest not in ("", got):
                 self._problems.append(differs(said.digest, name, got))
-            form = self._forms.get(feeds(name))
-            became = tensor if form is None else form(tensor)
-            digest = got if became is tensor else digest_tensor(became)
-            self.fed[name] = Fed(digest, exact=form is not None)
+            form, exact = self._forms.get(feeds(name), (torch.Tensor.detach, False))
+            became = form(tensor)
+            same = became.dtype == tensor.dtype and became.data_ptr() == tensor.data_ptr()
+            self.fed[name] = Fed(got if same else digest_tensor(became), exact)
             yield name, tensor
 
     def refuse_unless_whole(self) -> None:

@@ -27,4 +27,5 @@ class Worker:
         model = {name: getattr(config.hf_text_config, name, None) for name in SIZES}
         model["dtype"] = str(config.dtype).removeprefix("torch.")
         report = held.report(*digests(worker.model_runner.get_model()))
-        return report | {"vllm": known.version(), "model": model}
+        replicas = worker.vllm_config.parallel_config.data_parallel_size
+        return report | {"vllm": known.version(), "model": model, "replicas": replicas}

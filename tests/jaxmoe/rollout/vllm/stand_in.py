@@ -54,6 +54,7 @@ class StandIn:
             self.params = load_params(folder, self.cfg, "float32")
         self.state = threading.Condition()
         self.paused, self.running, self.aborts, self.dead = "", 0, 0, False
+        self.updating = False
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -154,12 +155,16 @@ class StandIn:
         return {}
 
     def do_start_weight_update(self, body, query):
-        self.label = None
+        if self.updating:
+            raise RuntimeError("start_weight_update called while … is already active.")
+        self.label, self.updating = None, True
         return {}
 
     def do_update_weights(self, body, query):
         assert self.paused, "weights change while it is paused"
+        assert self.updating, "start_weight_update comes first"
         if "update breaks" in self.faults:
+            self.updating = False
             self.params = jax.tree.map(jnp.zeros_like, self.params)  # half way, say
             raise RuntimeError("no room")
         folder = Path(body["update_info"]["path"])
@@ -170,6 +175,11 @@ class StandIn:
         return {}
 
     def do_finish_weight_update(self, body, query):
+        assert self.updating, "start_weight_update comes first"
+        self.updating = False
+        if self.waiting is None:  # nothing came: an update that was given up
+            self.label = self.spoken = body["weight_version"]
+            return {}
         if "other weights" in self.faults:
             head = self.waiting["head"]
             self.waiting["head"] = head + np.float32(0.2) * np.sin(np.arange(head.size)).astype(

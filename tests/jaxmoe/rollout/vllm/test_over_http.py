@@ -57,6 +57,28 @@ def test_a_connection_is_kept_while_it_is_fresh_and_dropped_before_the_server_do
     backend.close()
 
 
+def test_closing_while_threads_connect_ends_them_all(server):
+    url, _ = server
+    for _ in range(20):
+        backend = HttpBackend(url, timeout_s=5.0, connections=16)
+        ended = []
+
+        def ask(backend=backend, ended=ended):
+            try:
+                while True:
+                    backend.health()
+            except over_http.Unanswered as error:
+                ended.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        backend.close()
+        for thread in threads:
+            thread.join(5)
+        assert len(ended) == 16
+
+
 def test_the_server_here_does_what_the_rule_is_for(server, monkeypatch):
     url, _ = server
     monkeypatch.setattr(over_http, "IDLE_S", 100.0)

@@ -16,7 +16,9 @@ from jaxmoe.records import Sampling
 from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.vllm.backend import Backend, Unanswered
 from jaxmoe.rollout.vllm.engine import VllmEngine
-from jaxmoe.rollout.vllm.publish import Refused, hand_over
+from jaxmoe.rollout.vllm.over_http import HttpBackend
+from jaxmoe.rollout.vllm.plugin.names import feeds
+from jaxmoe.rollout.vllm.publish import Refused, _stale, hand_over, instances
 from jaxmoe.rollout.weights import Publication
 from jaxmoe.rollout.weights_files import MEMORY
 
@@ -126,6 +128,49 @@ def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
         open_engine("http://127.0.0.1:9", tmp_path)
 
 
+def test_an_update_that_somebody_left_open_is_ended_first(fresh, tmp_path):
+    gone = HttpBackend(fresh.url, timeout_s=5.0)
+    gone.pause("abort")
+    gone.start_update()
+    gone.close()
+    engine = open_engine(fresh.url, tmp_path, retries=0)
+    engine.load(weights(1), 1)
+    check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
+    assert engine.incidents == []
+    engine.close()
+
+
+SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down_proj_bias"
+
+
+@pytest.mark.parametrize(
+    ("workers", "stale"),
+    [
+        ([[SINKS]], [SINKS]),
+        ([[SINKS], []], []),  # the heads that changed are the second worker's
+        ([[SINKS, BIAS], [BIAS]], [BIAS]),
+        ([[SINKS], None], [SINKS]),  # the second has no such layer
+        ([[], []], []),
+    ],
+)
+def test_of_several_workers_one_that_took_its_part_is_enough(workers, stale):
+    held = [
+        {"stale": [], "unreadable": [feeds(SINKS), feeds(BIAS)]} if names is None
+        else {"stale": names, "unreadable": []}
+        for names in workers
+    ]  # fmt: skip
+    assert _stale(held) == stale
+
+
+CALLS = [name for name in vars(Backend) if not name.startswith("_")]
+
+
+def test_replicas_within_one_server_are_refused_with_what_to_do():
+    backend = SimpleNamespace(**dict.fromkeys(CALLS, lambda: [{"replicas": 2}]), name="it")
+    with pytest.raises(ConfigError, match="data parallel.*Start as many servers"):
+        instances(backend)
+
+
 def test_ruins_are_distrusted_before_they_are_sampled_from():
     done = []
 
@@ -135,8 +180,7 @@ def test_ruins_are_distrusted_before_they_are_sampled_from():
             raise Unanswered("no room")
         return [{"instance": "a"}]
 
-    calls = [name for name in vars(Backend) if not name.startswith("_")]
-    breaking = SimpleNamespace(name="it", **{name: partial(call, name) for name in calls})
+    breaking = SimpleNamespace(name="it", **{name: partial(call, name) for name in CALLS})
     published = Publication({"run": "r", "version": 1, "tensors": {}}, {"path": "p"})
     with pytest.raises(Unanswered, match="no room"):
         hand_over(breaking, published, "keep", lambda: done.append("distrust"))

@@ -45,6 +45,7 @@ def direct(served, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda _, n: [here] * n)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="gpu-0")

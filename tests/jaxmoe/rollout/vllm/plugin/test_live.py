@@ -60,15 +60,16 @@ def test_a_packed_matrix_is_read_back_bit_by_bit_unless_it_is_too_large(monkeypa
     assert live._content(layer, "weight", gone) is None
 
 
-def test_several_workers_have_no_known_forms():
+def test_of_several_workers_no_form_is_exact_but_its_dtype():
     import torch
 
     from jaxmoe.rollout.vllm.plugin import live
 
-    model = torch.nn.Linear(3, 2)
+    model = torch.nn.Linear(3, 2).to(torch.bfloat16)
     one, two = (SimpleNamespace(world_size=n, data_parallel_size=1) for n in (1, 2))
-    assert all(form is not None for form in live.stored_forms(model, one).values())
-    assert all(form is None for form in live.stored_forms(model, two).values())
+    for workers, alone in ((one, True), (two, False)):
+        for form, exact in live.stored_forms(model, workers).values():
+            assert exact == alone and form(torch.ones(2)).dtype == torch.bfloat16
     found, unreadable = live.digests(model)
-    weight = model.weight.detach().numpy()
+    weight = model.weight.detach().view(torch.int16).numpy()
     assert found[".weight"] == digest(np.ascontiguousarray(weight)) and unreadable == []

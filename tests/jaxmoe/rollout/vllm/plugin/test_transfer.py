@@ -256,6 +256,36 @@ def test_a_stream_that_breaks_off_leaves_no_label_and_is_repaired(served):
     assert served.compare(new=1)[0] <= 5e-5
 
 
+@pytest.mark.parametrize("where", ["materialize_layer", "_copy_and_restore_kernel_tensors"])
+def test_a_layer_that_breaks_in_the_middle_keeps_the_memory_that_kernels_read(
+    served, monkeypatch, where
+):
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    model = worker.model_runner.get_model()
+    served.publish(served.fresh())
+    places = {n: p.data_ptr() for n, p in model.named_parameters()}
+    whole, calls = getattr(layerwise, where), []
+
+    def breaks(*args):
+        calls.append(args)
+        if len(calls) == 9:
+            raise MemoryError("no room to repack")
+        return whole(*args)
+
+    params = served.fresh()
+    with monkeypatch.context() as patch:
+        patch.setattr(layerwise, where, breaks)
+        with pytest.raises(Exception, match="no room to repack"):
+            served.publish(params)
+    assert served.held()["label"] is None
+    assert not any(p.is_meta for p in model.parameters())
+    assert served.publish(params)["stale"] == []
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == places
+    assert served.compare(new=1)[0] <= 5e-5
+
+
 def test_fifty_publications_leak_no_memory(served):
     places = [served.write(served.tensors(served.fresh())) for _ in range(2)]
     for place in places * 3:
