@@ -6,6 +6,7 @@ weight-transfer backend; server.py starts such a one. Next: jaxmoe/rollout/vllm/
 """
 
 import json
+import math
 import socket
 import threading
 import time
@@ -41,7 +42,7 @@ class HttpBackend:
         outer = self
 
         class Connection(base):
-            answered = 0.0
+            answered = -math.inf  # well, and when
 
             def connect(self) -> None:
                 super().connect()
@@ -53,7 +54,8 @@ class HttpBackend:
 
             def getresponse(self) -> Any:
                 response = super().getresponse()
-                self.answered = time.monotonic()
+                well = response.status == 200  # after an error uvicorn may close it
+                self.answered = time.monotonic() if well else -math.inf
                 return response
 
             @property

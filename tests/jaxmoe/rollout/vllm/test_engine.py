@@ -119,6 +119,15 @@ def test_too_long_a_prompt_or_budget_is_the_users_mistake(engine):
         engine.generate(prompts(1), Sampling(NEW + 1, ()), seed=0)
 
 
+def test_an_update_that_somebody_left_open_is_ended_first(engine):
+    (backend,), before = engine.backends, list(engine.incidents)
+    backend.pause("abort")
+    backend.start_update()
+    engine.load(weights(0), 3)
+    assert engine.incidents == before
+    assert len(engine.generate(prompts(2), FREE, seed=4)) == 2
+
+
 def test_new_weights_are_sampled_from_at_once(engine):
     """Last: the module's engine goes on with other weights, then with its first again."""
     asked = prompts(2)
