@@ -313,14 +313,14 @@ def test_other_settings_stay_beside_a_preset():
     [
         ({"preset": "decoupled_token_is", "correction": "veto"},
          "loss.preset=decoupled_token_is sets loss.correction='token_is(high=2.0)', and the config "
-         "'veto'. Try --set loss.correction=, or --set loss.preset=."),
+         "'veto'. Try --set loss.correction=, or --set loss.preset=''."),
         ({"preset": "disabled", "correction": "token_is"}, "sets loss.correction=''"),
         ({"preset": "decoupled_token_is", "old_logp": "rollout"},
          "and the config 'rollout'. Try --set loss.old_logp=detached"),
         ({"preset": "bypass_ppo_clip", "old_logp": "recomputed"}, "sets loss.old_logp='rollout'"),
         ({"preset": "bypass_pg_is", "objective": "gspo_terms"},
          "sets loss.objective='reinforce_terms', and the config 'gspo_terms'. Try --set "
-         "loss.objective=clipped_terms, or --set loss.preset=."),
+         "loss.objective=clipped_terms, or --set loss.preset=''."),
     ],
 )  # fmt: skip
 def test_a_preset_and_a_field_that_contradict_are_refused(fields, answer):
