@@ -249,20 +249,23 @@ def test_shuffled_rows_of_one_minibatch_are_the_whole_batch():
 
 
 def test_minibatches_are_updates_one_after_the_other():
-    a = algorithm(old_logp="recomputed", minibatches=2)
+    a = algorithm(old_logp="recomputed", minibatches=2, correction=(token_is,))
     batch, minibatches = divide(make_batch(), a, seed=(1,))
     after, metrics = step_of(a)(start(a), batch, minibatches)
     # by hand: advantages and old log-probs of the whole batch, then the two halves in turn
     scorer = Bigram(CFG)
     whole = jax.tree.map(jnp.asarray, batch)
     ready = estimated(scored(PARAMS, None, whole, a, scorer, 1, policy=True), a)
-    state, norms = start(a), []
+    state, norms, least = start(a), [], []
     for rows in minibatches.rows_UB:
         half = jax.tree.map(lambda x, rows=rows: x[rows], ready)
         state, said = one_update(
             state, half, tx=SGD, algorithm=a, scorer=scorer, gate=OPEN, closed=False, microbatches=1
         )
         norms.append(float(said["grad/norm"]))
+        least.append(float(said["rollout_corr/rollout_is_min"]))
+    assert least[0] != least[1]
+    assert float(metrics["rollout_corr/rollout_is_min"]) == pytest.approx(min(least), rel=1e-4)
     assert float(metrics["grad/norm"]) == pytest.approx(np.mean(norms), rel=1e-5)
     for ours, want in zip(
         jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True
