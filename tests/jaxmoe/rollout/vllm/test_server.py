@@ -134,11 +134,12 @@ def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
         sys.executable, "-m", "jaxmoe.train", "--config", "tiny_vllm.py", "--workdir", str(work),
         "--set", f"rollout.vllm.python={python}", "--set", "rollout.vllm.args=--sleep",
     ]  # fmt: skip
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # a shell's background job, as these tests may be, has Ctrl-C ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    # a shell's background job, as these tests may be, has Ctrl-C ignored, and so have its children
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     logs: list[Path] = []
     try:
         while not logs or "child" not in logs[0].read_text():
