@@ -126,10 +126,24 @@ def _digest_entry(
     pool: ThreadPoolExecutor, params: Params, entry: Entry, dtype: np.dtype, begin: int,
     out: NDArray[np.uint8] | None, pass_on: Callable[[int, np.ndarray], None] | None,
 ) -> str:  # fmt: skip
-    """One tensor; what was gathered of it is let go before the next."""
+    """One tensor; what was gathered of it is let go before the next.
+
+    This thread takes pieces like the others: one that waits for each of theirs to end would
+    take the interpreter's lock from them, at a fifth of the speed on two cores.
+    """
     piece = partial(_digest_piece, gather_entry(params, entry), entry, dtype, begin, out, pass_on)
     spans = list(row_pieces(entry.shape, dtype.itemsize))
-    return joined(pool.map(piece, spans) if len(spans) > 1 else map(piece, spans))
+    left = iter(spans)  # of a list: several threads may draw from it
+
+    def work() -> list[tuple[int, str]]:
+        try:
+            return [piece(span) for span in left]
+        except BaseException:
+            list(left)  # the others end too
+            raise
+
+    others = [pool.submit(work) for _ in range(min(len(spans), _cores()) - 1)]
+    return joined(work() + [part for other in others for part in other.result()])
 
 
 def _digest_piece(

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import tracemalloc
 
 import jax
@@ -59,6 +60,27 @@ def naive(params, entry) -> np.ndarray:
         half = ours.shape[-1] // 2
         ours = np.stack([ours[..., :half], ours[..., half:]], -1).reshape(ours.shape)
     return np.ascontiguousarray(ours[: entry.shape[0]])
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+@pytest.mark.parametrize("error", [OSError, IndexError, KeyboardInterrupt])
+def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, error):
+    monkeypatch.setattr(layouts, "PIECE_BYTES", 1)
+    monkeypatch.setattr(weights, "_cores", lambda: cores)
+    params, begun = random_params(), []
+    planned = weights.plan(params, CFG, "float32")
+
+    def pass_on(at: int, _: np.ndarray) -> None:
+        begun.append(at)
+        if len(begun) == 3:
+            raise error("of ours")
+        time.sleep(0.01)
+
+    with pytest.raises(error, match="of ours"):
+        weights.fill_digests(
+            params, CFG, planned, weights.empty_manifest(planned, RUN, 0), pass_on=pass_on
+        )
+    assert len(begun) < 3 + cores  # of the twelve that the first tensor has
 
 
 def test_runs_have_names_of_their_own():
