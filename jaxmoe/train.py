@@ -30,7 +30,7 @@ from jaxmoe.losses import overlong_penalty
 from jaxmoe.observe.alerts import alerts
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.plots import plot_run
-from jaxmoe.observe.profiling import compilations
+from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, phase
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.algorithm import Algorithm, algorithm
@@ -218,9 +218,10 @@ def reinforce(
     told = len(engine.incidents)
     with closing(batches), desk.saved_if_it_cannot_go_on():
         engine.load(policy_of(state.params), at.step)
-        if at.step == 0:
-            with phase("scoring the held-out rows before the first step"):
-                desk.log.write("rl", 0, measure(desk, held_out))
+        if due(cfg, at.step) and not measured(desk.work, at.step):  # the first; or one that broke
+            with phase(f"scoring the held-out rows at step {at.step}"):
+                desk.log.write("rl", at.step, measure(desk, held_out))
+            plot(desk, at.step)
         batches.published(at.step)
         with Progress(cfg.steps, "rl", done=at.step) as progress:
             for step in range(at.step + 1, cfg.steps + 1):
@@ -248,7 +249,7 @@ def reinforce(
                 try:
                     with desk.clock("publish"):
                         engine.load(policy_of(state.params), step)
-                    if step % cfg.eval.every_steps == 0 or step == cfg.steps:
+                    if due(cfg, step):
                         with batches.paused(), desk.clock("eval"):
                             metrics |= measure(desk, held_out)
                 except Exception:  # the step was made: a resume goes on behind it
@@ -269,9 +270,8 @@ def reinforce(
                     step, reward=metrics["reward/mean"], kl=metrics["policy/kl_rollout"],
                     tokens_per_s=metrics["tokens_per_s"], accuracy=metrics.get("eval/accuracy"),
                 )  # fmt: skip
-                if "eval/accuracy" in metrics:
-                    rows = read_metrics(desk.work / "metrics.jsonl")
-                    plot_run(rows, desk.work, panels=step == cfg.steps)
+                if due(cfg, step):
+                    plot(desk, step)
                 desk.save_or_stop(last=step == cfg.steps)
     return state
 
@@ -304,6 +304,22 @@ def measure(desk: Desk, prompts: list[Prompt]) -> Metrics:
     return metrics
 
 
+def due(cfg: Config, step: int) -> bool:
+    """Whether the held-out rows are scored after that step."""
+    return step % cfg.eval.every_steps == 0 or step == cfg.steps
+
+
+def measured(work: Path, step: int) -> bool:
+    """Whether they have been."""
+    rows = read_metrics(work / "metrics.jsonl")
+    return any(row["step"] == step and "eval/accuracy" in row for row in rows)
+
+
+def plot(desk: Desk, step: int) -> None:
+    """All of the run so far; panels of their own at its end."""
+    plot_run(read_metrics(desk.work / "metrics.jsonl"), desk.work, panels=step == desk.cfg.steps)
+
+
 def host(metrics: Metrics) -> Metrics:
     """Device scalars as Python numbers; waits for the step."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -321,10 +337,7 @@ def must_be_finite(metrics: Metrics, stage: str, step: int) -> None:
 
 def gate_closed(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
     """What to say where engine and trainer are too far apart to train."""
-    gap, k3, ess = (
-        metrics[name] for name in
-        ("train_rollout_logprob_abs_diff", "rollout_corr/k3_kl", "rollout_corr/ess")
-    )  # fmt: skip
+    gap, k3, ess = (metrics[f"gate/{name}"] for name in ("abs_diff", "k3", "ess"))
     return ConfigError(
         f"rl step {step}: engine and trainer must agree within gate.abs_diff={cfg.gate.abs_diff:g},"
         f" gate.k3={cfg.gate.k3:g}, gate.ess={cfg.gate.ess:g}; got |Δlogp| {gap:.3g}, k3 {k3:.3g}, "
@@ -332,12 +345,6 @@ def gate_closed(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
         "Check that the engine has the newest weights in the same dtype; or leave such batches "
         "out: --set gate.skip=True."
     )
-
-
-def assert_compiled_once(step_fn, calls: int) -> None:
-    """A training step that compiles again costs minutes at real size: it is a bug."""
-    if calls >= 2 and compilations(step_fn) != 1:
-        raise AssertionError(f"the train step was compiled {compilations(step_fn)} times, not once")
 
 
 if __name__ == "__main__":

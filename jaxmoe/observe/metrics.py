@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics on disk: metrics.jsonl, samples.jsonl and TensorBoard. Next: progress.py, plots.py.
 
-One line per step, flushed at once. A resumed run first drops the lines past its checkpoint, so a
-killed run leaves no step twice.
+One line per step, flushed at once; an evaluation that broke is made up in a line of its own when
+the run is resumed. A resumed run first drops the lines past its checkpoint, so a killed run
+leaves nothing twice.
 """
 
 import json

@@ -33,6 +33,7 @@ from jaxmoe.rl.step import apply_gradients, batch_hidden, batch_logprobs, gradie
 from jaxmoe.shapes import Leaf, Metrics, Params
 
 OPEN = GateConfig()
+UNSEEN: Metrics = {"gate/closed": False}  # where nothing is asked of the batch
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ def rl_step(
     first = a.recomputes or (gated and a.updates > 1)
     batch = scored(state.params, reference, batch, a, scorer, microbatches, policy=first)
     batch = estimated(batch, a)
-    closed = None
+    seen = None
     if not gated:
-        closed = False
+        seen = UNSEEN
     elif first:
-        closed = is_closed(batch.old_logp_BT, batch, gate)
+        seen = at_the_gate(batch.old_logp_BT, batch, gate)
     one = partial(
-        one_update, tx=tx, algorithm=a, scorer=scorer, gate=gate, closed=closed,
+        one_update, tx=tx, algorithm=a, scorer=scorer, gate=gate, seen=seen,
         microbatches=max(1, microbatches // a.minibatches),
     )  # fmt: skip
     if minibatches is None:
@@ -184,10 +185,13 @@ def one_update(
     algorithm: Algorithm,
     scorer: Scorer,
     gate: GateConfig,
-    closed: bool | Array | None,
+    seen: Metrics | None,
     microbatches: int,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer update on a scored minibatch, unless the gate is closed (None: look here)."""
+    """One optimizer update on a scored minibatch, unless the gate is closed.
+
+    `seen` is what `at_the_gate` found in the whole batch; None: look at this one.
+    """
     batch = weighed(batch, algorithm)
     loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
     loss, rows, grads = gradients(state.params, batch, loss_fn, microbatches)
@@ -196,22 +200,28 @@ def one_update(
     metrics |= {"loss": loss, "grad/norm": optax.tree.norm(policy_of(grads))}
     if algorithm.critic != "none":
         metrics["critic/grad_norm"] = optax.tree.norm(critic_of(grads))
-    if closed is None:
-        closed = is_closed(rows["logp_BT"], batch, gate)
-    metrics["gate/closed"] = jnp.asarray(closed).astype(jnp.float32)
+    if seen is None:
+        seen = at_the_gate(rows["logp_BT"], batch, gate)
+    metrics |= {name: jnp.asarray(x).astype(jnp.float32) for name, x in seen.items()}
+    closed = seen["gate/closed"]
     if closed is False:  # nothing to hold back: no branch
         return apply_gradients(state, grads, tx), metrics
     state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
     return state, metrics
 
 
-def is_closed(logp_BT: Float[Array, "B T"], batch: Batch, gate: GateConfig) -> Array:
-    """Whether trainer and engine are further apart than the gate allows."""
+def at_the_gate(logp_BT: Float[Array, "B T"], batch: Batch, gate: GateConfig) -> Metrics:
+    """How far trainer and engine are apart, and whether that is more than the gate allows.
+
+    gate/abs_diff = mean |Δlogp|, gate/k3 = mean k3, gate/ess of the token ratios, all over the
+    tokens of the batch that is trained on or held back as one.
+    """
     log_ratio_BT = log_ratios(logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
     gap = masked_mean(jnp.abs(log_ratio_BT), batch.loss_mask_BT)
     spread = masked_mean(k3(log_ratio_BT), batch.loss_mask_BT)
     ess = effective_sample_size(token_ratio(log_ratio_BT), batch.loss_mask_BT)
-    return (gap > gate.abs_diff) | (spread > gate.k3) | (ess < gate.ess)
+    closed = (gap > gate.abs_diff) | (spread > gate.k3) | (ess < gate.ess)
+    return {"gate/closed": closed, "gate/abs_diff": gap, "gate/k3": spread, "gate/ess": ess}
 
 
 def policy_loss(

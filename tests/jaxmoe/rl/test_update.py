@@ -49,7 +49,7 @@ from jaxmoe.rl.minibatches import divide
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import critic_of, new_state, policy_of
 from jaxmoe.rl.step import batch_logprobs, in_rows
-from jaxmoe.rl.update import OPEN, Scorer, estimated, one_update, rl_step, scored
+from jaxmoe.rl.update import OPEN, UNSEEN, Scorer, estimated, one_update, rl_step, scored
 
 EPS = float(np.finfo(np.float32).eps)
 CFG = ModelConfig(
@@ -260,7 +260,14 @@ def test_minibatches_are_updates_one_after_the_other():
     for rows in minibatches.rows_UB:
         half = jax.tree.map(lambda x, rows=rows: x[rows], ready)
         state, said = one_update(
-            state, half, tx=SGD, algorithm=a, scorer=scorer, gate=OPEN, closed=False, microbatches=1
+            state,
+            half,
+            tx=SGD,
+            algorithm=a,
+            scorer=scorer,
+            gate=OPEN,
+            seen=UNSEEN,
+            microbatches=1,
         )
         norms.append(float(said["grad/norm"]))
         least.append(float(said["rollout_corr/rollout_is_min"]))
@@ -348,9 +355,13 @@ def test_the_gate_leaves_the_state_bit_for_bit(shift, closed, name, bound):
         batch = replace(batch, rollout_logp_BT=half)
     before, gate = start(a, tx), GateConfig(**{bound: 1.5})
     step = step_of(a, tx=tx, gate=gate)
+    rows = jax.tree.map(jnp.asarray, make_batch())
+    logp_BT = Bigram(CFG).policy(before.params, rows)["logp_BT"]
+    gap = np.abs(np.asarray(logp_BT) - batch.rollout_logp_BT)[batch.loss_mask_BT].mean()
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
         after, metrics = step(before, batch, minibatches)
     assert float(metrics["gate/closed"]) == float(closed)
+    np.testing.assert_allclose(metrics["gate/abs_diff"], gap, rtol=1e-5)
     same_bits = [
         np.array_equal(x, y)
         for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -473,7 +484,13 @@ def test_a_reference_that_is_broken_at_false_tokens_never_matters():
     ready = estimated(replace(batch, ref_logp_BT=batch.rollout_logp_BT), a)
     broken = jnp.where(batch.loss_mask_BT, ready.ref_logp_BT, jnp.nan)
     step = partial(
-        one_update, tx=SGD, algorithm=a, scorer=Bigram(CFG), gate=OPEN, closed=False, microbatches=1
+        one_update,
+        tx=SGD,
+        algorithm=a,
+        scorer=Bigram(CFG),
+        gate=OPEN,
+        seen=UNSEEN,
+        microbatches=1,
     )
     want, _ = step(start(a), ready)
     ours, _ = step(start(a), replace(ready, ref_logp_BT=broken))
