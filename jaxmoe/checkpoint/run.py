@@ -108,6 +108,8 @@ def restore_run(
     Raises ConfigError where the config changed in what the run's numbers depend on; not to train
     on, any config of the same model will do.
     """
+    if to_train:
+        _check_place(work)
     directory = work / "checkpoints"
     number = store.latest(directory)
     if number is None:
@@ -124,6 +126,16 @@ def restore_run(
     return Position(
         extra["stage"], extra["step"], tree["state"], tree.get("reference"), extra["data"]
     )
+
+
+def _check_place(work: Path) -> None:
+    there = next(path for path in (work, *work.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "cannot be written to" if there.is_dir() else "is a file"
+        raise ConfigError(
+            f"workdir ({work}) must be a folder, there or to be made; {there} {why}. "
+            "Try --workdir runs/another."
+        )
 
 
 def _same_run(work: Path, then: dict[str, Any], now: dict[str, Any], prefix: str) -> None:

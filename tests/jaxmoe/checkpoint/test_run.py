@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmoe.checkpoint import run
 from jaxmoe.checkpoint.run import Position, initial_params, record_config, restore_run, save_run
 from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig
 from jaxmoe.config_file import override
@@ -33,6 +34,19 @@ def bits_of(tree):
 
 def test_a_new_folder_has_no_position(tmp_path):
     assert restore_run(tmp_path, CFG, SHAPES) is None
+
+
+@pytest.mark.parametrize("inside", [".", "run", "some/run"])
+def test_a_file_is_no_run_folder(tmp_path, inside):
+    (tmp_path / "file").write_text("notes")
+    with pytest.raises(ConfigError, match=r"workdir \(.*file.* is a file\. Try --workdir "):
+        restore_run(tmp_path / "file" / inside, CFG, SHAPES)
+
+
+def test_a_run_folder_must_take_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(run.os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written to. Try --workdir "):
+        restore_run(tmp_path / "new", CFG, SHAPES)
 
 
 @pytest.mark.parametrize("kl", [False, True])
