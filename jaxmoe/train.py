@@ -66,6 +66,8 @@ def run(cfg: Config) -> None:
     if at is None:
         at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
     task.check_prompts()  # before there is a run folder
+    if at.stage == "warmup" and at.step < cfg.warmup.steps:
+        task.check_answers(cfg.context)
     first = jax.process_index() == 0
     with (
         closing(open_engine(cfg, work)) as engine,

@@ -17,6 +17,7 @@ from jaxmoe.data.rows import Source
 from jaxmoe.data.sources import open_split
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.rl.batch import supervised_batch
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
@@ -51,6 +52,17 @@ class Task:
             rows = range(min(len(source), len(self.held_out)))
             prompts = [self._prompt(source, i, limit=sys.maxsize) for i in rows]
             self._prompt(source, max(prompts, key=lambda p: len(p.tokens)).id)
+
+    def check_answers(self, length: int) -> None:
+        """Refuse stored answers that a warm start cannot take, of as many rows as are held out.
+
+        Raises ConfigError where there is none, or the longest row has more than `length` tokens.
+        """
+        rows = range(min(len(self.train), len(self.held_out)))
+        prompts = [self._prompt(self.train, i) for i in rows]
+        pairs = [(prompt, answer_tokens(prompt, self)) for prompt in prompts]
+        prompt, answer = max(pairs, key=lambda pair: len(pair[0].tokens) + len(pair[1]))
+        supervised_batch([prompt], [answer], length=length, pad_id=self.tokenizer.pad_id)
 
     def _prompt(self, source: Source, row: int, limit: int | None = None) -> Prompt:
         limit = self.max_prompt_tokens if limit is None else limit

@@ -118,7 +118,7 @@ def _rows(
         if end > length:
             raise ConfigError(
                 f"prompt and answer must fit in data.max_prompt_tokens + rollout.max_new_tokens "
-                f"({length}) tokens, row {row} has {start} + {len(answer)}. "
+                f"({length}) tokens, got {start} + {len(answer)}. "
                 f"Try --set rollout.max_new_tokens={len(answer)}."
             )
         tokens[row, :start], tokens[row, start:end] = prompt, answer

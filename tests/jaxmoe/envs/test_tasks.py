@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows become prompts that fit, answers become rewards, and evaluation repeats itself."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -118,6 +119,19 @@ def test_the_longest_prompt_that_does_not_fit_is_named_at_once(tmp_path):
     with pytest.raises(ConfigError, match=r"Try --set data.max_prompt_tokens=32"):
         task.check_prompts()
     open_task(config(path, held_out_rows=7, train_rows=7, max_prompt_tokens=32)).check_prompts()
+
+
+def test_the_longest_stored_answer_that_does_not_fit_is_named_at_once(tmp_path):
+    rows = [{"question": chr(96 + i), "answer": i * "y"} for i in range(1, 15)]
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    task = open_task(config(path, held_out_rows=7, train_rows=7))
+    prompt = len(task.held_out_prompts()[0].tokens)
+    longest = 1 + max(len(task.train[i].answer) for i in range(7))  # and the stop token
+    advice = rf"got {prompt} \+ {longest}\. Try --set rollout.max_new_tokens={longest}\."
+    with pytest.raises(ConfigError, match=advice):
+        task.check_answers(prompt + longest - 1)
+    task.check_answers(prompt + longest)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):

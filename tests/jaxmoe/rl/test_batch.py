@@ -54,7 +54,7 @@ def test_the_broken_token_is_named():
 
 def test_a_row_may_fill_the_length_but_not_pass_it():
     batch_of(rollout([1, 2, 3], [4, 5], [-1, -1]), length=5)
-    with pytest.raises(ConfigError, match=r"\(4\) tokens, row 0 has 3 \+ 2\. Try --set"):
+    with pytest.raises(ConfigError, match=r"\(4\) tokens, got 3 \+ 2\. Try --set"):
         batch_of(rollout([1, 2, 3], [4, 5], [-1, -1]), length=4)
 
 
