@@ -19,8 +19,9 @@ def digest(array: NDArray) -> str:
     """32 hex digits: Σ w_i and Σ (2i+1)·w_i modulo 2^64 over the array's little-endian words.
 
     The array is read in C order; its last word is filled up with zeros. Any change of one word
-    changes the first sum, any swap of two unequal neighbours the second. Numerics: exact. With
-    i = 1024·r + c the second sum needs the sums of rows and columns only, which are fast.
+    changes the first sum, a swap of two neighbours the second. Not seen: changes of the highest
+    bit alone in an even number of words (signs of every second float32, say). Numerics: exact.
+    With i = 1024·r + c the second sum needs the sums of rows and columns only, which are fast.
     """
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     size = 8 * ROW

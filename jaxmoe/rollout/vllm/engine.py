@@ -15,7 +15,7 @@ Next: jaxmoe/rollout/vllm/place.py.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock
@@ -34,7 +34,7 @@ from jaxmoe.rollout.vllm.ask import Unit
 from jaxmoe.rollout.vllm.backend import Backend, Unanswered
 from jaxmoe.rollout.vllm.over_http import HttpBackend
 from jaxmoe.rollout.vllm.place import Place, Wanted, backoff
-from jaxmoe.rollout.vllm.publish import Probe
+from jaxmoe.rollout.vllm.publish import Probe, workers
 from jaxmoe.rollout.vllm.server import Server
 from jaxmoe.rollout.vllm.ways import Channel
 from jaxmoe.rollout.weights import Publication, new_run
@@ -83,6 +83,9 @@ class VllmEngine:
             raise
         try:
             context = min(_context(backend, context + 1) for backend, _ in opened)
+            for backend, _ in opened:
+                with suppress(Unanswered):  # it is asked again with the first weights
+                    workers(backend)
             worst = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
             probe = Probe(cfg, bound=vllm.probe_abs_diff or BOUND[worst], context=context)
         except BaseException:
@@ -145,10 +148,12 @@ class VllmEngine:
     ) -> list[Rollout]:
         """Engine.generate; raises ConfigError for what these vLLMs cannot do."""
         self._check(prompts, sampling)
-        # an aborted sample is continued alone, beside the others of its prompt
-        each = 1 if self._vllm.swap == "abort" else samples
+        # an aborted sample is continued alone, beside the others of its prompt; and a server
+        # refuses a request of more samples than it computes at once
+        most = min(self._rows, *(place.rows for place in self._places))
+        each = 1 if self._vllm.swap == "abort" else min(samples, most)
         units = [
-            Unit(index, prompt, first, each)
+            Unit(index, prompt, first, min(each, samples - first))
             for index, prompt in enumerate(prompts) for first in range(0, samples, each)
         ]  # fmt: skip
         done = self._each(

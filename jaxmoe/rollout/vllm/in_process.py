@@ -71,11 +71,15 @@ class InProcess:
         def begin() -> None:
             if self._paused:
                 self._kept.append(begin)
-            else:
+            elif not future.cancelled():
                 self._begin(body, future)
 
         self._calls.put(begin)
-        return self._await(future)
+        try:
+            return self._await(future)
+        except Unanswered:  # nobody waits for it any more
+            self._calls.put(lambda: self._forget(future))
+            raise
 
     def context(self) -> int:
         return int(self._llm.model_config.max_model_len)
@@ -196,10 +200,21 @@ class InProcess:
         for output in self._llm.llm_engine.step():
             if output.finished:
                 self._finish(output)
+        self._tell_drained()
+
+    def _tell_drained(self) -> None:
         if not self._under_way:
             drained, self._drained = self._drained, []
             for future in drained:
                 future.set_result(None)
+
+    def _forget(self, future: Future[dict[str, Any]]) -> None:
+        future.cancel()  # where it did not begin yet
+        names = [n for n, (waiting, _, _) in self._under_way.items() if waiting.future is future]
+        self._llm.llm_engine.abort_request(names)
+        for name in names:
+            del self._under_way[name]
+        self._tell_drained()
 
     def _finish(self, output: Any) -> None:
         found = self._under_way.pop(output.request_id, None)

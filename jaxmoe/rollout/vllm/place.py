@@ -6,6 +6,7 @@ version that was current when it was asked. Next: jaxmoe/rollout/vllm/publish.py
 """
 
 import random
+import sys
 import threading
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.vllm.answers import Piece
 from jaxmoe.rollout.vllm.ask import Unit, sample, score
 from jaxmoe.rollout.vllm.backend import Backend, Unanswered
-from jaxmoe.rollout.vllm.publish import Logps, Probe, Shown, hand_over, instances
+from jaxmoe.rollout.vllm.publish import Logps, Probe, Shown, hand_over, names, workers
 from jaxmoe.rollout.vllm.server import Server
 from jaxmoe.rollout.vllm.ways import Channel
 from jaxmoe.rollout.weights import Publication
@@ -44,7 +45,7 @@ class Wanted:
 
 def backoff(attempt: int) -> None:
     """0.1 s, doubled each time, times 0.5 to 1.5 so that threads do not come back at once."""
-    time.sleep(min(LONGEST_S, 0.1 * 2**attempt) * random.uniform(0.5, 1.5))
+    time.sleep(min(LONGEST_S, 0.1 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5))
 
 
 class Place:
@@ -59,6 +60,7 @@ class Place:
         self.lock = threading.RLock()
         self.generation = 0
         self.asked = 0  # units under way; the engine's to count
+        self.rows = sys.maxsize  # sequences that it computes at once
         self._report, self._last = report, deque[str](maxlen=3)
         self._verified: dict[str, int] = {}  # label -> version
         self._current = -1
@@ -89,11 +91,12 @@ class Place:
             raise self.lost(f"weights of version {wanted.version} could not be published")
 
     def _publish(self, wanted: Wanted, mode: str) -> None:
-        workers = instances(self.backend)
-        if workers != self._opened:
+        found = workers(self.backend)
+        if found.names != self._opened:
             self._distrust()
             self._channel.open(self.backend)
-            self._opened = instances(self.backend)
+            found = workers(self.backend)
+        self._opened, self.rows = found.names, found.rows
         published = wanted.files
         if published is None:
             if wanted.make is None:
@@ -103,7 +106,7 @@ class Place:
                 )
             published = wanted.make(self._channel)
         try:
-            hand_over(self.backend, published, mode, self._distrust)
+            hand_over(self.backend, published, mode, self._distrust, found.names)
             wanted.shown = self._probe.check(self.backend, published, wanted.logps, wanted.shown)
         except BaseException:
             self._distrust()
@@ -163,7 +166,7 @@ class Place:
                 try:
                     self.backend.health()
                     held = self.backend.held()
-                    same = [str(worker.get("instance")) for worker in held] == self._opened
+                    same = names(held) == self._opened
                     if same and all(w.get("label") == wanted.label for w in held):
                         return  # it was a hiccup
                     self.note(f"{self.backend.name} came back with other weights")
@@ -255,7 +258,7 @@ class Place:
 
     def lost(self, why: str) -> EngineError:
         """What to say where it does not come back."""
-        last = "".join(f"\n  - {line}" for line in self._last)
+        last = "".join(f"\n  - {line}" for line in list(self._last))  # others write to it
         more = f"--set rollout.vllm.retries={2 * self._retries + 2}"
         hint = f" Where it only needs longer to come back: {more}."
         log = hint if self._server is None else f" Its log: {self._server.log}."

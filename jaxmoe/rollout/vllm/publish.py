@@ -9,6 +9,7 @@ The probe's prompt is the same each time and longer than one block of the engine
 computed from older weights' cache shows there, and only there. Next: place.py.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ RESETS = 5  # of the prefix cache, while blocks of it are still in use
 SHOWN = 4  # names in a message
 BLOCK = 128  # tokens in a block of vLLM's cache on a CPU, the largest by default
 NEW = 8  # tokens of the probe's answer
+PROCESSED = "processed_logprobs"  # after the temperature and the cuts
 
 Logps = Callable[[list[int]], np.ndarray]  # tokens -> float32 [T], the trainer's log-probs
 
@@ -36,29 +38,45 @@ class Refused(EngineError):
     """vLLM does not hold what was published; asking again will not help."""
 
 
-def instances(backend: Backend) -> list[str]:
-    """The names of its workers' processes: others after a restart.
+@dataclass(frozen=True)
+class Workers:
+    """Of one vLLM: `names` of the processes, others after a restart; `rows` computed at once."""
 
-    Raises ConfigError where they are not all its workers.
-    """
+    names: list[str]
+    rows: int
+
+
+def workers(backend: Backend) -> Workers:
+    """Raises ConfigError where what they tell could not be trained on."""
     held = backend.held()
+    for mode in {str(worker.get("logprobs_mode", PROCESSED)) for worker in held} - {PROCESSED}:
+        raise ConfigError(
+            f"{backend.name} must be started with --logprobs-mode {PROCESSED}, it has {mode}: its "
+            "log-probs would be of temperature 1, at whatever temperature it samples."
+        )
     if any(worker.get("replicas", 1) != 1 for worker in held):
         raise ConfigError(
             f"{backend.name} must not be data parallel within itself: it shows one of its replicas "
             "and hides the others. Start as many servers, and name them all in rollout.vllm.url."
         )
+    return Workers(names(held), min(int(worker.get("rows", sys.maxsize)) for worker in held))
+
+
+def names(held: list[dict]) -> list[str]:
     return [str(worker.get("instance")) for worker in held]
 
 
 def hand_over(
-    backend: Backend, published: Publication, mode: str, distrust: Callable[[], None]
-) -> None:
+    backend: Backend, published: Publication, mode: str, distrust: Callable[[], None],
+    before: list[str],
+) -> None:  # fmt: skip
     """Publish and compare digests; returns with the engine running on the new weights.
+
+    `before` are the names of its workers, which must be the same afterwards.
 
     Raises Refused where it holds something else, Unanswered where it broke on the way. Its weights
     may then be any mixture, whatever it calls them: `distrust` is called before it samples again.
     """
-    before = instances(backend)
     try:
         backend.pause(mode)
         _start_update(backend)
@@ -67,7 +85,7 @@ def hand_over(
         backend.finish_update(published.label)
         _empty_prefix_cache(backend)
         held = backend.held()
-        if [str(worker.get("instance")) for worker in held] != before:
+        if names(held) != before:
             raise Unanswered(f"{backend.name} was restarted while weights were published")
         stale = _stale(held)
         for worker in held:

@@ -89,7 +89,7 @@ def options(
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": max(context + 1, SPARE),
-        "max_num_seqs": rows,
+        "max_num_seqs": rows + 1,  # the probe of new weights waits for no other answer
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": "jaxmoe.rollout.vllm.plugin.worker.Worker",
@@ -101,7 +101,7 @@ def options(
         # offset to set back
         per_token = 2 * model.n_layers * model.n_kv_heads * model.head_dim
         per_token *= 4 if dtype == "float32" else 2
-        cache = rows * (chosen["max_model_len"] + 128) * per_token
+        cache = (rows + 1) * (chosen["max_model_len"] + 128) * per_token
         chosen |= {
             "enforce_eager": True, "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": max(cache, 64 << 20),

@@ -54,7 +54,7 @@ class Channel:
 
 @contextmanager
 def beside(fn: Callable[[], None]) -> Iterator[None]:
-    """Run fn in a thread beside the block; its error counts where the block has none."""
+    """Run fn in a thread beside the block; its error is told, and is the reason of the block's."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -65,7 +65,12 @@ def beside(fn: Callable[[], None]) -> Iterator[None]:
 
     thread = threading.Thread(target=run, name="jaxmoe-send", daemon=True)
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+        thread.join()
+    except Exception as error:
+        if not errors:
+            raise
+        raise Unanswered(f"sending weights failed: {errors[0]}; {error}") from errors[0]
     if errors:
         raise Unanswered(f"sending weights failed: {errors[0]}") from errors[0]

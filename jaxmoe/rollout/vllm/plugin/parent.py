@@ -32,8 +32,8 @@ def _wait_and_leave(pid: int) -> None:
 
 def _wait(pid: int) -> None:
     """Return once `pid` has ended; raises ProcessLookupError where it had before."""
-    if hasattr(os, "pidfd_open"):
-        descriptor = os.pidfd_open(pid)  # of this very process, whoever gets its number next
+    descriptor = _descriptor(pid)
+    if descriptor is not None:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         poll.poll()
@@ -41,3 +41,16 @@ def _wait(pid: int) -> None:
     while True:
         os.kill(pid, 0)
         time.sleep(POLL_S)
+
+
+def _descriptor(pid: int) -> int | None:
+    """Of this very process, whoever gets its number next; None where the system has none.
+
+    A kernel or a sandbox may refuse what Python was built with.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):
+        return None

@@ -27,5 +27,8 @@ class Worker:
         model = {name: getattr(config.hf_text_config, name, None) for name in SIZES}
         model["dtype"] = str(config.dtype).removeprefix("torch.")
         report = held.report(*digests(worker.model_runner.get_model()))
-        replicas = worker.vllm_config.parallel_config.data_parallel_size
-        return report | {"vllm": known.version(), "model": model, "replicas": replicas}
+        return report | {
+            "vllm": known.version(), "model": model, "logprobs_mode": config.logprobs_mode,
+            "replicas": worker.vllm_config.parallel_config.data_parallel_size,
+            "rows": worker.vllm_config.scheduler_config.max_num_seqs,
+        }  # fmt: skip

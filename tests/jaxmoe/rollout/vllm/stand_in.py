@@ -37,8 +37,8 @@ def _compute(params, tokens_BT, cfg):
 class StandIn:
     """`url` while it runs; `crash` ends it, `start` brings it back as a new process would be."""
 
-    def __init__(self, cfg, *, context=40, delay=0.0):
-        self.cfg, self.context, self.delay = cfg, context, delay
+    def __init__(self, cfg, *, context=40, delay=0.0, **told):
+        self.cfg, self.context, self.delay, self.told = cfg, context, delay, told
         self._compute = partial(jax.jit(_compute, static_argnames="cfg"), cfg=cfg)
         self._port = 0
         self.faults: set[str] = set()
@@ -131,7 +131,7 @@ class StandIn:
             received[sorted(received)[2]] = "0" * 32
         if "stale" in self.faults:
             stale = ["model.layers.0.self_attn.sinks"]
-        held = {"instance": self.instance, "label": self.label, "received": received}
+        held = {"instance": self.instance, "label": self.label, "received": received, **self.told}
         return {"results": [held | {"live": {}, "stale": stale, "unreadable": []}]}
 
     def do_init_weight_transfer_engine(self, body, query):
@@ -200,6 +200,7 @@ class StandIn:
         wanted, prompt = body["sampling_params"], body["token_ids"]
         count, stops = wanted["n"], set(wanted["stop_token_ids"])
         assert len(prompt) + wanted["max_tokens"] <= self.context, "too long"
+        assert count <= self.told.get("rows", count), "n must be at most max_num_seqs"
         with self.state:
             self.state.wait_for(lambda: not self.paused or self.dead)
             self.running += 1

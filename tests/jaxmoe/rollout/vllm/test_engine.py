@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from vllm_cases import CFG, NEW, PROMPT, prompts, trainer, weights
+from stand_in import StandIn
+from vllm_cases import CFG, NEW, PROMPT, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import ConfigError
 from jaxmoe.records import Prompt, Sampling, StopReason
@@ -57,6 +58,24 @@ def test_a_row_does_not_depend_on_its_companions(engine):
     mixed = [prompts(1)[0], *prompts(2, first=30), prompts(4)[3]]
     b = engine.generate(mixed, SMALL, seed=5, samples=2)
     assert same(a[:2], b[:2]) and same(a[6:], b[6:]) and not same(a[2:4], b[2:4])
+
+
+@pytest.mark.parametrize("where", ["the engine", "its server"])
+def test_more_samples_than_rows_are_asked_for_in_parts(tmp_path, where):
+    """As many at once as there are rows; and what is sampled does not depend on it."""
+    ours, theirs = (3, 4) if where == "the engine" else (33, 3)
+    made = []
+    for rows, served in ((ours, theirs), (32, 32)):
+        server = StandIn(CFG, rows=served)
+        engine = open_engine(server.url, tmp_path, retries=0, max_rows=rows)
+        engine.load(weights(0), 3)
+        server.requests.clear()
+        made.append(engine.generate(prompts(2), SMALL, seed=5, samples=8))
+        counts = [request["sampling_params"]["n"] for request in server.requests]
+        assert sorted(counts) == ([2, 2, 3, 3, 3, 3] if rows == ours else [8, 8])
+        engine.close()
+        server.crash()
+    assert same(*made)
 
 
 def test_a_prompt_that_comes_twice_has_answers_of_its_own(engine):

@@ -3,12 +3,14 @@
 
 import gc
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from stand_in import StandIn
 from vllm_cases import CFG, NEW, PROMPT, check, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import ConfigError, VllmConfig
@@ -18,7 +20,8 @@ from jaxmoe.rollout.vllm.backend import Backend, Unanswered
 from jaxmoe.rollout.vllm.engine import VllmEngine
 from jaxmoe.rollout.vllm.over_http import HttpBackend
 from jaxmoe.rollout.vllm.plugin.names import feeds
-from jaxmoe.rollout.vllm.publish import Refused, _stale, hand_over, instances
+from jaxmoe.rollout.vllm.publish import Refused, _stale, hand_over, workers
+from jaxmoe.rollout.vllm.ways import beside
 from jaxmoe.rollout.weights import Publication
 from jaxmoe.rollout.weights_files import MEMORY
 
@@ -128,6 +131,13 @@ def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
         open_engine("http://127.0.0.1:9", tmp_path)
 
 
+def test_a_server_that_tells_raw_log_probs_is_the_users_mistake(tmp_path):
+    server = StandIn(CFG, logprobs_mode="raw_logprobs")
+    with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs, it has raw_logp"):
+        open_engine(server.url, tmp_path)
+    server.crash()
+
+
 def test_an_update_that_somebody_left_open_is_ended_first(fresh, tmp_path):
     gone = HttpBackend(fresh.url, timeout_s=5.0)
     gone.pause("abort")
@@ -144,7 +154,7 @@ SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down
 
 
 @pytest.mark.parametrize(
-    ("workers", "stale"),
+    ("told", "stale"),
     [
         ([[SINKS]], [SINKS]),
         ([[SINKS], []], []),  # the heads that changed are the second worker's
@@ -153,11 +163,11 @@ SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down
         ([[], []], []),
     ],
 )
-def test_of_several_workers_one_that_took_its_part_is_enough(workers, stale):
+def test_of_several_workers_one_that_took_its_part_is_enough(told, stale):
     held = [
         {"stale": [], "unreadable": [feeds(SINKS), feeds(BIAS)]} if names is None
         else {"stale": names, "unreadable": []}
-        for names in workers
+        for names in told
     ]  # fmt: skip
     assert _stale(held) == stale
 
@@ -168,7 +178,7 @@ CALLS = [name for name in vars(Backend) if not name.startswith("_")]
 def test_replicas_within_one_server_are_refused_with_what_to_do():
     backend = SimpleNamespace(**dict.fromkeys(CALLS, lambda: [{"replicas": 2}]), name="it")
     with pytest.raises(ConfigError, match="data parallel.*Start as many servers"):
-        instances(backend)
+        workers(backend)
 
 
 def test_ruins_are_distrusted_before_they_are_sampled_from():
@@ -183,5 +193,22 @@ def test_ruins_are_distrusted_before_they_are_sampled_from():
     breaking = SimpleNamespace(name="it", **{name: partial(call, name) for name in CALLS})
     published = Publication({"run": "r", "version": 1, "tensors": {}}, {"path": "p"})
     with pytest.raises(Unanswered, match="no room"):
-        hand_over(breaking, published, "keep", lambda: done.append("distrust"))
-    assert done == ["held", "pause", "start_update", "update", "distrust", "resume"]
+        hand_over(breaking, published, "keep", lambda: done.append("distrust"), ["a"])
+    assert done == ["pause", "start_update", "update", "distrust", "resume"]
+
+
+def test_the_reason_of_a_send_that_broke_is_told_though_the_engine_says_it_timed_out():
+    def send():
+        raise MemoryError("no room on the trainer's side")
+
+    with pytest.raises(Unanswered, match="no room on the trainer's side; waited in vain") as error:
+        with beside(send):
+            time.sleep(0.1)
+            raise Unanswered("waited in vain")
+    assert isinstance(error.value.__cause__, MemoryError)
+
+
+def test_without_such_a_reason_the_engines_own_is_told():
+    with pytest.raises(Unanswered, match="^waited in vain$"):
+        with beside(lambda: None):
+            raise Unanswered("waited in vain")

@@ -10,10 +10,11 @@ import pytest
 from random_weights import random_weights
 
 from jaxmoe.checkpoint.hf import save_params
-from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.recompute import Programs, head, trunk
 from jaxmoe.rollout.reconcile import reconcile
+from jaxmoe.rollout.vllm import publish
 from jaxmoe.rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.vllm
@@ -79,8 +80,15 @@ def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
         assert set(examined(engine, previous=weights(1))) == {"stale_experts", "stale_sinks"}
 
 
-def test_raw_logprobs_are_named(tmp_path):
-    with vllm(tmp_path, "--logprobs-mode raw_logprobs") as engine:
+def test_raw_logprobs_are_refused_and_where_they_are_not_they_are_named(tmp_path, monkeypatch):
+    raw = "--logprobs-mode raw_logprobs"
+    with pytest.raises(
+        ConfigError, match=raw.replace("raw", "processed") + ", it has raw_logprobs"
+    ):
+        with vllm(tmp_path, raw):
+            pass
+    monkeypatch.setattr(publish, "PROCESSED", "raw_logprobs")  # as of a plugin that cannot tell
+    with vllm(tmp_path, raw) as engine:
         engine.load(weights(0), 1)
         assert examined(engine) == ("raw_logprobs",)
 

@@ -185,3 +185,4 @@ def test_a_build_for_cpus_is_told_by_its_name(tmp_path, name, version, cpu):
     assert found == {"version": version, "cpu": cpu}
     made = options(VllmConfig(), CFG, context=40, rows=8, cpu=cpu)
     assert ("kv_cache_memory_bytes" in made) == cpu == ("enforce_eager" in made)
+    assert made["max_num_seqs"] == 9  # and the probe of a publication

@@ -3,12 +3,16 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from vllm_cases import NEW, prompts, trainer, weights
+from vllm_cases import NEW, check, open_engine, prompts, trainer, weights
 
 from jaxmoe.records import Sampling
+from jaxmoe.rollout.vllm import place
+from jaxmoe.rollout.vllm.ask import body
+from jaxmoe.rollout.vllm.backend import Unanswered
 
 FREE = Sampling(NEW, ())
 
@@ -49,3 +53,38 @@ def test_an_answer_asked_for_after_a_swap_is_all_of_the_new_weights(opened):
         engine.load(weights(version), version)
         for r in engine.generate(prompts(3), Sampling(3, ()), seed=version):
             assert (r.weight_versions == version).all()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("begun", [True, False])
+def test_in_process_what_nobody_waits_for_any_more_is_ended(tmp_path, begun):
+    engine = open_engine("", tmp_path, launch=0)
+    engine.load(weights(1), 1)
+    (backend,) = engine.backends
+    asked = body([1, 2, 3], FREE, count=3, max_tokens=NEW, seed=0)
+    backend._timeout_s = 0.5
+    if not begun:
+        backend.pause("keep")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(backend.generate, asked)
+        while begun and not backend._under_way:
+            time.sleep(0.001)
+        if begun:
+            backend.pause("keep")
+        with pytest.raises(Unanswered, match="did not answer within 0.5 s"):
+            answer.result()
+    assert not backend._do(lambda: list(backend._under_way))
+    backend.resume()
+    assert not backend._do(lambda: list(backend._under_way))
+    assert not backend._llm.llm_engine.has_unfinished_requests()
+    backend._timeout_s = 20.0
+    check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
+    engine.close()
+
+
+def test_the_waits_between_attempts_are_bounded_however_many_they_are(monkeypatch):
+    waits = []
+    monkeypatch.setattr(place.time, "sleep", waits.append)
+    for attempt in (0, 3, 1100):
+        place.backoff(attempt)
+    assert waits[0] < 0.2 and 0.4 <= waits[1] <= 1.2 and waits[2] <= 1.5 * place.LONGEST_S

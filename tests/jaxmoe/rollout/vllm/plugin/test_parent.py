@@ -18,9 +18,13 @@ from jaxmoe.rollout.vllm.plugin import parent
 CHILD = """
 import os, sys, time
 from jaxmoe.rollout.vllm.plugin import parent
+parent.POLL_S = 0.05
 if sys.argv[1] == "poll" and hasattr(os, "pidfd_open"):
     del os.pidfd_open
-    parent.POLL_S = 0.05
+if sys.argv[1] == "refused":  # by a kernel or a sandbox
+    def refuse(pid):
+        raise OSError(38, "Function not implemented")
+    os.pidfd_open = refuse
 parent.watch(int(sys.argv[2]))
 parent.watch(int(sys.argv[2]))
 print("watching", flush=True)
@@ -32,7 +36,7 @@ def sleeper():
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 
 
-@pytest.mark.parametrize("how", ["wait", "poll"])
+@pytest.mark.parametrize("how", ["wait", "poll", "refused"])
 def test_a_process_ends_when_the_one_it_watches_is_killed(how):
     trainer = sleeper()
     command = [sys.executable, "-c", CHILD, how, str(trainer.pid)]
