@@ -9,11 +9,13 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
+import re
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
+import jaxmoe.config
 from jaxmoe.config import Config, ConfigError, require
 
 
@@ -29,12 +31,29 @@ def load(name: str) -> Config:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     require(hasattr(module, "get_config"), f"{path} must define get_config() -> Config.")
-    config = module.get_config()
+    try:
+        config = module.get_config()
+    except TypeError as error:  # of a dataclass; any other has a traceback worth reading
+        said = _unknown_field(str(error))
+        if said is None:
+            raise
+        raise ConfigError(f"{path}: {said}") from error
     require(
         isinstance(config, Config),
         f"{path}: get_config() must return a jaxmoe.config.Config, got {type(config).__name__}.",
     )
     return config
+
+
+def _unknown_field(said: str) -> str | None:
+    """Where Python speaks of an argument that one of our dataclasses does not have: what it has."""
+    found = re.fullmatch(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", said)
+    if found is None or not hasattr(jaxmoe.config, found[1]):
+        return None
+    known = [f.name for f in dataclasses.fields(getattr(jaxmoe.config, found[1]))]
+    near = difflib.get_close_matches(found[2], known, 1)
+    hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+    return f"{found[1]} has no field {found[2]!r}. {hint}"
 
 
 def _find(name: str) -> Path:
@@ -74,7 +93,7 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
             require(bool(dot), f"--set {_prefix}{head} needs a field, as in {_prefix}{head}.x=…")
             inner.setdefault(head, []).append(f"{rest}={text}")
         elif isinstance(old, dict):
-            value = {rest: _literal(text)} if dot else _literal(text)
+            value = {rest: _value(text)} if dot else _literal(text)
             require(
                 isinstance(value, dict),
                 f"{_prefix}{head} must be a dict, got {text!r}. Try --set {_prefix}{head}.x=8, or "
@@ -96,10 +115,14 @@ def _literal(text: str) -> Any:
         return text
 
 
+def _value(text: str) -> Any:
+    return {"true": True, "false": False}.get(text.strip().lower(), _literal(text))
+
+
 def _parse(text: str, want: Any, path: str) -> Any:
     if want is str:
         return text
-    value = {"true": True, "false": False}.get(text.strip().lower(), _literal(text))
+    value = _value(text)
     if want is float and type(value) is int:
         value = float(value)
     kinds = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)

@@ -10,7 +10,7 @@ the loop, copy this file.
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,19 @@ import numpy as np
 import optax
 
 from jaxmoe import plan
-from jaxmoe.checkpoint.run import Position, initial_params, record_config, restore_run, save_run
+from jaxmoe.checkpoint.run import (
+    Position,
+    alone,
+    initial_params,
+    record_config,
+    restore_run,
+    save_run,
+)
 from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.envs.draws import draw_step
 from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text
+from jaxmoe.guards import gate_closed, must_be_finite
 from jaxmoe.losses import overlong_penalty
 from jaxmoe.observe.alerts import alerts
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
@@ -72,6 +80,7 @@ def run(cfg: Config) -> None:
     with (
         closing(open_engine(cfg, work)) as engine,
         stop_requests() as stop,
+        alone(work, enabled=first),
         MetricsLog(work, stage=at.stage, step=at.step, enabled=first) as log,
     ):
         if first:
@@ -126,6 +135,8 @@ class Desk:
     def save(self) -> str:
         """Save the state after the last whole step, unless it is, and say where that stands."""
         if self.at.number > self.saved:
+            if any(x.is_deleted() for x in jax.tree.leaves(self.at.state)):
+                return "The step took the weights with it: go on from the last checkpoint."
             save_run(self.work, self.cfg, self.at)
             self.saved = self.at.number
         if self.at.step == 0:
@@ -151,8 +162,7 @@ class Desk:
         except (EngineError, ConfigError) as error:
             raise type(error)(f"{error} {self.save()}") from error
         except Exception as error:  # of a reward, say: its traceback is shown, its run is kept
-            with suppress(Exception):  # a step that failed has given the weights away
-                error.add_note(self.save())
+            error.add_note(self.save())
             raise
 
 
@@ -181,7 +191,7 @@ def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> Tr
             with desk.clock("train"):
                 state, metrics = step_fn(state, batch)
                 metrics = host(metrics)
-            must_be_finite(metrics, "warmup", step)
+            must_be_finite(metrics, step, rate=("warmup.lr", w.lr))
             assert_compiled_once(step_fn, step - at.step)
             desk.log.write("warmup", step, metrics | desk.phases)
             progress.update(step, loss=metrics["loss"])
@@ -239,7 +249,7 @@ def reinforce(
                 with desk.clock("train"):
                     state, metrics = step_fn(state, batch, minibatches, reference)
                     metrics = host(metrics)
-                    must_be_finite(metrics, "rl", step)
+                    must_be_finite(metrics, step, rate=("optim.lr", cfg.optim.lr))
                     assert_compiled_once(step_fn, step - at.step)
                 if metrics["gate/closed"] and not cfg.gate.skip:
                     # as before this batch: a resume draws it again
@@ -325,28 +335,6 @@ def plot(desk: Desk, step: int) -> None:
 def host(metrics: Metrics) -> Metrics:
     """Device scalars as Python numbers; waits for the step."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
-
-
-def must_be_finite(metrics: Metrics, stage: str, step: int) -> None:
-    """Raises where the step broke the numbers: nothing continues past a NaN."""
-    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
-    if bad:
-        raise FloatingPointError(
-            f"{stage} step {step}: {', '.join(bad)} must be finite. The last checkpoint is "
-            "untouched; try a smaller optim.lr or optim.clip_norm."
-        )
-
-
-def gate_closed(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
-    """What to say where engine and trainer are too far apart to train."""
-    gap, k3, ess = (metrics[f"gate/{name}"] for name in ("abs_diff", "k3", "ess"))
-    return ConfigError(
-        f"rl step {step}: engine and trainer must agree within gate.abs_diff={cfg.gate.abs_diff:g},"
-        f" gate.k3={cfg.gate.k3:g}, gate.ess={cfg.gate.ess:g}; got |Δlogp| {gap:.3g}, k3 {k3:.3g}, "
-        f"ESS {ess:.3g}. Nothing was trained on this batch, and what came before it is saved. "
-        "Check that the engine has the newest weights in the same dtype; or leave such batches "
-        "out: --set gate.skip=True."
-    )
 
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@
 Next: jaxmoe/checkpoint/store.py writes and reads the files.
 """
 
+import fcntl
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +20,13 @@ import jax.numpy as jnp
 
 from jaxmoe.checkpoint import store
 from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.checkpoint.same_run import check_resume, check_use
 from jaxmoe.config import Config, ConfigError, to_json
 from jaxmoe.model.config import read_hf_config
 from jaxmoe.model.params import init_params
 from jaxmoe.shapes import Leaf, Params
 
 STAGES = ("warmup", "rl")
-# what a resumed run may change: nothing that its numbers so far depend on
-FREE = (
-    "steps", "workdir", "eval", "save", "gate", "data.max_prompt_tokens", "rollout.vllm",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,33 @@ def _git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
+@contextmanager
+def alone(work: Path, *, enabled: bool = True) -> Iterator[None]:
+    """Nobody else trains in this run folder meanwhile. Raises ConfigError where somebody does."""
+    if not enabled:
+        yield
+        return
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        file = open(work / ".lock", "w")
+    except OSError as error:
+        raise ConfigError(
+            f"workdir ({work}) must be a folder that takes files; {error}. "
+            "Try --workdir runs/another."
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{work} must be one process's at a time, and another one trains in it. "
+                "Wait for it, or try --workdir runs/another."
+            ) from error
+        except OSError:
+            pass  # a filesystem without locks
+        yield
+
+
 def save_run(work: Path, cfg: Config, at: Position) -> None:
     """Everything a resume needs: weights, optimizer, reference, data position, seed, config."""
     extra = {
@@ -106,23 +133,26 @@ def restore_run(
 
     `shapes` are those of each stage's state, by its name.
     Raises ConfigError where the config changed in what the run's numbers depend on; not to train
-    on, any config of the same model will do.
+    on, in the model, or in what tells its training rows from the held-out ones.
     """
-    if to_train:
-        _check_place(work)
+    _check_place(work)
     directory = work / "checkpoints"
     number = store.latest(directory)
     if number is None:
         return None
     extra = store.restore_extra(directory, number)
+    changed = []
     if to_train:
-        _same_run(work, extra["config"], json.loads(to_json(cfg)), "")
+        changed = check_resume(work, extra["config"], cfg)
+    else:
+        check_use(work, extra["config"], cfg)
     tree = {"state": shapes[extra["stage"]]}
     if extra["has_reference"]:  # of the policy: what the warm start trained
         tree["reference"] = shapes["warmup"].params
     tree = store.restore(directory, number, tree)
     if to_train:
-        print(f"resuming {work} after {extra['stage']} step {extra['step']}", flush=True)
+        told = "".join(f"; {change}" for change in changed)
+        print(f"resuming {work} after {extra['stage']} step {extra['step']}{told}", flush=True)
     return Position(
         extra["stage"], extra["step"], tree["state"], tree.get("reference"), extra["data"]
     )
@@ -135,18 +165,4 @@ def _check_place(work: Path) -> None:
         raise ConfigError(
             f"workdir ({work}) must be a folder, there or to be made; {there} {why}. "
             "Try --workdir runs/another."
-        )
-
-
-def _same_run(work: Path, then: dict[str, Any], now: dict[str, Any], prefix: str) -> None:
-    for name in then.keys() | now.keys():
-        a, b = then.get(name), now.get(name)
-        if a == b or prefix + name in FREE:
-            continue
-        if isinstance(a, dict) and isinstance(b, dict):
-            _same_run(work, a, b, f"{prefix}{name}.")
-            continue
-        raise ConfigError(
-            f"{work} holds a run with {prefix}{name}={a}; it cannot go on with {b}. "
-            f"Try --set {prefix}{name}={a}, or a new --workdir."
         )

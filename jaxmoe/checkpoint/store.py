@@ -173,7 +173,7 @@ def _no_space(directory: Path, step: int, needed: int, free: int) -> str:
     return (
         f"checkpoint {step} needs {needed / 1e6:,.1f} MB in {directory}, where "
         f"{free / 1e6:,.1f} MB are free. Earlier checkpoints are untouched; free some space and "
-        "type the same command, move the run folder and pass --workdir, or lower save.keep."
+        "type the same command, or move the run folder and pass --workdir."
     )
 
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmoe.config.errors import ConfigError, require
+from jaxmoe.config.errors import ConfigError, Rule, numbers, require
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
 __all__ = [
@@ -18,6 +18,12 @@ __all__ = [
     "InitConfig", "LossConfig", "MeshConfig", "ModelConfig", "OptimConfig", "RolloutConfig",
     "SaveConfig", "VllmConfig", "WarmupConfig", "require", "to_json",
 ]  # fmt: skip
+
+
+_NOT_NEGATIVE = ("0 or more", lambda x: x >= 0)
+_POSITIVE = ("above 0", lambda x: x > 0)
+_SHARE = ("between 0 and 1", lambda x: 0 <= x <= 1)
+_BELOW_ONE: Rule = ("0 or more and below 1", lambda x: 0 <= x < 1, 0.9)
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,9 @@ class WarmupConfig:
     sequences_per_step: int = 64
     lr: float = 1e-3
 
+    def __post_init__(self) -> None:
+        numbers("warmup", self, steps=(*_NOT_NEGATIVE, 0), lr=(*_NOT_NEGATIVE, 1e-3))
+
 
 @dataclass(frozen=True)
 class LossConfig:
@@ -184,6 +193,10 @@ class CriticConfig:
             f"critic.pretrain_steps must be 0 or more, got {self.pretrain_steps}. "
             "Try --set critic.pretrain_steps=0.",
         )
+        numbers(
+            "critic", self, lr=(*_NOT_NEGATIVE, 1e-5), loss_coef=(*_NOT_NEGATIVE, 0.5),
+            clip=(*_POSITIVE, 0.5),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -194,6 +207,12 @@ class GateConfig:
     k3: float = 1e9  # largest mean k3, nats; 1e9 is off
     ess: float = 0.0  # smallest effective sample size of the token ratios, a share of the tokens
     skip: bool = False  # False: stop with an error, weights as before the batch
+
+    def __post_init__(self) -> None:
+        numbers(
+            "gate", self, abs_diff=(*_NOT_NEGATIVE, 1e9), k3=(*_NOT_NEGATIVE, 1e9),
+            ess=(*_SHARE, 0.3),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -219,6 +238,12 @@ class OptimConfig:
             f"optim.param_dtype must be float32 or bfloat16, got {self.param_dtype!r}. "
             "Try --set optim.param_dtype=float32.",
         )
+        numbers(
+            "optim", self, lr=(*_NOT_NEGATIVE, 1e-5), lr_warmup_steps=(*_NOT_NEGATIVE, 0),
+            lr_end_fraction=(*_SHARE, 1.0), beta1=_BELOW_ONE, beta2=_BELOW_ONE,
+            eps=(*_POSITIVE, 1e-8), weight_decay=(*_NOT_NEGATIVE, 0.0),
+            clip_norm=("above 0 (1e9 is off)", lambda x: x > 0, 1.0),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -242,6 +267,9 @@ class MeshConfig:
 
     fsdp: int = 1
     expert: int = 1
+
+    def __post_init__(self) -> None:
+        numbers("mesh", self, fsdp=(*_POSITIVE, 1), expert=(*_POSITIVE, 1))
 
 
 @dataclass(frozen=True)
@@ -297,8 +325,8 @@ class Config:
             f"--set data.max_prompt_tokens={self.model.max_context // 2} "
             f"--set rollout.max_new_tokens={self.model.max_context // 2}.",
         )
-        for name, value in (("steps", self.steps), ("seed", self.seed)):
-            require(value >= 0, f"{name} must be 0 or more, got {value}. Try --set {name}=0.")
+        seeds: Rule = ("0 or more and below 2**32", lambda x: 0 <= x < 2**32, 0)
+        numbers("", self, steps=(*_NOT_NEGATIVE, 0), seed=seeds)
         for name, value in (("eval", self.eval.every_steps), ("save", self.save.every_steps)):
             require(
                 value > 0,

@@ -1,9 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mistake in what the user typed, and the check that raises it."""
 
+from collections.abc import Callable
+
 
 class ConfigError(ValueError):
     """A mistake in the user's input: what must hold, what was given, what to type."""
+
+
+Rule = tuple[
+    str, Callable[[float], bool], int | float
+]  # "above 0", a function that says so, an example
+
+
+def numbers(where: str, config: object, **rules: Rule) -> None:
+    """Require of each field named what its rule says; NaN keeps no rule."""
+    for name, (must, holds, example) in rules.items():
+        value = getattr(config, name)
+        key = f"{where}.{name}" if where else name
+        require(holds(value), f"{key} must be {must}, got {value}. Try --set {key}={example}.")
 
 
 def require(holds: bool, message: str) -> None:

@@ -147,6 +147,7 @@ def _require_rows(task: str, wanted: int, have: int, train_size: int, eval_size:
     held_out = min(eval_size, have // 2) if train_size else have
     tries = {"train_rows": have - held_out if eval_size else have, "held_out_rows": held_out}
     settings = " ".join(f"--set data.{name}={tries[name]}" for name, _ in sizes)
+    advice = f"Try {settings}." if all(tries[name] for name, _ in sizes) else "Give it more rows."
     raise ConfigError(
-        f"{text} must be at most the {have} distinct usable questions of {task}. Try {settings}."
+        f"{text} must be at most the {have} distinct usable questions of {task}. {advice}"
     )

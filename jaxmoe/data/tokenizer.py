@@ -228,7 +228,13 @@ def _end_of_text(file: Path, vocab: dict[str, int]) -> int:
     settings = file.parent / "tokenizer_config.json"
     names: list[str] = list(_END_NAMES)
     if settings.is_file():
-        eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
+        try:
+            eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{settings} must be JSON that may name an eos_token; {error}. Copy it anew from "
+                "where the tokenizer came from, or move it away."
+            ) from error
         names.insert(0, eos["content"] if isinstance(eos, dict) else str(eos))
     for name in names:
         if name in vocab:

@@ -5,8 +5,10 @@ Next: jaxmoe/train.py asks for prompts and scores what the engine makes of them.
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +23,8 @@ from jaxmoe.rl.batch import supervised_batch
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
+
+LOOK_S = 2.0  # to look at rows before a run; some sources compute theirs
 
 
 @dataclass(frozen=True)
@@ -47,22 +51,28 @@ class Task:
         return [self._prompt(self.held_out, i) for i in range(len(self.held_out))]
 
     def check_prompts(self) -> None:
-        """Name the longest prompt that does not fit, of the held-out rows and as many others."""
+        """Name the longest prompt that does not fit, of the rows there is time for."""
         for source in (self.held_out, self.train):
-            rows = range(min(len(source), len(self.held_out)))
-            prompts = [self._prompt(source, i, limit=sys.maxsize) for i in rows]
+            prompts = [self._prompt(source, i, limit=sys.maxsize) for i in self._some(source)]
             self._prompt(source, max(prompts, key=lambda p: len(p.tokens)).id)
 
     def check_answers(self, length: int) -> None:
-        """Refuse stored answers that a warm start cannot take, of as many rows as are held out.
+        """Refuse stored answers that a warm start cannot take, likewise.
 
         Raises ConfigError where there is none, or the longest row has more than `length` tokens.
         """
-        rows = range(min(len(self.train), len(self.held_out)))
-        prompts = [self._prompt(self.train, i) for i in rows]
+        prompts = [self._prompt(self.train, i) for i in self._some(self.train)]
         pairs = [(prompt, answer_tokens(prompt, self)) for prompt in prompts]
         prompt, answer = max(pairs, key=lambda pair: len(pair[0].tokens) + len(pair[1]))
         supervised_batch([prompt], [answer], length=length, pad_id=self.tokenizer.pad_id)
+
+    def _some(self, source: Source) -> Iterator[int]:
+        """Rows to look at: as many as are held out, and more while there is time."""
+        until = time.monotonic() + LOOK_S
+        for row in range(len(source)):
+            if row >= len(self.held_out) and time.monotonic() > until:
+                return
+            yield row
 
     def _prompt(self, source: Source, row: int, limit: int | None = None) -> Prompt:
         limit = self.max_prompt_tokens if limit is None else limit
@@ -72,6 +82,7 @@ class Task:
 def open_task(cfg: Config) -> Task:
     """The task of a config. Raises ConfigError for anything that could not be trained on."""
     tokenizer = load_tokenizer(cfg.init.tokenizer)
+    _check_its_own(cfg, tokenizer)
     check_tokenizer(tokenizer, cfg.model.vocab_size)
     train, held_out = open_split(
         cfg.data.task, cfg.data.options,
@@ -83,6 +94,20 @@ def open_task(cfg: Config) -> Task:
         temperature=r.temperature, top_k=r.top_k, top_p=r.top_p,
     )  # fmt: skip
     return Task(tokenizer, train, held_out, cfg.data.template, cfg.data.max_prompt_tokens, sampling)
+
+
+def _check_its_own(cfg: Config, tokenizer: Tokenizer) -> None:
+    """Bytes are nobody's choice where the checkpoint brings another tokenizer."""
+    folder = Path(cfg.init.checkpoint)
+    own = cfg.init.checkpoint and (folder / "tokenizer.json").is_file()
+    if cfg.init.tokenizer != "bytes" or not own:
+        return
+    said = "What is 27 + 15?"
+    if load_tokenizer(str(folder)).encode(said) != tokenizer.encode(said):
+        raise ConfigError(
+            f"init.tokenizer must be that of init.checkpoint, got 'bytes'. "
+            f"Try --set init.tokenizer={folder}."
+        )
 
 
 def answer_tokens(prompt: Prompt, task: Task) -> list[int]:

@@ -62,6 +62,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         raise ConfigError(f"config.json: rope_type must be 'yarn' or 'default', got {kind!r}.")
     factor = float(rope.get("factor", 1.0)) if kind == "yarn" else 1.0
     vocab = config["vocab_size"]
+    stored = str(config.get("dtype") or config.get("torch_dtype"))
     return ModelConfig(
         vocab_size=vocab,
         d_model=config["hidden_size"],
@@ -83,7 +84,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         swiglu_limit=float(config.get("swiglu_limit", 7.0)),
         max_context=config.get("max_position_embeddings", 131_072),
         vocab_multiple=512 if vocab >= 65_536 else 1,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        dtype="float32" if stored == "float32" else "bfloat16",  # as float16 is computed, too
     )
 
 
@@ -135,4 +136,12 @@ def read_hf_config(directory: Path) -> ModelConfig:
             f"{directory} must hold config.json and *.safetensors; config.json is missing. "
             "Try --set init.checkpoint=DIRECTORY of a GPT-OSS checkpoint."
         )
-    return from_hf(json.loads(path.read_text()))
+    try:
+        return from_hf(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{path} must be a whole config.json of GPT-OSS; {type(error).__name__}: {error}. "
+            "Copy it anew from where the checkpoint came from."
+        ) from error

@@ -92,11 +92,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue  # the line a killed run was writing
+        step = isinstance(row, dict) and row.get("stage") in STAGES and row.get("step")
+        if type(step) is int:  # no note of somebody's own
+            rows.append(row)
     return rows
 
 

@@ -4,6 +4,8 @@
 import dataclasses
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ def lookup(config, path):
         ("data.template=a=b", "a=b"),
         ("init.checkpoint=", ""),
         ("data.options.x=3", 3),
+        ("data.options.x=false", False),
         ("data.options.name=spell", "spell"),
         ("data.options.pair=[1, 2]", [1, 2]),
         (" optim.lr =1e-4", 1e-4),
@@ -106,6 +109,16 @@ BROKEN = [
     "optim.microbatches=3",
     "optim.microbatches=0",
     "optim.param_dtype=float16",
+    "optim.lr=-1",
+    "optim.clip_norm=0",
+    "optim.beta2=1",
+    "optim.lr_end_fraction=2",
+    "warmup.steps=-1",
+    "critic.clip=0",
+    "gate.ess=30",
+    "gate.abs_diff=-1",
+    "mesh.fsdp=0",
+    "seed=4294967296",
     "warmup.sequences_per_step=0",
     "rollout.max_parallel_sequences=0",
     "model.max_context=32",
@@ -245,3 +258,32 @@ def test_changes_that_only_fit_together_may_come_in_any_order():
     for changes in (pair, pair[::-1]):
         cfg = override(TINY, *changes)
         assert cfg.rollout.prompts_per_step == 4
+
+
+@pytest.mark.parametrize(
+    "field, said",
+    [
+        ("optm=o", "Config has no field 'optm'. Did you mean optim?"),
+        ("optim=OptimConfig(lr=1.0, zzz=1.0)", "OptimConfig has no field 'zzz'. Known: lr, "),
+    ],
+)
+def test_a_field_that_a_config_file_invents_is_told_without_a_traceback(tmp_path, field, said):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from jaxmoe.config import Config, OptimConfig\n"
+        "from jaxmoe.config_file import load\n"
+        "def get_config():\n    o = OptimConfig(lr=1.0)\n"
+        "    tiny = dict(vars(load('tiny.py')), optim=o)\n    tiny.pop('optim')\n"
+        f"    return Config(**tiny, {field})\n"
+    )
+    # a process of its own: the tests' type checks would speak before Python does
+    code = f"from jaxmoe.config_file import load; load({str(file)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert f"jaxmoe.config.errors.ConfigError: {file}: {said}" in done.stderr
+
+
+def test_a_mistake_within_a_config_file_keeps_its_traceback(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def get_config():\n    return dict(a=1, **{'b': 2})(c=3)\n")
+    with pytest.raises(TypeError, match="not callable"):
+        load(str(file))

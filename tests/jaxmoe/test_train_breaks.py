@@ -92,7 +92,8 @@ def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "host", fails)
     with pytest.raises(MemoryError, match="no room for the step") as error:
         Run(tmp_path, Scripted(), changes=("save.every_steps=2",))(monkeypatch)
-    assert not hasattr(error.value, "__notes__")
+    (note,) = error.value.__notes__
+    assert note == "The step took the weights with it: go on from the last checkpoint."
     assert store.latest(tmp_path / "checkpoints") == 1_000_002
 
 

@@ -4,14 +4,24 @@
 import dataclasses
 import json
 import re
+import shlex
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 
 from jaxmoe.checkpoint import run
-from jaxmoe.checkpoint.run import Position, initial_params, record_config, restore_run, save_run
-from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig
+from jaxmoe.checkpoint.run import (
+    Position,
+    alone,
+    initial_params,
+    record_config,
+    restore_run,
+    save_run,
+)
+from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig, to_json
 from jaxmoe.config_file import override
 from jaxmoe.model import tiny
 from jaxmoe.rl.optimizer import make_optimizer
@@ -73,13 +83,98 @@ def test_rl_comes_after_the_warm_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["optim.lr=0.01", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"]
+    "change", ["optim.beta2=0.5", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"]
 )
 def test_a_config_that_changes_the_numbers_is_refused_by_name(tmp_path, change):
     state = new_state(initial_params(CFG), TX)
     save_run(tmp_path, CFG, Position("rl", 3, state, None, {}))
     with pytest.raises(ConfigError, match=change.split("=")[0]):
         restore_run(tmp_path, override(CFG, change), SHAPES)
+
+
+def saved(work, cfg=CFG):
+    save_run(work, cfg, Position("rl", 3, new_state(initial_params(cfg), TX), None, {}))
+
+
+def test_what_may_change_is_told(tmp_path, capsys):
+    saved(tmp_path)
+    lower = override(CFG, "optim.lr=1e-5", "optim.clip_norm=0.5", "steps=9")
+    assert restore_run(tmp_path, lower, SHAPES) is not None
+    said = capsys.readouterr().out
+    for change in (
+        "optim.lr=1e-05 (was 0.001)",
+        "optim.clip_norm=0.5 (was 1.0)",
+        "steps=9 (was 5)",
+    ):
+        assert change in said
+
+
+def test_the_number_of_steps_stands_where_the_rate_decays_over_them(tmp_path):
+    decays = override(CFG, "optim.lr_end_fraction=0.1")
+    saved(tmp_path, decays)
+    with pytest.raises(ConfigError, match=r"steps=5; .* decays over them\). Try --set steps=5,"):
+        restore_run(tmp_path, override(decays, "steps=9"), SHAPES)
+
+
+@pytest.mark.parametrize("change", ["loss.objective=dapo_terms(low=0.2, high=0.3)", "seed=4"])
+def test_the_advice_can_be_typed_into_a_shell(tmp_path, change):
+    cfg = override(CFG, change)
+    saved(tmp_path, cfg)
+    with pytest.raises(ConfigError) as error:
+        restore_run(tmp_path, CFG, SHAPES)
+    advice = re.search("Try --set (.*), or a new --workdir", str(error.value))
+    assert advice is not None
+    (typed,) = shlex.split(advice[1])
+    assert restore_run(tmp_path, override(CFG, typed), SHAPES) is not None
+
+
+def test_a_field_that_came_after_the_checkpoint_had_its_default(tmp_path, monkeypatch):
+    record = json.loads(to_json(CFG))
+    del record["rollout"]["max_staleness"]
+    record["rollout"]["gone_since"] = 3
+    monkeypatch.setattr(run, "to_json", lambda cfg: json.dumps(record))
+    saved(tmp_path)
+    assert restore_run(tmp_path, CFG, SHAPES) is not None
+    with pytest.raises(ConfigError, match="rollout.max_staleness=0; it cannot go on with 2"):
+        ahead = override(CFG, "rollout.max_staleness=2", "loss.correction=token_is")
+        restore_run(tmp_path, ahead, SHAPES)
+
+
+@pytest.mark.parametrize(
+    "change, refused",
+    [
+        ("seed=1", True), ("data.held_out_rows=512", True), ("data.train_rows=9", True),
+        ("data.options.min_word_len=3", True), ("model.sliding_window=2", True),
+        ("model.dtype=bfloat16", False), ("rollout.temperature=0.5", False),
+        ("data.task=reasoning_gym:other", False),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_is_scored_on_rows_it_did_not_train_on(tmp_path, change, refused):
+    saved(tmp_path)
+    cfg = override(CFG, change)
+    if not refused:
+        assert restore_run(tmp_path, cfg, SHAPES, to_train=False) is not None
+        return
+    with pytest.raises(ConfigError, match=change.partition("=")[0]):
+        restore_run(tmp_path, cfg, SHAPES, to_train=False)
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    code = "from jaxmoe.checkpoint.run import alone; from pathlib import Path\n"
+    code += f"with alone(Path({str(tmp_path)!r})): print('in', flush=True); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdin is not None and other.stdout is not None
+    with other.stdin, other.stdout:
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(ConfigError, match="another one trains in it. Wait for it, or try"):
+            with alone(tmp_path):
+                pass
+        other.kill()
+        other.wait()
+    with alone(tmp_path):  # what a killed one leaves is nothing
+        pass
 
 
 def test_length_and_bookkeeping_may_change(tmp_path):

@@ -253,6 +253,13 @@ def test_a_second_file_can_be_held_out_and_its_questions_leave_the_first(tmp_pat
         open_split(first, {"held_out": second}, 8, 3, 0)
 
 
+def test_no_advice_is_to_ask_for_no_rows(tmp_path):
+    one = _write(tmp_path / "one.jsonl", [{"question": "q", "answer": "1"}])
+    for options in ({}, {"held_out": one}):
+        with pytest.raises(ValueError, match="Give it more rows.$"):
+            open_split(one, options, 4, 1, 0)
+
+
 def test_sizes_must_be_positive():
     with pytest.raises(ValueError, match=r"data\.held_out_rows must be positive, got 0"):
         open_split(CHAIN, {}, 5, 0, 0)

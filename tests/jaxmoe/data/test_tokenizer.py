@@ -110,6 +110,11 @@ def test_a_generic_file_stops_at_its_end_of_text(tmp_path):
     config = file.parent / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": {"content": "[FIN]"}}))
     assert HFTokenizer(file).stop_ids == (256,)
+    for spoilt in ("{", "[1]"):
+        config.write_text(spoilt)
+        with pytest.raises(ValueError, match="tokenizer_config.json must be JSON that may name"):
+            HFTokenizer(file)
+    config.write_text(json.dumps({"eos_token": {"content": "[FIN]"}}))
     with pytest.raises(ValueError, match="must have the special token '<|start|>'"):
         HFTokenizer(file).special("<|start|>")
 

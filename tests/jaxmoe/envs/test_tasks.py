@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig
+from jaxmoe.config import Config, ConfigError, DataConfig, InitConfig, OptimConfig, RolloutConfig
+from jaxmoe.data.tokenizer import write_byte_tokenizer
+from jaxmoe.envs import tasks
 from jaxmoe.envs.tasks import answer_tokens, evaluate, open_task, response_text, score
 from jaxmoe.model.config import tiny
 from jaxmoe.records import Prompt, Rollout, StopReason
@@ -125,13 +127,20 @@ def test_the_longest_stored_answer_that_does_not_fit_is_named_at_once(tmp_path):
     rows = [{"question": chr(96 + i), "answer": i * "y"} for i in range(1, 15)]
     path = tmp_path / "q.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    task = open_task(config(path, held_out_rows=7, train_rows=7))
+    task = open_task(config(path, held_out_rows=2, train_rows=12))
     prompt = len(task.held_out_prompts()[0].tokens)
-    longest = 1 + max(len(task.train[i].answer) for i in range(7))  # and the stop token
+    longest = 1 + max(len(task.train[i].answer) for i in range(12))  # and the stop token
     advice = rf"got {prompt} \+ {longest}\. Try --set rollout.max_new_tokens={longest}\."
     with pytest.raises(ConfigError, match=advice):
         task.check_answers(prompt + longest - 1)
     task.check_answers(prompt + longest)
+
+
+def test_of_slow_sources_as_many_rows_are_looked_at_as_are_held_out(task, monkeypatch):
+    monkeypatch.setattr(tasks, "LOOK_S", -1.0)
+    assert list(task._some(task.train)) == list(range(HELD_OUT)) and len(task.train) > HELD_OUT
+    monkeypatch.setattr(tasks, "LOOK_S", 60.0)
+    assert list(task._some(task.train)) == list(range(len(task.train)))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
@@ -140,6 +149,20 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     small = Config(**{**vars(cfg), "model": tiny(vocab_size=200)})
     with pytest.raises(ConfigError, match="vocab_size"):
         open_task(small)
+
+
+def test_a_checkpoints_own_tokenizer_is_not_forgotten(tmp_path):
+    path = write(tmp_path / "q.jsonl", [f"what is {i}?" for i in range(14)])
+    cfg = replace(config(path), init=InitConfig(checkpoint=str(tmp_path / "model")))
+    file = write_byte_tokenizer(tmp_path / "model")
+    open_task(cfg)  # the same ids
+    ours = json.loads(file.read_text())
+    vocab = ours["model"]["vocab"]
+    vocab["W"], vocab["h"] = vocab["h"], vocab["W"]
+    file.write_text(json.dumps(ours))
+    with pytest.raises(ConfigError, match="Try --set init.tokenizer=.*/model"):
+        open_task(cfg)
+    open_task(replace(cfg, init=replace(cfg.init, tokenizer=str(tmp_path / "model"))))
 
 
 def test_a_warm_start_without_stored_answers_is_refused(task):

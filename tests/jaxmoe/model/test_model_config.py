@@ -51,3 +51,17 @@ def test_a_directory_without_config_json_is_named(tmp_path):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(to_hf(CFG, dtype=CFG.dtype)))
     assert read_hf_config(tmp_path) == CFG
+
+
+def test_a_file_that_is_not_whole_is_named(tmp_path):
+    text = json.dumps(to_hf(CFG, dtype=CFG.dtype))
+    short = {k: v for k, v in json.loads(text).items() if k != "head_dim"}
+    cut, missing = ("JSONDecodeError", text[:99]), ("KeyError: 'head_dim'", json.dumps(short))
+    for said, spoilt in (cut, missing):
+        (tmp_path / "config.json").write_text(spoilt)
+        with pytest.raises(ConfigError, match=f"whole config.json of GPT-OSS; {said}"):
+            read_hf_config(tmp_path)
+
+
+def test_weights_stored_in_float16_are_computed_with_in_bfloat16():
+    assert from_hf(to_hf(CFG, dtype="float16")).dtype == "bfloat16"

@@ -67,6 +67,16 @@ def test_resume_drops_the_lines_past_its_step(tmp_path, stage, step, kept):
     assert _steps(tmp_path) == kept
 
 
+def test_lines_that_are_no_metrics_are_passed_over(tmp_path):
+    _two_stages(tmp_path)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"note": "restarted here"}\n[1, 2]\n"rl"\n{"stage": "rl"}\n\xff\xfe\n')
+    assert read_metrics(tmp_path / "metrics.jsonl") == rows
+    with MetricsLog(tmp_path, stage="rl", step=3):
+        pass
+
+
 def test_a_half_written_last_line_is_forgotten_on_resume(tmp_path):
     _two_stages(tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:

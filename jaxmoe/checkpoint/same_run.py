@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may differ between the config of a checkpoint and the one that is given now.
+
+Next: jaxmoe/checkpoint/run.py asks before it restores.
+"""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxmoe.config import Config, ConfigError, to_json
+
+# what a resumed run may change: nothing that its numbers so far depend on
+FREE = (
+    "steps", "workdir", "eval.", "save.", "gate.", "data.max_prompt_tokens", "rollout.vllm.",
+    "optim.lr", "optim.clip_norm", "warmup.lr", "critic.lr",
+)  # fmt: skip
+# what tells training rows from held-out rows, of one task
+SPLIT = ("seed", "data.train_rows", "data.held_out_rows", "data.options.")
+
+
+def check_resume(work: Path, then: dict[str, Any], cfg: Config) -> list[str]:
+    """What a resume changes, to be told: "optim.lr=0.0001 (was 0.001)".
+
+    Raises ConfigError where that is more than it may.
+    """
+    decays = _flat(then).get("optim.lr_end_fraction", 1.0) != 1.0
+    changed = []
+    for name, old, new in _differences(then, cfg):
+        if not _one_of(name, FREE) or (name == "steps" and decays):
+            why = " (its learning rate decays over them)" if name == "steps" else ""
+            raise _refused(work, name, old, f"go on with {new}{why}")
+        if name != "workdir":
+            changed.append(f"{name}={new} (was {old})")
+    return changed
+
+
+def check_use(work: Path, then: dict[str, Any], cfg: Config) -> None:
+    """Raises ConfigError where the checkpoint is of another model, or saw the held-out rows."""
+    same_task = then["data"]["task"] == cfg.data.task
+    for name, old, new in _differences(then, cfg):
+        if name.startswith("model.") and name != "model.dtype":
+            raise _refused(work, name, old, f"be read with {new}")
+        if same_task and _one_of(name, SPLIT):
+            raise _refused(
+                work, name, old,
+                f"be scored with {new}: rows that it was trained on would count as held out",
+            )  # fmt: skip
+
+
+def _refused(work: Path, name: str, old: Any, what: str) -> ConfigError:
+    if old is None:
+        return ConfigError(
+            f"{work} holds a run without {name}; it cannot {what}. Leave it out, or try a new "
+            "--workdir."
+        )
+    return ConfigError(
+        f"{work} holds a run with {name}={old}; it cannot {what}. "
+        f"Try --set {shlex.quote(f'{name}={old}')}, or a new --workdir."
+    )
+
+
+def _one_of(name: str, keys: tuple[str, ...]) -> bool:
+    return any(name.startswith(key) if key.endswith(".") else name == key for key in keys)
+
+
+def _differences(then: dict[str, Any], cfg: Config) -> Iterator[tuple[str, Any, Any]]:
+    """(key, its value then, its value now), None where a key of data.options is not there.
+
+    A field that the checkpoint's version did not have had its default.
+    """
+    old, new = _flat(then), _flat(json.loads(to_json(cfg)))
+    for name in [*new, *(name for name in old if name not in new)]:
+        a, b = old.get(name), new.get(name)
+        if name not in old and not name.startswith("data.options."):
+            a = _default(cfg, name)
+        elif name not in new and not name.startswith("data.options."):
+            continue  # a field that there is no more
+        if a != b:
+            yield name, a, b
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name, value in record.items():
+        inner = isinstance(value, dict)
+        made |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return made
+
+
+def _default(cfg: Config, name: str) -> Any:
+    *path, last = name.split(".")
+    part: Any = cfg
+    for step in path:
+        part = getattr(part, step)
+    field = next(f for f in dataclasses.fields(part) if f.name == last)
+    return None if field.default is dataclasses.MISSING else field.default

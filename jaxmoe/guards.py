@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a run must not go on, and what to type then. Next: jaxmoe/train.py asks after each step."""
+
+import numpy as np
+
+from jaxmoe.config import Config, ConfigError
+from jaxmoe.shapes import Metrics
+
+
+def must_be_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> None:
+    """Raises where the step broke the numbers: nothing continues past a NaN."""
+    bad = [name for name, value in metrics.items() if not np.isfinite(value)]
+    if bad:
+        name, lr = rate
+        raise ConfigError(
+            f"step {step}: {', '.join(bad)} must be finite. Try --set {name}={lr / 10:g}, or a "
+            "smaller optim.clip_norm."
+        )
+
+
+def gate_closed(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
+    """What to say where engine and trainer are too far apart to train."""
+    gap, k3, ess = (metrics[f"gate/{name}"] for name in ("abs_diff", "k3", "ess"))
+    return ConfigError(
+        f"rl step {step}: engine and trainer must agree within gate.abs_diff={cfg.gate.abs_diff:g},"
+        f" gate.k3={cfg.gate.k3:g}, gate.ess={cfg.gate.ess:g}; got |Δlogp| {gap:.3g}, k3 {k3:.3g}, "
+        f"ESS {ess:.3g}. Nothing was trained on this batch, and what came before it is saved. "
+        "Check that the engine has the newest weights in the same dtype; or leave such batches "
+        "out: --set gate.skip=True."
+    )
