@@ -13,7 +13,5 @@ from jaxmoe.guards import must_be_finite
 def test_numbers_that_broke_end_the_run_with_the_rate_to_type(broken):
     must_be_finite({"loss": 1.0}, 3, rate=("optim.lr", 1e-4))
     said = "step 3: grad/norm, loss must be finite. Try --set optim.lr=1e-05, or a smaller"
-        r"step 3: grad/norm, loss must be finite. Try --set optim.lr=1e-05, or a smaller optim.cl"
-    )
     with pytest.raises(ConfigError, match=said):
         must_be_finite({"grad/norm": broken, "loss": broken, "x": 0.0}, 3, rate=("optim.lr", 1e-4))
