@@ -27,6 +27,7 @@ from jaxmoe.model.params import init_params
 from jaxmoe.shapes import Leaf, Params
 
 STAGES = ("warmup", "rl")
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def alone(work: Path, *, enabled: bool = True) -> Iterator[None]:
         return
     try:
         work.mkdir(parents=True, exist_ok=True)
-        file = open(work / ".lock", "w")
+        file = open(work / LOCK, "w")
     except OSError as error:
         raise ConfigError(
             f"workdir ({work}) must be a folder that takes files; {error}. "
@@ -136,6 +137,8 @@ def restore_run(
     on, in the model, or in what tells its training rows from the held-out ones.
     """
     _check_place(work)
+    with alone(work, enabled=to_train and (work / LOCK).exists()):  # told before an engine starts
+        pass
     directory = work / "checkpoints"
     number = store.latest(directory)
     if number is None:

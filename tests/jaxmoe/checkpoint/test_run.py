@@ -171,6 +171,9 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
         with pytest.raises(ConfigError, match="another one trains in it. Wait for it, or try"):
             with alone(tmp_path):
                 pass
+        with pytest.raises(ConfigError, match="another one trains in it"):
+            restore_run(tmp_path, CFG, SHAPES)
+        restore_run(tmp_path, CFG, SHAPES, to_train=False)  # it may be scored meanwhile
         other.kill()
         other.wait()
     with alone(tmp_path):  # what a killed one leaves is nothing
