@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model without layers, a batch and a step of it: what the tests of the update share."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmoe.config import (
+    ModelConfig,
+)
+from jaxmoe.model import init_params, new_critic, sequence_values
+from jaxmoe.rl.algorithm import Algorithm, check
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.state import critic_of, new_state, policy_of
+from jaxmoe.rl.step import batch_logprobs, in_rows
+from jaxmoe.rl.update import Scorer, rl_step
+
+EPS = float(np.finfo(np.float32).eps)
+CFG = ModelConfig(
+    vocab_size=29, d_model=24, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=8, n_experts=5,
+    experts_per_token=2, d_expert=20, sliding_window=5, dtype="float32",
+)  # fmt: skip
+B, T, R = 8, 12, 4
+ENDS = np.array([12, 9, 6, 11, 7, 5, 12, 8])
+SGD = optax.sgd(1.0)  # the update is minus the gradient
+MODEL = init_params(jax.random.key(0), CFG)
+PARAMS = {"embed": 8 * MODEL["embed"], "head": MODEL["head"]}
+
+
+@dataclass(frozen=True)
+class Bigram(Scorer):
+    """A model without layers, which compiles in no time: each token knows the one before it."""
+
+    def policy(self, params, batch):
+        rows = batch if batch.packed is None else batch.packed
+        policy = policy_of(params)
+        hidden_BTD = jnp.tanh(policy["embed"][rows.tokens_BT])
+        logp_BT, entropy_BT = batch_logprobs(policy, batch, model=self.model, hidden_BTD=hidden_BTD)
+        out = {"logp_BT": logp_BT, "entropy_BT": entropy_BT}
+        if self.critic == "shared":
+            values_BT = sequence_values(critic_of(params), hidden_BTD)
+            out["values_BT"] = in_rows(values_BT, batch)
+        return out
+
+    def values(self, params, batch):
+        rows, critic = batch if batch.packed is None else batch.packed, critic_of(params)
+        hidden_BTD = jnp.tanh(critic["backbone"]["embed"][rows.tokens_BT])
+        return {"values_BT": in_rows(sequence_values(critic, hidden_BTD), batch)}
+
+
+def make_batch(extra=0, shift=0.0):
+    """Rows of 5 to 12 tokens in groups of 4, padded on the right by `extra` more columns."""
+    rng = np.random.default_rng(0)
+    time, ends = np.arange(T)[None, :], ENDS[:, None]
+    mask = (time >= 3) & (time < ends) & (time != 5)  # column 5 is a tool's
+
+    def widen(x):
+        return np.pad(x, ((0, 0), (0, extra)))
+
+    length = T + extra
+    return Batch(
+        tokens_BT=widen(np.where(time < ends, rng.integers(0, 29, (B, T)), 0).astype(np.int32)),
+        positions_BT=np.broadcast_to(np.arange(length, dtype=np.int32), (B, length)),
+        segment_ids_BT=widen((time < ends).astype(np.int32)),
+        loss_mask_BT=widen(mask),
+        rollout_logp_BT=widen(
+            np.where(mask, -3.4 + shift + 0.3 * rng.normal(size=(B, T)), 0.0).astype(np.float32)
+        ),
+        rewards_B=rng.normal(size=B).astype(np.float32),
+        group_ids_B=np.repeat(np.arange(B // R, dtype=np.int32), R),
+        weights_version_B=np.zeros(B, np.int32),
+    )
+
+
+def start(a, tx=SGD, params=PARAMS):
+    if a.critic != "none":
+        critic = new_critic(params, CFG, "float32", own_backbone=a.critic == "own")
+        # a head of zeros would send nothing to the backbone
+        critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
+        params = {"policy": params, "critic": critic}
+    return new_state(params, tx)
+
+
+def step_of(a, *, tx=SGD, scorer=None, **options):
+    scorer = scorer or Bigram(CFG, critic=a.critic)
+    return jax.jit(partial(rl_step, tx=tx, algorithm=a, scorer=scorer, **options))
+
+
+def algorithm(**fields):
+    made = Algorithm(samples_per_prompt=R, **fields)
+    check(made)
+    return made
