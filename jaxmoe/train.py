@@ -233,7 +233,8 @@ def reinforce(
         if due(cfg, at.step) and not measured(desk.work, at.step):  # the first; or one that broke
             with phase(f"scoring the held-out rows at step {at.step}"):
                 desk.log.write("rl", at.step, measure(desk, held_out))
-            plot(desk, at.step)
+            if at.step:
+                plot(desk, at.step)
         batches.published(at.step)
         with Progress(cfg.steps, "rl", done=at.step) as progress:
             for step in range(at.step + 1, cfg.steps + 1):
