@@ -25,6 +25,7 @@ from jaxmoe.observe.progress import phase
 from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.vllm.backend import Unanswered
 from jaxmoe.rollout.vllm.over_http import HttpBackend
+from jaxmoe.rollout.vllm.publish import PROCESSED
 
 SPARE = 192  # context that the probe of a publication needs, at least
 STOP_S = 15.0  # to end by itself before it is killed
@@ -90,7 +91,7 @@ def options(
         "skip_tokenizer_init": True,
         "max_model_len": max(context + 1, SPARE),
         "max_num_seqs": rows + 1,  # the probe of new weights waits for no other answer
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": PROCESSED,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": "jaxmoe.rollout.vllm.plugin.worker.Worker",
         "enable_return_routed_experts": True,
