@@ -5,16 +5,16 @@ The interpreter is chosen when triton is imported, so these tests skip in a proc
 it before without TRITON_INTERPRET=1. It computes with numpy, so that no torch is needed.
 """
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import attention_oracle as oracle
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
+import triton_interpreted
 
 from pallas_kernels.blocks import runs
 from pallas_kernels.sink_attention import (
@@ -26,128 +26,19 @@ from pallas_kernels.sink_attention import (
 )
 from pallas_kernels.sink_attention.triton_launch import Tiles
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed: pip install triton", allow_module_level=True)
-
-SMALL = cases.Case("small", 2, 24, 29, 15, 3, 16, 9)
-TRITON_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
-
-
-def load(name):
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-oracle = load("test_sink_attention")
-
-
-class Buffer:
-    """As much of a torch tensor as the interpreter asks for, around a numpy array."""
-
-    def __init__(self, array=None, size=None):
-        self.array, self.dtype = array, None if array is None else TRITON_NAMES[array.dtype.name]
-
-    def data_ptr(self):
-        return self.array.ctypes.data
-
-    def set_(self, storage, *_):
-        self.array, self.dtype = storage.array, storage.dtype
-
-    def new_empty(self, *_, **__):
-        return Buffer()
-
-    untyped_storage = cpu = lambda self: self
-    storage_offset = size = stride = copy_ = lambda self, *_: 0
-
-
-def faithful_dot(self, a, b, d, *_):
-    """The interpreter multiplies the bit patterns of bfloat16; this widens them first.
-
-    einsum, unlike a library's matmul, treats every row alike.
-    """
-    wide = [
-        (x.data.view(ml_dtypes.bfloat16) if str(x.dtype) == "bf16" else x.data).astype(np.float32)
-        for x in (a, b)
-    ]
-    return type(d)(np.einsum("mk,kn->mn", *wide) + d.data, d.dtype.scalar)
-
-
-def faithful_cast(original):
-    """The interpreter cuts float32 to bfloat16; hardware rounds to nearest even."""
-
-    def cast_impl(self, src, dst_type):
-        if (str(src.dtype.scalar), str(dst_type.scalar)) == ("fp32", "bf16"):
-            bits = src.data.astype(ml_dtypes.bfloat16).view(np.uint16)
-            return type(src)(bits, dst_type.scalar)
-        return original(self, src, dst_type)
-
-    return cast_impl
-
-
-def patch_once(original):
-    """The interpreter patches the language at every inner call; once for each file is enough."""
-    done = set()
-
-    def patch_lang(fn):
-        outermost = fn.__name__.endswith("_kernel")
-        if outermost:
-            done.clear()
-        if id(fn.__globals__) in done:
-            return None
-        done.add(id(fn.__globals__))
-        return original(fn)
-
-    return patch_lang
+if triton_interpreted.missing():
+    pytest.skip(triton_interpreted.missing(), allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    """The module of kernels, interpreted, with the interpreter's bfloat16 mended."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        from triton.runtime import interpreter
-
-        from pallas_kernels.sink_attention import triton_kernel
-
-        if not isinstance(triton_kernel.forward_kernel, interpreter.InterpretedFunction):
-            pytest.skip("triton was imported before without TRITON_INTERPRET=1 in this process")
-        builder = interpreter.InterpreterBuilder
-        patch.setattr(builder, "create_dot", faithful_dot)
-        patch.setattr(builder, "cast_impl", faithful_cast(builder.cast_impl))
-        quick = interpreter.InterpreterOptions(sanitize_overflow=False)
-        patch.setattr(interpreter.interpreter_builder, "options", quick)
-        patch.setattr(interpreter, "_patch_lang", patch_once(interpreter._patch_lang))
-        yield triton_kernel
+    with triton_interpreted.interpreted() as module:
+        yield module
 
 
 @pytest.fixture
 def attend(kernels, monkeypatch):
-    """jax_triton_call.triton with jax_triton's triton_call replaced by the interpreter."""
-
-    def interpreted(name, tiles, grid, out, args, constants):
-        scalars = [x for x in args if isinstance(x, int)]
-        flat, tree = jax.tree.flatten(out)
-
-        def run(*arrays):
-            inputs = [Buffer(np.ascontiguousarray(x)) for x in arrays]
-            outputs = [np.full(x.shape, np.nan, x.dtype) for x in flat]
-            getattr(kernels, name)[grid](*inputs, *scalars, *map(Buffer, outputs), **constants)
-            return outputs
-
-        arrays = [x for x in args if not isinstance(x, int)]
-        return jax.tree.unflatten(tree, jax.pure_callback(run, flat, *arrays))
-
-    monkeypatch.setattr(jax_triton_call, "_triton_call", interpreted)
-    for name, tiles in (("forward", (64, 16)), ("dq", (32, 8)), ("dkv", (64, 8))):
-        monkeypatch.setattr(triton_launch, f"{name}_tiles", lambda *_, x=tiles: Tiles(*x, 4, 1))
-
-    def call(window, q, *arrays):
-        return jax_triton_call.triton(q, *arrays, window, q.shape[3] ** -0.5)
-
-    return call
+    return triton_interpreted.from_jax(kernels, monkeypatch)
 
 
 # All but the last share their sizes: compiling is what these tests cost.
@@ -173,21 +64,6 @@ def test_values_and_every_gradient_are_as_good_as_the_plain_formula(attend, case
     assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
     assert all(np.isfinite(x.astype(jnp.float32)).all() for x in got[2:])
     oracle.compare(case, got, inputs, ct)
-
-
-@pytest.mark.parametrize("sink", [0.25, -np.inf])
-def test_a_query_without_keys_gives_zero_its_sink_and_finite_gradients(attend, sink):
-    case = cases.named("packed")
-    inputs, ct = cases.make_inputs(case), oracle.cotangents(case)
-    inputs = inputs._replace(
-        sink_N=jnp.full(case.N, sink, jnp.float32), q_segments_BT=inputs.q_segments_BT * 0 + 9
-    )
-    o, lse, dq, dk, dv, dsink = oracle.values_and_gradients(attend, case.window, *ct, *inputs)
-    np.testing.assert_array_equal(lse, sink)
-    for x in (o, dq, dk, dv):
-        np.testing.assert_array_equal(x, 0.0)
-    wanted = np.asarray(ct[1], np.float64).sum((0, 1)) if sink == 0.25 else np.zeros(case.N)
-    np.testing.assert_allclose(dsink, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_no_keys_and_no_queries_are_allowed(attend):

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every implementation of sink attention as one callable, in blocks so small that short rows of
+any length take every path: what the properties and the planted faults are tried on."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import attention_oracle as oracle
+import jax
+import jax.numpy as jnp
+import pytest
+import triton_interpreted
+
+from pallas_kernels.sink_attention import (
+    cases,
+    jax_triton_call,
+    pallas_gpu,
+    pallas_gpu_backward,
+    pallas_gpu_blocks,
+    pallas_tpu,
+    pallas_tpu_blocks,
+    reference,
+    xla,
+)
+from pallas_kernels.sink_attention.pallas_gpu_blocks import Tiles
+
+# No length is a multiple of a block; queries and keys differ in number, heads in every way.
+CASE = cases.Case("side", 2, 45, 61, 6, 2, 16, 9)
+
+
+class Side(NamedTuple):
+    """An implementation: how it is called, on what, and the modules where its parts are named."""
+
+    name: str
+    case: cases.Case
+    dtype: Any
+    attend: Callable[..., Any]  # of window, then the arrays of `cases.Inputs`
+    blocks: Any  # the module that holds its `runs`
+    predicate: Any  # the module that holds its `visible`; None for Triton, which has its own
+    sums: Any  # the module that holds its `backward_sums`
+
+    def run(self, do: Any, dlse: Any, *inputs: Any, window: int | None = None) -> Any:
+        """o, lse, dq, dk, dv, dsink."""
+        window = self.case.window if window is None else window
+        return oracle.values_and_gradients(self.attend, window, do, dlse, *inputs)
+
+    def forward(self, *inputs: Any, window: int | None = None) -> Any:
+        """o and lse, from the same program."""
+        q = inputs[0]
+        return self.run(jnp.zeros_like(q), jnp.zeros(q.shape[:3]), *inputs, window=window)[:2]
+
+
+def of_positional(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A new function each time: what was compiled with other blocks is not found under it."""
+    return lambda window, q, *rest: f(q, *rest, window, q.shape[3] ** -0.5)
+
+
+def with_xla(patch: pytest.MonkeyPatch) -> Side:
+    patch.setattr(xla, "block_sizes", lambda *_: (8, 8))
+    return Side("xla", CASE, jnp.float32, of_positional(xla.xla), xla, xla, xla)
+
+
+def with_reference(_: pytest.MonkeyPatch) -> Side:
+    f = of_positional(reference.reference)
+    return Side("reference", CASE, jnp.float32, f, None, reference, None)
+
+
+def with_tpu(patch: pytest.MonkeyPatch) -> Side:
+    patch.setattr(pallas_tpu_blocks, "block_sizes", lambda *_: (16, 8))
+    # not by name: its interpretation is its last argument, and what is not differentiated has none
+    f = of_positional(lambda *args: pallas_tpu.mosaic_tpu(*args, True))
+    blocks = pallas_tpu_blocks
+    return Side("mosaic_tpu", CASE, jnp.float32, f, blocks, blocks, pallas_tpu)
+
+
+def with_gpu(patch: pytest.MonkeyPatch) -> Side:
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("jax 0.10 takes 10 seconds to interpret one block")
+    patch.setattr(pallas_gpu, "forward_tiles", lambda *_: Tiles(2, 32, 2))
+    patch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: Tiles(1, 32, 2))
+    patch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: Tiles(1, 32, 3))
+    f = of_positional(partial(pallas_gpu.mosaic_gpu, interpret=True))
+    case = CASE._replace(N=2, K=1, H=64)
+    return Side("mosaic_gpu", case, jnp.bfloat16, f, pallas_gpu_blocks, pallas_gpu_blocks,
+                pallas_gpu_backward)  # fmt: skip
+
+
+@contextlib.contextmanager
+def opened(name: str):
+    """The side of that name; skips with the reason where it cannot be interpreted here."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "triton":
+            with triton_interpreted.interpreted() as kernels:
+                f = triton_interpreted.from_jax(kernels, patch)
+                call = jax_triton_call
+                yield Side("triton", CASE, jnp.float32, f, call, None, call)
+        else:
+            yield SIDES[name](patch)
+
+
+SIDES: dict[str, Any] = {
+    "reference": with_reference,
+    "xla": with_xla,
+    "mosaic_tpu": with_tpu,
+    "mosaic_gpu": with_gpu,
+    "triton": None,
+}

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in every implementation, each of which the comparison with the oracle must see.
+
+A fault that changed nothing would mean that the part it is planted in is not used, or not tested.
+"""
+
+import attention_oracle as oracle
+import attention_sides
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import blocks, masks
+from pallas_kernels.sink_attention import cases, common, triton_launch
+
+# One row of the batch has padding, segments are longer than the window, both exceed a block.
+LAYOUT = "packed"
+
+
+def inputs_of(side):
+    case = side.case._replace(T=side.case.S, layout=LAYOUT)
+    return case, cases.make_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
+
+
+def with_window(change):
+    """The predicate, and the bounds of blocks by the same rule, of another window."""
+
+    def plant(side, patch):
+        if side.predicate is None:  # Triton's kernels have a predicate of their own
+            right = triton_launch.constants
+
+            def constants(K, G, H, window, scale, tiles):
+                return right(K, G, H, window + change, scale, tiles)
+
+            patch.setattr(triton_launch, "constants", constants)
+        else:
+
+            def visible(q_pos, k_pos, window, q_seg, k_seg):
+                return masks.visible(q_pos, k_pos, window + change, q_seg, k_seg)
+
+            patch.setattr(side.predicate, "visible", visible)
+        if side.blocks is not None:
+
+            def block_table(*args):
+                return blocks.block_table(*args[:-1], args[-1] + change)
+
+            patch.setattr(side.blocks, "block_table", block_table)
+
+    return plant
+
+
+def forget_the_last_block(side, patch):
+    def runs(needed, whole):
+        first, whole_first, whole_last, last = jnp.moveaxis(blocks.runs(needed, whole), 2, 0)
+        last = jnp.maximum(first, last - 1)
+        middle = (jnp.clip(x, first, last) for x in (whole_first, whole_last))
+        return jnp.stack([first, *middle, last], 2)
+
+    patch.setattr(side.blocks, "runs", runs)
+
+
+def mask_no_block(side, patch):
+    def runs(needed, whole):
+        first, _, _, last = jnp.moveaxis(blocks.runs(needed, whole), 2, 0)
+        return jnp.stack([first, first, last, last], 2)
+
+    patch.setattr(side.blocks, "runs", runs)
+
+
+def changed_sums(change):
+    def plant(side, patch):
+        def backward_sums(*args):
+            return change(common.backward_sums, *args)
+
+        patch.setattr(side.sums, "backward_sums", backward_sums)
+
+    return plant
+
+
+def no_gradient_to_the_sink(right, *args):
+    lse, delta, dsink = right(*args)
+    return lse, delta, jnp.zeros_like(dsink)
+
+
+def weights_without_the_sink(right, o, lse, sink, do, dlse):
+    """The mistake of kernels that know no sinks: p = e^{z − lse} of the keys alone."""
+    some, delta, dsink = right(o, lse, sink, do, dlse)
+    keys_alone = lse + jnp.log1p(-jnp.minimum(jnp.exp(sink[None, None] - lse), 1 - 1e-6))
+    return jnp.where(jnp.isfinite(keys_alone), keys_alone, some), delta, dsink
+
+
+def no_cotangent_of_lse(right, o, lse, sink, do, dlse):
+    return right(o, lse, sink, do, jnp.zeros_like(dlse))
+
+
+FAULTS = {
+    "a window of one key more": with_window(1),
+    "a window of one key less": with_window(-1),
+    "the last block forgotten": forget_the_last_block,
+    "blocks at the border taken as seen whole": mask_no_block,
+    "no gradient to the sink": changed_sums(no_gradient_to_the_sink),
+    "a backward whose weights leave the sink out": changed_sums(weights_without_the_sink),
+    "the cotangent of lse dropped": changed_sums(no_cotangent_of_lse),
+}
+SIDES = ("xla", "mosaic_tpu", "mosaic_gpu", "triton")
+XLA_HAS_NOT = "blocks at the border taken as seen whole"  # it masks all of them
+
+
+def tried(side, fault):
+    """A compilation each, and with an interpreter a slow one: by default XLA alone."""
+    marks = () if side == "xla" else pytest.mark.slow
+    return pytest.param(side, fault, marks=marks, id=f"{side}-{fault.replace(' ', '-')}")
+
+
+@pytest.fixture(scope="module")
+def side(request):
+    with attention_sides.opened(request.param) as opened:
+        yield opened
+
+
+def compare(side):
+    """Compiles anew: what was compiled without the fault must not be found."""
+    case, inputs, ct = inputs_of(side)
+    jax.clear_caches()
+    fresh = side._replace(attend=lambda *args: side.attend(*args))
+    oracle.compare(case, fresh.run(*ct, *inputs), inputs, ct)
+
+
+@pytest.mark.parametrize(
+    "side, fault",
+    [tried(x, y) for x in SIDES for y in ("none", *FAULTS) if (x, y) != ("xla", XLA_HAS_NOT)],
+    indirect=["side"],
+)
+def test_a_planted_fault_is_seen_and_without_one_all_is_well(side, fault):
+    if fault == "none":
+        compare(side)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[fault](side, patch)
+        with pytest.raises(AssertionError, match="error"):
+            compare(side)

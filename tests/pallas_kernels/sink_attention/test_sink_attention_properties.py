@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a softmax with a sink promises, tried on every implementation over random layouts.
+
+Positions, segments, padding and the order of keys are drawn; lengths are no multiple of any block.
+"""
+
+import attention_oracle as oracle
+import attention_sides
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.sink_attention import cases
+
+SLOW = {"mosaic_gpu": 3, "triton": 4}  # examples; interpreters that take half a second a call
+
+
+@pytest.fixture(scope="module", params=attention_sides.SIDES)
+def side(request):
+    with attention_sides.opened(request.param) as opened:
+        yield opened
+
+
+def each(side, check, **drawn):
+    """check(side, …) for drawn arguments, fewer where a call is slow."""
+
+    @settings(max_examples=SLOW.get(side.name, 12))
+    @given(**{"seed": st.integers(0, 10**6), **drawn})
+    def tried(**arguments):
+        check(side, **arguments)
+
+    tried()
+
+
+def drawn_inputs(side, seed):
+    """Up to three segments among padding; keys in any order, queries anywhere, also before the
+    first key and past the last; sinks of every size up to ±30, and none."""
+    case, rng = side.case, np.random.default_rng(seed)
+    B, T, S = case.B, case.T, case.S
+    sinks = rng.choice([-np.inf, -30.0, -2.0, 0.0, 2.0, 30.0], case.N)
+    k_positions = rng.permuted(np.tile(np.arange(S) - 3, (B, 1)), axis=1)
+    if rng.integers(2):  # as in a packed batch
+        q_positions = np.sort(rng.integers(-9, S + 9, (B, T)), 1)
+        k_positions = np.sort(k_positions, 1)
+    else:
+        q_positions = rng.integers(-9, S + 9, (B, T))
+    places = {
+        "q_positions_BT": q_positions,
+        "k_positions_BS": k_positions,
+        "q_segments_BT": np.sort(rng.integers(0, 4, (B, T)), 1),
+        "k_segments_BS": np.sort(rng.integers(0, 3, (B, S)), 1),  # segment 3 has no keys
+    }
+    inputs = cases.make_inputs(case, side.dtype, seed)
+    return inputs._replace(
+        sink_N=jnp.asarray(sinks, jnp.float32),
+        **{name: jnp.asarray(x, jnp.int32) for name, x in places.items()},
+    )
+
+
+def test_values_and_every_gradient_agree_with_the_oracle_in_any_layout(side):
+    def check(side, seed):
+        inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
+        oracle.compare(side.case, side.run(*ct, *inputs), inputs, ct)
+
+    each(side, check)
+
+
+def test_probabilities_of_the_keys_sum_to_one_less_that_of_the_sink(side):
+    def check(side, seed):
+        inputs = drawn_inputs(side, seed)
+        o, lse = side.forward(*inputs._replace(v_BSKH=jnp.ones_like(inputs.v_BSKH)))
+        some = np.isfinite(lse)
+        sink = np.asarray(inputs.sink_N, np.float64)
+        p_sink = np.exp(sink - np.where(some, lse, 0.0))
+        total = np.where(some[..., None], np.asarray(o, np.float64) + p_sink[..., None], 1.0)
+        eps = float(jnp.finfo(side.dtype).eps)
+        largest = np.max(np.abs(np.where(some, lse, 0.0)))  # e^{sink − lse} is as exact as lse
+        room = 4 * eps + 2 * largest * np.finfo(np.float32).eps
+        np.testing.assert_allclose(total, np.ones(total.shape), rtol=0, atol=room)
+
+    each(side, check)
+
+
+def test_a_row_counts_its_keys_and_no_others(side):
+    def check(side, seed):
+        inputs = drawn_inputs(side, seed)
+        blank = {"q_BTNH": jnp.zeros_like(inputs.q_BTNH)}
+        blank["sink_N"] = jnp.full(side.case.N, -jnp.inf, jnp.float32)
+        _, lse = side.forward(*inputs._replace(**blank))
+        wanted = oracle.visible(side.case, inputs).sum(2)
+        np.testing.assert_allclose(np.exp(lse[:, :, 0]), wanted, rtol=1e-5)
+        assert (wanted == 0).any() and wanted.max() > 1
+
+    each(side, check)
+
+
+def test_a_window_of_128_holds_128_keys_the_query_itself_included(side):
+    case = side.case._replace(B=1, T=140, S=140, N=side.case.K, window=128)
+
+    def check(side, seed, offset):
+        q, k, v, _, *places = cases.make_inputs(case, side.dtype)
+        places = [x + offset * (i < 2) for i, x in enumerate(places)]
+        sink = jnp.full(case.N, -jnp.inf, jnp.float32)
+        _, lse = side.forward(jnp.zeros_like(q), k, v, sink, *places, window=128)
+        counts = np.rint(np.exp(np.asarray(lse[0, :, 0], np.float64)))
+        np.testing.assert_array_equal(counts[126:131], [127, 128, 128, 128, 128])
+        np.testing.assert_array_equal(counts, np.minimum(np.arange(140) + 1, 128))
+
+    each(side, check, seed=st.just(0), offset=st.integers(0, 10**6))
+
+
+def test_a_query_without_keys_gives_zero_its_sink_and_finite_gradients(side):
+    def check(side, seed):
+        inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
+        alone = np.asarray(~oracle.visible(side.case, inputs).any(2))
+        assert alone.any() and not alone.all()
+        o, lse, *gradients = (np.asarray(x, np.float32) for x in side.run(*ct, *inputs))
+        np.testing.assert_array_equal(o[alone], 0.0)
+        wanted = np.broadcast_to(np.asarray(inputs.sink_N), lse[alone].shape)
+        np.testing.assert_allclose(lse[alone], wanted, rtol=1e-6)
+        np.testing.assert_array_equal(gradients[0][alone], 0.0)
+        assert all(np.isfinite(x).all() for x in gradients)
+
+    each(side, check)
+
+
+def test_what_a_sink_gets_of_queries_without_keys_is_their_lse_alone(side):
+    """dlse/dsink is 1 there, whatever the output is asked to do; without a sink it is nothing."""
+
+    def check(side, seed):
+        inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
+        inputs = inputs._replace(q_segments_BT=jnp.full_like(inputs.q_segments_BT, 3))
+        *_, dsink = side.run(*ct, *inputs)
+        wanted = np.asarray(ct[1], np.float64).sum((0, 1))
+        wanted = np.where(np.isfinite(inputs.sink_N), wanted, 0.0)
+        np.testing.assert_allclose(dsink, wanted, rtol=1e-5, atol=1e-5)
+
+    each(side, check)
+
+
+def test_the_order_of_the_batch_changes_no_bit(side):
+    def check(side, seed):
+        inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
+        got = side.run(*ct, *inputs)
+        turned = [x if x is inputs.sink_N else x[::-1] for x in (*ct, *inputs)]
+        pairs = zip(oracle.NAMES[:5], got, side.run(*turned), strict=False)
+        for name, a, b in pairs:  # dsink is a sum over the batch
+            np.testing.assert_array_equal(np.asarray(a)[::-1], b, err_msg=name)
+
+    each(side, check)
+
+
+def test_a_segment_depends_on_itself_alone_to_the_bit(side):
+    """Neither on what padding holds nor on the other episodes, in values and in gradients."""
+
+    def check(side, seed, segment):
+        inputs, (do, dlse) = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
+        q_mine, k_mine = (
+            np.asarray(x == segment) for x in (inputs.q_segments_BT, inputs.k_segments_BS)
+        )
+        wide = {"q_BTNH": q_mine, "k_BSKH": k_mine, "v_BSKH": k_mine}
+        other = {
+            name: jnp.where(mine[..., None, None], getattr(inputs, name), jnp.asarray(7, do.dtype))
+            for name, mine in wide.items()
+        }
+        ct = (
+            jnp.where(q_mine[..., None, None], do, jnp.asarray(0, do.dtype)),
+            jnp.where(q_mine[..., None], dlse, 0.0),
+        )
+        ours, theirs = (side.run(*ct, *x) for x in (inputs, inputs._replace(**other)))
+        masks = (q_mine, q_mine, q_mine, k_mine, k_mine)
+        for name, mine, a, b in zip(oracle.NAMES, masks, ours, theirs, strict=False):
+            np.testing.assert_array_equal(np.asarray(a)[mine], np.asarray(b)[mine], err_msg=name)
+        for x, mine in zip(ours[2:5], (q_mine, k_mine, k_mine), strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32)[~mine], 0.0)
+        np.testing.assert_array_equal(ours[5], theirs[5])
+
+    each(side, check, segment=st.integers(1, 2))
+
+
+def test_the_same_bits_come_out_every_time(side):
+    inputs, ct = drawn_inputs(side, 0), oracle.cotangents(side.case, side.dtype)
+    for name, a, b in zip(
+        oracle.NAMES, side.run(*ct, *inputs), side.run(*ct, *inputs), strict=True
+    ):
+        np.testing.assert_array_equal(a, b, err_msg=name)
