@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,13 @@ CHIPS = (*TPUS, *GPUS)
 
 @dataclass(frozen=True)
 class Ptxas:
-    """What ptxas said of one kernel."""
+    """What ptxas said of one kernel, and what is asked for at its launch."""
 
     registers: int  # per thread
     spills: int  # bytes stored and loaded
     stack: int  # bytes
+    shared: int = 0  # bytes of shared memory for each block of threads
+    warnings: tuple[str, ...] = ()  # as of tensor cores that must wait for each product
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class Compiled:
     chip: str
     executable: jax.stages.Compiled
     kernels: tuple[Ptxas, ...]  # Mosaic GPU kernels in order of compilation
+
+    @property
+    def vmem_bytes(self) -> tuple[int, ...]:
+        """Vector memory of each Mosaic TPU kernel."""
+        calls = (x for x in self.executable.as_text().splitlines() if "tpu_custom_call" in x)
+        used = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+        return tuple(int(size) for call in calls for size in re.findall(used, call))
 
     @property
     def temp_bytes(self) -> int:
@@ -125,7 +134,10 @@ def compile_for(chip: str, fn: Callable[..., Any], *args: Any) -> Compiled:
     with jax.set_mesh(mesh), _mosaic_dump() as folder:
         lowered = jax.jit(fn).trace(*abstract).lower(lowering_platforms=(platform,))
         executable = lowered.compile()
-        kernels = tuple(read_ptxas(p.read_text()) for p in sorted(folder.glob("*.ptxas")))
+        kernels = tuple(
+            replace(read_ptxas(p.read_text()), shared=_shared_bytes(p))
+            for p in sorted(folder.glob("*.ptxas"))
+        )
     return Compiled(chip, executable, kernels)
 
 
@@ -139,7 +151,20 @@ def read_ptxas(text: str) -> Ptxas:
         registers=number(r"Used (\d+) registers"),
         spills=number(r"(\d+) bytes spill"),
         stack=number(r"(\d+) bytes stack frame"),
+        warnings=tuple(x for x in text.splitlines() if "warning" in x or "Performance Loss" in x),
     )
+
+
+def _shared_bytes(dumped: Path) -> int:
+    """Of the kernel whose other dumps lie beside: the constant in its launch."""
+    stem = dumped.name.removesuffix("ptxas")
+    for path in sorted(dumped.parent.glob(f"{stem}*")):  # the text of one pass before all of them
+        with path.open(errors="replace") as lines:
+            for line in lines:
+                found = re.search(r"dynamic_shared_memory_size %c(\d+)", line)
+                if found:
+                    return int(found[1])
+    return 0
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from jaxtyping import Array
 
 WARPGROUP_ROWS = 64  # of a wgmma; the rows that one warpgroup owns
 SHARED_BYTES = 232_448  # that one block may have
-# Two computing warpgroups and one that fetches start with 168 registers a thread each; what the
-# latter gives up the former take. They would wait for ever for more than 3·168 in all.
-COMPUTE_REGISTERS, FETCH_REGISTERS = 240, 24
+# Registers a thread of a computing and of the fetching warpgroup, by the number of the former. What
+# the latter gives up the former take; they would wait for ever for more than were handed out, an
+# equal part of 64K to each warpgroup.
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 TILE = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a tile
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -75,7 +76,7 @@ def full(shape: tuple[int, ...], value: Any, layout: Any, interpret: bool) -> Ar
 def product(a: Any, b_T: Any, interpret: bool, then: Any = None) -> Array:
     """a @ b_T.T of two refs to shared memory, float32; `then` runs while the tensor cores do."""
     if interpret:
-        return _dot(a[...], b_T[...].T, then)
+        return dot(a[...], b_T[...].T, then)
 
     def body(acc):
         plgpu.wgmma(acc, a, b_T.transpose((1, 0)))
@@ -86,25 +87,10 @@ def product(a: Any, b_T: Any, interpret: bool, then: Any = None) -> Array:
     return pl.run_scoped(body, ACC((a.shape[0], b_T.shape[0]), jnp.float32))
 
 
-def two_products(a: Any, b_T: Any, c: Any, d_T: Any, between: Any, interpret: bool) -> Any:
-    """between(a @ b_T.T), computed while the tensor cores make the second, and c @ d_T.T."""
-    if interpret:
-        return between(_dot(a[...], b_T[...].T)), _dot(c[...], d_T[...].T)
-
-    def body(first, second):
-        plgpu.wgmma(first, a, b_T.transpose((1, 0)))
-        plgpu.wgmma(second, c, d_T.transpose((1, 0)))
-        x = between(plgpu.wgmma_accumulator_load(first, wait_n=1))
-        return x, second[...]
-
-    shapes = ((x.shape[0], y.shape[0]) for x, y in ((a, b_T), (c, d_T)))
-    return pl.run_scoped(body, *(ACC(shape, jnp.float32) for shape in shapes))
-
-
 def add_product(acc: Array, a: Array, b: Any, interpret: bool, then: Any = None) -> Any:
     """acc + a @ b with `a` in registers and `b` a ref to shared memory."""
     if interpret:
-        return acc + _dot(a, b[...], then)
+        return acc + dot(a, b[...], then)
 
     def body(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
@@ -114,19 +100,8 @@ def add_product(acc: Array, a: Array, b: Any, interpret: bool, then: Any = None)
     return pl.run_state(body)(ACC.init(acc))
 
 
-def add_two_products(accs: Any, a: Array, b: Any, c: Any, d: Any, interpret: bool) -> Any:
-    """accs + (a @ b, c() @ d); the tensor cores make the first while c() is computed."""
-    if interpret:
-        return accs[0] + _dot(a, b[...]), accs[1] + _dot(c(), d[...])
-
-    def body(refs):
-        plgpu.wgmma(refs[0], a, b)
-        plgpu.wgmma(refs[1], c(), d)
-
-    return pl.run_state(body)(tuple(ACC.init(acc) for acc in accs))
-
-
-def _dot(a: Array, b: Array, then: Any = None) -> Array:
+def dot(a: Array, b: Array, then: Any = None) -> Array:
+    """What the interpreter computes in place of a wgmma."""
     if then is not None:
         then()
     return jnp.dot(a, b, preferred_element_type=jnp.float32)

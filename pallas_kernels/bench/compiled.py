@@ -7,19 +7,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ahead_of_time import compile_for, missing
+from pallas_kernels.ahead_of_time import GPUS, compile_for, missing
 from pallas_kernels.bench.ops import Op
 
 
 def figures(op: Op, impl: str, dtype: Any, chip: str, chosen: tuple[Any, ...]) -> str:
-    """A table: registers and spills of each kernel, device memory, seconds of compilation.
+    """A table: registers, spills and on-chip memory of each kernel, device memory, seconds.
 
     Raises: SystemExit where the chip's compiler is missing.
     """
     reason = missing(chip)
     if reason:
         raise SystemExit(reason)
-    lines = [f"{'case':<16}{'pass':<20}{'registers':<18}{'spills':<10}{'temp MB':>9}{'s':>7}"]
+    gpu = chip in GPUS
+    columns = ("registers", "spills", "shared KiB") if gpu else ("VMEM MiB",)
+    heads = "".join(f"{x:<18}" for x in columns)
+    lines = [f"{'case':<16}{'pass':<20}{heads}{'temp MB':>9}{'s':>7}"]
     for case in chosen:
         inputs = jax.eval_shape(lambda case=case: op.inputs(case, dtype, 0))
         call, n = op.call(case, impl), op.differentiated
@@ -31,10 +34,15 @@ def figures(op: Op, impl: str, dtype: Any, chip: str, chosen: tuple[Any, ...]) -
         for name, fn in (("forward", call), ("forward+backward", both))[: 2 if n else 1]:
             start = time.perf_counter()
             found = compile_for(chip, lambda *x, fn=fn: fn(*x), *inputs)
-            registers = " ".join(str(k.registers) for k in found.kernels)
-            spills = " ".join(str(k.spills) for k in found.kernels)
+            seconds, kernels = time.perf_counter() - start, found.kernels
+            if gpu:
+                each = [[k.registers for k in kernels], [k.spills for k in kernels],
+                        [-(-k.shared // 1024) for k in kernels]]  # fmt: skip
+            else:
+                each = [[f"{x / 2**20:.1f}" for x in found.vmem_bytes]]
+            cells = "".join(f"{' '.join(map(str, x)):<18}" for x in each)
             lines.append(
-                f"{case.name:<16}{name:<20}{registers:<18}{spills:<10}"
-                f"{1e-6 * found.temp_bytes:>9.1f}{time.perf_counter() - start:>7.1f}"
+                f"{case.name:<16}{name:<20}{cells}{1e-6 * found.temp_bytes:>9.1f}{seconds:>7.1f}"
             )
+            lines += [f"  {warning}" for k in kernels for warning in k.warnings]
     return "\n".join(lines)

@@ -153,7 +153,6 @@ def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: boo
             q_s=plgpu.SMEM((ROWS, H), dtype, transforms=hopper.swizzled()),
             k_s=plgpu.SMEM((STAGES, KEYS, H), dtype, transforms=hopper.swizzled()),
             v_s=plgpu.SMEM((STAGES, KEYS, H), dtype, transforms=hopper.swizzled()),
-            p_s=plgpu.SMEM((ROWS, KEYS), dtype, transforms=hopper.swizzled()),
             o_s=_float_tile(H),
             lse_s=plgpu.SMEM((ROWS,), jnp.float32),
             bits_s=plgpu.SMEM((ROWS,), jnp.int32),
@@ -165,6 +164,7 @@ def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: boo
         )],
         grid=(B, n, K * tiles.count),  # heads fastest: those of a page lie side by side
         grid_names=("row", "split", "head"),
+        kernel_name="decode_attention_splits",
         **common,
     )(q, x.k_PSKH, x.v_PSKH, table, seen, bits, blocks, splits)  # fmt: skip
     o, lse = plgpu.kernel(
@@ -184,6 +184,7 @@ def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: boo
         )],
         grid=(B, K * tiles.count),
         grid_names=("row", "head"),
+        kernel_name="decode_attention_merge",
         **common,
     )(parts, lses, sinks, splits)  # fmt: skip
     o = o.reshape(B, K, -1, H)[:, :, : T * G].reshape(B, K, T, G, H)
@@ -267,7 +268,6 @@ def _split_kernel(
             shrink = jnp.exp2(top - new)
             p = jnp.exp2(z - hopper.spread(new, scores, 0))
             total = total * shrink + p.sum(axis=1)
-            s["p_s"][...] = p.astype(dtype)
             plgpu.commit_smem()  # and all warps have left the previous step: its stage is free
 
             @pl.when(i + STAGES - 1 < count)
@@ -275,7 +275,8 @@ def _split_kernel(
                 fetch(i + STAGES - 1)
 
             acc = acc * hopper.spread(shrink, acc.shape, 0)
-            return acc + _product(s["p_s"], s["v_s"].at[slot], interpret), new, total
+            acc = hopper.add_product(acc, p.astype(dtype), s["v_s"].at[slot], interpret)
+            return acc, new, total
 
         carry = (
             hopper.full((ROWS, H), 0.0, hopper.TILE, interpret),

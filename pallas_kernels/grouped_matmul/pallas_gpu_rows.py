@@ -117,6 +117,7 @@ def _run(plan, lhs_MD, rhs, sizes_E, bias_EF):
         grid_names=("core",),
         num_threads=C + 1,
         thread_name="warpgroup",
+        kernel_name="grouped_swiglu" if plan.swiglu else "grouped_matmul",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(plan.interpret),
     )
@@ -185,7 +186,7 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
             for i in range(0, plan.width, tiles.PIECE):
                 gate = h(0, i)
                 if plan.swiglu is None:
-                    _store(s, out_ref, gate, rows, first + i, i // tiles.PIECE % 2)
+                    _store(s, out_ref, gate, rows, first + i, i // tiles.PIECE)
                     continue
                 up = h(1, i)
                 y = activate(gate, up, plan.swiglu.alpha, plan.swiglu.limit)

@@ -175,10 +175,12 @@ def skip(s: Any, done: Any, steps: Any) -> None:
     lax.fori_loop(0, steps, one, None)
 
 
-def store_whole(s: Any, out_ref: Any, value: Array, start: Any, first: Any, slot: int) -> None:
+def store_whole(s: Any, out_ref: Any, value: Array, start: Any, first: Any, piece: int) -> None:
     """Write a warpgroup's 64 x 64 piece to rows from `start` and columns from `first`."""
-    staging = s["whole"].at[slot, lax.axis_index("warpgroup")]
-    plgpu.wait_smem_to_gmem(s["whole"].shape[0] - 1, wait_read_only=True)
+    slots = s["whole"].shape[0]
+    staging = s["whole"].at[piece % slots, lax.axis_index("warpgroup")]
+    # The tile before may have ended in this very slot: its first piece waits for all.
+    plgpu.wait_smem_to_gmem(slots - 1 if piece else 0, wait_read_only=True)
     staging[...] = value
     plgpu.commit_smem()
     place = out_ref.at[pl.ds(start, hopper.WARPGROUP_ROWS), pl.ds(first, PIECE)]

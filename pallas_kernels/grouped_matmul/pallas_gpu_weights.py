@@ -72,6 +72,7 @@ def weights_by_group(
         grid_names=("core",),
         num_threads=tiles.CONSUMERS + 1,
         thread_name="warpgroup",
+        kernel_name="grouped_matmul_weights",
         interpret=hopper.interpreter(interpret),
     )
     drhs, *dbias = kernel(_bounds(group_sizes_E, M), lhs, dout)
@@ -216,7 +217,7 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
                 start = drhs_row(row) + warpgroup * _WG
                 for i in range(0, width, tiles.PIECE):
                     value = y[:, i : i + tiles.PIECE].astype(drhs_ref.dtype)
-                    slot, out_ref = i // tiles.PIECE % 2, drhs_ref.at[group]
+                    slot, out_ref = i // tiles.PIECE, drhs_ref.at[group]
                     tiles.store_whole(s, out_ref, value, start, column + i, slot)
 
             if plan.bias:

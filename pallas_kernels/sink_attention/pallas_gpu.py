@@ -2,9 +2,11 @@
 """Sink attention for Hopper: warp-specialised blocks on wgmma and TMA; the forward pass.
 
 One warpgroup fetches keys and values into a ring in shared memory; the others own 64 queries each
-and take turns, one multiplying while the other exponentiates: with heads of 64 both take equally
-long. The sink is where the running softmax starts. Blocks nobody sees are not read, blocks seen
-whole are not masked. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
+and take turns at the tensor cores: one multiplies while the others exponentiate. With heads of 64
+a step's exponentials alone take as long as its products, the rest of the softmax half as long
+again, so three take turns; with heads of 128 two do. The sink is where the running softmax starts.
+Blocks nobody sees are not read, blocks seen whole are not masked. Next: pallas_gpu_blocks.py,
+pallas_gpu_backward.py.
 """
 
 from functools import partial
@@ -39,12 +41,14 @@ ROWS = hopper.WARPGROUP_ROWS
 
 
 def forward_tiles(H: int, window: int) -> Tiles:
-    """240 registers a thread hold step/2 scores, step/4 weights and H/2 outputs.
+    """A thread holds step/2 scores, step/4 weights and H/2 outputs: 128 of 160 registers with
+    three warpgroups and heads of 64, 160 of 240 with two and heads of 128.
 
     They also leave room for one block of threads per core, so its ring may be long. In a short
     window most of a long step would be unseen.
     """
-    return Tiles(consumers=2, step=64 if 0 < window <= 128 else 128, stages=4 if H == 64 else 2)
+    step = 64 if 0 < window <= 128 else 128
+    return Tiles(consumers=3, step=step, stages=4) if H == 64 else Tiles(2, step, 2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
@@ -104,8 +108,8 @@ def forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret)
     (B, T, N, H), K = q.shape, k.shape[2]
     tiles = forward_tiles(H, window)
     where = places(q_pos, k_pos, q_seg, k_seg, tiles.rows, tiles.step, window)
-    q, k, v = pad(q, tiles.rows), pad(k, tiles.step), pad(v, tiles.step)
-    blocks = q.shape[1] // tiles.rows
+    q, k, v = pad(q, ROWS), pad(k, tiles.step), pad(v, tiles.step)
+    blocks = pl.cdiv(T, tiles.rows)
     # The sink starts the running maximum, in units of log 2, and the sum; −inf starts it empty.
     top_N = jnp.maximum(sink.astype(jnp.float32) * LOG2E, UNSEEN / 2)
     total_N = jnp.exp2(sink.astype(jnp.float32) * LOG2E - top_N)
@@ -123,7 +127,7 @@ def forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret)
         v_here=plgpu.Barrier(num_barriers=tiles.stages),
         k_free=plgpu.Barrier(num_arrivals=C, num_barriers=tiles.stages),
         v_free=plgpu.Barrier(num_arrivals=C, num_barriers=tiles.stages),
-        turn=plgpu.Barrier(num_arrivals=C),
+        turn=plgpu.Barrier(num_barriers=C),
     )
     kernel = plgpu.kernel(
         partial(_forward_kernel, tiles=tiles, G=N // K, window=window, factor=scale * LOG2E,
@@ -137,6 +141,7 @@ def forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret)
         grid_names=("block",),
         num_threads=C + 1,
         thread_name="warpgroup",
+        kernel_name="sink_attention_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(interpret),
     )  # fmt: skip
@@ -151,16 +156,16 @@ def _forward_kernel(
     *, tiles, G, window, factor, interpret,
 ):  # fmt: skip
     (B, T, N, H), (C, step, stages) = q_ref.shape, tiles
-    dtype, tile = q_ref.dtype, (ROWS, step)
+    dtype, tile, blocks = q_ref.dtype, (ROWS, step), pl.cdiv(T, tiles.rows)
     # Late queries, which see most, go first; heads that share keys run side by side.
-    i, b, head = split_index(lax.axis_index("block"), T // tiles.rows, B, N)
-    i = T // tiles.rows - 1 - i
+    i, b, head = split_index(lax.axis_index("block"), blocks, B, N)
+    i = blocks - 1 - i
     visit = visits(runs_ref, b, i)
     group = lax.axis_index("warpgroup")
 
     @pl.when(group == C)
     def _producer():
-        plgpu.set_max_registers(hopper.FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
         key_head = lax.div(head, jnp.int32(G))
 
         def put(n, slot, wait):
@@ -178,21 +183,25 @@ def _forward_kernel(
 
     @pl.when(group < C)
     def _consumer():
-        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(hopper.REGISTERS[C][0], action="increase")
         q_s, q_at = s["q_s"].at[group], s["q_at"].at[group]
-        rows = pl.ds(i * tiles.rows + group * ROWS, ROWS)
+        # The last block may have more warpgroups than rows: they go along and keep it to themselves.
+        first = i * tiles.rows + group * ROWS
+        rows = pl.ds(jnp.minimum(first, T - ROWS), ROWS)
         pairs = ((q_ref.at[b, rows, head], q_s), (q_at_ref.at[b, :, rows], q_at))
         fetch(pairs, s["q_here"].at[group])
         plgpu.barrier_wait(s["q_here"].at[group])
 
-        def take_turns():
-            plgpu.barrier_arrive(s["turn"])
-            plgpu.barrier_wait(s["turn"])
+        def my_turn():
+            plgpu.barrier_wait(s["turn"].at[group])
+
+        def pass_on():
+            plgpu.barrier_arrive(s["turn"].at[lax.rem(group + 1, jnp.int32(C))])
 
         def one_step(n, carry, masked):
             acc, top, total = carry
             slot = slot_of(n, stages)
-            z = hopper.product(q_s, s["k_s"].at[slot], interpret, take_turns)
+            z = hopper.product(q_s, s["k_s"].at[slot], interpret, pass_on)
             if masked:
                 at = (
                     hopper.load_two(q_at, hopper.PER_ROW, interpret),
@@ -206,11 +215,8 @@ def _forward_kernel(
             acc = acc * hopper.spread(shrink, acc.shape, 0)
             total = total * shrink + p.sum(axis=1)
             weights = p.astype(dtype)
-            # Finish the softmax before the turn ends, or its work drifts into the other's.
-            acc, total, new, weights = lax.optimization_barrier((acc, total, new, weights))
-            plgpu.barrier_arrive(s["turn"])
             plgpu.barrier_wait(s["v_here"].at[slot])
-            plgpu.barrier_wait(s["turn"])
+            my_turn()  # from here to the next product with keys, which is passed on under way
 
             def next_keys():
                 @pl.when(n + 1 < visit.count)
@@ -231,11 +237,12 @@ def _forward_kernel(
         def _():
             plgpu.barrier_wait(s["k_here"].at[0])
 
-        pl.when(group == 1)(take_turns)
+        # The first begins; each other waits for the one before it, and once more at the end.
+        pl.when(group > 0)(my_turn)
         carry = lax.fori_loop(0, visit.masked, partial(one_step, masked=True), carry)
         carry = lax.fori_loop(visit.masked, visit.count, partial(one_step, masked=False), carry)
         acc, top, total = carry
-        pl.when(group == 0)(take_turns)
+        pl.when(group < C - 1)(pass_on)
 
         # Without keys and without a sink there is nothing to divide by.
         some = total > 0
@@ -243,6 +250,10 @@ def _forward_kernel(
         q_s[...] = (acc * hopper.spread(1.0 / safe, acc.shape, 0)).astype(dtype)
         s["lse_s"].at[group][...] = jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_s, o_ref.at[b, rows, head])
-        plgpu.copy_smem_to_gmem(s["lse_s"].at[group], lse_ref.at[b, head, rows])
+
+        @pl.when(first < T)
+        def _():
+            plgpu.copy_smem_to_gmem(q_s, o_ref.at[b, rows, head])
+            plgpu.copy_smem_to_gmem(s["lse_s"].at[group], lse_ref.at[b, head, rows])
+
         plgpu.wait_smem_to_gmem(0)

@@ -91,6 +91,7 @@ def _queries(q, k, v, do, stats, q_pos, k_pos, q_seg, k_seg, window, scale, inte
         grid_names=("block",),
         num_threads=C + 1,
         thread_name="warpgroup",
+        kernel_name="sink_attention_dq",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(interpret),
     )  # fmt: skip
@@ -111,7 +112,7 @@ def _query_kernel(
 
     @pl.when(group == C)
     def _producer():
-        plgpu.set_max_registers(hopper.FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
         key_head = lax.div(head, jnp.int32(G))
 
         def put(n, slot, wait):
@@ -128,7 +129,7 @@ def _query_kernel(
 
     @pl.when(group < C)
     def _consumer():
-        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(hopper.REGISTERS[C][0], action="increase")
         q_s, do_s, q_at, stats_s = (s[x].at[group] for x in ("q_s", "do_s", "q_at", "stats_s"))
         rows = pl.ds(i * tiles.rows + group * ROWS, ROWS)
         pairs = (
@@ -155,9 +156,8 @@ def _query_kernel(
                     z = jnp.where(seen(*at, 0, tile, window), z, -jnp.inf)
                 return jnp.exp2(z * (scale * LOG2E) - hopper.spread(lse, tile, 0))
 
-            p, dp = hopper.two_products(q_s, k_s, do_s, v_s, weights, interpret)
-            dz = (p * (dp - hopper.spread(delta, tile, 0))).astype(dtype)
-            dq = hopper.add_product(dq, dz, k_s, interpret)
+            start = hopper.spread(-delta, tile, 0)
+            dq = _add_to_queries(dq, start, q_s, k_s, do_s, v_s, weights, interpret)
             plgpu.barrier_arrive(s["free"].at[slot])
             return dq
 
@@ -198,6 +198,7 @@ def _keys(q, k, v, do, stats, q_pos, k_pos, q_seg, k_seg, window, scale, interpr
         grid_names=("block",),
         num_threads=C + 1,
         thread_name="warpgroup",
+        kernel_name="sink_attention_dkv",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(interpret),
     )  # fmt: skip
@@ -219,7 +220,7 @@ def _key_kernel(
 
     @pl.when(group == C)
     def _producer():
-        plgpu.set_max_registers(hopper.FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
 
         def put(n, slot, wait):
             # The heads of one block of queries lie side by side in memory.
@@ -238,7 +239,7 @@ def _key_kernel(
 
     @pl.when(group < C)
     def _consumer():
-        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(hopper.REGISTERS[C][0], action="increase")
         k_s, v_s, k_at = (s[x].at[group] for x in ("k_s", "v_s", "k_at"))
         keys = pl.ds(i * tiles.rows + group * ROWS, ROWS)
         pairs = (
@@ -262,18 +263,13 @@ def _key_kernel(
                         hopper.load_two(k_at, hopper.PER_ROW, interpret),
                     )
                     z = jnp.where(seen(*at, 1, tile, window), z, -jnp.inf)
-                lse = hopper.load(stats_s.at[0], hopper.PER_COLUMN, interpret)
                 return jnp.exp2(z * (scale * LOG2E) - hopper.spread(lse, tile, 1))
 
-            p, dp = hopper.two_products(k_s, q_s, v_s, do_s, weights, interpret)
-
-            def dz():
-                delta = hopper.load(stats_s.at[1], hopper.PER_COLUMN, interpret)
-                return (p * (dp - hopper.spread(delta, tile, 1))).astype(dtype)
-
-            dv, dk = hopper.add_two_products(sums, p.astype(dtype), do_s, dz, q_s, interpret)
+            lse, delta = hopper.load_two(stats_s, hopper.PER_COLUMN, interpret)
+            start = hopper.spread(-delta, tile, 1)
+            sums = _add_to_keys(sums, start, k_s, q_s, v_s, do_s, weights, interpret)
             plgpu.barrier_arrive(s["free"].at[slot])
-            return dv, dk
+            return sums
 
         zero = hopper.full((ROWS, H), 0.0, hopper.TILE, interpret)
         sums = (zero, zero)
@@ -286,3 +282,53 @@ def _key_kernel(
         plgpu.copy_smem_to_gmem(k_s, dk_ref.at[b, keys, key_head])
         plgpu.copy_smem_to_gmem(v_s, dv_ref.at[b, keys, key_head])
         plgpu.wait_smem_to_gmem(0)
+
+
+# A product whose sum starts at −Δ saves the subtraction. Where p goes into a wgmma before the
+# product beside it is waited for, the compiler cannot move its exponentials behind that wait.
+
+
+def _add_to_queries(dq, start, q, k, do, v, weights, interpret):
+    """dq + (p∘(dO·vᵀ − Δ))·k with p = weights(q·kᵀ); start = −Δ over the tile."""
+    if interpret:
+        p = weights(hopper.dot(q[...], k[...].T))
+        dz = p * (start + hopper.dot(do[...], v[...].T))
+        return dq + hopper.dot(dz.astype(k.dtype), k[...])
+
+    def body(refs):
+        dq_ref, dp_ref = refs
+
+        def with_scores(z_ref):
+            plgpu.wgmma(z_ref, q, k.transpose((1, 0)))
+            plgpu.wgmma(dp_ref, do, v.transpose((1, 0)))
+            p = weights(plgpu.wgmma_accumulator_load(z_ref, wait_n=1))
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+            plgpu.wgmma(dq_ref, (p * dp).astype(k.dtype), k)
+
+        pl.run_scoped(with_scores, hopper.ACC((q.shape[0], k.shape[0]), jnp.float32))
+
+    return pl.run_state(body)((hopper.ACC.init(dq), hopper.ACC.init(start)))[0]
+
+
+def _add_to_keys(sums, start, k, q, v, do, weights, interpret):
+    """(dv + p·dO, dk + (p∘(v·dOᵀ − Δ))·q) with p = weights(k·qᵀ); start = −Δ over the tile."""
+    if interpret:
+        p = weights(hopper.dot(k[...], q[...].T))
+        dz = p * (start + hopper.dot(v[...], do[...].T))
+        dv = sums[0] + hopper.dot(p.astype(k.dtype), do[...])
+        return dv, sums[1] + hopper.dot(dz.astype(k.dtype), q[...])
+
+    def body(refs):
+        dv_ref, dk_ref, dp_ref = refs
+
+        def with_scores(z_ref):
+            plgpu.wgmma(z_ref, k, q.transpose((1, 0)))
+            plgpu.wgmma(dp_ref, v, do.transpose((1, 0)))
+            p = weights(plgpu.wgmma_accumulator_load(z_ref, wait_n=1))
+            plgpu.wgmma(dv_ref, p.astype(k.dtype), do)
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)  # dv's product goes on
+            plgpu.wgmma(dk_ref, (p * dp).astype(k.dtype), q)
+
+        pl.run_scoped(with_scores, hopper.ACC((k.shape[0], q.shape[0]), jnp.float32))
+
+    return pl.run_state(body)(tuple(hopper.ACC.init(x) for x in (*sums, start)))[:2]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.blocks import block_table, runs
-from pallas_kernels.masks import visible
+from pallas_kernels.masks import in_reach, of_keys
 
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
 
@@ -114,9 +114,11 @@ def split_index(index: Any, *sizes: int) -> list[Any]:
 
 def seen(q_places: Any, k_places: Any, axis_of_q: int, shape: Any, window: int) -> Array:
     """THE predicate over a tile; places are (positions, segments) in registers."""
-    q_pos, q_seg = (hopper.spread(x, shape, axis_of_q) for x in q_places)
-    k_pos, k_seg = (hopper.spread(x, shape, 1 - axis_of_q) for x in k_places)
-    return visible(q_pos, k_pos, window, q_seg, k_seg)
+    (q_pos, q_seg), (k_pos, k_seg) = q_places, k_places
+    # What depends on keys alone is computed before it is spread over the tile.
+    q_pos, q_seg = (hopper.spread(x, shape, axis_of_q) for x in (q_pos, q_seg))
+    k_pos, k_seg = (hopper.spread(x, shape, 1 - axis_of_q) for x in (k_pos, of_keys(k_seg)))
+    return (q_seg == k_seg) & in_reach(q_pos, k_pos, window)
 
 
 def tile_refs(count: int, rows: int, width: int, dtype: Any) -> Any:

@@ -64,6 +64,7 @@ def _matmul(
     out_type: jax.ShapeDtypeStruct,
     staging: Any,
     interpret: bool,
+    name: str,
 ) -> Array:
     """Make the logits of the first `words` columns, tile by tile, and finish each tile.
 
@@ -162,6 +163,7 @@ def _matmul(
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(interpret),
     )(hidden_MD, w_head_DV, *others)
@@ -209,7 +211,7 @@ def _statistics(
         finish_of, hidden_MD, w_head_DV, vocab_size,
         ((1.0 / temperature)[None], targets_M),
         jax.ShapeDtypeStruct((column_tiles, 4, hidden_MD.shape[0]), jnp.float32),
-        plgpu.SMEM((2, 4, ROWS), jnp.float32), interpret,
+        plgpu.SMEM((2, 4, ROWS), jnp.float32), interpret, "token_logprobs_statistics",
     )  # fmt: skip
 
 
@@ -254,7 +256,7 @@ def _dlogits(
         finish_of, hidden_MD, w_Dc, words,
         ((1.0 / temperature)[None], targets_M, slopes_4M),
         jax.ShapeDtypeStruct((hidden_MD.shape[0], w_Dc.shape[1]), jnp.bfloat16),
-        _swizzled(2, 2, ROWS, part), interpret,
+        _swizzled(2, 2, ROWS, part), interpret, "token_logprobs_dlogits",
     )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ ptxas info    : Used 168 registers, used 2 barriers, 16 bytes cumulative stack s
 
 def test_the_figures_of_ptxas_are_read():
     assert read_ptxas(PTXAS) == Ptxas(registers=168, spills=20, stack=16)
+    slow = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async is serialized"
+    assert read_ptxas(PTXAS + slow).warnings == (slow,)
 
 
 def test_an_unknown_chip_is_an_error_that_names_the_known_ones():

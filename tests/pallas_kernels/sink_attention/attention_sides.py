@@ -78,7 +78,7 @@ def with_tpu(patch: pytest.MonkeyPatch) -> Side:
 def with_gpu(patch: pytest.MonkeyPatch) -> Side:
     if jax.__version_info__ < (0, 11):
         pytest.skip("jax 0.10 takes 10 seconds to interpret one block")
-    patch.setattr(pallas_gpu, "forward_tiles", lambda *_: Tiles(2, 32, 2))
+    patch.setattr(pallas_gpu, "forward_tiles", lambda *_: Tiles(3, 32, 2))
     patch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: Tiles(1, 32, 2))
     patch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: Tiles(1, 32, 3))
     f = of_positional(partial(pallas_gpu.mosaic_gpu, interpret=True))

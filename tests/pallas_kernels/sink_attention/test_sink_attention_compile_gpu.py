@@ -57,13 +57,16 @@ def test_forward_and_backward_compile_without_spilling(case):
         pallas_gpu_backward.key_tiles(case.H, case.window),
     )
     assert len(compiled.kernels) == len(tiles)
-    assert all(x.consumers == 2 for x in tiles)
-    for kernel in compiled.kernels:
-        assert kernel.spills == 0 and kernel.stack == 0
-        assert kernel.registers * 3 * 128 <= REGISTERS
+    by_shared = sorted(compiled.kernels, key=lambda kernel: kernel.shared)
+    for kernel, x in zip(
+        by_shared, sorted(tiles, key=lambda x: shared_bytes(x, case.H)), strict=True
+    ):
+        assert kernel.spills == 0 and kernel.stack == 0 and not kernel.warnings
+        assert kernel.registers * (x.consumers + 1) * 128 <= REGISTERS
         # or the computing warpgroups wait for ever for what they ask
-        assert kernel.registers * 3 == hopper.COMPUTE_REGISTERS * 2 + hopper.FETCH_REGISTERS
-    assert all(shared_bytes(x, case.H) <= hopper.SHARED_BYTES for x in tiles)
+        compute, fetch = hopper.REGISTERS[x.consumers]
+        assert kernel.registers * (x.consumers + 1) >= compute * x.consumers + fetch
+        assert kernel.shared <= hopper.SHARED_BYTES
     # lse and delta in two layouts, positions, segments: nothing that grows as T·S
     rows = case.B * case.T * case.N * 4
     assert compiled.temp_bytes <= 8 * rows

@@ -34,11 +34,13 @@ def with_window(change):
 
             patch.setattr(triton_launch, "constants", constants)
         else:
+            name = "visible" if hasattr(side.predicate, "visible") else "in_reach"
+            right = getattr(masks, name)
 
-            def visible(q_pos, k_pos, window, q_seg, k_seg):
-                return masks.visible(q_pos, k_pos, window + change, q_seg, k_seg)
+            def other(q_pos, k_pos, window, *segments):
+                return right(q_pos, k_pos, window + change, *segments)
 
-            patch.setattr(side.predicate, "visible", visible)
+            patch.setattr(side.predicate, name, other)
         if side.blocks is not None:
 
             def block_table(*args):
