@@ -73,7 +73,8 @@ class Compiled:
     @property
     def vmem_bytes(self) -> tuple[int, ...]:
         """Vector memory of each Mosaic TPU kernel."""
-        calls = (x for x in self.executable.as_text().splitlines() if "tpu_custom_call" in x)
+        text = self.executable.as_text() or ""
+        calls = (x for x in text.splitlines() if "tpu_custom_call" in x)
         used = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
         return tuple(int(size) for call in calls for size in re.findall(used, call))
 

@@ -26,7 +26,7 @@ def block_table(
     big = jnp.iinfo(jnp.int32).max
 
     def bounds(x: Array, seg: Array, size: int) -> tuple[Array, Array]:
-        x, real = (y.reshape(y.shape[0], -1, size) for y in (x, seg > 0))
+        x, real = (y.reshape(y.shape[0], y.shape[1] // size, size) for y in (x, seg > 0))
         # blocks of padding get empty bounds (low = big, high = −big), which meet no others
         return jnp.where(real, x, big).min(2), jnp.where(real, x, -big).max(2)
 
@@ -40,7 +40,10 @@ def block_table(
     if window:
         needed &= q_lo - window < k_hi
         one &= q_hi - k_lo < window
-    q_real, k_real = ((seg > 0).reshape(seg.shape[0], -1, size).all(2) for _, seg, size in (q, k))
+    q_real, k_real = (
+        (seg > 0).reshape(seg.shape[0], seg.shape[1] // size, size).all(2)
+        for _, seg, size in (q, k)
+    )
     return needed, one & q_real[:, :, None] & k_real[:, None, :]
 
 

@@ -86,7 +86,7 @@ def pick(impl: str, impls: Mapping[str, Implementation], *arrays: Any) -> Callab
     platform = target().platform
     if impl != "auto":
         if impl not in impls:
-            near = difflib.get_close_matches(impl, [*impls, "auto"], 1)
+            near = difflib.get_close_matches(str(impl), [*impls, "auto"], 1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Known: auto, {', '.join(impls)}."
             raise ValueError(f"impl must name an implementation, got {impl!r}. {hint}")
         reason = _reason(impls[impl], platform, arrays)

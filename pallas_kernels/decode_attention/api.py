@@ -4,13 +4,12 @@
 Next: reference.py for what is computed, pages.py for how the kernels see a cache.
 """
 
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import floats, integers, scale_of, window_size
 from pallas_kernels.decode_attention import reference, xla
 from pallas_kernels.dispatch import Implementation, lazily, pick
 from pallas_kernels.sink_attention.common import check, same_batch
@@ -66,7 +65,8 @@ def decode_attention(
         cannot run, or when differentiated.
     Source: splitting a row over the machine: arXiv:2311.01282.
     """
-    check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    arrays = _arrays(q_BTNH, k_BSKH, v_BSKH, sink_N)
+    q_BTNH, k_BSKH = arrays[:2]
     same_batch(q_BTNH, k_BSKH)
     (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
     places = []
@@ -76,13 +76,10 @@ def decode_attention(
         ("q_segment_ids_BT", q_segment_ids_BT, T),
         ("k_segment_ids_BS", k_segment_ids_BS, S),
     ):
-        if x.shape != (B, length):
-            raise ValueError(f"{name} must have the shape {(B, length)}; got {x.shape}.")
-        places.append(x.astype(jnp.int32))
+        places.append(integers(name, x, (B, length)))
+    statics = window_size(window), scale_of(scale, H)
     chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
-    scale = 1.0 / math.sqrt(H) if scale is None else scale
-    arrays = (_no_gradient(x) for x in (q_BTNH, k_BSKH, v_BSKH, sink_N))
-    return chosen(*arrays, *places, window or 0, scale)
+    return chosen(*map(_no_gradient, arrays), *places, *statics)
 
 
 def paged_decode_attention(
@@ -111,20 +108,26 @@ def paged_decode_attention(
     read. On a TPU keep pages as [P, S, K·H] and reshape them in the call.
     Source: pages: arXiv:2309.06180.
     """
-    check(q_BTNH, k_PSKH, v_PSKH, sink_N, window)
+    arrays = _arrays(q_BTNH, k_PSKH, v_PSKH, sink_N)
+    (q_BTNH, k_PSKH), page_table_BJ = arrays[:2], integers("page_table_BJ", page_table_BJ)
     B, H = q_BTNH.shape[0], q_BTNH.shape[3]
     if page_table_BJ.ndim != 2 or page_table_BJ.shape[0] != B or page_table_BJ.shape[1] == 0:
         raise ValueError(
             f"page_table_BJ must list pages for each of the {B} rows, [B, J] with J ≥ 1; got "
             f"{page_table_BJ.shape}."
         )
-    if lengths_B.shape != (B,):
-        raise ValueError(f"lengths_B must have the shape {(B,)}; got {lengths_B.shape}.")
+    places = page_table_BJ, integers("lengths_B", lengths_B, (B,))
+    statics = window_size(window), scale_of(scale, H)
     chosen = pick(impl, _PAGED, q_BTNH, k_PSKH, page_table_BJ)
-    scale = 1.0 / math.sqrt(H) if scale is None else scale
-    arrays = (_no_gradient(x) for x in (q_BTNH, k_PSKH, v_PSKH, sink_N))
-    places = (page_table_BJ.astype(jnp.int32), lengths_B.astype(jnp.int32))
-    return chosen(*arrays, *places, window or 0, scale)
+    return chosen(*map(_no_gradient, arrays), *places, *statics)
+
+
+def _arrays(q: Any, k: Any, v: Any, sink: Any) -> list[Array]:
+    """As arrays that fit together."""
+    q, k, v = (floats(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    sink = None if sink is None else floats("sink", sink)
+    check(q, k, v, sink)
+    return [q, k, v, sink]
 
 
 @jax.custom_jvp

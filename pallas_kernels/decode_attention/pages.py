@@ -16,7 +16,8 @@ from pallas_kernels.blocks import runs
 from pallas_kernels.decode_attention.reference import newest
 from pallas_kernels.masks import visible
 
-QUERIES = 16  # new tokens per row at most, one bit each in `seen`
+QUERIES = 16  # new tokens per row at most in a kernel
+BITS = 32  # of `seen`, one for each query
 
 
 class Pages(NamedTuple):

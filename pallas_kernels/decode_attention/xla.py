@@ -4,10 +4,13 @@
 Next: pages.py, then pallas_gpu.py or pallas_tpu.py.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import products
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.xla import xla as xla
@@ -27,6 +30,17 @@ def xla_paged(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """(o, lse) from the pages up to the longest row, or those of the window."""
     (B, T, N, H), (_, size, K, _) = q_BTNH.shape, k_PSKH.shape
+    if T > pages.BITS:  # each query has a bit of `seen`
+        parts = [
+            xla_paged(q_BTNH[:, i : i + pages.BITS], k_PSKH, v_PSKH, sink_N, page_table_BJ,
+                      lengths_B - max(T - i - pages.BITS, 0), window, scale)
+            for i in range(0, T, pages.BITS)
+        ]  # fmt: skip
+        o, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+        return o, lse
+    wide: Any = dict(
+        precision=products(q_BTNH.dtype, k_PSKH.dtype), preferred_element_type=jnp.float32
+    )
     x = pages.of_pages(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, size)
     count = max(1, TOKENS // size)  # pages at a time
     x = pages.in_splits(x, count * size)
@@ -40,14 +54,12 @@ def xla_paged(
         shape = (B, count * size, K, H)
         k, v = (y[at].reshape(shape) for y in (x.k_PSKH, x.v_PSKH))
         v = jnp.where(bits[:, :, None, None] != 0, v, jnp.zeros_like(v))  # 0·NaN is NaN
-        z = jnp.einsum("btkgh,bskh->btkgs", q_BTKGH, k, preferred_element_type=jnp.float32)
+        z = jnp.einsum("btkgh,bskh->btkgs", q_BTKGH, k, **wide)
         seen = jnp.right_shift(bits[:, None, None, None, :], bit_T[None]) & 1
         z = jnp.where(seen != 0, z * scale, UNSEEN)
         new = jnp.maximum(top, jnp.max(z, axis=4, keepdims=True))
         p, shrink = jnp.exp(z - new), jnp.exp(top - new)
-        part = jnp.einsum(
-            "btkgs,bskh->btkgh", p.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
+        part = jnp.einsum("btkgs,bskh->btkgh", p.astype(v.dtype), v, **wide)
         return new, total * shrink + jnp.sum(p, axis=4, keepdims=True), acc * shrink + part
 
     sink = sink_N.astype(jnp.float32).reshape(1, 1, K, N // K, 1)

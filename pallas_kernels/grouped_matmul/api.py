@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public grouped matmuls: check the shapes, pick an implementation. Next: `reference.py`."""
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import floats, integers
 from pallas_kernels.dispatch import Implementation, lazily, pick
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
@@ -38,15 +41,16 @@ def grouped_matmul(
 
     out[m] = lhs[m] @ rhs[e] + bias[e],  e the group that holds row m
 
-    Group e holds group_sizes_E[e] rows, after the rows of groups 0 … e−1. The sum of the sizes
-    must not exceed M. `routing.sort_by_expert` makes the order and the sizes. Four-bit matrices
-    (`mxfp4.Mxfp4`) are decoded where they are used, and get no gradient.
+    Group e holds group_sizes_E[e] rows, after the rows of groups 0 … e−1. Sizes are at least 0 and
+    their sum at most M: values are traced and not checked. `routing.sort_by_expert` makes the order
+    and the sizes. Four-bit matrices (`mxfp4.Mxfp4`) are decoded where they are used, and get no
+    gradient.
 
     Returns: [M, F] in lhs's dtype; rows past the sum are 0 and give and get no gradient.
     Numerics: float32 accumulation; gradients in the dtype of their operand.
     Raises: ValueError when the shapes do not fit.
     """
-    _check(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     chosen = pick(impl, _IMPLS, lhs_MD, rhs_EDF)
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
@@ -71,7 +75,7 @@ def grouped_swiglu(
     Raises: ValueError when the shapes do not fit.
     Source: GPT-OSS model card §2.2, where gate and up are interleaved columns instead of halves.
     """
-    _check(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     if rhs_EDF.shape[2] % 2:
         raise ValueError(
             f"rhs must have as many gate as up columns; got {rhs_EDF.shape[2]} in all. "
@@ -81,7 +85,15 @@ def grouped_swiglu(
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
 
-def _check(lhs_MD, rhs_EDF, group_sizes_E, bias_EF) -> None:
+def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
+    lhs_MD, four_bits = floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4)
+    rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else floats("rhs", rhs_EDF)
+    bias_EF = None if bias_EF is None else floats("bias", bias_EF)
+    if lhs_MD.ndim != 2 or len(rhs_EDF.shape) != 3 or rhs_EDF.shape[0] == 0:
+        raise ValueError(
+            "lhs must be [rows, columns] and rhs one or more matrices, [groups, lhs columns, "
+            f"output columns]; got {lhs_MD.shape} and {rhs_EDF.shape}."
+        )
     n_groups, width, out_width = rhs_EDF.shape
     if lhs_MD.shape[1] != width:
         raise ValueError(
@@ -95,6 +107,7 @@ def _check(lhs_MD, rhs_EDF, group_sizes_E, bias_EF) -> None:
                 f"a Mxfp4 of {rhs_EDF.shape} must have scales {wanted}, one for {GROUP} rows; "
                 f"got {rhs_EDF.scales_EDF.shape}. Make it with mxfp4.from_released."
             )
+    group_sizes_E = integers("group_sizes", group_sizes_E)
     if group_sizes_E.shape != (n_groups,):
         raise ValueError(
             f"group_sizes must have one size for each of the {n_groups} matrices in rhs; "
@@ -105,3 +118,4 @@ def _check(lhs_MD, rhs_EDF, group_sizes_E, bias_EF) -> None:
             f"bias must have the shape {(n_groups, out_width)}; got {bias_EF.shape}. "
             "Pass one row for each matrix in rhs, or bias_EF=None."
         )
+    return lhs_MD, rhs_EDF, group_sizes_E, bias_EF

@@ -36,7 +36,8 @@ def sort_by_expert(
     seen_SE = jnp.cumsum(one_hot_SE, axis=0)
     sizes_E = seen_SE[-1] if flat_S.size else jnp.zeros_like(columns_E)
     before_E = jnp.cumsum(sizes_E) - sizes_E
-    inverse_S = jnp.sum(one_hot_SE * (before_E[None, :] + seen_SE - 1), axis=1)
+    places_SE = one_hot_SE * (before_E[None, :] + seen_SE - 1)
+    inverse_S = jnp.sum(places_SE, axis=1, dtype=jnp.int32)
     return _invert(inverse_S), inverse_S, sizes_E[:n_experts]
 
 
@@ -52,7 +53,7 @@ def _take(x, rows):
 
 @jax.custom_vjp
 def _permute(x_MD, order_S, inverse_S):
-    return _take(x_MD, order_S // (order_S.shape[0] // x_MD.shape[0]))
+    return _take(x_MD, order_S // (order_S.shape[0] // max(x_MD.shape[0], 1)))
 
 
 def _permute_forward(x_MD, order_S, inverse_S):
@@ -61,7 +62,8 @@ def _permute_forward(x_MD, order_S, inverse_S):
 
 def _permute_backward(residuals, dy_SD):
     inverse_S, n_tokens = residuals
-    dy_MAD = _take(dy_SD, inverse_S).reshape(n_tokens, -1, dy_SD.shape[1])
+    choices = inverse_S.shape[0] // max(n_tokens, 1)
+    dy_MAD = _take(dy_SD, inverse_S).reshape(n_tokens, choices, dy_SD.shape[1])
     return dy_MAD.astype(jnp.float32).sum(1).astype(dy_SD.dtype), None, None
 
 

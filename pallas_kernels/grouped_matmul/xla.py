@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import products
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
@@ -43,7 +44,10 @@ def _each_tile(n_rows, sizes_E, rows, e, body, carry):
 
 
 def _dot(a, b, contract):
-    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a, b, (contract, ((), ())), precision=products(a.dtype, b.dtype),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
 
 
 def _matrix(rhs_EDF, e, dtype):

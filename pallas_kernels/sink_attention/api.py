@@ -4,11 +4,10 @@
 Next: reference.py for the formula, xla.py for the blocks.
 """
 
-import math
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import floats, integers, scale_of, window_size
 from pallas_kernels.dispatch import Implementation, lazily, pick
 from pallas_kernels.sink_attention import reference, xla
 from pallas_kernels.sink_attention.common import check, same_batch
@@ -48,7 +47,8 @@ def sink_attention(
     Partial results, over parts of the keys, take sink = −inf and merge by lse.
 
     Args:
-        q_positions_BT: where the queries sit; may be left out with all others when T = S.
+        q_positions_BT: where the queries sit. Positions of q and k may be left out together when
+            T = S, and so may segments.
         scale: 1/sqrt(H) unless given.
     Returns:
         o in q's dtype; lse in float32, the sink included. A query without keys gives o = 0 and
@@ -59,16 +59,31 @@ def sink_attention(
         cannot run.
     Source: GPT-OSS model card §2.2; blocks as in arXiv:2307.08691.
     """
-    check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    q_BTNH, k_BSKH, v_BSKH = (
+        floats(name, x) for name, x in (("q", q_BTNH), ("k", k_BSKH), ("v", v_BSKH))
+    )
+    if sink_N is not None:  # or `check` says what to do
+        sink_N = floats("sink", sink_N)
+    check(q_BTNH, k_BSKH, v_BSKH, sink_N)
     same_batch(q_BTNH, k_BSKH)
     (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
-    if (q_positions_BT is None or k_positions_BS is None) and T != S:
+    if q_positions_BT is None and T != S:
         raise ValueError(
             f"q and k must have equal lengths where positions are left out; got T={T}, S={S}. "
             "Pass q_positions_BT and k_positions_BS."
         )
+    for name, q_given, k_given in (
+        ("positions", q_positions_BT, k_positions_BS),
+        ("segment ids", q_segment_ids_BT, k_segment_ids_BS),
+    ):
+        if (q_given is None) != (k_given is None):
+            raise ValueError(
+                f"{name} must be given for both q and k or for neither; those of "
+                f"{'q' if q_given is None else 'k'} are missing. Where the keys are those of the "
+                "queries, pass the same array twice."
+            )
 
-    arange, ones = jnp.arange(max(T, S)), jnp.ones(max(T, S))
+    arange, ones = jnp.arange(max(T, S)), jnp.ones(max(T, S), jnp.int32)
     places = []
     for name, given, length, default in (
         ("q_positions_BT", q_positions_BT, T, arange),
@@ -77,9 +92,7 @@ def sink_attention(
         ("k_segment_ids_BS", k_segment_ids_BS, S, ones),
     ):
         x = jnp.broadcast_to(default[None, :length], (B, length)) if given is None else given
-        if x.shape != (B, length):
-            raise ValueError(f"{name} must have the shape {(B, length)}; got {x.shape}.")
-        places.append(x.astype(jnp.int32))
+        places.append(integers(name, x, (B, length)))
+    statics = window_size(window), scale_of(scale, H)
     chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
-    scale = 1.0 / math.sqrt(H) if scale is None else scale
-    return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, window or 0, scale)
+    return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, *statics)

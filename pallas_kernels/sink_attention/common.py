@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def check(q: Any, k: Any, v: Any, sink: Any, window: int | None) -> None:
+def check(q: Any, k: Any, v: Any, sink: Any) -> None:
     """Raises ValueError unless q [.., T, N, H], k and v [.., S, K, H] and sink [N] fit together.
 
     Reads shapes and dtypes only: JAX's arrays and torch's tensors both do. Whether q and k have
@@ -28,23 +28,23 @@ def check(q: Any, k: Any, v: Any, sink: Any, window: int | None) -> None:
             f"{shapes[2]}."
         )
     heads, key_heads = shapes[0][2], shapes[1][2]
+    if 0 in (heads, key_heads, shapes[0][3]):
+        raise ValueError(
+            f"there must be heads, and of some size; got q {shapes[0]} and k {shapes[1]}."
+        )
     if heads % key_heads:
         raise ValueError(
             f"query heads ({heads}) must be a multiple of key heads ({key_heads}): each key head "
             "serves as many query heads."
         )
-    if tuple(sink.shape) != (heads,):
+    if sink is None or tuple(sink.shape) != (heads,):
         raise ValueError(
-            f"sink must have one entry per query head, ({heads},); got {tuple(sink.shape)}."
+            f"sink must have one entry per query head, ({heads},); got "
+            f"{None if sink is None else tuple(sink.shape)}. Fill it with -inf for no sink."
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
-        )
-    if window is not None and window < 1:
-        raise ValueError(
-            f"window must count at least the query's own key; got {window}. "
-            "Pass None for no window."
         )
 
 

@@ -185,7 +185,7 @@ def _forward_kernel(
     def _consumer():
         plgpu.set_max_registers(hopper.REGISTERS[C][0], action="increase")
         q_s, q_at = s["q_s"].at[group], s["q_at"].at[group]
-        # The last block may have more warpgroups than rows: they go along and keep it to themselves.
+        # The last block may have more warpgroups than rows: those go along and write nothing.
         first = i * tiles.rows + group * ROWS
         rows = pl.ds(jnp.minimum(first, T - ROWS), ROWS)
         pairs = ((q_ref.at[b, rows, head], q_s), (q_at_ref.at[b, :, rows], q_at))

@@ -34,16 +34,18 @@ def reference(
         q_positions_BT[:, :, None], k_positions_BS[:, None, :], window,
         q_segments_BT[:, :, None], k_segments_BS[:, None, :],
     )[:, None, None]  # fmt: skip
-    z = jnp.einsum("btkgh,bskh->bkgts", q.reshape(B, T, K, N // K, H), k) * scale
+    exact = jax.lax.Precision.HIGHEST
+    q = q.reshape(B, T, K, N // K, H)
+    z = jnp.einsum("btkgh,bskh->bkgts", q, k, precision=exact) * scale
     z = jnp.where(seen, z, UNSEEN)
-    top = jnp.maximum(jnp.max(z, axis=-1, keepdims=True), sink_1KG11)
+    top = jnp.maximum(jnp.max(z, axis=-1, keepdims=True, initial=UNSEEN), sink_1KG11)
     top = jax.lax.stop_gradient(jnp.maximum(top, UNSEEN / 2))
     weights = jnp.exp(z - top)
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink_1KG11 - top)
     some = total > 0  # a row without keys and without a sink has nothing to divide by
     p = weights / jnp.where(some, total, 1.0)
     lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-    o_BTNH = jnp.einsum("bkgts,bskh->btkgh", p, v).reshape(B, T, N, H)
+    o_BTNH = jnp.einsum("bkgts,bskh->btkgh", p, v, precision=exact).reshape(B, T, N, H)
     return o_BTNH.astype(q_BTNH.dtype), lse[..., 0].reshape(B, N, T).transpose(0, 2, 1)
 
 

@@ -11,6 +11,7 @@ torch is not imported, as tensors bring their methods. Next: triton_kernel.py.
 import math
 from typing import Any
 
+from pallas_kernels.arguments import window_size
 from pallas_kernels.sink_attention import triton_launch as launch
 from pallas_kernels.sink_attention.common import check, same_batch
 
@@ -37,7 +38,8 @@ def sink_attention_torch(
     Raises: NotImplementedError without triton or for other head sizes; ValueError for shapes and
         strides that do not fit.
     """
-    check(q_BTNH, k_BSKH, v_BSKH, sink_N, window)
+    check(q_BTNH, k_BSKH, v_BSKH, sink_N)
+    window = window_size(window)
     same_batch(q_BTNH, k_BSKH)
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     dtype = str(q_BTNH.dtype).removeprefix("torch.")
@@ -66,7 +68,7 @@ def sink_attention_torch(
     kernel: Any = triton_kernel.forward_kernel
     kernel[(blocks.shape[1], B * K)](
         q_BTNH, k_BSKH, v_BSKH, sink, *places, blocks, *launch.lengths(T, S), *strides, o, lse,
-        **launch.constants(K, G, H, window or 0, scale, tiles),
+        **launch.constants(K, G, H, window, scale, tiles),
         num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return o, lse

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import products
 from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import visible
 from pallas_kernels.sink_attention.common import backward_sums
@@ -89,7 +90,9 @@ def _ranges(q_pos, q_seg, k_pos, k_seg, bt, bs, window) -> Array:
 
 def _dot(a, b, contract_a, contract_b):
     dims = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
-    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a, b, dims, precision=products(a.dtype, b.dtype), preferred_element_type=jnp.float32
+    )
 
 
 def _scores(x: _Blocks, q, q_pos, q_seg, j, bs, window, scale):

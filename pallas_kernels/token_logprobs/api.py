@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public token log-probs: check the shapes, pick an implementation. Next: `reference.py`."""
 
+import operator
+
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import floats, integers
 from pallas_kernels.dispatch import Implementation, lazily, pick
 from pallas_kernels.token_logprobs import reference, xla
 
@@ -30,7 +34,8 @@ def token_logprobs(
     z = hidden @ w_head[:, :vocab_size] / temperature;  logp = z[target] − lse(z);  H = −Σ p log p
 
     Args:
-        targets_M: in [0, vocab_size); the caller's duty, not checked: values are traced.
+        targets_M: in [0, vocab_size); the caller's duty, not checked: values are traced. Another
+            gives a log-prob that means nothing, or NaN.
         temperature: above 0; may be traced. Gets no gradient (it is treated as a constant).
         vocab_size: the columns that are words; later ones, the head's padding, never count.
 
@@ -40,8 +45,14 @@ def token_logprobs(
         logits backward (under 1 GB in all at 24k tokens). Gradients in the dtype of their operand.
     Raises: ValueError when the shapes do not fit.
     """
+    hidden_MD, w_head_DV = floats("hidden", hidden_MD), floats("w_head", w_head_DV)
+    targets_M = integers("targets", targets_M)
+    if hidden_MD.ndim != 2 or w_head_DV.ndim != 2:
+        raise ValueError(
+            "hidden must be [tokens, width] and w_head [width, vocabulary]; got "
+            f"{hidden_MD.shape} and {w_head_DV.shape}. Flatten the tokens of a batch."
+        )
     width, columns = w_head_DV.shape
-    vocab_size = columns if vocab_size is None else vocab_size
     if hidden_MD.shape[1] != width:
         raise ValueError(
             f"hidden must have {width} columns, the first size of w_head {w_head_DV.shape}; "
@@ -51,6 +62,18 @@ def token_logprobs(
         raise ValueError(
             f"targets must have one id for each of the {hidden_MD.shape[0]} rows of hidden; "
             f"got shape {targets_M.shape}. Flatten both to [tokens]."
+        )
+    try:
+        vocab_size = columns if vocab_size is None else operator.index(vocab_size)
+    except TypeError:
+        raise ValueError(
+            f"vocab_size must be a whole Python number; got {vocab_size!r}. It is compiled in."
+        ) from None
+    known = not isinstance(temperature, Tracer)
+    if jnp.shape(temperature) or (known and not temperature > 0):
+        raise ValueError(
+            f"temperature must be one number above 0; got {temperature!r}. For greedy choices take "
+            "the argmax; log-probs have no limit at 0."
         )
     if not 0 < vocab_size <= columns:
         raise ValueError(

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import products
+
 TOKEN_BLOCK = 1024
 VOCAB_BLOCK = 4096
 _NEVER = -1e30  # a logit that gets no probability, finite so that 0 · log 0 is 0 and not NaN
@@ -39,7 +41,10 @@ def _matmul_dtype(hidden_MD, w_head_DV):
 
 
 def _dot(a, b, contract):
-    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a, b, (contract, ((), ())), precision=products(a.dtype, b.dtype),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
 
 
 def _start(i, size, n):

@@ -154,7 +154,7 @@ def test_a_named_kernel_does_not_fall_back(impl):
     [
         ({"lengths_B": jnp.zeros(3, jnp.int32)}, r"lengths_B must have the shape \(4,\)"),
         ({"page_table_BJ": jnp.zeros((4, 0), jnp.int32)}, "J ≥ 1"),
-        ({"window": -1}, "window must count at least the query's own key; got -1"),
+        ({"window": -1}, "window must count at least the query's own key, .* got -1"),
         ({"window": 0}, "Pass None for no window"),
         ({"impl": "mosaic_gp"}, "Did you mean 'mosaic_gpu'"),
     ],

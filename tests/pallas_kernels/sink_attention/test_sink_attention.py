@@ -108,7 +108,7 @@ def test_wrong_inputs_are_named():
         ("window must count", (same, same, same, sink[:3]), {"window": -1}),
         ("Pass None for no window", (same, same, same, sink[:3]), {"window": 0}),
         ("q_segment_ids_BT must have the shape", (same, same, same, sink[:3]),
-         {"q_segment_ids_BT": jnp.ones((2, 3), jnp.int32)}),
+         dict.fromkeys(("q_segment_ids_BT", "k_segment_ids_BS"), jnp.ones((2, 3), jnp.int32))),
         ("Did you mean 'xla'", (same, same, same, sink[:3]), {"impl": "xl"}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):

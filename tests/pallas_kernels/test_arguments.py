@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the public functions say of arguments that cannot be meant, and what they take as meant."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    decode_attention,
+    grouped_matmul,
+    grouped_swiglu,
+    paged_decode_attention,
+    sink_attention,
+    token_logprobs,
+)
+from pallas_kernels.arguments import products
+from pallas_kernels.decode_attention import cases as decode_cases
+from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.decode_attention import xla as decode_xla
+from pallas_kernels.grouped_matmul import routing
+from pallas_kernels.sink_attention import cases
+
+attend, decode, paged, matmul, swiglu, logprobs = map(
+    inspect.unwrap,  # without the type checks of the test run
+    (
+        sink_attention, decode_attention, paged_decode_attention, grouped_matmul, grouped_swiglu,
+        token_logprobs,
+    ),
+)  # fmt: skip
+
+INPUTS = cases.make_inputs(cases.Case("small", 2, 6, 6, 4, 2, 16))
+Q, K, V, SINK, Q_POS, K_POS, Q_SEG, K_SEG = INPUTS
+PLACES = dict(
+    q_positions_BT=Q_POS, k_positions_BS=K_POS, q_segment_ids_BT=Q_SEG, k_segment_ids_BS=K_SEG
+)
+LHS, RHS, SIZES = jnp.ones((7, 4)), jnp.ones((3, 4, 6)), jnp.array([2, 0, 4])
+HIDDEN, HEAD, TARGETS = jnp.ones((5, 4)), jnp.ones((4, 9)), jnp.arange(5)
+
+
+@pytest.mark.parametrize(
+    "match, call",
+    [
+        ("those of k are missing", lambda: attend(Q, K, V, SINK, q_positions_BT=Q_POS)),
+        ("segment ids .* those of q", lambda: attend(Q, K, V, SINK, k_segment_ids_BS=K_SEG)),
+        ("q_positions_BT must hold integers", lambda: attend(
+            Q, K, V, SINK, q_positions_BT=Q_POS.astype(jnp.float32), k_positions_BS=K_POS)),
+        ("-inf for no sink", lambda: attend(Q, K, V, None)),
+        ("q must hold floating-point", lambda: attend(Q.astype(int), K, V, SINK)),
+        ("whole Python number; got 1.5", lambda: attend(Q, K, V, SINK, window=1.5)),
+        ("whole Python number; got True", lambda: attend(Q, K, V, SINK, window=True)),
+        ("whole Python number; got", lambda: jax.jit(
+            lambda w: attend(Q, K, V, SINK, window=w))(3)),
+        ("Multiply q by it", lambda: jax.jit(lambda s: attend(Q, K, V, SINK, scale=s))(3.0)),
+        ("there must be heads", lambda: attend(Q[:, :, :0], K, V, SINK[:0])),
+        ("must name an implementation", lambda: attend(Q, K, V, SINK, impl=None)),
+        ("-inf for no sink", lambda: decode(Q, K, V, None, **PLACES)),
+        ("lengths_B must hold integers", lambda: paged(
+            Q, K, V, SINK, page_table_BJ=Q_POS, lengths_B=jnp.ones(2))),
+        ("one or more matrices", lambda: matmul(LHS, RHS[0], SIZES)),
+        ("one or more matrices", lambda: matmul(LHS, RHS[:0], SIZES[:0])),
+        ("one or more matrices", lambda: swiglu(LHS[..., None], RHS, SIZES)),
+        ("lhs must hold floating-point", lambda: matmul(LHS.astype(int), RHS, SIZES)),
+        ("group_sizes must hold integers", lambda: matmul(LHS, RHS, SIZES.astype(jnp.float32))),
+        ("Flatten the tokens", lambda: logprobs(HIDDEN[None], HEAD, TARGETS)),
+        ("Flatten the tokens", lambda: logprobs(HIDDEN, HEAD[0], TARGETS)),
+        ("targets must hold integers", lambda: logprobs(HIDDEN, HEAD, TARGETS.astype(jnp.float32))),
+        ("one number above 0; got 0", lambda: logprobs(HIDDEN, HEAD, TARGETS, temperature=0.0)),
+        ("one number above 0; got", lambda: logprobs(
+            HIDDEN, HEAD, TARGETS, temperature=jnp.ones(9))),
+        ("vocab_size must be a whole", lambda: logprobs(HIDDEN, HEAD, TARGETS, vocab_size=5.0)),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused_in_words(match, call):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def plain(x):
+    """Lists for the small ones, numpy's arrays for the others."""
+    return np.asarray(x).tolist() if x.ndim == 1 else np.asarray(x)
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+def test_numpys_arrays_and_lists_are_taken(impl):
+    q, k, v, sink = map(plain, INPUTS[:4])
+    places = {name: np.asarray(x) for name, x in PLACES.items()}
+    table, lengths = [[0, 1], [1, 0]], [7, 12]
+    for f, args, options, right in (
+        (attend, (q, k, v, sink), places, attend(Q, K, V, SINK, **PLACES)),
+        (decode, (q, k, v, sink), places, decode(Q, K, V, SINK, **PLACES)),
+        (paged, (q, k, v, sink), dict(page_table_BJ=table, lengths_B=lengths),
+         paged(Q, K, V, SINK, page_table_BJ=jnp.array(table), lengths_B=jnp.array(lengths))),
+        (matmul, map(plain, (LHS, RHS, SIZES)), {}, matmul(LHS, RHS, SIZES)),
+        (swiglu, map(plain, (LHS, RHS, SIZES)), {}, swiglu(LHS, RHS, SIZES)),
+        (logprobs, map(plain, (HIDDEN, HEAD, TARGETS)), {}, logprobs(HIDDEN, HEAD, TARGETS)),
+    ):  # fmt: skip
+        got = f(*args, **options, impl=impl)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+def test_empty_batches_and_no_keys_give_empty_results_and_the_sink(impl):
+    o, lse = attend(Q[:0], K[:0], V[:0], SINK, impl=impl)
+    assert o.shape == Q[:0].shape and lse.shape == (0, 6, 4)
+    options = dict(PLACES, k_positions_BS=K_POS[:, :0], k_segment_ids_BS=K_SEG[:, :0])
+    o, lse = attend(Q, K[:, :0], V[:, :0], SINK, **options, impl=impl)
+    np.testing.assert_array_equal(o, 0.0)
+    np.testing.assert_allclose(lse, jnp.broadcast_to(SINK, lse.shape), rtol=1e-6)
+    no_one = jnp.zeros((0, 2), jnp.int32)
+    order, inverse, sizes = routing.sort_by_expert(no_one, 3)
+    rows = jax.grad(lambda x: routing.permute_rows(x, order, inverse, 2).sum())(LHS[:0])
+    assert rows.shape == (0, 4) and not sizes.any()
+
+
+def test_a_window_longer_than_any_row_is_no_window():
+    o, lse = attend(Q, K, V, SINK, window=10**12)
+    right = attend(Q, K, V, SINK)
+    np.testing.assert_array_equal(o, right[0])
+    np.testing.assert_array_equal(lse, right[1])
+
+
+@pytest.mark.parametrize("T", [32, 33, 70])
+@pytest.mark.parametrize("window", [0, 9])
+def test_pages_serve_a_prefill_of_any_length(T, window):
+    case = decode_cases.PagedCase("prefill", B=2, T=T, N=4, K=2, H=16, page=16, J=6, window=window)
+    x = decode_cases.make_paged(case, jnp.float32)
+    x = x._replace(lengths_B=jnp.array([T - 3, 6 * 16 - 5], jnp.int32))
+    got = decode_xla.xla_paged(*x, window, 0.25)
+    right = decode_reference.reference_paged(*x, window, 0.25)
+    for a, b in zip(got, right, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_float32_is_multiplied_as_float32_whatever_the_surroundings_ask():
+    calls = (
+        lambda: attend(Q, K, V, SINK)[0].sum(),
+        lambda: attend(Q, K, V, SINK, impl="reference")[0].sum(),
+        lambda: matmul(LHS, RHS, SIZES).sum(),
+        lambda: logprobs(HIDDEN, HEAD, TARGETS)[0].sum(),
+        lambda: paged(Q, K, V, SINK, page_table_BJ=Q_POS[:, :1], lengths_B=Q_POS[:, 5])[0].sum(),
+    )
+    for surroundings in ("bfloat16", "highest"):
+        with jax.default_matmul_precision(surroundings):
+            for call in calls:
+                text = str(jax.make_jaxpr(call)())
+                asked = text.count("precision=")
+                assert asked and asked == text.count("precision=(Precision.HIGHEST")
+    assert products(jnp.bfloat16, jnp.bfloat16) == jax.lax.Precision.DEFAULT
