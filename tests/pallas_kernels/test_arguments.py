@@ -55,7 +55,6 @@ HIDDEN, HEAD, TARGETS = jnp.ones((5, 4)), jnp.ones((4, 9)), jnp.arange(5)
             lambda w: attend(Q, K, V, SINK, window=w))(3)),
         ("Multiply q by it", lambda: jax.jit(lambda s: attend(Q, K, V, SINK, scale=s))(3.0)),
         ("there must be heads", lambda: attend(Q[:, :, :0], K, V, SINK[:0])),
-        ("must name an implementation", lambda: attend(Q, K, V, SINK, impl=None)),
         ("-inf for no sink", lambda: decode(Q, K, V, None, **PLACES)),
         ("lengths_B must hold integers", lambda: paged(
             Q, K, V, SINK, page_table_BJ=Q_POS, lengths_B=jnp.ones(2))),

@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.dispatch import Implementation, pick
-from pallas_kernels.grouped_matmul import cases, pallas_gpu, pallas_gpu_tiles, reference
+from pallas_kernels.grouped_matmul import (
+    cases,
+    pallas_gpu,
+    pallas_gpu_rows,
+    pallas_gpu_tiles,
+    pallas_gpu_weights,
+    reference,
+)
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.testing import three_way
 
@@ -184,6 +191,34 @@ def test_every_gradient_in_float16_and_of_the_fused_activation(name):
     *args, _ = make(SIZES[name], jnp.float16, width=384)
     dout = jax.random.normal(jax.random.key(8), (M, 192)).astype(jnp.float16)
     check_all(mine_swiglu, naive_swiglu, exact_swiglu, (*args, dout), f"swiglu {name}")
+
+
+@knows_transposes
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dlhs"])
+def test_no_copy_races_with_the_tile_after_it(races, monkeypatch, transposed):
+    """Short groups and rows past the sum: little or no product hides the copies of a tile, whose
+    192 columns are an odd number of pieces."""
+    monkeypatch.setattr(pallas_gpu_rows, "gpu_cores", lambda: 1)
+    sizes, width = (70, 0, 5, 0, 130), 192
+    lhs, rhs, sizes, bias, dout = make(sizes, n_rows=330, width=width)
+    rows = dout if transposed else lhs
+    out = pallas_gpu_rows.rows_by_group(
+        rows, rhs, sizes, None if transposed else bias, transposed, True
+    )
+    assert np.isfinite(out.astype(jnp.float32)).all()
+    assert not races()
+
+
+@pytest.mark.slow
+@knows_transposes
+def test_no_copy_of_a_gradient_races_with_the_one_after_it(races, monkeypatch):
+    monkeypatch.setattr(pallas_gpu_weights, "gpu_cores", lambda: 1)
+    lhs, rhs, sizes, _, dout = make((70, 0, 5, 0, 130), n_rows=330, width=192)
+    lhs = lhs[:, :192]  # whole tiles: two that overlap would write the same there
+    jax.block_until_ready(
+        pallas_gpu_weights.weights_by_group(lhs, dout, sizes, rhs.dtype, False, True)
+    )
+    assert not races()
 
 
 row_tiles = partial(jax.jit, static_argnums=(1, 2, 3))(pallas_gpu_tiles.row_tiles)

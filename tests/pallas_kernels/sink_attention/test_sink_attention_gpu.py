@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import Target
@@ -83,6 +84,31 @@ def test_every_case_with_the_tiles_of_the_real_thing(case, H, monkeypatch):
 @fast
 def test_a_scale_of_zero_is_allowed():
     compare(Case("zero", 1, 30, 30, 1, 1, 64), jnp.bfloat16, 0.0)
+
+
+@full_matrix
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("two_blocks", 1, 250, 250, 2, 1, 64, 0, "packed"),  # the last one has idle warpgroups
+        Case("window", 1, 100, 160, 1, 1, 64, 40, "chunk"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_no_warpgroup_races_with_another(races, monkeypatch, case):
+    """Interpreted products are plain reads, which would need a fence before the next copy; those
+    of the chip are asynchronous like the copies, and have none."""
+    arrive = plgpu.barrier_arrive
+
+    def fence_and_arrive(barrier):
+        plgpu.commit_smem()
+        arrive(barrier)
+
+    monkeypatch.setattr(plgpu, "barrier_arrive", fence_and_arrive)
+    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: Tiles(2, 32, 2))
+    monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: Tiles(2, 32, 2))
+    compare(case, jnp.bfloat16)
+    assert not races()
 
 
 def test_blocks_with_a_mask_come_first_and_each_block_once():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
 from pallas_kernels.ahead_of_time import GPUS
 from pallas_kernels.dispatch import Target
 from pallas_kernels.testing import three_way
@@ -130,13 +129,9 @@ def test_the_order_of_the_tiles_and_the_stages_change_no_bit(small, monkeypatch)
 
 @needs_interpreter
 @pytest.mark.slow
-def test_no_warpgroup_races_with_another(small, monkeypatch):
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    monkeypatch.setattr(hopper, "interpreter", lambda _: params)
+def test_no_warpgroup_races_with_another(small, races):
     jax.block_until_ready(ours(RAGGED))
-    assert not gpu_callbacks.get_races().races_found
+    assert not races()
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients():
