@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped matmul and its SwiGLU on Hopper GPUs: autodiff around three kernels on wgmma and TMA.
+"""The grouped matmul and its SwiGLU on Hopper GPUs: autodiff around kernels on wgmma and TMA.
 
 out and dlhs are rows times their group's matrix, drhs is a product over each group's rows. Group
 sizes are an array, so other sizes compile nothing new; no row is copied or padded, nothing is
-scattered, and every sum has one order. Next: pallas_gpu_tiles.py, what the kernels share.
+scattered, and every sum has one order. Four-bit matrices are decoded in the kernels and have no
+gradient. Next: pallas_gpu_tiles.py, what the kernels share.
 """
 
 from functools import partial
@@ -15,14 +16,30 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import target
 from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from pallas_kernels.grouped_matmul.pallas_gpu_mxfp4 import (
+    packed_rows_by_group,
+    packed_swiglu_by_group,
+)
 from pallas_kernels.grouped_matmul.pallas_gpu_rows import Swiglu, rows_by_group, swiglu_by_group
 from pallas_kernels.grouped_matmul.pallas_gpu_weights import ROWS, weights_by_group
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
 
+def _rows(lhs_MD, rhs_EDF, *others):
+    if isinstance(rhs_EDF, Mxfp4):
+        return packed_rows_by_group(lhs_MD, rhs_EDF, *others)
+    return rows_by_group(lhs_MD, rhs_EDF, *others)
+
+
+def _fused(lhs_MD, rhs_EDF, *others):
+    if isinstance(rhs_EDF, Mxfp4):
+        return packed_swiglu_by_group(lhs_MD, rhs_EDF, *others)
+    return swiglu_by_group(lhs_MD, rhs_EDF, *others)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _matmul(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
-    return rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, False, interpret)
+    return _rows(lhs_MD, rhs_EDF, sizes_E, bias_EF, False, interpret)
 
 
 def _matmul_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
@@ -32,13 +49,18 @@ def _matmul_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
 
 def _matmul_backward(interpret, residuals, dout_MF):
     lhs_MD, rhs_EDF, sizes_E, bias_EF = residuals
-    dlhs_MD = rows_by_group(dout_MF, rhs_EDF, sizes_E, None, True, interpret)
-    drhs_EDF, dbias_EF = weights_by_group(
-        lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_EF is not None, interpret
-    )
+    packed, biased = isinstance(rhs_EDF, Mxfp4), bias_EF is not None
+    dlhs_MD = _rows(dout_MF, rhs_EDF, sizes_E, None, True, interpret)
+    drhs_EDF = dbias_EF = None
+    if biased or not packed:
+        # Of four bits: beside the gradient of as few weights as the kernel makes, thrown away.
+        lhs_MD = lhs_MD[:, :ROWS] if packed else lhs_MD
+        drhs_EDF, dbias_EF = weights_by_group(
+            lhs_MD, dout_MF, sizes_E, lhs_MD.dtype, biased, interpret
+        )
     if dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
-    return dlhs_MD, drhs_EDF, None, dbias_EF
+    return dlhs_MD, None if packed else drhs_EDF, None, dbias_EF
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -46,7 +68,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 def mosaic_gpu(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"],
+    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F"] | None = None,
     *,
@@ -62,12 +84,12 @@ def mosaic_gpu(
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _swiglu(lhs_MD, rhs_EDF, sizes_E, bias_EF, alpha, limit, interpret):
     after = Swiglu(alpha, limit, save=False)
-    return swiglu_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, after, interpret)[0]
+    return _fused(lhs_MD, rhs_EDF, sizes_E, bias_EF, after, interpret)[0]
 
 
 def _swiglu_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, alpha, limit, interpret):
     after = Swiglu(alpha, limit, save=True)
-    out_MF, h_MF = swiglu_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, after, interpret)
+    out_MF, h_MF = _fused(lhs_MD, rhs_EDF, sizes_E, bias_EF, after, interpret)
     return out_MF, (lhs_MD, rhs_EDF, sizes_E, bias_EF, h_MF)
 
 
@@ -82,7 +104,7 @@ _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 def mosaic_gpu_swiglu(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F2"],
+    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F2"] | None,
     alpha: float,
@@ -103,8 +125,9 @@ def unsupported(lhs_MD: Array, rhs_EDF: Array | Mxfp4, *_arrays: Array) -> str |
     if not target().hopper:
         return f"it needs a Hopper GPU (wgmma), this is {target().kind}"
     if isinstance(rhs_EDF, Mxfp4):
-        return "four-bit matrices are not decoded in it"
-    if lhs_MD.dtype not in (jnp.bfloat16, jnp.float16) or lhs_MD.dtype != rhs_EDF.dtype:
+        if lhs_MD.dtype != jnp.bfloat16:
+            return f"four-bit matrices are decoded to bfloat16 and lhs is {lhs_MD.dtype}"
+    elif lhs_MD.dtype not in (jnp.bfloat16, jnp.float16) or lhs_MD.dtype != rhs_EDF.dtype:
         return f"dtypes {lhs_MD.dtype} and {rhs_EDF.dtype} are not both bfloat16 or both float16"
     D, F = rhs_EDF.shape[1:]
     if D % tiles.STEP or F % tiles.STEP:

@@ -7,6 +7,8 @@ the other group's tile writes the others: nothing is written twice, nothing is a
 Next: pallas_gpu_weights.py.
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +50,11 @@ class Plan(NamedTuple):
     def rows(self) -> int:
         """Of a tile."""
         return self.consumers * _WG
+
+    @property
+    def column_tiles(self) -> int:
+        """Of the result."""
+        return pl.cdiv(self.columns, self.width)
 
     @property
     def halves(self) -> int:
@@ -126,26 +133,17 @@ def _run(plan, lhs_MD, rhs, sizes_E, bias_EF):
 
 
 def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
-    bias_ref, (out_ref, *h_ref, s) = refs[0] if bias else None, refs[1:] if bias else refs
-    n_groups, n_columns = rhs_ref.shape[0], pl.cdiv(plan.columns, plan.width)
-    n_rows = count_ref[0]
+    bias_ref, (*out_refs, s) = refs[0] if bias else None, refs[1:] if bias else refs
+    n_groups, n_rows, n_tiles = rhs_ref.shape[0], count_ref[0], count_ref[0] * plan.column_tiles
     warpgroup = lax.axis_index("warpgroup")
-
-    def place(tile):
-        row, column = tiles.in_chunks(tile, n_rows, n_columns)
-        group, start, lo, hi = (table_ref[row, i] for i in range(4))
-        steps = jnp.where(group < n_groups, plan.steps, 0)
-        # A last tile that would hang over moves back: two write the same values there.
-        first = jnp.minimum(column * plan.width, plan.columns - plan.width)
-        start, first = pl.multiple_of(start, tiles.ALIGN), pl.multiple_of(first, tiles.PIECE)
-        return group, start, lo, hi, first, steps
+    where = partial(place, plan, table_ref, n_rows, n_groups)
 
     @pl.when(warpgroup == plan.consumers)
     def _producer():
         plgpu.set_max_registers(tiles.PRODUCER_REGISTERS, action="decrease")
 
         def one(tile, done):
-            group, start, _, _, first, steps = place(tile)
+            group, start, _, _, first, steps = where(tile)
 
             def fetch(k, slot):
                 inner, here = pl.ds(k * tiles.STEP, tiles.STEP), s["here"].at[slot]
@@ -159,11 +157,10 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
 
             return tiles.produce(s, done, steps, fetch)
 
-        tiles.drain(s, tiles.each_tile(n_rows * n_columns, one))
+        tiles.drain(s, tiles.each_tile(n_tiles, one))
 
     @pl.when(warpgroup < plan.consumers)
     def _consumer():
-        plgpu.set_max_registers(tiles.CONSUMER_REGISTERS[plan.consumers], action="increase")
         mine = pl.ds(warpgroup * _WG, _WG)
 
         def operands(_, slot):
@@ -171,48 +168,83 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
             rhs = [x.transpose((1, 0)) for x in rhs] if plan.transposed else rhs
             return [(s["lhs"].at[slot, mine], x) for x in rhs]
 
-        def leave(ys, group, rows, first):
-            """Add the bias, activate, and write."""
+        registers = tiles.CONSUMER_REGISTERS[plan.consumers]
+        plgpu.set_max_registers(registers, action="increase")
+        multiply = partial(tiles.multiply, s, (plan.width,) * plan.halves, operands=operands)
+        consume(s, plan, where, n_tiles, multiply, bias_ref, out_refs)
 
-            def h(half, i):
-                piece = ys[half][:, i : i + tiles.PIECE]
-                if bias_ref is None:
-                    return piece
-                columns = pl.ds(first + half * plan.columns + i, tiles.PIECE)
-                bias = _per_column(bias_ref.at[group, columns], plan.interpret)
-                return piece + hopper.spread(bias, piece.shape, 1)
 
-            # Piece by piece, so that registers are given back as soon as they can be.
-            for i in range(0, plan.width, tiles.PIECE):
-                gate = h(0, i)
-                if plan.swiglu is None:
-                    _store(s, out_ref, gate, rows, first + i, i // tiles.PIECE)
-                    continue
-                up = h(1, i)
-                y = activate(gate, up, plan.swiglu.alpha, plan.swiglu.limit)
-                if h_ref:
-                    _store(s, h_ref[0], gate, rows, first + i, 0)
-                    _store(s, h_ref[0], up, rows, first + plan.columns + i, 0)
-                _store(s, out_ref, y, rows, first + i, 0)
+def place(plan: Any, table_ref: Any, n_rows: Any, n_groups: int, tile: Any) -> tuple[Any, ...]:
+    """A tile's group, its first row and from and to which it counts, its first column, its steps.
 
-        def one(tile, done):
-            group, start, lo, hi, first, steps = place(tile)
-            before = warpgroup * _WG
-            lo, hi = jnp.maximum(lo - before, 0), jnp.minimum(hi - before, _WG)
+    plan has the fields `steps`, `columns`, `width` and `column_tiles` of `Plan`.
+    """
+    row, column = tiles.in_chunks(tile, n_rows, plan.column_tiles)
+    group, start, lo, hi = (table_ref[row, i] for i in range(4))
+    steps = jnp.where(group < n_groups, plan.steps, 0)
+    # A last tile that would hang over moves back: two write the same values there.
+    first = jnp.minimum(column * plan.width, plan.columns - plan.width)
+    start = pl.multiple_of(start, tiles.ALIGN)
+    first = pl.multiple_of(first, math.gcd(tiles.PIECE, plan.columns))
+    return group, start, lo, hi, first, steps
 
-            @pl.when(lo >= hi)
-            def _():
-                tiles.skip(s, done, steps)
 
-            @pl.when(lo < hi)
-            def _():
-                ys = tiles.multiply(s, (plan.width,) * plan.halves, done, steps, operands)
-                leave(ys, group, (start + before, lo, hi), first)
+def consume(
+    s: Any,
+    plan: Any,
+    where: Callable[[Any], tuple[Any, ...]],
+    n_tiles: Any,
+    multiply: Callable[[Any, Any], list[Array]],
+    bias_ref: Any,
+    out_refs: Any,
+) -> None:
+    """A warpgroup's rows of every tile: multiply(steps done, steps) → its products, written."""
+    before = lax.axis_index("warpgroup") * _WG
 
-            return done + steps
+    def one(tile, done):
+        group, start, lo, hi, first, steps = where(tile)
+        lo, hi = jnp.maximum(lo - before, 0), jnp.minimum(hi - before, _WG)
 
-        tiles.each_tile(n_rows * n_columns, one)
-        plgpu.wait_smem_to_gmem(0)
+        @pl.when(lo >= hi)
+        def _():
+            tiles.skip(s, done, steps)
+
+        @pl.when(lo < hi)
+        def _():
+            ys = multiply(done, steps)
+            _leave(s, plan, bias_ref, out_refs, ys, group, (start + before, lo, hi), first)
+
+        return done + steps
+
+    tiles.each_tile(n_tiles, one)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _leave(s, plan, bias_ref, out_refs, ys, group, rows, first):
+    """Add the bias to column tiles `plan.columns` apart, activate, and write."""
+    out_ref, *h_ref = out_refs
+
+    def h(half, i):
+        piece = ys[half][:, i : i + tiles.PIECE]
+        if bias_ref is None:
+            return piece
+        columns = pl.ds(first + half * plan.columns + i, tiles.PIECE)
+        bias = _per_column(bias_ref.at[group, columns], plan.interpret)
+        return piece + hopper.spread(bias, piece.shape, 1)
+
+    # Piece by piece, so that registers are given back as soon as they can be.
+    for i in range(0, plan.width, tiles.PIECE):
+        if plan.swiglu is None:
+            for half in range(len(ys)):
+                at = first + half * plan.columns + i
+                _store(s, out_ref, h(half, i), rows, at, i // tiles.PIECE)
+            continue
+        gate, up = h(0, i), h(1, i)
+        if h_ref:
+            _store(s, h_ref[0], gate, rows, first + i, 0)
+            _store(s, h_ref[0], up, rows, first + plan.columns + i, 0)
+        y = activate(gate, up, plan.swiglu.alpha, plan.swiglu.limit)
+        _store(s, out_ref, y, rows, first + i, 0)
 
 
 def _per_column(ref: Any, interpret: bool) -> Array:
@@ -224,7 +256,7 @@ def _per_column(ref: Any, interpret: bool) -> Array:
 
 
 def _store(
-    s: Any, out_ref: Any, value: Array, rows: tuple[Any, Any, Any], first: Any, slot: int
+    s: Any, out_ref: Any, value: Array, rows: tuple[Any, Any, Any], first: Any, piece: int
 ) -> None:
     """Write rows lo … hi − 1 of a 64 x 64 piece to rows from `start` and columns from `first`."""
     start, lo, hi = rows
@@ -232,7 +264,7 @@ def _store(
 
     @pl.when(hi - lo == _WG)
     def _():
-        tiles.store_whole(s, out_ref, value, start, first, slot)
+        tiles.store_whole(s, out_ref, value, start, first, piece)
 
     @pl.when(hi - lo < _WG)
     def _():

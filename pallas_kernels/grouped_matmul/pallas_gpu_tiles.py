@@ -3,7 +3,8 @@
 
 Every kernel stays on its core and walks over tiles. One warpgroup fetches operands into a ring in
 shared memory and runs ahead into the next tile while the others, with 64 rows each, still write
-this one. Next: pallas_gpu_rows.py (out and dlhs), pallas_gpu_weights.py (drhs and dbias).
+this one. Next: pallas_gpu_rows.py (out and dlhs), pallas_gpu_weights.py (drhs and dbias),
+pallas_gpu_mxfp4.py (out and dlhs of four-bit weights).
 """
 
 from collections.abc import Callable, Sequence
@@ -89,18 +90,18 @@ def in_chunks(tile: Any, n_rows: Any, n_columns: int) -> tuple[Any, Any]:
     return before + lax.rem(lax.rem(tile, size), height), column
 
 
-def slot_of(step: Any) -> Any:
+def slot_of(s: Any, step: Any) -> Any:
     """Where in the ring."""
-    return lax.rem(step, jnp.int32(STAGES))
+    return lax.rem(step, jnp.int32(s["lhs"].shape[0]))
 
 
 def produce(s: Any, done: Any, steps: Any, fetch: Callable[[Any, Any], None]) -> Any:
     """Fetch `steps` steps into the ring, fetch(step, slot) one of them → steps done."""
 
     def one(k, _):
-        slot = slot_of(done + k)
+        slot = slot_of(s, done + k)
 
-        @pl.when(done + k >= STAGES)
+        @pl.when(done + k >= s["lhs"].shape[0])
         def _():
             plgpu.barrier_wait(s["free"].at[slot])
 
@@ -115,10 +116,10 @@ def drain(s: Any, done: Any) -> None:
     """Wait until the last of `done` steps has been given back."""
 
     def one(step, _):
-        plgpu.barrier_wait(s["free"].at[slot_of(step)])
+        plgpu.barrier_wait(s["free"].at[slot_of(s, step)])
         return None
 
-    lax.fori_loop(jnp.maximum(done - STAGES, 0), done, one, None)
+    lax.fori_loop(jnp.maximum(done - s["lhs"].shape[0], 0), done, one, None)
 
 
 def multiply(
@@ -128,23 +129,24 @@ def multiply(
     steps: Any,
     operands: Callable[[Any, Any], Sequence[tuple[Any, Any]]],
 ) -> list[Array]:
-    """Σ over `steps` steps of one product for each of `widths`: 64 rows, float32.
+    """Σ over `steps` steps of products for each of `widths`: 64 rows, float32.
 
-    operands(step, slot): for each product its refs to shared memory. A step's memory is given back
-    while the next one multiplies.
+    operands(step, slot): for each product its refs to shared memory, the widths in turn. A step's
+    memory is given back while the next one multiplies.
     """
 
     def body(*accs):
         def one(k, _):
-            slot = slot_of(done + k)
+            slot = slot_of(s, done + k)
             plgpu.barrier_wait(s["here"].at[slot])
-            for acc, (a, b) in zip(accs, operands(k, slot), strict=True):
-                plgpu.wgmma(acc, a, b)
-            plgpu.wgmma_wait(len(accs))
+            products = operands(k, slot)
+            for i, (a, b) in enumerate(products):
+                plgpu.wgmma(accs[i % len(accs)], a, b)
+            plgpu.wgmma_wait(len(products))
 
             @pl.when(k > 0)
             def _():
-                plgpu.barrier_arrive(s["free"].at[slot_of(done + k - 1)])
+                plgpu.barrier_arrive(s["free"].at[slot_of(s, done + k - 1)])
 
             return None
 
@@ -153,7 +155,7 @@ def multiply(
 
         @pl.when(steps > 0)
         def _():
-            plgpu.barrier_arrive(s["free"].at[slot_of(done + steps - 1)])
+            plgpu.barrier_arrive(s["free"].at[slot_of(s, done + steps - 1)])
 
         return [acc[...] for acc in accs]
 
@@ -167,7 +169,7 @@ def skip(s: Any, done: Any, steps: Any) -> None:
     """Give `steps` steps back unread."""
 
     def one(k, _):
-        slot = slot_of(done + k)
+        slot = slot_of(s, done + k)
         plgpu.barrier_wait(s["here"].at[slot])
         plgpu.barrier_arrive(s["free"].at[slot])
         return None

@@ -179,7 +179,7 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
             piece = jnp.minimum(warpgroup, jnp.int32(width // tiles.PIECE - 1)) * tiles.PIECE
 
             def add(k, total):
-                slot = tiles.slot_of(done + k)
+                slot = tiles.slot_of(s, done + k)
                 plgpu.barrier_wait(s["here"].at[slot])
                 columns = s["dout"].at[slot, :, pl.ds(piece, tiles.PIECE)]
                 x = keep(columns, *rows_of(k, span)[1:]).astype(jnp.float32)
@@ -217,8 +217,8 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
                 start = drhs_row(row) + warpgroup * _WG
                 for i in range(0, width, tiles.PIECE):
                     value = y[:, i : i + tiles.PIECE].astype(drhs_ref.dtype)
-                    slot, out_ref = i // tiles.PIECE, drhs_ref.at[group]
-                    tiles.store_whole(s, out_ref, value, start, column + i, slot)
+                    to = drhs_ref.at[group]
+                    tiles.store_whole(s, to, value, start, column + i, i // tiles.PIECE)
 
             if plan.bias:
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time
-from pallas_kernels.grouped_matmul import cases, pallas_gpu
+from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_gpu
+from pallas_kernels.grouped_matmul.pallas_gpu_weights import ROWS
 
 pytestmark = pytest.mark.aot
 CHIP = "h200"
@@ -86,6 +87,56 @@ def test_gradients_of_the_fused_activation_keep_the_product_and_its_gradient(cas
     compiled = ahead_of_time.compile_for(CHIP, with_gradients(swiglu), *args)
     check(compiled, 3)
     assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + 2 * small(case)
+
+
+def four_bits(case):
+    """`cases.shapes` with weights in four bits."""
+    lhs, rhs, *others = cases.shapes(case)
+    E, D, F = rhs.shape
+    shapes = (E, D // 2, F), (E, D // mxfp4.GROUP, F)
+    return lhs, mxfp4.Mxfp4(*(jax.ShapeDtypeStruct(x, jnp.uint8) for x in shapes)), *others
+
+
+def with_gradient_of_rows(f):
+    def run(lhs, rhs, sizes, bias, dout):
+        out, pull = jax.vjp(lambda lhs: f(lhs, rhs, sizes, bias), lhs)
+        return out, pull(dout)
+
+    return run
+
+
+@pytest.mark.parametrize("case", cases.REAL_CASES, ids=lambda x: x.name)
+def test_four_bit_weights_are_never_decoded_to_memory(case):
+    dout = jax.ShapeDtypeStruct((case.M, case.F), jnp.bfloat16)
+    args = *four_bits(case), dout
+    compiled = ahead_of_time.compile_for(CHIP, with_gradient_of_rows(matmul), *args)
+    check(compiled, 2)
+    assert compiled.temp_bytes <= small(case)
+
+
+@pytest.mark.parametrize("case", GATE_UP, ids=lambda x: x.name)
+def test_nor_are_they_before_the_fused_activation(case):
+    compiled = ahead_of_time.compile_for(CHIP, swiglu, *four_bits(case))
+    check(compiled, 1)
+    assert compiled.temp_bytes <= small(case)
+    dout = jax.ShapeDtypeStruct((case.M, case.F // 2), jnp.bfloat16)
+    args = *four_bits(case), dout
+    compiled = ahead_of_time.compile_for(CHIP, with_gradient_of_rows(swiglu), *args)
+    check(compiled, 2)
+    assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + small(case)
+
+
+def test_the_gradient_of_a_bias_beside_four_bit_weights_takes_little_memory():
+    case = cases.REAL_CASES[0]
+
+    def run(lhs, rhs, sizes, bias, dout):
+        return jax.vjp(lambda bias: matmul(lhs, rhs, sizes, bias), bias)[1](dout)
+
+    dout = jax.ShapeDtypeStruct((case.M, case.F), jnp.bfloat16)
+    compiled = ahead_of_time.compile_for(CHIP, run, *four_bits(case), dout)
+    check(compiled, 1)
+    thrown_away = 2 * ROWS * (case.M + len(case.group_sizes) * case.F)
+    assert compiled.temp_bytes <= thrown_away + 2 * small(case)
 
 
 def test_a_tile_too_many_for_shared_memory_is_refused(monkeypatch):

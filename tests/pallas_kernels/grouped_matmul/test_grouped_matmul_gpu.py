@@ -276,9 +276,11 @@ def test_what_the_kernel_cannot_do_has_a_reason(lhs, rhs, dtype, reason):
 def test_a_half_that_is_no_multiple_of_64_four_bits_and_other_chips_have_reasons_too():
     arrays = zeros((300, 256), (7, 256, 320))
     four = Mxfp4(*zeros((7, 128, 320), (7, 8, 320), dtype=jnp.uint8))
+    (half,) = zeros((300, 256), dtype=jnp.float16)
     with on("NVIDIA H200"):
         assert pallas_gpu.unsupported(*arrays) is None
         assert "half of 320 columns" in pallas_gpu.unsupported_swiglu(*arrays)
-        assert "four-bit" in pallas_gpu.unsupported(arrays[0], four)
+        assert pallas_gpu.unsupported(arrays[0], four) is None
+        assert "decoded to bfloat16" in pallas_gpu.unsupported(half, four)
     with on("NVIDIA A100"):
         assert "it needs a Hopper GPU" in pallas_gpu.unsupported(*arrays)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernels on four-bit weights, interpreted: against the formula on decoded ones.
+
+Half of D and F end within a tile, as at GPT-OSS' sizes. Tests of one shape share a program.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import mxfp4, pallas_gpu, pallas_gpu_decode, reference
+from pallas_kernels.testing import three_way
+
+M, D, F = 300, 320, 384
+ALPHA, LIMIT = 1.3, 0.9  # the clamps bite
+SIZES = {
+    "a tile and more, tails, none": (1, 210, 17, 0, 37, 24, 3),
+    "rows past the sum": (5, 0, 33, 16, 0, 2, 9),
+    "all to the last": (0, 0, 0, 0, 0, 0, 300),
+    "none used": (0,) * 7,
+}
+
+knows_transposes = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="jax 0.10's GPU interpreter knows no transposed operand"
+)
+
+
+def make(sizes, n_rows=M, width=F, out_width=None):
+    rng = np.random.default_rng(0)
+    E = len(sizes)
+    nibbles = rng.integers(0, 256, (E, D // 2, width), np.uint8)
+    scales = rng.integers(118, 124, (E, D // mxfp4.GROUP, width), np.uint8)
+    lhs, bias, dout = (
+        jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16)
+        for i, shape in enumerate(((n_rows, D), (E, width), (n_rows, out_width or width)))
+    )
+    packed = mxfp4.Mxfp4(jnp.asarray(nibbles), jnp.asarray(scales))
+    return jnp.asarray(sizes, jnp.int32), packed, lhs, bias, dout
+
+
+def mine(sizes, rhs, lhs, bias):
+    return pallas_gpu.mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
+
+
+def mine_swiglu(sizes, rhs, lhs, bias):
+    return pallas_gpu.mosaic_gpu_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
+
+
+def naive(sizes, rhs, lhs, bias):
+    """Every group's matrix on every row, in lhs' dtype."""
+    row, end = jnp.arange(lhs.shape[0])[:, None], jnp.cumsum(sizes)
+    own = (row < end[None, :]) & (row >= (end - sizes)[None, :])
+    every = jnp.einsum("md,edf->mef", lhs, mxfp4.decode(rhs, lhs.dtype)) + bias[None]
+    return jnp.where(own[:, :, None], every, jnp.zeros_like(every)).sum(1)
+
+
+def naive_swiglu(sizes, rhs, lhs, bias):
+    gate, up = jnp.split(naive(sizes, rhs, lhs, bias), 2, axis=-1)
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
+
+
+def exact(sizes, rhs, lhs, bias):
+    return reference.reference(lhs, rhs, sizes, bias)
+
+
+def exact_swiglu(sizes, rhs, lhs, bias):
+    return reference.reference_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT)
+
+
+forward = partial(jax.jit, static_argnums=0)(lambda f, sizes, *args: f(sizes, *args))
+
+
+@partial(jax.jit, static_argnums=0)
+def values_and_gradients(f, dout, sizes, rhs, *args):
+    out, pull = jax.vjp(partial(f, sizes, rhs), *args)
+    return out, *pull(dout)
+
+
+def check(ours, plain, oracle, args, name):
+    """Values, dlhs and dbias of `ours` against `oracle`, forgiven what `plain` gets wrong."""
+    *args, dout = args
+    *given, lhs, bias = args
+    lhs_32, bias_32, dout_32 = (x.astype(jnp.float32) for x in (lhs, bias, dout))
+    got = values_and_gradients(ours, dout, *args)
+    simple = values_and_gradients(plain, dout, *args)
+    wanted = values_and_gradients(oracle, dout_32, *given, lhs_32, bias_32)
+    for what, a, b, c in zip(("out", "dlhs", "dbias"), got, simple, wanted, strict=True):
+        assert a.dtype == lhs.dtype
+        three_way(a, b, c, f"{name} {what}")
+
+
+def some(*fast):
+    """All of SIZES, those not named as slow tests."""
+    return [x if x in fast else pytest.param(x, marks=pytest.mark.slow) for x in SIZES]
+
+
+@knows_transposes
+@pytest.mark.parametrize("name", some("a tile and more, tails, none", "rows past the sum"))
+def test_values_and_both_gradients_are_as_good_as_the_naive_masks_on_decoded_weights(name):
+    check(mine, naive, exact, make(SIZES[name]), name)
+
+
+@pytest.mark.parametrize("name", some("a tile and more, tails, none", "none used"))
+def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(name):
+    *args, lhs, bias, _ = make(SIZES[name])
+    got, simple = (forward(f, *args, lhs, bias) for f in (mine_swiglu, naive_swiglu))
+    up = lhs.astype(jnp.float32), bias.astype(jnp.float32)
+    three_way(got, simple, forward(exact_swiglu, *args, *up), name)
+
+
+@pytest.mark.slow
+@knows_transposes
+@pytest.mark.parametrize("name", SIZES)
+def test_both_gradients_of_the_fused_activation(name):
+    args = make(SIZES[name], out_width=F // 2)
+    check(mine_swiglu, naive_swiglu, exact_swiglu, args, name)
+
+
+@knows_transposes
+def test_a_nan_stays_in_its_own_group_whether_of_a_row_or_of_a_scale():
+    sizes = SIZES["rows past the sum"]
+    sizes_E, rhs, lhs, bias, dout = make(sizes)
+    used, row, group, column = sum(sizes), 30, 3, 7
+    assert sum(sizes[:2]) <= row < sum(sizes[:3])  # of group 2
+    first = sum(sizes[:group])
+    scales = rhs.scales_EDF.at[group, 9, column].set(255)
+    lhs = lhs.at[used:].set(jnp.nan).at[row].set(jnp.nan)
+    dout = dout.at[used:].set(jnp.nan)
+    args = sizes_E, rhs._replace(scales_EDF=scales), lhs, bias
+    got = values_and_gradients(mine, dout, *args)
+    out, dlhs, dbias = (np.isnan(np.asarray(x, np.float32)) for x in got)
+    wanted = np.zeros((M, F), bool)
+    wanted[row] = True
+    wanted[first : first + sizes[group], column] = True
+    np.testing.assert_array_equal(out, wanted)
+    wanted = np.zeros((M, D), bool)
+    wanted[first : first + sizes[group], 9 * mxfp4.GROUP : 10 * mxfp4.GROUP] = True
+    np.testing.assert_array_equal(dlhs, wanted)
+    assert not dbias.any()
+    for x in got[:2]:
+        assert not np.asarray(x, np.float32)[used:].any()
+
+
+def test_fewer_rows_than_a_tile_and_no_bias():
+    sizes, rhs, lhs, bias, _ = make((2, 0, 1, 4, 0, 1, 0), n_rows=9)
+    got = jax.jit(partial(pallas_gpu.mosaic_gpu, interpret=True))(lhs, rhs, sizes)
+    assert got.shape == (9, F) and got.dtype == jnp.bfloat16
+    zero = jnp.zeros_like(bias)
+    simple = naive(sizes, rhs, lhs, zero)
+    wanted = exact(sizes, rhs, lhs.astype(jnp.float32), zero)
+    three_way(got, simple, wanted, "out")
+
+
+@knows_transposes
+def test_four_bit_weights_have_no_gradient():
+    sizes, rhs, lhs, bias, dout = make(SIZES["rows past the sum"])
+    drhs = jax.eval_shape(lambda rhs: jax.vjp(partial(mine, sizes), rhs, lhs, bias)[1](dout), rhs)[
+        0
+    ]
+    assert {x.dtype for x in jax.tree.leaves(drhs)} == {jax.dtypes.float0}
+
+
+def test_the_rules_of_the_chip_give_every_code_under_every_scale_its_value():
+    """In exact arithmetic, rounded at the end: subnormals, infinities and NaN too."""
+
+    def apply(rule, byte):
+        keep, factor, then = rule
+        assert ((byte & keep) * factor).max() < 1 << 16  # the neighbour's half is left alone
+        return ((byte & keep) * factor & then).astype(np.uint16).view(jnp.bfloat16).astype(float)
+
+    byte = np.arange(256)
+    scale = np.maximum(apply(pallas_gpu_decode.SCALE, byte), 2.0**-127)[:, None]
+    for rule, code in ((pallas_gpu_decode.LOW, byte & 15), (pallas_gpu_decode.HIGH, byte >> 4)):
+        with np.errstate(invalid="ignore", over="ignore"):
+            got = (apply(rule, byte) * 2.0**126 * scale + scale * 0).astype(jnp.bfloat16)
+        scales, codes = jnp.meshgrid(byte, code, indexing="ij")
+        wanted = (np.asarray(mxfp4.bits(codes, scales)) >> 16).astype(np.uint16).view(jnp.bfloat16)
+        np.testing.assert_array_equal(got.astype(np.float32), wanted.astype(np.float32))
