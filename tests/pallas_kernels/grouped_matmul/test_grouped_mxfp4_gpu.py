@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import mxfp4, pallas_gpu, pallas_gpu_decode, reference
+from pallas_kernels.grouped_matmul import (
+    mxfp4,
+    pallas_gpu,
+    pallas_gpu_decode,
+    pallas_gpu_mxfp4,
+    reference,
+)
 from pallas_kernels.testing import three_way
 
 M, D, F = 300, 320, 384
@@ -162,6 +168,21 @@ def test_four_bit_weights_have_no_gradient():
         0
     ]
     assert {x.dtype for x in jax.tree.leaves(drhs)} == {jax.dtypes.float0}
+
+
+@pytest.mark.slow
+@knows_transposes
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dlhs"])
+def test_no_warpgroup_races_with_another(races, monkeypatch, transposed):
+    """Five of them, on one core; whole tiles, as two that overlap would write the same there."""
+    monkeypatch.setattr(pallas_gpu_mxfp4, "gpu_cores", lambda: 1)
+    sizes, rhs, lhs, bias, dout = make((70, 0, 5, 0, 130), n_rows=330)
+    rhs = mxfp4.Mxfp4(rhs.nibbles_EDF[:, :128], rhs.scales_EDF[:, :8])
+    rows, bias = (dout, None) if transposed else (lhs[:, :256], bias)
+    jax.block_until_ready(
+        pallas_gpu_mxfp4.packed_rows_by_group(rows, rhs, sizes, bias, transposed, True)
+    )
+    assert not races()
 
 
 def test_the_rules_of_the_chip_give_every_code_under_every_scale_its_value():
