@@ -155,9 +155,10 @@ def _pad_last(x: Array, length: int) -> Array:
 
 def dot(a: Any, b: Any, contract_a: int, contract_b: int) -> Any:
     """A product in float32; of float32 operands, exact to float32."""
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    # None would be the caller's jax.default_matmul_precision; bfloat16 compiles with DEFAULT only.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((contract_a,), (contract_b,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def seen(q_places_8t: Any, k_places_8s: Any, window: int) -> Any:

@@ -35,8 +35,11 @@ def _blocks(n_tokens: int, row_bytes: int) -> tuple[int, int]:
 
 
 def _logits(hidden_ref, w_ref, scale_ref):
-    exact = lax.Precision.HIGHEST if hidden_ref.dtype == jnp.float32 else None
-    z = jnp.dot(hidden_ref[...], w_ref[...], precision=exact, preferred_element_type=jnp.float32)
+    # None would be the caller's jax.default_matmul_precision; bfloat16 compiles with DEFAULT only.
+    precision = lax.Precision.HIGHEST if hidden_ref.dtype == jnp.float32 else lax.Precision.DEFAULT
+    z = jnp.dot(
+        hidden_ref[...], w_ref[...], precision=precision, preferred_element_type=jnp.float32
+    )
     return z * scale_ref[0, 0]
 
 

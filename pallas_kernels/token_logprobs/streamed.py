@@ -53,9 +53,9 @@ def slopes(
 
 def _dot(a, b, contract):
     # A TPU multiplies float32 in one bfloat16 pass unless told; bfloat16 it multiplies exactly.
-    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
-        a, b, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32
+        a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
 
 

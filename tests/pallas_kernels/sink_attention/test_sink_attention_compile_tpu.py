@@ -71,6 +71,12 @@ def test_float32_compiles():
     compiled("v5e", cases.named("window_20b"), jnp.float32)
 
 
+def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
+    small = cases.Case("precision", 1, 512, 512, 8, 2, 64)
+    with jax.default_matmul_precision("highest"):
+        _compiled.__wrapped__("v5e", small, jnp.bfloat16, VMEM)
+
+
 def test_a_step_of_decoding_compiles():
     compiled("v6e", cases.Case("decode", 8, 1, 4096, 64, 8, 64))
 

@@ -86,6 +86,14 @@ def test_float32_compiles_with_smaller_blocks():
     assert kernels(compiled) == 1
 
 
+def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
+    needs("v5e")
+    case = cases.Case("precision", 256, 256, 1024, 1000)
+    with jax.default_matmul_precision("highest"):
+        compiled = compile_for("v5e", gradients(case, "mosaic_tpu"), *arrays(case))
+    assert kernels(compiled) == 2
+
+
 def test_blocks_beyond_the_vector_memory_are_refused(monkeypatch):
     needs("v5p")
     monkeypatch.setattr(pallas_tpu, "ROWS", 4096)
