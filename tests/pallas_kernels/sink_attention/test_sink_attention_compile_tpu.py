@@ -71,6 +71,11 @@ def test_float32_compiles():
     compiled("v5e", cases.named("window_20b"), jnp.float32)
 
 
+def test_the_widest_float32_that_is_not_refused_compiles():
+    case = cases.Case("widest", 1, 512, 512, 16, 2, 128)
+    compiled("v5e", case, jnp.float32, blocks.PARAMS.vmem_limit_bytes)
+
+
 def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
     small = cases.Case("precision", 1, 512, 512, 8, 2, 64)
     with jax.default_matmul_precision("highest"):
