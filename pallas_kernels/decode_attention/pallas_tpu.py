@@ -32,7 +32,8 @@ PAGE = 128  # of a contiguous cache: the least that is read of a row
 LEAST_PAGE = 16  # sublanes of a tile of two-byte numbers
 TABLE_BYTES = 2**19  # of scalar memory for the lists of pages, of 1 MiB
 SEEN_BYTES = 2**21  # of VMEM for who sees the slots of a row, twice
-RING_BYTES = 12 * 2**20  # of VMEM, of which a kernel has 16 MiB on the smallest chip
+RING_BYTES = 12 * 2**20  # of VMEM
+VMEM = 32 * 2**20  # what the kernel may take; every chip from v5e on has at least 64 MiB
 
 
 def mosaic_tpu(
@@ -187,7 +188,9 @@ def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: boo
             jax.ShapeDtypeStruct((B, C, rows, width), dtype),
             jax.ShapeDtypeStruct((B, C, rows, 1), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
         cost_estimate=pl.CostEstimate(
             flops=4 * B * T * N * H * x.seen_BS.shape[1],
             bytes_accessed=2 * B * x.seen_BS.shape[1] * K * H * dtype.itemsize,

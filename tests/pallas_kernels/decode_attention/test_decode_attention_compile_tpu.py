@@ -6,6 +6,7 @@ takes 3 MiB with heads of 64 and 6 MiB with heads of 128.
 """
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time
@@ -44,6 +45,17 @@ def test_it_compiles_for_every_chip_and_copies_no_cache(chip, name):
 def test_other_sizes_compile_for_the_smallest_chip(name):
     done, bytes_of_k = compiled("v5e", cases.named(name), flat=True)
     assert done.temp_bytes < 0.1 * bytes_of_k + 2**24
+
+
+def test_many_new_tokens_of_wide_float32_heads_compile():
+    if reason := ahead_of_time.missing("v5p"):
+        pytest.skip(reason)
+    shape = jax.ShapeDtypeStruct
+    q, kv = (shape((2, size, n, 128), jnp.float32) for size, n in ((16, 64), (512, 8)))
+    assert pallas_tpu.unsupported(q, kv) is None
+    places = [shape((2, size), jnp.int32) for size in (16, 512, 16, 512)]
+    args = q, kv, kv, shape((64,), jnp.float32), *places
+    ahead_of_time.compile_for("v5p", lambda *x: pallas_tpu.mosaic_tpu(*x, 0, 1.0), *args)
 
 
 def test_a_cache_with_separate_heads_is_copied_first():
