@@ -8,6 +8,7 @@ blocks are computed the next row's first ones are on their way, so short rows le
 Next: pages.py for what is read.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ KEYS = 512
 STAGES = 3
 PAGE = 128  # of a contiguous cache: the least that is read of a row
 LEAST_PAGE = 16  # sublanes of a tile of two-byte numbers
-TABLE_BYTES = 2**19  # of scalar memory for the lists of pages, of 1 MiB
+TABLE_BYTES = 3 * 2**18  # of scalar memory for the lists of pages, of 1 MiB
 SEEN_BYTES = 2**21  # of VMEM for who sees the slots of a row, twice
 RING_BYTES = 12 * 2**20  # of VMEM
 VMEM = 32 * 2**20  # what the kernel may take; every chip from v5e on has at least 64 MiB
@@ -77,7 +78,8 @@ def mosaic_tpu_paged(
 def unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: Any) -> str | None:
     """Why the kernel cannot run, or None."""
     B, S, K, H = k_BSKH.shape
-    return _unsupported(q_BTNH, K * H) or _too_long(B, S, min(PAGE, KEYS))
+    page = math.gcd(S, PAGE)  # as `pages.of_cache` cuts it
+    return _unsupported(q_BTNH, K * H) or _too_long(B, S, page if page >= LEAST_PAGE else PAGE)
 
 
 def unsupported_paged(
@@ -90,7 +92,7 @@ def unsupported_paged(
     long = None
     if page_table_BJ is not None:
         B, J = page_table_BJ.shape
-        long = _too_long(B, J * page, page)
+        long = _too_long(B, J * page, min(page, KEYS))
     return _unsupported(q_BTNH, K * H) or long
 
 
@@ -111,7 +113,8 @@ def _unsupported(q_BTNH: Any, width: int) -> str | None:
 def _too_long(B: int, S: int, page: int) -> str | None:
     if S == 0:
         return "there are no keys"
-    if 4 * B * -(-S // page) > TABLE_BYTES or 4 * S > SEEN_BYTES:
+    columns = -(-S // KEYS) * (KEYS // page)
+    if 4 * B * (-(-columns // LANES) * LANES) > TABLE_BYTES or 4 * S > SEEN_BYTES:
         return f"lists of {B} rows of {S} slots are too long for scalar memory or VMEM"
     return None
 

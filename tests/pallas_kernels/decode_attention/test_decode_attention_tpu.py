@@ -84,6 +84,17 @@ def test_what_it_cannot_do_has_a_reason(q, k, reason):
     assert reason in pallas_tpu.unsupported(q, k)
 
 
+def test_rows_of_the_page_table_are_counted_as_scalar_memory_holds_them(monkeypatch):
+    monkeypatch.setattr(pallas_tpu, "KEYS", 512)
+    q, cache = shape(1536, 1, 8, 64), shape(1536, 128, 2, 64)
+    assert pallas_tpu.unsupported(q, cache) is None
+    many, row = shape(2048, 1, 8, 64), shape(9, 128, 2, 64)
+    assert "too long" in pallas_tpu.unsupported(many, shape(2048, 128, 2, 64))
+    assert "too long" in pallas_tpu.unsupported_paged(many, row, shape(2048, 1, dtype=jnp.int32))
+    # 2049 pages of 16 in a row, not 257 of 128
+    assert "too long" in pallas_tpu.unsupported(shape(96, 1, 8, 64), shape(96, 32784, 2, 64))
+
+
 def test_odd_page_sizes_have_a_reason():
     q, table = shape(2, 1, 8, 64), shape(2, 4, dtype=jnp.int32)
     assert "page size 24" in pallas_tpu.unsupported_paged(q, shape(9, 24, 2, 64), table)
