@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tpu
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
 from pallas_kernels.sink_attention.reference import UNSEEN
@@ -97,6 +98,8 @@ def unsupported_paged(
 
 
 def _unsupported(q_BTNH: Any, width: int) -> str | None:
+    if reason := tpu.unsupported():
+        return reason
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
         return f"dtype {q_BTNH.dtype} is not bfloat16 or float32"
     if width == 0 or width % LANES:

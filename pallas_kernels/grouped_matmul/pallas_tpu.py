@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows, rows_by_group, swiglu_by_group
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import LANES
@@ -139,6 +140,8 @@ def unsupported_swiglu(lhs_MD, rhs_EDF) -> str | None:
 
 
 def _unsupported(lhs_MD, rhs_EDF, halves):
+    if reason := tpu.unsupported():
+        return reason
     _, width, columns = rhs_EDF.shape
     if lhs_MD.dtype not in (jnp.bfloat16, jnp.float32):
         return f"lhs must be bfloat16 or float32, not {lhs_MD.dtype}"

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tpu
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.pallas_tpu_backward import backward
@@ -164,6 +165,8 @@ mosaic_tpu.defvjp(_fwd, _bwd)
 
 def unsupported(q_BTNH, k_BSKH) -> str | None:
     """Why the kernels cannot take these shapes; None where they can."""
+    if reason := tpu.unsupported():
+        return reason
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     if H not in (64, 128):
         return f"head size {H} is neither 64 nor 128"

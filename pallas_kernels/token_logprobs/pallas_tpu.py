@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tpu
 from pallas_kernels.token_logprobs import streamed
 
 ROWS = 1024  # tokens of a block, at most: the head is read once a block
@@ -209,6 +210,8 @@ mosaic_tpu.defvjp(_forward, _backward)
 
 def unsupported(hidden_MD, w_head_DV) -> str | None:
     """Say why these arrays cannot be computed; None when they can."""
+    if reason := tpu.unsupported():
+        return reason
     dtype = hidden_MD.dtype
     if dtype != w_head_DV.dtype or dtype not in (jnp.bfloat16, jnp.float32):
         return f"hidden is {dtype} and the head {w_head_DV.dtype}, not both bfloat16 or float32"

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps every TPU kernel from running, whatever its arrays are."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.decode_attention import pallas_tpu as decode
+from pallas_kernels.grouped_matmul import pallas_tpu as grouped
+from pallas_kernels.sink_attention import pallas_tpu as attention
+from pallas_kernels.token_logprobs import pallas_tpu as logprobs
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+
+Q, K, ROWS, MATRICES, HEAD = (
+    shape(2, 1, 8, 64), shape(2, 128, 2, 64), shape(64, 256), shape(3, 256, 512), shape(256, 512),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "unsupported, arrays",
+    [
+        (attention.unsupported, (Q, K)),
+        (decode.unsupported, (Q, K)),
+        (decode.unsupported_paged, (Q, K)),
+        (grouped.unsupported, (ROWS, MATRICES)),
+        (grouped.unsupported_swiglu, (ROWS, MATRICES)),
+        (logprobs.unsupported, (ROWS, HEAD)),
+    ],
+)
+def test_numbers_of_64_bits_are_a_reason(unsupported, arrays):
+    assert unsupported(*arrays) is None
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert "jax_enable_x64" in unsupported(*arrays)
+    finally:
+        jax.config.update("jax_enable_x64", before)
