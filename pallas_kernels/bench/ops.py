@@ -2,7 +2,7 @@
 """What the bench knows of each operation: its call, its inputs, its work. Next: `measure.py`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -95,6 +95,11 @@ def _matmul_work(case: Any, size: int) -> Work:
     return Work(flops, 2 * flops, size * (rows * (case.D + case.F) + E * case.D * case.F))
 
 
+def _swiglu_work(case: Any, size: int) -> Work:
+    whole = _matmul_work(case, size)  # half the columns leave the kernel
+    return replace(whole, bytes=whole.bytes - size * sum(case.group_sizes) * (case.F // 2))
+
+
 def _cut_matmul(case: Any) -> Any:
     sizes = tuple(min(n, 40 + 3 * e) for e, n in enumerate(case.group_sizes[:8]))
     return case._replace(M=max(1, sum(sizes)), group_sizes=sizes)
@@ -131,7 +136,7 @@ OPS = {
         _cut_matmul, ("out", "dlhs", "drhs", "dbias"),
     ),
     "grouped_swiglu": Op(
-        matmul_cases, partial(_matmul, grouped_swiglu), _matmul_inputs, 3, _matmul_work,
+        matmul_cases, partial(_matmul, grouped_swiglu), _matmul_inputs, 3, _swiglu_work,
         _cut_matmul, ("out", "dlhs", "drhs", "dbias"),
     ),
     "token_logprobs": Op(
@@ -169,9 +174,14 @@ def float32(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def relative_error(ours: Any, right: Any) -> float:
-    """Root mean square of the difference over that of `right`."""
+    """Root mean square of the difference over that of `right`.
+
+    Equal infinities agree, and NaN beside NaN; infinite where only one side is not finite.
+    """
     ours, right = (np.asarray(x, np.float64) for x in (ours, right))
-    same = (ours == right) | ~np.isfinite(right)
-    difference = np.where(same, 0.0, ours - np.where(same, 0.0, right))
+    same = (ours == right) | (np.isnan(ours) & np.isnan(right))
+    if not np.all(same | (np.isfinite(ours) & np.isfinite(right))):
+        return float("inf")
+    difference = np.where(same, 0.0, ours) - np.where(same, 0.0, right)
     scale = float(np.sqrt(np.mean(np.square(np.where(np.isfinite(right), right, 0.0)))))
     return float(np.sqrt(np.mean(np.square(difference)))) / max(scale, 1e-30)

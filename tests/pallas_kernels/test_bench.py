@@ -102,3 +102,40 @@ def test_relative_errors_ignore_agreeing_infinities_and_nothing_else():
     assert relative_error([-np.inf, 3.0, 5.0], right) == pytest.approx(
         (1 / 3) ** 0.5 / (25 / 3) ** 0.5
     )
+
+
+@pytest.mark.parametrize(
+    "ours, right",
+    [
+        ([np.nan, 1.0], [-np.inf, 1.0]),
+        ([7.0, 1.0], [np.nan, 1.0]),
+        ([np.inf, 1.0], [-np.inf, 1.0]),
+        ([7.0, 1.0], [np.inf, 1.0]),
+        ([np.nan, 1.0], [7.0, 1.0]),
+        ([np.inf, 1.0], [7.0, 1.0]),
+    ],
+)
+def test_what_is_not_finite_on_one_side_only_is_infinitely_wrong(ours, right):
+    assert relative_error(ours, right) == np.inf
+    assert relative_error(right, right) == 0.0
+
+
+def test_a_reference_that_overflows_excuses_nothing(monkeypatch):
+    op = OPS["token_logprobs"]
+    real = measure.Ours.passes
+
+    def broken(self, inputs, cotangents):
+        runs = real(self, inputs, cotangents)
+        return runs | {"forward": lambda: [np.inf * x for x in runs["forward"]()]}
+
+    monkeypatch.setattr(measure.Ours, "passes", broken)
+    with pytest.raises(SystemExit, match="logp of xla errs by inf"):
+        bench.check(op, op.cases.TEST_CASES[0], ("xla", "reference"), jnp.float32)
+
+
+def test_a_swiglu_moves_half_the_columns_out():
+    case = OPS["grouped_swiglu"].cases.Case("x", 7, 3, 8, (2, 4))
+    whole, half = (OPS[op].work(case, 2) for op in ("grouped_matmul", "grouped_swiglu"))
+    assert whole.bytes == 2 * (6 * (3 + 8) + 2 * 3 * 8)
+    assert half.bytes == 2 * (6 * (3 + 4) + 2 * 3 * 8)
+    assert (half.flops, half.backward_flops) == (whole.flops, whole.backward_flops)
