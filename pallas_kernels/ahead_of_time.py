@@ -6,6 +6,7 @@ Interpreters accept tiles that no chip has; these compilers do not. Nothing is e
 """
 
 import contextlib
+import importlib.util
 import os
 import re
 import tempfile
@@ -68,7 +69,12 @@ class Compiled:
 
     chip: str
     executable: jax.stages.Compiled
-    kernels: tuple[Ptxas, ...]  # Mosaic GPU kernels in order of compilation
+    kernels: tuple[Ptxas, ...]  # Mosaic GPU kernels compiled now, in this order
+
+    @property
+    def mosaic_calls(self) -> int:
+        """Calls of Mosaic GPU kernels, those left out of `kernels` too."""
+        return self.executable.as_text().count('custom_call_target="mosaic_gpu')
 
     @property
     def vmem_bytes(self) -> tuple[int, ...]:
@@ -101,6 +107,7 @@ def mesh_of(chip: str) -> Mesh:
             name, options = TPUS[chip]
             topology = topologies.get_topology_desc(name, "tpu", **options)
         else:
+            _wheel_tools_first()
             topology = topologies.get_topology_desc(
                 platform="cuda", target_config=_target_config(GPUS[chip]), topology="1x1x1"
             )
@@ -110,6 +117,18 @@ def mesh_of(chip: str) -> Mesh:
             "Try pip install 'jaxmoe[compilers]'."
         ) from error
     return Mesh(np.array(topology.devices[:1]), ("chip",))
+
+
+def _wheel_tools_first() -> None:
+    """The wheels' ptxas before an older toolkit's on PATH, which refuses newer PTX."""
+    try:
+        spec = importlib.util.find_spec("nvidia.cu13")
+    except ModuleNotFoundError:
+        return
+    for folder in (spec and spec.submodule_search_locations) or ():
+        tools, path = str(Path(folder, "bin")), os.environ.get("PATH", os.defpath)
+        if Path(tools, "ptxas").exists() and path.split(os.pathsep)[0] != tools:
+            os.environ["PATH"] = tools + os.pathsep + path
 
 
 def missing(chip: str) -> str | None:
@@ -125,6 +144,8 @@ def compile_for(chip: str, fn: Callable[..., Any], *args: Any) -> Compiled:
     """Compile `fn` for one device of the chip; `args` are arrays or ShapeDtypeStructs.
 
     Mosaic's GPU compiler keeps the first architecture of a process: one generation per process.
+    Some versions of JAX (0.10, 0.12) keep its kernels as well: those that this process compiled
+    before, in another function too, are not in `kernels`, and still in `mosaic_calls`.
 
     Raises: NotImplementedError where the compiler is missing; whatever the compiler refuses.
     """

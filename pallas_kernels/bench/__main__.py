@@ -9,7 +9,8 @@
 Each round makes fresh random inputs and times both sides, in turns; a figure is the median over
 rounds. TFLOP/s counts what is needed (causal: visible pairs only). `of matmul` and `of copy` are
 shares of a matmul and a copy timed in the same process. --compile times nothing: it prints what a
-chip's compiler says at the real sizes, and needs no such chip. Next: `ops.py`, `measure.py`.
+chip's compiler says at the real sizes, and needs no such chip. What a side refuses is said in its
+place; exit 2 where nothing can be done as typed. Next: `ops.py`, `measure.py`.
 """
 
 import argparse
@@ -23,13 +24,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ahead_of_time import CHIPS
+from pallas_kernels.ahead_of_time import CHIPS, missing
 from pallas_kernels.bench.compiled import figures
 from pallas_kernels.bench.growth import growth
-from pallas_kernels.bench.measure import Anchors, Ours, anchors, seconds, side
+from pallas_kernels.bench.measure import Anchors, Ours, anchors, first_line, seconds, side
 from pallas_kernels.bench.ops import OPS, Op, cases_of, cotangents, float32, relative_error
 
 BASELINES = Path(__file__).parents[1] / "baselines"
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def check(op: Op, case: Any, names: tuple[str, str], dtype: Any) -> dict[str, list[Any]]:
@@ -138,24 +140,73 @@ def device_name() -> str:
     return jax.devices()[0].device_kind.lower().replace(" ", "-").replace("/", "-")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; see the module's docstring."""
+def arguments(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The parser, for what else is to be refused, and what was typed, sound in itself."""
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.bench", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--impl", default="auto", help="the side under test (default: auto)")
-    parser.add_argument("--vs", default="xla", help="an implementation, or module:function")
+    parser.add_argument("--vs", help="an implementation, or module:function (default: xla)")
     parser.add_argument("--case", action="append", help="by name, may be repeated (default: all)")
     parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--growth", action="store_true", help="exponents of time and memory in T")
-    parser.add_argument("--compile", choices=CHIPS, metavar="CHIP", help=", ".join(CHIPS))
-    parser.add_argument("--save", action="store_true", help="keep the times as the baseline")
+    parser.add_argument("--rounds", type=int, help="default: 10")
+    parser.add_argument("--save", action="store_const", const=True,
+                        help="keep the times as the baseline")  # fmt: skip
+    instead = parser.add_mutually_exclusive_group()
+    lengths = "exponents of time and memory over 1k to 64k tokens, on a CPU to 8k"
+    instead.add_argument("--growth", action="store_true", help=lengths)
+    instead.add_argument("--compile", choices=CHIPS, metavar="CHIP", help=", ".join(CHIPS))
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1; got {args.rounds}.")
+    mode = "--growth" if args.growth else "--compile" if args.compile else None
+    unread = {"--growth": ("vs", "rounds", "save", "case"), "--compile": ("vs", "rounds", "save")}
+    given = [f"--{x}" for x in unread.get(mode or "", ()) if getattr(args, x) is not None]
+    if given:
+        all_of = ", ".join(f"--{x}" for x in unread[mode or ""])
+        parser.error(f"{mode} must stand without {all_of}; got {', '.join(given)}. Leave it out.")
+    if args.growth and args.op != "sink_attention":
+        parser.error("--growth must be of an operation with a length in it, sink_attention; got "
+                     f"{args.op}. Type sink_attention --growth.")  # fmt: skip
+    if mode and ":" in args.impl:
+        parser.error(f"{mode} must have an implementation of ours; got --impl {args.impl}. "
+                     "Type a name, as --impl xla.")  # fmt: skip
+    if args.rounds is not None and args.rounds < 1:
+        parser.error(f"--rounds must be at least 1; got {args.rounds}. Type --rounds 10.")
+    if args.dtype is not None and args.dtype not in DTYPES:
+        parser.error(f"--dtype must be one of {', '.join(DTYPES)}; got {args.dtype!r}. "
+                     f"Type --dtype {DTYPES[0]}.")  # fmt: skip
+    return parser, args
+
+
+def unfit(op: Op, case: Any, flag: str, name: str, dtype: Any) -> str | None:
+    """Why the side cannot do the case on this machine, None where nothing is known against it."""
+    must = f"{flag} must name what can run here; got {name!r}: "
+    try:
+        side(op, case, name)
+        if ":" not in name:
+            jax.eval_shape(op.call(case, name), *jax.eval_shape(lambda: op.inputs(case, dtype, 0)))
+    except (ValueError, ImportError, AttributeError, NotImplementedError) as error:
+        hint = " Type module:function, as tests.bench.kernel_peers:flex." if ":" in name else ""
+        return must + first_line(error) + hint
+    return None
+
+
+def unknown(op: Op, name: str) -> str | None:
+    """Why no machine has the implementation, None where one has."""
+    case = op.cases.BENCH_CASES[0]
+    try:
+        jax.eval_shape(op.call(case, name), *jax.eval_shape(lambda: op.inputs(case, "float32", 0)))
+    except NotImplementedError:
+        return None
+    except ValueError as error:
+        return f"--impl: {first_line(error)}"
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; see the module's docstring."""
+    parser, args = arguments(argv)
     platform, op = jax.default_backend(), OPS[args.op]
     small = platform == "cpu" and not args.compile
     dtype = jnp.dtype(args.dtype or ("float32" if small else "bfloat16"))
@@ -165,23 +216,48 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--case must be one of {', '.join(known)}; got {name!r}.")
     chosen = tuple(known[name] for name in args.case or ())
     if args.compile:
-        print(figures(op, args.impl, dtype, args.compile, chosen or op.cases.REAL_CASES))
-        return 0
+        reason = missing(args.compile) or unknown(op, args.impl)
+        if reason:
+            parser.error(reason)
+        said, compiled = figures(op, args.impl, dtype, args.compile, chosen or op.cases.REAL_CASES)
+        print(said)
+        return 0 if compiled else 1
     if args.growth:
-        print(growth(op, args.impl, dtype, platform))
+        reason = unfit(op, op.cases.BENCH_CASES[0], "--impl", args.impl, dtype)
+        if reason:
+            parser.error(reason)
+        print(growth(args.impl, dtype, platform))
         return 0
     chosen = chosen or cases_of(op, platform)
-    names, best = (args.impl, args.vs), anchors(platform, dtype)
+    names, rounds = (args.impl, args.vs or "xla"), args.rounds or 10
+    refused = {
+        case.name: unfit(op, case, "--impl", names[0], dtype)
+        or unfit(op, case, "--vs", names[1], dtype)
+        for case in chosen
+    }
+    if all(refused.values()):
+        parser.error(str(refused[chosen[0].name]))
+    best = anchors(platform, dtype)
     print(f"{device_name()}, jax {jax.__version__}, {dtype}: matmul {best.matmul_tflops:.3g} "
           f"TFLOP/s, copy {best.copy_gbs:.3g} GB/s", flush=True)  # fmt: skip
     rows: list[dict[str, Any]] = []
     errors = {}
     for case in chosen:
-        errors[case.name] = check(op, case, names, dtype)
-        worst = {k: max(x for x in v if x is not None) for k, v in errors[case.name].items()}
-        said = ", ".join(f"{k} {x:.1e}" for k, x in worst.items())
-        print(f"{case.name}: largest relative error: {said}", flush=True)
-        rows += compare(op, case, names, dtype, args.rounds, best)
+        try:
+            if refused[case.name]:
+                raise NotImplementedError(refused[case.name])
+            found = check(op, case, names, dtype)
+            worst = {k: max(x for x in v if x is not None) for k, v in found.items()}
+            said = ", ".join(f"{k} {x:.1e}" for k, x in worst.items())
+            print(f"{case.name}: largest relative error: {said}", flush=True)
+            rows += compare(op, case, names, dtype, rounds, best)
+            errors[case.name] = found
+        except (ImportError, NotImplementedError) as error:  # as peers say what they cannot do
+            refused[case.name] = first_line(error)
+            print(f"{case.name}: refused: {refused[case.name]}", flush=True)
+    if not rows:
+        parser.error(f"a comparison must have a case that both sides can do; got {names[0]} and "
+                     f"{names[1]}: {refused[chosen[0].name]}")  # fmt: skip
     path = BASELINES / f"{device_name()}.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
     key = f"{args.op}/{args.impl}/{dtype}"
@@ -191,10 +267,10 @@ def main(argv: list[str] | None = None) -> int:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
     print(json.dumps({
-        "op": args.op, "impl": args.impl, "vs": args.vs, "dtype": str(dtype),
-        "device": device_name(), "jax": jax.__version__, "rounds": args.rounds,
+        "op": args.op, "impl": names[0], "vs": names[1], "dtype": str(dtype),
+        "device": device_name(), "jax": jax.__version__, "rounds": rounds,
         "matmul_tflops": best.matmul_tflops, "copy_gbs": best.copy_gbs, "errors": errors,
-        "rows": rows,
+        "refused": {k: v for k, v in refused.items() if v}, "rows": rows,
     }, default=float))  # fmt: skip
     return 0
 

@@ -81,7 +81,8 @@ class Ours:
 class Peer:
     """Somebody else's: `function(case, inputs, cotangents)` returns {pass: run}.
 
-    Its runs wait for their results and return them in our order, None for what it lacks.
+    Its runs wait for their results and return them in our order, None for what it lacks. What it
+    cannot do it refuses by NotImplementedError or ImportError.
     """
 
     def __init__(self, case: Any, name: str) -> None:
@@ -91,6 +92,12 @@ class Peer:
     def passes(self, inputs: tuple[Any, ...], cotangents: Any) -> dict[str, Run]:
         """What the peer can do of it."""
         return self.function(self.case, inputs, cotangents)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; its name where it says nothing."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return said[0] if said else type(error).__name__
 
 
 def side(op: Op, case: Any, name: str) -> Ours | Peer:

@@ -4,11 +4,16 @@
     hf_eager      transformers' eager attention with sinks (T² memory)
     flex          torch FlexAttention, the sink from its lse; on a CPU forward only
     cudnn         jax.nn's cuDNN attention on CUDA; no sinks, no packing: a speed to hold against
+    cudnn_sink    cuDNN's attention with its own sink (nvidia-cudnn-frontend, torch); no packing
+    tokamax       tokamax' Pallas attention; no sinks, no packing: a speed to hold against
+    without_sink  our own kernel, the sink fixed at -inf: what a sink costs
     grouped_mm    torch._grouped_mm and the bias, as transformers' grouped_mm experts
+    hf_experts    transformers' GptOss experts up to the gate, grouped_mm: for grouped_swiglu
     ragged_dot    jax.lax.ragged_dot and the bias
     cross_entropy logits whole, log-softmax: what token_logprobs replaces (jax)
 
-Each is `function(case, inputs, cotangents) -> {pass: run}`; runs wait for what they return.
+Each is `function(case, inputs, cotangents) -> {pass: run}`; runs wait for what they return. What a
+peer cannot do it refuses in one line, by NotImplementedError or ImportError.
 """
 
 from typing import Any
@@ -69,6 +74,29 @@ class HostArray:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return self.tensor.detach().float().cpu().numpy().astype(dtype or np.float32)
+
+
+class Interleaved(HostArray):
+    """One whose last axis holds gate and up in turn, read as their halves."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        x = super().__array__(dtype, copy)
+        return np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+
+
+def _causal_rows_only(case: Any) -> None:
+    if case.layout != "causal" or case.T != case.S:
+        raise NotImplementedError(
+            f"it takes whole causal rows without padding; this is {case.layout}, "
+            f"{case.T} queries on {case.S} keys"
+        )
+
+
+def _needs(*platforms: str) -> None:
+    if jax.default_backend() not in platforms:
+        raise NotImplementedError(
+            f"it needs {' or '.join(platforms)}; this is {jax.default_backend()}"
+        )
 
 
 def _seen(case: Any, q_pos: Any, k_pos: Any, q_seg: Any, k_seg: Any) -> Any:
@@ -168,8 +196,19 @@ def ragged_dot(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
     return _of_jax(call, inputs, cotangents, 3)
 
 
+def _of_jax_attention(call: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
+    """Runs of a function of q, k, v that has neither lse nor sinks."""
+    runs = _of_jax(call, inputs, cotangents[0], 3)
+    return {
+        "forward": lambda: [runs["forward"](), None],
+        "backward": lambda: [*runs["backward"](), None],
+    }
+
+
 def cudnn(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
     """cuDNN through jax.nn, causal, without the sink: not the same function, the same work."""
+    _needs("gpu")
+    _causal_rows_only(case)
 
     def call(q: Any, k: Any, v: Any, *_: Any) -> Any:
         window = (case.window - 1, 0) if case.window else None
@@ -177,7 +216,147 @@ def cudnn(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
             q, k, v, is_causal=True, local_window_size=window, implementation="cudnn"
         )
 
-    return _of_jax(call, inputs, cotangents[0], 3)
+    return _of_jax_attention(call, inputs, cotangents)
+
+
+def tokamax(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
+    """tokamax' Pallas kernel, causal, without the sink: not the same function, the same work."""
+    _needs("gpu", "tpu")
+    _causal_rows_only(case)
+    from tokamax import dot_product_attention
+
+    def call(q: Any, k: Any, v: Any, *_: Any) -> Any:
+        window = (case.window - 1, 0) if case.window else None
+        return dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=window, implementation="mosaic"
+        )
+
+    return _of_jax_attention(call, inputs, cotangents)
+
+
+def without_sink(
+    case: Any, inputs: Any, cotangents: Any, impl: str = "mosaic_gpu"
+) -> dict[str, Any]:
+    """sink_attention with sinks of -inf and no gradient to them."""
+    from pallas_kernels import sink_attention
+
+    def call(q: Any, k: Any, v: Any, sink: Any, q_pos: Any, k_pos: Any, q_seg: Any,
+             k_seg: Any) -> Any:  # fmt: skip
+        return sink_attention(
+            q, k, v, jnp.full_like(sink, -jnp.inf), q_positions_BT=q_pos, k_positions_BS=k_pos,
+            q_segment_ids_BT=q_seg, k_segment_ids_BS=k_seg, window=case.window or None, impl=impl,
+        )  # fmt: skip
+
+    return _of_jax(call, inputs, cotangents, 3)
+
+
+def cudnn_sink(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
+    """cuDNN's fused attention and its gradient, that of the sink too; BTNH arrays as they lie."""
+    _needs("gpu")
+    _causal_rows_only(case)
+    import cudnn as frontend
+    import torch
+
+    q, k, v, sink = (_torch(x) for x in inputs[:4])
+    q, k, v, ct = (x.transpose(1, 2) for x in (q, k, v, _torch(cotangents[0])))
+    sink = sink.reshape(1, case.N, 1, 1)
+    stats = torch.empty(case.B, case.N, case.T, 1, device="cuda")
+    o, dq, dk, dv, dsink = (torch.empty_like(x) for x in (q, q, k, v, sink))
+    plans = _cudnn_graphs(
+        frontend, case, {"q": q, "k": k, "v": v, "sink_token": sink}, (o, stats),
+        {"o": o, "dO": ct, "stats": stats, "dSink_token": dsink}, (dq, dk, dv),
+    )  # fmt: skip
+    runs = []
+    for graph, pack in plans:
+        try:
+            graph.build([frontend.heur_mode.A, frontend.heur_mode.FALLBACK])
+        except frontend.cudnnGraphNotSupportedError as error:
+            raise NotImplementedError(str(error)) from error
+        space = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device="cuda")
+        runs.append(lambda graph=graph, pack=pack, space=space: graph.execute(pack, space))
+    forward, backward = runs
+    forward()  # or the backward's first run has no o and stats
+
+    def run_forward() -> Any:
+        forward()
+        return _wait_only([o.transpose(1, 2), stats[..., 0].transpose(1, 2)])
+
+    def run_backward() -> Any:
+        backward()
+        return _wait_only([*(x.transpose(1, 2) for x in (dq, dk, dv)), dsink.reshape(-1)])
+
+    return {"forward": run_forward, "backward": run_backward}
+
+
+def _cudnn_graphs(
+    frontend: Any, case: Any, given: Any, out: Any, back: Any, gradients: Any
+) -> list[tuple[Any, Any]]:
+    """Forward and backward graphs, not yet built, and what buffer each tensor of them has."""
+    import torch
+
+    types = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", torch.float32: "FLOAT"}
+
+    def type_of(x: Any) -> Any:
+        return getattr(frontend.data_type, types[x.dtype])
+
+    # a key is seen where query - left_bound < key <= query: our window, the query counted
+    band = {
+        "attn_scale": case.H**-0.5, "diagonal_band_right_bound": 0,
+        "diagonal_alignment": frontend.diagonal_alignment.TOP_LEFT,
+    } | ({"diagonal_band_left_bound": case.window} if case.window else {})  # fmt: skip
+    plans = []
+    for name, arrays, results, options in (
+        ("sdpa", given, out, {"generate_stats": True}),
+        ("sdpa_backward", given | back, gradients, {}),
+    ):
+        wide = frontend.data_type.FLOAT
+        graph = frontend.pygraph(
+            io_data_type=type_of(given["q"]), intermediate_data_type=wide, compute_data_type=wide
+        )
+        tensors = {
+            key: graph.tensor(
+                name=key, dim=list(x.shape), stride=list(x.stride()), data_type=type_of(x)
+            )
+            for key, x in arrays.items()
+        }
+        made = getattr(graph, name)(**tensors, **band, **options)
+        for tensor, x in zip(made, results, strict=True):
+            tensor.set_output(True).set_data_type(type_of(x))
+            tensor.set_dim(list(x.shape)).set_stride(list(x.stride()))
+        pack = {tensors[key]: x for key, x in arrays.items()}
+        plans.append((graph, pack | dict(zip(made, results, strict=True))))
+    return plans
+
+
+def hf_experts(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
+    """transformers' grouped linear layer and gate; weights in its own, interleaved order."""
+    from types import SimpleNamespace
+
+    import torch
+    from transformers.integrations.moe import _grouped_linear
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    if sum(case.group_sizes) != case.M:
+        raise NotImplementedError("it leaves rows past the groups as they are; this case has some")
+    lhs, rhs, bias, sizes = (_torch(x) for x in inputs)
+    ends = sizes.cumsum(0).to(torch.int32)
+    experts = torch.repeat_interleave(sizes.long(), output_size=case.M)
+    layer = SimpleNamespace(alpha=1.702, limit=7.0)
+
+    def in_turn(x: Any) -> Any:
+        return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+    def forward(lhs: Any, rhs: Any, bias: Any) -> Any:
+        both = _grouped_linear(lhs, rhs, ends, bias=bias[experts], is_transposed=True)
+        return (GptOssExperts._apply_gate(layer, both),)
+
+    runs = _of_torch(forward, [lhs, in_turn(rhs), in_turn(bias)], [_torch(cotangents)])
+
+    def run_backward() -> Any:
+        dlhs, *others = runs["backward"]()
+        return [dlhs, *(Interleaved(x.tensor) for x in others)]
+
+    return {"forward": runs["forward"], "backward": run_backward}
 
 
 def cross_entropy(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:

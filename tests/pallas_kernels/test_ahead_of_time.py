@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real compilers for chips that are not there: what they take and what they refuse."""
 
+import os
+import sys
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
+from pallas_kernels import ahead_of_time, sink_attention
 from pallas_kernels.ahead_of_time import CHIPS, Ptxas, compile_for, mesh_of, missing, read_ptxas
 from pallas_kernels.dispatch import target
+from pallas_kernels.sink_attention import cases
 
 PTXAS = """
 ptxas info    : 0 bytes gmem
@@ -59,6 +65,53 @@ def test_every_chip_compiles_a_matmul_and_is_the_target_of_what_is_traced(chip):
     assert compile_for(chip, program, x, x).chip == chip
     assert seen[0].platform == ("tpu" if "NVIDIA" not in seen[0].kind else "gpu")
     assert seen[0].hopper == (chip in ("h100", "h200"))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("path", ["as it is", "an old ptxas first"])
+def test_the_triton_kernel_compiles_whatever_ptxas_stands_first(path, monkeypatch, tmp_path):
+    """An older toolkit's ptxas does not know the PTX of a newer Triton."""
+    pytest.importorskip("triton")
+    pytest.importorskip("jax_triton")
+    if path != "as it is":
+        old = tmp_path / "ptxas"
+        old.write_text("#!/bin/sh\necho 'ptxas fatal: Unsupported .version' >&2\nexit 255\n")
+        old.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    needs("h200")
+    # sizes of their own, or a kernel compiled before stands in
+    case = cases.named("train_4k")._replace(B=1, T=256 if path == "as it is" else 320)
+    q, k, v, sink, *_ = jax.eval_shape(
+        lambda: cases.make_inputs(case._replace(S=case.T), "bfloat16")
+    )
+    attend = partial(sink_attention, impl="triton")
+    assert compile_for("h200", attend, q, k, v, sink).chip == "h200"
+
+
+def test_the_wheels_tools_stand_first_and_once(monkeypatch, tmp_path):
+    (tmp_path / "nvidia/cu13/bin").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [x for x in sys.modules if x.partition(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "nvidia/__init__.py").touch()
+    monkeypatch.setenv("PATH", "/old")
+    ahead_of_time._wheel_tools_first()
+    assert os.environ["PATH"] == "/old"  # no ptxas in it
+    (tmp_path / "nvidia/cu13/bin/ptxas").touch()
+    for _ in range(2):
+        ahead_of_time._wheel_tools_first()
+        assert os.environ["PATH"] == f"{tmp_path}/nvidia/cu13/bin:/old"
+
+
+@pytest.mark.aot
+def test_a_kernel_compiled_before_still_counts_as_a_call():
+    needs("h200")
+    case = cases.named("train_4k")._replace(B=1, T=192, S=192)
+    q, k, v, sink, *_ = jax.eval_shape(lambda: cases.make_inputs(case, "bfloat16"))
+    attend = partial(sink_attention, impl="mosaic_gpu")
+    first, again = (compile_for("h200", attend, q, k, v, sink) for _ in range(2))
+    assert first.mosaic_calls == again.mosaic_calls == len(first.kernels) == 1
+    assert len(again.kernels) in (0, 1)  # as the version of JAX has it
 
 
 @pytest.mark.aot

@@ -2,14 +2,19 @@
 """The bench: correctness before speed, one line of JSON, exponents that are exponents."""
 
 import json
+import re
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.ahead_of_time import Ptxas
 from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import growth, measure
+from pallas_kernels.bench import compiled, growth, measure
 from pallas_kernels.bench.ops import OPS, cotangents, relative_error
+from tests.bench import kernel_peers
 
 
 @pytest.fixture(autouse=True)
@@ -63,10 +68,78 @@ def test_times_are_compared_with_the_saved_ones(capsys):
     assert said.splitlines()[-2].endswith("×")
 
 
-def test_unknown_cases_are_refused_with_the_known_ones(capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["token_logprobs", "--case", "huge"])
-    assert "--case must be one of one_block" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        ("token_logprobs --case huge", "--case must be one of one_block"),
+        ("sink_attention --case packed --impl nonsense", "--impl must name what can run here; got"),
+        ("sink_attention --case packed --impl mosaic_tpu", "it needs tpu, this is cpu"),
+        ("sink_attention --case packed --vs nosuch:fn", "--vs must name.*No module named 'nosuch'"),
+        ("sink_attention --case packed --vs json:nosuch", "--vs must name.*no attribute 'nosuch'"),
+        ("sink_attention --dtype foo", "--dtype must be one of bfloat16.*got 'foo'. Type"),
+        ("sink_attention --dtype int32", "--dtype must be one of bfloat16.*got 'int32'. Type"),
+        ("sink_attention --rounds 0", "--rounds must be at least 1; got 0"),
+        ("grouped_matmul --growth", "--growth must be of an operation with a length"),
+        ("sink_attention --growth --impl nonsense", "got 'nonsense'.*Known: auto"),
+        ("sink_attention --growth --impl json:loads", "must have an implementation of ours"),
+        ("sink_attention --growth --compile h200", "not allowed with"),
+        ("sink_attention --growth --case packed --vs xla", "got --vs, --case. Leave it out"),
+        ("sink_attention --compile h200 --rounds 3 --save", "got --rounds, --save. Leave it out"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(capsys, typed, said):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(typed.split())
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert re.search(said, lines[-1]), lines
+
+
+def never_packed(case, inputs, cotangents):
+    raise AssertionError("only its name is read here")
+
+
+def test_a_case_that_a_peer_refuses_is_said_and_the_next_one_is_timed(capsys, monkeypatch):
+    def check(op, case, names, dtype):
+        if case.name == "packed":
+            raise NotImplementedError("no packing\nwhatsoever")
+        return {names[0]: [0.1, None]}
+
+    row = {"pass": "forward", "ms": 1.0, "peer_ms": 2.0, "speed": 2.0, "tflops": 3.0,
+           "of_matmul": 0.1, "of_copy": None, "temp_mb": None}  # fmt: skip
+    monkeypatch.setattr(bench, "check", check)
+    monkeypatch.setattr(bench, "compare", lambda op, case, *_: [row | {"case": case.name}])
+    argv = ("sink_attention", "--impl", "xla", "--vs", f"{__name__}:never_packed", "--case")
+    said, found = run(capsys, *argv, "packed", "--case", "gqa8")
+    assert "packed: refused: no packing\n" in said and found["refused"] == {"packed": "no packing"}
+    assert {row["case"] for row in found["rows"]} == {"gqa8"}
+    with pytest.raises(SystemExit) as stop:
+        bench.main([*argv, "packed"])
+    assert stop.value.code == 2
+    assert "never_packed: no packing" in capsys.readouterr().err
+
+
+@dataclass
+class Built:
+    kernels: tuple = (Ptxas(registers=168, spills=0, stack=0, shared=2048),)
+    mosaic_calls: int = 2
+    temp_bytes: int = 3_000_000
+
+
+def test_a_refused_row_does_not_take_the_table_with_it(capsys, monkeypatch):
+    def compile_for(chip, fn, *inputs):
+        if inputs[0].shape[1] == 37:
+            raise RuntimeError("\nINTERNAL: too big\nwhere")
+        return Built()
+
+    monkeypatch.setattr(compiled, "compile_for", compile_for)
+    monkeypatch.setattr(bench, "missing", lambda chip: None)
+    argv = ["sink_attention", "--compile", "h200", "--case"]
+    assert bench.main([*argv, "gqa8", "--case", "packed"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.partition("refused: ")[2] for row in rows] == ["INTERNAL: too big"] * 2 + [""] * 2
+    assert "168 above" in rows[2] and "2 above" in rows[2] and "3.0" in rows[2]
+    assert bench.main([*argv, "gqa8"]) == 1
 
 
 def test_a_peer_is_a_function_of_the_case_and_its_inputs():
@@ -86,14 +159,84 @@ def test_exponents_are_fitted_to_the_longer_half():
     lengths = (1, 2, 4, 8, 16)
     assert growth.exponent(lengths, [9.0, 7.0, 4.0**2, 8.0**2, 16.0**2]) == pytest.approx(2.0)
 
+    assert growth.exponent((2, 4), [4.0, 16.0]) == pytest.approx(2.0)
+
 
 @pytest.mark.slow
 def test_windowed_memory_grows_with_the_length_and_no_faster(monkeypatch):
     monkeypatch.setattr(growth, "LENGTHS_ON_A_CPU", (128, 256, 512))
-    said = growth.growth(OPS["sink_attention"], "xla", jnp.float32, "cpu")
+    said = growth.growth("xla", jnp.float32, "cpu")
     powers = [float(line.rsplit("^", 1)[1]) for line in said.splitlines() if "memory" in line]
     assert len(powers) == 4 and all(p < 1.2 for p in powers)
-    assert "no length" in growth.growth(OPS["token_logprobs"], "xla", jnp.float32, "cpu")
+
+
+def test_a_length_that_does_not_fit_is_said_and_the_others_are_fitted(monkeypatch):
+    class Small(measure.Ours):
+        def __init__(self, op, case, impl):
+            if case.T > 32:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 1 GiB")
+            self.T = case.T
+
+        def passes(self, inputs, cotangents):
+            return {"forward": lambda: self.T, "backward": lambda: self.T}
+
+        def temp_bytes(self, inputs, cotangents):
+            return {"forward": self.T**2, "backward": None}
+
+    monkeypatch.setattr(growth, "Ours", Small)
+    monkeypatch.setattr(growth, "seconds", lambda run: float(run()))
+    monkeypatch.setattr(growth, "LENGTHS_ON_A_CPU", (16, 32, 64, 128))
+    lines = growth.growth("xla", jnp.float32, "cpu").splitlines()
+    assert lines[0].endswith("64: out of memory  128: out of memory")
+    assert lines[1] == "  time ∝ T^1.00, memory ∝ T^2.00"
+    assert lines[3] == "  time ∝ T^1.00, memory: not known"
+    monkeypatch.setattr(growth, "LENGTHS_ON_A_CPU", (16, 64))
+    assert "time: too few lengths ran" in growth.growth("xla", jnp.float32, "cpu")
+
+    def broken(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    monkeypatch.setattr(growth, "Ours", broken)
+    with pytest.raises(RuntimeError, match="full_16 forward: INTERNAL: broken"):
+        growth.growth("xla", jnp.float32, "cpu")
+
+
+def agree(ours, theirs, counts):
+    for part, count in counts.items():
+        got = list(theirs[part]())
+        assert len(got) == count
+        for a, b in zip(jax.tree.leaves(ours[part]()), got, strict=False):
+            assert relative_error(a, b) < 1e-5
+
+
+def test_without_a_sink_the_rest_is_the_same():
+    op = OPS["sink_attention"]
+    case = op.cases.named("packed")._replace(sinks="none")
+    inputs = op.inputs(case, jnp.float32, 0)
+    other = (*inputs[:3], jnp.ones_like(inputs[3]), *inputs[4:])  # a sink that must not count
+    runs = kernel_peers.without_sink(case, other, cotangents(op, case, inputs, 0), impl="xla")
+    ours = measure.side(op, case, "xla").passes(inputs, cotangents(op, case, inputs, 0))
+    agree(ours, runs, {"forward": 2, "backward": 3})  # no gradient of the sink
+
+
+@pytest.mark.parity
+def test_the_experts_of_transformers_make_the_same_swiglu():
+    pytest.importorskip("transformers")
+    op = OPS["grouped_swiglu"]
+    case = op.cases.TEST_CASES[0]  # all rows are used, one group is empty
+    inputs = op.inputs(case, jnp.float32, 0)
+    runs = kernel_peers.hf_experts(case, inputs, cotangents(op, case, inputs, 0))
+    ours = measure.side(op, case, "xla").passes(inputs, cotangents(op, case, inputs, 0))
+    agree(ours, runs, {"forward": 1, "backward": 3})
+
+
+@pytest.mark.parametrize("peer", ["cudnn", "cudnn_sink", "tokamax", "without_sink"])
+def test_peers_refuse_in_one_line_where_they_cannot_run(peer):
+    op = OPS["sink_attention"]
+    case = op.cases.named("gqa8")
+    inputs = op.inputs(case, jnp.float32, 0)
+    with pytest.raises(NotImplementedError, match="needs gpu.*this is cpu"):
+        getattr(kernel_peers, peer)(case, inputs, cotangents(op, case, inputs, 0))
 
 
 def test_relative_errors_ignore_agreeing_infinities_and_nothing_else():
