@@ -72,15 +72,18 @@ class Compiled:
     kernels: tuple[Ptxas, ...]  # Mosaic GPU kernels compiled now, in this order
 
     @property
+    def _text(self) -> str:
+        return self.executable.as_text() or ""
+
+    @property
     def mosaic_calls(self) -> int:
         """Calls of Mosaic GPU kernels, those left out of `kernels` too."""
-        return self.executable.as_text().count('custom_call_target="mosaic_gpu')
+        return self._text.count('custom_call_target="mosaic_gpu')
 
     @property
     def vmem_bytes(self) -> tuple[int, ...]:
         """Vector memory of each Mosaic TPU kernel."""
-        text = self.executable.as_text() or ""
-        calls = (x for x in text.splitlines() if "tpu_custom_call" in x)
+        calls = (x for x in self._text.splitlines() if "tpu_custom_call" in x)
         used = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
         return tuple(int(size) for call in calls for size in re.findall(used, call))
 

@@ -188,7 +188,7 @@ def unfit(op: Op, case: Any, flag: str, name: str, dtype: Any) -> str | None:
             jax.eval_shape(op.call(case, name), *jax.eval_shape(lambda: op.inputs(case, dtype, 0)))
     except (ValueError, ImportError, AttributeError, NotImplementedError) as error:
         hint = " Type module:function, as tests.bench.kernel_peers:flex." if ":" in name else ""
-        return must + first_line(error) + hint
+        return must + first_line(error).rstrip(".") + "." + hint
     return None
 
 
