@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real compilers for chips that are not there: what they take and what they refuse."""
 
+import inspect
 import os
 import sys
 from functools import partial
@@ -72,7 +73,9 @@ def test_every_chip_compiles_a_matmul_and_is_the_target_of_what_is_traced(chip):
 def test_the_triton_kernel_compiles_whatever_ptxas_stands_first(path, monkeypatch, tmp_path):
     """An older toolkit's ptxas does not know the PTX of a newer Triton."""
     pytest.importorskip("triton")
-    pytest.importorskip("jax_triton")
+    library = pytest.importorskip("jax_triton")
+    if "out_type" not in inspect.signature(library.triton_call).parameters:
+        pytest.skip("jax-triton 0.3 asks a driver while it lowers")
     if path != "as it is":
         old = tmp_path / "ptxas"
         old.write_text("#!/bin/sh\necho 'ptxas fatal: Unsupported .version' >&2\nexit 255\n")
