@@ -43,12 +43,11 @@ def values_and_gradients(case):
     return f
 
 
-def shared_bytes(tiles, H):
-    """Own rows twice and the ring twice, each row with its place and its lse and delta."""
-    return (tiles.rows + tiles.stages * tiles.step) * (2 * 2 * H + 16)
+# One of each shape: positions are arrays, and some versions compile a kernel once per process.
+SHAPES = {case._replace(name="", layout=""): case for case in cases.REAL_CASES}
 
 
-@pytest.mark.parametrize("case", cases.REAL_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SHAPES.values(), ids=lambda case: case.name)
 def test_forward_and_backward_compile_without_spilling(case):
     compiled = ahead_of_time.compile_for(CHIP, values_and_gradients(case), *abstract(case))
     tiles = (
@@ -56,22 +55,22 @@ def test_forward_and_backward_compile_without_spilling(case):
         pallas_gpu_backward.query_tiles(case.H, case.window),
         pallas_gpu_backward.key_tiles(case.H, case.window),
     )
-    assert len(compiled.kernels) == len(tiles)
-    by_shared = sorted(compiled.kernels, key=lambda kernel: kernel.shared)
-    for kernel, x in zip(
-        by_shared, sorted(tiles, key=lambda x: shared_bytes(x, case.H)), strict=True
-    ):
+    assert len(compiled.kernels) == compiled.mosaic_calls == len(tiles)
+    for kernel in compiled.kernels:
         assert kernel.spills == 0 and kernel.stack == 0 and not kernel.warnings
-        assert kernel.registers * (x.consumers + 1) * 128 <= REGISTERS
-        # or the computing warpgroups wait for ever for what they ask
-        compute, fetch = hopper.REGISTERS[x.consumers]
-        assert kernel.registers * (x.consumers + 1) >= compute * x.consumers + fetch
         assert kernel.shared <= hopper.SHARED_BYTES
+    # each warpgroup starts with an equal part of a core's registers, in steps of 8 a thread
+    parts = {n: REGISTERS // (128 * (n + 1)) // 8 * 8 for n in (x.consumers for x in tiles)}
+    assert sorted(x.registers for x in compiled.kernels) == sorted(
+        parts[x.consumers] for x in tiles
+    )
+    for consumers, part in parts.items():  # or they wait for ever for what they ask
+        compute, fetch = hopper.REGISTERS[consumers]
+        assert compute * consumers + fetch <= part * (consumers + 1)
     # lse and delta in two layouts, positions, segments: nothing that grows as T·S
     rows = case.B * case.T * case.N * 4
     assert compiled.temp_bytes <= 8 * rows
-    print(f"\n{case.name}: {compiled.kernels}, temporary {compiled.temp_bytes:,} bytes, shared "
-          f"{[shared_bytes(x, case.H) for x in tiles]}")  # fmt: skip
+    print(f"\n{case.name}: {compiled.kernels}, temporary {compiled.temp_bytes:,} bytes")
 
 
 def test_float16_compiles_too():
@@ -82,10 +81,9 @@ def test_float16_compiles_too():
 
 
 def test_a_ring_that_does_not_fit_is_refused(monkeypatch):
-    """So the sizes above are checked by someone."""
+    """So what the tiles take is checked by someone."""
     case = cases.named("head128")
     big = pallas_gpu.forward_tiles(128, 0)._replace(stages=4)
     monkeypatch.setattr(pallas_gpu, "forward_tiles", lambda *_: big)
-    assert shared_bytes(big, case.H) > hopper.SHARED_BYTES
     with pytest.raises(ValueError, match="shared memory"):
         ahead_of_time.compile_for(CHIP, values_and_gradients(case), *abstract(case))
