@@ -126,7 +126,7 @@ def _gap(axes: Axes, rows: Rows) -> None:
             axes.plot(steps, np.maximum(values, FLOOR), color=colour, label=label + zero)
     axes.set_yscale("log")
     if axes.has_data():
-        top = max(float(np.max(line.get_ydata(), initial=FLOOR)) for line in axes.lines)
+        top = max(float(np.max(np.asarray(x.get_ydata()), initial=FLOOR)) for x in axes.lines)
         axes.set_ylim(FLOOR / 3, max(1e4 * FLOOR, 3 * top))
         # an exact 0 lies on the floor: its tick says so
         axes.yaxis.set_major_formatter(lambda y, _: "0.0" if y <= FLOOR * 1.01 else f"{y:.0e}")

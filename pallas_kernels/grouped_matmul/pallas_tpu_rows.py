@@ -33,9 +33,9 @@ def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False)
         packed = width * out_width if isinstance(rhs_EDF, Mxfp4) else 0  # two copies of all of it
         if packed > tiles.vmem_bytes() // 3:
             return None
-        return tiles.plan(width, out_width * itemsize, lanes=False, halves=False)
+        return tiles.plan(width, out_width, itemsize, lanes=False, halves=False)
     columns = out_width // 2 if halves else out_width
-    return tiles.plan(columns, width * itemsize, lanes=True, halves=halves)
+    return tiles.plan(columns, width, itemsize, lanes=True, halves=halves)
 
 
 def dot(a, b, contract):

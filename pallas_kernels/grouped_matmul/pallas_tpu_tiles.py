@@ -27,9 +27,12 @@ def vmem_bytes() -> int:
     return (64 if "v5" in kind or "7" in kind else 16) << 20
 
 
-def window_bytes() -> int:
-    """Of each of two buffers of weights; tiles of rows, results and sums get the other half."""
-    return vmem_bytes() // 4
+def window_bytes(itemsize: int) -> int:
+    """Of each of two buffers of weights; tiles of rows, results and sums get the other half.
+
+    Exact products of float32 do not fit the registers: their spills take a third of VMEM more.
+    """
+    return vmem_bytes() // (4 if itemsize < 4 else 8)
 
 
 def cores() -> int:
@@ -62,18 +65,18 @@ def up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def plan(columns: int, bytes_per_column: int, *, lanes: bool, halves: bool) -> Plan | None:
+def plan(columns: int, rows: int, itemsize: int, *, lanes: bool, halves: bool) -> Plan | None:
     """The fewest tiles whose windows fit twice in VMEM; None where no tiles will do.
 
-    lanes: the windows cut the matrix's columns, else its rows. halves: a tile needs the window's
-    columns in either half of a matrix of twice as many.
+    rows: numbers in a column. lanes: the windows cut the matrix's columns, else its rows.
+    halves: a tile needs the window's columns in either half of a matrix of twice as many.
     """
     shift = columns % LANES if halves else 0
     extra = LANES if shift else 0
     for tiles in range(1, -(-columns // COLUMNS) + 1):
         tile = columns if tiles == 1 else up(-(-columns // tiles), COLUMNS)
         width = 2 * up(tile, LANES) + extra if halves else tile
-        if width * bytes_per_column <= window_bytes():
+        if width * rows * itemsize <= window_bytes(itemsize):
             break
     else:
         return None

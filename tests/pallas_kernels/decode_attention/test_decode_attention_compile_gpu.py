@@ -29,7 +29,7 @@ def compiled(case):
 def test_it_compiles_without_spills_two_blocks_share_a_core_and_no_cache_is_copied(name):
     case = cases.named(name)
     done = compiled(case)
-    assert len(done.kernels) == 2  # the splits and their merge
+    assert done.mosaic_calls == 2  # the splits and their merge, which may be compiled already
     for kernel in done.kernels:
         assert kernel.spills == kernel.stack == 0
         assert kernel.registers <= (128 if case.H == 64 else 224)

@@ -5,6 +5,8 @@ The compiler refuses copies and registers that a chip does not have, and tiles p
 VMEM: 7/8 of a core's 128 MiB (v5e, v6e) or 64 MiB (v5p, 7x).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -99,6 +101,18 @@ def test_gate_and_up_train(chip):
 @pytest.mark.parametrize("chip", CHIPS)
 def test_gate_and_up_sample_with_four_bit_weights(chip):
     compile_case(chip, sampling, GATE_UP_20B, packed=True)
+
+
+@pytest.mark.parametrize("chip", ["v5p"])
+@pytest.mark.parametrize("fn", [grouped_matmul, grouped_swiglu], ids=lambda fn: fn.__name__)
+def test_float32_compiles_where_there_is_least_vmem(chip, fn):
+    """Its products do not fit the registers, and what spills takes vector memory too."""
+    lhs, rhs = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 2880), (8, 2880, 5760))
+    )
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    compiled = ahead_of_time.compile_for(chip, partial(fn, impl="mosaic_tpu"), lhs, rhs, sizes)
+    assert all(size < 64 << 20 for size in compiled.vmem_bytes)
 
 
 @pytest.mark.slow

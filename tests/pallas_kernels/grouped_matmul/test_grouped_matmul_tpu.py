@@ -35,7 +35,7 @@ def small_tiles():
         patch.setattr(tiles, "LONG", 64)
         patch.setattr(tiles, "SHORT", 32)
         patch.setattr(tiles, "COLUMNS", 128)
-        patch.setattr(tiles, "window_bytes", lambda: 128 * 640 * 4)
+        patch.setattr(tiles, "window_bytes", lambda _: 128 * 640 * 4)
         yield
     jax.clear_caches()
 
@@ -201,7 +201,7 @@ def test_fewer_rows_than_a_tile_and_no_bias():
 def test_real_matrices_are_cut_where_a_chip_can_copy(case, mib, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(tiles, "COLUMNS", 256)
-    monkeypatch.setattr(tiles, "window_bytes", lambda: mib << 18)
+    monkeypatch.setattr(tiles, "window_bytes", lambda _: mib << 18)
     _, rhs, _, _ = cases.shapes(case)
     halves = [False, True] if case.F == 5760 else [False]
     for half in halves:
