@@ -30,13 +30,10 @@ def test_it_compiles_without_spills_two_blocks_share_a_core_and_no_cache_is_copi
     case = cases.named(name)
     done = compiled(case)
     assert done.mosaic_calls == 2  # the splits and their merge, which may be compiled already
+    blocks = 2 if case.H == 64 else 1  # of 128 threads, on a core
     for kernel in done.kernels:
-        assert kernel.spills == kernel.stack == 0
-        assert kernel.registers <= (128 if case.H == 64 else 224)
-    stages = pallas_gpu.STAGES * 2 * pallas_gpu.KEYS * case.H * 2
-    tiles = (2 * 64 * case.H + 64 * 64 * 2) + 4 * 64 * case.H  # q, weights and results
-    places = 2 * 4 * pallas_gpu.SPLIT + 4 * pallas_gpu.SPLIT // pallas_gpu.LEAST_PAGE + 4096
-    blocks = 2 if case.H == 64 else 1
-    assert blocks * (stages + tiles + places) <= hopper.SHARED_BYTES
+        assert kernel.spills == kernel.stack == 0 and not kernel.warnings
+        assert blocks * 128 * kernel.registers <= 65536
+        assert blocks * (kernel.shared + 1024) <= hopper.SHARED_BYTES + 1024
     cache = 2 * math.prod(cases.shapes(case)[1].shape) * 2
     assert done.temp_bytes < 0.05 * cache + 2**23
