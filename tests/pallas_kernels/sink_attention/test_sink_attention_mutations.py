@@ -95,17 +95,21 @@ def no_cotangent_of_lse(right, o, lse, sink, do, dlse):
     return right(o, lse, sink, do, jnp.zeros_like(dlse))
 
 
+BORDER = "blocks at the border taken as seen whole"
 FAULTS = {
     "a window of one key more": with_window(1),
     "a window of one key less": with_window(-1),
     "the last block forgotten": forget_the_last_block,
-    "blocks at the border taken as seen whole": mask_no_block,
+    BORDER: mask_no_block,
     "no gradient to the sink": changed_sums(no_gradient_to_the_sink),
     "a backward whose weights leave the sink out": changed_sums(weights_without_the_sink),
     "the cotangent of lse dropped": changed_sums(no_cotangent_of_lse),
 }
 SIDES = ("xla", "mosaic_tpu", "mosaic_gpu", "triton")
-XLA_HAS_NOT = "blocks at the border taken as seen whole"  # it masks all of them
+NOT_TRIED = {
+    ("xla", BORDER),  # it masks all of them
+    ("triton", BORDER),  # what is not masked is read past the end of the arrays too
+}
 
 
 def tried(side, fault):
@@ -130,7 +134,7 @@ def compare(side):
 
 @pytest.mark.parametrize(
     "side, fault",
-    [tried(x, y) for x in SIDES for y in ("none", *FAULTS) if (x, y) != ("xla", XLA_HAS_NOT)],
+    [tried(x, y) for x in SIDES for y in ("none", *FAULTS) if (x, y) not in NOT_TRIED],
     indirect=["side"],
 )
 def test_a_planted_fault_is_seen_and_without_one_all_is_well(side, fault):
