@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the TPU kernels of all four operations ask of their surroundings."""
 
+from typing import Any
+
 import jax
 
 
 def unsupported() -> str | None:
     """Why no TPU kernel can run whatever its arrays are, or None."""
-    if jax.config.jax_enable_x64:  # scalars and indices would be 64 bits wide, which Mosaic refuses
+    config: Any = jax.config  # its attributes are made at run time
+    if config.jax_enable_x64:  # scalars and indices would be 64 bits wide, which Mosaic refuses
         return "TPU kernels need jax_enable_x64 off"
     return None
