@@ -252,7 +252,7 @@ def _split_kernel(
             acc, top, total = carry
             slot = lax.rem(i, jnp.int32(STAGES))
             plgpu.barrier_wait(s["here"].at[slot])
-            z = _product(s["q_s"], s["k_s"].at[slot], interpret, transposed=True) * factor
+            z = hopper.product(s["q_s"], s["k_s"].at[slot], interpret) * factor
             if is_masked:
                 seen_by = hopper.load(s["seen_s"].at[block_at(i)], hopper.PER_COLUMN, interpret)
                 bit = hopper.load(s["bits_s"], hopper.PER_ROW, interpret)
@@ -349,20 +349,6 @@ def _merge_kernel(part_ref, lses_ref, sink_ref, splits_ref, o_ref, lse_ref, s, *
     plgpu.copy_smem_to_gmem(_kept(s["o_s"], tiles), o_ref.at[b, head, tile])
     plgpu.copy_smem_to_gmem(s["lse_s"], lse_ref.at[b, head, tile])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _product(a, b, interpret: bool, transposed: bool = False):
-    """a @ b, or a @ b.T, of two refs to shared memory, float32."""
-    if interpret and not hasattr(plgpu, "InterpretGPUParams"):
-        right = b[...].T if transposed else b[...]  # jax 0.10 cannot interpret a transposed ref
-        return jnp.dot(a[...], right, preferred_element_type=jnp.float32)
-    b = b.transpose((1, 0)) if transposed else b
-
-    def body(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(body, hopper.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def _kept(ref, tiles: Tiles):

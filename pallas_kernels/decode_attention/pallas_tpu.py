@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu
+from pallas_kernels.arguments import products
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
 from pallas_kernels.sink_attention.reference import UNSEEN
@@ -322,7 +323,7 @@ def _kernel(
 
 def _dot(a, b, contract_a, contract_b):
     """Exact products of float32, which the unit would otherwise round to bfloat16."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = products(a.dtype)
     return lax.dot_general(
         a, b, (((contract_a,), (contract_b,)), ((), ())),
         preferred_element_type=jnp.float32, precision=precision,

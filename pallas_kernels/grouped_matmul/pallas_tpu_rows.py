@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import products
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import Plan
@@ -40,7 +41,7 @@ def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False)
 
 def dot(a, b, contract):
     """float32 sums; float32 inputs are not rounded to bfloat16 first."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = products(a.dtype)
     return lax.dot_general(
         a, b, (contract, ((), ())), preferred_element_type=jnp.float32, precision=precision
     )

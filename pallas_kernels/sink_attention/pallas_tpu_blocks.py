@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import products
 from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import visible
 from pallas_kernels.sink_attention.reference import UNSEEN
@@ -159,7 +160,7 @@ def _pad_last(x: Array, length: int) -> Array:
 def dot(a: Any, b: Any, contract_a: int, contract_b: int) -> Any:
     """A product in float32; of float32 operands, exact to float32."""
     # None would be the caller's jax.default_matmul_precision; bfloat16 compiles with DEFAULT only.
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = products(a.dtype)
     dims = (((contract_a,), (contract_b,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu
+from pallas_kernels.arguments import products
 from pallas_kernels.token_logprobs import streamed
 
 ROWS = 1024  # tokens of a block, at most: the head is read once a block
@@ -37,7 +38,7 @@ def _blocks(n_tokens: int, row_bytes: int) -> tuple[int, int]:
 
 def _logits(hidden_ref, w_ref, scale_ref):
     # None would be the caller's jax.default_matmul_precision; bfloat16 compiles with DEFAULT only.
-    precision = lax.Precision.HIGHEST if hidden_ref.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = products(hidden_ref.dtype)
     z = jnp.dot(
         hidden_ref[...], w_ref[...], precision=precision, preferred_element_type=jnp.float32
     )

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import products
+
 NEVER = -1e30  # a logit that gets no probability, finite so that 0 · log 0 is 0 and not NaN
 
 
@@ -53,7 +55,7 @@ def slopes(
 
 def _dot(a, b, contract):
     # A TPU multiplies float32 in one bfloat16 pass unless told; bfloat16 it multiplies exactly.
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = products(a.dtype)
     return lax.dot_general(
         a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
     )

@@ -87,6 +87,7 @@ def test_a_scale_of_zero_is_allowed():
 
 
 @full_matrix
+@fast
 @pytest.mark.parametrize(
     "case",
     [
