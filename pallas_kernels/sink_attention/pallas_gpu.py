@@ -4,9 +4,9 @@
 One warpgroup fetches keys and values into a ring in shared memory; the others own 64 queries each
 and take turns at the tensor cores: one multiplies while the others exponentiate. With heads of 64
 a step's exponentials alone take as long as its products and the rest of the softmax, by the
-compiler's stall counts, half as long again, so three take turns; with heads of 128 two do. The sink is where the running softmax starts.
-Blocks nobody sees are not read, blocks seen whole are not masked. Next: pallas_gpu_blocks.py,
-pallas_gpu_backward.py.
+compiler's stall counts, half as long again, so three take turns; with heads of 128 two do. The
+sink is where the running softmax starts. Blocks nobody sees are not read, blocks seen whole are
+not masked. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
 """
 
 from functools import partial
