@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses as pure functions: arrays in, arrays out; no config, no model, no jit.
 
-A config names them: objectives.py (loss at every token), advantages.py, reduce.py (denominators),
-recipes.py (corrections for a mismatched engine, built from correction.py), kl.py, value.py.
+A config names them: objectives.py (loss at every token), advantages.py, aggregation.py (denominators),
+rollout_correction.py (corrections for a mismatched engine, built from ratios.py), kl.py, value.py.
 """
 
 from jaxmoe.losses.advantages import (
@@ -25,8 +25,8 @@ from jaxmoe.losses.objectives import (
     reinforce_terms,
     sapo_terms,
 )
-from jaxmoe.losses.policy import grpo_loss
-from jaxmoe.losses.recipes import (
+from jaxmoe.losses.objectives import grpo_loss
+from jaxmoe.losses.rollout_correction import (
     drift_mask,
     geometric_is,
     normalize,
@@ -37,14 +37,14 @@ from jaxmoe.losses.recipes import (
     token_is,
     veto,
 )
-from jaxmoe.losses.reduce import (
-    fixed_length_weights,
-    kept_token_mean_weights,
+from jaxmoe.losses.aggregation import (
+    seq_mean_token_sum_norm,
+    kept_token_mean,
     masked_max,
     masked_mean,
     masked_sum,
-    sequence_mean_weights,
-    token_mean_weights,
+    seq_mean_token_mean,
+    token_mean,
 )
 from jaxmoe.losses.rewards import overlong_penalty, sequence_rewards, token_rewards
 from jaxmoe.losses.supervised import cross_entropy
@@ -58,13 +58,13 @@ __all__ = [
     "dppo_tv_terms",
     "drift_mask",
     "explained_variance",
-    "fixed_length_weights",
+    "seq_mean_token_sum_norm",
     "gae",
     "geometric_is",
     "group_advantages",
     "grpo_loss",
     "gspo_terms",
-    "kept_token_mean_weights",
+    "kept_token_mean",
     "kl_k1",
     "kl_k2",
     "kl_k3",
@@ -83,11 +83,11 @@ __all__ = [
     "sapo_terms",
     "sequence_icepop",
     "sequence_is",
-    "sequence_mean_weights",
+    "seq_mean_token_mean",
     "sequence_rewards",
     "token_icepop",
     "token_is",
-    "token_mean_weights",
+    "token_mean",
     "token_rewards",
     "value_terms",
     "veto",

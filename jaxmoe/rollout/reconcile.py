@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.losses.correction import log_ratios, token_ratio
+from jaxmoe.losses.ratios import log_ratios, token_ratio
 from jaxmoe.losses.mismatch import effective_sample_size, mismatch_metrics, ratio_quantiles
 from jaxmoe.records import Rollout, Sampling
 from jaxmoe.rollout.facts import Finding

@@ -31,7 +31,7 @@ from jaxmoe.rollout.open import open_engine
 
 BUDGET = (
     "data.held_out_rows=8", "rollout.max_draws=1", "eval.every_steps=1000000",
-    "save.every_steps=1000000", "loss.correction=token_is(high=2.0)",
+    "save.every_steps=1000000", "loss.rollout_correction=token_is(high=2.0)",
 )  # fmt: skip
 SHOWN = (
     "time/step_s", "time/rollout_s", "time/train_s", "time/publish_s", "time/wait_for_rollouts_s",
