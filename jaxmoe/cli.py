@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from jaxmoe.config import Config, ConfigError
+from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.config_file import load, override
 from jaxmoe.parallel.host import keep_freed_memory
-from jaxmoe.rollout.engine import EngineError
 
 
 def command(

@@ -12,11 +12,11 @@ from jaxmoe import plan
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.cli import command
 from jaxmoe.config import Config
+from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import evaluate, open_task, response_text
 from jaxmoe.observe.progress import phase
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import policy_of, stage_shapes
-from jaxmoe.rollout.open import open_engine
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,8 +3,8 @@
 
     rollouts -> rewards -> step (advantages, corrections, updates) -> publish -> measure -> save
 
-The step is jaxmoe/rl/update.py; rollouts made while it runs are jaxmoe/rollout/ahead.py. To change
-the loop, copy this file.
+The step is jaxmoe/rl/update.py; rollouts made while it runs are
+jaxmoe/rollout/async_rollouts.py. To change the loop, copy this file.
 """
 
 import sys
@@ -30,7 +30,8 @@ from jaxmoe.checkpoint.run import (
     save_run,
 )
 from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
-from jaxmoe.config import Config, ConfigError
+from jaxmoe.config import Config, ConfigError, EngineError
+from jaxmoe.engines import open_engine
 from jaxmoe.envs.draws import draw_step
 from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text
 from jaxmoe.guards import gate_closed, must_be_finite
@@ -48,9 +49,8 @@ from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import TrainState, new_state, policy_of, stage_shapes, with_critic
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import Scorer, rl_step
-from jaxmoe.rollout.ahead import Ahead, InTurn
-from jaxmoe.rollout.engine import Engine, EngineError
-from jaxmoe.rollout.open import open_engine
+from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
+from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
 
@@ -223,7 +223,7 @@ def reinforce(
     if at.data is not None:
         data.set_state(at.data)
     make = partial(draw_step, cfg, task, engine, data)
-    batches = InTurn(make) if r.max_staleness == 0 else Ahead(
+    batches = SyncRollouts(make) if r.max_staleness == 0 else AsyncRollouts(
         make, first=at.step + 1, last=cfg.steps, most=r.max_staleness,
         stop=lambda: desk.stop.signal, interrupt=engine.close,
     )  # fmt: skip

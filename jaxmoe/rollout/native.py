@@ -19,11 +19,10 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array
 
-from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model import KVCache, forward, init_cache, next_token_logits
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
 
