@@ -4,7 +4,7 @@
 It takes the run's newest checkpoint (or the weights the config starts from), publishes it to the
 config's engine, samples held-out prompts, and recomputes what the engine said. Exit status: 0
 they agree, 1 they do not, 2 a mistake in what was typed.
-Next: jaxmoe/rollout/reconcile.py.
+Next: jaxmoe/reconcile/compare.py.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ from rich.table import Table
 
 from jaxmoe import plan
 from jaxmoe.checkpoint.run import initial_params, restore_run
-from jaxmoe.cli import command
-from jaxmoe.config import Config, ConfigError
+from jaxmoe.cli import ExitStatus, parse
+from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
+from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import Task, open_task
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.progress import phase
+from jaxmoe.reconcile.checks import facts
+from jaxmoe.reconcile.compare import Report, reconcile
+from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
-from jaxmoe.rollout.engine import Engine, EngineError
-from jaxmoe.rollout.facts import facts
-from jaxmoe.rollout.open import open_engine
-from jaxmoe.rollout.recompute import Programs, head, trunk
-from jaxmoe.rollout.reconcile import Report, reconcile
+from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Params
 
 PROMPTS, SAMPLES = 32, 2  # held-out prompts, answers to each
@@ -46,12 +46,13 @@ UNBOUNDED = 1e9  # of the engine's own probe: the doctor wants to see what it wo
 
 
 def main(argv: list[str] | None = None) -> int:
-    with command(argv, "Compare the engine with the trainer, and explain the gap.") as given:
-        if given.dry_run:
-            print(plan.describe(given.config))
-        else:
-            given.status = 0 if run(given.config) else 1
-    return given.status
+    with ExitStatus() as status:
+        cfg, dry_run = parse(argv, "Compare the engine with the trainer, and explain the gap.")
+        if dry_run:
+            print(plan.describe(cfg))
+        elif not run(cfg):
+            status.code = 1
+    return status.code
 
 
 def run(cfg: Config) -> bool:
@@ -102,7 +103,7 @@ def held_by(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
     """What the engine's processes say of themselves, where they can."""
     if cfg.rollout.engine != "vllm":
         return []
-    from jaxmoe.rollout.vllm.engine import VllmEngine  # runs without its packages otherwise
+    from jaxmoe.vllm.engine import VllmEngine  # runs without its packages otherwise
 
     assert isinstance(engine, VllmEngine)
     return [worker for backend in engine.backends for worker in backend.held()]

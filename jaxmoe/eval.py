@@ -10,20 +10,21 @@ from pathlib import Path
 
 from jaxmoe import plan
 from jaxmoe.checkpoint.run import initial_params, restore_run
-from jaxmoe.cli import command
+from jaxmoe.cli import ExitStatus, parse
 from jaxmoe.config import Config
+from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import evaluate, open_task, response_text
 from jaxmoe.model import make_ops
 from jaxmoe.observe.progress import phase
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
-from jaxmoe.rollout.open import open_engine
 
 
 def main(argv: list[str] | None = None) -> int:
-    with command(argv, "Score a checkpoint on the held-out rows.") as given:
-        print(plan.describe(given.config)) if given.dry_run else run(given.config)
-    return given.status
+    with ExitStatus() as status:
+        cfg, dry_run = parse(argv, "Score a checkpoint on the held-out rows.")
+        print(plan.describe(cfg)) if dry_run else run(cfg)
+    return status.code
 
 
 def run(cfg: Config) -> float:

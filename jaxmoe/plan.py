@@ -14,7 +14,8 @@ from jaxmoe.config import Config, to_json
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import count_params, param_specs, value_head_specs
 from jaxmoe.parallel.sharding import local_shape
-from jaxmoe.rl.algorithm import algorithm, with_preset
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.presets import with_preset
 from jaxmoe.shapes import Params
 
 

@@ -10,13 +10,13 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmoe.config.errors import ConfigError, Rule, numbers, require
+from jaxmoe.config.errors import ConfigError, EngineError, Rule, numbers, require
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
 __all__ = [
-    "Config", "ConfigError", "CriticConfig", "DataConfig", "EvalConfig", "GateConfig",
-    "InitConfig", "LossConfig", "MeshConfig", "ModelConfig", "OptimConfig", "RolloutConfig",
-    "SaveConfig", "VllmConfig", "WarmupConfig", "require", "to_json",
+    "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineError", "EvalConfig",
+    "GateConfig", "InitConfig", "LossConfig", "MeshConfig", "ModelConfig", "OptimConfig",
+    "RolloutConfig", "SaveConfig", "VllmConfig", "WarmupConfig", "require", "to_json",
 ]  # fmt: skip
 
 

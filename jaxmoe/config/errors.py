@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mistake in what the user typed, and the check that raises it."""
+"""What ends a command with one line: a mistake in what was typed; an engine that cannot go on."""
 
 from collections.abc import Callable
 
 
 class ConfigError(ValueError):
     """A mistake in the user's input: what must hold, what was given, what to type."""
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on: what it did, and what to look at. Nothing of it was trained on."""
 
 
 Rule = tuple[

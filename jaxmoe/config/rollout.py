@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How answers are sampled, and by which engine. Next: jaxmoe/rollout/open.py opens it."""
+"""How answers are sampled, and by which engine. Next: jaxmoe/engines.py opens it."""
 
 import shlex
 from dataclasses import dataclass

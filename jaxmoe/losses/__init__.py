@@ -15,17 +15,27 @@ from jaxmoe.losses.advantages import (
     whiten,
     whitened_gae,
 )
+from jaxmoe.losses.aggregation import (
+    kept_token_mean,
+    masked_max,
+    masked_mean,
+    masked_sum,
+    seq_mean_token_mean,
+    seq_mean_token_sum_norm,
+    token_mean,
+)
 from jaxmoe.losses.kl import kl_k1, kl_k2, kl_k3, kl_k3_with_k2_gradient
 from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
 from jaxmoe.losses.objectives import (
     cispo_terms,
     clipped_terms,
     dppo_tv_terms,
+    grpo_loss,
     gspo_terms,
     reinforce_terms,
     sapo_terms,
 )
-from jaxmoe.losses.objectives import grpo_loss
+from jaxmoe.losses.rewards import overlong_penalty, sequence_rewards, token_rewards
 from jaxmoe.losses.rollout_correction import (
     drift_mask,
     geometric_is,
@@ -37,16 +47,6 @@ from jaxmoe.losses.rollout_correction import (
     token_is,
     veto,
 )
-from jaxmoe.losses.aggregation import (
-    seq_mean_token_sum_norm,
-    kept_token_mean,
-    masked_max,
-    masked_mean,
-    masked_sum,
-    seq_mean_token_mean,
-    token_mean,
-)
-from jaxmoe.losses.rewards import overlong_penalty, sequence_rewards, token_rewards
 from jaxmoe.losses.supervised import cross_entropy
 from jaxmoe.losses.value import explained_variance, value_terms
 

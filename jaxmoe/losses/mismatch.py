@@ -7,9 +7,9 @@ Next: jaxmoe/losses/ratios.py, what to do about it.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.ratios import k3, log_ratios, sequence_mean, sequence_ratio, token_ratio
-from jaxmoe.losses.kl import clamped
 from jaxmoe.losses.aggregation import masked_max, masked_mean, token_total
+from jaxmoe.losses.kl import clamped
+from jaxmoe.losses.ratios import k3, log_ratios, sequence_mean, sequence_ratio, token_ratio
 from jaxmoe.shapes import Metrics
 
 

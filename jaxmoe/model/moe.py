@@ -29,8 +29,6 @@ def moe_block(
     with jax.named_scope("moe"):
         h_BTD = ops.norm(x_BTD, layer["moe_norm"], cfg.rms_eps)
         given = {} if routed_BTA is None else {"indices_BTA": routed_BTA}
-        indices_BTA, weights_BTA = ops.router(
-            h_BTD, layer, active=cfg.experts_per_token, **given
-        )
+        indices_BTA, weights_BTA = ops.router(h_BTD, layer, active=cfg.experts_per_token, **given)
         y_BTD = ops.experts(h_BTD, indices_BTA, weights_BTA, layer, cfg)
         return x_BTD + y_BTD, ops.record(h_BTD, layer, indices_BTA, weights_BTA)

@@ -56,7 +56,10 @@ def replay(
 
 
 def chosen(
-    h_BTD: Float[Array, "B T D"], layer: Params, indices_BTA: Int[Array, "B T A"], weights_BTA: Array
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    indices_BTA: Int[Array, "B T A"],
+    weights_BTA: Array,
 ) -> Int[Array, "B T A"]:
     """What a forward keeps of each layer's routing: which experts each token went to."""
     return indices_BTA

@@ -96,9 +96,7 @@ def over_microbatches(
         return _over_packed(fn, batch, scored, merge)
     if microbatches == 1:
         return fn(batch, scored)
-    cut = jax.tree.map(
-        lambda x: x.reshape(microbatches, -1, *x.shape[1:]), (batch, scored)
-    )
+    cut = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), (batch, scored))
 
     def add(so_far: Any, part: Any) -> Any:
         found = fn(*part)

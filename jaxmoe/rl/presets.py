@@ -29,7 +29,11 @@ def _bypass(correction: str) -> dict[str, str]:
 
 def _gradient(correction: str) -> dict[str, str]:
     """REINFORCE whose weights are those of the current policy over the engine's."""
-    return {"old_logp": "detached", "rollout_correction": correction, "objective": "reinforce_terms"}
+    return {
+        "old_logp": "detached",
+        "rollout_correction": correction,
+        "objective": "reinforce_terms",
+    }
 
 
 PRESETS: dict[str, dict[str, str]] = {

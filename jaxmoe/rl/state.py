@@ -20,15 +20,15 @@ from jaxmoe.shapes import Leaf, Params
 class Trained:
     """What has a gradient."""
 
-    policy: Params
-    critic: Params | None = None
+    policy: Leaf  # Params
+    critic: Leaf = None  # Params, or None
 
 
 @struct.dataclass
 class Frozen:
     """What a loss reads and nothing changes."""
 
-    reference: Params | None = None  # of the KL term
+    reference: Leaf = None  # Params of the KL term, or None
 
 
 @struct.dataclass

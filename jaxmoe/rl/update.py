@@ -78,7 +78,9 @@ def rl_step(
         return state, metrics.flat()
 
     def next_update(state: TrainState, part: Minibatches) -> tuple[TrainState, UpdateMetrics]:
-        rows, known = jax.tree.map(lambda x: x[part.rows_UB], (replace(batch, packing=None), scored))
+        rows, known = jax.tree.map(
+            lambda x: x[part.rows_UB], (replace(batch, packing=None), scored)
+        )
         return update(state, replace(rows, packing=part.packing), known)
 
     state, metrics = lax.scan(next_update, state, minibatches)

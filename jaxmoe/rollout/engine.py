@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine is. Next: jaxmoe/rollout/native.py, the one that shares the trainer's forward,
-and jaxmoe/rollout/vllm/engine.py.
+and jaxmoe/vllm/engine.py.
 """
 
 from collections.abc import Sequence
@@ -8,10 +8,6 @@ from typing import Protocol, runtime_checkable
 
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
-
-
-class EngineError(RuntimeError):
-    """The engine cannot go on: what it did, and what to look at. Nothing of it was trained on."""
 
 
 @runtime_checkable

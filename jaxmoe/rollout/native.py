@@ -19,13 +19,12 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array
 
-from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
 from jaxmoe.model.cache import write_slots
 from jaxmoe.model.params import as_read
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason, expert_dtype
-from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
 
@@ -317,19 +316,24 @@ class NativeEngine:
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
         budget = sampling.max_new_tokens
         cuts = sampling.top_k > 0 or sampling.top_p < 1.0
-        return Rows(
-            cache=cache,
-            hidden_BD=hidden[repeat],
-            position_B=jnp.asarray(lengths[repeat]),
-            alive_B=jnp.asarray(repeat < len(prompts)),
-            stream_B2=jax.random.key_data(streams),
-            tokens_BT=jnp.zeros((width * samples, budget), jnp.int32),
-            logp_BT=jnp.zeros((width * samples, budget), jnp.float32),
-            column=jnp.zeros((), jnp.int32),
-            log_kept_BT=jnp.zeros((width * samples, budget), jnp.float32) if cuts else None,
-            experts_BTLA=None if read is None
-            else jnp.zeros((width * samples, budget, *read.shape[2:]), read.dtype),
-        ), budget, np.asarray(read)
+        return (
+            Rows(
+                cache=cache,
+                hidden_BD=hidden[repeat],
+                position_B=jnp.asarray(lengths[repeat]),
+                alive_B=jnp.asarray(repeat < len(prompts)),
+                stream_B2=jax.random.key_data(streams),
+                tokens_BT=jnp.zeros((width * samples, budget), jnp.int32),
+                logp_BT=jnp.zeros((width * samples, budget), jnp.float32),
+                column=jnp.zeros((), jnp.int32),
+                log_kept_BT=jnp.zeros((width * samples, budget), jnp.float32) if cuts else None,
+                experts_BTLA=None
+                if read is None
+                else jnp.zeros((width * samples, budget, *read.shape[2:]), read.dtype),
+            ),
+            budget,
+            np.asarray(read),
+        )
 
     def _rollout(
         self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,

@@ -2,15 +2,15 @@
 """How old the tokens of a batch are: counted, and refused beyond the bound. Plain numpy.
 
 Step k trains on weights of version k-1; a token's staleness is how many versions before them it
-was drawn. Next: jaxmoe/rollout/ahead.py, which keeps to the bound.
+was drawn. Next: jaxmoe/rollout/async_rollouts.py, which keeps to the bound.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxmoe.config import EngineError
 from jaxmoe.records import Rollout
-from jaxmoe.rollout.engine import EngineError
 from jaxmoe.shapes import Metrics
 
 

@@ -29,7 +29,7 @@ from jaxmoe.config_file import load
 from jaxmoe.model import init_params
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
-from jaxmoe.rollout.vllm.engine import VllmEngine
+from jaxmoe.vllm.engine import VllmEngine
 
 OWN = ("pause", "start_update", "update", "finish_update", "reset_prefix_cache", "resume")
 

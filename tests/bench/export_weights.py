@@ -31,8 +31,8 @@ import psutil
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import abstract_params, count_params
-from jaxmoe.rollout.weights import empty_manifest, fill_digests, plan
-from jaxmoe.rollout.weights_files import files
+from jaxmoe.weight_sync.files import files
+from jaxmoe.weight_sync.update import empty_manifest, fill_digests, plan
 
 BLOCK_BYTES = 1 << 28
 

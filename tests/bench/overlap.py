@@ -21,13 +21,13 @@ from jaxmoe import train
 from jaxmoe.checkpoint.run import Position, initial_params
 from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load, override
+from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.algorithm import algorithm
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import new_state, with_critic
-from jaxmoe.rollout.open import open_engine
 
 BUDGET = (
     "data.held_out_rows=8", "rollout.max_draws=1", "eval.every_steps=1000000",

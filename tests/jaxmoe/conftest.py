@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests here share can be imported: scripted."""
+"""What the tests here share can be imported: bigram, random_weights, scripted."""
 
 import sys
 from pathlib import Path

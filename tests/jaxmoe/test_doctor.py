@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from jaxmoe import doctor
+from jaxmoe.config import EngineError
 from jaxmoe.config_file import load, override
+from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import open_task
-from jaxmoe.rollout.engine import EngineError
-from jaxmoe.rollout.open import open_engine
 
 SMALL = [
     "--config", "tiny.py", "--set", "rollout.temperature=0.7", "--set", "data.held_out_rows=16",

@@ -178,7 +178,7 @@ AHEAD = {"rollout.max_staleness": 2, "loss.rollout_correction": "token_is", "rol
 NOTED = """
 import json, sys
 from jaxmoe import train
-from jaxmoe.rollout.engine import EngineError
+from jaxmoe.config import EngineError
 from jaxmoe.rollout.native import NativeEngine
 
 path, breaks = sys.argv[1], int(sys.argv[2])

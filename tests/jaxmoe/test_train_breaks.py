@@ -10,8 +10,8 @@ from scripted import SOON, STEPS, Run, Scripted, lines, stream
 from jaxmoe import train
 from jaxmoe.checkpoint import store
 from jaxmoe.cli import Stopped, StopRequest
+from jaxmoe.config import EngineError
 from jaxmoe.observe.metrics import MetricsLog
-from jaxmoe.rollout.engine import EngineError
 
 
 class Bomb(BaseException):

@@ -7,13 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxmoe.config import Config, ConfigError, DataConfig, InitConfig, OptimConfig, RolloutConfig
+from jaxmoe.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    EngineError,
+    InitConfig,
+    OptimConfig,
+    RolloutConfig,
+)
 from jaxmoe.data.tokenizer import write_byte_tokenizer
 from jaxmoe.envs import tasks
 from jaxmoe.envs.tasks import answer_tokens, evaluate, open_task, response_text, score
 from jaxmoe.model.config import tiny
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rollout.engine import EngineError
 
 HELD_OUT = 5
 NEWEST = np.full(99, 3, np.int32)

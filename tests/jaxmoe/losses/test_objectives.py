@@ -10,13 +10,13 @@ from jaxmoe.losses import (
     cispo_terms,
     clipped_terms,
     dppo_tv_terms,
-    seq_mean_token_sum_norm,
     grpo_loss,
     gspo_terms,
     masked_sum,
     reinforce_terms,
     sapo_terms,
     seq_mean_token_mean,
+    seq_mean_token_sum_norm,
     token_mean,
 )
 

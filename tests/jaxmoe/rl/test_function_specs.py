@@ -50,7 +50,9 @@ def test_several_are_read_in_their_order():
 
 
 def test_a_plus_inside_an_option_does_not_divide():
-    got = read_several("token_is + rejection(by='+', high=1.0)", "loss.rollout_correction", CORRECTION)
+    got = read_several(
+        "token_is + rejection(by='+', high=1.0)", "loss.rollout_correction", CORRECTION
+    )
     assert len(got) == 2 and got[1].keywords["by"] == "+"
 
 

@@ -31,7 +31,6 @@ from jax.sharding import PartitionSpec as P
 from jaxmoe.losses import (
     cispo_terms,
     clipped_terms,
-    seq_mean_token_sum_norm,
     gae,
     geometric_is,
     gspo_terms,
@@ -42,8 +41,9 @@ from jaxmoe.losses import (
     reinforce_terms,
     rejection,
     rloo_advantages,
-    sequence_is,
     seq_mean_token_mean,
+    seq_mean_token_sum_norm,
+    sequence_is,
     token_is,
     veto,
 )

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model import forward, init_params, sequence_logprobs
 from jaxmoe.records import Prompt, Sampling, StopReason
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.step import batch_logprobs
-from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.native import NativeEngine
 
 CFG = ModelConfig(

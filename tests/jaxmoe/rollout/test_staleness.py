@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmoe.config import EngineError
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rollout.engine import EngineError
 from jaxmoe.rollout.staleness import check_versions
 
 

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that turns a config into its engine. Next: jaxmoe/rollout/engine.py."""
+
+from pathlib import Path
+
+from jaxmoe.config import Config
+from jaxmoe.model import Ops
+from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.native import NativeEngine
+
+
+def open_engine(cfg: Config, ops: Ops, work: Path) -> Engine:
+    """The engine of a run; what it starts keeps its log in `work`/engine. Close it in the end."""
+    r = cfg.rollout
+    sizes = dict(
+        max_prompt_tokens=cfg.data.max_prompt_tokens, max_new_tokens=r.max_new_tokens,
+        max_rows=r.max_parallel_sequences,
+    )  # fmt: skip
+    if r.engine == "native":
+        return NativeEngine(cfg.model, ops, keep_experts=r.router_replay, **sizes)
+    from jaxmoe.vllm.engine import VllmEngine  # runs without its packages otherwise
+
+    return VllmEngine(cfg.model, ops, r.vllm, work=work / "engine", **sizes)

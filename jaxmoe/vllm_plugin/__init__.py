@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs inside vLLM's processes: it loads published weights and says what it holds.
+
+vLLM finds `register` by the entry point `vllm.general_plugins`. Nothing here imports jax, so that
+`pip install --no-deps jaxmoe` is enough in vLLM's own environment.
+Next: transfer.py receives a publication, worker.py answers what is held.
+"""
+
+import logging
+import os
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, in some of them twice.
+
+    A vLLM whose internals are not those we know is left as it is; asking it for the weight
+    transfer backend "jaxmoe" then says why there is none.
+    """
+    from jaxmoe.vllm_plugin import compat, watchdog
+
+    if pid := os.environ.get(watchdog.VARIABLE):
+        watchdog.watch(int(pid))
+    if doubt := compat.doubt():
+        logging.getLogger(__name__).warning("%s", doubt)
+    compat.add_backends()
+    if compat.missing() is None:
+        from jaxmoe.vllm_plugin import routed_experts, seeds
+
+        seeds.install()
+        routed_experts.install()

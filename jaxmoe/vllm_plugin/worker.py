@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer may ask a vLLM worker.
+
+vLLM takes it by --worker-extension-cls jaxmoe.vllm_plugin.worker.Worker.
+Its methods are called by name through vLLM's collective_rpc.
+"""
+
+from typing import Any
+
+
+class Worker:
+    """Mixed by vLLM into its own worker class; `self` is that worker."""
+
+    def jaxmoe_held(self) -> dict[str, Any]:
+        """What this worker holds: digests of what it received and of its live parameters.
+
+        JSON-able. Cost: one pass over the parameters where they are (live.py).
+        """
+        from jaxmoe.vllm_plugin import compat
+        from jaxmoe.vllm_plugin.live import digests
+        from jaxmoe.vllm_plugin.loaded_state import LoadedState
+        from jaxmoe.vllm_plugin.names import SIZES
+
+        worker: Any = self
+        held = getattr(worker.weight_transfer_engine, "held", None) or LoadedState(instance="")
+        config = worker.vllm_config.model_config
+        model = {name: getattr(config.hf_text_config, name, None) for name in SIZES}
+        model["dtype"] = str(config.dtype).removeprefix("torch.")
+        report = held.report(*digests(worker.model_runner.get_model()))
+        return report | {
+            "vllm": compat.version(), "model": model, "logprobs_mode": config.logprobs_mode,
+            "replicas": worker.vllm_config.parallel_config.data_parallel_size,
+            "rows": worker.vllm_config.scheduler_config.max_num_seqs,
+        }  # fmt: skip

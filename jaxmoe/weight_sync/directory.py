@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of one engine's publications: removed in the end, or by the next engine that opens
+where this one was killed. It may be memory, so nothing of it may stay behind.
+
+Next: jaxmoe/weight_sync/files.py writes into it.
+"""
+
+import atexit
+import fcntl
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from jaxmoe.config import ConfigError
+
+
+class WeightsDirectory:
+    """`directory`/jaxmoe-<run>, ours for as long as we hold the lock beside it."""
+
+    def __init__(self, directory: str | Path, run: str) -> None:
+        directory = Path(directory)
+        self._lock = directory / f"jaxmoe-{run}.lock"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._lock, "w")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.vllm.weights_dir ({directory}) must take the weights; {error}. "
+                "Try --set rollout.vllm.weights_dir=ANOTHER_FOLDER."
+            ) from error
+        atexit.register(self.close)
+        for lock in directory.glob("jaxmoe-*.lock"):
+            _remove_if_left(lock)
+
+    def close(self) -> None:
+        """Remove the folder and what is in it; may be called twice."""
+        atexit.unregister(self.close)
+        _remove(self._lock)
+        self._file.close()
+
+
+def _remove_if_left(lock: Path) -> None:
+    """Where nobody holds the lock any more: its run was killed."""
+    with suppress(OSError), open(lock, "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(lock)
+
+
+def _remove(lock: Path) -> None:
+    shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+    lock.unlink(missing_ok=True)

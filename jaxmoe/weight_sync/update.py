@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights on their way to an engine: a publication is what one version is announced with.
+
+Every way takes the same arguments and returns a `WeightUpdate`:
+
+    files(params, cfg, directory, *, dtype, run, version) -> WeightUpdate  files.py
+    shared(params, cfg, *, dtype, run, version, mailbox)  in_process.py, by DLPack
+    broadcast(group, params, cfg, *, dtype, run, version) nccl.py
+    handles(params, cfg, *, dtype, run, version)          cuda_ipc.py, CUDA
+
+    with files(params, cfg, directory, dtype="float32", run=run, version=3) as published:
+        post("update_weights", {"update_info": published.update_info})   # published.send() beside
+        held["received"] == published.digests      # once send() and the update have both ended
+
+Next: jaxmoe/vllm/sync.py hands it over and checks what the engine then holds.
+"""
+
+import os
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxmoe.checkpoint.hf import Entry, check_params, entries, gather_entry, planned_tensors
+from jaxmoe.checkpoint.layouts import checkpoint_rows, flat_shape, row_pieces
+from jaxmoe.checkpoint.tensor_files import DTYPES as FILE_DTYPES
+from jaxmoe.checkpoint.tensor_files import Planned, planned_bytes
+from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.shapes import Params
+from jaxmoe.weight_sync.checksum import digest, joined
+
+Manifest = dict[str, Any]
+
+FORMAT = 1  # of the manifest
+DTYPES = ("bfloat16", "float32")  # vLLM's GPT-OSS takes packed experts at start-up only
+
+
+def _nothing() -> None:
+    """Files are there already."""
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """One version of the weights, ready to be fetched by an engine.
+
+    `manifest` is {"format", "run", "version", "tensors": {name: {"dtype", "shape", "digest"}}}.
+    `send` must run beside the engine's update_weights, in a thread of its own, and returns when
+    the last tensor has left; for files there is nothing to send. `close` removes what was
+    written; it may be called twice.
+    """
+
+    manifest: Manifest
+    update_info: dict[str, Any]
+    send: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing
+
+    @property
+    def label(self) -> str:
+        """What the engine calls this version: "<run>:<version>"."""
+        return f"{self.manifest['run']}:{self.manifest['version']}"
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {name: tensor["digest"] for name, tensor in self.manifest["tensors"].items()}
+
+    def __enter__(self) -> "WeightUpdate":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+
+def new_run() -> str:
+    """A name that no other engine object has: 12 random hex digits."""
+    return secrets.token_hex(6)
+
+
+def empty_manifest(planned: list[Planned], run: str, version: int) -> Manifest:
+    """The digests are still to come."""
+    tensors = {n: {"dtype": d, "shape": list(s), "digest": ""} for n, d, s in planned}
+    return {"format": FORMAT, "run": run, "version": version, "tensors": tensors}
+
+
+def plan(params: Params, cfg: ModelConfig, dtype: str) -> list[Planned]:
+    """(name, dtype, shape) of every tensor of the table, which params must hold, and no more.
+
+    Raises ValueError where params are not this model's, ConfigError for another dtype.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"weights can be published as {' or '.join(DTYPES)}, got {dtype!r}. "
+            "Try --set rollout.vllm.dtype=bfloat16."
+        )
+    check_params(params, cfg)
+    return planned_tensors(cfg, dtype)
+
+
+def fill_digests(
+    params: Params, cfg: ModelConfig, planned: list[Planned], manifest: Manifest, *,
+    out: NDArray[np.uint8] | None = None, pass_on: Callable[[int, np.ndarray], None] | None = None,
+) -> None:  # fmt: skip
+    """Digest every tensor as the checkpoint lays it out, piece by piece, on every core.
+
+    Pieces are made in `out`, all tensors' bytes one after another, or in passing memory.
+    `pass_on` gets each, and its first byte counted from the first tensor's; from several
+    threads, in any order.
+    """
+    begin = 0
+    with ThreadPoolExecutor(_cores()) as pool:
+        for entry, item in zip(entries(cfg), planned, strict=True):
+            found = _digest_entry(pool, params, entry, FILE_DTYPES[item[1]], begin, out, pass_on)
+            manifest["tensors"][entry.name]["digest"] = found
+            begin += planned_bytes(item)
+
+
+def _digest_entry(
+    pool: ThreadPoolExecutor, params: Params, entry: Entry, dtype: np.dtype, begin: int,
+    out: NDArray[np.uint8] | None, pass_on: Callable[[int, np.ndarray], None] | None,
+) -> str:  # fmt: skip
+    """One tensor; what was gathered of it is let go before the next.
+
+    This thread takes pieces like the others: one that waits for each of theirs to end would
+    take the interpreter's lock from them, at a fifth of the speed on two cores.
+    """
+    piece = partial(_digest_piece, gather_entry(params, entry), entry, dtype, begin, out, pass_on)
+    spans = list(row_pieces(entry.shape, dtype.itemsize))
+    left = iter(spans)  # of a list: several threads may draw from it
+
+    def work() -> list[tuple[int, str]]:
+        try:
+            return [piece(span) for span in left]
+        except BaseException:
+            list(left)  # the others end too
+            raise
+
+    others = [pool.submit(work) for _ in range(min(len(spans), _cores()) - 1)]
+    return joined(work() + [part for other in others for part in other.result()])
+
+
+def _digest_piece(
+    ours: np.ndarray, entry: Entry, dtype: np.dtype, begin: int, out: NDArray[np.uint8] | None,
+    pass_on: Callable[[int, np.ndarray], None] | None, span: tuple[int, int],
+) -> tuple[int, str]:  # fmt: skip
+    width = flat_shape(entry.shape)[1]
+    first, stop = (row * width * dtype.itemsize for row in span)
+    room = None if out is None else out[begin + first : begin + stop].view(dtype).reshape(-1, width)
+    rows = checkpoint_rows(ours, entry.layout, span, entry.shape, dtype, room)
+    if pass_on is not None:
+        pass_on(begin + first, rows)
+    return first, digest(rows)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches made ahead: in order, once each, never staler than allowed, and nobody waits for ever."""
+
+import threading
+import time
+from contextlib import closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmoe.rollout import async_rollouts as module
+from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
+
+LAST = 7
+SOON = 20.0  # seconds in which anything here must happen
+
+
+def open_ahead(make, *, first=1, last=LAST, most=1, stop=lambda: False, interrupt=lambda: None):
+    return AsyncRollouts(make, first=first, last=last, most=most, stop=stop, interrupt=interrupt)
+
+
+def wait_until(holds):
+    end = time.perf_counter() + SOON
+    while not holds():
+        assert time.perf_counter() < end
+        time.sleep(0.001)
+
+
+moments = st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=LAST, max_size=LAST)
+
+
+@given(
+    most=st.integers(1, 4), made=moments, trained=moments, measured=moments,
+    scored=st.sets(st.integers(1, LAST)), first=st.integers(1, 4),
+)  # fmt: skip
+def test_whatever_the_timing_batches_come_in_order_once_and_within_the_bound(
+    most, made, trained, measured, scored, first
+):
+    version = first - 1
+    begun: list[int] = []
+    alone = threading.Event()
+
+    def make(step):
+        assert not alone.is_set()
+        assert version >= step - 1 - most
+        begun.append(step)
+        time.sleep(made[step - 1])
+        assert not alone.is_set()
+        return step, version
+
+    with closing(open_ahead(make, first=first, most=most)) as batches:
+        batches.published(version)
+        for step in range(first, LAST + 1):
+            got, drawn_by = batches.take(step)
+            assert got == step and step - 1 - most <= drawn_by <= step - 1
+            time.sleep(trained[step - 1])
+            version = step
+            if step in scored:
+                with batches.paused():
+                    alone.set()
+                    time.sleep(measured[step - 1])
+                    alone.clear()
+            batches.published(step)
+    assert begun == list(range(first, LAST + 1))
+    assert not batches._thread.is_alive()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_the_bound_is_used_whole(most):
+    """A trainer that sleeps leaves `most` batches beside the one it has, and not one more."""
+    begun = []
+    with closing(open_ahead(lambda step: begun.append(step) or step, most=most)) as batches:
+        batches.published(0)
+        wait_until(lambda: len(begun) == 1 + most)
+        assert batches.take(1) == 1
+        time.sleep(0.05)
+        assert begun == list(range(1, 2 + most))
+        batches.published(1)
+        wait_until(lambda: len(begun) == 2 + most)
+
+
+def test_nothing_is_made_before_the_first_weights_are_out():
+    begun = []
+    with closing(open_ahead(lambda step: begun.append(step) or step, first=5)) as batches:
+        time.sleep(0.05)
+        assert begun == []
+        batches.published(4)
+        assert batches.take(5) == 5
+
+
+def test_while_paused_the_batch_under_way_ends_and_no_other_begins():
+    begun = []
+
+    def make(step):
+        begun.append(step)
+        time.sleep(0.02)
+
+    with closing(open_ahead(make, last=50, most=99)) as batches:
+        batches.published(0)
+        wait_until(lambda: batches._making)
+        with batches.paused():
+            here = len(begun)
+            time.sleep(0.1)
+            assert len(begun) == here and not batches._making
+        wait_until(lambda: len(begun) > here)
+
+
+def test_nothing_is_made_behind_the_last_step():
+    begun = []
+    with closing(open_ahead(begun.append, last=2, most=9)) as batches:
+        batches.published(0)
+        wait_until(lambda: not batches._thread.is_alive())
+    assert begun == [1, 2]
+
+
+class Broken(Exception):
+    pass
+
+
+def fails_at(bad):
+    def make(step):
+        if step == bad:
+            raise Broken(f"batch {step}")
+        return step
+
+    return make
+
+
+def test_an_error_is_raised_in_the_trainer_at_once_even_where_batches_are_ready():
+    with closing(open_ahead(fails_at(2), most=3)) as batches:
+        batches.published(0)
+        wait_until(lambda: not batches._thread.is_alive())
+        with pytest.raises(Broken, match="batch 2"):
+            batches.take(1)
+        with pytest.raises(Broken), batches.paused():
+            raise AssertionError("the error comes first")
+
+
+def test_an_error_wakes_a_trainer_that_waits():
+    def make(step):
+        time.sleep(0.05)
+        raise Broken
+
+    with closing(open_ahead(make)) as batches:
+        batches.published(0)
+        with pytest.raises(Broken):
+            batches.take(1)
+
+
+def test_a_trainer_that_waits_sees_the_request_to_stop_and_the_batch_is_interrupted():
+    stopping, interrupted = threading.Event(), threading.Event()
+
+    def make(step):
+        assert interrupted.wait(SOON)
+        raise Broken("as an engine does that was closed")
+
+    batches = open_ahead(make, stop=stopping.is_set, interrupt=interrupted.set)
+    with closing(batches):
+        batches.published(0)
+        threading.Timer(0.05, stopping.set).start()
+        start = time.perf_counter()
+        assert batches.take(1) is None
+        assert time.perf_counter() - start < SOON / 2
+    assert interrupted.is_set() and not batches._thread.is_alive()
+
+
+def test_a_batch_that_is_ready_is_trained_on_before_the_run_stops():
+    with closing(open_ahead(lambda step: step, stop=lambda: True)) as batches:
+        batches.published(0)
+        wait_until(lambda: batches._ready)
+        assert batches.take(1) == 1
+
+
+def test_close_interrupts_nothing_where_nothing_is_under_way():
+    calls = []
+    batches = open_ahead(lambda step: step, interrupt=lambda: calls.append(1))
+    batches.published(0)
+    wait_until(lambda: len(batches._ready) == 2 and not batches._making)
+    batches.close()
+    assert calls == [] and not batches._thread.is_alive()
+
+
+def test_close_gives_up_on_a_batch_that_does_not_end(monkeypatch):
+    monkeypatch.setattr(module, "GRACE_S", 0.05)
+    end = threading.Event()
+    batches = open_ahead(lambda step: end.wait(SOON))
+    batches.published(0)
+    wait_until(lambda: batches._making)
+    batches.close()  # returns
+    end.set()
+    batches._thread.join(SOON)
+
+
+def test_the_counters_say_who_waited_for_whom():
+    slow = 0.3
+    with closing(open_ahead(lambda step: time.sleep(slow), most=1)) as batches:
+        batches.published(0)
+        batches.take(1)
+        found = batches.waits()
+        assert found["time/wait_for_rollouts_s"] > slow / 2 > found["time/wait_for_trainer_s"]
+        assert found["rollout/ahead"] == 0
+        wait_until(lambda: batches._ready and not batches._making)
+        time.sleep(slow)
+        batches.take(2)
+        found = batches.waits()
+        assert found["time/wait_for_trainer_s"] > slow / 2 > found["time/wait_for_rollouts_s"]
+        assert found["rollout/ahead"] == 1
+        assert 0.0 < found["rollout/overlap_frac"] < 1.0  # batch 2 was made beside, then nothing
+        time.sleep(slow)
+        batches.published(1)
+        wait_until(lambda: batches._making)  # idle till then, and at work when it is counted
+        assert batches.waits()["time/wait_for_trainer_s"] > slow / 2
+
+
+def test_both_at_work_all_the_time_is_an_overlap_of_one_and_a_trainer_that_waits_of_less():
+    going = threading.Event()
+    with closing(open_ahead(lambda step: going.wait(SOON))) as batches:
+        batches.published(0)
+        wait_until(lambda: batches._making)
+        batches.waits()
+        time.sleep(0.02)  # the trainer trains
+        assert batches.waits()["rollout/overlap_frac"] == 1.0
+        threading.Timer(0.3, going.set).start()
+        batches.take(1)
+        assert batches.waits()["rollout/overlap_frac"] < 0.5
+
+
+def test_in_turn_each_batch_is_made_when_it_is_asked_for():
+    begun = []
+    with closing(
+        SyncRollouts(lambda step: begun.append(step) or (step, threading.get_ident()))
+    ) as turn:
+        turn.published(0)
+        assert begun == []
+        assert turn.take(1) == (1, threading.get_ident()) and begun == [1]
+        with turn.paused():
+            assert turn.waits() == {}

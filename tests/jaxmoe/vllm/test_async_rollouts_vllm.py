@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches sampled by vLLM while other weights are published: whole, in order, of known versions."""
+
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+from vllm_cases import NEW, prompts, trainer, weights
+
+from jaxmoe.records import Sampling
+from jaxmoe.rollout.async_rollouts import AsyncRollouts
+from jaxmoe.rollout.staleness import check_versions
+
+FREE = Sampling(NEW, ())
+LAST, MOST, EACH = 6, 2, 4
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_tokens_made_ahead_are_of_the_versions_they_say_and_none_is_too_old(opened, mode):
+    engine = opened(mode)
+
+    def make(step):
+        return engine.generate(prompts(EACH, EACH * step), FREE, seed=step, samples=2)
+
+    batches = AsyncRollouts(
+        make, first=1, last=LAST, most=MOST, stop=lambda: False, interrupt=engine.close
+    )
+    ages = []
+    with closing(batches):
+        engine.load(weights(0), 0)
+        batches.published(0)
+        for step in range(1, LAST + 1):
+            made = batches.take(step)
+            assert made is not None
+            numbers = range(EACH * step, EACH * (step + 1))
+            assert [r.prompt.id for r in made] == [i for i in numbers for _ in range(2)]
+            ages.append(check_versions(made, newest=step - 1, most=MOST))
+            for r in made:
+                assert len(r.tokens) == NEW
+                for version in np.unique(r.weight_versions):
+                    at = r.weight_versions == version
+                    expected = trainer(weights(int(version)), r)[at]
+                    np.testing.assert_allclose(r.rollout_logp[at], expected, atol=1e-4)
+            time.sleep(0.03)  # into the next batch
+            engine.load(weights(step), step)
+            batches.published(step)
+    assert engine.incidents == []
+    assert max(a["staleness/max"] for a in ages) >= 1
+    if mode == "wait":
+        assert all(a["staleness/mixed_frac"] == 0.0 for a in ages)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault table on vLLM itself: each fault several times, at random moments.
+
+JAXMOE_FAULTS=5 kills a server so often; each kill costs a start of vLLM.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+from proxy import KINDS, Proxy
+from stand_in import StandIn
+from vllm_cases import CFG, NEW, PROMPT, PYTHON, ROWS, check, open_engine, prompts, weights
+
+from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.records import Sampling
+from jaxmoe.vllm.server import Server
+from jaxmoe.vllm.sync import hand_over
+from jaxmoe.weight_sync.files import files
+
+pytestmark = pytest.mark.vllm
+FREE = Sampling(NEW, ())
+KILLS = int(os.environ.get("JAXMOE_FAULTS", "1"))
+TIMES = 5
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    """A server, and a proxy before it: the engine knows neither."""
+    work = tmp_path_factory.mktemp("faults")
+    server = Server(
+        VllmConfig(python=PYTHON), CFG, work=work, number=0, context=PROMPT + NEW, rows=ROWS
+    )
+    backend = server.start()
+    proxy = Proxy(server.url)
+    engine = open_engine(proxy.url, work, request_timeout_s=4.0, retries=8)
+    engine.load(weights(1), 1)
+    yield engine, proxy, server, backend, work
+    engine.close()
+    proxy.close()
+    backend.close()
+    server.stop()
+
+
+def during(fn, rng):
+    timer = threading.Timer(rng.uniform(0.0, 0.12), fn)
+    timer.start()
+    return timer
+
+
+def alike(clean, out):
+    return all(np.array_equal(a.tokens, b.tokens) for a, b in zip(clean, out, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spoilt_answer(vllm, kind):
+    engine, proxy, *_ = vllm
+    asked, rng = prompts(8), random.Random(kind)
+    clean = engine.generate(asked, FREE, seed=7, samples=2)
+    for _ in range(TIMES):
+        proxy.spoilt.clear()
+        proxy.faults = rng.sample([kind, kind, *[None] * 6], 8)
+        out = engine.generate(asked, FREE, seed=7, samples=2)
+        assert proxy.spoilt == [kind, kind]
+        check(out, asked, 2, 1)
+        assert alike(clean, out)
+
+
+def test_a_server_that_hangs(vllm):
+    engine, _, server, *_ = vllm
+    asked, rng = prompts(8), random.Random(1)
+    group = server._process.pid
+    for _ in range(TIMES):
+        timer = during(lambda: os.killpg(group, signal.SIGSTOP), rng)
+        wake = threading.Timer(5.0, os.killpg, (group, signal.SIGCONT))
+        wake.start()
+        check(engine.generate(asked, FREE, seed=8, samples=2), asked, 2, 1)
+        timer.join()
+        wake.join()
+
+
+def test_a_server_whose_weights_somebody_changed(vllm):
+    engine, _, _, backend, work = vllm
+    asked, rng = prompts(8), random.Random(2)
+    for turn in range(TIMES):
+        other = files(weights(5), CFG, work, dtype="float32", run="intruder", version=turn)
+
+        def intrude(other=other):
+            hand_over(backend, other, "keep", lambda: None)
+
+        timer = during(intrude, rng)
+        out = engine.generate(asked, FREE, seed=9, samples=2)
+        timer.join()
+        check(out, asked, 2, 1)
+        check(engine.generate(asked, FREE, seed=9, samples=2), asked, 2, 1)
+        other.close()
+
+
+def test_a_server_that_comes_back_with_another_model(vllm):
+    engine, proxy, server, *_ = vllm
+    small = dict(
+        vocab_size=89, d_model=32, n_layers=2, n_q_heads=2, n_kv_heads=1, head_dim=32,
+        n_experts=4, experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32",
+    )  # fmt: skip
+    other = StandIn(ModelConfig(**small))
+    asked, rng = prompts(8), random.Random(3)
+    for _ in range(TIMES):
+        timer = during(lambda: setattr(proxy, "upstream", other.url), rng)
+        back = threading.Timer(1.0, setattr, (proxy, "upstream", server.url))
+        back.start()
+        check(engine.generate(asked, FREE, seed=10, samples=2), asked, 2, 1)
+        timer.join()
+        back.join()
+    other.crash()
+
+
+def test_a_server_that_comes_back_with_old_weights(vllm):
+    """Another vLLM takes its place, each time with the weights of the version before."""
+    engine, proxy, server, _, work = vllm
+    other = Server(
+        VllmConfig(python=PYTHON), CFG, work=work, number=1, context=PROMPT + NEW, rows=ROWS
+    )
+    asked, rng = prompts(8), random.Random(5)
+    backend = other.start()
+    try:
+        for turn in range(TIMES):
+            version = 20 + turn
+            engine.load(weights(version), version)
+            to = server.url if proxy.upstream == other.url else other.url
+            timer = during(lambda to=to: setattr(proxy, "upstream", to), rng)
+            check(engine.generate(asked, FREE, seed=12, samples=2), asked, 2, version)
+            timer.join()
+            check(engine.generate(asked, FREE, seed=12, samples=2), asked, 2, version)
+    finally:
+        proxy.upstream = server.url
+        backend.close()
+        other.stop()
+
+
+def children(pid):
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout
+    return [int(line) for line in found.split()]
+
+
+def test_a_server_that_is_killed_is_started_again_with_the_weights(tmp_path):
+    """The server itself and the process that computes, in turn; then it is stopped, not killed."""
+    engine = open_engine("", tmp_path, launch=1, request_timeout_s=15.0)
+    asked, rng = prompts(8), random.Random(4)
+    try:
+        engine.load(weights(1), 1)
+        clean = engine.generate(asked, FREE, seed=11, samples=2)
+        for turn in range(KILLS):
+            leader = engine._places[0]._server._process.pid
+            victim = leader if turn % 2 == 0 else children(leader)[-1]
+            how = signal.SIGSTOP if turn % 3 == 2 else signal.SIGKILL
+            timer = during(lambda victim=victim, how=how: os.kill(victim, how), rng)
+            start = time.monotonic()
+            out = engine.generate(asked, FREE, seed=11, samples=2)
+            timer.join()
+            check(out, asked, 2, 1)
+            if how == signal.SIGKILL:  # it may have been over before the signal came
+                check(engine.generate(asked, FREE, seed=11, samples=2), asked, 2, 1)
+            assert alike(clean, out)
+            print(f"{how.name} of {victim - leader}: {time.monotonic() - start:.1f} s")
+        engine.load(weights(2), 2)
+        check(engine.generate(asked, FREE, seed=11, samples=2), asked, 2, 2)
+        assert engine.incidents
+    finally:
+        engine.close()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to a server: kept while they are fresh, made anew when the server may drop them."""
+
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from jaxmoe.vllm import http_backend
+from jaxmoe.vllm.http_backend import HttpBackend
+
+KEPT_S = 0.5  # by a server that forgets
+
+
+@pytest.fixture
+def server():
+    """Its connections die without a word once they idle, as if the word were under way."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            now, idle = time.monotonic(), getattr(self, "last", None)
+            if idle is not None and now - idle > KEPT_S:
+                self.close_connection = True
+                return
+            self.last = now
+            seen.add(self.client_address)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    seen = set()
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_address[1]}", seen
+    http.shutdown()
+    http.server_close()
+
+
+def test_a_connection_is_kept_while_it_is_fresh_and_dropped_before_the_server_does(
+    server, monkeypatch
+):
+    url, seen = server
+    monkeypatch.setattr(http_backend, "IDLE_S", 0.6 * KEPT_S)
+    backend = HttpBackend(url, timeout_s=5.0)
+    for _ in range(5):
+        backend.health()
+    assert len(seen) == 1
+    time.sleep(1.2 * KEPT_S)
+    backend.health()
+    assert len(seen) == 2
+    backend.close()
+
+
+def test_closing_while_threads_connect_ends_them_all(server):
+    url, _ = server
+    for _ in range(20):
+        backend = HttpBackend(url, timeout_s=5.0, connections=16)
+        ended = []
+
+        def ask(backend=backend, ended=ended):
+            try:
+                while True:
+                    backend.health()
+            except http_backend.Unanswered as error:
+                ended.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        backend.close()
+        for thread in threads:
+            thread.join(5)
+        assert len(ended) == 16
+
+
+def test_the_server_here_does_what_the_rule_is_for(server, monkeypatch):
+    url, _ = server
+    monkeypatch.setattr(http_backend, "IDLE_S", 100.0)
+    backend = HttpBackend(url, timeout_s=5.0)
+    backend.health()
+    time.sleep(1.2 * KEPT_S)
+    with pytest.raises(http_backend.Unanswered):
+        backend.health()
+    backend.close()

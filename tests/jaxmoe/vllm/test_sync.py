@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A publication is believed when the engine shows it; whatever it holds instead is refused."""
+
+import gc
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from stand_in import StandIn
+from vllm_cases import CFG, NEW, PROMPT, check, open_engine, prompts, trainer, weights
+
+from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.records import Sampling
+from jaxmoe.vllm.backend import Backend, Unanswered
+from jaxmoe.vllm.engine import VllmEngine
+from jaxmoe.vllm.http_backend import HttpBackend
+from jaxmoe.vllm.sync import Refused, _stale, hand_over, workers
+from jaxmoe.vllm.transport import beside
+from jaxmoe.vllm_plugin.names import feeds
+from jaxmoe.weight_sync.files import MEMORY
+from jaxmoe.weight_sync.update import WeightUpdate
+
+FREE = Sampling(NEW, ())
+
+
+@pytest.fixture
+def engine(fresh, tmp_path):
+    made = open_engine(fresh.url, tmp_path, retries=1)
+    yield made
+    made.close()
+
+
+WRONG = {
+    "half sent": "1 missing",
+    "torn": "1 other than sent",
+    "stale": r"1 received but not in the live model \(model.layers.0.self_attn.sinks\)",
+    "keeps its cache": "did not empty its prefix cache",
+    "ignores": "must agree with the trainer on a probe",
+    "other weights": "must agree with the trainer on a probe",
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_held_instead_is_refused_and_nothing_is_sampled_from_it(engine, fresh, fault):
+    engine.load(weights(0), 1)
+    fresh.server.faults.add(fault)
+    with pytest.raises(Refused, match=WRONG[fault]):
+        engine.load(weights(1), 2)
+    fresh.server.faults.clear()
+    for r in engine.generate(prompts(1), FREE, seed=0):  # it publishes again by itself
+        assert (r.weight_versions == 2).all()
+        np.testing.assert_allclose(r.rollout_logp, trainer(weights(1), r), atol=5e-5)
+
+
+def test_an_update_that_breaks_is_tried_again_and_then_given_up(engine, fresh):
+    fresh.server.faults.add("update breaks")
+    with pytest.raises(EngineError, match="(?s)version 1 could not be published.*no room"):
+        engine.load(weights(0), 1)
+    fresh.server.faults.clear()
+    engine.load(weights(0), 1)
+    assert (engine.generate(prompts(1), FREE, seed=0)[0].weight_versions == 1).all()
+
+
+def test_half_an_update_under_the_old_name_is_not_sampled_from(engine, fresh):
+    engine.load(weights(0), 1)
+    fresh.server.faults.add("update breaks")
+    with pytest.raises(EngineError, match="could not be published"):
+        engine.load(weights(1), 2)
+    assert fresh.server.spoken.endswith(":1")  # what the server says of its ruins
+    with pytest.raises(EngineError, match="could not be published"):
+        engine.generate(prompts(1), FREE, seed=0)
+
+
+def test_the_probe_costs_two_requests_and_the_bound_is_the_users(fresh, tmp_path):
+    engine = open_engine(fresh.url, tmp_path, probe_abs_diff=50.0)
+    fresh.server.faults.add("other weights")
+    engine.load(weights(0), 1)
+    assert len(fresh.server.requests) == 2
+    engine.close()
+
+
+@pytest.fixture(params=["disk", "memory"])
+def directory(request, tmp_path):
+    if request.param == "disk":
+        yield tmp_path / "weights"
+    elif not MEMORY.is_dir():
+        pytest.skip(f"there is no {MEMORY} on this machine")
+    else:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as made:
+            yield Path(made)
+
+
+def test_published_files_are_gone_in_the_end(fresh, tmp_path, directory):
+    engine = open_engine(fresh.url, tmp_path, weights_dir=str(directory))
+    maps, mapped = Path("/proc/self/maps"), []
+    for version in range(1, 7):  # the last but one stays, for the next to be written over
+        engine.load(weights(version), version)
+        check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, version)
+        assert len(list(directory.glob("jaxmoe-*/*"))) == min(version, 2)
+        mapped.append(maps.read_text().count(str(directory)) if maps.exists() else 0)
+    assert mapped == ([0, 0, 1, 2, 2, 2] if directory.is_relative_to(MEMORY) else 6 * [0])
+    engine.close()
+    assert not list(directory.iterdir())
+    gc.collect()
+    assert not maps.exists() or str(directory) not in maps.read_text()
+    engine.close()
+
+
+def test_before_load_nothing_is_sampled(engine):
+    with pytest.raises(ValueError, match="call load"):
+        engine.generate(prompts(1), FREE, seed=0)
+    with pytest.raises(ValueError, match="call load"):
+        engine.score([[1, 2]])
+
+
+def test_a_server_with_too_little_context_is_the_users_mistake(stand_in, tmp_path):
+    with pytest.raises(ConfigError, match=r"\(57\) tokens, its --max-model-len is 40"):
+        VllmEngine(
+            CFG, VllmConfig(url=stand_in.url), work=tmp_path, max_prompt_tokens=PROMPT,
+            max_new_tokens=36, max_rows=4,
+        )  # fmt: skip
+
+
+def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
+    with pytest.raises(ConfigError, match="rollout.vllm.url must name running vLLM servers"):
+        open_engine("http://127.0.0.1:9", tmp_path)
+
+
+def test_a_server_that_tells_raw_log_probs_is_the_users_mistake(tmp_path):
+    server = StandIn(CFG, logprobs_mode="raw_logprobs")
+    with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs, it has raw_logp"):
+        open_engine(server.url, tmp_path)
+    server.crash()
+
+
+def test_an_update_that_somebody_left_open_is_ended_first(fresh, tmp_path):
+    gone = HttpBackend(fresh.url, timeout_s=5.0)
+    gone.pause("abort")
+    gone.start_update()
+    gone.close()
+    engine = open_engine(fresh.url, tmp_path, retries=0)
+    engine.load(weights(1), 1)
+    check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
+    assert engine.incidents == []
+    engine.close()
+
+
+SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down_proj_bias"
+
+
+@pytest.mark.parametrize(
+    ("told", "stale"),
+    [
+        ([[SINKS]], [SINKS]),
+        ([[SINKS], []], []),  # the heads that changed are the second worker's
+        ([[SINKS, BIAS], [BIAS]], [BIAS]),
+        ([[SINKS], None], [SINKS]),  # the second has no such layer
+        ([[], []], []),
+    ],
+)
+def test_of_several_workers_one_that_took_its_part_is_enough(told, stale):
+    held = [
+        {"stale": [], "unreadable": [feeds(SINKS), feeds(BIAS)]} if names is None
+        else {"stale": names, "unreadable": []}
+        for names in told
+    ]  # fmt: skip
+    assert _stale(held) == stale
+
+
+CALLS = [name for name in vars(Backend) if not name.startswith("_")]
+
+
+def test_replicas_within_one_server_are_refused_with_what_to_do():
+    backend = SimpleNamespace(**dict.fromkeys(CALLS, lambda: [{"replicas": 2}]), name="it")
+    with pytest.raises(ConfigError, match="data parallel.*Start as many servers"):
+        workers(backend)
+
+
+def test_ruins_are_distrusted_before_they_are_sampled_from():
+    done = []
+
+    def call(name, *args):
+        done.append(name)
+        if name == "update":
+            raise Unanswered("no room")
+        return [{"instance": "a"}]
+
+    breaking = SimpleNamespace(name="it", **{name: partial(call, name) for name in CALLS})
+    published = WeightUpdate({"run": "r", "version": 1, "tensors": {}}, {"path": "p"})
+    with pytest.raises(Unanswered, match="no room"):
+        hand_over(breaking, published, "keep", lambda: done.append("distrust"), ["a"])
+    assert done == ["pause", "start_update", "update", "distrust", "resume"]
+
+
+def test_the_reason_of_a_send_that_broke_is_told_though_the_engine_says_it_timed_out():
+    def send():
+        raise MemoryError("no room on the trainer's side")
+
+    with pytest.raises(Unanswered, match="no room on the trainer's side; waited in vain") as error:
+        with beside(send):
+            time.sleep(0.1)
+            raise Unanswered("waited in vain")
+    assert isinstance(error.value.__cause__, MemoryError)
+
+
+def test_without_such_a_reason_the_engines_own_is_told():
+    with pytest.raises(Unanswered, match="^waited in vain$"):
+        with beside(lambda: None):
+            raise Unanswered("waited in vain")

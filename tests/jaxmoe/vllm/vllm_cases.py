@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One small model, its weights and prompts, and engines over it."""
+
+import os
+import sys
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.config import ModelConfig, VllmConfig
+from jaxmoe.model import abstract_params
+from jaxmoe.records import Prompt
+from jaxmoe.vllm.engine import VllmEngine, trainer_logps
+
+# what vLLM takes on a CPU: widths of whole 32s
+CFG = ModelConfig(
+    vocab_size=97, d_model=64, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=32, n_experts=6,
+    experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32",
+)  # fmt: skip
+PROMPT, NEW, ROWS = 20, 13, 32
+PYTHON = os.environ.get("JAXMOE_VLLM_PYTHON", sys.executable)
+
+
+@cache
+def weights(seed):
+    """Far enough from each other that no two versions agree; made without a compiler."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, x):
+        name = str(path[-1].key)
+        if "norm" in name:
+            return jnp.asarray(1 + 0.1 * rng.normal(size=x.shape), jnp.float32)
+        scale = 1.0 if name == "embed" else 0.1 if x.ndim < 3 else x.shape[-2] ** -0.5
+        return jnp.asarray(scale * rng.normal(size=x.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, abstract_params(CFG))
+
+
+LOGPS = jax.jit(trainer_logps, static_argnames="cfg")
+PADDED = 39  # as long as the engine's own probe of the stand-in: one program for both
+
+
+def trainer(params, rollout):
+    """The trainer's log-probs of a rollout's tokens."""
+    ids = [*rollout.prompt.tokens, *rollout.tokens.tolist()]
+    padded = np.zeros((1, PADDED), np.int32)
+    padded[0, : len(ids)] = ids
+    return np.asarray(LOGPS(params, jnp.asarray(padded), cfg=CFG))[
+        0, len(rollout.prompt.tokens) : len(ids)
+    ]
+
+
+def prompts(count, first=0):
+    made = []
+    for i in range(first, first + count):
+        rng = np.random.default_rng(i)
+        tokens = rng.integers(0, CFG.vocab_size, int(rng.integers(2, PROMPT + 1)))
+        made.append(Prompt(i, "", tuple(tokens.tolist()), None))
+    return made
+
+
+def check(out, asked, samples, version):
+    """Lost, doubled, and tokens of a wrong version; all must be 0."""
+    assert [r.prompt.id for r in out] == [p.id for p in asked for _ in range(samples)]
+    assert len({(r.prompt.id, r.tokens.tobytes()) for r in out}) == len(out)
+    for r in out:
+        assert (r.weight_versions == version).all()
+        np.testing.assert_allclose(r.rollout_logp, trainer(weights(version), r), atol=5e-5)
+
+
+def open_engine(url, work, *, max_rows=ROWS, **changes):
+    options = dict(
+        url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, python=PYTHON
+    )
+    return VllmEngine(
+        CFG, VllmConfig(**(options | changes)), work=work, max_prompt_tokens=PROMPT,
+        max_new_tokens=NEW, max_rows=max_rows,
+    )  # fmt: skip

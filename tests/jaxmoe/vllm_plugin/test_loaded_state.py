@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staleness by tensor, from digests alone."""
+
+import dataclasses
+
+import pytest
+
+from jaxmoe.checkpoint.hf import entries
+from jaxmoe.config import ModelConfig
+from jaxmoe.model.config import to_hf
+from jaxmoe.vllm_plugin.loaded_state import Fed, LoadedState
+from jaxmoe.vllm_plugin.names import SIZES, checkpoint_shapes, feeds
+
+AT = "model.layers.3."
+SINKS, QUERY = AT + "self_attn.sinks", AT + "self_attn.q_proj.weight"
+LIVE_SINKS, LIVE_QUERY = AT + "attn.sinks", AT + "attn.qkv_proj.weight[q]"
+
+
+def publish(held, sent, after, *, exact=False, label="r:1"):
+    """`sent` by checkpoint name, `after` by parameter; what lived before is what held says."""
+    fed = {name: Fed(digest, exact) for name, digest in sent.items()}
+    held.torn()
+    held.publish(label, sent, fed, held.live, after, [])
+    return held.stale
+
+
+def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
+    cfg = ModelConfig(
+        vocab_size=97, d_model=160, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=32,
+        n_experts=7, experts_per_token=3, d_expert=128, sliding_window=9, dtype="float32",
+    )  # fmt: skip
+    config = to_hf(cfg, dtype="float32")
+    assert checkpoint_shapes(config) == {entry.name: entry.shape for entry in entries(cfg)}
+    fed = [feeds(entry.name) for entry in entries(cfg)]
+    assert len(set(fed)) == len(fed)
+    assert set(SIZES) <= set(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        ("model.embed_tokens.weight", "model.embedding.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        (AT + "self_attn.k_proj.bias", AT + "attn.qkv_proj.bias[k]"),
+        (AT + "self_attn.o_proj.weight", AT + "attn.o_proj.weight"),
+        (AT + "mlp.experts.down_proj", AT + "mlp.experts.routed_experts.w2_weight"),
+        (AT + "mlp.experts.gate_up_proj_bias", AT + "mlp.experts.routed_experts.w13_bias"),
+        (AT + "mlp.router.bias", AT + "mlp.router.bias"),
+    ],
+)
+def test_a_tensor_feeds_the_parameter_of_vllms_name(name, parameter):
+    assert feeds(name) == parameter
+
+
+def test_a_tensor_that_changed_while_its_parameter_did_not_is_stale():
+    held = LoadedState()
+    assert publish(held, {SINKS: "1", QUERY: "2"}, {LIVE_SINKS: "a", LIVE_QUERY: "b"}) == []
+    assert publish(held, {SINKS: "3", QUERY: "4"}, {LIVE_SINKS: "a", LIVE_QUERY: "c"}) == [SINKS]
+
+
+def test_it_stays_stale_when_it_is_sent_again_and_recovers_when_it_arrives_or_goes_back():
+    held = LoadedState()
+    publish(held, {SINKS: "1"}, {LIVE_SINKS: "a"})
+    assert publish(held, {SINKS: "2"}, {LIVE_SINKS: "a"}) == [SINKS]
+    assert publish(held, {SINKS: "2"}, {LIVE_SINKS: "a"}) == [SINKS]
+    assert publish(held, {SINKS: "1"}, {LIVE_SINKS: "a"}) == []
+    assert publish(held, {SINKS: "2"}, {LIVE_SINKS: "b"}) == []
+    assert publish(held, {SINKS: "2"}, {LIVE_SINKS: "b"}) == []
+
+
+def test_where_the_stored_form_is_known_the_first_publication_already_tells():
+    held = LoadedState()
+    assert publish(held, {SINKS: "1"}, {LIVE_SINKS: "0"}, exact=True) == [SINKS]
+    assert publish(held, {SINKS: "1"}, {LIVE_SINKS: "2"}, exact=True) == [SINKS]  # wrong, not old
+    assert publish(held, {SINKS: "1"}, {LIVE_SINKS: "1"}, exact=True) == []
+
+
+def test_a_parameter_that_cannot_be_read_is_called_that_and_not_stale():
+    held = LoadedState()
+    publish(held, {SINKS: "1", QUERY: "1"}, {LIVE_QUERY: "1"})
+    assert publish(held, {SINKS: "2", QUERY: "2"}, {LIVE_QUERY: "2"}) == []
+    assert held.report({LIVE_QUERY: "2"}, ["other"])["unreadable"] == [LIVE_SINKS, "other"]
+
+
+def test_no_label_stands_while_weights_change_or_after_another_changed_them():
+    held = LoadedState()
+    publish(held, {SINKS: "1"}, {LIVE_SINKS: "1"}, label="r:5")
+    assert held.report({LIVE_SINKS: "1"}, [])["label"] == "r:5"
+    assert held.report({LIVE_SINKS: "2"}, [])["label"] is None
+    held.torn()
+    assert held.report({LIVE_SINKS: "1"}, [])["label"] is None
+
+
+def test_two_engines_are_told_apart():
+    assert LoadedState().instance != LoadedState().instance
+    assert {f.name for f in dataclasses.fields(LoadedState)} >= {"received", "live", "stale"}

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks that come before anything is loaded: no vLLM, no torch."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxmoe.vllm_plugin import manifest
+from jaxmoe.vllm_plugin.manifest import Refused
+from jaxmoe.weight_sync.checksum import digest
+
+TENSORS = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": np.ones(5, np.float16),
+    "c": np.zeros((3, 7), np.float32),
+}
+SHAPES = {name: array.shape for name, array in TENSORS.items()}
+
+
+def raw(tensors=TENSORS, **changes):
+    said = {
+        name: {"dtype": {"float32": "F32", "float16": "F16", "int32": "I32"}[a.dtype.name],
+               "shape": list(a.shape), "digest": digest(a)}
+        for name, a in tensors.items()
+    }  # fmt: skip
+    return {"format": 1, "run": "cd", "version": 7, "tensors": said} | changes
+
+
+def write(folder, tensors=TENSORS, **changes):
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "manifest.json").write_text(json.dumps(raw(**changes)))
+    return manifest.read(folder)
+
+
+def test_a_whole_publication_passes_and_says_where_tensors_lie(tmp_path):
+    asked = write(tmp_path)
+    assert asked.label == "cd:7"
+    manifest.check_model(asked, SHAPES)
+    found = manifest.check_files(asked, tmp_path)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    for name, array in TENSORS.items():
+        assert data[found[name].begin : found[name].end] == array.tobytes()
+
+
+def test_tensors_in_two_files_are_one_publication_unless_one_is_in_both(tmp_path):
+    asked = write(tmp_path, {"a": TENSORS["a"]})
+    save_file({n: TENSORS[n] for n in "bc"}, tmp_path / "model-2.safetensors")
+    assert set(manifest.check_files(asked, tmp_path)) == set("abc")
+    save_file({n: TENSORS[n] for n in "ac"}, tmp_path / "model-3.safetensors")
+    with pytest.raises(Refused, match=r"a is in model.safetensors and in model-3|c is in model-2"):
+        manifest.check_files(asked, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "named"),
+    [
+        (SHAPES | {"d": (4,)}, r"d is missing; the engine's model has it, \[4\]"),
+        ({n: s for n, s in SHAPES.items() if n != "b"}, "b is no tensor of the engine's model"),
+        (SHAPES | {"c": (7, 3)}, r"c must be \[7, 3\] for the engine's model, got \[3, 7\]"),
+    ],
+)
+def test_another_model_is_refused_by_the_tensors_names(shapes, named):
+    with pytest.raises(Refused, match=named):
+        manifest.check_model(manifest.parse(raw(), "here"), shapes)
+
+
+def test_a_type_that_is_no_weight_is_refused():
+    ints = TENSORS | {"b": np.ones(5, np.int32)}
+    with pytest.raises(Refused, match="b must be F32 or BF16 or F16, got I32"):
+        manifest.check_model(manifest.parse(raw(ints), "here"), SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        ({n: TENSORS[n] for n in "ab"}, "c is in no"),
+        (TENSORS | {"z": np.ones(2, np.float32)}, "z is in model.safetensors and not in the"),
+        (TENSORS | {"b": np.ones(4, np.float16)}, r"b must be F16 \[5\] by the manifest, is F16"),
+        (TENSORS | {"b": np.ones(5, np.float32)}, r"is F32 \[5\] in model.safetensors"),
+    ],
+)
+def test_files_unlike_their_manifest_are_refused_by_the_tensors_names(tmp_path, tensors, named):
+    asked = write(tmp_path, tensors)
+    with pytest.raises(Refused, match=named):
+        manifest.check_files(asked, tmp_path)
+
+
+@pytest.mark.parametrize("left", [3, 8, 40, -1])
+def test_a_file_cut_off_anywhere_is_refused(tmp_path, left):
+    asked = write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(Refused, match="cut off" if left == -1 else "whole safetensors file"):
+        manifest.check_files(asked, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"format": 2}, {"version": "x"}, {"tensors": []}, {"tensors": {"a": {}}}],
+)
+def test_a_manifest_that_is_none_is_refused(changes):
+    with pytest.raises(Refused, match="here"):
+        manifest.parse(raw() | changes, "here")
+
+
+def test_a_missing_or_torn_manifest_is_refused(tmp_path):
+    with pytest.raises(Refused, match=r"manifest\.json"):
+        manifest.read(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"format": 1,')
+    with pytest.raises(Refused, match=r"manifest\.json"):
+        manifest.read(tmp_path)
+
+
+def test_files_must_come_with_digests(tmp_path):
+    said = raw()["tensors"]
+    said["c"]["digest"] = ""
+    asked = write(tmp_path, tensors=TENSORS)
+    (tmp_path / "manifest.json").write_text(json.dumps(raw() | {"tensors": said}))
+    asked = manifest.read(tmp_path)
+    with pytest.raises(Refused, match="c has no digest"):
+        manifest.check_files(asked, tmp_path)
+
+
+def test_a_long_list_of_problems_is_counted():
+    many = {str(n): (n,) for n in range(20)} | SHAPES
+    with pytest.raises(Refused, match="and 14 more like these"):
+        manifest.check_model(manifest.parse(raw(), "here"), many)

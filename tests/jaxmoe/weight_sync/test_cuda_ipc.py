@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared GPU memory by a driver that writes its calls down, over the memory of this process."""
+
+import base64
+import ctypes
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint.hf import iter_hf
+from jaxmoe.config import ConfigError, EngineError, ModelConfig
+from jaxmoe.model.params import map_specs
+from jaxmoe.weight_sync.checksum import digest
+from jaxmoe.weight_sync.cuda_ipc import handles
+
+CFG = ModelConfig(
+    vocab_size=93, d_model=32, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
+    experts_per_token=4, d_expert=24, sliding_window=9, vocab_multiple=8,
+)  # fmt: skip
+GPU = "00010203-0405-0607-0809-0a0b0c0d0e0f"
+PAGE = 1 << 16  # the driver's allocations begin at multiples of this
+
+
+class Fake:
+    """A handle is the address of its allocation, so both sides can be in one process."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.calls = fails, list[tuple]()
+
+    def done(self, name: str, *what) -> int:
+        self.calls.append((name, *what))
+        return 201 if name == self.fails else 0
+
+    def cuInit(self, flags):
+        return self.done("cuInit")
+
+    def cuDeviceGet(self, out, ordinal):
+        out._obj.value = ordinal.value
+        return self.done("cuDeviceGet", ordinal.value)
+
+    def cuDeviceGetUuid_v2(self, out, number):
+        ctypes.memmove(out, bytes(range(16)), 16)
+        return self.done("cuDeviceGetUuid_v2", number.value)
+
+    def cuDevicePrimaryCtxRetain(self, out, number):
+        out._obj.value = 99
+        return self.done("cuDevicePrimaryCtxRetain", number.value)
+
+    def cuCtxSetCurrent(self, context):
+        return self.done("cuCtxSetCurrent", context.value)
+
+    def cuMemGetAddressRange_v2(self, base, size, at):
+        base._obj.value = at.value // PAGE * PAGE
+        return self.done("cuMemGetAddressRange_v2")
+
+    def cuIpcGetMemHandle(self, out, base):
+        ctypes.memmove(out, base.value.to_bytes(64, "little"), 64)
+        return self.done("cuIpcGetMemHandle", base.value)
+
+    def cuIpcOpenMemHandle_v2(self, out, handle, flags):
+        out._obj.value = int.from_bytes(bytes(handle.reserved), "little")
+        return self.done("cuIpcOpenMemHandle_v2", out._obj.value, flags.value)
+
+    def cuIpcCloseMemHandle(self, base):
+        return self.done("cuIpcCloseMemHandle", base.value)
+
+
+def random_params():
+    rng = np.random.default_rng(0)
+    return map_specs(lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32)), CFG)
+
+
+def published(fake, params=None, **more):
+    params = random_params() if params is None else params
+    return handles(params, CFG, dtype="bfloat16", run="ab", version=5, driver=fake, **more)
+
+
+def test_each_handle_and_offset_name_the_tensors_bytes():
+    params, fake = random_params(), Fake()
+    shared = published(fake, params)
+    info = json.loads(json.dumps(shared.update_info))
+    for (name, want), *said, place in zip(
+        iter_hf(params, CFG, "bfloat16"), info["names"], info["dtype_names"], info["shapes"],
+        info["ipc_handles"], strict=True,
+    ):  # fmt: skip
+        assert said == [name, "bfloat16", list(want.shape)] and list(place) == [GPU]
+        handle, offset = place[GPU]
+        base = int.from_bytes(base64.b64decode(handle), "little")
+        assert base % PAGE == 0
+        assert ctypes.string_at(base + offset, want.nbytes) == want.tobytes(), name
+        assert shared.digests[name] == digest(want)
+    assert info["manifest"] == shared.manifest
+
+
+def test_the_driver_is_asked_about_the_device_the_weights_are_on():
+    fake, device = Fake(), jax.local_devices()[2]
+    published(fake, device=device)
+    number = device.local_hardware_id
+    assert fake.calls[:5] == [
+        ("cuInit",), ("cuDeviceGet", number), ("cuDeviceGetUuid_v2", number),
+        ("cuDevicePrimaryCtxRetain", number), ("cuCtxSetCurrent", 99),
+    ]  # fmt: skip
+
+
+def test_closing_lets_the_copy_on_the_device_go():
+    params = random_params()
+    before = {id(array) for array in jax.live_arrays()}
+    with published(Fake(), params) as shared:
+        assert len(jax.live_arrays()) >= len(before) + len(shared.digests)
+    assert {id(array) for array in jax.live_arrays()} <= before
+
+
+def test_memory_that_cannot_be_shared_is_an_error_with_a_way_out():
+    with pytest.raises(EngineError, match="cuIpcGetMemHandle failed .* 201.*cuda_async.*way=files"):
+        published(Fake(fails="cuIpcGetMemHandle"))
+
+
+def test_without_a_driver_the_message_says_so(monkeypatch):
+    def absent(place):
+        raise OSError(place)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    with pytest.raises(ConfigError, match=r"libcuda\.so\.1.*way=files"):
+        published(None)
+
+
+def in_this_process(address: int, nbytes: int):
+    import torch
+
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
+@pytest.mark.parity
+def test_the_engine_opens_what_the_trainer_named():
+    from jaxmoe.vllm_plugin.ipc_memory import opened
+    from jaxmoe.vllm_plugin.live import digest_tensor
+
+    shared, fake = published(Fake()), Fake()
+    info = SimpleNamespace(**json.loads(json.dumps(shared.update_info)))
+    with opened(info, GPU, driver=fake, view=in_this_process) as tensors:
+        assert {name: digest_tensor(tensor) for name, tensor in tensors} == shared.digests
+        assert [list(tensor.shape) for _, tensor in tensors] == info.shapes
+    done = [call[:2] for call in fake.calls]
+    opens = [base for name, base in done if name == "cuIpcOpenMemHandle_v2"]
+    assert len(set(opens)) == len(opens), "an allocation must be opened once"
+    assert [base for name, base in done if name == "cuIpcCloseMemHandle"] == opens
+    assert {call[2] for call in fake.calls if call[0] == "cuIpcOpenMemHandle_v2"} == {1}
+
+
+@pytest.mark.parity
+def test_weights_on_another_gpu_are_refused():
+    from jaxmoe.vllm_plugin.ipc_memory import opened
+    from jaxmoe.vllm_plugin.manifest import Refused
+
+    info = SimpleNamespace(**published(Fake()).update_info)
+    with (
+        pytest.raises(Refused, match=f"lie on GPU {GPU}, vLLM runs on gpu-b"),
+        opened(info, "gpu-b", driver=Fake(), view=in_this_process),
+    ):
+        pass

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of weights: whole or absent, written over only where nobody reads them any more."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from published import CFG, RUN, left, publish, random_params
+
+from jaxmoe.checkpoint import layouts
+from jaxmoe.checkpoint.hf import entries, load_params
+from jaxmoe.checkpoint.tensor_files import SINGLE
+from jaxmoe.config import ConfigError
+from jaxmoe.weight_sync import files as module
+from jaxmoe.weight_sync.files import files
+
+
+def test_the_manifest_says_what_the_files_hold(tmp_path):
+    published = publish(random_params(), tmp_path, dtype="bfloat16")
+    directory = tmp_path / f"jaxmoe-{RUN}" / "3"
+    assert published.update_info == {"path": str(directory)}
+    assert left(directory) == ["manifest.json", "model.safetensors"]
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest == published.manifest
+    assert (manifest["format"], manifest["run"], manifest["version"]) == (1, RUN, 3)
+    assert published.label == f"{RUN}:3"
+    tensor = manifest["tensors"]["lm_head.weight"]
+    assert (tensor["dtype"], tensor["shape"]) == ("BF16", [93, 32]) and len(tensor["digest"]) == 32
+    assert list(manifest["tensors"]) == [entry.name for entry in entries(CFG)]
+
+
+def test_closing_removes_what_was_written_and_no_other_version(tmp_path):
+    first, second = (publish(random_params(), tmp_path, version=v) for v in (1, 2))
+    with first:
+        pass
+    first.close()
+    assert os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["2"]
+    second.close()
+    assert not left(tmp_path)
+
+
+def test_a_version_that_is_there_already_is_replaced(tmp_path):
+    old = publish(jax.tree.map(np.zeros_like, random_params()), tmp_path)
+    new = publish(random_params(), tmp_path)
+    assert old.update_info == new.update_info and old.digests != new.digests
+    assert load_params(new.update_info["path"], CFG)["final_norm"].any()
+
+
+def test_a_version_written_over_an_older_one_is_as_if_it_were_fresh(tmp_path):
+    old, new = random_params(), jax.tree.map(lambda x: -2 * x, random_params())
+    first = publish(old, tmp_path / "a", version=1)
+    kept = publish(old, tmp_path / "a", version=2)
+    pages = (tmp_path / "a" / f"jaxmoe-{RUN}" / "1" / SINGLE).stat().st_ino
+    over = files(new, CFG, tmp_path / "a", dtype="float32", run=RUN, version=3, over=first)
+    fresh = publish(new, tmp_path / "b", version=3)
+    written = tmp_path / "a" / f"jaxmoe-{RUN}" / "3" / SINGLE
+    assert written.stat().st_ino == pages
+    assert written.read_bytes() == (tmp_path / "b" / f"jaxmoe-{RUN}" / "3" / SINGLE).read_bytes()
+    assert over.manifest == fresh.manifest
+    assert sorted(p.name for p in (tmp_path / "a" / f"jaxmoe-{RUN}").iterdir()) == ["2", "3"]
+    kept.close(), over.close()
+    assert left(tmp_path / "a") == []
+
+
+def content(published) -> bytes:
+    return (Path(published.update_info["path"]) / SINGLE).read_bytes()
+
+
+@pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_file_of_another_size_is_not_written_over(tmp_path, before, after):
+    params = random_params()
+    first = publish(params, tmp_path, dtype=before, version=1)
+    over = files(params, CFG, tmp_path, dtype=after, run=RUN, version=2, over=first)
+    with over, publish(params, tmp_path / "b", dtype=after) as fresh:
+        assert over.digests == fresh.digests and content(over) == content(fresh)
+    assert left(tmp_path) == ["b"]
+
+
+def test_a_version_that_is_half_written_over_is_nobodys(tmp_path, monkeypatch):
+    params, calls = random_params(), []
+    first = publish(params, tmp_path, version=1)
+    write = os.pwrite
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) > 9:
+            raise OSError(errno.EIO, "a broken device")
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(ConfigError, match="broken device"):
+        files(params, CFG, tmp_path, dtype="float32", run=RUN, version=2, over=first)
+    assert left(tmp_path) == [f"jaxmoe-{RUN}"] or left(tmp_path) == []
+
+
+@pytest.fixture
+def memory():
+    """A folder in shared memory; without any, files are never mapped."""
+    if not module.MEMORY.is_dir():
+        pytest.skip(f"there is no {module.MEMORY} on this machine")
+    with tempfile.TemporaryDirectory(dir=module.MEMORY) as directory:
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("piece", [100, 1 << 20])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_in_memory_versions_take_turns_in_two_mapped_files_and_are_as_if_fresh(
+    memory, tmp_path, monkeypatch, dtype, piece
+):
+    monkeypatch.setattr(layouts, "PIECE_BYTES", piece)
+    made = []
+    for version in range(6):
+        params = jax.tree.map(lambda x, by=1 + version: by * x, random_params())
+        over = made[-2] if version > 1 else None
+        made.append(files(params, CFG, memory, dtype=dtype, run=RUN, version=version, over=over))
+        with publish(params, tmp_path, dtype=dtype, version=version) as fresh:
+            assert content(made[-1]) == content(fresh)
+            assert made[-1].manifest == fresh.manifest
+    assert [published.pages is None for published in made] == [True, True, *4 * [False]]
+    assert made[4].pages is made[2].pages and made[5].pages is made[3].pages
+    assert len({published.inode for published in made}) == 2
+    assert sorted(os.listdir(memory / f"jaxmoe-{RUN}")) == ["4", "5"]
+
+
+def test_a_file_that_took_the_place_of_a_mapped_one_is_mapped_anew(memory):
+    params, named = random_params(), dict(dtype="float32", run=RUN)
+    first = publish(params, memory, version=1)
+    second = files(params, CFG, memory, **named, version=2, over=first)
+    path = Path(second.update_info["path"]) / SINGLE
+    shutil.copy(path, memory / "copy")
+    (memory / "copy").replace(path)
+    twice = jax.tree.map(lambda x: 2 * x, params)
+    third = files(twice, CFG, memory, **named, version=3, over=second)
+    assert third.pages is not second.pages
+    assert content(third) == content(publish(twice, memory / "fresh"))
+
+
+def test_nobody_sees_a_version_before_it_is_whole(tmp_path, monkeypatch):
+    seen, real = set[str](), os.pwrite
+
+    def write(*args):
+        seen.update(os.listdir(tmp_path / f"jaxmoe-{RUN}"))
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    publish(random_params(), tmp_path)
+    assert seen == {"3.partial"} and os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["3"]
+
+
+def test_a_write_that_stops_short_is_taken_up_where_it_stopped(tmp_path, monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data[:1000], at))
+    params = random_params()
+    back = load_params(publish(params, tmp_path).update_info["path"], CFG, "float32")
+    same = jax.tree.map(lambda a, b: (a == b).all(), back["layers"], params["layers"])
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("written", [0, 7, 40])
+def test_a_full_disk_leaves_nothing_and_says_which_setting_to_change(
+    tmp_path, monkeypatch, written
+):
+    calls, real = [], os.pwrite
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) > written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.weights_dir .*No space left") as error:
+        publish(random_params(), tmp_path)
+    assert str(tmp_path) in str(error.value) and "--set rollout.vllm.weights_dir=" in str(error)
+    assert not left(tmp_path)
+
+
+def test_a_limit_on_file_sizes_is_met_the_same_way_and_older_versions_stay(tmp_path):
+    old = publish(random_params(), tmp_path, version=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="File too large"):
+            publish(random_params(), tmp_path, version=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["1"]
+    load_params(old.update_info["path"], CFG)
+
+
+def test_room_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(
+        module, "fill_digests", lambda *_, **__: pytest.fail("nothing may be written")
+    )
+    with pytest.raises(ConfigError, match=r"they need 0\.\d MB and 0\.0 MB are free"):
+        publish(random_params(), tmp_path)
+    assert not left(tmp_path)
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="rollout.vllm.weights_dir"):
+        publish(random_params(), tmp_path / "file")

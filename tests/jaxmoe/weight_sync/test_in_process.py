@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In process: what the mailbox yields is the checkpoint, and jax's own memory where it can be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmoe.checkpoint.hf import iter_hf
+from jaxmoe.config import ModelConfig
+from jaxmoe.model.params import map_specs
+from jaxmoe.parallel.sharding import partition
+from jaxmoe.vllm_plugin import tensor_mailbox
+from jaxmoe.weight_sync.checksum import digest
+from jaxmoe.weight_sync.in_process import shared
+
+CFG = ModelConfig(
+    vocab_size=93, d_model=32, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
+    experts_per_token=4, d_expert=24, sliding_window=9, vocab_multiple=8,
+)  # fmt: skip
+
+
+def random_params(dtype: str = "float32"):
+    rng = np.random.default_rng(0)
+    return map_specs(lambda s: rng.standard_normal(s.shape, np.float32).astype(dtype), CFG)
+
+
+def on_one(params):
+    return jax.tree.map(jnp.asarray, params)
+
+
+def cut(params):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "expert"))
+
+    def put(spec, leaf):
+        names = partition(spec.axes, dict(mesh.shape))
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*names)))
+
+    return map_specs(put, CFG, params)
+
+
+def test_the_mailbox_has_the_manifest_and_is_empty_after_closing():
+    with shared(
+        on_one(random_params()), CFG, dtype="float32", run="ab", version=7, mailbox=tensor_mailbox
+    ) as published:
+        assert published.update_info == {"mailbox": "ab:7"} and published.label == "ab:7"
+        assert all(len(found) == 32 for found in published.digests.values())
+    assert tensor_mailbox.take("ab:7") is None
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("place", [on_one, cut, lambda params: params], ids=["one", "cut", "numpy"])
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sent", ["float32", "bfloat16"])
+def test_tensors_are_the_checkpoints_bytes_in_its_order(place, held, sent):
+    from jaxmoe.vllm_plugin.live import digest_tensor
+
+    params = random_params(held)
+    published = shared(place(params), CFG, dtype=sent, run="ab", version=7, mailbox=tensor_mailbox)
+    taken = tensor_mailbox.take("ab:7")
+    assert taken is not None and taken[0] == published.manifest
+    for (name, want), (got, tensor) in zip(iter_hf(params, CFG, sent), taken[1], strict=True):
+        assert (got, str(tensor.dtype)) == (name, f"torch.{sent}")
+        assert tuple(tensor.shape) == want.shape
+        assert digest_tensor(tensor) == digest(want) == published.digests[name], name
+
+
+@pytest.mark.parity
+def test_all_but_gate_and_up_are_views_of_jaxs_memory():
+    params = on_one(random_params())
+    shared(params, CFG, dtype="float32", run="ab", version=7, mailbox=tensor_mailbox)
+    begin = {leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(params)}
+    taken = tensor_mailbox.take("ab:7")
+    assert taken is not None
+    copied = {
+        name.rpartition(".")[2]
+        for name, tensor in taken[1]
+        if not any(at <= tensor.data_ptr() < at + n for at, n in begin.items())
+    }
+    assert copied == {"gate_up_proj", "gate_up_proj_bias"}

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights on their way out: every tensor byte for byte, gathered within a bound of memory."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from published import CFG, RUN, left, publish, random_params
+
+from jaxmoe.checkpoint import layouts
+from jaxmoe.checkpoint.hf import entries, iter_hf, load_params
+from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.model.params import map_specs
+from jaxmoe.parallel.sharding import partition
+from jaxmoe.weight_sync import update
+from jaxmoe.weight_sync.checksum import digest
+from jaxmoe.weight_sync.update import new_run
+
+
+@pytest.mark.parametrize("piece", [100, 5000, 1 << 20])
+@pytest.mark.parametrize(
+    ("held", "sent"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
+)
+def test_a_publication_holds_the_checkpoints_bytes_and_their_digests(
+    tmp_path, monkeypatch, held, sent, piece
+):
+    params = random_params(dtype=held)
+    want = {entry.name: naive(params, entry).astype(jnp.dtype(sent)) for entry in entries(CFG)}
+    monkeypatch.setattr(layouts, "PIECE_BYTES", piece)
+    published = publish(jax.tree.map(jnp.asarray, params), tmp_path, dtype=sent)
+    back = load_params(published.update_info["path"], CFG, sent)
+    for entry in entries(CFG):
+        got = naive(back, entry)
+        assert got.dtype == want[entry.name].dtype, entry.name
+        assert got.tobytes() == want[entry.name].tobytes(), entry.name
+        assert published.digests[entry.name] == digest(want[entry.name]), entry.name
+    for name, array in iter_hf(params, CFG, sent):
+        assert array.tobytes() == want[name].tobytes(), name
+
+
+def naive(params, entry) -> np.ndarray:
+    """The table's conversion, written plainly."""
+    ours = params
+    for key in entry.keys:
+        ours = ours[key]
+    ours = np.asarray(ours if entry.pair is None else ours[entry.pair])
+    if entry.layout.startswith("transpose"):
+        ours = ours.T
+    if entry.layout.startswith("gate_up"):
+        half = ours.shape[-1] // 2
+        ours = np.stack([ours[..., :half], ours[..., half:]], -1).reshape(ours.shape)
+    return np.ascontiguousarray(ours[: entry.shape[0]])
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+@pytest.mark.parametrize("error", [OSError, IndexError, KeyboardInterrupt])
+def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, error):
+    monkeypatch.setattr(layouts, "PIECE_BYTES", 1)
+    monkeypatch.setattr(update, "_cores", lambda: cores)
+    params, begun = random_params(), []
+    planned = update.plan(params, CFG, "float32")
+
+    def pass_on(at: int, _: np.ndarray) -> None:
+        begun.append(at)
+        if len(begun) == 3:
+            raise error("of ours")
+        time.sleep(0.01)
+
+    with pytest.raises(error, match="of ours"):
+        update.fill_digests(
+            params, CFG, planned, update.empty_manifest(planned, RUN, 0), pass_on=pass_on
+        )
+    assert len(begun) < 3 + cores  # of the twelve that the first tensor has
+
+
+def test_runs_have_names_of_their_own():
+    assert len({new_run() for _ in range(50)}) == 50
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p["layers"]["full"].pop("sinks"), r"layers/full/sinks must .* got none \(miss"),
+        (lambda p: p.update(extra=np.zeros(3)), r"extra must have shape none \(unknown\)"),
+        (lambda p: p.update(head=p["head"].T), r"head must have shape \(32, 96\), got \(96, 32\)"),
+    ],
+    ids=["missing", "unknown", "transposed"],
+)
+def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_path, change, message):
+    params = random_params()
+    change(params)
+    with pytest.raises(ValueError, match=message):
+        publish(params, tmp_path)
+    assert not left(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["mxfp4", "float16"])
+def test_a_dtype_that_engines_do_not_take_is_refused(tmp_path, dtype):
+    with pytest.raises(ConfigError, match=f"bfloat16 or float32, got '{dtype}'"):
+        publish(random_params(), tmp_path, dtype=dtype)
+    assert not left(tmp_path)
+
+
+def spread(params, cfg, fsdp: int, expert: int, along_pairs: bool = False):
+    """Over a mesh as the rules say; or also the layer pairs, over the first axis."""
+    mesh = Mesh(np.array(jax.devices()[: fsdp * expert]).reshape(fsdp, expert), ("fsdp", "expert"))
+
+    def put(spec, leaf):
+        names = list(partition(spec.axes, dict(mesh.shape)))
+        if along_pairs and spec.axes[0] == "pair" and "fsdp" not in names:
+            names[0] = "fsdp"
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*names)))
+
+    return map_specs(put, cfg, params)
+
+
+@pytest.mark.parametrize(("fsdp", "expert"), [(4, 2), (8, 1), (1, 2)])
+def test_arrays_cut_over_devices_are_published_like_whole_ones(tmp_path, fsdp, expert):
+    params = random_params()
+    cut = spread(params, CFG, fsdp, expert)
+    assert len(cut["layers"]["full"]["w_gate_up"].devices()) == fsdp * expert
+    assert publish(cut, tmp_path).digests == publish(params, tmp_path).digests
+
+
+def test_arrays_cut_along_layer_pairs_are_published_like_whole_ones(tmp_path):
+    params = random_params()
+    cut = spread(params, CFG, 2, 2, along_pairs=True)
+    assert not cut["layers"]["full"]["b_gate_up"].is_fully_replicated
+    assert publish(cut, tmp_path).digests == publish(params, tmp_path).digests
+
+
+WIDE = ModelConfig(
+    vocab_size=2_000, d_model=512, n_layers=4, n_q_heads=8, n_kv_heads=2, head_dim=64,
+    n_experts=16, experts_per_token=4, d_expert=640, sliding_window=9,
+)  # fmt: skip
+
+
+def beyond(params, cfg, directory) -> int:
+    """Bytes of host memory that a publication takes at most, as numpy allocates them."""
+    publish(params, directory, cfg=cfg).close()
+    tracemalloc.start()
+    try:
+        publish(params, directory, cfg=cfg)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_stays_within_pieces_where_one_device_holds_a_tensor(tmp_path):
+    params = map_specs(lambda s: np.ones(s.shape, np.float32), WIDE)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 250e6
+    grown = beyond(params, WIDE, tmp_path)
+    assert grown < 4 * layouts.PIECE_BYTES * update._cores() + 1e6, grown
+
+
+def test_memory_stays_within_one_tensor_where_devices_share_it(tmp_path):
+    params = spread(map_specs(lambda s: np.ones(s.shape, np.float32), WIDE), WIDE, 4, 2)
+    largest = 4 * max(np.prod(entry.shape) for entry in entries(WIDE))
+    grown = beyond(params, WIDE, tmp_path)
+    assert largest < grown < largest + 4 * layouts.PIECE_BYTES * update._cores() + 1e6, grown
+
+
+PROCESS = """
+import sys
+import numpy as np
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+sys.path.insert(0, sys.argv[4])
+import test_update as t
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "expert"))
+def put(spec, leaf):
+    cut = NamedSharding(mesh, PartitionSpec(*t.partition(spec.axes, dict(mesh.shape))))
+    return jax.make_array_from_callback(leaf.shape, cut, lambda index: leaf[index])
+params = t.map_specs(put, t.CFG, t.random_params())
+assert not params["head"].is_fully_addressable
+published = t.publish(params, sys.argv[3])
+assert (published.digests["lm_head.weight"] == "") == (jax.process_index() > 0)
+"""
+
+
+@pytest.mark.slow
+def test_arrays_cut_over_processes_are_gathered_and_written_by_the_first(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    code = [sys.executable, "-c", PROCESS, address]
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    here = os.path.dirname(__file__)
+    both = [
+        subprocess.Popen([*code, str(i), str(tmp_path), here], env=env, stderr=subprocess.PIPE)
+        for i in range(2)
+    ]
+    errors = [process.communicate(timeout=120)[1].decode()[-2000:] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    manifest = json.loads((tmp_path / f"jaxmoe-{RUN}" / "3" / "manifest.json").read_text())
+    assert manifest == publish(random_params(), tmp_path / "alone").manifest
