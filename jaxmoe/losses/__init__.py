@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses as pure functions: arrays in, arrays out; no config, no model, no jit.
 
-A config names them: objectives.py (loss at every token), advantages.py, aggregation.py (denominators),
-rollout_correction.py (corrections for a mismatched engine, built from ratios.py), kl.py, value.py.
+A config names them: objectives.py (loss at every token), advantages.py, aggregation.py (from tokens
+to the loss), rollout_correction.py (for an engine that differs; built from ratios.py), kl.py,
+value.py.
 """
 
 from jaxmoe.losses.advantages import (

@@ -18,12 +18,12 @@ def mismatch_metrics(
     rollout_logp_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
 ) -> Metrics:
-    """How far trainer and engine are apart: `mismatch` with all of it in one dict."""
-    means, maxima = mismatch(old_logp_BT, rollout_logp_BT, mask_BT)
+    """`mismatch_parts` in one dict."""
+    means, maxima = mismatch_parts(old_logp_BT, rollout_logp_BT, mask_BT)
     return means | maxima
 
 
-def mismatch(
+def mismatch_parts(
     old_logp_BT: Float[Array, "B T"],
     rollout_logp_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
@@ -102,9 +102,15 @@ def effective_sample_size(
 
 
 def weight_metrics(
-    weights_BT: Float[Array, "B T"],
-    ratio_BT: Float[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
+    weights_BT: Float[Array, "B T"], ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+) -> Metrics:
+    """`weight_parts` in one dict."""
+    means, maxima, minima = weight_parts(weights_BT, ratio_BT, mask_BT)
+    return means | maxima | minima
+
+
+def weight_parts(
+    weights_BT: Float[Array, "B T"], ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> tuple[Metrics, Metrics, Metrics]:
     """What the weights do to a batch; `ratio_BT` is what they were before their bounds.
 

@@ -28,8 +28,8 @@ def sequence_logprobs(
     `ops.logprobs` may return whatever per-token values it likes.
     Numerics: float32; [tokens, vocabulary] never exists, forward or backward.
     """
-    # targets move, hidden states do not: every array keeps its time axis whole, and the last
-    # column, whose target is none, is computed and left out
+    # targets move and hidden states do not: what `ops.logprobs` gets has its time axis whole, to
+    # be cut over devices; the last column, which has no target, is left out of what it returns
     targets_BT = jnp.roll(tokens_BT, -1, axis=1)
     with jax.named_scope("token_logprobs"):
         per_token = ops.logprobs(

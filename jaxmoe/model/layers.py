@@ -47,14 +47,19 @@ def target_logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-prob of each target and entropy of what it was drawn from, in nats.
 
+    The last column has no target: it costs nothing, and is NaN for whoever reads it.
     Numerics: float32; [tokens, vocabulary] never exists, forward or backward.
     """
     batch, time, width = hidden_BTD.shape
+    hidden_MD, targets_M = hidden_BTD[:, :-1].reshape(-1, width), targets_BT[:, :-1].reshape(-1)
     per_token = token_logprobs(
-        hidden_BTD.reshape(-1, width), w_DV.astype(hidden_BTD.dtype), targets_BT.reshape(-1),
-        temperature=temperature, vocab_size=vocab_size,
+        hidden_MD, w_DV.astype(hidden_BTD.dtype), targets_M, temperature=temperature,
+        vocab_size=vocab_size,
     )  # fmt: skip
-    logp_BT, entropy_BT = (x_M.reshape(batch, time) for x_M in per_token)
+    none = ((0, 0), (0, 1))
+    logp_BT, entropy_BT = (
+        jnp.pad(x_M.reshape(batch, time - 1), none, constant_values=jnp.nan) for x_M in per_token
+    )
     return logp_BT, entropy_BT
 
 

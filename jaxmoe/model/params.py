@@ -23,6 +23,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
 from jaxmoe.config import ModelConfig
@@ -114,7 +115,7 @@ def abstract_params(cfg: ModelConfig, dtype: str = "float32") -> Params:
     return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), cfg)
 
 
-def read_dtype(spec: Spec, cfg: ModelConfig, held: str) -> jnp.dtype:
+def read_dtype(spec: Spec, cfg: ModelConfig, held: DTypeLike) -> jnp.dtype:
     """The dtype in which the forward reads a parameter that is held in `held`."""
     return jnp.dtype(cfg.dtype if spec.read == "compute" else held)
 

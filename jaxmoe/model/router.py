@@ -13,14 +13,15 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.shapes import Params
 
 
-def router_logits(h_BTD: Float[Array, "B T D"], layer: Params) -> Float[Array, "B T E"]:
+def router_logits(h: Float[Array, "*B D"], layer: Params) -> Float[Array, "*B E"]:
     """h·W + b in float32."""
-    logits_BTE = jnp.dot(
-        h_BTD.astype(jnp.float32),
+    logits = jnp.dot(
+        h.astype(jnp.float32),
         layer["w_router"].astype(jnp.float32),
         precision=lax.Precision.HIGHEST,
     )
-    return logits_BTE + layer["b_router"].astype(jnp.float32)[None, None, :]
+    bias_E = layer["b_router"].astype(jnp.float32)
+    return logits + bias_E.reshape((1,) * (logits.ndim - 1) + bias_E.shape)
 
 
 def route(
@@ -30,8 +31,10 @@ def route(
 
     Source: GPT-OSS model card §2.2.
     """
-    top_BTA, indices_BTA = lax.top_k(router_logits(h_BTD, layer), active)
-    return indices_BTA, jax.nn.softmax(top_BTA, axis=-1)
+    h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
+    top_MA, indices_MA = lax.top_k(router_logits(h_MD, layer), active)
+    weights_MA, shape = jax.nn.softmax(top_MA, axis=-1), (*h_BTD.shape[:2], active)
+    return indices_MA.reshape(shape), weights_MA.reshape(shape)
 
 
 def replay(

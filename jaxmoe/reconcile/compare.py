@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.losses.mismatch import effective_sample_size, mismatch_metrics, ratio_quantiles
-from jaxmoe.losses.ratios import log_ratios, token_ratio
+from jaxmoe.losses.mismatch import mismatch_metrics
 from jaxmoe.reconcile.checks import Finding
 from jaxmoe.reconcile.hypotheses import EXPERTS, Hypothesis, hypotheses
 from jaxmoe.reconcile.recompute import Programs, Scores
@@ -247,9 +246,7 @@ def _metrics(
     mask[:] = np.arange(shape[1])[None] < np.array(lengths)[:, None]
     trainer[mask], engine[mask] = trainer_N, engine_N
     arrays = jnp.asarray(trainer, jnp.float32), jnp.asarray(engine, jnp.float32), jnp.asarray(mask)
-    ratio_BT = token_ratio(log_ratios(*arrays))
-    found: dict[str, Any] = mismatch_metrics(*arrays) | ratio_quantiles(*arrays)
-    found["rollout_corr/ess"] = effective_sample_size(ratio_BT, arrays[2])
+    found: dict[str, Any] = mismatch_metrics(*arrays)
     gap = np.abs(trainer_N - engine_N)
     quantiles = {f"gap_p{q}": np.quantile(gap, q / 100) for q in (50, 90, 99)}
     bias = {"gap_mean_signed": np.mean(trainer_N - engine_N), "tokens": len(gap)}

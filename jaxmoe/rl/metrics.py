@@ -13,21 +13,21 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, masked_sum
-from jaxmoe.losses.mismatch import mismatch, weight_metrics
+from jaxmoe.losses.mismatch import mismatch_parts, weight_parts
 from jaxmoe.losses.ratios import log_ratios, token_ratio
 from jaxmoe.rl.algorithm import Algorithm, objective_arrays, old_logp_of
 from jaxmoe.rl.batch import Batch, Scored
 from jaxmoe.rl.function_specs import arguments
-from jaxmoe.shapes import Metrics
+from jaxmoe.shapes import Leaf, Metrics
 
 
 @struct.dataclass
 class UpdateMetrics:
-    """Scalars of one update, by how several updates' are reduced."""
+    """Scalars of one update: dicts by name, by how several updates' are reduced."""
 
-    means: Metrics = field(default_factory=dict)
-    maxima: Metrics = field(default_factory=dict)
-    minima: Metrics = field(default_factory=dict)
+    means: Leaf = field(default_factory=dict)
+    maxima: Leaf = field(default_factory=dict)
+    minima: Leaf = field(default_factory=dict)
 
     def __or__(self, other: "UpdateMetrics") -> "UpdateMetrics":
         return UpdateMetrics(
@@ -42,12 +42,14 @@ class UpdateMetrics:
         )  # fmt: skip
 
     def flat(self) -> Metrics:
-        return self.means | self.maxima | self.minima
+        return {**self.means, **self.maxima, **self.minima}
 
 
 def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> UpdateMetrics:
     """The trainer's log-probs of a batch against the engine's."""
-    return UpdateMetrics(*mismatch(trainer_logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT))
+    return UpdateMetrics(
+        *mismatch_parts(trainer_logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
+    )
 
 
 def update_metrics(
@@ -70,7 +72,7 @@ def update_metrics(
     means |= clip_fractions(batch, scored, rows, a, old_logp_BT)
     found = UpdateMetrics(means, {"policy/ratio_max": masked_max(moved_BT, mask_BT)})
     if "is_weights_BT" in rows:
-        found |= UpdateMetrics(*weight_metrics(rows["is_weights_BT"], rows["ratio_BT"], mask_BT))
+        found |= UpdateMetrics(*weight_parts(rows["is_weights_BT"], rows["ratio_BT"], mask_BT))
     if "keep_BT" in rows:
         keep_BT = rows["keep_BT"] & mask_BT
         gone_B1 = ~jnp.any(keep_BT, axis=1, keepdims=True)

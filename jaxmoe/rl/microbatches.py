@@ -18,19 +18,19 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.shapes import Leaf, Metrics
+from jaxmoe.shapes import Leaf
 
 SUM, MAX, MIN, ROWS = "sum", "max", "min", "rows"  # how microbatches' results are merged
 
 
 @struct.dataclass
 class LossAux:
-    """What a loss tells beside its value, by how microbatches are merged."""
+    """What a loss tells beside its value: dicts by name, by how microbatches are merged."""
 
-    sums: Metrics = field(default_factory=dict)  # scalars; a mean divides by the batch's `total`
-    maxima: Metrics = field(default_factory=dict)  # scalars
-    minima: Metrics = field(default_factory=dict)  # scalars
-    rows: dict[str, Array] = field(default_factory=dict)  # arrays whose first axis is the batch's
+    sums: Leaf = field(default_factory=dict)  # scalars; a mean divides by the batch's `total`
+    maxima: Leaf = field(default_factory=dict)  # scalars
+    minima: Leaf = field(default_factory=dict)  # scalars
+    rows: Leaf = field(default_factory=dict)  # arrays whose first axis is the batch's
 
 
 # of jax.value_and_grad(loss_fn, has_aux=True): ((loss, aux), gradient)

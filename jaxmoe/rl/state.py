@@ -33,16 +33,17 @@ class Frozen:
 
 @struct.dataclass
 class TrainState:
-    params: Trained
+    params: Leaf  # Trained
     frozen: Frozen
     opt_state: Leaf
     step: Leaf  # int32 []: updates made
 
 
 def new_state(
-    params: Trained, tx: optax.GradientTransformation, frozen: Frozen | None = None
+    trained: Trained, tx: optax.GradientTransformation, frozen: Frozen | None = None
 ) -> TrainState:
     """The state before the first update."""
+    params: Leaf = trained
     return TrainState(
         params=params, frozen=frozen or Frozen(), opt_state=tx.init(params),
         step=jnp.zeros((), jnp.int32),

@@ -10,6 +10,7 @@ number of trained tokens in the whole batch; to try another one, pass it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -23,7 +24,7 @@ from jaxmoe.rl.batch import Batch, Scored
 from jaxmoe.rl.microbatches import GRADIENTS, LossAux, over_microbatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
-from jaxmoe.shapes import Metrics
+from jaxmoe.shapes import Leaf, Metrics
 
 LossFn = Callable[..., tuple[Array, LossAux]]
 
@@ -51,14 +52,12 @@ def train_step(
     return apply_gradients(state, grads, tx), metrics
 
 
-def apply_gradients(
-    state: TrainState, grads: Trained, tx: optax.GradientTransformation
-) -> TrainState:
+def apply_gradients(state: TrainState, grads: Leaf, tx: optax.GradientTransformation) -> TrainState:
     """The state after one optax update, by gradients in the parameters' dtype."""
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    return state.replace(params=params, opt_state=opt_state, step=state.step + 1)
+    return replace(state, params=params, opt_state=opt_state, step=state.step + 1)
 
 
 def supervised_loss_fn(

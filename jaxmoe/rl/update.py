@@ -91,7 +91,7 @@ def score(
     state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer, microbatches: int, *,
     policy: bool,
 ) -> Scored:  # fmt: skip
-    """What must be known before the first gradient: reference and values; old log-probs if asked."""
+    """What must be known before the first gradient: reference, values, old log-probs if asked."""
 
     def over(fn: Any) -> Any:
         return over_microbatches(lambda part, _: fn(part), batch, None, microbatches, ROWS)

@@ -23,7 +23,7 @@ from jaxmoe.checkpoint.hf import entries, leaf_of
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan
+from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan, sent_as
 
 
 class Handle(ctypes.Structure):
@@ -47,13 +47,13 @@ def handles(
     manifest = empty_manifest(planned, run, version)
     fill_digests(params, cfg, planned, manifest)
     arrays = [
-        device_tensor(leaf_of(params, e), e.pair, e.layout, e.shape, dtype, cuda.device)
+        device_tensor(leaf_of(params, e), e.pair, e.layout, e.shape, sent_as(e, dtype), cuda.device)
         for e in entries(cfg)
     ]
     where = [cuda.place(array) for array in jax.block_until_ready(arrays)]
     update_info = {
         "names": [name for name, _, _ in planned],
-        "dtype_names": [dtype] * len(planned),
+        "dtype_names": [sent_as(e, dtype) for e in entries(cfg)],
         "shapes": [list(shape) for _, _, shape in planned],
         "ipc_handles": [{cuda.uuid: place} for place in where],
         "manifest": manifest,

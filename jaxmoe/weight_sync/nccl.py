@@ -24,7 +24,7 @@ from jaxmoe.checkpoint.hf import entries, leaf_of
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan
+from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan, sent_as
 
 TYPES = {"float32": 7, "bfloat16": 9}  # ncclDataType_t of nccl.h
 _SUM = 0  # ncclRedOp_t
@@ -129,7 +129,7 @@ def broadcast(
     fill_digests(params, cfg, planned, manifest)
     update_info = {
         "names": [name for name, _, _ in planned],
-        "dtype_names": [dtype] * len(planned),
+        "dtype_names": [sent_as(e, dtype) for e in entries(cfg)],
         "shapes": [list(shape) for _, _, shape in planned],
         "manifest": manifest,
     }
@@ -140,7 +140,8 @@ def broadcast(
 def _send(group: Group, params: Params, cfg: ModelConfig, dtype: str) -> None:
     for entry in entries(cfg):
         leaf, layout = leaf_of(params, entry), entry.layout
-        array = device_tensor(leaf, entry.pair, layout, entry.shape, dtype, group.device)
+        kind = sent_as(entry, dtype)
+        array = device_tensor(leaf, entry.pair, layout, entry.shape, kind, group.device)
         group.send(jax.block_until_ready(array))
 
 

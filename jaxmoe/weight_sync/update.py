@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmoe.checkpoint.hf import Entry, check_params, entries, gather_entry, planned_tensors
+from jaxmoe.checkpoint.hf import Entry, check_params, entries, gather_entry, stored
 from jaxmoe.checkpoint.layouts import checkpoint_rows, flat_shape, row_pieces
 from jaxmoe.checkpoint.tensor_files import DTYPES as FILE_DTYPES
 from jaxmoe.checkpoint.tensor_files import Planned, planned_bytes
@@ -101,7 +101,16 @@ def plan(params: Params, cfg: ModelConfig, dtype: str) -> list[Planned]:
             "Try --set rollout.vllm.dtype=bfloat16."
         )
     check_params(params, cfg)
-    return planned_tensors(cfg, dtype)
+    return [item for entry in entries(cfg) for item in stored(entry, sent_as(entry, dtype))]
+
+
+def sent_as(entry: Entry, dtype: str) -> str:
+    """The dtype in which a tensor travels: float32 where the trainer does not round it either.
+
+    An engine that computes in bfloat16 may round it when it loads; vLLM 0.32 rounds router,
+    norms, biases and sinks.
+    """
+    return dtype if entry.read == "compute" else "float32"
 
 
 def fill_digests(

@@ -26,7 +26,7 @@ import psutil
 
 from jaxmoe.config import VllmConfig
 from jaxmoe.config_file import load
-from jaxmoe.model import init_params
+from jaxmoe.model import init_params, plain_ops
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.vllm.engine import VllmEngine
@@ -89,8 +89,8 @@ def main():
     vllm = VllmConfig(launch=int(args.server), python=args.python)
     with tempfile.TemporaryDirectory() as work:
         engines = {
-            "native": NativeEngine(cfg, **sizes),
-            "vllm": VllmEngine(cfg, vllm, work=Path(work), **sizes),
+            "native": NativeEngine(cfg, plain_ops(), **sizes),
+            "vllm": VllmEngine(cfg, plain_ops(), vllm, work=Path(work), **sizes),
         }
         try:
             measure(engines, weights, prompts, sampling, args)

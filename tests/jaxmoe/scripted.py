@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmoe import train
+from jaxmoe import job, train
 from jaxmoe.checkpoint.run import Position, restore_run
 from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load, override
 from jaxmoe.envs.tasks import open_task
+from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog
 from jaxmoe.records import Rollout, StopReason
-from jaxmoe.rl.algorithm import algorithm
-from jaxmoe.rl.state import new_state
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.state import Trained, new_state
 
 STEPS, SAMPLES, PROMPTS = 6, 2, 3
 SOON = 60.0
@@ -33,11 +34,11 @@ CFG = override(
 )  # fmt: skip
 TX = optax.sgd(1.0)
 NUMBERS = (
-    "gate/closed", "grad/norm", "loss", "policy/kl_rollout", "train_rollout_logprob_abs_diff"
+    "gate/closed", "grad/norm", "loss", "train_rollout_logprob_abs_diff"
 )  # fmt: skip
 
 
-def counting_step(state, batch, minibatches, reference, **_):
+def counting_step(state, batch, minibatches, **_):
     """Adds 1 to the weight, so that the weight says which version it is."""
     params = jax.tree.map(lambda w: w + 1.0, state.params)
     return replace(state, params=params), {name: jnp.zeros(()) for name in NUMBERS}
@@ -111,10 +112,10 @@ class Run:
 
     def __call__(self, monkeypatch):
         cfg = override(CFG, f"rollout.max_staleness={self.ahead}", *self.changes)
-        task, fresh = open_task(cfg), new_state({"w": jnp.zeros(())}, TX)
+        task, fresh = open_task(cfg), new_state(Trained({"w": jnp.zeros(())}), TX)
         at = restore_run(self.work, cfg, {"rl": jax.eval_shape(lambda: fresh)})
-        begun = at or Position("warmup", 0, fresh, None, None)  # as run() does: the log starts over
-        at = at or Position("rl", 0, fresh, None, None)
+        begun = at or Position("warmup", 0, fresh, None)  # as run() does: the log starts over
+        at = at or Position("rl", 0, fresh, None)
         whole = train.make_batch
 
         def noted(cfg, task, rollouts, rewards):
@@ -124,12 +125,12 @@ class Run:
         with monkeypatch.context() as patch:
             patch.setattr(train, "rl_step", counting_step)
             patch.setattr(train, "make_batch", noted)
-            patch.setattr(train, "plot_run", lambda *_, **__: None)
+            patch.setattr(job, "plot_run", lambda *_, **__: None)
             with MetricsLog(self.work, stage=begun.stage, step=begun.step) as log:
-                desk = train.Desk(cfg, self.work, task, self.engine, log, self.stop)
-                state = train.reinforce(desk, at, TX, algorithm(cfg))
+                run = job.Job(cfg, make_ops(cfg), self.work, task, self.engine, log, self.stop, at)
+                train.reinforce(run, TX, algorithm(cfg))
         assert not [t for t in threading.enumerate() if t.name == "rollouts"]
-        return float(state.params["w"])
+        return float(run.at.state.params.policy["w"])
 
 
 def lines(work):

@@ -15,7 +15,7 @@ from peer import Peer, fresh, log_softmax, logits
 from random_weights import random_weights
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.model import forward, sequence_logprobs
+from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.reconcile.checks import facts
 from jaxmoe.reconcile.compare import reconcile
@@ -24,6 +24,7 @@ from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.reconcile.variants import sampled_rows, unchanged
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
@@ -36,8 +37,8 @@ START = 5  # the token an engine may put before a prompt
 def programs():
     """What the doctor jits."""
     return Programs(
-        jax.jit(partial(trunk), static_argnames="cfg"),
-        jax.jit(partial(head), static_argnames=("cfg", "top_k", "top_p")),
+        jax.jit(partial(trunk, ops=OPS), static_argnames="cfg"),
+        jax.jit(partial(head, ops=OPS), static_argnames=("cfg", "top_k", "top_p")),
     )
 
 
@@ -176,8 +177,8 @@ def test_unchanged_it_is_the_trainer():
 
     @jax.jit
     def trainer(params):
-        hidden, _, chosen = forward(params, tokens, CFG, segment_ids_BT=segments)
-        return sequence_logprobs(params, hidden, tokens, CFG, temperature=0.7)[0], chosen
+        hidden, _, chosen = forward(params, tokens, CFG, OPS, segment_ids_BT=segments)
+        return sequence_logprobs(params, hidden, tokens, CFG, OPS, temperature=0.7)[0], chosen
 
     logp, chosen = trainer(weights(0))
     gap = np.abs(np.asarray(ours) - np.asarray(logp))[rows.sampled_BT]

@@ -9,9 +9,9 @@ import pytest
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
 from jaxmoe.rl.algorithm import ARRAYS
-from jaxmoe.rl.function_specs import ask, asked, read, read_several
+from jaxmoe.rl.function_specs import arguments, asked, read, read_several
 
-OBJECTIVE, CORRECTION = ARRAYS["objective"], ARRAYS["correction"]
+OBJECTIVE, CORRECTION = ARRAYS["objective"], ARRAYS["rollout_correction"]
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def test_a_function_of_ones_own_is_found_by_its_module(mine):
 def test_a_function_gets_the_arrays_it_names_and_no_other(mine):
     got = read("my_losses:terms", "loss.objective", OBJECTIVE)
     arrays = {"logp_BT": 3.0, "advantages_BT": 5.0, "mask_BT": None, "old_logp_BT": None}
-    assert ask(got, arrays) == 7.5
+    assert got(**arguments(got, arrays)) == 7.5
     with pytest.raises(KeyError, match="advantages_BT"):
-        ask(got, {"logp_BT": 3.0})
+        arguments(got, {"logp_BT": 3.0})
 
 
 def test_options_and_defaults_are_not_asked_for():
@@ -151,9 +151,9 @@ def test_every_exported_recipe_objective_and_denominator_reads_without_options()
         "reinforce_terms",
         "advantages": "group_advantages rloo_advantages gae reinforce_pp_advantages "
         "reinforce_pp_baseline_advantages",
-        "mean": "token_mean seq_mean_token_mean kept_token_mean",
-        "correction": "token_is sequence_is geometric_is token_icepop sequence_icepop normalize "
-        "veto",
+        "aggregation": "token_mean seq_mean_token_mean kept_token_mean",
+        "rollout_correction": "token_is sequence_is geometric_is token_icepop sequence_icepop "
+        "normalize veto",
         "kl": "kl_k1 kl_k2 kl_k3 kl_k3_with_k2_gradient",
     }
     for kind, names in kinds.items():

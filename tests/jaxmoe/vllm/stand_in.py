@@ -21,16 +21,16 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxmoe.checkpoint.hf import load_params
-from jaxmoe.model import abstract_params, forward, next_token_logits
+from jaxmoe.model import abstract_params, forward, next_token_logits, plain_ops
 from jaxmoe.weight_sync.checksum import digest
 
 ROWS = 4  # sequences computed at once
 
 
 def _compute(params, tokens_BT, cfg):
-    hidden_BTD, _, experts_LBTA = forward(params, tokens_BT, cfg)
+    hidden_BTD, _, experts_LBTA = forward(params, tokens_BT, cfg, plain_ops())
     shape = hidden_BTD.shape
-    logits_MV = next_token_logits(params, hidden_BTD.reshape(-1, shape[-1]), cfg, 1.0)
+    logits_MV = next_token_logits(params, hidden_BTD.reshape(-1, shape[-1]), cfg, plain_ops(), 1.0)
     return logits_MV.reshape(*shape[:2], -1), experts_LBTA
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, PROMPT, check, open_engine, prompts, trainer, weights
+from vllm_cases import CFG, NEW, OPS, PROMPT, check, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.records import Sampling
@@ -120,7 +120,7 @@ def test_before_load_nothing_is_sampled(engine):
 def test_a_server_with_too_little_context_is_the_users_mistake(stand_in, tmp_path):
     with pytest.raises(ConfigError, match=r"\(57\) tokens, its --max-model-len is 40"):
         VllmEngine(
-            CFG, VllmConfig(url=stand_in.url), work=tmp_path, max_prompt_tokens=PROMPT,
+            CFG, OPS, VllmConfig(url=stand_in.url), work=tmp_path, max_prompt_tokens=PROMPT,
             max_new_tokens=36, max_rows=4,
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 
 from jaxmoe.checkpoint.hf import iter_hf, save_params
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward, param_specs, sequence_logprobs
+from jaxmoe.model import forward, param_specs, plain_ops, sequence_logprobs
 from jaxmoe.model.params import Spec
 from jaxmoe.weight_sync.checksum import digest
 
@@ -126,17 +127,19 @@ class Served:
         return self.llm.generate(prompts, sampling, use_tqdm=False)
 
     def _logp(self, params, tokens_BT, lengths_B):
-        def record(h_MD, layer, indices_MA, weights_MA):
-            logits = h_MD @ layer["w_router"] + layer["b_router"][None]
+        def record(h_BTD, layer, indices_BTA, weights_BTA):
+            logits = h_BTD @ layer["w_router"] + layer["b_router"][None, None]
             top = jax.lax.top_k(logits, self.cfg.experts_per_token + 1)[0]
-            return indices_MA, top[:, -2] - top[:, -1]
+            return indices_BTA, top[..., -2] - top[..., -1]
+
+        ops = replace(plain_ops(), record=record)
 
         segments = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
         hidden, _, (experts, margin) = forward(
-            params, tokens_BT, self.cfg, segment_ids_BT=segments, record=record
+            params, tokens_BT, self.cfg, ops, segment_ids_BT=segments
         )
         shape = (self.cfg.n_layers, *tokens_BT.shape)
-        logp = sequence_logprobs(params, hidden, tokens_BT, self.cfg)[0]
+        logp = sequence_logprobs(params, hidden, tokens_BT, self.cfg, ops)[0]
         return logp, experts.reshape(*shape, -1), margin.reshape(shape)
 
     def compare(self, new=NEW):
