@@ -32,7 +32,7 @@ from jaxmoe.checkpoint.run import (
 from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.engines import open_engine
-from jaxmoe.envs.draws import draw_step
+from jaxmoe.envs.rollouts import collect_rollouts
 from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text
 from jaxmoe.guards import gate_closed, must_be_finite
 from jaxmoe.losses import overlong_penalty
@@ -222,9 +222,9 @@ def reinforce(
     data = task.stream(r.prompts_per_step, cfg.seed + 2)
     if at.data is not None:
         data.set_state(at.data)
-    make = partial(draw_step, cfg, task, engine, data)
+    make = partial(collect_rollouts, cfg, task, engine, data)
     batches = SyncRollouts(make) if r.max_staleness == 0 else AsyncRollouts(
-        make, first=at.step + 1, last=cfg.steps, most=r.max_staleness,
+        make, first=at.step + 1, last=cfg.steps, max_staleness=r.max_staleness,
         stop=lambda: desk.stop.signal, interrupt=engine.close,
     )  # fmt: skip
     told = len(engine.incidents)
@@ -235,14 +235,16 @@ def reinforce(
                 desk.log.write("rl", at.step, measure(desk, held_out))
             if at.step:
                 plot(desk, at.step)
-        batches.published(at.step)
+        batches.weights_synced(at.step)
         with Progress(cfg.steps, "rl", done=at.step) as progress:
             for step in range(at.step + 1, cfg.steps + 1):
                 start, desk.phases = time.perf_counter(), {}
                 drawn = batches.take(step)
                 if drawn is None:
                     raise desk.stopped()
-                ages = check_versions(drawn.rollouts, newest=step - 1, most=r.max_staleness)
+                ages = check_versions(
+                    drawn.rollouts, newest=step - 1, max_staleness=r.max_staleness
+                )
                 batch, minibatches = divide(
                     make_batch(cfg, task, drawn.rollouts, drawn.rewards), a,
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
@@ -260,7 +262,7 @@ def reinforce(
                 desk.at = Position("rl", step, state, reference, drawn.data)
                 metrics |= drawn.metrics | (ages if r.max_staleness else {})
                 try:
-                    with desk.clock("publish"):
+                    with desk.clock("weight_sync"):
                         engine.load(policy_of(state.params), step)
                     if due(cfg, step):
                         with batches.paused(), desk.clock("eval"):
@@ -268,7 +270,7 @@ def reinforce(
                 except Exception:  # the step was made: a resume goes on behind it
                     desk.log.write("rl", step, metrics | desk.phases)
                     raise
-                batches.published(step)
+                batches.weights_synced(step)
                 tokens = int(np.asarray(batch.segment_ids_BT).sum())
                 elapsed = time.perf_counter() - start
                 metrics |= desk.phases | batches.waits()

@@ -168,8 +168,8 @@ def _experts(
     return _jittered(knobs, combine_rows(out, inverse, weights_MA), 1)
 
 
-def _attend(knobs: Knobs, *arrays: Array, **places: Any) -> tuple[Array, Array]:
-    o_BTNH, lse_BTN = sink_attention(*arrays, **places)
+def _attend(knobs: Knobs, *arrays: Array, **layout: Any) -> tuple[Array, Array]:
+    o_BTNH, lse_BTN = sink_attention(*arrays, **layout)
     return _jittered(knobs, o_BTNH, 2), lse_BTN
 
 

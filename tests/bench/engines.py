@@ -112,8 +112,8 @@ def measure(engines, weights, prompts, sampling, args):
             rates[name]["wall"].append(tokens / (time.perf_counter() - start))
             rates[name]["cpu"].append(tokens / (cpu_s(name) - before))
             assert sum(len(r.tokens) for r in out) == tokens
-    place = engines["vllm"]._places[0]
-    place.backend = timed = Timed(place.backend)
+    replica = engines["vllm"]._replicas[0]
+    replica.backend = timed = Timed(replica.backend)
     swaps = []
     for version in range(1, args.rounds + 4):
         timed.spent.clear()
