@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights out: GB/s of a update against plain copies of the same bytes, in turn.
+"""Weight files: GB/s of a weight update against plain copies of the same bytes, in turn.
 
     python tests/bench/export_weights.py [--rounds 5] [--gigabytes 2] [--directory /dev/shm]
 
 A synthetic GPT-OSS of the 20B's proportions (transposed attention and head, interleaved gate and
-up), held by jax in float32 or bfloat16. `convert` is the export without the file: what a way
+up), held by jax in float32 or bfloat16. `convert` is the export without the file: what a transport
 without files costs. Yardsticks, on one core: numpy's copy into memory that is warm, the same into
 fresh memory, and a plain write of the same bytes to a fresh file in that directory. `export` is
 the first update of a run, into fresh pages; `export_over` every later one, into the pages of
