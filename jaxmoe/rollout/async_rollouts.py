@@ -20,7 +20,7 @@ from jaxmoe.shapes import Metrics
 T = TypeVar("T")
 
 POLL_S = 0.05  # between looks at a request to stop, which comes as a signal and wakes no one
-GRACE_S = 60.0  # for a batch under way to end after it was asked to
+GRACE_S = 60.0  # for an unfinished batch to end after it was asked to
 
 
 class SyncRollouts(Generic[T]):
@@ -51,7 +51,7 @@ class AsyncRollouts(Generic[T]):
 
     The first begins when version first-1 is synced, or an older one that it may still use.
     What make() raises is raised in the caller's next call, before any batch that is ready.
-    `interrupt` is called where a batch is under way at close(): it must end make() soon, by an
+    `interrupt` is called where a batch is being made at close(): it must end make() soon, by an
     error if need be. `stop` is looked at while the caller waits.
     """
 
@@ -99,7 +99,7 @@ class AsyncRollouts(Generic[T]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No batch is being made meanwhile; waits for the one under way."""
+        """No batch is being made meanwhile; waits for the one being made."""
         start = time.perf_counter()
         with self._changed:
             self._paused = True
@@ -132,7 +132,7 @@ class AsyncRollouts(Generic[T]):
             }  # fmt: skip
 
     def close(self) -> None:
-        """Make no more; the batch under way is interrupted, and lost with those that are ready."""
+        """Make no more; the one being made is interrupted, and lost with those that are ready."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

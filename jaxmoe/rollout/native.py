@@ -176,13 +176,13 @@ class NativeEngine:
     def load(self, params: Params, version: int) -> None:
         """A copy of these weights in the model's dtype: the trainer donates its own.
 
-        A generate() under way in another thread goes on with the weights it began with.
+        A generate() that runs in another thread goes on with the weights it began with.
         """
         dtype = jnp.dtype(self._cfg.dtype)
         self._loaded = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params), version
 
     def close(self) -> None:
-        """Ends a generate() under way in another thread, when it next returns from the device."""
+        """Ends a generate() that runs in another thread, when it next returns from the device."""
         self._closed = True
 
     def compilations(self) -> int:

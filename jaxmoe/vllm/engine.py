@@ -74,7 +74,7 @@ class VllmEngine:
         self._transport = "in_process" if in_process else vllm.transport
         context = max_prompt_tokens + max_new_tokens
         self._replicas: list[Replica] = []
-        if self._transport == "files":  # an unusable folder is told before minutes of starting
+        if self._transport == "files":  # an unusable folder fails before minutes of starting
             self._weights_dir = WeightsDirectory(vllm.weights_dir, self._run)
         try:
             opened = _open(cfg, vllm, work, context, max_rows)
@@ -128,22 +128,17 @@ class VllmEngine:
             before = self._target
             target = TargetWeights(f"{self._run}:{version}", version, file, make, logps)
             self._target = target
-        pool = ThreadPoolExecutor(len(self._replicas))
+        pool, on_sync = ThreadPoolExecutor(len(self._replicas)), self._vllm.on_weight_sync
         try:
-            list(
-                pool.map(
-                    lambda replica: replica.sync_weights(target, self._vllm.on_weight_sync),
-                    self._replicas,
-                )
-            )
+            list(pool.map(lambda r: r.sync_weights(target, on_sync), self._replicas))
         except KeyboardInterrupt:
-            self.close()  # who syncs weights stops waiting
+            self.close()  # a sync that waits for a replica ends
             raise
         finally:
             pool.shutdown()
         target.logps = target.make = None  # the trainer may give the weights away now
         for replica in self._replicas:
-            with replica.lock:  # who still reads them has ended
+            with replica.lock:  # nobody reads them any more
                 pass
         if before is not None and before.file is not None and before.version != version:
             self._reusable_file = before.file  # nobody reads it now

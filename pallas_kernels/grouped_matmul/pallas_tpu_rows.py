@@ -22,14 +22,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments import products
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
-from pallas_kernels.grouped_matmul.pallas_tpu_tiles import ColumnPlan
+from pallas_kernels.grouped_matmul.pallas_tpu_tiles import TpuPlan
 from pallas_kernels.grouped_matmul.swiglu import activate
 from pallas_kernels.grouped_matmul.visits import TileVisits, row_visits
 
 
-def plan_rows(
-    rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False
-) -> ColumnPlan | None:
+def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False) -> TpuPlan | None:
     """How the output's columns are cut; None where the matrices cannot be."""
     _, width, out_width = rhs_EDF.shape
     if transposed:
@@ -83,7 +81,7 @@ def each_columns(width, body, used=None):
         body(width // step * step, width % step)
 
 
-def _copies(sources, buffers, sems, plan: ColumnPlan, axis, n, group, slot, act):
+def _copies(sources, buffers, sems, plan: TpuPlan, axis, n, group, slot, act):
     """Start, or wait for, the copies of a group's windows into a slot."""
 
     def one(source, buffer, sem, start, size):
@@ -153,7 +151,7 @@ def _decode(nibbles, scales, slot, scale32, weight, base):
 
 def _kernel(
     group_V, tile_V, low_V, high_V, next_V, slot_V, *refs,
-    plan: ColumnPlan, length, n_groups, columns, transposed, packed, n_bias, n_out, swiglu,
+    plan: TpuPlan, length, n_groups, columns, transposed, packed, n_bias, n_out, swiglu,
 ):  # fmt: skip
     """One visit: see that the group's windows are here, then multiply its rows of this tile."""
     n_sources = (2 if packed else 1) * len(plan.windows)
