@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m jaxmoe.doctor --config FILE`: do engine and trainer agree, and if not, why.
 
-It takes the run's newest checkpoint (or the weights the config starts from), publishes it to the
+It takes the run's newest checkpoint (or the weights the config starts from), loads it into the
 config's engine, samples held-out prompts, and recomputes what the engine said. Exit status: 0
 they agree, 1 they do not, 2 a mistake in what was typed.
 Next: jaxmoe/reconcile/compare.py.
@@ -32,7 +32,7 @@ from jaxmoe.envs.tasks import Task, open_task
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.progress import phase
-from jaxmoe.reconcile.checks import facts
+from jaxmoe.reconcile.checks import run_checks
 from jaxmoe.reconcile.compare import Report, reconcile
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Rollout
@@ -63,24 +63,24 @@ def run(cfg: Config) -> bool:
     patient = replace(cfg, rollout=replace(cfg.rollout, vllm=vllm))
     prompts = task.held_out_prompts()[:PROMPTS]
     with closing(open_engine(patient, ops, work)) as engine:
-        with phase(f"publishing {where} to the {cfg.rollout.engine} engine"):
+        with phase(f"loading {where} into the {cfg.rollout.engine} engine"):
             try:
                 if before is not None:  # what a loader forgets is then this, not random weights
                     engine.load(before, version - 1)
                 engine.load(params, version)
             except EngineError as error:
-                return refused(error, work, where)
+                return not_loaded(error, work, where)
         with phase(f"sampling {SAMPLES} answers to {len(prompts)} held-out prompts"):
             rollouts = engine.generate(prompts, task.sampling, seed=3, samples=SAMPLES)
-        held = held_by(engine, cfg)
+        loaded = loaded_states(engine, cfg)
     with phase("recomputing"):
-        report = examine(cfg, task, rollouts, params, before, version, held, ops)
+        report = examine(cfg, task, rollouts, params, before, version, loaded, ops)
     show(report, rollouts, task, where)
     write(report, work, where)
     return report.agrees
 
 
-def refused(error: EngineError, work: Path, where: str) -> bool:
+def not_loaded(error: EngineError, work: Path, where: str) -> bool:
     """The engine did not come to hold the weights: the error names the tensors, or what broke."""
     print(f"DISAGREE: the engine does not hold {where}. {error}")
     work.mkdir(parents=True, exist_ok=True)
@@ -99,19 +99,19 @@ def newest_weights(cfg: Config, work: Path) -> tuple[Params, Params | None, int,
     return at.state.params.policy, first, at.step, f"{at.stage} step {at.step}"
 
 
-def held_by(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
-    """What the engine's processes say of themselves, where they can."""
+def loaded_states(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
+    """What the engine's processes report of themselves, where they can."""
     if cfg.rollout.engine != "vllm":
         return []
     from jaxmoe.vllm.engine import VllmEngine  # runs without its packages otherwise
 
     assert isinstance(engine, VllmEngine)
-    return [worker for backend in engine.backends for worker in backend.held()]
+    return [worker for backend in engine.backends for worker in backend.loaded_state()]
 
 
 def examine(
     cfg: Config, task: Task, rollouts: Sequence[Rollout], params: Params,
-    before: Params | None, version: int, held: Sequence[dict[str, Any]], ops: Ops,
+    before: Params | None, version: int, loaded: Sequence[dict[str, Any]], ops: Ops,
 ) -> Report:  # fmt: skip
     """The report of these rollouts."""
     tokenizer, theirs = task.tokenizer, None
@@ -119,10 +119,10 @@ def examine(
         theirs = partial(prompt_ids, task, load_tokenizer(cfg.init.checkpoint))
     found = {
         f.name: f
-        for worker in (held or [None])
-        for f in facts(rollouts, task.sampling, cfg.model.vocab_size, version,
+        for worker in (loaded or [None])
+        for f in run_checks(rollouts, task.sampling, cfg.model.vocab_size, version,
                        encode=partial(prompt_ids, task, tokenizer), their_encode=theirs,
-                       held=worker)
+                       loaded=worker)
     }  # fmt: skip
     try:
         start_id = tokenizer.special("<|startoftext|>")
@@ -134,7 +134,7 @@ def examine(
             jax.jit(partial(trunk, ops=ops), static_argnames="cfg"),
             jax.jit(partial(head, ops=ops), static_argnames=("cfg", "top_k", "top_p")),
         ),
-        previous=before, start_id=start_id, engine_dtype=engine_dtype(cfg, held),
+        previous=before, start_id=start_id, engine_dtype=engine_dtype(cfg, loaded),
         findings=list(found.values()),
     )  # fmt: skip
 
@@ -144,13 +144,15 @@ def prompt_ids(task: Task, tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, .
     return make_prompt(task.held_out, prompt.id, tokenizer, task.template, sys.maxsize).tokens
 
 
-def engine_dtype(cfg: Config, held: Sequence[dict[str, Any]]) -> str | None:
+def engine_dtype(cfg: Config, loaded: Sequence[dict[str, Any]]) -> str | None:
     """Of the engine's arithmetic, where it says so; the native engine's is the model's."""
     if cfg.rollout.engine == "native":
         return cfg.model.dtype
-    said = {str((worker.get("model") or {}).get("dtype")).removeprefix("torch.") for worker in held}
-    known = said & {"float32", "bfloat16"}
-    return known.pop() if len(said) == len(known) == 1 else None
+    said = {
+        str((worker.get("model") or {}).get("dtype")).removeprefix("torch.") for worker in loaded
+    }
+    dtypes = said & {"float32", "bfloat16"}
+    return dtypes.pop() if len(said) == len(dtypes) == 1 else None
 
 
 def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) -> None:
@@ -173,7 +175,7 @@ def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) ->
         console.print(_ranked(report))
     for f in report.findings:
         console.print(
-            f"{f.rung}: {f.must}; {f.got}.\n  change: {f.line}", markup=False, soft_wrap=True
+            f"{f.category}: {f.must}; {f.got}.\n  change: {f.fix}", markup=False, soft_wrap=True
         )
     for line in verdict_lines(report):
         console.print(line, markup=False, soft_wrap=True)
@@ -194,7 +196,7 @@ def verdict_lines(report: Report) -> list[str]:
         ]
     also = f" As good: {', '.join(v.also)}." if v.also else ""
     head = f"DISAGREE: {names(v.faults)}. mean |Δlogp| {v.gap:.2e}, {v.left:.2e} left; {v.why}."
-    return [head + also, *(f"  {f.must}\n  change: {f.line}" for f in v.faults)]
+    return [head + also, *(f"  {f.must}\n  change: {f.fix}" for f in v.faults)]
 
 
 def names(faults: Sequence[Any]) -> str:
@@ -232,11 +234,11 @@ def _layers(report: Report) -> Table:
 def _ranked(report: Report) -> Table:
     v = report.verdict
     table = Table(title="what the engine may do otherwise, best first", title_justify="left")
-    for column in ("rung", "hypothesis", "mean |Δlogp| left", "of the gap"):
+    for column in ("category", "hypothesis", "mean |Δlogp| left", "of the gap"):
         table.add_column(column)
     best = sorted(v.ranked, key=lambda item: item[1])[:10]
     for faults, left in best:
-        table.add_row(faults[0].rung, names(faults), f"{left:.2e}", f"{left / v.gap:.1%}")
+        table.add_row(faults[0].category, names(faults), f"{left:.2e}", f"{left / v.gap:.1%}")
     return table
 
 
@@ -247,7 +249,7 @@ def write(report: Report, work: Path, where: str) -> None:
         "weights": where,
         "agrees": report.agrees,
         "verdict": v.kind,
-        "faults": [{"name": f.name, "rung": f.rung, "must": f.must, "change": f.line}
+        "faults": [{"name": f.name, "category": f.category, "must": f.must, "change": f.fix}
                    for f in v.faults],
         "why": v.why,
         "gap": v.gap,

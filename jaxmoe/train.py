@@ -28,7 +28,7 @@ from jaxmoe.checkpoint.run import (
 from jaxmoe.cli import ExitStatus, parse, stop_requests
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.engines import open_engine
-from jaxmoe.envs.draws import draw_step
+from jaxmoe.envs.rollouts import collect_rollouts
 from jaxmoe.envs.tasks import Task, answer_tokens, open_task
 from jaxmoe.job import Job
 from jaxmoe.losses import overlong_penalty
@@ -144,14 +144,14 @@ def reinforce(job: Job, tx: optax.GradientTransformation, a: Algorithm) -> None:
     with closing(open_rollouts(job)) as rollouts, job.saved_if_it_cannot_go_on():
         engine.load(state.params.policy, job.at.step)
         job.evaluate_first()
-        rollouts.published(job.at.step)
+        rollouts.weights_synced(job.at.step)
         with Progress(cfg.steps, "rl", done=job.at.step) as progress:
             for step in job.steps(cfg.steps):
                 drawn = rollouts.take(step)
                 if drawn is None:
                     raise job.stopped()
                 ages = check_versions(
-                    drawn.rollouts, newest=step - 1, most=cfg.rollout.max_staleness
+                    drawn.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
                 )
                 batch, minibatches = divide(
                     make_batch(cfg, job.task, drawn.rollouts, drawn.rewards), a,
@@ -169,7 +169,7 @@ def reinforce(job: Job, tx: optax.GradientTransformation, a: Algorithm) -> None:
                     if job.due(step):
                         with rollouts.paused(), job.clock("eval"):
                             metrics |= job.evaluate()
-                rollouts.published(step)
+                rollouts.weights_synced(step)
                 job.report(progress, batch, metrics | rollouts.waits())
                 job.save_or_stop(last=step == cfg.steps)
 
@@ -180,11 +180,11 @@ def open_rollouts(job: Job) -> SyncRollouts | AsyncRollouts:
     data = job.task.stream(cfg.rollout.prompts_per_step, cfg.seed + 2)
     if at.data is not None:
         data.set_state(at.data)
-    make = partial(draw_step, cfg, job.task, job.engine, data)
+    make = partial(collect_rollouts, cfg, job.task, job.engine, data)
     if cfg.rollout.max_staleness == 0:
         return SyncRollouts(make)
     return AsyncRollouts(
-        make, first=at.step + 1, last=cfg.steps, most=cfg.rollout.max_staleness,
+        make, first=at.step + 1, last=cfg.steps, max_staleness=cfg.rollout.max_staleness,
         stop=lambda: job.stop.signal, interrupt=job.engine.close,
     )  # fmt: skip
 

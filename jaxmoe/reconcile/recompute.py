@@ -178,8 +178,8 @@ def _experts(
     return _jittered(knobs, y_MD, 1).reshape(h_BTD.shape)
 
 
-def _attend(knobs: Knobs, ops: Ops, *arrays: Array, **places: Any) -> tuple[Array, Array]:
-    o_BTNH, lse_BTN = ops.attend(*arrays, **places)
+def _attend(knobs: Knobs, ops: Ops, *arrays: Array, **layout: Any) -> tuple[Array, Array]:
+    o_BTNH, lse_BTN = ops.attend(*arrays, **layout)
     return _jittered(knobs, o_BTNH, 2), lse_BTN
 
 

@@ -34,7 +34,7 @@ SHORTEST = 32  # prompts are padded to the next power of two from here
 
 
 @struct.dataclass
-class Rows:
+class DecodeState:
     """The sequences being decoded; B rows, T = max_new_tokens columns."""
 
     cache: Leaf  # KVCache
@@ -82,7 +82,7 @@ def take_rows(cache: KVCache, rows: Array) -> KVCache:
     return replace(cache, sliding=kind(cache.sliding), full=kind(cache.full))
 
 
-def compact(rows: Rows, keep: Array) -> Rows:
+def compact(rows: DecodeState, keep: Array) -> DecodeState:
     """These rows alone."""
     return replace(
         rows,
@@ -100,7 +100,7 @@ def compact(rows: Rows, keep: Array) -> Rows:
 
 def decode(
     params: Params,
-    rows: Rows,
+    rows: DecodeState,
     stop_ids: Array,
     temperature: Array,
     *,
@@ -109,10 +109,10 @@ def decode(
     top_k: int,
     top_p: float,
     enough: int,
-) -> Rows:
+) -> DecodeState:
     """Draw tokens until the columns are full or at most `enough` rows are alive."""
 
-    def pick(rows: Rows) -> tuple[Rows, Array]:
+    def pick(rows: DecodeState) -> tuple[DecodeState, Array]:
         greedy = temperature <= 0.0
         all_BV = next_token_logits(
             params, rows.hidden_BD, cfg, ops, jnp.where(greedy, 1.0, temperature)
@@ -138,7 +138,7 @@ def decode(
             column=rows.column + 1,
         ), token_B
 
-    def body(rows: Rows) -> Rows:
+    def body(rows: DecodeState) -> DecodeState:
         rows, token_B = pick(rows)
         hidden_BTD, cache, experts_LBTA = forward(
             params,
@@ -161,10 +161,10 @@ def decode(
 
     last = rows.tokens_BT.shape[1] - 1
 
-    def goes_on(rows: Rows) -> Array:
+    def goes_on(rows: DecodeState) -> Array:
         return (rows.column < last) & (jnp.sum(rows.alive_B.astype(jnp.int32)) > enough)
 
-    def finish(rows: Rows) -> Rows:
+    def finish(rows: DecodeState) -> DecodeState:
         return replace(pick(rows)[0], cache=None, hidden_BD=None)
 
     rows = lax.while_loop(goes_on, body, rows)
@@ -200,18 +200,18 @@ class NativeEngine:
         # a partial of its own, or engines would share one cache and count each other's programs
         self._take = jax.jit(partial(take_rows))
         self._compact = jax.jit(partial(compact))
-        self._held: tuple[Params, int] | None = None  # one thing, so that a thread reads both
+        self._loaded: tuple[Params, int] | None = None  # one thing, so that a thread reads both
         self._closed = False
 
     def load(self, params: Params, version: int) -> None:
         """A copy of these weights as the trainer's forward reads them: it donates its own.
 
-        A generate() under way in another thread goes on with the weights it began with.
+        A generate() that runs in another thread goes on with the weights it began with.
         """
-        self._held = as_read(params, self._cfg), version
+        self._loaded = as_read(params, self._cfg), version
 
     def close(self) -> None:
-        """Ends a generate() under way in another thread, when it next returns from the device."""
+        """Ends a generate() that runs in another thread, when it next returns from the device."""
         self._closed = True
 
     def compilations(self) -> int:
@@ -226,7 +226,7 @@ class NativeEngine:
 
         Raises ConfigError for a prompt or a budget longer than the engine was built for.
         """
-        if self._held is None:
+        if self._loaded is None:
             raise ValueError("the engine must have weights before it samples: call load() first.")
         if sampling.max_new_tokens > self._max_new:
             raise ConfigError(
@@ -236,19 +236,19 @@ class NativeEngine:
             )
         if sampling.temperature <= 0.0:  # the most likely token is never cut off
             sampling = replace(sampling, top_k=0, top_p=1.0)
-        held = self._held  # of all its tokens, whatever is loaded meanwhile
+        loaded = self._loaded  # of all its tokens, whatever is loaded meanwhile
         per_wave = max(1, self._max_rows // samples)
         done: list[Rollout] = []
         for start in range(0, len(prompts), per_wave):
             wave = prompts[start : start + per_wave]
-            done += self._wave(held, wave, sampling, seed, samples, per_wave, start)
+            done += self._wave(loaded, wave, sampling, seed, samples, per_wave, start)
         return done
 
     def _wave(
-        self, held: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
+        self, loaded: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
     ) -> list[Rollout]:  # fmt: skip
-        params, version = held
+        params, version = loaded
         rows, budget, read = self._start(params, prompts, sampling, seed, samples, width, first)
         n = len(prompts) * samples
         tokens = np.zeros((n, budget), np.int32)
@@ -294,7 +294,7 @@ class NativeEngine:
     def _start(
         self, params: Params, prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
-    ) -> tuple[Rows, int, np.ndarray]:  # fmt: skip
+    ) -> tuple[DecodeState, int, np.ndarray]:  # fmt: skip
         """The rows before the first token, its budget, and the experts of each prompt's tokens."""
         longest = max(len(p.tokens) for p in prompts)
         if longest > self._longest:
@@ -317,7 +317,7 @@ class NativeEngine:
         budget = sampling.max_new_tokens
         cuts = sampling.top_k > 0 or sampling.top_p < 1.0
         return (
-            Rows(
+            DecodeState(
                 cache=cache,
                 hidden_BD=hidden[repeat],
                 position_B=jnp.asarray(lengths[repeat]),

@@ -29,14 +29,14 @@ class Mailbox(Protocol):
     def take(self, key: str) -> object: ...
 
 
-def shared(
+def share_in_process(
     params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, mailbox: Mailbox
 ) -> WeightUpdate:
     """Leave the weights in this process's mailbox, as {"mailbox": "<run>:<version>"}.
 
     Nothing is copied but what must be: gate and up are interleaved and dtypes cast one tensor at
     a time, while the engine asks for it; matrices are transposed views. `params` must stay until
-    the engine has taken them. They are taken once: to publish them again, call this again.
+    the engine has taken them. They are taken once: to send them again, call this again.
     """
     planned = plan(params, cfg, dtype)
     manifest = empty_manifest(planned, run, version)

@@ -14,7 +14,7 @@ from pallas_kernels.decode_attention import cases
 from pallas_kernels.decode_attention.cases import PagedCase
 from pallas_kernels.testing import three_way
 
-SHORT = cases.Case("short", 3, 2, 136, 10, 2, 64, 0, "left")
+SHORT = cases.AttentionCase("short", 3, 2, 136, 10, 2, 64, 0, "left")
 
 
 def inputs_of(case, dtype=jnp.bfloat16):

@@ -37,7 +37,7 @@ LEAST_PAGE = 8  # rows of a swizzled tile: pages cannot be smaller
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
 
 
-class Tiles(NamedTuple):
+class DecodeTiles(NamedTuple):
     """The query rows of one key head, in tiles of ROWS."""
 
     count: int
@@ -105,10 +105,10 @@ def unsupported_paged(q_BTNH: Any, k_PSKH: Any, *_arrays: Any) -> str | None:
     return unsupported(q_BTNH, k_PSKH)
 
 
-def tiles_of(T: int, G: int) -> Tiles:
+def tiles_of(T: int, G: int) -> DecodeTiles:
     """One tile with as many rows as needed, or several whole ones."""
     count = -(-T * G // ROWS)
-    return Tiles(count, ROWS if count > 1 else -(-T * G // 8) * 8)
+    return DecodeTiles(count, ROWS if count > 1 else -(-T * G // 8) * 8)
 
 
 def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: bool):
@@ -200,7 +200,7 @@ def _float_tile(H: int, *stages: int):
     return plgpu.SMEM((*stages, ROWS, H), jnp.float32, transforms=transforms)
 
 
-def _head_and_tile(tiles: Tiles):
+def _head_and_tile(tiles: DecodeTiles):
     at = lax.axis_index("head")
     return lax.div(at, jnp.int32(tiles.count)), lax.rem(at, jnp.int32(tiles.count))
 
@@ -351,6 +351,6 @@ def _merge_kernel(part_ref, lses_ref, sink_ref, splits_ref, o_ref, lse_ref, s, *
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kept(ref, tiles: Tiles):
+def _kept(ref, tiles: DecodeTiles):
     """The rows of a tile that results have."""
     return ref if tiles.rows == ROWS else ref.at[pl.ds(0, tiles.rows)]

@@ -20,7 +20,7 @@ from pallas_kernels.sink_attention import triton_launch as launch
 from pallas_kernels.sink_attention.common import backward_sums
 
 
-def _triton_call(name: str, tiles: launch.Tiles, grid, out, args, constants) -> Any:
+def _triton_call(name: str, tiles: launch.TritonTiles, grid, out, args, constants) -> Any:
     """One kernel through jax-triton 0.3 (JAX before 0.11) or later."""
     import jax_triton  # pyright: ignore[reportMissingImports]
     from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]

@@ -23,7 +23,7 @@ from pallas_kernels.dispatch import target
 from pallas_kernels.sink_attention import pallas_gpu_backward
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
-    Tiles,
+    MosaicTiles,
     fetch,
     fill_ring,
     pad,
@@ -40,7 +40,7 @@ from pallas_kernels.sink_attention.reference import UNSEEN
 ROWS = hopper.WARPGROUP_ROWS
 
 
-def forward_tiles(H: int, window: int) -> Tiles:
+def forward_tiles(H: int, window: int) -> MosaicTiles:
     """A thread holds step/2 scores, step/4 weights and H/2 outputs: 128 of 160 registers with
     three warpgroups and heads of 64, 160 of 240 with two and heads of 128.
 
@@ -48,7 +48,7 @@ def forward_tiles(H: int, window: int) -> Tiles:
     window most of a long step would be unseen.
     """
     step = 64 if 0 < window <= 128 else 128
-    return Tiles(consumers=3, step=step, stages=4) if H == 64 else Tiles(2, step, 2)
+    return MosaicTiles(consumers=3, step=step, stages=4) if H == 64 else MosaicTiles(2, step, 2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))

@@ -19,7 +19,7 @@ from pallas_kernels import hopper
 from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
-    Tiles,
+    MosaicTiles,
     fetch,
     fill_ring,
     pad,
@@ -35,20 +35,20 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
 ROWS = hopper.WARPGROUP_ROWS
 
 
-def query_tiles(H: int, window: int) -> Tiles:
+def query_tiles(H: int, window: int) -> MosaicTiles:
     """For dq. A thread holds scores and their cotangents, step/2 registers each, and H/2 sums.
 
     128 columns a wgmma keep shared memory ahead of the tensor cores, where registers allow; in a
     short window most of so long a step would be unseen.
     """
     step = 64 if H > 64 or 0 < window <= 128 else 128
-    return Tiles(consumers=2, step=step, stages=4)
+    return MosaicTiles(consumers=2, step=step, stages=4)
 
 
-def key_tiles(H: int, window: int) -> Tiles:
+def key_tiles(H: int, window: int) -> MosaicTiles:
     """For dk and dv. As above, but with two sums of H/2: 128 columns spill in batches of several
     rows, and so does a longer ring with heads of 128."""
-    return Tiles(consumers=2, step=64, stages=4 if H == 64 else 2)
+    return MosaicTiles(consumers=2, step=64, stages=4 if H == 64 else 2)
 
 
 def backward(saved, cotangents, window, scale, interpret):

@@ -21,7 +21,7 @@ from pallas_kernels.masks import in_reach, of_keys
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
 
 
-class Tiles(NamedTuple):
+class MosaicTiles(NamedTuple):
     """How one block of threads works."""
 
     consumers: int  # warpgroups that compute, each with its own 64 rows
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
         return self.consumers * hopper.WARPGROUP_ROWS
 
 
-class Places(NamedTuple):
+class MosaicPositions(NamedTuple):
     """Positions and segments, padded, in one array each: one copy fetches both."""
 
     q_B2T: Int[Array, "B 2 T"]
@@ -58,15 +58,15 @@ def places(
     q_block: int,
     k_block: int,
     window: int,
-) -> Places:
+) -> MosaicPositions:
     """Padding gets segment 0, which nobody sees."""
     q_pos, q_seg = (pad(x, q_block) for x in (q_positions_BT, q_segments_BT))
     k_pos, k_seg = (pad(x, k_block) for x in (k_positions_BS, k_segments_BS))
     tables = block_table(q_pos, q_seg, k_pos, k_seg, q_block, k_block, window)
-    return Places(jnp.stack([q_pos, q_seg], 1), jnp.stack([k_pos, k_seg], 1), *tables)
+    return MosaicPositions(jnp.stack([q_pos, q_seg], 1), jnp.stack([k_pos, k_seg], 1), *tables)
 
 
-class Visits(NamedTuple):
+class BlockVisits(NamedTuple):
     """The blocks that one block of threads visits: how many, how many with a mask, and which."""
 
     first: Any
@@ -92,9 +92,9 @@ class Visits(NamedTuple):
         return jnp.where(i < self.masked, masked, self.whole_first + i - self.masked)
 
 
-def visits(runs_ref: Any, b: Any, i: Any) -> Visits:
+def visits(runs_ref: Any, b: Any, i: Any) -> BlockVisits:
     """Read from the table of `runs`."""
-    return Visits(*(runs_ref[b, i, n] for n in range(4)))
+    return BlockVisits(*(runs_ref[b, i, n] for n in range(4)))
 
 
 def table(needed_Bnm: Bool[Array, "B n m"], whole_Bnm: Bool[Array, "B n m"]) -> Array:

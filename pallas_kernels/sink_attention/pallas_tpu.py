@@ -72,7 +72,7 @@ def _forward_kernel(
     o[...] = (acc[...] / safe).astype(o.dtype)
 
 
-def forward(x: blocks.Layout, q, k, v, sink, where: blocks.Places, window, scale, interpret):
+def forward(x: blocks.Layout, q, k, v, sink, where: blocks.TpuPositions, window, scale, interpret):
     """o [B, K, G, H, T] and lse [B, K, G, T] of arrays laid out by `x`."""
     dtype, H, G, bt, bs = q.dtype, x.H, x.G, x.bt, x.bs
     per_query = pl.BlockSpec((None, None, G, H, bt), lambda b, k, i, _: (b, k, 0, 0, i))

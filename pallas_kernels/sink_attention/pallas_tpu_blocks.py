@@ -101,7 +101,7 @@ class Layout(NamedTuple):
         return sink_KGF[:, :, jnp.arange(self.bt) % self.F]
 
 
-class Places(NamedTuple):
+class TpuPositions(NamedTuple):
     """Where queries and keys sit: positions in row 0, segments in row 1, of 8 sublanes."""
 
     q_B8T: Int[Array, "B 8 Tp"]
@@ -125,7 +125,7 @@ def places(
     q_segments_BT: Int[Array, "B T"],
     k_segments_BS: Int[Array, "B S"],
     window: int,
-) -> Places:
+) -> TpuPositions:
     """Positions and segments as the kernels read them, and the blocks to visit."""
     q_pos, q_seg = (
         _pad_last(jnp.repeat(y, x.F, axis=1), x.n * x.bt) for y in (q_positions_BT, q_segments_BT)
@@ -142,7 +142,7 @@ def places(
     def eight(pos: Array, seg: Array) -> Array:
         return jnp.pad(jnp.stack([pos, seg], axis=1), ((0, 0), (0, SUBLANES - 2), (0, 0)))
 
-    return Places(
+    return TpuPositions(
         eight(q_pos, q_seg),
         eight(k_pos, k_seg),
         visits(needed, whole),

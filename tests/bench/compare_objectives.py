@@ -46,7 +46,7 @@ from jaxmoe.rollout.native import NativeEngine
 
 BUDGET = (
     "data.options.max_word_len=3", "warmup.steps=70", "rollout.sequences_per_step=128",
-    "rollout.max_draws=1", "eval.every_steps=1000000", "save.every_steps=1000000",
+    "rollout.max_gen_batches=1", "eval.every_steps=1000000", "save.every_steps=1000000",
 )  # fmt: skip
 OFF = ("loss.old_logp=recomputed", "loss.minibatches=4")
 COLUMNS = ("accuracy", "reward_std", "grad_max", "clip", "gap", "ratio")

@@ -53,7 +53,7 @@ class Desk:
         self.steps = 0
 
     def step(self) -> dict[str, float]:
-        """Generate, score, build the batch, update (AdamW included), publish the weights."""
+        """Generate, score, build the batch, update (AdamW included), sync the weights."""
         import jax
         import numpy as np
 

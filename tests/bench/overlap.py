@@ -32,13 +32,13 @@ from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import rl_state
 
 BUDGET = (
-    "data.held_out_rows=8", "rollout.max_draws=1", "eval.every_steps=1000000",
+    "data.held_out_rows=8", "rollout.max_gen_batches=1", "eval.every_steps=1000000",
     "save.every_steps=1000000", "loss.rollout_correction=token_is(high=2.0)",
 )  # fmt: skip
 SHOWN = (
     "time/step_s", "time/rollout_s", "time/train_s", "time/weight_sync_s",
-    "time/wait_for_rollouts_s",
-    "time/wait_for_trainer_s", "rollout/overlap_frac", "staleness/mean", "staleness/mixed_frac",
+    "time/wait_for_rollouts_s", "time/wait_for_trainer_s", "rollout/overlap_frac",
+    "staleness/mean", "staleness/mixed_frac",
 )  # fmt: skip
 
 

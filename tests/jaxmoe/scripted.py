@@ -29,7 +29,7 @@ SOON = 60.0
 CFG = override(
     load("tiny.py"), "data.train_rows=64", "data.held_out_rows=4", "warmup.steps=0",
     f"rollout.sequences_per_step={SAMPLES * PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-    "rollout.max_draws=1", f"steps={STEPS}", "eval.every_steps=3", "save.every_steps=100",
+    "rollout.max_gen_batches=1", f"steps={STEPS}", "eval.every_steps=3", "save.every_steps=100",
     "loss.rollout_correction=token_is",
 )  # fmt: skip
 TX = optax.sgd(1.0)

@@ -174,7 +174,11 @@ def test_a_closed_gate_saves_and_the_same_command_goes_on_when_it_is_opened(whol
     assert [r["gate/closed"] for r in lines(skipping) if "gate/closed" in r] == [1.0] * 5
 
 
-AHEAD = {"rollout.max_staleness": 2, "loss.rollout_correction": "token_is", "rollout.max_draws": 1}
+AHEAD = {
+    "rollout.max_staleness": 2,
+    "loss.rollout_correction": "token_is",
+    "rollout.max_gen_batches": 1,
+}
 NOTED = """
 import json, sys
 from jaxmoe import train

@@ -31,7 +31,7 @@ attend, decode, paged, matmul, swiglu, logprobs = map(
     ),
 )  # fmt: skip
 
-INPUTS = cases.make_inputs(cases.Case("small", 2, 6, 6, 4, 2, 16))
+INPUTS = cases.make_inputs(cases.AttentionCase("small", 2, 6, 6, 4, 2, 16))
 Q, K, V, SINK, Q_POS, K_POS, Q_SEG, K_SEG = INPUTS
 PLACES = dict(
     q_positions_BT=Q_POS, k_positions_BS=K_POS, q_segment_ids_BT=Q_SEG, k_segment_ids_BS=K_SEG

@@ -43,7 +43,7 @@ def test_skipped_blocks_hold_no_visible_pair_and_whole_ones_nothing_else(seed, w
 @pytest.mark.parametrize("window", [0, 128])
 def test_in_a_plain_causal_layout_the_table_is_exact(window):
     q_pos, k_pos, q_seg, k_seg = map(
-        jnp.asarray, cases.layout(cases.Case("c", 1, 512, 512, 1, 1, 8))
+        jnp.asarray, cases.layout(cases.AttentionCase("c", 1, 512, 512, 1, 1, 8))
     )
     needed, whole = block_table(q_pos, q_seg, k_pos, k_seg, 64, 32, window)
     blocks = by_block(pairs(q_pos, q_seg, k_pos, k_seg, window), 64, 32)

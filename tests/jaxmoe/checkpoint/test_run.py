@@ -144,6 +144,18 @@ def test_a_field_that_came_after_the_checkpoint_had_its_default(tmp_path, monkey
         restore_run(tmp_path, ahead, SHAPES)
 
 
+def test_a_field_of_a_checkpoint_that_has_another_name_now_is_still_the_same(tmp_path, monkeypatch):
+    record = json.loads(to_json(CFG))
+    del record["rollout"]["max_gen_batches"], record["rollout"]["vllm"]["transport"]
+    record["rollout"] |= {"max_draws": 4, "vllm": record["rollout"]["vllm"] | {"way": "nccl"}}
+    with monkeypatch.context() as then:
+        then.setattr(run, "to_json", lambda cfg: json.dumps(record))
+        saved(tmp_path)
+    with pytest.raises(ConfigError, match="rollout.max_gen_batches=4; it cannot go on with 1"):
+        restore_run(tmp_path, CFG, SHAPES)
+    assert restore_run(tmp_path, override(CFG, "rollout.max_gen_batches=4"), SHAPES) is not None
+
+
 @pytest.mark.parametrize(
     "change, refused",
     [

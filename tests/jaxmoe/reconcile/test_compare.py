@@ -17,7 +17,7 @@ from random_weights import random_weights
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.observe.profiling import compilations
-from jaxmoe.reconcile.checks import facts
+from jaxmoe.reconcile.checks import run_checks
 from jaxmoe.reconcile.compare import reconcile
 from jaxmoe.reconcile.hypotheses import GROUPS
 from jaxmoe.reconcile.recompute import Programs, head, trunk
@@ -87,7 +87,7 @@ FAULTS = {
     **{f"stale_{g}": Fault(stale=(g,)) for g in GROUPS},
     "stale_everything": Fault(stale=tuple(GROUPS)),
     "raw_logprobs": Fault(raw=True),
-    "kept_mass_unsaid": Fault(top_k=50),
+    "kept_mass_missing": Fault(top_k=50),
     "router_bfloat16": Fault(Peer(half_router=True)),
     "head_bfloat16": Fault(Peer(half_head=True)),
     "logits_bfloat16": Fault(Peer(half_head=True, half_logits=True)),
@@ -274,12 +274,12 @@ def test_the_worst_tokens_and_layers_are_shown():
     assert r.replayed is not None and r.replayed < 1e-4 * r.verdict.gap
 
 
-def test_facts_name_what_needs_no_recomputation():
+def test_checks_name_what_needs_no_recomputation():
     made = rollouts(Fault(), 0, count=2)
     made = [replace(r, prompt=replace(r.prompt, text="ab")) for r in made]
 
     def found(rollouts=made, encode=lambda prompt: made[0].prompt.tokens, **options):
-        return [f.name for f in facts(rollouts[:1], COOL, 97, 0, encode=encode, **options)]
+        return [f.name for f in run_checks(rollouts[:1], COOL, 97, 0, encode=encode, **options)]
 
     assert found() == []
     assert found(encode=lambda prompt: [1, 2]) == ["tokeniser_own"]
@@ -290,8 +290,10 @@ def test_facts_name_what_needs_no_recomputation():
     assert found(high) == ["unknown_ids"]
     stop = replace(COOL, stop_ids=(int(made[0].tokens[4]),))
     encode = lambda prompt: made[0].prompt.tokens  # noqa: E731
-    assert [f.name for f in facts(made[:1], stop, 97, 0, encode=encode)] == ["stop_ids"]
-    held = {"stale": ["model.norm.weight"], "received": {"lm_head.weight": "aa"}}
-    assert found(held=held) == ["stale_tensors"]
-    assert found(held=held | {"stale": []}, expected={"lm_head.weight": "bb"}) == ["stale_tensors"]
-    assert found(held=held | {"stale": []}, expected={"lm_head.weight": "aa"}) == []
+    assert [f.name for f in run_checks(made[:1], stop, 97, 0, encode=encode)] == ["stop_ids"]
+    loaded = {"stale": ["model.norm.weight"], "received": {"lm_head.weight": "aa"}}
+    assert found(loaded=loaded) == ["stale_tensors"]
+    assert found(loaded=loaded | {"stale": []}, expected={"lm_head.weight": "bb"}) == [
+        "stale_tensors"
+    ]
+    assert found(loaded=loaded | {"stale": []}, expected={"lm_head.weight": "aa"}) == []

@@ -46,7 +46,7 @@ class StandIn:
         self.start()
 
     def start(self, folder: Path | None = None):
-        """As after a start of its own: random weights, or those of an older publication."""
+        """As after a start of its own: random weights, or those of older weights."""
         self.instance, self.label, self.spoken = secrets.token_hex(8), None, "default"
         self.received, self.waiting = {}, None
         self.params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_params(self.cfg))
@@ -122,7 +122,7 @@ class StandIn:
         return {"data": [{"id": "stand-in", "max_model_len": self.context}]}
 
     def do_collective_rpc(self, body, query):
-        assert body["method"] == "jaxmoe_held"
+        assert body["method"] == "jaxmoe_loaded_state"
         received = dict(self.received)
         stale = []
         if "half sent" in self.faults:
@@ -131,8 +131,8 @@ class StandIn:
             received[sorted(received)[2]] = "0" * 32
         if "stale" in self.faults:
             stale = ["model.layers.0.self_attn.sinks"]
-        held = {"instance": self.instance, "label": self.label, "received": received, **self.told}
-        return {"results": [held | {"live": {}, "stale": stale, "unreadable": []}]}
+        loaded = {"instance": self.instance, "label": self.label, "received": received, **self.told}
+        return {"results": [loaded | {"live": {}, "stale": stale, "unreadable": []}]}
 
     def do_init_weight_transfer_engine(self, body, query):
         return {}

@@ -98,7 +98,7 @@ def test_raw_logprobs_are_refused_and_where_they_are_not_they_are_named(tmp_path
 def test_an_engine_in_bfloat16_is_named(tmp_path):
     with vllm(tmp_path, dtype="bfloat16") as engine:
         engine.load(weights(0), 1)
-        (worker,) = engine.backends[0].held()
+        (worker,) = engine.backends[0].loaded_state()
         assert worker["model"]["dtype"] == "bfloat16"
         assert examined(engine, "bfloat16") == ("all_bfloat16",)
 

@@ -89,15 +89,15 @@ class Served:
         return {"format": 1, "run": "ab", "version": self.version, "tensors": said}
 
     def write(self, tensors, manifest=None):
-        """A publication in files."""
+        """An update in files."""
         from safetensors.numpy import save_file
 
         self.version += 1
-        place = self.home / str(self.version)
-        place.mkdir()
-        save_file(tensors, place / "model.safetensors")
-        (place / "manifest.json").write_text(json.dumps(manifest or self.manifest(tensors)))
-        return place
+        folder = self.home / str(self.version)
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "manifest.json").write_text(json.dumps(manifest or self.manifest(tensors)))
+        return folder
 
     def update(self, info):
         self.llm.start_weight_update()
@@ -105,16 +105,16 @@ class Served:
         self.llm.finish_weight_update(str(self.version))
         assert self.llm.reset_prefix_cache()
 
-    def publish(self, params):
+    def sync(self, params):
         """Publish, compute with them from now on, and say what vLLM holds."""
-        place = self.write(self.tensors(params))
-        self.update({"path": str(place)})
-        shutil.rmtree(place)
+        folder = self.write(self.tensors(params))
+        self.update({"path": str(folder)})
+        shutil.rmtree(folder)
         self.params = params
-        return self.held()
+        return self.loaded_state()
 
-    def held(self):
-        return self.llm.collective_rpc("jaxmoe_held")[0]
+    def loaded_state(self):
+        return self.llm.collective_rpc("jaxmoe_loaded_state")[0]
 
     def answers(self, new=NEW):
         from vllm import SamplingParams, TokensPrompt
@@ -191,5 +191,5 @@ def served_plain(quiet, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def served_rounded(quiet, tmp_path_factory):
-    """vLLM in bfloat16, published to in float32."""
+    """vLLM in bfloat16, synced in float32."""
     return Served(CFG, tmp_path_factory.mktemp("rounded"), dtype="bfloat16")

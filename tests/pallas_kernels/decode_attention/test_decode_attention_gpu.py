@@ -42,7 +42,7 @@ def test_float16_is_as_good():
 
 
 def test_more_rows_than_a_tile_take_several():
-    case = cases.Case("tiles", 1, 13, 72, 12, 2, 64, 33)
+    case = cases.AttentionCase("tiles", 1, 13, 72, 12, 2, 64, 33)
     assert pallas_gpu.tiles_of(13, 6) == (2, 64)
     checks.check(KERNEL, case)
 

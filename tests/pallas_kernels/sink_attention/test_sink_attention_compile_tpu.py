@@ -72,18 +72,18 @@ def test_float32_compiles():
 
 
 def test_the_widest_float32_that_is_not_refused_compiles():
-    case = cases.Case("widest", 1, 512, 512, 16, 2, 128)
+    case = cases.AttentionCase("widest", 1, 512, 512, 16, 2, 128)
     compiled("v5e", case, jnp.float32, blocks.PARAMS.vmem_limit_bytes)
 
 
 def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
-    small = cases.Case("precision", 1, 512, 512, 8, 2, 64)
+    small = cases.AttentionCase("precision", 1, 512, 512, 8, 2, 64)
     with jax.default_matmul_precision("highest"):
         _compiled.__wrapped__("v5e", small, jnp.bfloat16, VMEM)
 
 
 def test_a_step_of_decoding_compiles():
-    compiled("v6e", cases.Case("decode", 8, 1, 4096, 64, 8, 64))
+    compiled("v6e", cases.AttentionCase("decode", 8, 1, 4096, 64, 8, 64))
 
 
 def test_temporary_memory_is_linear_in_length():

@@ -98,7 +98,9 @@ def test_blocks_that_nobody_sees_are_skipped_not_masked():
 
 def test_copies_that_arrive_as_late_as_they_may_change_nothing():
     """The chip's copies are asynchronous; here each is made when it is waited for, after NaN."""
-    case = cases.Case("late", 1, 32, 40, 8, 2, 16, 0, "chunk")  # some blocks are seen whole
+    case = cases.AttentionCase(
+        "late", 1, 32, 40, 8, 2, 16, 0, "chunk"
+    )  # some blocks are seen whole
     inputs, ct = cases.make_inputs(case), oracle.cotangents(case)
     late = pltpu.InterpretParams(
         dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True

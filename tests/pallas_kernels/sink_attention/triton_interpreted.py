@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.sink_attention import jax_triton_call, triton_launch
-from pallas_kernels.sink_attention.triton_launch import Tiles
+from pallas_kernels.sink_attention.triton_launch import TritonTiles
 
 TRITON_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
 
@@ -125,7 +125,7 @@ def from_jax(kernels, patch):
 
     patch.setattr(jax_triton_call, "_triton_call", call_kernel)
     for name, tiles in (("forward", (64, 16)), ("dq", (32, 8)), ("dkv", (64, 8))):
-        patch.setattr(triton_launch, f"{name}_tiles", lambda *_, x=tiles: Tiles(*x, 4, 1))
+        patch.setattr(triton_launch, f"{name}_tiles", lambda *_, x=tiles: TritonTiles(*x, 4, 1))
 
     def call(window, q, *arrays):
         return jax_triton_call.triton(q, *arrays, window, q.shape[3] ** -0.5)
