@@ -68,7 +68,7 @@ def test_scales_that_are_not_positive(scale):
     from pallas_kernels.decode_attention.xla import xla
     from pallas_kernels.testing import three_way
 
-    ours, right = KERNEL(*inputs, 0, scale), xla(*inputs, 0, scale)
+    ours, right = (f(*inputs.arguments, 0, scale) for f in (KERNEL, xla))
     for mine, theirs in zip(ours, right, strict=True):
         three_way(mine, theirs, theirs, "scale", ulps=4.0)
 

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import jax_triton_call, triton_launch
 from pallas_kernels.sink_attention.triton_launch import Tiles
 
@@ -127,7 +128,8 @@ def from_jax(kernels, patch):
     for name, tiles in (("forward", (64, 16)), ("dq", (32, 8)), ("dkv", (64, 8))):
         patch.setattr(triton_launch, f"{name}_tiles", lambda *_, x=tiles: Tiles(*x, 4, 1))
 
-    def call(window, q, *arrays):
-        return jax_triton_call.triton(q, *arrays, window, q.shape[3] ** -0.5)
+    def call(window, q, k, v, sink, *layout):
+        layout = Layout(*layout)
+        return jax_triton_call.triton(q, k, v, sink, layout, window, q.shape[3] ** -0.5)
 
     return call
