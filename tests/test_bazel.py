@@ -65,7 +65,7 @@ def product():
 
 
 def layers(build):
-    return [name for layer in build["LAYERS"] for name in layer]
+    return [name for layer in build["LAYERS"] for name in layer.split(" | ")]
 
 
 def imports(path):
@@ -128,8 +128,9 @@ def test_third_party_packages_are_those_that_the_code_imports(build):
         } - set(sys.stdlib_module_names)
         packages = {label(DISTRIBUTION.get(m, m)) for m in modules} & set(base())
         if packages:
-            expected[name] = packages
-    assert {k: set(v.split(" ")) for k, v in build["THIRD_PARTY"].items()} == expected
+            expected[name] = " ".join(sorted(packages))
+    should = "\n".join(f'    "{name}": "{packages}",' for name, packages in expected.items())
+    assert build["THIRD_PARTY"] == expected, f"THIRD_PARTY in BUILD must be\n{should}"
 
 
 def test_tests_get_the_base_and_dev_packages(build):

@@ -25,7 +25,7 @@ def bazel_layers() -> list[list[str]]:
     tree = ast.parse((ROOT / "BUILD").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
-            return ast.literal_eval(node.value)
+            return [layer.split(" | ") for layer in ast.literal_eval(node.value)]
     raise AssertionError("BUILD must define LAYERS")
 
 
