@@ -5,7 +5,8 @@ Decoding reads memory and does little else, so everything serves the stream of k
 one warpgroup holds all query rows of one key head in one wgmma tile, TMA brings page after page
 into a ring of stages, and two blocks share a core, so one computes while the other waits. Splits
 have a fixed number of slots and are merged in order: a row's bits do not depend on how many
-rows or how much room there is. Next: pages.py for what is read, hopper.py for the tiles.
+rows or how much room there is.
+Next: pages.py for what is read, pallas_kernels/hopper.py for the tiles.
 """
 
 import math
