@@ -23,12 +23,13 @@ from rich.table import Table
 
 from jaxmoe import plan
 from jaxmoe.checkpoint.run import initial_params, restore_run
-from jaxmoe.cli import command
+from jaxmoe.cli import ExitStatus, parse
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import Task, open_task
+from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.progress import phase
 from jaxmoe.reconcile.checks import run_checks
@@ -36,7 +37,7 @@ from jaxmoe.reconcile.compare import Report, reconcile
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import policy_of, stage_shapes
+from jaxmoe.rl.state import stage_shapes
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Params
 
@@ -45,27 +46,23 @@ UNBOUNDED = 1e9  # of the engine's own probe: the doctor wants to see what it wo
 
 
 def main(argv: list[str] | None = None) -> int:
-    agrees = True
-
-    def go(cfg: Config, dry_run: bool) -> None:
-        nonlocal agrees
+    with ExitStatus() as status:
+        cfg, dry_run = parse(argv, "Compare the engine with the trainer, and explain the gap.")
         if dry_run:
             print(plan.describe(cfg))
-        else:
-            agrees = run(cfg)
-
-    status = command(argv, "Compare the engine with the trainer, and explain the gap.", go)
-    return status or (0 if agrees else 1)
+        elif not run(cfg):
+            status.code = 1
+    return status.code
 
 
 def run(cfg: Config) -> bool:
     """Whether they agree; the report goes to the terminal and into the run folder."""
-    work, task = Path(cfg.workdir), open_task(cfg)
+    work, task, ops = Path(cfg.workdir), open_task(cfg), make_ops(cfg)
     params, before, version, where = newest_weights(cfg, work)
     vllm = replace(cfg.rollout.vllm, probe_abs_diff=UNBOUNDED)
     patient = replace(cfg, rollout=replace(cfg.rollout, vllm=vllm))
     prompts = task.held_out_prompts()[:PROMPTS]
-    with closing(open_engine(patient, work)) as engine:
+    with closing(open_engine(patient, ops, work)) as engine:
         with phase(f"loading {where} into the {cfg.rollout.engine} engine"):
             try:
                 if before is not None:  # what a loader forgets is then this, not random weights
@@ -77,7 +74,7 @@ def run(cfg: Config) -> bool:
             rollouts = engine.generate(prompts, task.sampling, seed=3, samples=SAMPLES)
         loaded = loaded_states(engine, cfg)
     with phase("recomputing"):
-        report = examine(cfg, task, rollouts, params, before, version, loaded)
+        report = examine(cfg, task, rollouts, params, before, version, loaded, ops)
     show(report, rollouts, task, where)
     write(report, work, where)
     return report.agrees
@@ -99,7 +96,7 @@ def newest_weights(cfg: Config, work: Path) -> tuple[Params, Params | None, int,
     first = initial_params(cfg)
     if at is None:
         return first, None, 0, "the initial weights"
-    return policy_of(at.state.params), first, at.step, f"{at.stage} step {at.step}"
+    return at.state.params.policy, first, at.step, f"{at.stage} step {at.step}"
 
 
 def loaded_states(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
@@ -114,7 +111,7 @@ def loaded_states(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
 
 def examine(
     cfg: Config, task: Task, rollouts: Sequence[Rollout], params: Params,
-    before: Params | None, version: int, loaded: Sequence[dict[str, Any]],
+    before: Params | None, version: int, loaded: Sequence[dict[str, Any]], ops: Ops,
 ) -> Report:  # fmt: skip
     """The report of these rollouts."""
     tokenizer, theirs = task.tokenizer, None
@@ -134,8 +131,8 @@ def examine(
     return reconcile(
         rollouts, params, cfg.model, task.sampling,
         run=Programs(
-            jax.jit(trunk, static_argnames="cfg"),
-            jax.jit(head, static_argnames=("cfg", "top_k", "top_p")),
+            jax.jit(partial(trunk, ops=ops), static_argnames="cfg"),
+            jax.jit(partial(head, ops=ops), static_argnames=("cfg", "top_k", "top_p")),
         ),
         previous=before, start_id=start_id, engine_dtype=engine_dtype(cfg, loaded),
         findings=list(found.values()),
@@ -194,7 +191,7 @@ def verdict_lines(report: Report) -> list[str]:
         ranked = ", ".join(f"{names(faults)} {left:.1e}" for faults, left in v.ranked[:3])
         return [
             f"UNEXPLAINED: mean |Δlogp| {v.gap:.2e}; {v.why}. Nearest: {ranked}. Until it is "
-            "explained: --set loss.correction='token_is(high=2.0)', or --set "
+            "explained: --set loss.rollout_correction='token_is(high=2.0)', or --set "
             "rollout.engine=native, with a new --workdir."
         ]
     also = f" As good: {', '.join(v.also)}." if v.also else ""

@@ -14,7 +14,8 @@ from jaxmoe.config import Config, to_json
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import count_params, param_specs, value_head_specs
 from jaxmoe.parallel.sharding import local_shape
-from jaxmoe.rl.algorithm import algorithm, with_preset
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.presets import with_preset
 from jaxmoe.shapes import Params
 
 
@@ -136,9 +137,9 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
     if critic.backbone != "none":
         first = f", alone for {critic.pretrain_steps} steps" if critic.pretrain_steps else ""
         lines["critic"] = f"{critic.backbone} backbone, lr {critic.lr:g}{first}"
-    if loss.correction or cfg.loss.preset:
+    if loss.rollout_correction or cfg.loss.preset:
         by = f" (preset {cfg.loss.preset})" if cfg.loss.preset else ""
-        lines["correction"] = (loss.correction or "none") + by
+        lines["correction"] = (loss.rollout_correction or "none") + by
     if loss.updates > 1:
         lines["updates"] = f"{loss.epochs} x {loss.minibatches} a step (epochs x minibatches)"
     return lines

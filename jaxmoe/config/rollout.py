@@ -92,6 +92,7 @@ class RolloutConfig:
     max_parallel_sequences: int = 256  # one engine batch; more prompts wait for the next
     engine: str = "native"  # the trainer's own forward, or "vllm"
     vllm: VllmConfig = VllmConfig()
+    router_replay: bool = False  # R3: train on the experts that the engine chose for each token
     max_staleness: int = 0  # sample so many steps ahead of the weights; 0: wait for each other
 
     def __post_init__(self) -> None:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.losses.correction import log_ratios, token_ratio
 from jaxmoe.losses.mismatch import effective_sample_size, mismatch_metrics, ratio_quantiles
+from jaxmoe.losses.ratios import log_ratios, token_ratio
 from jaxmoe.reconcile.checks import Finding
 from jaxmoe.reconcile.hypotheses import EXPERTS, Hypothesis, hypotheses
 from jaxmoe.reconcile.recompute import Programs, Scores

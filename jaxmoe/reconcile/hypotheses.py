@@ -58,7 +58,7 @@ EXPERTS = Hypothesis(  # the deepest category; jaxmoe/reconcile/compare.py tries
     "experts",
     "the engine's router must send tokens to the trainer's experts",
     "compare the engine's router weights, bias and dtype; what cannot be made equal is corrected: "
-    "--set loss.correction='token_is(high=2.0)'",
+    "--set loss.rollout_correction='token_is(high=2.0)'",
     lambda v: replace(v, replays=True),
 )
 

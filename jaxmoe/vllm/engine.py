@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
-from jaxmoe.model import forward, sequence_logprobs
+from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.backend import Backend, RequestFailed
@@ -47,17 +47,17 @@ BOUND = {"float32": 1e-4, "bfloat16": 0.1}  # mean |Δlogp| of a probe, nats
 THREADS = 512  # requests in flight at once, at most
 
 
-def trainer_logps(params: Params, tokens_BT: Array, *, cfg: ModelConfig) -> Array:
+def trainer_logps(params: Params, tokens_BT: Array, *, cfg: ModelConfig, ops: Ops) -> Array:
     """Log-probs as the trainer computes them, temperature 1; column 0 is 0."""
-    hidden_BTD = forward(params, tokens_BT, cfg)[0]
-    return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg)[0]
+    hidden_BTD = forward(params, tokens_BT, cfg, ops)[0]
+    return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, ops)[0]
 
 
 class VllmEngine:
     """`backends` are the vLLMs it samples from."""
 
     def __init__(
-        self, cfg: ModelConfig, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
+        self, cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
         max_new_tokens: int, max_rows: int,
     ) -> None:  # fmt: skip
         self._cfg, self._vllm = cfg, vllm
@@ -65,7 +65,7 @@ class VllmEngine:
         self._dtype = vllm.dtype or cfg.dtype
         self._run = new_run()
         self.incidents: list[str] = []
-        self._logp = partial(jax.jit(trainer_logps, static_argnames="cfg"), cfg=cfg)
+        self._logp = jax.jit(partial(trainer_logps, cfg=cfg, ops=ops))
         self._lock, self._closed = Lock(), Event()
         self._target: TargetWeights | None = None
         self._reusable_file: WeightFile | None = None

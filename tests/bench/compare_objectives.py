@@ -62,9 +62,9 @@ class Line:
 
 CORRECTIONS = {
     "none": (),
-    "token IS": ("loss.correction=token_is",),
-    "sequence IS": ("loss.correction=sequence_is",),
-    "IcePop": ("loss.correction=token_icepop",),
+    "token IS": ("loss.rollout_correction=token_is",),
+    "sequence IS": ("loss.rollout_correction=sequence_is",),
+    "IcePop": ("loss.rollout_correction=token_icepop",),
 }
 START = "the warm start, no step"
 LINES = (
@@ -72,7 +72,7 @@ LINES = (
     Line("GRPO, on-policy"),
     Line("RLOO", ("loss.advantages=rloo_advantages",)),
     Line("Dr. GRPO", ("loss.advantages=group_advantages(scale_by_std=False)",
-                      "loss.mean=fixed_length_weights(length=6)")),
+                      "loss.aggregation=seq_mean_token_sum_norm(length=6)")),
     Line("REINFORCE++", ("loss.advantages=reinforce_pp_advantages",)),
     Line("REINFORCE++, baseline", ("loss.advantages=reinforce_pp_baseline_advantages",)),
     Line("PPO, own critic", ("loss.advantages=gae(trace=0.95)", "critic.backbone=own",
@@ -81,7 +81,7 @@ LINES = (
     Line("DAPO clip-higher, 4 minibatches",
          (*OFF, "loss.objective=clipped_terms(clip_high=0.28)")),
     Line("GSPO, 4 minibatches",
-         (*OFF, "loss.objective=gspo_terms", "loss.mean=sequence_mean_weights")),
+         (*OFF, "loss.objective=gspo_terms", "loss.aggregation=seq_mean_token_mean")),
     Line("CISPO, 4 minibatches", (*OFF, "loss.objective=cispo_terms")),
     Line("SAPO, 4 minibatches", (*OFF, "loss.objective=sapo_terms")),
     Line("DPPO-TV, 4 minibatches", (*OFF, "loss.objective=dppo_tv_terms")),

@@ -31,7 +31,7 @@ from jaxmoe.rl.state import new_state, with_critic
 
 BUDGET = (
     "data.held_out_rows=8", "rollout.max_gen_batches=1", "eval.every_steps=1000000",
-    "save.every_steps=1000000", "loss.correction=token_is(high=2.0)",
+    "save.every_steps=1000000", "loss.rollout_correction=token_is(high=2.0)",
 )  # fmt: skip
 SHOWN = (
     "time/step_s", "time/rollout_s", "time/train_s", "time/weight_sync_s",

@@ -32,7 +32,7 @@ CFG = override(
     load("tiny.py"), "data.train_rows=64", "data.held_out_rows=4", "warmup.steps=0",
     f"rollout.sequences_per_step={SAMPLES * PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
     "rollout.max_gen_batches=1", f"steps={STEPS}", "eval.every_steps=3", "save.every_steps=100",
-    "loss.correction=token_is",
+    "loss.rollout_correction=token_is",
 )  # fmt: skip
 TX = optax.sgd(1.0)
 NUMBERS = (

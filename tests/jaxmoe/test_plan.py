@@ -184,7 +184,7 @@ def test_the_algorithm_is_named_as_the_config_writes_it():
     assert not {"critic", "correction", "updates", "GRPO"} & lines.keys()
     lines = what_runs(
         load("tiny.py"), "loss.objective=gspo_terms(clip_high=4e-4)", "loss.old_logp=recomputed",
-        "loss.correction=token_is(high=2.0) + veto", "loss.epochs=2", "loss.minibatches=4",
+        "loss.rollout_correction=token_is(high=2.0) + veto", "loss.epochs=2", "loss.minibatches=4",
     )  # fmt: skip
     assert lines["objective"] == (
         "gspo_terms(clip_high=4e-4), group_advantages, old_logp recomputed"

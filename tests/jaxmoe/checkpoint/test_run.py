@@ -136,7 +136,7 @@ def test_a_field_that_came_after_the_checkpoint_had_its_default(tmp_path, monkey
     saved(tmp_path)
     assert restore_run(tmp_path, CFG, SHAPES) is not None
     with pytest.raises(ConfigError, match="rollout.max_staleness=0; it cannot go on with 2"):
-        ahead = override(CFG, "rollout.max_staleness=2", "loss.correction=token_is")
+        ahead = override(CFG, "rollout.max_staleness=2", "loss.rollout_correction=token_is")
         restore_run(tmp_path, ahead, SHAPES)
 
 

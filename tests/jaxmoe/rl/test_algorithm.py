@@ -14,7 +14,7 @@ import pytest
 from jaxmoe import losses
 from jaxmoe.config import ConfigError, LossConfig
 from jaxmoe.config_file import load, override
-from jaxmoe.losses.recipes import Correction
+from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.rl.algorithm import (
     Algorithm,
     algorithm,
@@ -60,14 +60,14 @@ def test_a_config_s_fields_reach_the_algorithm():
     made = algorithm(
         config(
             samples=4, critic="own", objective="gspo_terms(clip_high=4e-4)",
-            advantages="gae(trace=0.9)", mean="sequence_mean_weights", kl="kl_k2", kl_coef=0.25,
+            advantages="gae(trace=0.9)", mean="seq_mean_token_mean", kl="kl_k2", kl_coef=0.25,
             kl_in="reward", entropy_coef=0.125, old_logp="recomputed", epochs=2, minibatches=4,
             correction="veto + token_is(high=3.0)",
         )
     )  # fmt: skip
     assert made.objective.func is losses.gspo_terms
     assert made.objective.keywords == {"clip_high": 4e-4}
-    assert made.advantages.func is losses.gae and made.mean is losses.sequence_mean_weights
+    assert made.advantages.func is losses.gae and made.mean is losses.seq_mean_token_mean
     assert made.correction[0] is losses.veto and made.correction[1].keywords == {"high": 3.0}
     assert made.kl is losses.kl_k2 and (made.kl_coef, made.kl_in) == (0.25, "reward")
     assert (made.critic, made.entropy_coef, made.updates) == ("own", 0.125, 8)
@@ -105,20 +105,20 @@ REFUSED = [
     ({"samples": 1, "advantages": "rloo_advantages"}, "rloo_advantages compares the samples"),
     ({"samples": 1, "advantages": "reinforce_pp_baseline_advantages"}, "compares the samples"),
     ({"old_logp": "rollout", "correction": "token_is"}, "loss.old_logp=rollout and importance "
-     "weights in loss.correction correct the same mismatch, which squares it. Try --set "
+     "weights in loss.rollout_correction correct the same mismatch, which squares it. Try --set "
      "loss.old_logp=recomputed, or a rejection alone."),
     ({"old_logp": "rollout", "correction": "veto + sequence_icepop"}, "which squares it"),
-    ({"correction": "token_is + sequence_is"}, "loss.correction: sequence_is would weight tokens "
+    ({"correction": "token_is + sequence_is"}, "loss.rollout_correction: sequence_is would weight tokens "
      "that are weighted already, which squares the correction. Leave one out."),
     ({"correction": "token_is + veto + token_icepop"}, "token_icepop would weight tokens"),
     ({"correction": "normalize", "old_logp": "recomputed"}, "normalize asks for weights_BT, and "
-     'nothing before it makes any. Try --set "loss.correction=token_is(high=2.0) + normalize".'),
+     'nothing before it makes any. Try --set "loss.rollout_correction=token_is(high=2.0) + normalize".'),
     ({"correction": "token_is + normalize"}, "a function asks for batch_mask_BT, which is known "
      "only before the gradient of a batch that was scored first. Try --set "
      "loss.old_logp=recomputed."),
-    ({"mean": "kept_token_mean_weights"}, "a function asks for keep_BT, which is known only"),
-    ({"mean": "kept_token_mean_weights", "old_logp": "rollout"}, "asks for keep_BT"),
-    ({"correction": "token_mean_weights"}, "loss.correction: token_mean_weights must return a "
+    ({"mean": "kept_token_mean"}, "a function asks for keep_BT, which is known only"),
+    ({"mean": "kept_token_mean", "old_logp": "rollout"}, "asks for keep_BT"),
+    ({"correction": "token_mean"}, "loss.rollout_correction: token_mean must return a "
      "Correction, as token_is does."),
     ({"correction": "rejection(by='token_k4', high=2.0)"}, "by must be one of token_k1, token_k2"),
     ({"correction": "token_icepop(low=2.0, high=0.5)"}, "bounds must hold 0 <= low <= high"),
@@ -127,9 +127,9 @@ REFUSED = [
     ({"objective": "clipped_terms(clip_low='a')"}, "loss: "),
     ({"objective": "gae"}, "loss.objective: gae asks for rewards_BT"),
     ({"advantages": "clipped_terms"}, "loss.advantages: clipped_terms asks for logp_BT"),
-    ({"mean": "rloo_advantages"}, "loss.mean: rloo_advantages asks for rewards_PR"),
+    ({"mean": "rloo_advantages"}, "loss.aggregation: rloo_advantages asks for rewards_PR"),
     ({"kl": "clipped_terms"}, "loss.kl: clipped_terms asks for old_logp_BT"),
-    ({"correction": "whiten"}, "loss.correction: whiten asks for x_BT"),
+    ({"correction": "whiten"}, "loss.rollout_correction: whiten asks for x_BT"),
     ({"preset": "decoupled_tokn_is"}, "loss.preset: there is no preset 'decoupled_tokn_is'. Did "
      "you mean decoupled_token_is?"),
     ({"preset": "zzz"}, "there is no preset 'zzz'. Known: disabled, decoupled_token_is"),
@@ -152,8 +152,8 @@ ALLOWED = [
     {"old_logp": "rollout", "correction": "rejection(by='seq_mean_k3', high=0.01) + veto"},
     {"correction": "veto + token_is + drift_mask(most=0.1)"},
     {"correction": "token_is + normalize", "old_logp": "recomputed"},
-    {"mean": "kept_token_mean_weights", "old_logp": "recomputed"},
-    {"mean": "fixed_length_weights(length=9)"},
+    {"mean": "kept_token_mean", "old_logp": "recomputed"},
+    {"mean": "seq_mean_token_sum_norm(length=9)"},
 ]
 
 
@@ -312,9 +312,9 @@ def test_other_settings_stay_beside_a_preset():
     ("fields", "answer"),
     [
         ({"preset": "decoupled_token_is", "correction": "veto"},
-         "loss.preset=decoupled_token_is sets loss.correction='token_is(high=2.0)', and the config "
-         "'veto'. Try --set loss.correction=, or --set loss.preset=''."),
-        ({"preset": "disabled", "correction": "token_is"}, "sets loss.correction=''"),
+         "loss.preset=decoupled_token_is sets loss.rollout_correction='token_is(high=2.0)', and the config "
+         "'veto'. Try --set loss.rollout_correction=, or --set loss.preset=''."),
+        ({"preset": "disabled", "correction": "token_is"}, "sets loss.rollout_correction=''"),
         ({"preset": "decoupled_token_is", "old_logp": "rollout"},
          "and the config 'rollout'. Try --set loss.old_logp=detached"),
         ({"preset": "bypass_ppo_clip", "old_logp": "recomputed"}, "sets loss.old_logp='rollout'"),

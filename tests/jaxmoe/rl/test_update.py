@@ -31,19 +31,19 @@ from jax.sharding import PartitionSpec as P
 from jaxmoe.losses import (
     cispo_terms,
     clipped_terms,
-    fixed_length_weights,
     gae,
     geometric_is,
     gspo_terms,
-    kept_token_mean_weights,
+    kept_token_mean,
     kl_k1,
     normalize,
     reinforce_pp_advantages,
     reinforce_terms,
     rejection,
     rloo_advantages,
+    seq_mean_token_mean,
+    seq_mean_token_sum_norm,
     sequence_is,
-    sequence_mean_weights,
     token_is,
     veto,
 )
@@ -54,7 +54,7 @@ from jaxmoe.rl.update import OPEN, UNSEEN, Scorer, estimated, one_update, scored
 
 ALGORITHMS = {
     "gspo, recomputed, kl in the loss": dict(
-        objective=partial(gspo_terms, clip_low=0.1, clip_high=0.2), mean=sequence_mean_weights,
+        objective=partial(gspo_terms, clip_low=0.1, clip_high=0.2), mean=seq_mean_token_mean,
         old_logp="recomputed", correction=(partial(sequence_is, high=2.0), normalize),
         kl_coef=0.1, entropy_coef=0.02,
     ),
@@ -64,16 +64,16 @@ ALGORITHMS = {
     ),
     "reinforce++, kl in the reward": dict(
         objective=reinforce_terms, advantages=reinforce_pp_advantages, kl=kl_k1, kl_coef=0.1,
-        kl_in="reward", old_logp="recomputed", mean=kept_token_mean_weights,
+        kl_in="reward", old_logp="recomputed", mean=kept_token_mean,
         correction=(partial(rejection, by="seq_mean_k3", high=0.3), token_is),
     ),
     "grpo": {},
-    "dr_grpo": dict(advantages=rloo_advantages, mean=partial(fixed_length_weights, length=9)),
+    "dr_grpo": dict(advantages=rloo_advantages, mean=partial(seq_mean_token_sum_norm, length=9)),
     "ppo anchored at the rollout": dict(
         objective=partial(clipped_terms, dual_clip=1.5), old_logp="rollout",
         correction=(partial(rejection, by="token_k1", low=0.5, high=2.0),),
     ),
-    "cispo": dict(objective=cispo_terms, mean=sequence_mean_weights),
+    "cispo": dict(objective=cispo_terms, mean=seq_mean_token_mean),
     "ppo, own critic": dict(advantages=gae, critic="own"),
 }  # fmt: skip
 GPT_OSS = "gspo, of the model itself"

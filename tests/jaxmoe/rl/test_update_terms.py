@@ -34,7 +34,7 @@ from jaxmoe.config import (
 )
 from jaxmoe.losses import (
     gae,
-    kept_token_mean_weights,
+    kept_token_mean,
     rejection,
 )
 from jaxmoe.rl.minibatches import divide
@@ -191,7 +191,7 @@ def test_an_engine_that_is_worlds_apart_gives_finite_numbers():
 def test_a_dropped_token_leaves_the_denominator_only_where_that_is_named():
     drop = (partial(rejection, by="token_k1", low=0.9, high=1.1),)
     stays = algorithm(old_logp="recomputed", correction=drop)
-    leaves = algorithm(old_logp="recomputed", correction=drop, mean=kept_token_mean_weights)
+    leaves = algorithm(old_logp="recomputed", correction=drop, mean=kept_token_mean)
     _, half = step_of(stays)(start(stays), make_batch())
     _, full = step_of(leaves)(start(leaves), make_batch())
     kept = 1.0 - float(half["rollout_corr/rollout_rs_masked_fraction"])

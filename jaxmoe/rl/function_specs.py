@@ -40,9 +40,9 @@ def read_several(text: str, where: str, arrays: Sequence[str]) -> tuple[Callable
     return tuple(read(part, where, arrays) for part in _split(text)) if text.strip() else ()
 
 
-def ask(function: Callable[..., Any], arrays: Mapping[str, Any]) -> Any:
-    """function(**the arrays it names)."""
-    return function(**{name: arrays[name] for name in asked(function)})
+def arguments(function: Callable[..., Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arrays that the function names."""
+    return {name: arrays[name] for name in asked(function)}
 
 
 def asked(function: Callable[..., Any]) -> list[str]:
