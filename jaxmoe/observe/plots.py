@@ -17,8 +17,7 @@ BLUE, ORANGE, GREEN, PINK, GREY, SKY = (
 )  # fmt: skip
 WAIT = "wait_for_rollouts"
 PHASES = {
-    "rollout": BLUE, "reward": ORANGE, WAIT: GREY, "train": GREEN, "weight_sync": PINK,
-    "eval": SKY,
+    "rollout": BLUE, "reward": ORANGE, WAIT: GREY, "train": GREEN, "weight_sync": PINK, "eval": SKY
 }  # fmt: skip
 FLOOR = 1e-9  # where an exact 0 is drawn on a log axis
 

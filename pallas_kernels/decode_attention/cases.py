@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.cases import AttentionCase, make_inputs
 
 __all__ = ["AttentionCase", "PagedCase", "make_inputs", "make_paged", "named", "shapes"]
@@ -42,6 +43,11 @@ class PagedInputs(NamedTuple):
     sink_N: Float[Array, " N"]
     page_table_BJ: Int[Array, "B J"]
     lengths_B: Int[Array, " B"]
+
+    @property
+    def arguments(self) -> "PagedInputs":
+        """As implementations take them."""
+        return self
 
 
 # Head size 64 is the least the Hopper kernel takes.
@@ -133,8 +139,8 @@ def shapes(case: AttentionCase | PagedCase, dtype: DTypeLike = jnp.bfloat16) -> 
         kv = array(case.B * case.J, case.page, case.K, case.H)
         return q, kv, kv, sink, array(case.B, case.J, dtype=i32), array(case.B, dtype=i32)
     kv = array(case.B, case.S, case.K, case.H)
-    places = (array(case.B, length, dtype=i32) for length in (case.T, case.S) * 2)
-    return q, kv, kv, sink, *places
+    layout = Layout._make(array(case.B, length, dtype=i32) for length in (case.T, case.S) * 2)
+    return q, kv, kv, sink, layout
 
 
 def named(name: str) -> AttentionCase | PagedCase:

@@ -5,7 +5,8 @@ Decoding reads memory and does little else, so everything serves the stream of k
 one warpgroup holds all query rows of one key head in one wgmma tile, TMA brings page after page
 into a ring of stages, and two blocks share a core, so one computes while the other waits. Splits
 have a fixed number of slots and are merged in order: a row's bits do not depend on how many
-rows or how much room there is. Next: pages.py for what is read, hopper.py for the tiles.
+rows or how much room there is.
+Next: pages.py for what is read, pallas_kernels/hopper.py for the tiles.
 """
 
 import math
@@ -17,13 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels import hopper
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
+from pallas_kernels.decode_attention.signature import Lengths, PagedKeys, PageTable
 from pallas_kernels.dispatch import target
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 ROWS = hopper.WARPGROUP_ROWS  # query rows (queries times heads per key head) of one tile
 KEYS = 64  # slots per step: the scores of a step are 32 registers a thread, and so are outputs
@@ -45,37 +49,18 @@ class DecodeTiles(NamedTuple):
 
 
 def mosaic_gpu(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    window: int,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
+    scale: float, *, interpret: bool = False,
+) -> Result:  # fmt: skip
     """(o, lse) on a Hopper GPU; see `reference` for the formula."""
-    places = (q_positions_BT, k_positions_BS, q_segments_BT, k_segments_BS)
-    x = pages.of_cache(k_BSKH, v_BSKH, *places, window, most=KEYS, least=LEAST_PAGE)
+    x = pages.of_cache(k_BSKH, v_BSKH, layout, window, most=KEYS, least=LEAST_PAGE)
     return _attend(q_BTNH, x, sink_N, scale, interpret)
 
 
 def mosaic_gpu_paged(
-    q_BTNH: Float[Array, "B T N H"],
-    k_PSKH: Float[Array, "P S K H"],
-    v_PSKH: Float[Array, "P S K H"],
-    sink_N: Float[Array, " N"],
-    page_table_BJ: Int[Array, "B J"],
-    lengths_B: Int[Array, " B"],
-    window: int,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
+    lengths_B: Lengths, window: int, scale: float, *, interpret: bool = False,
+) -> Result:  # fmt: skip
     """(o, lse) on a Hopper GPU; see `reference_paged` for the meaning."""
     T = q_BTNH.shape[1]
     x = pages.of_pages(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, most=KEYS)

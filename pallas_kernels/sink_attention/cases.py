@@ -4,12 +4,14 @@
 Sizes of the test cases are pairwise distinct, so a swapped axis cannot pass unseen.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
+
+from pallas_kernels.masks import Layout
 
 
 class AttentionCase(NamedTuple):
@@ -28,7 +30,7 @@ class AttentionCase(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call, in the order of `reference`."""
+    """The arrays of one call, those of its layout side by side with the others."""
 
     q_BTNH: Float[Array, "B T N H"]
     k_BSKH: Float[Array, "B S K H"]
@@ -36,8 +38,13 @@ class Inputs(NamedTuple):
     sink_N: Float[Array, " N"]
     q_positions_BT: Int[Array, "B T"]
     k_positions_BS: Int[Array, "B S"]
-    q_segments_BT: Int[Array, "B T"]
-    k_segments_BS: Int[Array, "B S"]
+    q_segment_ids_BT: Int[Array, "B T"]
+    k_segment_ids_BS: Int[Array, "B S"]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As implementations take them."""
+        return *self[:4], Layout(*self[4:])
 
 
 TEST_CASES = (  # several share their sizes, and so one compiled program
@@ -93,8 +100,8 @@ def flops(case: AttentionCase) -> tuple[int, int]:
     return 4 * case.H * case.N * pairs, 10 * case.H * case.N * pairs
 
 
-def layout(case: AttentionCase) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """q and k positions, q and k segments; int32."""
+def layout(case: AttentionCase) -> Layout:
+    """The case's, of int32 and on the host."""
     B, T, S = case.B, case.T, case.S
     row_B1, time_1S = np.arange(B)[:, None], np.arange(S)[None, :]
     k_pos, k_seg = np.broadcast_to(time_1S, (B, S)), np.ones((B, S), int)
@@ -122,10 +129,7 @@ def layout(case: AttentionCase) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
         newest_B1 = np.where(k_seg > 0, k_pos, -1).max(1)[:, None]
         q_pos = newest_B1 - (T - 1) + np.arange(T)[None, :]
         q_seg = (q_pos >= 0).astype(int)
-    q_pos, k_pos, q_seg, k_seg = (
-        np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg)
-    )
-    return q_pos, k_pos, q_seg, k_seg
+    return Layout._make(np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg))
 
 
 def make_inputs(case: AttentionCase, dtype: DTypeLike = jnp.float32, seed: int = 0) -> Inputs:

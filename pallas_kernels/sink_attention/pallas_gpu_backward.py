@@ -4,7 +4,8 @@
 One block of threads owns queries and sums dq over keys; another owns keys and sums dk and dv over
 the queries of all heads that share them, in a fixed order: the same bits every time. Both make the
 weights again from lse. Five products would do where these take seven; the other way is to add to
-dq from many blocks at once, in an order that nobody fixes. Next: hopper.py for the products.
+dq from many blocks at once, in an order that nobody fixes.
+Next: pallas_kernels/hopper.py for the products.
 """
 
 from functools import partial
@@ -23,7 +24,7 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     fetch,
     fill_ring,
     pad,
-    places,
+    padded,
     seen,
     slot_of,
     split_index,
@@ -53,20 +54,20 @@ def key_tiles(H: int, window: int) -> MosaicTiles:
 
 def backward(saved, cotangents, window, scale, interpret):
     """dq, dk, dv in their dtypes, and dsink; `saved` holds the inputs, o and lse."""
-    q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse = saved
+    q, k, v, sink, layout, o, lse = saved
     do, dlse = cotangents
     lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
     stats_BN2T = jnp.stack([lse * LOG2E, delta], 1).transpose(0, 3, 1, 2)
-    arrays = (q, k, v, do.astype(q.dtype), stats_BN2T, q_pos, k_pos, q_seg, k_seg)
+    arrays = (q, k, v, do.astype(q.dtype), stats_BN2T, layout)
     dq = _queries(*arrays, window, scale, interpret)
     dk, dv = _keys(*arrays, window, scale, interpret)
     return dq, dk, dv, dsink
 
 
-def _queries(q, k, v, do, stats, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+def _queries(q, k, v, do, stats, layout, window, scale, interpret):
     (B, T, N, H), K, dtype = q.shape, k.shape[2], q.dtype
     tiles = query_tiles(H, window)
-    where = places(q_pos, k_pos, q_seg, k_seg, tiles.rows, tiles.step, window)
+    where = padded(layout, tiles.rows, tiles.step, window)
     q, do, stats = pad(q, tiles.rows), pad(do, tiles.rows), pad(stats, tiles.rows, 3)
     k, v = pad(k, tiles.step), pad(v, tiles.step)
     C, stages = tiles.consumers, tiles.stages
@@ -170,10 +171,10 @@ def _query_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _keys(q, k, v, do, stats, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+def _keys(q, k, v, do, stats, layout, window, scale, interpret):
     (_, _, N, H), (B, S, K, _), dtype = q.shape, k.shape, q.dtype
     tiles = key_tiles(H, window)
-    where = places(q_pos, k_pos, q_seg, k_seg, tiles.step, tiles.rows, window)
+    where = padded(layout, tiles.step, tiles.rows, window)
     q, do, stats = pad(q, tiles.step), pad(do, tiles.step), pad(stats, tiles.step, 3)
     k, v = pad(k, tiles.rows), pad(v, tiles.rows)
     C, stages = tiles.consumers, tiles.stages

@@ -92,8 +92,10 @@ def measure(held: str, sent: str, gigabytes: float, directory: Path, rounds: int
         """As the engine does from the third version on: into the pages of the last but one."""
         nonlocal turn, older
         over = older.pop(0) if len(older) > 1 else None
-        named = dict(dtype=sent, run=f"over{os.getpid()}", version=turn)
-        older.append(write_files(params, cfg, directory, **named, reuse=over))
+        run = f"over{os.getpid()}"
+        older.append(
+            write_files(params, cfg, directory, dtype=sent, run=run, version=turn, reuse=over)
+        )
         turn += 1
 
     def convert() -> None:

@@ -6,7 +6,10 @@ The update is a stand-in that counts; what is real is everything around it.
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +54,7 @@ class Scripted:
     script(call, engine): call is "load", "sample" or "score" (greedy: of an evaluation).
     """
 
-    script: object = lambda call, engine: None
+    script: Callable[[str, Any], None] = lambda call, engine: None
     held: int = -1
     sampled: list = field(default_factory=list)  # (prompt ids, seed) of training's calls
     loaded: list = field(default_factory=list)
@@ -103,7 +106,7 @@ class Scripted:
 class Run:
     """One call of the loop in a folder, and what came of it."""
 
-    work: object
+    work: Path
     engine: Scripted
     ahead: int = 0
     stop: StopRequest = field(default_factory=StopRequest)

@@ -5,7 +5,7 @@
     JAX_PLATFORMS=tpu python -m pytest -m tpu tests/pallas_kernels/test_on_chip.py
 
 By default the same checks run through XLA on a few cases, so that they are known to work. When
-they pass on a chip, `proven=False` goes out of the api of that operation.
+they pass on a chip, the kernel's name goes into `proven` in the api of that operation.
 """
 
 import jax

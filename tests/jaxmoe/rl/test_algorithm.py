@@ -363,14 +363,14 @@ def test_without_corrections_nothing_is_said():
     assert corrected(Algorithm(), x, x, x, mask, None) == Correction(None, None, None)
 
 
-def readme_rows():
-    text = (Path(__file__).parents[3] / "README.md").read_text()
+def documented_rows():
+    text = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
     rows = text.split("<!-- algorithms -->")[1].split("\n\n")[0].strip().splitlines()[2:]
     return [row.strip("| ").split(" | ") for row in rows]
 
 
-@pytest.mark.parametrize("name, changes", readme_rows())
-def test_each_algorithm_of_the_readme_is_one(name, changes):
+@pytest.mark.parametrize("name, changes", documented_rows())
+def test_each_algorithm_of_the_docs_is_one(name, changes):
     settings = re.findall(r"`([^`]+)`", changes)
     assert settings or "default" in changes
     algorithm(override(load("tiny.py"), *settings))

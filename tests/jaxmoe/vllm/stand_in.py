@@ -13,6 +13,7 @@ import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import jax
@@ -221,7 +222,9 @@ class StandIn:
                     self.step(params, label, rows, wanted, stops)
             if self.dead:
                 raise ConnectionAbortedError
-            answer = {"choices": [row.choice(i, len(prompt)) for i, row in enumerate(rows)]}
+            answer: dict[str, Any] = {
+                "choices": [row.choice(i, len(prompt)) for i, row in enumerate(rows)]
+            }
             if wanted.get("prompt_logprobs") is not None:
                 answer["prompt_logprobs"] = self.prompt_logprobs(params, prompt)
             return answer

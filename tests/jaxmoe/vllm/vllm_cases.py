@@ -4,6 +4,7 @@
 import os
 import sys
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def check(out, asked, samples, version):
 
 
 def open_engine(url, work, *, max_rows=ROWS, **changes):
-    options = dict(
+    options: dict[str, Any] = dict(
         url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, python=PYTHON
     )
     return VllmEngine(

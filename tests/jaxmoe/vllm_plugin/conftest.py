@@ -52,7 +52,7 @@ class Served:
     """One vLLM and what a trainer does with it."""
 
     def __init__(self, cfg, home, dtype="float32"):
-        from vllm import LLM
+        from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
         self.cfg, self.home, self.version = cfg, home, 0
         self.seed = 0
@@ -117,7 +117,10 @@ class Served:
         return self.llm.collective_rpc("jaxmoe_loaded_state")[0]
 
     def answers(self, new=NEW):
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import (
+            SamplingParams,  # pyright: ignore[reportAttributeAccessIssue]
+            TokensPrompt,  # pyright: ignore[reportAttributeAccessIssue]
+        )
 
         prompts = [TokensPrompt(prompt_token_ids=p) for p in self.prompts]
         sampling = SamplingParams(

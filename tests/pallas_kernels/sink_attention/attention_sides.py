@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 import triton_interpreted
 
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import (
     cases,
     jax_triton_call,
@@ -54,7 +55,9 @@ class Side(NamedTuple):
 
 def of_positional(f: Callable[..., Any]) -> Callable[..., Any]:
     """A new function each time: what was compiled with other blocks is not found under it."""
-    return lambda window, q, *rest: f(q, *rest, window, q.shape[3] ** -0.5)
+    return lambda window, q, k, v, sink, *layout: f(
+        q, k, v, sink, Layout(*layout), window, q.shape[3] ** -0.5
+    )
 
 
 def with_xla(patch: pytest.MonkeyPatch) -> Side:

@@ -124,7 +124,7 @@ def test_torch_autograd_agrees():
     for x in (q, k, v, sink):
         x.requires_grad_()
     G = case.N // case.K
-    pos, seg = np.asarray(inputs.q_positions_BT), np.asarray(inputs.q_segments_BT)
+    pos, seg = np.asarray(inputs.q_positions_BT), np.asarray(inputs.q_segment_ids_BT)
     back = pos[:, :, None] - pos[:, None]
     seen = (back >= 0) & (back < case.window)
     seen &= (seg[:, :, None] == seg[:, None]) & (seg[:, None] > 0)

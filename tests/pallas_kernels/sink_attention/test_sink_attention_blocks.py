@@ -125,9 +125,8 @@ def test_a_query_block_reads_few_blocks_more_than_it_must(case):
     sizes = (case.B, case.T, case.S, case.K, case.N // case.K, case.window)
     bt, bs = xla.block_sizes(*sizes)
     inputs = jax.eval_shape(partial(cases.make_inputs, case))
-    places = map(jnp.asarray, cases.layout(case))
     arrays = [jnp.zeros(x.shape, x.dtype) for x in inputs[:4]]
-    blocks, _ = xla._blocks(*arrays, *places, case.window)
+    blocks, _ = xla._blocks(*arrays, jax.tree.map(jnp.asarray, cases.layout(case)), case.window)
     read = np.diff(np.asarray(blocks.ranges_n2))[:, 0] * bs
     first = np.arange(len(read)) * bt
     must = np.minimum(first + bt, case.T)

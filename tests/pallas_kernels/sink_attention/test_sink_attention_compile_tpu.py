@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, pallas_tpu
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
@@ -36,7 +37,7 @@ def _compiled(chip, case, dtype, vmem):
 
     def step(do, dlse, q, k, v, sink, *places):
         def attend(*args):
-            return pallas_tpu.mosaic_tpu(*args, *places, case.window, case.H**-0.5)
+            return pallas_tpu.mosaic_tpu(*args, Layout(*places), case.window, case.H**-0.5)
 
         out, pull = jax.vjp(attend, q, k, v, sink)
         return *out, *pull((do, dlse))

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import Target
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.sink_attention.pallas_gpu_blocks import BlockVisits, MosaicTiles
@@ -48,7 +49,7 @@ ours = partial(pallas_gpu.mosaic_gpu, interpret=True)
 
 @partial(jax.jit, static_argnums=(0, 1))
 def run(window, scale, do, dlse, q, k, v, sink, *places):
-    out, pull = jax.vjp(lambda *x: ours(*x, *places, window, scale), q, k, v, sink)
+    out, pull = jax.vjp(lambda *x: ours(*x, Layout(*places), window, scale), q, k, v, sink)
     return *out, *pull((do, dlse))
 
 

@@ -80,8 +80,8 @@ def test_any_scale_is_taken(attend):
     case = cases.named("tiny_distinct")
     inputs = cases.make_inputs(case)
     for scale in (-0.3, 0.0):
-        ours = jax_triton_call.triton(*inputs, case.window, scale)
-        right = reference.reference(*inputs, case.window, scale)
+        ours = jax_triton_call.triton(*inputs.arguments, case.window, scale)
+        right = reference.reference(*inputs.arguments, case.window, scale)
         for x, y in zip(ours, right, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README and docs/ say can be typed: every command parses, every file and figure is there."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jaxmoe.cli
+from jaxmoe import doctor, eval, train
+from jaxmoe.vllm_plugin.compat import BACKENDS
+from pallas_kernels.bench.__main__ import arguments
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+MARKERS = {m.partition(":")[0] for m in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "launch/README.md",
+    ROOT / "tests/bench/README.md", *DOCS,
+]  # fmt: skip
+CONFIGS = sorted((ROOT / "configs").glob("[a-z]*.py"))
+CODE = [p for top in ("jaxmoe", "pallas_kernels", "configs", "tests")
+        for p in sorted((ROOT / top).rglob("*.py"))]  # fmt: skip
+
+COMMANDS = {"train": train.main, "eval": eval.main, "doctor": doctor.main}
+# what others ship: nothing here can say whether it is typed right
+FOREIGN = ("ruff", "pyright", "lint-imports", "bazel", "npx", "uv", "mkdocs")
+START = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:[\w./-]*/bin/)?(?:python3?|pip|launch/local\.sh|" + "|".join(FOREIGN)
+    + r") "
+)  # fmt: skip
+
+
+FIGURE = re.compile(r"\d\.\d|\d [GMK]i?B|×")
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def fences(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
+
+
+def typed(path: Path) -> Iterator[str]:
+    """Lines of fenced and indented blocks that are commands, and code spans that are."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        yield from re.findall(r"(?:COMMAND +|^ {6,})(python .*)$", text, re.M)
+        return
+    lines = [line for block in fences(text, r"\w*") for line in block.splitlines()]
+    lines += re.findall(r"^ {4}(\S.*)$", text, re.M)
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    lines += re.findall(r"`([^`\n]+)`", prose)
+    yield from (line for line in lines if START.match(line))
+
+
+def parts(line: str) -> Iterator[list[str]]:
+    """The commands that `&&` joins, without variables set before them and paths of programs."""
+    words: list[str] = []
+    for word in [*shlex.split(line, comments=True), "&&"]:
+        if word != "&&":
+            words.append(word)
+            continue
+        while re.match(r"[A-Z_]+=", words[0]):
+            words = words[1:]
+        yield [re.sub(r"^.*/bin/", "", words[0]), *words[1:]]
+        words = []
+
+
+TYPED = sorted({line: named(p) for p in [*PAGES, *CONFIGS] for line in typed(p)}.items())
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The objective that docs/extending.md puts into a file of the reader's."""
+    (code, *_) = fences((ROOT / "docs/extending.md").read_text(), "python")
+    (tmp_path / "my_losses.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
+
+
+@pytest.mark.parametrize("line, page", TYPED, ids=[f"{p}: {c[:70]}" for c, p in TYPED])
+def test_a_command_can_be_typed(line, page, example, capsys):
+    for command in parts(line):
+        check(command)
+
+
+def check(command: list[str]) -> None:
+    program, *args = command
+    if program == "launch/local.sh":
+        assert (ROOT / program).exists()
+        dry(["train", *args[1:]])
+    elif program == "pip":
+        installs(args)
+    elif program in FOREIGN:
+        pass
+    elif args[:1] != ["-m"]:
+        script(*args)
+    elif args[1].startswith("jaxmoe."):
+        dry([args[1].removeprefix("jaxmoe."), *args[2:]])
+    elif args[1] == "pallas_kernels.bench":
+        benches(args[2:])
+    elif args[1] == "pytest":
+        collects(args[2:])
+    elif args[1] == "vllm.entrypoints.openai.api_server":
+        serves(args[2:])
+    else:
+        assert args[1] == "venv", f"tests/test_docs.py must learn to check {args[1]}"
+
+
+def dry(args: list[str]) -> None:
+    """The product's own reading of a command, all of it but the work."""
+    main, rest = COMMANDS[args[0]], args[1:]
+    if rest and "FILE" not in rest:
+        rest = [a for a in rest if a != "--dry-run"]
+        assert main([*rest, "--dry-run"]) == 0
+
+
+def benches(args: list[str]) -> None:
+    if args and args[0] != "OP":
+        _, read = arguments(args)
+        module, _, name = (read.vs or "").partition(":")
+        if name:
+            source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+            assert re.search(rf"^(def )?{name}\b", source, re.M), f"{module} must have {name}"
+
+
+def collects(args: list[str]) -> None:
+    """Paths, markers, and names that -k asks for are there."""
+    places = [a for a in args if a.startswith("tests/")]
+    for place in places:
+        assert (ROOT / place).exists(), place
+    for flag, known in (("-m", MARKERS), ("-k", None)):
+        if flag not in args:
+            continue
+        words = set(re.findall(r"\w+", args[args.index(flag) + 1])) - {"and", "or", "not"}
+        if known is not None:
+            assert words <= known, f"no marker {words - known}"
+            continue
+        files = [f for p in places or ["tests"] for f in [ROOT / p, *(ROOT / p).rglob("*.py")]]
+        names = " ".join(
+            found for f in files if f.is_file()
+            for found in [f.stem, *re.findall(r"def (test_\w+)", f.read_text())]
+        )  # fmt: skip
+        assert all(word in names for word in words), f"no test in {places} for {words}"
+
+
+def script(path: str, *args: str) -> None:
+    """A file of ours that knows these flags."""
+    source = (ROOT / path).read_text()
+    for flag in args:
+        assert not flag.startswith("--") or f'add_argument("{flag}"' in source, (path, flag)
+
+
+def installs(args: list[str]) -> None:
+    for word in args:
+        extra = re.fullmatch(r"(?:\.|jaxmoe)\[(.*)\]", word)
+        assert extra is None or set(extra[1].split(",")) <= set(EXTRAS), word
+        assert not word.endswith(".txt") or (ROOT / word).exists(), word
+        assert not word.startswith("vllm==") or [word] == EXTRAS["vllm"], word
+
+
+def serves(args: list[str]) -> None:
+    """What is ours of a vLLM's options: the worker's class, and the backend of weight transfer."""
+    given = dict(zip(args, args[1:], strict=False))
+    module, _, name = given["--worker-extension-cls"].rpartition(".")
+    assert f"class {name}" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    assert ast.literal_eval(given["--weight-transfer-config"])["backend"] in BACKENDS
+
+
+def test_the_pages_hold_commands():
+    """Or nothing above looks at anything."""
+    read = {page for _, page in TYPED}
+    assert len(TYPED) > 40 and {"README.md", "docs/rollouts.md", "configs/tiny.py"} <= read
+
+
+def test_the_readme_opens_with_two_complete_commands():
+    text = (ROOT / "README.md").read_text()
+    ends = {"main": "jaxmoe.train --config tiny.py", "tests": "pytest -q -n 2 --dist loadfile"}
+    for mark, last in ends.items():
+        block = re.search(rf"<!-- {mark} -->\n```\n(.*?)\n```", text, re.S)
+        assert block, f"README must hold a code block after <!-- {mark} -->"
+        assert "venv" in block[1] and "pip install" in block[1] and block[1].endswith(last)
+    assert len(text.splitlines()) <= 120, "README is the entrance; docs/ has the room"
+
+
+def test_the_readmes_python_runs_as_it_stands():
+    (block,) = fences((ROOT / "README.md").read_text(), "python")
+    names: dict = {}
+    exec(compile(block, "README.md", "exec"), names)
+    assert names["logp_BT"].shape == names["tokens_BT"].shape == (2, 24)
+    assert names["experts_LBTA"].shape == (2, 2, 24, 2)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=named)
+def test_the_python_of_the_docs_runs_as_it_stands(page):
+    for block in fences(page.read_text(), "python"):
+        exec(compile(block, named(page), "exec"), {"__name__": page.stem})
+
+
+def test_the_python_of_the_pages_uses_what_it_imports():
+    for page in PAGES:
+        for block in fences(page.read_text(), "python"):
+            done = subprocess.run(
+                [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,I", "-"],
+                input=block, capture_output=True, text=True,
+            )  # fmt: skip
+            assert done.returncode == 0, (named(page), done.stdout)
+
+
+def test_the_pages_name_files_that_exist():
+    for page in PAGES:
+        text = page.read_text()
+        for name in re.findall(
+            r"`((?:jaxmoe|pallas_kernels|configs|tests|launch)/[\w/.-]*)`", text
+        ):
+            assert (ROOT / name).exists(), (named(page), name)
+        for name in re.findall(r"\]\((?!https?:)([^)#]+)|src=\"([^\"]+)\"", text):
+            assert (page.parent / (name[0] or name[1])).exists(), (named(page), name)
+
+
+def test_docstrings_name_files_that_exist():
+    """`Next: path`, from the file's folder or from the root; and whole paths anywhere."""
+    for path in CODE:
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        _, _, after = doc.partition("Next: ")
+        after = re.split(r"\n\n|Source: ", after)[0]
+        for name in re.findall(r"[\w/]+\.(?:py|md)\b", after):
+            assert (ROOT / name).exists() or (path.parent / name).exists(), (named(path), name)
+        for name in re.findall(r"\b(?:jaxmoe|pallas_kernels|configs|tests)/[\w/]+\.py\b", doc):
+            assert (ROOT / name).exists(), (named(path), name)
+
+
+def tables(text: str) -> Iterator[tuple[list[str], list[list[str]], str]]:
+    """Header, rows, and what stands between the table and the heading above it."""
+    for found in re.finditer(r"^\|.*\n\|[-|: ]+\|\n((?:\|.*\n)*)", text, re.M):
+        above = re.split(r"^#+ .*$", text[: found.start()], flags=re.M)[-1]
+        head, _, *rows = ([c.strip() for c in line[1:-1].split("|")]
+                          for line in found[0].splitlines())  # fmt: skip
+        yield head, rows, above
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=named)
+def test_every_table_of_figures_names_its_command(page):
+    for head, rows, above in tables(re.sub(r"\\\|", "", page.read_text())):
+        if "measured" in head:
+            column = head.index("command")
+            assert all(START.match(row[column].partition("`")[2]) for row in rows), (page, head)
+        elif sum(bool(FIGURE.search(re.sub("`.*?`", "", c))) for row in rows for c in row) > 3:
+            assert re.search(r"`[^`]*\bpython [^`]+`", above), f"{named(page)}: {head}"
+
+
+def test_the_figures_of_the_main_job_are_small():
+    pictures = [p for p in (ROOT / "docs").rglob("*.png")]
+    assert pictures and all(p.stat().st_size < 100_000 for p in pictures)
+
+
+def test_the_api_pages_name_modules_that_exist():
+    modules = [m for p in DOCS for m in re.findall(r"^::: ([\w.]+)$", p.read_text(), re.M)]
+    assert len(modules) > 30
+    for module in modules:
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), module
+
+
+def test_the_layers_of_the_docs_are_the_contract():
+    text = (ROOT / "docs/architecture.md").read_text()
+    block = text.partition("<!-- layers -->\n```\n")[2].partition("\n```")[0]
+    contracts = PYPROJECT["tool"]["importlinter"]["contracts"]
+    layers = next(c["layers"] for c in contracts if c["id"] == "layers")
+    assert block == "\n".join(layers).replace("jaxmoe.", "")
