@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -84,7 +85,7 @@ def main():
     ]
     sampling = Sampling(args.new, ())
     rows = args.prompts * args.samples
-    sizes = dict(max_prompt_tokens=24, max_new_tokens=args.new, max_rows=rows)
+    sizes: Any = dict(max_prompt_tokens=24, max_new_tokens=args.new, max_rows=rows)
     weights = [jax.jit(init_params, static_argnums=1)(jax.random.key(s), cfg) for s in range(2)]
     vllm = VllmConfig(launch=int(args.server), python=args.python)
     with tempfile.TemporaryDirectory() as work:

@@ -106,6 +106,7 @@ CALL = 'Try --set "loss.x=name(option=1.0)".'
         # a name that is not there
         ("cliped_terms", "'cliped_terms'. Did you mean clipped_terms?"),
         ("zzz(a=1)", "jaxmoe.losses has no function 'zzz'. Or name your own: module:function."),
+        ("fixed_length_weights", "Did you mean seq_mean_token_sum_norm?"),
         ("jnp", "jaxmoe.losses has no function 'jnp'."),  # imported there, and not offered
         ("no_such_module:f", "no_such_module:f must be a function that can be imported; No module"),
         ("my_losses:f", "my_losses:f must be a function that can be imported; module 'my_losses'"),
