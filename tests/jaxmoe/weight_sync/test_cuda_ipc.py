@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from weight_updates import sent_tensors
 
-from jaxmoe.checkpoint.hf import iter_hf
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.weight_sync.checksum import digest
@@ -86,10 +86,10 @@ def test_each_handle_and_offset_name_the_tensors_bytes():
     shared = update(fake, params)
     info = json.loads(json.dumps(shared.update_info))
     for (name, want), *said, place in zip(
-        iter_hf(params, CFG, "bfloat16"), info["names"], info["dtype_names"], info["shapes"],
+        sent_tensors(params, CFG, "bfloat16"), info["names"], info["dtype_names"], info["shapes"],
         info["ipc_handles"], strict=True,
     ):  # fmt: skip
-        assert said == [name, "bfloat16", list(want.shape)] and list(place) == [GPU]
+        assert said == [name, str(want.dtype), list(want.shape)] and list(place) == [GPU]
         handle, offset = place[GPU]
         base = int.from_bytes(base64.b64decode(handle), "little")
         assert base % PAGE == 0

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from weight_updates import sent_tensors
 
-from jaxmoe.checkpoint.hf import iter_hf
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import partition
@@ -62,8 +62,8 @@ def test_tensors_are_the_checkpoints_bytes_in_its_order(place, held, sent):
     )
     taken = tensor_mailbox.take("ab:7")
     assert taken is not None and taken[0] == update.manifest
-    for (name, want), (got, tensor) in zip(iter_hf(params, CFG, sent), taken[1], strict=True):
-        assert (got, str(tensor.dtype)) == (name, f"torch.{sent}")
+    for (name, want), (got, tensor) in zip(sent_tensors(params, CFG, sent), taken[1], strict=True):
+        assert (got, str(tensor.dtype)) == (name, f"torch.{want.dtype}")
         assert tuple(tensor.shape) == want.shape
         assert digest_tensor(tensor) == digest(want) == update.digests[name], name
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from weight_updates import CFG, RUN, left, random_params, write_update
+from weight_updates import CFG, RUN, left, random_params, travels_as, write_update
 
 from jaxmoe.checkpoint import layouts
 from jaxmoe.checkpoint.hf import entries, iter_hf, load_params
@@ -25,27 +25,31 @@ from jaxmoe.weight_sync import update as module
 from jaxmoe.weight_sync.checksum import digest
 from jaxmoe.weight_sync.update import new_run
 
+FORMAT = {"float32": "F32", "bfloat16": "BF16"}
+
 
 @pytest.mark.parametrize("piece", [100, 5000, 1 << 20])
 @pytest.mark.parametrize(
     ("held", "sent"),
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
 )
-def test_a_publication_holds_the_checkpoints_bytes_and_their_digests(
+def test_an_update_holds_each_tensors_bytes_as_it_is_read_and_their_digests(
     tmp_path, monkeypatch, held, sent, piece
 ):
     params = random_params(dtype=held)
-    want = {entry.name: naive(params, entry).astype(jnp.dtype(sent)) for entry in entries(CFG)}
+    kind = {entry.name: travels_as(entry.name, sent) for entry in entries(CFG)}
+    want = {e.name: naive(params, e).astype(jnp.dtype(kind[e.name])) for e in entries(CFG)}
     monkeypatch.setattr(layouts, "PIECE_BYTES", piece)
     update = write_update(jax.tree.map(jnp.asarray, params), tmp_path, dtype=sent)
-    back = load_params(update.update_info["path"], CFG, sent)
+    back = {d: load_params(update.update_info["path"], CFG, d) for d in ("float32", sent)}
     for entry in entries(CFG):
-        got = naive(back, entry)
+        assert update.manifest["tensors"][entry.name]["dtype"] == FORMAT[kind[entry.name]]
+        got = naive(back[kind[entry.name]], entry)
         assert got.dtype == want[entry.name].dtype, entry.name
         assert got.tobytes() == want[entry.name].tobytes(), entry.name
         assert update.digests[entry.name] == digest(want[entry.name]), entry.name
-    for name, array in iter_hf(params, CFG, sent):
-        assert array.tobytes() == want[name].tobytes(), name
+    for (name, array), entry in zip(iter_hf(params, CFG, sent), entries(CFG), strict=True):
+        assert array.tobytes() == naive(params, entry).astype(jnp.dtype(sent)).tobytes(), name
 
 
 def naive(params, entry) -> np.ndarray:
@@ -146,7 +150,7 @@ WIDE = ModelConfig(
 
 
 def beyond(params, cfg, directory) -> int:
-    """Bytes of host memory that a publication takes at most, as numpy allocates them."""
+    """Bytes of host memory that an update takes at most, as numpy allocates them."""
     write_update(params, directory, cfg=cfg).close()
     tracemalloc.start()
     try:

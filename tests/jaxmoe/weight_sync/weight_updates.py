@@ -3,6 +3,7 @@
 
 import numpy as np
 
+from jaxmoe.checkpoint.hf import iter_hf
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.weight_sync.files import write_files
@@ -22,6 +23,19 @@ def random_params(cfg: ModelConfig = CFG, dtype: str = "float32"):
 
 def write_update(params, directory, *, dtype="float32", version=3, cfg=CFG):
     return write_files(params, cfg, directory, dtype=dtype, run=RUN, version=version)
+
+
+def travels_as(name: str, dtype: str) -> str:
+    """Only what the forward rounds is rounded on its way: matrices, by the name of each."""
+    ends = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj", "embed_tokens.weight")
+    return dtype if name.endswith((*ends, "lm_head.weight")) else "float32"
+
+
+def sent_tensors(params, cfg, dtype: str):
+    """(name, array) as each must arrive, in the checkpoint's order."""
+    exact = dict(iter_hf(params, cfg, "float32"))
+    for name, array in iter_hf(params, cfg, dtype):
+        yield name, array if travels_as(name, dtype) == dtype else exact[name]
 
 
 def left(directory) -> list[str]:
