@@ -85,17 +85,12 @@ def take_rows(cache: KVCache, rows: Array) -> KVCache:
 def compact(rows: DecodeState, keep: Array) -> DecodeState:
     """These rows alone."""
     return replace(
-        rows,
-        cache=take_rows(rows.cache, keep),
-        hidden_BD=rows.hidden_BD[keep],
-        position_B=rows.position_B[keep],
-        alive_B=rows.alive_B[keep],
-        stream_B2=rows.stream_B2[keep],
-        tokens_BT=rows.tokens_BT[keep],
-        logp_BT=rows.logp_BT[keep],
+        rows, cache=take_rows(rows.cache, keep), hidden_BD=rows.hidden_BD[keep],
+        position_B=rows.position_B[keep], alive_B=rows.alive_B[keep],
+        stream_B2=rows.stream_B2[keep], tokens_BT=rows.tokens_BT[keep], logp_BT=rows.logp_BT[keep],
         log_kept_BT=None if rows.log_kept_BT is None else rows.log_kept_BT[keep],
         experts_BTLA=None if rows.experts_BTLA is None else rows.experts_BTLA[keep],
-    )
+    )  # fmt: skip
 
 
 def decode(
@@ -314,26 +309,21 @@ class NativeEngine:
             cache = self._take(cache, jnp.asarray(repeat, jnp.int32))
         ids = np.arange(width * samples, dtype=np.uint32) + np.uint32(first * samples)
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
-        budget = sampling.max_new_tokens
+        shape = width * samples, sampling.max_new_tokens
         cuts = sampling.top_k > 0 or sampling.top_p < 1.0
-        return (
-            DecodeState(
-                cache=cache,
-                hidden_BD=hidden[repeat],
-                position_B=jnp.asarray(lengths[repeat]),
-                alive_B=jnp.asarray(repeat < len(prompts)),
-                stream_B2=jax.random.key_data(streams),
-                tokens_BT=jnp.zeros((width * samples, budget), jnp.int32),
-                logp_BT=jnp.zeros((width * samples, budget), jnp.float32),
-                column=jnp.zeros((), jnp.int32),
-                log_kept_BT=jnp.zeros((width * samples, budget), jnp.float32) if cuts else None,
-                experts_BTLA=None
-                if read is None
-                else jnp.zeros((width * samples, budget, *read.shape[2:]), read.dtype),
-            ),
-            budget,
-            np.asarray(read),
+        state = DecodeState(
+            cache=cache,
+            hidden_BD=hidden[repeat],
+            position_B=jnp.asarray(lengths[repeat]),
+            alive_B=jnp.asarray(repeat < len(prompts)),
+            stream_B2=jax.random.key_data(streams),
+            tokens_BT=jnp.zeros(shape, jnp.int32),
+            logp_BT=jnp.zeros(shape, jnp.float32),
+            column=jnp.zeros((), jnp.int32),
+            log_kept_BT=jnp.zeros(shape, jnp.float32) if cuts else None,
+            experts_BTLA=None if read is None else jnp.zeros(shape + read.shape[2:], read.dtype),
         )
+        return state, shape[1], np.asarray(read)
 
     def _rollout(
         self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,
