@@ -32,7 +32,7 @@ def get_config() -> Config:
         ),
         warmup=WarmupConfig(steps=130, sequences_per_step=64, lr=1e-3),
         rollout=RolloutConfig(
-            sequences_per_step=256, samples_per_prompt=8, max_new_tokens=6, max_draws=4,
+            sequences_per_step=256, samples_per_prompt=8, max_new_tokens=6, max_gen_batches=4,
             engine="vllm",
         ),
         optim=OptimConfig(lr=5e-4, lr_warmup_steps=10, beta2=0.99),

@@ -10,19 +10,18 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.config_file import load, override
 from jaxmoe.parallel.host import keep_freed_memory
 
 
-def command(
-    argv: Sequence[str] | None, description: str, run: Callable[[Config, bool], None]
-) -> int:
-    """Parse, run, and turn a user's mistake into one line and exit status 2."""
+def parse(argv: Sequence[str] | None, description: str) -> tuple[Config, bool]:
+    """The config that was typed, and whether to look only. Raises ConfigError for a mistake."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, metavar="FILE", help="tiny.py, or a path")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
@@ -32,33 +31,45 @@ def command(
                         help="print the resolved config and the memory needed")  # fmt: skip
     args = parser.parse_args(argv)
     keep_freed_memory()
-    try:
-        config = override(load(args.config), *args.changes)
-        if args.workdir:
-            config = dataclasses.replace(config, workdir=args.workdir)
-        run(config, args.dry_run)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        print(
-            f"error: the disk must have space for the run folder; {error}. Checkpoints are "
-            "untouched; free some space and type the same command.",
-            file=sys.stderr,
-        )
-        return 2
-    except Stopped as stopped:
-        print(stopped)
-        return 128 + stopped.signal
-    except KeyboardInterrupt:
-        print("stopped without saving; the same command resumes from the last checkpoint")
-        return 130
-    return 0
+    config = override(load(args.config), *args.changes)
+    if args.workdir:
+        config = dataclasses.replace(config, workdir=args.workdir)
+    return config, args.dry_run
+
+
+class ExitStatus:
+    """What a command exits with: inside, a user's mistake becomes one line and a status."""
+
+    def __init__(self) -> None:
+        self.code = 0
+
+    def __enter__(self) -> "ExitStatus":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:  # fmt: skip
+        """Whether the error was the user's, and has been told."""
+        if isinstance(error, ConfigError | EngineError):
+            print(f"error: {error}", file=sys.stderr)
+            self.code = 2 if isinstance(error, ConfigError) else 1
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            print(
+                f"error: the disk must have space for the run folder; {error}. Checkpoints are "
+                "untouched; free some space and type the same command.",
+                file=sys.stderr,
+            )
+            self.code = 2
+        elif isinstance(error, Stopped):
+            print(error)
+            self.code = 128 + error.signal
+        elif isinstance(error, KeyboardInterrupt):
+            print("stopped without saving; the same command resumes from the last checkpoint")
+            self.code = 130
+        else:
+            return False
+        return True
 
 
 class Stopped(Exception):

@@ -17,6 +17,7 @@ from typing import Any
 
 import jaxmoe.config
 from jaxmoe.config import Config, ConfigError, require
+from jaxmoe.config.renamed import renamed_field
 
 
 def load(name: str) -> Config:
@@ -51,9 +52,15 @@ def _unknown_field(said: str) -> str | None:
     if found is None or not hasattr(jaxmoe.config, found[1]):
         return None
     known = [f.name for f in dataclasses.fields(getattr(jaxmoe.config, found[1]))]
-    near = difflib.get_close_matches(found[2], known, 1)
-    hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+    near = _nearest(found[2], known)
+    hint = f"Did you mean {near}?" if near else f"Known: {', '.join(known)}."
     return f"{found[1]} has no field {found[2]!r}. {hint}"
+
+
+def _nearest(name: str, fields: list[str]) -> str | None:
+    """What a field is called now, or the one that is spelt most like it."""
+    near = difflib.get_close_matches(name, fields, 1)
+    return renamed_field(name, fields) or (near[0] if near else None)
 
 
 def _find(name: str) -> Path:
@@ -85,8 +92,8 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
         head, dot, rest = path.strip().partition(".")
         names = [f.name for f in dataclasses.fields(config)]
         if head not in names:
-            near = difflib.get_close_matches(head, names, 1)
-            hint = f"Did you mean {_prefix}{near[0]}?" if near else f"Known: {', '.join(names)}."
+            near = _nearest(head, names)
+            hint = f"Did you mean {_prefix}{near}?" if near else f"Known: {', '.join(names)}."
             raise ConfigError(f"unknown config key {_prefix}{head!s}. {hint}")
         old, want = getattr(config, head), typing.get_type_hints(type(config))[head]
         if dataclasses.is_dataclass(old) and not isinstance(old, type):

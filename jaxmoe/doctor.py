@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m jaxmoe.doctor --config FILE`: do engine and trainer agree, and if not, why.
 
-It takes the run's newest checkpoint (or the weights the config starts from), publishes it to the
+It takes the run's newest checkpoint (or the weights the config starts from), loads it into the
 config's engine, samples held-out prompts, and recomputes what the engine said. Exit status: 0
 they agree, 1 they do not, 2 a mistake in what was typed.
 Next: jaxmoe/reconcile/compare.py.
@@ -23,20 +23,21 @@ from rich.table import Table
 
 from jaxmoe import plan
 from jaxmoe.checkpoint.run import initial_params, restore_run
-from jaxmoe.cli import command
+from jaxmoe.cli import ExitStatus, parse
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import Task, open_task
+from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.progress import phase
-from jaxmoe.reconcile.checks import facts
+from jaxmoe.reconcile.checks import run_checks
 from jaxmoe.reconcile.compare import Report, reconcile
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import policy_of, stage_shapes
+from jaxmoe.rl.state import stage_shapes
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Params
 
@@ -45,45 +46,41 @@ UNBOUNDED = 1e9  # of the engine's own probe: the doctor wants to see what it wo
 
 
 def main(argv: list[str] | None = None) -> int:
-    agrees = True
-
-    def go(cfg: Config, dry_run: bool) -> None:
-        nonlocal agrees
+    with ExitStatus() as status:
+        cfg, dry_run = parse(argv, "Compare the engine with the trainer, and explain the gap.")
         if dry_run:
             print(plan.describe(cfg))
-        else:
-            agrees = run(cfg)
-
-    status = command(argv, "Compare the engine with the trainer, and explain the gap.", go)
-    return status or (0 if agrees else 1)
+        elif not run(cfg):
+            status.code = 1
+    return status.code
 
 
 def run(cfg: Config) -> bool:
     """Whether they agree; the report goes to the terminal and into the run folder."""
-    work, task = Path(cfg.workdir), open_task(cfg)
+    work, task, ops = Path(cfg.workdir), open_task(cfg), make_ops(cfg)
     params, before, version, where = newest_weights(cfg, work)
     vllm = replace(cfg.rollout.vllm, probe_abs_diff=UNBOUNDED)
     patient = replace(cfg, rollout=replace(cfg.rollout, vllm=vllm))
     prompts = task.held_out_prompts()[:PROMPTS]
-    with closing(open_engine(patient, work)) as engine:
-        with phase(f"publishing {where} to the {cfg.rollout.engine} engine"):
+    with closing(open_engine(patient, ops, work)) as engine:
+        with phase(f"loading {where} into the {cfg.rollout.engine} engine"):
             try:
                 if before is not None:  # what a loader forgets is then this, not random weights
                     engine.load(before, version - 1)
                 engine.load(params, version)
             except EngineError as error:
-                return refused(error, work, where)
+                return not_loaded(error, work, where)
         with phase(f"sampling {SAMPLES} answers to {len(prompts)} held-out prompts"):
             rollouts = engine.generate(prompts, task.sampling, seed=3, samples=SAMPLES)
-        held = held_by(engine, cfg)
+        loaded = loaded_states(engine, cfg)
     with phase("recomputing"):
-        report = examine(cfg, task, rollouts, params, before, version, held)
+        report = examine(cfg, task, rollouts, params, before, version, loaded, ops)
     show(report, rollouts, task, where)
     write(report, work, where)
     return report.agrees
 
 
-def refused(error: EngineError, work: Path, where: str) -> bool:
+def not_loaded(error: EngineError, work: Path, where: str) -> bool:
     """The engine did not come to hold the weights: the error names the tensors, or what broke."""
     print(f"DISAGREE: the engine does not hold {where}. {error}")
     work.mkdir(parents=True, exist_ok=True)
@@ -99,22 +96,22 @@ def newest_weights(cfg: Config, work: Path) -> tuple[Params, Params | None, int,
     first = initial_params(cfg)
     if at is None:
         return first, None, 0, "the initial weights"
-    return policy_of(at.state.params), first, at.step, f"{at.stage} step {at.step}"
+    return at.state.params.policy, first, at.step, f"{at.stage} step {at.step}"
 
 
-def held_by(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
-    """What the engine's processes say of themselves, where they can."""
+def loaded_states(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
+    """What the engine's processes report of themselves, where they can."""
     if cfg.rollout.engine != "vllm":
         return []
     from jaxmoe.vllm.engine import VllmEngine  # runs without its packages otherwise
 
     assert isinstance(engine, VllmEngine)
-    return [worker for backend in engine.backends for worker in backend.held()]
+    return [worker for backend in engine.backends for worker in backend.loaded_state()]
 
 
 def examine(
     cfg: Config, task: Task, rollouts: Sequence[Rollout], params: Params,
-    before: Params | None, version: int, held: Sequence[dict[str, Any]],
+    before: Params | None, version: int, loaded: Sequence[dict[str, Any]], ops: Ops,
 ) -> Report:  # fmt: skip
     """The report of these rollouts."""
     tokenizer, theirs = task.tokenizer, None
@@ -122,10 +119,10 @@ def examine(
         theirs = partial(prompt_ids, task, load_tokenizer(cfg.init.checkpoint))
     found = {
         f.name: f
-        for worker in (held or [None])
-        for f in facts(rollouts, task.sampling, cfg.model.vocab_size, version,
+        for worker in (loaded or [None])
+        for f in run_checks(rollouts, task.sampling, cfg.model.vocab_size, version,
                        encode=partial(prompt_ids, task, tokenizer), their_encode=theirs,
-                       held=worker)
+                       loaded=worker)
     }  # fmt: skip
     try:
         start_id = tokenizer.special("<|startoftext|>")
@@ -134,10 +131,10 @@ def examine(
     return reconcile(
         rollouts, params, cfg.model, task.sampling,
         run=Programs(
-            jax.jit(trunk, static_argnames="cfg"),
-            jax.jit(head, static_argnames=("cfg", "top_k", "top_p")),
+            jax.jit(partial(trunk, ops=ops), static_argnames="cfg"),
+            jax.jit(partial(head, ops=ops), static_argnames=("cfg", "top_k", "top_p")),
         ),
-        previous=before, start_id=start_id, engine_dtype=engine_dtype(cfg, held),
+        previous=before, start_id=start_id, engine_dtype=engine_dtype(cfg, loaded),
         findings=list(found.values()),
     )  # fmt: skip
 
@@ -147,13 +144,15 @@ def prompt_ids(task: Task, tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, .
     return make_prompt(task.held_out, prompt.id, tokenizer, task.template, sys.maxsize).tokens
 
 
-def engine_dtype(cfg: Config, held: Sequence[dict[str, Any]]) -> str | None:
+def engine_dtype(cfg: Config, loaded: Sequence[dict[str, Any]]) -> str | None:
     """Of the engine's arithmetic, where it says so; the native engine's is the model's."""
     if cfg.rollout.engine == "native":
         return cfg.model.dtype
-    said = {str((worker.get("model") or {}).get("dtype")).removeprefix("torch.") for worker in held}
-    known = said & {"float32", "bfloat16"}
-    return known.pop() if len(said) == len(known) == 1 else None
+    said = {
+        str((worker.get("model") or {}).get("dtype")).removeprefix("torch.") for worker in loaded
+    }
+    dtypes = said & {"float32", "bfloat16"}
+    return dtypes.pop() if len(said) == len(dtypes) == 1 else None
 
 
 def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) -> None:
@@ -176,7 +175,7 @@ def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) ->
         console.print(_ranked(report))
     for f in report.findings:
         console.print(
-            f"{f.rung}: {f.must}; {f.got}.\n  change: {f.line}", markup=False, soft_wrap=True
+            f"{f.category}: {f.must}; {f.got}.\n  change: {f.fix}", markup=False, soft_wrap=True
         )
     for line in verdict_lines(report):
         console.print(line, markup=False, soft_wrap=True)
@@ -192,12 +191,12 @@ def verdict_lines(report: Report) -> list[str]:
         ranked = ", ".join(f"{names(faults)} {left:.1e}" for faults, left in v.ranked[:3])
         return [
             f"UNEXPLAINED: mean |Δlogp| {v.gap:.2e}; {v.why}. Nearest: {ranked}. Until it is "
-            "explained: --set loss.correction='token_is(high=2.0)', or --set "
+            "explained: --set loss.rollout_correction='token_is(high=2.0)', or --set "
             "rollout.engine=native, with a new --workdir."
         ]
     also = f" As good: {', '.join(v.also)}." if v.also else ""
     head = f"DISAGREE: {names(v.faults)}. mean |Δlogp| {v.gap:.2e}, {v.left:.2e} left; {v.why}."
-    return [head + also, *(f"  {f.must}\n  change: {f.line}" for f in v.faults)]
+    return [head + also, *(f"  {f.must}\n  change: {f.fix}" for f in v.faults)]
 
 
 def names(faults: Sequence[Any]) -> str:
@@ -235,11 +234,11 @@ def _layers(report: Report) -> Table:
 def _ranked(report: Report) -> Table:
     v = report.verdict
     table = Table(title="what the engine may do otherwise, best first", title_justify="left")
-    for column in ("rung", "hypothesis", "mean |Δlogp| left", "of the gap"):
+    for column in ("category", "hypothesis", "mean |Δlogp| left", "of the gap"):
         table.add_column(column)
     best = sorted(v.ranked, key=lambda item: item[1])[:10]
     for faults, left in best:
-        table.add_row(faults[0].rung, names(faults), f"{left:.2e}", f"{left / v.gap:.1%}")
+        table.add_row(faults[0].category, names(faults), f"{left:.2e}", f"{left / v.gap:.1%}")
     return table
 
 
@@ -250,7 +249,7 @@ def write(report: Report, work: Path, where: str) -> None:
         "weights": where,
         "agrees": report.agrees,
         "verdict": v.kind,
-        "faults": [{"name": f.name, "rung": f.rung, "must": f.must, "change": f.line}
+        "faults": [{"name": f.name, "category": f.category, "must": f.must, "change": f.fix}
                    for f in v.faults],
         "why": v.why,
         "gap": v.gap,

@@ -4,11 +4,12 @@
 from pathlib import Path
 
 from jaxmoe.config import Config
+from jaxmoe.model import Ops
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.native import NativeEngine
 
 
-def open_engine(cfg: Config, work: Path) -> Engine:
+def open_engine(cfg: Config, ops: Ops, work: Path) -> Engine:
     """The engine of a run; what it starts keeps its log in `work`/engine. Close it in the end."""
     r = cfg.rollout
     sizes = dict(
@@ -16,7 +17,7 @@ def open_engine(cfg: Config, work: Path) -> Engine:
         max_rows=r.max_parallel_sequences,
     )  # fmt: skip
     if r.engine == "native":
-        return NativeEngine(cfg.model, **sizes)
+        return NativeEngine(cfg.model, ops, keep_experts=r.router_replay, **sizes)
     from jaxmoe.vllm.engine import VllmEngine  # runs without its packages otherwise
 
-    return VllmEngine(cfg.model, r.vllm, work=work / "engine", **sizes)
+    return VllmEngine(cfg.model, ops, r.vllm, work=work / "engine", **sizes)

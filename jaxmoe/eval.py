@@ -10,20 +10,21 @@ from pathlib import Path
 
 from jaxmoe import plan
 from jaxmoe.checkpoint.run import initial_params, restore_run
-from jaxmoe.cli import command
+from jaxmoe.cli import ExitStatus, parse
 from jaxmoe.config import Config
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import evaluate, open_task, response_text
+from jaxmoe.model import make_ops
 from jaxmoe.observe.progress import phase
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import policy_of, stage_shapes
+from jaxmoe.rl.state import stage_shapes
 
 
 def main(argv: list[str] | None = None) -> int:
-    def go(cfg: Config, dry_run: bool) -> None:
+    with ExitStatus() as status:
+        cfg, dry_run = parse(argv, "Score a checkpoint on the held-out rows.")
         print(plan.describe(cfg)) if dry_run else run(cfg)
-
-    return command(argv, "Score a checkpoint on the held-out rows.", go)
+    return status.code
 
 
 def run(cfg: Config) -> float:
@@ -32,9 +33,9 @@ def run(cfg: Config) -> float:
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
     shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg))
     at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False)
-    params = initial_params(cfg) if at is None else policy_of(at.state.params)
+    params = initial_params(cfg) if at is None else at.state.params.policy
     prompts = task.held_out_prompts()
-    with closing(open_engine(cfg, Path(cfg.workdir))) as engine:
+    with closing(open_engine(cfg, make_ops(cfg), Path(cfg.workdir))) as engine:
         version = 0 if at is None else at.step
         engine.load(params, version)
         with phase(f"answering {len(prompts)} held-out prompts"):

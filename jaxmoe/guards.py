@@ -20,7 +20,8 @@ def must_be_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> N
 
 def gate_closed(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
     """What to say where engine and trainer are too far apart to train."""
-    gap, k3, ess = (metrics[f"gate/{name}"] for name in ("abs_diff", "k3", "ess"))
+    names = "train_rollout_logprob_abs_diff", "rollout_corr/k3_kl", "rollout_corr/ess"
+    gap, k3, ess = (metrics[name] for name in names)
     return ConfigError(
         f"rl step {step}: engine and trainer must agree within gate.abs_diff={cfg.gate.abs_diff:g},"
         f" gate.k3={cfg.gate.k3:g}, gate.ess={cfg.gate.ess:g}; got |Δlogp| {gap:.3g}, k3 {k3:.3g}, "

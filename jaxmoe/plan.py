@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from jaxmoe.config import Config, to_json
 from jaxmoe.model.cache import cache_bytes
-from jaxmoe.model.params import count_params, param_specs, value_head_specs
+from jaxmoe.model.params import count_params, param_specs, read_dtype, value_head_specs
 from jaxmoe.parallel.sharding import local_shape
-from jaxmoe.rl.algorithm import algorithm, with_preset
-from jaxmoe.shapes import Params
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.presets import with_preset
+from jaxmoe.shapes import Leaf, Params
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Memory:
     """Bytes on one device in the RL stage."""
 
     weights: int  # as held and updated, a critic's too
-    compute_copy: int  # the policy's weights in the model's dtype
+    compute_copy: int  # the policy's weights as they are read: matrices in the model's dtype
     critic_copy: int  # those of a critic's own backbone
     gradients: int  # with microbatches, their float32 sum as well
     optimizer: int  # two moments
@@ -71,8 +72,8 @@ def memory(cfg: Config) -> Memory:
                                 cfg.rollout.sequences_per_step) / devices)  # fmt: skip
     return Memory(
         weights=trained * held,
-        compute_copy=local * fast,
-        critic_copy=local_critic * fast,
+        compute_copy=_copy(policy, cfg),
+        critic_copy=_copy(backbone, cfg),
         gradients=trained * (held + 4 if summed else held),
         optimizer=2 * trained * held,
         reference=local * held if cfg.loss.kl_coef > 0 else 0,
@@ -136,18 +137,26 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
     if critic.backbone != "none":
         first = f", alone for {critic.pretrain_steps} steps" if critic.pretrain_steps else ""
         lines["critic"] = f"{critic.backbone} backbone, lr {critic.lr:g}{first}"
-    if loss.correction or cfg.loss.preset:
+    if loss.rollout_correction or cfg.loss.preset:
         by = f" (preset {cfg.loss.preset})" if cfg.loss.preset else ""
-        lines["correction"] = (loss.correction or "none") + by
+        lines["correction"] = (loss.rollout_correction or "none") + by
     if loss.updates > 1:
         lines["updates"] = f"{loss.epochs} x {loss.minibatches} a step (epochs x minibatches)"
     return lines
 
 
-def _local_size(specs: Params, cfg: Config) -> int:
+def _local_size(specs: Leaf, cfg: Config) -> int:
     """Entries of these parameters on one device."""
     sizes = {"fsdp": cfg.mesh.fsdp, "expert": cfg.mesh.expert}
     return sum(math.prod(local_shape(s.shape, s.axes, sizes)) for s in jax.tree.leaves(specs))
+
+
+def _copy(specs: Params, cfg: Config) -> int:
+    """Bytes of these parameters on one device, in the dtypes they are read in."""
+    return sum(
+        _local_size(spec, cfg) * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize
+        for spec in jax.tree.leaves(specs)
+    )
 
 
 def _size(value: int) -> str:

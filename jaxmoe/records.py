@@ -49,6 +49,11 @@ class Rollout:
     stop: StopReason
     weight_versions: np.ndarray  # int32 [T], of the weights each token was drawn with
     log_kept: np.ndarray | None = None  # float32 [T], log of the mass that top-k and top-p kept
-    # [P+T-1, L, A] of the engine's routers, prompt first, where it tells; the last token was read
-    # by no layer
+    # expert_dtype [P+T-1, L, A] of the engine's routers, prompt first, where it tells; the last
+    # token was read by no layer
     routed_experts: np.ndarray | None = None
+
+
+def expert_dtype(n_experts: int) -> np.dtype:
+    """The smallest that holds an expert's number: uint8, uint16 past 256 experts."""
+    return np.dtype(np.uint8 if n_experts <= 256 else np.uint16)

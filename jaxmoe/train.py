@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m jaxmoe.train --config FILE`: the command, and THE loop on one page.
 
-    rollouts -> rewards -> step (advantages, corrections, updates) -> publish -> measure -> save
+    rollouts -> rewards -> step (advantages, corrections, updates) -> weight sync -> eval -> save
 
-The step is jaxmoe/rl/update.py; rollouts made while it runs are
-jaxmoe/rollout/async_rollouts.py. To change the loop, copy this file.
+The step is jaxmoe/rl/update.py; rollouts made while it runs are jaxmoe/rollout/async_rollouts.py;
+logs, clocks and checkpoints are jaxmoe/job.py. To change the loop, copy this file.
 """
 
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -27,72 +24,68 @@ from jaxmoe.checkpoint.run import (
     initial_params,
     record_config,
     restore_run,
-    save_run,
 )
-from jaxmoe.cli import Stopped, StopRequest, command, stop_requests
-from jaxmoe.config import Config, ConfigError, EngineError
+from jaxmoe.cli import ExitStatus, parse, stop_requests
+from jaxmoe.config import Config, ConfigError
 from jaxmoe.engines import open_engine
-from jaxmoe.envs.draws import draw_step
-from jaxmoe.envs.tasks import Task, answer_tokens, evaluate, open_task, response_text
-from jaxmoe.guards import gate_closed, must_be_finite
+from jaxmoe.envs.rollouts import collect_rollouts
+from jaxmoe.envs.tasks import Task, answer_tokens, open_task
+from jaxmoe.job import Job
 from jaxmoe.losses import overlong_penalty
-from jaxmoe.observe.alerts import alerts
-from jaxmoe.observe.metrics import MetricsLog, read_metrics
-from jaxmoe.observe.plots import plot_run
-from jaxmoe.observe.profiling import assert_compiled_once
-from jaxmoe.observe.progress import Progress, phase
-from jaxmoe.records import Prompt, Rollout
-from jaxmoe.rl.algorithm import Algorithm, algorithm
+from jaxmoe.model import make_ops
+from jaxmoe.observe.metrics import MetricsLog
+from jaxmoe.observe.progress import Progress
+from jaxmoe.records import Rollout
+from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
+from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.minibatches import divide, packed
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import TrainState, new_state, policy_of, stage_shapes, with_critic
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, new_state, rl_state, stage_shapes
 from jaxmoe.rl.step import supervised_loss_fn, train_step
-from jaxmoe.rl.update import Scorer, rl_step
+from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
-from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.staleness import check_versions
-from jaxmoe.shapes import Metrics
 
 
 def main(argv: list[str] | None = None) -> int:
-    def go(cfg: Config, dry_run: bool) -> None:
+    with ExitStatus() as status:
+        cfg, dry_run = parse(argv, "Train a GPT-OSS by reinforcement learning.")
         print(plan.describe(cfg)) if dry_run else run(cfg)
-
-    return command(argv, "Train a GPT-OSS by reinforcement learning.", go)
+    return status.code
 
 
 def run(cfg: Config) -> None:
     """Warm start, then RL; the same run folder goes on where its last checkpoint stands."""
-    work = Path(cfg.workdir)
+    work, ops = Path(cfg.workdir), make_ops(cfg)
     one_device(cfg)
-    chosen = algorithm(cfg)
-    task = open_task(cfg)
+    chosen, task = algorithm(cfg), open_task(cfg)
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
     tx = rl_optimizer(cfg)
     at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx))
     if at is None:
-        at = Position("warmup", 0, new_state(initial_params(cfg), supervised), None, None)
+        at = Position("warmup", 0, new_state(Trained(initial_params(cfg)), supervised), None)
     task.check_prompts()  # before there is a run folder
     if at.stage == "warmup" and at.step < cfg.warmup.steps:
         task.check_answers(cfg.context)
     first = jax.process_index() == 0
     with (
-        closing(open_engine(cfg, work)) as engine,
+        closing(open_engine(cfg, ops, work)) as engine,
         stop_requests() as stop,
         alone(work, enabled=first),
         MetricsLog(work, stage=at.stage, step=at.step, enabled=first) as log,
     ):
         if first:
             record_config(work, cfg)
-        desk = Desk(cfg, work, task, engine, log, stop)
+        job = Job(cfg, ops, work, task, engine, log, stop, at)
         if at.stage == "warmup":
-            state = warm_start(desk, at, supervised)
+            warm_start(job, supervised)
             # jitted: restored weights are tied to their device, and the fresh moments must be
             # too, or the first step's program would not fit the second's arguments
-            first_state = jax.jit(lambda policy: new_state(with_critic(policy, cfg), tx))
-            at = Position("rl", 0, first_state(state.params), None, None)
-        reinforce(desk, at, tx, chosen)
+            state = jax.jit(partial(rl_state, cfg=cfg, tx=tx))(job.at.state.params.policy)
+            job.begin(Position("rl", 0, state, None))
+        reinforce(job, tx, chosen)
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
 
@@ -107,106 +100,40 @@ def one_device(cfg: Config) -> None:
         )
 
 
-@dataclass
-class Desk:
-    """What both stages work with."""
-
-    cfg: Config
-    work: Path
-    task: Task
-    engine: Engine
-    log: MetricsLog
-    stop: StopRequest
-    phases: dict[str, float] = field(default_factory=dict)
-    at: Position = field(init=False)  # after the last whole step
-    saved: int = field(init=False)  # number of the newest position that needs no saving
-
-    @contextmanager
-    def clock(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        spent = time.perf_counter() - start
-        self.phases[f"time/{name}_s"] = self.phases.get(f"time/{name}_s", 0.0) + spent
-
-    def begin(self, at: Position) -> None:
-        """Go on from here; it is saved, or can be made again."""
-        self.at, self.saved = at, at.number
-
-    def save(self) -> str:
-        """Save the state after the last whole step, unless it is, and say where that stands."""
-        if self.at.number > self.saved:
-            if any(x.is_deleted() for x in jax.tree.leaves(self.at.state)):
-                return "The step took the weights with it: go on from the last checkpoint."
-            save_run(self.work, self.cfg, self.at)
-            self.saved = self.at.number
-        if self.at.step == 0:
-            return f"no {self.at.stage} step was made in {self.work}; the same command begins it."
-        where = f"saved {self.at.stage} step {self.at.step} in {self.work}"
-        return f"{where}; the same command resumes."
-
-    def save_or_stop(self, *, last: bool) -> None:
-        """Save when due or asked to stop; leave with a message where asked."""
-        if self.at.step % self.cfg.save.every_steps == 0 or last:
-            self.save()
-        if self.stop.signal and not (last and self.at.stage == "rl"):
-            raise self.stopped()
-
-    def stopped(self) -> Stopped:
-        """What to leave with where the run was asked to stop: it is saved."""
-        return Stopped(self.stop.signal, self.save())
-
-    @contextmanager
-    def saved_if_it_cannot_go_on(self) -> Iterator[None]:
-        try:
-            yield
-        except (EngineError, ConfigError) as error:
-            raise type(error)(f"{error} {self.save()}") from error
-        except Exception as error:  # of a reward, say: its traceback is shown, its run is kept
-            error.add_note(self.save())
-            raise
-
-
-def warm_start(desk: Desk, at: Position, tx: optax.GradientTransformation) -> TrainState:
+def warm_start(job: Job, tx: optax.GradientTransformation) -> None:
     """Supervised steps on the stored answers: a random model has nothing for RL to amplify."""
-    cfg, task, state = desk.cfg, desk.task, at.state
+    cfg, task, state = job.cfg, job.task, job.at.state
     w = cfg.warmup
-    loss_fn = partial(supervised_loss_fn, model=cfg.model, remat=cfg.optim.remat)
+    loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, job.ops))
     step_fn = jax.jit(
         partial(train_step, tx=tx, loss_fn=loss_fn, microbatches=cfg.optim.microbatches),
         donate_argnums=0,
     )
-    desk.begin(at)
     data = task.stream(w.sequences_per_step, cfg.seed + 1)
-    if at.data is not None:
-        data.set_state(at.data)
-    bar = Progress(w.steps, "warmup", done=at.step)
-    with desk.saved_if_it_cannot_go_on(), bar as progress:
-        for step in range(at.step + 1, w.steps + 1):
-            prompts, desk.phases = next(data), {}
+    if job.at.data is not None:
+        data.set_state(job.at.data)
+    bar = Progress(w.steps, "warmup", done=job.at.step)
+    with job.saved_if_it_cannot_go_on(), bar as progress:
+        for step in job.steps(w.steps):
+            prompts = next(data)
             answers = [answer_tokens(p, task) for p in prompts]
             batch = supervised_batch(
                 prompts, answers, length=cfg.context, pad_id=task.tokenizer.pad_id
             )
             batch = packed(batch, cfg.optim.tokens_per_microbatch)
-            with desk.clock("train"):
+            with job.clock("train"):
                 state, metrics = step_fn(state, batch)
-                metrics = host(metrics)
-            must_be_finite(metrics, step, rate=("warmup.lr", w.lr))
-            assert_compiled_once(step_fn, step - at.step)
-            desk.log.write("warmup", step, metrics | desk.phases)
+                metrics = job.host(step_fn, metrics, step, rate=("warmup.lr", w.lr))
+            job.log.write("warmup", step, metrics | job.times)
             progress.update(step, loss=metrics["loss"])
-            desk.at = Position("warmup", step, state, None, data.get_state())
-            desk.save_or_stop(last=step == w.steps)
-    return state
+            job.at = Position("warmup", step, state, data.get_state())
+            job.save_or_stop(last=step == w.steps)
 
 
-def reinforce(
-    desk: Desk, at: Position, tx: optax.GradientTransformation, a: Algorithm
-) -> TrainState:
+def reinforce(job: Job, tx: optax.GradientTransformation, a: Algorithm) -> None:
     """RL: the loop."""
-    cfg, task, engine, state = desk.cfg, desk.task, desk.engine, at.state
-    r = cfg.rollout
-    scorer = Scorer(cfg.model, r.temperature, cfg.optim.remat, cfg.critic.backbone)
+    cfg, engine, state = job.cfg, job.engine, job.at.state
+    scorer = Scorer(cfg.model, job.ops, cfg.rollout.temperature, cfg.critic.backbone)
     step_fn = jax.jit(
         partial(
             rl_step, tx=tx, algorithm=a, scorer=scorer, gate=cfg.gate,
@@ -214,79 +141,52 @@ def reinforce(
         ),
         donate_argnums=0,
     )  # fmt: skip
-    reference = at.reference
-    if a.kl_coef > 0 and reference is None:
-        reference = jax.tree.map(lambda x: x.copy(), policy_of(state.params))
-    desk.begin(replace(at, reference=reference))
-    held_out = task.held_out_prompts()
-    data = task.stream(r.prompts_per_step, cfg.seed + 2)
-    if at.data is not None:
-        data.set_state(at.data)
-    make = partial(draw_step, cfg, task, engine, data)
-    batches = SyncRollouts(make) if r.max_staleness == 0 else AsyncRollouts(
-        make, first=at.step + 1, last=cfg.steps, most=r.max_staleness,
-        stop=lambda: desk.stop.signal, interrupt=engine.close,
-    )  # fmt: skip
-    told = len(engine.incidents)
-    with closing(batches), desk.saved_if_it_cannot_go_on():
-        engine.load(policy_of(state.params), at.step)
-        if due(cfg, at.step) and not measured(desk.work, at.step):  # the first; or one that broke
-            with phase(f"scoring the held-out rows at step {at.step}"):
-                desk.log.write("rl", at.step, measure(desk, held_out))
-            if at.step:
-                plot(desk, at.step)
-        batches.published(at.step)
-        with Progress(cfg.steps, "rl", done=at.step) as progress:
-            for step in range(at.step + 1, cfg.steps + 1):
-                start, desk.phases = time.perf_counter(), {}
-                drawn = batches.take(step)
+    with closing(open_rollouts(job)) as rollouts, job.saved_if_it_cannot_go_on():
+        engine.load(state.params.policy, job.at.step)
+        job.evaluate_first()
+        rollouts.weights_synced(job.at.step)
+        with Progress(cfg.steps, "rl", done=job.at.step) as progress:
+            for step in job.steps(cfg.steps):
+                drawn = rollouts.take(step)
                 if drawn is None:
-                    raise desk.stopped()
-                ages = check_versions(drawn.rollouts, newest=step - 1, most=r.max_staleness)
+                    raise job.stopped()
+                ages = check_versions(
+                    drawn.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
+                )
                 batch, minibatches = divide(
-                    make_batch(cfg, task, drawn.rollouts, drawn.rewards), a,
+                    make_batch(cfg, job.task, drawn.rollouts, drawn.rewards), a,
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                 )  # fmt: skip
-                with desk.clock("train"):
-                    state, metrics = step_fn(state, batch, minibatches, reference)
-                    metrics = host(metrics)
-                    must_be_finite(metrics, step, rate=("optim.lr", cfg.optim.lr))
-                    assert_compiled_once(step_fn, step - at.step)
-                if metrics["gate/closed"] and not cfg.gate.skip:
-                    # as before this batch: a resume draws it again
-                    desk.at = replace(desk.at, state=state)
-                    desk.save()
-                    raise gate_closed(cfg, metrics, step)
-                desk.at = Position("rl", step, state, reference, drawn.data)
-                metrics |= drawn.metrics | (ages if r.max_staleness else {})
-                try:
-                    with desk.clock("publish"):
-                        engine.load(policy_of(state.params), step)
-                    if due(cfg, step):
-                        with batches.paused(), desk.clock("eval"):
-                            metrics |= measure(desk, held_out)
-                except Exception:  # the step was made: a resume goes on behind it
-                    desk.log.write("rl", step, metrics | desk.phases)
-                    raise
-                batches.published(step)
-                tokens = int(np.asarray(batch.segment_ids_BT).sum())
-                elapsed = time.perf_counter() - start
-                metrics |= desk.phases | batches.waits()
-                metrics |= {"tokens_per_s": tokens / elapsed, "time/step_s": elapsed}
-                mended = engine.incidents[told:]
-                told += len(mended)
-                metrics["rollout/incidents"] = len(mended)
-                raised = alerts(metrics)
-                desk.log.write("rl", step, metrics, alerts=[*raised.values(), *mended])
-                progress.alert(step, raised)
-                progress.update(
-                    step, reward=metrics["reward/mean"], kl=metrics["policy/kl_rollout"],
-                    tokens_per_s=metrics["tokens_per_s"], accuracy=metrics.get("eval/accuracy"),
-                )  # fmt: skip
-                if due(cfg, step):
-                    plot(desk, step)
-                desk.save_or_stop(last=step == cfg.steps)
-    return state
+                with job.clock("train"):
+                    state, metrics = step_fn(state, batch, minibatches)
+                    metrics = job.host(step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr))
+                job.stop_at_the_gate(state, metrics, step)
+                job.at = Position("rl", step, state, drawn.data)
+                metrics |= drawn.metrics | (ages if cfg.rollout.max_staleness else {})
+                with job.logged_if_it_breaks(metrics):
+                    with job.clock("weight_sync"):
+                        engine.load(state.params.policy, step)
+                    if job.due(step):
+                        with rollouts.paused(), job.clock("eval"):
+                            metrics |= job.evaluate()
+                rollouts.weights_synced(step)
+                job.report(progress, batch, metrics | rollouts.waits())
+                job.save_or_stop(last=step == cfg.steps)
+
+
+def open_rollouts(job: Job) -> SyncRollouts | AsyncRollouts:
+    """What makes each step's rollouts: in turn with the training, or ahead of it in a thread."""
+    cfg, at = job.cfg, job.at
+    data = job.task.stream(cfg.rollout.prompts_per_step, cfg.seed + 2)
+    if at.data is not None:
+        data.set_state(at.data)
+    make = partial(collect_rollouts, cfg, job.task, job.engine, data)
+    if cfg.rollout.max_staleness == 0:
+        return SyncRollouts(make)
+    return AsyncRollouts(
+        make, first=at.step + 1, last=cfg.steps, max_staleness=cfg.rollout.max_staleness,
+        stop=lambda: job.stop.signal, interrupt=job.engine.close,
+    )  # fmt: skip
 
 
 def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray) -> Batch:
@@ -301,41 +201,8 @@ def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.nda
     return rollout_batch(
         rollouts, rewards, samples=r.samples_per_prompt, length=cfg.context,
         pad_id=task.tokenizer.pad_id,
+        n_experts=cfg.model.n_experts if r.router_replay else None,
     )  # fmt: skip
-
-
-def measure(desk: Desk, prompts: list[Prompt]) -> Metrics:
-    """Accuracy on the held-out rows; a few answers go to samples.jsonl."""
-    step = desk.at.step
-    metrics, rollouts, rewards = evaluate(desk.engine, prompts, desk.task, version=step)
-    rows = [
-        {"prompt": r.prompt.text, "response": response_text(r, desk.task),
-         "answer": r.prompt.answer, "reward": float(reward), "stop": str(r.stop)}
-        for r, reward in list(zip(rollouts, rewards, strict=True))[:8]
-    ]  # fmt: skip
-    desk.log.write_samples("rl", step, rows)
-    return metrics
-
-
-def due(cfg: Config, step: int) -> bool:
-    """Whether the held-out rows are scored after that step."""
-    return step % cfg.eval.every_steps == 0 or step == cfg.steps
-
-
-def measured(work: Path, step: int) -> bool:
-    """Whether they have been."""
-    rows = read_metrics(work / "metrics.jsonl")
-    return any(row["step"] == step and "eval/accuracy" in row for row in rows)
-
-
-def plot(desk: Desk, step: int) -> None:
-    """All of the run so far; panels of their own at its end."""
-    plot_run(read_metrics(desk.work / "metrics.jsonl"), desk.work, panels=step == desk.cfg.steps)
-
-
-def host(metrics: Metrics) -> Metrics:
-    """Device scalars as Python numbers; waits for the step."""
-    return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 if __name__ == "__main__":

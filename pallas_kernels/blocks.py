@@ -8,15 +8,11 @@ static but the sizes. Blocks that are seen whole need no mask.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from pallas_kernels.masks import Layout
+
 
 def block_table(
-    q_positions_BT: Int[Array, "B T"],
-    q_segments_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    k_segments_BS: Int[Array, "B S"],
-    q_block: int,
-    k_block: int,
-    window: int,
+    layout: Layout, q_block: int, k_block: int, window: int
 ) -> tuple[Bool[Array, "B n m"], Bool[Array, "B n m"]]:
     """(needed, whole) for every pair of blocks; lengths must be multiples of their block.
 
@@ -30,7 +26,8 @@ def block_table(
         # blocks of padding get empty bounds (low = big, high = −big), which meet no others
         return jnp.where(real, x, big).min(2), jnp.where(real, x, -big).max(2)
 
-    q, k = (q_positions_BT, q_segments_BT, q_block), (k_positions_BS, k_segments_BS, k_block)
+    q = layout.q_positions_BT, layout.q_segment_ids_BT, q_block
+    k = layout.k_positions_BS, layout.k_segment_ids_BS, k_block
     q_lo, q_hi = (x[:, :, None] for x in bounds(*q))
     k_lo, k_hi = (x[:, None, :] for x in bounds(*k))
     qs_lo, qs_hi = (x[:, :, None] for x in bounds(q[1], *q[1:]))

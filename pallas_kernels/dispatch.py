@@ -7,18 +7,21 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
 _log = logging.getLogger("pallas_kernels")
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """A function with the signature of `reference`, and what keeps it from some shapes."""
+Run = TypeVar("Run", bound=Callable[..., Any])
 
-    run: Callable[..., Any]
+
+@dataclass(frozen=True)
+class Implementation(Generic[Run]):
+    """A function with the operation's signature (`Run`), and what keeps it from some shapes."""
+
+    run: Run
     unsupported: Callable[..., str | None]  # of the arrays given to `pick`: the reason, or None
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     proven: bool = True  # it has run on such a chip and was right; "auto" takes no other
@@ -31,7 +34,7 @@ def lazily(
     unsupported: str = "unsupported",
     *,
     proven: bool,
-) -> Implementation:
+) -> Implementation[Any]:
     """An implementation whose module is imported when its platform asks for it: compilers of
     kernels for other machines take a second to import."""
 
@@ -43,6 +46,23 @@ def lazily(
         return call
 
     return Implementation(later(run), later(unsupported), platforms, proven)
+
+
+def mosaic(
+    package: str, variant: str = "", proven: tuple[str, ...] = ()
+) -> dict[str, Implementation[Any]]:
+    """The package's Pallas kernels: `mosaic_gpu` of its pallas_gpu, `mosaic_tpu` of its pallas_tpu.
+
+    A variant of the operation (`_paged`, `_swiglu`) is a suffix of these names and of
+    `unsupported`; `proven` names the kernels that a chip has shown to be right.
+    """
+    return {
+        f"mosaic_{chip}": lazily(
+            f"{package}.pallas_{chip}", f"mosaic_{chip}{variant}", (chip,),
+            f"unsupported{variant}", proven=f"mosaic_{chip}" in proven,
+        )
+        for chip in ("gpu", "tpu")
+    }  # fmt: skip
 
 
 class Target(NamedTuple):
@@ -74,7 +94,7 @@ def gpu_cores() -> int:
     return count or 2
 
 
-def pick(impl: str, impls: Mapping[str, Implementation], *arrays: Any) -> Callable[..., Any]:
+def pick(impl: str, impls: Mapping[str, Implementation[Run]], *arrays: Any) -> Run:
     """The function to call; `impls` stands in order of preference.
 
     "auto" takes the first that runs here and has been proven, and logs, once, its choice and why
@@ -106,7 +126,7 @@ def pick(impl: str, impls: Mapping[str, Implementation], *arrays: Any) -> Callab
     raise NotImplementedError(f"no implementation runs on {platform}: " + "; ".join(reasons))
 
 
-def _reason(candidate: Implementation, platform: str, arrays: tuple[Any, ...]) -> str | None:
+def _reason(candidate: Implementation[Any], platform: str, arrays: tuple[Any, ...]) -> str | None:
     if platform not in candidate.platforms:
         return f"it needs {' or '.join(candidate.platforms)}, this is {platform}"
     return candidate.unsupported(*arrays)

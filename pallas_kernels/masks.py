@@ -1,10 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which key a query may read: THE predicate, used by the reference and by every kernel."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 NOBODY = jnp.iinfo(jnp.int32).min  # a segment without queries
+
+
+class Layout(NamedTuple):
+    """Where queries and keys sit: their positions, and the segments they belong to (0: padding)."""
+
+    q_positions_BT: Int[Array, "B T"]
+    k_positions_BS: Int[Array, "B S"]
+    q_segment_ids_BT: Int[Array, "B T"]
+    k_segment_ids_BS: Int[Array, "B S"]
+
+    def padded(self, queries: int, keys: int) -> "Layout":
+        """With so many more queries and keys, all of them padding."""
+
+        def pad(x: Array, more: int) -> Array:
+            return jnp.pad(x, ((0, 0), (0, more)))
+
+        q_pos, k_pos, q_seg, k_seg = self
+        return Layout(pad(q_pos, queries), pad(k_pos, keys), pad(q_seg, queries), pad(k_seg, keys))
+
+    def folded(self, heads: int) -> "Layout":
+        """Each query once for each of so many heads, side by side."""
+        q_pos, q_seg = (
+            jnp.repeat(x, heads, axis=1) for x in (self.q_positions_BT, self.q_segment_ids_BT)
+        )
+        return self._replace(q_positions_BT=q_pos, q_segment_ids_BT=q_seg)
+
+    def visible(self, window: int) -> Bool[Array, "B T S"]:
+        """`visible` of every query and every key."""
+        q_pos, k_pos, q_seg, k_seg = self
+        return visible(
+            q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :]
+        )
 
 
 def visible(

@@ -2,9 +2,19 @@
 """Strict arithmetic for every test. Imports nothing of the project: the typing hook comes first."""
 
 import os
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+# Compiling is most of what tests cost, of programs that run once: here LLVM optimises nothing, and
+# in jax 0.10 XLA takes its older and quicker emitters, which later versions do not have. No
+# assertion depends on it: `XLA_FLAGS= python -m pytest` compiles as users do, and CI does so too.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+)
 
 import jax
 from hypothesis import settings

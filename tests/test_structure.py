@@ -70,6 +70,16 @@ def test_every_file_says_why_it_exists():
         assert ast.get_docstring(ast.parse(text)), path
 
 
+def test_a_class_name_is_of_one_class():
+    """Who reads or searches for a name finds one thing. There are no exceptions."""
+    homes: dict[str, list[str]] = {}
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: paths for name, paths in homes.items() if len(paths) > 1}
+
+
 def test_einsum_letters_are_the_operands_shape_suffixes():
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -63,6 +63,7 @@ class Entry:
     keys: tuple[str, ...]  # path to the leaf in params
     pair: int | None  # index into the leaf, where it is stacked over layer pairs
     layout: Layout
+    read: str  # Spec.read
 
     @property
     def packable(self) -> bool:
@@ -84,16 +85,16 @@ def entries(cfg: ModelConfig) -> list[Entry]:
             shape = (cfg.vocab_size, *shape[1:])
         if not stacked:
             order = -1 if keys == ("embed",) else cfg.n_layers
-            found.append((order, Entry(spec.hf, shape, held, keys, None, spec.layout)))
+            found.append((order, Entry(spec.hf, shape, held, keys, None, spec.layout, spec.read)))
             continue
         for pair in range(spec.shape[0]):
             layer = 2 * pair + ("sliding", "full").index(keys[1])
             name = spec.hf.format(layer)
-            found.append((layer, Entry(name, shape, held, keys, pair, spec.layout)))
+            found.append((layer, Entry(name, shape, held, keys, pair, spec.layout, spec.read)))
     return [entry for _, entry in sorted(found, key=lambda item: item[0])]
 
 
-def _stored(entry: Entry, dtype: str) -> list[Planned]:
+def stored(entry: Entry, dtype: str) -> list[Planned]:
     """What holds an entry in a file: the one tensor, or the packed two."""
     if dtype not in _FILE_DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_FILE_DTYPES)}, got {dtype!r}.")
@@ -107,7 +108,7 @@ def _stored(entry: Entry, dtype: str) -> list[Planned]:
 
 def planned_tensors(cfg: ModelConfig, dtype: str) -> list[Planned]:
     """(name, the format's dtype, shape) of everything `iter_hf` yields, in its order."""
-    return [item for entry in entries(cfg) for item in _stored(entry, dtype)]
+    return [item for entry in entries(cfg) for item in stored(entry, dtype)]
 
 
 def load_params(
@@ -195,7 +196,7 @@ def _problems(table: list[Entry], tensors: dict[str, Stored]) -> Iterator[str]:
         packed = packed and any(entry.name + end in tensors for end in ("_blocks", "_scales"))
         if packed and entry.shape[1] % mxfp4.GROUP:
             yield f"{entry.name} has {entry.shape[1]} rows; MXFP4 needs a multiple of 32."
-        for name, _, shape in _stored(entry, "mxfp4" if packed else "bfloat16"):
+        for name, _, shape in stored(entry, "mxfp4" if packed else "bfloat16"):
             expected.add(name)
             if name not in tensors:
                 yield f"{name} is missing; it must have shape {shape}."
@@ -219,11 +220,11 @@ def iter_hf(
     """
     check_params(params, cfg)
     for entry in entries(cfg):
-        ours, stored = gather_entry(params, entry), _stored(entry, dtype)
-        if len(stored) == 1:
-            yield entry.name, _to_checkpoint(ours, entry, DTYPES[stored[0][1]])
+        ours, items = gather_entry(params, entry), stored(entry, dtype)
+        if len(items) == 1:
+            yield entry.name, _to_checkpoint(ours, entry, DTYPES[items[0][1]])
         else:
-            yield from zip([name for name, _, _ in stored], _pack(ours, entry), strict=True)
+            yield from zip([name for name, _, _ in items], _pack(ours, entry), strict=True)
 
 
 def check_params(params: Params, cfg: ModelConfig) -> None:
@@ -254,7 +255,7 @@ def _to_checkpoint(ours: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarra
 
 def _pack(ours: np.ndarray, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
     """MXFP4 blocks and scales, made one expert at a time."""
-    blocks, scales = (np.empty(shape, np.uint8) for _, _, shape in _stored(entry, "mxfp4"))
+    blocks, scales = (np.empty(shape, np.uint8) for _, _, shape in stored(entry, "mxfp4"))
     alone = replace(entry, shape=(1, *entry.shape[1:]))
     for e in range(len(ours)):
         dense = _to_checkpoint(ours[e : e + 1], alone, DTYPES["F32"])

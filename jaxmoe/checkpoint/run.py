@@ -36,8 +36,7 @@ class Position:
 
     stage: str
     step: int
-    state: Leaf  # TrainState: weights, optimizer, count of updates
-    reference: Params | None  # frozen weights of the KL term
+    state: Leaf  # TrainState: what is trained and what is frozen, optimizer, count of updates
     data: dict[str, Any] | None  # position in the stream of prompts
 
     @property
@@ -121,10 +120,8 @@ def save_run(work: Path, cfg: Config, at: Position) -> None:
     """Everything a resume needs: weights, optimizer, reference, data position, seed, config."""
     extra = {
         "stage": at.stage, "step": at.step, "data": at.data, "config": json.loads(to_json(cfg)),
-        "has_reference": at.reference is not None,
     }  # fmt: skip
-    tree = {"state": at.state} | ({} if at.reference is None else {"reference": at.reference})
-    store.save(work / "checkpoints", at.number, tree, extra, keep=cfg.save.keep)
+    store.save(work / "checkpoints", at.number, {"state": at.state}, extra, keep=cfg.save.keep)
 
 
 def restore_run(
@@ -149,16 +146,11 @@ def restore_run(
         changed = check_resume(work, extra["config"], cfg)
     else:
         check_use(work, extra["config"], cfg)
-    tree = {"state": shapes[extra["stage"]]}
-    if extra["has_reference"]:  # of the policy: what the warm start trained
-        tree["reference"] = shapes["warmup"].params
-    tree = store.restore(directory, number, tree)
+    tree = store.restore(directory, number, {"state": shapes[extra["stage"]]})
     if to_train:
         told = "".join(f"; {change}" for change in changed)
         print(f"resuming {work} after {extra['stage']} step {extra['step']}{told}", flush=True)
-    return Position(
-        extra["stage"], extra["step"], tree["state"], tree.get("reference"), extra["data"]
-    )
+    return Position(extra["stage"], extra["step"], tree["state"], extra["data"])
 
 
 def _check_place(work: Path) -> None:

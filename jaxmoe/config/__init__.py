@@ -134,8 +134,8 @@ class LossConfig:
 
     objective: str = "clipped_terms"  # the loss at every token
     advantages: str = "group_advantages"
-    mean: str = "token_mean_weights"  # the denominators
-    correction: str = ""  # for an engine that differs: "token_is(high=2.0) + veto", in order
+    aggregation: str = "token_mean"  # from tokens to the loss
+    rollout_correction: str = ""  # for an engine that differs: "token_is(high=2.0) + veto"
     preset: str = ""  # one of verl's rollout-correction presets; sets what it is about
     old_logp: str = "detached"  # or "recomputed" by the trainer, or the "rollout"'s own
     epochs: int = 1  # over each step's sequences

@@ -17,13 +17,13 @@ class VllmConfig:
     python: str = ""  # interpreter of the environment that vLLM is in; empty: this one
     dtype: str = ""  # of the engine's arithmetic; empty: model.dtype
     args: str = ""  # more of vLLM's own options, as on its command line
-    way: str = "files"  # of the weights: files, nccl or ipc; in this process they are shared
+    transport: str = "files"  # of new weights: files, nccl or ipc; in this process they are shared
     weights_dir: str = "/dev/shm"  # where files of weights pass; two versions lie there at once
-    swap: str = "keep"  # answers under way when weights change: keep, wait (finish them) or abort
+    on_weight_sync: str = "keep"  # requests in flight then: keep, wait (finish them) or abort
     start_timeout_s: float = 600.0  # until a server that was started answers
-    request_timeout_s: float = 600.0  # of one prompt's samples, of each step of a publication
+    request_timeout_s: float = 600.0  # of one prompt's samples, of each step of a weight sync
     retries: int = 5  # of a request, and of a server that died, before the run gives up
-    probe_abs_diff: float = 0.0  # largest mean |dlogp| on a probe after each publication, nats;
+    probe_abs_diff: float = 0.0  # largest mean |dlogp| on a probe after each weight sync, nats;
     # 0: 1e-4 in float32, 0.1 in bfloat16
 
     @property
@@ -46,8 +46,8 @@ class VllmConfig:
                 f"({error}). Try --set rollout.vllm.args=''."
             ) from error
         for name, allowed in (
-            ("way", ("files", "nccl", "ipc")),
-            ("swap", ("keep", "wait", "abort")),
+            ("transport", ("files", "nccl", "ipc")),
+            ("on_weight_sync", ("keep", "wait", "abort")),
             ("dtype", ("", "float32", "bfloat16")),
         ):
             value = getattr(self, name)
@@ -87,11 +87,12 @@ class RolloutConfig:
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    max_draws: int = 1  # above 1: groups of equal rewards are drawn anew, so often at most
+    max_gen_batches: int = 1  # above 1: dynamic sampling, of so many batches at most
     overlong_buffer: int = 0  # answers in the last so many tokens lose up to 1 of their reward
     max_parallel_sequences: int = 256  # one engine batch; more prompts wait for the next
     engine: str = "native"  # the trainer's own forward, or "vllm"
     vllm: VllmConfig = VllmConfig()
+    router_replay: bool = False  # R3: train on the experts that the engine chose for each token
     max_staleness: int = 0  # sample so many steps ahead of the weights; 0: wait for each other
 
     def __post_init__(self) -> None:
@@ -112,9 +113,9 @@ class RolloutConfig:
             "Try --set rollout.max_parallel_sequences=256.",
         )
         require(
-            self.max_draws > 0,
-            f"rollout.max_draws must be positive, got {self.max_draws}. "
-            "Try --set rollout.max_draws=1.",
+            self.max_gen_batches > 0,
+            f"rollout.max_gen_batches must be positive, got {self.max_gen_batches}. "
+            "Try --set rollout.max_gen_batches=1.",
         )
         require(
             self.max_new_tokens > 0,

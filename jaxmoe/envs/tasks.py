@@ -147,7 +147,7 @@ def evaluate(
     rollouts = engine.generate(prompts, greedy, seed=0)
     rewards = score(rollouts, task.held_out, task)
     sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
-    check_versions([*rollouts, *sampled], newest=version, most=0)
+    check_versions([*rollouts, *sampled], newest=version, max_staleness=0)
     metrics = {
         "eval/accuracy": float(score(sampled, task.held_out, task).mean()),
         "eval/accuracy_greedy": float(rewards.mean()),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses as pure functions: arrays in, arrays out; no config, no model, no jit.
 
-A config names them: objectives.py (loss at every token), advantages.py, reduce.py (denominators),
-recipes.py (corrections for a mismatched engine, built from correction.py), kl.py, value.py.
+A config names them: objectives.py (loss at every token), advantages.py, aggregation.py (from tokens
+to the loss), rollout_correction.py (for an engine that differs; built from ratios.py), kl.py,
+value.py.
 """
 
 from jaxmoe.losses.advantages import (
@@ -15,18 +16,28 @@ from jaxmoe.losses.advantages import (
     whiten,
     whitened_gae,
 )
+from jaxmoe.losses.aggregation import (
+    kept_token_mean,
+    masked_max,
+    masked_mean,
+    masked_sum,
+    seq_mean_token_mean,
+    seq_mean_token_sum_norm,
+    token_mean,
+)
 from jaxmoe.losses.kl import kl_k1, kl_k2, kl_k3, kl_k3_with_k2_gradient
 from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
 from jaxmoe.losses.objectives import (
     cispo_terms,
     clipped_terms,
     dppo_tv_terms,
+    grpo_loss,
     gspo_terms,
     reinforce_terms,
     sapo_terms,
 )
-from jaxmoe.losses.policy import grpo_loss
-from jaxmoe.losses.recipes import (
+from jaxmoe.losses.rewards import overlong_penalty, sequence_rewards, token_rewards
+from jaxmoe.losses.rollout_correction import (
     drift_mask,
     geometric_is,
     normalize,
@@ -37,16 +48,6 @@ from jaxmoe.losses.recipes import (
     token_is,
     veto,
 )
-from jaxmoe.losses.reduce import (
-    fixed_length_weights,
-    kept_token_mean_weights,
-    masked_max,
-    masked_mean,
-    masked_sum,
-    sequence_mean_weights,
-    token_mean_weights,
-)
-from jaxmoe.losses.rewards import overlong_penalty, sequence_rewards, token_rewards
 from jaxmoe.losses.supervised import cross_entropy
 from jaxmoe.losses.value import explained_variance, value_terms
 
@@ -58,13 +59,13 @@ __all__ = [
     "dppo_tv_terms",
     "drift_mask",
     "explained_variance",
-    "fixed_length_weights",
+    "seq_mean_token_sum_norm",
     "gae",
     "geometric_is",
     "group_advantages",
     "grpo_loss",
     "gspo_terms",
-    "kept_token_mean_weights",
+    "kept_token_mean",
     "kl_k1",
     "kl_k2",
     "kl_k3",
@@ -83,11 +84,11 @@ __all__ = [
     "sapo_terms",
     "sequence_icepop",
     "sequence_is",
-    "sequence_mean_weights",
+    "seq_mean_token_mean",
     "sequence_rewards",
     "token_icepop",
     "token_is",
-    "token_mean_weights",
+    "token_mean",
     "token_rewards",
     "value_terms",
     "veto",

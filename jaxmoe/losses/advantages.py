@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages from rewards: of groups, and of tokens in time. Next: jaxmoe/losses/policy.py."""
+"""Advantages from rewards: of groups, and of tokens in time. Next: jaxmoe/losses/objectives.py."""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.reduce import masked_mean
+from jaxmoe.losses.aggregation import masked_mean
 
 
 def group_advantages(

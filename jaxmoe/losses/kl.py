@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-token estimators of KL(p‖q) from log-probs of tokens drawn from p.
 
-Next: jaxmoe/losses/policy.py adds them to the surrogate.
+Next: jaxmoe/losses/objectives.py adds them to the surrogate.
 """
 
 import jax.numpy as jnp

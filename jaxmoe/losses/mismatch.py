@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far the trainer's log-probs are from the engine's, in the names people already plot.
 
-Next: jaxmoe/losses/correction.py, what to do about it.
+Next: jaxmoe/losses/ratios.py, what to do about it.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.correction import k3, log_ratios, sequence_mean, sequence_ratio, token_ratio
+from jaxmoe.losses.aggregation import masked_max, masked_mean, token_total
 from jaxmoe.losses.kl import clamped
-from jaxmoe.losses.reduce import masked_max, masked_mean, token_total
+from jaxmoe.losses.ratios import k3, log_ratios, sequence_mean, sequence_ratio, token_ratio
 from jaxmoe.shapes import Metrics
 
 
@@ -18,7 +18,17 @@ def mismatch_metrics(
     rollout_logp_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
 ) -> Metrics:
-    """Means over the batch's true tokens, or over its sequences that have any.
+    """`mismatch_parts` in one dict."""
+    means, maxima = mismatch_parts(old_logp_BT, rollout_logp_BT, mask_BT)
+    return means | maxima
+
+
+def mismatch_parts(
+    old_logp_BT: Float[Array, "B T"],
+    rollout_logp_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+) -> tuple[Metrics, Metrics]:
+    """(means, maxima) over the batch's true tokens, or over its sequences that have any.
 
     Returns:
         train_rollout_logprob_abs_diff, …_max: |Δ log p|, nats.
@@ -28,6 +38,8 @@ def mismatch_metrics(
             exp(−mean log p), and of their ratio trainer/engine.
         rollout_probs_diff_mean, …_max: |Δp| of the drawn tokens.
         rollout_actor_probs_pearson_corr: of those probabilities; 1 where both are constant.
+        rollout_corr/ess: `effective_sample_size` of the token ratios.
+        rollout_corr/ratio_p01, p50, p99: `ratio_quantiles`.
     Numerics: float32; |log ρ| clamped at 20 before each exponential; false tokens never matter.
     Source: verl's rollout_corr_helper.py and utils/debug/metrics.py, for names and definitions.
     """
@@ -44,9 +56,8 @@ def mismatch_metrics(
         jnp.where(mask_BT, jnp.exp(jnp.where(mask_BT, x.astype(jnp.float32), 0.0)), 0.0)
         for x in (old_logp_BT, rollout_logp_BT)
     )
-    return {
+    means = {
         "train_rollout_logprob_abs_diff": masked_mean(gap_BT, mask_BT),
-        "train_rollout_logprob_abs_diff_max": masked_max(gap_BT, mask_BT),
         "rollout_corr/kl": masked_mean(-log_ratio_BT, mask_BT),
         "rollout_corr/k3_kl": masked_mean(k3(log_ratio_BT), mask_BT),
         "rollout_corr/chi2_token": masked_mean(jnp.square(ratio_BT) - 1.0, mask_BT),
@@ -54,10 +65,15 @@ def mismatch_metrics(
         "rollout_corr/training_ppl": masked_mean(jnp.exp(clamped(-old_B1)), some_B1),
         "rollout_corr/rollout_ppl": masked_mean(jnp.exp(clamped(-rollout_B1)), some_B1),
         "rollout_corr/ppl_ratio": masked_mean(jnp.exp(clamped(rollout_B1 - old_B1)), some_B1),
+        "rollout_corr/ess": effective_sample_size(ratio_BT, mask_BT),
         "rollout_probs_diff_mean": masked_mean(jnp.abs(p_BT - q_BT), mask_BT),
-        "rollout_probs_diff_max": masked_max(jnp.abs(p_BT - q_BT), mask_BT),
         "rollout_actor_probs_pearson_corr": _pearson(p_BT, q_BT, mask_BT),
     }
+    maxima = {
+        "train_rollout_logprob_abs_diff_max": masked_max(gap_BT, mask_BT),
+        "rollout_probs_diff_max": masked_max(jnp.abs(p_BT - q_BT), mask_BT),
+    }
+    return means | ratio_quantiles(old_logp_BT, rollout_logp_BT, mask_BT), maxima
 
 
 def ratio_quantiles(
@@ -86,13 +102,19 @@ def effective_sample_size(
 
 
 def weight_metrics(
-    weights_BT: Float[Array, "B T"],
-    ratio_BT: Float[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
+    weights_BT: Float[Array, "B T"], ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Metrics:
+    """`weight_parts` in one dict."""
+    means, maxima, minima = weight_parts(weights_BT, ratio_BT, mask_BT)
+    return means | maxima | minima
+
+
+def weight_parts(
+    weights_BT: Float[Array, "B T"], ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+) -> tuple[Metrics, Metrics, Metrics]:
     """What the weights do to a batch; `ratio_BT` is what they were before their bounds.
 
-    Returns:
+    Returns (means, maxima, minima):
         rollout_corr/rollout_is_mean, std, min, max; the deviation divides by the count.
         rollout_corr/rollout_is_eff_sample_size: `effective_sample_size` of the weights.
         rollout_corr/rollout_is_ratio_fraction_high: share of tokens whose ratio was cut down.
@@ -101,19 +123,21 @@ def weight_metrics(
     w_BT = weights_BT.astype(jnp.float32)
     mean = masked_mean(w_BT, mask_BT)
     zeroed_BT = (w_BT == 0.0) & (ratio_BT > 0.0)
-    return {
+    means = {
         "rollout_corr/rollout_is_mean": mean,
         "rollout_corr/rollout_is_std": jnp.sqrt(masked_mean(jnp.square(w_BT - mean), mask_BT)),
-        "rollout_corr/rollout_is_min": jnp.where(
-            jnp.any(mask_BT), jnp.min(jnp.where(mask_BT, w_BT, jnp.inf)), 0.0
-        ),
-        "rollout_corr/rollout_is_max": masked_max(w_BT, mask_BT),
         "rollout_corr/rollout_is_eff_sample_size": effective_sample_size(w_BT, mask_BT),
         "rollout_corr/rollout_is_ratio_fraction_high": masked_mean(
             _as_float((w_BT < ratio_BT) & ~zeroed_BT), mask_BT
         ),
         "rollout_corr/rollout_is_oob_ratio": masked_mean(_as_float(zeroed_BT), mask_BT),
     }
+    smallest = jnp.min(jnp.where(mask_BT, w_BT, jnp.inf))
+    return (
+        means,
+        {"rollout_corr/rollout_is_max": masked_max(w_BT, mask_BT)},
+        {"rollout_corr/rollout_is_min": jnp.where(jnp.any(mask_BT), smallest, 0.0)},
+    )
 
 
 def _pearson(p_BT: Array, q_BT: Array, mask_BT: Array) -> Array:

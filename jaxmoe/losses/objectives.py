@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy objectives, each one function: its loss at every token, before any mean.
 
-Weights and rejections (correction.py) multiply these terms; a denominator of reduce.py adds them:
+Weights and rejections (rollout_correction.py) multiply these terms; aggregation.py adds them up:
 
     terms_BT = cispo_terms(logp_BT, old_logp_BT, advantages_BT, mask_BT)
-    loss = masked_sum(terms_BT * token_mean_weights(mask_BT), mask_BT)
+    loss = masked_sum(terms_BT * token_mean(mask_BT), mask_BT)
 
 Everywhere ρ = exp(logp − old_logp), |log ρ| clamped at 20; float32; terms are 0 where the mask is
 false, whatever stands there; the gradient goes through `logp` alone. A row is one sequence.
@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.correction import sequence_mean
+from jaxmoe.losses.aggregation import masked_mean
 from jaxmoe.losses.kl import clamped
+from jaxmoe.losses.ratios import sequence_mean
+from jaxmoe.shapes import Metrics
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0  # GSPO's log s, as verl clamps it
 
@@ -139,6 +141,43 @@ def reinforce_terms(
         jnp.where(mask_BT, x, 0.0).astype(jnp.float32) for x in (logp_BT, advantages_BT)
     )
     return -lax.stop_gradient(advantages_BT) * logp_BT
+
+
+def grpo_loss(
+    logp_BT: Float[Array, "B T"],
+    old_logp_BT: Float[Array, "B T"],
+    advantages_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    total: Float[Array, ""] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """GRPO whole, for a loop of your own: the mean of `clipped_terms` over the chosen tokens.
+
+    L = −mean[ min(ρ·A, clip(ρ, 1−ε_low, 1+ε_high)·A) ],   ρ = exp(logp − old_logp)
+
+    Args:
+        mask_BT: True where the policy chose the token; prompt, padding, tool output are False.
+        total: what the mean divides by; a microbatch passes its whole batch's token count.
+    Returns:
+        Loss, and the metrics policy/ratio_mean, policy/clip_frac (means over the same tokens).
+    Numerics: float32; the gradient goes through `logp` alone; |log ρ| is clamped at 20; values
+        under a false mask never matter, NaN included.
+    Source: arXiv:2402.03300 §4.1.1; asymmetric clip and token mean arXiv:2503.14476 §3.1, §3.3.
+        Departs: the mean is over tokens of the batch, not over sequences of their token means.
+    """
+    log_ratio_BT, advantages_BT = log_ratio_and_advantages(
+        logp_BT, old_logp_BT, advantages_BT, mask_BT
+    )
+    ratio_BT = jnp.exp(log_ratio_BT)
+    terms_BT = clipped(ratio_BT, advantages_BT, clip_low, clip_high)
+    bites_BT = (terms_BT > -ratio_BT * advantages_BT).astype(jnp.float32)
+    metrics = {
+        "policy/ratio_mean": masked_mean(ratio_BT, mask_BT, total),
+        "policy/clip_frac": masked_mean(bites_BT, mask_BT, total),
+    }
+    return masked_mean(terms_BT, mask_BT, total), metrics
 
 
 def log_ratio_and_advantages(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.losses.correction import sequence_sum
+from jaxmoe.losses.ratios import sequence_sum
 
 
 def overlong_penalty(lengths_B: Int[Array, " B"], *, longest: int, buffer: int) -> Array:

@@ -3,7 +3,7 @@
 
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.reduce import masked_mean
+from jaxmoe.losses.aggregation import masked_mean
 
 
 def cross_entropy(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.reduce import masked_mean
+from jaxmoe.losses.aggregation import masked_mean
 
 
 def value_terms(

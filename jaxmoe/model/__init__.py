@@ -7,11 +7,13 @@ from jaxmoe.model.config import gpt_oss_20b, gpt_oss_120b, tiny
 from jaxmoe.model.critic import new_critic, sequence_values
 from jaxmoe.model.forward import forward
 from jaxmoe.model.head import next_token_logits, sequence_logprobs
+from jaxmoe.model.ops import Ops, make_ops, plain_ops
 from jaxmoe.model.params import abstract_params, count_params, init_params, param_specs
 
 __all__ = [
     "KVCache",
     "ModelConfig",
+    "Ops",
     "abstract_params",
     "count_params",
     "forward",
@@ -19,9 +21,11 @@ __all__ = [
     "gpt_oss_20b",
     "init_cache",
     "init_params",
+    "make_ops",
     "new_critic",
     "next_token_logits",
     "param_specs",
+    "plain_ops",
     "sequence_logprobs",
     "sequence_values",
     "tiny",

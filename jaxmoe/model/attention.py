@@ -4,7 +4,6 @@
 Next: jaxmoe/model/moe.py, the block that follows it in a layer.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.cache import LayerKind, newest_slots, write_slots
-from jaxmoe.model.layers import linear, rms_norm
+from jaxmoe.model.ops import Ops
 from jaxmoe.model.rope import rotate
 from jaxmoe.shapes import Leaf, Params
 
-Attend = Callable[..., tuple[Array, Array]]  # the signature of pallas_kernels.sink_attention
-
 
 @dataclass(frozen=True)
-class Rows:
+class TokenLayout:
     """Where the tokens of this call sit; the same for every layer."""
 
     positions_BT: Leaf
@@ -34,20 +31,20 @@ class Rows:
 def attention_block(
     x_BTD: Float[Array, "B T D"],
     layer: Params,
-    rows: Rows,
+    rows: TokenLayout,
     cfg: ModelConfig,
+    ops: Ops,
     *,
     window: int | None,
-    attend: Attend,
     cached: "CachedLayer | None",
 ) -> tuple[Float[Array, "B T D"], Any]:
     """x + W_o·attention(norm(x)), and the cache with this call's keys and values in it."""
     batch, time, _ = x_BTD.shape
     with jax.named_scope("attention"):
-        h_BTD = rms_norm(x_BTD, layer["attn_norm"], cfg.rms_eps)
-        q = linear(h_BTD, layer["w_q"], layer["b_q"])
-        k = linear(h_BTD, layer["w_k"], layer["b_k"])
-        v = linear(h_BTD, layer["w_v"], layer["b_v"])
+        h_BTD = ops.norm(x_BTD, layer["attn_norm"], cfg.rms_eps)
+        q = ops.linear(h_BTD, layer["w_q"], layer["b_q"])
+        k = ops.linear(h_BTD, layer["w_k"], layer["b_k"])
+        v = ops.linear(h_BTD, layer["w_v"], layer["b_v"])
         q_BTNH = rotate(q.reshape(batch, time, cfg.n_q_heads, cfg.head_dim), rows.tables)
         k_BTKH = rotate(k.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim), rows.tables)
         v_BTKH = v.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim)
@@ -57,13 +54,14 @@ def attention_block(
         )  # fmt: skip
         if cached is not None:
             kept, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append(k_BTKH, v_BTKH)
-        o_BTNH, _ = attend(
+        o_BTNH, _ = ops.attend(
             q_BTNH, k_BSKH, v_BSKH, layer["sinks"],
             q_positions_BT=rows.positions_BT, k_positions_BS=k_positions_BS,
             q_segment_ids_BT=rows.segments_BT, k_segment_ids_BS=k_segments_BS,
             window=window,
         )  # fmt: skip
-        return x_BTD + linear(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"]), kept
+        o_BTD = ops.linear(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])
+        return x_BTD + o_BTD, kept
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,14 @@ class Slots:
     gather_BC: Leaf  # slots kept of (old, new), or None where written in place
 
 
-def full_slots(kind: LayerKind, used: Int[Array, ""], rows: Rows) -> Slots:
+def full_slots(kind: LayerKind, used: Int[Array, ""], rows: TokenLayout) -> Slots:
     """New keys go behind the used slots; queries read all slots."""
     positions = write_slots(kind.positions_BC, rows.positions_BT, used)
     segments = write_slots(kind.segments_BC, rows.segments_BT, used)
     return Slots(positions, segments, positions, segments, used, None)
 
 
-def sliding_slots(kind: LayerKind, turn: Int[Array, ""], rows: Rows) -> Slots:
+def sliding_slots(kind: LayerKind, turn: Int[Array, ""], rows: TokenLayout) -> Slots:
     """One new key replaces the oldest; several are read beside the old ones, the latest kept."""
     if rows.positions_BT.shape[1] == 1:
         positions = write_slots(kind.positions_BC, rows.positions_BT, turn)

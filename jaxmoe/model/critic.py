@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.model.head import next_column
 from jaxmoe.model.params import value_head_specs
 from jaxmoe.shapes import Params
 
@@ -33,7 +34,7 @@ def sequence_values(critic: Params, hidden_BTD: Float[Array, "B T D"]) -> Float[
     """
     head = critic["value_head"]
     values_BT = jnp.einsum(
-        "BTD,D->BT", hidden_BTD[:, :-1].astype(jnp.float32), head["w_value"].astype(jnp.float32),
+        "BTD,D->BT", hidden_BTD.astype(jnp.float32), head["w_value"].astype(jnp.float32),
         precision=lax.Precision.HIGHEST,
     )  # fmt: skip
-    return jnp.pad(values_BT + head["b_value"].astype(jnp.float32), ((0, 0), (1, 0)))
+    return next_column(values_BT + head["b_value"].astype(jnp.float32))

@@ -4,17 +4,13 @@
 Trainer and engine both come through here. Next: jaxmoe/rl/step.py takes the gradient.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Params
-from pallas_kernels import token_logprobs
-
-Logprobs = Callable[..., tuple[Array, ...]]  # the signature of token_logprobs
 
 
 def sequence_logprobs(
@@ -22,33 +18,38 @@ def sequence_logprobs(
     hidden_BTD: Float[Array, "B T D"],
     tokens_BT: Int[Array, "B T"],
     cfg: ModelConfig,
+    ops: Ops,
     *,
     temperature: float | Float[Array, ""] = 1.0,
-    logprobs: Logprobs = token_logprobs,
 ) -> tuple[Float[Array, "B T"], ...]:
     """logp_BT[b, t], the log-prob OF tokens_BT[b, t], and the entropy it was drawn with, in nats.
 
-    Column 0 has no prediction: both are 0 there, and no mask may include it. Another `logprobs`
-    takes the same arguments and returns whatever per-token values it likes.
+    Column 0 has no prediction: both are 0 there, and no mask may include it. Another
+    `ops.logprobs` may return whatever per-token values it likes.
     Numerics: float32; [tokens, vocabulary] never exists, forward or backward.
     """
-    batch, time, width = hidden_BTD.shape
+    # targets move and hidden states do not: what `ops.logprobs` gets has its time axis whole, to
+    # be cut over devices; the last column, which has no target, is left out of what it returns
+    targets_BT = jnp.roll(tokens_BT, -1, axis=1)
     with jax.named_scope("token_logprobs"):
-        per_token = logprobs(
-            hidden_BTD[:, :-1].reshape(-1, width),
-            params["head"].astype(hidden_BTD.dtype),
-            tokens_BT[:, 1:].reshape(-1),
-            temperature=temperature,
+        per_token = ops.logprobs(
+            hidden_BTD, params["head"], targets_BT, temperature=temperature,
             vocab_size=cfg.vocab_size,
-        )
-    shift = ((0, 0), (1, 0))
-    return tuple(jnp.pad(x_M.reshape(batch, time - 1), shift) for x_M in per_token)
+        )  # fmt: skip
+    return tuple(next_column(x_BT) for x_BT in per_token)
+
+
+def next_column(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """What was found at column t at column t + 1, where the token it is about stands; 0 first."""
+    return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))
 
 
 def next_token_logits(
-    params: Params, hidden_BD: Float[Array, "B D"], cfg: ModelConfig, temperature: float | Array
+    params: Params,
+    hidden_BD: Float[Array, "B D"],
+    cfg: ModelConfig,
+    ops: Ops,
+    temperature: float | Array,
 ) -> Float[Array, "B V"]:
     """Tempered logits of the token after each hidden state, float32, padding cut off."""
-    w_DV = params["head"].astype(hidden_BD.dtype)
-    logits_BV = jnp.dot(hidden_BD, w_DV, preferred_element_type=jnp.float32)
-    return logits_BV[:, : cfg.vocab_size] / temperature
+    return ops.logits(hidden_BD, params["head"])[:, : cfg.vocab_size] / temperature

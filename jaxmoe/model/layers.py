@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two small layers everything else is made of. Next: jaxmoe/model/attention.py."""
+"""The row-wise layers: embedding, norm, linear, and the two ways out of the head.
+
+Next: jaxmoe/model/attention.py.
+"""
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import token_logprobs
+
+
+def embed(tokens_BT: Int[Array, "B T"], w_VD: Float[Array, "V D"], dtype: str) -> Array:
+    """The rows of these tokens, rounded to the model's dtype."""
+    return w_VD[tokens_BT].astype(jnp.dtype(dtype))
 
 
 def rms_norm(x: Float[Array, "*B D"], scale_D: Float[Array, " D"], eps: float) -> Array:
@@ -20,6 +30,37 @@ def linear(x: Float[Array, "*B D"], w_DF: Float[Array, "D F"], b_F: Float[Array,
     """x·w + b: accumulated in float32, rounded once to x's dtype."""
     y = jnp.dot(x, w_DF.astype(x.dtype), preferred_element_type=jnp.float32)
     return (y + _per_row(b_F, y)).astype(x.dtype)
+
+
+def logits(hidden: Float[Array, "*B D"], w_DV: Float[Array, "D V"]) -> Float[Array, "*B V"]:
+    """hidden·w over the whole vocabulary, float32."""
+    return jnp.dot(hidden, w_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def target_logprobs(
+    hidden_BTD: Float[Array, "B T D"],
+    w_DV: Float[Array, "D V"],
+    targets_BT: Int[Array, "B T"],
+    *,
+    temperature: float | Float[Array, ""],
+    vocab_size: int,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-prob of each target and entropy of what it was drawn from, in nats.
+
+    The last column has no target: it costs nothing, and is NaN for whoever reads it.
+    Numerics: float32; [tokens, vocabulary] never exists, forward or backward.
+    """
+    batch, time, width = hidden_BTD.shape
+    hidden_MD, targets_M = hidden_BTD[:, :-1].reshape(-1, width), targets_BT[:, :-1].reshape(-1)
+    per_token = token_logprobs(
+        hidden_MD, w_DV.astype(hidden_BTD.dtype), targets_M, temperature=temperature,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+    none = ((0, 0), (0, 1))
+    logp_BT, entropy_BT = (
+        jnp.pad(x_M.reshape(batch, time - 1), none, constant_values=jnp.nan) for x_M in per_token
+    )
+    return logp_BT, entropy_BT
 
 
 def _per_row(v_D: Array, x: Array) -> Array:

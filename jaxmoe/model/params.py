@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of parameters: shape, logical axes, initialiser and Hugging Face name of each.
+"""The one table of parameters: shape, axes, initialiser, dtype when read, Hugging Face name.
 
 Initial values, abstract shapes, shardings, import, export and counts are maps over
 `param_specs(cfg)`; nothing else declares a parameter. Layers come in (sliding, full) pairs and
@@ -10,15 +10,20 @@ are stacked over pairs, since `forward` scans over them:
 Ours differs from the checkpoint's layout where a compiler cares: gate and up are contiguous
 halves (there they are interleaved columns), matrices are [in, out], and the vocabulary is
 padded. `Spec.layout` names the conversion; jaxmoe/checkpoint/hf.py performs it.
+
+Matrices are read in the model's dtype; router, norms, biases and sinks as they are held, float32
+as a rule. Whoever hands weights on rounds what `Spec.read` says and nothing else, or an engine
+samples from other weights than the trainer's: a rounded router switches experts.
 Next: jaxmoe/model/forward.py.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
 from jaxmoe.config import ModelConfig
@@ -36,6 +41,7 @@ class Spec:
     init: Literal["normal", "ones", "zeros"]
     hf: str  # name in a checkpoint, with {} for the layer number
     layout: Layout = "same"  # from the checkpoint's array to ours
+    read: Literal["compute", "as_held"] = "as_held"  # in the model's dtype, or unrounded
 
 
 def param_specs(cfg: ModelConfig) -> Params:
@@ -45,13 +51,17 @@ def param_specs(cfg: ModelConfig) -> Params:
     attn, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
     block = {
         "attn_norm": Spec((d,), ("embed",), "ones", "model.layers.{}.input_layernorm.weight"),
-        "w_q": Spec((d, n * h), ("embed", "heads"), "normal", attn + "q_proj.weight", "transpose"),
+        "w_q": Spec((d, n * h), ("embed", "heads"), "normal",
+                    attn + "q_proj.weight", "transpose", "compute"),
         "b_q": Spec((n * h,), ("heads",), "zeros", attn + "q_proj.bias"),
-        "w_k": Spec((d, k * h), ("embed", "kv"), "normal", attn + "k_proj.weight", "transpose"),
+        "w_k": Spec((d, k * h), ("embed", "kv"), "normal",
+                    attn + "k_proj.weight", "transpose", "compute"),
         "b_k": Spec((k * h,), ("kv",), "zeros", attn + "k_proj.bias"),
-        "w_v": Spec((d, k * h), ("embed", "kv"), "normal", attn + "v_proj.weight", "transpose"),
+        "w_v": Spec((d, k * h), ("embed", "kv"), "normal",
+                    attn + "v_proj.weight", "transpose", "compute"),
         "b_v": Spec((k * h,), ("kv",), "zeros", attn + "v_proj.bias"),
-        "w_o": Spec((n * h, d), ("heads", "embed"), "normal", attn + "o_proj.weight", "transpose"),
+        "w_o": Spec((n * h, d), ("heads", "embed"), "normal",
+                    attn + "o_proj.weight", "transpose", "compute"),
         "b_o": Spec((d,), ("embed",), "zeros", attn + "o_proj.bias"),
         "sinks": Spec((n,), (None,), "zeros", attn + "sinks"),
         "moe_norm": Spec((d,), ("embed",), "ones",
@@ -59,25 +69,27 @@ def param_specs(cfg: ModelConfig) -> Params:
         "w_router": Spec((d, e), ("embed", None), "normal", mlp + "router.weight", "transpose"),
         "b_router": Spec((e,), (None,), "zeros", mlp + "router.bias"),
         "w_gate_up": Spec((e, d, 2 * f), ("expert", "embed", "hidden"), "normal",
-                          mlp + "experts.gate_up_proj", "gate_up"),
+                          mlp + "experts.gate_up_proj", "gate_up", "compute"),
         "b_gate_up": Spec((e, 2 * f), ("expert", "hidden"), "zeros",
                           mlp + "experts.gate_up_proj_bias", "gate_up_bias"),
         "w_down": Spec((e, f, d), ("expert", "hidden", "embed"), "normal",
-                       mlp + "experts.down_proj"),
+                       mlp + "experts.down_proj", "same", "compute"),
         "b_down": Spec((e, d), ("expert", "embed"), "zeros", mlp + "experts.down_proj_bias"),
     }  # fmt: skip
     pairs = cfg.n_layers // 2
     stacked = {
-        name: Spec((pairs, *s.shape), ("pair", *s.axes), s.init, s.hf, s.layout)
+        name: replace(s, shape=(pairs, *s.shape), axes=("pair", *s.axes))
         for name, s in block.items()
     }
     return {
         "embed": Spec(
-            (v, d), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "pad_rows"
+            (v, d), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "pad_rows", "compute"
         ),
         "layers": {"sliding": dict(stacked), "full": dict(stacked)},
         "final_norm": Spec((d,), ("embed",), "ones", "model.norm.weight"),
-        "head": Spec((d, v), ("embed", "vocab"), "normal", "lm_head.weight", "transpose_pad"),
+        "head": Spec(
+            (d, v), ("embed", "vocab"), "normal", "lm_head.weight", "transpose_pad", "compute"
+        ),
     }
 
 
@@ -101,6 +113,21 @@ def map_specs(fn, cfg: ModelConfig, *trees: Params) -> Params:
 def abstract_params(cfg: ModelConfig, dtype: str = "float32") -> Params:
     """The tree of jax.ShapeDtypeStruct; costs no memory at any size."""
     return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), cfg)
+
+
+def read_dtype(spec: Spec, cfg: ModelConfig, held: DTypeLike) -> jnp.dtype:
+    """The dtype in which the forward reads a parameter that is held in `held`."""
+    return jnp.dtype(cfg.dtype if spec.read == "compute" else held)
+
+
+def as_read(params: Params, cfg: ModelConfig) -> Params:
+    """A copy of the parameters, each in the dtype the forward reads it in.
+
+    forward(as_read(params, cfg), …) is forward(params, …) bit for bit.
+    """
+    return map_specs(
+        lambda spec, x: jnp.array(x, read_dtype(spec, cfg, x.dtype), copy=True), cfg, params
+    )
 
 
 def init_params(key: PRNGKeyArray, cfg: ModelConfig, dtype: str = "float32") -> Params:

@@ -17,7 +17,7 @@ BLUE, ORANGE, GREEN, PINK, GREY, SKY = (
 )  # fmt: skip
 WAIT = "wait_for_rollouts"
 PHASES = {
-    "rollout": BLUE, "reward": ORANGE, WAIT: GREY, "train": GREEN, "publish": PINK, "eval": SKY
+    "rollout": BLUE, "reward": ORANGE, WAIT: GREY, "train": GREEN, "weight_sync": PINK, "eval": SKY
 }  # fmt: skip
 FLOOR = 1e-9  # where an exact 0 is drawn on a log axis
 
@@ -131,7 +131,7 @@ def _gap(axes: Axes, rows: Rows) -> None:
         # an exact 0 lies on the floor: its tick says so
         axes.yaxis.set_major_formatter(lambda y, _: "0.0" if y <= FLOOR * 1.01 else f"{y:.0e}")
         axes.legend(frameon=False)
-    axes.set_title("|Δlogp| trainer vs rollout, nats")
+    axes.set_title("engine gap: |Δlogp|, trainer vs rollout, nats")
 
 
 def _time(axes: Axes, rows: Rows) -> None:

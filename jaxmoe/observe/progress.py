@@ -15,7 +15,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 PLAIN_EVERY_S = 5.0  # between plain lines
-FORMATS = {"tokens_per_s": "{:,.0f} tok/s", "kl": "kl {:.1e}"}
+FORMATS = {"tokens_per_s": "{:,.0f} tok/s", "engine_gap": "engine gap {:.1e}"}
 
 
 class Progress:

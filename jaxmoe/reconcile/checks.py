@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheap rungs of the ladder: what can be wrong in ids, versions and tensors, by looking.
+"""The cheap checks: what can be wrong in ids, versions and tensors, seen without recomputing.
 
 Next: jaxmoe/reconcile/compare.py recomputes.
 """
@@ -17,16 +17,16 @@ Encode = Callable[[Prompt], Sequence[int]]
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact that needs no recomputation: something that must hold does not."""
+    """Something that must hold and does not, seen without recomputing."""
 
     name: str
-    rung: str
+    category: str
     must: str
     got: str
-    line: str
+    fix: str
 
 
-def facts(
+def run_checks(
     rollouts: Sequence[Rollout],
     sampling: Sampling,
     vocab_size: int,
@@ -34,36 +34,36 @@ def facts(
     *,
     encode: Encode,
     their_encode: Encode | None = None,
-    held: Mapping[str, Any] | None = None,
+    loaded: Mapping[str, Any] | None = None,
     expected: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """The cheap rungs: ids, stop tokens, versions, and digests of tensors.
+    """Ids, stop tokens, versions, and digests of tensors.
 
     Args:
         encode: a prompt's ids by the run's tokenizer; their_encode: by that of the engine's
             side, where there is one.
-        held: what the engine says it holds, one server's `jaxmoe_held`.
-        expected: digests of this publication, by HF name.
+        loaded: what one server reports, `jaxmoe_loaded_state`.
+        expected: digests of these weights, by HF name.
     """
     found = _of_ids(rollouts, sampling, vocab_size, encode, their_encode)
     versions = sorted({int(v) for r in rollouts for v in r.weight_versions})
     if versions != [version]:
         found.append(Finding(
-            "version", "weights", f"every token must be drawn with version {version}",
-            f"versions {versions}", "publish again: engine.load() must return before generate()",
+            "version", "weights", f"every token must be sampled with version {version}",
+            f"versions {versions}", "sync again: engine.load() must return before generate()",
         ))  # fmt: skip
-    if held is None:
+    if loaded is None:
         return found
-    stale = sorted(held.get("stale") or ())
-    received = held.get("received") or {}
+    stale = sorted(loaded.get("stale") or ())
+    received = loaded.get("received") or {}
     if expected is not None:
         stale = sorted({*stale, *(n for n, d in expected.items() if received.get(n) != d)})
     if stale:
         shown = ", ".join(stale[:6]) + (f" and {len(stale) - 6} more" if len(stale) > 6 else "")
         found.append(Finding(
-            "stale_tensors", "weights", "every tensor of the engine must be the published one",
+            "stale_tensors", "weights", "every tensor of the engine must be the one it was sent",
             f"{len(stale)} are not: {shown}",
-            "--set rollout.vllm.way=files with jaxmoe's plugin in vLLM's environment",
+            "--set rollout.vllm.transport=files with jaxmoe's plugin in vLLM's environment",
         ))  # fmt: skip
     return found
 

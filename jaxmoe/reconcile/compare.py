@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.losses.correction import log_ratios, token_ratio
-from jaxmoe.losses.mismatch import effective_sample_size, mismatch_metrics, ratio_quantiles
+from jaxmoe.losses.mismatch import mismatch_metrics
 from jaxmoe.reconcile.checks import Finding
 from jaxmoe.reconcile.hypotheses import EXPERTS, Hypothesis, hypotheses
 from jaxmoe.reconcile.recompute import Programs, Scores
@@ -97,40 +96,42 @@ def reconcile(
             f"{sum(len(r.tokens) for r in rollouts)}. Try more prompts: "
             "--set data.held_out_rows=256."
         )
-    says_kept = any(r.log_kept is not None for r in rollouts)
-    says_experts = any(r.routed_experts is not None for r in rollouts)
-    kept_N = np.concatenate([
+    has_log_kept = any(r.log_kept is not None for r in rollouts)
+    has_experts = any(r.routed_experts is not None for r in rollouts)
+    log_kept_N = np.concatenate([
         np.zeros(len(r.tokens), np.float32) if r.log_kept is None else r.log_kept for r in rollouts
     ])  # fmt: skip
-    engine_N = np.concatenate([r.rollout_logp for r in rollouts]) + kept_N
+    engine_N = np.concatenate([r.rollout_logp for r in rollouts]) + log_kept_N
     base = unchanged(params, cfg, sampling, sampled_rows(rollouts, cfg))
-    ladder = hypotheses(cfg, sampling, previous=previous, start_id=start_id, says_kept=says_kept)
+    tried = hypotheses(
+        cfg, sampling, previous=previous, start_id=start_id, has_log_kept=has_log_kept
+    )
 
     def scored(v: Variant) -> Scores:
         return _scored(v, run, sampling)
 
     cache: dict[tuple[str, ...], np.ndarray] = {}
 
-    def claims(faults: Faults) -> np.ndarray:
+    def engine_logps(faults: Faults) -> np.ndarray:
         key = tuple(str(id(h)) for h in faults)
         if key not in cache:
             v = base
             for h in faults:
                 v = h.change(v)
-            cache[key] = v.claim(_sampled(scored(v), v), kept_N)
+            cache[key] = v.engine_logp(_sampled(scored(v), v), log_kept_N)
         return cache[key]
 
-    rounding = _rounding(base, scored, cfg, ladder, engine_dtype)
-    if engine_dtype == cfg.dtype:  # known: it does compute in the trainer's
-        ladder = [h for h in ladder if h.kin != "all"]
-    verdict = judge(engine_N, claims, ladder, rounding)
+    rounding = _rounding(base, scored, cfg, tried, engine_dtype)
+    if engine_dtype == cfg.dtype:  # told: it does compute in the trainer's
+        tried = [h for h in tried if h.exclusive != "all"]
+    verdict = judge(engine_N, engine_logps, tried, rounding)
     layers, replayed = [], None
-    if says_experts:
-        layers, replayed, jitter = _switches(base, scored, kept_N, engine_N)
+    if has_experts:
+        layers, replayed, jitter = _switches(base, scored, log_kept_N, engine_N)
         verdict = _by_experts(verdict, layers, replayed, rounding, jitter)
     return Report(
-        verdict, list(findings), rounding, _metrics(rollouts, claims(()), engine_N),
-        _worst(rollouts, claims(()), engine_N), layers, replayed, engine_N, claims(()),
+        verdict, list(findings), rounding, _metrics(rollouts, engine_logps(()), engine_N),
+        _worst(rollouts, engine_logps(()), engine_N), layers, replayed, engine_N, engine_logps(()),
     )  # fmt: skip
 
 
@@ -169,7 +170,7 @@ def _sampled(s: Scores, v: Variant) -> Scores:
 
 def _rounding(
     base: Variant, scored: Callable[[Variant], Scores], cfg: ModelConfig,
-    ladder: Sequence[Hypothesis], engine_dtype: str | None,
+    tried: Sequence[Hypothesis], engine_dtype: str | None,
 ) -> Rounding:  # fmt: skip
     """How far apart two right computations of these log-probs are."""
     mask = base.rows.sampled_BT
@@ -177,7 +178,7 @@ def _rounding(
     own = mean_gap(plain, scored(_jittered(base)).logp_BT[mask])
     if cfg.dtype == "float32" and engine_dtype in (None, "float32"):
         return Rounding(own, own)
-    other, *more = [h for h in ladder if h.kin == "all"]
+    other, *more = [h for h in tried if h.exclusive == "all"]
     there = [mean_gap(plain, scored(h.change(base)).logp_BT[mask]) for h in (other, *more)]
     differs = engine_dtype not in (None, cfg.dtype)
     return Rounding(own, max(there), other if differs else None)
@@ -189,7 +190,7 @@ def _jittered(v: Variant) -> Variant:
 
 
 def _switches(
-    base: Variant, scored: Callable[[Variant], Scores], kept_N: np.ndarray, engine_N: np.ndarray
+    base: Variant, scored: Callable[[Variant], Scores], log_kept_N: np.ndarray, engine_N: np.ndarray
 ) -> tuple[list[LayerSwitches], float, float]:
     """By layer, the gap with the engine's experts, and what rounding does to a regret."""
     replaying = replace(base, replays=True)
@@ -210,7 +211,7 @@ def _switches(
         for layer, known in enumerate(known_LBT)
     ]  # fmt: skip
     moved = np.abs(replayed.regret_LBT - jittered.regret_LBT)[known_LBT]
-    left = mean_gap(engine_N, base.claim(_sampled(replayed, base), kept_N))
+    left = mean_gap(engine_N, base.engine_logp(_sampled(replayed, base), log_kept_N))
     return layers, left, float(moved.max(initial=0.0))
 
 
@@ -247,9 +248,7 @@ def _metrics(
     mask[:] = np.arange(shape[1])[None] < np.array(lengths)[:, None]
     trainer[mask], engine[mask] = trainer_N, engine_N
     arrays = jnp.asarray(trainer, jnp.float32), jnp.asarray(engine, jnp.float32), jnp.asarray(mask)
-    ratio_BT = token_ratio(log_ratios(*arrays))
-    found: dict[str, Any] = mismatch_metrics(*arrays) | ratio_quantiles(*arrays)
-    found["rollout_corr/ess"] = effective_sample_size(ratio_BT, arrays[2])
+    found: dict[str, Any] = mismatch_metrics(*arrays)
     gap = np.abs(trainer_N - engine_N)
     quantiles = {f"gap_p{q}": np.quantile(gap, q / 100) for q in (50, 90, 99)}
     bias = {"gap_mean_signed": np.mean(trainer_N - engine_N), "tokens": len(gap)}
@@ -259,10 +258,10 @@ def _metrics(
 def _worst(
     rollouts: Sequence[Rollout], trainer_N: np.ndarray, engine_N: np.ndarray, count: int = 8
 ) -> list[Token]:
-    places = [(b, t) for b, r in enumerate(rollouts) for t in range(len(r.tokens))]
+    positions = [(b, t) for b, r in enumerate(rollouts) for t in range(len(r.tokens))]
     order = np.argsort(-np.abs(trainer_N - engine_N), kind="stable")[:count]
     return [
         Token(b, t, int(rollouts[b].tokens[t]), float(engine_N[n]), float(trainer_N[n]))
         for n in order
-        for b, t in [places[n]]
+        for b, t in [positions[n]]
     ]

@@ -2,7 +2,7 @@
 """What may be wrong in an engine, each a change of the trainer's own recomputation.
 
 A hypothesis is a name, what must hold, the line to type, and a function from one `Variant` to
-another; two faults at once are two functions after each other. The ladder runs from cheap to
+another; two faults at once are two functions after each other. Categories run from cheap to
 deep: tokens, weights, sampling, dtype, structure, experts.
 Next: jaxmoe/reconcile/variants.py, what a change changes; jaxmoe/reconcile/verdict.py picks the one
 that explains the gap.
@@ -19,7 +19,14 @@ import numpy as np
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.reconcile.recompute import knobs_of
-from jaxmoe.reconcile.variants import Claim, Rows, Variant, kept_twice, kept_unsaid, untempered
+from jaxmoe.reconcile.variants import (
+    EngineLogp,
+    SampledRows,
+    Variant,
+    at_temperature_1,
+    twice_kept_mass,
+    without_kept_mass,
+)
 from jaxmoe.records import Sampling
 from jaxmoe.shapes import Leaf, Params
 
@@ -36,22 +43,22 @@ GROUPS = {  # of tensors that are loaded, and left out, together
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One fault: its rung of the ladder, what must hold, and what to type."""
+    """One fault: its category, what must hold, and what to type."""
 
     name: str
-    rung: str
+    category: str
     must: str
-    line: str
+    fix: str
     change: Callable[[Variant], Variant]
-    kin: str = ""  # of two hypotheses with the same kin only one can be true
+    exclusive: str = ""  # of two hypotheses with the same one only one can be true
 
 
-EXPERTS = Hypothesis(  # the deepest rung; jaxmoe/reconcile/compare.py tries it last
+EXPERTS = Hypothesis(  # the deepest category; jaxmoe/reconcile/compare.py tries it last
     "expert_switches",
     "experts",
     "the engine's router must send tokens to the trainer's experts",
     "compare the engine's router weights, bias and dtype; what cannot be made equal is corrected: "
-    "--set loss.correction='token_is(high=2.0)'",
+    "--set loss.rollout_correction='token_is(high=2.0)'",
     lambda v: replace(v, replays=True),
 )
 
@@ -62,17 +69,17 @@ def hypotheses(
     *,
     previous: Params | None = None,
     start_id: int | None = None,
-    says_kept: bool = False,
+    has_log_kept: bool = False,
 ) -> list[Hypothesis]:
-    """The ladder, for what is known.
+    """All hypotheses, from cheap to deep, for what is known.
 
     Args:
         previous: weights that the engine may still hold.
         start_id: of a token that the engine's side may put before a prompt.
-        says_kept: the rollouts carry log_kept.
+        has_log_kept: the rollouts carry log_kept.
     """
-    ladder = _tokens(start_id) + (_weights(previous, cfg) if previous is not None else [])
-    return ladder + _sampling(sampling, says_kept) + _dtypes(cfg) + _structure(cfg)
+    found = _tokens(start_id) + (_weights(previous, cfg) if previous is not None else [])
+    return found + _sampling(sampling, has_log_kept) + _dtypes(cfg) + _structure(cfg)
 
 
 def _tokens(start_id: int | None) -> list[Hypothesis]:
@@ -80,23 +87,23 @@ def _tokens(start_id: int | None) -> list[Hypothesis]:
         "prompt_end_lost", "tokens", "the engine must read every token of the prompt",
         "send ids, not text: a template or a tokeniser on the engine's side strips the prompt's "
         "end",
-        partial(_rows, change=_without_last), kin="prompt",
+        partial(_rows, change=_without_last), exclusive="prompt",
     )]  # fmt: skip
     if start_id is not None:
         found.append(Hypothesis(
             "prompt_start_added", "tokens", "the engine must read the prompt as it was sent",
             "send ids, not text, or add_special_tokens=false: the engine's side puts token "
             f"{start_id} before every prompt",
-            partial(_rows, change=partial(_with_first, token=start_id)), kin="prompt",
+            partial(_rows, change=partial(_with_first, token=start_id)), exclusive="prompt",
         ))  # fmt: skip
     return found
 
 
-def _rows(v: Variant, *, change: Callable[[Rows], Rows]) -> Variant:
+def _rows(v: Variant, *, change: Callable[[SampledRows], SampledRows]) -> Variant:
     return replace(v, rows=change(v.rows))
 
 
-def _without_last(rows: Rows) -> Rows:
+def _without_last(rows: SampledRows) -> SampledRows:
     """Each prompt's last token taken out; the row ends one token earlier."""
 
     def move(x: np.ndarray, b: int, at: int, fill: int) -> np.ndarray:
@@ -110,7 +117,7 @@ def _without_last(rows: Rows) -> Rows:
     return replace(rows, tokens_BT=tokens, segments_BT=segments, sampled_BT=sampled)
 
 
-def _with_first(rows: Rows, *, token: int) -> Rows:
+def _with_first(rows: SampledRows, *, token: int) -> SampledRows:
     """One token before each prompt; the spare column takes the last one."""
 
     def move(x: np.ndarray, fill: int) -> np.ndarray:
@@ -123,23 +130,23 @@ def _with_first(rows: Rows, *, token: int) -> Rows:
 
 
 def _weights(previous: Params, cfg: ModelConfig) -> list[Hypothesis]:
-    line = (
+    fix = (
         "the loading of these tensors in vLLM: install this jaxmoe in its environment again "
-        "(pip install --no-deps), and publish with --set rollout.vllm.way=files"
+        "(pip install --no-deps), and sync with --set rollout.vllm.transport=files"
     )
 
-    def stale(name: str, names: tuple[str, ...], layer: int | None, kin: str) -> Hypothesis:
+    def stale(name: str, names: tuple[str, ...], layer: int | None, exclusive: str) -> Hypothesis:
         where = "every layer" if layer is None else f"layer {layer}"
         return Hypothesis(
             name, "weights", f"the engine must hold the newest {', '.join(names)} of {where}",
-            line, partial(_with_stale, previous=previous, names=names, layer=layer), kin,
+            fix, partial(_with_stale, previous=previous, names=names, layer=layer), exclusive,
         )  # fmt: skip
 
     found = [stale(f"stale_{group}", names, None, group) for group, names in GROUPS.items()]
     everything = tuple(name for names in GROUPS.values() for name in names)
     found.append(Hypothesis(
         "stale_everything", "weights", "the engine must hold the newest weights",
-        "the publication: engine.load() must return before generate(); restart the engine",
+        "the weight sync: engine.load() must return before generate(); restart the engine",
         partial(_with_stale, previous=previous, names=everything, layer=None), "everything",
     ))  # fmt: skip
     if cfg.n_layers > 2:
@@ -166,38 +173,43 @@ def _with_stale(
     return replace(v, params=jax.tree_util.tree_map_with_path(pick, v.params, previous))
 
 
-def _sampling(sampling: Sampling, says_kept: bool) -> list[Hypothesis]:
-    def claims(name: str, must: str, line: str, claim: Claim) -> Hypothesis:
+def _sampling(sampling: Sampling, has_log_kept: bool) -> list[Hypothesis]:
+    def wrong_logp(name: str, must: str, fix: str, engine_logp: EngineLogp) -> Hypothesis:
         return Hypothesis(
-            name, "sampling", must, line, lambda v: replace(v, claim=claim), kin="claim"
+            name,
+            "sampling",
+            must,
+            fix,
+            lambda v: replace(v, engine_logp=engine_logp),
+            exclusive="engine_logp",
         )
 
     cuts = sampling.top_k > 0 or sampling.top_p < 1.0
     processed = "--logprobs-mode processed_logprobs, in rollout.vllm.args or on the server's line"
     found = []
-    if sampling.temperature != 1.0 or (cuts and says_kept):
-        found.append(claims(
+    if sampling.temperature != 1.0 or (cuts and has_log_kept):
+        found.append(wrong_logp(
             "raw_logprobs", f"log-probs must be of temperature {sampling.temperature:g}, "
-            "at which the tokens were drawn", processed, untempered,
+            "at which the tokens were drawn", processed, at_temperature_1,
         ))  # fmt: skip
-    if cuts and says_kept:
-        found.append(claims(
+    if cuts and has_log_kept:
+        found.append(wrong_logp(
             "kept_mass_twice", "log-probs must be among the tokens that top-k and top-p kept, "
-            "where log_kept is added to them", processed, kept_twice,
+            "where log_kept is added to them", processed, twice_kept_mass,
         ))  # fmt: skip
-    if cuts and not says_kept:
-        found.append(claims(
-            "kept_mass_unsaid", "log-probs must be over the whole vocabulary, or come with the "
+    if cuts and not has_log_kept:
+        found.append(wrong_logp(
+            "kept_mass_missing", "log-probs must be over the whole vocabulary, or come with the "
             "mass that top-k and top-p kept",
-            "--set rollout.top_p=1.0 --set rollout.top_k=0, or an engine that says log_kept",
-            kept_unsaid,
+            "--set rollout.top_p=1.0 --set rollout.top_k=0, or an engine that tells log_kept",
+            without_kept_mass,
         ))  # fmt: skip
     return found
 
 
 def _dtypes(cfg: ModelConfig) -> list[Hypothesis]:
-    def turned(name: str, must: str, line: str, kin: str, **knobs: bool) -> Hypothesis:
-        return Hypothesis(name, "dtype", must, line, partial(_turn, **knobs), kin)
+    def turned(name: str, must: str, fix: str, exclusive: str, **knobs: bool) -> Hypothesis:
+        return Hypothesis(name, "dtype", must, fix, partial(_turn, **knobs), exclusive)
 
     own = f"the engine must compute in the trainer's {cfg.dtype}"
     same = f"--set rollout.vllm.dtype={cfg.dtype}"
@@ -222,10 +234,10 @@ def _dtypes(cfg: ModelConfig) -> list[Hypothesis]:
         return _turn(changed, round_head=half, round_router=half and torch,
                      round_logits=half and torch)  # fmt: skip
 
-    ways = (False, True) if other == "bfloat16" else (False,)
+    router_too = (False, True) if other == "bfloat16" else (False,)
     found += [
         Hypothesis(f"all_{other}", "dtype", own, same, partial(everything, torch=torch), "all")
-        for torch in ways
+        for torch in router_too
     ]
     return found
 

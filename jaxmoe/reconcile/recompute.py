@@ -6,6 +6,7 @@ config's. Unchanged, this is the trainer's own forward and head.
 Next: jaxmoe/reconcile/variants.py says what can change, hypotheses.py names the changes.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,12 +16,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward, sequence_logprobs
-from jaxmoe.model.moe import router_logits
+from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.model.rope import yarn_frequencies
+from jaxmoe.model.router import router_logits
 from jaxmoe.rollout.sampling import keep_top, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels import sink_attention
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
@@ -78,6 +78,7 @@ def trunk(
     knobs: Knobs,
     *,
     cfg: ModelConfig,
+    ops: Ops,
 ) -> tuple[Float[Array, "B T D"], Array, Array, Array]:
     """Final hidden states, and of each router its choice, margin and regret; see Scores.
 
@@ -85,11 +86,14 @@ def trunk(
     Numerics: as jaxmoe.model.forward; bfloat16 rounding, where a knob asks for it, is to nearest
     even, on operands and on the float32 result of the product.
     """
-    hidden_BTD, _, routing = forward(
-        params, tokens_BT, cfg, segment_ids_BT=segment_ids_BT,
-        attend=partial(_attend, knobs), experts=partial(_experts, knobs),
+    changed = replace(
+        ops, attend=partial(_attend, knobs, ops), experts=partial(_experts, knobs),
         router=partial(_route, knobs), rotary=partial(_rotary, knobs),
-        record=partial(_record, knobs), replay_LBTA=replay_LBTA,
+        record=partial(_record, knobs),
+    )  # fmt: skip
+    hidden_BTD, _, routing = forward(
+        params, tokens_BT, cfg, changed, segment_ids_BT=segment_ids_BT,
+        routed_experts_BTLA=jnp.moveaxis(replay_LBTA, 0, 2),
     )  # fmt: skip
     return hidden_BTD.astype(jnp.float32), *routing
 
@@ -101,13 +105,15 @@ def head(
     knobs: Knobs,
     *,
     cfg: ModelConfig,
+    ops: Ops,
     top_k: int,
     top_p: float,
 ) -> tuple[Float[Array, "B T"], ...]:
     """Log-prob at the temperature, at 1, and log of the mass that top-k and top-p keep, nats."""
     return sequence_logprobs(
-        params, hidden_BTD, tokens_BT, cfg, temperature=knobs.temperature,
-        logprobs=partial(_logprobs, knobs, top_k, top_p),
+        params, hidden_BTD, tokens_BT, cfg,
+        replace(ops, logprobs=partial(_logprobs, knobs, top_k, top_p)),
+        temperature=knobs.temperature,
     )  # fmt: skip
 
 
@@ -123,53 +129,57 @@ def _rotary(knobs: Knobs, positions_BT: Array, _cfg: ModelConfig) -> tuple[Array
     return jnp.cos(angles) * knobs.rope_scale, jnp.sin(angles) * knobs.rope_scale
 
 
-def _router_logits(knobs: Knobs, h_MD: Array, layer: Params) -> Array:
+def _router_logits(knobs: Knobs, h_BTD: Array, layer: Params) -> Array:
     w_DE = rounded(layer["w_router"].astype(jnp.float32), knobs.round_router)
-    h_MD = rounded(h_MD.astype(jnp.float32), knobs.round_router)
-    return rounded(router_logits(h_MD, {**layer, "w_router": w_DE}), knobs.round_router)
+    h_BTD = rounded(h_BTD.astype(jnp.float32), knobs.round_router)
+    return rounded(router_logits(h_BTD, {**layer, "w_router": w_DE}), knobs.round_router)
 
 
 def _route(
-    knobs: Knobs, h_MD: Array, layer: Params, *, active: int, indices_MA: Array
+    knobs: Knobs, h_BTD: Array, layer: Params, *, active: int, indices_BTA: Array
 ) -> tuple[Array, Array]:
-    logits_ME = _router_logits(knobs, h_MD, layer)
-    indices_MA = jnp.where(indices_MA < 0, lax.top_k(logits_ME, active)[1], indices_MA)
-    top_MA = jnp.take_along_axis(logits_ME, indices_MA, axis=1)
-    all_M1 = jax.nn.logsumexp(logits_ME, axis=1, keepdims=True)
-    among_MA = jax.nn.softmax(top_MA, axis=-1)
-    return indices_MA, jnp.where(knobs.softmax_over_all, jnp.exp(top_MA - all_M1), among_MA)
+    logits_BTE = _router_logits(knobs, h_BTD, layer)
+    indices_BTA = jnp.where(indices_BTA < 0, lax.top_k(logits_BTE, active)[1], indices_BTA)
+    top_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
+    all_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
+    among_BTA = jax.nn.softmax(top_BTA, axis=-1)
+    return indices_BTA, jnp.where(knobs.softmax_over_all, jnp.exp(top_BTA - all_BT1), among_BTA)
 
 
 def _record(
-    knobs: Knobs, h_MD: Array, layer: Params, indices_MA: Array, _weights_MA: Array
+    knobs: Knobs, h_BTD: Array, layer: Params, indices_BTA: Array, _weights_BTA: Array
 ) -> tuple[Array, Array, Array]:
-    logits_ME = _router_logits(knobs, h_MD, layer)
-    active, total = indices_MA.shape[1], logits_ME.shape[1]
-    best, own = lax.top_k(logits_ME, min(active + 1, total))
+    logits_BTE = _router_logits(knobs, h_BTD, layer)
+    active, total = indices_BTA.shape[-1], logits_BTE.shape[-1]
+    best, own = lax.top_k(logits_BTE, min(active + 1, total))
     # where every expert is active there is none that could have been taken instead
-    margin_M = best[:, -2] - best[:, -1] if active < total else jnp.full(len(best), jnp.inf)
-    used_MA = jnp.take_along_axis(logits_ME, indices_MA, axis=1)
-    regret_M = jnp.sum(best[:, :active], axis=1) - jnp.sum(used_MA, axis=1)
-    return own[:, :active], margin_M, regret_M
+    none_BT = jnp.full(best.shape[:-1], jnp.inf)
+    margin_BT = best[..., -2] - best[..., -1] if active < total else none_BT
+    used_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
+    regret_BT = jnp.sum(best[..., :active], axis=-1) - jnp.sum(used_BTA, axis=-1)
+    return own[..., :active], margin_BT, regret_BT
 
 
 def _experts(
-    knobs: Knobs, h_MD: Array, indices_MA: Array, weights_MA: Array, layer: Params, cfg: ModelConfig
-) -> Array:
-    """jaxmoe.model.moe.experts with a limit that is an array."""
-    order, inverse, sizes_E = sort_by_expert(indices_MA, cfg.n_experts)
-    rows = permute_rows(h_MD, order, inverse, cfg.experts_per_token)
-    dtype = h_MD.dtype
+    knobs: Knobs, h_BTD: Array, indices_BTA: Array, weights_BTA: Array, layer: Params,
+    cfg: ModelConfig,
+) -> Array:  # fmt: skip
+    """jaxmoe.model.experts.experts with a limit that is an array."""
+    active, dtype = indices_BTA.shape[-1], h_BTD.dtype
+    h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
+    order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)
+    rows = permute_rows(h_MD, order, inverse, active)
     both = grouped_matmul(
         rows, layer["w_gate_up"].astype(dtype), sizes_E, bias_EF=layer["b_gate_up"]
     )
     hidden = clamped_swiglu(both, cfg.swiglu_alpha, knobs.swiglu_limit)
     out = grouped_matmul(hidden, layer["w_down"].astype(dtype), sizes_E, bias_EF=layer["b_down"])
-    return _jittered(knobs, combine_rows(out, inverse, weights_MA), 1)
+    y_MD = combine_rows(out, inverse, weights_BTA.reshape(-1, active))
+    return _jittered(knobs, y_MD, 1).reshape(h_BTD.shape)
 
 
-def _attend(knobs: Knobs, *arrays: Array, **places: Any) -> tuple[Array, Array]:
-    o_BTNH, lse_BTN = sink_attention(*arrays, **places)
+def _attend(knobs: Knobs, ops: Ops, *arrays: Array, **layout: Any) -> tuple[Array, Array]:
+    o_BTNH, lse_BTN = ops.attend(*arrays, **layout)
     return _jittered(knobs, o_BTNH, 2), lse_BTN
 
 
@@ -180,11 +190,11 @@ def _jittered(knobs: Knobs, x: Array, seed: int) -> Array:
 
 
 def _logprobs(
-    knobs: Knobs, top_k: int, top_p: float, hidden_MD: Float[Array, "M D"], w_DV: Array,
-    targets_M: Array, *, temperature: Any, vocab_size: int,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    knobs: Knobs, top_k: int, top_p: float, hidden_BTD: Float[Array, "B T D"], w_DV: Array,
+    targets_BT: Array, *, temperature: Any, vocab_size: int,
+) -> tuple[Array, ...]:  # fmt: skip
     """Tempered, raw, and the log of the kept mass; a block of tokens' logits at a time."""
-    w_DV = rounded(w_DV[:, :vocab_size], knobs.round_head)
+    w_DV = rounded(w_DV.astype(hidden_BTD.dtype)[:, :vocab_size], knobs.round_head)
 
     def one(h_D: Array, target: Array) -> tuple[Array, Array, Array]:
         raw_V = jnp.dot(rounded(h_D, knobs.round_head), w_DV, precision=lax.Precision.HIGHEST)
@@ -194,5 +204,7 @@ def _logprobs(
         logp, raw = (x[target] - jax.nn.logsumexp(x) for x in (all_1V[0], raw_V))
         return logp, raw, log_kept_mass(kept, all_1V)[0]
 
-    size = min(TOKENS_AT_ONCE, len(targets_M))
-    return lax.map(lambda x: one(*x), (hidden_MD, targets_M), batch_size=size)
+    flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), targets_BT.reshape(-1)
+    size = min(TOKENS_AT_ONCE, targets_BT.size)
+    found = lax.map(lambda x: one(*x), flat, batch_size=size)
+    return tuple(x_M.reshape(targets_BT.shape) for x_M in found)

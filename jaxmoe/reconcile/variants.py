@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One way to make an engine's numbers: whose weights, which config and knobs, over which rows, and
-what it then claims its log-probs to be.
+which log-probs it then tells.
 
 Next: jaxmoe/reconcile/recompute.py computes them.
 """
@@ -17,7 +17,7 @@ from jaxmoe.shapes import Params
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampledRows:
     """Sampled sequences, padded on the right; one column to spare."""
 
     tokens_BT: np.ndarray
@@ -26,23 +26,24 @@ class Rows:
     replay_LBTA: np.ndarray  # int32, -1 where the engine did not say
 
 
-Claim = Callable[[Scores, np.ndarray], np.ndarray]  # (scores, the engine's log_kept) -> [tokens]
+# (scores, the engine's log_kept) -> the log-probs it would tell, [tokens]
+EngineLogp = Callable[[Scores, np.ndarray], np.ndarray]
 
 
-def whole(s: Scores, _kept: np.ndarray) -> np.ndarray:
+def whole(s: Scores, _log_kept: np.ndarray) -> np.ndarray:
     """What must hold: over the whole vocabulary, at the temperature."""
     return s.logp_BT
 
 
-def untempered(s: Scores, kept: np.ndarray) -> np.ndarray:
-    return s.raw_BT + kept
+def at_temperature_1(s: Scores, log_kept: np.ndarray) -> np.ndarray:
+    return s.raw_BT + log_kept
 
 
-def kept_twice(s: Scores, kept: np.ndarray) -> np.ndarray:
-    return s.logp_BT + kept
+def twice_kept_mass(s: Scores, log_kept: np.ndarray) -> np.ndarray:
+    return s.logp_BT + log_kept
 
 
-def kept_unsaid(s: Scores, _kept: np.ndarray) -> np.ndarray:
+def without_kept_mass(s: Scores, _log_kept: np.ndarray) -> np.ndarray:
     return s.logp_BT - s.log_kept_BT
 
 
@@ -53,12 +54,12 @@ class Variant:
     params: Params
     cfg: ModelConfig
     knobs: Knobs
-    rows: Rows
+    rows: SampledRows
     replays: bool = False  # with the engine's experts
-    claim: Claim = whole
+    engine_logp: EngineLogp = whole
 
 
-def sampled_rows(rollouts: Sequence[Rollout], cfg: ModelConfig) -> Rows:
+def sampled_rows(rollouts: Sequence[Rollout], cfg: ModelConfig) -> SampledRows:
     """The rows of some rollouts, and their engine's experts where it told."""
     ends = [len(r.prompt.tokens) + len(r.tokens) for r in rollouts]
     shape = (len(rollouts), max(ends) + 1)
@@ -72,9 +73,9 @@ def sampled_rows(rollouts: Sequence[Rollout], cfg: ModelConfig) -> Rows:
         sampled[b, start:end] = True
         if r.routed_experts is not None:
             replay[:, b, : end - 1] = r.routed_experts.transpose(1, 0, 2)
-    return Rows(tokens, segments, sampled, replay)
+    return SampledRows(tokens, segments, sampled, replay)
 
 
-def unchanged(params: Params, cfg: ModelConfig, sampling: Sampling, rows: Rows) -> Variant:
+def unchanged(params: Params, cfg: ModelConfig, sampling: Sampling, rows: SampledRows) -> Variant:
     """The trainer as it is."""
     return Variant(params, cfg, knobs_of(cfg, sampling.temperature), rows)

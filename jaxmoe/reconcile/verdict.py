@@ -21,7 +21,7 @@ BEAM = 4  # of the best explanations, those that are tried with another fault be
 MOST = 2  # faults at once
 
 Faults = tuple[Hypothesis, ...]
-Claims = Callable[[Faults], np.ndarray]  # what the engine would say under these faults, [tokens]
+EngineLogps = Callable[[Faults], np.ndarray]  # its log-probs under these faults, [tokens]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def mean_gap(a_N: np.ndarray, b_N: np.ndarray) -> float:
 
 def judge(
     engine_N: np.ndarray,
-    claims: Claims,
-    ladder: Sequence[Hypothesis],
+    engine_logps: EngineLogps,
+    tried: Sequence[Hypothesis],
     rounding: Rounding,
 ) -> Verdict:
     """The fewest faults that explain the engine's numbers; none where there is nothing to explain.
@@ -65,7 +65,7 @@ def judge(
     own, noise = NOISE * rounding.own, max(NOISE * rounding.own, 2.0 * rounding.engine)
 
     def left(faults: Faults) -> float:
-        return mean_gap(engine_N, claims(faults))
+        return mean_gap(engine_N, engine_logps(faults))
 
     gap = left(())
     if gap <= own:
@@ -79,8 +79,8 @@ def judge(
         return after <= before / EXPLAINS or (after <= noise and after <= before / HELPS)
 
     singles: list[tuple[Faults, float]] = []
-    for rung in dict.fromkeys(h.rung for h in ladder):  # from cheap to deep, and no deeper
-        singles += [((h,), left((h,))) for h in ladder if h.rung == rung]
+    for category in dict.fromkeys(h.category for h in tried):  # from cheap to deep, and no deeper
+        singles += [((h,), left((h,))) for h in tried if h.category == category]
         singles.sort(key=lambda item: item[1])
         if singles[0][1] <= own:
             break
@@ -91,7 +91,7 @@ def judge(
         if count == MOST or rest <= own or (best and rest <= noise):
             break
         before = beam[0][1]
-        wider = [((*f, h), left((*f, h))) for f, _ in beam for h in ladder if _beside(h, f)]
+        wider = [((*f, h), left((*f, h))) for f, _ in beam for h in tried if _beside(h, f)]
         if not wider:
             break
         beam = sorted(_once(wider), key=lambda item: item[1])[:BEAM]
@@ -101,7 +101,7 @@ def judge(
         if len(best) == 1 and f[0].name != best[0].name and after <= max(HELPS * rest, own)
     )  # fmt: skip
     if rounding.dtype is not None and own < rest <= noise and _of_rounding(best, rest, gap):
-        faults = (*(f for f in best if f.rung != "dtype"), rounding.dtype)
+        faults = (*(f for f in best if f.category != "dtype"), rounding.dtype)
         why = (
             f"what is left has the size of rounding in the engine's dtype ({rounding.engine:.2g} "
             "here): explained in size, not token by token"
@@ -124,12 +124,12 @@ def judge(
 
 
 def _of_rounding(best: Faults, rest: float, gap: float) -> bool:
-    """Rounding is what is left, or what a hypothesis of the dtype rung only comes near to."""
-    return all(f.rung != "dtype" for f in best) or rest > gap / EXPLAINS
+    """Rounding is what is left, or what a hypothesis of the dtype category only comes near to."""
+    return all(f.category != "dtype" for f in best) or rest > gap / EXPLAINS
 
 
 def _beside(h: Hypothesis, faults: Faults) -> bool:
-    return all(h.name != f.name and (not h.kin or h.kin != f.kin) for f in faults)
+    return all(h.name != f.name and (not h.exclusive or h.exclusive != f.exclusive) for f in faults)
 
 
 def _once(tried: list[tuple[Faults, float]]) -> list[tuple[Faults, float]]:

@@ -8,34 +8,41 @@ import numpy as np
 from flax import struct
 
 from jaxmoe.config import ConfigError
-from jaxmoe.records import Prompt, Rollout
+from jaxmoe.records import Prompt, Rollout, expert_dtype
 from jaxmoe.shapes import Leaf
 
 
 @struct.dataclass
 class Batch:
-    """One step's sequences, padded on the right. Host arrays until the step is called."""
+    """What rollouts bring to a step: sequences padded on the right, on the host until it is called.
+
+    Every array's first axis is the sequences'.
+    """
 
     tokens_BT: Leaf  # int32
     positions_BT: Leaf  # int32
     segment_ids_BT: Leaf  # int32; 0 is padding
     loss_mask_BT: Leaf  # bool; True exactly where the policy chose the token
     rollout_logp_BT: Leaf  # float32; the engine's claim
-    rewards_B: Leaf  # float32; of the whole answer
-    group_ids_B: Leaf  # int32; samples of one prompt share it
-    weights_version_B: Leaf  # int32; the oldest that drew one of its tokens
-    # filled in by the step, where its algorithm asks for them
+    rewards_B: Leaf  # float32; of the whole answer; the samples of a prompt stand side by side
+    routed_experts_BTLA: Leaf = None  # uint8 or uint16; the engine's experts, where asked for
+    packing: Leaf = None  # jaxmoe.rl.microbatches.Packing, where sequences share rows
+    packed: Leaf = None  # jaxmoe.rl.microbatches.Packed, of one microbatch
+
+
+@struct.dataclass
+class Scored:
+    """What a step finds out about a batch before its first gradient, where its algorithm asks."""
+
+    old_logp_BT: Leaf = None  # float32; the trainer before the update
+    ref_logp_BT: Leaf = None  # float32; the frozen reference
+    old_values_BT: Leaf = None  # float32; what the critic said before the update
     advantages_BT: Leaf = None  # float32
     returns_BT: Leaf = None  # float32; what the critic should have said
-    old_values_BT: Leaf = None  # float32; what it said before the update
-    old_logp_BT: Leaf = None  # float32; the trainer before the update
-    ref_logp_BT: Leaf = None  # float32; a frozen reference
-    mean_BT: Leaf = None  # float32; what a token's loss is multiplied by for the mean
+    loss_weights_BT: Leaf = None  # float32; what a token's loss is multiplied by: aggregation
     is_weights_BT: Leaf = None  # float32; importance weights, where known before the gradient
     ratio_BT: Leaf = None  # float32; those before their bounds
     keep_BT: Leaf = None  # bool; False where a rejection dropped the token
-    packing: Leaf = None  # jaxmoe.rl.pieces.Packing, where sequences share rows
-    packed: Leaf = None  # jaxmoe.rl.pieces.Packed, of one microbatch
 
 
 def rollout_batch(
@@ -45,13 +52,15 @@ def rollout_batch(
     samples: int,
     length: int,
     pad_id: int,
+    n_experts: int | None = None,
 ) -> Batch:
     """Prompt and answer of each rollout as one row; the `samples` of a prompt side by side.
 
     Log-probs are over the whole vocabulary: where the engine drew from a truncated distribution
     (top-k, top-p), the mass it kept is multiplied back in.
-    Raises ValueError where groups are not equal, a row does not fit, or a log-prob or a reward is
-    missing or not finite.
+    With `n_experts` the engine's experts come along, 0 where no token was read.
+    Raises ValueError where groups are not equal, a row does not fit, a log-prob or a reward is
+    missing or not finite, or experts were asked for and are missing.
     """
     check_groups([r.prompt.id for r in rollouts], samples)
     if len(rewards_B) != len(rollouts) or not np.isfinite(rewards_B).all():
@@ -77,9 +86,27 @@ def rollout_batch(
         batch,
         rollout_logp_BT=logp_BT,
         rewards_B=rewards_B.astype(np.float32),
-        group_ids_B=np.repeat(np.arange(len(rollouts) // samples, dtype=np.int32), samples),
-        weights_version_B=np.array([r.weight_versions.min() for r in rollouts], np.int32),
+        routed_experts_BTLA=None if n_experts is None else _routed(rollouts, length, n_experts),
     )
+
+
+def _routed(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndarray:
+    for i, r in enumerate(rollouts):
+        read, told = len(r.prompt.tokens) + len(r.tokens) - 1, r.routed_experts
+        if told is None or len(told) != read or not ((told >= 0) & (told < n_experts)).all():
+            has = "none" if told is None else f"{len(told)} tokens, experts up to {told.max()}"
+            raise ValueError(
+                f"rollout {i} (prompt {r.prompt.id}) must tell the experts of its {read} tokens "
+                f"that were read, below {n_experts}; it has {has}. Try an engine that tells them "
+                "(vLLM: --enable-return-routed-experts), or --set rollout.router_replay=False."
+            )
+    first = rollouts[0].routed_experts
+    assert first is not None
+    routed = np.zeros((len(rollouts), length, *first.shape[1:]), expert_dtype(n_experts))
+    for row, r in zip(routed, rollouts, strict=True):
+        assert r.routed_experts is not None
+        row[: len(r.routed_experts)] = r.routed_experts
+    return routed
 
 
 def check_groups(prompt_ids: Sequence[int], samples: int) -> None:
@@ -131,6 +158,4 @@ def _rows(
         loss_mask_BT=mask,
         rollout_logp_BT=np.zeros(shape, np.float32),
         rewards_B=np.zeros(len(prompts), np.float32),
-        group_ids_B=np.arange(len(prompts), dtype=np.int32),
-        weights_version_B=np.zeros(len(prompts), np.int32),
     )

@@ -4,89 +4,114 @@
 Next: jaxmoe/observe/alerts.py reads them.
 """
 
+from dataclasses import field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float
 
-from jaxmoe.losses import (
-    explained_variance,
-    kl_k3,
-    masked_max,
-    masked_mean,
-    masked_sum,
-    mismatch_metrics,
-)
-from jaxmoe.losses.correction import log_ratios, token_ratio
-from jaxmoe.losses.mismatch import effective_sample_size, ratio_quantiles, weight_metrics
-from jaxmoe.rl.algorithm import Algorithm, old_logp_of, terms_of
-from jaxmoe.rl.batch import Batch
-from jaxmoe.shapes import Metrics
+from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, masked_sum
+from jaxmoe.losses.mismatch import mismatch_parts, weight_parts
+from jaxmoe.losses.ratios import log_ratios, token_ratio
+from jaxmoe.rl.algorithm import Algorithm, objective_arrays, old_logp_of
+from jaxmoe.rl.batch import Batch, Scored
+from jaxmoe.rl.function_specs import arguments
+from jaxmoe.shapes import Leaf, Metrics
 
 
-def update_metrics(batch: Batch, rows: dict[str, Any], a: Algorithm) -> Metrics:
-    """Metrics of an update on a `weighed` minibatch; `rows` are the arrays of its loss.
+@struct.dataclass
+class UpdateMetrics:
+    """Scalars of one update: dicts by name, by how several updates' are reduced."""
 
-    policy/…: ratio and clipping against old_logp, entropy, KL. rollout_corr/… and
-    train_rollout_…: the trainer (before the update, where it was scored) against the engine.
+    means: Leaf = field(default_factory=dict)
+    maxima: Leaf = field(default_factory=dict)
+    minima: Leaf = field(default_factory=dict)
+
+    def __or__(self, other: "UpdateMetrics") -> "UpdateMetrics":
+        return UpdateMetrics(
+            self.means | other.means, self.maxima | other.maxima, self.minima | other.minima
+        )
+
+    def of_the_step(self) -> "UpdateMetrics":
+        """One value each, of arrays with an entry an update."""
+        return UpdateMetrics(
+            jax.tree.map(jnp.mean, self.means), jax.tree.map(jnp.max, self.maxima),
+            jax.tree.map(jnp.min, self.minima),
+        )  # fmt: skip
+
+    def flat(self) -> Metrics:
+        return {**self.means, **self.maxima, **self.minima}
+
+
+def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> UpdateMetrics:
+    """The trainer's log-probs of a batch against the engine's."""
+    return UpdateMetrics(
+        *mismatch_parts(trainer_logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
+    )
+
+
+def update_metrics(
+    batch: Batch, scored: Scored, rows: dict[str, Any], a: Algorithm
+) -> UpdateMetrics:
+    """Metrics of an update; `rows` are the arrays of its loss.
+
+    policy/…: ratio and clipping against old_logp, entropy, KL. rollout_corr/…: what the rollout
+    correction did.
     """
     mask_BT, logp_BT = batch.loss_mask_BT, rows["logp_BT"]
-    old_logp_BT = old_logp_of(a, batch, logp_BT)
-    trainer_BT = batch.old_logp_BT if a.old_logp == "recomputed" else logp_BT
+    old_logp_BT = old_logp_of(a, batch, scored, logp_BT)
     moved_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
-    metrics = {
+    means = {
         "policy/ratio_mean": masked_mean(moved_BT, mask_BT),
-        "policy/ratio_max": masked_max(moved_BT, mask_BT),
         "policy/entropy": masked_mean(rows["entropy_BT"], mask_BT),
         "policy/kl_old": masked_mean(kl_k3(old_logp_BT, logp_BT), mask_BT),
-        "policy/kl_rollout": masked_mean(kl_k3(batch.rollout_logp_BT, trainer_BT), mask_BT),
-        "policy/advantage_abs_mean": masked_mean(jnp.abs(batch.advantages_BT), mask_BT),
+        "policy/advantage_abs_mean": masked_mean(jnp.abs(scored.advantages_BT), mask_BT),
     }
-    metrics |= clip_fractions(batch, rows, a, old_logp_BT)
-    metrics |= mismatch_metrics(trainer_BT, batch.rollout_logp_BT, mask_BT)
-    metrics |= ratio_quantiles(trainer_BT, batch.rollout_logp_BT, mask_BT)
-    ratio_BT = token_ratio(log_ratios(trainer_BT, batch.rollout_logp_BT, mask_BT))
-    metrics["rollout_corr/ess"] = effective_sample_size(ratio_BT, mask_BT)
+    means |= clip_fractions(batch, scored, rows, a, old_logp_BT)
+    found = UpdateMetrics(means, {"policy/ratio_max": masked_max(moved_BT, mask_BT)})
     if "is_weights_BT" in rows:
-        metrics |= weight_metrics(rows["is_weights_BT"], rows["ratio_BT"], mask_BT)
+        found |= UpdateMetrics(*weight_parts(rows["is_weights_BT"], rows["ratio_BT"], mask_BT))
     if "keep_BT" in rows:
         keep_BT = rows["keep_BT"] & mask_BT
         gone_B1 = ~jnp.any(keep_BT, axis=1, keepdims=True)
         some_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
-        metrics |= {
+        found |= UpdateMetrics({
             "rollout_corr/rollout_rs_masked_fraction": 1.0
             - masked_mean(keep_BT.astype(jnp.float32), mask_BT),
             "rollout_corr/rollout_rs_seq_masked_fraction": masked_mean(
                 gone_B1.astype(jnp.float32), some_B1
             ),
-        }
+        })  # fmt: skip
     if "values_BT" in rows:
         values_BT = rows["values_BT"]
-        cut_BT = jnp.abs(values_BT - batch.old_values_BT) > a.value_clip
-        metrics |= {
+        cut_BT = jnp.abs(values_BT - scored.old_values_BT) > a.value_clip
+        found |= UpdateMetrics({
             "critic/values_mean": masked_mean(values_BT, mask_BT),
-            "critic/returns_mean": masked_mean(batch.returns_BT, mask_BT),
+            "critic/returns_mean": masked_mean(scored.returns_BT, mask_BT),
             "critic/clip_frac": masked_mean(cut_BT.astype(jnp.float32), mask_BT),
             "critic/explained_variance": explained_variance(
-                batch.old_values_BT, batch.returns_BT, mask_BT
+                scored.old_values_BT, scored.returns_BT, mask_BT
             ),
-        }
-    return metrics
+        })  # fmt: skip
+    return found
 
 
 def clip_fractions(
-    batch: Batch, rows: dict[str, Any], a: Algorithm, old_logp_BT: Float[Array, "B T"]
-) -> Metrics:
+    batch: Batch, scored: Scored, rows: dict[str, Any], a: Algorithm,
+    old_logp_BT: Float[Array, "B T"],
+) -> Metrics:  # fmt: skip
     """Shares of tokens whose advantage the objective gives no gradient.
 
     policy/clip_frac, and of it clip_frac_high (A > 0: the ratio would rise further) and
     clip_frac_low (A < 0). Found by differentiating the objective, so it holds for any of them.
     """
-    mask_BT, advantages_BT = batch.loss_mask_BT, batch.advantages_BT
+    mask_BT, advantages_BT = batch.loss_mask_BT, scored.advantages_BT
 
     def total(logp_BT: Array) -> Array:
-        return masked_sum(terms_of(a, batch, logp_BT, old_logp_BT, rows["entropy_BT"]), mask_BT)
+        arrays = objective_arrays(batch, scored, logp_BT, old_logp_BT, rows["entropy_BT"])
+        return masked_sum(a.objective(**arguments(a.objective, arrays)), mask_BT)
 
     still_BT = mask_BT & (jax.grad(total)(rows["logp_BT"]) == 0.0)
 

@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.pieces import pack
+from jaxmoe.rl.microbatches import pack
 from jaxmoe.shapes import Leaf
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmoe.config import Config, OptimConfig
+from jaxmoe.rl.state import Trained
 
 
 def make_optimizer(
@@ -45,4 +46,4 @@ def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
         )
     critic = make_optimizer(cfg.optim, steps=cfg.steps * updates, lr=cfg.critic.lr)
     sides: dict[Hashable, optax.GradientTransformation] = {"policy": policy, "critic": critic}
-    return optax.partition(sides, {"policy": "policy", "critic": "critic"})
+    return optax.partition(sides, Trained("policy", "critic"))

@@ -3,13 +3,14 @@
 
 "decoupled" compares three policies (engine, trainer before the update, trainer now), "bypass"
 two (engine and trainer now). Bounds of k1 are bounds of ρ here; verl tests 1/ρ against them, which
-is the same for the symmetric pairs below. Next: jaxmoe/rl/algorithm.py reads the settings.
+is the same for the symmetric pairs below. Next: jaxmoe/rl/from_config.py reads the settings.
 Source: verl/trainer/config/algorithm.py, RolloutCorrectionConfig.
 """
 
 import difflib
+from dataclasses import replace
 
-from jaxmoe.config import ConfigError
+from jaxmoe.config import ConfigError, LossConfig, require
 
 _SEQ_RS = "rejection(by='seq_sum_k1', low=0.5, high=2.0)"
 _GEO_RS = "rejection(by='seq_mean_k1', low=0.999, high=1.001)"
@@ -19,16 +20,20 @@ _ICEPOP = "token_icepop(low=0.5, high=5.0)"
 
 
 def _decoupled(correction: str) -> dict[str, str]:
-    return {"old_logp": "trainer", "correction": correction}
+    return {"old_logp": "trainer", "rollout_correction": correction}
 
 
 def _bypass(correction: str) -> dict[str, str]:
-    return {"old_logp": "rollout", "correction": correction}
+    return {"old_logp": "rollout", "rollout_correction": correction}
 
 
 def _gradient(correction: str) -> dict[str, str]:
     """REINFORCE whose weights are those of the current policy over the engine's."""
-    return {"old_logp": "detached", "correction": correction, "objective": "reinforce_terms"}
+    return {
+        "old_logp": "detached",
+        "rollout_correction": correction,
+        "objective": "reinforce_terms",
+    }
 
 
 PRESETS: dict[str, dict[str, str]] = {
@@ -52,6 +57,26 @@ PRESETS: dict[str, dict[str, str]] = {
     "bypass_pg_geo_rs_seq_tis": _gradient(f"{_GEO_RS} + {_SEQUENCE}"),
     "bypass_pg_geo_rs_token_tis": _gradient(f"{_GEO_RS} + {_TOKEN}"),
 }
+
+
+def with_preset(loss: LossConfig) -> LossConfig:
+    """The settings with those of `loss.preset` filled in; they may not be given twice."""
+    if not loss.preset:
+        return loss
+    fields = preset(loss.preset)
+    plain = LossConfig()
+    if fields["old_logp"] == "trainer" and loss.old_logp != "rollout":
+        # with one update a batch, detaching gives the same number for a forward less
+        fields["old_logp"] = "recomputed" if loss.updates > 1 else loss.old_logp
+        loss = replace(loss, old_logp=plain.old_logp)
+    for name, value in fields.items():
+        given = getattr(loss, name)
+        require(
+            given in (getattr(plain, name), value),
+            f"loss.preset={loss.preset} sets loss.{name}={value!r}, and the config {given!r}. "
+            f"Try --set loss.{name}={getattr(plain, name)}, or --set loss.preset=''.",
+        )
+    return replace(loss, preset="", **fields)
 
 
 def preset(name: str) -> dict[str, str]:

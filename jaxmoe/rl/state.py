@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training changes: parameters, optimizer state, and the count of steps.
+"""What a run trains, what it holds still, the optimizer's state, and the count of updates.
 
 Random numbers need no state: each step folds its number into the run's seed.
 Next: jaxmoe/rl/step.py.
@@ -17,35 +17,51 @@ from jaxmoe.shapes import Leaf, Params
 
 
 @struct.dataclass
+class Trained:
+    """What has a gradient."""
+
+    policy: Leaf  # Params
+    critic: Leaf = None  # Params, or None
+
+
+@struct.dataclass
+class Frozen:
+    """What a loss reads and nothing changes."""
+
+    reference: Leaf = None  # Params of the KL term, or None
+
+
+@struct.dataclass
 class TrainState:
-    params: Params  # of the policy; with a critic {"policy": …, "critic": …}
+    params: Leaf  # Trained
+    frozen: Frozen
     opt_state: Leaf
     step: Leaf  # int32 []: updates made
 
 
-def new_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
+def new_state(
+    trained: Trained, tx: optax.GradientTransformation, frozen: Frozen | None = None
+) -> TrainState:
     """The state before the first update."""
-    return TrainState(params=params, opt_state=tx.init(params), step=jnp.zeros((), jnp.int32))
+    params: Leaf = trained
+    return TrainState(
+        params=params, frozen=frozen or Frozen(), opt_state=tx.init(params),
+        step=jnp.zeros((), jnp.int32),
+    )  # fmt: skip
 
 
-def policy_of(params: Params) -> Params:
-    """The policy's parameters, with or without a critic beside them."""
-    return params["policy"] if "policy" in params else params
+def rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
+    """The state before RL's first update.
 
-
-def critic_of(params: Params) -> Params:
-    """The critic's parameters."""
-    return params["critic"]
-
-
-def with_critic(policy: Params, cfg: Config) -> Params:
-    """What the RL stage trains: the policy, and a new critic where the config has one."""
-    if cfg.critic.backbone == "none":
-        return policy
-    critic = new_critic(
-        policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
-    )
-    return {"policy": policy, "critic": critic}
+    A new critic where the config has one; the policy's copy as reference where it has a KL term.
+    """
+    critic = None
+    if cfg.critic.backbone != "none":
+        critic = new_critic(
+            policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
+        )
+    reference = jax.tree.map(jnp.copy, policy) if cfg.loss.kl_coef > 0 else None
+    return new_state(Trained(policy, critic), tx, Frozen(reference))
 
 
 def stage_shapes(
@@ -54,6 +70,6 @@ def stage_shapes(
     """Shapes of the state in each stage of a run."""
     policy = abstract_params(cfg.model, cfg.optim.param_dtype)
     return {
-        "warmup": jax.eval_shape(lambda p: new_state(p, supervised), policy),
-        "rl": jax.eval_shape(lambda p: new_state(with_critic(p, cfg), tx), policy),
+        "warmup": jax.eval_shape(lambda p: new_state(Trained(p), supervised), policy),
+        "rl": jax.eval_shape(lambda p: rl_state(p, cfg, tx), policy),
     }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits for whom: batches made in turn with the training, or ahead of it in a thread.
+"""Async rollouts: batches sampled in a thread, steps ahead of the training; or one by one, in sync.
 
-A batch is whatever `make(step)` returns. Step k trains on batch k and publishes version k, so
-batch k, begun when version k-1-n is out, holds no token older than that; n is the staleness. One
+A batch is whatever `make(step)` returns. Step k trains on batch k and syncs version k, so batch k,
+begun when version k-1-n was synced, holds no token older than that; n is the staleness. One
 thread makes one batch after the other, and no batch is made while `paused()`.
 Next: jaxmoe/rollout/staleness.py checks what came of it.
 """
@@ -20,7 +20,7 @@ from jaxmoe.shapes import Metrics
 T = TypeVar("T")
 
 POLL_S = 0.05  # between looks at a request to stop, which comes as a signal and wakes no one
-GRACE_S = 60.0  # for a batch under way to end after it was asked to
+GRACE_S = 60.0  # for an unfinished batch to end after it was asked to
 
 
 class SyncRollouts(Generic[T]):
@@ -32,7 +32,7 @@ class SyncRollouts(Generic[T]):
     def take(self, step: int) -> T:
         return self._make(step)
 
-    def published(self, version: int) -> None:
+    def weights_synced(self, version: int) -> None:
         pass
 
     @contextmanager
@@ -47,11 +47,11 @@ class SyncRollouts(Generic[T]):
 
 
 class AsyncRollouts(Generic[T]):
-    """Batches first..last, made in a thread, each at most `most` versions behind its step.
+    """Batches first..last, made in a thread, each at most `max_staleness` versions behind its step.
 
-    The first begins when version first-1 is published, or an older one that it may still use.
+    The first begins when version first-1 is synced, or an older one that it may still use.
     What make() raises is raised in the caller's next call, before any batch that is ready.
-    `interrupt` is called where a batch is under way at close(): it must end make() soon, by an
+    `interrupt` is called where a batch is being made at close(): it must end make() soon, by an
     error if need be. `stop` is looked at while the caller waits.
     """
 
@@ -61,19 +61,19 @@ class AsyncRollouts(Generic[T]):
         *,
         first: int,
         last: int,
-        most: int,
+        max_staleness: int,
         stop: Callable[[], object],
         interrupt: Callable[[], None],
     ) -> None:
         self._make, self._stop, self._interrupt = make, stop, interrupt
-        self._first, self._last, self._most = first, last, most
+        self._first, self._last, self._max_staleness = first, last, max_staleness
         self._changed = threading.Condition()  # guards all below
         self._ready: deque[tuple[int, T]] = deque()
         self._version: float = -math.inf
         self._paused = self._closed = self._making = False
         self._error: BaseException | None = None
         self._idle_since, self._idle_s, self._waited_s = time.perf_counter(), 0.0, 0.0
-        self._told_at, self._found = self._idle_since, 0
+        self._told_at, self._ready_when_taken = self._idle_since, 0
         # daemon: a second Ctrl-C does not wait for it
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
@@ -82,7 +82,7 @@ class AsyncRollouts(Generic[T]):
         """The batch of a step; None where the run was asked to stop first."""
         start = time.perf_counter()
         with self._changed:
-            self._found = len(self._ready)
+            self._ready_when_taken = len(self._ready)
             self._wait(lambda: self._ready or self._stop())
             self._waited_s += time.perf_counter() - start
             if not self._ready:
@@ -91,7 +91,7 @@ class AsyncRollouts(Generic[T]):
         assert made_for == step, (made_for, step)
         return batch
 
-    def published(self, version: int) -> None:
+    def weights_synced(self, version: int) -> None:
         """The engine holds this version now."""
         with self._changed:
             self._version = version
@@ -99,7 +99,7 @@ class AsyncRollouts(Generic[T]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No batch is being made meanwhile; waits for the one under way."""
+        """No batch is being made meanwhile; waits for the one being made."""
         start = time.perf_counter()
         with self._changed:
             self._paused = True
@@ -117,7 +117,7 @@ class AsyncRollouts(Generic[T]):
 
         time/wait_for_rollouts_s: the trainer's. time/wait_for_trainer_s: the thread's, held up by
         the staleness it may not pass, by an evaluation, or with nothing left to make.
-        rollout/ahead: batches that were ready when the last one was taken.
+        rollout/ready_batches: batches that were ready when the last one was taken.
         """
         with self._changed:
             now = time.perf_counter()
@@ -128,11 +128,11 @@ class AsyncRollouts(Generic[T]):
             return {
                 "time/wait_for_rollouts_s": mine, "time/wait_for_trainer_s": theirs,
                 "rollout/overlap_frac": max(0.0, 1.0 - (mine + theirs) / spent),
-                "rollout/ahead": self._found,
+                "rollout/ready_batches": self._ready_when_taken,
             }  # fmt: skip
 
     def close(self) -> None:
-        """Make no more; the batch under way is interrupted, and lost with those that are ready."""
+        """Make no more; the one being made is interrupted, and lost with those that are ready."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -166,7 +166,7 @@ class AsyncRollouts(Generic[T]):
                 self._ended()
 
     def _may(self, step: int) -> bool:
-        return not self._paused and self._version >= step - 1 - self._most
+        return not self._paused and self._version >= step - 1 - self._max_staleness
 
     def _ended(self) -> None:
         self._making, self._idle_since = False, time.perf_counter()

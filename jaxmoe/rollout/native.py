@@ -20,9 +20,11 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
-from jaxmoe.model import KVCache, forward, init_cache, next_token_logits
+from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
+from jaxmoe.model.cache import write_slots
+from jaxmoe.model.params import as_read
 from jaxmoe.observe.profiling import compilations
-from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+from jaxmoe.records import Prompt, Rollout, Sampling, StopReason, expert_dtype
 from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
 
@@ -32,7 +34,7 @@ SHORTEST = 32  # prompts are padded to the next power of two from here
 
 
 @struct.dataclass
-class Rows:
+class DecodeState:
     """The sequences being decoded; B rows, T = max_new_tokens columns."""
 
     cache: Leaf  # KVCache
@@ -44,18 +46,28 @@ class Rows:
     logp_BT: Leaf
     column: Leaf  # int32 []: the next column to fill, alike in all rows
     log_kept_BT: Leaf = None  # only where top-k or top-p cut something off
+    experts_BTLA: Leaf = None  # of each token drawn, where they are kept; the last column is empty
 
 
 def prefill(
-    params: Params, tokens_BT: Array, lengths_B: Array, *, cfg: ModelConfig, slots: int
-) -> tuple[KVCache, Array]:
-    """The cache of right-padded prompts, and the hidden state of each one's last token."""
+    params: Params, tokens_BT: Array, lengths_B: Array, *, cfg: ModelConfig, ops: Ops, slots: int,
+    keep_experts: bool,
+) -> tuple[KVCache, Array, Array | None]:  # fmt: skip
+    """The cache of right-padded prompts, the hidden state of each one's last token, experts."""
     segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
     cache = init_cache(cfg, tokens_BT.shape[0], slots)
-    hidden_BTD, cache, _ = forward(params, tokens_BT, cfg, segment_ids_BT=segments_BT, cache=cache)
+    hidden_BTD, cache, experts_LBTA = forward(
+        params, tokens_BT, cfg, ops, segment_ids_BT=segments_BT, cache=cache
+    )
     last_B11 = (lengths_B - 1)[:, None, None]
     assert cache is not None
-    return cache, jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0]
+    experts_BTLA = batch_first(experts_LBTA, cfg) if keep_experts else None
+    return cache, jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0], experts_BTLA
+
+
+def batch_first(experts_LBTA: Array, cfg: ModelConfig) -> Array:
+    """What a forward recorded, as rollouts carry it."""
+    return jnp.moveaxis(experts_LBTA, 0, 2).astype(expert_dtype(cfg.n_experts))
 
 
 def take_rows(cache: KVCache, rows: Array) -> KVCache:
@@ -70,7 +82,7 @@ def take_rows(cache: KVCache, rows: Array) -> KVCache:
     return replace(cache, sliding=kind(cache.sliding), full=kind(cache.full))
 
 
-def compact(rows: Rows, keep: Array) -> Rows:
+def compact(rows: DecodeState, keep: Array) -> DecodeState:
     """These rows alone."""
     return replace(
         rows,
@@ -82,25 +94,29 @@ def compact(rows: Rows, keep: Array) -> Rows:
         tokens_BT=rows.tokens_BT[keep],
         logp_BT=rows.logp_BT[keep],
         log_kept_BT=None if rows.log_kept_BT is None else rows.log_kept_BT[keep],
+        experts_BTLA=None if rows.experts_BTLA is None else rows.experts_BTLA[keep],
     )
 
 
 def decode(
     params: Params,
-    rows: Rows,
+    rows: DecodeState,
     stop_ids: Array,
     temperature: Array,
     *,
     cfg: ModelConfig,
+    ops: Ops,
     top_k: int,
     top_p: float,
     enough: int,
-) -> Rows:
+) -> DecodeState:
     """Draw tokens until the columns are full or at most `enough` rows are alive."""
 
-    def pick(rows: Rows) -> tuple[Rows, Array]:
+    def pick(rows: DecodeState) -> tuple[DecodeState, Array]:
         greedy = temperature <= 0.0
-        all_BV = next_token_logits(params, rows.hidden_BD, cfg, jnp.where(greedy, 1.0, temperature))
+        all_BV = next_token_logits(
+            params, rows.hidden_BD, cfg, ops, jnp.where(greedy, 1.0, temperature)
+        )
         keys = jax.random.wrap_key_data(rows.stream_B2)
         uniform_B = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, rows.column)))(keys)
         logits_BV = keep_top(all_BV, top_k=top_k, top_p=top_p)
@@ -122,26 +138,33 @@ def decode(
             column=rows.column + 1,
         ), token_B
 
-    def body(rows: Rows) -> Rows:
+    def body(rows: DecodeState) -> DecodeState:
         rows, token_B = pick(rows)
-        hidden_BTD, cache, _ = forward(
+        hidden_BTD, cache, experts_LBTA = forward(
             params,
             token_B[:, None],
             cfg,
+            ops,
             positions_BT=rows.position_B[:, None],
             segment_ids_BT=rows.alive_B[:, None].astype(jnp.int32),
             cache=rows.cache,
         )
+        experts_BTLA = rows.experts_BTLA
+        if experts_BTLA is not None:  # of the token in the column that was just filled
+            experts_BTLA = write_slots(
+                experts_BTLA, batch_first(experts_LBTA, cfg), rows.column - 1
+            )
         return replace(
-            rows, cache=cache, hidden_BD=hidden_BTD[:, 0], position_B=rows.position_B + 1
-        )
+            rows, cache=cache, hidden_BD=hidden_BTD[:, 0], position_B=rows.position_B + 1,
+            experts_BTLA=experts_BTLA,
+        )  # fmt: skip
 
     last = rows.tokens_BT.shape[1] - 1
 
-    def goes_on(rows: Rows) -> Array:
+    def goes_on(rows: DecodeState) -> Array:
         return (rows.column < last) & (jnp.sum(rows.alive_B.astype(jnp.int32)) > enough)
 
-    def finish(rows: Rows) -> Rows:
+    def finish(rows: DecodeState) -> DecodeState:
         return replace(pick(rows)[0], cache=None, hidden_BD=None)
 
     rows = lax.while_loop(goes_on, body, rows)
@@ -152,37 +175,43 @@ def decode(
 
 
 class NativeEngine:
-    """Samples with the trainer's own forward; `compilations()` counts what jit has built."""
+    """Samples with the trainer's own forward; `compilations()` counts what jit has built.
+
+    With `keep_experts` a rollout carries the experts of its tokens.
+    """
 
     incidents: Sequence[str] = ()  # it fails for good or not at all
 
     def __init__(
-        self, cfg: ModelConfig, *, max_prompt_tokens: int, max_new_tokens: int, max_rows: int
-    ) -> None:
+        self, cfg: ModelConfig, ops: Ops, *, max_prompt_tokens: int, max_new_tokens: int,
+        max_rows: int, keep_experts: bool = False,
+    ) -> None:  # fmt: skip
         self._cfg, self._max_rows, self._max_new = cfg, max_rows, max_new_tokens
+        self._keep_experts = keep_experts
         self._longest = _bucket(max_prompt_tokens, SHORTEST)
         slots = self._longest + max_new_tokens
-        self._prefill = jax.jit(partial(prefill, cfg=cfg, slots=slots))
+        self._prefill = jax.jit(
+            partial(prefill, cfg=cfg, ops=ops, slots=slots, keep_experts=keep_experts)
+        )
         self._decode = jax.jit(
-            partial(decode, cfg=cfg), static_argnames=("top_k", "top_p", "enough"),
+            partial(decode, cfg=cfg, ops=ops), static_argnames=("top_k", "top_p", "enough"),
             donate_argnums=1,
         )  # fmt: skip
         # a partial of its own, or engines would share one cache and count each other's programs
         self._take = jax.jit(partial(take_rows))
         self._compact = jax.jit(partial(compact))
-        self._held: tuple[Params, int] | None = None  # one thing, so that a thread reads both
+        self._loaded: tuple[Params, int] | None = None  # one thing, so that a thread reads both
         self._closed = False
 
     def load(self, params: Params, version: int) -> None:
-        """A copy of these weights in the model's dtype: the trainer donates its own.
+        """A copy of these weights as the trainer's forward reads them: it donates its own.
 
-        A generate() under way in another thread goes on with the weights it began with.
+        A generate() that runs in another thread goes on with the weights it began with.
         """
-        dtype = jnp.dtype(self._cfg.dtype)
-        self._held = jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), params), version
+        self._loaded = as_read(params, self._cfg), version
 
     def close(self) -> None:
-        """Ends a generate() under way in another thread, when it next returns from the device."""
+        """Ends a generate() that runs in another thread, when it next returns from the device."""
         self._closed = True
 
     def compilations(self) -> int:
@@ -197,7 +226,7 @@ class NativeEngine:
 
         Raises ConfigError for a prompt or a budget longer than the engine was built for.
         """
-        if self._held is None:
+        if self._loaded is None:
             raise ValueError("the engine must have weights before it samples: call load() first.")
         if sampling.max_new_tokens > self._max_new:
             raise ConfigError(
@@ -207,24 +236,27 @@ class NativeEngine:
             )
         if sampling.temperature <= 0.0:  # the most likely token is never cut off
             sampling = replace(sampling, top_k=0, top_p=1.0)
-        held = self._held  # of all its tokens, whatever is loaded meanwhile
+        loaded = self._loaded  # of all its tokens, whatever is loaded meanwhile
         per_wave = max(1, self._max_rows // samples)
         done: list[Rollout] = []
         for start in range(0, len(prompts), per_wave):
             wave = prompts[start : start + per_wave]
-            done += self._wave(held, wave, sampling, seed, samples, per_wave, start)
+            done += self._wave(loaded, wave, sampling, seed, samples, per_wave, start)
         return done
 
     def _wave(
-        self, held: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
+        self, loaded: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
     ) -> list[Rollout]:  # fmt: skip
-        params, version = held
-        rows, budget = self._start(params, prompts, sampling, seed, samples, width, first)
+        params, version = loaded
+        rows, budget, read = self._start(params, prompts, sampling, seed, samples, width, first)
         n = len(prompts) * samples
         tokens = np.zeros((n, budget), np.int32)
         logp = np.zeros((n, budget), np.float32)
         log_kept = None if rows.log_kept_BT is None else np.zeros((n, budget), np.float32)
+        experts = None
+        if rows.experts_BTLA is not None:
+            experts = np.zeros((n, *rows.experts_BTLA.shape[1:]), rows.experts_BTLA.dtype)
         original = np.arange(width * samples)  # of each row still in the batch
         stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
         while True:
@@ -242,6 +274,8 @@ class NativeEngine:
             logp[original[real]] = np.asarray(rows.logp_BT)[real]
             if log_kept is not None:
                 log_kept[original[real]] = np.asarray(rows.log_kept_BT)[real]
+            if experts is not None:
+                experts[original[real]] = np.asarray(rows.experts_BTLA)[real]
             alive = np.flatnonzero(np.asarray(rows.alive_B))
             if int(rows.column) == budget or alive.size == 0:
                 break
@@ -252,6 +286,7 @@ class NativeEngine:
             self._rollout(
                 prompts[i // samples], tokens[i], logp[i],
                 None if log_kept is None else log_kept[i], sampling, version,
+                None if experts is None else (read[i // samples], experts[i]),
             )
             for i in range(n)
         ]  # fmt: skip
@@ -259,7 +294,8 @@ class NativeEngine:
     def _start(
         self, params: Params, prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
-    ) -> tuple[Rows, int]:  # fmt: skip
+    ) -> tuple[DecodeState, int, np.ndarray]:  # fmt: skip
+        """The rows before the first token, its budget, and the experts of each prompt's tokens."""
         longest = max(len(p.tokens) for p in prompts)
         if longest > self._longest:
             raise ConfigError(
@@ -272,7 +308,7 @@ class NativeEngine:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt.tokens)] = prompt.tokens
             lengths[row] = len(prompt.tokens)
-        cache, hidden = self._prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
+        cache, hidden, read = self._prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
             cache = self._take(cache, jnp.asarray(repeat, jnp.int32))
@@ -280,21 +316,29 @@ class NativeEngine:
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
         budget = sampling.max_new_tokens
         cuts = sampling.top_k > 0 or sampling.top_p < 1.0
-        return Rows(
-            cache=cache,
-            hidden_BD=hidden[repeat],
-            position_B=jnp.asarray(lengths[repeat]),
-            alive_B=jnp.asarray(repeat < len(prompts)),
-            stream_B2=jax.random.key_data(streams),
-            tokens_BT=jnp.zeros((width * samples, budget), jnp.int32),
-            logp_BT=jnp.zeros((width * samples, budget), jnp.float32),
-            column=jnp.zeros((), jnp.int32),
-            log_kept_BT=jnp.zeros((width * samples, budget), jnp.float32) if cuts else None,
-        ), budget
+        return (
+            DecodeState(
+                cache=cache,
+                hidden_BD=hidden[repeat],
+                position_B=jnp.asarray(lengths[repeat]),
+                alive_B=jnp.asarray(repeat < len(prompts)),
+                stream_B2=jax.random.key_data(streams),
+                tokens_BT=jnp.zeros((width * samples, budget), jnp.int32),
+                logp_BT=jnp.zeros((width * samples, budget), jnp.float32),
+                column=jnp.zeros((), jnp.int32),
+                log_kept_BT=jnp.zeros((width * samples, budget), jnp.float32) if cuts else None,
+                experts_BTLA=None
+                if read is None
+                else jnp.zeros((width * samples, budget, *read.shape[2:]), read.dtype),
+            ),
+            budget,
+            np.asarray(read),
+        )
 
     def _rollout(
         self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,
         log_kept: np.ndarray | None, sampling: Sampling, version: int,
+        experts: tuple[np.ndarray, np.ndarray] | None,
     ) -> Rollout:  # fmt: skip
         stops = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
         end = stops[0] + 1 if stops.size else len(tokens)
@@ -303,6 +347,8 @@ class NativeEngine:
             prompt, tokens[:end].copy(), logp[:end].copy(), reason,
             np.full(end, version, np.int32),
             None if log_kept is None else log_kept[:end].copy(),
+            None if experts is None
+            else np.concatenate([experts[0][: len(prompt.tokens)], experts[1][: end - 1]]),
         )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from jaxmoe.records import Rollout
 from jaxmoe.shapes import Metrics
 
 
-def check_versions(rollouts: Sequence[Rollout], *, newest: int, most: int) -> Metrics:
-    """Raises EngineError unless every token was drawn by versions newest - most .. newest.
+def check_versions(rollouts: Sequence[Rollout], *, newest: int, max_staleness: int) -> Metrics:
+    """Raises EngineError unless every token was drawn by versions newest - max_staleness .. newest.
 
     staleness/mean and staleness/max are over tokens, in versions; staleness/mixed_frac is the
     share of rollouts that more than one version drew.
@@ -28,9 +28,13 @@ def check_versions(rollouts: Sequence[Rollout], *, newest: int, most: int) -> Me
                 f"for {len(r.tokens)} tokens."
             )
         low, high = int(versions.min()), int(versions.max())
-        if low < newest - most or high > newest:
-            at = int(np.argmax((versions < newest - most) | (versions > newest)))
-            allowed = f"version {newest}" if most == 0 else f"versions {newest - most} to {newest}"
+        if low < newest - max_staleness or high > newest:
+            at = int(np.argmax((versions < newest - max_staleness) | (versions > newest)))
+            allowed = (
+                f"version {newest}"
+                if max_staleness == 0
+                else f"versions {newest - max_staleness} to {newest}"
+            )
             raise EngineError(
                 f"{_name(i, r)} must be drawn by {allowed} of the weights, the newest the state "
                 f"after step {newest}; its token {at} carries version {versions[at]}. Nothing was "

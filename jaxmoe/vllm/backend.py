@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """One running vLLM, wherever it is. Next: http_backend.py and in_process.py are the two there are;
-replica.py adds what is known about one, engine.py spreads the work over several.
+replica.py adds which weights it holds, engine.py spreads the work over several.
 """
 
 from typing import Any, Protocol, runtime_checkable
 
 
-class Unanswered(RuntimeError):
-    """No answer came, or none that can be used: asking again, or elsewhere, may help."""
+class RequestFailed(RuntimeError):
+    """No response came, or none that can be used: a retry, or another replica, may help."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """Requests and answers are the dicts of vLLM's token-in-token-out route.
+    """Requests and responses are the dicts of vLLM's token-in-token-out route.
 
-    Every method may be called from several threads and raises Unanswered where it fails.
+    Every method may be called from several threads and raises RequestFailed where it fails.
     """
 
     name: str  # for messages: a URL, or "this process"
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of POST /inference/v1/generate to this body."""
+        """The response of POST /inference/v1/generate to this body."""
         ...
 
     def context(self) -> int:
@@ -31,8 +31,8 @@ class Backend(Protocol):
         """Returns soon where vLLM answers."""
         ...
 
-    def held(self) -> list[dict[str, Any]]:
-        """What each worker holds: the plugin's `jaxmoe_held`."""
+    def loaded_state(self) -> list[dict[str, Any]]:
+        """What each worker holds: the plugin's `jaxmoe_loaded_state`."""
         ...
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class Backend(Protocol):
         ...
 
     def pause(self, mode: str) -> None:
-        """Sample nothing from now on; requests under way are kept, waited for or aborted."""
+        """Sample nothing from now on; requests in flight are kept, waited for or aborted."""
         ...
 
     def resume(self) -> None: ...

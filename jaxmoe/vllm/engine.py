@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM engine: prompts are spread over one or several vLLMs, and every slot is filled once.
+"""The vLLM engine: prompts are spread over one or several replicas, each answered exactly once.
 
-A failed request is asked again, at the next free vLLM, after the one that failed was brought back
-with the current weights; `retries` bounds both. load() may run in another thread than generate():
-what is then under way is kept, finished or continued, and carries the version of every token.
+A failed request is sent again, to the least busy replica, after the one that failed was brought
+back with the current weights; `retries` bounds both. load() may run in another thread than
+generate(): requests in flight are kept, finished or aborted and continued, and every token carries
+the version of the weights that sampled it.
 
-    engine.generate -> Replica.ask -> request.sample -> Backend.generate     responses.py checks
-    engine.load     -> Replica.bring -> sync.hand_over, Probe.check
+    engine.generate -> Replica.generate -> request.sample -> Backend.generate; responses.py checks
+    engine.load     -> Replica.sync_weights -> sync.transfer_weights, Probe.check
 
-top-k and top-p: vLLM tells log-probs after the cut. What was kept follows from scoring the answer
+top-k and top-p: vLLM tells log-probs after the cut. The mass kept follows from scoring the response
 once more, which vLLM does at temperature 1 only; at another one they are refused.
 Next: jaxmoe/vllm/replica.py.
 """
@@ -27,36 +28,36 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
-from jaxmoe.model import forward, sequence_logprobs
+from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
-from jaxmoe.vllm.backend import Backend, Unanswered
+from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm.http_backend import HttpBackend
 from jaxmoe.vllm.replica import Replica, TargetWeights, backoff
-from jaxmoe.vllm.request import Unit
+from jaxmoe.vllm.request import PromptRequest
 from jaxmoe.vllm.server import Server
 from jaxmoe.vllm.sync import Probe, workers
-from jaxmoe.vllm.transport import Channel
+from jaxmoe.vllm.transport import Transport
 from jaxmoe.weight_sync.directory import WeightsDirectory
-from jaxmoe.weight_sync.files import PublishedFile, files
+from jaxmoe.weight_sync.files import WeightFile, write_files
 from jaxmoe.weight_sync.update import WeightUpdate, new_run
 
 T = TypeVar("T")
 BOUND = {"float32": 1e-4, "bfloat16": 0.1}  # mean |Δlogp| of a probe, nats
-THREADS = 512  # requests under way at once, at most
+THREADS = 512  # requests in flight at once, at most
 
 
-def trainer_logps(params: Params, tokens_BT: Array, *, cfg: ModelConfig) -> Array:
+def trainer_logps(params: Params, tokens_BT: Array, *, cfg: ModelConfig, ops: Ops) -> Array:
     """Log-probs as the trainer computes them, temperature 1; column 0 is 0."""
-    hidden_BTD = forward(params, tokens_BT, cfg)[0]
-    return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg)[0]
+    hidden_BTD = forward(params, tokens_BT, cfg, ops)[0]
+    return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, ops)[0]
 
 
 class VllmEngine:
     """`backends` are the vLLMs it samples from."""
 
     def __init__(
-        self, cfg: ModelConfig, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
+        self, cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
         max_new_tokens: int, max_rows: int,
     ) -> None:  # fmt: skip
         self._cfg, self._vllm = cfg, vllm
@@ -64,17 +65,17 @@ class VllmEngine:
         self._dtype = vllm.dtype or cfg.dtype
         self._run = new_run()
         self.incidents: list[str] = []
-        self._logp = partial(jax.jit(trainer_logps, static_argnames="cfg"), cfg=cfg)
+        self._logp = jax.jit(partial(trainer_logps, cfg=cfg, ops=ops))
         self._lock, self._closed = Lock(), Event()
-        self._wanted: TargetWeights | None = None
-        self._spare: PublishedFile | None = None
-        self._home: WeightsDirectory | None = None
-        # in one process weights are handed over as they are
-        self._way = "shared" if not vllm.url and vllm.launch == 0 else vllm.way
+        self._target: TargetWeights | None = None
+        self._reusable_file: WeightFile | None = None
+        self._weights_dir: WeightsDirectory | None = None
+        in_process = not vllm.url and vllm.launch == 0
+        self._transport = "in_process" if in_process else vllm.transport
         context = max_prompt_tokens + max_new_tokens
-        self._places: list[Replica] = []
-        if self._way == "files":  # a folder that cannot be is told before minutes of starting
-            self._home = WeightsDirectory(vllm.weights_dir, self._run)
+        self._replicas: list[Replica] = []
+        if self._transport == "files":  # an unusable folder fails before minutes of starting
+            self._weights_dir = WeightsDirectory(vllm.weights_dir, self._run)
         try:
             opened = _open(cfg, vllm, work, context, max_rows)
         except BaseException:
@@ -83,7 +84,7 @@ class VllmEngine:
         try:
             context = min(_context(backend, context + 1) for backend, _ in opened)
             for backend, _ in opened:
-                with suppress(Unanswered):  # it is asked again with the first weights
+                with suppress(RequestFailed):  # it is asked again with the first weights
                     workers(backend)
             worst = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
             probe = Probe(cfg, bound=vllm.probe_abs_diff or BOUND[worst], context=context)
@@ -94,69 +95,71 @@ class VllmEngine:
                     server.stop()
             self.close()
             raise
-        self._places = [
+        self._replicas = [
             Replica(
-                backend, server, way=self._way, cfg=cfg, probe=probe, retries=vllm.retries,
-                report=self.incidents.append,
+                backend, server, transport=self._transport, cfg=cfg, probe=probe,
+                retries=vllm.retries, report=self.incidents.append,
             )
             for backend, server in opened
         ]  # fmt: skip
 
     @property
     def backends(self) -> list[Backend]:
-        return [place.backend for place in self._places]
+        return [replica.backend for replica in self._replicas]
 
     def load(self, params: Params, version: int) -> None:
-        """Publish to every vLLM and verify; Engine.load.
+        """Sync the weights of every replica and verify them; Engine.load.
 
         Raises EngineError where one of them does not hold these weights afterwards.
         """
         named: dict[str, Any] = dict(dtype=self._dtype, run=self._run, version=version)
-        made = None
-        if self._way == "files":
-            over, self._spare = self._spare, None
-            made = files(params, self._cfg, self._vllm.weights_dir, **named, over=over)
+        file = None
+        if self._transport == "files":
+            reuse, self._reusable_file = self._reusable_file, None
+            file = write_files(params, self._cfg, self._vllm.weights_dir, **named, reuse=reuse)
 
         def logps(tokens: list[int]) -> np.ndarray:
             return np.asarray(self._logp(params, jnp.asarray([tokens], jnp.int32))[0])
 
-        def make(channel: Channel) -> WeightUpdate:
-            return channel.make(params, self._cfg, **named)
+        def make(transport: Transport) -> WeightUpdate:
+            return transport.make(params, self._cfg, **named)
 
         with self._lock:
-            before = self._wanted
-            wanted = TargetWeights(f"{self._run}:{version}", version, made, make, logps)
-            self._wanted = wanted
-        pool = ThreadPoolExecutor(len(self._places))
+            before = self._target
+            target = TargetWeights(f"{self._run}:{version}", version, file, make, logps)
+            self._target = target
+        pool, on_sync = ThreadPoolExecutor(len(self._replicas)), self._vllm.on_weight_sync
         try:
-            list(pool.map(lambda place: place.bring(wanted, self._vllm.swap), self._places))
+            list(pool.map(lambda r: r.sync_weights(target, on_sync), self._replicas))
         except KeyboardInterrupt:
-            self.close()  # who brings weights stops waiting
+            self.close()  # a sync that waits for a replica ends
             raise
         finally:
             pool.shutdown()
-        wanted.logps = wanted.make = None  # the trainer may give the weights away now
-        for place in self._places:
-            with place.lock:  # who still reads them has ended
+        target.logps = target.make = None  # the trainer may give the weights away now
+        for replica in self._replicas:
+            with replica.lock:  # nobody reads them any more
                 pass
-        if before is not None and before.files is not None and before.version != version:
-            self._spare = before.files  # nobody reads it now: the next version is written over it
+        if before is not None and before.file is not None and before.version != version:
+            self._reusable_file = before.file  # nobody reads it now
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
     ) -> list[Rollout]:
         """Engine.generate; raises ConfigError for what these vLLMs cannot do."""
-        self._check(prompts, sampling)
+        self._check_request(prompts, sampling)
         # an aborted sample is continued alone, beside the others of its prompt; and a server
         # refuses a request of more samples than it computes at once
-        most = min(self._rows, *(place.rows for place in self._places))
-        each = 1 if self._vllm.swap == "abort" else min(samples, most)
-        units = [
-            Unit(index, prompt, first, min(each, samples - first))
+        most = min(self._rows, *(replica.max_rows for replica in self._replicas))
+        each = 1 if self._vllm.on_weight_sync == "abort" else min(samples, most)
+        requests = [
+            PromptRequest(index, prompt, first, min(each, samples - first))
             for index, prompt in enumerate(prompts) for first in range(0, samples, each)
         ]  # fmt: skip
-        done = self._each(
-            lambda unit, place, wanted: place.ask(unit, sampling, seed, wanted), units, each
+        done = self._map(
+            lambda request, replica, target: replica.generate(request, sampling, seed, target),
+            requests,
+            each,
         )
         return [rollout for made in done for rollout in made]
 
@@ -165,71 +168,73 @@ class VllmEngine:
 
         At temperature 1, whatever is sampled at; 0 for the first, which nothing predicts.
         """
-        self._loaded()
-        return self._each(
-            lambda tokens, place, wanted: place.score([int(t) for t in tokens], wanted),
+        self._current_target()
+        return self._map(
+            lambda tokens, replica, target: replica.score([int(t) for t in tokens], target),
             list(sequences), 1,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Stop what was started, remove what was published; may be called twice."""
+        """Stop what was started, remove the weight files; may be called twice."""
         self._closed.set()
         with ExitStack() as closing:  # all of them, whatever one of them says
-            if self._home is not None:
-                closing.callback(self._home.close)
-            for place in self._places:
-                closing.callback(place.close)
+            if self._weights_dir is not None:
+                closing.callback(self._weights_dir.close)
+            for replica in self._replicas:
+                closing.callback(replica.close)
         with self._lock:  # what is mapped stays in memory as long as somebody has it
-            self._spare = None
-            if self._wanted is not None:
-                self._wanted.files = None
+            self._reusable_file = None
+            if self._target is not None:
+                self._target.file = None
 
-    def _each(self, fn: Callable[..., T], things: list, rows: int) -> list[T]:
-        """fn of each thing, each at one vLLM at a time, in order; one result for each."""
-        width = max(1, self._rows // rows) * len(self._places)
-        given_up = Event()
+    def _map(self, fn: Callable[..., T], things: list, rows: int) -> list[T]:
+        """fn of each thing, each on one replica at a time; one result for each, in order."""
+        width = max(1, self._rows // rows) * len(self._replicas)
+        cancelled = Event()
         pool = ThreadPoolExecutor(max(1, min(width, len(things), THREADS)), "jaxmoe-vllm")
         try:
-            jobs = [pool.submit(self._persist, partial(fn, thing), given_up) for thing in things]
+            jobs = [
+                pool.submit(self._with_retries, partial(fn, thing), cancelled) for thing in things
+            ]
             return [job.result() for job in jobs]
         finally:
-            given_up.set()
+            cancelled.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _persist(self, fn: Callable[[Replica, TargetWeights], T], given_up: Event) -> T:
+    def _with_retries(self, fn: Callable[[Replica, TargetWeights], T], cancelled: Event) -> T:
         why: list[str] = []
         for attempt in range(self._vllm.retries + 1):
-            if given_up.is_set() or self._closed.is_set():
-                raise EngineError("the engine was closed, or another request was given up")
-            wanted, place = self._loaded(), self._pick()
-            seen = place.generation
+            if cancelled.is_set() or self._closed.is_set():
+                raise EngineError("the engine was closed, or another request failed for good")
+            target, replica = self._current_target(), self._least_busy()
+            seen = replica.generation
             try:
-                return fn(place, wanted)
-            except Unanswered as error:
+                return fn(replica, target)
+            except RequestFailed as error:
                 why.append(str(error))
-                place.note(str(error))
+                replica.report_failure(str(error))
             finally:
                 with self._lock:
-                    place.asked -= 1
+                    replica.in_flight -= 1
             if self._closed.is_set():
                 continue
-            place.recover(seen, self._loaded())
+            replica.recover(seen, self._current_target())
             backoff(attempt)
-        raise place.lost(f"a request was not answered: {why[-1]}")
+        raise replica.gave_up(f"a request was not answered: {why[-1]}")
 
-    def _pick(self) -> Replica:
+    def _least_busy(self) -> Replica:
         with self._lock:
-            place = min(self._places, key=lambda p: p.asked)
-            place.asked += 1
-            return place
+            replica = min(self._replicas, key=lambda r: r.in_flight)
+            replica.in_flight += 1
+            return replica
 
-    def _loaded(self) -> TargetWeights:
-        if self._wanted is None:
+    def _current_target(self) -> TargetWeights:
+        if self._target is None:
             raise ValueError("the engine must have weights before it samples: call load() first.")
-        return self._wanted
+        return self._target
 
-    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        self._loaded()
+    def _check_request(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        self._current_target()
         if sampling.max_new_tokens > self._max_new:
             raise ConfigError(
                 f"sampling.max_new_tokens ({sampling.max_new_tokens}) must be at most the "
@@ -262,9 +267,9 @@ def _open(
             for url in vllm.urls
         ]
     if vllm.launch == 0:
-        from jaxmoe.vllm.in_process import InProcess
+        from jaxmoe.vllm.in_process import InProcessBackend
 
-        return [(InProcess(cfg, vllm, work=work, context=context, rows=rows), None)]
+        return [(InProcessBackend(cfg, vllm, work=work, context=context, rows=rows), None)]
     servers = [
         Server(vllm, cfg, work=work, number=n, context=context, rows=rows)
         for n in range(vllm.launch)
@@ -285,7 +290,7 @@ def _context(backend: Backend, needed: int) -> int:
     """What a vLLM can hold. Raises ConfigError where it is too little, or nobody is there."""
     try:
         has = backend.context()
-    except Unanswered as error:
+    except RequestFailed as error:
         raise ConfigError(
             f"rollout.vllm.url must name running vLLM servers; {error}. Try --set "
             "rollout.vllm.url= to start one here."

@@ -18,12 +18,12 @@ from urllib.parse import urlencode
 import urllib3
 from urllib3.util import parse_url
 
-from jaxmoe.vllm.backend import Unanswered
+from jaxmoe.vllm.backend import RequestFailed
 
 CONNECT_S = 10.0
 HEALTH_S = 10.0
-HELD_S = 120.0  # one pass over the weights, and more where a CPU has packed them
-IDLE_S = 3.0  # a connection is used again; vLLM closes it at 5, unseen by a request on its way
+LOADED_S = 120.0  # one pass over the weights, and more where a CPU has packed them
+IDLE_S = 3.0  # a connection is used again; vLLM closes it at 5, unseen by a request just sent
 SHOWN = 400  # characters of an error's body that are passed on
 
 
@@ -42,7 +42,7 @@ class HttpBackend:
         outer = self
 
         class Connection(base):
-            answered = -math.inf  # well, and when
+            answered_at = -math.inf  # when it last answered with 200
 
             def connect(self) -> None:
                 super().connect()
@@ -55,12 +55,12 @@ class HttpBackend:
             def getresponse(self) -> Any:
                 response = super().getresponse()
                 well = response.status == 200  # after an error uvicorn may close it
-                self.answered = time.monotonic() if well else -math.inf
+                self.answered_at = time.monotonic() if well else -math.inf
                 return response
 
             @property
             def is_connected(self) -> bool:
-                return super().is_connected and time.monotonic() - self.answered < IDLE_S
+                return super().is_connected and time.monotonic() - self.answered_at < IDLE_S
 
         self._pool.ConnectionCls = Connection
 
@@ -72,20 +72,26 @@ class HttpBackend:
         try:
             return int(models["data"][0]["max_model_len"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise Unanswered(f"{self.name}/v1/models names no max_model_len") from error
+            raise RequestFailed(f"{self.name}/v1/models names no max_model_len") from error
 
     def health(self) -> None:
         self._ask("GET", "/health", timeout_s=HEALTH_S)
 
-    def held(self) -> list[dict[str, Any]]:
-        answer = self._ask(
-            "POST", "/collective_rpc", {"method": "jaxmoe_held"},
-            timeout_s=min(HELD_S, self._timeout_s),
+    def loaded_state(self) -> list[dict[str, Any]]:
+        response = self._ask(
+            "POST", "/collective_rpc", {"method": "jaxmoe_loaded_state"},
+            timeout_s=min(LOADED_S, self._timeout_s),
         )  # fmt: skip
-        held = answer.get("results") if isinstance(answer, dict) else None
-        if not isinstance(held, list) or not held or not all(isinstance(h, dict) for h in held):
-            raise Unanswered(f"{self.name}/collective_rpc jaxmoe_held answered {str(answer)[:99]}")
-        return held
+        loaded = response.get("results") if isinstance(response, dict) else None
+        if (
+            not isinstance(loaded, list)
+            or not loaded
+            or not all(isinstance(worker, dict) for worker in loaded)
+        ):
+            raise RequestFailed(
+                f"{self.name}/collective_rpc jaxmoe_loaded_state answered {str(response)[:99]}"
+            )
+        return loaded
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
@@ -106,11 +112,11 @@ class HttpBackend:
         self._post("/finish_weight_update", {"weight_version": label})
 
     def reset_prefix_cache(self) -> bool:
-        answer = self._post("/reset_prefix_cache?reset_running_requests=true")
-        return isinstance(answer, dict) and answer.get("success") is True
+        response = self._post("/reset_prefix_cache?reset_running_requests=true")
+        return isinstance(response, dict) and response.get("success") is True
 
     def close(self) -> None:
-        """Whoever waits for an answer stops waiting: Unanswered."""
+        """Whoever waits for a response stops waiting: RequestFailed."""
         self._pool.close()
         with self._lock:
             self._closed, live = True, list(self._live)
@@ -130,17 +136,17 @@ class HttpBackend:
         timeout = urllib3.Timeout(connect=CONNECT_S, read=timeout_s or self._timeout_s)
         where = f"{self.name}{path}"
         try:
-            answer = self._pool.request(
+            response = self._pool.request(
                 method, self._prefix + path, body=data, headers=headers, timeout=timeout
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise Unanswered(f"{where}: {type(error).__name__}: {error}") from error
-        if answer.status != 200:
-            text = answer.data.decode(errors="replace")[:SHOWN]
-            raise Unanswered(f"{where} answered {answer.status}: {text}")
-        if not answer.data:
+            raise RequestFailed(f"{where}: {type(error).__name__}: {error}") from error
+        if response.status != 200:
+            text = response.data.decode(errors="replace")[:SHOWN]
+            raise RequestFailed(f"{where} answered {response.status}: {text}")
+        if not response.data:
             return {}
         try:
-            return json.loads(answer.data)
+            return json.loads(response.data)
         except ValueError as error:
-            raise Unanswered(f"{where} answered no JSON: {answer.data[:80]!r}") from error
+            raise RequestFailed(f"{where} answered no JSON: {response.data[:80]!r}") from error

@@ -2,7 +2,7 @@
 """vLLM in the trainer's own process: rollout.vllm.launch=0 and no url.
 
 One thread owns vLLM and steps it; whatever else is asked of it is done between two steps, so that
-requests come from any thread and a swap treats what is under way as a server would.
+requests come from any thread and a weight sync treats those in flight as a server would.
 Next: jaxmoe/vllm/replica.py.
 """
 
@@ -24,20 +24,20 @@ import numpy as np
 
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.observe.progress import phase
-from jaxmoe.vllm.backend import Unanswered
-from jaxmoe.vllm.server import flags, look, options, surroundings, write_config
+from jaxmoe.vllm.backend import RequestFailed
+from jaxmoe.vllm.server import default_environment, flags, inspect_python, options, write_config
 
 
 @dataclass
-class Waiting:
-    """A request under way: as many of vLLM's own as it asks for samples."""
+class PendingRequest:
+    """A request in flight: as many of vLLM's own as it asks for samples."""
 
     future: Future[dict[str, Any]]
     count: int
     outputs: dict[int, Any]  # sample -> vLLM's output, when it is done
 
 
-class InProcess:
+class InProcessBackend:
     """Backend over an LLM of this process."""
 
     def __init__(
@@ -45,10 +45,10 @@ class InProcess:
     ) -> None:
         self.name = "vLLM in this process"
         self._timeout_s = vllm.request_timeout_s
-        cpu = look(sys.executable)["cpu"]
+        cpu = inspect_python(sys.executable)["cpu"]
         folder = write_config(cfg, vllm.dtype or cfg.dtype, work / "model")
-        chosen = options(replace(vllm, way="files"), cfg, context=context, rows=rows, cpu=cpu)
-        for name, value in surroundings(cpu).items():
+        chosen = options(replace(vllm, transport="files"), cfg, context=context, rows=rows, cpu=cpu)
+        for name, value in default_environment(cpu).items():
             os.environ.setdefault(name, value)
         # one process: tensors are handed over, and vLLM starts in seconds
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -56,8 +56,10 @@ class InProcess:
         with phase("starting vLLM in this process"):
             self._llm = _llm(["--model", str(folder), *flags(chosen), *shlex.split(vllm.args)])
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._under_way: dict[str, tuple[Waiting, int, str]] = {}  # ours -> .., sample, vLLM's
-        self._kept: list[Callable[[], None]] = []  # requests that came while it was paused
+        self._in_flight: dict[
+            str, tuple[PendingRequest, int, str]
+        ] = {}  # ours -> .., sample, vLLM's
+        self._deferred: list[Callable[[], None]] = []  # requests that came while it was paused
         self._paused = ""
         self._number = 0
         self._dead = ""
@@ -70,14 +72,14 @@ class InProcess:
 
         def begin() -> None:
             if self._paused:
-                self._kept.append(begin)
+                self._deferred.append(begin)
             elif not future.cancelled():
                 self._begin(body, future)
 
         self._calls.put(begin)
         try:
             return self._await(future)
-        except Unanswered:  # nobody waits for it any more
+        except RequestFailed:  # nobody waits for it any more
             self._calls.put(lambda: self._forget(future))
             raise
 
@@ -87,8 +89,8 @@ class InProcess:
     def health(self) -> None:
         self._do(lambda: None)
 
-    def held(self) -> list[dict[str, Any]]:
-        return self._do(lambda: self._llm.collective_rpc("jaxmoe_held"))
+    def loaded_state(self) -> list[dict[str, Any]]:
+        return self._do(lambda: self._llm.collective_rpc("jaxmoe_loaded_state"))
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
         self._do(lambda: self._llm.init_weight_transfer_engine({"init_info": init_info}))
@@ -100,7 +102,7 @@ class InProcess:
             self._paused = mode
             if mode == "abort":
                 self._abort()
-            if mode == "wait" and self._under_way:
+            if mode == "wait" and self._in_flight:
                 self._drained.append(drained)
             else:
                 drained.set_result(None)
@@ -111,8 +113,8 @@ class InProcess:
     def resume(self) -> None:
         def go_on() -> None:
             self._paused = ""
-            kept, self._kept = self._kept, []
-            for begin in kept:
+            deferred, self._deferred = self._deferred, []
+            for begin in deferred:
                 begin()
 
         self._do(go_on)
@@ -141,7 +143,7 @@ class InProcess:
             try:
                 future.set_result(fn())
             except Exception as error:
-                future.set_exception(Unanswered(f"{self.name}: {type(error).__name__}: {error}"))
+                future.set_exception(RequestFailed(f"{self.name}: {type(error).__name__}: {error}"))
 
         self._calls.put(call)
         return self._await(future)
@@ -150,7 +152,7 @@ class InProcess:
         waited = 0.0
         while True:
             if self._dead:
-                raise Unanswered(f"{self.name}: {self._dead}")
+                raise RequestFailed(f"{self.name}: {self._dead}")
             try:
                 return future.result(timeout=0.5)
             except TimeoutError as error:
@@ -158,14 +160,14 @@ class InProcess:
                     continue
                 waited += 0.5
                 if waited >= self._timeout_s:
-                    raise Unanswered(
+                    raise RequestFailed(
                         f"{self.name} did not answer within {self._timeout_s:g} s"
                     ) from error
 
     def _run(self) -> None:
         try:
             while True:
-                busy = bool(self._under_way) and self._paused != "keep"
+                busy = bool(self._in_flight) and self._paused != "keep"
                 try:
                     call = self._calls.get(block=not busy)
                 except queue.Empty:
@@ -182,19 +184,19 @@ class InProcess:
 
     def _begin(self, body: dict[str, Any], future: Future[dict[str, Any]]) -> None:
         try:
-            wanted = dict(body["sampling_params"])
-            count, seed = wanted.pop("n", 1), wanted.pop("seed", 0)
-            waiting = Waiting(future, count, {})
+            params = dict(body["sampling_params"])
+            count, seed = params.pop("n", 1), params.pop("seed", 0)
+            pending = PendingRequest(future, count, {})
             for sample in range(count):
                 self._number += 1
                 name = str(self._number)
                 theirs = self._llm.llm_engine.add_request(
                     name, {"prompt_token_ids": list(body["token_ids"])},
-                    _sampling(wanted | {"seed": seed + sample}),
+                    _sampling(params | {"seed": seed + sample}),
                 )  # fmt: skip
-                self._under_way[name] = (waiting, sample, theirs)
+                self._in_flight[name] = (pending, sample, theirs)
         except Exception as error:
-            future.set_exception(Unanswered(f"{self.name}: {type(error).__name__}: {error}"))
+            future.set_exception(RequestFailed(f"{self.name}: {type(error).__name__}: {error}"))
 
     def _step(self) -> None:
         for output in self._llm.llm_engine.step():
@@ -203,33 +205,33 @@ class InProcess:
         self._tell_drained()
 
     def _tell_drained(self) -> None:
-        if not self._under_way:
+        if not self._in_flight:
             drained, self._drained = self._drained, []
             for future in drained:
                 future.set_result(None)
 
     def _forget(self, future: Future[dict[str, Any]]) -> None:
         future.cancel()  # where it did not begin yet
-        names = [n for n, (waiting, _, _) in self._under_way.items() if waiting.future is future]
+        names = [n for n, (pending, _, _) in self._in_flight.items() if pending.future is future]
         self._llm.llm_engine.abort_request(names)
         for name in names:
-            del self._under_way[name]
+            del self._in_flight[name]
         self._tell_drained()
 
     def _finish(self, output: Any) -> None:
-        found = self._under_way.pop(output.request_id, None)
+        found = self._in_flight.pop(output.request_id, None)
         if found is None:
             return
-        waiting, sample, _ = found
-        waiting.outputs[sample] = output
-        if len(waiting.outputs) == waiting.count and not waiting.future.done():
-            waiting.future.set_result(_answer([waiting.outputs[i] for i in range(waiting.count)]))
+        pending, sample, _ = found
+        pending.outputs[sample] = output
+        if len(pending.outputs) == pending.count and not pending.future.done():
+            pending.future.set_result(_response([pending.outputs[i] for i in range(pending.count)]))
 
     def _abort(self) -> None:
-        """End what is under way; the tokens so far are the answer, as from a server."""
+        """End the requests in flight; the tokens so far are the response, as from a server."""
         abort = import_module("vllm.v1.engine").FinishReason.ABORT
         engine = self._llm.llm_engine
-        for name, (_, _, theirs) in list(self._under_way.items()):
+        for name, (_, _, theirs) in list(self._in_flight.items()):
             state = engine.output_processor.request_states.get(theirs)
             output = state and state.make_request_output([], None, abort, None)
             engine.abort_request([name])
@@ -245,12 +247,12 @@ def _llm(command_line: list[str]) -> Any:
     return import_module("vllm").LLM.from_engine_args(chosen.from_cli_args(parsed))
 
 
-def _sampling(wanted: dict[str, Any]) -> Any:
-    params = import_module("vllm.sampling_params")
-    return params.SamplingParams(**wanted, output_kind=params.RequestOutputKind.FINAL_ONLY)
+def _sampling(params: dict[str, Any]) -> Any:
+    theirs = import_module("vllm.sampling_params")
+    return theirs.SamplingParams(**params, output_kind=theirs.RequestOutputKind.FINAL_ONLY)
 
 
-def _answer(outputs: list[Any]) -> dict[str, Any]:
+def _response(outputs: list[Any]) -> dict[str, Any]:
     """vLLM's outputs as its server would write them."""
     first = outputs[0].prompt_logprobs
     prompt = first and [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's samples: what is sent, and how an answer that was cut off is continued.
+"""One request's samples: what is sent, and how a sample that was cut off is continued.
 
-A sample that vLLM aborted for a swap goes on from its tokens so far; its pieces keep the log-probs
-and the weights' labels they were sampled with. Next: jaxmoe/vllm/responses.py checks them.
+A sample that vLLM aborted for a weight sync goes on from its tokens so far; each completion keeps
+the log-probs and the weight labels it was sampled with. Next: jaxmoe/vllm/responses.py checks them.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ import numpy as np
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.vllm.backend import Backend, Unanswered
-from jaxmoe.vllm.responses import Asked, Piece, pieces, prompt_logps
+from jaxmoe.vllm.backend import Backend, RequestFailed
+from jaxmoe.vllm.responses import Completion, ExpectedResponse, completions, prompt_logps
 
-CONTINUED = 64  # pieces of one sample, at most: a swap in every second token is a mistake
+CONTINUED = 64  # completions of one sample, at most: a sync in every second token is a mistake
 
 
 @dataclass(frozen=True)
-class Unit:
+class PromptRequest:
     """What one request asks for: samples first… of prompt number `index`."""
 
     index: int
@@ -29,11 +29,11 @@ class Unit:
 
 
 def request_seed(seed: int, *numbers: int) -> int:
-    """62 random bits of (seed, prompt index, …): no answer depends on its companions."""
+    """62 random bits of (seed, prompt index, …): no sample depends on its companions."""
     return int(np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)[0] >> 2)
 
 
-def body(
+def request_body(
     tokens: list[int], sampling: Sampling, *, count: int, max_tokens: int, seed: int
 ) -> dict[str, Any]:
     """A request for `count` samples; sample i of it draws from seed + i."""
@@ -52,63 +52,66 @@ def body(
 def score(backend: Backend, tokens: list[int], cfg: ModelConfig) -> tuple[np.ndarray, str]:
     """The engine's log-prob of each given token at temperature 1, and its weights' label."""
     one = Sampling(1, (), temperature=0.0)
-    request = body(tokens, one, count=1, max_tokens=1, seed=0)
-    request["sampling_params"]["prompt_logprobs"] = 0
-    answer = backend.generate(request)
-    (piece,) = pieces(answer, Asked(len(tokens), 1, 1, frozenset()), cfg)
-    if not piece.labels:
-        raise Unanswered("a scoring request was aborted")
-    return prompt_logps(answer, tokens, cfg), piece.labels[0]
+    body = request_body(tokens, one, count=1, max_tokens=1, seed=0)
+    body["sampling_params"]["prompt_logprobs"] = 0
+    response = backend.generate(body)
+    (completion,) = completions(response, ExpectedResponse(len(tokens), 1, 1, frozenset()), cfg)
+    if not completion.labels:
+        raise RequestFailed("a scoring request was aborted")
+    return prompt_logps(response, tokens, cfg), completion.labels[0]
 
 
 def sample(
-    backend: Backend, unit: Unit, sampling: Sampling, seed: int, cfg: ModelConfig
-) -> list[Piece]:
-    """The unit's samples, each whole; `finish` is stop or length.
+    backend: Backend, request: PromptRequest, sampling: Sampling, seed: int, cfg: ModelConfig
+) -> list[Completion]:
+    """The request's samples, each whole; `finish` is stop or length.
 
-    Raises Unanswered for an answer that is not what was asked for.
+    Raises RequestFailed for a response that is not what was asked for.
     """
-    prompt = list(unit.prompt.tokens)
-    start = request_seed(seed, unit.index) + unit.first
+    prompt = list(request.prompt.tokens)
+    start = request_seed(seed, request.index) + request.first
     # greedy samples are all alike, and vLLM takes only one of them
-    count = 1 if sampling.temperature <= 0.0 else unit.count
-    request = body(prompt, sampling, count=count, max_tokens=sampling.max_new_tokens, seed=start)
-    asked = Asked(len(prompt), count, sampling.max_new_tokens, frozenset(sampling.stop_ids))
-    found = pieces(backend.generate(request), asked, cfg)
+    count = 1 if sampling.temperature <= 0.0 else request.count
+    most = sampling.max_new_tokens
+    body = request_body(prompt, sampling, count=count, max_tokens=most, seed=start)
+    expected = ExpectedResponse(len(prompt), count, most, frozenset(sampling.stop_ids))
+    found = completions(backend.generate(body), expected, cfg)
+    numbers = seed, request.index
     whole = [
-        _continued(backend, prompt, piece, sampling, (seed, unit.index, unit.first + i), cfg)
-        for i, piece in enumerate(found)
+        _continued(backend, prompt, completion, sampling, (*numbers, request.first + i), cfg)
+        for i, completion in enumerate(found)
     ]
-    return whole * unit.count if count < unit.count else whole
+    return whole * request.count if count < request.count else whole
 
 
 def _continued(
-    backend: Backend, prompt: list[int], piece: Piece, sampling: Sampling,
+    backend: Backend, prompt: list[int], completion: Completion, sampling: Sampling,
     numbers: tuple[int, int, int], cfg: ModelConfig,
-) -> Piece:  # fmt: skip
+) -> Completion:  # fmt: skip
     for part in range(1, CONTINUED):
-        if piece.finish != "abort":
-            return piece
-        tokens, left = prompt + piece.tokens, sampling.max_new_tokens - len(piece.tokens)
+        if completion.finish != "abort":
+            return completion
+        tokens, left = prompt + completion.tokens, sampling.max_new_tokens - len(completion.tokens)
         if left == 0:  # aborted in the moment of its last token
-            return _joined(piece, Piece([], [], "length", [], piece.experts), len(prompt))
+            last = Completion([], [], "length", [], completion.experts)
+            return _joined(completion, last, len(prompt))
         seed = request_seed(*numbers, part)
-        request = body(tokens, sampling, count=1, max_tokens=left, seed=seed)
-        asked = Asked(len(tokens), 1, left, frozenset(sampling.stop_ids))
-        (more,) = pieces(backend.generate(request), asked, cfg)
-        piece = _joined(piece, more, len(prompt))
-    raise Unanswered(f"a sample was aborted {CONTINUED} times: are weights swapped without end?")
+        body = request_body(tokens, sampling, count=1, max_tokens=left, seed=seed)
+        expected = ExpectedResponse(len(tokens), 1, left, frozenset(sampling.stop_ids))
+        (more,) = completions(backend.generate(body), expected, cfg)
+        completion = _joined(completion, more, len(prompt))
+    raise RequestFailed(f"a sample was aborted {CONTINUED} times: are weights synced without end?")
 
 
-def _joined(piece: Piece, more: Piece, prompt: int) -> Piece:
-    """Both, in order; the experts of a token are those of the piece that read it first."""
+def _joined(completion: Completion, more: Completion, prompt: int) -> Completion:
+    """Both, in order; the experts of a token are those of the completion that read it first."""
     experts = None
-    if not piece.tokens:
+    if not completion.tokens:
         experts = more.experts
-    elif piece.experts is not None and more.experts is not None:
-        seen = prompt + len(piece.tokens) - 1
-        experts = np.concatenate([piece.experts[:seen], more.experts[seen:]])
-    return Piece(
-        piece.tokens + more.tokens, piece.logp + more.logp, more.finish,
-        piece.labels + more.labels, experts,
+    elif completion.experts is not None and more.experts is not None:
+        seen = prompt + len(completion.tokens) - 1
+        experts = np.concatenate([completion.experts[:seen], more.experts[seen:]])
+    return Completion(
+        completion.tokens + more.tokens, completion.logp + more.logp, more.finish,
+        completion.labels + more.labels, experts,
     )  # fmt: skip

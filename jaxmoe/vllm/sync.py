@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verified publication: weights are handed over, and then vLLM must show that it holds them.
+"""A verified weight sync: weights are transferred, then vLLM must show that it holds them.
 
-    hand over  pause, update, label, empty the prefix cache, resume, over vLLM's own routes
+    transfer   pause, update, label, empty the prefix cache, resume, over vLLM's own routes
     digests    of every tensor as the engine received it; none stale in the live model
-    probe      log-probs of fixed tokens and of a fresh answer, against the trainer's own
+    probe      log-probs of fixed tokens and of a fresh response, against the trainer's own
 
-The probe's prompt is the same each time and longer than one block of the engine's cache: an answer
+The probe's prompt is the same each time and longer than one block of the engine's cache: a response
 computed from older weights' cache shows there, and only there. Next: replica.py.
 """
 
@@ -18,23 +18,23 @@ import numpy as np
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.vllm.backend import Backend, Unanswered
-from jaxmoe.vllm.request import Unit, sample, score
-from jaxmoe.vllm.transport import beside
-from jaxmoe.vllm_plugin.names import feeds
+from jaxmoe.vllm.backend import Backend, RequestFailed
+from jaxmoe.vllm.request import PromptRequest, sample, score
+from jaxmoe.vllm.transport import concurrently
+from jaxmoe.vllm_plugin.names import parameter_of
 from jaxmoe.weight_sync.update import WeightUpdate
 
 RESETS = 5  # of the prefix cache, while blocks of it are still in use
 SHOWN = 4  # names in a message
 BLOCK = 128  # tokens in a block of vLLM's cache on a CPU, the largest by default
-NEW = 8  # tokens of the probe's answer
+NEW = 8  # tokens of the probe's response
 PROCESSED = "processed_logprobs"  # after the temperature and the cuts
 
 Logps = Callable[[list[int]], np.ndarray]  # tokens -> float32 [T], the trainer's log-probs
 
 
-class Refused(EngineError):
-    """vLLM does not hold what was published; asking again will not help."""
+class WeightSyncError(EngineError):
+    """vLLM does not hold the weights it was sent; a retry will not help."""
 
 
 @dataclass(frozen=True)
@@ -46,51 +46,51 @@ class Workers:
 
 
 def workers(backend: Backend) -> Workers:
-    """Raises ConfigError where what they tell could not be trained on."""
-    held = backend.held()
-    for mode in {str(worker.get("logprobs_mode", PROCESSED)) for worker in held} - {PROCESSED}:
+    """Raises ConfigError where what they report could not be trained on."""
+    loaded = backend.loaded_state()
+    for mode in {str(worker.get("logprobs_mode", PROCESSED)) for worker in loaded} - {PROCESSED}:
         raise ConfigError(
             f"{backend.name} must be started with --logprobs-mode {PROCESSED}, it has {mode}: its "
             "log-probs would be of temperature 1, at whatever temperature it samples."
         )
-    if any(worker.get("replicas", 1) != 1 for worker in held):
+    if any(worker.get("replicas", 1) != 1 for worker in loaded):
         raise ConfigError(
             f"{backend.name} must not be data parallel within itself: it shows one of its replicas "
             "and hides the others. Start as many servers, and name them all in rollout.vllm.url."
         )
-    return Workers(names(held), min(int(worker.get("rows", sys.maxsize)) for worker in held))
+    return Workers(names(loaded), min(int(worker.get("rows", sys.maxsize)) for worker in loaded))
 
 
-def names(held: list[dict]) -> list[str]:
-    return [str(worker.get("instance")) for worker in held]
+def names(loaded: list[dict]) -> list[str]:
+    return [str(worker.get("instance")) for worker in loaded]
 
 
-def hand_over(
-    backend: Backend, published: WeightUpdate, mode: str, distrust: Callable[[], None],
-    before: list[str],
+def transfer_weights(
+    backend: Backend, update: WeightUpdate, mode: str, invalidate: Callable[[], None],
+    worker_names: list[str],
 ) -> None:  # fmt: skip
-    """Publish and compare digests; returns with the engine running on the new weights.
+    """Send the weights and compare digests; returns with the engine running on them.
 
-    `before` are the names of its workers, which must be the same afterwards.
-
-    Raises Refused where it holds something else, Unanswered where it broke on the way. Its weights
-    may then be any mixture, whatever it calls them: `distrust` is called before it samples again.
+    `worker_names` are those of its workers, which must be the same afterwards.
+    Raises WeightSyncError where it holds something else, RequestFailed where it broke meanwhile.
+    Its weights may then be any mixture, whatever it calls them: `invalidate` is called before it
+    samples again.
     """
     try:
         backend.pause(mode)
         _start_update(backend)
-        with beside(published.send):
-            backend.update(published.update_info)
-        backend.finish_update(published.label)
+        with concurrently(update.send):
+            backend.update(update.update_info)
+        backend.finish_update(update.label)
         _empty_prefix_cache(backend)
-        held = backend.held()
-        if names(held) != before:
-            raise Unanswered(f"{backend.name} was restarted while weights were published")
-        stale = _stale(held)
-        for worker in held:
-            _compare(worker, stale, published, backend.name)
+        loaded = backend.loaded_state()
+        if names(loaded) != worker_names:
+            raise RequestFailed(f"{backend.name} was restarted during a weight sync")
+        stale = _stale_tensors(loaded)
+        for worker in loaded:
+            _compare(worker, stale, update, backend.name)
     except BaseException:
-        distrust()
+        invalidate()
         raise
     finally:
         backend.resume()
@@ -100,7 +100,7 @@ def _start_update(backend: Backend) -> None:
     """One that a trainer began and did not live to finish is ended first."""
     try:
         backend.start_update()
-    except Unanswered as error:
+    except RequestFailed as error:
         if "already active" not in " ".join(str(error).split()):
             raise
         backend.finish_update("abandoned")
@@ -112,27 +112,27 @@ def _empty_prefix_cache(backend: Backend) -> None:
         if backend.reset_prefix_cache():
             return
         time.sleep(0.05 * 2**attempt)
-    raise Refused(
+    raise WeightSyncError(
         f"{backend.name} did not empty its prefix cache, asked {RESETS} times: it would go on from "
-        "what older weights computed. Try --set rollout.vllm.swap=abort."
+        "what older weights computed. Try --set rollout.vllm.on_weight_sync=abort."
     )
 
 
-def _stale(held: list[dict]) -> list[str]:
+def _stale_tensors(loaded: list[dict]) -> list[str]:
     """Tensors that no worker took which has a part of them: a part may be what it was before."""
-    named = {name for worker in held for name in worker.get("stale") or []}
-    return sorted(
-        name for name in named if all(
-            name in (worker.get("stale") or []) or feeds(name) in (worker.get("unreadable") or [])
-            for worker in held
-        )
-    )  # fmt: skip
+
+    def not_taken(name: str, worker: dict) -> bool:
+        stale, unreadable = worker.get("stale") or [], worker.get("unreadable") or []
+        return name in stale or parameter_of(name) in unreadable
+
+    named = {name for worker in loaded for name in worker.get("stale") or []}
+    return sorted(n for n in named if all(not_taken(n, worker) for worker in loaded))
 
 
-def _compare(worker: dict, stale: list[str], published: WeightUpdate, name: str) -> None:
-    if worker.get("label") != published.label:
-        raise Refused(f"{name} must hold {published.label}, says {worker.get('label')!r}")
-    received, sent = worker.get("received") or {}, published.digests
+def _compare(worker: dict, stale: list[str], update: WeightUpdate, name: str) -> None:
+    if worker.get("label") != update.label:
+        raise WeightSyncError(f"{name} must hold {update.label}, says {worker.get('label')!r}")
+    received, sent = worker.get("received") or {}, update.digests
     missing, more = sorted(sent.keys() - received.keys()), sorted(received.keys() - sent.keys())
     other = sorted(n for n in sent.keys() & received.keys() if sent[n] != received[n])
     found = [
@@ -143,22 +143,22 @@ def _compare(worker: dict, stale: list[str], published: WeightUpdate, name: str)
         ) if names
     ]  # fmt: skip
     if found:
-        raise Refused(
-            f"{name}: of {len(sent)} tensors of {published.label}, {'; '.join(found)}. Nothing is "
+        raise WeightSyncError(
+            f"{name}: of {len(sent)} tensors of {update.label}, {'; '.join(found)}. Nothing is "
             "sampled from them. Is the plugin in vLLM's environment of this version of jaxmoe?"
         )
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What the trainer expects of a publication, for publishing it again after its weights."""
+class ProbeReference:
+    """The trainer's log-probs under some weights, for when these are sent again without them."""
 
     tokens: list[int]
     logp: np.ndarray
 
 
 class Probe:
-    """Two requests after each publication; bound: the largest mean |Δlogp|, nats."""
+    """Two requests after each weight sync; bound: the largest mean |Δlogp|, nats."""
 
     def __init__(self, cfg: ModelConfig, *, bound: float, context: int) -> None:
         self._cfg, self._bound = cfg, bound
@@ -169,34 +169,42 @@ class Probe:
         self.length = length + self._new  # of what `logps` is asked about
 
     def check(
-        self, backend: Backend, published: WeightUpdate, logps: Logps | None, shown: Shown | None
-    ) -> Shown:
-        """Compare with the trainer; or, where its weights are gone, with what it said of them.
+        self,
+        backend: Backend,
+        update: WeightUpdate,
+        logps: Logps | None,
+        reference: ProbeReference | None,
+    ) -> ProbeReference:
+        """Compare with the trainer; or, where its weights are gone, with the reference.
 
-        Raises Refused beyond the bound.
+        Raises WeightSyncError beyond the bound.
         """
-        label, name = published.label, backend.name
-        seed = published.manifest["version"]
+        label, name = update.label, backend.name
+        seed = update.manifest["version"]
         sampling = Sampling(self._new, ())
-        (answer,) = sample(backend, Unit(0, self._prompt, 0, 1), sampling, seed, self._cfg)
-        if set(answer.labels) != {label}:
-            raise Refused(f"{name} must sample from {label}, says {sorted(set(answer.labels))}")
-        tokens = [*self._prompt.tokens, *answer.tokens]
+        (response,) = sample(
+            backend, PromptRequest(0, self._prompt, 0, 1), sampling, seed, self._cfg
+        )
+        if set(response.labels) != {label}:
+            raise WeightSyncError(
+                f"{name} must sample from {label}, says {sorted(set(response.labels))}"
+            )
+        tokens = [*self._prompt.tokens, *response.tokens]
         if logps is not None:
-            shown = Shown(tokens, logps(tokens))
-        assert shown is not None, "a publication is checked with its weights first"
-        theirs = self._score(backend, shown.tokens, label)
-        self._within(name, label, "given tokens", theirs[1:], shown.logp[1:])
-        alike = shown.tokens == tokens
-        expected = shown.logp if alike else self._score(backend, tokens, label)
-        own = np.asarray(answer.logp, np.float32)
-        self._within(name, label, "its own answer", own, expected[-len(own) :])
-        return shown
+            reference = ProbeReference(tokens, logps(tokens))
+        assert reference is not None, "weights are checked first while the trainer has them"
+        theirs = self._score(backend, reference.tokens, label)
+        self._within(name, label, "given tokens", theirs[1:], reference.logp[1:])
+        alike = reference.tokens == tokens
+        expected = reference.logp if alike else self._score(backend, tokens, label)
+        own = np.asarray(response.logp, np.float32)
+        self._within(name, label, "its own response", own, expected[-len(own) :])
+        return reference
 
     def _score(self, backend: Backend, tokens: list[int], label: str) -> np.ndarray:
         theirs, scored = score(backend, tokens, self._cfg)
         if scored != label:
-            raise Refused(f"{backend.name} must score with {label}, says {scored!r}")
+            raise WeightSyncError(f"{backend.name} must score with {label}, says {scored!r}")
         return theirs
 
     def _within(
@@ -204,7 +212,7 @@ class Probe:
     ) -> None:
         gap = float(np.mean(np.abs(theirs.astype(np.float64) - ours)))
         if not gap <= self._bound:
-            raise Refused(
+            raise WeightSyncError(
                 f"{name} must agree with the trainer on a probe of {label}: mean |Δlogp| of {what} "
                 f"is {gap:.3g}, more than {self._bound:g} nats. It holds other weights, another "
                 "dtype or another model, or it goes on from a cache of older weights; "

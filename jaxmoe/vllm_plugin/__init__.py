@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside vLLM's processes: it loads published weights and says what it holds.
+"""What runs inside vLLM's processes: it loads new weights and reports what is loaded.
 
 vLLM finds `register` by the entry point `vllm.general_plugins`. Nothing here imports jax, so that
 `pip install --no-deps jaxmoe` is enough in vLLM's own environment.
-Next: transfer.py receives a publication, worker.py answers what is held.
+Next: transfer.py receives a weight update, worker.py reports what is loaded.
 """
 
 import logging
@@ -13,15 +13,15 @@ import os
 def register() -> None:
     """Called by vLLM in each of its processes, in some of them twice.
 
-    A vLLM whose internals are not those we know is left as it is; asking it for the weight
+    A vLLM whose internals are not the tested ones is left as it is; asking it for the weight
     transfer backend "jaxmoe" then says why there is none.
     """
     from jaxmoe.vllm_plugin import compat, watchdog
 
     if pid := os.environ.get(watchdog.VARIABLE):
         watchdog.watch(int(pid))
-    if doubt := compat.doubt():
-        logging.getLogger(__name__).warning("%s", doubt)
+    if warning := compat.version_warning():
+        logging.getLogger(__name__).warning("%s", warning)
     compat.add_backends()
     if compat.missing() is None:
         from jaxmoe.vllm_plugin import routed_experts, seeds

@@ -6,8 +6,8 @@ from jaxmoe.vllm_plugin import compat
 _REASON = compat.missing()
 
 if _REASON is None:
-    from jaxmoe.vllm_plugin.direct import Ipc, Nccl
-    from jaxmoe.vllm_plugin.transfer import Files
+    from jaxmoe.vllm_plugin.direct import IpcTransfer, NcclTransfer
+    from jaxmoe.vllm_plugin.transfer import FileTransfer
 else:
 
     class Unavailable:
@@ -16,6 +16,6 @@ else:
         def __init__(self, *_: object) -> None:
             raise RuntimeError(_REASON)
 
-    Files = Ipc = Nccl = Unavailable
+    FileTransfer = IpcTransfer = NcclTransfer = Unavailable
 
-__all__ = ["Files", "Ipc", "Nccl"]
+__all__ = ["FileTransfer", "IpcTransfer", "NcclTransfer"]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM this plugin knows, and what it does about others: nothing, and it says so."""
+"""Which vLLM this plugin is compatible with. Another is left as it is, with a warning."""
 
 import importlib
 from functools import cache
 from importlib import metadata
 
-KNOWN = ("0.32",)  # tested against; others are taken where everything of _USED is found
-BACKENDS = {"jaxmoe": "Files", "jaxmoe_nccl": "Nccl", "jaxmoe_ipc": "Ipc"}
+TESTED = ("0.32",)  # others are taken where everything of _USED is found
+BACKENDS = {"jaxmoe": "FileTransfer", "jaxmoe_nccl": "NcclTransfer", "jaxmoe_ipc": "IpcTransfer"}
 
 _WEIGHTS = "vllm.distributed.weight_transfer."
 _USED = (
@@ -36,13 +36,13 @@ def version() -> str:
     return "of unknown version"
 
 
-def doubt() -> str | None:
-    """What to say of a vLLM we have not tested, or None."""
-    if any(version() == k or version().startswith(k + ".") for k in KNOWN):
+def version_warning() -> str | None:
+    """The warning for a vLLM that was not tested, or None."""
+    if any(version() == k or version().startswith(k + ".") for k in TESTED):
         return None
     return (
-        f"jaxmoe's plugin was tested with vLLM {', '.join(KNOWN)}; this is vLLM {version()}. "
-        f"If weights do not arrive: pip install 'vllm=={KNOWN[-1]}.*'"
+        f"jaxmoe's plugin was tested with vLLM {', '.join(TESTED)}; this is vLLM {version()}. "
+        f"If weights do not arrive: pip install 'vllm=={TESTED[-1]}.*'"
     )
 
 
@@ -57,8 +57,8 @@ def missing() -> str | None:
         except (ImportError, AttributeError):
             return (
                 f"jaxmoe's weight transfer needs {module}.{path}, which vLLM {version()} does "
-                f"not have; it knows vLLM {', '.join(KNOWN)}. Type: "
-                f"pip install 'vllm=={KNOWN[-1]}.*'"
+                f"not have; it was tested with vLLM {', '.join(TESTED)}. Type: "
+                f"pip install 'vllm=={TESTED[-1]}.*'"
             )
     return None
 

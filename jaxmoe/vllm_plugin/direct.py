@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU to GPU: vLLM's own NCCL and CUDA IPC engines, with our loading and our books.
+"""GPU to GPU: vLLM's own NCCL and CUDA IPC engines, with our loading and checks.
 
-How tensors travel stays vLLM's; `update_info` carries the publication's manifest beside what vLLM
-asks for, and one call of update_weights brings a whole publication.
+How tensors travel stays vLLM's; `update_info` carries the update's manifest beside what vLLM asks
+for, and one call of update_weights brings a whole update.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from jaxmoe.vllm_plugin import manifest
 from jaxmoe.vllm_plugin.ipc_memory import opened
 from jaxmoe.vllm_plugin.loaded_state import LoadedState
 from jaxmoe.vllm_plugin.manifest import Manifest
-from jaxmoe.vllm_plugin.transfer import Publications
+from jaxmoe.vllm_plugin.transfer import VerifiedTransfer
 
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -46,22 +46,22 @@ class IpcUpdateInfo(IPCWeightTransferUpdateInfo):
     manifest: dict[str, Any] = field(default_factory=dict)
 
 
-class Direct(Publications):
+class DirectTransfer(VerifiedTransfer):
     """What the two have in common."""
 
     def start_weight_update(self) -> None:
-        """Nothing yet: a publication that is refused must leave the model as it is."""
+        """Nothing yet: an update that is rejected must leave the model as it is."""
 
     def receive(self, info: Any, arrive: Callable[[Any], None]) -> None:
         """Have vLLM's engine `arrive` hand its tensors to us instead of the model.
 
-        Raises Refused before any tensor moves where the announced ones are not the manifest's.
+        Raises UpdateRejected before any tensor moves where those announced are not the manifest's.
         """
-        asked = manifest.parse(info.manifest, "update_info.manifest")
-        self.check(asked)
-        manifest.refuse(asked.label, _unlike(asked, info))
+        expected = manifest.parse(info.manifest, "update_info.manifest")
+        self.check(expected)
+        manifest.reject(expected.label, _unlike(expected, info))
         model = self.model
-        with self.publication(asked) as take:
+        with self.receiving(expected) as take:
             self.model = SimpleNamespace(load_weights=take)
             try:
                 arrive(info)
@@ -69,7 +69,7 @@ class Direct(Publications):
                 self.model = model
 
 
-class Nccl(Direct, NCCLWeightTransferEngine):
+class NcclTransfer(DirectTransfer, NCCLWeightTransferEngine):
     """Backend "jaxmoe_nccl": broadcasts from the trainer."""
 
     update_info_cls = NcclUpdateInfo
@@ -77,16 +77,16 @@ class Nccl(Direct, NCCLWeightTransferEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.held = LoadedState()
+        self.loaded_state = LoadedState()
 
     def receive_weights(self, update_info: NcclUpdateInfo) -> None:
         self.receive(update_info, super().receive_weights)
 
     def finish_weight_update(self) -> None:
-        """Nothing left: the model is whole again as soon as a publication is received."""
+        """Nothing left: the model is whole again as soon as an update is received."""
 
 
-class Ipc(Direct, IPCWeightTransferEngine):
+class IpcTransfer(DirectTransfer, IPCWeightTransferEngine):
     """Backend "jaxmoe_ipc": memory of a GPU that trainer and vLLM share."""
 
     update_info_cls = IpcUpdateInfo
@@ -94,12 +94,12 @@ class Ipc(Direct, IPCWeightTransferEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.held = LoadedState()
+        self.loaded_state = LoadedState()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Handles of our trainer are [handle, offset]; torch's own, longer ones vLLM opens."""
-        places = update_info.ipc_handles
-        ours = isinstance(places, list) and all(len(p) == 2 for by in places for p in by.values())
+        handles = update_info.ipc_handles
+        ours = isinstance(handles, list) and all(len(p) == 2 for by in handles for p in by.values())
         with ExitStack() as memory:  # the trainer's: let go whatever comes of it
             take = partial(self._open, memory)
             self.receive(update_info, take if ours else super().receive_weights)
@@ -115,12 +115,12 @@ class Ipc(Direct, IPCWeightTransferEngine):
         self._packed_importer.close()
 
 
-def _unlike(asked: Manifest, info: Any) -> list[str]:
+def _unlike(expected: Manifest, info: Any) -> list[str]:
     """What is announced and is not the manifest's."""
     said = dict(zip(info.names, zip(info.dtype_names, info.shapes, strict=True), strict=True))
-    problems = [f"{name} is not announced" for name in asked.tensors if name not in said]
+    problems = [f"{name} is not announced" for name in expected.tensors if name not in said]
     for name, (dtype, shape) in said.items():
-        tensor = asked.tensors.get(name)
+        tensor = expected.tensors.get(name)
         if tensor is None:
             problems.append(f"{name} is announced and not in the manifest")
         elif (dtype, tuple(shape)) != (_TORCH[tensor.dtype], tensor.shape):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer's tensors in the memory of this process's GPU, opened from the driver's handles.
 
-NOTHING HERE HAS RUN ON A GPU. Next: jaxmoe/weight_sync/cuda_ipc.py, which makes the handles.
+Not yet tested on GPU. Next: jaxmoe/weight_sync/cuda_ipc.py, which makes the handles.
 """
 
 import base64
@@ -14,15 +14,10 @@ from typing import Any
 
 import torch
 
-from jaxmoe.vllm_plugin.manifest import Refused
+from jaxmoe.vllm_plugin.manifest import UpdateRejected
+from jaxmoe.weight_sync.ipc_handle import IpcMemHandle
 
 _PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
-
-
-class Handle(ctypes.Structure):
-    """CUipcMemHandle, passed by value."""
-
-    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
 class _Memory:
@@ -46,14 +41,14 @@ def opened(
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:  # fmt: skip
     """(name, tensor) of update_info's names; the memory is the trainer's, until this ends.
 
-    `gpu` is this process's GPU, by UUID. Raises Refused for handles of another one.
+    `gpu` is this process's GPU, by UUID. Raises UpdateRejected for handles of another one.
     """
     cuda = driver or ctypes.CDLL("libcuda.so.1")
     bases = dict[str, int]()
     try:
         yield [
-            (name, _tensor(cuda, bases, place, gpu, view, dtype, shape))
-            for name, dtype, shape, place in zip(
+            (name, _tensor(cuda, bases, handles, gpu, view, dtype, shape))
+            for name, dtype, shape, handles in zip(
                 info.names, info.dtype_names, info.shapes, info.ipc_handles, strict=True
             )
         ]
@@ -63,15 +58,15 @@ def opened(
 
 
 def _tensor(
-    cuda: Any, bases: dict[str, int], place: Mapping[str, Sequence[Any]], gpu: str,
+    cuda: Any, bases: dict[str, int], handles: Mapping[str, Sequence[Any]], gpu: str,
     view: Callable[[int, int], torch.Tensor], dtype: str, shape: Sequence[int],
 ) -> torch.Tensor:  # fmt: skip
-    if gpu not in place:
-        raise Refused(
-            f"the trainer's weights lie on GPU {', '.join(place)}, vLLM runs on {gpu}: memory can "
-            "be shared on one GPU only. Try --set rollout.vllm.way=files."
+    if gpu not in handles:
+        raise UpdateRejected(
+            f"the trainer's weights lie on GPU {', '.join(handles)}, vLLM runs on {gpu}: memory "
+            "can be shared on one GPU only. Try --set rollout.vllm.transport=files."
         )
-    handle, offset = place[gpu]
+    handle, offset = handles[gpu]
     if handle not in bases:
         bases[handle] = _open(cuda, base64.b64decode(handle))
     kind = getattr(torch, dtype)
@@ -82,8 +77,8 @@ def _tensor(
 def _open(cuda: Any, handle: bytes) -> int:
     base = c_void_p()
     status = cuda.cuIpcOpenMemHandle_v2(
-        byref(base), Handle.from_buffer_copy(handle), c_uint(_PEERS)
+        byref(base), IpcMemHandle.from_buffer_copy(handle), c_uint(_PEERS)
     )
     if status != 0 or base.value is None:
-        raise Refused(f"cuIpcOpenMemHandle failed with CUDA error {status}")
+        raise UpdateRejected(f"cuIpcOpenMemHandle failed with CUDA error {status}")
     return base.value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine holds, by digests: what it received, what lives in its model, what is stale.
+"""What a vLLM worker has loaded, by digests: what it received, what is live, what is stale.
 
 A loader that drops a tensor says nothing, so vLLM's word that weights are loaded is not enough.
 Plain Python; live.py makes the digests. Next: worker.py, which reports this to the trainer.
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmoe.vllm_plugin.names import feeds
+from jaxmoe.vllm_plugin.names import parameter_of
 
 
 @dataclass(frozen=True)
-class Fed:
+class ExpectedParameter:
     """A received tensor in the form that its parameter should have taken."""
 
     digest: str
@@ -23,7 +23,7 @@ class Fed:
 
 @dataclass
 class LoadedState:
-    """Book of one engine; `label` is None while its weights are of no one whole publication."""
+    """Of one transfer engine; `label` is None while its weights are of no one whole update."""
 
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     label: str | None = None
@@ -31,40 +31,46 @@ class LoadedState:
     live: dict[str, str] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-    _loaded: dict[str, str] = field(default_factory=dict)  # what the live parameter came from
+    _source: dict[str, str] = field(default_factory=dict)  # what the live parameter came from
 
-    def publish(
+    def record(
         self,
         label: str,
         received: Mapping[str, str],
-        fed: Mapping[str, Fed],
+        expected: Mapping[str, ExpectedParameter],
         before: Mapping[str, str],
         after: Mapping[str, str],
         unreadable: list[str],
     ) -> None:
-        """Write down a publication; `before` and `after` are digests of the live parameters."""
+        """Record a weight update; `before` and `after` are digests of the live parameters."""
         self.received, self.live = dict(received), dict(after)
-        unseen = {feeds(name) for name in fed} - set(after)
+        unseen = {parameter_of(name) for name in expected} - set(after)
         self.unreadable = sorted(unseen | set(unreadable))
-        self.stale = [name for name in fed if not self._took(name, fed[name], before, after)]
+        self.stale = [
+            name for name in expected if not self._is_loaded(name, expected[name], before, after)
+        ]
         self.label = label
 
-    def _took(
-        self, name: str, fed: Fed, before: Mapping[str, str], after: Mapping[str, str]
+    def _is_loaded(
+        self,
+        name: str,
+        expected: ExpectedParameter,
+        before: Mapping[str, str],
+        after: Mapping[str, str],
     ) -> bool:
-        """Whether a parameter holds what it was fed; what cannot be read is believed."""
-        parameter = feeds(name)
+        """Whether a parameter holds what it should; what cannot be read is taken to."""
+        parameter = parameter_of(name)
         now = after.get(parameter)
         if now is None:
             return True
-        if fed.exact:
-            return now == fed.digest
+        if expected.exact:
+            return now == expected.digest
         if now != before.get(parameter):
-            self._loaded[name] = fed.digest
-        # of the first publication alone nothing can be said: the same weights change nothing
-        return self._loaded.setdefault(name, fed.digest) == fed.digest
+            self._source[name] = expected.digest
+        # of the first update alone nothing can be said: the same weights change nothing
+        return self._source.setdefault(name, expected.digest) == expected.digest
 
-    def torn(self) -> None:
+    def invalidate(self) -> None:
         """Weights are changing, or a change of them broke off."""
         self.label = None
 

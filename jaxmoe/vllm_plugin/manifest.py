@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A publication's manifest, and the checks that come before anything of it is loaded.
+"""A weight update's manifest, and the checks that come before anything of it is loaded.
 
-A publication is a directory of *.safetensors and manifest.json; the manifest says which tensors
-it must hold, with which bytes. Next: transfer.py.
+An update in files is a directory of *.safetensors and manifest.json; the manifest says which
+tensors it must hold, with which bytes. Next: transfer.py.
 """
 
 import json
@@ -16,8 +16,8 @@ FORMAT = 1
 WIDTH = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element; names as safetensors spells them
 
 
-class Refused(RuntimeError):
-    """A publication that must not be loaded, or was found wrong while loading; names why."""
+class UpdateRejected(RuntimeError):
+    """A weight update that must not be loaded, or was found wrong while loading; names why."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorSpan:
     """Where a tensor lies, by a file's header."""
 
     path: Path
@@ -54,10 +54,10 @@ class Held:
 
 
 def parse(raw: Mapping[str, Any], where: str) -> Manifest:
-    """The manifest of manifest.json's content. Raises Refused where it is not one."""
+    """The manifest of manifest.json's content. Raises UpdateRejected where it is not one."""
     try:
         if raw["format"] != FORMAT:
-            raise Refused(
+            raise UpdateRejected(
                 f"{where}: format must be {FORMAT}, got {raw['format']!r}. Trainer and vLLM must "
                 "have the same jaxmoe: pip install --no-deps -U jaxmoe in both."
             )
@@ -67,50 +67,52 @@ def parse(raw: Mapping[str, Any], where: str) -> Manifest:
         }
         return Manifest(str(raw["run"]), int(raw["version"]), tensors)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Refused(f"{where} must hold format, run, version and tensors; {error!r}.") from error
+        raise UpdateRejected(
+            f"{where} must hold format, run, version and tensors; {error!r}."
+        ) from error
 
 
 def read(directory: Path) -> Manifest:
-    """DIRECTORY/manifest.json. Raises Refused where there is none or it is not whole."""
+    """DIRECTORY/manifest.json. Raises UpdateRejected where there is none or it is not whole."""
     path = directory / "manifest.json"
     try:
         return parse(json.loads(path.read_text()), str(path))
     except (OSError, json.JSONDecodeError) as error:
-        raise Refused(f"{path} must be a publication's manifest; {error}.") from error
+        raise UpdateRejected(f"{path} must be a weight update's manifest; {error}.") from error
 
 
 def check_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises Refused, naming the tensors, where a manifest is not of a model of these shapes."""
-    refuse(manifest.label, list(_against_model(manifest, shapes)))
+    """Raises UpdateRejected, naming them, for tensors that are not of a model of these shapes."""
+    reject(manifest.label, list(_against_model(manifest, shapes)))
 
 
-def check_files(manifest: Manifest, directory: Path) -> dict[str, Held]:
+def check_files(manifest: Manifest, directory: Path) -> dict[str, TensorSpan]:
     """Where each tensor of a manifest lies, from the files' headers.
 
-    Raises Refused, naming them, for tensors that are absent, unknown, cut off or unlike the
+    Raises UpdateRejected, naming them, for tensors that are absent, unknown, cut off or unlike the
     manifest.
     """
-    found: dict[str, Held] = {}
+    found: dict[str, TensorSpan] = {}
     problems: list[str] = []
     for path in sorted(directory.glob("*.safetensors")):
-        for name, held in _header(path):
+        for name, span in _header(path):
             if name in found:
                 problems.append(f"{name} is in {found[name].path.name} and in {path.name}")
-            found[name] = held
-            if held.end > path.stat().st_size:
+            found[name] = span
+            if span.end > path.stat().st_size:
                 problems.append(
-                    f"{name} ends at byte {held.end} of {path.name}, which has "
+                    f"{name} ends at byte {span.end} of {path.name}, which has "
                     f"{path.stat().st_size}: cut off"
                 )
-    refuse(manifest.label, problems + list(_against_files(manifest, found, directory)))
+    reject(manifest.label, problems + list(_against_files(manifest, found, directory)))
     return found
 
 
-def refuse(label: str, problems: list[str]) -> None:
-    """Raises Refused with the first few problems, where there are any."""
+def reject(label: str, problems: list[str]) -> None:
+    """Raises UpdateRejected with the first few problems, where there are any."""
     if problems:
         more = f"; and {len(problems) - 6} more like these" if len(problems) > 6 else ""
-        raise Refused(f"weights {label} are refused: {'; '.join(problems[:6])}{more}.")
+        raise UpdateRejected(f"weights {label} are rejected: {'; '.join(problems[:6])}{more}.")
 
 
 def _against_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -127,26 +129,28 @@ def _against_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) ->
             yield f"{name} is no tensor of the engine's model"
 
 
-def _against_files(manifest: Manifest, found: dict[str, Held], directory: Path) -> Iterator[str]:
+def _against_files(
+    manifest: Manifest, found: dict[str, TensorSpan], directory: Path
+) -> Iterator[str]:
     for name, tensor in manifest.tensors.items():
-        held = found.get(name)
-        if held is None:
+        span = found.get(name)
+        if span is None:
             yield f"{name} is in no *.safetensors of {directory}"
-        elif (held.dtype, held.shape) != (tensor.dtype, tensor.shape):
+        elif (span.dtype, span.shape) != (tensor.dtype, tensor.shape):
             yield (
                 f"{name} must be {tensor.dtype} {list(tensor.shape)} by the manifest, is "
-                f"{held.dtype} {list(held.shape)} in {held.path.name}"
+                f"{span.dtype} {list(span.shape)} in {span.path.name}"
             )
         elif not tensor.digest:
             yield f"{name} has no digest in the manifest"
-        elif held.end - held.begin != math.prod(held.shape) * WIDTH[held.dtype]:
-            yield f"{name} has {held.end - held.begin} bytes in {held.path.name}, a damaged header"
+        elif span.end - span.begin != math.prod(span.shape) * WIDTH[span.dtype]:
+            yield f"{name} has {span.end - span.begin} bytes in {span.path.name}, a damaged header"
     for name in found:
         if name not in manifest.tensors:
             yield f"{name} is in {found[name].path.name} and not in the manifest"
 
 
-def _header(path: Path) -> Iterator[tuple[str, Held]]:
+def _header(path: Path) -> Iterator[tuple[str, TensorSpan]]:
     """A safetensors file: eight bytes of length, a JSON header, the tensors' bytes."""
     try:
         with open(path, "rb") as file:
@@ -157,6 +161,6 @@ def _header(path: Path) -> Iterator[tuple[str, Held]]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            yield name, Held(path, entry["dtype"], tuple(entry["shape"]), begin, end)
+            yield name, TensorSpan(path, entry["dtype"], tuple(entry["shape"]), begin, end)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refused(f"{path} must be a whole safetensors file; {error}.") from error
+        raise UpdateRejected(f"{path} must be a whole safetensors file; {error}.") from error

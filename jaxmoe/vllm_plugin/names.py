@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a GPT-OSS checkpoint, and the parameters of vLLM that each of them feeds."""
+"""Tensors of a GPT-OSS checkpoint, and the parameters of vLLM that each of them goes into."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ def checkpoint_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def feeds(name: str) -> str:
+def parameter_of(name: str) -> str:
     """The parameter of vLLM's model, or the part of a fused one, that a tensor goes into."""
     if name == "model.embed_tokens.weight":
         return "model.embedding.weight"

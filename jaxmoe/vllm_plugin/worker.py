@@ -11,8 +11,8 @@ from typing import Any
 class Worker:
     """Mixed by vLLM into its own worker class; `self` is that worker."""
 
-    def jaxmoe_held(self) -> dict[str, Any]:
-        """What this worker holds: digests of what it received and of its live parameters.
+    def jaxmoe_loaded_state(self) -> dict[str, Any]:
+        """What this worker has loaded: digests of what it received and of its live parameters.
 
         JSON-able. Cost: one pass over the parameters where they are (live.py).
         """
@@ -22,11 +22,13 @@ class Worker:
         from jaxmoe.vllm_plugin.names import SIZES
 
         worker: Any = self
-        held = getattr(worker.weight_transfer_engine, "held", None) or LoadedState(instance="")
+        state = getattr(worker.weight_transfer_engine, "loaded_state", None) or LoadedState(
+            instance=""
+        )
         config = worker.vllm_config.model_config
         model = {name: getattr(config.hf_text_config, name, None) for name in SIZES}
         model["dtype"] = str(config.dtype).removeprefix("torch.")
-        report = held.report(*digests(worker.model_runner.get_model()))
+        report = state.report(*digests(worker.model_runner.get_model()))
         return report | {
             "vllm": compat.version(), "model": model, "logprobs_mode": config.logprobs_mode,
             "replicas": worker.vllm_config.parallel_config.data_parallel_size,

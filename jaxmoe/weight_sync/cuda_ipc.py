@@ -5,9 +5,9 @@ vLLM's own IPC engine takes pickled arguments of a private function of torch. He
 the driver's 64-byte handle of its allocation and its offset in it, which JSON can carry; our
 plugin opens them. It needs one GPU for both (no tensor parallelism beyond it), memory of the
 driver's plain allocator (XLA_PYTHON_CLIENT_ALLOCATOR must not be cuda_async), and room on it for
-a whole copy of the published weights.
+a whole copy of the weights.
 
-NOTHING HERE HAS RUN ON A GPU. The calls are tested with a driver that writes them down.
+Not yet tested on GPU: the calls are tested with a driver that records them.
 Next: jaxmoe/vllm_plugin/ipc_memory.py, which opens the handles.
 """
 
@@ -23,16 +23,11 @@ from jaxmoe.checkpoint.hf import entries, leaf_of
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan
+from jaxmoe.weight_sync.ipc_handle import IpcMemHandle
+from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan, sent_as
 
 
-class Handle(ctypes.Structure):
-    """CUipcMemHandle, and with room to spare CUuuid: bytes without meaning to us."""
-
-    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
-
-
-def handles(
+def share_ipc_handles(
     params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, device: Any = None,
     driver: Any = None,
 ) -> WeightUpdate:  # fmt: skip
@@ -47,15 +42,15 @@ def handles(
     manifest = empty_manifest(planned, run, version)
     fill_digests(params, cfg, planned, manifest)
     arrays = [
-        device_tensor(leaf_of(params, e), e.pair, e.layout, e.shape, dtype, cuda.device)
+        device_tensor(leaf_of(params, e), e.pair, e.layout, e.shape, sent_as(e, dtype), cuda.device)
         for e in entries(cfg)
     ]
-    where = [cuda.place(array) for array in jax.block_until_ready(arrays)]
+    where = [cuda.handle_of(array) for array in jax.block_until_ready(arrays)]
     update_info = {
         "names": [name for name, _, _ in planned],
-        "dtype_names": [dtype] * len(planned),
+        "dtype_names": [sent_as(e, dtype) for e in entries(cfg)],
         "shapes": [list(shape) for _, _, shape in planned],
-        "ipc_handles": [{cuda.uuid: place} for place in where],
+        "ipc_handles": [{cuda.uuid: handle} for handle in where],
         "manifest": manifest,
     }
     return WeightUpdate(manifest, update_info, close=arrays.clear)
@@ -66,7 +61,7 @@ class _Driver:
 
     def __init__(self, library: Any, device: Any) -> None:
         self._library, self.device = library, device
-        number, context, name = c_int(), c_void_p(), Handle()
+        number, context, name = c_int(), c_void_p(), IpcMemHandle()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", byref(number), c_int(device.local_hardware_id or 0))
         self._call("cuDeviceGetUuid_v2", byref(name), number)
@@ -74,10 +69,10 @@ class _Driver:
         self._call("cuCtxSetCurrent", context)
         self.uuid = str(uuid.UUID(bytes=bytes(name.reserved[:16])))
 
-    def place(self, array: jax.Array) -> list[Any]:
+    def handle_of(self, array: jax.Array) -> list[Any]:
         """[handle of the allocation, base64; where in it the array begins, bytes]."""
         at, base, size = array.unsafe_buffer_pointer(), c_void_p(), c_size_t()
-        handle = Handle()
+        handle = IpcMemHandle()
         self._call("cuMemGetAddressRange_v2", byref(base), byref(size), c_void_p(at))
         self._call("cuIpcGetMemHandle", byref(handle), base)
         return [base64.b64encode(bytes(handle.reserved)).decode(), at - (base.value or 0)]
@@ -88,7 +83,7 @@ class _Driver:
             raise EngineError(
                 f"{name} failed with CUDA error {status}. Memory can be shared where trainer and "
                 "vLLM use one GPU and XLA_PYTHON_CLIENT_ALLOCATOR is not cuda_async; try "
-                "--set rollout.vllm.way=files."
+                "--set rollout.vllm.transport=files."
             )
 
 
@@ -97,6 +92,6 @@ def _library() -> ctypes.CDLL:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise ConfigError(
-            "rollout.vllm.way=ipc needs an NVIDIA GPU and its driver (libcuda.so.1), which is not "
-            "to be found here. Try --set rollout.vllm.way=files."
+            "rollout.vllm.transport=ipc needs an NVIDIA GPU and its driver (libcuda.so.1), which "
+            "is not to be found here. Try --set rollout.vllm.transport=files."
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of one engine's publications: removed in the end, or by the next engine that opens
+"""The folder of one engine's weight files: removed in the end, or by the next engine that opens
 where this one was killed. It may be memory, so nothing of it may stay behind.
 
 Next: jaxmoe/weight_sync/files.py writes into it.

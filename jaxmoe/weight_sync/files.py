@@ -3,7 +3,7 @@
 
 Fresh pages of shared memory cost more than the bytes in them. So a version is written over one
 that nobody reads any more, and there through a mapping, which saves the kernel's copy.
-Next: jaxmoe/weight_sync/update.py makes the pieces, directory.py removes what is left.
+Next: jaxmoe/weight_sync/update.py converts the tensors, directory.py removes what is left.
 """
 
 import json
@@ -29,84 +29,84 @@ MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class PublishedFile(WeightUpdate):
+class WeightFile(WeightUpdate):
     """`pages`: the bytes of its file, where they are mapped; `inode`: of which file."""
 
     pages: NDArray[np.uint8] | None = None
     inode: int = 0
 
 
-def files(
+def write_files(
     params: Params, cfg: ModelConfig, directory: str | Path, *, dtype: str, run: str, version: int,
-    over: PublishedFile | None = None,
-) -> PublishedFile:  # fmt: skip
+    reuse: WeightFile | None = None,
+) -> WeightFile:  # fmt: skip
     """Write `directory`/jaxmoe-<run>/<version>/ with model.safetensors and manifest.json.
 
-    Written aside and renamed, so that the folder is whole or absent; an older one of the same
-    version is replaced. `over` is an earlier publication of this run that nobody reads any more:
-    its file is written over. Memory beyond params and file: a few MiB per core, and where devices
+    Written beside it and renamed, so that the folder is whole or absent; an older one of the same
+    version is replaced. `reuse` is an earlier version of this run that nobody reads any more: its
+    file is written over. Memory beyond params and file: a few MiB per core, and where devices
     share a tensor one tensor, gathered. Over several processes all must call; the first one
     writes, and alone has the digests.
     Raises ConfigError where the directory is full or cannot be written.
     """
-    home = Path(directory).absolute() / f"jaxmoe-{run}"  # a server may stand in another folder
-    final, aside = home / str(version), home / f"{version}.partial"
+    run_dir = Path(directory).absolute() / f"jaxmoe-{run}"  # a server may stand in another folder
+    final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
     planned = plan(params, cfg, dtype)
     manifest = empty_manifest(planned, run, version)
     info, close = {"path": str(final)}, partial(_remove, final)
     if jax.process_index() > 0:
         for entry in entries(cfg):
             gather_entry(params, entry)
-        return PublishedFile(manifest, info, close=close)
+        return WeightFile(manifest, info, close=close)
     begin = header(planned)
     nbytes = sum(map(planned_bytes, planned))
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        reused = over is not None and _take_over(over, aside, len(begin) + nbytes)
+        shutil.rmtree(partial_dir, ignore_errors=True)
+        partial_dir.mkdir(parents=True)
+        reused = reuse is not None and _move_here(reuse, partial_dir, len(begin) + nbytes)
         if not reused:
-            _require_room(aside, nbytes)
+            _require_room(partial_dir, nbytes)
         # no fsync: what a crash of the machine leaves is of no use
-        with open(aside / SINGLE, "r+b" if reused else "wb") as file:
+        with open(partial_dir / SINGLE, "r+b" if reused else "wb") as file:
             file.write(begin)
             file.flush()
             inode = os.fstat(file.fileno()).st_ino
-            pages = _mapped(file.fileno(), over) if over is not None and reused else None
+            pages = _mapped(file.fileno(), reuse) if reuse is not None and reused else None
             if pages is None:
                 write = partial(_write_all, file.fileno(), len(begin))
-                fill_digests(params, cfg, planned, manifest, pass_on=write)
+                fill_digests(params, cfg, planned, manifest, write=write)
             else:
                 fill_digests(params, cfg, planned, manifest, out=pages[len(begin) :])
-        (aside / "manifest.json").write_text(json.dumps(manifest))
+        (partial_dir / "manifest.json").write_text(json.dumps(manifest))
         shutil.rmtree(final, ignore_errors=True)
-        aside.replace(final)
+        partial_dir.replace(final)
     except OSError as error:
-        _remove(aside)
+        _remove(partial_dir)
         raise ConfigError(
             f"rollout.vllm.weights_dir ({directory}) must take the weights; {error}. "
             "Free some space, or try --set rollout.vllm.weights_dir=ANOTHER_FOLDER."
         ) from error
     except BaseException:
-        _remove(aside)
+        _remove(partial_dir)
         raise
-    return PublishedFile(manifest, info, close=close, pages=pages, inode=inode)
+    return WeightFile(manifest, info, close=close, pages=pages, inode=inode)
 
 
-def _take_over(over: PublishedFile, aside: Path, nbytes: int) -> bool:
+def _move_here(reuse: WeightFile, partial_dir: Path, nbytes: int) -> bool:
     """Move the file of an older version here, if it has the size that is needed; remove the rest.
 
     Its manifest goes first: what is half written over is not to be taken for a version.
     """
-    old = Path(over.update_info["path"])
+    old = Path(reuse.update_info["path"])
     with suppress(OSError):
         (old / "manifest.json").unlink()
         if (old / SINGLE).stat().st_size == nbytes:
-            (old / SINGLE).replace(aside / SINGLE)
+            (old / SINGLE).replace(partial_dir / SINGLE)
     shutil.rmtree(old, ignore_errors=True)
-    return (aside / SINGLE).exists()
+    return (partial_dir / SINGLE).exists()
 
 
-def _mapped(file: int, over: PublishedFile) -> NDArray[np.uint8] | None:
+def _mapped(file: int, reuse: WeightFile) -> NDArray[np.uint8] | None:
     """The file's bytes, where they are memory and every page is there; None on a disk.
 
     A mapped page that the filesystem has no room for would end the process, and when others see
@@ -115,8 +115,8 @@ def _mapped(file: int, over: PublishedFile) -> NDArray[np.uint8] | None:
     status = os.fstat(file)
     if not MEMORY.is_dir() or status.st_dev != MEMORY.stat().st_dev:
         return None
-    if over.pages is not None and over.inode == status.st_ino:
-        return over.pages
+    if reuse.pages is not None and reuse.inode == status.st_ino:
+        return reuse.pages
     pages = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return np.frombuffer(pages, np.uint8)
 

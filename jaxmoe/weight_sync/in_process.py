@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxmoe.checkpoint.hf import entries, gather_entry, leaf_of
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan
+from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan, sent_as
 
 
 @runtime_checkable
@@ -29,14 +29,14 @@ class Mailbox(Protocol):
     def take(self, key: str) -> object: ...
 
 
-def shared(
+def share_in_process(
     params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, mailbox: Mailbox
 ) -> WeightUpdate:
     """Leave the weights in this process's mailbox, as {"mailbox": "<run>:<version>"}.
 
     Nothing is copied but what must be: gate and up are interleaved and dtypes cast one tensor at
     a time, while the engine asks for it; matrices are transposed views. `params` must stay until
-    the engine has taken them. They are taken once: to publish them again, call this again.
+    the engine has taken them. They are taken once: to send them again, call this again.
     """
     planned = plan(params, cfg, dtype)
     manifest = empty_manifest(planned, run, version)
@@ -53,7 +53,6 @@ def _take_back(mailbox: Mailbox, key: str) -> None:
 def _tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str, Any]]:
     import torch
 
-    wanted = getattr(torch, dtype)
     for entry in entries(cfg):
         leaf = leaf_of(params, entry)
         if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
@@ -65,7 +64,7 @@ def _tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str
             tensor = tensor.t()
         if entry.layout in ("pad_rows", "transpose_pad"):
             tensor = tensor[: cfg.vocab_size]
-        tensor = tensor.to(wanted)
+        tensor = tensor.to(getattr(torch, sent_as(entry, dtype)))
         if entry.layout in ("gate_up", "gate_up_bias"):
             half = tensor.shape[-1] // 2
             halves = (tensor[..., :half], tensor[..., half:])

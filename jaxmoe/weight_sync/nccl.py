@@ -5,8 +5,8 @@ vLLM's own transfer engine is at the other end, as rank 1 and up. Both sides ent
 with one unique id, then a sum of one float32, then one broadcast from rank 0 for each tensor, in
 the order that update_info announces.
 
-NOTHING HERE HAS RUN ON A GPU. The calls, their order and arguments are tested with a library that
-writes them down. Next: jaxmoe/vllm_plugin/direct.py, which receives.
+Not yet tested on GPU: the calls, their order and arguments are tested with a library that records
+them. Next: jaxmoe/vllm_plugin/direct.py, which receives.
 """
 
 import base64
@@ -24,7 +24,7 @@ from jaxmoe.checkpoint.hf import entries, leaf_of
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan
+from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan, sent_as
 
 TYPES = {"float32": 7, "bfloat16": 9}  # ncclDataType_t of nccl.h
 _SUM = 0  # ncclRedOp_t
@@ -41,7 +41,7 @@ class UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_ubyte * 128)]
 
 
-class Group:
+class NcclGroup:
     """The trainer as rank 0, and `workers` processes of vLLM.
 
     `init_info` is for vLLM's init_weight_transfer_engine; `join` must run beside that call, since
@@ -107,7 +107,7 @@ class Group:
             text.restype = ctypes.c_char_p
             raise EngineError(
                 f"{name} failed: {text(c_int(status)).decode()}. NCCL_DEBUG=INFO tells more; try "
-                "--set rollout.vllm.way=files."
+                "--set rollout.vllm.transport=files."
             )
 
     def _cuda_call(self, name: str, *arguments: Any) -> None:
@@ -117,7 +117,7 @@ class Group:
 
 
 def broadcast(
-    group: Group, params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int
+    group: NcclGroup, params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int
 ) -> WeightUpdate:
     """Weights that `send` broadcasts in the order of update_info, one tensor at a time.
 
@@ -129,7 +129,7 @@ def broadcast(
     fill_digests(params, cfg, planned, manifest)
     update_info = {
         "names": [name for name, _, _ in planned],
-        "dtype_names": [dtype] * len(planned),
+        "dtype_names": [sent_as(e, dtype) for e in entries(cfg)],
         "shapes": [list(shape) for _, _, shape in planned],
         "manifest": manifest,
     }
@@ -137,10 +137,11 @@ def broadcast(
     return WeightUpdate(manifest, update_info, send=send)
 
 
-def _send(group: Group, params: Params, cfg: ModelConfig, dtype: str) -> None:
+def _send(group: NcclGroup, params: Params, cfg: ModelConfig, dtype: str) -> None:
     for entry in entries(cfg):
         leaf, layout = leaf_of(params, entry), entry.layout
-        array = device_tensor(leaf, entry.pair, layout, entry.shape, dtype, group.device)
+        kind = sent_as(entry, dtype)
+        array = device_tensor(leaf, entry.pair, layout, entry.shape, kind, group.device)
         group.send(jax.block_until_ready(array))
 
 
@@ -153,17 +154,16 @@ def _library(name: str) -> ctypes.CDLL:
     file, folders = _LIBRARIES[name]
     nvidia = find_spec("nvidia")
     roots = (
-        [Path(place).parent for place in (nvidia.submodule_search_locations or [])]
-        if nvidia
-        else []
+        [Path(path).parent for path in (nvidia.submodule_search_locations or [])] if nvidia else []
     )
-    places = [file, *(str(root / folder / "lib" / file) for root in roots for folder in folders)]
-    for place in places:
+    paths = [file, *(str(root / folder / "lib" / file) for root in roots for folder in folders)]
+    for path in paths:
         try:
-            return ctypes.CDLL(place)
+            return ctypes.CDLL(path)
         except OSError:
             continue
     raise ConfigError(
-        f"rollout.vllm.way=nccl needs {file}, which is not to be found here. Type pip install "
-        "'jax[cuda13]' on a machine with NVIDIA GPUs, or --set rollout.vllm.way=files."
+        f"rollout.vllm.transport=nccl needs {file}, which is not to be found here. Type "
+        "pip install 'jax[cuda13]' on a machine with NVIDIA GPUs, or --set "
+        "rollout.vllm.transport=files."
     )

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way to an engine: a publication is what one version is announced with.
+"""One version of the weights as an engine is told of it, whatever the transport.
 
-Every way takes the same arguments and returns a `WeightUpdate`:
+Every transport takes the same arguments and returns a `WeightUpdate`:
 
-    files(params, cfg, directory, *, dtype, run, version) -> WeightUpdate  files.py
-    shared(params, cfg, *, dtype, run, version, mailbox)  in_process.py, by DLPack
-    broadcast(group, params, cfg, *, dtype, run, version) nccl.py
-    handles(params, cfg, *, dtype, run, version)          cuda_ipc.py, CUDA
+    write_files(params, cfg, directory, *, dtype, run, version)      files.py
+    share_in_process(params, cfg, *, dtype, run, version, mailbox)   in_process.py, by DLPack
+    broadcast(group, params, cfg, *, dtype, run, version)            nccl.py
+    share_ipc_handles(params, cfg, *, dtype, run, version)           cuda_ipc.py
 
-    with files(params, cfg, directory, dtype="float32", run=run, version=3) as published:
-        post("update_weights", {"update_info": published.update_info})   # published.send() beside
-        held["received"] == published.digests      # once send() and the update have both ended
+    with write_files(params, cfg, directory, dtype="float32", run=run, version=3) as update:
+        post("update_weights", {"update_info": update.update_info})   # update.send() beside
+        loaded["received"] == update.digests      # once send() and the update have both ended
 
-Next: jaxmoe/vllm/sync.py hands it over and checks what the engine then holds.
+Next: jaxmoe/vllm/sync.py sends it and checks what the engine then has loaded.
 """
 
 import os
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmoe.checkpoint.hf import Entry, check_params, entries, gather_entry, planned_tensors
+from jaxmoe.checkpoint.hf import Entry, check_params, entries, gather_entry, stored
 from jaxmoe.checkpoint.layouts import checkpoint_rows, flat_shape, row_pieces
 from jaxmoe.checkpoint.tensor_files import DTYPES as FILE_DTYPES
 from jaxmoe.checkpoint.tensor_files import Planned, planned_bytes
@@ -35,7 +35,7 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.weight_sync.checksum import digest, joined
 
-Manifest = dict[str, Any]
+ManifestDict = dict[str, Any]
 
 FORMAT = 1  # of the manifest
 DTYPES = ("bfloat16", "float32")  # vLLM's GPT-OSS takes packed experts at start-up only
@@ -55,7 +55,7 @@ class WeightUpdate:
     written; it may be called twice.
     """
 
-    manifest: Manifest
+    manifest: ManifestDict
     update_info: dict[str, Any]
     send: Callable[[], None] = _nothing
     close: Callable[[], None] = _nothing
@@ -84,7 +84,7 @@ def new_run() -> str:
     return secrets.token_hex(6)
 
 
-def empty_manifest(planned: list[Planned], run: str, version: int) -> Manifest:
+def empty_manifest(planned: list[Planned], run: str, version: int) -> ManifestDict:
     """The digests are still to come."""
     tensors = {n: {"dtype": d, "shape": list(s), "digest": ""} for n, d, s in planned}
     return {"format": FORMAT, "run": run, "version": version, "tensors": tensors}
@@ -97,41 +97,50 @@ def plan(params: Params, cfg: ModelConfig, dtype: str) -> list[Planned]:
     """
     if dtype not in DTYPES:
         raise ConfigError(
-            f"weights can be published as {' or '.join(DTYPES)}, got {dtype!r}. "
+            f"weights can be synced as {' or '.join(DTYPES)}, got {dtype!r}. "
             "Try --set rollout.vllm.dtype=bfloat16."
         )
     check_params(params, cfg)
-    return planned_tensors(cfg, dtype)
+    return [item for entry in entries(cfg) for item in stored(entry, sent_as(entry, dtype))]
+
+
+def sent_as(entry: Entry, dtype: str) -> str:
+    """The dtype in which a tensor travels: float32 where the trainer does not round it either.
+
+    An engine that computes in bfloat16 may round it when it loads; vLLM 0.32 rounds router,
+    norms, biases and sinks.
+    """
+    return dtype if entry.read == "compute" else "float32"
 
 
 def fill_digests(
-    params: Params, cfg: ModelConfig, planned: list[Planned], manifest: Manifest, *,
-    out: NDArray[np.uint8] | None = None, pass_on: Callable[[int, np.ndarray], None] | None = None,
+    params: Params, cfg: ModelConfig, planned: list[Planned], manifest: ManifestDict, *,
+    out: NDArray[np.uint8] | None = None, write: Callable[[int, np.ndarray], None] | None = None,
 ) -> None:  # fmt: skip
     """Digest every tensor as the checkpoint lays it out, piece by piece, on every core.
 
     Pieces are made in `out`, all tensors' bytes one after another, or in passing memory.
-    `pass_on` gets each, and its first byte counted from the first tensor's; from several
+    `write` gets each, and its first byte counted from the first tensor's; from several
     threads, in any order.
     """
     begin = 0
     with ThreadPoolExecutor(_cores()) as pool:
         for entry, item in zip(entries(cfg), planned, strict=True):
-            found = _digest_entry(pool, params, entry, FILE_DTYPES[item[1]], begin, out, pass_on)
+            found = _digest_entry(pool, params, entry, FILE_DTYPES[item[1]], begin, out, write)
             manifest["tensors"][entry.name]["digest"] = found
             begin += planned_bytes(item)
 
 
 def _digest_entry(
     pool: ThreadPoolExecutor, params: Params, entry: Entry, dtype: np.dtype, begin: int,
-    out: NDArray[np.uint8] | None, pass_on: Callable[[int, np.ndarray], None] | None,
+    out: NDArray[np.uint8] | None, write: Callable[[int, np.ndarray], None] | None,
 ) -> str:  # fmt: skip
     """One tensor; what was gathered of it is let go before the next.
 
     This thread takes pieces like the others: one that waits for each of theirs to end would
     take the interpreter's lock from them, at a fifth of the speed on two cores.
     """
-    piece = partial(_digest_piece, gather_entry(params, entry), entry, dtype, begin, out, pass_on)
+    piece = partial(_digest_piece, gather_entry(params, entry), entry, dtype, begin, out, write)
     spans = list(row_pieces(entry.shape, dtype.itemsize))
     left = iter(spans)  # of a list: several threads may draw from it
 
@@ -148,14 +157,14 @@ def _digest_entry(
 
 def _digest_piece(
     ours: np.ndarray, entry: Entry, dtype: np.dtype, begin: int, out: NDArray[np.uint8] | None,
-    pass_on: Callable[[int, np.ndarray], None] | None, span: tuple[int, int],
+    write: Callable[[int, np.ndarray], None] | None, span: tuple[int, int],
 ) -> tuple[int, str]:  # fmt: skip
     width = flat_shape(entry.shape)[1]
     first, stop = (row * width * dtype.itemsize for row in span)
     room = None if out is None else out[begin + first : begin + stop].view(dtype).reshape(-1, width)
     rows = checkpoint_rows(ours, entry.layout, span, entry.shape, dtype, room)
-    if pass_on is not None:
-        pass_on(begin + first, rows)
+    if write is not None:
+        write(begin + first, rows)
     return first, digest(rows)
 
 

@@ -22,7 +22,9 @@ def growth(impl: str, dtype: Any, platform: str) -> str:
     heads = (16, 2) if platform == "cpu" else (64, 8)
     lines = []
     for name, window in (("full", 0), ("window 128", 128)):
-        cases = [op.cases.Case(f"{name}_{T}", 1, T, T, *heads, 64, window) for T in lengths]
+        cases = [
+            op.cases.AttentionCase(f"{name}_{T}", 1, T, T, *heads, 64, window) for T in lengths
+        ]
         for part in ("forward", "backward"):
             found = {case.T: once(op, case, part, impl, dtype) for case in cases}
             row = "  ".join(

@@ -11,23 +11,18 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import floats, integers, scale_of, window_size
 from pallas_kernels.decode_attention import reference, xla
-from pallas_kernels.dispatch import Implementation, lazily, pick
-from pallas_kernels.sink_attention.common import check, same_batch
+from pallas_kernels.decode_attention.signature import PagedAttention
+from pallas_kernels.dispatch import Implementation, mosaic, pick
+from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention.common import check, checked_layout, same_batch
+from pallas_kernels.sink_attention.signature import Attention
 
 _HERE = "pallas_kernels.decode_attention"
-_IMPLS = {
-    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",), proven=False),
-    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",), proven=False),
+_IMPLS: dict[str, Implementation[Attention]] = mosaic(_HERE) | {
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
-_PAGED = {
-    "mosaic_gpu": lazily(
-        f"{_HERE}.pallas_gpu", "mosaic_gpu_paged", ("gpu",), "unsupported_paged", proven=False
-    ),
-    "mosaic_tpu": lazily(
-        f"{_HERE}.pallas_tpu", "mosaic_tpu_paged", ("tpu",), "unsupported_paged", proven=False
-    ),
+_PAGED: dict[str, Implementation[PagedAttention]] = mosaic(_HERE, "_paged") | {
     "xla": Implementation(xla.xla_paged, xla.unsupported),
     "reference": Implementation(reference.reference_paged, reference.unsupported),
 }
@@ -65,21 +60,13 @@ def decode_attention(
         cannot run, or when differentiated.
     Source: splitting a row over the machine: arXiv:2311.01282.
     """
-    arrays = _arrays(q_BTNH, k_BSKH, v_BSKH, sink_N)
-    q_BTNH, k_BSKH = arrays[:2]
+    q_BTNH, k_BSKH, v_BSKH, sink_N = _arrays(q_BTNH, k_BSKH, v_BSKH, sink_N)
     same_batch(q_BTNH, k_BSKH)
-    (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
-    places = []
-    for name, x, length in (
-        ("q_positions_BT", q_positions_BT, T),
-        ("k_positions_BS", k_positions_BS, S),
-        ("q_segment_ids_BT", q_segment_ids_BT, T),
-        ("k_segment_ids_BS", k_segment_ids_BS, S),
-    ):
-        places.append(integers(name, x, (B, length)))
-    statics = window_size(window), scale_of(scale, H)
+    layout = Layout(q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS)
+    layout = checked_layout(layout, q_BTNH, k_BSKH)
+    statics = window_size(window), scale_of(scale, q_BTNH.shape[3])
     chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
-    return chosen(*map(_no_gradient, arrays), *places, *statics)
+    return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, *statics)
 
 
 def paged_decode_attention(
@@ -108,26 +95,26 @@ def paged_decode_attention(
     read. On a TPU keep pages as [P, S, K·H] and reshape them in the call.
     Source: pages: arXiv:2309.06180.
     """
-    arrays = _arrays(q_BTNH, k_PSKH, v_PSKH, sink_N)
-    (q_BTNH, k_PSKH), page_table_BJ = arrays[:2], integers("page_table_BJ", page_table_BJ)
+    q_BTNH, k_PSKH, v_PSKH, sink_N = _arrays(q_BTNH, k_PSKH, v_PSKH, sink_N)
+    page_table_BJ = integers("page_table_BJ", page_table_BJ)
     B, H = q_BTNH.shape[0], q_BTNH.shape[3]
     if page_table_BJ.ndim != 2 or page_table_BJ.shape[0] != B or page_table_BJ.shape[1] == 0:
         raise ValueError(
             f"page_table_BJ must list pages for each of the {B} rows, [B, J] with J ≥ 1; got "
             f"{page_table_BJ.shape}."
         )
-    places = page_table_BJ, integers("lengths_B", lengths_B, (B,))
+    lengths_B = integers("lengths_B", lengths_B, (B,))
     statics = window_size(window), scale_of(scale, H)
     chosen = pick(impl, _PAGED, q_BTNH, k_PSKH, page_table_BJ)
-    return chosen(*map(_no_gradient, arrays), *places, *statics)
+    return chosen(q_BTNH, k_PSKH, v_PSKH, sink_N, page_table_BJ, lengths_B, *statics)
 
 
-def _arrays(q: Any, k: Any, v: Any, sink: Any) -> list[Array]:
-    """As arrays that fit together."""
+def _arrays(q: Any, k: Any, v: Any, sink: Any) -> tuple[Array, Array, Array, Array]:
+    """As arrays that fit together, and have no gradient."""
     q, k, v = (floats(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     sink = None if sink is None else floats("sink", sink)
     check(q, k, v, sink)
-    return [q, k, v, sink]
+    return _no_gradient(q), _no_gradient(k), _no_gradient(v), _no_gradient(sink)
 
 
 @jax.custom_jvp

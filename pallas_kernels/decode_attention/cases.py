@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from pallas_kernels.sink_attention.cases import Case, make_inputs
+from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention.cases import AttentionCase, make_inputs
 
-__all__ = ["Case", "PagedCase", "make_inputs", "make_paged", "named", "shapes"]
+__all__ = ["AttentionCase", "PagedCase", "make_inputs", "make_paged", "named", "shapes"]
 
 
 class PagedCase(NamedTuple):
@@ -30,7 +31,7 @@ class PagedCase(NamedTuple):
     H: int
     window: int = 0
     lengths: tuple[int, ...] = ()  # else from 0 up to J·page, unevenly
-    sinks: str = "normal"  # as in Case
+    sinks: str = "normal"  # as in AttentionCase
 
 
 class PagedInputs(NamedTuple):
@@ -43,15 +44,20 @@ class PagedInputs(NamedTuple):
     page_table_BJ: Int[Array, "B J"]
     lengths_B: Int[Array, " B"]
 
+    @property
+    def arguments(self) -> "PagedInputs":
+        """As implementations take them."""
+        return self
+
 
 # Head size 64 is the least the Hopper kernel takes.
 TEST_CASES = (
-    Case("uneven", 3, 1, 136, 10, 2, 64, 0, "chunk"),
-    Case("ring", 3, 1, 72, 10, 2, 64, 33, "ring"),
-    Case("several_new", 2, 3, 200, 12, 4, 64, 0, "left", "big"),
-    Case("window_left", 2, 5, 264, 10, 2, 64, 70, "left"),
-    Case("packed_none", 2, 3, 152, 10, 2, 128, 0, "packed", "none"),
-    Case("odd_length", 3, 2, 29, 10, 2, 64, 0, "right"),
+    AttentionCase("uneven", 3, 1, 136, 10, 2, 64, 0, "chunk"),
+    AttentionCase("ring", 3, 1, 72, 10, 2, 64, 33, "ring"),
+    AttentionCase("several_new", 2, 3, 200, 12, 4, 64, 0, "left", "big"),
+    AttentionCase("window_left", 2, 5, 264, 10, 2, 64, 70, "left"),
+    AttentionCase("packed_none", 2, 3, 152, 10, 2, 128, 0, "packed", "none"),
+    AttentionCase("odd_length", 3, 2, 29, 10, 2, 64, 0, "right"),
 )
 
 PAGED_TEST_CASES = (
@@ -63,19 +69,19 @@ PAGED_TEST_CASES = (
 )
 
 BENCH_CASES = (
-    Case("8x2k", 8, 1, 2048, 16, 2, 64),
-    Case("8x2k_window", 8, 1, 2048, 16, 2, 64, 128),
-    Case("8_ring", 8, 1, 128, 16, 2, 64, 128, "ring"),
+    AttentionCase("8x2k", 8, 1, 2048, 16, 2, 64),
+    AttentionCase("8x2k_window", 8, 1, 2048, 16, 2, 64, 128),
+    AttentionCase("8_ring", 8, 1, 128, 16, 2, 64, 128, "ring"),
 )
 
 REAL_CASES = (  # one layer of 20B and 120B, which are alike here
-    Case("64x8k", 64, 1, 8192, 64, 8, 64),
-    Case("64x8k_new4", 64, 4, 8192, 64, 8, 64),
-    Case("64x8k_window", 64, 1, 8192, 64, 8, 64, 128),
-    Case("64_ring", 64, 1, 128, 64, 8, 64, 128, "ring"),
-    Case("8x32k", 8, 1, 32768, 64, 8, 64),
-    Case("8x32k_new4", 8, 4, 32768, 64, 8, 64),
-    Case("head_128", 64, 1, 8192, 64, 8, 128),
+    AttentionCase("64x8k", 64, 1, 8192, 64, 8, 64),
+    AttentionCase("64x8k_new4", 64, 4, 8192, 64, 8, 64),
+    AttentionCase("64x8k_window", 64, 1, 8192, 64, 8, 64, 128),
+    AttentionCase("64_ring", 64, 1, 128, 64, 8, 64, 128, "ring"),
+    AttentionCase("8x32k", 8, 1, 32768, 64, 8, 64),
+    AttentionCase("8x32k_new4", 8, 4, 32768, 64, 8, 64),
+    AttentionCase("head_128", 64, 1, 8192, 64, 8, 128),
 )
 
 PAGED_REAL_CASES = (
@@ -121,7 +127,7 @@ def make_paged(case: PagedCase, dtype: DTypeLike = jnp.float32, seed: int = 0) -
     return PagedInputs(q, k, v, sink_N.astype(jnp.float32), table, jnp.asarray(lengths))
 
 
-def shapes(case: Case | PagedCase, dtype: DTypeLike = jnp.bfloat16) -> tuple:
+def shapes(case: AttentionCase | PagedCase, dtype: DTypeLike = jnp.bfloat16) -> tuple:
     """ShapeDtypeStructs of the inputs of a case, for compilers."""
 
     def array(*shape: int, dtype: DTypeLike = dtype) -> jax.ShapeDtypeStruct:
@@ -133,11 +139,11 @@ def shapes(case: Case | PagedCase, dtype: DTypeLike = jnp.bfloat16) -> tuple:
         kv = array(case.B * case.J, case.page, case.K, case.H)
         return q, kv, kv, sink, array(case.B, case.J, dtype=i32), array(case.B, dtype=i32)
     kv = array(case.B, case.S, case.K, case.H)
-    places = (array(case.B, length, dtype=i32) for length in (case.T, case.S) * 2)
-    return q, kv, kv, sink, *places
+    layout = Layout._make(array(case.B, length, dtype=i32) for length in (case.T, case.S) * 2)
+    return q, kv, kv, sink, layout
 
 
-def named(name: str) -> Case | PagedCase:
+def named(name: str) -> AttentionCase | PagedCase:
     """The case of that name."""
     every = TEST_CASES + PAGED_TEST_CASES + BENCH_CASES + REAL_CASES + PAGED_REAL_CASES
     return {case.name: case for case in every}[name]

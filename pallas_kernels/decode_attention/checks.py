@@ -14,7 +14,7 @@ from pallas_kernels.decode_attention import cases
 from pallas_kernels.decode_attention.cases import PagedCase
 from pallas_kernels.testing import three_way
 
-SHORT = cases.Case("short", 3, 2, 136, 10, 2, 64, 0, "left")
+SHORT = cases.AttentionCase("short", 3, 2, 136, 10, 2, 64, 0, "left")
 
 
 def inputs_of(case, dtype=jnp.bfloat16):
@@ -25,7 +25,7 @@ def inputs_of(case, dtype=jnp.bfloat16):
 
 @partial(jax.jit, static_argnums=(0, 2))
 def _run(f, inputs, window):
-    return f(*inputs, window, inputs.q_BTNH.shape[3] ** -0.5)
+    return f(*inputs.arguments, window, inputs.q_BTNH.shape[3] ** -0.5)
 
 
 def run(f, case, inputs):
@@ -95,8 +95,8 @@ def check_rows_alone(f, case=SHORT):
         return jnp.pad(y, widths, constant_values=value)
 
     k, v = (longer(y, jnp.nan) for y in (x.k_BSKH, x.v_BSKH))  # empty room may hold anything
-    k_pos, k_seg = longer(x.k_positions_BS, 0), longer(x.k_segments_BS, 0)
-    roomy = x._replace(k_BSKH=k, v_BSKH=v, k_positions_BS=k_pos, k_segments_BS=k_seg)
+    k_pos, k_seg = longer(x.k_positions_BS, 0), longer(x.k_segment_ids_BS, 0)
+    roomy = x._replace(k_BSKH=k, v_BSKH=v, k_positions_BS=k_pos, k_segment_ids_BS=k_seg)
     for a, b in zip((o, lse), run(f, case, roomy), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -122,7 +122,7 @@ def check_halves_merge(f, case=SHORT):
     halves = []
     for half in (0, 1):
         mine = jnp.arange(case.S)[None, :] // (case.S // 2) == half
-        part = without._replace(k_segments_BS=jnp.where(mine, x.k_segments_BS, 0))
+        part = without._replace(k_segment_ids_BS=jnp.where(mine, x.k_segment_ids_BS, 0))
         halves.append(wide(run(f, case, part)))
     lses = np.stack([lse for _, lse in halves] + [np.broadcast_to(x.sink_N, halves[0][1].shape)])
     total = np.logaddexp.reduce(lses.astype(np.float64))

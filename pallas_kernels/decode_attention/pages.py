@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import runs
 from pallas_kernels.decode_attention.reference import newest
-from pallas_kernels.masks import visible
+from pallas_kernels.masks import Layout
 
 QUERIES = 16  # new tokens per row at most in a kernel
 BITS = 32  # of `seen`, one for each query
@@ -34,7 +34,7 @@ class Pages(NamedTuple):
 
 
 def of_cache(
-    k_BSKH: Array, v_BSKH: Array, q_pos, k_pos, q_seg, k_seg, window: int, most: int, least: int
+    k_BSKH: Array, v_BSKH: Array, layout: Layout, window: int, most: int, least: int
 ) -> Pages:
     """A contiguous cache, seen as pages of at most `most` tokens, without moving it.
 
@@ -45,11 +45,11 @@ def of_cache(
         size = most
         more = -k_BSKH.shape[1] % size
         k_BSKH, v_BSKH = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (k_BSKH, v_BSKH))
-        k_pos, k_seg = (jnp.pad(x, ((0, 0), (0, more))) for x in (k_pos, k_seg))
+        layout = layout.padded(0, more)
     B, S, K, H = k_BSKH.shape
     k, v = (x.reshape(B * (S // size), size, K, H) for x in (k_BSKH, v_BSKH))
     table = jnp.arange(B * (S // size), dtype=jnp.int32).reshape(B, S // size)
-    return Pages(k, v, table, seen_bits(q_pos, k_pos, q_seg, k_seg, window))
+    return Pages(k, v, table, seen_bits(layout, window))
 
 
 def of_pages(
@@ -77,17 +77,14 @@ def of_pages(
         part_111 = jnp.arange(parts, dtype=jnp.int32)[None, None, :]
         table = (table[:, :, None] * parts + part_111).reshape(table.shape[0], -1)
         k_PSKH, v_PSKH = (x.reshape(P * parts, most, K, H) for x in (k_PSKH, v_PSKH))
-    return Pages(k_PSKH, v_PSKH, table, seen_bits(q_pos, k_pos, q_seg, k_seg, window))
+    layout = Layout(q_pos, k_pos, q_seg, k_seg)
+    return Pages(k_PSKH, v_PSKH, table, seen_bits(layout, window))
 
 
-def seen_bits(
-    q_pos: Int[Array, "B T"], k_pos: Int[Array, "B S"], q_seg: Array, k_seg: Array, window: int
-) -> Int[Array, "B S"]:
+def seen_bits(layout: Layout, window: int) -> Int[Array, "B S"]:
     """Bit t of slot s: query t sees it."""
-    seen_BTS = visible(
-        q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :]
-    )
-    bit_T = jnp.left_shift(1, jnp.arange(q_pos.shape[1], dtype=jnp.int32))
+    seen_BTS = layout.visible(window)
+    bit_T = jnp.left_shift(1, jnp.arange(seen_BTS.shape[1], dtype=jnp.int32))
     return jnp.sum(jnp.where(seen_BTS, bit_T[None, :, None], 0), axis=1, dtype=jnp.int32)
 
 

@@ -18,13 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels import hopper
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
+from pallas_kernels.decode_attention.signature import Lengths, PagedKeys, PageTable
 from pallas_kernels.dispatch import target
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 ROWS = hopper.WARPGROUP_ROWS  # query rows (queries times heads per key head) of one tile
 KEYS = 64  # slots per step: the scores of a step are 32 registers a thread, and so are outputs
@@ -38,7 +41,7 @@ LEAST_PAGE = 8  # rows of a swizzled tile: pages cannot be smaller
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
 
 
-class Tiles(NamedTuple):
+class DecodeTiles(NamedTuple):
     """The query rows of one key head, in tiles of ROWS."""
 
     count: int
@@ -46,37 +49,18 @@ class Tiles(NamedTuple):
 
 
 def mosaic_gpu(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    window: int,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
+    scale: float, *, interpret: bool = False,
+) -> Result:  # fmt: skip
     """(o, lse) on a Hopper GPU; see `reference` for the formula."""
-    places = (q_positions_BT, k_positions_BS, q_segments_BT, k_segments_BS)
-    x = pages.of_cache(k_BSKH, v_BSKH, *places, window, most=KEYS, least=LEAST_PAGE)
+    x = pages.of_cache(k_BSKH, v_BSKH, layout, window, most=KEYS, least=LEAST_PAGE)
     return _attend(q_BTNH, x, sink_N, scale, interpret)
 
 
 def mosaic_gpu_paged(
-    q_BTNH: Float[Array, "B T N H"],
-    k_PSKH: Float[Array, "P S K H"],
-    v_PSKH: Float[Array, "P S K H"],
-    sink_N: Float[Array, " N"],
-    page_table_BJ: Int[Array, "B J"],
-    lengths_B: Int[Array, " B"],
-    window: int,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
+    lengths_B: Lengths, window: int, scale: float, *, interpret: bool = False,
+) -> Result:  # fmt: skip
     """(o, lse) on a Hopper GPU; see `reference_paged` for the meaning."""
     T = q_BTNH.shape[1]
     x = pages.of_pages(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, most=KEYS)
@@ -106,10 +90,10 @@ def unsupported_paged(q_BTNH: Any, k_PSKH: Any, *_arrays: Any) -> str | None:
     return unsupported(q_BTNH, k_PSKH)
 
 
-def tiles_of(T: int, G: int) -> Tiles:
+def tiles_of(T: int, G: int) -> DecodeTiles:
     """One tile with as many rows as needed, or several whole ones."""
     count = -(-T * G // ROWS)
-    return Tiles(count, ROWS if count > 1 else -(-T * G // 8) * 8)
+    return DecodeTiles(count, ROWS if count > 1 else -(-T * G // 8) * 8)
 
 
 def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: bool):
@@ -201,7 +185,7 @@ def _float_tile(H: int, *stages: int):
     return plgpu.SMEM((*stages, ROWS, H), jnp.float32, transforms=transforms)
 
 
-def _head_and_tile(tiles: Tiles):
+def _head_and_tile(tiles: DecodeTiles):
     at = lax.axis_index("head")
     return lax.div(at, jnp.int32(tiles.count)), lax.rem(at, jnp.int32(tiles.count))
 
@@ -352,6 +336,6 @@ def _merge_kernel(part_ref, lses_ref, sink_ref, splits_ref, o_ref, lse_ref, s, *
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kept(ref, tiles: Tiles):
+def _kept(ref, tiles: DecodeTiles):
     """The rows of a tile that results have."""
     return ref if tiles.rows == ROWS else ref.at[pl.ds(0, tiles.rows)]

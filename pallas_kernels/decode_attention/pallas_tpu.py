@@ -17,13 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels import tpu
 from pallas_kernels.arguments import products
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
+from pallas_kernels.decode_attention.signature import Lengths, PagedKeys, PageTable
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 LANES = 128
 # Slots per step: 512 KiB of keys and as much of values where K·H = 512.
@@ -40,37 +43,18 @@ VMEM = 32 * 2**20  # what the kernel may take; every chip from v5e on has at lea
 
 
 def mosaic_tpu(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    window: int,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
+    scale: float, *, interpret: bool = False,
+) -> Result:  # fmt: skip
     """(o, lse) on a TPU; see `reference` for the formula."""
-    places = (q_positions_BT, k_positions_BS, q_segments_BT, k_segments_BS)
-    x = pages.of_cache(k_BSKH, v_BSKH, *places, window, most=min(PAGE, KEYS), least=LEAST_PAGE)
+    x = pages.of_cache(k_BSKH, v_BSKH, layout, window, most=min(PAGE, KEYS), least=LEAST_PAGE)
     return _attend(q_BTNH, x, sink_N, scale, interpret)
 
 
 def mosaic_tpu_paged(
-    q_BTNH: Float[Array, "B T N H"],
-    k_PSKH: Float[Array, "P S K H"],
-    v_PSKH: Float[Array, "P S K H"],
-    sink_N: Float[Array, " N"],
-    page_table_BJ: Int[Array, "B J"],
-    lengths_B: Int[Array, " B"],
-    window: int,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
+    lengths_B: Lengths, window: int, scale: float, *, interpret: bool = False,
+) -> Result:  # fmt: skip
     """(o, lse) on a TPU; see `reference_paged` for the meaning."""
     T = q_BTNH.shape[1]
     x = pages.of_pages(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, most=KEYS)

@@ -5,23 +5,20 @@ Next: pages.py, how both kinds of cache become one list of pages.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
+from pallas_kernels.decode_attention.signature import Lengths, PagedKeys, PageTable
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.reference import reference as whole
+from pallas_kernels.sink_attention.signature import Queries, Result, Sinks
 
 reference = whole
 
 
 def reference_paged(
-    q_BTNH: Float[Array, "B T N H"],
-    k_PSKH: Float[Array, "P S K H"],
-    v_PSKH: Float[Array, "P S K H"],
-    sink_N: Float[Array, " N"],
-    page_table_BJ: Int[Array, "B J"],
-    lengths_B: Int[Array, " B"],
-    window: int,
-    scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
+    lengths_B: Lengths, window: int, scale: float,
+) -> Result:  # fmt: skip
     """The tokens of each row in order, then the formula; T·J·S scores a head."""
     (B, T, _, H), (P, size, K, _) = q_BTNH.shape, k_PSKH.shape
     at = jnp.clip(page_table_BJ, 0, P - 1)
@@ -31,7 +28,7 @@ def reference_paged(
     k_seg = (k_pos < lengths_B[:, None]).astype(jnp.int32)
     # a slot without a token may hold anything, and 0·NaN is NaN
     k, v = (jnp.where(k_seg[:, :, None, None] > 0, x, jnp.zeros_like(x)) for x in (k, v))
-    return whole(q_BTNH, k, v, sink_N, q_pos, k_pos, q_seg, k_seg, window, scale)
+    return whole(q_BTNH, k, v, sink_N, Layout(q_pos, k_pos, q_seg, k_seg), window, scale)
 
 
 def newest(lengths_B: Int[Array, " B"], T: int) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:

@@ -8,26 +8,21 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import products
 from pallas_kernels.decode_attention import pages
+from pallas_kernels.decode_attention.signature import Lengths, PagedKeys, PageTable
 from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.signature import Queries, Result, Sinks
 from pallas_kernels.sink_attention.xla import xla as xla
 
 TOKENS = 512  # gathered at a time; a row of 64 heads of 64 then has scores of 128 KiB a query
 
 
 def xla_paged(
-    q_BTNH: Float[Array, "B T N H"],
-    k_PSKH: Float[Array, "P S K H"],
-    v_PSKH: Float[Array, "P S K H"],
-    sink_N: Float[Array, " N"],
-    page_table_BJ: Int[Array, "B J"],
-    lengths_B: Int[Array, " B"],
-    window: int,
-    scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
+    lengths_B: Lengths, window: int, scale: float,
+) -> Result:  # fmt: skip
     """(o, lse) from the pages up to the longest row, or those of the window."""
     (B, T, N, H), (_, size, K, _) = q_BTNH.shape, k_PSKH.shape
     if T > pages.BITS:  # each query has a bit of `seen`

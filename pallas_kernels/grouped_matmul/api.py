@@ -6,24 +6,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import floats, integers
-from pallas_kernels.dispatch import Implementation, lazily, pick
+from pallas_kernels.dispatch import Implementation, mosaic, pick
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
+from pallas_kernels.grouped_matmul.signature import Matmul, MatmulSwiglu
 
 _HERE = "pallas_kernels.grouped_matmul"
-_IMPLS = {
-    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",), proven=False),
-    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",), proven=False),
+_IMPLS: dict[str, Implementation[Matmul]] = mosaic(_HERE) | {
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
-_SWIGLU_IMPLS = {
-    "mosaic_gpu": lazily(
-        f"{_HERE}.pallas_gpu", "mosaic_gpu_swiglu", ("gpu",), "unsupported_swiglu", proven=False
-    ),
-    "mosaic_tpu": lazily(
-        f"{_HERE}.pallas_tpu", "mosaic_tpu_swiglu", ("tpu",), "unsupported_swiglu", proven=False
-    ),
+_SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic(_HERE, "_swiglu") | {
     "xla": Implementation(xla.xla_swiglu, xla.unsupported),
     "reference": Implementation(reference.reference_swiglu, reference.unsupported),
 }

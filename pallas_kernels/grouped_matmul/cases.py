@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
 
-class Case(NamedTuple):
+class MatmulCase(NamedTuple):
     """Shape of one call: M rows, width D to F, and the rows of each of the E groups."""
 
     name: str
@@ -31,34 +31,34 @@ def zipf_sizes(n_rows: int, n_groups: int, power: float = 0.5) -> tuple[int, ...
 
 
 TEST_CASES = (
-    Case("uneven", 131, 48, 40, (1, 29, 17, 0, 53, 24, 7)),
-    Case("rows_past_the_sum", 131, 48, 40, (5, 0, 33, 16, 0, 2, 9)),
-    Case("all_to_one", 131, 48, 40, (0, 0, 0, 131, 0, 0, 0)),
-    Case("all_to_the_last", 131, 48, 40, (0, 0, 0, 0, 0, 0, 131)),
-    Case("no_rows_used", 131, 48, 40, (0,) * 7),
-    Case("fewer_rows_than_a_tile", 9, 48, 40, (2, 0, 1, 4, 0, 1, 1)),
-    Case("one_group", 131, 48, 40, (119,)),
-    Case("tiles_of_many_sizes", 601, 16, 24, (300, 1, 299)),
+    MatmulCase("uneven", 131, 48, 40, (1, 29, 17, 0, 53, 24, 7)),
+    MatmulCase("rows_past_the_sum", 131, 48, 40, (5, 0, 33, 16, 0, 2, 9)),
+    MatmulCase("all_to_one", 131, 48, 40, (0, 0, 0, 131, 0, 0, 0)),
+    MatmulCase("all_to_the_last", 131, 48, 40, (0, 0, 0, 0, 0, 0, 131)),
+    MatmulCase("no_rows_used", 131, 48, 40, (0,) * 7),
+    MatmulCase("fewer_rows_than_a_tile", 9, 48, 40, (2, 0, 1, 4, 0, 1, 1)),
+    MatmulCase("one_group", 131, 48, 40, (119,)),
+    MatmulCase("tiles_of_many_sizes", 601, 16, 24, (300, 1, 299)),
 )
 
 BENCH_CASES = (
-    Case("tiny_gate_up", 10240, 128, 256, (1280,) * 8),
-    Case("tiny_down", 10240, 128, 128, (1280,) * 8),
-    Case("tiny_decode", 128, 128, 256, (16,) * 8),
-    Case("many_groups", 4096, 512, 1024, (128,) * 32),
+    MatmulCase("tiny_gate_up", 10240, 128, 256, (1280,) * 8),
+    MatmulCase("tiny_down", 10240, 128, 128, (1280,) * 8),
+    MatmulCase("tiny_decode", 128, 128, 256, (16,) * 8),
+    MatmulCase("many_groups", 4096, 512, 1024, (128,) * 32),
 )
 
 
 # GPT-OSS: 8192 tokens, four experts each, sizes as uneven as routers make them.
 REAL_CASES = (
-    Case("gate_up_20b", 32768, 2880, 5760, zipf_sizes(32768, 32)),
-    Case("down_20b", 32768, 2880, 2880, zipf_sizes(32768, 32)),
-    Case("gate_up_120b", 32768, 2880, 5760, zipf_sizes(32768, 128)),
-    Case("down_120b", 32768, 2880, 2880, zipf_sizes(32768, 128)),
+    MatmulCase("gate_up_20b", 32768, 2880, 5760, zipf_sizes(32768, 32)),
+    MatmulCase("down_20b", 32768, 2880, 2880, zipf_sizes(32768, 32)),
+    MatmulCase("gate_up_120b", 32768, 2880, 5760, zipf_sizes(32768, 128)),
+    MatmulCase("down_120b", 32768, 2880, 2880, zipf_sizes(32768, 128)),
 )
 
 
-def shapes(case: Case, dtype: DTypeLike = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+def shapes(case: MatmulCase, dtype: DTypeLike = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What `make_inputs` makes, without making it: for compilers."""
     n_groups = len(case.group_sizes)
     return (
@@ -70,7 +70,7 @@ def shapes(case: Case, dtype: DTypeLike = jnp.bfloat16) -> tuple[jax.ShapeDtypeS
 
 
 def make_inputs(
-    case: Case, dtype: DTypeLike = jnp.float32, seed: int = 0
+    case: MatmulCase, dtype: DTypeLike = jnp.float32, seed: int = 0
 ) -> tuple[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, " E"], Float[Array, "E F"]]:
     """Normal lhs_MD, rhs_EDF (scaled by D**-0.5) and bias_EF, with the case's group sizes."""
     n_groups = len(case.group_sizes)

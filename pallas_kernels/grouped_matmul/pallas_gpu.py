@@ -11,10 +11,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.dispatch import target
 from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.grouped_matmul.pallas_gpu_mxfp4 import (
     packed_rows_by_group,
@@ -67,13 +68,9 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def mosaic_gpu(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F"] | None = None,
-    *,
-    interpret: bool = False,
-) -> Float[Array, "M F"]:
+    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.Bias = None, *, interpret: bool = False,
+) -> sig.Out:  # fmt: skip
     """Multiply each group of rows by its own matrix on a Hopper GPU; see `reference`.
 
     Numerics: float32 accumulation along the contraction, in one order; bitwise repeatable.
@@ -103,15 +100,9 @@ _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def mosaic_gpu_swiglu(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F2"] | None,
-    alpha: float,
-    limit: float,
-    *,
-    interpret: bool = False,
-) -> Float[Array, "M F"]:
+    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
+    alpha: float, limit: float, *, interpret: bool = False,
+) -> sig.Out:  # fmt: skip
     """The product of `mosaic_gpu`, activated in registers; see `reference_swiglu`.
 
     Numerics: float32 until the result is rounded; the backward pass starts from the product

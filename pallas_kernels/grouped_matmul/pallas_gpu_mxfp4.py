@@ -40,7 +40,7 @@ _STAGES = 4  # 44 KiB each: three in flight cover 2300 cycles, a trip to memory 
 _SWIZZLED_32 = hopper.Tiling((8, GROUP)), hopper.Swizzle(64)  # two-byte tiles in rows of 32
 
 
-class Plan(NamedTuple):
+class Mxfp4Plan(NamedTuple):
     """What is static of one kernel."""
 
     steps: int  # of the contraction
@@ -82,9 +82,9 @@ def packed_rows_by_group(
     """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], or with each matrix transposed."""
     _, D, F = rhs_EDF.shape
     if transposed:
-        plan = Plan(F // tiles.STEP, D // 2, tiles.STEP, True, None, interpret)
+        plan = Mxfp4Plan(F // tiles.STEP, D // 2, tiles.STEP, True, None, interpret)
     else:
-        plan = Plan(D // (2 * GROUP), F, min(F, 2 * PIECE), False, None, interpret)
+        plan = Mxfp4Plan(D // (2 * GROUP), F, min(F, 2 * PIECE), False, None, interpret)
     return _run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF)[0]
 
 
@@ -98,7 +98,7 @@ def packed_swiglu_by_group(
 ) -> tuple[Float[Array, "M _"], ...]:
     """The activated product [M, F] and, if it is to be saved, the product [M, 2F]."""
     _, D, F2 = rhs_EDF.shape
-    plan = Plan(D // (2 * GROUP), F2 // 2, tiles.PIECE, False, swiglu, interpret)
+    plan = Mxfp4Plan(D // (2 * GROUP), F2 // 2, tiles.PIECE, False, swiglu, interpret)
     return tuple(_run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF))
 
 

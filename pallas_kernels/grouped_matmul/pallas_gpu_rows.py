@@ -35,7 +35,7 @@ class Swiglu(NamedTuple):
     save: bool  # the product too, for the backward pass
 
 
-class Plan(NamedTuple):
+class RowsPlan(NamedTuple):
     """What is static of one kernel."""
 
     consumers: int  # warpgroups that multiply
@@ -73,7 +73,7 @@ def rows_by_group(
     """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], rhs [E, D, F] or, transposed, [E, F, D]."""
     D, F = lhs_MD.shape[1], rhs.shape[1 if transposed else 2]
     width = tiles.width_of(F)
-    plan = Plan(tiles.CONSUMERS, D // tiles.STEP, F, width, transposed, None, interpret)
+    plan = RowsPlan(tiles.CONSUMERS, D // tiles.STEP, F, width, transposed, None, interpret)
     return _run(plan, lhs_MD, rhs, group_sizes_E, bias_EF)[0]
 
 
@@ -89,7 +89,7 @@ def swiglu_by_group(
     D, F = lhs_MD.shape[1], rhs_EDF.shape[2] // 2
     # Two warpgroups with 128 gate and 128 up columns: 128 accumulators of a thread's 232 registers.
     # With 192 a small change of what follows the product makes them spill.
-    plan = Plan(2, D // tiles.STEP, F, min(F, 128), False, swiglu, interpret)
+    plan = RowsPlan(2, D // tiles.STEP, F, min(F, 128), False, swiglu, interpret)
     return tuple(_run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF))
 
 
@@ -177,7 +177,7 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
 def place(plan: Any, table_ref: Any, n_rows: Any, n_groups: int, tile: Any) -> tuple[Any, ...]:
     """A tile's group, its first row and from and to which it counts, its first column, its steps.
 
-    plan has the fields `steps`, `columns`, `width` and `column_tiles` of `Plan`.
+    plan has the fields `steps`, `columns`, `width` and `column_tiles` of `RowsPlan`.
     """
     row, column = tiles.in_chunks(tile, n_rows, plan.column_tiles)
     group, start, lo, hi = (table_ref[row, i] for i in range(4))

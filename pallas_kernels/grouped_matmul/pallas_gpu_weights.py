@@ -25,7 +25,7 @@ _WG = hopper.WARPGROUP_ROWS
 ROWS = tiles.CONSUMERS * _WG
 
 
-class Plan(NamedTuple):
+class WeightsPlan(NamedTuple):
     """What is static of one kernel."""
 
     groups: int
@@ -48,7 +48,7 @@ def weights_by_group(
     (M, D), F, E = lhs_MD.shape, dout_MF.shape[1], group_sizes_E.shape[0]
     lhs, dout = tiles.pad_rows(lhs_MD, tiles.STEP), tiles.pad_rows(dout_MF, tiles.STEP)
     width = tiles.width_of(F)
-    plan = Plan(E, pl.cdiv(D, ROWS), F // width, width, bias, interpret)
+    plan = WeightsPlan(E, pl.cdiv(D, ROWS), F // width, width, bias, interpret)
     out_type = [jax.ShapeDtypeStruct((E, D, F), rhs_dtype)]
     if bias:
         out_type.append(jax.ShapeDtypeStruct((E, F), jnp.float32))

@@ -9,9 +9,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu
+from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows, rows_by_group, swiglu_by_group
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import LANES
@@ -20,13 +20,9 @@ from pallas_kernels.grouped_matmul.swiglu import activate
 
 
 def mosaic_tpu(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F"] | None = None,
-    *,
-    interpret: bool = False,
-) -> Float[Array, "M F"]:
+    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes,
+    bias_EF: sig.Bias = None, *, interpret: bool = False,
+) -> sig.Out:  # fmt: skip
     """Multiply each group of rows by its own matrix; see `reference`.
 
     Numerics: float32 accumulation, each result rounded once to the dtype of its operand. Sums
@@ -36,15 +32,9 @@ def mosaic_tpu(
 
 
 def mosaic_tpu_swiglu(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F2"] | None,
-    alpha: float,
-    limit: float,
-    *,
-    interpret: bool = False,
-) -> Float[Array, "M F"]:
+    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
+    alpha: float, limit: float, *, interpret: bool = False,
+) -> sig.Out:  # fmt: skip
     """The clamped SwiGLU of the float32 sums of `mosaic_tpu`, in the same kernel.
 
     Numerics: out is rounded once; the gradient starts from gate and up rounded to lhs's dtype.

@@ -22,12 +22,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments import products
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
-from pallas_kernels.grouped_matmul.pallas_tpu_tiles import Plan
+from pallas_kernels.grouped_matmul.pallas_tpu_tiles import TpuPlan
 from pallas_kernels.grouped_matmul.swiglu import activate
-from pallas_kernels.grouped_matmul.visits import Visits, row_visits
+from pallas_kernels.grouped_matmul.visits import TileVisits, row_visits
 
 
-def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False) -> Plan | None:
+def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False) -> TpuPlan | None:
     """How the output's columns are cut; None where the matrices cannot be."""
     _, width, out_width = rhs_EDF.shape
     if transposed:
@@ -81,7 +81,7 @@ def each_columns(width, body, used=None):
         body(width // step * step, width % step)
 
 
-def _copies(sources, buffers, sems, plan: Plan, axis, n, group, slot, act):
+def _copies(sources, buffers, sems, plan: TpuPlan, axis, n, group, slot, act):
     """Start, or wait for, the copies of a group's windows into a slot."""
 
     def one(source, buffer, sem, start, size):
@@ -151,7 +151,7 @@ def _decode(nibbles, scales, slot, scale32, weight, base):
 
 def _kernel(
     group_V, tile_V, low_V, high_V, next_V, slot_V, *refs,
-    plan: Plan, length, n_groups, columns, transposed, packed, n_bias, n_out, swiglu,
+    plan: TpuPlan, length, n_groups, columns, transposed, packed, n_bias, n_out, swiglu,
 ):  # fmt: skip
     """One visit: see that the group's windows are here, then multiply its rows of this tile."""
     n_sources = (2 if packed else 1) * len(plan.windows)
@@ -284,13 +284,13 @@ def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swi
         scratch.append(pltpu.VMEM((min(tiles.LONG, rows), wide), jnp.float32))
 
     def of_rows(part, n, i, *table):
-        return Visits(*table).tile_V[part * length + i], 0
+        return TileVisits(*table).tile_V[part * length + i], 0
 
     def of_group(part, n, i, *table):
-        return jnp.minimum(Visits(*table).group_V[part * length + i], n_groups - 1), 0, n
+        return jnp.minimum(TileVisits(*table).group_V[part * length + i], n_groups - 1), 0, n
 
     def of_out(part, n, i, *table):
-        return Visits(*table).tile_V[part * length + i], n
+        return TileVisits(*table).tile_V[part * length + i], n
 
     kernel = partial(
         _kernel, plan=plan, length=length, n_groups=n_groups, columns=columns,

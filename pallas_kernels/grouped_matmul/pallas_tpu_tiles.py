@@ -48,7 +48,7 @@ class Window(NamedTuple):
     size: int  # of the buffer in VMEM: the largest span
 
 
-class Plan(NamedTuple):
+class TpuPlan(NamedTuple):
     """Tiles of the output's columns and the windows on the matrices that make them."""
 
     tile: int  # columns of the output in each tile but the last
@@ -65,7 +65,7 @@ def up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def plan(columns: int, rows: int, itemsize: int, *, lanes: bool, halves: bool) -> Plan | None:
+def plan(columns: int, rows: int, itemsize: int, *, lanes: bool, halves: bool) -> TpuPlan | None:
     """The fewest tiles whose windows fit twice in VMEM; None where no tiles will do.
 
     rows: numbers in a column. lanes: the windows cut the matrix's columns, else its rows.
@@ -83,11 +83,11 @@ def plan(columns: int, rows: int, itemsize: int, *, lanes: bool, halves: bool) -
     if lanes and not halves and tile < columns and columns % LANES:
         return None  # the last window would end inside a register
     if not halves:
-        return Plan(tile, (_window(columns, tile, 0, 0, columns),), 0)
+        return TpuPlan(tile, (_window(columns, tile, 0, 0, columns),), 0)
     whole = up(columns, LANES)  # the last tile of gate columns ends in up columns, unused
     step = up(tile, LANES)
     gate = _window(whole, step, 0, 0, whole)
-    return Plan(tile, (gate, _window(whole, step, columns - shift, extra, 2 * columns)), shift)
+    return TpuPlan(tile, (gate, _window(whole, step, columns - shift, extra, 2 * columns)), shift)
 
 
 def _window(columns: int, tile: int, first: int, extra: int, end: int) -> Window:

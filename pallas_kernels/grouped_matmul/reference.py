@@ -6,18 +6,15 @@ Costs E times the needed work and memory. Next: `xla.py`, the version that is ru
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
+from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 from pallas_kernels.grouped_matmul.swiglu import activate
 
 
 def reference(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F"] | None = None,
-) -> Float[Array, "M F"]:
+    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias = None
+) -> sig.Out:
     """Multiply each group of rows by its own matrix.
 
     out[m] = Σ_e 1[m in group e] (lhs[m] @ rhs[e] + bias[e])
@@ -29,13 +26,9 @@ def reference(
 
 
 def reference_swiglu(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F2"] | None,
-    alpha: float,
-    limit: float,
-) -> Float[Array, "M F"]:
+    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
+    alpha: float, limit: float,
+) -> sig.Out:  # fmt: skip
     """The clamped SwiGLU of `reference`; see `swiglu.py`.
 
     Numerics: everything in float32, one cast at the end.

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 
-class Visits(NamedTuple):
+class TileVisits(NamedTuple):
     """One entry a step; rows low … high − 1 of tile belong to group."""
 
     group_V: Int[Array, " V"]
@@ -27,7 +27,7 @@ class Visits(NamedTuple):
 
 def row_visits(
     sizes_E: Int[Array, " E"], n_rows: int, rows: int, parts: int = 1
-) -> tuple[Visits, int]:
+) -> tuple[TileVisits, int]:
     """Every row is visited exactly once; the rows past the sum as those of group E.
 
     The tables of `parts` independent walks over consecutive tiles stand one after the other.
@@ -59,10 +59,10 @@ def row_visits(
     here_PV = (next_PV < n_groups) & (start_G[next_PV] < edge_P[1:, None] * rows)
     slot_PV = ((jnp.cumsum(some_G.astype(jnp.int32)) - 1) % 2)[group_PV]
     table = (group_PV, tile_PV, low_PV, high_PV, jnp.where(here_PV, next_PV, -1), slot_PV)
-    return Visits(*(x.reshape(-1) for x in table)), length
+    return TileVisits(*(x.reshape(-1) for x in table)), length
 
 
-def group_visits(sizes_E: Int[Array, " E"], n_rows: int, rows: int) -> Visits:
+def group_visits(sizes_E: Int[Array, " E"], n_rows: int, rows: int) -> TileVisits:
     """Every group is visited, empty ones too; the rows past the sum are not."""
     n_groups, n_tiles = sizes_E.shape[0], -(-n_rows // rows)
     end_E = jnp.minimum(jnp.cumsum(sizes_E.astype(jnp.int32)), n_rows)
@@ -70,7 +70,7 @@ def group_visits(sizes_E: Int[Array, " E"], n_rows: int, rows: int) -> Visits:
     group_V, tile_V = _walk(start_E, end_E, rows, n_tiles, n_tiles + n_groups, 1)
     real_V, group_V = group_V < n_groups, jnp.minimum(group_V, n_groups - 1)
     low_V, high_V = _bounds(start_E[group_V], end_E[group_V], tile_V, rows, real_V)
-    return Visits(group_V, tile_V, low_V, high_V, jnp.full_like(group_V, -1), group_V % 2)
+    return TileVisits(group_V, tile_V, low_V, high_V, jnp.full_like(group_V, -1), group_V % 2)
 
 
 def _walk(start_G, end_G, rows, n_tiles, length, least):

@@ -13,9 +13,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import products
+from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
@@ -108,11 +108,8 @@ def _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
 
 @jax.custom_vjp
 def xla(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F"] | None = None,
-) -> Float[Array, "M F"]:
+    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias = None
+) -> sig.Out:
     """Multiply each group of rows by its own matrix, tile by tile; see `reference`.
 
     Numerics: float32 accumulation, results in the dtype of their operand; sums run in row order,
@@ -151,13 +148,9 @@ xla.defvjp(_forward, _backward)
 
 
 def xla_swiglu(
-    lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
-    group_sizes_E: Int[Array, " E"],
-    bias_EF: Float[Array, "E F2"] | None,
-    alpha: float,
-    limit: float,
-) -> Float[Array, "M F"]:
+    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
+    alpha: float, limit: float,
+) -> sig.Out:  # fmt: skip
     """The clamped SwiGLU of `xla`, which is rounded to lhs's dtype before; see `reference`."""
     return clamped_swiglu(xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF), alpha, limit)
 

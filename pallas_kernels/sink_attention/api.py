@@ -7,15 +7,15 @@ Next: reference.py for the formula, xla.py for the blocks.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import floats, integers, scale_of, window_size
-from pallas_kernels.dispatch import Implementation, lazily, pick
+from pallas_kernels.arguments import floats, scale_of, window_size
+from pallas_kernels.dispatch import Implementation, lazily, mosaic, pick
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import reference, xla
-from pallas_kernels.sink_attention.common import check, same_batch
+from pallas_kernels.sink_attention.common import check, checked_layout, same_batch
+from pallas_kernels.sink_attention.signature import Attention
 
 _HERE = "pallas_kernels.sink_attention"
-_IMPLS = {
-    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",), proven=False),
-    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",), proven=False),
+_IMPLS: dict[str, Implementation[Attention]] = mosaic(_HERE) | {
     "triton": lazily(f"{_HERE}.jax_triton_call", "triton", ("gpu",), proven=False),
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
@@ -83,16 +83,13 @@ def sink_attention(
                 "queries, pass the same array twice."
             )
 
+    given = (q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS)
     arange, ones = jnp.arange(max(T, S)), jnp.ones(max(T, S), jnp.int32)
-    places = []
-    for name, given, length, default in (
-        ("q_positions_BT", q_positions_BT, T, arange),
-        ("k_positions_BS", k_positions_BS, S, arange),
-        ("q_segment_ids_BT", q_segment_ids_BT, T, ones),
-        ("k_segment_ids_BS", k_segment_ids_BS, S, ones),
-    ):
-        x = jnp.broadcast_to(default[None, :length], (B, length)) if given is None else given
-        places.append(integers(name, x, (B, length)))
-    statics = window_size(window), scale_of(scale, H)
+    defaults = Layout(arange[:T], arange[:S], ones[:T], ones[:S])
+    layout = Layout._make(
+        jnp.broadcast_to(default[None], (B, len(default))) if x is None else x
+        for x, default in zip(given, defaults, strict=True)
+    )
+    layout = checked_layout(layout, q_BTNH, k_BSKH)
     chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
-    return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, *statics)
+    return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window_size(window), scale_of(scale, H))

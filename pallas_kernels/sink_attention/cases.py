@@ -4,15 +4,17 @@
 Sizes of the test cases are pairwise distinct, so a swapped axis cannot pass unseen.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from pallas_kernels.masks import Layout
 
-class Case(NamedTuple):
+
+class AttentionCase(NamedTuple):
     """One call: sizes, the layout of positions and segments, and the scale of the sinks."""
 
     name: str
@@ -28,7 +30,7 @@ class Case(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call, in the order of `reference`."""
+    """The arrays of one call, those of its layout side by side with the others."""
 
     q_BTNH: Float[Array, "B T N H"]
     k_BSKH: Float[Array, "B S K H"]
@@ -36,46 +38,51 @@ class Inputs(NamedTuple):
     sink_N: Float[Array, " N"]
     q_positions_BT: Int[Array, "B T"]
     k_positions_BS: Int[Array, "B S"]
-    q_segments_BT: Int[Array, "B T"]
-    k_segments_BS: Int[Array, "B S"]
+    q_segment_ids_BT: Int[Array, "B T"]
+    k_segment_ids_BS: Int[Array, "B S"]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As implementations take them."""
+        return *self[:4], Layout(*self[4:])
 
 
 TEST_CASES = (  # several share their sizes, and so one compiled program
-    Case("tiny_distinct", 2, 24, 29, 15, 3, 16, 9),
-    Case("past_128", 1, 150, 150, 6, 2, 16, 128),
-    Case("gqa8", 2, 37, 37, 24, 3, 16),
-    Case("packed", 2, 31, 31, 15, 3, 16, 9, "packed"),
-    Case("left_padded", 2, 31, 31, 15, 3, 16, 9, "left"),
-    Case("right_padded", 2, 31, 31, 15, 3, 16, 9, "right"),
-    Case("big_sinks", 2, 31, 31, 15, 3, 16, 9, "right", "big"),
-    Case("no_sinks", 2, 31, 31, 15, 3, 16, 9, "left", "none"),
-    Case("prefill_chunk", 2, 24, 83, 15, 3, 16, 0, "chunk"),
-    Case("decode_ring", 3, 1, 9, 10, 2, 16, 9, "ring"),
-    Case("many_blocks_left", 2, 293, 293, 10, 2, 16, 40, "left"),
-    Case("many_blocks_packed", 2, 293, 293, 10, 2, 16, 40, "packed"),
-    Case("many_blocks_ring", 2, 211, 307, 10, 2, 16, 0, "ring"),
+    AttentionCase("tiny_distinct", 2, 24, 29, 15, 3, 16, 9),
+    AttentionCase("past_128", 1, 150, 150, 6, 2, 16, 128),
+    AttentionCase("gqa8", 2, 37, 37, 24, 3, 16),
+    AttentionCase("packed", 2, 31, 31, 15, 3, 16, 9, "packed"),
+    AttentionCase("left_padded", 2, 31, 31, 15, 3, 16, 9, "left"),
+    AttentionCase("right_padded", 2, 31, 31, 15, 3, 16, 9, "right"),
+    AttentionCase("big_sinks", 2, 31, 31, 15, 3, 16, 9, "right", "big"),
+    AttentionCase("no_sinks", 2, 31, 31, 15, 3, 16, 9, "left", "none"),
+    AttentionCase("prefill_chunk", 2, 24, 83, 15, 3, 16, 0, "chunk"),
+    AttentionCase("decode_ring", 3, 1, 9, 10, 2, 16, 9, "ring"),
+    AttentionCase("many_blocks_left", 2, 293, 293, 10, 2, 16, 40, "left"),
+    AttentionCase("many_blocks_packed", 2, 293, 293, 10, 2, 16, 40, "packed"),
+    AttentionCase("many_blocks_ring", 2, 211, 307, 10, 2, 16, 0, "ring"),
 )
 
 BENCH_CASES = (
-    Case("full_1k", 1, 1024, 1024, 16, 2, 64),
-    Case("full_2k", 1, 2048, 2048, 16, 2, 64),
-    Case("window_2k", 1, 2048, 2048, 16, 2, 64, 128),
-    Case("tiny_model", 64, 80, 80, 8, 2, 16),
-    Case("tiny_model_packed", 8, 640, 640, 8, 2, 16, 128, "packed"),
-    Case("decode_4k", 8, 1, 4096, 16, 2, 64, 0, "ring"),
+    AttentionCase("full_1k", 1, 1024, 1024, 16, 2, 64),
+    AttentionCase("full_2k", 1, 2048, 2048, 16, 2, 64),
+    AttentionCase("window_2k", 1, 2048, 2048, 16, 2, 64, 128),
+    AttentionCase("tiny_model", 64, 80, 80, 8, 2, 16),
+    AttentionCase("tiny_model_packed", 8, 640, 640, 8, 2, 16, 128, "packed"),
+    AttentionCase("decode_4k", 8, 1, 4096, 16, 2, 64, 0, "ring"),
 )
 
 REAL_CASES = (  # GPT-OSS 20B and 120B, and a head size of 128; these are compiled, not interpreted
-    Case("full_20b", 1, 16384, 16384, 64, 8, 64),
-    Case("window_20b", 1, 8192, 8192, 64, 8, 64, 128),
-    Case("full_120b", 1, 8192, 8192, 64, 8, 64),
-    Case("packed_20b", 1, 8192, 8192, 64, 8, 64, 0, "packed"),
-    Case("head128", 1, 8192, 8192, 32, 8, 128),
-    Case("train_4k", 4, 4096, 4096, 64, 8, 64),
+    AttentionCase("full_20b", 1, 16384, 16384, 64, 8, 64),
+    AttentionCase("window_20b", 1, 8192, 8192, 64, 8, 64, 128),
+    AttentionCase("full_120b", 1, 8192, 8192, 64, 8, 64),
+    AttentionCase("packed_20b", 1, 8192, 8192, 64, 8, 64, 0, "packed"),
+    AttentionCase("head128", 1, 8192, 8192, 32, 8, 128),
+    AttentionCase("train_4k", 4, 4096, 4096, 64, 8, 64),
 )
 
 
-def flops(case: Case) -> tuple[int, int]:
+def flops(case: AttentionCase) -> tuple[int, int]:
     """Floating-point operations of the matmuls, forward and backward, over visible pairs only.
 
     A pair costs two products of H forward and five backward, at two operations an element.
@@ -93,8 +100,8 @@ def flops(case: Case) -> tuple[int, int]:
     return 4 * case.H * case.N * pairs, 10 * case.H * case.N * pairs
 
 
-def layout(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """q and k positions, q and k segments; int32."""
+def layout(case: AttentionCase) -> Layout:
+    """The case's, of int32 and on the host."""
     B, T, S = case.B, case.T, case.S
     row_B1, time_1S = np.arange(B)[:, None], np.arange(S)[None, :]
     k_pos, k_seg = np.broadcast_to(time_1S, (B, S)), np.ones((B, S), int)
@@ -122,13 +129,10 @@ def layout(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         newest_B1 = np.where(k_seg > 0, k_pos, -1).max(1)[:, None]
         q_pos = newest_B1 - (T - 1) + np.arange(T)[None, :]
         q_seg = (q_pos >= 0).astype(int)
-    q_pos, k_pos, q_seg, k_seg = (
-        np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg)
-    )
-    return q_pos, k_pos, q_seg, k_seg
+    return Layout._make(np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg))
 
 
-def make_inputs(case: Case, dtype: DTypeLike = jnp.float32, seed: int = 0) -> Inputs:
+def make_inputs(case: AttentionCase, dtype: DTypeLike = jnp.float32, seed: int = 0) -> Inputs:
     """Normal q, k, v in `dtype` and float32 sinks, with the positions and segments of the case."""
     keys = jax.random.split(jax.random.key(seed), 4)
     shapes = ((case.B, case.T, case.N, case.H),) + ((case.B, case.S, case.K, case.H),) * 2
@@ -144,6 +148,6 @@ def make_inputs(case: Case, dtype: DTypeLike = jnp.float32, seed: int = 0) -> In
     return Inputs(q, k, v, sink_N.astype(jnp.float32), *map(jnp.asarray, layout(case)))
 
 
-def named(name: str) -> Case:
+def named(name: str) -> AttentionCase:
     """The case of that name."""
     return {case.name: case for case in TEST_CASES + BENCH_CASES + REAL_CASES}[name]

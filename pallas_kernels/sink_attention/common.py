@@ -9,6 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import integers
+from pallas_kernels.masks import Layout
+
 
 def check(q: Any, k: Any, v: Any, sink: Any) -> None:
     """Raises ValueError unless q [.., T, N, H], k and v [.., S, K, H] and sink [N] fit together.
@@ -46,6 +49,13 @@ def check(q: Any, k: Any, v: Any, sink: Any) -> None:
         raise ValueError(
             f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
         )
+
+
+def checked_layout(layout: Layout, q: Array, k: Array) -> Layout:
+    """As int32; ValueError unless its arrays are [B, T] of the queries and [B, S] of the keys."""
+    (B, T), S = q.shape[:2], k.shape[1]
+    named = zip(Layout._fields, layout, (T, S, T, S), strict=True)
+    return Layout._make(integers(name, x, (B, length)) for name, x, length in named)
 
 
 def same_batch(q: Any, k: Any) -> None:

@@ -13,14 +13,16 @@ from typing import Any
 import jax
 import jax.interpreters.partial_eval
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.blocks import block_table, runs
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import triton_launch as launch
 from pallas_kernels.sink_attention.common import backward_sums
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 
-def _triton_call(name: str, tiles: launch.Tiles, grid, out, args, constants) -> Any:
+def _triton_call(name: str, tiles: launch.TritonTiles, grid, out, args, constants) -> Any:
     """One kernel through jax-triton 0.3 (JAX before 0.11) or later."""
     import jax_triton  # pyright: ignore[reportMissingImports]
     from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
@@ -53,15 +55,12 @@ def _sizes(q: Array, k: Array) -> tuple[int, int, int, int, int]:
     return k.shape[2], q.shape[2] // k.shape[2], q.shape[3], q.shape[1], k.shape[1]
 
 
-def _tables(places, G, rows, keys, window):
+def _tables(layout, G, rows, keys, window):
     """Per pair of a tile of rows and a block of keys, [B, n, m]: needed and whole."""
-    q_pos, k_pos, q_seg, k_seg = places
-    (_, T), S = q_pos.shape, k_pos.shape[1]
+    T, S = layout.q_positions_BT.shape[1], layout.k_positions_BS.shape[1]
     more_rows = launch.blocks(T * G, rows) * rows - T * G
     more_keys = launch.blocks(S, keys) * keys - S
-    q_pos, q_seg = (jnp.pad(jnp.repeat(x, G, 1), ((0, 0), (0, more_rows))) for x in (q_pos, q_seg))
-    k_pos, k_seg = (jnp.pad(x, ((0, 0), (0, more_keys))) for x in (k_pos, k_seg))
-    return block_table(q_pos, q_seg, k_pos, k_seg, rows, keys, window)
+    return block_table(layout.folded(G).padded(more_rows, more_keys), rows, keys, window)
 
 
 def _scalars(q: Array, k: Array) -> tuple[int, ...]:
@@ -72,79 +71,69 @@ def _scalars(q: Array, k: Array) -> tuple[int, ...]:
     return lengths + launch.strides(strides(q), strides(k), strides(k))
 
 
-def _forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
+def _forward(q, k, v, sink, layout, window, scale):
     B, N = q.shape[0], q.shape[2]
     K, G, H, T, S = _sizes(q, k)
     tiles = launch.forward_tiles(H, q.dtype.itemsize)
-    places = (q_pos, k_pos, q_seg, k_seg)
-    table = runs(*_tables(places, G, tiles.rows, tiles.keys, window))
+    table = runs(*_tables(layout, G, tiles.rows, tiles.keys, window))
     out = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32))
     return _triton_call(
         "forward_kernel", tiles, (table.shape[1], B * K), out,
-        (q, k, v, sink.astype(jnp.float32), *places, table, *_scalars(q, k)),
+        (q, k, v, sink.astype(jnp.float32), *layout, table, *_scalars(q, k)),
         launch.constants(K, G, H, window, scale, tiles),
     )  # fmt: skip
 
 
-def _backward(q, k, v, places, do, lse, delta, window, scale):
+def _backward(q, k, v, layout, do, lse, delta, window, scale):
     B = q.shape[0]
     K, G, H, T, S = _sizes(q, k)
     rest = (do, lse, delta, *_scalars(q, k))
 
     tiles = launch.dq_tiles(H, q.dtype.itemsize)
-    table = runs(*_tables(places, G, tiles.rows, tiles.keys, window))
+    table = runs(*_tables(layout, G, tiles.rows, tiles.keys, window))
     dq = _triton_call(
         "dq_kernel", tiles, (table.shape[1], B * K), jax.ShapeDtypeStruct(q.shape, q.dtype),
-        (q, k, v, *places, table, *rest), launch.constants(K, G, H, window, scale, tiles),
+        (q, k, v, *layout, table, *rest), launch.constants(K, G, H, window, scale, tiles),
     )  # fmt: skip
 
     tiles = launch.dkv_tiles(H, q.dtype.itemsize)
-    needed, whole = _tables(places, G, tiles.rows, tiles.keys, window)
+    needed, whole = _tables(layout, G, tiles.rows, tiles.keys, window)
     table = runs(needed.transpose(0, 2, 1), whole.transpose(0, 2, 1))
     like_k = jax.ShapeDtypeStruct(k.shape, k.dtype)
     dk, dv = _triton_call(
         "dkv_kernel", tiles, (table.shape[1], B * K), (like_k, like_k),
-        (q, k, v, *places, table, *rest), launch.constants(K, G, H, window, scale, tiles),
+        (q, k, v, *layout, table, *rest), launch.constants(K, G, H, window, scale, tiles),
     )  # fmt: skip
     return dq, dk, dv
 
 
 def triton(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    window: int,
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Result:  # fmt: skip
     """(o, lse); see `reference` for the formula."""
     if scale <= 0:  # the kernels take maxima before they scale
         sign = (scale > 0) - (scale < 0)
         q_BTNH, scale = q_BTNH * jnp.asarray(sign, q_BTNH.dtype), abs(scale) or 1.0
-    places = (q_positions_BT, k_positions_BS, q_segments_BT, k_segments_BS)
-    return _triton(q_BTNH, k_BSKH, v_BSKH, sink_N, *places, window, float(scale))
+    return _triton(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, float(scale))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(8, 9))
-def _triton(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
-    return _forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale)
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _triton(q, k, v, sink, layout, window, scale):
+    return _forward(q, k, v, sink, layout, window, scale)
 
 
-def _triton_fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
-    o, lse = _forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale)
-    return (o, lse), (q, k, v, sink, (q_pos, k_pos, q_seg, k_seg), o, lse)
+def _triton_fwd(q, k, v, sink, layout, window, scale):
+    o, lse = _forward(q, k, v, sink, layout, window, scale)
+    return (o, lse), (q, k, v, sink, layout, o, lse)
 
 
 def _triton_bwd(window, scale, saved, cotangents):
-    q, k, v, sink, places, o, lse = saved
+    q, k, v, sink, layout, o, lse = saved
     do, dlse = cotangents
     lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
-    dq, dk, dv = _backward(q, k, v, places, do, lse, delta, window, scale)
-    return dq, dk, dv, dsink, None, None, None, None
+    dq, dk, dv = _backward(q, k, v, layout, do, lse, delta, window, scale)
+    return dq, dk, dv, dsink, None
 
 
 _triton.defvjp(_triton_fwd, _triton_bwd)

@@ -16,18 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import target
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu_backward
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
-    Tiles,
+    MosaicTiles,
     fetch,
     fill_ring,
     pad,
-    places,
+    padded,
     seen,
     slot_of,
     split_index,
@@ -36,11 +37,12 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     visits,
 )
 from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 ROWS = hopper.WARPGROUP_ROWS
 
 
-def forward_tiles(H: int, window: int) -> Tiles:
+def forward_tiles(H: int, window: int) -> MosaicTiles:
     """A thread holds step/2 scores, step/4 weights and H/2 outputs: 128 of 160 registers with
     three warpgroups and heads of 64, 160 of 240 with two and heads of 128.
 
@@ -48,46 +50,35 @@ def forward_tiles(H: int, window: int) -> Tiles:
     window most of a long step would be unseen.
     """
     step = 64 if 0 < window <= 128 else 128
-    return Tiles(consumers=3, step=step, stages=4) if H == 64 else Tiles(2, step, 2)
+    return MosaicTiles(consumers=3, step=step, stages=4) if H == 64 else MosaicTiles(2, step, 2)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
-def _attend(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
-    return forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret)
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attend(q, k, v, sink, layout, window, scale, interpret):
+    return forward(q, k, v, sink, layout, window, scale, interpret)
 
 
-def _attend_fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
-    o, lse = forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret)
-    return (o, lse), (q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse)
+def _attend_fwd(q, k, v, sink, layout, window, scale, interpret):
+    o, lse = forward(q, k, v, sink, layout, window, scale, interpret)
+    return (o, lse), (q, k, v, sink, layout, o, lse)
 
 
 def _attend_bwd(window, scale, interpret, saved, cotangents):
     gradients = pallas_gpu_backward.backward(saved, cotangents, window, scale, interpret)
-    return *gradients, None, None, None, None
+    return *gradients, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def mosaic_gpu(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    window: int,
-    scale: float,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
+    scale: float, *, interpret: bool = False,
+) -> Result:  # fmt: skip
     """(o, lse) on a Hopper GPU; see `reference` for the formula. Differentiable."""
     if scale <= 0:  # the kernels scale after taking a maximum
         q_BTNH, scale = q_BTNH * (-1 if scale else 0), -scale or 1.0
-    places_ = (q_positions_BT, k_positions_BS, q_segments_BT, k_segments_BS)
-    return _attend(q_BTNH, k_BSKH, v_BSKH, sink_N, *places_, window, scale, interpret)
+    return _attend(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale, interpret)
 
 
 def unsupported(q_BTNH: Array, k_BSKH: Array, *_arrays: Array) -> str | None:
@@ -103,11 +94,11 @@ def unsupported(q_BTNH: Array, k_BSKH: Array, *_arrays: Array) -> str | None:
     return None
 
 
-def forward(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+def forward(q, k, v, sink, layout, window, scale, interpret):
     """o [B, T, N, H] in q's dtype and lse [B, T, N] in float32."""
     (B, T, N, H), K = q.shape, k.shape[2]
     tiles = forward_tiles(H, window)
-    where = places(q_pos, k_pos, q_seg, k_seg, tiles.rows, tiles.step, window)
+    where = padded(layout, tiles.rows, tiles.step, window)
     q, k, v = pad(q, ROWS), pad(k, tiles.step), pad(v, tiles.step)
     blocks = pl.cdiv(T, tiles.rows)
     # The sink starts the running maximum, in units of log 2, and the sum; −inf starts it empty.

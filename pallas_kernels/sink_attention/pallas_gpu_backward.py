@@ -20,11 +20,11 @@ from pallas_kernels import hopper
 from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
-    Tiles,
+    MosaicTiles,
     fetch,
     fill_ring,
     pad,
-    places,
+    padded,
     seen,
     slot_of,
     split_index,
@@ -36,38 +36,38 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
 ROWS = hopper.WARPGROUP_ROWS
 
 
-def query_tiles(H: int, window: int) -> Tiles:
+def query_tiles(H: int, window: int) -> MosaicTiles:
     """For dq. A thread holds scores and their cotangents, step/2 registers each, and H/2 sums.
 
     128 columns a wgmma keep shared memory ahead of the tensor cores, where registers allow; in a
     short window most of so long a step would be unseen.
     """
     step = 64 if H > 64 or 0 < window <= 128 else 128
-    return Tiles(consumers=2, step=step, stages=4)
+    return MosaicTiles(consumers=2, step=step, stages=4)
 
 
-def key_tiles(H: int, window: int) -> Tiles:
+def key_tiles(H: int, window: int) -> MosaicTiles:
     """For dk and dv. As above, but with two sums of H/2: 128 columns spill in batches of several
     rows, and so does a longer ring with heads of 128."""
-    return Tiles(consumers=2, step=64, stages=4 if H == 64 else 2)
+    return MosaicTiles(consumers=2, step=64, stages=4 if H == 64 else 2)
 
 
 def backward(saved, cotangents, window, scale, interpret):
     """dq, dk, dv in their dtypes, and dsink; `saved` holds the inputs, o and lse."""
-    q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse = saved
+    q, k, v, sink, layout, o, lse = saved
     do, dlse = cotangents
     lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
     stats_BN2T = jnp.stack([lse * LOG2E, delta], 1).transpose(0, 3, 1, 2)
-    arrays = (q, k, v, do.astype(q.dtype), stats_BN2T, q_pos, k_pos, q_seg, k_seg)
+    arrays = (q, k, v, do.astype(q.dtype), stats_BN2T, layout)
     dq = _queries(*arrays, window, scale, interpret)
     dk, dv = _keys(*arrays, window, scale, interpret)
     return dq, dk, dv, dsink
 
 
-def _queries(q, k, v, do, stats, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+def _queries(q, k, v, do, stats, layout, window, scale, interpret):
     (B, T, N, H), K, dtype = q.shape, k.shape[2], q.dtype
     tiles = query_tiles(H, window)
-    where = places(q_pos, k_pos, q_seg, k_seg, tiles.rows, tiles.step, window)
+    where = padded(layout, tiles.rows, tiles.step, window)
     q, do, stats = pad(q, tiles.rows), pad(do, tiles.rows), pad(stats, tiles.rows, 3)
     k, v = pad(k, tiles.step), pad(v, tiles.step)
     C, stages = tiles.consumers, tiles.stages
@@ -171,10 +171,10 @@ def _query_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _keys(q, k, v, do, stats, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
+def _keys(q, k, v, do, stats, layout, window, scale, interpret):
     (_, _, N, H), (B, S, K, _), dtype = q.shape, k.shape, q.dtype
     tiles = key_tiles(H, window)
-    where = places(q_pos, k_pos, q_seg, k_seg, tiles.step, tiles.rows, window)
+    where = padded(layout, tiles.step, tiles.rows, window)
     q, do, stats = pad(q, tiles.step), pad(do, tiles.step), pad(stats, tiles.step, 3)
     k, v = pad(k, tiles.rows), pad(v, tiles.rows)
     C, stages = tiles.consumers, tiles.stages

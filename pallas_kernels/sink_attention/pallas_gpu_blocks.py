@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.blocks import block_table, runs
-from pallas_kernels.masks import in_reach, of_keys
+from pallas_kernels.masks import Layout, in_reach, of_keys
 
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
 
 
-class Tiles(NamedTuple):
+class MosaicTiles(NamedTuple):
     """How one block of threads works."""
 
     consumers: int  # warpgroups that compute, each with its own 64 rows
@@ -34,8 +34,8 @@ class Tiles(NamedTuple):
         return self.consumers * hopper.WARPGROUP_ROWS
 
 
-class Places(NamedTuple):
-    """Positions and segments, padded, in one array each: one copy fetches both."""
+class Padded(NamedTuple):
+    """A layout, padded, positions and segments in one array each: one copy fetches both."""
 
     q_B2T: Int[Array, "B 2 T"]
     k_B2S: Int[Array, "B 2 S"]
@@ -50,23 +50,16 @@ def pad(x: Array, multiple: int, axis: int = 1) -> Array:
     return jnp.pad(x, widths)
 
 
-def places(
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    q_block: int,
-    k_block: int,
-    window: int,
-) -> Places:
+def padded(layout: Layout, q_block: int, k_block: int, window: int) -> Padded:
     """Padding gets segment 0, which nobody sees."""
-    q_pos, q_seg = (pad(x, q_block) for x in (q_positions_BT, q_segments_BT))
-    k_pos, k_seg = (pad(x, k_block) for x in (k_positions_BS, k_segments_BS))
-    tables = block_table(q_pos, q_seg, k_pos, k_seg, q_block, k_block, window)
-    return Places(jnp.stack([q_pos, q_seg], 1), jnp.stack([k_pos, k_seg], 1), *tables)
+    T, S = layout.q_positions_BT.shape[1], layout.k_positions_BS.shape[1]
+    layout = layout.padded(-T % q_block, -S % k_block)
+    q_pos, k_pos, q_seg, k_seg = layout
+    tables = block_table(layout, q_block, k_block, window)
+    return Padded(jnp.stack([q_pos, q_seg], 1), jnp.stack([k_pos, k_seg], 1), *tables)
 
 
-class Visits(NamedTuple):
+class BlockVisits(NamedTuple):
     """The blocks that one block of threads visits: how many, how many with a mask, and which."""
 
     first: Any
@@ -92,9 +85,9 @@ class Visits(NamedTuple):
         return jnp.where(i < self.masked, masked, self.whole_first + i - self.masked)
 
 
-def visits(runs_ref: Any, b: Any, i: Any) -> Visits:
+def visits(runs_ref: Any, b: Any, i: Any) -> BlockVisits:
     """Read from the table of `runs`."""
-    return Visits(*(runs_ref[b, i, n] for n in range(4)))
+    return BlockVisits(*(runs_ref[b, i, n] for n in range(4)))
 
 
 def table(needed_Bnm: Bool[Array, "B n m"], whole_Bnm: Bool[Array, "B n m"]) -> Array:

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tpu
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.pallas_tpu_backward import backward
 from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 COLUMNS = 1024  # heads per key head times head size: what VMEM holds and what was compiled
 TABLE = 2**17  # bytes of block tables in SMEM
@@ -72,7 +73,7 @@ def _forward_kernel(
     o[...] = (acc[...] / safe).astype(o.dtype)
 
 
-def forward(x: blocks.Layout, q, k, v, sink, where: blocks.Places, window, scale, interpret):
+def forward(x: blocks.Sizes, q, k, v, sink, where: blocks.Blocked, window, scale, interpret):
     """o [B, K, G, H, T] and lse [B, K, G, T] of arrays laid out by `x`."""
     dtype, H, G, bt, bs = q.dtype, x.H, x.G, x.bt, x.bs
     per_query = pl.BlockSpec((None, None, G, H, bt), lambda b, k, i, _: (b, k, 0, 0, i))
@@ -119,45 +120,35 @@ def forward(x: blocks.Layout, q, k, v, sink, where: blocks.Places, window, scale
     )(where.q_runs, sink, q, where.q_B8T, k, v, where.k_B8S)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def mosaic_tpu(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    window: int,
-    scale: float,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
+    scale: float, interpret: bool = False,
+) -> Result:  # fmt: skip
     """(o, lse) by a TPU kernel; see `reference` for the formula."""
-    arrays = (q_BTNH, k_BSKH, v_BSKH, sink_N, q_positions_BT, k_positions_BS)
-    return _fwd(*arrays, q_segments_BT, k_segments_BS, window, scale, interpret)[0]
+    return _fwd(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale, interpret)[0]
 
 
-def _fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale, interpret):
-    x = blocks.layout(q.shape, k.shape, window)
-    where = blocks.places(x, q_pos, k_pos, q_seg, k_seg, window)
+def _fwd(q, k, v, sink, layout, window, scale, interpret):
+    x = blocks.sizes(q.shape, k.shape, window)
+    where = blocks.blocked(x, layout, window)
     arrays = x.columns(q), x.keys(k), x.keys(v), x.sinks(sink)
     o, lse = forward(x, *arrays, where, window, scale, interpret)
     o, lse = x.rows(o), x.rows(lse[:, :, :, None])[..., 0]
-    return (o, lse), (q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse)
+    return (o, lse), (q, k, v, sink, layout, o, lse)
 
 
 def _bwd(window, scale, interpret, saved, cotangents):
-    q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse = saved
+    q, k, v, sink, layout, o, lse = saved
     do, dlse = cotangents
     lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
-    x = blocks.layout(q.shape, k.shape, window)
-    where = blocks.places(x, q_pos, k_pos, q_seg, k_seg, window)
+    x = blocks.sizes(q.shape, k.shape, window)
+    where = blocks.blocked(x, layout, window)
     stats_BTN2 = jnp.stack([lse, delta], axis=3)
     arrays = x.columns(q), x.keys(k), x.keys(v), x.columns(do), x.columns(stats_BTN2)
     dq, dk, dv = backward(x, *arrays, where, window, scale, interpret)
     dk, dv = (y[:, :, : x.S].transpose(0, 2, 1, 3) for y in (dk, dv))
-    return x.rows(dq), dk, dv, dsink, None, None, None, None
+    return x.rows(dq), dk, dv, dsink, None
 
 
 mosaic_tpu.defvjp(_fwd, _bwd)

@@ -92,7 +92,7 @@ def _dkv_kernel(
     dv[...] = dv_acc[...].astype(dv.dtype)
 
 
-def backward(x: blocks.Layout, q, k, v, do, stats, where: blocks.Places, window, scale, interpret):
+def backward(x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window, scale, interpret):
     """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) of arrays laid out by `x`."""
     dtype, H, G, bt, bs = q.dtype, x.H, x.G, x.bt, x.bs
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import products
 from pallas_kernels.blocks import block_table, runs
-from pallas_kernels.masks import visible
+from pallas_kernels.masks import Layout, visible
 from pallas_kernels.sink_attention.reference import UNSEEN
 
 LANES = 128
@@ -53,7 +53,7 @@ def _block(length: int) -> int:
     return next((size for size in (128, 256) if length <= size), 512)
 
 
-class Layout(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes as the kernels see them. Few queries: the heads of a group lie in the lanes too."""
 
     B: int
@@ -101,8 +101,8 @@ class Layout(NamedTuple):
         return sink_KGF[:, :, jnp.arange(self.bt) % self.F]
 
 
-class Places(NamedTuple):
-    """Where queries and keys sit: positions in row 0, segments in row 1, of 8 sublanes."""
+class Blocked(NamedTuple):
+    """A layout as the kernels read it: positions in row 0, segments in row 1, of 8 sublanes."""
 
     q_B8T: Int[Array, "B 8 Tp"]
     k_B8S: Int[Array, "B 8 Sp"]
@@ -110,28 +110,19 @@ class Places(NamedTuple):
     k_runs: Int[Array, " Q"]  # of query blocks, for each key block
 
 
-def layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...], window: int) -> Layout:
+def sizes(q_shape: tuple[int, ...], k_shape: tuple[int, ...], window: int) -> Sizes:
     """The sizes for q [B, T, N, H] and k [B, S, K, H]."""
     (B, T, N, H), (S, K) = q_shape, k_shape[1:3]
     G = N // K
     F = G if T * G <= block_sizes(T * G, S, window)[0] else 1  # where one block holds them
-    return Layout(B, T, S, K, G // F, F, H, *block_sizes(T * F, S, window))
+    return Sizes(B, T, S, K, G // F, F, H, *block_sizes(T * F, S, window))
 
 
-def places(
-    x: Layout,
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    window: int,
-) -> Places:
+def blocked(x: Sizes, layout: Layout, window: int) -> Blocked:
     """Positions and segments as the kernels read them, and the blocks to visit."""
-    q_pos, q_seg = (
-        _pad_last(jnp.repeat(y, x.F, axis=1), x.n * x.bt) for y in (q_positions_BT, q_segments_BT)
-    )
-    k_pos, k_seg = (_pad_last(y, x.m * x.bs) for y in (k_positions_BS, k_segments_BS))
-    needed, whole = block_table(q_pos, q_seg, k_pos, k_seg, x.bt, x.bs, window)
+    layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.bs - x.S)
+    q_pos, k_pos, q_seg, k_seg = layout
+    needed, whole = block_table(layout, x.bt, x.bs, window)
 
     def visits(needed: Array, whole: Array) -> Array:
         # Every loop visits a block, so that the one before it always knows what to fetch.
@@ -142,7 +133,7 @@ def places(
     def eight(pos: Array, seg: Array) -> Array:
         return jnp.pad(jnp.stack([pos, seg], axis=1), ((0, 0), (0, SUBLANES - 2), (0, 0)))
 
-    return Places(
+    return Blocked(
         eight(q_pos, q_seg),
         eight(k_pos, k_seg),
         visits(needed, whole),

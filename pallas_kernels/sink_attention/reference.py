@@ -6,34 +6,23 @@ Next: xla.py, the same in blocks.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from pallas_kernels.masks import visible
+from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 UNSEEN = -2e30  # a score that weighs nothing beside any other, and stays finite in differences
 
 
 def reference(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    window: int,
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Result:  # fmt: skip
     """o = Σ_s e^{z_s − lse} v_s,  lse = log(Σ_s e^{z_s} + e^{sink}),  z = scale·q·k if seen."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
     sink_1KG11 = sink_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1)
-    seen = visible(
-        q_positions_BT[:, :, None], k_positions_BS[:, None, :], window,
-        q_segments_BT[:, :, None], k_segments_BS[:, None, :],
-    )[:, None, None]  # fmt: skip
+    seen = layout.visible(window)[:, None, None]
     exact = jax.lax.Precision.HIGHEST
     q = q.reshape(B, T, K, N // K, H)
     z = jnp.einsum("btkgh,bskh->bkgts", q, k, precision=exact) * scale

@@ -13,7 +13,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 HEADS = (16, 32, 64, 128)  # head sizes: powers of two that a tensor core takes and that fit
 
 
-class Tiles(NamedTuple):
+class TritonTiles(NamedTuple):
     """Rows (queries times the heads of a group) and keys of a tile, and how it is compiled."""
 
     rows: int
@@ -28,30 +28,30 @@ class Tiles(NamedTuple):
 # products are IEEE, not TF32) and takes whatever fits. The two numbers are the bytes of an element
 # and the head size.
 _FORWARD = {
-    (2, 64): Tiles(128, 64, 8, 3), (2, 128): Tiles(64, 64, 8, 2),
-    (4, 64): Tiles(64, 32, 8, 2), (4, 128): Tiles(16, 32, 4, 2),
+    (2, 64): TritonTiles(128, 64, 8, 3), (2, 128): TritonTiles(64, 64, 8, 2),
+    (4, 64): TritonTiles(64, 32, 8, 2), (4, 128): TritonTiles(16, 32, 4, 2),
 }  # fmt: skip
 _DQ = {
-    (2, 64): Tiles(128, 64, 8, 2), (2, 128): Tiles(64, 64, 8, 2),
-    (4, 64): Tiles(64, 32, 8, 2), (4, 128): Tiles(32, 32, 8, 2),
+    (2, 64): TritonTiles(128, 64, 8, 2), (2, 128): TritonTiles(64, 64, 8, 2),
+    (4, 64): TritonTiles(64, 32, 8, 2), (4, 128): TritonTiles(32, 32, 8, 2),
 }  # fmt: skip
 _DKV = {  # key blocks stay, rows pass by
-    (2, 64): Tiles(64, 128, 8, 3), (2, 128): Tiles(32, 64, 8, 2),
-    (4, 64): Tiles(32, 32, 4, 2), (4, 128): Tiles(32, 32, 8, 2),
+    (2, 64): TritonTiles(64, 128, 8, 3), (2, 128): TritonTiles(32, 64, 8, 2),
+    (4, 64): TritonTiles(32, 32, 4, 2), (4, 128): TritonTiles(32, 32, 8, 2),
 }  # fmt: skip
 
 
-def forward_tiles(H: int, itemsize: int) -> Tiles:
+def forward_tiles(H: int, itemsize: int) -> TritonTiles:
     """Of the forward kernel; a row's bits depend on them, so prefill and decode share them."""
     return _FORWARD[itemsize, max(H, 64)]
 
 
-def dq_tiles(H: int, itemsize: int) -> Tiles:
+def dq_tiles(H: int, itemsize: int) -> TritonTiles:
     """Of the kernel of dq."""
     return _DQ[itemsize, max(H, 64)]
 
 
-def dkv_tiles(H: int, itemsize: int) -> Tiles:
+def dkv_tiles(H: int, itemsize: int) -> TritonTiles:
     """Of the kernel of dk and dv."""
     return _DKV[itemsize, max(H, 64)]
 
@@ -87,7 +87,9 @@ def strides(*of_arrays: tuple[int, int, int]) -> tuple[int, ...]:
     return tuple(x // UNIT for x in flat)
 
 
-def constants(K: int, G: int, H: int, window: int, scale: float, tiles: Tiles) -> dict[str, Any]:
+def constants(
+    K: int, G: int, H: int, window: int, scale: float, tiles: TritonTiles
+) -> dict[str, Any]:
     """The kernels' constants, by name. The kernels need a positive scale."""
     return dict(
         K=K, G=G, H=H, WINDOW=window, SCALE=scale, ROWS=tiles.rows,

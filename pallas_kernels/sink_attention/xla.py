@@ -12,13 +12,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.arguments import products
 from pallas_kernels.blocks import block_table, runs
-from pallas_kernels.masks import visible
+from pallas_kernels.masks import Layout, visible
 from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 # Measured on one core with float32; a block of scores should stay near the cache.
 ROWS = 512  # of a score block at most: queries times heads per key head
@@ -59,14 +60,14 @@ def _part(length: int, most: int) -> int:
     return max(length, 1) if count <= 1 else -(-length // (count * 8)) * 8
 
 
-def _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window) -> tuple[_Blocks, int]:
+def _blocks(q, k, v, sink, layout, window) -> tuple[_Blocks, int]:
     (B, T, N, _), (S, K) = q.shape, k.shape[1:3]
     G = N // K
     bt, bs = block_sizes(B, T, S, K, G, window)
     n, m = max(1, -(-T // bt)), max(1, -(-S // bs))
-    q_pos, q_seg = (jnp.pad(x, ((0, 0), (0, n * bt - T))) for x in (q_pos, q_seg))
-    k_pos, k_seg = (jnp.pad(x, ((0, 0), (0, m * bs - S))) for x in (k_pos, k_seg))
-    ranges = _ranges(q_pos, q_seg, k_pos, k_seg, bt, bs, window)
+    layout = layout.padded(n * bt - T, m * bs - S)
+    q_pos, k_pos, q_seg, k_seg = layout
+    ranges = _ranges(layout, bt, bs, window)
 
     def rows(x):
         return jnp.repeat(x.reshape(B, n, bt).transpose(1, 0, 2), G, axis=2)
@@ -81,9 +82,9 @@ def _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window) -> tuple[_Blocks,
     ), bs
 
 
-def _ranges(q_pos, q_seg, k_pos, k_seg, bt, bs, window) -> Array:
+def _ranges(layout, bt, bs, window) -> Array:
     """First and one past the last key block that some row of the batch needs."""
-    needed, _ = block_table(q_pos, q_seg, k_pos, k_seg, bt, bs, window)
+    needed, _ = block_table(layout, bt, bs, window)
     needed = needed.any(0, keepdims=True)
     return runs(needed, needed)[0][:, jnp.array([0, 3])]
 
@@ -201,39 +202,30 @@ def _split_rows(x_BTNH: Array, n: int, bt: int, G: int) -> Array:
     return x.reshape(n, B, N // G, bt * G, H)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(8, 9))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def xla(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segments_BT: Int[Array, "B T"],
-    k_segments_BS: Int[Array, "B S"],
-    window: int,
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Result:  # fmt: skip
     """(o, lse) in blocks of keys; see `reference` for the formula."""
-    arrays = (q_BTNH, k_BSKH, v_BSKH, sink_N, q_positions_BT, k_positions_BS)
-    return _xla_fwd(*arrays, q_segments_BT, k_segments_BS, window, scale)[0]
+    return _xla_fwd(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale)[0]
 
 
-def _xla_fwd(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window, scale):
+def _xla_fwd(q, k, v, sink, layout, window, scale):
     B, T, N, _ = q.shape
-    x, bs = _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window)
+    x, bs = _blocks(q, k, v, sink, layout, window)
     o, lse = _forward_blocks(x, bs, window, scale)
     G = N // k.shape[2]
     o = _join_rows(o, T, G).astype(q.dtype)
     lse = _join_rows(lse, T, G)[..., 0]
-    return (o, lse), (q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse)
+    return (o, lse), (q, k, v, sink, layout, o, lse)
 
 
 def _xla_bwd(window, scale, saved, cotangents):
-    q, k, v, sink, q_pos, k_pos, q_seg, k_seg, o, lse = saved
+    q, k, v, sink, layout, o, lse = saved
     do, dlse = cotangents
     G = q.shape[2] // k.shape[2]
-    x, bs = _blocks(q, k, v, sink, q_pos, k_pos, q_seg, k_seg, window)
+    x, bs = _blocks(q, k, v, sink, layout, window)
     lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
     n, bt = x.q_nBKRH.shape[0], x.q_nBKRH.shape[3] // G
     parts = (_split_rows(y, n, bt, G) for y in (do, lse[..., None], delta[..., None]))
@@ -241,7 +233,7 @@ def _xla_bwd(window, scale, saved, cotangents):
     S = k.shape[1]
     dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(k.dtype) for y in (dk, dv))
     dq = _join_rows(dq, q.shape[1], G).astype(q.dtype)
-    return dq, dk, dv, dsink, None, None, None, None
+    return dq, dk, dv, dsink, None
 
 
 xla.defvjp(_xla_fwd, _xla_bwd)

@@ -8,13 +8,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import floats, integers
-from pallas_kernels.dispatch import Implementation, lazily, pick
+from pallas_kernels.dispatch import Implementation, mosaic, pick
 from pallas_kernels.token_logprobs import reference, xla
+from pallas_kernels.token_logprobs.signature import TokenLogprobs
 
 _HERE = "pallas_kernels.token_logprobs"
-_IMPLS = {
-    "mosaic_gpu": lazily(f"{_HERE}.pallas_gpu", "mosaic_gpu", ("gpu",), proven=False),
-    "mosaic_tpu": lazily(f"{_HERE}.pallas_tpu", "mosaic_tpu", ("tpu",), proven=False),
+_IMPLS: dict[str, Implementation[TokenLogprobs]] = mosaic(_HERE) | {
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 
-class Case(NamedTuple):
+class LogprobsCase(NamedTuple):
     """Shape of one call: M tokens, width D, V columns of which vocab_size are words."""
 
     name: str
@@ -23,27 +23,27 @@ class Case(NamedTuple):
 
 
 TEST_CASES = (
-    Case("one_block", 29, 48, 97, 97),
-    Case("padded_head", 29, 48, 97, 83, 0.7),
-    Case("token_blocks_overlap", 1100, 16, 97, 97, 1.3),
-    Case("vocab_blocks_overlap", 29, 16, 4300, 4217, 0.7),
+    LogprobsCase("one_block", 29, 48, 97, 97),
+    LogprobsCase("padded_head", 29, 48, 97, 83, 0.7),
+    LogprobsCase("token_blocks_overlap", 1100, 16, 97, 97, 1.3),
+    LogprobsCase("vocab_blocks_overlap", 29, 16, 4300, 4217, 0.7),
 )
 
 # Both sizes of GPT-OSS have this head; kernels are compiled for it.
 REAL_CASES = (
-    Case("gptoss20b", 24576, 2880, 201_216, 201_088),
-    Case("gptoss20b_8k", 8192, 2880, 201_216, 201_088),
+    LogprobsCase("gptoss20b", 24576, 2880, 201_216, 201_088),
+    LogprobsCase("gptoss20b_8k", 8192, 2880, 201_216, 201_088),
 )
 
 BENCH_CASES = (
-    Case("tiny", 5120, 128, 512, 512),
-    Case("tiny_characters", 5120, 128, 265, 265),
+    LogprobsCase("tiny", 5120, 128, 512, 512),
+    LogprobsCase("tiny_characters", 5120, 128, 265, 265),
     REAL_CASES[0],
 )
 
 
 def make_inputs(
-    case: Case, dtype: DTypeLike = jnp.float32, seed: int = 0
+    case: LogprobsCase, dtype: DTypeLike = jnp.float32, seed: int = 0
 ) -> tuple[Float[Array, "M D"], Float[Array, "D V"], Int[Array, " M"]]:
     """Normal hidden_MD and w_head_DV (logits of deviation 1.5), and targets among the words."""
     hidden_key, head_key, target_key = jax.random.split(jax.random.key(seed), 3)

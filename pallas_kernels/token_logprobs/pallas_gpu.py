@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import target
 from pallas_kernels.token_logprobs import streamed
+from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
 
 ROWS = 64  # of a warpgroup, as many as wgmma has
 COLUMNS = 256  # the widest wgmma; 64 × 256 float32 sums are 128 registers of each thread
@@ -282,13 +283,9 @@ def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret)
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def mosaic_gpu(
-    hidden_MD: Float[Array, "M D"],
-    w_head_DV: Float[Array, "D V"],
-    targets_M: Int[Array, " M"],
-    temperature: Float[Array, ""],
-    vocab_size: int,
-    interpret: bool = False,
-) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+    vocab_size: int, interpret: bool = False,
+) -> Result:  # fmt: skip
     """Log-probability of each target and entropy of its distribution; see `reference`.
 
     Numerics: bfloat16 in, float32 sums and softmax, base-2 exponentials of the GPU (2 ulp);

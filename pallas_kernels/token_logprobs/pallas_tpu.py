@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels import tpu
 from pallas_kernels.arguments import products
 from pallas_kernels.token_logprobs import streamed
+from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
 
 ROWS = 1024  # tokens of a block, at most: the head is read once a block
 COLUMNS = 512  # words of a block, at most
@@ -162,13 +163,9 @@ def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret)
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def mosaic_tpu(
-    hidden_MD: Float[Array, "M D"],
-    w_head_DV: Float[Array, "D V"],
-    targets_M: Int[Array, " M"],
-    temperature: Float[Array, ""],
-    vocab_size: int,
-    interpret: bool = False,
-) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+    vocab_size: int, interpret: bool = False,
+) -> Result:  # fmt: skip
     """Log-probability of each target and entropy of its distribution; see `reference`.
 
     Numerics: float32 sums and softmax; float32 inputs are multiplied as float32 (six passes);

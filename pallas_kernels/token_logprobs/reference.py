@@ -6,16 +6,14 @@ Holds all [M, V] logits. Next: `xla.py`, which never does.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+
+from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
 
 
 def reference(
-    hidden_MD: Float[Array, "M D"],
-    w_head_DV: Float[Array, "D V"],
-    targets_M: Int[Array, " M"],
-    temperature: Float[Array, ""] | float = 1.0,
-    vocab_size: int | None = None,
-) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets,
+    temperature: Temperature | float = 1.0, vocab_size: int | None = None,
+) -> Result:  # fmt: skip
     """Log-probability of each target and entropy of its distribution.
 
     z = hidden @ w_head / temperature;  logp = z[target] − lse(z);  H = −Σ p log p

@@ -11,9 +11,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import products
+from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
 
 TOKEN_BLOCK = 1024
 VOCAB_BLOCK = 4096
@@ -112,12 +112,9 @@ def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def xla(
-    hidden_MD: Float[Array, "M D"],
-    w_head_DV: Float[Array, "D V"],
-    targets_M: Int[Array, " M"],
-    temperature: Float[Array, ""],
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     vocab_size: int,
-) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+) -> Result:  # fmt: skip
     """Log-probability of each target and entropy of its distribution; see `reference`.
 
     Numerics: float32 accumulation, softmax and sums; bitwise repeatable. The columns past

@@ -34,17 +34,19 @@ from jaxmoe.cli import StopRequest
 from jaxmoe.config import Config
 from jaxmoe.config_file import load, override
 from jaxmoe.envs.tasks import Task, evaluate, open_task
+from jaxmoe.job import Job
+from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
-from jaxmoe.rl.algorithm import algorithm
+from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import new_state, policy_of, with_critic
-from jaxmoe.rl.update import Scorer
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, new_state, rl_state
 from jaxmoe.rollout.native import NativeEngine
 
 BUDGET = (
     "data.options.max_word_len=3", "warmup.steps=70", "rollout.sequences_per_step=128",
-    "rollout.max_draws=1", "eval.every_steps=1000000", "save.every_steps=1000000",
+    "rollout.max_gen_batches=1", "eval.every_steps=1000000", "save.every_steps=1000000",
 )  # fmt: skip
 OFF = ("loss.old_logp=recomputed", "loss.minibatches=4")
 COLUMNS = ("accuracy", "reward_std", "grad_max", "clip", "gap", "ratio")
@@ -62,9 +64,9 @@ class Line:
 
 CORRECTIONS = {
     "none": (),
-    "token IS": ("loss.correction=token_is",),
-    "sequence IS": ("loss.correction=sequence_is",),
-    "IcePop": ("loss.correction=token_icepop",),
+    "token IS": ("loss.rollout_correction=token_is",),
+    "sequence IS": ("loss.rollout_correction=sequence_is",),
+    "IcePop": ("loss.rollout_correction=token_icepop",),
 }
 START = "the warm start, no step"
 LINES = (
@@ -72,7 +74,7 @@ LINES = (
     Line("GRPO, on-policy"),
     Line("RLOO", ("loss.advantages=rloo_advantages",)),
     Line("Dr. GRPO", ("loss.advantages=group_advantages(scale_by_std=False)",
-                      "loss.mean=fixed_length_weights(length=6)")),
+                      "loss.aggregation=seq_mean_token_sum_norm(length=6)")),
     Line("REINFORCE++", ("loss.advantages=reinforce_pp_advantages",)),
     Line("REINFORCE++, baseline", ("loss.advantages=reinforce_pp_baseline_advantages",)),
     Line("PPO, own critic", ("loss.advantages=gae(trace=0.95)", "critic.backbone=own",
@@ -81,7 +83,7 @@ LINES = (
     Line("DAPO clip-higher, 4 minibatches",
          (*OFF, "loss.objective=clipped_terms(clip_high=0.28)")),
     Line("GSPO, 4 minibatches",
-         (*OFF, "loss.objective=gspo_terms", "loss.mean=sequence_mean_weights")),
+         (*OFF, "loss.objective=gspo_terms", "loss.aggregation=seq_mean_token_mean")),
     Line("CISPO, 4 minibatches", (*OFF, "loss.objective=cispo_terms")),
     Line("SAPO, 4 minibatches", (*OFF, "loss.objective=sapo_terms")),
     Line("DPPO-TV, 4 minibatches", (*OFF, "loss.objective=dppo_tv_terms")),
@@ -117,7 +119,7 @@ class NoisyEngine:
 
 def new_engine(cfg: Config) -> NativeEngine:
     return NativeEngine(
-        cfg.model, max_prompt_tokens=cfg.data.max_prompt_tokens,
+        cfg.model, make_ops(cfg), max_prompt_tokens=cfg.data.max_prompt_tokens,
         max_new_tokens=cfg.rollout.max_new_tokens, max_rows=cfg.rollout.max_parallel_sequences,
     )  # fmt: skip
 
@@ -169,17 +171,19 @@ class Bench:
     def warm_start(self, cfg: Config, task: Task) -> Any:
         if cfg.seed not in self.warm:
             tx = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
-            at = Position("warmup", 0, new_state(initial_params(cfg), tx), None, None)
-            with self.desk(cfg, task, "") as desk:
-                self.warm[cfg.seed] = train.warm_start(desk, at, tx).params
+            at = Position("warmup", 0, new_state(Trained(initial_params(cfg)), tx), None)
+            with self.job(cfg, task, "", at) as job:
+                train.warm_start(job, tx)
+                self.warm[cfg.seed] = job.at.state.params.policy
         return jax.tree.map(jnp.copy, self.warm[cfg.seed])
 
     @contextlib.contextmanager
-    def desk(self, cfg: Config, task: Task, noise: str):
+    def job(self, cfg: Config, task: Task, noise: str, at: Position):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             work = Path(folder)
             with MetricsLog(work, stage="warmup", step=0) as log:
-                yield train.Desk(cfg, work, task, self.engine(cfg, noise), log, StopRequest())
+                engine = self.engine(cfg, noise)
+                yield Job(cfg, make_ops(cfg), work, task, engine, log, StopRequest(), at)
 
     def score(self, cfg: Config, task: Task, policy: Any) -> float:
         """Held-out accuracy by the right engine; of the warm start where there is no policy."""
@@ -192,9 +196,7 @@ class Bench:
         task, tx, a = open_task(cfg), rl_optimizer(cfg), algorithm(cfg)
         if line.name == START:
             return dict.fromkeys(COLUMNS, 0.0) | {"accuracy": self.score(cfg, task, None)}
-        at = Position(
-            "rl", 0, new_state(with_critic(self.warm_start(cfg, task), cfg), tx), None, None
-        )
+        at = Position("rl", 0, rl_state(self.warm_start(cfg, task), cfg, tx), None)
         engine = self.engine(cfg, line.noise)
         if isinstance(engine, NoisyEngine):
             engine.restart()
@@ -203,15 +205,15 @@ class Bench:
             scorer = Scorer  # there is one forward, and nothing to disagree with
         whole, train.Scorer = train.Scorer, scorer
         try:
-            with self.desk(cfg, task, line.noise) as desk:
-                state = train.reinforce(desk, at, tx, a)
-                rows = [r for r in read_metrics(desk.work / "metrics.jsonl")
+            with self.job(cfg, task, line.noise, at) as job:
+                train.reinforce(job, tx, a)
+                rows = [r for r in read_metrics(job.work / "metrics.jsonl")
                         if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
         finally:
             train.Scorer = whole
         last = np.array([r["reward/mean"] for r in rows[-10:]])
         return {
-            "accuracy": self.score(cfg, task, policy_of(state.params)),
+            "accuracy": self.score(cfg, task, job.at.state.params.policy),
             "reward_std": float(last.std()),
             "grad_max": max(r["grad/norm"] for r in rows),
             "clip": float(np.mean([r["policy/clip_frac"] for r in rows])),

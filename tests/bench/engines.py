@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native engine and vLLM on the same model and prompts, in turn; and what a swap costs.
+"""The native engine and vLLM on the same model and prompts, in turn; and what a weight sync costs.
 
     python tests/bench/engines.py [--rounds 5] [--server] [--python PATH]
 
 Run it with the Python of an environment that has vLLM too; with --server any Python does, and vLLM
 is a child of --python. Tokens per CPU-second (user and system, all threads and, for a server, its
-processes) and per second of wall time; every answer has exactly `--new` tokens. A swap is one
+processes) and per second of wall time; every answer has exactly `--new` tokens. A sync is one
 load(): vLLM's own routes (pause, start, update, finish, reset, resume) and what is ours around
 them (export, digests asked for, probe). The last line is JSON.
 """
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -26,7 +27,7 @@ import psutil
 
 from jaxmoe.config import VllmConfig
 from jaxmoe.config_file import load
-from jaxmoe.model import init_params
+from jaxmoe.model import init_params, plain_ops
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.vllm.engine import VllmEngine
@@ -84,13 +85,13 @@ def main():
     ]
     sampling = Sampling(args.new, ())
     rows = args.prompts * args.samples
-    sizes = dict(max_prompt_tokens=24, max_new_tokens=args.new, max_rows=rows)
+    sizes: Any = dict(max_prompt_tokens=24, max_new_tokens=args.new, max_rows=rows)
     weights = [jax.jit(init_params, static_argnums=1)(jax.random.key(s), cfg) for s in range(2)]
     vllm = VllmConfig(launch=int(args.server), python=args.python)
     with tempfile.TemporaryDirectory() as work:
         engines = {
-            "native": NativeEngine(cfg, **sizes),
-            "vllm": VllmEngine(cfg, vllm, work=Path(work), **sizes),
+            "native": NativeEngine(cfg, plain_ops(), **sizes),
+            "vllm": VllmEngine(cfg, plain_ops(), vllm, work=Path(work), **sizes),
         }
         try:
             measure(engines, weights, prompts, sampling, args)
@@ -112,18 +113,18 @@ def measure(engines, weights, prompts, sampling, args):
             rates[name]["wall"].append(tokens / (time.perf_counter() - start))
             rates[name]["cpu"].append(tokens / (cpu_s(name) - before))
             assert sum(len(r.tokens) for r in out) == tokens
-    place = engines["vllm"]._places[0]
-    place.backend = timed = Timed(place.backend)
-    swaps = []
+    replica = engines["vllm"]._replicas[0]
+    replica.backend = timed = Timed(replica.backend)
+    syncs = []
     for version in range(1, args.rounds + 4):
         timed.spent.clear()
         start = time.perf_counter()
         engines["vllm"].load(weights[version % 2], version)
         total = time.perf_counter() - start
         own = sum(timed.spent[name] for name in OWN)
-        swaps.append(dict(timed.spent) | {"total": total, "own": own, "beyond": total - own})
+        syncs.append(dict(timed.spent) | {"total": total, "own": own, "beyond": total - own})
     middle = {
-        name: round(statistics.median(s.get(name, 0.0) for s in swaps), 4) for name in swaps[0]
+        name: round(statistics.median(s.get(name, 0.0) for s in syncs), 4) for name in syncs[0]
     }
     result = {
         "where": "server" if args.server else "in process",
@@ -135,7 +136,7 @@ def measure(engines, weights, prompts, sampling, args):
                 a / b for a, b in zip(rates["native"]["cpu"], rates["vllm"]["cpu"], strict=True)
             ), 2,
         ),
-        "swap_s": middle, "swap_beyond_s": [round(s["beyond"], 3) for s in swaps],
+        "sync_s": middle, "sync_beyond_s": [round(s["beyond"], 3) for s in syncs],
     }  # fmt: skip
     for name, value in result.items():
         print(f"{name:28} {value}")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights out: GB/s of a publication against plain copies of the same bytes, in turn.
+"""Weight files: GB/s of a weight update against plain copies of the same bytes, in turn.
 
     python tests/bench/export_weights.py [--rounds 5] [--gigabytes 2] [--directory /dev/shm]
 
 A synthetic GPT-OSS of the 20B's proportions (transposed attention and head, interleaved gate and
-up), held by jax in float32 or bfloat16. `convert` is the export without the file: what a way
+up), held by jax in float32 or bfloat16. `convert` is the export without the file: what a transport
 without files costs. Yardsticks, on one core: numpy's copy into memory that is warm, the same into
 fresh memory, and a plain write of the same bytes to a fresh file in that directory. `export` is
-the first publication of a run, into fresh pages; `export_over` every later one, into the pages of
+the first update of a run, into fresh pages; `export_over` every later one, into the pages of
 the last but one. In brackets: the speed of export_over over theirs; per CPU-second too, for
 machines that are busy. Also the growth of resident memory beyond params and file. The last line
 is JSON.
@@ -31,7 +31,7 @@ import psutil
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import abstract_params, count_params
-from jaxmoe.weight_sync.files import files
+from jaxmoe.weight_sync.files import write_files
 from jaxmoe.weight_sync.update import empty_manifest, fill_digests, plan
 
 BLOCK_BYTES = 1 << 28
@@ -86,14 +86,16 @@ def measure(held: str, sent: str, gigabytes: float, directory: Path, rounds: int
     blocks = [source[: min(BLOCK_BYTES, nbytes - at)] for at in range(0, nbytes, BLOCK_BYTES)]
 
     def export() -> None:
-        files(params, cfg, directory, dtype=sent, run=f"bench{os.getpid()}", version=0)
+        write_files(params, cfg, directory, dtype=sent, run=f"bench{os.getpid()}", version=0)
 
     def export_over() -> None:
         """As the engine does from the third version on: into the pages of the last but one."""
         nonlocal turn, older
         over = older.pop(0) if len(older) > 1 else None
-        named = dict(dtype=sent, run=f"over{os.getpid()}", version=turn)
-        older.append(files(params, cfg, directory, **named, over=over))
+        run = f"over{os.getpid()}"
+        older.append(
+            write_files(params, cfg, directory, dtype=sent, run=run, version=turn, reuse=over)
+        )
         turn += 1
 
     def convert() -> None:
@@ -126,8 +128,8 @@ def measure(held: str, sent: str, gigabytes: float, directory: Path, rounds: int
             times[act.__name__].append(spent)
             plain.unlink(missing_ok=True)
             shutil.rmtree(directory / f"jaxmoe-bench{os.getpid()}", ignore_errors=True)
-    for publication in older:
-        publication.close()
+    for update in older:
+        update.close()
     speed, per_cpu = (
         {name: nbytes / np.median([t[i] for t in each]) / 1e9 for name, each in times.items()}
         for i in (0, 1)

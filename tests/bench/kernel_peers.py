@@ -223,7 +223,7 @@ def tokamax(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
     """tokamax' Pallas kernel, causal, without the sink: not the same function, the same work."""
     _needs("gpu", "tpu")
     _causal_rows_only(case)
-    from tokamax import dot_product_attention
+    from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
 
     def call(q: Any, k: Any, v: Any, *_: Any) -> Any:
         window = (case.window - 1, 0) if case.window else None
@@ -254,7 +254,7 @@ def cudnn_sink(case: Any, inputs: Any, cotangents: Any) -> dict[str, Any]:
     """cuDNN's fused attention and its gradient, that of the sink too; BTNH arrays as they lie."""
     _needs("gpu")
     _causal_rows_only(case)
-    import cudnn as frontend
+    import cudnn as frontend  # pyright: ignore[reportMissingImports]
     import torch
 
     q, k, v, sink = (_torch(x) for x in inputs[:4])

@@ -24,32 +24,36 @@ class Desk:
 
         from jaxmoe.checkpoint.hf import load_params
         from jaxmoe.config import OptimConfig
+        from jaxmoe.model import plain_ops
         from jaxmoe.model.config import read_hf_config
         from jaxmoe.rl.algorithm import Algorithm
         from jaxmoe.rl.optimizer import make_optimizer
-        from jaxmoe.rl.state import new_state
-        from jaxmoe.rl.update import Scorer, rl_step
+        from jaxmoe.rl.scorer import Scorer
+        from jaxmoe.rl.state import Trained, new_state
+        from jaxmoe.rl.update import rl_step
         from jaxmoe.rollout.native import NativeEngine
 
         self.cfg = read_hf_config(directory)
         assert self.cfg.dtype == "float32", self.cfg.dtype
         self.first = jax.tree.map(jax.numpy.array, load_params(directory, self.cfg, "float32"))
+        self.ops = plain_ops()
         tx = make_optimizer(OptimConfig(lr=1e-6), steps=10**5)
-        self.state = new_state(jax.tree.map(lambda x: x.copy(), self.first), tx)
+        self.state = new_state(Trained(jax.tree.map(lambda x: x.copy(), self.first)), tx)
         grpo = Algorithm(samples_per_prompt=SAMPLES)
         self.step_fn = jax.jit(
-            partial(rl_step, tx=tx, algorithm=grpo, scorer=Scorer(self.cfg)), donate_argnums=0
+            partial(rl_step, tx=tx, algorithm=grpo, scorer=Scorer(self.cfg, self.ops)),
+            donate_argnums=0,
         )
         self.engine = NativeEngine(
-            self.cfg, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS,
+            self.cfg, self.ops, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS,
             max_rows=PROMPTS * SAMPLES,
         )  # fmt: skip
-        self.engine.load(self.state.params, 0)
+        self.engine.load(self.state.params.policy, 0)
         self.dice = np.random.default_rng(0)
         self.steps = 0
 
     def step(self) -> dict[str, float]:
-        """Generate, score, build the batch, update (AdamW included), publish the weights."""
+        """Generate, score, build the batch, update (AdamW included), sync the weights."""
         import jax
         import numpy as np
 
@@ -69,7 +73,7 @@ class Desk:
         )
         self.state, metrics = self.step_fn(self.state, batch)
         metrics = jax.device_get(metrics)
-        self.engine.load(self.state.params, self.steps)
+        self.engine.load(self.state.params.policy, self.steps)
         end = time.process_time()
         assert all(len(r.tokens) == NEW_TOKENS for r in rollouts)
         assert np.isfinite(metrics["loss"])
@@ -89,8 +93,8 @@ class Desk:
 
         @jax.jit
         def run(params, tokens_BT):
-            hidden_BTD, _, _ = forward(params, tokens_BT, self.cfg)
-            return sequence_logprobs(params, hidden_BTD, tokens_BT, self.cfg)[0]
+            hidden_BTD, _, _ = forward(params, tokens_BT, self.cfg, self.ops)
+            return sequence_logprobs(params, hidden_BTD, tokens_BT, self.cfg, self.ops)[0]
 
         return run(self.first, jnp.asarray(rows, jnp.int32))[:, 1:].tolist()
 

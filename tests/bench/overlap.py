@@ -23,19 +23,22 @@ from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load, override
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import open_task
+from jaxmoe.job import Job
+from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
-from jaxmoe.rl.algorithm import algorithm
+from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.state import new_state, with_critic
+from jaxmoe.rl.state import rl_state
 
 BUDGET = (
-    "data.held_out_rows=8", "rollout.max_draws=1", "eval.every_steps=1000000",
-    "save.every_steps=1000000", "loss.correction=token_is(high=2.0)",
+    "data.held_out_rows=8", "rollout.max_gen_batches=1", "eval.every_steps=1000000",
+    "save.every_steps=1000000", "loss.rollout_correction=token_is(high=2.0)",
 )  # fmt: skip
 SHOWN = (
-    "time/step_s", "time/rollout_s", "time/train_s", "time/publish_s", "time/wait_for_rollouts_s",
-    "time/wait_for_trainer_s", "rollout/overlap_frac", "staleness/mean", "staleness/mixed_frac",
+    "time/step_s", "time/rollout_s", "time/train_s", "time/weight_sync_s",
+    "time/wait_for_rollouts_s", "time/wait_for_trainer_s", "rollout/overlap_frac",
+    "staleness/mean", "staleness/mixed_frac",
 )  # fmt: skip
 
 
@@ -50,7 +53,7 @@ def main() -> None:
     plain = override(load(args.config), *BUDGET, f"steps={args.steps}", *args.changes)
     found: dict[int, list[float]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as folder:
-        with closing(open_engine(plain, Path(folder))) as engine:
+        with closing(open_engine(plain, make_ops(plain), Path(folder))) as engine:
             for turn in range(args.rounds):
                 for most in (0, 1):
                     work = Path(folder) / f"{turn}_{most}"
@@ -67,10 +70,10 @@ def main() -> None:
 def one_run(cfg, engine, work):
     """The metrics of its steps, but for the first two and the last."""
     task, tx = open_task(cfg), rl_optimizer(cfg)
-    at = Position("rl", 0, new_state(with_critic(initial_params(cfg), cfg), tx), None, None)
+    at = Position("rl", 0, rl_state(initial_params(cfg), cfg, tx), None)
     with MetricsLog(work, stage="warmup", step=0) as log:
-        desk = train.Desk(cfg, work, task, engine, log, StopRequest())
-        train.reinforce(desk, at, tx, algorithm(cfg))
+        job = Job(cfg, make_ops(cfg), work, task, engine, log, StopRequest(), at)
+        train.reinforce(job, tx, algorithm(cfg))
     rows = [r for r in read_metrics(work / "metrics.jsonl") if r["stage"] == "rl"]
     return rows[3:-1]
 

@@ -94,8 +94,8 @@ def trainer_of(directory: Path, callback, record: dict):
     """GRPOTrainer whose generation and training_step write their CPU-seconds to `record`."""
     import random
 
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     class Timed(GRPOTrainer):
         def _generate_single_turn(self, *args, **kwargs):

@@ -12,14 +12,16 @@ import optax
 from jaxmoe.config import (
     ModelConfig,
 )
-from jaxmoe.model import init_params, new_critic, sequence_values
-from jaxmoe.rl.algorithm import Algorithm, check
+from jaxmoe.model import init_params, new_critic, plain_ops
+from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.state import critic_of, new_state, policy_of
-from jaxmoe.rl.step import batch_logprobs, in_rows
-from jaxmoe.rl.update import Scorer, rl_step
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Frozen, Trained, new_state
+from jaxmoe.rl.update import rl_step
+from jaxmoe.rl.validate import check
 
 EPS = float(np.finfo(np.float32).eps)
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=29, d_model=24, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=8, n_experts=5,
     experts_per_token=2, d_expert=20, sliding_window=5, dtype="float32",
@@ -35,21 +37,9 @@ PARAMS = {"embed": 8 * MODEL["embed"], "head": MODEL["head"]}
 class Bigram(Scorer):
     """A model without layers, which compiles in no time: each token knows the one before it."""
 
-    def policy(self, params, batch):
+    def hidden(self, params, batch):
         rows = batch if batch.packed is None else batch.packed
-        policy = policy_of(params)
-        hidden_BTD = jnp.tanh(policy["embed"][rows.tokens_BT])
-        logp_BT, entropy_BT = batch_logprobs(policy, batch, model=self.model, hidden_BTD=hidden_BTD)
-        out = {"logp_BT": logp_BT, "entropy_BT": entropy_BT}
-        if self.critic == "shared":
-            values_BT = sequence_values(critic_of(params), hidden_BTD)
-            out["values_BT"] = in_rows(values_BT, batch)
-        return out
-
-    def values(self, params, batch):
-        rows, critic = batch if batch.packed is None else batch.packed, critic_of(params)
-        hidden_BTD = jnp.tanh(critic["backbone"]["embed"][rows.tokens_BT])
-        return {"values_BT": in_rows(sequence_values(critic, hidden_BTD), batch)}
+        return jnp.tanh(params["embed"][rows.tokens_BT])
 
 
 def make_batch(extra=0, shift=0.0):
@@ -71,22 +61,20 @@ def make_batch(extra=0, shift=0.0):
             np.where(mask, -3.4 + shift + 0.3 * rng.normal(size=(B, T)), 0.0).astype(np.float32)
         ),
         rewards_B=rng.normal(size=B).astype(np.float32),
-        group_ids_B=np.repeat(np.arange(B // R, dtype=np.int32), R),
-        weights_version_B=np.zeros(B, np.int32),
     )
 
 
-def start(a, tx=SGD, params=PARAMS):
+def start(a, tx=SGD, params=PARAMS, reference=None):
+    critic = None
     if a.critic != "none":
         critic = new_critic(params, CFG, "float32", own_backbone=a.critic == "own")
         # a head of zeros would send nothing to the backbone
         critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
-        params = {"policy": params, "critic": critic}
-    return new_state(params, tx)
+    return new_state(Trained(params, critic), tx, Frozen(reference))
 
 
 def step_of(a, *, tx=SGD, scorer=None, **options):
-    scorer = scorer or Bigram(CFG, critic=a.critic)
+    scorer = scorer or Bigram(CFG, OPS, critic=a.critic)
     return jax.jit(partial(rl_step, tx=tx, algorithm=a, scorer=scorer, **options))
 
 

@@ -6,38 +6,42 @@ The update is a stand-in that counts; what is real is everything around it.
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmoe import train
+from jaxmoe import job, train
 from jaxmoe.checkpoint.run import Position, restore_run
 from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load, override
 from jaxmoe.envs.tasks import open_task
+from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog
 from jaxmoe.records import Rollout, StopReason
-from jaxmoe.rl.algorithm import algorithm
-from jaxmoe.rl.state import new_state
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.state import Trained, new_state
 
 STEPS, SAMPLES, PROMPTS = 6, 2, 3
 SOON = 60.0
 CFG = override(
     load("tiny.py"), "data.train_rows=64", "data.held_out_rows=4", "warmup.steps=0",
     f"rollout.sequences_per_step={SAMPLES * PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-    "rollout.max_draws=1", f"steps={STEPS}", "eval.every_steps=3", "save.every_steps=100",
-    "loss.correction=token_is",
+    "rollout.max_gen_batches=1", f"steps={STEPS}", "eval.every_steps=3", "save.every_steps=100",
+    "loss.rollout_correction=token_is",
 )  # fmt: skip
 TX = optax.sgd(1.0)
 NUMBERS = (
-    "gate/closed", "grad/norm", "loss", "policy/kl_rollout", "train_rollout_logprob_abs_diff"
+    "gate/closed", "grad/norm", "loss", "train_rollout_logprob_abs_diff"
 )  # fmt: skip
 
 
-def counting_step(state, batch, minibatches, reference, **_):
+def counting_step(state, batch, minibatches, **_):
     """Adds 1 to the weight, so that the weight says which version it is."""
     params = jax.tree.map(lambda w: w + 1.0, state.params)
     return replace(state, params=params), {name: jnp.zeros(()) for name in NUMBERS}
@@ -50,7 +54,7 @@ class Scripted:
     script(call, engine): call is "load", "sample" or "score" (greedy: of an evaluation).
     """
 
-    script: object = lambda call, engine: None
+    script: Callable[[str, Any], None] = lambda call, engine: None
     held: int = -1
     sampled: list = field(default_factory=list)  # (prompt ids, seed) of training's calls
     loaded: list = field(default_factory=list)
@@ -102,7 +106,7 @@ class Scripted:
 class Run:
     """One call of the loop in a folder, and what came of it."""
 
-    work: object
+    work: Path
     engine: Scripted
     ahead: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
@@ -111,10 +115,10 @@ class Run:
 
     def __call__(self, monkeypatch):
         cfg = override(CFG, f"rollout.max_staleness={self.ahead}", *self.changes)
-        task, fresh = open_task(cfg), new_state({"w": jnp.zeros(())}, TX)
+        task, fresh = open_task(cfg), new_state(Trained({"w": jnp.zeros(())}), TX)
         at = restore_run(self.work, cfg, {"rl": jax.eval_shape(lambda: fresh)})
-        begun = at or Position("warmup", 0, fresh, None, None)  # as run() does: the log starts over
-        at = at or Position("rl", 0, fresh, None, None)
+        begun = at or Position("warmup", 0, fresh, None)  # as run() does: the log starts over
+        at = at or Position("rl", 0, fresh, None)
         whole = train.make_batch
 
         def noted(cfg, task, rollouts, rewards):
@@ -124,12 +128,12 @@ class Run:
         with monkeypatch.context() as patch:
             patch.setattr(train, "rl_step", counting_step)
             patch.setattr(train, "make_batch", noted)
-            patch.setattr(train, "plot_run", lambda *_, **__: None)
+            patch.setattr(job, "plot_run", lambda *_, **__: None)
             with MetricsLog(self.work, stage=begun.stage, step=begun.step) as log:
-                desk = train.Desk(cfg, self.work, task, self.engine, log, self.stop)
-                state = train.reinforce(desk, at, TX, algorithm(cfg))
+                run = job.Job(cfg, make_ops(cfg), self.work, task, self.engine, log, self.stop, at)
+                train.reinforce(run, TX, algorithm(cfg))
         assert not [t for t in threading.enumerate() if t.name == "rollouts"]
-        return float(state.params["w"])
+        return float(run.at.state.params.policy["w"])
 
 
 def lines(work):

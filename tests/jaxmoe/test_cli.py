@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 
 from jaxmoe import plan
-from jaxmoe.cli import command
+from jaxmoe.cli import ExitStatus, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def dry(cfg, dry_run):
-    assert dry_run
-    print(plan.describe(cfg))
-
-
 def run(*args):
-    return command([*args, "--dry-run"], "Test.", dry)
+    with ExitStatus() as status:
+        cfg, dry_run = parse([*args, "--dry-run"], "Test.")
+        assert dry_run
+        print(plan.describe(cfg))
+    return status.code
 
 
 @pytest.mark.parametrize(
@@ -40,11 +39,9 @@ def test_a_mistake_is_one_line_and_status_two(args, answer, capsys):
 
 
 def test_a_full_disk_is_one_line_wherever_it_is_met(capsys):
-    def run(cfg, dry_run):
-        with open("/dev/full", "w") as full:
-            full.write("metrics")
-
-    assert command(["--config", "tiny.py"], "Test.", run) == 2
+    with ExitStatus() as status, open("/dev/full", "w") as full:
+        full.write("metrics")
+    assert status.code == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "No space left" in err and "type the same command" in err
 
@@ -60,7 +57,7 @@ def test_the_real_command_exits_with_two_and_one_line():
 
 def test_the_command_knows_exactly_four_options(capsys):
     with pytest.raises(SystemExit) as stop:
-        command(["--help"], "Test.", dry)
+        run("--help")
     assert stop.value.code == 0
     words = capsys.readouterr().out.replace(",", " ").replace("[", " ").replace("]", " ").split()
     found = {w for w in words if w.startswith("--")}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxmoe.config import Config, ConfigError, to_json
+from jaxmoe.config.renamed import RENAMED
 from jaxmoe.config_file import load, override
 
 TINY = load("tiny.py")
@@ -93,8 +94,8 @@ BROKEN = [
     "rollout.top_k=-1",
     "rollout.engine=sglang",
     "rollout.max_staleness=-1",
-    "rollout.vllm.way=smoke",
-    "rollout.vllm.swap=drop",
+    "rollout.vllm.transport=smoke",
+    "rollout.vllm.on_weight_sync=drop",
     "rollout.vllm.dtype=float16",
     "loss.old_logp=new",
     "loss.kl_in=model",
@@ -260,9 +261,31 @@ def test_changes_that_only_fit_together_may_come_in_any_order():
         assert cfg.rollout.prompts_per_step == 4
 
 
+def is_a_field(key):
+    part = TINY
+    for name in key.split("."):
+        if not hasattr(part, name):
+            return False
+        part = getattr(part, name)
+    return True
+
+
+@pytest.mark.parametrize("old, new", RENAMED.items())
+def test_a_renamed_key_is_answered_with_its_new_name(old, new):
+    assert is_a_field(old) != is_a_field(new)
+    if is_a_field(new):
+        with pytest.raises(ConfigError) as error:
+            override(TINY, f"{old}=1")
+        assert str(error.value) == f"unknown config key {old}. Did you mean {new}?"
+
+
 @pytest.mark.parametrize(
     "field, said",
     [
+        (
+            "rollout=RolloutConfig(8, 8, 8, max_draws=4)",
+            "RolloutConfig has no field 'max_draws'. Did you mean max_gen_batches?",
+        ),
         ("optm=o", "Config has no field 'optm'. Did you mean optim?"),
         ("optim=OptimConfig(lr=1.0, zzz=1.0)", "OptimConfig has no field 'zzz'. Known: lr, "),
     ],
@@ -270,10 +293,10 @@ def test_changes_that_only_fit_together_may_come_in_any_order():
 def test_a_field_that_a_config_file_invents_is_told_without_a_traceback(tmp_path, field, said):
     file = tmp_path / "own.py"
     file.write_text(
-        "from jaxmoe.config import Config, OptimConfig\n"
+        "from jaxmoe.config import Config, OptimConfig, RolloutConfig\n"
         "from jaxmoe.config_file import load\n"
         "def get_config():\n    o = OptimConfig(lr=1.0)\n"
-        "    tiny = dict(vars(load('tiny.py')), optim=o)\n    tiny.pop('optim')\n"
+        "    tiny = dict(vars(load('tiny.py')))\n    del tiny['optim'], tiny['rollout']\n"
         f"    return Config(**tiny, {field})\n"
     )
     # a process of its own: the tests' type checks would speak before Python does

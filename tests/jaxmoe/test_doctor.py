@@ -54,7 +54,7 @@ def test_a_right_engine_agrees(work, capsys):
 
 @pytest.mark.slow
 def test_a_wrong_engine_is_not_agreed_with(work, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "open_engine", lambda cfg, work: Raw(open_engine(cfg, work)))
+    monkeypatch.setattr(doctor, "open_engine", lambda *given: Raw(open_engine(*given)))
     assert doctor.main([*SMALL, "--workdir", str(work)]) == 1
     said = capsys.readouterr().out
     assert "UNEXPLAINED: mean |Δlogp|" in said and "--set rollout.engine=native" in said
@@ -63,9 +63,9 @@ def test_a_wrong_engine_is_not_agreed_with(work, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_line_to_change_is_said(work, monkeypatch, capsys):
-    def narrow(cfg, work):
+    def narrow(cfg, ops, work):
         model = replace(cfg.model, sliding_window=31)
-        return open_engine(replace(cfg, model=model), work)
+        return open_engine(replace(cfg, model=model), ops, work)
 
     monkeypatch.setattr(doctor, "open_engine", narrow)
     assert doctor.main([*SMALL, "--workdir", str(work)]) == 1
@@ -90,7 +90,7 @@ def test_weights_that_the_engine_refuses_are_the_answer(tmp_path, monkeypatch, c
         def load(self, params, version):
             raise EngineError("received but not in the live model: lm_head.weight")
 
-    monkeypatch.setattr(doctor, "open_engine", lambda cfg, work: Forgets(open_engine(cfg, work)))
+    monkeypatch.setattr(doctor, "open_engine", lambda *given: Forgets(open_engine(*given)))
     assert doctor.main([*SMALL, "--workdir", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "DISAGREE: the engine does not hold the initial weights." in said

@@ -54,7 +54,6 @@ def test_rewards_fall_linearly_over_the_last_tokens_of_the_budget(reward):
     lost = np.array([0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0], np.float32)
     np.testing.assert_array_equal(batch.rewards_B, reward - lost)
     assert batch.rewards_B.dtype == np.float32
-    assert batch.group_ids_B.tolist() == [0] * 4 + [1] * 4
     np.testing.assert_array_equal(batch.loss_mask_BT.sum(axis=1), LENGTHS)
 
 

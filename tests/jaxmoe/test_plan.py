@@ -9,7 +9,7 @@ import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load, override
-from jaxmoe.model.params import count_params, param_specs
+from jaxmoe.model.params import abstract_params, as_read, count_params, param_specs
 from jaxmoe.plan import describe, memory
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
@@ -27,7 +27,10 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
     padding = 2 * (cfg.model.padded_vocab - cfg.model.vocab_size) * cfg.model.d_model
     held = count_params(cfg.model)[0] + padding
     mem = memory(cfg)
-    assert mem.weights == 4 * held and mem.compute_copy == 2 * held
+    read = jax.eval_shape(lambda p: as_read(p, cfg.model), abstract_params(cfg.model))
+    copied = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+    assert mem.weights == 4 * held and mem.compute_copy == copied
+    assert 2 * held < copied < 2.01 * held  # all but norms, biases, sinks and routers
     assert mem.optimizer == 8 * held and mem.reference == 0
     assert memory(override(cfg, "optim.param_dtype=bfloat16")).weights == 2 * held
     assert memory(override(cfg, "loss.kl_coef=0.1")).reference == 4 * held
@@ -58,7 +61,8 @@ def test_a_critic_of_its_own_is_a_second_model_without_its_head():
     assert with_critic.weights - plain.weights == 4 * more
     assert with_critic.optimizer - plain.optimizer == 8 * more
     assert with_critic.gradients - plain.gradients == 8 * more  # and their sum
-    assert plain.critic_copy == 0 and with_critic.critic_copy == 2 * backbone
+    assert plain.critic_copy == 0 and 2 * backbone < with_critic.critic_copy
+    assert with_critic.critic_copy < 2.02 * backbone
     for same in ("compute_copy", "reference", "cache"):
         assert getattr(with_critic, same) == getattr(plain, same)
     assert with_critic.sampling - plain.sampling == 12 * more  # of its copy nothing samples
@@ -184,7 +188,7 @@ def test_the_algorithm_is_named_as_the_config_writes_it():
     assert not {"critic", "correction", "updates", "GRPO"} & lines.keys()
     lines = what_runs(
         load("tiny.py"), "loss.objective=gspo_terms(clip_high=4e-4)", "loss.old_logp=recomputed",
-        "loss.correction=token_is(high=2.0) + veto", "loss.epochs=2", "loss.minibatches=4",
+        "loss.rollout_correction=token_is(high=2.0) + veto", "loss.epochs=2", "loss.minibatches=4",
     )  # fmt: skip
     assert lines["objective"] == (
         "gspo_terms(clip_high=4e-4), group_advantages, old_logp recomputed"

@@ -143,7 +143,7 @@ PPO = {
     "loss.advantages": "whitened_gae(trace=0.9)", "critic.backbone": "own", "loss.minibatches": 2,
     "loss.old_logp": "recomputed", "critic.pretrain_steps": 1, "loss.kl_coef": 0.1,
     "loss.kl_in": "reward", "optim.tokens_per_microbatch": 128, "rollout.top_p": 0.9,
-    "loss.correction": "veto + token_is", "rollout.overlong_buffer": 3,
+    "loss.rollout_correction": "veto + token_is", "rollout.overlong_buffer": 3,
 }  # fmt: skip
 
 
@@ -174,7 +174,11 @@ def test_a_closed_gate_saves_and_the_same_command_goes_on_when_it_is_opened(whol
     assert [r["gate/closed"] for r in lines(skipping) if "gate/closed" in r] == [1.0] * 5
 
 
-AHEAD = {"rollout.max_staleness": 2, "loss.correction": "token_is", "rollout.max_draws": 1}
+AHEAD = {
+    "rollout.max_staleness": 2,
+    "loss.rollout_correction": "token_is",
+    "rollout.max_gen_batches": 1,
+}
 NOTED = """
 import json, sys
 from jaxmoe import train

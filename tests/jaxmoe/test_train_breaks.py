@@ -163,7 +163,7 @@ def test_no_prompt_is_lost_or_doubled_by_a_run_that_dies(tmp_path, monkeypatch, 
 
 def test_groups_drawn_anew_are_where_the_stream_goes_on(tmp_path, monkeypatch):
     """Every group's rewards are equal here, so each step makes all its draws."""
-    changes = ("rollout.max_draws=2", "save.every_steps=2")
+    changes = ("rollout.max_gen_batches=2", "save.every_steps=2")
     whole = Run(tmp_path / "whole", Scripted(), 2, changes=changes)
     whole(monkeypatch)
     assert [ids for ids, _ in whole.engine.sampled] == stream(2 * STEPS)

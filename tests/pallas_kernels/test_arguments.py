@@ -31,7 +31,7 @@ attend, decode, paged, matmul, swiglu, logprobs = map(
     ),
 )  # fmt: skip
 
-INPUTS = cases.make_inputs(cases.Case("small", 2, 6, 6, 4, 2, 16))
+INPUTS = cases.make_inputs(cases.AttentionCase("small", 2, 6, 6, 4, 2, 16))
 Q, K, V, SINK, Q_POS, K_POS, Q_SEG, K_SEG = INPUTS
 PLACES = dict(
     q_positions_BT=Q_POS, k_positions_BS=K_POS, q_segment_ids_BT=Q_SEG, k_segment_ids_BS=K_SEG
@@ -82,31 +82,39 @@ def plain(x):
     return np.asarray(x).tolist() if x.ndim == 1 else np.asarray(x)
 
 
+def compiled(call):
+    """call() as one program; what it closes over it gets as it is."""
+    return jax.jit(call)()
+
+
 @pytest.mark.parametrize("impl", ["xla", "reference"])
 def test_numpys_arrays_and_lists_are_taken(impl):
     q, k, v, sink = map(plain, INPUTS[:4])
     places = {name: np.asarray(x) for name, x in PLACES.items()}
     table, lengths = [[0, 1], [1, 0]], [7, 12]
-    for f, args, options, right in (
-        (attend, (q, k, v, sink), places, attend(Q, K, V, SINK, **PLACES)),
-        (decode, (q, k, v, sink), places, decode(Q, K, V, SINK, **PLACES)),
-        (paged, (q, k, v, sink), dict(page_table_BJ=table, lengths_B=lengths),
-         paged(Q, K, V, SINK, page_table_BJ=jnp.array(table), lengths_B=jnp.array(lengths))),
-        (matmul, map(plain, (LHS, RHS, SIZES)), {}, matmul(LHS, RHS, SIZES)),
-        (swiglu, map(plain, (LHS, RHS, SIZES)), {}, swiglu(LHS, RHS, SIZES)),
-        (logprobs, map(plain, (HIDDEN, HEAD, TARGETS)), {}, logprobs(HIDDEN, HEAD, TARGETS)),
+    pages = dict(page_table_BJ=table, lengths_B=lengths)
+    for f, arrays, args, options, right in (
+        (attend, INPUTS[:4], (q, k, v, sink), places, PLACES),
+        (decode, INPUTS[:4], (q, k, v, sink), places, PLACES),
+        (paged, INPUTS[:4], (q, k, v, sink), pages, jax.tree.map(
+            jnp.array, pages, is_leaf=lambda x: isinstance(x, list))),
+        (matmul, (LHS, RHS, SIZES), map(plain, (LHS, RHS, SIZES)), {}, {}),
+        (swiglu, (LHS, RHS, SIZES), map(plain, (LHS, RHS, SIZES)), {}, {}),
+        (logprobs, (HIDDEN, HEAD, TARGETS), map(plain, (HIDDEN, HEAD, TARGETS)), {}, {}),
     ):  # fmt: skip
-        got = f(*args, **options, impl=impl)
+        args = tuple(args)
+        got = compiled(lambda f=f, args=args, options=options: f(*args, **options, impl=impl))
+        right = compiled(lambda f=f, arrays=arrays, right=right: f(*arrays, **right))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("impl", ["xla", "reference"])
 def test_empty_batches_and_no_keys_give_empty_results_and_the_sink(impl):
-    o, lse = attend(Q[:0], K[:0], V[:0], SINK, impl=impl)
+    o, lse = compiled(lambda: attend(Q[:0], K[:0], V[:0], SINK, impl=impl))
     assert o.shape == Q[:0].shape and lse.shape == (0, 6, 4)
     options = dict(PLACES, k_positions_BS=K_POS[:, :0], k_segment_ids_BS=K_SEG[:, :0])
-    o, lse = attend(Q, K[:, :0], V[:, :0], SINK, **options, impl=impl)
+    o, lse = compiled(lambda: attend(Q, K[:, :0], V[:, :0], SINK, **options, impl=impl))
     np.testing.assert_array_equal(o, 0.0)
     np.testing.assert_allclose(lse, jnp.broadcast_to(SINK, lse.shape), rtol=1e-6)
     no_one = jnp.zeros((0, 2), jnp.int32)
@@ -116,8 +124,8 @@ def test_empty_batches_and_no_keys_give_empty_results_and_the_sink(impl):
 
 
 def test_a_window_longer_than_any_row_is_no_window():
-    o, lse = attend(Q, K, V, SINK, window=10**12)
-    right = attend(Q, K, V, SINK)
+    o, lse = compiled(lambda: attend(Q, K, V, SINK, window=10**12))
+    right = compiled(lambda: attend(Q, K, V, SINK))
     np.testing.assert_array_equal(o, right[0])
     np.testing.assert_array_equal(lse, right[1])
 
@@ -128,8 +136,8 @@ def test_pages_serve_a_prefill_of_any_length(T, window):
     case = decode_cases.PagedCase("prefill", B=2, T=T, N=4, K=2, H=16, page=16, J=6, window=window)
     x = decode_cases.make_paged(case, jnp.float32)
     x = x._replace(lengths_B=jnp.array([T - 3, 6 * 16 - 5], jnp.int32))
-    got = decode_xla.xla_paged(*x, window, 0.25)
-    right = decode_reference.reference_paged(*x, window, 0.25)
+    got = compiled(lambda: decode_xla.xla_paged(*x, window, 0.25))
+    right = compiled(lambda: decode_reference.reference_paged(*x, window, 0.25))
     for a, b in zip(got, right, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 

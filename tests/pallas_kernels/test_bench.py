@@ -277,7 +277,7 @@ def test_a_reference_that_overflows_excuses_nothing(monkeypatch):
 
 
 def test_a_swiglu_moves_half_the_columns_out():
-    case = OPS["grouped_swiglu"].cases.Case("x", 7, 3, 8, (2, 4))
+    case = OPS["grouped_swiglu"].cases.MatmulCase("x", 7, 3, 8, (2, 4))
     whole, half = (OPS[op].work(case, 2) for op in ("grouped_matmul", "grouped_swiglu"))
     assert whole.bytes == 2 * (6 * (3 + 8) + 2 * 3 * 8)
     assert half.bytes == 2 * (6 * (3 + 4) + 2 * 3 * 8)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the table of blocks promises, against every single pair."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.blocks import block_table, runs
-from pallas_kernels.masks import visible
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases
-
-
-def pairs(q_pos, q_seg, k_pos, k_seg, window):
-    seen = visible(
-        q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :]
-    )
-    return np.asarray(seen)
 
 
 def by_block(seen_BTS, q_block, k_block):
@@ -32,9 +26,9 @@ def test_skipped_blocks_hold_no_visible_pair_and_whole_ones_nothing_else(seed, w
     q_seg, k_seg = (rng.integers(0 if packed else 1, 3 if packed else 2, (2, n)) for n in (24, 30))
     if seed % 2:
         q_pos, k_pos, q_seg, k_seg = (np.sort(x, axis=1) for x in (q_pos, k_pos, q_seg, k_seg))
-    args = [jnp.asarray(x, jnp.int32) for x in (q_pos, q_seg, k_pos, k_seg)]
-    needed, whole = map(np.asarray, block_table(*args, 8, 6, window))
-    blocks = by_block(pairs(*args, window), 8, 6)
+    layout = Layout._make(jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos, q_seg, k_seg))
+    needed, whole = map(np.asarray, block_table(layout, 8, 6, window))
+    blocks = by_block(np.asarray(layout.visible(window)), 8, 6)
     assert not (blocks.any((3, 4)) & ~needed).any()
     assert not (~blocks.all((3, 4)) & whole).any()
     assert not (whole & ~needed).any()
@@ -42,11 +36,9 @@ def test_skipped_blocks_hold_no_visible_pair_and_whole_ones_nothing_else(seed, w
 
 @pytest.mark.parametrize("window", [0, 128])
 def test_in_a_plain_causal_layout_the_table_is_exact(window):
-    q_pos, k_pos, q_seg, k_seg = map(
-        jnp.asarray, cases.layout(cases.Case("c", 1, 512, 512, 1, 1, 8))
-    )
-    needed, whole = block_table(q_pos, q_seg, k_pos, k_seg, 64, 32, window)
-    blocks = by_block(pairs(q_pos, q_seg, k_pos, k_seg, window), 64, 32)
+    layout = jax.tree.map(jnp.asarray, cases.layout(cases.AttentionCase("c", 1, 512, 512, 1, 1, 8)))
+    needed, whole = block_table(layout, 64, 32, window)
+    blocks = by_block(np.asarray(layout.visible(window)), 64, 32)
     np.testing.assert_array_equal(needed, blocks.any((3, 4)))
     np.testing.assert_array_equal(whole, blocks.all((3, 4)))
 

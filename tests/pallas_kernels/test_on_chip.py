@@ -5,7 +5,7 @@
     JAX_PLATFORMS=tpu python -m pytest -m tpu tests/pallas_kernels/test_on_chip.py
 
 By default the same checks run through XLA on a few cases, so that they are known to work. When
-they pass on a chip, `proven=False` goes out of the api of that operation.
+they pass on a chip, the kernel's name goes into `proven` in the api of that operation.
 """
 
 import jax
@@ -18,9 +18,9 @@ from pallas_kernels.bench.__main__ import check
 from pallas_kernels.bench.ops import OPS, cotangents
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.decode_attention import checks
-from pallas_kernels.grouped_matmul.cases import Case as Matmul
-from pallas_kernels.sink_attention.cases import Case as Attention
-from pallas_kernels.token_logprobs.cases import Case as Logprobs
+from pallas_kernels.grouped_matmul.cases import MatmulCase
+from pallas_kernels.sink_attention.cases import AttentionCase
+from pallas_kernels.token_logprobs.cases import LogprobsCase
 
 PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
 
@@ -28,20 +28,20 @@ PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
 MORE = {
     "sink_attention": [
         *(case._replace(H=64) for case in OPS["sink_attention"].cases.TEST_CASES),
-        Attention("head_128_window", 2, 300, 300, 6, 2, 128, 128, "packed"),
-        Attention("long_rows_few_heads", 1, 4999, 4999, 2, 1, 64, 0, "packed", "big"),
-        Attention("past_a_window", 1, 4999, 4999, 2, 1, 64, 128, "left"),
+        AttentionCase("head_128_window", 2, 300, 300, 6, 2, 128, 128, "packed"),
+        AttentionCase("long_rows_few_heads", 1, 4999, 4999, 2, 1, 64, 0, "packed", "big"),
+        AttentionCase("past_a_window", 1, 4999, 4999, 2, 1, 64, 128, "left"),
     ],
     "decode_attention": list(decode_cases.TEST_CASES),
     "grouped_matmul": [
-        Matmul("uneven", 1331, 256, 384, (1, 290, 170, 0, 530, 240, 70)),
-        Matmul("rows_past_the_sum", 331, 192, 192, (70, 0, 5, 0, 130)),
-        Matmul("fewer_rows_than_a_tile", 9, 128, 128, (2, 0, 1, 4, 0, 1, 1)),
-        Matmul("none", 64, 128, 128, (0, 0, 0)),
+        MatmulCase("uneven", 1331, 256, 384, (1, 290, 170, 0, 530, 240, 70)),
+        MatmulCase("rows_past_the_sum", 331, 192, 192, (70, 0, 5, 0, 130)),
+        MatmulCase("fewer_rows_than_a_tile", 9, 128, 128, (2, 0, 1, 4, 0, 1, 1)),
+        MatmulCase("none", 64, 128, 128, (0, 0, 0)),
     ],
     "token_logprobs": [
-        Logprobs("padded_head", 300, 128, 1024, 1000, 0.7),
-        Logprobs("few_tokens", 5, 192, 640, 640),
+        LogprobsCase("padded_head", 300, 128, 1024, 1000, 0.7),
+        LogprobsCase("few_tokens", 5, 192, 640, 640),
     ],
 }
 MORE["grouped_swiglu"] = MORE["grouped_matmul"]

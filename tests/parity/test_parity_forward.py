@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint.hf import iter_hf, load_params
-from jaxmoe.model import forward, next_token_logits, sequence_logprobs
+from jaxmoe.model import forward, next_token_logits, plain_ops, sequence_logprobs
 from jaxmoe.model.config import from_hf
-from jaxmoe.model.moe import route
 from jaxmoe.model.rope import yarn_frequencies
+from jaxmoe.model.router import route
 
 pytestmark = pytest.mark.parity
 
+OPS = plain_ops()
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
 
@@ -72,14 +73,14 @@ def ours(case: Case, dtype: str):
     positions_BT = jnp.asarray(case.positions_BT, jnp.int32)
 
     def loss(params):
-        hidden_BTD, _, chosen = forward(params, tokens_BT, cfg, positions_BT=positions_BT)
-        logp_BT, _ = sequence_logprobs(params, hidden_BTD, tokens_BT, cfg)
+        hidden_BTD, _, chosen = forward(params, tokens_BT, cfg, OPS, positions_BT=positions_BT)
+        logp_BT, _ = sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, OPS)
         return jnp.sum(jnp.asarray(case.weights_BT) * logp_BT), (hidden_BTD, chosen)
 
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.dtype(dtype)), case.params)
     (_, (hidden_BTD, chosen)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     assert hidden_BTD.dtype == jnp.dtype(dtype)
-    logits = next_token_logits(params, hidden_BTD.reshape(-1, cfg.d_model), cfg, 1.0)
+    logits = next_token_logits(params, hidden_BTD.reshape(-1, cfg.d_model), cfg, OPS, 1.0)
     by_name = {name: g.astype(np.float64) for name, g in iter_hf(grads, cfg, "float32")}
     logits = np.asarray(logits, np.float64).reshape(*case.tokens_BT.shape, -1)
     return logits, np.sort(np.asarray(chosen)), by_name
@@ -93,8 +94,14 @@ def our_logits(case: Case, params=None, router=route, **changes):
     positions_BT = jnp.asarray(case.positions_BT, jnp.int32)
 
     def logits(params):
-        hidden_BTD, _, _ = forward(params, tokens_BT, cfg, positions_BT=positions_BT, router=router)
-        return next_token_logits(params, hidden_BTD.reshape(-1, cfg.d_model), cfg, 1.0)
+        hidden_BTD, _, _ = forward(
+            params,
+            tokens_BT,
+            cfg,
+            dataclasses.replace(OPS, router=router),
+            positions_BT=positions_BT,
+        )
+        return next_token_logits(params, hidden_BTD.reshape(-1, cfg.d_model), cfg, OPS, 1.0)
 
     return np.asarray(jax.jit(logits)(params), np.float64).reshape(*case.tokens_BT.shape, -1)
 

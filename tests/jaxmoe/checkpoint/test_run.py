@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutC
 from jaxmoe.config_file import override
 from jaxmoe.model import tiny
 from jaxmoe.rl.optimizer import make_optimizer
-from jaxmoe.rl.state import new_state, stage_shapes
+from jaxmoe.rl.state import Frozen, Trained, new_state, rl_state, stage_shapes
 
 CFG = Config(
     model=tiny(d_model=16, d_expert=24, n_experts=3),
@@ -61,23 +62,26 @@ def test_a_run_folder_must_take_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kl", [False, True])
 def test_a_position_comes_back_whole(tmp_path, capfd, kl):
-    state = new_state(initial_params(CFG), TX)
-    reference = jax.tree.map(lambda x: x + 1, state.params) if kl else None
-    save_run(tmp_path, CFG, Position("rl", 3, state, reference, {"epoch": 2}))
-    at = restore_run(tmp_path, CFG, SHAPES)
+    cfg = override(CFG, f"loss.kl_coef={0.1 * kl}")
+    state = rl_state(initial_params(cfg), cfg, TX)
+    if kl:
+        other = jax.tree.map(lambda x: x + 1, state.frozen.reference)
+        state = replace(state, frozen=Frozen(other))
+    save_run(tmp_path, cfg, Position("rl", 3, state, {"epoch": 2}))
+    at = restore_run(tmp_path, cfg, stage_shapes(cfg, TX, TX))
     assert at is not None
     assert (at.stage, at.step, at.data) == ("rl", 3, {"epoch": 2})
     assert bits_of(at.state) == bits_of(state)
-    assert bits_of(at.reference) == bits_of(reference)
+    assert (at.state.frozen.reference is not None) == kl
     said = capfd.readouterr()
     assert "Metadata file does not exist" not in said.err + said.out
     assert said.err == "" and "after rl step 3" in said.out
 
 
 def test_rl_comes_after_the_warm_start(tmp_path):
-    state = new_state(initial_params(CFG), TX)
-    save_run(tmp_path, CFG, Position("warmup", 900, state, None, {}))
-    save_run(tmp_path, CFG, Position("rl", 1, state, None, {}))
+    state = new_state(Trained(initial_params(CFG)), TX)
+    save_run(tmp_path, CFG, Position("warmup", 900, state, {}))
+    save_run(tmp_path, CFG, Position("rl", 1, state, {}))
     at = restore_run(tmp_path, CFG, SHAPES)
     assert at is not None and at.stage == "rl"
 
@@ -86,14 +90,14 @@ def test_rl_comes_after_the_warm_start(tmp_path):
     "change", ["optim.beta2=0.5", "seed=4", "loss.kl_coef=0.5", "data.options.a=1"]
 )
 def test_a_config_that_changes_the_numbers_is_refused_by_name(tmp_path, change):
-    state = new_state(initial_params(CFG), TX)
-    save_run(tmp_path, CFG, Position("rl", 3, state, None, {}))
+    state = new_state(Trained(initial_params(CFG)), TX)
+    save_run(tmp_path, CFG, Position("rl", 3, state, {}))
     with pytest.raises(ConfigError, match=change.split("=")[0]):
         restore_run(tmp_path, override(CFG, change), SHAPES)
 
 
 def saved(work, cfg=CFG):
-    save_run(work, cfg, Position("rl", 3, new_state(initial_params(cfg), TX), None, {}))
+    save_run(work, cfg, Position("rl", 3, new_state(Trained(initial_params(cfg)), TX), {}))
 
 
 def test_what_may_change_is_told(tmp_path, capsys):
@@ -136,8 +140,20 @@ def test_a_field_that_came_after_the_checkpoint_had_its_default(tmp_path, monkey
     saved(tmp_path)
     assert restore_run(tmp_path, CFG, SHAPES) is not None
     with pytest.raises(ConfigError, match="rollout.max_staleness=0; it cannot go on with 2"):
-        ahead = override(CFG, "rollout.max_staleness=2", "loss.correction=token_is")
+        ahead = override(CFG, "rollout.max_staleness=2", "loss.rollout_correction=token_is")
         restore_run(tmp_path, ahead, SHAPES)
+
+
+def test_a_field_of_a_checkpoint_that_has_another_name_now_is_still_the_same(tmp_path, monkeypatch):
+    record = json.loads(to_json(CFG))
+    del record["rollout"]["max_gen_batches"], record["rollout"]["vllm"]["transport"]
+    record["rollout"] |= {"max_draws": 4, "vllm": record["rollout"]["vllm"] | {"way": "nccl"}}
+    with monkeypatch.context() as then:
+        then.setattr(run, "to_json", lambda cfg: json.dumps(record))
+        saved(tmp_path)
+    with pytest.raises(ConfigError, match="rollout.max_gen_batches=4; it cannot go on with 1"):
+        restore_run(tmp_path, CFG, SHAPES)
+    assert restore_run(tmp_path, override(CFG, "rollout.max_gen_batches=4"), SHAPES) is not None
 
 
 @pytest.mark.parametrize(
@@ -181,8 +197,8 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
 
 
 def test_length_and_bookkeeping_may_change(tmp_path):
-    state = new_state(initial_params(CFG), TX)
-    save_run(tmp_path, CFG, Position("rl", 3, state, None, {}))
+    state = new_state(Trained(initial_params(CFG)), TX)
+    save_run(tmp_path, CFG, Position("rl", 3, state, {}))
     longer = dataclasses.replace(CFG, steps=9, workdir="elsewhere")
     longer = override(override(longer, "save.keep=1"), "eval.every_steps=2")
     assert restore_run(tmp_path, longer, SHAPES) is not None

@@ -10,14 +10,14 @@ from jaxmoe.losses import (
     cispo_terms,
     clipped_terms,
     dppo_tv_terms,
-    fixed_length_weights,
     grpo_loss,
     gspo_terms,
     masked_sum,
     reinforce_terms,
     sapo_terms,
-    sequence_mean_weights,
-    token_mean_weights,
+    seq_mean_token_mean,
+    seq_mean_token_sum_norm,
+    token_mean,
 )
 
 EPS = float(np.finfo(np.float32).eps)
@@ -186,7 +186,7 @@ def test_the_sequence_form_of_gspo_has_the_same_gradient():
     a = jnp.broadcast_to(jnp.asarray([[1.0], [-2.0], [0.5]]), now.shape)
     lengths = jnp.asarray([[6], [4], [2]])
     mask = jnp.arange(6)[None, :] < lengths
-    weights = sequence_mean_weights(mask)
+    weights = seq_mean_token_mean(mask)
 
     def token(x):
         return masked_sum(gspo_terms(x, old, a, mask, clip_low=0.5, clip_high=0.5) * weights, mask)
@@ -204,7 +204,7 @@ def test_grpo_is_the_clipped_terms_under_the_token_mean():
     mask = jnp.asarray([[True, False, True]])
     loss, _ = grpo_loss(NOW, OLD, A, mask, clip_low=0.2, clip_high=0.28)
     terms = clipped_terms(NOW, OLD, A, mask, clip_low=0.2, clip_high=0.28)
-    assert float(loss) == float(masked_sum(terms * token_mean_weights(mask), mask))
+    assert float(loss) == float(masked_sum(terms * token_mean(mask), mask))
 
 
 # --- denominators; the terms and the mask are those of verl's test_loss_aggregation_on_cpu.py
@@ -219,16 +219,16 @@ def test_denominators_by_hand():
         return float(masked_sum(TERMS * weights, MASK))
 
     assert mean(MASK.astype(jnp.float32)) * 4 == 52  # its token-sum over 4 processes
-    assert mean(token_mean_weights(MASK)) == 13 / 4
-    assert mean(sequence_mean_weights(MASK)) == (3 / 2 + 10 / 2) / 2
-    assert mean(fixed_length_weights(MASK, length=8)) == 13 / 16
+    assert mean(token_mean(MASK)) == 13 / 4
+    assert mean(seq_mean_token_mean(MASK)) == (3 / 2 + 10 / 2) / 2
+    assert mean(seq_mean_token_sum_norm(MASK, length=8)) == 13 / 16
 
 
 def test_a_row_without_true_tokens_is_no_sequence():
     terms, mask = (jnp.concatenate([x, jnp.zeros_like(x[:1])]) for x in (TERMS, MASK))
     for whole, some in (
-        (sequence_mean_weights(mask), sequence_mean_weights(MASK)),
-        (fixed_length_weights(mask, length=8), fixed_length_weights(MASK, length=8)),
+        (seq_mean_token_mean(mask), seq_mean_token_mean(MASK)),
+        (seq_mean_token_sum_norm(mask, length=8), seq_mean_token_sum_norm(MASK, length=8)),
     ):
         assert float(masked_sum(terms * whole, mask)) == float(masked_sum(TERMS * some, MASK))
 
@@ -241,7 +241,7 @@ def test_microbatches_cut_from_whole_weights_add_up(pieces):
     terms = jnp.asarray(rng.integers(-8, 8, (4, 6)), jnp.float32)
     mask = jnp.asarray(rng.random((4, 6)) < 0.5).at[3].set(False)  # and an empty row
     for weights in (
-        token_mean_weights(mask), sequence_mean_weights(mask), fixed_length_weights(mask, length=8)
+        token_mean(mask), seq_mean_token_mean(mask), seq_mean_token_sum_norm(mask, length=8)
     ):  # fmt: skip
         parts = [
             float(masked_sum(t * w, m))
@@ -253,7 +253,7 @@ def test_microbatches_cut_from_whole_weights_add_up(pieces):
 def test_no_true_token_weighs_nothing():
     nothing = jnp.zeros((2, 3), bool)
     for weights in (
-        token_mean_weights(nothing), sequence_mean_weights(nothing),
-        fixed_length_weights(nothing, length=3),
+        token_mean(nothing), seq_mean_token_mean(nothing),
+        seq_mean_token_sum_norm(nothing, length=3),
     ):  # fmt: skip
         assert not np.asarray(weights).any()

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward, init_cache, init_params
+from jaxmoe.model import forward, init_cache, init_params, plain_ops
 from jaxmoe.model.cache import cache_bytes, newest_slots
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
@@ -37,7 +38,7 @@ def test_an_empty_cache_may_be_donated():
 @pytest.mark.parametrize("prefill", [3, 24])
 def test_after_every_token_the_sliding_slots_hold_the_last_window(prefill):
     params = init_params(jax.random.key(0), CFG)
-    run = jax.jit(lambda p, t, at, c: forward(p, t, CFG, positions_BT=at, cache=c)[1])
+    run = jax.jit(lambda p, t, at, c: forward(p, t, CFG, OPS, positions_BT=at, cache=c)[1])
     at = jnp.broadcast_to(jnp.arange(prefill), (B, prefill))
     cache = run(params, jnp.zeros((B, prefill), jnp.int32), at, init_cache(CFG, B, 40))
     for position in range(prefill, prefill + 12):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward, init_params, new_critic, sequence_values
+from jaxmoe.model import forward, init_params, new_critic, plain_ops, sequence_values
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=29, d_model=24, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=8, n_experts=5,
     experts_per_token=2, d_expert=20, sliding_window=5, dtype="float32",
@@ -20,7 +21,7 @@ POLICY = init_params(jax.random.key(0), CFG)
 
 @jax.jit
 def values_of(critic, tokens):
-    hidden, _, _ = forward(critic["backbone"], tokens, CFG)
+    hidden, _, _ = forward(critic["backbone"], tokens, CFG, OPS)
     return sequence_values(critic, hidden)
 
 

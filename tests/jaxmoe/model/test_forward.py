@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward for everything: rows do not see each other, nor padding, nor how they were cut."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward, init_cache, init_params
+from jaxmoe.model import forward, init_cache, init_params, plain_ops
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
@@ -30,7 +33,7 @@ def params():
     return noisy_params()
 
 
-RUN = jax.jit(forward, static_argnums=2, static_argnames="remat")
+RUN = jax.jit(forward, static_argnums=(2, 3))
 
 
 def tokens_of(seed, *shape):
@@ -45,14 +48,14 @@ def close(ours, want):
 
 def test_padding_on_either_side_changes_nothing(params):
     row = tokens_of(2, 1, 17)
-    alone, _, _ = RUN(params, row, CFG)
+    alone, _, _ = RUN(params, row, CFG, OPS)
     left = jnp.concatenate([tokens_of(3, 1, 7), row], axis=1)
     right = jnp.concatenate([row, tokens_of(4, 1, 7)], axis=1)
     tokens = jnp.concatenate([left, right])
     real = jnp.arange(T)
     segments = jnp.stack([real >= 7, real < 17]).astype(jnp.int32)
     positions = jnp.stack([jnp.maximum(real - 7, 0), real]).astype(jnp.int32)
-    both, _, _ = RUN(params, tokens, CFG, positions_BT=positions, segment_ids_BT=segments)
+    both, _, _ = RUN(params, tokens, CFG, OPS, positions_BT=positions, segment_ids_BT=segments)
     close(both[0, 7:], alone[0])
     close(both[1, :17], alone[0])
 
@@ -62,15 +65,15 @@ def test_packed_sequences_do_not_see_each_other(params):
     packed = jnp.concatenate([*rows, tokens_of(7, 1, 3)], axis=1)
     positions = jnp.asarray([[*range(13), *range(8), 0, 0, 0]], jnp.int32)
     segments = jnp.asarray([[1] * 13 + [2] * 8 + [0] * 3], jnp.int32)
-    hidden, _, _ = RUN(params, packed, CFG, positions_BT=positions, segment_ids_BT=segments)
-    close(hidden[0, :13], RUN(params, rows[0], CFG)[0][0])
-    close(hidden[0, 13:21], RUN(params, rows[1], CFG)[0][0])
+    hidden, _, _ = RUN(params, packed, CFG, OPS, positions_BT=positions, segment_ids_BT=segments)
+    close(hidden[0, :13], RUN(params, rows[0], CFG, OPS)[0][0])
+    close(hidden[0, 13:21], RUN(params, rows[1], CFG, OPS)[0][0])
 
 
 def test_a_later_token_changes_nothing_before_it(params):
     tokens = tokens_of(8, B, T)
     other = tokens.at[:, 15].set((tokens[:, 15] + 1) % 97)
-    a, b = RUN(params, tokens, CFG)[0], RUN(params, other, CFG)[0]
+    a, b = RUN(params, tokens, CFG, OPS)[0], RUN(params, other, CFG, OPS)[0]
     np.testing.assert_array_equal(a[:, :15], b[:, :15])
     assert float(jnp.abs(a[:, 15:] - b[:, 15:]).min(axis=(0, 2)).max()) > 0
 
@@ -78,13 +81,13 @@ def test_a_later_token_changes_nothing_before_it(params):
 @pytest.mark.parametrize("cuts", [(1,), (5, 8), (15, 18), (3, 4, 16)])
 def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
     tokens = tokens_of(9, B, T)
-    want, _, chosen = RUN(params, tokens, CFG)
+    want, _, chosen = RUN(params, tokens, CFG, OPS)
     cache, parts, experts = init_cache(CFG, B, 29), [], []
     edges = [0, *cuts, *range(cuts[-1] + 1, T + 1)]
     for start, stop in zip(edges, edges[1:], strict=False):
         positions = jnp.broadcast_to(jnp.arange(start, stop), (B, stop - start))
         hidden, cache, picked = RUN(
-            params, tokens[:, start:stop], CFG, positions_BT=positions, cache=cache
+            params, tokens[:, start:stop], CFG, OPS, positions_BT=positions, cache=cache
         )
         parts.append(hidden)
         experts.append(picked)
@@ -98,27 +101,30 @@ def test_right_padded_rows_of_different_lengths_decode_on_as_if_alone(params):
     more = tokens_of(11, B, 10)
     segments = (jnp.arange(14)[None] < lengths[:, None]).astype(jnp.int32)
     cache = init_cache(CFG, B, 29)
-    _, cache, _ = RUN(params, tokens, CFG, segment_ids_BT=segments, cache=cache)
+    _, cache, _ = RUN(params, tokens, CFG, OPS, segment_ids_BT=segments, cache=cache)
     parts = []
     for t in range(10):
         hidden, cache, _ = RUN(
-            params, more[:, t : t + 1], CFG, cache=cache,
+            params, more[:, t : t + 1], CFG, OPS, cache=cache,
             positions_BT=jnp.asarray(lengths + t, jnp.int32)[:, None],
         )  # fmt: skip
         parts.append(hidden)
     decoded = jnp.concatenate(parts, axis=1)
     for b, n in enumerate(lengths):
         whole = jnp.concatenate([tokens[b, :n], more[b]])[None]
-        close(decoded[b], RUN(params, whole, CFG)[0][0, n:])
+        close(decoded[b], RUN(params, whole, CFG, OPS)[0][0, n:])
 
 
 def test_recomputing_layers_gives_the_same_gradient(params):
     tokens = tokens_of(12, B, T)
 
-    def loss(params, remat):
-        return jnp.sum(jnp.sin(forward(params, tokens, CFG, remat=remat)[0]))
+    def loss(params, ops):
+        return jnp.sum(jnp.sin(forward(params, tokens, CFG, ops)[0]))
 
-    plain, again = (jax.jit(jax.grad(loss), static_argnums=1)(params, r) for r in (False, True))
+    recomputing = replace(OPS, remat=jax.checkpoint)
+    plain, again = (
+        jax.jit(jax.grad(loss), static_argnums=1)(params, o) for o in (OPS, recomputing)
+    )
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         close(b, np.asarray(a))
     del plain["head"]  # it comes after the forward
@@ -143,6 +149,6 @@ def test_the_program_does_not_grow_with_the_layers():
         cfg = ModelConfig(**{**vars(CFG), "n_layers": n_layers})
         shapes = jax.eval_shape(lambda cfg=cfg: init_params(jax.random.key(0), cfg))
         tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
-        made = jax.make_jaxpr(lambda p, t, cfg=cfg: forward(p, t, cfg)[0])(shapes, tokens)
+        made = jax.make_jaxpr(lambda p, t, cfg=cfg: forward(p, t, cfg, OPS)[0])(shapes, tokens)
         counts.append(_equations(made.jaxpr))
     assert counts[0] == counts[1] > 50

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import next_token_logits, sequence_logprobs
+from jaxmoe.model import next_token_logits, plain_ops, sequence_logprobs
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
@@ -37,7 +38,7 @@ def bound(want):
 
 def test_each_log_prob_is_of_the_token_in_its_own_column_and_column_0_is_zero():
     params, hidden, tokens = setup()
-    logp, entropy = sequence_logprobs(params, hidden, tokens, CFG, temperature=0.7)
+    logp, entropy = sequence_logprobs(params, hidden, tokens, CFG, OPS, temperature=0.7)
     want = oracle(params, hidden, 0.7)
     t = np.asarray(tokens)
     of_token = np.take_along_axis(want[:, :-1], t[:, 1:, None], axis=2)[..., 0]
@@ -50,34 +51,34 @@ def test_each_log_prob_is_of_the_token_in_its_own_column_and_column_0_is_zero():
 
 def test_the_first_token_and_the_last_hidden_state_are_not_read():
     params, hidden, tokens = setup()
-    a, _ = sequence_logprobs(params, hidden, tokens, CFG)
+    a, _ = sequence_logprobs(params, hidden, tokens, CFG, OPS)
     other = tokens.at[:, 0].set(3)
-    b, _ = sequence_logprobs(params, hidden.at[:, -1].set(7.0), other, CFG)
+    b, _ = sequence_logprobs(params, hidden.at[:, -1].set(7.0), other, CFG, OPS)
     np.testing.assert_array_equal(a, b)
 
 
 def test_padding_of_the_vocabulary_has_no_probability():
     params, hidden, _ = setup()
     assert CFG.padded_vocab == 128
-    logits = next_token_logits(params, hidden[:, 0], CFG, 1.0)
+    logits = next_token_logits(params, hidden[:, 0], CFG, OPS, 1.0)
     assert logits.shape == (B, V)
     everything = jnp.tile(jnp.arange(V, dtype=jnp.int32)[None], (B, 1))
     same = jnp.tile(hidden[:, :1], (1, V + 1, 1))
     tokens = jnp.concatenate([everything[:, :1], everything], axis=1)
-    logp, _ = sequence_logprobs(params, same, tokens, CFG)
+    logp, _ = sequence_logprobs(params, same, tokens, CFG, OPS)
     np.testing.assert_allclose(np.exp(np.asarray(logp[:, 1:])).sum(axis=1), 1.0, atol=1e-5)
 
 
 def test_engine_and_trainer_agree_on_a_token():
     params, hidden, tokens = setup()
-    logp, _ = sequence_logprobs(params, hidden, tokens, CFG, temperature=1.3)
-    logits = next_token_logits(params, hidden[:, 4], CFG, 1.3)
+    logp, _ = sequence_logprobs(params, hidden, tokens, CFG, OPS, temperature=1.3)
+    logits = next_token_logits(params, hidden[:, 4], CFG, OPS, 1.3)
     theirs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 5:6], axis=1)[:, 0]
     np.testing.assert_allclose(theirs, logp[:, 5], rtol=0, atol=bound(logits))
 
 
 def test_padding_of_the_vocabulary_gets_no_gradient():
     params, hidden, tokens = setup()
-    grad = jax.grad(lambda p: sequence_logprobs(p, hidden, tokens, CFG)[0].sum())(params)
+    grad = jax.grad(lambda p: sequence_logprobs(p, hidden, tokens, CFG, OPS)[0].sum())(params)
     np.testing.assert_array_equal(grad["head"][:, V:], 0)
     assert float(jnp.abs(grad["head"][:, :V]).max()) > 0

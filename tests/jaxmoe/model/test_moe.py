@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router and the experts against the formula, dense and in float64."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.moe import experts, moe_block, route
+from jaxmoe.model import plain_ops
+from jaxmoe.model.experts import experts
+from jaxmoe.model.moe import moe_block
+from jaxmoe.model.router import route
 
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
@@ -25,21 +30,22 @@ def layer(seed=0):
 
 
 def hidden(dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(5).normal(size=(M, D)), dtype)
+    return jnp.asarray(np.random.default_rng(5).normal(size=(M, D)), dtype)[None]
 
 
 def dense(h, indices, weights, p, dtype=np.float64):
-    h, weights = np.asarray(h, dtype), np.asarray(weights, dtype)
+    h, indices, weights = (np.asarray(x[0]) for x in (h, indices, weights))
+    h, weights = h.astype(dtype), weights.astype(dtype)
     p = {n: np.asarray(x, dtype) for n, x in p.items()}
     y = np.zeros((M, D), dtype)
     for m in range(M):
-        for e, weight in zip(np.asarray(indices)[m], weights[m], strict=True):
+        for e, weight in zip(indices[m], weights[m], strict=True):
             both = h[m] @ p["w_gate_up"][e] + p["b_gate_up"][e]
             gate = np.minimum(both[:F], dtype(CFG.swiglu_limit))
             up = np.clip(both[F:], dtype(-CFG.swiglu_limit), dtype(CFG.swiglu_limit))
             act = (up + dtype(1)) * gate / (dtype(1) + np.exp(dtype(-CFG.swiglu_alpha) * gate))
             y[m] += weight * (act @ p["w_down"][e] + p["b_down"][e])
-    return y
+    return y[None]
 
 
 def test_the_router_takes_the_top_k_and_then_the_softmax_over_them():
@@ -47,11 +53,11 @@ def test_the_router_takes_the_top_k_and_then_the_softmax_over_them():
     indices, weights = route(h, p, active=A)
     logits = np.asarray(h, np.float64) @ np.asarray(p["w_router"], np.float64)
     logits = logits + np.asarray(p["b_router"], np.float64)
-    want = np.argsort(-logits, axis=1)[:, :A]
+    want = np.argsort(-logits, axis=-1)[..., :A]
     np.testing.assert_array_equal(indices, want)
-    top = np.exp(np.take_along_axis(logits, want, 1))
-    np.testing.assert_allclose(weights, top / top.sum(1, keepdims=True), rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(weights).sum(axis=1), 1.0, atol=4 * 2.0**-24)
+    top = np.exp(np.take_along_axis(logits, want, -1))
+    np.testing.assert_allclose(weights, top / top.sum(-1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(weights).sum(axis=-1), 1.0, atol=4 * 2.0**-24)
 
 
 def test_the_router_is_float32_in_a_bfloat16_model():
@@ -60,9 +66,9 @@ def test_the_router_is_float32_in_a_bfloat16_model():
     p |= {"w_router": jnp.zeros((D, E)), "b_router": 256.0 + 0.5 * jnp.arange(E, dtype=jnp.float32)}
     indices, weights = route(h, p, active=A)
     assert weights.dtype == jnp.float32
-    np.testing.assert_array_equal(indices, np.tile([6, 5, 4, 3], (M, 1)))
+    np.testing.assert_array_equal(indices, np.tile([6, 5, 4, 3], (1, M, 1)))
     want = np.exp(-0.5 * np.arange(A)) / np.exp(-0.5 * np.arange(A)).sum()
-    np.testing.assert_allclose(weights, np.tile(want, (M, 1)), rtol=1e-6)
+    np.testing.assert_allclose(weights, np.tile(want, (1, M, 1)), rtol=1e-6)
 
 
 def test_experts_equal_the_dense_formula():
@@ -77,8 +83,8 @@ def test_experts_equal_the_dense_formula():
 
 def test_no_token_is_dropped_when_all_go_to_the_same_experts():
     p, h = layer(), hidden()
-    indices = jnp.tile(jnp.asarray([[2, 0, 5, 1]], jnp.int32), (M, 1))
-    weights = jnp.full((M, A), 0.25)
+    indices = jnp.tile(jnp.asarray([[[2, 0, 5, 1]]], jnp.int32), (1, M, 1))
+    weights = jnp.full((1, M, A), 0.25)
     oracle = dense(h, indices, weights, p)
     naive = dense(h, indices, weights, p, np.float32)
     ours = jax.jit(experts, static_argnums=4)(h, indices, weights, p, CFG)
@@ -88,13 +94,13 @@ def test_no_token_is_dropped_when_all_go_to_the_same_experts():
 
 def test_the_block_adds_to_its_input_and_names_the_experts():
     p = layer()
-    x = hidden()[None]
+    x = hidden()
     seen = []
 
-    def none(h_MD, indices_MA, weights_MA, layer, cfg):
-        seen.append(indices_MA)
-        return jnp.zeros_like(h_MD)
+    def none(h_BTD, indices_BTA, weights_BTA, layer, cfg):
+        seen.append(indices_BTA)
+        return jnp.zeros_like(h_BTD)
 
-    y, chosen = moe_block(x, p, CFG, experts=none)
+    y, chosen = moe_block(x, p, CFG, replace(plain_ops(), experts=none), routed_BTA=None)
     np.testing.assert_array_equal(y, x)
-    np.testing.assert_array_equal(chosen[0], seen[0])
+    np.testing.assert_array_equal(chosen, seen[0])

@@ -7,8 +7,18 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import abstract_params, count_params, gpt_oss_20b, gpt_oss_120b, init_params
-from jaxmoe.model.params import Spec, map_specs, param_specs
+from jaxmoe.model import (
+    abstract_params,
+    count_params,
+    forward,
+    gpt_oss_20b,
+    gpt_oss_120b,
+    init_params,
+    plain_ops,
+    sequence_logprobs,
+    tiny,
+)
+from jaxmoe.model.params import Spec, as_read, map_specs, param_specs
 
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=6, n_q_heads=15, n_kv_heads=3, head_dim=16, n_experts=7,
@@ -82,3 +92,33 @@ def test_a_seed_gives_the_same_weights_and_no_two_leaves_agree():
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, two)
     sliding, full = one["layers"]["sliding"]["w_q"], one["layers"]["full"]["w_q"]
     assert not np.array_equal(np.asarray(sliding), np.asarray(full))
+
+
+def test_parameters_as_they_are_read_give_the_same_forward_bit_for_bit_and_rounded_ones_do_not():
+    """The column `read` is what the forward does: tried parameter by parameter."""
+    cfg = tiny(d_model=32, d_expert=24, n_experts=4, vocab_size=29, dtype="bfloat16")
+    dice = np.random.default_rng(0)
+    params = map_specs(  # large enough that each matters, and none a bfloat16 number
+        lambda s: jnp.asarray(0.5 + dice.normal(size=s.shape), jnp.float32), cfg
+    )
+    tokens = jnp.asarray(dice.integers(0, 29, (2, 13)), jnp.int32)
+
+    @jax.jit
+    def run(params):
+        hidden, _, experts = forward(params, tokens, cfg, plain_ops())
+        logp, _ = sequence_logprobs(params, hidden, tokens, cfg, plain_ops())
+        return hidden, logp, experts
+
+    def same(a, b):
+        return all(np.array_equal(x, y) for x, y in zip(run(a), run(b), strict=True))
+
+    assert same(params, as_read(params, cfg))
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
+    table = specs(cfg)
+    leaves, tree = jax.tree.flatten(params)
+    reads = {}
+    for i, (spec, leaf) in enumerate(zip(table, jax.tree.leaves(rounded), strict=True)):
+        one = jax.tree.unflatten(tree, [*leaves[:i], leaf, *leaves[i + 1 :]])
+        reads.setdefault((spec.hf, spec.read), []).append(same(params, one))
+    for (name, read), unchanged in reads.items():
+        assert all(unchanged) if read == "compute" else not all(unchanged), name

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a forward takes instead of its own router, and what it may keep of it."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward
-from jaxmoe.model.moe import replay, route, router_logits
+from jaxmoe.model import forward, plain_ops
 from jaxmoe.model.params import map_specs
+from jaxmoe.model.router import chosen as chosen_experts
+from jaxmoe.model.router import replay, route, router_logits
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=4, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
@@ -25,9 +28,11 @@ def params():
 
 
 @partial(jax.jit, static_argnames=("router", "record"))
-def run(params, given=None, router=route, record=None):
-    options = {} if record is None else {"record": record}
-    return forward(params, TOKENS, CFG, router=router, replay_LBTA=given, **options)[::2]
+def run(params, given=None, router=route, record=chosen_experts):
+    ops = replace(OPS, router=router, record=record)
+    if given is not None:
+        given = jnp.moveaxis(given, 0, 2)
+    return forward(params, TOKENS, CFG, ops, routed_experts_BTLA=given)[::2]
 
 
 def test_replaying_its_own_experts_changes_nothing():
@@ -53,20 +58,20 @@ def test_each_layer_gets_the_experts_given_for_it():
 
 def test_replayed_weights_are_the_softmax_over_the_given_experts():
     p = {name: x[0] for name, x in params()["layers"]["full"].items()}
-    h = jnp.asarray(np.random.default_rng(3).normal(size=(29, 48)), jnp.float32)
-    given = jnp.tile(jnp.asarray([[2, 0, 5, 1]], jnp.int32), (29, 1)).at[3].set(-1)
-    indices, weights = replay(h, p, active=4, indices_MA=given)
+    h = jnp.asarray(np.random.default_rng(3).normal(size=(1, 29, 48)), jnp.float32)
+    given = jnp.tile(jnp.asarray([[[2, 0, 5, 1]]], jnp.int32), (1, 29, 1)).at[0, 3].set(-1)
+    indices, weights = replay(h, p, active=4, indices_BTA=given)
     own, own_weights = route(h, p, active=4)
-    np.testing.assert_array_equal(indices[3], own[3])
-    np.testing.assert_allclose(weights[3], own_weights[3], rtol=1e-6)
-    logits = np.asarray(router_logits(h, p), np.float64)[0, [2, 0, 5, 1]]
+    np.testing.assert_array_equal(indices[0, 3], own[0, 3])
+    np.testing.assert_allclose(weights[0, 3], own_weights[0, 3], rtol=1e-6)
+    logits = np.asarray(router_logits(h, p), np.float64)[0, 0, [2, 0, 5, 1]]
     want = np.exp(logits) / np.exp(logits).sum()
-    np.testing.assert_allclose(weights[0], want, rtol=1e-5)
+    np.testing.assert_allclose(weights[0, 0], want, rtol=1e-5)
 
 
 def test_a_record_is_kept_of_every_layer():
-    def record(h_MD, layer, indices_MA, weights_MA):
-        return {"weights": weights_MA, "most": jnp.max(router_logits(h_MD, layer), axis=1)}
+    def record(h_BTD, layer, indices_BTA, weights_BTA):
+        return {"weights": weights_BTA, "most": jnp.max(router_logits(h_BTD, layer), axis=-1)}
 
     _, kept = run(params(), record=record)
     assert kept["weights"].shape == (4, 2, 13, 4) and kept["most"].shape == (4, 2, 13)

@@ -15,15 +15,16 @@ from peer import Peer, fresh, log_softmax, logits
 from random_weights import random_weights
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.model import forward, sequence_logprobs
+from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.observe.profiling import compilations
-from jaxmoe.reconcile.checks import facts
+from jaxmoe.reconcile.checks import run_checks
 from jaxmoe.reconcile.compare import reconcile
 from jaxmoe.reconcile.hypotheses import GROUPS
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.reconcile.variants import sampled_rows, unchanged
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
@@ -36,8 +37,8 @@ START = 5  # the token an engine may put before a prompt
 def programs():
     """What the doctor jits."""
     return Programs(
-        jax.jit(partial(trunk), static_argnames="cfg"),
-        jax.jit(partial(head), static_argnames=("cfg", "top_k", "top_p")),
+        jax.jit(partial(trunk, ops=OPS), static_argnames="cfg"),
+        jax.jit(partial(head, ops=OPS), static_argnames=("cfg", "top_k", "top_p")),
     )
 
 
@@ -86,7 +87,7 @@ FAULTS = {
     **{f"stale_{g}": Fault(stale=(g,)) for g in GROUPS},
     "stale_everything": Fault(stale=tuple(GROUPS)),
     "raw_logprobs": Fault(raw=True),
-    "kept_mass_unsaid": Fault(top_k=50),
+    "kept_mass_missing": Fault(top_k=50),
     "router_bfloat16": Fault(Peer(half_router=True)),
     "head_bfloat16": Fault(Peer(half_head=True)),
     "logits_bfloat16": Fault(Peer(half_head=True, half_logits=True)),
@@ -176,8 +177,8 @@ def test_unchanged_it_is_the_trainer():
 
     @jax.jit
     def trainer(params):
-        hidden, _, chosen = forward(params, tokens, CFG, segment_ids_BT=segments)
-        return sequence_logprobs(params, hidden, tokens, CFG, temperature=0.7)[0], chosen
+        hidden, _, chosen = forward(params, tokens, CFG, OPS, segment_ids_BT=segments)
+        return sequence_logprobs(params, hidden, tokens, CFG, OPS, temperature=0.7)[0], chosen
 
     logp, chosen = trainer(weights(0))
     gap = np.abs(np.asarray(ours) - np.asarray(logp))[rows.sampled_BT]
@@ -273,12 +274,12 @@ def test_the_worst_tokens_and_layers_are_shown():
     assert r.replayed is not None and r.replayed < 1e-4 * r.verdict.gap
 
 
-def test_facts_name_what_needs_no_recomputation():
+def test_checks_name_what_needs_no_recomputation():
     made = rollouts(Fault(), 0, count=2)
     made = [replace(r, prompt=replace(r.prompt, text="ab")) for r in made]
 
     def found(rollouts=made, encode=lambda prompt: made[0].prompt.tokens, **options):
-        return [f.name for f in facts(rollouts[:1], COOL, 97, 0, encode=encode, **options)]
+        return [f.name for f in run_checks(rollouts[:1], COOL, 97, 0, encode=encode, **options)]
 
     assert found() == []
     assert found(encode=lambda prompt: [1, 2]) == ["tokeniser_own"]
@@ -289,8 +290,10 @@ def test_facts_name_what_needs_no_recomputation():
     assert found(high) == ["unknown_ids"]
     stop = replace(COOL, stop_ids=(int(made[0].tokens[4]),))
     encode = lambda prompt: made[0].prompt.tokens  # noqa: E731
-    assert [f.name for f in facts(made[:1], stop, 97, 0, encode=encode)] == ["stop_ids"]
-    held = {"stale": ["model.norm.weight"], "received": {"lm_head.weight": "aa"}}
-    assert found(held=held) == ["stale_tensors"]
-    assert found(held=held | {"stale": []}, expected={"lm_head.weight": "bb"}) == ["stale_tensors"]
-    assert found(held=held | {"stale": []}, expected={"lm_head.weight": "aa"}) == []
+    assert [f.name for f in run_checks(made[:1], stop, 97, 0, encode=encode)] == ["stop_ids"]
+    loaded = {"stale": ["model.norm.weight"], "received": {"lm_head.weight": "aa"}}
+    assert found(loaded=loaded) == ["stale_tensors"]
+    assert found(loaded=loaded | {"stale": []}, expected={"lm_head.weight": "bb"}) == [
+        "stale_tensors"
+    ]
+    assert found(loaded=loaded | {"stale": []}, expected={"lm_head.weight": "aa"}) == []

@@ -14,19 +14,15 @@ import pytest
 from jaxmoe import losses
 from jaxmoe.config import ConfigError, LossConfig
 from jaxmoe.config_file import load, override
-from jaxmoe.losses.recipes import Correction
-from jaxmoe.rl.algorithm import (
-    Algorithm,
-    algorithm,
-    check,
-    corrected,
-    old_logp_of,
-    terms_of,
-    with_preset,
-)
-from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.presets import PRESETS
+from jaxmoe.losses.rollout_correction import Correction
+from jaxmoe.rl.algorithm import Algorithm, corrected, objective_arrays, old_logp_of
+from jaxmoe.rl.batch import Batch, Scored
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.function_specs import arguments
+from jaxmoe.rl.presets import PRESETS, with_preset
+from jaxmoe.rl.validate import check
 
+CORR = "rollout_correction"
 EPS = float(np.finfo(np.float32).eps)
 TINY = load("tiny.py")
 
@@ -60,15 +56,18 @@ def test_a_config_s_fields_reach_the_algorithm():
     made = algorithm(
         config(
             samples=4, critic="own", objective="gspo_terms(clip_high=4e-4)",
-            advantages="gae(trace=0.9)", mean="sequence_mean_weights", kl="kl_k2", kl_coef=0.25,
-            kl_in="reward", entropy_coef=0.125, old_logp="recomputed", epochs=2, minibatches=4,
-            correction="veto + token_is(high=3.0)",
+            advantages="gae(trace=0.9)", aggregation="seq_mean_token_mean", kl="kl_k2",
+            kl_coef=0.25, kl_in="reward", entropy_coef=0.125, old_logp="recomputed", epochs=2,
+            minibatches=4,
+            rollout_correction="veto + token_is(high=3.0)",
         )
     )  # fmt: skip
     assert made.objective.func is losses.gspo_terms
     assert made.objective.keywords == {"clip_high": 4e-4}
-    assert made.advantages.func is losses.gae and made.mean is losses.sequence_mean_weights
-    assert made.correction[0] is losses.veto and made.correction[1].keywords == {"high": 3.0}
+    assert made.advantages.func is losses.gae and made.aggregation is losses.seq_mean_token_mean
+    assert made.rollout_correction[0] is losses.veto and made.rollout_correction[1].keywords == {
+        "high": 3.0
+    }
     assert made.kl is losses.kl_k2 and (made.kl_coef, made.kl_in) == (0.25, "reward")
     assert (made.critic, made.entropy_coef, made.updates) == ("own", 0.125, 8)
     assert (made.old_logp, made.samples_per_prompt) == ("recomputed", 4)
@@ -104,32 +103,33 @@ REFUSED = [
      "rollout.samples_per_prompt is 1. Try --set rollout.samples_per_prompt=8."),
     ({"samples": 1, "advantages": "rloo_advantages"}, "rloo_advantages compares the samples"),
     ({"samples": 1, "advantages": "reinforce_pp_baseline_advantages"}, "compares the samples"),
-    ({"old_logp": "rollout", "correction": "token_is"}, "loss.old_logp=rollout and importance "
-     "weights in loss.correction correct the same mismatch, which squares it. Try --set "
+    ({"old_logp": "rollout", CORR: "token_is"}, "loss.old_logp=rollout and importance "
+     "weights in loss.rollout_correction correct the same mismatch, which squares it. Try --set "
      "loss.old_logp=recomputed, or a rejection alone."),
-    ({"old_logp": "rollout", "correction": "veto + sequence_icepop"}, "which squares it"),
-    ({"correction": "token_is + sequence_is"}, "loss.correction: sequence_is would weight tokens "
+    ({"old_logp": "rollout", CORR: "veto + sequence_icepop"}, "which squares it"),
+    ({CORR: "token_is + sequence_is"}, "loss.rollout_correction: sequence_is would weight tokens "
      "that are weighted already, which squares the correction. Leave one out."),
-    ({"correction": "token_is + veto + token_icepop"}, "token_icepop would weight tokens"),
-    ({"correction": "normalize", "old_logp": "recomputed"}, "normalize asks for weights_BT, and "
-     'nothing before it makes any. Try --set "loss.correction=token_is(high=2.0) + normalize".'),
-    ({"correction": "token_is + normalize"}, "a function asks for batch_mask_BT, which is known "
+    ({CORR: "token_is + veto + token_icepop"}, "token_icepop would weight tokens"),
+    ({CORR: "normalize", "old_logp": "recomputed"}, "normalize asks for weights_BT, and "
+     'nothing before it makes any. Try --set "loss.rollout_correction=token_is(high=2.0) + '
+     'normalize".'),
+    ({CORR: "token_is + normalize"}, "a function asks for batch_mask_BT, which is known "
      "only before the gradient of a batch that was scored first. Try --set "
      "loss.old_logp=recomputed."),
-    ({"mean": "kept_token_mean_weights"}, "a function asks for keep_BT, which is known only"),
-    ({"mean": "kept_token_mean_weights", "old_logp": "rollout"}, "asks for keep_BT"),
-    ({"correction": "token_mean_weights"}, "loss.correction: token_mean_weights must return a "
+    ({"aggregation": "kept_token_mean"}, "a function asks for keep_BT, which is known only"),
+    ({"aggregation": "kept_token_mean", "old_logp": "rollout"}, "asks for keep_BT"),
+    ({CORR: "token_mean"}, "loss.rollout_correction: token_mean must return a "
      "Correction, as token_is does."),
-    ({"correction": "rejection(by='token_k4', high=2.0)"}, "by must be one of token_k1, token_k2"),
-    ({"correction": "token_icepop(low=2.0, high=0.5)"}, "bounds must hold 0 <= low <= high"),
+    ({CORR: "rejection(by='token_k4', high=2.0)"}, "by must be one of token_k1, token_k2"),
+    ({CORR: "token_icepop(low=2.0, high=0.5)"}, "bounds must hold 0 <= low <= high"),
     ({"objective": "grpo_loss"}, "loss: grpo_loss must return [B, T]"),
     ({"objective": "cross_entropy"}, "loss: cross_entropy must return [B, T]"),
     ({"objective": "clipped_terms(clip_low='a')"}, "loss: "),
     ({"objective": "gae"}, "loss.objective: gae asks for rewards_BT"),
     ({"advantages": "clipped_terms"}, "loss.advantages: clipped_terms asks for logp_BT"),
-    ({"mean": "rloo_advantages"}, "loss.mean: rloo_advantages asks for rewards_PR"),
+    ({"aggregation": "rloo_advantages"}, "loss.aggregation: rloo_advantages asks for rewards_PR"),
     ({"kl": "clipped_terms"}, "loss.kl: clipped_terms asks for old_logp_BT"),
-    ({"correction": "whiten"}, "loss.correction: whiten asks for x_BT"),
+    ({CORR: "whiten"}, "loss.rollout_correction: whiten asks for x_BT"),
     ({"preset": "decoupled_tokn_is"}, "loss.preset: there is no preset 'decoupled_tokn_is'. Did "
      "you mean decoupled_token_is?"),
     ({"preset": "zzz"}, "there is no preset 'zzz'. Known: disabled, decoupled_token_is"),
@@ -149,11 +149,11 @@ ALLOWED = [
     {"epochs": 2, "objective": "reinforce_terms"},  # asks for no ratio
     {"samples": 1, "advantages": "reinforce_pp_advantages"},
     {"samples": 1, "advantages": "gae", "critic": "own"},
-    {"old_logp": "rollout", "correction": "rejection(by='seq_mean_k3', high=0.01) + veto"},
-    {"correction": "veto + token_is + drift_mask(most=0.1)"},
-    {"correction": "token_is + normalize", "old_logp": "recomputed"},
-    {"mean": "kept_token_mean_weights", "old_logp": "recomputed"},
-    {"mean": "fixed_length_weights(length=9)"},
+    {"old_logp": "rollout", CORR: "rejection(by='seq_mean_k3', high=0.01) + veto"},
+    {CORR: "veto + token_is + drift_mask(most=0.1)"},
+    {CORR: "token_is + normalize", "old_logp": "recomputed"},
+    {"aggregation": "kept_token_mean", "old_logp": "recomputed"},
+    {"aggregation": "seq_mean_token_sum_norm(length=9)"},
 ]
 
 
@@ -168,7 +168,7 @@ def test_a_mean_that_is_no_weight_a_token_is_refused():
         def count(mask_BT):
             return jnp.sum(mask_BT.astype(jnp.float32))
 
-        check(Algorithm(mean=count, samples_per_prompt=2))
+        check(Algorithm(aggregation=count, samples_per_prompt=2))
 
 
 # --- tokens of older weights
@@ -196,10 +196,10 @@ def test_tokens_of_older_weights_need_a_loss_that_sees_it(loss):
 @pytest.mark.parametrize(
     "loss",
     [
-        {"correction": "token_is(high=2.0)"},
+        {CORR: "token_is(high=2.0)"},
         {"old_logp": "rollout"},
-        {"old_logp": "recomputed", "epochs": 2, "correction": "token_icepop"},
-        {"correction": "rejection(by='seq_mean_k3', high=0.01)"},
+        {"old_logp": "recomputed", "epochs": 2, CORR: "token_icepop"},
+        {CORR: "rejection(by='seq_mean_k3', high=0.01)"},
         {"preset": "bypass_ppo_clip"},
         {"preset": "bypass_pg_is"},
         {"preset": "decoupled_token_is"},
@@ -218,17 +218,18 @@ def gradient_on_stale_tokens(**loss):
     """Of the loss at a policy NOW on tokens whose frequencies are exactly those of MU."""
     a = algorithm(stale(1, **loss)) if loss.pop("checked", True) else algorithm(config(**loss))
     mask = jnp.ones((4, 1), bool)
-    batch = Batch(None, None, None, mask, jnp.log(jnp.asarray(MU))[DRAWN][:, None], None, None,
-                  None, advantages_BT=GAINS[:, None])  # fmt: skip
+    batch = Batch(None, None, None, mask, jnp.log(jnp.asarray(MU))[DRAWN][:, None], None)
+    known = Scored(advantages_BT=GAINS[:, None])
 
     def loss_at(logits):
         logp = jax.nn.log_softmax(logits)[DRAWN][:, None]
         now = jax.lax.stop_gradient(logp)
-        batch_now = replace(batch, old_logp_BT=now)  # recomputed by the newest trainer
-        old = old_logp_of(a, batch_now, now)
-        terms = terms_of(a, batch_now, logp, old, now)
-        basis = now if a.old_logp != "recomputed" else batch_now.old_logp_BT
-        found = corrected(a, basis, batch.rollout_logp_BT, batch.advantages_BT, mask, mask)
+        scored = replace(known, old_logp_BT=now)  # recomputed by the newest trainer
+        old = old_logp_of(a, batch, scored, now)
+        arrays = objective_arrays(batch, scored, logp, old, now)
+        terms = a.objective(**arguments(a.objective, arrays))
+        basis = now if a.old_logp != "recomputed" else scored.old_logp_BT
+        found = corrected(a, basis, batch.rollout_logp_BT, known.advantages_BT, mask, mask)
         return jnp.mean(terms if found.weights_BT is None else terms * found.weights_BT)
 
     return -jax.grad(loss_at)(NOW)
@@ -240,8 +241,8 @@ def test_the_recipes_for_older_tokens_give_the_policy_gradient_and_no_recipe_ano
     want = jax.grad(lambda logits: jnp.sum(jax.nn.softmax(logits) * gain))(NOW)
     biased = jax.grad(lambda logits: jnp.sum(MU * gain * jax.nn.log_softmax(logits)))(NOW)
     for loss in (
-        {"correction": "token_is(high=2.0)"},
-        {"correction": "token_is(high=2.0)", "old_logp": "recomputed", "epochs": 2},
+        {CORR: "token_is(high=2.0)"},
+        {CORR: "token_is(high=2.0)", "old_logp": "recomputed", "epochs": 2},
         {"old_logp": "rollout"},
     ):
         np.testing.assert_allclose(gradient_on_stale_tokens(**loss), want, rtol=8 * EPS, atol=EPS)
@@ -291,7 +292,10 @@ def test_the_presets_are_verls_with_its_defaults():
             return values
         return function.func.__name__, values
 
-    ours = {name: [said(f) for f in algorithm(config(preset=name)).correction] for name in PRESETS}
+    ours = {
+        name: [said(f) for f in algorithm(config(preset=name)).rollout_correction]
+        for name in PRESETS
+    }
     assert ours == VERL
 
 
@@ -302,7 +306,7 @@ def test_recomputed_asked_for_beside_a_preset_is_kept():
 def test_other_settings_stay_beside_a_preset():
     loss = LossConfig(preset="decoupled_geo_rs", advantages="rloo_advantages", epochs=3)
     assert with_preset(loss) == replace(
-        loss, preset="", correction=PRESETS["decoupled_geo_rs"]["correction"],
+        loss, preset="", rollout_correction=PRESETS["decoupled_geo_rs"]["rollout_correction"],
         old_logp="recomputed",
     )  # fmt: skip
     assert with_preset(LossConfig(epochs=3)) == LossConfig(epochs=3)
@@ -311,10 +315,10 @@ def test_other_settings_stay_beside_a_preset():
 @pytest.mark.parametrize(
     ("fields", "answer"),
     [
-        ({"preset": "decoupled_token_is", "correction": "veto"},
-         "loss.preset=decoupled_token_is sets loss.correction='token_is(high=2.0)', and the config "
-         "'veto'. Try --set loss.correction=, or --set loss.preset=''."),
-        ({"preset": "disabled", "correction": "token_is"}, "sets loss.correction=''"),
+        ({"preset": "decoupled_token_is", CORR: "veto"},
+         "loss.preset=decoupled_token_is sets loss.rollout_correction='token_is(high=2.0)', and "
+         "the config 'veto'. Try --set loss.rollout_correction=, or --set loss.preset=''."),
+        ({"preset": "disabled", CORR: "token_is"}, "sets loss.rollout_correction=''"),
         ({"preset": "decoupled_token_is", "old_logp": "rollout"},
          "and the config 'rollout'. Try --set loss.old_logp=detached"),
         ({"preset": "bypass_ppo_clip", "old_logp": "recomputed"}, "sets loss.old_logp='rollout'"),
@@ -328,8 +332,8 @@ def test_a_preset_and_a_field_that_contradict_are_refused(fields, answer):
 
 
 def test_a_field_that_says_what_the_preset_says_is_accepted():
-    made = algorithm(config(preset="decoupled_token_is", correction="token_is(high=2.0)"))
-    assert len(made.correction) == 1
+    made = algorithm(config(preset="decoupled_token_is", rollout_correction="token_is(high=2.0)"))
+    assert len(made.rollout_correction) == 1
     assert algorithm(config(preset="bypass_ppo_clip", old_logp="rollout")).old_logp == "rollout"
 
 
@@ -340,7 +344,7 @@ def test_rejections_add_up_and_the_last_weights_stand():
     old, rollout = jnp.log(jnp.asarray([[4.0, 1.0], [1.0, 0.2], [1.0, 1.0]])), jnp.zeros((3, 2))
     mask = jnp.ones((3, 2), bool)
     a = Algorithm(
-        correction=(
+        rollout_correction=(
             partial(losses.rejection, by="token_k1", low=0.0, high=2.0),
             partial(losses.token_is, high=8.0),
             partial(losses.rejection, by="token_k1", low=0.5, high=9.0),

@@ -34,8 +34,7 @@ def test_each_column_is_what_it_says():
     assert batch.loss_mask_BT.astype(int).tolist() == [[0, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0]]
     assert batch.rollout_logp_BT.tolist() == [[0, 0, 0, -0.5, -0.25, 0], [0, -1.0, 0, 0, 0, 0]]
     assert batch.rewards_B.tolist() == [1, 2]
-    assert batch.group_ids_B.tolist() == [0, 0] and batch.weights_version_B.tolist() == [7, 8]
-    assert batch.old_logp_BT is None and batch.ref_logp_BT is None
+    assert batch.routed_experts_BTLA is None
     for name in ("rollout_logp_BT", "rewards_B"):
         assert getattr(batch, name).dtype == np.float32
 
@@ -86,3 +85,34 @@ def test_a_reward_that_is_not_finite_is_named():
         rollout_batch(
             [rollout([1], [2], [-1.0])] * 2, np.array([0.0, np.nan]), samples=1, length=4, pad_id=0
         )
+
+
+def routed(prompt, tokens, experts, number=41):
+    logp = [-1.0] * len(tokens)
+    return dataclasses.replace(
+        rollout(prompt, tokens, logp, number=number), routed_experts=np.array(experts)
+    )
+
+
+def test_the_engines_experts_come_along_where_they_are_asked_for():
+    two = [
+        routed([1, 2], [3], [[[0, 1]], [[2, 3]]]),
+        routed([1], [2, 3, 4], [[[4, 0]], [[3, 1]], [[2, 1]]]),
+    ]
+    batch = rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0, n_experts=5)
+    assert batch.routed_experts_BTLA.dtype == np.uint8
+    assert batch.routed_experts_BTLA[:, :, 0].tolist() == [
+        [[0, 1], [2, 3], [0, 0], [0, 0], [0, 0]], [[4, 0], [3, 1], [2, 1], [0, 0], [0, 0]]
+    ]  # fmt: skip
+    wide = rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0, n_experts=257)
+    assert wide.routed_experts_BTLA.dtype == np.uint16
+    assert rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0).routed_experts_BTLA is None
+
+
+@pytest.mark.parametrize("experts", [None, [[[0, 1]]], [[[0, 1]], [[2, 7]]], [[[0, 1]], [[2, -1]]]])
+def test_experts_that_are_missing_or_no_experts_are_named(experts):
+    good = routed([1, 2], [3], [[[0, 1]], [[2, 3]]])
+    bad = routed([1, 2], [3], [[[0, 1]], [[2, 3]]], number=43)
+    bad = dataclasses.replace(bad, routed_experts=None if experts is None else np.array(experts))
+    with pytest.raises(ValueError, match=r"rollout 1 \(prompt 43\) must tell the experts of its 2"):
+        rollout_batch([good, bad], np.ones(2), samples=1, length=5, pad_id=0, n_experts=5)

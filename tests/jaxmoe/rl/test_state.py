@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from jaxmoe.checkpoint.run import initial_params
-from jaxmoe.config import Config, CriticConfig, DataConfig, OptimConfig, RolloutConfig
+from jaxmoe.config import Config, CriticConfig, DataConfig, LossConfig, OptimConfig, RolloutConfig
 from jaxmoe.model import gpt_oss_120b, tiny
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import critic_of, new_state, policy_of, stage_shapes, with_critic
+from jaxmoe.rl.state import Trained, new_state, rl_state, stage_shapes
 
 CFG = Config(
     model=tiny(d_model=16, n_experts=3, d_expert=12), data=DataConfig(task="x"), steps=2,
@@ -28,12 +28,22 @@ def test_the_shapes_of_each_stage_are_those_of_a_real_state(backbone):
     cfg = replace(CFG, critic=CriticConfig(backbone=backbone, pretrain_steps=1))
     supervised, tx = make_optimizer(cfg.optim, steps=1), rl_optimizer(cfg)
     shapes, params = stage_shapes(cfg, supervised, tx), initial_params(cfg)
-    assert shape_of(new_state(params, supervised)) == shape_of(shapes["warmup"])
-    real = new_state(with_critic(params, cfg), tx)
+    assert shape_of(new_state(Trained(params), supervised)) == shape_of(shapes["warmup"])
+    real = rl_state(params, cfg, tx)
     assert shape_of(real) == shape_of(shapes["rl"]) and int(real.step) == 0
-    assert shape_of(policy_of(real.params)) == shape_of(params)
-    if backbone != "none":
-        assert ("backbone" in critic_of(real.params)) == (backbone == "own")
+    assert shape_of(real.params.policy) == shape_of(params)
+    if backbone == "none":
+        assert real.params.critic is None
+    else:
+        assert ("backbone" in real.params.critic) == (backbone == "own")
+
+
+def test_a_reference_is_frozen_where_there_is_a_kl_term_and_only_there():
+    tx, params = rl_optimizer(CFG), initial_params(CFG)
+    assert rl_state(params, CFG, tx).frozen.reference is None
+    state = rl_state(params, replace(CFG, loss=LossConfig(kl_coef=0.1)), tx)
+    for x, y in zip(jax.tree.leaves(state.frozen.reference), jax.tree.leaves(params), strict=True):
+        assert x is not y and (x == y).all()  # a copy: the policy's own is donated
 
 
 def test_the_largest_model_costs_nothing_to_describe():

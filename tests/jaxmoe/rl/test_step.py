@@ -11,9 +11,11 @@ import optax
 import pytest
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import init_params
+from jaxmoe.model import init_params, plain_ops
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.state import new_state
+from jaxmoe.rl.microbatches import LossAux, pack
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, new_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 
 EPS = float(np.finfo(np.float32).eps)
@@ -23,7 +25,8 @@ CFG = ModelConfig(
 )  # fmt: skip
 B, T = 4, 12
 SGD = optax.sgd(1.0)  # the update is minus the gradient
-LOSS = partial(supervised_loss_fn, model=CFG)
+SCORER = Scorer(CFG, plain_ops())
+LOSS = partial(supervised_loss_fn, scorer=SCORER)
 
 
 def make_batch(extra=0):
@@ -43,13 +46,11 @@ def make_batch(extra=0):
         loss_mask_BT=widen(mask),
         rollout_logp_BT=widen(np.where(mask, -3.0, 0.0).astype(np.float32)),
         rewards_B=rng.normal(size=B).astype(np.float32),
-        group_ids_B=np.arange(B, dtype=np.int32),
-        weights_version_B=np.zeros(B, np.int32),
     )
 
 
 def start(tx=SGD):
-    return new_state(init_params(jax.random.key(0), CFG), tx)
+    return new_state(Trained(init_params(jax.random.key(0), CFG)), tx)
 
 
 def step_of(loss_fn=LOSS, tx=SGD, microbatches=1):
@@ -111,9 +112,9 @@ def test_columns_of_padding_do_not_change_the_update(whole, spread):
 def test_three_steps_compile_once_and_donate_the_state():
     calls = []
 
-    def traced(params, batch, total):
+    def traced(*given, total):
         calls.append(1)
-        return supervised_loss_fn(params, batch, total, model=CFG)
+        return supervised_loss_fn(*given, total=total, scorer=SCORER)
 
     tx = optax.adam(1e-2)
     step = jax.jit(partial(train_step, tx=tx, loss_fn=traced), donate_argnums=0)
@@ -129,9 +130,39 @@ def test_three_steps_compile_once_and_donate_the_state():
 
 
 def test_another_objective_is_another_function():
-    def quadratic(params, batch, total):
-        return jnp.sum(params["final_norm"] ** 2) / 2, {"mine": total}
+    def quadratic(params, frozen, batch, scored, *, total):
+        return jnp.sum(params.policy["final_norm"] ** 2) / 2, LossAux(sums={"mine": total})
 
     state, metrics = step_of(quadratic)(start(), make_batch())
-    assert not np.any(np.asarray(state.params["final_norm"]))  # x - 1.0 * x
+    assert not np.any(np.asarray(state.params.policy["final_norm"]))  # x - 1.0 * x
     assert float(metrics["mine"]) == make_batch().loss_mask_BT.sum()
+
+
+@pytest.mark.parametrize("cut", ["whole", "cut", "packed"])
+def test_a_loss_says_how_its_metrics_are_merged_and_no_name_does(cut):
+    """x_min of 3 and 3 is 3 however it is called; the largest of negative numbers is negative."""
+
+    def loss(params, frozen, batch, scored, *, total):
+        tokens = jnp.sum(jnp.asarray(batch.loss_mask_BT).astype(jnp.float32))
+        aux = LossAux(
+            sums={"sum_min": tokens}, maxima={"x_min": 3.0 + 0.0 * tokens, "below": -tokens},
+            minima={"x_max": tokens}, rows={"row": jnp.asarray(batch.loss_mask_BT)},
+        )  # fmt: skip
+        return jnp.sum(params.policy["final_norm"]) * tokens / total, aux
+
+    batch = make_batch()
+    if cut == "packed":
+        lengths = np.asarray(batch.segment_ids_BT).sum(axis=1)
+        batch = replace(batch, packing=pack(lengths, length=T, rows=1))
+        assert int(batch.packing.count) > 1
+    _, metrics = step_of(loss, microbatches=2 if cut == "cut" else 1)(start(), batch)
+    rows = batch.loss_mask_BT.sum(axis=1)
+    parts = {
+        "whole": [rows.sum()], "cut": [rows[:2].sum(), rows[2:].sum()],
+        "packed": [] if cut != "packed" else [
+            rows[batch.packing.microbatch_B == i].sum() for i in range(int(batch.packing.count))
+        ],
+    }[cut]  # fmt: skip
+    assert float(metrics["sum_min"]) == rows.sum() and float(metrics["x_min"]) == 3.0
+    assert float(metrics["below"]) == -min(parts) and float(metrics["x_max"]) == min(parts)
+    assert "row" not in metrics

@@ -15,6 +15,7 @@ from bigram import (
     ENDS,
     EPS,
     MODEL,
+    OPS,
     PARAMS,
     SGD,
     B,
@@ -31,49 +32,53 @@ from jax.sharding import PartitionSpec as P
 from jaxmoe.losses import (
     cispo_terms,
     clipped_terms,
-    fixed_length_weights,
     gae,
     geometric_is,
     gspo_terms,
-    kept_token_mean_weights,
+    kept_token_mean,
     kl_k1,
     normalize,
     reinforce_pp_advantages,
     reinforce_terms,
     rejection,
     rloo_advantages,
+    seq_mean_token_mean,
+    seq_mean_token_sum_norm,
     sequence_is,
-    sequence_mean_weights,
     token_is,
     veto,
 )
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.metrics import engine_gap
 from jaxmoe.rl.minibatches import divide
-from jaxmoe.rl.update import OPEN, UNSEEN, Scorer, estimated, one_update, scored
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.update import OPEN, estimate, one_update, score
 
 ALGORITHMS = {
     "gspo, recomputed, kl in the loss": dict(
-        objective=partial(gspo_terms, clip_low=0.1, clip_high=0.2), mean=sequence_mean_weights,
-        old_logp="recomputed", correction=(partial(sequence_is, high=2.0), normalize),
+        objective=partial(gspo_terms, clip_low=0.1, clip_high=0.2), aggregation=seq_mean_token_mean,
+        old_logp="recomputed", rollout_correction=(partial(sequence_is, high=2.0), normalize),
         kl_coef=0.1, entropy_coef=0.02,
     ),
     "ppo, shared critic, detached": dict(
         advantages=partial(gae, trace=0.9), critic="shared", value_clip=0.01,
-        correction=(geometric_is, partial(veto, high=3.0)),
+        rollout_correction=(geometric_is, partial(veto, high=3.0)),
     ),
     "reinforce++, kl in the reward": dict(
         objective=reinforce_terms, advantages=reinforce_pp_advantages, kl=kl_k1, kl_coef=0.1,
-        kl_in="reward", old_logp="recomputed", mean=kept_token_mean_weights,
-        correction=(partial(rejection, by="seq_mean_k3", high=0.3), token_is),
+        kl_in="reward", old_logp="recomputed", aggregation=kept_token_mean,
+        rollout_correction=(partial(rejection, by="seq_mean_k3", high=0.3), token_is),
     ),
     "grpo": {},
-    "dr_grpo": dict(advantages=rloo_advantages, mean=partial(fixed_length_weights, length=9)),
+    "dr_grpo": dict(
+        advantages=rloo_advantages, aggregation=partial(seq_mean_token_sum_norm, length=9)
+    ),
     "ppo anchored at the rollout": dict(
         objective=partial(clipped_terms, dual_clip=1.5), old_logp="rollout",
-        correction=(partial(rejection, by="token_k1", low=0.5, high=2.0),),
+        rollout_correction=(partial(rejection, by="token_k1", low=0.5, high=2.0),),
     ),
-    "cispo": dict(objective=cispo_terms, mean=sequence_mean_weights),
+    "cispo": dict(objective=cispo_terms, aggregation=seq_mean_token_mean),
     "ppo, own critic": dict(advantages=gae, critic="own"),
 }  # fmt: skip
 GPT_OSS = "gspo, of the model itself"
@@ -95,11 +100,10 @@ class Case:
     bound: dict
 
     def start(self):
-        return start(self.a, params=self.params)
+        return start(self.a, params=self.params, reference=reference_of(self.a, self.params))
 
     def run(self, batch, step=None):
-        reference = reference_of(self.a, self.params)
-        return (step or self.step)(self.start(), batch, None, reference)
+        return (step or self.step)(self.start(), batch)
 
     def same(self, state, metrics):
         want, said = self.want
@@ -123,9 +127,12 @@ def plain(request):
     """
     real = request.param == GPT_OSS
     a = algorithm(**ALGORITHMS[next(iter(ALGORITHMS)) if real else request.param])
-    scorer, params = (Scorer(CFG), MODEL) if real else (Bigram(CFG, critic=a.critic), PARAMS)
-    before, step = start(a, params=params), step_of(a, scorer=scorer)
-    after, metrics = step(before, make_batch(), None, reference_of(a, params))
+    scorer, params = Scorer(CFG, OPS), MODEL
+    if not real:
+        scorer, params = Bigram(CFG, OPS, critic=a.critic), PARAMS
+    before = start(a, params=params, reference=reference_of(a, params))
+    step = step_of(a, scorer=scorer)
+    after, metrics = step(before, make_batch())
     size = jax.tree.map(lambda p, q: float(jnp.max(jnp.abs(p - q))), before.params, after.params)
     assert sum(jax.tree.leaves(size)) > 0
     bound = jax.tree.map(
@@ -152,9 +159,8 @@ def test_the_update_does_not_depend_on_padding(plain):
 def test_the_update_does_not_depend_on_the_number_of_devices(plain):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch = jax.device_put(make_batch(), NamedSharding(mesh, P("data")))
-    reference = reference_of(plain.a, plain.params)
-    state, reference = jax.device_put((plain.start(), reference), NamedSharding(mesh, P()))
-    after, metrics = plain.step(state, batch, None, reference)
+    state = jax.device_put(plain.start(), NamedSharding(mesh, P()))
+    after, metrics = plain.step(state, batch)
     assert metrics["loss"].sharding.num_devices == 4
     plain.same(after, metrics)
 
@@ -173,26 +179,21 @@ def test_shuffled_rows_of_one_minibatch_are_the_whole_batch():
 
 
 def test_minibatches_are_updates_one_after_the_other():
-    a = algorithm(old_logp="recomputed", minibatches=2, correction=(token_is,))
+    a = algorithm(old_logp="recomputed", minibatches=2, rollout_correction=(token_is,))
     batch, minibatches = divide(make_batch(), a, seed=(1,))
     after, metrics = step_of(a)(start(a), batch, minibatches)
     # by hand: advantages and old log-probs of the whole batch, then the two halves in turn
-    scorer = Bigram(CFG)
+    scorer = Bigram(CFG, OPS)
     whole = jax.tree.map(jnp.asarray, batch)
-    ready = estimated(scored(PARAMS, None, whole, a, scorer, 1, policy=True), a)
+    scored = estimate(whole, score(start(a), whole, a, scorer, 1, policy=True), a)
+    gap = engine_gap(scored.old_logp_BT, whole)
     state, norms, least = start(a), [], []
     for rows in minibatches.rows_UB:
-        half = jax.tree.map(lambda x, rows=rows: x[rows], ready)
+        half = jax.tree.map(lambda x, rows=rows: x[rows], (whole, scored))
         state, said = one_update(
-            state,
-            half,
-            tx=SGD,
-            algorithm=a,
-            scorer=scorer,
-            gate=OPEN,
-            seen=UNSEEN,
-            microbatches=1,
+            state, *half, tx=SGD, algorithm=a, scorer=scorer, gate=OPEN, gap=gap, microbatches=1
         )
+        said = said.flat()
         norms.append(float(said["grad/norm"]))
         least.append(float(said["rollout_corr/rollout_is_min"]))
     assert least[0] != least[1]

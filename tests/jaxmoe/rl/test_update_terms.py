@@ -12,6 +12,7 @@ import pytest
 from bigram import (
     CFG,
     MODEL,
+    OPS,
     PARAMS,
     SGD,
     B,
@@ -34,13 +35,14 @@ from jaxmoe.config import (
 )
 from jaxmoe.losses import (
     gae,
-    kept_token_mean_weights,
+    kept_token_mean,
     rejection,
 )
+from jaxmoe.rl.batch import Scored
 from jaxmoe.rl.minibatches import divide
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.state import critic_of, policy_of
-from jaxmoe.rl.update import OPEN, UNSEEN, Scorer, estimated, one_update
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.update import OPEN, estimate, one_update
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,15 @@ calls: list[int] = []
 def test_detached_the_ratio_is_one_where_two_forwards_route_differently():
     calls.clear()
     recomputed = algorithm(old_logp="recomputed")
-    _, apart = step_of(recomputed, scorer=TwoFaced(CFG))(
+    _, apart = step_of(recomputed, scorer=TwoFaced(CFG, OPS))(
         start(recomputed, params=MODEL), make_batch()
     )
     assert abs(float(apart["policy/ratio_mean"]) - 1.0) > 1e-4
     assert float(apart["policy/clip_frac"]) > 0.0 and float(apart["policy/kl_old"]) > 1e-3
     detached = algorithm()
-    _, one = step_of(detached, scorer=TwoFaced(CFG))(start(detached, params=MODEL), make_batch())
+    _, one = step_of(detached, scorer=TwoFaced(CFG, OPS))(
+        start(detached, params=MODEL), make_batch()
+    )
     assert float(one["policy/ratio_mean"]) == 1.0 and float(one["policy/ratio_max"]) == 1.0
     assert float(one["policy/clip_frac"]) == 0.0 and float(one["policy/kl_old"]) == 0.0
     assert len(calls) >= 3 and float(one["grad/norm"]) > 0.0
@@ -102,12 +106,12 @@ def test_the_gate_leaves_the_state_bit_for_bit(shift, closed, name, bound):
     before, gate = start(a, tx), GateConfig(**{bound: 1.5})
     step = step_of(a, tx=tx, gate=gate)
     rows = jax.tree.map(jnp.asarray, make_batch())
-    logp_BT = Bigram(CFG).policy(before.params, rows)["logp_BT"]
+    logp_BT = Bigram(CFG, OPS).policy(before.params, rows)["logp_BT"]
     gap = np.abs(np.asarray(logp_BT) - batch.rollout_logp_BT)[batch.loss_mask_BT].mean()
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
         after, metrics = step(before, batch, minibatches)
     assert float(metrics["gate/closed"]) == float(closed)
-    np.testing.assert_allclose(metrics["gate/abs_diff"], gap, rtol=1e-5)
+    np.testing.assert_allclose(metrics["train_rollout_logprob_abs_diff"], gap, rtol=1e-5)
     same_bits = [
         np.array_equal(x, y)
         for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -134,19 +138,19 @@ def test_the_policy_stands_still_while_the_critic_is_pretrained():
     a, tx = algorithm(advantages=gae, critic="own", value_clip=1e9), rl_optimizer(cfg)
     state, step, losses = start(a, tx), step_of(a, tx=tx), []
     for i in range(1, 5):
-        held = policy_of(state.params)
+        held = state.params.policy
         with jax.numpy_dtype_promotion("standard"):
             state, metrics = step(state, make_batch())
         losses.append(float(metrics["critic/loss"]))
         moved = any(
             not np.array_equal(x, y)
             for x, y in zip(
-                jax.tree.leaves(held), jax.tree.leaves(policy_of(state.params)), strict=True
+                jax.tree.leaves(held), jax.tree.leaves(state.params.policy), strict=True
             )
         )
         assert moved == (i > 2), i
     assert losses[-1] < losses[0]
-    assert critic_of(state.params).keys() == {"value_head", "backbone"}
+    assert state.params.critic.keys() == {"value_head", "backbone"}
 
 
 def test_a_shared_critic_reaches_the_policys_layers_and_an_own_one_does_not():
@@ -158,8 +162,8 @@ def test_a_shared_critic_reaches_the_policys_layers_and_an_own_one_does_not():
         moved = any(
             not np.array_equal(x, y)
             for x, y in zip(
-                jax.tree.leaves(policy_of(before.params)["embed"]),
-                jax.tree.leaves(policy_of(after.params)["embed"]), strict=True,
+                jax.tree.leaves(before.params.policy["embed"]),
+                jax.tree.leaves(after.params.policy["embed"]), strict=True,
             )
         )  # fmt: skip
         assert moved == (kind == "shared")
@@ -190,8 +194,8 @@ def test_an_engine_that_is_worlds_apart_gives_finite_numbers():
 
 def test_a_dropped_token_leaves_the_denominator_only_where_that_is_named():
     drop = (partial(rejection, by="token_k1", low=0.9, high=1.1),)
-    stays = algorithm(old_logp="recomputed", correction=drop)
-    leaves = algorithm(old_logp="recomputed", correction=drop, mean=kept_token_mean_weights)
+    stays = algorithm(old_logp="recomputed", rollout_correction=drop)
+    leaves = algorithm(old_logp="recomputed", rollout_correction=drop, aggregation=kept_token_mean)
     _, half = step_of(stays)(start(stays), make_batch())
     _, full = step_of(leaves)(start(leaves), make_batch())
     kept = 1.0 - float(half["rollout_corr/rollout_rs_masked_fraction"])
@@ -203,7 +207,7 @@ def test_the_kl_term_is_its_weight_times_its_mean():
     bare, with_kl = algorithm(), algorithm(kl_coef=0.5)
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
     _, want = step_of(bare)(start(bare), make_batch())
-    _, got = step_of(with_kl)(start(with_kl), make_batch(), None, reference)
+    _, got = step_of(with_kl)(start(with_kl, reference=reference), make_batch())
     kl = float(got["policy/kl_ref"])
     assert kl > 0
     assert float(got["loss"]) == pytest.approx(float(want["loss"]) + 0.5 * kl, rel=1e-5)
@@ -212,19 +216,14 @@ def test_the_kl_term_is_its_weight_times_its_mean():
 def test_a_reference_that_is_broken_at_false_tokens_never_matters():
     a = algorithm(kl_coef=0.5)
     batch = jax.tree.map(jnp.asarray, make_batch())
-    ready = estimated(replace(batch, ref_logp_BT=batch.rollout_logp_BT), a)
-    broken = jnp.where(batch.loss_mask_BT, ready.ref_logp_BT, jnp.nan)
+    scored = estimate(batch, Scored(ref_logp_BT=batch.rollout_logp_BT), a)
+    broken = jnp.where(batch.loss_mask_BT, scored.ref_logp_BT, jnp.nan)
     step = partial(
-        one_update,
-        tx=SGD,
-        algorithm=a,
-        scorer=Bigram(CFG),
-        gate=OPEN,
-        seen=UNSEEN,
+        one_update, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS), gate=OPEN, gap=None,
         microbatches=1,
-    )
-    want, _ = step(start(a), ready)
-    ours, _ = step(start(a), replace(ready, ref_logp_BT=broken))
+    )  # fmt: skip
+    want, _ = step(start(a), batch, scored)
+    ours, _ = step(start(a), batch, replace(scored, ref_logp_BT=broken))
     for x, y in zip(jax.tree.leaves(ours.params), jax.tree.leaves(want.params), strict=True):
         np.testing.assert_array_equal(x, y)
 

@@ -16,8 +16,12 @@ LAST = 7
 SOON = 20.0  # seconds in which anything here must happen
 
 
-def open_ahead(make, *, first=1, last=LAST, most=1, stop=lambda: False, interrupt=lambda: None):
-    return AsyncRollouts(make, first=first, last=last, most=most, stop=stop, interrupt=interrupt)
+def open_async(
+    make, *, first=1, last=LAST, max_staleness=1, stop=lambda: False, interrupt=lambda: None
+):
+    return AsyncRollouts(
+        make, first=first, last=last, max_staleness=max_staleness, stop=stop, interrupt=interrupt
+    )
 
 
 def wait_until(holds):
@@ -31,11 +35,11 @@ moments = st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=LAST, ma
 
 
 @given(
-    most=st.integers(1, 4), made=moments, trained=moments, measured=moments,
+    max_staleness=st.integers(1, 4), made=moments, trained=moments, measured=moments,
     scored=st.sets(st.integers(1, LAST)), first=st.integers(1, 4),
 )  # fmt: skip
 def test_whatever_the_timing_batches_come_in_order_once_and_within_the_bound(
-    most, made, trained, measured, scored, first
+    max_staleness, made, trained, measured, scored, first
 ):
     version = first - 1
     begun: list[int] = []
@@ -43,17 +47,17 @@ def test_whatever_the_timing_batches_come_in_order_once_and_within_the_bound(
 
     def make(step):
         assert not alone.is_set()
-        assert version >= step - 1 - most
+        assert version >= step - 1 - max_staleness
         begun.append(step)
         time.sleep(made[step - 1])
         assert not alone.is_set()
         return step, version
 
-    with closing(open_ahead(make, first=first, most=most)) as batches:
-        batches.published(version)
+    with closing(open_async(make, first=first, max_staleness=max_staleness)) as batches:
+        batches.weights_synced(version)
         for step in range(first, LAST + 1):
             got, drawn_by = batches.take(step)
-            assert got == step and step - 1 - most <= drawn_by <= step - 1
+            assert got == step and step - 1 - max_staleness <= drawn_by <= step - 1
             time.sleep(trained[step - 1])
             version = step
             if step in scored:
@@ -61,31 +65,33 @@ def test_whatever_the_timing_batches_come_in_order_once_and_within_the_bound(
                     alone.set()
                     time.sleep(measured[step - 1])
                     alone.clear()
-            batches.published(step)
+            batches.weights_synced(step)
     assert begun == list(range(first, LAST + 1))
     assert not batches._thread.is_alive()
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_the_bound_is_used_whole(most):
-    """A trainer that sleeps leaves `most` batches beside the one it has, and not one more."""
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_the_bound_is_used_whole(max_staleness):
+    """A trainer that sleeps leaves `max_staleness` batches beside its own, and not one more."""
     begun = []
-    with closing(open_ahead(lambda step: begun.append(step) or step, most=most)) as batches:
-        batches.published(0)
-        wait_until(lambda: len(begun) == 1 + most)
+    with closing(
+        open_async(lambda step: begun.append(step) or step, max_staleness=max_staleness)
+    ) as batches:
+        batches.weights_synced(0)
+        wait_until(lambda: len(begun) == 1 + max_staleness)
         assert batches.take(1) == 1
         time.sleep(0.05)
-        assert begun == list(range(1, 2 + most))
-        batches.published(1)
-        wait_until(lambda: len(begun) == 2 + most)
+        assert begun == list(range(1, 2 + max_staleness))
+        batches.weights_synced(1)
+        wait_until(lambda: len(begun) == 2 + max_staleness)
 
 
 def test_nothing_is_made_before_the_first_weights_are_out():
     begun = []
-    with closing(open_ahead(lambda step: begun.append(step) or step, first=5)) as batches:
+    with closing(open_async(lambda step: begun.append(step) or step, first=5)) as batches:
         time.sleep(0.05)
         assert begun == []
-        batches.published(4)
+        batches.weights_synced(4)
         assert batches.take(5) == 5
 
 
@@ -96,8 +102,8 @@ def test_while_paused_the_batch_under_way_ends_and_no_other_begins():
         begun.append(step)
         time.sleep(0.02)
 
-    with closing(open_ahead(make, last=50, most=99)) as batches:
-        batches.published(0)
+    with closing(open_async(make, last=50, max_staleness=99)) as batches:
+        batches.weights_synced(0)
         wait_until(lambda: batches._making)
         with batches.paused():
             here = len(begun)
@@ -108,8 +114,8 @@ def test_while_paused_the_batch_under_way_ends_and_no_other_begins():
 
 def test_nothing_is_made_behind_the_last_step():
     begun = []
-    with closing(open_ahead(begun.append, last=2, most=9)) as batches:
-        batches.published(0)
+    with closing(open_async(begun.append, last=2, max_staleness=9)) as batches:
+        batches.weights_synced(0)
         wait_until(lambda: not batches._thread.is_alive())
     assert begun == [1, 2]
 
@@ -128,8 +134,8 @@ def fails_at(bad):
 
 
 def test_an_error_is_raised_in_the_trainer_at_once_even_where_batches_are_ready():
-    with closing(open_ahead(fails_at(2), most=3)) as batches:
-        batches.published(0)
+    with closing(open_async(fails_at(2), max_staleness=3)) as batches:
+        batches.weights_synced(0)
         wait_until(lambda: not batches._thread.is_alive())
         with pytest.raises(Broken, match="batch 2"):
             batches.take(1)
@@ -142,8 +148,8 @@ def test_an_error_wakes_a_trainer_that_waits():
         time.sleep(0.05)
         raise Broken
 
-    with closing(open_ahead(make)) as batches:
-        batches.published(0)
+    with closing(open_async(make)) as batches:
+        batches.weights_synced(0)
         with pytest.raises(Broken):
             batches.take(1)
 
@@ -155,9 +161,9 @@ def test_a_trainer_that_waits_sees_the_request_to_stop_and_the_batch_is_interrup
         assert interrupted.wait(SOON)
         raise Broken("as an engine does that was closed")
 
-    batches = open_ahead(make, stop=stopping.is_set, interrupt=interrupted.set)
+    batches = open_async(make, stop=stopping.is_set, interrupt=interrupted.set)
     with closing(batches):
-        batches.published(0)
+        batches.weights_synced(0)
         threading.Timer(0.05, stopping.set).start()
         start = time.perf_counter()
         assert batches.take(1) is None
@@ -166,16 +172,16 @@ def test_a_trainer_that_waits_sees_the_request_to_stop_and_the_batch_is_interrup
 
 
 def test_a_batch_that_is_ready_is_trained_on_before_the_run_stops():
-    with closing(open_ahead(lambda step: step, stop=lambda: True)) as batches:
-        batches.published(0)
+    with closing(open_async(lambda step: step, stop=lambda: True)) as batches:
+        batches.weights_synced(0)
         wait_until(lambda: batches._ready)
         assert batches.take(1) == 1
 
 
 def test_close_interrupts_nothing_where_nothing_is_under_way():
     calls = []
-    batches = open_ahead(lambda step: step, interrupt=lambda: calls.append(1))
-    batches.published(0)
+    batches = open_async(lambda step: step, interrupt=lambda: calls.append(1))
+    batches.weights_synced(0)
     wait_until(lambda: len(batches._ready) == 2 and not batches._making)
     batches.close()
     assert calls == [] and not batches._thread.is_alive()
@@ -184,8 +190,8 @@ def test_close_interrupts_nothing_where_nothing_is_under_way():
 def test_close_gives_up_on_a_batch_that_does_not_end(monkeypatch):
     monkeypatch.setattr(module, "GRACE_S", 0.05)
     end = threading.Event()
-    batches = open_ahead(lambda step: end.wait(SOON))
-    batches.published(0)
+    batches = open_async(lambda step: end.wait(SOON))
+    batches.weights_synced(0)
     wait_until(lambda: batches._making)
     batches.close()  # returns
     end.set()
@@ -194,29 +200,29 @@ def test_close_gives_up_on_a_batch_that_does_not_end(monkeypatch):
 
 def test_the_counters_say_who_waited_for_whom():
     slow = 0.3
-    with closing(open_ahead(lambda step: time.sleep(slow), most=1)) as batches:
-        batches.published(0)
+    with closing(open_async(lambda step: time.sleep(slow), max_staleness=1)) as batches:
+        batches.weights_synced(0)
         batches.take(1)
         found = batches.waits()
         assert found["time/wait_for_rollouts_s"] > slow / 2 > found["time/wait_for_trainer_s"]
-        assert found["rollout/ahead"] == 0
+        assert found["rollout/ready_batches"] == 0
         wait_until(lambda: batches._ready and not batches._making)
         time.sleep(slow)
         batches.take(2)
         found = batches.waits()
         assert found["time/wait_for_trainer_s"] > slow / 2 > found["time/wait_for_rollouts_s"]
-        assert found["rollout/ahead"] == 1
+        assert found["rollout/ready_batches"] == 1
         assert 0.0 < found["rollout/overlap_frac"] < 1.0  # batch 2 was made beside, then nothing
         time.sleep(slow)
-        batches.published(1)
+        batches.weights_synced(1)
         wait_until(lambda: batches._making)  # idle till then, and at work when it is counted
         assert batches.waits()["time/wait_for_trainer_s"] > slow / 2
 
 
 def test_both_at_work_all_the_time_is_an_overlap_of_one_and_a_trainer_that_waits_of_less():
     going = threading.Event()
-    with closing(open_ahead(lambda step: going.wait(SOON))) as batches:
-        batches.published(0)
+    with closing(open_async(lambda step: going.wait(SOON))) as batches:
+        batches.weights_synced(0)
         wait_until(lambda: batches._making)
         batches.waits()
         time.sleep(0.02)  # the trainer trains
@@ -231,7 +237,7 @@ def test_in_turn_each_batch_is_made_when_it_is_asked_for():
     with closing(
         SyncRollouts(lambda step: begun.append(step) or (step, threading.get_ident()))
     ) as turn:
-        turn.published(0)
+        turn.weights_synced(0)
         assert begun == []
         assert turn.take(1) == (1, threading.get_ident()) and begun == [1]
         with turn.paused():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: reproducible, blind to companions, and in agreement with the trainer."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
-from jaxmoe.model import forward, init_params, sequence_logprobs
+from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
 from jaxmoe.records import Prompt, Sampling, StopReason
 from jaxmoe.rl.batch import rollout_batch
-from jaxmoe.rl.step import batch_logprobs
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
@@ -45,7 +48,7 @@ def weights():
 
 @pytest.fixture(scope="module")
 def engine():
-    made = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40)
+    made = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40)
     made.load(weights(), 3)
     return made
 
@@ -53,15 +56,20 @@ def engine():
 @pytest.fixture(scope="module")
 def cutting():
     """An engine of its own for top-k and top-p, which compile their own programs."""
-    made = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=20)
+    made = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=20)
     made.load(weights(), 3)
     return made
 
 
-SCORE = jax.jit(partial(batch_logprobs, model=CFG), static_argnames="temperature")
+@partial(jax.jit, static_argnames="temperature")
+def SCORE(params, batch, temperature=1.0):
+    found = Scorer(CFG, OPS, temperature).policy(Trained(params), batch)
+    return found["logp_BT"], found["entropy_BT"]
+
+
 TRAINER = jax.jit(
     lambda params, tokens, segments, temperature: sequence_logprobs(
-        params, forward(params, tokens, CFG, segment_ids_BT=segments)[0], tokens, CFG,
+        params, forward(params, tokens, CFG, OPS, segment_ids_BT=segments)[0], tokens, CFG, OPS,
         temperature=temperature,
     )[0]
 )  # fmt: skip
@@ -96,7 +104,7 @@ def test_a_row_depends_on_its_place_only_through_its_stream(engine):
 
 
 def test_more_prompts_than_rows_give_what_one_wide_batch_gives(engine):
-    small = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=16)
+    small = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=16)
     small.load(weights(), 3)
     wide = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     assert same(wide, small.generate(PROMPTS, STOPPING, seed=1, samples=8))
@@ -252,14 +260,14 @@ def test_temperature_0_takes_the_most_likely_token_each_time(engine):
     out = engine.generate(PROMPTS, greedy, seed=0, samples=8)[8]
     ids = [*PROMPTS[1].tokens, *out.tokens.tolist()]
     params = weights()
-    hidden = jax.jit(lambda p, t: forward(p, t, CFG)[0])(params, jnp.asarray([ids]))
+    hidden = jax.jit(lambda p, t: forward(p, t, CFG, OPS)[0])(params, jnp.asarray([ids]))
     logits = hidden[0] @ params["head"][:, :97]
     n = len(PROMPTS[1].tokens)
     np.testing.assert_array_equal(jnp.argmax(logits, axis=1)[n - 1 : -1], out.tokens)
 
 
 def test_the_engine_keeps_a_copy_since_the_trainer_donates_its_weights():
-    made = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
+    made = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
     params = weights()
     made.load(params, 1)
     jax.tree.map(lambda x: x.delete(), params)
@@ -271,6 +279,48 @@ def test_what_does_not_fit_is_refused_with_the_setting_to_change(engine):
         engine.generate([prompt(1, 40)], FREE, seed=0)
     with pytest.raises(ConfigError, match="rollout.max_new_tokens=22"):
         engine.generate(PROMPTS, Sampling(22, ()), seed=0)
-    bare = NativeEngine(CFG, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
+    bare = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
     with pytest.raises(ValueError, match="load"):
         bare.generate(PROMPTS, Sampling(5, ()), seed=0)
+
+
+def test_a_rollouts_experts_are_those_of_a_forward_over_it_and_rows_that_leave_keep_theirs():
+    made = NativeEngine(
+        CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40, keep_experts=True
+    )
+    made.load(weights(), 3)
+    out = made.generate(PROMPTS, STOPPING, seed=1, samples=8)
+    assert len({len(r.tokens) for r in out}) > 3  # the batch got smaller on the way
+    length = 20 + NEW
+    tokens, segments = (np.zeros((len(out), length), np.int32) for _ in range(2))
+    for row, r in enumerate(out):
+        ids = [*r.prompt.tokens, *r.tokens.tolist()]
+        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
+    want = jax.jit(lambda p, t, s: forward(p, t, CFG, OPS, segment_ids_BT=s)[2])(
+        weights(), tokens, segments
+    )
+    differ = total = 0
+    for row, r in enumerate(out):
+        read = len(r.prompt.tokens) + len(r.tokens) - 1
+        assert r.routed_experts.shape == (read, CFG.n_layers, CFG.experts_per_token)
+        assert r.routed_experts.dtype == np.uint8
+        there = np.moveaxis(np.asarray(want)[:, row, :read], 0, 1)
+        differ += (np.sort(there, -1) != np.sort(r.routed_experts, -1)).any(-1).sum()
+        total += read * CFG.n_layers
+    assert differ <= total // 500  # near-ties that another order of a sum decides otherwise
+    assert made.generate(PROMPTS[:1], Sampling(1, ()), seed=0)[0].routed_experts.shape[0] == 3
+
+
+def test_in_bfloat16_the_engine_holds_what_the_trainer_reads():
+    cfg = replace(CFG, dtype="bfloat16")
+    held = {}
+    made = NativeEngine(cfg, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
+    made._prefill = lambda params, tokens, lengths: held.update(params) or 1 / 0
+    made.load(weights(), 3)
+    with pytest.raises(ZeroDivisionError):
+        made.generate(PROMPTS[:1], Sampling(5, ()), seed=0)
+    full, ours = weights()["layers"]["full"], held["layers"]["full"]
+    assert ours["w_q"].dtype == ours["w_down"].dtype == held["head"].dtype == jnp.bfloat16
+    for name in ("w_router", "b_router", "attn_norm", "moe_norm", "sinks", "b_q", "b_down"):
+        np.testing.assert_array_equal(ours[name], full[name])
+    np.testing.assert_array_equal(held["final_norm"], weights()["final_norm"])

@@ -24,23 +24,23 @@ drawn = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1
 
 @given(drawn, st.integers(0, 9), st.integers(0, 4))
 def test_a_batch_passes_exactly_where_all_its_tokens_are_young_enough_and_published(
-    versions, newest, most
+    versions, newest, max_staleness
 ):
     rollouts = [rollout(i, v) for i, v in enumerate(versions)]
     ages = [newest - v for row in versions for v in row]
-    if all(0 <= age <= most for age in ages):
-        assert check_versions(rollouts, newest=newest, most=most) == {
+    if all(0 <= age <= max_staleness for age in ages):
+        assert check_versions(rollouts, newest=newest, max_staleness=max_staleness) == {
             "staleness/mean": pytest.approx(np.mean(ages)),
             "staleness/max": max(ages),
             "staleness/mixed_frac": pytest.approx(np.mean([len(set(v)) > 1 for v in versions])),
         }
     else:
         with pytest.raises(EngineError):
-            check_versions(rollouts, newest=newest, most=most)
+            check_versions(rollouts, newest=newest, max_staleness=max_staleness)
 
 
 @pytest.mark.parametrize(
-    "versions, newest, most, said",
+    "versions, newest, max_staleness, said",
     [
         ([5, 5, 4], 6, 1, "versions 5 to 6 of the weights.*its token 2 carries version 4"),
         ([6, 7], 6, 1, "the state after step 6; its token 1 carries version 7"),
@@ -48,13 +48,17 @@ def test_a_batch_passes_exactly_where_all_its_tokens_are_young_enough_and_publis
         ([7], 6, 0, "its token 0 carries version 7"),
     ],
 )
-def test_the_error_names_the_rollout_the_token_and_the_versions(versions, newest, most, said):
+def test_the_error_names_the_rollout_the_token_and_the_versions(
+    versions, newest, max_staleness, said
+):
     with pytest.raises(EngineError, match=rf"rollout 1 \(prompt 41\) must be drawn by .*{said}"):
-        check_versions([rollout(40, [6]), rollout(41, versions)], newest=newest, most=most)
+        check_versions(
+            [rollout(40, [6]), rollout(41, versions)], newest=newest, max_staleness=max_staleness
+        )
 
 
 def test_a_token_without_a_version_is_refused():
     with pytest.raises(EngineError, match="one version of the weights per token: 2 for 3 tokens"):
-        check_versions([rollout(3, [6, 6], tokens=3)], newest=6, most=1)
+        check_versions([rollout(3, [6, 6], tokens=3)], newest=6, max_staleness=1)
     with pytest.raises(EngineError, match="0 for 0 tokens"):
-        check_versions([rollout(3, [])], newest=6, most=1)
+        check_versions([rollout(3, [])], newest=6, max_staleness=1)

@@ -64,16 +64,16 @@ def engine(request, tmp_path_factory):
 
 @pytest.fixture(params=["stand_in", pytest.param("in_process", marks=pytest.mark.vllm)])
 def opened(request, tmp_path):
-    """An engine by swap mode; the stand-in is slow enough that a swap falls into an answer."""
+    """An engine by on_weight_sync; the stand-in is slow enough for a sync in mid-response."""
     closes = []
 
     def make(mode):
         if request.param == "in_process":
-            made = open_engine("", tmp_path, launch=0, swap=mode)
+            made = open_engine("", tmp_path, launch=0, on_weight_sync=mode)
         else:
             server = StandIn(CFG, delay=0.004)
             closes.append(server.crash)
-            made = open_engine(server.url, tmp_path, swap=mode)
+            made = open_engine(server.url, tmp_path, on_weight_sync=mode)
         closes.insert(0, made.close)
         return made
 

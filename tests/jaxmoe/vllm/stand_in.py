@@ -13,6 +13,7 @@ import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import jax
@@ -21,16 +22,16 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxmoe.checkpoint.hf import load_params
-from jaxmoe.model import abstract_params, forward, next_token_logits
+from jaxmoe.model import abstract_params, forward, next_token_logits, plain_ops
 from jaxmoe.weight_sync.checksum import digest
 
 ROWS = 4  # sequences computed at once
 
 
 def _compute(params, tokens_BT, cfg):
-    hidden_BTD, _, experts_LBTA = forward(params, tokens_BT, cfg)
+    hidden_BTD, _, experts_LBTA = forward(params, tokens_BT, cfg, plain_ops())
     shape = hidden_BTD.shape
-    logits_MV = next_token_logits(params, hidden_BTD.reshape(-1, shape[-1]), cfg, 1.0)
+    logits_MV = next_token_logits(params, hidden_BTD.reshape(-1, shape[-1]), cfg, plain_ops(), 1.0)
     return logits_MV.reshape(*shape[:2], -1), experts_LBTA
 
 
@@ -46,7 +47,7 @@ class StandIn:
         self.start()
 
     def start(self, folder: Path | None = None):
-        """As after a start of its own: random weights, or those of an older publication."""
+        """As after a start of its own: random weights, or those of older weights."""
         self.instance, self.label, self.spoken = secrets.token_hex(8), None, "default"
         self.received, self.waiting = {}, None
         self.params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_params(self.cfg))
@@ -122,7 +123,7 @@ class StandIn:
         return {"data": [{"id": "stand-in", "max_model_len": self.context}]}
 
     def do_collective_rpc(self, body, query):
-        assert body["method"] == "jaxmoe_held"
+        assert body["method"] == "jaxmoe_loaded_state"
         received = dict(self.received)
         stale = []
         if "half sent" in self.faults:
@@ -131,8 +132,8 @@ class StandIn:
             received[sorted(received)[2]] = "0" * 32
         if "stale" in self.faults:
             stale = ["model.layers.0.self_attn.sinks"]
-        held = {"instance": self.instance, "label": self.label, "received": received, **self.told}
-        return {"results": [held | {"live": {}, "stale": stale, "unreadable": []}]}
+        loaded = {"instance": self.instance, "label": self.label, "received": received, **self.told}
+        return {"results": [loaded | {"live": {}, "stale": stale, "unreadable": []}]}
 
     def do_init_weight_transfer_engine(self, body, query):
         return {}
@@ -221,7 +222,9 @@ class StandIn:
                     self.step(params, label, rows, wanted, stops)
             if self.dead:
                 raise ConnectionAbortedError
-            answer = {"choices": [row.choice(i, len(prompt)) for i, row in enumerate(rows)]}
+            answer: dict[str, Any] = {
+                "choices": [row.choice(i, len(prompt)) for i, row in enumerate(rows)]
+            }
             if wanted.get("prompt_logprobs") is not None:
                 answer["prompt_logprobs"] = self.prompt_logprobs(params, prompt)
             return answer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches sampled by vLLM while other weights are published: whole, in order, of known versions."""
+"""Batches sampled by vLLM during weight syncs: whole, in order, of known versions."""
 
 import time
 from contextlib import closing
@@ -13,7 +13,7 @@ from jaxmoe.rollout.async_rollouts import AsyncRollouts
 from jaxmoe.rollout.staleness import check_versions
 
 FREE = Sampling(NEW, ())
-LAST, MOST, EACH = 6, 2, 4
+LAST, MAX_STALENESS, EACH = 6, 2, 4
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
@@ -24,18 +24,23 @@ def test_tokens_made_ahead_are_of_the_versions_they_say_and_none_is_too_old(open
         return engine.generate(prompts(EACH, EACH * step), FREE, seed=step, samples=2)
 
     batches = AsyncRollouts(
-        make, first=1, last=LAST, most=MOST, stop=lambda: False, interrupt=engine.close
+        make,
+        first=1,
+        last=LAST,
+        max_staleness=MAX_STALENESS,
+        stop=lambda: False,
+        interrupt=engine.close,
     )
     ages = []
     with closing(batches):
         engine.load(weights(0), 0)
-        batches.published(0)
+        batches.weights_synced(0)
         for step in range(1, LAST + 1):
             made = batches.take(step)
             assert made is not None
             numbers = range(EACH * step, EACH * (step + 1))
             assert [r.prompt.id for r in made] == [i for i in numbers for _ in range(2)]
-            ages.append(check_versions(made, newest=step - 1, most=MOST))
+            ages.append(check_versions(made, newest=step - 1, max_staleness=MAX_STALENESS))
             for r in made:
                 assert len(r.tokens) == NEW
                 for version in np.unique(r.weight_versions):
@@ -44,7 +49,7 @@ def test_tokens_made_ahead_are_of_the_versions_they_say_and_none_is_too_old(open
                     np.testing.assert_allclose(r.rollout_logp[at], expected, atol=1e-4)
             time.sleep(0.03)  # into the next batch
             engine.load(weights(step), step)
-            batches.published(step)
+            batches.weights_synced(step)
     assert engine.incidents == []
     assert max(a["staleness/max"] for a in ages) >= 1
     if mode == "wait":

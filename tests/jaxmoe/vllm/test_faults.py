@@ -15,7 +15,7 @@ from vllm_cases import CFG, NEW, ROWS, check, open_engine, prompts, trainer, wei
 
 from jaxmoe.config import EngineError
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from jaxmoe.vllm.backend import Unanswered
+from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.replica import Replica
 
 FREE = Sampling(NEW, ())
@@ -52,7 +52,7 @@ def test_what_always_fails_is_given_up_with_the_reason(fresh, tmp_path):
 
 
 def comes_back(server, how, folder):
-    """End the server in the middle of its work; another one takes its place."""
+    """End the server in the middle of its work; another one takes its replica."""
     server.crash()
     time.sleep(0.1)
     server.start(folder if how == "old weights" else None)
@@ -118,7 +118,7 @@ def test_a_server_that_stays_away_is_given_up(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path, retries=2)
     engine.load(weights(1), 1)
     fresh.server.crash()
-    with pytest.raises(EngineError, match="could not be published, tried 3 times"):
+    with pytest.raises(EngineError, match="could not be synced, tried 3 times"):
         engine.generate(prompts(2), FREE, seed=0)
     fresh.server.start()
     engine.close()
@@ -127,36 +127,36 @@ def test_a_server_that_stays_away_is_given_up(fresh, tmp_path):
 def test_a_server_that_stays_away_is_given_up_once_for_all_who_wait(fresh, tmp_path, monkeypatch):
     engine = open_engine(fresh.url, tmp_path, retries=1)
     engine.load(weights(1), 1)
-    tried, bring = [], Replica.bring
+    tried, sync_weights = [], Replica.sync_weights
 
     def counted(self, *args, **options):
         tried.append(args)
-        return bring(self, *args, **options)
+        return sync_weights(self, *args, **options)
 
-    monkeypatch.setattr(Replica, "bring", counted)
+    monkeypatch.setattr(Replica, "sync_weights", counted)
     fresh.server.crash()
-    with pytest.raises(EngineError, match="could not be published, tried 2 times"):
+    with pytest.raises(EngineError, match="could not be synced, tried 2 times"):
         engine.generate(prompts(12), FREE, seed=0)
-    with pytest.raises(EngineError, match="could not be published, tried 2 times"):
+    with pytest.raises(EngineError, match="could not be synced, tried 2 times"):
         engine.generate(prompts(12), FREE, seed=0)
     assert len(tried) == 1
     fresh.server.start()
-    engine.load(weights(2), 2)  # whoever publishes anew finds out anew
+    engine.load(weights(2), 2)  # whoever syncs anew finds out anew
     check(engine.generate(prompts(3), FREE, seed=0), prompts(3), 1, 2)
     engine.close()
 
 
-def test_an_answer_from_before_a_torn_publication_is_not_believed(fresh, tmp_path):
+def test_a_response_from_before_a_broken_sync_is_not_believed(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path)
     engine.load(weights(1), 1)
-    (place,) = engine._places
-    doubts = place._trusted(engine._wanted)
-    place._still(doubts)
-    place._distrust()
-    place.recover(place.generation, engine._wanted)  # the same version is verified again
-    with pytest.raises(Unanswered, match="in an unknown way meanwhile"):
-        place._still(doubts)
-    place._still(place._trusted(engine._wanted))
+    (replica,) = engine._replicas
+    count = replica._verified_state(engine._target)
+    replica._check_unchanged(count)
+    replica._invalidate()
+    replica.recover(replica.generation, engine._target)  # the same version is verified again
+    with pytest.raises(RequestFailed, match="changed its weights during the request"):
+        replica._check_unchanged(count)
+    replica._check_unchanged(replica._verified_state(engine._target))
     engine.close()
 
 

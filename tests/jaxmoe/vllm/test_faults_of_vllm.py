@@ -20,8 +20,8 @@ from vllm_cases import CFG, NEW, PROMPT, PYTHON, ROWS, check, open_engine, promp
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.server import Server
-from jaxmoe.vllm.sync import hand_over
-from jaxmoe.weight_sync.files import files
+from jaxmoe.vllm.sync import transfer_weights
+from jaxmoe.weight_sync.files import write_files
 
 pytestmark = pytest.mark.vllm
 FREE = Sampling(NEW, ())
@@ -88,10 +88,10 @@ def test_a_server_whose_weights_somebody_changed(vllm):
     engine, _, _, backend, work = vllm
     asked, rng = prompts(8), random.Random(2)
     for turn in range(TIMES):
-        other = files(weights(5), CFG, work, dtype="float32", run="intruder", version=turn)
+        other = write_files(weights(5), CFG, work, dtype="float32", run="intruder", version=turn)
 
         def intrude(other=other):
-            hand_over(backend, other, "keep", lambda: None)
+            transfer_weights(backend, other, "keep", lambda: None)
 
         timer = during(intrude, rng)
         out = engine.generate(asked, FREE, seed=9, samples=2)
@@ -155,7 +155,7 @@ def test_a_server_that_is_killed_is_started_again_with_the_weights(tmp_path):
         engine.load(weights(1), 1)
         clean = engine.generate(asked, FREE, seed=11, samples=2)
         for turn in range(KILLS):
-            leader = engine._places[0]._server._process.pid
+            leader = engine._replicas[0]._server._process.pid
             victim = leader if turn % 2 == 0 else children(leader)[-1]
             how = signal.SIGSTOP if turn % 3 == 2 else signal.SIGKILL
             timer = during(lambda victim=victim, how=how: os.kill(victim, how), rng)

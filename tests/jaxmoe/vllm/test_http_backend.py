@@ -67,7 +67,7 @@ def test_closing_while_threads_connect_ends_them_all(server):
             try:
                 while True:
                     backend.health()
-            except http_backend.Unanswered as error:
+            except http_backend.RequestFailed as error:
                 ended.append(error)
 
         threads = [threading.Thread(target=ask) for _ in range(16)]
@@ -85,6 +85,6 @@ def test_the_server_here_does_what_the_rule_is_for(server, monkeypatch):
     backend = HttpBackend(url, timeout_s=5.0)
     backend.health()
     time.sleep(1.2 * KEPT_S)
-    with pytest.raises(http_backend.Unanswered):
+    with pytest.raises(http_backend.RequestFailed):
         backend.health()
     backend.close()

@@ -11,14 +11,14 @@ from vllm_cases import NEW, check, open_engine, prompts, trainer, weights
 
 from jaxmoe.records import Sampling
 from jaxmoe.vllm import replica
-from jaxmoe.vllm.backend import Unanswered
-from jaxmoe.vllm.request import body
+from jaxmoe.vllm.backend import RequestFailed
+from jaxmoe.vllm.request import request_body
 
 FREE = Sampling(NEW, ())
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_a_swap_in_the_middle_of_answers(opened, mode):
+def test_a_sync_in_the_middle_of_responses(opened, mode):
     engine = opened(mode)
     engine.load(weights(1), 1)
     engine.generate(prompts(2), FREE, seed=0)  # compiled, warm
@@ -47,7 +47,7 @@ def test_a_swap_in_the_middle_of_answers(opened, mode):
     assert mixed == 0 if mode == "wait" else mixed > 0
 
 
-def test_an_answer_asked_for_after_a_swap_is_all_of_the_new_weights(opened):
+def test_a_sample_asked_for_after_a_sync_is_all_of_the_new_weights(opened):
     engine = opened("keep")
     for version in range(1, 6):
         engine.load(weights(version), version)
@@ -61,21 +61,21 @@ def test_in_process_what_nobody_waits_for_any_more_is_ended(tmp_path, begun):
     engine = open_engine("", tmp_path, launch=0)
     engine.load(weights(1), 1)
     (backend,) = engine.backends
-    asked = body([1, 2, 3], FREE, count=3, max_tokens=NEW, seed=0)
+    asked = request_body([1, 2, 3], FREE, count=3, max_tokens=NEW, seed=0)
     backend._timeout_s = 0.5
     if not begun:
         backend.pause("keep")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(backend.generate, asked)
-        while begun and not backend._under_way:
+        while begun and not backend._in_flight:
             time.sleep(0.001)
         if begun:
             backend.pause("keep")
-        with pytest.raises(Unanswered, match="did not answer within 0.5 s"):
+        with pytest.raises(RequestFailed, match="did not answer within 0.5 s"):
             answer.result()
-    assert not backend._do(lambda: list(backend._under_way))
+    assert not backend._do(lambda: list(backend._in_flight))
     backend.resume()
-    assert not backend._do(lambda: list(backend._under_way))
+    assert not backend._do(lambda: list(backend._in_flight))
     assert not backend._llm.llm_engine.has_unfinished_requests()
     backend._timeout_s = 20.0
     check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)

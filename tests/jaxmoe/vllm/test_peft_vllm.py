@@ -18,11 +18,12 @@ import pytest
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward, sequence_logprobs
+from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.params import map_specs
 
 pytestmark = pytest.mark.vllm
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=96, d_model=64, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=32, n_experts=4,
     experts_per_token=2, d_expert=96, sliding_window=16, dtype="float32",
@@ -82,8 +83,8 @@ def setting(tmp_path_factory):
     def logps(weights) -> np.ndarray:
         tokens_BT = jnp.asarray(tokens[None], jnp.int32)
         weights = jax.tree.map(jnp.asarray, weights)
-        hidden_BTD = forward(weights, tokens_BT, CFG)[0]
-        return np.asarray(sequence_logprobs(weights, hidden_BTD, tokens_BT, CFG)[0])[0, 1:]
+        hidden_BTD = forward(weights, tokens_BT, CFG, OPS)[0]
+        return np.asarray(sequence_logprobs(weights, hidden_BTD, tokens_BT, CFG, OPS)[0])[0, 1:]
 
     return home, logps(params), logps(merged)
 

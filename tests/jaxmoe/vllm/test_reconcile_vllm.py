@@ -11,6 +11,7 @@ from random_weights import random_weights
 
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
+from jaxmoe.model import plain_ops
 from jaxmoe.reconcile.compare import reconcile
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Sampling
@@ -19,13 +20,14 @@ from jaxmoe.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.vllm
 
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=97, d_model=64, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=32, n_experts=6,
     experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32", max_context=4096,
 )  # fmt: skip
 RUN = Programs(
-    jax.jit(trunk, static_argnames="cfg"),
-    jax.jit(head, static_argnames=("cfg", "top_k", "top_p")),
+    jax.jit(partial(trunk, ops=OPS), static_argnames="cfg"),
+    jax.jit(partial(head, ops=OPS), static_argnames=("cfg", "top_k", "top_p")),
 )
 COOL = Sampling(24, (), temperature=0.7)
 PROMPTS = [
@@ -43,7 +45,7 @@ def weights(seed):
 def vllm(work, args="", dtype=""):
     """A vLLM in this process; its probe lets everything through, for the doctor to see."""
     made = VllmEngine(
-        CFG, VllmConfig(launch=0, args=args, dtype=dtype, weights_dir=str(work),
+        CFG, OPS, VllmConfig(launch=0, args=args, dtype=dtype, weights_dir=str(work),
                         probe_abs_diff=1e9),
         work=work, max_prompt_tokens=24, max_new_tokens=24, max_rows=12,
     )  # fmt: skip
@@ -96,7 +98,7 @@ def test_raw_logprobs_are_refused_and_where_they_are_not_they_are_named(tmp_path
 def test_an_engine_in_bfloat16_is_named(tmp_path):
     with vllm(tmp_path, dtype="bfloat16") as engine:
         engine.load(weights(0), 1)
-        (worker,) = engine.backends[0].held()
+        (worker,) = engine.backends[0].loaded_state()
         assert worker["model"]["dtype"] == "bfloat16"
         assert examined(engine, "bfloat16") == ("all_bfloat16",)
 

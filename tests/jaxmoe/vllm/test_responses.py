@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from vllm_cases import CFG
 
-from jaxmoe.vllm.backend import Unanswered
+from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.request import _joined
-from jaxmoe.vllm.responses import Asked, pieces, prompt_logps, read_npy
+from jaxmoe.vllm.responses import ExpectedResponse, completions, prompt_logps, read_npy
 
-ASKED = Asked(prompt_tokens=3, samples=2, max_tokens=4, stop_ids=frozenset({9}))
+ASKED = ExpectedResponse(prompt_tokens=3, samples=2, max_tokens=4, stop_ids=frozenset({9}))
 
 
 @pytest.mark.parametrize("shape", [(), (0, 2), (5,), (3, 4, 2)])
@@ -71,7 +71,7 @@ def spoilt(change):
 
 
 def test_a_good_answer_comes_in_the_order_of_its_samples():
-    first, second = pieces(GOOD, ASKED, CFG)
+    first, second = completions(GOOD, ASKED, CFG)
     assert first.tokens == [5, 6, 7, 8] and second.tokens == [5, 9]
     assert first.logp == [-5.5, -6.5, -7.5, -8.5]
     assert first.labels == ["r:1", "r:2", "r:2", "r:2"] and second.finish == "stop"
@@ -131,39 +131,39 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_by_name(name):
     change, message = WRONG[name]
-    with pytest.raises(Unanswered, match=message):
-        pieces(spoilt(change), ASKED, CFG)
+    with pytest.raises(RequestFailed, match=message):
+        completions(spoilt(change), ASKED, CFG)
 
 
 @pytest.mark.parametrize("answer", [None, [], "text", {}, {"choices": [1, 2]}])
 def test_no_answer_at_all_is_refused(answer):
-    with pytest.raises(Unanswered, match="list of choices"):
-        pieces(answer, ASKED, CFG)
+    with pytest.raises(RequestFailed, match="list of choices"):
+        completions(answer, ASKED, CFG)
 
 
 def test_an_aborted_answer_may_be_short_or_empty():
     aborted = spoilt(put(finish_reason="abort", token_ids=[], logprobs=None, weight_versions=None))
-    assert pieces(aborted, ASKED, CFG)[0].tokens == []
+    assert completions(aborted, ASKED, CFG)[0].tokens == []
 
 
 def test_a_rounded_log_prob_just_above_zero_is_zero():
-    assert pieces(spoilt(put_logp(3e-7)), ASKED, CFG)[0].logp[2] == 0.0
+    assert completions(spoilt(put_logp(3e-7)), ASKED, CFG)[0].logp[2] == 0.0
 
 
 def test_a_continued_sample_keeps_each_pieces_log_probs_labels_and_experts():
-    whole = pieces(GOOD, ASKED, CFG)[0]
-    asked = Asked(3, 1, 4, frozenset())
+    whole = completions(GOOD, ASKED, CFG)[0]
+    asked = ExpectedResponse(3, 1, 4, frozenset())
     head = copy.deepcopy(GOOD["choices"][1]) | {"finish_reason": "abort"}
     for key in ("token_ids",):
         head[key] = head[key][:2]
     head["logprobs"]["content"] = head["logprobs"]["content"][:2]
     head["weight_versions"][1]["end"] = 2
     head["routed_experts"] = npy(whole.experts[:4].astype(np.uint8))
-    (first,) = pieces({"choices": [head]}, asked, CFG)
+    (first,) = completions({"choices": [head]}, asked, CFG)
     rest = choice(0, [7, 8], "length")
     rest["weight_versions"] = [{"version": "r:3", "start": 0, "end": 2}]
     rest["routed_experts"] = npy(np.full((3 + 2 + 2 - 1, 2, 2), 5, np.uint8))
-    (second,) = pieces({"choices": [rest]}, Asked(5, 1, 2, frozenset()), CFG)
+    (second,) = completions({"choices": [rest]}, ExpectedResponse(5, 1, 2, frozenset()), CFG)
     made = _joined(first, second, prompt=3)
     assert made.tokens == [5, 6, 7, 8] and made.finish == "length"
     assert made.labels == ["r:1", "r:2", "r:3", "r:3"]
@@ -175,7 +175,7 @@ def test_scores_must_be_of_every_given_token():
     rows = [None, {"4": {"logprob": -1.0}, "1": {"logprob": -0.1}}, {"7": {"logprob": -2.0}}]
     answer = {"prompt_logprobs": rows}
     assert prompt_logps(answer, [3, 4, 7], CFG).tolist() == [0.0, -1.0, -2.0]
-    with pytest.raises(Unanswered, match="must have token 8"):
+    with pytest.raises(RequestFailed, match="must have token 8"):
         prompt_logps(answer, [3, 4, 8], CFG)
-    with pytest.raises(Unanswered, match="must have 4 entries, got 3"):
+    with pytest.raises(RequestFailed, match="must have 4 entries, got 3"):
         prompt_logps(answer, [3, 4, 7, 7], CFG)

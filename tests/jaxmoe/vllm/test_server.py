@@ -12,7 +12,7 @@ import pytest
 from vllm_cases import CFG
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
-from jaxmoe.vllm.server import Server, look, options
+from jaxmoe.vllm.server import Server, inspect_python, options
 
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 MAIN = """
@@ -160,19 +160,19 @@ def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
 def test_an_environment_without_vllm_is_named_with_what_to_type(tmp_path):
     python = environment(tmp_path / "env", vllm="")
     with pytest.raises(ConfigError, match="(?s)no vLLM. Type: .* -m pip install 'vllm.*--no-deps"):
-        look(python)
+        inspect_python(python)
 
 
 def test_an_environment_without_our_plugin_is_named_with_what_to_type(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a checkout with an egg-info would do for a plugin
     python = environment(tmp_path / "env", plugin=False)
     with pytest.raises(ConfigError, match="not our plugin.* -m pip install --no-deps "):
-        look(python)
+        inspect_python(python)
 
 
 def test_what_is_no_interpreter_is_refused():
     with pytest.raises(ConfigError, match="must be a Python interpreter, got '/no/such'"):
-        look("/no/such")
+        inspect_python("/no/such")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_what_is_no_interpreter_is_refused():
                            ("vllm", "0.33+cpu", True)],
 )  # fmt: skip
 def test_a_build_for_cpus_is_told_by_its_name(tmp_path, name, version, cpu):
-    found = look(environment(tmp_path / "env", name=name, vllm=version))
+    found = inspect_python(environment(tmp_path / "env", name=name, vllm=version))
     assert found == {"version": version, "cpu": cpu}
     made = options(VllmConfig(), CFG, context=40, rows=8, cpu=cpu)
     assert ("kv_cache_memory_bytes" in made) == cpu == ("enforce_eager" in made)
-    assert made["max_num_seqs"] == 9  # and the probe of a publication
+    assert made["max_num_seqs"] == 9  # and the probe of new weights

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A publication is believed when the engine shows it; whatever it holds instead is refused."""
+"""A weight sync counts when the engine shows the weights; whatever it holds instead is refused."""
 
 import gc
 import tempfile
@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, PROMPT, check, open_engine, prompts, trainer, weights
+from vllm_cases import CFG, NEW, OPS, PROMPT, check, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.backend import Backend, Unanswered
+from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm.engine import VllmEngine
 from jaxmoe.vllm.http_backend import HttpBackend
-from jaxmoe.vllm.sync import Refused, _stale, hand_over, workers
-from jaxmoe.vllm.transport import beside
-from jaxmoe.vllm_plugin.names import feeds
+from jaxmoe.vllm.sync import WeightSyncError, _stale_tensors, transfer_weights, workers
+from jaxmoe.vllm.transport import concurrently
+from jaxmoe.vllm_plugin.names import parameter_of
 from jaxmoe.weight_sync.files import MEMORY
 from jaxmoe.weight_sync.update import WeightUpdate
 
@@ -48,17 +48,17 @@ WRONG = {
 def test_what_is_held_instead_is_refused_and_nothing_is_sampled_from_it(engine, fresh, fault):
     engine.load(weights(0), 1)
     fresh.server.faults.add(fault)
-    with pytest.raises(Refused, match=WRONG[fault]):
+    with pytest.raises(WeightSyncError, match=WRONG[fault]):
         engine.load(weights(1), 2)
     fresh.server.faults.clear()
-    for r in engine.generate(prompts(1), FREE, seed=0):  # it publishes again by itself
+    for r in engine.generate(prompts(1), FREE, seed=0):  # it syncs again by itself
         assert (r.weight_versions == 2).all()
         np.testing.assert_allclose(r.rollout_logp, trainer(weights(1), r), atol=5e-5)
 
 
 def test_an_update_that_breaks_is_tried_again_and_then_given_up(engine, fresh):
     fresh.server.faults.add("update breaks")
-    with pytest.raises(EngineError, match="(?s)version 1 could not be published.*no room"):
+    with pytest.raises(EngineError, match="(?s)version 1 could not be synced.*no room"):
         engine.load(weights(0), 1)
     fresh.server.faults.clear()
     engine.load(weights(0), 1)
@@ -68,10 +68,10 @@ def test_an_update_that_breaks_is_tried_again_and_then_given_up(engine, fresh):
 def test_half_an_update_under_the_old_name_is_not_sampled_from(engine, fresh):
     engine.load(weights(0), 1)
     fresh.server.faults.add("update breaks")
-    with pytest.raises(EngineError, match="could not be published"):
+    with pytest.raises(EngineError, match="could not be synced"):
         engine.load(weights(1), 2)
     assert fresh.server.spoken.endswith(":1")  # what the server says of its ruins
-    with pytest.raises(EngineError, match="could not be published"):
+    with pytest.raises(EngineError, match="could not be synced"):
         engine.generate(prompts(1), FREE, seed=0)
 
 
@@ -94,7 +94,7 @@ def directory(request, tmp_path):
             yield Path(made)
 
 
-def test_published_files_are_gone_in_the_end(fresh, tmp_path, directory):
+def test_weight_files_are_gone_in_the_end(fresh, tmp_path, directory):
     engine = open_engine(fresh.url, tmp_path, weights_dir=str(directory))
     maps, mapped = Path("/proc/self/maps"), []
     for version in range(1, 7):  # the last but one stays, for the next to be written over
@@ -120,7 +120,7 @@ def test_before_load_nothing_is_sampled(engine):
 def test_a_server_with_too_little_context_is_the_users_mistake(stand_in, tmp_path):
     with pytest.raises(ConfigError, match=r"\(57\) tokens, its --max-model-len is 40"):
         VllmEngine(
-            CFG, VllmConfig(url=stand_in.url), work=tmp_path, max_prompt_tokens=PROMPT,
+            CFG, OPS, VllmConfig(url=stand_in.url), work=tmp_path, max_prompt_tokens=PROMPT,
             max_new_tokens=36, max_rows=4,
         )  # fmt: skip
 
@@ -163,12 +163,12 @@ SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down
     ],
 )
 def test_of_several_workers_one_that_took_its_part_is_enough(told, stale):
-    held = [
-        {"stale": [], "unreadable": [feeds(SINKS), feeds(BIAS)]} if names is None
+    loaded = [
+        {"stale": [], "unreadable": [parameter_of(SINKS), parameter_of(BIAS)]} if names is None
         else {"stale": names, "unreadable": []}
         for names in told
     ]  # fmt: skip
-    assert _stale(held) == stale
+    assert _stale_tensors(loaded) == stale
 
 
 CALLS = [name for name in vars(Backend) if not name.startswith("_")]
@@ -180,34 +180,36 @@ def test_replicas_within_one_server_are_refused_with_what_to_do():
         workers(backend)
 
 
-def test_ruins_are_distrusted_before_they_are_sampled_from():
+def test_ruins_are_invalidated_before_they_are_sampled_from():
     done = []
 
     def call(name, *args):
         done.append(name)
         if name == "update":
-            raise Unanswered("no room")
+            raise RequestFailed("no room")
         return [{"instance": "a"}]
 
     breaking = SimpleNamespace(name="it", **{name: partial(call, name) for name in CALLS})
-    published = WeightUpdate({"run": "r", "version": 1, "tensors": {}}, {"path": "p"})
-    with pytest.raises(Unanswered, match="no room"):
-        hand_over(breaking, published, "keep", lambda: done.append("distrust"), ["a"])
-    assert done == ["pause", "start_update", "update", "distrust", "resume"]
+    update = WeightUpdate({"run": "r", "version": 1, "tensors": {}}, {"path": "p"})
+    with pytest.raises(RequestFailed, match="no room"):
+        transfer_weights(breaking, update, "keep", lambda: done.append("invalidate"), ["a"])
+    assert done == ["pause", "start_update", "update", "invalidate", "resume"]
 
 
 def test_the_reason_of_a_send_that_broke_is_told_though_the_engine_says_it_timed_out():
     def send():
         raise MemoryError("no room on the trainer's side")
 
-    with pytest.raises(Unanswered, match="no room on the trainer's side; waited in vain") as error:
-        with beside(send):
+    with pytest.raises(
+        RequestFailed, match="no room on the trainer's side; waited in vain"
+    ) as error:
+        with concurrently(send):
             time.sleep(0.1)
-            raise Unanswered("waited in vain")
+            raise RequestFailed("waited in vain")
     assert isinstance(error.value.__cause__, MemoryError)
 
 
 def test_without_such_a_reason_the_engines_own_is_told():
-    with pytest.raises(Unanswered, match="^waited in vain$"):
-        with beside(lambda: None):
-            raise Unanswered("waited in vain")
+    with pytest.raises(RequestFailed, match="^waited in vain$"):
+        with concurrently(lambda: None):
+            raise RequestFailed("waited in vain")

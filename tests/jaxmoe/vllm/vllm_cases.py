@@ -3,18 +3,20 @@
 
 import os
 import sys
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ModelConfig, VllmConfig
-from jaxmoe.model import abstract_params
+from jaxmoe.model import abstract_params, plain_ops
 from jaxmoe.records import Prompt
 from jaxmoe.vllm.engine import VllmEngine, trainer_logps
 
 # what vLLM takes on a CPU: widths of whole 32s
+OPS = plain_ops()
 CFG = ModelConfig(
     vocab_size=97, d_model=64, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=32, n_experts=6,
     experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32",
@@ -38,7 +40,7 @@ def weights(seed):
     return jax.tree_util.tree_map_with_path(leaf, abstract_params(CFG))
 
 
-LOGPS = jax.jit(trainer_logps, static_argnames="cfg")
+LOGPS = jax.jit(partial(trainer_logps, cfg=CFG, ops=OPS))
 PADDED = 39  # as long as the engine's own probe of the stand-in: one program for both
 
 
@@ -47,9 +49,7 @@ def trainer(params, rollout):
     ids = [*rollout.prompt.tokens, *rollout.tokens.tolist()]
     padded = np.zeros((1, PADDED), np.int32)
     padded[0, : len(ids)] = ids
-    return np.asarray(LOGPS(params, jnp.asarray(padded), cfg=CFG))[
-        0, len(rollout.prompt.tokens) : len(ids)
-    ]
+    return np.asarray(LOGPS(params, jnp.asarray(padded)))[0, len(rollout.prompt.tokens) : len(ids)]
 
 
 def prompts(count, first=0):
@@ -71,10 +71,10 @@ def check(out, asked, samples, version):
 
 
 def open_engine(url, work, *, max_rows=ROWS, **changes):
-    options = dict(
+    options: dict[str, Any] = dict(
         url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, python=PYTHON
     )
     return VllmEngine(
-        CFG, VllmConfig(**(options | changes)), work=work, max_prompt_tokens=PROMPT,
+        CFG, OPS, VllmConfig(**(options | changes)), work=work, max_prompt_tokens=PROMPT,
         max_new_tokens=NEW, max_rows=max_rows,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 
 from jaxmoe.checkpoint.hf import iter_hf, save_params
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward, param_specs, sequence_logprobs
+from jaxmoe.model import forward, param_specs, plain_ops, sequence_logprobs
 from jaxmoe.model.params import Spec
 from jaxmoe.weight_sync.checksum import digest
 
@@ -51,7 +52,7 @@ class Served:
     """One vLLM and what a trainer does with it."""
 
     def __init__(self, cfg, home, dtype="float32"):
-        from vllm import LLM
+        from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
         self.cfg, self.home, self.version = cfg, home, 0
         self.seed = 0
@@ -88,15 +89,15 @@ class Served:
         return {"format": 1, "run": "ab", "version": self.version, "tensors": said}
 
     def write(self, tensors, manifest=None):
-        """A publication in files."""
+        """An update in files."""
         from safetensors.numpy import save_file
 
         self.version += 1
-        place = self.home / str(self.version)
-        place.mkdir()
-        save_file(tensors, place / "model.safetensors")
-        (place / "manifest.json").write_text(json.dumps(manifest or self.manifest(tensors)))
-        return place
+        folder = self.home / str(self.version)
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "manifest.json").write_text(json.dumps(manifest or self.manifest(tensors)))
+        return folder
 
     def update(self, info):
         self.llm.start_weight_update()
@@ -104,19 +105,22 @@ class Served:
         self.llm.finish_weight_update(str(self.version))
         assert self.llm.reset_prefix_cache()
 
-    def publish(self, params):
+    def sync(self, params):
         """Publish, compute with them from now on, and say what vLLM holds."""
-        place = self.write(self.tensors(params))
-        self.update({"path": str(place)})
-        shutil.rmtree(place)
+        folder = self.write(self.tensors(params))
+        self.update({"path": str(folder)})
+        shutil.rmtree(folder)
         self.params = params
-        return self.held()
+        return self.loaded_state()
 
-    def held(self):
-        return self.llm.collective_rpc("jaxmoe_held")[0]
+    def loaded_state(self):
+        return self.llm.collective_rpc("jaxmoe_loaded_state")[0]
 
     def answers(self, new=NEW):
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import (
+            SamplingParams,  # pyright: ignore[reportAttributeAccessIssue]
+            TokensPrompt,  # pyright: ignore[reportAttributeAccessIssue]
+        )
 
         prompts = [TokensPrompt(prompt_token_ids=p) for p in self.prompts]
         sampling = SamplingParams(
@@ -126,17 +130,19 @@ class Served:
         return self.llm.generate(prompts, sampling, use_tqdm=False)
 
     def _logp(self, params, tokens_BT, lengths_B):
-        def record(h_MD, layer, indices_MA, weights_MA):
-            logits = h_MD @ layer["w_router"] + layer["b_router"][None]
+        def record(h_BTD, layer, indices_BTA, weights_BTA):
+            logits = h_BTD @ layer["w_router"] + layer["b_router"][None, None]
             top = jax.lax.top_k(logits, self.cfg.experts_per_token + 1)[0]
-            return indices_MA, top[:, -2] - top[:, -1]
+            return indices_BTA, top[..., -2] - top[..., -1]
+
+        ops = replace(plain_ops(), record=record)
 
         segments = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
         hidden, _, (experts, margin) = forward(
-            params, tokens_BT, self.cfg, segment_ids_BT=segments, record=record
+            params, tokens_BT, self.cfg, ops, segment_ids_BT=segments
         )
         shape = (self.cfg.n_layers, *tokens_BT.shape)
-        logp = sequence_logprobs(params, hidden, tokens_BT, self.cfg)[0]
+        logp = sequence_logprobs(params, hidden, tokens_BT, self.cfg, ops)[0]
         return logp, experts.reshape(*shape, -1), margin.reshape(shape)
 
     def compare(self, new=NEW):
@@ -188,5 +194,5 @@ def served_plain(quiet, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def served_rounded(quiet, tmp_path_factory):
-    """vLLM in bfloat16, published to in float32."""
+    """vLLM in bfloat16, synced in float32."""
     return Served(CFG, tmp_path_factory.mktemp("rounded"), dtype="bfloat16")

@@ -20,14 +20,14 @@ def fresh():
 @pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.9.dev3"])
 def test_a_tested_version_is_taken_without_a_word(monkeypatch, version):
     monkeypatch.setattr(compat, "version", lambda: version)
-    assert compat.doubt() is None
+    assert compat.version_warning() is None
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.3.2", "0.320.1", "of unknown version"])
 def test_another_version_is_named_with_what_to_type(monkeypatch, version):
     monkeypatch.setattr(compat, "version", lambda: version)
-    doubt = compat.doubt()
-    assert doubt is not None and version in doubt and "pip install 'vllm==0.32.*'" in doubt
+    warning = compat.version_warning()
+    assert warning is not None and version in warning and "pip install 'vllm==0.32.*'" in warning
 
 
 def test_missing_internals_are_named_and_the_backend_raises_the_reason(monkeypatch, fresh):

@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
-class Group:
+class NcclGroup:
     """Broadcasts of rank 0, one tensor after another, or joined as vLLM packs them."""
 
     def __init__(self, tensors):
@@ -76,37 +76,37 @@ def announced(served, tensors, digests=True):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("digests", [False, True])
 def test_broadcast_weights_arrive_whole_and_are_looked_at(served, direct, packed, digests):
-    engine, params = direct("Nccl"), served.fresh()
+    engine, params = direct("NcclTransfer"), served.fresh()
     tensors = served.tensors(params)
     engine.packed, engine.packed_buffer_size_bytes = packed, 200_000
-    engine.model_update_group = Group(list(tensors.values()))
+    engine.model_update_group = NcclGroup(list(tensors.values()))
     served.update(announced(served, tensors, digests))
-    held, served.params = served.held(), params
-    assert held["label"] == f"ab:{served.version}" and held["stale"] == []
+    state, served.params = served.loaded_state(), params
+    assert state["label"] == f"ab:{served.version}" and state["stale"] == []
     said = {n: t["digest"] for n, t in served.manifest(tensors)["tensors"].items()}
-    assert held["received"] == said
+    assert state["received"] == said
     assert served.compare(new=1)[0] <= 5e-5
 
 
 def test_a_broadcast_that_was_damaged_is_taken_to_its_end_and_refused(served, direct):
-    engine, params = direct("Nccl"), served.fresh()
+    engine, params = direct("NcclTransfer"), served.fresh()
     tensors = served.tensors(params)
-    engine.model_update_group = group = Group(list(tensors.values()))
+    engine.model_update_group = group = NcclGroup(list(tensors.values()))
     group.bytes[2] ^= 1  # of the embedding, which comes first
     with pytest.raises(Exception, match="model.embed_tokens.weight must have digest"):
         served.update(announced(served, tensors))
     assert group.at == len(group.bytes)  # nobody waits for us
-    assert served.held()["label"] is None
-    engine.model_update_group = Group(list(tensors.values()))
+    assert served.loaded_state()["label"] is None
+    engine.model_update_group = NcclGroup(list(tensors.values()))
     served.update(announced(served, tensors))
-    assert served.held()["stale"] == [] and served.held()["label"] is not None
+    assert served.loaded_state()["stale"] == [] and served.loaded_state()["label"] is not None
 
 
 @pytest.mark.parametrize("missing", ["names", "manifest"])
-def test_half_a_projection_is_refused_before_any_broadcast(served, direct, missing):
-    engine, before = direct("Nccl"), served.held()["live"]
+def test_half_a_projection_is_rejected_before_any_broadcast(served, direct, missing):
+    engine, before = direct("NcclTransfer"), served.loaded_state()["live"]
     tensors = served.tensors(served.fresh())
-    engine.model_update_group = group = Group(list(tensors.values()))
+    engine.model_update_group = group = NcclGroup(list(tensors.values()))
     key = "model.layers.1.self_attn.k_proj.weight"
     info = announced(served, tensors)
     if missing == "names":
@@ -117,19 +117,19 @@ def test_half_a_projection_is_refused_before_any_broadcast(served, direct, missi
         del info["manifest"]["tensors"][key]
     with pytest.raises(Exception, match=key):
         served.update(info)
-    assert group.at == 0 and served.held()["live"] == before
+    assert group.at == 0 and served.loaded_state()["live"] == before
 
 
 def test_shared_memory_of_a_gpu_is_taken_and_let_go(served, direct):
     import torch
 
-    engine, params = direct("Ipc"), served.fresh()
+    engine, params = direct("IpcTransfer"), served.fresh()
     tensors = served.tensors(params)
     handles = [
         {"gpu-0": (torch.from_numpy(a.copy()), 1, 2, 3, 4, 5, None)} for a in tensors.values()
     ]
     engine.device = torch.device("cpu", 0)
     served.update(announced(served, tensors) | {"ipc_handles": handles})
-    held, served.params = served.held(), params
-    assert held["label"] == f"ab:{served.version}" and held["stale"] == []
+    state, served.params = served.loaded_state(), params
+    assert state["label"] == f"ab:{served.version}" and state["stale"] == []
     assert served.compare(new=1)[0] <= 5e-5

@@ -8,20 +8,20 @@ import pytest
 from jaxmoe.checkpoint.hf import entries
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.config import to_hf
-from jaxmoe.vllm_plugin.loaded_state import Fed, LoadedState
-from jaxmoe.vllm_plugin.names import SIZES, checkpoint_shapes, feeds
+from jaxmoe.vllm_plugin.loaded_state import ExpectedParameter, LoadedState
+from jaxmoe.vllm_plugin.names import SIZES, checkpoint_shapes, parameter_of
 
 AT = "model.layers.3."
 SINKS, QUERY = AT + "self_attn.sinks", AT + "self_attn.q_proj.weight"
 LIVE_SINKS, LIVE_QUERY = AT + "attn.sinks", AT + "attn.qkv_proj.weight[q]"
 
 
-def publish(held, sent, after, *, exact=False, label="r:1"):
-    """`sent` by checkpoint name, `after` by parameter; what lived before is what held says."""
-    fed = {name: Fed(digest, exact) for name, digest in sent.items()}
-    held.torn()
-    held.publish(label, sent, fed, held.live, after, [])
-    return held.stale
+def record(state, sent, after, *, exact=False, label="r:1"):
+    """`sent` by checkpoint name, `after` by parameter; what lived before is what state says."""
+    expected = {name: ExpectedParameter(digest, exact) for name, digest in sent.items()}
+    state.invalidate()
+    state.record(label, sent, expected, state.live, after, [])
+    return state.stale
 
 
 def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
@@ -31,8 +31,8 @@ def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
     )  # fmt: skip
     config = to_hf(cfg, dtype="float32")
     assert checkpoint_shapes(config) == {entry.name: entry.shape for entry in entries(cfg)}
-    fed = [feeds(entry.name) for entry in entries(cfg)]
-    assert len(set(fed)) == len(fed)
+    expected = [parameter_of(entry.name) for entry in entries(cfg)]
+    assert len(set(expected)) == len(expected)
     assert set(SIZES) <= set(config)
 
 
@@ -49,46 +49,46 @@ def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
     ],
 )
 def test_a_tensor_feeds_the_parameter_of_vllms_name(name, parameter):
-    assert feeds(name) == parameter
+    assert parameter_of(name) == parameter
 
 
 def test_a_tensor_that_changed_while_its_parameter_did_not_is_stale():
-    held = LoadedState()
-    assert publish(held, {SINKS: "1", QUERY: "2"}, {LIVE_SINKS: "a", LIVE_QUERY: "b"}) == []
-    assert publish(held, {SINKS: "3", QUERY: "4"}, {LIVE_SINKS: "a", LIVE_QUERY: "c"}) == [SINKS]
+    state = LoadedState()
+    assert record(state, {SINKS: "1", QUERY: "2"}, {LIVE_SINKS: "a", LIVE_QUERY: "b"}) == []
+    assert record(state, {SINKS: "3", QUERY: "4"}, {LIVE_SINKS: "a", LIVE_QUERY: "c"}) == [SINKS]
 
 
 def test_it_stays_stale_when_it_is_sent_again_and_recovers_when_it_arrives_or_goes_back():
-    held = LoadedState()
-    publish(held, {SINKS: "1"}, {LIVE_SINKS: "a"})
-    assert publish(held, {SINKS: "2"}, {LIVE_SINKS: "a"}) == [SINKS]
-    assert publish(held, {SINKS: "2"}, {LIVE_SINKS: "a"}) == [SINKS]
-    assert publish(held, {SINKS: "1"}, {LIVE_SINKS: "a"}) == []
-    assert publish(held, {SINKS: "2"}, {LIVE_SINKS: "b"}) == []
-    assert publish(held, {SINKS: "2"}, {LIVE_SINKS: "b"}) == []
+    state = LoadedState()
+    record(state, {SINKS: "1"}, {LIVE_SINKS: "a"})
+    assert record(state, {SINKS: "2"}, {LIVE_SINKS: "a"}) == [SINKS]
+    assert record(state, {SINKS: "2"}, {LIVE_SINKS: "a"}) == [SINKS]
+    assert record(state, {SINKS: "1"}, {LIVE_SINKS: "a"}) == []
+    assert record(state, {SINKS: "2"}, {LIVE_SINKS: "b"}) == []
+    assert record(state, {SINKS: "2"}, {LIVE_SINKS: "b"}) == []
 
 
-def test_where_the_stored_form_is_known_the_first_publication_already_tells():
-    held = LoadedState()
-    assert publish(held, {SINKS: "1"}, {LIVE_SINKS: "0"}, exact=True) == [SINKS]
-    assert publish(held, {SINKS: "1"}, {LIVE_SINKS: "2"}, exact=True) == [SINKS]  # wrong, not old
-    assert publish(held, {SINKS: "1"}, {LIVE_SINKS: "1"}, exact=True) == []
+def test_where_the_stored_form_is_known_the_first_update_already_tells():
+    state = LoadedState()
+    assert record(state, {SINKS: "1"}, {LIVE_SINKS: "0"}, exact=True) == [SINKS]
+    assert record(state, {SINKS: "1"}, {LIVE_SINKS: "2"}, exact=True) == [SINKS]  # wrong, not old
+    assert record(state, {SINKS: "1"}, {LIVE_SINKS: "1"}, exact=True) == []
 
 
 def test_a_parameter_that_cannot_be_read_is_called_that_and_not_stale():
-    held = LoadedState()
-    publish(held, {SINKS: "1", QUERY: "1"}, {LIVE_QUERY: "1"})
-    assert publish(held, {SINKS: "2", QUERY: "2"}, {LIVE_QUERY: "2"}) == []
-    assert held.report({LIVE_QUERY: "2"}, ["other"])["unreadable"] == [LIVE_SINKS, "other"]
+    state = LoadedState()
+    record(state, {SINKS: "1", QUERY: "1"}, {LIVE_QUERY: "1"})
+    assert record(state, {SINKS: "2", QUERY: "2"}, {LIVE_QUERY: "2"}) == []
+    assert state.report({LIVE_QUERY: "2"}, ["other"])["unreadable"] == [LIVE_SINKS, "other"]
 
 
 def test_no_label_stands_while_weights_change_or_after_another_changed_them():
-    held = LoadedState()
-    publish(held, {SINKS: "1"}, {LIVE_SINKS: "1"}, label="r:5")
-    assert held.report({LIVE_SINKS: "1"}, [])["label"] == "r:5"
-    assert held.report({LIVE_SINKS: "2"}, [])["label"] is None
-    held.torn()
-    assert held.report({LIVE_SINKS: "1"}, [])["label"] is None
+    state = LoadedState()
+    record(state, {SINKS: "1"}, {LIVE_SINKS: "1"}, label="r:5")
+    assert state.report({LIVE_SINKS: "1"}, [])["label"] == "r:5"
+    assert state.report({LIVE_SINKS: "2"}, [])["label"] is None
+    state.invalidate()
+    assert state.report({LIVE_SINKS: "1"}, [])["label"] is None
 
 
 def test_two_engines_are_told_apart():

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxmoe.vllm_plugin import manifest
-from jaxmoe.vllm_plugin.manifest import Refused
+from jaxmoe.vllm_plugin.manifest import UpdateRejected
 from jaxmoe.weight_sync.checksum import digest
 
 TENSORS = {
@@ -34,7 +34,7 @@ def write(folder, tensors=TENSORS, **changes):
     return manifest.read(folder)
 
 
-def test_a_whole_publication_passes_and_says_where_tensors_lie(tmp_path):
+def test_a_whole_update_passes_and_says_where_tensors_lie(tmp_path):
     asked = write(tmp_path)
     assert asked.label == "cd:7"
     manifest.check_model(asked, SHAPES)
@@ -44,12 +44,14 @@ def test_a_whole_publication_passes_and_says_where_tensors_lie(tmp_path):
         assert data[found[name].begin : found[name].end] == array.tobytes()
 
 
-def test_tensors_in_two_files_are_one_publication_unless_one_is_in_both(tmp_path):
+def test_tensors_in_two_files_are_one_update_unless_one_is_in_both(tmp_path):
     asked = write(tmp_path, {"a": TENSORS["a"]})
     save_file({n: TENSORS[n] for n in "bc"}, tmp_path / "model-2.safetensors")
     assert set(manifest.check_files(asked, tmp_path)) == set("abc")
     save_file({n: TENSORS[n] for n in "ac"}, tmp_path / "model-3.safetensors")
-    with pytest.raises(Refused, match=r"a is in model.safetensors and in model-3|c is in model-2"):
+    with pytest.raises(
+        UpdateRejected, match=r"a is in model.safetensors and in model-3|c is in model-2"
+    ):
         manifest.check_files(asked, tmp_path)
 
 
@@ -61,14 +63,14 @@ def test_tensors_in_two_files_are_one_publication_unless_one_is_in_both(tmp_path
         (SHAPES | {"c": (7, 3)}, r"c must be \[7, 3\] for the engine's model, got \[3, 7\]"),
     ],
 )
-def test_another_model_is_refused_by_the_tensors_names(shapes, named):
-    with pytest.raises(Refused, match=named):
+def test_another_model_is_rejected_by_the_tensors_names(shapes, named):
+    with pytest.raises(UpdateRejected, match=named):
         manifest.check_model(manifest.parse(raw(), "here"), shapes)
 
 
-def test_a_type_that_is_no_weight_is_refused():
+def test_a_type_that_is_no_weight_is_rejected():
     ints = TENSORS | {"b": np.ones(5, np.int32)}
-    with pytest.raises(Refused, match="b must be F32 or BF16 or F16, got I32"):
+    with pytest.raises(UpdateRejected, match="b must be F32 or BF16 or F16, got I32"):
         manifest.check_model(manifest.parse(raw(ints), "here"), SHAPES)
 
 
@@ -83,16 +85,16 @@ def test_a_type_that_is_no_weight_is_refused():
 )
 def test_files_unlike_their_manifest_are_refused_by_the_tensors_names(tmp_path, tensors, named):
     asked = write(tmp_path, tensors)
-    with pytest.raises(Refused, match=named):
+    with pytest.raises(UpdateRejected, match=named):
         manifest.check_files(asked, tmp_path)
 
 
 @pytest.mark.parametrize("left", [3, 8, 40, -1])
-def test_a_file_cut_off_anywhere_is_refused(tmp_path, left):
+def test_a_file_cut_off_anywhere_is_rejected(tmp_path, left):
     asked = write(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(Refused, match="cut off" if left == -1 else "whole safetensors file"):
+    with pytest.raises(UpdateRejected, match="cut off" if left == -1 else "whole safetensors file"):
         manifest.check_files(asked, tmp_path)
 
 
@@ -100,16 +102,16 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path, left):
     "changes",
     [{"format": 2}, {"version": "x"}, {"tensors": []}, {"tensors": {"a": {}}}],
 )
-def test_a_manifest_that_is_none_is_refused(changes):
-    with pytest.raises(Refused, match="here"):
+def test_a_manifest_that_is_none_is_rejected(changes):
+    with pytest.raises(UpdateRejected, match="here"):
         manifest.parse(raw() | changes, "here")
 
 
-def test_a_missing_or_torn_manifest_is_refused(tmp_path):
-    with pytest.raises(Refused, match=r"manifest\.json"):
+def test_a_missing_or_torn_manifest_is_rejected(tmp_path):
+    with pytest.raises(UpdateRejected, match=r"manifest\.json"):
         manifest.read(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 1,')
-    with pytest.raises(Refused, match=r"manifest\.json"):
+    with pytest.raises(UpdateRejected, match=r"manifest\.json"):
         manifest.read(tmp_path)
 
 
@@ -119,11 +121,11 @@ def test_files_must_come_with_digests(tmp_path):
     asked = write(tmp_path, tensors=TENSORS)
     (tmp_path / "manifest.json").write_text(json.dumps(raw() | {"tensors": said}))
     asked = manifest.read(tmp_path)
-    with pytest.raises(Refused, match="c has no digest"):
+    with pytest.raises(UpdateRejected, match="c has no digest"):
         manifest.check_files(asked, tmp_path)
 
 
 def test_a_long_list_of_problems_is_counted():
     many = {str(n): (n,) for n in range(20)} | SHAPES
-    with pytest.raises(Refused, match="and 14 more like these"):
+    with pytest.raises(UpdateRejected, match="and 14 more like these"):
         manifest.check_model(manifest.parse(raw(), "here"), many)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publications into a real vLLM: what arrives, what a stock loader loses, what is refused."""
+"""VerifiedTransfer into a real vLLM: what arrives, what a stock loader loses, what is rejected."""
 
 import json
 from contextlib import nullcontext
@@ -25,12 +25,12 @@ def resident_mb():
         return int(file.read().split()[1]) * 4096 / 1e6
 
 
-def test_after_each_of_50_publications_vllm_computes_with_the_trainers_weights(served):
+def test_after_each_of_50_updates_vllm_computes_with_the_trainers_weights(served):
     worst, differing, total = 0.0, 0, 0
     for _ in range(50):
-        held = served.publish(served.fresh())
-        assert held["label"] == f"ab:{served.version}"
-        assert held["stale"] == held["unreadable"] == []
+        state = served.sync(served.fresh())
+        assert state["label"] == f"ab:{served.version}"
+        assert state["stale"] == state["unreadable"] == []
         largest, clear, some, routings = served.compare(new=4)
         worst, differing, total = max(worst, largest), differing + some, total + routings
         assert largest <= 5e-5 and clear == 0
@@ -38,7 +38,7 @@ def test_after_each_of_50_publications_vllm_computes_with_the_trainers_weights(s
 
 
 def test_sampled_tokens_and_cached_prefixes_are_scored_alike(served):
-    served.publish(served.fresh())
+    served.sync(served.fresh())
     first = served.compare()
     assert first[0] <= 5e-5 and first[1] == 0
     cached = [o.num_cached_tokens for o in served.llm.generate(
@@ -61,36 +61,36 @@ def test_a_seed_gives_the_same_tokens_where_a_prompt_is_read_in_several_steps(se
 
 
 def test_plain_rope_too_gives_the_trainers_logprobs(served_plain):
-    held = served_plain.publish(served_plain.fresh())
-    assert held["stale"] == []
+    state = served_plain.sync(served_plain.fresh())
+    assert state["stale"] == []
     worst, clear, *_ = served_plain.compare()
     assert worst <= 5e-5 and clear == 0
 
 
 def test_what_is_received_and_what_lives_are_the_manifests_bytes(served):
-    from jaxmoe.vllm_plugin.names import feeds
+    from jaxmoe.vllm_plugin.names import parameter_of
 
     params = served.fresh()
-    held = served.publish(params)
+    state = served.sync(params)
     said = {n: t["digest"] for n, t in served.manifest(served.tensors(params))["tensors"].items()}
-    assert held["received"] == said
+    assert state["received"] == said
     packed = {n for n in EXPERTS if "bias" not in n}
-    assert {n for n in said if held["live"][feeds(n)] != said[n]} == packed
-    assert held["model"]["num_hidden_layers"] == 4 and held["model"]["dtype"] == "float32"
-    assert json.loads(json.dumps(held)) == held
+    assert {n for n in said if state["live"][parameter_of(n)] != said[n]} == packed
+    assert state["model"]["num_hidden_layers"] == 4 and state["model"]["dtype"] == "float32"
+    assert json.loads(json.dumps(state)) == state
 
 
-def test_a_publication_of_one_tensor_changed_by_one_bit_changes_only_that(served):
-    before = served.publish(served.params)
+def test_an_update_of_one_tensor_changed_by_one_bit_changes_only_that(served):
+    before = served.sync(served.params)
     tensors = {n: a.copy() for n, a in served.tensors(served.params).items()}
     changed = FIRST + "mlp.experts.down_proj"
     tensors[changed].view(np.uint32)[5, 3, 2] ^= 1
     served.update({"path": str(served.write(tensors))})
-    after = served.held()
+    after = served.loaded_state()
     assert after["stale"] == []
     moved = {n for n in after["live"] if after["live"][n] != before["live"][n]}
     assert moved == {FIRST + "mlp.experts.routed_experts.w2_weight"}
-    served.publish(served.params)
+    served.sync(served.params)
 
 
 def test_a_mailbox_hands_jax_arrays_over_without_a_copy(served):
@@ -105,21 +105,21 @@ def test_a_mailbox_hands_jax_arrays_over_without_a_copy(served):
     arrays = jax.device_put(tensors, jax.devices()[0])
     tensor_mailbox.put("a", manifest, ((n, torch.from_dlpack(a)) for n, a in arrays.items()))
     served.update({"mailbox": "a"})
-    held, served.params = served.held(), params
-    assert held["label"] == f"ab:{served.version}" and held["stale"] == []
+    state, served.params = served.loaded_state(), params
+    assert state["label"] == f"ab:{served.version}" and state["stale"] == []
     assert served.compare()[0] <= 5e-5
     with pytest.raises(Exception, match="mailbox"):  # it was taken
         served.update({"mailbox": "a"})
-    assert served.held()["label"] == held["label"]
+    assert served.loaded_state()["label"] == state["label"]
 
 
 def test_a_bfloat16_engine_takes_float32_and_rounding_is_no_staleness(served_rounded):
-    held = served_rounded.publish(served_rounded.fresh())
-    assert held["stale"] == held["unreadable"] == [] and held["model"]["dtype"] == "bfloat16"
+    state = served_rounded.sync(served_rounded.fresh())
+    assert state["stale"] == state["unreadable"] == [] and state["model"]["dtype"] == "bfloat16"
     nudged = jax.tree.map(lambda x: x * np.float32(1 + 1e-6), served_rounded.params)
-    again = served_rounded.publish(nudged)
-    assert again["stale"] == [] and again["received"] != held["received"]
-    same = sum(again["live"][n] == held["live"][n] for n in held["live"])
+    again = served_rounded.sync(nudged)
+    assert again["stale"] == [] and again["received"] != state["received"]
+    same = sum(again["live"][n] == state["live"][n] for n in state["live"])
     assert same > 0  # the smallest tensors round to what they were
 
 
@@ -138,30 +138,30 @@ def test_without_a_fix_stale_names_the_tensors_and_logprobs_show_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(loading, fix, without)
-        held = served.publish(served.fresh())
-        assert set(held["stale"]) == stale
+        state = served.sync(served.fresh())
+        assert set(state["stale"]) == stale
         assert served.compare(new=1)[0] > 0.01
         # sent once more the tensors are the same, and still not there
-        assert set(served.publish(served.params)["stale"]) == stale
-    assert served.publish(served.params)["stale"] == []
+        assert set(served.sync(served.params)["stale"]) == stale
+    assert served.sync(served.params)["stale"] == []
     assert served.compare(new=1)[0] <= 5e-5
 
 
 def test_vllms_own_reload_leaves_stale_weights_and_loses_the_label(served):
     from jaxmoe.checkpoint.hf import save_params
 
-    old = served.publish(served.fresh())
+    old = served.sync(served.fresh())
     served.params = served.fresh()
     folder = served.home / "stock"
     save_params(served.params, served.cfg, folder, dtype="float32")
     served.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
     assert served.llm.reset_prefix_cache()
-    held = served.held()
-    assert old["label"] is not None and held["label"] is None
-    kept = {n for n in old["live"] if held["live"][n] == old["live"][n]}
+    state = served.loaded_state()
+    assert old["label"] is not None and state["label"] is None
+    kept = {n for n in old["live"] if state["live"][n] == old["live"][n]}
     assert len(kept) == len(EXPERTS | SINKS)  # the upstream defect, should it ever be mended
     assert served.compare(new=1)[0] > 0.01
-    assert served.publish(served.params)["stale"] == []
+    assert served.sync(served.params)["stale"] == []
     assert served.compare(new=1)[0] <= 5e-5
 
 
@@ -169,7 +169,7 @@ def drop(name):
     return lambda t: {n: a for n, a in t.items() if n != name}
 
 
-def broken_publications():
+def broken_updates():
     """(what is wrong, the change of its tensors, of its manifest, of its file, who is named)."""
     q, k = FIRST + "self_attn.q_proj.weight", FIRST + "self_attn.k_proj.weight"
     down = "model.layers.3.mlp.experts.down_proj"
@@ -208,25 +208,25 @@ def broken_publications():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", broken_publications())
-def test_a_broken_publication_is_refused_before_anything_is_loaded(served, what):
-    changes, named = broken_publications()[what]
-    good = served.publish(served.fresh())
+@pytest.mark.parametrize("what", broken_updates())
+def test_a_broken_update_is_rejected_before_anything_is_loaded(served, what):
+    changes, named = broken_updates()[what]
+    good = served.sync(served.fresh())
     before = [o.outputs[0].token_ids for o in served.answers(new=4)]
     params = served.fresh()
     tensors = changes["tensors"](served.tensors(params))
     manifest = changes["manifest"](served.manifest(tensors))
     place = served.write(changes.get("late", dict)(tensors), manifest)
     changes["file"](place / "model.safetensors")
-    with pytest.raises(Exception, match="refused") as refusal:
+    with pytest.raises(Exception, match="rejected") as refusal:
         served.update({"path": str(place)})
     assert named in str(refusal.value)
-    assert served.held() == good
+    assert served.loaded_state() == good
     served.version -= 1  # the seed of the answers
     assert [o.outputs[0].token_ids for o in served.answers(new=4)] == before
     served.version += 1
     assert served.compare(new=1)[0] <= 5e-5
-    assert served.publish(params)["stale"] == []
+    assert served.sync(params)["stale"] == []
     assert served.compare(new=1)[0] <= 5e-5
 
 
@@ -247,14 +247,14 @@ def test_a_stream_that_breaks_off_leaves_no_label_and_is_repaired(served):
     tensor_mailbox.put("b", served.manifest(tensors), broken())
     with pytest.raises(Exception, match="went away"):
         served.update({"mailbox": "b"})
-    assert served.held()["label"] is None
+    assert served.loaded_state()["label"] is None
     tensor_mailbox.put(
         "c", served.manifest(tensors), iter([("model.norm.weight", torch.ones(160))])
     )
     with pytest.raises(Exception, match="model.norm.weight must have digest.*never came"):
         served.update({"mailbox": "c"})
-    assert served.held()["label"] is None
-    assert served.publish(params)["stale"] == []
+    assert served.loaded_state()["label"] is None
+    assert served.sync(params)["stale"] == []
     assert served.compare(new=1)[0] <= 5e-5
 
 
@@ -266,7 +266,7 @@ def test_a_layer_that_breaks_in_the_middle_keeps_the_memory_that_kernels_read(
 
     worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     model = worker.model_runner.get_model()
-    served.publish(served.fresh())
+    served.sync(served.fresh())
     places = {n: p.data_ptr() for n, p in model.named_parameters()}
     whole, calls = getattr(layerwise, where), []
 
@@ -280,15 +280,15 @@ def test_a_layer_that_breaks_in_the_middle_keeps_the_memory_that_kernels_read(
     with monkeypatch.context() as patch:
         patch.setattr(layerwise, where, breaks)
         with pytest.raises(Exception, match="no room to repack"):
-            served.publish(params)
-    assert served.held()["label"] is None
+            served.sync(params)
+    assert served.loaded_state()["label"] is None
     assert not any(p.is_meta for p in model.parameters())
-    assert served.publish(params)["stale"] == []
+    assert served.sync(params)["stale"] == []
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == places
     assert served.compare(new=1)[0] <= 5e-5
 
 
-def test_fifty_publications_leak_no_memory(served):
+def test_fifty_updates_leak_no_memory(served):
     places = [served.write(served.tensors(served.fresh())) for _ in range(2)]
     for place in places * 3:
         served.update({"path": str(place)})
@@ -298,4 +298,4 @@ def test_fifty_publications_leak_no_memory(served):
     grown = resident_mb() - start
     print(f"grew by {grown:.1f} MB, resident {start:.0f} MB")
     assert grown < 20
-    served.publish(served.fresh())
+    served.sync(served.fresh())

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.weight_sync.cuda_ipc import handles
-from jaxmoe.weight_sync.files import files
-from jaxmoe.weight_sync.in_process import shared
-from jaxmoe.weight_sync.nccl import Group, broadcast
+from jaxmoe.vllm_plugin import tensor_mailbox
+from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
+from jaxmoe.weight_sync.files import write_files
+from jaxmoe.weight_sync.in_process import share_in_process
+from jaxmoe.weight_sync.nccl import NcclGroup, broadcast
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -34,26 +35,26 @@ def said(served):
     return {"dtype": "float32", "run": "ab", "version": served.version}
 
 
-def check(served, published, params):
-    held = served.held()
-    assert held["label"] == published.label and held["stale"] == []
-    assert held["received"] == published.digests
+def check(served, update, params):
+    state = served.loaded_state()
+    assert state["label"] == update.label and state["stale"] == []
+    assert state["received"] == update.digests
     served.params = params
     assert served.compare(new=1)[0] <= 5e-5
 
 
 def test_files(served, tmp_path):
     params = arrays(served)
-    with files(params, served.cfg, tmp_path, **said(served)) as published:
-        served.update(published.update_info)
-    check(served, published, params)
+    with write_files(params, served.cfg, tmp_path, **said(served)) as update:
+        served.update(update.update_info)
+    check(served, update, params)
 
 
 def test_shared_in_process(served):
     params = arrays(served)
-    with shared(params, served.cfg, **said(served)) as published:
-        served.update(published.update_info)
-    check(served, published, params)
+    with share_in_process(params, served.cfg, **said(served), mailbox=tensor_mailbox) as update:
+        served.update(update.update_info)
+    check(served, update, params)
 
 
 @pytest.fixture
@@ -113,16 +114,16 @@ class Wire:
 
 def test_nccl(served, engine):
     params, wire = arrays(served), Wire()
-    group = Group(1, nccl=wire, cudart=wire)
+    group = NcclGroup(1, nccl=wire, cudart=wire)
     group.join()
-    engine("Nccl").model_update_group = wire
-    published = broadcast(group, params, served.cfg, **said(served))
-    sender = threading.Thread(target=published.send)
+    engine("NcclTransfer").model_update_group = wire
+    update = broadcast(group, params, served.cfg, **said(served))
+    sender = threading.Thread(target=update.send)
     sender.start()
-    served.update(json.loads(json.dumps(published.update_info)))
+    served.update(json.loads(json.dumps(update.update_info)))
     sender.join()
     assert wire.sent.empty()
-    check(served, published, params)
+    check(served, update, params)
 
 
 class Driver:
@@ -167,8 +168,8 @@ def test_memory_of_one_gpu(served, engine, monkeypatch):
 
     params, driver = arrays(served), Driver()
     monkeypatch.setattr(direct, "opened", partial(ipc_memory.opened, driver=driver, view=view))
-    engine("Ipc")
-    with handles(params, served.cfg, driver=driver, **said(served)) as published:
-        served.update(json.loads(json.dumps(published.update_info)))
+    engine("IpcTransfer")
+    with share_ipc_handles(params, served.cfg, driver=driver, **said(served)) as update:
+        served.update(json.loads(json.dumps(update.update_info)))
     assert driver.open == []
-    check(served, published, params)
+    check(served, update, params)

@@ -21,7 +21,7 @@ from jaxmoe.vllm_plugin import watchdog
 watchdog.POLL_S = 0.05
 if sys.argv[1] == "poll" and hasattr(os, "pidfd_open"):
     del os.pidfd_open
-if sys.argv[1] == "refused":  # by a kernel or a sandbox
+if sys.argv[1] == "rejected":  # by a kernel or a sandbox
     def refuse(pid):
         raise OSError(38, "Function not implemented")
     os.pidfd_open = refuse
@@ -36,7 +36,7 @@ def sleeper():
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 
 
-@pytest.mark.parametrize("how", ["wait", "poll", "refused"])
+@pytest.mark.parametrize("how", ["wait", "poll", "rejected"])
 def test_a_process_ends_when_the_one_it_watches_is_killed(how):
     trainer = sleeper()
     command = [sys.executable, "-c", CHILD, how, str(trainer.pid)]

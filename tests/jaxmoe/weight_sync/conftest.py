@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests here share can be imported: published."""
+"""What the tests here share can be imported: weight_updates."""
 
 import sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from jaxmoe.checkpoint.hf import iter_hf
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.weight_sync.checksum import digest
-from jaxmoe.weight_sync.cuda_ipc import handles
+from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
 
 CFG = ModelConfig(
     vocab_size=93, d_model=32, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
@@ -74,14 +74,16 @@ def random_params():
     return map_specs(lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32)), CFG)
 
 
-def published(fake, params=None, **more):
+def update(fake, params=None, **more):
     params = random_params() if params is None else params
-    return handles(params, CFG, dtype="bfloat16", run="ab", version=5, driver=fake, **more)
+    return share_ipc_handles(
+        params, CFG, dtype="bfloat16", run="ab", version=5, driver=fake, **more
+    )
 
 
 def test_each_handle_and_offset_name_the_tensors_bytes():
     params, fake = random_params(), Fake()
-    shared = published(fake, params)
+    shared = update(fake, params)
     info = json.loads(json.dumps(shared.update_info))
     for (name, want), *said, place in zip(
         iter_hf(params, CFG, "bfloat16"), info["names"], info["dtype_names"], info["shapes"],
@@ -98,7 +100,7 @@ def test_each_handle_and_offset_name_the_tensors_bytes():
 
 def test_the_driver_is_asked_about_the_device_the_weights_are_on():
     fake, device = Fake(), jax.local_devices()[2]
-    published(fake, device=device)
+    update(fake, device=device)
     number = device.local_hardware_id
     assert fake.calls[:5] == [
         ("cuInit",), ("cuDeviceGet", number), ("cuDeviceGetUuid_v2", number),
@@ -109,14 +111,16 @@ def test_the_driver_is_asked_about_the_device_the_weights_are_on():
 def test_closing_lets_the_copy_on_the_device_go():
     params = random_params()
     before = {id(array) for array in jax.live_arrays()}
-    with published(Fake(), params) as shared:
+    with update(Fake(), params) as shared:
         assert len(jax.live_arrays()) >= len(before) + len(shared.digests)
     assert {id(array) for array in jax.live_arrays()} <= before
 
 
 def test_memory_that_cannot_be_shared_is_an_error_with_a_way_out():
-    with pytest.raises(EngineError, match="cuIpcGetMemHandle failed .* 201.*cuda_async.*way=files"):
-        published(Fake(fails="cuIpcGetMemHandle"))
+    with pytest.raises(
+        EngineError, match="cuIpcGetMemHandle failed .* 201.*cuda_async.*transport=files"
+    ):
+        update(Fake(fails="cuIpcGetMemHandle"))
 
 
 def test_without_a_driver_the_message_says_so(monkeypatch):
@@ -124,8 +128,8 @@ def test_without_a_driver_the_message_says_so(monkeypatch):
         raise OSError(place)
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
-    with pytest.raises(ConfigError, match=r"libcuda\.so\.1.*way=files"):
-        published(None)
+    with pytest.raises(ConfigError, match=r"libcuda\.so\.1.*transport=files"):
+        update(None)
 
 
 def in_this_process(address: int, nbytes: int):
@@ -139,7 +143,7 @@ def test_the_engine_opens_what_the_trainer_named():
     from jaxmoe.vllm_plugin.ipc_memory import opened
     from jaxmoe.vllm_plugin.live import digest_tensor
 
-    shared, fake = published(Fake()), Fake()
+    shared, fake = update(Fake()), Fake()
     info = SimpleNamespace(**json.loads(json.dumps(shared.update_info)))
     with opened(info, GPU, driver=fake, view=in_this_process) as tensors:
         assert {name: digest_tensor(tensor) for name, tensor in tensors} == shared.digests
@@ -154,11 +158,11 @@ def test_the_engine_opens_what_the_trainer_named():
 @pytest.mark.parity
 def test_weights_on_another_gpu_are_refused():
     from jaxmoe.vllm_plugin.ipc_memory import opened
-    from jaxmoe.vllm_plugin.manifest import Refused
+    from jaxmoe.vllm_plugin.manifest import UpdateRejected
 
-    info = SimpleNamespace(**published(Fake()).update_info)
+    info = SimpleNamespace(**update(Fake()).update_info)
     with (
-        pytest.raises(Refused, match=f"lie on GPU {GPU}, vLLM runs on gpu-b"),
+        pytest.raises(UpdateRejected, match=f"lie on GPU {GPU}, vLLM runs on gpu-b"),
         opened(info, "gpu-b", driver=Fake(), view=in_this_process),
     ):
         pass

@@ -13,32 +13,32 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from published import CFG, RUN, left, publish, random_params
+from weight_updates import CFG, RUN, left, random_params, write_update
 
 from jaxmoe.checkpoint import layouts
 from jaxmoe.checkpoint.hf import entries, load_params
 from jaxmoe.checkpoint.tensor_files import SINGLE
 from jaxmoe.config import ConfigError
 from jaxmoe.weight_sync import files as module
-from jaxmoe.weight_sync.files import files
+from jaxmoe.weight_sync.files import write_files
 
 
 def test_the_manifest_says_what_the_files_hold(tmp_path):
-    published = publish(random_params(), tmp_path, dtype="bfloat16")
+    update = write_update(random_params(), tmp_path, dtype="bfloat16")
     directory = tmp_path / f"jaxmoe-{RUN}" / "3"
-    assert published.update_info == {"path": str(directory)}
+    assert update.update_info == {"path": str(directory)}
     assert left(directory) == ["manifest.json", "model.safetensors"]
     manifest = json.loads((directory / "manifest.json").read_text())
-    assert manifest == published.manifest
+    assert manifest == update.manifest
     assert (manifest["format"], manifest["run"], manifest["version"]) == (1, RUN, 3)
-    assert published.label == f"{RUN}:3"
+    assert update.label == f"{RUN}:3"
     tensor = manifest["tensors"]["lm_head.weight"]
     assert (tensor["dtype"], tensor["shape"]) == ("BF16", [93, 32]) and len(tensor["digest"]) == 32
     assert list(manifest["tensors"]) == [entry.name for entry in entries(CFG)]
 
 
 def test_closing_removes_what_was_written_and_no_other_version(tmp_path):
-    first, second = (publish(random_params(), tmp_path, version=v) for v in (1, 2))
+    first, second = (write_update(random_params(), tmp_path, version=v) for v in (1, 2))
     with first:
         pass
     first.close()
@@ -48,19 +48,19 @@ def test_closing_removes_what_was_written_and_no_other_version(tmp_path):
 
 
 def test_a_version_that_is_there_already_is_replaced(tmp_path):
-    old = publish(jax.tree.map(np.zeros_like, random_params()), tmp_path)
-    new = publish(random_params(), tmp_path)
+    old = write_update(jax.tree.map(np.zeros_like, random_params()), tmp_path)
+    new = write_update(random_params(), tmp_path)
     assert old.update_info == new.update_info and old.digests != new.digests
     assert load_params(new.update_info["path"], CFG)["final_norm"].any()
 
 
 def test_a_version_written_over_an_older_one_is_as_if_it_were_fresh(tmp_path):
     old, new = random_params(), jax.tree.map(lambda x: -2 * x, random_params())
-    first = publish(old, tmp_path / "a", version=1)
-    kept = publish(old, tmp_path / "a", version=2)
+    first = write_update(old, tmp_path / "a", version=1)
+    kept = write_update(old, tmp_path / "a", version=2)
     pages = (tmp_path / "a" / f"jaxmoe-{RUN}" / "1" / SINGLE).stat().st_ino
-    over = files(new, CFG, tmp_path / "a", dtype="float32", run=RUN, version=3, over=first)
-    fresh = publish(new, tmp_path / "b", version=3)
+    over = write_files(new, CFG, tmp_path / "a", dtype="float32", run=RUN, version=3, reuse=first)
+    fresh = write_update(new, tmp_path / "b", version=3)
     written = tmp_path / "a" / f"jaxmoe-{RUN}" / "3" / SINGLE
     assert written.stat().st_ino == pages
     assert written.read_bytes() == (tmp_path / "b" / f"jaxmoe-{RUN}" / "3" / SINGLE).read_bytes()
@@ -70,23 +70,23 @@ def test_a_version_written_over_an_older_one_is_as_if_it_were_fresh(tmp_path):
     assert left(tmp_path / "a") == []
 
 
-def content(published) -> bytes:
-    return (Path(published.update_info["path"]) / SINGLE).read_bytes()
+def content(update) -> bytes:
+    return (Path(update.update_info["path"]) / SINGLE).read_bytes()
 
 
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_file_of_another_size_is_not_written_over(tmp_path, before, after):
     params = random_params()
-    first = publish(params, tmp_path, dtype=before, version=1)
-    over = files(params, CFG, tmp_path, dtype=after, run=RUN, version=2, over=first)
-    with over, publish(params, tmp_path / "b", dtype=after) as fresh:
+    first = write_update(params, tmp_path, dtype=before, version=1)
+    over = write_files(params, CFG, tmp_path, dtype=after, run=RUN, version=2, reuse=first)
+    with over, write_update(params, tmp_path / "b", dtype=after) as fresh:
         assert over.digests == fresh.digests and content(over) == content(fresh)
     assert left(tmp_path) == ["b"]
 
 
 def test_a_version_that_is_half_written_over_is_nobodys(tmp_path, monkeypatch):
     params, calls = random_params(), []
-    first = publish(params, tmp_path, version=1)
+    first = write_update(params, tmp_path, version=1)
     write = os.pwrite
 
     def fails(*args):
@@ -97,7 +97,7 @@ def test_a_version_that_is_half_written_over_is_nobodys(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", fails)
     with pytest.raises(ConfigError, match="broken device"):
-        files(params, CFG, tmp_path, dtype="float32", run=RUN, version=2, over=first)
+        write_files(params, CFG, tmp_path, dtype="float32", run=RUN, version=2, reuse=first)
     assert left(tmp_path) == [f"jaxmoe-{RUN}"] or left(tmp_path) == []
 
 
@@ -120,27 +120,29 @@ def test_in_memory_versions_take_turns_in_two_mapped_files_and_are_as_if_fresh(
     for version in range(6):
         params = jax.tree.map(lambda x, by=1 + version: by * x, random_params())
         over = made[-2] if version > 1 else None
-        made.append(files(params, CFG, memory, dtype=dtype, run=RUN, version=version, over=over))
-        with publish(params, tmp_path, dtype=dtype, version=version) as fresh:
+        made.append(
+            write_files(params, CFG, memory, dtype=dtype, run=RUN, version=version, reuse=over)
+        )
+        with write_update(params, tmp_path, dtype=dtype, version=version) as fresh:
             assert content(made[-1]) == content(fresh)
             assert made[-1].manifest == fresh.manifest
-    assert [published.pages is None for published in made] == [True, True, *4 * [False]]
+    assert [update.pages is None for update in made] == [True, True, *4 * [False]]
     assert made[4].pages is made[2].pages and made[5].pages is made[3].pages
-    assert len({published.inode for published in made}) == 2
+    assert len({update.inode for update in made}) == 2
     assert sorted(os.listdir(memory / f"jaxmoe-{RUN}")) == ["4", "5"]
 
 
 def test_a_file_that_took_the_place_of_a_mapped_one_is_mapped_anew(memory):
     params, named = random_params(), dict(dtype="float32", run=RUN)
-    first = publish(params, memory, version=1)
-    second = files(params, CFG, memory, **named, version=2, over=first)
+    first = write_update(params, memory, version=1)
+    second = write_files(params, CFG, memory, **named, version=2, reuse=first)
     path = Path(second.update_info["path"]) / SINGLE
     shutil.copy(path, memory / "copy")
     (memory / "copy").replace(path)
     twice = jax.tree.map(lambda x: 2 * x, params)
-    third = files(twice, CFG, memory, **named, version=3, over=second)
+    third = write_files(twice, CFG, memory, **named, version=3, reuse=second)
     assert third.pages is not second.pages
-    assert content(third) == content(publish(twice, memory / "fresh"))
+    assert content(third) == content(write_update(twice, memory / "fresh"))
 
 
 def test_nobody_sees_a_version_before_it_is_whole(tmp_path, monkeypatch):
@@ -151,7 +153,7 @@ def test_nobody_sees_a_version_before_it_is_whole(tmp_path, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(os, "pwrite", write)
-    publish(random_params(), tmp_path)
+    write_update(random_params(), tmp_path)
     assert seen == {"3.partial"} and os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["3"]
 
 
@@ -159,7 +161,7 @@ def test_a_write_that_stops_short_is_taken_up_where_it_stopped(tmp_path, monkeyp
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data[:1000], at))
     params = random_params()
-    back = load_params(publish(params, tmp_path).update_info["path"], CFG, "float32")
+    back = load_params(write_update(params, tmp_path).update_info["path"], CFG, "float32")
     same = jax.tree.map(lambda a, b: (a == b).all(), back["layers"], params["layers"])
     assert all(jax.tree.leaves(same))
 
@@ -178,18 +180,18 @@ def test_a_full_disk_leaves_nothing_and_says_which_setting_to_change(
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.weights_dir .*No space left") as error:
-        publish(random_params(), tmp_path)
+        write_update(random_params(), tmp_path)
     assert str(tmp_path) in str(error.value) and "--set rollout.vllm.weights_dir=" in str(error)
     assert not left(tmp_path)
 
 
 def test_a_limit_on_file_sizes_is_met_the_same_way_and_older_versions_stay(tmp_path):
-    old = publish(random_params(), tmp_path, version=1)
+    old = write_update(random_params(), tmp_path, version=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(ConfigError, match="File too large"):
-            publish(random_params(), tmp_path, version=2)
+            write_update(random_params(), tmp_path, version=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["1"]
@@ -202,11 +204,11 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
         module, "fill_digests", lambda *_, **__: pytest.fail("nothing may be written")
     )
     with pytest.raises(ConfigError, match=r"they need 0\.\d MB and 0\.0 MB are free"):
-        publish(random_params(), tmp_path)
+        write_update(random_params(), tmp_path)
     assert not left(tmp_path)
 
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="rollout.vllm.weights_dir"):
-        publish(random_params(), tmp_path / "file")
+        write_update(random_params(), tmp_path / "file")

@@ -14,7 +14,7 @@ from jaxmoe.checkpoint.hf import iter_hf
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.weight_sync.checksum import digest
-from jaxmoe.weight_sync.nccl import Group, broadcast
+from jaxmoe.weight_sync.nccl import NcclGroup, broadcast
 
 CFG = ModelConfig(
     vocab_size=93, d_model=32, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
@@ -76,14 +76,14 @@ def random_params(dtype: str = "float32"):
     )
 
 
-def joined(fake: Fake, workers: int = 2) -> Group:
-    group = Group(workers, nccl=fake, cudart=fake)
+def joined(fake: Fake, workers: int = 2) -> NcclGroup:
+    group = NcclGroup(workers, nccl=fake, cudart=fake)
     group.join()
     return group
 
 
 def test_vllm_is_told_the_unique_id_and_where_its_ranks_begin():
-    info = Group(3, nccl=Fake(), cudart=Fake()).init_info
+    info = NcclGroup(3, nccl=Fake(), cudart=Fake()).init_info
     assert base64.b64decode(info.pop("nccl_unique_id_b64"), validate=True) == ID
     assert info == {"rank_offset": 1, "world_size": 4, "packed": False}
 
@@ -100,20 +100,20 @@ def test_joining_is_rank_0_of_all_and_then_one_float32_summed():
 @pytest.mark.parametrize(("sent", "kind"), [("float32", 7), ("bfloat16", 9)])
 def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(held, sent, kind):
     fake, params = Fake(), random_params(held)
-    published = broadcast(joined(fake), params, CFG, dtype=sent, run="ab", version=5)
+    update = broadcast(joined(fake), params, CFG, dtype=sent, run="ab", version=5)
     assert len(fake.calls) == 4, "nothing moves before send()"
-    published.send()
+    update.send()
     sends = [call for call in fake.calls if call[0] == "broadcast"]
     assert [call[1:5] for call in sends] == [(kind, 0, 4711, None)] * len(sends)
-    info = published.update_info
-    assert info["manifest"] == published.manifest and published.label == "ab:5"
+    info = update.update_info
+    assert info["manifest"] == update.manifest and update.label == "ab:5"
     for (name, want), *said, call in zip(
         iter_hf(params, CFG, sent), info["names"], info["dtype_names"], info["shapes"], sends,
         strict=True,
     ):  # fmt: skip
         assert said == [name, sent, list(want.shape)]
         assert call[-1] == want.tobytes(), name
-        assert published.digests[name] == digest(want), name
+        assert update.digests[name] == digest(want), name
 
 
 def test_each_broadcast_is_waited_for_before_its_memory_goes():
@@ -126,7 +126,7 @@ def test_each_broadcast_is_waited_for_before_its_memory_goes():
 
 def test_arrays_are_sent_from_the_groups_device():
     fake, device = Fake(), jax.local_devices()[3]
-    group = Group(1, device=device, nccl=fake, cudart=fake)
+    group = NcclGroup(1, device=device, nccl=fake, cudart=fake)
     group.join()
     broadcast(group, random_params(), CFG, dtype="float32", run="ab", version=5).send()
     assert {call for call in fake.calls if call[0] == "device"} == {
@@ -137,7 +137,9 @@ def test_arrays_are_sent_from_the_groups_device():
 @pytest.mark.parametrize("name", ["ncclCommInitRank", "ncclAllReduce", "ncclBroadcast"])
 def test_an_error_of_nccl_is_named_with_a_way_out(name):
     fake = Fake(fails=name)
-    with pytest.raises(EngineError, match=f"{name} failed: unhandled system error.*way=files"):
+    with pytest.raises(
+        EngineError, match=f"{name} failed: unhandled system error.*transport=files"
+    ):
         joined(fake).send(jnp.zeros(3))
 
 
@@ -148,7 +150,7 @@ def test_an_error_of_cuda_is_named():
 
 def test_nothing_is_sent_before_the_group_is_joined():
     with pytest.raises(EngineError, match=r"call join\(\)"):
-        Group(1, nccl=Fake(), cudart=Fake()).send(jnp.zeros(3))
+        NcclGroup(1, nccl=Fake(), cudart=Fake()).send(jnp.zeros(3))
 
 
 def test_leaving_twice_is_leaving_once():
@@ -164,10 +166,10 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch):
         raise OSError(place)
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
-    with pytest.raises(ConfigError, match=r"libnccl\.so\.2.*jax\[cuda13\].*way=files"):
-        Group(1, cudart=Fake())
+    with pytest.raises(ConfigError, match=r"libnccl\.so\.2.*jax\[cuda13\].*transport=files"):
+        NcclGroup(1, cudart=Fake())
 
 
 def test_a_group_needs_a_worker():
     with pytest.raises(ConfigError, match="at least one process of vLLM, got 0"):
-        Group(0, nccl=Fake(), cudart=Fake())
+        NcclGroup(0, nccl=Fake(), cudart=Fake())

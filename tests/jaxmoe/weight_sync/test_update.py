@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from published import CFG, RUN, left, publish, random_params
+from weight_updates import CFG, RUN, left, random_params, write_update
 
 from jaxmoe.checkpoint import layouts
 from jaxmoe.checkpoint.hf import entries, iter_hf, load_params
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import partition
-from jaxmoe.weight_sync import update
+from jaxmoe.weight_sync import update as module
 from jaxmoe.weight_sync.checksum import digest
 from jaxmoe.weight_sync.update import new_run
 
@@ -37,13 +37,13 @@ def test_a_publication_holds_the_checkpoints_bytes_and_their_digests(
     params = random_params(dtype=held)
     want = {entry.name: naive(params, entry).astype(jnp.dtype(sent)) for entry in entries(CFG)}
     monkeypatch.setattr(layouts, "PIECE_BYTES", piece)
-    published = publish(jax.tree.map(jnp.asarray, params), tmp_path, dtype=sent)
-    back = load_params(published.update_info["path"], CFG, sent)
+    update = write_update(jax.tree.map(jnp.asarray, params), tmp_path, dtype=sent)
+    back = load_params(update.update_info["path"], CFG, sent)
     for entry in entries(CFG):
         got = naive(back, entry)
         assert got.dtype == want[entry.name].dtype, entry.name
         assert got.tobytes() == want[entry.name].tobytes(), entry.name
-        assert published.digests[entry.name] == digest(want[entry.name]), entry.name
+        assert update.digests[entry.name] == digest(want[entry.name]), entry.name
     for name, array in iter_hf(params, CFG, sent):
         assert array.tobytes() == want[name].tobytes(), name
 
@@ -66,9 +66,9 @@ def naive(params, entry) -> np.ndarray:
 @pytest.mark.parametrize("error", [OSError, IndexError, KeyboardInterrupt])
 def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, error):
     monkeypatch.setattr(layouts, "PIECE_BYTES", 1)
-    monkeypatch.setattr(update, "_cores", lambda: cores)
+    monkeypatch.setattr(module, "_cores", lambda: cores)
     params, begun = random_params(), []
-    planned = update.plan(params, CFG, "float32")
+    planned = module.plan(params, CFG, "float32")
 
     def pass_on(at: int, _: np.ndarray) -> None:
         begun.append(at)
@@ -77,8 +77,8 @@ def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, 
         time.sleep(0.01)
 
     with pytest.raises(error, match="of ours"):
-        update.fill_digests(
-            params, CFG, planned, update.empty_manifest(planned, RUN, 0), pass_on=pass_on
+        module.fill_digests(
+            params, CFG, planned, module.empty_manifest(planned, RUN, 0), write=pass_on
         )
     assert len(begun) < 3 + cores  # of the twelve that the first tensor has
 
@@ -100,14 +100,14 @@ def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_pat
     params = random_params()
     change(params)
     with pytest.raises(ValueError, match=message):
-        publish(params, tmp_path)
+        write_update(params, tmp_path)
     assert not left(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["mxfp4", "float16"])
 def test_a_dtype_that_engines_do_not_take_is_refused(tmp_path, dtype):
     with pytest.raises(ConfigError, match=f"bfloat16 or float32, got '{dtype}'"):
-        publish(random_params(), tmp_path, dtype=dtype)
+        write_update(random_params(), tmp_path, dtype=dtype)
     assert not left(tmp_path)
 
 
@@ -129,14 +129,14 @@ def test_arrays_cut_over_devices_are_published_like_whole_ones(tmp_path, fsdp, e
     params = random_params()
     cut = spread(params, CFG, fsdp, expert)
     assert len(cut["layers"]["full"]["w_gate_up"].devices()) == fsdp * expert
-    assert publish(cut, tmp_path).digests == publish(params, tmp_path).digests
+    assert write_update(cut, tmp_path).digests == write_update(params, tmp_path).digests
 
 
 def test_arrays_cut_along_layer_pairs_are_published_like_whole_ones(tmp_path):
     params = random_params()
     cut = spread(params, CFG, 2, 2, along_pairs=True)
     assert not cut["layers"]["full"]["b_gate_up"].is_fully_replicated
-    assert publish(cut, tmp_path).digests == publish(params, tmp_path).digests
+    assert write_update(cut, tmp_path).digests == write_update(params, tmp_path).digests
 
 
 WIDE = ModelConfig(
@@ -147,10 +147,10 @@ WIDE = ModelConfig(
 
 def beyond(params, cfg, directory) -> int:
     """Bytes of host memory that a publication takes at most, as numpy allocates them."""
-    publish(params, directory, cfg=cfg).close()
+    write_update(params, directory, cfg=cfg).close()
     tracemalloc.start()
     try:
-        publish(params, directory, cfg=cfg)
+        write_update(params, directory, cfg=cfg)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -160,14 +160,14 @@ def test_memory_stays_within_pieces_where_one_device_holds_a_tensor(tmp_path):
     params = map_specs(lambda s: np.ones(s.shape, np.float32), WIDE)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 250e6
     grown = beyond(params, WIDE, tmp_path)
-    assert grown < 4 * layouts.PIECE_BYTES * update._cores() + 1e6, grown
+    assert grown < 4 * layouts.PIECE_BYTES * module._cores() + 1e6, grown
 
 
 def test_memory_stays_within_one_tensor_where_devices_share_it(tmp_path):
     params = spread(map_specs(lambda s: np.ones(s.shape, np.float32), WIDE), WIDE, 4, 2)
     largest = 4 * max(np.prod(entry.shape) for entry in entries(WIDE))
     grown = beyond(params, WIDE, tmp_path)
-    assert largest < grown < largest + 4 * layouts.PIECE_BYTES * update._cores() + 1e6, grown
+    assert largest < grown < largest + 4 * layouts.PIECE_BYTES * module._cores() + 1e6, grown
 
 
 PROCESS = """
@@ -185,8 +185,8 @@ def put(spec, leaf):
     return jax.make_array_from_callback(leaf.shape, cut, lambda index: leaf[index])
 params = t.map_specs(put, t.CFG, t.random_params())
 assert not params["head"].is_fully_addressable
-published = t.publish(params, sys.argv[3])
-assert (published.digests["lm_head.weight"] == "") == (jax.process_index() > 0)
+update = t.write_update(params, sys.argv[3])
+assert (update.digests["lm_head.weight"] == "") == (jax.process_index() > 0)
 """
 
 
@@ -205,4 +205,4 @@ def test_arrays_cut_over_processes_are_gathered_and_written_by_the_first(tmp_pat
     errors = [process.communicate(timeout=120)[1].decode()[-2000:] for process in both]
     assert [process.returncode for process in both] == [0, 0], errors
     manifest = json.loads((tmp_path / f"jaxmoe-{RUN}" / "3" / "manifest.json").read_text())
-    assert manifest == publish(random_params(), tmp_path / "alone").manifest
+    assert manifest == write_update(random_params(), tmp_path / "alone").manifest

@@ -75,8 +75,8 @@ def test_slots_nobody_sees_may_hold_nan():
 def test_bits_say_who_sees_each_slot():
     case = cases.named("several_new")
     x = cases.make_inputs(case)
-    q_pos, k_pos, q_seg, k_seg = x[4:]
-    bits = np.asarray(pages.seen_bits(q_pos, k_pos, q_seg, k_seg, 9))
+    q_pos, k_pos, q_seg, k_seg = layout = x.arguments[4]
+    bits = np.asarray(pages.seen_bits(layout, 9))
     seen = visible(q_pos[:, :, None], k_pos[:, None, :], 9, q_seg[:, :, None], k_seg[:, None, :])
     for t in range(case.T):
         np.testing.assert_array_equal((bits >> t) & 1, seen[:, t])

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.decode_attention import cases, pallas_tpu
+from pallas_kernels.masks import Layout
 
 pytestmark = pytest.mark.aot
 
@@ -53,8 +54,8 @@ def test_many_new_tokens_of_wide_float32_heads_compile():
     shape = jax.ShapeDtypeStruct
     q, kv = (shape((2, size, n, 128), jnp.float32) for size, n in ((16, 64), (512, 8)))
     assert pallas_tpu.unsupported(q, kv) is None
-    places = [shape((2, size), jnp.int32) for size in (16, 512, 16, 512)]
-    args = q, kv, kv, shape((64,), jnp.float32), *places
+    layout = Layout._make(shape((2, size), jnp.int32) for size in (16, 512, 16, 512))
+    args = q, kv, kv, shape((64,), jnp.float32), layout
     ahead_of_time.compile_for("v5p", lambda *x: pallas_tpu.mosaic_tpu(*x, 0, 1.0), *args)
 
 

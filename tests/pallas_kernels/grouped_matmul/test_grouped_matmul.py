@@ -68,7 +68,7 @@ def values_and_gradients(f, dout, sizes, *args):
     "case, dtype",
     [(case, jnp.float32) for case in cases.TEST_CASES]
     + [(case, jnp.bfloat16) for case in cases.TEST_CASES[:5]],
-    ids=lambda x: x.name if isinstance(x, cases.Case) else x.__name__,
+    ids=lambda x: x.name if isinstance(x, cases.MatmulCase) else x.__name__,
 )
 def test_values_and_every_gradient_are_as_good_as_the_naive_masks(case, dtype):
     lhs, rhs, sizes, bias = cases.make_inputs(case, dtype)
@@ -117,7 +117,7 @@ def test_without_a_bias_the_result_is_that_of_a_zero_bias():
 
 
 def test_no_rows_give_no_rows_and_zero_gradients():
-    case = cases.Case("empty", 0, 48, 40, (0,) * 7)
+    case = cases.MatmulCase("empty", 0, 48, 40, (0,) * 7)
     lhs, rhs, sizes, bias = cases.make_inputs(case)
     out, dlhs, drhs, dbias = values_and_gradients(tiled, jnp.zeros((0, 40)), sizes, lhs, rhs, bias)
     assert out.shape == (0, 40) and dlhs.shape == (0, 48)
@@ -129,7 +129,7 @@ run = jax.jit(tiled)
 
 @given(st.lists(st.integers(0, 20), min_size=7, max_size=7), st.permutations(range(7)))
 def test_swapping_groups_with_their_rows_swaps_the_results(sizes, swap):
-    case = cases.Case("drawn", 140, 16, 24, tuple(sizes))
+    case = cases.MatmulCase("drawn", 140, 16, 24, tuple(sizes))
     lhs, rhs, _, bias = cases.make_inputs(case)
     begin = np.cumsum(sizes) - sizes
     rows = [np.arange(begin[e], begin[e] + sizes[e]) for e in swap]

@@ -43,7 +43,7 @@ knows_transposes = pytest.mark.skipif(
 
 
 def make(sizes, dtype=jnp.bfloat16, n_rows=M, width=F):
-    case = cases.Case("gpu", n_rows, D, width, sizes)
+    case = cases.MatmulCase("gpu", n_rows, D, width, sizes)
     dout = jax.random.normal(jax.random.key(9), (n_rows, width)).astype(dtype)
     return *cases.make_inputs(case, dtype), dout
 
@@ -164,8 +164,8 @@ def test_fewer_rows_than_a_tile_no_bias_and_float16():
     got = jax.jit(partial(pallas_gpu.mosaic_gpu, interpret=True))(lhs, rhs, sizes)
     assert got.shape == (9, F) and got.dtype == jnp.float16
     zero = jnp.zeros_like(bias)
-    simple = naive(sizes, lhs, rhs, zero)
-    three_way(got, simple, exact(sizes, *up(lhs, rhs, zero)), "out")
+    simple = forward(naive, sizes, lhs, rhs, zero)
+    three_way(got, simple, forward(exact, sizes, *up(lhs, rhs, zero)), "out")
 
 
 @pytest.mark.slow

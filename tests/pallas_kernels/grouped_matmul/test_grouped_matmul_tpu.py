@@ -72,7 +72,7 @@ def values_and_gradients(f, swiglu, dout, sizes, *args):
 
 def inputs(shape, sizes, dtype, swiglu):
     n_rows, width, columns = shape
-    case = cases.Case("", n_rows, width, columns, sizes)
+    case = cases.MatmulCase("", n_rows, width, columns, sizes)
     lhs, rhs, sizes, bias = cases.make_inputs(case, dtype)
     columns = columns // 2 if swiglu else columns
     dout = jax.random.normal(jax.random.key(9), (n_rows, columns)).astype(dtype)

@@ -156,8 +156,8 @@ def test_fewer_rows_than_a_tile_and_no_bias():
     got = jax.jit(partial(pallas_gpu.mosaic_gpu, interpret=True))(lhs, rhs, sizes)
     assert got.shape == (9, F) and got.dtype == jnp.bfloat16
     zero = jnp.zeros_like(bias)
-    simple = naive(sizes, rhs, lhs, zero)
-    wanted = exact(sizes, rhs, lhs.astype(jnp.float32), zero)
+    simple = forward(naive, sizes, rhs, lhs, zero)
+    wanted = forward(exact, sizes, rhs, lhs.astype(jnp.float32), zero)
     three_way(got, simple, wanted, "out")
 
 

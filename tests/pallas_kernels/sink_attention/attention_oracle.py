@@ -2,6 +2,7 @@
 """What sink attention must give: the derivative written out in float64, and how close is close."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def visible(case, inputs):
     return seen & ((back < case.window) | (case.window == 0))
 
 
-def formula(case, do, dlse, *inputs, scale=None, wide=np.float64, rounded=lambda x: x):
+def formula(case, do, dlse, *inputs, scale=None, wide: Any = np.float64, rounded=lambda x: x):
     """Values and every gradient from the written-out derivative; `rounded` after each product."""
     q, k, v, sink, do, dlse = (
         np.asarray(x.astype(jnp.float32)).astype(wide) for x in (*inputs[:4], do, dlse)
@@ -99,7 +100,7 @@ def compare(case, ours, inputs, ct, simple=None, exact=None, scale=None):
         if name != "dsink" or not half:
             three_way(mine, plain, right, f"{case.name} {name}", ulps=2 + 0.5 * terms**0.5)
     if half:  # few heads: the plain program's own dsink may be right by luck
-        sigma = rounding_of_dsink(case, dtype, inputs, ct, *exact[:2], scale)
+        sigma = rounding_of_dsink(case, dtype, inputs, ct, exact[0], exact[1], scale)
         largest = np.max(np.abs(exact[1]), where=np.isfinite(exact[1]), initial=0.0)
         # e^{sink − lse} is as exact as lse is: |lse| ulp
         room = 5 * sigma + (4 + largest) * np.finfo(np.float32).eps * np.abs(exact[-1])

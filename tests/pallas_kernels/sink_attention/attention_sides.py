@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 import triton_interpreted
 
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import (
     cases,
     jax_triton_call,
@@ -24,17 +25,17 @@ from pallas_kernels.sink_attention import (
     reference,
     xla,
 )
-from pallas_kernels.sink_attention.pallas_gpu_blocks import Tiles
+from pallas_kernels.sink_attention.pallas_gpu_blocks import MosaicTiles
 
 # No length is a multiple of a block; queries and keys differ in number, heads in every way.
-CASE = cases.Case("side", 2, 45, 61, 6, 2, 16, 9)
+CASE = cases.AttentionCase("side", 2, 45, 61, 6, 2, 16, 9)
 
 
 class Side(NamedTuple):
     """An implementation: how it is called, on what, and the modules where its parts are named."""
 
     name: str
-    case: cases.Case
+    case: cases.AttentionCase
     dtype: Any
     attend: Callable[..., Any]  # of window, then the arrays of `cases.Inputs`
     blocks: Any  # the module that holds its `runs`
@@ -54,7 +55,9 @@ class Side(NamedTuple):
 
 def of_positional(f: Callable[..., Any]) -> Callable[..., Any]:
     """A new function each time: what was compiled with other blocks is not found under it."""
-    return lambda window, q, *rest: f(q, *rest, window, q.shape[3] ** -0.5)
+    return lambda window, q, k, v, sink, *layout: f(
+        q, k, v, sink, Layout(*layout), window, q.shape[3] ** -0.5
+    )
 
 
 def with_xla(patch: pytest.MonkeyPatch) -> Side:
@@ -78,9 +81,9 @@ def with_tpu(patch: pytest.MonkeyPatch) -> Side:
 def with_gpu(patch: pytest.MonkeyPatch) -> Side:
     if jax.__version_info__ < (0, 11):
         pytest.skip("jax 0.10 takes 10 seconds to interpret one block")
-    patch.setattr(pallas_gpu, "forward_tiles", lambda *_: Tiles(3, 32, 2))
-    patch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: Tiles(1, 32, 2))
-    patch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: Tiles(1, 32, 3))
+    patch.setattr(pallas_gpu, "forward_tiles", lambda *_: MosaicTiles(3, 32, 2))
+    patch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: MosaicTiles(1, 32, 2))
+    patch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(1, 32, 3))
     f = of_positional(partial(pallas_gpu.mosaic_gpu, interpret=True))
     case = CASE._replace(N=2, K=1, H=64)
     return Side("mosaic_gpu", case, jnp.bfloat16, f, pallas_gpu_blocks, pallas_gpu_blocks,

@@ -12,7 +12,7 @@ from attention_oracle import compare, cotangents, values_and_gradients
 
 from pallas_kernels.sink_attention import cases, sink_attention
 
-SMALL = cases.Case("small", 2, 24, 29, 15, 3, 16, 9)
+SMALL = cases.AttentionCase("small", 2, 24, 29, 15, 3, 16, 9)
 
 
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg, impl="xla"):
@@ -31,7 +31,7 @@ forward = jax.jit(attend, static_argnums=0)
     [(case, jnp.float32) for case in cases.TEST_CASES]
     + [(case, jnp.bfloat16) for case in cases.TEST_CASES[:1] + cases.TEST_CASES[3:8]]
     + [(cases.named("many_blocks_packed"), jnp.bfloat16)],
-    ids=lambda x: x.name if isinstance(x, cases.Case) else x.__name__,
+    ids=lambda x: x.name if isinstance(x, cases.AttentionCase) else x.__name__,
 )
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
     inputs, ct = cases.make_inputs(case, dtype), cotangents(case, dtype)
@@ -124,7 +124,7 @@ def test_torch_autograd_agrees():
     for x in (q, k, v, sink):
         x.requires_grad_()
     G = case.N // case.K
-    pos, seg = np.asarray(inputs.q_positions_BT), np.asarray(inputs.q_segments_BT)
+    pos, seg = np.asarray(inputs.q_positions_BT), np.asarray(inputs.q_segment_ids_BT)
     back = pos[:, :, None] - pos[:, None]
     seen = (back >= 0) & (back < case.window)
     seen &= (seg[:, :, None] == seg[:, None]) & (seg[:, None] > 0)

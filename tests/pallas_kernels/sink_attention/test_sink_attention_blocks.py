@@ -43,7 +43,7 @@ def program(case, window=0):
 
 @pytest.mark.parametrize("window", [0, 128])
 def test_nothing_is_as_large_as_the_scores(window):
-    case = cases.Case("long", 1, 4096, 4096, 8, 2, 16)
+    case = cases.AttentionCase("long", 1, 4096, 4096, 8, 2, 16)
     largest = 2 * case.T * case.N * case.H
     seen = program(case, window)
     assert sum(eqn.primitive.name == "dot_general" for eqn in seen) == 7
@@ -75,21 +75,21 @@ def planted(case, keys, queries):
 
 
 def test_later_keys_are_skipped():
-    case = cases.Case("causal", 1, 512, 512, 4, 1, 16)
+    case = cases.AttentionCase("causal", 1, 512, 512, 4, 1, 16)
     time = np.arange(512)[None]
     fine = planted(case, time >= 384, time < 384)
     np.testing.assert_array_equal(fine, time < 384)
 
 
 def test_keys_before_the_window_are_skipped():
-    case = cases.Case("window", 1, 512, 512, 4, 1, 16, 64)
+    case = cases.AttentionCase("window", 1, 512, 512, 4, 1, 16, 64)
     time = np.arange(512)[None]
     fine = planted(case, time < 128, time >= 256)
     assert fine[0, 256:].all() and not fine[0, :128].any()
 
 
 def test_other_episodes_are_skipped():
-    case = cases.Case("packed", 1, 512, 512, 4, 1, 16, 0, "packed")
+    case = cases.AttentionCase("packed", 1, 512, 512, 4, 1, 16, 0, "packed")
     segments = cases.layout(case)[3]
     first = segments == 1
     fine = planted(case, first, segments == 3)  # the middle one shares a block with the first
@@ -114,7 +114,7 @@ def test_no_visible_key_is_skipped_at_any_alignment_of_the_blocks(window, monkey
 
 
 def test_left_padding_is_skipped():
-    case = cases.Case("left", 1, 512, 512, 4, 1, 16, 0, "left")
+    case = cases.AttentionCase("left", 1, 512, 512, 4, 1, 16, 0, "left")
     time, segments = np.arange(512)[None], cases.layout(case)[3]
     fine = planted(case, (segments == 0) & (time < 128), segments > 0)
     assert fine[segments > 0].all()
@@ -125,9 +125,8 @@ def test_a_query_block_reads_few_blocks_more_than_it_must(case):
     sizes = (case.B, case.T, case.S, case.K, case.N // case.K, case.window)
     bt, bs = xla.block_sizes(*sizes)
     inputs = jax.eval_shape(partial(cases.make_inputs, case))
-    places = map(jnp.asarray, cases.layout(case))
     arrays = [jnp.zeros(x.shape, x.dtype) for x in inputs[:4]]
-    blocks, _ = xla._blocks(*arrays, *places, case.window)
+    blocks, _ = xla._blocks(*arrays, jax.tree.map(jnp.asarray, cases.layout(case)), case.window)
     read = np.diff(np.asarray(blocks.ranges_n2))[:, 0] * bs
     first = np.arange(len(read)) * bt
     must = np.minimum(first + bt, case.T)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import ahead_of_time
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, pallas_tpu
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
@@ -36,7 +37,7 @@ def _compiled(chip, case, dtype, vmem):
 
     def step(do, dlse, q, k, v, sink, *places):
         def attend(*args):
-            return pallas_tpu.mosaic_tpu(*args, *places, case.window, case.H**-0.5)
+            return pallas_tpu.mosaic_tpu(*args, Layout(*places), case.window, case.H**-0.5)
 
         out, pull = jax.vjp(attend, q, k, v, sink)
         return *out, *pull((do, dlse))
@@ -72,18 +73,18 @@ def test_float32_compiles():
 
 
 def test_the_widest_float32_that_is_not_refused_compiles():
-    case = cases.Case("widest", 1, 512, 512, 16, 2, 128)
+    case = cases.AttentionCase("widest", 1, 512, 512, 16, 2, 128)
     compiled("v5e", case, jnp.float32, blocks.PARAMS.vmem_limit_bytes)
 
 
 def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
-    small = cases.Case("precision", 1, 512, 512, 8, 2, 64)
+    small = cases.AttentionCase("precision", 1, 512, 512, 8, 2, 64)
     with jax.default_matmul_precision("highest"):
         _compiled.__wrapped__("v5e", small, jnp.bfloat16, VMEM)
 
 
 def test_a_step_of_decoding_compiles():
-    compiled("v6e", cases.Case("decode", 8, 1, 4096, 64, 8, 64))
+    compiled("v6e", cases.AttentionCase("decode", 8, 1, 4096, 64, 8, 64))
 
 
 def test_temporary_memory_is_linear_in_length():

@@ -16,9 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import Target
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward
-from pallas_kernels.sink_attention.cases import Case
-from pallas_kernels.sink_attention.pallas_gpu_blocks import Tiles, Visits
+from pallas_kernels.sink_attention.cases import AttentionCase
+from pallas_kernels.sink_attention.pallas_gpu_blocks import BlockVisits, MosaicTiles
 
 OLD = jax.__version_info__ < (0, 11)
 full_matrix = pytest.mark.slow
@@ -26,21 +27,21 @@ fast = pytest.mark.skipif(OLD, reason="jax 0.10 takes 10 seconds to interpret on
 
 # Several blocks of queries and of keys, none of them full, and more steps than a ring has stages.
 # Tests share sizes where they can: compiling is what they cost.
-PACKED = Case("packed", 1, 90, 90, 2, 1, 64, 9, "packed")  # segments are longer than 9
+PACKED = AttentionCase("packed", 1, 90, 90, 2, 1, 64, 9, "packed")  # segments are longer than 9
 SMALL = (
     (PACKED, jnp.bfloat16),
     (PACKED._replace(name="left", layout="left", sinks="none"), jnp.bfloat16),
-    (Case("chunk", 1, 24, 101, 4, 2, 128, 0, "chunk", "big"), jnp.float16),
-    (Case("ring", 2, 50, 91, 2, 1, 64, 9, "ring"), jnp.bfloat16),
+    (AttentionCase("chunk", 1, 24, 101, 4, 2, 128, 0, "chunk", "big"), jnp.float16),
+    (AttentionCase("ring", 2, 50, 91, 2, 1, 64, 9, "ring"), jnp.bfloat16),
 )
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Short steps and a short ring, so that short rows take every path."""
-    monkeypatch.setattr(pallas_gpu, "forward_tiles", lambda *_: Tiles(3, 32, 2))
-    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: Tiles(1, 32, 2))
-    monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: Tiles(1, 32, 3))
+    monkeypatch.setattr(pallas_gpu, "forward_tiles", lambda *_: MosaicTiles(3, 32, 2))
+    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: MosaicTiles(1, 32, 2))
+    monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(1, 32, 3))
 
 
 ours = partial(pallas_gpu.mosaic_gpu, interpret=True)
@@ -48,7 +49,7 @@ ours = partial(pallas_gpu.mosaic_gpu, interpret=True)
 
 @partial(jax.jit, static_argnums=(0, 1))
 def run(window, scale, do, dlse, q, k, v, sink, *places):
-    out, pull = jax.vjp(lambda *x: ours(*x, *places, window, scale), q, k, v, sink)
+    out, pull = jax.vjp(lambda *x: ours(*x, Layout(*places), window, scale), q, k, v, sink)
     return *out, *pull((do, dlse))
 
 
@@ -67,7 +68,7 @@ def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype)
 
 
 def test_one_block_is_right_in_every_version_and_a_scale_may_be_negative():
-    compare(Case("one", 1, 30, 30, 1, 1, 64), jnp.bfloat16, -0.3)
+    compare(AttentionCase("one", 1, 30, 30, 1, 1, 64), jnp.bfloat16, -0.3)
 
 
 @full_matrix
@@ -83,7 +84,7 @@ def test_every_case_with_the_tiles_of_the_real_thing(case, H, monkeypatch):
 @full_matrix
 @fast
 def test_a_scale_of_zero_is_allowed():
-    compare(Case("zero", 1, 30, 30, 1, 1, 64), jnp.bfloat16, 0.0)
+    compare(AttentionCase("zero", 1, 30, 30, 1, 1, 64), jnp.bfloat16, 0.0)
 
 
 @full_matrix
@@ -91,8 +92,10 @@ def test_a_scale_of_zero_is_allowed():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("two_blocks", 1, 250, 250, 2, 1, 64, 0, "packed"),  # the last one has idle warpgroups
-        Case("window", 1, 100, 160, 1, 1, 64, 40, "chunk"),
+        AttentionCase(
+            "two_blocks", 1, 250, 250, 2, 1, 64, 0, "packed"
+        ),  # the last one has idle warpgroups
+        AttentionCase("window", 1, 100, 160, 1, 1, 64, 40, "chunk"),
     ],
     ids=lambda case: case.name,
 )
@@ -106,17 +109,17 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, case):
         arrive(barrier)
 
     monkeypatch.setattr(plgpu, "barrier_arrive", fence_and_arrive)
-    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: Tiles(2, 32, 2))
-    monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: Tiles(2, 32, 2))
+    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: MosaicTiles(2, 32, 2))
+    monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(2, 32, 2))
     compare(case, jnp.bfloat16)
     assert not races()
 
 
 def test_blocks_with_a_mask_come_first_and_each_block_once():
-    visit = Visits(*(jnp.int32(x) for x in (3, 5, 9, 10)))
+    visit = BlockVisits(*(jnp.int32(x) for x in (3, 5, 9, 10)))
     assert [int(visit.at(jnp.int32(i))) for i in range(visit.count)] == [3, 4, 9, 5, 6, 7, 8]
     assert visit.masked == 3
-    alone = Visits(*(jnp.int32(x) for x in (2, 4, 4, 4)))  # none is whole
+    alone = BlockVisits(*(jnp.int32(x) for x in (2, 4, 4, 4)))  # none is whole
     assert [int(alone.at(jnp.int32(i))) for i in range(alone.count)] == [2, 3]
 
 

@@ -49,8 +49,8 @@ def drawn_inputs(side, seed):
     places = {
         "q_positions_BT": q_positions,
         "k_positions_BS": k_positions,
-        "q_segments_BT": np.sort(rng.integers(0, 4, (B, T)), 1),
-        "k_segments_BS": np.sort(rng.integers(0, 3, (B, S)), 1),  # segment 3 has no keys
+        "q_segment_ids_BT": np.sort(rng.integers(0, 4, (B, T)), 1),
+        "k_segment_ids_BS": np.sort(rng.integers(0, 3, (B, S)), 1),  # segment 3 has no keys
     }
     inputs = cases.make_inputs(case, side.dtype, seed)
     return inputs._replace(
@@ -131,7 +131,7 @@ def test_what_a_sink_gets_of_queries_without_keys_is_their_lse_alone(side):
 
     def check(side, seed):
         inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
-        inputs = inputs._replace(q_segments_BT=jnp.full_like(inputs.q_segments_BT, 3))
+        inputs = inputs._replace(q_segment_ids_BT=jnp.full_like(inputs.q_segment_ids_BT, 3))
         *_, dsink = side.run(*ct, *inputs)
         wanted = np.asarray(ct[1], np.float64).sum((0, 1))
         wanted = np.where(np.isfinite(inputs.sink_N), wanted, 0.0)
@@ -158,7 +158,7 @@ def test_a_segment_depends_on_itself_alone_to_the_bit(side):
     def check(side, seed, segment):
         inputs, (do, dlse) = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
         q_mine, k_mine = (
-            np.asarray(x == segment) for x in (inputs.q_segments_BT, inputs.k_segments_BS)
+            np.asarray(x == segment) for x in (inputs.q_segment_ids_BT, inputs.k_segment_ids_BS)
         )
         wide = {"q_BTNH": q_mine, "k_BSKH": k_mine, "v_BSKH": k_mine}
         other = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, pallas_tpu
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
@@ -28,7 +29,8 @@ def _run(sizes, window, interpret, do, dlse, q, k, v, sink, *places):
     assert sizes == blocks.block_sizes(0, 0, 0)
 
     def attend(*args):
-        return pallas_tpu.mosaic_tpu(*args, *places, window, q.shape[3] ** -0.5, interpret)
+        layout = Layout(*places)
+        return pallas_tpu.mosaic_tpu(*args, layout, window, q.shape[3] ** -0.5, interpret)
 
     out, pull = jax.vjp(attend, q, k, v, sink)
     return *out, *pull((do, dlse))
@@ -98,7 +100,9 @@ def test_blocks_that_nobody_sees_are_skipped_not_masked():
 
 def test_copies_that_arrive_as_late_as_they_may_change_nothing():
     """The chip's copies are asynchronous; here each is made when it is waited for, after NaN."""
-    case = cases.Case("late", 1, 32, 40, 8, 2, 16, 0, "chunk")  # some blocks are seen whole
+    case = cases.AttentionCase(
+        "late", 1, 32, 40, 8, 2, 16, 0, "chunk"
+    )  # some blocks are seen whole
     inputs, ct = cases.make_inputs(case), oracle.cotangents(case)
     late = pltpu.InterpretParams(
         dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True
@@ -113,9 +117,11 @@ def test_copies_that_arrive_as_late_as_they_may_change_nothing():
 def test_the_blocks_visited_grow_with_length_times_window(window, most, monkeypatch):
     monkeypatch.undo()
     T = 16384
-    x = blocks.layout((1, T, 64, 64), (1, T, 8, 64), window)
+    x = blocks.sizes((1, T, 64, 64), (1, T, 8, 64), window)
     place, one = jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
-    where = jax.jit(blocks.places, static_argnums=(0, 5))(x, place, place, one, one, window)
+    where = jax.jit(blocks.blocked, static_argnums=(0, 2))(
+        x, Layout(place, place, one, one), window
+    )
     for runs in map(np.asarray, (where.q_runs, where.k_runs)):
         visited = (runs[3::4] - runs[0::4]).sum() * x.bt * x.bs
         assert T * most * 0.9 < visited <= T * most

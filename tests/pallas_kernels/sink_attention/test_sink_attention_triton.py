@@ -24,7 +24,7 @@ from pallas_kernels.sink_attention import (
     torch_call,
     triton_launch,
 )
-from pallas_kernels.sink_attention.triton_launch import Tiles
+from pallas_kernels.sink_attention.triton_launch import TritonTiles
 
 if triton_interpreted.missing():
     pytest.skip(triton_interpreted.missing(), allow_module_level=True)
@@ -56,7 +56,7 @@ SLOW = [case for case in cases.TEST_CASES if case not in QUICK]
         for name in ("gqa8", "right_padded", "many_blocks_packed")
         for dtype in (jnp.bfloat16, jnp.float16)
     ],
-    ids=lambda x: x.name if isinstance(x, cases.Case) else x.__name__,
+    ids=lambda x: x.name if isinstance(x, cases.AttentionCase) else x.__name__,
 )
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(attend, case, dtype):
     inputs, ct = cases.make_inputs(case, dtype), oracle.cotangents(case, dtype)
@@ -80,8 +80,8 @@ def test_any_scale_is_taken(attend):
     case = cases.named("tiny_distinct")
     inputs = cases.make_inputs(case)
     for scale in (-0.3, 0.0):
-        ours = jax_triton_call.triton(*inputs, case.window, scale)
-        right = reference.reference(*inputs, case.window, scale)
+        ours = jax_triton_call.triton(*inputs.arguments, case.window, scale)
+        right = reference.reference(*inputs.arguments, case.window, scale)
         for x, y in zip(ours, right, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
@@ -137,7 +137,7 @@ def tables(attend, monkeypatch):
         seen.append((np.asarray(needed), np.asarray(whole)))
         return runs(needed, whole)
 
-    monkeypatch.setattr(triton_launch, "forward_tiles", lambda *_: Tiles(32, 8, 4, 1))
+    monkeypatch.setattr(triton_launch, "forward_tiles", lambda *_: TritonTiles(32, 8, 4, 1))
     monkeypatch.setattr(jax_triton_call, "runs", remember)
     return seen
 

@@ -6,14 +6,16 @@ The interpreter is chosen when triton is imported: `interpreted` says where that
 
 import contextlib
 import importlib.util
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import jax_triton_call, triton_launch
-from pallas_kernels.sink_attention.triton_launch import Tiles
+from pallas_kernels.sink_attention.triton_launch import TritonTiles
 
 TRITON_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
 
@@ -21,7 +23,7 @@ TRITON_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32
 class Buffer:
     """As much of a torch tensor as the interpreter asks for, around a numpy array."""
 
-    def __init__(self, array=None, size=None):
+    def __init__(self, array: Any = None, size=None):
         self.array, self.dtype = array, None if array is None else TRITON_NAMES[array.dtype.name]
 
     def data_ptr(self):
@@ -91,7 +93,7 @@ def interpreted():
         pytest.skip(missing())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        from triton.runtime import interpreter
+        from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
         from pallas_kernels.sink_attention import triton_kernel
 
@@ -124,10 +126,15 @@ def from_jax(kernels, patch):
         return jax.tree.unflatten(tree, jax.pure_callback(run, flat, *arrays))
 
     patch.setattr(jax_triton_call, "_triton_call", call_kernel)
-    for name, tiles in (("forward", (64, 16)), ("dq", (32, 8)), ("dkv", (64, 8))):
-        patch.setattr(triton_launch, f"{name}_tiles", lambda *_, x=tiles: Tiles(*x, 4, 1))
+    for name, tiles in (
+        ("forward", TritonTiles(64, 16, 4, 1)),
+        ("dq", TritonTiles(32, 8, 4, 1)),
+        ("dkv", TritonTiles(64, 8, 4, 1)),
+    ):
+        patch.setattr(triton_launch, f"{name}_tiles", lambda *_, x=tiles: x)
 
-    def call(window, q, *arrays):
-        return jax_triton_call.triton(q, *arrays, window, q.shape[3] ** -0.5)
+    def call(window, q, k, v, sink, *layout):
+        layout = Layout(*layout)
+        return jax_triton_call.triton(q, k, v, sink, layout, window, q.shape[3] ** -0.5)
 
     return call

@@ -70,7 +70,7 @@ def ours(case, targets, impl="xla"):
     "case, dtype",
     [(case, jnp.float32) for case in cases.TEST_CASES]
     + [(case, jnp.bfloat16) for case in cases.TEST_CASES[1:3]],
-    ids=lambda x: x.name if isinstance(x, cases.Case) else x.__name__,
+    ids=lambda x: x.name if isinstance(x, cases.LogprobsCase) else x.__name__,
 )
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
     hidden, w_head, targets = cases.make_inputs(case, dtype)
@@ -148,7 +148,7 @@ def test_a_traced_temperature_gives_the_same_and_gets_no_gradient():
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients():
-    hidden, w_head, targets = cases.make_inputs(cases.Case("empty", 0, 48, 97, 97))
+    hidden, w_head, targets = cases.make_inputs(cases.LogprobsCase("empty", 0, 48, 97, 97))
     case = cases.TEST_CASES[0]
     logp, entropy, dhidden, dw = values_and_gradients(
         ours(case, targets), cotangents(0), hidden, w_head

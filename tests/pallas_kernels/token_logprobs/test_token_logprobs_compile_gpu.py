@@ -69,7 +69,7 @@ def test_the_backward_spills_nothing_and_takes_less_than_a_gigabyte():
 
 def test_the_kernel_runs_on_hopper_for_those_who_name_it():
     needs("h200")
-    case = cases.Case("small", 200, 128, 704, 650)
+    case = cases.LogprobsCase("small", 200, 128, 704, 650)
     compiled = compile_for("h200", forward(case, "mosaic_gpu"), *arrays(case))
     assert re.search("mosaic_gpu", compiled.executable.as_text())
     check_kernels(compiled, 1)

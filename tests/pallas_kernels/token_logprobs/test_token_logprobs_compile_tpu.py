@@ -81,14 +81,14 @@ def test_fewer_tokens_take_less_memory():
 
 def test_float32_compiles_with_smaller_blocks():
     needs("v5e")
-    case = cases.Case("float32", 1024, 2880, 8448, 8320)
+    case = cases.LogprobsCase("float32", 1024, 2880, 8448, 8320)
     compiled = compile_for("v5e", forward(case, "mosaic_tpu"), *arrays(case, jnp.float32))
     assert kernels(compiled) == 1
 
 
 def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
     needs("v5e")
-    case = cases.Case("precision", 256, 256, 1024, 1000)
+    case = cases.LogprobsCase("precision", 256, 256, 1024, 1000)
     with jax.default_matmul_precision("highest"):
         compiled = compile_for("v5e", gradients(case, "mosaic_tpu"), *arrays(case))
     assert kernels(compiled) == 2

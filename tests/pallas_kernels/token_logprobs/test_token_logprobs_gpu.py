@@ -20,9 +20,9 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 # Two tiles of tokens, three of words; 3 steps a tile meet 2 stages, 4 programs meet 6 tiles.
-RAGGED = cases.Case("ragged", 150, 192, 640, 613, 0.7)
-WHOLE = cases.Case("whole", 384, 128, 512, 512, 1.3)
-ONE_TILE = cases.Case("one_tile", 29, 64, 128, 97, 0.9)
+RAGGED = cases.LogprobsCase("ragged", 150, 192, 640, 613, 0.7)
+WHOLE = cases.LogprobsCase("whole", 384, 128, 512, 512, 1.3)
+ONE_TILE = cases.LogprobsCase("one_tile", 29, 64, 128, 97, 0.9)
 EDGES = (0, 255, 256, 511, 512, 612)  # of tiles of words, of chunks, and of the words
 
 
@@ -135,7 +135,7 @@ def test_no_warpgroup_races_with_another(small, races):
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients():
-    case = cases.Case("empty", 0, 64, 128, 97)
+    case = cases.LogprobsCase("empty", 0, 64, 128, 97)
     logp, entropy, dhidden, dw = ours(case, planted=0)
     assert logp.shape == entropy.shape == (0,) and dhidden.shape == (0, 64)
     assert not np.any(dw)

@@ -12,7 +12,7 @@ from pallas_kernels.token_logprobs.pallas_tpu import mosaic_tpu
 
 NAMES = ("logp", "entropy", "dhidden", "dw_head")
 PADDED, TALL, WIDE = cases.TEST_CASES[1:]
-RAGGED = cases.Case("ragged", 150, 100, 650, 613, 0.7)
+RAGGED = cases.LogprobsCase("ragged", 150, 100, 650, 613, 0.7)
 EDGES = (0, 127, 128, 255, 256, 511, 512, 612)  # of lanes, of blocks, of chunks, of the words
 
 
@@ -110,7 +110,7 @@ def test_other_blocks_of_tokens_change_no_bit(monkeypatch):
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients():
-    case = cases.Case("empty", 0, 48, 97, 97)
+    case = cases.LogprobsCase("empty", 0, 48, 97, 97)
     logp, entropy, dhidden, dw = ours(case, jnp.float32)
     assert logp.shape == entropy.shape == (0,) and dhidden.shape == (0, 48)
     assert not np.any(dw)

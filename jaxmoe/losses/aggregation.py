@@ -2,7 +2,7 @@
 """The denominators. Every mean over tokens goes through here.
 
 `total` is the count that the WHOLE batch divides by: microbatches pass the same total, so their
-losses and gradients add up to the full batch's. Next: jaxmoe/losses/policy.py.
+losses and gradients add up to the full batch's. Next: jaxmoe/losses/objectives.py.
 """
 
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[
     return jnp.max(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), initial=0.0)
 
 
-def token_mean_weights(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+def token_mean(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """What each token's loss is multiplied by for a mean over the batch's tokens (DAPO, TRL).
 
     Weights are made once for the whole batch and cut with it, so that microbatches add up.
@@ -41,28 +41,28 @@ def token_mean_weights(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     return mask_BT.astype(jnp.float32) / token_total(mask_BT)
 
 
-def sequence_mean_weights(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+def seq_mean_token_mean(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """For a mean over sequences of their token means (GRPO's paper, GSPO); empty rows count not."""
     length_B1 = jnp.sum(mask_BT.astype(jnp.float32), axis=1, keepdims=True)
     rows = jnp.maximum(jnp.sum((length_B1 > 0).astype(jnp.float32)), 1.0)
     return mask_BT.astype(jnp.float32) / (jnp.maximum(length_B1, 1.0) * rows)
 
 
-def fixed_length_weights(mask_BT: Bool[Array, "B T"], *, length: int) -> Float[Array, "B T"]:
+def seq_mean_token_sum_norm(mask_BT: Bool[Array, "B T"], *, length: int) -> Float[Array, "B T"]:
     """For a mean over sequences of token sums over a constant: Dr. GRPO, arXiv:2503.20783.
 
     Raises ValueError unless length is positive.
     """
     if length <= 0:
-        raise ValueError(f"fixed_length_weights: length must be positive, got {length}.")
+        raise ValueError(f"seq_mean_token_sum_norm: length must be positive, got {length}.")
     rows = jnp.maximum(jnp.sum(jnp.any(mask_BT, axis=1).astype(jnp.float32)), 1.0)
     return mask_BT.astype(jnp.float32) / (rows * length)
 
 
-def kept_token_mean_weights(keep_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """`token_mean_weights` over the tokens a rejection kept: dropped ones leave the denominator.
+def kept_token_mean(keep_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """`token_mean` over the tokens a rejection kept: dropped ones leave the denominator.
 
     The others keep every token there, so a batch of which half is dropped counts half (AReaL's
     choice); this one gives what is left the whole batch's weight (verl's).
     """
-    return token_mean_weights(keep_BT)
+    return token_mean(keep_BT)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's rollouts: prompts drawn from the stream, answered, scored, until the groups are full.
+"""A step's rollouts: prompts from the stream, answered by the engine, scored.
 
-Next: jaxmoe/rl/groups.py says when they are; jaxmoe/train.py trains on them.
+Next: jaxmoe/rl/dynamic_sampling.py says when there are enough; jaxmoe/train.py trains on them.
 """
 
 import time
@@ -14,13 +14,13 @@ from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.envs.tasks import Task, score
 from jaxmoe.records import Rollout
-from jaxmoe.rl.groups import Draw, sample_groups
+from jaxmoe.rl.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Metrics
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ScoredRollouts:
     """What a step trains on, and where the stream of prompts stands behind it."""
 
     rollouts: list[Rollout]
@@ -29,12 +29,14 @@ class Drawn:
     data: dict[str, Any]
 
 
-def draw_step(cfg: Config, task: Task, engine: Engine, data: PromptIterator, step: int) -> Drawn:
+def collect_rollouts(
+    cfg: Config, task: Task, engine: Engine, data: PromptIterator, step: int
+) -> ScoredRollouts:
     """The rollouts of a step; what is sampled depends on (seed, step) and the engine's weights."""
     r = cfg.rollout
     spent = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
 
-    def draw(number: int) -> Draw:
+    def generate(number: int) -> GenBatch:
         start = time.perf_counter()
         seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
         rollouts = engine.generate(
@@ -46,7 +48,8 @@ def draw_step(cfg: Config, task: Task, engine: Engine, data: PromptIterator, ste
         spent["time/reward_s"] += time.perf_counter() - answered
         return rollouts, rewards
 
-    rollouts, rewards, metrics = sample_groups(
-        draw, groups=r.prompts_per_step, samples=r.samples_per_prompt, max_draws=r.max_draws
-    )
-    return Drawn(rollouts, rewards, metrics | spent, data.get_state())
+    rollouts, rewards, metrics = dynamic_sampling(
+        generate, prompts=r.prompts_per_step, samples=r.samples_per_prompt,
+        max_gen_batches=r.max_gen_batches,
+    )  # fmt: skip
+    return ScoredRollouts(rollouts, rewards, metrics | spent, data.get_state())

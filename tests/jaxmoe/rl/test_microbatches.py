@@ -3,7 +3,7 @@
 
 import pytest
 
-from jaxmoe.rl.pieces import pack
+from jaxmoe.rl.microbatches import pack
 
 T = 12
 LENGTHS = [12, 9, 6, 11, 7, 5, 12, 8]

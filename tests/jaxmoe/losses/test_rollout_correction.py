@@ -19,11 +19,11 @@ from jaxmoe.losses import (
     sequence_is,
     token_icepop,
     token_is,
-    token_mean_weights,
+    token_mean,
     veto,
 )
-from jaxmoe.losses.correction import log_ratios
-from jaxmoe.losses.recipes import STATISTICS
+from jaxmoe.losses.ratios import log_ratios
+from jaxmoe.losses.rollout_correction import STATISTICS
 
 EPS = float(np.finfo(np.float32).eps)
 OLD, ROLLOUT = (-1.0, -1.5, -0.5), (-1.5, -1.0, -1.5)  # log ρ = 0.5, -0.5, 1
@@ -130,7 +130,7 @@ def test_icepop_weights_multiply_the_clipped_loss():
     weights = token_icepop(log_ratios(logp, row(-0.5, -3.5, -0.8), mask), low=0.5, high=5.0)[0]
     np.testing.assert_allclose(weights, row(0.60653067, 0.0, 0.81873075), atol=1e-6)
     terms = clipped_terms(logp, logp, advantages, mask)
-    loss = masked_sum(terms * weights * token_mean_weights(mask), mask)
+    loss = masked_sum(terms * weights * token_mean(mask), mask)
     assert float(loss) == pytest.approx(-0.7479974, abs=1e-6)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.losses import correction as c
+from jaxmoe.losses import ratios as c
 
 EPS = float(np.finfo(np.float32).eps)
 

@@ -9,9 +9,9 @@ import pytest
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
 from jaxmoe.rl.algorithm import ARRAYS
-from jaxmoe.rl.named import ask, asked, read, read_several
+from jaxmoe.rl.function_specs import arguments, asked, read, read_several
 
-OBJECTIVE, CORRECTION = ARRAYS["objective"], ARRAYS["correction"]
+OBJECTIVE, CORRECTION = ARRAYS["objective"], ARRAYS["rollout_correction"]
 
 
 @pytest.fixture
@@ -43,20 +43,22 @@ def test_options_are_bound_as_the_literals_they_are():
 
 def test_several_are_read_in_their_order():
     text = "rejection(by='token_k1', low=0.5, high=2.0) + token_is(high=3.0) + veto"
-    first, second, third = read_several(text, "loss.correction", CORRECTION)
+    first, second, third = read_several(text, "loss.rollout_correction", CORRECTION)
     assert first.func is losses.rejection and first.keywords["by"] == "token_k1"
     assert second.func is losses.token_is and second.keywords == {"high": 3.0}
     assert third is losses.veto
 
 
 def test_a_plus_inside_an_option_does_not_divide():
-    got = read_several("token_is + rejection(by='+', high=1.0)", "loss.correction", CORRECTION)
+    got = read_several(
+        "token_is + rejection(by='+', high=1.0)", "loss.rollout_correction", CORRECTION
+    )
     assert len(got) == 2 and got[1].keywords["by"] == "+"
 
 
 @pytest.mark.parametrize("text", ["", "  "])
 def test_an_empty_text_is_no_function(text):
-    assert read_several(text, "loss.correction", CORRECTION) == ()
+    assert read_several(text, "loss.rollout_correction", CORRECTION) == ()
 
 
 def test_a_function_of_ones_own_is_found_by_its_module(mine):
@@ -70,15 +72,15 @@ def test_a_function_of_ones_own_is_found_by_its_module(mine):
 def test_a_function_gets_the_arrays_it_names_and_no_other(mine):
     got = read("my_losses:terms", "loss.objective", OBJECTIVE)
     arrays = {"logp_BT": 3.0, "advantages_BT": 5.0, "mask_BT": None, "old_logp_BT": None}
-    assert ask(got, arrays) == 7.5
+    assert got(**arguments(got, arrays)) == 7.5
     with pytest.raises(KeyError, match="advantages_BT"):
-        ask(got, {"logp_BT": 3.0})
+        arguments(got, {"logp_BT": 3.0})
 
 
 def test_options_and_defaults_are_not_asked_for():
     assert asked(losses.rejection) == ["log_ratio_BT", "mask_BT"]
     assert asked(partial(losses.gae, trace=0.9)) == ["rewards_BT", "values_BT", "mask_BT"]
-    assert asked(losses.fixed_length_weights) == ["mask_BT"]
+    assert asked(losses.seq_mean_token_sum_norm) == ["mask_BT"]
 
 
 CALL = 'Try --set "loss.x=name(option=1.0)".'
@@ -104,6 +106,7 @@ CALL = 'Try --set "loss.x=name(option=1.0)".'
         # a name that is not there
         ("cliped_terms", "'cliped_terms'. Did you mean clipped_terms?"),
         ("zzz(a=1)", "jaxmoe.losses has no function 'zzz'. Or name your own: module:function."),
+        ("fixed_length_weights", "Did you mean seq_mean_token_sum_norm?"),
         ("jnp", "jaxmoe.losses has no function 'jnp'."),  # imported there, and not offered
         ("no_such_module:f", "no_such_module:f must be a function that can be imported; No module"),
         ("my_losses:f", "my_losses:f must be a function that can be imported; module 'my_losses'"),
@@ -149,9 +152,9 @@ def test_every_exported_recipe_objective_and_denominator_reads_without_options()
         "reinforce_terms",
         "advantages": "group_advantages rloo_advantages gae reinforce_pp_advantages "
         "reinforce_pp_baseline_advantages",
-        "mean": "token_mean_weights sequence_mean_weights kept_token_mean_weights",
-        "correction": "token_is sequence_is geometric_is token_icepop sequence_icepop normalize "
-        "veto",
+        "aggregation": "token_mean seq_mean_token_mean kept_token_mean",
+        "rollout_correction": "token_is sequence_is geometric_is token_icepop sequence_icepop "
+        "normalize veto",
         "kl": "kl_k1 kl_k2 kl_k3 kl_k3_with_k2_gradient",
     }
     for kind, names in kinds.items():

@@ -4,7 +4,7 @@
 A config joins them with " + ", in order: "rejection(by='seq_mean_k1', low=0.999, high=1.001) +
 token_is(high=2.0)". Weights multiply a token's loss; a dropped token has none. Arguments are
 arrays by name; options are keywords. All bounds are bounds of ρ = π_old/π_rollout, except those
-of k2 and k3, which are nats. Built from correction.py. Next: jaxmoe/rl/update.py applies them.
+of k2 and k3, which are nats. Built from ratios.py. Next: jaxmoe/rl/update.py applies them.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses import correction as c
+from jaxmoe.losses import ratios as c
 
 
 class Correction(NamedTuple):

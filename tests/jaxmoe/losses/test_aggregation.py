@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.losses import masked_max, masked_mean, masked_sum
-from jaxmoe.losses.reduce import token_total
+from jaxmoe.losses.aggregation import token_total
 
 X = jnp.asarray([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], jnp.float32)
 MASK = jnp.asarray([[True, False, True], [False, False, True]])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups without a gradient give way to others, within the budget of draws."""
+"""Dynamic sampling: prompts without a gradient give way to others, within the budget."""
 
 import numpy as np
 import pytest
 
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rl.groups import rollout_metrics, sample_groups
+from jaxmoe.rl.dynamic_sampling import dynamic_sampling, rollout_metrics
 
 SAMPLES = 3
 
@@ -19,18 +19,18 @@ def rollout(prompt, sample, length=2, stop=StopReason.STOP_TOKEN):
     )  # fmt: skip
 
 
-def drawing(*draws):
-    """A draw(number) whose groups carry the given rewards; prompts are numbered through."""
+def generating(*batches):
+    """A generate(number) whose groups carry the given rewards; prompts are numbered through."""
     calls = []
 
-    def draw(number):
+    def generate(number):
         calls.append(number)
-        first = sum(len(groups) for groups in draws[:number])
-        groups = draws[number]
+        first = sum(len(groups) for groups in batches[:number])
+        groups = batches[number]
         rollouts = [rollout(first + g, s) for g in range(len(groups)) for s in range(SAMPLES)]
         return rollouts, np.array(groups, np.float32).reshape(-1)
 
-    return draw, calls
+    return generate, calls
 
 
 ALL, NONE, SOME = [1, 1, 1], [0, 0, 0], [0, 1, 0]
@@ -40,36 +40,40 @@ def prompts_of(rollouts):
     return [r.prompt.id for r in rollouts[::SAMPLES]]
 
 
-def test_one_draw_keeps_every_group_and_its_rewards():
-    draw, calls = drawing([ALL, SOME, NONE], [SOME, SOME, SOME])
-    rollouts, rewards, metrics = sample_groups(draw, groups=3, samples=SAMPLES, max_draws=1)
+def test_one_batch_keeps_every_group_and_its_rewards():
+    generate, calls = generating([ALL, SOME, NONE], [SOME, SOME, SOME])
+    rollouts, rewards, metrics = dynamic_sampling(
+        generate, prompts=3, samples=SAMPLES, max_gen_batches=1
+    )
     assert calls == [0] and sorted(prompts_of(rollouts)) == [0, 1, 2]
     by_prompt = dict(zip(prompts_of(rollouts), rewards.reshape(-1, SAMPLES).tolist(), strict=True))
     assert by_prompt == {0: ALL, 1: SOME, 2: NONE}
-    assert metrics["rollout/draws"] == 1
+    assert metrics["rollout/gen_batches"] == 1
 
 
-def test_uniform_groups_give_way_to_those_of_a_further_draw():
-    draw, calls = drawing([ALL, SOME], [NONE, [1, 1, 0]], [SOME, SOME])
-    rollouts, rewards, metrics = sample_groups(draw, groups=2, samples=SAMPLES, max_draws=9)
+def test_uniform_groups_give_way_to_those_of_a_further_batch():
+    generate, calls = generating([ALL, SOME], [NONE, [1, 1, 0]], [SOME, SOME])
+    rollouts, rewards, metrics = dynamic_sampling(
+        generate, prompts=2, samples=SAMPLES, max_gen_batches=9
+    )
     assert calls == [0, 1] and prompts_of(rollouts) == [1, 3]
     assert rewards.tolist() == [0, 1, 0, 1, 1, 0]
     assert [r.tokens[0] for r in rollouts] == [0, 1, 2, 0, 1, 2]  # samples stay in order
-    assert metrics["rollout/draws"] == 2
-    assert metrics["reward/zero_std_groups_frac"] == 0.5  # of all that was drawn
+    assert metrics["rollout/gen_batches"] == 2
+    assert metrics["reward/zero_std_groups_frac"] == 0.5  # of all that was generated
     assert metrics["reward/mean"] == pytest.approx(6 / 12)
 
 
 def test_a_spent_budget_fills_up_with_uniform_groups():
-    draw, calls = drawing([ALL, NONE], [SOME, ALL])
-    rollouts, rewards, _ = sample_groups(draw, groups=2, samples=SAMPLES, max_draws=2)
+    generate, calls = generating([ALL, NONE], [SOME, ALL])
+    rollouts, rewards, _ = dynamic_sampling(generate, prompts=2, samples=SAMPLES, max_gen_batches=2)
     assert calls == [0, 1] and prompts_of(rollouts) == [2, 0]
     assert rewards.tolist() == [*SOME, *ALL]
 
 
-def test_more_telling_groups_than_wanted_are_cut_to_the_step():
-    draw, _ = drawing([SOME, ALL, SOME], [SOME, SOME, SOME])
-    rollouts, rewards, _ = sample_groups(draw, groups=3, samples=SAMPLES, max_draws=4)
+def test_more_mixed_groups_than_asked_for_are_cut_to_the_step():
+    generate, _ = generating([SOME, ALL, SOME], [SOME, SOME, SOME])
+    rollouts, rewards, _ = dynamic_sampling(generate, prompts=3, samples=SAMPLES, max_gen_batches=4)
     assert prompts_of(rollouts) == [0, 2, 3] and len(rewards) == 9
 
 
@@ -85,9 +89,9 @@ def test_metrics_count_lengths_and_cut_answers():
 
 
 def test_one_sample_a_prompt_is_no_group_that_could_be_uniform():
-    def draw(number):
+    def generate(number):
         return [rollout(number, 0)] * 2, np.array([0.5, 0.5], np.float32)
 
-    rollouts, _, metrics = sample_groups(draw, groups=2, samples=1, max_draws=4)
-    assert len(rollouts) == 2 and metrics["rollout/draws"] == 1
+    rollouts, _, metrics = dynamic_sampling(generate, prompts=2, samples=1, max_gen_batches=4)
+    assert len(rollouts) == 2 and metrics["rollout/gen_batches"] == 1
     assert "reward/zero_std_groups_frac" not in metrics

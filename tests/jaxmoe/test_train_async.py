@@ -29,7 +29,9 @@ def test_ahead_and_in_turn_ask_for_the_same_samples(tmp_path, monkeypatch):
 def test_in_turn_nothing_is_counted_that_cannot_happen(tmp_path, monkeypatch):
     Run(tmp_path, Scripted())(monkeypatch)
     names = set().union(*lines(tmp_path))
-    assert not {n for n in names if n.startswith(("staleness", "time/wait", "rollout/ahead"))}
+    assert not {
+        n for n in names if n.startswith(("staleness", "time/wait", "rollout/ready_batches"))
+    }
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -68,7 +70,9 @@ def test_a_slow_trainer_gets_tokens_as_old_as_allowed_and_the_log_says_so(
     assert all(row["staleness/mixed_frac"] == 0.0 for row in rows)
     for row in rows:
         assert row["time/wait_for_rollouts_s"] >= 0 and row["time/wait_for_trainer_s"] >= 0
-        assert 0 <= row["rollout/overlap_frac"] <= 1 and 0 <= row["rollout/ahead"] <= 1 + ahead
+        assert (
+            0 <= row["rollout/overlap_frac"] <= 1 and 0 <= row["rollout/ready_batches"] <= 1 + ahead
+        )
 
 
 def test_rollouts_that_two_versions_drew_are_counted(tmp_path, monkeypatch):

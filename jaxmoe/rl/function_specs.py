@@ -17,6 +17,13 @@ from typing import Any
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
 
+RENAMED = {  # what was called otherwise once
+    "token_mean_weights": "token_mean",
+    "sequence_mean_weights": "seq_mean_token_mean",
+    "fixed_length_weights": "seq_mean_token_sum_norm",
+    "kept_token_mean_weights": "kept_token_mean",
+}
+
 
 def read(text: str, where: str, arrays: Sequence[str]) -> Callable[..., Any]:
     """The function of one call, its keyword arguments bound; it may take `arrays` by position.
@@ -40,9 +47,9 @@ def read_several(text: str, where: str, arrays: Sequence[str]) -> tuple[Callable
     return tuple(read(part, where, arrays) for part in _split(text)) if text.strip() else ()
 
 
-def ask(function: Callable[..., Any], arrays: Mapping[str, Any]) -> Any:
-    """function(**the arrays it names)."""
-    return function(**{name: arrays[name] for name in asked(function)})
+def arguments(function: Callable[..., Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arrays that the function names."""
+    return {name: arrays[name] for name in asked(function)}
 
 
 def asked(function: Callable[..., Any]) -> list[str]:
@@ -80,7 +87,8 @@ def _split(text: str) -> list[str]:
 
 def _ours(name: str, where: str) -> Callable[..., Any]:
     if name not in losses.__all__:
-        near = difflib.get_close_matches(name, losses.__all__, 1)
+        near = [RENAMED[name]] if name in RENAMED else []
+        near = near or difflib.get_close_matches(name, losses.__all__, 1)
         hint = f"Did you mean {near[0]}?" if near else "Or name your own: module:function."
         raise ConfigError(f"{where}: jaxmoe.losses has no function {name!r}. {hint}")
     return getattr(losses, name)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of publications publish."""
+"""The weight updates that the tests here make."""
 
 import numpy as np
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import map_specs
-from jaxmoe.weight_sync.files import files
+from jaxmoe.weight_sync.files import write_files
 
 CFG = ModelConfig(
     vocab_size=93, d_model=32, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
@@ -20,8 +20,8 @@ def random_params(cfg: ModelConfig = CFG, dtype: str = "float32"):
     return map_specs(lambda s: rng.standard_normal(s.shape, np.float32).astype(dtype), cfg)
 
 
-def publish(params, directory, *, dtype="float32", version=3, cfg=CFG):
-    return files(params, cfg, directory, dtype=dtype, run=RUN, version=version)
+def write_update(params, directory, *, dtype="float32", version=3, cfg=CFG):
+    return write_files(params, cfg, directory, dtype=dtype, run=RUN, version=version)
 
 
 def left(directory) -> list[str]:

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of the train command: what its stages work with, and how it is timed, logged and saved.
+
+Next: jaxmoe/checkpoint/run.py keeps positions; jaxmoe/train.py is the loop.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmoe.checkpoint.run import Position, save_run
+from jaxmoe.cli import Stopped, StopRequest
+from jaxmoe.config import Config, ConfigError, EngineError
+from jaxmoe.envs.tasks import Task, evaluate, response_text
+from jaxmoe.guards import gate_closed, must_be_finite
+from jaxmoe.model import Ops
+from jaxmoe.observe.alerts import alerts
+from jaxmoe.observe.metrics import MetricsLog, read_metrics
+from jaxmoe.observe.plots import plot_run
+from jaxmoe.observe.profiling import assert_compiled_once
+from jaxmoe.observe.progress import Progress, phase
+from jaxmoe.records import Prompt
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.state import TrainState
+from jaxmoe.rollout.engine import Engine
+from jaxmoe.shapes import Metrics
+
+
+@dataclass
+class Job:
+    """What both stages work with, and where the run stands."""
+
+    cfg: Config
+    ops: Ops
+    work: Path
+    task: Task
+    engine: Engine
+    log: MetricsLog
+    stop: StopRequest
+    at: Position  # after the last whole step
+    times: Metrics = field(default_factory=dict)  # seconds of this step, by phase
+    saved: int = field(init=False)  # number of the newest position that needs no saving
+    began: float = 0.0  # of this step
+    told: int = 0  # incidents of the engine that have been logged
+
+    def __post_init__(self) -> None:
+        self.saved = self.at.number  # it is on disk, or can be made again
+        self.first = self.at.step
+        self.told = len(self.engine.incidents)
+
+    def begin(self, at: Position) -> None:
+        """Go on from here; it is saved, or can be made again."""
+        self.at, self.saved, self.first = at, at.number, at.step
+
+    def steps(self, last: int) -> Iterator[int]:
+        """The steps of a stage that are left, each with a clock of its own."""
+        for step in range(self.at.step + 1, last + 1):
+            self.began, self.times = time.perf_counter(), {}
+            yield step
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        spent = time.perf_counter() - start
+        self.times[f"time/{name}_s"] = self.times.get(f"time/{name}_s", 0.0) + spent
+
+    def host(
+        self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float]
+    ) -> Metrics:
+        """Device scalars as Python numbers; waits for the step.
+
+        Raises ConfigError where one is not finite.
+        """
+        found = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        must_be_finite(found, step, rate=rate)
+        assert_compiled_once(step_fn, step - self.first)
+        return found
+
+    def stop_at_the_gate(self, state: TrainState, metrics: Metrics, step: int) -> None:
+        """Raises ConfigError where the gate held the batch back and the run may not skip it."""
+        if metrics["gate/closed"] and not self.cfg.gate.skip:
+            # as before this batch: a resume draws it again
+            self.at = replace(self.at, state=state)
+            self.save()
+            raise gate_closed(self.cfg, metrics, step)
+
+    @cached_property
+    def held_out(self) -> list[Prompt]:
+        return self.task.held_out_prompts()
+
+    def due(self, step: int) -> bool:
+        """Whether the held-out rows are scored after that step."""
+        return step % self.cfg.eval.every_steps == 0 or step == self.cfg.steps
+
+    def evaluate(self) -> Metrics:
+        """Accuracy on the held-out rows; a few answers go to samples.jsonl."""
+        step, task = self.at.step, self.task
+        metrics, rollouts, rewards = evaluate(self.engine, self.held_out, task, version=step)
+        rows = [
+            {"prompt": r.prompt.text, "response": response_text(r, task),
+             "answer": r.prompt.answer, "reward": float(reward), "stop": str(r.stop)}
+            for r, reward in list(zip(rollouts, rewards, strict=True))[:8]
+        ]  # fmt: skip
+        self.log.write_samples("rl", step, rows)
+        return metrics
+
+    def evaluate_first(self) -> None:
+        """Score the weights RL starts from; or make up for an evaluation that broke."""
+        step = self.at.step
+        rows = read_metrics(self.work / "metrics.jsonl")
+        if not self.due(step) or any(r["step"] == step and "eval/accuracy" in r for r in rows):
+            return
+        with phase(f"scoring the held-out rows at step {step}"):
+            self.log.write("rl", step, self.evaluate())
+        if step:
+            self.plot()
+
+    @contextmanager
+    def logged_if_it_breaks(self, metrics: Metrics) -> Iterator[None]:
+        """For what follows an update: the step was made, and a resume goes on behind it."""
+        try:
+            yield
+        except Exception:
+            self.log.write("rl", self.at.step, metrics | self.times)
+            raise
+
+    def report(self, progress: Progress, batch: Batch, metrics: Metrics) -> None:
+        """A step's line in metrics.jsonl and on the terminal; its plot where that is due."""
+        step, spent = self.at.step, time.perf_counter() - self.began
+        tokens = int(np.asarray(batch.segment_ids_BT).sum())
+        metrics |= self.times | {"tokens_per_s": tokens / spent, "time/step_s": spent}
+        incidents = self.engine.incidents[self.told :]
+        self.told += len(incidents)
+        metrics["rollout/incidents"] = len(incidents)
+        raised = alerts(metrics)
+        self.log.write("rl", step, metrics, alerts=[*raised.values(), *incidents])
+        progress.alert(step, raised)
+        progress.update(
+            step, reward=metrics["reward/mean"],
+            engine_gap=metrics["train_rollout_logprob_abs_diff"],
+            tokens_per_s=metrics["tokens_per_s"], accuracy=metrics.get("eval/accuracy"),
+        )  # fmt: skip
+        if self.due(step):
+            self.plot()
+
+    def plot(self) -> None:
+        """All of the run so far; panels of their own at its end."""
+        rows, last = read_metrics(self.work / "metrics.jsonl"), self.at.step == self.cfg.steps
+        plot_run(rows, self.work, panels=last)
+
+    def save(self) -> str:
+        """Save the state after the last whole step, unless it is, and say where that stands."""
+        if self.at.number > self.saved:
+            if any(x.is_deleted() for x in jax.tree.leaves(self.at.state)):
+                return "The step took the weights with it: go on from the last checkpoint."
+            save_run(self.work, self.cfg, self.at)
+            self.saved = self.at.number
+        if self.at.step == 0:
+            return f"no {self.at.stage} step was made in {self.work}; the same command begins it."
+        where = f"saved {self.at.stage} step {self.at.step} in {self.work}"
+        return f"{where}; the same command resumes."
+
+    def save_or_stop(self, *, last: bool) -> None:
+        """Save when due or asked to stop; leave with a message where asked."""
+        if self.at.step % self.cfg.save.every_steps == 0 or last:
+            self.save()
+        if self.stop.signal and not (last and self.at.stage == "rl"):
+            raise self.stopped()
+
+    def stopped(self) -> Stopped:
+        """What to leave with where the run was asked to stop: it is saved."""
+        return Stopped(self.stop.signal, self.save())
+
+    @contextmanager
+    def saved_if_it_cannot_go_on(self) -> Iterator[None]:
+        try:
+            yield
+        except (EngineError, ConfigError) as error:
+            raise type(error)(f"{error} {self.save()}") from error
+        except Exception as error:  # of a reward, say: its traceback is shown, its run is kept
+            error.add_note(self.save())
+            raise

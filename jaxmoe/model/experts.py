@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts: every token through its active ones, dropless. Next: jaxmoe/model/ops.py."""
+
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.shapes import Params
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
+
+
+def experts(
+    h_BTD: Float[Array, "B T D"],
+    indices_BTA: Int[Array, "B T A"],
+    weights_BTA: Float[Array, "B T A"],
+    layer: Params,
+    cfg: ModelConfig,
+) -> Float[Array, "B T D"]:
+    """Σ_a weight_a · W_down·swiglu(W_gate_up·h + b) + b over a token's active experts.
+
+    Numerics: matmuls accumulate in float32 and round to h's dtype; the sum over experts is
+    float32 in top-k order and rounds once.
+    """
+    active, dtype = indices_BTA.shape[-1], h_BTD.dtype
+    h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
+    order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)
+    rows = permute_rows(h_MD, order, inverse, active)
+    hidden = grouped_swiglu(
+        rows, layer["w_gate_up"].astype(dtype), sizes_E, bias_EF=layer["b_gate_up"],
+        alpha=cfg.swiglu_alpha, limit=cfg.swiglu_limit,
+    )  # fmt: skip
+    out = grouped_matmul(hidden, layer["w_down"].astype(dtype), sizes_E, bias_EF=layer["b_down"])
+    return combine_rows(out, inverse, weights_BTA.reshape(-1, active)).reshape(h_BTD.shape)

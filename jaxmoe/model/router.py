@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router: which experts a token goes to, and with what weights.
+
+Numerics: float32 throughout, whatever the model's dtype: a rounded logit switches experts.
+Next: jaxmoe/model/experts.py.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.shapes import Params
+
+
+def router_logits(h: Float[Array, "*B D"], layer: Params) -> Float[Array, "*B E"]:
+    """h·W + b in float32."""
+    logits = jnp.dot(
+        h.astype(jnp.float32),
+        layer["w_router"].astype(jnp.float32),
+        precision=lax.Precision.HIGHEST,
+    )
+    bias_E = layer["b_router"].astype(jnp.float32)
+    return logits + bias_E.reshape((1,) * (logits.ndim - 1) + bias_E.shape)
+
+
+def route(
+    h_BTD: Float[Array, "B T D"], layer: Params, *, active: int
+) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
+    """The experts of each token and their weights: top-k of h·W + b, then softmax over those.
+
+    Source: GPT-OSS model card §2.2.
+    """
+    h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
+    top_MA, indices_MA = lax.top_k(router_logits(h_MD, layer), active)
+    weights_MA, shape = jax.nn.softmax(top_MA, axis=-1), (*h_BTD.shape[:2], active)
+    return indices_MA.reshape(shape), weights_MA.reshape(shape)
+
+
+def replay(
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    *,
+    active: int,
+    indices_BTA: Int[Array, "B T A"] | None = None,
+) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
+    """`route` to experts that another forward chose, weighted by this one's logits.
+
+    A token whose indices are negative is routed as ever, and so is everything without indices.
+    Source: rollout routing replay (R3), arXiv:2510.11370.
+    """
+    if indices_BTA is None:
+        return route(h_BTD, layer, active=active)
+    logits_BTE = router_logits(h_BTD, layer)
+    own_BTA = lax.top_k(logits_BTE, active)[1]
+    indices_BTA = jnp.where(indices_BTA < 0, own_BTA, indices_BTA)
+    top_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
+    return indices_BTA, jax.nn.softmax(top_BTA, axis=-1)
+
+
+def chosen(
+    h_BTD: Float[Array, "B T D"],
+    layer: Params,
+    indices_BTA: Int[Array, "B T A"],
+    weights_BTA: Array,
+) -> Int[Array, "B T A"]:
+    """What a forward keeps of each layer's routing: which experts each token went to."""
+    return indices_BTA

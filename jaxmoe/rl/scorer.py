@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters and a batch become log-probs and values, for whatever trains or scores.
+
+Next: jaxmoe/model/forward.py.
+"""
+
+from dataclasses import dataclass, replace
+
+from jaxtyping import Array, Float
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import Ops, forward, sequence_logprobs, sequence_values
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.state import Trained
+from jaxmoe.shapes import Params
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What does not change during a run: the model, how it runs, and the sampling temperature."""
+
+    model: ModelConfig
+    ops: Ops
+    temperature: float = 1.0
+    critic: str = "none"  # "own" or "shared" backbone
+
+    def policy(self, params: Trained, batch: Batch) -> dict[str, Array]:
+        """logp_BT and entropy_BT; and values_BT where the critic shares the policy's layers."""
+        hidden_BTD = self.hidden(params.policy, batch)
+        rows = batch if batch.packed is None else batch.packed
+        logp_BT, entropy_BT = sequence_logprobs(
+            params.policy, hidden_BTD, rows.tokens_BT, self.model, self.ops,
+            temperature=self.temperature,
+        )  # fmt: skip
+        out = {"logp_BT": in_rows(logp_BT, batch), "entropy_BT": in_rows(entropy_BT, batch)}
+        if self.critic == "shared":
+            assert params.critic is not None
+            out["values_BT"] = in_rows(sequence_values(params.critic, hidden_BTD), batch)
+        return out
+
+    def reference(self, reference: Params, batch: Batch) -> Float[Array, "B T"]:
+        """ref_logp_BT of frozen parameters, which route by themselves."""
+        plain = replace(self, critic="none")
+        return plain.policy(Trained(reference), unrouted(batch))["logp_BT"]
+
+    def values(self, params: Trained, batch: Batch) -> Float[Array, "B T"]:
+        """values_BT of a critic with a backbone of its own, which routes by itself."""
+        assert params.critic is not None
+        hidden_BTD = self.hidden(params.critic["backbone"], unrouted(batch))
+        return in_rows(sequence_values(params.critic, hidden_BTD), batch)
+
+    def hidden(self, params: Params, batch: Batch) -> Float[Array, "_ _ D"]:
+        """The last hidden states over a batch, or over the packed rows of a microbatch."""
+        rows = batch if batch.packed is None else batch.packed
+        return forward(
+            params, rows.tokens_BT, self.model, self.ops, positions_BT=rows.positions_BT,
+            segment_ids_BT=rows.segment_ids_BT, routed_experts_BTLA=rows.routed_experts_BTLA,
+        )[0]  # fmt: skip
+
+
+def in_rows(x_BT: Float[Array, "_ _"], batch: Batch) -> Float[Array, "B T"]:
+    """Values of the model's rows as the batch's: one row, one sequence."""
+    return x_BT if batch.packed is None else x_BT.reshape(-1)[batch.packed.place_BT]
+
+
+def unrouted(batch: Batch) -> Batch:
+    """Without the engine's experts: those are the policy's, not another model's."""
+    packed = batch.packed and replace(batch.packed, routed_experts_BTLA=None)
+    return replace(batch, routed_experts_BTLA=None, packed=packed)

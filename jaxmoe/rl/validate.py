@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which algorithms are refused, and why: all that the arithmetic of the step takes for granted.
+
+Next: jaxmoe/rl/algorithm.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmoe.config import ConfigError, require
+from jaxmoe.losses.rollout_correction import Correction
+from jaxmoe.rl.algorithm import ARRAYS, Algorithm, Function, advantages_of
+from jaxmoe.rl.function_specs import arguments, asked
+
+
+def check(a: Algorithm) -> None:
+    """Run every function on abstract arrays. Raises ConfigError with what it said."""
+    p, r, t = 2, a.samples_per_prompt, 3
+    needs_values = "values_BT" in asked(a.advantages)
+    require(
+        not needs_values or a.critic != "none",
+        f"loss.advantages: {_name(a.advantages)} asks for values_BT, and there is no critic. "
+        "Try --set critic.backbone=own.",
+    )
+    require(
+        needs_values or a.critic == "none",
+        f"critic.backbone={a.critic} needs advantages that ask for values; {_name(a.advantages)} "
+        "does not. Try --set loss.advantages=gae, or --set critic.backbone=none.",
+    )
+    require(
+        a.updates == 1 or a.old_logp != "detached" or "old_logp_BT" not in asked(a.objective),
+        f"loss.old_logp=detached needs one update a batch, got {a.epochs} epochs of "
+        f"{a.minibatches} minibatches: after the first update the batch is off-policy and its "
+        "ratio is not 1. Try --set loss.old_logp=recomputed.",
+    )
+    require(
+        r > 1 or "rewards_PR" not in asked(a.advantages),
+        f"loss.advantages: {_name(a.advantages)} compares the samples of a prompt, and "
+        f"rollout.samples_per_prompt is {r}. Try --set rollout.samples_per_prompt=8.",
+    )
+
+    def tried() -> Array | None:
+        x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
+        advantages_BT, _ = advantages_of(a, jnp.zeros(p * r), mask_BT, None, x_BT)
+        arrays = dict.fromkeys(ARRAYS["objective"], x_BT) | {"mask_BT": mask_BT}
+        arrays["advantages_BT"] = advantages_BT
+        _must_be_tokens(a.objective(**arguments(a.objective, arrays)), mask_BT, a.objective)
+        a.kl(**arguments(a.kl, {"logp_BT": x_BT, "logq_BT": x_BT}))
+        known_early = a.old_logp == "recomputed"
+        weights_BT = _weights(a, x_BT, advantages_BT, mask_BT, known_early)
+        keep = {"keep_BT": mask_BT} if known_early else {}
+        loss_weights_BT = a.aggregation(**arguments(a.aggregation, {"mask_BT": mask_BT} | keep))
+        _must_be_tokens(loss_weights_BT, mask_BT, a.aggregation)
+        return weights_BT
+
+    try:
+        weights = jax.eval_shape(tried)
+    except KeyError as error:
+        raise ConfigError(
+            f"loss: a function asks for {error.args[0]}, which is known only before the gradient "
+            "of a batch that was scored first. Try --set loss.old_logp=recomputed."
+        ) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"loss: {' '.join(str(error).split())}") from error  # one line
+    require(
+        not (a.old_logp == "rollout" and weights is not None),
+        "loss.old_logp=rollout and importance weights in loss.rollout_correction correct the same "
+        "mismatch, which squares it. Try --set loss.old_logp=recomputed, or a rejection alone.",
+    )
+
+
+def check_stale(a: Algorithm, most: int) -> None:
+    """Raises ConfigError where tokens may be `most` versions old and the loss would not see it.
+
+    A token was drawn by μ, and rollout_logp is log μ of that token: of the version that drew it,
+    also where several drew its rollout. π is the policy, π_old the trainer before the step's
+    updates. What is right for μ ≠ π_old:
+
+    - old_logp="detached" and weights: ρ = π/μ, so E_μ[min(ρ, high)·A·∇log π], the policy gradient
+      wherever ρ < high. There is no clip: π may leave μ as far as `high` lets it.
+    - old_logp="recomputed" and weights: ρ = π_old/μ is for the age, the clipped ratio π/π_old for
+      the updates. Source: decoupled PPO, arXiv:2110.00641; AReaL, arXiv:2505.24298.
+    - old_logp="rollout": the ratio is π/μ, and its clip bounds age and updates together.
+
+    A rejection keeps tokens near π, which bounds the bias and leaves it. Without any of these the
+    gradient is E_μ[A·∇log π], as if π had drawn the tokens: the ratio is 1 and hides their age.
+    """
+    names = asked(a.objective)
+    sees = "rollout_logp_BT" in names or (a.old_logp == "rollout" and "old_logp_BT" in names)
+    require(
+        most == 0 or sees or bool(a.rollout_correction),
+        f"rollout.max_staleness={most} trains on tokens that older weights drew, and nothing in "
+        f"the loss sees it: {_name(a.objective)}, loss.old_logp={a.old_logp}, no "
+        'loss.rollout_correction. Try --set "loss.rollout_correction=token_is(high=2.0)".',
+    )
+
+
+def _weights(
+    a: Algorithm, x_BT: Array, advantages_BT: Array, mask_BT: Array, known_early: bool
+) -> Array | None:
+    """The rollout corrections' weights, if any; each is tried, and none may weight twice."""
+    arrays: dict[str, Any] = {
+        "log_ratio_BT": x_BT, "old_logp_BT": x_BT, "rollout_logp_BT": x_BT,
+        "advantages_BT": advantages_BT, "mask_BT": mask_BT,
+    }  # fmt: skip
+    if known_early:
+        arrays["batch_mask_BT"] = mask_BT
+    for function in a.rollout_correction:
+        continues = "weights_BT" in asked(function)
+        require(
+            "weights_BT" in arrays or not continues,
+            f"loss.rollout_correction: {_name(function)} asks for weights_BT, and nothing before "
+            "it makes any. Try "
+            f'--set "loss.rollout_correction=token_is(high=2.0) + {_name(function)}".',
+        )
+        found = function(**arguments(function, arrays))
+        require(
+            isinstance(found, Correction),
+            f"loss.rollout_correction: {_name(function)} must return a Correction, as token_is "
+            "does.",
+        )
+        if found.weights_BT is None:
+            continue
+        require(
+            continues or "weights_BT" not in arrays,
+            f"loss.rollout_correction: {_name(function)} would weight tokens that are weighted "
+            "already, which squares the correction. Leave one out.",
+        )
+        arrays["weights_BT"] = found.weights_BT
+        if found.ratio_BT is not None:
+            arrays["ratio_BT"] = found.ratio_BT
+    return arrays.get("weights_BT")
+
+
+def _must_be_tokens(x: Any, mask_BT: Array, function: Function) -> None:
+    if getattr(x, "shape", None) != mask_BT.shape:
+        raise ValueError(f"{_name(function)} must return [B, T]")
+
+
+def _name(function: Function) -> str:
+    return getattr(getattr(function, "func", function), "__name__", str(function))

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The signatures of the grouped matmul and of its SwiGLU, which every implementation shares.
+
+Next: reference.py for the formula.
+"""
+
+from typing import Protocol
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+
+Rows = Float[Array, "M D"]
+Matrices = Float[Array, "E D F"] | Mxfp4
+GroupSizes = Int[Array, " E"]  # of groups
+Bias = Float[Array, "E F"] | None
+Out = Float[Array, "M F"]
+GateUp = Float[Array, "E D F2"] | Mxfp4  # the columns of gate, then those of up
+GateUpBias = Float[Array, "E F2"] | None
+
+
+class Matmul(Protocol):
+    """What `grouped_matmul` documents."""
+
+    def __call__(
+        self, lhs_MD: Rows, rhs_EDF: Matrices, group_sizes_E: GroupSizes, bias_EF: Bias
+    ) -> Out: ...
+
+
+class MatmulSwiglu(Protocol):
+    """What `grouped_swiglu` documents."""
+
+    def __call__(
+        self,
+        lhs_MD: Rows, rhs_EDF: GateUp, group_sizes_E: GroupSizes, bias_EF: GateUpBias,
+        alpha: float, limit: float,
+    ) -> Out: ...  # fmt: skip

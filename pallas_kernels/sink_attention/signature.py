@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one signature of attention with a sink: every implementation, the reference and decoding.
+
+Next: reference.py for the formula.
+"""
+
+from typing import Protocol
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.masks import Layout
+
+Queries = Float[Array, "B T N H"]
+Keys = Float[Array, "B S K H"]  # and values
+Sinks = Float[Array, " N"]
+Result = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]  # o and lse
+
+
+class Attention(Protocol):
+    """(o, lse) as `sink_attention` documents them; a window of 0 is none, and scale is given."""
+
+    def __call__(
+        self,
+        q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout,
+        window: int, scale: float,
+    ) -> Result: ...  # fmt: skip

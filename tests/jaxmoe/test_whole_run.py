@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of the train command, looked at from inside: its trace, and whose pieces it runs on."""
+
+import re
+import traceback
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from jaxmoe import engines, train
+from jaxmoe.losses import clipped_terms
+from jaxmoe.model import Ops
+from jaxmoe.model import ops as model_ops
+from jaxmoe.rl import scorer
+from jaxmoe.rollout import native
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "--config", "tiny.py", "--set", "model.d_model=16", "--set", "model.d_expert=24",
+    "--set", "warmup.steps=1", "--set", "warmup.sequences_per_step=4", "--set", "steps=1",
+    "--set", "rollout.sequences_per_step=8", "--set", "rollout.samples_per_prompt=4",
+    "--set", "data.held_out_rows=4", "--set", "data.train_rows=64",
+]  # fmt: skip
+# every model there is: policy, reference, a critic's own backbone; scored first, then trained
+ALL_MODELS = [
+    "loss.kl_coef=0.1", "loss.old_logp=recomputed", "loss.advantages=gae", "critic.backbone=own",
+]  # fmt: skip
+
+stacks: list[list[traceback.FrameSummary]] = []
+
+
+def probe(logp_BT, old_logp_BT, advantages_BT, mask_BT):
+    """`clipped_terms`, which remembers who asked it."""
+    stacks.append(traceback.extract_stack())
+    return clipped_terms(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+
+
+def ours(stack) -> list[tuple[str, str]]:
+    """(file, function) of the frames that are this project's, outermost first."""
+    found = []
+    for frame in stack:
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "tests"):
+            found.append((str(path.relative_to(ROOT)), frame.name))
+    return found
+
+
+def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(tmp_path, monkeypatch):
+    stacks.clear()
+    monkeypatch.setattr("jaxmoe.losses.objectives.clipped_terms", clipped_terms)
+    objective = f"--set=loss.objective={__name__}:probe"
+    monkeypatch.setitem(__import__("sys").modules, __name__, __import__("sys").modules[__name__])
+    assert train.main([*SMALL, "--workdir", str(tmp_path), objective]) == 0
+    differentiated = [
+        stack for stack in stacks if any(frame.name == "value_and_grad_f" for frame in stack)
+    ]
+    assert differentiated, "the objective must be asked under jax.value_and_grad"
+    stack = differentiated[0]
+    names = [frame.name for frame in stack]
+    before = ours(stack[: names.index("value_and_grad_f")])
+    trace = [*ours(stack), ("jaxmoe/losses/objectives.py", "clipped_terms")]
+    print("\n".join(f"{i}  {file}  {function}" for i, (file, function) in enumerate(trace, 1)))
+    assert len(before) <= 5 and len(trace) <= 8
+    readme = (ROOT / "README.md").read_text()
+    block = re.search(r"<!-- trace -->\n```\n(.*?)\n```", readme, re.S)
+    assert block, "README must hold the trace after <!-- trace -->"
+    lines = re.findall(r"^ *(\d+)  (\S+) +(\w+)", block[1], re.M)
+    assert lines == [(str(i), *where) for i, where in enumerate(trace, 1)]
+
+
+def counting(ops: Ops, calls: Counter) -> Ops:
+    """Ops whose every piece counts its calls; jax traces it where it is used."""
+
+    def counted(name):
+        piece = getattr(ops, name)
+
+        def call(*args, **options):
+            calls[name] += 1
+            return piece(*args, **options)
+
+        return call
+
+    return replace(ops, **{field.name: counted(field.name) for field in fields(ops)})
+
+
+def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(tmp_path, monkeypatch):
+    calls, forwards = Counter(), Counter()
+    whole = train.make_ops
+
+    def make_ops(cfg):
+        calls["make_ops"] += 1
+        made = counting(whole(cfg), calls)
+        # nobody may make pieces of its own from here on
+        monkeypatch.setattr(model_ops, "plain_ops", None)
+        return made
+
+    def counted(name, forward):
+        def call(*args, **options):
+            forwards[name] += 1
+            return forward(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(train, "make_ops", make_ops)
+    monkeypatch.setattr(scorer, "forward", counted("scorer", scorer.forward))
+    monkeypatch.setattr(native, "forward", counted("native", native.forward))
+    changes = [f"--set={change}" for change in ALL_MODELS]
+    assert train.main([*SMALL, "--workdir", str(tmp_path), *changes]) == 0
+    assert calls["make_ops"] == 1
+    # warm start; policy scored, reference, critic scored; policy and critic under the gradient
+    assert forwards["scorer"] >= 6 and forwards["native"] >= 2  # prefill and decode
+    total = sum(forwards.values())
+    assert calls["embed"] == calls["rotary"] == calls["remat"] == total
+    for name in ("attend", "router", "experts", "record"):  # two layers in a pair
+        assert calls[name] >= 2 * total, name
+    assert calls["norm"] >= 5 * total and calls["linear"] >= 8 * total
+    assert calls["logprobs"] >= 4 and calls["logits"] >= 1
+
+
+def test_no_module_but_one_makes_ops():
+    for path in (ROOT / "jaxmoe").rglob("*.py"):
+        code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
+        if path.name != "ops.py":
+            assert not re.search(r"\b(Ops|plain_ops)\(", code), path
+    assert engines.open_engine.__annotations__["ops"] is Ops
+
+
+@pytest.mark.parametrize(
+    "cut", [[], ["optim.microbatches=2"], ["optim.tokens_per_microbatch=116"]],
+    ids=["whole", "cut", "packed"],
+)  # fmt: skip
+def test_router_replay_reaches_the_update_from_the_command_line(tmp_path, monkeypatch, cut):
+    """The engine's experts are those that the trainer's layers are given, token by token."""
+    seen = []
+    whole = train.make_batch
+
+    def noted(*given):
+        batch = whole(*given)
+        seen.append(batch)
+        return batch
+
+    monkeypatch.setattr(train, "make_batch", noted)
+    changes = [f"--set={change}" for change in (*cut, "rollout.router_replay=True")]
+    assert train.main([*SMALL, "--workdir", str(tmp_path), *changes]) == 0
+    (batch,) = seen
+    routed = batch.routed_experts_BTLA
+    assert routed.dtype == "uint8" and routed.shape == (*batch.tokens_BT.shape, 2, 2)
+    assert routed[batch.segment_ids_BT > 0].max() > 0
