@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model without layers, a batch and a step of it: what the tests of the update share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -62,6 +62,14 @@ def make_batch(extra=0, shift=0.0):
         ),
         rewards_B=rng.normal(size=B).astype(np.float32),
     )
+
+
+def routed_batch(seed=0):
+    """With experts that no router would choose."""
+    batch, dice = make_batch(), np.random.default_rng(seed)
+    ranks = dice.random((*batch.tokens_BT.shape, CFG.n_layers, CFG.n_experts)).argsort(-1)
+    chosen = ranks[..., : CFG.experts_per_token].astype(np.uint8)
+    return replace(batch, routed_experts_BTLA=chosen)
 
 
 def start(a, tx=SGD, params=PARAMS, reference=None):

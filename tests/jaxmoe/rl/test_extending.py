@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bigram import CFG, MODEL, make_batch
-from test_routing_travels import routed_batch
+from bigram import CFG, MODEL, make_batch, routed_batch
 
 from jaxmoe.model import plain_ops
 from jaxmoe.model.router import replay, route, router_logits

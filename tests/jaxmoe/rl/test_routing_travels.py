@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bigram import CFG, MODEL, algorithm, make_batch
+from bigram import CFG, MODEL, algorithm, make_batch, routed_batch
 
 from jaxmoe.model import forward, plain_ops
 from jaxmoe.model.params import map_specs
@@ -24,14 +24,6 @@ REPLAY = Scorer(CFG, replace(plain_ops(), router=replay))
 PARAMS = map_specs(  # routers that tell tokens apart, and experts that tell routers apart
     lambda spec, x: x if spec.init != "normal" else 3 * x, CFG, MODEL
 )
-
-
-def routed_batch(seed=0):
-    """With experts that no router would choose."""
-    batch, dice = make_batch(), np.random.default_rng(seed)
-    ranks = dice.random((*batch.tokens_BT.shape, CFG.n_layers, CFG.n_experts)).argsort(-1)
-    chosen = ranks[..., : CFG.experts_per_token].astype(np.uint8)
-    return replace(batch, routed_experts_BTLA=chosen)
 
 
 def step(batch, a, minibatches=None, **options):
