@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.cli import Stopped, StopRequest
@@ -27,6 +28,7 @@ from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, phase
 from jaxmoe.records import Prompt
+from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rollout.engine import Engine
@@ -39,6 +41,8 @@ class Job:
 
     cfg: Config
     ops: Ops
+    algorithm: Algorithm
+    tx: optax.GradientTransformation  # of RL
     work: Path
     task: Task
     engine: Engine

@@ -8,7 +8,8 @@ logs, clocks and checkpoints are jaxmoe/job.py. To change the loop, copy this fi
 """
 
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,6 @@ from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog
 from jaxmoe.observe.progress import Progress
 from jaxmoe.records import Rollout
-from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.minibatches import divide, packed
@@ -52,21 +52,29 @@ from jaxmoe.rollout.staleness import check_versions
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
         cfg, dry_run = parse(argv, "Train a GPT-OSS by reinforcement learning.")
-        print(plan.describe(cfg)) if dry_run else run(cfg)
+        if dry_run:
+            print(plan.describe(cfg))
+            return status.code
+        with open_job(cfg) as job:
+            warm_start(job)
+            reinforce(job)
     return status.code
 
 
-def run(cfg: Config) -> None:
-    """Warm start, then RL; the same run folder goes on where its last checkpoint stands."""
+@contextmanager
+def open_job(cfg: Config) -> Iterator[Job]:
+    """Task, engine and run folder; the same folder goes on where its last checkpoint stands.
+
+    What cannot work is refused before there is a folder.
+    """
     work, ops = Path(cfg.workdir), make_ops(cfg)
     one_device(cfg)
-    chosen, task = algorithm(cfg), open_task(cfg)
-    supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
-    tx = rl_optimizer(cfg)
+    chosen, task, tx = algorithm(cfg), open_task(cfg), rl_optimizer(cfg)
+    supervised = warmup_optimizer(cfg)
     at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx))
     if at is None:
         at = Position("warmup", 0, new_state(Trained(initial_params(cfg)), supervised), None)
-    task.check_prompts()  # before there is a run folder
+    task.check_prompts()
     if at.stage == "warmup" and at.step < cfg.warmup.steps:
         task.check_answers(cfg.context)
     first = jax.process_index() == 0
@@ -78,14 +86,7 @@ def run(cfg: Config) -> None:
     ):
         if first:
             record_config(work, cfg)
-        job = Job(cfg, ops, work, task, engine, log, stop, at)
-        if at.stage == "warmup":
-            warm_start(job, supervised)
-            # jitted: restored weights are tied to their device, and the fresh moments must be
-            # too, or the first step's program would not fit the second's arguments
-            state = jax.jit(partial(rl_state, cfg=cfg, tx=tx))(job.at.state.params.policy)
-            job.begin(Position("rl", 0, state, None))
-        reinforce(job, tx, chosen)
+        yield Job(cfg, ops, chosen, tx, work, task, engine, log, stop, at)
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
 
@@ -100,10 +101,16 @@ def one_device(cfg: Config) -> None:
         )
 
 
-def warm_start(job: Job, tx: optax.GradientTransformation) -> None:
+def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
+    return make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
+
+
+def warm_start(job: Job) -> None:
     """Supervised steps on the stored answers: a random model has nothing for RL to amplify."""
+    if job.at.stage != "warmup":
+        return
     cfg, task, state = job.cfg, job.task, job.at.state
-    w = cfg.warmup
+    w, tx = cfg.warmup, warmup_optimizer(cfg)
     loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, job.ops))
     step_fn = jax.jit(
         partial(train_step, tx=tx, loss_fn=loss_fn, microbatches=cfg.optim.microbatches),
@@ -128,15 +135,19 @@ def warm_start(job: Job, tx: optax.GradientTransformation) -> None:
             progress.update(step, loss=metrics["loss"])
             job.at = Position("warmup", step, state, data.get_state())
             job.save_or_stop(last=step == w.steps)
+    # jitted: restored weights are tied to their device, and the fresh moments must be too, or the
+    # first step's program would not fit the second's arguments
+    state = jax.jit(partial(rl_state, cfg=cfg, tx=job.tx))(state.params.policy)
+    job.begin(Position("rl", 0, state, None))
 
 
-def reinforce(job: Job, tx: optax.GradientTransformation, a: Algorithm) -> None:
+def reinforce(job: Job) -> None:
     """RL: the loop."""
-    cfg, engine, state = job.cfg, job.engine, job.at.state
+    cfg, engine, state, a = job.cfg, job.engine, job.at.state, job.algorithm
     scorer = Scorer(cfg.model, job.ops, cfg.rollout.temperature, cfg.critic.backbone)
     step_fn = jax.jit(
         partial(
-            rl_step, tx=tx, algorithm=a, scorer=scorer, gate=cfg.gate,
+            rl_step, tx=job.tx, algorithm=a, scorer=scorer, gate=cfg.gate,
             microbatches=cfg.optim.microbatches,
         ),
         donate_argnums=0,

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.attention import (
@@ -35,7 +35,7 @@ def forward(
     positions_BT: Int[Array, "B T"] | None = None,
     segment_ids_BT: Int[Array, "B T"] | None = None,
     cache: KVCache | None = None,
-    routed_experts_BTLA: Int[Array, "B T L A"] | None = None,
+    routed_experts_BTLA: Integer[Array, "B T L A"] | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None, Any]:
     """Final hidden states, the cache with these tokens in it, and the experts they went to.
 

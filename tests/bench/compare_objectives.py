@@ -173,7 +173,7 @@ class Bench:
             tx = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
             at = Position("warmup", 0, new_state(Trained(initial_params(cfg)), tx), None)
             with self.job(cfg, task, "", at) as job:
-                train.warm_start(job, tx)
+                train.warm_start(job)
                 self.warm[cfg.seed] = job.at.state.params.policy
         return jax.tree.map(jnp.copy, self.warm[cfg.seed])
 
@@ -183,7 +183,8 @@ class Bench:
             work = Path(folder)
             with MetricsLog(work, stage="warmup", step=0) as log:
                 engine = self.engine(cfg, noise)
-                yield Job(cfg, make_ops(cfg), work, task, engine, log, StopRequest(), at)
+                a, tx = algorithm(cfg), rl_optimizer(cfg)
+                yield Job(cfg, make_ops(cfg), a, tx, work, task, engine, log, StopRequest(), at)
 
     def score(self, cfg: Config, task: Task, policy: Any) -> float:
         """Held-out accuracy by the right engine; of the warm start where there is no policy."""
@@ -206,7 +207,7 @@ class Bench:
         whole, train.Scorer = train.Scorer, scorer
         try:
             with self.job(cfg, task, line.noise, at) as job:
-                train.reinforce(job, tx, a)
+                train.reinforce(job)
                 rows = [r for r in read_metrics(job.work / "metrics.jsonl")
                         if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
         finally:

@@ -72,8 +72,8 @@ def one_run(cfg, engine, work):
     task, tx = open_task(cfg), rl_optimizer(cfg)
     at = Position("rl", 0, rl_state(initial_params(cfg), cfg, tx), None)
     with MetricsLog(work, stage="warmup", step=0) as log:
-        job = Job(cfg, make_ops(cfg), work, task, engine, log, StopRequest(), at)
-        train.reinforce(job, tx, algorithm(cfg))
+        chosen, stop = algorithm(cfg), StopRequest()
+        train.reinforce(Job(cfg, make_ops(cfg), chosen, tx, work, task, engine, log, stop, at))
     rows = [r for r in read_metrics(work / "metrics.jsonl") if r["stage"] == "rl"]
     return rows[3:-1]
 

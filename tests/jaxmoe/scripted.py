@@ -130,8 +130,11 @@ class Run:
             patch.setattr(train, "make_batch", noted)
             patch.setattr(job, "plot_run", lambda *_, **__: None)
             with MetricsLog(self.work, stage=begun.stage, step=begun.step) as log:
-                run = job.Job(cfg, make_ops(cfg), self.work, task, self.engine, log, self.stop, at)
-                train.reinforce(run, TX, algorithm(cfg))
+                run = job.Job(
+                    cfg, make_ops(cfg), algorithm(cfg), TX, self.work, task, self.engine, log,
+                    self.stop, at,
+                )  # fmt: skip
+                train.reinforce(run)
         assert not [t for t in threading.enumerate() if t.name == "rollouts"]
         return float(run.at.state.params.policy["w"])
 

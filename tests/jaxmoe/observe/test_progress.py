@@ -17,9 +17,9 @@ def test_plain_lines_are_the_first_and_the_last():
     out, console = _plain()
     with Progress(60, "rl", console=console) as progress:
         for step in range(1, 61):
-            progress.update(step, reward=0.531, kl=1.2e-6, tokens_per_s=4210.0)
+            progress.update(step, reward=0.531, engine_gap=1.2e-6, tokens_per_s=4210.0)
     first, last = out.getvalue().splitlines()
-    assert first == "rl      1/60  reward 0.531  kl 1.2e-06  4,210 tok/s"
+    assert first == "rl      1/60  reward 0.531  engine gap 1.2e-06  4,210 tok/s"
     assert last.startswith("rl      60/60  ") and last.endswith("0 s left")
 
 

@@ -12,11 +12,11 @@ LENGTHS = [12, 9, 6, 11, 7, 5, 12, 8]
 def test_packing_puts_every_sequence_somewhere_of_its_own():
     packing = pack(LENGTHS, length=T, rows=2)
     taken = set()
-    for piece, begin, length in zip(packing.piece_B, packing.start_B, LENGTHS, strict=True):
+    for piece, begin, length in zip(packing.microbatch_B, packing.start_B, LENGTHS, strict=True):
         assert begin // T == (begin + length - 1) // T  # inside one row
         places = {(int(piece), int(begin) + i) for i in range(length)}
         assert not places & taken and max(p for _, p in places) < 2 * T
         taken |= places
-    assert int(packing.count) == max(packing.piece_B) + 1 == 4  # 70 tokens in 7 rows of 12
+    assert int(packing.count) == max(packing.microbatch_B) + 1 == 4  # 70 tokens in 7 rows of 12
     with pytest.raises(ValueError, match="a row holds 12 tokens, sequence 1 has 13"):
         pack([3, 13], length=12, rows=1)
