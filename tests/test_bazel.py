@@ -98,6 +98,16 @@ def test_every_test_file_has_exactly_one_target(build):
         assert target["kind"] != "py_test" or target["main"] in target["srcs"]
 
 
+def test_no_test_imports_another():
+    """Its target does not hold that file; what several share is in one that is no test."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert not re.search(r"\btest_\w+", ast.unparse(node).partition(" import ")[0]), (
+                    path.relative_to(ROOT), ast.unparse(node),
+                )  # fmt: skip
+
+
 def test_every_module_is_in_exactly_one_library(build):
     owned = [
         source

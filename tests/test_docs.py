@@ -47,6 +47,8 @@ def named(path: Path) -> str:
 
 
 def fences(text: str, language: str) -> list[str]:
+    """Their contents; marked examples run in tests/jaxmoe/rl/test_extending.py."""
+    text = re.sub(r"<!-- example: .*?<!-- /example -->", "", text, flags=re.S)
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
 
 
