@@ -81,15 +81,15 @@ def test_a_bug_keeps_its_traceback_and_the_run_is_saved(tmp_path, monkeypatch, a
 def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
     """It has given the weights away, so that nothing newer than the last checkpoint is there."""
 
-    steps, host = [], train.host
+    steps, host = [], Job.host
 
-    def fails(metrics):
+    def fails(job, step_fn, metrics, step, *, rate):
         steps.append(metrics)
         if len(steps) == 4:
             raise MemoryError("no room for the step")
-        return host(metrics)
+        return host(job, step_fn, metrics, step, rate=rate)
 
-    monkeypatch.setattr(train, "host", fails)
+    monkeypatch.setattr(Job, "host", fails)
     with pytest.raises(MemoryError, match="no room for the step") as error:
         Run(tmp_path, Scripted(), changes=("save.every_steps=2",))(monkeypatch)
     (note,) = error.value.__notes__
