@@ -45,7 +45,11 @@ def of_cache(
         size = most
         more = -k_BSKH.shape[1] % size
         k_BSKH, v_BSKH = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (k_BSKH, v_BSKH))
-        layout = layout.padded(0, more)
+        k_pos, k_seg = (
+            jnp.pad(x, ((0, 0), (0, more)))
+            for x in (layout.k_positions_BS, layout.k_segment_ids_BS)
+        )
+        layout = layout._replace(k_positions_BS=k_pos, k_segment_ids_BS=k_seg)
     B, S, K, H = k_BSKH.shape
     k, v = (x.reshape(B * (S // size), size, K, H) for x in (k_BSKH, v_BSKH))
     table = jnp.arange(B * (S // size), dtype=jnp.int32).reshape(B, S // size)

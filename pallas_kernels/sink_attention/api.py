@@ -85,10 +85,10 @@ def sink_attention(
 
     given = (q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS)
     arange, ones = jnp.arange(max(T, S)), jnp.ones(max(T, S), jnp.int32)
-    defaults = Layout(arange[:T], arange[:S], ones[:T], ones[:S])
+    defaults = zip((arange, arange, ones, ones), (T, S, T, S), strict=True)
     layout = Layout._make(
-        jnp.broadcast_to(default[None], (B, len(default))) if x is None else x
-        for x, default in zip(given, defaults, strict=True)
+        jnp.broadcast_to(default[None, :length], (B, length)) if x is None else x
+        for x, (default, length) in zip(given, defaults, strict=True)
     )
     layout = checked_layout(layout, q_BTNH, k_BSKH)
     chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)

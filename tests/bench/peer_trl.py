@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS, VOCAB = 8, 8, 16, 64, 512
 
@@ -80,7 +81,7 @@ def attention_seconds(repeats: int = 3) -> float:
     sinks = torch.randn(16, requires_grad=True)
     weight = torch.randn(1, 1024, 16, 64)
     mask = torch.full((1024, 1024), torch.finfo(torch.float32).min).triu(1)[None, None]
-    module = SimpleNamespace(num_key_value_groups=8, sinks=sinks, training=False)
+    module: Any = SimpleNamespace(num_key_value_groups=8, sinks=sinks, training=False)
     times = []
     for _ in range(repeats + 1):
         start = time.process_time()

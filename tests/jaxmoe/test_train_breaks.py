@@ -11,6 +11,7 @@ from jaxmoe import train
 from jaxmoe.checkpoint import store
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import EngineError
+from jaxmoe.job import Job
 from jaxmoe.observe.metrics import MetricsLog
 
 

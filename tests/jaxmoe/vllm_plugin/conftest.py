@@ -2,6 +2,7 @@
 """A real vLLM in this process, beside the trainer's forward of the same weights."""
 
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -48,17 +49,20 @@ def random_params(cfg, seed):
     return jax.tree.map_with_path(leaf, param_specs(cfg), is_leaf=lambda x: isinstance(x, Spec))
 
 
+def vllm():
+    """The package: by its name a type checker finds the folder of tests beside this one."""
+    return importlib.import_module("vllm")
+
+
 class Served:
     """One vLLM and what a trainer does with it."""
 
     def __init__(self, cfg, home, dtype="float32"):
-        from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
-
         self.cfg, self.home, self.version = cfg, home, 0
         self.seed = 0
         self.params = random_params(cfg, 0)
         save_params(self.params, cfg, home / "checkpoint", dtype="float32")
-        self.llm = LLM(
+        self.llm = vllm().LLM(
             model=str(home / "checkpoint"), dtype=dtype, enforce_eager=True,
             skip_tokenizer_init=True, max_model_len=256, kv_cache_memory_bytes=64 << 20,
             max_num_seqs=8, max_num_batched_tokens=256, enable_return_routed_experts=True,
@@ -117,13 +121,8 @@ class Served:
         return self.llm.collective_rpc("jaxmoe_loaded_state")[0]
 
     def answers(self, new=NEW):
-        from vllm import (
-            SamplingParams,  # pyright: ignore[reportAttributeAccessIssue]
-            TokensPrompt,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-
-        prompts = [TokensPrompt(prompt_token_ids=p) for p in self.prompts]
-        sampling = SamplingParams(
+        prompts = [vllm().TokensPrompt(prompt_token_ids=p) for p in self.prompts]
+        sampling = vllm().SamplingParams(
             max_tokens=new, logprobs=0, prompt_logprobs=0, ignore_eos=True, detokenize=False,
             seed=self.version,
         )  # fmt: skip
@@ -136,7 +135,6 @@ class Served:
             return indices_BTA, top[..., -2] - top[..., -1]
 
         ops = replace(plain_ops(), record=record)
-
         segments = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
         hidden, _, (experts, margin) = forward(
             params, tokens_BT, self.cfg, ops, segment_ids_BT=segments

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels import ahead_of_time
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases, jax_triton_call, triton_launch
 
 pytestmark = pytest.mark.aot
@@ -116,7 +117,7 @@ def compile_from_jax(name):
         q = place((case.B, T, case.N, case.H), bf16)
         kv = place((case.B, case.S, case.K, case.H), bf16)
         ints = (place((case.B, x), jnp.int32) for x in (T, case.S, T, case.S))
-        return q, kv, kv, place((case.N,), jnp.float32), *ints
+        return q, kv, kv, place((case.N,), jnp.float32), Layout._make(ints)
 
     def forward(*args):
         return jax_triton_call.triton(*args, case.window, case.H**-0.5)
