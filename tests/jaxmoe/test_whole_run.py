@@ -5,7 +5,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import jax
@@ -52,31 +52,9 @@ def ours(stack) -> list[tuple[str, str]]:
     found = []
     for frame in stack:
         path = Path(frame.filename)
-        if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "tests"):
+        if path.is_relative_to(ROOT / "jaxmoe"):
             found.append((str(path.relative_to(ROOT)), frame.name))
     return found
-
-
-def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(tmp_path, monkeypatch):
-    stacks.clear()
-    objective = "--set=loss.objective=probing:probe"
-    monkeypatch.setitem(sys.modules, "probing", sys.modules[__name__])
-    assert train.main([*SMALL, "--workdir", str(tmp_path), objective]) == 0
-    differentiated = [
-        stack for stack in stacks if any(frame.name == "value_and_grad_f" for frame in stack)
-    ]
-    assert differentiated, "the objective must be asked under jax.value_and_grad"
-    stack = differentiated[0]
-    names = [frame.name for frame in stack]
-    before = ours(stack[: names.index("value_and_grad_f")])
-    trace = [*ours(stack), ("jaxmoe/losses/objectives.py", "clipped_terms")]
-    print("\n".join(f"{i}  {file}  {function}" for i, (file, function) in enumerate(trace, 1)))
-    assert len(before) <= 5 and len(trace) <= 8
-    readme = (ROOT / "README.md").read_text()
-    block = re.search(r"<!-- trace -->\n```\n(.*?)\n```", readme, re.S)
-    assert block, "README must hold the trace after <!-- trace -->"
-    lines = re.findall(r"^ *(\d+)  (\S+) +(\w+)", block[1], re.M)
-    assert lines == [(str(i), *where) for i, where in enumerate(trace, 1)]
 
 
 def counting(ops: Ops, calls: Counter) -> Ops:
@@ -94,16 +72,19 @@ def counting(ops: Ops, calls: Counter) -> Ops:
     return replace(ops, **{field.name: counted(field.name) for field in fields(ops)})
 
 
-def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(tmp_path, monkeypatch):
+@dataclass
+class Looked:
+    """A run of every model there is, whose objective is `probe` and whose pieces count."""
+
+    calls: Counter
+    forwards: Counter
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory):
+    """One run for the tests below: a run is mostly its compilation."""
     calls, forwards = Counter(), Counter()
     whole = train.make_ops
-
-    def make_ops(cfg):
-        calls["make_ops"] += 1
-        made = counting(whole(cfg), calls)
-        # nobody may make pieces of its own from here on
-        monkeypatch.setattr(model_ops, "plain_ops", None)
-        return made
 
     def counted(name, forward):
         def call(*args, **options):
@@ -112,11 +93,45 @@ def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(tmp_path, mon
 
         return call
 
-    monkeypatch.setattr(train, "make_ops", make_ops)
-    monkeypatch.setattr(scorer, "forward", counted("scorer", scorer.forward))
-    monkeypatch.setattr(native, "forward", counted("native", native.forward))
-    changes = [f"--set={change}" for change in ALL_MODELS]
-    assert train.main([*SMALL, "--workdir", str(tmp_path), *changes]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+
+        def make_ops(cfg):
+            calls["make_ops"] += 1
+            made = counting(whole(cfg), calls)
+            patch.setattr(model_ops, "plain_ops", None)  # nobody makes pieces of its own from here
+            return made
+
+        patch.setattr(train, "make_ops", make_ops)
+        patch.setattr(scorer, "forward", counted("scorer", scorer.forward))
+        patch.setattr(native, "forward", counted("native", native.forward))
+        patch.setitem(sys.modules, "probing", sys.modules[__name__])
+        changes = [f"--set={c}" for c in (*ALL_MODELS, "loss.objective=probing:probe")]
+        work = tmp_path_factory.mktemp("looked")
+        with jax.numpy_dtype_promotion("standard"):
+            assert train.main([*SMALL, "--workdir", str(work), *changes]) == 0
+    return Looked(calls, forwards)
+
+
+def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(looked):
+    differentiated = [
+        stack for stack in stacks if any(frame.name == "value_and_grad_f" for frame in stack)
+    ]
+    assert differentiated, "the objective must be asked under jax.value_and_grad"
+    stack = differentiated[0]
+    names = [frame.name for frame in stack]
+    before = ours(stack[: names.index("value_and_grad_f")])
+    trace = [*ours(stack), ("jaxmoe/losses/objectives.py", "clipped_terms")]
+    print("\n".join(f"{i}  {file}  {function}" for i, (file, function) in enumerate(trace, 1)))
+    assert len(before) <= 5 and len(trace) <= 8
+    readme = (ROOT / "README.md").read_text()
+    block = re.search(r"<!-- trace -->\n```\n(.*?)\n```", readme, re.S)
+    assert block, "README must hold the trace after <!-- trace -->"
+    lines = re.findall(r"^ *(\d+)  (\S+) +(\w+)", block[1], re.M)
+    assert lines == [(str(i), *where) for i, where in enumerate(trace, 1)]
+
+
+def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(looked):
+    calls, forwards = looked.calls, looked.forwards
     assert calls["make_ops"] == 1
     # warm start; policy scored, reference, critic scored; policy and critic under the gradient
     assert forwards["scorer"] >= 6 and forwards["native"] >= 2  # prefill and decode
@@ -136,12 +151,8 @@ def test_no_module_but_one_makes_ops():
     assert engines.open_engine.__annotations__["ops"] is Ops
 
 
-@pytest.mark.parametrize(
-    "cut", [[], ["optim.microbatches=2"], ["optim.tokens_per_microbatch=116"]],
-    ids=["whole", "cut", "packed"],
-)  # fmt: skip
-def test_router_replay_reaches_the_update_from_the_command_line(tmp_path, monkeypatch, cut):
-    """The engine's experts are those that the trainer's layers are given, token by token."""
+def test_router_replay_reaches_the_update_from_the_command_line(tmp_path, monkeypatch):
+    """The engine's experts come with the batch, through a step that is packed."""
     seen = []
     whole = train.make_batch
 
@@ -151,7 +162,7 @@ def test_router_replay_reaches_the_update_from_the_command_line(tmp_path, monkey
         return batch
 
     monkeypatch.setattr(train, "make_batch", noted)
-    changes = [f"--set={change}" for change in (*cut, "rollout.router_replay=True")]
+    changes = ["--set=optim.tokens_per_microbatch=116", "--set=rollout.router_replay=True"]
     assert train.main([*SMALL, "--workdir", str(tmp_path), *changes]) == 0
     (batch,) = seen
     routed = batch.routed_experts_BTLA
