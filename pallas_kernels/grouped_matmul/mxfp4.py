@@ -4,7 +4,7 @@
 The released files pack neighbouring rows into a byte, so unpacking a tile interleaves rows, which
 tiled memories do badly. Here a byte holds row d and row d + D/2: its halves are two whole tiles.
 Values are put together as bits, never multiplied, so subnormals survive where arithmetic flushes
-them. Next: `pallas_tpu_rows.py` and `pallas_gpu_mxfp4.py`, whose kernels decode parts of them.
+them. Next: `pallas_tpu_rows.py` and `hopper/pallas_gpu_mxfp4.py`, which decode parts of them.
 """
 
 from typing import NamedTuple

@@ -4,7 +4,7 @@
 out and dlhs are rows times their group's matrix, drhs is a product over each group's rows. Group
 sizes are an array, so other sizes compile nothing new; no row is copied or padded, nothing is
 scattered, and every sum has one order. Four-bit matrices are decoded in the kernels and have no
-gradient. Next: pallas_gpu_tiles.py, what the kernels share.
+gradient. Next: hopper/pallas_gpu_tiles.py, what the kernels share.
 """
 
 from functools import partial
@@ -14,15 +14,19 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import target
-from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
-from pallas_kernels.grouped_matmul.pallas_gpu_mxfp4 import (
+from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.hopper.pallas_gpu_mxfp4 import (
     packed_rows_by_group,
     packed_swiglu_by_group,
 )
-from pallas_kernels.grouped_matmul.pallas_gpu_rows import Swiglu, rows_by_group, swiglu_by_group
-from pallas_kernels.grouped_matmul.pallas_gpu_weights import ROWS, weights_by_group
+from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
+    Swiglu,
+    rows_by_group,
+    swiglu_by_group,
+)
+from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS, weights_by_group
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
 

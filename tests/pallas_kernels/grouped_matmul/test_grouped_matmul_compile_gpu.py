@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_gpu
-from pallas_kernels.grouped_matmul.pallas_gpu_weights import ROWS
+from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS
 
 pytestmark = pytest.mark.aot
 CHIP = "h200"
@@ -140,7 +140,7 @@ def test_the_gradient_of_a_bias_beside_four_bit_weights_takes_little_memory():
 
 
 def test_a_tile_too_many_for_shared_memory_is_refused(monkeypatch):
-    from pallas_kernels.grouped_matmul import pallas_gpu_tiles
+    from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles
 
     monkeypatch.setattr(pallas_gpu_tiles, "STAGES", 5)
     with pytest.raises(Exception, match="shared memory"):

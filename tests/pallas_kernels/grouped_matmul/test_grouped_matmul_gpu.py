@@ -14,13 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.dispatch import Implementation, pick
-from pallas_kernels.grouped_matmul import (
-    cases,
-    pallas_gpu,
+from pallas_kernels.grouped_matmul import cases, pallas_gpu, reference
+from pallas_kernels.grouped_matmul.hopper import (
     pallas_gpu_rows,
     pallas_gpu_tiles,
     pallas_gpu_weights,
-    reference,
 )
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.testing import three_way

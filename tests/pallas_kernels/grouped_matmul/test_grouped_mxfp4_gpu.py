@@ -11,13 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import (
-    mxfp4,
-    pallas_gpu,
-    pallas_gpu_decode,
-    pallas_gpu_mxfp4,
-    reference,
-)
+from pallas_kernels.grouped_matmul import mxfp4, pallas_gpu, reference
+from pallas_kernels.grouped_matmul.hopper import pallas_gpu_decode, pallas_gpu_mxfp4
 from pallas_kernels.testing import three_way
 
 M, D, F = 300, 320, 384

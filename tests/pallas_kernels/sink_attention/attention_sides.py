@@ -16,7 +16,6 @@ import triton_interpreted
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import (
     cases,
-    jax_triton_call,
     pallas_gpu,
     pallas_gpu_backward,
     pallas_gpu_blocks,
@@ -26,6 +25,7 @@ from pallas_kernels.sink_attention import (
     xla,
 )
 from pallas_kernels.sink_attention.pallas_gpu_blocks import MosaicTiles
+from pallas_kernels.sink_attention.triton import jax_triton_call
 
 # No length is a multiple of a block; queries and keys differ in number, heads in every way.
 CASE = cases.AttentionCase("side", 2, 45, 61, 6, 2, 16, 9)

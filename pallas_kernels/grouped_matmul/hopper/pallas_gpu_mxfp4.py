@@ -27,10 +27,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import gpu_cores
-from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.hopper.pallas_gpu_decode import PIECE, decode_piece
+from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import Swiglu, consume, place
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
-from pallas_kernels.grouped_matmul.pallas_gpu_decode import PIECE, decode_piece
-from pallas_kernels.grouped_matmul.pallas_gpu_rows import Swiglu, consume, place
 
 _WG = hopper.WARPGROUP_ROWS
 _ROWS = tiles.CONSUMERS * _WG

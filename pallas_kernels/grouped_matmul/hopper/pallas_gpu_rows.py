@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import gpu_cores
-from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul.swiglu import activate
 
 _WG = hopper.WARPGROUP_ROWS

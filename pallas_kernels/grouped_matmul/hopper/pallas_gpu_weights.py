@@ -19,7 +19,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import gpu_cores
-from pallas_kernels.grouped_matmul import pallas_gpu_tiles as tiles
+from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
 
 _WG = hopper.WARPGROUP_ROWS
 ROWS = tiles.CONSUMERS * _WG

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's presets: their settings, and what may stand beside one."""
+
+from dataclasses import replace
+
+import pytest
+from algorithm_configs import CORR, config, refusal
+
+from jaxmoe import losses
+from jaxmoe.config import LossConfig
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.presets import PRESETS, with_preset
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_runs_at_one_update_and_at_two(name, updates):
+    made = algorithm(config(preset=name, minibatches=updates))
+    if name.startswith("bypass_ppo"):
+        want = "rollout", losses.clipped_terms
+    elif name.startswith("bypass_pg"):
+        want = "detached", losses.reinforce_terms
+    else:  # with one update, detaching is the same number for a forward less
+        want = "detached" if updates == 1 else "recomputed", losses.clipped_terms
+    assert (made.old_logp, made.objective) == want
+    assert made.recomputes == (want[0] == "recomputed")
+
+
+# RolloutCorrectionConfig: rollout_is with its threshold, rollout_rs with its bounds
+TOKEN, SEQ, ICEPOP = ("token_is", (2.0,)), ("sequence_is", (2.0,)), ("token_icepop", (0.5, 5.0))
+SUM, GEO, K3 = ("seq_sum_k1", 0.5, 2.0), ("seq_mean_k1", 0.999, 1.001), ("seq_mean_k3", 0.01)
+VERL = {
+    "disabled": [], "decoupled_token_is": [TOKEN], "decoupled_seq_is": [SEQ],
+    "decoupled_token_icepop": [ICEPOP], "decoupled_seq_is_rs": [SUM, SEQ],
+    "decoupled_geo_rs": [GEO], "decoupled_geo_rs_seq_tis": [GEO, SEQ],
+    "decoupled_geo_rs_token_tis": [GEO, TOKEN], "decoupled_k3_rs": [K3],
+    "decoupled_k3_rs_seq_tis": [K3, SEQ], "decoupled_k3_rs_token_tis": [K3, TOKEN],
+    "bypass_ppo_clip": [], "bypass_ppo_clip_geo_rs": [GEO], "bypass_ppo_clip_k3_rs": [K3],
+    "bypass_pg_is": [SEQ], "bypass_pg_token_icepop": [ICEPOP], "bypass_pg_geo_rs": [GEO],
+    "bypass_pg_geo_rs_seq_tis": [GEO, SEQ], "bypass_pg_geo_rs_token_tis": [GEO, TOKEN],
+}  # fmt: skip
+
+
+@pytest.mark.paper
+def test_the_presets_are_verls_with_its_defaults():
+    # verl verl/trainer/config/algorithm.py, RolloutCorrectionConfig's factory methods
+    def said(function):
+        values = tuple(function.keywords.values())
+        if function.func is losses.rejection:
+            return values
+        return function.func.__name__, values
+
+    ours = {
+        name: [said(f) for f in algorithm(config(preset=name)).rollout_correction]
+        for name in PRESETS
+    }
+    assert ours == VERL
+
+
+def test_recomputed_asked_for_beside_a_preset_is_kept():
+    assert algorithm(config(preset="decoupled_seq_is", old_logp="recomputed")).recomputes
+
+
+def test_other_settings_stay_beside_a_preset():
+    loss = LossConfig(preset="decoupled_geo_rs", advantages="rloo_advantages", epochs=3)
+    assert with_preset(loss) == replace(
+        loss, preset="", rollout_correction=PRESETS["decoupled_geo_rs"]["rollout_correction"],
+        old_logp="recomputed",
+    )  # fmt: skip
+    assert with_preset(LossConfig(epochs=3)) == LossConfig(epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"preset": "decoupled_token_is", CORR: "veto"},
+         "loss.preset=decoupled_token_is sets loss.rollout_correction='token_is(high=2.0)', and "
+         "the config 'veto'. Try --set loss.rollout_correction=, or --set loss.preset=''."),
+        ({"preset": "disabled", CORR: "token_is"}, "sets loss.rollout_correction=''"),
+        ({"preset": "decoupled_token_is", "old_logp": "rollout"},
+         "and the config 'rollout'. Try --set loss.old_logp=detached"),
+        ({"preset": "bypass_ppo_clip", "old_logp": "recomputed"}, "sets loss.old_logp='rollout'"),
+        ({"preset": "bypass_pg_is", "objective": "gspo_terms"},
+         "sets loss.objective='reinforce_terms', and the config 'gspo_terms'. Try --set "
+         "loss.objective=clipped_terms, or --set loss.preset=''."),
+    ],
+)  # fmt: skip
+def test_a_preset_and_a_field_that_contradict_are_refused(fields, answer):
+    assert answer in refusal(**fields)
+
+
+def test_a_field_that_says_what_the_preset_says_is_accepted():
+    made = algorithm(config(preset="decoupled_token_is", rollout_correction="token_is(high=2.0)"))
+    assert len(made.rollout_correction) == 1
+    assert algorithm(config(preset="bypass_ppo_clip", old_logp="rollout")).old_logp == "rollout"
