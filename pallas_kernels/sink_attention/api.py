@@ -16,7 +16,7 @@ from pallas_kernels.sink_attention.signature import Attention
 
 _HERE = "pallas_kernels.sink_attention"
 _IMPLS: dict[str, Implementation[Attention]] = mosaic(_HERE) | {
-    "triton": lazily(f"{_HERE}.triton.jax_triton_call", "triton", ("gpu",), proven=False),
+    "triton": lazily(f"{_HERE}.triton_kernels.jax_triton_call", "triton", ("gpu",), proven=False),
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }

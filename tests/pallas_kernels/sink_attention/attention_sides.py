@@ -25,7 +25,7 @@ from pallas_kernels.sink_attention import (
     xla,
 )
 from pallas_kernels.sink_attention.pallas_gpu_blocks import MosaicTiles
-from pallas_kernels.sink_attention.triton import jax_triton_call
+from pallas_kernels.sink_attention.triton_kernels import jax_triton_call
 
 # No length is a multiple of a block; queries and keys differ in number, heads in every way.
 CASE = cases.AttentionCase("side", 2, 45, 61, 6, 2, 16, 9)

@@ -21,7 +21,7 @@ import pytest
 from pallas_kernels import ahead_of_time
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases
-from pallas_kernels.sink_attention.triton import jax_triton_call, triton_launch
+from pallas_kernels.sink_attention.triton_kernels import jax_triton_call, triton_launch
 
 pytestmark = pytest.mark.aot
 
@@ -52,7 +52,7 @@ def compile_kernel(name, arch, case, dtype):
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    from pallas_kernels.sink_attention.triton import triton_kernel
+    from pallas_kernels.sink_attention.triton_kernels import triton_kernel
 
     kernel, tiles = getattr(triton_kernel, name), KERNELS[name](case.H, 4 if "32" in dtype else 2)
     constants = triton_launch.constants(

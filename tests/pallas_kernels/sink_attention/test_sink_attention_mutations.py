@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import blocks, masks
 from pallas_kernels.sink_attention import cases, common
-from pallas_kernels.sink_attention.triton import triton_launch
+from pallas_kernels.sink_attention.triton_kernels import triton_launch
 
 # One row of the batch has padding, segments are longer than the window, both exceed a block.
 LAYOUT = "packed"

@@ -18,8 +18,8 @@ import triton_interpreted
 
 from pallas_kernels.blocks import runs
 from pallas_kernels.sink_attention import cases, reference
-from pallas_kernels.sink_attention.triton import jax_triton_call, torch_call, triton_launch
-from pallas_kernels.sink_attention.triton.triton_launch import TritonTiles
+from pallas_kernels.sink_attention.triton_kernels import jax_triton_call, torch_call, triton_launch
+from pallas_kernels.sink_attention.triton_kernels.triton_launch import TritonTiles
 
 if triton_interpreted.missing():
     pytest.skip(triton_interpreted.missing(), allow_module_level=True)
@@ -85,7 +85,7 @@ def test_the_package_is_imported_without_triton():
     program = (
         "import sys; sys.modules['triton'] = sys.modules['torch'] = None\n"
         "from pallas_kernels.sink_attention import sink_attention\n"
-        "from pallas_kernels.sink_attention.triton import jax_triton_call, torch_call\n"
+        "from pallas_kernels.sink_attention.triton_kernels import jax_triton_call, torch_call\n"
         "assert 'jax_triton' not in sys.modules"
     )
     root = Path(cases.__file__).parents[2]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention.triton import jax_triton_call, triton_launch
-from pallas_kernels.sink_attention.triton.triton_launch import TritonTiles
+from pallas_kernels.sink_attention.triton_kernels import jax_triton_call, triton_launch
+from pallas_kernels.sink_attention.triton_kernels.triton_launch import TritonTiles
 
 TRITON_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
 
@@ -95,7 +95,7 @@ def interpreted():
         patch.setenv("TRITON_INTERPRET", "1")
         from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
-        from pallas_kernels.sink_attention.triton import triton_kernel
+        from pallas_kernels.sink_attention.triton_kernels import triton_kernel
 
         if not isinstance(triton_kernel.forward_kernel, interpreter.InterpretedFunction):
             pytest.skip("triton was imported before without TRITON_INTERPRET=1 in this process")

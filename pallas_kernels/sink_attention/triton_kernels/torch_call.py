@@ -13,7 +13,7 @@ from typing import Any
 
 from pallas_kernels.arguments import window_size
 from pallas_kernels.sink_attention.common import check, same_batch
-from pallas_kernels.sink_attention.triton import triton_launch as launch
+from pallas_kernels.sink_attention.triton_kernels import triton_launch as launch
 
 
 def sink_attention_torch(
@@ -52,7 +52,7 @@ def sink_attention_torch(
     if any(x.stride(3) != 1 for x in (q_BTNH, k_BSKH, v_BSKH)):
         raise ValueError("the head size must be the fastest axis. Call .contiguous().")
 
-    from pallas_kernels.sink_attention.triton import triton_kernel
+    from pallas_kernels.sink_attention.triton_kernels import triton_kernel
 
     G, tiles = N // K, launch.forward_tiles(H, q_BTNH.element_size())
     places = [

@@ -19,7 +19,7 @@ from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
-from pallas_kernels.sink_attention.triton import triton_launch as launch
+from pallas_kernels.sink_attention.triton_kernels import triton_launch as launch
 
 
 def _triton_call(name: str, tiles: launch.TritonTiles, grid, out, args, constants) -> Any:
@@ -27,7 +27,7 @@ def _triton_call(name: str, tiles: launch.TritonTiles, grid, out, args, constant
     import jax_triton  # pyright: ignore[reportMissingImports]
     from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
 
-    from pallas_kernels.sink_attention.triton import triton_kernel
+    from pallas_kernels.sink_attention.triton_kernels import triton_kernel
 
     _take_live_inputs(triton_lib.triton_kernel_call_p)
     fusion = {"enable_fp_fusion": False}  # triton_kernel.py says why
