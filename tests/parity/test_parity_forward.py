@@ -205,10 +205,10 @@ def without_sinks(params):
     return params | {"layers": layers}
 
 
-def softmax_first(h_MD, layer, *, active):
-    logits_ME = h_MD @ layer["w_router"] + layer["b_router"][None, :]
-    top_MA, indices_MA = jax.lax.top_k(jax.nn.softmax(logits_ME, axis=-1), active)
-    return indices_MA, top_MA
+def softmax_first(h_BTD, layer, *, active):
+    logits_BTE = h_BTD @ layer["w_router"] + layer["b_router"][None, None, :]
+    top_BTA, indices_BTA = jax.lax.top_k(jax.nn.softmax(logits_BTE, axis=-1), active)
+    return indices_BTA, top_BTA
 
 
 BROKEN = {
