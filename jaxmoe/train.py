@@ -158,22 +158,22 @@ def reinforce(job: Job) -> None:
         rollouts.weights_synced(job.at.step)
         with Progress(cfg.steps, "rl", done=job.at.step) as progress:
             for step in job.steps(cfg.steps):
-                drawn = rollouts.take(step)
-                if drawn is None:
+                collected = rollouts.take(step)
+                if collected is None:
                     raise job.stopped()
                 ages = check_versions(
-                    drawn.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
+                    collected.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
                 )
                 batch, minibatches = divide(
-                    make_batch(cfg, job.task, drawn.rollouts, drawn.rewards), a,
+                    make_batch(cfg, job.task, collected.rollouts, collected.rewards), a,
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                 )  # fmt: skip
                 with job.clock("train"):
                     state, metrics = step_fn(state, batch, minibatches)
                     metrics = job.host(step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr))
                 job.stop_at_the_gate(state, metrics, step)
-                job.at = Position("rl", step, state, drawn.data)
-                metrics |= drawn.metrics | (ages if cfg.rollout.max_staleness else {})
+                job.at = Position("rl", step, state, collected.data)
+                metrics |= collected.metrics | (ages if cfg.rollout.max_staleness else {})
                 with job.logged_if_it_breaks(metrics):
                     with job.clock("weight_sync"):
                         engine.load(state.params.policy, step)

@@ -228,8 +228,10 @@ class OptimConfig:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     param_dtype: str = "float32"  # in which weights and moments are held and updated
-    microbatches: int = 1  # the step's sequences are cut into this many pieces
-    tokens_per_microbatch: int = 0  # or, above 0: packed side by side, at most so many a piece
+    microbatches: int = 1  # the step's sequences are cut into so many
+    tokens_per_microbatch: int = (
+        0  # or, above 0: packed side by side, at most so many tokens in each
+    )
     remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
 
     def __post_init__(self) -> None:
