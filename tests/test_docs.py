@@ -88,6 +88,9 @@ def example(tmp_path, monkeypatch):
     (tmp_path / "my_losses.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
+    sys.modules.pop("my_losses", None)
+    yield
+    sys.modules.pop("my_losses", None)  # another test has one of that name
 
 
 @pytest.mark.parametrize("line, page", TYPED, ids=[f"{p}: {c[:70]}" for c, p in TYPED])

@@ -3,7 +3,7 @@
 
 Mosaic turns operations on small integers into many on single values. Here pairs of neighbouring
 bytes become 32-bit words, so that one integer operation serves two values, and what scales them is
-bfloat16 arithmetic, two values an instruction, which keeps subnormals. Next: mxfp4.py, the format.
+bfloat16 arithmetic, two values an instruction, which keeps subnormals. Next: pallas_gpu_tiles.py.
 """
 
 from typing import Any

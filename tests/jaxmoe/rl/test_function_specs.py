@@ -25,6 +25,7 @@ def mine(tmp_path, monkeypatch):
         "tau = 3.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("my_losses", None)
     yield
     sys.modules.pop("my_losses", None)
 
