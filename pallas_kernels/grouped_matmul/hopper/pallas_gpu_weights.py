@@ -4,7 +4,7 @@
 The contraction runs over rows, so a group's first and last step hold rows of its neighbours. They
 are zeroed in shared memory on both sides, since 0 · NaN is NaN, before the tensor cores read them.
 One extra row of tiles per group adds up dout's columns for dbias while other cores multiply: it
-reads what they have just brought into the cache. Next: pallas_gpu.py.
+reads what they have just brought into the cache. Next: pallas_kernels/grouped_matmul/pallas_gpu.py.
 """
 
 from functools import partial
