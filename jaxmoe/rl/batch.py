@@ -60,7 +60,7 @@ def rollout_batch(
     (top-k, top-p), the mass it kept is multiplied back in.
     With `n_experts` the engine's experts come along, 0 where no token was read.
     Raises ValueError where groups are not equal, a row does not fit, a log-prob or a reward is
-    missing or not finite, or experts were asked for and are missing.
+    missing or not finite; ConfigError where experts were asked for and the engine tells none.
     """
     check_groups([r.prompt.id for r in rollouts], samples)
     if len(rewards_B) != len(rollouts) or not np.isfinite(rewards_B).all():
@@ -95,7 +95,7 @@ def _routed(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndar
         read, told = len(r.prompt.tokens) + len(r.tokens) - 1, r.routed_experts
         if told is None or len(told) != read or not ((told >= 0) & (told < n_experts)).all():
             has = "none" if told is None else f"{len(told)} tokens, experts up to {told.max()}"
-            raise ValueError(
+            raise ConfigError(
                 f"rollout {i} (prompt {r.prompt.id}) must tell the experts of its {read} tokens "
                 f"that were read, below {n_experts}; it has {has}. Try an engine that tells them "
                 "(vLLM: --enable-return-routed-experts), or --set rollout.router_replay=False."
