@@ -143,8 +143,17 @@ def missing(chip: str) -> str | None:
     return None
 
 
-def compile_for(chip: str, fn: Callable[..., Any], *args: Any) -> Compiled:
+def compile_for(
+    chip: str,
+    fn: Callable[..., Any],
+    *args: Any,
+    donate: tuple[int, ...] = (),
+    dump: Path | None = None,
+) -> Compiled:
     """Compile `fn` for one device of the chip; `args` are arrays or ShapeDtypeStructs.
+
+    What the arguments numbered in `donate` hold is given to the results. What Mosaic GPU says of
+    its kernels is kept in `dump`, an empty folder, if one is given.
 
     Mosaic's GPU compiler keeps the first architecture of a process: one generation per process.
     Some versions of JAX (0.10, 0.12) keep its kernels as well: those that this process compiled
@@ -156,8 +165,12 @@ def compile_for(chip: str, fn: Callable[..., Any], *args: Any) -> Compiled:
     here = NamedSharding(mesh, PartitionSpec())
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
     platform = "tpu" if chip in TPUS else "cuda"
-    with jax.set_mesh(mesh), _mosaic_dump() as folder:
-        lowered = jax.jit(fn).trace(*abstract).lower(lowering_platforms=(platform,))
+    with jax.set_mesh(mesh), _not_kept(), _mosaic_dump(dump) as folder:
+        lowered = (
+            jax.jit(fn, donate_argnums=donate)
+            .trace(*abstract)
+            .lower(lowering_platforms=(platform,))
+        )
         executable = lowered.compile()
         kernels = tuple(
             replace(read_ptxas(p.read_text()), shared=_shared_bytes(p))
@@ -193,10 +206,23 @@ def _shared_bytes(dumped: Path) -> int:
 
 
 @contextlib.contextmanager
-def _mosaic_dump() -> Iterator[Path]:
+def _not_kept() -> Iterator[None]:
+    """Nothing goes into JAX's folder of compiled programs: one read back tells other memory."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@contextlib.contextmanager
+def _mosaic_dump(kept: Path | None) -> Iterator[Path]:
     """A folder where Mosaic GPU leaves what ptxas says."""
     before = os.environ.get("MOSAIC_GPU_DUMP_TO")
     with tempfile.TemporaryDirectory() as folder:
+        folder = str(kept or folder)
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
             yield Path(folder)

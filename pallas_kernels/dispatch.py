@@ -15,6 +15,7 @@ _log = logging.getLogger("pallas_kernels")
 
 
 Run = TypeVar("Run", bound=Callable[..., Any])
+Impl = str | tuple[str, ...]  # "auto", a name, or names of which the first that can is taken
 
 
 @dataclass(frozen=True)
@@ -94,25 +95,33 @@ def gpu_cores() -> int:
     return count or 2
 
 
-def pick(impl: str, impls: Mapping[str, Implementation[Run]], *arrays: Any) -> Run:
+def pick(impl: Impl, impls: Mapping[str, Implementation[Run]], *arrays: Any) -> Run:
     """The function to call; `impls` stands in order of preference.
 
     "auto" takes the first that runs here and has been proven, and logs, once, its choice and why
     not those before it.
-    A named one never falls back. Only shapes and dtypes of the arrays are read.
-    Raises: ValueError for an unknown name; NotImplementedError, with the reason, for a named
-    implementation that cannot run these shapes on this platform.
+    A named one never falls back. Of several names the first that can run these shapes is taken,
+    proven or not: who names them has checked them (`pallas_kernels.check`).
+    Only shapes and dtypes of the arrays are read.
+    Raises: ValueError for an unknown name; NotImplementedError, with the reasons, where none named
+    can run these shapes on this platform.
     """
     platform = target().platform
     if impl != "auto":
-        if impl not in impls:
-            near = difflib.get_close_matches(str(impl), [*impls, "auto"], 1)
+        names = (impl,) if isinstance(impl, str) else tuple(impl)
+        unknown = next((name for name in names if name not in impls), None)
+        if unknown is not None or not names:
+            wrong = impl if unknown is None else unknown
+            near = difflib.get_close_matches(str(unknown), [*impls, "auto"], 1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Known: auto, {', '.join(impls)}."
-            raise ValueError(f"impl must name an implementation, got {impl!r}. {hint}")
-        reason = _reason(impls[impl], platform, arrays)
-        if reason is not None:
-            raise NotImplementedError(f"impl={impl!r} cannot run here: {reason}. Try impl='auto'.")
-        return impls[impl].run
+            raise ValueError(f"impl must name an implementation, got {wrong!r}. {hint}")
+        reasons = {}
+        for name in names:
+            reasons[name] = _reason(impls[name], platform, arrays)
+            if reasons[name] is None:
+                return impls[name].run
+        told = "; ".join(str(reason) for reason in reasons.values())
+        raise NotImplementedError(f"impl={impl!r} cannot run here: {told}. Try impl='auto'.")
     reasons = []
     for name, candidate in impls.items():
         reason = _reason(candidate, platform, arrays)

@@ -5,6 +5,14 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.dispatch import target
+
+
+def wide() -> bool:
+    """Whether the target's matrix units are 256 wide, as v6e's and 7x's; before, they were 128."""
+    platform, kind = target()
+    return platform == "tpu" and ("v6" in kind or "7" in kind)
+
 
 def unsupported() -> str | None:
     """Why no TPU kernel can run whatever its arrays are, or None."""

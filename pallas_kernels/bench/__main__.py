@@ -5,17 +5,18 @@
     python -m pallas_kernels.bench grouped_matmul --vs my_package.peers:grouped --case gate_up_20b
     python -m pallas_kernels.bench sink_attention --growth
     JAX_PLATFORMS=cpu python -m pallas_kernels.bench sink_attention --impl mosaic_gpu --compile h200
+    JAX_PLATFORMS=cpu python -m pallas_kernels.bench grouped_swiglu --compile v6e --schedule
 
 Each round makes fresh random inputs and times both sides, in turns; a figure is the median over
 rounds. TFLOP/s counts what is needed (causal: visible pairs only). `of matmul` and `of copy` are
 shares of a matmul and a copy timed in the same process. --compile times nothing: it prints what a
-chip's compiler says at the real sizes, and needs no such chip. What a side refuses is said in its
+chip's compiler says at the real sizes, and needs no such chip; with --schedule, cycles of each loop
+and what its units do. What a side refuses is said in its
 place; exit 2 where nothing can be done as typed. Next: `ops.py`, `measure.py`.
 """
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from pathlib import Path
@@ -25,10 +26,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ahead_of_time import CHIPS, missing
+from pallas_kernels.bench import schedule
 from pallas_kernels.bench.compiled import figures
 from pallas_kernels.bench.growth import growth
-from pallas_kernels.bench.measure import Anchors, Ours, anchors, first_line, seconds, side
+from pallas_kernels.bench.measure import Anchors, Ours, anchors, first_line, seconds, side, values
 from pallas_kernels.bench.ops import OPS, Op, cases_of, cotangents, float32, relative_error
+from pallas_kernels.check.compare import fault
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -37,41 +40,30 @@ DTYPES = ("bfloat16", "float16", "float32")
 def check(op: Op, case: Any, names: tuple[str, str], dtype: Any) -> dict[str, list[Any]]:
     """Relative errors of both sides on a smaller case against the float32 reference.
 
-    Raises: SystemExit where the first side errs more than twice as much as the reference does in
-    `dtype` and more than 32 units in the last place, the room for sums in another order.
+    Raises: SystemExit where the first side errs, in some row, more than
+    `pallas_kernels.check.compare` allows.
     """
     small = op.small(case)
     inputs = op.inputs(small, dtype, 1)
     ct = cotangents(op, small, inputs, 1)
-    wide = op.call(small, "reference")
-    n = op.differentiated
-
-    def values(call: Any, inputs: tuple[Any, ...], ct: Any) -> list[Any]:
-        if ct is None:
-            return jax.tree.leaves(jax.jit(call)(*inputs))
-        out, pull = jax.jit(lambda *x: jax.vjp(lambda *d: call(*d, *x[n:]), *x[:n]))(*inputs)
-        return jax.tree.leaves((out, jax.jit(lambda p, c: p(c))(pull, ct)))
-
     # Partial results in float32: TPUs and GPUs would otherwise round the reference's own products.
     with jax.default_matmul_precision("highest"):
         wide_ct = jax.tree.map(lambda x: x.astype(jnp.float32), ct)
-        right = values(wide, float32(inputs), wide_ct)
-    found = {}
+        right = values(op, small, float32(inputs), wide_ct)
+    found, results = {}, {}
     for name in dict.fromkeys((*names, "reference")):
         runs = side(op, small, name).passes(inputs, ct)
-        got = [x for run in runs.values() for x in flat(run())]
+        results[name] = [x for run in runs.values() for x in flat(run())]
         found[name] = [
             None if a is None else relative_error(a, b)
-            for a, b in zip(got, right, strict=False)
+            for a, b in zip(results[name], right, strict=False)
         ]  # fmt: skip
-    ulps = 32 * float(jnp.finfo(dtype).eps)
-    for i, (error, plain) in enumerate(zip(found[names[0]], found["reference"], strict=False)):
-        limit = max(2 * plain, ulps) if math.isfinite(plain) else ulps
-        if error is not None and not error <= limit:
-            sys.exit(
-                f"{case.name}: {op.results[i]} of {names[0]} errs by {error:.2e} of its size; at "
-                f"most {limit:.2e} is right. Nothing was timed."
-            )
+    outputs = len(op.results) - op.differentiated
+    wrong = fault(op.results, results[names[0]], results["reference"], right, dtype, outputs)
+    if wrong:
+        sys.exit(
+            f"{case.name}: {wrong.replace(' errs', f' of {names[0]} errs', 1)}. Nothing was timed."
+        )
     return found
 
 
@@ -158,6 +150,8 @@ def arguments(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse
     lengths = "exponents of time and memory over 1k to 64k tokens, on a CPU to 8k"
     instead.add_argument("--growth", action="store_true", help=lengths)
     instead.add_argument("--compile", choices=CHIPS, metavar="CHIP", help=", ".join(CHIPS))
+    parser.add_argument("--schedule", action="store_true",
+                        help="with --compile: cycles of loops, use of units")  # fmt: skip
     args = parser.parse_args(argv)
     mode = "--growth" if args.growth else "--compile" if args.compile else None
     unread = {"--growth": ("vs", "rounds", "save", "case"), "--compile": ("vs", "rounds", "save")}
@@ -165,6 +159,10 @@ def arguments(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse
     if given:
         all_of = ", ".join(f"--{x}" for x in unread[mode or ""])
         parser.error(f"{mode} must stand without {all_of}; got {', '.join(given)}. Leave it out.")
+    if args.schedule and not args.compile:
+        parser.error("--schedule must stand with --compile CHIP; got none. Type --compile v6e.")
+    if args.schedule and (reason := schedule.refusal(args.compile, args.impl)):
+        parser.error(reason)
     if args.growth and args.op != "sink_attention":
         parser.error("--growth must be of an operation with a length in it, sink_attention; got "
                      f"{args.op}. Type sink_attention --growth.")  # fmt: skip
@@ -219,6 +217,13 @@ def main(argv: list[str] | None = None) -> int:
         reason = missing(args.compile) or unknown(op, args.impl)
         if reason:
             parser.error(reason)
+        if args.schedule:
+            cases = chosen or op.cases.REAL_CASES
+            lines = 0
+            for line in schedule.tables(args.op, str(dtype), args.compile, cases):
+                print(line, flush=True)
+                lines += "  refused: " not in line
+            return 0 if lines > 1 else 1
         said, compiled = figures(op, args.impl, dtype, args.compile, chosen or op.cases.REAL_CASES)
         print(said)
         return 0 if compiled else 1

@@ -168,8 +168,9 @@ def cotangents(op: Op, case: Any, inputs: tuple[Any, ...], seed: int) -> Any:
 
 def float32(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same numbers, floats as float32."""
-    return tuple(
-        x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in inputs
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        tuple(inputs),
     )
 
 

@@ -12,13 +12,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.arguments import floats, integers, scale_of, window_size
 from pallas_kernels.decode_attention import reference, xla
 from pallas_kernels.decode_attention.signature import PagedAttention
-from pallas_kernels.dispatch import Implementation, mosaic, pick
+from pallas_kernels.dispatch import Impl, Implementation, mosaic, pick
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.common import check, checked_layout, same_batch
 from pallas_kernels.sink_attention.signature import Attention
 
 _HERE = "pallas_kernels.decode_attention"
-_IMPLS: dict[str, Implementation[Attention]] = mosaic(_HERE) | {
+IMPLS: dict[str, Implementation[Attention]] = mosaic(_HERE) | {
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
@@ -40,7 +40,7 @@ def decode_attention(
     k_segment_ids_BS: Int[Array, "B S"],
     window: int | None = None,
     scale: float | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """`sink_attention` for a few queries against a cache: same arguments, same (o, lse).
 
@@ -65,7 +65,7 @@ def decode_attention(
     layout = Layout(q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS)
     layout = checked_layout(layout, q_BTNH, k_BSKH)
     statics = window_size(window), scale_of(scale, q_BTNH.shape[3])
-    chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
+    chosen = pick(impl, IMPLS, q_BTNH, k_BSKH)
     return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, *statics)
 
 
@@ -79,7 +79,7 @@ def paged_decode_attention(
     lengths_B: Int[Array, " B"],
     window: int | None = None,
     scale: float | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """`decode_attention` where token s of row b is token s % S of page page_table[b, s // S].
 

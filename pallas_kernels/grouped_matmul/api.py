@@ -6,17 +6,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import floats, integers
-from pallas_kernels.dispatch import Implementation, mosaic, pick
+from pallas_kernels.dispatch import Impl, Implementation, mosaic, pick
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 from pallas_kernels.grouped_matmul.signature import Matmul, MatmulSwiglu
 
 _HERE = "pallas_kernels.grouped_matmul"
-_IMPLS: dict[str, Implementation[Matmul]] = mosaic(_HERE) | {
+IMPLS: dict[str, Implementation[Matmul]] = mosaic(_HERE) | {
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
-_SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic(_HERE, "_swiglu") | {
+SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic(_HERE, "_swiglu") | {
     "xla": Implementation(xla.xla_swiglu, xla.unsupported),
     "reference": Implementation(reference.reference_swiglu, reference.unsupported),
 }
@@ -28,7 +28,7 @@ def grouped_matmul(
     group_sizes_E: Int[Array, " E"],
     *,
     bias_EF: Float[Array, "E F"] | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
 ) -> Float[Array, "M F"]:
     """Multiply each group of consecutive rows by its own matrix.
 
@@ -44,7 +44,7 @@ def grouped_matmul(
     Raises: ValueError when the shapes do not fit.
     """
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-    chosen = pick(impl, _IMPLS, lhs_MD, rhs_EDF)
+    chosen = pick(impl, IMPLS, lhs_MD, rhs_EDF)
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
@@ -56,7 +56,7 @@ def grouped_swiglu(
     bias_EF: Float[Array, "E F2"] | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,
-    impl: str = "auto",
+    impl: Impl = "auto",
 ) -> Float[Array, "M F"]:
     """`grouped_matmul` and GPT-OSS' clamped SwiGLU in one: the first half of an expert.
 
@@ -74,7 +74,7 @@ def grouped_swiglu(
             f"rhs must have as many gate as up columns; got {rhs_EDF.shape[2]} in all. "
             "Pass the gate columns first and the up columns after them."
         )
-    chosen = pick(impl, _SWIGLU_IMPLS, lhs_MD, rhs_EDF)
+    chosen = pick(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
 

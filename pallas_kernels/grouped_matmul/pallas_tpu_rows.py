@@ -4,9 +4,9 @@
 A group's matrix stays in VMEM while all its rows pass, so each weight is read once for a tile of
 output columns, and the next group's is copied in the meantime: that copy takes as long as some
 hundred rows' products, more than the one step that a grid's own pipeline looks ahead. A tile of
-rows shared by two groups costs either only its own rows, to the nearest 16 and 64, not the whole
-tile; what those take from neighbours is masked when stored. The sum over D or F runs inside one
-product, so no partial sums travel. Next: `pallas_tpu_weights.py`, the gradient of the weights.
+rows shared by two groups costs either only its own rows, to the nearest 16 and 64 or 128, not the
+whole tile; what those take from neighbours is masked when stored. The sum over D or F runs inside
+one product, so no partial sums travel. Next: `pallas_tpu_weights.py`, the gradient of the weights.
 """
 
 from functools import partial
@@ -53,20 +53,15 @@ def each_rows(low, high, rows, body):
     Starts are aligned, so the first and last call may reach other groups' rows, and the last
     may begin in rows that were had before: only those from `new` on are new.
     """
-    first = low // tiles.ALIGNED * tiles.ALIGNED
-    n_long = (high - first) // tiles.LONG
-    rest = first + n_long * tiles.LONG
+    at = low // tiles.ALIGNED * tiles.ALIGNED
+    for size, count in tiles.counts(high - at, rows):
 
-    def call(i, start, size):
-        new = start + i * size
-        body(pl.multiple_of(jnp.minimum(new, rows - size), tiles.ALIGNED), size, new)
+        def piece(i, _, first=at, size=size):
+            new = first + i * size
+            body(pl.multiple_of(jnp.minimum(new, rows - size), tiles.ALIGNED), size, new)
 
-    if rows >= tiles.LONG:
-        lax.fori_loop(0, n_long, lambda i, _: call(i, first, tiles.LONG), None)
-    else:
-        rest = first
-    n_short = (high - rest + tiles.SHORT - 1) // tiles.SHORT
-    lax.fori_loop(0, n_short, lambda i, _: call(i, rest, tiles.SHORT), None)
+        lax.fori_loop(0, count, piece, None)
+        at = at + count * size
 
 
 def each_columns(width, body, used=None):
@@ -254,8 +249,9 @@ def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swi
     n_rows, width = lhs_MK.shape
     n_groups = rhs.shape[0]
     dtype, packed = lhs_MK.dtype, isinstance(rhs, Mxfp4)
-    if n_rows < tiles.SHORT:  # a tile of rows may pass the end, but not hold all of it
-        lhs_MK = jnp.pad(lhs_MK, ((0, tiles.SHORT - n_rows), (0, 0)))
+    least = tiles.pieces()[-1]
+    if n_rows < least:  # a tile of rows may pass the end, but not hold all of it
+        lhs_MK = jnp.pad(lhs_MK, ((0, least - n_rows), (0, 0)))
     padded = lhs_MK.shape[0]
     rows = tiles.row_tile(padded, width * dtype.itemsize)
     parts = min(tiles.cores(), -(-padded // rows))
@@ -281,7 +277,7 @@ def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swi
         scratch += [pltpu.VMEM(shape, dtype) for shape in zip(heights, widths, strict=True)]
     if swiglu is not None:
         wide = tiles.up(plan.tile + plan.shift, tiles.LANES)
-        scratch.append(pltpu.VMEM((min(tiles.LONG, rows), wide), jnp.float32))
+        scratch.append(pltpu.VMEM((min(tiles.pieces()[0], rows), wide), jnp.float32))
 
     def of_rows(part, n, i, *table):
         return TileVisits(*table).tile_V[part * length + i], 0
@@ -322,6 +318,7 @@ def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swi
             + n_rows * (width * plan.tiles + columns * n_out) * dtype.itemsize,
         ),
         interpret=interpret,
+        name=f"grouped_{'swiglu' if swiglu else 'dlhs' if transposed else 'matmul'}",
     )(*visits, lhs_MK, *sources, *biases)
     return [out[:n_rows] for out in outs] if padded != n_rows else list(outs)
 

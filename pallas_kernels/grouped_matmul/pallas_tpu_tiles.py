@@ -6,13 +6,13 @@ A copy between HBM and VMEM moves whole lanes of 128 columns, or all columns. Ha
 kernel rotates them into place. Next: `pallas_tpu_rows.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_kernels.dispatch import target
+from pallas_kernels.tpu import wide
 
 LANES = 128  # columns in a vector register, the least a copy moves
 COLUMNS = 256  # per product: what v6e's and 7x's matrix units are wide, twice what v5's are
-LONG, SHORT = 256, 64  # rows per product: for most of a group, and for its end
 ROWS = 512  # rows of an input tile: their products take longer than a step costs
 ALIGNED = 16  # rows that start a product are a multiple of this: a register of bfloat16
 
@@ -25,6 +25,29 @@ def vmem_bytes() -> int:
     if "lite" in kind or "v5e" in kind or "v6e" in kind:
         return 128 << 20
     return (64 if "v5" in kind or "7" in kind else 16) << 20
+
+
+def pieces() -> tuple[int, ...]:
+    """Rows per product, the most first: for most of a group, and for its end.
+
+    A matrix unit 256 wide takes as long for 64 rows as for 128, and nearly so for 256: libtpu's
+    schedule, `python -m pallas_kernels.bench grouped_swiglu --compile v6e --schedule`.
+    """
+    return (512, 256, 128) if wide() else (256, 64)
+
+
+def counts(rows: Any, largest: int) -> list[tuple[int, Any]]:
+    """(size, how many) of the pieces of at most `largest` that cover `rows`, in their order.
+
+    One piece that is nearly full is better than several small ones.
+    """
+    sizes = [size for size in pieces() if size <= largest]
+    found = []
+    for size in sizes:
+        count = (rows + sizes[-1] - 1) // size
+        found.append((size, count))
+        rows = rows - count * size
+    return found
 
 
 def window_bytes(itemsize: int) -> int:
@@ -101,7 +124,7 @@ def _window(columns: int, tile: int, first: int, extra: int, end: int) -> Window
 
 def row_tile(n_rows: int, bytes_per_row: int) -> int:
     """Rows of a tile: ROWS, or as many as a tenth of VMEM holds, or all there are."""
-    rows = ROWS
-    while rows > SHORT and rows * bytes_per_row > vmem_bytes() // 10:
+    rows, least = ROWS, pieces()[-1]
+    while rows > least and rows * bytes_per_row > vmem_bytes() // 10:
         rows //= 2
-    return max(SHORT, min(rows, up(n_rows, SHORT)))
+    return max(least, min(rows, up(n_rows, least)))

@@ -79,8 +79,9 @@ def weights_by_group(
     """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] in dtype, dbias[e] = Σ_{m in e} dout[m] in float32."""
     width, columns = lhs_MD.shape[1], dout_MF.shape[1]
     n_groups = sizes_E.shape[0]
-    if lhs_MD.shape[0] < tiles.SHORT:
-        more = ((0, tiles.SHORT - lhs_MD.shape[0]), (0, 0))
+    least = tiles.pieces()[-1]
+    if lhs_MD.shape[0] < least:
+        more = ((0, least - lhs_MD.shape[0]), (0, 0))
         lhs_MD, dout_MF = jnp.pad(lhs_MD, more), jnp.pad(dout_MF, more)
     n_rows = lhs_MD.shape[0]
     tile = weights_tile(width, columns)
@@ -121,5 +122,6 @@ def weights_by_group(
             + n_groups * width * columns * jnp.dtype(dtype).itemsize,
         ),
         interpret=interpret,
+        name="grouped_drhs",
     )(*visits, lhs_MD, dout_MF)
     return outs[0], outs[1][:, 0, :] if with_bias else None

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import floats, scale_of, window_size
-from pallas_kernels.dispatch import Implementation, lazily, mosaic, pick
+from pallas_kernels.dispatch import Impl, Implementation, lazily, mosaic, pick
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import reference, xla
 from pallas_kernels.sink_attention.common import check, checked_layout, same_batch
 from pallas_kernels.sink_attention.signature import Attention
 
 _HERE = "pallas_kernels.sink_attention"
-_IMPLS: dict[str, Implementation[Attention]] = mosaic(_HERE) | {
+IMPLS: dict[str, Implementation[Attention]] = mosaic(_HERE) | {
     "triton": lazily(f"{_HERE}.triton_kernels.jax_triton_call", "triton", ("gpu",), proven=False),
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
@@ -34,7 +34,7 @@ def sink_attention(
     k_segment_ids_BS: Int[Array, "B S"] | None = None,
     window: int | None = None,
     scale: float | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Causal grouped-query attention with a learned sink per head; returns (o, lse).
 
@@ -91,5 +91,5 @@ def sink_attention(
         for x, (default, length) in zip(given, defaults, strict=True)
     )
     layout = checked_layout(layout, q_BTNH, k_BSKH)
-    chosen = pick(impl, _IMPLS, q_BTNH, k_BSKH)
+    chosen = pick(impl, IMPLS, q_BTNH, k_BSKH)
     return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window_size(window), scale_of(scale, H))

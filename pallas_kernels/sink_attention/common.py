@@ -7,10 +7,23 @@ Next: reference.py for the formula.
 from typing import Any
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import integers
 from pallas_kernels.masks import Layout
+
+# what a policy of jax.checkpoint can keep, so that no backward pass runs a forward again
+KEPT = ("sink_attention_o", "sink_attention_lse")
+
+
+def named(
+    o_BTNH: Float[Array, "B T N H"], lse_BTN: Float[Array, "B T N"]
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Both under the names in KEPT. For the forward of a custom_vjp, where the results that go
+    out and those saved for the backward are to be the same arrays."""
+    o_name, lse_name = KEPT
+    return checkpoint_name(o_BTNH, o_name), checkpoint_name(lse_BTN, lse_name)
 
 
 def check(q: Any, k: Any, v: Any, sink: Any) -> None:

@@ -22,6 +22,7 @@ from pallas_kernels import hopper
 from pallas_kernels.dispatch import target
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu_backward
+from pallas_kernels.sink_attention.common import named
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     MosaicTiles,
@@ -59,7 +60,7 @@ def _attend(q, k, v, sink, layout, window, scale, interpret):
 
 
 def _attend_fwd(q, k, v, sink, layout, window, scale, interpret):
-    o, lse = forward(q, k, v, sink, layout, window, scale, interpret)
+    o, lse = named(*forward(q, k, v, sink, layout, window, scale, interpret))
     return (o, lse), (q, k, v, sink, layout, o, lse)
 
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import tpu
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
-from pallas_kernels.sink_attention.common import backward_sums
+from pallas_kernels.sink_attention.common import backward_sums, named
 from pallas_kernels.sink_attention.pallas_tpu_backward import backward
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
@@ -64,7 +64,7 @@ def _forward_kernel(
                 total[g] = total[g] * shrink + jnp.sum(p, axis=0, keepdims=True)
                 acc[g] = acc[g] * shrink + blocks.dot(v, p.astype(v.dtype), 0, 0)
 
-        blocks.each_head(q.shape[0], step)
+        blocks.each_head(q.shape[0], window, step)
 
     blocks.visit(runs, slot, copies, body)
     some = total[...] > 0  # a query without keys and without a sink has nothing to divide by
@@ -130,11 +130,12 @@ def mosaic_tpu(
 
 
 def _fwd(q, k, v, sink, layout, window, scale, interpret):
-    x = blocks.sizes(q.shape, k.shape, window)
+    x = blocks.sizes(q.shape, k.shape, window, q.dtype.itemsize)
     where = blocks.blocked(x, layout, window)
-    arrays = x.columns(q), x.keys(k), x.keys(v), x.sinks(sink)
-    o, lse = forward(x, *arrays, where, window, scale, interpret)
-    o, lse = x.rows(o), x.rows(lse[:, :, :, None])[..., 0]
+    scaled, rest = blocks.prescaled(q, scale)
+    arrays = x.columns(scaled), x.keys(k), x.keys(v), x.sinks(sink)
+    o, lse = forward(x, *arrays, where, window, rest, interpret)
+    o, lse = named(x.rows(o), x.rows(lse[:, :, :, None])[..., 0])
     return (o, lse), (q, k, v, sink, layout, o, lse)
 
 
@@ -142,11 +143,12 @@ def _bwd(window, scale, interpret, saved, cotangents):
     q, k, v, sink, layout, o, lse = saved
     do, dlse = cotangents
     lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
-    x = blocks.sizes(q.shape, k.shape, window)
+    x = blocks.sizes(q.shape, k.shape, window, q.dtype.itemsize, backward=True)
     where = blocks.blocked(x, layout, window)
     stats_BTN2 = jnp.stack([lse, delta], axis=3)
-    arrays = x.columns(q), x.keys(k), x.keys(v), x.columns(do), x.columns(stats_BTN2)
-    dq, dk, dv = backward(x, *arrays, where, window, scale, interpret)
+    scaled, rest = blocks.prescaled(q, scale)
+    arrays = x.columns(scaled), x.keys(k), x.keys(v), x.columns(do), x.columns(stats_BTN2)
+    dq, dk, dv = backward(x, *arrays, where, window, scale, rest, interpret)
     dk, dv = (y[:, :, : x.S].transpose(0, 2, 1, 3) for y in (dk, dv))
     return x.rows(dq), dk, dv, dsink, None
 

@@ -19,7 +19,7 @@ from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
 def _dq_kernel(
     runs, q, do, stats, q_places, k_hbm, v_hbm, k_places_hbm, dq,
-    k_two, v_two, k_places_two, sems, slot, acc, *, window, scale,
+    k_two, v_two, k_places_two, sems, slot, acc, *, window, scale, rest,
 ):  # fmt: skip
     b, head = pl.program_id(0), pl.program_id(1)
     bs = k_two.shape[1]
@@ -41,11 +41,11 @@ def _dq_kernel(
 
         def step(heads):
             for g in heads:
-                p = jnp.exp(blocks.scores(k, q[g], scale, mask) - stats[g, 0:1, :])
+                p = jnp.exp(blocks.scores(k, q[g], rest, mask) - stats[g, 0:1, :])
                 ds = p * (blocks.dot(v, do[g], 1, 0) - stats[g, 1:2, :])
                 acc[g] += blocks.dot(k, ds.astype(k.dtype), 0, 0)
 
-        blocks.each_head(q.shape[0], step)
+        blocks.each_head(q.shape[0], window, step)
 
     blocks.visit(runs, slot, copies, body)
     dq[...] = (acc[...] * scale).astype(dq.dtype)
@@ -53,7 +53,7 @@ def _dq_kernel(
 
 def _dkv_kernel(
     runs, k, v, k_places, q_hbm, do_hbm, stats_hbm, q_places_hbm, dk, dv,
-    q_two, do_two, stats_two, q_places_two, sems, slot, dk_acc, dv_acc, *, window, scale,
+    q_two, do_two, stats_two, q_places_two, sems, slot, dk_acc, dv_acc, *, window, rest,
 ):  # fmt: skip
     b, head = pl.program_id(0), pl.program_id(1)
     bt = q_two.shape[3]
@@ -78,22 +78,24 @@ def _dkv_kernel(
             dk_part, dv_part = 0.0, 0.0  # one addition in VMEM for all these heads
             for g in heads:
                 q, do, stats = q_two[buffer, g], do_two[buffer, g], stats_two[buffer, g]
-                p = jnp.exp(blocks.scores(k[...], q, scale, mask) - stats[0:1, :])
+                p = jnp.exp(blocks.scores(k[...], q, rest, mask) - stats[0:1, :])
                 dv_part += blocks.dot(p.astype(do.dtype), do, 1, 1)
                 ds = p * (blocks.dot(v[...], do, 1, 0) - stats[1:2, :])
                 dk_part += blocks.dot(ds.astype(q.dtype), q, 1, 1)
             dk_acc[...] += dk_part
             dv_acc[...] += dv_part
 
-        blocks.each_head(q_two.shape[1], step)
+        blocks.each_head(q_two.shape[1], window, step)
 
     blocks.visit(runs, slot, copies, body)
-    dk[...] = (dk_acc[...] * scale).astype(dk.dtype)
+    dk[...] = (dk_acc[...] * rest).astype(dk.dtype)
     dv[...] = dv_acc[...].astype(dv.dtype)
 
 
-def backward(x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window, scale, interpret):
-    """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) of arrays laid out by `x`."""
+def backward(
+    x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window, scale, rest, interpret
+):
+    """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) of arrays laid out by `x`, q by `prescaled`."""
     dtype, H, G, bt, bs = q.dtype, x.H, x.G, x.bt, x.bs
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     per_query = pl.BlockSpec((None, None, G, H, bt), lambda b, k, i, _: (b, k, 0, 0, i))
@@ -109,7 +111,7 @@ def backward(x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window,
         return pltpu.VMEM((2, *shape), dtype)
 
     dq = pl.pallas_call(
-        partial(_dq_kernel, window=window, scale=scale),
+        partial(_dq_kernel, window=window, scale=scale, rest=rest),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(x.B, x.K, x.n),
@@ -134,7 +136,7 @@ def backward(x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window,
     )(where.q_runs, q, do, stats, where.q_B8T, k, v, where.k_B8S)
 
     dk, dv = pl.pallas_call(
-        partial(_dkv_kernel, window=window, scale=scale),
+        partial(_dkv_kernel, window=window, rest=rest),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(x.B, x.K, x.m),

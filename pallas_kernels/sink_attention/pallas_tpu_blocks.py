@@ -13,6 +13,7 @@ would outgrow SMEM.) The last step of a loop already fetches the first block of 
 Next: pallas_tpu.py and pallas_tpu_backward.py, the kernels.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tpu
 from pallas_kernels.arguments import products
 from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import Layout, visible
@@ -30,27 +32,34 @@ from pallas_kernels.sink_attention.reference import UNSEEN
 
 LANES = 128
 SUBLANES = 8
-HEADS = 2  # unrolled: one's product hides another's softmax; more only lengthens the program
 PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "arbitrary"),
-    vmem_limit_bytes=32 * 2**20,  # float32 heads of 128 take 21; every chip has at least 64 MiB
+    vmem_limit_bytes=48 * 2**20,  # every chip has at least 64 MiB
 )
 
 
-def block_sizes(T: int, S: int, window: int) -> tuple[int, int]:
+def block_sizes(
+    T: int, S: int, window: int, itemsize: int = 2, backward: bool = False
+) -> tuple[int, int]:
     """Queries (of each head of a group) and keys per block.
 
-    512 by 512 has the fewest cycles per pair in the compiler's schedule for v5p of the sizes that
-    were tried; a block of scores takes 1 MiB of VMEM. Behind a short window larger blocks of keys
-    than 128 are mostly masked.
+    Those with the fewest cycles in the compiler's schedule of all that `tests/bench/tpu_blocks.py`
+    tried, what a diagonal wastes included. Behind a short window larger blocks of keys are mostly
+    masked, but fewer steps wait for each other.
     """
-    if 0 < window <= 2 * LANES:
-        return (LANES if T <= LANES else 2 * LANES), LANES
-    return _block(T), _block(S)
+    short = 0 < window <= 2 * LANES
+    half = itemsize == 2  # exact products of float32 make six times the program
+    if tpu.wide() and half:
+        return (_block(T, 512), _block(S, 256)) if short else (_block(T, 1024), _block(S, 1024))
+    keys = 1024 if half and not backward else 512
+    return (_block(T, 256), LANES) if short else (_block(T, 512), _block(S, keys))
 
 
-def _block(length: int) -> int:
-    return next((size for size in (128, 256) if length <= size), 512)
+def _block(length: int, most: int) -> int:
+    size = LANES
+    while size < min(length, most):
+        size *= 2
+    return size
 
 
 class Sizes(NamedTuple):
@@ -110,12 +119,20 @@ class Blocked(NamedTuple):
     k_runs: Int[Array, " Q"]  # of query blocks, for each key block
 
 
-def sizes(q_shape: tuple[int, ...], k_shape: tuple[int, ...], window: int) -> Sizes:
-    """The sizes for q [B, T, N, H] and k [B, S, K, H]."""
+def sizes(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    window: int,
+    itemsize: int = 2,
+    backward: bool = False,
+) -> Sizes:
+    """The sizes of a pass for q [B, T, N, H] and k [B, S, K, H] of so many bytes an element."""
     (B, T, N, H), (S, K) = q_shape, k_shape[1:3]
     G = N // K
-    F = G if T * G <= block_sizes(T * G, S, window)[0] else 1  # where one block holds them
-    return Sizes(B, T, S, K, G // F, F, H, *block_sizes(T * F, S, window))
+    F = (
+        G if T * G <= block_sizes(T * G, S, window, itemsize, backward)[0] else 1
+    )  # where one block holds them
+    return Sizes(B, T, S, K, G // F, F, H, *block_sizes(T * F, S, window, itemsize, backward))
 
 
 def blocked(x: Sizes, layout: Layout, window: int) -> Blocked:
@@ -139,6 +156,14 @@ def blocked(x: Sizes, layout: Layout, window: int) -> Blocked:
         visits(needed, whole),
         visits(needed.swapaxes(1, 2), whole.swapaxes(1, 2)),
     )
+
+
+def prescaled(q: Float[Array, "B T N H"], scale: float) -> tuple[Float[Array, "B T N H"], float]:
+    """(q', rest) with q'·rest = q·scale. A power of two, as of heads of 64, changes no digit of q,
+    and there are fewer q than scores; the rest is for the scores."""
+    if math.frexp(scale)[0] == 0.5:
+        return q * jnp.asarray(scale, q.dtype), 1.0
+    return q, scale
 
 
 def _pad_last(x: Array, length: int) -> Array:
@@ -165,7 +190,8 @@ def seen(q_places_8t: Any, k_places_8s: Any, window: int) -> Any:
 
 def scores(k: Any, q: Any, scale: float, mask: Any) -> Any:
     """Scores [keys, queries]; `mask` is None where every pair is visible."""
-    z = dot(k, q, 1, 0) * scale
+    z = dot(k, q, 1, 0)
+    z = z if scale == 1 else z * scale
     return z if mask is None else jnp.where(mask, z, UNSEEN)
 
 
@@ -208,15 +234,22 @@ def visit(
     slot_ref[0] = lax.fori_loop(first, last, step, slot_ref[0])
 
 
-def each_head(G: int, step: Callable[[list], None]) -> None:
-    """Call step(heads) until each of G had its turn; HEADS of them at once where G divides."""
-    together = max(count for count in range(1, min(G, HEADS) + 1) if G % count == 0)
-    if together == G:
+def together(G: int, window: int) -> int:
+    """Heads of a group of G that are unrolled: one's product hides another's softmax.
+
+    The small blocks of a window take more of them, elsewhere more only lengthens the program.
+    """
+    most = 2 if not window else 4 if tpu.wide() else 8
+    return max(count for count in range(1, min(G, most) + 1) if G % count == 0)
+
+
+def each_head(G: int, window: int, step: Callable[[list], None]) -> None:
+    """Call step(heads) until each of G had its turn, some at once."""
+    some = together(G, window)
+    if some == G:
         step(list(range(G)))
         return
-    lax.fori_loop(
-        0, G // together, lambda i, _: step([i * together + j for j in range(together)]), None
-    )
+    lax.fori_loop(0, G // some, lambda i, _: step([i * some + j for j in range(some)]), None)
 
 
 def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from pallas_kernels.arguments import products
 from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import Layout, visible
-from pallas_kernels.sink_attention.common import backward_sums
+from pallas_kernels.sink_attention.common import backward_sums, named
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
@@ -217,7 +217,7 @@ def _xla_fwd(q, k, v, sink, layout, window, scale):
     o, lse = _forward_blocks(x, bs, window, scale)
     G = N // k.shape[2]
     o = _join_rows(o, T, G).astype(q.dtype)
-    lse = _join_rows(lse, T, G)[..., 0]
+    o, lse = named(o, _join_rows(lse, T, G)[..., 0])
     return (o, lse), (q, k, v, sink, layout, o, lse)
 
 

@@ -8,12 +8,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import floats, integers
-from pallas_kernels.dispatch import Implementation, mosaic, pick
+from pallas_kernels.dispatch import Impl, Implementation, mosaic, pick
 from pallas_kernels.token_logprobs import reference, xla
 from pallas_kernels.token_logprobs.signature import TokenLogprobs
 
 _HERE = "pallas_kernels.token_logprobs"
-_IMPLS: dict[str, Implementation[TokenLogprobs]] = mosaic(_HERE) | {
+IMPLS: dict[str, Implementation[TokenLogprobs]] = mosaic(_HERE) | {
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
@@ -26,7 +26,7 @@ def token_logprobs(
     *,
     temperature: Float[Array, ""] | float = 1.0,
     vocab_size: int | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
 ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
     """Log-probability of each target, and entropy of the distribution it is drawn from.
 
@@ -79,7 +79,7 @@ def token_logprobs(
             f"vocab_size must be in 1..{columns}, the columns of w_head; got {vocab_size}. "
             "Pass vocab_size=None when the head is not padded."
         )
-    chosen = pick(impl, _IMPLS, hidden_MD, w_head_DV)
+    chosen = pick(impl, IMPLS, hidden_MD, w_head_DV)
     return chosen(
         hidden_MD, w_head_DV, targets_M, jnp.asarray(temperature, jnp.float32), vocab_size
     )

@@ -88,7 +88,6 @@ LINES = (
     Line("SAPO, 4 minibatches", (*OFF, "loss.objective=sapo_terms")),
     Line("DPPO-TV, 4 minibatches", (*OFF, "loss.objective=dppo_tv_terms")),
     Line("two forwards route differently, recomputed", ("loss.old_logp=recomputed",), "forward"),
-    Line("two forwards route differently, detached", (), "forward"),
     *(Line(f"{noise} engine, {name}", changes, noise)
       for noise in ("bf16", "stale", "router") for name, changes in CORRECTIONS.items()),
 )  # fmt: skip

@@ -39,7 +39,7 @@ class Desk:
         self.ops = plain_ops()
         tx = make_optimizer(OptimConfig(lr=1e-6), steps=10**5)
         self.state = new_state(Trained(jax.tree.map(lambda x: x.copy(), self.first)), tx)
-        grpo = Algorithm(samples_per_prompt=SAMPLES)
+        grpo = Algorithm()
         self.step_fn = jax.jit(
             partial(rl_step, tx=tx, algorithm=grpo, scorer=Scorer(self.cfg, self.ops)),
             donate_argnums=0,
@@ -71,7 +71,7 @@ class Desk:
         batch = rollout_batch(
             rollouts, rewards, samples=SAMPLES, length=PROMPT_TOKENS + NEW_TOKENS, pad_id=0
         )
-        self.state, metrics = self.step_fn(self.state, batch)
+        self.state, metrics, _ = self.step_fn(self.state, batch)
         metrics = jax.device_get(metrics)
         self.engine.load(self.state.params.policy, self.steps)
         end = time.process_time()

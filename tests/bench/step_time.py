@@ -50,6 +50,7 @@ def batch_of(cfg) -> Batch:
         loss_mask_BT=np.broadcast_to(mask, shape),
         rollout_logp_BT=np.where(mask, -5.5 + 0.3 * dice.normal(size=shape), 0).astype(np.float32),
         rewards_B=dice.random(shape[0]).astype(np.float32),
+        samples_per_prompt=cfg.rollout.samples_per_prompt,
     )  # fmt: skip
 
 
@@ -71,7 +72,7 @@ class Side:
 
     def seconds(self) -> float:
         start = time.process_time()
-        self.state, metrics = self.step(self.state, self.batch)
+        self.state, metrics, _ = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
         assert np.isfinite(float(metrics["loss"])) and not float(metrics["gate/closed"])
         return time.process_time() - start

@@ -72,6 +72,17 @@ def test_a_named_implementation_never_falls_back():
         pick("elsewhere", IMPLS, 4)
 
 
+def test_of_several_names_the_first_that_can_run_is_taken_proven_or_not():
+    new = {"new": Implementation(fast, odd_is_bad, proven=False), **IMPLS}
+    assert pick(("new", "plain"), new, 4) is fast and pick(("new", "plain"), new, 5) is plain
+    with pytest.raises(NotImplementedError, match="must be even; the length must be even"):
+        pick(("new", "fast"), new, 5)
+    with pytest.raises(ValueError, match="got 'plian'. Did you mean 'plain'"):
+        pick(("plian", "fast"), new, 4)
+    with pytest.raises(ValueError, match=r"must name an implementation, got \(\)"):
+        pick((), new, 4)
+
+
 def test_nothing_that_runs_is_an_error_with_every_reason():
     with pytest.raises(NotImplementedError, match="fast: the length must be even"):
         pick("auto", {"fast": IMPLS["fast"]}, 5)

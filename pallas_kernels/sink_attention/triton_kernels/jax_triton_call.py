@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention.common import backward_sums
+from pallas_kernels.sink_attention.common import backward_sums, named
 from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 from pallas_kernels.sink_attention.triton_kernels import triton_launch as launch
 
@@ -124,7 +124,7 @@ def _triton(q, k, v, sink, layout, window, scale):
 
 
 def _triton_fwd(q, k, v, sink, layout, window, scale):
-    o, lse = _forward(q, k, v, sink, layout, window, scale)
+    o, lse = named(*_forward(q, k, v, sink, layout, window, scale))
     return (o, lse), (q, k, v, sink, layout, o, lse)
 
 

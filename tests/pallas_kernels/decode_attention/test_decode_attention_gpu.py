@@ -47,6 +47,7 @@ def test_more_rows_than_a_tile_take_several():
     checks.check(KERNEL, case)
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_its_own_slots_only(monkeypatch):
     # the one assertion that the flags of tests/conftest.py would change: the older emitters without
     # LLVM's passes round exp and log by where in a loop a number stands

@@ -19,7 +19,7 @@ ALPHA, LIMIT = 1.3, 2.5
 # Half of 384 columns is 1.5 registers, like half of 5760; 192 rows are two halves of 3 groups.
 MATMUL, SWIGLU = (131, 192, 640), (131, 192, 384)
 SIZES = {
-    "uneven": (1, 17, 53, 0, 29, 24, 7),  # 18 … 63 of a tile takes two calls that overlap
+    "uneven": (1, 17, 53, 0, 29, 24, 7),  # 33 … 48 rows take two calls, fewer may begin in others
     "rows_past_the_sum": (5, 0, 33, 16, 0, 2, 9),
     "all_to_the_last": (0, 0, 0, 0, 0, 0, 131),
     "all_to_one": (0, 0, 131, 0, 0, 0, 0),
@@ -32,8 +32,7 @@ def small_tiles():
     """Several tiles of rows and columns, long and short products, in matrices of this size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "ROWS", 64)
-        patch.setattr(tiles, "LONG", 64)
-        patch.setattr(tiles, "SHORT", 32)
+        patch.setattr(tiles, "pieces", lambda: (64, 32, 16))
         patch.setattr(tiles, "COLUMNS", 128)
         patch.setattr(tiles, "window_bytes", lambda _: 128 * 640 * 4)
         yield

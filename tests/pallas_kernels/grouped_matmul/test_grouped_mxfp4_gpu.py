@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import mxfp4, pallas_gpu, reference
-from pallas_kernels.grouped_matmul.hopper import pallas_gpu_decode, pallas_gpu_mxfp4
+from pallas_kernels.grouped_matmul.hopper import pallas_gpu_mxfp4
 from pallas_kernels.testing import three_way
 
 M, D, F = 300, 320, 384
@@ -24,8 +24,9 @@ SIZES = {
     "none used": (0,) * 7,
 }
 
+OLD = jax.__version_info__ < (0, 11)
 knows_transposes = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="jax 0.10's GPU interpreter knows no transposed operand"
+    OLD, reason="jax 0.10's GPU interpreter knows no transposed operand"
 )
 
 
@@ -105,7 +106,8 @@ def test_values_and_both_gradients_are_as_good_as_the_naive_masks_on_decoded_wei
     check(mine, naive, exact, make(SIZES[name]), name)
 
 
-@pytest.mark.parametrize("name", some("a tile and more, tails, none", "none used"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
 def test_the_fused_activation_is_as_good_as_one_after_the_naive_masks(name):
     *args, lhs, bias, _ = make(SIZES[name])
     got, simple = (forward(f, *args, lhs, bias) for f in (mine_swiglu, naive_swiglu))
@@ -146,6 +148,7 @@ def test_a_nan_stays_in_its_own_group_whether_of_a_row_or_of_a_scale():
         assert not np.asarray(x, np.float32)[used:].any()
 
 
+@pytest.mark.skipif(OLD, reason="jax 0.10 takes 15 seconds to interpret it")
 def test_fewer_rows_than_a_tile_and_no_bias():
     sizes, rhs, lhs, bias, _ = make((2, 0, 1, 4, 0, 1, 0), n_rows=9)
     got = jax.jit(partial(pallas_gpu.mosaic_gpu, interpret=True))(lhs, rhs, sizes)
@@ -178,21 +181,3 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, transposed):
         pallas_gpu_mxfp4.packed_rows_by_group(rows, rhs, sizes, bias, transposed, True)
     )
     assert not races()
-
-
-def test_the_rules_of_the_chip_give_every_code_under_every_scale_its_value():
-    """In exact arithmetic, rounded at the end: subnormals, infinities and NaN too."""
-
-    def apply(rule, byte):
-        keep, factor, then = rule
-        assert ((byte & keep) * factor).max() < 1 << 16  # the neighbour's half is left alone
-        return ((byte & keep) * factor & then).astype(np.uint16).view(jnp.bfloat16).astype(float)
-
-    byte = np.arange(256)
-    scale = np.maximum(apply(pallas_gpu_decode.SCALE, byte), 2.0**-127)[:, None]
-    for rule, code in ((pallas_gpu_decode.LOW, byte & 15), (pallas_gpu_decode.HIGH, byte >> 4)):
-        with np.errstate(invalid="ignore", over="ignore"):
-            got = (apply(rule, byte) * 2.0**126 * scale + scale * 0).astype(jnp.bfloat16)
-        scales, codes = jnp.meshgrid(byte, code, indexing="ij")
-        wanted = (np.asarray(mxfp4.bits(codes, scales)) >> 16).astype(np.uint16).view(jnp.bfloat16)
-        np.testing.assert_array_equal(got.astype(np.float32), wanted.astype(np.float32))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clamped SwiGLU against its float64 formula; the dtype's own rounding is the tolerance."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,4 +33,19 @@ def test_swiglu_clamps_gate_above_only_and_up_on_both_sides():
     assert one(100.0, 2.0) == one(7.0, 2.0) != one(6.0, 2.0)
     assert one(1.0, 100.0) == one(1.0, 7.0) and one(1.0, -100.0) == one(1.0, -7.0)
     assert one(-9.0, 2.0) != one(-7.0, 2.0)
-    assert one(-1000.0, 2.0) == 0.0
+    assert abs(one(-1000.0, 2.0)) < 1e-30  # its place is taken by −80/α, see `activate`
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gate_far_below_zero_has_a_gradient(dtype):
+    gates = jnp.asarray([-1e4, -1e3, -60.0, -52.2, -52.0, -30.0, -3.0, 0.0, 3.0, 7.5, 1e4], dtype)
+    h = jnp.stack([gates, jnp.full_like(gates, 2.0)], 1)
+    got = jax.grad(lambda h: clamped_swiglu(h, 1.702, 7.0).astype(jnp.float32).sum())(h)
+    gate = np.asarray(gates, np.float64)
+    z = 1.702 * np.minimum(gate, 7)
+    sigma = 1 / (1 + np.exp(-np.maximum(z, -700)))
+    want = np.stack(
+        [3 * sigma * (1 + z * (1 - sigma)) * (gate < 7), np.minimum(gate, 7) * sigma], 1
+    )
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2 * eps, atol=60 * EPS)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-License-Identifier: Apache-2.0
+"""How often each loop of our TPU kernels runs in a case, from the tables that the kernels read.
+
+Exact where the sizes of groups and the layout are the case's own. A `Turns` has the loops in the
+order of the program; where a compiler made other loops of it, they do not match and no time is
+told. What is not here (decoding, small groups of heads, dlogits) has none either. All is asked for
+while the chip is the target: its tiles are its own. Next: `schedule.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from pallas_kernels.bench.schedule_tpu import Turns
+from pallas_kernels.blocks import block_table, runs
+from pallas_kernels.grouped_matmul import cases as matmul_cases
+from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
+from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows
+from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_tile
+from pallas_kernels.grouped_matmul.visits import group_visits, row_visits
+from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention import cases as attention_cases
+from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
+
+ITEM = 2  # bytes: bfloat16, which is what the bench compiles
+
+
+def of(op: str, case: Any) -> dict[str, Turns]:
+    """By the names of the kernels; of one core where two share the work."""
+    if op == "sink_attention":
+        return attention(case)
+    if op in ("grouped_matmul", "grouped_swiglu"):
+        swiglu = op == "grouped_swiglu"
+        return {
+            op: _rows(case, swiglu=swiglu, transposed=False),
+            "grouped_dlhs": _rows(case, swiglu=False, transposed=True),
+            "grouped_drhs": _weights(case),
+        }
+    if op == "token_logprobs":
+        return {op: _words(case)}
+    return {}
+
+
+def _here() -> Any:
+    """While the tables are computed, on a CPU: the chip is only a target."""
+    return jax.set_mesh(Mesh(np.array(jax.devices("cpu")[:1]), ("host",)))
+
+
+def attention(case: Any) -> dict[str, Turns]:
+    """Of the forward kernel, dq's and dkv's."""
+    forward, backward = (_blocks(case, backward) for backward in (False, True))
+    return {
+        "sink_attention_forward": _visits(forward, case, by_key=False),
+        "sink_attention_dq": _visits(backward, case, by_key=False),
+        "sink_attention_dkv": _visits(backward, case, by_key=True),
+    }
+
+
+def _blocks(case: Any, backward: bool) -> blocks.Sizes:
+    q, k = ((case.B, n, heads, case.H) for n, heads in ((case.T, case.N), (case.S, case.K)))
+    return blocks.sizes(q, k, case.window, ITEM, backward)
+
+
+def _visits(x: blocks.Sizes, case: Any, *, by_key: bool) -> Turns:
+    with _here():
+        layout = Layout._make(map(jnp.asarray, attention_cases.layout(case)))
+        layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.bs - x.S)
+        tables = block_table(layout, x.bt, x.bs, case.window)
+        tables = tuple(table.swapaxes(1, 2) for table in tables) if by_key else tables
+        runs_Bn4 = np.asarray(runs(*tables), np.int64)
+    first, whole_first, whole_last, last = np.moveaxis(runs_Bn4, 2, 0)
+    last = np.maximum(last, first + 1)
+    low, high = np.maximum(first, whole_first), np.minimum(last, whole_last)
+    share = x.K / tiles.cores()
+    steps, every = share * first.size, share * int(np.sum(last - first))
+    whole = share * int(np.sum(np.maximum(high - low, 0)))
+    heads = x.G // blocks.together(x.G, case.window)
+    if heads == 1:  # no loop over heads
+        pieces = (every, every, whole, every - whole)
+        return Turns((1, 1), (Turns((steps, steps), (Turns((pieces,)),)),))
+    inner = (Turns((whole * heads,)), Turns(((every - whole) * heads,)))
+    return Turns((1, 1), (Turns((steps, steps), (Turns((every, every - whole, every), inner),)),))
+
+
+def _rows(case: Any, *, swiglu: bool, transposed: bool) -> Turns:
+    _, rhs, *_ = matmul_cases.shapes(case)
+    plan = plan_rows(rhs, ITEM, transposed=transposed, halves=swiglu)
+    assert plan is not None, "the case was compiled"
+    columns = case.D if transposed else case.F // 2 if swiglu else case.F
+    rows = tiles.row_tile(case.M, (case.F if transposed else case.D) * ITEM)
+    parts = min(tiles.cores(), -(-case.M // rows))
+    with _here():
+        table, length = row_visits(jnp.asarray(case.group_sizes, jnp.int32), case.M, rows, parts)
+        group, low, high = (np.asarray(x) for x in (table.group_V, table.low_V, table.high_V))
+    pieces = [
+        _pieces(low[at], high[at], rows, group[at] < len(case.group_sizes))
+        for at in (slice(p * length, (p + 1) * length) for p in range(parts))
+    ]
+    most = max(pieces, key=lambda x: sum(size * n for size, n in x))  # of the slower core
+    widths = [plan.tile]
+    if swiglu:
+        widths.insert(0, tiles.up(plan.tile + plan.shift, tiles.LANES))
+    used = [columns - n * plan.tile for n in range(plan.tiles)]
+    turns = [
+        sum(_full(w, None if plan.tiles == 1 else u + (plan.shift if w > plan.tile else 0))
+            for u in used) for w in widths
+    ]  # fmt: skip
+    steps = plan.tiles * length
+    inner = tuple(
+        Turns((n * plan.tiles,) * (len(turns) + 1), tuple(Turns((n * t,)) for t in turns))
+        for _, n in most
+    )
+    return Turns((1, 1), (Turns((*(steps,) * len(inner), (steps, 0)), inner),))
+
+
+def _weights(case: Any) -> Turns:
+    tile = weights_tile(case.D, case.F)
+    assert tile is not None, "the case was compiled"
+    n_tiles = -(-case.F // tile)
+    rows = tiles.row_tile(case.M, (case.D + tile) * ITEM)
+    with _here():
+        table = group_visits(jnp.asarray(case.group_sizes, jnp.int32), case.M, rows)
+        low, high = np.asarray(table.low_V), np.asarray(table.high_V)
+    here = -(-n_tiles // tiles.cores())
+    full = sum(
+        _full(tile, None if n_tiles == 1 else case.F - n * tile) for n in range(here)
+    )  # the first core's tiles are the full ones
+    inner = tuple(
+        Turns((n * here, n * here), (Turns((n * full,)),))
+        for _, n in _pieces(low, high, rows, high > low)
+    )
+    steps, groups = here * len(low), here * len(case.group_sizes)
+    ends = (steps, groups)
+    return Turns((1, 1), (Turns((ends, *(steps,) * (len(inner) - 1), ends), inner),))
+
+
+def _pieces(
+    low: np.ndarray, high: np.ndarray, rows: int, mine: np.ndarray
+) -> list[tuple[int, int]]:
+    """(size, how many) in all of these visits."""
+    need = np.where(mine & (high > low), high - low // tiles.ALIGNED * tiles.ALIGNED, 0)
+    return [(size, int(np.sum(count))) for size, count in tiles.counts(need, rows)]
+
+
+def _full(width: int, used: int | None) -> int:
+    """Turns of the loop over a tile's columns."""
+    full = width // tiles.COLUMNS
+    return full if used is None else min(full, -(-used // tiles.COLUMNS))
+
+
+def _words(case: Any) -> Turns:
+    rows, columns = logprobs_tpu._blocks(case.M, case.D * ITEM)
+    blocks_of_rows = -(-case.M // rows) / tiles.cores()
+    return Turns(
+        (1, 1), (Turns(((blocks_of_rows * -(-case.vocab_size // columns), blocks_of_rows),)),)
+    )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Doubles of a chip's kernels, for a check in another process: named module:function."""
+
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def right(op, case):
+    """XLA's own."""
+    return op.call(case, "xla")
+
+
+def wrong_in_one_tile(op, case):
+    """A few rows of the first result are 3 % too large, forward only."""
+    call = right(op, case)
+
+    def wrong(*inputs):
+        first, *others = jax.tree.leaves(call(*inputs))
+        axis = 1 if first.ndim > 2 else 0
+        middle = first.shape[axis] * 3 // 4
+        shape = [-1 if i == axis else 1 for i in range(first.ndim)]
+        tile = (abs(np.arange(first.shape[axis]) - middle) < 4).reshape(shape)
+        first = jnp.where(tile, first * jnp.asarray(1.03, first.dtype), first)
+        return (first, *others) if others else first
+
+    return wrong
+
+
+def _with_a_gradient(op, case, change):
+    call, n = right(op, case), op.differentiated
+    other = jax.custom_vjp(call)
+
+    def forward(*inputs):
+        out, pull = jax.vjp(lambda *d: call(*d, *inputs[n:]), *inputs[:n])
+        return out, (pull, inputs)
+
+    def backward(kept, ct):
+        pull, inputs = kept
+        return (*change(pull(ct)), *(np.zeros(x.shape, jax.dtypes.float0) for x in inputs[n:]))
+
+    other.defvjp(forward, backward)
+    return other
+
+
+def wrong_gradient(op, case):
+    """The gradient of the second operand lacks what its last rows give."""
+
+    def change(grads):
+        second = grads[1]
+        return (grads[0], second.at[:, -16:].multiply(jnp.asarray(0, second.dtype)), *grads[2:])
+
+    return _with_a_gradient(op, case, change)
+
+
+def hangs(op, case):
+    """As a barrier does that nobody meets."""
+    while True:
+        time.sleep(1)
+
+
+def crashes(op, case):
+    """As a bad address does."""
+    os.abort()
+
+
+def has_no_memory(op, case):
+    """As beside another process that holds the device."""
+    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.")
+
+
+def refuses(op, case):
+    """As a kernel for another chip."""
+    raise NotImplementedError("it needs a Hopper GPU (wgmma), this is a double")
+
+
+_calls = [0]  # in the process of the check
+
+
+def other_bits_in_each_call(op, case):
+    """As sums whose order nobody fixed."""
+    call = right(op, case)
+
+    def unstable(*inputs):
+        jitter = jax.pure_callback(_count, jax.ShapeDtypeStruct((), jnp.float32))
+        return jax.tree.map(lambda x: x + (jitter * 1e-7).astype(x.dtype), call(*inputs))
+
+    return unstable
+
+
+def _count():
+    _calls[0] += 1
+    return np.float32(_calls[0])
+
+
+def wrong_past_the_cases(op, case):
+    """Right in every small case, wrong in the later half of a large one."""
+    call = right(op, case)
+    if case.name != "run":
+        return call
+
+    def wrong(*inputs):
+        logp, entropy = call(*inputs)
+        return jnp.where(jnp.arange(logp.shape[0]) > 700, logp * 1.01, logp), entropy
+
+    return wrong

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs follows from the verdicts; faults planted in doubles of kernels are found in time."""
+
+import re
+import time
+
+import pytest
+
+from pallas_kernels.check import __main__ as command
+from pallas_kernels.check import child, choice
+from pallas_kernels.check.choice import PLATFORMS, Choice, Refused, choose, judge_here
+from pallas_kernels.check.verdicts import KernelVerdict
+
+RIGHT, WRONG = KernelVerdict("right", "4 cases"), KernelVerdict("wrong", "in ragged: o errs by 1")
+REFUSES = KernelVerdict("refuses", "it needs a Hopper GPU")
+DOUBLES = "tests.pallas_kernels.check.doubles"
+
+
+def judged(asked=None, **verdicts):
+    """A judge with a verdict for each implementation, which notes what it is asked."""
+
+    def judge(operation, impl):
+        if asked is not None:
+            asked.append((operation, impl))
+        return verdicts[impl]
+
+    return judge
+
+
+def test_auto_takes_the_first_right_kernel_and_asks_of_no_more():
+    asked = []
+    found = choose("auto", "gpu", judged(asked, mosaic_gpu=RIGHT))
+    assert {c.impl for c in found.values()} == {("mosaic_gpu", "xla")}
+    assert asked == [(operation, "mosaic_gpu") for operation in PLATFORMS]
+    assert choose("auto", "tpu", judged(mosaic_tpu=RIGHT))["token_logprobs"].name == "mosaic_tpu"
+
+
+def test_auto_passes_a_wrong_kernel_by_and_says_which():
+    found = choose("auto", "gpu", judged(mosaic_gpu=WRONG, triton=RIGHT))
+    assert found["sink_attention"] == Choice(("triton", "xla"), (("mosaic_gpu", WRONG),))
+    assert found["decode_attention"] == Choice("xla", (("mosaic_gpu", WRONG),))
+
+
+def test_on_a_cpu_nothing_is_asked():
+    found = choose("auto", "cpu", judged())
+    assert {c.impl for c in found.values()} == {"xla"}
+    assert {c.passed for c in found.values()} == {()}
+    assert {c.impl for c in choose("reference", "gpu", judged()).values()} == {"reference"}
+
+
+def test_a_name_that_one_operation_has_leaves_the_others_to_auto():
+    found = choose("triton", "gpu", judged(triton=RIGHT, mosaic_gpu=RIGHT))
+    assert found.pop("sink_attention").impl == "triton"
+    assert {c.impl for c in found.values()} == {("mosaic_gpu", "xla")}
+    assert choice.wanted("triton") == dict.fromkeys(PLATFORMS, "auto") | {
+        "sink_attention": "triton"
+    }
+
+
+@pytest.mark.parametrize(
+    "platform, verdict, said",
+    [
+        ("tpu", RIGHT, "it needs gpu, this is tpu"),
+        ("cpu", RIGHT, "it needs gpu, this is cpu"),
+        ("gpu", WRONG, "sink_attention: it is wrong in ragged: o errs by 1"),
+        ("gpu", REFUSES, "sink_attention: it refuses: it needs a Hopper GPU"),
+    ],
+)
+def test_a_named_kernel_that_cannot_be_had_is_refused_with_its_reason(platform, verdict, said):
+    with pytest.raises(Refused, match=said):
+        choose("mosaic_gpu", platform, judged(mosaic_gpu=verdict))
+
+
+@pytest.mark.parametrize(
+    "named, may", [("cpu", False), ("cpu,cuda", False), ("cuda,cpu", True), ("tpu", True)]
+)
+def test_the_platforms_that_are_asked_for_say_whether_a_chip_may_be_here(named, may):
+    assert choice.may_have_a_chip(named) == may
+    assert choice.may_have_a_chip() == (choice.jax.config.jax_platforms != "cpu")
+
+
+REQUEST = {"dtype": "float32", "real": None}
+
+
+@pytest.fixture
+def on_a_cpu():
+    return {"platform": "cpu", "kind": "a double", "driver": "", "jax": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "double, operation, kind, said",
+    [
+        ("right", "token_logprobs", "right", "3 cases"),
+        ("wrong_in_one_tile", "grouped_matmul", "wrong", "in ragged_groups: out errs by"),
+        ("wrong_in_one_tile", "token_logprobs", "wrong", "in padded_head: logp errs by"),
+        ("wrong_in_one_tile", "decode_attention", "wrong", "in uneven: o errs by"),
+        ("wrong_gradient", "sink_attention", "wrong", "in ragged: dk errs by"),
+        ("other_bits_in_each_call", "token_logprobs", "wrong", "logp has other bits in another"),
+        ("crashes", "token_logprobs", "wrong", "in padded_head: it was killed by SIGABRT"),
+        ("refuses", "token_logprobs", "refuses", "it needs a Hopper GPU"),
+        ("has_no_memory", "token_logprobs", "unknown", "had no memory"),
+    ],
+)  # fmt: skip
+def test_a_fault_planted_in_a_double_is_found_by_another_process(
+    tmp_path, on_a_cpu, double, operation, kind, said
+):
+    judge = judge_here(
+        on_a_cpu, "float32", {}, where=tmp_path, timeout_s=300.0, tell=lambda _: None
+    )
+    verdict = judge(operation, f"{DOUBLES}:{double}")
+    assert verdict.kind == kind and said in verdict.reason and "\n" not in verdict.reason
+    assert len(list(tmp_path.glob("*.json"))) == (kind != "unknown")
+
+
+@pytest.mark.slow
+def test_a_planted_hang_costs_its_timeout_once_and_is_not_waited_for_again(tmp_path, on_a_cpu):
+    told = []
+    judge = judge_here(
+        on_a_cpu, "float32", {}, where=tmp_path, timeout_s=20.0, tell=told.append
+    )  # fmt: skip
+    for _ in range(2):
+        start = time.monotonic()
+        verdict = judge("token_logprobs", f"{DOUBLES}:hangs")
+        took = time.monotonic() - start
+        assert verdict == ("wrong", "in padded_head: it gave no answer in 20 s")
+    assert took < 1 and told == [f"checking token_logprobs in {DOUBLES}:hangs on a double…"]
+
+
+@pytest.mark.slow
+def test_the_runs_own_size_is_looked_at_in_sampled_rows_planted_faults_too(on_a_cpu, tmp_path):
+    real = {"token_logprobs": dict(name="run", M=1500, D=64, V=640, vocab_size=600)}
+    verdicts = {
+        double: judge_here(
+            on_a_cpu, "float32", real, where=tmp_path, timeout_s=300.0, tell=lambda _: None
+        )("token_logprobs", f"{DOUBLES}:{double}")
+        for double in ("right", "wrong_past_the_cases")
+    }
+    assert verdicts["right"] == ("right", "4 cases")
+    assert verdicts["wrong_past_the_cases"].reason.startswith("in run: logp errs")
+
+
+def test_a_child_that_cannot_open_the_device_is_no_verdict(monkeypatch):
+    for end in ("was killed by SIGSEGV (TPU is in use)", ""):
+        monkeypatch.setattr(child, "ask", lambda *_, end=end: child.Said((), end))
+        with pytest.raises(child.NoChip, match="opens the device (was killed|said nothing)"):
+            child.checked("sink_attention", "mosaic_gpu", "bfloat16", None, 1.0)
+        with pytest.raises(child.NoChip):
+            child.chip()
+
+
+def test_the_shape_that_the_run_has_must_not_be_refused(monkeypatch):
+    def told(*refused):
+        return child.Said(tuple({"case": str(i), "fault": None, "refused": r}
+                                for i, r in enumerate(refused)), "")  # fmt: skip
+
+    def verdict(said, real):
+        monkeypatch.setattr(child, "ask", lambda *_: said)
+        return child.checked("sink_attention", "mosaic_gpu", "bfloat16", real, 1.0)
+
+    assert verdict(told(None, "odd", None), {"T": 1}) == ("right", "2 cases")
+    assert verdict(told(None, None, "head size 16"), {"T": 1}) == ("refuses", "head size 16")
+    assert verdict(told(None, None, "odd"), None) == ("right", "2 cases")
+    assert verdict(told("no", "no"), None).kind == "refuses"
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        (["attention"], "operation must be one of sink_attention.*got 'attention'"),
+        (["--impl", "mosaic"], "--impl must be one of mosaic_gpu.*got 'mosaic'"),
+        (["--timeout", "0"], "--timeout must be above 0; got 0"),
+        (["--timeout", "nan"], "--timeout must be above 0; got nan"),
+        (["token_logprobs", "--impl", "triton"], "token_logprobs must have --impl triton"),
+        ([], "a kernel needs its chip, and this is a cpu"),
+    ],
+)
+def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, said):
+    monkeypatch.setattr(child, "ask", lambda *_: pytest.fail("started"))
+    with pytest.raises(SystemExit) as left:
+        command.main(typed)
+    err = " ".join(capsys.readouterr().err.split())
+    assert left.value.code == 2 and re.search(said, err)
+
+
+def test_the_command_says_each_verdict_and_fails_for_a_wrong_one(monkeypatch, capsys):
+    monkeypatch.setattr(command, "may_have_a_chip", lambda: True)
+    here = {"platform": "gpu", "kind": "NVIDIA H200", "jax": "0.12"}
+    monkeypatch.setattr(child, "chip", lambda: here)
+    for verdict, code in ((RIGHT, 0), (REFUSES, 0), (WRONG, 1)):
+        monkeypatch.setattr(command, "judge_here", lambda *_, v=verdict, **__: judged(triton=v))
+        assert command.main(["--impl", "triton"]) == code
+        said = capsys.readouterr().out
+        assert "NVIDIA H200" in said and f"sink_attention   triton      {verdict.kind}" in (
+            said.replace("it is ", "").replace("it ", "")
+        )

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of ±1e4, scores of hundreds of nats, sinks of ±1e4 and none, rows and groups of nothing:
+every value and gradient is finite, and as right as its own terms allow.
+
+    python -m pytest -m "slow or not slow" tests/pallas_kernels/extremes
+    python -m pytest --hypothesis-profile=many -m "slow or not slow" \\
+        tests/pallas_kernels/extremes -k plain    # 2,000 cases each
+"""
+
+import exact
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sides
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        for module, values in sides.SMALL.items():
+            for name, value in values.items():
+                patch.setattr(module, name, value)
+        yield
+
+
+def tried(side, dtype, examples=None):
+    """On as many drawn inputs as the profile says, or as `examples`."""
+    eps = float(jnp.finfo(dtype).eps)
+
+    @given(seed=st.integers(0, 10**6))
+    def each(seed):
+        inputs, cotangents = side.draw(np.random.default_rng(seed), dtype=dtype)
+        right = side.right(inputs, cotangents, eps)
+        for name, run in side.run.items():
+            exact.compare(name, run(cotangents, *inputs), right)
+
+    (settings(max_examples=examples)(each) if examples else each)()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", sides.PLAIN)
+def test_no_size_of_input_makes_a_plain_formula_wrong(name, dtype):
+    tried(sides.PLAIN[name](), jnp.dtype(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", sides.TPU)
+def test_no_size_of_input_makes_a_tpu_kernel_wrong(name, dtype):
+    tried(sides.TPU[name](), jnp.dtype(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 takes 10 seconds a block")
+@pytest.mark.parametrize("name", sides.GPU)
+def test_no_size_of_input_makes_a_hopper_kernel_wrong(name):
+    tried(sides.GPU[name](), jnp.dtype(jnp.bfloat16), 4)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compilers' schedules are read right, and what cannot be read is an error."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from pallas_kernels.bench import __main__ as bench
+from pallas_kernels.bench import schedule, schedule_hopper, schedule_tpu, turns
+from pallas_kernels.bench.ops import OPS
+from pallas_kernels.bench.schedule_tpu import Loop, Turns
+
+UNITS = "MXU, XLU, VALU, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU"
+BRANCHES = {  # the bundle of a branch, and where it goes: two loops in one, then copies
+    25: 5, 55: 35, 75: 64, 85: 2, 3: 30,
+}  # fmt: skip
+
+
+def files(n=100):
+    """Bundles with a loop 2 … 89 around loops 5 … 29, 35 … 59 and, of copies, 64 … 79."""
+    lines = ["= control target key start"]
+    for i in range(n):
+        label = "LB" if i == 5 else "  "
+        lines.append(f"{hex(i) if i else '     0'} {label}: {{ %s = sadd.s32 1, 2 }}")
+        if i in BRANCHES:
+            lines.append(
+                f"   > {{ %1 = sbr.rel (!%p0) target bundleno = {BRANCHES[i]} (0x1), %p }}"
+            )
+    used = [[2 * (5 <= i < 30), 0, 4 * (not 64 <= i < 80), 0, 1, 1, 0, 1, 1] for i in range(n)]
+    rows = "\n".join(" ".join(map(str, row)) for row in used)
+    return "\n".join(lines), f"x\n{UNITS}\n2 2 4 1 3 3 2 2 2\n== UTILIZATION:\n{rows}\n"
+
+
+def test_loops_nest_and_their_own_cycles_are_those_outside_the_inner_ones():
+    found = schedule_tpu.parse("k", *files())
+    inner = (Loop(5, 29, ()), Loop(35, 59, ()))
+    assert found.body == Loop(0, 99, (Loop(2, 89, inner),))  # copies and waits are no loop
+    assert [found.cycles(x) for x, _ in schedule_tpu.walk(found.body)] == [12, 38, 25, 25]
+    assert found.main_loops() == [inner[0]]
+    assert found.share(inner[0], "MXU") == 1.0 and found.share(inner[1], "MXU") == 0.0
+    assert found.share(inner[1], "VLOAD") == pytest.approx(1 / 3)
+    assert found.slots(inner[0], "VSTORE:SPILL") == 25
+
+
+def test_a_time_takes_exact_turns_of_the_same_loops():
+    found = schedule_tpu.parse("k", *files())
+    counted = Turns((1, 1), (Turns((10, 10, 10), (Turns((70,)), Turns((30,)))),))
+    cycles = 12 + 10 * 38 + 70 * 25 + 30 * 25
+    assert found.ms(counted, "v6e") == pytest.approx(cycles / 1.75e6)
+    assert found.ms(Turns((1, 1), (Turns((10, 10), (Turns((70,)),)),)), "v6e") is None
+    assert found.ms(None, "v6e") is None
+
+
+def test_what_a_branch_jumps_over_may_be_counted_apart():
+    found = schedule_tpu.parse("k", *files())
+    assert found.skips == ((8, 30),)  # over a loop, and so over none of its gaps
+    found = found._replace(skips=((66, 69),))
+    counted = Turns((1, 1), (Turns((10, 10, (10, 2)), (Turns((70,)), Turns((30,)))),))
+    cycles = 12 + 10 * 38 - 8 * 3 + 70 * 25 + 30 * 25
+    assert found.ms(counted, "v6e") == pytest.approx(cycles / 1.75e6)
+
+
+def test_a_schedule_of_another_format_is_refused():
+    bundles, used = files()
+    with pytest.raises(
+        ValueError, match="k must have a row of utilization for each bundle; got 99"
+    ):
+        schedule_tpu.parse("k", bundles, used.rstrip().rpartition("\n")[0])
+    with pytest.raises(ValueError, match="for each bundle; got 0 and 0"):
+        schedule_tpu.parse("k", "", "")
+    crossing = bundles.replace("bundleno = 35", "bundleno = 10")
+    with pytest.raises(ValueError, match="loops at bundles 5 and 10 must nest"):
+        schedule_tpu.parse("k", crossing, used)
+
+
+SASS = """
+.L_x_1:
+  -:-:-:-:01  /*0000*/  HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
+  0&1:-:-:Y:02  /*0010*/  MUFU.EX2 R1, R2 ;
+  -:-:-:-:01  /*0020*/  FFMA R1, R2, R3, R4 ;
+  -:-:-:-:01  /*0030*/  @P0 BRA (.L_x_1) ;
+  -:-:-:-:01  /*0040*/  USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xa0 ;
+.L_x_2:
+  -:-:-:-:01  /*0050*/  FFMA R1, R2, R3, R4 ;
+  -:-:-:-:01  /*0060*/  @P0 BRA (.L_x_2) ;
+"""
+
+
+def test_the_pipes_of_a_hopper_loop_are_counted():
+    found = schedule_hopper.parse("k", SASS)
+    assert len(found.loops) == 1  # the other one feeds no tensor core
+    want = {"tensor": 64 * 128 * 16 // 2048, "MUFU": 8, "ALU": 0, "FMA": 1, "IMAD": 0, "LSU": 0,
+            "issue": 4}  # fmt: skip
+    assert found.pipes(found.loops[0]) == {k: 3 * n for k, n in want.items()}
+    lines = schedule_hopper.show("case", found)
+    assert "3 computing warpgroups" in lines[0] and "1·64x128x16" in lines[2]
+
+
+def test_a_hopper_kernel_that_left_nothing_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="must leave .*sass_ctrl"):
+        schedule_hopper.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        ("sink_attention --schedule", "--schedule must stand with --compile CHIP"),
+        ("sink_attention --schedule --compile v9", "invalid choice: 'v9'"),
+        (
+            "sink_attention --schedule --compile a100",
+            "chip whose compiler leaves one.*got --compile",
+        ),
+        ("sink_attention --schedule --compile b200 --impl triton", "whose compiler leaves one"),
+        (
+            "sink_attention --schedule --compile v6e --impl xla",
+            "got --impl xla. Type --impl mosaic",
+        ),
+        ("sink_attention --schedule --compile h200 --impl triton", "got --impl triton. Type"),
+        ("sink_attention --schedule --compile v6e --case huge", "--case must be one of"),
+    ],
+)
+def test_what_leaves_no_schedule_is_said_in_one_line(capsys, typed, said):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(typed.split())
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert re.search(said, lines[-1]), lines
+
+
+def test_a_case_that_is_refused_does_not_take_the_others_with_it(capsys, monkeypatch):
+    def compiled(chip, target, op, case, dtype):
+        if case == "gqa8":
+            raise RuntimeError("INTERNAL: too big\nwhere")
+        name = "jvp_sink_attention_forward_.1"
+        kernel = schedule_tpu.parse(name, *files())
+        counted = Turns((1, 1), (Turns((10, 10, 10), (Turns((70,)), Turns((30,)))),))
+        return schedule.Found([kernel, kernel], {"sink_attention_forward": counted})
+
+    monkeypatch.setattr(schedule, "compiled", compiled)
+    monkeypatch.setattr(bench, "missing", lambda chip: None)
+    argv = ["sink_attention", "--compile", "v6e", "--schedule", "--case"]
+    assert bench.main([*argv, "gqa8", "--case", "packed"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "gqa8  refused: INTERNAL: too big"
+    assert said[2].endswith("100 bundles, 0.00 ms (DMA not included)")
+    assert len(said) == 5  # the kernel once; of its loops the one of 32 cycles and more
+    assert bench.main([*argv, "gqa8"]) == 1
+
+
+def test_a_compiler_that_dies_says_its_last_line(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        schedule.compiled("v6e", "a:b")
+
+
+def test_turns_come_back_from_the_child_as_they_were():
+    counted = Turns((1, (2.5, 0)), (Turns((3,)),))
+    assert schedule._turns(json.loads(json.dumps(counted))) == counted
+
+
+@pytest.mark.aot  # takes seconds, and only schedules ask for it
+def test_a_causal_square_is_half_seen():
+    """4 × 4 blocks of 512: 6 of them whole, 4 on the diagonal, for each head."""
+    case = OPS["sink_attention"].cases.named("full_2k")
+    (grid,) = turns._visits(turns._blocks(case, True), case, by_key=False).inner
+    (visit,) = grid.inner
+    assert grid.gaps == (8, 8) and visit.gaps == (20, 8, 20)
+    assert [x.gaps for x in visit.inner] == [(2 * 6 * 4,), (2 * 4 * 4,)]
+
+
+@pytest.mark.aot
+def test_pieces_cover_each_groups_rows():
+    case = OPS["grouped_matmul"].cases.BENCH_CASES[2]
+    (grid,) = turns._rows(case, swiglu=False, transposed=False).inner
+    assert [x.gaps[0] for x in grid.inner] == [8]  # groups of 16 rows: a short piece each

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Main loops take no more cycles than they did: a regression shows without a chip.
+
+Pinned at the compilers named here, with 5 % of room; another version schedules otherwise. Print
+today's with `python -m pallas_kernels.bench OP --compile CHIP --schedule`.
+"""
+
+import functools
+import importlib.metadata
+import re
+
+import jax
+import pytest
+
+from pallas_kernels.ahead_of_time import TPUS, missing
+from pallas_kernels.bench import schedule
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("default")]
+
+LIBTPU = "0.0.48"
+ROOM = 1.05
+# chip, operation, case: kernel: cycles of one turn of each main loop, in program order
+PINS = {
+    ("v6e", "grouped_swiglu", "gate_up_20b"): {
+        "grouped_swiglu": (1820, 2190, 1051, 1219, 660, 737),
+        "grouped_drhs": (1784, 1051, 1027),
+        "grouped_dlhs": (3289, 1817, 1720),
+    },
+    ("v5p", "sink_attention", "full_20b"): {
+        "sink_attention_forward": (4626, 5235),
+        "sink_attention_dkv": (4255, 4256),
+        "sink_attention_dq": (2865, 2868),
+    },
+    ("v6e", "sink_attention", "full_20b"): {
+        "sink_attention_forward": (6433, 7362),
+        "sink_attention_dkv": (8423, 9195),
+        "sink_attention_dq": (5468, 6048),
+    },
+    ("v6e", "sink_attention", "window_20b"): {
+        "sink_attention_forward": (2518, 2638),
+        "sink_attention_dkv": (2782, 2935),
+        "sink_attention_dq": (2292, 2366),
+    },
+    ("v6e", "token_logprobs", "gptoss20b"): {"token_logprobs": (7748,)},
+}
+PIPES = {  # chip, operation, case: kernel: what the busiest pipe but the tensor cores' takes
+    ("h200", "sink_attention", "full_20b"): {
+        "sink_attention_forward": (2571, 1584),
+        "sink_attention_dkv": (942, 522),
+        "sink_attention_dq": (1706, 1024),
+    },
+}
+
+
+@functools.cache
+def kernels(chip, op, case):
+    reason = missing(chip)
+    if reason is not None:
+        pytest.skip(reason)
+    target = "pallas_kernels.bench.schedule:programs"
+    return schedule.compiled(chip, target, op, case, "bfloat16").kernels
+
+
+def named(found, name):
+    """The first kernel of that name, of a forward pass if there is one."""
+    return next(x for x in found if re.search(rf"(^|_){name}_*([._]\d+)?$", x.kernel))
+
+
+@pytest.mark.parametrize("chip, op, case", PINS)
+def test_a_tpu_kernels_main_loops_are_no_slower(chip, op, case):
+    assert chip in TPUS
+    try:
+        version = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    if not version.startswith(LIBTPU):
+        pytest.skip(f"cycles are pinned for libtpu {LIBTPU}; this is {version}")
+    for name, pinned in PINS[chip, op, case].items():
+        kernel = named(kernels(chip, op, case), name)
+        cycles = tuple(kernel.cycles(loop) for loop in kernel.main_loops())
+        assert len(cycles) == len(pinned), (name, cycles)
+        assert all(a <= ROOM * b for a, b in zip(cycles, pinned, strict=True)), (name, cycles)
+
+
+@pytest.mark.parametrize("chip, op, case", PIPES)
+def test_a_hopper_kernels_main_loops_are_no_slower(chip, op, case):
+    if jax.__version_info__[:2] != (0, 11):
+        pytest.skip(f"cycles are pinned for jax 0.11; this is {jax.__version__}")
+    for name, pinned in PIPES[chip, op, case].items():
+        kernel = named(kernels(chip, op, case), name)
+        pipes = [kernel.pipes(loop) for loop in kernel.loops]
+        cycles = tuple(max(n for pipe, n in x.items() if pipe != "tensor") for x in pipes)
+        assert len(cycles) == len(pinned), (name, cycles)
+        assert all(a <= ROOM * b for a, b in zip(cycles, pinned, strict=True)), (name, cycles)
