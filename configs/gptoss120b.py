@@ -2,10 +2,10 @@
 """GPT-OSS 120B by GRPO on grade-school mathematics (GSM8K), 64 devices of 80 GB.
 
 COMMAND  python -m jaxmoe.train --config gptoss120b.py --dry-run
-EXPECT   40.9 GB per device in training, 25.9 GB while sampling, by the dry run's arithmetic. It has
+EXPECT   51.9 GB per device in training, 25.9 GB while sampling, by the dry run's arithmetic. It has
          not been trained: this version runs on one device, and the mesh is for the dry run alone.
-SOURCE   gptoss20b.py and what it cites. The mesh and the microbatches, one sequence on a device at
-         a time, are what fits by the dry run's arithmetic.
+SOURCE   gptoss20b.py and what it cites. The mesh and the microbatches, one row of packed sequences
+         on a device at a time, are what fits by the dry run's arithmetic.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ def get_config() -> Config:
         smaller,
         model=gpt_oss_120b(),
         init=InitConfig(checkpoint="gpt-oss-120b", tokenizer="gpt-oss-120b"),
-        optim=replace(smaller.optim, microbatches=16),
+        optim=replace(smaller.optim, tokens_per_microbatch=64 * 1536),
         mesh=MeshConfig(fsdp=8, expert=8),
         workdir="runs/gptoss120b",
     )

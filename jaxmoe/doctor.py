@@ -19,21 +19,26 @@ from typing import Any
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from jaxmoe import plan
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
+from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
-from jaxmoe.envs.tasks import Task, open_task
+from jaxmoe.envs.tasks import Task, contents, open_task
+from jaxmoe.kernels import kernels_here
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
+from jaxmoe.observe.printable import printable
 from jaxmoe.observe.progress import phase
+from jaxmoe.plan import check_memory, stage
 from jaxmoe.reconcile.checks import run_checks
 from jaxmoe.reconcile.compare import Report, reconcile
+from jaxmoe.reconcile.handshake import config_finding, shake
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
@@ -47,9 +52,9 @@ UNBOUNDED = 1e9  # of the engine's own probe: the doctor wants to see what it wo
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
-        cfg, dry_run = parse(argv, "Compare the engine with the trainer, and explain the gap.")
-        if dry_run:
-            print(plan.describe(cfg))
+        cfg, looks = parse(argv, "Compare the engine with the trainer, and explain the gap.")
+        if looks:
+            dry_run(cfg, stage(cfg))
         elif not run(cfg):
             status.code = 1
     return status.code
@@ -57,8 +62,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(cfg: Config) -> bool:
     """Whether they agree; the report goes to the terminal and into the run folder."""
-    work, task, ops = Path(cfg.workdir), open_task(cfg), make_ops(cfg)
-    params, before, version, where = newest_weights(cfg, work)
+    kernels = kernels_here(cfg)  # before this process opens the device
+    ops = make_ops(cfg, kernels.of_any_dtype)
+    check_memory(cfg, stage(cfg))
+    kernels.tell()
+    work, task = Path(cfg.workdir), open_task(cfg)
+    params, before, version, where = newest_weights(cfg, work, contents(cfg, task))
     vllm = replace(cfg.rollout.vllm, probe_abs_diff=UNBOUNDED)
     patient = replace(cfg, rollout=replace(cfg.rollout, vllm=vllm))
     prompts = task.held_out_prompts()[:PROMPTS]
@@ -82,17 +91,19 @@ def run(cfg: Config) -> bool:
 
 def not_loaded(error: EngineError, work: Path, where: str) -> bool:
     """The engine did not come to hold the weights: the error names the tensors, or what broke."""
-    print(f"DISAGREE: the engine does not hold {where}. {error}")
+    print(f"DISAGREE: the engine does not hold {where}. {printable(str(error))}")
     work.mkdir(parents=True, exist_ok=True)
     record = {"weights": where, "agrees": False, "verdict": "refused", "why": str(error)}
     (work / "doctor.json").write_text(json.dumps(record, indent=2) + "\n")
     return False
 
 
-def newest_weights(cfg: Config, work: Path) -> tuple[Params, Params | None, int, str]:
+def newest_weights(
+    cfg: Config, work: Path, held: dict[str, str] | None = None
+) -> tuple[Params, Params | None, int, str]:
     """Weights, those the run began with where they are others, version, and what to call them."""
     optimizers = make_optimizer(cfg.optim, steps=cfg.warmup.steps), rl_optimizer(cfg)
-    at = restore_run(work, cfg, stage_shapes(cfg, *optimizers), to_train=False)
+    at = restore_run(work, cfg, stage_shapes(cfg, *optimizers), to_train=False, contents=held)
     first = initial_params(cfg)
     if at is None:
         return first, None, 0, "the initial weights"
@@ -124,6 +135,12 @@ def examine(
                        encode=partial(prompt_ids, task, tokenizer), their_encode=theirs,
                        loaded=worker)
     }  # fmt: skip
+    told = shake(loaded, cfg.model)
+    if cfg.rollout.engine == "native":
+        told = replace(told, dtype=cfg.model.dtype)
+    if told.other:
+        finding = config_finding(told.other, cfg.model)
+        found = {finding.name: finding} | found
     try:
         start_id = tokenizer.special("<|startoftext|>")
     except ConfigError:
@@ -134,7 +151,7 @@ def examine(
             jax.jit(partial(trunk, ops=ops), static_argnames="cfg"),
             jax.jit(partial(head, ops=ops), static_argnames=("cfg", "top_k", "top_p")),
         ),
-        previous=before, start_id=start_id, engine_dtype=engine_dtype(cfg, loaded),
+        previous=before, start_id=start_id, told=told,
         findings=list(found.values()),
     )  # fmt: skip
 
@@ -144,35 +161,11 @@ def prompt_ids(task: Task, tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, .
     return make_prompt(task.held_out, prompt.id, tokenizer, task.template, sys.maxsize).tokens
 
 
-def engine_dtype(cfg: Config, loaded: Sequence[dict[str, Any]]) -> str | None:
-    """Of the engine's arithmetic, where it says so; the native engine's is the model's."""
-    if cfg.rollout.engine == "native":
-        return cfg.model.dtype
-    said = {
-        str((worker.get("model") or {}).get("dtype")).removeprefix("torch.") for worker in loaded
-    }
-    dtypes = said & {"float32", "bfloat16"}
-    return dtypes.pop() if len(said) == len(dtypes) == 1 else None
-
-
 def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) -> None:
     """Tables, then the verdict."""
-    console, m, v = Console(highlight=False), report.metrics, report.verdict
-    alone = max(report.rounding.own, report.rounding.engine)
-    console.print(
-        f"{m['tokens']:.0f} sampled tokens of {len(rollouts)} answers, {where}\n"
-        f"|Δlogp| mean {v.gap:.2e}  p50 {m['gap_p50']:.1e}  p90 {m['gap_p90']:.1e}  "
-        f"p99 {m['gap_p99']:.1e}  max {m['train_rollout_logprob_abs_diff_max']:.1e}   "
-        f"(signed {m['gap_mean_signed']:+.1e}; rounding alone {alone:.1e})\n"
-        f"k1 {m['rollout_corr/kl']:+.2e}  k3 {m['rollout_corr/k3_kl']:.2e}  "
-        f"χ² {m['rollout_corr/chi2_token']:+.2e}  ESS {m['rollout_corr/ess']:.4f}  "
-        f"r {m['rollout_actor_probs_pearson_corr']:.6f}"
-    )
-    console.print(_worst(report, rollouts, task))
-    if report.layers:
-        console.print(_layers(report))
-    if v.ranked:
-        console.print(_ranked(report))
+    console = Console(highlight=False)
+    if report.verdict.kind != "not judged":
+        _numbers(console, report, rollouts, task, where)
     for f in report.findings:
         console.print(
             f"{f.category}: {f.must}; {f.got}.\n  change: {f.fix}", markup=False, soft_wrap=True
@@ -181,18 +174,47 @@ def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) ->
         console.print(line, markup=False, soft_wrap=True)
 
 
+def _numbers(
+    console: Console, report: Report, rollouts: Sequence[Rollout], task: Task, where: str
+) -> None:
+    m, v, alone = report.metrics, report.verdict, report.rounding.unit
+    console.print(
+        f"{m['tokens']:.0f} sampled tokens of {len(rollouts)} answers, {where}\n"
+        f"|Δlogp| mean {v.gap:.2e}  p50 {m['gap_p50']:.1e}  p90 {m['gap_p90']:.1e}  "
+        f"p99 {m['gap_p99']:.1e}  max {m['train_rollout_logprob_abs_diff_max']:.1e}   "
+        f"(signed {m['gap_mean_signed']:+.1e}; rounding alone {alone:.1e})\n"
+        f"k1 {m['rollout_corr/kl']:+.2e}  k3 {m['rollout_corr/k3_kl']:.2e}  "
+        f"χ² {m['rollout_corr/chi2_token']:+.2e}  ESS {m['rollout_corr/ess']:.4f}  "
+        f"r {m['rollout_actor_probs_pearson_corr']:.6f}",
+        markup=False,
+    )
+    console.print(_worst(report, rollouts, task))
+    if report.layers:
+        console.print(_layers(report))
+    if v.nearest():
+        console.print(_ranked(report))
+
+
 def verdict_lines(report: Report) -> list[str]:
     """What must hold, what was measured, what to type."""
     v = report.verdict
     if v.kind == "agree":
         head = "AGREE" if report.agrees else "FINDINGS ABOVE; the log-probs agree"
         return [f"{head}: mean |Δlogp| {v.gap:.2e}; {v.why}."]
+    if v.kind == "not judged":
+        return [f"NOT JUDGED: {v.why}."]
+    meanwhile = (
+        "Until it is explained: --set loss.rollout_correction='token_is(high=2.0)', or --set "
+        "rollout.engine=native, with a new --workdir."
+    )
     if v.kind == "unexplained":
-        ranked = ", ".join(f"{names(faults)} {left:.1e}" for faults, left in v.ranked[:3])
+        ranked = ", ".join(f"{names(faults)} {left:.1e}" for faults, left in v.nearest()[:3])
+        near = f"Nearest: {ranked}" if ranked else "Nothing that was tried explains a fifth of it"
+        return [f"UNEXPLAINED: mean |Δlogp| {v.gap:.2e}; {v.why}. {near}. {meanwhile}"]
+    if v.kind == "partly":
         return [
-            f"UNEXPLAINED: mean |Δlogp| {v.gap:.2e}; {v.why}. Nearest: {ranked}. Until it is "
-            "explained: --set loss.rollout_correction='token_is(high=2.0)', or --set "
-            "rollout.engine=native, with a new --workdir."
+            f"PARTLY: {names(v.faults)} {v.why}. mean |Δlogp| {v.gap:.2e}: it is not the cause, or "
+            f"not all of it. {meanwhile}"
         ]
     also = f" As good: {', '.join(v.also)}." if v.also else ""
     head = f"DISAGREE: {names(v.faults)}. mean |Δlogp| {v.gap:.2e}, {v.left:.2e} left; {v.why}."
@@ -200,7 +222,14 @@ def verdict_lines(report: Report) -> list[str]:
 
 
 def names(faults: Sequence[Any]) -> str:
-    return " + ".join(f.name for f in faults)
+    """A fitted number with its value, to as many digits as it is known."""
+
+    def said(f: Any) -> str:
+        if f.value is None:
+            return f.name
+        return f"{f.name} {f.value:.4g} ± {f.spread:.0e}" if f.spread else f"{f.name} {f.value:.4g}"
+
+    return " + ".join(said(f) for f in faults)
 
 
 def _worst(report: Report, rollouts: Sequence[Rollout], task: Task) -> Table:
@@ -214,7 +243,7 @@ def _worst(report: Report, rollouts: Sequence[Rollout], task: Task) -> Table:
         r = rollouts[t.row]
         cells = r.prompt.text[-16:], decode(r.tokens[: t.at].tolist())[-10:], decode([t.id])
         numbers = f"{t.engine:.5f}", f"{t.trainer:.5f}", f"{t.trainer - t.engine:+.2e}"
-        table.add_row(*(repr(c).replace("[", "\\[") for c in cells), *numbers)
+        table.add_row(*(escape(repr(c)) for c in cells), *numbers)
     return table
 
 
@@ -236,8 +265,7 @@ def _ranked(report: Report) -> Table:
     table = Table(title="what the engine may do otherwise, best first", title_justify="left")
     for column in ("category", "hypothesis", "mean |Δlogp| left", "of the gap"):
         table.add_column(column)
-    best = sorted(v.ranked, key=lambda item: item[1])[:10]
-    for faults, left in best:
+    for faults, left in v.nearest()[:10]:
         table.add_row(faults[0].category, names(faults), f"{left:.2e}", f"{left / v.gap:.1%}")
     return table
 
@@ -249,7 +277,8 @@ def write(report: Report, work: Path, where: str) -> None:
         "weights": where,
         "agrees": report.agrees,
         "verdict": v.kind,
-        "faults": [{"name": f.name, "category": f.category, "must": f.must, "change": f.fix}
+        "faults": [{"name": f.name, "category": f.category, "must": f.must, "change": f.fix,
+                    "value": f.value, "spread": f.spread if f.value is not None else None}
                    for f in v.faults],
         "why": v.why,
         "gap": v.gap,
@@ -265,10 +294,13 @@ def write(report: Report, work: Path, where: str) -> None:
     }  # fmt: skip
     work.mkdir(parents=True, exist_ok=True)
     (work / "doctor.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(f"report   {work / 'doctor.json'}")
+    if v.kind == "not judged":
+        return
     picture = work / "plots" / "doctor.png"
     layers = [(x.switched, x.switched_here) for x in report.layers]
     plot_gap(picture, report.engine_N, report.trainer_N, verdict_lines(report)[0][:110], layers)
-    print(f"report   {work / 'doctor.json'}\nplot     {picture}")
+    print(f"plot     {picture}")
 
 
 if __name__ == "__main__":

@@ -8,47 +8,58 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from jaxmoe import plan
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse
 from jaxmoe.config import Config
+from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
-from jaxmoe.envs.tasks import evaluate, open_task, response_text
+from jaxmoe.envs.tasks import contents, evaluate, open_task, response_text
+from jaxmoe.kernels import kernels_here
 from jaxmoe.model import make_ops
 from jaxmoe.observe.progress import phase
+from jaxmoe.plan import check_memory, stage
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
 
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
-        cfg, dry_run = parse(argv, "Score a checkpoint on the held-out rows.")
-        print(plan.describe(cfg)) if dry_run else run(cfg)
+        cfg, looks = parse(argv, "Score a checkpoint on the held-out rows.")
+        dry_run(cfg, stage(cfg)) if looks else run(cfg)
     return status.code
 
 
 def run(cfg: Config) -> float:
     """Exact-match accuracy, sampled and greedy, and a few answers to read."""
+    kernels = kernels_here(cfg)  # before this process opens the device
+    ops = make_ops(cfg, kernels.impls)
+    check_memory(cfg, stage(cfg))
+    kernels.tell()
     task = open_task(cfg)
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
     shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg))
-    at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False)
+    at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False, contents=contents(cfg, task))
     params = initial_params(cfg) if at is None else at.state.params.policy
     prompts = task.held_out_prompts()
-    with closing(open_engine(cfg, make_ops(cfg), Path(cfg.workdir))) as engine:
+    with closing(open_engine(cfg, ops, Path(cfg.workdir))) as engine:
         version = 0 if at is None else at.step
         engine.load(params, version)
         with phase(f"answering {len(prompts)} held-out prompts"):
-            metrics, rollouts, rewards = evaluate(engine, prompts, task, version=version, samples=8)
+            samples = max(8, cfg.eval.samples_per_prompt)
+            metrics, rollouts, rewards = evaluate(
+                engine, prompts, task, version=version, samples=samples
+            )
     for rollout, reward in list(zip(rollouts, rewards, strict=True))[:5]:
-        mark = "right" if reward == 1 else "wrong"
+        mark = f"{reward:.3g}" if task.rewards else "right" if reward == 1 else "wrong"
         print(f"  {mark}  {rollout.prompt.text!r} -> {response_text(rollout, task)!r}")
     where = "the initial weights" if at is None else f"{at.stage} step {at.step}"
     print(
         f"accuracy {metrics['eval/accuracy']:.4f} sampled at temperature "
-        f"{task.sampling.temperature:g} (8 answers a prompt), "
+        f"{task.sampling.temperature:g} ({samples} answers a prompt), "
         f"{metrics['eval/accuracy_greedy']:.4f} greedy, on {len(prompts)} held-out rows ({where})"
     )
+    for name in sorted(metrics.keys() - {"eval/accuracy", "eval/accuracy_greedy"}):
+        print(f"{name.removeprefix('eval/')} {metrics[name]:.4f}")
     return metrics["eval/accuracy"]
 
 

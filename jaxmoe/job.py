@@ -19,18 +19,21 @@ import optax
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import Config, ConfigError, EngineError
-from jaxmoe.envs.tasks import Task, evaluate, response_text
+from jaxmoe.envs.recorded import group_rows, held_out_rows
+from jaxmoe.envs.rollouts import ScoredRollouts
+from jaxmoe.envs.tasks import Task, evaluate
 from jaxmoe.guards import gate_closed, must_be_finite
 from jaxmoe.model import Ops
-from jaxmoe.observe.alerts import alerts
+from jaxmoe.observe.alerts import alerts, counted
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, phase
 from jaxmoe.records import Prompt
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.batch import Batch, padding_frac
 from jaxmoe.rl.state import TrainState
+from jaxmoe.rl.update import Told
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Metrics
 
@@ -53,6 +56,8 @@ class Job:
     saved: int = field(init=False)  # number of the newest position that needs no saving
     began: float = 0.0  # of this step
     told: int = 0  # incidents of the engine that have been logged
+    contents: dict[str, str] = field(default_factory=dict)  # digests of the run's files
+    progress: Progress | None = None  # the bar that is shown
 
     def __post_init__(self) -> None:
         self.saved = self.at.number  # it is on disk, or can be made again
@@ -72,9 +77,15 @@ class Job:
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        self.tell(name.replace("_", " "))
         yield
         spent = time.perf_counter() - start
         self.times[f"time/{name}_s"] = self.times.get(f"time/{name}_s", 0.0) + spent
+
+    def tell(self, text: str, done: int = 0, total: int = 0) -> None:
+        """`Progress.tell`, where a bar is shown."""
+        if self.progress is not None:
+            self.progress.tell(text, done, total)
 
     def host(
         self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float]
@@ -105,16 +116,31 @@ class Job:
         return step % self.cfg.eval.every_steps == 0 or step == self.cfg.steps
 
     def evaluate(self) -> Metrics:
-        """Accuracy on the held-out rows; a few answers go to samples.jsonl."""
-        step, task = self.at.step, self.task
-        metrics, rollouts, rewards = evaluate(self.engine, self.held_out, task, version=step)
-        rows = [
-            {"prompt": r.prompt.text, "response": response_text(r, task),
-             "answer": r.prompt.answer, "reward": float(reward), "stop": str(r.stop)}
-            for r, reward in list(zip(rollouts, rewards, strict=True))[:8]
-        ]  # fmt: skip
-        self.log.write_samples("rl", step, rows)
+        """Accuracy on the held-out rows; a few answers go to samples.jsonl, others each time."""
+        step, task, e = self.at.step, self.task, self.cfg.eval
+        metrics, rollouts, rewards = evaluate(
+            self.engine,
+            self.held_out,
+            task,
+            version=step,
+            samples=e.samples_per_prompt,
+            tell=self.tell,
+        )
+        number = -(-step // e.every_steps)
+        self.log.write_samples("rl", step, held_out_rows(rollouts, rewards, task, number))
         return metrics
+
+    def record(self, step: int, collected: ScoredRollouts, batch: Batch, told: Told) -> None:
+        """A few groups of a step go to samples.jsonl, where it is evaluated or saved."""
+        if not (self.due(step) or step % self.cfg.save.every_steps == 0):
+            return
+        logp_BT, advantages_BT = jax.device_get((told.logp_BT, told.advantages_BT))
+        self.log.write_samples("rl", step, group_rows(
+            collected.rollouts, collected.rewards, self.task,
+            samples=self.cfg.rollout.samples_per_prompt, mask_BT=np.asarray(batch.loss_mask_BT),
+            advantages_BT=advantages_BT, logp_BT=logp_BT,
+            rollout_logp_BT=np.asarray(batch.rollout_logp_BT),
+        ))  # fmt: skip
 
     def evaluate_first(self) -> None:
         """Score the weights RL starts from; or make up for an evaluation that broke."""
@@ -144,8 +170,9 @@ class Job:
         incidents = self.engine.incidents[self.told :]
         self.told += len(incidents)
         metrics["rollout/incidents"] = len(incidents)
+        metrics["batch/padding_frac"] = padding_frac(batch)
         raised = alerts(metrics)
-        self.log.write("rl", step, metrics, alerts=[*raised.values(), *incidents])
+        self.log.write("rl", step, metrics, alerts=[*raised.values(), *counted(incidents)])
         progress.alert(step, raised)
         progress.update(
             step, reward=metrics["reward/mean"],
@@ -165,7 +192,7 @@ class Job:
         if self.at.number > self.saved:
             if any(x.is_deleted() for x in jax.tree.leaves(self.at.state)):
                 return "The step took the weights with it: go on from the last checkpoint."
-            save_run(self.work, self.cfg, self.at)
+            save_run(self.work, self.cfg, self.at, self.contents)
             self.saved = self.at.number
         if self.at.step == 0:
             return f"no {self.at.stage} step was made in {self.work}; the same command begins it."

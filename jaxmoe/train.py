@@ -7,9 +7,11 @@ The step is jaxmoe/rl/update.py; rollouts made while it runs are jaxmoe/rollout/
 logs, clocks and checkpoints are jaxmoe/job.py. To change the loop, copy this file.
 """
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmoe import plan
 from jaxmoe.checkpoint.run import (
     Position,
     alone,
@@ -28,16 +29,21 @@ from jaxmoe.checkpoint.run import (
 )
 from jaxmoe.cli import ExitStatus, parse, stop_requests
 from jaxmoe.config import Config, ConfigError
+from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.rollouts import collect_rollouts
-from jaxmoe.envs.tasks import Task, answer_tokens, open_task
+from jaxmoe.envs.tasks import Task, answer_tokens, contents, open_task
 from jaxmoe.job import Job
+from jaxmoe.kernels import kernels_here
 from jaxmoe.losses import overlong_penalty
 from jaxmoe.model import make_ops
-from jaxmoe.observe.metrics import MetricsLog
+from jaxmoe.observe.metrics import MetricsLog, accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
+from jaxmoe.observe.trackers import installed
+from jaxmoe.plan import check_memory
 from jaxmoe.records import Rollout
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
+from jaxmoe.rl.dynamic_sampling import filled
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.minibatches import divide, packed
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
@@ -48,16 +54,21 @@ from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.staleness import check_versions
 
+STAGES = ("training", "sampling", "syncing")  # of memory
+
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
-        cfg, dry_run = parse(argv, "Train a GPT-OSS by reinforcement learning.")
-        if dry_run:
-            print(plan.describe(cfg))
+        cfg, looks = parse(argv, "Train a GPT-OSS by reinforcement learning.")
+        if looks:
+            dry_run(cfg, *STAGES)
             return status.code
         with open_job(cfg) as job:
             warm_start(job)
             reinforce(job)
+        typed = sys.argv[1:] if argv is None else argv
+        out = str(Path(cfg.workdir) / "export")
+        print(f"export   python -m jaxmoe.export {shlex.join([*typed, '--out', out])}")
     return status.code
 
 
@@ -67,11 +78,17 @@ def open_job(cfg: Config) -> Iterator[Job]:
 
     What cannot work is refused before there is a folder.
     """
-    work, ops = Path(cfg.workdir), make_ops(cfg)
+    work = Path(cfg.workdir)
     one_device(cfg)
+    kernels = kernels_here(cfg)  # before this process opens the device
+    ops = make_ops(cfg, kernels.impls)
+    check_memory(cfg, *STAGES)
+    kernels.tell()
+    installed(cfg.observe.trackers)
     chosen, task, tx = algorithm(cfg), open_task(cfg), rl_optimizer(cfg)
     supervised = warmup_optimizer(cfg)
-    at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx))
+    held = contents(cfg, task)
+    at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx), contents=held)
     if at is None:
         at = Position("warmup", 0, new_state(Trained(initial_params(cfg)), supervised), None)
     task.check_prompts()
@@ -82,13 +99,23 @@ def open_job(cfg: Config) -> Iterator[Job]:
         closing(open_engine(cfg, ops, work)) as engine,
         stop_requests() as stop,
         alone(work, enabled=first),
-        MetricsLog(work, stage=at.stage, step=at.step, enabled=first) as log,
+        MetricsLog(
+            work,
+            stage=at.stage,
+            step=at.step,
+            enabled=first,
+            trackers=cfg.observe.trackers,
+            project=cfg.observe.project,
+            config=asdict(cfg),
+        ) as log,
     ):
         if first:
-            record_config(work, cfg)
-        yield Job(cfg, ops, chosen, tx, work, task, engine, log, stop, at)
+            record_config(work, cfg, kernels.names)
+        yield Job(cfg, ops, chosen, tx, work, task, engine, log, stop, at, contents=held)
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
+    print(f"samples  python -m jaxmoe.samples {shlex.quote(str(work))}")
+    print(f"accuracy {accuracy(read_metrics(work / 'metrics.jsonl'))}")
 
 
 def one_device(cfg: Config) -> None:
@@ -157,6 +184,7 @@ def reinforce(job: Job) -> None:
         job.evaluate_first()
         rollouts.weights_synced(job.at.step)
         with Progress(cfg.steps, "rl", done=job.at.step) as progress:
+            job.progress = progress
             for step in job.steps(cfg.steps):
                 collected = rollouts.take(step)
                 if collected is None:
@@ -169,12 +197,13 @@ def reinforce(job: Job) -> None:
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                 )  # fmt: skip
                 with job.clock("train"):
-                    state, metrics = step_fn(state, batch, minibatches)
+                    state, metrics, told = step_fn(state, batch, minibatches)
                     metrics = job.host(step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr))
                 job.stop_at_the_gate(state, metrics, step)
                 job.at = Position("rl", step, state, collected.data)
                 metrics |= collected.metrics | (ages if cfg.rollout.max_staleness else {})
                 with job.logged_if_it_breaks(metrics):
+                    job.record(step, collected, batch, told)
                     with job.clock("weight_sync"):
                         engine.load(state.params.policy, step)
                     if job.due(step):
@@ -191,7 +220,7 @@ def open_rollouts(job: Job) -> SyncRollouts | AsyncRollouts:
     data = job.task.stream(cfg.rollout.prompts_per_step, cfg.seed + 2)
     if at.data is not None:
         data.set_state(at.data)
-    make = partial(collect_rollouts, cfg, job.task, job.engine, data)
+    make = partial(collect_rollouts, cfg, job.task, job.engine, data, tell=job.tell)
     if cfg.rollout.max_staleness == 0:
         return SyncRollouts(make)
     return AsyncRollouts(
@@ -201,7 +230,10 @@ def open_rollouts(job: Job) -> SyncRollouts | AsyncRollouts:
 
 
 def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray) -> Batch:
-    """The step's arrays, the samples of a prompt side by side; too long answers pay for it."""
+    """The step's arrays, the samples of a prompt side by side; too long answers pay for it.
+
+    A sample without a reward (NaN) is out of its group's mean, and its tokens out of the loss.
+    """
     r = cfg.rollout
     if r.overlong_buffer:
         lengths = np.array([len(rollout.tokens) for rollout in rollouts])
@@ -209,11 +241,15 @@ def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.nda
             jnp.asarray(lengths), longest=r.max_new_tokens, buffer=r.overlong_buffer
         )
         rewards = rewards + np.asarray(penalty)
-    return rollout_batch(
-        rollouts, rewards, samples=r.samples_per_prompt, length=cfg.context,
-        pad_id=task.tokenizer.pad_id,
+    batch = rollout_batch(
+        rollouts, filled(rewards, r.samples_per_prompt), samples=r.samples_per_prompt,
+        length=cfg.context, pad_id=task.tokenizer.pad_id,
         n_experts=cfg.model.n_experts if r.router_replay else None,
     )  # fmt: skip
+    if np.isnan(rewards).any():
+        mask_BT = np.asarray(batch.loss_mask_BT) & ~np.isnan(rewards)[:, None]
+        batch = replace(batch, loss_mask_BT=mask_BT)
+    return batch
 
 
 if __name__ == "__main__":

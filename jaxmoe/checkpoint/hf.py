@@ -29,7 +29,9 @@ from jaxmoe.checkpoint.tensor_files import (
     Stored,
     find_tensors,
     mistyped,
+    not_finite,
     plan_shards,
+    planned_bytes,
     read_rows,
     write_shard,
 )
@@ -114,22 +116,25 @@ def planned_tensors(cfg: ModelConfig, dtype: str) -> list[Planned]:
 def load_params(
     directory: str | Path,
     cfg: ModelConfig,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     *,
     progress: Progress | None = None,
 ) -> Params:
     """The weights of a checkpoint folder as numpy arrays in our layout; padding rows are 0.
 
+    Args:
+        dtype: None is the config's.
     Numerics: MXFP4 decodes exactly; a narrower `dtype` than the file's rounds to nearest, even.
     Raises ConfigError, from headers alone, for a missing, unknown, misshapen or mistyped tensor,
-    a missing shard or a truncated file.
+    a missing shard or a truncated file; from the data for NaN, infinity, or bits that are not
+    those we wrote. The files of others hold no digests: there only NaN and infinity are seen.
     """
     directory = Path(directory)
     tensors = find_tensors(directory)
     table = entries(cfg)
     _check(directory, table, tensors)
     params = jax.tree.map(
-        lambda spec: np.zeros(spec.shape, jax.numpy.dtype(dtype)),
+        lambda spec: np.zeros(spec.shape, jax.numpy.dtype(dtype or cfg.dtype)),
         param_specs(cfg),
         is_leaf=lambda leaf: isinstance(leaf, Spec),
     )
@@ -137,11 +142,20 @@ def load_params(
     for entry in table:
         leaf = leaf_of(params, entry)
         leaf = leaf if entry.pair is None else leaf[entry.pair]
+        broken = 0
         for start, piece, nbytes in _pieces(entry, tensors):
-            _place(leaf, piece.astype(leaf.dtype, copy=False), start, entry.layout)
+            with np.errstate(over="ignore"):  # it becomes infinite, and is counted
+                piece = piece.astype(leaf.dtype, copy=False)
+            broken += not_finite(piece)
+            _place(leaf, piece, start, entry.layout)
             done += nbytes
             if progress is not None:
                 progress(done, total, entry.name)
+        if broken:
+            raise ConfigError(
+                f"{directory}: {entry.name} must be finite in {leaf.dtype}, got {broken} NaN or "
+                "infinite values. Fetch it again, or load another checkpoint."
+            )
     return params
 
 
@@ -176,6 +190,11 @@ def _pieces(entry: Entry, tensors: dict[str, Stored]) -> Iterator[tuple[int, np.
         return
     blocks, scales = (read_rows(tensors[entry.name + end], 1) for end in ("_blocks", "_scales"))
     for (start, block), (_, scale) in zip(blocks, scales, strict=True):
+        if scale.max() == 255:
+            raise ConfigError(
+                f"{tensors[entry.name + '_scales'].path}: {entry.name}_scales must be at most 254, "
+                f"got 255 (NaN) in {np.count_nonzero(scale == 255)} groups. Fetch it again."
+            )
         dense = mxfp4.decode(block, scale).swapaxes(1, 2)
         yield start, dense, block.nbytes + scale.nbytes
 
@@ -221,6 +240,8 @@ def iter_hf(
     check_params(params, cfg)
     for entry in entries(cfg):
         ours, items = gather_entry(params, entry), stored(entry, dtype)
+        if broken := not_finite(ours):
+            raise ConfigError(f"{entry.name} must be finite, got {broken} NaN or infinite values.")
         if len(items) == 1:
             yield entry.name, _to_checkpoint(ours, entry, DTYPES[items[0][1]])
         else:
@@ -270,37 +291,62 @@ def save_params(
     *,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 10**9,
+    beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write config.json and *.safetensors that `transformers` and vLLM read.
 
-    Everything is written to DIRECTORY.partial and renamed at the end, so that DIRECTORY is
-    whole or absent. Numerics: float32 to bfloat16 rounds to nearest, even; MXFP4 as
-    `mxfp4.encode`.
-    Raises ConfigError where the directory already holds something or MXFP4 does not fit.
+    Everything, and what `beside` adds to the folder it is given, is written to DIRECTORY.partial
+    and renamed at the end, so that DIRECTORY is whole or absent; the safetensors hold a digest of
+    every tensor. Numerics: float32 to bfloat16 rounds to nearest, even; MXFP4 as `mxfp4.encode`.
+    Raises ConfigError where the directory already holds something, the disk is full, a weight is
+    not finite, or MXFP4 does not fit.
     """
     directory = Path(directory)
+    planned = check_export(cfg, directory, dtype)
+    partial = directory.with_name(directory.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        needed = sum(map(planned_bytes, planned))
+        free = shutil.disk_usage(partial).free
+        if free < needed:
+            raise OSError(f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
+        _write(params, cfg, partial, dtype, plan_shards(planned, max_shard_bytes))
+        beside(partial)
+        partial.replace(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} must be a folder that can be made and filled; {error}. Nothing is left "
+            "of it. Free some space, or name another one."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_export(cfg: ModelConfig, directory: Path, dtype: str) -> list[Planned]:
+    """What an export would write. Raises ConfigError where it cannot."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} must be new or empty for an export. Name another one.")
     if dtype == "mxfp4" and (cfg.d_model % mxfp4.GROUP or cfg.d_expert % mxfp4.GROUP):
         raise ConfigError(
             f"MXFP4 needs model.d_model ({cfg.d_model}) and model.d_expert ({cfg.d_expert}) to be "
-            "multiples of 32. Export bfloat16 instead."
+            "multiples of 32. Try --set save.export_dtype=bfloat16."
         )
-    planned = planned_tensors(cfg, dtype)
-    shards = plan_shards(planned, max_shard_bytes)
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    return planned_tensors(cfg, dtype)
+
+
+def _write(
+    params: Params, cfg: ModelConfig, folder: Path, dtype: str, shards: list[list[Planned]]
+) -> None:
     stream, where, total = iter_hf(params, cfg, dtype), dict[str, str](), 0
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = SINGLE if len(shards) == 1 else name
-        total += write_shard(partial / name, shard, stream)
+        total += write_shard(folder / name, shard, stream)
         where |= dict.fromkeys((tensor for tensor, _, _ in shard), name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (partial / INDEX).write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
     config = to_hf(cfg, dtype="bfloat16" if dtype == "mxfp4" else dtype)
     packed = {"quantization_config": _QUANTIZATION} if dtype == "mxfp4" else {}
-    (partial / "config.json").write_text(json.dumps(config | packed, indent=2))
-    partial.replace(directory)
+    (folder / "config.json").write_text(json.dumps(config | packed, indent=2))

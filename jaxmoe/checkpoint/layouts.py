@@ -36,20 +36,20 @@ def gather(leaf: Leaf, pair: int | None) -> np.ndarray:
     shards = leaf.addressable_shards
     shards = shards[:1] if leaf.is_fully_replicated else [s for s in shards if s.replica_id == 0]
     if len(shards) == 1:
-        return _on_host(shards[0].data, pair)
+        return on_host(shards[0].data, pair)
     whole = np.empty(leaf.shape if pair is None else leaf.shape[1:], leaf.dtype)
     for shard in shards:
         if pair is None:
-            whole[shard.index] = _on_host(shard.data, None)
+            whole[shard.index] = on_host(shard.data, None)
             continue
         first, *rest = shard.index
         held = range(leaf.shape[0])[first]
         if pair in held:
-            whole[tuple(rest)] = _on_host(shard.data, held.index(pair))
+            whole[tuple(rest)] = on_host(shard.data, held.index(pair))
     return whole
 
 
-def _on_host(data: jax.Array, pair: int | None) -> np.ndarray:
+def on_host(data: jax.Array, pair: int | None) -> np.ndarray:
     """Of one device. jax keeps the host copy with the array it is of, so that is a passing one."""
     (device,) = data.devices()
     if device.platform == "cpu":  # the host copy is the array's own memory

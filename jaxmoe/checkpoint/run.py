@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from jaxmoe.checkpoint import store
 from jaxmoe.checkpoint.hf import load_params
-from jaxmoe.checkpoint.same_run import check_resume, check_use
-from jaxmoe.config import Config, ConfigError, to_json
+from jaxmoe.checkpoint.same_run import Held, check_resume, check_use
+from jaxmoe.config import Config, ConfigError, ModelConfig, to_json
 from jaxmoe.model.config import read_hf_config
 from jaxmoe.model.params import init_params
 from jaxmoe.shapes import Leaf, Params
@@ -50,18 +50,27 @@ def initial_params(cfg: Config) -> Params:
     if not cfg.init.checkpoint:
         return init_params(jax.random.key(cfg.seed), cfg.model, cfg.optim.param_dtype)
     directory = Path(cfg.init.checkpoint)
-    theirs = vars(read_hf_config(directory))
-    for name, ours in vars(cfg.model).items():
-        if name not in ("dtype", "vocab_multiple") and theirs[name] != ours:
-            raise ConfigError(
-                f"model.{name} ({ours}) must be that of {directory}/config.json ({theirs[name]}). "
-                f"Try --set model.{name}={theirs[name]}."
-            )
+    check_model(cfg.model, directory)
     return jax.tree.map(jnp.asarray, load_params(directory, cfg.model, cfg.optim.param_dtype))
 
 
-def record_config(work: Path, cfg: Config) -> None:
-    """config.json in the run folder: the resolved config, the commit and the versions it runs on.
+def check_model(ours: ModelConfig, directory: Path) -> None:
+    """Raises ConfigError where a model is not that of a checkpoint's config.json, in all it is."""
+    theirs = vars(read_hf_config(directory))
+    free = ("dtype", "vocab_multiple")
+    differ = {n: a for n, a in vars(ours).items() if n not in free and a != theirs[n]}
+    if differ:
+        told = ", ".join(f"model.{name} ({value} here)" for name, value in differ.items())
+        typed = " ".join(f"--set model.{name}={theirs[name]}" for name in differ)
+        raise ConfigError(
+            f"the model must be that of {directory}/config.json; other than there: {told}. "
+            f"Try {typed}, or --set model=checkpoint, which takes all of it from there."
+        )
+
+
+def record_config(work: Path, cfg: Config, impls: Mapping[str, Any] | None = None) -> None:
+    """config.json in the run folder: the resolved config, the commit and the versions it runs on,
+    and which implementation each operation of pallas_kernels runs.
 
     A resumed run writes it anew.
     """
@@ -69,6 +78,7 @@ def record_config(work: Path, cfg: Config) -> None:
         "config": json.loads(to_json(cfg)),
         "git_commit": _git_commit(),
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")},
+        "kernels": dict(impls or {}),
     }
     work.mkdir(parents=True, exist_ok=True)
     temporary = work / "config.json.tmp"
@@ -116,20 +126,28 @@ def alone(work: Path, *, enabled: bool = True) -> Iterator[None]:
         yield
 
 
-def save_run(work: Path, cfg: Config, at: Position) -> None:
+def save_run(
+    work: Path, cfg: Config, at: Position, contents: Mapping[str, str] | None = None
+) -> None:
     """Everything a resume needs: weights, optimizer, reference, data position, seed, config."""
     extra = {
         "stage": at.stage, "step": at.step, "data": at.data, "config": json.loads(to_json(cfg)),
+        "contents": dict(contents or {}),
     }  # fmt: skip
     store.save(work / "checkpoints", at.number, {"state": at.state}, extra, keep=cfg.save.keep)
 
 
 def restore_run(
-    work: Path, cfg: Config, shapes: dict[str, Leaf], *, to_train: bool = True
+    work: Path,
+    cfg: Config,
+    shapes: dict[str, Leaf],
+    *,
+    to_train: bool = True,
+    contents: Mapping[str, str] | None = None,
 ) -> Position | None:
     """The newest complete checkpoint's position, or None in a new run folder.
 
-    `shapes` are those of each stage's state, by its name.
+    `shapes` are those of each stage's state, by its name; `contents` digests of the run's files.
     Raises ConfigError where the config changed in what the run's numbers depend on; not to train
     on, in the model, or in what tells its training rows from the held-out ones.
     """
@@ -141,11 +159,14 @@ def restore_run(
     if number is None:
         return None
     extra = store.restore_extra(directory, number)
+    held = Held(extra.get("contents", {}), contents or {})  # older ones have none
     changed = []
     if to_train:
-        changed = check_resume(work, extra["config"], cfg)
+        changed = check_resume(work, extra["config"], cfg, held)
     else:
-        check_use(work, extra["config"], cfg)
+        check_use(work, extra["config"], cfg, held)
+    if not store.has_digests(directory, number):
+        print(f"checkpoint {number} in {directory} is older than digests: damage is not seen")
     tree = store.restore(directory, number, {"state": shapes[extra["stage"]]})
     if to_train:
         told = "".join(f"; {change}" for change in changed)

@@ -5,9 +5,11 @@ Next: jaxmoe/checkpoint/run.py asks before it restores.
 """
 
 import dataclasses
+import hashlib
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,68 @@ from jaxmoe.config.renamed import RENAMED
 
 # what a resumed run may change: nothing that its numbers so far depend on
 FREE = (
-    "steps", "workdir", "eval.", "save.", "gate.", "data.max_prompt_tokens", "rollout.vllm.",
-    "optim.lr", "optim.clip_norm", "warmup.lr", "critic.lr",
+    "steps", "workdir", "eval.", "save.", "observe.", "gate.", "data.max_prompt_tokens",
+    "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr", "critic.lr",
+    # the same sums, in other pieces
+    "optim.microbatches", "optim.tokens_per_microbatch", "optim.remat",
+    "optim.remat_keeps", "rollout.max_parallel_sequences",
+    "kernels",  # the same sums, in another order
 )  # fmt: skip
+BLOCK = 65_536  # bytes of a file of weights that are read at a time
 # what tells training rows from held-out rows, of one task
 SPLIT = ("seed", "data.train_rows", "data.held_out_rows", "data.options.")
 
 
-def check_resume(work: Path, then: dict[str, Any], cfg: Config) -> list[str]:
+@dataclass(frozen=True)
+class Held:
+    """Digests of what files held and hold, by the key of the config that names them."""
+
+    then: Mapping[str, str]
+    now: Mapping[str, str]
+
+    @property
+    def same(self) -> set[str]:
+        return {key for key in self.then.keys() & self.now if self.then[key] == self.now[key]}
+
+    def must_be_same(self, work: Path, keys: Iterable[str]) -> None:
+        """Raises ConfigError where one of these files was edited, or is another."""
+        for key in keys:
+            then, now = self.then.get(key), self.now.get(key)
+            if then is not None and now is not None and then != now:
+                raise ConfigError(
+                    f"{work} holds a run whose {key} held other content: its digest was {then}, "
+                    f"and is {now}. Bring the file back as it was, or try a new --workdir."
+                )
+
+
+NOTHING = Held({}, {})
+
+
+def weights_digest(directory: Path) -> str:
+    """Of a checkpoint's safetensors: names, sizes and some of their bytes."""
+    found = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with open(path, "rb") as file:
+            for start in range(0, size, max(BLOCK, size // 64)):
+                file.seek(start)
+                found.update(file.read(BLOCK))
+    return found.hexdigest()[:16]
+
+
+def check_resume(work: Path, then: dict[str, Any], cfg: Config, held: Held = NOTHING) -> list[str]:
     """What a resume changes, to be told: "optim.lr=0.0001 (was 0.001)".
 
-    Raises ConfigError where that is more than it may.
+    Files may have moved: what they hold decides. Raises ConfigError where that is more than it may.
     """
     decays = _flat(then).get("optim.lr_end_fraction", 1.0) != 1.0
+    held.must_be_same(work, held.then)
     changed = []
     for name, old, new in _differences(then, cfg):
+        if name in held.same:
+            changed.append(f"{name}={new} (was {old}, which held the same)")
+            continue
         if not _one_of(name, FREE) or (name == "steps" and decays):
             why = " (its learning rate decays over them)" if name == "steps" else ""
             raise _refused(work, name, old, f"go on with {new}{why}")
@@ -39,10 +88,14 @@ def check_resume(work: Path, then: dict[str, Any], cfg: Config) -> list[str]:
     return changed
 
 
-def check_use(work: Path, then: dict[str, Any], cfg: Config) -> None:
+def check_use(work: Path, then: dict[str, Any], cfg: Config, held: Held = NOTHING) -> None:
     """Raises ConfigError where the checkpoint is of another model, or saw the held-out rows."""
-    same_task = then["data"]["task"] == cfg.data.task
+    same_task = then["data"]["task"] == cfg.data.task or "data.task" in held.same
+    if same_task:
+        held.must_be_same(work, ("data.task", "data.options.held_out"))
     for name, old, new in _differences(then, cfg):
+        if name in held.same:
+            continue
         if name.startswith("model.") and name != "model.dtype":
             raise _refused(work, name, old, f"be read with {new}")
         if same_task and _one_of(name, SPLIT):

@@ -2,7 +2,8 @@
 """Checkpoints on disk, through orbax: a tree of arrays and a small JSON dict per step.
 
 A step's folder appears under its name only when it is complete, so a killed or failed save is
-never picked up. Next: jaxmoe/checkpoint/run.py says what a run puts in.
+never picked up; digests of all that is in it tell of bits that changed since.
+Next: jaxmoe/checkpoint/run.py says what a run puts in.
 """
 
 import logging
@@ -17,8 +18,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxmoe.checkpoint.digests import array_digests, json_digest
 from jaxmoe.config import ConfigError
 from jaxmoe.shapes import Leaf
+
+_DIGESTS = "digests"
 
 
 class CheckpointError(ConfigError):
@@ -62,6 +66,7 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise CheckpointError(_no_space(directory, step, needed, free))
+    digests = {"arrays": array_digests(state), "extra": json_digest(extra)}
     try:
         with _manager(directory, keep=keep) as manager:
             manager.save(
@@ -69,6 +74,7 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state),
                     extra=ocp.args.JsonSave(extra),
+                    digests=ocp.args.JsonSave(digests),
                 ),
             )
     except Exception as error:
@@ -84,7 +90,7 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
 
 
 def restore(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
-    """The tree saved at a step, bit for bit.
+    """The tree saved at a step, bit for bit: every array has the digest it was saved with.
 
     Raises CheckpointError where it is damaged, or has other shapes than `abstract_state`.
     """
@@ -92,44 +98,77 @@ def restore(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
         raise CheckpointError(
             f"checkpoint {step} must be in {directory}; the newest is {latest(directory)}."
         )
-    with _manager(directory, keep=None) as manager:
-        try:
-            with ocp.StandardCheckpointer() as reader:
-                saved = reader.metadata(directory.absolute() / str(step) / "state")
-            _check_shapes(directory, step, saved.item_metadata.tree, abstract_state)
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-            return manager.restore(step, args=args)["state"]
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise _damaged(directory, step, error) from error
+    with _reading(directory, step) as manager:
+        with ocp.StandardCheckpointer() as reader:
+            saved = reader.metadata(directory.absolute() / str(step) / "state")
+        if saved.item_metadata is None:
+            raise _damaged(directory, step, "state/_METADATA names no arrays")
+        _check_shapes(directory, step, saved.item_metadata.tree, abstract_state)
+        found = _read(manager, directory, step, state=ocp.args.StandardRestore(abstract_state))
+        if _DIGESTS in found:
+            then, now = found[_DIGESTS]["arrays"], array_digests(found["state"])
+            for name in sorted(then.keys() | now.keys()):
+                if then.get(name) != now.get(name):
+                    raise _damaged(directory, step, f"{name} has other bits than were saved")
+        return found["state"]
 
 
 def restore_extra(directory: Path, step: int) -> dict[str, Any]:
     """The JSON dict saved at a step. Raises CheckpointError where it is damaged."""
-    with _manager(directory, keep=None) as manager:
-        try:
-            args = ocp.args.Composite(extra=ocp.args.JsonRestore())
-            return manager.restore(step, args=args)["extra"]
-        except Exception as error:
-            raise _damaged(directory, step, error) from error
+    with _reading(directory, step) as manager:
+        found = _read(manager, directory, step, extra=ocp.args.JsonRestore())
+        if _DIGESTS in found and json_digest(found["extra"]) != found[_DIGESTS]["extra"]:
+            raise _damaged(directory, step, "extra has other bits than were saved")
+        return found["extra"]
+
+
+def has_digests(directory: Path, step: int) -> bool:
+    """Whether a step was saved with digests; older versions wrote none."""
+    return (directory / str(step) / _DIGESTS).is_dir()
+
+
+def _read(
+    manager: ocp.CheckpointManager, directory: Path, step: int, **items: Any
+) -> dict[str, Any]:
+    """Some items of a step, and its digests where it has them."""
+    if has_digests(directory, step):
+        items[_DIGESTS] = ocp.args.JsonRestore()
+    return dict(manager.restore(step, args=ocp.args.Composite(**items)).items())
+
+
+@contextmanager
+def _reading(directory: Path, step: int) -> Iterator[ocp.CheckpointManager]:
+    """Whatever cannot be read is a damaged checkpoint, in one line."""
+    try:
+        with _manager(directory, keep=None) as manager:
+            yield manager
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _damaged(directory, step, _first_line(error)) from error
 
 
 @contextmanager
 def _stragglers_unheard() -> Iterator[None]:
-    """When one of orbax's transfers fails, the others end later, against a closed event loop.
+    """When one of orbax's transfers fails, the others fail or end later, unawaited.
 
     Each would print a traceback of its own; so the filter stays when the body raises.
     """
     heard = sys.unraisablehook
 
     def hook(event: Any) -> None:
-        if "Event loop is closed" not in str(event.exc_value):
+        code = getattr(event.object, "cr_code", None)
+        of_orbax = code is not None and "orbax" in code.co_filename
+        if not of_orbax and "Event loop is closed" not in str(event.exc_value):
             heard(event)
 
+    asyncio = logging.getLogger("asyncio")
+    level = asyncio.level
     sys.unraisablehook = hook
+    asyncio.setLevel(logging.CRITICAL)
     yield
     sys.unraisablehook = heard
+    asyncio.setLevel(level)
 
 
 @contextmanager
@@ -177,10 +216,12 @@ def _no_space(directory: Path, step: int, needed: int, free: int) -> str:
     )
 
 
-def _damaged(directory: Path, step: int, error: Exception) -> CheckpointError:
+def _damaged(directory: Path, step: int, why: str) -> CheckpointError:
+    older = [int(p.name) for p in directory.iterdir() if p.name.isdigit() and int(p.name) < step]
+    then = f"resume from {max(older)}" if older else "begin again: there is no older one"
     return CheckpointError(
-        f"checkpoint {step} in {directory} must be complete and readable; {_first_line(error)}. "
-        f"If its files are damaged, move {directory / str(step)} away to resume from an older one."
+        f"checkpoint {step} in {directory} must be complete and readable; {why}. "
+        f"If its files are damaged, move {directory / str(step)} away to {then}."
     )
 
 

@@ -6,91 +6,28 @@ Next: jaxmoe/config_file.py reads `--config FILE --set a.b=v`.
 """
 
 import dataclasses
+import difflib
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
+from jaxmoe.config.data import DataConfig
 from jaxmoe.config.errors import ConfigError, EngineError, Rule, numbers, require
+from jaxmoe.config.model import FROM_CHECKPOINT, ModelConfig
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
 __all__ = [
-    "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineError", "EvalConfig",
-    "GateConfig", "InitConfig", "LossConfig", "MeshConfig", "ModelConfig", "OptimConfig",
-    "RolloutConfig", "SaveConfig", "VllmConfig", "WarmupConfig", "require", "to_json",
+    "FROM_CHECKPOINT", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineError",
+    "EvalConfig", "GateConfig", "InitConfig", "LossConfig", "MeshConfig", "ModelConfig",
+    "ObserveConfig", "OptimConfig", "RolloutConfig", "SaveConfig", "VllmConfig", "WarmupConfig",
+    "require", "to_json",
 ]  # fmt: skip
 
 
 _NOT_NEGATIVE = ("0 or more", lambda x: x >= 0)
 _POSITIVE = ("above 0", lambda x: x > 0)
+KERNELS = ("auto", "xla", "mosaic_gpu", "mosaic_tpu", "triton", "reference")
 _SHARE = ("between 0 and 1", lambda x: 0 <= x <= 1)
 _BELOW_ONE: Rule = ("0 or more and below 1", lambda x: 0 <= x < 1, 0.9)
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shapes and constants of a GPT-OSS model; even layers slide, odd layers see everything."""
-
-    vocab_size: int
-    d_model: int
-    n_layers: int
-    n_q_heads: int
-    n_kv_heads: int
-    head_dim: int
-    n_experts: int
-    experts_per_token: int
-    d_expert: int
-    sliding_window: int  # keys a query may read in a sliding layer, itself included
-    dtype: str = "bfloat16"  # of the arithmetic; softmax, router and loss are float32 anyway
-    vocab_multiple: int = 1  # the embedding and the head are padded to a multiple of this
-    rope_theta: float = 150_000.0
-    rope_factor: float = 32.0  # YaRN; 1 is plain RoPE
-    rope_original_context: int = 4096
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
-    rope_truncate: bool = False
-    rms_eps: float = 1e-5
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
-    max_context: int = 131_072
-
-    def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if f.type is int:
-                require(
-                    value > 0,
-                    f"model.{f.name} must be positive, got {value}. Try --set model.{f.name}=2.",
-                )
-        require(
-            self.n_q_heads % self.n_kv_heads == 0,
-            f"model.n_q_heads ({self.n_q_heads}) must be a multiple of model.n_kv_heads "
-            f"({self.n_kv_heads}). Try --set model.n_kv_heads=1.",
-        )
-        require(
-            self.n_layers % 2 == 0,
-            f"model.n_layers ({self.n_layers}) must be even: layers come in (sliding, full) "
-            f"pairs. Try --set model.n_layers={self.n_layers + 1}.",
-        )
-        require(
-            self.experts_per_token <= self.n_experts,
-            f"model.experts_per_token ({self.experts_per_token}) must be at most "
-            f"model.n_experts ({self.n_experts}). "
-            f"Try --set model.experts_per_token={self.n_experts}.",
-        )
-        require(
-            self.head_dim % 2 == 0,
-            f"model.head_dim ({self.head_dim}) must be even: RoPE turns pairs of its "
-            f"entries. Try --set model.head_dim={self.head_dim + 1}.",
-        )
-        require(
-            self.dtype in ("float32", "bfloat16"),
-            f"model.dtype must be float32 or bfloat16, got {self.dtype!r}. "
-            "Try --set model.dtype=bfloat16.",
-        )
-
-    @property
-    def padded_vocab(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 @dataclass(frozen=True)
@@ -99,18 +36,6 @@ class InitConfig:
 
     checkpoint: str = ""  # directory of a Hugging Face GPT-OSS checkpoint; empty: random weights
     tokenizer: str = "bytes"  # or a tokenizer.json, or the directory that holds one
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Prompts with checkable answers."""
-
-    task: str  # "reasoning_gym:NAME", a .jsonl/.parquet file, or "package:NAME/path/in/it"
-    options: dict[str, Any] = field(default_factory=dict)  # for reasoning_gym tasks
-    template: str = "{question}"
-    train_rows: int = 4096
-    held_out_rows: int = 256
-    max_prompt_tokens: int = 512
 
 
 @dataclass(frozen=True)
@@ -233,12 +158,19 @@ class OptimConfig:
         0  # or, above 0: packed side by side, at most so many tokens in each
     )
     remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
+    remat_keeps: str = ""  # of a pair, beside its input: "attention", its outputs, or nothing
 
     def __post_init__(self) -> None:
         require(
             self.param_dtype in ("float32", "bfloat16"),
             f"optim.param_dtype must be float32 or bfloat16, got {self.param_dtype!r}. "
             "Try --set optim.param_dtype=float32.",
+        )
+        require(
+            self.remat_keeps == "" or (self.remat and self.remat_keeps == "attention"),
+            "optim.remat_keeps must be attention, with optim.remat=True, or nothing; got "
+            f"{self.remat_keeps!r} with optim.remat={self.remat}. "
+            "Try --set optim.remat=True --set optim.remat_keeps=attention.",
         )
         numbers(
             "optim", self, lr=(*_NOT_NEGATIVE, 1e-5), lr_warmup_steps=(*_NOT_NEGATIVE, 0),
@@ -250,9 +182,13 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Answers to the held-out rows: two sampled as in training, and one greedy."""
+    """Answers to the held-out rows: some sampled as in training, and one greedy."""
 
     every_steps: int = 10
+    samples_per_prompt: int = 2  # sampled; pass@k is known for k up to so many
+
+    def __post_init__(self) -> None:
+        numbers("eval", self, samples_per_prompt=("1 or more", lambda x: x >= 1, 2))
 
 
 @dataclass(frozen=True)
@@ -261,6 +197,29 @@ class SaveConfig:
 
     every_steps: int = 50
     keep: int = 3
+    export_dtype: str = "bfloat16"  # of python -m jaxmoe.export; float32, or mxfp4 (the experts)
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """Who else gets the metrics; the run folder always does."""
+
+    to: str = ""  # "wandb", "trackio", or both with a comma between them
+    project: str = "jaxmoe"  # there
+
+    def __post_init__(self) -> None:
+        wrong = set(self.trackers) - {"wandb", "trackio"}
+        require(
+            not wrong and bool(self.project.strip()),
+            f"observe.to must be wandb, trackio or both with a comma between them, and "
+            f"observe.project a name; got {self.to!r}, {self.project!r}. "
+            "Try --set observe.to=wandb --set observe.project=jaxmoe.",
+        )
+
+    @property
+    def trackers(self) -> list[str]:
+        """Each name once."""
+        return list(dict.fromkeys(name.strip() for name in self.to.split(",") if name.strip()))
 
 
 @dataclass(frozen=True)
@@ -278,7 +237,7 @@ class MeshConfig:
 class Config:
     """Everything a run depends on."""
 
-    model: ModelConfig
+    model: ModelConfig = field(default=FROM_CHECKPOINT, kw_only=True)
     data: DataConfig
     rollout: RolloutConfig
     optim: OptimConfig
@@ -292,7 +251,9 @@ class Config:
     gate: GateConfig = GateConfig()
     eval: EvalConfig = EvalConfig()
     save: SaveConfig = SaveConfig()
+    observe: ObserveConfig = ObserveConfig()
     mesh: MeshConfig = MeshConfig()
+    kernels: str = "auto"  # those that a check on this chip finds right; or one of KERNELS by name
 
     def __post_init__(self) -> None:
         n, m = self.rollout.sequences_per_step, self.optim.microbatches
@@ -326,6 +287,12 @@ class Config:
             f"model.max_context ({self.model.max_context}). Try "
             f"--set data.max_prompt_tokens={self.model.max_context // 2} "
             f"--set rollout.max_new_tokens={self.model.max_context // 2}.",
+        )
+        near = difflib.get_close_matches(self.kernels, KERNELS, 1) or ["auto"]
+        require(
+            self.kernels in KERNELS,
+            f"kernels must be one of {', '.join(KERNELS)}; got {self.kernels!r}. "
+            f"Try --set kernels={near[0]}.",
         )
         seeds: Rule = ("0 or more and below 2**32", lambda x: 0 <= x < 2**32, 0)
         numbers("", self, steps=(*_NOT_NEGATIVE, 0), seed=seeds)

@@ -39,12 +39,18 @@ class VllmConfig:
                 "Try --set rollout.vllm.url=http://127.0.0.1:8000.",
             )
         try:
-            shlex.split(self.args)
+            words = shlex.split(self.args)
         except ValueError as error:
             raise ConfigError(
                 f"rollout.vllm.args must be options as on a command line, got {self.args!r} "
                 f"({error}). Try --set rollout.vllm.args=''."
             ) from error
+        require(
+            not any(word.replace("_", "-").startswith("--api-k") for word in words),
+            "rollout.vllm.args must not name --api-key: every user of the machine sees a command "
+            "line, and each server that is started has a random key. Leave it out; where you start "
+            "the server, export VLLM_API_KEY for it and for this command.",
+        )
         for name, allowed in (
             ("transport", ("files", "nccl", "ipc")),
             ("on_weight_sync", ("keep", "wait", "abort")),

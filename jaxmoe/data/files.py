@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions and answers from a .jsonl or .parquet file, as given or inside a package.
 
-Next: jaxmoe/data/scoring.py compares a response with the stored answer.
+Next: jaxmoe/data/cells.py makes a row of each record.
 """
 
+import codecs
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -14,11 +16,10 @@ from typing import Any
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data import scoring
+from jaxmoe.data.cells import read_row
 from jaxmoe.data.gym import is_task
 from jaxmoe.data.rows import Row
 
-_QUESTION = ("prompt", "question")
-_ANSWER = ("answer", "ground_truth")
 _FORMS = "reasoning_gym:NAME, a .jsonl or .parquet file, or package:NAME/path/in/it.jsonl"
 
 
@@ -34,18 +35,30 @@ class FileSource:
     def __getitem__(self, index: int) -> Row:
         return self.rows[index]
 
+    @property
+    def digest(self) -> str:
+        """Equal for files that read alike, wherever they are."""
+        found = hashlib.sha256()
+        for row in self.rows:
+            turns = [(turn.role, turn.content) for turn in row.earlier]
+            said = [row.question, row.answer, row.others, row.system, turns, dict(row.columns)]
+            found.update(json.dumps(said, sort_keys=True, default=repr).encode())
+        return found.hexdigest()[:16]
+
     def score(self, response: str, index: int) -> float:
-        return scoring.score_text(response, self.rows[index].answer or "")
+        row = self.rows[index]
+        return max(scoring.score_text(response, gold) for gold in (row.answer or "", *row.others))
 
 
-def read_rows(task: str) -> tuple[Row, ...]:
+def read_rows(task: str, *, answers: bool = True) -> tuple[Row, ...]:
     """All rows of a file, or of "package:NAME/path/in/it".
 
+    answers: whether each must have one to compare with.
     Raises: ConfigError where there is none, it is empty, or a row is malformed.
     """
     path = _locate(task)
     cells = {".jsonl": _jsonl, ".parquet": _parquet}[path.suffix](path)
-    rows = tuple(_row(where, record) for where, record in cells)
+    rows = tuple(read_row(where, record, answers=answers) for where, record in cells)
     if not rows:
         raise ConfigError(f"data.task must have rows; {path} is empty. Try another file.")
     return rows
@@ -76,13 +89,15 @@ def _locate(task: str) -> Path:
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """("file:line", value) of each line that is not blank."""
-    for line, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
+    # a byte order mark, as Windows' editors leave one
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for line, raw in enumerate(content.split(b"\n"), start=1):
         if not raw.strip():
             continue
         where = f"{path}:{line}"
         try:
             yield where, json.loads(raw.decode("utf-8"))
-        except ValueError as error:  # of JSON or of UTF-8
+        except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
             raise ConfigError(
                 f"{where} must be one JSON object in UTF-8; {error}. "
                 f"Mend it, or drop the line: sed -i {line}d {path}"
@@ -98,35 +113,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
             f'{path} needs pyarrow, which is not installed. Type: pip install "jaxmoe[parquet]"'
         ) from error
     try:
-        file = parquet.ParquetFile(path)
-        names = [name for name in file.schema_arrow.names if name in _QUESTION + _ANSWER]
-        rows = file.read(columns=names).to_pylist()
+        rows = parquet.ParquetFile(path).read().to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
         raise ConfigError(f"{path} must be a parquet file; {error}. Write it again.") from error
     for number, row in enumerate(rows, start=1):
         yield f"{path}:{number}", row
-
-
-def _row(where: str, record: Any) -> Row:
-    example = '{"question": "2 + 2 =", "answer": "4"}'
-    if not isinstance(record, dict):
-        raise ConfigError(
-            f"{where} must be a JSON object, got {type(record).__name__}. Write {example}"
-        )
-    cells = [_cell(where, record, names, example) for names in (_QUESTION, _ANSWER)]
-    return Row(cells[0], cells[1])
-
-
-def _cell(where: str, record: dict[str, Any], names: tuple[str, ...], example: str) -> str:
-    name = next((name for name in names if name in record), None)
-    if name is None:
-        raise ConfigError(
-            f"{where} must have a column {' or '.join(names)}; it has "
-            f"{', '.join(map(str, record)) or 'none of them'}. Write {example}"
-        )
-    value = record[name]
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(
-            f"{where}: {name} must be a text that is not empty, got {value!r:.60}. Write {example}"
-        )
-    return value

@@ -38,7 +38,7 @@ class GymSource:
     def __getitem__(self, index: int) -> Row:
         entry = self._entry(index)
         answer = entry["answer"]
-        return Row(str(entry["question"]), None if answer is None else str(answer))
+        return Row(str(entry["question"]), None if answer is None else str(answer), columns=entry)
 
     def score(self, response: str, index: int) -> float:
         entry = self._entry(index)

@@ -13,10 +13,9 @@ import grain
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.rows import Source
+from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import Tokenizer
 from jaxmoe.records import Prompt
-
-_PLACE = "{question}"
 
 
 class PromptIterator(Iterator[list[Prompt]]):
@@ -52,7 +51,7 @@ def prompts(
     source: Source,
     tokenizer: Tokenizer,
     *,
-    template: str,
+    template: Template,
     prompts_per_step: int,
     max_prompt_tokens: int,
     seed: int,
@@ -61,15 +60,12 @@ def prompts(
 ) -> PromptIterator:
     """Endless lists of prompts_per_step / shard_count prompts, for process `shard_index`.
 
-    template: the prompt, "{question}" standing for the row's question; special strings in the
-        template become special ids, those in a question stay text.
     prompts_per_step: of all processes together. Step s is rows s*P … s*P+P-1 of the shuffled
         epochs laid end to end; each process takes one contiguous share of it.
 
-    Raises: ConfigError at once for sizes that do not divide or a bad template, and, when it is
-        read, for a row longer than max_prompt_tokens.
+    Raises: ConfigError at once for sizes that do not divide, and, when it is read, for a row
+        longer than max_prompt_tokens, or one that the template has no place for.
     """
-    check_template(template)
     if prompts_per_step < 1 or prompts_per_step % shard_count:
         raise ConfigError(
             f"rollout.prompts_per_step ({prompts_per_step}) must be a positive multiple of the "
@@ -98,32 +94,19 @@ def prompts(
 
 
 def make_prompt(
-    source: Source, row: int, tokenizer: Tokenizer, template: str, max_prompt_tokens: int
+    source: Source, row: int, tokenizer: Tokenizer, template: Template, max_prompt_tokens: int
 ) -> Prompt:
     """One row, rendered and tokenised: what `prompts` yields, for a held-out row.
 
-    Raises: ConfigError where the prompt is longer than max_prompt_tokens.
+    Raises: ConfigError where the prompt is longer than max_prompt_tokens, or the template has no
+        place for the row.
     """
     item = source[row]
-    before, _, after = template.partition(_PLACE)
-    tokens = [
-        *tokenizer.encode(before, specials=True),
-        *tokenizer.encode(item.question),
-        *tokenizer.encode(after, specials=True),
-    ]
+    text, tokens = template.render(item, tokenizer)
     if len(tokens) > max_prompt_tokens:
         raise ConfigError(
             f"a prompt must have at most data.max_prompt_tokens ({max_prompt_tokens}) tokens; "
             f"row {row} has {len(tokens)}: {item.question!r:.60}. "
             f"Try --set data.max_prompt_tokens={len(tokens)}."
         )
-    return Prompt(row, before + item.question + after, tuple(tokens), item.answer)
-
-
-def check_template(template: str) -> None:
-    """Raises ConfigError unless the template holds "{question}" exactly once."""
-    if template.count(_PLACE) != 1:
-        raise ConfigError(
-            f"data.template must hold {_PLACE} exactly once, got {template!r}. "
-            f"Try --set data.template='{_PLACE}'."
-        )
+    return Prompt(row, text, tuple(tokens), item.answer)

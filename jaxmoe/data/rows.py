@@ -5,17 +5,38 @@ A source is random access: row i is a pure function of (task, options, seed, siz
 resumed run or another process sees the same rows. Next: jaxmoe/data/sources.py opens them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str  # "user" or "assistant"
+    content: str
 
 
 @dataclass(frozen=True)
 class Row:
     """One question; the answer is None where only a checker exists."""
 
-    question: str
+    question: str  # of a chat: its last turn
     answer: str | None
+    others: tuple[str, ...] = ()  # further answers that are as right
+    system: str = ""  # the row's own system prompt
+    earlier: tuple[Message, ...] = ()  # turns of a chat before the question
+    columns: Mapping[str, Any] = field(default_factory=dict)  # all that its file says of it
+    where: str = ""  # "file:line", where it is from a file
+
+    @property
+    def identity(self) -> str:
+        """Equal for rows that ask the same: no two of them, one trained on and one held out."""
+        asked = self.question.strip()
+        if not self.system and not self.earlier:
+            return asked
+        return repr((self.system, [(m.role, m.content) for m in self.earlier], asked))
 
 
 @runtime_checkable

@@ -12,16 +12,22 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.data.files import FileSource, read_rows
 from jaxmoe.data.gym import GymSource
-from jaxmoe.data.rows import Row, Source, Subset
+from jaxmoe.data.rows import Source, Subset
 
 
 def open_source(
-    task: str, *, options: Mapping[str, Any] | None = None, size: int | None = None, seed: int = 0
+    task: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    size: int | None = None,
+    seed: int = 0,
+    answers: bool = True,
 ) -> Source:
     """All rows of a task.
 
     options: of the reasoning-gym task; a file takes none.
     size: rows to make, needed for reasoning_gym; of a file, how many from its start (None: all).
+    answers: whether each row of a file must have an answer, as its scorer needs.
     Raises: ConfigError for an unknown task, option or file, and for a malformed row.
     """
     options = options or {}
@@ -34,7 +40,7 @@ def open_source(
             f"data.options must be empty for a file, got {', '.join(options)}. "
             "(Only held_out, a second file, means something there.)"
         )
-    source = FileSource(read_rows(task))
+    source = FileSource(read_rows(task, answers=answers))
     if size is None:
         return source
     if size > len(source):
@@ -43,7 +49,13 @@ def open_source(
 
 
 def open_split(
-    task: str, options: Mapping[str, Any], train_size: int, eval_size: int, seed: int
+    task: str,
+    options: Mapping[str, Any],
+    train_size: int,
+    eval_size: int,
+    seed: int,
+    *,
+    answers: bool = True,
 ) -> tuple[Source, Source]:
     """(train, held_out): no question of held_out occurs in train, and none twice in held_out.
 
@@ -59,7 +71,7 @@ def open_split(
     if task.startswith("reasoning_gym:"):
         return _split_gym(task, options, train_size, eval_size, seed)
     other = {key: value for key, value in options.items() if key != "held_out"}
-    train = open_source(task, options=other, seed=seed)
+    train = open_source(task, options=other, seed=seed, answers=answers)
     if "held_out" not in options:
         order = _shuffled(_first_of_each(train), seed)
         _require_rows(task, train_size + eval_size, len(order), train_size, eval_size)
@@ -67,11 +79,11 @@ def open_split(
             Subset(train, order[eval_size : eval_size + train_size]),
             Subset(train, order[:eval_size]),
         )
-    held_out = open_source(str(options["held_out"]), seed=seed)
+    held_out = open_source(str(options["held_out"]), seed=seed, answers=answers)
     kept = _shuffled(_first_of_each(held_out), seed)
     _require_rows(str(options["held_out"]), eval_size, len(kept), 0, eval_size)
-    banned = {held_out[i].question.strip() for i in kept}
-    order = _shuffled([i for i in _first_of_each(train) if _key(train[i]) not in banned], seed)
+    banned = {held_out[i].identity for i in kept}
+    order = _shuffled([i for i in _first_of_each(train) if train[i].identity not in banned], seed)
     _require_rows(task, train_size, len(order), train_size, 0)
     return Subset(train, order[:train_size]), Subset(held_out, kept[:eval_size])
 
@@ -83,7 +95,7 @@ def _split_gym(
     source = open_source(task, options=options, size=train_size + 4 * eval_size + 16, seed=seed)
     chosen: dict[str, int] = {}
     for index in range(train_size, len(source)):
-        chosen.setdefault(_key(source[index]), index)
+        chosen.setdefault(source[index].identity, index)
         if len(chosen) == eval_size:
             break
     else:
@@ -114,7 +126,7 @@ class _Unseen(Sequence[int]):
             raise IndexError(f"row {index} of {self.size}")
         for step in range(self.size):
             candidate = (index + step) % self.size
-            if _key(self.source[candidate]) not in self.held_out:
+            if self.source[candidate].identity not in self.held_out:
                 return candidate
         raise ConfigError(
             f"data.held_out_rows ({len(self.held_out)}) must leave questions to train on; they "
@@ -123,14 +135,10 @@ class _Unseen(Sequence[int]):
         )
 
 
-def _key(row: Row) -> str:
-    return row.question.strip()
-
-
 def _first_of_each(source: Source) -> list[int]:
     first: dict[str, int] = {}
     for index in range(len(source)):
-        first.setdefault(_key(source[index]), index)
+        first.setdefault(source[index].identity, index)
     return list(first.values())
 
 

@@ -6,8 +6,10 @@ untrusted (prompts, tool output): a special string inside it stays plain text un
 asks for specials. Next: jaxmoe/data/scoring.py.
 """
 
+import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,8 @@ _BYTES = 256
 _SPECIAL_IDS = {name: _BYTES + i for i, name in enumerate(SPECIALS)}
 _SPECIAL_PATTERN = re.compile("(" + "|".join(re.escape(name) for name in SPECIALS) + ")")
 _END_NAMES = ("<|endoftext|>", "</s>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<eos>")
+
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 @runtime_checkable
@@ -151,6 +155,27 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises: ConfigError where there is no such file.
     """
     return ByteTokenizer() if spec == "bytes" else HFTokenizer(spec)
+
+
+def tokenizer_digest(spec: str) -> str:
+    """Equal where text becomes the same ids, and the same ids end a turn."""
+    if spec == "bytes":
+        return spec
+    found = hashlib.sha256(_tokenizer_file(Path(spec)).read_bytes())
+    found.update(repr(load_tokenizer(spec).stop_ids).encode())
+    return found.hexdigest()[:16]
+
+
+def write_tokenizer(spec: str, directory: Path) -> None:
+    """The files of the tokenizer that a config names, its chat template among them."""
+    if spec == "bytes":
+        write_byte_tokenizer(directory)
+        return
+    file = _tokenizer_file(Path(spec))
+    shutil.copyfile(file, directory / "tokenizer.json")
+    for name in _BESIDE:
+        if (file.parent / name).is_file():
+            shutil.copyfile(file.parent / name, directory / name)
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:

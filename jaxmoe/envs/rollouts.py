@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
-from jaxmoe.envs.tasks import Task, score
+from jaxmoe.envs.rewards import Tell, part_metrics, silent
+from jaxmoe.envs.tasks import Task, score, scored
 from jaxmoe.records import Rollout
 from jaxmoe.rl.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.engine import Engine
@@ -24,32 +25,38 @@ class ScoredRollouts:
     """What a step trains on, and where the stream of prompts stands behind it."""
 
     rollouts: list[Rollout]
-    rewards: np.ndarray
+    rewards: np.ndarray  # NaN where no function scores the sample
     metrics: Metrics  # time/rollout_s and time/reward_s among them
     data: dict[str, Any]
 
 
 def collect_rollouts(
-    cfg: Config, task: Task, engine: Engine, data: PromptIterator, step: int
-) -> ScoredRollouts:
+    cfg: Config, task: Task, engine: Engine, data: PromptIterator, step: int, *,
+    tell: Tell = silent,
+) -> ScoredRollouts:  # fmt: skip
     """The rollouts of a step; what is sampled depends on (seed, step) and the engine's weights."""
     r = cfg.rollout
+    parts: list[dict[str, float]] = []  # of all that was generated, as the other metrics
     spent = {"time/rollout_s": 0.0, "time/reward_s": 0.0}
 
     def generate(number: int) -> GenBatch:
         start = time.perf_counter()
+        tell("sampling")
         seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
         rollouts = engine.generate(
             next(data), task.sampling, seed=seed, samples=r.samples_per_prompt
         )
         answered = time.perf_counter()
-        rewards = score(rollouts, task.train, task)
+        scores = score(rollouts, task.train, task, tell)
+        parts.extend(scores.parts)
         spent["time/rollout_s"] += answered - start
         spent["time/reward_s"] += time.perf_counter() - answered
-        return rollouts, rewards
+        return rollouts, scores.rewards
 
     rollouts, rewards, metrics = dynamic_sampling(
         generate, prompts=r.prompts_per_step, samples=r.samples_per_prompt,
         max_gen_batches=r.max_gen_batches,
     )  # fmt: skip
-    return ScoredRollouts(rollouts, rewards, metrics | spent, data.get_state())
+    scored(rewards, task)
+    metrics |= part_metrics(parts) | spent
+    return ScoredRollouts(rollouts, rewards, metrics, data.get_state())

@@ -4,6 +4,7 @@
 Next: jaxmoe/train.py asks for prompts and scores what the engine makes of them.
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,18 +13,34 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxmoe.checkpoint.same_run import weights_digest
 from jaxmoe.config import Config, ConfigError
+from jaxmoe.data.files import FileSource
+from jaxmoe.data.harmony import answer_opening, read_response
 from jaxmoe.data.pipeline import PromptIterator, make_prompt
 from jaxmoe.data.pipeline import prompts as prompt_stream
-from jaxmoe.data.rows import Source
+from jaxmoe.data.rows import Source, Subset
 from jaxmoe.data.sources import open_split
-from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from jaxmoe.data.templates import Template
+from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, tokenizer_digest
+from jaxmoe.envs.conventions import Sample
+from jaxmoe.envs.rewards import (
+    Reward,
+    Rewarded,
+    Tell,
+    counted,
+    part_metrics,
+    read_rewards,
+    score_samples,
+    silent,
+)
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rl.batch import supervised_batch
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
 
+LOOK_ROWS = 16  # whose columns rewards may ask for
 LOOK_S = 2.0  # to look at rows before a run; some sources compute theirs
 
 
@@ -34,9 +51,10 @@ class Task:
     tokenizer: Tokenizer
     train: Source
     held_out: Source
-    template: str
+    template: Template
     max_prompt_tokens: int
     sampling: Sampling
+    rewards: tuple[Reward, ...] = ()  # none: the source scores
 
     def stream(self, count: int, seed: int, *, shard: int = 0, shards: int = 1) -> PromptIterator:
         """Endless shuffled lists of `count` training prompts; its state can be saved."""
@@ -50,11 +68,18 @@ class Task:
         """All held-out rows, in order."""
         return [self._prompt(self.held_out, i) for i in range(len(self.held_out))]
 
-    def check_prompts(self) -> None:
-        """Name the longest prompt that does not fit, of the rows there is time for."""
+    def check_prompts(self) -> int:
+        """Tokens of the longest prompt, of the rows there is time for.
+
+        Raises ConfigError naming it where it does not fit.
+        """
+        most = 0
         for source in (self.held_out, self.train):
             prompts = [self._prompt(source, i, limit=sys.maxsize) for i in self._some(source)]
-            self._prompt(source, max(prompts, key=lambda p: len(p.tokens)).id)
+            longest = max(prompts, key=lambda p: len(p.tokens))
+            self._prompt(source, longest.id)
+            most = max(most, len(longest.tokens))
+        return most
 
     def check_answers(self, length: int) -> None:
         """Refuse stored answers that a warm start cannot take, likewise.
@@ -87,13 +112,38 @@ def open_task(cfg: Config) -> Task:
     train, held_out = open_split(
         cfg.data.task, cfg.data.options,
         train_size=cfg.data.train_rows, eval_size=cfg.data.held_out_rows, seed=cfg.seed,
+        answers=not cfg.data.rewards.strip(),
     )  # fmt: skip
+    rewards = read_rewards(cfg.data.rewards, _columns(train, held_out))
     r = cfg.rollout
     sampling = Sampling(
         max_new_tokens=r.max_new_tokens, stop_ids=tuple(tokenizer.stop_ids),
         temperature=r.temperature, top_k=r.top_k, top_p=r.top_p,
     )  # fmt: skip
-    return Task(tokenizer, train, held_out, cfg.data.template, cfg.data.max_prompt_tokens, sampling)
+    template = Template(cfg.data.template, cfg.data.system, cfg.data.reasoning_effort)
+    return Task(tokenizer, train, held_out, template, cfg.data.max_prompt_tokens, sampling, rewards)
+
+
+def contents(cfg: Config, task: Task) -> dict[str, str]:
+    """Digests of what the files of a run hold, by the key of the config that names them."""
+    found = {"init.tokenizer": tokenizer_digest(cfg.init.tokenizer)}
+    sources = {"data.task": task.train, "data.options.held_out": task.held_out}
+    for key, source in sources.items():
+        named = key == "data.task" or "held_out" in cfg.data.options
+        if named and isinstance(source, Subset) and isinstance(source.source, FileSource):
+            found[key] = source.source.digest
+    folder = Path(cfg.init.checkpoint)
+    if cfg.init.checkpoint and folder.is_dir():  # a run that goes on can do without
+        found["init.checkpoint"] = weights_digest(folder)
+    return found
+
+
+def _columns(*sources: Source) -> list[str]:
+    """Names that the first rows of each source have, those at most that are looked at."""
+    return list(dict.fromkeys(
+        name for source in sources for i in range(min(len(source), LOOK_ROWS))
+        for name in source[i].columns
+    ))  # fmt: skip
 
 
 def _check_its_own(cfg: Config, tokenizer: Tokenizer) -> None:
@@ -117,39 +167,122 @@ def answer_tokens(prompt: Prompt, task: Task) -> list[int]:
             f"a warm start needs stored answers, and row {prompt.id} has none. "
             "Try --set warmup.steps=0."
         )
-    return [*task.tokenizer.encode(prompt.answer), task.tokenizer.stop_ids[0]]
+    opening = answer_opening(prompt.tokens, task.tokenizer)
+    answer = task.tokenizer.encode(prompt.answer)
+    return [*opening, *answer, task.tokenizer.stop_ids[0]]
 
 
 def response_text(rollout: Rollout, task: Task) -> str:
     """What the policy said, without its stop token."""
+    return task.tokenizer.decode(_said(rollout))
+
+
+def _said(rollout: Rollout) -> list[int]:
     cut = 1 if rollout.stop is StopReason.STOP_TOKEN else 0
-    return task.tokenizer.decode(rollout.tokens[: len(rollout.tokens) - cut].tolist())
+    return rollout.tokens[: len(rollout.tokens) - cut].tolist()
 
 
-def score(rollouts: Sequence[Rollout], source: Source, task: Task) -> np.ndarray:
-    """Reward of each rollout, in [0, 1]; a scorer never raises."""
-    return np.array(
-        [source.score(response_text(r, task), r.prompt.id) for r in rollouts], np.float32
-    )
+def score(rollouts: Sequence[Rollout], source: Source, task: Task, tell: Tell = silent) -> Rewarded:
+    """What each rollout's answer is worth: by `data.rewards`, or by the source, 0 to 1.
+
+    Where the prompt asks for channels, the final one is the answer; the source gives 0 without
+    one, and functions are shown an empty text.
+    Raises: ConfigError for a value that is no finite number.
+    """
+    spoken = [read_response(r.prompt.tokens, _said(r), task.tokenizer) for r in rollouts]
+    numbers = [r.prompt.id for r in rollouts]
+    if task.rewards:
+        made = score_samples(task.rewards, [
+            Sample(n, source[n], said, r.tokens.tolist())
+            for n, said, r in zip(numbers, spoken, rollouts, strict=True)
+        ], tell)  # fmt: skip
+    else:
+        own = [
+            source.score(said.text, n) if said.final else 0.0
+            for n, said in counted(list(zip(numbers, spoken, strict=True)), "scoring", tell)
+        ]
+        bad = [n for n, value in zip(numbers, own, strict=True) if not math.isfinite(value)]
+        if bad:
+            raise ConfigError(
+                f"data.task must score with finite numbers; its scorer did not on row {bad[0]}. "
+                "Mend the source's score()."
+            )
+        made = Rewarded(np.array(own, np.float32), [{} for _ in own])
+    for mine, said in zip(made.parts, spoken, strict=True):
+        if said.channels:
+            mine["reward/no_final_frac"] = float(not said.final)
+    return made
 
 
 def evaluate(
-    engine: Engine, prompts: Sequence[Prompt], task: Task, *, version: int, samples: int = 2
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    task: Task,
+    *,
+    version: int,
+    samples: int = 2,
+    tell: Tell = silent,
 ) -> tuple[Metrics, list[Rollout], np.ndarray]:
-    """Exact-match accuracy on held-out prompts, sampled as in training and greedy.
+    """Exact-match accuracy and pass@k on held-out prompts, sampled as in training and greedy.
 
     eval/accuracy is the mean reward of `samples` answers a prompt at the training temperature,
-    which is what RL raises; eval/accuracy_greedy takes the most likely token each time. Also
-    returns the greedy rollouts and their rewards. The same seed every time.
-    Raises EngineError where an answer is not by weights `version`.
+    which is what RL raises; eval/accuracy_greedy takes the most likely token each time;
+    eval/pass@k is `pass_at_k` for k of 2, 4, 8, … and `samples`. Also returns the greedy rollouts
+    and their rewards. The same seed every time. The parts of
+    `data.rewards` are those of the sampled answers; an answer that all leave out counts not.
+    Raises EngineError where an answer is not by weights `version`, ConfigError where no answer
+    has a reward.
     """
     greedy = replace(task.sampling, temperature=0.0, top_k=0, top_p=1.0)
+    tell("answering the held-out rows")
     rollouts = engine.generate(prompts, greedy, seed=0)
-    rewards = score(rollouts, task.held_out, task)
+    rewards = score(rollouts, task.held_out, task, tell).rewards
+    tell("answering the held-out rows")
     sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
     check_versions([*rollouts, *sampled], newest=version, max_staleness=0)
+    scores = score(sampled, task.held_out, task, tell)
+    parts = {f"eval/{name}": value for name, value in part_metrics(scores.parts).items()}
     metrics = {
-        "eval/accuracy": float(score(sampled, task.held_out, task).mean()),
-        "eval/accuracy_greedy": float(rewards.mean()),
-    }
-    return metrics, rollouts, rewards
+        "eval/accuracy": _mean(scores.rewards, task), "eval/accuracy_greedy": _mean(rewards, task)
+    }  # fmt: skip
+    by_prompt_PR = scores.rewards.reshape(-1, samples)
+    powers = [2**i for i in range(1, samples.bit_length())]
+    metrics |= {
+        f"eval/pass@{k}": pass_at_k(by_prompt_PR, k)
+        for k in dict.fromkeys([*powers, samples]) if k > 1
+    }  # fmt: skip
+    return metrics | parts, rollouts, rewards
+
+
+def pass_at_k(rewards_PR: np.ndarray, k: int) -> float:
+    """The best reward of k answers, expected over all k of each prompt's R, averaged over prompts.
+
+    Σ_i r_(i)·C(i−1, k−1) / C(n, k) over the sorted rewards of a prompt's n answers that have one:
+    1 − C(n−c, k)/C(n, k) where c of them have 1 and the others 0. Prompts with n < k count not;
+    NaN without any other.
+    Source: Chen et al. 2021, arXiv:2107.03374, equation 1; verl's best@k for other rewards.
+    """
+    values = []
+    for rewards_R in rewards_PR:
+        known = np.sort(rewards_R[~np.isnan(rewards_R)]).astype(float)
+        n = len(known)
+        if n >= k:
+            # exact integers, divided once: binomials of large n leave float64's range
+            shares = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
+            values.append(float(known @ shares))
+    return float(np.mean(values)) if values else math.nan
+
+
+def _mean(rewards: np.ndarray, task: Task) -> float:
+    return float(scored(rewards, task).mean())
+
+
+def scored(rewards: np.ndarray, task: Task) -> np.ndarray:
+    """Those that there are. Raises ConfigError where every function left every sample out."""
+    known = rewards[~np.isnan(rewards)]
+    if not known.size:
+        raise ConfigError(
+            f"data.rewards must score some answers; {', '.join(r.name for r in task.rewards)} "
+            f"returned None for all {len(rewards)}. Try other rows, or add a function for these."
+        )
+    return known

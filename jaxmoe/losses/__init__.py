@@ -7,6 +7,7 @@ value.py.
 """
 
 from jaxmoe.losses.advantages import (
+    bootstrapped_gae,
     discounted_returns,
     gae,
     group_advantages,
@@ -14,6 +15,7 @@ from jaxmoe.losses.advantages import (
     reinforce_pp_baseline_advantages,
     rloo_advantages,
     whiten,
+    whitened_bootstrapped_gae,
     whitened_gae,
 )
 from jaxmoe.losses.aggregation import (
@@ -25,7 +27,7 @@ from jaxmoe.losses.aggregation import (
     seq_mean_token_sum_norm,
     token_mean,
 )
-from jaxmoe.losses.kl import kl_k1, kl_k2, kl_k3, kl_k3_with_k2_gradient
+from jaxmoe.losses.kl import kl_k1, kl_k2, kl_k3, kl_k3_importance, kl_k3_with_k2_gradient
 from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
 from jaxmoe.losses.objectives import (
     cispo_terms,
@@ -36,7 +38,7 @@ from jaxmoe.losses.objectives import (
     reinforce_terms,
     sapo_terms,
 )
-from jaxmoe.losses.rewards import overlong_penalty, sequence_rewards, token_rewards
+from jaxmoe.losses.rewards import overlong_penalty, token_rewards
 from jaxmoe.losses.rollout_correction import (
     drift_mask,
     geometric_is,
@@ -52,6 +54,7 @@ from jaxmoe.losses.supervised import cross_entropy
 from jaxmoe.losses.value import explained_variance, value_terms
 
 __all__ = [
+    "bootstrapped_gae",
     "cispo_terms",
     "clipped_terms",
     "cross_entropy",
@@ -69,6 +72,7 @@ __all__ = [
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "kl_k3_importance",
     "kl_k3_with_k2_gradient",
     "masked_max",
     "masked_mean",
@@ -85,7 +89,6 @@ __all__ = [
     "sequence_icepop",
     "sequence_is",
     "seq_mean_token_mean",
-    "sequence_rewards",
     "token_icepop",
     "token_is",
     "token_mean",
@@ -94,5 +97,6 @@ __all__ = [
     "veto",
     "weight_metrics",
     "whiten",
+    "whitened_bootstrapped_gae",
     "whitened_gae",
 ]

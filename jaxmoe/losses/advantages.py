@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_mean
+from jaxmoe.losses.options import POSITIVE, SHARE, option, options
 
 
 def group_advantages(
@@ -17,8 +18,13 @@ def group_advantages(
 
     A group whose rewards are all equal gets exactly 0. The deviation divides by R − 1.
     Numerics: float32.
+    Raises ValueError for a scale_by_std that is no bool, or an eps that is not positive.
     Source: arXiv:2402.03300 §4.1.2; without the deviation: Dr. GRPO, arXiv:2503.20783 §3.
     """
+    option("eps", eps, POSITIVE)
+    check_groups(rewards_PR)
+    if not isinstance(scale_by_std, bool):
+        raise ValueError(f"scale_by_std must be True or False, got {scale_by_std!r}.")
     rewards_PR = rewards_PR.astype(jnp.float32)
     centred_PR = rewards_PR - jnp.mean(rewards_PR, axis=1, keepdims=True)
     uniform_P1 = jnp.all(rewards_PR == rewards_PR[:, :1], axis=1, keepdims=True)
@@ -29,6 +35,15 @@ def group_advantages(
     return centred_PR / (jnp.sqrt(variance_P1) + eps)
 
 
+def check_groups(rewards_PR: Array) -> None:
+    """Raises ValueError unless there is an axis of samples: without it nothing is compared."""
+    if rewards_PR.ndim != 2:
+        raise ValueError(
+            f"rewards must be [prompts, samples], got shape {rewards_PR.shape}. Try "
+            "rewards.reshape(-1, samples), the samples of a prompt side by side."
+        )
+
+
 def rloo_advantages(rewards_PR: Float[Array, "P R"]) -> Float[Array, "P R"]:
     """r_i − mean of the group's other rewards.
 
@@ -36,6 +51,7 @@ def rloo_advantages(rewards_PR: Float[Array, "P R"]) -> Float[Array, "P R"]:
     Numerics: float32; a group whose rewards are all equal gets exactly 0.
     Source: RLOO, arXiv:2402.14740.
     """
+    check_groups(rewards_PR)
     samples = rewards_PR.shape[1]
     if samples < 2:
         raise ValueError(
@@ -52,8 +68,10 @@ def discounted_returns(
 
     Tool output between two true tokens is passed over: γ is applied once, and rewards that stand
     at false tokens do not count. Numerics: float32.
+    Raises ValueError for a discount outside [0, 1].
     Source: REINFORCE++, arXiv:2501.03262 §3, as verl computes it over several turns.
     """
+    option("discount", discount, SHARE)
 
     def back(future_B, column):
         reward_B, true_B = column
@@ -70,10 +88,16 @@ def whiten(
 ) -> Float[Array, "B T"]:
     """(x − mean) / sqrt(var + ε) over the batch's true tokens; 0 at false ones.
 
-    Numerics: float32; the variance divides by the count − 1; one true token, or equal ones, give 0.
+    Numerics: float32; the variance divides by the count − 1. One true token, or equal ones, give
+    exactly 0: the least of them is taken off first, since the mean of many equal floats is not
+    that float, and its rounding would be whitened to ±1.
+    Raises ValueError for an eps that is not positive.
     Source: verl's masked_whiten.
     """
-    x_BT = jnp.where(mask_BT, x_BT, 0.0).astype(jnp.float32)
+    option("eps", eps, POSITIVE)
+    x_BT = x_BT.astype(jnp.float32)
+    least = jnp.min(jnp.where(mask_BT, x_BT, jnp.inf))
+    x_BT = jnp.where(mask_BT, x_BT - least, 0.0)
     centred_BT = jnp.where(mask_BT, x_BT - masked_mean(x_BT, mask_BT), 0.0)
     count = jnp.sum(mask_BT.astype(jnp.float32))
     variance = jnp.sum(jnp.square(centred_BT)) / jnp.maximum(count - 1.0, 1.0)
@@ -109,18 +133,39 @@ def gae(
     discount: float = 1.0,
     trace: float = 1.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`bootstrapped_gae` where every answer ends by itself: after its last token V is 0."""
+    zero_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
+    return bootstrapped_gae(
+        rewards_BT, values_BT, zero_B, mask_BT, discount=discount, trace=trace
+    )  # fmt: skip
+
+
+def bootstrapped_gae(
+    rewards_BT: Float[Array, "B T"],
+    values_BT: Float[Array, "B T"],
+    bootstrap_B: Float[Array, " B"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    discount: float = 1.0,
+    trace: float = 1.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(advantages, returns) of generalized advantage estimation.
 
     δ_t = r_t + γ·V_next − V_t,   A_t = δ_t + γλ·A_next,   returns = A + V
 
     "Next" is the next true token, so tool output in between discounts once and its values do not
-    count; after the last one V and A are 0. Both are 0 at false tokens. Whitening is the caller's.
+    count; after the last one V is `bootstrap_B` and A is 0. Both are 0 at false tokens. Whitening
+    is the caller's.
     Args:
         discount: γ.
+        bootstrap_B: V of the state that a cut-off answer ended in; 0 where it ended by itself.
         trace: λ.
     Numerics: float32; no gradient reaches the values.
-    Source: arXiv:1506.02438 eq. 16; the gap as in verl's multi-turn GAE.
+    Raises ValueError for γ or λ outside [0, 1].
+    Source: arXiv:1506.02438 eq. 16; the gap as in verl's multi-turn GAE, which takes every end for
+        one of the answer; time limits: arXiv:1712.00378 §2.2.
     """
+    options(SHARE, discount=discount, trace=trace)
 
     def back(carry, column):
         next_value_B, next_advantage_B = carry
@@ -137,9 +182,9 @@ def gae(
         lax.stop_gradient(jnp.where(mask_BT, x, 0.0).astype(jnp.float32))
         for x in (rewards_BT, values_BT)
     )
-    zero_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
+    last_B = lax.stop_gradient(bootstrap_B.astype(jnp.float32))
     columns = (rewards_BT.T, values_BT.T, mask_BT.T)
-    advantages_BT = lax.scan(back, (zero_B, zero_B), columns, reverse=True)[1].T
+    advantages_BT = lax.scan(back, (last_B, jnp.zeros_like(last_B)), columns, reverse=True)[1].T
     return advantages_BT, advantages_BT + values_BT
 
 
@@ -156,4 +201,20 @@ def whitened_gae(
     Source: verl's compute_gae_advantage_return.
     """
     advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask_BT, discount=discount, trace=trace)
+    return whiten(advantages_BT, mask_BT), returns_BT
+
+
+def whitened_bootstrapped_gae(
+    rewards_BT: Float[Array, "B T"],
+    values_BT: Float[Array, "B T"],
+    bootstrap_B: Float[Array, " B"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    discount: float = 1.0,
+    trace: float = 1.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(whiten(A), returns) of `bootstrapped_gae`: a cut-off answer is worth what comes after."""
+    advantages_BT, returns_BT = bootstrapped_gae(
+        rewards_BT, values_BT, bootstrap_B, mask_BT, discount=discount, trace=trace
+    )
     return whiten(advantages_BT, mask_BT), returns_BT

@@ -63,6 +63,7 @@ def kept_token_mean(keep_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
     """`token_mean` over the tokens a rejection kept: dropped ones leave the denominator.
 
     The others keep every token there, so a batch of which half is dropped counts half (AReaL's
-    choice); this one gives what is left the whole batch's weight (verl's).
+    choice); this one gives what is left the whole batch's weight (verl's). Where the step learns
+    only with the gradient what was dropped, it divides the summed gradient by what was kept.
     """
     return token_mean(keep_BT)

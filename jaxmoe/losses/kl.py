@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 LOG_RATIO_BOUND = 20.0  # exp(20) = 5e8: beyond it the estimate is meaningless but stays finite
+K3_BOUND = 10.0  # nats: one token may not outweigh a batch
 
 
 def clamped(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -33,13 +34,34 @@ def kl_k2(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[A
 
 
 def kl_k3(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """q/p − 1 − log(q/p), in nats: unbiased, never negative.
+    """min(q/p − 1 − log(q/p), 10), in nats: never negative, and unbiased below the bound.
 
-    Numerics: float32; |log(q/p)| is clamped at 20 before the exponential.
-    Source: Schulman, "Approximating KL Divergence" (2020), k3; arXiv:2402.03300 eq. 4.
+    Numerics: float32; |log(q/p)| is clamped at 20 before the exponential. A token at the bound
+    (q above 13 p, or below p by 11 nats) has no gradient.
+    Source: Schulman, "Approximating KL Divergence" (2020), k3; arXiv:2402.03300 eq. 4; both bounds
+    as verl's low_var_kl.
     """
-    log_ratio = clamped(logq_BT.astype(jnp.float32) - logp_BT.astype(jnp.float32))
+    return jnp.minimum(k3(logq_BT.astype(jnp.float32) - logp_BT.astype(jnp.float32)), K3_BOUND)
+
+
+def k3(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
+    """ρ − 1 − log ρ, in nats, of log ρ clamped at 20: what a measurement takes, with no bound."""
+    log_ratio = clamped(log_ratio)
     return jnp.expm1(log_ratio) - log_ratio
+
+
+def kl_k3_importance(
+    logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"], old_logp_BT: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """ρ·k3, ρ = exp(logp − old_logp), both with their gradients.
+
+    Over tokens drawn from the old policy its value is that of KL(p‖q), and its gradient that of the
+    KL: ρ carries what k3 alone leaves out, also where old_logp is this forward's and ρ is 1.
+    Numerics: as k3, and |log ρ| is clamped at 20.
+    Source: DeepSeek-V3.2 report, eq. 7; TRL's use_bias_correction_kl. verl weights no KL term.
+    """
+    gap_BT = logp_BT.astype(jnp.float32) - lax.stop_gradient(old_logp_BT).astype(jnp.float32)
+    return jnp.exp(clamped(gap_BT)) * kl_k3(logp_BT, logq_BT)
 
 
 def kl_k3_with_k2_gradient(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_max, masked_mean, token_total
-from jaxmoe.losses.kl import clamped
-from jaxmoe.losses.ratios import k3, log_ratios, sequence_mean, sequence_ratio, token_ratio
+from jaxmoe.losses.kl import clamped, k3
+from jaxmoe.losses.ratios import log_ratios, sequence_mean, sequence_ratio, token_ratio
 from jaxmoe.shapes import Metrics
 
 
@@ -102,42 +102,67 @@ def effective_sample_size(
 
 
 def weight_metrics(
-    weights_BT: Float[Array, "B T"], ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+    weights_BT: Float[Array, "B T"],
+    ratio_BT: Float[Array, "B T"] | Float[Array, "B 1"],
+    above_BT: Bool[Array, "B T"] | Bool[Array, "B 1"],
+    mask_BT: Bool[Array, "B T"],
 ) -> Metrics:
     """`weight_parts` in one dict."""
-    means, maxima, minima = weight_parts(weights_BT, ratio_BT, mask_BT)
+    means, maxima, minima = weight_parts(weights_BT, ratio_BT, above_BT, mask_BT)
     return means | maxima | minima
 
 
 def weight_parts(
-    weights_BT: Float[Array, "B T"], ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+    weights_BT: Float[Array, "B T"],
+    ratio_BT: Float[Array, "B T"] | Float[Array, "B 1"],
+    above_BT: Bool[Array, "B T"] | Bool[Array, "B 1"],
+    mask_BT: Bool[Array, "B T"],
 ) -> tuple[Metrics, Metrics, Metrics]:
-    """What the weights do to a batch; `ratio_BT` is what they were before their bounds.
+    """What the weights do to a batch, before they are normalized.
 
+    Args:
+        ratio_BT: what they were before their bounds; a column where they are those of sequences.
+        above_BT: which of these were past the upper bound.
     Returns (means, maxima, minima):
-        rollout_corr/rollout_is_mean, std, min, max; the deviation divides by the count.
+        rollout_corr/rollout_is_mean, std: of the weights over tokens, at either level; the
+            deviation divides by the count.
+        rollout_corr/rollout_is_max, min: of the weights; of sequences, of the ratios themselves.
+        rollout_corr/rollout_is_seq_mean, max, min: of each sequence's mean weight, over sequences.
         rollout_corr/rollout_is_eff_sample_size: `effective_sample_size` of the weights.
-        rollout_corr/rollout_is_ratio_fraction_high: share of tokens whose ratio was cut down.
-        rollout_corr/rollout_is_oob_ratio: share whose ratio was made 0.
+        rollout_corr/rollout_is_ratio_fraction_high: share of ratios past the upper bound, of
+            tokens or of sequences; those that IcePop made 0 are among them.
+        rollout_corr/rollout_is_oob_ratio: share of tokens whose ratio was made 0.
+    Source: verl's compute_is_metrics. Departs: rows without a true token are nowhere counted.
     """
     w_BT = weights_BT.astype(jnp.float32)
-    mean = masked_mean(w_BT, mask_BT)
+    some_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
+    rows = ratio_BT.shape[1] == 1
+    level_mask = some_B1 if rows else mask_BT
+    extreme = ratio_BT if rows else w_BT
+    mean, seq_B1 = masked_mean(w_BT, mask_BT), sequence_mean(w_BT, mask_BT)
     zeroed_BT = (w_BT == 0.0) & (ratio_BT > 0.0)
+    name = "rollout_corr/rollout_is_"
     means = {
-        "rollout_corr/rollout_is_mean": mean,
-        "rollout_corr/rollout_is_std": jnp.sqrt(masked_mean(jnp.square(w_BT - mean), mask_BT)),
-        "rollout_corr/rollout_is_eff_sample_size": effective_sample_size(w_BT, mask_BT),
-        "rollout_corr/rollout_is_ratio_fraction_high": masked_mean(
-            _as_float((w_BT < ratio_BT) & ~zeroed_BT), mask_BT
-        ),
-        "rollout_corr/rollout_is_oob_ratio": masked_mean(_as_float(zeroed_BT), mask_BT),
+        name + "mean": mean,
+        name + "std": jnp.sqrt(masked_mean(jnp.square(w_BT - mean), mask_BT)),
+        name + "seq_mean": masked_mean(seq_B1, some_B1),
+        name + "eff_sample_size": effective_sample_size(w_BT, mask_BT),
+        name + "ratio_fraction_high": masked_mean(_as_float(above_BT), level_mask),
+        name + "oob_ratio": masked_mean(_as_float(zeroed_BT), mask_BT),
     }
-    smallest = jnp.min(jnp.where(mask_BT, w_BT, jnp.inf))
-    return (
-        means,
-        {"rollout_corr/rollout_is_max": masked_max(w_BT, mask_BT)},
-        {"rollout_corr/rollout_is_min": jnp.where(jnp.any(mask_BT), smallest, 0.0)},
-    )
+    maxima = {
+        name + "max": masked_max(extreme, level_mask), name + "seq_max": masked_max(seq_B1, some_B1)
+    }  # fmt: skip
+    minima = {
+        name + "min": _least(extreme, level_mask), name + "seq_min": _least(seq_B1, some_B1)
+    }  # fmt: skip
+    return means, maxima, minima
+
+
+def _least(x_BT: Array, mask_BT: Array) -> Array:
+    """The smallest true entry; 0 without any."""
+    smallest = jnp.min(jnp.where(mask_BT, x_BT, jnp.inf))
+    return jnp.where(jnp.any(mask_BT), smallest, 0.0)
 
 
 def _pearson(p_BT: Array, q_BT: Array, mask_BT: Array) -> Array:

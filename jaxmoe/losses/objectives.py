@@ -7,7 +7,8 @@ Weights and rejections (rollout_correction.py) multiply these terms; aggregation
     loss = masked_sum(terms_BT * token_mean(mask_BT), mask_BT)
 
 Everywhere ρ = exp(logp − old_logp), |log ρ| clamped at 20; float32; terms are 0 where the mask is
-false, whatever stands there; the gradient goes through `logp` alone. A row is one sequence.
+false or the advantage is 0, whatever stands there; the gradient goes through `logp` alone. A row
+is one sequence. Options out of range raise ValueError.
 """
 
 import jax
@@ -17,7 +18,8 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_mean
 from jaxmoe.losses.kl import clamped
-from jaxmoe.losses.ratios import sequence_mean
+from jaxmoe.losses.options import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, option, options
+from jaxmoe.losses.ratios import log_ratios, sequence_mean, token_ratio
 from jaxmoe.shapes import Metrics
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0  # GSPO's log s, as verl clamps it
@@ -40,6 +42,8 @@ def clipped_terms(
         dual_clip: c > 1; inf is off, 3 is usual.
     Source: arXiv:1707.06347 eq. 7; dual clip arXiv:1912.09729; arXiv:2503.14476 §3.1.
     """
+    options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
+    option("dual_clip", dual_clip, ABOVE_ONE)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     loss = clipped(jnp.exp(log_ratio), advantages, clip_low, clip_high)
     if dual_clip == float("inf"):
@@ -60,10 +64,14 @@ def gspo_terms(
 
     The value of s_t is s at every token of a row. With one advantage a row its gradient, averaged
     over the row's tokens, is the sequence form's; so its mean is that of rows of token means.
-    Numerics: log s is clamped at 10 from above.
+    Numerics: log s is clamped at 10 from above. A row is left out where all its advantages are 0;
+        in any other s is a mean over its true tokens, those of advantage 0 among them.
     Source: GSPO, arXiv:2507.18071 §4.1 and §4.3; clip ranges from its §5.1.
     """
-    log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
+    advantages = held_advantages(advantages_BT, mask_BT)
+    mask_BT = mask_BT & jnp.any(advantages != 0, axis=1, keepdims=True)
+    log_ratio = log_ratio_where(mask_BT, logp_BT, old_logp_BT)
     held = lax.stop_gradient(sequence_mean(log_ratio, mask_BT))
     log_s = jnp.where(mask_BT, held + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
     s = jnp.exp(jnp.minimum(log_s, LOG_SEQUENCE_RATIO_BOUND))
@@ -85,9 +93,10 @@ def cispo_terms(
         clip_low: 1 leaves the lower side open, as the paper does.
     Source: MiniMax-M1, arXiv:2506.13585 §3.1; ε_high 5 as in TRL.
     """
+    options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     weight = lax.stop_gradient(jnp.clip(jnp.exp(log_ratio), 1.0 - clip_low, 1.0 + clip_high))
-    logp_BT = jnp.where(mask_BT, logp_BT, 0.0).astype(jnp.float32)
+    logp_BT = jnp.where(advantages != 0, logp_BT, 0.0).astype(jnp.float32)
     return -weight * advantages * logp_BT
 
 
@@ -104,6 +113,7 @@ def sapo_terms(
 
     At ρ = 1 its gradient is that of ρA. Source: verl's sapo loss and its defaults.
     """
+    options(POSITIVE, tau_positive=tau_positive, tau_negative=tau_negative)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     tau = jnp.where(advantages > 0, tau_positive, tau_negative)
     return -(4.0 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0)) * advantages
@@ -124,9 +134,11 @@ def dppo_tv_terms(
         most: δ.
     Source: prime-rl's default loss (masks at 0.2), SkyRL's dppo_tv.
     """
+    option("most", most, NOT_NEGATIVE)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     now_BT, then_BT = (
-        jnp.exp(jnp.where(mask_BT, x, 0.0).astype(jnp.float32)) for x in (logp_BT, old_logp_BT)
+        jnp.exp(jnp.where(advantages != 0, lax.stop_gradient(x), 0.0).astype(jnp.float32))
+        for x in (logp_BT, old_logp_BT)
     )
     moved = now_BT - then_BT
     gone = ((moved > most) & (advantages > 0)) | ((moved < -most) & (advantages < 0))
@@ -137,10 +149,8 @@ def reinforce_terms(
     logp_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """−A·logp. Source: Williams 1992."""
-    logp_BT, advantages_BT = (
-        jnp.where(mask_BT, x, 0.0).astype(jnp.float32) for x in (logp_BT, advantages_BT)
-    )
-    return -lax.stop_gradient(advantages_BT) * logp_BT
+    advantages_BT = held_advantages(advantages_BT, mask_BT)
+    return -advantages_BT * jnp.where(advantages_BT != 0, logp_BT, 0.0).astype(jnp.float32)
 
 
 def grpo_loss(
@@ -167,12 +177,11 @@ def grpo_loss(
     Source: arXiv:2402.03300 §4.1.1; asymmetric clip and token mean arXiv:2503.14476 §3.1, §3.3.
         Departs: the mean is over tokens of the batch, not over sequences of their token means.
     """
-    log_ratio_BT, advantages_BT = log_ratio_and_advantages(
-        logp_BT, old_logp_BT, advantages_BT, mask_BT
+    terms_BT = clipped_terms(
+        logp_BT, old_logp_BT, advantages_BT, mask_BT, clip_low=clip_low, clip_high=clip_high
     )
-    ratio_BT = jnp.exp(log_ratio_BT)
-    terms_BT = clipped(ratio_BT, advantages_BT, clip_low, clip_high)
-    bites_BT = (terms_BT > -ratio_BT * advantages_BT).astype(jnp.float32)
+    ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
+    bites_BT = (terms_BT > -ratio_BT * held_advantages(advantages_BT, mask_BT)).astype(jnp.float32)
     metrics = {
         "policy/ratio_mean": masked_mean(ratio_BT, mask_BT, total),
         "policy/clip_frac": masked_mean(bites_BT, mask_BT, total),
@@ -186,11 +195,27 @@ def log_ratio_and_advantages(
     advantages_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Clamped log ρ and A, both 0 at false tokens: selected before anything can be NaN."""
-    old_logp_BT = lax.stop_gradient(old_logp_BT)
-    log_ratio = jnp.where(mask_BT, logp_BT - old_logp_BT, 0.0).astype(jnp.float32)
-    advantages = lax.stop_gradient(jnp.where(mask_BT, advantages_BT, 0.0).astype(jnp.float32))
-    return clamped(log_ratio), advantages
+    """Clamped log ρ and A, both 0 at false tokens and where A is 0.
+
+    Selected before anything can be NaN: a token that asks for nothing cannot break the rest.
+    """
+    advantages = held_advantages(advantages_BT, mask_BT)
+    return log_ratio_where(advantages != 0, logp_BT, old_logp_BT), advantages
+
+
+def held_advantages(
+    advantages_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """A in float32 without its gradient; 0 at false tokens."""
+    return lax.stop_gradient(jnp.where(mask_BT, advantages_BT, 0.0).astype(jnp.float32))
+
+
+def log_ratio_where(
+    where_BT: Bool[Array, "B T"], logp_BT: Float[Array, "B T"], old_logp_BT: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Clamped log ρ, in float32 before it is subtracted; 0 elsewhere."""
+    gap_BT = logp_BT.astype(jnp.float32) - lax.stop_gradient(old_logp_BT).astype(jnp.float32)
+    return clamped(jnp.where(where_BT, gap_BT, 0.0))
 
 
 def clipped(

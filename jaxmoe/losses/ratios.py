@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.kl import clamped, kl_k3
+from jaxmoe.losses.kl import clamped
+from jaxmoe.losses.options import NOT_NEGATIVE, POSITIVE, option
 
 
 def log_ratios(
@@ -53,9 +54,15 @@ def geometric_ratio(
     return jnp.broadcast_to(_exp(sequence_mean(log_ratio_BT, mask_BT)), log_ratio_BT.shape)
 
 
-def truncate(ratio_BT: Float[Array, "B T"], *, high: float) -> Float[Array, "B T"]:
-    """min(ρ, high): truncated importance sampling (TIS)."""
-    return jnp.minimum(ratio_BT, high)
+def truncate(
+    ratio_BT: Float[Array, "B T"], *, high: float, low: float = 0.0
+) -> Float[Array, "B T"]:
+    """clip(ρ, low, high): truncated importance sampling (TIS); `low` 0 leaves that side open.
+
+    Raises ValueError unless 0 ≤ low ≤ high and high is above 0.
+    """
+    bounds(low, high)
+    return jnp.clip(ratio_BT, low, high)
 
 
 def within(ratio_BT: Float[Array, "B T"], *, low: float, high: float) -> Bool[Array, "B T"]:
@@ -64,11 +71,16 @@ def within(ratio_BT: Float[Array, "B T"], *, low: float, high: float) -> Bool[Ar
     With a level's ratio this is k1 rejection: token_ratio keeps tokens, sequence_ratio is verl's
     seq_sum_k1, geometric_ratio its seq_mean_k1. `where(within, ρ, 0)` is IcePop (masked weights).
     Departs: verl tests −log ρ against [log low, log high], which inverts unequal bounds.
-    Raises ValueError unless 0 ≤ low ≤ high.
+    Raises ValueError unless 0 ≤ low ≤ high and high is above 0.
     """
-    if not 0 <= low <= high:
-        raise ValueError(f"bounds must hold 0 <= low <= high, got {low} and {high}.")
+    bounds(low, high)
     return (ratio_BT >= low) & (ratio_BT <= high)
+
+
+def bounds(low: float, high: float) -> None:
+    """Raises ValueError unless 0 ≤ low ≤ high and high is above 0: weights are never negative."""
+    option("high", high, POSITIVE)
+    option("low", low, (f"0 <= low <= high, which is {high}", lambda x: 0 <= x <= high, 0.0))
 
 
 def k2(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
@@ -76,14 +88,9 @@ def k2(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
     return 0.5 * jnp.square(clamped(log_ratio_BT))
 
 
-def k3(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """ρ − 1 − log ρ, in nats: never negative."""
-    return kl_k3(jnp.zeros_like(log_ratio_BT), log_ratio_BT)
-
-
 def sequence_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
     """Σ over a row's true tokens."""
-    return jnp.sum(jnp.where(mask_BT, x_BT, 0.0), axis=1, keepdims=True)
+    return jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), axis=1, keepdims=True)
 
 
 def sequence_mean(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
@@ -123,8 +130,10 @@ def not_drifted(
     """False where A < 0 in a row whose mean_t(rollout_logp − logp) exceeds `most` nats.
 
     Bad answers that the policy has already left carry large, useless gradients; good ones stay.
+    Raises ValueError for a negative `most`.
     Source: DeepSeek-V3.2 report, eq. 9; TRL's off_policy_mask_threshold.
     """
+    option("most", most, NOT_NEGATIVE)
     drift_B1 = sequence_mean(-log_ratios(logp_BT, rollout_logp_BT, mask_BT), mask_BT)
     return ~((advantages_BT < 0) & (drift_B1 > most) & mask_BT)
 

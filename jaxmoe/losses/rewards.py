@@ -5,8 +5,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmoe.losses.ratios import sequence_sum
-
 
 def overlong_penalty(lengths_B: Int[Array, " B"], *, longest: int, buffer: int) -> Array:
     """0 up to `longest − buffer` tokens, then down to −1 at `longest`, linearly.
@@ -34,16 +32,13 @@ def token_rewards(
     Numerics: float32, no gradient; a row without a true token gets nothing.
     Source: InstructGPT, arXiv:2203.02155 eq. 2, as verl's apply_kl_penalty.
     """
-    place = jnp.cumsum(mask_BT.astype(jnp.int32), axis=1)
-    last_BT = mask_BT & (place == place[:, -1:])
-    rewards_BT = jnp.where(last_BT, rewards_B.astype(jnp.float32)[:, None], 0.0)
+    rewards_BT = jnp.where(last_true(mask_BT), rewards_B.astype(jnp.float32)[:, None], 0.0)
     if kl_BT is not None:
-        rewards_BT = rewards_BT - jnp.where(mask_BT, kl_coef * kl_BT, 0.0)
+        rewards_BT = rewards_BT - jnp.where(mask_BT, kl_coef * kl_BT.astype(jnp.float32), 0.0)
     return lax.stop_gradient(rewards_BT)
 
 
-def sequence_rewards(
-    rewards_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
-) -> Float[Array, " B"]:
-    """Σ of a row's token rewards."""
-    return sequence_sum(rewards_BT, mask_BT)[:, 0]
+def last_true(mask_BT: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+    """True at the last true token of each row, if any."""
+    place = jnp.cumsum(mask_BT.astype(jnp.int32), axis=1)
+    return mask_BT & (place == place[:, -1:])

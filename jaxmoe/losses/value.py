@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_mean
+from jaxmoe.losses.options import POSITIVE, option
 
 
 def value_terms(
@@ -22,8 +23,10 @@ def value_terms(
         old_values_BT: V before the update; the returns G were made with it.
         clip: ε, in units of reward; inf is off.
     Numerics: float32; the gradient goes through `values` alone; false tokens never matter.
+    Raises ValueError for a clip that is not positive.
     Source: OpenAI baselines' ppo2; verl's compute_value_loss, cliprange_value 0.5.
     """
+    option("clip", clip, POSITIVE)
     values, old, returns = (
         jnp.where(mask_BT, x, 0.0).astype(jnp.float32)
         for x in (values_BT, old_values_BT, returns_BT)
@@ -40,7 +43,8 @@ def explained_variance(
 
     0 where the returns do not vary.
     """
-    returns, error = returns_BT.astype(jnp.float32), (returns_BT - values_BT).astype(jnp.float32)
+    returns = returns_BT.astype(jnp.float32)
+    error = returns - values_BT.astype(jnp.float32)
 
     def variance(x):
         return masked_mean(jnp.square(x - masked_mean(x, mask_BT)), mask_BT)

@@ -17,6 +17,7 @@ from jaxmoe.model.cache import LayerKind, newest_slots, write_slots
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.rope import rotate
 from jaxmoe.shapes import Leaf, Params
+from pallas_kernels.decode_attention import QUERIES
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def attention_block(
         )  # fmt: skip
         if cached is not None:
             kept, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append(k_BTKH, v_BTKH)
-        o_BTNH, _ = ops.attend(
+        attend = ops.decode if cached is not None and time <= QUERIES else ops.attend
+        o_BTNH, _ = attend(
             q_BTNH, k_BSKH, v_BSKH, layer["sinks"],
             q_positions_BT=rows.positions_BT, k_positions_BS=k_positions_BS,
             q_segment_ids_BT=rows.segments_BT, k_segment_ids_BS=k_segments_BS,

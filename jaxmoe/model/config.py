@@ -4,11 +4,12 @@
 The dataclass itself is `jaxmoe.config.ModelConfig`. Next: jaxmoe/model/params.py.
 """
 
-import json
+import math
 from pathlib import Path
 from typing import Any
 
-from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config import ConfigError, ModelConfig, require
+from jaxmoe.config.json_object import json_object
 
 
 def gpt_oss_20b(**changes: Any) -> ModelConfig:
@@ -39,52 +40,101 @@ _PUBLISHED: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+# what config.json may say beside the sizes: read, or of no consequence to what we compute
+_SIZES = {
+    "vocab_size": "vocab_size", "hidden_size": "d_model", "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_q_heads", "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim", "num_local_experts": "n_experts",
+    "num_experts_per_tok": "experts_per_token", "intermediate_size": "d_expert",
+    "sliding_window": "sliding_window",
+}  # fmt: skip
+_ONLY = {  # computed one way; absent means this way
+    "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+_ELSE = {
+    "rms_norm_eps", "swiglu_alpha", "swiglu_limit", "max_position_embeddings", "layer_types",
+    "rope_theta", "rope_scaling", "rope_parameters", "quantization_config", "dtype", "torch_dtype",
+    "experts_per_token", "initial_context_length", "architectures", "bos_token_id",
+    "eos_token_id", "pad_token_id", "initializer_range", "output_router_logits",
+    "router_aux_loss_coef", "transformers_version", "use_cache",
+}  # fmt: skip
+_ROPE = {
+    "rope_type", "type", "rope_theta", "factor", "beta_fast", "beta_slow",
+    "original_max_position_embeddings", "truncate",
+}  # fmt: skip
+
+
+def unread_fields(config: dict[str, Any]) -> list[str]:
+    """Fields of a config.json that `from_hf` neither reads nor knows to be harmless."""
+    return sorted(config.keys() - _SIZES.keys() - _ONLY.keys() - _ELSE)
+
+
 def from_hf(config: dict[str, Any]) -> ModelConfig:
     """The ModelConfig of a `transformers` config.json.
 
-    Raises ConfigError for another architecture, another layer pattern, or another RoPE.
+    Raises ConfigError for another architecture, another layer pattern or RoPE, whatever else we
+    do not compute, and for a field that is missing or no number of its kind.
     """
-    if config.get("model_type") != "gpt_oss":
-        raise ConfigError(
-            f"config.json: model_type must be 'gpt_oss', got {config.get('model_type')!r}. "
-            "Point init.checkpoint at a GPT-OSS checkpoint."
-        )
-    n_layers = config["num_hidden_layers"]
-    pattern = ["sliding_attention", "full_attention"] * ((n_layers + 1) // 2)
-    if config.get("layer_types", pattern[:n_layers]) != pattern[:n_layers]:
-        raise ConfigError(
-            "config.json: layer_types must alternate sliding_attention, full_attention; got "
-            f"{config['layer_types'][:4]}…"
-        )
+    for name, ours in _ONLY.items():
+        given = config.get(name) if config.get(name) is not None or name == "model_type" else ours
+        _hold(type(given) in (type(ours), int) and given == ours, name, repr(ours), given)
+    sizes = {ours: _size(config, theirs) for theirs, ours in _SIZES.items()}
+    n_layers, active = sizes["n_layers"], sizes["experts_per_token"]
+    _hold(config.get("experts_per_token", active) == active, "experts_per_token",
+          f"num_experts_per_tok ({active})", config.get("experts_per_token"))  # fmt: skip
+    pattern = (["sliding_attention", "full_attention"] * ((n_layers + 1) // 2))[:n_layers]
+    given = config.get("layer_types") or pattern
+    _hold(given == pattern, "layer_types", "sliding_attention, full_attention in turn", given)
+    packed = config.get("quantization_config") or {"quant_method": "mxfp4"}
+    method = packed.get("quant_method") if isinstance(packed, dict) else packed
+    _hold(method == "mxfp4", "quantization_config.quant_method", "'mxfp4'", method)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in ("yarn", "default"):
-        raise ConfigError(f"config.json: rope_type must be 'yarn' or 'default', got {kind!r}.")
-    factor = float(rope.get("factor", 1.0)) if kind == "yarn" else 1.0
-    vocab = config["vocab_size"]
-    stored = str(config.get("dtype") or config.get("torch_dtype"))
+    _hold(isinstance(rope, dict), "rope_scaling", "an object", rope)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    _hold(kind in ("yarn", "default"), "rope_type", "'yarn' or 'default'", kind)
+    for name in sorted(rope.keys() - _ROPE):
+        _hold(rope[name] is None, f"rope_scaling.{name}", "absent: it is not computed", rope[name])
+    theta = rope if "rope_theta" in rope else config
+    truncate = True if rope.get("truncate") is None else rope["truncate"]
+    _hold(type(truncate) is bool, "rope_scaling.truncate", "true or false", truncate)
+    stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    _hold(stored in ("float32", "bfloat16", "float16"), "dtype", "float32, bfloat16 or float16",
+          stored)  # fmt: skip
     return ModelConfig(
-        vocab_size=vocab,
-        d_model=config["hidden_size"],
-        n_layers=n_layers,
-        n_q_heads=config["num_attention_heads"],
-        n_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        n_experts=config["num_local_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        d_expert=config["intermediate_size"],
-        sliding_window=config["sliding_window"],
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 150_000.0))),
-        rope_factor=factor,
-        rope_original_context=rope.get("original_max_position_embeddings", 4096),
-        rope_beta_fast=float(rope.get("beta_fast", 32.0)),
-        rope_beta_slow=float(rope.get("beta_slow", 1.0)),
-        rope_truncate=bool(rope.get("truncate", True)),
-        rms_eps=config.get("rms_norm_eps", 1e-5),
-        swiglu_limit=float(config.get("swiglu_limit", 7.0)),
-        max_context=config.get("max_position_embeddings", 131_072),
-        vocab_multiple=512 if vocab >= 65_536 else 1,
+        **sizes,
+        rope_theta=_number(theta, "rope_theta", 150_000.0),
+        rope_factor=_number(rope, "factor", 1.0) if kind == "yarn" else 1.0,
+        rope_original_context=_size(rope, "original_max_position_embeddings", 4096),
+        rope_beta_fast=_number(rope, "beta_fast", 32.0),
+        rope_beta_slow=_number(rope, "beta_slow", 1.0),
+        rope_truncate=truncate,
+        rms_eps=_number(config, "rms_norm_eps", 1e-5),
+        swiglu_alpha=_number(config, "swiglu_alpha", 1.702),
+        swiglu_limit=_number(config, "swiglu_limit", 7.0),
+        max_context=_size(config, "max_position_embeddings", 131_072),
+        vocab_multiple=512 if sizes["vocab_size"] >= 65_536 else 1,
         dtype="float32" if stored == "float32" else "bfloat16",  # as float16 is computed, too
+    )
+
+
+def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    value: Any = default if config.get(name) is None else config[name]
+    _hold(type(value) is int and 0 < value < 2**31, name, "an integer above 0", value)
+    return value
+
+
+def _number(config: dict[str, Any], name: str, default: float) -> float:
+    value = default if config.get(name) is None else config[name]
+    _hold(type(value) in (int, float) and 0 < value < math.inf, name, "a number above 0", value)
+    return float(value)
+
+
+def _hold(holds: bool, name: str, must: str, given: Any) -> None:
+    require(
+        holds,
+        f"config.json: {name} must be {must}, got {_shown(given)}. Point init.checkpoint at "
+        "a whole GPT-OSS checkpoint.",
     )
 
 
@@ -121,6 +171,7 @@ def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
             "truncate": cfg.rope_truncate,
         },
         "sliding_window": cfg.sliding_window,
+        "swiglu_alpha": cfg.swiglu_alpha,
         "swiglu_limit": cfg.swiglu_limit,
         "tie_word_embeddings": False,
         "use_cache": True,
@@ -128,8 +179,21 @@ def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
     }
 
 
+def _shown(given: Any) -> str:
+    return "none" if given is None else repr(given)[:80]
+
+
 def read_hf_config(directory: Path) -> ModelConfig:
     """`from_hf` of DIRECTORY/config.json."""
+    config = hf_config(directory)
+    try:
+        return from_hf(config)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from error
+
+
+def hf_config(directory: Path) -> dict[str, Any]:
+    """What DIRECTORY/config.json says."""
     path = directory / "config.json"
     if not path.is_file():
         raise ConfigError(
@@ -137,10 +201,8 @@ def read_hf_config(directory: Path) -> ModelConfig:
             "Try --set init.checkpoint=DIRECTORY of a GPT-OSS checkpoint."
         )
     try:
-        return from_hf(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        return json_object(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} must be a whole config.json of GPT-OSS; {type(error).__name__}: {error}. "
             "Copy it anew from where the checkpoint came from."

@@ -32,9 +32,14 @@ def sequence_values(critic: Params, hidden_BTD: Float[Array, "B T D"]) -> Float[
 
     V_t = h_{t−1}·w + b; column 0 has nothing before it and is 0. Units of reward; float32.
     """
+    return next_column(values_after(critic, hidden_BTD))
+
+
+def values_after(critic: Params, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    """What the answer is worth once tokens_BT[b, t] is known: h_t·w + b."""
     head = critic["value_head"]
     values_BT = jnp.einsum(
         "BTD,D->BT", hidden_BTD.astype(jnp.float32), head["w_value"].astype(jnp.float32),
         precision=lax.Precision.HIGHEST,
     )  # fmt: skip
-    return next_column(values_BT + head["b_value"].astype(jnp.float32))
+    return values_BT + head["b_value"].astype(jnp.float32)

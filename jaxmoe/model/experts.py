@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts: every token through its active ones, dropless. Next: jaxmoe/model/ops.py."""
 
+from collections.abc import Callable
+
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
@@ -15,6 +17,9 @@ def experts(
     weights_BTA: Float[Array, "B T A"],
     layer: Params,
     cfg: ModelConfig,
+    *,
+    gate_up: Callable[..., Array] = grouped_swiglu,
+    down: Callable[..., Array] = grouped_matmul,
 ) -> Float[Array, "B T D"]:
     """Σ_a weight_a · W_down·swiglu(W_gate_up·h + b) + b over a token's active experts.
 
@@ -25,9 +30,9 @@ def experts(
     h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
     order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)
     rows = permute_rows(h_MD, order, inverse, active)
-    hidden = grouped_swiglu(
+    hidden = gate_up(
         rows, layer["w_gate_up"].astype(dtype), sizes_E, bias_EF=layer["b_gate_up"],
         alpha=cfg.swiglu_alpha, limit=cfg.swiglu_limit,
     )  # fmt: skip
-    out = grouped_matmul(hidden, layer["w_down"].astype(dtype), sizes_E, bias_EF=layer["b_down"])
+    out = down(hidden, layer["w_down"].astype(dtype), sizes_E, bias_EF=layer["b_down"])
     return combine_rows(out, inverse, weights_BTA.reshape(-1, active)).reshape(h_BTD.shape)

@@ -4,6 +4,8 @@
 Next: jaxmoe/model/attention.py.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -16,7 +18,9 @@ def embed(tokens_BT: Int[Array, "B T"], w_VD: Float[Array, "V D"], dtype: str) -
     return w_VD[tokens_BT].astype(jnp.dtype(dtype))
 
 
-def rms_norm(x: Float[Array, "*B D"], scale_D: Float[Array, " D"], eps: float) -> Array:
+def rms_norm(
+    x: Float[Array, "*B D"], scale_D: Float[Array, " D"], eps: float | Float[Array, ""]
+) -> Array:
     """x / sqrt(mean(x²) + ε) · scale, in float32, rounded once at the end to x's dtype.
 
     Source: GPT-OSS multiplies by the scale before the rounding, unlike Llama.
@@ -44,6 +48,7 @@ def target_logprobs(
     *,
     temperature: float | Float[Array, ""],
     vocab_size: int,
+    per_token: Callable[..., tuple[Array, Array]] = token_logprobs,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-prob of each target and entropy of what it was drawn from, in nats.
 
@@ -52,13 +57,13 @@ def target_logprobs(
     """
     batch, time, width = hidden_BTD.shape
     hidden_MD, targets_M = hidden_BTD[:, :-1].reshape(-1, width), targets_BT[:, :-1].reshape(-1)
-    per_token = token_logprobs(
+    found = per_token(
         hidden_MD, w_DV.astype(hidden_BTD.dtype), targets_M, temperature=temperature,
         vocab_size=vocab_size,
     )  # fmt: skip
     none = ((0, 0), (0, 1))
     logp_BT, entropy_BT = (
-        jnp.pad(x_M.reshape(batch, time - 1), none, constant_values=jnp.nan) for x_M in per_token
+        jnp.pad(x_M.reshape(batch, time - 1), none, constant_values=jnp.nan) for x_M in found
     )
     return logp_BT, entropy_BT
 

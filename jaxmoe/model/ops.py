@@ -9,8 +9,9 @@ attention, a replaying router or a sharded expert layer is one `replace`:
 Next: jaxmoe/model/forward.py, which calls them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,16 @@ from jaxmoe.model.experts import experts
 from jaxmoe.model.layers import embed, linear, logits, rms_norm, target_logprobs
 from jaxmoe.model.rope import rope_tables
 from jaxmoe.model.router import chosen, replay, route
-from pallas_kernels import sink_attention
+from pallas_kernels import (
+    decode_attention,
+    grouped_matmul,
+    grouped_swiglu,
+    sink_attention,
+    token_logprobs,
+)
+from pallas_kernels.check.choice import wanted
+from pallas_kernels.dispatch import Impl
+from pallas_kernels.sink_attention.common import KEPT
 
 Two = tuple[Array, Array]
 
@@ -35,31 +45,70 @@ class Ops:
     linear: Callable[..., Array]  # linear
     rotary: Callable[..., Two]  # jaxmoe.model.rope.rope_tables
     attend: Callable[..., Two]  # pallas_kernels.sink_attention
+    decode: Callable[..., Two]  # pallas_kernels.decode_attention: `attend` for a few queries and a
+    # cache, without a gradient; who replaces one of the two replaces both
     router: Callable[..., Two]  # jaxmoe.model.router.route, or replay
     experts: Callable[..., Array]  # jaxmoe.model.experts.experts
     record: Callable[..., Any]  # jaxmoe.model.router.chosen: what a forward keeps of each layer
     logits: Callable[..., Array]  # layers.logits: over the vocabulary, for the next token
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of tokens that are there
     remat: Callable[[Callable[..., Any]], Callable[..., Any]]  # of a layer pair: as_is, or
-    # jax.checkpoint, which keeps its input and recomputes the rest in the backward pass
+    # jax.checkpoint, which keeps its input and recomputes the rest in the backward pass, or
+    # keeping_attention
 
 
 def plain_ops() -> Ops:
     """Every piece as one device computes it."""
     return Ops(
         embed=embed, norm=rms_norm, linear=linear, rotary=rope_tables, attend=sink_attention,
-        router=route, experts=experts, record=chosen, logits=logits, logprobs=target_logprobs,
-        remat=as_is,
+        decode=decode_attention, router=route, experts=experts, record=chosen, logits=logits,
+        logprobs=target_logprobs, remat=as_is,
     )  # fmt: skip
 
 
-def make_ops(cfg: Config) -> Ops:
-    """The pieces of a run; every command makes them here, once."""
+def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
+    """The pieces of a run; every command makes them here, once.
+
+    `impls` says which implementation each operation of pallas_kernels runs, as a check on this
+    chip chose (jaxmoe/kernels.py); without it they are those that cfg.kernels names, unchecked.
+    """
+    recomputed = keeping_attention if cfg.optim.remat_keeps == "attention" else jax.checkpoint
     return replace(
-        plain_ops(),
+        with_kernels(plain_ops(), wanted(cfg.kernels) if impls is None else impls),
         router=replay if cfg.rollout.router_replay else route,
-        remat=jax.checkpoint if cfg.optim.remat else as_is,
+        remat=recomputed if cfg.optim.remat else as_is,
     )
+
+
+def with_kernels(ops: Ops, impls: Mapping[str, Impl]) -> Ops:
+    """The same pieces in other implementations, by operation; "auto" leaves a piece as it is."""
+
+    def of(operation: Callable[..., Any]) -> Callable[..., Any]:
+        impl = impls.get(operation.__name__, "auto")
+        return operation if impl == "auto" else partial(operation, impl=impl)
+
+    given = {name: impl for name, impl in impls.items() if impl != "auto"}
+    made = ops
+    if "sink_attention" in given:
+        made = replace(made, attend=of(sink_attention))
+    if "decode_attention" in given:
+        made = replace(made, decode=of(decode_attention))
+    if "token_logprobs" in given:
+        made = replace(made, logprobs=partial(target_logprobs, per_token=of(token_logprobs)))
+    if given.keys() & {"grouped_swiglu", "grouped_matmul"}:
+        both = partial(experts, gate_up=of(grouped_swiglu), down=of(grouped_matmul))
+        made = replace(made, experts=both)
+    return made
+
+
+def keeping_attention(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
+    """jax.checkpoint that keeps (o, lse) of both attentions too, and never runs them again.
+
+    Of an `attend` that names its results, as sink_attention does by every implementation but the
+    reference, which JAX differentiates.
+    """
+    policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
+    return jax.checkpoint(layer_pair, policy=policy)
 
 
 def as_is(layer_pair: Callable[..., Any]) -> Callable[..., Any]:

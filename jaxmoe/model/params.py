@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import ModelConfig, require
 from jaxmoe.shapes import Leaf, Params
 
 Layout = Literal["same", "transpose", "gate_up", "gate_up_bias", "pad_rows", "transpose_pad"]
@@ -113,6 +113,24 @@ def map_specs(fn, cfg: ModelConfig, *trees: Params) -> Params:
 def abstract_params(cfg: ModelConfig, dtype: str = "float32") -> Params:
     """The tree of jax.ShapeDtypeStruct; costs no memory at any size."""
     return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), cfg)
+
+
+def check_params(params: Params, cfg: ModelConfig) -> None:
+    """Raises ConfigError where params have another shape than the config says, naming the first.
+
+    A head may be missing: a critic's backbone has none.
+    """
+    want = {k: v for k, v in abstract_params(cfg).items() if k in params or k != "head"}
+    leaves = jax.tree_util.tree_leaves_with_path
+    ours, theirs = (
+        {jax.tree_util.keystr(p): x.shape for p, x in leaves(t)} for t in (want, params)
+    )
+    for name in [*ours, *theirs]:
+        require(
+            ours.get(name) == theirs.get(name),
+            f"params{name} must have shape {ours.get(name)} by the model's config, got "
+            f"{theirs.get(name)}: they are of another config.",
+        )
 
 
 def read_dtype(spec: Spec, cfg: ModelConfig, held: DTypeLike) -> jnp.dtype:

@@ -5,8 +5,14 @@ Thresholds: verl's documentation of rollout correction (kl, chi2_token, ESS, wei
 deviation), slime's CI gate (|Δlogp| 0.1), NeMo-RL's (the mean of exp|Δlogp| above 1.05).
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+
+def counted(lines: Iterable[str]) -> list[str]:
+    """Each line once, in order; one that came several times says how often."""
+    return [line if n == 1 else f"{line} (×{n})" for line, n in Counter(lines).items()]
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,17 @@ RULES = (
          "the rejection's bounds: most of the batch is thrown away"),
     Rule("policy/clip_frac", lambda x: x > 0.3, "> 0.3",
          "optim.lr, loss.epochs and loss.minibatches: the policy leaves its batch"),
-    Rule("reward/zero_std_groups_frac", lambda x: x == 1.0, "= 1",
-         "samples.jsonl: every group's rewards are equal, so nothing is learned"),
+    Rule("policy/kl_ref", lambda x: x > 1.0, "> 1 nat a token",
+         "loss.kl_coef and optim.lr: the reference would hardly say what the policy says"),
+    Rule("reward/zero_std_groups_frac", lambda x: x > 0.9, "> 0.9",
+         "python -m jaxmoe.samples: rows too hard or too easy teach nothing; "
+         "rollout.max_gen_batches samples others"),
+    Rule("response_len/mean", lambda x: x < 1.5, "< 1.5 tokens",
+         "python -m jaxmoe.samples: the policy stops before it answers"),
+    Rule("stop/max_tokens_frac", lambda x: x > 0.5, "> 0.5",
+         "rollout.max_new_tokens: most answers are cut off, and scored unfinished"),
+    Rule("batch/padding_frac", lambda x: x > 0.5, "> 0.5 of the tokens",
+         "optim.tokens_per_microbatch: above 0, sequences share rows"),
     Rule("rollout/incidents", lambda x: x > 0.0, "> 0",
          "the lines after this one in metrics.jsonl; the engine failed and was mended"),
     Rule("gate/closed", lambda x: x > 0.0, "> 0", "gate.*: this batch was not trained on"),

@@ -17,21 +17,31 @@ from typing import Any
 
 from tensorboardX import SummaryWriter
 
+from jaxmoe.observe.trackers import Trackers
+
 STAGES = ("warmup", "rl")
+SAMPLES_BYTES = 64 * 2**20  # of samples.jsonl: beyond, every other recorded step of it goes
 
 
 class MetricsLog:
     """Writes a run's metrics; a context manager. `enabled` in one process of a run."""
 
-    def __init__(self, directory: Path, *, stage: str, step: int, enabled: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, stage: str, step: int, enabled: bool = True,
+        trackers: Sequence[str] = (), project: str = "jaxmoe",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Go on after `step` of `stage`: later lines of an interrupted run are dropped.
 
         ("warmup", 0) starts the run over: whatever it left in the folder's logs goes.
+        Raises ConfigError for a tracker that cannot begin.
         """
         self._enabled = enabled
         if not enabled:
             return
         last = (STAGES.index(stage), step)
+        fresh = last == (0, 0)
+        self._trackers = Trackers(trackers, directory, project, config or {}, fresh=fresh)
         directory.mkdir(parents=True, exist_ok=True)
         files = [directory / "metrics.jsonl", directory / "samples.jsonl"]
         for path in files:
@@ -61,6 +71,7 @@ class MetricsLog:
             self._samples.close()
             for board in self._boards.values():
                 board.close()
+            self._trackers.close()
 
     def write(
         self, stage: str, step: int, metrics: Mapping[str, float], *, alerts: Sequence[str] = ()
@@ -77,14 +88,22 @@ class MetricsLog:
         for name, value in metrics.items():
             self._boards[stage].add_scalar(name, value, step)
         self._boards[stage].flush()
+        self._trackers.log(stage, step, metrics)
 
     def write_samples(self, stage: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A few prompts with what the policy answered, one line each."""
+        """A few prompts with what the policy answered, one line each; the file keeps a bound."""
         if not self._enabled:
             return
         for row in rows:
             self._samples.write(json.dumps({"stage": stage, "step": step, **row}) + "\n")
         self._samples.flush()
+        if self._samples.tell() > SAMPLES_BYTES:
+            path = Path(self._samples.name)
+            self._samples.close()
+            kept = read_metrics(path)
+            gone = sorted({(r["stage"], r["step"]) for r in kept})[1:-1:2]
+            _replace(path, [r for r in kept if (r["stage"], r["step"]) not in gone])
+            self._samples = open(path, "a", encoding="utf-8")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -103,6 +122,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The first and the last one on the held-out rows, sampled and greedy, in words."""
+    scored = [row for row in rows if row.get("eval/accuracy") is not None]
+    if not scored:
+        return "not known: nothing was scored"
+    first, last = scored[0], scored[-1]
+    sampled, greedy = (
+        f"{first[name]:.3f} -> {last[name]:.3f}" if last.get(name) is not None else "none"
+        for name in ("eval/accuracy", "eval/accuracy_greedy")
+    )
+    return (
+        f"{sampled} sampled, {greedy} greedy, on the held-out rows "
+        f"(steps {first['step']} -> {last['step']})"
+    )
+
+
 def _keep_until(path: Path, last: tuple[int, int]) -> None:
     if not path.is_file():
         return
@@ -110,6 +145,10 @@ def _keep_until(path: Path, last: tuple[int, int]) -> None:
     kept = [row for row in rows if (STAGES.index(row["stage"]), row["step"]) <= last]
     if last == (0, 0):
         kept = []  # nothing was saved: the run starts over
+    _replace(path, kept)
+
+
+def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.replace(temporary, path)

@@ -5,16 +5,20 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
+
+from jaxmoe.observe.printable import printable
 
 PLAIN_EVERY_S = 5.0  # between plain lines
+SOON_S = 2.0  # what takes less is not told while it goes on
 FORMATS = {"tokens_per_s": "{:,.0f} tok/s", "engine_gap": "engine gap {:.1e}"}
 
 
@@ -36,12 +40,14 @@ class Progress:
         self._raised: set[str] = set()
         self._unprinted = ""  # the newest plain line, while it waits
         self._bar: Bar | None = None
+        self._doing: tuple[str, float, int, int] | None = None
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal:
             self._bar = Bar(
                 TextColumn("{task.description:<7}"), BarColumn(24),
                 TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}"),
+                _Doing(self.doing),
                 console=self._console,
             )  # fmt: skip
             self._task = self._bar.add_task(
@@ -65,7 +71,7 @@ class Progress:
         """Show a finished step; a number that is None keeps what it showed before."""
         now = time.perf_counter()
         self._times.append(now - self._last)
-        self._last = now
+        self._last, self._doing, self._done = now, None, step
         self._shown |= {
             name: FORMATS.get(name, name + " {:.3f}").format(value)
             for name, value in numbers.items()
@@ -84,6 +90,28 @@ class Progress:
                 self._print(self._unprinted)
                 self._unprinted = ""
 
+    def tell(self, text: str, done: int = 0, total: int = 0) -> None:
+        """What goes on within the step, and how much of it is done; shown where it takes a while.
+
+        From any thread. On a terminal beside the bar, by the clock; elsewhere a line now and then,
+        when this is called.
+        """
+        now, old = time.perf_counter(), self._doing
+        began = old[1] if old is not None and old[0] == text and done >= old[2] else now
+        self._doing = text, began, done, total
+        if self._bar is None and self.doing() and now - self._printed >= PLAIN_EVERY_S:
+            self._printed = now
+            self._print(f"{self._stage:<7} {self._done}/{self._total}  {self.doing()}")
+
+    def doing(self) -> str:
+        """What is going on since more than two seconds: "scoring 12/256, 4 s"."""
+        if self._doing is None:
+            return ""
+        text, began, done, total = self._doing
+        spent = time.perf_counter() - began
+        count = f" {done}/{total}" if total else ""
+        return f"{text}{count}, {spent:.0f} s" if spent >= SOON_S else ""
+
     def _print(self, line: str) -> None:
         print(line, file=self._console.file, flush=True)
 
@@ -97,9 +125,20 @@ class Progress:
     def note(self, text: str) -> None:
         """A line that stays, above the bar."""
         if self._bar is not None:
-            self._bar.console.print(text, markup=False)
+            self._bar.console.print(printable(text), markup=False)
         else:
-            print(text, file=self._console.file, flush=True)
+            print(printable(text), file=self._console.file, flush=True)
+
+
+class _Doing(ProgressColumn):
+    """Asked anew whenever the bar is drawn."""
+
+    def __init__(self, doing: Callable[[], str]) -> None:
+        super().__init__()
+        self._ask = doing
+
+    def render(self, task: Task) -> Text:
+        return Text(self._ask())
 
 
 @contextmanager

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's memory allocator. Next: jaxmoe/cli.py calls it before anything is allocated."""
+"""The host's memory: its allocator, and how much is left.
+
+Next: jaxmoe/cli.py sets the allocator before anything is allocated; jaxmoe/plan.py compares.
+"""
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 # mallopt's parameters, as glibc's malloc.h numbers them
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
@@ -24,3 +29,45 @@ def keep_freed_memory() -> bool:
         return all(libc.mallopt(name, value) == 1 for name, value in options)
     except (OSError, AttributeError):  # another libc
         return False
+
+
+def free_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may still take before the kernel ends it; None where nobody says.
+
+    The least of the machine's MemAvailable and of what each control group around the process
+    leaves, version 1 or 2. File pages that the kernel would drop count as free.
+    """
+    told = (line.partition(":") for line in _lines(root / "proc/meminfo"))
+    left = [int(value.split()[0]) * 1024 for name, _, value in told if name == "MemAvailable"]
+    left += _groups(root)
+    return max(0, min(left)) if left else None
+
+
+def _groups(root: Path) -> Iterator[int]:
+    """What each control group around this process leaves of its limit."""
+    mounted = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, kinds, inside = line.strip().split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        top = mounted / kinds
+        limit, used, cached = {
+            "": ("memory.max", "memory.current", "inactive_file"),
+            "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        }[kinds]
+        here = top / inside.strip("/")
+        # in a container the path may be the host's, of which only the top is mounted
+        for folder in [here, *(p for p in here.parents if p == top or top in p.parents)]:
+            numbers = [" ".join(_lines(folder / name)) for name in (limit, used)]
+            if not all(number.strip().isdecimal() for number in numbers):  # "max": no limit
+                continue
+            stat = (line.split() for line in _lines(folder / "memory.stat"))
+            dropped = sum(int(words[1]) for words in stat if words[:1] == [cached])
+            yield int(numbers[0]) - int(numbers[1]) + dropped
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

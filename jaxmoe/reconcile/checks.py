@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxmoe.records import Prompt, Rollout, Sampling
 
+POSITIVE = 1e-3  # nats above 0, which no rounding does
+
 Encode = Callable[[Prompt], Sequence[int]]
 
 
@@ -45,7 +47,7 @@ def run_checks(
         loaded: what one server reports, `jaxmoe_loaded_state`.
         expected: digests of these weights, by HF name.
     """
-    found = _of_ids(rollouts, sampling, vocab_size, encode, their_encode)
+    found = _of_ids(rollouts, sampling, vocab_size, encode, their_encode) + _of_answers(rollouts)
     versions = sorted({int(v) for r in rollouts for v in r.weight_versions})
     if versions != [version]:
         found.append(Finding(
@@ -64,6 +66,71 @@ def run_checks(
             "stale_tensors", "weights", "every tensor of the engine must be the one it was sent",
             f"{len(stale)} are not: {shown}",
             "--set rollout.vllm.transport=files with jaxmoe's plugin in vLLM's environment",
+        ))  # fmt: skip
+    return found
+
+
+def not_judged(rollouts: Sequence[Rollout], vocab_size: int) -> str:
+    """Why no cause can be told from these answers; empty where one can.
+
+    Log-probs that are no numbers, ids that no weight belongs to, answers that all say one thing.
+    """
+    answers = [r for r in rollouts if len(r.tokens)]
+    if not answers:
+        return f"each of the {len(rollouts)} answers is empty: the engine sampled nothing"
+    wrong = [r for r in answers if len(r.rollout_logp) != len(r.tokens)]
+    if wrong:
+        r = wrong[0]
+        return (
+            f"{len(wrong)} of {len(rollouts)} answers do not have one log-prob for each token: "
+            f"{len(r.rollout_logp)} for {len(r.tokens)}"
+        )
+    logp_N, ids_N = (
+        np.concatenate([getattr(r, name) for r in answers]) for name in ("rollout_logp", "tokens")
+    )
+    broken = ~np.isfinite(logp_N)
+    if broken.any():
+        row = next(i for i, r in enumerate(rollouts) if not np.isfinite(r.rollout_logp).all())
+        at = int(np.argmin(np.isfinite(rollouts[row].rollout_logp)))
+        return (
+            f"{broken.sum()} of the engine's {len(logp_N)} log-probs are not finite: "
+            f"{rollouts[row].rollout_logp[at]} at token {at} of answer {row}. Look for NaN in its "
+            "weights and for float16 beyond 65,504"
+        )
+    high = (ids_N < 0) | (ids_N >= vocab_size)
+    if high.any():
+        return f"{high.sum()} sampled ids are not in [0, {vocab_size}), such as {ids_N[high][0]}"
+    if len(ids_N) > 1 and (ids_N == ids_N[0]).all():
+        return (
+            f"all {len(ids_N)} sampled tokens are the same one, {ids_N[0]}: the log-probs of one "
+            "token do not tell causes apart. Try --set rollout.temperature=1.0"
+        )
+    alike = {(r.prompt.tokens, r.tokens.tobytes()) for r in answers}
+    if len(answers) > 1 and len(alike) == 1:
+        return (
+            f"all {len(answers)} answers are the same one, to the same prompt. Try "
+            "--set rollout.temperature=1.0 or --set data.held_out_rows=256"
+        )
+    return ""
+
+
+def _of_answers(rollouts: Sequence[Rollout]) -> list[Finding]:
+    found: list[Finding] = []
+    empty = sum(not len(r.tokens) for r in rollouts)
+    if empty:
+        found.append(Finding(
+            "empty_answers", "tokens", "every answer must have a token, be it a stop token",
+            f"{empty} of {len(rollouts)} have none",
+            "the engine's max_tokens, and whether it returns the stop token it sampled",
+        ))  # fmt: skip
+    above = sum(int((r.rollout_logp > POSITIVE).sum()) for r in rollouts)
+    if above:
+        most = max(float(r.rollout_logp.max(initial=-np.inf)) for r in rollouts)
+        found.append(Finding(
+            "positive_logprobs", "sampling", "a log-prob must be at most 0",
+            f"{above} are more, up to {most:.3g}",
+            "what the engine returns beside each token: its natural log-probability, no logit, "
+            "probability or cost",
         ))  # fmt: skip
     return found
 

@@ -7,7 +7,7 @@ experts by layer, and a verdict with the line to change.
 Next: jaxmoe/reconcile/hypotheses.py, what may be wrong; jaxmoe/doctor.py, the command.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,14 @@ import numpy as np
 
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.losses.mismatch import mismatch_metrics
-from jaxmoe.reconcile.checks import Finding
-from jaxmoe.reconcile.hypotheses import EXPERTS, Hypothesis, hypotheses
+from jaxmoe.reconcile.checks import Finding, not_judged
+from jaxmoe.reconcile.handshake import Handshake
+from jaxmoe.reconcile.hypotheses import EXPERTS, NOTHING, hypotheses, other_dtypes
 from jaxmoe.reconcile.recompute import Programs, Scores
-from jaxmoe.reconcile.variants import Variant, sampled_rows, unchanged
-from jaxmoe.reconcile.verdict import NOISE, Faults, Rounding, Verdict, judge, mean_gap
+from jaxmoe.reconcile.scalars import fit, scalars
+from jaxmoe.reconcile.staleness import stale_layers
+from jaxmoe.reconcile.variants import Hypothesis, Variant, mean_gap, sampled_rows, unchanged
+from jaxmoe.reconcile.verdict import NOISE, Faults, Rounding, Verdict, judge
 from jaxmoe.records import Rollout, Sampling
 from jaxmoe.shapes import Params
 
@@ -77,7 +80,7 @@ def reconcile(
     run: Programs,
     previous: Params | None = None,
     start_id: int | None = None,
-    engine_dtype: str | None = None,
+    told: Handshake = NOTHING,
     findings: Sequence[Finding] = (),
 ) -> Report:
     """Compare, and explain.
@@ -86,10 +89,15 @@ def reconcile(
         run: recompute.trunk and recompute.head, jitted.
         previous: weights the engine may still hold.
         start_id: a token that the engine's side may put before prompts.
-        engine_dtype: of the engine's arithmetic, where it is known.
+        told: what the engine says of itself.
         findings: what was found without recomputing.
     Raises: ConfigError for fewer than FEWEST sampled tokens.
     """
+    cannot = not_judged(rollouts, cfg.vocab_size)
+    if cannot:
+        none = np.zeros(0, np.float32)
+        verdict = Verdict("not judged", (), 0.0, 0.0, cannot, [])
+        return Report(verdict, list(findings), Rounding(0.0, 0.0), {}, [], [], None, none, none)
     if sum(len(r.tokens) for r in rollouts) < FEWEST:
         raise ConfigError(
             f"at least {FEWEST} sampled tokens must be there to judge by, got "
@@ -104,31 +112,42 @@ def reconcile(
     engine_N = np.concatenate([r.rollout_logp for r in rollouts]) + log_kept_N
     base = unchanged(params, cfg, sampling, sampled_rows(rollouts, cfg))
     tried = hypotheses(
-        cfg, sampling, previous=previous, start_id=start_id, has_log_kept=has_log_kept
+        cfg, sampling, previous=previous, start_id=start_id, has_log_kept=has_log_kept, told=told
     )
 
     def scored(v: Variant) -> Scores:
         return _scored(v, run, sampling)
 
-    cache: dict[tuple[str, ...], np.ndarray] = {}
+    cache: dict[tuple[Any, ...], np.ndarray] = {}
 
-    def engine_logps(faults: Faults) -> np.ndarray:
-        key = tuple(str(id(h)) for h in faults)
+    def engine_logps(faults: Faults, jitter: bool = False) -> np.ndarray:
+        key = (jitter, *((h.name, h.value) for h in faults))
         if key not in cache:
-            v = base
+            v = _jittered(base) if jitter else base
             for h in faults:
                 v = h.change(v)
             cache[key] = v.engine_logp(_sampled(scored(v), v), log_kept_N)
         return cache[key]
 
-    rounding = _rounding(base, scored, cfg, tried, engine_dtype)
-    if engine_dtype == cfg.dtype:  # told: it does compute in the trainer's
-        tried = [h for h in tried if h.exclusive != "all"]
-    verdict = judge(engine_N, engine_logps, tried, rounding)
+    def rounding_of(faults: Faults) -> float:
+        return mean_gap(engine_logps(faults), engine_logps(faults, jitter=True))
+
+    def deeper() -> Iterator[list[Hypothesis]]:
+        if has_experts:
+            yield [EXPERTS]
+        enough = rounding.near / 2.0
+        yield [
+            fit(s, engine_N, lambda h: engine_logps((h,)), enough) for s in scalars(cfg, sampling)
+        ]
+        if previous is not None and not told.holds_weights:
+            yield stale_layers(previous, cfg)
+
+    rounding = _rounding(base, scored, cfg, told.dtype)
+    verdict = judge(engine_N, engine_logps, tried, deeper(), rounding, rounding_of)
     layers, replayed = [], None
     if has_experts:
         layers, replayed, jitter = _switches(base, scored, log_kept_N, engine_N)
-        verdict = _by_experts(verdict, layers, replayed, rounding, jitter)
+        verdict = _by_experts(verdict, layers, jitter)
     return Report(
         verdict, list(findings), rounding, _metrics(rollouts, engine_logps(()), engine_N),
         _worst(rollouts, engine_logps(()), engine_N), layers, replayed, engine_N, engine_logps(()),
@@ -138,7 +157,9 @@ def reconcile(
 def _scored(v: Variant, run: Programs, sampling: Sampling) -> Scores:
     """Scores of all rows, a few at a time; every call has the same shape."""
     rows, (total, time) = v.rows, v.rows.tokens_BT.shape
-    replay = v.rows.replay_LBTA if v.replays else np.full_like(v.rows.replay_LBTA, -1)
+    replay = v.rows.replay_LBTA
+    if not v.replays:  # of as many experts as the engine takes
+        replay = np.full((*replay.shape[:3], v.cfg.experts_per_token), -1, np.int32)
     each = min(total, max(1, TOKENS_AT_ONCE // time))
     axes, parts = (0, 0, 0, 1, 1, 1), []
     for start in range(0, total, each):
@@ -169,16 +190,18 @@ def _sampled(s: Scores, v: Variant) -> Scores:
 
 
 def _rounding(
-    base: Variant, scored: Callable[[Variant], Scores], cfg: ModelConfig,
-    tried: Sequence[Hypothesis], engine_dtype: str | None,
-) -> Rounding:  # fmt: skip
+    base: Variant,
+    scored: Callable[[Variant], Scores],
+    cfg: ModelConfig,
+    engine_dtype: str | None,
+) -> Rounding:
     """How far apart two right computations of these log-probs are."""
     mask = base.rows.sampled_BT
     plain = scored(base).logp_BT[mask]
     own = mean_gap(plain, scored(_jittered(base)).logp_BT[mask])
     if cfg.dtype == "float32" and engine_dtype in (None, "float32"):
         return Rounding(own, own)
-    other, *more = [h for h in tried if h.exclusive == "all"]
+    other, *more = other_dtypes(cfg)
     there = [mean_gap(plain, scored(h.change(base)).logp_BT[mask]) for h in (other, *more)]
     differs = engine_dtype not in (None, cfg.dtype)
     return Rounding(own, max(there), other if differs else None)
@@ -215,28 +238,25 @@ def _switches(
     return layers, left, float(moved.max(initial=0.0))
 
 
-def _by_experts(
-    verdict: Verdict, layers: Sequence[LayerSwitches], replayed: float, rounding: Rounding,
-    jitter: float,
-) -> Verdict:  # fmt: skip
-    """Where nothing else explains: do the engine's experts, and is it rounding that chose them?
+def _by_experts(verdict: Verdict, layers: Sequence[LayerSwitches], jitter: float) -> Verdict:
+    """Where the engine's experts explain the gap: is it rounding that chose them?
 
     In bfloat16 the jitter is rounded away, and switches that rounding made are named too.
     """
-    regret = max(x.regret for x in layers)
-    if verdict.kind != "unexplained" or replayed > max(verdict.gap / 4.0, NOISE * rounding.own):
+    if verdict.kind != "named" or verdict.faults != (EXPERTS,):
         return verdict
+    regret = max(x.regret for x in layers)
     if regret <= NOISE * jitter:
         why = (
-            f"with the engine's experts {replayed:.2g} are left; its switches gave away at most "
-            f"{regret:.2g} of a router's logits, which rounding does"
+            f"with the engine's experts {verdict.left:.2g} are left; its switches gave away at "
+            f"most {regret:.2g} of a router's logits, which rounding does"
         )
-        return replace(verdict, kind="agree", left=replayed, why=why)
+        return replace(verdict, kind="agree", faults=(), why=why)
     why = (
-        f"with the engine's experts {replayed:.2g} are left; its switches gave away up to "
+        f"with the engine's experts {verdict.left:.2g} are left; its switches gave away up to "
         f"{regret:.2g} of a router's logits, where rounding moves them by {jitter:.2g}"
     )
-    return replace(verdict, kind="named", faults=(EXPERTS,), left=replayed, why=why)
+    return replace(verdict, why=why)
 
 
 def _metrics(

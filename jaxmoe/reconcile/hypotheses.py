@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may be wrong in an engine, each a change of the trainer's own recomputation.
 
-A hypothesis is a name, what must hold, the line to type, and a function from one `Variant` to
-another; two faults at once are two functions after each other. Categories run from cheap to
-deep: tokens, weights, sampling, dtype, structure, experts.
+Two faults at once are two changes after each other. Categories run from cheap to deep: config,
+tokens, weights, sampling, dtype, structure; then experts, numbers that are fitted (scalars.py),
+single layers (staleness.py).
 Next: jaxmoe/reconcile/variants.py, what a change changes; jaxmoe/reconcile/verdict.py picks the one
 that explains the gap.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.reconcile.handshake import RECOMPUTED, Handshake, config_finding
 from jaxmoe.reconcile.recompute import knobs_of
+from jaxmoe.reconcile.staleness import stale_tensors
 from jaxmoe.reconcile.variants import (
     EngineLogp,
+    Hypothesis,
     SampledRows,
     Variant,
     at_temperature_1,
@@ -28,29 +29,9 @@ from jaxmoe.reconcile.variants import (
     without_kept_mass,
 )
 from jaxmoe.records import Sampling
-from jaxmoe.shapes import Leaf, Params
+from jaxmoe.shapes import Params
 
-GROUPS = {  # of tensors that are loaded, and left out, together
-    "sinks": ("sinks",),
-    "router": ("w_router", "b_router"),
-    "experts": ("w_gate_up", "b_gate_up", "w_down", "b_down"),
-    "attention": ("w_q", "b_q", "w_k", "b_k", "w_v", "b_v", "w_o", "b_o"),
-    "norms": ("attn_norm", "moe_norm", "final_norm"),
-    "embed": ("embed",),
-    "head": ("head",),
-}
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """One fault: its category, what must hold, and what to type."""
-
-    name: str
-    category: str
-    must: str
-    fix: str
-    change: Callable[[Variant], Variant]
-    exclusive: str = ""  # of two hypotheses with the same one only one can be true
+NOTHING = Handshake()  # told
 
 
 EXPERTS = Hypothesis(  # the deepest category; jaxmoe/reconcile/compare.py tries it last
@@ -70,16 +51,43 @@ def hypotheses(
     previous: Params | None = None,
     start_id: int | None = None,
     has_log_kept: bool = False,
-) -> list[Hypothesis]:
-    """All hypotheses, from cheap to deep, for what is known.
+    told: Handshake = NOTHING,
+) -> list[list[Hypothesis]]:
+    """All hypotheses, a list for each category, from cheap to deep, for what is known.
 
     Args:
         previous: weights that the engine may still hold.
         start_id: of a token that the engine's side may put before a prompt.
         has_log_kept: the rollouts carry log_kept.
+        told: what it vouches for is left out; a config unlike ours is the first to try.
     """
-    found = _tokens(start_id) + (_weights(previous, cfg) if previous is not None else [])
-    return found + _sampling(sampling, has_log_kept) + _dtypes(cfg) + _structure(cfg)
+    stale = [] if previous is None or told.holds_weights else stale_tensors(previous)
+    found = [
+        _config(told, cfg), _tokens(start_id), stale, _sampling(sampling, has_log_kept, told),
+        _dtypes(cfg, told), _structure(cfg),
+    ]  # fmt: skip
+    return [category for category in found if category]
+
+
+def _config(told: Handshake, cfg: ModelConfig) -> list[Hypothesis]:
+    theirs = {name: x for name, x in told.other.items() if name in RECOMPUTED}
+    if not theirs:
+        return []
+    finding = config_finding(theirs, cfg)
+
+    def change(v: Variant) -> Variant:
+        wrong = replace(cfg, **theirs)
+        own = knobs_of(wrong, 1.0)
+        knobs = v.knobs._replace(
+            frequencies=own.frequencies, rope_scale=own.rope_scale, rms_eps=own.rms_eps,
+            swiglu_alpha=own.swiglu_alpha, swiglu_limit=own.swiglu_limit,
+        )  # fmt: skip
+        static = dict(
+            sliding_window=wrong.sliding_window, experts_per_token=wrong.experts_per_token
+        )
+        return replace(v, cfg=replace(v.cfg, **static), knobs=knobs)
+
+    return [Hypothesis("engine_config", "config", finding.must, finding.fix, change)]
 
 
 def _tokens(start_id: int | None) -> list[Hypothesis]:
@@ -129,51 +137,7 @@ def _with_first(rows: SampledRows, *, token: int) -> SampledRows:
     )  # fmt: skip
 
 
-def _weights(previous: Params, cfg: ModelConfig) -> list[Hypothesis]:
-    fix = (
-        "the loading of these tensors in vLLM: install this jaxmoe in its environment again "
-        "(pip install --no-deps), and sync with --set rollout.vllm.transport=files"
-    )
-
-    def stale(name: str, names: tuple[str, ...], layer: int | None, exclusive: str) -> Hypothesis:
-        where = "every layer" if layer is None else f"layer {layer}"
-        return Hypothesis(
-            name, "weights", f"the engine must hold the newest {', '.join(names)} of {where}",
-            fix, partial(_with_stale, previous=previous, names=names, layer=layer), exclusive,
-        )  # fmt: skip
-
-    found = [stale(f"stale_{group}", names, None, group) for group, names in GROUPS.items()]
-    everything = tuple(name for names in GROUPS.values() for name in names)
-    found.append(Hypothesis(
-        "stale_everything", "weights", "the engine must hold the newest weights",
-        "the weight sync: engine.load() must return before generate(); restart the engine",
-        partial(_with_stale, previous=previous, names=everything, layer=None), "everything",
-    ))  # fmt: skip
-    if cfg.n_layers > 2:
-        found += [
-            stale(f"stale_{group}_layer_{layer}", GROUPS[group], layer, group)
-            for layer in range(cfg.n_layers) for group in ("attention", "experts")
-        ]  # fmt: skip
-    return found
-
-
-def _with_stale(
-    v: Variant, *, previous: Params, names: tuple[str, ...], layer: int | None
-) -> Variant:
-    def pick(path: tuple[Any, ...], new: Leaf, old: Leaf) -> Leaf:
-        keys = [str(step.key) for step in path]
-        if keys[-1] not in names:
-            return new
-        if layer is None:
-            return old
-        if len(keys) == 1 or keys[1] != ("sliding", "full")[layer % 2]:
-            return new
-        return new.at[layer // 2].set(old[layer // 2])
-
-    return replace(v, params=jax.tree_util.tree_map_with_path(pick, v.params, previous))
-
-
-def _sampling(sampling: Sampling, has_log_kept: bool) -> list[Hypothesis]:
+def _sampling(sampling: Sampling, has_log_kept: bool, told: Handshake) -> list[Hypothesis]:
     def wrong_logp(name: str, must: str, fix: str, engine_logp: EngineLogp) -> Hypothesis:
         return Hypothesis(
             name,
@@ -187,12 +151,13 @@ def _sampling(sampling: Sampling, has_log_kept: bool) -> list[Hypothesis]:
     cuts = sampling.top_k > 0 or sampling.top_p < 1.0
     processed = "--logprobs-mode processed_logprobs, in rollout.vllm.args or on the server's line"
     found = []
-    if sampling.temperature != 1.0 or (cuts and has_log_kept):
+    raw = not told.processed
+    if raw and (sampling.temperature != 1.0 or (cuts and has_log_kept)):
         found.append(wrong_logp(
             "raw_logprobs", f"log-probs must be of temperature {sampling.temperature:g}, "
             "at which the tokens were drawn", processed, at_temperature_1,
         ))  # fmt: skip
-    if cuts and has_log_kept:
+    if raw and cuts and has_log_kept:
         found.append(wrong_logp(
             "kept_mass_twice", "log-probs must be among the tokens that top-k and top-p kept, "
             "where log_kept is added to them", processed, twice_kept_mass,
@@ -207,11 +172,10 @@ def _sampling(sampling: Sampling, has_log_kept: bool) -> list[Hypothesis]:
     return found
 
 
-def _dtypes(cfg: ModelConfig) -> list[Hypothesis]:
+def _dtypes(cfg: ModelConfig, told: Handshake) -> list[Hypothesis]:
     def turned(name: str, must: str, fix: str, exclusive: str, **knobs: bool) -> Hypothesis:
         return Hypothesis(name, "dtype", must, fix, partial(_turn, **knobs), exclusive)
 
-    own = f"the engine must compute in the trainer's {cfg.dtype}"
     same = f"--set rollout.vllm.dtype={cfg.dtype}"
     found = [
         turned("router_bfloat16", "the engine's router must be float32",
@@ -228,6 +192,15 @@ def _dtypes(cfg: ModelConfig) -> list[Hypothesis]:
         f"head_{other}", f"the engine's head must take {cfg.dtype} operands", same, "head", **head
     ))  # fmt: skip
 
+    return found if told.dtype == cfg.dtype else found + other_dtypes(cfg)
+
+
+def other_dtypes(cfg: ModelConfig) -> list[Hypothesis]:
+    """All of the engine in the dtype that the trainer does not compute in, as it may be."""
+    other = "float32" if cfg.dtype == "bfloat16" else "bfloat16"
+    own = f"the engine must compute in the trainer's {cfg.dtype}"
+    same = f"--set rollout.vllm.dtype={cfg.dtype}"
+
     def everything(v: Variant, torch: bool) -> Variant:
         half = other == "bfloat16"
         changed = replace(v, cfg=replace(v.cfg, dtype=other))
@@ -235,11 +208,10 @@ def _dtypes(cfg: ModelConfig) -> list[Hypothesis]:
                      round_logits=half and torch)  # fmt: skip
 
     router_too = (False, True) if other == "bfloat16" else (False,)
-    found += [
+    return [
         Hypothesis(f"all_{other}", "dtype", own, same, partial(everything, torch=torch), "all")
         for torch in router_too
     ]
-    return found
 
 
 def _turn(v: Variant, **knobs: bool) -> Variant:
@@ -271,19 +243,12 @@ def _structure(cfg: ModelConfig) -> list[Hypothesis]:
             change, "rope",
         )  # fmt: skip
 
-    def no_sinks(v: Variant) -> Variant:
-        layers = {
-            kind: {**layer, "sinks": jnp.full_like(layer["sinks"], -1e30)}
-            for kind, layer in v.params["layers"].items()
-        }
-        return replace(v, params={**v.params, "layers": layers})
-
     far = jnp.float32(3e38)
     found = [
         Hypothesis("sinks_off", "structure", "attention must count each head's sink",
                    "an attention backend that reads sinks, such as "
                    "--set rollout.vllm.args='--attention-backend TRITON_ATTN'",
-                   no_sinks, "sinks"),
+                   lambda v: replace(v, knobs=v.knobs._replace(sink_shift=-far)), "sinks"),
         windowed("window_off", cfg.max_context),
         windowed("window_plus_one", window + 1),
         Hypothesis("softmax_before_top_k", "structure",

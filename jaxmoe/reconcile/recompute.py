@@ -33,6 +33,10 @@ class Knobs(NamedTuple):
 
     frequencies: Leaf  # float32 [H/2] of RoPE
     rope_scale: Leaf  # on its cos and sin
+    attention_scale: Leaf  # on the scores, beside 1/sqrt(H)
+    sink_shift: Leaf  # added to every sink
+    rms_eps: Leaf
+    swiglu_alpha: Leaf
     swiglu_limit: Leaf
     softmax_over_all: Leaf  # bool: over every expert, before the top-k, and not renormalised
     round_router: Leaf  # bool: operands and logits of the router in bfloat16
@@ -65,8 +69,11 @@ def knobs_of(cfg: ModelConfig, temperature: float) -> Knobs:
     frequencies, scale = yarn_frequencies(cfg)
     off, half = jnp.asarray(False), jnp.asarray(cfg.dtype == "bfloat16")
     return Knobs(
-        jnp.asarray(frequencies), jnp.float32(scale), jnp.float32(cfg.swiglu_limit), off, off,
-        half, off, jnp.float32(temperature), jnp.float32(0),
+        jnp.asarray(frequencies), jnp.float32(scale), attention_scale=jnp.float32(1),
+        sink_shift=jnp.float32(0), rms_eps=jnp.float32(cfg.rms_eps),
+        swiglu_alpha=jnp.float32(cfg.swiglu_alpha), swiglu_limit=jnp.float32(cfg.swiglu_limit),
+        softmax_over_all=off, round_router=off, round_head=half, round_logits=off,
+        temperature=jnp.float32(temperature), jitter=jnp.float32(0),
     )  # fmt: skip
 
 
@@ -87,7 +94,8 @@ def trunk(
     even, on operands and on the float32 result of the product.
     """
     changed = replace(
-        ops, attend=partial(_attend, knobs, ops), experts=partial(_experts, knobs),
+        ops, norm=partial(_norm, knobs, ops), attend=partial(_attend, knobs, ops),
+        experts=partial(_experts, knobs),
         router=partial(_route, knobs), rotary=partial(_rotary, knobs),
         record=partial(_record, knobs),
     )  # fmt: skip
@@ -164,7 +172,7 @@ def _experts(
     knobs: Knobs, h_BTD: Array, indices_BTA: Array, weights_BTA: Array, layer: Params,
     cfg: ModelConfig,
 ) -> Array:  # fmt: skip
-    """jaxmoe.model.experts.experts with a limit that is an array."""
+    """jaxmoe.model.experts.experts with a limit and an alpha that are arrays."""
     active, dtype = indices_BTA.shape[-1], h_BTD.dtype
     h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
     order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)
@@ -172,14 +180,23 @@ def _experts(
     both = grouped_matmul(
         rows, layer["w_gate_up"].astype(dtype), sizes_E, bias_EF=layer["b_gate_up"]
     )
-    hidden = clamped_swiglu(both, cfg.swiglu_alpha, knobs.swiglu_limit)
+    hidden = clamped_swiglu(both, knobs.swiglu_alpha, knobs.swiglu_limit)
     out = grouped_matmul(hidden, layer["w_down"].astype(dtype), sizes_E, bias_EF=layer["b_down"])
     y_MD = combine_rows(out, inverse, weights_BTA.reshape(-1, active))
     return _jittered(knobs, y_MD, 1).reshape(h_BTD.shape)
 
 
-def _attend(knobs: Knobs, ops: Ops, *arrays: Array, **layout: Any) -> tuple[Array, Array]:
-    o_BTNH, lse_BTN = ops.attend(*arrays, **layout)
+def _norm(knobs: Knobs, ops: Ops, x: Array, scale_D: Array, _eps: float) -> Array:
+    return ops.norm(x, scale_D, knobs.rms_eps)
+
+
+def _attend(
+    knobs: Knobs, ops: Ops, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sink_N: Array,
+    **layout: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    scaled_BTNH = (q_BTNH.astype(jnp.float32) * knobs.attention_scale).astype(q_BTNH.dtype)
+    moved_N = sink_N.astype(jnp.float32) + knobs.sink_shift
+    o_BTNH, lse_BTN = ops.attend(scaled_BTNH, k_BSKH, v_BSKH, moved_N, **layout)
     return _jittered(knobs, o_BTNH, 2), lse_BTN
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One way to make an engine's numbers: whose weights, which config and knobs, over which rows, and
-which log-probs it then tells.
+which log-probs it then tells. A hypothesis is a function from one to another.
 
 Next: jaxmoe/reconcile/recompute.py computes them.
 """
@@ -57,6 +57,25 @@ class Variant:
     rows: SampledRows
     replays: bool = False  # with the engine's experts
     engine_logp: EngineLogp = whole
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One fault: its category, what must hold, and what to type."""
+
+    name: str
+    category: str
+    must: str
+    fix: str
+    change: Callable[[Variant], Variant]
+    exclusive: str = ""  # of two hypotheses with the same one only one can be true
+    value: float | None = None  # of a number that was fitted, and how far off it may be
+    spread: float = 0.0
+
+
+def mean_gap(a_N: np.ndarray, b_N: np.ndarray) -> float:
+    """mean |a − b|, in float64."""
+    return float(np.abs(a_N.astype(np.float64) - b_N).mean())
 
 
 def sampled_rows(rollouts: Sequence[Rollout], cfg: ModelConfig) -> SampledRows:

@@ -18,14 +18,13 @@ from jaxmoe.losses import (
     clipped_terms,
     group_advantages,
     kl_k3,
-    sequence_rewards,
     token_mean,
     token_rewards,
 )
-from jaxmoe.losses.ratios import log_ratios
+from jaxmoe.losses.ratios import log_ratios, sequence_sum
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.function_specs import arguments
+from jaxmoe.rl.function_specs import arguments, asked
 
 Function = Callable[..., Any]
 
@@ -34,13 +33,13 @@ ARRAYS = {
     "objective": (
         "logp_BT", "old_logp_BT", "rollout_logp_BT", "entropy_BT", "advantages_BT", "mask_BT",
     ),
-    "advantages": ("rewards_PR", "rewards_BT", "values_BT", "mask_BT"),
+    "advantages": ("rewards_PR", "rewards_BT", "values_BT", "bootstrap_B", "mask_BT"),
     "aggregation": ("mask_BT", "keep_BT"),
     "rollout_correction": (
         "log_ratio_BT", "old_logp_BT", "rollout_logp_BT", "advantages_BT", "mask_BT",
         "weights_BT", "ratio_BT", "batch_mask_BT",
     ),
-    "kl": ("logp_BT", "logq_BT"),
+    "kl": ("logp_BT", "logq_BT", "old_logp_BT"),
 }  # fmt: skip
 
 
@@ -55,7 +54,6 @@ class Algorithm:
     old_logp: str = "detached"  # or "recomputed", "rollout"
     epochs: int = 1
     minibatches: int = 1
-    samples_per_prompt: int = 1
     kl: Function = kl_k3
     kl_coef: float = 0.0
     kl_in: str = "loss"
@@ -81,14 +79,25 @@ def advantages_of(
     mask_BT: Array,
     kl_BT: Array | None,
     values_BT: Array | None,
+    bootstrap_B: Array | None = None,
+    *,
+    samples: int,
 ) -> tuple[Array, Array | None]:
-    """(advantages, returns or None) at every token; 0 at false ones. Rows of a group adjoin."""
+    """(advantages, returns or None) at every token; 0 at false ones.
+
+    The `samples` rows of a group adjoin. A row without a true token is compared with the rest of
+    its group all the same.
+    """
+    totals_B = rewards_B.astype(jnp.float32)
+    if kl_BT is not None:
+        totals_B = totals_B - a.kl_coef * sequence_sum(kl_BT, mask_BT)[:, 0]
     rewards_BT = token_rewards(rewards_B, mask_BT, kl_BT, kl_coef=a.kl_coef)
     found = a.advantages(**arguments(
         a.advantages,
         {
-            "rewards_PR": sequence_rewards(rewards_BT, mask_BT).reshape(-1, a.samples_per_prompt),
-            "rewards_BT": rewards_BT, "values_BT": values_BT, "mask_BT": mask_BT,
+            "rewards_PR": totals_B.reshape(-1, samples),
+            "rewards_BT": rewards_BT, "values_BT": values_BT, "bootstrap_B": bootstrap_B,
+            "mask_BT": mask_BT,
         },
     ))  # fmt: skip
     advantages, returns = found if isinstance(found, tuple) else (found, None)
@@ -131,13 +140,14 @@ def corrected(
     }  # fmt: skip
     if batch_mask_BT is not None:
         arrays["batch_mask_BT"] = batch_mask_BT
-    weights_BT = keep_BT = ratio_BT = None
+    total = Correction()
     for function in a.rollout_correction:
         found = function(**arguments(function, arrays))
-        if found.weights_BT is not None:
-            weights_BT = arrays["weights_BT"] = found.weights_BT
-        if found.ratio_BT is not None:
-            ratio_BT = arrays["ratio_BT"] = found.ratio_BT
-        if found.keep_BT is not None:
-            keep_BT = found.keep_BT if keep_BT is None else found.keep_BT & keep_BT
-    return Correction(weights_BT, keep_BT, ratio_BT)
+        known = {name: x for name, x in found._asdict().items() if x is not None}
+        if total.keep_BT is not None and found.keep_BT is not None:
+            known["keep_BT"] = found.keep_BT & total.keep_BT
+        if "weights_BT" in known and "weights_BT" not in asked(function):
+            known["bounded_BT"] = found.weights_BT
+        total = total._replace(**known)
+        arrays |= {name: known[name] for name in ("weights_BT", "ratio_BT") if name in known}
+    return total

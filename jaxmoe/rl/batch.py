@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 
 from jaxmoe.config import ConfigError
-from jaxmoe.records import Prompt, Rollout, expert_dtype
+from jaxmoe.records import Prompt, Rollout, StopReason, expert_dtype
 from jaxmoe.shapes import Leaf
 
 
@@ -24,7 +24,10 @@ class Batch:
     segment_ids_BT: Leaf  # int32; 0 is padding
     loss_mask_BT: Leaf  # bool; True exactly where the policy chose the token
     rollout_logp_BT: Leaf  # float32; the engine's claim
-    rewards_B: Leaf  # float32; of the whole answer; the samples of a prompt stand side by side
+    rewards_B: Leaf  # float32; of the whole answer
+    # the samples of a prompt stand side by side: advantages compare so many rows with each other
+    samples_per_prompt: int = struct.field(pytree_node=False, default=1)
+    truncated_B: Leaf = None  # bool; the answer was cut off at the longest that may be drawn
     routed_experts_BTLA: Leaf = None  # uint8 or uint16; the engine's experts, where asked for
     packing: Leaf = None  # jaxmoe.rl.microbatches.Packing, where sequences share rows
     packed: Leaf = None  # jaxmoe.rl.microbatches.Packed, of one microbatch
@@ -38,11 +41,10 @@ class Scored:
     ref_logp_BT: Leaf = None  # float32; the frozen reference
     old_values_BT: Leaf = None  # float32; what the critic said before the update
     advantages_BT: Leaf = None  # float32
+    bootstrap_B: Leaf = None  # float32; what the critic said of the state a cut-off answer ended in
     returns_BT: Leaf = None  # float32; what the critic should have said
     loss_weights_BT: Leaf = None  # float32; what a token's loss is multiplied by: aggregation
-    is_weights_BT: Leaf = None  # float32; importance weights, where known before the gradient
-    ratio_BT: Leaf = None  # float32; those before their bounds
-    keep_BT: Leaf = None  # bool; False where a rejection dropped the token
+    correction: Leaf = None  # of the rollouts, where known before the gradient: a Correction
 
 
 def rollout_batch(
@@ -86,6 +88,8 @@ def rollout_batch(
         batch,
         rollout_logp_BT=logp_BT,
         rewards_B=rewards_B.astype(np.float32),
+        samples_per_prompt=samples,
+        truncated_B=np.array([r.stop is StopReason.MAX_TOKENS for r in rollouts]),
         routed_experts_BTLA=None if n_experts is None else _routed(rollouts, length, n_experts),
     )
 
@@ -107,6 +111,17 @@ def _routed(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndar
         assert r.routed_experts is not None
         row[: len(r.routed_experts)] = r.routed_experts
     return routed
+
+
+def padding_frac(batch: Batch) -> float:
+    """Share of the tokens the model reads of a batch that are padding, cut or packed.
+
+    Of one pass over the whole batch: minibatches that are packed by themselves may have more.
+    """
+    rows, length = batch.tokens_BT.shape
+    if batch.packing is not None:
+        rows = int(batch.packing.count) * batch.packing.rows
+    return 1 - int((np.asarray(batch.segment_ids_BT) > 0).sum()) / (rows * length)
 
 
 def check_groups(prompt_ids: Sequence[int], samples: int) -> None:

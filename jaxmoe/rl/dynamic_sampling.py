@@ -4,6 +4,7 @@
 Next: jaxmoe/rl/batch.py lays the rollouts out as arrays.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ def dynamic_sampling(
         batches.append((rollouts, rewards))
         for i in range(0, len(rollouts), samples):
             group = rollouts[i : i + samples], rewards[i : i + samples]
-            equal = samples > 1 and np.ptp(group[1]) == 0
+            equal = samples > 1 and np.ptp(filled(group[1], samples)) == 0
             (uniform if equal else mixed).append(group)
     chosen = (mixed + uniform)[:prompts]
     metrics = rollout_metrics(*_joined(batches), samples) | {"rollout/gen_batches": len(batches)}
@@ -44,11 +45,12 @@ def dynamic_sampling(
 def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: int) -> Metrics:
     """Rewards, lengths and endings."""
     lengths = np.array([len(r.tokens) for r in rollouts])
-    grouped = rewards.reshape(-1, samples)
+    grouped = filled(rewards, samples).reshape(-1, samples)
+    rewards = rewards[~np.isnan(rewards)]
     cut = [r.stop is StopReason.MAX_TOKENS for r in rollouts]
     metrics: Metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/mean": float(rewards.mean()) if rewards.size else math.nan,
+        "reward/std": float(rewards.std()) if rewards.size else math.nan,
         "response_len/mean": float(lengths.mean()),
         "response_len/max": int(lengths.max()),
         "stop/max_tokens_frac": float(np.mean(cut)),
@@ -57,6 +59,23 @@ def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: i
         equal = (grouped == grouped[:, :1]).all(axis=1)
         metrics["reward/zero_std_groups_frac"] = float(equal.mean())
     return metrics
+
+
+def filled(rewards: np.ndarray, samples: int) -> np.ndarray:
+    """A sample without a reward (NaN) given the mean of its group's others; 0 where none has one.
+
+    So it does not move its group's mean, and has no advantage itself. The group's deviation, of n
+    rewards among R samples, is √((n − 1)/(R − 1)) of the n rewards' own.
+    """
+    if not np.isnan(rewards).any():
+        return rewards
+    whole = rewards.copy().reshape(-1, samples)
+    for group in whole:
+        known = group[~np.isnan(group)]
+        least = known.min(initial=np.inf) if known.size else 0.0
+        # exact where all are equal: such a group has no signal
+        group[np.isnan(group)] = least + (known - least).mean() if known.size else 0.0
+    return whole.reshape(-1)
 
 
 def _joined(batches: Sequence[GenBatch]) -> GenBatch:

@@ -28,10 +28,9 @@ def algorithm(cfg: Config) -> Algorithm:
             loss.rollout_correction, "loss.rollout_correction", ARRAYS["rollout_correction"]
         ),
         old_logp=loss.old_logp, epochs=loss.epochs, minibatches=loss.minibatches,
-        samples_per_prompt=cfg.rollout.samples_per_prompt,
         kl_coef=loss.kl_coef, kl_in=loss.kl_in, entropy_coef=loss.entropy_coef,
         critic=cfg.critic.backbone, value_coef=cfg.critic.loss_coef, value_clip=cfg.critic.clip,
     )  # fmt: skip
-    check(made)
+    check(made, cfg.rollout.samples_per_prompt)
     check_stale(made, cfg.rollout.max_staleness)
     return made

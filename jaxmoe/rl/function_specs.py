@@ -44,7 +44,7 @@ def read(text: str, where: str, arrays: Sequence[str]) -> Callable[..., Any]:
 
 def read_several(text: str, where: str, arrays: Sequence[str]) -> tuple[Callable[..., Any], ...]:
     """The functions of several calls joined by "+"; none for an empty text."""
-    return tuple(read(part, where, arrays) for part in _split(text)) if text.strip() else ()
+    return tuple(read(part, where, arrays) for part in split(text)) if text.strip() else ()
 
 
 def arguments(function: Callable[..., Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,8 @@ def _options(call: str) -> dict[str, Any] | None:
     return options if len(options) == len(tree.keywords) else None
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
+    """The parts of a text that "+" joins outside parentheses."""
     depth, parts = 0, [""]
     for letter in text:
         depth += {"(": 1, ")": -1}.get(letter, 0)
@@ -98,12 +99,17 @@ def _own(path: str, where: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-        inspect.signature(function)
-        return function
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{where}: {path} must be a function that can be imported; {error}."
         ) from error
+    # called at once, on abstract arrays: nothing may be named that starts or deletes something
+    if not inspect.isfunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{where}: {path} must be a function written in Python with def, got "
+            f"{type(function).__name__}. Wrap it in one that takes the arrays by name."
+        )
+    return function
 
 
 def _check(
@@ -117,6 +123,16 @@ def _check(
             hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known) or 'none'}."
             raise ConfigError(f"{where}: {name} has no option {option!r}. {hint}")
     bound = partial(function, **options)
+    given = [n for n in options if n in asked(function)]
+    if given or not asked(function):
+        raise ConfigError(
+            f"{where}: {name} must take arrays by position and options by keyword"
+            + (
+                f"; {given[0]} is a position. Write (…, *, {given[0]})."
+                if given
+                else f"; it takes none. A function may ask for {', '.join(arrays)}."
+            )
+        )
     missing = [
         n for n, p in inspect.signature(bound).parameters.items()
         if p.kind is p.KEYWORD_ONLY and p.default is p.empty

@@ -52,6 +52,30 @@ def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> UpdateMetr
     )
 
 
+def expert_load(batch: Batch, n_experts: int) -> Metrics:
+    """How evenly the engine's recorded experts share the tokens that were read; {} without them.
+
+    router/load_max_over_mean, load_cv: the busiest expert's tokens over the mean, and the deviation
+    over the mean, of each layer, averaged over layers; 1 and 0 where all are as busy.
+    router/unused_experts: the share of experts, over layers, that read no token of the batch.
+    """
+    routed = batch.routed_experts_BTLA
+    if routed is None:
+        return {}
+    # the last token of a sequence was read by no layer
+    read_BT = jnp.pad(jnp.asarray(batch.segment_ids_BT)[:, 1:] > 0, ((0, 0), (0, 1)))
+    layers, ones = routed.shape[2], read_BT[:, :, None, None].astype(jnp.float32)
+    counts_LE = jnp.zeros((layers, n_experts)).at[
+        jnp.arange(layers)[:, None], jnp.asarray(routed).astype(jnp.int32)
+    ].add(ones)  # fmt: skip
+    mean_L = jnp.maximum(counts_LE.mean(axis=1), 1e-9)
+    return {
+        "router/load_max_over_mean": jnp.mean(counts_LE.max(axis=1) / mean_L),
+        "router/load_cv": jnp.mean(counts_LE.std(axis=1) / mean_L),
+        "router/unused_experts": jnp.mean((counts_LE == 0).astype(jnp.float32)),
+    }
+
+
 def update_metrics(
     batch: Batch, scored: Scored, rows: dict[str, Any], a: Algorithm
 ) -> UpdateMetrics:
@@ -71,11 +95,12 @@ def update_metrics(
     }
     means |= clip_fractions(batch, scored, rows, a, old_logp_BT)
     found = UpdateMetrics(means, {"policy/ratio_max": masked_max(moved_BT, mask_BT)})
-    if "is_weights_BT" in rows:
-        found |= UpdateMetrics(*weight_parts(rows["is_weights_BT"], rows["ratio_BT"], mask_BT))
-    if "keep_BT" in rows:
-        keep_BT = rows["keep_BT"] & mask_BT
-        gone_B1 = ~jnp.any(keep_BT, axis=1, keepdims=True)
+    did = rows["correction"]
+    if did.bounded_BT is not None:
+        found |= UpdateMetrics(*weight_parts(did.bounded_BT, did.ratio_BT, did.above_BT, mask_BT))
+    if did.keep_BT is not None:
+        keep_BT = did.keep_BT & mask_BT
+        gone_B1 = jnp.any(mask_BT & ~keep_BT, axis=1, keepdims=True)  # any of its tokens
         some_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
         found |= UpdateMetrics({
             "rollout_corr/rollout_rs_masked_fraction": 1.0

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import struct
 
+from jaxmoe.config import require
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.microbatches import pack
@@ -46,7 +47,13 @@ def divide(
     if a.updates == 1:
         return batch, None
     dice = np.random.default_rng(seed)
-    order = np.stack([dice.permutation(len(batch.tokens_BT)) for _ in range(a.epochs)])
+    rows = len(batch.tokens_BT)
+    require(
+        rows % a.minibatches == 0,
+        f"minibatches ({a.minibatches}) must divide the batch's {rows} rows. Try --set "
+        "loss.minibatches=1.",
+    )
+    order = np.stack([dice.permutation(rows) for _ in range(a.epochs)])
     rows_UB = order.reshape(a.updates, -1).astype(np.int32)
     packing, whole = None, replace(batch, packing=None)
     if tokens_per_microbatch:

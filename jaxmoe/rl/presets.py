@@ -3,8 +3,15 @@
 
 "decoupled" compares three policies (engine, trainer before the update, trainer now), "bypass"
 two (engine and trainer now). Bounds of k1 are bounds of ρ here; verl tests 1/ρ against them, which
-is the same for the symmetric pairs below. Next: jaxmoe/rl/from_config.py reads the settings.
-Source: verl/trainer/config/algorithm.py, RolloutCorrectionConfig.
+is the same for the symmetric pairs below.
+
+What a loss divides by: verl's decoupled presets drop tokens from the mask before they count it, so
+those with a rejection set `kept_token_mean` here, whatever `old_logp`. Its bypass presets drop them
+within the loss, after the batch's tokens were counted; there all tokens count, here as in verl.
+Another `loss.aggregation` beside a preset stays, and counts as it says.
+Next: jaxmoe/rl/from_config.py reads the settings.
+Source: verl 0.9: trainer/config/algorithm.py, RolloutCorrectionConfig; workers/utils/padding.py and
+trainer/ppo/core_algos.py, compute_policy_loss_bypass_mode, for what is counted when.
 """
 
 import difflib
@@ -20,7 +27,8 @@ _ICEPOP = "token_icepop(low=0.5, high=5.0)"
 
 
 def _decoupled(correction: str) -> dict[str, str]:
-    return {"old_logp": "trainer", "rollout_correction": correction}
+    kept = {"aggregation": "kept_token_mean"} if "rejection" in correction else {}
+    return {"old_logp": "trainer", "rollout_correction": correction} | kept
 
 
 def _bypass(correction: str) -> dict[str, str]:
@@ -69,6 +77,8 @@ def with_preset(loss: LossConfig) -> LossConfig:
         # with one update a batch, detaching gives the same number for a forward less
         fields["old_logp"] = "recomputed" if loss.updates > 1 else loss.old_logp
         loss = replace(loss, old_logp=plain.old_logp)
+    if loss.aggregation != plain.aggregation:
+        fields.pop("aggregation", None)
     for name, value in fields.items():
         given = getattr(loss, name)
         require(

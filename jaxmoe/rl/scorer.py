@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import Ops, forward, sequence_logprobs, sequence_values
+from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
+from jaxmoe.model.head import next_column
+from jaxmoe.model.params import check_params
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.state import Trained
 from jaxmoe.shapes import Params
@@ -25,7 +27,7 @@ class Scorer:
     critic: str = "none"  # "own" or "shared" backbone
 
     def policy(self, params: Trained, batch: Batch) -> dict[str, Array]:
-        """logp_BT and entropy_BT; and values_BT where the critic shares the policy's layers."""
+        """logp_BT and entropy_BT; and `values_of` where the critic shares the policy's layers."""
         hidden_BTD = self.hidden(params.policy, batch)
         rows = batch if batch.packed is None else batch.packed
         logp_BT, entropy_BT = sequence_logprobs(
@@ -34,8 +36,7 @@ class Scorer:
         )  # fmt: skip
         out = {"logp_BT": in_rows(logp_BT, batch), "entropy_BT": in_rows(entropy_BT, batch)}
         if self.critic == "shared":
-            assert params.critic is not None
-            out["values_BT"] = in_rows(sequence_values(params.critic, hidden_BTD), batch)
+            out |= values_of(params, hidden_BTD, batch)
         return out
 
     def reference(self, reference: Params, batch: Batch) -> Float[Array, "B T"]:
@@ -43,19 +44,27 @@ class Scorer:
         plain = replace(self, critic="none")
         return plain.policy(Trained(reference), unrouted(batch))["logp_BT"]
 
-    def values(self, params: Trained, batch: Batch) -> Float[Array, "B T"]:
-        """values_BT of a critic with a backbone of its own, which routes by itself."""
+    def values(self, params: Trained, batch: Batch) -> dict[str, Array]:
+        """`values_of` a critic with a backbone of its own, which routes by itself."""
         assert params.critic is not None
         hidden_BTD = self.hidden(params.critic["backbone"], unrouted(batch))
-        return in_rows(sequence_values(params.critic, hidden_BTD), batch)
+        return values_of(params, hidden_BTD, batch)
 
     def hidden(self, params: Params, batch: Batch) -> Float[Array, "_ _ D"]:
         """The last hidden states over a batch, or over the packed rows of a microbatch."""
+        check_params(params, self.model)
         rows = batch if batch.packed is None else batch.packed
         return forward(
             params, rows.tokens_BT, self.model, self.ops, positions_BT=rows.positions_BT,
             segment_ids_BT=rows.segment_ids_BT, routed_experts_BTLA=rows.routed_experts_BTLA,
         )[0]  # fmt: skip
+
+
+def values_of(params: Trained, hidden_BTD: Float[Array, "_ _ D"], batch: Batch) -> dict[str, Array]:
+    """values_BT before each token, values_after_BT once it is known."""
+    assert params.critic is not None
+    after_BT = in_rows(values_after(params.critic, hidden_BTD), batch)
+    return {"values_BT": next_column(after_BT), "values_after_BT": after_BT}
 
 
 def in_rows(x_BT: Float[Array, "_ _"], batch: Batch) -> Float[Array, "B T"]:

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmoe.config import GateConfig
 from jaxmoe.losses import masked_mean, masked_sum, value_terms
 from jaxmoe.losses.aggregation import token_total
+from jaxmoe.losses.rewards import last_true
 from jaxmoe.rl.algorithm import (
     Algorithm,
     advantages_of,
@@ -28,17 +30,25 @@ from jaxmoe.rl.algorithm import (
     old_logp_of,
 )
 from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.function_specs import arguments
-from jaxmoe.rl.metrics import UpdateMetrics, engine_gap, update_metrics
+from jaxmoe.rl.function_specs import arguments, asked
+from jaxmoe.rl.metrics import UpdateMetrics, engine_gap, expert_load, update_metrics
 from jaxmoe.rl.microbatches import GRADIENTS, ROWS, LossAux, over_microbatches
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
 from jaxmoe.rl.step import apply_gradients
-from jaxmoe.rl.validate import check
-from jaxmoe.shapes import Metrics
+from jaxmoe.rl.validate import check, check_inputs
+from jaxmoe.shapes import Leaf, Metrics
 
 OPEN = GateConfig()
+
+
+@struct.dataclass
+class Told:
+    """What a step says of each token, in the batch's order."""
+
+    logp_BT: Leaf  # float32; the trainer's, before the update that first trains on the row
+    advantages_BT: Leaf  # float32
 
 
 def rl_step(
@@ -51,18 +61,20 @@ def rl_step(
     scorer: Scorer,
     gate: GateConfig = OPEN,
     microbatches: int = 1,
-) -> tuple[TrainState, Metrics]:
+) -> tuple[TrainState, Metrics, Told]:
     """All updates of one batch of rollouts. Jit it with the state donated.
 
     Args:
         minibatches: None where there is one update, on the whole batch.
         microbatches: that the whole batch is cut into, where it is not packed.
     Returns:
-        The state after the updates, unless the gate closed; and of their metrics the means,
-        largest and smallest over the updates.
-    Raises ConfigError for an algorithm that cannot work.
+        The state after the updates, unless the gate closed; of their metrics the means, largest
+        and smallest over the updates; and what is known of each token.
+    Raises ConfigError for an algorithm that cannot work, or arrays that do not fit it; ids past the
+    vocabulary are seen by `check_tokens`, on the host.
     """
-    check(algorithm)
+    check(algorithm, batch.samples_per_prompt)
+    check_inputs(state, batch, minibatches, algorithm, scorer.model, microbatches)
     a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
     # a batch is trained on whole or not at all: with several updates the gate reads it first
     first = a.recomputes or (gated(gate) and a.updates > 1)
@@ -73,18 +85,29 @@ def rl_step(
         gap=engine_gap(scored.old_logp_BT, batch) if first else None,
         microbatches=max(1, microbatches // a.minibatches),
     )  # fmt: skip
+    load = expert_load(batch, scorer.model.n_experts)
     if minibatches is None:
-        state, metrics = update(state, batch, scored)
-        return state, metrics.flat()
+        state, metrics, logp_BT = update(state, batch, scored)
+        return state, metrics.flat() | load, Told(logp_BT, scored.advantages_BT)
 
-    def next_update(state: TrainState, part: Minibatches) -> tuple[TrainState, UpdateMetrics]:
+    def next_update(
+        state: TrainState, part: Minibatches
+    ) -> tuple[TrainState, tuple[UpdateMetrics, Array]]:
         rows, known = jax.tree.map(
             lambda x: x[part.rows_UB], (replace(batch, packing=None), scored)
         )
-        return update(state, replace(rows, packing=part.packing), known)
+        state, metrics, logp_BT = update(state, replace(rows, packing=part.packing), known)
+        return state, (metrics, logp_BT)
 
-    state, metrics = lax.scan(next_update, state, minibatches)
-    return state, metrics.of_the_step().flat()
+    state, (metrics, logp_UBT) = lax.scan(next_update, state, minibatches)
+    logp_BT = scored.old_logp_BT
+    if logp_BT is None:  # of the first epoch, where each row is in one minibatch
+        n, length = a.minibatches, logp_UBT.shape[-1]
+        at_B = minibatches.rows_UB[:n].reshape(-1)
+        logp_BT = jnp.zeros_like(batch.rollout_logp_BT)
+        logp_BT = logp_BT.at[at_B].set(logp_UBT[:n].reshape(-1, length))
+    told = Told(logp_BT, scored.advantages_BT)
+    return state, metrics.of_the_step().flat() | load, told
 
 
 def score(
@@ -100,41 +123,61 @@ def score(
     if policy or a.critic == "shared":
         old = over(partial(scorer.policy, state.params))
     if a.critic == "own":
-        old["values_BT"] = over(partial(scorer.values, state.params))
+        old |= over(partial(scorer.values, state.params))
     reference = state.frozen.reference
     return Scored(
         old_logp_BT=old["logp_BT"] if policy else None,
         ref_logp_BT=over(partial(scorer.reference, reference)) if a.kl_coef > 0.0 else None,
         old_values_BT=old["values_BT"] if a.critic != "none" else None,
+        bootstrap_B=bootstrap(batch, old["values_after_BT"]) if a.critic != "none" else None,
     )
+
+
+def bootstrap(batch: Batch, values_after_BT: Float[Array, "B T"]) -> Float[Array, " B"]:
+    """What the critic says of the state behind a cut-off answer's last token; 0 of an end."""
+    if batch.truncated_B is None:
+        return jnp.zeros(len(values_after_BT))
+    here_BT = last_true(batch.loss_mask_BT) & batch.truncated_B[:, None]
+    return jnp.sum(jnp.where(here_BT, values_after_BT, 0.0), axis=1)
 
 
 def estimate(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
-    """Advantages, and returns where there is a critic."""
+    """Advantages, and returns where there is a critic; the rollout correction where it is known.
+
+    All of them of the whole batch, which is cut into minibatches afterwards.
+    """
     mask_BT, kl_BT = batch.loss_mask_BT, None
     if a.kl_coef > 0.0 and a.kl_in == "reward":
-        kl_BT = _kl(a, scored.old_logp_BT, scored.ref_logp_BT, mask_BT)
+        kl_BT = kl_of(a, scored.old_logp_BT, scored.ref_logp_BT, scored.old_logp_BT, mask_BT)
     advantages_BT, returns_BT = advantages_of(
-        a, batch.rewards_B, mask_BT, kl_BT, scored.old_values_BT
-    )
-    return replace(scored, advantages_BT=lax.stop_gradient(advantages_BT), returns_BT=returns_BT)
+        a, batch.rewards_B, mask_BT, kl_BT, scored.old_values_BT, scored.bootstrap_B,
+        samples=batch.samples_per_prompt,
+    )  # fmt: skip
+    advantages_BT = lax.stop_gradient(advantages_BT)
+    found = None
+    if a.old_logp == "recomputed":
+        found = corrected(
+            a, scored.old_logp_BT, batch.rollout_logp_BT, advantages_BT, mask_BT, mask_BT
+        )
+    return replace(scored, advantages_BT=advantages_BT, returns_BT=returns_BT, correction=found)
 
 
 def weigh(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
-    """A minibatch's loss weights, and its rollout correction if old_logp is known already."""
-    mask_BT = batch.loss_mask_BT
-    arrays = {"mask_BT": mask_BT}
-    if a.old_logp == "recomputed":
-        found = corrected(
-            a, scored.old_logp_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, mask_BT
-        )
-        keep_BT = mask_BT if found.keep_BT is None else mask_BT & found.keep_BT
-        scored = replace(
-            scored, is_weights_BT=found.weights_BT, ratio_BT=found.ratio_BT, keep_BT=keep_BT
-        )
-        arrays["keep_BT"] = keep_BT
+    """A minibatch's loss weights.
+
+    Where the correction is not known yet no token is dropped, and `one_update` makes up for it.
+    """
+    keep_BT = mask_BT = batch.loss_mask_BT
+    if scored.correction is not None and scored.correction.keep_BT is not None:
+        keep_BT = mask_BT & scored.correction.keep_BT
+    arrays = {"mask_BT": mask_BT, "keep_BT": keep_BT}
     loss_weights_BT = a.aggregation(**arguments(a.aggregation, arrays))
     return replace(scored, loss_weights_BT=lax.stop_gradient(loss_weights_BT))
+
+
+def counts_kept_late(a: Algorithm) -> bool:
+    """Whether the loss divides by tokens kept, and they are known only with the gradient."""
+    return a.old_logp != "recomputed" and "keep_BT" in asked(a.aggregation)
 
 
 def one_update(
@@ -148,8 +191,8 @@ def one_update(
     gate: GateConfig,
     gap: UpdateMetrics | None,
     microbatches: int,
-) -> tuple[TrainState, UpdateMetrics]:
-    """One optimizer update on a scored minibatch, unless the gate is closed.
+) -> tuple[TrainState, UpdateMetrics, Array]:
+    """One optimizer update on a scored minibatch, unless the gate is closed; its log-probs.
 
     `gap` is the engine's distance from the trainer as it was before the step; None: from the
     forward of this update.
@@ -161,6 +204,10 @@ def one_update(
         total=token_total(batch.loss_mask_BT),
     )  # fmt: skip
     (loss, aux), grads = over_microbatches(grad_fn, batch, scored, microbatches, GRADIENTS)
+    if counts_kept_late(algorithm):  # one denominator: dividing once does for all microbatches
+        kept = aux.sums.pop("kept")
+        share = jnp.sum(scored.loss_weights_BT) / jnp.where(kept > 0, kept, 1.0)
+        loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
     found = update_metrics(batch, scored, aux.rows, algorithm)
     found |= UpdateMetrics({**aux.sums, "loss": loss, "grad/norm": optax.tree.norm(grads.policy)})
     if algorithm.critic != "none":
@@ -169,9 +216,9 @@ def one_update(
     closed = gate_closed(found.means, gate)
     found |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
     if not gated(gate):  # nothing to hold back: no branch
-        return apply_gradients(state, grads, tx), found
+        return apply_gradients(state, grads, tx), found, aux.rows["logp_BT"]
     state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
-    return state, found
+    return state, found, aux.rows["logp_BT"]
 
 
 def gated(gate: GateConfig) -> bool:
@@ -212,27 +259,27 @@ def policy_loss(
     a, mask_BT = algorithm, batch.loss_mask_BT
     out = scorer.policy(params, batch)
     if a.critic == "own":
-        out["values_BT"] = scorer.values(params, batch)
+        out |= scorer.values(params, batch)
     logp_BT, entropy_BT = out["logp_BT"], out["entropy_BT"]
     now_BT = lax.stop_gradient(logp_BT)
     old_logp_BT = old_logp_of(a, batch, scored, now_BT)
     arrays = objective_arrays(batch, scored, logp_BT, old_logp_BT, entropy_BT)
     terms_BT = a.objective(**arguments(a.objective, arrays))
-    weights_BT, keep_BT, ratio_BT = scored.is_weights_BT, scored.keep_BT, scored.ratio_BT
+    found = scored.correction
     if a.old_logp != "recomputed":  # the engine is compared with the policy of this forward
-        weights_BT, keep_BT, ratio_BT = corrected(
-            a, now_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, None
-        )
+        found = corrected(a, now_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, None)
     loss_weights_BT = scored.loss_weights_BT
-    if keep_BT is not None:
-        loss_weights_BT = jnp.where(keep_BT, loss_weights_BT, 0.0)
-    weighted_BT = terms_BT if weights_BT is None else terms_BT * weights_BT
+    if found.keep_BT is not None:
+        loss_weights_BT = jnp.where(found.keep_BT, loss_weights_BT, 0.0)
+    weighted_BT = terms_BT if found.weights_BT is None else terms_BT * found.weights_BT
     loss = masked_sum(weighted_BT * loss_weights_BT, mask_BT)
-    sums, rows = {}, {"logp_BT": now_BT, "entropy_BT": entropy_BT}
+    sums, rows = {}, {"logp_BT": now_BT, "entropy_BT": entropy_BT, "correction": found}
+    if counts_kept_late(a):
+        sums["kept"] = masked_sum(loss_weights_BT, mask_BT)
     if a.entropy_coef != 0.0:
         loss = loss - a.entropy_coef * masked_sum(entropy_BT * loss_weights_BT, mask_BT)
     if a.kl_coef > 0.0:
-        kl_BT = _kl(a, logp_BT, scored.ref_logp_BT, mask_BT)
+        kl_BT = kl_of(a, logp_BT, scored.ref_logp_BT, old_logp_BT, mask_BT)
         sums["policy/kl_ref"] = masked_mean(kl_BT, mask_BT, total)
         if a.kl_in == "loss":
             loss = loss + a.kl_coef * masked_sum(kl_BT * loss_weights_BT, mask_BT)
@@ -243,15 +290,18 @@ def policy_loss(
         sums["critic/loss"] = masked_mean(v_BT, mask_BT, total)
         loss = loss + a.value_coef * sums["critic/loss"]
         rows["values_BT"] = out["values_BT"]
-    for name, x in (("is_weights_BT", weights_BT), ("ratio_BT", ratio_BT), ("keep_BT", keep_BT)):
-        if x is not None:
-            rows[name] = jnp.broadcast_to(x, mask_BT.shape)
     return loss, jax.tree.map(lax.stop_gradient, LossAux(sums=sums, rows=rows))
 
 
-def _kl(
-    a: Algorithm, logp_BT: Float[Array, "B T"], ref_logp_BT: Float[Array, "B T"], mask_BT: Array
+def kl_of(
+    a: Algorithm,
+    logp_BT: Float[Array, "B T"],
+    ref_logp_BT: Float[Array, "B T"],
+    old_logp_BT: Float[Array, "B T"],
+    mask_BT: Array,
 ) -> Float[Array, "B T"]:
+    """The divergence from the reference at every token; 0 at false ones."""
     # select before exp: under a false mask NaN times a zero cotangent would still be NaN
-    ref_logp_BT = jnp.where(mask_BT, ref_logp_BT, lax.stop_gradient(logp_BT))
-    return a.kl(**arguments(a.kl, {"logp_BT": logp_BT, "logq_BT": ref_logp_BT}))
+    arrays = {"logp_BT": logp_BT, "logq_BT": ref_logp_BT, "old_logp_BT": old_logp_BT}
+    arrays = {name: jnp.where(mask_BT, x, 0.0) for name, x in arrays.items()}
+    return a.kl(**arguments(a.kl, arrays))

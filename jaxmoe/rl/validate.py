@@ -8,17 +8,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
-from jaxmoe.config import ConfigError, require
+from jaxmoe.config import ConfigError, ModelConfig, require
+from jaxmoe.losses import kl_k1
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.rl.algorithm import ARRAYS, Algorithm, Function, advantages_of
+from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.function_specs import arguments, asked
+from jaxmoe.rl.minibatches import Minibatches
+from jaxmoe.rl.state import TrainState
 
 
-def check(a: Algorithm) -> None:
-    """Run every function on abstract arrays. Raises ConfigError with what it said."""
-    p, r, t = 2, a.samples_per_prompt, 3
+def check(a: Algorithm, samples: int) -> None:
+    """Run every function on abstract arrays, `samples` rows a prompt.
+
+    Raises ConfigError with what a function said, or for functions that do not fit each other.
+    """
+    p, r, t = 2, samples, 3
     needs_values = "values_BT" in asked(a.advantages)
     require(
         not needs_values or a.critic != "none",
@@ -36,22 +44,40 @@ def check(a: Algorithm) -> None:
         f"{a.minibatches} minibatches: after the first update the batch is off-policy and its "
         "ratio is not 1. Try --set loss.old_logp=recomputed.",
     )
+    # what compares the policy of each update with the one that drew the tokens
+    sees = {"old_logp_BT", "rollout_logp_BT"} & set(asked(a.objective))
+    now = a.rollout_correction and a.old_logp != "recomputed"
+    require(
+        a.updates == 1 or bool(sees) or bool(now),
+        f"loss.objective: {_name(a.objective)} has no ratio, and there are {a.epochs} epochs of "
+        f"{a.minibatches} minibatches: after the first update nothing sees that the tokens are "
+        "another policy's. Try --set loss.objective=clipped_terms, or --set loss.epochs=1 --set "
+        "loss.minibatches=1.",
+    )
+    require(
+        a.kl_coef == 0 or a.kl_in != "loss" or getattr(a.kl, "func", a.kl) is not kl_k1,
+        "loss.kl=kl_k1 has a gradient of 0 on average, and only its value counts. Try "
+        "--set loss.kl=kl_k3_with_k2_gradient, or --set loss.kl_in=reward.",
+    )
     require(
         r > 1 or "rewards_PR" not in asked(a.advantages),
         f"loss.advantages: {_name(a.advantages)} compares the samples of a prompt, and "
-        f"rollout.samples_per_prompt is {r}. Try --set rollout.samples_per_prompt=8.",
+        f"rollout.samples_per_prompt is {r}. Try --set rollout.samples_per_prompt=8. In Python it "
+        "is Batch(samples_per_prompt=8).",
     )
 
     def tried() -> Array | None:
         x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
-        advantages_BT, _ = advantages_of(a, jnp.zeros(p * r), mask_BT, None, x_BT)
+        advantages_BT, _ = advantages_of(
+            a, jnp.zeros(p * r), mask_BT, None, x_BT, x_BT[:, 0], samples=r
+        )
         arrays = dict.fromkeys(ARRAYS["objective"], x_BT) | {"mask_BT": mask_BT}
         arrays["advantages_BT"] = advantages_BT
         _must_be_tokens(a.objective(**arguments(a.objective, arrays)), mask_BT, a.objective)
-        a.kl(**arguments(a.kl, {"logp_BT": x_BT, "logq_BT": x_BT}))
+        _must_be_tokens(a.kl(**arguments(a.kl, dict.fromkeys(ARRAYS["kl"], x_BT))), mask_BT, a.kl)
         known_early = a.old_logp == "recomputed"
         weights_BT = _weights(a, x_BT, advantages_BT, mask_BT, known_early)
-        keep = {"keep_BT": mask_BT} if known_early else {}
+        keep = {"keep_BT": mask_BT} if known_early or a.critic == "none" else {}
         loss_weights_BT = a.aggregation(**arguments(a.aggregation, {"mask_BT": mask_BT} | keep))
         _must_be_tokens(loss_weights_BT, mask_BT, a.aggregation)
         return weights_BT
@@ -72,6 +98,79 @@ def check(a: Algorithm) -> None:
         "loss.old_logp=rollout and importance weights in loss.rollout_correction correct the same "
         "mismatch, which squares it. Try --set loss.old_logp=recomputed, or a rejection alone.",
     )
+
+
+def check_inputs(
+    state: TrainState,
+    batch: Batch,
+    minibatches: Minibatches | None,
+    a: Algorithm,
+    model: ModelConfig,
+    microbatches: int,
+) -> None:
+    """What a step takes for granted of its arrays. Raises ConfigError naming the one that errs.
+
+    Shapes are looked at while jax traces; `check_tokens` sees ids in host arrays alone.
+    """
+    check_tokens(batch, model.vocab_size)
+    rows, r = len(batch.tokens_BT), batch.samples_per_prompt
+    shapes = dict.fromkeys(
+        ("positions_BT", "segment_ids_BT", "loss_mask_BT", "rollout_logp_BT"),
+        np.shape(batch.tokens_BT),
+    ) | {"rewards_B": (rows,)}  # fmt: skip
+    for name, shape in shapes.items():
+        given = np.shape(getattr(batch, name))
+        require(given == shape, f"batch.{name} must have shape {shape}, got {given}.")
+    require(
+        batch.loss_mask_BT.dtype == bool,
+        f"batch.loss_mask_BT must be bool, got {batch.loss_mask_BT.dtype}. Try mask > 0.",
+    )
+    require(
+        r > 0 and rows % r == 0,
+        f"a batch must be whole groups of samples_per_prompt ({r}) rows, got {rows} rows.",
+    )
+    updates = 1 if minibatches is None else len(minibatches.rows_UB)
+    require(
+        updates == a.updates,
+        f"{a.epochs} epochs of {a.minibatches} minibatches need as many minibatches, got "
+        f"{'none' if minibatches is None else updates}. Try batch, minibatches = divide(batch, "
+        "algorithm, seed=(0, step)), and rl_step(state, batch, minibatches, …).",
+    )
+    require(
+        batch.packing is not None or rows % microbatches == 0,
+        f"microbatches ({microbatches}) must divide the batch's {rows} rows.",
+    )
+    require(
+        a.kl_coef == 0 or state.frozen.reference is not None,
+        f"kl_coef={a.kl_coef} needs a reference, and the state has none. Try new_state(trained, "
+        "tx, Frozen(reference=params)).",
+    )
+    require(
+        a.critic == "none" or state.params.critic is not None,
+        f"critic={a.critic} needs a critic's parameters, and the state has none. Try "
+        "new_state(Trained(params, new_critic(params, cfg.model, dtype, own_backbone=…)), tx).",
+    )
+
+
+def check_tokens(batch: Batch, vocab_size: int) -> None:
+    """Raises ConfigError unless tokens are [B, T] and, where they are a host array, are ids.
+
+    What jit has traced has no values to look at, and its gathers would clamp an id without a word:
+    call this before a jitted step with tokens that were made elsewhere.
+    """
+    tokens_BT = batch.tokens_BT
+    require(
+        np.ndim(tokens_BT) == 2,
+        f"batch.tokens_BT must be [B, T], got shape {np.shape(tokens_BT)}. Try tokens[None].",
+    )
+    if isinstance(tokens_BT, np.ndarray):
+        bad = np.argwhere((tokens_BT < 0) | (tokens_BT >= vocab_size))
+        require(
+            not len(bad),
+            f"batch.tokens_BT must be ids from 0 to {vocab_size - 1} (model.vocab_size), got "
+            + "".join(f"{tokens_BT[b, t]} at [{b}, {t}]" for b, t in bad[:1])
+            + ".",
+        )
 
 
 def check_stale(a: Algorithm, most: int) -> None:
@@ -131,9 +230,14 @@ def _weights(
             f"loss.rollout_correction: {_name(function)} would weight tokens that are weighted "
             "already, which squares the correction. Leave one out.",
         )
-        arrays["weights_BT"] = found.weights_BT
-        if found.ratio_BT is not None:
-            arrays["ratio_BT"] = found.ratio_BT
+        for name in ("weights_BT", "ratio_BT"):
+            if getattr(found, name) is not None:
+                arrays[name] = getattr(found, name)
+        require(
+            continues or (found.ratio_BT is not None and found.above_BT is not None),
+            f"loss.rollout_correction: {_name(function)} must say ratio_BT and above_BT of its "
+            "weights, as token_is does.",
+        )
     return arrays.get("weights_BT")
 
 

@@ -14,10 +14,11 @@ once more, which vLLM does at temperature 1 only; at another one they are refuse
 Next: jaxmoe/vllm/replica.py.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, TypeVar
@@ -32,15 +33,22 @@ from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.backend import Backend, RequestFailed
-from jaxmoe.vllm.http_backend import HttpBackend
+from jaxmoe.vllm.http_backend import HttpBackend, key_of_running_servers
+from jaxmoe.vllm.placement import (
+    Placement,
+    gpus_each,
+    placements,
+    trainer_share,
+    visible_gpus,
+)
 from jaxmoe.vllm.replica import Replica, TargetWeights, backoff
 from jaxmoe.vllm.request import PromptRequest
-from jaxmoe.vllm.server import Server
+from jaxmoe.vllm.server import Server, inspect_python
 from jaxmoe.vllm.sync import Probe, workers
 from jaxmoe.vllm.transport import Transport
 from jaxmoe.weight_sync.directory import WeightsDirectory
 from jaxmoe.weight_sync.files import WeightFile, write_files
-from jaxmoe.weight_sync.update import WeightUpdate, new_run
+from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, digested, new_run
 
 T = TypeVar("T")
 BOUND = {"float32": 1e-4, "bfloat16": 0.1}  # mean |Δlogp| of a probe, nats
@@ -51,6 +59,9 @@ def trainer_logps(params: Params, tokens_BT: Array, *, cfg: ModelConfig, ops: Op
     """Log-probs as the trainer computes them, temperature 1; column 0 is 0."""
     hidden_BTD = forward(params, tokens_BT, cfg, ops)[0]
     return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, ops)[0]
+
+
+LOGPS = jax.jit(trainer_logps, static_argnames=("cfg", "ops"))  # one program for all engines
 
 
 class VllmEngine:
@@ -65,7 +76,7 @@ class VllmEngine:
         self._dtype = vllm.dtype or cfg.dtype
         self._run = new_run()
         self.incidents: list[str] = []
-        self._logp = jax.jit(partial(trainer_logps, cfg=cfg, ops=ops))
+        self._logp = partial(LOGPS, cfg=cfg, ops=ops)
         self._lock, self._closed = Lock(), Event()
         self._target: TargetWeights | None = None
         self._reusable_file: WeightFile | None = None
@@ -113,7 +124,7 @@ class VllmEngine:
         Raises EngineError where one of them does not hold these weights afterwards.
         """
         named: dict[str, Any] = dict(dtype=self._dtype, run=self._run, version=version)
-        file = None
+        file, summing = None, Lock()
         if self._transport == "files":
             reuse, self._reusable_file = self._reusable_file, None
             file = write_files(params, self._cfg, self._vllm.weights_dir, **named, reuse=reuse)
@@ -121,8 +132,14 @@ class VllmEngine:
         def logps(tokens: list[int]) -> np.ndarray:
             return np.asarray(self._logp(params, jnp.asarray([tokens], jnp.int32))[0])
 
+        @cache
+        def manifest() -> ManifestDict:
+            return digested(params, self._cfg, **named)
+
         def make(transport: Transport) -> WeightUpdate:
-            return transport.make(params, self._cfg, **named)
+            with summing:  # the first replica that asks; the others wait for it
+                told = manifest()
+            return transport.make(params, self._cfg, told, **named)
 
         with self._lock:
             before = self._target
@@ -262,19 +279,23 @@ def _open(
 ) -> list[tuple[Backend, Server | None]]:
     """The running servers named, or servers started, or one vLLM in this process."""
     if vllm.urls:
-        return [
-            (HttpBackend(url, timeout_s=vllm.request_timeout_s, connections=rows), None)
-            for url in vllm.urls
-        ]
+        named: dict[str, Any] = dict(timeout_s=vllm.request_timeout_s, connections=rows)
+        key = key_of_running_servers()
+        return [(HttpBackend(url, key=key, **named), None) for url in vllm.urls]
     if vllm.launch == 0:
         from jaxmoe.vllm.in_process import InProcessBackend
 
         return [(InProcessBackend(cfg, vllm, work=work, context=context, rows=rows), None)]
+    places = [Placement()] * vllm.launch
+    if not inspect_python(vllm.python or sys.executable)["cpu"]:
+        trainer = trainer_share(jax.default_backend() == "gpu")
+        places = placements(visible_gpus(), vllm.launch, gpus_each(vllm.args), trainer)
     servers = [
-        Server(vllm, cfg, work=work, number=n, context=context, rows=rows)
-        for n in range(vllm.launch)
+        Server(vllm, cfg, work=work, number=n, context=context, rows=rows, place=place)
+        for n, place in enumerate(places)
     ]
-    pool = ThreadPoolExecutor(len(servers))
+    # one that measures a GPU's free memory must be the only one that takes of it meanwhile
+    pool = ThreadPoolExecutor(len(servers) if all(p.alone for p in places) else 1)
     try:
         jobs = [pool.submit(server.start) for server in servers]
         return [(job.result(), server) for job, server in zip(jobs, servers, strict=True)]

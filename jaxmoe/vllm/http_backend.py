@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM server, over HTTP.
 
-It must run with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, and with our plugin's worker and
-weight-transfer backend; server.py starts such a one. Next: jaxmoe/vllm/replica.py.
+It must run with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, and with our plugin's worker,
+weight-transfer backend and door; server.py starts such a one. Next: jaxmoe/vllm/replica.py.
 """
 
 import json
 import math
+import os
 import socket
 import threading
 import time
@@ -18,7 +19,10 @@ from urllib.parse import urlencode
 import urllib3
 from urllib3.util import parse_url
 
+from jaxmoe.config import ConfigError
+from jaxmoe.observe.printable import printable
 from jaxmoe.vllm.backend import RequestFailed
+from jaxmoe.vllm_plugin.door import VARIABLE
 
 CONNECT_S = 10.0
 HEALTH_S = 10.0
@@ -27,11 +31,28 @@ IDLE_S = 3.0  # a connection is used again; vLLM closes it at 5, unseen by a req
 SHOWN = 400  # characters of an error's body that are passed on
 
 
-class HttpBackend:
-    """Thread-safe: a pool of connections, grown as threads ask."""
+def key_of_running_servers() -> str:
+    """JAXMOE_VLLM_API_KEY, else VLLM_API_KEY; empty where neither is set.
 
-    def __init__(self, url: str, *, timeout_s: float, connections: int = 64) -> None:
+    Raises ConfigError for what no header can carry.
+    """
+    name = next((n for n in ("JAXMOE_" + VARIABLE, VARIABLE) if os.environ.get(n)), VARIABLE)
+    key = os.environ.get(name, "")
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"{name} must be printable ASCII without spaces; {len(key)} characters were given that "
+            f"are not. Try export {name}=$(openssl rand -hex 32), for the server too."
+        )
+    return key
+
+
+class HttpBackend:
+    """Thread-safe: a pool of connections, grown as threads ask; `key` goes with every request."""
+
+    def __init__(self, url: str, *, timeout_s: float, connections: int = 64, key: str = "") -> None:
         self.name = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._why_closed = ""
         self._prefix = (parse_url(self.name).path or "").rstrip("/")
         self._timeout_s = timeout_s
         self._pool = urllib3.connectionpool.connection_from_url(
@@ -77,6 +98,14 @@ class HttpBackend:
     def health(self) -> None:
         self._ask("GET", "/health", timeout_s=HEALTH_S)
 
+    def answers(self, path: str, timeout_s: float) -> bool:
+        """Whether anything at all comes back in time, a refusal included."""
+        try:
+            self._send("GET", path, None, timeout_s)
+        except RequestFailed:
+            return False
+        return True
+
     def loaded_state(self) -> list[dict[str, Any]]:
         response = self._ask(
             "POST", "/collective_rpc", {"method": "jaxmoe_loaded_state"},
@@ -115,8 +144,9 @@ class HttpBackend:
         response = self._post("/reset_prefix_cache?reset_running_requests=true")
         return isinstance(response, dict) and response.get("success") is True
 
-    def close(self) -> None:
-        """Whoever waits for a response stops waiting: RequestFailed."""
+    def close(self, why: str = "") -> None:
+        """Whoever waits for a response stops waiting: RequestFailed, which says why."""
+        self._why_closed = self._why_closed or why
         self._pool.close()
         with self._lock:
             self._closed, live = True, list(self._live)
@@ -131,18 +161,15 @@ class HttpBackend:
         self, method: str, path: str, body: dict[str, Any] | None = None,
         *, timeout_s: float | None = None,
     ) -> Any:  # fmt: skip
-        data = None if body is None else json.dumps(body).encode()
-        headers = {} if data is None else {"Content-Type": "application/json"}
-        timeout = urllib3.Timeout(connect=CONNECT_S, read=timeout_s or self._timeout_s)
         where = f"{self.name}{path}"
-        try:
-            response = self._pool.request(
-                method, self._prefix + path, body=data, headers=headers, timeout=timeout
+        response = self._send(method, path, body, timeout_s or self._timeout_s)
+        if response.status == 401:
+            raise RequestFailed(
+                f"{where} answered 401: it wants another key. Set {VARIABLE} to the one that it "
+                "was started with"
             )
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise RequestFailed(f"{where}: {type(error).__name__}: {error}") from error
         if response.status != 200:
-            text = response.data.decode(errors="replace")[:SHOWN]
+            text = printable(response.data.decode(errors="replace")[:SHOWN])
             raise RequestFailed(f"{where} answered {response.status}: {text}")
         if not response.data:
             return {}
@@ -150,3 +177,17 @@ class HttpBackend:
             return json.loads(response.data)
         except ValueError as error:
             raise RequestFailed(f"{where} answered no JSON: {response.data[:80]!r}") from error
+
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+    ) -> Any:  # fmt: skip
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._headers | ({} if data is None else {"Content-Type": "application/json"})
+        timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)
+        try:
+            return self._pool.request(
+                method, self._prefix + path, body=data, headers=headers, timeout=timeout
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            why = self._why_closed or f"{type(error).__name__}: {error}"
+            raise RequestFailed(f"{self.name}{path}: {why}") from error

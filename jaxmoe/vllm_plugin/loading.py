@@ -2,11 +2,11 @@
 """A checkpoint's tensors into a running GPT-OSS model of vLLM, whole.
 
 vLLM reloads layer by layer: parameters become empty shapes whose `weight_loader` collects what
-arrives, then each layer is built anew and copied over the old. In vLLM 0.32 three things of
-GPT-OSS pass by that and keep their old values without an error:
+arrives, then each layer is built anew and copied over the old. Three things of GPT-OSS pass by
+that and keep their old values without an error:
   - experts sent as one tensor are copied straight into the empty shape: they are sent one expert
     at a time, which goes through the loader;
-  - so are the attention sinks: they are given to their loader here;
+  - so are the attention sinks of vLLM 0.32: they are given to their loader here;
   - on a CPU the experts are packed for their kernel at the first load only: here at each.
 """
 
@@ -69,14 +69,21 @@ def one_by_one(stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def sinks_aside(model: Any, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the sinks of this rank's heads to their own loader; pass on the rest."""
+    """Give the sinks of this rank's heads to their own loader; pass on the rest.
+
+    A vLLM whose sinks have a loader that takes this rank's heads (0.33) needs no help: of heads
+    that were taken before it would take a part again, and leave -inf in the others.
+    """
     from vllm.distributed import (  # pyright: ignore[reportMissingImports]
         get_tensor_model_parallel_rank,
     )
-    from vllm.model_executor.model_loader.weight_utils import (  # pyright: ignore[reportMissingImports]
-        default_weight_loader,
+    from vllm.model_executor.model_loader import (  # pyright: ignore[reportMissingImports]
+        weight_utils,
     )
 
+    if hasattr(weight_utils, "load_attention_sink"):
+        yield from stream
+        return
     parameters = dict(model.named_parameters())
     for name, tensor in stream:
         if not name.endswith(".self_attn.sinks"):
@@ -87,7 +94,7 @@ def sinks_aside(model: Any, stream: Stream) -> Iterator[tuple[str, torch.Tensor]
             continue
         heads = parameter.shape[0]
         mine = tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
-        getattr(parameter, "weight_loader", default_weight_loader)(parameter, mine)
+        getattr(parameter, "weight_loader", weight_utils.default_weight_loader)(parameter, mine)
 
 
 @contextmanager

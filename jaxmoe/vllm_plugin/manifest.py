@@ -7,6 +7,8 @@ tensors it must hold, with which bytes. Next: transfer.py.
 
 import json
 import math
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +78,34 @@ def read(directory: Path) -> Manifest:
     """DIRECTORY/manifest.json. Raises UpdateRejected where there is none or it is not whole."""
     path = directory / "manifest.json"
     try:
-        return parse(json.loads(path.read_text()), str(path))
+        with open(path, opener=no_links) as file:
+            return parse(json.load(file), str(path))
     except (OSError, json.JSONDecodeError) as error:
         raise UpdateRejected(f"{path} must be a weight update's manifest; {error}.") from error
+
+
+def check_folder(directory: Path) -> None:
+    """Raises UpdateRejected where another user could have put something else there.
+
+    Of the folder and the one it is in: no links, nobody else's, and nobody else may write.
+    """
+    for folder in (directory.parent, directory):
+        try:
+            found = folder.lstat()
+        except OSError as error:
+            raise UpdateRejected(f"{folder} must be a folder of weights; {error}.") from error
+        if not stat.S_ISDIR(found.st_mode):
+            raise UpdateRejected(f"{folder} must be a folder of weights, and no link to one.")
+        if os.geteuid() not in (0, found.st_uid) or found.st_mode & 0o022:
+            raise UpdateRejected(
+                f"{folder} must be of the user that vLLM runs as, and only that user may write "
+                f"there; it is of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}."
+            )
+
+
+def no_links(path: str | Path, flags: int) -> int:
+    """An opener for open(): a link is an OSError."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def check_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -153,7 +180,7 @@ def _against_files(
 def _header(path: Path) -> Iterator[tuple[str, TensorSpan]]:
     """A safetensors file: eight bytes of length, a JSON header, the tensors' bytes."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=no_links) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > path.stat().st_size - 8:
                 raise ValueError(f"a header of {length} bytes, the file has {path.stat().st_size}")

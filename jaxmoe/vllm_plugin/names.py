@@ -14,6 +14,10 @@ SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "num_local_experts", "num_experts_per_tok", "intermediate_size", "sliding_window",
 )  # fmt: skip
+CONSTANTS = (
+    "rms_norm_eps", "swiglu_alpha", "swiglu_limit", "rope_theta", "rope_scaling",
+    "rope_parameters",
+)  # fmt: skip
 
 
 def checkpoint_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

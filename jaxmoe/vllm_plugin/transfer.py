@@ -145,6 +145,7 @@ class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo])
         """Check and load one whole weight update. Raises UpdateRejected, naming tensors."""
         if update_info.path:
             directory = Path(update_info.path)
+            manifest.check_folder(directory)
             expected = manifest.read(directory)
             self.check(expected)
             manifest.check_files(expected, directory)

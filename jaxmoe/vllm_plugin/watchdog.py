@@ -6,9 +6,13 @@ kill -9 leaves a trainer no time to stop what it started; so each of vLLM's proc
 
 import os
 import select
+import shutil
+import tempfile
 import threading
 import time
+from pathlib import Path
 
+SCRATCH = "jaxmoe-vllm-"  # the folder of a server's sockets and temporary files begins so
 VARIABLE = "JAXMOE_PARENT_PID"  # set by the trainer for the server it starts
 STATUS = 113  # exit status of a process whose trainer is gone
 POLL_S = 0.5  # where the system has no file descriptors of processes
@@ -27,6 +31,9 @@ def _wait_and_leave(pid: int) -> None:
         _wait(pid)
     except ProcessLookupError:
         pass
+    scratch = Path(tempfile.gettempdir())
+    if scratch.name.startswith(SCRATCH):  # nobody else is left to remove it
+        shutil.rmtree(scratch, ignore_errors=True)
     os._exit(STATUS)
 
 

@@ -19,14 +19,14 @@ class Worker:
         from jaxmoe.vllm_plugin import compat
         from jaxmoe.vllm_plugin.live import digests
         from jaxmoe.vllm_plugin.loaded_state import LoadedState
-        from jaxmoe.vllm_plugin.names import SIZES
+        from jaxmoe.vllm_plugin.names import CONSTANTS, SIZES
 
         worker: Any = self
         state = getattr(worker.weight_transfer_engine, "loaded_state", None) or LoadedState(
             instance=""
         )
         config = worker.vllm_config.model_config
-        model = {name: getattr(config.hf_text_config, name, None) for name in SIZES}
+        model = {name: getattr(config.hf_text_config, name, None) for name in SIZES + CONSTANTS}
         model["dtype"] = str(config.dtype).removeprefix("torch.")
         report = state.report(*digests(worker.model_runner.get_model()))
         return report | {

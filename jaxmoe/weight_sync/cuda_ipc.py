@@ -24,12 +24,12 @@ from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.weight_sync.ipc_handle import IpcMemHandle
-from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan, sent_as
+from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, digested, plan, sent_as
 
 
 def share_ipc_handles(
     params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, device: Any = None,
-    driver: Any = None,
+    driver: Any = None, manifest: ManifestDict | None = None,
 ) -> WeightUpdate:  # fmt: skip
     """Lay a copy of the weights on the device and name its memory; `close` lets it go.
 
@@ -39,8 +39,7 @@ def share_ipc_handles(
     """
     planned = plan(params, cfg, dtype)
     cuda = _Driver(driver or _library(), device or jax.local_devices()[0])
-    manifest = empty_manifest(planned, run, version)
-    fill_digests(params, cfg, planned, manifest)
+    manifest = manifest or digested(params, cfg, dtype=dtype, run=run, version=version)
     arrays = [
         device_tensor(leaf_of(params, e), e.pair, e.layout, e.shape, sent_as(e, dtype), cuda.device)
         for e in entries(cfg)

@@ -23,6 +23,7 @@ from jaxmoe.checkpoint.hf import entries, gather_entry
 from jaxmoe.checkpoint.tensor_files import SINGLE, header, planned_bytes
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.shapes import Params
+from jaxmoe.weight_sync.directory import make_private, no_links
 from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan
 
 MEMORY = Path("/dev/shm")
@@ -47,7 +48,8 @@ def write_files(
     file is written over. Memory beyond params and file: a few MiB per core, and where devices
     share a tensor one tensor, gathered. Over several processes all must call; the first one
     writes, and alone has the digests.
-    Raises ConfigError where the directory is full or cannot be written.
+    No other user may enter jaxmoe-<run>. Raises ConfigError where the directory is full, cannot be
+    written, or has one that another user may enter.
     """
     run_dir = Path(directory).absolute() / f"jaxmoe-{run}"  # a server may stand in another folder
     final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
@@ -61,13 +63,18 @@ def write_files(
     begin = header(planned)
     nbytes = sum(map(planned_bytes, planned))
     try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        make_private(run_dir)
+    except OSError as error:  # what is there is not ours to remove
+        raise _unusable(directory, error) from error
+    try:
         shutil.rmtree(partial_dir, ignore_errors=True)
-        partial_dir.mkdir(parents=True)
+        partial_dir.mkdir()
         reused = reuse is not None and _move_here(reuse, partial_dir, len(begin) + nbytes)
         if not reused:
             _require_room(partial_dir, nbytes)
         # no fsync: what a crash of the machine leaves is of no use
-        with open(partial_dir / SINGLE, "r+b" if reused else "wb") as file:
+        with open(partial_dir / SINGLE, "r+b" if reused else "xb", opener=no_links) as file:
             file.write(begin)
             file.flush()
             inode = os.fstat(file.fileno()).st_ino
@@ -82,14 +89,18 @@ def write_files(
         partial_dir.replace(final)
     except OSError as error:
         _remove(partial_dir)
-        raise ConfigError(
-            f"rollout.vllm.weights_dir ({directory}) must take the weights; {error}. "
-            "Free some space, or try --set rollout.vllm.weights_dir=ANOTHER_FOLDER."
-        ) from error
+        raise _unusable(directory, error) from error
     except BaseException:
         _remove(partial_dir)
         raise
     return WeightFile(manifest, info, close=close, pages=pages, inode=inode)
+
+
+def _unusable(directory: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"rollout.vllm.weights_dir ({directory}) must take the weights; {error}. "
+        "Free some space, or try --set rollout.vllm.weights_dir=ANOTHER_FOLDER."
+    )
 
 
 def _move_here(reuse: WeightFile, partial_dir: Path, nbytes: int) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxmoe.checkpoint.hf import entries, gather_entry, leaf_of
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan, sent_as
+from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, digested, sent_as
 
 
 @runtime_checkable
@@ -30,17 +30,16 @@ class Mailbox(Protocol):
 
 
 def share_in_process(
-    params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, mailbox: Mailbox
-) -> WeightUpdate:
+    params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, mailbox: Mailbox,
+    manifest: ManifestDict | None = None,
+) -> WeightUpdate:  # fmt: skip
     """Leave the weights in this process's mailbox, as {"mailbox": "<run>:<version>"}.
 
     Nothing is copied but what must be: gate and up are interleaved and dtypes cast one tensor at
     a time, while the engine asks for it; matrices are transposed views. `params` must stay until
     the engine has taken them. They are taken once: to send them again, call this again.
     """
-    planned = plan(params, cfg, dtype)
-    manifest = empty_manifest(planned, run, version)
-    fill_digests(params, cfg, planned, manifest)
+    manifest = manifest or digested(params, cfg, dtype=dtype, run=run, version=version)
     key = f"{run}:{version}"
     mailbox.put(key, manifest, _tensors(params, cfg, dtype))
     return WeightUpdate(manifest, {"mailbox": key}, close=partial(_take_back, mailbox, key))

@@ -24,7 +24,7 @@ from jaxmoe.checkpoint.hf import entries, leaf_of
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan, sent_as
+from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, digested, plan, sent_as
 
 TYPES = {"float32": 7, "bfloat16": 9}  # ncclDataType_t of nccl.h
 _SUM = 0  # ncclRedOp_t
@@ -117,16 +117,16 @@ class NcclGroup:
 
 
 def broadcast(
-    group: NcclGroup, params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int
-) -> WeightUpdate:
+    group: NcclGroup, params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int,
+    manifest: ManifestDict | None = None,
+) -> WeightUpdate:  # fmt: skip
     """Weights that `send` broadcasts in the order of update_info, one tensor at a time.
 
     Memory on the device: the tensor at hand and one copy. Each tensor also passes through the
     host once, for its digest.
     """
     planned = plan(params, cfg, dtype)
-    manifest = empty_manifest(planned, run, version)
-    fill_digests(params, cfg, planned, manifest)
+    manifest = manifest or digested(params, cfg, dtype=dtype, run=run, version=version)
     update_info = {
         "names": [name for name, _, _ in planned],
         "dtype_names": [sent_as(e, dtype) for e in entries(cfg)],

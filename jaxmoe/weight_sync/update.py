@@ -8,6 +8,9 @@ Every transport takes the same arguments and returns a `WeightUpdate`:
     broadcast(group, params, cfg, *, dtype, run, version)            nccl.py
     share_ipc_handles(params, cfg, *, dtype, run, version)           cuda_ipc.py
 
+All but the files, which are written once, are made for each engine anew; `manifest=digested(…)`
+spares the others the pass over the weights.
+
     with write_files(params, cfg, directory, dtype="float32", run=run, version=3) as update:
         post("update_weights", {"update_info": update.update_info})   # update.send() beside
         loaded["received"] == update.digests      # once send() and the update have both ended
@@ -80,8 +83,8 @@ class WeightUpdate:
 
 
 def new_run() -> str:
-    """A name that no other engine object has: 12 random hex digits."""
-    return secrets.token_hex(6)
+    """A name that no other engine object has and nobody can guess: 32 random hex digits."""
+    return secrets.token_hex(16)
 
 
 def empty_manifest(planned: list[Planned], run: str, version: int) -> ManifestDict:
@@ -129,6 +132,16 @@ def fill_digests(
             found = _digest_entry(pool, params, entry, FILE_DTYPES[item[1]], begin, out, write)
             manifest["tensors"][entry.name]["digest"] = found
             begin += planned_bytes(item)
+
+
+def digested(
+    params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int
+) -> ManifestDict:
+    """The whole manifest: one pass over the weights, for however many engines."""
+    planned = plan(params, cfg, dtype)
+    manifest = empty_manifest(planned, run, version)
+    fill_digests(params, cfg, planned, manifest)
+    return manifest
 
 
 def _digest_entry(

@@ -2,7 +2,6 @@
 """A model without layers, a batch and a step of it: what the tests of the update share."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +60,7 @@ def make_batch(extra=0, shift=0.0):
             np.where(mask, -3.4 + shift + 0.3 * rng.normal(size=(B, T)), 0.0).astype(np.float32)
         ),
         rewards_B=rng.normal(size=B).astype(np.float32),
+        samples_per_prompt=R,
     )
 
 
@@ -82,11 +82,12 @@ def start(a, tx=SGD, params=PARAMS, reference=None):
 
 
 def step_of(a, *, tx=SGD, scorer=None, **options):
+    """`rl_step` without what it tells of each token."""
     scorer = scorer or Bigram(CFG, OPS, critic=a.critic)
-    return jax.jit(partial(rl_step, tx=tx, algorithm=a, scorer=scorer, **options))
+    return jax.jit(lambda *x: rl_step(*x, tx=tx, algorithm=a, scorer=scorer, **options)[:2])
 
 
 def algorithm(**fields):
-    made = Algorithm(samples_per_prompt=R, **fields)
-    check(made)
+    made = Algorithm(**fields)
+    check(made, R)
     return made

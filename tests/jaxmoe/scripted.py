@@ -26,6 +26,7 @@ from jaxmoe.observe.metrics import MetricsLog
 from jaxmoe.records import Rollout, StopReason
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.state import Trained, new_state
+from jaxmoe.rl.update import Told
 
 STEPS, SAMPLES, PROMPTS = 6, 2, 3
 SOON = 60.0
@@ -44,7 +45,8 @@ NUMBERS = (
 def counting_step(state, batch, minibatches, **_):
     """Adds 1 to the weight, so that the weight says which version it is."""
     params = jax.tree.map(lambda w: w + 1.0, state.params)
-    return replace(state, params=params), {name: jnp.zeros(()) for name in NUMBERS}
+    told = Told(batch.rollout_logp_BT, batch.rollout_logp_BT)
+    return replace(state, params=params), {name: jnp.zeros(()) for name in NUMBERS}, told
 
 
 @dataclass

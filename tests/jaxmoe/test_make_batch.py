@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From scored rollouts to the step's batch: answers that come near the limit pay for it."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmoe.config_file import load, override
+from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import load_tokenizer
 from jaxmoe.envs.tasks import Task
+from jaxmoe.losses import group_advantages
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.train import make_batch
 
@@ -44,7 +47,14 @@ def batch_of(cfg, rewards):
         for i, (n, stop) in enumerate(zip(LENGTHS, STOPS, strict=True))
     ]  # fmt: skip
     tokenizer = load_tokenizer("bytes")
-    task = Task(tokenizer, NOTHING, NOTHING, "", 3, Sampling(LONGEST, tuple(tokenizer.stop_ids)))
+    task = Task(
+        tokenizer,
+        NOTHING,
+        NOTHING,
+        Template("{question}"),
+        3,
+        Sampling(LONGEST, tuple(tokenizer.stop_ids)),
+    )
     return make_batch(cfg, task, rollouts, np.asarray(rewards, np.float32))
 
 
@@ -67,3 +77,13 @@ def test_a_buffer_of_the_whole_budget_charges_every_token():
     batch = batch_of(override(CFG, f"rollout.overlong_buffer={LONGEST}"), [0.0] * 8)
     lost = np.array(LENGTHS, np.float32) / np.float32(LONGEST)
     np.testing.assert_array_max_ulp(batch.rewards_B, -lost, maxulp=1)
+
+
+def test_a_sample_without_a_reward_is_out_of_its_groups_mean_and_of_the_loss():
+    given = [0.0, np.nan, 1.0, 0.5, np.nan, np.nan, np.nan, np.nan]
+    batch = batch_of(override(CFG, "rollout.overlong_buffer=0"), given)
+    np.testing.assert_array_equal(batch.rewards_B, [0.0, 0.5, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
+    trained = batch.loss_mask_BT.any(axis=1)
+    np.testing.assert_array_equal(trained, ~np.isnan(given))
+    advantages_PR = group_advantages(jnp.asarray(batch.rewards_B).reshape(2, 4), scale_by_std=False)
+    np.testing.assert_array_equal(advantages_PR.reshape(-1), [-0.5, 0.0, 0.5, 0.0, 0, 0, 0, 0])

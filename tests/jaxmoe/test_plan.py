@@ -3,18 +3,27 @@
 
 import dataclasses
 import math
+import re
+from contextlib import closing
+from functools import partial
 
 import jax
 import pytest
 
+from jaxmoe import plan
+from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load, override
+from jaxmoe.engines import open_engine
+from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params, as_read, count_params, param_specs
-from jaxmoe.plan import describe, memory
+from jaxmoe.parallel.host import free_bytes
+from jaxmoe.plan import check_memory, describe, device_bytes, layer_flops, memory
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import stage_shapes
+from jaxmoe.rl.state import rl_state, stage_shapes
 
-BIG = load("gptoss20b.py")
+PACKED = load("gptoss20b.py")
+BIG = override(PACKED, "optim.tokens_per_microbatch=0", "optim.microbatches=128")
 GAE = "loss.advantages=gae"
 
 
@@ -29,7 +38,7 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
     mem = memory(cfg)
     read = jax.eval_shape(lambda p: as_read(p, cfg.model), abstract_params(cfg.model))
     copied = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
-    assert mem.weights == 4 * held and mem.compute_copy == copied
+    assert mem.weights == 4 * held and mem.engine_copy == copied
     assert 2 * held < copied < 2.01 * held  # all but norms, biases, sinks and routers
     assert mem.optimizer == 8 * held and mem.reference == 0
     assert memory(override(cfg, "optim.param_dtype=bfloat16")).weights == 2 * held
@@ -61,11 +70,9 @@ def test_a_critic_of_its_own_is_a_second_model_without_its_head():
     assert with_critic.weights - plain.weights == 4 * more
     assert with_critic.optimizer - plain.optimizer == 8 * more
     assert with_critic.gradients - plain.gradients == 8 * more  # and their sum
-    assert plain.critic_copy == 0 and 2 * backbone < with_critic.critic_copy
-    assert with_critic.critic_copy < 2.02 * backbone
-    for same in ("compute_copy", "reference", "cache"):
+    for same in ("engine_copy", "gathered", "reference", "cache"):
         assert getattr(with_critic, same) == getattr(plain, same)
-    assert with_critic.sampling - plain.sampling == 12 * more  # of its copy nothing samples
+    assert with_critic.sampling - plain.sampling == 12 * more
     # the inputs of its layer pairs wait for the backward pass, at the same time as the policy's
     inputs = BIG.model.n_layers // 2 * 8 * BIG.context * width * 2
     assert with_critic.activations - plain.activations == inputs
@@ -96,7 +103,10 @@ def test_a_shared_critic_is_a_value_head():
     plain = dataclasses.asdict(memory(one))
     shared = dataclasses.asdict(memory(override(one, GAE, "critic.backbone=shared")))
     entries = BIG.model.d_model + 1
-    more = {"weights": 4 * entries, "optimizer": 8 * entries, "gradients": 8 * entries}
+    more = {
+        "weights": 4 * entries, "optimizer": 8 * entries, "gradients": 8 * entries,
+        "update": 4 * entries,
+    }  # fmt: skip
     assert {k: shared[k] - plain[k] for k in plain if shared[k] != plain[k]} == more
 
 
@@ -105,7 +115,6 @@ def test_a_mesh_cuts_the_critic_as_it_cuts_the_policy():
     whole = memory(override(eight, "mesh.fsdp=1"))
     cut = memory(eight)
     # norms, sinks and biases that no axis of the mesh cuts are whole on each device
-    assert whole.critic_copy / 8 <= cut.critic_copy < 1.01 * whole.critic_copy / 8
     assert whole.weights / 8 <= cut.weights < 1.01 * whole.weights / 8
 
 
@@ -117,6 +126,7 @@ def test_packed_microbatches_are_as_large_as_they_say():
     def cut(rows):
         return memory(override(BIG, f"optim.microbatches={1024 // rows}"))
 
+    assert memory(PACKED) == memory(BIG)  # a row on each device
     assert packed(64) == cut(64)  # 8 rows on each of the 8 devices, and a sum of gradients
     assert packed(1) == packed(8) == cut(8)  # no device has less than one row
     assert packed(12).activations == cut(16).activations == 2 * cut(8).activations
@@ -143,6 +153,35 @@ def test_recomputation_and_smaller_pieces_take_less():
     assert memory(override(BIG, "optim.microbatches=8")).activations > small.activations
 
 
+def test_what_recomputation_keeps_of_attention_is_counted():
+    keeping = override(BIG, "optim.remat_keeps=attention")
+    m, tokens = BIG.model, BIG.context  # a row on each device
+    more = memory(keeping).activations - memory(BIG).activations
+    assert more == m.n_layers * tokens * m.n_q_heads * (2 * m.head_dim + 4)
+    line, kept = (what_runs(cfg)["recomputed"] for cfg in (BIG, keeping))
+    assert line.startswith("all of a layer pair") and "all but attention" in kept
+    assert "recomputed" not in what_runs(override(BIG, "optim.remat=False"))
+
+
+def test_the_flops_of_the_layers_are_those_of_their_products():
+    cfg = override(load("tiny.py"), "data.max_prompt_tokens=40", "rollout.max_new_tokens=60")
+    m, T = cfg.model, cfg.context
+    flops = layer_flops(cfg)
+    shapes = param_specs(m)["layers"]
+    linear = 0
+    for name, spec in jax.tree_util.tree_leaves_with_path(shapes):
+        leaf = jax.tree_util.keystr(name)
+        if "w_" in leaf:  # an expert's matrices are for the tokens that are sent there
+            share = m.experts_per_token / m.n_experts if "gate_up" in leaf or "down" in leaf else 1
+            linear += 2 * T * share * math.prod(spec.shape)
+    assert flops.linear == linear
+    seen = sum(t + 1 + min(t + 1, m.sliding_window) for t in range(T))
+    assert flops.attention == m.n_layers // 2 * 4 * m.n_q_heads * m.head_dim * seen
+    again = override(cfg, "optim.remat=True")
+    assert flops.recomputed(cfg) == 0 and flops.recomputed(again) == linear + flops.attention
+    assert flops.recomputed(override(again, "optim.remat_keeps=attention")) == linear
+
+
 @pytest.mark.parametrize(
     ("name", "count", "devices"),
     [
@@ -160,6 +199,74 @@ def test_the_shipped_large_runs_fit_80_gb_and_make_nothing(name, count, devices)
     assert max(mem.training, mem.sampling) < 80e9
     parts = dataclasses.asdict(mem)
     assert mem.training == sum(parts.values()) - mem.cache
+
+
+def test_fsdp_gathers_a_layer_pair_in_the_dtype_it_is_read_in():
+    layers = param_specs(BIG.model)["layers"]
+    pair = size(layers) // (BIG.model.n_layers // 2)
+    cut = memory(BIG)
+    assert memory(override(BIG, "mesh.fsdp=1")).gathered == 0
+    # whole on each device, however many there are
+    assert cut.gathered == memory(override(BIG, "mesh.fsdp=2")).gathered
+    assert 2 * 2 * pair < cut.gathered < 2 * 2.01 * pair  # it and its gradient
+    experts = memory(
+        override(BIG, "mesh.fsdp=2", "mesh.expert=8")
+    ).gathered  # these stay where they are
+    assert cut.gathered / 8 < experts < cut.gathered / 7.8
+
+
+def test_the_native_engine_has_a_copy_of_its_own_and_two_while_it_takes_new_weights():
+    mem = memory(BIG)
+    assert mem.of("syncing")["engine_copy"] == 2 * mem.of("sampling")["engine_copy"] > 0
+    behind = ("rollout.max_staleness=1", "loss.rollout_correction=token_is(high=2.0)")
+    ahead = memory(override(BIG, *behind))
+    assert mem.ahead == 0 and ahead.training - mem.training == mem.cache + mem.engine_copy
+    assert memory(override(BIG, "rollout.engine=vllm")).engine_copy == 0
+
+
+def test_what_the_plan_holds_is_what_is_alive(tmp_path):
+    cfg = override(load("tiny.py"), "rollout.sequences_per_step=8", "loss.kl_coef=0.1")
+    before, mem = sum(x.nbytes for x in jax.live_arrays()), memory(cfg)
+    state = jax.jit(partial(rl_state, cfg=cfg, tx=rl_optimizer(cfg)))(initial_params(cfg))
+    with closing(open_engine(cfg, make_ops(cfg), tmp_path)) as engine:
+        engine.load(state.params.policy, 0)
+        alive = sum(x.nbytes for x in jax.live_arrays()) - before
+    held = sum(v for name, v in mem.of("sampling").items() if name != "cache")
+    assert abs(alive - held) < 1000  # counters
+
+
+def test_more_than_there_is_is_one_line_with_the_bytes_and_what_helps(monkeypatch):
+    cfg = load("tiny.py")
+    need = memory(cfg).training
+    monkeypatch.setattr(plan, "device_bytes", lambda: need)
+    check_memory(cfg, "training", "sampling")
+    monkeypatch.setattr(plan, "device_bytes", lambda: need - 1)
+    with pytest.raises(ConfigError) as error:
+        check_memory(cfg, "sampling", "training")
+    text = str(error.value)
+    assert f"{need - 1:,} bytes" in text and f"needs {need:,}" in text and "\n" not in text
+    assert "for activations" in text
+    typed = re.findall(r"--set (\S+?),? ", text)
+    assert typed and memory(override(cfg, *typed)).training < need
+    check_memory(override(cfg, "mesh.fsdp=2"), "training")  # other machines'
+    monkeypatch.setattr(plan, "device_bytes", lambda: 10_000)
+    with pytest.raises(ConfigError, match="a smaller model or a larger machine: with --set optim"):
+        check_memory(cfg, "training")
+
+
+def test_a_device_that_says_its_limit_is_asked(monkeypatch):
+    class Chip:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return {"bytes_limit": 7}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Chip()])
+    assert device_bytes() == 7
+    Chip.memory_stats = lambda self: None
+    assert device_bytes() is None  # what the host has is not the chip's
+    Chip.platform = "cpu"
+    assert device_bytes() == pytest.approx(free_bytes(), rel=0.2)
 
 
 def test_tiny_says_its_parameters_and_its_warm_start():

@@ -43,10 +43,10 @@ def test_what_the_engine_mended_stands_in_the_line_of_its_step(tmp_path, monkeyp
     Run(tmp_path, Scripted(script), ahead)(monkeypatch)
     rows = lines(tmp_path)[1:]
     assert [row["rollout/incidents"] for row in rows] == [0, 2, 2, 0, 0, 0]
-    _, rule, *told = rows[2]["alerts"]  # the first: every reward is 0
+    _, _, rule, *told = rows[2]["alerts"]  # the first: every reward is 0, every answer cut off
     assert rule.startswith("rollout/incidents is 2 (> 0); look first at the lines")
     assert told == ["a hiccup after 2", "another"]
-    assert len(rows[0]["alerts"]) == len(rows[3]["alerts"]) == 1
+    assert len(rows[0]["alerts"]) == len(rows[3]["alerts"]) == 2
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

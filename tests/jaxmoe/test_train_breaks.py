@@ -12,7 +12,7 @@ from jaxmoe.checkpoint import store
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import EngineError
 from jaxmoe.job import Job
-from jaxmoe.observe.metrics import MetricsLog
+from jaxmoe.observe.metrics import MetricsLog, read_metrics
 
 
 class Bomb(BaseException):
@@ -207,3 +207,33 @@ def test_a_stop_before_the_first_batch_has_nothing_to_save(tmp_path, monkeypatch
         Run(tmp_path, Scripted(script), 1, stop)(monkeypatch)
     Run(tmp_path, Scripted(), 1)(monkeypatch)
     assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
+
+
+def test_answers_are_recorded_once_for_every_step_however_often_the_run_dies(tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    Run(whole, Scripted())(monkeypatch)
+    changes = ("save.every_steps=2",)
+    with pytest.raises(EngineError):
+        Run(parts, Scripted(failing("load", 5)), changes=changes)(monkeypatch)
+    with monkeypatch.context() as patch:  # dies after step 5, behind its last checkpoint
+
+        def dies(self, progress, batch, metrics):
+            if self.at.step == 5:
+                raise Bomb
+            report(self, progress, batch, metrics)
+
+        report = Job.report
+        patch.setattr(Job, "report", dies)
+        with pytest.raises(Bomb):
+            Run(parts, Scripted(), changes=changes)(monkeypatch)
+    Run(parts, Scripted(), changes=changes)(monkeypatch)
+
+    def recorded(work):
+        rows = read_metrics(work / "samples.jsonl")
+        return [(r["step"], r["kind"], r["row"]) for r in rows]
+
+    assert len(recorded(parts)) == len(set(recorded(parts)))
+    held_out = [x for x in recorded(parts) if x[1] == "held_out"]
+    assert held_out == [x for x in recorded(whole) if x[1] == "held_out"]
+    assert {x[0] for x in recorded(whole) if x[1] == "group"} == {3, 6}
+    assert {x[0] for x in recorded(parts) if x[1] == "group"} == {2, 3, 4, 6}

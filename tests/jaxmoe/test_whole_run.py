@@ -16,8 +16,10 @@ from jaxmoe.losses import clipped_terms
 from jaxmoe.model import Ops
 from jaxmoe.model import ops as model_ops
 from jaxmoe.rl import scorer
+from jaxmoe.rl.batch import Batch
 from jaxmoe.rollout import native
 
+pytestmark = pytest.mark.slow  # most of a minute: it compiles every model there is
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "--config", "tiny.py", "--set", "model.d_model=16", "--set", "model.d_expert=24",
@@ -28,6 +30,7 @@ SMALL = [
 # every model there is: policy, reference, a critic's own backbone; scored first, then trained
 ALL_MODELS = [
     "loss.kl_coef=0.1", "loss.old_logp=recomputed", "loss.advantages=gae", "critic.backbone=own",
+    "rollout.router_replay=True",
 ]  # fmt: skip
 
 
@@ -65,6 +68,7 @@ def counting(ops: Ops, calls: Counter) -> Ops:
 
         def call(*args, **options):
             calls[name] += 1
+            calls["experts were given"] += "indices_BTA" in options
             return piece(*args, **options)
 
         return call
@@ -78,13 +82,18 @@ class Looked:
 
     calls: Counter
     forwards: Counter
+    batches: list[Batch]
 
 
 @pytest.fixture(scope="module")
 def looked(tmp_path_factory):
     """One run for the tests below: a run is mostly its compilation."""
-    calls, forwards = Counter(), Counter()
-    whole = train.make_ops
+    calls, forwards, batches = Counter(), Counter(), []
+    whole, make_batch = train.make_ops, train.make_batch
+
+    def noted(*given):
+        batches.append(make_batch(*given))
+        return batches[-1]
 
     def counted(name, forward):
         def call(*args, **options):
@@ -95,13 +104,14 @@ def looked(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
 
-        def make_ops(cfg):
+        def make_ops(cfg, impls):
             calls["make_ops"] += 1
-            made = counting(whole(cfg), calls)
+            made = counting(whole(cfg, impls), calls)
             patch.setattr(model_ops, "plain_ops", None)  # nobody makes pieces of its own from here
             return made
 
         patch.setattr(train, "make_ops", make_ops)
+        patch.setattr(train, "make_batch", noted)
         patch.setattr(scorer, "forward", counted("scorer", scorer.forward))
         patch.setattr(native, "forward", counted("native", native.forward))
         patch.setitem(sys.modules, "probing", sys.modules[__name__])
@@ -109,7 +119,7 @@ def looked(tmp_path_factory):
         work = tmp_path_factory.mktemp("looked")
         with jax.numpy_dtype_promotion("standard"):
             assert train.main([*SMALL, "--workdir", str(work), *changes]) == 0
-    return Looked(calls, forwards)
+    return Looked(calls, forwards, batches)
 
 
 def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(looked):
@@ -137,7 +147,9 @@ def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(looked):
     assert forwards["scorer"] >= 6 and forwards["native"] >= 2  # prefill and decode
     total = sum(forwards.values())
     assert calls["embed"] == calls["rotary"] == calls["remat"] == total
-    for name in ("attend", "router", "experts", "record"):  # two layers in a pair
+    assert calls["decode"] >= 2  # two layers in a pair
+    assert calls["attend"] + calls["decode"] >= 2 * total
+    for name in ("router", "experts", "record"):
         assert calls[name] >= 2 * total, name
     assert calls["norm"] >= 5 * total and calls["linear"] >= 8 * total
     assert calls["logprobs"] >= 4 and calls["logits"] >= 1
@@ -151,20 +163,11 @@ def test_no_module_but_one_makes_ops():
     assert engines.open_engine.__annotations__["ops"] is Ops
 
 
-def test_router_replay_reaches_the_update_from_the_command_line(tmp_path, monkeypatch):
-    """The engine's experts come with the batch, through a step that is packed."""
-    seen = []
-    whole = train.make_batch
-
-    def noted(*given):
-        batch = whole(*given)
-        seen.append(batch)
-        return batch
-
-    monkeypatch.setattr(train, "make_batch", noted)
-    changes = ["--set=optim.tokens_per_microbatch=116", "--set=rollout.router_replay=True"]
-    assert train.main([*SMALL, "--workdir", str(tmp_path), *changes]) == 0
-    (batch,) = seen
+def test_router_replay_reaches_the_update_from_the_command_line(looked):
+    """The engine's experts come with the batch; test_routing_travels.py packs and cuts them."""
+    (batch,) = looked.batches
     routed = batch.routed_experts_BTLA
     assert routed.dtype == "uint8" and routed.shape == (*batch.tokens_BT.shape, 2, 2)
     assert routed[batch.segment_ids_BT > 0].max() > 0
+    # the policy alone, scored and trained, two layers each; reference and critic route themselves
+    assert looked.calls["experts were given"] == 2 * 2

@@ -65,9 +65,9 @@ def test_a_packed_export_means_the_same_to_transformers(hugging, tmp_path):
     model = hugging.model(**PACKABLE)
     model.save_pretrained(tmp_path / "theirs")
     cfg = read_hf_config(tmp_path / "theirs")
-    params = load_params(tmp_path / "theirs", cfg)
+    params = load_params(tmp_path / "theirs", cfg, "bfloat16")
     save_params(params, cfg, tmp_path / "packed", dtype="mxfp4")
-    quantized = load_params(tmp_path / "packed", cfg)
+    quantized = load_params(tmp_path / "packed", cfg, "bfloat16")
     save_params(quantized, cfg, tmp_path / "dense", dtype="bfloat16")
     from_four_bits = reload(
         hugging,
@@ -111,7 +111,7 @@ def test_a_released_layout_loads_as_transformers_dequantizes_it(hugging, tmp_pat
     model = hugging.model(**PACKABLE)
     model.save_pretrained(tmp_path / "theirs")
     cfg = read_hf_config(tmp_path / "theirs")
-    params = load_params(tmp_path / "theirs", cfg)
+    params = load_params(tmp_path / "theirs", cfg, "bfloat16")
     save_params(params, cfg, tmp_path / "packed", dtype="mxfp4")
     stream = dict(iter_hf(params, cfg, "mxfp4"))
     experts = "model.layers.3.mlp.experts."
@@ -120,7 +120,7 @@ def test_a_released_layout_loads_as_transformers_dequantizes_it(hugging, tmp_pat
         packed = (stream[f"{experts}{name}_{end}"] for end in ("blocks", "scales"))
         values = convert_moe_packed_tensors(*map(hugging.torch.tensor, packed))
         dense[name] = values.float().numpy()
-    ours = load_params(tmp_path / "packed", cfg)["layers"]["full"]
+    ours = load_params(tmp_path / "packed", cfg, "bfloat16")["layers"]["full"]
     ours = jax.tree.map(lambda x: x[1].astype(np.float32), ours)
     assert (ours["w_gate_up"][..., :64] == dense["gate_up_proj"][..., 0::2]).all()
     assert (ours["w_gate_up"][..., 64:] == dense["gate_up_proj"][..., 1::2]).all()

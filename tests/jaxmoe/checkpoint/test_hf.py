@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: every tensor goes out and comes back, and every damage is named before a read."""
 
+import dataclasses
 import json
 import shutil
 import tracemalloc
@@ -83,6 +84,7 @@ def test_weights_come_back_in_every_bit(tmp_path, dtype, limit):
     params = random_params(CFG, dtype)
     save_params(params, CFG, tmp_path / "out", dtype=dtype, max_shard_bytes=limit)
     assert same_bits(load_params(tmp_path / "out", CFG, dtype), params)
+    assert same_bits(load_params(tmp_path / "out", dataclasses.replace(CFG, dtype=dtype)), params)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (limit < 10**9)
     assert not (tmp_path / "out.partial").exists()
 
@@ -90,7 +92,7 @@ def test_weights_come_back_in_every_bit(tmp_path, dtype, limit):
 def test_jax_arrays_are_exported_like_numpy_ones(tmp_path):
     params = random_params(CFG, "bfloat16")
     save_params(jax.tree.map(jnp.asarray, params), CFG, tmp_path / "out")
-    assert same_bits(load_params(tmp_path / "out", CFG), params)
+    assert same_bits(load_params(tmp_path / "out", CFG, "bfloat16"), params)
 
 
 def test_the_config_comes_back(exported):
@@ -151,13 +153,13 @@ def test_float16_files_load(damaged):
 def test_a_packed_export_holds_the_nearest_four_bit_values_and_comes_back_exactly(tmp_path):
     params = random_params(CFG, "bfloat16")
     save_params(params, CFG, tmp_path / "first", dtype="mxfp4", max_shard_bytes=300_000)
-    once = load_params(tmp_path / "first", CFG)
+    once = load_params(tmp_path / "first", CFG, "bfloat16")
     w_sum_last = params["layers"]["sliding"]["w_down"][1].astype(np.float32).swapaxes(1, 2)
     want = mxfp4.decode(*mxfp4.encode(w_sum_last)).swapaxes(1, 2)
     assert (once["layers"]["sliding"]["w_down"][1].astype(np.float32) == want).all()
     assert same_bits(once["layers"]["full"]["b_down"], params["layers"]["full"]["b_down"])
     save_params(once, CFG, tmp_path / "second", dtype="mxfp4")
-    assert same_bits(load_params(tmp_path / "second", CFG), once)
+    assert same_bits(load_params(tmp_path / "second", CFG, "bfloat16"), once)
     config = json.loads((tmp_path / "first" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "mxfp4"
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +23,7 @@ from jaxmoe.checkpoint.run import (
     restore_run,
     save_run,
 )
+from jaxmoe.checkpoint.same_run import BLOCK, weights_digest
 from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig, to_json
 from jaxmoe.config_file import override
 from jaxmoe.model import tiny
@@ -76,6 +78,15 @@ def test_a_position_comes_back_whole(tmp_path, capfd, kl):
     said = capfd.readouterr()
     assert "Metadata file does not exist" not in said.err + said.out
     assert said.err == "" and "after rl step 3" in said.out
+
+
+def test_a_checkpoint_without_digests_is_restored_and_told_of(tmp_path, capsys):
+    saved(tmp_path)
+    assert restore_run(tmp_path, CFG, SHAPES) is not None
+    assert "older than digests" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "checkpoints" / "1000003" / "digests")
+    assert restore_run(tmp_path, CFG, SHAPES) is not None
+    assert capsys.readouterr().out.count("older than digests: damage is not seen\n") == 1
 
 
 def test_rl_comes_after_the_warm_start(tmp_path):
@@ -218,3 +229,55 @@ def test_the_run_folder_says_what_it_ran(tmp_path):
     assert record["versions"]["jax"] == jax.__version__
     commit = record["git_commit"]
     assert commit is None or re.search(r"[0-9a-f]{40}(-dirty)?$", commit), commit
+
+
+CUTS = ["optim.microbatches=2", "optim.tokens_per_microbatch=4096", "optim.remat=True",
+        "rollout.max_parallel_sequences=8"]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CUTS)
+def test_the_same_sums_may_be_cut_otherwise(tmp_path, capsys, change):
+    saved(tmp_path)
+    assert restore_run(tmp_path, override(CFG, change), SHAPES) is not None
+    assert f"{change} (was " in capsys.readouterr().out
+
+
+KEYS = ["data.task", "init.tokenizer", "init.checkpoint"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_of_files_the_content_decides_and_not_the_path(tmp_path, capsys, key):
+    then, moved = override(CFG, f"{key}=here"), override(CFG, f"{key}=there")
+    state = new_state(Trained(initial_params(CFG)), TX)
+    save_run(tmp_path, then, Position("rl", 3, state, {}), {key: "c0ffee"})
+    assert restore_run(tmp_path, moved, SHAPES, contents={key: "c0ffee"}) is not None
+    assert f"{key}=there (was here, which held the same)" in capsys.readouterr().out
+    for cfg in (then, moved):  # edited where it is, or another file
+        with pytest.raises(ConfigError, match=f"{key} held other .* was c0ffee, and is decaf"):
+            restore_run(tmp_path, cfg, SHAPES, contents={key: "decaf"})
+    with pytest.raises(ConfigError, match=f"{key}=here; it cannot go on with there"):
+        restore_run(tmp_path, moved, SHAPES)  # nobody can tell
+
+
+def test_a_moved_file_is_the_same_task_whose_rows_were_trained_on(tmp_path):
+    then, key = override(CFG, "data.task=here"), "data.task"
+    state = new_state(Trained(initial_params(CFG)), TX)
+    save_run(tmp_path, then, Position("rl", 3, state, {}), {key: "c0ffee"})
+
+    def scored(cfg, digest):
+        return restore_run(tmp_path, cfg, SHAPES, to_train=False, contents={key: digest})
+
+    moved = override(CFG, "data.task=there")
+    assert scored(moved, "c0ffee") is not None and scored(moved, "decaf") is not None
+    with pytest.raises(ConfigError, match="seed=0; it cannot be scored with 1"):
+        scored(override(moved, "seed=1"), "c0ffee")
+    with pytest.raises(ConfigError, match="data.task held other content"):
+        scored(then, "decaf")
+
+
+def test_weights_are_told_apart_by_a_few_of_their_bytes(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(3 * BLOCK))
+    first = weights_digest(tmp_path)
+    file.write_bytes(bytes(2 * BLOCK) + b"1" + bytes(BLOCK - 1))
+    assert weights_digest(tmp_path) != first

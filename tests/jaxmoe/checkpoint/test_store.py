@@ -151,6 +151,11 @@ for step in range(2, 50):
 """
 
 
+def halves(directory):
+    """What is there of saves that have not ended."""
+    return [p for p in directory.iterdir() if not p.name.isdigit()]
+
+
 def test_a_save_that_was_killed_is_never_picked_up_and_is_cleaned_at_the_next(tmp_path):
     draw = random.Random(0)
     half = 0
@@ -164,17 +169,19 @@ def test_a_save_that_was_killed_is_never_picked_up_and_is_cleaned_at_the_next(tm
         )
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(draw.uniform(0.02, 0.25))
+        until = time.monotonic() + 5  # digests come first, then the folder that is not whole yet
+        while not halves(directory) and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.05))
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        left = [p for p in directory.iterdir() if not p.name.isdigit()]
-        half += bool(left)
+        half += bool(halves(directory))
         newest = store.latest(directory)
         assert newest is not None
         assert store.restore_extra(directory, newest) == {"n": newest}
         like = {"x": jax.ShapeDtypeStruct((12_500_000,), jnp.float32)}
         assert store.restore(directory, newest, like)["x"].shape == (12_500_000,)
         store.save(directory, 100, {"x": jnp.zeros(3)}, {}, keep=2)
-        assert all(p.name.isdigit() for p in directory.iterdir())
+        assert not halves(directory)
     assert half, "no kill fell into a save: this test showed nothing"

@@ -141,9 +141,29 @@ def test_a_jsonl_is_read_with_either_names_and_scored_by_number(tmp_path):
         (b"\n\n", "is empty"),
         (b'{"question": "a", "answer": "b"}\n\n{"question": ', "a.jsonl:3 must be one JSON object"),
         (b'{"question": "\xff", "answer": "b"}', "a.jsonl:1 must be one JSON object in UTF-8"),
-        (b'{"question": "a", "answer": 4}', "a.jsonl:1: answer must be a text"),
+        (b'{"question": "a", "answer": true}', "a.jsonl:1: answer must be a text"),
+        (b'{"question": "a", "answer": NaN}', "a.jsonl:1: answer must be a text"),
+        (b'{"question": "a", "answer": ["b", " "]}', "a.jsonl:1: answer must be a text"),
+        (b'{"question": "a", "answer": []}', "a.jsonl:1: answer must be a text"),
+        (b"[" * 100_000, "a.jsonl:1 must be one JSON object"),
+        (b'{"prompt": [], "answer": "b"}', "a.jsonl:1: prompt must be a text"),
+        (b'{"prompt": [{"role": "user"}], "answer": "b"}', "prompt[0] (the last) must have a"),
+        (
+            b'{"prompt": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}], '
+            b'"answer": "b"}',
+            "prompt[0] must have a role, system or developer or user or assistant",
+        ),
+        (b'{"prompt": "a", "answer": "b", "system": 3}', "a.jsonl:1: system must be a text"),
+        (
+            b'{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], '
+            b'"answer": "b", "system": "z"}',
+            "must have one system prompt",
+        ),
         (b'{"question": " ", "answer": "4"}', "a.jsonl:1: question must be a text"),
-        (b'{"question": "a", "reply": "4"}', "answer or ground_truth; it has question, reply"),
+        (
+            b'{"question": "a", "reply": "4"}',
+            "answer, ground_truth or solution; it has question, reply",
+        ),
         (b"[1]", "a.jsonl:1 must be a JSON object, got list. Write {"),
         (b"{}", "must have a column prompt or question; it has none"),
     ],

@@ -2,6 +2,7 @@
 """Rows become prompts that fit, answers become rewards, and evaluation repeats itself."""
 
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +17,14 @@ from jaxmoe.config import (
     OptimConfig,
     RolloutConfig,
 )
-from jaxmoe.data.tokenizer import write_byte_tokenizer
+from jaxmoe.config_file import load
+from jaxmoe.data.harmony import read_response
+from jaxmoe.data.rows import Row
+from jaxmoe.data.templates import Template
+from jaxmoe.data.tokenizer import ByteTokenizer, tokenizer_digest, write_byte_tokenizer
 from jaxmoe.envs import tasks
-from jaxmoe.envs.tasks import answer_tokens, evaluate, open_task, response_text, score
+from jaxmoe.envs.rewards import part_metrics
+from jaxmoe.envs.tasks import answer_tokens, contents, evaluate, open_task, response_text, score
 from jaxmoe.model.config import tiny
 from jaxmoe.records import Prompt, Rollout, StopReason
 
@@ -87,9 +93,9 @@ def test_the_stored_answer_and_its_stop_token_earn_the_whole_reward(task):
             Rollout(prompt, tokens, zeros, StopReason.STOP_TOKEN, NEWEST[: len(tokens)])
         )
         assert response_text(rollouts[-1], task) == prompt.answer
-    assert score(rollouts, task.held_out, task).tolist() == [1.0] * HELD_OUT
+    assert score(rollouts, task.held_out, task).rewards.tolist() == [1.0] * HELD_OUT
     wrong = [replace(r, tokens=rollouts[0].tokens) for r in rollouts[1:]]
-    assert score(wrong, task.held_out, task).tolist() == [0.0] * (HELD_OUT - 1)
+    assert score(wrong, task.held_out, task).rewards.tolist() == [0.0] * (HELD_OUT - 1)
 
 
 def test_an_answer_cut_short_keeps_its_last_token(task):
@@ -107,7 +113,10 @@ def test_accuracy_is_of_samples_and_of_the_greedy_answer(task):
     engine = Parrot(task.tokenizer, says)
     prompts = task.held_out_prompts()
     metrics, rollouts, rewards = evaluate(engine, prompts, task, version=3, samples=4)
-    assert metrics == {"eval/accuracy": 0.25, "eval/accuracy_greedy": 1.0}
+    assert metrics == {
+        "eval/accuracy": 0.25, "eval/accuracy_greedy": 1.0,
+        "eval/pass@2": 0.5, "eval/pass@4": 1.0,
+    }  # fmt: skip
     assert len(rollouts) == HELD_OUT and rewards.tolist() == [1.0] * HELD_OUT
     assert {(t, n) for t, n, _ in engine.asked} == {(0.0, 1), (1.0, 4)}
     first = list(engine.asked)
@@ -176,3 +185,96 @@ def test_a_warm_start_without_stored_answers_is_refused(task):
     prompt = Prompt(3, "q", (1, 2), None)
     with pytest.raises(ConfigError, match="--set warmup.steps=0"):
         answer_tokens(prompt, task)
+
+
+ASKS = "<|start|>user<|message|>{question}<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+class Channels(Parrot):
+    """Says special strings as special tokens."""
+
+    def __init__(self, tokenizer, says):
+        class Marked(type(tokenizer)):
+            def encode(self, text, *, specials=True):
+                return super().encode(text, specials=specials)
+
+        super().__init__(Marked(), says)
+
+
+@pytest.mark.parametrize("template", [ASKS, "harmony"])
+def test_only_the_final_channel_is_scored_where_the_prompt_asks_for_channels(tmp_path, template):
+    path = write(tmp_path / "q.jsonl", [f"what is {i}?" for i in range(14)])
+    task = open_task(config(path, template=template, max_prompt_tokens=400))
+
+    def says(prompt, sample):
+        thought = f"<|channel|>analysis<|message|>#### {prompt.answer}<|end|><|start|>assistant"
+        return [thought, thought + FINAL + "none", FINAL + f"#### {prompt.answer}", ""][sample]
+
+    prompts = task.held_out_prompts()
+    rollouts = Channels(task.tokenizer, says).generate(prompts, task.sampling, seed=0, samples=4)
+    scores = score(rollouts, task.held_out, task)
+    assert scores.rewards.tolist() == [0.0, 0.0, 1.0, 0.0] * HELD_OUT
+    assert part_metrics(scores.parts) == {"reward/no_final_frac": 0.5}
+    for prompt in prompts:  # a warm start teaches what is scored
+        ids = np.array(answer_tokens(prompt, task), np.int32)
+        taught = Rollout(prompt, ids, np.zeros(len(ids), np.float32), StopReason.STOP_TOKEN, ids)
+        assert score([taught], task.held_out, task).rewards.tolist() == [1.0]
+
+
+def test_functions_are_shown_the_final_channel_and_what_was_thought(tmp_path, monkeypatch):
+    (tmp_path / "shown.py").write_text(
+        "seen = []\ndef f(prompt, response, row, analysis):\n"
+        "    seen.append((response, analysis))\n    return len(response)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(14)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cfg = config(tmp_path / "q.jsonl", template="harmony", max_prompt_tokens=400, rewards="shown:f")
+    task = open_task(cfg)
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    engine = Channels(task.tokenizer, lambda prompt, i: [thought, thought + FINAL + "4"][i])
+    rollouts = engine.generate(task.held_out_prompts()[:1], task.sampling, seed=0, samples=2)
+    assert score(rollouts, task.held_out, task).rewards.tolist() == [0.0, 1.0]
+    assert sys.modules["shown"].seen == [("", "hm"), ("4", "hm")]
+    with pytest.raises(ConfigError, match="f asks for|must have a column answer"):
+        open_task(replace(cfg, data=replace(cfg.data, rewards="")))
+
+
+def test_a_sources_score_that_is_no_number_is_refused(task, monkeypatch):
+    class Odd:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, row):
+            return Row("q", "a")
+
+        def score(self, response, row):
+            return float("nan")
+
+    rollouts = Parrot(task.tokenizer, lambda *_: "a").generate(
+        task.held_out_prompts()[:1], task.sampling, seed=0
+    )
+    with pytest.raises(ConfigError, match="data.task must score with finite numbers"):
+        score(rollouts, Odd(), task)
+
+
+@pytest.mark.parametrize("name", ["gptoss20b.py", "gptoss120b.py", "gptoss20b_ppo.py"])
+def test_the_large_configs_ask_for_a_final_channel(name):
+    data = load(name).data
+    template = Template(data.template, data.system, data.reasoning_effort)
+    text, tokens = template.render(Row("2+2?", "4"), ByteTokenizer())
+    assert text.endswith("<|start|>assistant") and "Reasoning: low" in text and "####" in text
+    assert read_response(tokens, b"#### 4", ByteTokenizer()).final is False
+
+
+def test_what_files_hold_has_a_digest_that_does_not_know_their_place(tmp_path):
+    rows = [f"what is {i}?" for i in range(14)]
+    (tmp_path / "moved").mkdir()
+    paths = write(tmp_path / "q.jsonl", rows), write(tmp_path / "moved" / "r.jsonl", rows)
+    edited = write(tmp_path / "e.jsonl", [*rows[:-1], "what is 14?"])
+    first, moved, other = (contents(cfg, open_task(cfg)) for cfg in map(config, (*paths, edited)))
+    assert first == moved and first["init.tokenizer"] == other["init.tokenizer"] == "bytes"
+    assert first["data.task"] != other["data.task"]
+    write_byte_tokenizer(tmp_path)
+    assert tokenizer_digest(str(tmp_path)) != "bytes"

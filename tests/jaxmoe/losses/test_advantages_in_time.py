@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe.losses import (
+    bootstrapped_gae,
     discounted_returns,
     gae,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     rloo_advantages,
+    token_rewards,
     whiten,
+    whitened_bootstrapped_gae,
     whitened_gae,
 )
 
@@ -81,11 +84,27 @@ def test_whitened_tokens_have_mean_zero_and_deviation_one():
     assert abs(ours.mean()) <= 16 * EPS and abs(ours.std(ddof=1) - 1) <= 16 * EPS
 
 
-@given(st.floats(-1e4, 1e4, width=32))
-def test_equal_tokens_whiten_to_nothing_much(value):
-    # the mean of equal floats may be an ulp off; sqrt(eps) stands below the line
-    ours = np.asarray(whiten(jnp.full((1, 8), value, jnp.float32), MASK))
-    assert np.isfinite(ours).all() and np.abs(ours).max() <= 2 * EPS * abs(value) / 1e-4
+@given(st.floats(-1e4, 1e4, width=32), st.sampled_from([1, 7, 200]))
+def test_equal_tokens_whiten_to_exactly_nothing(value, rows):
+    # the mean of 1,600 floats of 1000.1 is not that float, and its error is all there is to whiten
+    for x in (value, 1000.1):
+        equal, mask = jnp.full((rows, 8), x, jnp.float32), jnp.ones((rows, 8), bool)
+        assert not np.asarray(whiten(equal, mask)).any()
+    rewards_B = jnp.full((rows,), 1000.1)
+    paid = token_rewards(rewards_B, mask)
+    assert not np.asarray(reinforce_pp_advantages(paid, mask)).any()
+    assert not np.asarray(whitened_gae(paid, jnp.full(mask.shape, 0.5), mask)[0]).any()
+    groups = rewards_B.reshape(1, -1)
+    assert not np.asarray(reinforce_pp_baseline_advantages(groups, mask)).any()
+
+
+def test_nearly_equal_tokens_whiten_as_in_float64():
+    # a few ulps apart: what is left after the mean must not be the mean's own rounding
+    ulps = np.random.default_rng(0).integers(0, 9, (200, 8))
+    x = np.float32(1000.1) + np.float32(2**-14) * ulps.astype(np.float32)
+    exact = np.float64(x) - np.float64(x).mean()
+    want = exact / np.sqrt(exact.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(whiten(jnp.asarray(x), jnp.ones(x.shape, bool)), want, atol=1e-4)
 
 
 def test_no_true_token_is_zero_and_not_nan():
@@ -134,3 +153,18 @@ def test_whitened_gae_whitens_the_advantages_and_leaves_the_returns():
     np.testing.assert_array_equal(same, returns)
     np.testing.assert_array_equal(white, whiten(advantages, MASK))
     assert float(jnp.sum(white)) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_cut_off_answer_is_worth_what_comes_after_it():
+    # by hand, γ = 1/2, λ = 1: one reward-less token, V = 1, and 4 behind it: δ = 0 + 4/2 − 1
+    row = jnp.asarray([[0.0, 0.0], [0.0, 0.0]])
+    values, mask = jnp.asarray([[0.0, 1.0]] * 2), jnp.asarray([[False, True]] * 2)
+    got = bootstrapped_gae(row, values, jnp.asarray([4.0, 0.0]), mask, discount=0.5)
+    assert got[0].tolist() == [[0.0, 1.0], [0.0, -1.0]]
+    assert got[1].tolist() == [[0.0, 2.0], [0.0, 0.0]]
+    # a reward of γV at the last token is the same thing
+    rewards = jnp.asarray([[0.0, 2.0], [0.0, 0.0]])
+    for ours, want in zip(got, gae(rewards, values, mask, discount=0.5), strict=True):
+        np.testing.assert_array_equal(ours, want)
+    white, _ = whitened_bootstrapped_gae(row, values, jnp.asarray([4.0, 0]), mask, discount=0.5)
+    np.testing.assert_array_equal(white, whiten(got[0], mask))

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.losses import kl_k1, kl_k2, kl_k3, kl_k3_with_k2_gradient
+from jaxmoe.losses import (
+    clipped_terms,
+    explained_variance,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    kl_k3_importance,
+    kl_k3_with_k2_gradient,
+)
+from jaxmoe.losses.kl import k3
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -27,7 +36,7 @@ def test_hand_worked_pair():
 
 def test_both_average_to_the_true_divergence():
     rng = np.random.default_rng(0)
-    p, q = (rng.dirichlet(np.ones(97)) for _ in range(2))
+    p, q = (rng.dirichlet(np.ones(97)) / 2 + 1 / 194 for _ in range(2))  # no token at the bound
     want = np.sum(p * np.log(p / q))
     for estimate in both(np.log(p), np.log(q)):
         # each token's error is a few ulp of its log-probs, which are below 20
@@ -73,3 +82,53 @@ def test_k3_with_k2_gradient_has_the_value_of_one_and_the_slope_of_the_other():
     np.testing.assert_allclose(grad, total(kl_k2)[1], rtol=2 * EPS)
     np.testing.assert_allclose(grad, logp - logq, rtol=2 * EPS)
     assert float(jnp.abs(grad - total(kl_k3)[1]).max()) > 0.1
+
+
+@pytest.mark.paper
+def test_k3_is_held_at_ten_as_verls_is():
+    # verl verl/trainer/ppo/core_algos.py, kl_penalty_forward: the input at 20, the output at 10
+    logq = jnp.asarray([[2.5, 3.0, 25.0, -9.0, -12.0]])
+    value, pull = jax.vjp(lambda x: kl_k3(x, logq), jnp.zeros_like(logq))
+    want = [np.exp(2.5) - 3.5, 10.0, 10.0, np.exp(-9.0) + 8, 10.0]
+    np.testing.assert_allclose(value[0], want, rtol=8 * EPS)
+    assert (np.asarray(pull(jnp.ones_like(logq))[0])[0] != 0).tolist() == [
+        True, False, False, True, False
+    ]  # fmt: skip
+    np.testing.assert_allclose(k3(logq)[0, 1], np.exp(3.0) - 4, rtol=8 * EPS)  # a measurement
+
+
+def test_half_precision_is_widened_before_it_is_subtracted():
+    logp, logq = (jnp.asarray([[x]], jnp.bfloat16) for x in (-8.0, -8.0625))
+    assert float(kl_k1(logp, logq)[0, 0]) == 0.0625
+    # -8 - 0.0546875 has no bfloat16: subtracting there would round to another token's ratio
+    old, one = jnp.asarray([[0.0546875]], jnp.bfloat16), jnp.ones((1, 1))
+    terms = clipped_terms(logp, old, one, jnp.ones((1, 1), bool), clip_low=1.0)
+    assert float(terms[0, 0]) == pytest.approx(-np.exp(-8.0546875), rel=4 * EPS)
+    far = jnp.asarray([[8.0, 0.03125]], jnp.bfloat16)
+    values, mask = jnp.asarray([[0.0546875, 0.0]], jnp.bfloat16), jnp.ones((1, 2), bool)
+    error = np.float64(far) - np.float64(values)
+    want = 1 - error.var() / np.float64(far).var()
+    assert float(explained_variance(values, far, mask)) == pytest.approx(want, rel=64 * EPS)
+
+
+def test_weighted_by_the_ratio_k3_has_the_gradient_of_the_divergence():
+    # exactly, by enumeration of a vocabulary; the tokens are another policy's
+    dice = np.random.default_rng(1)
+    logits, q, mu = (jnp.asarray(dice.normal(size=11) / 2, jnp.float32) for _ in range(3))
+    logq, log_mu = jax.nn.log_softmax(q)[None], jax.nn.log_softmax(mu)[None]
+
+    def true(x):
+        logp = jax.nn.log_softmax(x)[None]
+        return jnp.sum(jnp.exp(logp) * (logp - logq))
+
+    def drawn(x, estimate, old=log_mu):
+        logp = jax.nn.log_softmax(x)[None]
+        return jnp.sum(jnp.exp(old) * estimate(logp, logq, old))
+
+    want = jax.value_and_grad(true)(logits)
+    for old in (log_mu, jax.nn.log_softmax(logits)[None]):  # off-policy; and where the ratio is 1
+        ours = jax.value_and_grad(lambda x, o=old: drawn(x, kl_k3_importance, o))(logits)
+        np.testing.assert_allclose(ours[0], want[0], rtol=1e-5)
+        np.testing.assert_allclose(ours[1], want[1], atol=1e-6)
+        bare = jax.grad(lambda x, o=old: drawn(x, lambda p, q, _: kl_k3(p, q), o))(logits)
+        assert np.abs(bare - want[1]).max() > 0.01

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmoe.losses import sequence_is, token_is
 from jaxmoe.losses.mismatch import (
     effective_sample_size,
     mismatch_metrics,
@@ -32,10 +33,10 @@ def test_divergences_of_a_worked_row():
 
 def test_weights_of_the_same_row():
     ratio = jnp.exp(OLD - ROLLOUT)
-    raw = weight_metrics(ratio, ratio, ALL)
+    raw = weight_metrics(ratio, ratio, ratio > 9, ALL)
     assert float(raw["rollout_corr/rollout_is_eff_sample_size"]) == pytest.approx(0.7871289)
     assert float(raw["rollout_corr/rollout_is_ratio_fraction_high"]) == 0.0
-    cut = weight_metrics(jnp.minimum(ratio, 2.0), ratio, ALL)
+    cut = weight_metrics(jnp.minimum(ratio, 2.0), ratio, ratio > 2, ALL)
     assert float(cut["rollout_corr/rollout_is_mean"]) == pytest.approx(1.4184173)
     assert float(cut["rollout_corr/rollout_is_eff_sample_size"]) == pytest.approx(0.8517620)
     assert float(cut["rollout_corr/rollout_is_ratio_fraction_high"]) == pytest.approx(1 / 3)
@@ -45,10 +46,33 @@ def test_weights_of_the_same_row():
 @pytest.mark.paper
 def test_weights_of_icepop_as_verl_asserts_them():
     # verl tests/trainer/ppo/test_rollout_corr.py, test_exact_icepop_zeroes_weights_…
-    got = weight_metrics(jnp.asarray([[0.0, 0.8, 0.0]]), jnp.asarray([[0.4, 0.8, 6.0]]), ALL)
+    ratio = jnp.asarray([[0.4, 0.8, 6.0]])
+    got = weight_metrics(jnp.asarray([[0.0, 0.8, 0.0]]), ratio, ratio > 5, ALL)
+    # verl counts what is above the bound whether it is cut or made 0; 0.4 is below
+    assert float(got["rollout_corr/rollout_is_ratio_fraction_high"]) == pytest.approx(1 / 3)
     assert float(got["rollout_corr/rollout_is_std"]) == pytest.approx(0.3771236, rel=1e-6)
     assert float(got["rollout_corr/rollout_is_eff_sample_size"]) == pytest.approx(1 / 3)
     assert float(got["rollout_corr/rollout_is_oob_ratio"]) == pytest.approx(2 / 3)
+
+
+def test_weights_of_sequences_are_counted_as_verl_counts_them():
+    # compute_is_metrics, worked by hand: products of ratios 8, 1/2 and 1 on 4, 1 and 1 tokens, cut
+    # at 2; shares, extremes and seq_… are of sequences, mean and deviation of tokens
+    mask = jnp.asarray([[True] * 4, [True] + [False] * 3, [True] + [False] * 3, [False] * 4])
+    log_ratio = jnp.where(mask, jnp.log(jnp.asarray([[8**0.25], [0.5], [1.0], [1.0]])), 0.0)
+    did = sequence_is(log_ratio, mask, high=2.0)
+    got = weight_metrics(did.weights_BT, did.ratio_BT, did.above_BT, mask)
+    want = {
+        "mean": (4 * 2 + 0.5 + 1) / 6, "seq_mean": (2 + 0.5 + 1) / 3, "ratio_fraction_high": 1 / 3,
+        "max": 8.0, "min": 0.5, "seq_max": 2.0, "seq_min": 0.5, "oob_ratio": 0.0,
+    }  # fmt: skip
+    for name, value in want.items():
+        assert float(got[f"rollout_corr/rollout_is_{name}"]) == pytest.approx(value, rel=1e-5), name
+    # of tokens the extremes are those of the weights, as compute_is_metrics has them
+    one = token_is(log_ratio, high=1.5)
+    got = weight_metrics(one.weights_BT, one.ratio_BT, one.above_BT, mask)
+    assert float(got["rollout_corr/rollout_is_max"]) == 1.5
+    assert float(got["rollout_corr/rollout_is_ratio_fraction_high"]) == pytest.approx(4 / 6)
 
 
 def test_equal_log_probs_give_zero_everywhere_and_ratio_one():
@@ -85,7 +109,7 @@ def test_no_true_token_is_zeros_and_not_nan():
     nothing = jnp.zeros((1, 3), bool)
     for metrics in (
         mismatch_metrics(OLD, ROLLOUT, nothing),
-        weight_metrics(jnp.ones((1, 3)), jnp.ones((1, 3)), nothing),
+        weight_metrics(jnp.ones((1, 3)), jnp.ones((1, 3)), nothing, nothing),
     ):
         assert all(np.isfinite(float(x)) for x in metrics.values())
 

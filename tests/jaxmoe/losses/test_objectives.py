@@ -162,6 +162,20 @@ def test_false_tokens_never_matter_and_nothing_turns_nan(name, value):
 
 
 @pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("value", [1000.0, np.inf, -np.inf, np.nan])
+def test_what_stands_where_the_advantage_is_zero_breaks_nothing(name, value):
+    mask, a = jnp.ones((2, 3), bool), jnp.asarray([[1.0, 0.0, -2.0], [0.0, 0.0, 0.0]])
+    if name == "gspo":  # its ratio is the row's: there it is rows of advantage 0
+        a = a.at[0, 1].set(3.0)
+    old = jnp.where(a == 0, 0.0, -1.0)
+    dirty = jnp.where(a == 0, value, -1.0)
+    for now, then in ((dirty, old), (old, dirty)):
+        loss, grad = jax.value_and_grad(lambda x, t=then: OURS[name](x, t, a, mask).sum())(now)
+        assert np.isfinite(float(loss)) and np.isfinite(grad).all()
+        assert (np.asarray(grad) != 0).tolist() == (np.asarray(a) != 0).tolist()
+
+
+@pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("gap", [1000.0, -1000.0])
 def test_a_thousand_nats_at_a_true_token_stay_finite(name, gap):
     now = row(gap, -1.0)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmoe.losses import kl
 from jaxmoe.losses import ratios as c
 
 EPS = float(np.finfo(np.float32).eps)
@@ -173,10 +174,11 @@ def test_statistics_of_a_sequence_by_hand():
     log_ratio, mask = ratios(OLD, ROLLOUT, [1, 1, 0])  # 0.5, -0.5
     np.testing.assert_allclose(c.k2(log_ratio), row(0.125, 0.125, 0.0), rtol=EPS)
     k3 = [np.exp(0.5) - 1.5, np.exp(-0.5) - 0.5, 0.0]
-    np.testing.assert_allclose(c.k3(log_ratio), [k3], rtol=8 * EPS)
-    np.testing.assert_allclose(c.sequence_sum(c.k3(log_ratio), mask), [[sum(k3)]], rtol=8 * EPS)
+    ours = kl.k3(log_ratio)
+    np.testing.assert_allclose(ours, [k3], rtol=8 * EPS)
+    np.testing.assert_allclose(c.sequence_sum(ours, mask), [[sum(k3)]], rtol=8 * EPS)
     np.testing.assert_allclose(c.sequence_mean(c.k2(log_ratio), mask), [[0.125]], rtol=EPS)
-    np.testing.assert_allclose(c.sequence_max(c.k3(log_ratio), mask), [[k3[0]]], rtol=8 * EPS)
+    np.testing.assert_allclose(c.sequence_max(ours, mask), [[k3[0]]], rtol=8 * EPS)
 
 
 def test_normalized_weights_average_one_over_the_true_tokens():
@@ -209,7 +211,7 @@ def test_a_thousand_nats_stay_finite(gap):
         c.sequence_ratio(log_ratio, mask),
         c.geometric_ratio(log_ratio, mask),
         c.k2(log_ratio),
-        c.k3(log_ratio),
+        kl.k3(log_ratio),
     ):
         assert bool(jnp.isfinite(ratio).all())
 

@@ -157,7 +157,10 @@ def test_each_level_weighs_by_its_ratio_up_to_the_cap():
             (geometric_is(log_ratio, mask, high=high), mean),
         ):
             np.testing.assert_allclose(got.weights_BT, [np.minimum(ratio, high)], rtol=8 * EPS)
-            np.testing.assert_allclose(got.ratio_BT, [ratio], rtol=8 * EPS)
+            rows = got.ratio_BT.shape[1] == 1  # of sequences: one each
+            np.testing.assert_allclose(got.ratio_BT, [ratio[: 1 if rows else 3]], rtol=8 * EPS)
+            assert rows == (got.weights_BT[0, 0] == got.weights_BT[0, 1])
+            np.testing.assert_array_equal(got.above_BT, got.ratio_BT > high)
             assert got.keep_BT is None
 
 
@@ -176,7 +179,7 @@ def test_icepop_keeps_the_ratio_itself_inside_its_bounds():
     for low, high, weight in ((0.0, 3.0, np.e), (0.0, 2.5, 0.0), (2.8, 3.0, 0.0)):
         got = sequence_icepop(log_ratio, mask, low=low, high=high)
         np.testing.assert_allclose(got.weights_BT, [[weight] * 3], rtol=8 * EPS)
-        np.testing.assert_allclose(got.ratio_BT, [[np.e] * 3], rtol=8 * EPS)
+        np.testing.assert_allclose(got.ratio_BT, [[np.e]], rtol=8 * EPS)
 
 
 @pytest.mark.parametrize("by", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
@@ -205,8 +208,16 @@ def test_normalized_weights_average_one_over_the_batch():
     mask = jnp.asarray([[True, True], [True, False]])
     got = normalize(weights, ratio, mask)
     np.testing.assert_array_equal(got.weights_BT, weights / 2)  # (2 + 4 + 0) / 3
-    np.testing.assert_array_equal(got.ratio_BT, ratio / 2)
+    assert got.ratio_BT is None  # what is measured is measured before
     assert float(jnp.mean(got.weights_BT[mask])) == 1.0
+
+
+def test_normalized_sequences_count_once_each_however_long():
+    # verl's rollout_is_batch_normalize at rollout_is="sequence": the mean is over sequences
+    mask = jnp.asarray([[True] * 4, [True, False, False, False], [False] * 4])
+    weights = jnp.broadcast_to(jnp.asarray([[3.0], [1.0], [9.0]]), mask.shape)
+    got = normalize(weights, weights[:, :1], mask)
+    np.testing.assert_array_equal(got.weights_BT, weights / 2)  # (3 + 1) / 2, not (4·3 + 1) / 5
 
 
 def test_weights_that_are_all_zero_stay_so():
@@ -268,7 +279,7 @@ RECIPES = {
     "geometric_is": lambda x, a, m: geometric_is(x, m),
     "token_icepop": lambda x, a, m: token_icepop(x),
     "sequence_icepop": lambda x, a, m: sequence_icepop(x, m),
-    "normalize": lambda x, a, m: normalize(*token_is(x)[::2], m),
+    "normalize": lambda x, a, m: normalize(*token_is(x)[:3:2], m),
     "veto": lambda x, a, m: veto(x, m),
     "drift_mask": lambda x, a, m: drift_mask(x, a, m, most=0.1),
 } | {by: lambda x, a, m, by=by: rejection(x, m, by=by, low=0.0, high=1.2) for by in VERL}
@@ -311,7 +322,7 @@ def test_a_thousand_nats_at_a_true_token_are_held_back(gap, column):
             harmless = gap > 0 if name == "drift_mask" else gap < 0 and name.endswith("k1")
             assert keep[1, column] == harmless and keep[[0, 2, 3]].all(), name
         else:
-            assert np.isfinite(got.ratio_BT).all() and (got.weights_BT >= 0).all(), name
+            assert np.isfinite(got.weights_BT).all() and (got.weights_BT >= 0).all(), name
             assert float(got.weights_BT.max()) <= 2.0, name
 
 

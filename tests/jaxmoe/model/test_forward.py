@@ -10,6 +10,11 @@ import pytest
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, init_cache, init_params, plain_ops
+from jaxmoe.model.ops import keeping_attention
+from jaxmoe.model.params import abstract_params
+from pallas_kernels import sink_attention
+from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention import pallas_gpu, pallas_tpu, xla
 
 OPS = plain_ops()
 CFG = ModelConfig(
@@ -96,6 +101,29 @@ def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
     assert cache is not None and int(cache.used) == T
 
 
+@pytest.mark.parametrize(
+    "time, cached, used", [(1, 1, "decode"), (16, 1, "decode"), (17, 1, "attend"), (5, 0, "attend")]
+)
+def test_a_few_tokens_and_a_cache_are_for_decoding_kernels_all_else_has_a_gradient(
+    params, time, cached, used
+):
+    asked = []
+
+    def noted(name):
+        def call(*args, **options):
+            asked.append(name)
+            return getattr(OPS, name)(*args, **options)
+
+        return call
+
+    ops = replace(OPS, attend=noted("attend"), decode=noted("decode"))
+    cache = init_cache(CFG, B, 29) if cached else None
+    jax.eval_shape(
+        lambda p, t: forward(p, t, CFG, ops, cache=cache)[0], params, tokens_of(9, B, time)
+    )
+    assert set(asked) == {used} and len(asked) == 2
+
+
 def test_right_padded_rows_of_different_lengths_decode_on_as_if_alone(params):
     lengths, tokens = np.array([6, 14]), tokens_of(10, B, 14)
     more = tokens_of(11, B, 10)
@@ -121,14 +149,72 @@ def test_recomputing_layers_gives_the_same_gradient(params):
     def loss(params, ops):
         return jnp.sum(jnp.sin(forward(params, tokens, CFG, ops)[0]))
 
-    recomputing = replace(OPS, remat=jax.checkpoint)
-    plain, again = (
-        jax.jit(jax.grad(loss), static_argnums=1)(params, o) for o in (OPS, recomputing)
+    plain, *others = (
+        jax.jit(jax.grad(loss), static_argnums=1)(params, replace(OPS, remat=remat))
+        for remat in (OPS.remat, jax.checkpoint, keeping_attention)
     )
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
-        close(b, np.asarray(a))
+    for again in others:
+        for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+            close(b, np.asarray(a))
     del plain["head"]  # it comes after the forward
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(plain))
+
+
+@pytest.mark.parametrize("name", ["xla", "mosaic_tpu", "mosaic_gpu"])
+def test_attention_that_is_kept_is_not_run_again(params, monkeypatch, name):
+    """The backward of the two layers in a scanned pair asks for their forwards only where all is
+    recomputed; counted in the gradient's program by a function of its own."""
+    module, part = {
+        "xla": (xla, "_forward_blocks"), "mosaic_tpu": (pallas_tpu, "forward"),
+        "mosaic_gpu": (pallas_gpu, "forward"),
+    }[name]  # fmt: skip
+    inner = getattr(module, part)
+
+    def counted(*args):
+        def attention_forward(out):
+            return jax.tree.map(jnp.negative, out)
+
+        return jax.jit(attention_forward)(inner(*args))
+
+    monkeypatch.setattr(module, part, counted)
+
+    def attend(q, k, v, sink, *, window, **places):
+        if name == "xla":
+            return sink_attention(q, k, v, sink, window=window, impl="xla", **places)
+        layout = Layout(**places)
+        if name == "mosaic_tpu":
+            return pallas_tpu.mosaic_tpu(q, k, v, sink, layout, window or 0, 0.25, True)
+        return pallas_gpu.mosaic_gpu(q, k, v, sink, layout, window or 0, 0.25)
+
+    def runs(remat):
+        ops = replace(OPS, attend=attend, remat=remat)
+
+        def loss(params):
+            return jnp.sum(jnp.sin(forward(params, tokens_of(12, B, T), cfg, ops)[0]))
+
+        names = [e.params.get("name") for e in _live(jax.make_jaxpr(jax.grad(loss))(shapes).jaxpr)]
+        return names.count("attention_forward")
+
+    cfg, shapes = CFG, params
+    if name == "mosaic_gpu":
+        cfg = replace(CFG, dtype="bfloat16", head_dim=64)
+        shapes = abstract_params(cfg)
+    plain, kept, recomputed = map(runs, (OPS.remat, keeping_attention, jax.checkpoint))
+    assert plain == kept == recomputed - 2 > 0
+
+
+def _live(jaxpr):
+    """Equations whose results somebody reads; compilers drop the others."""
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    for eqn in jaxpr.eqns:
+        if not eqn.outvars or any(id(v) in read for v in eqn.outvars):
+            yield eqn
+            for inner in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+            ):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _live(inner)
 
 
 def _equations(jaxpr):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two small layers against float64 formulas; the dtype's own rounding is the tolerance."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,3 +62,15 @@ def test_linear_adds_its_bias_before_it_rounds(dtype):
     want = wide(x) @ w_used + wide(b)
     assert ours.dtype == x.dtype
     near(ours, want, np.abs(wide(x)) @ np.abs(w_used) + np.abs(wide(b)), D + 1)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e4])
+def test_rms_norm_has_its_gradient_at_every_size(dtype, size):
+    """dx = r·(dy·s) − x·r³·Σ(dy·s·x)/D, r = 1/√(mean(x²) + ε)."""
+    x, scale, dy = draw(0, T, D, scale=size, dtype=dtype), draw(1, D), draw(2, T, D, dtype=dtype)
+    (ours,) = jax.vjp(lambda x: rms_norm(x, scale, 1e-5), x)[1](dy)
+    v, g = wide(x), wide(dy) * wide(scale)
+    r = 1 / np.sqrt(np.mean(v**2, -1, keepdims=True) + 1e-5)
+    terms = r * np.abs(g) + np.abs(v) * r**3 * np.mean(np.abs(g * v), -1, keepdims=True)
+    near(ours, r * g - v * r**3 * np.mean(g * v, -1, keepdims=True), terms, D)

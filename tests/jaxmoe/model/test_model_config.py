@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json in and out, and what it refuses."""
 
+import dataclasses
 import json
 
 import pytest
 
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model import gpt_oss_20b, gpt_oss_120b
-from jaxmoe.model.config import from_hf, read_hf_config, to_hf
+from jaxmoe.model.config import from_hf, read_hf_config, to_hf, unread_fields
 
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=6, n_q_heads=15, n_kv_heads=3, head_dim=16, n_experts=7,
@@ -37,7 +38,10 @@ def test_newer_files_keep_theta_among_the_rope_parameters():
     ("change", "answer"),
     [
         ({"model_type": "llama"}, "model_type must be 'gpt_oss', got 'llama'"),
-        ({"layer_types": ["full_attention"] * 6}, "layer_types must alternate"),
+        (
+            {"layer_types": ["full_attention"] * 6},
+            "layer_types must be sliding_attention, full_attention in turn",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type must be 'yarn' or 'default'"),
     ],
 )
@@ -56,11 +60,54 @@ def test_a_directory_without_config_json_is_named(tmp_path):
 def test_a_file_that_is_not_whole_is_named(tmp_path):
     text = json.dumps(to_hf(CFG, dtype=CFG.dtype))
     short = {k: v for k, v in json.loads(text).items() if k != "head_dim"}
-    cut, missing = ("JSONDecodeError", text[:99]), ("KeyError: 'head_dim'", json.dumps(short))
-    for said, spoilt in (cut, missing):
+    twice = text.replace('"head_dim": 16', '"head_dim": 8, "head_dim": 16')
+    deep = "[" * 100_000
+    for said, spoilt in (
+        ("whole config.json of GPT-OSS; JSONDecodeError", text[:99]),
+        ("whole config.json of GPT-OSS; ValueError: 'head_dim' is there twice", twice),
+        ("whole config.json of GPT-OSS; ValueError: an object is needed, got list", "[]"),
+        ("whole config.json of GPT-OSS; ValueError: nested too deep", deep),
+        ("config.json: head_dim must be an integer above 0, got none", json.dumps(short)),
+    ):
         (tmp_path / "config.json").write_text(spoilt)
-        with pytest.raises(ConfigError, match=f"whole config.json of GPT-OSS; {said}"):
+        with pytest.raises(ConfigError, match=said):
             read_hf_config(tmp_path)
+
+
+SPOILT = [
+    ("hidden_size", "48"), ("hidden_size", -48), ("hidden_size", 48.0), ("hidden_size", True),
+    ("vocab_size", 0), ("vocab_size", 10**12), ("num_hidden_layers", None), ("head_dim", []),
+    ("rms_norm_eps", float("nan")), ("rms_norm_eps", "1e-5"), ("swiglu_limit", float("inf")),
+    ("swiglu_alpha", -1.0), ("rope_theta", 0), ("max_position_embeddings", 1.5),
+    ("sliding_window", None), ("attention_bias", False), ("attention_bias", "yes"),
+    ("attention_dropout", 0.1), ("hidden_act", "gelu"), ("tie_word_embeddings", True),
+    ("layer_types", "all"), ("layer_types", 3), ("quantization_config", {"quant_method": "awq"}),
+    ("quantization_config", "fp8"), ("rope_scaling", "yarn"), ("rope_scaling", {"type": "linear"}),
+    ("rope_scaling", {"rope_type": "yarn", "factor": "8"}), ("experts_per_token", 2),
+    ("rope_scaling", {"rope_type": "yarn", "attention_factor": 1.5}), ("dtype", "int8"),
+    ("rope_scaling", {"rope_type": "yarn", "truncate": "no"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), SPOILT, ids=[f"{n}={v}" for n, v in SPOILT])
+def test_what_is_not_computed_or_no_number_is_refused_by_name(name, value):
+    inside = value if name == "rope_scaling" and isinstance(value, dict) else {}
+    named = [n for n in inside if n not in ("rope_type", "type")] or [name]
+    with pytest.raises(ConfigError, match=f"{'rope_type' if 'type' in inside else named[0]}") as e:
+        from_hf(to_hf(CFG, dtype="float32") | {name: value})
+    assert "\n" not in str(e.value) and "must be" in str(e.value)
+
+
+def test_the_slope_of_swiglu_goes_out_and_comes_back():
+    cfg = dataclasses.replace(CFG, swiglu_alpha=1.5)
+    assert from_hf(to_hf(cfg, dtype="bfloat16")) == cfg
+    old = {k: v for k, v in to_hf(cfg, dtype="bfloat16").items() if k != "swiglu_alpha"}
+    assert from_hf(old).swiglu_alpha == 1.702
+
+
+def test_fields_that_are_neither_read_nor_harmless_are_listed():
+    config = to_hf(CFG, dtype="float32")
+    assert unread_fields(config | {"my_field": 1, "a": 2}) == ["a", "my_field"]
 
 
 def test_weights_stored_in_float16_are_computed_with_in_bfloat16():

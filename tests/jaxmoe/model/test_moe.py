@@ -18,6 +18,7 @@ CFG = ModelConfig(
     experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", swiglu_limit=1.5,
 )  # fmt: skip
 M, D, E, A, F = 29, 48, 7, 4, 40
+EPS = float(np.finfo(np.float32).eps)
 
 
 def layer(seed=0):
@@ -58,6 +59,26 @@ def test_the_router_takes_the_top_k_and_then_the_softmax_over_them():
     top = np.exp(np.take_along_axis(logits, want, -1))
     np.testing.assert_allclose(weights, top / top.sum(-1, keepdims=True), rtol=1e-5)
     np.testing.assert_allclose(np.asarray(weights).sum(axis=-1), 1.0, atol=4 * 2.0**-24)
+
+
+def test_the_router_has_weights_and_gradients_at_logits_of_any_size():
+    """Ties, logits of ±1e4 and rows of nothing: the softmax over the chosen and its derivative."""
+    for size in (0.0, 30.0, 1e4):
+        p = layer() | {"b_router": jnp.asarray(np.linspace(-size, size, E), jnp.float32)}
+        h, dy = hidden() * size, np.random.default_rng(6).normal(size=(1, M, A))
+        (indices, weights), pull = jax.vjp(lambda h, p=p: route(h, p, active=A), h)
+        (dh,) = pull((np.zeros(indices.shape, jax.dtypes.float0), jnp.asarray(dy, jnp.float32)))
+        w_router = np.asarray(p["w_router"], np.float64)
+        z = np.asarray(h, np.float64) @ w_router + np.asarray(p["b_router"], np.float64)
+        top = np.take_along_axis(z, np.asarray(indices), -1)
+        want = np.exp(top - top.max(-1, keepdims=True))
+        want /= want.sum(-1, keepdims=True)
+        error = EPS * D * (1 + np.abs(z).max())  # of a logit, and so of what it exponentiates to
+        np.testing.assert_allclose(weights, want, atol=error, rtol=0)
+        dz = np.zeros(z.shape)
+        slope = want * (dy - (want * dy).sum(-1, keepdims=True))
+        np.put_along_axis(dz, np.asarray(indices), slope, -1)
+        np.testing.assert_allclose(dh, dz @ w_router.T, atol=4 * error * np.abs(dy).max(), rtol=0)
 
 
 def test_the_router_is_float32_in_a_bfloat16_model():

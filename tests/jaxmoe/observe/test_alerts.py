@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jaxmoe.observe.alerts import RULES, alerts
+from jaxmoe.observe.alerts import RULES, alerts, counted
 
 UP, DOWN = math.inf, -math.inf
 ABS_DIFF, MEAN = "train_rollout_logprob_abs_diff", "rollout_corr/rollout_is_mean"
@@ -22,7 +22,11 @@ CASES = [
     ("rollout_corr/rollout_is_std", 0.2, 1.0, UP, "> 1", "rollout_corr/ratio_p99"),
     ("rollout_corr/rollout_rs_masked_fraction", 0.1, 0.5, UP, "> 0.5", "the rejection's bounds"),
     ("policy/clip_frac", 0.05, 0.3, UP, "> 0.3", "optim.lr, loss.epochs and loss.minibatches"),
-    ("reward/zero_std_groups_frac", 0.5, math.nextafter(1.0, 0.0), UP, "= 1", "samples.jsonl"),
+    ("policy/kl_ref", 0.05, 1.0, UP, "> 1 nat a token", "loss.kl_coef and optim.lr"),
+    ("reward/zero_std_groups_frac", 0.57, 0.9, UP, "> 0.9", "python -m jaxmoe.samples: rows"),
+    ("response_len/mean", 5.0, 1.5, DOWN, "< 1.5 tokens", "python -m jaxmoe.samples: the policy"),
+    ("stop/max_tokens_frac", 0.1, 0.5, UP, "> 0.5", "rollout.max_new_tokens"),
+    ("batch/padding_frac", 0.1, 0.5, UP, "> 0.5 of the tokens", "optim.tokens_per_microbatch"),
     ("rollout/incidents", 0.0, 0.0, UP, "> 0", "the lines after this one in metrics.jsonl"),
     ("gate/closed", 0.0, 0.0, UP, "> 0", "gate.*: this batch was not trained on"),
 ]
@@ -49,3 +53,7 @@ def test_only_what_is_out_of_bounds_and_was_measured_is_told():
     assert list(alerts(healthy | {"policy/clip_frac": 0.5, "gate/closed": 1.0})) == [
         "policy/clip_frac", "gate/closed",
     ]  # fmt: skip
+
+
+def test_a_line_that_came_often_is_told_once_with_how_often():
+    assert counted(["a", "b", "a", "c", "a"]) == ["a (×3)", "b", "c"]

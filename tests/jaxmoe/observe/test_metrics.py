@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto import event_pb2
 
+from jaxmoe.observe import metrics
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 
 
@@ -140,3 +141,25 @@ def test_a_disabled_log_writes_nothing(tmp_path):
 
 def test_no_file_means_no_rows(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_samples_keep_a_bound_by_thinning_out_and_the_first_and_the_last_stay(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(metrics, "SAMPLES_BYTES", 4_000)
+    with MetricsLog(tmp_path, stage="warmup", step=0) as log:
+        for step in range(200):
+            log.write_samples("rl", step, [{"response": "x" * 100}] * 2)
+            assert (tmp_path / "samples.jsonl").stat().st_size <= 4_000
+    steps = [row["step"] for row in read_metrics(tmp_path / "samples.jsonl")]
+    assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == 199
+    assert all(steps.count(step) == 2 for step in steps)
+
+
+def test_the_last_lines_tell_the_first_accuracy_and_the_last():
+    rows = [{"step": 0, "eval/accuracy": 0.15, "eval/accuracy_greedy": 0.35}, {"step": 1},
+            {"step": 8, "eval/accuracy": 0.71, "eval/accuracy_greedy": 0.72}]  # fmt: skip
+    assert metrics.accuracy(rows) == (
+        "0.150 -> 0.710 sampled, 0.350 -> 0.720 greedy, on the held-out rows (steps 0 -> 8)"
+    )
+    assert metrics.accuracy([{"step": 1}]) == "not known: nothing was scored"

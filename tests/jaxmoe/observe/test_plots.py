@@ -15,7 +15,11 @@ def _rows(count: int) -> list[dict]:
             "stage": "rl", "step": n, "reward/mean": n / 60, "policy/entropy": 1.0,
             "grad/norm": 0.3,
             "eval/accuracy": None if n % 5 else n / 60, "train_rollout_logprob_abs_diff": 0.0,
-            "train_rollout_logprob_abs_diff_max": 0.0, "time/step_s": 1.5, "time/rollout_s": 1.0,
+            "train_rollout_logprob_abs_diff_max": 0.0,
+            "reward/zero_std_groups_frac": 0.5, "stop/max_tokens_frac": 0.2,
+            "response_len/mean": 5.0, "response_len/max": 6, "policy/clip_frac": 0.1,
+            "policy/clip_frac_high": 0.06, "policy/clip_frac_low": 0.04, "policy/kl_ref": 0.01,
+            "eval/pass@2": 0.5, "eval/pass@8": 0.9, "time/step_s": 1.5, "time/rollout_s": 1.0,
             "time/train_s": 0.5,
         }
         for n in range(count)

@@ -97,3 +97,32 @@ def test_an_alert_stays_above_the_bar_as_written():
     _alerting({"a": "a is 0.5 (outside [0, 0.4])"}, console=console)
     assert "! step 1: a is 0.5 (outside [0, 0.4])\n" in out.getvalue().replace("\r", "")
     assert "! 1  reward 0.500" in out.getvalue()
+
+
+def test_what_takes_long_within_a_step_is_told_with_its_count(monkeypatch):
+    out, console = _plain()
+    now = [100.0]
+    monkeypatch.setattr("jaxmoe.observe.progress.time.perf_counter", lambda: now[0])
+    with Progress(5, "rl", done=2, console=console) as progress:
+        for i in range(16):  # half a second each
+            progress.tell("scoring", i, 16)
+            now[0] += 0.5
+        progress.update(3)
+        assert progress.doing() == ""
+        progress.tell("train")
+        now[0] += 1.9
+        assert progress.doing() == ""  # what is quick is not told
+        now[0] += 0.2
+        assert progress.doing() == "train, 2 s"
+    first, second, *_ = out.getvalue().splitlines()
+    assert first == "rl      2/5  scoring 4/16, 2 s"
+    assert second == "rl      2/5  scoring 14/16, 7 s"
+
+
+def test_a_terminal_shows_what_goes_on_beside_the_bar():
+    out = StringIO()
+    console = Console(file=out, force_terminal=True, width=120, color_system=None)
+    with Progress(5, "rl", console=console) as progress:
+        progress._doing = "scoring [red]", -1e9, 3, 16
+        progress._bar.refresh()
+    assert "scoring [red] 3/16" in out.getvalue()

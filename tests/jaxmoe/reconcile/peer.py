@@ -5,6 +5,7 @@ It shares no code with jaxmoe's forward nor with its hypotheses; a fault is put 
 engine would have it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,18 @@ class Peer:
     half_logits: bool = False
     truncate: bool | None = None
     factor: float | None = None
+    theta: float | None = None
+    eps: float | None = None
+    scale: float = 1.0  # on attention's scores
+    sink_shift: float = 0.0
+    active: int | None = None  # experts per token
+    key_shift: int = 0  # of the keys' positions against the queries'
+    interleaved: bool = False  # RoPE turns neighbours, not halves
+    softcap: float = 0.0  # of the vocabulary's logits
+    open_below: bool = False  # up is clamped from above only
+    over_tokens: bool = False  # the router's softmax over the wrong axis
+    scaled_layer: int | None = None  # the scale in this layer only
+    changed: Callable[[Any], Any] | None = None  # of its weights, a tree in numpy
     switch: float = 0.0  # share of tokens sent to their next best expert instead
     experts: list = field(default_factory=list)  # where it notes [layer][token, A] of a row
 
@@ -63,12 +76,17 @@ def logits(params: Any, tokens, cfg: ModelConfig, peer: Peer):
     """[T, V] of one row, before any temperature."""
     params = tree(params)
     cast = half if peer.dtype == "bfloat16" else (lambda x: np.asarray(x, np.float32))
+    params = peer.changed(params) if peer.changed else params
+    cfg = replace(
+        cfg,
+        rope_theta=cfg.rope_theta if peer.theta is None else peer.theta,
+        rms_eps=cfg.rms_eps if peer.eps is None else peer.eps,
+        experts_per_token=peer.active or cfg.experts_per_token,
+    )
     truncate = cfg.rope_truncate if peer.truncate is None else peer.truncate
     turn, scale = frequencies(
         cfg, truncate, cfg.rope_factor if peer.factor is None else peer.factor
     )
-    angle = (np.arange(len(tokens))[:, None] * turn[None]).astype(np.float32)
-    cos, sin = (np.cos(angle) * scale)[:, None], (np.sin(angle) * scale)[:, None]
 
     def norm(x, w):
         return cast(x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.rms_eps) * w)
@@ -76,8 +94,12 @@ def logits(params: Any, tokens, cfg: ModelConfig, peer: Peer):
     def dense(x, w, b):
         return cast(x @ cast(w) + b)
 
-    def rotate(x):
+    def rotate(x, shift=0):
+        angle = ((np.arange(len(tokens)) + shift)[:, None] * turn[None]).astype(np.float32)
+        cos, sin = (np.cos(angle) * scale)[:, None], (np.sin(angle) * scale)[:, None]
         a, b = np.split(x, 2, axis=-1)
+        if peer.interleaved:
+            a, b = x[..., ::2], x[..., 1::2]
         return cast(np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1))
 
     x = cast(params["embed"][tokens])
@@ -88,12 +110,14 @@ def logits(params: Any, tokens, cfg: ModelConfig, peer: Peer):
         window = (cfg.sliding_window if peer.window is None else peer.window, peer.full_window)[
             i % 2
         ]
-        x = cast(x + attention(norm(x, p["attn_norm"]), p, cfg, peer, window, dense, rotate, cast))
+        here = peer if peer.scaled_layer in (None, i) else replace(peer, scale=1.0)
+        x = cast(x + attention(norm(x, p["attn_norm"]), p, cfg, here, window, dense, rotate, cast))
         x = cast(x + moe(norm(x, p["moe_norm"]), p, cfg, peer, rng, cast))
     h, w = norm(x, params["final_norm"]), params["head"][:, : cfg.vocab_size]
     if peer.half_head or peer.dtype == "bfloat16":
         h, w = half(h), half(w)
-    return half(h @ w) if peer.half_logits else h @ w
+    z = half(h @ w) if peer.half_logits else h @ w
+    return peer.softcap * np.tanh(z / peer.softcap) if peer.softcap else z
 
 
 def attention(h, p, cfg, peer, window, dense, rotate, cast):
@@ -102,8 +126,8 @@ def attention(h, p, cfg, peer, window, dense, rotate, cast):
         dense(h, p[f"w_{c}"], p[f"b_{c}"]).reshape(time, n, cfg.head_dim)
         for c, n in (("q", cfg.n_q_heads), ("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads))
     )
-    k, v = (np.repeat(x, group, axis=1) for x in (rotate(k), v))
-    z = np.einsum("tnh,snh->nts", rotate(q), k) / np.sqrt(cfg.head_dim)
+    k, v = (np.repeat(x, group, axis=1) for x in (rotate(k, peer.key_shift), v))
+    z = np.einsum("tnh,snh->nts", rotate(q), k) / np.sqrt(cfg.head_dim) * peer.scale
     back = np.arange(time)[:, None] - np.arange(time)[None]
     seen = (back >= 0) & ((back < window) | (window == 0))
     z = np.where(seen[None], z, -np.inf)
@@ -111,7 +135,7 @@ def attention(h, p, cfg, peer, window, dense, rotate, cast):
     weights = np.exp(z - top)
     total = weights.sum(axis=-1, keepdims=True)
     if peer.sinks:
-        total = total + np.exp(p["sinks"][:, None, None] - top)
+        total = total + np.exp(p["sinks"][:, None, None] + peer.sink_shift - top)
     o = cast(np.einsum("nts,snh->tnh", weights / total, v)).reshape(time, -1)
     return dense(o, p["w_o"], p["b_o"])
 
@@ -129,6 +153,8 @@ def moe(h, p, cfg, peer, rng, cast):
     top = np.take_along_axis(z, picked, 1)
     weights = np.take_along_axis(np.exp(log_softmax(z)), picked, 1)
     weights = weights if peer.softmax_first else np.exp(log_softmax(top))
+    if peer.over_tokens:
+        weights = np.take_along_axis(np.exp(log_softmax(z.T)).T, picked, 1)
     limit = cfg.swiglu_limit if peer.limit is None else peer.limit
     alpha = cfg.swiglu_alpha if peer.alpha is None else peer.alpha
     y = np.zeros_like(h)
@@ -136,6 +162,7 @@ def moe(h, p, cfg, peer, rng, cast):
         rows, at = np.nonzero(picked == e)
         both = cast(h[rows] @ cast(p["w_gate_up"][e]) + p["b_gate_up"][e])
         gate, up = np.minimum(both[:, :f], limit), np.clip(both[:, f:], -limit, limit)
+        up = np.minimum(both[:, f:], limit) if peer.open_below else up
         act = cast((up + 1) * gate / (1 + np.exp(-alpha * gate)))
         out = cast(act @ cast(p["w_down"][e]) + p["b_down"][e])
         np.add.at(y, rows, weights[rows, at, None] * out)

@@ -29,7 +29,7 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 def test_the_default_config_is_the_default_algorithm():
-    assert algorithm(config()) == Algorithm(samples_per_prompt=8)
+    assert algorithm(config()) == Algorithm()
 
 
 def test_a_config_s_fields_reach_the_algorithm():
@@ -50,7 +50,7 @@ def test_a_config_s_fields_reach_the_algorithm():
     }
     assert made.kl is losses.kl_k2 and (made.kl_coef, made.kl_in) == (0.25, "reward")
     assert (made.critic, made.entropy_coef, made.updates) == ("own", 0.125, 8)
-    assert (made.old_logp, made.samples_per_prompt) == ("recomputed", 4)
+    assert made.old_logp == "recomputed"
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,30 @@ REFUSED = [
     ({CORR: "token_is + normalize"}, "a function asks for batch_mask_BT, which is known "
      "only before the gradient of a batch that was scored first. Try --set "
      "loss.old_logp=recomputed."),
-    ({"aggregation": "kept_token_mean"}, "a function asks for keep_BT, which is known only"),
-    ({"aggregation": "kept_token_mean", "old_logp": "rollout"}, "asks for keep_BT"),
+    ({"aggregation": "kept_token_mean", "advantages": "gae", "critic": "own"},
+     "a function asks for keep_BT, which is known only"),
     ({CORR: "token_mean"}, "loss.rollout_correction: token_mean must return a "
      "Correction, as token_is does."),
     ({CORR: "rejection(by='token_k4', high=2.0)"}, "by must be one of token_k1, token_k2"),
-    ({CORR: "token_icepop(low=2.0, high=0.5)"}, "bounds must hold 0 <= low <= high"),
+    ({CORR: "token_icepop(low=2.0, high=0.5)"}, "loss: low must be 0 <= low <= high, which is 0.5"),
+    ({CORR: "token_is(high=-1.0)"}, "loss: high must be above 0, got -1.0. Try high=1.0."),
+    ({"objective": "clipped_terms(dual_clip=0.5)"}, "dual_clip must be above 1, got 0.5."),
+    ({"objective": "sapo_terms(tau_positive=0.0)"}, "tau_positive must be above 0, got 0.0."),
+    ({"advantages": "group_advantages(eps=-1.0)"}, "eps must be above 0, got -1.0."),
+    ({"kl": "kl_k1", "kl_coef": 0.1}, "loss.kl=kl_k1 has a gradient of 0 on average, and only its "
+     "value counts. Try --set loss.kl=kl_k3_with_k2_gradient, or --set loss.kl_in=reward."),
+    ({"objective": "reinforce_terms", "epochs": 2}, "reinforce_terms has no ratio, and there are "
+     "2 epochs of 1 minibatches: after the first update nothing sees that the tokens are another "
+     "policy's. Try --set loss.objective=clipped_terms"),
+    ({"objective": "reinforce_terms", "minibatches": 2, "old_logp": "recomputed", CORR: "token_is"},
+     "reinforce_terms has no ratio"),
     ({"objective": "grpo_loss"}, "loss: grpo_loss must return [B, T]"),
     ({"objective": "cross_entropy"}, "loss: cross_entropy must return [B, T]"),
     ({"objective": "clipped_terms(clip_low='a')"}, "loss: "),
     ({"objective": "gae"}, "loss.objective: gae asks for rewards_BT"),
     ({"advantages": "clipped_terms"}, "loss.advantages: clipped_terms asks for logp_BT"),
     ({"aggregation": "rloo_advantages"}, "loss.aggregation: rloo_advantages asks for rewards_PR"),
-    ({"kl": "clipped_terms"}, "loss.kl: clipped_terms asks for old_logp_BT"),
+    ({"kl": "clipped_terms"}, "loss.kl: clipped_terms asks for advantages_BT"),
     ({CORR: "whiten"}, "loss.rollout_correction: whiten asks for x_BT"),
     ({"preset": "decoupled_tokn_is"}, "loss.preset: there is no preset 'decoupled_tokn_is'. Did "
      "you mean decoupled_token_is?"),
@@ -126,20 +137,23 @@ ALLOWED = [
     {"advantages": "gae", "critic": "shared"},
     {"epochs": 2, "old_logp": "recomputed"},
     {"minibatches": 4, "old_logp": "rollout"},
-    {"epochs": 2, "objective": "reinforce_terms"},  # asks for no ratio
+    {"epochs": 2, "objective": "reinforce_terms", CORR: "token_is"},  # of each update's policy
+    {"kl": "kl_k1", "kl_coef": 0.1, "kl_in": "reward"},
     {"samples": 1, "advantages": "reinforce_pp_advantages"},
     {"samples": 1, "advantages": "gae", "critic": "own"},
     {"old_logp": "rollout", CORR: "rejection(by='seq_mean_k3', high=0.01) + veto"},
     {CORR: "veto + token_is + drift_mask(most=0.1)"},
     {CORR: "token_is + normalize", "old_logp": "recomputed"},
     {"aggregation": "kept_token_mean", "old_logp": "recomputed"},
+    {"aggregation": "kept_token_mean"},
+    {"kl": "kl_k3_importance", "kl_coef": 0.1},
     {"aggregation": "seq_mean_token_sum_norm(length=9)"},
 ]
 
 
 @pytest.mark.parametrize("fields", ALLOWED)
 def test_what_each_refusal_tells_to_do_is_accepted(fields):
-    assert algorithm(config(**fields)).samples_per_prompt == fields.get("samples", 8)
+    algorithm(config(**fields))
 
 
 def test_a_mean_that_is_no_weight_a_token_is_refused():
@@ -148,7 +162,7 @@ def test_a_mean_that_is_no_weight_a_token_is_refused():
         def count(mask_BT):
             return jnp.sum(mask_BT.astype(jnp.float32))
 
-        check(Algorithm(aggregation=count, samples_per_prompt=2))
+        check(Algorithm(aggregation=count), 2)
 
 
 # --- tokens of older weights
@@ -249,12 +263,13 @@ def test_rejections_add_up_and_the_last_weights_stand():
     assert found.keep_BT.tolist() == [[False, True], [True, False], [True, True]]
     mean = (4 + 1 + 1 + 0.2 + 1 + 1) / 6
     np.testing.assert_allclose(found.weights_BT, jnp.exp(old) / mean, rtol=8 * EPS)
-    np.testing.assert_allclose(found.ratio_BT, jnp.exp(old) / mean, rtol=8 * EPS)
+    np.testing.assert_allclose(found.bounded_BT, jnp.exp(old), rtol=8 * EPS)
+    np.testing.assert_allclose(found.ratio_BT, jnp.exp(old), rtol=8 * EPS)
 
 
 def test_without_corrections_nothing_is_said():
     x, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
-    assert corrected(Algorithm(), x, x, x, mask, None) == Correction(None, None, None)
+    assert corrected(Algorithm(), x, x, x, mask, None) == Correction()
 
 
 def documented_rows():
@@ -268,3 +283,12 @@ def test_each_algorithm_of_the_docs_is_one(name, changes):
     settings = re.findall(r"`([^`]+)`", changes)
     assert settings or "default" in changes
     algorithm(override(load("tiny.py"), *settings))
+
+
+def scalar_kl(logp_BT, logq_BT):
+    return jnp.sum(logp_BT - logq_BT)
+
+
+def test_a_divergence_must_be_of_each_token():
+    with pytest.raises(ConfigError, match=r"loss: scalar_kl must return \[B, T\]"):
+        check(Algorithm(kl=scalar_kl, kl_coef=0.1), 2)

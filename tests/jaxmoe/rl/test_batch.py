@@ -8,7 +8,8 @@ import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rl.batch import rollout_batch, supervised_batch
+from jaxmoe.rl.batch import padding_frac, rollout_batch, supervised_batch
+from jaxmoe.rl.minibatches import packed
 
 
 def rollout(prompt, tokens, logp, version=7, number=41):
@@ -116,3 +117,11 @@ def test_experts_that_are_missing_or_no_experts_are_named(experts):
     bad = dataclasses.replace(bad, routed_experts=None if experts is None else np.array(experts))
     with pytest.raises(ValueError, match=r"rollout 1 \(prompt 43\) must tell the experts of its 2"):
         rollout_batch([good, bad], np.ones(2), samples=1, length=5, pad_id=0, n_experts=5)
+
+
+def test_padding_is_counted_in_the_rows_that_the_model_reads():
+    prompts = [Prompt(i, "", (1, 2), None) for i in range(4)]
+    batch = supervised_batch(prompts, [[3], [3, 4], [3], [3]], length=8, pad_id=0)
+    assert padding_frac(batch) == 1 - 13 / 32  # 3 + 4 + 3 + 3 tokens
+    assert padding_frac(packed(batch, 8)) == 1 - 13 / 16  # two rows, of two sequences each
+    assert padding_frac(packed(batch, 24)) == 1 - 13 / 24  # one microbatch of three rows

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rl.dynamic_sampling import dynamic_sampling, rollout_metrics
+from jaxmoe.rl.dynamic_sampling import dynamic_sampling, filled, rollout_metrics
 
 SAMPLES = 3
 
@@ -95,3 +95,26 @@ def test_one_sample_a_prompt_is_no_group_that_could_be_uniform():
     rollouts, _, metrics = dynamic_sampling(generate, prompts=2, samples=1, max_gen_batches=4)
     assert len(rollouts) == 2 and metrics["rollout/gen_batches"] == 1
     assert "reward/zero_std_groups_frac" not in metrics
+
+
+def test_a_group_with_samples_left_out_counts_by_those_that_are_not():
+    odd, nan = float(np.float32(0.1)), np.nan
+    generate, calls = generating([[odd, nan, odd], [nan, nan, nan]], [[0, nan, 1], SOME])
+    rollouts, rewards, metrics = dynamic_sampling(
+        generate, prompts=2, samples=SAMPLES, max_gen_batches=2
+    )
+    assert calls == [0, 1] and prompts_of(rollouts) == [2, 3]  # those with a signal
+    np.testing.assert_array_equal(rewards, np.array([0, nan, 1, *SOME], np.float32))
+    assert metrics["reward/zero_std_groups_frac"] == 0.5
+    assert metrics["reward/mean"] == pytest.approx((0.2 + 1 + 1) / 7)
+
+
+def test_filling_in_moves_no_groups_mean_and_keeps_equal_ones_equal():
+    given = np.array([0.1, np.nan, 0.1, np.nan, np.nan, np.nan, 3, 0, np.nan], np.float32)
+    made = filled(given, SAMPLES)
+    assert made.dtype == np.float32 and np.isnan(given[1])
+    np.testing.assert_array_equal(made, np.array([0.1, 0.1, 0.1, 0, 0, 0, 3, 0, 1.5], np.float32))
+    equal = np.array([0.1] * 7 + [np.nan], np.float32)  # their float32 mean is another number
+    assert equal[:7].mean() != equal[0] and np.ptp(filled(equal, 8)) == 0
+    whole = np.arange(6, dtype=np.float32)
+    assert filled(whole, SAMPLES) is whole

@@ -22,6 +22,8 @@ def mine(tmp_path, monkeypatch):
         "def terms(logp_BT, advantages_BT, *, beta=0.5): return logp_BT * advantages_BT * beta\n"
         "def soft(logp_BT, tau=1.0): return logp_BT / tau\n"
         "def odd(logp_BT, surprise_BT): return logp_BT\n"
+        "async def later(logp_BT): return logp_BT\n"
+        "def nothing(*logp_BT, beta=1.0): return beta\n"
         "tau = 3.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -111,7 +113,15 @@ CALL = 'Try --set "loss.x=name(option=1.0)".'
         ("jnp", "jaxmoe.losses has no function 'jnp'."),  # imported there, and not offered
         ("no_such_module:f", "no_such_module:f must be a function that can be imported; No module"),
         ("my_losses:f", "my_losses:f must be a function that can be imported; module 'my_losses'"),
-        ("my_losses:tau", "must be a function that can be imported; 3.0 is not a callable object"),
+        ("my_losses:tau", "my_losses:tau must be a function written in Python with def, got float"),
+        ("my_losses:later", "must be a function written in Python with def"),
+        # programs, not functions of arrays
+        ("subprocess:Popen(args=['true'])", "must be a function written in Python with def, got t"),
+        ("os:system(command='true')", "with def, got builtin_function_or_method"),
+        ("shutil:rmtree(path='/nowhere')", "rmtree must take arrays by position and options by k"),
+        ("subprocess:call(args='true')", "call has no option 'args'."),
+        ("subprocess:call(timeout=1)", "call must take arrays by position"),
+        ("my_losses:nothing", "nothing must take arrays by position and options by keyword; it ta"),
         # an option that is not there, or is missing
         ("clipped_terms(clip_hgih=0.3)", "no option 'clip_hgih'. Did you mean clip_high?"),
         ("clipped_terms(zzz=1)", "no option 'zzz'. Known: clip_low, clip_high, dual_clip."),

@@ -57,6 +57,17 @@ def test_the_presets_are_verls_with_its_defaults():
     assert ours == VERL
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_decoupled_rejection_divides_by_the_tokens_kept_unless_told_otherwise(name):
+    made = algorithm(config(preset=name))
+    drops = name.startswith("decoupled") and any(
+        f.func is losses.rejection for f in made.rollout_correction
+    )
+    assert made.aggregation is (losses.kept_token_mean if drops else losses.token_mean)
+    other = algorithm(config(preset=name, aggregation="seq_mean_token_mean"))
+    assert other.aggregation is losses.seq_mean_token_mean
+
+
 def test_recomputed_asked_for_beside_a_preset_is_kept():
     assert algorithm(config(preset="decoupled_seq_is", old_logp="recomputed")).recomputes
 
@@ -65,7 +76,7 @@ def test_other_settings_stay_beside_a_preset():
     loss = LossConfig(preset="decoupled_geo_rs", advantages="rloo_advantages", epochs=3)
     assert with_preset(loss) == replace(
         loss, preset="", rollout_correction=PRESETS["decoupled_geo_rs"]["rollout_correction"],
-        old_logp="recomputed",
+        old_logp="recomputed", aggregation="kept_token_mean",
     )  # fmt: skip
     assert with_preset(LossConfig(epochs=3)) == LossConfig(epochs=3)
 

@@ -22,6 +22,8 @@ from bigram import (
 
 from jaxmoe.model import forward, new_critic, plain_ops
 from jaxmoe.model.router import replay
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.metrics import expert_load
 from jaxmoe.rl.minibatches import divide
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
@@ -96,5 +98,22 @@ def test_the_reference_and_an_own_critic_route_by_themselves():
     critic = new_critic(PARAMS, CFG, "float32", own_backbone=True)
     critic["value_head"]["w_value"] = jnp.ones(CFG.d_model)
     both = Trained(PARAMS, critic)
-    np.testing.assert_array_equal(routed.values(both, batch), routed.values(both, plain))
-    assert np.abs(np.asarray(routed.values(both, batch))).max() > 0
+    ours, want = (routed.values(both, x)["values_BT"] for x in (batch, plain))
+    np.testing.assert_array_equal(ours, want)
+    assert np.abs(np.asarray(ours)).max() > 0
+
+
+def test_the_load_of_the_experts_counts_the_tokens_that_were_read():
+    # two layers, two experts a token of four; the last token of a row is read by none, nor padding
+    first, other = [[0, 1], [0, 1]], [[0, 2], [2, 3]]
+    routed = np.array([[first, other, [[3, 3]] * 2], [first, [[3, 3]] * 2, [[3, 3]] * 2]], np.uint8)
+    batch = Batch(
+        None, None, np.array([[1, 1, 1], [1, 1, 0]]), None, None, None, routed_experts_BTLA=routed
+    )
+    got = expert_load(batch, 4)
+    counts = np.array([[3, 2, 1, 0], [2, 2, 1, 1]])
+    mean = counts.mean(axis=1)
+    assert float(got["router/load_max_over_mean"]) == pytest.approx((counts.max(1) / mean).mean())
+    assert float(got["router/load_cv"]) == pytest.approx((counts.std(1) / mean).mean())
+    assert float(got["router/unused_experts"]) == 1 / 8
+    assert expert_load(replace(batch, routed_experts_BTLA=None), 4) == {}

@@ -99,9 +99,8 @@ def same_update(ours, want, spread):
         assert abs(a - b) <= B * T * EPS * max(1.0, abs(b)) * 4, name
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-def test_cutting_the_batch_does_not_change_the_update(whole, spread, microbatches):
-    ours = step_of(microbatches=microbatches)(start(), make_batch())
+def test_cutting_the_batch_does_not_change_the_update(whole, spread):
+    ours = step_of(microbatches=4)(start(), make_batch())
     same_update(ours, whole, spread)
 
 

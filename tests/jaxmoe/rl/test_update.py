@@ -2,7 +2,7 @@
 """RL's step: one update however the batch is cut, packed, padded or spread; one compilation."""
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -118,15 +118,15 @@ class Case:
             assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
 
 
-@pytest.fixture(scope="module", params=[*ALGORITHMS, GPT_OSS])
-def plain(request):
-    """A case for each algorithm, and one with the real model.
+@cache
+def case_of(name):
+    """The case of an algorithm, or the one with the real model.
 
     n terms added in any two orders differ by at most n·eps·Σ|term|; for Σ|term| stands B·T times
     the largest entry of the parameter's gradient, and the rounding of the update itself.
     """
-    real = request.param == GPT_OSS
-    a = algorithm(**ALGORITHMS[next(iter(ALGORITHMS)) if real else request.param])
+    real = name == GPT_OSS
+    a = algorithm(**ALGORITHMS[next(iter(ALGORITHMS)) if real else name])
     scorer, params = Scorer(CFG, OPS), MODEL
     if not real:
         scorer, params = Bigram(CFG, OPS, critic=a.critic), PARAMS
@@ -141,9 +141,20 @@ def plain(request):
     return Case(a, scorer, params, step, (after, metrics), bound)
 
 
-def test_the_update_does_not_depend_on_microbatches(plain):
-    step = step_of(plain.a, scorer=plain.scorer, microbatches=4)
-    plain.same(*plain.run(make_batch(), step))
+@pytest.fixture(scope="module", params=ALGORITHMS)
+def simple(request):
+    """Where the real model has its own test (test_step.py: microbatches, padding)."""
+    return case_of(request.param)
+
+
+@pytest.fixture(scope="module", params=[*ALGORITHMS, GPT_OSS])
+def plain(request):
+    return case_of(request.param)
+
+
+def test_the_update_does_not_depend_on_microbatches(simple):
+    step = step_of(simple.a, scorer=simple.scorer, microbatches=4)
+    simple.same(*simple.run(make_batch(), step))
 
 
 def test_the_update_does_not_depend_on_packing(plain):
@@ -152,8 +163,8 @@ def test_the_update_does_not_depend_on_packing(plain):
     plain.same(*plain.run(batch))
 
 
-def test_the_update_does_not_depend_on_padding(plain):
-    plain.same(*plain.run(make_batch(extra=5)))
+def test_the_update_does_not_depend_on_padding(simple):
+    simple.same(*simple.run(make_batch(extra=5)))
 
 
 def test_the_update_does_not_depend_on_the_number_of_devices(plain):
@@ -190,7 +201,7 @@ def test_minibatches_are_updates_one_after_the_other():
     state, norms, least = start(a), [], []
     for rows in minibatches.rows_UB:
         half = jax.tree.map(lambda x, rows=rows: x[rows], (whole, scored))
-        state, said = one_update(
+        state, said, _ = one_update(
             state, *half, tx=SGD, algorithm=a, scorer=scorer, gate=OPEN, gap=gap, microbatches=1
         )
         said = said.flat()
@@ -204,6 +215,17 @@ def test_minibatches_are_updates_one_after_the_other():
     ):
         np.testing.assert_allclose(ours, want, rtol=1e-4, atol=2e-6)
     assert float(metrics["policy/ratio_max"]) > 1.0  # the second half is off-policy
+
+
+def test_weights_are_normalized_over_the_whole_batch_and_not_a_minibatch():
+    norm = dict(old_logp="recomputed", rollout_correction=(sequence_is, normalize))
+    batch = jax.tree.map(jnp.asarray, make_batch())
+    a = algorithm(minibatches=2, **norm)
+    scored = estimate(batch, score(start(a), batch, a, Bigram(CFG, OPS), 1, policy=True), a)
+    weights = np.asarray(scored.correction.weights_BT)[:, 3]  # one a sequence
+    assert weights.mean() == pytest.approx(1.0, rel=1e-5)
+    halves = [np.asarray(x) for x in (weights[:4], weights[4:])]
+    assert abs(halves[0].mean() - halves[1].mean()) > 1e-3
 
 
 def test_packed_minibatches_of_any_length_compile_once():

@@ -34,15 +34,19 @@ from jaxmoe.config import (
     RolloutConfig,
 )
 from jaxmoe.losses import (
+    bootstrapped_gae,
     gae,
     kept_token_mean,
+    kl_k3,
     rejection,
 )
+from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.rl.batch import Scored
+from jaxmoe.rl.metrics import update_metrics
 from jaxmoe.rl.minibatches import divide
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.update import OPEN, estimate, one_update
+from jaxmoe.rl.update import OPEN, estimate, gate_closed, kl_of, one_update, score
 
 
 @dataclass(frozen=True)
@@ -119,13 +123,38 @@ def test_the_gate_leaves_the_state_bit_for_bit(shift, closed, name, bound):
     assert all(same_bits) if closed else not all(same_bits)
 
 
-def test_the_gate_reads_the_effective_sample_size():
-    a, batch = algorithm(), make_batch()
-    wild = np.where(np.arange(T) == 3, -18.0, batch.rollout_logp_BT).astype(np.float32)
-    _, metrics = step_of(a, gate=GateConfig(ess=0.3))(
-        start(a), replace(batch, rollout_logp_BT=wild)
-    )
-    assert float(metrics["rollout_corr/ess"]) < 0.3 and float(metrics["gate/closed"]) == 1.0
+GAP = {"train_rollout_logprob_abs_diff": 0.1, "rollout_corr/k3_kl": 0.01, "rollout_corr/ess": 0.5}
+BOUNDS = dict(zip(("abs_diff", "k3", "ess"), GAP, strict=True))
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_each_bound_alone_closes_the_gate_and_so_does_nan(bound):
+    name, side = BOUNDS[bound], -1 if bound == "ess" else 1
+    gate = GateConfig(**{bound: GAP[name]})
+    for value, closed in (
+        (GAP[name], False), (GAP[name] - side * 1e-3, False), (GAP[name] + side * 1e-3, True),
+        (np.nan, True),
+    ):  # fmt: skip
+        assert bool(gate_closed(GAP | {name: jnp.float32(value)}, gate)) == closed, value
+    others = {n: jnp.float32(9.0 if "ess" not in n else 0.0) for n in GAP if n != name}
+    assert not bool(gate_closed({name: jnp.float32(GAP[name])} | others, gate))
+    assert gate_closed(dict.fromkeys(GAP, jnp.nan), OPEN) is False
+
+
+def test_a_batch_that_is_skipped_leaves_the_optimizer_too_and_the_next_one_trains():
+    a, tx = algorithm(), optax.adam(1e-2)
+    step, before = step_of(a, tx=tx, gate=GateConfig(ess=0.3, skip=True)), start(a, tx)
+    wild = np.where(np.arange(T) == 3, -18.0, make_batch().rollout_logp_BT).astype(np.float32)
+    broken = np.where(np.arange(T) == 3, np.nan, wild).astype(np.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        for far in (wild, broken):
+            held, metrics = step(before, replace(make_batch(), rollout_logp_BT=far))
+            assert not float(metrics["rollout_corr/ess"]) >= 0.3
+            assert float(metrics["gate/closed"]) == 1.0
+            for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(held), strict=True):
+                np.testing.assert_array_equal(x, y)
+        after, metrics = step(held, make_batch())
+    assert float(metrics["gate/closed"]) == 0.0 and int(after.step) == 1
 
 
 def test_the_policy_stands_still_while_the_critic_is_pretrained():
@@ -169,6 +198,22 @@ def test_a_shared_critic_reaches_the_policys_layers_and_an_own_one_does_not():
         assert moved == (kind == "shared")
 
 
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_the_value_of_the_last_state_bootstraps_a_cut_off_answer_cut_or_packed(kind):
+    a = algorithm(advantages=bootstrapped_gae, critic=kind)
+    cut = replace(make_batch(), truncated_B=np.arange(B) % 2 == 0)
+    scorer, state = Bigram(CFG, OPS, critic=kind), start(a)
+    hidden = np.asarray(scorer.hidden(state.params.policy, cut), np.float64)
+    worth = hidden @ np.float64(state.params.critic["value_head"]["w_value"])
+    last = np.array([np.flatnonzero(row)[-1] for row in cut.loss_mask_BT])
+    want = np.where(cut.truncated_B, worth[np.arange(B), last], 0.0)
+    assert np.abs(want[::2]).min() > 1e-3 and (last == T - 1).any()  # of full rows, too
+    packed, _ = divide(cut, a, seed=(0,), tokens_per_microbatch=2 * T)
+    for batch, pieces in ((cut, 1), (cut, 4), (packed, 1)):
+        scored = score(state, jax.tree.map(jnp.asarray, batch), a, scorer, pieces, policy=False)
+        np.testing.assert_allclose(scored.bootstrap_B, want, rtol=1e-5, atol=1e-6)
+
+
 def silent(logp_BT, advantages_BT, mask_BT):
     return 0.0 * logp_BT * advantages_BT * mask_BT.astype(jnp.float32)
 
@@ -203,6 +248,42 @@ def test_a_dropped_token_leaves_the_denominator_only_where_that_is_named():
     assert float(half["loss"]) == pytest.approx(kept * float(full["loss"]), rel=1e-5)
 
 
+DROP = partial(rejection, by="token_k1", low=0.9, high=1.1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_tokens_kept_are_counted_also_where_they_are_known_with_the_gradient_only(microbatches):
+    early, late = (
+        algorithm(old_logp=old, rollout_correction=(DROP,), aggregation=kept_token_mean, **KL)
+        for old in ("recomputed", "detached")
+    )
+    reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
+    want, said = step_of(early)(start(early, reference=reference), make_batch())
+    ours, told = step_of(late, microbatches=microbatches)(
+        start(late, reference=reference), make_batch()
+    )
+    assert 0.05 < float(said["rollout_corr/rollout_rs_masked_fraction"]) < 0.95
+    for name in said:
+        assert float(told[name]) == pytest.approx(float(said[name]), rel=1e-4, abs=1e-5), name
+    for x, y in zip(jax.tree.leaves(ours.params), jax.tree.leaves(want.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+KL = dict(kl_coef=0.1, entropy_coef=0.1)
+
+
+def test_a_sequence_counts_as_masked_where_any_of_its_tokens_was_dropped():
+    # verl: seq_has_masked = (~keep & mask).any; two of three rows lose a token, none loses all
+    mask = jnp.asarray([[True, True, False]] * 3 + [[False] * 3])
+    keep = jnp.asarray([[True, False, True], [True, True, False], [False, True, True], [False] * 3])
+    x = jnp.zeros(mask.shape)
+    batch = replace(jax.tree.map(jnp.asarray, make_batch()), loss_mask_BT=mask, rollout_logp_BT=x)
+    rows = {"logp_BT": x, "entropy_BT": x, "correction": Correction(keep_BT=keep)}
+    found = update_metrics(batch, Scored(advantages_BT=x), rows, algorithm()).means
+    assert float(found["rollout_corr/rollout_rs_seq_masked_fraction"]) == pytest.approx(2 / 3)
+    assert float(found["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(2 / 6)
+
+
 def test_the_kl_term_is_its_weight_times_its_mean():
     bare, with_kl = algorithm(), algorithm(kl_coef=0.5)
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
@@ -222,10 +303,22 @@ def test_a_reference_that_is_broken_at_false_tokens_never_matters():
         one_update, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS), gate=OPEN, gap=None,
         microbatches=1,
     )  # fmt: skip
-    want, _ = step(start(a), batch, scored)
-    ours, _ = step(start(a), batch, replace(scored, ref_logp_BT=broken))
+    want, *_ = step(start(a), batch, scored)
+    ours, *_ = step(start(a), batch, replace(scored, ref_logp_BT=broken))
     for x, y in zip(jax.tree.leaves(ours.params), jax.tree.leaves(want.params), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_log_probs_that_are_broken_at_false_tokens_have_no_gradient_through_the_kl():
+    a, mask = algorithm(kl_coef=0.5, kl=kl_k3), jnp.asarray([[True, False]])
+    ref = jnp.asarray([[-1.0, jnp.nan]])
+
+    def total(logp_BT):
+        return jnp.sum(jnp.where(mask, kl_of(a, logp_BT, ref, ref, mask), 0.0))
+
+    for bad in (jnp.nan, -jnp.inf):
+        grad = jax.grad(total)(jnp.asarray([[-2.0, bad]]))
+        assert np.isfinite(grad).all() and float(grad[0, 0]) != 0
 
 
 def test_the_entropy_bonus_is_its_weight_times_its_mean():

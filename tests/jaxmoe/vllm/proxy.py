@@ -43,8 +43,9 @@ KINDS = ("500", "cut", "closed", "silent", "no_json", *SPOIL)
 class Proxy:
     """`faults` is taken from the left, one a request; None lets a request through."""
 
-    def __init__(self, upstream):
+    def __init__(self, upstream, keys=None):
         self.upstream = upstream
+        self.keys = dict(keys or {})  # of the servers that want one, by URL
         self.faults: list[str | None] = []
         self.spoilt: list[str] = []
         self.lock, self.over = threading.Lock(), threading.Event()
@@ -72,6 +73,8 @@ class Proxy:
                 if kind == "silent":
                     outer.over.wait(60)
                 headers = {"Content-Type": "application/json"} if body else {}
+                if key := outer.keys.get(outer.upstream):
+                    headers["Authorization"] = f"Bearer {key}"
                 try:
                     got = pool.request(
                         method, outer.upstream + self.path, body=body, headers=headers

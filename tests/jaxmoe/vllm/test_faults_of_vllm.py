@@ -37,7 +37,7 @@ def vllm(tmp_path_factory):
         VllmConfig(python=PYTHON), CFG, work=work, number=0, context=PROMPT + NEW, rows=ROWS
     )
     backend = server.start()
-    proxy = Proxy(server.url)
+    proxy = Proxy(server.url, {server.url: server.key})
     engine = open_engine(proxy.url, work, request_timeout_s=4.0, retries=8)
     engine.load(weights(1), 1)
     yield engine, proxy, server, backend, work
@@ -127,6 +127,7 @@ def test_a_server_that_comes_back_with_old_weights(vllm):
     )
     asked, rng = prompts(8), random.Random(5)
     backend = other.start()
+    proxy.keys[other.url] = other.key
     try:
         for turn in range(TIMES):
             version = 20 + turn

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from jaxmoe.config import ConfigError
 from jaxmoe.vllm import http_backend
 from jaxmoe.vllm.http_backend import HttpBackend
 
@@ -59,7 +60,7 @@ def test_a_connection_is_kept_while_it_is_fresh_and_dropped_before_the_server_do
 
 def test_closing_while_threads_connect_ends_them_all(server):
     url, _ = server
-    for _ in range(20):
+    for _ in range(8):
         backend = HttpBackend(url, timeout_s=5.0, connections=16)
         ended = []
 
@@ -88,3 +89,17 @@ def test_the_server_here_does_what_the_rule_is_for(server, monkeypatch):
     with pytest.raises(http_backend.RequestFailed):
         backend.health()
     backend.close()
+
+
+def test_the_key_of_running_servers_is_the_environments(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    monkeypatch.delenv("JAXMOE_VLLM_API_KEY", raising=False)
+    assert http_backend.key_of_running_servers() == "theirs"
+    monkeypatch.setenv("JAXMOE_VLLM_API_KEY", "ours")
+    assert http_backend.key_of_running_servers() == "ours"
+    monkeypatch.setenv("JAXMOE_VLLM_API_KEY", "ours\r\nX: y")
+    with pytest.raises(ConfigError, match="JAXMOE_VLLM_API_KEY must be printable ASCII"):
+        http_backend.key_of_running_servers()
+    monkeypatch.delenv("JAXMOE_VLLM_API_KEY")
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert http_backend.key_of_running_servers() == ""

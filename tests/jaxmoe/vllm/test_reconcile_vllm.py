@@ -13,6 +13,7 @@ from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
 from jaxmoe.model import plain_ops
 from jaxmoe.reconcile.compare import reconcile
+from jaxmoe.reconcile.handshake import Handshake
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.vllm import sync
@@ -57,7 +58,7 @@ def vllm(work, args="", dtype=""):
 
 def examined(engine, dtype="float32", **options):
     made = engine.generate(PROMPTS, COOL, seed=1)
-    r = reconcile(made, weights(0), CFG, COOL, run=RUN, engine_dtype=dtype, **options)
+    r = reconcile(made, weights(0), CFG, COOL, run=RUN, told=Handshake(dtype), **options)
     v = r.verdict
     regret = max((x.regret for x in r.layers), default=0.0)
     print(

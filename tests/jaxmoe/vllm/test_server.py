@@ -12,7 +12,10 @@ import pytest
 from vllm_cases import CFG
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
+from jaxmoe.vllm import processes
+from jaxmoe.vllm.placement import placements
 from jaxmoe.vllm.server import Server, inspect_python, options
+from jaxmoe.vllm_plugin.door import Door
 
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 MAIN = """
@@ -185,3 +188,63 @@ def test_a_build_for_cpus_is_told_by_its_name(tmp_path, name, version, cpu):
     made = options(VllmConfig(), CFG, context=40, rows=8, cpu=cpu)
     assert ("kv_cache_memory_bytes" in made) == cpu == ("enforce_eager" in made)
     assert made["max_num_seqs"] == 9  # and the probe of new weights
+
+
+def test_a_server_has_its_key_its_gpus_and_its_temporary_files_from_its_environment(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_API_KEY", "of somebody else's server")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    python = environment(tmp_path / "env", name="vllm")
+    first, second = (
+        Server(
+            VllmConfig(python=python, args="--seed 7"), CFG, work=tmp_path / "work", number=n,
+            context=41, rows=8, place=place,
+        )
+        for n, place in enumerate(placements(["4", "5", "6", "7"], 2, 2, 0.5))
+    )  # fmt: skip
+    env = first.environment(tmp_path)
+    assert env["CUDA_VISIBLE_DEVICES"] == "4,5" and env["VLLM_API_KEY"] == first.key
+    assert second.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert env["TMPDIR"] == env["VLLM_RPC_BASE_PATH"] == str(tmp_path)
+    assert len(first.key) >= 40 and first.key != second.key
+    command = first.command(8000)
+    assert not any(first.key in word for word in command)
+    at = command.index("--gpu-memory-utilization")
+    assert command[at + 1] == "0.45" and at < command.index("--seed")  # the user's come last
+    assert command[command.index("--middleware") + 1] == f"{Door.__module__}.{Door.__name__}"
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("args", ["--api-key x", "--seed 1 --api_key=x"])
+def test_a_key_on_the_command_line_is_refused(args):
+    with pytest.raises(ConfigError, match="every user of the machine sees a command"):
+        VllmConfig(args=args)
+
+
+SEGMENT = """
+import multiprocessing.shared_memory, sys, time
+made = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
+print(made.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_segments_of_a_killed_group_are_found_while_it_lives_and_removed_after():
+    if not processes.MEMORY.is_dir():
+        pytest.skip(f"there is no {processes.MEMORY} on this machine")
+    child = subprocess.Popen(
+        [sys.executable, "-c", SEGMENT], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdout is not None
+    name = child.stdout.readline().strip()
+    found = processes.segments(child.pid)
+    before = processes.work(child.pid)
+    assert found == {processes.MEMORY / name}
+    assert before is not None and 0 < before.cpu_s[child.pid] < 60
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert processes.segments(child.pid) == set() and (processes.MEMORY / name).exists()
+    processes.remove(found)
+    assert not (processes.MEMORY / name).exists() and processes.work(child.pid) is None

@@ -15,14 +15,16 @@ from vllm_cases import CFG, NEW, OPS, PROMPT, check, open_engine, prompts, train
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.records import Sampling
+from jaxmoe.vllm import engine as engine_module
+from jaxmoe.vllm import transport
 from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm.engine import VllmEngine
 from jaxmoe.vllm.http_backend import HttpBackend
 from jaxmoe.vllm.sync import WeightSyncError, _stale_tensors, transfer_weights, workers
 from jaxmoe.vllm.transport import concurrently
 from jaxmoe.vllm_plugin.names import parameter_of
-from jaxmoe.weight_sync.files import MEMORY
-from jaxmoe.weight_sync.update import WeightUpdate
+from jaxmoe.weight_sync.files import MEMORY, write_files
+from jaxmoe.weight_sync.update import WeightUpdate, digested
 
 FREE = Sampling(NEW, ())
 
@@ -213,3 +215,29 @@ def test_without_such_a_reason_the_engines_own_is_told():
     with pytest.raises(RequestFailed, match="^waited in vain$"):
         with concurrently(lambda: None):
             raise RequestFailed("waited in vain")
+
+
+def test_digests_are_summed_once_for_all_servers(tmp_path, monkeypatch):
+    """Over a transport that is made for each server anew; files stand for what it moves."""
+    summed, made = [], []
+
+    def once(*args, **named):
+        summed.append(named["version"])
+        return digested(*args, **named)
+
+    def share(params, cfg, *, manifest, **named):
+        made.append(manifest)
+        update = write_files(params, cfg, tmp_path / str(len(made)), **named)
+        assert update.manifest == manifest
+        return update
+
+    monkeypatch.setattr(engine_module, "digested", once)
+    monkeypatch.setattr(transport, "share_ipc_handles", share)
+    servers = [StandIn(CFG) for _ in range(3)]
+    engine = open_engine(",".join(s.url for s in servers), tmp_path, transport="ipc")
+    for version in (1, 2):
+        engine.load(weights(version), version)
+    assert summed == [1, 2] and len(made) == 6
+    engine.close()
+    for server in servers:
+        server.crash()

@@ -3,7 +3,7 @@
 
 import os
 import sys
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.model import abstract_params, plain_ops
 from jaxmoe.records import Prompt
-from jaxmoe.vllm.engine import VllmEngine, trainer_logps
+from jaxmoe.vllm.engine import LOGPS, VllmEngine
 
 # what vLLM takes on a CPU: widths of whole 32s
 OPS = plain_ops()
@@ -40,7 +40,6 @@ def weights(seed):
     return jax.tree_util.tree_map_with_path(leaf, abstract_params(CFG))
 
 
-LOGPS = jax.jit(partial(trainer_logps, cfg=CFG, ops=OPS))
 PADDED = 39  # as long as the engine's own probe of the stand-in: one program for both
 
 
@@ -49,7 +48,8 @@ def trainer(params, rollout):
     ids = [*rollout.prompt.tokens, *rollout.tokens.tolist()]
     padded = np.zeros((1, PADDED), np.int32)
     padded[0, : len(ids)] = ids
-    return np.asarray(LOGPS(params, jnp.asarray(padded)))[0, len(rollout.prompt.tokens) : len(ids)]
+    logp_BT = LOGPS(params, jnp.asarray(padded), cfg=CFG, ops=OPS)
+    return np.asarray(logp_BT)[0, len(rollout.prompt.tokens) : len(ids)]
 
 
 def prompts(count, first=0):

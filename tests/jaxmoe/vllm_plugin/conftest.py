@@ -27,6 +27,7 @@ CFG = ModelConfig(
 QUIET = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its first engine reads it for all later ones
 }  # fmt: skip
 LENGTHS = (3, 23, 150, 210)  # within the window, past it, past vLLM's block of 128 tokens
 NEW, LONGEST = 24, 234
@@ -57,7 +58,7 @@ def vllm():
 class Served:
     """One vLLM and what a trainer does with it."""
 
-    def __init__(self, cfg, home, dtype="float32"):
+    def __init__(self, cfg, home, dtype="float32", **options):
         self.cfg, self.home, self.version = cfg, home, 0
         self.seed = 0
         self.params = random_params(cfg, 0)
@@ -67,7 +68,7 @@ class Served:
             skip_tokenizer_init=True, max_model_len=256, kv_cache_memory_bytes=64 << 20,
             max_num_seqs=8, max_num_batched_tokens=256, enable_return_routed_experts=True,
             logprobs_mode="processed_logprobs", weight_transfer_config={"backend": "jaxmoe"},
-            worker_extension_cls="jaxmoe.vllm_plugin.worker.Worker",
+            worker_extension_cls="jaxmoe.vllm_plugin.worker.Worker", **options,
         )  # fmt: skip
         self.llm.init_weight_transfer_engine({"init_info": {}})
         self.prompts = [
@@ -194,3 +195,11 @@ def served_plain(quiet, tmp_path_factory):
 def served_rounded(quiet, tmp_path_factory):
     """vLLM in bfloat16, synced in float32."""
     return Served(CFG, tmp_path_factory.mktemp("rounded"), dtype="bfloat16")
+
+
+@pytest.fixture
+def served_by_two(quiet, tmp_path):
+    """vLLM whose layers are spread over two processes, an even number of heads in each."""
+    made = Served(dataclasses.replace(CFG, n_q_heads=8), tmp_path, tensor_parallel_size=2)
+    yield made
+    made.llm.llm_engine.engine_core.shutdown()

@@ -17,17 +17,17 @@ def fresh():
     compat.missing.cache_clear()
 
 
-@pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.9.dev3"])
+@pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.9.dev3", "0.33.0+cpu"])
 def test_a_tested_version_is_taken_without_a_word(monkeypatch, version):
     monkeypatch.setattr(compat, "version", lambda: version)
     assert compat.version_warning() is None
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.3.2", "0.320.1", "of unknown version"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.3.2", "0.320.1", "of unknown version"])
 def test_another_version_is_named_with_what_to_type(monkeypatch, version):
     monkeypatch.setattr(compat, "version", lambda: version)
     warning = compat.version_warning()
-    assert warning is not None and version in warning and "pip install 'vllm==0.32.*'" in warning
+    assert warning is not None and version in warning and "pip install 'vllm==0.33.*'" in warning
 
 
 def test_missing_internals_are_named_and_the_backend_raises_the_reason(monkeypatch, fresh):
@@ -59,7 +59,7 @@ def test_missing_internals_are_named_and_the_backend_raises_the_reason(monkeypat
     import importlib
 
     for module, engine in added.values():
-        with pytest.raises(RuntimeError, match="pip install 'vllm==0.32"):
+        with pytest.raises(RuntimeError, match="pip install 'vllm==0.33"):
             getattr(importlib.import_module(module), engine)(None, None, None, None)
     monkeypatch.delitem(sys.modules, "jaxmoe.vllm_plugin.backends")
 

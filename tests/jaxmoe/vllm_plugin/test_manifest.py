@@ -129,3 +129,29 @@ def test_a_long_list_of_problems_is_counted():
     many = {str(n): (n,) for n in range(20)} | SHAPES
     with pytest.raises(UpdateRejected, match="and 14 more like these"):
         manifest.check_model(manifest.parse(raw(), "here"), many)
+
+
+@pytest.mark.parametrize("where", ["run", "run/3"])
+@pytest.mark.parametrize("wrong", ["link", "everybody writes", "nothing"])
+def test_a_folder_that_others_could_have_changed_is_not_read(tmp_path, where, wrong):
+    (tmp_path / "run" / "3").mkdir(parents=True)
+    manifest.check_folder(tmp_path / "run" / "3")
+    folder = tmp_path / where
+    if wrong == "everybody writes":
+        folder.chmod(0o777)
+    else:
+        folder.rename(tmp_path / "aside")
+        if wrong == "link":
+            folder.symlink_to(tmp_path / "aside")
+    with pytest.raises(UpdateRejected, match="must be (a folder of weights|of the user)"):
+        manifest.check_folder(tmp_path / "run" / "3")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path, name):
+    asked = write(tmp_path)
+    (tmp_path / name).rename(tmp_path / "aside")
+    (tmp_path / name).symlink_to(tmp_path / "aside")
+    with pytest.raises(UpdateRejected, match=f"{name} must be .*symbolic links"):
+        manifest.read(tmp_path)
+        manifest.check_files(asked, tmp_path)

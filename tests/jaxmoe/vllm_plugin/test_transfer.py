@@ -123,11 +123,18 @@ def test_a_bfloat16_engine_takes_float32_and_rounding_is_no_staleness(served_rou
     assert same > 0  # the smallest tensors round to what they were
 
 
+def own_stale_sinks():
+    """The sinks that this vLLM's own loading leaves as they were: in 0.33 none."""
+    from vllm.model_executor.model_loader import weight_utils
+
+    return set() if hasattr(weight_utils, "load_attention_sink") else SINKS
+
+
 @pytest.mark.parametrize(
     ("fix", "without", "stale"),
     [
         ("one_by_one", lambda stream: stream, EXPERTS),
-        ("sinks_aside", lambda model, stream: stream, SINKS),
+        ("sinks_aside", lambda model, stream: stream, None),
         ("experts_packed", nullcontext, {n for n in EXPERTS if "bias" not in n}),
     ],
 )
@@ -136,6 +143,9 @@ def test_without_a_fix_stale_names_the_tensors_and_logprobs_show_it(
 ):
     from jaxmoe.vllm_plugin import loading
 
+    stale = own_stale_sinks() if stale is None else stale
+    if not stale:
+        pytest.skip("this vLLM loads sinks by itself")
     with monkeypatch.context() as patch:
         patch.setattr(loading, fix, without)
         state = served.sync(served.fresh())
@@ -159,7 +169,9 @@ def test_vllms_own_reload_leaves_stale_weights_and_loses_the_label(served):
     state = served.loaded_state()
     assert old["label"] is not None and state["label"] is None
     kept = {n for n in old["live"] if state["live"][n] == old["live"][n]}
-    assert len(kept) == len(EXPERTS | SINKS)  # the upstream defect, should it ever be mended
+    assert len(kept) == len(
+        EXPERTS | own_stale_sinks()
+    )  # the upstream defect, should it ever be mended
     assert served.compare(new=1)[0] > 0.01
     assert served.sync(served.params)["stale"] == []
     assert served.compare(new=1)[0] <= 5e-5

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in shared memory: nothing stays behind, whoever was killed."""
+"""Weights in shared memory: nothing stays behind, whoever was killed, and nobody else looks in."""
 
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+from weight_updates import CFG, random_params
 
 from jaxmoe.config import ConfigError
 from jaxmoe.weight_sync.directory import WeightsDirectory
+from jaxmoe.weight_sync.files import write_files
 
 HOLD = """
 import sys, time
@@ -55,3 +59,56 @@ def test_a_place_that_takes_nothing_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="weights_dir .* must take the weights.* Try --set"):
         WeightsDirectory(tmp_path / "file", "a")
+
+
+LOOK = """
+import os, sys
+os.setuid(65534)
+seen = []
+for root, _, files in os.walk(sys.argv[1]):
+    seen += [(name, len(open(os.path.join(root, name), "rb").read())) for name in files]
+print(seen)
+"""
+
+
+def test_another_user_reads_no_weight(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as shared:  # as everybody's as /dev/shm
+        os.chmod(shared, 0o1777)
+        before = os.umask(0)
+        try:
+            with write_files(
+                random_params(), CFG, shared, dtype="float32", run="ab", version=1
+            ) as update:
+                file = Path(update.update_info["path"]) / "model.safetensors"
+                told = subprocess.run(
+                    [sys.executable, "-c", LOOK, shared], capture_output=True, text=True, check=True
+                )
+                assert told.stdout == "[]\n"
+                assert file.stat().st_mode & 0o777 == 0o600
+        finally:
+            os.umask(before)
+
+
+@pytest.mark.parametrize("made", ["open", "link"])
+def test_a_folder_that_was_there_before_and_is_not_ours_alone_is_not_written_into(tmp_path, made):
+    elsewhere, place = tmp_path / "elsewhere", tmp_path / "jaxmoe-ab"
+    elsewhere.mkdir(mode=0o700)
+    place.symlink_to(elsewhere) if made == "link" else place.mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="jaxmoe-ab is there already and is not this user's"):
+        write_files(random_params(), CFG, tmp_path, dtype="float32", run="ab", version=1)
+    assert names(elsewhere) == [] and place.exists()
+
+
+def test_a_link_laid_as_a_lock_is_neither_followed_nor_believed(tmp_path):
+    victim, kept = tmp_path / "victim", tmp_path / "jaxmoe-x"
+    victim.write_text("mine")
+    kept.mkdir()
+    (tmp_path / "jaxmoe-x.lock").symlink_to(victim)
+    (tmp_path / "jaxmoe-b.lock").symlink_to(victim)
+    WeightsDirectory(tmp_path, "a").close()
+    assert victim.read_text() == "mine" and kept.is_dir()
+    with pytest.raises(ConfigError, match="weights_dir"):
+        WeightsDirectory(tmp_path, "b")
+    assert victim.read_text() == "mine"

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked, how it is put, and what answers earn. Next: jaxmoe/data/files.py reads rows."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxmoe.config.errors import numbers, require
+
+EFFORTS = ("low", "medium", "high")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts with checkable answers."""
+
+    task: str  # "reasoning_gym:NAME", a .jsonl/.parquet file, or "package:NAME/path/in/it"
+    options: dict[str, Any] = field(default_factory=dict)  # for reasoning_gym tasks
+    template: str = "{question}"  # or "harmony", GPT-OSS's own format, which renders whole chats
+    system: str = ""  # system prompt of rows without their own; the template's {system}
+    reasoning_effort: str = "medium"  # harmony's: low, medium or high
+    rewards: str = ""  # "0.9 * module:function(option=1) + 0.1 * …"; empty: the task's own scorer
+    train_rows: int = 4096
+    held_out_rows: int = 256
+    max_prompt_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        numbers("data", self, max_prompt_tokens=("above 0", lambda x: x > 0, 512))
+        require(
+            self.reasoning_effort in EFFORTS,
+            f"data.reasoning_effort must be one of {', '.join(EFFORTS)}; got "
+            f"{self.reasoning_effort!r}. Try --set data.reasoning_effort=medium.",
+        )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's part of a config. Next: jaxmoe/model/config.py has the published ones."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jaxmoe.config.errors import numbers, require
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and constants of a GPT-OSS model; even layers slide, odd layers see everything."""
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_q_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_experts: int
+    experts_per_token: int
+    d_expert: int
+    sliding_window: int  # keys a query may read in a sliding layer, itself included
+    dtype: str = "bfloat16"  # of the arithmetic; softmax, router and loss are float32 anyway
+    vocab_multiple: int = 1  # the embedding and the head are padded to a multiple of this
+    rope_theta: float = 150_000.0
+    rope_factor: float = 32.0  # YaRN; 1 is plain RoPE
+    rope_original_context: int = 4096
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_truncate: bool = False
+    rms_eps: float = 1e-5
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    max_context: int = 131_072
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.type is int:
+                require(
+                    value > 0,
+                    f"model.{f.name} must be positive, got {value}. Try --set model.{f.name}=2.",
+                )
+        require(
+            self.n_q_heads % self.n_kv_heads == 0,
+            f"model.n_q_heads ({self.n_q_heads}) must be a multiple of model.n_kv_heads "
+            f"({self.n_kv_heads}). Try --set model.n_kv_heads=1.",
+        )
+        require(
+            self.n_layers % 2 == 0,
+            f"model.n_layers ({self.n_layers}) must be even: layers come in (sliding, full) "
+            f"pairs. Try --set model.n_layers={self.n_layers + 1}.",
+        )
+        require(
+            self.experts_per_token <= self.n_experts,
+            f"model.experts_per_token ({self.experts_per_token}) must be at most "
+            f"model.n_experts ({self.n_experts}). "
+            f"Try --set model.experts_per_token={self.n_experts}.",
+        )
+        require(
+            self.head_dim % 2 == 0,
+            f"model.head_dim ({self.head_dim}) must be even: RoPE turns pairs of its "
+            f"entries. Try --set model.head_dim={self.head_dim + 1}.",
+        )
+        require(
+            self.dtype in ("float32", "bfloat16"),
+            f"model.dtype must be float32 or bfloat16, got {self.dtype!r}. "
+            "Try --set model.dtype=bfloat16.",
+        )
+
+        def positive(x: float) -> bool:
+            return 0 < x < math.inf
+
+        must = "above 0 and finite"
+        numbers(
+            "model", self, rope_theta=(must, positive, 150_000.0), rms_eps=(must, positive, 1e-5),
+            swiglu_alpha=(must, positive, 1.702), swiglu_limit=(must, positive, 7.0),
+            rope_factor=("at least 1 and finite", lambda x: 1 <= x < math.inf, 32.0),
+        )  # fmt: skip
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+# stands for the model that init.checkpoint's config.json describes; commands put that in its place
+FROM_CHECKPOINT = ModelConfig(1, 1, 2, 1, 1, 2, 1, 1, 1, 1, max_context=2**31 - 1)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bits that flip on disk, and files that are cut: refused in one line, or what was saved."""
+
+import json
+import random
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint import store
+
+EXTRA = {"stage": "rl", "step": 3, "data": {"epoch": 2, "at": [1, 2]}, "config": {"lr": 1e-3}}
+
+
+def tree():
+    rng = np.random.default_rng(0)
+    return {
+        "w": jnp.asarray(rng.normal(size=(40, 50)), jnp.float32),
+        "deep": {"b": jnp.asarray(rng.normal(size=(30,)), jnp.bfloat16)},
+        "count": jnp.asarray(7, jnp.int32),
+    }
+
+
+def bits_of(tree):
+    return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run") / "checkpoints"
+    for step in (1, 2):
+        store.save(directory, step, tree(), EXTRA, keep=2)
+    return directory
+
+
+def damage(path, draw):
+    """One bit of a file flipped, or its end cut off; what was done."""
+    raw = bytearray(path.read_bytes())
+    at = draw.randrange(len(raw))
+    if draw.random() < 0.7:
+        raw[at] ^= 1 << draw.randrange(8)
+    else:
+        raw = raw[:at]
+    path.write_bytes(raw)
+    return f"{path.name} at {at} of {len(raw)}"
+
+
+FAULTS = [pytest.param(16, id="16"), pytest.param(200, marks=pytest.mark.slow, id="200")]
+
+
+@pytest.mark.parametrize("faults", FAULTS)
+def test_no_random_damage_of_a_run_checkpoint_is_silent(saved, tmp_path, faults, capfd):
+    draw, refused = random.Random(faults), 0
+    files = sorted(p.relative_to(saved) for p in (saved / "2").rglob("*") if p.is_file())
+    largest = max(files, key=lambda path: (saved / path).stat().st_size)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree())
+    for fault in range(faults):
+        bad = shutil.copytree(saved, tmp_path / str(fault))
+        where = damage(bad / (draw.choice(files) if fault % 3 else largest), draw)
+        try:
+            newest = store.latest(bad)
+            assert newest == 2, where
+            extra, state = store.restore_extra(bad, 2), store.restore(bad, 2, like)
+        except store.CheckpointError as error:
+            refused += 1
+            assert "\n" not in str(error) and str(bad) in str(error), where
+            assert f"move {bad / '2'} away" in str(error), where
+            shutil.rmtree(bad / "2")
+            assert bits_of(store.restore(bad, 1, like)) == bits_of(tree()), where
+        else:
+            assert extra == EXTRA and bits_of(state) == bits_of(tree()), where
+    said = capfd.readouterr()
+    assert said.err == "" and refused > faults / 4
+
+
+def test_an_array_whose_bits_changed_is_named(saved, tmp_path):
+    bad = shutil.copytree(saved, tmp_path / "bad")
+    path = bad / "2" / "digests" / "metadata"
+    found = json.loads(path.read_text())
+    found["arrays"]["deep/b"] = f"{int(found['arrays']['deep/b'], 16) ^ 1:016x}"
+    path.write_text(json.dumps(found))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree())
+    with pytest.raises(store.CheckpointError, match=r"deep/b has other bits .* resume from 1\."):
+        store.restore(bad, 2, like)
+    shutil.rmtree(bad / "1")
+    with pytest.raises(store.CheckpointError, match="begin again: there is no older one"):
+        store.restore(bad, 2, like)
+
+
+def test_a_value_of_the_json_that_changed_is_refused(saved, tmp_path):
+    bad = shutil.copytree(saved, tmp_path / "bad")
+    path = bad / "2" / "extra" / "metadata"
+    path.write_text(path.read_text().replace('"epoch": 2', '"epoch": 3'))
+    with pytest.raises(store.CheckpointError, match="extra has other bits than were saved"):
+        store.restore_extra(bad, 2)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as people have them: plain, TRL's, verl's; what is none is named by file and line."""
+
+import importlib
+import json
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmoe.config import ConfigError
+from jaxmoe.data.cells import read_row
+from jaxmoe.data.rows import Message
+from jaxmoe.data.sources import open_source, open_split
+
+CHAT = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="},
+]  # fmt: skip
+VERL = {
+    "data_source": "openai/gsm8k", "prompt": CHAT[-1:], "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7},
+    "answer": "long ago I thought 5",
+}  # fmt: skip
+
+
+def _file(tmp_path, *rows, name="a.jsonl"):
+    path = tmp_path / name
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_a_chat_is_its_last_turn_what_came_before_and_a_system_prompt():
+    row = read_row("a:1", {"prompt": CHAT, "answer": 4}, answers=True)
+    assert row.question == "2+2=" and row.system == "Be brief."
+    assert row.earlier == (Message("user", "1+1="), Message("assistant", "2"))
+    assert read_row("a:1", {"prompt": "q", "answer": "4", "system": "s"}, answers=True).system == (
+        "s"
+    )
+
+
+def test_a_file_keeps_every_column_of_verls_and_trls_rows(tmp_path):
+    trl = {"prompt": "q", "solution": "$4$", "level": 3}
+    source = open_source(_file(tmp_path, VERL, trl))
+    assert [source[i].answer for i in range(2)] == ["4", "$4$"]
+    assert [source[i].columns for i in range(2)] == [VERL, trl]
+    assert source[1].where.endswith("a.jsonl:2")
+
+
+def test_verls_parquet_reads_like_its_jsonl(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    parquet.write_table(pa.Table.from_pylist([VERL]), tmp_path / "a.parquet")
+    row = open_source(str(tmp_path / "a.parquet"))[0]
+    assert (row.question, row.answer, row.columns) == ("2+2=", "4", VERL)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right", "wrong"),
+    [
+        (7, "7", "It is 7", "8"), (-0.5, "-0.5", "-1/2", "0.5"), (1e-7, "0.0000001", "1e-7", "1"),
+        (["four", 4], "four", "4.0", "five"), (4.0, "4.0", "4", "5"),
+    ],
+)  # fmt: skip
+def test_numbers_and_lists_are_answers(tmp_path, answer, text, right, wrong):
+    source = open_source(_file(tmp_path, {"question": "q", "answer": answer}))
+    assert source[0].answer == text and source.score(text, 0) == 1.0
+    assert source.score(wrong, 0) == 0.0
+    assert source.score(right, 0) == (0.0 if right == "1e-7" else 1.0)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\r\n')
+    assert open_source(str(path))[0].question == "q"
+
+
+def test_an_answer_is_needed_where_nothing_else_scores(tmp_path):
+    path = _file(tmp_path, {"prompt": "q"}, {"prompt": "p", "answer": {"x": 1}})
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1 must have a column answer, ground_truth"):
+        open_source(path)
+    source = open_source(path, answers=False)
+    assert source[0].answer is source[1].answer is None
+    assert source[1].columns["answer"] == {"x": 1}
+
+
+def test_the_same_question_under_another_system_prompt_is_another_row(tmp_path):
+    rows = [{"prompt": "go on", "system": f"You are {i}.", "answer": "1"} for i in range(6)]
+    train, held_out = open_split(_file(tmp_path, *rows, *rows), {}, 4, 2, 0)
+    prompts = [source[i].system for source in (train, held_out) for i in range(len(source))]
+    assert sorted(prompts) == [f"You are {i}." for i in range(6)]
+
+
+_CELL = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(string.printable, max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "ground_truth", "x"]), inner, max_size=3
+        )
+        | st.fixed_dictionaries(
+            {"role": st.sampled_from(["user", "system", "assistant"]), "content": inner}
+        )
+    ),
+    max_leaves=6,
+)
+_NAMES = ["prompt", "question", "answer", "solution", "system", "reward_model", "other"]
+
+
+@given(st.dictionaries(st.sampled_from(_NAMES), _CELL) | _CELL, st.booleans())
+def test_any_row_is_read_whole_or_refused_by_its_place(record, answers):
+    try:
+        row = read_row("file:3", record, answers=answers)
+    except ConfigError as error:
+        assert str(error).startswith("file:3") and "\n" not in str(error)
+        return
+    assert row.question.strip() and row.columns is record
+    assert row.answer is not None or not answers
+    assert all(m.role in ("user", "assistant") and m.content for m in row.earlier)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions as TRL and verl document them, and ours: called, checked, weighed, logged."""
+
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from jaxmoe.config import ConfigError
+from jaxmoe.data.cells import read_row
+from jaxmoe.data.harmony import Spoken
+from jaxmoe.data.rows import Row
+from jaxmoe.envs.conventions import Sample
+from jaxmoe.envs.rewards import part_metrics, read_rewards, score_samples
+
+ROWS = [
+    {"prompt": "1+1=", "solution": "2", "level": 1},
+    {"prompt": [{"role": "user", "content": "1+2="}], "level": 2, "data_source": "sums",
+     "reward_model": {"ground_truth": 3}, "extra_info": {"index": 7, "tags": ["a"]}},
+]  # fmt: skip
+COLUMNS = [*ROWS[0], *ROWS[1]]
+SEEN = {}
+
+
+def samples(*texts):
+    return [
+        Sample(i, read_row(f"a:{i + 1}", ROWS[i % 2], answers=False), Spoken(text, "hm"), [65, i])
+        for i, text in enumerate(texts)
+    ]
+
+
+def trl(prompts, completions, solution, level=None, *, bonus=1.0, **columns):
+    SEEN["trl"] = {"prompts": prompts, "completions": completions, "solution": solution,
+                   "level": level, **columns}  # fmt: skip
+    return [None if gold is None else bonus * (text == gold)
+            for text, gold in zip(completions, solution, strict=True)]  # fmt: skip
+
+
+def only_ids(completion_ids, **columns):
+    return np.array([len(ids) for ids in completion_ids], np.float32)
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    SEEN.setdefault("verl", []).append((data_source, solution_str, ground_truth, dict(extra_info)))
+    extra_info["num_turns"] = 1  # as verl's own manager does to its rows
+    right = str(ground_truth) in solution_str
+    return {"score": float(right), "acc": right, "pred": solution_str, "half": np.float32(0.5)}
+
+
+def ours(prompt, response, row, analysis, *, length=4):
+    SEEN.setdefault("ours", []).append((prompt, response, row["level"], analysis))
+    return np.True_ if len(response) < length else False
+
+
+def own_source(response, row):
+    return float(row["answer"] == response)
+
+
+def raises(prompt, response, row):
+    return row["no such column"]
+
+
+def leaves(prompt, response, row):
+    sys.exit(0)
+
+
+def returns(prompt, response, row, *, value=None):
+    odd = {"nan": math.nan, "inf": np.inf, "huge": 1e39, "text": "1", "array": np.ones(2),
+           "numpys": np.str_("1")}  # fmt: skip
+    return odd.get(value, value) if isinstance(value, str) else value
+
+
+def batch(completions, *, value=None, **columns):
+    return {"short": [1.0], "number": 1.0, "text": "ab", "dict": {0: 1, 1: 1}, "nan": [1, math.nan],
+            "strings": ["1", "2"]}.get(value)  # fmt: skip
+
+
+def none_at_all(completions, **columns):
+    return [None for _ in completions]
+
+
+def two_numbers(x, y):
+    return x + y
+
+
+def anything(response, *args):
+    return 1.0
+
+
+def of_verl(solution_str, model):
+    return 1.0
+
+
+async def waits(completions, **columns):
+    return [1.0 for _ in completions]
+
+
+class Thing:
+    def __call__(self, completions, **columns):
+        return [1.0 for _ in completions]
+
+
+thing = Thing()
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    made = types.ModuleType("some_rewards")
+    vars(made).update({k: v for k, v in globals().items() if not k.startswith("__")})
+    monkeypatch.setitem(sys.modules, "some_rewards", made)
+    SEEN.clear()
+
+
+def scores(text, *texts, columns=COLUMNS):
+    return score_samples(read_rewards(text, columns), samples(*texts))
+
+
+def test_trls_convention_gets_lists_of_every_column_and_chats_for_chats():
+    found = scores("some_rewards:trl(bonus=2.0)", "2", "3")
+    seen = SEEN["trl"]
+    assert seen["prompts"] == [ROWS[0]["prompt"], ROWS[1]["prompt"]]
+    assert seen["completions"] == ["2", [{"role": "assistant", "content": "3"}]]
+    assert seen["solution"] == ["2", None] and seen["level"] == [1, 2]
+    assert seen["data_source"] == [None, "sums"] and seen["completion_ids"] == [[65, 0], [65, 1]]
+    assert "prompt" not in seen
+    np.testing.assert_array_equal(found.rewards, np.array([2.0, np.nan], np.float32))
+    assert part_metrics(found.parts) == {
+        "reward/trl/none_frac": 0.5, "reward/trl/mean": 2.0, "reward/left_out_frac": 0.5
+    }  # fmt: skip
+    assert scores("some_rewards:only_ids", "2").rewards.tolist() == [2.0]
+
+
+def test_verls_convention_gets_the_rows_columns_and_a_dicts_numbers_are_logged():
+    found = scores("some_rewards:verl", "2", "4")
+    assert SEEN["verl"] == [(None, "2", "2", {}), ("sums", "4", 3, ROWS[1]["extra_info"])]
+    assert "num_turns" not in ROWS[1]["extra_info"], "a row must be the same each time it is read"
+    assert found.rewards.tolist() == [1.0, 0.0]
+    assert part_metrics(found.parts) == {
+        "reward/verl/mean": 0.5, "reward/verl/acc/mean": 0.5, "reward/verl/half/mean": 0.5
+    }  # fmt: skip
+
+
+def test_ours_gets_prompt_response_row_and_analysis():
+    assert scores("some_rewards:ours(length=2)", "2", "33").rewards.tolist() == [1.0, 0.0]
+    assert SEEN["ours"] == [("1+1=", "2", 1, "hm"), (ROWS[1]["prompt"], "33", 2, "hm")]
+    plain = Sample(0, Row("2+2=", "4"), Spoken("4"), [65])  # of a source without columns
+    (reward,) = read_rewards("some_rewards:own_source", [])
+    assert score_samples([reward], [plain]).rewards.tolist() == [1.0]
+
+
+def test_the_reward_is_the_weighted_sum_of_those_that_score_the_sample():
+    text = "0.5 * some_rewards:trl + -2e-1*some_rewards:ours(length=9) + some_rewards:ours"
+    found = scores(text, "2", "33333")
+    np.testing.assert_allclose(found.rewards, [0.5 - 0.2 + 1.0, -0.2], rtol=1e-6)
+    metrics = part_metrics(found.parts)
+    assert metrics["reward/ours/mean"] == 1.0 and metrics["reward/ours_2/mean"] == 0.5
+    assert metrics["reward/left_out_frac"] == 0.0
+    assert read_rewards("  ", COLUMNS) == ()
+
+
+def test_an_option_that_is_set_wins_over_a_column_of_its_name():
+    scores("some_rewards:trl(level=9)", "2", "3")
+    assert SEEN["trl"]["level"] == 9 and SEEN["trl"]["data_source"] == [None, "sums"]
+    found = scores("some_rewards:ours(length=2)", "2", columns=[*COLUMNS, "length"])
+    assert found.rewards.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("some_rewards:returns", "returns must return a finite number.*got None.*on row 0 .a:1"),
+        ("some_rewards:returns(value='nan')", "returns must return a finite.*got nan"),
+        ("some_rewards:returns(value='inf')", "got inf"),
+        ("some_rewards:returns(value='huge')", "got 1e.39"),
+        ("1e30 * some_rewards:returns(value=1e9)", r"got 1000000000.0 \(weight 1e.30\)"),
+        ("some_rewards:returns(value='text')", "got '1'"),
+        ("some_rewards:returns(value='array')", "got array"),
+        ("some_rewards:returns(value='numpys')", "got np.str_"),
+        ("some_rewards:returns(value={'acc': 1})", "a dict with one as its score, got None"),
+        ("some_rewards:batch", "batch must return a list of 2 rewards, one a completion, got None"),
+        *((f"some_rewards:batch(value={value!r})", "must return a list of 2 rewards")
+          for value in ("short", "number", "text", "dict")),
+        ("some_rewards:batch(value='nan')", "batch must return a finite.*got nan.*on row 1 .a:2"),
+        ("some_rewards:batch(value='strings')", "got '1'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_reward_is_refused_by_function_and_row(text, message):
+    with pytest.raises(ConfigError, match=message):
+        scores(text, "2", "3")
+
+
+def test_an_error_of_the_functions_own_keeps_its_traceback_and_names_the_row():
+    with pytest.raises(KeyError) as caught:
+        scores("some_rewards:raises", "2")
+    assert caught.value.__notes__ == ["data.rewards: raises raised this on row 0 (a:1)."]
+    with pytest.raises(RuntimeError, match=r"leaves called sys.exit\(0\) on row 0"):
+        scores("some_rewards:leaves", "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("short", "must be functions of yours.*got 'short'"),
+        ("0.5 * 0.5 * some_rewards:ours", "must be"),
+        ("1e999 * some_rewards:ours", "a finite weight"),
+        ("some_rewards:ours +", "got ''"),
+        ("some_rewards:no_such", "no_such"),
+        ("no_such_module:f", "no_such_module"),
+        ("some_rewards:ours(len=3)", "ours has no option 'len'. Did you mean length"),
+        ("some_rewards:two_numbers", "two_numbers asks for x"),
+        ("some_rewards:anything", r"must take \(completions, \*\*columns\) as TRL's"),
+        ("some_rewards:of_verl", "of_verl asks for model"),
+        ("some_rewards:waits", "must be a function written in Python with def"),
+        ("some_rewards:Thing", "with def, got type"),
+        ("some_rewards:thing", "with def, got Thing"),
+        ("subprocess:Popen(args=['true'])", "with def, got type"),
+        ("builtins:print", "with def, got builtin"),
+    ],
+)
+def test_what_is_no_reward_function_is_refused_in_one_line(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_rewards(text, COLUMNS)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_column_that_no_row_has_is_named():
+    with pytest.raises(ConfigError, match="trl asks for solution"):
+        read_rewards("some_rewards:trl", ["prompt", "answer"])

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""wandb and trackio: stand-ins for both, and the real ones offline where they are installed."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxmoe.config import ConfigError
+from jaxmoe.config_file import load, override
+from jaxmoe.observe import trackers
+from jaxmoe.observe.metrics import MetricsLog
+
+BOTH = ("wandb", "trackio")
+
+
+class Standin:
+    """A tracker's module and its run; remembers what it was told."""
+
+    def __init__(self):
+        self.begun, self.logged, self.finished, self.broken = [], [], 0, False
+        self.steps = []
+
+    def init(self, **given):
+        self.begun.append(given)
+        return self
+
+    def Settings(self, **given):
+        return given
+
+    def Image(self, path):
+        return SimpleNamespace(path=path)
+
+    def define_metric(self, *names, **given):
+        pass
+
+    def log(self, values, step=None):
+        if self.broken:
+            raise OSError("no network")
+        self.logged.append(values)
+        self.steps.append(step)
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def standins(monkeypatch):
+    made = {name: Standin() for name in BOTH}
+    monkeypatch.setattr(trackers, "import_module", made.__getitem__)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: name in made)
+    return made
+
+
+def run(folder, stage="warmup", step=0, **more):
+    return MetricsLog(folder, stage=stage, step=step, trackers=BOTH, config={"seed": 7}, **more)
+
+
+def test_both_get_the_config_the_metrics_and_the_plots(tmp_path, standins):
+    with run(tmp_path, project="mine") as log:
+        log.write("warmup", 1, {"loss": 3.0})
+        log.write("rl", 2, {"reward/mean": 0.5})
+        (tmp_path / "plots").mkdir()
+        (tmp_path / "plots" / "overview.png").write_bytes(b"png")
+    for one in standins.values():
+        assert one.begun[0]["project"] == "mine" and one.begun[0]["config"] == {"seed": 7}
+        first, second, last = one.logged
+        own = one is standins["wandb"]  # Trackio takes the step as an argument
+        assert first == {"warmup/loss": 3.0} | ({"warmup/step": 1} if own else {})
+        assert second == {"reward/mean": 0.5} | ({"step": 2} if own else {})
+        assert last["plots/overview"].path == str(tmp_path / "plots" / "overview.png")
+        assert one.finished == 1
+
+
+def test_a_resumed_run_is_the_same_run_there_and_one_that_starts_over_is_not(tmp_path, standins):
+    for stage, step in (("warmup", 0), ("rl", 3), ("warmup", 0)):
+        with run(tmp_path, stage, step):
+            pass
+    for one in standins.values():
+        names = [given["name"] for given in one.begun]
+        assert names[0] == names[1] != names[2]
+
+
+def test_a_tracker_that_breaks_is_told_once_and_the_run_goes_on(tmp_path, standins, capsys):
+    with run(tmp_path) as log:
+        standins["wandb"].broken = True
+        for step in (1, 2):
+            log.write("rl", step, {"loss": 1.0})
+    err = capsys.readouterr().err
+    assert err.count("wandb gets no more metrics") == 1 and "no network" in err
+    assert standins["trackio"].steps == [1, 2]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_one_that_cannot_begin_is_one_line(tmp_path, standins, monkeypatch):
+    def refuse(**_):
+        raise RuntimeError("api_key not configured\nmore")
+
+    monkeypatch.setattr(standins["wandb"], "init", refuse)
+    with pytest.raises(
+        ConfigError, match=r"^observe.to=wandb .*api_key not configured. Try WANDB_"
+    ):
+        run(tmp_path)
+
+
+def test_one_that_is_not_installed_is_named_before_there_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"observe.to=trackio .*Try pip install trackio"):
+        MetricsLog(tmp_path / "run", stage="warmup", step=0, trackers=["trackio"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_nobody_else_is_imported_unless_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "import_module", None)
+    monkeypatch.setattr(trackers, "find_spec", None)
+    with MetricsLog(tmp_path, stage="warmup", step=0) as log:
+        log.write("rl", 1, {"loss": 1.0})
+    assert not (tmp_path / trackers.ID).exists()
+
+
+@pytest.mark.parametrize("to", ["wandb", "trackio", "wandb, trackio", ""])
+def test_observe_to_names_trackers(to):
+    cfg = override(load("tiny.py"), f"observe.to={to}")
+    assert cfg.observe.trackers == [name for name in BOTH if name in to]
+
+
+def test_an_unknown_tracker_is_refused():
+    with pytest.raises(ConfigError, match="observe.to must be wandb, trackio or both"):
+        override(load("tiny.py"), "observe.to=mlflow")
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from jaxmoe.observe.metrics import MetricsLog
+from jaxmoe.observe.plots import plot_run
+folder = Path(sys.argv[2])
+for stage, step in (("warmup", 0), ("rl", 2)):
+    with MetricsLog(folder, stage=stage, step=step, trackers=[sys.argv[1]],
+                    config={"seed": 7}) as log:
+        log.write("rl", step + 1, {"loss": 1.5, "reward/mean": 0.25})
+        log.write("rl", step + 2, {"loss": 1.0, "reward/mean": 0.5})
+        plot_run([], folder, panels=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH)
+def test_the_real_one_takes_a_run_and_its_resume_without_a_network(tmp_path, name):
+    if find_spec(name) is None:
+        pytest.skip(f"pip install {name}")
+    env = os.environ | {
+        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, name, str(tmp_path / "run")], env=env, cwd=Path.cwd(),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and "no more metrics" not in done.stderr, done.stderr
+    where = tmp_path / ("run/wandb" if name == "wandb" else "trackio")
+    kept = b"".join(path.read_bytes() for path in where.rglob("*") if path.is_file())
+    for told in (b"reward/mean", b"seed", b"plots/overview"):
+        assert told in kept, (told, sorted(where.rglob("*")))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory is left, from files as the kernel writes them."""
+
+import pytest
+
+from jaxmoe.parallel.host import free_bytes
+
+
+def write(root, files):
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+
+MACHINE = {"proc/meminfo": "MemTotal:  90 kB\nMemFree: 2 kB\nMemAvailable:      50 kB\n"}
+
+
+def test_nobody_says(tmp_path):
+    assert free_bytes(tmp_path) is None
+
+
+def test_without_a_limit_it_is_what_the_machine_has(tmp_path):
+    two = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"}
+    write(tmp_path, MACHINE | two)
+    assert free_bytes(tmp_path) == 50 * 1024
+
+
+@pytest.mark.parametrize("place", ["a/b", "a", ""])
+def test_the_least_of_all_groups_counts_and_cached_pages_are_free(tmp_path, place):
+    top = f"sys/fs/cgroup/{place}".rstrip("/")
+    write(tmp_path, MACHINE | {
+        "proc/self/cgroup": "0::/a/b\n", f"{top}/memory.max": "30000\n",
+        f"{top}/memory.current": "28000\n", f"{top}/memory.stat": "anon 9\ninactive_file 500\n",
+    })  # fmt: skip
+    assert free_bytes(tmp_path) == 2500
+
+
+def test_the_first_version_of_groups_is_read_too(tmp_path):
+    top = "sys/fs/cgroup/memory"  # in a container the path is the host's
+    write(tmp_path, MACHINE | {
+        "proc/self/cgroup": "9:cpu:/\n4:memory:/docker/c0ffee\n0::/\n",
+        f"{top}/memory.limit_in_bytes": "40000\n", f"{top}/memory.usage_in_bytes": "30000\n",
+        f"{top}/memory.stat": "inactive_file 1\ntotal_inactive_file 700\n",
+    })  # fmt: skip
+    assert free_bytes(tmp_path) == 10_700

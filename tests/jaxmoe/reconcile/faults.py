@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of an engine, each put into peer.py or into what it returns: those that the doctor knows,
+single numbers, single layers, and others that it has never heard of.
+
+Programs here remember: faults of one seed share their tokens, so that each recomputation of them
+is made once for all faults.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from peer import Peer, fresh, half, log_softmax, logits, tree
+from random_weights import random_weights
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import plain_ops
+from jaxmoe.reconcile.compare import reconcile
+from jaxmoe.reconcile.handshake import Handshake
+from jaxmoe.reconcile.recompute import Programs, head, trunk
+from jaxmoe.reconcile.staleness import GROUPS
+from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
+
+OPS = plain_ops()
+CFG = ModelConfig(
+    vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
+    experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=64,
+    swiglu_limit=1.5, max_context=4096,
+)  # fmt: skip
+HALF = replace(CFG, dtype="bfloat16")
+START = 5  # the token an engine may put before a prompt
+COOL = Sampling(40, (), temperature=0.7)
+RUN = Programs(  # what the doctor jits
+    jax.jit(partial(trunk, ops=OPS), static_argnames="cfg"),
+    jax.jit(partial(head, ops=OPS), static_argnames=("cfg", "top_k", "top_p")),
+)
+SEEN: dict[bytes, Any] = {}
+
+
+def remembered(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f, once for each content of its arguments."""
+
+    def call(*arrays: Any, **static: Any) -> Any:
+        digest = hashlib.blake2b(repr((id(f), static)).encode())
+        for leaf in jax.tree.leaves(arrays):
+            digest.update(np.ascontiguousarray(leaf).data)
+        key = digest.digest()
+        if key not in SEEN:
+            SEEN[key] = f(*arrays, **static)
+        return SEEN[key]
+
+    return call
+
+
+REMEMBERED = Programs(remembered(RUN.trunk), remembered(RUN.head))
+
+
+@cache
+def weights(seed: int):
+    return random_weights(CFG, seed)
+
+
+@cache
+def older(seed: int):
+    """The version before: a fifth of the way to other weights."""
+    return jax.tree.map(
+        lambda a, b: jnp.asarray(0.8 * np.asarray(a) + 0.2 * np.asarray(b)),
+        weights(seed), weights(seed + 50),
+    )  # fmt: skip
+
+
+def stale(seed: int, groups: tuple[str, ...], layer: int | None = None):
+    """The newest weights with some tensors of the version before."""
+    names = [name for group in groups for name in GROUPS.get(group, (group,))]
+
+    def pick(path: tuple[Any, ...], new: Any, old: Any) -> Any:
+        if path[-1].key not in names:
+            return new
+        if layer is None:
+            return old
+        return old if ("sliding", "full")[layer] in str(path) else new  # two layers
+
+    return jax.tree_util.tree_map_with_path(pick, weights(seed), older(seed))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong in the engine."""
+
+    peer: Peer = field(default_factory=Peer)
+    stale: tuple[str, ...] = ()
+    layer: int | None = None  # of the stale tensors
+    prompt: str = ""  # "cut" or "started"
+    temperature: float = COOL.temperature
+    top_k: int = 0  # the engine cuts, renormalises, and does not say so
+    told: Callable[[np.ndarray], np.ndarray] | None = None  # log-probs -> what it returns
+    logits: Callable[[np.ndarray], np.ndarray] | None = None  # [T, V] -> those it draws from
+
+
+FAULTS = {
+    "prompt_end_lost": Fault(prompt="cut"),
+    "prompt_start_added": Fault(prompt="started"),
+    **{f"stale_{g}": Fault(stale=(g,)) for g in GROUPS},
+    "stale_everything": Fault(stale=tuple(GROUPS)),
+    "raw_logprobs": Fault(temperature=1.0),
+    "kept_mass_missing": Fault(top_k=50),
+    "router_bfloat16": Fault(Peer(half_router=True)),
+    "head_bfloat16": Fault(Peer(half_head=True)),
+    "logits_bfloat16": Fault(Peer(half_head=True, half_logits=True)),
+    "sinks_off": Fault(Peer(sinks=False)),
+    "window_off": Fault(Peer(window=0)),
+    "window_minus_one": Fault(Peer(window=8)),
+    "window_plus_one": Fault(Peer(window=10)),
+    "softmax_before_top_k": Fault(Peer(softmax_first=True)),
+    "swiglu_limit_off": Fault(Peer(limit=1e9)),
+    "rope_truncate": Fault(Peer(truncate=True)),
+    "rope_factor_off": Fault(Peer(factor=1.0)),
+    "expert_switches": Fault(Peer(switch=0.1)),
+}
+LAYERS = {
+    f"stale_{group}_layer_{layer}": Fault(stale=(group,), layer=layer)
+    for group in ("experts", "attention", "norms", "sinks", "router")
+    for layer in (0, 1)
+}
+TWO = {
+    ("sinks_off", "window_minus_one"): Fault(Peer(sinks=False, window=8)),
+    ("stale_experts", "stale_sinks"): Fault(stale=("experts", "sinks")),  # stock reload_weights
+    ("raw_logprobs", "swiglu_limit_off"): Fault(Peer(limit=1e9), temperature=1.0),
+}
+SCALARS = {  # name, the engine's value
+    **{("temperature", t): Fault(temperature=t) for t in (0.95, 0.35, 0.72, 1.4)},
+    **{("rope_theta", x): Fault(Peer(theta=x)) for x in (1e4, 5e5, 1.4e5, 3e6)},
+    **{("rope_factor", x): Fault(Peer(factor=x)) for x in (8.0, 40.0, 3.0)},
+    **{("rms_eps", x): Fault(Peer(eps=x)) for x in (1e-6, 1e-4, 3e-3, 0.1)},
+    **{("attention_scale", x): Fault(Peer(scale=x)) for x in (0.25, 0.8, 1.15, 4.0)},
+    **{("swiglu_limit", x): Fault(Peer(limit=x)) for x in (0.5, 1.2, 1.9, 3.0)},
+    **{("swiglu_alpha", x): Fault(Peer(alpha=x)) for x in (1.0, 1.6, 2.5)},
+    **{("sink_shift", x): Fault(Peer(sink_shift=x)) for x in (-2.0, 0.1, 1.0, 3.0)},
+}
+
+
+def layer_of(change: Callable[[dict], None], kind: str = "sliding") -> Callable[[Any], Any]:
+    """A copy of the weights with `change` done to one kind's stacked tensors."""
+
+    def changed(params: Any) -> Any:
+        params = jax.tree.map(np.array, params)
+        change(params["layers"][kind])
+        return params
+
+    return changed
+
+
+def put(name: str, at: Any, value: Any, kind: str = "sliding") -> Peer:
+    def change(p: dict) -> None:
+        p[name][at] = value
+
+    return Peer(changed=layer_of(change, kind))
+
+
+def noised(p: dict) -> None:
+    rng = np.random.default_rng(3)
+    for name, x in p.items():
+        p[name] = (x + 1e-2 * x.std() * rng.standard_normal(x.shape)).astype(np.float32)
+
+
+def flipped(name: str, axis: int, parts: int) -> Callable[[dict], None]:
+    """Parts of a tensor's axis in the other order, such as heads."""
+
+    def change(p: dict) -> None:
+        p[name] = np.concatenate(np.split(p[name], parts, axis=axis)[::-1], axis=axis)
+
+    return change
+
+
+def swapped(a: str, b: str) -> Callable[[dict], None]:
+    def change(p: dict) -> None:
+        p[a], p[b] = p[b].copy(), p[a].copy()
+
+    return change
+
+
+def eighth(x: np.ndarray) -> np.ndarray:
+    """Three bits of mantissa, as of an fp8."""
+    fraction, exponent = np.frexp(x)
+    return np.ldexp(np.round(fraction * 16) / 16, exponent).astype(np.float32)
+
+
+def quantised(p: dict) -> None:
+    for name in ("w_gate_up", "w_down"):
+        p[name] = eighth(p[name])
+
+
+def other_layers(params: Any) -> Any:
+    kinds = params["layers"]
+    return {**params, "layers": {"sliding": kinds["full"], "full": kinds["sliding"]}}
+
+
+def half_embed(params: Any) -> Any:
+    return {**params, "embed": half(params["embed"])}
+
+
+def masked(z_TV: np.ndarray) -> np.ndarray:
+    """No mass on the last third of the vocabulary, of which no token is drawn here."""
+    return np.where(np.arange(z_TV.shape[1]) >= 64, -1e30, z_TV)
+
+
+OUTSIDE = {  # of which the doctor has no hypothesis
+    "a window in full layers": Fault(Peer(full_window=9)),
+    "half the window": Fault(Peer(window=5)),
+    "one expert's bias zeroed in one layer": Fault(put("b_down", (0, 2), 0.0)),
+    "the norms swapped": Fault(Peer(changed=layer_of(swapped("attn_norm", "moe_norm")))),
+    "keys one position late": Fault(Peer(key_shift=1)),
+    "log-probs one token late": Fault(told=lambda logp: np.roll(logp, 1)),
+    "three experts, not four": Fault(Peer(active=3)),
+    "five experts, not four": Fault(Peer(active=5)),
+    "no router bias in one layer": Fault(put("b_router", (), 0.0, "full")),
+    "one head's sink off": Fault(put("sinks", (0, 1), -1e30)),
+    "one layer noised by 1e-2": Fault(Peer(changed=layer_of(noised, "full"))),
+    "the embedding in bfloat16": Fault(Peer(changed=half_embed)),
+    "the layers in another order": Fault(Peer(changed=other_layers)),
+    "key and value heads in another order": Fault(Peer(changed=layer_of(flipped("w_k", 2, 3)))),
+    "gate and up swapped": Fault(Peer(changed=layer_of(flipped("w_gate_up", 3, 2)))),
+    "the router's softmax over tokens": Fault(Peer(over_tokens=True)),
+    "the vocabulary's logits capped": Fault(Peer(softcap=4.0)),
+    "up not clamped from below": Fault(Peer(open_below=True)),
+    "an old final norm alone": Fault(stale=("final_norm",)),
+    "old values and no other tensors": Fault(stale=("w_v",)),
+    "experts in an fp8": Fault(Peer(changed=layer_of(quantised))),
+    "a third of the vocabulary masked": Fault(logits=masked),
+    "RoPE of neighbours": Fault(Peer(interleaved=True)),
+    "sinks doubled": Fault(Peer(changed=layer_of(lambda p: p.update(sinks=2 * p["sinks"])))),
+    "no output bias in one layer": Fault(put("b_o", (), 0.0)),
+    "attention's scale in one layer": Fault(Peer(scale=0.7, scaled_layer=0)),
+    "log-probs to two digits": Fault(told=lambda logp: np.round(logp, 2)),
+    "log-probs of base 10": Fault(told=lambda logp: logp / np.log(10.0)),
+    "log-probs no lower than −5": Fault(told=lambda logp: np.maximum(logp, -5.0)),
+    "noise of 1e-3": Fault(
+        told=lambda logp: logp + 1e-3 * np.sin(1e4 * logp)  # of its bits
+    ),
+}
+
+
+def rollouts(fault: Fault, seed: int, dtype="float32", count=7, length=33):
+    """What the engine says of given tokens; sequences longer than the window."""
+    rng, made = np.random.default_rng(seed), []
+    params = stale(seed, fault.stale, fault.layer) if fault.stale else weights(seed)
+    params = tree(params)
+    for i in range(count):
+        prompt, tokens = rng.integers(7, 97, 6 + i), rng.integers(7, 97, length)
+        if fault.logits:
+            tokens = np.minimum(tokens, 63)
+        read = {"cut": prompt[:-1], "started": np.r_[START, prompt]}.get(fault.prompt, prompt)
+        peer = fresh(replace(fault.peer, dtype=dtype))
+        if fault.top_k:
+            tokens = drawn(params, read, length, fault.top_k, rng, dtype)
+        z_TV = logits(params, np.r_[read, tokens], CFG, peer)[len(read) - 1 : -1]
+        z_TV = (fault.logits(z_TV) if fault.logits else z_TV) / fault.temperature
+        if fault.top_k:
+            z_TV = np.where(z_TV < np.sort(z_TV, axis=1)[:, -fault.top_k, None], -1e30, z_TV)
+        logp = np.take_along_axis(log_softmax(z_TV), tokens[:, None], 1)[:, 0]
+        seen = peer.experts[: CFG.n_layers]
+        silent = fault.prompt or fault.top_k or fault.peer.active
+        made.append(Rollout(
+            Prompt(i, "", tuple(prompt.tolist()), None), tokens.astype(np.int32),
+            (fault.told(logp) if fault.told else logp).astype(np.float32), StopReason.MAX_TOKENS,
+            np.zeros(length, np.int32), None, None if silent else np.stack(seen, axis=1)[:-1],
+        ))  # fmt: skip
+    return made
+
+
+def drawn(params, read, length, top_k, rng, dtype):
+    """Tokens that the engine's top-k kept, each after the ones before."""
+    row = read
+    for _ in range(length):
+        best = np.argsort(-logits(params, row, CFG, Peer(dtype))[-1])[:top_k]
+        row = np.r_[row, rng.choice(best)]
+    return row[len(read) :]
+
+
+def report(fault: Fault, seed=0, cfg=CFG, run=REMEMBERED, **options):
+    sampling = replace(COOL, top_k=fault.top_k)
+    known = dict(previous=older(seed), start_id=START, told=Handshake(cfg.dtype)) | options
+    made = rollouts(fault, seed, cfg.dtype)
+    return reconcile(made, weights(seed), cfg, sampling, run=run, **known)
+
+
+def named(r):
+    """Names where the doctor gives one, or the kind of its verdict."""
+    v = r.verdict
+    return tuple(f.name for f in v.faults) if v.kind == "named" else (v.kind,)
+
+
+def show(title, matrix):
+    print(f"\n{title}")
+    for fault, r in matrix.items():
+        v, unit = r.verdict, r.rounding.unit
+        found = " + ".join(f.name + (f" {f.value:.5g} ± {f.spread:.0e}" if f.spread else "")
+                           for f in v.faults)  # fmt: skip
+        print(
+            f"  {fault!s:38} {v.kind:11} {found:44} gap {v.gap:.1e}  left {v.left:.1e} "
+            f"({v.left / unit:.1f} × rounding){' also ' if v.also else ''}{', '.join(v.also)}"
+        )

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RL's step from Python: arrays that do not fit are refused by name; groups come with the batch."""
+
+import inspect
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bigram import CFG, MODEL, OPS, PARAMS, SGD, B, Bigram, T, make_batch, start
+
+from jaxmoe.config import ConfigError
+from jaxmoe.losses import gae, group_advantages, rloo_advantages
+from jaxmoe.model import init_params
+from jaxmoe.model.params import check_params
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.minibatches import Minibatches, divide
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained, new_state
+from jaxmoe.rl.update import rl_step
+
+BATCH = make_batch()
+MINI = Algorithm(old_logp="recomputed", minibatches=2)
+
+
+def mine(logp_BT, advantages_BT, mask_BT):
+    return -jnp.where(mask_BT, logp_BT, 0.0) * advantages_BT
+
+
+GRPO = Algorithm()
+
+
+def step(batch, a=GRPO, state=None, scorer=None, minibatches=None, **options):
+    scorer, state = scorer or Bigram(CFG, OPS), state or start(Algorithm())
+
+    def traced(state, batch, minibatches):
+        return rl_step(
+            state, batch, minibatches, tx=SGD, algorithm=a, scorer=scorer, **options
+        )[:2]  # fmt: skip
+
+    return jax.jit(traced)(state, batch, minibatches)
+
+
+def test_an_objective_of_ones_own_trains_on_the_groups_of_the_batch():
+    before = start(Algorithm())
+    after, metrics = step(BATCH, Algorithm(objective=mine), before)
+    assert float(metrics["grad/norm"]) > 0
+    with pytest.raises(ConfigError, match=r"samples_per_prompt is 1. .* is Batch\(samples_per_pro"):
+        step(replace(BATCH, samples_per_prompt=1), Algorithm(objective=mine))
+
+
+TOKENS = BATCH.tokens_BT
+OTHER = Minibatches(np.zeros((3, 2), np.int32))
+WRONG = {
+    "one sequence": (
+        dict(tokens_BT=TOKENS[0]), {}, r"tokens_BT must be .B, T., got shape \(12,\)"
+    ),
+    "rewards of tokens": (
+        dict(rewards_B=np.zeros((B, T), np.float32)), {},
+        r"rewards_B must have shape \(8,\), got \(8, 12\)",
+    ),
+    "one reward": (dict(rewards_B=np.float32(1)), {}, r"rewards_B must have shape \(8,\), got"),
+    "one log-prob a row": (
+        dict(rollout_logp_BT=np.zeros(B, np.float32)), {},
+        r"rollout_logp_BT must have shape \(8, 12\), got \(8,\)",
+    ),
+    "a mask of numbers": (
+        dict(loss_mask_BT=BATCH.loss_mask_BT.astype(np.float32)), {}, "must be bool, got float32",
+    ),
+    "groups that do not fit": (
+        dict(samples_per_prompt=3), {}, r"whole groups .* \(3\) rows, got 8",
+    ),
+    "no minibatches": ({}, dict(a=MINI), "1 epochs of 2 minibatches need as many .*, got none"),
+    "others' minibatches": ({}, dict(a=MINI, minibatches=OTHER), "got 3"),
+    "minibatches of one update": ({}, dict(minibatches=OTHER), "got 3"),
+    "microbatches": ({}, dict(microbatches=3), r"microbatches \(3\) must divide the batch's 8"),
+    "no reference": ({}, dict(a=Algorithm(kl_coef=0.1)), "kl_coef=0.1 needs a reference"),
+    "no critic": (
+        {}, dict(a=Algorithm(advantages=gae, critic="own")), "critic=own needs a critic's param",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arrays_that_do_not_fit_are_named(case):
+    changes, options, said = WRONG[case]
+    with pytest.raises(ConfigError, match=said) as error:
+        step(replace(BATCH, **changes), **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bad", [-1, CFG.vocab_size])
+def test_an_id_past_the_vocabulary_is_seen_in_host_arrays(bad):
+    tokens = TOKENS.copy()
+    tokens[3, 5] = bad
+    with pytest.raises(ConfigError, match=rf"ids from 0 to 28 .*, got {bad} at \[3, 5\]"):
+        rl_step(
+            start(MINI), replace(BATCH, tokens_BT=tokens), tx=SGD, algorithm=Algorithm(),
+            scorer=Bigram(CFG, OPS),
+        )  # fmt: skip
+
+
+def test_parameters_of_another_config_are_named():
+    other = replace(CFG, n_layers=4, vocab_size=31)
+    params = init_params(jax.random.key(0), other)
+    for wrong in (params, PARAMS):
+        state = new_state(Trained(wrong), SGD)
+        with pytest.raises(ConfigError, match=r"params\['.*must have shape .* of another config"):
+            step(BATCH, state=state, scorer=Scorer(CFG, OPS))
+    check_params({k: v for k, v in MODEL.items() if k != "head"}, CFG)  # of a critic's backbone
+
+
+def test_rows_that_do_not_divide_into_minibatches_are_named():
+    with pytest.raises(ConfigError, match=r"minibatches \(3\) must divide the batch's 8 rows"):
+        divide(BATCH, replace(MINI, minibatches=3), seed=(0,))
+
+
+@pytest.mark.parametrize("function", [group_advantages, rloo_advantages])
+def test_rewards_without_an_axis_of_samples_are_named(function):
+    with pytest.raises(ValueError, match=r"must be \[prompts, samples\], got shape \(8,\)"):
+        inspect.unwrap(function)(jnp.arange(8.0))  # beneath the types that tests check

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The look before a run: what is here, what is not, and nothing left behind."""
+
+import json
+
+import pytest
+
+from jaxmoe import doctor, eval, train
+from jaxmoe.envs import tasks
+
+# 3 B parameters
+LARGE = ["model.d_model=1024", "model.n_layers=24", "model.n_experts=35", "model.d_expert=1152"]
+
+
+@pytest.fixture(autouse=True)
+def short_look(monkeypatch):
+    monkeypatch.setattr(tasks, "LOOK_S", 0.0)
+
+
+def command(*changes):
+    return ["--config", "tiny.py", *(x for change in changes for x in ("--set", change))]
+
+
+def refused(main, args, capsys):
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return out, err
+
+
+@pytest.mark.parametrize("main", [train.main, eval.main, doctor.main])
+def test_three_billion_parameters_are_one_line_before_anything_is_made(
+    main, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jaxmoe.plan.free_bytes", lambda: 24 * 10**9)
+    args = [*command(*LARGE), "--workdir", str(tmp_path / "run")]
+    out, err = refused(main, args, capsys)
+    assert out == "" and "24,000,000,000 bytes" in err and " GB)" in err
+    out, again = refused(main, [*args, "--dry-run"], capsys)
+    assert again == err and "parameters   2,9" in out and "rows         32,768" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_longest_prompt_and_tokenizer_are_told(capsys, tmp_path):
+    file = tmp_path / "q.jsonl"
+    rows = [{"question": "x" * n, "answer": "y"} for n in range(1, 8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = ["data.options={}", "data.train_rows=4", "data.held_out_rows=3"]
+    args = [*command(f"data.task={file}", *sizes), "--dry-run"]
+    assert train.main(args) == 0
+    out = capsys.readouterr().out
+    assert "rows         4 to train on, 3 held out; the longest prompt looked at has 7 of 52" in out
+    assert "tokenizer    bytes, 265 ids" in out
+    out, err = refused(train.main, [*args, "--set", "data.max_prompt_tokens=6"], capsys)
+    assert "has 7" in err and "parameters" in out
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("data.task=gone.jsonl", "no 'gone.jsonl'"),
+        ("init.tokenizer=gone", "no 'gone'"),
+        ("init.checkpoint=gone", "must hold config.json"),
+        ("data.template=ask", "must hold {question}"),
+    ],
+)
+def test_what_is_not_here_is_refused_here_and_told_for_other_machines(change, said, capsys):
+    change = (change, "data.options={}") if change.startswith("data.task") else (change,)
+    _, err = refused(train.main, [*command(*change), "--dry-run"], capsys)
+    assert said in err
+    assert train.main([*command(*change, "mesh.fsdp=2"), "--dry-run"]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("  not here")]
+    assert said in line

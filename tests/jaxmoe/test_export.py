@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's newest checkpoint leaves as a folder that others load: whole, or not at all."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe import export
+from jaxmoe.checkpoint import hf
+from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.checkpoint.run import Position, save_run
+from jaxmoe.config_file import load, resolve
+from jaxmoe.data.tokenizer import ByteTokenizer, HFTokenizer, write_byte_tokenizer
+from jaxmoe.model.config import read_hf_config
+from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.state import rl_state
+from tests.jaxmoe.random_weights import random_weights
+
+SMALL = ["model.d_model=32", "model.d_expert=64", "model.n_experts=3"]
+CFG = resolve(load("tiny.py"), *SMALL)
+POLICY = random_weights(CFG.model, 3)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    save_run(folder, CFG, Position("rl", 5, rl_state(POLICY, CFG, rl_optimizer(CFG)), {}))
+    return folder
+
+
+def command(work, out, *changes):
+    sets = [part for change in [*SMALL, *changes] for part in ("--set", change)]
+    return export.main(["--config", "tiny.py", "--workdir", str(work), "--out", str(out), *sets])
+
+
+def refused(status, capsys, *parts):
+    err = capsys.readouterr().err
+    assert status == 2 and err.startswith("error: ") and err.count("\n") == 1
+    for part in parts:
+        assert part in err
+
+
+def test_the_newest_checkpoint_comes_out_bit_for_bit(work, tmp_path, capsys):
+    out = tmp_path / "some" / "out"
+    assert command(work, out, "save.export_dtype=float32") == 0
+    assert "rl step 5" in capsys.readouterr().out
+    assert read_hf_config(out) == CFG.model
+    got = load_params(out, CFG.model, "float32")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(POLICY), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert {p.name for p in out.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_the_tokenizer_and_what_ends_an_answer_go_with_it(work, tmp_path):
+    assert command(work, tmp_path / "out") == 0
+    ours, theirs = ByteTokenizer(), HFTokenizer(tmp_path / "out")
+    text = "<|start|>user é 漢\n<|end|>"
+    assert theirs.encode(text, specials=True) == ours.encode(text, specials=True)
+    said = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert said == {"eos_token_id": list(ours.stop_ids), "pad_token_id": ours.pad_id}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_tokenizer_of_files_is_copied_with_its_template(work, tmp_path):
+    write_byte_tokenizer(tmp_path / "tok")
+    (tmp_path / "tok" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "tok" / "notes.txt").write_text("mine")
+    assert command(work, tmp_path / "out", f"init.tokenizer={tmp_path / 'tok'}") == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        same = (tmp_path / "out" / name).read_bytes() == (tmp_path / "tok" / name).read_bytes()
+        assert same, name
+    assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_four_bits_keep_their_stated_error(work, tmp_path):
+    assert command(work, tmp_path / "out", "save.export_dtype=mxfp4") == 0
+    got = load_params(tmp_path / "out", CFG.model, "float32")["layers"]["full"]["w_down"]
+    want = np.asarray(POLICY["layers"]["full"]["w_down"])
+    groups = [np.moveaxis(x, -2, -1).reshape(-1, 32) for x in (want, got)]
+    bound = np.abs(groups[0]).max(axis=1, keepdims=True) / 4
+    error = np.abs(groups[1] - groups[0])
+    assert (error <= bound).all() and error.max() > 0
+
+
+def test_a_folder_that_holds_something_is_left_alone(work, tmp_path, capsys):
+    (tmp_path / "mine").write_text("notes")
+    refused(command(work, tmp_path), capsys, "must be new or empty", "Name another one")
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    refused(command(work, tmp_path / "mine"), capsys, "must be new or empty")
+
+
+def test_a_run_without_a_checkpoint_is_one_line(tmp_path, capsys):
+    refused(command(tmp_path / "run", tmp_path / "out"), capsys, "must hold a checkpoint to export")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "BF16"])
+def test_another_dtype_is_one_line(work, tmp_path, capsys, dtype):
+    refused(command(work, tmp_path / "out", f"save.export_dtype={dtype}"), capsys, "float32, mxfp4")
+
+
+def test_a_look_first_writes_nothing(work, tmp_path, capsys):
+    args = ["--config", "tiny.py", "--workdir", str(work), "--out", str(tmp_path / "out")]
+    assert export.main([*args, "--dry-run"]) == 0
+    assert "MB of weights in bfloat16" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_a_full_disk_leaves_nothing(work, tmp_path, capsys, monkeypatch, foreseen):
+    if foreseen:
+        monkeypatch.setattr(hf.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    else:
+
+        def full(path, planned, stream):
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(hf, "write_shard", full)
+    refused(command(work, tmp_path / "out"), capsys, "Nothing is left of it. Free some space")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_not_finite_are_not_exported(tmp_path, capsys):
+    spoilt = jax.tree.map(lambda x: x, POLICY)
+    spoilt["final_norm"] = spoilt["final_norm"].at[3].set(np.nan)
+    save_run(tmp_path, CFG, Position("rl", 5, rl_state(spoilt, CFG, rl_optimizer(CFG)), {}))
+    refused(command(tmp_path, tmp_path / "out"), capsys, "model.norm.weight must be finite, got 1")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of kernels: from the config or by import into every piece, told, kept, refused."""
+
+import json
+import time
+
+import jax
+import pytest
+
+from jaxmoe import doctor, eval, train
+from jaxmoe.checkpoint.same_run import check_resume
+from jaxmoe.config import KERNELS, ConfigError, to_json
+from jaxmoe.config_file import load, override
+from jaxmoe.kernels import decide, kernels_here, planned, sizes
+from jaxmoe.model import abstract_params, forward, make_ops, plain_ops, sequence_logprobs
+from jaxmoe.model.cache import init_cache
+from pallas_kernels.check import child, one
+from pallas_kernels.check.choice import PLATFORMS, judge_here
+from pallas_kernels.check.verdicts import KernelVerdict
+from pallas_kernels.decode_attention import api as decoding
+from pallas_kernels.grouped_matmul import api as matmul
+from pallas_kernels.sink_attention import api as attention
+from pallas_kernels.token_logprobs import api as logprobs
+
+TINY = load("tiny.py")
+LONG = override(TINY, "data.max_prompt_tokens=4096", "rollout.max_new_tokens=4096")
+H200 = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": ""}
+SMALL = [
+    "--config", "tiny.py", "--set", "model.d_model=16", "--set", "model.d_expert=24",
+    "--set", "warmup.steps=1", "--set", "warmup.sequences_per_step=4",
+    "--set", "rollout.sequences_per_step=8", "--set", "rollout.samples_per_prompt=4",
+    "--set", "data.held_out_rows=4", "--set", "data.train_rows=64",
+]  # fmt: skip
+RIGHT, WRONG = KernelVerdict("right", "5 cases"), KernelVerdict("wrong", "in ragged: o errs by 1")
+
+
+def decided(cfg, chip=H200, **verdicts):
+    return decide(cfg, lambda: chip, lambda _: lambda _operation, impl: verdicts[impl])
+
+
+def asked_of(ops, cfg, monkeypatch):
+    """Which `impl` each operation is asked for, in the forward, with a cache too, and the head."""
+    asked = {}
+    for api, first in (
+        (attention, "sink_attention"), (decoding, "decode_attention"), (logprobs, "token_logprobs"),
+        (matmul, "grouped_matmul"),
+    ):  # fmt: skip
+
+        def pick(impl, impls, *arrays, real=api.pick, first=first):
+            swiglu = impls is getattr(matmul, "SWIGLU_IMPLS", None)
+            asked["grouped_swiglu" if swiglu else first] = impl
+            return real("xla", impls, *arrays)
+
+        monkeypatch.setattr(api, "pick", pick)
+
+    def program(params, tokens_BT):
+        hidden_BTD, _, _ = forward(params, tokens_BT, cfg.model, ops)
+        cached, _, _ = forward(params, tokens_BT, cfg.model, ops, cache=init_cache(cfg.model, 2, 9))
+        return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg.model, ops), cached
+
+    jax.eval_shape(program, abstract_params(cfg.model), jax.ShapeDtypeStruct((2, 7), "int32"))
+    return asked
+
+
+@pytest.mark.parametrize("kernels", ["reference", "mosaic_gpu", "triton"])
+def test_a_name_reaches_every_operation_from_the_config_and_by_import(kernels, monkeypatch):
+    by_config = make_ops(override(TINY, f"kernels={kernels}"))
+    by_import = make_ops(TINY, dict.fromkeys(PLATFORMS, kernels))
+    only = "sink_attention" if kernels == "triton" else None
+    assert asked_of(by_config, TINY, monkeypatch) == {
+        operation: kernels if only in (None, operation) else "auto" for operation in PLATFORMS
+    }
+    assert set(asked_of(by_import, TINY, monkeypatch).values()) == {kernels}
+
+
+def test_on_a_cpu_nothing_is_asked_and_the_pieces_are_the_plain_ones(monkeypatch, capsys):
+    monkeypatch.setattr(child, "ask", lambda *_: pytest.fail("a process was started"))
+    found = kernels_here(TINY)
+    found.tell()
+    assert capsys.readouterr().out == "kernels  xla (this is a cpu)\n"
+    assert set(found.impls.values()) == {"auto"} and not found.alerts
+    ops = make_ops(TINY, found.impls)
+    assert ops == plain_ops() and ops == make_ops(TINY)
+
+
+def test_a_right_kernel_is_taken_with_xla_behind_it_for_other_shapes():
+    found = decided(TINY, mosaic_gpu=RIGHT)
+    assert found.line == "mosaic_gpu" and not found.alerts
+    assert set(found.impls.values()) == {("mosaic_gpu", "xla")}
+    assert found.names == dict.fromkeys(PLATFORMS, "mosaic_gpu")
+
+
+def test_a_wrong_kernel_falls_back_with_an_alert_that_names_it():
+    found = decided(TINY, mosaic_gpu=WRONG, triton=RIGHT)
+    assert found.line.startswith(
+        "sink_attention triton (not mosaic_gpu: it is wrong in ragged: o errs by 1), "
+        "decode_attention xla (not mosaic_gpu: it is wrong in ragged"
+    )
+    assert len(found.alerts) == len(PLATFORMS)
+    assert found.alerts[0].startswith(
+        "sink_attention runs in triton and not in mosaic_gpu: it is wrong in ragged: o errs by 1. "
+        "It is checked again after rm "
+    )
+    refuses = decided(TINY, mosaic_gpu=KernelVerdict("refuses", "head size 16"), triton=RIGHT)
+    assert "decode_attention xla (not mosaic_gpu: it refuses: head size 16)" in refuses.line
+    assert not refuses.alerts
+
+
+@pytest.mark.parametrize(
+    "kernels, chip, verdict, said",
+    [
+        ("mosaic_gpu", {"platform": "cpu"}, RIGHT, "it needs gpu, this is cpu"),
+        ("mosaic_tpu", H200, RIGHT, "it needs tpu, this is gpu"),
+        ("mosaic_gpu", H200, WRONG, "sink_attention: it is wrong in ragged: o errs by 1"),
+    ],
+)
+def test_a_named_kernel_that_cannot_be_had_is_refused(kernels, chip, verdict, said):
+    cfg = override(TINY, f"kernels={kernels}")
+    with pytest.raises(ConfigError, match=f"^kernels={kernels} must be right.*{said}.*Try --set"):
+        decided(cfg, chip, **{kernels: verdict})
+
+
+def test_a_device_that_cannot_be_opened_leaves_xla_with_an_alert_and_refuses_a_name():
+    def no_chip():
+        raise child.NoChip("a process that opens the device was killed by SIGSEGV")
+
+    found = decide(TINY, no_chip, lambda _: pytest.fail("judged"))
+    assert set(found.impls.values()) == {"auto"} and "SIGSEGV" in found.alerts[0]
+    with pytest.raises(ConfigError, match="cannot be checked: a process that opens"):
+        decide(override(TINY, "kernels=mosaic_tpu"), no_chip, lambda _: pytest.fail("judged"))
+
+
+def test_xlas_attention_over_long_rows_of_an_accelerator_is_refused_unless_named():
+    wrong = dict(mosaic_gpu=WRONG, triton=KernelVerdict("refuses", "No module named 'jax_triton'"))
+    with pytest.raises(ConfigError, match="over 8,192 tokens.*o errs by 1.*--set kernels=xla"):
+        decided(LONG, **wrong)
+    assert decided(LONG, mosaic_gpu=RIGHT).line == "mosaic_gpu"
+    assert decided(TINY, **wrong).names["sink_attention"] == "xla"
+    assert decided(override(LONG, "kernels=xla")).line == "xla"
+    assert decided(LONG, {"platform": "cpu"}).line == "xla (this is a cpu)"
+
+
+def test_the_doctor_may_leave_a_named_kernel_for_another_dtype():
+    found = decided(override(TINY, "kernels=mosaic_gpu"), mosaic_gpu=RIGHT)
+    assert set(found.impls.values()) == {"mosaic_gpu"}
+    assert set(found.of_any_dtype.values()) == {("mosaic_gpu", "xla")}
+
+
+@pytest.mark.parametrize("packed", [0, 4 * 58])
+def test_the_runs_own_sizes_are_cases_of_every_operation(packed):
+    found = json.loads(json.dumps(sizes(override(TINY, f"optim.tokens_per_microbatch={packed}"))))
+    cases = {operation: one.case_of(operation, fields) for operation, fields in found.items()}
+    assert cases.keys() == PLATFORMS.keys()
+    rows, m = 4 if packed else 256, TINY.model
+    assert cases["sink_attention"][1:7] == (rows, 58, 58, m.n_q_heads, m.n_kv_heads, m.head_dim)
+    assert cases["decode_attention"].T == 1 and cases["decode_attention"].S == 58
+    assert cases["grouped_swiglu"].F == 2 * m.d_expert == 2 * cases["grouped_matmul"].D
+    assert sum(cases["grouped_matmul"].group_sizes) == rows * 58 * m.experts_per_token
+    assert cases["token_logprobs"].V == m.padded_vocab
+
+
+def test_every_name_of_an_implementation_is_a_choice_and_others_are_not():
+    assert set(KERNELS) == {"auto"} | {name for impls in PLATFORMS.values() for name in impls}
+    with pytest.raises(ConfigError, match="kernels must be one of auto.*Try --set kernels=mosaic_"):
+        override(TINY, "kernels=mosaic_gpux")
+
+
+@pytest.mark.parametrize("command", [train, eval, doctor])
+def test_every_command_decides_before_it_opens_the_device(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "check_memory", lambda *_: pytest.fail("the device is open"))
+    argv = ["--config", "tiny.py", "--workdir", str(tmp_path / "run"), "--set"]
+    assert command.main([*argv, "kernels=mosaic_gpu"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: kernels=mosaic_gpu must be right on this machine: it needs gpu")
+    assert err.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_says_what_a_name_would_use_and_fails_for_no_chip(capsys, tmp_path):
+    for kernels, said in (("mosaic_gpu", "mosaic_gpu, on gpu"), ("triton", "for sink_attention; ")):
+        argv = [*SMALL, "--dry-run", "--workdir", str(tmp_path)]
+        assert train.main([*argv, "--set", f"kernels={kernels}"]) == 0
+        assert f"  kernels      {kernels}" in (out := capsys.readouterr().out) and said in out
+    assert "on a CPU xla" in planned(TINY)
+    assert planned(override(TINY, "kernels=xla")) == "xla"
+
+
+def test_a_resume_may_change_it_and_says_so(tmp_path):
+    then = json.loads(to_json(TINY))
+    changed = override(TINY, "kernels=xla")
+    assert check_resume(tmp_path, then, changed) == ["kernels=xla (was auto)"]
+    del then["kernels"]  # of a checkpoint from before
+    assert check_resume(tmp_path, then, TINY) == []
+    assert check_resume(tmp_path, then, changed) == ["kernels=xla (was auto)"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "double, said",
+    [
+        ("wrong_in_one_tile", "it is wrong in padded_head: logp errs by"),
+        ("hangs", "it is wrong in padded_head: it gave no answer in 20 s"),
+        ("crashes", "it is wrong in padded_head: it was killed by SIGABRT"),
+    ],
+)
+def test_each_fault_of_a_double_of_a_chip_ends_on_the_terminal_and_in_a_fallback(
+    double, said, monkeypatch, capsys, tmp_path
+):
+    """From the child process to the line and the pieces; the other operations are right."""
+
+    most = 20.0 if double == "hangs" else 300.0
+
+    def judge_on(chip, dtype, real):
+        here = judge_here(chip, dtype, real, where=tmp_path, timeout_s=most, tell=lambda _: None)
+
+        def judge(operation, impl):
+            of_a_double = f"tests.pallas_kernels.check.doubles:{double}"
+            return here(operation, of_a_double) if operation == "token_logprobs" else RIGHT
+
+        return judge
+
+    monkeypatch.setattr("jaxmoe.kernels.chip_here", lambda: H200)
+    monkeypatch.setattr("jaxmoe.kernels.judge_here", judge_on)
+    start = time.monotonic()
+    found = kernels_here(TINY)
+    found.tell()
+    took = time.monotonic() - start
+    told, alert = capsys.readouterr().out.splitlines()
+    assert "sink_attention mosaic_gpu, " in told
+    assert f"token_logprobs xla (not mosaic_gpu: {said}" in told
+    assert alert.startswith(f"alert    token_logprobs runs in xla and not in mosaic_gpu: {said}")
+    assert found.impls["token_logprobs"] == "xla"
+    assert found.impls["grouped_matmul"] == ("mosaic_gpu", "xla")
+    assert took < most + 10 and len(list(tmp_path.iterdir())) == 1  # kept
+    ops = make_ops(TINY, found.impls)
+    assert asked_of(ops, TINY, monkeypatch) == found.impls
+
+
+@pytest.mark.slow
+def test_the_choice_is_printed_and_kept_and_a_resume_may_change_it(tmp_path, capsys):
+    argv = [*SMALL, "--workdir", str(tmp_path), "--set"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main([*argv, "steps=1", "--set", "kernels=reference"]) == 0
+        assert "kernels  reference\n" in capsys.readouterr().out
+        record = json.loads((tmp_path / "config.json").read_text())
+        assert record["config"]["kernels"] == "reference"
+        assert record["kernels"] == dict.fromkeys(PLATFORMS, "reference")
+        assert train.main([*argv, "steps=2"]) == 0
+    assert "kernels=auto (was reference)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "config.json").read_text())["kernels"]["token_logprobs"] == "auto"

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples shown: the command, and answers that would rather be something else than text."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from jaxmoe import samples
+from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.observe.samples_page import STEPS, by_step, spelled, write_page
+
+HOSTILE = (
+    "<script>document.title='x'</script>", "</td></pre></section></body>",
+    '"><img src=x onerror=1>',
+    "<a href=\"javascript:document.title='x'\">here</a>", "\u202edesrever", "\x1b[2J\x1b]0;x\x07",
+    "a\x00b", "\ud800 alone", "&lt;script&gt;", "<!-- ", "</title></style>", "y" * 100_000,
+    "{body} %s {0}", "\u2028line", "\u200bzero",
+)  # fmt: skip
+
+
+def answer(text, **more):
+    return {"response": text, "reward": 1.0, "stop": "stop_token"} | more
+
+
+def recorded(step, text):
+    asked = {"stage": "rl", "step": step, "row": 3, "prompt": text, "answer": text}
+    token = [text, -0.02, 0.5]
+    sample = answer(text, advantage=0.5, gap_mean=1e-3, gap_max=0.02, length=1, tokens=[token])
+    cut = answer(text, stop="max_tokens", reward=None, advantage=None, length=0, tokens=[])
+    held_out = asked | {"kind": "held_out"} | answer(text)
+    return [asked | {"kind": "group", "samples": [sample, cut]}, held_out]
+
+
+def write(folder, rows):
+    folder.mkdir(exist_ok=True)
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+class Tags(HTMLParser):
+    """Every tag with its attributes, and the text."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.text = [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, tuple(sorted(name for name, _ in attrs))))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def parsed(path):
+    page = Tags()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
+def test_the_newest_step_is_printed_and_the_page_holds_all(tmp_path, capsys):
+    run = write(tmp_path / "run", recorded(2, "two") + recorded(4, "four"))
+    assert samples.main([str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "rl step 4" in out and "reward 1  advantage +0.50" in out and "two" not in out
+    assert "cut off" in out and out.endswith(f"steps recorded: 2, 4\npage  {run}/samples.html\n")
+    text = parsed(run / "samples.html").text
+    assert "rl step 2" in text and "two" in text and "four" in text
+    assert samples.main([str(run), "--step", "2"]) == 0
+    assert "four" not in capsys.readouterr().out + parsed(run / "samples.html").text
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [([], "must be the folder of a run"), (["--step", "5"], "(2, 4), got 5. Try --step 4.")],
+    ids=["no run", "no such step"],
+)
+def test_a_mistake_is_one_line(tmp_path, capsys, more, said):
+    run = write(tmp_path, recorded(2, "a") + recorded(4, "b")) if more else tmp_path / "none"
+    assert samples.main([str(run), *more]) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) == 1
+
+
+def test_lines_that_are_no_samples_or_of_an_older_version_are_shown_or_passed_over(
+    tmp_path, capsys
+):
+    old = {"stage": "rl", "step": 1, "prompt": "p", "response": "r", "answer": None, "reward": None}
+    run = write(tmp_path, [old, {"note": 1}, {"stage": "warmup", "step": 3}])
+    with open(run / "samples.jsonl", "a") as file:
+        file.write('{"stage": "rl", "st')
+    assert samples.main([str(run)]) == 0
+    assert "reward none  r" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_an_answer_is_text_and_nothing_else(tmp_path, capsys, text):
+    """The page of a hostile answer has the tags of a harmless one's."""
+    pages = []
+    for name, said in (("plain", "plain"), ("hostile", text)):
+        run = write(tmp_path / name, recorded(2, said))
+        assert samples.main([str(run)]) == 0
+        pages.append(parsed(run / "samples.html"))
+    plain, hostile = ([t for t in page.tags if t != ("i", ())] for page in pages)
+    assert hostile == plain
+    assert not any(name.startswith("on") or name in ("href", "src") for _, a in plain for name in a)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x00" not in out and max(map(len, out.splitlines())) < 400
+    unseen = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
+    assert not unseen.search(out) and not unseen.search(pages[1].text)
+    if len(text) < 1000:
+        assert spelled(text) in pages[1].text.replace("\n", "")
+
+
+def test_what_cannot_be_seen_is_spelled_out():
+    assert spelled("a\x1b[0m\u202e\x00\ud800é\n") == r"a\x1b[0m\u202e\x00\ud800é\n"
+
+
+def test_a_long_run_shows_its_first_its_last_and_steps_between(tmp_path):
+    rows = [row for step in range(200) for row in recorded(step, f"s{step}")]
+    write_page(rows, "many", tmp_path / "page.html")
+    shown = [
+        int(n) for n in re.findall(r"<summary>rl step (\d+)", (tmp_path / "page.html").read_text())
+    ]
+    assert len(shown) == STEPS and shown[0] == 0 and shown[-1] == 199 and shown == sorted(shown)
+
+
+def test_steps_are_in_order_whatever_the_file_says(tmp_path):
+    write(tmp_path, recorded(4, "b") + recorded(2, "a"))
+    assert list(by_step(read_metrics(tmp_path / "samples.jsonl"))) == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not on the path")
+def test_a_browser_runs_nothing_of_an_answer(tmp_path):
+    """Beside a page that says so where scripts do run."""
+    rows = [row for i, text in enumerate(HOSTILE) for row in recorded(i, text)]
+    write_page(rows, "all of them", tmp_path / "page.html")
+    (tmp_path / "control.html").write_text(f"<title>all</title>{HOSTILE[0]}")
+    titles = [re.search("<title>(.*?)</title>", dom(tmp_path / name, tmp_path / "profile"))[1]
+              for name in ("control.html", "page.html")]  # fmt: skip
+    assert titles == ["x", "all of them"]
+    found = Tags()
+    found.feed(dom(tmp_path / "page.html", tmp_path / "profile"))
+    assert not {"script", "img", "a", "td"} & {tag for tag, _ in found.tags}
+    assert [tag for tag, _ in found.tags].count("section") == 2 * len(HOSTILE)
+
+
+def dom(path, profile):
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+         "--no-first-run", "--disable-background-networking", f"--user-data-dir={profile}",
+         "--dump-dom", path.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example of docs/data.md, from its two files to the metrics of training and evaluation."""
+
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from scripted import Run, Scripted, lines
+
+from jaxmoe import eval, train
+from jaxmoe.config import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs/data.md").read_text().partition("<!-- rewards -->")[2]
+ROWS, CODE = (re.search(rf"```{kind}\n(.*?)```", TEXT, re.S)[1] for kind in ("json", "python"))
+SUM = re.search(r'"data\.rewards=(.*?)"', TEXT)[1]
+SMALL = [
+    "model.d_model=16", "model.d_expert=24", "warmup.steps=2", "warmup.sequences_per_step=4",
+    "rollout.sequences_per_step=8", "rollout.samples_per_prompt=4", "steps=3",
+    "eval.every_steps=3", "data.train_rows=16",
+]  # fmt: skip
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """--set of the example, with more rows of its kind."""
+    sums = [json.loads(line) for line in ROWS.splitlines()]
+    shown = {row["prompt"] for row in sums}
+    for (a, b), unit in zip(itertools.product("12345", "6789"), itertools.cycle(["apples", ""])):
+        if f"{a}+{b}=" not in shown:
+            sums.append({"prompt": f"{a}+{b}=", "answer": int(a) + int(b), "unit": unit})
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
+    (tmp_path / "my_rewards.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("my_rewards", None)
+    yield [
+        f"data.task={tmp_path / 'sums.jsonl'}", "data.options={}", "data.train_rows=18",
+        "data.held_out_rows=4", "data.max_prompt_tokens=8", f"data.rewards={SUM}",
+    ]  # fmt: skip
+    sys.modules.pop("my_rewards", None)
+
+
+PARTS = {"correct/mean", "correct/none_frac", "short/mean"}
+
+
+def test_every_part_is_logged_in_training_and_on_the_held_out_rows(settings, tmp_path, monkeypatch):
+    assert len(CODE.strip().splitlines()) == 8
+    Run(tmp_path / "run", Scripted(), changes=tuple(settings))(monkeypatch)
+    rows = lines(tmp_path / "run")
+    for row in rows[1:]:
+        assert {f"reward/{part}" for part in PARTS} <= set(row)
+        assert 0.0 < row["reward/correct/none_frac"] < 1.0 and row["reward/left_out_frac"] == 0.0
+    assert {f"eval/reward/{part}" for part in PARTS} <= set(rows[0])
+    mean = 0.9 * rows[0]["eval/reward/correct/mean"] + 0.1 * rows[0]["eval/reward/short/mean"]
+    if rows[0]["eval/reward/correct/mean"] == 0.0:  # else it is of the scored half
+        np.testing.assert_allclose(rows[0]["eval/accuracy"], mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        ("return float('nan')", ConfigError, r"odd must return a finite.*sums.jsonl:\d+.*saved|"
+                                             r"odd must return a finite.*begins it"),
+        ("return row['oops']", KeyError, "oops"),
+    ],
+)  # fmt: skip
+def test_a_reward_that_fails_stops_the_run_and_says_where(
+    settings, tmp_path, monkeypatch, body, error, message
+):
+    (tmp_path / "my_rewards.py").write_text(f"def odd(prompt, response, row):\n    {body}\n")
+    with pytest.raises(error, match=message) as caught:
+        Run(tmp_path / "run", Scripted(), changes=(*settings, "data.rewards=my_rewards:odd"))(
+            monkeypatch
+        )
+    assert error is ConfigError or "row" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("held_out", [0, 2])  # calls that are scored: none, the evaluation's
+def test_answers_that_no_function_scores_are_refused(settings, tmp_path, monkeypatch, held_out):
+    (tmp_path / "my_rewards.py").write_text(
+        "calls = []\ndef odd(completions, **columns):\n    calls.append(0)\n"
+        f"    return [0.0 if len(calls) <= {held_out} else None for _ in completions]\n"
+    )
+    with pytest.raises(ConfigError, match="must score some answers; odd returned None for all"):
+        Run(tmp_path / "run", Scripted(), changes=(*settings, "data.rewards=my_rewards:odd"))(
+            monkeypatch
+        )
+    assert not [row for row in lines(tmp_path / "run") if row["step"]]  # nothing was trained
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_train_and_evaluate(settings, tmp_path, capsys):
+    flags = [word for change in (*settings, *SMALL) for word in ("--set", change)]
+    command = ["--config", "tiny.py", "--workdir", str(tmp_path / "run"), *flags]
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main(command) == 0
+        capsys.readouterr()
+        assert eval.main(command) == 0
+    said = capsys.readouterr().out
+    assert "reward/correct/mean" in said and "reward/short/mean" in said
+    last = lines(tmp_path / "run")[-1]
+    assert {f"{kind}/{part}" for part in PARTS for kind in ("reward", "eval/reward")} <= set(last)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server is taken to hang when it neither answers nor works, and not when it is only slow."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxmoe.vllm import heartbeat, processes
+from jaxmoe.vllm.heartbeat import ALIVE, WORKS, Heartbeat
+from jaxmoe.vllm.http_backend import HttpBackend
+from jaxmoe.vllm.processes import CpuTime
+
+
+class Backend(HttpBackend):
+    """Answers some paths; to the others it waits as long as it may, or refuses at once."""
+
+    def __init__(self, answered, waits):
+        self.answered, self.waits, self.closed, self.asked = answered, waits, "", threading.Event()
+
+    def answers(self, path, timeout_s):
+        if path not in self.answered and self.waits:
+            time.sleep(timeout_s)
+        if len(self.answered) or not self.waits or path == ALIVE:
+            self.asked.set()
+        return path in self.answered
+
+    def close(self, why=""):
+        self.closed = why
+        self.asked.set()
+
+
+@pytest.mark.parametrize(
+    ("answered", "waits", "works", "on_disk", "expected"),
+    [
+        ({WORKS, ALIVE}, True, False, False, ""),
+        ({ALIVE}, True, False, False, "its processes stand still"),
+        ({ALIVE}, True, True, False, ""),
+        ({ALIVE}, True, False, True, ""),
+        (set(), True, True, False, "its server answers nobody"),
+        (set(), False, False, False, ""),  # it has ended, or was stopped
+    ],
+    ids=["answers", "hangs", "works", "reads a disk", "server hangs", "gone"],
+)
+def test_what_counts_as_a_hang(monkeypatch, answered, waits, works, on_disk, expected):
+    monkeypatch.setattr(heartbeat, "HANG_S", 0.2)
+    monkeypatch.setattr(heartbeat, "WATCHED_S", 0.05)
+    seconds = iter(range(100))
+    monkeypatch.setattr(
+        processes, "work", lambda _: CpuTime({5: float(next(seconds)) if works else 7.0}, on_disk)
+    )
+    monkeypatch.setattr(processes, "segments", lambda _: set())
+    backend = Backend(answered, waits)
+    alone = SimpleNamespace(_backend=backend, _group=0)
+    why = Heartbeat._look(alone)  # pyright: ignore[reportArgumentType]
+    assert expected in why and bool(why) == bool(expected)
+
+
+def test_it_ends_the_connections_and_says_why(monkeypatch):
+    monkeypatch.setattr(Heartbeat, "_look", lambda self: "it sleeps")
+    monkeypatch.setattr(processes, "segments", lambda group: {Path(f"/dev/shm/psm_{group}")})
+    backend = Backend(set(), True)
+    made = Heartbeat(backend, 5, "vLLM 3")
+    assert backend.asked.wait(5)
+    made.stop()
+    assert made.hung == backend.closed == "vLLM 3 hangs: it sleeps"
+    assert made.segments == {Path("/dev/shm/psm_5")}
+
+
+def test_one_worker_that_stands_still_is_enough_and_a_disk_excuses_it():
+    before, after = {5: 1.0, 6: 1.0}, {5: 1.05, 6: 9.0}
+    assert CpuTime(after, False).still_since(CpuTime(before, False), 0.25)
+    assert not CpuTime(after, True).still_since(CpuTime(before, False), 0.25)
+    assert not CpuTime({5: 1.5, 6: 9.0}, False).still_since(CpuTime(before, False), 0.25)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server that we start: who may come in, how soon a hang shows, and what is left of it.
+
+JAXMOE_FAULTS=10 kills it so often; each kill costs a start of vLLM.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import urllib3
+from vllm_cases import CFG, NEW, PROMPT, PYTHON, ROWS
+
+from jaxmoe.config import VllmConfig
+from jaxmoe.records import Sampling
+from jaxmoe.vllm import processes
+from jaxmoe.vllm.backend import RequestFailed
+from jaxmoe.vllm.http_backend import HttpBackend
+from jaxmoe.vllm.request import request_body
+from jaxmoe.vllm.server import Server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+KILLS = int(os.environ.get("JAXMOE_FAULTS", "1"))
+NOBODY = 65534
+DANGEROUS = {
+    "/collective_rpc", "/update_weights", "/start_weight_update", "/finish_weight_update", "/pause",
+    "/init_weight_transfer_engine", "/resume", "/reset_prefix_cache", "/inference/v1/generate",
+    "/update_weight_version", "/sleep", "/wake_up", "/server_info", "/abort_requests",
+}  # fmt: skip
+UNLISTED = {"/metrics", "/docs", "/redoc", "/openapi.json", "/no/such", "//collective_rpc", "/"}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    server = Server(
+        VllmConfig(python=PYTHON), CFG, work=tmp_path_factory.mktemp("server"), number=0,
+        context=PROMPT + NEW, rows=ROWS,
+    )  # fmt: skip
+    yield server, server.start()
+    server.stop()
+
+
+def test_without_the_key_every_route_answers_401(started):
+    server, _ = started
+    pool = urllib3.PoolManager(retries=False)
+    right = {"Authorization": f"Bearer {server.key}"}
+    found = pool.request("GET", server.url + "/openapi.json", headers=right).json()["paths"]
+    assert found.keys() >= DANGEROUS and len(found) > 40
+    for path in found.keys() | UNLISTED:
+        for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"):
+            for wrong in ({}, {"Authorization": "Bearer x"}, {"Authorization": server.key}):
+                answer = pool.request(method, server.url + path, headers=wrong, body=b"{}")
+                assert answer.status == 401, (method, path, wrong)
+    stranger = HttpBackend(server.url, timeout_s=5.0, key="another")
+    with pytest.raises(RequestFailed, match="401: it wants another key. Set VLLM_API_KEY"):
+        stranger.pause("abort")
+    stranger.close()
+
+
+def test_another_user_sees_neither_the_key_nor_its_sockets(started):
+    server, _ = started
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    listed = subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True).stdout
+    assert "vllm.entrypoints" in listed and server.key not in listed
+    assert server.key not in server.log.read_text()
+    code = f"import os, sys; os.setuid({NOBODY}); os.listdir(sys.argv[1])"
+    for folder in (server._scratch, f"/proc/{server._process.pid}/fd"):
+        tried = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+        assert "PermissionError" in tried.stderr
+
+
+def left():
+    """What vLLMs have in shared memory and among temporary files; others work beside us."""
+    temporary = Path(tempfile.gettempdir())
+    memory = {p for name in ("psm_*", "vllm*") for p in processes.MEMORY.glob(name)}
+    sockets = {p for p in temporary.glob("????????-????-????-????-????????????")}
+    return {*memory, *sockets, *temporary.glob("jaxmoe-vllm-*"), *temporary.glob("vllm_dist_*")}
+
+
+def by_name(group):
+    """Its processes, the server first."""
+    found = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in sorted(processes.members(group))}
+    return [pid for pid, name in found.items() if "VLLM" in name or pid == group]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["server", "engine", "worker"])
+def test_one_that_hangs_is_found_within_half_a_minute(started, which):
+    server, backend = started
+    if not server.alive() or server._heartbeat.hung:
+        backend = server.start()
+    victims = by_name(server._process.pid)
+    ended, body = [], request_body([1, 2], Sampling(NEW, ()), count=1, max_tokens=NEW, seed=0)
+
+    def ask():
+        try:
+            while True:
+                backend.generate(body)  # all three are needed for it
+        except RequestFailed as error:
+            ended.append((time.monotonic(), str(error)))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(4)
+    assert not ended
+    os.kill(victims[min(which, len(victims) - 1)], signal.SIGSTOP)
+    start = time.monotonic()
+    thread.join(60)
+    before = time.monotonic()
+    server.stop()
+    print(f"found after {ended[0][0] - start:.1f} s, ended in {time.monotonic() - before:.1f} s")
+    assert ended[0][0] - start < 25 and time.monotonic() - start < 30
+    assert "vLLM 0 hangs" in ended[0][1]
+
+
+def test_killed_ones_leave_no_segment_no_process_and_no_file(tmp_path):
+    server = Server(
+        VllmConfig(python=PYTHON), CFG, work=tmp_path, number=0, context=PROMPT + NEW, rows=ROWS
+    )
+    before = left()
+    for turn in range(KILLS):
+        backend = server.start()
+        time.sleep(0.5)
+        assert left() > before
+        group = server._process.pid
+        victims = by_name(group)
+        for victim in victims if turn % 4 == 3 else [victims[min(turn % 4, len(victims) - 1)]]:
+            os.kill(victim, signal.SIGKILL)
+        time.sleep(2.0)
+        backend.close()
+        server.stop()
+        assert left() <= before
+        until = time.monotonic() + 5  # whoever adopted them may take its time
+        while processes.members(group) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not processes.members(group)
