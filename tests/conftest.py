@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict arithmetic for every test. Imports nothing of the project: the typing hook comes first."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,6 +23,20 @@ os.environ.setdefault(
     else "",
 )
 
+# What one test compiled the next need not: a worker and the commands that its tests start share a
+# folder of programs, empty when the run begins and gone when it ends. Not two workers: jax writes a
+# program bit by bit, and who reads half of one gets a warning, which is an error here.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not any("aot" in x for x in sys.argv):
+    programs = tempfile.mkdtemp(prefix="jaxmoe-tests-")
+    atexit.register(shutil.rmtree, programs, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXMOE_TEST_PROGRAMS"] = programs
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+if "PYTEST_XDIST_WORKER" in os.environ and "JAXMOE_TEST_PROGRAMS" in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+        os.environ["JAXMOE_TEST_PROGRAMS"], os.environ["PYTEST_XDIST_WORKER"]
+    )
+
 import jax
 from hypothesis import settings
 
@@ -28,4 +45,5 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
 settings.register_profile("quick", max_examples=12, deadline=None, derandomize=True)
+settings.register_profile("many", max_examples=2000, deadline=None, derandomize=True)
 settings.load_profile("quick")
