@@ -7,6 +7,7 @@ Next: jaxmoe/train.py.
 import argparse
 import dataclasses
 import errno
+import io
 import os
 import signal
 import sys
@@ -55,6 +56,9 @@ class ExitStatus:
         self.code = 0
 
     def __enter__(self) -> "ExitStatus":
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a path may hold what a terminal cannot show
+                stream.reconfigure(errors="backslashreplace")
         return self
 
     def __exit__(

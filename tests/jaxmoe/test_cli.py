@@ -46,6 +46,11 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(capsys):
     assert err.count("\n") == 1 and "No space left" in err and "type the same command" in err
 
 
+def test_a_name_that_the_terminal_has_no_letters_for_is_shown_escaped(capsys):
+    assert run("--config", "tiny.py", "--set", "init.checkpoint=\udce4\ud800") == 0
+    assert r"weights      \udce4\ud800" in capsys.readouterr().out
+
+
 def test_the_real_command_exits_with_two_and_one_line():
     done = subprocess.run(
         [sys.executable, "-m", "jaxmoe.train", "--config", "tinny.py"],
