@@ -10,7 +10,6 @@ import io
 import json
 import secrets
 import threading
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,21 @@ def _compute(params, tokens_BT, cfg):
     return logits_MV.reshape(*shape[:2], -1), experts_LBTA
 
 
+# runs some thousand times in these tests: worth its optimising, which tests/conftest.py turns off
+COMPUTE = jax.jit(
+    _compute,
+    static_argnames="cfg",
+    compiler_options={
+        "xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False",
+    },
+)  # fmt: skip
+
+
 class StandIn:
     """`url` while it runs; `crash` ends it, `start` brings it back as a new process would be."""
 
     def __init__(self, cfg, *, context=40, delay=0.0, **told):
         self.cfg, self.context, self.delay, self.told = cfg, context, delay, told
-        self._compute = partial(jax.jit(_compute, static_argnames="cfg"), cfg=cfg)
         self._port = 0
         self.faults: set[str] = set()
         self.requests: list[dict] = []  # bodies of /inference/v1/generate
@@ -60,6 +68,7 @@ class StandIn:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # or head and body of an answer are 40 ms apart
 
             def log_message(self, *args):
                 pass
@@ -237,7 +246,7 @@ class StandIn:
         tokens = np.zeros((ROWS, self.context), np.int32)
         for row, ids in enumerate(sequences):
             tokens[row, : len(ids)] = ids
-        logits, experts = self._compute(params, jnp.asarray(tokens))
+        logits, experts = COMPUTE(params, jnp.asarray(tokens), cfg=self.cfg)
         return np.asarray(logits, np.float64), np.asarray(experts)
 
     def prompt_logprobs(self, params, prompt):

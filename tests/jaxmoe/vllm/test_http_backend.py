@@ -20,6 +20,7 @@ def server():
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # or head and body of an answer are 40 ms apart
 
         def log_message(self, *args):
             pass
