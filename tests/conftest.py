@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+for_chips = any(x.startswith("aot") for x in sys.argv)  # -m aot, -m "aot and …"; not "… and not aot"
 
 # Compiling is most of what tests cost, of programs that run once: here LLVM optimises nothing, and
 # in jax 0.10 XLA takes its older and quicker emitters, which later versions do not have. One
@@ -19,14 +20,14 @@ os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10.")
-    if os.environ["JAX_PLATFORMS"] == "cpu" and not any("aot" in x for x in sys.argv)
+    if os.environ["JAX_PLATFORMS"] == "cpu" and not for_chips
     else "",
 )
 
 # What one test compiled the next need not: a worker and the commands that its tests start share a
 # folder of programs, empty when the run begins and gone when it ends. Not two workers: jax writes a
 # program bit by bit, and who reads half of one gets a warning, which is an error here.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not any("aot" in x for x in sys.argv):
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not for_chips:
     programs = tempfile.mkdtemp(prefix="jaxmoe-tests-")
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXMOE_TEST_PROGRAMS"] = programs

@@ -119,12 +119,16 @@ class CachedLayer:
 
     def _append(self, stacked: Array, new_BTKH: Array) -> tuple[Array, Array]:
         zero = jnp.zeros((), jnp.int32)
+        batch, time, *heads = new_BTKH.shape
+        new_BTF = new_BTKH.reshape(batch, time, -1)
         if self.slots.gather_BC is None:
-            start = (self.pair, zero, self.slots.first, zero, zero)
-            stacked = lax.dynamic_update_slice(stacked, new_BTKH[None], start)
-            return stacked, lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
-        old = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
-        seen = jnp.concatenate([old, new_BTKH], axis=1)
-        kept = jnp.take_along_axis(seen, self.slots.gather_BC[:, :, None, None], axis=1)
-        start = (self.pair, zero, zero, zero, zero)
-        return lax.dynamic_update_slice(stacked, kept[None], start), seen
+            start = (self.pair, zero, self.slots.first, zero)
+            stacked = lax.dynamic_update_slice(stacked, new_BTF[None], start)
+            seen = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
+        else:
+            old = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
+            seen = jnp.concatenate([old, new_BTF], axis=1)
+            kept = jnp.take_along_axis(seen, self.slots.gather_BC[:, :, None], axis=1)
+            start = (self.pair, zero, zero, zero)
+            stacked = lax.dynamic_update_slice(stacked, kept[None], start)
+        return stacked, seen.reshape(batch, -1, *heads)

@@ -15,12 +15,15 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Leaf
 
 
+_TILE, _LONG = 64, 512
+
+
 @struct.dataclass
 class LayerKind:
     """Keys and values of all layers of one kind, and what their slots hold."""
 
-    k: Leaf  # [pair, B, C, K, H]
-    v: Leaf  # [pair, B, C, K, H]
+    k: Leaf  # [pair, B, C, K·H]: small axes of their own a TPU pads to tiles
+    v: Leaf  # [pair, B, C, K·H]
     positions_BC: Leaf  # int32
     segments_BC: Leaf  # int32; 0: empty or padding
 
@@ -34,10 +37,14 @@ class KVCache:
 
 
 def init_cache(cfg: ModelConfig, batch: int, slots: int) -> KVCache:
-    """An empty cache for `batch` rows of up to `slots` tokens, padding included."""
+    """An empty cache for `batch` rows of up to `slots` tokens, padding included.
+
+    A long one has room to a multiple of 64 slots: kernels of a GPU read it where it lies, any
+    other they have to copy.
+    """
 
     def kind(size: int) -> LayerKind:
-        shape = (cfg.n_layers // 2, batch, size, cfg.n_kv_heads, cfg.head_dim)
+        shape = (cfg.n_layers // 2, batch, size, cfg.n_kv_heads * cfg.head_dim)
         zeros = jnp.zeros((batch, size), jnp.int32)
         # two buffers, or donating the cache would donate one buffer twice
         k, v = (jnp.zeros(shape, jnp.dtype(cfg.dtype)) for _ in range(2))
@@ -45,7 +52,7 @@ def init_cache(cfg: ModelConfig, batch: int, slots: int) -> KVCache:
 
     return KVCache(
         sliding=kind(min(cfg.sliding_window, slots)),
-        full=kind(slots),
+        full=kind(slots if slots < _LONG else -(-slots // _TILE) * _TILE),
         used=jnp.zeros((), jnp.int32),
         turn=jnp.zeros((), jnp.int32),
     )

@@ -20,9 +20,10 @@ B = 2
 
 def test_sliding_layers_hold_only_their_window():
     cache = init_cache(CFG, B, 29)
-    assert cache.sliding.k.shape == (1, B, 9, 3, 16)
-    assert cache.full.k.shape == (1, B, 29, 3, 16)
-    assert init_cache(CFG, B, 5).sliding.k.shape == (1, B, 5, 3, 16)
+    assert cache.sliding.k.shape == (1, B, 9, 48)
+    assert cache.full.k.shape == (1, B, 29, 48)
+    assert init_cache(CFG, B, 5).sliding.k.shape == (1, B, 5, 48)
+    assert init_cache(CFG, B, 513).full.k.shape == (1, B, 576, 48)
 
 
 def test_bytes_are_those_of_the_arrays():
