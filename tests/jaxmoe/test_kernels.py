@@ -239,11 +239,11 @@ def test_each_fault_of_a_double_of_a_chip_ends_on_the_terminal_and_in_a_fallback
 def test_the_choice_is_printed_and_kept_and_a_resume_may_change_it(tmp_path, capsys):
     argv = [*SMALL, "--workdir", str(tmp_path), "--set"]
     with jax.numpy_dtype_promotion("standard"):
-        assert train.main([*argv, "steps=1", "--set", "kernels=reference"]) == 0
-        assert "kernels  reference\n" in capsys.readouterr().out
+        assert train.main([*argv, "steps=1", "--set", "kernels=xla"]) == 0
+        assert "kernels  xla\n" in capsys.readouterr().out
         record = json.loads((tmp_path / "config.json").read_text())
-        assert record["config"]["kernels"] == "reference"
-        assert record["kernels"] == dict.fromkeys(PLATFORMS, "reference")
+        assert record["config"]["kernels"] == "xla"
+        assert record["kernels"] == dict.fromkeys(PLATFORMS, "xla")
         assert train.main([*argv, "steps=2"]) == 0
-    assert "kernels=auto (was reference)" in capsys.readouterr().out
+    assert "kernels=auto (was xla)" in capsys.readouterr().out
     assert json.loads((tmp_path / "config.json").read_text())["kernels"]["token_logprobs"] == "auto"
