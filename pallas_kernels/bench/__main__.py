@@ -29,42 +29,44 @@ from pallas_kernels.ahead_of_time import CHIPS, missing
 from pallas_kernels.bench import schedule
 from pallas_kernels.bench.compiled import figures
 from pallas_kernels.bench.growth import growth
-from pallas_kernels.bench.measure import Anchors, Ours, anchors, first_line, seconds, side, values
-from pallas_kernels.bench.ops import OPS, Op, cases_of, cotangents, float32, relative_error
+from pallas_kernels.bench.measure import Anchors, Ours, anchors, drawn, first_line, seconds, side
+from pallas_kernels.bench.ops import OPS, Op, cases_of, cotangents, known, relative_error
 from pallas_kernels.check.compare import fault
+from pallas_kernels.check.sampled import looked_at, only, references, sample
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def check(op: Op, case: Any, names: tuple[str, str], dtype: Any) -> dict[str, list[Any]]:
-    """Relative errors of both sides on a smaller case against the float32 reference.
+    """Relative errors of both sides against the float32 reference, of a large case in sampled rows.
 
     Raises: SystemExit where the first side errs, in some row, more than
     `pallas_kernels.check.compare` allows.
     """
-    small = op.small(case)
-    inputs = op.inputs(small, dtype, 1)
-    ct = cotangents(op, small, inputs, 1)
-    # Partial results in float32: TPUs and GPUs would otherwise round the reference's own products.
-    with jax.default_matmul_precision("highest"):
-        wide_ct = jax.tree.map(lambda x: x.astype(jnp.float32), ct)
-        right = values(op, small, float32(inputs), wide_ct)
-    found, results = {}, {}
-    for name in dict.fromkeys((*names, "reference")):
-        runs = side(op, small, name).passes(inputs, ct)
-        results[name] = [x for run in runs.values() for x in flat(run())]
-        found[name] = [
+    inputs = drawn(op, case, dtype, 1)
+    at = sample(op, inputs)
+    ct = cotangents(op, case, inputs, 1)
+    ct = None if ct is None else only(op, ct, at)
+    plain, right = references(op, case, inputs, ct, at)
+    results = {"reference": plain}
+    for name in names:
+        runs = side(op, case, name).passes(inputs, ct)
+        results[name] = looked_at(op, [x for run in runs.values() for x in flat(run())], at)
+    found = {
+        name: [
             None if a is None else relative_error(a, b)
-            for a, b in zip(results[name], right, strict=False)
-        ]  # fmt: skip
+            for a, b in zip(several, right, strict=False)
+        ]
+        for name, several in results.items()
+    }
     outputs = len(op.results) - op.differentiated
-    wrong = fault(op.results, results[names[0]], results["reference"], right, dtype, outputs)
+    wrong = fault(op.results, results[names[0]], plain, right, dtype, outputs)
     if wrong:
         sys.exit(
             f"{case.name}: {wrong.replace(' errs', f' of {names[0]} errs', 1)}. Nothing was timed."
         )
-    return found
+    return {name: found[name] for name in dict.fromkeys((*names, "reference"))}
 
 
 def flat(results: Any) -> list[Any]:
@@ -79,7 +81,7 @@ def compare(
     sides = [side(op, case, name) for name in names]
     times: dict[str, list[list[float]]] = {}
     for i in range(rounds):
-        inputs = op.inputs(case, dtype, 100 + i)
+        inputs = drawn(op, case, dtype, 100 + i)
         ct = cotangents(op, case, inputs, 100 + i)
         runs = [s.passes(inputs, ct) for s in sides]
         for name in [p for p in runs[0] if p in runs[1]]:
@@ -208,19 +210,18 @@ def main(argv: list[str] | None = None) -> int:
     platform, op = jax.default_backend(), OPS[args.op]
     small = platform == "cpu" and not args.compile
     dtype = jnp.dtype(args.dtype or ("float32" if small else "bfloat16"))
-    known = {c.name: c for c in (*op.cases.TEST_CASES, *op.cases.BENCH_CASES, *op.cases.REAL_CASES)}
+    cases = known(op)
     for name in args.case or ():
-        if name not in known:
-            parser.error(f"--case must be one of {', '.join(known)}; got {name!r}.")
-    chosen = tuple(known[name] for name in args.case or ())
+        if name not in cases:
+            parser.error(f"--case must be one of {', '.join(cases)}; got {name!r}.")
+    chosen = tuple(cases[name] for name in args.case or ())
     if args.compile:
         reason = missing(args.compile) or unknown(op, args.impl)
         if reason:
             parser.error(reason)
         if args.schedule:
-            cases = chosen or op.cases.REAL_CASES
-            lines = 0
-            for line in schedule.tables(args.op, str(dtype), args.compile, cases):
+            lines, real = 0, chosen or op.cases.REAL_CASES
+            for line in schedule.tables(args.op, str(dtype), args.compile, real):
                 print(line, flush=True)
                 lines += "  refused: " not in line
             return 0 if lines > 1 else 1

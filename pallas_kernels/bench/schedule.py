@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from pallas_kernels.ahead_of_time import TPUS, compile_for, mesh_of
 from pallas_kernels.bench import schedule_hopper, schedule_tpu, turns
 from pallas_kernels.bench.measure import first_line
-from pallas_kernels.bench.ops import OPS
+from pallas_kernels.bench.ops import OPS, known
 
 LEAST = 32  # cycles of a turn: shorter loops wait for copies or move scalars
 UNITS = ("MXU", "VALU", "XLU", "EUP", "VLOAD", "VSTORE")
@@ -70,15 +70,13 @@ def refusal(chip: str, impl: str) -> str | None:
 
 def programs(op: str, case: str, dtype: str) -> list[Program]:
     """Of one of our operations: the forward pass, and both in one program."""
-    known = OPS[op]
-    cases = known.cases
-    every = (*cases.TEST_CASES, *cases.BENCH_CASES, *cases.REAL_CASES)
-    found = next(c for c in every if c.name == case)
-    inputs = jax.eval_shape(lambda: known.inputs(found, dtype, 0))
-    n = known.differentiated
+    of = OPS[op]
+    found = known(of)[case]
+    inputs = jax.eval_shape(lambda: of.inputs(found, dtype, 0))
+    n = of.differentiated
 
     def forward(*x: Any) -> Any:
-        return known.call(found, f"mosaic_{_platform()}")(*x)
+        return of.call(found, f"mosaic_{_platform()}")(*x)
 
     def both(*x: Any) -> Any:
         out, pull = jax.vjp(lambda *d: forward(*d, *x[n:]), *x[:n])

@@ -35,6 +35,8 @@ CASES = {
     "decode_attention": "ring",
     "grouped_matmul": "uneven",
     "grouped_swiglu": "uneven",
+    "grouped_matmul_mxfp4": "tiny_decode",
+    "grouped_swiglu_mxfp4": "tiny_decode",
     "token_logprobs": "padded_head",
 }
 
@@ -269,6 +271,8 @@ def test_a_reference_that_overflows_excuses_nothing(monkeypatch):
 
     def broken(self, inputs, cotangents):
         runs = real(self, inputs, cotangents)
+        if jax.config.jax_default_matmul_precision == "highest":  # what is right
+            return runs
         return runs | {"forward": lambda: [np.inf * x for x in runs["forward"]()]}
 
     monkeypatch.setattr(measure.Ours, "passes", broken)

@@ -129,7 +129,7 @@ def test_a_planted_hang_costs_its_timeout_once_and_is_not_waited_for_again(tmp_p
 
 @pytest.mark.slow
 def test_the_runs_own_size_is_looked_at_in_sampled_rows_planted_faults_too(on_a_cpu, tmp_path):
-    real = {"token_logprobs": dict(name="run", M=1500, D=64, V=640, vocab_size=600)}
+    real = {"token_logprobs": [dict(name="run", M=1500, D=64, V=640, vocab_size=600)]}
     verdicts = {
         double: judge_here(
             on_a_cpu, "float32", real, where=tmp_path, timeout_s=300.0, tell=lambda _: None
@@ -150,18 +150,17 @@ def test_a_child_that_cannot_open_the_device_is_no_verdict(monkeypatch):
 
 
 def test_the_shape_that_the_run_has_must_not_be_refused(monkeypatch):
-    def told(*refused):
-        return child.Said(tuple({"case": str(i), "fault": None, "refused": r}
-                                for i, r in enumerate(refused)), "")  # fmt: skip
+    def verdict(*refused, own):
+        said = [{"case": str(i), "fault": None, "refused": r, "own": i >= len(refused) - own}
+                for i, r in enumerate(refused)]  # fmt: skip
+        monkeypatch.setattr(child, "ask", lambda *_: child.Said(tuple(said), ""))
+        return child.checked("sink_attention", "mosaic_gpu", "bfloat16", [{"T": 1}] * own, 1.0)
 
-    def verdict(said, real):
-        monkeypatch.setattr(child, "ask", lambda *_: said)
-        return child.checked("sink_attention", "mosaic_gpu", "bfloat16", real, 1.0)
-
-    assert verdict(told(None, "odd", None), {"T": 1}) == ("right", "2 cases")
-    assert verdict(told(None, None, "head size 16"), {"T": 1}) == ("refuses", "head size 16")
-    assert verdict(told(None, None, "odd"), None) == ("right", "2 cases")
-    assert verdict(told("no", "no"), None).kind == "refuses"
+    assert verdict(None, "odd", None, own=1) == ("right", "2 cases")
+    assert verdict(None, None, "head size 16", own=1) == ("refuses", "head size 16")
+    assert verdict(None, "head size 16", None, own=2) == ("refuses", "head size 16")
+    assert verdict(None, None, "odd", own=0) == ("right", "2 cases")
+    assert verdict("no", "no", own=0).kind == "refuses"
 
 
 @pytest.mark.parametrize(
