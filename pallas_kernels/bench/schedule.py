@@ -176,7 +176,8 @@ def tables(op: str, dtype: str, chip: str, chosen: tuple[Any, ...]) -> Iterator[
             found = compiled(chip, "pallas_kernels.bench.schedule:programs", op, case.name, dtype)
         except (RuntimeError, ValueError) as error:
             return [f"{case.name}  refused: {first_line(error)}"]
-        return list(show(chip, case.name, found))
+        left = list(show(chip, case.name, found))
+        return left or [f"{case.name}  refused: the compiler left no schedule of a Pallas kernel"]
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # of processes that compile
         for several in pool.map(lines, chosen):

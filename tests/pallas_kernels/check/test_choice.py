@@ -7,7 +7,7 @@ import time
 import pytest
 
 from pallas_kernels.check import __main__ as command
-from pallas_kernels.check import child, choice
+from pallas_kernels.check import child, choice, verdicts
 from pallas_kernels.check.choice import PLATFORMS, Choice, Refused, choose, judge_here
 from pallas_kernels.check.verdicts import KernelVerdict
 
@@ -168,6 +168,8 @@ def test_the_shape_that_the_run_has_must_not_be_refused(monkeypatch):
     [
         (["attention"], "operation must be one of sink_attention.*got 'attention'"),
         (["--impl", "mosaic"], "--impl must be one of mosaic_gpu.*got 'mosaic'"),
+        (["--dtype", "int8"], "--dtype must be one of bfloat16, float32; got 'int8'"),
+        (["--timeout", "soon"], "invalid float value: 'soon'"),
         (["--timeout", "0"], "--timeout must be above 0; got 0"),
         (["--timeout", "nan"], "--timeout must be above 0; got nan"),
         (["token_logprobs", "--impl", "triton"], "token_logprobs must have --impl triton"),
@@ -178,8 +180,37 @@ def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, sa
     monkeypatch.setattr(child, "ask", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit) as left:
         command.main(typed)
-    err = " ".join(capsys.readouterr().err.split())
-    assert left.value.code == 2 and re.search(said, err)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and re.search(said, line)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "cannot be read"),
+        ("[]", "does not hold a verdict"),
+        ('{"key": {"kind": "TPU v6e"}, "verdict": {"kind": "right", "reason": ""}}', "is of anoth"),
+    ],
+)
+def test_the_command_says_which_file_it_does_not_take_and_checks_again(
+    monkeypatch, capsys, tmp_path, text, said
+):
+    here = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": "0.12"}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(command, "may_have_a_chip", lambda: True)
+    monkeypatch.setattr(child, "chip", lambda: here)
+    monkeypatch.setattr(child, "checked", lambda *_: WRONG)
+    path = verdicts.path_of(
+        verdicts.folder(), verdicts.key(here, "sink_attention", "triton", "bfloat16", None)
+    )
+    path.parent.mkdir()
+    path.write_text(text)
+    for lines in (4, 2):  # the second time what was found the first time is on file
+        assert command.main(["--impl", "triton"]) == 1
+        told = capsys.readouterr().out.splitlines()
+        assert len(told) == lines and told[-1].endswith("it is wrong in ragged: o errs by 1")
+        again = [x for x in told if str(path) in x]
+        assert len(again) == (lines == 4) and all(said in x for x in again)
 
 
 def test_the_command_says_each_verdict_and_fails_for_a_wrong_one(monkeypatch, capsys):
