@@ -19,10 +19,10 @@ from pallas_kernels import paged_decode_attention
 from pallas_kernels.bench.ops import OPS
 from pallas_kernels.check import one
 from pallas_kernels.decode_attention import cases as decode_cases
-from pallas_kernels.decode_attention import checks
 from pallas_kernels.grouped_matmul.cases import MatmulCase, zipf_sizes
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
+from tests.pallas_kernels.decode_attention import checks
 
 PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
 

@@ -43,9 +43,7 @@ def _call(kernels, op, case):
     run = kernels[name.removesuffix("_mxfp4")]
 
     def attend(q, k, v, sink, *places):
-        return run(
-            q, k, v, sink, Layout(*places), case.window, q.shape[3] ** -0.5, interpret=True
-        )
+        return run(q, k, v, sink, Layout(*places), case.window, q.shape[3] ** -0.5, interpret=True)
 
     def product(lhs, rhs, bias, sizes):
         if name.endswith("_mxfp4"):
