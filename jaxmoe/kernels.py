@@ -141,8 +141,11 @@ def _advice(operation: str, name: str, verdict: KernelVerdict) -> str:
     return f"It is checked again after rm {folder()}/{operation}-{name}-*.json."
 
 
-def sizes(cfg: Config) -> dict[str, dict[str, Any]]:
-    """By operation, the fields of a case of the run's own size: one microbatch, one decode step."""
+def sizes(cfg: Config) -> dict[str, list[dict[str, Any]]]:
+    """By operation, the fields of cases of the run's own sizes: one microbatch, one decode step.
+
+    Attention has two, of a full and of a sliding layer.
+    """
     m, r = cfg.model, cfg.rollout
     packed = cfg.optim.tokens_per_microbatch // cfg.context
     B, T = packed or max(1, r.sequences_per_step // cfg.optim.microbatches), cfg.context
@@ -150,18 +153,24 @@ def sizes(cfg: Config) -> dict[str, dict[str, Any]]:
     layout = "packed" if packed else "right"
     rows = B * T * m.experts_per_token
     down = MatmulCase("run", rows, m.d_expert, m.d_model, zipf_sizes(rows, m.n_experts))
+    full = AttentionCase("run", B, T, T, N, K, H, layout=layout)
     cases = {
-        "sink_attention": AttentionCase("run", B, T, T, N, K, H, layout=layout),
-        "grouped_swiglu": down._replace(D=m.d_model, F=2 * m.d_expert),
-        "grouped_matmul": down,
-        "token_logprobs": LogprobsCase(
-            "run", B * (T - 1), m.d_model, m.padded_vocab, m.vocab_size, r.temperature or 1.0
-        ),
+        "sink_attention": [full, full._replace(name="run_window", window=m.sliding_window)],
+        "grouped_swiglu": [down._replace(D=m.d_model, F=2 * m.d_expert)],
+        "grouped_matmul": [down],
+        "token_logprobs": [
+            LogprobsCase(
+                "run", B * (T - 1), m.d_model, m.padded_vocab, m.vocab_size, r.temperature or 1.0
+            )
+        ],
     }
     if r.engine == "native":
         B = min(r.max_parallel_sequences, r.sequences_per_step)
-        cases["decode_attention"] = AttentionCase("run", B, 1, T, N, K, H, layout="right")
-    return {operation: case._asdict() for operation, case in cases.items()}
+        full = AttentionCase("run", B, 1, T, N, K, H, layout="right")
+        slots = min(m.sliding_window, T)
+        sliding = full._replace(name="run_window", S=slots, window=m.sliding_window)
+        cases["decode_attention"] = [full, sliding]
+    return {operation: [x._asdict() for x in several] for operation, several in cases.items()}
 
 
 def planned(cfg: Config) -> str:

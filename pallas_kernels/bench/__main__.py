@@ -29,42 +29,58 @@ from pallas_kernels.ahead_of_time import CHIPS, missing
 from pallas_kernels.bench import schedule
 from pallas_kernels.bench.compiled import figures
 from pallas_kernels.bench.growth import growth
-from pallas_kernels.bench.measure import Anchors, Ours, anchors, first_line, seconds, side, values
-from pallas_kernels.bench.ops import OPS, Op, cases_of, cotangents, float32, relative_error
+from pallas_kernels.bench.measure import Anchors, Ours, anchors, drawn, first_line, seconds, side
+from pallas_kernels.bench.ops import OPS, Op, cases_of, cotangents, known, relative_error
 from pallas_kernels.check.compare import fault
+from pallas_kernels.check.sampled import looked_at, only, references, sample
+from pallas_kernels.command_line import OneLineParser
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def check(op: Op, case: Any, names: tuple[str, str], dtype: Any) -> dict[str, list[Any]]:
-    """Relative errors of both sides on a smaller case against the float32 reference.
+class WrongResult(ValueError):
+    """What a side computes is not what the reference does: there is nothing to time."""
 
-    Raises: SystemExit where the first side errs, in some row, more than
+
+def saved(path: Path) -> dict[str, dict[str, float]]:
+    """Baselines of this device. Raises ValueError where the file holds none."""
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_bytes())
+    rows = found.values() if isinstance(found, dict) else [None]
+    if not all(isinstance(x, dict) and all(isinstance(y, float) for y in x.values()) for x in rows):
+        raise ValueError("it holds something else")
+    return found
+
+
+def check(op: Op, case: Any, names: tuple[str, str], dtype: Any) -> dict[str, list[Any]]:
+    """Relative errors of both sides against the float32 reference, of a large case in sampled rows.
+
+    Raises: WrongResult where the first side errs, in some row, more than
     `pallas_kernels.check.compare` allows.
     """
-    small = op.small(case)
-    inputs = op.inputs(small, dtype, 1)
-    ct = cotangents(op, small, inputs, 1)
-    # Partial results in float32: TPUs and GPUs would otherwise round the reference's own products.
-    with jax.default_matmul_precision("highest"):
-        wide_ct = jax.tree.map(lambda x: x.astype(jnp.float32), ct)
-        right = values(op, small, float32(inputs), wide_ct)
-    found, results = {}, {}
-    for name in dict.fromkeys((*names, "reference")):
-        runs = side(op, small, name).passes(inputs, ct)
-        results[name] = [x for run in runs.values() for x in flat(run())]
-        found[name] = [
+    inputs = drawn(op, case, dtype, 1)
+    at = sample(op, inputs)
+    ct = cotangents(op, case, inputs, 1)
+    ct = None if ct is None else only(op, ct, at)
+    plain, right = references(op, case, inputs, ct, at)
+    results = {"reference": plain}
+    for name in names:
+        runs = side(op, case, name).passes(inputs, ct)
+        results[name] = looked_at(op, [x for run in runs.values() for x in flat(run())], at)
+    found = {
+        name: [
             None if a is None else relative_error(a, b)
-            for a, b in zip(results[name], right, strict=False)
-        ]  # fmt: skip
+            for a, b in zip(several, right, strict=False)
+        ]
+        for name, several in results.items()
+    }
     outputs = len(op.results) - op.differentiated
-    wrong = fault(op.results, results[names[0]], results["reference"], right, dtype, outputs)
+    wrong = fault(op.results, results[names[0]], plain, right, dtype, outputs)
     if wrong:
-        sys.exit(
-            f"{case.name}: {wrong.replace(' errs', f' of {names[0]} errs', 1)}. Nothing was timed."
-        )
-    return found
+        raise WrongResult(f"{case.name}: {wrong.replace(' errs', f' of {names[0]} errs', 1)}")
+    return {name: found[name] for name in dict.fromkeys((*names, "reference"))}
 
 
 def flat(results: Any) -> list[Any]:
@@ -79,7 +95,7 @@ def compare(
     sides = [side(op, case, name) for name in names]
     times: dict[str, list[list[float]]] = {}
     for i in range(rounds):
-        inputs = op.inputs(case, dtype, 100 + i)
+        inputs = drawn(op, case, dtype, 100 + i)
         ct = cotangents(op, case, inputs, 100 + i)
         runs = [s.passes(inputs, ct) for s in sides]
         for name in [p for p in runs[0] if p in runs[1]]:
@@ -132,13 +148,10 @@ def device_name() -> str:
     return jax.devices()[0].device_kind.lower().replace(" ", "-").replace("/", "-")
 
 
-def arguments(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Namespace]:
     """The parser, for what else is to be refused, and what was typed, sound in itself."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.bench", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("op", choices=OPS)
+    parser = OneLineParser("python -m pallas_kernels.bench", __doc__)
+    parser.add_argument("op", help=", ".join(OPS))
     parser.add_argument("--impl", default="auto", help="the side under test (default: auto)")
     parser.add_argument("--vs", help="an implementation, or module:function (default: xla)")
     parser.add_argument("--case", action="append", help="by name, may be repeated (default: all)")
@@ -149,10 +162,12 @@ def arguments(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse
     instead = parser.add_mutually_exclusive_group()
     lengths = "exponents of time and memory over 1k to 64k tokens, on a CPU to 8k"
     instead.add_argument("--growth", action="store_true", help=lengths)
-    instead.add_argument("--compile", choices=CHIPS, metavar="CHIP", help=", ".join(CHIPS))
+    instead.add_argument("--compile", metavar="CHIP", help=", ".join(CHIPS))
     parser.add_argument("--schedule", action="store_true",
                         help="with --compile: cycles of loops, use of units")  # fmt: skip
     args = parser.parse_args(argv)
+    parser.one_of("operation", args.op, OPS)
+    parser.one_of("--compile", args.compile, CHIPS)
     mode = "--growth" if args.growth else "--compile" if args.compile else None
     unread = {"--growth": ("vs", "rounds", "save", "case"), "--compile": ("vs", "rounds", "save")}
     given = [f"--{x}" for x in unread.get(mode or "", ()) if getattr(args, x) is not None]
@@ -171,9 +186,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse
                      "Type a name, as --impl xla.")  # fmt: skip
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1; got {args.rounds}. Type --rounds 10.")
-    if args.dtype is not None and args.dtype not in DTYPES:
-        parser.error(f"--dtype must be one of {', '.join(DTYPES)}; got {args.dtype!r}. "
-                     f"Type --dtype {DTYPES[0]}.")  # fmt: skip
+    parser.one_of("--dtype", args.dtype, DTYPES)
     return parser, args
 
 
@@ -208,19 +221,17 @@ def main(argv: list[str] | None = None) -> int:
     platform, op = jax.default_backend(), OPS[args.op]
     small = platform == "cpu" and not args.compile
     dtype = jnp.dtype(args.dtype or ("float32" if small else "bfloat16"))
-    known = {c.name: c for c in (*op.cases.TEST_CASES, *op.cases.BENCH_CASES, *op.cases.REAL_CASES)}
+    cases = known(op)
     for name in args.case or ():
-        if name not in known:
-            parser.error(f"--case must be one of {', '.join(known)}; got {name!r}.")
-    chosen = tuple(known[name] for name in args.case or ())
+        parser.one_of("--case", name, cases)
+    chosen = tuple(cases[name] for name in args.case or ())
     if args.compile:
         reason = missing(args.compile) or unknown(op, args.impl)
         if reason:
             parser.error(reason)
         if args.schedule:
-            cases = chosen or op.cases.REAL_CASES
-            lines = 0
-            for line in schedule.tables(args.op, str(dtype), args.compile, cases):
+            lines, real = 0, chosen or op.cases.REAL_CASES
+            for line in schedule.tables(args.op, str(dtype), args.compile, real):
                 print(line, flush=True)
                 lines += "  refused: " not in line
             return 0 if lines > 1 else 1
@@ -242,6 +253,12 @@ def main(argv: list[str] | None = None) -> int:
     }
     if all(refused.values()):
         parser.error(str(refused[chosen[0].name]))
+    path = BASELINES / f"{device_name()}.json"
+    try:
+        kept = saved(path)
+    except (OSError, ValueError) as error:
+        parser.error(f"{path} must hold the times that --save wrote; it cannot be read: {error}. "
+                     f"Type rm {path}")  # fmt: skip
     best = anchors(platform, dtype)
     print(f"{device_name()}, jax {jax.__version__}, {dtype}: matmul {best.matmul_tflops:.3g} "
           f"TFLOP/s, copy {best.copy_gbs:.3g} GB/s", flush=True)  # fmt: skip
@@ -257,14 +274,14 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{case.name}: largest relative error: {said}", flush=True)
             rows += compare(op, case, names, dtype, rounds, best)
             errors[case.name] = found
+        except WrongResult as error:
+            parser.error(f"{args.op} must be right to be timed: {error}.")
         except (ImportError, NotImplementedError) as error:  # as peers say what they cannot do
             refused[case.name] = first_line(error)
             print(f"{case.name}: refused: {refused[case.name]}", flush=True)
     if not rows:
         parser.error(f"a comparison must have a case that both sides can do; got {names[0]} and "
                      f"{names[1]}: {refused[chosen[0].name]}")  # fmt: skip
-    path = BASELINES / f"{device_name()}.json"
-    kept = json.loads(path.read_text()) if path.exists() else {}
     key = f"{args.op}/{args.impl}/{dtype}"
     print(table(rows, names, kept.get(key, {})))
     if args.save:

@@ -5,6 +5,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -78,13 +79,9 @@ class Ours:
         return found
 
 
-def values(op: Op, case: Any, inputs: tuple[Any, ...], cotangents: Any) -> list[Any]:
-    """What the reference says: outputs, then gradients."""
-    call, n = op.call(case, "reference"), op.differentiated
-    if cotangents is None:
-        return jax.tree.leaves(jax.jit(call)(*inputs))
-    out, pull = jax.jit(lambda *x: jax.vjp(lambda *d: call(*d, *x[n:]), *x[:n]))(*inputs)
-    return jax.tree.leaves((out, jax.jit(lambda p, c: p(c))(pull, cotangents)))
+def drawn(op: Op, case: Any, dtype: Any, seed: int) -> tuple[Any, ...]:
+    """The inputs, made by one program: a large array's random bits are never held beside it."""
+    return jax.jit(partial(op.inputs, case, dtype))(seed)
 
 
 class Peer:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the bench knows of each operation: its call, its inputs, its work. Next: `measure.py`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.grouped_matmul import cases as matmul_cases
+from pallas_kernels.grouped_matmul import mxfp4
 from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.token_logprobs import cases as logprob_cases
 
@@ -33,6 +34,28 @@ class Work:
     bytes: int  # forward, each operand and result moved once
 
 
+Spans = tuple[np.ndarray, np.ndarray]  # of each row: first and past the last
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where an operation has its rows, and what one row needs of the inputs that rows share.
+
+    `check/sampled.py` asks the reference for a few of them.
+    """
+
+    axis: int  # of rows, and of the entries of `shared`
+    inputs: tuple[int, ...]  # with an entry for each row
+    results: tuple[str, ...]  # likewise
+    scores: Callable[[tuple[Any, ...]], int]  # the reference's numbers for a row and a shared entry
+    shared: tuple[int, ...] = ()  # inputs of which a row needs a run of entries: keys, its matrix
+    gradients: tuple[str, ...] = ()  # of these
+    spans: Callable[[Any, tuple[Any, ...], np.ndarray], Spans] | None = None  # which entries
+    sizes: int | None = None  # the input that says how many rows each entry has
+    looked_at: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # of a gradient too large to compare whole: the axis, and how many entries of it are looked at
+
+
 @dataclass(frozen=True)
 class Op:
     """One operation: `call(case, impl)` takes the inputs, the first `differentiated` of them
@@ -43,7 +66,7 @@ class Op:
     inputs: Callable[[Any, Any, int], tuple[Any, ...]]
     differentiated: int
     work: Callable[[Any, int], Work]  # of a case, and the bytes of an element
-    small: Callable[[Any], Any]  # the case cut to a size that the reference can hold
+    rows: Rows
     results: tuple[str, ...]  # names: the outputs, then the gradients
 
 
@@ -71,10 +94,22 @@ def _decode_work(case: Any, size: int) -> Work:
     return Work(forward, 0, size * rows)
 
 
-def _cut_attention(case: Any) -> Any:
-    most = max(1, 2**26 // (case.B * case.N)) ** 0.5
-    T = min(case.T, int(most))
-    return case._replace(T=T, S=T if case.S == case.T else min(case.S, int(most)))
+def _keys_seen(case: Any, inputs: tuple[Any, ...], at: np.ndarray) -> Spans:
+    """Over all rows of the batch. In order of segment and position a window's keys lie together."""
+    q_pos, k_pos, q_seg, k_seg = (np.asarray(x, np.int64) for x in inputs[4:8])
+    S, far = k_pos.shape[1], 1 << 32
+    low, high = np.full(len(at), S), np.zeros(len(at), int)
+    if not case.window:
+        return np.zeros(len(at), int), np.full(len(at), S)
+    for row in range(case.B):
+        order = np.argsort(k_seg[row] * far + k_pos[row], kind="stable")
+        keys, queries = (k_seg[row] * far + k_pos[row])[order], (q_seg[row] * far + q_pos[row])[at]
+        first = np.searchsorted(keys, queries - case.window, "right")
+        past = np.searchsorted(keys, queries, "right")
+        for i in np.flatnonzero((past > first) & (q_seg[row, at] > 0)):
+            seen = order[first[i] : past[i]]
+            low[i], high[i] = min(low[i], seen.min()), max(high[i], seen.max() + 1)
+    return low, high
 
 
 def _matmul(product: Callable[..., Any], case: Any, impl: str) -> Callable[..., Any]:
@@ -84,7 +119,7 @@ def _matmul(product: Callable[..., Any], case: Any, impl: str) -> Callable[..., 
     return call
 
 
-def _matmul_inputs(case: Any, dtype: Any, seed: int) -> tuple[Any, ...]:
+def _matmul_inputs(case: Any, dtype: Any, seed: Any) -> tuple[Any, ...]:
     lhs, rhs, sizes, bias = matmul_cases.make_inputs(case, dtype, seed)
     return lhs, rhs, bias, sizes
 
@@ -100,9 +135,31 @@ def _swiglu_work(case: Any, size: int) -> Work:
     return replace(whole, bytes=whole.bytes - size * sum(case.group_sizes) * (case.F // 2))
 
 
-def _cut_matmul(case: Any) -> Any:
-    sizes = tuple(min(n, 40 + 3 * e) for e, n in enumerate(case.group_sizes[:8]))
-    return case._replace(M=max(1, sum(sizes)), group_sizes=sizes)
+def _four_bits(case: Any, dtype: Any, seed: Any) -> tuple[Any, ...]:
+    E, keys = len(case.group_sizes), jax.random.split(jax.random.key(seed), 4)
+    lhs = jax.random.normal(keys[0], (case.M, case.D)).astype(dtype)
+    bias = jax.random.normal(keys[1], (E, case.F)).astype(dtype)
+    nibbles = jax.random.bits(keys[2], (E, case.D // 2, case.F), jnp.uint8)
+    scales = jax.random.bits(keys[3], (E, case.D // mxfp4.GROUP, case.F), jnp.uint8)
+    scales = scales % jnp.uint8(5) + jnp.uint8(117)
+    return lhs, bias, mxfp4.Mxfp4(nibbles, scales), jnp.asarray(case.group_sizes, jnp.int32)
+
+
+def _matmul_four_bits(product: Callable[..., Any], case: Any, impl: str) -> Callable[..., Any]:
+    call = _matmul(product, case, impl)
+    return lambda lhs, bias, rhs, sizes: call(lhs, rhs, bias, sizes)
+
+
+def _less_weights(work: Callable[[Any, int], Work], case: Any, size: int) -> Work:
+    whole, weights = work(case, size), len(case.group_sizes) * case.D * case.F
+    four_bits = weights // 2 + weights // mxfp4.GROUP
+    return Work(whole.flops, whole.flops, whole.bytes - size * weights + four_bits)
+
+
+def _own_matrix(_case: Any, inputs: tuple[Any, ...], at: np.ndarray) -> Spans:
+    ends = np.cumsum(np.asarray(inputs[3]))
+    low = np.minimum(np.searchsorted(ends, at, "right"), len(ends) - 1)
+    return low, low + 1
 
 
 def _logprobs(case: Any, impl: str) -> Callable[..., Any]:
@@ -117,33 +174,55 @@ def _logprobs_work(case: Any, size: int) -> Work:
     return Work(flops, 3 * flops, size * (case.M * case.D + case.D * case.V))
 
 
-def _cut_logprobs(case: Any) -> Any:
-    return case._replace(M=min(case.M, 300), V=min(case.V, 20_000),
-                         vocab_size=min(case.vocab_size, 19_990))  # fmt: skip
-
-
+_ATTENTION = Rows(
+    1, (0, 4, 6), ("o", "lse", "dq"), lambda x: x[0].shape[0] * x[0].shape[2],
+    shared=(1, 2, 5, 7), gradients=("dk", "dv"), spans=_keys_seen,
+    looked_at={"dk": (1, 4096), "dv": (1, 4096)},
+)  # fmt: skip
+_MATMUL = Rows(
+    0, (0,), ("out", "dlhs"), lambda x: x[2].shape[1], shared=(1, 2), gradients=("drhs", "dbias"),
+    spans=_own_matrix, sizes=3, looked_at={"drhs": (1, 96)},
+)  # fmt: skip
+_FOUR_BITS = replace(_MATMUL, scores=lambda x: x[1].shape[1], gradients=("dbias",))
 OPS = {
     "sink_attention": Op(
         attention_cases, partial(_attend, sink_attention), attention_cases.make_inputs, 4,
-        _attention_work, _cut_attention, ("o", "lse", "dq", "dk", "dv", "dsink"),
+        _attention_work, _ATTENTION, ("o", "lse", "dq", "dk", "dv", "dsink"),
     ),
     "decode_attention": Op(
         decode_cases, partial(_attend, decode_attention), decode_cases.make_inputs, 0,
-        _decode_work, _cut_attention, ("o", "lse"),
+        _decode_work, _ATTENTION, ("o", "lse"),
     ),
     "grouped_matmul": Op(
         matmul_cases, partial(_matmul, grouped_matmul), _matmul_inputs, 3, _matmul_work,
-        _cut_matmul, ("out", "dlhs", "drhs", "dbias"),
+        _MATMUL, ("out", "dlhs", "drhs", "dbias"),
     ),
     "grouped_swiglu": Op(
         matmul_cases, partial(_matmul, grouped_swiglu), _matmul_inputs, 3, _swiglu_work,
-        _cut_matmul, ("out", "dlhs", "drhs", "dbias"),
+        _MATMUL, ("out", "dlhs", "drhs", "dbias"),
+    ),
+    "grouped_matmul_mxfp4": Op(
+        matmul_cases, partial(_matmul_four_bits, grouped_matmul), _four_bits, 2,
+        partial(_less_weights, _matmul_work), _FOUR_BITS, ("out", "dlhs", "dbias"),
+    ),
+    "grouped_swiglu_mxfp4": Op(
+        matmul_cases, partial(_matmul_four_bits, grouped_swiglu), _four_bits, 2,
+        partial(_less_weights, _swiglu_work), _FOUR_BITS, ("out", "dlhs", "dbias"),
     ),
     "token_logprobs": Op(
-        logprob_cases, _logprobs, logprob_cases.make_inputs, 2, _logprobs_work, _cut_logprobs,
+        logprob_cases, _logprobs, logprob_cases.make_inputs, 2, _logprobs_work,
+        Rows(0, (0, 2), ("logp", "entropy", "dhidden"), lambda x: x[1].shape[1],
+             looked_at={"dw_head": (0, 96)}),
         ("logp", "entropy", "dhidden", "dw_head"),
     ),
 }  # fmt: skip
+
+
+def known(op: Op) -> dict[str, Any]:
+    """Every case by name."""
+    cases = op.cases
+    every = (*cases.TEST_CASES, *cases.BENCH_CASES, *cases.REAL_CASES, *cases.LONG_CASES)
+    return {case.name: case for case in every}
 
 
 def cases_of(op: Op, platform: str) -> tuple[Any, ...]:

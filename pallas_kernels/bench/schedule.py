@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from pallas_kernels.ahead_of_time import TPUS, compile_for, mesh_of
 from pallas_kernels.bench import schedule_hopper, schedule_tpu, turns
 from pallas_kernels.bench.measure import first_line
-from pallas_kernels.bench.ops import OPS
+from pallas_kernels.bench.ops import OPS, known
 
 LEAST = 32  # cycles of a turn: shorter loops wait for copies or move scalars
 UNITS = ("MXU", "VALU", "XLU", "EUP", "VLOAD", "VSTORE")
@@ -70,15 +70,13 @@ def refusal(chip: str, impl: str) -> str | None:
 
 def programs(op: str, case: str, dtype: str) -> list[Program]:
     """Of one of our operations: the forward pass, and both in one program."""
-    known = OPS[op]
-    cases = known.cases
-    every = (*cases.TEST_CASES, *cases.BENCH_CASES, *cases.REAL_CASES)
-    found = next(c for c in every if c.name == case)
-    inputs = jax.eval_shape(lambda: known.inputs(found, dtype, 0))
-    n = known.differentiated
+    of = OPS[op]
+    found = known(of)[case]
+    inputs = jax.eval_shape(lambda: of.inputs(found, dtype, 0))
+    n = of.differentiated
 
     def forward(*x: Any) -> Any:
-        return known.call(found, f"mosaic_{_platform()}")(*x)
+        return of.call(found, f"mosaic_{_platform()}")(*x)
 
     def both(*x: Any) -> Any:
         out, pull = jax.vjp(lambda *d: forward(*d, *x[n:]), *x[:n])
@@ -178,7 +176,8 @@ def tables(op: str, dtype: str, chip: str, chosen: tuple[Any, ...]) -> Iterator[
             found = compiled(chip, "pallas_kernels.bench.schedule:programs", op, case.name, dtype)
         except (RuntimeError, ValueError) as error:
             return [f"{case.name}  refused: {first_line(error)}"]
-        return list(show(chip, case.name, found))
+        left = list(show(chip, case.name, found))
+        return left or [f"{case.name}  refused: the compiler left no schedule of a Pallas kernel"]
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # of processes that compile
         for several in pool.map(lines, chosen):

@@ -15,27 +15,24 @@ import sys
 
 from pallas_kernels.check import child
 from pallas_kernels.check.choice import PLAIN, PLATFORMS, judge_here, may_have_a_chip, said
+from pallas_kernels.command_line import OneLineParser
 
 
-def arguments(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Namespace]:
     """The parser, for what else is to be refused, and what was typed, sound in itself."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.check", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = OneLineParser("python -m pallas_kernels.check", __doc__)
     names = list(dict.fromkeys(name for impls in PLATFORMS.values() for name in impls))
     parser.add_argument("operation", nargs="*", help=f"{', '.join(PLATFORMS)} (default: all)")
     parser.add_argument("--impl", help=f"{', '.join(names)} (default: this platform's kernels)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--dtype", default="bfloat16", help="or float32 (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=child.TIMEOUT_S, metavar="S",
                         help="seconds for each (default: %(default)g)")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="though there is a verdict on file")
     args = parser.parse_args(argv)
     for name in args.operation:
-        if name not in PLATFORMS:
-            parser.error(f"operation must be one of {', '.join(PLATFORMS)}; got {name!r}.")
-    if args.impl is not None and args.impl not in names:
-        parser.error(f"--impl must be one of {', '.join(names)}; got {args.impl!r}.")
+        parser.one_of("operation", name, PLATFORMS)
+    parser.one_of("--impl", args.impl, names)
+    parser.one_of("--dtype", args.dtype, ("bfloat16", "float32"))
     if not args.timeout > 0:
         parser.error(f"--timeout must be above 0; got {args.timeout:g}. Type --timeout 600.")
     args.asked = [

@@ -4,42 +4,16 @@
 Sizes are such that every kernel takes them. Next: one.py.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from pallas_kernels.bench.ops import OPS, Op
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu, mxfp4
 from pallas_kernels.grouped_matmul.cases import MatmulCase
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 
 _RAGGED = MatmulCase("ragged_groups", 1331, 256, 512, (1, 290, 170, 0, 530, 240, 70))
 _FEW = MatmulCase("rows_past_the_sum", 331, 256, 512, (70, 0, 5, 0, 130, 0, 0))
-
-
-def _four_bits(product: Callable[..., Any]) -> Op:
-    """The product with matrices in MXFP4; its inputs are lhs, bias, rhs and sizes."""
-
-    def call(_case: Any, impl: Any) -> Callable[..., Any]:
-        return lambda lhs, bias, rhs, sizes: product(lhs, rhs, sizes, bias_EF=bias, impl=impl)
-
-    def inputs(case: MatmulCase, dtype: Any, seed: int) -> tuple[Any, ...]:
-        lhs, _, bias, sizes = OPS["grouped_matmul"].inputs(case, dtype, seed)
-        E, keys = len(case.group_sizes), jax.random.split(jax.random.key(seed + 1), 2)
-        nibbles = jax.random.randint(keys[0], (E, case.D // 2, case.F), 0, 256)
-        scales = jax.random.randint(keys[1], (E, case.D // mxfp4.GROUP, case.F), 117, 122)
-        rhs = mxfp4.Mxfp4(nibbles.astype(jnp.uint8), scales.astype(jnp.uint8))
-        return lhs, bias, rhs, sizes
-
-    return replace(
-        OPS["grouped_matmul"], call=call, inputs=inputs, differentiated=2,
-        results=("out", "dlhs", "dbias"),
-    )  # fmt: skip
 
 
 def _all(operation: str, *cases: Any) -> tuple[tuple[Op, Any], ...]:
@@ -63,11 +37,11 @@ HOSTILE: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key head, 
     ),
     "grouped_matmul": (
         *_all("grouped_matmul", _RAGGED, _FEW),
-        (_four_bits(grouped_matmul), _RAGGED._replace(name="four_bits")),
+        *_all("grouped_matmul_mxfp4", _RAGGED._replace(name="four_bits")),
     ),
     "grouped_swiglu": (
         *_all("grouped_swiglu", _RAGGED, _FEW),
-        (_four_bits(grouped_swiglu), _RAGGED._replace(name="four_bits")),
+        *_all("grouped_swiglu_mxfp4", _RAGGED._replace(name="four_bits")),
     ),
     "token_logprobs": _all(
         "token_logprobs",

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,15 +76,21 @@ def chip() -> dict[str, str]:
 
 
 def checked(
-    operation: str, impl: str, dtype: str, real: Mapping[str, Any] | None, timeout_s: float
-) -> KernelVerdict:
+    operation: str, impl: str, dtype: str, real: Sequence[Mapping[str, Any]] | None,
+    timeout_s: float,
+) -> KernelVerdict:  # fmt: skip
     """The verdict on one operation in one implementation.
 
-    `real` has the fields of a case of the run's own size, which is looked at in sampled rows.
+    `real` has the fields of cases of the run's own sizes, which are looked at in sampled rows.
     Raises NoChip where the machine and not the kernel stood in the way.
     """
     said = ask(
-        {"operation": operation, "impl": impl, "dtype": dtype, "real": real and dict(real)},
+        {
+            "operation": operation,
+            "impl": impl,
+            "dtype": dtype,
+            "real": real and list(map(dict, real)),
+        },
         timeout_s,
     )
     if not said.lines:
@@ -101,8 +107,9 @@ def checked(
         return KernelVerdict("wrong", f"in {at}: it {said.end}")
     cases = [x for x in said.lines if "case" in x]
     refused = [x for x in cases if x["refused"]]
-    if refused and (len(refused) == len(cases) or (real and refused[-1] is cases[-1])):
-        return KernelVerdict("refuses", refused[-1]["refused"])
+    own = [x for x in refused if x["own"]]  # the run's shapes must not be refused
+    if own or (refused and len(refused) == len(cases)):
+        return KernelVerdict("refuses", (own or refused)[-1]["refused"])
     return KernelVerdict("right", f"{len(cases) - len(refused)} cases")
 
 

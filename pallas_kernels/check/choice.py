@@ -4,7 +4,7 @@
 Next: pallas_kernels/dispatch.py, whose `pick` takes what is chosen here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,13 +99,13 @@ def told(line: str) -> None:
 
 
 def judge_here(
-    chip: Mapping[str, str], dtype: str, real: Mapping[str, Mapping[str, Any]], *,
+    chip: Mapping[str, str], dtype: str, real: Mapping[str, Sequence[Mapping[str, Any]]], *,
     where: Path | None = None, timeout_s: float = child.TIMEOUT_S, again: bool = False,
     tell: Callable[[str], None] = told,
 ) -> Judge:  # fmt: skip
     """A judge that takes the verdict on file, or else checks in a process of its own and keeps it.
 
-    `real`: by operation, the fields of a case of the run's size. `again`: files are not read.
+    `real`: by operation, the fields of cases of the run's sizes. `again`: files are not read.
     """
     where = verdicts.folder() if where is None else where
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxlib import version as jaxlib_version
 
-from pallas_kernels.bench.measure import Ours, first_line, values
-from pallas_kernels.bench.ops import OPS, Op, float32
+from pallas_kernels.bench.measure import Ours, drawn, first_line
+from pallas_kernels.bench.ops import OPS, Op
 from pallas_kernels.check import compare
 from pallas_kernels.check.cases import HOSTILE
-from pallas_kernels.check.sampled import cut_inputs, cut_results, only, sample
+from pallas_kernels.check.sampled import looked_at, only, references, sample
 
 MARK = "kernel check: "  # before each line that is for the parent
 TIMES = 3  # the same bits
@@ -56,21 +55,21 @@ def chip() -> dict[str, str]:
 
 
 def lines(
-    operation: str, impl: str, dtype: str, real: dict[str, Any] | None
+    operation: str, impl: str, dtype: str, real: list[dict[str, Any]] | None
 ) -> Iterator[dict[str, Any]]:
-    """{begin} and then {case, fault, refused} of each case; the run's real size comes last.
+    """{begin} and then {case, fault, refused, own} of each case; those of the run's own sizes, of
+    which `real` has the fields, come last.
 
     It ends with the first fault, or with {unable} where the device has no memory.
     `impl` is a name, or module:function of one that takes (op, case) and returns the call.
     """
-    cases = list(HOSTILE[operation])
-    if real is not None:
-        cases.append((OPS[operation], case_of(operation, real)))
-    for op, case in cases:
+    cases = [(op, case, False) for op, case in HOSTILE[operation]]
+    cases += [(OPS[operation], case_of(operation, fields), True) for fields in real or ()]
+    for op, case, own in cases:
         yield {"begin": case.name}
         found, refused = None, None
         try:
-            found = fault(operation, named(op, impl), case, impl, dtype)
+            found = fault(named(op, impl), case, impl, dtype)
         except (NotImplementedError, ImportError) as error:
             refused = first_line(error)
         except Exception as error:  # whatever tracing, a compiler or the device says
@@ -79,7 +78,7 @@ def lines(
                 yield {"unable": said}
                 return
             found = f"it ended with {said}"
-        yield {"case": case.name, "fault": found, "refused": refused}
+        yield {"case": case.name, "fault": found, "refused": refused, "own": own}
         if found:
             return
 
@@ -103,44 +102,44 @@ def named(op: Op, impl: str) -> Op:
     return replace(op, call=call)
 
 
-def fault(operation: str, op: Op, case: Any, impl: str, dtype: str) -> str | None:
+def fault(op: Op, case: Any, impl: str, dtype: Any, times: int = TIMES) -> str | None:
     """What is wrong with the results, or that they differ between calls; None where all is right.
 
+    A large case is looked at in sampled rows (sampled.py).
     Raises NotImplementedError where the implementation refuses the shapes.
     """
-    inputs = op.inputs(case, jnp.dtype(dtype), 1)
-    at = sample(operation, inputs)
-    ct = None
+    inputs = drawn(op, case, jnp.dtype(dtype), 1)
+    at, ct = sample(op, inputs), None
     if op.differentiated:
         shapes = jax.eval_shape(op.call(case, "reference"), *inputs)
         leaves, tree = jax.tree.flatten(shapes)
         keys = jax.random.split(jax.random.key(2), len(leaves))
         made = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-        ct = jax.tree.unflatten(tree, [only(operation, x, at) for x in made])
+        ct = only(op, jax.tree.unflatten(tree, made), at)
     ours = Ours(op, case, impl)
-    runs = [results(ours, inputs, ct) for _ in range(TIMES)]
-    for name, *again in zip(op.results, *runs, strict=False):
-        if any(np.asarray(x).tobytes() != np.asarray(again[0]).tobytes() for x in again[1:]):
-            return f"{name} has other bits in another call with the same inputs"
-    gradients = zip(op.results[-op.differentiated :], runs[0][-op.differentiated :], strict=True)
+    first = results(ours, inputs, ct)
+    for _ in range(times - 1):
+        for name, a, b in zip(op.results, first, results(ours, inputs, ct), strict=False):
+            if not bool(_same_bits(a, b)):
+                return f"{name} has other bits in another call with the same inputs"
+    gradients = zip(op.results[-op.differentiated :], first[-op.differentiated :], strict=True)
     for name, x in gradients if ct is not None else ():
         if not bool(jnp.all(jnp.isfinite(x))):
             return f"{name} is not finite everywhere"
-    small = cut_inputs(operation, inputs, at)
-    cts = None if ct is None else jax.tree.unflatten(
-        jax.tree.structure(ct), cut_results(operation, op.results, jax.tree.leaves(ct), at)
-    )  # fmt: skip
-    plain = values(op, case, small, cts)
-    # Partial results in float32: TPUs and GPUs would otherwise round the reference's own products.
-    with jax.default_matmul_precision("highest"):
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), cts)
-        right = values(op, case, float32(small), wide)
-    got = cut_results(operation, op.results, runs[0], at)
+    got = looked_at(op, first, at)
+    plain, right = references(op, case, inputs, ct, at)
     outputs = len(op.results) - op.differentiated
     return compare.fault(op.results, got, plain, right, dtype, outputs)
 
 
+@jax.jit
+def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
+    bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+    a, b = (jax.lax.bitcast_convert_type(x, bits) for x in (a, b))
+    return jnp.all(a == b)
+
+
 def results(ours: Ours, inputs: tuple[Any, ...], ct: Any) -> list[Any]:
-    """Outputs, then gradients; the outputs of the backward's own forward must be the same."""
+    """Outputs, then gradients."""
     runs = ours.passes(inputs, ct)
     return [x for run in runs.values() for x in jax.block_until_ready(jax.tree.leaves(run()))]

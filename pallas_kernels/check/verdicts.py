@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +35,12 @@ def folder() -> Path:
 
 
 def key(
-    chip: Mapping[str, str], operation: str, impl: str, dtype: str, real: Mapping[str, Any] | None
-) -> Key:
+    chip: Mapping[str, str], operation: str, impl: str, dtype: str,
+    real: Sequence[Mapping[str, Any]] | None,
+) -> Key:  # fmt: skip
     """All that a verdict depends on: chip, versions, the kernels' source, and what was asked."""
-    asked = {"operation": operation, "impl": impl, "dtype": dtype, "real": real and dict(real)}
+    sizes = real and list(map(dict, real))
+    asked = {"operation": operation, "impl": impl, "dtype": dtype, "real": sizes}
     return json.loads(json.dumps({**chip, "source": source(), **asked}))  # as a file has it
 
 

@@ -84,6 +84,8 @@ REAL_CASES = (  # one layer of 20B and 120B, which are alike here
     AttentionCase("head_128", 64, 1, 8192, 64, 8, 128),
 )
 
+LONG_CASES = (AttentionCase("8x131k", 8, 1, 131_072, 64, 8, 64),)
+
 PAGED_REAL_CASES = (
     PagedCase("64x8k_pages_64", 64, 1, 128, 64, 64, 8, 64),
     PagedCase("64x8k_pages_64_window", 64, 1, 128, 64, 64, 8, 64, 128),
@@ -145,5 +147,5 @@ def shapes(case: AttentionCase | PagedCase, dtype: DTypeLike = jnp.bfloat16) -> 
 
 def named(name: str) -> AttentionCase | PagedCase:
     """The case of that name."""
-    every = TEST_CASES + PAGED_TEST_CASES + BENCH_CASES + REAL_CASES + PAGED_REAL_CASES
-    return {case.name: case for case in every}[name]
+    contiguous = TEST_CASES + BENCH_CASES + REAL_CASES + LONG_CASES
+    return {case.name: case for case in contiguous + PAGED_TEST_CASES + PAGED_REAL_CASES}[name]

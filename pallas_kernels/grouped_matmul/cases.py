@@ -57,6 +57,11 @@ REAL_CASES = (
     MatmulCase("down_120b", 32768, 2880, 2880, zipf_sizes(32768, 128)),
 )
 
+LONG_CASES = (
+    MatmulCase("gate_up_120b_131k", 131_072, 2880, 5760, zipf_sizes(131_072, 128)),
+    MatmulCase("down_120b_131k", 131_072, 2880, 2880, zipf_sizes(131_072, 128)),
+)
+
 
 def shapes(case: MatmulCase, dtype: DTypeLike = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What `make_inputs` makes, without making it: for compilers."""
@@ -70,7 +75,7 @@ def shapes(case: MatmulCase, dtype: DTypeLike = jnp.bfloat16) -> tuple[jax.Shape
 
 
 def make_inputs(
-    case: MatmulCase, dtype: DTypeLike = jnp.float32, seed: int = 0
+    case: MatmulCase, dtype: DTypeLike = jnp.float32, seed: int | Int[Array, ""] = 0
 ) -> tuple[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, " E"], Float[Array, "E F"]]:
     """Normal lhs_MD, rhs_EDF (scaled by D**-0.5) and bias_EF, with the case's group sizes."""
     n_groups = len(case.group_sizes)

@@ -81,6 +81,12 @@ REAL_CASES = (  # GPT-OSS 20B and 120B, and a head size of 128; these are compil
     AttentionCase("train_4k", 4, 4096, 4096, 64, 8, 64),
 )
 
+LONG_CASES = (  # as long as the models read; by name, and on a chip
+    AttentionCase("full_131k", 1, 131_072, 131_072, 64, 8, 64),
+    AttentionCase("window_131k", 1, 131_072, 131_072, 64, 8, 64, 128),
+    AttentionCase("packed_131k", 1, 131_072, 131_072, 64, 8, 64, 0, "packed"),
+)
+
 
 def flops(case: AttentionCase) -> tuple[int, int]:
     """Floating-point operations of the matmuls, forward and backward, over visible pairs only.
@@ -132,7 +138,9 @@ def layout(case: AttentionCase) -> Layout:
     return Layout._make(np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg))
 
 
-def make_inputs(case: AttentionCase, dtype: DTypeLike = jnp.float32, seed: int = 0) -> Inputs:
+def make_inputs(
+    case: AttentionCase, dtype: DTypeLike = jnp.float32, seed: int | Int[Array, ""] = 0
+) -> Inputs:
     """Normal q, k, v in `dtype` and float32 sinks, with the positions and segments of the case."""
     keys = jax.random.split(jax.random.key(seed), 4)
     shapes = ((case.B, case.T, case.N, case.H),) + ((case.B, case.S, case.K, case.H),) * 2
@@ -150,4 +158,4 @@ def make_inputs(case: AttentionCase, dtype: DTypeLike = jnp.float32, seed: int =
 
 def named(name: str) -> AttentionCase:
     """The case of that name."""
-    return {case.name: case for case in TEST_CASES + BENCH_CASES + REAL_CASES}[name]
+    return {case.name: case for case in TEST_CASES + BENCH_CASES + REAL_CASES + LONG_CASES}[name]

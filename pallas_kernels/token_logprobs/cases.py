@@ -35,6 +35,8 @@ REAL_CASES = (
     LogprobsCase("gptoss20b_8k", 8192, 2880, 201_216, 201_088),
 )
 
+LONG_CASES = (LogprobsCase("gptoss_131k", 131_072, 2880, 201_216, 201_088),)
+
 BENCH_CASES = (
     LogprobsCase("tiny", 5120, 128, 512, 512),
     LogprobsCase("tiny_characters", 5120, 128, 265, 265),
@@ -43,7 +45,7 @@ BENCH_CASES = (
 
 
 def make_inputs(
-    case: LogprobsCase, dtype: DTypeLike = jnp.float32, seed: int = 0
+    case: LogprobsCase, dtype: DTypeLike = jnp.float32, seed: int | Int[Array, ""] = 0
 ) -> tuple[Float[Array, "M D"], Float[Array, "D V"], Int[Array, " M"]]:
     """Normal hidden_MD and w_head_DV (logits of deviation 1.5), and targets among the words."""
     hidden_key, head_key, target_key = jax.random.split(jax.random.key(seed), 3)

@@ -149,14 +149,21 @@ def test_the_doctor_may_leave_a_named_kernel_for_another_dtype():
 @pytest.mark.parametrize("packed", [0, 4 * 58])
 def test_the_runs_own_sizes_are_cases_of_every_operation(packed):
     found = json.loads(json.dumps(sizes(override(TINY, f"optim.tokens_per_microbatch={packed}"))))
-    cases = {operation: one.case_of(operation, fields) for operation, fields in found.items()}
-    assert cases.keys() == PLATFORMS.keys()
+    every = {o: [one.case_of(o, fields) for fields in several] for o, several in found.items()}
+    assert every.keys() == PLATFORMS.keys()
+    cases = {operation: several[0] for operation, several in every.items()}
     rows, m = 4 if packed else 256, TINY.model
     assert cases["sink_attention"][1:7] == (rows, 58, 58, m.n_q_heads, m.n_kv_heads, m.head_dim)
     assert cases["decode_attention"].T == 1 and cases["decode_attention"].S == 58
     assert cases["grouped_swiglu"].F == 2 * m.d_expert == 2 * cases["grouped_matmul"].D
     assert sum(cases["grouped_matmul"].group_sizes) == rows * 58 * m.experts_per_token
     assert cases["token_logprobs"].V == m.padded_vocab
+    for operation in ("sink_attention", "decode_attention"):  # a layer of either kind
+        full, sliding = every[operation]
+        assert (full.window, sliding.window) == (0, m.sliding_window)
+        assert sliding[1:3] == full[1:3] and sliding[4:7] == full[4:7]
+        assert sliding.layout == full.layout
+    assert every["decode_attention"][1].S == m.sliding_window < 58  # its cache holds no more
 
 
 def test_every_name_of_an_implementation_is_a_choice_and_others_are_not():

@@ -107,7 +107,7 @@ def test_a_hopper_kernel_that_left_nothing_is_an_error(tmp_path):
     "typed, said",
     [
         ("sink_attention --schedule", "--schedule must stand with --compile CHIP"),
-        ("sink_attention --schedule --compile v9", "invalid choice: 'v9'"),
+        ("sink_attention --schedule --compile v9", "--compile must be one of v5e, .*; got 'v9'"),
         (
             "sink_attention --schedule --compile a100",
             "chip whose compiler leaves one.*got --compile",
@@ -125,8 +125,8 @@ def test_what_leaves_no_schedule_is_said_in_one_line(capsys, typed, said):
     with pytest.raises(SystemExit) as stop:
         bench.main(typed.split())
     assert stop.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert re.search(said, lines[-1]), lines
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(said, line), line
 
 
 def test_a_case_that_is_refused_does_not_take_the_others_with_it(capsys, monkeypatch):
@@ -147,6 +147,12 @@ def test_a_case_that_is_refused_does_not_take_the_others_with_it(capsys, monkeyp
     assert said[2].endswith("100 bundles, 0.00 ms (DMA not included)")
     assert len(said) == 5  # the kernel once; of its loops the one of 32 cycles and more
     assert bench.main([*argv, "gqa8"]) == 1
+    capsys.readouterr()
+    monkeypatch.setattr(schedule, "compiled", lambda *_: schedule.Found([], {}))
+    assert bench.main([*argv, "packed"]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "packed  refused: the compiler left no schedule of a Pallas kernel"
+    ]
 
 
 def test_a_compiler_that_dies_says_its_last_line(monkeypatch):

@@ -107,3 +107,40 @@ def wrong_past_the_cases(op, case):
         return jnp.where(jnp.arange(logp.shape[0]) > 700, logp * 1.01, logp), entropy
 
     return wrong
+
+
+FAR = slice(70_016, 70_144)  # rows of one tile of a long case
+
+
+def _in_far_rows(x, axis):
+    here = [slice(None)] * x.ndim
+    here[axis] = FAR
+    return x.at[tuple(here)].multiply(jnp.asarray(1.03, x.dtype))
+
+
+def wrong_in_one_far_tile(op, case):
+    """128 rows of the first result, past row 65,536, are 3 % too large."""
+    call, axis = right(op, case), op.rows.axis
+
+    def wrong(*inputs):
+        leaves, tree = jax.tree.flatten(call(*inputs))
+        return jax.tree.unflatten(tree, [_in_far_rows(leaves[0], axis), *leaves[1:]])
+
+    return wrong
+
+
+def wrong_gradient_in_one_far_tile(op, case):
+    """The same of the first gradient, that of the rows."""
+    return _with_a_gradient(op, case, lambda g: (_in_far_rows(g[0], op.rows.axis), *g[1:]))
+
+
+def wrong_gradient_in_one_shared_tile(op, case):
+    """128 keys, 64 rows and columns of the last matrix, or of the head: the second gradient."""
+
+    def change(grads):
+        x = grads[1]
+        tile = (-1, slice(64), slice(64)) if x.ndim == 3 else (..., slice(64, 128))
+        far = _in_far_rows(x, 1) if x.ndim == 4 else x.at[tile].multiply(jnp.asarray(1.03, x.dtype))
+        return (grads[0], far, *grads[2:])
+
+    return _with_a_gradient(op, case, change)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from pallas_kernels.check import __main__ as command
-from pallas_kernels.check import child, choice
+from pallas_kernels.check import child, choice, verdicts
 from pallas_kernels.check.choice import PLATFORMS, Choice, Refused, choose, judge_here
 from pallas_kernels.check.verdicts import KernelVerdict
 
@@ -129,7 +129,7 @@ def test_a_planted_hang_costs_its_timeout_once_and_is_not_waited_for_again(tmp_p
 
 @pytest.mark.slow
 def test_the_runs_own_size_is_looked_at_in_sampled_rows_planted_faults_too(on_a_cpu, tmp_path):
-    real = {"token_logprobs": dict(name="run", M=1500, D=64, V=640, vocab_size=600)}
+    real = {"token_logprobs": [dict(name="run", M=1500, D=64, V=640, vocab_size=600)]}
     verdicts = {
         double: judge_here(
             on_a_cpu, "float32", real, where=tmp_path, timeout_s=300.0, tell=lambda _: None
@@ -150,18 +150,17 @@ def test_a_child_that_cannot_open_the_device_is_no_verdict(monkeypatch):
 
 
 def test_the_shape_that_the_run_has_must_not_be_refused(monkeypatch):
-    def told(*refused):
-        return child.Said(tuple({"case": str(i), "fault": None, "refused": r}
-                                for i, r in enumerate(refused)), "")  # fmt: skip
+    def verdict(*refused, own):
+        said = [{"case": str(i), "fault": None, "refused": r, "own": i >= len(refused) - own}
+                for i, r in enumerate(refused)]  # fmt: skip
+        monkeypatch.setattr(child, "ask", lambda *_: child.Said(tuple(said), ""))
+        return child.checked("sink_attention", "mosaic_gpu", "bfloat16", [{"T": 1}] * own, 1.0)
 
-    def verdict(said, real):
-        monkeypatch.setattr(child, "ask", lambda *_: said)
-        return child.checked("sink_attention", "mosaic_gpu", "bfloat16", real, 1.0)
-
-    assert verdict(told(None, "odd", None), {"T": 1}) == ("right", "2 cases")
-    assert verdict(told(None, None, "head size 16"), {"T": 1}) == ("refuses", "head size 16")
-    assert verdict(told(None, None, "odd"), None) == ("right", "2 cases")
-    assert verdict(told("no", "no"), None).kind == "refuses"
+    assert verdict(None, "odd", None, own=1) == ("right", "2 cases")
+    assert verdict(None, None, "head size 16", own=1) == ("refuses", "head size 16")
+    assert verdict(None, "head size 16", None, own=2) == ("refuses", "head size 16")
+    assert verdict(None, None, "odd", own=0) == ("right", "2 cases")
+    assert verdict("no", "no", own=0).kind == "refuses"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +168,8 @@ def test_the_shape_that_the_run_has_must_not_be_refused(monkeypatch):
     [
         (["attention"], "operation must be one of sink_attention.*got 'attention'"),
         (["--impl", "mosaic"], "--impl must be one of mosaic_gpu.*got 'mosaic'"),
+        (["--dtype", "int8"], "--dtype must be one of bfloat16, float32; got 'int8'"),
+        (["--timeout", "soon"], "invalid float value: 'soon'"),
         (["--timeout", "0"], "--timeout must be above 0; got 0"),
         (["--timeout", "nan"], "--timeout must be above 0; got nan"),
         (["token_logprobs", "--impl", "triton"], "token_logprobs must have --impl triton"),
@@ -179,8 +180,37 @@ def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, sa
     monkeypatch.setattr(child, "ask", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit) as left:
         command.main(typed)
-    err = " ".join(capsys.readouterr().err.split())
-    assert left.value.code == 2 and re.search(said, err)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and re.search(said, line)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "cannot be read"),
+        ("[]", "does not hold a verdict"),
+        ('{"key": {"kind": "TPU v6e"}, "verdict": {"kind": "right", "reason": ""}}', "is of anoth"),
+    ],
+)
+def test_the_command_says_which_file_it_does_not_take_and_checks_again(
+    monkeypatch, capsys, tmp_path, text, said
+):
+    here = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": "0.12"}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(command, "may_have_a_chip", lambda: True)
+    monkeypatch.setattr(child, "chip", lambda: here)
+    monkeypatch.setattr(child, "checked", lambda *_: WRONG)
+    path = verdicts.path_of(
+        verdicts.folder(), verdicts.key(here, "sink_attention", "triton", "bfloat16", None)
+    )
+    path.parent.mkdir()
+    path.write_text(text)
+    for lines in (4, 2):  # the second time what was found the first time is on file
+        assert command.main(["--impl", "triton"]) == 1
+        told = capsys.readouterr().out.splitlines()
+        assert len(told) == lines and told[-1].endswith("it is wrong in ragged: o errs by 1")
+        again = [x for x in told if str(path) in x]
+        assert len(again) == (lines == 4) and all(said in x for x in again)
 
 
 def test_the_command_says_each_verdict_and_fails_for_a_wrong_one(monkeypatch, capsys):

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A row counts for itself, whatever the size of the others; sampled rows are the whole's."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bench.measure import values
+from pallas_kernels.bench.measure import Ours
 from pallas_kernels.bench.ops import OPS
 from pallas_kernels.check import compare, sampled
 from pallas_kernels.grouped_matmul.cases import MatmulCase
+from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 
@@ -63,34 +64,68 @@ def test_results_that_stay_in_float32_have_no_room_for_a_rounding_to_16_bits():
 
 CASES = {
     "sink_attention": AttentionCase("cut", 2, 31, 31, 6, 2, 8, 9, "packed"),
-    "grouped_matmul": MatmulCase("cut", 37, 8, 6, (5, 0, 14, 9, 3)),
+    "decode_attention": AttentionCase("cut", 3, 2, 61, 6, 2, 8, 0, "left"),
+    "grouped_matmul": MatmulCase("cut", 37, 8, 6, (5, 0, 14, 9, 3)),  # 6 rows of none
+    "grouped_swiglu_mxfp4": MatmulCase("cut", 37, 64, 6, (5, 0, 14, 9, 3)),
     "token_logprobs": LogprobsCase("cut", 37, 8, 19, 17, 0.7),
 }
 
 
 @pytest.mark.parametrize("operation", CASES)
-def test_sampled_rows_have_the_values_and_gradients_of_the_whole(operation):
+def test_sampled_rows_have_the_values_and_gradients_of_the_whole_in_several_pieces(
+    monkeypatch, operation
+):
+    monkeypatch.setattr(sampled, "SCORES", 200)
     op, case = OPS[operation], CASES[operation]
+    op = replace(op, rows=replace(op.rows, looked_at=LESS))
     inputs = op.inputs(case, jnp.float32, 1)
-    at = np.array([0, 4, 5, 18, 27, 30])
-    outputs = jax.eval_shape(op.call(case, "reference"), *inputs)
-    ct = jax.tree.map(
-        lambda x: sampled.only(operation, jax.random.normal(jax.random.key(3), x.shape), at),
-        outputs,
-    )
-    whole = sampled.cut_results(operation, op.results, values(op, case, inputs, ct), at)
-    cut = sampled.cut_results(operation, op.results, jax.tree.leaves(ct), at)
-    cts = jax.tree.unflatten(jax.tree.structure(ct), cut)
-    some = values(op, case, sampled.cut_inputs(operation, inputs, at), cts)
-    for name, a, b in zip(op.results, whole, some, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
+    at, ct = sampled.sample(op, inputs, 9), None
+    assert len(at) < inputs[0].shape[op.rows.axis] or operation == "decode_attention"
+    assert len(sampled._cut(op, case, inputs, at).pieces) > 1
+    if op.differentiated:
+        outputs = jax.eval_shape(op.call(case, "reference"), *inputs)
+        ct = jax.tree.map(lambda x: jax.random.normal(jax.random.key(3), x.shape), outputs)
+        ct = sampled.only(op, ct, at)
+    runs = Ours(op, case, "reference").passes(inputs, ct).values()
+    whole = sampled.looked_at(op, [x for run in runs for x in jax.tree.leaves(run())], at)
+    plain, right = sampled.references(op, case, inputs, ct, at)
+    for some in (plain, right):
+        for name, a, b in zip(op.results, whole, some, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
 
 
-def test_as_many_rows_are_sampled_as_the_reference_can_hold():
-    shape = SimpleNamespace
-    q, k = shape(shape=(2, 8192, 64, 64)), shape(shape=(2, 8192, 8, 64))
-    rows = sampled.sample("sink_attention", (q, k))
-    assert len(rows) == 64 and rows[-1] == 8191 and len(set(rows)) == 64
-    few = shape(shape=(2, 3, 64, 64))
-    assert list(sampled.sample("decode_attention", (few, k))) == [0, 1, 2]
-    assert len(sampled.sample("token_logprobs", (shape(shape=(24576, 8)),))) == sampled.ROWS
+LESS = {"dk": (1, 7), "dv": (1, 7), "drhs": (1, 5), "dw_head": (0, 5)}
+
+
+@pytest.mark.parametrize("n, most", [(131_072, 2048), (1331, 300), (9, 9)])
+def test_every_stripe_has_a_row_in_the_sample_and_so_has_every_tile_of_two(n, most):
+    at = sampled.stripes(n, most)
+    width = -(-n // most)
+    assert at[-1] == n - 1 and len(at) == min(n, most)
+    assert max(np.diff(at, prepend=-1)) < 2 * width
+    other = sampled.stripes(n, most, seed=1)
+    assert np.array_equal(at, other) == (n == most)
+
+
+def test_every_group_has_its_first_and_last_row_in_the_sample():
+    op, case = OPS["grouped_matmul"], MatmulCase("x", 4001, 2, 3, (7, 0, 1, 1500, 2000, 3))
+    at = set(sampled.sample(op, op.inputs(case, jnp.float32, 0), 50))
+    assert {0, 6, 7, 8, 1507, 1508, 3507, 3508, 3510, 3511, 4000} <= at
+
+
+@pytest.mark.parametrize("operation", OPS)
+def test_the_pieces_of_a_long_case_fit_a_small_memory(operation):
+    """Shapes alone: nothing of that size is made."""
+    op = OPS[operation]
+    long = op.cases.LONG_CASES[0]
+    shapes = list(jax.eval_shape(lambda: op.inputs(long, jnp.bfloat16, 0)))
+    if op.rows.sizes is not None:
+        shapes[op.rows.sizes] = np.asarray(long.group_sizes)
+    if hasattr(long, "layout"):
+        shapes[4:8] = map(jnp.asarray, attention_cases.layout(long))
+    shapes = tuple(shapes)
+    at = sampled.sample(op, shapes)
+    cut = sampled._cut(op, long, shapes, at)
+    assert cut.rows * max(1, cut.entries) * op.rows.scores(shapes) <= sampled.SCORES
+    assert sum(x.stop - x.start for x in cut.pieces) == len(at) and len(cut.pieces) <= 256

@@ -9,7 +9,7 @@ from pallas_kernels.check import verdicts
 from pallas_kernels.check.verdicts import KernelVerdict
 
 CHIP = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "cuda 13 580.1", "jax": "0.12 0.12"}
-KEY = verdicts.key(CHIP, "sink_attention", "mosaic_gpu", "bfloat16", {"sizes": (1, 2)})
+KEY = verdicts.key(CHIP, "sink_attention", "mosaic_gpu", "bfloat16", [{"sizes": (1, 2)}])
 
 
 @pytest.fixture

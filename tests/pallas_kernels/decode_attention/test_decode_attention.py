@@ -10,7 +10,6 @@ import pytest
 
 from pallas_kernels.decode_attention import (
     cases,
-    checks,
     decode_attention,
     paged_decode_attention,
     pages,
@@ -21,6 +20,7 @@ from pallas_kernels.decode_attention import (
 )  # fmt: skip
 from pallas_kernels.masks import visible
 from pallas_kernels.sink_attention import sink_attention
+from tests.pallas_kernels.decode_attention import checks
 
 PAGED = cases.named("pages_16_window")
 

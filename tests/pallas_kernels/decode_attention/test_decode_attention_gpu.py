@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.decode_attention import cases, checks, pallas_gpu
+from pallas_kernels.decode_attention import cases, pallas_gpu
 from pallas_kernels.dispatch import Target
+from tests.pallas_kernels.decode_attention import checks
 
 KERNEL = partial(pallas_gpu.mosaic_gpu, interpret=True)
 PAGED = partial(pallas_gpu.mosaic_gpu_paged, interpret=True)
@@ -72,7 +73,7 @@ def test_half_caches_merge_into_the_whole():
 def test_scales_that_are_not_positive(scale):
     inputs = cases.make_inputs(checks.SHORT, jnp.bfloat16)
     from pallas_kernels.decode_attention.xla import xla
-    from pallas_kernels.testing import three_way
+    from tests.pallas_kernels.three_way import three_way
 
     ours, right = (f(*inputs.arguments, 0, scale) for f in (KERNEL, xla))
     for mine, theirs in zip(ours, right, strict=True):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.decode_attention import cases, checks, pallas_tpu
+from pallas_kernels.decode_attention import cases, pallas_tpu
+from tests.pallas_kernels.decode_attention import checks
 
 KERNEL = partial(pallas_tpu.mosaic_tpu, interpret=True)
 PAGED = partial(pallas_tpu.mosaic_tpu_paged, interpret=True)

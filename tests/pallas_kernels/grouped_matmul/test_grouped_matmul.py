@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul import cases, grouped_matmul
 from pallas_kernels.grouped_matmul.xla import tile_rows
-from pallas_kernels.testing import three_way
+from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("out", "dlhs", "drhs", "dbias")
 

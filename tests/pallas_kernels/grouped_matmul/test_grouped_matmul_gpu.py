@@ -21,7 +21,7 @@ from pallas_kernels.grouped_matmul.hopper import (
     pallas_gpu_weights,
 )
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
-from pallas_kernels.testing import three_way
+from tests.pallas_kernels.three_way import three_way
 
 M, D, F = 300, 256, 384  # 2 or more row tiles, 2 column tiles; of drhs 2 by 2; 4 or 6 steps
 ALPHA, LIMIT = 1.3, 0.9  # the clamps bite

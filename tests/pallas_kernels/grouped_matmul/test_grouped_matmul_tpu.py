@@ -12,7 +12,7 @@ from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_tpu
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_tile
-from pallas_kernels.testing import three_way
+from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("out", "dlhs", "drhs", "dbias")
 ALPHA, LIMIT = 1.3, 2.5

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import mxfp4, pallas_gpu, reference
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_mxfp4
-from pallas_kernels.testing import three_way
+from tests.pallas_kernels.three_way import three_way
 
 M, D, F = 300, 320, 384
 ALPHA, LIMIT = 1.3, 0.9  # the clamps bite

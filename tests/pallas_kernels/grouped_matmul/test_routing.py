@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul import grouped_matmul, routing
-from pallas_kernels.testing import three_way
+from tests.pallas_kernels.three_way import three_way
 
 M, A, E, D, F = 29, 4, 7, 48, 40
 

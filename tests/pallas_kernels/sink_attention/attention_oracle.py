@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.testing import three_way
+from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("o", "lse", "dq", "dk", "dv", "dsink")
 

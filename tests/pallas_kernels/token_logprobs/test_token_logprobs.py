@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.testing import three_way
 from pallas_kernels.token_logprobs import cases, token_logprobs
 from pallas_kernels.token_logprobs.xla import TOKEN_BLOCK, VOCAB_BLOCK, blocks
+from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("logp", "entropy", "dhidden", "dw_head")
 

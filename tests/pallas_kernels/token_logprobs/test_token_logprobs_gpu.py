@@ -9,9 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ahead_of_time import GPUS
 from pallas_kernels.dispatch import Target
-from pallas_kernels.testing import three_way
 from pallas_kernels.token_logprobs import cases, pallas_gpu, token_logprobs
 from pallas_kernels.token_logprobs.pallas_gpu import mosaic_gpu
+from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("logp", "entropy", "dhidden", "dw_head")
 needs_interpreter = pytest.mark.skipif(

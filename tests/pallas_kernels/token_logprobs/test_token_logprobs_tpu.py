@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.testing import three_way
 from pallas_kernels.token_logprobs import cases, pallas_tpu, token_logprobs
 from pallas_kernels.token_logprobs.pallas_tpu import mosaic_tpu
+from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("logp", "entropy", "dhidden", "dw_head")
 PADDED, TALL, WIDE = cases.TEST_CASES[1:]

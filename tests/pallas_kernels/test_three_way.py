@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.testing import three_way
+from tests.pallas_kernels.three_way import three_way
 
 ORACLE = np.linspace(-2.0, 2.0, 15).reshape(3, 5)  # the largest is 2
 ULP = float(np.finfo(np.float32).eps)
@@ -98,7 +98,7 @@ def test_nothing_agrees_with_nothing():
 
 def test_the_kernels_import_nothing_of_the_model_and_no_other_framework():
     code = (
-        "import sys, pallas_kernels, pallas_kernels.testing, pallas_kernels.sink_attention.cases\n"
+        "import sys, pallas_kernels, pallas_kernels.sink_attention.cases\n"
         "print(*{name.split('.')[0] for name in sys.modules})"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

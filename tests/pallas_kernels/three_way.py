@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How close is close: the three-way rule, used by every numerical test."""
+"""How close is close: the three-way rule, used by every numerical test of a kernel."""
 
 from typing import Any
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every implementation of decoding is held to: a float64 oracle and four properties.
-
-Here and not among the tests, so that whoever adds an implementation can import it.
-"""
+"""What every implementation of decoding is held to: a float64 oracle and four properties."""
 
 from functools import partial
 
@@ -12,7 +9,7 @@ import numpy as np
 
 from pallas_kernels.decode_attention import cases
 from pallas_kernels.decode_attention.cases import PagedCase
-from pallas_kernels.testing import three_way
+from tests.pallas_kernels.three_way import three_way
 
 SHORT = cases.AttentionCase("short", 3, 2, 136, 10, 2, 64, 0, "left")
 

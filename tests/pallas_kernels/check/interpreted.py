@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our kernels for chips, interpreted on a CPU, as implementations for a check: module:function."""
+
+from pallas_kernels.bench.ops import OPS
+from pallas_kernels.decode_attention import pallas_gpu as decode_gpu
+from pallas_kernels.decode_attention import pallas_tpu as decode_tpu
+from pallas_kernels.grouped_matmul import pallas_gpu as matmul_gpu
+from pallas_kernels.grouped_matmul import pallas_tpu as matmul_tpu
+from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention import pallas_gpu, pallas_tpu
+from pallas_kernels.token_logprobs import pallas_gpu as logprobs_gpu
+from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
+
+ALPHA, LIMIT = 1.702, 7.0
+TPU = {
+    "sink_attention": pallas_tpu.mosaic_tpu,
+    "decode_attention": decode_tpu.mosaic_tpu,
+    "grouped_matmul": matmul_tpu.mosaic_tpu,
+    "grouped_swiglu": matmul_tpu.mosaic_tpu_swiglu,
+    "token_logprobs": logprobs_tpu.mosaic_tpu,
+}
+GPU = {
+    "sink_attention": pallas_gpu.mosaic_gpu,
+    "decode_attention": decode_gpu.mosaic_gpu,
+    "grouped_matmul": matmul_gpu.mosaic_gpu,
+    "grouped_swiglu": matmul_gpu.mosaic_gpu_swiglu,
+    "token_logprobs": logprobs_gpu.mosaic_gpu,
+}
+
+
+def tpu(op, case):
+    """As `op.call(case, "mosaic_tpu")`."""
+    return _call(TPU, op, case)
+
+
+def gpu(op, case):
+    """As `op.call(case, "mosaic_gpu")`."""
+    return _call(GPU, op, case)
+
+
+def _call(kernels, op, case):
+    name = next(name for name, known in OPS.items() if known is op)
+    run = kernels[name.removesuffix("_mxfp4")]
+
+    def attend(q, k, v, sink, *places):
+        return run(q, k, v, sink, Layout(*places), case.window, q.shape[3] ** -0.5, interpret=True)
+
+    def product(lhs, rhs, bias, sizes):
+        if name.endswith("_mxfp4"):
+            rhs, bias = bias, rhs
+        more = (ALPHA, LIMIT) if "swiglu" in name else ()
+        return run(lhs, rhs, sizes, bias, *more, interpret=True)
+
+    def logprobs(hidden, head, targets):
+        return run(hidden, head, targets, case.temperature, case.vocab_size, interpret=True)
+
+    if "attention" in name:
+        return attend
+    return logprobs if name == "token_logprobs" else product
