@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sink attention for TPU: a Pallas kernel forward, two backward, linear memory.
+"""Sink attention for TPU: a Pallas kernel forward, one backward, linear memory.
 
 Each step of the grid takes one block of queries, all heads of one key head, and visits the blocks
 of keys that it needs: keys and values are read once per group. The heads of the group are
@@ -51,7 +51,7 @@ def _forward_kernel(
     total[...] = jnp.exp(sink[...][:, None] - top[...])
     acc[...] = jnp.zeros_like(acc)
 
-    def body(buffer, whole):
+    def body(_, buffer, whole):
         k, v = k_two[buffer], v_two[buffer]
         mask = None if whole else blocks.seen(q_places[...], k_places_two[buffer], window)
 
@@ -109,7 +109,7 @@ def forward(x: blocks.Sizes, q, k, v, sink, where: blocks.Blocked, window, scale
             blocks.struct(q.shape, dtype),
             blocks.struct((x.B, x.K, G, x.n * bt), jnp.float32),
         ],
-        compiler_params=blocks.PARAMS,
+        compiler_params=blocks.params(),
         cost_estimate=pl.CostEstimate(
             flops=4 * pairs * H,
             transcendentals=pairs,

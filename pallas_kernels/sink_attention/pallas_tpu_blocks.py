@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the three TPU kernels share: the layout of their arrays and the loop over blocks.
+"""What the TPU kernels share: the layout of their arrays and the loop over blocks.
 
 Time lies in the 128 lanes: q, o and their cotangents are [B, K, G, H, T], statistics [B, K, G, T],
 scores [keys, queries]. So a head size of 64 wastes neither lanes nor bandwidth for them, a
 statistic is one row, and softmax reduces over sublanes, which costs additions, not shuffles.
 
-A kernel holds one block and loops over the blocks that it needs of the other side, copied from
+A kernel holds one block of queries and loops over the blocks of keys that it needs, copied from
 HBM into two buffers by turns: what nobody sees costs no step, no copy and no mask, however long
 the row. (A grid over all blocks would take a step for each, though skipped, and a list of pairs
 would outgrow SMEM.) The last step of a loop already fetches the first block of the next loop.
@@ -32,10 +32,14 @@ from pallas_kernels.sink_attention.reference import UNSEEN
 
 LANES = 128
 SUBLANES = 8
-PARAMS = pltpu.CompilerParams(
-    dimension_semantics=("parallel", "parallel", "arbitrary"),
-    vmem_limit_bytes=48 * 2**20,  # every chip has at least 64 MiB
-)
+
+
+def params() -> pltpu.CompilerParams:
+    """Of a grid (B, K, blocks), the last in its order."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+        vmem_limit_bytes=tpu.vmem_bytes() // 8 * 7,
+    )
 
 
 def block_sizes(
@@ -116,7 +120,11 @@ class Blocked(NamedTuple):
     q_B8T: Int[Array, "B 8 Tp"]
     k_B8S: Int[Array, "B 8 Sp"]
     q_runs: Int[Array, " R"]  # of key blocks, for each query block: see `blocks.runs`
-    k_runs: Int[Array, " Q"]  # of query blocks, for each key block
+
+    def within(self, low: int, high: int) -> Int[Array, " R"]:
+        """`q_runs` of the key blocks low … high − 1 alone, counted from low."""
+        ends = jnp.clip(self.q_runs.reshape(-1, 4), low, high) - low
+        return _visits(*ends.T)
 
 
 def sizes(
@@ -141,21 +149,22 @@ def blocked(x: Sizes, layout: Layout, window: int) -> Blocked:
     q_pos, k_pos, q_seg, k_seg = layout
     needed, whole = block_table(layout, x.bt, x.bs, window)
 
-    def visits(needed: Array, whole: Array) -> Array:
-        # Every loop visits a block, so that the one before it always knows what to fetch.
-        first, whole_first, whole_last, last = jnp.moveaxis(runs(needed, whole), 2, 0)
-        ends = (first, whole_first, whole_last, jnp.maximum(last, first + 1))
-        return jnp.stack(ends, axis=2).reshape(-1)
-
     def eight(pos: Array, seg: Array) -> Array:
         return jnp.pad(jnp.stack([pos, seg], axis=1), ((0, 0), (0, SUBLANES - 2), (0, 0)))
 
     return Blocked(
         eight(q_pos, q_seg),
         eight(k_pos, k_seg),
-        visits(needed, whole),
-        visits(needed.swapaxes(1, 2), whole.swapaxes(1, 2)),
+        _visits(*jnp.moveaxis(runs(needed, whole), 2, 0)),
     )
+
+
+def _visits(first: Array, whole_first: Array, whole_last: Array, last: Array) -> Array:
+    """The ends of each run, side by side: every loop visits a block, so that the one before it
+    always knows what to fetch."""
+    first = jnp.where(last > first, first, 0)
+    ends = (first, whole_first, whole_last, jnp.maximum(last, first + 1))
+    return jnp.stack(ends, axis=-1).reshape(-1)
 
 
 def prescaled(q: Float[Array, "B T N H"], scale: float) -> tuple[Float[Array, "B T N H"], float]:
@@ -196,9 +205,13 @@ def scores(k: Any, q: Any, scale: float, mask: Any) -> Any:
 
 
 def visit(
-    runs_ref: Any, slot_ref: Any, copies: Callable[..., tuple], body: Callable[[Any, bool], None]
+    runs_ref: Any,
+    slot_ref: Any,
+    copies: Callable[..., tuple],
+    body: Callable[[Any, Any, bool], None],
 ) -> None:
-    """Call body(buffer, whole) for each block that this step of the grid (B, K, blocks) needs.
+    """Call body(block, buffer, whole) for each block that this step of the grid (B, K, blocks)
+    needs.
 
     `copies(block, buffer)` names the copies that bring a block; `slot_ref` holds the buffer, 0 or
     1, in which the first block of the next step is on its way.
@@ -227,8 +240,8 @@ def visit(
         for copy in copies(block, buffer):
             copy.wait()
         whole = (block >= whole_first) & (block < whole_last)
-        pl.when(whole)(lambda: body(buffer, True))
-        pl.when(~whole)(lambda: body(buffer, False))
+        pl.when(whole)(lambda: body(block, buffer, True))
+        pl.when(~whole)(lambda: body(block, buffer, False))
         return 1 - buffer
 
     slot_ref[0] = lax.fori_loop(first, last, step, slot_ref[0])

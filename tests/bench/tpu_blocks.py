@@ -52,7 +52,7 @@ def main() -> None:
             continue
         row = []
         for kernel in found.kernels:
-            name = next(x for x in ("forward", "dkv", "dq", "") if x in kernel.kernel)
+            name = next(x for x in ("forward", "backward", "") if x in kernel.kernel)
             counted = found.turns_of(kernel.kernel)
             row.append(f"{name} {cost(args.chip, args.window, sizes, kernel, counted)}")
         print(f"{args.chip} {sizes}: " + ", ".join(row), flush=True)
