@@ -26,6 +26,7 @@ from pallas_kernels.grouped_matmul.visits import group_visits, row_visits
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+from pallas_kernels.sink_attention.pallas_tpu_backward import keys_at_once
 from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
 
 ITEM = 2  # bytes: bfloat16, which is what the bench compiles
@@ -53,11 +54,12 @@ def _here() -> Any:
 
 
 def attention(case: Any) -> dict[str, Turns]:
-    """Of the forward kernel and the backward one."""
-    return {
-        f"sink_attention_{name}": _visits(_blocks(case, backward), case)
-        for name, backward in (("forward", False), ("backward", True))
-    }
+    """Of the forward kernel and the backward one, if it takes all keys at once."""
+    backward = _blocks(case, True)
+    found = {"sink_attention_forward": _visits(_blocks(case, False), case)}
+    if backward.m * backward.unit <= keys_at_once(case.H):
+        found["sink_attention_backward"] = _visits(backward, case)
+    return found
 
 
 def _blocks(case: Any, backward: bool) -> blocks.Sizes:
@@ -68,20 +70,25 @@ def _blocks(case: Any, backward: bool) -> blocks.Sizes:
 def _visits(x: blocks.Sizes, case: Any) -> Turns:
     with _here():
         layout = Layout._make(map(jnp.asarray, attention_cases.layout(case)))
-        layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.bs - x.S)
-        runs_Bn4 = np.asarray(runs(*block_table(layout, x.bt, x.bs, case.window)), np.int64)
+        layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
+        runs_Bn4 = np.asarray(runs(*block_table(layout, x.bt, x.unit, case.window)), np.int64)
     first, whole_first, whole_last, last = np.moveaxis(runs_Bn4, 2, 0)
     last = np.maximum(last, first + 1)
     low, high = np.maximum(first, whole_first), np.minimum(last, whole_last)
+    some = x.bs // x.unit
     share = x.K / tpu.cores()
-    steps, every = share * first.size, share * int(np.sum(last - first))
+    steps, every = share * first.size, share * int(np.sum(-(-(last - first) // some)))
     whole = share * int(np.sum(np.maximum(high - low, 0)))
     heads = x.G // blocks.together(x.G, case.window)
-    if heads == 1:  # no loop over heads
-        pieces = (every, every, whole, every - whole)
-        return Turns((1, 1), (Turns((steps, steps), (Turns((pieces,)),)),))
-    inner = (Turns((whole * heads,)), Turns(((every - whole) * heads,)))
-    return Turns((1, 1), (Turns((steps, steps), (Turns((every, every - whole, every), inner),)),))
+    masked = every - whole
+    if some > 1:  # none is asked whether it is seen whole
+        each = Turns((every, every), (Turns((every * heads,)),)) if heads > 1 else Turns((every,))
+    elif heads > 1:
+        inner = Turns((whole * heads,)), Turns((masked * heads,))
+        each = Turns((every, masked, every), inner)
+    else:  # no loop over heads
+        each = Turns(((every, every, whole, masked),))
+    return Turns((1, 1), (Turns((steps, steps), (each,)),))
 
 
 def _rows(case: Any, *, swiglu: bool, transposed: bool) -> Turns:

@@ -23,14 +23,14 @@ from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
 
 def _kernel(
-    runs, q, do, stats, q_places, k_hbm, v_hbm, k_places_hbm, *refs, window, scale, k_scale
+    runs, q, do, stats, q_places, k_hbm, v_hbm, k_places_hbm, *refs, window, scale, k_scale, unit
 ):
     *before, dq, dk, dv, k_two, v_two, k_places_two, sems, slot, acc = refs
     b, head = pl.program_id(0), pl.program_id(1)
     bs = k_two.shape[1]
 
     def keys(block):
-        return pl.ds(pl.multiple_of(block * bs, bs), bs)
+        return pl.ds(pl.multiple_of(block * unit, unit), bs)
 
     def copies(block, buffer):
         at = keys(block)
@@ -68,7 +68,7 @@ def _kernel(
 
         blocks.each_head(q.shape[0], window, step)
 
-    blocks.visit(runs, slot, copies, body)
+    blocks.visit(runs, slot, copies, body, bs // unit)
     dq[...] = (acc[...] * scale).astype(dq.dtype)
 
 
@@ -81,16 +81,20 @@ def backward(
     x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window, scale, k_scale, interpret
 ):
     """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) of arrays laid out by `x`, q by `prescaled`."""
-    most = max(1, keys_at_once(x.H) // x.bs)
+    most = max(1, keys_at_once(x.H) // x.unit)
     dq, parts = None, []
     for low in range(0, x.m, most):
         high = min(low + most, x.m)
-        keys = slice(low * x.bs, high * x.bs)
-        near = where.within(low, high), k[:, :, keys], v[:, :, keys], where.k_B8S[:, :, keys]
+        size = (high - low) * x.unit
+        # a step from the last block goes past it, where the next part's keys are no keys of this
+        keys = slice(low * x.unit, (high - 1) * x.unit + x.bs)
+        places = where.k_B8S[:, :, keys]
+        places = jnp.where(jnp.arange(places.shape[2]) < size, places, 0)
+        near = where.within(low, high), k[:, :, keys], v[:, :, keys], places
         dq, *dkv = _part(
             x, q, do, stats, where.q_B8T, *near, dq, high == x.m, window, scale, k_scale, interpret
         )
-        parts.append(dkv)
+        parts.append([y[..., :size] for y in dkv])
     dk, dv = (jnp.concatenate(part, axis=3).swapaxes(2, 3) for part in zip(*parts, strict=True))
     return dq, (dk * k_scale).astype(k.dtype), dv.astype(v.dtype)
 
@@ -108,7 +112,7 @@ def _part(
     pairs = x.B * x.T * x.F * S * x.K * G // 2
     more = () if before is None else (before,)
     return pl.pallas_call(
-        partial(_kernel, window=window, scale=scale if last else 1.0, k_scale=k_scale),
+        partial(_kernel, window=window, scale=scale if last else 1.0, k_scale=k_scale, unit=x.unit),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(x.B, x.K, x.n),
