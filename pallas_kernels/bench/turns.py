@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from pallas_kernels import tpu
 from pallas_kernels.bench.schedule_tpu import Turns
 from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.grouped_matmul import cases as matmul_cases
@@ -25,6 +26,7 @@ from pallas_kernels.grouped_matmul.visits import group_visits, row_visits
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
+from pallas_kernels.sink_attention.pallas_tpu_backward import keys_at_once
 from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
 
 ITEM = 2  # bytes: bfloat16, which is what the bench compiles
@@ -52,13 +54,12 @@ def _here() -> Any:
 
 
 def attention(case: Any) -> dict[str, Turns]:
-    """Of the forward kernel, dq's and dkv's."""
-    forward, backward = (_blocks(case, backward) for backward in (False, True))
-    return {
-        "sink_attention_forward": _visits(forward, case, by_key=False),
-        "sink_attention_dq": _visits(backward, case, by_key=False),
-        "sink_attention_dkv": _visits(backward, case, by_key=True),
-    }
+    """Of the forward kernel and the backward one, if it takes all keys at once."""
+    backward = _blocks(case, True)
+    found = {"sink_attention_forward": _visits(_blocks(case, False), case)}
+    if backward.m * backward.unit <= keys_at_once(case.H):
+        found["sink_attention_backward"] = _visits(backward, case)
+    return found
 
 
 def _blocks(case: Any, backward: bool) -> blocks.Sizes:
@@ -66,25 +67,28 @@ def _blocks(case: Any, backward: bool) -> blocks.Sizes:
     return blocks.sizes(q, k, case.window, ITEM, backward)
 
 
-def _visits(x: blocks.Sizes, case: Any, *, by_key: bool) -> Turns:
+def _visits(x: blocks.Sizes, case: Any) -> Turns:
     with _here():
         layout = Layout._make(map(jnp.asarray, attention_cases.layout(case)))
-        layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.bs - x.S)
-        tables = block_table(layout, x.bt, x.bs, case.window)
-        tables = tuple(table.swapaxes(1, 2) for table in tables) if by_key else tables
-        runs_Bn4 = np.asarray(runs(*tables), np.int64)
+        layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
+        runs_Bn4 = np.asarray(runs(*block_table(layout, x.bt, x.unit, case.window)), np.int64)
     first, whole_first, whole_last, last = np.moveaxis(runs_Bn4, 2, 0)
     last = np.maximum(last, first + 1)
     low, high = np.maximum(first, whole_first), np.minimum(last, whole_last)
-    share = x.K / tiles.cores()
-    steps, every = share * first.size, share * int(np.sum(last - first))
+    some = x.bs // x.unit
+    share = x.K / tpu.cores()
+    steps, every = share * first.size, share * int(np.sum(-(-(last - first) // some)))
     whole = share * int(np.sum(np.maximum(high - low, 0)))
     heads = x.G // blocks.together(x.G, case.window)
-    if heads == 1:  # no loop over heads
-        pieces = (every, every, whole, every - whole)
-        return Turns((1, 1), (Turns((steps, steps), (Turns((pieces,)),)),))
-    inner = (Turns((whole * heads,)), Turns(((every - whole) * heads,)))
-    return Turns((1, 1), (Turns((steps, steps), (Turns((every, every - whole, every), inner),)),))
+    masked = every - whole
+    if some > 1:  # none is asked whether it is seen whole
+        each = Turns((every, every), (Turns((every * heads,)),)) if heads > 1 else Turns((every,))
+    elif heads > 1:
+        inner = Turns((whole * heads,)), Turns((masked * heads,))
+        each = Turns((every, masked, every), inner)
+    else:  # no loop over heads
+        each = Turns(((every, every, whole, masked),))
+    return Turns((1, 1), (Turns((steps, steps), (each,)),))
 
 
 def _rows(case: Any, *, swiglu: bool, transposed: bool) -> Turns:
@@ -93,7 +97,7 @@ def _rows(case: Any, *, swiglu: bool, transposed: bool) -> Turns:
     assert plan is not None, "the case was compiled"
     columns = case.D if transposed else case.F // 2 if swiglu else case.F
     rows = tiles.row_tile(case.M, (case.F if transposed else case.D) * ITEM)
-    parts = min(tiles.cores(), -(-case.M // rows))
+    parts = min(tpu.cores(), -(-case.M // rows))
     with _here():
         table, length = row_visits(jnp.asarray(case.group_sizes, jnp.int32), case.M, rows, parts)
         group, low, high = (np.asarray(x) for x in (table.group_V, table.low_V, table.high_V))
@@ -126,7 +130,7 @@ def _weights(case: Any) -> Turns:
     with _here():
         table = group_visits(jnp.asarray(case.group_sizes, jnp.int32), case.M, rows)
         low, high = np.asarray(table.low_V), np.asarray(table.high_V)
-    here = -(-n_tiles // tiles.cores())
+    here = -(-n_tiles // tpu.cores())
     full = sum(
         _full(tile, None if n_tiles == 1 else case.F - n * tile) for n in range(here)
     )  # the first core's tiles are the full ones
@@ -155,7 +159,7 @@ def _full(width: int, used: int | None) -> int:
 
 def _words(case: Any) -> Turns:
     rows, columns = logprobs_tpu._blocks(case.M, case.D * ITEM)
-    blocks_of_rows = -(-case.M // rows) / tiles.cores()
+    blocks_of_rows = -(-case.M // rows) / tpu.cores()
     return Turns(
         (1, 1), (Turns(((blocks_of_rows * -(-case.vocab_size // columns), blocks_of_rows),)),)
     )

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import tpu
 from pallas_kernels.arguments import products
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
@@ -32,7 +33,7 @@ def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False)
     _, width, out_width = rhs_EDF.shape
     if transposed:
         packed = width * out_width if isinstance(rhs_EDF, Mxfp4) else 0  # two copies of all of it
-        if packed > tiles.vmem_bytes() // 3:
+        if packed > tpu.vmem_bytes() // 3:
             return None
         return tiles.plan(width, out_width, itemsize, lanes=False, halves=False)
     columns = out_width // 2 if halves else out_width
@@ -254,7 +255,7 @@ def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swi
         lhs_MK = jnp.pad(lhs_MK, ((0, least - n_rows), (0, 0)))
     padded = lhs_MK.shape[0]
     rows = tiles.row_tile(padded, width * dtype.itemsize)
-    parts = min(tiles.cores(), -(-padded // rows))
+    parts = min(tpu.cores(), -(-padded // rows))
     visits, length = row_visits(sizes_E, padded, rows, parts)
 
     sources, buffers = [], []
@@ -309,7 +310,7 @@ def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swi
         out_shape=[jax.ShapeDtypeStruct((padded, columns), dtype)] * n_out,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=tiles.vmem_bytes() // 8 * 7,
+            vmem_limit_bytes=tpu.vmem_bytes() // 8 * 7,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * n_rows * matrix,

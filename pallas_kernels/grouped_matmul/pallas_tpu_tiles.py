@@ -8,23 +8,12 @@ kernel rotates them into place. Next: `pallas_tpu_rows.py`.
 
 from typing import Any, NamedTuple
 
-from pallas_kernels.dispatch import target
-from pallas_kernels.tpu import wide
+from pallas_kernels.tpu import vmem_bytes, wide
 
 LANES = 128  # columns in a vector register, the least a copy moves
 COLUMNS = 256  # per product: what v6e's and 7x's matrix units are wide, twice what v5's are
 ROWS = 512  # rows of an input tile: their products take longer than a step costs
 ALIGNED = 16  # rows that start a product are a multiple of this: a register of bfloat16
-
-
-def vmem_bytes() -> int:
-    """Of one core. v5e and v6e have 128 MiB, v5p and 7x 64, older ones 16 (taken as 64 on CPUs)."""
-    platform, kind = target()
-    if platform != "tpu":
-        return 64 << 20
-    if "lite" in kind or "v5e" in kind or "v6e" in kind:
-        return 128 << 20
-    return (64 if "v5" in kind or "7" in kind else 16) << 20
 
 
 def pieces() -> tuple[int, ...]:
@@ -56,12 +45,6 @@ def window_bytes(itemsize: int) -> int:
     Exact products of float32 do not fit the registers: their spills take a third of VMEM more.
     """
     return vmem_bytes() // (4 if itemsize < 4 else 8)
-
-
-def cores() -> int:
-    """That share one device: v4 and v5p run a grid on two."""
-    platform, kind = target()
-    return 2 if platform == "tpu" and kind in ("TPU v4", "TPU v5", "TPU v5p") else 1
 
 
 class Window(NamedTuple):

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import dot, each_columns, each_rows
 from pallas_kernels.grouped_matmul.visits import group_visits
@@ -25,7 +26,7 @@ def weights_tile(width: int, columns: int) -> int | None:
     """Columns of a tile: its float32 sum and two results take at most half of VMEM."""
     for count in range(1, -(-columns // tiles.LANES) + 1):
         tile = columns if count == 1 else tiles.up(-(-columns // count), tiles.LANES)
-        if tile * width * 8 <= tiles.vmem_bytes() // 2:
+        if tile * width * 8 <= tpu.vmem_bytes() // 2:
             return tile
     return None
 
@@ -113,7 +114,7 @@ def weights_by_group(
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=tiles.vmem_bytes() // 8 * 7,
+            vmem_limit_bytes=tpu.vmem_bytes() // 8 * 7,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * n_rows * width * columns,

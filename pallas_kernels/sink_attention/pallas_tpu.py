@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sink attention for TPU: a Pallas kernel forward, two backward, linear memory.
+"""Sink attention for TPU: a Pallas kernel forward, one backward, linear memory.
 
 Each step of the grid takes one block of queries, all heads of one key head, and visits the blocks
 of keys that it needs: keys and values are read once per group. The heads of the group are
@@ -32,13 +32,13 @@ TABLE = 2**17  # bytes of block tables in SMEM
 
 def _forward_kernel(
     runs, sink, q, q_places, k_hbm, v_hbm, k_places_hbm, o, lse,
-    k_two, v_two, k_places_two, sems, slot, acc, top, total, *, window, scale,
+    k_two, v_two, k_places_two, sems, slot, acc, top, total, *, window, scale, unit,
 ):  # fmt: skip
     b, head = pl.program_id(0), pl.program_id(1)
     bs = k_two.shape[1]
 
     def copies(block, buffer):
-        at = pl.ds(pl.multiple_of(block * bs, bs), bs)
+        at = pl.ds(pl.multiple_of(block * unit, unit), bs)
         pairs = ((k_hbm.at[b, head, at], k_two), (v_hbm.at[b, head, at], v_two),
                  (k_places_hbm.at[b, :, at], k_places_two))  # fmt: skip
         return tuple(
@@ -51,7 +51,7 @@ def _forward_kernel(
     total[...] = jnp.exp(sink[...][:, None] - top[...])
     acc[...] = jnp.zeros_like(acc)
 
-    def body(buffer, whole):
+    def body(_, buffer, whole):
         k, v = k_two[buffer], v_two[buffer]
         mask = None if whole else blocks.seen(q_places[...], k_places_two[buffer], window)
 
@@ -66,7 +66,7 @@ def _forward_kernel(
 
         blocks.each_head(q.shape[0], window, step)
 
-    blocks.visit(runs, slot, copies, body)
+    blocks.visit(runs, slot, copies, body, bs // unit)
     some = total[...] > 0  # a query without keys and without a sink has nothing to divide by
     safe = jnp.where(some, total[...], 1.0)
     lse[...] = jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)[:, 0]
@@ -81,7 +81,7 @@ def forward(x: blocks.Sizes, q, k, v, sink, where: blocks.Blocked, window, scale
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     pairs = x.B * x.T * x.F * x.S * x.K * G // 2
     return pl.pallas_call(
-        partial(_forward_kernel, window=window, scale=scale),
+        partial(_forward_kernel, window=window, scale=scale, unit=x.unit),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(x.B, x.K, x.n),
@@ -109,7 +109,7 @@ def forward(x: blocks.Sizes, q, k, v, sink, where: blocks.Blocked, window, scale
             blocks.struct(q.shape, dtype),
             blocks.struct((x.B, x.K, G, x.n * bt), jnp.float32),
         ],
-        compiler_params=blocks.PARAMS,
+        compiler_params=blocks.params(),
         cost_estimate=pl.CostEstimate(
             flops=4 * pairs * H,
             transcendentals=pairs,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the three TPU kernels share: the layout of their arrays and the loop over blocks.
+"""What the TPU kernels share: the layout of their arrays and the loop over blocks.
 
 Time lies in the 128 lanes: q, o and their cotangents are [B, K, G, H, T], statistics [B, K, G, T],
 scores [keys, queries]. So a head size of 64 wastes neither lanes nor bandwidth for them, a
 statistic is one row, and softmax reduces over sublanes, which costs additions, not shuffles.
 
-A kernel holds one block and loops over the blocks that it needs of the other side, copied from
+A kernel holds one block of queries and loops over the blocks of keys that it needs, copied from
 HBM into two buffers by turns: what nobody sees costs no step, no copy and no mask, however long
 the row. (A grid over all blocks would take a step for each, though skipped, and a list of pairs
 would outgrow SMEM.) The last step of a loop already fetches the first block of the next loop.
@@ -32,27 +32,36 @@ from pallas_kernels.sink_attention.reference import UNSEEN
 
 LANES = 128
 SUBLANES = 8
-PARAMS = pltpu.CompilerParams(
-    dimension_semantics=("parallel", "parallel", "arbitrary"),
-    vmem_limit_bytes=48 * 2**20,  # every chip has at least 64 MiB
-)
+
+
+def params() -> pltpu.CompilerParams:
+    """Of a grid (B, K, blocks), the last in its order."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+        vmem_limit_bytes=tpu.vmem_bytes() // 8 * 7,
+    )
 
 
 def block_sizes(
     T: int, S: int, window: int, itemsize: int = 2, backward: bool = False
-) -> tuple[int, int]:
-    """Queries (of each head of a group) and keys per block.
+) -> tuple[int, int, int]:
+    """Queries (of each head of a group) and keys of a step, and keys that a step may start at.
 
     Those with the fewest cycles in the compiler's schedule of all that `tests/bench/tpu_blocks.py`
-    tried, what a diagonal wastes included. Behind a short window larger blocks of keys are mostly
-    masked, but fewer steps wait for each other.
+    tried, what a diagonal wastes included. Behind a short window one step takes all keys that the
+    queries see, from the first that one of them sees: many small ones would wait for each other.
     """
-    short = 0 < window <= 2 * LANES
+    if 0 < window <= 2 * LANES:
+        queries = _block(T, 256)
+        return queries, min(queries + _up(window - 1), _up(S)), LANES
     half = itemsize == 2  # exact products of float32 make six times the program
-    if tpu.wide() and half:
-        return (_block(T, 512), _block(S, 256)) if short else (_block(T, 1024), _block(S, 1024))
-    keys = 1024 if half and not backward else 512
-    return (_block(T, 256), LANES) if short else (_block(T, 512), _block(S, keys))
+    large = half and (tpu.wide() or not backward)
+    keys = _block(S, 1024 if large else 512)
+    return _block(T, 1024 if half and tpu.wide() else 512), keys, keys
+
+
+def _up(length: int) -> int:
+    return max(1, -(-length // LANES)) * LANES
 
 
 def _block(length: int, most: int) -> int:
@@ -74,6 +83,7 @@ class Sizes(NamedTuple):
     H: int
     bt: int
     bs: int
+    unit: int  # keys of a block; a step takes bs, some blocks
 
     @property
     def n(self) -> int:
@@ -83,7 +93,12 @@ class Sizes(NamedTuple):
     @property
     def m(self) -> int:
         """Blocks of keys."""
-        return max(1, -(-self.S // self.bs))
+        return max(1, -(-self.S // self.unit))
+
+    @property
+    def Sp(self) -> int:
+        """Keys in memory: a step from the last block may go past it."""
+        return (self.m - 1) * self.unit + self.bs
 
     def columns(self, x_BTNX: Float[Array, "B T N X"]) -> Float[Array, "B K G X Tp"]:
         """Time into the lanes, padded with 0."""
@@ -101,7 +116,7 @@ class Sizes(NamedTuple):
 
     def keys(self, x_BSKH: Float[Array, "B S K H"]) -> Float[Array, "B K Sp H"]:
         """Keys or values, padded with 0."""
-        more = self.m * self.bs - self.S
+        more = self.Sp - self.S
         return jnp.pad(x_BSKH.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, more), (0, 0)))
 
     def sinks(self, sink_N: Float[Array, " N"]) -> Float[Array, "K G bt"]:
@@ -116,7 +131,11 @@ class Blocked(NamedTuple):
     q_B8T: Int[Array, "B 8 Tp"]
     k_B8S: Int[Array, "B 8 Sp"]
     q_runs: Int[Array, " R"]  # of key blocks, for each query block: see `blocks.runs`
-    k_runs: Int[Array, " Q"]  # of query blocks, for each key block
+
+    def within(self, low: int, high: int) -> Int[Array, " R"]:
+        """`q_runs` of the key blocks low … high − 1 alone, counted from low."""
+        ends = jnp.clip(self.q_runs.reshape(-1, 4), low, high) - low
+        return _visits(*ends.T)
 
 
 def sizes(
@@ -137,25 +156,26 @@ def sizes(
 
 def blocked(x: Sizes, layout: Layout, window: int) -> Blocked:
     """Positions and segments as the kernels read them, and the blocks to visit."""
-    layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.bs - x.S)
+    layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
     q_pos, k_pos, q_seg, k_seg = layout
-    needed, whole = block_table(layout, x.bt, x.bs, window)
-
-    def visits(needed: Array, whole: Array) -> Array:
-        # Every loop visits a block, so that the one before it always knows what to fetch.
-        first, whole_first, whole_last, last = jnp.moveaxis(runs(needed, whole), 2, 0)
-        ends = (first, whole_first, whole_last, jnp.maximum(last, first + 1))
-        return jnp.stack(ends, axis=2).reshape(-1)
+    needed, whole = block_table(layout, x.bt, x.unit, window)
 
     def eight(pos: Array, seg: Array) -> Array:
         return jnp.pad(jnp.stack([pos, seg], axis=1), ((0, 0), (0, SUBLANES - 2), (0, 0)))
 
     return Blocked(
         eight(q_pos, q_seg),
-        eight(k_pos, k_seg),
-        visits(needed, whole),
-        visits(needed.swapaxes(1, 2), whole.swapaxes(1, 2)),
+        _pad_last(eight(k_pos, k_seg), x.Sp),
+        _visits(*jnp.moveaxis(runs(needed, whole), 2, 0)),
     )
+
+
+def _visits(first: Array, whole_first: Array, whole_last: Array, last: Array) -> Array:
+    """The ends of each run, side by side: every loop visits a block, so that the one before it
+    always knows what to fetch."""
+    first = jnp.where(last > first, first, 0)
+    ends = (first, whole_first, whole_last, jnp.maximum(last, first + 1))
+    return jnp.stack(ends, axis=-1).reshape(-1)
 
 
 def prescaled(q: Float[Array, "B T N H"], scale: float) -> tuple[Float[Array, "B T N H"], float]:
@@ -196,12 +216,18 @@ def scores(k: Any, q: Any, scale: float, mask: Any) -> Any:
 
 
 def visit(
-    runs_ref: Any, slot_ref: Any, copies: Callable[..., tuple], body: Callable[[Any, bool], None]
+    runs_ref: Any,
+    slot_ref: Any,
+    copies: Callable[..., tuple],
+    body: Callable[[Any, Any, bool], None],
+    some: int,
 ) -> None:
-    """Call body(buffer, whole) for each block that this step of the grid (B, K, blocks) needs.
+    """Call body(block, buffer, whole) until the blocks that this step of the grid (B, K, blocks)
+    needs had their turn, `some` at once, of which `block` is the first.
 
-    `copies(block, buffer)` names the copies that bring a block; `slot_ref` holds the buffer, 0 or
-    1, in which the first block of the next step is on its way.
+    `copies(block, buffer)` names the copies that bring them; `slot_ref` holds the buffer, 0 or 1,
+    in which the first of the next step are on their way. Several at once are not asked whether all
+    are seen whole: they are what a window leaves.
     """
     b, i, n = pl.program_id(0), pl.program_id(2), pl.num_programs(2)
     row = 4 * (b * n + i)
@@ -217,29 +243,33 @@ def visit(
         slot_ref[0] = 0
         fetch(first, 0)
 
-    def step(block: Any, buffer: Any) -> Any:
-        more = block + 1 < last
+    def step(turn: Any, buffer: Any) -> Any:
+        block = first + turn * some
+        more = block + some < last
 
         @pl.when(more | (i + 1 < n))
         def _():
-            fetch(jnp.where(more, block + 1, runs_ref[next_row]), 1 - buffer)
+            fetch(jnp.where(more, block + some, runs_ref[next_row]), 1 - buffer)
 
         for copy in copies(block, buffer):
             copy.wait()
+        if some > 1:
+            body(block, buffer, False)
+            return 1 - buffer
         whole = (block >= whole_first) & (block < whole_last)
-        pl.when(whole)(lambda: body(buffer, True))
-        pl.when(~whole)(lambda: body(buffer, False))
+        pl.when(whole)(lambda: body(block, buffer, True))
+        pl.when(~whole)(lambda: body(block, buffer, False))
         return 1 - buffer
 
-    slot_ref[0] = lax.fori_loop(first, last, step, slot_ref[0])
+    slot_ref[0] = lax.fori_loop(0, (last - first + some - 1) // some, step, slot_ref[0])
 
 
 def together(G: int, window: int) -> int:
     """Heads of a group of G that are unrolled: one's product hides another's softmax.
 
-    The small blocks of a window take more of them, elsewhere more only lengthens the program.
+    The smaller steps of a window take more of them, elsewhere more only lengthen the program.
     """
-    most = 2 if not window else 4 if tpu.wide() else 8
+    most = 8 if window else 4
     return max(count for count in range(1, min(G, most) + 1) if G % count == 0)
 
 

@@ -25,7 +25,8 @@ WINDOW = ("256x128x2", "256x128x4", "256x128x8", "512x256x2", "512x256x4", "256x
 def programs(sizes: str, window: str, backward: str) -> list[schedule.Program]:
     """One pass with these blocks; called in a process of its own."""
     bt, bs, heads = map(int, sizes.split("x"))
-    blocks.block_sizes = lambda *_, **__: (bt, bs)
+    unit = blocks.LANES if int(window) else bs
+    blocks.block_sizes = lambda *_, **__: (bt, bs, unit)
     blocks.together = lambda *_: heads
     name = "window_20b" if int(window) else "full_120b"
     assert cases.named(name).window == int(window)
@@ -52,7 +53,7 @@ def main() -> None:
             continue
         row = []
         for kernel in found.kernels:
-            name = next(x for x in ("forward", "dkv", "dq", "") if x in kernel.kernel)
+            name = next(x for x in ("forward", "backward", "") if x in kernel.kernel)
             counted = found.turns_of(kernel.kernel)
             row.append(f"{name} {cost(args.chip, args.window, sizes, kernel, counted)}")
         print(f"{args.chip} {sizes}: " + ", ".join(row), flush=True)

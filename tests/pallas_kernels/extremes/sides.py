@@ -40,7 +40,7 @@ WORDS, TEMPERATURE = 277, 0.75
 SMALL: dict[Any, dict[str, Any]] = {
     xla: {"block_sizes": lambda *_: (8, 8)},
     logprobs_xla: {"TOKEN_BLOCK": 16, "VOCAB_BLOCK": 128},
-    pallas_tpu_blocks: {"block_sizes": lambda *_: (16, 8)},
+    pallas_tpu_blocks: {"block_sizes": lambda *_: (16, 8, 8)},
     logprobs_tpu: {"CHUNK": 256},
     decode_tpu: {"KEYS": 64},
     pallas_gpu: {"forward_tiles": lambda *_: MosaicTiles(3, 32, 2)},

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import cases, mxfp4, pallas_tpu
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows
@@ -132,7 +133,7 @@ def test_shapes_of_a_single_tile_that_ends_inside_a_register(case):
 
 
 def test_two_cores_share_the_rows(monkeypatch):
-    monkeypatch.setattr(tiles, "cores", lambda: 2)
+    monkeypatch.setattr(tpu, "cores", lambda: 2)
     dout, sizes, lhs, rhs, bias = inputs((131, 48, 40), SIZES["uneven"], jnp.float32, False)
     run = jax.jit(partial(kernel, False))
     for sizes in SIZES.values():

@@ -71,7 +71,7 @@ def with_reference(_: pytest.MonkeyPatch) -> Side:
 
 
 def with_tpu(patch: pytest.MonkeyPatch) -> Side:
-    patch.setattr(pallas_tpu_blocks, "block_sizes", lambda *_: (16, 8))
+    patch.setattr(pallas_tpu_blocks, "block_sizes", lambda *_: (16, 8, 8))
     # not by name: its interpretation is its last argument, and what is not differentiated has none
     f = of_positional(lambda *args: pallas_tpu.mosaic_tpu(*args, True))
     blocks = pallas_tpu_blocks

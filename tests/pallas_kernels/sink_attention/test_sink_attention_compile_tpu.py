@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TPU's own compiler takes the kernels at real sizes, for every chip; nothing is executed."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,10 @@ from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
 pytestmark = pytest.mark.aot
 
-VMEM = 40 * 2**20  # bytes that the kernels may take; every chip has at least 64 MiB
+MIB = 2**20
+# MiB of vector memory, forward and backward: what the widest case takes, and room for a tenth more.
+# Dk and dv are in it, whole: 1 KiB a key at a head size of 64.
+MOST = {"v5e": (13, 30), "v5p": (13, 30), "v6e": (20, 50), "tpu7x": (20, 50)}
 NAMES = tuple(case.name for case in cases.REAL_CASES)
 # Each kernel on each chip; cases that differ from these in the length of the grid, on one chip.
 CHIPS = {name: ("v5e",) for name in NAMES} | {
@@ -24,7 +28,7 @@ CHIPS = {name: ("v5e",) for name in NAMES} | {
 }
 
 
-def compiled(chip, case, dtype=jnp.bfloat16, vmem=VMEM):
+def compiled(chip, case, dtype=jnp.bfloat16, vmem=None):
     """The forward and the backward pass of a case, with `vmem` bytes for each kernel."""
     return _compiled(chip, case._replace(name="", layout=""), dtype, vmem)  # one per shape
 
@@ -52,18 +56,21 @@ def _compiled(chip, case, dtype, vmem):
     )  # fmt: skip
     places = [struct(B, size, dtype=jnp.int32) for size in (T, S, T, S)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "PARAMS", blocks.PARAMS.__class__(
-            dimension_semantics=blocks.PARAMS.dimension_semantics, vmem_limit_bytes=vmem,
-        ))  # fmt: skip
+        if vmem is not None:
+            less = dataclasses.replace(blocks.params(), vmem_limit_bytes=vmem)
+            patch.setattr(blocks, "params", lambda: less)
         return ahead_of_time.compile_for(chip, step, q, dlse, q, k, k, sink, *places)
 
 
 @pytest.mark.parametrize("chip, name", [(chip, name) for name in NAMES for chip in CHIPS[name]])
-def test_the_compiler_takes_both_passes_within_40_mib_of_vmem(chip, name):
+def test_the_compiler_takes_both_passes_within_the_chips_vmem(chip, name):
     case = cases.named(name)
     text = compiled(chip, case).executable.as_text()
-    for kernel in ("forward", "dq", "dkv"):
+    for kernel in ("forward", "backward"):
         assert f"sink_attention_{kernel}" in text
+    used = compiled(chip, case).vmem_bytes
+    assert len(used) == 2
+    assert all(a <= most * MIB for a, most in zip(used, MOST[chip], strict=True)), used
     operands = 2 * (2 * case.B * case.T * case.N * case.H + 4 * case.B * case.S * case.K * 128)
     assert compiled(chip, case).temp_bytes < 3 * operands
 
@@ -74,13 +81,13 @@ def test_float32_compiles():
 
 def test_the_widest_float32_that_is_not_refused_compiles():
     case = cases.AttentionCase("widest", 1, 512, 512, 16, 2, 128)
-    compiled("v5e", case, jnp.float32, blocks.PARAMS.vmem_limit_bytes)
+    compiled("v5e", case, jnp.float32)
 
 
 def test_bfloat16_compiles_whatever_precision_the_caller_asks_for():
     small = cases.AttentionCase("precision", 1, 512, 512, 8, 2, 64)
     with jax.default_matmul_precision("highest"):
-        _compiled.__wrapped__("v5e", small, jnp.bfloat16, VMEM)
+        _compiled.__wrapped__("v5e", small, jnp.bfloat16, None)
 
 
 def test_a_step_of_decoding_compiles():
@@ -92,6 +99,14 @@ def test_temporary_memory_is_linear_in_length():
         compiled("v5e", cases.named(name)).temp_bytes for name in ("full_120b", "full_20b")
     )
     assert long < 2.1 * short + 2**20
+
+
+def test_rows_whose_dk_and_dv_vmem_cannot_hold_are_taken_in_parts_of_one_dq():
+    case = cases.AttentionCase("long", 1, 49152, 49152, 16, 2, 64)
+    found = compiled("tpu7x", case)
+    assert len(found.vmem_bytes) == 1 + 3  # 16,384 keys each
+    dq = 4 * case.T * case.N * case.H
+    assert found.temp_bytes < 2.5 * dq, (found.temp_bytes, dq)  # not one for each part
 
 
 def test_too_little_vmem_is_refused():

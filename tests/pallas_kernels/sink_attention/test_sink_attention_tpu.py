@@ -11,10 +11,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention import cases, pallas_tpu
+from pallas_kernels.sink_attention import cases, pallas_tpu, pallas_tpu_backward
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
-SMALL_BLOCKS = 16, 8  # queries, keys
+SMALL_BLOCKS = 16, 8, 8  # queries, keys, keys that a step may start at
 PACKED = cases.named("packed")  # B=2 T=S=31 N=15 K=3 H=16 window 9; what runs on it compiles once
 FAST = ("packed", "left_padded", "right_padded", "big_sinks", "no_sinks", "decode_ring")
 
@@ -113,6 +113,32 @@ def test_copies_that_arrive_as_late_as_they_may_change_nothing():
     oracle.compare(case, got, inputs, ct)
 
 
+def test_keys_that_vmem_has_no_room_for_are_taken_in_parts_and_change_no_bit(monkeypatch):
+    inputs, ct = cases.make_inputs(PACKED), oracle.cotangents(PACKED)  # four blocks of keys
+    whole = run(PACKED.window, *ct, *inputs)
+    part, parts = pallas_tpu_backward._part, []
+
+    def counted(*args):
+        parts.append(args)
+        return part(*args)
+
+    monkeypatch.setattr(pallas_tpu_backward, "_part", counted)
+    monkeypatch.setattr(pallas_tpu_backward, "keys_at_once", lambda _: 9)  # one block of 8
+    again = jax.jit(lambda *arrays: _run.__wrapped__(SMALL_BLOCKS, PACKED.window, True, *arrays))
+    got = again(*ct, *inputs)
+    assert len(parts) == 4
+    for name, one, many in zip(oracle.NAMES, whole, got, strict=True):
+        np.testing.assert_array_equal(one, many, err_msg=name)
+
+
+def test_steps_of_several_blocks_count_no_key_twice(monkeypatch):
+    """A window's: they start at any block, and the last goes past the keys of its part."""
+    monkeypatch.setattr(blocks, "block_sizes", lambda *_: (16, 24, 8))
+    monkeypatch.setattr(pallas_tpu_backward, "keys_at_once", lambda _: 16)  # two blocks of 8
+    case = cases.AttentionCase("steps", 2, 37, 45, 6, 2, 16, 9)
+    compares(case, jnp.float32)
+
+
 @pytest.mark.parametrize("window, most", [(128, 3 * 128), (0, 0.54 * 16384)])
 def test_the_blocks_visited_grow_with_length_times_window(window, most, monkeypatch):
     monkeypatch.undo()
@@ -122,9 +148,10 @@ def test_the_blocks_visited_grow_with_length_times_window(window, most, monkeypa
     where = jax.jit(blocks.blocked, static_argnums=(0, 2))(
         x, Layout(place, place, one, one), window
     )
-    for runs in map(np.asarray, (where.q_runs, where.k_runs)):
-        visited = (runs[3::4] - runs[0::4]).sum() * x.bt * x.bs
-        assert T * most * 0.9 < visited <= T * most
+    runs = np.asarray(where.q_runs)
+    steps = -(-(runs[3::4] - runs[0::4]) // (x.bs // x.unit))
+    visited = steps.sum() * x.bt * x.bs
+    assert T * most * 0.9 < visited <= T * most
 
 
 def test_what_the_kernels_cannot_take_is_said():
