@@ -21,7 +21,7 @@ SHARED_BYTES = 232_448  # that one block may have
 # Registers a thread of a computing and of the fetching warpgroup, by the number of the former. What
 # the latter gives up the former take; they would wait for ever for more than were handed out, an
 # equal part of 64K to each warpgroup.
-REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 TILE = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a tile
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)

@@ -65,5 +65,8 @@ def in_reach(
     q_positions: Int[Array, "*q"], k_positions: Int[Array, "*k"], window: int
 ) -> Bool[Array, "*s"]:
     """True where a key is neither later than the query nor out of its window."""
-    back = q_positions - k_positions
-    return back >= 0 if window == 0 else (back >= 0) & (back < window)
+    if window == 0:
+        return k_positions <= q_positions
+    # A later key passes both comparisons, one in reach only the second. A GPU's comparison takes
+    # an exclusive or along; an "and" its compiler makes into two choices.
+    return (k_positions > q_positions) ^ (k_positions > q_positions - window)

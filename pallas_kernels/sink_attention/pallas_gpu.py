@@ -10,6 +10,7 @@ not masked. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
 """
 
 from functools import partial
+from math import gcd
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +27,14 @@ from pallas_kernels.sink_attention.common import named
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     MosaicTiles,
+    each_visit,
     fetch,
     fill_ring,
+    only_seen,
     pad,
     padded,
-    seen,
     slot_of,
     split_index,
-    table,
     tile_refs,
     visits,
 )
@@ -43,15 +44,18 @@ from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 ROWS = hopper.WARPGROUP_ROWS
 
 
-def forward_tiles(H: int, window: int) -> MosaicTiles:
+def forward_tiles(H: int, window: int, G: int) -> MosaicTiles:
     """A thread holds step/2 scores, step/4 weights and H/2 outputs: 128 of 160 registers with
     three warpgroups and heads of 64, 160 of 240 with two and heads of 128.
 
     They also leave room for one block of threads per core, so its ring may be long. In a short
-    window most of a long step would be unseen.
+    window most of a long step would be unseen, and of a long block too: there the warpgroups have
+    the same 64 rows of heads that share keys, as many as divide the G of them.
     """
-    step = 64 if 0 < window <= 128 else 128
-    return MosaicTiles(consumers=3, step=step, stages=4) if H == 64 else MosaicTiles(2, step, 2)
+    if 0 < window <= 128:
+        consumers = 4 if H == 64 else 2
+        return MosaicTiles(consumers, step=64, stages=4, heads=gcd(G, consumers))
+    return MosaicTiles(consumers=3, step=128, stages=4) if H == 64 else MosaicTiles(2, 128, 2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -98,7 +102,7 @@ def unsupported(q_BTNH: Array, k_BSKH: Array, *_arrays: Array) -> str | None:
 def forward(q, k, v, sink, layout, window, scale, interpret):
     """o [B, T, N, H] in q's dtype and lse [B, T, N] in float32."""
     (B, T, N, H), K = q.shape, k.shape[2]
-    tiles = forward_tiles(H, window)
+    tiles = forward_tiles(H, window, N // K)
     where = padded(layout, tiles.rows, tiles.step, window)
     q, k, v = pad(q, ROWS), pad(k, tiles.step), pad(v, tiles.step)
     blocks = pl.cdiv(T, tiles.rows)
@@ -129,7 +133,7 @@ def forward(q, k, v, sink, layout, window, scale, interpret):
             jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
         ),
         scratch_types=[scratch],
-        grid=(blocks * B * N,),
+        grid=(blocks * B * N // tiles.heads,),
         grid_names=("block",),
         num_threads=C + 1,
         thread_name="warpgroup",
@@ -137,28 +141,27 @@ def forward(q, k, v, sink, layout, window, scale, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(interpret),
     )  # fmt: skip
-    meetings = table(where.needed_Bnm, where.whole_Bnm)
     starts = jnp.stack([top_N, total_N])
-    o, lse = kernel(q, k, v, starts, where.q_B2T, where.k_B2S, meetings)
+    o, lse = kernel(q, k, v, starts, where.q_B2T, where.k_B2S, where.table())
     return o[:, :T], lse[:, :, :T].transpose(0, 2, 1)
 
 
 def _forward_kernel(
-    q_ref, k_ref, v_ref, starts_ref, q_at_ref, k_at_ref, runs_ref, o_ref, lse_ref, s,
+    q_ref, k_ref, v_ref, starts_ref, q_at_ref, k_at_ref, table_ref, o_ref, lse_ref, s,
     *, tiles, G, window, factor, interpret,
 ):  # fmt: skip
-    (B, T, N, H), (C, step, stages) = q_ref.shape, tiles
+    (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile, blocks = q_ref.dtype, (ROWS, step), pl.cdiv(T, tiles.rows)
     # Late queries, which see most, go first; heads that share keys run side by side.
-    i, b, head = split_index(lax.axis_index("block"), blocks, B, N)
+    i, b, pair = split_index(lax.axis_index("block"), blocks, B, N // heads)
     i = blocks - 1 - i
-    visit = visits(runs_ref, b, i)
+    visit = visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
 
     @pl.when(group == C)
     def _producer():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
-        key_head = lax.div(head, jnp.int32(G))
+        key_head = lax.div(pair, jnp.int32(G // heads))
 
         def put(n, slot, wait):
             keys = pl.ds(visit.at(n) * step, step)
@@ -178,7 +181,8 @@ def _forward_kernel(
         plgpu.set_max_registers(hopper.REGISTERS[C][0], action="increase")
         q_s, q_at = s["q_s"].at[group], s["q_at"].at[group]
         # The last block may have more warpgroups than rows: those go along and write nothing.
-        first = i * tiles.rows + group * ROWS
+        own, head = tiles.own(group, pair)
+        first = i * tiles.rows + own
         rows = pl.ds(jnp.minimum(first, T - ROWS), ROWS)
         pairs = ((q_ref.at[b, rows, head], q_s), (q_at_ref.at[b, :, rows], q_at))
         fetch(pairs, s["q_here"].at[group])
@@ -190,16 +194,11 @@ def _forward_kernel(
         def pass_on():
             plgpu.barrier_arrive(s["turn"].at[lax.rem(group + 1, jnp.int32(C))])
 
-        def one_step(n, carry, masked):
+        def one_step(n, carry, test):
             acc, top, total = carry
             slot = slot_of(n, stages)
             z = hopper.product(q_s, s["k_s"].at[slot], interpret, pass_on)
-            if masked:
-                at = (
-                    hopper.load_two(q_at, hopper.PER_ROW, interpret),
-                    hopper.load_two(s["k_at"].at[slot], hopper.PER_COLUMN, interpret),
-                )
-                z = jnp.where(seen(*at, 0, tile, window), z, -jnp.inf)
+            z = only_seen(z, test, q_at, s["k_at"].at[slot], 0, window, interpret)
             plgpu.barrier_arrive(s["k_free"].at[slot])
             new = jnp.maximum(top, z.max(axis=1) * factor)
             shrink = jnp.exp2(top - new)
@@ -231,9 +230,7 @@ def _forward_kernel(
 
         # The first begins; each other waits for the one before it, and once more at the end.
         pl.when(group > 0)(my_turn)
-        carry = lax.fori_loop(0, visit.masked, partial(one_step, masked=True), carry)
-        carry = lax.fori_loop(visit.masked, visit.count, partial(one_step, masked=False), carry)
-        acc, top, total = carry
+        acc, top, total = each_visit(visit, one_step, carry)
         pl.when(group < C - 1)(pass_on)
 
         # Without keys and without a sink there is nothing to divide by.
