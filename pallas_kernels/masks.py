@@ -69,4 +69,5 @@ def in_reach(
         return k_positions <= q_positions
     # A later key passes both comparisons, one in reach only the second. A GPU's comparison takes
     # an exclusive or along; an "and" its compiler makes into two choices.
-    return (k_positions > q_positions) ^ (k_positions > q_positions - window)
+    before = jnp.maximum(q_positions, jnp.iinfo(jnp.int32).min + window) - window
+    return (k_positions > q_positions) ^ (k_positions > before)

@@ -28,12 +28,9 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     MosaicTiles,
     each_visit,
-    fetch,
-    fill_ring,
     only_seen,
     pad,
     padded,
-    slot_of,
     split_index,
     tile_refs,
     visits,
@@ -157,24 +154,27 @@ def _forward_kernel(
     i = blocks - 1 - i
     visit = visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
+    k_ring, v_ring = (hopper.Ring(stages, s[f"{x}_here"], s[f"{x}_free"]) for x in "kv")
 
     @pl.when(group == C)
     def _producer():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
         key_head = lax.div(pair, jnp.int32(G // heads))
 
-        def put(n, slot, wait):
-            keys = pl.ds(visit.at(n) * step, step)
-            wait(s["k_free"])
-            pairs = (
+        @pl.loop(0, visit.count)
+        def _(n):
+            keys, slot = pl.ds(visit.at(n) * step, step), k_ring.slot(n)
+            k_ring.room(n)
+            k_ring.copy(
+                n,
                 (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
                 (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
             )
-            fetch(pairs, s["k_here"].at[slot])
-            wait(s["v_free"])
-            fetch([(v_ref.at[b, keys, key_head], s["v_s"].at[slot])], s["v_here"].at[slot])
+            v_ring.room(n)
+            v_ring.copy(n, (v_ref.at[b, keys, key_head], s["v_s"].at[slot]))
 
-        fill_ring(visit.count, stages, put, s["k_free"], s["v_free"])
+        k_ring.drain(visit.count)
+        v_ring.drain(visit.count)
 
     @pl.when(group < C)
     def _consumer():
@@ -185,7 +185,7 @@ def _forward_kernel(
         first = i * tiles.rows + own
         rows = pl.ds(jnp.minimum(first, T - ROWS), ROWS)
         pairs = ((q_ref.at[b, rows, head], q_s), (q_at_ref.at[b, :, rows], q_at))
-        fetch(pairs, s["q_here"].at[group])
+        hopper.copy_in(s["q_here"].at[group], *pairs)
         plgpu.barrier_wait(s["q_here"].at[group])
 
         def my_turn():
@@ -196,26 +196,24 @@ def _forward_kernel(
 
         def one_step(n, carry, test):
             acc, top, total = carry
-            slot = slot_of(n, stages)
+            slot = k_ring.slot(n)
             z = hopper.product(q_s, s["k_s"].at[slot], interpret, pass_on)
             z = only_seen(z, test, q_at, s["k_at"].at[slot], 0, window, interpret)
-            plgpu.barrier_arrive(s["k_free"].at[slot])
+            k_ring.leave(n)
             new = jnp.maximum(top, z.max(axis=1) * factor)
             shrink = jnp.exp2(top - new)
             p = jnp.exp2(z * factor - hopper.spread(new, tile, 0))
             acc = acc * hopper.spread(shrink, acc.shape, 0)
             total = total * shrink + p.sum(axis=1)
             weights = p.astype(dtype)
-            plgpu.barrier_wait(s["v_here"].at[slot])
+            v_ring.wait(n)
             my_turn()  # from here to the next product with keys, which is passed on under way
 
             def next_keys():
-                @pl.when(n + 1 < visit.count)
-                def _():
-                    plgpu.barrier_wait(s["k_here"].at[slot_of(n + 1, stages)])
+                pl.when(n + 1 < visit.count)(lambda: k_ring.wait(n + 1))
 
             acc = hopper.add_product(acc, weights, s["v_s"].at[slot], interpret, next_keys)
-            plgpu.barrier_arrive(s["v_free"].at[slot])
+            v_ring.leave(n)
             return acc, new, total
 
         carry = (
@@ -224,10 +222,7 @@ def _forward_kernel(
             hopper.full((ROWS,), starts_ref[1, head], hopper.PER_ROW, interpret),
         )
 
-        @pl.when(visit.count > 0)
-        def _():
-            plgpu.barrier_wait(s["k_here"].at[0])
-
+        pl.when(visit.count > 0)(lambda: k_ring.wait(jnp.int32(0)))
         # The first begins; each other waits for the one before it, and once more at the end.
         pl.when(group > 0)(my_turn)
         acc, top, total = each_visit(visit, one_step, carry)

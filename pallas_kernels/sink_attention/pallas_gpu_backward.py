@@ -23,12 +23,9 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     MosaicTiles,
     each_visit,
-    fetch,
-    fill_ring,
     only_seen,
     pad,
     padded,
-    slot_of,
     split_index,
     tile_refs,
     visits,
@@ -111,23 +108,25 @@ def _query_kernel(
     i = T // tiles.rows - 1 - i  # late queries see most: the long rows go first
     visit = visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
+    ring = hopper.Ring(stages, s["here"], s["free"])
 
     @pl.when(group == C)
     def _producer():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
         key_head = lax.div(pair, jnp.int32(G // heads))
 
-        def put(n, slot, wait):
-            keys = pl.ds(visit.at(n) * step, step)
-            wait(s["free"])
-            pairs = (
+        @pl.loop(0, visit.count)
+        def _(n):
+            keys, slot = pl.ds(visit.at(n) * step, step), ring.slot(n)
+            ring.room(n)
+            ring.copy(
+                n,
                 (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
                 (v_ref.at[b, keys, key_head], s["v_s"].at[slot]),
                 (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
             )
-            fetch(pairs, s["here"].at[slot])
 
-        fill_ring(visit.count, stages, put, s["free"])
+        ring.drain(visit.count)
 
     @pl.when(group < C)
     def _consumer():
@@ -141,14 +140,14 @@ def _query_kernel(
             (stats_ref.at[b, head, :, rows], stats_s),
             (q_at_ref.at[b, :, rows], q_at),
         )
-        fetch(pairs, s["q_here"].at[group])
+        hopper.copy_in(s["q_here"].at[group], *pairs)
         plgpu.barrier_wait(s["q_here"].at[group])
         lse, delta = hopper.load_two(stats_s, hopper.PER_ROW, interpret)
 
         def one_step(n, dq, test):
-            slot = slot_of(n, stages)
+            slot = ring.slot(n)
             k_s, v_s = s["k_s"].at[slot], s["v_s"].at[slot]
-            plgpu.barrier_wait(s["here"].at[slot])
+            ring.wait(n)
 
             def weights(z):
                 z = only_seen(z, test, q_at, s["k_at"].at[slot], 0, window, interpret)
@@ -156,7 +155,7 @@ def _query_kernel(
 
             start = hopper.spread(-delta, tile, 0)
             dq = _add_to_queries(dq, start, q_s, k_s, do_s, v_s, weights, interpret)
-            plgpu.barrier_arrive(s["free"].at[slot])
+            ring.leave(n)
             return dq
 
         dq = hopper.full((ROWS, H), 0.0, hopper.TILE, interpret)
@@ -213,25 +212,27 @@ def _key_kernel(
     i, b, key_head = split_index(lax.axis_index("block"), S // tiles.rows, B, K)
     visit = visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
+    ring = hopper.Ring(stages, s["here"], s["free"])
 
     @pl.when(group == C)
     def _producer():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
 
-        def put(n, slot, wait):
+        @pl.loop(0, visit.count * G)
+        def _(n):
             # The heads of one block of queries lie side by side in memory.
             queries = pl.ds(visit.at(lax.div(n, jnp.int32(G))) * step, step)
-            head = key_head * G + lax.rem(n, jnp.int32(G))
-            wait(s["free"])
-            pairs = (
+            head, slot = key_head * G + lax.rem(n, jnp.int32(G)), ring.slot(n)
+            ring.room(n)
+            ring.copy(
+                n,
                 (q_ref.at[b, queries, head], s["q_s"].at[slot]),
                 (do_ref.at[b, queries, head], s["do_s"].at[slot]),
                 (stats_ref.at[b, head, :, queries], s["stats_s"].at[slot]),
                 (q_at_ref.at[b, :, queries], s["q_at"].at[slot]),
             )
-            fetch(pairs, s["here"].at[slot])
 
-        fill_ring(visit.count * G, stages, put, s["free"])
+        ring.drain(visit.count * G)
 
     @pl.when(group < C)
     def _consumer():
@@ -243,14 +244,14 @@ def _key_kernel(
             (v_ref.at[b, keys, key_head], v_s),
             (k_at_ref.at[b, :, keys], k_at),
         )
-        fetch(pairs, s["k_here"].at[group])
+        hopper.copy_in(s["k_here"].at[group], *pairs)
         plgpu.barrier_wait(s["k_here"].at[group])
 
         def one_step(n, sums, test):
             """Keys are rows here and queries columns, so that dk and dv sum over columns."""
-            slot = slot_of(n, stages)
+            slot = ring.slot(n)
             q_s, do_s, stats_s = (s[x].at[slot] for x in ("q_s", "do_s", "stats_s"))
-            plgpu.barrier_wait(s["here"].at[slot])
+            ring.wait(n)
 
             def weights(z):
                 z = only_seen(z, test, k_at, s["q_at"].at[slot], 1, window, interpret)
@@ -259,7 +260,7 @@ def _key_kernel(
             lse, delta = hopper.load_two(stats_s, hopper.PER_COLUMN, interpret)
             start = hopper.spread(-delta, tile, 1)
             sums = _add_to_keys(sums, start, k_s, q_s, v_s, do_s, weights, interpret)
-            plgpu.barrier_arrive(s["free"].at[slot])
+            ring.leave(n)
             return sums
 
         zero = hopper.full((ROWS, H), 0.0, hopper.TILE, interpret)

@@ -2,7 +2,8 @@
 """What the Hopper kernels of sink attention share: tiles, padding, and the order of blocks.
 
 A block of threads visits first the blocks where segments meet, then those at a border of causality
-or of the window, then those seen whole: three loops, and the last has no comparison in it. Next: pallas_gpu.py and pallas_gpu_backward.py.
+or of the window, then those seen whole: three loops, and the last has no comparison in it.
+Next: pallas_gpu.py and pallas_gpu_backward.py.
 """
 
 import math
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Int
 
@@ -21,7 +21,6 @@ from pallas_kernels import hopper
 from pallas_kernels.blocks import block_table
 from pallas_kernels.masks import Layout, in_reach, of_keys
 
-FAR = 2**30  # past all positions, and a window further still a number
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
 
 
@@ -157,7 +156,8 @@ def only_seen(
     else:  # rows of other segments: a query before all keys, a key after all queries
         column_pos = hopper.load(columns_at.at[0], hopper.PER_COLUMN, interpret)
         column_pos = hopper.spread(column_pos, z.shape, 1)
-        pos = jnp.where(seg == columns_at[1, 0], pos, FAR if axis_of_q else -FAR)
+        limits = jnp.iinfo(jnp.int32)
+        pos = jnp.where(seg == columns_at[1, 0], pos, limits.max if axis_of_q else limits.min)
         same = None
     row_pos = hopper.spread(pos, z.shape, 0)
     q_pos, k_pos = (column_pos, row_pos) if axis_of_q else (row_pos, column_pos)
@@ -168,37 +168,3 @@ def only_seen(
 def tile_refs(count: int, rows: int, width: int, dtype: Any) -> Any:
     """Shared memory for `count` tiles."""
     return plgpu.SMEM((count, rows, width), dtype, transforms=hopper.swizzled())
-
-
-def fetch(pairs: Any, barrier: Any) -> None:
-    """Copies into shared memory that one barrier waits for."""
-    for source, destination in pairs:
-        plgpu.copy_gmem_to_smem(source, destination, barrier)
-
-
-def slot_of(n: Any, stages: int) -> Any:
-    """Where in the ring step n lies."""
-    return lax.rem(n, jnp.int32(stages))
-
-
-def fill_ring(count: Any, stages: int, put: Any, *free: Any) -> None:
-    """The fetching warpgroup: put(n, slot, wait) for every step, then see all slots emptied.
-
-    `wait(barrier)` returns when the consumers have left what lay in the slot before.
-    """
-
-    @pl.loop(0, count)
-    def _(n):
-        slot = slot_of(n, stages)
-
-        def wait(barrier):
-            @pl.when(n >= stages)
-            def _():
-                plgpu.barrier_wait(barrier.at[slot])
-
-        put(n, slot, wait)
-
-    @pl.loop(jnp.maximum(count, stages), count + stages)
-    def _(n):
-        for barrier in free:
-            plgpu.barrier_wait(barrier.at[slot_of(n, stages)])
