@@ -67,7 +67,5 @@ def in_reach(
     """True where a key is neither later than the query nor out of its window."""
     if window == 0:
         return k_positions <= q_positions
-    # A later key passes both comparisons, one in reach only the second. A GPU's comparison takes
-    # an exclusive or along; an "and" its compiler makes into two choices.
-    before = jnp.maximum(q_positions, jnp.iinfo(jnp.int32).min + window) - window
-    return (k_positions > q_positions) ^ (k_positions > before)
+    back = q_positions - k_positions
+    return (back >= 0) & (back < window)  # which compilers make one comparison without sign

@@ -27,7 +27,7 @@ from pallas_kernels.sink_attention.common import named
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     MosaicTiles,
-    each_visit,
+    in_turn,
     only_seen,
     pad,
     padded,
@@ -194,11 +194,11 @@ def _forward_kernel(
         def pass_on():
             plgpu.barrier_arrive(s["turn"].at[lax.rem(group + 1, jnp.int32(C))])
 
-        def one_step(n, carry, test):
+        def one_step(n, carry, mask):
             acc, top, total = carry
             slot = k_ring.slot(n)
             z = hopper.product(q_s, s["k_s"].at[slot], interpret, pass_on)
-            z = only_seen(z, test, q_at, s["k_at"].at[slot], 0, window, interpret)
+            z = only_seen(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
             k_ring.leave(n)
             new = jnp.maximum(top, z.max(axis=1) * factor)
             shrink = jnp.exp2(top - new)
@@ -225,7 +225,7 @@ def _forward_kernel(
         pl.when(visit.count > 0)(lambda: k_ring.wait(jnp.int32(0)))
         # The first begins; each other waits for the one before it, and once more at the end.
         pl.when(group > 0)(my_turn)
-        acc, top, total = each_visit(visit, one_step, carry)
+        acc, top, total = in_turn(visit.loops, one_step, carry)
         pl.when(group < C - 1)(pass_on)
 
         # Without keys and without a sink there is nothing to divide by.

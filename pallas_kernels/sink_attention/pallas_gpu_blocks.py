@@ -7,7 +7,7 @@ Next: pallas_gpu.py and pallas_gpu_backward.py.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from pallas_kernels import hopper
 from pallas_kernels.blocks import block_table
 from pallas_kernels.masks import Layout, in_reach, of_keys
 
+BEFORE = -(2**30)  # a position so far before all keys that even their distance is a number
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
 
 
@@ -51,21 +52,16 @@ class Padded(NamedTuple):
     k_B2S: Int[Array, "B 2 S"]  # padding's segment is one that no query is in
     needed_Bnm: Bool[Array, "B n m"]
     whole_Bnm: Bool[Array, "B n m"]
+    single_Bm: Bool[Array, "B m"]  # blocks of keys of one segment, and no padding beside it
 
     def table(self) -> Array:
         """The blocks of keys that each block of queries visits."""
-        return table(self.needed_Bnm, self.whole_Bnm, _single(self.k_B2S, self.needed_Bnm.shape[2]))
+        return table(self.needed_Bnm, self.whole_Bnm, self.single_Bm)
 
     def table_of_keys(self) -> Array:
-        """The blocks of queries that each block of keys visits."""
+        """The blocks of queries that each block of keys visits: all that are masked are mixed."""
         needed, whole = (x.transpose(0, 2, 1) for x in (self.needed_Bnm, self.whole_Bnm))
-        return table(needed, whole, _single(self.q_B2T, needed.shape[2]))
-
-
-def _single(places_B2S: Int[Array, "B 2 S"], blocks: int) -> Bool[Array, "B m"]:
-    """Which blocks hold one segment, and no padding beside it."""
-    segments_BmS = places_B2S[:, 1].reshape(places_B2S.shape[0], blocks, -1)
-    return (segments_BmS == segments_BmS[:, :, :1]).all(2)
+        return table(needed, whole, jnp.zeros(whole.shape[::2], bool))
 
 
 def pad(x: Array, multiple: int, axis: int = 1) -> Array:
@@ -81,8 +77,18 @@ def padded(layout: Layout, q_block: int, k_block: int, window: int) -> Padded:
     layout = layout.padded(-T % q_block, -S % k_block)
     q_pos, k_pos, q_seg, k_seg = layout
     tables = block_table(layout, q_block, k_block, window)
-    places = jnp.stack([q_pos, q_seg], 1), jnp.stack([k_pos, of_keys(k_seg)], 1)
-    return Padded(*places, *tables)
+    k_seg = of_keys(k_seg)
+    k_seg_BmS = k_seg.reshape(k_seg.shape[0], -1, k_block)
+    single_Bm = (k_seg_BmS == k_seg_BmS[:, :, :1]).all(2) & (window <= -BEFORE)
+    return Padded(jnp.stack([q_pos, q_seg], 1), jnp.stack([k_pos, k_seg], 1), *tables, single_Bm)
+
+
+class Mask(Enum):
+    """What must be asked of the pairs in a block."""
+
+    ALL = 0
+    REACH = 1  # the keys have one segment: its number is compared with rows', not pair by pair
+    NONE = 2
 
 
 class Visits(NamedTuple):
@@ -93,6 +99,11 @@ class Visits(NamedTuple):
     masked: Any
     count: Any
     at: Callable[[Any], Any]  # which block is visited as number n
+
+    @property
+    def loops(self) -> tuple[tuple[Mask, Any], ...]:
+        """For `in_turn`."""
+        return tuple(zip(Mask, self[:3], strict=True))
 
 
 def visits(table_ref: Any, b: Any, i: Any) -> Visits:
@@ -113,13 +124,12 @@ def table(
     return jnp.concatenate([jnp.stack([*counts], 2), jnp.argsort(kind, axis=2)], 2, jnp.int32)
 
 
-def each_visit(visit: Visits, step: Callable[..., Any], carry: Any, times: int = 1) -> Any:
-    """carry = step(n, carry, test) for every visit, each so many times: a loop for each Test."""
+def in_turn(loops: Sequence[tuple[Mask, Any]], step: Callable[..., Any], carry: Any) -> Any:
+    """carry = step(n, carry, mask) in a loop for each mask, up to its end."""
     start = 0
-    for test, stop in zip(Test, visit[:3], strict=True):
-        stop = stop * times
-        carry = lax.fori_loop(start, stop, partial(step, test=test), carry)
-        start = stop
+    for mask, end in loops:
+        carry = lax.fori_loop(start, end, partial(step, mask=mask), carry)
+        start = end
     return carry
 
 
@@ -133,32 +143,22 @@ def split_index(index: Any, *sizes: int) -> list[Any]:
     return parts[::-1]
 
 
-class Test(Enum):
-    """What must be asked of the pairs in a block."""
-
-    ALL = 0
-    REACH = 1  # keys, or queries, of one segment are fetched: its number is compared with rows'
-    NONE = 2
-
-
 def only_seen(
-    z: Array, test: Test, rows_at: Any, columns_at: Any, axis_of_q: int, window: int,
+    z: Array, mask: Mask, rows_at: Any, columns_at: Any, axis_of_q: int, window: int,
     interpret: bool,
 ) -> Array:  # fmt: skip
     """Scores, −∞ where THE predicate is false; refs to the (positions, segments) of both axes."""
-    if test is Test.NONE:
+    if mask is Mask.NONE:
         return z
     pos, seg = hopper.load_two(rows_at, hopper.PER_ROW, interpret)
-    if test is Test.ALL:
+    if mask is Mask.ALL:
         columns = hopper.load_two(columns_at, hopper.PER_COLUMN, interpret)
         column_pos, column_seg = (hopper.spread(x, z.shape, 1) for x in columns)
         same = hopper.spread(seg, z.shape, 0) == column_seg
-    else:  # rows of other segments: a query before all keys, a key after all queries
+    else:  # queries of other segments come before all keys
         column_pos = hopper.load(columns_at.at[0], hopper.PER_COLUMN, interpret)
         column_pos = hopper.spread(column_pos, z.shape, 1)
-        limits = jnp.iinfo(jnp.int32)
-        pos = jnp.where(seg == columns_at[1, 0], pos, limits.max if axis_of_q else limits.min)
-        same = None
+        pos, same = jnp.where(seg == columns_at[1, 0], pos, BEFORE), None
     row_pos = hopper.spread(pos, z.shape, 0)
     q_pos, k_pos = (column_pos, row_pos) if axis_of_q else (row_pos, column_pos)
     reached = in_reach(q_pos, k_pos, window)

@@ -148,7 +148,7 @@ def test_a_block_is_of_one_segment_where_no_other_and_no_padding_is_in_it():
     layout = Layout(*[jnp.zeros_like(segments_BS)] * 2, *[segments_BS] * 2)
     where = pallas_gpu_blocks.padded(layout, 3, 2, 0)
     assert where.table()[:, :, 0].tolist() == [[0, 1, 1]]  # the keys 5 and 0
-    assert where.table_of_keys()[:, :, 0].tolist() == [[1, 1, 2, 2, 0]]  # all queries but 2 2 2
+    assert where.table_of_keys()[:, :, 0].tolist() == [[1, 1, 2, 2, 0]]  # all not seen whole
 
 
 def test_the_real_tiles_fit_the_block(monkeypatch):
