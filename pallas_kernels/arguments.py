@@ -58,3 +58,11 @@ def products(*dtypes: Any) -> lax.Precision:
     caller's surroundings ask of matmuls (a TPU would take float32 as bfloat16)."""
     wide = any(jnp.dtype(x).itemsize > 2 for x in dtypes)
     return lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
+
+
+def dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
+    """The product over these axes of a and of b, float32, its operands multiplied as they are."""
+    return lax.dot_general(
+        a, b, (contract, ((), ())), precision=products(a.dtype, b.dtype),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Mosaic GPU kernels share: layouts, and the few places where interpretation differs.
+"""What the Mosaic GPU kernels share: layouts, the ring, and the few places where interpretation
+differs.
 
 The interpreter knows no wgmma whose left operand is in registers, no accumulator with a starting
 value, and in some versions no transposed operand and no layout. It gets plain dots instead; copies,
@@ -7,7 +8,8 @@ barriers and everything else in a kernel are the same program in both. Next:
 sink_attention/pallas_gpu.py, which uses it.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ SHARED_BYTES = 232_448  # that one block may have
 # Registers a thread of a computing and of the fetching warpgroup, by the number of the former. What
 # the latter gives up the former take; they would wait for ever for more than were handed out, an
 # equal part of 64K to each warpgroup.
-REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 TILE = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a tile
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -110,3 +112,89 @@ def dot(a: Array, b: Array, then: Any = None) -> Array:
 def spread(x: Array, shape: tuple[int, int], axis: int) -> Array:
     """One value per row (axis 0) or per column (axis 1), over a tile."""
     return lax.broadcast_in_dim(x, shape, [axis])
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory that one warpgroup fills and others empty, step after step.
+
+    Step n has slot n mod `stages`. Steps are counted over all of a block's tiles, so that the next
+    tile's are fetched while this one is finished. A slot may have several rings: what is needed at
+    different times has barriers of its own.
+    """
+
+    stages: int
+    here: Any  # a barrier for each slot: it is filled
+    free: Any  # a barrier for each slot: all have left it
+
+    def slot(self, n: Any) -> Any:
+        """Where step n lies."""
+        return lax.rem(n, jnp.int32(self.stages))
+
+    def wait(self, n: Any) -> None:
+        """Until step n is there."""
+        plgpu.barrier_wait(self.here.at[self.slot(n)])
+
+    def leave(self, n: Any) -> None:
+        """This warpgroup needs step n no more."""
+        plgpu.barrier_arrive(self.free.at[self.slot(n)])
+
+    def room(self, n: Any) -> None:
+        """For the one that fills: wait until step n's slot is empty."""
+
+        @pl.when(n >= self.stages)
+        def _():
+            plgpu.barrier_wait(self.free.at[self.slot(n)])
+
+    def copy(self, n: Any, *pairs: tuple[Any, Any]) -> None:
+        """Copies out of device memory that `wait` waits for, as many as `here` has arrivals."""
+        copy_in(self.here.at[self.slot(n)], *pairs)
+
+    def drain(self, count: Any) -> None:
+        """For the one that fills: wait until the last of `count` steps has been left."""
+
+        @pl.loop(jnp.maximum(count - self.stages, 0), count)
+        def _(n):
+            plgpu.barrier_wait(self.free.at[self.slot(n)])
+
+    def skip(self, done: Any, steps: Any) -> None:
+        """Leave `steps` steps unread."""
+
+        @pl.loop(0, steps)
+        def _(k):
+            self.wait(done + k)
+            self.leave(done + k)
+
+    def multiply(
+        self,
+        widths: tuple[int, ...],
+        done: Any,
+        steps: Any,
+        operands: Callable[[Any, Any], Sequence[tuple[Any, Any]]],
+    ) -> list[Array]:
+        """Σ over `steps` steps of products for each of `widths`: 64 rows, float32.
+
+        operands(step, slot): for each product its refs to shared memory, the widths in turn. A
+        step's slot is left while the next one multiplies.
+        """
+
+        def body(*accs):
+            @pl.loop(0, steps)
+            def _(k):
+                self.wait(done + k)
+                products = operands(k, self.slot(done + k))
+                for i, (a, b) in enumerate(products):
+                    plgpu.wgmma(accs[i % len(accs)], a, b)
+                plgpu.wgmma_wait(len(products))
+                pl.when(k > 0)(lambda: self.leave(done + k - 1))
+
+            plgpu.wgmma_wait(0)
+            pl.when(steps > 0)(lambda: self.leave(done + steps - 1))
+            return [acc[...] for acc in accs]
+
+        return pl.run_scoped(body, *(ACC((WARPGROUP_ROWS, n), jnp.float32) for n in widths))
+
+
+def copy_in(barrier: Any, *pairs: tuple[Any, Any]) -> None:
+    """Copies from device to shared memory that one barrier waits for."""
+    for source, destination in pairs:
+        plgpu.copy_gmem_to_smem(source, destination, barrier)

@@ -65,5 +65,7 @@ def in_reach(
     q_positions: Int[Array, "*q"], k_positions: Int[Array, "*k"], window: int
 ) -> Bool[Array, "*s"]:
     """True where a key is neither later than the query nor out of its window."""
+    if window == 0:
+        return k_positions <= q_positions
     back = q_positions - k_positions
-    return back >= 0 if window == 0 else (back >= 0) & (back < window)
+    return (back >= 0) & (back < window)  # which compilers make one comparison without sign

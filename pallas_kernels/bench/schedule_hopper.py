@@ -24,7 +24,7 @@ PIPES = {
 PIPE_OF = {op: (pipe, cycles) for pipe, (cycles, ops) in PIPES.items() for op in ops.split()}
 COLUMNS = ("tensor", "MUFU", "ALU", "FMA", "IMAD", "LSU", "issue")
 # registers a thread of a computing warpgroup asks for, by how many of them share a core
-WARPGROUPS = {160: 3, 232: 2, 240: 2}
+WARPGROUPS = {112: 4, 136: 3, 152: 3, 160: 3, 232: 2, 240: 2}
 
 
 class HopperKernel(NamedTuple):

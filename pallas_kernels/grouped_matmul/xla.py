@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import products
+from pallas_kernels.arguments import dot
 from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
@@ -43,13 +43,6 @@ def _each_tile(n_rows, sizes_E, rows, e, body, carry):
     return lax.fori_loop(0, (sizes_E[e] + rows - 1) // rows, step, carry)
 
 
-def _dot(a, b, contract):
-    return lax.dot_general(
-        a, b, (contract, ((), ())), precision=products(a.dtype, b.dtype),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-
-
 def _matrix(rhs_EDF, e, dtype):
     """Matrix e; a four-bit one is decoded here, never all of them."""
     one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, e, keepdims=False), rhs_EDF)
@@ -66,7 +59,7 @@ def _rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis):
         bias = None if bias_EF is None else lax.dynamic_index_in_dim(bias_EF, e)
 
         def tile(start, valid_R1, out):
-            y = _dot(lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,)))
+            y = dot(lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,)))
             y = y if bias is None else y + bias.astype(jnp.float32)
             y = jnp.where(valid_R1, y, lax.dynamic_slice_in_dim(out, start, rows))
             return lax.dynamic_update_slice_in_dim(out, y, start, 0)
@@ -92,7 +85,7 @@ def _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
             lhs = jnp.where(valid_R1, lhs, jnp.zeros_like(lhs))
             dout = jnp.where(valid_R1, dout, jnp.zeros_like(dout))
             dbias = None if bias_dtype is None else sums[1] + dout.astype(jnp.float32).sum(0)
-            return sums[0] + _dot(lhs, dout, ((0,), (0,))), dbias
+            return sums[0] + dot(lhs, dout, ((0,), (0,))), dbias
 
         zero = jnp.zeros(shape, jnp.float32)
         zero = (zero, None if bias_dtype is None else zero[0])

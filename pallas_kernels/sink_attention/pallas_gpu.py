@@ -10,6 +10,7 @@ not masked. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
 """
 
 from functools import partial
+from math import gcd
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +27,11 @@ from pallas_kernels.sink_attention.common import named
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     MosaicTiles,
-    fetch,
-    fill_ring,
+    in_turn,
+    only_seen,
     pad,
     padded,
-    seen,
-    slot_of,
     split_index,
-    table,
     tile_refs,
     visits,
 )
@@ -43,15 +41,18 @@ from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 ROWS = hopper.WARPGROUP_ROWS
 
 
-def forward_tiles(H: int, window: int) -> MosaicTiles:
+def forward_tiles(H: int, window: int, G: int) -> MosaicTiles:
     """A thread holds step/2 scores, step/4 weights and H/2 outputs: 128 of 160 registers with
     three warpgroups and heads of 64, 160 of 240 with two and heads of 128.
 
     They also leave room for one block of threads per core, so its ring may be long. In a short
-    window most of a long step would be unseen.
+    window most of a long step would be unseen, and of a long block too: there the warpgroups have
+    the same 64 rows of heads that share keys, as many as divide the G of them.
     """
-    step = 64 if 0 < window <= 128 else 128
-    return MosaicTiles(consumers=3, step=step, stages=4) if H == 64 else MosaicTiles(2, step, 2)
+    if 0 < window <= 128:
+        consumers = 4 if H == 64 else 2
+        return MosaicTiles(consumers, step=64, stages=4, heads=gcd(G, consumers))
+    return MosaicTiles(consumers=3, step=128, stages=4) if H == 64 else MosaicTiles(2, 128, 2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -98,7 +99,7 @@ def unsupported(q_BTNH: Array, k_BSKH: Array, *_arrays: Array) -> str | None:
 def forward(q, k, v, sink, layout, window, scale, interpret):
     """o [B, T, N, H] in q's dtype and lse [B, T, N] in float32."""
     (B, T, N, H), K = q.shape, k.shape[2]
-    tiles = forward_tiles(H, window)
+    tiles = forward_tiles(H, window, N // K)
     where = padded(layout, tiles.rows, tiles.step, window)
     q, k, v = pad(q, ROWS), pad(k, tiles.step), pad(v, tiles.step)
     blocks = pl.cdiv(T, tiles.rows)
@@ -129,7 +130,7 @@ def forward(q, k, v, sink, layout, window, scale, interpret):
             jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
         ),
         scratch_types=[scratch],
-        grid=(blocks * B * N,),
+        grid=(blocks * B * N // tiles.heads,),
         grid_names=("block",),
         num_threads=C + 1,
         thread_name="warpgroup",
@@ -137,51 +138,54 @@ def forward(q, k, v, sink, layout, window, scale, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(interpret),
     )  # fmt: skip
-    meetings = table(where.needed_Bnm, where.whole_Bnm)
     starts = jnp.stack([top_N, total_N])
-    o, lse = kernel(q, k, v, starts, where.q_B2T, where.k_B2S, meetings)
+    o, lse = kernel(q, k, v, starts, where.q_B2T, where.k_B2S, where.table())
     return o[:, :T], lse[:, :, :T].transpose(0, 2, 1)
 
 
 def _forward_kernel(
-    q_ref, k_ref, v_ref, starts_ref, q_at_ref, k_at_ref, runs_ref, o_ref, lse_ref, s,
+    q_ref, k_ref, v_ref, starts_ref, q_at_ref, k_at_ref, table_ref, o_ref, lse_ref, s,
     *, tiles, G, window, factor, interpret,
 ):  # fmt: skip
-    (B, T, N, H), (C, step, stages) = q_ref.shape, tiles
+    (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile, blocks = q_ref.dtype, (ROWS, step), pl.cdiv(T, tiles.rows)
     # Late queries, which see most, go first; heads that share keys run side by side.
-    i, b, head = split_index(lax.axis_index("block"), blocks, B, N)
+    i, b, pair = split_index(lax.axis_index("block"), blocks, B, N // heads)
     i = blocks - 1 - i
-    visit = visits(runs_ref, b, i)
+    visit = visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
+    k_ring, v_ring = (hopper.Ring(stages, s[f"{x}_here"], s[f"{x}_free"]) for x in "kv")
 
     @pl.when(group == C)
     def _producer():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
-        key_head = lax.div(head, jnp.int32(G))
+        key_head = lax.div(pair, jnp.int32(G // heads))
 
-        def put(n, slot, wait):
-            keys = pl.ds(visit.at(n) * step, step)
-            wait(s["k_free"])
-            pairs = (
+        @pl.loop(0, visit.count)
+        def _(n):
+            keys, slot = pl.ds(visit.at(n) * step, step), k_ring.slot(n)
+            k_ring.room(n)
+            k_ring.copy(
+                n,
                 (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
                 (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
             )
-            fetch(pairs, s["k_here"].at[slot])
-            wait(s["v_free"])
-            fetch([(v_ref.at[b, keys, key_head], s["v_s"].at[slot])], s["v_here"].at[slot])
+            v_ring.room(n)
+            v_ring.copy(n, (v_ref.at[b, keys, key_head], s["v_s"].at[slot]))
 
-        fill_ring(visit.count, stages, put, s["k_free"], s["v_free"])
+        k_ring.drain(visit.count)
+        v_ring.drain(visit.count)
 
     @pl.when(group < C)
     def _consumer():
         plgpu.set_max_registers(hopper.REGISTERS[C][0], action="increase")
         q_s, q_at = s["q_s"].at[group], s["q_at"].at[group]
         # The last block may have more warpgroups than rows: those go along and write nothing.
-        first = i * tiles.rows + group * ROWS
+        own, head = tiles.own(group, pair)
+        first = i * tiles.rows + own
         rows = pl.ds(jnp.minimum(first, T - ROWS), ROWS)
         pairs = ((q_ref.at[b, rows, head], q_s), (q_at_ref.at[b, :, rows], q_at))
-        fetch(pairs, s["q_here"].at[group])
+        hopper.copy_in(s["q_here"].at[group], *pairs)
         plgpu.barrier_wait(s["q_here"].at[group])
 
         def my_turn():
@@ -190,33 +194,26 @@ def _forward_kernel(
         def pass_on():
             plgpu.barrier_arrive(s["turn"].at[lax.rem(group + 1, jnp.int32(C))])
 
-        def one_step(n, carry, masked):
+        def one_step(n, carry, mask):
             acc, top, total = carry
-            slot = slot_of(n, stages)
+            slot = k_ring.slot(n)
             z = hopper.product(q_s, s["k_s"].at[slot], interpret, pass_on)
-            if masked:
-                at = (
-                    hopper.load_two(q_at, hopper.PER_ROW, interpret),
-                    hopper.load_two(s["k_at"].at[slot], hopper.PER_COLUMN, interpret),
-                )
-                z = jnp.where(seen(*at, 0, tile, window), z, -jnp.inf)
-            plgpu.barrier_arrive(s["k_free"].at[slot])
+            z = only_seen(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
+            k_ring.leave(n)
             new = jnp.maximum(top, z.max(axis=1) * factor)
             shrink = jnp.exp2(top - new)
             p = jnp.exp2(z * factor - hopper.spread(new, tile, 0))
             acc = acc * hopper.spread(shrink, acc.shape, 0)
             total = total * shrink + p.sum(axis=1)
             weights = p.astype(dtype)
-            plgpu.barrier_wait(s["v_here"].at[slot])
+            v_ring.wait(n)
             my_turn()  # from here to the next product with keys, which is passed on under way
 
             def next_keys():
-                @pl.when(n + 1 < visit.count)
-                def _():
-                    plgpu.barrier_wait(s["k_here"].at[slot_of(n + 1, stages)])
+                pl.when(n + 1 < visit.count)(lambda: k_ring.wait(n + 1))
 
             acc = hopper.add_product(acc, weights, s["v_s"].at[slot], interpret, next_keys)
-            plgpu.barrier_arrive(s["v_free"].at[slot])
+            v_ring.leave(n)
             return acc, new, total
 
         carry = (
@@ -225,15 +222,10 @@ def _forward_kernel(
             hopper.full((ROWS,), starts_ref[1, head], hopper.PER_ROW, interpret),
         )
 
-        @pl.when(visit.count > 0)
-        def _():
-            plgpu.barrier_wait(s["k_here"].at[0])
-
+        pl.when(visit.count > 0)(lambda: k_ring.wait(jnp.int32(0)))
         # The first begins; each other waits for the one before it, and once more at the end.
         pl.when(group > 0)(my_turn)
-        carry = lax.fori_loop(0, visit.masked, partial(one_step, masked=True), carry)
-        carry = lax.fori_loop(visit.masked, visit.count, partial(one_step, masked=False), carry)
-        acc, top, total = carry
+        acc, top, total = in_turn(visit.loops, one_step, carry)
         pl.when(group < C - 1)(pass_on)
 
         # Without keys and without a sink there is nothing to divide by.

@@ -9,6 +9,7 @@ Next: pallas_kernels/hopper.py for the products.
 """
 
 from functools import partial
+from math import gcd
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,13 @@ from pallas_kernels import hopper
 from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
+    Mask,
     MosaicTiles,
-    fetch,
-    fill_ring,
+    in_turn,
+    only_seen,
     pad,
     padded,
-    seen,
-    slot_of,
     split_index,
-    table,
     tile_refs,
     visits,
 )
@@ -36,14 +35,15 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
 ROWS = hopper.WARPGROUP_ROWS
 
 
-def query_tiles(H: int, window: int) -> MosaicTiles:
+def query_tiles(H: int, window: int, G: int) -> MosaicTiles:
     """For dq. A thread holds scores and their cotangents, step/2 registers each, and H/2 sums.
 
     128 columns a wgmma keep shared memory ahead of the tensor cores, where registers allow; in a
-    short window most of so long a step would be unseen.
+    short window most of so long a step would be unseen, and two heads have the same rows.
     """
-    step = 64 if H > 64 or 0 < window <= 128 else 128
-    return MosaicTiles(consumers=2, step=step, stages=4)
+    short = 0 < window <= 128
+    step = 64 if H > 64 or short else 128
+    return MosaicTiles(consumers=2, step=step, stages=4, heads=gcd(G, 2) if short else 1)
 
 
 def key_tiles(H: int, window: int) -> MosaicTiles:
@@ -66,7 +66,7 @@ def backward(saved, cotangents, window, scale, interpret):
 
 def _queries(q, k, v, do, stats, layout, window, scale, interpret):
     (B, T, N, H), K, dtype = q.shape, k.shape[2], q.dtype
-    tiles = query_tiles(H, window)
+    tiles = query_tiles(H, window, N // K)
     where = padded(layout, tiles.rows, tiles.step, window)
     q, do, stats = pad(q, tiles.rows), pad(do, tiles.rows), pad(stats, tiles.rows, 3)
     k, v = pad(k, tiles.step), pad(v, tiles.step)
@@ -88,7 +88,7 @@ def _queries(q, k, v, do, stats, layout, window, scale, interpret):
                 interpret=interpret),
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
         scratch_types=[scratch],
-        grid=(q.shape[1] // tiles.rows * B * N,),
+        grid=(q.shape[1] // tiles.rows * B * N // tiles.heads,),
         grid_names=("block",),
         num_threads=C + 1,
         thread_name="warpgroup",
@@ -96,75 +96,71 @@ def _queries(q, k, v, do, stats, layout, window, scale, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(interpret),
     )  # fmt: skip
-    meetings = table(where.needed_Bnm, where.whole_Bnm)
-    return kernel(q, k, v, do, stats, where.q_B2T, where.k_B2S, meetings)[:, :T]
+    return kernel(q, k, v, do, stats, where.q_B2T, where.k_B2S, where.table())[:, :T]
 
 
 def _query_kernel(
-    q_ref, k_ref, v_ref, do_ref, stats_ref, q_at_ref, k_at_ref, runs_ref, dq_ref, s,
+    q_ref, k_ref, v_ref, do_ref, stats_ref, q_at_ref, k_at_ref, table_ref, dq_ref, s,
     *, tiles, G, window, scale, interpret,
 ):  # fmt: skip
-    (B, T, N, H), (C, step, stages) = q_ref.shape, tiles
+    (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile = q_ref.dtype, (ROWS, step)
-    i, b, head = split_index(lax.axis_index("block"), T // tiles.rows, B, N)
+    i, b, pair = split_index(lax.axis_index("block"), T // tiles.rows, B, N // heads)
     i = T // tiles.rows - 1 - i  # late queries see most: the long rows go first
-    visit = visits(runs_ref, b, i)
+    visit = visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
+    ring = hopper.Ring(stages, s["here"], s["free"])
 
     @pl.when(group == C)
     def _producer():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
-        key_head = lax.div(head, jnp.int32(G))
+        key_head = lax.div(pair, jnp.int32(G // heads))
 
-        def put(n, slot, wait):
-            keys = pl.ds(visit.at(n) * step, step)
-            wait(s["free"])
-            pairs = (
+        @pl.loop(0, visit.count)
+        def _(n):
+            keys, slot = pl.ds(visit.at(n) * step, step), ring.slot(n)
+            ring.room(n)
+            ring.copy(
+                n,
                 (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
                 (v_ref.at[b, keys, key_head], s["v_s"].at[slot]),
                 (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
             )
-            fetch(pairs, s["here"].at[slot])
 
-        fill_ring(visit.count, stages, put, s["free"])
+        ring.drain(visit.count)
 
     @pl.when(group < C)
     def _consumer():
         plgpu.set_max_registers(hopper.REGISTERS[C][0], action="increase")
         q_s, do_s, q_at, stats_s = (s[x].at[group] for x in ("q_s", "do_s", "q_at", "stats_s"))
-        rows = pl.ds(i * tiles.rows + group * ROWS, ROWS)
+        own, head = tiles.own(group, pair)
+        rows = pl.ds(i * tiles.rows + own, ROWS)
         pairs = (
             (q_ref.at[b, rows, head], q_s),
             (do_ref.at[b, rows, head], do_s),
             (stats_ref.at[b, head, :, rows], stats_s),
             (q_at_ref.at[b, :, rows], q_at),
         )
-        fetch(pairs, s["q_here"].at[group])
+        hopper.copy_in(s["q_here"].at[group], *pairs)
         plgpu.barrier_wait(s["q_here"].at[group])
         lse, delta = hopper.load_two(stats_s, hopper.PER_ROW, interpret)
 
-        def one_step(n, dq, masked):
-            slot = slot_of(n, stages)
+        def one_step(n, dq, mask):
+            slot = ring.slot(n)
             k_s, v_s = s["k_s"].at[slot], s["v_s"].at[slot]
-            plgpu.barrier_wait(s["here"].at[slot])
+            ring.wait(n)
 
             def weights(z):
-                if masked:
-                    at = (
-                        hopper.load_two(q_at, hopper.PER_ROW, interpret),
-                        hopper.load_two(s["k_at"].at[slot], hopper.PER_COLUMN, interpret),
-                    )
-                    z = jnp.where(seen(*at, 0, tile, window), z, -jnp.inf)
+                z = only_seen(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
                 return jnp.exp2(z * (scale * LOG2E) - hopper.spread(lse, tile, 0))
 
             start = hopper.spread(-delta, tile, 0)
             dq = _add_to_queries(dq, start, q_s, k_s, do_s, v_s, weights, interpret)
-            plgpu.barrier_arrive(s["free"].at[slot])
+            ring.leave(n)
             return dq
 
         dq = hopper.full((ROWS, H), 0.0, hopper.TILE, interpret)
-        dq = lax.fori_loop(0, visit.masked, partial(one_step, masked=True), dq)
-        dq = lax.fori_loop(visit.masked, visit.count, partial(one_step, masked=False), dq)
+        dq = in_turn(visit.loops, one_step, dq)
         q_s[...] = (dq * scale).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_s, dq_ref.at[b, rows, head])
@@ -203,40 +199,41 @@ def _keys(q, k, v, do, stats, layout, window, scale, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(interpret),
     )  # fmt: skip
-    meetings = table(where.needed_Bnm.swapaxes(1, 2), where.whole_Bnm.swapaxes(1, 2))
-    dk, dv = kernel(q, k, v, do, stats, where.q_B2T, where.k_B2S, meetings)
+    dk, dv = kernel(q, k, v, do, stats, where.q_B2T, where.k_B2S, where.table_of_keys())
     return dk[:, :S], dv[:, :S]
 
 
 def _key_kernel(
-    q_ref, k_ref, v_ref, do_ref, stats_ref, q_at_ref, k_at_ref, runs_ref, dk_ref, dv_ref, s,
+    q_ref, k_ref, v_ref, do_ref, stats_ref, q_at_ref, k_at_ref, table_ref, dk_ref, dv_ref, s,
     *, tiles, G, window, scale, interpret,
 ):  # fmt: skip
-    (B, S, K, H), (C, step, stages) = k_ref.shape, tiles
+    (B, S, K, H), (C, step, stages, _) = k_ref.shape, tiles
     dtype, tile = q_ref.dtype, (ROWS, step)
     # Early keys, which most queries see, go first.
     i, b, key_head = split_index(lax.axis_index("block"), S // tiles.rows, B, K)
-    visit = visits(runs_ref, b, i)
+    visit = visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
+    ring = hopper.Ring(stages, s["here"], s["free"])
 
     @pl.when(group == C)
     def _producer():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
 
-        def put(n, slot, wait):
+        @pl.loop(0, visit.count * G)
+        def _(n):
             # The heads of one block of queries lie side by side in memory.
             queries = pl.ds(visit.at(lax.div(n, jnp.int32(G))) * step, step)
-            head = key_head * G + lax.rem(n, jnp.int32(G))
-            wait(s["free"])
-            pairs = (
+            head, slot = key_head * G + lax.rem(n, jnp.int32(G)), ring.slot(n)
+            ring.room(n)
+            ring.copy(
+                n,
                 (q_ref.at[b, queries, head], s["q_s"].at[slot]),
                 (do_ref.at[b, queries, head], s["do_s"].at[slot]),
                 (stats_ref.at[b, head, :, queries], s["stats_s"].at[slot]),
                 (q_at_ref.at[b, :, queries], s["q_at"].at[slot]),
             )
-            fetch(pairs, s["here"].at[slot])
 
-        fill_ring(visit.count * G, stages, put, s["free"])
+        ring.drain(visit.count * G)
 
     @pl.when(group < C)
     def _consumer():
@@ -248,35 +245,29 @@ def _key_kernel(
             (v_ref.at[b, keys, key_head], v_s),
             (k_at_ref.at[b, :, keys], k_at),
         )
-        fetch(pairs, s["k_here"].at[group])
+        hopper.copy_in(s["k_here"].at[group], *pairs)
         plgpu.barrier_wait(s["k_here"].at[group])
 
-        def one_step(n, sums, masked):
+        def one_step(n, sums, mask):
             """Keys are rows here and queries columns, so that dk and dv sum over columns."""
-            slot = slot_of(n, stages)
+            slot = ring.slot(n)
             q_s, do_s, stats_s = (s[x].at[slot] for x in ("q_s", "do_s", "stats_s"))
-            plgpu.barrier_wait(s["here"].at[slot])
+            ring.wait(n)
 
             def weights(z):
-                if masked:
-                    at = (
-                        hopper.load_two(s["q_at"].at[slot], hopper.PER_COLUMN, interpret),
-                        hopper.load_two(k_at, hopper.PER_ROW, interpret),
-                    )
-                    z = jnp.where(seen(*at, 1, tile, window), z, -jnp.inf)
+                z = only_seen(z, mask, k_at, s["q_at"].at[slot], 1, window, interpret)
                 return jnp.exp2(z * (scale * LOG2E) - hopper.spread(lse, tile, 1))
 
             lse, delta = hopper.load_two(stats_s, hopper.PER_COLUMN, interpret)
             start = hopper.spread(-delta, tile, 1)
             sums = _add_to_keys(sums, start, k_s, q_s, v_s, do_s, weights, interpret)
-            plgpu.barrier_arrive(s["free"].at[slot])
+            ring.leave(n)
             return sums
 
         zero = hopper.full((ROWS, H), 0.0, hopper.TILE, interpret)
-        sums = (zero, zero)
-        masked, count = visit.masked * G, visit.count * G
-        sums = lax.fori_loop(0, masked, partial(one_step, masked=True), sums)
-        dv, dk = lax.fori_loop(masked, count, partial(one_step, masked=False), sums)
+        # The tensor cores take longer than all tests here, and one more loop has bounds that spill.
+        loops = (Mask.ALL, visit.masked * G), (Mask.NONE, visit.count * G)
+        dv, dk = in_turn(loops, one_step, (zero, zero))
         k_s[...] = (dk * scale).astype(dtype)
         v_s[...] = dv.astype(dtype)
         plgpu.commit_smem()

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import gpu_cores, target
 from pallas_kernels.token_logprobs import streamed
 from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
 
@@ -31,7 +31,6 @@ STAGES = 4  # of (128 + 256) × 64 bfloat16: 192 of the 227 KiB of shared memory
 GROUP = 16  # row tiles walked together: their 12 MB of hidden states stay in L2 (50 MB), and the
 # head is read from memory once a group
 TILE = 64  # columns of a swizzled tile: the head has whole ones
-CORES = 132  # of an H100 or H200; with fewer, the programs left over follow
 PART = 64  # columns finished at a time: with all 256, what is computed of them would spill
 CHUNK = 8192  # words whose dz exists at a time: 0.4 GB at 24k tokens
 
@@ -42,10 +41,6 @@ def _rows(ref, index, start, interpret):
     """ROWS numbers of a row of `ref`, laid out as wgmma's sums are along their rows."""
     at = (*index, pl.ds(start, ROWS))
     return ref[at] if interpret else hopper.load_slice(ref, at, hopper.PER_ROW)
-
-
-def _along(x, shape):
-    return lax.broadcast_in_dim(x, shape, [0])
 
 
 def _columns(shape):
@@ -76,7 +71,7 @@ def _matmul(
     tile_rows, depth, stages = 2 * ROWS, DEPTH, STAGES
     row_tiles, column_tiles, steps = n_tokens // tile_rows, -(-words // COLUMNS), width // depth
     tiles = row_tiles * column_tiles
-    programs = min(CORES, tiles)
+    programs = min(gpu_cores(), tiles)
     rem = lambda a, b: lax.rem(a, jnp.int32(b))  # noqa: E731
     div = lambda a, b: lax.div(a, jnp.int32(b))  # noqa: E731
 
@@ -91,62 +86,44 @@ def _matmul(
         *other_refs, out_ref, hidden_smem, w_smem, stage_smem, ready, free = refs
         warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
         mine = div(tiles - program + (programs - 1), programs)
+        ring = hopper.Ring(stages, ready, free)
 
         @pl.when(warpgroup == 2)
         def _fetch():
             plgpu.set_max_registers(40, action="decrease")
 
-            def step(s, _):
-                slot = rem(s, stages)
-
-                @pl.when(s >= stages)
-                def _():
-                    plgpu.barrier_wait(free.at[slot])
-
+            @pl.loop(0, mine * steps)
+            def _(s):
                 m, n = place(program + div(s, steps) * programs)
                 deep = pl.ds(rem(s, steps) * depth, depth)
                 rows, columns = pl.ds(m * tile_rows, tile_rows), pl.ds(n * COLUMNS, COLUMNS)
-                fetch = plgpu.copy_gmem_to_smem
-                fetch(hidden_ref.at[rows, deep], hidden_smem.at[slot], ready.at[slot])
-                fetch(w_ref.at[deep, columns], w_smem.at[slot], ready.at[slot])
+                slot = ring.slot(s)
+                ring.room(s)
+                ring.copy(
+                    s,
+                    (hidden_ref.at[rows, deep], hidden_smem.at[slot]),
+                    (w_ref.at[deep, columns], w_smem.at[slot]),
+                )
 
-            def drain(s, _):
-                plgpu.barrier_wait(free.at[rem(s, stages)])
-
-            total = mine * steps
-            lax.fori_loop(0, total, step, None)
-            lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+            ring.drain(mine * steps)
 
         @pl.when(warpgroup < 2)
         def _multiply():
             plgpu.set_max_registers(232, action="increase")
+            own = pl.ds(warpgroup * ROWS, ROWS)
 
-            def tile(t, _):
+            def operands(_, slot):
+                return [(hidden_smem.at[slot, own], w_smem.at[slot])]
+
+            @pl.loop(0, mine)
+            def _(t):
                 m, n = place(program + t * programs)
                 row = m * tile_rows + warpgroup * ROWS
                 finish = finish_of(row, n, stage_smem.at[warpgroup], out_ref, *other_refs)
 
-                def product(sums):
-                    def step(k, _):
-                        s = t * steps + k
-                        slot = rem(s, stages)
-                        plgpu.barrier_wait(ready.at[slot])
-                        own = pl.ds(warpgroup * ROWS, ROWS)
-                        plgpu.wgmma(sums, hidden_smem.at[slot, own], w_smem.at[slot])
-                        plgpu.wgmma_wait(1)  # the product before this one is done
-
-                        @pl.when(k > 0)
-                        def _():
-                            plgpu.barrier_arrive(free.at[rem(s - 1, stages)])
-
-                    lax.fori_loop(0, steps, step, None)
-                    return sums[...]
-
-                z = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
-                plgpu.barrier_arrive(free.at[rem(t * steps + steps - 1, stages)])
+                (z,) = ring.multiply((COLUMNS,), t * steps, steps, operands)
                 finish(z)
 
-            lax.fori_loop(0, mine, tile, None)
             plgpu.wait_smem_to_gmem(0)
 
     barriers = plgpu.Barrier(num_arrivals=2, num_barriers=stages)  # two fetches; two warpgroups
@@ -193,9 +170,9 @@ def _statistics(
             sums = []
             for i in range(0, COLUMNS, PART):
                 z_part = z[:, i : i + PART]
-                is_target = _columns(z_part.shape) == _along(target - i, z_part.shape)
+                is_target = _columns(z_part.shape) == hopper.spread(target - i, z_part.shape, 0)
                 chosen = jnp.where(is_target, z_part, 0.0).sum(axis=1)
-                below = z_part * log2_scale - _along(log2_peak, z_part.shape)
+                below = z_part * log2_scale - hopper.spread(log2_peak, z_part.shape, 0)
                 exp = jnp.exp2(below)
                 sums.append((exp.sum(axis=1), (exp * below).sum(axis=1), chosen))
             total, moment, chosen = (reduce(add, x) for x in zip(*sums, strict=True))
@@ -238,11 +215,12 @@ def _dlogits(
             for i in range(COLUMNS // part):
                 z_part = z[:, i * part : (i + 1) * part]
                 shape = z_part.shape
+                along = partial(hopper.spread, shape=shape, axis=0)
                 column = _columns(shape)
-                log2_p = z_part * log2_scale - _along(lse, shape)
-                slope = _along(level, shape) + _along(tilt, shape) * log2_p
-                is_target = column == _along(target - i * part, shape)
-                dz = jnp.where(is_target, _along(kick, shape), 0.0) - jnp.exp2(log2_p) * slope
+                log2_p = z_part * log2_scale - along(lse)
+                slope = along(level) + along(tilt) * log2_p
+                is_target = column == along(target - i * part)
+                dz = jnp.where(is_target, along(kick), 0.0) - jnp.exp2(log2_p) * slope
                 if words % COLUMNS:
                     dz = jnp.where(column < words - n * COLUMNS - i * part, dz, 0.0)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import products
+from pallas_kernels.arguments import dot
 
 NEVER = -1e30  # a logit that gets no probability, finite so that 0 · log 0 is 0 and not NaN
 
@@ -53,14 +53,6 @@ def slopes(
     return jnp.stack([lse_M, kick, kick + tilt * entropy_M, tilt])
 
 
-def _dot(a, b, contract):
-    # A TPU multiplies float32 in one bfloat16 pass unless told; bfloat16 it multiplies exactly.
-    precision = products(a.dtype)
-    return lax.dot_general(
-        a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
 def gradients(
     dz_of: Callable[[Array, Any, int], Array],
     hidden_MD: Float[Array, "M D"],
@@ -85,8 +77,8 @@ def gradients(
         if width > words:  # dz is zero there, but the head's padding may be anything: 0 · NaN
             w_Dc = jnp.where(jnp.arange(width)[None, :] < words, w_Dc, jnp.zeros_like(w_Dc))
         dz_Mc = dz_of(w_Dc, first, words)
-        dhidden = dhidden + _dot(dz_Mc, w_Dc, ((1,), (1,)))
-        dw_Dc = _dot(hidden_MD, dz_Mc, ((0,), (0,))).astype(dw_head.dtype)
+        dhidden = dhidden + dot(dz_Mc, w_Dc, ((1,), (1,)))
+        dw_Dc = dot(hidden_MD, dz_Mc, ((0,), (0,))).astype(dw_head.dtype)
         return dhidden, lax.dynamic_update_slice_in_dim(dw_head, dw_Dc, first, axis=1)
 
     chunks, rest = divmod(vocab_size, chunk)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import products
+from pallas_kernels.arguments import dot
 from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
 
 TOKEN_BLOCK = 1024
@@ -40,13 +40,6 @@ def _matmul_dtype(hidden_MD, w_head_DV):
     return hidden_MD.dtype if hidden_MD.dtype == w_head_DV.dtype else jnp.dtype(jnp.float32)
 
 
-def _dot(a, b, contract):
-    return lax.dot_general(
-        a, b, (contract, ((), ())), precision=products(a.dtype, b.dtype),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-
-
 def _start(i, size, n):
     """First row that is new in block i, and the row its slice starts at, kept inside the array."""
     return i * size, jnp.minimum(i * size, n - size)
@@ -56,7 +49,7 @@ def _logits(h_bD, w_head_DV, temperature, v, size, vocab_size):
     """Tempered logits of vocabulary block v, its slice of the head, and its two first columns."""
     first, start = _start(v, size, vocab_size)
     w_Dc = lax.dynamic_slice_in_dim(w_head_DV, start, size, axis=1).astype(h_bD.dtype)
-    z_bc = _dot(h_bD, w_Dc, ((1,), (0,))) / temperature
+    z_bc = dot(h_bD, w_Dc, ((1,), (0,))) / temperature
     if vocab_size % size:
         new_c = start + jnp.arange(size, dtype=jnp.int32) >= first
         z_bc = jnp.where(new_c[None, :], z_bc, _NEVER)
@@ -154,9 +147,9 @@ def _backward(vocab_size, saved, cotangents):
         dz_bc = jnp.where(is_chosen_bc, dlogp[:, None], 0.0) - jnp.exp(logp_bc) * slope_bc
         dz_bc = (dz_bc / temperature).astype(dtype)
         old = lax.dynamic_slice_in_dim(dhidden, at, rows)
-        new = old + _dot(dz_bc, w_Dc, ((1,), (1,)))
+        new = old + dot(dz_bc, w_Dc, ((1,), (1,)))
         dhidden = lax.dynamic_update_slice_in_dim(dhidden, new, at, 0)
-        return dhidden, dw + _dot(h, dz_bc, ((0,), (0,)))
+        return dhidden, dw + dot(h, dz_bc, ((0,), (0,)))
 
     def vocab_step(v, carry):
         dhidden, dw_head = carry

@@ -45,9 +45,14 @@ PINS = {
 }
 PIPES = {  # chip, operation, case: kernel: what the busiest pipe but the tensor cores' takes
     ("h200", "sink_attention", "full_20b"): {
-        "sink_attention_forward": (2571, 1584),
-        "sink_attention_dkv": (942, 522),
-        "sink_attention_dq": (1706, 1024),
+        "sink_attention_forward": (2184, 1779, 1584),
+        "sink_attention_dkv": (874, 514),
+        "sink_attention_dq": (1448, 1178, 1024),
+    },
+    ("h200", "sink_attention", "window_20b"): {
+        "sink_attention_forward": (1860, 1612, 1152),
+        "sink_attention_dkv": (934, 514),
+        "sink_attention_dq": (854, 728, 512),
     },
 }
 

@@ -136,7 +136,7 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
     bias_ref, (*out_refs, s) = refs[0] if bias else None, refs[1:] if bias else refs
     n_groups, n_rows, n_tiles = rhs_ref.shape[0], count_ref[0], count_ref[0] * plan.column_tiles
     warpgroup = lax.axis_index("warpgroup")
-    where = partial(place, plan, table_ref, n_rows, n_groups)
+    where, ring = partial(place, plan, table_ref, n_rows, n_groups), tiles.ring_of(s)
 
     @pl.when(warpgroup == plan.consumers)
     def _producer():
@@ -155,9 +155,9 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
                     tile = s["rhs"].at[slot, half]
                     plgpu.copy_gmem_to_smem(rhs_ref.at[(group, *at)], tile, here)
 
-            return tiles.produce(s, done, steps, fetch)
+            return tiles.produce(ring, done, steps, fetch)
 
-        tiles.drain(s, tiles.each_tile(n_tiles, one))
+        ring.drain(tiles.each_tile(n_tiles, one))
 
     @pl.when(warpgroup < plan.consumers)
     def _consumer():
@@ -170,7 +170,7 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
 
         registers = tiles.CONSUMER_REGISTERS[plan.consumers]
         plgpu.set_max_registers(registers, action="increase")
-        multiply = partial(tiles.multiply, s, (plan.width,) * plan.halves, operands=operands)
+        multiply = partial(ring.multiply, (plan.width,) * plan.halves, operands=operands)
         consume(s, plan, where, n_tiles, multiply, bias_ref, out_refs)
 
 
@@ -207,7 +207,7 @@ def consume(
 
         @pl.when(lo >= hi)
         def _():
-            tiles.skip(s, done, steps)
+            tiles.ring_of(s).skip(done, steps)
 
         @pl.when(lo < hi)
         def _():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper kernels of the grouped matmul share: sizes, tables of tiles, and the ring.
+"""What the Hopper kernels of the grouped matmul share: sizes, tables of tiles, and stores.
 
 Every kernel stays on its core and walks over tiles. One warpgroup fetches operands into a ring in
 shared memory and runs ahead into the next tile while the others, with 64 rows each, still write
@@ -7,7 +7,7 @@ this one. Next: pallas_gpu_rows.py (out and dlhs), pallas_gpu_weights.py (drhs a
 pallas_gpu_mxfp4.py (out and dlhs of four-bit weights).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -90,91 +90,20 @@ def in_chunks(tile: Any, n_rows: Any, n_columns: int) -> tuple[Any, Any]:
     return before + lax.rem(lax.rem(tile, size), height), column
 
 
-def slot_of(s: Any, step: Any) -> Any:
-    """Where in the ring."""
-    return lax.rem(step, jnp.int32(s["lhs"].shape[0]))
+def ring_of(s: Any) -> hopper.Ring:
+    """Of a kernel's operands."""
+    return hopper.Ring(s["lhs"].shape[0], s["here"], s["free"])
 
 
-def produce(s: Any, done: Any, steps: Any, fetch: Callable[[Any, Any], None]) -> Any:
+def produce(ring: hopper.Ring, done: Any, steps: Any, fetch: Callable[[Any, Any], None]) -> Any:
     """Fetch `steps` steps into the ring, fetch(step, slot) one of them → steps done."""
 
-    def one(k, _):
-        slot = slot_of(s, done + k)
+    @pl.loop(0, steps)
+    def _(k):
+        ring.room(done + k)
+        fetch(k, ring.slot(done + k))
 
-        @pl.when(done + k >= s["lhs"].shape[0])
-        def _():
-            plgpu.barrier_wait(s["free"].at[slot])
-
-        fetch(k, slot)
-        return None
-
-    lax.fori_loop(0, steps, one, None)
     return done + steps
-
-
-def drain(s: Any, done: Any) -> None:
-    """Wait until the last of `done` steps has been given back."""
-
-    def one(step, _):
-        plgpu.barrier_wait(s["free"].at[slot_of(s, step)])
-        return None
-
-    lax.fori_loop(jnp.maximum(done - s["lhs"].shape[0], 0), done, one, None)
-
-
-def multiply(
-    s: Any,
-    widths: tuple[int, ...],
-    done: Any,
-    steps: Any,
-    operands: Callable[[Any, Any], Sequence[tuple[Any, Any]]],
-) -> list[Array]:
-    """Σ over `steps` steps of products for each of `widths`: 64 rows, float32.
-
-    operands(step, slot): for each product its refs to shared memory, the widths in turn. A step's
-    memory is given back while the next one multiplies.
-    """
-
-    def body(*accs):
-        def one(k, _):
-            slot = slot_of(s, done + k)
-            plgpu.barrier_wait(s["here"].at[slot])
-            products = operands(k, slot)
-            for i, (a, b) in enumerate(products):
-                plgpu.wgmma(accs[i % len(accs)], a, b)
-            plgpu.wgmma_wait(len(products))
-
-            @pl.when(k > 0)
-            def _():
-                plgpu.barrier_arrive(s["free"].at[slot_of(s, done + k - 1)])
-
-            return None
-
-        lax.fori_loop(0, steps, one, None)
-        plgpu.wgmma_wait(0)
-
-        @pl.when(steps > 0)
-        def _():
-            plgpu.barrier_arrive(s["free"].at[slot_of(s, done + steps - 1)])
-
-        return [acc[...] for acc in accs]
-
-    accs = [
-        plgpu.WGMMAAccumulatorRef((hopper.WARPGROUP_ROWS, width), jnp.float32) for width in widths
-    ]
-    return pl.run_scoped(body, *accs)
-
-
-def skip(s: Any, done: Any, steps: Any) -> None:
-    """Give `steps` steps back unread."""
-
-    def one(k, _):
-        slot = slot_of(s, done + k)
-        plgpu.barrier_wait(s["here"].at[slot])
-        plgpu.barrier_arrive(s["free"].at[slot])
-        return None
-
-    lax.fori_loop(0, steps, one, None)
 
 
 def store_whole(s: Any, out_ref: Any, value: Array, start: Any, first: Any, piece: int) -> None:

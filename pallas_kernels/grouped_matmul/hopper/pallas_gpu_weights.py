@@ -91,7 +91,7 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
     (M, D), width = lhs_ref.shape, plan.width
     n_rows = plan.row_tiles + plan.bias  # the last one for dbias
     count = jnp.int32(plan.groups * n_rows * plan.columns)
-    warpgroup = lax.axis_index("warpgroup")
+    warpgroup, ring = lax.axis_index("warpgroup"), tiles.ring_of(s)
 
     def place(tile):
         per_group = jnp.int32(n_rows * plan.columns)
@@ -137,9 +137,9 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
                 def _():
                     plgpu.barrier_arrive(here)
 
-            return tiles.produce(s, done, steps, fetch)
+            return tiles.produce(ring, done, steps, fetch)
 
-        tiles.drain(s, tiles.each_tile(count, one))
+        ring.drain(tiles.each_tile(count, one))
 
     @pl.when(warpgroup < tiles.CONSUMERS)
     def _consumer():
@@ -179,11 +179,10 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
             piece = jnp.minimum(warpgroup, jnp.int32(width // tiles.PIECE - 1)) * tiles.PIECE
 
             def add(k, total):
-                slot = tiles.slot_of(s, done + k)
-                plgpu.barrier_wait(s["here"].at[slot])
-                columns = s["dout"].at[slot, :, pl.ds(piece, tiles.PIECE)]
+                ring.wait(done + k)
+                columns = s["dout"].at[ring.slot(done + k), :, pl.ds(piece, tiles.PIECE)]
                 x = keep(columns, *rows_of(k, span)[1:]).astype(jnp.float32)
-                plgpu.barrier_arrive(s["free"].at[slot])
+                ring.leave(done + k)
                 return total + x
 
             nothing = hopper.full((tiles.STEP, tiles.PIECE), 0.0, hopper.TILE, plan.interpret)
@@ -213,7 +212,7 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
                     mask(k, slot, span)
                     return [(s["lhs"].at[slot, :, mine].transpose((1, 0)), s["dout"].at[slot])]
 
-                (y,) = tiles.multiply(s, (width,), done, steps, operands)
+                (y,) = ring.multiply((width,), done, steps, operands)
                 start = drhs_row(row) + warpgroup * _WG
                 for i in range(0, width, tiles.PIECE):
                     value = y[:, i : i + tiles.PIECE].astype(drhs_ref.dtype)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """bfloat16 arithmetic as a GPU does it, in integers: for the interpreter, whose CPU takes
-subnormals for 0. Named as in jax.numpy. Next: pallas_gpu_decode.py, which uses it.
+subnormals for 0. Named as in jax.numpy. Next: pallas_gpu_mxfp4.py, which uses it.
 """
 
 import jax.numpy as jnp

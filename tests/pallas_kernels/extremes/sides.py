@@ -48,7 +48,7 @@ SMALL: dict[Any, dict[str, Any]] = {
         "query_tiles": lambda *_: MosaicTiles(1, 32, 2),
         "key_tiles": lambda *_: MosaicTiles(1, 32, 3),
     },
-    logprobs_gpu: {"STAGES": 2, "GROUP": 1, "CORES": 4, "CHUNK": 512},
+    logprobs_gpu: {"STAGES": 2, "GROUP": 1, "gpu_cores": lambda: 4, "CHUNK": 512},
     decode_gpu: {"SPLIT": 256},
 }
 

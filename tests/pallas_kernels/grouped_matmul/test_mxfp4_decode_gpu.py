@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul.hopper import pallas_gpu_decode as decode
+from pallas_kernels.grouped_matmul.hopper import pallas_gpu_mxfp4 as decode
 from pallas_kernels.grouped_matmul.hopper import soft_bfloat16
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -38,7 +38,7 @@ class Side(NamedTuple):
     case: cases.AttentionCase
     dtype: Any
     attend: Callable[..., Any]  # of window, then the arrays of `cases.Inputs`
-    blocks: Any  # the module that holds its `runs`
+    blocks: Any  # the module that holds its `block_table`
     predicate: Any  # the module that holds its `visible`; None for Triton, which has its own
     sums: Any  # the module that holds its `backward_sums`
 
@@ -81,8 +81,8 @@ def with_tpu(patch: pytest.MonkeyPatch) -> Side:
 def with_gpu(patch: pytest.MonkeyPatch) -> Side:
     if jax.__version_info__ < (0, 11):
         pytest.skip("jax 0.10 takes 10 seconds to interpret one block")
-    patch.setattr(pallas_gpu, "forward_tiles", lambda *_: MosaicTiles(3, 32, 2))
-    patch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: MosaicTiles(1, 32, 2))
+    patch.setattr(pallas_gpu, "forward_tiles", lambda *_: MosaicTiles(4, 32, 2, 2))
+    patch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: MosaicTiles(2, 32, 2, 2))
     patch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(1, 32, 3))
     f = of_positional(partial(pallas_gpu.mosaic_gpu, interpret=True))
     case = CASE._replace(N=2, K=1, H=64)

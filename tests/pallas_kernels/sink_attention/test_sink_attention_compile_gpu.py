@@ -51,8 +51,8 @@ SHAPES = {case._replace(name="", layout=""): case for case in cases.REAL_CASES}
 def test_forward_and_backward_compile_without_spilling(case):
     compiled = ahead_of_time.compile_for(CHIP, values_and_gradients(case), *abstract(case))
     tiles = (
-        pallas_gpu.forward_tiles(case.H, case.window),
-        pallas_gpu_backward.query_tiles(case.H, case.window),
+        pallas_gpu.forward_tiles(case.H, case.window, case.N // case.K),
+        pallas_gpu_backward.query_tiles(case.H, case.window, case.N // case.K),
         pallas_gpu_backward.key_tiles(case.H, case.window),
     )
     assert len(compiled.kernels) == compiled.mosaic_calls == len(tiles)
@@ -83,7 +83,7 @@ def test_float16_compiles_too():
 def test_a_ring_that_does_not_fit_is_refused(monkeypatch):
     """So what the tiles take is checked by someone."""
     case = cases.named("head128")
-    big = pallas_gpu.forward_tiles(128, 0)._replace(stages=4)
+    big = pallas_gpu.forward_tiles(128, 0, 4)._replace(stages=4)
     monkeypatch.setattr(pallas_gpu, "forward_tiles", lambda *_: big)
     with pytest.raises(ValueError, match="shared memory"):
         ahead_of_time.compile_for(CHIP, values_and_gradients(case), *abstract(case))

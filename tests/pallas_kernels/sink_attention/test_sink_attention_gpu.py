@@ -17,9 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import Target
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention import cases, pallas_gpu, pallas_gpu_backward
+from pallas_kernels.sink_attention import (
+    cases,
+    pallas_gpu,
+    pallas_gpu_backward,
+    pallas_gpu_blocks,
+)
 from pallas_kernels.sink_attention.cases import AttentionCase
-from pallas_kernels.sink_attention.pallas_gpu_blocks import BlockVisits, MosaicTiles
+from pallas_kernels.sink_attention.pallas_gpu_blocks import MosaicTiles
 
 OLD = jax.__version_info__ < (0, 11)
 full_matrix = pytest.mark.slow
@@ -38,9 +43,16 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Short steps and a short ring, so that short rows take every path."""
-    monkeypatch.setattr(pallas_gpu, "forward_tiles", lambda *_: MosaicTiles(3, 32, 2))
-    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: MosaicTiles(1, 32, 2))
+    """Short steps and a short ring, so that short rows take every path; in windows two heads."""
+
+    def query_tiles(consumers):
+        return lambda _, window, G: (
+            MosaicTiles(2 * consumers, 32, 2, heads=2) if window and G % 2 == 0
+            else MosaicTiles(consumers, 32, 2)
+        )  # fmt: skip
+
+    monkeypatch.setattr(pallas_gpu, "forward_tiles", query_tiles(2))
+    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", query_tiles(1))
     monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(1, 32, 3))
 
 
@@ -95,7 +107,7 @@ def test_a_scale_of_zero_is_allowed():
         AttentionCase(
             "two_blocks", 1, 250, 250, 2, 1, 64, 0, "packed"
         ),  # the last one has idle warpgroups
-        AttentionCase("window", 1, 100, 160, 1, 1, 64, 40, "chunk"),
+        AttentionCase("window", 1, 100, 160, 2, 1, 64, 40, "chunk"),
     ],
     ids=lambda case: case.name,
 )
@@ -109,18 +121,34 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, case):
         arrive(barrier)
 
     monkeypatch.setattr(plgpu, "barrier_arrive", fence_and_arrive)
-    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: MosaicTiles(2, 32, 2))
+
+    def query_tiles(_, window, __):
+        return MosaicTiles(2, 32, 2, heads=2 if window else 1)
+
+    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", query_tiles)
     monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(2, 32, 2))
     compare(case, jnp.bfloat16)
     assert not races()
 
 
-def test_blocks_with_a_mask_come_first_and_each_block_once():
-    visit = BlockVisits(*(jnp.int32(x) for x in (3, 5, 9, 10)))
-    assert [int(visit.at(jnp.int32(i))) for i in range(visit.count)] == [3, 4, 9, 5, 6, 7, 8]
-    assert visit.masked == 3
-    alone = BlockVisits(*(jnp.int32(x) for x in (2, 4, 4, 4)))  # none is whole
-    assert [int(alone.at(jnp.int32(i))) for i in range(alone.count)] == [2, 3]
+def test_every_needed_block_is_visited_once_and_those_without_tests_last():
+    needed_Bnm = np.array([[[1, 1, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
+    whole_Bnm = np.array([[[0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
+    single_Bm = np.array([[0, 1, 1, 1, 1, 0]], bool)
+    got = np.asarray(pallas_gpu_blocks.table(*map(jnp.asarray, (needed_Bnm, whole_Bnm, single_Bm))))
+    orders = [(2, 3, 5, [0, 5, 2, 1, 3]), (0, 0, 0, []), (0, 0, 5, [1, 2, 3, 4, 5])]
+    for i, (*ends, order) in enumerate(orders):
+        visit = pallas_gpu_blocks.visits(got, 0, i)
+        assert [*visit[:3]] == ends and [visit.at(n) for n in range(len(order))] == order
+
+
+def test_a_block_is_of_one_segment_where_no_other_and_no_padding_is_in_it():
+    """Rows of other segments are told by that segment's number alone."""
+    segments_BS = jnp.array([[2, 2, 2, 2, 5, 5, 5, 0, 0]])
+    layout = Layout(*[jnp.zeros_like(segments_BS)] * 2, *[segments_BS] * 2)
+    where = pallas_gpu_blocks.padded(layout, 3, 2, 0)
+    assert where.table()[:, :, 0].tolist() == [[0, 1, 1]]  # the keys 5 and 0
+    assert where.table_of_keys()[:, :, 0].tolist() == [[1, 1, 2, 2, 0]]  # all not seen whole
 
 
 def test_the_real_tiles_fit_the_block(monkeypatch):
@@ -128,13 +156,14 @@ def test_the_real_tiles_fit_the_block(monkeypatch):
     for H in (64, 128):
         for window in (0, 128, 4096):
             tiles = (
-                pallas_gpu.forward_tiles(H, window),
-                pallas_gpu_backward.query_tiles(H, window),
+                pallas_gpu.forward_tiles(H, window, 8),
+                pallas_gpu_backward.query_tiles(H, window, 8),
                 pallas_gpu_backward.key_tiles(H, window),
             )
             for x in tiles:
-                own = 2 * x.rows * (2 * H + 8)
+                own = 2 * x.consumers * hopper.WARPGROUP_ROWS * (2 * H + 8)
                 ring = 2 * x.stages * x.step * (2 * H + 8)
+                assert x.consumers % x.heads == 0 and 8 % x.heads == 0
                 assert x.stages >= 2 and x.consumers in hopper.REGISTERS and own + ring < 227 * 1024
 
 

@@ -52,22 +52,22 @@ def with_window(change):
     return plant
 
 
-def forget_the_last_block(side, patch):
-    def runs(needed, whole):
-        first, whole_first, whole_last, last = jnp.moveaxis(blocks.runs(needed, whole), 2, 0)
-        last = jnp.maximum(first, last - 1)
-        middle = (jnp.clip(x, first, last) for x in (whole_first, whole_last))
-        return jnp.stack([first, *middle, last], 2)
+def with_tables(change):
+    """Other tables of the blocks that are needed and of those seen whole."""
 
-    patch.setattr(side.blocks, "runs", runs)
+    def plant(side, patch):
+        patch.setattr(side.blocks, "block_table", lambda *args: change(*blocks.block_table(*args)))
+
+    return plant
 
 
-def mask_no_block(side, patch):
-    def runs(needed, whole):
-        first, _, _, last = jnp.moveaxis(blocks.runs(needed, whole), 2, 0)
-        return jnp.stack([first, first, last, last], 2)
+def forget_the_last_block(needed, whole):
+    last = jnp.cumsum(needed, 2) == jnp.sum(needed, 2, keepdims=True)
+    return needed & ~last, whole & ~last
 
-    patch.setattr(side.blocks, "runs", runs)
+
+def mask_no_block(needed, whole):
+    return needed, needed
 
 
 def changed_sums(change):
@@ -100,8 +100,8 @@ BORDER = "blocks at the border taken as seen whole"
 FAULTS = {
     "a window of one key more": with_window(1),
     "a window of one key less": with_window(-1),
-    "the last block forgotten": forget_the_last_block,
-    BORDER: mask_no_block,
+    "the last block forgotten": with_tables(forget_the_last_block),
+    BORDER: with_tables(mask_no_block),
     "no gradient to the sink": changed_sums(no_gradient_to_the_sink),
     "a backward whose weights leave the sink out": changed_sums(weights_without_the_sink),
     "the cotangent of lse dropped": changed_sums(no_cotangent_of_lse),
