@@ -10,24 +10,24 @@ from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-for_chips = any(x.startswith("aot") for x in sys.argv)  # -m aot, -m "aot and …"; not "… and not aot"
 
 # Compiling is most of what tests cost, of programs that run once: here LLVM optimises nothing, and
 # in jax 0.10 XLA takes its older and quicker emitters, which later versions do not have. One
 # assertion depends on it and says so (equal bits, test_decode_attention_gpu.py). With `XLA_FLAGS=`
-# before the command everything compiles as users do; so do tests on a chip and for one (-m aot).
+# before the command everything compiles as users do; so do tests on a chip and for one (-m aot,
+# -m "aot and …", but not "… and not aot").
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10.")
-    if os.environ["JAX_PLATFORMS"] == "cpu" and not for_chips
+    if os.environ["JAX_PLATFORMS"] == "cpu" and not any(x.startswith("aot") for x in sys.argv)
     else "",
 )
 
 # What one test compiled the next need not: a worker and the commands that its tests start share a
 # folder of programs, empty when the run begins and gone when it ends. Not two workers: jax writes a
 # program bit by bit, and who reads half of one gets a warning, which is an error here.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not for_chips:
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not any(x.startswith("aot") for x in sys.argv):
     programs = tempfile.mkdtemp(prefix="jaxmoe-tests-")
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXMOE_TEST_PROGRAMS"] = programs

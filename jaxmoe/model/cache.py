@@ -14,7 +14,6 @@ from jaxtyping import Array, Int
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Leaf
 
-
 _TILE, _LONG = 64, 512
 
 
