@@ -21,8 +21,8 @@ from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.grouped_matmul import cases as matmul_cases
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows
+from pallas_kernels.grouped_matmul.pallas_tpu_tiles import group_visits, row_visits
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_tile
-from pallas_kernels.grouped_matmul.visits import group_visits, row_visits
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks

@@ -23,9 +23,8 @@ from pallas_kernels import tpu
 from pallas_kernels.arguments import products
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
-from pallas_kernels.grouped_matmul.pallas_tpu_tiles import TpuPlan
+from pallas_kernels.grouped_matmul.pallas_tpu_tiles import TileVisits, TpuPlan, row_visits
 from pallas_kernels.grouped_matmul.swiglu import activate
-from pallas_kernels.grouped_matmul.visits import TileVisits, row_visits
 
 
 def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False) -> TpuPlan | None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import dot, each_columns, each_rows
-from pallas_kernels.grouped_matmul.visits import group_visits
+from pallas_kernels.grouped_matmul.pallas_tpu_tiles import group_visits
 
 
 def weights_tile(width: int, columns: int) -> int | None:

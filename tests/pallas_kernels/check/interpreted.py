@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our kernels for chips, interpreted on a CPU, as implementations for a check: module:function."""
 
+import jax.numpy as jnp
+
 from pallas_kernels.bench.ops import OPS
 from pallas_kernels.decode_attention import pallas_gpu as decode_gpu
 from pallas_kernels.decode_attention import pallas_tpu as decode_tpu
@@ -52,7 +54,8 @@ def _call(kernels, op, case):
         return run(lhs, rhs, sizes, bias, *more, interpret=True)
 
     def logprobs(hidden, head, targets):
-        return run(hidden, head, targets, case.temperature, case.vocab_size, interpret=True)
+        temperature = jnp.float32(case.temperature)
+        return run(hidden, head, targets, temperature, case.vocab_size, interpret=True)
 
     if "attention" in name:
         return attend
