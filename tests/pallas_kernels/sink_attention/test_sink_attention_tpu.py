@@ -131,9 +131,17 @@ def test_keys_that_vmem_has_no_room_for_are_taken_in_parts_and_change_no_bit(mon
         np.testing.assert_array_equal(one, many, err_msg=name)
 
 
+def test_a_part_of_the_keys_has_its_part_of_each_run_and_one_block_where_there_is_none():
+    runs = jnp.array([0, 0, 1, 2, 1, 3, 5, 6, 5, 6, 7, 8])  # ends of three runs
+    part = blocks.Blocked(jnp.zeros(0), jnp.zeros(0), runs).within(2, 5).reshape(3, 4)
+    assert [tuple(x) for x in part[:, [0, 3]].tolist()] == [(0, 1), (0, 3), (0, 1)]
+    assert tuple(part[1].tolist()) == (0, 1, 3, 3)  # of three blocks the last two are seen whole
+    assert not any(first <= 0 < last for first, last in part[::2, 1:3].tolist())
+
+
 def test_steps_of_several_blocks_count_no_key_twice(monkeypatch):
     """A window's: they start at any block, and the last goes past the keys of its part."""
-    monkeypatch.setattr(blocks, "block_sizes", lambda *_: (16, 24, 8))
+    monkeypatch.setattr(blocks, "block_sizes", lambda *_: (16, 16, 8))
     monkeypatch.setattr(pallas_tpu_backward, "keys_at_once", lambda _: 16)  # two blocks of 8
     case = cases.AttentionCase("steps", 2, 37, 45, 6, 2, 16, 9)
     compares(case, jnp.float32)
