@@ -35,7 +35,8 @@ SUBLANES = 8
 
 
 def params() -> pltpu.CompilerParams:
-    """Of a grid (B, K, blocks), the last in its order."""
+    """Of a grid (B, K, blocks), the last in its order. libtpu gives a kernel 16 MiB of VMEM unless
+    asked for more: we ask for 7/8 of a core's, and take what docs/kernels.md says."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         vmem_limit_bytes=tpu.vmem_bytes() // 8 * 7,
