@@ -35,7 +35,8 @@ SUBLANES = 8
 
 
 def params() -> pltpu.CompilerParams:
-    """Of a grid (B, K, blocks), the last in its order."""
+    """Of a grid (B, K, blocks), the last in its order. libtpu gives a kernel 16 MiB of VMEM unless
+    asked for more: we ask for 7/8 of a core's, and take what docs/kernels.md says."""
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         vmem_limit_bytes=tpu.vmem_bytes() // 8 * 7,
@@ -173,9 +174,9 @@ def blocked(x: Sizes, layout: Layout, window: int) -> Blocked:
 def _visits(first: Array, whole_first: Array, whole_last: Array, last: Array) -> Array:
     """The ends of each run, side by side: every loop visits a block, so that the one before it
     always knows what to fetch."""
-    first = jnp.where(last > first, first, 0)
-    ends = (first, whole_first, whole_last, jnp.maximum(last, first + 1))
-    return jnp.stack(ends, axis=-1).reshape(-1)
+    some = last > first
+    first, last = jnp.where(some, first, 0), jnp.where(some, last, 1)
+    return jnp.stack([first, whole_first, whole_last, last], axis=-1).reshape(-1)
 
 
 def prescaled(q: Float[Array, "B T N H"], scale: float) -> tuple[Float[Array, "B T N H"], float]:

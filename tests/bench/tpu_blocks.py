@@ -5,8 +5,9 @@
     JAX_PLATFORMS=cpu python tests/bench/tpu_blocks.py v5p --window 128 --backward
 
 Blocks are queries × keys × heads unrolled. Without a window: cycles of a whole block for 512 × 512
-pairs of one head. With one: cycles a query and 8 heads, all of the kernel. Nothing is executed;
-waiting for memory is not in it. `BLOCKS` in pallas_tpu_blocks.py holds what this has found.
+pairs of one head. With one: cycles a query and 8 heads, all of the kernel, and steps of so many
+keys may start at any 128. Nothing is executed; waiting for memory is not in it. `block_sizes` and
+`together` in pallas_tpu_blocks.py hold what this has found.
 """
 
 import argparse
@@ -17,9 +18,10 @@ from pallas_kernels.bench import schedule, schedule_tpu
 from pallas_kernels.sink_attention import cases
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
-WHOLE = ("512x512x2", "512x1024x2", "1024x512x2", "1024x1024x2", "512x2048x2", "512x1024x4")
-WINDOW = ("256x128x2", "256x128x4", "256x128x8", "512x256x2", "512x256x4", "256x256x4",
-          "128x128x8", "384x128x4", "512x128x4")  # fmt: skip
+WHOLE = ("512x512x2", "512x512x4", "512x1024x4", "1024x512x4", "1024x1024x2", "1024x1024x4",
+         "2048x512x2")  # fmt: skip
+WINDOW = ("256x384x2", "256x384x4", "256x384x8", "512x640x2", "512x640x4", "128x256x4", "128x256x8",
+          "512x256x4", "256x128x8")  # fmt: skip
 
 
 def programs(sizes: str, window: str, backward: str) -> list[schedule.Program]:

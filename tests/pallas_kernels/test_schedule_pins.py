@@ -27,19 +27,20 @@ PINS = {
         "grouped_dlhs": (3289, 1817, 1720),
     },
     ("v5p", "sink_attention", "full_20b"): {
-        "sink_attention_forward": (4626, 5235),
-        "sink_attention_dkv": (4255, 4256),
-        "sink_attention_dq": (2865, 2868),
+        "sink_attention_forward": (9074, 10292),
+        "sink_attention_backward": (7475, 7475),
+    },
+    ("v5p", "sink_attention", "window_20b"): {
+        "sink_attention_forward": (7010,),
+        "sink_attention_backward": (7481,),
     },
     ("v6e", "sink_attention", "full_20b"): {
-        "sink_attention_forward": (6433, 7362),
-        "sink_attention_dkv": (8423, 9195),
-        "sink_attention_dq": (5468, 6048),
+        "sink_attention_forward": (12593, 14491),
+        "sink_attention_backward": (18663, 20248),
     },
     ("v6e", "sink_attention", "window_20b"): {
-        "sink_attention_forward": (2518, 2638),
-        "sink_attention_dkv": (2782, 2935),
-        "sink_attention_dq": (2292, 2366),
+        "sink_attention_forward": (5377,),
+        "sink_attention_backward": (5700,),
     },
     ("v6e", "token_logprobs", "gptoss20b"): {"token_logprobs": (7748,)},
 }

@@ -98,8 +98,18 @@ def test_blocks_that_nobody_sees_are_skipped_not_masked():
     np.testing.assert_array_equal(dv, time < 8)
 
 
-def test_copies_that_arrive_as_late_as_they_may_change_nothing():
+def steps_of_two_blocks_in_parts(monkeypatch):
+    monkeypatch.setattr(blocks, "block_sizes", lambda *_: (16, 16, 8))
+    monkeypatch.setattr(pallas_tpu_backward, "keys_at_once", lambda _: 16)
+
+
+@pytest.mark.parametrize(
+    "parts", [False, pytest.param(True, marks=pytest.mark.slow, id="races-in-parts")]
+)
+def test_copies_that_arrive_as_late_as_they_may_change_nothing(parts, monkeypatch, capsys):
     """The chip's copies are asynchronous; here each is made when it is waited for, after NaN."""
+    if parts:
+        steps_of_two_blocks_in_parts(monkeypatch)
     case = cases.AttentionCase(
         "late", 1, 32, 40, 8, 2, 16, 0, "chunk"
     )  # some blocks are seen whole
@@ -110,6 +120,7 @@ def test_copies_that_arrive_as_late_as_they_may_change_nothing():
     with pltpu.force_tpu_interpret_mode(late):
         got = run(case.window, *ct, *inputs, interpret=False)
         jax.block_until_ready(got)
+    assert "RACE DETECTED" not in capsys.readouterr().out  # the interpreter's words
     oracle.compare(case, got, inputs, ct)
 
 
@@ -131,10 +142,17 @@ def test_keys_that_vmem_has_no_room_for_are_taken_in_parts_and_change_no_bit(mon
         np.testing.assert_array_equal(one, many, err_msg=name)
 
 
+def test_a_part_of_the_keys_has_its_part_of_each_run_and_one_block_where_there_is_none():
+    runs = jnp.array([0, 0, 1, 2, 1, 3, 5, 6, 5, 6, 7, 8])  # ends of three runs
+    part = blocks.Blocked(jnp.zeros(0), jnp.zeros(0), runs).within(2, 5).reshape(3, 4)
+    assert [tuple(x) for x in part[:, [0, 3]].tolist()] == [(0, 1), (0, 3), (0, 1)]
+    assert tuple(part[1].tolist()) == (0, 1, 3, 3)  # of three blocks the last two are seen whole
+    assert not any(first <= 0 < last for first, last in part[::2, 1:3].tolist())
+
+
 def test_steps_of_several_blocks_count_no_key_twice(monkeypatch):
     """A window's: they start at any block, and the last goes past the keys of its part."""
-    monkeypatch.setattr(blocks, "block_sizes", lambda *_: (16, 24, 8))
-    monkeypatch.setattr(pallas_tpu_backward, "keys_at_once", lambda _: 16)  # two blocks of 8
+    steps_of_two_blocks_in_parts(monkeypatch)
     case = cases.AttentionCase("steps", 2, 37, 45, 6, 2, 16, 9)
     compares(case, jnp.float32)
 
