@@ -31,7 +31,7 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     only_seen,
     pad,
     padded,
-    split_index,
+    this_core,
     tile_refs,
     visits,
 )
@@ -149,16 +149,9 @@ def _forward_kernel(
 ):  # fmt: skip
     (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile, blocks = q_ref.dtype, (ROWS, step), pl.cdiv(T, tiles.rows)
-    group, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-    cores = lax.axis_size("core")
-    mine = lax.div(blocks * B * N // heads - core + cores - 1, jnp.int32(cores))
+    group = lax.axis_index("warpgroup")
+    mine, place = this_core(blocks, B, N // heads)
     k_ring, v_ring = (hopper.Ring(stages, s[f"{x}_here"], s[f"{x}_free"]) for x in "kv")
-
-    def place(n):
-        """This core's tile number n: its block, its row of the batch, its heads."""
-        # Late queries, which see most, go first; heads that share keys run side by side.
-        i, b, pair = split_index(core + n * cores, blocks, B, N // heads)
-        return blocks - 1 - i, b, pair
 
     @pl.when(group == C)
     def _producer():

@@ -56,6 +56,11 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(1, 32, 3))
 
 
+def on_cores(monkeypatch, count):
+    for kernels in (pallas_gpu, pallas_gpu_backward):
+        monkeypatch.setattr(kernels, "gpu_cores", lambda: count)
+
+
 ours = partial(pallas_gpu.mosaic_gpu, interpret=True)
 
 
@@ -78,7 +83,7 @@ def compare(case, dtype, scale=None):
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(
     case, dtype, cores, monkeypatch
 ):
-    monkeypatch.setattr(pallas_gpu, "gpu_cores", lambda: cores)
+    on_cores(monkeypatch, cores)
     compare(case, dtype)
 
 
@@ -124,6 +129,7 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, case):
         arrive(barrier)
 
     monkeypatch.setattr(plgpu, "barrier_arrive", fence_and_arrive)
+    on_cores(monkeypatch, 1)  # whose tiles follow one another
 
     def query_tiles(_, window, __):
         return MosaicTiles(2, 32, 2, heads=2 if window else 1)
