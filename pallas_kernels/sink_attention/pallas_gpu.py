@@ -6,7 +6,8 @@ and take turns at the tensor cores: one multiplies while the others exponentiate
 a step's exponentials alone take as long as its products and the rest of the softmax, by the
 compiler's stall counts, half as long again, so three take turns; with heads of 128 two do. The
 sink is where the running softmax starts. Blocks nobody sees are not read, blocks seen whole are
-not masked. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
+not masked. A block of threads stays on its core, so that the next tile's queries and keys come
+while this one is finished. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
 """
 
 from functools import partial

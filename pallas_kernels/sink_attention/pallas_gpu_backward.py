@@ -4,7 +4,7 @@
 One block of threads owns queries and sums dq over keys; another owns keys and sums dk and dv over
 the queries of all heads that share them, in a fixed order: the same bits every time. Both make the
 weights again from lse. Five products would do where these take seven; the other way is to add to
-dq from many blocks at once, in an order that nobody fixes.
+dq from many blocks at once, in an order that nobody fixes, or block after block: docs/kernels.md.
 Next: pallas_kernels/hopper.py for the products.
 """
 

@@ -115,7 +115,7 @@ def test_a_scale_of_zero_is_allowed():
         AttentionCase(
             "two_blocks", 1, 250, 250, 2, 1, 64, 0, "packed"
         ),  # the last one has idle warpgroups
-        AttentionCase("window", 1, 100, 160, 2, 1, 64, 40, "chunk"),
+        AttentionCase("window", 1, 100, 160, 4, 2, 64, 40, "chunk"),
     ],
     ids=lambda case: case.name,
 )
