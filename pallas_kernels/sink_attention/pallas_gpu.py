@@ -6,7 +6,8 @@ and take turns at the tensor cores: one multiplies while the others exponentiate
 a step's exponentials alone take as long as its products and the rest of the softmax, by the
 compiler's stall counts, half as long again, so three take turns; with heads of 128 two do. The
 sink is where the running softmax starts. Blocks nobody sees are not read, blocks seen whole are
-not masked. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
+not masked. A block of threads stays on its core, so that the next tile's queries and keys come
+while this one is finished. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
 """
 
 from functools import partial
@@ -20,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import hopper
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import gpu_cores, target
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu_backward
 from pallas_kernels.sink_attention.common import named
@@ -31,7 +32,7 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     only_seen,
     pad,
     padded,
-    split_index,
+    this_core,
     tile_refs,
     visits,
 )
@@ -109,13 +110,13 @@ def forward(q, k, v, sink, layout, window, scale, interpret):
 
     C, dtype = tiles.consumers, q.dtype
     scratch = dict(
-        q_s=tile_refs(C, ROWS, H, dtype),
+        q_s=tile_refs(2 * C, ROWS, H, dtype),  # of this tile and of the next
         k_s=tile_refs(tiles.stages, tiles.step, H, dtype),
         v_s=tile_refs(tiles.stages, tiles.step, H, dtype),
-        q_at=plgpu.SMEM((C, 2, ROWS), jnp.int32),
+        q_at=plgpu.SMEM((2 * C, 2, ROWS), jnp.int32),
         k_at=plgpu.SMEM((tiles.stages, 2, tiles.step), jnp.int32),
         lse_s=plgpu.SMEM((C, ROWS), jnp.float32),
-        q_here=plgpu.Barrier(num_arrivals=2, num_barriers=C),
+        q_here=plgpu.Barrier(num_arrivals=2, num_barriers=2 * C),
         k_here=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
         v_here=plgpu.Barrier(num_barriers=tiles.stages),
         k_free=plgpu.Barrier(num_arrivals=C, num_barriers=tiles.stages),
@@ -130,8 +131,8 @@ def forward(q, k, v, sink, layout, window, scale, interpret):
             jax.ShapeDtypeStruct((B, N, q.shape[1]), jnp.float32),
         ),
         scratch_types=[scratch],
-        grid=(blocks * B * N // tiles.heads,),
-        grid_names=("block",),
+        grid=(min(gpu_cores(), blocks * B * N // tiles.heads),),
+        grid_names=("core",),
         num_threads=C + 1,
         thread_name="warpgroup",
         kernel_name="sink_attention_forward",
@@ -149,44 +150,56 @@ def _forward_kernel(
 ):  # fmt: skip
     (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile, blocks = q_ref.dtype, (ROWS, step), pl.cdiv(T, tiles.rows)
-    # Late queries, which see most, go first; heads that share keys run side by side.
-    i, b, pair = split_index(lax.axis_index("block"), blocks, B, N // heads)
-    i = blocks - 1 - i
-    visit = visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
+    mine, place = this_core(blocks, B, N // heads)
     k_ring, v_ring = (hopper.Ring(stages, s[f"{x}_here"], s[f"{x}_free"]) for x in "kv")
 
     @pl.when(group == C)
     def _producer():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
-        key_head = lax.div(pair, jnp.int32(G // heads))
 
-        @pl.loop(0, visit.count)
-        def _(n):
-            keys, slot = pl.ds(visit.at(n) * step, step), k_ring.slot(n)
-            k_ring.room(n)
-            k_ring.copy(
-                n,
-                (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
-                (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
-            )
-            v_ring.room(n)
-            v_ring.copy(n, (v_ref.at[b, keys, key_head], s["v_s"].at[slot]))
+        def one_tile(n, done):
+            i, b, pair = place(n)
+            visit, key_head = visits(table_ref, b, i), lax.div(pair, jnp.int32(G // heads))
 
-        k_ring.drain(visit.count)
-        v_ring.drain(visit.count)
+            @pl.loop(0, visit.count)
+            def _(k):
+                keys, slot = pl.ds(visit.at(k) * step, step), k_ring.slot(done + k)
+                k_ring.room(done + k)
+                k_ring.copy(
+                    done + k,
+                    (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
+                    (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
+                )
+                v_ring.room(done + k)
+                v_ring.copy(done + k, (v_ref.at[b, keys, key_head], s["v_s"].at[slot]))
+
+            return done + visit.count
+
+        done = lax.fori_loop(0, mine, one_tile, jnp.int32(0))
+        k_ring.drain(done)
+        v_ring.drain(done)
 
     @pl.when(group < C)
     def _consumer():
         plgpu.set_max_registers(hopper.REGISTERS[C][0], action="increase")
-        q_s, q_at = s["q_s"].at[group], s["q_at"].at[group]
-        # The last block may have more warpgroups than rows: those go along and write nothing.
-        own, head = tiles.own(group, pair)
-        first = i * tiles.rows + own
-        rows = pl.ds(jnp.minimum(first, T - ROWS), ROWS)
-        pairs = ((q_ref.at[b, rows, head], q_s), (q_at_ref.at[b, :, rows], q_at))
-        hopper.copy_in(s["q_here"].at[group], *pairs)
-        plgpu.barrier_wait(s["q_here"].at[group])
+
+        def own_rows(n):
+            """Of tile n: block, row of the batch, head, first row, and rows within the array."""
+            i, b, pair = place(n)
+            own, head = tiles.own(group, pair)
+            first = i * tiles.rows + own
+            # The last block may have more warpgroups than rows: those go along and write nothing.
+            return i, b, head, first, pl.ds(jnp.minimum(first, T - ROWS), ROWS)
+
+        def q_slot(n):
+            return 2 * group + lax.rem(n, jnp.int32(2))
+
+        def fetch_q(n):
+            _, b, head, _, rows = own_rows(n)
+            to = [s[x].at[q_slot(n)] for x in ("q_s", "q_at", "q_here")]
+            pairs = (q_ref.at[b, rows, head], to[0]), (q_at_ref.at[b, :, rows], to[1])
+            hopper.copy_in(to[2], *pairs)
 
         def my_turn():
             plgpu.barrier_wait(s["turn"].at[group])
@@ -194,50 +207,63 @@ def _forward_kernel(
         def pass_on():
             plgpu.barrier_arrive(s["turn"].at[lax.rem(group + 1, jnp.int32(C))])
 
-        def one_step(n, carry, mask):
-            acc, top, total = carry
-            slot = k_ring.slot(n)
-            z = hopper.product(q_s, s["k_s"].at[slot], interpret, pass_on)
-            z = only_seen(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
-            k_ring.leave(n)
-            new = jnp.maximum(top, z.max(axis=1) * factor)
-            shrink = jnp.exp2(top - new)
-            p = jnp.exp2(z * factor - hopper.spread(new, tile, 0))
-            acc = acc * hopper.spread(shrink, acc.shape, 0)
-            total = total * shrink + p.sum(axis=1)
-            weights = p.astype(dtype)
-            v_ring.wait(n)
-            my_turn()  # from here to the next product with keys, which is passed on under way
+        def one_tile(n, done):
+            i, b, head, first, rows = own_rows(n)
+            visit = visits(table_ref, b, i)
+            q_s, q_at, q_here = (s[x].at[q_slot(n)] for x in ("q_s", "q_at", "q_here"))
 
-            def next_keys():
-                pl.when(n + 1 < visit.count)(lambda: k_ring.wait(n + 1))
+            def one_step(k, carry, mask):
+                acc, top, total = carry
+                at, slot = done + k, k_ring.slot(done + k)
+                z = hopper.product(q_s, s["k_s"].at[slot], interpret, pass_on)
+                z = only_seen(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
+                k_ring.leave(at)
+                new = jnp.maximum(top, z.max(axis=1) * factor)
+                shrink = jnp.exp2(top - new)
+                p = jnp.exp2(z * factor - hopper.spread(new, tile, 0))
+                acc = acc * hopper.spread(shrink, acc.shape, 0)
+                total = total * shrink + p.sum(axis=1)
+                weights = p.astype(dtype)
+                v_ring.wait(at)
+                my_turn()  # from here to the next product with keys, which is passed on under way
 
-            acc = hopper.add_product(acc, weights, s["v_s"].at[slot], interpret, next_keys)
-            v_ring.leave(n)
-            return acc, new, total
+                def next_keys():
+                    pl.when(k + 1 < visit.count)(lambda: k_ring.wait(at + 1))
 
-        carry = (
-            hopper.full((ROWS, H), 0.0, hopper.TILE, interpret),
-            hopper.full((ROWS,), starts_ref[0, head], hopper.PER_ROW, interpret),
-            hopper.full((ROWS,), starts_ref[1, head], hopper.PER_ROW, interpret),
-        )
+                acc = hopper.add_product(acc, weights, s["v_s"].at[slot], interpret, next_keys)
+                v_ring.leave(at)
+                return acc, new, total
 
-        pl.when(visit.count > 0)(lambda: k_ring.wait(jnp.int32(0)))
-        # The first begins; each other waits for the one before it, and once more at the end.
-        pl.when(group > 0)(my_turn)
-        acc, top, total = in_turn(visit.loops, one_step, carry)
-        pl.when(group < C - 1)(pass_on)
+            carry = (
+                hopper.full((ROWS, H), 0.0, hopper.TILE, interpret),
+                hopper.full((ROWS,), starts_ref[0, head], hopper.PER_ROW, interpret),
+                hopper.full((ROWS,), starts_ref[1, head], hopper.PER_ROW, interpret),
+            )
+            # The next queries come where the tile before was, once its results are out of there.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(n + 1 < mine)(lambda: fetch_q(n + 1))
+            plgpu.barrier_wait(q_here)
+            pl.when(visit.count > 0)(lambda: k_ring.wait(done))
+            my_turn()
+            acc, top, total = in_turn(visit.loops, one_step, carry)
+            pass_on()  # the next one multiplies while this one writes
 
-        # Without keys and without a sink there is nothing to divide by.
-        some = total > 0
-        safe = jnp.where(some, total, 1.0)
-        q_s[...] = (acc * hopper.spread(1.0 / safe, acc.shape, 0)).astype(dtype)
-        s["lse_s"].at[group][...] = jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
-        plgpu.commit_smem()
+            # Without keys and without a sink there is nothing to divide by.
+            some = total > 0
+            safe = jnp.where(some, total, 1.0)
+            q_s[...] = (acc * hopper.spread(1.0 / safe, acc.shape, 0)).astype(dtype)
+            s["lse_s"].at[group][...] = jnp.where(some, top / LOG2E + jnp.log(safe), -jnp.inf)
+            plgpu.commit_smem()
 
-        @pl.when(first < T)
-        def _():
-            plgpu.copy_smem_to_gmem(q_s, o_ref.at[b, rows, head])
-            plgpu.copy_smem_to_gmem(s["lse_s"].at[group], lse_ref.at[b, head, rows])
+            @pl.when(first < T)
+            def _():
+                plgpu.copy_smem_to_gmem(q_s, o_ref.at[b, rows, head])
+                plgpu.copy_smem_to_gmem(s["lse_s"].at[group], lse_ref.at[b, head, rows])
 
+            return done + visit.count
+
+        fetch_q(jnp.int32(0))
+        pl.when(group == C - 1)(pass_on)  # the first begins
+        lax.fori_loop(0, mine, one_tile, jnp.int32(0))
+        pl.when(group == 0)(my_turn)
         plgpu.wait_smem_to_gmem(0)

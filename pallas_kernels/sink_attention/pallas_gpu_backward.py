@@ -4,7 +4,7 @@
 One block of threads owns queries and sums dq over keys; another owns keys and sums dk and dv over
 the queries of all heads that share them, in a fixed order: the same bits every time. Both make the
 weights again from lse. Five products would do where these take seven; the other way is to add to
-dq from many blocks at once, in an order that nobody fixes.
+dq from many blocks at once, in an order that nobody fixes, or block after block: docs/kernels.md.
 Next: pallas_kernels/hopper.py for the products.
 """
 
@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.dispatch import gpu_cores
 from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
@@ -28,6 +29,7 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     pad,
     padded,
     split_index,
+    this_core,
     tile_refs,
     visits,
 )
@@ -42,8 +44,8 @@ def query_tiles(H: int, window: int, G: int) -> MosaicTiles:
     short window most of so long a step would be unseen, and two heads have the same rows.
     """
     short = 0 < window <= 128
-    step = 64 if H > 64 or short else 128
-    return MosaicTiles(consumers=2, step=step, stages=4, heads=gcd(G, 2) if short else 1)
+    step, stages = (128, 4) if H == 64 and not short else (64, 4 if H == 64 else 2)
+    return MosaicTiles(consumers=2, step=step, stages=stages, heads=gcd(G, 2) if short else 1)
 
 
 def key_tiles(H: int, window: int) -> MosaicTiles:
@@ -72,14 +74,14 @@ def _queries(q, k, v, do, stats, layout, window, scale, interpret):
     k, v = pad(k, tiles.step), pad(v, tiles.step)
     C, stages = tiles.consumers, tiles.stages
     scratch = dict(
-        q_s=tile_refs(C, ROWS, H, dtype),
-        do_s=tile_refs(C, ROWS, H, dtype),
-        stats_s=plgpu.SMEM((C, 2, ROWS), jnp.float32),
-        q_at=plgpu.SMEM((C, 2, ROWS), jnp.int32),
+        q_s=tile_refs(2 * C, ROWS, H, dtype),  # of this tile and of the next
+        do_s=tile_refs(2 * C, ROWS, H, dtype),
+        stats_s=plgpu.SMEM((2 * C, 2, ROWS), jnp.float32),
+        q_at=plgpu.SMEM((2 * C, 2, ROWS), jnp.int32),
         k_s=tile_refs(stages, tiles.step, H, dtype),
         v_s=tile_refs(stages, tiles.step, H, dtype),
         k_at=plgpu.SMEM((stages, 2, tiles.step), jnp.int32),
-        q_here=plgpu.Barrier(num_arrivals=4, num_barriers=C),
+        q_here=plgpu.Barrier(num_arrivals=4, num_barriers=2 * C),
         here=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
     )
@@ -88,8 +90,8 @@ def _queries(q, k, v, do, stats, layout, window, scale, interpret):
                 interpret=interpret),
         out_type=jax.ShapeDtypeStruct(q.shape, dtype),
         scratch_types=[scratch],
-        grid=(q.shape[1] // tiles.rows * B * N // tiles.heads,),
-        grid_names=("block",),
+        grid=(min(gpu_cores(), q.shape[1] // tiles.rows * B * N // tiles.heads),),
+        grid_names=("core",),
         num_threads=C + 1,
         thread_name="warpgroup",
         kernel_name="sink_attention_dq",
@@ -105,65 +107,87 @@ def _query_kernel(
 ):  # fmt: skip
     (B, T, N, H), (C, step, stages, heads) = q_ref.shape, tiles
     dtype, tile = q_ref.dtype, (ROWS, step)
-    i, b, pair = split_index(lax.axis_index("block"), T // tiles.rows, B, N // heads)
-    i = T // tiles.rows - 1 - i  # late queries see most: the long rows go first
-    visit = visits(table_ref, b, i)
     group = lax.axis_index("warpgroup")
+    mine, place = this_core(T // tiles.rows, B, N // heads)
     ring = hopper.Ring(stages, s["here"], s["free"])
 
     @pl.when(group == C)
     def _producer():
         plgpu.set_max_registers(hopper.REGISTERS[C][1], action="decrease")
-        key_head = lax.div(pair, jnp.int32(G // heads))
 
-        @pl.loop(0, visit.count)
-        def _(n):
-            keys, slot = pl.ds(visit.at(n) * step, step), ring.slot(n)
-            ring.room(n)
-            ring.copy(
-                n,
-                (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
-                (v_ref.at[b, keys, key_head], s["v_s"].at[slot]),
-                (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
-            )
+        def one_tile(n, done):
+            i, b, pair = place(n)
+            visit, key_head = visits(table_ref, b, i), lax.div(pair, jnp.int32(G // heads))
 
-        ring.drain(visit.count)
+            @pl.loop(0, visit.count)
+            def _(k):
+                keys, slot = pl.ds(visit.at(k) * step, step), ring.slot(done + k)
+                ring.room(done + k)
+                ring.copy(
+                    done + k,
+                    (k_ref.at[b, keys, key_head], s["k_s"].at[slot]),
+                    (v_ref.at[b, keys, key_head], s["v_s"].at[slot]),
+                    (k_at_ref.at[b, :, keys], s["k_at"].at[slot]),
+                )
+
+            return done + visit.count
+
+        ring.drain(lax.fori_loop(0, mine, one_tile, jnp.int32(0)))
 
     @pl.when(group < C)
     def _consumer():
         plgpu.set_max_registers(hopper.REGISTERS[C][0], action="increase")
-        q_s, do_s, q_at, stats_s = (s[x].at[group] for x in ("q_s", "do_s", "q_at", "stats_s"))
-        own, head = tiles.own(group, pair)
-        rows = pl.ds(i * tiles.rows + own, ROWS)
-        pairs = (
-            (q_ref.at[b, rows, head], q_s),
-            (do_ref.at[b, rows, head], do_s),
-            (stats_ref.at[b, head, :, rows], stats_s),
-            (q_at_ref.at[b, :, rows], q_at),
-        )
-        hopper.copy_in(s["q_here"].at[group], *pairs)
-        plgpu.barrier_wait(s["q_here"].at[group])
-        lse, delta = hopper.load_two(stats_s, hopper.PER_ROW, interpret)
 
-        def one_step(n, dq, mask):
-            slot = ring.slot(n)
-            k_s, v_s = s["k_s"].at[slot], s["v_s"].at[slot]
-            ring.wait(n)
+        def own_rows(n):
+            i, b, pair = place(n)
+            own, head = tiles.own(group, pair)
+            return i, b, head, pl.ds(i * tiles.rows + own, ROWS)
 
-            def weights(z):
-                z = only_seen(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
-                return jnp.exp2(z * (scale * LOG2E) - hopper.spread(lse, tile, 0))
+        def at_slot(n, *names):
+            return [s[x].at[2 * group + lax.rem(n, jnp.int32(2))] for x in names]
 
-            start = hopper.spread(-delta, tile, 0)
-            dq = _add_to_queries(dq, start, q_s, k_s, do_s, v_s, weights, interpret)
-            ring.leave(n)
-            return dq
+        def fetch_q(n):
+            _, b, head, rows = own_rows(n)
+            here, *to = at_slot(n, "q_here", "q_s", "do_s", "stats_s", "q_at")
+            arrays = (q_ref.at[b, rows, head], do_ref.at[b, rows, head],
+                      stats_ref.at[b, head, :, rows], q_at_ref.at[b, :, rows])  # fmt: skip
+            hopper.copy_in(here, *zip(arrays, to, strict=True))
 
-        dq = hopper.full((ROWS, H), 0.0, hopper.TILE, interpret)
-        dq = in_turn(visit.loops, one_step, dq)
-        q_s[...] = (dq * scale).astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_s, dq_ref.at[b, rows, head])
+        def one_tile(n, done):
+            i, b, head, rows = own_rows(n)
+            visit = visits(table_ref, b, i)
+            q_here, q_s, do_s, stats_s, q_at = at_slot(
+                n, "q_here", "q_s", "do_s", "stats_s", "q_at"
+            )
+            # The next queries come where the tile before was, once its results are out of there.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(n + 1 < mine)(lambda: fetch_q(n + 1))
+            plgpu.barrier_wait(q_here)
+            lse, delta = hopper.load_two(stats_s, hopper.PER_ROW, interpret)
+
+            def one_step(k, dq, mask):
+                slot = ring.slot(done + k)
+                k_s, v_s = s["k_s"].at[slot], s["v_s"].at[slot]
+                ring.wait(done + k)
+
+                def weights(z):
+                    z = only_seen(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
+                    return jnp.exp2(z * (scale * LOG2E) - hopper.spread(lse, tile, 0))
+
+                start = hopper.spread(-delta, tile, 0)
+                dq = _add_to_queries(dq, start, q_s, k_s, do_s, v_s, weights, interpret)
+                ring.leave(done + k)
+                return dq
+
+            dq = hopper.full((ROWS, H), 0.0, hopper.TILE, interpret)
+            dq = in_turn(visit.loops, one_step, dq)
+            q_s[...] = (dq * scale).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_s, dq_ref.at[b, rows, head])
+            return done + visit.count
+
+        fetch_q(jnp.int32(0))
+        lax.fori_loop(0, mine, one_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -143,6 +143,20 @@ def split_index(index: Any, *sizes: int) -> list[Any]:
     return parts[::-1]
 
 
+def this_core(blocks: int, B: int, pairs: int) -> tuple[Any, Callable[[Any], list[Any]]]:
+    """How many tiles are this core's, and of its tile number n: block, row of the batch, heads.
+
+    Late queries, which see most, go first; heads that share keys run side by side.
+    """
+    core, cores = lax.axis_index("core"), lax.axis_size("core")
+
+    def place(n: Any) -> list[Any]:
+        i, b, pair = split_index(core + n * cores, blocks, B, pairs)
+        return [blocks - 1 - i, b, pair]
+
+    return lax.div(blocks * B * pairs - core + cores - 1, jnp.int32(cores)), place
+
+
 def only_seen(
     z: Array, mask: Mask, rows_at: Any, columns_at: Any, axis_of_q: int, window: int,
     interpret: bool,

@@ -7,6 +7,7 @@ the other group's tile writes the others: nothing is written twice, nothing is a
 Next: pallas_gpu_weights.py.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -107,7 +108,7 @@ def _run(plan, lhs_MD, rhs, sizes_E, bias_EF):
     shapes = dict(
         lhs=(stages, plan.rows, tiles.STEP),
         rhs=(stages, plan.halves, *rhs_tile),
-        whole=(2 // plan.halves, C, _WG, tiles.PIECE),  # two where they fit
+        whole=(2, C, _WG, tiles.PIECE),
     )
     kernel = plgpu.kernel(
         partial(_rows_kernel, plan=plan, bias=bool(bias)),
@@ -233,18 +234,19 @@ def _leave(s, plan, bias_ref, out_refs, ys, group, rows, first):
         return piece + hopper.spread(bias, piece.shape, 1)
 
     # Piece by piece, so that registers are given back as soon as they can be.
+    piece = itertools.count()
     for i in range(0, plan.width, tiles.PIECE):
         if plan.swiglu is None:
             for half in range(len(ys)):
                 at = first + half * plan.columns + i
-                _store(s, out_ref, h(half, i), rows, at, i // tiles.PIECE)
+                _store(s, out_ref, h(half, i), rows, at, next(piece))
             continue
         gate, up = h(0, i), h(1, i)
         if h_ref:
-            _store(s, h_ref[0], gate, rows, first + i, 0)
-            _store(s, h_ref[0], up, rows, first + plan.columns + i, 0)
+            _store(s, h_ref[0], gate, rows, first + i, next(piece))
+            _store(s, h_ref[0], up, rows, first + plan.columns + i, next(piece))
         y = activate(gate, up, plan.swiglu.alpha, plan.swiglu.limit)
-        _store(s, out_ref, y, rows, first + i, 0)
+        _store(s, out_ref, y, rows, first + i, next(piece))
 
 
 def _per_column(ref: Any, interpret: bool) -> Array:

@@ -33,11 +33,11 @@ fast = pytest.mark.skipif(OLD, reason="jax 0.10 takes 10 seconds to interpret on
 # Several blocks of queries and of keys, none of them full, and more steps than a ring has stages.
 # Tests share sizes where they can: compiling is what they cost.
 PACKED = AttentionCase("packed", 1, 90, 90, 2, 1, 64, 9, "packed")  # segments are longer than 9
-SMALL = (
-    (PACKED, jnp.bfloat16),
-    (PACKED._replace(name="left", layout="left", sinks="none"), jnp.bfloat16),
-    (AttentionCase("chunk", 1, 24, 101, 4, 2, 128, 0, "chunk", "big"), jnp.float16),
-    (AttentionCase("ring", 2, 50, 91, 2, 1, 64, 9, "ring"), jnp.bfloat16),
+SMALL = (  # and the cores that share the tiles
+    (PACKED, jnp.bfloat16, 1),
+    (PACKED._replace(name="left", layout="left", sinks="none"), jnp.bfloat16, 1),
+    (AttentionCase("chunk", 1, 24, 101, 6, 2, 128, 0, "chunk", "big"), jnp.float16, 4),
+    (AttentionCase("ring", 2, 50, 91, 2, 1, 64, 9, "ring"), jnp.bfloat16, 1),
 )
 
 
@@ -45,15 +45,20 @@ SMALL = (
 def small_tiles(monkeypatch):
     """Short steps and a short ring, so that short rows take every path; in windows two heads."""
 
-    def query_tiles(consumers):
+    def tiles(consumers):
         return lambda _, window, G: (
-            MosaicTiles(2 * consumers, 32, 2, heads=2) if window and G % 2 == 0
+            MosaicTiles(2, 32, 2, heads=2) if window and G % 2 == 0
             else MosaicTiles(consumers, 32, 2)
         )  # fmt: skip
 
-    monkeypatch.setattr(pallas_gpu, "forward_tiles", query_tiles(2))
-    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", query_tiles(1))
+    monkeypatch.setattr(pallas_gpu, "forward_tiles", tiles(3))
+    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", tiles(1))
     monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(1, 32, 3))
+
+
+def on_cores(monkeypatch, count):
+    for kernels in (pallas_gpu, pallas_gpu_backward):
+        monkeypatch.setattr(kernels, "gpu_cores", lambda: count)
 
 
 ours = partial(pallas_gpu.mosaic_gpu, interpret=True)
@@ -74,8 +79,11 @@ def compare(case, dtype, scale=None):
 
 
 @fast
-@pytest.mark.parametrize("case, dtype", SMALL, ids=lambda x: getattr(x, "name", ""))
-def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
+@pytest.mark.parametrize("case, dtype, cores", SMALL, ids=lambda x: getattr(x, "name", ""))
+def test_values_and_every_gradient_are_as_good_as_the_plain_formula(
+    case, dtype, cores, monkeypatch
+):
+    on_cores(monkeypatch, cores)
     compare(case, dtype)
 
 
@@ -107,7 +115,7 @@ def test_a_scale_of_zero_is_allowed():
         AttentionCase(
             "two_blocks", 1, 250, 250, 2, 1, 64, 0, "packed"
         ),  # the last one has idle warpgroups
-        AttentionCase("window", 1, 100, 160, 2, 1, 64, 40, "chunk"),
+        AttentionCase("window", 1, 100, 160, 4, 2, 64, 40, "chunk"),
     ],
     ids=lambda case: case.name,
 )
@@ -121,6 +129,7 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, case):
         arrive(barrier)
 
     monkeypatch.setattr(plgpu, "barrier_arrive", fence_and_arrive)
+    on_cores(monkeypatch, 1)  # whose tiles follow one another
 
     def query_tiles(_, window, __):
         return MosaicTiles(2, 32, 2, heads=2 if window else 1)
