@@ -20,7 +20,7 @@ def figures(op: Op, impl: str, dtype: Any, chip: str, chosen: tuple[Any, ...]) -
     gpu, compiled = chip in GPUS, False
     columns = ("registers", "spills", "shared KiB") if gpu else ("VMEM MiB",)
     heads = "".join(f"{x:<18}" for x in columns)
-    lines = [f"{'case':<16}{'pass':<20}{heads}{'temp MB':>9}{'s':>7}"]
+    lines = [f"{'case':<19}{'pass':<20}{heads}{'temp MB':>9}{'s':>7}"]
     for case in chosen:
         inputs = jax.eval_shape(lambda case=case: op.inputs(case, dtype, 0))
         call, n = op.call(case, impl), op.differentiated
@@ -34,7 +34,7 @@ def figures(op: Op, impl: str, dtype: Any, chip: str, chosen: tuple[Any, ...]) -
             try:
                 found = compile_for(chip, lambda *x, fn=fn: fn(*x), *inputs)
             except Exception as error:  # whatever tracing, lowering or the compiler refuse
-                lines.append(f"{case.name:<16}{name:<20}refused: {first_line(error)}")
+                lines.append(f"{case.name:<19}{name:<20}refused: {first_line(error)}")
                 continue
             compiled = True
             seconds, kernels = time.perf_counter() - start, found.kernels
@@ -47,7 +47,7 @@ def figures(op: Op, impl: str, dtype: Any, chip: str, chosen: tuple[Any, ...]) -
                 each = [[f"{x / 2**20:.1f}" for x in found.vmem_bytes]]
             cells = "".join(f"{' '.join(map(str, x)):<18}" for x in each)
             lines.append(
-                f"{case.name:<16}{name:<20}{cells}{1e-6 * found.temp_bytes:>9.1f}{seconds:>7.1f}"
+                f"{case.name:<19}{name:<20}{cells}{1e-6 * found.temp_bytes:>9.1f}{seconds:>7.1f}"
             )
             lines += [f"  {warning}" for k in kernels for warning in k.warnings]
     return "\n".join(lines), compiled
