@@ -70,9 +70,10 @@ def calls():
                     yield pytest.param(
                         name, case, impl, id=f"{name}-{case.name}-{impl}", marks=mark
                     )
-        yield pytest.param(name, MORE[name][1], "xla", id=f"{name}-{MORE[name][1].name}-xla")
-        far = () if name == QUICK else pytest.mark.slow
-        yield pytest.param(name, FAR[name], "xla", id=f"{name}-far-xla", marks=far)
+        case = MORE[name][1]
+        mark = pytest.mark.slow if f"{name}_mxfp4" in OPS else ()  # whose case is the same
+        yield pytest.param(name, case, "xla", id=f"{name}-{case.name}-xla", marks=mark)
+        yield pytest.param(name, FAR[name], "xla", id=f"{name}-far-xla", marks=pytest.mark.slow)
 
 
 def ready(impl, call, inputs):

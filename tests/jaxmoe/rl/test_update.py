@@ -147,7 +147,8 @@ def simple(request):
     return case_of(request.param)
 
 
-@pytest.fixture(scope="module", params=[*ALGORITHMS, GPT_OSS])
+# the real model takes 25 s here; quick: test_step.py cuts its batch, test_forward.py packs it
+@pytest.fixture(scope="module", params=[*ALGORITHMS, pytest.param(GPT_OSS, marks=pytest.mark.slow)])
 def plain(request):
     return case_of(request.param)
 
