@@ -26,6 +26,7 @@ CHIPS = {name: ("v5e",) for name in NAMES} | {
     "window_20b": tuple(ahead_of_time.TPUS),
     "head128": ("v5e", "tpu7x"),
 }
+HALF_A_MINUTE = ("tpu7x", "head128")
 
 
 def compiled(chip, case, dtype=jnp.bfloat16, vmem=None):
@@ -62,7 +63,14 @@ def _compiled(chip, case, dtype, vmem):
         return ahead_of_time.compile_for(chip, step, q, dlse, q, k, k, sink, *places)
 
 
-@pytest.mark.parametrize("chip, name", [(chip, name) for name in NAMES for chip in CHIPS[name]])
+@pytest.mark.parametrize(
+    "chip, name",
+    [
+        pytest.param(chip, name, marks=pytest.mark.slow if (chip, name) == HALF_A_MINUTE else ())
+        for name in NAMES
+        for chip in CHIPS[name]
+    ],
+)
 def test_the_compiler_takes_both_passes_within_the_chips_vmem(chip, name):
     case = cases.named(name)
     text = compiled(chip, case).executable.as_text()
@@ -79,6 +87,7 @@ def test_float32_compiles():
     compiled("v5e", cases.named("window_20b"), jnp.float32)
 
 
+@pytest.mark.slow
 def test_the_widest_float32_that_is_not_refused_compiles():
     case = cases.AttentionCase("widest", 1, 512, 512, 16, 2, 128)
     compiled("v5e", case, jnp.float32)
@@ -95,9 +104,9 @@ def test_a_step_of_decoding_compiles():
 
 
 def test_temporary_memory_is_linear_in_length():
-    short, long = (
-        compiled("v5e", cases.named(name)).temp_bytes for name in ("full_120b", "full_20b")
-    )
+    case = cases.named("full_20b")  # of shorter rows XLA lays one buffer more over another
+    twice = case._replace(T=2 * case.T, S=2 * case.S)
+    short, long = (compiled("v5e", x).temp_bytes for x in (case, twice))
     assert long < 2.1 * short + 2**20
 
 
