@@ -109,7 +109,7 @@ def dot(a: Array, b: Array, then: Any = None) -> Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def spread(x: Array, shape: tuple[int, int], axis: int) -> Array:
+def spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
     """One value per row (axis 0) or per column (axis 1), over a tile."""
     return lax.broadcast_in_dim(x, shape, [axis])
 

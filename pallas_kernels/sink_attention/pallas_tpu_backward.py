@@ -13,6 +13,7 @@ one before. Back: pallas_tpu.py.
 """
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -82,7 +83,8 @@ def backward(
 ):
     """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) of arrays laid out by `x`, q by `prescaled`."""
     most = max(1, keys_at_once(x.H) // x.unit)
-    dq, parts = None, []
+    dq: Any = None
+    parts = []
     for low in range(0, x.m, most):
         high = min(low + most, x.m)
         size = (high - low) * x.unit
