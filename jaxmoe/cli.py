@@ -56,9 +56,8 @@ class ExitStatus:
         self.code = 0
 
     def __enter__(self) -> "ExitStatus":
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a path may hold what a terminal cannot show
-                stream.reconfigure(errors="backslashreplace")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold what it cannot encode
+            sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr does
         return self
 
     def __exit__(
