@@ -44,10 +44,17 @@ def values_and_gradients(case):
 
 
 # One of each shape: positions are arrays, and some versions compile a kernel once per process.
+MORE_ROWS = ("train_4k", "packed_20b")  # full_20b's programs: by `-m aot` alone
 SHAPES = {case._replace(name="", layout=""): case for case in cases.REAL_CASES}
 
 
-@pytest.mark.parametrize("case", SHAPES.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, id=x.name, marks=pytest.mark.slow if x.name in MORE_ROWS else ())
+        for x in SHAPES.values()
+    ],
+)
 def test_forward_and_backward_compile_without_spilling(case):
     compiled = ahead_of_time.compile_for(CHIP, values_and_gradients(case), *abstract(case))
     tiles = (
@@ -73,6 +80,7 @@ def test_forward_and_backward_compile_without_spilling(case):
     print(f"\n{case.name}: {compiled.kernels}, temporary {compiled.temp_bytes:,} bytes")
 
 
+@pytest.mark.slow
 def test_float16_compiles_too():
     case = cases.named("train_4k")._replace(T=1000, S=1300, B=1, layout="chunk")
     inputs = abstract(case, jnp.float16)

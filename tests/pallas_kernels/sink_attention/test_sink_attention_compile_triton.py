@@ -5,6 +5,7 @@ Run as a program, this file compiles and prints figures; the tests run it so, in
 test of the interpreter has touched.
 """
 
+import functools
 import json
 import os
 import re
@@ -36,13 +37,12 @@ TYPES = dict.fromkeys("q k v o do dq dk dv".split()) | dict.fromkeys(
 )
 TYPES |= dict.fromkeys("q_positions k_positions q_segments k_segments runs".split(), "*i32")
 # Positions, segments and lengths are arguments: the programs of these are those of every case.
-PROGRAMS = [
-    *[(arch, "full_20b", "bf16") for arch in SHARED_LIMIT],
-    (90, "window_20b", "bf16"),
+PROGRAMS = [(90, "full_20b", "bf16"), (80, "head128", "bf16"), (80, "full_20b", "fp32")]
+MORE = [  # by `-m aot` alone: four seconds a kernel
+    (80, "full_20b", "bf16"), (100, "full_20b", "bf16"), (90, "window_20b", "bf16"),
     (90, "head128", "bf16"),
-    (80, "head128", "bf16"),
-    (80, "full_20b", "fp32"),
-]
+]  # fmt: skip
+ALL = [*PROGRAMS, *(pytest.param(*x, marks=pytest.mark.slow) for x in MORE)]
 
 
 def compile_kernel(name, arch, case, dtype):
@@ -159,15 +159,20 @@ def figures(*arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Every program, by two processes at a time."""
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install triton")
-    halves = [sorted(PROGRAMS)[i::2] for i in range(2)]
+@functools.cache
+def made_of(programs):
+    """Every kernel of them, by two processes at a time."""
+    halves = [programs[i::2] for i in range(2)]
     with ThreadPoolExecutor(2) as pool:
         parts = pool.map(lambda x: figures("triton", json.dumps(x)), halves)
     return {tuple(key): value for part in parts for key, value in part}
+
+
+@pytest.fixture
+def compiled():
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install triton")
+    return lambda *key: made_of(tuple(MORE if key[1:] in MORE else PROGRAMS))[key]
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +185,10 @@ def from_jax():
     return found
 
 
-@pytest.mark.parametrize("arch, name, dtype", PROGRAMS)
+@pytest.mark.parametrize("arch, name, dtype", ALL)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nothing_spills_and_shared_memory_suffices(compiled, arch, name, dtype, kernel):
-    made = compiled[kernel, arch, name, dtype]
+    made = compiled(kernel, arch, name, dtype)
     print({x: made[x] for x in ("registers", "spills", "shared", "warps")})
     assert made["spills"] == 0
     assert made["registers"] * made["warps"] * 32 <= 65536
@@ -192,15 +197,15 @@ def test_nothing_spills_and_shared_memory_suffices(compiled, arch, name, dtype, 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_hopper_gets_its_matrix_instructions_and_16_byte_copies(compiled, kernel):
-    ptx = compiled[kernel, 90, "full_20b", "bf16"]["ptx"]
+    ptx = compiled(kernel, 90, "full_20b", "bf16")["ptx"]
     assert "wgmma" in ptx and "cp.async.cg.shared.global" in ptx
 
 
-@pytest.mark.parametrize("arch, name, dtype", PROGRAMS)
+@pytest.mark.parametrize("arch, name, dtype", ALL)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_operation_is_left_for_ptxas_to_fuse(compiled, arch, name, dtype, kernel):
     """Or a masked and a whole block could round differently: only `.rn` forbids contraction."""
-    ptx = compiled[kernel, arch, name, dtype]["ptx"]
+    ptx = compiled(kernel, arch, name, dtype)["ptx"]
     assert not re.findall(r"\b(?:add|sub|mul)(?:\.ftz)?\.f32", ptx)
     assert re.findall(r"\bmul\.rn(?:\.ftz)?\.f32", ptx)
 
@@ -222,7 +227,7 @@ def test_jax_and_torch_run_the_same_instructions(compiled, from_jax):
         return [x for x in lines if x and not x.startswith((".", "$"))]
 
     for name, ptx in from_jax["programs"]:
-        torch_ptx = compiled[name, 90, "full_20b", "bf16"]["ptx"]
+        torch_ptx = compiled(name, 90, "full_20b", "bf16")["ptx"]
         assert instructions(ptx) == instructions(torch_ptx), name
 
 
