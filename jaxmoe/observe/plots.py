@@ -41,7 +41,8 @@ def plot_run(rows: Rows, directory: Path, *, panels: bool = True) -> None:
         _panel(axes, draw, rl)
         if not panels:
             continue
-        single = Figure(figsize=(6, 4), layout="constrained")
+        single = Figure(figsize=(6, 4))
+        single.subplots_adjust(0.12, 0.13, 0.97, 0.91)
         _panel(single.subplots(), draw, rl)
         save_figure(single, folder / f"{name}.png", 110)
     save_figure(figure, folder / "overview.png", 85)

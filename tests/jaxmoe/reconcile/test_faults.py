@@ -85,6 +85,7 @@ def test_what_explains_most_is_no_name():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_faults_above_rounding_are_named_in_bfloat16():
     """The peer rounds elsewhere than we do: what is smaller than that is not to be seen."""
     small = 0
@@ -96,6 +97,7 @@ def test_faults_above_rounding_are_named_in_bfloat16():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_fault_outside_the_list_is_not_another_in_bfloat16():
     for name, r in reports("bfloat16, outside", OUTSIDE, 0, cfg=HALF).items():
         assert r.verdict.kind != "named", name

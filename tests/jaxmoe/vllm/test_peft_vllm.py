@@ -96,6 +96,7 @@ def run(home, experts: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_vllm_on_a_cpu_refuses_lora_for_gpt_oss_by_itself(setting):
     done = run(setting[0], "stock")
     assert done.returncode != 0 and "triton_moe.py" in done.stderr, done.stderr[-2000:]

@@ -90,7 +90,16 @@ def by_name(group):
     return [pid for pid, name in found.items() if "VLLM" in name or pid == group]
 
 
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["server", "engine", "worker"])
+ANOTHER = pytest.mark.slow  # a start and 20 seconds of silence each
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param(0, id="server", marks=ANOTHER), pytest.param(1, id="engine"),
+        pytest.param(2, id="worker", marks=ANOTHER),
+    ],
+)  # fmt: skip
 def test_one_that_hangs_is_found_within_half_a_minute(started, which):
     server, backend = started
     if not server.alive() or server._heartbeat.hung:
