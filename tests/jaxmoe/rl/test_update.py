@@ -190,6 +190,11 @@ def test_shuffled_rows_of_one_minibatch_are_the_whole_batch():
     assert int(still.step) == 2
 
 
+@partial(jax.jit, static_argnames="a")
+def scored_by_hand(state, batch, a):
+    return estimate(batch, score(state, batch, a, Bigram(CFG, OPS), 1, policy=True), a)
+
+
 def test_minibatches_are_updates_one_after_the_other():
     a = algorithm(old_logp="recomputed", minibatches=2, rollout_correction=(token_is,))
     batch, minibatches = divide(make_batch(), a, seed=(1,))
@@ -197,15 +202,20 @@ def test_minibatches_are_updates_one_after_the_other():
     # by hand: advantages and old log-probs of the whole batch, then the two halves in turn
     scorer = Bigram(CFG, OPS)
     whole = jax.tree.map(jnp.asarray, batch)
-    scored = estimate(whole, score(start(a), whole, a, scorer, 1, policy=True), a)
-    gap = engine_gap(scored.old_logp_BT, whole)
-    state, norms, least = start(a), [], []
-    for rows in minibatches.rows_UB:
-        half = jax.tree.map(lambda x, rows=rows: x[rows], (whole, scored))
+
+    @jax.jit
+    def updated(state, rows, *whole, gap):
+        half = jax.tree.map(lambda x: x[rows], whole)
         state, said, _ = one_update(
             state, *half, tx=SGD, algorithm=a, scorer=scorer, gate=OPEN, gap=gap, microbatches=1
         )
-        said = said.flat()
+        return state, said.flat()
+
+    scored = scored_by_hand(start(a), whole, a)
+    gap = engine_gap(scored.old_logp_BT, whole)
+    state, norms, least = start(a), [], []
+    for rows in minibatches.rows_UB:
+        state, said = updated(state, rows, whole, scored, gap=gap)
         norms.append(float(said["grad/norm"]))
         least.append(float(said["rollout_corr/rollout_is_min"]))
     assert least[0] != least[1]
@@ -222,7 +232,7 @@ def test_weights_are_normalized_over_the_whole_batch_and_not_a_minibatch():
     norm = dict(old_logp="recomputed", rollout_correction=(sequence_is, normalize))
     batch = jax.tree.map(jnp.asarray, make_batch())
     a = algorithm(minibatches=2, **norm)
-    scored = estimate(batch, score(start(a), batch, a, Bigram(CFG, OPS), 1, policy=True), a)
+    scored = scored_by_hand(start(a), batch, a)
     weights = np.asarray(scored.correction.weights_BT)[:, 3]  # one a sequence
     assert weights.mean() == pytest.approx(1.0, rel=1e-5)
     halves = [np.asarray(x) for x in (weights[:4], weights[4:])]
