@@ -160,7 +160,9 @@ def test_recomputing_layers_gives_the_same_gradient(params):
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(plain))
 
 
-@pytest.mark.parametrize("name", ["xla", "mosaic_tpu", "mosaic_gpu"])
+@pytest.mark.parametrize(
+    "name", ["xla", "mosaic_tpu", pytest.param("mosaic_gpu", marks=pytest.mark.slow)]
+)
 def test_attention_that_is_kept_is_not_run_again(params, monkeypatch, name):
     """The backward of the two layers in a scanned pair asks for their forwards only where all is
     recomputed; counted in the gradient's program by a function of its own."""

@@ -26,7 +26,7 @@ from pallas_kernels import sink_attention
 PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
 GRPO = Algorithm()
 SGD = optax.sgd(0.1)
-CUTS = ("cut", "packed")
+SLOW = pytest.mark.slow  # a step to compile each: by default each of the two is seen once
 
 
 def example(name, cut, experts=None):
@@ -50,7 +50,7 @@ def example(name, cut, experts=None):
     return names
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", ["cut", pytest.param("packed", marks=SLOW)])
 def test_an_attention_that_counts_sees_both_layers_of_the_step(cut):
     found = example("ops attend", cut)
     rows = {"cut": 4, "packed": 2}[cut]  # of a microbatch
@@ -70,7 +70,7 @@ def ours():
     return [step(new_state(Trained(MODEL), SGD), b) for b in (routed_batch(), make_batch())]
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", [pytest.param("cut", marks=SLOW), "packed"])
 def test_a_router_of_ones_own_replays_as_ours_does(cut, ours):
     found = example("ops router", cut, routed_batch().routed_experts_BTLA)
     (state, metrics, _), (_, own, _) = ours
