@@ -128,6 +128,7 @@ def test_one_that_hangs_is_found_within_half_a_minute(started, which):
     assert "vLLM 0 hangs" in ended[0][1]
 
 
+@pytest.mark.timeout(600 + 120 * KILLS)  # a start each
 def test_killed_ones_leave_no_segment_no_process_and_no_file(tmp_path):
     server = Server(
         VllmConfig(python=PYTHON), CFG, work=tmp_path, number=0, context=PROMPT + NEW, rows=ROWS
