@@ -107,7 +107,9 @@ def _rows(case: Any, *, swiglu: bool, transposed: bool) -> Turns:
     ]
     most = max(pieces, key=lambda x: sum(size * n for size, n in x))  # of the slower core
     widths = [plan.tile]
-    if swiglu:
+    if swiglu and plan.tiles == 1:
+        widths = [columns + plan.shift, columns - plan.shift]
+    elif swiglu:
         widths.insert(0, tiles.up(plan.tile + plan.shift, tiles.LANES))
     used = [columns - n * plan.tile for n in range(plan.tiles)]
     turns = [
@@ -153,8 +155,9 @@ def _pieces(
 
 def _full(width: int, used: int | None) -> int:
     """Turns of the loop over a tile's columns."""
-    full = width // tiles.COLUMNS
-    return full if used is None else min(full, -(-used // tiles.COLUMNS))
+    step = tiles.columns_at_once(jnp.bfloat16)
+    full = width // step
+    return full if used is None else min(full, -(-used // step))
 
 
 def _words(case: Any) -> Turns:

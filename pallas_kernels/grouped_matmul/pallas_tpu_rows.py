@@ -64,9 +64,8 @@ def each_rows(low, high, rows, body):
         at = at + count * size
 
 
-def each_columns(width, body, used=None):
+def each_columns(width, step, body, used=None):
     """Call body(start, size) until `width` columns are covered, or only the first `used`."""
-    step = tiles.COLUMNS
     n_full = width // step
     if used is not None:
         n_full = jnp.minimum(n_full, (used + step - 1) // step)
@@ -139,7 +138,7 @@ def _decode(nibbles, scales, slot, scale32, weight, base):
             for j in range(8):
                 group(i, j, scale[j : j + 1], at)
 
-        each_columns(width, columns)
+        each_columns(width, tiles.COLUMNS, columns)
 
     lax.fori_loop(0, -(-height // (8 * GROUP)), groups, None)
 
@@ -182,6 +181,7 @@ def _kernel(
         weights, scratch = [buffer.at[slot] for buffer in buffers], refs
     low, high = low_V[v], high_V[v]
     used = None if plan.tiles == 1 else columns - n * plan.tile
+    step = tiles.columns_at_once(lhs.dtype)
 
     def mine(start, size):
         row = lax.broadcasted_iota(jnp.int32, (size, 1), 0) + start
@@ -207,17 +207,21 @@ def _kernel(
                 y = product(x, weights[0], start, size, bias)
                 store(outs[0], rows, pl.ds(start, size), mask, y)
 
-            each_columns(plan.tile, plain, used)
+            each_columns(plan.tile, step, plain, used)
             return
-        gate_weight, up_weight = weights
         ups = scratch[0]
+        first_up = columns - plan.shift if plan.tiles == 1 else 0  # of the last window
 
         def up_columns(start, width):
-            ups[pl.ds(0, size), pl.ds(start, width)] = product(x, up_weight, start, width, None)
+            y = product(x, weights[-1], first_up + start, width, None)
+            ups[pl.ds(0, size), pl.ds(start, width)] = y
 
-        def finish(start, width):
+        def finish(start, width, gate=None):
             at = pl.ds(start, width)
-            gate = product(x, gate_weight, start, width, biases[0] if biases else None)
+            if gate is None:
+                gate = product(x, weights[0], start, width, None)
+            if biases:
+                gate = gate + biases[0][:, at].astype(jnp.float32)
             wide = tiles.up(width + plan.shift, tiles.LANES)
             value = ups[pl.ds(0, size), pl.ds(start, wide)]
             if plan.shift:
@@ -230,8 +234,14 @@ def _kernel(
                 store(out, rows, at, mask, x_)
 
         wide_used = None if used is None else used + plan.shift
-        each_columns(ups.shape[1], up_columns, wide_used)
-        each_columns(plan.tile, finish, used)
+        each_columns(ups.shape[1], step, up_columns, wide_used)
+        if plan.tiles > 1:
+            each_columns(plan.tile, step, finish, used)
+            return
+        each_columns(first_up, step, finish)
+        if plan.shift:  # the up columns' products began with these
+            gate = ups[pl.ds(0, size), pl.ds(0, tiles.LANES)][:, : plan.shift]
+            finish(first_up, plan.shift, gate)
 
     @pl.when(group < n_groups)
     def _():

@@ -4,7 +4,8 @@ which group and which tile of rows each step of a grid works on, computed from t
 
 A copy between HBM and VMEM moves whole lanes of 128 columns, or all columns. Half of GPT-OSS's
 5760 gate and up columns is 22.5 × 128, so the up columns' windows start 64 columns early and the
-kernel rotates them into place.
+kernel rotates them into place. Where all columns fit, those 64 are the last gate columns, and none
+is multiplied twice.
 
 Tiles of rows lie at multiples of their size, so a tile shared by several groups is visited once for
 each, one right after the other, and each visit says which of its rows it may touch. Group sizes are
@@ -16,12 +17,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, DTypeLike, Int
 
 from pallas_kernels.tpu import vmem_bytes, wide
 
 LANES = 128  # columns in a vector register, the least a copy moves
-COLUMNS = 256  # per product: what v6e's and 7x's matrix units are wide, twice what v5's are
+COLUMNS = 256  # of tiles a multiple: what v6e's and 7x's matrix units are wide, v5's twice
 ROWS = 512  # rows of an input tile: their products take longer than a step costs
 ALIGNED = 16  # rows that start a product are a multiple of this: a register of bfloat16
 
@@ -33,6 +34,14 @@ def pieces() -> tuple[int, ...]:
     schedule, `python -m pallas_kernels.bench grouped_swiglu --compile v6e --schedule`.
     """
     return (512, 256, 128) if wide() else (256, 64)
+
+
+def columns_at_once(dtype: DTypeLike) -> int:
+    """Columns per product. On v6e a product waits some 280 cycles for its first and last sums.
+
+    Exact products of float32 spill: twice as wide, v6e's weight gradient would not fit VMEM.
+    """
+    return COLUMNS * (2 if wide() and jnp.dtype(dtype).itemsize < 4 else 1)
 
 
 def counts(rows: Any, largest: int) -> list[tuple[int, Any]]:
@@ -91,7 +100,9 @@ def plan(columns: int, rows: int, itemsize: int, *, lanes: bool, halves: bool) -
     extra = LANES if shift else 0
     for tiles in range(1, -(-columns // COLUMNS) + 1):
         tile = columns if tiles == 1 else up(-(-columns // tiles), COLUMNS)
-        width = 2 * up(tile, LANES) + extra if halves else tile
+        width = tile
+        if halves:
+            width = 2 * columns if tiles == 1 else 2 * up(tile, LANES) + extra
         if width * rows * itemsize <= window_bytes(itemsize):
             break
     else:
@@ -100,10 +111,11 @@ def plan(columns: int, rows: int, itemsize: int, *, lanes: bool, halves: bool) -
         return None  # the last window would end inside a register
     if not halves:
         return TpuPlan(tile, (_window(columns, tile, 0, 0, columns),), 0)
+    if tile == columns:
+        return TpuPlan(tile, (_window(2 * columns, 2 * columns, 0, 0, 2 * columns),), shift)
     whole = up(columns, LANES)  # the last tile of gate columns ends in up columns, unused
-    step = up(tile, LANES)
-    gate = _window(whole, step, 0, 0, whole)
-    return TpuPlan(tile, (gate, _window(whole, step, columns - shift, extra, 2 * columns)), shift)
+    gate = _window(whole, tile, 0, 0, whole)
+    return TpuPlan(tile, (gate, _window(whole, tile, columns - shift, extra, 2 * columns)), shift)
 
 
 def _window(columns: int, tile: int, first: int, extra: int, end: int) -> Window:

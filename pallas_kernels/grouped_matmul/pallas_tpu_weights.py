@@ -62,7 +62,7 @@ def _kernel(
             if with_bias:
                 total_bias[:, at] += jnp.sum(y.astype(jnp.float32), axis=0, keepdims=True)
 
-        each_columns(total.shape[1], some_columns, used)
+        each_columns(total.shape[1], tiles.columns_at_once(lhs.dtype), some_columns, used)
 
     each_rows(low, high, lhs.shape[0], rows_of_group)
 

@@ -22,9 +22,9 @@ ROOM = 1.05
 # chip, operation, case: kernel: cycles of one turn of each main loop, in program order
 PINS = {
     ("v6e", "grouped_swiglu", "gate_up_20b"): {
-        "grouped_swiglu": (1820, 2190, 1051, 1219, 660, 737),
-        "grouped_drhs": (1784, 1051, 1027),
-        "grouped_dlhs": (3289, 1817, 1720),
+        "grouped_swiglu": (3354, 3792, 1821, 1989, 1048, 1127),
+        "grouped_drhs": (3242, 1751, 1744),
+        "grouped_dlhs": (6235, 3290, 3162),
     },
     ("v5p", "sink_attention", "full_20b"): {
         "sink_attention_forward": (9074, 10292),

@@ -106,6 +106,18 @@ def test_the_fused_swiglu_and_its_gradients_are_as_good_as_the_dense_formula(siz
     check(True, *inputs(SWIGLU, sizes, jnp.float32, True))
 
 
+def test_gate_and_up_in_tiles_that_products_do_not_divide_are_as_good_as_the_dense_formula(
+    monkeypatch,
+):
+    """Half of 1152 columns in tiles of 384, products of 256; the second tile is half empty."""
+    monkeypatch.setattr(tiles, "window_bytes", lambda _: 192 * (2 * 384 + 128) * 4)
+    monkeypatch.setattr(tiles, "columns_at_once", lambda _: 256)
+    dout, sizes, *args = inputs((131, 192, 1152), SIZES["uneven"], jnp.float32, True)
+    exact = oracle(True, dout, sizes, *args)[0]
+    plain = values_and_gradients(dense, True, dout, sizes, *args)[0]
+    three_way(jax.jit(partial(kernel, True))(sizes, *args), plain, exact, "out")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize(
@@ -212,7 +224,9 @@ def test_real_matrices_are_cut_where_a_chip_can_copy(case, mib, monkeypatch):
             for start, size in window.spans:
                 assert start % 128 == 0 and start + size <= case.F
                 assert size % 128 == 0 or (plan.tiles == 1 and size == case.F)
-        if half:  # every output column's gate and up are inside
+        if half and plan.tiles == 1:
+            assert plan.windows[0].spans == ((0, 5760),) and plan.shift == 64
+        elif half:  # every output column's gate and up are inside
             for n, ((gate, n_gate), (up, n_up)) in enumerate(
                 zip(*(window.spans for window in plan.windows), strict=True)
             ):
