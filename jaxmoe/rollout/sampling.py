@@ -60,4 +60,5 @@ def draw(
     drawn_B = jnp.where(jnp.any(passed_BV, axis=1), jnp.argmax(passed_BV, axis=1), top_B)
     token_B = jnp.where(greedy, top_B, drawn_B).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=1)[:, 0]
-    return token_B, chosen_B - best_B1[:, 0] - jnp.log(total_B1[:, 0])
+    logp_B = chosen_B - best_B1[:, 0] - jnp.log(total_B1[:, 0])
+    return token_B, jnp.minimum(logp_B, 0.0)  # as the trainer's, which rounding leaves above

@@ -38,9 +38,10 @@ def token_logprobs(
         temperature: above 0; may be traced. Gets no gradient (it is treated as a constant).
         vocab_size: the columns that are words; later ones, the head's padding, never count.
 
-    Returns: logp and entropy of the tempered distribution, in nats.
-    Numerics: float32 accumulation, softmax and results. [M, V] logits never exist: xla
-        keeps at most 2^22 alive, a kernel none forward and M times a few thousand gradients of
+    Returns: logp, at most 0, and entropy of the tempered distribution, in nats.
+    Numerics: float32 accumulation, softmax and results; a logp that rounding leaves above 0 (by
+        2e-6 where the logit is 30) is 0, with the gradient that it has. [M, V] logits never exist:
+        xla keeps at most 2^22 alive, a kernel none forward and M times a few thousand gradients of
         logits backward (under 1 GB in all at 24k tokens). Gradients in the dtype of their operand.
     Raises: ValueError when the shapes do not fit.
     """

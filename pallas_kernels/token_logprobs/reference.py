@@ -30,6 +30,7 @@ def reference(
     scale = jax.lax.stop_gradient(jnp.asarray(temperature, f32))
     logp_MV = jax.nn.log_softmax(logits_MV / scale, axis=-1)
     logp_M = jnp.take_along_axis(logp_MV, targets_M.astype(jnp.int32)[:, None], axis=1)[:, 0]
+    logp_M -= jax.lax.stop_gradient(jnp.maximum(logp_M, 0.0))  # at most 0, and the same gradient
     return logp_M, -jnp.sum(jnp.exp(logp_MV) * logp_MV, axis=1)
 
 

@@ -33,7 +33,8 @@ def merge(
     moment_M = (fade * (moment + total * below)).sum(axis)
     total_M = (fade * total).sum(axis)
     log_total_M = jnp.log(total_M)
-    logp_M = (chosen.sum(axis) - top) - log_total_M
+    # a multiply-add may leave the peak a little above itself, and no probability is above 1
+    logp_M = jnp.minimum((chosen.sum(axis) - top) - log_total_M, 0.0)
     return logp_M, log_total_M - moment_M / total_M, top + log_total_M
 
 

@@ -85,7 +85,9 @@ def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size):
     never = jnp.full_like(zero, _NEVER)
     peak, total, moment, chosen = _loop(count, step, (never, zero, zero, never))
     log_total = jnp.log(total)
-    return (chosen - peak) - log_total, log_total - moment / total, peak + log_total
+    # a multiply-add may leave the peak a little above itself, and no probability is above 1
+    logp = jnp.minimum((chosen - peak) - log_total, 0.0)
+    return logp, log_total - moment / total, peak + log_total
 
 
 def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):

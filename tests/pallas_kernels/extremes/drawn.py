@@ -44,6 +44,16 @@ def logprobs(rng, sizes, dtype):
     )
 
 
+def low_logprobs(rng, sizes, dtype):
+    """As `logprobs`, all logits of words about −5,000: below what no word would ever have."""
+    (_, _, targets), cotangents = logprobs(rng, sizes, dtype)
+    M, D, V, words = sizes
+    hidden, w_head = rng.normal(size=(M, D)), rng.normal(size=(D, V)) / D**0.5
+    hidden[:, 0], w_head[0, :words] = 64.0, -78.0
+    w_head[:, words:] = np.nan
+    return (jnp.asarray(hidden, dtype), jnp.asarray(w_head, dtype), targets), cotangents
+
+
 def matmul(rng, sizes, dtype, halves=1):
     """lhs, rhs, bias and group sizes, empty groups and rows past the sum among them."""
     M, D, F, E = sizes

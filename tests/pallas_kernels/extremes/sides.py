@@ -59,6 +59,7 @@ class Side(NamedTuple):
     run: dict[str, Callable[..., Any]]  # of cotangents and inputs: values and every gradient
     draw: Callable[..., Any]  # of a generator and a dtype: inputs, cotangents
     right: Callable[..., Any]  # of inputs, cotangents and eps: {name: (value, ulp)}
+    low: Callable[..., Any] | None = None  # as `draw`, all scores far below zero
 
 
 def differentiated(f, n):
@@ -120,7 +121,8 @@ def logprobs(sizes, **implementations):
         return found | {"dw_head": tuple(np.pad(x, padding) for x in found["dw_head"])}
 
     return Side({k: run(f) for k, f in implementations.items()},
-                partial(drawn.logprobs, sizes=(*sizes, WORDS)), right)  # fmt: skip
+                partial(drawn.logprobs, sizes=(*sizes, WORDS)), right,
+                partial(drawn.low_logprobs, sizes=(*sizes, WORDS)))  # fmt: skip
 
 
 def matmul(sizes, **implementations):

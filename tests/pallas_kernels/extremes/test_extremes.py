@@ -16,6 +16,9 @@ import sides
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.token_logprobs import streamed
+from pallas_kernels.token_logprobs import xla as logprobs_xla
+
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
@@ -30,13 +33,18 @@ def tried(side, dtype, examples=None):
     """On as many drawn inputs as the profile says, or as `examples`."""
     eps = float(jnp.finfo(dtype).eps)
 
-    @given(seed=st.integers(0, 10**6))
-    def each(seed):
-        inputs, cotangents = side.draw(np.random.default_rng(seed), dtype=dtype)
+    def compare(draw, seed):
+        inputs, cotangents = draw(np.random.default_rng(seed), dtype=dtype)
         right = side.right(inputs, cotangents, eps)
         for name, run in side.run.items():
             exact.compare(name, run(cotangents, *inputs), right)
 
+    @given(seed=st.integers(0, 10**6))
+    def each(seed):
+        compare(side.draw, seed)
+
+    if side.low is not None:
+        compare(side.low, 0)
     (settings(max_examples=examples)(each) if examples else each)()
 
 
@@ -44,6 +52,25 @@ def tried(side, dtype, examples=None):
 @pytest.mark.parametrize("name", sides.PLAIN)
 def test_no_size_of_input_makes_a_plain_formula_wrong(name, dtype):
     tried(sides.PLAIN[name](), jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    "kind", ["xla", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tpu", "hopper"))]
+)
+def test_a_planted_value_of_no_word_that_logits_reach_is_seen(kind, monkeypatch):
+    """−1,000 is below all logits that the other cases have."""
+    module, name, where = {
+        "xla": (logprobs_xla, "_NEVER", sides.PLAIN),
+        "tpu": (streamed, "NEVER", sides.TPU),
+        "hopper": (streamed, "NEVER", sides.GPU),
+    }[kind]
+    if kind == "hopper" and jax.__version_info__ < (0, 11):
+        pytest.skip("jax 0.10 takes 10 seconds a block")
+    monkeypatch.setattr(module, name, -1e3)
+    jax.clear_caches()
+    with pytest.raises(AssertionError, match="logp.*must be|not finite"):
+        tried(where["token_logprobs"](), jnp.dtype(jnp.bfloat16), 1)
+    jax.clear_caches()
 
 
 @pytest.mark.slow

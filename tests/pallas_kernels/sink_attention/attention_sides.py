@@ -41,6 +41,7 @@ class Side(NamedTuple):
     blocks: Any  # the module that holds its `block_table`
     predicate: Any  # the module that holds its `visible`; None for Triton, which has its own
     sums: Any  # the module that holds its `backward_sums`
+    unseen: Any  # (module, name) of the scores that stand for what is not seen
 
     def run(self, do: Any, dlse: Any, *inputs: Any, window: int | None = None) -> Any:
         """o, lse, dq, dk, dv, dsink."""
@@ -62,12 +63,12 @@ def of_positional(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def with_xla(patch: pytest.MonkeyPatch) -> Side:
     patch.setattr(xla, "block_sizes", lambda *_: (8, 8))
-    return Side("xla", CASE, jnp.float32, of_positional(xla.xla), xla, xla, xla)
+    return Side("xla", CASE, jnp.float32, of_positional(xla.xla), xla, xla, xla, ((xla, "UNSEEN"),))
 
 
 def with_reference(_: pytest.MonkeyPatch) -> Side:
     f = of_positional(reference.reference)
-    return Side("reference", CASE, jnp.float32, f, None, reference, None)
+    return Side("reference", CASE, jnp.float32, f, None, reference, None, ((reference, "UNSEEN"),))
 
 
 def with_tpu(patch: pytest.MonkeyPatch) -> Side:
@@ -75,7 +76,8 @@ def with_tpu(patch: pytest.MonkeyPatch) -> Side:
     # not by name: its interpretation is its last argument, and what is not differentiated has none
     f = of_positional(lambda *args: pallas_tpu.mosaic_tpu(*args, True))
     blocks = pallas_tpu_blocks
-    return Side("mosaic_tpu", CASE, jnp.float32, f, blocks, blocks, pallas_tpu)
+    return Side("mosaic_tpu", CASE, jnp.float32, f, blocks, blocks, pallas_tpu,
+                ((blocks, "UNSEEN"), (pallas_tpu, "UNSEEN")))  # fmt: skip
 
 
 def with_gpu(patch: pytest.MonkeyPatch) -> Side:
@@ -87,7 +89,27 @@ def with_gpu(patch: pytest.MonkeyPatch) -> Side:
     f = of_positional(partial(pallas_gpu.mosaic_gpu, interpret=True))
     case = CASE._replace(N=2, K=1, H=64)
     return Side("mosaic_gpu", case, jnp.bfloat16, f, pallas_gpu_blocks, pallas_gpu_blocks,
-                pallas_gpu_backward)  # fmt: skip
+                pallas_gpu_backward, ((pallas_gpu, "UNSEEN"),))  # fmt: skip
+
+
+FAR = 5000.0
+
+
+def far_below(inputs: Any) -> Any:
+    """With scores of about −FAR from keys that are seen or too late, +FAR from another segment's;
+    sinks near −FAR and none."""
+    sizes = {"q": -128.0, "k": FAR / 128 * inputs.q_BTNH.shape[3] ** 0.5}
+
+    def moved(x, segments, size):
+        sign = jnp.where(segments % 2 == 1, size, -size).astype(x.dtype)
+        return x.at[..., 0].set(sign[:, :, None])
+
+    sinks = [-jnp.inf if n % 3 == 0 else -FAR - n for n in range(inputs.sink_N.size)]
+    return inputs._replace(
+        q_BTNH=moved(inputs.q_BTNH, inputs.q_segment_ids_BT, sizes["q"]),
+        k_BSKH=moved(inputs.k_BSKH, inputs.k_segment_ids_BS, sizes["k"]),
+        sink_N=jnp.asarray(sinks, jnp.float32),
+    )
 
 
 @contextlib.contextmanager
@@ -98,7 +120,8 @@ def opened(name: str):
             with triton_interpreted.interpreted() as kernels:
                 f = triton_interpreted.from_jax(kernels, patch)
                 call = jax_triton_call
-                yield Side("triton", CASE, jnp.float32, f, call, None, call)
+                low = ((kernels, "LOW"),)
+                yield Side("triton", CASE, jnp.float32, f, call, None, call, low)
         else:
             yield SIDES[name](patch)
 

@@ -96,6 +96,12 @@ def no_cotangent_of_lse(right, o, lse, sink, do, dlse):
     return right(o, lse, sink, do, jnp.zeros_like(dlse))
 
 
+def scores_reach_what_is_not_seen(side, patch):
+    """−1,000 is below any score that normal inputs have, and not below all that there are."""
+    for module, name in side.unseen:
+        patch.setattr(module, name, type(getattr(module, name))(-1e3))
+
+
 BORDER = "blocks at the border taken as seen whole"
 FAULTS = {
     "a window of one key more": with_window(1),
@@ -105,6 +111,7 @@ FAULTS = {
     "no gradient to the sink": changed_sums(no_gradient_to_the_sink),
     "a backward whose weights leave the sink out": changed_sums(weights_without_the_sink),
     "the cotangent of lse dropped": changed_sums(no_cotangent_of_lse),
+    "what is not seen scored -1000": scores_reach_what_is_not_seen,
 }
 SIDES = ("xla", "mosaic_tpu", "mosaic_gpu", "triton")
 NOT_TRIED = {
@@ -131,6 +138,8 @@ def compare(side):
     jax.clear_caches()
     fresh = side._replace(attend=lambda *args: side.attend(*args))
     oracle.compare(case, fresh.run(*ct, *inputs), inputs, ct)
+    low = attention_sides.far_below(inputs)
+    oracle.compare(case, fresh.run(*ct, *low), low, ct, exponent=attention_sides.FAR)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,18 @@ def test_values_and_every_gradient_agree_with_the_oracle_in_any_layout(side):
     each(side, check)
 
 
+def test_scores_far_below_zero_are_above_what_is_not_seen(side):
+    """As −1,000 for what is not seen, or for where a maximum starts, would not be."""
+
+    def check(side, seed):
+        inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
+        inputs = attention_sides.far_below(inputs)
+        ours = side.run(*ct, *inputs)
+        oracle.compare(side.case, ours, inputs, ct, exponent=attention_sides.FAR)
+
+    each(side, check)
+
+
 def test_probabilities_of_the_keys_sum_to_one_less_that_of_the_sink(side):
     def check(side, seed):
         inputs = drawn_inputs(side, seed)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.token_logprobs import cases, token_logprobs
+from pallas_kernels.token_logprobs import cases, streamed, token_logprobs
 from pallas_kernels.token_logprobs.xla import TOKEN_BLOCK, VOCAB_BLOCK, blocks
 from tests.pallas_kernels.three_way import three_way
 
@@ -133,6 +133,41 @@ def test_targets_on_both_sides_of_a_block_border_are_found():
     )  # fmt: skip
     for name, mine, simple, right in zip(NAMES, got, plain, exact, strict=True):
         three_way(mine, simple, right, f"border {name}")
+
+
+@pytest.mark.parametrize("impl", ["xla", "reference"])
+def test_no_log_prob_is_above_zero_and_one_of_zero_has_its_gradient(impl):
+    """A multiply-add that divides by the temperature leaves a peak of 30 above itself by 2e-6."""
+    temperature = 0.7
+    keys = jax.random.split(jax.random.key(3), 3)
+    hidden = jax.random.normal(keys[0], (61, 48))
+    hidden = hidden / jnp.linalg.norm(hidden, axis=1, keepdims=True)
+    targets = jax.random.permutation(keys[1], jnp.arange(97, dtype=jnp.int32))[:61]
+    size = jnp.linspace(15.0, 300.0, 61)[:, None]
+    w_head = jax.random.normal(keys[2], (48, 97)).at[:, targets].set((hidden * size).T)
+
+    def f(hidden, w_head):
+        return token_logprobs(hidden, w_head, targets, temperature=temperature, impl=impl)
+
+    ct = cotangents(61)
+    logp, _, *gradients = values_and_gradients(f, ct, hidden, w_head)
+    assert logp.max() == 0.0
+    plain = values_and_gradients(
+        lambda h, w: naive(h, w, targets, jnp.float32(temperature), 97), ct, hidden, w_head
+    )
+    exact = oracle(hidden, w_head, targets, temperature, 97, ct)
+    three_way(logp, plain[0], exact[0], f"{impl} logp")
+    for name, mine, simple, right in zip(NAMES[2:], gradients, plain[2:], exact[2:], strict=True):
+        assert np.any(mine), name
+        three_way(mine, simple, right, f"{impl} {name}", ulps=300.0)  # e^{z − lse} is as exact as z
+
+
+def test_slices_whose_peak_is_above_itself_merge_into_no_log_prob_above_zero():
+    """Hopper's exponents are multiply-adds at every temperature: e^0 there may be 1 − 2e-6."""
+    peak, total = jnp.array([[30.0], [2.0]]), jnp.array([[1.0 - 2e-6], [1.5]])
+    chosen = jnp.array([[30.0], [0.0]])
+    logp, _, lse = streamed.merge(peak, total, jnp.zeros((2, 1)), chosen, axis=0)
+    assert logp == 0.0 and lse < 30.0
 
 
 def test_a_traced_temperature_gives_the_same_and_gets_no_gradient():
