@@ -36,6 +36,7 @@ from jaxmoe.checkpoint.tensor_files import (
     write_shard,
 )
 from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config.file_sums import write_file_sums
 from jaxmoe.model.config import to_hf
 from jaxmoe.model.params import Layout, Spec, param_specs
 from jaxmoe.shapes import Params
@@ -297,7 +298,8 @@ def save_params(
 
     Everything, and what `beside` adds to the folder it is given, is written to DIRECTORY.partial
     and renamed at the end, so that DIRECTORY is whole or absent; the safetensors hold a digest of
-    every tensor. Numerics: float32 to bfloat16 rounds to nearest, even; MXFP4 as `mxfp4.encode`.
+    every tensor, jaxmoe.sha256 sums of the other files. Numerics: float32 to bfloat16 rounds to
+    nearest, even; MXFP4 as `mxfp4.encode`.
     Raises ConfigError where the directory already holds something, the disk is full, a weight is
     not finite, or MXFP4 does not fit.
     """
@@ -313,6 +315,7 @@ def save_params(
             raise OSError(f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
         _write(params, cfg, partial, dtype, plan_shards(planned, max_shard_bytes))
         beside(partial)
+        write_file_sums(partial)
         partial.replace(directory)
     except OSError as error:
         raise ConfigError(

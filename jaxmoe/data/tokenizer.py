@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.file_sums import check_file_sums
 
 SPECIALS = (
     "<|startoftext|>",
@@ -107,11 +108,13 @@ class HFTokenizer:
     instead: eos_token of the tokenizer_config.json beside it, else the first usual name it has.
     `pad_id` is <|endoftext|>, else the first stop id.
 
-    Raises: ConfigError for a path or a file that does not hold a tokenizer.
+    Raises: ConfigError for a path or a file that does not hold a tokenizer, and for a file of our
+    exports that has other bytes than were written.
     """
 
     def __init__(self, path: str | Path) -> None:
         file = _tokenizer_file(Path(path))
+        check_file_sums(file.parent)
         try:
             text = file.read_text(encoding="utf-8")
             self._marked = tokenizers.Tokenizer.from_str(text)

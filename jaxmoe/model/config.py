@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ConfigError, ModelConfig, require
+from jaxmoe.config.file_sums import check_file_sums
 from jaxmoe.config.json_object import json_object
 
 
@@ -193,13 +194,14 @@ def read_hf_config(directory: Path) -> ModelConfig:
 
 
 def hf_config(directory: Path) -> dict[str, Any]:
-    """What DIRECTORY/config.json says."""
+    """What DIRECTORY/config.json says. Raises ConfigError where it is not what an export wrote."""
     path = directory / "config.json"
     if not path.is_file():
         raise ConfigError(
             f"{directory} must hold config.json and *.safetensors; config.json is missing. "
             "Try --set init.checkpoint=DIRECTORY of a GPT-OSS checkpoint."
         )
+    check_file_sums(directory)
     try:
         return json_object(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -2,7 +2,9 @@
 """A run's newest checkpoint leaves as a folder that others load: whole, or not at all."""
 
 import errno
+import hashlib
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -10,10 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe import export
+from jaxmoe import export, train
 from jaxmoe.checkpoint import hf
 from jaxmoe.checkpoint.hf import load_params
 from jaxmoe.checkpoint.run import Position, save_run
+from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load, resolve
 from jaxmoe.data.tokenizer import ByteTokenizer, HFTokenizer, write_byte_tokenizer
 from jaxmoe.model.config import read_hf_config
@@ -54,8 +57,8 @@ def test_the_newest_checkpoint_comes_out_bit_for_bit(work, tmp_path, capsys):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(POLICY), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert {p.name for p in out.iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json",
+        "config.json", "generation_config.json", "jaxmoe.sha256", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     assert [p.name for p in out.parent.iterdir()] == ["out"]
 
@@ -79,6 +82,62 @@ def test_a_tokenizer_of_files_is_copied_with_its_template(work, tmp_path):
         same = (tmp_path / "out" / name).read_bytes() == (tmp_path / "tok" / name).read_bytes()
         assert same, name
     assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+@pytest.fixture(scope="module")
+def exported(work, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exported") / "out"
+    assert command(work, out) == 0
+    return out
+
+
+@pytest.mark.parametrize(
+    "digits",
+    [
+        ("1e-05", "1e-04"),
+        ('"rope_theta": 100.0', '"rope_theta": 500.0'),
+        ('window": 32', 'window": 36'),
+    ],
+)
+def test_a_digit_of_config_json_that_changed_is_one_line(exported, tmp_path, capsys, digits):
+    bad = shutil.copytree(exported, tmp_path / "bad")
+    text = (bad / "config.json").read_text()
+    assert text.count(digits[0]) == 1
+    (bad / "config.json").write_text(text.replace(*digits))
+    args = ["--config", "tiny.py", "--set", "model=checkpoint", "--dry-run", "--workdir"]
+    args += [str(tmp_path / "run"), "--set", f"init.checkpoint={bad}"]
+    refused(train.main(args), capsys, f"{bad / 'config.json'} has other bytes", f"rm {bad}")
+    (bad / "jaxmoe.sha256").unlink()  # as it says, where the change was meant
+    assert read_hf_config(bad) != CFG.model
+
+
+def test_no_flipped_bit_beside_the_weights_is_read(exported, tmp_path):
+    draw, want = random.Random(0), [read_hf_config(exported), HFTokenizer(exported).vocab_size]
+    bad = shutil.copytree(exported, tmp_path / "bad")
+    small = sorted(p for p in bad.iterdir() if p.suffix != ".safetensors")
+    assert len(small) == 5
+    for path in small * 8:
+        whole = path.read_bytes()
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            got = [read_hf_config(bad), HFTokenizer(bad).vocab_size]
+            assert path.name == "jaxmoe.sha256" and got == want, path  # a name that lists nothing
+        except ConfigError as error:
+            assert "\n" not in str(error) and str(bad) in str(error)
+        path.write_bytes(whole)
+    assert [read_hf_config(bad), HFTokenizer(bad).vocab_size] == want
+
+
+def test_the_sums_are_those_of_sha256sum(exported):
+    listed = dict(
+        line.split("  ") for line in (exported / "jaxmoe.sha256").read_text().splitlines()
+    )
+    assert {name: total for total, name in listed.items()} == {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in exported.iterdir() if p.name not in ("model.safetensors", "jaxmoe.sha256")
+    }  # fmt: skip
 
 
 def test_four_bits_keep_their_stated_error(work, tmp_path):
