@@ -33,7 +33,7 @@ from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.backend import Backend, RequestFailed
-from jaxmoe.vllm.http_backend import HttpBackend, key_of_running_servers
+from jaxmoe.vllm.http_backend import HttpBackend, check_guarded, key_of_running_servers
 from jaxmoe.vllm.placement import (
     Placement,
     gpus_each,
@@ -308,9 +308,14 @@ def _open(
 
 
 def _context(backend: Backend, needed: int) -> int:
-    """What a vLLM can hold. Raises ConfigError where it is too little, or nobody is there."""
+    """What a vLLM can hold; says where it takes commands from anybody.
+
+    Raises ConfigError where it holds too little, nobody is there, or it is open and elsewhere.
+    """
     try:
         has = backend.context()
+        if isinstance(backend, HttpBackend):
+            check_guarded(backend)
     except RequestFailed as error:
         raise ConfigError(
             f"rollout.vllm.url must name running vLLM servers; {error}. Try --set "

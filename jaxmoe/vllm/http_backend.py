@@ -9,10 +9,12 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlencode
 
@@ -28,6 +30,7 @@ CONNECT_S = 10.0
 HEALTH_S = 10.0
 LOADED_S = 120.0  # one pass over the weights, and more where a CPU has packed them
 IDLE_S = 3.0  # a connection is used again; vLLM closes it at 5, unseen by a request just sent
+_CLOSED = {401, 403, 404, *range(300, 400)}  # a stranger's command was not taken
 SHOWN = 400  # characters of an error's body that are passed on
 
 
@@ -44,6 +47,33 @@ def key_of_running_servers() -> str:
             f"are not. Try export {name}=$(openssl rand -hex 32), for the server too."
         )
     return key
+
+
+def check_guarded(backend: "HttpBackend") -> None:
+    """Say on stderr where a running server takes commands without a key.
+
+    Raises ConfigError where it is not on this machine by its URL, and RequestFailed where it does
+    not answer.
+    """
+    if not backend.takes_commands_from_anybody():
+        return
+    said = (
+        f"{backend.name} takes commands from anybody: who reaches its port loads weights into it "
+        f"and runs code as its user. Start it with {VARIABLE}=$(openssl rand -hex 32) and "
+        "--middleware jaxmoe.vllm_plugin.door.Door (vLLM's own --api-key leaves these routes "
+        "open), and this command with the same key"
+    )
+    if not _loopback(backend.name):
+        raise ConfigError(f"rollout.vllm.url: {said}.")
+    print(f"! {said}", file=sys.stderr)
+
+
+def _loopback(url: str) -> bool:
+    host = (parse_url(url).host or "").strip("[]")
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class HttpBackend:
@@ -105,6 +135,13 @@ class HttpBackend:
         except RequestFailed:
             return False
         return True
+
+    def takes_commands_from_anybody(self) -> bool:
+        """Whether a method of its workers could be called without the key.
+
+        Asked by GET, which runs none: 405 from an open route. Raises RequestFailed.
+        """
+        return self._send("GET", "/collective_rpc", None, HEALTH_S, {}).status not in _CLOSED
 
     def loaded_state(self) -> list[dict[str, Any]]:
         response = self._ask(
@@ -179,10 +216,13 @@ class HttpBackend:
             raise RequestFailed(f"{where} answered no JSON: {response.data[:80]!r}") from error
 
     def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float,
+        key: dict[str, str] | None = None,
     ) -> Any:  # fmt: skip
         data = None if body is None else json.dumps(body).encode()
-        headers = self._headers | ({} if data is None else {"Content-Type": "application/json"})
+        headers = (self._headers if key is None else key) | (
+            {} if data is None else {"Content-Type": "application/json"}
+        )
         timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)
         try:
             return self._pool.request(

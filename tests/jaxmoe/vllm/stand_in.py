@@ -47,7 +47,8 @@ COMPUTE = jax.jit(
 class StandIn:
     """`url` while it runs; `crash` ends it, `start` brings it back as a new process would be."""
 
-    def __init__(self, cfg, *, context=40, delay=0.0, **told):
+    def __init__(self, cfg, *, context=40, delay=0.0, key="", guards="/", **told):
+        self.key, self.guards = key, guards  # 401 without the key to paths that begin so
         self.cfg, self.context, self.delay, self.told = cfg, context, delay, told
         self._port = 0
         self.faults: set[str] = set()
@@ -109,6 +110,9 @@ class StandIn:
         if self.dead:
             request.close_connection = True
             return
+        allowed = request.headers.get("Authorization") == f"Bearer {self.key}"
+        if self.key and path.path.startswith(self.guards) and not allowed:
+            return self.send(request, 401, {"error": "Unauthorized"})
         try:
             made = getattr(self, "do_" + name)(body, query)
         except ConnectionAbortedError:

@@ -104,3 +104,13 @@ def test_the_key_of_running_servers_is_the_environments(monkeypatch):
     monkeypatch.delenv("JAXMOE_VLLM_API_KEY")
     monkeypatch.delenv("VLLM_API_KEY")
     assert http_backend.key_of_running_servers() == ""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "[::1]", "localhost"])
+def test_what_counts_as_this_machine(host):
+    assert http_backend._loopback(f"http://{host}:8000/at")
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "[fe80::1]", "gpu7.lan", "localhost.lan"])
+def test_what_counts_as_another_machine(host):
+    assert not http_backend._loopback(f"http://{host}:8000/at")

@@ -21,7 +21,7 @@ from jaxmoe.config import VllmConfig
 from jaxmoe.records import Sampling
 from jaxmoe.vllm import processes
 from jaxmoe.vllm.backend import RequestFailed
-from jaxmoe.vllm.http_backend import HttpBackend
+from jaxmoe.vllm.http_backend import HttpBackend, check_guarded
 from jaxmoe.vllm.request import request_body
 from jaxmoe.vllm.server import Server
 
@@ -61,6 +61,34 @@ def test_without_the_key_every_route_answers_401(started):
     with pytest.raises(RequestFailed, match="401: it wants another key. Set VLLM_API_KEY"):
         stranger.pause("abort")
     stranger.close()
+
+
+class Doorless(Server):
+    """As started with vLLM's own key alone."""
+
+    def command(self, port):
+        made = super().command(port)
+        at = made.index("--middleware")
+        return made[:at] + made[at + 2 :]
+
+
+def test_what_vllms_own_key_leaves_open_is_told(started, tmp_path, capsys):
+    server, behind_a_door = started
+    check_guarded(behind_a_door)
+    assert capsys.readouterr().err == ""
+    server = Doorless(
+        VllmConfig(python=PYTHON), CFG, work=tmp_path, number=1, context=PROMPT + NEW, rows=ROWS
+    )
+    backend = server.start()
+    stranger = HttpBackend(server.url, timeout_s=20.0)
+    with pytest.raises(RequestFailed, match="401"):
+        stranger.context()
+    assert stranger.loaded_state()[0]["instance"]  # it is as open as the line says
+    capsys.readouterr()
+    check_guarded(backend)
+    assert capsys.readouterr().err.startswith(f"! {server.url} takes commands from anybody")
+    stranger.close()
+    server.stop()
 
 
 def test_another_user_sees_neither_the_key_nor_its_sockets(started):

@@ -132,6 +132,31 @@ def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
         open_engine("http://127.0.0.1:9", tmp_path)
 
 
+THEIR_OWN = ("/v1", "/v2", "/inference", "/cohere")  # what vLLM's --api-key guards
+
+
+@pytest.mark.parametrize("key, guards", [("", "/"), ("k", THEIR_OWN), ("k", "/")])
+def test_a_server_that_takes_commands_from_anybody_is_told_and_from_afar_refused(
+    tmp_path, capsys, monkeypatch, key, guards
+):
+    monkeypatch.setenv("JAXMOE_VLLM_API_KEY", key)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    server = StandIn(CFG, key=key, guards=guards)
+    open_engine(server.url, tmp_path).close()
+    err = capsys.readouterr().err
+    far = server.url.replace("127.0.0.1", "0.0.0.0")  # the same, but no address of this machine
+    if guards == "/" and key:
+        assert err == ""
+        open_engine(far, tmp_path).close()
+    else:
+        assert err.startswith(f"! {server.url} takes commands from anybody: ")
+        assert err.count("\n") == 1 and "--middleware jaxmoe.vllm_plugin.door.Door" in err
+        with pytest.raises(ConfigError, match=f"url: {far} takes commands from anybody: .* same"):
+            open_engine(far, tmp_path)
+        assert capsys.readouterr().err == ""
+    server.crash()
+
+
 def test_a_server_that_tells_raw_log_probs_is_the_users_mistake(tmp_path):
     server = StandIn(CFG, logprobs_mode="raw_logprobs")
     with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs, it has raw_logp"):
