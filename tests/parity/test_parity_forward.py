@@ -176,6 +176,68 @@ def test_logits_and_every_gradient_agree_with_transformers(make_case, hugging, n
     assert not failures, "\n".join(failures)
 
 
+EXTREMES = {  # factors of the weights whose names hold these, and how far sinks reach
+    "scores": ({"q_proj": 4.0, "k_proj": 4.0}, None),
+    "scores and sinks": ({"q_proj": 8.0, "k_proj": 8.0}, 80.0),
+    "experts": ({"gate_up_proj": 8.0, "down_proj": 8.0}, None),
+    "head": ({"lm_head": 20.0}, None),
+}
+MODELS = 5
+
+
+def exaggerated(hugging, seed: int, factors: dict[str, float], reach: float | None):
+    model = hugging.model(seed, sliding_window=128)
+    rng = np.random.default_rng(seed)
+    with hugging.torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for part, factor in factors.items():
+                if part in name:
+                    parameter.mul_(factor)
+            if reach is not None and name.endswith("sinks"):
+                sinks = hugging.torch.tensor(rng.uniform(-reach, reach, parameter.shape))
+                parameter.copy_(sinks.bfloat16().float())
+    return model
+
+
+def log_probs(logits_BTV, tokens_BT):
+    """Of each token but the first, in float64."""
+    shifted = logits_BTV - logits_BTV.max(-1, keepdims=True)
+    logp_BTV = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return np.take_along_axis(logp_BTV[:, :-1], tokens_BT[:, 1:, None], -1)[..., 0]
+
+
+@pytest.mark.parametrize("extreme", list(EXTREMES))
+def test_log_probs_of_extreme_weights_err_no_more_than_transformers(hugging, tmp_path, extreme):
+    """How far the two lie apart says little here: both err, by up to 1.5e-3 nats.
+
+    One model is one draw of the rounding, and the worst of several models counts on either side.
+    No gradients: a gate within rounding of the SwiGLU's limit has one on one side only.
+    """
+    errors, apart = [], 0.0
+    for seed in range(MODELS):
+        model = exaggerated(hugging, seed, *EXTREMES[extreme])
+        model.save_pretrained(tmp_path / str(seed))
+        cfg = dataclasses.replace(from_hf(model.config.to_dict()), dtype="float32")
+        tokens_BT = np.random.default_rng(1).integers(0, cfg.vocab_size, (1, 160))
+        positions_BT = np.arange(160)[None]
+        params = load_params(tmp_path / str(seed), cfg, "float32")
+        case = Case(model, cfg, params, tokens_BT, positions_BT, np.zeros(0), ())
+        at = (tokens_BT, positions_BT)
+        want, got, theirs = (
+            log_probs(logits, tokens_BT)
+            for logits in (
+                hugging.run(hugging.oracle(model), *at)[0], our_logits(case),
+                hugging.run(model, *at)[0],
+            )
+        )  # fmt: skip
+        errors.append((np.abs(got - want).max(), np.abs(theirs - want).max(), np.abs(want).max()))
+        apart = max(apart, np.abs(got - theirs).max())
+    ours, transformers, size = np.max(errors, axis=0)
+    line = f"{extreme}: ours {ours:.2e}, theirs {transformers:.2e}, apart {apart:.2e}"
+    print(f"\n{line}; by model " + ", ".join(f"{a:.1e} to {b:.1e}" for a, b, _ in errors))
+    assert ours <= 2 * transformers + 2 * EPS["float32"] * size, line
+
+
 def test_frequencies_equal_transformers_in_every_bit(make_case):
     case = make_case(**CASES["far"])
     frequencies, factor = yarn_frequencies(case.cfg)
