@@ -100,14 +100,21 @@ def _own(path: str, where: str) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
+        hint = (
+            f"Name the module without .py, {module[:-3]}:{name}"
+            if module.endswith(".py")
+            else ("Put its folder on the Python path (PYTHONPATH=FOLDER)")
+        )
         raise ConfigError(
-            f"{where}: {path} must be a function that can be imported; {error}."
+            f"{where}: {path} must be a function that can be imported; {error}. {hint}."
         ) from error
     # called at once, on abstract arrays: nothing may be named that starts or deletes something
     if not inspect.isfunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(function):
+        waits = inspect.iscoroutinefunction(function)
+        got = "one that is async" if waits else type(function).__name__
         raise ConfigError(
-            f"{where}: {path} must be a function written in Python with def, got "
-            f"{type(function).__name__}. Wrap it in one that takes the arrays by name."
+            f"{where}: {path} must be a function written in Python with def, got {got}. "
+            "Wrap it in one that takes the arrays by name."
         )
     return function
 

@@ -114,7 +114,9 @@ CALL = 'Try --set "loss.x=name(option=1.0)".'
         ("no_such_module:f", "no_such_module:f must be a function that can be imported; No module"),
         ("my_losses:f", "my_losses:f must be a function that can be imported; module 'my_losses'"),
         ("my_losses:tau", "my_losses:tau must be a function written in Python with def, got float"),
-        ("my_losses:later", "must be a function written in Python with def"),
+        ("my_losses:later", "must be a function written in Python with def, got one that is async"),
+        ("my_losses.py:tau", ". Name the module without .py, my_losses:tau."),
+        ("no_such_folder:f", ". Put its folder on the Python path (PYTHONPATH=FOLDER)."),
         # programs, not functions of arrays
         ("subprocess:Popen(args=['true'])", "must be a function written in Python with def, got t"),
         ("os:system(command='true')", "with def, got builtin_function_or_method"),
