@@ -6,11 +6,14 @@ Nothing is written, started or trained. Next: jaxmoe/train.py.
 
 from pathlib import Path
 
+import jax
+
 from jaxmoe import plan
 from jaxmoe.checkpoint.run import check_model
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.kernels import planned
+from jaxmoe.parallel.limits import check_mesh
 
 
 def dry_run(cfg: Config, *stages: str) -> None:
@@ -20,6 +23,7 @@ def dry_run(cfg: Config, *stages: str) -> None:
     Raises ConfigError, after all was printed, for the first thing that the command would refuse.
     What a mesh would lack is printed alone: its machines are not this one.
     """
+    check_mesh(cfg)
     print(plan.describe(cfg))
     print(f"  kernels      {planned(cfg)}")
     refused: list[ConfigError] = []
@@ -29,7 +33,7 @@ def dry_run(cfg: Config, *stages: str) -> None:
                 print(said)
         except ConfigError as error:
             refused.append(error)
-    if cfg.mesh.fsdp * cfg.mesh.expert == 1 and refused:
+    if cfg.mesh.devices in (1, jax.device_count()) and refused:
         raise refused[0]
     for error in refused:
         print(f"  not here     {error}")

@@ -3,21 +3,26 @@
 
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from jaxmoe.config import Config
 from jaxmoe.model import Ops
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.native import NativeEngine
 
 
-def open_engine(cfg: Config, ops: Ops, work: Path) -> Engine:
-    """The engine of a run; what it starts keeps its log in `work`/engine. Close it in the end."""
+def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> Engine:
+    """The engine of a run; what it starts keeps its log in `work`/engine. Close it in the end.
+
+    `ops` are those of one device; the native engine samples on the run's mesh.
+    """
     r = cfg.rollout
     sizes = dict(
         max_prompt_tokens=cfg.data.max_prompt_tokens, max_new_tokens=r.max_new_tokens,
         max_rows=r.max_parallel_sequences,
     )  # fmt: skip
     if r.engine == "native":
-        return NativeEngine(cfg.model, ops, keep_experts=r.router_replay, **sizes)
+        return NativeEngine(cfg.model, ops, keep_experts=r.router_replay, mesh=mesh, **sizes)
     from jaxmoe.vllm.engine import VllmEngine  # runs without its packages otherwise
 
     return VllmEngine(cfg.model, ops, r.vllm, work=work / "engine", **sizes)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.cli import Stopped, StopRequest
@@ -44,6 +45,7 @@ class Job:
 
     cfg: Config
     ops: Ops
+    mesh: Mesh | None  # None: one device
     algorithm: Algorithm
     tx: optax.GradientTransformation  # of RL
     work: Path

@@ -5,7 +5,7 @@ No weight is read or made, whatever the size. Next: jaxmoe/dry_run.py prints it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from jaxmoe.config_file import override
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import count_params, param_specs, read_dtype, value_head_specs
 from jaxmoe.parallel.host import free_bytes
-from jaxmoe.parallel.sharding import local_shape
+from jaxmoe.parallel.sharding import RULES, SAMPLING, Names, local_shape
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.presets import with_preset
 from jaxmoe.shapes import Leaf
@@ -31,7 +31,7 @@ class Memory:
     optimizer: int  # two moments
     reference: int  # frozen weights of the KL term
     engine_copy: int  # of the policy's weights, as the native engine reads them
-    gathered: int  # the largest layer pair, or the embedding, whole over fsdp, and its gradient
+    gathered: int  # a layer whose weights are whole, but for its experts, and its gradient
     gradients: int  # with microbatches, their float32 sum as well
     update: int  # what the optimizer makes of them
     activations: int  # of one microbatch, forward and backward
@@ -64,7 +64,7 @@ class Memory:
 def memory(cfg: Config) -> Memory:
     """Bytes per device; exact but for activations, which count the arrays that must be live.
 
-    Weights are cast, and gathered over fsdp, one layer pair at a time, forward and backward.
+    Weights are cast, and gathered, one layer at a time, forward and backward.
 
     Activations of M = microbatch tokens on one device: with remat the input of each layer pair,
     with optim.remat_keeps=attention each layer's (o, lse), and one pair's working set, else the
@@ -74,7 +74,7 @@ def memory(cfg: Config) -> Memory:
     policy, at the same time.
     XLA's own figure for a CPU, in float32: with remat within 2 %; without up to two fifths above.
     """
-    m, devices = cfg.model, cfg.mesh.fsdp * cfg.mesh.expert
+    m, mesh = cfg.model, cfg.mesh
     policy, own = param_specs(m), cfg.critic.backbone == "own"
     backbone = {name: spec for name, spec in policy.items() if own and name != "head"}
     value_head = {} if cfg.critic.backbone == "none" else value_head_specs(m)
@@ -84,9 +84,9 @@ def memory(cfg: Config) -> Memory:
     held, fast = jnp.dtype(cfg.optim.param_dtype).itemsize, jnp.dtype(m.dtype).itemsize
     packed = cfg.optim.tokens_per_microbatch // cfg.context  # rows
     rows = packed or cfg.rollout.sequences_per_step / cfg.optim.microbatches
-    tokens = max(1, math.ceil(rows / devices)) * cfg.context
+    tokens = max(1, math.ceil(rows / mesh.row_shards)) * cfg.context // mesh.sequence
     summed = packed or cfg.optim.microbatches > cfg.loss.minibatches  # more than one an update
-    heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim
+    heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim // mesh.tensor
     routed = m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
     layer = tokens * (fast * (4 * m.d_model + heads + routed) + 4 * (m.n_q_heads + m.n_experts))
     layer *= 2  # its gradient
@@ -94,16 +94,17 @@ def memory(cfg: Config) -> Memory:
     if cfg.optim.remat_keeps:
         kept += m.n_layers * tokens * m.n_q_heads * (m.head_dim * fast + 4)
     native, ahead = cfg.rollout.engine == "native", cfg.rollout.max_staleness > 0
-    engine_copy = _copy(policy, cfg) if native else 0
+    engine_copy = _copy(policy, cfg, SAMPLING.rules) if native else 0
     engine_rows = math.ceil(min(cfg.rollout.max_parallel_sequences,
-                                cfg.rollout.sequences_per_step) / devices)  # fmt: skip
+                                cfg.rollout.sequences_per_step)
+                            / (mesh.row_shards * mesh.sequence))  # fmt: skip
     cache = cache_bytes(m, engine_rows, cfg.context) if native else 0
     return Memory(
         weights=trained * held,
         optimizer=2 * trained * held,
         reference=local * held if cfg.loss.kl_coef > 0 else 0,
         engine_copy=engine_copy,
-        gathered=2 * _largest_piece(cfg) if cfg.mesh.fsdp > 1 else 0,
+        gathered=2 * _gathered(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (held + 4 if summed else held),
         update=trained * held,
         activations=kept * (2 if own else 1) + (2 * layer if cfg.optim.remat else 0),
@@ -145,10 +146,12 @@ def layer_flops(cfg: Config) -> LayerFlops:
 def check_memory(cfg: Config, *stages: str) -> None:
     """Raises ConfigError where the largest of these stages has no place on this machine.
 
-    `stages` are those of Memory.of. Nothing is asked of a mesh: it is for other machines.
+    `stages` are those of Memory.of. Nothing is asked for a mesh of other machines.
     """
-    if cfg.mesh.fsdp * cfg.mesh.expert > 1 or (there := device_bytes()) is None:
+    if cfg.mesh.devices not in (1, jax.device_count()) or (there := device_bytes()) is None:
         return
+    if jax.local_devices()[0].platform == "cpu":  # whose devices share the host's memory
+        there //= cfg.mesh.devices
     largest = max(stages, key=lambda name: _needs(cfg, name))
     need = _needs(cfg, largest)
     if need <= there:
@@ -214,12 +217,13 @@ def describe(cfg: Config) -> str:
     algorithm(cfg)
     total, active = count_params(cfg.model)
     mem, r = memory(cfg), cfg.rollout
-    devices = cfg.mesh.fsdp * cfg.mesh.expert
+    axes = {name: size for name, size in vars(cfg.mesh).items() if size > 1}
+    told = " x ".join(f"{name} {size}" for name, size in axes.items()) or "no mesh"
     lines = [
         to_json(cfg),
         "",
         f"parameters   {total:,} ({active:,} act on a token)",
-        f"devices      {devices} (fsdp {cfg.mesh.fsdp} x expert {cfg.mesh.expert}); bytes on each:",
+        f"devices      {cfg.mesh.devices} ({told}); bytes on each:",
         *(f"  {name:<13}{_size(value)}" for name, value in vars(mem).items()),
         f"  {'training':<13}{_size(mem.training)}   (all but the cache)",
         f"  {'sampling':<13}{_size(mem.sampling)}   (weights, moments, reference, copy, cache)",
@@ -240,8 +244,6 @@ def describe(cfg: Config) -> str:
     if cfg.optim.remat:
         lines.append(f"  recomputed   {_recomputed(cfg)}")
     lines.append(f"  run folder   {cfg.workdir}")
-    if devices > 1:
-        lines.append(f"  but          train refuses {devices} devices: this version uses one")
     return "\n".join(lines)
 
 
@@ -283,24 +285,24 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
     return lines
 
 
-def _local_size(specs: Leaf, cfg: Config) -> int:
+def _local_size(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
     """Entries of these parameters on one device."""
-    sizes = {"fsdp": cfg.mesh.fsdp, "expert": cfg.mesh.expert}
-    return sum(math.prod(local_shape(s.shape, s.axes, sizes)) for s in jax.tree.leaves(specs))
+    sizes = vars(cfg.mesh)
+    return sum(math.prod(local_shape(s.shape, s.axes, sizes, rules)) for s in jax.tree.leaves(specs))
 
 
-def _largest_piece(cfg: Config) -> int:
-    """Bytes of the largest part that is read at once: a layer pair, the embedding or the head."""
-    policy, whole = param_specs(cfg.model), replace(cfg, mesh=replace(cfg.mesh, fsdp=1))
-    pairs = cfg.model.n_layers // 2
-    pieces = [_copy(policy["layers"], whole) // pairs]
-    return max(*pieces, *(_copy(policy[name], whole) for name in ("embed", "head")))
+def _gathered(cfg: Config) -> int:
+    """Bytes of one layer as it is computed with: whole, but for experts, and heads over tensor."""
+    layers = param_specs(cfg.model)["layers"]
+    cut = {name: ("tensor",) for name in ("heads", "kv")} | {"expert": RULES["expert"]}
+    return _copy(layers, cfg, cut) // cfg.model.n_layers
 
 
-def _copy(specs: Leaf, cfg: Config) -> int:
+def _copy(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
     """Bytes of these parameters on one device, in the dtypes they are read in."""
     return sum(
-        _local_size(spec, cfg) * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize
+        _local_size(spec, cfg, rules)
+        * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize
         for spec in jax.tree.leaves(specs)
     )
 

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,15 @@ from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
 from jaxmoe.observe.trackers import installed
+from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.sharding import (
+    make_mesh,
+    place,
+    place_state,
+    placed_shapes,
+    state_shardings,
+)
 from jaxmoe.plan import check_memory
 from jaxmoe.records import Rollout
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
@@ -53,6 +63,7 @@ from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.staleness import check_versions
+from jaxmoe.shapes import Leaf
 
 STAGES = ("training", "sampling", "syncing")  # of memory
 
@@ -79,24 +90,30 @@ def open_job(cfg: Config) -> Iterator[Job]:
     What cannot work is refused before there is a folder.
     """
     work = Path(cfg.workdir)
-    one_device(cfg)
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
+    check_mesh(cfg, jax.device_count())
     check_memory(cfg, *STAGES)
+    mesh = make_mesh(cfg.mesh)
     kernels.tell()
     installed(cfg.observe.trackers)
     chosen, task, tx = algorithm(cfg), open_task(cfg), rl_optimizer(cfg)
     supervised = warmup_optimizer(cfg)
     held = contents(cfg, task)
-    at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx), contents=held)
+    shapes = {
+        stage: placed_shapes(state, cfg.model, mesh)
+        for stage, state in stage_shapes(cfg, supervised, tx).items()
+    }
+    at = restore_run(work, cfg, shapes, contents=held)
     if at is None:
-        at = Position("warmup", 0, new_state(Trained(initial_params(cfg)), supervised), None)
+        start = new_state(Trained(initial_params(cfg, mesh)), supervised)
+        at = Position("warmup", 0, place_state(start, cfg.model, mesh), None)
     task.check_prompts()
     if at.stage == "warmup" and at.step < cfg.warmup.steps:
         task.check_answers(cfg.context)
     first = jax.process_index() == 0
     with (
-        closing(open_engine(cfg, ops, work)) as engine,
+        closing(open_engine(cfg, ops, work, mesh)) as engine,
         stop_requests() as stop,
         alone(work, enabled=first),
         MetricsLog(
@@ -111,21 +128,12 @@ def open_job(cfg: Config) -> Iterator[Job]:
     ):
         if first:
             record_config(work, cfg, kernels.names)
-        yield Job(cfg, ops, chosen, tx, work, task, engine, log, stop, at, contents=held)
+        ops = sharded_ops(ops, mesh, cfg.model)
+        yield Job(cfg, ops, mesh, chosen, tx, work, task, engine, log, stop, at, contents=held)
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
     print(f"samples  python -m jaxmoe.samples {shlex.quote(str(work))}")
     print(f"accuracy {accuracy(read_metrics(work / 'metrics.jsonl'))}")
-
-
-def one_device(cfg: Config) -> None:
-    """Refuse a mesh: parameters are not cut over devices yet."""
-    if cfg.mesh.fsdp * cfg.mesh.expert != 1:
-        raise ConfigError(
-            f"mesh.fsdp * mesh.expert must be 1, got {cfg.mesh.fsdp} * {cfg.mesh.expert}: this "
-            "version trains on one device. Try --dry-run, or --set mesh.fsdp=1 "
-            "--set mesh.expert=1."
-        )
 
 
 def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
@@ -141,8 +149,8 @@ def warm_start(job: Job) -> None:
     loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, job.ops))
     step_fn = jax.jit(
         partial(train_step, tx=tx, loss_fn=loss_fn, microbatches=cfg.optim.microbatches),
-        donate_argnums=0,
-    )
+        donate_argnums=0, **pinned(job, state, 1),
+    )  # fmt: skip
     data = task.stream(w.sequences_per_step, cfg.seed + 1)
     if job.at.data is not None:
         data.set_state(job.at.data)
@@ -156,7 +164,7 @@ def warm_start(job: Job) -> None:
             )
             batch = packed(batch, cfg.optim.tokens_per_microbatch)
             with job.clock("train"):
-                state, metrics = step_fn(state, batch)
+                state, metrics = step_fn(state, place(batch, job.mesh))
                 metrics = job.host(step_fn, metrics, step, rate=("warmup.lr", w.lr))
             job.log.write("warmup", step, metrics | job.times)
             progress.update(step, loss=metrics["loss"])
@@ -164,8 +172,22 @@ def warm_start(job: Job) -> None:
             job.save_or_stop(last=step == w.steps)
     # jitted: restored weights are tied to their device, and the fresh moments must be too, or the
     # first step's program would not fit the second's arguments
-    state = jax.jit(partial(rl_state, cfg=cfg, tx=job.tx))(state.params.policy)
+    new = partial(rl_state, cfg=cfg, tx=job.tx)
+    policy = state.params.policy
+    pins = pinned(job, jax.eval_shape(new, policy), 0)
+    state = jax.jit(new, **pins)(policy)
     job.begin(Position("rl", 0, state, None))
+
+
+def pinned(job: Job, state: Leaf, others: int) -> dict[str, Any]:
+    """jit's option by which a state comes back as it lay, and `others` results as they come.
+
+    Nothing on one device.
+    """
+    if job.mesh is None:
+        return {}
+    at = state_shardings(state, job.cfg.model, job.mesh)
+    return {"out_shardings": (at, *(None,) * others) if others else at}
 
 
 def reinforce(job: Job) -> None:
@@ -177,7 +199,7 @@ def reinforce(job: Job) -> None:
             rl_step, tx=job.tx, algorithm=a, scorer=scorer, gate=cfg.gate,
             microbatches=cfg.optim.microbatches,
         ),
-        donate_argnums=0,
+        donate_argnums=0, **pinned(job, state, 2),
     )  # fmt: skip
     with closing(open_rollouts(job)) as rollouts, job.saved_if_it_cannot_go_on():
         engine.load(state.params.policy, job.at.step)
@@ -197,7 +219,8 @@ def reinforce(job: Job) -> None:
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                 )  # fmt: skip
                 with job.clock("train"):
-                    state, metrics, told = step_fn(state, batch, minibatches)
+                    placed = place(batch, job.mesh)
+                    state, metrics, told = step_fn(state, placed, minibatches)
                     metrics = job.host(step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr))
                 job.stop_at_the_gate(state, metrics, step)
                 job.at = Position("rl", step, state, collected.data)

@@ -130,20 +130,38 @@ def load_params(
     a missing shard or a truncated file; from the data for NaN, infinity, or bits that are not
     those we wrote. The files of others hold no digests: there only NaN and infinity are seen.
     """
-    directory = Path(directory)
-    tensors = find_tensors(directory)
-    table = entries(cfg)
-    _check(directory, table, tensors)
     params = jax.tree.map(
         lambda spec: np.zeros(spec.shape, jax.numpy.dtype(dtype or cfg.dtype)),
         param_specs(cfg),
         is_leaf=lambda leaf: isinstance(leaf, Spec),
     )
+
+    def here(entry: Entry) -> np.ndarray:
+        leaf = leaf_of(params, entry)
+        return leaf if entry.pair is None else leaf[entry.pair]
+
+    for _ in read_entries(Path(directory), cfg, here, progress=progress):
+        pass
+    return params
+
+
+def read_entries(
+    directory: Path,
+    cfg: ModelConfig,
+    into: Callable[[Entry], np.ndarray],
+    *,
+    progress: Progress | None = None,
+) -> Iterator[tuple[Entry, np.ndarray]]:
+    """The tensors of a checkpoint one after the other, each read into zeros that `into` gives.
+
+    Raises as `load_params` does.
+    """
+    tensors = find_tensors(directory)
+    table = entries(cfg)
+    _check(directory, table, tensors)
     done, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
-        leaf = leaf_of(params, entry)
-        leaf = leaf if entry.pair is None else leaf[entry.pair]
-        broken = 0
+        leaf, broken = into(entry), 0
         for start, piece, nbytes in _pieces(entry, tensors):
             with np.errstate(over="ignore"):  # it becomes infinite, and is counted
                 piece = piece.astype(leaf.dtype, copy=False)
@@ -157,7 +175,7 @@ def load_params(
                 f"{directory}: {entry.name} must be finite in {leaf.dtype}, got {broken} NaN or "
                 "infinite values. Fetch it again, or load another checkpoint."
             )
-    return params
+        yield entry, leaf
 
 
 def leaf_of(params: Params, entry: Entry) -> Any:

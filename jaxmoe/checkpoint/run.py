@@ -11,19 +11,23 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxmoe.checkpoint import store
 from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.checkpoint.hf_placed import load_placed
 from jaxmoe.checkpoint.same_run import Held, check_resume, check_use
 from jaxmoe.config import Config, ConfigError, ModelConfig, to_json
 from jaxmoe.model.config import read_hf_config
 from jaxmoe.model.params import init_params
+from jaxmoe.parallel.sharding import param_shardings
 from jaxmoe.shapes import Leaf, Params
 
 STAGES = ("warmup", "rl")
@@ -45,12 +49,17 @@ class Position:
         return 1_000_000 * STAGES.index(self.stage) + self.step
 
 
-def initial_params(cfg: Config) -> Params:
-    """Weights of `init.checkpoint`, or random ones from the seed."""
+def initial_params(cfg: Config, mesh: Mesh | None = None) -> Params:
+    """Weights of `init.checkpoint`, or random ones from the seed; made cut where there is a mesh."""
     if not cfg.init.checkpoint:
-        return init_params(jax.random.key(cfg.seed), cfg.model, cfg.optim.param_dtype)
+        make = partial(init_params, cfg=cfg.model, dtype=cfg.optim.param_dtype)
+        if mesh is not None:
+            make = jax.jit(make, out_shardings=param_shardings(cfg.model, mesh))
+        return make(jax.random.key(cfg.seed))
     directory = Path(cfg.init.checkpoint)
     check_model(cfg.model, directory)
+    if mesh is not None:
+        return load_placed(directory, cfg.model, cfg.optim.param_dtype, mesh)
     return jax.tree.map(jnp.asarray, load_params(directory, cfg.model, cfg.optim.param_dtype))
 
 

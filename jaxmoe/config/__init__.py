@@ -8,6 +8,7 @@ Next: jaxmoe/config_file.py reads `--config FILE --set a.b=v`.
 import dataclasses
 import difflib
 import json
+import math
 from dataclasses import dataclass, field
 
 from jaxmoe.config.data import DataConfig
@@ -224,13 +225,25 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices = fsdp * expert; each parameter is cut over both."""
+    """How many devices along each axis; their product is how many there are."""
 
-    fsdp: int = 1
-    expert: int = 1
+    data: int = 1  # whole copies of the model
+    fsdp: int = 1  # weights, gradients and moments cut
+    expert: int = 1  # experts cut, and other weights
+    sequence: int = 1  # the tokens of a row cut, and weights as by fsdp
+    tensor: int = 1  # heads cut, and experts
 
     def __post_init__(self) -> None:
-        numbers("mesh", self, fsdp=(*_POSITIVE, 1), expert=(*_POSITIVE, 1))
+        numbers("mesh", self, **{name: (*_POSITIVE, 1) for name in vars(self)})
+
+    @property
+    def devices(self) -> int:
+        return math.prod(vars(self).values())
+
+    @property
+    def row_shards(self) -> int:
+        """Parts that the rows of a batch are cut into."""
+        return self.data * self.fsdp * self.expert
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def attention_block(
             q_segment_ids_BT=rows.segments_BT, k_segment_ids_BS=k_segments_BS,
             window=window,
         )  # fmt: skip
-        o_BTD = ops.linear(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])
+        o_BTD = ops.output(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])
         return x_BTD + o_BTD, kept
 
 

@@ -42,7 +42,8 @@ class Ops:
 
     embed: Callable[..., Array]  # jaxmoe.model.layers.embed
     norm: Callable[..., Array]  # rms_norm
-    linear: Callable[..., Array]  # linear
+    linear: Callable[..., Array]  # linear, into q, k and v
+    output: Callable[..., Array]  # linear, out of attention: its sum runs over heads
     rotary: Callable[..., Two]  # jaxmoe.model.rope.rope_tables
     attend: Callable[..., Two]  # pallas_kernels.sink_attention
     decode: Callable[..., Two]  # pallas_kernels.decode_attention: `attend` for a few queries and a
@@ -60,7 +61,7 @@ class Ops:
 def plain_ops() -> Ops:
     """Every piece as one device computes it."""
     return Ops(
-        embed=embed, norm=rms_norm, linear=linear, rotary=rope_tables, attend=sink_attention,
+        embed=embed, norm=rms_norm, linear=linear, output=linear, rotary=rope_tables, attend=sink_attention,
         decode=decode_attention, router=route, experts=experts, record=chosen, logits=logits,
         logprobs=target_logprobs, remat=as_is,
     )  # fmt: skip

@@ -83,12 +83,12 @@ def param_specs(cfg: ModelConfig) -> Params:
     }
     return {
         "embed": Spec(
-            (v, d), ("vocab", "embed"), "normal", "model.embed_tokens.weight", "pad_rows", "compute"
+            (v, d), (None, "width"), "normal", "model.embed_tokens.weight", "pad_rows", "compute"
         ),
         "layers": {"sliding": dict(stacked), "full": dict(stacked)},
         "final_norm": Spec((d,), ("embed",), "ones", "model.norm.weight"),
         "head": Spec(
-            (d, v), ("embed", "vocab"), "normal", "lm_head.weight", "transpose_pad", "compute"
+            (d, v), (None, "vocab"), "normal", "lm_head.weight", "transpose_pad", "compute"
         ),
     }
 
@@ -164,7 +164,7 @@ def init_params(key: PRNGKeyArray, cfg: ModelConfig, dtype: str = "float32") -> 
 def _init(key: PRNGKeyArray, spec: Spec, dtype: jnp.dtype) -> Array:
     if spec.init != "normal":
         return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)
-    fan_in = spec.shape[-1] if spec.axes == ("vocab", "embed") else spec.shape[-2]
+    fan_in = spec.shape[-1] if spec.axes[-1] == "width" else spec.shape[-2]
     return (jax.random.normal(key, spec.shape, jnp.float32) / math.sqrt(fan_in)).astype(dtype)
 
 

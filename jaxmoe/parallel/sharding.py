@@ -1,40 +1,181 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh axis cuts which logical axis of a parameter.
+"""Who holds what: the one table from logical axes of parameters to axes of the mesh.
 
-Two mesh axes, (fsdp, expert): the model width goes over the first, experts, heads and the
-vocabulary over the second, so each matrix is cut over both (2,880 does not divide by 256).
+The mesh has five axes, of size 1 where they are not used:
+
+    data      whole copies of the model, side by side
+    fsdp      weights, gradients and moments are cut; whole again one layer at a time
+    expert    experts are cut, and tokens travel to them; other weights as by fsdp
+    sequence  the tokens of a row are cut; weights as by fsdp
+    tensor    heads are cut, and experts once more
+
+Rows go over data, fsdp and expert. An axis of a parameter takes the mesh axes that RULES names, in
+their order, as long as they divide it. Vectors are held whole, but for heads: to gather them costs
+more than to hold them.
+Next: jaxmoe/parallel/ops.py computes with what is so cut.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-RULES: Mapping[str, str] = {
-    "embed": "fsdp",
-    "expert": "expert",
-    "heads": "expert",
-    "kv": "expert",
-    "vocab": "expert",
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmoe.config import MeshConfig, ModelConfig
+from jaxmoe.model.params import map_specs
+from jaxmoe.shapes import Leaf, Params
+
+AXES = ("data", "fsdp", "expert", "sequence", "tensor")
+Names = tuple[str, ...]  # of mesh axes that cut one dimension, major first
+
+RULES: Mapping[str, Names] = {
+    "embed": ("fsdp", "sequence"),
+    "heads": ("tensor", "expert"),
+    "kv": ("tensor", "expert"),
+    "expert": ("expert", "tensor"),
+    "width": ("fsdp", "sequence", "expert"),  # of the embedding
+    "vocab": ("tensor", "expert", "sequence", "fsdp"),  # of the head
 }
 
 
-def partition(axes: Sequence[str | None], sizes: Mapping[str, int]) -> tuple[str | None, ...]:
-    """The mesh axis of each dimension, None where it is not cut; no mesh axis is used twice."""
+@dataclass(frozen=True)
+class Placement:
+    """How parameters and tokens lie on a mesh."""
+
+    rules: Mapping[str, Names]
+    rows: Names  # what cuts the rows of a batch
+    time: Names  # and their tokens
+
+
+TRAINING = Placement(RULES, ("data", "fsdp", "expert"), ("sequence",))
+# a decode step has few tokens and reads all weights: none but the embedding's, the head's and the
+# experts', to which tokens travel, is cut over devices that have rows of their own
+SAMPLING = Placement(
+    {"heads": ("tensor",), "kv": ("tensor",), "expert": ("fsdp", "expert", "sequence", "tensor"),
+     "width": RULES["width"], "vocab": RULES["vocab"]},
+    ("data", "fsdp", "expert", "sequence"), (),
+)  # fmt: skip
+
+
+def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
+    """The mesh of a run, over all devices unless some are given; None for one device."""
+    if cfg.devices == 1:
+        return None
+    shape = tuple(getattr(cfg, name) for name in AXES)
+    if devices is None:
+        return jax.make_mesh(shape, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    return Mesh(np.asarray(devices).reshape(shape), AXES)
+
+
+def partition(
+    axes: Sequence[str | None],
+    shape: Sequence[int],
+    sizes: Mapping[str, int],
+    rules: Mapping[str, Names] = RULES,
+) -> tuple[Names, ...]:
+    """Of each dimension of a parameter the mesh axes that cut it; none is used twice."""
+    vector = len([axis for axis in axes if axis != "pair"]) < 2
     taken: set[str] = set()
-    names: list[str | None] = []
-    for axis in axes:
-        name = RULES.get(axis) if axis is not None else None
-        name = None if name in taken or name is None or sizes[name] == 1 else name
-        taken |= {name} if name is not None else set()
-        names.append(name)
-    return tuple(names)
+    cut = []
+    for axis, dim in zip(axes, shape, strict=True):
+        names: Names = ()
+        for name in rules.get(axis or "", ()):
+            size = math.prod(sizes[n] for n in names) * sizes[name]
+            if sizes[name] == 1 or name in taken or dim % size or (vector and name != "tensor"):
+                continue
+            names += (name,)
+        taken |= set(names)
+        cut.append(names)
+    return tuple(cut)
 
 
 def local_shape(
-    shape: Sequence[int], axes: Sequence[str | None], sizes: Mapping[str, int]
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    sizes: Mapping[str, int],
+    rules: Mapping[str, Names] = RULES,
 ) -> tuple[int, ...]:
-    """What one device holds of a parameter, its last piece padded where it does not divide."""
-    names = partition(axes, sizes)
+    """What one device holds of a parameter."""
+    names = partition(axes, shape, sizes, rules)
     return tuple(
-        dim if name is None else math.ceil(dim / sizes[name])
-        for dim, name in zip(shape, names, strict=True)
+        dim // math.prod(sizes[name] for name in cut)
+        for dim, cut in zip(shape, names, strict=True)
+    )
+
+
+def shards_of(mesh: Mesh | None, names: Names) -> int:
+    """Parts that these axes cut a dimension into."""
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in names)
+
+
+def spec_of(*names: Names) -> P:
+    """A PartitionSpec of the mesh axes of each dimension."""
+    return P(*(cut or None for cut in names))
+
+
+def param_shardings(
+    cfg: ModelConfig, mesh: Mesh, placement: Placement = TRAINING
+) -> Params:
+    """The tree of NamedSharding of a model's parameters."""
+
+    def sharding(spec: Any) -> NamedSharding:
+        cut = partition(spec.axes, spec.shape, mesh.shape, placement.rules)
+        return NamedSharding(mesh, spec_of(*cut))
+
+    return map_specs(sharding, cfg)
+
+
+def state_shardings(state: Leaf, cfg: ModelConfig, mesh: Mesh) -> Leaf:
+    """Shardings of a TrainState, or of its shapes: whatever mirrors the parameters lies as they
+    do (moments, reference, a critic's backbone), the rest is on every device."""
+    by_path = {
+        tuple(map(str, path)): sharding
+        for path, sharding in jax.tree_util.tree_leaves_with_path(param_shardings(cfg, mesh))
+    }
+    lengths = sorted({len(path) for path in by_path}, reverse=True)
+    whole = NamedSharding(mesh, P())
+
+    def of(path: Any, leaf: Any) -> NamedSharding:
+        names = tuple(map(str, path))
+        for length in lengths:
+            if (found := by_path.get(names[-length:])) is not None and leaf.ndim == len(found.spec):
+                return found
+        return whole
+
+    return jax.tree_util.tree_map_with_path(of, state)
+
+
+def placed_shapes(state: Leaf, cfg: ModelConfig, mesh: Mesh | None) -> Leaf:
+    """Shapes of a TrainState that say where each array lies; as they are without a mesh."""
+    if mesh is None:
+        return state
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        state, state_shardings(state, cfg, mesh),
+    )  # fmt: skip
+
+
+def place_state(state: Leaf, cfg: ModelConfig, mesh: Mesh | None) -> Leaf:
+    """A TrainState on its devices; as it is without a mesh."""
+    if mesh is None:
+        return state
+    return jax.device_put(state, state_shardings(state, cfg, mesh))
+
+
+def batch_sharding(mesh: Mesh, ndim: int, placement: Placement = TRAINING) -> NamedSharding:
+    """Of an array of a batch, [B], [B, T] or [B, T, …]."""
+    cut = (placement.rows, placement.time)[:ndim]
+    return NamedSharding(mesh, spec_of(*cut))
+
+
+def place(tree: Leaf, mesh: Mesh | None, placement: Placement = TRAINING) -> Leaf:
+    """The arrays of a batch on their devices; as they are without a mesh."""
+    if mesh is None:
+        return tree
+    return jax.tree.map(
+        lambda x: jax.device_put(x, batch_sharding(mesh, np.ndim(x), placement)), tree
     )

@@ -17,12 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
 from jaxmoe.model.cache import write_slots
 from jaxmoe.model.params import as_read
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.sharding import SAMPLING, param_shardings, place, shards_of
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason, expert_dtype
 from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
@@ -68,6 +71,19 @@ def prefill(
 def batch_first(experts_LBTA: Array, cfg: ModelConfig) -> Array:
     """What a forward recorded, as rollouts carry it."""
     return jnp.moveaxis(experts_LBTA, 0, 2).astype(expert_dtype(cfg.n_experts))
+
+
+def repeat_rows(cache: KVCache, samples: int) -> KVCache:
+    """The cache with `samples` of each row, side by side."""
+
+    def kind(k):
+        return replace(
+            k, k=jnp.repeat(k.k, samples, axis=1), v=jnp.repeat(k.v, samples, axis=1),
+            positions_BC=jnp.repeat(k.positions_BC, samples, axis=0),
+            segments_BC=jnp.repeat(k.segments_BC, samples, axis=0),
+        )  # fmt: skip
+
+    return replace(cache, sliding=kind(cache.sliding), full=kind(cache.full))
 
 
 def take_rows(cache: KVCache, rows: Array) -> KVCache:
@@ -172,16 +188,19 @@ def decode(
 class NativeEngine:
     """Samples with the trainer's own forward; `compilations()` counts what jit has built.
 
-    With `keep_experts` a rollout carries the experts of its tokens.
+    With `keep_experts` a rollout carries the experts of its tokens. On a mesh each device has rows
+    of its own, and keeps them until the last row of the wave has ended.
     """
 
     incidents: Sequence[str] = ()  # it fails for good or not at all
 
     def __init__(
         self, cfg: ModelConfig, ops: Ops, *, max_prompt_tokens: int, max_new_tokens: int,
-        max_rows: int, keep_experts: bool = False,
+        max_rows: int, keep_experts: bool = False, mesh: Mesh | None = None,
     ) -> None:  # fmt: skip
         self._cfg, self._max_rows, self._max_new = cfg, max_rows, max_new_tokens
+        self._mesh, self._shards = mesh, shards_of(mesh, SAMPLING.rows)
+        ops = sharded_ops(ops, mesh, cfg, SAMPLING)
         self._keep_experts = keep_experts
         self._longest = _bucket(max_prompt_tokens, SHORTEST)
         slots = self._longest + max_new_tokens
@@ -193,8 +212,12 @@ class NativeEngine:
             donate_argnums=1,
         )  # fmt: skip
         # a partial of its own, or engines would share one cache and count each other's programs
-        self._take = jax.jit(partial(take_rows))
+        self._repeat = jax.jit(partial(repeat_rows), static_argnames="samples")
         self._compact = jax.jit(partial(compact))
+        self._read = partial(as_read, cfg=cfg)
+        if mesh is not None:
+            to = param_shardings(cfg, mesh, SAMPLING)
+            self._read = jax.jit(self._read, out_shardings=to)
         self._loaded: tuple[Params, int] | None = None  # one thing, so that a thread reads both
         self._closed = False
 
@@ -203,7 +226,7 @@ class NativeEngine:
 
         A generate() that runs in another thread goes on with the weights it began with.
         """
-        self._loaded = as_read(params, self._cfg), version
+        self._loaded = self._read(params), version
 
     def close(self) -> None:
         """Ends a generate() that runs in another thread, when it next returns from the device."""
@@ -211,7 +234,7 @@ class NativeEngine:
 
     def compilations(self) -> int:
         """Programs compiled so far; a run needs a handful, whatever its length."""
-        jitted = (self._prefill, self._decode, self._take, self._compact)
+        jitted = (self._prefill, self._decode, self._repeat, self._compact)
         return sum(compilations(f) for f in jitted)
 
     def generate(
@@ -232,7 +255,8 @@ class NativeEngine:
         if sampling.temperature <= 0.0:  # the most likely token is never cut off
             sampling = replace(sampling, top_k=0, top_p=1.0)
         loaded = self._loaded  # of all its tokens, whatever is loaded meanwhile
-        per_wave = max(1, self._max_rows // samples)
+        n = self._shards
+        per_wave = max(n, self._max_rows // samples // n * n)
         done: list[Rollout] = []
         for start in range(0, len(prompts), per_wave):
             wave = prompts[start : start + per_wave]
@@ -258,7 +282,8 @@ class NativeEngine:
             if self._closed:
                 raise EngineError("the engine was closed while it sampled.")
             size = len(original)
-            smaller = max(SMALLEST, -(-size // SHRINK))
+            # rows of another device are no closer than new ones: a mesh keeps them as they are
+            smaller = max(SMALLEST, -(-size // SHRINK)) if self._mesh is None else size
             enough = smaller if smaller < size else 0
             rows = self._decode(
                 params, rows, stop_ids, jnp.float32(sampling.temperature),
@@ -303,16 +328,17 @@ class NativeEngine:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt.tokens)] = prompt.tokens
             lengths[row] = len(prompt.tokens)
-        cache, hidden, read = self._prefill(params, jnp.asarray(tokens), jnp.asarray(lengths))
+        placed = place((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, SAMPLING)
+        cache, hidden, read = self._prefill(params, *placed)
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
-            cache = self._take(cache, jnp.asarray(repeat, jnp.int32))
+            cache = self._repeat(cache, samples=samples)
         ids = np.arange(width * samples, dtype=np.uint32) + np.uint32(first * samples)
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
         shape = width * samples, sampling.max_new_tokens
         cuts = sampling.top_k > 0 or sampling.top_p < 1.0
         state = DecodeState(
-            cache=cache,
+            cache=None,
             hidden_BD=hidden[repeat],
             position_B=jnp.asarray(lengths[repeat]),
             alive_B=jnp.asarray(repeat < len(prompts)),
@@ -323,6 +349,7 @@ class NativeEngine:
             log_kept_BT=jnp.zeros(shape, jnp.float32) if cuts else None,
             experts_BTLA=None if read is None else jnp.zeros(shape + read.shape[2:], read.dtype),
         )
+        state = replace(place(state, self._mesh, SAMPLING), cache=cache)
         return state, shape[1], np.asarray(read)
 
     def _rollout(

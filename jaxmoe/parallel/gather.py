@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cut parameter, whole again: gathered in the dtype it is read in, its gradient reduce-scattered.
+
+Inside `jax.shard_map` bodies only. Next: jaxmoe/parallel/ops.py.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+Cuts = tuple[tuple[str, ...], ...]  # of each dimension the mesh axes to gather over, major first
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered(w: Array, over: Cuts, dtype: DTypeLike) -> Array:
+    """The parameter whole along `over`, in `dtype`.
+
+    Backward: every device's share of the gradient is summed, and each keeps its own piece.
+    Numerics: rounded before it travels; gradients travel and are summed in float32.
+    """
+    whole = w.astype(dtype)
+    for dim, names in enumerate(over):
+        if names:
+            whole = lax.all_gather(whole, names, axis=dim, tiled=True)
+    return whole
+
+
+def _forward(w: Array, over: Cuts, dtype: DTypeLike) -> tuple[Array, Array]:
+    return gathered(w, over, dtype), jnp.zeros((0,), w.dtype)  # whose dtype the backward needs
+
+
+def _backward(over: Cuts, dtype: DTypeLike, like: Array, dw: Array) -> tuple[Array]:
+    share = dw.astype(jnp.float32)
+    for dim, names in reversed(list(enumerate(over))):
+        if names:
+            share = lax.psum_scatter(share, names, scatter_dimension=dim, tiled=True)
+    return (share.astype(like.dtype),)
+
+
+gathered.defvjp(_forward, _backward)
+
+
+class Layer(Mapping[str, Array]):
+    """The parameters of one layer, each gathered when it is read; who reads none gathers none."""
+
+    def __init__(self, cut: Mapping[str, Array], whole: Callable[[str, Array], Array]) -> None:
+        self._cut, self._whole = cut, whole
+
+    def __getitem__(self, name: str) -> Array:
+        return self._whole(name, self._cut[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cut)
+
+    def __len__(self) -> int:
+        return len(self._cut)

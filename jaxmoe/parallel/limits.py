@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a mesh can cut, asked before anything is allocated. Next: jaxmoe/parallel/sharding.py."""
+
+from jaxmoe.config import Config, require
+
+
+def check_mesh(cfg: Config, devices: int | None = None) -> None:
+    """Raises ConfigError where the mesh does not fit the devices, the model or the batch.
+
+    `devices` are those there are; None: another machine's, as for a dry run.
+    """
+    mesh, model, optim = cfg.mesh, cfg.model, cfg.optim
+    sizes = " * ".join(f"{name} {size}" for name, size in vars(mesh).items() if size > 1)
+    require(
+        devices is None or mesh.devices in (1, devices),
+        f"the axes of mesh ({sizes}) must multiply to the devices there are, {devices}; got "
+        f"{mesh.devices}. Try --set mesh.fsdp={devices} and 1 for the others.",
+    )
+    if mesh.devices == 1:
+        return
+    _divides(mesh.sequence, "mesh.sequence", cfg.context,
+             "data.max_prompt_tokens + rollout.max_new_tokens")  # fmt: skip
+    for name in ("n_q_heads", "n_kv_heads"):
+        _divides(mesh.tensor, "mesh.tensor", getattr(model, name), f"model.{name}")
+    _divides(mesh.expert * mesh.tensor, "mesh.expert * mesh.tensor", model.n_experts,
+             "model.n_experts")  # fmt: skip
+    by = "mesh.data * mesh.fsdp * mesh.expert"
+    if optim.tokens_per_microbatch:
+        rows = optim.tokens_per_microbatch // cfg.context
+        require(
+            rows % mesh.row_shards == 0,
+            f"optim.tokens_per_microbatch ({optim.tokens_per_microbatch}) must hold a multiple of "
+            f"{by} ({mesh.row_shards}) rows of {cfg.context} tokens; it holds {rows}. Try --set "
+            f"optim.tokens_per_microbatch={mesh.row_shards * cfg.context}.",
+        )
+        return
+    for name, rows in _rows(cfg):
+        _divides(mesh.row_shards, by, rows, name)
+
+
+def _rows(cfg: Config) -> list[tuple[str, int]]:
+    """The rows that a step of each stage reads at once."""
+    cut = max(1, cfg.optim.microbatches // cfg.loss.minibatches)
+    at_once = cfg.rollout.sequences_per_step // cfg.loss.minibatches // cut
+    rows = [("the rows of a microbatch", at_once)]
+    if cfg.warmup.steps:
+        at_once = cfg.warmup.sequences_per_step // cfg.optim.microbatches
+        rows.append(("warmup.sequences_per_step / optim.microbatches", at_once))
+    return rows
+
+
+def _divides(size: int, name: str, whole: int, what: str) -> None:
+    require(
+        whole % size == 0,
+        f"{name} ({size}) must divide {what} ({whole}). Try another mesh, of which "
+        "--dry-run says what each device holds.",
+    )

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pieces of the forward on a mesh: each is the one-device piece inside a `shard_map`.
+
+`forward` stays as it is and sees whole arrays; every piece that reads weights or looks beyond its
+own token says here what each device holds of its arguments and results. Weights are gathered at
+the piece that reads them, inside the scan over layers: one layer is whole at a time.
+Next: gather.py; sequence.py and expert.py for what travels between devices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model.ops import Ops
+from jaxmoe.model.params import Spec, param_specs, read_dtype
+from jaxmoe.parallel.gather import Layer, gathered
+from jaxmoe.parallel.sharding import TRAINING, Names, Placement, partition, spec_of
+from jaxmoe.shapes import Params
+
+_TENSOR: Names = ("tensor",)
+
+
+def sharded_ops(
+    ops: Ops, mesh: Mesh | None, cfg: ModelConfig, placement: Placement = TRAINING
+) -> Ops:
+    """The same pieces for parameters and tokens that lie on a mesh as `placement` says.
+
+    As they are without a mesh. A piece of one's own goes into `ops` and is wrapped like the
+    others; it gets one device's share of rows and tokens, and whole weights.
+    """
+    if mesh is None:
+        return ops
+    on = OnMesh(mesh, cfg, placement)
+    return replace(
+        ops,
+        embed=partial(on.embed, ops.embed),
+        linear=partial(on.linear, ops.linear),
+        output=partial(on.output, ops.output),
+        attend=partial(on.attend, ops.attend),
+        decode=partial(on.attend, ops.decode),
+        router=partial(on.router, ops.router),
+        experts=partial(on.experts, ops.experts),
+        logits=partial(on.logits, ops.logits),
+        logprobs=partial(on.logprobs, ops.logprobs),
+    )
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """What the wrapped pieces know of the mesh."""
+
+    mesh: Mesh
+    cfg: ModelConfig
+    placement: Placement
+
+    @property
+    def tokens(self) -> tuple[Names, Names]:
+        """What cuts [B, T] of activations."""
+        return self.placement.rows, self.placement.time
+
+    def cut(self, spec: Spec) -> tuple[Names, ...]:
+        """Of each dimension of a parameter, of one layer if stacked, what cuts it."""
+        names = partition(spec.axes, spec.shape, self.mesh.shape, self.placement.rules)
+        return names[1:] if spec.axes[0] == "pair" else names
+
+    def run(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+    def embed(self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str) -> Array:
+        over = self.cut(self.specs["embed"])
+
+        def local(tokens_bt: Array, w_vd: Array) -> Array:
+            return inner(tokens_bt, gathered(w_vd, over, jnp.dtype(dtype)), dtype)
+
+        ins = spec_of(*self.tokens), spec_of(*over)
+        return self.run(local, ins, spec_of(*self.tokens))(tokens_BT, w_VD)
+
+    def linear(self, inner: Callable[..., Array], x_BTD: Array, w_DF: Array, b_F: Array) -> Array:
+        """Columns that tensor cuts stay cut: they are heads."""
+        cut_D, cut_F = self.weight(("embed", "heads"), w_DF)
+        mine, rest = self.split(cut_F)
+
+        def local(x_btD: Array, w_df: Array, b_f: Array) -> Array:
+            return inner(x_btD, gathered(w_df, (cut_D, rest), x_btD.dtype), b_f)
+
+        ins = spec_of(*self.tokens), spec_of(cut_D, cut_F), spec_of(mine)
+        return self.run(local, ins, spec_of(*self.tokens, mine))(x_BTD, w_DF, b_F)
+
+    def output(self, inner: Callable[..., Array], x_BTF: Array, w_FD: Array, b_D: Array) -> Array:
+        """The sum over heads goes over tensor, too, in float32; one device adds the bias."""
+        cut_F, cut_D = self.weight(("heads", "embed"), w_FD)
+        mine, rest = self.split(cut_F)
+
+        def local(x_btf: Array, w_fd: Array, b_D: Array) -> Array:
+            w_fD = gathered(w_fd, (rest, cut_D), x_btf.dtype)
+            if not mine:
+                return inner(x_btf, w_fD, b_D)
+            once = jnp.where(lax.axis_index("tensor") == 0, b_D, jnp.zeros_like(b_D))
+            share = inner(x_btf, w_fD, once).astype(jnp.float32)
+            return lax.psum(share, "tensor").astype(x_btf.dtype)
+
+        ins = spec_of(*self.tokens, mine), spec_of(cut_F, cut_D), spec_of(())
+        return self.run(local, ins, spec_of(*self.tokens))(x_BTF, w_FD, b_D)
+
+    def attend(
+        self, inner: Callable[..., Any], q: Array, k: Array, v: Array, sink_N: Array, *,
+        window: int | None, **where: Array,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Each device its own rows and heads."""
+        heads, tokens = spec_of(*self.tokens, _TENSOR), spec_of(*self.tokens)
+        names = tuple(where)
+
+        def local(q: Array, k: Array, v: Array, sink_n: Array, *given: Array) -> Any:
+            return inner(q, k, v, sink_n, window=window, **dict(zip(names, given, strict=True)))
+
+        ins = (heads, heads, heads, spec_of(_TENSOR), *(tokens for _ in names))
+        return self.run(local, ins, (heads, heads))(q, k, v, sink_N, *where.values())
+
+    def router(
+        self, inner: Callable[..., Any], h_BTD: Array, layer: Params, *, active: int,
+        **given: Array,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        tokens, names = spec_of(*self.tokens), tuple(given)
+
+        def local(h_btD: Array, cut: Params, *given: Array) -> Any:
+            mine = Layer(cut, self.whole(h_btD.dtype))
+            return inner(h_btD, mine, active=active, **dict(zip(names, given, strict=True)))
+
+        read = {name: x for name, x in layer.items() if "router" in name}
+        ins = tokens, self.layer_specs(read), *(tokens for _ in names)
+        return self.run(local, ins, (tokens, tokens))(h_BTD, read, *given.values())
+
+    def experts(
+        self, inner: Callable[..., Array], h_BTD: Array, indices_BTA: Array, weights_BTA: Array,
+        layer: Params, cfg: ModelConfig,
+    ) -> Array:  # fmt: skip
+        tokens = spec_of(*self.tokens)
+        read = {name: x for name, x in layer.items() if "expert" in self.layer[name].axes}
+
+        def local(h_btD: Array, indices_btA: Array, weights_btA: Array, cut: Params) -> Array:
+            mine = Layer(cut, self.whole(h_btD.dtype))
+            return inner(h_btD, indices_btA, weights_btA, mine, cfg)
+
+        ins = tokens, tokens, tokens, self.layer_specs(read)
+        return self.run(local, ins, tokens)(h_BTD, indices_BTA, weights_BTA, read)
+
+    def logits(self, inner: Callable[..., Array], hidden_BD: Array, w_DV: Array) -> Array:
+        over = self.cut(self.specs["head"])
+        rows = spec_of(self.placement.rows)
+
+        def local(hidden_bD: Array, w_dv: Array) -> Array:
+            return inner(hidden_bD, gathered(w_dv, over, hidden_bD.dtype))
+
+        return self.run(local, (rows, spec_of(*over)), rows)(hidden_BD, w_DV)
+
+    def logprobs(
+        self, inner: Callable[..., Any], hidden_BTD: Array, w_DV: Array, targets_BT: Array, *,
+        temperature: Any, vocab_size: int,
+    ) -> tuple[Array, ...]:  # fmt: skip
+        over, tokens = self.cut(self.specs["head"]), spec_of(*self.tokens)
+
+        def local(hidden_btD: Array, w_dv: Array, targets_bt: Array, temperature: Array) -> Any:
+            one = ((0, 0), (0, 1))  # a row's last token, which `inner` leaves out, is elsewhere
+            found = inner(
+                jnp.pad(hidden_btD, (*one, (0, 0))), gathered(w_dv, over, hidden_btD.dtype),
+                jnp.pad(targets_bt, one), temperature=temperature, vocab_size=vocab_size,
+            )  # fmt: skip
+            return tuple(x[:, :-1] for x in found)
+
+        ins = tokens, spec_of(*over), tokens, spec_of()
+        run = self.run(local, ins, (tokens, tokens))
+        return run(hidden_BTD, w_DV, targets_BT, jnp.asarray(temperature, jnp.float32))
+
+    @property
+    def specs(self) -> Params:
+        return param_specs(self.cfg)
+
+    @property
+    def layer(self) -> dict[str, Spec]:
+        """Of one kind of layer; both have the same."""
+        return self.specs["layers"]["full"]
+
+    def weight(self, axes: tuple[str, str], w: Array) -> tuple[Names, Names]:
+        """What cuts a matrix of these logical axes."""
+        first, last = partition(axes, w.shape, self.mesh.shape, self.placement.rules)
+        return first, last
+
+    def split(self, names: Names) -> tuple[Names, Names]:
+        """What stays cut, which is tensor, and what is gathered; tensor stands first."""
+        kept = tuple(name for name in names if name == "tensor")
+        return kept, names[len(kept) :]
+
+    def layer_specs(self, layer: Params) -> Params:
+        return {name: spec_of(*self.cut(self.layer[name])) for name in layer}
+
+    def whole(self, dtype: Any) -> Callable[[str, Array], Array]:
+        """How `Layer` gathers a parameter: in the dtype it is read in."""
+
+        def of(name: str, x: Array) -> Array:
+            spec = self.layer[name]
+            return gathered(x, self.cut(spec), dtype if spec.read == "compute" else x.dtype)
+
+        return of
