@@ -10,6 +10,7 @@ Next: jaxmoe/train.py.
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -49,8 +50,9 @@ def join(environ: Mapping[str, str] = os.environ) -> None:
         return
     try:
         jax.distributed.initialize(
-            **options, initialization_timeout=WAIT_S, heartbeat_timeout_seconds=HEARTBEAT_S
-        )
+            **options, initialization_timeout=WAIT_S, heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=HEARTBEAT_S,
+        )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"the processes of a run must find each other; {str(error).splitlines()[0][:200]}. "
@@ -163,6 +165,36 @@ def in_shares(
         if "error" in other:
             raise EngineError(f"process {i} could not go on: {other['error']}")
     return [other["value"] for other in found]
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Inside, `join`ed processes run; where one is lost the others end with one line.
+
+    Raises EngineError for a collective that failed. A process whose heartbeat is missed for
+    HEARTBEAT_S is named by jax itself, which then ends the others.
+    """
+    join()
+    try:
+        with first_speaks():
+            yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        raise EngineError(
+            f"process {jax.process_index()} of {jax.process_count()} lost another one: "
+            f"{(str(error).splitlines() or [''])[0][:200]}. Look for the first error in the logs "
+            "of all; the same command resumes from the last checkpoint."
+        ) from error
+
+
+def leave(code: int) -> int:
+    """The exit status; a process that failed goes at once, or the others would wait for it."""
+    if code and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 @contextmanager
