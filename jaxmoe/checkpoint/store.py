@@ -94,7 +94,8 @@ def restore(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
     """The tree saved at a step, bit for bit: every array has the digest it was saved with.
 
     It lies as `abstract_state` says, however it lay when it was saved; where that says nothing,
-    on one device. Raises CheckpointError where it is damaged, or has other shapes than `abstract_state`.
+    on one device.
+    Raises CheckpointError where it is damaged, or has other shapes than `abstract_state`.
     """
     if not (directory / str(step)).is_dir():
         raise CheckpointError(

@@ -27,13 +27,15 @@ Item = TypeVar("Item")
 
 WAIT_S = 60  # for the others at the start
 HEARTBEAT_S = 20  # a process that is silent for so long is dead, and ends the others
+FIND = "JAXMOE_PROCESSES"
 PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def join(environ: Mapping[str, str] = os.environ) -> None:
     """Meet the other processes of this run, if the environment tells of any; before any device.
 
-    By the three variables in PLAIN, or by what a TPU pod, SLURM or Kubernetes sets.
+    By the three variables in PLAIN, which the scripts of launch/ set; or, with FIND=auto, by what
+    jax finds on a TPU pod.
     Raises ConfigError where the variables are wrong or the first process does not answer.
     """
     if jax.distributed.is_initialized():
@@ -45,8 +47,12 @@ def join(environ: Mapping[str, str] = os.environ) -> None:
             return
         if number > 0:
             _answers(address)
-        options = {"coordinator_address": address, "num_processes": count, "process_id": number}
-    elif not _cluster(environ):
+        options = {
+            "coordinator_address": address, "num_processes": count, "process_id": number,
+            # or jax would look at SLURM's variables and take one GPU of a node's
+            "cluster_detection_method": "deactivate",
+        }  # fmt: skip
+    elif environ.get(FIND) != "auto":
         return
     try:
         jax.distributed.initialize(
@@ -77,13 +83,6 @@ def _plain(environ: Mapping[str, str]) -> tuple[str, int, int]:
             "processes from 0."
         )
     return address, int(count), int(number)
-
-
-def _cluster(environ: Mapping[str, str]) -> bool:
-    """Whether a pod, SLURM or Kubernetes started several of us."""
-    slurm = int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ
-    pod = "," in environ.get("TPU_WORKER_HOSTNAMES", "")
-    return slurm or pod or "JOB_COMPLETION_INDEX" in environ
 
 
 def _answers(address: str) -> None:
