@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxmoe.model.ops import as_is, keeping_attention
 from jaxmoe.parallel import halo, ring, ulysses
 from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
-from pallas_kernels.sink_attention import cases
+from pallas_kernels.sink_attention import cases, sink_attention
 from tests.pallas_kernels.sink_attention.attention_oracle import (
     compare,
     cotangents,
@@ -104,6 +105,39 @@ def test_half_precision_is_as_good_as_on_one_device(method, window):
         compare(case, got, inputs, ct)
 
 
+def test_rows_and_heads_may_be_cut_too():
+    """Each device its own rows and heads, as with a batch and tensor parallelism."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "sequence", "tensor"))
+    heads, tokens = P("data", "sequence", "tensor"), P("data", "sequence")
+
+    def attend(window, *arrays):
+        def local(q, k, v, sink, *places):
+            where = dict(zip(PLACES, places, strict=True))
+            found = zip(
+                ring.ring(q, k, v, sink, **where), ulysses.ulysses(q, k, v, sink, **where),
+                strict=True,
+            )  # fmt: skip
+            return tuple((a + b) / 2 for a, b in found)
+
+        ins = heads, heads, heads, P("tensor"), *[tokens] * 4
+        run = jax.shard_map(
+            local, mesh=mesh, in_specs=ins, out_specs=(heads, heads), check_vma=False
+        )
+        return run(*arrays)
+
+    check(attend, CASE._replace(B=4))
+
+
+def test_visitors_that_nobody_sees_are_not_read():
+    """NaN passes through a mask, in p·v and in dO·v: only what is skipped keeps it out."""
+    inputs, ct, *_ = wanted(CASES[-1])
+    late = np.arange(CASE.T) >= CASE.T * 3 // 4
+    bad = jnp.where(late[None, :, None, None], jnp.nan, inputs.v_BSKH)
+    o, _, dq, *_ = values_and_gradients(compiled("ring", 4), 0, *ct, *inputs._replace(v_BSKH=bad))
+    for x in (o, dq):
+        np.testing.assert_array_equal(np.isfinite(x).all((0, 2, 3)), ~late)
+
+
 def sink_in_every_part(patch):
     def with_its_sink(q, k, v, sink, layout, how):
         return ring.sink_attention(q, k, v, sink, **how.options(layout))
@@ -151,13 +185,13 @@ def test_a_planted_fault_is_seen(method, fault, monkeypatch):
 
 
 def test_a_zigzag_gives_each_device_an_early_and_a_late_chunk_and_comes_back():
-    rows = jnp.arange(24).reshape(2, 12)
-    assert zigzag(rows, 3)[0].tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
-    hidden = jnp.stack([rows, -rows], axis=2)
+    rows = jnp.asarray(np.arange(24).reshape(2, 12))
+    hidden = jnp.asarray(np.arange(48).reshape(2, 12, 2))
+    there, back = (jax.jit(f, static_argnums=1) for f in (zigzag, unzigzag))
+    assert there(rows, 3)[0].tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
     for x in (rows, hidden):
-        np.testing.assert_array_equal(unzigzag(zigzag(x, 3), 3), x)
-        np.testing.assert_array_equal(zigzag(unzigzag(x, 2), 2), x)
-    np.testing.assert_array_equal(zigzag(hidden, 3)[..., 0], zigzag(rows, 3))
+        np.testing.assert_array_equal(back(there(x, 3), 3), x)
+    np.testing.assert_array_equal(there(hidden, 3)[..., 0], there(rows, 3) * 2)
 
 
 def test_a_window_borrows_the_tokens_before_a_shard_and_no_more():
@@ -169,17 +203,22 @@ def test_a_window_borrows_the_tokens_before_a_shard_and_no_more():
 
 
 def test_what_does_not_divide_is_told_in_one_line():
-    inputs = cases.make_inputs(CASE._replace(N=6))
-    with pytest.raises(ValueError, match=r"tokens of a row \(48\).*5 devices.*Pad rows to 50\.$"):
-        compiled("ring", 5)(0, *inputs)
-    with pytest.raises(ValueError, match=r"tokens of a row \(48\).*2 \* 5 devices.*Pad rows to 50"):
-        zigzag(inputs.q_BTNH, 5)
+    inputs = jax.eval_shape(lambda: cases.make_inputs(CASE._replace(N=6)))
+
+    def traced(method, shards):
+        jax.eval_shape(functools.partial(on(method, shards), 0), *inputs)
+
+    with pytest.raises(ValueError, match=r"tokens of a row \(48\).*5 devices.*Pad rows to 50\."):
+        traced("ring", 5)
+    with pytest.raises(
+        ValueError, match=r"tokens of a row \(48\).*2 \* 16 devices.*Pad rows to 64"
+    ):
+        zigzag(np.zeros((2, 48)), 16)
     with pytest.raises(ValueError, match=r"query heads \(6\).*4 devices of sequence.*Try the ring"):
-        compiled("ulysses", 4)(0, *inputs)
+        traced("ulysses", 4)
     with pytest.raises(ValueError, match="halo must have a window; got None. Try the ring"):
-        inspect.unwrap(halo.halo)(
-            *inputs[:4], **dict(zip(PLACES, inputs[4:], strict=True)), window=None
-        )
+        where = dict(zip(PLACES, inputs[4:], strict=True))
+        inspect.unwrap(halo.halo)(*inputs[:4], **where, window=None)
 
 
 def travelled(remat):
@@ -196,3 +235,24 @@ def travelled(remat):
 def test_a_ring_that_is_kept_does_not_go_round_again():
     kept, plain, recomputed = map(travelled, (keeping_attention, as_is, jax.checkpoint))
     assert 0 < kept == plain < recomputed
+
+
+def held(attend, devices):
+    """Temporary bytes of a device in a forward and backward pass over 16,384 tokens."""
+    case = cases.AttentionCase("long", 1, 16_384, 16_384, 8, 2, 16)
+    inputs = jax.eval_shape(lambda: cases.make_inputs(case))
+    ct = jax.eval_shape(lambda: cotangents(case))
+    cut = NamedSharding(Mesh(np.array(jax.devices()[:devices]), ("sequence",)), P(None, "sequence"))
+    args = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut if x.ndim > 1 else None)
+        for x in (*ct, *inputs)
+    ]
+    step = values_and_gradients.lower(attend, 0, *args).compile()
+    return step.memory_analysis().temp_size_in_bytes
+
+
+def test_a_device_of_a_ring_holds_its_share():
+    def alone(_, q, k, v, sink, *places):
+        return sink_attention(q, k, v, sink, **dict(zip(PLACES, places, strict=True)))
+
+    assert held(on("ring", 8), 8) < 0.25 * held(alone, 1)
