@@ -163,8 +163,8 @@ def part(q, k, v, sink, layout, how):
 def anything_seen(layout: Layout, window: int | None) -> Bool[Array, ""]:
     """Whether some query may see some key, by bounds of each half of the tokens: of a zigzag these
     are a device's two chunks. False is certain."""
-    halves = (x.shape[1] // (1 if x.shape[1] % 2 else 2) for x in layout[:2])
-    needed, _ = block_table(layout, *halves, window_size(window))
+    q_half, k_half = (x.shape[1] // (1 if x.shape[1] % 2 else 2) for x in layout[:2])
+    needed, _ = block_table(layout, q_half, k_half, window_size(window))
     return needed.any()
 
 

@@ -114,7 +114,8 @@ def attention(args: argparse.Namespace) -> None:
                     if x.ndim > 1 else x, shapes,
                 )  # fmt: skip
             step = jax.jit(partial(gradients, name, window)).lower(*shapes).compile()
-            held = step.memory_analysis().temp_size_in_bytes
+            memory: Any = step.memory_analysis()
+            held = memory.temp_size_in_bytes
             alone = alone or held
             cells = [name, window or "", f"{held / 2**20:.1f}", f"{held / alone:.2f}"]
             if args.run and args.only in (None, name):
@@ -144,7 +145,7 @@ def run(step: Any, shapes: Any, name: str, window: int | None, sizes: Any) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("attention")
     command.set_defaults(run_command=attention)

@@ -213,7 +213,7 @@ def test_what_does_not_divide_is_told_in_one_line():
     with pytest.raises(
         ValueError, match=r"tokens of a row \(48\).*2 \* 16 devices.*Pad rows to 64"
     ):
-        zigzag(np.zeros((2, 48)), 16)
+        zigzag(jnp.zeros((2, 48)), 16)
     with pytest.raises(ValueError, match=r"query heads \(6\).*4 devices of sequence.*Try the ring"):
         traced("ulysses", 4)
     with pytest.raises(ValueError, match="halo must have a window; got None. Try the ring"):
