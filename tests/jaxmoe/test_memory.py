@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import pytest
 
-from jaxmoe import plan
+import jaxmoe.memory
 from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load, override
@@ -19,7 +19,7 @@ from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params, as_read, count_params, param_specs
 from jaxmoe.parallel.host import free_bytes
 from jaxmoe.parallel.sharding import RULES
-from jaxmoe.plan import check_memory, describe, device_bytes, layer_flops, memory
+from jaxmoe.memory import check_memory, describe, device_bytes, layer_flops, memory
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import rl_state, stage_shapes
 
@@ -239,9 +239,9 @@ def test_what_the_plan_holds_is_what_is_alive(tmp_path):
 def test_more_than_there_is_is_one_line_with_the_bytes_and_what_helps(monkeypatch):
     cfg = load("tiny.py")
     need = memory(cfg).training
-    monkeypatch.setattr(plan, "device_bytes", lambda: need)
+    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: need)
     check_memory(cfg, "training", "sampling")
-    monkeypatch.setattr(plan, "device_bytes", lambda: need - 1)
+    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: need - 1)
     with pytest.raises(ConfigError) as error:
         check_memory(cfg, "sampling", "training")
     text = str(error.value)
@@ -250,7 +250,7 @@ def test_more_than_there_is_is_one_line_with_the_bytes_and_what_helps(monkeypatc
     typed = re.findall(r"--set (\S+?),? ", text)
     assert typed and memory(override(cfg, *typed)).training < need
     check_memory(override(cfg, "mesh.fsdp=2"), "training")  # other machines'
-    monkeypatch.setattr(plan, "device_bytes", lambda: 10_000)
+    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: 10_000)
     with pytest.raises(ConfigError, match="a smaller model or a larger machine: with --set optim"):
         check_memory(cfg, "training")
 

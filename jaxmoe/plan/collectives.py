@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between devices in a compiled program, read from its HLO text.
+
+A loop's body counts as often as the compiler knows it to turn; nested loops multiply.
+Next: jaxmoe/plan/roofline.py.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One instruction of a program."""
+
+    kind: str
+    operand: float  # bytes on one device
+    groups: tuple[tuple[int, ...], ...]  # of devices by their place in the program
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends, where a group of n passes them around a ring.
+
+        gather (n − 1)·x, reduce 2·(n − 1)/n·x, reduce-scatter and all-to-all (n − 1)/n·x, else x
+        """
+        n = max(map(len, self.groups), default=1)
+        if self.kind == "all-gather":
+            return (n - 1) * self.operand
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.operand
+        return (2 if self.kind == "all-reduce" else 1) * (n - 1) / n * self.operand
+
+    def to_other_hosts(self, host_of: Sequence[int]) -> float:
+        """Those of `sent` that each device's share of its host's network takes.
+
+        A ring leaves a host of g members once, and their shares of the network carry it together.
+        """
+        group = max(self.groups, key=lambda one: len({host_of[i] for i in one}), default=())
+        hosts, n = len({host_of[i] for i in group}), len(group)
+        if hosts < 2:
+            return 0.0
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.sent
+        outside = n - n // hosts if "all-to-all" in self.kind else hosts - 1
+        return self.sent * outside / (n - 1)
+
+
+@dataclass
+class Computation:
+    """Its own collectives, and what it calls how often; None: as often as nobody knows."""
+
+    own: list[Collective] = field(default_factory=list)
+    calls: list[tuple[str, int | None]] = field(default_factory=list)
+    branches: list[tuple[str, ...]] = field(default_factory=list)
+
+
+def collectives(text: str, devices: int, unknown: int = 1) -> Counter[Collective]:
+    """Each collective of a compiled program and how often one run of it makes it.
+
+    `unknown` is how often a loop turns whose count the compiler does not know. Of a branch's
+    sides the one that sends more counts. A reduce-scatter that the compiler writes as an
+    all-reduce and a slice counts as that all-reduce.
+    """
+    found, entry = _computations(text, devices)
+    known: dict[str, Counter[Collective]] = {}
+
+    def of(name: str) -> Counter[Collective]:
+        if name not in known:
+            here, total = found.get(name, Computation()), Counter()
+            total.update(here.own)
+            for called, times in here.calls:
+                _add(total, of(called), unknown if times is None else times)
+            for sides in here.branches:
+                _add(total, max((of(side) for side in sides), key=sent), 1)
+            known[name] = total
+        return known[name]
+
+    return of(entry)
+
+
+def sent(counted: Mapping[Collective, int]) -> float:
+    """Bytes that one device sends."""
+    return sum(one.sent * times for one, times in counted.items())
+
+
+def _add(total: Counter[Collective], more: Counter[Collective], times: int) -> None:
+    for one, count in more.items():
+        total[one] += count * times
+
+
+def _computations(text: str, devices: int) -> tuple[dict[str, Computation], str]:
+    found: dict[str, Computation] = {}
+    entry, here, sizes = "", Computation(), dict[str, float]()
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            here, sizes = Computation(), {}
+            found[head[2]] = here
+            entry = head[2] if head[1] else entry
+        elif made := _LINE.match(line):
+            shape, rest = _shape(made[2])
+            sizes[made[1]] = _size(shape)
+            opcode, _, after = rest.partition("(")
+            _read(here, opcode.strip(), after, sizes, devices)
+    return found, entry
+
+
+def _read(
+    here: Computation, opcode: str, after: str, sizes: Mapping[str, float], devices: int
+) -> None:
+    """One instruction."""
+    if opcode.endswith(("-done", "-update")):  # told of the -start
+        return
+    kind = opcode.removesuffix("-start")
+    if kind in KINDS:
+        operands, _, rest = after.partition(")")
+        size = sum(sizes.get(name, 0) for name in re.findall(r"%([\w.\-]+)", operands))
+        here.own.append(Collective(kind, size, _groups(rest, devices)))
+        return
+    times: int | None = 1
+    if opcode == "while":
+        trips = _TRIPS.search(after)
+        times = int(trips[1]) if trips else None
+    here.calls += [(name, times) for name in _CALLED.findall(after)]
+    if sides := _BRANCHES.findall(after):
+        names = [x.strip().lstrip("%") for many, one in sides for x in (many or one).split(",")]
+        here.branches.append(tuple(names))
+
+
+def _shape(text: str) -> tuple[str, str]:
+    """A result's shape, which may be a tuple, and what follows."""
+    if not text.startswith("("):
+        shape, _, rest = text.partition(" ")
+        return shape, rest
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[: i + 1], text[i + 2 :]
+    return text, ""
+
+
+def _size(shape: str) -> float:
+    """Bytes of an array or of all arrays of a tuple."""
+    total = 0.0
+    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
+        bits = re.search(r"\d+", dtype)  # as in f8e4m3fn
+        width = int(bits[0]) / 8 if bits else float(dtype == "pred")
+        total += width * math.prod(int(x) for x in dims.split(",") if x)
+    return total
+
+
+def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Who exchanges with whom: lists, XLA's short form [groups,size]<=[dims]T(order), or pairs."""
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
+        return tuple(_numbers(pairs[1]))
+    if short := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        shape, dims = _ints(short[1]), _ints(short[2])
+        ids = np.arange(np.prod(dims)).reshape(dims)
+        if short[3]:
+            ids = ids.transpose(_ints(short[3]))
+        return tuple(tuple(map(int, row)) for row in ids.reshape(shape))
+    listed = re.search(r"replica_groups=\{(\{.*?\})\}", rest)
+    return tuple(_numbers(listed[1])) if listed else (tuple(range(devices)),)
+
+
+def _numbers(text: str) -> Iterator[tuple[int, ...]]:
+    for group in re.findall(r"\{([\d,]+)", text):
+        yield tuple(_ints(group))
+
+
+def _ints(text: str) -> list[int]:
+    return [int(x) for x in text.split(",")]
