@@ -20,9 +20,10 @@ from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops
-from jaxmoe.model.params import Spec, param_specs, read_dtype
+from jaxmoe.model.params import Spec, param_specs
+from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.gather import Layer, gathered
-from jaxmoe.parallel.sharding import TRAINING, Names, Placement, partition, spec_of
+from jaxmoe.parallel.sharding import AXES, TRAINING, Names, Placement, partition, spec_of
 from jaxmoe.shapes import Params
 
 _TENSOR: Names = ("tensor",)
@@ -34,7 +35,8 @@ def sharded_ops(
     """The same pieces for parameters and tokens that lie on a mesh as `placement` says.
 
     As they are without a mesh. A piece of one's own goes into `ops` and is wrapped like the
-    others; it gets one device's share of rows and tokens, and whole weights.
+    others; it gets one device's share of rows and tokens, and whole weights; but of the embedding and
+    of the head of `logits` a piece.
     """
     if mesh is None:
         return ops
@@ -74,12 +76,12 @@ class OnMesh:
     def run(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
         return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
-    def embed(self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str) -> Array:
+    def embed(
+        self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str
+    ) -> Array:
+        """`inner` gets the tokens of several devices and a piece of the width."""
         over = self.cut(self.specs["embed"])
-
-        def local(tokens_bt: Array, w_vd: Array) -> Array:
-            return inner(tokens_bt, gathered(w_vd, over, jnp.dtype(dtype)), dtype)
-
+        local = partial(vocabulary.embed, dtype=dtype, axes=over[1], lookup=inner)
         ins = spec_of(*self.tokens), spec_of(*over)
         return self.run(local, ins, spec_of(*self.tokens))(tokens_BT, w_VD)
 
@@ -153,27 +155,37 @@ class OnMesh:
         return self.run(local, ins, tokens)(h_BTD, indices_BTA, weights_BTA, read)
 
     def logits(self, inner: Callable[..., Array], hidden_BD: Array, w_DV: Array) -> Array:
-        over = self.cut(self.specs["head"])
-        rows = spec_of(self.placement.rows)
-
-        def local(hidden_bD: Array, w_dv: Array) -> Array:
-            return inner(hidden_bD, gathered(w_dv, over, hidden_bD.dtype))
-
-        return self.run(local, (rows, spec_of(*over)), rows)(hidden_BD, w_DV)
+        """`inner` gets the rows of several devices and a piece of the vocabulary."""
+        over, rows = self.cut(self.specs["head"]), self.placement.rows
+        local = partial(vocabulary.logits, axes=over[1], copies=self.uncut_by(rows), product=inner)
+        ins = spec_of(rows), spec_of(*over)
+        return self.run(local, ins, spec_of(rows))(hidden_BD, w_DV)
 
     def logprobs(
         self, inner: Callable[..., Any], hidden_BTD: Array, w_DV: Array, targets_BT: Array, *,
         temperature: Any, vocab_size: int,
     ) -> tuple[Array, ...]:  # fmt: skip
+        """Over a streamed head; where `inner` is not ours, over a whole one."""
         over, tokens = self.cut(self.specs["head"]), spec_of(*self.tokens)
+        impl = vocabulary.implementation(inner)
 
-        def local(hidden_btD: Array, w_dv: Array, targets_bt: Array, temperature: Array) -> Any:
-            one = ((0, 0), (0, 1))  # a row's last token, which `inner` leaves out, is elsewhere
-            found = inner(
-                jnp.pad(hidden_btD, (*one, (0, 0))), gathered(w_dv, over, hidden_btD.dtype),
-                jnp.pad(targets_bt, one), temperature=temperature, vocab_size=vocab_size,
-            )  # fmt: skip
-            return tuple(x[:, :-1] for x in found)
+        if impl is None:
+
+            def local(hidden_btD: Array, w_dv: Array, targets_bt: Array, temperature: Array) -> Any:
+                one = ((0, 0), (0, 1))  # a row's last token, which `inner` leaves out, is elsewhere
+                found = inner(
+                    jnp.pad(hidden_btD, (*one, (0, 0))), gathered(w_dv, over, hidden_btD.dtype),
+                    jnp.pad(targets_bt, one), temperature=temperature, vocab_size=vocab_size,
+                )  # fmt: skip
+                return tuple(x[:, :-1] for x in found)
+        else:
+
+            def local(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
+                return vocabulary.target_logprobs(
+                    hidden_btD, w_Dv, targets_bt, temperature=temperature, vocab_size=vocab_size,
+                    axes=over[1], sequence_axis="sequence" if self.placement.time else None,
+                    copies=self.uncut_by((*self.placement.rows, *self.placement.time)), impl=impl,
+                )  # fmt: skip
 
         ins = tokens, spec_of(*over), tokens, spec_of()
         run = self.run(local, ins, (tokens, tokens))
@@ -187,6 +199,10 @@ class OnMesh:
     def layer(self) -> dict[str, Spec]:
         """Of one kind of layer; both have the same."""
         return self.specs["layers"]["full"]
+
+    def uncut_by(self, names: Names) -> Names:
+        """Axes along which devices hold the same, where these cut."""
+        return tuple(n for n in AXES if self.mesh.shape[n] > 1 and n not in names)
 
     def weight(self, axes: tuple[str, str], w: Array) -> tuple[Names, Names]:
         """What cuts a matrix of these logical axes."""

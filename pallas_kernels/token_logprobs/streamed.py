@@ -38,6 +38,14 @@ def merge(
     return logp_M, log_total_M - moment_M / total_M, top + log_total_M
 
 
+def statistics(
+    peak: Array, total: Array, moment: Array, chosen: Array, axis: int
+) -> tuple[Float[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
+    """The target's logit, lse and entropy of every row, from the same; 0 where no slice has it."""
+    _, entropy_M, lse_M = merge(peak, total, moment, chosen, axis)
+    return chosen.sum(axis), lse_M, entropy_M
+
+
 def slopes(
     lse_M: Float[Array, " M"],
     entropy_M: Float[Array, " M"],

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embedding and head over eight devices against the plain ones, and what a device has of them."""
+
+import re
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxmoe.config import MeshConfig
+from jaxmoe.model import layers
+from jaxmoe.model.ops import plain_ops, with_kernels
+from jaxmoe.parallel import vocabulary
+from jaxmoe.parallel.sharding import AXES, TRAINING, make_mesh, partition, spec_of
+from pallas_kernels.token_logprobs import token_logprobs
+from tests.pallas_kernels.three_way import three_way
+
+B, T, D, V = 8, 6, 24, 2400
+TEMPERATURE = 0.7
+FSDP = MeshConfig(fsdp=8)
+EXPERT = MeshConfig(fsdp=2, expert=2, tensor=2)
+SEQUENCE = MeshConfig(fsdp=2, sequence=2, tensor=2)
+BETWEEN = MeshConfig(fsdp=2, expert=2, sequence=2)
+MESHES = [FSDP, EXPERT, SEQUENCE]
+NAMES = ("logp", "entropy", "dhidden", "dhead")
+
+
+def called(mesh):
+    return "-".join(f"{name}{size}" for name, size in vars(mesh).items() if size > 1)
+
+
+def copies(mesh, names):
+    return tuple(n for n in AXES if mesh.shape[n] > 1 and n not in names)
+
+
+def head_axes(mesh, shape=(D, V)):
+    return partition((None, "vocab"), shape, mesh.shape)[1]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Chunks of 128, 128 and 44 columns of each of eight pieces."""
+    monkeypatch.setattr(vocabulary, "CHUNK", D * 8 * vocabulary.ALIGNED)
+
+
+def draw(dtype=jnp.float32):
+    """Logits of deviation 2, and targets that meet borders of pieces and of chunks."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (B, T, D)).astype(dtype)
+    head = 2 * D**-0.5 * jax.random.normal(keys[1], (D, V))
+    targets = jax.random.randint(keys[2], (B, T), 0, 2040, jnp.int32)
+    edges = jnp.asarray((0, 127, 128, 255, 256, 299, 300, 427, 599, 600, 1499, 2039), jnp.int32)
+    return hidden, head, targets.at[:2].set(edges.reshape(2, T))
+
+
+def cotangents():
+    """0 for a row's last token, which has no target."""
+    return jax.random.normal(jax.random.key(9), (2, B, T)).at[:, :, -1].set(0.0)
+
+
+def values_and_gradients(f, hidden, head, targets):
+    def loss(hidden, head):
+        found = f(hidden, head, targets, temperature=jnp.float32(TEMPERATURE))
+        weighed = jnp.where(jnp.isnan(jnp.stack(found)), 0.0, cotangents() * jnp.stack(found))
+        return weighed.sum(), found
+
+    (_, found), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head)
+    return *found, *gradients
+
+
+@cache
+def on_mesh(config, vocab_size, dtype="float32"):
+    mesh = make_mesh(config)
+    tokens, axes = P(TRAINING.rows, TRAINING.time), head_axes(mesh)
+
+    def local(hidden, head, targets, temperature):
+        return vocabulary.target_logprobs(
+            hidden, head, targets, temperature=temperature, vocab_size=vocab_size, axes=axes,
+            sequence_axis="sequence", copies=copies(mesh, (*TRAINING.rows, *TRAINING.time)),
+            impl="xla",
+        )  # fmt: skip
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(tokens, spec_of((), axes), tokens, P()),
+        out_specs=(tokens, tokens), check_vma=False,
+    )  # fmt: skip
+    f = partial(values_and_gradients, lambda *x, temperature: run(*x, temperature))
+    return jax.jit(f)(*draw(jnp.dtype(dtype)))
+
+
+@cache
+def on_one(vocab_size, dtype="float32"):
+    f = partial(layers.target_logprobs, vocab_size=vocab_size)
+    return jax.jit(partial(values_and_gradients, f))(*draw(jnp.dtype(dtype)))
+
+
+@cache
+def oracle(vocab_size, dtype="float32"):
+    """In float64, from the written-out derivative; the head is read in the model's dtype."""
+    hidden, head, targets = draw(jnp.dtype(dtype))
+    head = head.astype(hidden.dtype)[:, :vocab_size]
+    hidden, head, ct = (
+        np.asarray(x.astype(jnp.float32), np.float64) for x in (hidden, head, cotangents())
+    )
+    dlogp, dent = ct
+    z = hidden @ head / float(np.float32(TEMPERATURE))
+    log_p = z - z.max(-1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
+    p, at = np.exp(log_p), np.asarray(targets)[..., None]
+    entropy = -(p * log_p).sum(-1)
+    dz = -p * (dlogp[..., None] + dent[..., None] * (log_p + entropy[..., None]))
+    np.put_along_axis(dz, at, np.take_along_axis(dz, at, -1) + dlogp[..., None], -1)
+    dz /= float(np.float32(TEMPERATURE))
+    dhead = np.zeros((D, V))
+    dhead[:, :vocab_size] = np.einsum("btd,btv->dv", hidden, dz)
+    logp = np.take_along_axis(log_p, at, -1)[..., 0]
+    logp[:, -1] = entropy[:, -1] = np.nan
+    return logp, entropy, dz @ head.T, dhead
+
+
+CASES = [
+    (FSDP, V - 5, "float32"),
+    (FSDP, V - 100, "float32"),  # more than a chunk's 44 columns of a piece
+    (FSDP, V - 350, "float32"),  # more than a piece
+    (FSDP, V - 5, "bfloat16"),
+    (EXPERT, V - 5, "float32"),
+    (SEQUENCE, V - 5, "float32"),
+]
+
+
+@pytest.mark.parametrize(
+    "config, vocab_size, dtype", CASES, ids=[f"{called(c)}-{v}-{d}" for c, v, d in CASES]
+)
+def test_a_streamed_head_is_as_good_as_a_whole_one_in_values_and_gradients(
+    config, vocab_size, dtype
+):
+    got, plain = on_mesh(config, vocab_size, dtype), on_one(vocab_size, dtype)
+    assert [x.dtype for x in got] == [jnp.float32, jnp.float32, dtype, jnp.float32]
+    for name, mine, simple, exact in zip(NAMES, got, plain, oracle(vocab_size, dtype), strict=True):
+        three_way(mine, simple, exact, f"{called(config)} {vocab_size} {name}")
+    assert not np.any(got[3][:, vocab_size:])
+    assert np.array_equal(np.isnan(got[0]), np.broadcast_to(np.arange(T) == T - 1, (B, T)))
+
+
+@pytest.mark.parametrize("config", [*MESHES, BETWEEN], ids=called)
+def test_an_embedding_cut_on_its_width_is_the_plain_one_bit_for_bit(config):
+    mesh = make_mesh(config)
+    w = jax.random.normal(jax.random.key(1), (97, D))
+    tokens = jax.random.randint(jax.random.key(2), (B, T), 0, 11, jnp.int32)  # most of them twice
+    # of whole numbers: their sums are the same in any order
+    ct = jax.random.randint(jax.random.key(3), (B, T, D), -9, 9).astype(jnp.bfloat16)
+    axes = partition((None, "width"), w.shape, mesh.shape)[1]
+    assert len(axes) == (1 if config is FSDP else 3 if config is BETWEEN else 2)
+    at = P(TRAINING.rows, TRAINING.time)
+    cut = jax.shard_map(
+        partial(vocabulary.embed, dtype="bfloat16", axes=axes), mesh=mesh,
+        in_specs=(at, spec_of((), axes)), out_specs=at, check_vma=False,
+    )  # fmt: skip
+
+    @partial(jax.jit, static_argnums=0)
+    def run(f, w):
+        found, pull = jax.vjp(lambda w: f(tokens, w), w)
+        return found, *pull(ct)
+
+    for ours, plain in zip(
+        run(cut, w), run(partial(layers.embed, dtype="bfloat16"), w), strict=True
+    ):
+        assert ours.dtype == plain.dtype
+        np.testing.assert_array_equal(ours, plain)
+
+
+@pytest.mark.parametrize("config", [*MESHES, BETWEEN], ids=called)
+def test_logits_of_a_cut_head_are_those_of_the_whole(config):
+    """Rows are not cut by sequence and tensor, wherever these stand among what cuts the head."""
+    mesh = make_mesh(config)
+    hidden, head, _ = draw()
+    rows = P(TRAINING.rows)
+    axes = head_axes(mesh)
+    run = jax.shard_map(
+        partial(vocabulary.logits, axes=axes, copies=copies(mesh, TRAINING.rows)), mesh=mesh,
+        in_specs=(rows, spec_of((), axes)), out_specs=rows, check_vma=False,
+    )  # fmt: skip
+    rows_BD = hidden[:, 0]
+    ours, plain = jax.jit(run)(rows_BD, head), layers.logits(rows_BD, head)
+    three_way(ours, plain, np.asarray(rows_BD, np.float64) @ np.asarray(head, np.float64), "logits")
+
+
+def test_chunks_cover_every_word_once_and_are_few_and_even():
+    pieces, columns = 8, 25_152  # GPT-OSS on eight devices
+    words = 201_088
+    chunks = vocabulary.head_chunks(2880, columns, pieces, words)
+    assert sum(chunk.words for chunk in chunks) == words
+    seen = np.zeros(columns, int)
+    for first, size, _ in chunks:
+        seen[first : first + size] += 1
+    assert (seen == 1).all()
+
+
+def test_a_chunk_is_as_large_as_stated(monkeypatch):
+    monkeypatch.undo()
+    for pieces in (1, 2, 8, 64, 512):
+        columns = 201_216 // pieces
+        chunks = vocabulary.head_chunks(2880, columns, pieces, 201_088)
+        least = 2880 * pieces * vocabulary.ALIGNED
+        sizes = [2880 * pieces * chunk.size for chunk in chunks]
+        assert max(sizes) <= max(vocabulary.CHUNK, least)
+        assert sum(chunk.words for chunk in chunks) == 201_088
+        if pieces > 1 and max(sizes) > least:
+            assert len(chunks) <= 1 + 201_216 * 2880 / (0.8 * vocabulary.CHUNK)
+
+
+def test_a_kernel_asked_for_by_name_is_the_one_that_is_streamed():
+    assert vocabulary.implementation(layers.target_logprobs) == "auto"
+    named = with_kernels(plain_ops(), {"token_logprobs": ("mosaic_gpu", "xla")})
+    assert vocabulary.implementation(named.logprobs) == ("mosaic_gpu", "xla")
+
+
+def test_a_log_prob_of_ones_own_gets_the_whole_head():
+    assert vocabulary.implementation(lambda *_, **__: None) is None
+    other = partial(layers.target_logprobs, per_token=lambda *_, **__: None)
+    assert vocabulary.implementation(other) is None
+    warmer = partial(layers.target_logprobs, per_token=partial(token_logprobs, temperature=2.0))
+    assert vocabulary.implementation(warmer) is None
