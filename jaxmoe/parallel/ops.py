@@ -35,8 +35,8 @@ def sharded_ops(
     """The same pieces for parameters and tokens that lie on a mesh as `placement` says.
 
     As they are without a mesh. A piece of one's own goes into `ops` and is wrapped like the
-    others; it gets one device's share of rows and tokens, and whole weights; but of the embedding and
-    of the head of `logits` a piece.
+    others; it gets one device's share of rows and tokens, and whole weights. Two get a piece of
+    theirs, and the tokens of all who have the others: `embed` of the width, `logits` of the words.
     """
     if mesh is None:
         return ops

@@ -22,7 +22,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.model import layers
-from jaxmoe.parallel.gather import gathered
 from jaxmoe.parallel.sharding import Names
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.token_logprobs import (
@@ -32,10 +31,9 @@ from pallas_kernels.token_logprobs import (
     token_statistics,
 )
 
-CHUNK = (
-    2**26
-)  # elements of the head that are whole at a time: 128 MiB of bfloat16; of their gradient
-# as much again, and twice that in float32
+# elements of the head that are whole at a time: 32 MiB of bfloat16, of their gradient as much again,
+# and twice that in float32
+CHUNK = 2**24
 ALIGNED = 128  # columns: a device's share of a chunk is a multiple, as matrix units want it
 
 
@@ -229,10 +227,7 @@ def _backward(
             hidden_mD, w_DC, at_m, lse_m, entropy_m, *cotangents, temperature=temperature,
             vocab_size=words, impl=impl,
         )  # fmt: skip
-        dw_chunk = dw_DC.astype(jnp.float32)
-        if axes:
-            dw_chunk = lax.psum_scatter(dw_chunk, axes, scatter_dimension=1, tiled=True)
-        dw = lax.dynamic_update_slice_in_dim(dw, dw_chunk, first, axis=1)
+        dw = lax.dynamic_update_slice_in_dim(dw, _scattered(dw_DC, axes), first, axis=1)
         return (dhidden + dhidden_chunk, dw), None
 
     carry = jnp.zeros(hidden_mD.shape, jnp.float32), jnp.zeros(w_Dv.shape, jnp.float32)
@@ -262,4 +257,24 @@ def _whole(
     piece_m, column_m = targets_m // w_Dv.shape[1], targets_m % w_Dv.shape[1] - first
     here_m = (column_m >= 0) & (column_m < size)
     at_m = jnp.where(here_m, piece_m * size + column_m, -1)
-    return gathered(w_Dc, ((), axes), dtype), at_m
+    return _gathered(w_Dc.astype(dtype), axes), at_m
+
+
+# Both stack pieces on an axis of their own, before all others, as collectives lay them out: along
+# columns, compilers transpose the whole parameter once, and keep that.
+
+
+def _gathered(w_Dc: Array, axes: Names) -> Array:
+    """The columns of all devices."""
+    if not axes:
+        return w_Dc
+    return jnp.moveaxis(lax.all_gather(w_Dc, axes), 0, 1).reshape(w_Dc.shape[0], -1)
+
+
+def _scattered(dw_DC: Array, axes: Names) -> Array:
+    """This device's columns, summed over devices in float32."""
+    dw_DC = dw_DC.astype(jnp.float32)
+    if not axes:
+        return dw_DC
+    pieces = jnp.moveaxis(dw_DC.reshape(dw_DC.shape[0], _devices(axes), -1), 1, 0)
+    return lax.psum_scatter(pieces, axes)

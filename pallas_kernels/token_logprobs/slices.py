@@ -81,7 +81,8 @@ def merge_statistics(
 ) -> tuple[Float[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
     """Log-prob, entropy and lse over a vocabulary, from the statistics of its n slices.
 
-    lse = log Σ e^lse_n;  logp = Σ chosen_n − lse;  P_n = e^(lse_n − lse);  H = Σ P_n (H_n − log P_n)
+    lse = log Σ e^lse_n;  logp = Σ chosen_n − lse;
+    P_n = e^(lse_n − lse);  H = Σ P_n (H_n − log P_n)
 
     Numerics: float32; logp is at most 0. Slices bring their entropy and not their mean logit, as a
         difference of lse and mean would lose what large logits leave of it.

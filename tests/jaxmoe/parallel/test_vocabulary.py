@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embedding and head over eight devices against the plain ones, and what a device has of them."""
 
+import math
 import re
 from functools import cache, partial
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import MeshConfig
@@ -36,8 +38,8 @@ def copies(mesh, names):
     return tuple(n for n in AXES if mesh.shape[n] > 1 and n not in names)
 
 
-def head_axes(mesh, shape=(D, V)):
-    return partition((None, "vocab"), shape, mesh.shape)[1]
+def head_axes(mesh):
+    return partition((None, "vocab"), (D, V), mesh.shape)[1]
 
 
 @pytest.fixture(autouse=True)
@@ -71,21 +73,29 @@ def values_and_gradients(f, hidden, head, targets):
     return *found, *gradients
 
 
-@cache
-def on_mesh(config, vocab_size, dtype="float32"):
-    mesh = make_mesh(config)
-    tokens, axes = P(TRAINING.rows, TRAINING.time), head_axes(mesh)
+def streamed(mesh, tokens, axes, vocab_size, **where):
+    """Over the mesh, from hidden, head, targets and temperature to logp and entropy; and how the
+    first three lie."""
 
     def local(hidden, head, targets, temperature):
         return vocabulary.target_logprobs(
             hidden, head, targets, temperature=temperature, vocab_size=vocab_size, axes=axes,
-            sequence_axis="sequence", copies=copies(mesh, (*TRAINING.rows, *TRAINING.time)),
-            impl="xla",
+            impl="xla", **where,
         )  # fmt: skip
 
+    specs = tokens, spec_of((), axes), tokens
     run = jax.shard_map(
-        local, mesh=mesh, in_specs=(tokens, spec_of((), axes), tokens, P()),
-        out_specs=(tokens, tokens), check_vma=False,
+        local, mesh=mesh, in_specs=(*specs, P()), out_specs=(tokens, tokens), check_vma=False
+    )
+    return run, specs
+
+
+@cache
+def on_mesh(config, vocab_size, dtype="float32"):
+    mesh, tokens = make_mesh(config), P(TRAINING.rows, TRAINING.time)
+    run, _ = streamed(
+        mesh, tokens, head_axes(mesh), vocab_size, sequence_axis="sequence",
+        copies=copies(mesh, (*TRAINING.rows, *TRAINING.time)),
     )  # fmt: skip
     f = partial(values_and_gradients, lambda *x, temperature: run(*x, temperature))
     return jax.jit(f)(*draw(jnp.dtype(dtype)))
@@ -188,28 +198,67 @@ def test_logits_of_a_cut_head_are_those_of_the_whole(config):
     three_way(ours, plain, np.asarray(rows_BD, np.float64) @ np.asarray(head, np.float64), "logits")
 
 
-def test_chunks_cover_every_word_once_and_are_few_and_even():
-    pieces, columns = 8, 25_152  # GPT-OSS on eight devices
-    words = 201_088
-    chunks = vocabulary.head_chunks(2880, columns, pieces, words)
-    assert sum(chunk.words for chunk in chunks) == words
-    seen = np.zeros(columns, int)
-    for first, size, _ in chunks:
-        seen[first : first + size] += 1
-    assert (seen == 1).all()
+@pytest.mark.parametrize("pieces", [1, 2, 8, 64, 512])
+def test_chunks_are_even_and_as_few_as_their_size_allows_and_have_every_word(monkeypatch, pieces):
+    monkeypatch.undo()  # the size as it is
+    width, columns, words = 2880, 201_216 // pieces, 201_088  # GPT-OSS
+    chunks = vocabulary.head_chunks(width, columns, pieces, words)
+    sizes = [chunk.size for chunk in chunks]
+    most = vocabulary.CHUNK // (width * pieces)
+    assert max(sizes) <= max(most, vocabulary.ALIGNED) and len(set(sizes[:-1])) <= 1
+    assert (len(chunks) - 1) * (max(most, vocabulary.ALIGNED) - vocabulary.ALIGNED) < columns
+    assert np.cumsum([0, *sizes[:-1]]).tolist() == [chunk.first for chunk in chunks]
+    assert sum(sizes) == columns and sum(chunk.words for chunk in chunks) == words
 
 
-def test_a_chunk_is_as_large_as_stated(monkeypatch):
+def test_chunks_without_words_are_left_out():
+    """Of pieces of 300 columns, the last two and half of the third last are padding."""
+    chunks = vocabulary.head_chunks(D, 300, 8, 1650)
+    assert [tuple(chunk) for chunk in chunks] == [
+        (0, 128, 6 * 128), (128, 128, 5 * 128 + 22), (256, 44, 5 * 44),
+    ]  # fmt: skip
+    assert [tuple(chunk) for chunk in vocabulary.head_chunks(D, 300, 8, 100)] == [(0, 128, 100)]
+
+
+def test_eight_devices_take_an_eighth_of_the_memory_and_move_no_head(monkeypatch):
+    """At GPT-OSS' sizes, 65,536 tokens, as compiled: temporaries of values and gradients."""
     monkeypatch.undo()
-    for pieces in (1, 2, 8, 64, 512):
-        columns = 201_216 // pieces
-        chunks = vocabulary.head_chunks(2880, columns, pieces, 201_088)
-        least = 2880 * pieces * vocabulary.ALIGNED
-        sizes = [2880 * pieces * chunk.size for chunk in chunks]
-        assert max(sizes) <= max(vocabulary.CHUNK, least)
-        assert sum(chunk.words for chunk in chunks) == 201_088
-        if pieces > 1 and max(sizes) > least:
-            assert len(chunks) <= 1 + 201_216 * 2880 / (0.8 * vocabulary.CHUNK)
+    tokens, width, columns, words = 8192, 2880, 201_216, 201_088
+    # of one axis: XLA for CPUs would copy what it reduces over axes of one device
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def compiled(f, shardings):
+        shapes = (
+            ((8, tokens, width), "bfloat16"),
+            ((width, columns), "float32"),
+            ((8, tokens), "int32"),
+        )
+
+        def loss(*args):
+            return sum(jnp.where(jnp.isnan(x), 0.0, x).sum() for x in f(*args))
+
+        run = jax.jit(jax.grad(loss, (0, 1)), out_shardings=shardings and shardings[:2])
+        return run.lower(*(
+            jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+            for (shape, dtype), at in zip(shapes, shardings or (None,) * 3, strict=True)
+        )).compile()  # fmt: skip
+
+    run, specs = streamed(mesh, P("fsdp"), ("fsdp",), words)
+    ours = compiled(
+        lambda *args: run(*args, jnp.float32(1.0)), tuple(NamedSharding(mesh, at) for at in specs)
+    )
+    plain = compiled(partial(layers.target_logprobs, temperature=1.0, vocab_size=words), None)
+    temporary = [x.memory_analysis().temp_size_in_bytes for x in (ours, plain)]
+    assert temporary[0] <= 0.16 * temporary[1], temporary
+    collectives = re.findall(
+        r" = (.*?) (?:all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(", ours.as_text()
+    )
+    sizes = [
+        math.prod(map(int, dims.split(",")))
+        for result in collectives
+        for dims in re.findall(r"\w\[([\d,]+)\]", result)
+    ]
+    assert sizes and max(sizes) <= width * columns // 8
 
 
 def test_a_kernel_asked_for_by_name_is_the_one_that_is_streamed():
