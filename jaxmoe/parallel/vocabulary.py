@@ -31,7 +31,7 @@ from pallas_kernels.token_logprobs import (
     token_statistics,
 )
 
-# elements of the head that are whole at a time: 32 MiB of bfloat16, of their gradient as much again,
+# elements of the head that are whole at a time: 32 MiB of bfloat16; of their gradient as much,
 # and twice that in float32
 CHUNK = 2**24
 ALIGNED = 128  # columns: a device's share of a chunk is a multiple, as matrix units want it
