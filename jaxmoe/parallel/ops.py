@@ -22,15 +22,15 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.parallel import vocabulary
-from jaxmoe.parallel.gather import Layer, gathered
-from jaxmoe.parallel.sharding import AXES, TRAINING, Names, Placement, partition, spec_of
+from jaxmoe.parallel.gather import gathered
+from jaxmoe.parallel.sharding import AXES, TRAINING, MeshRules, Names, partition, spec_of
 from jaxmoe.shapes import Params
 
 _TENSOR: Names = ("tensor",)
 
 
 def sharded_ops(
-    ops: Ops, mesh: Mesh | None, cfg: ModelConfig, placement: Placement = TRAINING
+    ops: Ops, mesh: Mesh | None, cfg: ModelConfig, placement: MeshRules = TRAINING
 ) -> Ops:
     """The same pieces for parameters and tokens that lie on a mesh as `placement` says.
 
@@ -61,7 +61,7 @@ class OnMesh:
 
     mesh: Mesh
     cfg: ModelConfig
-    placement: Placement
+    placement: MeshRules
 
     @property
     def tokens(self) -> tuple[Names, Names]:
@@ -133,7 +133,7 @@ class OnMesh:
         tokens, names = spec_of(*self.tokens), tuple(given)
 
         def local(h_btD: Array, cut: Params, *given: Array) -> Any:
-            mine = Layer(cut, self.whole(h_btD.dtype))
+            mine = self.whole(cut, h_btD.dtype)
             return inner(h_btD, mine, active=active, **dict(zip(names, given, strict=True)))
 
         read = {name: x for name, x in layer.items() if "router" in name}
@@ -148,7 +148,7 @@ class OnMesh:
         read = {name: x for name, x in layer.items() if "expert" in self.layer[name].axes}
 
         def local(h_btD: Array, indices_btA: Array, weights_btA: Array, cut: Params) -> Array:
-            mine = Layer(cut, self.whole(h_btD.dtype))
+            mine = self.whole(cut, h_btD.dtype)
             return inner(h_btD, indices_btA, weights_btA, mine, cfg)
 
         ins = tokens, tokens, tokens, self.layer_specs(read)
@@ -217,11 +217,11 @@ class OnMesh:
     def layer_specs(self, layer: Params) -> Params:
         return {name: spec_of(*self.cut(self.layer[name])) for name in layer}
 
-    def whole(self, dtype: Any) -> Callable[[str, Array], Array]:
-        """How `Layer` gathers a parameter: in the dtype it is read in."""
+    def whole(self, cut: Params, dtype: Any) -> Params:
+        """Parameters of a layer, gathered, each in the dtype it is read in."""
 
         def of(name: str, x: Array) -> Array:
             spec = self.layer[name]
             return gathered(x, self.cut(spec), dtype if spec.read == "compute" else x.dtype)
 
-        return of
+        return {name: of(name, x) for name, x in cut.items()}
