@@ -3,6 +3,7 @@
 
 import math
 import re
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -12,15 +13,20 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.config import MeshConfig
+from jaxmoe.config import MeshConfig, ModelConfig
 from jaxmoe.model import layers
 from jaxmoe.model.ops import plain_ops, with_kernels
 from jaxmoe.parallel import vocabulary
-from jaxmoe.parallel.sharding import AXES, TRAINING, make_mesh, partition, spec_of
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.sharding import AXES, SAMPLING, TRAINING, make_mesh, partition, spec_of
 from pallas_kernels.token_logprobs import token_logprobs
 from tests.pallas_kernels.three_way import three_way
 
 B, T, D, V = 8, 6, 24, 2400
+CFG = ModelConfig(
+    vocab_size=V - 5, vocab_multiple=100, d_model=D, n_layers=2, n_q_heads=6, n_kv_heads=3,
+    head_dim=16, n_experts=7, experts_per_token=4, d_expert=40, sliding_window=9, dtype="float32",
+)  # fmt: skip
 TEMPERATURE = 0.7
 FSDP = MeshConfig(fsdp=8)
 EXPERT = MeshConfig(fsdp=2, expert=2, tensor=2)
@@ -267,9 +273,32 @@ def test_a_kernel_asked_for_by_name_is_the_one_that_is_streamed():
     assert vocabulary.implementation(named.logprobs) == ("mosaic_gpu", "xla")
 
 
-def test_a_log_prob_of_ones_own_gets_the_whole_head():
+def test_a_log_prob_of_ones_own_is_none_of_ours():
     assert vocabulary.implementation(lambda *_, **__: None) is None
     other = partial(layers.target_logprobs, per_token=lambda *_, **__: None)
     assert vocabulary.implementation(other) is None
     warmer = partial(layers.target_logprobs, per_token=partial(token_logprobs, temperature=2.0))
     assert vocabulary.implementation(warmer) is None
+
+
+@pytest.mark.parametrize("rules", [TRAINING, SAMPLING], ids=["training", "sampling"])
+def test_the_pieces_of_a_run_are_these_and_who_brings_ones_own_has_the_whole_head(rules):
+    mesh, (hidden, head, targets) = make_mesh(EXPERT), draw()
+    w = jax.random.normal(jax.random.key(1), (V, D))
+    plain = plain_ops()
+    own = replace(plain, logprobs=lambda *args, **given: plain.logprobs(*args, **given))
+
+    def run(ops, hidden, head, targets, w):
+        logprobs = ops.logprobs(hidden, head, targets, temperature=0.7, vocab_size=V - 5)
+        logits = ops.logits(hidden[:, 0], head)
+        return *(x[:, :-1] for x in logprobs), logits, ops.embed(targets, w, "float32")
+
+    given = hidden, head, targets, w
+    wanted = jax.jit(partial(run, plain))(*given)
+    for ops, whole in ((plain, False), (own, True)):
+        lowered = jax.jit(partial(run, sharded_ops(ops, mesh, CFG, rules))).lower(*given)
+        assert whole == (f"tensor<{D}x{V}xf32>" in "".join(
+            line for line in lowered.as_text().splitlines() if "all_gather" in line
+        ))  # fmt: skip
+        for mine, right in zip(lowered.compile()(*given), wanted, strict=True):
+            np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
