@@ -223,12 +223,12 @@ def _backward(
     def over(carry: Any, first: Array, size: int, words: int) -> tuple[Any, None]:
         dhidden, dw = carry
         w_DC, at_m = _whole(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
-        dhidden_chunk, dw_DC = token_gradients(
-            hidden_mD, w_DC, at_m, lse_m, entropy_m, *cotangents, temperature=temperature,
+        dhidden, dw_DC = token_gradients(
+            hidden_mD, w_DC, at_m, lse_m, entropy_m, *cotangents, dhidden, temperature=temperature,
             vocab_size=words, impl=impl,
         )  # fmt: skip
         dw = lax.dynamic_update_slice_in_dim(dw, _scattered(dw_DC, axes), first, axis=1)
-        return (dhidden + dhidden_chunk, dw), None
+        return (dhidden, dw), None
 
     carry = jnp.zeros(hidden_mD.shape, jnp.float32), jnp.zeros(w_Dv.shape, jnp.float32)
     for size, words, firsts in _alike(w_Dv, vocab_size, axes):

@@ -286,14 +286,13 @@ def _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
     logp_M, entropy_M, lse_M = _stream(
         hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret, streamed.merge
     )
-    saved = (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
-    return (logp_M, entropy_M), saved
+    return (logp_M, entropy_M), (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
 
 
 def _backward(vocab_size, interpret, saved, cotangents):
     hidden_MD, _, _, temperature, _, _ = saved
     no_gradient = jnp.zeros_like(temperature)
-    dhidden, dw_head = mosaic_gpu_gradients(*saved, *cotangents, vocab_size, interpret)
+    dhidden, dw_head = mosaic_gpu_gradients(*saved, *cotangents, vocab_size, None, interpret)
     return dhidden.astype(hidden_MD.dtype), dw_head, None, no_gradient
 
 
@@ -314,7 +313,7 @@ def mosaic_gpu_statistics(
 def mosaic_gpu_gradients(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-    vocab_size: int, interpret: bool = False,
+    vocab_size: int, dhidden_MD: Hidden | None = None, interpret: bool = False,
 ) -> Gradients:  # fmt: skip
     """dz as of `streamed.slopes`, and through the product, a chunk of the head at a time."""
     n_tokens = hidden_MD.shape[0]
@@ -330,7 +329,8 @@ def mosaic_gpu_gradients(
         # A target of another chunk stays outside this one, and equals no column.
         return _dlogits(hidden, w_Dc, targets - first, temperature, slopes, words, interpret)
 
-    dhidden, dw_head = streamed.gradients(dz_of, hidden, w_head_DV, vocab_size, CHUNK, TILE)
+    onto = None if dhidden_MD is None else _padded(dhidden_MD, pad)
+    dhidden, dw_head = streamed.gradients(dz_of, hidden, w_head_DV, vocab_size, CHUNK, TILE, onto)
     return dhidden[:n_tokens], dw_head
 
 

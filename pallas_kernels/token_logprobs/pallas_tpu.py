@@ -195,7 +195,7 @@ def _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
 def _backward(vocab_size, interpret, saved, cotangents):
     hidden_MD, _, _, temperature, _, _ = saved
     no_gradient = jnp.zeros_like(temperature)
-    dhidden, dw_head = mosaic_tpu_gradients(*saved, *cotangents, vocab_size, interpret)
+    dhidden, dw_head = mosaic_tpu_gradients(*saved, *cotangents, vocab_size, None, interpret)
     return dhidden.astype(hidden_MD.dtype), dw_head, None, no_gradient
 
 
@@ -216,7 +216,7 @@ def mosaic_tpu_statistics(
 def mosaic_tpu_gradients(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-    vocab_size: int, interpret: bool = False,
+    vocab_size: int, dhidden_MD: Hidden | None = None, interpret: bool = False,
 ) -> Gradients:  # fmt: skip
     """dz as of `streamed.slopes`, and through the product, a chunk of the head at a time."""
     if hidden_MD.shape[0] == 0:
@@ -228,7 +228,7 @@ def mosaic_tpu_gradients(
         # A target of another chunk stays outside this one, and equals no column.
         return _dlogits(hidden_MD, w_Dc, targets_M - first, temperature, slopes_4M, interpret)
 
-    return streamed.gradients(dz_of, hidden_MD, w_head_DV, vocab_size, CHUNK)
+    return streamed.gradients(dz_of, hidden_MD, w_head_DV, vocab_size, CHUNK, dhidden_MD=dhidden_MD)
 
 
 def unsupported(hidden_MD, w_head_DV) -> str | None:

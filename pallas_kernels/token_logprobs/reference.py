@@ -55,7 +55,7 @@ def reference_statistics(
 def reference_gradients(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-    vocab_size: int,
+    vocab_size: int, dhidden_MD: Hidden | None = None,
 ) -> Gradients:  # fmt: skip
     """dz = dlogp (1[target] − p) − dentropy p (log p + H), and through the product.
 
@@ -69,7 +69,8 @@ def reference_gradients(
     hidden, w_head = hidden_MD.astype(jnp.float32), w_head_DV.astype(jnp.float32)
     dw = dot(hidden, dz_MV, ((0,), (0,))).astype(w_head_DV.dtype)
     dw_DV = jnp.zeros_like(w_head_DV).at[:, :vocab_size].set(dw)
-    return dot(dz_MV, w_head[:, :vocab_size], ((1,), (1,))), dw_DV
+    share_MD = dot(dz_MV, w_head[:, :vocab_size], ((1,), (1,)))
+    return share_MD if dhidden_MD is None else dhidden_MD + share_MD, dw_DV
 
 
 def _logits(

@@ -43,5 +43,5 @@ class TokenGradients(Protocol):
         self,
         hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
         lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-        vocab_size: int,
+        vocab_size: int, dhidden_MD: Hidden | None,
     ) -> Gradients: ...  # fmt: skip

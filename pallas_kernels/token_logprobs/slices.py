@@ -6,7 +6,7 @@ a slice needs no other slice once lse and entropy of the whole are known:
 
     parts = [token_statistics(hidden, slice, …) for each slice]
     logp, entropy, lse = merge_statistics(*stacked parts)
-    dhidden, dw = token_gradients(hidden, slice, …, lse, entropy, dlogp, dentropy) of each, again
+    dhidden, dw = token_gradients(hidden, slice, …, lse, entropy, dlogp, dentropy, dhidden) of each
 
 Both are the two passes of token_logprobs, in the same implementations. Next: `reference.py`.
 """
@@ -98,6 +98,7 @@ def token_gradients(
     entropy_M: Float[Array, " M"],
     dlogp_M: Float[Array, " M"],
     dentropy_M: Float[Array, " M"],
+    dhidden_MD: Float[Array, "M D"] | None = None,
     *,
     temperature: Float[Array, ""] | float = 1.0,
     vocab_size: int | None = None,
@@ -111,10 +112,10 @@ def token_gradients(
     Args:
         lse_M, entropy_M: of the whole vocabulary, as merged.
         dlogp_M, dentropy_M: cotangents of logp and entropy.
+        dhidden_MD: float32, the sum of what other slices gave, to which this one's is added.
         targets_M, temperature, vocab_size: as of `token_statistics`.
 
-    Returns: dhidden in float32, to be summed over slices; dw_slice in the slice's dtype, 0 past
-        vocab_size.
+    Returns: dhidden in float32; dw_slice in the slice's dtype, 0 past vocab_size.
     Raises: ValueError when the shapes do not fit.
     """
     hidden_MD, w_slice_DV, targets_M, vocab_size = checked(
@@ -124,6 +125,7 @@ def token_gradients(
     return chosen(
         hidden_MD, w_slice_DV, _here(targets_M, vocab_size),
         jnp.asarray(temperature, jnp.float32), lse_M, entropy_M, dlogp_M, dentropy_M, vocab_size,
+        dhidden_MD,
     )  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def xla_statistics(
 def xla_gradients(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
-    vocab_size: int,
+    vocab_size: int, dhidden_MD: Hidden | None = None,
 ) -> Gradients:  # fmt: skip
     """dz = dlogp (1[target] − p) − dentropy p (log p + H), made again block by block.
 
@@ -207,8 +207,10 @@ def xla_gradients(
         new = old + dw.astype(dw_head.dtype)
         return dhidden, lax.dynamic_update_slice_in_dim(dw_head, new, start, axis=1)
 
-    zero = (jnp.zeros(hidden_MD.shape, jnp.float32), jnp.zeros_like(w_head_DV))
-    return zero if n_tokens == 0 else _loop(column_blocks, vocab_step, zero)
+    if dhidden_MD is None:
+        dhidden_MD = jnp.zeros(hidden_MD.shape, jnp.float32)
+    carry = (dhidden_MD, jnp.zeros_like(w_head_DV))
+    return carry if n_tokens == 0 else _loop(column_blocks, vocab_step, carry)
 
 
 def unsupported(*_arrays) -> str | None:

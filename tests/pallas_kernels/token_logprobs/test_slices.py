@@ -81,12 +81,13 @@ def together(impl, hidden, w_head, targets, dlogp, dentropy):
     ]
     parts = [token_statistics(hidden, w, t, **given) for w, t, given in options]
     logp, entropy, lse = merge_statistics(*map(jnp.stack, zip(*parts, strict=True)))
-    gradients = [
-        token_gradients(hidden, w, t, lse, entropy, dlogp, dentropy, **given)
-        for w, t, given in options
-    ]
-    dhidden, dw = zip(*gradients, strict=True)
-    return logp, entropy, sum(dhidden[1:], dhidden[0]), jnp.concatenate(dw, axis=1)
+    dhidden, dw = None, []
+    for w, t, given in options:
+        dhidden, dw_slice = token_gradients(
+            hidden, w, t, lse, entropy, dlogp, dentropy, dhidden, **given
+        )
+        dw.append(dw_slice)
+    return logp, entropy, dhidden, jnp.concatenate(dw, axis=1)
 
 
 def plain(dtype, hidden, words, targets):
