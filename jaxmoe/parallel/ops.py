@@ -169,26 +169,24 @@ class OnMesh:
         over, tokens = self.cut(self.specs["head"]), spec_of(*self.tokens)
         impl = vocabulary.implementation(inner)
 
-        if impl is None:
+        def whole(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
+            one = ((0, 0), (0, 1))  # a row's last token, which `inner` leaves out, is elsewhere
+            found = inner(
+                jnp.pad(hidden_btD, (*one, (0, 0))), gathered(w_Dv, over, hidden_btD.dtype),
+                jnp.pad(targets_bt, one), temperature=temperature, vocab_size=vocab_size,
+            )  # fmt: skip
+            return tuple(x[:, :-1] for x in found)
 
-            def local(hidden_btD: Array, w_dv: Array, targets_bt: Array, temperature: Array) -> Any:
-                one = ((0, 0), (0, 1))  # a row's last token, which `inner` leaves out, is elsewhere
-                found = inner(
-                    jnp.pad(hidden_btD, (*one, (0, 0))), gathered(w_dv, over, hidden_btD.dtype),
-                    jnp.pad(targets_bt, one), temperature=temperature, vocab_size=vocab_size,
-                )  # fmt: skip
-                return tuple(x[:, :-1] for x in found)
-        else:
-
-            def local(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
-                return vocabulary.target_logprobs(
-                    hidden_btD, w_Dv, targets_bt, temperature=temperature, vocab_size=vocab_size,
-                    axes=over[1], sequence_axis="sequence" if self.placement.time else None,
-                    copies=self.uncut_by((*self.placement.rows, *self.placement.time)), impl=impl,
-                )  # fmt: skip
+        def streamed(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
+            return vocabulary.target_logprobs(
+                hidden_btD, w_Dv, targets_bt, temperature=temperature, vocab_size=vocab_size,
+                axes=over[1], sequence_axis="sequence" if self.placement.time else None,
+                copies=self.uncut_by((*self.placement.rows, *self.placement.time)),
+                impl=impl or "auto",
+            )  # fmt: skip
 
         ins = tokens, spec_of(*over), tokens, spec_of()
-        run = self.run(local, ins, (tokens, tokens))
+        run = self.run(streamed if impl else whole, ins, (tokens, tokens))
         return run(hidden_BTD, w_DV, targets_BT, jnp.asarray(temperature, jnp.float32))
 
     @property

@@ -93,7 +93,7 @@ def target_logprobs(
     """Log-prob of each target and entropy of what it was drawn from, in nats.
 
     Args:
-        vocab_size: of the whole head; the columns past it, wherever they are, never count.
+        vocab_size: of the whole head, whose columns past it never count.
         sequence_axis: what cuts time, if anything: who is last along it has a row's last token,
             which has no target and is NaN.
         impl: of token_statistics and token_gradients.
@@ -104,20 +104,20 @@ def target_logprobs(
     batch, time, width = hidden_btD.shape
     hidden_mD, targets_m = hidden_btD.reshape(-1, width), targets_bt.reshape(-1)
     share = partial(_share, copies=copies)
-    found = _streamed(
+    found: Any = _streamed(
         share(hidden_mD), w_Dv, share(targets_m), jnp.asarray(temperature, jnp.float32),
         vocab_size, axes, impl,
     )  # fmt: skip
-    if copies:
-        found = tuple(lax.all_gather(x, copies, tiled=True)[: batch * time] for x in found)
-    last = (
-        sequence_axis is None or lax.axis_index(sequence_axis) == lax.axis_size(sequence_axis) - 1
-    )
-    none_t = (jnp.arange(time) == time - 1) & last
-    logp_bt, entropy_bt = (
-        jnp.where(none_t[None, :], jnp.nan, x.reshape(batch, time)) for x in found
-    )
-    return logp_bt, entropy_bt
+    last = sequence_axis is None or lax.axis_index(sequence_axis) + 1 == _devices((sequence_axis,))
+    none_t = (jnp.arange(time) + 1 == time) & last
+
+    def of_all(x_m: Array) -> Array:
+        if copies:
+            x_m = lax.all_gather(x_m, copies, tiled=True)[: batch * time]
+        return jnp.where(none_t[None, :], jnp.nan, x_m.reshape(batch, time))
+
+    logp_m, entropy_m = found
+    return of_all(logp_m), of_all(entropy_m)
 
 
 def implementation(logprobs: Callable[..., Any]) -> Impl | None:
@@ -242,7 +242,8 @@ _streamed.defvjp(_forward, _backward)
 
 def _alike(w_Dv: Array, vocab_size: int, axes: Names) -> list[tuple[int, int, Int[Array, " n"]]]:
     """Size and words of chunks that differ in nothing else than their first columns, and these."""
-    chunks = head_chunks(*w_Dv.shape, _devices(axes), vocab_size)
+    width, columns = w_Dv.shape
+    chunks = head_chunks(width, columns, _devices(axes), vocab_size)
     return [
         (size, words, jnp.asarray([chunk.first for chunk in alike], jnp.int32))
         for (size, words), alike in groupby(chunks, key=lambda chunk: chunk[1:])

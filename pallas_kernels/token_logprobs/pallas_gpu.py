@@ -290,9 +290,10 @@ def _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
 
 
 def _backward(vocab_size, interpret, saved, cotangents):
-    hidden_MD, _, _, temperature, _, _ = saved
-    no_gradient = jnp.zeros_like(temperature)
-    dhidden, dw_head = mosaic_gpu_gradients(*saved, *cotangents, vocab_size, None, interpret)
+    hidden_MD, no_gradient = saved[0], jnp.zeros_like(saved[3])
+    dhidden, dw_head = mosaic_gpu_gradients(
+        *saved, *cotangents, vocab_size=vocab_size, interpret=interpret
+    )
     return dhidden.astype(hidden_MD.dtype), dw_head, None, no_gradient
 
 

@@ -148,7 +148,7 @@ def _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
 
 def _backward(vocab_size, saved, cotangents):
     hidden_MD, _, _, temperature, _, _ = saved
-    dhidden, dw_head = xla_gradients(*saved, *cotangents, vocab_size)
+    dhidden, dw_head = xla_gradients(*saved, *cotangents, vocab_size=vocab_size)
     return dhidden.astype(hidden_MD.dtype), dw_head, None, jnp.zeros_like(temperature)
 
 
