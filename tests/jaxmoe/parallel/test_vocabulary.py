@@ -37,7 +37,8 @@ NAMES = ("logp", "entropy", "dhidden", "dhead")
 
 
 def called(mesh):
-    return "-".join(f"{name}{size}" for name, size in vars(mesh).items() if size > 1)
+    sizes = {name: getattr(mesh, name) for name in AXES}
+    return "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
 
 def copies(mesh, names):
