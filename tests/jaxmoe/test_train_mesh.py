@@ -15,7 +15,7 @@ from jaxmoe.observe.metrics import read_metrics
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "model.d_model": 32, "model.d_expert": 24, "data.train_rows": 64, "data.held_out_rows": 8,
-    "data.max_prompt_tokens": 50, "warmup.steps": 3, "warmup.sequences_per_step": 16,
+    "data.max_prompt_tokens": 54, "warmup.steps": 3, "warmup.sequences_per_step": 16,
     "rollout.sequences_per_step": 16, "rollout.samples_per_prompt": 4, "steps": 4,
     "eval.every_steps": 2, "save.every_steps": 2, "save.export_dtype": "float32",
 }  # fmt: skip
