@@ -21,9 +21,11 @@ from jaxtyping import Array
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.params import Spec, param_specs, read_dtype
+from jaxmoe.parallel.expert import dispatch_for
 from jaxmoe.parallel.gather import Layer, gathered
-from jaxmoe.parallel.sharding import TRAINING, Names, Placement, partition, spec_of
+from jaxmoe.parallel.sharding import TRAINING, Names, Placement, partition, shards_of, spec_of
 from jaxmoe.shapes import Params
+from pallas_kernels.dispatch import target
 
 _TENSOR: Names = ("tensor",)
 
@@ -142,12 +144,23 @@ class OnMesh:
         self, inner: Callable[..., Array], h_BTD: Array, indices_BTA: Array, weights_BTA: Array,
         layer: Params, cfg: ModelConfig,
     ) -> Array:  # fmt: skip
+        """Each device its own experts, of everybody's tokens: jaxmoe/parallel/expert.py."""
         tokens = spec_of(*self.tokens)
         read = {name: x for name, x in layer.items() if "expert" in self.layer[name].axes}
+        over, sum_over = self.expert_shards
 
         def local(h_btD: Array, indices_btA: Array, weights_btA: Array, cut: Params) -> Array:
-            mine = Layer(cut, self.whole(h_btD.dtype))
-            return inner(h_btD, indices_btA, weights_btA, mine, cfg)
+            mine = dict(Layer(cut, self.whole(h_btD.dtype)))
+            if not over + sum_over:
+                return inner(h_btD, indices_btA, weights_btA, mine, cfg)
+            dispatch, _ = dispatch_for(
+                target(), devices=self.mesh.size, shards=shards_of(self.mesh, over),
+                active=indices_btA.shape[-1], decoding=h_BTD.shape[1] == 1,
+            )  # fmt: skip
+            return dispatch(
+                h_btD, indices_btA, weights_btA, mine, cfg, over=over, sum_over=sum_over,
+                experts=inner,
+            )  # fmt: skip
 
         ins = tokens, tokens, tokens, self.layer_specs(read)
         return self.run(local, ins, tokens)(h_BTD, indices_BTA, weights_BTA, read)
@@ -198,14 +211,26 @@ class OnMesh:
         kept = tuple(name for name in names if name == "tensor")
         return kept, names[len(kept) :]
 
+    @property
+    def expert_shards(self) -> tuple[Names, Names]:
+        """What cuts experts and tokens alike, and what cuts experts alone."""
+        cut, tokens = self.cut(self.layer["w_gate_up"])[0], {*self.placement.rows, *self.placement.time}
+        over = tuple(name for name in cut if name in tokens)
+        return over, cut[len(over) :]
+
     def layer_specs(self, layer: Params) -> Params:
         return {name: spec_of(*self.cut(self.layer[name])) for name in layer}
 
     def whole(self, dtype: Any) -> Callable[[str, Array], Array]:
-        """How `Layer` gathers a parameter: in the dtype it is read in."""
+        """How `Layer` gathers a parameter: in the dtype it is read in; experts stay where they are."""
 
         def of(name: str, x: Array) -> Array:
             spec = self.layer[name]
-            return gathered(x, self.cut(spec), dtype if spec.read == "compute" else x.dtype)
+            axes = spec.axes[1:] if spec.axes[0] == "pair" else spec.axes
+            over = tuple(
+                () if axis == "expert" else names
+                for axis, names in zip(axes, self.cut(spec), strict=True)
+            )
+            return gathered(x, over, dtype if spec.read == "compute" else x.dtype)
 
         return of
