@@ -39,7 +39,7 @@ from jaxmoe.parallel.exchange import (
     ways,
 )
 from jaxmoe.parallel.gather import gathered
-from jaxmoe.parallel.pairs import rows_of, sum_of, window
+from jaxmoe.parallel.pairs import Pairs, rows_of, sum_of, window
 from jaxmoe.parallel.rounds import in_rounds
 from jaxmoe.parallel.sharding import Names
 from jaxmoe.shapes import Leaf, Params
@@ -85,7 +85,7 @@ def gathered_experts(
     rows = _rows(h_btD, active, over, sum_over, buffer_rows)
     own = partial(_own, experts=experts, cfg=replace(cfg, n_experts=n_local, experts_per_token=1))
 
-    def one(k: Array | int, operands: Leaf, where: Leaf) -> Array:
+    def one(k: Array, operands: Leaf, where: Leaf) -> Array:
         h_ND, weights_NA, layer = operands
         order, inverse_NA, local_S, count = where
         pairs = window(order, inverse_NA, count, k * rows, rows)
@@ -131,12 +131,12 @@ def exchanged_experts(
     mine_MA = owner_MA % n_sums == place_in(sum_over)
     group_MA = jnp.where(mine_MA, owner_MA // n_sums * n_local + local_MA, -1)
     order, inverse, sizes = sort_by_expert(group_MA, n_shards * n_local)
-    sent = window(order, inverse.reshape(-1, active), order.size, 0, order.size)
+    sent = Pairs(order, inverse.reshape(-1, active))
     counts = counted(sizes.reshape(n_shards, n_local), over)
     rows = _rows(h_btD, active, over, sum_over, buffer_rows)
     own = partial(_own, experts=experts, cfg=replace(cfg, n_experts=n_local, experts_per_token=1))
 
-    def one(k: Array | int, operands: Leaf, counts: Counts) -> Array:
+    def one(k: Array, operands: Leaf, counts: Counts) -> Array:
         x_SD, layer = operands
         there, back = ways(counts, k * rows, rows)
         x_RD = travelled(exchange, rows, x_SD, there, back)
@@ -170,10 +170,14 @@ def dispatch_for(
     elif decoding:
         reason = "the few tokens of a decode step travel once instead of twice"
     elif fewer:
-        reason = f"whole tokens to {shards} shards are fewer bytes than {active} rows there and back"
+        reason = (
+            f"whole tokens to {shards} shards are fewer bytes than {active} rows there and back"
+        )
     else:
         dispatch = exchanged_experts
-        reason = f"{active} rows there and back are fewer bytes than whole tokens to {shards} shards"
+        reason = (
+            f"{active} rows there and back are fewer bytes than whole tokens to {shards} shards"
+        )
     _say_once(f"{dispatch.__name__} on {here.platform}: {reason}")
     return dispatch, reason
 

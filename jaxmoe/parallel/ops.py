@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops
-from jaxmoe.model.params import Spec, param_specs, read_dtype
+from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.parallel.expert import dispatch_for
 from jaxmoe.parallel.gather import Layer, gathered
 from jaxmoe.parallel.sharding import TRAINING, Names, Placement, partition, shards_of, spec_of
@@ -76,7 +76,9 @@ class OnMesh:
     def run(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
         return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
-    def embed(self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str) -> Array:
+    def embed(
+        self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str
+    ) -> Array:
         over = self.cut(self.specs["embed"])
 
         def local(tokens_bt: Array, w_vd: Array) -> Array:
@@ -214,7 +216,10 @@ class OnMesh:
     @property
     def expert_shards(self) -> tuple[Names, Names]:
         """What cuts experts and tokens alike, and what cuts experts alone."""
-        cut, tokens = self.cut(self.layer["w_gate_up"])[0], {*self.placement.rows, *self.placement.time}
+        cut, tokens = (
+            self.cut(self.layer["w_gate_up"])[0],
+            {*self.placement.rows, *self.placement.time},
+        )
         over = tuple(name for name in cut if name in tokens)
         return over, cut[len(over) :]
 
@@ -222,7 +227,7 @@ class OnMesh:
         return {name: spec_of(*self.cut(self.layer[name])) for name in layer}
 
     def whole(self, dtype: Any) -> Callable[[str, Array], Array]:
-        """How `Layer` gathers a parameter: in the dtype it is read in; experts stay where they are."""
+        """How `Layer` gathers a parameter: in the dtype it is read in, and not over experts."""
 
         def of(name: str, x: Array) -> Array:
             spec = self.layer[name]

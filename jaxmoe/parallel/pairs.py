@@ -32,9 +32,7 @@ def window(
     """
     at_C = first + jnp.arange(rows, dtype=jnp.int32)
     there_NA = (inverse_NA >= first) & (inverse_NA < jnp.minimum(count, first + rows))
-    return Pairs(
-        order_S.at[at_C].get(mode="clip"), jnp.where(there_NA, inverse_NA - first, -1)
-    )
+    return Pairs(order_S.at[at_C].get(mode="clip"), jnp.where(there_NA, inverse_NA - first, -1))
 
 
 @jax.custom_vjp

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxmoe.shapes import Leaf
 
-Round = Callable[[Array | int, Leaf, Leaf], Array]
+Round = Callable[[Array, Leaf, Leaf], Array]  # of the number of the round
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -27,7 +27,7 @@ def in_rounds(one: Round, rounds: Array, operands: Leaf, where: Leaf) -> Array:
     `rounds` must be the same on all devices. Gradients are of `operands` alone.
     Numerics: sums in the dtype of what is summed; with one round nothing is added.
     """
-    return _later(one, rounds, operands, where, one(0, operands, where))
+    return _later(one, rounds, operands, where, one(jnp.int32(0), operands, where))
 
 
 def _later(one: Round, rounds: Array, operands: Leaf, where: Leaf, first: Array) -> Array:
@@ -35,7 +35,7 @@ def _later(one: Round, rounds: Array, operands: Leaf, where: Leaf, first: Array)
 
 
 def _forward(one: Round, rounds: Array, operands: Leaf, where: Leaf):
-    first, pull = jax.vjp(lambda x: one(0, x, where), operands)
+    first, pull = jax.vjp(lambda x: one(jnp.int32(0), x, where), operands)
     return _later(one, rounds, operands, where, first), (pull, rounds, operands, where)
 
 

@@ -102,8 +102,7 @@ def local_shape(
     """What one device holds of a parameter."""
     names = partition(axes, shape, sizes, rules)
     return tuple(
-        dim // math.prod(sizes[name] for name in cut)
-        for dim, cut in zip(shape, names, strict=True)
+        dim // math.prod(sizes[name] for name in cut) for dim, cut in zip(shape, names, strict=True)
     )
 
 
@@ -117,9 +116,7 @@ def spec_of(*names: Names) -> P:
     return P(*(cut or None for cut in names))
 
 
-def param_shardings(
-    cfg: ModelConfig, mesh: Mesh, placement: Placement = TRAINING
-) -> Params:
+def param_shardings(cfg: ModelConfig, mesh: Mesh, placement: Placement = TRAINING) -> Params:
     """The tree of NamedSharding of a model's parameters."""
 
     def sharding(spec: Any) -> NamedSharding:
