@@ -1,53 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels between devices, read from a compiled program's text."""
 
+import math
 import re
 
 KINDS = (
     "all-gather", "reduce-scatter", "all-reduce", "ragged-all-to-all", "all-to-all",
     "collective-permute",
 )  # fmt: skip
-BITS = {"pred": 8, "s8": 8, "u8": 8, "s32": 32, "u32": 32, "f32": 32, "bf16": 16, "f16": 16}
-_CALL = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\((.*?)\)")
+BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
+_DEFINED = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ", re.M)
+_ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\]")
+_CALL = re.compile(rf" ({'|'.join(KINDS)})(?:-start)?\((.*?)\)")
 
 
 def collectives(text: str) -> list[tuple[str, int]]:
-    """(kind, bytes) of each collective that runs once: in the entry, not in a loop's body.
+    """(kind, bytes) of each collective of the entry: what is in loops is left out.
 
-    Bytes are of the larger of what one device gives and gets, but of ragged-all-to-alls the
-    smaller: one side is a buffer with room.
+    Bytes are of the larger of what a device gives and gets; of a ragged all-to-all, one side of
+    which is a buffer with room, of the smaller.
     """
+    lines = text.splitlines()
+    shapes = {}
+    for line in lines:
+        if found := _DEFINED.match(line):
+            shapes[found[1]] = line[found.end() :]
+    first = next(i for i, line in enumerate(lines) if line.startswith("ENTRY"))
     found = []
-    for line in _entry(text):
+    for line in lines[first : lines.index("}", first)]:
         call = _CALL.search(line)
         if call is None:
             continue
-        result, kind, start, operands = call.groups()
-        got, gave = _bytes(result), _bytes(operands)
+        kind = call[1]
+        gave = [_array(shapes[name]) for name in re.findall(r"%([\w.-]+)", call[2])]
         if kind == "ragged-all-to-all":
-            sizes = [_array(x) for x in _ARRAY.findall(operands)][:2]
-            found.append((kind, min(sizes) if sizes else got))
+            found.append((kind, min(gave[:2])))
             continue
-        found.append((kind, max(got - gave, gave) if start else max(got, gave)))
+        everything = sum(_sizes(line[: call.start()]))
+        got = everything - sum(gave) if f"{kind}-start" in line else everything
+        found.append((kind, max(got, sum(gave))))
     return found
 
 
-def _entry(text: str) -> list[str]:
-    lines = text.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("ENTRY"))
-    last = next(i for i, line in enumerate(lines) if i > first and line == "}")
-    return lines[first:last]
+def _array(shape: str) -> int:
+    """Of the first array there."""
+    return _sizes(shape)[0]
 
 
-_ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
-
-
-def _array(found: tuple[str, str]) -> int:
-    bits = BITS[found[0]]
-    for size in filter(None, found[1].split(",")):
-        bits *= int(size)
-    return bits // 8
-
-
-def _bytes(shapes: str) -> int:
-    return sum(_array(x) for x in _ARRAY.findall(shapes) if x[0] in BITS)
+def _sizes(text: str) -> list[int]:
+    return [
+        BYTES[dtype] * math.prod(int(size) for size in dims.split(",") if size)
+        for dtype, dims in _ARRAY.findall(text)
+        if dtype in BYTES
+    ]

@@ -25,7 +25,7 @@ from tests.jaxmoe.parallel.collectives import collectives
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
 
-D, F, E, A = 256, 128, 16, 4
+D, F, E, A = 256, 192, 16, 4
 CFG = ModelConfig(
     vocab_size=97, d_model=D, n_layers=2, n_q_heads=4, n_kv_heads=2, head_dim=64, n_experts=E,
     experts_per_token=A, d_expert=F, sliding_window=128,
@@ -110,11 +110,14 @@ def test_on_a_big_v5e_tokens_are_gathered():
 
 
 def test_the_exchange_sends_fewer_bytes_of_a_token_than_gathering():
-    """At 8 shards and 4 active experts: A·D·2 bytes each way, against D·2 to and D·4 from all."""
-    mesh, sent = mesh_of("h200", "1x1x8", expert=8), {}
-    for dispatch in (gathered_experts, exchanged_experts):
-        found = collectives(compiled(mesh, "h200", dispatch, backward=False))
-        rows = [(kind, size) for kind, size in found if size >= ROWS * D]  # no counts or indices
-        sent[dispatch.__name__] = sum(size for _, size in rows) / ROWS / D
-        print(dispatch.__name__, rows, f"{sent[dispatch.__name__]:.1f} bytes · D of a token")
-    assert sent == {"gathered_experts": 8 * (2 + 4), "exchanged_experts": A * (2 + 2)}
+    """Of a token, 4 rows each way in 2 bytes; else 1 to each of 8 shards, and 8 float32 sums."""
+    mesh, n = mesh_of("h200", "1x1x8", expert=8), 8
+    sent = [
+        collectives(compiled(mesh, "h200", dispatch, backward=False))
+        for dispatch in (gathered_experts, exchanged_experts)
+    ]
+    gathered, exchanged = (sum(size for _, size in found) for found in sent)
+    print(f"bytes of a token: gathered {gathered / ROWS:.0f}, exchanged {exchanged / ROWS:.0f}")
+    counts, rounds = n * E * 4, 4
+    assert gathered == ROWS * n * (2 * D + 8 * A + 4 * D)  # h, indices and weights; the sum
+    assert exchanged == ROWS * A * 2 * 2 * D + counts + rounds
