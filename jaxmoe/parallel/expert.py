@@ -40,7 +40,7 @@ from jaxmoe.parallel.exchange import (
 )
 from jaxmoe.parallel.gather import gathered
 from jaxmoe.parallel.pairs import Pairs, rows_of, sum_of, window
-from jaxmoe.parallel.rounds import in_rounds
+from jaxmoe.parallel.rounds import in_parts, in_rounds
 from jaxmoe.parallel.sharding import Names
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.dispatch import Target
@@ -49,6 +49,7 @@ from pallas_kernels.grouped_matmul.routing import sort_by_expert
 _log = logging.getLogger("jaxmoe.parallel")
 
 ROOM = 2  # rows of a buffer, over those of a device where all experts are asked alike
+GATHERED = 2**29  # bytes of all devices' tokens at once, in float32
 V5E_CHIPS = 16  # of a v5e slice: 4x4 compiles a ragged all-to-all, 8x8 is refused
 
 
@@ -66,23 +67,40 @@ def gathered_experts(
 ) -> Float[Array, "b t D"]:
     """Σ_a weight_a · expert_a(h): tokens all-gathered over `over`, sums reduce-scattered.
 
-    Holds, of n·b·t tokens on n shards, h in its dtype and the sum in float32, and rows of
-    `buffer_rows` pairs, by default ROOM times the balanced load, whatever n.
+    Holds, of n·b·t tokens on n shards, h in its dtype and the sum in float32, up to GATHERED bytes:
+    beyond them tokens go in parts. And rows of `buffer_rows` pairs, by default ROOM times the
+    balanced load, whatever n.
 
     Numerics: the sum over experts is float32 on a device and over devices, and rounds once. h's
     gradient is rounded on each device and summed over them in float32.
     """
     active, width = indices_btA.shape[-1], h_btD.shape[-1]
-    h_ND = gathered(h_btD.reshape(-1, width), (over, ()), h_btD.dtype)
-    weights_NA = gathered(weights_btA.reshape(-1, active), (over, ()), jnp.float32)
-    indices_NA = indices_btA.reshape(-1, active)
-    if over:
-        indices_NA = lax.all_gather(indices_NA, over, tiled=True)
+    some = partial(
+        _gathered, cfg=cfg, over=over, sum_over=sum_over, experts=experts, wanted=buffer_rows
+    )
+    h_MD, weights_MA = h_btD.reshape(-1, width), weights_btA.reshape(-1, active)
+    indices_MA = indices_btA.reshape(-1, active)
+    parts = min(-(-_size(over) * h_MD.size * 4 // GATHERED), h_MD.shape[0])
+    if parts <= 1:
+        return some((h_MD, weights_MA), layer, indices_MA).reshape(h_btD.shape)
+    # what is missing in the last part is nobody's
+    tokens = _cut(h_MD, parts), _cut(weights_MA, parts)
+    y_PMD = in_parts(some, tokens, layer, _cut(indices_MA, parts, -1))
+    return y_PMD.reshape(-1, width)[: h_MD.shape[0]].reshape(h_btD.shape)
+
+
+def _gathered(tokens, layer, indices_MA, *, cfg, over, sum_over, experts, wanted):
+    """One part of `gathered_experts`."""
+    h_MD, weights_MA = tokens
+    active = indices_MA.shape[1]
+    h_ND = gathered(h_MD, (over, ()), h_MD.dtype)
+    weights_NA = gathered(weights_MA, (over, ()), jnp.float32)
+    indices_NA = lax.all_gather(indices_MA, over, tiled=True) if over else indices_MA
     n_local = cfg.n_experts // _size((*over, *sum_over))
     local_NA = indices_NA - place_in((*over, *sum_over)) * n_local
     own_NA = (local_NA >= 0) & (local_NA < n_local)
     order, inverse, (count,) = sort_by_expert(jnp.where(own_NA, 0, 1), 1)
-    rows = _rows(h_btD, active, over, sum_over, buffer_rows)
+    rows = _rows(indices_MA.size, over, sum_over, wanted)
     own = partial(_own, experts=experts, cfg=replace(cfg, n_experts=n_local, experts_per_token=1))
 
     def one(k: Array, operands: Leaf, where: Leaf) -> Array:
@@ -95,7 +113,7 @@ def gathered_experts(
 
     where = order, inverse.reshape(-1, active), local_NA.reshape(-1), count
     sum_ND = in_rounds(one, _needed(count, rows), (h_ND, weights_NA, layer), where)
-    return summed(sum_ND, over, sum_over, h_btD.dtype).reshape(h_btD.shape)
+    return summed(sum_ND, over, sum_over, h_MD.dtype)
 
 
 def exchanged_experts(
@@ -133,7 +151,7 @@ def exchanged_experts(
     order, inverse, sizes = sort_by_expert(group_MA, n_shards * n_local)
     sent = Pairs(order, inverse.reshape(-1, active))
     counts = counted(sizes.reshape(n_shards, n_local), over)
-    rows = _rows(h_btD, active, over, sum_over, buffer_rows)
+    rows = _rows(indices_MA.size, over, sum_over, buffer_rows)
     own = partial(_own, experts=experts, cfg=replace(cfg, n_experts=n_local, experts_per_token=1))
 
     def one(k: Array, operands: Leaf, counts: Counts) -> Array:
@@ -216,11 +234,16 @@ def _own(rows_CD, local_C, layer, *, experts, cfg):
     return experts(rows_CD[None], local_C[None, :, None], ones, layer, cfg)[0]
 
 
-def _rows(h_btD, active, over, sum_over, wanted):
-    """Rows of the buffer: as wanted, and no more than there are pairs."""
-    pairs = h_btD.shape[0] * h_btD.shape[1] * active
-    wanted = wanted or -(-ROOM * pairs // _size(sum_over))
-    return min(wanted, pairs * _size(over))
+def _rows(pairs, over, sum_over, wanted):
+    """Rows of the buffer, of so many pairs of each device: as wanted, and not more than all."""
+    return min(wanted or -(-ROOM * pairs // _size(sum_over)), pairs * _size(over))
+
+
+def _cut(x_MX, parts, filler=0):
+    """[M, X] in parts of equal size, [parts, M/parts, X], filled up at the end."""
+    missing = -x_MX.shape[0] % parts
+    x_MX = jnp.pad(x_MX, ((0, missing), (0, 0)), constant_values=filler)
+    return x_MX.reshape(parts, -1, x_MX.shape[1])
 
 
 def _needed(count, rows):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sum over rounds of which one is nearly always enough: memory for one, time for what there is.
+"""Memory for one, time for all: sums over rounds of which one is nearly always enough, and parts.
 
 A buffer of fixed size cannot hold every routing. What does not fit is neither dropped nor an
 error: it goes through the same buffer in a further round. Next: jaxmoe/parallel/expert.py.
@@ -50,3 +50,36 @@ def _backward(one: Round, residuals: Leaf, dout: Array):
 
 
 in_rounds.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def in_parts(
+    one: Callable[[Leaf, Leaf, Leaf], Array], tokens: Leaf, layer: Leaf, where: Leaf
+) -> Array:
+    """one(tokens[p], layer, where[p]) of each part p, one after the other, stacked.
+
+    The backward pass computes each part again. Gradients are of `tokens` and `layer`.
+    Numerics: the layer's gradients are added in float32 and round once.
+    """
+    return lax.map(lambda x: one(x[0], layer, x[1]), (tokens, where))
+
+
+def _parts_forward(one: Callable[..., Array], tokens: Leaf, layer: Leaf, where: Leaf):
+    return in_parts(one, tokens, layer, where), (tokens, layer, where)
+
+
+def _parts_backward(one: Callable[..., Array], residuals: Leaf, dout: Array):
+    tokens, layer, where = residuals
+
+    def again(sums: Leaf, part: Leaf) -> tuple[Leaf, Leaf]:
+        tokens, where, dout = part
+        _, pull = jax.vjp(lambda tokens, layer: one(tokens, layer, where), tokens, layer)
+        dtokens, dlayer = pull(dout)
+        return jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, dlayer), dtokens
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), layer)
+    sums, dtokens = lax.scan(again, zeros, (tokens, where, dout))
+    return dtokens, jax.tree.map(lambda s, x: s.astype(x.dtype), sums, layer), None
+
+
+in_parts.defvjp(_parts_forward, _parts_backward)

@@ -28,10 +28,10 @@ CFG = ModelConfig(
     experts_per_token=3, d_expert=12, sliding_window=9, dtype="float32", swiglu_limit=1.5,
 )  # fmt: skip
 B, T, D, E, A, F = 8, 7, 20, 16, 3, 12
-MESHES = {  # and rows of the buffer
-    "expert 8": (dict(expert=8), 5),  # of at most 112: up to 23 rounds
-    "expert 4, tensor 2": (dict(expert=4, tensor=2), None),
-    "data 2, expert 2, tensor 2": (dict(data=2, expert=2, tensor=2), None),
+MESHES = {  # rows of the buffer, bytes of gathered tokens
+    "expert 8": (dict(expert=8), 5, 2**29),  # of at most 112 rows: up to 23 rounds
+    "expert 4, tensor 2": (dict(expert=4, tensor=2), None, 2**29),
+    "data 2, expert 2, tensor 2": (dict(data=2, expert=2, tensor=2), None, 1000),  # of 2240
 }
 ROUTINGS = ("uniform", "few", "skewed")
 TOKENS = P(("data", "expert"))
@@ -114,8 +114,11 @@ def agree(ours, naive, exact, names=NAMES):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_experts_on_a_mesh_are_those_of_one_device_however_tokens_are_routed(mesh, dispatch):
-    axes, rows = MESHES[mesh]
+def test_experts_on_a_mesh_are_those_of_one_device_however_tokens_are_routed(
+    mesh, dispatch, monkeypatch
+):
+    axes, rows, held = MESHES[mesh]
+    monkeypatch.setattr(expert, "GATHERED", held)
     fn = on(mesh_of(**axes), DISPATCHES[dispatch], buffer_rows=rows)
     wrapped = jax.jit(partial(gradients, fn))
     for routing in ROUTINGS:
