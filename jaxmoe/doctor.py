@@ -24,7 +24,7 @@ from rich.table import Table
 
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse
-from jaxmoe.config import Config, ConfigError, EngineError
+from jaxmoe.config import Config, ConfigError, EngineError, require
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.dry_run import dry_run
@@ -62,6 +62,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(cfg: Config) -> bool:
     """Whether they agree; the report goes to the terminal and into the run folder."""
+    require(
+        cfg.mesh.devices == 1,
+        f"the doctor compares on one device, and mesh has {cfg.mesh.devices}. Try "
+        + " ".join(f"--set mesh.{name}=1" for name, size in vars(cfg.mesh).items() if size > 1),
+    )
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.of_any_dtype)
     check_memory(cfg, stage(cfg))

@@ -8,6 +8,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import jax
+
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse
 from jaxmoe.config import Config
@@ -17,6 +19,8 @@ from jaxmoe.envs.tasks import contents, evaluate, open_task, response_text
 from jaxmoe.kernels import kernels_here
 from jaxmoe.model import make_ops
 from jaxmoe.observe.progress import phase
+from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.plan import check_memory, stage
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
@@ -33,15 +37,16 @@ def run(cfg: Config) -> float:
     """Exact-match accuracy, sampled and greedy, and a few answers to read."""
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
+    check_mesh(cfg, jax.device_count())
     check_memory(cfg, stage(cfg))
     kernels.tell()
-    task = open_task(cfg)
+    task, mesh = open_task(cfg), make_mesh(cfg.mesh)
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
-    shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg))
+    shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg), mesh)
     at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False, contents=contents(cfg, task))
-    params = initial_params(cfg) if at is None else at.state.params.policy
+    params = initial_params(cfg, mesh) if at is None else at.state.params.policy
     prompts = task.held_out_prompts()
-    with closing(open_engine(cfg, ops, Path(cfg.workdir))) as engine:
+    with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:
         version = 0 if at is None else at.step
         engine.load(params, version)
         with phase(f"answering {len(prompts)} held-out prompts"):

@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+
 from jaxmoe.checkpoint.hf import check_export, save_params
 from jaxmoe.checkpoint.run import restore_run
 from jaxmoe.checkpoint.tensor_files import planned_bytes
@@ -16,6 +18,7 @@ from jaxmoe.cli import ExitStatus, arguments, config_of
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, write_tokenizer
 from jaxmoe.observe.progress import phase
+from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
 
@@ -44,7 +47,9 @@ def run(cfg: Config, out: Path, *, dry_run: bool = False) -> None:
         print(f"would write {what} to {out}, from the newest checkpoint in {cfg.workdir}")
         return
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
-    shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg))
+    # where the run's devices are not, one holds it all
+    mesh = make_mesh(cfg.mesh) if cfg.mesh.devices == jax.device_count() else None
+    shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg), mesh)
     at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False)
     if at is None:
         raise ConfigError(

@@ -30,6 +30,7 @@ from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, phase
+from jaxmoe.parallel.processes import agreed, everyones, on_hosts
 from jaxmoe.records import Prompt
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, padding_frac
@@ -136,7 +137,7 @@ class Job:
         """A few groups of a step go to samples.jsonl, where it is evaluated or saved."""
         if not (self.due(step) or step % self.cfg.save.every_steps == 0):
             return
-        logp_BT, advantages_BT = jax.device_get((told.logp_BT, told.advantages_BT))
+        logp_BT, advantages_BT = (on_hosts(x) for x in (told.logp_BT, told.advantages_BT))
         self.log.write_samples("rl", step, group_rows(
             collected.rollouts, collected.rewards, self.task,
             samples=self.cfg.rollout.samples_per_prompt, mask_BT=np.asarray(batch.loss_mask_BT),
@@ -148,7 +149,8 @@ class Job:
         """Score the weights RL starts from; or make up for an evaluation that broke."""
         step = self.at.step
         rows = read_metrics(self.work / "metrics.jsonl")
-        if not self.due(step) or any(r["step"] == step and "eval/accuracy" in r for r in rows):
+        told = any(r["step"] == step and "eval/accuracy" in r for r in rows)
+        if not self.due(step) or everyones(told)[0]:  # the first process writes the file
             return
         with phase(f"scoring the held-out rows at step {step}"):
             self.log.write("rl", step, self.evaluate())
@@ -186,6 +188,8 @@ class Job:
 
     def plot(self) -> None:
         """All of the run so far; panels of their own at its end."""
+        if jax.process_index():
+            return
         rows, last = read_metrics(self.work / "metrics.jsonl"), self.at.step == self.cfg.steps
         plot_run(rows, self.work, panels=last)
 
@@ -205,6 +209,7 @@ class Job:
         """Save when due or asked to stop; leave with a message where asked."""
         if self.at.step % self.cfg.save.every_steps == 0 or last:
             self.save()
+        self.stop.signal = agreed(self.stop.signal)  # who was not asked to stop would wait
         if self.stop.signal and not (last and self.at.stage == "rl"):
             raise self.stopped()
 

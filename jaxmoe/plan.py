@@ -6,7 +6,7 @@ No weight is read or made, whatever the size. Next: jaxmoe/dry_run.py prints it.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -288,7 +288,9 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
 def _local_size(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
     """Entries of these parameters on one device."""
     sizes = vars(cfg.mesh)
-    return sum(math.prod(local_shape(s.shape, s.axes, sizes, rules)) for s in jax.tree.leaves(specs))
+    return sum(
+        math.prod(local_shape(s.shape, s.axes, sizes, rules)) for s in jax.tree.leaves(specs)
+    )
 
 
 def _gathered(cfg: Config) -> int:
@@ -301,8 +303,7 @@ def _gathered(cfg: Config) -> int:
 def _copy(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
     """Bytes of these parameters on one device, in the dtypes they are read in."""
     return sum(
-        _local_size(spec, cfg, rules)
-        * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize
+        _local_size(spec, cfg, rules) * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize
         for spec in jax.tree.leaves(specs)
     )
 

@@ -24,12 +24,13 @@ import optax
 from jaxmoe.checkpoint.run import (
     Position,
     alone,
+    code_version,
     initial_params,
     record_config,
     restore_run,
 )
 from jaxmoe.cli import ExitStatus, parse, stop_requests
-from jaxmoe.config import Config, ConfigError
+from jaxmoe.config import Config, to_json
 from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.rollouts import collect_rollouts
@@ -43,11 +44,10 @@ from jaxmoe.observe.progress import Progress
 from jaxmoe.observe.trackers import installed
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.processes import first_speaks, join, same_everywhere
 from jaxmoe.parallel.sharding import (
     make_mesh,
     place,
-    place_state,
-    placed_shapes,
     state_shardings,
 )
 from jaxmoe.plan import check_memory
@@ -58,12 +58,12 @@ from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.minibatches import divide, packed
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, new_state, rl_state, stage_shapes
+from jaxmoe.rl.state import Trained, TrainState, new_state, rl_state, stage_shapes
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.staleness import check_versions
-from jaxmoe.shapes import Leaf
+from jaxmoe.shapes import Leaf, Params
 
 STAGES = ("training", "sampling", "syncing")  # of memory
 
@@ -74,12 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         if looks:
             dry_run(cfg, *STAGES)
             return status.code
-        with open_job(cfg) as job:
-            warm_start(job)
-            reinforce(job)
-        typed = sys.argv[1:] if argv is None else argv
-        out = str(Path(cfg.workdir) / "export")
-        print(f"export   python -m jaxmoe.export {shlex.join([*typed, '--out', out])}")
+        join()
+        with first_speaks():
+            with open_job(cfg) as job:
+                warm_start(job)
+                reinforce(job)
+            typed = sys.argv[1:] if argv is None else argv
+            out = str(Path(cfg.workdir) / "export")
+            print(f"export   python -m jaxmoe.export {shlex.join([*typed, '--out', out])}")
     return status.code
 
 
@@ -90,6 +92,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     What cannot work is refused before there is a folder.
     """
     work = Path(cfg.workdir)
+    same_everywhere(config=to_json(cfg), code=code_version())
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
@@ -100,14 +103,17 @@ def open_job(cfg: Config) -> Iterator[Job]:
     chosen, task, tx = algorithm(cfg), open_task(cfg), rl_optimizer(cfg)
     supervised = warmup_optimizer(cfg)
     held = contents(cfg, task)
-    shapes = {
-        stage: placed_shapes(state, cfg.model, mesh)
-        for stage, state in stage_shapes(cfg, supervised, tx).items()
-    }
-    at = restore_run(work, cfg, shapes, contents=held)
+    at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx, mesh), contents=held)
     if at is None:
-        start = new_state(Trained(initial_params(cfg, mesh)), supervised)
-        at = Position("warmup", 0, place_state(start, cfg.model, mesh), None)
+
+        def begin(policy: Params) -> TrainState:
+            return new_state(Trained(policy), supervised)
+
+        policy = initial_params(cfg, mesh)
+        if mesh is not None:  # moments are made where they lie
+            lie = state_shardings(jax.eval_shape(begin, policy), cfg.model, mesh)
+            begin = jax.jit(begin, out_shardings=lie)
+        at = Position("warmup", 0, begin(policy), None)
     task.check_prompts()
     if at.stage == "warmup" and at.step < cfg.warmup.steps:
         task.check_answers(cfg.context)

@@ -7,6 +7,7 @@ Next: jaxmoe/checkpoint/store.py writes and reads the files.
 import fcntl
 import json
 import os
+import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ class Position:
 
 
 def initial_params(cfg: Config, mesh: Mesh | None = None) -> Params:
-    """Weights of `init.checkpoint`, or random ones from the seed; made cut where there is a mesh."""
+    """Weights of `init.checkpoint`, or random ones from the seed; on a mesh made where they lie."""
     if not cfg.init.checkpoint:
         make = partial(init_params, cfg=cfg.model, dtype=cfg.optim.param_dtype)
         if mesh is not None:
@@ -93,6 +94,12 @@ def record_config(work: Path, cfg: Config, impls: Mapping[str, Any] | None = Non
     temporary = work / "config.json.tmp"
     temporary.write_text(json.dumps(record, indent=2) + "\n")
     os.replace(temporary, work / "config.json")
+
+
+def code_version() -> str:
+    """What runs, as processes of one run compare it."""
+    versions = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax")]
+    return "\n".join([str(_git_commit()), f"python {platform.python_version()}", *versions])
 
 
 def _git_commit() -> str | None:
@@ -161,7 +168,8 @@ def restore_run(
     on, in the model, or in what tells its training rows from the held-out ones.
     """
     _check_place(work)
-    with alone(work, enabled=to_train and (work / LOCK).exists()):  # told before an engine starts
+    held_here = jax.process_index() == 0 and (work / LOCK).exists()
+    with alone(work, enabled=to_train and held_here):  # told before an engine starts
         pass
     directory = work / "checkpoints"
     number = store.latest(directory)

@@ -5,15 +5,18 @@ Next: jaxmoe/rl/dynamic_sampling.py says when there are enough; jaxmoe/train.py 
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
-from jaxmoe.envs.rewards import Tell, part_metrics, silent
+from jaxmoe.envs.rewards import Rewarded, Tell, part_metrics, silent
 from jaxmoe.envs.tasks import Task, score, scored
+from jaxmoe.parallel.processes import in_shares
 from jaxmoe.records import Rollout
 from jaxmoe.rl.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.engine import Engine
@@ -47,7 +50,7 @@ def collect_rollouts(
             next(data), task.sampling, seed=seed, samples=r.samples_per_prompt
         )
         answered = time.perf_counter()
-        scores = score(rollouts, task.train, task, tell)
+        scores = scored_by_all(rollouts, task, tell, r.samples_per_prompt)
         parts.extend(scores.parts)
         spent["time/rollout_s"] += answered - start
         spent["time/reward_s"] += time.perf_counter() - answered
@@ -60,3 +63,17 @@ def collect_rollouts(
     scored(rewards, task)
     metrics |= part_metrics(parts) | spent
     return ScoredRollouts(rollouts, rewards, metrics, data.get_state())
+
+
+def scored_by_all(rollouts: list[Rollout], task: Task, tell: Tell, samples: int) -> Rewarded:
+    """`score` of rollouts to train on, where each process scores a share of the prompts."""
+
+    def mine(share: Sequence[Rollout]) -> dict[str, Any]:
+        made = score(share, task.train, task, tell)
+        return {"rewards": made.rewards.tolist(), "parts": made.parts}
+
+    if jax.process_count() == 1:
+        return score(rollouts, task.train, task, tell)
+    shares = in_shares(rollouts, mine, of=samples)
+    rewards = np.concatenate([np.asarray(share["rewards"], np.float32) for share in shares])
+    return Rewarded(rewards, [part for share in shares for part in share["parts"]])

@@ -61,9 +61,9 @@ class Ops:
 def plain_ops() -> Ops:
     """Every piece as one device computes it."""
     return Ops(
-        embed=embed, norm=rms_norm, linear=linear, output=linear, rotary=rope_tables, attend=sink_attention,
-        decode=decode_attention, router=route, experts=experts, record=chosen, logits=logits,
-        logprobs=target_logprobs, remat=as_is,
+        embed=embed, norm=rms_norm, linear=linear, output=linear, rotary=rope_tables,
+        attend=sink_attention, decode=decode_attention, router=route, experts=experts,
+        record=chosen, logits=logits, logprobs=target_logprobs, remat=as_is,
     )  # fmt: skip
 
 

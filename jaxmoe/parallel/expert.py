@@ -67,9 +67,9 @@ def gathered_experts(
 ) -> Float[Array, "b t D"]:
     """Σ_a weight_a · expert_a(h): tokens all-gathered over `over`, sums reduce-scattered.
 
-    Holds, of n·b·t tokens on n shards, h in its dtype and the sum in float32, up to GATHERED bytes:
-    beyond them tokens go in parts. And rows of `buffer_rows` pairs, by default ROOM times the
-    balanced load, whatever n.
+    Holds h and the float32 sum of all n·b·t tokens of n shards, or, where that sum has more than
+    GATHERED bytes, of as many of them at a time as have not; and rows of `buffer_rows` pairs, by
+    default ROOM times the balanced load, whatever n.
 
     Numerics: the sum over experts is float32 on a device and over devices, and rounds once. h's
     gradient is rounded on each device and summed over them in float32.
@@ -82,11 +82,11 @@ def gathered_experts(
     indices_MA = indices_btA.reshape(-1, active)
     parts = min(-(-_size(over) * h_MD.size * 4 // GATHERED), h_MD.shape[0])
     if parts <= 1:
-        return some((h_MD, weights_MA), layer, indices_MA).reshape(h_btD.shape)
-    # what is missing in the last part is nobody's
+        return jnp.reshape(some((h_MD, weights_MA), layer, indices_MA), h_btD.shape)
+    # what fills up the last part is nobody's
     tokens = _cut(h_MD, parts), _cut(weights_MA, parts)
     y_PMD = in_parts(some, tokens, layer, _cut(indices_MA, parts, -1))
-    return y_PMD.reshape(-1, width)[: h_MD.shape[0]].reshape(h_btD.shape)
+    return _joined(y_PMD, h_MD.shape[0]).reshape(h_btD.shape)
 
 
 def _gathered(tokens, layer, indices_MA, *, cfg, over, sum_over, experts, wanted):
@@ -166,7 +166,7 @@ def exchanged_experts(
     x_SD = rows_of(h_btD.reshape(-1, width), sent)
     y_SD = in_rounds(one, rounds, (x_SD, layer), counts)
     sum_MD = sum_of(y_SD, weights_btA.reshape(-1, active), sent)
-    return summed(sum_MD, (), sum_over, h_btD.dtype).reshape(h_btD.shape)
+    return jnp.reshape(summed(sum_MD, (), sum_over, h_btD.dtype), h_btD.shape)
 
 
 def dispatch_for(
@@ -244,6 +244,10 @@ def _cut(x_MX, parts, filler=0):
     missing = -x_MX.shape[0] % parts
     x_MX = jnp.pad(x_MX, ((0, missing), (0, 0)), constant_values=filler)
     return x_MX.reshape(parts, -1, x_MX.shape[1])
+
+
+def _joined(y_PMD, rows):
+    return y_PMD.reshape(-1, y_PMD.shape[2])[:rows]
 
 
 def _needed(count, rows):

@@ -4,7 +4,6 @@
 Inside `jax.shard_map` bodies only. Next: jaxmoe/parallel/ops.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import jax
@@ -43,19 +42,3 @@ def _backward(over: Cuts, dtype: DTypeLike, like: Array, dw: Array) -> tuple[Arr
 
 
 gathered.defvjp(_forward, _backward)
-
-
-class Layer(Mapping[str, Array]):
-    """The parameters of one layer, each gathered when it is read; who reads none gathers none."""
-
-    def __init__(self, cut: Mapping[str, Array], whole: Callable[[str, Array], Array]) -> None:
-        self._cut, self._whole = cut, whole
-
-    def __getitem__(self, name: str) -> Array:
-        return self._whole(name, self._cut[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cut)
-
-    def __len__(self) -> int:
-        return len(self._cut)

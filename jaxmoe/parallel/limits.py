@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a mesh can cut, asked before anything is allocated. Next: jaxmoe/parallel/sharding.py."""
 
+import jax
+
 from jaxmoe.config import Config, require
 
 
@@ -13,9 +15,16 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
     sizes = " * ".join(f"{name} {size}" for name, size in vars(mesh).items() if size > 1)
     require(
         devices is None or mesh.devices in (1, devices),
-        f"the axes of mesh ({sizes}) must multiply to the devices there are, {devices}; got "
-        f"{mesh.devices}. Try --set mesh.fsdp={devices} and 1 for the others.",
+        f"the axes of mesh ({sizes}) must multiply to the devices there are, {devices}; they make "
+        f"{mesh.devices}. Try {_other(cfg, devices)}.",
     )
+    if devices is not None and jax.process_count() > 1:
+        require(
+            cfg.rollout.engine == "native" and cfg.rollout.max_staleness == 0,
+            "several processes must sample with the native engine, in turn with the training: "
+            "two threads would order their collectives differently, and vLLM is one process's. "
+            "Try --set rollout.engine=native --set rollout.max_staleness=0.",
+        )
     if mesh.devices == 1:
         return
     _divides(mesh.sequence, "mesh.sequence", cfg.context,
@@ -36,6 +45,15 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
         return
     for name, rows in _rows(cfg):
         _divides(mesh.row_shards, by, rows, name)
+
+
+def _other(cfg: Config, devices: int | None) -> str:
+    if devices == 1 and jax.default_backend() == "cpu":
+        return f"JAX_NUM_CPU_DEVICES={cfg.mesh.devices} before the command"
+    ones = [
+        f"--set mesh.{name}=1" for name, n in vars(cfg.mesh).items() if n > 1 and name != "fsdp"
+    ]
+    return " ".join([f"--set mesh.fsdp={devices}", *ones])
 
 
 def _rows(cfg: Config) -> list[tuple[str, int]]:

@@ -22,8 +22,8 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.parallel.expert import dispatch_for
-from jaxmoe.parallel.gather import Layer, gathered
-from jaxmoe.parallel.sharding import TRAINING, Names, Placement, partition, shards_of, spec_of
+from jaxmoe.parallel.gather import gathered
+from jaxmoe.parallel.sharding import TRAINING, MeshRules, Names, partition, shards_of, spec_of
 from jaxmoe.shapes import Params
 from pallas_kernels.dispatch import target
 
@@ -31,7 +31,7 @@ _TENSOR: Names = ("tensor",)
 
 
 def sharded_ops(
-    ops: Ops, mesh: Mesh | None, cfg: ModelConfig, placement: Placement = TRAINING
+    ops: Ops, mesh: Mesh | None, cfg: ModelConfig, placement: MeshRules = TRAINING
 ) -> Ops:
     """The same pieces for parameters and tokens that lie on a mesh as `placement` says.
 
@@ -61,7 +61,7 @@ class OnMesh:
 
     mesh: Mesh
     cfg: ModelConfig
-    placement: Placement
+    placement: MeshRules
 
     @property
     def tokens(self) -> tuple[Names, Names]:
@@ -135,7 +135,7 @@ class OnMesh:
         tokens, names = spec_of(*self.tokens), tuple(given)
 
         def local(h_btD: Array, cut: Params, *given: Array) -> Any:
-            mine = Layer(cut, self.whole(h_btD.dtype))
+            mine = self.whole(cut, h_btD.dtype)
             return inner(h_btD, mine, active=active, **dict(zip(names, given, strict=True)))
 
         read = {name: x for name, x in layer.items() if "router" in name}
@@ -152,7 +152,7 @@ class OnMesh:
         over, sum_over = self.expert_shards
 
         def local(h_btD: Array, indices_btA: Array, weights_btA: Array, cut: Params) -> Array:
-            mine = dict(Layer(cut, self.whole(h_btD.dtype)))
+            mine = self.whole(cut, h_btD.dtype)
             if not over + sum_over:
                 return inner(h_btD, indices_btA, weights_btA, mine, cfg)
             dispatch, _ = dispatch_for(
@@ -216,18 +216,15 @@ class OnMesh:
     @property
     def expert_shards(self) -> tuple[Names, Names]:
         """What cuts experts and tokens alike, and what cuts experts alone."""
-        cut, tokens = (
-            self.cut(self.layer["w_gate_up"])[0],
-            {*self.placement.rows, *self.placement.time},
-        )
-        over = tuple(name for name in cut if name in tokens)
+        cut = self.cut(self.layer["w_gate_up"])[0]
+        over = tuple(name for name in cut if name in sum(self.tokens, ()))
         return over, cut[len(over) :]
 
     def layer_specs(self, layer: Params) -> Params:
         return {name: spec_of(*self.cut(self.layer[name])) for name in layer}
 
-    def whole(self, dtype: Any) -> Callable[[str, Array], Array]:
-        """How `Layer` gathers a parameter: in the dtype it is read in, and not over experts."""
+    def whole(self, cut: Params, dtype: Any) -> Params:
+        """Parameters of a layer, gathered but for experts, each in the dtype it is read in."""
 
         def of(name: str, x: Array) -> Array:
             spec = self.layer[name]
@@ -238,4 +235,4 @@ class OnMesh:
             )
             return gathered(x, over, dtype if spec.read == "compute" else x.dtype)
 
-        return of
+        return {name: of(name, x) for name, x in cut.items()}

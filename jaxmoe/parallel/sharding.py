@@ -43,7 +43,7 @@ RULES: Mapping[str, Names] = {
 
 
 @dataclass(frozen=True)
-class Placement:
+class MeshRules:
     """How parameters and tokens lie on a mesh."""
 
     rules: Mapping[str, Names]
@@ -51,10 +51,10 @@ class Placement:
     time: Names  # and their tokens
 
 
-TRAINING = Placement(RULES, ("data", "fsdp", "expert"), ("sequence",))
+TRAINING = MeshRules(RULES, ("data", "fsdp", "expert"), ("sequence",))
 # a decode step has few tokens and reads all weights: none but the embedding's, the head's and the
 # experts', to which tokens travel, is cut over devices that have rows of their own
-SAMPLING = Placement(
+SAMPLING = MeshRules(
     {"heads": ("tensor",), "kv": ("tensor",), "expert": ("fsdp", "expert", "sequence", "tensor"),
      "width": RULES["width"], "vocab": RULES["vocab"]},
     ("data", "fsdp", "expert", "sequence"), (),
@@ -116,7 +116,7 @@ def spec_of(*names: Names) -> P:
     return P(*(cut or None for cut in names))
 
 
-def param_shardings(cfg: ModelConfig, mesh: Mesh, placement: Placement = TRAINING) -> Params:
+def param_shardings(cfg: ModelConfig, mesh: Mesh, placement: MeshRules = TRAINING) -> Params:
     """The tree of NamedSharding of a model's parameters."""
 
     def sharding(spec: Any) -> NamedSharding:
@@ -163,16 +163,22 @@ def place_state(state: Leaf, cfg: ModelConfig, mesh: Mesh | None) -> Leaf:
     return jax.device_put(state, state_shardings(state, cfg, mesh))
 
 
-def batch_sharding(mesh: Mesh, ndim: int, placement: Placement = TRAINING) -> NamedSharding:
+def batch_sharding(mesh: Mesh, ndim: int, placement: MeshRules = TRAINING) -> NamedSharding:
     """Of an array of a batch, [B], [B, T] or [B, T, …]."""
     cut = (placement.rows, placement.time)[:ndim]
     return NamedSharding(mesh, spec_of(*cut))
 
 
-def place(tree: Leaf, mesh: Mesh | None, placement: Placement = TRAINING) -> Leaf:
+def place(tree: Leaf, mesh: Mesh | None, placement: MeshRules = TRAINING) -> Leaf:
     """The arrays of a batch on their devices; as they are without a mesh."""
     if mesh is None:
         return tree
-    return jax.tree.map(
-        lambda x: jax.device_put(x, batch_sharding(mesh, np.ndim(x), placement)), tree
-    )
+
+    def put(x: Any) -> jax.Array:
+        at = batch_sharding(mesh, np.ndim(x), placement)
+        if jax.process_count() == 1:
+            return jax.device_put(x, at)
+        whole = np.asarray(x)  # which every process has
+        return jax.make_array_from_callback(whole.shape, at, lambda index: whole[index])
+
+    return jax.tree.map(put, tree)

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxmoe.config import Config
 from jaxmoe.model.critic import new_critic
 from jaxmoe.model.params import abstract_params
+from jaxmoe.parallel.sharding import placed_shapes
 from jaxmoe.shapes import Leaf, Params
 
 
@@ -65,11 +67,15 @@ def rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> T
 
 
 def stage_shapes(
-    cfg: Config, supervised: optax.GradientTransformation, tx: optax.GradientTransformation
+    cfg: Config,
+    supervised: optax.GradientTransformation,
+    tx: optax.GradientTransformation,
+    mesh: Mesh | None = None,
 ) -> dict[str, TrainState]:
-    """Shapes of the state in each stage of a run."""
+    """Shapes of the state in each stage of a run, and on a mesh where they lie."""
     policy = abstract_params(cfg.model, cfg.optim.param_dtype)
-    return {
+    shapes = {
         "warmup": jax.eval_shape(lambda p: new_state(Trained(p), supervised), policy),
         "rl": jax.eval_shape(lambda p: rl_state(p, cfg, tx), policy),
     }
+    return {stage: placed_shapes(state, cfg.model, mesh) for stage, state in shapes.items()}

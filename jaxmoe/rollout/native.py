@@ -24,9 +24,10 @@ from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
 from jaxmoe.model.cache import write_slots
 from jaxmoe.model.params import as_read
-from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.sharding import SAMPLING, param_shardings, place, shards_of
 from jaxmoe.observe.profiling import compilations
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.processes import on_hosts
+from jaxmoe.parallel.sharding import SAMPLING, param_shardings, place, shards_of
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason, expert_dtype
 from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
@@ -290,13 +291,13 @@ class NativeEngine:
                 top_k=sampling.top_k, top_p=sampling.top_p, enough=enough,
             )  # fmt: skip
             real = original < n
-            tokens[original[real]] = np.asarray(rows.tokens_BT)[real]
-            logp[original[real]] = np.asarray(rows.logp_BT)[real]
+            tokens[original[real]] = on_hosts(rows.tokens_BT)[real]
+            logp[original[real]] = on_hosts(rows.logp_BT)[real]
             if log_kept is not None:
-                log_kept[original[real]] = np.asarray(rows.log_kept_BT)[real]
+                log_kept[original[real]] = on_hosts(rows.log_kept_BT)[real]
             if experts is not None:
-                experts[original[real]] = np.asarray(rows.experts_BTLA)[real]
-            alive = np.flatnonzero(np.asarray(rows.alive_B))
+                experts[original[real]] = on_hosts(rows.experts_BTLA)[real]
+            alive = np.flatnonzero(on_hosts(rows.alive_B))
             if int(rows.column) == budget or alive.size == 0:
                 break
             keep = np.concatenate([alive, np.setdiff1d(np.arange(size), alive)])[:smaller]
@@ -350,7 +351,7 @@ class NativeEngine:
             experts_BTLA=None if read is None else jnp.zeros(shape + read.shape[2:], read.dtype),
         )
         state = replace(place(state, self._mesh, SAMPLING), cache=cache)
-        return state, shape[1], np.asarray(read)
+        return state, shape[1], on_hosts(read)
 
     def _rollout(
         self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,

@@ -14,7 +14,7 @@ def random_weights(cfg: ModelConfig, seed: int):
 
     def leaf(spec):
         wide = spec.init == "normal"
-        fan = spec.shape[-1] if spec.axes == ("vocab", "embed") else spec.shape[-2] if wide else 1
+        fan = spec.shape[-1] if spec.axes[-1:] == ("width",) else spec.shape[-2] if wide else 1
         x = rng.normal(size=spec.shape) * (1 / np.sqrt(fan) if wide else 0.0)
         x = x + (spec.init == "ones") + 0.1 * rng.normal(size=spec.shape)
         return jnp.asarray(x, jnp.float32)

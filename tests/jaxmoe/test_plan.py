@@ -18,6 +18,7 @@ from jaxmoe.engines import open_engine
 from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params, as_read, count_params, param_specs
 from jaxmoe.parallel.host import free_bytes
+from jaxmoe.parallel.sharding import RULES
 from jaxmoe.plan import check_memory, describe, device_bytes, layer_flops, memory
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import rl_state, stage_shapes
@@ -132,19 +133,20 @@ def test_packed_microbatches_are_as_large_as_they_say():
     assert packed(12).activations == cut(16).activations == 2 * cut(8).activations
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "expert"])
+@pytest.mark.parametrize("axis", ["fsdp", "expert", "sequence", "tensor"])
 def test_a_mesh_of_two_halves_what_it_cuts(axis):
     one = override(BIG, "mesh.fsdp=1")
     two = override(one, f"mesh.{axis}=2")
-    logical = {"fsdp": {"embed"}, "expert": {"expert", "heads", "kv", "vocab"}}[axis]
+    logical = {name for name, axes in RULES.items() if axis in axes}
     specs = jax.tree.leaves(param_specs(BIG.model), is_leaf=lambda x: hasattr(x, "axes"))
-    cut = sum(4 * math.prod(s.shape) for s in specs if logical & set(s.axes))
+    matrices = [s for s in specs if len(s.axes) - ("pair" in s.axes) > 1 or axis == "tensor"]
+    cut = sum(4 * math.prod(s.shape) for s in matrices if logical & set(s.axes))
     before, after = memory(one), memory(two)
     assert before.weights - after.weights == cut // 2
-    assert cut > 0.99 * before.weights
+    assert cut > 0.97 * before.weights
     assert after.optimizer == 2 * after.weights
     # each device's engine keeps a few counters of its own beside half of the keys and values
-    assert 0 <= 2 * after.cache - before.cache < 1e-6 * before.cache
+    assert axis == "tensor" or 0 <= 2 * after.cache - before.cache < 1e-6 * before.cache
 
 
 def test_recomputation_and_smaller_pieces_take_less():
@@ -201,18 +203,17 @@ def test_the_shipped_large_runs_fit_80_gb_and_make_nothing(name, count, devices)
     assert mem.training == sum(parts.values()) - mem.cache
 
 
-def test_fsdp_gathers_a_layer_pair_in_the_dtype_it_is_read_in():
-    layers = param_specs(BIG.model)["layers"]
-    pair = size(layers) // (BIG.model.n_layers // 2)
+def test_a_layer_is_whole_at_a_time_in_the_dtype_it_is_read_in():
+    layer = size(param_specs(BIG.model)["layers"]) // BIG.model.n_layers
     cut = memory(BIG)
     assert memory(override(BIG, "mesh.fsdp=1")).gathered == 0
     # whole on each device, however many there are
     assert cut.gathered == memory(override(BIG, "mesh.fsdp=2")).gathered
-    assert 2 * 2 * pair < cut.gathered < 2 * 2.01 * pair  # it and its gradient
+    assert 2 * 2 * layer < cut.gathered < 2 * 2.01 * layer  # it and its gradient
     experts = memory(
         override(BIG, "mesh.fsdp=2", "mesh.expert=8")
     ).gathered  # these stay where they are
-    assert cut.gathered / 8 < experts < cut.gathered / 7.8
+    assert cut.gathered / 8 < experts < cut.gathered / 6
 
 
 def test_the_native_engine_has_a_copy_of_its_own_and_two_while_it_takes_new_weights():
@@ -278,10 +279,11 @@ def test_tiny_says_its_parameters_and_its_warm_start():
     assert f"({r.prompts_per_step} prompts x {r.samples_per_prompt})" in text
 
 
-def test_a_plan_for_a_mesh_says_that_train_refuses_it():
+def test_a_plan_names_the_mesh():
     cfg = load("tiny.py")
-    assert "refuses" not in describe(cfg)
-    assert "train refuses 4 devices" in describe(override(cfg, "mesh.fsdp=2", "mesh.expert=2"))
+    assert "devices      1 (no mesh)" in describe(cfg)
+    four = describe(override(cfg, "mesh.fsdp=2", "mesh.expert=2"))
+    assert "devices      4 (fsdp 2 x expert 2)" in four
 
 
 def what_runs(cfg, *changes):

@@ -79,7 +79,7 @@ def test_initial_values_match_the_table():
         if spec.init != "normal":
             assert np.all(values == (spec.init == "ones"))
             return
-        fan_in = spec.shape[-1 if spec.axes == ("vocab", "embed") else -2]
+        fan_in = spec.shape[-1 if spec.axes[-1] == "width" else -2]
         # mean of squares of n normals: deviation sqrt(2/n); five of them, and bfloat16's rounding
         ratio = np.mean(values**2) * fan_in
         assert abs(ratio - 1) < 5 * np.sqrt(2 / values.size) + 2**-8, spec.hf

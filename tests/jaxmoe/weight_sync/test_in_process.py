@@ -5,12 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from weight_updates import sent_tensors
 
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import MeshConfig, ModelConfig
 from jaxmoe.model.params import map_specs
-from jaxmoe.parallel.sharding import partition
+from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.vllm_plugin import tensor_mailbox
 from jaxmoe.weight_sync.checksum import digest
 from jaxmoe.weight_sync.in_process import share_in_process
@@ -31,13 +30,9 @@ def on_one(params):
 
 
 def cut(params):
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "expert"))
-
-    def put(spec, leaf):
-        names = partition(spec.axes, dict(mesh.shape))
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*names)))
-
-    return map_specs(put, CFG, params)
+    mesh = make_mesh(MeshConfig(fsdp=4, expert=2), jax.devices()[:8])
+    assert mesh is not None
+    return jax.device_put(params, param_shardings(CFG, mesh))
 
 
 def test_the_mailbox_has_the_manifest_and_is_empty_after_closing():

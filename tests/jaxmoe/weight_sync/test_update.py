@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from weight_updates import CFG, RUN, left, random_params, travels_as, write_update
 
 from jaxmoe.checkpoint import layouts
 from jaxmoe.checkpoint.hf import entries, iter_hf, load_params
-from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config import ConfigError, MeshConfig, ModelConfig
 from jaxmoe.model.params import map_specs
-from jaxmoe.parallel.sharding import partition
+from jaxmoe.parallel.sharding import make_mesh, partition, spec_of
 from jaxmoe.weight_sync import update as module
 from jaxmoe.weight_sync.checksum import digest
 from jaxmoe.weight_sync.update import new_run
@@ -117,13 +117,14 @@ def test_a_dtype_that_engines_do_not_take_is_refused(tmp_path, dtype):
 
 def spread(params, cfg, fsdp: int, expert: int, along_pairs: bool = False):
     """Over a mesh as the rules say; or also the layer pairs, over the first axis."""
-    mesh = Mesh(np.array(jax.devices()[: fsdp * expert]).reshape(fsdp, expert), ("fsdp", "expert"))
+    sizes = MeshConfig(fsdp=fsdp, expert=expert)
+    mesh = make_mesh(sizes, jax.devices()[: fsdp * expert])
 
     def put(spec, leaf):
-        names = list(partition(spec.axes, dict(mesh.shape)))
-        if along_pairs and spec.axes[0] == "pair" and "fsdp" not in names:
-            names[0] = "fsdp"
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*names)))
+        names = list(partition(spec.axes, spec.shape, mesh.shape))
+        if along_pairs and spec.axes[0] == "pair" and ("fsdp",) not in names:
+            names[0] = ("fsdp",)
+        return jax.device_put(leaf, NamedSharding(mesh, spec_of(*names)))
 
     return map_specs(put, cfg, params)
 
@@ -182,10 +183,9 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 sys.path.insert(0, sys.argv[4])
 import test_update as t
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "expert"))
+mesh = t.make_mesh(t.MeshConfig(fsdp=2, expert=2), jax.devices())
 def put(spec, leaf):
-    cut = NamedSharding(mesh, PartitionSpec(*t.partition(spec.axes, dict(mesh.shape))))
+    cut = t.NamedSharding(mesh, t.spec_of(*t.partition(spec.axes, spec.shape, mesh.shape)))
     return jax.make_array_from_callback(leaf.shape, cut, lambda index: leaf[index])
 params = t.map_specs(put, t.CFG, t.random_params())
 assert not params["head"].is_fully_addressable

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mesh that fits neither devices, model nor batch is one line, before anything is allocated."""
+
+import pytest
+
+from jaxmoe.config import ConfigError
+from jaxmoe.config_file import load, override
+from jaxmoe.parallel.limits import check_mesh
+
+TINY = load("tiny.py")  # heads 4 and 2, experts 8, rows 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "said"),
+    [
+        (["mesh.fsdp=8"], 4, r"\(fsdp 8\) must multiply to the devices there are, 4; they make 8"),
+        (["mesh.fsdp=2", "mesh.expert=2"], 8, r"--set mesh.fsdp=8 --set mesh.expert=1"),
+        (["mesh.fsdp=8"], 1, r"JAX_NUM_CPU_DEVICES=8 before the command"),
+        (["mesh.sequence=7"], 7, r"mesh.sequence \(7\) must divide data.max_prompt_tokens"),
+        (["mesh.tensor=8"], 8, r"mesh.tensor \(8\) must divide model.n_"),
+        (["mesh.expert=16"], 16, r"mesh.expert \* mesh.tensor \(16\) must divide model.n_experts"),
+        (["mesh.fsdp=48"], 48, r"\(48\) must divide the rows of a microbatch"),
+        (["mesh.fsdp=8", "warmup.sequences_per_step=12"], 8, r"warmup.sequences_per_step / optim"),
+        (
+            ["mesh.fsdp=8", "optim.tokens_per_microbatch=2000"], 8,
+            r"must hold a multiple of mesh.data \* mesh.fsdp \* mesh.expert \(8\) rows",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_mesh_cannot_cut_is_refused_by_name(changes, devices, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        check_mesh(override(TINY, *changes), devices)
+    assert "\n" not in str(error.value) and "Try " in str(error.value)
+
+
+def test_one_device_and_a_mesh_that_fits_are_taken():
+    check_mesh(TINY, 8)
+    check_mesh(override(TINY, "mesh.fsdp=8"), 8)
+    check_mesh(override(TINY, "mesh.fsdp=8"))  # of other machines

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps on eight devices are those on one, whatever the mesh cuts."""
+
+from dataclasses import replace
+from functools import cache, partial
+from itertools import combinations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
+from jaxmoe.losses import gae
+from jaxmoe.model import init_params, new_critic, plain_ops
+from jaxmoe.observe.profiling import compilations
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.sharding import AXES, make_mesh, place, place_state, state_shardings
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.optimizer import make_optimizer
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Frozen, Trained, new_state
+from jaxmoe.rl.update import rl_step
+
+CFG = ModelConfig(
+    vocab_size=250, vocab_multiple=16, d_model=48, n_layers=2, n_q_heads=16, n_kv_heads=8,
+    head_dim=16, n_experts=8, experts_per_token=2, d_expert=40, sliding_window=9, dtype="float32",
+)  # fmt: skip
+B, T = 16, 40
+TX = make_optimizer(OptimConfig(lr=1e-3), steps=100)
+GRPO = Algorithm(old_logp="recomputed", kl_coef=0.1)
+PPO = Algorithm(advantages=partial(gae, trace=0.9), critic="own", value_clip=0.5)
+TWOS = [dict.fromkeys(three, 2) for three in combinations(AXES, 3)]
+EIGHTS = [{axis: 8} for axis in AXES]
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """As the command has it: optax raises floats to integer powers."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def make_batch(seed):
+    dice = np.random.default_rng(seed)
+    ends, time = dice.integers(20, T + 1, (B, 1)), np.arange(T)[None]
+    mask = (time >= 8) & (time < ends)
+    return Batch(
+        tokens_BT=np.where(time < ends, dice.integers(0, 250, (B, T)), 0).astype(np.int32),
+        positions_BT=np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)),
+        segment_ids_BT=(time < ends).astype(np.int32),
+        loss_mask_BT=mask,
+        rollout_logp_BT=np.where(mask, -5.5, 0.0).astype(np.float32),
+        rewards_B=dice.normal(size=B).astype(np.float32),
+        samples_per_prompt=4,
+    )
+
+
+def start(a):
+    params = init_params(jax.random.key(0), CFG)
+    critic = None
+    if a.critic != "none":
+        critic = new_critic(params, CFG, "float32", own_backbone=True)
+        critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
+    reference = jax.tree.map(lambda x: 1.1 * x, params) if a.kl_coef else None
+    return new_state(Trained(params, critic), TX, Frozen(reference))
+
+
+def losses(a, sizes, steps, remat=lambda pair: pair):
+    """The losses of so many steps on a mesh, and how often the step was compiled."""
+    mesh = make_mesh(MeshConfig(**sizes))
+    ops = sharded_ops(replace(plain_ops(), remat=remat), mesh, CFG)
+    state = place_state(start(a), CFG, mesh)
+    pins = (
+        {} if mesh is None else {"out_shardings": (state_shardings(state, CFG, mesh), None, None)}
+    )
+    step = jax.jit(
+        partial(rl_step, tx=TX, algorithm=a, scorer=Scorer(CFG, ops, critic=a.critic)),
+        donate_argnums=0, **pins,
+    )  # fmt: skip
+    found = []
+    for seed in range(steps):
+        state, metrics, _ = step(state, place(make_batch(seed), mesh))
+        found.append(float(metrics["loss"]))
+    return np.array(found), compilations(step)
+
+
+@cache
+def on_one(a, steps):
+    return losses(a, {}, steps)[0]
+
+
+def test_a_step_on_a_mesh_is_the_step_on_one_device():
+    found, compiled = losses(GRPO, {"fsdp": 2, "expert": 2, "tensor": 2}, 2)
+    assert np.abs(found - on_one(GRPO, 2)).max() < 2e-5
+    assert compiled == 1
+
+
+@pytest.mark.slow  # twelve meshes, half a minute each where all is compiled as users do
+@pytest.mark.parametrize("a", [GRPO, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("sizes", [*TWOS, *EIGHTS], ids=str)
+def test_twenty_steps_on_eight_devices_are_those_on_one(a, sizes):
+    found, compiled = losses(a, sizes, 20)
+    assert np.abs(found - on_one(a, 20)).max() < 2e-5
+    assert compiled == 1

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who holds what: the table, and a state that lies by it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxmoe.config import MeshConfig
+from jaxmoe.model import gpt_oss_20b, gpt_oss_120b, param_specs, tiny
+from jaxmoe.parallel.sharding import (
+    AXES,
+    SAMPLING,
+    local_shape,
+    make_mesh,
+    param_shardings,
+    partition,
+    place,
+    spec_of,
+    state_shardings,
+)
+from jaxmoe.rl.state import Frozen, Trained, new_state
+
+
+def sizes(**given):
+    return dict.fromkeys(AXES, 1) | given
+
+
+def specs(cfg):
+    return jax.tree.leaves(param_specs(cfg), is_leaf=lambda x: hasattr(x, "axes"))
+
+
+@pytest.mark.parametrize("cfg", [gpt_oss_20b(), gpt_oss_120b()], ids=["20b", "120b"])
+@pytest.mark.parametrize(
+    "mesh",
+    [sizes(fsdp=8), sizes(fsdp=8, expert=8), sizes(fsdp=4, sequence=4, tensor=4), sizes(expert=16)],
+    ids=str,
+)
+def test_a_device_holds_its_share_of_the_real_models_and_little_more(cfg, mesh):
+    devices = math.prod(mesh.values())
+    whole = sum(math.prod(s.shape) for s in specs(cfg))
+    held = sum(math.prod(local_shape(s.shape, s.axes, mesh)) for s in specs(cfg))
+    assert whole / devices <= held < 1.1 * whole / devices
+
+
+def test_an_axis_of_the_mesh_cuts_a_parameter_once_and_only_where_it_divides():
+    mesh = sizes(fsdp=2, expert=3, tensor=2)
+    assert partition(("pair", "embed", "heads"), (2, 8, 12), mesh) == (
+        (),
+        ("fsdp",),
+        ("tensor", "expert"),
+    )
+    assert partition(("pair", "embed", "heads"), (2, 9, 8), mesh) == ((), (), ("tensor",))
+    assert partition(("pair", "expert", "embed", "hidden"), (2, 6, 8, 10), mesh) == (
+        (), ("expert", "tensor"), ("fsdp",), (),
+    )  # fmt: skip
+    assert partition(("pair", "embed"), (2, 8), mesh) == ((), ())  # a vector is whole
+    assert partition(("pair", "heads"), (2, 12), mesh) == ((), ("tensor",))  # but for heads
+
+
+def test_whatever_mirrors_the_parameters_lies_as_they_do():
+    cfg = tiny(n_experts=8)
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
+    assert mesh is not None
+    shapes = jax.eval_shape(
+        lambda: jax.tree.map(
+            lambda s: jnp.zeros(s.shape), param_specs(cfg), is_leaf=lambda x: hasattr(x, "axes")
+        )
+    )
+    backbone = {k: v for k, v in shapes.items() if k != "head"}
+    critic = {
+        "backbone": backbone,
+        "value_head": {"w_value": jax.ShapeDtypeStruct((cfg.d_model,), "float32")},
+    }
+    state = jax.eval_shape(
+        lambda p: new_state(p, optax.adamw(1e-3), Frozen(p.policy)), Trained(shapes, critic)
+    )
+    at = state_shardings(state, cfg, mesh)
+    want = param_shardings(cfg, mesh)
+    assert at.params.policy == want == at.frozen.reference
+    moments = at.opt_state[0]
+    assert moments.mu.policy == want == moments.nu.policy
+    assert moments.mu.critic["backbone"]["layers"] == want["layers"]
+    assert at.params.critic["value_head"]["w_value"].spec == P() == at.step.spec
+
+
+def test_an_engine_holds_experts_cut_over_all_devices_and_attention_whole():
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=2, sequence=2))
+    cfg = tiny(n_experts=8)
+    layer = param_shardings(cfg, mesh, SAMPLING)["layers"]["full"]
+    assert layer["w_q"].spec == P(None, None, None)
+    assert layer["w_down"].shard_shape((1, 8, 4, 4))[1] == 1
+
+
+def test_rows_and_tokens_of_a_batch_are_cut():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, sequence=2))
+    rows, tokens, none = place((np.zeros(8), np.zeros((8, 6)), np.int32(3)), mesh)
+    assert rows.sharding.shard_shape(rows.shape) == (2,)
+    assert tokens.sharding.shard_shape(tokens.shape) == (2, 3)
+    assert none.sharding.is_fully_replicated
+    assert spec_of(("data", "fsdp"), ()) == P(("data", "fsdp"), None)
