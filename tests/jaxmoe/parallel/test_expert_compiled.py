@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.experts import experts
+from jaxmoe.parallel import expert
 from jaxmoe.parallel.expert import exchanged_experts, gathered_experts
 from jaxmoe.parallel.sharding import AXES
 from pallas_kernels import grouped_matmul, grouped_swiglu
@@ -92,7 +93,6 @@ def compiled(mesh, chip, dispatch, backward=True):
     "chip, topology, axes",
     [
         ("h200", "1x1x8", dict(expert=8)),
-        ("h200", "1x1x8", dict(fsdp=2, expert=2, tensor=2)),
         ("v5p", "v5p:2x2x1", dict(expert=4)),
         ("v6e", "v6e:2x4", dict(expert=4, tensor=2)),
     ],
@@ -107,6 +107,19 @@ def test_on_a_big_v5e_tokens_are_gathered():
     assert "reduce-scatter" in compiled(mesh, "v5e", gathered_experts).as_text()
     with pytest.raises(Exception, match="limited ICI routing"):
         compiled(mesh, "v5e", exchanged_experts)
+
+
+@pytest.mark.slow  # four programs, 20 s each
+@pytest.mark.parametrize("dispatch", [gathered_experts, exchanged_experts])
+def test_temporaries_do_not_grow_with_the_number_of_devices(dispatch, monkeypatch):
+    """Tokens of 8 devices are gathered at once, of 16 in two parts."""
+    monkeypatch.setattr(expert, "GATHERED", 8 * ROWS * D * 4)
+    eight, sixteen = (
+        compiled(mesh_of("h200", hosts, expert=n), "h200", dispatch).memory_analysis()
+        for n, hosts in ((8, "1x1x8"), (16, "1x2x8"))
+    )
+    print(dispatch.__name__, eight.temp_size_in_bytes, sixteen.temp_size_in_bytes)
+    assert sixteen.temp_size_in_bytes < 1.05 * eight.temp_size_in_bytes
 
 
 def test_the_exchange_sends_fewer_bytes_of_a_token_than_gathering():
