@@ -16,6 +16,7 @@ from jaxmoe.config import MeshConfig, ModelConfig
 from jaxmoe.model import plain_ops
 from jaxmoe.model.experts import experts
 from jaxmoe.parallel import exchange, expert, pairs
+from jaxmoe.parallel import ops as parallel_ops
 from jaxmoe.parallel.expert import dispatch_for, exchanged_experts, gathered_experts
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import SAMPLING, TRAINING, make_mesh
@@ -169,7 +170,9 @@ def test_a_planted_fault_is_seen(fault, dispatch, monkeypatch):
         agree(once(mesh, DISPATCHES[dispatch]), plain(*args), oracle(*args), ("y",))
 
 
-def test_the_forward_takes_its_experts_from_the_mesh_in_bfloat16():
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_the_forward_takes_its_experts_from_the_mesh_in_bfloat16(dispatch, monkeypatch):
+    monkeypatch.setattr(parallel_ops, "dispatch_for", lambda *_, **__: (DISPATCHES[dispatch], ""))
     cfg = replace(CFG, dtype="bfloat16")
     mesh = mesh_of(fsdp=2, expert=2, tensor=2)
     ops = sharded_ops(plain_ops(), mesh, cfg, TRAINING)
