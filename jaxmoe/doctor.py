@@ -65,7 +65,7 @@ def run(cfg: Config) -> bool:
     require(
         cfg.mesh.devices == 1,
         f"the doctor compares on one device, and mesh has {cfg.mesh.devices}. Try "
-        + " ".join(f"--set mesh.{name}=1" for name, size in vars(cfg.mesh).items() if size > 1),
+        + " ".join(f"--set mesh.{name}=1" for name, size in cfg.mesh.sizes.items() if size > 1),
     )
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.of_any_dtype)

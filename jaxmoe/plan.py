@@ -217,7 +217,7 @@ def describe(cfg: Config) -> str:
     algorithm(cfg)
     total, active = count_params(cfg.model)
     mem, r = memory(cfg), cfg.rollout
-    axes = {name: size for name, size in vars(cfg.mesh).items() if size > 1}
+    axes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
     told = " x ".join(f"{name} {size}" for name, size in axes.items()) or "no mesh"
     lines = [
         to_json(cfg),
@@ -287,7 +287,7 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
 
 def _local_size(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
     """Entries of these parameters on one device."""
-    sizes = vars(cfg.mesh)
+    sizes = cfg.mesh.sizes
     return sum(
         math.prod(local_shape(s.shape, s.axes, sizes, rules)) for s in jax.tree.leaves(specs)
     )

@@ -44,7 +44,7 @@ from jaxmoe.observe.progress import Progress
 from jaxmoe.observe.trackers import installed
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.processes import first_speaks, join, same_everywhere
+from jaxmoe.parallel.processes import leave, same_everywhere, together
 from jaxmoe.parallel.sharding import (
     make_mesh,
     place,
@@ -74,15 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         if looks:
             dry_run(cfg, *STAGES)
             return status.code
-        join()
-        with first_speaks():
+        with together():
             with open_job(cfg) as job:
                 warm_start(job)
                 reinforce(job)
             typed = sys.argv[1:] if argv is None else argv
             out = str(Path(cfg.workdir) / "export")
             print(f"export   python -m jaxmoe.export {shlex.join([*typed, '--out', out])}")
-    return status.code
+    return leave(status.code)
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     ):
         if first:
             record_config(work, cfg, kernels.names)
-        ops = sharded_ops(ops, mesh, cfg.model)
+        ops = sharded_ops(ops, mesh, cfg.model, across=cfg.mesh.attention)
         yield Job(cfg, ops, mesh, chosen, tx, work, task, engine, log, stop, at, contents=held)
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")

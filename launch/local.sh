@@ -2,6 +2,11 @@
 # Train on this machine, detached from the terminal; the same command resumes.
 #
 #   launch/local.sh RUN_FOLDER --config tiny.py [--set key=value ...]
+#
+# PROCESSES=4 before it starts so many, which find each other on this machine. One process takes all
+# GPUs of a machine by itself; several are for trying out what a cluster does:
+#
+#   JAX_NUM_CPU_DEVICES=2 PROCESSES=4 launch/local.sh runs/four --config tiny.py --set mesh.fsdp=8
 set -euo pipefail
 work=${1:?name the run folder first: launch/local.sh runs/tiny --config tiny.py}
 shift
@@ -18,7 +23,19 @@ if [ -f "$work/pid" ] && kill -0 "$(cat "$work/pid")" 2>/dev/null; then
   exit 2
 fi
 mkdir -p "$work"
-nohup "$python" -m jaxmoe.train "$@" --workdir "$work" >> "$work/log.txt" 2>&1 < /dev/null &
-echo $! > "$work/pid"
+count=${PROCESSES:-1}
+if [ "$count" -gt 1 ]; then
+  # a port that nothing listens at, for the processes to meet
+  port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  export JAX_COORDINATOR_ADDRESS=127.0.0.1:$port JAX_NUM_PROCESSES=$count
+fi
+for number in $(seq 0 $((count - 1))); do
+  log=$work/log.txt
+  if [ "$count" -gt 1 ]; then export JAX_PROCESS_ID=$number; fi
+  if [ "$number" -gt 0 ]; then log=$work/log-$number.txt; fi
+  nohup "$python" -m jaxmoe.train "$@" --workdir "$work" >> "$log" 2>&1 < /dev/null &
+  if [ "$number" -eq 0 ]; then first=$!; fi
+done
+echo "$first" > "$work/pid"
 echo "follow   tail -f $work/log.txt"
-echo "stop     kill $!   (saves first)"
+echo "stop     kill $first   (saves first, and ends all)"

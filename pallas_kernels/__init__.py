@@ -7,7 +7,7 @@ one file per implementation, cases (named shapes). dispatch.py picks the impleme
 
 from pallas_kernels.decode_attention import decode_attention, paged_decode_attention
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
-from pallas_kernels.sink_attention import sink_attention
+from pallas_kernels.sink_attention import sink_attention, sink_attention_backward
 from pallas_kernels.token_logprobs import token_logprobs
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "grouped_swiglu",
     "paged_decode_attention",
     "sink_attention",
+    "sink_attention_backward",
     "token_logprobs",
 ]

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from jaxmoe.checkpoint.digests import array_digests, json_digest
 from jaxmoe.config import ConfigError
@@ -92,6 +93,8 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
 def restore(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
     """The tree saved at a step, bit for bit: every array has the digest it was saved with.
 
+    It lies as `abstract_state` says, however it lay when it was saved; where that says nothing,
+    on one device.
     Raises CheckpointError where it is damaged, or has other shapes than `abstract_state`.
     """
     if not (directory / str(step)).is_dir():
@@ -104,13 +107,19 @@ def restore(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
         if saved.item_metadata is None:
             raise _damaged(directory, step, "state/_METADATA names no arrays")
         _check_shapes(directory, step, saved.item_metadata.tree, abstract_state)
-        found = _read(manager, directory, step, state=ocp.args.StandardRestore(abstract_state))
+        wanted = jax.tree.map(_somewhere, abstract_state)
+        found = _read(manager, directory, step, state=ocp.args.StandardRestore(wanted))
         if _DIGESTS in found:
             then, now = found[_DIGESTS]["arrays"], array_digests(found["state"])
             for name in sorted(then.keys() | now.keys()):
                 if then.get(name) != now.get(name):
                     raise _damaged(directory, step, f"{name} has other bits than were saved")
         return found["state"]
+
+
+def _somewhere(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    here = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
 
 
 def restore_extra(directory: Path, step: int) -> dict[str, Any]:

@@ -232,13 +232,24 @@ class MeshConfig:
     expert: int = 1  # experts cut, and other weights
     sequence: int = 1  # the tokens of a row cut, and weights as by fsdp
     tensor: int = 1  # heads cut, and experts
+    attention: str = "ring"  # or zigzag, or ulysses: how the tokens of a cut row meet
 
     def __post_init__(self) -> None:
-        numbers("mesh", self, **{name: (*_POSITIVE, 1) for name in vars(self)})
+        numbers("mesh", self, **{name: (*_POSITIVE, 1) for name in self.sizes})
+        require(
+            self.attention in ("ring", "zigzag", "ulysses"),
+            f"mesh.attention must be ring, zigzag or ulysses, got {self.attention!r}. "
+            "Try --set mesh.attention=ring.",
+        )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis."""
+        return {name: value for name, value in vars(self).items() if name != "attention"}
 
     @property
     def devices(self) -> int:
-        return math.prod(vars(self).values())
+        return math.prod(self.sizes.values())
 
     @property
     def row_shards(self) -> int:

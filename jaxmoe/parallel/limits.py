@@ -12,7 +12,7 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
     `devices` are those there are; None: another machine's, as for a dry run.
     """
     mesh, model, optim = cfg.mesh, cfg.model, cfg.optim
-    sizes = " * ".join(f"{name} {size}" for name, size in vars(mesh).items() if size > 1)
+    sizes = " * ".join(f"{name} {size}" for name, size in mesh.sizes.items() if size > 1)
     require(
         devices is None or mesh.devices in (1, devices),
         f"the axes of mesh ({sizes}) must multiply to the devices there are, {devices}; they make "
@@ -31,6 +31,12 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
              "data.max_prompt_tokens + rollout.max_new_tokens")  # fmt: skip
     for name in ("n_q_heads", "n_kv_heads"):
         _divides(mesh.tensor, "mesh.tensor", getattr(model, name), f"model.{name}")
+    if mesh.sequence > 1 and mesh.attention == "zigzag":
+        _divides(2 * mesh.sequence, "2 * mesh.sequence", cfg.context,
+                 "data.max_prompt_tokens + rollout.max_new_tokens")  # fmt: skip
+    if mesh.sequence > 1 and mesh.attention == "ulysses":
+        _divides(mesh.sequence * mesh.tensor, "mesh.sequence * mesh.tensor", model.n_q_heads,
+                 "model.n_q_heads")  # fmt: skip
     _divides(mesh.expert * mesh.tensor, "mesh.expert * mesh.tensor", model.n_experts,
              "model.n_experts")  # fmt: skip
     by = "mesh.data * mesh.fsdp * mesh.expert"
@@ -51,7 +57,7 @@ def _other(cfg: Config, devices: int | None) -> str:
     if devices == 1 and jax.default_backend() == "cpu":
         return f"JAX_NUM_CPU_DEVICES={cfg.mesh.devices} before the command"
     ones = [
-        f"--set mesh.{name}=1" for name, n in vars(cfg.mesh).items() if n > 1 and name != "fsdp"
+        f"--set mesh.{name}=1" for name, n in cfg.mesh.sizes.items() if n > 1 and name != "fsdp"
     ]
     return " ".join([f"--set mesh.fsdp={devices}", *ones])
 

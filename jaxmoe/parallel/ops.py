@@ -23,24 +23,35 @@ from jaxmoe.model.ops import Ops
 from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.parallel.expert import dispatch_for
 from jaxmoe.parallel.gather import gathered
+from jaxmoe.parallel.halo import halo
+from jaxmoe.parallel.ring import ring
+from jaxmoe.parallel.sequence import unzigzag, zigzag
 from jaxmoe.parallel.sharding import TRAINING, MeshRules, Names, partition, shards_of, spec_of
+from jaxmoe.parallel.ulysses import ulysses
 from jaxmoe.shapes import Params
-from pallas_kernels.dispatch import target
+from pallas_kernels import sink_attention
+from pallas_kernels.dispatch import Impl, target
 
 _TENSOR: Names = ("tensor",)
+WAYS = {"ring": ring, "zigzag": ring, "ulysses": ulysses}  # of a layer without a window
 
 
 def sharded_ops(
-    ops: Ops, mesh: Mesh | None, cfg: ModelConfig, placement: MeshRules = TRAINING
-) -> Ops:
-    """The same pieces for parameters and tokens that lie on a mesh as `placement` says.
+    ops: Ops, mesh: Mesh | None, cfg: ModelConfig, rules: MeshRules = TRAINING,
+    across: str = "ring",
+) -> Ops:  # fmt: skip
+    """The same pieces for parameters and tokens that lie on a mesh as `rules` says.
 
     As they are without a mesh. A piece of one's own goes into `ops` and is wrapped like the
-    others; it gets one device's share of rows and tokens, and whole weights.
+    others; it gets one device's share of rows and tokens, and whole weights. `across` names one of
+    WAYS, for rows whose tokens are cut.
+    Raises ValueError where they are and `ops.attend` is not sink_attention, which the ways are of.
     """
     if mesh is None:
         return ops
-    on = OnMesh(mesh, cfg, placement)
+    on = OnMesh(mesh, cfg, rules, across)
+    if shards_of(mesh, rules.time) > 1:
+        implementation(ops.attend)
     return replace(
         ops,
         embed=partial(on.embed, ops.embed),
@@ -55,22 +66,37 @@ def sharded_ops(
     )
 
 
+def implementation(attend: Callable[..., Any]) -> Impl:
+    """The `impl` of a sink_attention. Raises ValueError for another function."""
+    if attend is sink_attention:
+        return "auto"
+    if isinstance(attend, partial) and attend.func is sink_attention:
+        if not attend.args and attend.keywords.keys() == {"impl"}:
+            return attend.keywords["impl"]
+    raise ValueError(
+        "Ops.attend must be sink_attention where the tokens of a row are on several devices, "
+        f"with its impl= or without; got {attend!r}. Try mesh.sequence=1 for an attention of your "
+        "own."
+    )
+
+
 @dataclass(frozen=True)
 class OnMesh:
     """What the wrapped pieces know of the mesh."""
 
     mesh: Mesh
     cfg: ModelConfig
-    placement: MeshRules
+    rules: MeshRules
+    across: str
 
     @property
     def tokens(self) -> tuple[Names, Names]:
         """What cuts [B, T] of activations."""
-        return self.placement.rows, self.placement.time
+        return self.rules.rows, self.rules.time
 
     def cut(self, spec: Spec) -> tuple[Names, ...]:
         """Of each dimension of a parameter, of one layer if stacked, what cuts it."""
-        names = partition(spec.axes, spec.shape, self.mesh.shape, self.placement.rules)
+        names = partition(spec.axes, spec.shape, self.mesh.shape, self.rules.rules)
         return names[1:] if spec.axes[0] == "pair" else names
 
     def run(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
@@ -118,15 +144,25 @@ class OnMesh:
         self, inner: Callable[..., Any], q: Array, k: Array, v: Array, sink_N: Array, *,
         window: int | None, **where: Array,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Each device its own rows and heads."""
+        """Each device its own rows and heads; tokens of a row meet as jaxmoe/parallel/sequence.py
+        says."""
         heads, tokens = spec_of(*self.tokens, _TENSOR), spec_of(*self.tokens)
-        names = tuple(where)
+        names, shards = tuple(where), shards_of(self.mesh, self.rules.time)
+        turned = shards > 1 and self.across == "zigzag" and window is None
+        if shards > 1:
+            way = halo if window is not None else WAYS[self.across]
+            inner = partial(way, axis="sequence", impl=implementation(inner))
 
         def local(q: Array, k: Array, v: Array, sink_n: Array, *given: Array) -> Any:
             return inner(q, k, v, sink_n, window=window, **dict(zip(names, given, strict=True)))
 
         ins = (heads, heads, heads, spec_of(_TENSOR), *(tokens for _ in names))
-        return self.run(local, ins, (heads, heads))(q, k, v, sink_N, *where.values())
+        run, arrays = self.run(local, ins, (heads, heads)), (q, k, v, *where.values())
+        if turned:
+            arrays = tuple(zigzag(x, shards) for x in arrays)
+        q, k, v, *places = arrays
+        o, lse = run(q, k, v, sink_N, *places)
+        return (unzigzag(o, shards), unzigzag(lse, shards)) if turned else (o, lse)
 
     def router(
         self, inner: Callable[..., Any], h_BTD: Array, layer: Params, *, active: int,
@@ -169,7 +205,7 @@ class OnMesh:
 
     def logits(self, inner: Callable[..., Array], hidden_BD: Array, w_DV: Array) -> Array:
         over = self.cut(self.specs["head"])
-        rows = spec_of(self.placement.rows)
+        rows = spec_of(self.rules.rows)
 
         def local(hidden_bD: Array, w_dv: Array) -> Array:
             return inner(hidden_bD, gathered(w_dv, over, hidden_bD.dtype))
@@ -205,7 +241,7 @@ class OnMesh:
 
     def weight(self, axes: tuple[str, str], w: Array) -> tuple[Names, Names]:
         """What cuts a matrix of these logical axes."""
-        first, last = partition(axes, w.shape, self.mesh.shape, self.placement.rules)
+        first, last = partition(axes, w.shape, self.mesh.shape, self.rules.rules)
         return first, last
 
     def split(self, names: Names) -> tuple[Names, Names]:

@@ -10,6 +10,7 @@ Next: jaxmoe/train.py.
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -26,13 +27,15 @@ Item = TypeVar("Item")
 
 WAIT_S = 60  # for the others at the start
 HEARTBEAT_S = 20  # a process that is silent for so long is dead, and ends the others
+FIND = "JAXMOE_PROCESSES"
 PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def join(environ: Mapping[str, str] = os.environ) -> None:
     """Meet the other processes of this run, if the environment tells of any; before any device.
 
-    By the three variables in PLAIN, or by what a TPU pod, SLURM or Kubernetes sets.
+    By the three variables in PLAIN, which the scripts of launch/ set; or, with FIND=auto, by what
+    jax finds on a TPU pod.
     Raises ConfigError where the variables are wrong or the first process does not answer.
     """
     if jax.distributed.is_initialized():
@@ -44,13 +47,18 @@ def join(environ: Mapping[str, str] = os.environ) -> None:
             return
         if number > 0:
             _answers(address)
-        options = {"coordinator_address": address, "num_processes": count, "process_id": number}
-    elif not _cluster(environ):
+        options = {
+            "coordinator_address": address, "num_processes": count, "process_id": number,
+            # or jax would look at SLURM's variables and take one GPU of a node's
+            "cluster_detection_method": "deactivate",
+        }  # fmt: skip
+    elif environ.get(FIND) != "auto":
         return
     try:
         jax.distributed.initialize(
-            **options, initialization_timeout=WAIT_S, heartbeat_timeout_seconds=HEARTBEAT_S
-        )
+            **options, initialization_timeout=WAIT_S, heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=HEARTBEAT_S,
+        )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"the processes of a run must find each other; {str(error).splitlines()[0][:200]}. "
@@ -75,13 +83,6 @@ def _plain(environ: Mapping[str, str]) -> tuple[str, int, int]:
             "processes from 0."
         )
     return address, int(count), int(number)
-
-
-def _cluster(environ: Mapping[str, str]) -> bool:
-    """Whether a pod, SLURM or Kubernetes started several of us."""
-    slurm = int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ
-    pod = "," in environ.get("TPU_WORKER_HOSTNAMES", "")
-    return slurm or pod or "JOB_COMPLETION_INDEX" in environ
 
 
 def _answers(address: str) -> None:
@@ -163,6 +164,36 @@ def in_shares(
         if "error" in other:
             raise EngineError(f"process {i} could not go on: {other['error']}")
     return [other["value"] for other in found]
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Inside, `join`ed processes run; where one is lost the others end with one line.
+
+    Raises EngineError for a collective that failed. A process whose heartbeat is missed for
+    HEARTBEAT_S is named by jax itself, which then ends the others.
+    """
+    join()
+    try:
+        with first_speaks():
+            yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        raise EngineError(
+            f"process {jax.process_index()} of {jax.process_count()} lost another one: "
+            f"{(str(error).splitlines() or [''])[0][:200]}. Look for the first error in the logs "
+            "of all; the same command resumes from the last checkpoint."
+        ) from error
+
+
+def leave(code: int) -> int:
+    """The exit status; a process that failed goes at once, or the others would wait for it."""
+    if code and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 @contextmanager

@@ -27,7 +27,18 @@ def named(
 
 
 def check(q: Any, k: Any, v: Any, sink: Any) -> None:
-    """Raises ValueError unless q [.., T, N, H], k and v [.., S, K, H] and sink [N] fit together.
+    """Raises ValueError unless q [.., T, N, H], k and v [.., S, K, H] and sink [N] fit together."""
+    check_arrays(q, k, v)
+    heads = q.shape[2]
+    if sink is None or tuple(sink.shape) != (heads,):
+        raise ValueError(
+            f"sink must have one entry per query head, ({heads},); got "
+            f"{None if sink is None else tuple(sink.shape)}. Fill it with -inf for no sink."
+        )
+
+
+def check_arrays(q: Any, k: Any, v: Any) -> None:
+    """Raises ValueError unless q [.., T, N, H] and k and v [.., S, K, H] fit together.
 
     Reads shapes and dtypes only: JAX's arrays and torch's tensors both do. Whether q and k have
     equal batches is left to the caller, as the pages of a cache have none.
@@ -53,15 +64,25 @@ def check(q: Any, k: Any, v: Any, sink: Any) -> None:
             f"query heads ({heads}) must be a multiple of key heads ({key_heads}): each key head "
             "serves as many query heads."
         )
-    if sink is None or tuple(sink.shape) != (heads,):
-        raise ValueError(
-            f"sink must have one entry per query head, ({heads},); got "
-            f"{None if sink is None else tuple(sink.shape)}. Fill it with -inf for no sink."
-        )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
         )
+
+
+def check_rows(q: Array, do: Array, lse: Array, delta: Array) -> None:
+    """Raises ValueError unless these fit q: do as it is, lse and Δ one number a query and head."""
+    if (do.shape, do.dtype) != (q.shape, q.dtype):
+        raise ValueError(
+            f"do must have the shape and dtype of q, {q.shape} and {q.dtype}; got {do.shape} and "
+            f"{do.dtype}. Cast it."
+        )
+    for name, x in (("lse", lse), ("delta", delta)):
+        if (x.shape, x.dtype) != (q.shape[:3], jnp.float32):
+            raise ValueError(
+                f"{name} must be float32 [batch, time, heads] as of q, {q.shape[:3]}; got "
+                f"{x.dtype} {x.shape}."
+            )
 
 
 def checked_layout(layout: Layout, q: Array, k: Array) -> Layout:

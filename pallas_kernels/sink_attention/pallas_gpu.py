@@ -24,7 +24,7 @@ from pallas_kernels import hopper
 from pallas_kernels.dispatch import gpu_cores, target
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu_backward
-from pallas_kernels.sink_attention.common import named
+from pallas_kernels.sink_attention.common import backward_sums, named
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     MosaicTiles,
@@ -37,7 +37,14 @@ from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     visits,
 )
 from pallas_kernels.sink_attention.reference import UNSEEN
-from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
+from pallas_kernels.sink_attention.signature import (
+    Gradients,
+    Keys,
+    Queries,
+    Result,
+    Rows,
+    Sinks,
+)
 
 ROWS = hopper.WARPGROUP_ROWS
 
@@ -67,8 +74,12 @@ def _attend_fwd(q, k, v, sink, layout, window, scale, interpret):
 
 
 def _attend_bwd(window, scale, interpret, saved, cotangents):
-    gradients = pallas_gpu_backward.backward(saved, cotangents, window, scale, interpret)
-    return *gradients, None
+    q, k, v, sink, layout, o, lse = saved
+    do, dlse = cotangents
+    lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
+    arrays = q, k, v, do, lse, delta, layout
+    dq, dk, dv = pallas_gpu_backward.backward(*arrays, window, scale, interpret)
+    return dq, dk, dv, dsink, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -79,9 +90,27 @@ def mosaic_gpu(
     scale: float, *, interpret: bool = False,
 ) -> Result:  # fmt: skip
     """(o, lse) on a Hopper GPU; see `reference` for the formula. Differentiable."""
-    if scale <= 0:  # the kernels scale after taking a maximum
-        q_BTNH, scale = q_BTNH * (-1 if scale else 0), -scale or 1.0
-    return _attend(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale, interpret)
+    q, scale, _ = _positive(q_BTNH, scale)
+    return _attend(q, k_BSKH, v_BSKH, sink_N, layout, window, scale, interpret)
+
+
+def _positive(q: Array, scale: float) -> tuple[Array, float, int]:
+    """(q, scale, sign) with the scale above 0, as the kernels scale after taking a maximum."""
+    sign = (scale > 0) - (scale < 0)
+    return (q, scale, sign) if scale > 0 else (q * sign, -scale or 1.0, sign)
+
+
+def mosaic_gpu_backward(
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, do_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
+    layout: Layout, window: int, scale: float, *, interpret: bool = False,
+) -> Gradients:  # fmt: skip
+    """(dq, dk, dv) on a Hopper GPU; see `reference_backward` for the formula. Each is rounded to
+    the dtype of q."""
+    q, scale, sign = _positive(q_BTNH, scale)
+    arrays = q, k_BSKH, v_BSKH, do_BTNH, lse_BTN, delta_BTN, layout
+    gradients = pallas_gpu_backward.backward(*arrays, window, scale, interpret)
+    dq, dk, dv = (x.astype(jnp.float32) for x in gradients)
+    return dq * sign, dk, dv
 
 
 def unsupported(q_BTNH: Array, k_BSKH: Array, *_arrays: Array) -> str | None:
@@ -95,6 +124,9 @@ def unsupported(q_BTNH: Array, k_BSKH: Array, *_arrays: Array) -> str | None:
     if 0 in (*q_BTNH.shape, *k_BSKH.shape):
         return "there are no queries or no keys"
     return None
+
+
+unsupported_backward = unsupported
 
 
 def forward(q, k, v, sink, layout, window, scale, interpret):

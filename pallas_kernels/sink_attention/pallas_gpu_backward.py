@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import gpu_cores
-from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     Mask,
@@ -54,16 +53,13 @@ def key_tiles(H: int, window: int) -> MosaicTiles:
     return MosaicTiles(consumers=2, step=64, stages=4 if H == 64 else 2)
 
 
-def backward(saved, cotangents, window, scale, interpret):
-    """dq, dk, dv in their dtypes, and dsink; `saved` holds the inputs, o and lse."""
-    q, k, v, sink, layout, o, lse = saved
-    do, dlse = cotangents
-    lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
+def backward(q, k, v, do, lse, delta, layout, window, scale, interpret):
+    """dq, dk, dv in their dtypes, of these keys; lse and Δ are those of all."""
     stats_BN2T = jnp.stack([lse * LOG2E, delta], 1).transpose(0, 3, 1, 2)
     arrays = (q, k, v, do.astype(q.dtype), stats_BN2T, layout)
     dq = _queries(*arrays, window, scale, interpret)
     dk, dv = _keys(*arrays, window, scale, interpret)
-    return dq, dk, dv, dsink
+    return dq, dk, dv
 
 
 def _queries(q, k, v, do, stats, layout, window, scale, interpret):

@@ -24,7 +24,14 @@ from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 from pallas_kernels.sink_attention.common import backward_sums, named
 from pallas_kernels.sink_attention.pallas_tpu_backward import backward
 from pallas_kernels.sink_attention.reference import UNSEEN
-from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
+from pallas_kernels.sink_attention.signature import (
+    Gradients,
+    Keys,
+    Queries,
+    Result,
+    Rows,
+    Sinks,
+)
 
 COLUMNS = 1024  # heads per key head times head size: what VMEM holds and what was compiled
 TABLE = 2**17  # bytes of block tables in SMEM
@@ -143,17 +150,33 @@ def _bwd(window, scale, interpret, saved, cotangents):
     q, k, v, sink, layout, o, lse = saved
     do, dlse = cotangents
     lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
+    rows = do, lse, delta
+    dq, dk, dv = _gradients(q, k, v, *rows, layout, window, scale, q.dtype, interpret)
+    return dq, dk, dv, dsink, None
+
+
+def _gradients(q, k, v, do, lse, delta, layout, window, scale, dtype, interpret):
+    """(dq, dk, dv) in `dtype`."""
     x = blocks.sizes(q.shape, k.shape, window, q.dtype.itemsize, backward=True)
     where = blocks.blocked(x, layout, window)
     stats_BTN2 = jnp.stack([lse, delta], axis=3)
     scaled, rest = blocks.prescaled(q, scale)
     arrays = x.columns(scaled), x.keys(k), x.keys(v), x.columns(do), x.columns(stats_BTN2)
-    dq, dk, dv = backward(x, *arrays, where, window, scale, rest, interpret)
+    dq, dk, dv = backward(x, *arrays, where, window, scale, rest, dtype, interpret)
     dk, dv = (y[:, :, : x.S].transpose(0, 2, 1, 3) for y in (dk, dv))
-    return x.rows(dq), dk, dv, dsink, None
+    return x.rows(dq), dk, dv
 
 
 mosaic_tpu.defvjp(_fwd, _bwd)
+
+
+def mosaic_tpu_backward(
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, do_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
+    layout: Layout, window: int, scale: float, interpret: bool = False,
+) -> Gradients:  # fmt: skip
+    """(dq, dk, dv) by a TPU kernel; see `reference_backward` for the formula."""
+    arrays = q_BTNH, k_BSKH, v_BSKH, do_BTNH, lse_BTN, delta_BTN
+    return _gradients(*arrays, layout, window, scale, jnp.float32, interpret)
 
 
 def unsupported(q_BTNH, k_BSKH) -> str | None:
@@ -171,3 +194,6 @@ def unsupported(q_BTNH, k_BSKH) -> str | None:
     if table > TABLE:
         return f"batch {B} of {max(T, S)} tokens needs {table} bytes of SMEM, over {TABLE}"
     return None
+
+
+unsupported_backward = unsupported

@@ -79,9 +79,11 @@ def keys_at_once(H: int) -> int:
 
 
 def backward(
-    x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window, scale, k_scale, interpret
-):
-    """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) of arrays laid out by `x`, q by `prescaled`."""
+    x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window, scale, k_scale, dtype,
+    interpret,
+):  # fmt: skip
+    """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) in `dtype`, of arrays laid out by `x`, q by
+    `prescaled`."""
     most = max(1, keys_at_once(x.H) // x.unit)
     dq: Any = None
     parts = []
@@ -94,16 +96,17 @@ def backward(
         places = jnp.where(jnp.arange(places.shape[2]) < size, places, 0)
         near = where.within(low, high), k[:, :, keys], v[:, :, keys], places
         dq, *dkv = _part(
-            x, q, do, stats, where.q_B8T, *near, dq, high == x.m, window, scale, k_scale, interpret
-        )
+            x, q, do, stats, where.q_B8T, *near, dq, high == x.m, window, scale, k_scale, dtype,
+            interpret,
+        )  # fmt: skip
         parts.append([y[..., :size] for y in dkv])
     dk, dv = (jnp.concatenate(part, axis=3).swapaxes(2, 3) for part in zip(*parts, strict=True))
-    return dq, (dk * k_scale).astype(k.dtype), dv.astype(v.dtype)
+    return dq, (dk * k_scale).astype(dtype), dv.astype(dtype)
 
 
 def _part(
     x: blocks.Sizes, q, do, stats, q_places, runs, k, v, k_places, before, last, window, scale,
-    k_scale, interpret,
+    k_scale, dtype_of_dq, interpret,
 ):  # fmt: skip
     """dq so far, float32 and not yet scaled but in the last part; dk and dv, float32 [B, K, H, S],
     of these keys."""
@@ -139,7 +142,7 @@ def _part(
             ],
         ),
         out_shape=[
-            blocks.struct(q.shape, dtype if last else jnp.float32),
+            blocks.struct(q.shape, dtype_of_dq if last else jnp.float32),
             *[blocks.struct((x.B, x.K, H, S), jnp.float32)] * 2,
         ],
         input_output_aliases={8: 0} if more and not last else {},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one signature of attention with a sink: every implementation, the reference and decoding.
+"""The signatures of attention with a sink: every implementation, the reference and decoding.
 
 Next: reference.py for the formula.
 """
@@ -13,7 +13,9 @@ from pallas_kernels.masks import Layout
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B S K H"]  # and values
 Sinks = Float[Array, " N"]
+Rows = Float[Array, "B T N"]  # lse or Δ
 Result = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]  # o and lse
+Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]
 
 
 class Attention(Protocol):
@@ -24,3 +26,13 @@ class Attention(Protocol):
         q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout,
         window: int, scale: float,
     ) -> Result: ...  # fmt: skip
+
+
+class AttentionBackward(Protocol):
+    """(dq, dk, dv) as `sink_attention_backward` documents them; lse is finite."""
+
+    def __call__(
+        self,
+        q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, do_BTNH: Queries, lse_BTN: Rows,
+        delta_BTN: Rows, layout: Layout, window: int, scale: float,
+    ) -> Gradients: ...  # fmt: skip

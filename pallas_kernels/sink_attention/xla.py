@@ -19,7 +19,14 @@ from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import Layout, visible
 from pallas_kernels.sink_attention.common import backward_sums, named
 from pallas_kernels.sink_attention.reference import UNSEEN
-from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
+from pallas_kernels.sink_attention.signature import (
+    Gradients,
+    Keys,
+    Queries,
+    Result,
+    Rows,
+    Sinks,
+)
 
 # Measured on one core with float32; a block of scores should stay near the cache.
 ROWS = 512  # of a score block at most: queries times heads per key head
@@ -224,19 +231,35 @@ def _xla_fwd(q, k, v, sink, layout, window, scale):
 def _xla_bwd(window, scale, saved, cotangents):
     q, k, v, sink, layout, o, lse = saved
     do, dlse = cotangents
-    G = q.shape[2] // k.shape[2]
     x, bs = _blocks(q, k, v, sink, layout, window)
     lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
+    dq, dk, dv = _gradients(x, bs, q, k, do, lse, delta, window, scale, q.dtype)
+    return dq, dk, dv, dsink, None
+
+
+def _gradients(x: _Blocks, bs, q, k, do, lse, delta, window, scale, dtype):
+    """(dq, dk, dv) in `dtype`."""
+    G = q.shape[2] // k.shape[2]
     n, bt = x.q_nBKRH.shape[0], x.q_nBKRH.shape[3] // G
     parts = (_split_rows(y, n, bt, G) for y in (do, lse[..., None], delta[..., None]))
     dq, dk, dv = _backward_blocks(x, bs, window, scale, *parts)
     S = k.shape[1]
-    dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(k.dtype) for y in (dk, dv))
-    dq = _join_rows(dq, q.shape[1], G).astype(q.dtype)
-    return dq, dk, dv, dsink, None
+    dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(dtype) for y in (dk, dv))
+    return _join_rows(dq, q.shape[1], G).astype(dtype), dk, dv
 
 
 xla.defvjp(_xla_fwd, _xla_bwd)
+
+
+def xla_backward(
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, do_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
+    layout: Layout, window: int, scale: float,
+) -> Gradients:  # fmt: skip
+    """(dq, dk, dv) in blocks of keys; see `reference_backward` for the formula."""
+    no_sinks = jnp.zeros(q_BTNH.shape[2:3])
+    x, bs = _blocks(q_BTNH, k_BSKH, v_BSKH, no_sinks, layout, window)
+    arrays = q_BTNH, k_BSKH, do_BTNH, lse_BTN, delta_BTN
+    return _gradients(x, bs, *arrays, window, scale, jnp.float32)
 
 
 def unsupported(*_arrays) -> str | None:

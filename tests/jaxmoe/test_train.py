@@ -33,15 +33,15 @@ def command(work, module="jaxmoe.train", **changes):
     ]  # fmt: skip
 
 
-def start(args):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+def start(args, **more):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **more}
     return subprocess.Popen(
         args, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
-def finish(args):
-    process = start(args)
+def finish(args, **more):
+    process = start(args, **more)
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
@@ -133,6 +133,7 @@ def test_sigterm_saves_and_the_same_command_resumes(whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # PPO below has the same scores and several updates
 def test_off_policy_updates_with_a_reference_run(tmp_path):
     code, _, err = finish(command(
         tmp_path, loss__old_logp="recomputed", loss__epochs=2, loss__kl_coef=0.1, steps=2,
@@ -142,6 +143,7 @@ def test_off_policy_updates_with_a_reference_run(tmp_path):
     assert [(r["stage"], r["step"]) for r in lines(tmp_path)][-1] == ("rl", 2)
 
 
+QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 PPO = {
     "loss.advantages": "whitened_gae(trace=0.9)", "critic.backbone": "own", "loss.minibatches": 2,
     "loss.old_logp": "recomputed", "critic.pretrain_steps": 1, "loss.kl_coef": 0.1,
@@ -153,7 +155,8 @@ PPO = {
 @pytest.mark.slow
 def test_ppo_with_a_critic_goes_on_bit_for_bit(tmp_path):
     for folder, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
-        code, _, err = finish(command(tmp_path / folder, **PPO | {"steps": steps}))
+        typed = command(tmp_path / folder, **PPO | {"steps": steps})
+        code, _, err = finish(typed, XLA_FLAGS=QUICKLY)  # four models, most of it compiling
         assert code == 0 and err == ""
     whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
     # the last step of a run is scored, and step 2 was the last of the first part
@@ -230,7 +233,9 @@ def ahead(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)]
+)
 def test_no_prompt_is_lost_or_doubled_ahead_of_the_weights(ahead, tmp_path, number):
     process = start(noting(tmp_path / "run", tmp_path / "first"))
     wait_for(process, tmp_path / "run", "rl", random.Random(number).randint(1, 3))
@@ -247,7 +252,7 @@ def test_no_prompt_is_lost_or_doubled_ahead_of_the_weights(ahead, tmp_path, numb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.extended), 2])
 def test_a_broken_engine_saves_the_run_and_says_so_in_one_line(ahead, tmp_path, staleness):
     changes = {"rollout.max_staleness": staleness, "save.every_steps": 100}
     work = tmp_path / "run"

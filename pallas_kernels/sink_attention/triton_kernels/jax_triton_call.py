@@ -18,7 +18,14 @@ from jaxtyping import Array
 from pallas_kernels.blocks import block_table, runs
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention.common import backward_sums, named
-from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
+from pallas_kernels.sink_attention.signature import (
+    Gradients,
+    Keys,
+    Queries,
+    Result,
+    Rows,
+    Sinks,
+)
 from pallas_kernels.sink_attention.triton_kernels import triton_launch as launch
 
 
@@ -112,10 +119,16 @@ def triton(
     scale: float,
 ) -> Result:  # fmt: skip
     """(o, lse); see `reference` for the formula."""
-    if scale <= 0:  # the kernels take maxima before they scale
-        sign = (scale > 0) - (scale < 0)
-        q_BTNH, scale = q_BTNH * jnp.asarray(sign, q_BTNH.dtype), abs(scale) or 1.0
-    return _triton(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, float(scale))
+    q, scale, _ = _positive(q_BTNH, scale)
+    return _triton(q, k_BSKH, v_BSKH, sink_N, layout, window, scale)
+
+
+def _positive(q: Array, scale: float) -> tuple[Array, float, int]:
+    """(q, scale, sign) with the scale above 0, as the kernels take maxima before they scale."""
+    sign = (scale > 0) - (scale < 0)
+    if scale <= 0:
+        q, scale = q * jnp.asarray(sign, q.dtype), abs(scale) or 1.0
+    return q, float(scale), sign
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -139,8 +152,23 @@ def _triton_bwd(window, scale, saved, cotangents):
 _triton.defvjp(_triton_fwd, _triton_bwd)
 
 
+def triton_backward(
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, do_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
+    layout: Layout, window: int, scale: float,
+) -> Gradients:  # fmt: skip
+    """(dq, dk, dv); see `reference_backward` for the formula. Each is rounded to the dtype of q."""
+    q, scale, sign = _positive(q_BTNH, scale)
+    rows = do_BTNH, lse_BTN, delta_BTN
+    gradients = _backward(q, k_BSKH, v_BSKH, layout, *rows, window, scale)
+    dq, dk, dv = (x.astype(jnp.float32) for x in gradients)
+    return dq * sign, dk, dv
+
+
 def unsupported(q_BTNH: Any, k_BSKH: Any) -> str | None:
     """Why these shapes cannot run, in one phrase; None when they can."""
     if launch.missing("jax_triton", "triton"):
         return "needs jax-triton: pip install jax-triton"
     return launch.unsupported(q_BTNH.shape[3], q_BTNH.dtype.name)
+
+
+unsupported_backward = unsupported

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of one run: they meet, agree, share work, end together, and go on as others."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.parallel import processes
+from jaxmoe.parallel.processes import (
+    PLAIN,
+    agreed,
+    everyones,
+    in_shares,
+    join,
+    on_hosts,
+    same_everywhere,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def plain(address="127.0.0.1:1", count="2", number="1"):
+    return dict(zip(PLAIN, (address, count, number), strict=True))
+
+
+def test_one_process_meets_nobody_and_agrees_with_itself():
+    join({})
+    join(plain(count="1", number="0"))
+    assert not jax.distributed.is_initialized()
+    same_everywhere(config="a")
+    assert everyones({"a": 1}) == [{"a": 1}] and agreed(3) == 3
+    assert in_shares([1, 2, 3], sum) == [6]
+    assert on_hosts(jax.numpy.arange(3)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({PLAIN[0]: "127.0.0.1:1"}, "JAX_NUM_PROCESSES=nothing"),
+        (plain(address="nowhere"), "JAX_COORDINATOR_ADDRESS='nowhere'"),
+        (plain(count="two"), "JAX_NUM_PROCESSES='two'"),
+        (plain(number="2"), r"JAX_PROCESS_ID \(2\) must be below JAX_NUM_PROCESSES \(2\)"),
+    ],
+)
+def test_variables_that_cannot_be_are_one_line(environ, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        join(environ)
+    assert "\n" not in str(error.value)
+
+
+def test_a_first_process_that_does_not_answer_is_one_line(monkeypatch):
+    monkeypatch.setattr(processes, "WAIT_S", 0.1)
+    with pytest.raises(ConfigError, match="nothing answered for 0.1 s .*Start process 0"):
+        join(plain(address=f"127.0.0.1:{free_port()}"))
+
+
+def as_three(monkeypatch, number, others):
+    """As process `number` of three, of which the others have these values."""
+
+    def all_have(value):
+        return [value if i == number else others[i] for i in range(3)]
+
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(processes.jax, "process_index", lambda: number)
+    monkeypatch.setattr(processes, "everyones", all_have)
+
+
+def test_what_differs_between_processes_is_named_with_who_has_it(monkeypatch):
+    here = {"config": "lr 1\nseed 2", "code": "abc"}
+    as_three(monkeypatch, 0, {1: here, 2: here | {"config": "lr 1\nseed 3"}})
+    with pytest.raises(ConfigError, match="config .* in 2: 'seed 3' and not 'seed 2'"):
+        same_everywhere(**here)
+
+
+def test_neighbours_stay_together_in_a_share_and_all_is_shared_out(monkeypatch):
+    taken = []
+    for number in range(3):
+        as_three(monkeypatch, number, {i: {"value": None} for i in range(3)})
+        in_shares(list(range(14)), taken.append, of=2)
+    assert [x for share in taken for x in share] == list(range(14))
+    assert all(len(share) % 2 == 0 for share in taken)
+
+
+def test_an_error_in_one_process_ends_all(monkeypatch):
+    as_three(monkeypatch, 0, {1: {"value": 1}, 2: {"error": "ValueError: no"}})
+    with pytest.raises(EngineError, match="process 2 could not go on: ValueError: no"):
+        in_shares([1, 2, 3], sum)
+    as_three(monkeypatch, 2, {0: {"value": 1}, 1: {"value": 1}})
+    with pytest.raises(ZeroDivisionError):
+        in_shares([1, 2, 3], lambda share: 1 // 0)
+
+
+SMALL = {
+    "model.d_model": 32, "model.d_expert": 24, "model.n_q_heads": 4, "model.n_kv_heads": 2,
+    "data.train_rows": 64, "data.held_out_rows": 6, "warmup.steps": 3,
+    "warmup.sequences_per_step": 16, "rollout.sequences_per_step": 16,
+    "rollout.samples_per_prompt": 4, "steps": 4, "eval.every_steps": 4, "save.every_steps": 1,
+}  # fmt: skip
+
+
+def run(work, count, devices, **mesh):
+    """The processes of one command, and where each writes."""
+    changes = SMALL | {f"mesh.{axis}": n for axis, n in mesh.items()}
+    sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
+    typed = [sys.executable, "-m", "jaxmoe.train", "--config", "tiny.py", "--workdir", str(work)]
+    address, started = f"127.0.0.1:{free_port()}", []
+    for number in range(count):
+        env = {
+            **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices),
+            **plain(address, str(count), str(number)),
+        }  # fmt: skip
+        log = open(work.parent / f"{work.name}-{number}.txt", "a+")
+        command = [*typed, *sets]
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+        started.append((process, log))
+    return started
+
+
+def ended(started, within):
+    """Exit statuses and what was written, once all have ended."""
+    until, found = time.monotonic() + within, []
+    for process, log in started:
+        code = process.wait(timeout=max(1.0, until - time.monotonic()))
+        log.seek(0)
+        found.append((code, log.read()))
+        log.close()
+    return found
+
+
+def lines(work):
+    rows = read_metrics(work / "metrics.jsonl")
+    return {(row["stage"], row["step"]): row for row in rows}
+
+
+@pytest.mark.slow  # four processes that compile a run each, three times
+def test_a_process_that_dies_ends_all_and_others_on_another_mesh_go_on(tmp_path):
+    for code, said in ended(run(tmp_path / "whole", 4, 2, fsdp=4, tensor=2), 400):
+        assert code == 0, said
+    want = lines(tmp_path / "whole")
+    for kill in range(int(os.environ.get("JAXMOE_KILLS", "1"))):
+        dice, work = random.Random(kill), tmp_path / f"killed{kill}"
+        at, victim = ("rl", dice.randint(1, 3)), dice.randrange(4)
+        started = run(work, 4, 2, fsdp=4, tensor=2)
+        while at not in lines(work):
+            assert started[0][0].poll() is None, ended(started, 60)
+            time.sleep(0.05)
+        started[victim][0].send_signal(signal.SIGKILL)
+        found = ended(started, 60)
+        assert all(code != 0 for code, _ in found)
+        told = [said for i, (_, said) in enumerate(found) if i != victim]
+        assert any("lost another one" in said or f"Task {victim}" in said for said in told), told
+        for code, said in ended(run(work, 2, 4, fsdp=2, expert=4), 400):
+            assert code == 0, said
+        rows = lines(work)
+        assert rows.keys() == want.keys()
+        for key, row in rows.items():
+            for name in ("loss", "reward/mean", "policy/entropy"):
+                if name in row:
+                    assert row[name] == pytest.approx(want[key][name], rel=1e-5, abs=1e-6), key
+
+
+@pytest.mark.slow  # two processes
+def test_a_signal_at_one_saves_at_all(tmp_path):
+    work = tmp_path / "run"
+    started = run(work, 2, 1, fsdp=2)
+    while ("rl", 1) not in lines(work):
+        assert started[0][0].poll() is None, ended(started, 60)
+        time.sleep(0.05)
+    started[1][0].send_signal(signal.SIGTERM)
+    found = ended(started, 60)
+    assert [code for code, _ in found] == [143, 143], found
+    saved = max(step for _, step in [key for key in lines(work) if key[0] == "rl"])
+    assert f"saved rl step {saved}" in found[0][1]
+    assert np.isfinite(lines(work)["rl", saved]["loss"])

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient over parts of the keys, from lse and Δ of all of them, in every implementation."""
+
+import inspect
+from functools import partial
+
+import attention_oracle as oracle
+import attention_sides
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention import (
+    cases,
+    pallas_gpu,
+    pallas_tpu,
+    reference,
+    sink_attention_backward,
+    xla,
+)
+from pallas_kernels.sink_attention.common import backward_sums
+from pallas_kernels.sink_attention.triton_kernels import jax_triton_call
+
+BACKWARD = {
+    "reference": reference.reference_backward,
+    "xla": xla.xla_backward,
+    "mosaic_tpu": lambda *args: pallas_tpu.mosaic_tpu_backward(*args, True),
+    "mosaic_gpu": partial(pallas_gpu.mosaic_gpu_backward, interpret=True),
+    "triton": jax_triton_call.triton_backward,
+}
+T = 60
+PARTS = slice(0, T // 2), slice(T // 2, T)
+
+
+def tried(name):
+    """Interpreters that take seconds a call."""
+    return pytest.param(name, marks=pytest.mark.slow if name in ("mosaic_gpu", "triton") else ())
+
+
+@pytest.fixture(scope="module", params=[tried(name) for name in BACKWARD])
+def side(request):
+    with attention_sides.opened(request.param) as opened:
+        yield opened
+
+
+def case_of(side, layout="packed", sinks="big"):
+    return side.case._replace(T=T, S=T, layout=layout, sinks=sinks)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def backward(name, window, q, k, v, do, lse, delta, *places):
+    layout = Layout(*places)
+    return BACKWARD[name](q, k, v, do, lse, delta, layout, window, q.shape[3] ** -0.5)
+
+
+def gradients(side, case, inputs, do, lse, delta, keys=slice(None)):
+    """(dq, dk, dv) of these keys."""
+    q, k, v, _, q_pos, k_pos, q_seg, k_seg = inputs
+    places = q_pos, k_pos[:, keys], q_seg, k_seg[:, keys]
+    return backward(side.name, case.window, q, k[:, keys], v[:, keys], do, lse, delta, *places)
+
+
+@pytest.mark.parametrize("layout, sinks", [("packed", "big"), ("left", "none")])
+def test_parts_of_the_keys_give_their_parts_of_every_gradient(side, layout, sinks):
+    case = case_of(side, layout, sinks)
+    inputs, ct = cases.make_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
+    o, lse, *right = oracle.formula(case, *ct, *inputs)
+    lse, delta, dsink = backward_sums(
+        *map(jnp.float32, (o, lse)), inputs.sink_N, ct[0], jnp.float32(ct[1])
+    )
+    parts = [gradients(side, case, inputs, ct[0], lse, delta, keys) for keys in PARTS]
+    assert all(x.dtype == jnp.float32 for part in parts for x in part)
+    (dq, *one), (more, *two) = parts
+    whole = [dq + more, *(jnp.concatenate(x, axis=1) for x in zip(one, two, strict=True))]
+    got = [jnp.asarray(x, side.dtype) for x in (o, *whole)]
+    values = got[0], jnp.float32(np.asarray(oracle.formula(case, *ct, *inputs)[1]))
+    oracle.compare(case, (*values, *got[1:], dsink), inputs, ct)
+
+
+# JAX differentiates the reference
+@pytest.mark.parametrize("side", [tried(name) for name in BACKWARD][1:], indirect=True)
+def test_of_all_keys_it_is_the_backward_pass_to_the_bit(side):
+    case = case_of(side)
+    inputs, ct = cases.make_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
+    o, lse, *right = side.run(*ct, *inputs)
+    lse, delta, _ = jax.jit(backward_sums)(o, lse, inputs.sink_N, *ct)
+    for a, b in zip(gradients(side, case, inputs, ct[0], lse, delta), right[:3], strict=True):
+        np.testing.assert_array_equal(a.astype(side.dtype), b)
+
+
+def test_a_row_without_keys_and_without_a_sink_has_no_weights():
+    q, kv = jnp.ones((1, 2, 2, 8)), jnp.ones((1, 3, 1, 8))
+    places = {"q_positions_BT": jnp.arange(2)[None], "k_positions_BS": jnp.arange(3)[None] + 1}
+    lse = jnp.array([-jnp.inf, 8.0**0.5])[None, :, None] * jnp.ones((1, 1, 2))
+    run = jax.jit(sink_attention_backward, static_argnames="impl")
+    for impl in ("xla", "reference"):
+        dq, dk, dv = run(q, kv, kv, q, lse, jnp.zeros(lse.shape), **places, impl=impl)
+        assert not dq[0, 0].any() and dq[0, 1].all() and jnp.isfinite(dq).all()
+        np.testing.assert_allclose(dv[0, :, 0, 0], [2, 0, 0], rtol=1e-6)
+        assert dk[0, 0].all() and not dk[0, 1:].any()
+
+
+def test_wrong_inputs_are_named():
+    raw = inspect.unwrap(sink_attention_backward)  # without the type checks of the test run
+    q, kv = jnp.ones((1, 2, 2, 8)), jnp.ones((1, 2, 1, 8))
+    row = jnp.ones((1, 2, 2))
+    for match, args, options in (
+        ("agree in head size", (q, kv[..., 1:], kv, q, row, row), {}),
+        ("do must have the shape and dtype of q", (q, kv, kv, kv, row, row), {}),
+        ("Cast it", (q, kv, kv, q.astype(jnp.bfloat16), row, row), {}),
+        ("lse must be float32", (q, kv, kv, q, row[..., 1:], row), {}),
+        ("delta must be float32", (q, kv, kv, q, row, row.astype(jnp.bfloat16)), {}),
+        ("Did you mean 'xla'", (q, kv, kv, q, row, row), {"impl": "xl"}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            raw(*args, **options)
+    with pytest.raises(NotImplementedError, match="it needs tpu"):
+        raw(q, kv, kv, q, row, row, impl="mosaic_tpu")
