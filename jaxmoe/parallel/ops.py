@@ -22,6 +22,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.parallel import vocabulary
+from jaxmoe.parallel.expert import dispatch_for
 from jaxmoe.parallel.gather import gathered
 from jaxmoe.parallel.halo import halo
 from jaxmoe.parallel.ring import ring
@@ -38,7 +39,7 @@ from jaxmoe.parallel.sharding import (
 from jaxmoe.parallel.ulysses import ulysses
 from jaxmoe.shapes import Params
 from pallas_kernels import sink_attention
-from pallas_kernels.dispatch import Impl
+from pallas_kernels.dispatch import Impl, target
 
 _TENSOR: Names = ("tensor",)
 WAYS = {"ring": ring, "zigzag": ring, "ulysses": ulysses}  # of a layer without a window
@@ -189,12 +190,23 @@ class OnMesh:
         self, inner: Callable[..., Array], h_BTD: Array, indices_BTA: Array, weights_BTA: Array,
         layer: Params, cfg: ModelConfig,
     ) -> Array:  # fmt: skip
+        """Each device its own experts, of everybody's tokens: jaxmoe/parallel/expert.py."""
         tokens = spec_of(*self.tokens)
         read = {name: x for name, x in layer.items() if "expert" in self.layer[name].axes}
+        over, sum_over = self.expert_shards
 
         def local(h_btD: Array, indices_btA: Array, weights_btA: Array, cut: Params) -> Array:
             mine = self.whole(cut, h_btD.dtype)
-            return inner(h_btD, indices_btA, weights_btA, mine, cfg)
+            if not over + sum_over:
+                return inner(h_btD, indices_btA, weights_btA, mine, cfg)
+            dispatch, _ = dispatch_for(
+                target(), devices=self.mesh.size, shards=shards_of(self.mesh, over),
+                active=indices_btA.shape[-1], decoding=h_BTD.shape[1] == 1,
+            )  # fmt: skip
+            return dispatch(
+                h_btD, indices_btA, weights_btA, mine, cfg, over=over, sum_over=sum_over,
+                experts=inner,
+            )  # fmt: skip
 
         ins = tokens, tokens, tokens, self.layer_specs(read)
         return self.run(local, ins, tokens)(h_BTD, indices_BTA, weights_BTA, read)
@@ -257,14 +269,26 @@ class OnMesh:
         kept = tuple(name for name in names if name == "tensor")
         return kept, names[len(kept) :]
 
+    @property
+    def expert_shards(self) -> tuple[Names, Names]:
+        """What cuts experts and tokens alike, and what cuts experts alone."""
+        cut = self.cut(self.layer["w_gate_up"])[0]
+        over = tuple(name for name in cut if name in sum(self.tokens, ()))
+        return over, cut[len(over) :]
+
     def layer_specs(self, layer: Params) -> Params:
         return {name: spec_of(*self.cut(self.layer[name])) for name in layer}
 
     def whole(self, cut: Params, dtype: Any) -> Params:
-        """Parameters of a layer, gathered, each in the dtype it is read in."""
+        """Parameters of a layer, gathered but for experts, each in the dtype it is read in."""
 
         def of(name: str, x: Array) -> Array:
             spec = self.layer[name]
-            return gathered(x, self.cut(spec), dtype if spec.read == "compute" else x.dtype)
+            axes = spec.axes[1:] if spec.axes[0] == "pair" else spec.axes
+            over = tuple(
+                () if axis == "expert" else names
+                for axis, names in zip(axes, self.cut(spec), strict=True)
+            )
+            return gathered(x, over, dtype if spec.read == "compute" else x.dtype)
 
         return {name: of(name, x) for name, x in cut.items()}
