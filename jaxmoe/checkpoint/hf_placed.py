@@ -41,7 +41,7 @@ def load_placed(
         for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
             part = tensor[index][0] if stacked else tensor[index]
             of_devices.setdefault(device, []).append(jax.device_put(part, device))
-        jax.block_until_ready(of_devices)  # a copy still under way would keep the tensor
+        jax.block_until_ready(list(of_devices.values()))
 
     def joined(path: Any, whole: Any, sharding: NamedSharding) -> jax.Array:
         of_devices = parts.pop(tuple(str(step.key) for step in path))

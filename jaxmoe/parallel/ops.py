@@ -21,15 +21,25 @@ from jaxtyping import Array
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.ops import Ops
 from jaxmoe.model.params import Spec, param_specs
+from jaxmoe.parallel import vocabulary
+from jaxmoe.parallel.expert import dispatch_for
 from jaxmoe.parallel.gather import gathered
 from jaxmoe.parallel.halo import halo
 from jaxmoe.parallel.ring import ring
 from jaxmoe.parallel.sequence import unzigzag, zigzag
-from jaxmoe.parallel.sharding import TRAINING, MeshRules, Names, partition, shards_of, spec_of
+from jaxmoe.parallel.sharding import (
+    AXES,
+    TRAINING,
+    MeshRules,
+    Names,
+    partition,
+    shards_of,
+    spec_of,
+)
 from jaxmoe.parallel.ulysses import ulysses
 from jaxmoe.shapes import Params
 from pallas_kernels import sink_attention
-from pallas_kernels.dispatch import Impl
+from pallas_kernels.dispatch import Impl, target
 
 _TENSOR: Names = ("tensor",)
 WAYS = {"ring": ring, "zigzag": ring, "ulysses": ulysses}  # of a layer without a window
@@ -42,8 +52,9 @@ def sharded_ops(
     """The same pieces for parameters and tokens that lie on a mesh as `rules` says.
 
     As they are without a mesh. A piece of one's own goes into `ops` and is wrapped like the
-    others; it gets one device's share of rows and tokens, and whole weights. `across` names one of
-    WAYS, for rows whose tokens are cut.
+    others; it gets one device's share of rows and tokens, and whole weights. Two get a piece of
+    theirs, and the tokens of all who have the others: `embed` of the width, `logits` of the words.
+    `across` names one of WAYS, for rows whose tokens are cut.
     Raises ValueError where they are and `ops.attend` is not sink_attention, which the ways are of.
     """
     if mesh is None:
@@ -104,11 +115,9 @@ class OnMesh:
     def embed(
         self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str
     ) -> Array:
+        """`inner` gets the tokens of several devices and a piece of the width."""
         over = self.cut(self.specs["embed"])
-
-        def local(tokens_bt: Array, w_vd: Array) -> Array:
-            return inner(tokens_bt, gathered(w_vd, over, jnp.dtype(dtype)), dtype)
-
+        local = partial(vocabulary.embed, dtype=dtype, axes=over[1], lookup=inner)
         ins = spec_of(*self.tokens), spec_of(*over)
         return self.run(local, ins, spec_of(*self.tokens))(tokens_BT, w_VD)
 
@@ -181,41 +190,60 @@ class OnMesh:
         self, inner: Callable[..., Array], h_BTD: Array, indices_BTA: Array, weights_BTA: Array,
         layer: Params, cfg: ModelConfig,
     ) -> Array:  # fmt: skip
+        """Each device its own experts, of everybody's tokens: jaxmoe/parallel/expert.py."""
         tokens = spec_of(*self.tokens)
         read = {name: x for name, x in layer.items() if "expert" in self.layer[name].axes}
+        over, sum_over = self.expert_shards
 
         def local(h_btD: Array, indices_btA: Array, weights_btA: Array, cut: Params) -> Array:
             mine = self.whole(cut, h_btD.dtype)
-            return inner(h_btD, indices_btA, weights_btA, mine, cfg)
+            if not over + sum_over:
+                return inner(h_btD, indices_btA, weights_btA, mine, cfg)
+            dispatch, _ = dispatch_for(
+                target(), devices=self.mesh.size, shards=shards_of(self.mesh, over),
+                active=indices_btA.shape[-1], decoding=h_BTD.shape[1] == 1,
+            )  # fmt: skip
+            return dispatch(
+                h_btD, indices_btA, weights_btA, mine, cfg, over=over, sum_over=sum_over,
+                experts=inner,
+            )  # fmt: skip
 
         ins = tokens, tokens, tokens, self.layer_specs(read)
         return self.run(local, ins, tokens)(h_BTD, indices_BTA, weights_BTA, read)
 
     def logits(self, inner: Callable[..., Array], hidden_BD: Array, w_DV: Array) -> Array:
-        over = self.cut(self.specs["head"])
-        rows = spec_of(self.rules.rows)
-
-        def local(hidden_bD: Array, w_dv: Array) -> Array:
-            return inner(hidden_bD, gathered(w_dv, over, hidden_bD.dtype))
-
-        return self.run(local, (rows, spec_of(*over)), rows)(hidden_BD, w_DV)
+        """`inner` gets the rows of several devices and a piece of the vocabulary."""
+        over, rows = self.cut(self.specs["head"]), self.rules.rows
+        local = partial(vocabulary.logits, axes=over[1], copies=self.uncut_by(rows), product=inner)
+        ins = spec_of(rows), spec_of(*over)
+        return self.run(local, ins, spec_of(rows))(hidden_BD, w_DV)
 
     def logprobs(
         self, inner: Callable[..., Any], hidden_BTD: Array, w_DV: Array, targets_BT: Array, *,
         temperature: Any, vocab_size: int,
     ) -> tuple[Array, ...]:  # fmt: skip
+        """Over a streamed head; where `inner` is not ours, over a whole one."""
         over, tokens = self.cut(self.specs["head"]), spec_of(*self.tokens)
+        impl = vocabulary.implementation(inner)
 
-        def local(hidden_btD: Array, w_dv: Array, targets_bt: Array, temperature: Array) -> Any:
+        def whole(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
             one = ((0, 0), (0, 1))  # a row's last token, which `inner` leaves out, is elsewhere
             found = inner(
-                jnp.pad(hidden_btD, (*one, (0, 0))), gathered(w_dv, over, hidden_btD.dtype),
+                jnp.pad(hidden_btD, (*one, (0, 0))), gathered(w_Dv, over, hidden_btD.dtype),
                 jnp.pad(targets_bt, one), temperature=temperature, vocab_size=vocab_size,
             )  # fmt: skip
             return tuple(x[:, :-1] for x in found)
 
+        def streamed(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
+            return vocabulary.target_logprobs(
+                hidden_btD, w_Dv, targets_bt, temperature=temperature, vocab_size=vocab_size,
+                axes=over[1], sequence_axis="sequence" if self.rules.time else None,
+                copies=self.uncut_by((*self.rules.rows, *self.rules.time)),
+                impl=impl or "auto",
+            )  # fmt: skip
+
         ins = tokens, spec_of(*over), tokens, spec_of()
-        run = self.run(local, ins, (tokens, tokens))
+        run = self.run(streamed if impl else whole, ins, (tokens, tokens))
         return run(hidden_BTD, w_DV, targets_BT, jnp.asarray(temperature, jnp.float32))
 
     @property
@@ -227,6 +255,10 @@ class OnMesh:
         """Of one kind of layer; both have the same."""
         return self.specs["layers"]["full"]
 
+    def uncut_by(self, names: Names) -> Names:
+        """Axes along which devices hold the same, where these cut."""
+        return tuple(n for n in AXES if self.mesh.shape[n] > 1 and n not in names)
+
     def weight(self, axes: tuple[str, str], w: Array) -> tuple[Names, Names]:
         """What cuts a matrix of these logical axes."""
         first, last = partition(axes, w.shape, self.mesh.shape, self.rules.rules)
@@ -237,14 +269,26 @@ class OnMesh:
         kept = tuple(name for name in names if name == "tensor")
         return kept, names[len(kept) :]
 
+    @property
+    def expert_shards(self) -> tuple[Names, Names]:
+        """What cuts experts and tokens alike, and what cuts experts alone."""
+        cut = self.cut(self.layer["w_gate_up"])[0]
+        over = tuple(name for name in cut if name in sum(self.tokens, ()))
+        return over, cut[len(over) :]
+
     def layer_specs(self, layer: Params) -> Params:
         return {name: spec_of(*self.cut(self.layer[name])) for name in layer}
 
     def whole(self, cut: Params, dtype: Any) -> Params:
-        """Parameters of a layer, gathered, each in the dtype it is read in."""
+        """Parameters of a layer, gathered but for experts, each in the dtype it is read in."""
 
         def of(name: str, x: Array) -> Array:
             spec = self.layer[name]
-            return gathered(x, self.cut(spec), dtype if spec.read == "compute" else x.dtype)
+            axes = spec.axes[1:] if spec.axes[0] == "pair" else spec.axes
+            over = tuple(
+                () if axis == "expert" else names
+                for axis, names in zip(axes, self.cut(spec), strict=True)
+            )
+            return gathered(x, over, dtype if spec.read == "compute" else x.dtype)
 
         return {name: of(name, x) for name, x in cut.items()}

@@ -36,7 +36,7 @@ RULES: Mapping[str, Names] = {
     "embed": ("fsdp", "sequence"),
     "heads": ("tensor", "expert"),
     "kv": ("tensor", "expert"),
-    "expert": ("expert", "tensor"),
+    "expert": ("expert", "tensor"),  # what cuts tokens first: expert.py counts on it
     "width": ("fsdp", "sequence", "expert"),  # of the embedding
     "vocab": ("tensor", "expert", "sequence", "fsdp"),  # of the head
 }

@@ -2,5 +2,10 @@
 """Log-probs and entropies of chosen tokens, never holding all the logits. Next: `api.py`."""
 
 from pallas_kernels.token_logprobs.api import token_logprobs
+from pallas_kernels.token_logprobs.slices import (
+    merge_statistics,
+    token_gradients,
+    token_statistics,
+)
 
-__all__ = ["token_logprobs"]
+__all__ = ["merge_statistics", "token_gradients", "token_logprobs", "token_statistics"]

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public token log-probs: check the shapes, pick an implementation. Next: `reference.py`."""
+"""The public token log-probs: check the shapes, pick an implementation.
+
+Next: `reference.py`, or `slices.py` for a head that is cut.
+"""
 
 import operator
+from typing import Any
 
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -45,8 +49,21 @@ def token_logprobs(
         logits backward (under 1 GB in all at 24k tokens). Gradients in the dtype of their operand.
     Raises: ValueError when the shapes do not fit.
     """
-    hidden_MD, w_head_DV = floats("hidden", hidden_MD), floats("w_head", w_head_DV)
-    targets_M = integers("targets", targets_M)
+    hidden_MD, w_head_DV, targets_M, vocab_size = checked(
+        hidden_MD, w_head_DV, targets_M, temperature, vocab_size
+    )
+    chosen = pick(impl, IMPLS, hidden_MD, w_head_DV)
+    return chosen(
+        hidden_MD, w_head_DV, targets_M, jnp.asarray(temperature, jnp.float32), vocab_size
+    )
+
+
+def checked(
+    hidden: Any, w_head: Any, targets: Any, temperature: Any, vocab_size: Any
+) -> tuple[Float[Array, "M D"], Float[Array, "D V"], Int[Array, " M"], int]:
+    """The arguments as arrays, and how many columns are words; ValueError where they do not fit."""
+    hidden_MD, w_head_DV = floats("hidden", hidden), floats("w_head", w_head)
+    targets_M = integers("targets", targets)
     if hidden_MD.ndim != 2 or w_head_DV.ndim != 2:
         raise ValueError(
             "hidden must be [tokens, width] and w_head [width, vocabulary]; got "
@@ -80,7 +97,4 @@ def token_logprobs(
             f"vocab_size must be in 1..{columns}, the columns of w_head; got {vocab_size}. "
             "Pass vocab_size=None when the head is not padded."
         )
-    chosen = pick(impl, IMPLS, hidden_MD, w_head_DV)
-    return chosen(
-        hidden_MD, w_head_DV, targets_M, jnp.asarray(temperature, jnp.float32), vocab_size
-    )
+    return hidden_MD, w_head_DV, targets_M, vocab_size

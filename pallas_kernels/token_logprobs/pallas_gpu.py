@@ -22,7 +22,16 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import gpu_cores, target
 from pallas_kernels.token_logprobs import streamed
-from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
+from pallas_kernels.token_logprobs.signature import (
+    Gradients,
+    Head,
+    Hidden,
+    PerToken,
+    Result,
+    Statistics,
+    Targets,
+    Temperature,
+)
 
 ROWS = 64  # of a warpgroup, as many as wgmma has
 COLUMNS = 256  # the widest wgmma; 64 × 256 float32 sums are 128 registers of each thread
@@ -246,7 +255,7 @@ def _padded(x: Array, rows: int, axis: int = 0) -> Array:
     return jnp.pad(x, pad) if rows else x
 
 
-def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret):
+def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret, merge):
     n_tokens = hidden_MD.shape[0]
     if n_tokens == 0:
         return (jnp.zeros(0, jnp.float32),) * 3
@@ -255,7 +264,7 @@ def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret)
         _padded(hidden_MD, pad), w_head_DV, _padded(targets_M.astype(jnp.int32), pad),
         temperature, vocab_size, interpret,
     )  # fmt: skip
-    merged = streamed.merge(*(partials[:, i] for i in range(4)), axis=0)
+    merged = merge(*(partials[:, i] for i in range(4)), axis=0)
     return tuple(x[:n_tokens] for x in merged)
 
 
@@ -270,26 +279,47 @@ def mosaic_gpu(
     dz in bfloat16; bitwise repeatable. Memory at 24k tokens of GPT-OSS: 0.3 GB forward, under
     1 GB backward.
     """
-    logp_M, entropy_M, _ = _stream(
-        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
-    )
-    return logp_M, entropy_M
+    return _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret)[0]
 
 
 def _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret):
     logp_M, entropy_M, lse_M = _stream(
-        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
+        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret, streamed.merge
     )
-    saved = (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
-    return (logp_M, entropy_M), saved
+    return (logp_M, entropy_M), (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
 
 
 def _backward(vocab_size, interpret, saved, cotangents):
-    hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M = saved
-    dlogp_M, dentropy_M = cotangents
-    n_tokens, no_gradient = hidden_MD.shape[0], jnp.zeros_like(temperature)
+    hidden_MD, no_gradient = saved[0], jnp.zeros_like(saved[3])
+    dhidden, dw_head = mosaic_gpu_gradients(
+        *saved, *cotangents, vocab_size=vocab_size, interpret=interpret
+    )
+    return dhidden.astype(hidden_MD.dtype), dw_head, None, no_gradient
+
+
+mosaic_gpu.defvjp(_forward, _backward)
+
+
+def mosaic_gpu_statistics(
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+    vocab_size: int, interpret: bool = False,
+) -> Statistics:  # fmt: skip
+    """The target's logit, lse and entropy over a slice; numerics as of `mosaic_gpu`."""
+    chosen_M, lse_M, entropy_M = _stream(
+        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret, streamed.statistics
+    )
+    return chosen_M, lse_M, entropy_M
+
+
+def mosaic_gpu_gradients(
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+    lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
+    vocab_size: int, dhidden_MD: Hidden | None = None, interpret: bool = False,
+) -> Gradients:  # fmt: skip
+    """dz as of `streamed.slopes`, and through the product, a chunk of the head at a time."""
+    n_tokens = hidden_MD.shape[0]
     if n_tokens == 0:
-        return jnp.zeros_like(hidden_MD), jnp.zeros_like(w_head_DV), None, no_gradient
+        return jnp.zeros(hidden_MD.shape, jnp.float32), jnp.zeros_like(w_head_DV)
     pad = -n_tokens % (2 * ROWS)
     slopes_4M = streamed.slopes(lse_M, entropy_M, dlogp_M, dentropy_M, temperature)
     # Rows of padding have slope 0, hence dz = 0.
@@ -300,11 +330,9 @@ def _backward(vocab_size, interpret, saved, cotangents):
         # A target of another chunk stays outside this one, and equals no column.
         return _dlogits(hidden, w_Dc, targets - first, temperature, slopes, words, interpret)
 
-    dhidden, dw_head = streamed.gradients(dz_of, hidden, w_head_DV, vocab_size, CHUNK, TILE)
-    return dhidden[:n_tokens].astype(hidden_MD.dtype), dw_head, None, no_gradient
-
-
-mosaic_gpu.defvjp(_forward, _backward)
+    onto = None if dhidden_MD is None else _padded(dhidden_MD, pad)
+    dhidden, dw_head = streamed.gradients(dz_of, hidden, w_head_DV, vocab_size, CHUNK, TILE, onto)
+    return dhidden[:n_tokens], dw_head
 
 
 def unsupported(hidden_MD, w_head_DV) -> str | None:

@@ -19,7 +19,16 @@ from jaxtyping import Array
 from pallas_kernels import tpu
 from pallas_kernels.arguments import products
 from pallas_kernels.token_logprobs import streamed
-from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
+from pallas_kernels.token_logprobs.signature import (
+    Gradients,
+    Head,
+    Hidden,
+    PerToken,
+    Result,
+    Statistics,
+    Targets,
+    Temperature,
+)
 
 ROWS = 1024  # tokens of a block, at most: the head is read once a block
 COLUMNS = 512  # words of a block, at most
@@ -153,12 +162,12 @@ def _dlogits(hidden_MD, w_Dc, targets_M, temperature, slopes_4M, interpret) -> A
     )(1.0 / temperature[None, None], hidden_MD, w_Dc, targets_M[:, None], slopes_4M.T)
 
 
-def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret):
+def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret, merge):
     if hidden_MD.shape[0] == 0:
         return (jnp.zeros(0, jnp.float32),) * 3
     targets_M = targets_M.astype(jnp.int32)
     lanes = _statistics(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret)
-    return streamed.merge(*lanes, axis=1)
+    return merge(*lanes, axis=1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -172,38 +181,55 @@ def mosaic_tpu(
     dz in the dtype of the inputs; bitwise repeatable. Memory at 24k tokens of GPT-OSS: under
     0.2 GB forward, 1 GB backward.
     """
-    logp_M, entropy_M, _ = _stream(
-        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
-    )
-    return logp_M, entropy_M
+    return _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret)[0]
 
 
 def _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret):
     logp_M, entropy_M, lse_M = _stream(
-        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret
+        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret, streamed.merge
     )
     saved = (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
     return (logp_M, entropy_M), saved
 
 
 def _backward(vocab_size, interpret, saved, cotangents):
-    hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M = saved
-    no_gradient = jnp.zeros_like(temperature)
+    hidden_MD, no_gradient = saved[0], jnp.zeros_like(saved[3])
+    dhidden, dw_head = mosaic_tpu_gradients(
+        *saved, *cotangents, vocab_size=vocab_size, interpret=interpret
+    )
+    return dhidden.astype(hidden_MD.dtype), dw_head, None, no_gradient
+
+
+mosaic_tpu.defvjp(_forward, _backward)
+
+
+def mosaic_tpu_statistics(
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+    vocab_size: int, interpret: bool = False,
+) -> Statistics:  # fmt: skip
+    """The target's logit, lse and entropy over a slice; numerics as of `mosaic_tpu`."""
+    chosen_M, lse_M, entropy_M = _stream(
+        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret, streamed.statistics
+    )
+    return chosen_M, lse_M, entropy_M
+
+
+def mosaic_tpu_gradients(
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+    lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
+    vocab_size: int, dhidden_MD: Hidden | None = None, interpret: bool = False,
+) -> Gradients:  # fmt: skip
+    """dz as of `streamed.slopes`, and through the product, a chunk of the head at a time."""
     if hidden_MD.shape[0] == 0:
-        return jnp.zeros_like(hidden_MD), jnp.zeros_like(w_head_DV), None, no_gradient
+        return jnp.zeros(hidden_MD.shape, jnp.float32), jnp.zeros_like(w_head_DV)
     targets_M = targets_M.astype(jnp.int32)
-    dlogp_M, dentropy_M = cotangents
     slopes_4M = streamed.slopes(lse_M, entropy_M, dlogp_M, dentropy_M, temperature)
 
     def dz_of(w_Dc, first, _words):
         # A target of another chunk stays outside this one, and equals no column.
         return _dlogits(hidden_MD, w_Dc, targets_M - first, temperature, slopes_4M, interpret)
 
-    dhidden, dw_head = streamed.gradients(dz_of, hidden_MD, w_head_DV, vocab_size, CHUNK)
-    return dhidden.astype(hidden_MD.dtype), dw_head, None, no_gradient
-
-
-mosaic_tpu.defvjp(_forward, _backward)
+    return streamed.gradients(dz_of, hidden_MD, w_head_DV, vocab_size, CHUNK, dhidden_MD=dhidden_MD)
 
 
 def unsupported(hidden_MD, w_head_DV) -> str | None:

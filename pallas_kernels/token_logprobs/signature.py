@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one signature of token log-probs, which every implementation shares. Next: reference.py."""
+"""The signatures of token log-probs and of their two halves over a slice of the vocabulary, which
+every implementation shares. Next: reference.py."""
 
 from typing import Protocol
 
@@ -9,7 +10,10 @@ Hidden = Float[Array, "M D"]
 Head = Float[Array, "D V"]
 Targets = Int[Array, " M"]
 Temperature = Float[Array, ""]
-Result = tuple[Float[Array, " M"], Float[Array, " M"]]  # logp and entropy
+PerToken = Float[Array, " M"]
+Result = tuple[PerToken, PerToken]  # logp and entropy
+Statistics = tuple[PerToken, PerToken, PerToken]  # the target's logit, lse and entropy
+Gradients = tuple[Hidden, Head]  # the first in float32
 
 
 class TokenLogprobs(Protocol):
@@ -20,3 +24,24 @@ class TokenLogprobs(Protocol):
         hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
         vocab_size: int,
     ) -> Result: ...  # fmt: skip
+
+
+class TokenStatistics(Protocol):
+    """What `token_statistics` documents; targets outside of the slice are −1."""
+
+    def __call__(
+        self,
+        hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+        vocab_size: int,
+    ) -> Statistics: ...  # fmt: skip
+
+
+class TokenGradients(Protocol):
+    """What `token_gradients` documents; targets outside of the slice are −1."""
+
+    def __call__(
+        self,
+        hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+        lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
+        vocab_size: int, dhidden_MD: Hidden | None,
+    ) -> Gradients: ...  # fmt: skip

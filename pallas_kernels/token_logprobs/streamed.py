@@ -38,6 +38,14 @@ def merge(
     return logp_M, log_total_M - moment_M / total_M, top + log_total_M
 
 
+def statistics(
+    peak: Array, total: Array, moment: Array, chosen: Array, axis: int
+) -> tuple[Float[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
+    """The target's logit, lse and entropy of every row, from the same; 0 where no slice has it."""
+    _, entropy_M, lse_M = merge(peak, total, moment, chosen, axis)
+    return chosen.sum(axis), lse_M, entropy_M
+
+
 def slopes(
     lse_M: Float[Array, " M"],
     entropy_M: Float[Array, " M"],
@@ -61,13 +69,15 @@ def gradients(
     vocab_size: int,
     chunk: int,
     tile: int = 1,
+    dhidden_MD: Float[Array, "M D"] | None = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "D V"]]:
     """Gradients of the hidden states (float32) and of the head, a chunk of its columns at a time.
 
     dz_of(w_Dc, first, words) makes dz_Mc of the words [first, first + words), whose columns w_Dc
     are; `first` is traced, `words` static. A chunk has words columns, and up to a multiple of
     `tile` where the head has more: dz is zero there. The last chunk is what is left, so nothing
-    is done twice, every column of dw is written once, and the order of the sums is fixed.
+    is done twice, every column of dw is written once, and the order of the sums is fixed. The
+    first is added to dhidden_MD, if given.
     """
     n_columns = w_head_DV.shape[1]
 
@@ -83,7 +93,9 @@ def gradients(
         return dhidden, lax.dynamic_update_slice_in_dim(dw_head, dw_Dc, first, axis=1)
 
     chunks, rest = divmod(vocab_size, chunk)
-    carry = jnp.zeros(hidden_MD.shape, jnp.float32), jnp.zeros_like(w_head_DV)
+    if dhidden_MD is None:
+        dhidden_MD = jnp.zeros(hidden_MD.shape, jnp.float32)
+    carry = dhidden_MD, jnp.zeros_like(w_head_DV)
     if chunks:
         carry = lax.fori_loop(0, chunks, lambda i, c: add(i * chunk, chunk, c), carry)
     return add(jnp.int32(chunks * chunk), rest, carry) if rest else carry

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arguments import dot
-from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
+from pallas_kernels.token_logprobs.signature import (
+    Gradients,
+    Head,
+    Hidden,
+    PerToken,
+    Result,
+    Statistics,
+    Targets,
+    Temperature,
+)
 
 TOKEN_BLOCK = 1024
 VOCAB_BLOCK = 4096
@@ -63,8 +72,8 @@ def _token_block(i, size, arrays):
     return start, start + jnp.arange(size, dtype=jnp.int32) >= first, cut
 
 
-def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size):
-    """logp, entropy and lse of one token block, one vocabulary block at a time."""
+def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish):
+    """What `finish` makes of one token block, one vocabulary block at a time."""
     size, count = blocks(vocab_size, VOCAB_BLOCK)
 
     def step(v, carry):
@@ -83,21 +92,33 @@ def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size):
 
     zero = jnp.zeros(h_bD.shape[0], jnp.float32)
     never = jnp.full_like(zero, _NEVER)
-    peak, total, moment, chosen = _loop(count, step, (never, zero, zero, never))
+    return finish(*_loop(count, step, (never, zero, zero, never)))
+
+
+def _result(peak, total, moment, chosen):
+    """logp, entropy and lse."""
     log_total = jnp.log(total)
     # a multiply-add may leave the peak a little above itself, and no probability is above 1
     logp = jnp.minimum((chosen - peak) - log_total, 0.0)
     return logp, log_total - moment / total, peak + log_total
 
 
-def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
+def _statistics(peak, total, moment, chosen):
+    """The target's logit (0 where no block had the target), lse and entropy."""
+    log_total = jnp.log(total)
+    chosen = jnp.where(chosen == _NEVER, 0.0, chosen)
+    return chosen, peak + log_total, log_total - moment / total
+
+
+def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, finish=_result):
     n_tokens = hidden_MD.shape[0]
     size, count = blocks(n_tokens, TOKEN_BLOCK)
     dtype = _matmul_dtype(hidden_MD, w_head_DV)
 
     def step(i, out):
         start, _, (h, targets) = _token_block(i, size, (hidden_MD, targets_M))
-        new = _online_softmax(h.astype(dtype), targets, w_head_DV, temperature, vocab_size)
+        h = h.astype(dtype)
+        new = _online_softmax(h, targets, w_head_DV, temperature, vocab_size, finish)
         write = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         return tuple(write(o, n) for o, n in zip(out, new, strict=True))
 
@@ -126,17 +147,40 @@ def _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
 
 
 def _backward(vocab_size, saved, cotangents):
+    hidden_MD, _, _, temperature, _, _ = saved
+    dhidden, dw_head = xla_gradients(*saved, *cotangents, vocab_size=vocab_size)
+    return dhidden.astype(hidden_MD.dtype), dw_head, None, jnp.zeros_like(temperature)
+
+
+xla.defvjp(_forward, _backward)
+
+
+def xla_statistics(
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+    vocab_size: int,
+) -> Statistics:  # fmt: skip
+    """The target's logit, lse and entropy over a slice of the vocabulary; numerics as of `xla`."""
+    chosen_M, lse_M, entropy_M = _stream(
+        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, _statistics
+    )
+    return chosen_M, lse_M, entropy_M
+
+
+def xla_gradients(
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+    lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
+    vocab_size: int, dhidden_MD: Hidden | None = None,
+) -> Gradients:  # fmt: skip
     """dz = dlogp (1[target] − p) − dentropy p (log p + H), made again block by block.
 
     Vocabulary outside, tokens inside: a block of the head's gradient is summed in float32 and
     written once, in the head's dtype; the gradient of the hidden states is float32 throughout.
     """
-    hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M = saved
     n_tokens, width = hidden_MD.shape
     dtype = _matmul_dtype(hidden_MD, w_head_DV)
     rows, row_blocks = blocks(n_tokens, TOKEN_BLOCK)
     columns, column_blocks = blocks(vocab_size, VOCAB_BLOCK)
-    per_token = (hidden_MD, targets_M, lse_M, entropy_M, *cotangents)
+    per_token = (hidden_MD, targets_M, lse_M, entropy_M, dlogp_M, dentropy_M)
 
     def tokens_step(v, i, dhidden, dw):
         at, is_new, (h, targets, lse, entropy, dlogp, dent) = _token_block(i, rows, per_token)
@@ -163,12 +207,10 @@ def _backward(vocab_size, saved, cotangents):
         new = old + dw.astype(dw_head.dtype)
         return dhidden, lax.dynamic_update_slice_in_dim(dw_head, new, start, axis=1)
 
-    zero = (jnp.zeros(hidden_MD.shape, jnp.float32), jnp.zeros_like(w_head_DV))
-    dhidden, dw_head = zero if n_tokens == 0 else _loop(column_blocks, vocab_step, zero)
-    return dhidden.astype(hidden_MD.dtype), dw_head, None, jnp.zeros_like(temperature)
-
-
-xla.defvjp(_forward, _backward)
+    if dhidden_MD is None:
+        dhidden_MD = jnp.zeros(hidden_MD.shape, jnp.float32)
+    carry = (dhidden_MD, jnp.zeros_like(w_head_DV))
+    return carry if n_tokens == 0 else _loop(column_blocks, vocab_step, carry)
 
 
 def unsupported(*_arrays) -> str | None:

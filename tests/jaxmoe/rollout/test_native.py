@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config import ConfigError, EngineError, ModelConfig
+from jaxmoe.config import ConfigError, EngineError, MeshConfig, ModelConfig
 from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
+from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.records import Prompt, Sampling, StopReason
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer
@@ -73,6 +74,21 @@ TRAINER = jax.jit(
         temperature=temperature,
     )[0]
 )  # fmt: skip
+
+
+def test_on_a_mesh_it_draws_the_same_tokens_with_the_trainers_log_probs(engine):
+    mesh = make_mesh(MeshConfig(fsdp=2, sequence=2), jax.devices()[:4])
+    cut = NativeEngine(
+        CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=12, mesh=mesh
+    )  # in waves: 5 prompts of 3 samples, 4 rows of prompts at a time
+    assert mesh is not None
+    cut.load(jax.device_put(weights(), param_shardings(CFG, mesh)), 3)
+    ours = cut.generate(PROMPTS, STOPPING, seed=7, samples=3)
+    theirs = engine.generate(PROMPTS, STOPPING, seed=7, samples=3)
+    assert same(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a.rollout_logp, b.rollout_logp, atol=64 * EPS)
+    assert cut.compilations() == 3
 
 
 def same(a, b):

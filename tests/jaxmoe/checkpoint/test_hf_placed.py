@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint onto a mesh: every bit where it belongs, and one tensor whole in host memory."""
+
+import tracemalloc
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint.hf import entries, load_params, save_params
+from jaxmoe.checkpoint.hf_placed import load_placed
+from jaxmoe.config import ConfigError, MeshConfig, ModelConfig
+from jaxmoe.model.params import map_specs
+from jaxmoe.parallel.sharding import make_mesh, param_shardings
+
+CFG = ModelConfig(
+    vocab_size=253, d_model=96, n_layers=4, n_q_heads=8, n_kv_heads=4, head_dim=16, n_experts=8,
+    experts_per_token=4, d_expert=64, sliding_window=9, dtype="float32", vocab_multiple=40,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    dice = np.random.default_rng(0)
+    params = map_specs(lambda spec: dice.standard_normal(spec.shape, np.float32), CFG)
+    directory = tmp_path_factory.mktemp("hf") / "model"
+    save_params(params, CFG, directory, dtype="float32")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "sequence": 4}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_device_gets_its_part_of_every_parameter(exported, sizes, dtype):
+    mesh = make_mesh(MeshConfig(**sizes))
+    assert mesh is not None
+    placed, whole = load_placed(exported, CFG, dtype, mesh), load_params(exported, CFG, dtype)
+    wanted = param_shardings(CFG, mesh)
+
+    def same(path, ours, theirs, sharding):
+        assert ours.sharding == sharding and ours.dtype == theirs.dtype, path
+        for shard in ours.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == theirs[shard.index].tobytes(), path
+
+    jax.tree_util.tree_map_with_path(same, placed, whole, wanted)
+
+
+WIDE = replace(CFG, n_layers=12, d_model=256, d_expert=320, n_experts=16)
+
+
+def test_host_memory_holds_one_tensor_and_not_the_model(tmp_path):
+    params = map_specs(lambda spec: np.ones(spec.shape, np.float32), WIDE)
+    save_params(params, WIDE, tmp_path / "model", dtype="float32")
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    assert mesh is not None
+    model = sum(x.nbytes for x in jax.tree.leaves(params))
+    largest = 4 * max(int(np.prod(entry.held)) for entry in entries(WIDE))
+    del params
+    tracemalloc.start()
+    try:
+        load_placed(tmp_path / "model", WIDE, "float32", mesh)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    piece = 8 * 2**20  # read at once, and widened for its digest
+    assert largest < most < 2 * largest + 4 * piece < model / 3, (most, largest, model)
+
+
+def test_a_missing_tensor_is_named_as_on_one_device(exported, tmp_path):
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    assert mesh is not None
+    with pytest.raises(ConfigError, match="is missing"):
+        load_placed(tmp_path, CFG, "float32", mesh)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command on a mesh: it trains, goes on with another one, is scored and exported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmoe.observe.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "model.d_model": 32, "model.d_expert": 24, "data.train_rows": 64, "data.held_out_rows": 8,
+    "data.max_prompt_tokens": 54, "warmup.steps": 3, "warmup.sequences_per_step": 16,
+    "rollout.sequences_per_step": 16, "rollout.samples_per_prompt": 4, "steps": 4,
+    "eval.every_steps": 2, "save.every_steps": 2, "save.export_dtype": "float32",
+}  # fmt: skip
+pytestmark = pytest.mark.slow  # a run is mostly its compilation
+
+
+def typed(module, work, devices, *more, **changes):
+    sets = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
+    command = [sys.executable, "-W", "error", "-m", f"jaxmoe.{module}", "--config", "tiny.py",
+               "--workdir", str(work), *more]  # fmt: skip
+    command += [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=500)
+    return done.returncode, done.stdout, done.stderr
+
+
+def losses(work):
+    return {
+        (r["stage"], r["step"]): r["loss"]
+        for r in read_metrics(work / "metrics.jsonl")
+        if "loss" in r
+    }
+
+
+def test_a_run_goes_on_with_other_meshes_and_is_that_of_one_device(tmp_path):
+    code, _, err = typed("train", tmp_path / "one", 1)
+    assert code == 0, err
+    work = tmp_path / "several"
+    for steps, devices, mesh in (
+        (2, 4, {"mesh__fsdp": 2, "mesh__sequence": 2, "mesh__attention": "zigzag"}),
+        (3, 1, {}),
+        (4, 4, {"mesh__expert": 2, "mesh__tensor": 2}),
+    ):
+        code, out, err = typed("train", work, devices, steps=steps, **mesh)
+        assert code == 0, err
+        assert steps == 2 or "mesh." in out  # what a resume changes is told
+    one, several = losses(tmp_path / "one"), losses(work)
+    assert one.keys() == several.keys()
+    assert max(abs(one[key] - several[key]) for key in one) < 2e-5
+    mesh = {"mesh__fsdp": 4}
+    code, out, err = typed("eval", work, 4, **mesh)
+    assert code == 0 and "rl step 4" in out, err
+    code, out, err = typed("export", work, 1, "--out", str(tmp_path / "hf"), **mesh)
+    assert code == 0, err
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["hidden_size"] == 32
+    code, out, err = typed("train", tmp_path / "loaded", 4, init__checkpoint=str(tmp_path / "hf"),
+                           warmup__steps=0, steps=1, **mesh)  # fmt: skip
+    assert code == 0, err
+    assert np.isfinite(list(losses(tmp_path / "loaded").values())).all()
+
+
+def test_a_mesh_that_is_not_there_is_one_line_and_leaves_no_folder(tmp_path):
+    code, out, err = typed("train", tmp_path / "run", 1, mesh__fsdp=4)
+    assert code == 2 and err.count("\n") == 1 and "JAX_NUM_CPU_DEVICES=4" in err
+    assert not (tmp_path / "run").exists()
