@@ -7,14 +7,14 @@ from typing import NamedTuple
 class Chip(NamedTuple):
     """Of one device as JAX counts them, which may be half of a chip. Bytes are a second's."""
 
-    memory: float  # bytes
+    memory: int  # bytes
     flops: float  # bfloat16, dense, a second
     memory_bandwidth: float
     links: float  # what it sends to its neighbours, all links together
     network: float  # what it sends to another host; 0: its links go there too
 
 
-GIB = 2.0**30
+GIB = 2**30
 GPU_NETWORK = 50e9  # 400 Gb/s a GPU, as NVIDIA's DGX H100 has; a cloud may have less
 
 CHIPS = {

@@ -69,28 +69,31 @@ class Computation:
     branches: list[tuple[str, ...]] = field(default_factory=list)
 
 
-def collectives(text: str, devices: int, unknown: int = 1) -> Counter[Collective]:
+def collectives(text: str, devices: int, unknown: int = 0) -> Counter[Collective]:
     """Each collective of a compiled program and how often one run of it makes it.
 
-    `unknown` is how often a loop turns whose count the compiler does not know. Of a branch's
-    sides the one that sends more counts. A reduce-scatter that the compiler writes as an
-    all-reduce and a slice counts as that all-reduce.
+    `unknown` is how often an outermost loop turns whose count the compiler does not know. One
+    within it does not: those are the rounds of tokens that a first round to the experts left over
+    (jaxmoe/parallel/rounds.py), and balanced routing leaves none. Of a branch's sides the one that
+    sends more counts. A reduce-scatter that the compiler writes as an all-reduce and a slice counts
+    as that all-reduce.
     """
     found, entry = _computations(text, devices)
-    known: dict[str, Counter[Collective]] = {}
+    known: dict[tuple[str, int], Counter[Collective]] = {}
 
-    def of(name: str) -> Counter[Collective]:
-        if name not in known:
-            here, total = found.get(name, Computation()), Counter()
-            total.update(here.own)
+    def of(name: str, turns: int) -> Counter[Collective]:
+        if (name, turns) not in known:
+            here = found.get(name, Computation())
+            total = Counter(here.own)
             for called, times in here.calls:
-                _add(total, of(called), unknown if times is None else times)
+                inner = of(called, 0) if times is None else of(called, turns)
+                _add(total, inner, turns if times is None else times)
             for sides in here.branches:
-                _add(total, max((of(side) for side in sides), key=sent), 1)
-            known[name] = total
-        return known[name]
+                _add(total, max((of(side, turns) for side in sides), key=sent), 1)
+            known[name, turns] = total
+        return known[name, turns]
 
-    return of(entry)
+    return of(entry, unknown)
 
 
 def sent(counted: Mapping[Collective, int]) -> float:
@@ -165,17 +168,36 @@ def _size(shape: str) -> float:
 
 
 def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Who exchanges with whom: lists, XLA's short form [groups,size]<=[dims]T(order), or pairs."""
+    """Who exchanges with whom: pairs, axes of a mesh, [groups,size]<=[dims]T(order), or lists;
+    nothing stands for everybody.
+
+    Raises ValueError for another form.
+    """
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
         return tuple(_numbers(pairs[1]))
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        over = [name.strip().strip("'") for name in mesh[2].split(",")]
+        if set(over) <= sizes.keys():
+            order = [i for i, n in enumerate(sizes) if n not in over]
+            order += [list(sizes).index(name) for name in over]
+            ids = np.arange(devices).reshape(list(sizes.values())).transpose(order)
+            return _rows(ids.reshape(-1, math.prod(sizes[name] for name in over)))
     if short := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        shape, dims = _ints(short[1]), _ints(short[2])
-        ids = np.arange(np.prod(dims)).reshape(dims)
-        if short[3]:
-            ids = ids.transpose(_ints(short[3]))
-        return tuple(tuple(map(int, row)) for row in ids.reshape(shape))
-    listed = re.search(r"replica_groups=\{(\{.*?\})\}", rest)
-    return tuple(_numbers(listed[1])) if listed else (tuple(range(devices)),)
+        dims = _ints(short[2])
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        ids = ids.transpose(_ints(short[3])) if short[3] else ids
+        return _rows(ids.reshape(_ints(short[1])))
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
+        return tuple(_numbers(listed[1]))
+    if "replica_groups={}" not in rest and "replica_groups=" in rest:
+        form = rest[rest.index("replica_groups=") :][:80]
+        raise ValueError(f"the devices of a collective must be in a known form; got {form}")
+    return (tuple(range(devices)),)
+
+
+def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in ids)
 
 
 def _numbers(text: str) -> Iterator[tuple[int, ...]]:

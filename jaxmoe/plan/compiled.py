@@ -76,28 +76,29 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
         found = compile_on(mesh, program.fn, *given, **program.options)
     except jax.errors.JaxRuntimeError as error:
         seconds = time.perf_counter() - began
-        if (too_large := _too_large(str(error), seconds)) is None:
+        if (found := too_large(str(error), seconds)) is None:
             raise
-        return too_large
+        return found
     seconds, memory, text = time.perf_counter() - began, found.memory_analysis(), found.as_text()
+    packed = cfg.optim.tokens_per_microbatch > 0  # a step is told how many microbatches there are
     assert memory is not None and text is not None, "libtpu and XLA's GPU compiler tell both"
     return Step(
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        collectives(text, mesh.size, microbatches(cfg)),
+        collectives(text, mesh.size, microbatches(cfg) if packed else 0),
         len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
         seconds,
     )
 
 
 def microbatches(cfg: Config) -> int:
-    """Of one update; packed ones, whose number a step is told, of sequences of full length."""
+    """Of one update, of sequences of full length."""
     rows = cfg.optim.tokens_per_microbatch // cfg.context
     mine = cfg.rollout.sequences_per_step // cfg.loss.minibatches
     return -(-mine // rows) if rows else max(1, cfg.optim.microbatches // cfg.loss.minibatches)
 
 
-def _too_large(said: str, seconds: float) -> TooLarge | None:
+def too_large(said: str, seconds: float) -> TooLarge | None:
     """libtpu's: Used 22.88G of 15.75G hbm."""
     found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", said)
     if found is None:

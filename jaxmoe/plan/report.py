@@ -20,10 +20,10 @@ class Fit:
 
     step: int  # what the compiled step holds
     beside: int  # the native engine's copy of the weights, and what it samples ahead
-    there: float
+    there: int
 
     @property
-    def missing(self) -> float:
+    def missing(self) -> int:
         return self.step + self.beside - self.there
 
 
@@ -58,7 +58,7 @@ def memory_lines(cfg: Config, found: Step | TooLarge, of: Fit) -> Iterator[str]:
             yield f"  {name:<17}{'':>12}  {size_text(value)}"
     if of.beside:
         yield f"  {'the engine':<17}{'':>12}  {size_text(of.beside)}"
-    yield f"  {'of':<17}{size_text(round(of.there))}"
+    yield f"  {'of':<17}{size_text(of.there)}"
 
 
 def verdict(cfg: Config, of: Fit, gpu: bool) -> str:
@@ -75,7 +75,7 @@ def verdict(cfg: Config, of: Fit, gpu: bool) -> str:
     then = memory(tried).training * off
     advice = "Try more devices, more of which share the weights"
     if changes:
-        advice = f"Try {' '.join(changes)}, which needs about {_short(then)}"
+        advice = f"Try {' '.join(changes)}, which needs about {_short(round(then))}"
         advice += "" if then <= of.there else ": more devices as well"
     return f"does not fit: {_short(of.missing)} are missing. {advice}."
 
@@ -116,5 +116,5 @@ def bound_lines(done: Work, least: Bounds, chip: Chip) -> Iterator[str]:
     )
 
 
-def _short(value: float) -> str:
-    return " ".join(size_text(round(value)).split())
+def _short(value: int) -> str:
+    return " ".join(size_text(value).split())
