@@ -6,6 +6,7 @@ The run's own step goes through the chip's own compiler; nothing is executed and
 Exit status 0: it fits; 1: it does not; 2: a mistake. Next: jaxmoe/plan/compiled.py.
 """
 
+import argparse
 import resource
 import sys
 from collections.abc import Sequence
@@ -28,10 +29,7 @@ from pallas_kernels.ahead_of_time import topology_of
 
 def main(argv: Sequence[str] | None = None) -> int:
     with ExitStatus() as status:
-        parser = arguments("Compile a run's step for a machine that is not here.")
-        parser.add_argument("--topology", required=True, metavar="NAME",
-                            help="v5p:4x4x4, or h200:2x8 for 2 hosts of 8")  # fmt: skip
-        args = parser.parse_args(argv)
+        args = options().parse_args(argv)
         jax.config.update("jax_platforms", "cpu")  # chips that are here are not asked
         cfg = config_of(args)
         chip, devices = machine(args.topology)
@@ -39,6 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.dry_run:
             status.code = plan(cfg, args.topology, chip, devices)
     return status.code
+
+
+def options() -> argparse.ArgumentParser:
+    """Those of every command, and the machine."""
+    parser = arguments("Compile a run's step for a machine that is not here.")
+    parser.add_argument("--topology", required=True, metavar="NAME",
+                        help="v5p:4x4x4, or h200:2x8 for 2 hosts of 8")  # fmt: skip
+    return parser
 
 
 def machine(name: str) -> tuple[str, list[Any]]:

@@ -15,11 +15,11 @@ from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load, override
 from jaxmoe.engines import open_engine
+from jaxmoe.memory import check_memory, describe, device_bytes, layer_flops, memory
 from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params, as_read, count_params, param_specs
 from jaxmoe.parallel.host import free_bytes
 from jaxmoe.parallel.sharding import RULES
-from jaxmoe.memory import check_memory, describe, device_bytes, layer_flops, memory
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import rl_state, stage_shapes
 
