@@ -28,7 +28,8 @@ CFG = ModelConfig(
     head_dim=16, n_experts=8, experts_per_token=2, d_expert=40, sliding_window=9, dtype="float32",
 )  # fmt: skip
 B, T = 16, 40
-TX = make_optimizer(OptimConfig(lr=1e-3), steps=100)
+# with a usual eps Adam makes a step of 1e-3 of a gradient that is rounding alone, and experts switch
+TX = make_optimizer(OptimConfig(lr=1e-3, eps=1e-5), steps=100)
 GRPO = Algorithm(old_logp="recomputed", kl_coef=0.1)
 PPO = Algorithm(advantages=partial(gae, trace=0.9), critic="own", value_clip=0.5)
 TWOS = [dict.fromkeys(three, 2) for three in combinations(AXES, 3)]
@@ -92,8 +93,9 @@ def on_one(a, steps):
 
 
 def test_a_step_on_a_mesh_is_the_step_on_one_device():
-    found, compiled = losses(GRPO, {"fsdp": 2, "expert": 2, "tensor": 2}, 2)
-    assert np.abs(found - on_one(GRPO, 2)).max() < 2e-5
+    plain = Algorithm()  # one forward: the slow ones have a reference, old log-probs, a critic
+    found, compiled = losses(plain, {"fsdp": 2, "expert": 2, "tensor": 2}, 2)
+    assert np.abs(found - on_one(plain, 2)).max() < 2e-5
     assert compiled == 1
 
 
