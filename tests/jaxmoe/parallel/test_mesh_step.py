@@ -28,7 +28,7 @@ CFG = ModelConfig(
     head_dim=16, n_experts=8, experts_per_token=2, d_expert=40, sliding_window=9, dtype="float32",
 )  # fmt: skip
 B, T = 16, 40
-# with a usual eps Adam makes a step of 1e-3 of a gradient that is rounding alone, and experts switch
+# by a smaller eps Adam makes whole steps of gradients that are rounding alone, and experts switch
 TX = make_optimizer(OptimConfig(lr=1e-3, eps=1e-5), steps=100)
 GRPO = Algorithm(old_logp="recomputed", kl_coef=0.1)
 PPO = Algorithm(advantages=partial(gae, trace=0.9), critic="own", value_clip=0.5)
