@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
@@ -110,7 +111,17 @@ class OnMesh:
         return names[1:] if spec.axes[0] == "pair" else names
 
     def run(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        """fn in a shard_map over the axes that cut something: XLA for CPU keeps sums over one."""
+        used = tuple(name for name in AXES if self.mesh.shape[name] > 1)
+        devices = self.mesh.devices.reshape([self.mesh.shape[name] for name in used])
+
+        def kept(spec: P) -> P:
+            each = ((cut,) if isinstance(cut, str) else cut or () for cut in spec)
+            return spec_of(*(tuple(n for n in names if n in used) for names in each))
+
+        ins, outs = jax.tree.map(kept, (ins, outs), is_leaf=lambda x: isinstance(x, P))
+        mesh = Mesh(devices, used)
+        return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
     def embed(
         self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str
@@ -237,7 +248,8 @@ class OnMesh:
         def streamed(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
             return vocabulary.target_logprobs(
                 hidden_btD, w_Dv, targets_bt, temperature=temperature, vocab_size=vocab_size,
-                axes=over[1], sequence_axis="sequence" if self.rules.time else None,
+                axes=over[1],
+                sequence_axis="sequence" if shards_of(self.mesh, self.rules.time) > 1 else None,
                 copies=self.uncut_by((*self.rules.rows, *self.rules.time)),
                 impl=impl or "auto",
             )  # fmt: skip

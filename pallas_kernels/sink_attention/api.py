@@ -4,6 +4,8 @@
 Next: reference.py for the formula, xla.py for the blocks.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -134,7 +136,7 @@ def sink_attention_backward(
     return chosen(q_BTNH, k_BSKH, v_BSKH, do_BTNH, lse_BTN, delta_BTN, *where)
 
 
-def _layout(q: Array, k: Array, given: tuple[Array | None, ...]) -> Layout:
+def _layout(q: Array, k: Array, given: tuple[Any, ...]) -> Layout:
     """Of what is given and what is left out; ValueError where that cannot be known."""
     (B, T), S = q.shape[:2], k.shape[1]
     if given[0] is None and T != S:

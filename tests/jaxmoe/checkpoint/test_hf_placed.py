@@ -33,7 +33,7 @@ def exported(tmp_path_factory):
     "sizes", [{"fsdp": 8}, {"fsdp": 2, "expert": 2, "tensor": 2}, {"data": 2, "sequence": 4}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_each_device_gets_its_part_of_every_parameter(exported, sizes, dtype):
     mesh = make_mesh(MeshConfig(**sizes))
     assert mesh is not None
@@ -51,6 +51,7 @@ def test_each_device_gets_its_part_of_every_parameter(exported, sizes, dtype):
 WIDE = replace(CFG, n_layers=12, d_model=256, d_expert=320, n_experts=16)
 
 
+@pytest.mark.slow  # 130 MB of weights
 def test_host_memory_holds_one_tensor_and_not_the_model(tmp_path):
     params = map_specs(lambda spec: np.ones(spec.shape, np.float32), WIDE)
     save_params(params, WIDE, tmp_path / "model", dtype="float32")

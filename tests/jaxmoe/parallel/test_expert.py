@@ -113,8 +113,18 @@ def agree(ours, naive, exact, names=NAMES):
         three_way(ours[name], naive[name], exact[name], name)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+# each mesh and each dispatch once; the others are slow
+QUICK = [("expert 8", "gathered"), ("expert 4, tensor 2", "exchanged"),
+         ("data 2, expert 2, tensor 2", "gathered")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dispatch"),
+    [
+        pytest.param(mesh, dispatch, marks=[] if (mesh, dispatch) in QUICK else pytest.mark.slow)
+        for mesh in MESHES for dispatch in DISPATCHES
+    ],
+)  # fmt: skip
 def test_experts_on_a_mesh_are_those_of_one_device_however_tokens_are_routed(
     mesh, dispatch, monkeypatch
 ):
@@ -170,7 +180,9 @@ def test_a_planted_fault_is_seen(fault, dispatch, monkeypatch):
         agree(once(mesh, DISPATCHES[dispatch]), plain(*args), oracle(*args), ("y",))
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize(
+    "dispatch", ["exchanged", pytest.param("gathered", marks=pytest.mark.slow)]
+)
 def test_the_forward_takes_its_experts_from_the_mesh_in_bfloat16(dispatch, monkeypatch):
     monkeypatch.setattr(parallel_ops, "dispatch_for", lambda *_, **__: (DISPATCHES[dispatch], ""))
     cfg = replace(CFG, dtype="bfloat16")
