@@ -179,7 +179,7 @@ def check_memory(cfg: Config, *stages: str) -> None:
     )
 
 
-def smaller(cfg: Config, stage: str, there: float) -> tuple[Config, list[str]]:
+def smaller(cfg: Config, stage: str, there: int) -> tuple[Config, list[str]]:
     """The first config that needs no more than `there`, or the least that is known; its changes."""
     tried, changes = cfg, []
     for key, value in _smaller(cfg):

@@ -70,6 +70,12 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | N
     return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
 
 
+def only_cutting(mesh: Mesh) -> Mesh:
+    """The same devices without axes of size 1."""
+    used = tuple(name for name, size in mesh.shape.items() if size > 1)
+    return Mesh(mesh.devices.reshape([mesh.shape[name] for name in used]), used)
+
+
 def partition(
     axes: Sequence[str | None],
     shape: Sequence[int],

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmoe.config import Config
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.sharding import make_mesh
+from jaxmoe.parallel.sharding import make_mesh, only_cutting
 from jaxmoe.plan.collectives import Collective, collectives
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.optimizer import rl_optimizer
@@ -73,7 +73,8 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
     program = rl_program(cfg, ops, of_run, a, tx, state)
     began = time.perf_counter()
     try:
-        found = compile_on(mesh, program.fn, *given, **program.options)
+        around = only_cutting(mesh) if of_run else mesh  # the mesh of every shard_map
+        found = compile_on(around, program.fn, *given, **program.options)
     except jax.errors.JaxRuntimeError as error:
         seconds = time.perf_counter() - began
         if (found := too_large(str(error), seconds)) is None:

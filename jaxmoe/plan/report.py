@@ -71,7 +71,7 @@ def verdict(cfg: Config, of: Fit, gpu: bool) -> str:
             text += f", with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}"
         return text
     off = of.step / arithmetic(memory(cfg))["step"]
-    tried, changes = smaller(cfg, "training", of.there / max(1.0, off))
+    tried, changes = smaller(cfg, "training", round(of.there / max(1.0, off)))
     then = memory(tried).training * off
     advice = "Try more devices, more of which share the weights"
     if changes:
