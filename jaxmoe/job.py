@@ -46,7 +46,6 @@ class Job:
 
     cfg: Config
     ops: Ops
-    mesh: Mesh | None  # None: one device
     algorithm: Algorithm
     tx: optax.GradientTransformation  # of RL
     work: Path
@@ -61,6 +60,7 @@ class Job:
     told: int = 0  # incidents of the engine that have been logged
     contents: dict[str, str] = field(default_factory=dict)  # digests of the run's files
     progress: Progress | None = None  # the bar that is shown
+    mesh: Mesh | None = None  # None: one device
 
     def __post_init__(self) -> None:
         self.saved = self.at.number  # it is on disk, or can be made again

@@ -130,7 +130,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
         if first:
             record_config(work, cfg, kernels.names)
         ops = sharded_ops(ops, mesh, cfg.model, across=cfg.mesh.attention)
-        yield Job(cfg, ops, mesh, chosen, tx, work, task, engine, log, stop, at, contents=held)
+        yield Job(cfg, ops, chosen, tx, work, task, engine, log, stop, at, contents=held, mesh=mesh)
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
     print(f"samples  python -m jaxmoe.samples {shlex.quote(str(work))}")

@@ -145,9 +145,16 @@ def test_a_device_of_eight_holds_a_fraction_and_nothing_whole_travels():
         assert largest[1] < 0.5 * min(batch, stacked), (sizes, largest)
 
 
-@pytest.mark.slow  # twelve meshes, half a minute each where all is compiled as users do
+SHORT = {"fsdp": 2, "expert": 2, "sequence": 2}
+
+
+@pytest.mark.slow  # fifteen meshes, a quarter of a minute each
 @pytest.mark.parametrize("a", [GRPO, PPO], ids=["grpo", "ppo"])
-@pytest.mark.parametrize("sizes", [*TWOS, *EIGHTS], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(s, marks=[] if s == SHORT else pytest.mark.extended) for s in TWOS + EIGHTS],
+    ids=str,
+)
 def test_twenty_steps_on_eight_devices_are_those_on_one(a, sizes):
     found, compiled = losses(a, sizes, 20)
     assert np.abs(found - on_one(a, 20)).max() < 2e-5

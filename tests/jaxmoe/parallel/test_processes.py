@@ -149,7 +149,8 @@ def lines(work):
     return {(row["stage"], row["step"]): row for row in rows}
 
 
-@pytest.mark.slow  # four processes that compile a run each, three times
+@pytest.mark.slow
+@pytest.mark.extended  # four processes that compile a run each, three times
 def test_a_process_that_dies_ends_all_and_others_on_another_mesh_go_on(tmp_path):
     for code, said in ended(run(tmp_path / "whole", 4, 2, fsdp=4, tensor=2), 400):
         assert code == 0, said

@@ -88,7 +88,8 @@ FULL = [
 ]
 
 
-@pytest.mark.slow  # a hundred programs
+@pytest.mark.slow
+@pytest.mark.extended  # a hundred programs
 @pytest.mark.parametrize("method, shards, window, K", FULL)
 def test_several_devices_give_what_one_gives_in_every_combination(method, shards, window, K):
     for case in CASES:
