@@ -89,6 +89,8 @@ def memory(cfg: Config) -> Memory:
     summed = packed or cfg.optim.microbatches > cfg.loss.minibatches  # more than one an update
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim // mesh.tensor
     routed = m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
+    if mesh.expert * mesh.tensor > 1:  # the share of what travels, in buffers of twice as much
+        routed = routed * 2 // mesh.tensor
     layer = tokens * (fast * (4 * m.d_model + heads + routed) + 4 * (m.n_q_heads + m.n_experts))
     layer *= 2  # its gradient
     kept = m.n_layers // 2 * tokens * m.d_model * fast if cfg.optim.remat else m.n_layers * layer
@@ -105,7 +107,7 @@ def memory(cfg: Config) -> Memory:
         optimizer=2 * trained * held,
         reference=local * held if cfg.loss.kl_coef > 0 else 0,
         engine_copy=engine_copy,
-        gathered=6 * layer_bytes(cfg) if mesh.devices > 1 else 0,
+        gathered=2 * (1 + 4 // fast) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (held + 4 if summed else held),
         update=trained * held,
         activations=kept * (2 if own else 1) + (2 * layer if cfg.optim.remat else 0),

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels between devices in a compiled program, read from its HLO text.
 
-A loop's body counts as often as the compiler knows it to turn; nested loops multiply.
+A loop's body counts as often as it is known to turn, by the compiler's word or by a constant in its
+condition, which counts from 0 in steps of 1 as a scan's does; nested loops multiply.
 Next: jaxmoe/plan/roofline.py.
 """
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -21,6 +23,8 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
+_NAMES = re.compile(r"%([\w.\-]+)")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -62,11 +66,12 @@ class Collective:
 
 @dataclass
 class Computation:
-    """Its own collectives, and what it calls how often; None: as often as nobody knows."""
+    """Its own collectives, and what it calls how often; or as a condition says, by its name."""
 
     own: list[Collective] = field(default_factory=list)
-    calls: list[tuple[str, int | None]] = field(default_factory=list)
+    calls: list[tuple[str, int | str]] = field(default_factory=list)
     branches: list[tuple[str, ...]] = field(default_factory=list)
+    below: int | None = None  # of a condition: the constant that a count must be below
 
 
 def collectives(text: str, devices: int, unknown: int = 0) -> Counter[Collective]:
@@ -85,7 +90,8 @@ def collectives(text: str, devices: int, unknown: int = 0) -> Counter[Collective
         if (name, turns) not in known:
             here = found.get(name, Computation())
             total = Counter(here.own)
-            for called, times in here.calls:
+            for called, count in here.calls:
+                times = found[count].below if isinstance(count, str) else count
                 inner = of(called, 0) if times is None else of(called, turns)
                 _add(total, inner, turns if times is None else times)
             for sides in here.branches:
@@ -108,36 +114,41 @@ def _add(total: Counter[Collective], more: Counter[Collective], times: int) -> N
 
 def _computations(text: str, devices: int) -> tuple[dict[str, Computation], str]:
     found: dict[str, Computation] = {}
-    entry, here, sizes = "", Computation(), dict[str, float]()
+    entry, here, sizes, constants = "", Computation(), dict[str, float](), dict[str, int]()
     for line in text.splitlines():
         if head := _HEAD.match(line):
-            here, sizes = Computation(), {}
+            here, sizes, constants = Computation(), {}, {}
             found[head[2]] = here
             entry = head[2] if head[1] else entry
         elif made := _LINE.match(line):
             shape, rest = _shape(made[2])
             sizes[made[1]] = _size(shape)
             opcode, _, after = rest.partition("(")
-            _read(here, opcode.strip(), after, sizes, devices)
+            if shape.startswith("s32[]") and (value := re.match(r"constant\((\d+)\)", rest)):
+                constants[made[1]] = int(value[1])
+            _read(here, opcode.strip(), after, sizes, constants, devices)
     return found, entry
 
 
 def _read(
-    here: Computation, opcode: str, after: str, sizes: Mapping[str, float], devices: int
-) -> None:
+    here: Computation, opcode: str, after: str, sizes: Mapping[str, float],
+    constants: Mapping[str, int], devices: int,
+) -> None:  # fmt: skip
     """One instruction."""
     if opcode.endswith(("-done", "-update")):  # told of the -start
         return
     kind = opcode.removesuffix("-start")
     if kind in KINDS:
         operands, _, rest = after.partition(")")
-        size = sum(sizes.get(name, 0) for name in re.findall(r"%([\w.\-]+)", operands))
+        size = sum(sizes.get(name, 0) for name in _NAMES.findall(operands))
         here.own.append(Collective(kind, size, _groups(rest, devices)))
         return
-    times: int | None = 1
+    times: int | str = 1
     if opcode == "while":
         trips = _TRIPS.search(after)
-        times = int(trips[1]) if trips else None
+        times = int(trips[1]) if trips else _CONDITION.findall(after)[0]
+    elif opcode == "compare" and "direction=LT" in after:
+        here.below = next((constants[x] for x in _NAMES.findall(after) if x in constants), None)
     here.calls += [(name, times) for name in _CALLED.findall(after)]
     if sides := _BRANCHES.findall(after):
         names = [x.strip().lstrip("%") for many, one in sides for x in (many or one).split(",")]
@@ -176,13 +187,7 @@ def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
         return tuple(_numbers(pairs[1]))
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        over = [name.strip().strip("'") for name in mesh[2].split(",")]
-        if set(over) <= sizes.keys():
-            order = [i for i, n in enumerate(sizes) if n not in over]
-            order += [list(sizes).index(name) for name in over]
-            ids = np.arange(devices).reshape(list(sizes.values())).transpose(order)
-            return _rows(ids.reshape(-1, math.prod(sizes[name] for name in over)))
+        return _along(mesh[1], mesh[2])
     if short := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
         dims = _ints(short[2])
         ids = np.arange(math.prod(dims)).reshape(dims)
@@ -194,6 +199,27 @@ def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
         form = rest[rest.index("replica_groups=") :][:80]
         raise ValueError(f"the devices of a collective must be in a known form; got {form}")
     return (tuple(range(devices)),)
+
+
+@cache
+def _along(mesh: str, over: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a mesh, `'a'=2,'b'=8` and `'a','b':(2)4`: of b those parts of size 4
+    that 2 others are major to."""
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    parts = [
+        (name, int(major or 1), int(size or sizes[name]))
+        for name, major, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", over)
+    ]
+    groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+    for device, at in enumerate(np.ndindex(*sizes.values())):
+        left, mine = dict(zip(sizes, at, strict=True)), []
+        for name, major, size in parts:
+            minor = sizes[name] // (major * size)
+            place = at[list(sizes).index(name)] // minor % size
+            left[name] -= place * minor
+            mine.append(place)
+        groups[tuple(left.values())].append((tuple(mine), device))
+    return tuple(tuple(device for _, device in sorted(group)) for group in groups.values())
 
 
 def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels, read from programs that XLA compiled, against bytes counted by hand."""
 
+import re
 from functools import partial
 
 import jax
@@ -68,6 +69,12 @@ def test_loops_multiply_and_bytes_are_those_of_a_ring(mesh):
     assert by_kind(+often)["collective-permute"] == [(PIECE, 2, 7)]
 
 
+def test_a_count_that_the_compiler_leaves_out_is_read_from_the_condition(mesh):
+    text = text_of(mesh, nested)  # as libtpu writes it
+    bare = re.sub(r'"known_trip_count":\{"n":"\d+"\}', '"":0', text)
+    assert bare != text and collectives(bare, 8, 7) == collectives(text, 8, 7)
+
+
 def test_an_all_to_all_keeps_its_own_part(mesh):
     swap = partial(lax.all_to_all, axis_name="a", split_axis=0, concat_axis=0, tiled=True)
     (one,) = collectives(text_of(mesh, lambda x, _: swap(x)), 8)
@@ -91,6 +98,8 @@ def test_of_a_branch_the_side_that_sends_more_counts(mesh):
         ("replica_groups=mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
         ("replica_groups=mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
         ("replica_groups={}", ((0, 1, 2, 3),)),
     ],
 )
