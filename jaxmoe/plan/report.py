@@ -9,7 +9,7 @@ from jaxmoe.config import Config
 from jaxmoe.memory import Memory, memory, size_text, smaller
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.compiled import Step, TooLarge
-from jaxmoe.plan.roofline import Bounds, Work
+from jaxmoe.plan.roofline import Bounds, StepWork
 
 PREALLOCATED = 0.75  # of a GPU's memory, that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says
 
@@ -97,7 +97,7 @@ def traffic_lines(found: Step, host_of: Sequence[int], gpu: bool) -> Iterator[st
         yield f"  {kind:<18}{size_text(round(value))}{times[kind]:13,.0f} {more}"
 
 
-def bound_lines(done: Work, least: Bounds, chip: Chip) -> Iterator[str]:
+def bound_lines(done: StepWork, least: Bounds, chip: Chip) -> Iterator[str]:
     """The roofline."""
     again = 1 - done.useful / done.flops
     yield f"{'a step takes at least':<22}{'seconds':>12}"

@@ -20,7 +20,7 @@ from jaxmoe.rl.update import gated
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What one device does in a step whose sequences all have full length."""
 
     flops: float  # of matrix products, those done again included
@@ -46,7 +46,7 @@ class Bounds:
         return max(vars(self), key=lambda name: vars(self)[name])
 
 
-def work(cfg: Config, a: Algorithm) -> Work:
+def work(cfg: Config, a: Algorithm) -> StepWork:
     """By the config alone.
 
     flops = sequences·(scored·f + epochs·(f + 2·linear + 2.5·attention + 3·head + again))/devices
@@ -78,7 +78,7 @@ def work(cfg: Config, a: Algorithm) -> Work:
     arrays = 2 * tokens * layer * m.n_layers * jnp.dtype(m.dtype).itemsize
     held = mem.weights / jnp.dtype(cfg.optim.param_dtype).itemsize
     traffic = pieces * (passes * (weights * (1 + (mesh.devices > 1)) + arrays) + 8 * held)
-    return Work(
+    return StepWork(
         flops=share * (scored + a.epochs * trained), useful=share * useful,
         traffic=traffic + 7 * mem.weights * a.updates,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def scores_policy(cfg: Config, a: Algorithm) -> bool:
 
 
 def bounds(
-    done: Work, travels: Mapping[Collective, int], chip: Chip, host_of: Sequence[int]
+    done: StepWork, travels: Mapping[Collective, int], chip: Chip, host_of: Sequence[int]
 ) -> Bounds:
     """Seconds, of this chip."""
     outside = sum(one.to_other_hosts(host_of) * times for one, times in travels.items())

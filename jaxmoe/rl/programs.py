@@ -30,8 +30,8 @@ from jaxmoe.rl.update import rl_step
 from jaxmoe.shapes import Leaf
 
 
-class Program(NamedTuple):
-    """`jax.jit(fn, **options)` is what runs."""
+class Jitted(NamedTuple):
+    """What runs is jit of `fn` with these options."""
 
     fn: Callable[..., Any]
     options: dict[str, Any]
@@ -41,26 +41,26 @@ def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
     return make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
 
 
-def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> Program:
+def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> Jitted:
     """A step of the warm start: (state, batch) -> (state, metrics)."""
     loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, ops))
     step = partial(
         train_step, tx=warmup_optimizer(cfg), loss_fn=loss_fn, microbatches=cfg.optim.microbatches
     )
-    return Program(step, {"donate_argnums": 0, **pinned(cfg, mesh, state, 1)})
+    return Jitted(step, {"donate_argnums": 0, **pinned(cfg, mesh, state, 1)})
 
 
 def rl_program(
     cfg: Config, ops: Ops, mesh: Mesh | None, algorithm: Algorithm,
     tx: optax.GradientTransformation, state: TrainState,
-) -> Program:  # fmt: skip
+) -> Jitted:  # fmt: skip
     """A step of RL: (state, batch, minibatches) -> (state, metrics, told)."""
     scorer = Scorer(cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone)
     step = partial(
         rl_step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.gate,
         microbatches=cfg.optim.microbatches,
     )  # fmt: skip
-    return Program(step, {"donate_argnums": 0, **pinned(cfg, mesh, state, 2)})
+    return Jitted(step, {"donate_argnums": 0, **pinned(cfg, mesh, state, 2)})
 
 
 def pinned(cfg: Config, mesh: Mesh | None, state: Leaf, others: int) -> dict[str, Any]:
