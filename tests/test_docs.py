@@ -143,12 +143,12 @@ def dry(args: list[str]) -> None:
     if rest and "FILE" not in rest:
         rest = [a for a in rest if a != "--dry-run"]
         # for other machines: the reader's files are told to be missing, and not refused
-        assert main([*rest, "--set", "mesh.fsdp=2", "--dry-run"]) == 0
+        assert main([*rest, "--set", "mesh.tensor=2", "--dry-run"]) == 0
 
 
 def plans(args: list[str]) -> None:
     """The mesh of the config is one of the machine, whose compiler may be elsewhere."""
-    if "FILE" in args:
+    if not args or "FILE" in args:
         return
     read = plan.options().parse_args(args)
     cfg = jaxmoe.cli.config_of(read)
