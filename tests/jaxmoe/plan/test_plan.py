@@ -67,6 +67,15 @@ def test_without_compilers_it_says_what_to_install(monkeypatch, capsys):
     assert "Try pip install 'jaxmoe[compilers]'." in capsys.readouterr().err
 
 
+def test_a_shape_that_no_slice_has_is_told_in_the_compilers_words(monkeypatch, capsys):
+    def refuses(*args, **options):
+        raise RuntimeError("INVALID_ARGUMENT: it is not divisible by 2x2x1")
+
+    monkeypatch.setattr(ahead_of_time.topologies, "get_topology_desc", refuses)
+    assert run("--topology", "v5e:3x3") == 2
+    assert "got 'v5e:3x3': it is not divisible by 2x2x1. Try" in capsys.readouterr().err
+
+
 def test_every_chip_that_is_compiled_for_has_its_figures():
     assert set(CHIPS) == set(COMPILED)
     for chip in CHIPS.values():
