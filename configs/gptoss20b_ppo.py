@@ -2,8 +2,8 @@
 """GPT-OSS 20B by PPO with a critic on grade-school mathematics (GSM8K), 16 devices of 80 GB.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_ppo.py --dry-run
-EXPECT   72.5 GB per device in training, 34.3 GB while sampling, by the dry run's arithmetic. It has
-         not been trained: this version runs on one device, and the mesh is for the dry run alone.
+EXPECT   70.4 GB per device in training, 35.5 GB while sampling, by the dry run's arithmetic;
+         the compilers' own figures: docs/parallel.md. It has not been trained.
 SOURCE   GAE with discount and trace 1, critic lr 2e-6, 20 steps of the critic alone: verl's ReTool
          recipe for gpt-oss, retool/run_gpt_oss_ppo.sh.
          Clip 0.2/0.28: arXiv:2503.14476 section 3.1; dual clip 3: arXiv:1912.09729. 4 minibatches
@@ -51,6 +51,6 @@ def get_config() -> Config:
         steps=200,
         eval=EvalConfig(every_steps=20),
         save=SaveConfig(every_steps=50),
-        mesh=MeshConfig(fsdp=16),
+        mesh=MeshConfig(fsdp=4, expert=4),
         workdir="runs/gptoss20b_ppo",
     )  # fmt: skip

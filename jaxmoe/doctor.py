@@ -31,11 +31,11 @@ from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import Task, contents, open_task
 from jaxmoe.kernels import kernels_here
+from jaxmoe.memory import check_memory, stage
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.printable import printable
 from jaxmoe.observe.progress import phase
-from jaxmoe.plan import check_memory, stage
 from jaxmoe.reconcile.checks import run_checks
 from jaxmoe.reconcile.compare import Report, reconcile
 from jaxmoe.reconcile.handshake import config_finding, shake

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmoe import plan
+from jaxmoe import memory
 from jaxmoe.checkpoint.run import check_model
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.envs.tasks import open_task
@@ -19,15 +19,15 @@ from jaxmoe.parallel.limits import check_mesh
 def dry_run(cfg: Config, *stages: str) -> None:
     """Print the plan, and what data, tokenizer and checkpoint hold.
 
-    `stages` are those of plan.Memory.of that the command goes through.
+    `stages` are those of memory.Memory.of that the command goes through.
     Raises ConfigError, after all was printed, for the first thing that the command would refuse.
     What a mesh would lack is printed alone: its machines are not this one.
     """
     check_mesh(cfg)
-    print(plan.describe(cfg))
+    print(memory.describe(cfg))
     print(f"  kernels      {planned(cfg)}")
     refused: list[ConfigError] = []
-    for look in (_checkpoint, _task, lambda cfg: plan.check_memory(cfg, *stages)):
+    for look in (_checkpoint, _task, lambda cfg: memory.check_memory(cfg, *stages)):
         try:
             if said := look(cfg):
                 print(said)

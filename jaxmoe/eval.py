@@ -17,11 +17,11 @@ from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import contents, evaluate, open_task, response_text
 from jaxmoe.kernels import kernels_here
+from jaxmoe.memory import check_memory, stage
 from jaxmoe.model import make_ops
 from jaxmoe.observe.progress import phase
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.sharding import make_mesh
-from jaxmoe.plan import check_memory, stage
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
 

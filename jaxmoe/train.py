@@ -14,12 +14,10 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxmoe.checkpoint.run import (
     Position,
@@ -38,6 +36,7 @@ from jaxmoe.envs.tasks import Task, answer_tokens, contents, open_task
 from jaxmoe.job import Job
 from jaxmoe.kernels import kernels_here
 from jaxmoe.losses import overlong_penalty
+from jaxmoe.memory import check_memory
 from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
@@ -50,20 +49,17 @@ from jaxmoe.parallel.sharding import (
     place,
     state_shardings,
 )
-from jaxmoe.plan import check_memory
 from jaxmoe.records import Rollout
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
 from jaxmoe.rl.dynamic_sampling import filled
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.minibatches import divide, packed
-from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.programs import pinned, rl_program, supervised_program, warmup_optimizer
 from jaxmoe.rl.state import Trained, TrainState, new_state, rl_state, stage_shapes
-from jaxmoe.rl.step import supervised_loss_fn, train_step
-from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.staleness import check_versions
-from jaxmoe.shapes import Leaf, Params
+from jaxmoe.shapes import Params
 
 STAGES = ("training", "sampling", "syncing")  # of memory
 
@@ -141,21 +137,14 @@ def open_job(cfg: Config) -> Iterator[Job]:
     print(f"accuracy {accuracy(read_metrics(work / 'metrics.jsonl'))}")
 
 
-def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
-    return make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
-
-
 def warm_start(job: Job) -> None:
     """Supervised steps on the stored answers: a random model has nothing for RL to amplify."""
     if job.at.stage != "warmup":
         return
     cfg, task, state = job.cfg, job.task, job.at.state
-    w, tx = cfg.warmup, warmup_optimizer(cfg)
-    loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, job.ops))
-    step_fn = jax.jit(
-        partial(train_step, tx=tx, loss_fn=loss_fn, microbatches=cfg.optim.microbatches),
-        donate_argnums=0, **pinned(job, state, 1),
-    )  # fmt: skip
+    w = cfg.warmup
+    program = supervised_program(cfg, job.ops, job.mesh, state)
+    step_fn = jax.jit(program.fn, **program.options)
     data = task.stream(w.sequences_per_step, cfg.seed + 1)
     if job.at.data is not None:
         data.set_state(job.at.data)
@@ -179,33 +168,16 @@ def warm_start(job: Job) -> None:
     # first step's program would not fit the second's arguments
     new = partial(rl_state, cfg=cfg, tx=job.tx)
     policy = state.params.policy
-    pins = pinned(job, jax.eval_shape(new, policy), 0)
+    pins = pinned(cfg, job.mesh, jax.eval_shape(new, policy), 0)
     state = jax.jit(new, **pins)(policy)
     job.begin(Position("rl", 0, state, None))
-
-
-def pinned(job: Job, state: Leaf, others: int) -> dict[str, Any]:
-    """jit's option by which a state comes back as it lay, and `others` results as they come.
-
-    Nothing on one device.
-    """
-    if job.mesh is None:
-        return {}
-    at = state_shardings(state, job.cfg.model, job.mesh)
-    return {"out_shardings": (at, *(None,) * others) if others else at}
 
 
 def reinforce(job: Job) -> None:
     """RL: the loop."""
     cfg, engine, state, a = job.cfg, job.engine, job.at.state, job.algorithm
-    scorer = Scorer(cfg.model, job.ops, cfg.rollout.temperature, cfg.critic.backbone)
-    step_fn = jax.jit(
-        partial(
-            rl_step, tx=job.tx, algorithm=a, scorer=scorer, gate=cfg.gate,
-            microbatches=cfg.optim.microbatches,
-        ),
-        donate_argnums=0, **pinned(job, state, 2),
-    )  # fmt: skip
+    program = rl_program(cfg, job.ops, job.mesh, a, job.tx, state)
+    step_fn = jax.jit(program.fn, **program.options)
     with closing(open_rollouts(job)) as rollouts, job.saved_if_it_cannot_go_on():
         engine.load(state.params.policy, job.at.step)
         job.evaluate_first()

@@ -10,9 +10,10 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -100,6 +101,31 @@ def mesh_of(chip: str) -> Mesh:
     """One device of the chip. Raises NotImplementedError where its compiler is not installed."""
     if chip not in CHIPS:
         raise ValueError(f"chip must be one of {', '.join(CHIPS)}; got {chip!r}.")
+    devices = _topology(chip, *TPUS[chip]) if chip in TPUS else _topology(chip, "1x1")
+    return Mesh(np.array(devices[:1]), ("chip",))
+
+
+def topology_of(name: str) -> tuple[str, list[Any]]:
+    """The chip and the devices of a whole machine: v5p:4x4x4 of TPUs, h200:2x8 of 2 hosts of 8.
+
+    Raises: ValueError for what no compiler knows, with its word; NotImplementedError where the
+    compiler is not installed.
+    """
+    chip, _, layout = name.partition(":")
+    if chip in TPUS:
+        one, options = TPUS[chip]
+        return chip, _topology(chip, name, options if name == one else {})
+    if chip not in GPUS or not re.fullmatch(r"[1-9]\d*x[1-9]\d*", layout):
+        raise ValueError(
+            f"it knows {', '.join(TPUS)} (as v5e:2x4) and {', '.join(GPUS)} (as h200:2x8)"
+        )
+    return chip, _topology(chip, layout)
+
+
+def _topology(
+    chip: str, layout: str, options: Mapping[str, Any] = MappingProxyType({})
+) -> list[Any]:
+    """Devices of libtpu's name of a topology, or of HOSTSxGPUS."""
     # libtpu asks a cloud host who it is, and locks itself; neither is for a mere compilation.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
@@ -107,19 +133,20 @@ def mesh_of(chip: str) -> Mesh:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         if chip in TPUS:
-            name, options = TPUS[chip]
-            topology = topologies.get_topology_desc(name, "tpu", **options)
-        else:
-            _wheel_tools_first()
-            topology = topologies.get_topology_desc(
-                platform="cuda", target_config=_target_config(GPUS[chip]), topology="1x1x1"
-            )
+            return list(topologies.get_topology_desc(layout, "tpu", **options).devices)
+        _wheel_tools_first()
+        return list(
+            topologies.get_topology_desc(
+                platform="cuda", target_config=_target_config(GPUS[chip]), topology=f"1x{layout}"
+            ).devices
+        )
     except Exception as error:
+        said = str(error).splitlines()[0]
+        if said.startswith("INVALID_ARGUMENT"):
+            raise ValueError(said.partition(": ")[2]) from error
         raise NotImplementedError(
-            f"compiling for {chip} needs its compiler: {str(error).splitlines()[0]}. "
-            "Try pip install 'jaxmoe[compilers]'."
+            f"compiling for {chip} needs its compiler: {said}. Try pip install 'jaxmoe[compilers]'."
         ) from error
-    return Mesh(np.array(topology.devices[:1]), ("chip",))
 
 
 def _wheel_tools_first() -> None:
@@ -164,19 +191,23 @@ def compile_for(
     mesh = mesh_of(chip)
     here = NamedSharding(mesh, PartitionSpec())
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
-    platform = "tpu" if chip in TPUS else "cuda"
-    with jax.set_mesh(mesh), _not_kept(), _mosaic_dump(dump) as folder:
-        lowered = (
-            jax.jit(fn, donate_argnums=donate)
-            .trace(*abstract)
-            .lower(lowering_platforms=(platform,))
-        )
-        executable = lowered.compile()
+    with _mosaic_dump(dump) as folder:
+        executable = compile_on(mesh, fn, *abstract, donate_argnums=donate)
         kernels = tuple(
             replace(read_ptxas(p.read_text()), shared=_shared_bytes(p))
             for p in sorted(folder.glob("*.ptxas"))
         )
     return Compiled(chip, executable, kernels)
+
+
+def compile_on(
+    mesh: Mesh, fn: Callable[..., Any], *args: Any, **options: Any
+) -> jax.stages.Compiled:
+    """`jax.jit(fn, **options)` of ShapeDtypeStructs that say where on the mesh they lie."""
+    platform = "tpu" if mesh.devices.flat[0].platform == "tpu" else "cuda"
+    with jax.set_mesh(mesh), _not_kept():
+        lowered = jax.jit(fn, **options).trace(*args).lower(lowering_platforms=(platform,))
+        return lowered.compile()
 
 
 def read_ptxas(text: str) -> Ptxas:

@@ -2,6 +2,7 @@
 """What README and docs/ say can be typed: every command parses, every file and figure is there."""
 
 import ast
+import math
 import re
 import shlex
 import subprocess
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 import jaxmoe.cli
+import jaxmoe.plan.__main__ as plan
 from jaxmoe import doctor, eval, export, samples, train
+from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm_plugin.compat import BACKENDS
+from pallas_kernels.ahead_of_time import CHIPS
 from pallas_kernels.bench.__main__ import arguments
 from pallas_kernels.check.__main__ import arguments as checks
 
@@ -117,6 +121,8 @@ def check(command: list[str]) -> None:
     elif args[1] == "jaxmoe.samples":
         if args[2:]:
             samples.arguments().parse_args(args[2:])
+    elif args[1] == "jaxmoe.plan":
+        plans(args[2:])
     elif args[1].startswith("jaxmoe."):
         dry([args[1].removeprefix("jaxmoe."), *args[2:]])
     elif args[1] == "pallas_kernels.bench":
@@ -137,7 +143,19 @@ def dry(args: list[str]) -> None:
     if rest and "FILE" not in rest:
         rest = [a for a in rest if a != "--dry-run"]
         # for other machines: the reader's files are told to be missing, and not refused
-        assert main([*rest, "--set", "mesh.fsdp=2", "--dry-run"]) == 0
+        assert main([*rest, "--set", "mesh.tensor=2", "--dry-run"]) == 0
+
+
+def plans(args: list[str]) -> None:
+    """The mesh of the config is one of the machine, whose compiler may be elsewhere."""
+    if not args or "FILE" in args:
+        return
+    read = plan.options().parse_args(args)
+    cfg = jaxmoe.cli.config_of(read)
+    check_mesh(cfg)
+    chip, _, layout = read.topology.partition(":")
+    chips = math.prod(int(size) for size in layout.split("x"))
+    assert chip in CHIPS and cfg.mesh.devices == chips * (2 if chip == "tpu7x" else 1)
 
 
 def benches(args: list[str]) -> None:

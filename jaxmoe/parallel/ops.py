@@ -33,6 +33,7 @@ from jaxmoe.parallel.sharding import (
     TRAINING,
     MeshRules,
     Names,
+    only_cutting,
     partition,
     shards_of,
     spec_of,
@@ -112,15 +113,13 @@ class OnMesh:
 
     def run(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
         """fn in a shard_map over the axes that cut something: XLA for CPU keeps sums over one."""
-        used = tuple(name for name in AXES if self.mesh.shape[name] > 1)
-        devices = self.mesh.devices.reshape([self.mesh.shape[name] for name in used])
+        mesh = only_cutting(self.mesh)
 
         def kept(spec: P) -> P:
             each = ((cut,) if isinstance(cut, str) else cut or () for cut in spec)
-            return spec_of(*(tuple(n for n in names if n in used) for names in each))
+            return spec_of(*(tuple(n for n in names if n in mesh.shape) for names in each))
 
         ins, outs = jax.tree.map(kept, (ins, outs), is_leaf=lambda x: isinstance(x, P))
-        mesh = Mesh(devices, used)
         return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
     def embed(

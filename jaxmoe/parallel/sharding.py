@@ -66,9 +66,14 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | N
     if cfg.devices == 1:
         return None
     shape = tuple(getattr(cfg, name) for name in AXES)
-    if devices is None:
-        return jax.make_mesh(shape, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
-    return Mesh(np.asarray(devices).reshape(shape), AXES)
+    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
+
+
+def only_cutting(mesh: Mesh) -> Mesh:
+    """The same devices without axes of size 1."""
+    used = tuple(name for name, size in mesh.shape.items() if size > 1)
+    return Mesh(mesh.devices.reshape([mesh.shape[name] for name in used]), used)
 
 
 def partition(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmoe import plan
+from jaxmoe import memory
 from jaxmoe.cli import ExitStatus, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +17,7 @@ def run(*args):
     with ExitStatus() as status:
         cfg, dry_run = parse([*args, "--dry-run"], "Test.")
         assert dry_run
-        print(plan.describe(cfg))
+        print(memory.describe(cfg))
     return status.code
 
 

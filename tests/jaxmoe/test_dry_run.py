@@ -32,7 +32,7 @@ def refused(main, args, capsys):
 def test_three_billion_parameters_are_one_line_before_anything_is_made(
     main, capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jaxmoe.plan.free_bytes", lambda: 24 * 10**9)
+    monkeypatch.setattr("jaxmoe.memory.free_bytes", lambda: 24 * 10**9)
     args = [*command(*LARGE), "--workdir", str(tmp_path / "run")]
     out, err = refused(main, args, capsys)
     assert out == "" and "24,000,000,000 bytes" in err and " GB)" in err

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step of RL, compiled for devices that are not here, and what the compiler says of it.
+
+It is the program that train jits, of the same shapes lying the same way.
+Next: jaxmoe/plan/collectives.py reads its text, jaxmoe/plan/report.py tells.
+"""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmoe.config import Config
+from jaxmoe.model import make_ops
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.sharding import make_mesh, only_cutting
+from jaxmoe.plan.collectives import Collective, collectives
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.programs import batch_shapes, placed_batch, rl_program, warmup_optimizer
+from jaxmoe.rl.state import stage_shapes
+from pallas_kernels.ahead_of_time import compile_on
+from pallas_kernels.dispatch import Impl
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compiled step; bytes are one device's."""
+
+    arguments: int  # state and batch
+    temporaries: int  # and results that do not take the place of an argument
+    collectives: Counter[Collective]
+    kernels: int  # calls of Pallas kernels in the program's text
+    seconds: float  # of compiling
+
+    @property
+    def live(self) -> int:
+        return self.arguments + self.temporaries
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """The compiler found no way to place the step in the chip's memory."""
+
+    needs: int  # bytes of one device
+    there: int
+    seconds: float
+
+
+def mesh_on(cfg: Config, devices: Sequence[Any]) -> Mesh:
+    """The run's mesh over these devices; of one device a mesh of that."""
+    return make_mesh(cfg.mesh, devices) or Mesh(np.array(devices[:1]), ("chip",))
+
+
+def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | TooLarge:
+    """The step on `mesh_on`'s mesh. Raises whatever else the compiler refuses."""
+    of_run = mesh if cfg.mesh.devices > 1 else None
+    a, tx = algorithm(cfg), rl_optimizer(cfg)
+    ops = sharded_ops(make_ops(cfg, impls), of_run, cfg.model, across=cfg.mesh.attention)
+    state = stage_shapes(cfg, warmup_optimizer(cfg), tx, of_run)["rl"]
+    given = (state, *placed_batch(*batch_shapes(cfg, a), of_run))
+    if of_run is None:
+        here = NamedSharding(mesh, PartitionSpec())
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), given)
+    program = rl_program(cfg, ops, of_run, a, tx, state)
+    began = time.perf_counter()
+    try:
+        around = only_cutting(mesh) if of_run else mesh  # the mesh of every shard_map
+        found = compile_on(around, program.fn, *given, **program.options)
+    except jax.errors.JaxRuntimeError as error:
+        seconds = time.perf_counter() - began
+        if (found := too_large(str(error), seconds)) is None:
+            raise
+        return found
+    seconds, memory, text = time.perf_counter() - began, found.memory_analysis(), found.as_text()
+    packed = cfg.optim.tokens_per_microbatch > 0  # a step is told how many microbatches there are
+    assert memory is not None and text is not None, "libtpu and XLA's GPU compiler tell both"
+    return Step(
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        collectives(text, mesh.size, microbatches(cfg) if packed else 0),
+        len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
+        seconds,
+    )
+
+
+def microbatches(cfg: Config) -> int:
+    """Of one update, of sequences of full length."""
+    rows = cfg.optim.tokens_per_microbatch // cfg.context
+    mine = cfg.rollout.sequences_per_step // cfg.loss.minibatches
+    return -(-mine // rows) if rows else max(1, cfg.optim.microbatches // cfg.loss.minibatches)
+
+
+def too_large(said: str, seconds: float) -> TooLarge | None:
+    """libtpu's: Used 22.88G of 15.75G hbm."""
+    found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", said)
+    if found is None:
+        return None
+    used, there = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
+    return TooLarge(used, there, seconds)

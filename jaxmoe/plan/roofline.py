@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a step must take at least: by arithmetic, by memory, and by what travels.
+
+Each bound is of hardware that is never idle; the largest is what no run is faster than.
+Next: jaxmoe/plan/report.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxmoe.config import Config
+from jaxmoe.memory import layer_bytes, layer_flops, memory, microbatch_rows
+from jaxmoe.plan.chips import Chip
+from jaxmoe.plan.collectives import Collective, sent
+from jaxmoe.plan.compiled import microbatches
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.update import gated
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one device does in a step whose sequences all have full length."""
+
+    flops: float  # of matrix products, those done again included
+    useful: float  # one forward and its gradient alone, 3 times a forward
+    traffic: float  # bytes between the chip and its memory
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds of a step, by what limits it."""
+
+    arithmetic: float
+    memory: float
+    links: float
+    network: float
+
+    @property
+    def step(self) -> float:
+        return max(vars(self).values())
+
+    @property
+    def limit(self) -> str:
+        return max(vars(self), key=lambda name: vars(self)[name])
+
+
+def work(cfg: Config, a: Algorithm) -> StepWork:
+    """By the config alone.
+
+    flops = sequences·(scored·f + epochs·(f + 2·linear + 2.5·attention + 3·head + again))/devices
+    with f = linear + attention + head a forward, head = 2·T·D·V, made again in the backward pass.
+    traffic, at least: a layer's weights once a pass and microbatch, again once where they are
+    gathered, the gradients' sum in float32, seven arrays of the optimizer, and each layer's
+    arrays written and read once a pass.
+    """
+    m, mesh, B = cfg.model, cfg.mesh, cfg.rollout.sequences_per_step
+    flops, head = layer_flops(cfg), 2 * cfg.context * m.d_model * m.padded_vocab
+    own = a.critic == "own"
+    layers = flops.linear + flops.attention
+    forward = layers + head
+    scored = forward * (scores_policy(cfg, a) + (a.kl_coef > 0)) + layers * own
+    trained = forward + 2 * flops.linear + 2.5 * flops.attention + 3 * head
+    trained += flops.recomputed(cfg)
+    if own:
+        trained += 3 * flops.linear + 3.5 * flops.attention + flops.recomputed(cfg)
+    useful = 3 * forward * a.epochs + 3 * layers * own * a.epochs
+    share = B / mesh.devices
+    passes = 3 + cfg.optim.remat + (scores_policy(cfg, a) + (a.kl_coef > 0)) / a.epochs
+    pieces = microbatches(cfg) * a.updates
+    head_bytes = m.d_model * m.padded_vocab * jnp.dtype(m.dtype).itemsize
+    weights = layer_bytes(cfg) * m.n_layers + head_bytes
+    mem, rows = memory(cfg), microbatch_rows(cfg)
+    tokens = rows * cfg.context // mesh.sequence
+    heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim // mesh.tensor
+    layer = 4 * m.d_model + heads + m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
+    arrays = 2 * tokens * layer * m.n_layers * jnp.dtype(m.dtype).itemsize
+    held = mem.weights / jnp.dtype(cfg.optim.param_dtype).itemsize
+    traffic = pieces * (passes * (weights * (1 + (mesh.devices > 1)) + arrays) + 8 * held)
+    return StepWork(
+        flops=share * (scored + a.epochs * trained), useful=share * useful,
+        traffic=traffic + 7 * mem.weights * a.updates,
+    )  # fmt: skip
+
+
+def scores_policy(cfg: Config, a: Algorithm) -> bool:
+    """Whether a step has a forward of the policy before its first gradient."""
+    return a.recomputes or (gated(cfg.gate) and a.updates > 1) or a.critic == "shared"
+
+
+def bounds(
+    done: StepWork, travels: Mapping[Collective, int], chip: Chip, host_of: Sequence[int]
+) -> Bounds:
+    """Seconds, of this chip."""
+    outside = sum(one.to_other_hosts(host_of) * times for one, times in travels.items())
+    return Bounds(
+        arithmetic=done.flops / chip.flops,
+        memory=done.traffic / chip.memory_bandwidth,
+        links=sent(travels) / chip.links,
+        network=outside / chip.network if chip.network else 0.0,
+    )

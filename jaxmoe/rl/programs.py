@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run hands to jit, and the shapes it calls it with: for the run, and for who only compiles.
+
+`jit` itself is the caller's. Next: jaxmoe/train.py calls them; jaxmoe/plan compiles them for chips
+that are not here.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmoe.config import Config
+from jaxmoe.model import Ops
+from jaxmoe.parallel.sharding import batch_sharding, state_shardings
+from jaxmoe.records import expert_dtype
+from jaxmoe.rl.algorithm import Algorithm
+from jaxmoe.rl.batch import Batch
+from jaxmoe.rl.microbatches import Packing
+from jaxmoe.rl.minibatches import Minibatches
+from jaxmoe.rl.optimizer import make_optimizer
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import TrainState
+from jaxmoe.rl.step import supervised_loss_fn, train_step
+from jaxmoe.rl.update import rl_step
+from jaxmoe.shapes import Leaf
+
+
+class Jitted(NamedTuple):
+    """What runs is jit of `fn` with these options."""
+
+    fn: Callable[..., Any]
+    options: dict[str, Any]
+
+
+def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
+    return make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
+
+
+def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> Jitted:
+    """A step of the warm start: (state, batch) -> (state, metrics)."""
+    loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, ops))
+    step = partial(
+        train_step, tx=warmup_optimizer(cfg), loss_fn=loss_fn, microbatches=cfg.optim.microbatches
+    )
+    return Jitted(step, {"donate_argnums": 0, **pinned(cfg, mesh, state, 1)})
+
+
+def rl_program(
+    cfg: Config, ops: Ops, mesh: Mesh | None, algorithm: Algorithm,
+    tx: optax.GradientTransformation, state: TrainState,
+) -> Jitted:  # fmt: skip
+    """A step of RL: (state, batch, minibatches) -> (state, metrics, told)."""
+    scorer = Scorer(cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone)
+    step = partial(
+        rl_step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.gate,
+        microbatches=cfg.optim.microbatches,
+    )  # fmt: skip
+    return Jitted(step, {"donate_argnums": 0, **pinned(cfg, mesh, state, 2)})
+
+
+def pinned(cfg: Config, mesh: Mesh | None, state: Leaf, others: int) -> dict[str, Any]:
+    """jit's option by which a state comes back as it lay, and `others` results as they come.
+
+    Nothing on one device.
+    """
+    if mesh is None:
+        return {}
+    at = state_shardings(state, cfg.model, mesh)
+    return {"out_shardings": (at, *(None,) * others) if others else at}
+
+
+def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
+    """Shapes of what a step of RL is called with beside the state, as train makes them."""
+    B, T, m = cfg.rollout.sequences_per_step, cfg.context, cfg.model
+    rows = cfg.optim.tokens_per_microbatch // T
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def packing(*lead: int) -> Packing | None:
+        if not rows:
+            return None
+        each = array(jnp.int32, *lead)
+        return Packing(each, each, array(jnp.int32, *lead[:-1]), rows=rows)
+
+    routed = None
+    if cfg.rollout.router_replay:
+        dtype = expert_dtype(m.n_experts)
+        routed = array(dtype, B, T, m.n_layers, m.experts_per_token)
+    batch = Batch(
+        tokens_BT=array(jnp.int32, B, T), positions_BT=array(jnp.int32, B, T),
+        segment_ids_BT=array(jnp.int32, B, T), loss_mask_BT=array(jnp.bool_, B, T),
+        rollout_logp_BT=array(jnp.float32, B, T), rewards_B=array(jnp.float32, B),
+        samples_per_prompt=cfg.rollout.samples_per_prompt, truncated_B=array(jnp.bool_, B),
+        routed_experts_BTLA=routed, packing=packing(B),
+    )  # fmt: skip
+    if a.updates == 1:
+        return batch, None
+    U, mine = a.updates, B // a.minibatches
+    return batch, Minibatches(array(jnp.int32, U, mine), packing(U, mine))
+
+
+def placed_batch(
+    batch: Batch, minibatches: Minibatches | None, mesh: Mesh | None
+) -> tuple[Batch, Minibatches | None]:
+    """The same shapes, saying where each array lies when train calls the step."""
+    if mesh is None:
+        return batch, minibatches
+
+    def at(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    return (
+        jax.tree.map(lambda x: at(x, batch_sharding(mesh, x.ndim)), batch),
+        jax.tree.map(lambda x: at(x, whole), minibatches),
+    )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes that a step is compiled for are those that it is called with."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.config_file import load, override
+from jaxmoe.parallel.sharding import make_mesh, place
+from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.rl.batch import rollout_batch
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.minibatches import divide
+from jaxmoe.rl.programs import batch_shapes, placed_batch
+
+SMALL = (
+    "rollout.sequences_per_step=16", "rollout.max_new_tokens=6", "data.max_prompt_tokens=7",
+    "mesh.fsdp=4", "mesh.expert=2",
+)  # fmt: skip
+
+
+def called_with(cfg, a):
+    """Batch and minibatches as train makes them."""
+    m, r = cfg.model, cfg.rollout
+    read = cfg.data.max_prompt_tokens + 2
+    routed = np.zeros((read, m.n_layers, m.experts_per_token), np.int32)
+    rollouts = [
+        Rollout(
+            Prompt(i // r.samples_per_prompt, "", (1,) * (read - 2), None), np.ones(3, np.int32),
+            np.zeros(3, np.float32), StopReason.MAX_TOKENS, np.zeros(3, np.int32),
+            routed_experts=routed,
+        )
+        for i in range(r.sequences_per_step)
+    ]  # fmt: skip
+    batch = rollout_batch(
+        rollouts, np.zeros(len(rollouts)), samples=r.samples_per_prompt, length=cfg.context,
+        pad_id=0, n_experts=m.n_experts if r.router_replay else None,
+    )  # fmt: skip
+    return divide(batch, a, seed=(0,), tokens_per_microbatch=cfg.optim.tokens_per_microbatch)
+
+
+def told(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(np.shape(x), np.dtype(x.dtype)) for x in leaves]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("optim.tokens_per_microbatch=104", "rollout.router_replay=True"),
+        ("loss.minibatches=2", "loss.epochs=3", "loss.old_logp=recomputed"),
+        (
+            "loss.minibatches=2", "loss.old_logp=recomputed", "optim.tokens_per_microbatch=104",
+        ),
+    ],
+)  # fmt: skip
+def test_the_shapes_of_a_step_are_those_of_what_train_makes(changes):
+    cfg = override(load("tiny.py"), *SMALL, *changes)
+    a = algorithm(cfg)
+    batch, minibatches = called_with(cfg, a)
+    shapes = batch_shapes(cfg, a)
+    assert told(shapes) == told((batch, minibatches))
+    mesh = make_mesh(cfg.mesh)
+    placed, _ = placed_batch(*shapes, mesh)
+    for x, y in zip(jax.tree.leaves(placed), jax.tree.leaves(place(batch, mesh)), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
