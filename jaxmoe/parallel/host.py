@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's memory: its allocator, and how much is left.
+"""The host: its allocator, how much memory is left, and the threads of CPU devices.
 
 Next: jaxmoe/cli.py sets the allocator before anything is allocated; jaxmoe/memory.py compares.
 """
 
 import ctypes
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 # mallopt's parameters, as glibc's malloc.h numbers them
@@ -29,6 +30,17 @@ def keep_freed_memory() -> bool:
         return all(libc.mallopt(name, value) == 1 for name, value in options)
     except (OSError, AttributeError):  # another libc
         return False
+
+
+def one_thread_a_device(environ: MutableMapping[str, str] = os.environ) -> None:
+    """For several CPU devices in one process, before jax opens them; a GPU or TPU takes no notice.
+
+    They share a pool of threads: collectives that wait side by side take all of them, and XLA ends
+    the process after 40 s. One after the other they need none.
+    """
+    flag = "--xla_cpu_multi_thread_eigen"
+    if flag not in environ.get("XLA_FLAGS", ""):
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {flag}=false".strip()
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from jaxmoe.parallel.host import free_bytes
+from jaxmoe.parallel.host import free_bytes, one_thread_a_device
 
 
 def write(root, files):
@@ -43,3 +43,16 @@ def test_the_first_version_of_groups_is_read_too(tmp_path):
         f"{top}/memory.stat": "inactive_file 1\ntotal_inactive_file 700\n",
     })  # fmt: skip
     assert free_bytes(tmp_path) == 10_700
+
+
+def test_devices_of_a_cpu_get_a_thread_each_beside_the_flags_there_are():
+    given = {"XLA_FLAGS": "--a=b"}
+    one_thread_a_device(given)
+    one_thread_a_device(given)
+    assert given == {"XLA_FLAGS": "--a=b --xla_cpu_multi_thread_eigen=false"}
+    theirs = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
+    one_thread_a_device(theirs)
+    assert theirs == {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
+    none = {}
+    one_thread_a_device(none)
+    assert none == {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}

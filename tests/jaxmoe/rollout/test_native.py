@@ -80,11 +80,11 @@ def test_on_a_mesh_it_draws_the_same_tokens_with_the_trainers_log_probs(engine):
     mesh = make_mesh(MeshConfig(fsdp=2, sequence=2), jax.devices()[:4])
     cut = NativeEngine(
         CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=12, mesh=mesh
-    )  # in waves: 5 prompts of 3 samples, 4 rows of prompts at a time
+    )  # in waves: 5 prompts, 4 at a time, a row of prompts on each device
     assert mesh is not None
     cut.load(jax.device_put(weights(), param_shardings(CFG, mesh)), 3)
-    ours = cut.generate(PROMPTS, STOPPING, seed=7, samples=3)
-    theirs = engine.generate(PROMPTS, STOPPING, seed=7, samples=3)
+    ours = cut.generate(PROMPTS, STOPPING, seed=7, samples=8)
+    theirs = engine.generate(PROMPTS, STOPPING, seed=7, samples=8)
     assert same(ours, theirs)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a.rollout_logp, b.rollout_logp, atol=64 * EPS)
