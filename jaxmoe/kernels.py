@@ -142,14 +142,16 @@ def _advice(operation: str, name: str, verdict: KernelVerdict) -> str:
 
 
 def sizes(cfg: Config) -> dict[str, list[dict[str, Any]]]:
-    """By operation, the fields of cases of the run's own sizes: one microbatch, one decode step.
+    """By operation, the fields of cases of the run's own sizes: one microbatch, one decode step,
+    of one device's rows and heads.
 
     Attention has two, of a full and of a sliding layer.
     """
-    m, r = cfg.model, cfg.rollout
+    m, r, mesh = cfg.model, cfg.rollout, cfg.mesh
     packed = cfg.optim.tokens_per_microbatch // cfg.context
-    B, T = packed or max(1, r.sequences_per_step // cfg.optim.microbatches), cfg.context
-    N, K, H = m.n_q_heads, m.n_kv_heads, m.head_dim
+    rows = packed or max(1, r.sequences_per_step // cfg.optim.microbatches)
+    B, T = max(1, rows // mesh.row_shards), cfg.context
+    N, K, H = m.n_q_heads // mesh.tensor, m.n_kv_heads // mesh.tensor, m.head_dim
     layout = "packed" if packed else "right"
     rows = B * T * m.experts_per_token
     down = MatmulCase("run", rows, m.d_expert, m.d_model, zipf_sizes(rows, m.n_experts))
@@ -166,6 +168,7 @@ def sizes(cfg: Config) -> dict[str, list[dict[str, Any]]]:
     }
     if r.engine == "native":
         B = min(r.max_parallel_sequences, r.sequences_per_step)
+        B = max(1, B // (mesh.row_shards * mesh.sequence))
         full = AttentionCase("run", B, 1, T, N, K, H, layout="right")
         slots = min(m.sliding_window, T)
         sliding = full._replace(name="run_window", S=slots, window=m.sliding_window)

@@ -94,6 +94,8 @@ def open_job(cfg: Config) -> Iterator[Job]:
     check_memory(cfg, *STAGES)
     mesh = make_mesh(cfg.mesh)
     kernels.tell()
+    if (there := jax.device_count()) > cfg.mesh.devices:
+        print(f"devices  1 of {there}; --set mesh.fsdp={there} takes all", flush=True)
     installed(cfg.observe.trackers)
     chosen, task, tx = algorithm(cfg), open_task(cfg), rl_optimizer(cfg)
     supervised = warmup_optimizer(cfg)

@@ -38,6 +38,7 @@ from jaxmoe.job import Job
 from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
+from jaxmoe.rl import programs
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.scorer import Scorer
@@ -203,14 +204,14 @@ class Bench:
         scorer: Callable[..., Scorer] = TwoFaced if line.noise == "forward" else Scorer
         if line.noise == "forward" and a.old_logp == "detached":
             scorer = Scorer  # there is one forward, and nothing to disagree with
-        whole, train.Scorer = train.Scorer, scorer
+        whole, programs.Scorer = programs.Scorer, scorer
         try:
             with self.job(cfg, task, line.noise, at) as job:
                 train.reinforce(job)
                 rows = [r for r in read_metrics(job.work / "metrics.jsonl")
                         if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
         finally:
-            train.Scorer = whole
+            programs.Scorer = whole
         last = np.array([r["reward/mean"] for r in rows[-10:]])
         return {
             "accuracy": self.score(cfg, task, job.at.state.params.policy),

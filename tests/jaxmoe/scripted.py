@@ -24,6 +24,7 @@ from jaxmoe.envs.tasks import open_task
 from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog
 from jaxmoe.records import Rollout, StopReason
+from jaxmoe.rl import programs
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.state import Trained, new_state
 from jaxmoe.rl.update import Told
@@ -128,7 +129,7 @@ class Run:
             return whole(cfg, task, rollouts, rewards)
 
         with monkeypatch.context() as patch:
-            patch.setattr(train, "rl_step", counting_step)
+            patch.setattr(programs, "rl_step", counting_step)
             patch.setattr(train, "make_batch", noted)
             patch.setattr(job, "plot_run", lambda *_, **__: None)
             with MetricsLog(self.work, stage=begun.stage, step=begun.step) as log:

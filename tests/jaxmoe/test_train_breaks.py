@@ -7,10 +7,9 @@ import time
 import pytest
 from scripted import SOON, STEPS, Run, Scripted, lines, stream
 
-from jaxmoe import train
 from jaxmoe.checkpoint import store
 from jaxmoe.cli import Stopped, StopRequest
-from jaxmoe.config import EngineError
+from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.job import Job
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 
@@ -135,7 +134,7 @@ def test_in_turn_an_older_version_is_an_error_and_not_a_staleness(tmp_path, monk
 
 def test_a_mistake_in_the_thread_is_the_users_as_it_is_in_turn(tmp_path, monkeypatch):
     changes = ("data.max_prompt_tokens=3",)
-    with pytest.raises(train.ConfigError, match="Try --set data.max_prompt_tokens"):
+    with pytest.raises(ConfigError, match="Try --set data.max_prompt_tokens"):
         Run(tmp_path, Scripted(), 1, changes=changes)(monkeypatch)
 
 
