@@ -12,13 +12,14 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
     `devices` are those there are; None: another machine's, as for a dry run.
     """
     mesh, model, optim = cfg.mesh, cfg.model, cfg.optim
-    sizes = " * ".join(f"{name} {size}" for name, size in mesh.sizes.items() if size > 1)
+    sizes = " * ".join(f"{name} {size}" for name, size in mesh.sizes.items() if size > 1) or "all 1"
+    several = devices is not None and jax.process_count() > 1
     require(
-        devices is None or mesh.devices in (1, devices),
+        devices is None or mesh.devices == devices or (mesh.devices == 1 and not several),
         f"the axes of mesh ({sizes}) must multiply to the devices there are, {devices}; they make "
         f"{mesh.devices}. Try {_other(cfg, devices)}.",
     )
-    if devices is not None and jax.process_count() > 1:
+    if several:
         require(
             cfg.rollout.engine == "native" and cfg.rollout.max_staleness == 0,
             "several processes must sample with the native engine, in turn with the training: "

@@ -128,8 +128,11 @@ def _differs(a: str, b: str) -> str:
 
 
 def everyones(value: Any) -> list[Any]:
-    """What each process has, by its number: JSON values."""
-    if jax.process_count() == 1:
+    """What each process has, by its number: JSON values.
+
+    Does not open the device where no other process was met: a check of kernels comes first.
+    """
+    if not jax.distributed.is_initialized():
         return [value]
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(mine.size))
@@ -199,7 +202,7 @@ def leave(code: int) -> int:
 @contextmanager
 def first_speaks() -> Iterator[None]:
     """Of all processes the first alone writes to the terminal; errors are everybody's."""
-    if jax.process_index() == 0:
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
         yield
         return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):

@@ -33,6 +33,17 @@ def test_what_a_mesh_cannot_cut_is_refused_by_name(changes, devices, said):
     assert "\n" not in str(error.value) and "Try " in str(error.value)
 
 
+def test_several_processes_share_one_mesh_and_the_native_engine(monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="they make 1"):
+        check_mesh(TINY, 2)  # or each would train a run of its own in one folder
+    ahead = override(TINY, "mesh.fsdp=2", "rollout.max_staleness=1",
+                     "loss.rollout_correction=token_is(high=2.0)")  # fmt: skip
+    with pytest.raises(ConfigError, match="several processes must sample with the native engine"):
+        check_mesh(ahead, 2)
+    check_mesh(override(TINY, "mesh.fsdp=2"), 2)
+
+
 def test_one_device_and_a_mesh_that_fits_are_taken():
     check_mesh(TINY, 8)
     check_mesh(override(TINY, "mesh.fsdp=8"), 8)

@@ -190,3 +190,16 @@ def test_a_signal_at_one_saves_at_all(tmp_path):
     saved = max(step for _, step in [key for key in lines(work) if key[0] == "rl"])
     assert f"saved rl step {saved}" in found[0][1]
     assert np.isfinite(lines(work)["rl", saved]["loss"])
+
+
+def test_one_process_leaves_the_device_to_the_check_of_kernels():
+    """A TPU is one process's at a time: what comes before the check must not open it."""
+    code = (
+        "from jax._src import xla_bridge\n"
+        "from jaxmoe.parallel.processes import same_everywhere, together\n"
+        "with together():\n"
+        "    same_everywhere(config='a')\n"
+        "    assert not xla_bridge.backends_are_initialized()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
