@@ -225,7 +225,7 @@ def noted(path):
 def ahead(tmp_path_factory):
     """A run ahead of its weights that nothing interrupted: the prompts of its batches."""
     folder = tmp_path_factory.mktemp("ahead")
-    code, _, err = finish(noting(folder / "run", folder / "notes"))
+    code, _, err = finish(noting(folder / "run", folder / "notes"), XLA_FLAGS=QUICKLY)
     assert code == 0 and err == "", err
     rows = [r for r in lines(folder / "run") if r["stage"] == "rl" and r["step"] > 0]
     assert all(r["staleness/max"] <= 2 for r in rows) and rows[1]["staleness/max"] > 0
@@ -237,12 +237,12 @@ def ahead(tmp_path_factory):
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)]
 )
 def test_no_prompt_is_lost_or_doubled_ahead_of_the_weights(ahead, tmp_path, number):
-    process = start(noting(tmp_path / "run", tmp_path / "first"))
+    process = start(noting(tmp_path / "run", tmp_path / "first"), XLA_FLAGS=QUICKLY)
     wait_for(process, tmp_path / "run", "rl", random.Random(number).randint(1, 3))
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
     assert "Traceback" not in err and (number == signal.SIGKILL or process.returncode == 143)
-    code, out, err = finish(noting(tmp_path / "run", tmp_path / "second"))
+    code, out, err = finish(noting(tmp_path / "run", tmp_path / "second"), XLA_FLAGS=QUICKLY)
     assert code == 0 and err == "" and "resuming" in out
     found = re.search(r"after rl step (\d)", out)
     saved = int(found[1]) if found else 0  # or after the warm start
@@ -257,13 +257,14 @@ def test_a_broken_engine_saves_the_run_and_says_so_in_one_line(ahead, tmp_path, 
     changes = {"rollout.max_staleness": staleness, "save.every_steps": 100}
     work = tmp_path / "run"
     # two calls score the held-out rows before the first step, and two after the second
-    code, out, err = finish(noting(work, tmp_path / "first", breaks=8, **changes))
+    typed = noting(work, tmp_path / "first", breaks=8, **changes)
+    code, out, err = finish(typed, XLA_FLAGS=QUICKLY)
     assert code == 1 and len(err.splitlines()) == 1 and "Traceback" not in out + err
     found = re.fullmatch(
         rf"error: the engine broke. saved rl step (\d) in {work}; the same command resumes.\n", err
     )
     assert found, err
-    code, _, err = finish(noting(work, tmp_path / "second", **changes))
+    code, _, err = finish(noting(work, tmp_path / "second", **changes), XLA_FLAGS=QUICKLY)
     assert code == 0 and err == ""
     assert noted(tmp_path / "first")[: int(found[1])] + noted(tmp_path / "second") == ahead
     rows = [r for r in lines(work) if r["stage"] == "rl"]

@@ -185,7 +185,7 @@ def test_a_signal_at_one_saves_at_all(tmp_path):
         assert started[0][0].poll() is None, ended(started, 60)
         time.sleep(0.05)
     started[1][0].send_signal(signal.SIGTERM)
-    found = ended(started, 60)
+    found = ended(started, 240)
     assert [code for code, _ in found] == [143, 143], found
     saved = max(step for _, step in [key for key in lines(work) if key[0] == "rl"])
     assert f"saved rl step {saved}" in found[0][1]

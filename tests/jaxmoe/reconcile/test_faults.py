@@ -12,6 +12,7 @@ from faults import FAULTS, HALF, LAYERS, OUTSIDE, SCALARS, SEEN, TWO, Fault, nam
 from peer import Peer
 
 PAIRS = {" + ".join(names): fault for names, fault in TWO.items()}
+EXTENDED = pytest.mark.extended  # the tests after each try some of the same
 SEEDS = [
     pytest.param(seed, marks=pytest.mark.slow)
     for seed in range(int(os.environ.get("JAXMOE_SEEDS", "1")))
@@ -54,6 +55,7 @@ def wrong_or_missed(numbers):
     return wrong, numbers.keys() - hit - wrong
 
 
+@EXTENDED
 @pytest.mark.parametrize("seed", SEEDS)
 def test_single_numbers_are_named_with_their_value(seed):
     wrong, missed = wrong_or_missed(reports("numbers", SCALARS, seed))
@@ -68,6 +70,7 @@ def test_an_engine_of_another_temperature_or_shifted_sinks_is_named_with_the_val
     assert not wrong and not missed
 
 
+@EXTENDED
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fault_outside_the_list_is_not_another(seed):
     for name, r in reports("outside", OUTSIDE, seed).items():

@@ -57,7 +57,10 @@ def alike(clean, out):
     return all(np.array_equal(a.tokens, b.tokens) for a, b in zip(clean, out, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow if k == "silent" else ()) for k in KINDS],  # 20 s
+)
 def test_a_spoilt_answer(vllm, kind):
     engine, proxy, *_ = vllm
     asked, rng = prompts(8), random.Random(kind)

@@ -86,7 +86,9 @@ def compile_case(chip, fn, case, *, packed=False):
     assert compiled.temp_bytes < bound, (compiled.temp_bytes, bound)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "chip", [pytest.param(x, marks=pytest.mark.slow if x == "v6e" else ()) for x in CHIPS]
+)
 def test_the_down_projection_trains(chip):
     compile_case(chip, training, DOWN_20B)
 
