@@ -108,7 +108,7 @@ def test_a_step_on_a_mesh_is_the_step_on_one_device():
     assert compiled == 1
 
 
-def program(sizes, rows=32, length=200):
+def program(sizes, rows=8, length=1600):
     """The compiled step of eight layers on that many tokens; nothing is made."""
     cfg, mesh = replace(CFG, n_layers=8), make_mesh(MeshConfig(**sizes))
     ops = sharded_ops(replace(plain_ops(), remat=jax.checkpoint), mesh, cfg)
@@ -135,21 +135,20 @@ def program(sizes, rows=32, length=200):
     "sizes, share",
     [
         ({"fsdp": 8}, 0.16),
-        pytest.param({"sequence": 8}, 0.22, marks=pytest.mark.extended),
-        pytest.param({"expert": 8}, 0.25, marks=pytest.mark.extended),
+        pytest.param({"sequence": 8}, 0.16, marks=pytest.mark.extended),
+        pytest.param({"expert": 8}, 0.21, marks=pytest.mark.extended),
     ],
     ids=str,
 )
 def test_a_device_of_eight_holds_a_fraction_and_nothing_whole_travels(sizes, share):
-    """Of so few tokens a ring's halo is a third of a device's own, and on a CPU the experts'
-    tokens are gathered, into buffers of twice an even load."""
+    """On a CPU the experts' tokens are gathered, into buffers of twice an even load."""
     one, made = program({}).memory_analysis().temp_size_in_bytes, program(sizes)
-    batch = 32 * 200 * CFG.d_model * 4
+    own = 1600 * CFG.d_model * 4  # a device's activations
     stacked = 4 * CFG.n_experts * CFG.d_model * 2 * CFG.d_expert * 4
     print(sizes, made.memory_analysis().temp_size_in_bytes / one)
     assert made.memory_analysis().temp_size_in_bytes <= share * one
     largest = max(collectives(made.as_text()), key=lambda found: found[1])
-    assert largest[1] < 0.5 * min(batch, stacked), largest
+    assert largest[1] <= own < stacked, largest
 
 
 SHORT = {"fsdp": 2, "expert": 2, "sequence": 2}
