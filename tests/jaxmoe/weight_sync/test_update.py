@@ -70,7 +70,7 @@ def naive(params, entry) -> np.ndarray:
 @pytest.mark.parametrize("error", [OSError, IndexError, KeyboardInterrupt])
 def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, error):
     monkeypatch.setattr(layouts, "PIECE_BYTES", 1)
-    monkeypatch.setattr(module, "_cores", lambda: cores)
+    monkeypatch.setattr(module, "cores", lambda: cores)
     params, begun = random_params(), []
     planned = module.plan(params, CFG, "float32")
 
@@ -165,14 +165,14 @@ def test_memory_stays_within_pieces_where_one_device_holds_a_tensor(tmp_path):
     params = map_specs(lambda s: np.ones(s.shape, np.float32), WIDE)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 250e6
     grown = beyond(params, WIDE, tmp_path)
-    assert grown < 4 * layouts.PIECE_BYTES * module._cores() + 1e6, grown
+    assert grown < 4 * layouts.PIECE_BYTES * module.cores() + 1e6, grown
 
 
 def test_memory_stays_within_one_tensor_where_devices_share_it(tmp_path):
     params = spread(map_specs(lambda s: np.ones(s.shape, np.float32), WIDE), WIDE, 4, 2)
     largest = 4 * max(np.prod(entry.shape) for entry in entries(WIDE))
     grown = beyond(params, WIDE, tmp_path)
-    assert largest < grown < largest + 4 * layouts.PIECE_BYTES * module._cores() + 1e6, grown
+    assert largest < grown < largest + 4 * layouts.PIECE_BYTES * module.cores() + 1e6, grown
 
 
 PROCESS = """
