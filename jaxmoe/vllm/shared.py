@@ -102,7 +102,8 @@ class SharedVllmEngine:
     def _logps(self, params: Params) -> np.ndarray:
         """The trainer's log-probs of the probe: a row for each part of a batch, all alike."""
         rows = shards_of(self._mesh, TRAINING.rows)
-        parts = 2 * shards_of(self._mesh, TRAINING.time)  # zigzag cuts in two for each
+        cut = shards_of(self._mesh, TRAINING.time)
+        parts = 2 * cut if cut > 1 else 1  # zigzag gives each two
         tokens_BT = np.zeros((rows, -(-len(self._probe) // parts) * parts), np.int32)
         tokens_BT[:, : len(self._probe)] = self._probe
         logps = partial(LOGPS, cfg=self._cfg, ops=self._ops)
