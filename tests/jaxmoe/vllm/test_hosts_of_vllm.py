@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four trainer processes and two vLLM servers, one of which is killed and comes back."""
+"""Four trainer processes and two vLLM servers; one is killed, another takes its place later."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,14 +23,16 @@ from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.processes import PLAIN
 from jaxmoe.vllm.server import Server, _free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
+pytestmark = [
+    pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)
+]  # fmt: skip
 ROOT = Path(__file__).parents[3]
-STEPS = 40
+STEPS, WAIT_S = 12, 900
 CHANGES = [
     "model.d_model=64", "model.d_expert=32", "data.train_rows=64", "data.held_out_rows=6",
     "warmup.steps=3", "warmup.sequences_per_step=16", "rollout.sequences_per_step=16",
     "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1", f"steps={STEPS}",
-    "eval.every_steps=20", "save.every_steps=20", "rollout.vllm.request_timeout_s=60",
+    "eval.every_steps=6", "save.every_steps=6", "rollout.vllm.request_timeout_s=60",
 ]  # fmt: skip
 # the train command, which also writes what each step trains on
 TOLD = """
@@ -47,41 +50,48 @@ sys.exit(train.main(sys.argv[2:]))
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """Two servers of one key, each behind an address that stays."""
+def three(tmp_path_factory):
+    """Servers of one key; two have an address that stays, the third is for later."""
     work, key = tmp_path_factory.mktemp("servers"), secrets.token_urlsafe(16)
     cfg = override(load("tiny_vllm.py"), *CHANGES)
     with ExitStack() as closing:
-        made = []
-        for number in range(2):
+        servers = []
+        for number in range(3):
             server = Server(
                 VllmConfig(python=PYTHON), cfg.model, work=work, number=number,
                 context=cfg.context, rows=cfg.rollout.max_parallel_sequences,
             )  # fmt: skip
             server.key = key
             closing.callback(server.stop)
-            server.start().close()
-            proxy = Proxy(server.url, {server.url: key})
+            servers.append(server)
+        with ThreadPoolExecutor(3) as pool:
+            for backend in pool.map(Server.start, servers):
+                backend.close()
+        proxies = [Proxy(server.url, dict.fromkeys((s.url for s in servers), key))
+                   for server in servers[:2]]  # fmt: skip
+        for proxy in proxies:
             closing.callback(proxy.close)
-            made.append((server, proxy))
-        yield made
+        yield servers, proxies
 
 
-def started(work, two, processes, *changes):
+def started(work, proxies, processes, *changes):
     address = f"127.0.0.1:{_free_port()}"
-    urls = ",".join(proxy.url for _, proxy in two)
+    urls = ",".join(proxy.url for proxy in proxies)
     more = [f"rollout.vllm.url={urls}", f"rollout.vllm.weights_dir={work}-weights", *changes]
     sets = [part for change in [*CHANGES, *more] for part in ("--set", change)]
     typed = ["--config", "tiny_vllm.py", "--workdir", str(work), *sets]
+    made = []
     for number in range(processes):
         env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
         if processes > 1:
             env |= dict(zip(PLAIN, (address, str(processes), str(number)), strict=True))
         log = open(f"{work}-{number}.txt", "w")
-        yield subprocess.Popen(
+        made.append(subprocess.Popen(
             [sys.executable, "-c", TOLD, f"{work}-{number}.jsonl", *typed],
             cwd=ROOT, env=env, stdout=log, stderr=log,
-        )  # fmt: skip
+        ))  # fmt: skip
+        log.close()
+    return made
 
 
 def rows_of(work, number):
@@ -95,28 +105,31 @@ def metrics_of(work):
 
 
 def wait(holds, running, work):
-    until = time.monotonic() + 300
+    until = time.monotonic() + WAIT_S
     while not holds():
         assert all(process.poll() is None for process in running), Path(f"{work}-0.txt").read_text()
         assert time.monotonic() < until
         time.sleep(0.1)
 
 
-def test_no_prompt_is_lost_or_doubled_when_a_server_is_killed_and_comes_back(two, tmp_path):
+def test_no_prompt_is_lost_or_doubled_when_a_server_is_killed_and_comes_back(three, tmp_path):
+    servers, proxies = three
     alone, work = tmp_path / "alone", tmp_path / "four"
-    for process in started(alone, two, 1, "steps=4", "eval.every_steps=4", "save.every_steps=4"):
-        assert process.wait(300) == 0, Path(f"{alone}-0.txt").read_text()
+    (process,) = started(alone, proxies, 1, "steps=4")
+    assert process.wait(WAIT_S) == 0, Path(f"{alone}-0.txt").read_text()
 
-    running = list(started(work, two, 4, "mesh.fsdp=2", "mesh.expert=2"))
-    wait(lambda: 3 in metrics_of(work), running, work)
-    server, proxy = two[1]
-    os.killpg(server._process.pid, signal.SIGKILL)
-    wait(lambda: len(metrics_of(work)) >= 8, running, work)  # it goes on with the other one
-    server.start().close()
-    proxy.keys[server.url] = server.key
-    proxy.upstream = server.url
-    for number, process in enumerate(running):
-        assert process.wait(300) == 0, Path(f"{work}-{number}.txt").read_text()
+    running = started(work, proxies, 4, "mesh.fsdp=2", "mesh.expert=2")
+    try:
+        wait(lambda: 2 in metrics_of(work), running, work)
+        os.killpg(servers[1]._process.pid, signal.SIGKILL)
+        wait(lambda: 5 in metrics_of(work), running, work)  # it goes on with the other one
+        proxies[1].upstream = servers[2].url
+        for number, process in enumerate(running):
+            assert process.wait(WAIT_S) == 0, Path(f"{work}-{number}.txt").read_text()
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
     metrics, rows = metrics_of(work), rows_of(work, 0)
     assert sorted(metrics) == list(range(1, STEPS + 1)) and len(rows) == STEPS
