@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one process tells the others without a device: by the service they met at.
 
-A collective of devices is no place to wait in: gloo ends it after half a minute, NCCL where the
-launcher says so. Here a process waits as long as the others live, in any thread, since nothing is
-ordered against a device's programs. It is for what a host makes: rollouts, digests, errors.
+A collective of devices is no place to wait in: launch/env.sh has NCCL end it after five minutes.
+Here a process waits as long as the others live, in any thread, since nothing is ordered against a
+device's programs. It is for what a host makes: rollouts, digests, errors.
 Next: jaxmoe/vllm/shared.py.
 """
 

@@ -9,6 +9,7 @@ Next: jaxmoe/vllm/replica.py.
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -142,10 +143,12 @@ class Fleet:
                 continue  # the first to be loaded, or one that is being loaded
             if target.file is None:
                 continue  # the next sync gives it what is then at hand
+            start = time.monotonic()
             try:
                 self._bring_back(replica, target)
-            except RequestFailed:
-                continue  # told when it went
+            except RequestFailed:  # told when it went
+                if time.monotonic() - start > pause:  # more than a look: a server was started, say
+                    pause = min(2 * pause, LONGEST_S)
             except (EngineError, ConfigError) as error:
                 if not self._closed.is_set():
                     self._report(str(error))

@@ -61,6 +61,30 @@ def test_a_run_goes_on_without_a_server_that_died_and_takes_it_in_again(two, tmp
     engine.close()
 
 
+def test_who_was_given_a_version_that_is_old_by_then_waits_for_the_next(two, tmp_path, monkeypatch):
+    engine = open_engine(urls(two), tmp_path, retries=1)
+    engine.load(weights(1), 1)
+    two[1].crash()
+    check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
+    wait(lambda: any("is away" in said for said in engine.incidents))
+    bring_back, given = Replica.bring_back, []
+
+    def slowly(self, target):
+        bring_back(self, target)
+        if not given:
+            engine.load(weights(2), 2)
+        given.append(target.version)
+
+    monkeypatch.setattr(Replica, "bring_back", slowly)
+    two[1].start()
+    wait(lambda: given)
+    for seed in range(3):
+        check(engine.generate(prompts(6), SMALL, seed=seed), prompts(6), 1, 2)
+    wait(lambda: "is back, with weights of version 2" in engine.incidents[-1])
+    assert given == [1, 2]
+    engine.close()
+
+
 def test_requests_of_a_dead_server_wait_for_nothing(two, tmp_path, monkeypatch):
     """Others answer them at once, however long the dead one is tried."""
     engine = open_engine(urls(two), tmp_path, retries=5)  # some six seconds of attempts
@@ -138,3 +162,15 @@ def test_the_longest_go_first_each_to_who_has_the_fewest_tokens(two, tmp_path):
     assert [replicas.index(r) for r in taken] == [0, 1, 1, 1, 1] and replicas[1].in_flight == 110
     fleet.give_back(replicas[1], 90)
     assert fleet.take(1) is replicas[1]
+
+
+def test_a_request_that_waited_for_one_that_was_given_up_goes_to_another(two, tmp_path):
+    engine = open_engine(urls(two), tmp_path, retries=1)
+    engine.load(weights(1), 1)
+    replica = engine._fleet.replicas[0]
+    two[0].crash()
+    replica._invalidate()
+    replica._given_up = EngineError("given up")
+    check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
+    wait(lambda: any("is away" in said for said in engine.incidents))
+    engine.close()

@@ -33,7 +33,13 @@ CHANGES = [
     "warmup.steps=3", "warmup.sequences_per_step=16", "rollout.sequences_per_step=16",
     "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1", f"steps={STEPS}",
     "eval.every_steps=6", "save.every_steps=6", "rollout.vllm.request_timeout_s=60",
+    "data.rewards=uneven:reward",
 ]  # fmt: skip
+# random models' answers differ in it, so that there is something to learn
+REWARD = """
+def reward(completions, **_):
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+"""
 # the train command, which also writes what each step trains on
 TOLD = """
 import json, sys
@@ -83,6 +89,7 @@ def started(work, proxies, processes, *changes):
     made = []
     for number in range(processes):
         env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        env["PYTHONPATH"] = os.pathsep.join([str(work.parent), str(ROOT)])
         if processes > 1:
             env |= dict(zip(PLAIN, (address, str(processes), str(number)), strict=True))
         log = open(f"{work}-{number}.txt", "w")
@@ -114,6 +121,7 @@ def wait(holds, running, work):
 
 def test_no_prompt_is_lost_or_doubled_when_a_server_is_killed_and_comes_back(three, tmp_path):
     servers, proxies = three
+    (tmp_path / "uneven.py").write_text(REWARD)
     alone, work = tmp_path / "alone", tmp_path / "four"
     (process,) = started(alone, proxies, 1, "steps=4")
     assert process.wait(WAIT_S) == 0, Path(f"{alone}-0.txt").read_text()
@@ -141,6 +149,7 @@ def test_no_prompt_is_lost_or_doubled_when_a_server_is_killed_and_comes_back(thr
         assert ids == [i for i in ids[::4] for _ in range(4)] and len(set(ids[::4])) == 4
         assert all(set(versions) == {number - 1} for _, _, versions in step)
         assert len({(i, tuple(tokens)) for i, tokens, _ in step}) > 12  # samples are their own
+    assert min(row["grad/norm"] for row in metrics.values()) > 0  # all versions are others
     gap = "train_rollout_logprob_abs_diff"
     gaps = [row[gap] for row in metrics.values()]
     assert np.isfinite([row["loss"] for row in metrics.values()]).all()
