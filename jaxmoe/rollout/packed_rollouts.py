@@ -51,10 +51,10 @@ def from_bytes(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
     return rollouts, head["told"]
 
 
-def _cut(found: Any, name: str, lengths: list[int | None]) -> list[np.ndarray | None]:
+def _cut(found: Any, name: str, lengths: list[int | None]) -> list[Any]:
     if name not in found:
         return [None] * len(lengths)
-    whole, at, made = found[name], 0, list[np.ndarray | None]()
+    whole, at, made = found[name], 0, list[Any]()
     for length in lengths:
         made.append(None if length is None else whole[at : at + length])
         at += length or 0

@@ -112,7 +112,7 @@ class SharedVllmEngine:
 
 def open_vllm(
     cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, mesh: Mesh | None, across: str, work: Path,
-    **sizes: int,
+    **sizes: Any,
 ) -> VllmEngine | SharedVllmEngine:  # fmt: skip
     """The engine of this process, or of all together."""
     if jax.process_count() == 1:
