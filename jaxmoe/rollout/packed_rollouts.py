@@ -27,14 +27,15 @@ def to_bytes(rollouts: Sequence[Rollout], **told: Any) -> bytes:
         "prompt_of": [numbers[id(r.prompt)] for r in rollouts],
         "stop": [r.stop.value for r in rollouts],
     }
-    joined: dict[str, np.ndarray] = {}
+    joined: dict[str, Any] = {}
     for name in _ARRAYS:
         arrays = [getattr(r, name) for r in rollouts]
         head[name] = [None if a is None else len(a) for a in arrays]  # None: it has none
         if there := [a for a in arrays if a is not None]:
             joined[name] = np.concatenate(there)
+    joined["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
     file = io.BytesIO()
-    np.savez(file, head=np.frombuffer(json.dumps(head).encode(), np.uint8), **joined)
+    np.savez(file, allow_pickle=False, **joined)
     return file.getvalue()
 
 
