@@ -23,6 +23,8 @@ def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> 
     )  # fmt: skip
     if r.engine == "native":
         return NativeEngine(cfg.model, ops, keep_experts=r.router_replay, mesh=mesh, **sizes)
-    from jaxmoe.vllm.engine import VllmEngine  # runs without its packages otherwise
+    from jaxmoe.vllm.shared import open_vllm  # runs without its packages otherwise
 
-    return VllmEngine(cfg.model, ops, r.vllm, work=work / "engine", **sizes)
+    return open_vllm(
+        cfg.model, ops, r.vllm, mesh=mesh, across=cfg.mesh.attention, work=work / "engine", **sizes
+    )

@@ -283,9 +283,9 @@ def check_params(params: Params, cfg: ModelConfig) -> None:
             )
 
 
-def gather_entry(params: Params, entry: Entry) -> np.ndarray:
+def gather_entry(params: Params, entry: Entry, *, here: bool = True) -> np.ndarray:
     """An entry's array in our layout on the host, as `gather` does it."""
-    return gather(leaf_of(params, entry), entry.pair)
+    return gather(leaf_of(params, entry), entry.pair, here=here)
 
 
 def _to_checkpoint(ours: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.model.params import Layout
 from jaxmoe.shapes import Leaf
@@ -22,17 +22,19 @@ PIECE_BYTES = 1 << 21
 _BLOCK = 128  # columns transposed at once: what they touch stays in a core's cache
 
 
-def gather(leaf: Leaf, pair: int | None) -> np.ndarray:
+def gather(leaf: Leaf, pair: int | None, *, here: bool = True) -> np.ndarray:
     """A leaf, or one layer pair of it, whole in host memory.
 
     A view where one CPU device or numpy holds it; else a copy of this one tensor. Over several
-    processes it is a collective: all must ask for the same tensors in the same order.
+    processes it is a collective: all must ask for the same tensors in the same order, and a
+    process that it is not to be `here` for takes part and gets nothing.
     """
     if isinstance(leaf, np.ndarray):
         return leaf if pair is None else leaf[pair]
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         part = leaf if pair is None else leaf[pair]
-        return np.asarray(multihost_utils.process_allgather(part, tiled=True))
+        whole = jax.device_put(part, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+        return np.asarray(whole.addressable_data(0)) if here else np.empty(0, whole.dtype)
     shards = leaf.addressable_shards
     shards = shards[:1] if leaf.is_fully_replicated else [s for s in shards if s.replica_id == 0]
     if len(shards) == 1:

@@ -20,12 +20,7 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
         f"{mesh.devices}. Try {_other(cfg, devices)}.",
     )
     if several:
-        require(
-            cfg.rollout.engine == "native" and cfg.rollout.max_staleness == 0,
-            "several processes must sample with the native engine, in turn with the training: "
-            "two threads would order their collectives differently, and vLLM is one process's. "
-            "Try --set rollout.engine=native --set rollout.max_staleness=0.",
-        )
+        _several(cfg)
     if mesh.devices == 1:
         return
     _divides(mesh.sequence, "mesh.sequence", cfg.context,
@@ -52,6 +47,30 @@ def check_mesh(cfg: Config, devices: int | None = None) -> None:
         return
     for name, rows in _rows(cfg):
         _divides(mesh.row_shards, by, rows, name)
+
+
+def _several(cfg: Config) -> None:
+    """What several processes cannot do."""
+    r = cfg.rollout
+    require(
+        r.max_staleness == 0,
+        f"rollout.max_staleness ({r.max_staleness}) must be 0 in several processes, which sample "
+        "in turn with the training: in a second thread their collectives would come in another "
+        "order. Try --set rollout.max_staleness=0.",
+    )
+    servers = bool(r.vllm.urls) or r.vllm.launch > 0
+    require(
+        r.engine == "native" or servers,
+        "several processes must sample from vLLM servers that all of them share, not from a vLLM "
+        "in one of them. Try --set rollout.vllm.url=http://HOST:8000, or --set "
+        "rollout.vllm.launch=1.",
+    )
+    require(
+        r.engine == "native" or r.vllm.transport == "files",
+        f"rollout.vllm.transport ({r.vllm.transport}) must be files in several processes: the "
+        "first alone gives a server that came back its weights, and a tensor on a mesh needs all. "
+        "Try --set rollout.vllm.transport=files --set rollout.vllm.weights_dir=A_SHARED_FOLDER.",
+    )
 
 
 def _other(cfg: Config, devices: int | None) -> str:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM engine: prompts are spread over one or several replicas, each answered exactly once.
 
-A failed request is sent again, to the least busy replica, after the one that failed was brought
-back with the current weights; `retries` bounds both. load() may run in another thread than
+A failed request is sent again, to whoever is here, while the replica that failed is brought back
+with the current weights; `retries` bounds both. Prompts go out longest first, each to the replica
+with the fewest tokens in flight. load() may run in another thread than
 generate(): requests in flight are kept, finished or aborted and continued, and every token carries
 the version of the weights that sampled it.
 
-    engine.generate -> Replica.generate -> request.sample -> Backend.generate; responses.py checks
-    engine.load     -> Replica.sync_weights -> sync.transfer_weights, Probe.check
+    engine.generate -> Fleet.take -> Replica.generate -> request.sample -> Backend.generate
+    engine.load     -> Fleet.sync -> Replica.sync_weights -> sync.transfer_weights, Probe.check
 
 top-k and top-p: vLLM tells log-probs after the cut. The mass kept follows from scoring the response
 once more, which vLLM does at temperature 1 only; at another one they are refused.
-Next: jaxmoe/vllm/replica.py.
+Next: jaxmoe/vllm/fleet.py; shared.py is the engine of several processes.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -33,18 +33,11 @@ from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.backend import Backend, RequestFailed
-from jaxmoe.vllm.http_backend import HttpBackend, check_guarded, key_of_running_servers
-from jaxmoe.vllm.placement import (
-    Placement,
-    gpus_each,
-    placements,
-    trainer_share,
-    visible_gpus,
-)
+from jaxmoe.vllm.fleet import Fleet
+from jaxmoe.vllm.opening import context_of, open_backends, those_here
 from jaxmoe.vllm.replica import Replica, TargetWeights, backoff
 from jaxmoe.vllm.request import PromptRequest
-from jaxmoe.vllm.server import Server, inspect_python
-from jaxmoe.vllm.sync import Probe, workers
+from jaxmoe.vllm.sync import Probe, ProbeReference, workers
 from jaxmoe.vllm.transport import Transport
 from jaxmoe.weight_sync.directory import WeightsDirectory
 from jaxmoe.weight_sync.files import WeightFile, write_files
@@ -69,36 +62,36 @@ class VllmEngine:
 
     def __init__(
         self, cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
-        max_new_tokens: int, max_rows: int,
+        max_new_tokens: int, max_rows: int, run: str = "",
     ) -> None:  # fmt: skip
         self._cfg, self._vllm = cfg, vllm
         self._longest, self._max_new, self._rows = max_prompt_tokens, max_new_tokens, max_rows
         self._dtype = vllm.dtype or cfg.dtype
-        self._run = new_run()
+        self._run = run or new_run()
         self.incidents: list[str] = []
         self._logp = partial(LOGPS, cfg=cfg, ops=ops)
-        self._lock, self._closed = Lock(), Event()
-        self._target: TargetWeights | None = None
+        self._closed = Event()
         self._reusable_file: WeightFile | None = None
         self._weights_dir: WeightsDirectory | None = None
         in_process = not vllm.url and vllm.launch == 0
         self._transport = "in_process" if in_process else vllm.transport
         context = max_prompt_tokens + max_new_tokens
-        self._replicas: list[Replica] = []
+        self._fleet = Fleet([], [], self.incidents.append)
         if self._transport == "files":  # an unusable folder fails before minutes of starting
             self._weights_dir = WeightsDirectory(vllm.weights_dir, self._run)
         try:
-            opened = _open(cfg, vllm, work, context, max_rows)
+            opened = open_backends(cfg, vllm, work, context, max_rows)
         except BaseException:
             self.close()
             raise
         try:
-            context = min(_context(backend, context + 1) for backend, _ in opened)
-            for backend, _ in opened:
+            needed = context + 1
+            context, away = those_here(opened, needed)
+            for backend in [backend for backend, _ in opened if backend not in away]:
                 with suppress(RequestFailed):  # it is asked again with the first weights
                     workers(backend)
             worst = "bfloat16" if "bfloat16" in (self._dtype, cfg.dtype) else "float32"
-            probe = Probe(cfg, bound=vllm.probe_abs_diff or BOUND[worst], context=context)
+            self.probe = Probe(cfg, bound=vllm.probe_abs_diff or BOUND[worst], context=context)
         except BaseException:
             for backend, server in opened:
                 backend.close()
@@ -106,22 +99,25 @@ class VllmEngine:
                     server.stop()
             self.close()
             raise
-        self._replicas = [
+        replicas = [
             Replica(
-                backend, server, transport=self._transport, cfg=cfg, probe=probe,
+                backend, server, transport=self._transport, cfg=cfg, probe=self.probe,
                 retries=vllm.retries, report=self.incidents.append,
+                check=partial(context_of, needed=needed),
             )
             for backend, server in opened
         ]  # fmt: skip
+        self._fleet = Fleet(replicas, away, self.incidents.append)
 
     @property
     def backends(self) -> list[Backend]:
-        return [replica.backend for replica in self._replicas]
+        return [replica.backend for replica in self._fleet.replicas]
 
     def load(self, params: Params, version: int) -> None:
         """Sync the weights of every replica and verify them; Engine.load.
 
-        Raises EngineError where one of them does not hold these weights afterwards.
+        Those that are away get them when they come back.
+        Raises EngineError where one holds other weights, or none is left.
         """
         named: dict[str, Any] = dict(dtype=self._dtype, run=self._run, version=version)
         file, summing = None, Lock()
@@ -141,24 +137,30 @@ class VllmEngine:
                 told = manifest()
             return transport.make(params, self._cfg, told, **named)
 
-        with self._lock:
-            before = self._target
-            target = TargetWeights(f"{self._run}:{version}", version, file, make, logps)
-            self._target = target
-        pool, on_sync = ThreadPoolExecutor(len(self._replicas)), self._vllm.on_weight_sync
+        label = f"{self._run}:{version}"
+        self._reusable_file = self._hold(TargetWeights(label, version, file, make, logps))
+
+    def hold(self, file: WeightFile, reference: ProbeReference) -> None:
+        """`load` of a file that somebody else wrote, with the trainer's log-probs of a probe."""
+        version = file.manifest["version"]
+        before = self._hold(TargetWeights(file.label, version, file, None, None, reference))
+        if before is not None:
+            before.close()
+
+    def _hold(self, target: TargetWeights) -> WeightFile | None:
+        """Give it to all. Returns the file before, where nobody reads it any more."""
+        before = self._fleet.target
         try:
-            list(pool.map(lambda r: r.sync_weights(target, on_sync), self._replicas))
+            idle = self._fleet.sync(target, self._vllm.on_weight_sync)
         except KeyboardInterrupt:
             self.close()  # a sync that waits for a replica ends
             raise
-        finally:
-            pool.shutdown()
-        target.logps = target.make = None  # the trainer may give the weights away now
-        for replica in self._replicas:
-            with replica.lock:  # nobody reads them any more
-                pass
-        if before is not None and before.file is not None and before.version != version:
-            self._reusable_file = before.file  # nobody reads it now
+        if before is None or before.file is None or before.version == target.version:
+            return None
+        if idle:
+            return before.file
+        before.file.close()  # who still reads it has it open
+        return None
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
@@ -167,7 +169,7 @@ class VllmEngine:
         self._check_request(prompts, sampling)
         # an aborted sample is continued alone, beside the others of its prompt; and a server
         # refuses a request of more samples than it computes at once
-        most = min(self._rows, *(replica.max_rows for replica in self._replicas))
+        most = min(self._rows, self._fleet.max_rows)
         each = 1 if self._vllm.on_weight_sync == "abort" else min(samples, most)
         requests = [
             PromptRequest(index, prompt, first, min(each, samples - first))
@@ -175,9 +177,9 @@ class VllmEngine:
         ]  # fmt: skip
         done = self._map(
             lambda request, replica, target: replica.generate(request, sampling, seed, target),
-            requests,
-            each,
-        )
+            requests, each,
+            lambda request: len(request.prompt.tokens) + request.count * sampling.max_new_tokens,
+        )  # fmt: skip
         return [rollout for made in done for rollout in made]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -188,7 +190,7 @@ class VllmEngine:
         self._current_target()
         return self._map(
             lambda tokens, replica, target: replica.score([int(t) for t in tokens], target),
-            list(sequences), 1,
+            list(sequences), 1, len,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -197,58 +199,62 @@ class VllmEngine:
         with ExitStack() as closing:  # all of them, whatever one of them says
             if self._weights_dir is not None:
                 closing.callback(self._weights_dir.close)
-            for replica in self._replicas:
+            for replica in self._fleet.replicas:
                 closing.callback(replica.close)
-        with self._lock:  # what is mapped stays in memory as long as somebody has it
-            self._reusable_file = None
-            if self._target is not None:
-                self._target.file = None
+            closing.callback(self._fleet.close)
+        self._reusable_file = None  # what is mapped stays in memory as long as somebody has it
+        if self._fleet.target is not None:
+            self._fleet.target.file = None
 
-    def _map(self, fn: Callable[..., T], things: list, rows: int) -> list[T]:
-        """fn of each thing, each on one replica at a time; one result for each, in order."""
-        width = max(1, self._rows // rows) * len(self._replicas)
+    def _map(
+        self, fn: Callable[..., T], things: list, rows: int, tokens: Callable[[Any], int]
+    ) -> list[T]:
+        """fn of each thing, each on one replica at a time; one result for each, in order.
+
+        Those of the most `tokens` are begun first: what is begun last is waited for.
+        """
+        width = max(1, self._rows // rows) * len(self._fleet.replicas)
         cancelled = Event()
         pool = ThreadPoolExecutor(max(1, min(width, len(things), THREADS)), "jaxmoe-vllm")
         try:
-            jobs = [
-                pool.submit(self._with_retries, partial(fn, thing), cancelled) for thing in things
-            ]
-            return [job.result() for job in jobs]
+            sizes = [tokens(thing) for thing in things]
+            jobs = {
+                i: pool.submit(self._with_retries, partial(fn, things[i]), sizes[i], cancelled)
+                for i in sorted(range(len(things)), key=lambda i: -sizes[i])
+            }
+            return [jobs[i].result() for i in range(len(things))]
         finally:
             cancelled.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _with_retries(self, fn: Callable[[Replica, TargetWeights], T], cancelled: Event) -> T:
+    def _with_retries(
+        self, fn: Callable[[Replica, TargetWeights], T], tokens: int, cancelled: Event
+    ) -> T:
         why: list[str] = []
         for attempt in range(self._vllm.retries + 1):
             if cancelled.is_set() or self._closed.is_set():
                 raise EngineError("the engine was closed, or another request failed for good")
-            target, replica = self._current_target(), self._least_busy()
+            target, replica = self._current_target(), self._fleet.take(tokens)
             seen = replica.generation
             try:
                 return fn(replica, target)
             except RequestFailed as error:
                 why.append(str(error))
                 replica.report_failure(str(error))
+            except EngineError as error:  # it was given up while this request waited for it
+                why.append(str(error))
             finally:
-                with self._lock:
-                    replica.in_flight -= 1
+                self._fleet.give_back(replica, tokens)
             if self._closed.is_set():
                 continue
-            replica.recover(seen, self._current_target())
+            self._fleet.failed(replica, seen, self._current_target())
             backoff(attempt)
         raise replica.gave_up(f"a request was not answered: {why[-1]}")
 
-    def _least_busy(self) -> Replica:
-        with self._lock:
-            replica = min(self._replicas, key=lambda r: r.in_flight)
-            replica.in_flight += 1
-            return replica
-
     def _current_target(self) -> TargetWeights:
-        if self._target is None:
+        if self._fleet.target is None:
             raise ValueError("the engine must have weights before it samples: call load() first.")
-        return self._target
+        return self._fleet.target
 
     def _check_request(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         self._current_target()
@@ -272,60 +278,3 @@ class VllmEngine:
                 "vLLM does not tell what a cut left over at another temperature. Try --set "
                 "rollout.temperature=1.0, or --set rollout.top_k=0 --set rollout.top_p=1.0."
             )
-
-
-def _open(
-    cfg: ModelConfig, vllm: VllmConfig, work: Path, context: int, rows: int
-) -> list[tuple[Backend, Server | None]]:
-    """The running servers named, or servers started, or one vLLM in this process."""
-    if vllm.urls:
-        named: dict[str, Any] = dict(timeout_s=vllm.request_timeout_s, connections=rows)
-        key = key_of_running_servers()
-        return [(HttpBackend(url, key=key, **named), None) for url in vllm.urls]
-    if vllm.launch == 0:
-        from jaxmoe.vllm.in_process import InProcessBackend
-
-        return [(InProcessBackend(cfg, vllm, work=work, context=context, rows=rows), None)]
-    places = [Placement()] * vllm.launch
-    if not inspect_python(vllm.python or sys.executable)["cpu"]:
-        trainer = trainer_share(jax.default_backend() == "gpu")
-        places = placements(visible_gpus(), vllm.launch, gpus_each(vllm.args), trainer)
-    servers = [
-        Server(vllm, cfg, work=work, number=n, context=context, rows=rows, place=place)
-        for n, place in enumerate(places)
-    ]
-    # one that measures a GPU's free memory must be the only one that takes of it meanwhile
-    pool = ThreadPoolExecutor(len(servers) if all(p.alone for p in places) else 1)
-    try:
-        jobs = [pool.submit(server.start) for server in servers]
-        return [(job.result(), server) for job, server in zip(jobs, servers, strict=True)]
-    except BaseException:
-        for server in servers:
-            server.stop()
-        raise
-    finally:
-        pool.shutdown()
-
-
-def _context(backend: Backend, needed: int) -> int:
-    """What a vLLM can hold; says where it takes commands from anybody.
-
-    Raises ConfigError where it holds too little, nobody is there, or it is open and elsewhere.
-    """
-    try:
-        has = backend.context()
-        if isinstance(backend, HttpBackend):
-            check_guarded(backend)
-    except RequestFailed as error:
-        raise ConfigError(
-            f"rollout.vllm.url must name running vLLM servers; {error}. Try --set "
-            "rollout.vllm.url= to start one here."
-        ) from error
-    if has < needed:
-        raise ConfigError(
-            f"{backend.name} must take data.max_prompt_tokens + rollout.max_new_tokens + 1 "
-            f"({needed}) tokens, its --max-model-len is {has}. Start it with --max-model-len "
-            f"{needed}, or make both smaller, --set data.max_prompt_tokens={max(1, has // 2)} "
-            f"--set rollout.max_new_tokens={max(1, has - has // 2 - 1)}."
-        )
-    return has

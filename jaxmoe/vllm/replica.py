@@ -53,13 +53,15 @@ class Replica:
     def __init__(
         self, backend: Backend, server: Server | None, *, transport: str, cfg: ModelConfig,
         probe: Probe, retries: int, report: Callable[[str], None],
+        check: Callable[[Backend], object],
     ) -> None:  # fmt: skip
         self.backend, self._server, self._transport = backend, server, Transport(transport)
         self._cfg, self._probe, self._retries = cfg, probe, retries
         self.lock = threading.RLock()
         self.generation = 0
-        self.in_flight = 0  # requests; the engine's to count
+        self.in_flight = 0  # tokens; the fleet's to count
         self.max_rows = sys.maxsize  # sequences that it computes at once
+        self._check = check  # whether it can be used at all
         self._report, self._failures = report, deque[str](maxlen=3)  # the last few
         self._verified: dict[str, int] = {}  # label -> version
         self._current_version = -1
@@ -182,6 +184,16 @@ class Replica:
             except EngineError as error:
                 self._given_up = error
                 raise
+
+    def bring_back(self, target: TargetWeights) -> None:
+        """One attempt with one that was away. Raises RequestFailed, EngineError or ConfigError."""
+        with self.lock:
+            self._check_open()
+            self._restart(always=False)
+            self._check(self.backend)
+            self._invalidate()
+            self._sync_once(target, "abort")
+            self._given_up = None
 
     def _verified_state(self, target: TargetWeights) -> int:
         """The count of invalidations, read while the weights are verified."""

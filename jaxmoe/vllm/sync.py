@@ -167,6 +167,9 @@ class Probe:
         tokens = np.random.default_rng(20).integers(0, cfg.vocab_size, length)
         self._prompt = Prompt(-1, "", tuple(int(t) for t in tokens), None)
         self.length = length + self._new  # of what `logps` is asked about
+        # as long, for those who must know the trainer's log-probs before there is a response
+        rest = np.random.default_rng(21).integers(0, cfg.vocab_size, self._new)
+        self.given = [*self._prompt.tokens, *map(int, rest)]
 
     def check(
         self,

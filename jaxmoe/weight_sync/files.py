@@ -3,7 +3,8 @@
 
 Fresh pages of shared memory cost more than the bytes in them. So a version is written over one
 that nobody reads any more, and there through a mapping, which saves the kernel's copy.
-Next: jaxmoe/weight_sync/update.py converts the tensors, directory.py removes what is left.
+Next: jaxmoe/weight_sync/update.py converts the tensors, directory.py removes what is left;
+shares.py is the same for several processes.
 """
 
 import json
@@ -15,11 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmoe.checkpoint.hf import entries, gather_entry
 from jaxmoe.checkpoint.tensor_files import SINGLE, header, planned_bytes
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.shapes import Params
@@ -46,8 +45,7 @@ def write_files(
     Written beside it and renamed, so that the folder is whole or absent; an older one of the same
     version is replaced. `reuse` is an earlier version of this run that nobody reads any more: its
     file is written over. Memory beyond params and file: a few MiB per core, and where devices
-    share a tensor one tensor, gathered. Over several processes all must call; the first one
-    writes, and alone has the digests.
+    share a tensor one tensor, gathered. Of one process: several have shares.py.
     No other user may enter jaxmoe-<run>. Raises ConfigError where the directory is full, cannot be
     written, or has one that another user may enter.
     """
@@ -55,24 +53,20 @@ def write_files(
     final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
     planned = plan(params, cfg, dtype)
     manifest = empty_manifest(planned, run, version)
-    info, close = {"path": str(final)}, partial(_remove, final)
-    if jax.process_index() > 0:
-        for entry in entries(cfg):
-            gather_entry(params, entry)
-        return WeightFile(manifest, info, close=close)
+    info, close = {"path": str(final)}, partial(remove, final)
     begin = header(planned)
     nbytes = sum(map(planned_bytes, planned))
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         make_private(run_dir)
     except OSError as error:  # what is there is not ours to remove
-        raise _unusable(directory, error) from error
+        raise unusable(directory, error) from error
     try:
         shutil.rmtree(partial_dir, ignore_errors=True)
         partial_dir.mkdir()
         reused = reuse is not None and _move_here(reuse, partial_dir, len(begin) + nbytes)
         if not reused:
-            _require_room(partial_dir, nbytes)
+            require_room(partial_dir, nbytes)
         # no fsync: what a crash of the machine leaves is of no use
         with open(partial_dir / SINGLE, "r+b" if reused else "xb", opener=no_links) as file:
             file.write(begin)
@@ -80,7 +74,7 @@ def write_files(
             inode = os.fstat(file.fileno()).st_ino
             pages = _mapped(file.fileno(), reuse) if reuse is not None and reused else None
             if pages is None:
-                write = partial(_write_all, file.fileno(), len(begin))
+                write = partial(write_all, file.fileno(), len(begin))
                 fill_digests(params, cfg, planned, manifest, write=write)
             else:
                 fill_digests(params, cfg, planned, manifest, out=pages[len(begin) :])
@@ -88,15 +82,15 @@ def write_files(
         shutil.rmtree(final, ignore_errors=True)
         partial_dir.replace(final)
     except OSError as error:
-        _remove(partial_dir)
-        raise _unusable(directory, error) from error
+        remove(partial_dir)
+        raise unusable(directory, error) from error
     except BaseException:
-        _remove(partial_dir)
+        remove(partial_dir)
         raise
     return WeightFile(manifest, info, close=close, pages=pages, inode=inode)
 
 
-def _unusable(directory: str | Path, error: OSError) -> ConfigError:
+def unusable(directory: str | Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"rollout.vllm.weights_dir ({directory}) must take the weights; {error}. "
         "Free some space, or try --set rollout.vllm.weights_dir=ANOTHER_FOLDER."
@@ -132,19 +126,19 @@ def _mapped(file: int, reuse: WeightFile) -> NDArray[np.uint8] | None:
     return np.frombuffer(pages, np.uint8)
 
 
-def _require_room(directory: Path, nbytes: int) -> None:
+def require_room(directory: Path, nbytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise OSError(f"they need {nbytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free")
 
 
-def _remove(version: Path) -> None:
+def remove(version: Path) -> None:
     shutil.rmtree(version, ignore_errors=True)
     with suppress(OSError):  # another version is still there
         version.parent.rmdir()
 
 
-def _write_all(file: int, begin: int, at: int, rows: np.ndarray) -> None:
+def write_all(file: int, begin: int, at: int, rows: np.ndarray) -> None:
     left, at = rows.reshape(-1).view(np.uint8).data, begin + at
     while left:
         done = os.pwrite(file, left, at)

@@ -4,6 +4,7 @@
 Every transport takes the same arguments and returns a `WeightUpdate`:
 
     write_files(params, cfg, directory, *, dtype, run, version)      files.py
+    write_shares(params, cfg, directory, *, dtype, run, version, channel)  shares.py
     share_in_process(params, cfg, *, dtype, run, version, mailbox)   in_process.py, by DLPack
     broadcast(group, params, cfg, *, dtype, run, version)            nccl.py
     share_ipc_handles(params, cfg, *, dtype, run, version)           cuda_ipc.py
@@ -127,9 +128,11 @@ def fill_digests(
     threads, in any order.
     """
     begin = 0
-    with ThreadPoolExecutor(_cores()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         for entry, item in zip(entries(cfg), planned, strict=True):
-            found = _digest_entry(pool, params, entry, FILE_DTYPES[item[1]], begin, out, write)
+            ours, dtype = gather_entry(params, entry), FILE_DTYPES[item[1]]
+            found = digest_entry(pool, ours, entry, dtype, begin, out, write)
+            del ours  # let go before the next is gathered
             manifest["tensors"][entry.name]["digest"] = found
             begin += planned_bytes(item)
 
@@ -144,16 +147,16 @@ def digested(
     return manifest
 
 
-def _digest_entry(
-    pool: ThreadPoolExecutor, params: Params, entry: Entry, dtype: np.dtype, begin: int,
+def digest_entry(
+    pool: ThreadPoolExecutor, ours: np.ndarray, entry: Entry, dtype: np.dtype, begin: int,
     out: NDArray[np.uint8] | None, write: Callable[[int, np.ndarray], None] | None,
 ) -> str:  # fmt: skip
-    """One tensor; what was gathered of it is let go before the next.
+    """The digest of one tensor, whose bytes `out` or `write` get on the way.
 
     This thread takes pieces like the others: one that waits for each of theirs to end would
     take the interpreter's lock from them, at a fifth of the speed on two cores.
     """
-    piece = partial(_digest_piece, gather_entry(params, entry), entry, dtype, begin, out, write)
+    piece = partial(_digest_piece, ours, entry, dtype, begin, out, write)
     spans = list(row_pieces(entry.shape, dtype.itemsize))
     left = iter(spans)  # of a list: several threads may draw from it
 
@@ -164,7 +167,7 @@ def _digest_entry(
             list(left)  # the others end too
             raise
 
-    others = [pool.submit(work) for _ in range(min(len(spans), _cores()) - 1)]
+    others = [pool.submit(work) for _ in range(min(len(spans), cores()) - 1)]
     return joined(work() + [part for other in others for part in other.result()])
 
 
@@ -181,5 +184,5 @@ def _digest_piece(
     return first, digest(rows)
 
 
-def _cores() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

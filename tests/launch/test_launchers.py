@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxmoe.config import VllmConfig
+from jaxmoe.model.config import tiny
+from jaxmoe.vllm.server import flags, options
+
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
@@ -61,10 +65,30 @@ def test_a_tpu_slice_gets_the_command_on_every_host(tmp_path):
     assert r"--workdir /runs/a\ b" in command
 
 
-@pytest.mark.parametrize("script", ["slurm.sbatch", "tpu_pod.sh", "local.sh"])
+def test_a_vllm_server_has_a_door_and_its_key_is_not_on_its_command_line(tmp_path):
+    double(tmp_path, "python-double")
+    vllm = LAUNCH / "vllm_server.sh"
+    env = {"PYTHON": str(tmp_path / "python-double"), "VLLM_API_KEY": "s3cret"}
+    typed, _ = started(tmp_path, vllm, "/models/a b", "--dtype", "bfloat16", **env)
+    assert "s3cret" not in " ".join(typed)
+    assert typed[typed.index("--middleware") + 1] == "jaxmoe.vllm_plugin.door.Door"
+    assert typed[typed.index("--model") + 1] == "/models/a b" and typed[-1] == "bfloat16"
+    # what a run's own servers have, but for its sizes
+    own = options(VllmConfig(), tiny(), context=8, rows=8, cpu=False)
+    own = {k: v for k, v in own.items() if k not in ("dtype", "max_model_len", "max_num_seqs")}
+    for flag in flags(own):
+        assert flag in typed, flag
+
+    done = subprocess.run([str(vllm), "DIR"], text=True, capture_output=True, env={"PATH": "/bin"})
+    assert done.returncode == 2 and "export VLLM_API_KEY=" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "tpu_pod.sh", "local.sh", "vllm_server.sh"])
 def test_a_launcher_without_its_arguments_says_what_to_type(script):
     done = subprocess.run([str(LAUNCH / script)], text=True, capture_output=True)
-    assert done.returncode != 0 and "--config" in done.stderr
+    assert done.returncode != 0 and f"first: launch/{script} " in done.stderr.replace(
+        "sbatch launch", "launch"
+    )
 
 
 def test_a_pod_of_kubernetes_knows_the_first_and_its_number():
@@ -80,6 +104,38 @@ def test_a_pod_of_kubernetes_knows_the_first_and_its_number():
     host = env["JAX_COORDINATOR_ADDRESS"]["value"].partition(":")[0]
     assert host == f"{made['metadata']['name']}-{job['name']}-0-0.{made['metadata']['name']}"
     assert "job-completion-index" in str(env["JAX_PROCESS_ID"])
+
+
+def test_the_servers_of_kubernetes_have_the_names_and_the_key_that_a_run_is_told():
+    yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
+    service, servers, policy = yaml.safe_load_all((LAUNCH / "k8s" / "vllm.yaml").read_text())
+    run = yaml.safe_load((LAUNCH / "k8s" / "jobset.yaml").read_text())
+    (pod,) = [job["template"]["spec"]["template"]["spec"] for job in run["spec"]["replicatedJobs"]]
+    told = {row["name"]: row for row in pod["containers"][0]["env"]}
+    name, spec = service["metadata"]["name"], servers["spec"]
+    assert service["spec"]["clusterIP"] == "None" and spec["serviceName"] == name
+    (port,) = [row["port"] for row in service["spec"]["ports"]]
+    stem = servers["metadata"]["name"]
+    urls = [f"http://{stem}-{i}.{name}:{port}" for i in range(spec["replicas"])]
+    assert told["VLLM_URLS"]["value"].split(",") == urls
+    labels, template = spec["template"]["metadata"]["labels"], spec["template"]["spec"]
+    for selector in (spec["selector"]["matchLabels"], service["spec"]["selector"],
+                     policy["spec"]["podSelector"]["matchLabels"]):  # fmt: skip
+        assert selector == labels
+    (container,) = template["containers"]
+    (key,) = [row for row in container["env"] if row["name"] == "VLLM_API_KEY"]
+    theirs = key["valueFrom"]["secretKeyRef"]
+    assert told["VLLM_API_KEY"]["valueFrom"]["secretKeyRef"] == theirs | {"optional": True}
+    assert container["ports"][0]["containerPort"] == port
+    assert policy["spec"]["ingress"][0]["ports"] == [{"port": port}]
+    (jobset,) = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].values()
+    assert jobset == run["metadata"]["name"]
+    # both see the folder that weights pass through, and every mount is a volume
+    mounts = [{m["name"]: m["mountPath"] for m in c["volumeMounts"]} for c in (
+        container, pod["containers"][0])]  # fmt: skip
+    assert mounts[0]["runs"] == mounts[1]["runs"] and template["volumes"][0] == pod["volumes"][0]
+    assert set(mounts[0]) == {volume["name"] for volume in template["volumes"]}
+    assert container["command"][0] == "launch/vllm_server.sh"
 
 
 def test_the_flags_are_known_to_xla(tmp_path):

@@ -33,14 +33,21 @@ def test_what_a_mesh_cannot_cut_is_refused_by_name(changes, devices, said):
     assert "\n" not in str(error.value) and "Try " in str(error.value)
 
 
-def test_several_processes_share_one_mesh_and_the_native_engine(monkeypatch):
+def test_several_processes_share_one_mesh_and_the_servers_of_vllm(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     with pytest.raises(ConfigError, match="they make 1"):
         check_mesh(TINY, 2)  # or each would train a run of its own in one folder
     ahead = override(TINY, "mesh.fsdp=2", "rollout.max_staleness=1",
                      "loss.rollout_correction=token_is(high=2.0)")  # fmt: skip
-    with pytest.raises(ConfigError, match="several processes must sample with the native engine"):
+    with pytest.raises(ConfigError, match=r"rollout.max_staleness \(1\) must be 0 in several"):
         check_mesh(ahead, 2)
+    vllm = override(TINY, "mesh.fsdp=2", "rollout.engine=vllm")
+    check_mesh(vllm, 2)
+    with pytest.raises(ConfigError, match="must sample from vLLM servers that all of them share"):
+        check_mesh(override(vllm, "rollout.vllm.launch=0"), 2)
+    for transport in ("nccl", "ipc"):
+        with pytest.raises(ConfigError, match=rf"rollout.vllm.transport \({transport}\) must be"):
+            check_mesh(override(vllm, f"rollout.vllm.transport={transport}"), 2)
     check_mesh(override(TINY, "mesh.fsdp=2"), 2)
 
 

@@ -184,8 +184,8 @@ class StandIn:
         folder = Path(body["update_info"]["path"])
         self.waiting = load_params(folder, self.cfg, "float32")
         self.manifest = json.loads((folder / "manifest.json").read_text())
-        tensors = load_file(next(folder.glob("model*.safetensors")))
-        self.received = {name: digest(array) for name, array in tensors.items()}
+        files = [load_file(path) for path in folder.glob("model*.safetensors")]
+        self.received = {name: digest(array) for f in files for name, array in f.items()}
         return {}
 
     def do_finish_weight_update(self, body, query):

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts as bytes, for processes that did not sample them: arrays and JSON, no pickle.
+
+Next: jaxmoe/vllm/shared.py.
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from jaxmoe.records import Prompt, Rollout, StopReason
+
+_ARRAYS = ("tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts")
+
+
+def to_bytes(rollouts: Sequence[Rollout], **told: Any) -> bytes:
+    """A prompt that several rollouts share is there once; `told` are JSON values beside them."""
+    prompts = {id(r.prompt): r.prompt for r in rollouts}
+    numbers = {key: n for n, key in enumerate(prompts)}
+    head: dict[str, Any] = {
+        "told": told,
+        "prompts": [asdict(p) for p in prompts.values()],
+        "prompt_of": [numbers[id(r.prompt)] for r in rollouts],
+        "stop": [r.stop.value for r in rollouts],
+    }
+    joined: dict[str, Any] = {}
+    for name in _ARRAYS:
+        arrays = [getattr(r, name) for r in rollouts]
+        head[name] = [None if a is None else len(a) for a in arrays]  # None: it has none
+        if there := [a for a in arrays if a is not None]:
+            joined[name] = np.concatenate(there)
+    joined["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **joined)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
+    """The rollouts, and what was told beside them."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as found:
+        head = json.loads(found["head"].tobytes())
+        cut = {name: _cut(found, name, head[name]) for name in _ARRAYS}
+    prompts = [Prompt(**p | {"tokens": tuple(p["tokens"])}) for p in head["prompts"]]
+    rollouts = [
+        Rollout(prompts[n], stop=StopReason(stop), **{name: cut[name][i] for name in _ARRAYS})
+        for i, (n, stop) in enumerate(zip(head["prompt_of"], head["stop"], strict=True))
+    ]
+    return rollouts, head["told"]
+
+
+def _cut(found: Any, name: str, lengths: list[int | None]) -> list[Any]:
+    if name not in found:
+        return [None] * len(lengths)
+    whole, at, made = found[name], 0, list[Any]()
+    for length in lengths:
+        made.append(None if length is None else whole[at : at + length])
+        at += length or 0
+    return made

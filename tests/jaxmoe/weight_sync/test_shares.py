@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A version written by several processes is the one that one process writes, or is not there."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from board import as_processes
+from safetensors.numpy import load_file
+from weight_updates import CFG, RUN, left, random_params, write_update
+
+from jaxmoe.checkpoint.hf import entries, load_params
+from jaxmoe.config import ConfigError
+from jaxmoe.vllm_plugin import manifest
+from jaxmoe.weight_sync import shares as module
+from jaxmoe.weight_sync.shares import owners_of, require_shared, write_shares
+
+
+def write(directory, processes, params=None, version=3):
+    params = params or random_params()
+    return as_processes(processes, lambda channel: write_shares(
+        params, CFG, directory, dtype="float32", run=RUN, version=version, channel=channel
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [2, 5])
+def test_all_have_the_manifest_and_the_folder_holds_every_tensor_once(tmp_path, processes):
+    made = write(tmp_path / "shared", processes)
+    alone = write_update(random_params(), tmp_path / "alone")
+    folder = Path(alone.update_info["path"].replace("alone", "shared"))
+    assert all(update.manifest == alone.manifest for update in made)
+    assert all(update.update_info == {"path": str(folder)} for update in made)
+    assert json.loads((folder / "manifest.json").read_text()) == alone.manifest
+    files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    assert len(files) == processes and all(files)
+    assert sum(len(f) for f in files) == len(entries(CFG))
+    assert len(manifest.check_files(manifest.read(folder), folder)) == len(entries(CFG))
+    back = load_params(folder, CFG, "float32")
+    assert np.array_equal(
+        back["head"], load_params(alone.update_info["path"], CFG, "float32")["head"]
+    )
+    made[0].close()
+    assert left(tmp_path / "shared") == []
+
+
+def test_bytes_are_spread_and_neighbours_are_written_by_different_processes():
+    assert owners_of([800] * 9, 3) == [0, 1, 2] * 3
+    sizes = [900, 10, 800, 800, 10, 800, 800, 10, 800]
+    owners = owners_of(sizes, 3)
+    held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == i) for i in range(3)]
+    assert sum(held) == sum(sizes) and max(held) - min(held) <= max(sizes)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_full_disk_of_one_process_is_told_to_all_and_leaves_nothing(
+    tmp_path, monkeypatch, broken
+):
+    real, opened = os.pwrite, module.no_links
+
+    def opener(path, flags):
+        file = opened(path, flags)
+        if path.name == f"model-{broken + 1:05d}.safetensors":
+            full.add(file)
+        return file
+
+    def pwrite(file, data, at):
+        if file in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data, at)
+
+    full = set[int]()
+    monkeypatch.setattr(module, "no_links", opener)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    for error in write(tmp_path, 3):
+        assert isinstance(error, ConfigError) and "weights_dir" in str(error)
+        assert "No space left" in str(error)
+    assert left(tmp_path) == []
+
+
+def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeypatch):
+    seen = module.seen
+    monkeypatch.setattr(module, "seen", lambda path, **_: seen(path, within_s=0.1))
+    (tmp_path / "here.lock").write_text("")
+
+    def process(channel):
+        where = tmp_path if channel.number < 2 else tmp_path / "elsewhere"
+        require_shared(where, "here.lock", channel)
+
+    for error in as_processes(3, process):
+        assert isinstance(error, ConfigError)
+        assert "process 2 does not see" in str(error) and "weights_dir=" in str(error)
