@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax._src import distributed  # jax has no public name for the service
 
 from jaxmoe.config import ConfigError, EngineError
@@ -28,9 +27,10 @@ class Channel:
         self, name: str, *, client: Any = None, number: int | None = None, count: int | None = None
     ) -> None:
         self._name, self._said = name, 0
-        self.number = jax.process_index() if number is None else number
-        self.count = count or jax.process_count()
-        self._client: Any = client or distributed.global_state.client
+        met = distributed.global_state  # and not jax.process_index(): that opens the device
+        self.number = met.process_id if number is None else number
+        self.count = count or met.num_processes or 1
+        self._client: Any = client or met.client
 
     def from_first(self, make: Callable[[], bytes]) -> bytes:
         """What `make` returns in the first process, which alone calls it.

@@ -7,13 +7,13 @@ processes call it, in the same order. With one process all of this is nothing.
 Next: jaxmoe/train.py.
 """
 
-import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import cache
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.parallel.channel import Channel
 from jaxmoe.shapes import Leaf
 
 Item = TypeVar("Item")
@@ -130,16 +131,14 @@ def _differs(a: str, b: str) -> str:
 def everyones(value: Any) -> list[Any]:
     """What each process has, by its number: JSON values.
 
-    Does not open the device where no other process was met: a check of kernels comes first.
+    Opens no device, since a check of kernels comes first, and waits as long as the others live.
     """
-    if not jax.distributed.is_initialized():
-        return [value]
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(mine.size))
-    padded = np.zeros(int(np.max(sizes)), np.uint8)
-    padded[: mine.size] = mine
-    rows = multihost_utils.process_allgather(padded)
-    return [json.loads(bytes(row[:n])) for row, n in zip(rows, sizes, strict=True)]
+    return _channel().everyones(value) if jax.distributed.is_initialized() else [value]
+
+
+@cache  # it counts what was said
+def _channel() -> Channel:
+    return Channel("processes")
 
 
 def in_shares(
@@ -202,7 +201,7 @@ def leave(code: int) -> int:
 @contextmanager
 def first_speaks() -> Iterator[None]:
     """Of all processes the first alone writes to the terminal; errors are everybody's."""
-    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+    if not jax.distributed.is_initialized() or _channel().number == 0:
         yield
         return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):

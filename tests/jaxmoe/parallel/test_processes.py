@@ -192,14 +192,27 @@ def test_a_signal_at_one_saves_at_all(tmp_path):
     assert np.isfinite(lines(work)["rl", saved]["loss"])
 
 
-def test_one_process_leaves_the_device_to_the_check_of_kernels():
+BEFORE_THE_CHECK = """
+from jax._src import xla_bridge
+from jaxmoe.parallel.processes import same_everywhere, together
+with together():
+    same_everywhere(config='a')
+    same_everywhere(config='b')
+    assert not xla_bridge.backends_are_initialized()
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_processes_leave_the_device_to_the_check_of_kernels(count):
     """A TPU is one process's at a time: what comes before the check must not open it."""
-    code = (
-        "from jax._src import xla_bridge\n"
-        "from jaxmoe.parallel.processes import same_everywhere, together\n"
-        "with together():\n"
-        "    same_everywhere(config='a')\n"
-        "    assert not xla_bridge.backends_are_initialized()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    address, here = f"127.0.0.1:{free_port()}", {**os.environ, "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEFORE_THE_CHECK], cwd=ROOT, text=True, stderr=subprocess.PIPE,
+            env=here | (plain(address, str(count), str(number)) if count > 1 else {}),
+        )
+        for number in range(count)
+    ]  # fmt: skip
+    for process in started:
+        said = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, said
