@@ -97,8 +97,7 @@ def memory(cfg: Config) -> Memory:
     layer *= 2  # its gradient
     inputs, away = m.n_layers // 2 * tokens * m.d_model * fast, cfg.optim.remat_inputs == "host"
     kept = (0 if away else inputs) if cfg.optim.remat else m.n_layers * layer
-    moments = 2 * trained * held
-    moments_there = moments if cfg.optim.moments == "host" else 0
+    moments_there = 2 * trained * held if cfg.optim.moments == "host" else 0
     if cfg.optim.remat_keeps:
         kept += m.n_layers * tokens * m.n_q_heads * (m.head_dim * fast + 4)
     native, ahead = cfg.rollout.engine == "native", cfg.rollout.max_staleness > 0
@@ -109,7 +108,7 @@ def memory(cfg: Config) -> Memory:
     cache = cache_bytes(m, engine_rows, cfg.context) if native else 0
     return Memory(
         weights=trained * held,
-        optimizer=moments - moments_there,
+        optimizer=2 * trained * held - moments_there,
         reference=local * held if cfg.loss.kl_coef > 0 else 0,
         engine_copy=engine_copy,
         gathered=2 * (1 + 4 // fast) * layer_bytes(cfg) if mesh.devices > 1 else 0,
@@ -169,7 +168,7 @@ def check_memory(cfg: Config, *stages: str) -> None:
     check_host(cfg, memory(cfg).host)
     if (there := device_bytes()) is None:
         return
-    if jax.local_devices()[0].platform == "cpu":  # whose devices share the host's memory
+    if not (apart := jax.local_devices()[0].platform != "cpu"):  # they share the host's memory
         there //= cfg.mesh.devices
         cfg = override(cfg, "optim.moments=device", "optim.remat_inputs=device")
     largest = max(stages, key=lambda name: _needs(cfg, name))
@@ -177,7 +176,7 @@ def check_memory(cfg: Config, *stages: str) -> None:
     if need <= there:
         return
     name, most = max(memory(cfg).of(largest).items(), key=lambda item: item[1])
-    tried, changes = smaller(cfg, largest, there)
+    tried, changes = smaller(cfg, largest, there, host=apart)
     if _needs(tried, largest) <= there:
         advice = f"Try {' '.join(changes)}, which needs"
     else:
@@ -191,10 +190,10 @@ def check_memory(cfg: Config, *stages: str) -> None:
     )
 
 
-def smaller(cfg: Config, stage: str, there: int) -> tuple[Config, list[str]]:
+def smaller(cfg: Config, stage: str, there: int, host: bool = True) -> tuple[Config, list[str]]:
     """The first config that needs no more than `there`, or the least that is known; its changes."""
     tried, changes = cfg, []
-    for key, value in _smaller(cfg):
+    for key, value in _smaller(cfg, host):
         if _needs(tried, stage) <= there:
             break
         try:
@@ -222,7 +221,7 @@ def device_bytes() -> int | None:
     return free_bytes() if limit is None and device.platform == "cpu" else limit
 
 
-def _smaller(cfg: Config) -> Iterator[tuple[str, object]]:
+def _smaller(cfg: Config, host: bool) -> Iterator[tuple[str, object]]:
     """What takes less memory, the cheapest first."""
     yield "optim.remat", True
     yield "optim.remat_keeps", ""
@@ -233,6 +232,9 @@ def _smaller(cfg: Config) -> Iterator[tuple[str, object]]:
         sizes = [cfg.rollout.sequences_per_step]
         sizes += [cfg.warmup.sequences_per_step] if cfg.warmup.steps else []
         yield "optim.microbatches", math.gcd(*sizes)
+    if host:  # has memory apart from the device's
+        yield "optim.moments", "host"
+        yield "optim.remat_inputs", "host"
     yield "optim.param_dtype", "bfloat16"
 
 

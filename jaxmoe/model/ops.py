@@ -123,9 +123,7 @@ def keeping_attention(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(layer_pair, policy=policy)
 
 
-def inputs_on_host(
-    layer_pair: Callable[..., Any], keeps: Sequence[str] = ()
-) -> Callable[..., Any]:
+def inputs_on_host(layer_pair: Callable[..., Any], keeps: Sequence[str] = ()) -> Callable[..., Any]:
     """jax.checkpoint whose inputs wait in the hosts' memory; what is named in `keeps` does not.
 
     Of a function (carry, scanned), as lax.scan has it: the carry is what waits.

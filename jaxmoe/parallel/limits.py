@@ -68,7 +68,8 @@ def check_host(cfg: Config, each: int) -> None:
     require(
         "pinned_host" in kinds,
         "for optim.moments=host and optim.remat_inputs=host a device must reach its host's memory; "
-        f"{device.device_kind} ({device.platform}) has {', '.join(sorted(kinds)) or 'none'}. {back}",
+        f"{device.device_kind} ({device.platform}) has {', '.join(sorted(kinds)) or 'none'}. "
+        + back,
     )
     devices, there = min(cfg.mesh.devices, jax.local_device_count()), free_bytes()
     require(

@@ -143,9 +143,7 @@ def param_shardings(cfg: ModelConfig, mesh: Mesh, placement: MeshRules = TRAININ
     return map_specs(sharding, cfg)
 
 
-def state_shardings(
-    state: Leaf, cfg: ModelConfig, mesh: Mesh, moments: str = "device"
-) -> Leaf:
+def state_shardings(state: Leaf, cfg: ModelConfig, mesh: Mesh, moments: str = "device") -> Leaf:
     """Shardings of a TrainState, or of its shapes: whatever mirrors the parameters lies as they
     do (moments, reference, a critic's backbone), the rest is on every device.
 

@@ -39,6 +39,7 @@ class Step:
     collectives: Counter[Collective]
     kernels: int  # calls of Pallas kernels in the program's text
     seconds: float  # of compiling
+    host: int = 0  # bytes of a device's host, beside the device's own
 
     @property
     def live(self) -> int:
@@ -85,7 +86,9 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
         collectives(text, mesh.size, microbatches(cfg) if packed else 0),
         len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
         seconds,
-    )
+        memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+        + memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes,
+    )  # fmt: skip
 
 
 def microbatches(cfg: Config) -> int:

@@ -78,5 +78,5 @@ def stage_shapes(
         "warmup": jax.eval_shape(lambda p: new_state(Trained(p), supervised), policy),
         "rl": jax.eval_shape(lambda p: rl_state(p, cfg, tx), policy),
     }
-    mesh, moments = state_mesh(mesh, cfg.optim), cfg.optim.moments
-    return {stage: placed_shapes(state, cfg.model, mesh, moments) for stage, state in shapes.items()}
+    mesh, at = state_mesh(mesh, cfg.optim), cfg.optim.moments
+    return {stage: placed_shapes(state, cfg.model, mesh, at) for stage, state in shapes.items()}

@@ -84,7 +84,7 @@ def test_moments_may_move_between_the_host_and_the_device(tmp_path):
     there = override(CFG, "optim.moments=host")
     shapes, state = stage_shapes(there, TX, TX), new_state(Trained(initial_params(CFG)), TX)
     moved = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes["warmup"]))
-    for i, (cfg, lie, now) in enumerate(((there, shapes, moved), (CFG, SHAPES, state))):
+    for i, (cfg, now) in enumerate(((there, moved), (CFG, state))):
         save_run(tmp_path / str(i), cfg, Position("rl", 3, now, {}))
         for other, wanted in ((there, shapes), (CFG, SHAPES)):
             at = restore_run(tmp_path / str(i), other, wanted)
