@@ -163,10 +163,12 @@ def test_the_slowest_bounds_a_step():
 @pytest.mark.slow  # a minute each: the whole step
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("topology", ["h200:1x8", "v5e:2x4"])
-def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, capsys):
+@pytest.mark.parametrize("at", ["device", "host"])
+def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
     if reason := missing(topology.partition(":")[0]):
         pytest.skip(reason)
-    small = ["rollout.sequences_per_step=16", "mesh.fsdp=4", "mesh.expert=2", "kernels=xla"]
+    small = ["rollout.sequences_per_step=16", "mesh.fsdp=4", "mesh.expert=2", "kernels=xla",
+             "optim.remat=True", f"optim.remat_inputs={at}", f"optim.moments={at}"]  # fmt: skip
     with jax.numpy_dtype_promotion("standard"):
         code = run("--topology", topology, *(x for one in small for x in ("--set", one)))
     out, lines = capsys.readouterr().out, {}
@@ -175,4 +177,5 @@ def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, capsys):
         lines.setdefault(line.split()[0] if line.strip() else "", line.split())
     assert 0.85 < float(lines["arguments"][-1]) < 1.3  # the batch, and what tiles pad
     assert 0.5 < float(lines["step"][-1]) < 2.0
+    assert ("on" in lines) == (at == "host")
     assert {"all-gather", "reduce-scatter"} <= lines.keys()
