@@ -10,9 +10,9 @@ from pathlib import Path
 
 import jax
 
-from jaxmoe.checkpoint.run import initial_params, restore_run
+from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse
-from jaxmoe.config import Config
+from jaxmoe.config import Config, to_json
 from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import contents, evaluate, open_task, response_text
@@ -21,6 +21,7 @@ from jaxmoe.memory import check_memory, stage
 from jaxmoe.model import make_ops
 from jaxmoe.observe.progress import phase
 from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.parallel.processes import leave, same_everywhere, together
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
@@ -29,12 +30,17 @@ from jaxmoe.rl.state import stage_shapes
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
         cfg, looks = parse(argv, "Score a checkpoint on the held-out rows.")
-        dry_run(cfg, stage(cfg)) if looks else run(cfg)
-    return status.code
+        if looks:
+            dry_run(cfg, stage(cfg))
+            return status.code
+        with together():
+            run(cfg)
+    return leave(status.code)
 
 
 def run(cfg: Config) -> float:
     """Exact-match accuracy, sampled and greedy, and a few answers to read."""
+    same_everywhere(config=to_json(cfg), code=code_version())
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())

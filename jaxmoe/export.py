@@ -18,6 +18,7 @@ from jaxmoe.cli import ExitStatus, arguments, config_of
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, write_tokenizer
 from jaxmoe.observe.progress import phase
+from jaxmoe.parallel.processes import by_one_process
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         parser = arguments("Write a run's newest checkpoint as a Hugging Face folder.")
         parser.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
         args = parser.parse_args(argv)
+        by_one_process("export")
         run(config_of(args), Path(args.out), dry_run=args.dry_run)
     return status.code
 

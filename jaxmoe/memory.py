@@ -17,6 +17,7 @@ from jaxmoe.config_file import override
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import count_params, param_specs, read_dtype, value_head_specs
 from jaxmoe.parallel.host import free_bytes
+from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.sharding import RULES, SAMPLING, Names, local_shape
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.presets import with_preset
@@ -28,7 +29,7 @@ class Memory:
     """Bytes on one device in the RL stage."""
 
     weights: int  # as held and updated, a critic's too
-    optimizer: int  # two moments
+    optimizer: int  # two moments, unless they are on the host
     reference: int  # frozen weights of the KL term
     engine_copy: int  # of the policy's weights, as the native engine reads them
     gathered: int  # of a pair of layers, whole but for cut experts, and gradients in float32
@@ -37,6 +38,7 @@ class Memory:
     activations: int  # of one microbatch, forward and backward
     cache: int  # keys and values while sampling
     ahead: int  # cache and older weights of an engine that samples during the step
+    host: int  # not on the device: moments and inputs of layer pairs that its host keeps
 
     def of(self, stage: str) -> dict[str, int]:
         """What is there at one time: in "training", "sampling", "syncing" weights, "scoring"."""
@@ -93,7 +95,9 @@ def memory(cfg: Config) -> Memory:
         routed = routed * 2 // mesh.tensor
     layer = tokens * (fast * (4 * m.d_model + heads + routed) + 4 * (m.n_q_heads + m.n_experts))
     layer *= 2  # its gradient
-    kept = m.n_layers // 2 * tokens * m.d_model * fast if cfg.optim.remat else m.n_layers * layer
+    inputs, away = m.n_layers // 2 * tokens * m.d_model * fast, cfg.optim.remat_inputs == "host"
+    kept = (0 if away else inputs) if cfg.optim.remat else m.n_layers * layer
+    moments_there = 2 * trained * held if cfg.optim.moments == "host" else 0
     if cfg.optim.remat_keeps:
         kept += m.n_layers * tokens * m.n_q_heads * (m.head_dim * fast + 4)
     native, ahead = cfg.rollout.engine == "native", cfg.rollout.max_staleness > 0
@@ -104,7 +108,7 @@ def memory(cfg: Config) -> Memory:
     cache = cache_bytes(m, engine_rows, cfg.context) if native else 0
     return Memory(
         weights=trained * held,
-        optimizer=2 * trained * held,
+        optimizer=2 * trained * held - moments_there,
         reference=local * held if cfg.loss.kl_coef > 0 else 0,
         engine_copy=engine_copy,
         gathered=2 * (1 + 4 // fast) * layer_bytes(cfg) if mesh.devices > 1 else 0,
@@ -113,6 +117,7 @@ def memory(cfg: Config) -> Memory:
         activations=kept * (2 if own else 1) + (2 * layer if cfg.optim.remat else 0),
         cache=cache,
         ahead=cache + engine_copy if ahead else 0,
+        host=moments_there + (inputs * (2 if own else 1) if away else 0),
     )
 
 
@@ -158,16 +163,20 @@ def check_memory(cfg: Config, *stages: str) -> None:
 
     `stages` are those of Memory.of. Nothing is asked for a mesh of other machines.
     """
-    if cfg.mesh.devices not in (1, jax.device_count()) or (there := device_bytes()) is None:
+    if cfg.mesh.devices not in (1, jax.device_count()):
         return
-    if jax.local_devices()[0].platform == "cpu":  # whose devices share the host's memory
+    check_host(cfg, memory(cfg).host)
+    if (there := device_bytes()) is None:
+        return
+    if not (apart := jax.local_devices()[0].platform != "cpu"):  # they share the host's memory
         there //= cfg.mesh.devices
+        cfg = override(cfg, "optim.moments=device", "optim.remat_inputs=device")
     largest = max(stages, key=lambda name: _needs(cfg, name))
     need = _needs(cfg, largest)
     if need <= there:
         return
     name, most = max(memory(cfg).of(largest).items(), key=lambda item: item[1])
-    tried, changes = smaller(cfg, largest, there)
+    tried, changes = smaller(cfg, largest, there, host=apart)
     if _needs(tried, largest) <= there:
         advice = f"Try {' '.join(changes)}, which needs"
     else:
@@ -181,10 +190,10 @@ def check_memory(cfg: Config, *stages: str) -> None:
     )
 
 
-def smaller(cfg: Config, stage: str, there: int) -> tuple[Config, list[str]]:
+def smaller(cfg: Config, stage: str, there: int, host: bool = True) -> tuple[Config, list[str]]:
     """The first config that needs no more than `there`, or the least that is known; its changes."""
     tried, changes = cfg, []
-    for key, value in _smaller(cfg):
+    for key, value in _smaller(cfg, host):
         if _needs(tried, stage) <= there:
             break
         try:
@@ -212,7 +221,7 @@ def device_bytes() -> int | None:
     return free_bytes() if limit is None and device.platform == "cpu" else limit
 
 
-def _smaller(cfg: Config) -> Iterator[tuple[str, object]]:
+def _smaller(cfg: Config, host: bool) -> Iterator[tuple[str, object]]:
     """What takes less memory, the cheapest first."""
     yield "optim.remat", True
     yield "optim.remat_keeps", ""
@@ -223,6 +232,9 @@ def _smaller(cfg: Config) -> Iterator[tuple[str, object]]:
         sizes = [cfg.rollout.sequences_per_step]
         sizes += [cfg.warmup.sequences_per_step] if cfg.warmup.steps else []
         yield "optim.microbatches", math.gcd(*sizes)
+    if host:  # has memory apart from the device's
+        yield "optim.moments", "host"
+        yield "optim.remat_inputs", "host"
     yield "optim.param_dtype", "bfloat16"
 
 
@@ -241,9 +253,10 @@ def describe(cfg: Config) -> str:
         "",
         f"parameters   {total:,} ({active:,} act on a token)",
         f"devices      {cfg.mesh.devices} ({told}); bytes on each:",
-        *(f"  {name:<13}{size_text(value)}" for name, value in vars(mem).items()),
+        *(f"  {name:<13}{size_text(value)}" for name, value in vars(mem).items() if name != "host"),
         f"  {'training':<13}{size_text(mem.training)}   (all but the cache)",
         f"  {'sampling':<13}{size_text(mem.sampling)}   (weights, moments, reference, copy, cache)",
+        *([f"on its host    {size_text(mem.host)}"] if mem.host else []),
         "",
         "would run",
         f"  weights      {cfg.init.checkpoint or 'random, seed ' + str(cfg.seed)}",

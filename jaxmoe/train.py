@@ -44,11 +44,7 @@ from jaxmoe.observe.trackers import installed
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import leave, same_everywhere, together
-from jaxmoe.parallel.sharding import (
-    make_mesh,
-    place,
-    state_shardings,
-)
+from jaxmoe.parallel.sharding import make_mesh, place
 from jaxmoe.records import Rollout
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
 from jaxmoe.rl.dynamic_sampling import filled
@@ -107,9 +103,8 @@ def open_job(cfg: Config) -> Iterator[Job]:
             return new_state(Trained(policy), supervised)
 
         policy = initial_params(cfg, mesh)
-        if mesh is not None:  # moments are made where they lie
-            lie = state_shardings(jax.eval_shape(begin, policy), cfg.model, mesh)
-            begin = jax.jit(begin, out_shardings=lie)
+        if pins := pinned(cfg, mesh, jax.eval_shape(begin, policy), 0):
+            begin = jax.jit(begin, **pins)  # moments are made where they lie
         at = Position("warmup", 0, begin(policy), None)
     task.check_prompts()
     if at.stage == "warmup" and at.step < cfg.warmup.steps:

@@ -22,7 +22,7 @@ FREE = (
     "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr", "critic.lr",
     # the same sums, in other pieces
     "optim.microbatches", "optim.tokens_per_microbatch", "optim.remat",
-    "optim.remat_keeps", "rollout.max_parallel_sequences",
+    "optim.remat_keeps", "optim.remat_inputs", "optim.moments", "rollout.max_parallel_sequences",
     "kernels", "mesh.",  # the same sums, in another order
 )  # fmt: skip
 BLOCK = 65_536  # bytes of a file of weights that are read at a time

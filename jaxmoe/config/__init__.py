@@ -160,6 +160,8 @@ class OptimConfig:
     )
     remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
     remat_keeps: str = ""  # of a pair, beside its input: "attention", its outputs, or nothing
+    remat_inputs: str = "device"  # where the inputs of pairs wait for the backward pass, or "host"
+    moments: str = "device"  # where they lie between updates; "host": in the hosts' memory
 
     def __post_init__(self) -> None:
         require(
@@ -173,12 +175,28 @@ class OptimConfig:
             f"{self.remat_keeps!r} with optim.remat={self.remat}. "
             "Try --set optim.remat=True --set optim.remat_keeps=attention.",
         )
+        require(
+            self.remat_inputs == "device" or (self.remat and self.remat_inputs == "host"),
+            "optim.remat_inputs must be host, with optim.remat=True, or device; got "
+            f"{self.remat_inputs!r} with optim.remat={self.remat}. "
+            "Try --set optim.remat=True --set optim.remat_inputs=host.",
+        )
+        require(
+            self.moments in ("device", "host"),
+            f"optim.moments must be device or host, got {self.moments!r}. "
+            "Try --set optim.moments=host.",
+        )
         numbers(
             "optim", self, lr=(*_NOT_NEGATIVE, 1e-5), lr_warmup_steps=(*_NOT_NEGATIVE, 0),
             lr_end_fraction=(*_SHARE, 1.0), beta1=_BELOW_ONE, beta2=_BELOW_ONE,
             eps=(*_POSITIVE, 1e-8), weight_decay=(*_NOT_NEGATIVE, 0.0),
             clip_norm=("above 0 (1e9 is off)", lambda x: x > 0, 1.0),
         )  # fmt: skip
+
+    @property
+    def host(self) -> bool:
+        """Whether anything waits in the hosts' memory."""
+        return "host" in (self.moments, self.remat_inputs)
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ attention, a replaying router or a sharded expert layer is one `replace`:
 Next: jaxmoe/model/forward.py, which calls them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxmoe.config import Config
+from jaxmoe.config import Config, OptimConfig
 from jaxmoe.model.experts import experts
 from jaxmoe.model.layers import embed, linear, logits, rms_norm, target_logprobs
 from jaxmoe.model.rope import rope_tables
@@ -34,6 +35,7 @@ from pallas_kernels.dispatch import Impl
 from pallas_kernels.sink_attention.common import KEPT
 
 Two = tuple[Array, Array]
+INPUT = "layer_pair_input"  # by which a policy of jax.checkpoint knows it
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Ops:
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of tokens that are there
     remat: Callable[[Callable[..., Any]], Callable[..., Any]]  # of a layer pair: as_is, or
     # jax.checkpoint, which keeps its input and recomputes the rest in the backward pass, or
-    # keeping_attention
+    # keeping_attention, or inputs_on_host
 
 
 def plain_ops() -> Ops:
@@ -73,11 +75,10 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
     `impls` says which implementation each operation of pallas_kernels runs, as a check on this
     chip chose (jaxmoe/kernels.py); without it they are those that cfg.kernels names, unchecked.
     """
-    recomputed = keeping_attention if cfg.optim.remat_keeps == "attention" else jax.checkpoint
     return replace(
         with_kernels(plain_ops(), wanted(cfg.kernels) if impls is None else impls),
         router=replay if cfg.rollout.router_replay else route,
-        remat=recomputed if cfg.optim.remat else as_is,
+        remat=remat_of(cfg.optim),
     )
 
 
@@ -102,6 +103,16 @@ def with_kernels(ops: Ops, impls: Mapping[str, Impl]) -> Ops:
     return made
 
 
+def remat_of(cfg: OptimConfig) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What the config names."""
+    if not cfg.remat:
+        return as_is
+    attention = cfg.remat_keeps == "attention"
+    if cfg.remat_inputs == "host":
+        return partial(inputs_on_host, keeps=KEPT if attention else ())
+    return keeping_attention if attention else jax.checkpoint
+
+
 def keeping_attention(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
     """jax.checkpoint that keeps (o, lse) of both attentions too, and never runs them again.
 
@@ -110,6 +121,22 @@ def keeping_attention(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
     """
     policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
     return jax.checkpoint(layer_pair, policy=policy)
+
+
+def inputs_on_host(layer_pair: Callable[..., Any], keeps: Sequence[str] = ()) -> Callable[..., Any]:
+    """jax.checkpoint whose inputs wait in the hosts' memory; what is named in `keeps` does not.
+
+    Of a function (carry, scanned), as lax.scan has it: the carry is what waits.
+    """
+
+    def named(carry: Any, scanned: Any) -> Any:
+        return layer_pair(jax.tree.map(lambda x: checkpoint_name(x, INPUT), carry), scanned)
+
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(keeps), names_which_can_be_offloaded=[INPUT],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    return jax.checkpoint(named, policy=policy)
 
 
 def as_is(layer_pair: Callable[..., Any]) -> Callable[..., Any]:

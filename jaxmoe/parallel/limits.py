@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a mesh can cut, asked before anything is allocated. Next: jaxmoe/parallel/sharding.py."""
 
+import contextlib
+
 import jax
 
 from jaxmoe.config import Config, require
+from jaxmoe.parallel.host import free_bytes
 
 
 def check_mesh(cfg: Config, devices: int | None = None) -> None:
@@ -70,6 +73,28 @@ def _several(cfg: Config) -> None:
         f"rollout.vllm.transport ({r.vllm.transport}) must be files in several processes: the "
         "first alone gives a server that came back its weights, and a tensor on a mesh needs all. "
         "Try --set rollout.vllm.transport=files --set rollout.vllm.weights_dir=A_SHARED_FOLDER.",
+    )
+
+
+def check_host(cfg: Config, each: int) -> None:
+    """Raises ConfigError where this process's host cannot keep so many bytes for each device."""
+    if not cfg.optim.host:
+        return
+    back = "Try --set optim.moments=device --set optim.remat_inputs=device."
+    device, kinds = jax.local_devices()[0], set[str]()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a platform without any
+        kinds = {memory.kind for memory in device.addressable_memories()}
+    require(
+        "pinned_host" in kinds,
+        "for optim.moments=host and optim.remat_inputs=host a device must reach its host's memory; "
+        f"{device.device_kind} ({device.platform}) has {', '.join(sorted(kinds)) or 'none'}. "
+        + back,
+    )
+    devices, there = min(cfg.mesh.devices, jax.local_device_count()), free_bytes()
+    require(
+        there is None or each * devices <= there,
+        f"what waits on the host must fit into the {there or 0:,} bytes that are free there, and "
+        f"needs {each * devices:,}, {each:,} for each of {devices} devices. {back}",
     )
 
 

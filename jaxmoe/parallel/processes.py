@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.config import ConfigError, EngineError, require
 from jaxmoe.parallel.channel import Channel
 from jaxmoe.shapes import Leaf
 
@@ -65,6 +65,16 @@ def join(environ: Mapping[str, str] = os.environ) -> None:
             f"the processes of a run must find each other; {str(error).splitlines()[0][:200]}. "
             f"Try {' '.join(f'{name}=...' for name in PLAIN)} for each of them."
         ) from error
+
+
+def by_one_process(command: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError where the environment tells of several, each of which would do it all."""
+    require(
+        environ.get(PLAIN[1], "1") == "1" and environ.get(FIND) != "auto",
+        f"python -m jaxmoe.{command} must be one process's; the environment tells of several "
+        f"({PLAIN[1]}={environ.get(PLAIN[1], '')}, {FIND}={environ.get(FIND, '')}). "
+        f"Try env -u {PLAIN[1]} -u {FIND} before the command.",
+    )
 
 
 def _plain(environ: Mapping[str, str]) -> tuple[str, int, int]:

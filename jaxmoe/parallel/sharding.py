@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.config import MeshConfig, ModelConfig
+from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.shapes import Leaf, Params
 
@@ -68,6 +68,18 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | N
     shape = tuple(getattr(cfg, name) for name in AXES)
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
     return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
+
+
+def one_device(device: Any = None) -> Mesh:
+    """The mesh of one device, on which all axes are of size 1."""
+    device = jax.local_devices()[0] if device is None else device
+    return Mesh(np.array([device]).reshape((1,) * len(AXES)), AXES)
+
+
+def state_mesh(mesh: Mesh | None, cfg: OptimConfig) -> Mesh | None:
+    """Where a run's state lies. Where hosts hold something every array says which memory it is in,
+    on one device by a mesh of that: what says nothing is compiled for twice."""
+    return one_device() if mesh is None and cfg.host else mesh
 
 
 def only_cutting(mesh: Mesh) -> Mesh:
@@ -131,9 +143,12 @@ def param_shardings(cfg: ModelConfig, mesh: Mesh, placement: MeshRules = TRAININ
     return map_specs(sharding, cfg)
 
 
-def state_shardings(state: Leaf, cfg: ModelConfig, mesh: Mesh) -> Leaf:
+def state_shardings(state: Leaf, cfg: ModelConfig, mesh: Mesh, moments: str = "device") -> Leaf:
     """Shardings of a TrainState, or of its shapes: whatever mirrors the parameters lies as they
-    do (moments, reference, a critic's backbone), the rest is on every device."""
+    do (moments, reference, a critic's backbone), the rest is on every device.
+
+    Moments lie on the devices or, by "host", in the memory of their hosts.
+    """
     by_path = {
         tuple(map(str, path)): sharding
         for path, sharding in jax.tree_util.tree_leaves_with_path(param_shardings(cfg, mesh))
@@ -143,6 +158,10 @@ def state_shardings(state: Leaf, cfg: ModelConfig, mesh: Mesh) -> Leaf:
 
     def of(path: Any, leaf: Any) -> NamedSharding:
         names = tuple(map(str, path))
+        at = lies(names, leaf)
+        return on_host(at) if moments == "host" and names[0] == ".opt_state" and leaf.ndim else at
+
+    def lies(names: tuple[str, ...], leaf: Any) -> NamedSharding:
         for length in lengths:
             if (found := by_path.get(names[-length:])) is not None and leaf.ndim == len(found.spec):
                 return found
@@ -151,13 +170,25 @@ def state_shardings(state: Leaf, cfg: ModelConfig, mesh: Mesh) -> Leaf:
     return jax.tree_util.tree_map_with_path(of, state)
 
 
-def placed_shapes(state: Leaf, cfg: ModelConfig, mesh: Mesh | None) -> Leaf:
+def on_host(at: NamedSharding) -> NamedSharding:
+    """The same pieces in the memory of their devices' hosts."""
+    there = at.with_memory_kind("pinned_host")
+    if there.memory_kind == "pinned_host":
+        return there
+    # compilers of GPUs that are not here know of no memories: those of a mesh without devices stay
+    mesh = only_cutting(at.mesh) if at.mesh.size > 1 else at.mesh
+    return NamedSharding(mesh.abstract_mesh, at.spec, memory_kind="pinned_host")
+
+
+def placed_shapes(
+    state: Leaf, cfg: ModelConfig, mesh: Mesh | None, moments: str = "device"
+) -> Leaf:
     """Shapes of a TrainState that say where each array lies; as they are without a mesh."""
     if mesh is None:
         return state
     return jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        state, state_shardings(state, cfg, mesh),
+        state, state_shardings(state, cfg, mesh, moments),
     )  # fmt: skip
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxmoe.config import Config
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.sharding import make_mesh, only_cutting
+from jaxmoe.parallel.sharding import make_mesh, one_device, only_cutting
 from jaxmoe.plan.collectives import Collective, collectives
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.optimizer import rl_optimizer
@@ -40,6 +39,7 @@ class Step:
     collectives: Counter[Collective]
     kernels: int  # calls of Pallas kernels in the program's text
     seconds: float  # of compiling
+    host: int = 0  # bytes of a device's host, beside the device's own
 
     @property
     def live(self) -> int:
@@ -56,8 +56,8 @@ class TooLarge:
 
 
 def mesh_on(cfg: Config, devices: Sequence[Any]) -> Mesh:
-    """The run's mesh over these devices; of one device a mesh of that."""
-    return make_mesh(cfg.mesh, devices) or Mesh(np.array(devices[:1]), ("chip",))
+    """The run's mesh over these devices, or over the one."""
+    return make_mesh(cfg.mesh, devices) or one_device(devices[0])
 
 
 def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | TooLarge:
@@ -65,12 +65,9 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
     of_run = mesh if cfg.mesh.devices > 1 else None
     a, tx = algorithm(cfg), rl_optimizer(cfg)
     ops = sharded_ops(make_ops(cfg, impls), of_run, cfg.model, across=cfg.mesh.attention)
-    state = stage_shapes(cfg, warmup_optimizer(cfg), tx, of_run)["rl"]
-    given = (state, *placed_batch(*batch_shapes(cfg, a), of_run))
-    if of_run is None:
-        here = NamedSharding(mesh, PartitionSpec())
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), given)
-    program = rl_program(cfg, ops, of_run, a, tx, state)
+    state = stage_shapes(cfg, warmup_optimizer(cfg), tx, mesh)["rl"]
+    given = (state, *placed_batch(*batch_shapes(cfg, a), mesh))
+    program = rl_program(cfg, ops, mesh, a, tx, state)
     began = time.perf_counter()
     try:
         around = only_cutting(mesh) if of_run else mesh  # the mesh of every shard_map
@@ -89,7 +86,9 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
         collectives(text, mesh.size, microbatches(cfg) if packed else 0),
         len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
         seconds,
-    )
+        memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+        + memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes,
+    )  # fmt: skip
 
 
 def microbatches(cfg: Config) -> int:

@@ -45,7 +45,8 @@ def arithmetic(mem: Memory) -> dict[str, int]:
 
 def memory_lines(cfg: Config, found: Step | TooLarge, of: Fit) -> Iterator[str]:
     """The compiler's bytes beside the dry run's."""
-    computed = arithmetic(memory(cfg))
+    mem = memory(cfg)
+    computed = arithmetic(mem)
     told = {"step": of.step}
     if isinstance(found, Step):
         told |= {"arguments": found.arguments, "temporaries": found.temporaries}
@@ -59,6 +60,8 @@ def memory_lines(cfg: Config, found: Step | TooLarge, of: Fit) -> Iterator[str]:
     if of.beside:
         yield f"  {'the engine':<17}{'':>12}  {size_text(of.beside)}"
     yield f"  {'of':<17}{size_text(of.there)}"
+    if mem.host and isinstance(found, Step):
+        yield f"on its host        {size_text(found.host)}  {size_text(mem.host)}"
 
 
 def verdict(cfg: Config, of: Fit, gpu: bool) -> str:

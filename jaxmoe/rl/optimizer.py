@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optax chain. Next: jaxmoe/rl/step.py applies it."""
+"""The optax chain. Next: jaxmoe/rl/streamed.py; jaxmoe/rl/step.py applies it."""
 
 from collections.abc import Hashable
 
@@ -8,6 +8,7 @@ import optax
 
 from jaxmoe.config import Config, OptimConfig
 from jaxmoe.rl.state import Trained
+from jaxmoe.rl.streamed import streamed
 
 
 def make_optimizer(
@@ -26,7 +27,7 @@ def make_optimizer(
     adamw = optax.adamw(
         schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay
     )
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), adamw)
+    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), streamed(adamw))
 
 
 def rl_optimizer(cfg: Config) -> optax.GradientTransformation:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.config import Config
 from jaxmoe.model import Ops
-from jaxmoe.parallel.sharding import batch_sharding, state_shardings
+from jaxmoe.parallel.sharding import batch_sharding, state_mesh, state_shardings
 from jaxmoe.records import expert_dtype
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
@@ -68,9 +68,9 @@ def pinned(cfg: Config, mesh: Mesh | None, state: Leaf, others: int) -> dict[str
 
     Nothing on one device.
     """
-    if mesh is None:
+    if (mesh := state_mesh(mesh, cfg.optim)) is None:
         return {}
-    at = state_shardings(state, cfg.model, mesh)
+    at = state_shardings(state, cfg.model, mesh, cfg.optim.moments)
     return {"out_shardings": (at, *(None,) * others) if others else at}
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxmoe.config import Config
 from jaxmoe.model.critic import new_critic
 from jaxmoe.model.params import abstract_params
-from jaxmoe.parallel.sharding import placed_shapes
+from jaxmoe.parallel.sharding import placed_shapes, state_mesh
 from jaxmoe.shapes import Leaf, Params
 
 
@@ -78,4 +78,5 @@ def stage_shapes(
         "warmup": jax.eval_shape(lambda p: new_state(Trained(p), supervised), policy),
         "rl": jax.eval_shape(lambda p: rl_state(p, cfg, tx), policy),
     }
-    return {stage: placed_shapes(state, cfg.model, mesh) for stage, state in shapes.items()}
+    mesh, at = state_mesh(mesh, cfg.optim), cfg.optim.moments
+    return {stage: placed_shapes(state, cfg.model, mesh, at) for stage, state in shapes.items()}

@@ -72,6 +72,8 @@ def test_an_override_changes_one_field_of_a_copy():
         ("optim.remat=1", "optim.remat must be bool, got '1'. Try --set optim.remat=True"),
         ("optim.remat_keeps=mlp", "Try --set optim.remat=True --set optim.remat_keeps=attention"),
         ("optim.remat_keeps=attention", "got 'attention' with optim.remat=False. Try --set"),
+        ("optim.remat_inputs=host", "Try --set optim.remat=True --set optim.remat_inputs=host."),
+        ("optim.moments=disk", "got 'disk'. Try --set optim.moments=host."),
         ("optim.lr=fast", "optim.lr must be float, got 'fast'. Try --set optim.lr=1e-4"),
     ],
 )

@@ -165,6 +165,27 @@ def test_what_recomputation_keeps_of_attention_is_counted():
     assert "recomputed" not in what_runs(override(BIG, "optim.remat=False"))
 
 
+def test_what_waits_on_the_host_is_counted_there_and_not_on_the_device():
+    here = memory(BIG)
+    moments = memory(override(BIG, "optim.moments=host"))
+    assert (moments.optimizer, moments.host) == (0, here.optimizer)
+    assert here.host == 0 and moments.training == here.training - here.optimizer
+    inputs = memory(override(BIG, "optim.remat_inputs=host"))
+    pair = BIG.context * BIG.model.d_model * 2  # a row on each device
+    assert inputs.host == BIG.model.n_layers // 2 * pair
+    assert inputs.training == here.training - inputs.host
+    text = describe(override(BIG, "optim.moments=host"))
+    assert re.search(f"on its host +{moments.host / 1e9:.2f} GB", text)
+    assert "on its host" not in describe(BIG)
+
+
+def test_a_cpus_devices_have_no_other_memory(monkeypatch):
+    cfg = override(load("tiny.py"), "optim.moments=host")
+    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: memory(cfg).training)
+    with pytest.raises(ConfigError, match="training must fit into"):
+        check_memory(cfg, "training")
+
+
 def test_the_flops_of_the_layers_are_those_of_their_products():
     cfg = override(load("tiny.py"), "data.max_prompt_tokens=40", "rollout.max_new_tokens=60")
     m, T = cfg.model, cfg.context

@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_other_meshes_and_is_that_of_one_device(tmp_path):
     work = tmp_path / "several"
     for steps, devices, mesh in (
         (2, 4, {"mesh__fsdp": 2, "mesh__sequence": 2, "mesh__attention": "zigzag"}),
-        (3, 1, {}),
+        (3, 1, {"optim__moments": "host", "optim__remat": True, "optim__remat_inputs": "host"}),
         (4, 4, {"mesh__expert": 2, "mesh__tensor": 2}),
     ):
         code, out, err = typed("train", work, devices, steps=steps, **mesh)

@@ -80,6 +80,20 @@ def test_a_position_comes_back_whole(tmp_path, capfd, kl):
     assert said.err == "" and "after rl step 3" in said.out
 
 
+def test_moments_may_move_between_the_host_and_the_device(tmp_path):
+    there = override(CFG, "optim.moments=host")
+    shapes, state = stage_shapes(there, TX, TX), new_state(Trained(initial_params(CFG)), TX)
+    moved = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes["warmup"]))
+    for cfg, now, other, wanted, kind in (
+        (there, moved, CFG, SHAPES, "device"), (CFG, state, there, shapes, "pinned_host"),
+    ):  # fmt: skip
+        save_run(tmp_path / kind, cfg, Position("rl", 3, now, {}))
+        at = restore_run(tmp_path / kind, other, wanted)
+        assert at is not None and bits_of(at.state) == bits_of(state)
+        found = {x.sharding.memory_kind for x in jax.tree.leaves(at.state.opt_state) if x.ndim}
+        assert found == {kind}
+
+
 def test_a_checkpoint_without_digests_is_restored_and_told_of(tmp_path, capsys):
     saved(tmp_path)
     assert restore_run(tmp_path, CFG, SHAPES) is not None
@@ -232,7 +246,7 @@ def test_the_run_folder_says_what_it_ran(tmp_path):
 
 
 CUTS = ["optim.microbatches=2", "optim.tokens_per_microbatch=4096", "optim.remat=True",
-        "rollout.max_parallel_sequences=8"]  # fmt: skip
+        "optim.moments=host", "rollout.max_parallel_sequences=8"]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CUTS)

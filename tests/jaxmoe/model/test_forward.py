@@ -10,7 +10,7 @@ import pytest
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, init_cache, init_params, plain_ops
-from jaxmoe.model.ops import keeping_attention
+from jaxmoe.model.ops import inputs_on_host, keeping_attention
 from jaxmoe.model.params import abstract_params
 from pallas_kernels import sink_attention
 from pallas_kernels.masks import Layout
@@ -151,11 +151,13 @@ def test_recomputing_layers_gives_the_same_gradient(params):
 
     plain, *others = (
         jax.jit(jax.grad(loss), static_argnums=1)(params, replace(OPS, remat=remat))
-        for remat in (OPS.remat, jax.checkpoint, keeping_attention)
+        for remat in (OPS.remat, keeping_attention, jax.checkpoint, inputs_on_host)
     )
     for again in others:
         for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
             close(b, np.asarray(a))
+    for a, b in zip(*map(jax.tree.leaves, others[1:]), strict=True):
+        np.testing.assert_array_equal(a, b)  # where inputs wait changes no bit
     del plain["head"]  # it comes after the forward
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(plain))
 

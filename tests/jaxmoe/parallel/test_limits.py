@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mesh that fits neither devices, model nor batch is one line, before anything is allocated."""
 
+import jax
 import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load, override
-from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.parallel import limits
+from jaxmoe.parallel.limits import check_host, check_mesh
 
 TINY = load("tiny.py")  # heads 4 and 2, experts 8, rows 64
 
@@ -49,6 +51,26 @@ def test_several_processes_share_one_mesh_and_the_servers_of_vllm(monkeypatch):
         with pytest.raises(ConfigError, match=rf"rollout.vllm.transport \({transport}\) must be"):
             check_mesh(override(vllm, f"rollout.vllm.transport={transport}"), 2)
     check_mesh(override(TINY, "mesh.fsdp=2"), 2)
+
+
+def test_a_host_must_be_there_and_have_room_for_what_its_devices_leave_it(monkeypatch):
+    cfg = override(TINY, "optim.moments=host", "mesh.fsdp=2")
+    there = 2 * 1000
+    monkeypatch.setattr(limits, "free_bytes", lambda: there)
+    check_host(cfg, 1000)
+    check_host(TINY, 10**18)  # nothing waits there
+    with pytest.raises(ConfigError, match=r"the 2,000 bytes .* needs 2,002, 1,001 for each of 2"):
+        check_host(cfg, 1001)
+
+    class Device:
+        platform, device_kind = "chip", "Chip 1"
+
+        def addressable_memories(self):
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED")
+
+    monkeypatch.setattr("jax.local_devices", lambda: [Device()])
+    with pytest.raises(ConfigError, match=r"Chip 1 \(chip\) has none. Try --set optim.moments=dev"):
+        check_host(cfg, 1)
 
 
 def test_one_device_and_a_mesh_that_fits_are_taken():

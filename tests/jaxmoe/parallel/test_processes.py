@@ -20,6 +20,7 @@ from jaxmoe.parallel import processes
 from jaxmoe.parallel.processes import (
     PLAIN,
     agreed,
+    by_one_process,
     everyones,
     in_shares,
     join,
@@ -63,6 +64,14 @@ def test_variables_that_cannot_be_are_one_line(environ, said):
     with pytest.raises(ConfigError, match=said) as error:
         join(environ)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("environ", [{PLAIN[1]: "2"}, {processes.FIND: "auto"}])
+def test_what_one_process_writes_is_refused_to_several(environ):
+    by_one_process("export", {})
+    by_one_process("export", plain(count="1", number="0"))
+    with pytest.raises(ConfigError, match="jaxmoe.export must be one process's.*Try env -u"):
+        by_one_process("export", environ)
 
 
 def test_a_first_process_that_does_not_answer_is_one_line(monkeypatch):
@@ -115,11 +124,12 @@ SMALL = {
 }  # fmt: skip
 
 
-def run(work, count, devices, **mesh):
+def run(work, count, devices, module="train", **mesh):
     """The processes of one command, and where each writes."""
     changes = SMALL | {f"mesh.{axis}": n for axis, n in mesh.items()}
     sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
-    typed = [sys.executable, "-m", "jaxmoe.train", "--config", "tiny.py", "--workdir", str(work)]
+    typed = [sys.executable, "-m", f"jaxmoe.{module}", "--config", "tiny.py",
+             "--workdir", str(work)]  # fmt: skip
     address, started = f"127.0.0.1:{free_port()}", []
     for number in range(count):
         env = {
@@ -190,6 +200,20 @@ def test_a_signal_at_one_saves_at_all(tmp_path):
     saved = max(step for _, step in [key for key in lines(work) if key[0] == "rl"])
     assert f"saved rl step {saved}" in found[0][1]
     assert np.isfinite(lines(work)["rl", saved]["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.extended  # two processes, and one that scores the same
+def test_processes_score_together_and_the_first_alone_tells(tmp_path):
+    (code, first), (other, second) = ended(run(tmp_path / "two", 2, 1, "eval", fsdp=2), 400)
+    assert code == other == 0, first + second
+    ((code, alone),) = ended(run(tmp_path / "one", 1, 2, "eval", fsdp=2), 400)
+    assert code == 0 and "accuracy" not in second
+
+    def told(text):
+        return [line for line in text.splitlines() if line.startswith(("  ", "accuracy"))]
+
+    assert told(first) == told(alone) and len(told(first)) > 5
 
 
 BEFORE_THE_CHECK = """

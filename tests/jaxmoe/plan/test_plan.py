@@ -95,7 +95,7 @@ def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would(capsys
     text = report.verdict(BIG, of, gpu=False)
     assert text.startswith("does not fit: ") and f"{of.missing / 1e9:.2f} GB are missing" in text
     assert "--set optim.remat_keeps" not in text  # it is so
-    assert "--set optim.param_dtype=bfloat16" in text and "\n" not in text
+    assert "--set optim.moments=host" in text and "\n" not in text
 
 
 def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
@@ -117,6 +117,16 @@ def test_libtpu_that_finds_no_place_is_read():
     assert too_large("INTERNAL: something else", 2.0) is None
     lines = list(report.memory_lines(BIG, found, report.fit(BIG, found, CHIPS["v5e"])))
     assert any(line.split()[:2] == ["step", "24.57"] for line in lines)
+
+
+def test_what_waits_on_the_host_is_told_beside_the_device():
+    cfg = override(BIG, "optim.moments=host")
+    found = dataclasses.replace(a_step(10**9), host=memory(BIG).optimizer)
+    *_, line = report.memory_lines(cfg, found, report.fit(cfg, found, CHIPS["v5e"]))
+    size = f"{memory(BIG).optimizer / 1e9:.2f} GB".split()
+    assert line.split() == ["on", "its", "host", *size, *size]
+    *_, line = report.memory_lines(BIG, found, report.fit(BIG, found, CHIPS["v5e"]))
+    assert "host" not in line
 
 
 def test_work_is_that_of_the_layers_and_the_head():
@@ -153,10 +163,12 @@ def test_the_slowest_bounds_a_step():
 @pytest.mark.slow  # a minute each: the whole step
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("topology", ["h200:1x8", "v5e:2x4"])
-def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, capsys):
+@pytest.mark.parametrize("at", ["device", "host"])
+def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
     if reason := missing(topology.partition(":")[0]):
         pytest.skip(reason)
-    small = ["rollout.sequences_per_step=16", "mesh.fsdp=4", "mesh.expert=2", "kernels=xla"]
+    small = ["rollout.sequences_per_step=16", "mesh.fsdp=4", "mesh.expert=2", "kernels=xla",
+             "optim.remat=True", f"optim.remat_inputs={at}", f"optim.moments={at}"]  # fmt: skip
     with jax.numpy_dtype_promotion("standard"):
         code = run("--topology", topology, *(x for one in small for x in ("--set", one)))
     out, lines = capsys.readouterr().out, {}
@@ -165,4 +177,5 @@ def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, capsys):
         lines.setdefault(line.split()[0] if line.strip() else "", line.split())
     assert 0.85 < float(lines["arguments"][-1]) < 1.3  # the batch, and what tiles pad
     assert 0.5 < float(lines["step"][-1]) < 2.0
+    assert ("on" in lines) == (at == "host")
     assert {"all-gather", "reduce-scatter"} <= lines.keys()
