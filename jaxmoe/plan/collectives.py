@@ -105,7 +105,7 @@ def collectives(text: str, devices: int, unknown: int = 0) -> Counter[Collective
 
 def sent(counted: Mapping[Collective, int]) -> float:
     """Bytes that one device sends."""
-    return sum(one.sent * times for one, times in counted.items())
+    return float(sum(one.sent * times for one, times in counted.items()))
 
 
 def _add(total: Counter[Collective], more: Counter[Collective], times: int) -> None:

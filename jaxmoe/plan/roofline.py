@@ -114,7 +114,7 @@ def wave_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
     mine = mesh.devices / mesh.tensor  # devices with rows of their own
     keys = cache_bytes(m, 1, P + N // 2) * rows / mesh.devices
     return (
-        StepWork(before, before, weights + layer_arrays(cfg, round(prompts * P / mine))),
+        StepWork(before, before, float(weights + layer_arrays(cfg, round(prompts * P / mine)))),
         StepWork(token, token, weights - (1 - asked) * routed + keys),
     )
 
@@ -128,7 +128,7 @@ def bounds(
     done: StepWork, travels: Mapping[Collective, int], chip: Chip, host_of: Sequence[int]
 ) -> Bounds:
     """Seconds, of this chip."""
-    outside = sum(one.to_other_hosts(host_of) * times for one, times in travels.items())
+    outside = float(sum(x.to_other_hosts(host_of) * times for x, times in travels.items()))
     return Bounds(
         arithmetic=done.flops / chip.flops,
         memory=done.traffic / chip.memory_bandwidth,

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nearest setting that fits: it fits, a run accepts it, and nothing nearer would do."""
+"""The nearest setting that fits: it fits, a run accepts it, and the nearer ones do not."""
 
 import math
-
-import pytest
 
 import jaxmoe.plan.nearest as search
 from jaxmoe.config_file import load, override
@@ -12,11 +10,8 @@ from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.plan.nearest import nearest, products
 
 GB = 10**9
-BIG = load("gptoss120b.py")  # fsdp 8 x expert 8
-LONG = override(
-    load("gptoss20b.py"), "data.max_prompt_tokens=8192", "rollout.max_new_tokens=16384",
-    "optim.tokens_per_microbatch=196608",
-)  # fmt: skip
+CFG = load("gptoss20b.py")  # fsdp 2 x expert 4
+HELD = memory(CFG)
 
 
 def test_all_ways_to_write_a_number_as_factors_are_found_once():
@@ -25,32 +20,23 @@ def test_all_ways_to_write_a_number_as_factors_are_found_once():
     assert all(math.prod(cut) == 12 for cut in found)
 
 
-@pytest.mark.parametrize(("cfg", "there"), [(BIG, 50 * GB), (LONG, 60 * GB)])
-def test_what_is_found_fits_and_a_run_takes_it(cfg, there):
-    devices, changes, needs = nearest(cfg, there)
-    other = override(cfg, *changes)
+def test_another_mesh_is_nearer_than_bfloat16_and_that_than_more_devices():
+    assert nearest(CFG, HELD.training) == (8, [], HELD.training)
+    found = [nearest(CFG, there) for there in (HELD.training - 1, 50 * GB, 40 * GB)]
+    assert found[0][:2] == (8, ["mesh.fsdp=1", "mesh.expert=8"])
+    assert found[1][:2] == (8, ["optim.param_dtype=bfloat16"])
+    assert found[2][0] == 16 and not any("param_dtype" in one for one in found[2][1])
+    devices, changes, needs = found[2]
+    other = override(CFG, *changes)
     check_mesh(other)
     mem = memory(other)
-    assert other.mesh.devices == devices
-    assert needs == max(mem.training, mem.sampling) <= there
-    assert max(memory(cfg).training, memory(cfg).sampling) > there
-
-
-def test_as_many_devices_are_tried_before_more_and_the_mesh_before_bfloat16():
-    mem = memory(BIG)
-    assert nearest(BIG, mem.training) == (64, [], mem.training)
-    devices, changes, _ = nearest(BIG, mem.training - 1)
-    assert devices == 64 and changes and not any("param_dtype" in one for one in changes)
-    devices, changes, _ = nearest(BIG, 30 * GB)
-    assert devices > 64 and not any("param_dtype" in one for one in changes)
+    assert needs == max(mem.training, mem.sampling) <= 40 * GB and other.mesh.devices == devices
 
 
 def test_what_the_compiler_adds_counts():
-    mem = memory(BIG)
-    assert nearest(BIG, mem.training, (1.01, 1.0))[1]
-    assert nearest(BIG, mem.training, (1.0, 10.0))[1]
+    assert nearest(CFG, HELD.training, (1.01, 1.0))[1] == ["mesh.fsdp=1", "mesh.expert=8"]
 
 
 def test_where_nothing_fits_no_setting_is_told(monkeypatch):
-    monkeypatch.setattr(search, "MOST", 64)
-    assert nearest(BIG, 10**6)[1:] == ([], 0)
+    monkeypatch.setattr(search, "MOST", 8)
+    assert nearest(CFG, 10**6)[1:] == ([], 0)

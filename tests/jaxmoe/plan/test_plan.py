@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import jaxmoe.plan.__main__ as command
+import jaxmoe.plan.nearest as search
 from jaxmoe.config import MeshConfig
 from jaxmoe.config_file import load, override
 from jaxmoe.memory import layer_flops, memory
@@ -92,17 +93,16 @@ def a_step(live, sends=()):
 
 
 def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would():
-    mem, chip = memory(BIG), CHIPS["v5e"]
-    found = a_step(mem.training - mem.engine_copy)
-    of = report.fit(BIG, found, chip)
-    assert of.missing == mem.training - chip.memory > 0
-    text = report.verdict(BIG, of, False, "typed")
+    cfg, gpu = load("gptoss20b.py"), CHIPS["h100"]
+    mem = memory(cfg)
+    found = a_step(90 * 10**9)
+    of = report.fit(cfg, found, gpu)
+    assert of.missing == 90 * 10**9 + mem.engine_copy - gpu.memory > 0
+    text = report.verdict(cfg, of, True, "typed --x 1", (1.2, 1.0))
     assert text.startswith("does not fit: ") and f"{of.missing / 1e9:.2f} GB are missing" in text
-    assert "devices, from which it fits: --set mesh." in text and "\n" not in text
-    half = report.Fit(1, chip.memory, CHIPS["h100"].memory // 2)
-    assert "are missing" not in report.verdict(BIG, half, False, "typed")
-    small = report.verdict(BIG, report.Fit(60 * 10**9, 0, 50 * 10**9), False, "typed --x 1")
-    assert ". Try typed --x 1 --set " in small and "which needs about" in small
+    assert ". Try typed --x 1 --set " in text and "which needs about" in text and "\n" not in text
+    more = report.verdict(cfg, report.Fit(1, 41 * 10**9, 40 * 10**9), False, "typed")
+    assert "Try 16 devices, from which it fits: --set mesh.fsdp=4 --set optim." in more
 
 
 def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
@@ -166,7 +166,8 @@ def test_a_state_larger_than_the_chip_is_told_without_a_compiler(monkeypatch, ca
     def never(*args):
         raise AssertionError("nothing is compiled")
 
-    chips = {"v5e": CHIPS["v5e"]._replace(memory=10**6)}
+    chips = {"v5e": CHIPS["v5e"]._replace(memory=5 * 10**6)}
+    monkeypatch.setattr(search, "MOST", 4)
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
     monkeypatch.setattr(command, "topology_of", lambda name: ("v5e", [None] * 2))
     monkeypatch.setattr(command, "mesh_on", lambda cfg, devices: mesh)
@@ -174,8 +175,8 @@ def test_a_state_larger_than_the_chip_is_told_without_a_compiler(monkeypatch, ca
     monkeypatch.setattr(command, "CHIPS", chips)
     assert run("--topology", "v5e:1x2", "--set", "mesh.fsdp=2") == 1
     out = capsys.readouterr().out
-    assert "not compiled: the state alone takes 3.8" in out
-    assert "does not fit: " in out and "devices, from which it fits" in out
+    assert "not compiled: the state alone takes 6.01 MB of a device" in out
+    assert "\ndoes not fit: 3.21 MB are missing. Try " in out
 
 
 def test_a_wave_and_the_step_make_the_whole():
