@@ -79,8 +79,15 @@ def check(cfg: Config, topology: str, devices: int) -> None:
 
 def plan(cfg: Config, topology: str, chip: str, devices: Sequence[Any], command: str) -> int:
     """Compile and tell; 0 where it fits. `command` is what was typed."""
-    mesh, mem, there = mesh_on(cfg, devices), memory(cfg), CHIPS[chip].memory
+    mem, there = memory(cfg), CHIPS[chip].memory
     axes = " x ".join(f"{n} {size}" for n, size in cfg.mesh.sizes.items() if size > 1)
+    try:
+        mesh = mesh_on(cfg, devices)
+    except NotImplementedError as error:  # a torus is cut along its sides alone
+        raise ConfigError(
+            f"each axis of mesh must be a product of sides of {topology}, got {axes}. Try "
+            "--set mesh.fsdp=4 --set mesh.expert=4, or others of such sizes."
+        ) from error
     gpu = mesh.devices.flat[0].platform != "tpu"
     kernels = kernels_on(cfg, mesh)
     say(f"machine      {topology}, {len(devices)} devices ({axes or 'no mesh'})")

@@ -63,6 +63,16 @@ def test_a_mesh_of_another_machine_is_told_what_to_type(eight, capsys):
     assert "must divide model.n_kv_heads" in capsys.readouterr().err
 
 
+def test_a_mesh_that_no_torus_has_is_one_line_and_status_two(eight, monkeypatch, capsys):
+    def refuses(cfg, devices):
+        raise NotImplementedError("Failed to find assignment")
+
+    monkeypatch.setattr(command, "mesh_on", refuses)
+    assert run("--topology", "v5e:2x4", "--set", "mesh.fsdp=8") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: each axis of mesh must be a product of sides of v5e:2x4, got fsd")
+
+
 def test_without_compilers_it_says_what_to_install(monkeypatch, capsys):
     def absent(*args, **options):
         raise RuntimeError("no libtpu")
