@@ -75,6 +75,18 @@ def test_a_count_that_the_compiler_leaves_out_is_read_from_the_condition(mesh):
     assert bare != text and collectives(bare, 8, 7) == collectives(text, 8, 7)
 
 
+def test_a_constant_that_a_condition_does_not_ask_for_alone_counts_nothing(mesh):
+    def until(x, n):
+        def goes_on(carry):
+            return (carry[0] < 5) & (carry[1][0, 0] > n)
+
+        return lax.while_loop(goes_on, lambda c: (c[0] + 1, lax.psum(c[1], "b")), (0, x))[1]
+
+    text = text_of(mesh, until)
+    once = {turns: sent(collectives(text, 8, turns)) for turns in (0, 1)}
+    assert once == {0: 0.0, 1: 2 * 3 / 4 * PIECE}
+
+
 def test_an_all_to_all_keeps_its_own_part(mesh):
     swap = partial(lax.all_to_all, axis_name="a", split_axis=0, concat_axis=0, tiled=True)
     (one,) = collectives(text_of(mesh, lambda x, _: swap(x)), 8)
