@@ -78,7 +78,7 @@ def test_a_count_that_the_compiler_leaves_out_is_read_from_the_condition(mesh):
 def test_a_constant_that_a_condition_does_not_ask_for_alone_counts_nothing(mesh):
     def until(x, n):
         def goes_on(carry):
-            return (carry[0] < 5) & (carry[1][0, 0] > n)
+            return (carry[0] < 5) & (carry[1][0, 0] > 0.0)
 
         return lax.while_loop(goes_on, lambda c: (c[0] + 1, lax.psum(c[1], "b")), (0, x))[1]
 

@@ -215,6 +215,7 @@ def test_a_decoded_token_reads_its_experts_and_the_keys_there_are():
     assert longer - few == 8 * (cache_bytes(cfg.model, 1, 3072) - cache_bytes(cfg.model, 1, 1024))
     weights = memory(cfg).engine_copy
     assert few < weights + 8 * cache_bytes(cfg.model, 1, 1024) < many
+    assert wave_work(cfg, 1)[1].traffic < 0.6 * weights  # 8 rows ask for 28 of 128 experts
 
 
 def test_the_scoring_pass_of_a_step_is_told():
