@@ -88,9 +88,9 @@ class NativeEngine:
         return prompts_at_once(self._max_rows, samples, self._shards)
 
     def programs(
-        self, make: Callable[..., jax.stages.Compiled], sampling: Sampling, *, samples: int,
+        self, make: Callable[..., Any], sampling: Sampling, *, samples: int,
         held: str,
-    ) -> tuple[jax.stages.Compiled, ...]:  # fmt: skip
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Prefill and decode of a whole wave of the longest prompts, as `generate` runs them.
 
         `make(jitted, *shapes, **static)` compiles, for devices that need not be here; `held` is the
@@ -108,7 +108,7 @@ class NativeEngine:
                 return tree
             return lie(tree, jax.tree.map(lambda x: batch_sharding(mesh, x.ndim, SAMPLING), tree))
 
-        def results(made: jax.stages.Compiled) -> Any:
+        def results(made: Any) -> Any:
             return lie(made.out_info, made.output_shardings)
 
         params = jax.eval_shape(partial(as_read, cfg=cfg), abstract_params(cfg, held))
