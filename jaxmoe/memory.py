@@ -21,6 +21,7 @@ from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.sharding import RULES, SAMPLING, Names, local_shape
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.presets import with_preset
+from jaxmoe.rollout.native import prompts_at_once
 from jaxmoe.shapes import Leaf
 
 
@@ -101,10 +102,10 @@ def memory(cfg: Config) -> Memory:
     if cfg.optim.remat_keeps:
         kept += m.n_layers * tokens * m.n_q_heads * (m.head_dim * fast + 4)
     native, ahead = cfg.rollout.engine == "native", cfg.rollout.max_staleness > 0
-    engine_copy = _copy(policy, cfg, SAMPLING.rules) if native else 0
-    engine_rows = math.ceil(min(cfg.rollout.max_parallel_sequences,
-                                cfg.rollout.sequences_per_step)
-                            / (mesh.row_shards * mesh.sequence))  # fmt: skip
+    engine_copy = copy_bytes(policy, cfg, SAMPLING.rules) if native else 0
+    shards, samples = mesh.row_shards * mesh.sequence, cfg.rollout.samples_per_prompt
+    wave = prompts_at_once(cfg.rollout.max_parallel_sequences, samples, shards)
+    engine_rows = wave // shards * samples
     cache = cache_bytes(m, engine_rows, cfg.context) if native else 0
     return Memory(
         weights=trained * held,
@@ -142,12 +143,14 @@ class LayerFlops:
         return self.linear + (0 if cfg.optim.remat_keeps else self.attention)
 
 
-def layer_flops(cfg: Config) -> LayerFlops:
-    """Forward; a backward takes twice the linear ones, and 2.5 times attention's, at least.
+def layer_flops(cfg: Config, tokens: int | None = None) -> LayerFlops:
+    """Forward of `tokens`, by default a sequence of full length.
+
+    A backward takes twice the linear ones, and 2.5 times attention's, at least.
 
     linear = 2·T·(D·(2N + 2K)·H + D·E + A·3·D·F) a layer; attention = 4·N·H·(visible pairs)
     """
-    m, T = cfg.model, cfg.context
+    m, T = cfg.model, cfg.context if tokens is None else tokens
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim
     weights = m.d_model * (heads + m.n_experts + 3 * m.experts_per_token * m.d_expert)
     window = min(m.sliding_window, T)
@@ -327,10 +330,10 @@ def layer_bytes(cfg: Config) -> int:
     """Bytes of one layer as it is computed with: whole, but for experts, and heads over tensor."""
     layers = param_specs(cfg.model)["layers"]
     cut = {name: ("tensor",) for name in ("heads", "kv")} | {"expert": RULES["expert"]}
-    return _copy(layers, cfg, cut) // cfg.model.n_layers
+    return copy_bytes(layers, cfg, cut) // cfg.model.n_layers
 
 
-def _copy(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
+def copy_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
     """Bytes of these parameters on one device, in the dtypes they are read in."""
     return sum(
         _local_size(spec, cfg, rules) * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize

@@ -204,10 +204,15 @@ def compile_on(
     mesh: Mesh, fn: Callable[..., Any], *args: Any, **options: Any
 ) -> jax.stages.Compiled:
     """`jax.jit(fn, **options)` of ShapeDtypeStructs that say where on the mesh they lie."""
-    platform = "tpu" if mesh.devices.flat[0].platform == "tpu" else "cuda"
+    return compile_jitted(mesh, jax.jit(fn, **options), *args)
+
+
+def compile_jitted(mesh: Mesh, jitted: Any, *args: Any, **static: Any) -> jax.stages.Compiled:
+    """As `compile_on`, of what jit returned; `static` are those of its arguments that are."""
+    there = mesh.devices.flat[0].platform
+    platform = there if there in ("tpu", "cpu") else "cuda"
     with jax.set_mesh(mesh), _not_kept():
-        lowered = jax.jit(fn, **options).trace(*args).lower(lowering_platforms=(platform,))
-        return lowered.compile()
+        return jitted.trace(*args, **static).lower(lowering_platforms=(platform,)).compile()
 
 
 def read_ptxas(text: str) -> Ptxas:

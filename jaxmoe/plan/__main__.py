@@ -2,12 +2,14 @@
 """`python -m jaxmoe.plan --config FILE --topology v5p:4x4x4`: does the run fit a machine that is
 not here, and what is the least its step takes?
 
-The run's own step goes through the chip's own compiler; nothing is executed and no device opened.
+The run's own step, and its engine's prefill and decode, go through the chip's own
+compiler; nothing is executed and no device opened.
 Exit status 0: it fits; 1: it does not; 2: a mistake. Next: jaxmoe/plan/compiled.py.
 """
 
 import argparse
 import resource
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +18,14 @@ import jax
 
 from jaxmoe.cli import ExitStatus, arguments, config_of
 from jaxmoe.config import Config, ConfigError, require
-from jaxmoe.memory import size_text
+from jaxmoe.memory import memory, size_text
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
-from jaxmoe.plan.compiled import Step, compiled_step, mesh_on
+from jaxmoe.plan.compiled import Step, TooLarge, compiled_step, mesh_on
 from jaxmoe.plan.kernels import kernels_on
-from jaxmoe.plan.roofline import bounds, work
+from jaxmoe.plan.roofline import bounds, wave_work, work
+from jaxmoe.plan.sampler import Wave, compiled_wave
 from jaxmoe.rl.from_config import algorithm
 from pallas_kernels.ahead_of_time import topology_of
 
@@ -35,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         chip, devices = machine(args.topology)
         check(cfg, args.topology, len(devices))
         if not args.dry_run:
-            status.code = plan(cfg, args.topology, chip, devices)
+            typed = shlex.join(sys.argv[1:] if argv is None else argv)
+            command = f"python -m jaxmoe.plan {typed}"
+            status.code = plan(cfg, args.topology, chip, devices, command)
     return status.code
 
 
@@ -72,32 +77,69 @@ def check(cfg: Config, topology: str, devices: int) -> None:
     algorithm(cfg)
 
 
-def plan(cfg: Config, topology: str, chip: str, devices: Sequence[Any]) -> int:
-    """Compile and tell; 0 where it fits."""
-    mesh = mesh_on(cfg, devices)
+def plan(cfg: Config, topology: str, chip: str, devices: Sequence[Any], command: str) -> int:
+    """Compile and tell; 0 where it fits. `command` is what was typed."""
+    mem, there = memory(cfg), CHIPS[chip].memory
     axes = " x ".join(f"{n} {size}" for n, size in cfg.mesh.sizes.items() if size > 1)
+    try:
+        mesh = mesh_on(cfg, devices)
+    except NotImplementedError as error:  # a torus is cut along its sides alone
+        raise ConfigError(
+            f"each axis of mesh must be a product of sides of {topology}, got {axes}. Try "
+            "--set mesh.fsdp=4 --set mesh.expert=4, or others of such sizes."
+        ) from error
+    gpu = mesh.devices.flat[0].platform != "tpu"
     kernels = kernels_on(cfg, mesh)
     say(f"machine      {topology}, {len(devices)} devices ({axes or 'no mesh'})")
     say(f"kernels      {kernels.line}")
+    state = mem.weights + mem.optimizer + mem.reference
+    if (least := report.Fit(state, mem.engine_copy, there)).missing > 0:
+        say(f"not compiled: the state alone takes {size_text(state).strip()} of a device, the "
+            f"engine's weights {size_text(mem.engine_copy).strip()}, of "
+            f"{size_text(there).strip()}\n")  # fmt: skip
+        say(report.verdict(cfg, least, gpu, command))
+        return 1
     r = cfg.rollout
     say(f"compiling    the step of RL on {r.sequences_per_step} sequences of up to "
         f"{cfg.context:,} tokens; minutes, as a rule…")  # fmt: skip
     found = compiled_step(cfg, mesh, kernels.impls)
-    used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     calls = f"; {found.kernels} calls of Pallas kernels" if isinstance(found, Step) else ""
-    say(
-        f"compiled     in {found.seconds:.0f} s, with {size_text(used).strip()} of this host{calls}"
-    )
-    gpu, of = mesh.devices.flat[0].platform != "tpu", report.fit(cfg, found, CHIPS[chip])
-    lines = ["", *report.memory_lines(cfg, found, of), ""]
-    if isinstance(found, Step):
-        host_of = [device.process_index for device in mesh.devices.flat]
-        done = work(cfg, algorithm(cfg))
-        least = bounds(done, found.collectives, CHIPS[chip], host_of)
-        lines += [*report.traffic_lines(found, host_of, gpu), ""]
-        lines += [*report.bound_lines(done, least, CHIPS[chip]), ""]
-    say("\n".join([*lines, report.verdict(cfg, of, gpu)]))
+    say(f"compiled     in {found.seconds:.0f} s, with {host_memory()} of this host{calls}\n")
+    of = report.fit(cfg, found, CHIPS[chip])
+    say("\n".join([*report.memory_lines(cfg, found, of), ""]))
+    off = max(1.0, (of.step + of.beside) / mem.training), 1.0
+    if isinstance(found, TooLarge):
+        say(report.verdict(cfg, of, gpu, command, off))
+        return 1
+    host_of = [device.process_index for device in mesh.devices.flat]
+    a = algorithm(cfg)
+    done = work(cfg, a)
+    least = bounds(done, found.collectives, CHIPS[chip], host_of)
+    say("\n".join([*report.traffic_lines(found, host_of, gpu), ""]))
+    say("\n".join([*report.bound_lines(done, least, CHIPS[chip], report.passes(cfg, a)), ""]))
+    if of.missing <= 0 and r.engine == "native":
+        say("compiling    the engine's prefill and decode…")
+        wave = compiled_wave(cfg, mesh, kernels.impls)
+        say(f"compiled     in {wave.seconds:.0f} s, with {host_memory()} of this host\n")
+        sampled = report.wave_fit(cfg, wave, CHIPS[chip])
+        if isinstance(wave, Wave):
+            say("\n".join([*report.wave_lines(wave, sampled), ""]))
+            each = [
+                bounds(one, travels, CHIPS[chip], host_of)
+                for one, travels in zip(
+                    wave_work(cfg, wave.prompts), (wave.before, wave.token), strict=True
+                )
+            ]
+            say("\n".join(report.sampling_lines(cfg, wave, *each, done, least, CHIPS[chip])) + "\n")
+        if sampled.missing > of.missing:
+            of, off = sampled, (off[0], max(1.0, (sampled.step + sampled.beside) / mem.sampling))
+    say(report.verdict(cfg, of, gpu, command, off))
     return 0 if of.missing <= 0 else 1
+
+
+def host_memory() -> str:
+    """The most that this process has held."""
+    return size_text(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss).strip()
 
 
 def say(text: str) -> None:

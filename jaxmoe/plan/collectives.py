@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels between devices in a compiled program, read from its HLO text.
 
-A loop's body counts as often as it is known to turn, by the compiler's word or by a constant in its
-condition, which counts from 0 in steps of 1 as a scan's does; nested loops multiply.
+A loop's body counts as often as it is known to turn, by the compiler's word or by a constant that
+is all its condition asks for, which counts from 0 in steps of 1 as a scan's does; nested loops
+multiply.
 Next: jaxmoe/plan/roofline.py.
 """
 
@@ -20,7 +21,7 @@ KINDS = (
     "collective-permute", "collective-broadcast",
 )  # fmt: skip
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
 _NAMES = re.compile(r"%([\w.\-]+)")
@@ -104,7 +105,7 @@ def collectives(text: str, devices: int, unknown: int = 0) -> Counter[Collective
 
 def sent(counted: Mapping[Collective, int]) -> float:
     """Bytes that one device sends."""
-    return sum(one.sent * times for one, times in counted.items())
+    return float(sum(one.sent * times for one, times in counted.items()))
 
 
 def _add(total: Counter[Collective], more: Counter[Collective], times: int) -> None:
@@ -121,18 +122,20 @@ def _computations(text: str, devices: int) -> tuple[dict[str, Computation], str]
             found[head[2]] = here
             entry = head[2] if head[1] else entry
         elif made := _LINE.match(line):
-            shape, rest = _shape(made[2])
-            sizes[made[1]] = _size(shape)
+            shape, rest = _shape(made[3])
+            sizes[made[2]] = _size(shape)
             opcode, _, after = rest.partition("(")
             if shape.startswith("s32[]") and (value := re.match(r"constant\((\d+)\)", rest)):
-                constants[made[1]] = int(value[1])
-            _read(here, opcode.strip(), after, sizes, constants, devices)
+                constants[made[2]] = int(value[1])
+            _read(here, opcode.strip(), after, sizes, devices)
+            if made[1] and opcode.strip() == "compare" and "direction=LT" in after:
+                bound = (constants[x] for x in _NAMES.findall(after) if x in constants)
+                here.below = next(bound, None)
     return found, entry
 
 
 def _read(
-    here: Computation, opcode: str, after: str, sizes: Mapping[str, float],
-    constants: Mapping[str, int], devices: int,
+    here: Computation, opcode: str, after: str, sizes: Mapping[str, float], devices: int
 ) -> None:  # fmt: skip
     """One instruction."""
     if opcode.endswith(("-done", "-update")):  # told of the -start
@@ -147,8 +150,6 @@ def _read(
     if opcode == "while":
         trips = _TRIPS.search(after)
         times = int(trips[1]) if trips else _CONDITION.findall(after)[0]
-    elif opcode == "compare" and "direction=LT" in after:
-        here.below = next((constants[x] for x in _NAMES.findall(after) if x in constants), None)
     here.calls += [(name, times) for name in _CALLED.findall(after)]
     if sides := _BRANCHES.findall(after):
         names = [x.strip().lstrip("%") for many, one in sides for x in (many or one).split(",")]

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxmoe.config import Config
+from jaxmoe.memory import memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh, one_device, only_cutting
@@ -73,16 +74,17 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
         around = only_cutting(mesh) if of_run else mesh  # the mesh of every shard_map
         found = compile_on(around, program.fn, *given, **program.options)
     except jax.errors.JaxRuntimeError as error:
-        seconds = time.perf_counter() - began
-        if (found := too_large(str(error), seconds)) is None:
+        mem, seconds = memory(cfg), time.perf_counter() - began
+        state = mem.weights + mem.optimizer + mem.reference
+        if (found := too_large(str(error), state, seconds)) is None:
             raise
         return found
-    seconds, memory, text = time.perf_counter() - began, found.memory_analysis(), found.as_text()
+    seconds, sizes, text = time.perf_counter() - began, found.memory_analysis(), found.as_text()
     packed = cfg.optim.tokens_per_microbatch > 0  # a step is told how many microbatches there are
-    assert memory is not None and text is not None, "libtpu and XLA's GPU compiler tell both"
+    assert sizes is not None and text is not None, "libtpu and XLA's GPU compiler tell both"
     return Step(
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        sizes.argument_size_in_bytes,
+        sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
         collectives(text, mesh.size, microbatches(cfg) if packed else 0),
         len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
         seconds,
@@ -98,10 +100,17 @@ def microbatches(cfg: Config) -> int:
     return -(-mine // rows) if rows else max(1, cfg.optim.microbatches // cfg.loss.minibatches)
 
 
-def too_large(said: str, seconds: float) -> TooLarge | None:
-    """libtpu's: Used 22.88G of 15.75G hbm."""
-    found = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", said)
-    if found is None:
+def too_large(said: str, state: int, seconds: float) -> TooLarge | None:
+    """libtpu's: Used 22.88G of 15.75G hbm; or of temporaries alone, beside which the state lies:
+    memory required for HLO temporaries (46.48G) exceeds available HBM (31.24G)."""
+    size = r"([\d.]+)([KMG])"
+    whole = re.search(rf"Used {size} of {size} hbm", said)
+    part = re.search(rf"required for HLO (\w+) \({size}\) exceeds available HBM \({size}\)", said)
+    if whole is None and part is None:
         return None
-    used, there = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
-    return TooLarge(used, there, seconds)
+    found = whole or part
+    assert found is not None
+    figures = found.groups()[-4:]
+    used, there = (round(float(figures[i]) * _UNITS[figures[i + 1]]) for i in (0, 2))
+    beside = state if whole is None and found[1] == "temporaries" else 0
+    return TooLarge(used + beside, there, seconds)

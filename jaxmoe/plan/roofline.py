@@ -8,10 +8,14 @@ Next: jaxmoe/plan/report.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import Config
-from jaxmoe.memory import layer_bytes, layer_flops, memory, microbatch_rows
+from jaxmoe.memory import copy_bytes, layer_bytes, layer_flops, memory, microbatch_rows
+from jaxmoe.model.cache import cache_bytes
+from jaxmoe.model.params import param_specs
+from jaxmoe.parallel.sharding import SAMPLING
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import Collective, sent
 from jaxmoe.plan.compiled import microbatches
@@ -21,7 +25,7 @@ from jaxmoe.rl.update import gated
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one device does in a step whose sequences all have full length."""
+    """What one device does, in a step whose sequences all have full length."""
 
     flops: float  # of matrix products, those done again included
     useful: float  # one forward and its gradient alone, 3 times a forward
@@ -72,16 +76,47 @@ def work(cfg: Config, a: Algorithm) -> StepWork:
     head_bytes = m.d_model * m.padded_vocab * jnp.dtype(m.dtype).itemsize
     weights = layer_bytes(cfg) * m.n_layers + head_bytes
     mem, rows = memory(cfg), microbatch_rows(cfg)
-    tokens = rows * cfg.context // mesh.sequence
-    heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim // mesh.tensor
-    layer = 4 * m.d_model + heads + m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
-    arrays = 2 * tokens * layer * m.n_layers * jnp.dtype(m.dtype).itemsize
+    arrays = layer_arrays(cfg, rows * cfg.context // mesh.sequence)
     held = mem.weights / jnp.dtype(cfg.optim.param_dtype).itemsize
     traffic = pieces * (passes * (weights * (1 + (mesh.devices > 1)) + arrays) + 8 * held)
     return StepWork(
         flops=share * (scored + a.epochs * trained), useful=share * useful,
         traffic=traffic + 7 * mem.weights * a.updates,
     )  # fmt: skip
+
+
+def layer_arrays(cfg: Config, tokens: int) -> int:
+    """Bytes that one pass over all layers writes and reads again, of a device's tokens."""
+    m = cfg.model
+    heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim // cfg.mesh.tensor
+    layer = 4 * m.d_model + heads + m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
+    return 2 * tokens * layer * m.n_layers * jnp.dtype(m.dtype).itemsize
+
+
+def wave_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
+    """Of one device: the prefill of so many longest prompts, and one token of all their answers.
+
+    A token is the mean one of answers of full length. traffic, at least: prefill reads the weights
+    once, and writes and reads each layer's arrays; a token reads the keys and values that are
+    there and the weights, of experts those that somebody asks for where all are asked alike.
+    """
+    m, mesh, r = cfg.model, cfg.mesh, cfg.rollout
+    P, N, rows = cfg.data.max_prompt_tokens, r.max_new_tokens, prompts * r.samples_per_prompt
+    first, whole = (sum(vars(layer_flops(cfg, T)).values()) for T in (P, P + N))
+    before = first * prompts / mesh.devices
+    token = ((whole - first) / N + 2 * m.d_model * m.padded_vocab) * rows / mesh.devices
+    policy = {name: spec for name, spec in param_specs(m).items() if name != "embed"}
+    weights = copy_bytes(policy, cfg, SAMPLING.rules)
+    routed = copy_bytes(
+        [spec for spec in jax.tree.leaves(policy) if "expert" in spec.axes], cfg, SAMPLING.rules
+    )
+    asked = 1 - (1 - m.experts_per_token / m.n_experts) ** (rows / mesh.data)
+    mine = mesh.devices / mesh.tensor  # devices with rows of their own
+    keys = cache_bytes(m, 1, P + N // 2) * rows / mesh.devices
+    return (
+        StepWork(before, before, float(weights + layer_arrays(cfg, round(prompts * P / mine)))),
+        StepWork(token, token, weights - (1 - asked) * routed + keys),
+    )
 
 
 def scores_policy(cfg: Config, a: Algorithm) -> bool:
@@ -93,7 +128,7 @@ def bounds(
     done: StepWork, travels: Mapping[Collective, int], chip: Chip, host_of: Sequence[int]
 ) -> Bounds:
     """Seconds, of this chip."""
-    outside = sum(one.to_other_hosts(host_of) * times for one, times in travels.items())
+    outside = float(sum(x.to_other_hosts(host_of) * times for x, times in travels.items()))
     return Bounds(
         arithmetic=done.flops / chip.flops,
         memory=done.traffic / chip.memory_bandwidth,

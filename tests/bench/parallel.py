@@ -3,9 +3,13 @@
 
     python tests/bench/parallel.py attention           # compiles forward and backward
     python tests/bench/parallel.py attention --run     # runs them too: minutes
+    python tests/bench/parallel.py scaling             # compiles steps for 8 to 256 devices
 
 Temporaries are XLA's own count, of one device, for one row of small heads. `--run` compares 64
 sampled queries, and what they give to the gradient of every key, with the formula in float64.
+`scaling`: bytes a device sends for each of its tokens of a step of RL, as many on every device,
+read from programs for CPU devices, or with `--on h200` for GPUs that are not here, which takes long
+and the compilers (pip install 'jaxmoe[compilers]').
 """
 
 import argparse
@@ -17,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_NUM_CPU_DEVICES"] = "256" if "scaling" in sys.argv else "8"
 # eight devices on few cores keep each other waiting
 os.environ["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,11 +32,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.config_file import load, override
 from jaxmoe.parallel.halo import halo
 from jaxmoe.parallel.ring import ring
 from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
 from jaxmoe.parallel.ulysses import ulysses
+from jaxmoe.plan.collectives import sent
+from jaxmoe.plan.compiled import Step, compiled_step, mesh_on
+from jaxmoe.plan.kernels import kernels_on
 from pallas_kernels import sink_attention
+from pallas_kernels.ahead_of_time import topology_of
 from pallas_kernels.check.sampled import stripes
 
 SHARDS = 8
@@ -144,6 +153,49 @@ def run(step: Any, shapes: Any, name: str, window: int | None, sizes: Any) -> li
     return [f"{seconds:.0f}", " ".join(errors)]
 
 
+def scaling(args: argparse.Namespace) -> None:
+    """A row a mesh and machine, and the exponent of each mesh's bytes."""
+    given = load(args.config)
+    print(f"{args.config}, {args.tokens:,} tokens a device and step, {args.on}: bytes it sends\n")
+    print("| mesh | devices | a token | of it to other hosts | by kind |\n|---|---|---|---|---|")
+    for axes in args.mesh.split(","):
+        points = []
+        for n in (int(x) for x in args.devices.split(",")):
+            sizes = mesh_sizes(axes, n)
+            if given.model.d_model % sizes["fsdp"]:  # more of it would cut no weight
+                continue
+            cfg = override(
+                given, *(f"mesh.{name}={size}" for name, size in sizes.items()),
+                f"data.max_prompt_tokens={args.tokens // 2}",
+                f"rollout.max_new_tokens={args.tokens // 2}", f"rollout.sequences_per_step={n}",
+                "optim.tokens_per_microbatch=0", "optim.microbatches=1",
+            )  # fmt: skip
+            here = args.on == "cpu"
+            devices = jax.devices()[:n] if here else topology_of(f"{args.on}:{n // 8}x8")[1]
+            mesh = mesh_on(cfg, devices)
+            step = compiled_step(cfg, mesh, {} if here else kernels_on(cfg, mesh).impls)
+            assert isinstance(step, Step), "only libtpu refuses a size"
+            hosts, kinds = [i // 8 for i in range(n)], dict[str, float]()
+            for one, times in step.collectives.items():
+                kinds[one.kind] = kinds.get(one.kind, 0) + one.sent * times / args.tokens
+            outside = sum(x.to_other_hosts(hosts) * k for x, k in step.collectives.items())
+            told = ", ".join(f"{name} {value:,.0f}" for name, value in sorted(kinds.items()))
+            points.append((n, sent(step.collectives) / args.tokens))
+            shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            cells = [shape, n, f"{points[-1][1]:,.0f}", f"{outside / args.tokens:,.0f}", told]
+            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+        slope = np.polyfit(*np.log(np.array(points)).T, 1)[0] if len(points) > 1 else float("nan")
+        print(f"\n{axes}: bytes a token ~ devices^{slope:.3f}\n", flush=True)
+
+
+def mesh_sizes(axes: str, devices: int) -> dict[str, int]:
+    """fsdp: all of it; fsdp8: the rest is data; expert8: the rest is fsdp."""
+    name = axes.rstrip("0123456789")
+    size = int(axes[len(name) :] or devices)
+    rest = "data" if name == "fsdp" else "fsdp"
+    return {"data": 1, "fsdp": 1, "expert": 1, name: size, rest: devices // size}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(required=True)
@@ -155,6 +207,13 @@ def main() -> None:
     command.add_argument("--head-size", type=int, default=16)
     command.add_argument("--run", action="store_true")
     command.add_argument("--only", choices=list(ATTEND), help="run this one alone")
+    command = commands.add_parser("scaling")
+    command.set_defaults(run_command=scaling)
+    command.add_argument("--on", default="cpu", help="or a GPU, as h200")
+    command.add_argument("--config", default="tiny.py")
+    command.add_argument("--tokens", type=int, default=64, help="of a device")
+    command.add_argument("--devices", default="8,16,32,64,128,256")
+    command.add_argument("--mesh", default="fsdp,fsdp8,expert8", help="as mesh_sizes has it")
     args = parser.parse_args()
     args.run_command(args)
 

@@ -75,6 +75,30 @@ def test_a_count_that_the_compiler_leaves_out_is_read_from_the_condition(mesh):
     assert bare != text and collectives(bare, 8, 7) == collectives(text, 8, 7)
 
 
+def test_a_constant_that_a_condition_does_not_ask_for_alone_counts_nothing():
+    text = """
+%goes_on (c: (s32[], f32[3])) -> pred[] {
+  %c = (s32[], f32[3]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %five = s32[] constant(5)
+  %below = pred[] compare(%i, %five), direction=LT
+  %alive = pred[] custom-call(%c), custom_call_target="alive"
+  ROOT %both = pred[] and(%below, %alive)
+}
+
+%body (d: (s32[], f32[3])) -> (s32[], f32[3]) {
+  %d = (s32[], f32[3]{0}) parameter(0)
+  %x = f32[3]{0} get-tuple-element(%d), index=1
+  ROOT %y = f32[3]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+}
+
+ENTRY %main (x: f32[3]) -> f32[3] {
+  %x = (s32[], f32[3]{0}) parameter(0)
+  ROOT %y = (s32[], f32[3]{0}) while(%x), condition=%goes_on, body=%body
+}"""
+    assert [sent(collectives(text, 2, turns)) for turns in (0, 1)] == [0.0, 12.0]
+
+
 def test_an_all_to_all_keeps_its_own_part(mesh):
     swap = partial(lax.all_to_all, axis_name="a", split_axis=0, concat_axis=0, tiled=True)
     (one,) = collectives(text_of(mesh, lambda x, _: swap(x)), 8)

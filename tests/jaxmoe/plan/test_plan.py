@@ -8,13 +8,18 @@ import jax
 import pytest
 
 import jaxmoe.plan.__main__ as command
+import jaxmoe.plan.nearest as search
+from jaxmoe.config import MeshConfig
 from jaxmoe.config_file import load, override
 from jaxmoe.memory import layer_flops, memory
+from jaxmoe.model.cache import cache_bytes
+from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
 from jaxmoe.plan.collectives import Collective
 from jaxmoe.plan.compiled import Step, TooLarge, microbatches, too_large
-from jaxmoe.plan.roofline import bounds, work
+from jaxmoe.plan.roofline import bounds, wave_work, work
+from jaxmoe.plan.sampler import Wave
 from jaxmoe.rl.from_config import algorithm
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import CHIPS as COMPILED
@@ -58,6 +63,16 @@ def test_a_mesh_of_another_machine_is_told_what_to_type(eight, capsys):
     assert "must divide model.n_kv_heads" in capsys.readouterr().err
 
 
+def test_a_mesh_that_no_torus_has_is_one_line_and_status_two(eight, monkeypatch, capsys):
+    def refuses(cfg, devices):
+        raise NotImplementedError("Failed to find assignment")
+
+    monkeypatch.setattr(command, "mesh_on", refuses)
+    assert run("--topology", "v5e:2x4", "--set", "mesh.fsdp=8") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: each axis of mesh must be a product of sides of v5e:2x4, got fsd")
+
+
 def test_without_compilers_it_says_what_to_install(monkeypatch, capsys):
     def absent(*args, **options):
         raise RuntimeError("no libtpu")
@@ -87,22 +102,26 @@ def a_step(live, sends=()):
     return Step(live // 2, live - live // 2, Counter(dict(sends)), 3, 1.0)
 
 
-def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would(capsys):
-    mem, chip = memory(BIG), CHIPS["v5e"]
-    found = a_step(mem.training - mem.engine_copy)
-    of = report.fit(BIG, found, chip)
-    assert of.missing == mem.training - chip.memory > 0
-    text = report.verdict(BIG, of, gpu=False)
+def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would():
+    cfg, gpu = load("gptoss20b.py"), CHIPS["h100"]
+    mem = memory(cfg)
+    found = a_step(90 * 10**9)
+    of = report.fit(cfg, found, gpu)
+    assert of.missing == 90 * 10**9 + mem.engine_copy - gpu.memory > 0
+    text = report.verdict(cfg, of, True, "typed --x 1", (1.2, 1.0))
     assert text.startswith("does not fit: ") and f"{of.missing / 1e9:.2f} GB are missing" in text
-    assert "--set optim.remat_keeps" not in text  # it is so
-    assert "--set optim.moments=host" in text and "\n" not in text
+    assert ". Try typed --x 1 --set " in text and "which needs about" in text and "\n" not in text
+    more = report.verdict(cfg, report.Fit(1, 31 * 10**9, 30 * 10**9), False, "typed")
+    assert "Try 16 devices, from which it fits: --set mesh.fsdp=4 --set optim." in more
 
 
 def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
     gpu = CHIPS["h100"]
     engine = memory(BIG).engine_copy
     small, large = (
-        report.verdict(BIG, report.fit(BIG, a_step(int(part * gpu.memory) - engine), gpu), gpu=True)
+        report.verdict(
+            BIG, report.fit(BIG, a_step(int(part * gpu.memory) - engine), gpu), True, "typed"
+        )
         for part in (0.5, 0.8)
     )
     assert small.startswith("fits") and "FRACTION" not in small
@@ -112,9 +131,13 @@ def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
 def test_libtpu_that_finds_no_place_is_read():
     said = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory " \
            "space hbm. Used 22.88G of 15.75G hbm. Exceeded hbm capacity by 7.13G."  # fmt: skip
-    found = too_large(said, 2.0)
+    found = too_large(said, 10**9, 2.0)
     assert found == TooLarge(round(22.88 * 2**30), round(15.75 * 2**30), 2.0)
-    assert too_large("INTERNAL: something else", 2.0) is None
+    part = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO " \
+           "temporaries (46.48G) exceeds available HBM (31.24G). HLO module: jit."  # fmt: skip
+    beside = too_large(part, 10**9, 2.0)
+    assert beside == TooLarge(round(46.48 * 2**30) + 10**9, round(31.24 * 2**30), 2.0)
+    assert too_large("INTERNAL: something else", 0, 2.0) is None
     lines = list(report.memory_lines(BIG, found, report.fit(BIG, found, CHIPS["v5e"])))
     assert any(line.split()[:2] == ["step", "24.57"] for line in lines)
 
@@ -159,6 +182,60 @@ def test_the_slowest_bounds_a_step():
     assert bounds(done, {one: 100}, CHIPS["v5p"], [0] * 16).network == 0.0
 
 
+def test_a_state_larger_than_the_chip_is_told_without_a_compiler(monkeypatch, capsys):
+    def never(*args):
+        raise AssertionError("nothing is compiled")
+
+    chips = {"v5e": CHIPS["v5e"]._replace(memory=5 * 10**6)}
+    monkeypatch.setattr(search, "MOST", 4)
+    mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
+    monkeypatch.setattr(command, "topology_of", lambda name: ("v5e", [None] * 2))
+    monkeypatch.setattr(command, "mesh_on", lambda cfg, devices: mesh)
+    monkeypatch.setattr(command, "compiled_step", never)
+    monkeypatch.setattr(command, "CHIPS", chips)
+    assert run("--topology", "v5e:1x2", "--set", "mesh.fsdp=2") == 1
+    out = capsys.readouterr().out
+    assert "not compiled: the state alone takes 6.01 MB of a device" in out
+    assert "\ndoes not fit: 3.21 MB are missing. Try " in out
+
+
+def test_a_wave_and_the_step_make_the_whole():
+    cfg = override(BIG, "data.max_prompt_tokens=512", "rollout.max_new_tokens=1024")
+    chip, one = CHIPS["v5p"], Collective("all-gather", 1e6, (tuple(range(64)),))
+    wave = Wave(64, 10**9, 2 * 10**9, Counter({one: 2}), Counter({one: 1}), 1.0)
+    before, token = wave_work(cfg, wave.prompts)
+    head = 2 * cfg.model.d_model * cfg.model.padded_vocab
+    layers = sum(vars(layer_flops(cfg)).values())
+    answers = token.flops * 1024 + before.flops * 8  # each answer's own prompt
+    assert answers == pytest.approx(64 * 8 / 64 * (layers + 1024 * head))
+    each = [bounds(x, t, chip, [0] * 64) for x, t in ((before, wave.before), (token, wave.token))]
+    assert each[1].links == pytest.approx(63e6 / chip.links)
+    done = work(cfg, algorithm(cfg))
+    least = bounds(done, {}, chip, [0] * 64)
+    text = "\n".join(report.sampling_lines(cfg, wave, *each, done, least, chip))
+    seconds = 2 * (each[0].step + 1024 * each[1].step)  # 1,024 sequences, 512 at once
+    assert f"{seconds:.3g} s of sampling + {least.step:.3g} s of training" in text
+    assert report.wave_fit(cfg, wave, chip).step == 2 * 10**9
+
+
+def test_a_decoded_token_reads_its_experts_and_the_keys_there_are():
+    cfg = override(BIG, "data.max_prompt_tokens=512", "rollout.max_new_tokens=1024")
+    few, many = (wave_work(cfg, prompts)[1].traffic for prompts in (64, 64 * 1000))
+    longer = wave_work(override(cfg, "rollout.max_new_tokens=5120"), 64)[1].traffic
+    assert longer - few == 8 * (cache_bytes(cfg.model, 1, 3072) - cache_bytes(cfg.model, 1, 1024))
+    weights = memory(cfg).engine_copy
+    assert few < weights + 8 * cache_bytes(cfg.model, 1, 1024) < many
+    assert wave_work(cfg, 1)[1].traffic < 0.6 * weights  # 8 rows ask for 28 of 128 experts
+
+
+def test_the_scoring_pass_of_a_step_is_told():
+    recomputed = override(BIG, "loss.old_logp=recomputed", "loss.kl_coef=0.1")
+    told = [report.passes(cfg, algorithm(cfg)) for cfg in (BIG, recomputed)]
+    assert told == [
+        "it needs no scoring pass", "a scoring pass of the policy and the reference is in it"
+    ]  # fmt: skip
+
+
 @pytest.mark.aot
 @pytest.mark.slow  # a minute each: the whole step
 @pytest.mark.timeout(1800)
@@ -178,4 +255,5 @@ def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
     assert 0.85 < float(lines["arguments"][-1]) < 1.3  # the batch, and what tiles pad
     assert 0.5 < float(lines["step"][-1]) < 2.0
     assert ("on" in lines) == (at == "host")
-    assert {"all-gather", "reduce-scatter"} <= lines.keys()
+    assert {"all-gather", "reduce-scatter", "prefill", "decode"} <= lines.keys()
+    assert " s of sampling + " in out

@@ -340,3 +340,30 @@ def test_in_bfloat16_the_engine_holds_what_the_trainer_reads():
     for name in ("w_router", "b_router", "attn_norm", "moe_norm", "sinks", "b_q", "b_down"):
         np.testing.assert_array_equal(ours[name], full[name])
     np.testing.assert_array_equal(held["final_norm"], weights()["final_norm"])
+
+
+def test_programs_made_ahead_are_those_that_a_wave_runs(engine, monkeypatch):
+    def shapes(args, static):
+        static = {name: value for name, value in static.items() if name != "enough"}
+        return jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), args), static
+
+    class Made:
+        """As a compiled program, of which results' shapes alone are asked."""
+
+        def __init__(self, jitted, *args, **static):
+            ahead.append(shapes(args, static))
+            self.out_info = jax.eval_shape(partial(jitted, **static), *args)
+            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            self.output_shardings = jax.tree.map(lambda _: here, self.out_info)
+
+    def recorded(jitted, *args, **static):
+        ran.append(shapes(args, static))
+        return jitted(*args, **static)
+
+    ahead, ran = [], []
+    engine.programs(Made, STOPPING, samples=8, held="float32")
+    for name in ("_prefill", "_repeat", "_decode"):
+        monkeypatch.setattr(engine, name, partial(recorded, getattr(engine, name)))
+    engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+    assert ahead == ran[:3]
+    assert engine.prompts_at_once(8) == 5

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and decode: pure functions over the trainer's own forward, which an engine jits.
+
+A prompt is prefilled once and its cache rows repeated for its samples. Decode is one
+`while_loop` on the device. Each row draws from its own random stream, so its tokens do not depend
+on what else is in the batch. Next: jaxmoe/model/forward.py.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
+from jaxmoe.model.cache import write_slots
+from jaxmoe.records import Sampling, expert_dtype
+from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
+from jaxmoe.shapes import Leaf, Params
+
+
+@struct.dataclass
+class DecodeState:
+    """The sequences being decoded; B rows, T = max_new_tokens columns."""
+
+    cache: Leaf  # KVCache
+    hidden_BD: Leaf  # of the last token: the next one is drawn from it
+    position_B: Leaf  # of the next token
+    alive_B: Leaf
+    stream_B2: Leaf  # uint32 key data, one random stream a row
+    tokens_BT: Leaf
+    logp_BT: Leaf
+    column: Leaf  # int32 []: the next column to fill, alike in all rows
+    log_kept_BT: Leaf = None  # only where top-k or top-p cut something off
+    experts_BTLA: Leaf = None  # of each token drawn, where they are kept; the last column is empty
+
+
+def fresh_rows(
+    hidden_BD: Array, lengths_B: Array, alive_B: Array, stream_B2: Array,
+    experts_BTLA: Array | None, sampling: Sampling,
+) -> DecodeState:  # fmt: skip
+    """Rows before their first token, without their cache; of `experts` the last two axes count."""
+    shape = lengths_B.shape[0], sampling.max_new_tokens
+    cuts, read = sampling.top_k > 0 or sampling.top_p < 1.0, experts_BTLA
+    return DecodeState(
+        cache=None,
+        hidden_BD=hidden_BD,
+        position_B=lengths_B,
+        alive_B=alive_B,
+        stream_B2=stream_B2,
+        tokens_BT=jnp.zeros(shape, jnp.int32),
+        logp_BT=jnp.zeros(shape, jnp.float32),
+        column=jnp.zeros((), jnp.int32),
+        log_kept_BT=jnp.zeros(shape, jnp.float32) if cuts else None,
+        experts_BTLA=None if read is None else jnp.zeros(shape + read.shape[2:], read.dtype),
+    )
+
+
+def prefill(
+    params: Params, tokens_BT: Array, lengths_B: Array, *, cfg: ModelConfig, ops: Ops, slots: int,
+    keep_experts: bool,
+) -> tuple[KVCache, Array, Array | None]:  # fmt: skip
+    """The cache of right-padded prompts, the hidden state of each one's last token, experts."""
+    segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
+    cache = init_cache(cfg, tokens_BT.shape[0], slots)
+    hidden_BTD, cache, experts_LBTA = forward(
+        params, tokens_BT, cfg, ops, segment_ids_BT=segments_BT, cache=cache
+    )
+    last_B11 = (lengths_B - 1)[:, None, None]
+    assert cache is not None
+    experts_BTLA = batch_first(experts_LBTA, cfg) if keep_experts else None
+    return cache, jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0], experts_BTLA
+
+
+def batch_first(experts_LBTA: Array, cfg: ModelConfig) -> Array:
+    """What a forward recorded, as rollouts carry it."""
+    return jnp.moveaxis(experts_LBTA, 0, 2).astype(expert_dtype(cfg.n_experts))
+
+
+def repeat_rows(cache: KVCache, samples: int) -> KVCache:
+    """The cache with `samples` of each row, side by side."""
+
+    def kind(k):
+        return replace(
+            k, k=jnp.repeat(k.k, samples, axis=1), v=jnp.repeat(k.v, samples, axis=1),
+            positions_BC=jnp.repeat(k.positions_BC, samples, axis=0),
+            segments_BC=jnp.repeat(k.segments_BC, samples, axis=0),
+        )  # fmt: skip
+
+    return replace(cache, sliding=kind(cache.sliding), full=kind(cache.full))
+
+
+def take_rows(cache: KVCache, rows: Array) -> KVCache:
+    """The cache of these rows, repeated or dropped."""
+
+    def kind(k):
+        return replace(
+            k, k=k.k[:, rows], v=k.v[:, rows],
+            positions_BC=k.positions_BC[rows], segments_BC=k.segments_BC[rows],
+        )  # fmt: skip
+
+    return replace(cache, sliding=kind(cache.sliding), full=kind(cache.full))
+
+
+def compact(rows: DecodeState, keep: Array) -> DecodeState:
+    """These rows alone."""
+    return replace(
+        rows, cache=take_rows(rows.cache, keep), hidden_BD=rows.hidden_BD[keep],
+        position_B=rows.position_B[keep], alive_B=rows.alive_B[keep],
+        stream_B2=rows.stream_B2[keep], tokens_BT=rows.tokens_BT[keep], logp_BT=rows.logp_BT[keep],
+        log_kept_BT=None if rows.log_kept_BT is None else rows.log_kept_BT[keep],
+        experts_BTLA=None if rows.experts_BTLA is None else rows.experts_BTLA[keep],
+    )  # fmt: skip
+
+
+def decode(
+    params: Params,
+    rows: DecodeState,
+    stop_ids: Array,
+    temperature: Array,
+    *,
+    cfg: ModelConfig,
+    ops: Ops,
+    top_k: int,
+    top_p: float,
+    enough: int,
+) -> DecodeState:
+    """Draw tokens until the columns are full or at most `enough` rows are alive."""
+
+    def pick(rows: DecodeState) -> tuple[DecodeState, Array]:
+        greedy = temperature <= 0.0
+        all_BV = next_token_logits(
+            params, rows.hidden_BD, cfg, ops, jnp.where(greedy, 1.0, temperature)
+        )
+        keys = jax.random.wrap_key_data(rows.stream_B2)
+        uniform_B = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, rows.column)))(keys)
+        logits_BV = keep_top(all_BV, top_k=top_k, top_p=top_p)
+        token_B, logp_B = draw(logits_BV, uniform_B, greedy=greedy)
+        token_B = jnp.where(rows.alive_B, token_B, 0)
+        stopped_B = jnp.any(token_B[:, None] == stop_ids[None], axis=1)
+        zero = jnp.zeros((), jnp.int32)
+        at = (zero, rows.column)
+        log_kept_BT = rows.log_kept_BT
+        if log_kept_BT is not None:
+            log_kept_B1 = log_kept_mass(logits_BV, all_BV)[:, None]
+            log_kept_BT = lax.dynamic_update_slice(log_kept_BT, log_kept_B1, at)
+        return replace(
+            rows,
+            tokens_BT=lax.dynamic_update_slice(rows.tokens_BT, token_B[:, None], at),
+            logp_BT=lax.dynamic_update_slice(rows.logp_BT, logp_B[:, None], at),
+            log_kept_BT=log_kept_BT,
+            alive_B=rows.alive_B & ~stopped_B,
+            column=rows.column + 1,
+        ), token_B
+
+    def body(rows: DecodeState) -> DecodeState:
+        rows, token_B = pick(rows)
+        hidden_BTD, cache, experts_LBTA = forward(
+            params,
+            token_B[:, None],
+            cfg,
+            ops,
+            positions_BT=rows.position_B[:, None],
+            segment_ids_BT=rows.alive_B[:, None].astype(jnp.int32),
+            cache=rows.cache,
+        )
+        experts_BTLA = rows.experts_BTLA
+        if experts_BTLA is not None:  # of the token in the column that was just filled
+            experts_BTLA = write_slots(
+                experts_BTLA, batch_first(experts_LBTA, cfg), rows.column - 1
+            )
+        return replace(
+            rows, cache=cache, hidden_BD=hidden_BTD[:, 0], position_B=rows.position_B + 1,
+            experts_BTLA=experts_BTLA,
+        )  # fmt: skip
+
+    last = rows.tokens_BT.shape[1] - 1
+
+    def goes_on(rows: DecodeState) -> Array:
+        return (rows.column < last) & (jnp.sum(rows.alive_B.astype(jnp.int32)) > enough)
+
+    def finish(rows: DecodeState) -> DecodeState:
+        return replace(pick(rows)[0], cache=None, hidden_BD=None)
+
+    rows = lax.while_loop(goes_on, body, rows)
+    # the last column needs no forward after it; the cache stays out of `cond`, which would copy it
+    light = replace(rows, cache=None, hidden_BD=None)
+    final = lax.cond(rows.column == last, lambda: finish(rows), lambda: light)
+    return replace(final, cache=rows.cache, hidden_BD=rows.hidden_BD)

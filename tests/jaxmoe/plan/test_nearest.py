@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nearest setting that fits: it fits, a run accepts it, and the nearer ones do not."""
+
+import math
+
+import jaxmoe.plan.nearest as search
+from jaxmoe.config_file import load, override
+from jaxmoe.memory import memory
+from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.plan.nearest import nearest, products
+
+GB = 10**9
+CFG = load("gptoss20b.py")  # fsdp 2 x expert 4
+HELD = memory(CFG)
+
+
+def test_all_ways_to_write_a_number_as_factors_are_found_once():
+    found = list(products(12, 3))
+    assert len(found) == len(set(found)) == 18
+    assert all(math.prod(cut) == 12 for cut in found)
+
+
+def test_another_mesh_is_nearest_then_the_host_then_bfloat16_then_more_devices():
+    assert nearest(CFG, HELD.training) == (8, [], HELD.training)
+    found = [nearest(CFG, there) for there in (HELD.training - 1, 60 * GB, 50 * GB, 30 * GB)]
+    assert found[0][:2] == (8, ["mesh.fsdp=1", "mesh.expert=8"])
+    assert found[1][:2] == (8, ["optim.moments=host"])
+    assert found[2][:2] == (8, ["optim.param_dtype=bfloat16"])
+    assert found[3][0] == 16 and not any("param_dtype" in one for one in found[3][1])
+    devices, changes, needs = found[3]
+    other = override(CFG, *changes)
+    check_mesh(other)
+    mem = memory(other)
+    assert needs == max(mem.training, mem.sampling) <= 30 * GB and other.mesh.devices == devices
+
+
+def test_what_the_compiler_adds_counts():
+    assert nearest(CFG, HELD.training, (1.01, 1.0))[1] == ["mesh.fsdp=1", "mesh.expert=8"]
+
+
+def test_where_nothing_fits_no_setting_is_told(monkeypatch):
+    monkeypatch.setattr(search, "MOST", 8)
+    assert nearest(CFG, 10**6)[1:] == ([], 0)
