@@ -184,7 +184,8 @@ def scaling(args: argparse.Namespace) -> None:
             shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             cells = [shape, n, f"{points[-1][1]:,.0f}", f"{outside / args.tokens:,.0f}", told]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-        slope = np.polyfit(*np.log(np.array(points)).T, 1)[0] if len(points) > 1 else float("nan")
+        x, y = np.log(np.array(points)).T
+        slope = np.polyfit(x, y, 1)[0] if len(points) > 1 else float("nan")
         print(f"\n{axes}: bytes a token ~ devices^{slope:.3f}\n", flush=True)
 
 
