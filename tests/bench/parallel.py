@@ -3,10 +3,12 @@
 
     python tests/bench/parallel.py attention           # compiles forward and backward
     python tests/bench/parallel.py attention --run     # runs them too: minutes
+    python tests/bench/parallel.py step                # compiles whole steps of RL
     python tests/bench/parallel.py scaling             # compiles steps for 8 to 256 devices
 
 Temporaries are XLA's own count, of one device, for one row of small heads. `--run` compares 64
 sampled queries, and what they give to the gradient of every key, with the formula in float64.
+`step` divides the temporaries of a device of eight by those of one, whose batch is the same.
 `scaling`: bytes a device sends for each of its tokens of a step of RL, as many on every device,
 read from programs for CPU devices, or with `--on h200` for GPUs that are not here, which takes long
 and the compilers (pip install 'jaxmoe[compilers]').
@@ -22,6 +24,7 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "256" if "scaling" in sys.argv else "8"
+os.environ.setdefault("NPROC", "64")
 # eight devices on few cores keep each other waiting
 os.environ["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -43,6 +46,7 @@ from jaxmoe.plan.kernels import kernels_on
 from pallas_kernels import sink_attention
 from pallas_kernels.ahead_of_time import topology_of
 from pallas_kernels.check.sampled import stripes
+from tests.jaxmoe.parallel.test_mesh_step import program
 
 SHARDS = 8
 PLACES = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
@@ -153,6 +157,15 @@ def run(step: Any, shapes: Any, name: str, window: int | None, sizes: Any) -> li
     return [f"{seconds:.0f}", " ".join(errors)]
 
 
+def step_memory(args: argparse.Namespace) -> None:
+    """A row a mesh."""
+    print("| mesh | temporaries of a device | of one device's |\n|---|---|---|")
+    one = program({}).memory_analysis().temp_size_in_bytes
+    for axis in ("fsdp", "sequence", "expert", "tensor"):
+        found = program({axis: 8}).memory_analysis().temp_size_in_bytes
+        print(f"| {axis} 8 | {found / 1e6:.1f} MB | {found / one:.3f} |", flush=True)
+
+
 def scaling(args: argparse.Namespace) -> None:
     """A row a mesh and machine, and the exponent of each mesh's bytes."""
     given = load(args.config)
@@ -208,6 +221,7 @@ def main() -> None:
     command.add_argument("--head-size", type=int, default=16)
     command.add_argument("--run", action="store_true")
     command.add_argument("--only", choices=list(ATTEND), help="run this one alone")
+    commands.add_parser("step").set_defaults(run_command=step_memory)
     command = commands.add_parser("scaling")
     command.set_defaults(run_command=scaling)
     command.add_argument("--on", default="cpu", help="or a GPU, as h200")

@@ -17,7 +17,7 @@ from jaxmoe.model import Ops
 from jaxmoe.model import ops as model_ops
 from jaxmoe.rl import scorer
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rollout import native
+from jaxmoe.rollout import decoding
 
 pytestmark = pytest.mark.slow  # most of a minute: it compiles every model there is
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ def looked(tmp_path_factory):
         patch.setattr(train, "make_ops", make_ops)
         patch.setattr(train, "make_batch", noted)
         patch.setattr(scorer, "forward", counted("scorer", scorer.forward))
-        patch.setattr(native, "forward", counted("native", native.forward))
+        patch.setattr(decoding, "forward", counted("native", decoding.forward))
         patch.setitem(sys.modules, "probing", sys.modules[__name__])
         changes = [f"--set={c}" for c in (*ALL_MODELS, "loss.objective=probing:probe")]
         work = tmp_path_factory.mktemp("looked")
