@@ -19,7 +19,7 @@ from types import TracebackType
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.config_file import load, resolve
 from jaxmoe.observe.printable import printable
-from jaxmoe.parallel.host import keep_freed_memory, threads_for_devices
+from jaxmoe.parallel.host import keep_freed_memory, one_thread_a_device
 
 
 def parse(argv: Sequence[str] | None, description: str) -> tuple[Config, bool]:
@@ -47,7 +47,7 @@ def config_of(args: argparse.Namespace) -> Config:
     keep_freed_memory()
     config = resolve(load(args.config), *args.changes)
     if config.mesh.devices > 1:
-        threads_for_devices(config.mesh.devices)
+        one_thread_a_device()
     return dataclasses.replace(config, workdir=args.workdir) if args.workdir else config
 
 

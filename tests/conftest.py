@@ -10,7 +10,6 @@ from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-os.environ.setdefault("NPROC", "64")  # threads, or eight devices block each other: parallel/host.py
 
 # Compiling is most of what tests cost, of programs that run once: here LLVM optimises nothing, and
 # in jax 0.10 XLA takes its older and quicker emitters, which later versions do not have. One
@@ -20,7 +19,7 @@ os.environ.setdefault("NPROC", "64")  # threads, or eight devices block each oth
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + " --xla_cpu_multi_thread_eigen=false"  # as above
+    + " --xla_cpu_multi_thread_eigen=false"  # or eight devices block each other: parallel/host.py
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10.")
     if os.environ["JAX_PLATFORMS"] == "cpu" and not any(x.startswith("aot") for x in sys.argv)
     else "",

@@ -32,18 +32,18 @@ def keep_freed_memory() -> bool:
         return False
 
 
-def threads_for_devices(devices: int, environ: MutableMapping[str, str] = os.environ) -> None:
+def one_thread_a_device(environ: MutableMapping[str, str] = os.environ) -> None:
     """For several CPU devices in one process, before jax opens them; a GPU or TPU takes no notice.
 
-    They share a pool with a thread a device, and XLA may begin a collective while a loop before
-    it still runs its own: collectives that wait side by side then take all threads, and XLA ends
-    the process after 40 s. A larger pool (NPROC is its size) leaves some for those they wait
-    for; matrix products, one thread each, take none.
+    They share a pool of threads: collectives that wait side by side take all of them, and XLA ends
+    the process after 40 s. It orders those of a sequence, but begins the next one while a loop
+    before it still runs its own, unless it reads what the loop made: loops that send stand where
+    nothing beside them does (tests/jaxmoe/parallel/collectives.py, `beside_loops`), which two
+    forwards of four layers or more in one program cannot.
     """
     flag = "--xla_cpu_multi_thread_eigen"
     if flag not in environ.get("XLA_FLAGS", ""):
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {flag}=false".strip()
-    environ.setdefault("NPROC", str(8 * devices))
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:

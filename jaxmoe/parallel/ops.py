@@ -169,7 +169,8 @@ class OnMesh:
         turned = shards > 1 and self.across == "zigzag" and window is None
         if shards > 1:
             way = halo if window is not None else WAYS[self.across]
-            inner = partial(way, axis="sequence", impl=implementation(inner))
+            options = {"unroll": target().platform == "cpu"} if way is ring else {}
+            inner = partial(way, axis="sequence", impl=implementation(inner), **options)
 
         def local(q: Array, k: Array, v: Array, sink_n: Array, *given: Array) -> Any:
             return inner(q, k, v, sink_n, window=window, **dict(zip(names, given, strict=True)))

@@ -38,20 +38,22 @@ def ring(
     scale: float | None = None,
     axis: str = "sequence",
     impl: Impl = "auto",
+    unroll: bool = False,
 ) -> tuple[Float[Array, "b t n H"], Float[Array, "b t n"]]:
     """sink_attention of this device's queries over the keys of all; returns (o, lse).
 
     lse = log(Σ_parts e^{lse_part} + e^{sink});  o = Σ_parts e^{lse_part − lse}·o_part
 
     Inside `jax.shard_map`. Tokens may be in any order; `zigzag` is the one that gives every device
-    the same work. Results have the names of sink_attention's, so that `keeping_attention` keeps
-    them.
+    the same work. `unroll` compiles every turn by itself, which takes more memory: for CPU devices,
+    whose collectives XLA orders in loops no better than jaxmoe/parallel/host.py says. Results have
+    the names of sink_attention's, so that `keeping_attention` keeps them.
     Numerics: parts are merged in float32, and so are the parts of dq, dk and dv; each part of o is
     rounded to q's dtype before.
     Source: Ring Attention, arXiv:2310.01889; two chunks a device as in arXiv:2311.09431.
     """
     layout = Layout(q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS)
-    return _ring(q_btnH, k_bskH, v_bskH, sink_n, layout, _How(window, scale, axis, impl))
+    return _ring(q_btnH, k_bskH, v_bskH, sink_n, layout, _How(window, scale, axis, impl, unroll))
 
 
 class _How(NamedTuple):
@@ -61,6 +63,7 @@ class _How(NamedTuple):
     scale: float | None
     axis: str
     impl: Impl
+    unroll: bool
 
     def options(self, layout: Layout) -> dict[str, Any]:
         """Of sink_attention and of its backward."""
@@ -109,7 +112,8 @@ def _forward(q, k, v, sink, layout, how):
     visitor = _Visitor(k, v, layout.k_positions_BS, layout.k_segment_ids_BS)
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     # all send once more than they must: the last turn by itself would be compiled twice
-    (o, lse, _), _ = lax.scan(turn, (*nothing, visitor), None, length=lax.axis_size(how.axis))
+    start, turns = (*nothing, visitor), lax.axis_size(how.axis)
+    (o, lse, _), _ = lax.scan(turn, start, None, length=turns, unroll=how.unroll)
     o, lse = with_sink(o, lse, sink)
     return o.astype(q.dtype), lse
 
@@ -141,7 +145,8 @@ def _ring_bwd(how, saved, cotangents):
     visitor = _Visitor(k, v, layout.k_positions_BS, layout.k_segment_ids_BS)
     dq, *sums = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     start = dq, tuple(sums), visitor
-    (dq, sums, _), _ = lax.scan(turn, start, None, length=lax.axis_size(how.axis))
+    turns = lax.axis_size(how.axis)
+    (dq, sums, _), _ = lax.scan(turn, start, None, length=turns, unroll=how.unroll)
     dk, dv = _sent_on(sums, how.axis)  # home
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsink, None
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from jaxmoe.parallel.host import free_bytes, threads_for_devices
+from jaxmoe.parallel.host import free_bytes, one_thread_a_device
 
 
 def write(root, files):
@@ -45,14 +45,14 @@ def test_the_first_version_of_groups_is_read_too(tmp_path):
     assert free_bytes(tmp_path) == 10_700
 
 
-def test_devices_of_a_cpu_get_threads_beside_the_flags_there_are():
+def test_devices_of_a_cpu_get_a_thread_each_beside_the_flags_there_are():
     given = {"XLA_FLAGS": "--a=b"}
-    threads_for_devices(8, given)
-    threads_for_devices(8, given)
-    assert given == {"XLA_FLAGS": "--a=b --xla_cpu_multi_thread_eigen=false", "NPROC": "64"}
-    theirs = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true", "NPROC": "3"}
-    threads_for_devices(8, theirs)
-    assert theirs == {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true", "NPROC": "3"}
+    one_thread_a_device(given)
+    one_thread_a_device(given)
+    assert given == {"XLA_FLAGS": "--a=b --xla_cpu_multi_thread_eigen=false"}
+    theirs = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
+    one_thread_a_device(theirs)
+    assert theirs == {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
     none = {}
-    threads_for_devices(2, none)
-    assert none == {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "16"}
+    one_thread_a_device(none)
+    assert none == {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}

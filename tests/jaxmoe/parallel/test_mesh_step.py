@@ -30,7 +30,7 @@ from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, new_state
 from jaxmoe.rl.update import rl_step
-from tests.jaxmoe.parallel.collectives import collectives
+from tests.jaxmoe.parallel.collectives import beside_loops, collectives
 
 CFG = ModelConfig(
     vocab_size=250, vocab_multiple=16, d_model=48, n_layers=2, n_q_heads=16, n_kv_heads=8,
@@ -89,6 +89,8 @@ def losses(a, sizes, steps, remat=lambda pair: pair):
         partial(rl_step, tx=TX, algorithm=a, scorer=Scorer(CFG, ops, critic=a.critic)),
         donate_argnums=0, **pins,
     )  # fmt: skip
+    if mesh is not None:  # or devices of a CPU may wait for each other: jaxmoe/parallel/host.py
+        assert not beside_loops(step.lower(state, place(make_batch(0), mesh)).compile().as_text())
     found = []
     for seed in range(steps):
         state, metrics, _ = step(state, place(make_batch(seed), mesh))
