@@ -176,7 +176,9 @@ def on_host(at: NamedSharding) -> NamedSharding:
     if there.memory_kind == "pinned_host":
         return there
     # compilers of GPUs that are not here know of no memories: those of a mesh without devices stay
-    mesh = only_cutting(at.mesh) if at.mesh.size > 1 else at.mesh
+    mesh = at.mesh
+    if isinstance(mesh, Mesh) and mesh.size > 1:
+        mesh = only_cutting(mesh)
     return NamedSharding(mesh.abstract_mesh, at.spec, memory_kind="pinned_host")
 
 

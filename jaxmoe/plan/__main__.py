@@ -124,13 +124,18 @@ def plan(cfg: Config, topology: str, chip: str, devices: Sequence[Any], command:
         sampled = report.wave_fit(cfg, wave, CHIPS[chip])
         if isinstance(wave, Wave):
             say("\n".join([*report.wave_lines(wave, sampled), ""]))
-            each = [
+            prefill, token = [
                 bounds(one, travels, CHIPS[chip], host_of)
                 for one, travels in zip(
                     wave_work(cfg, wave.prompts), (wave.before, wave.token), strict=True
                 )
             ]
-            say("\n".join(report.sampling_lines(cfg, wave, *each, done, least, CHIPS[chip])) + "\n")
+            say(
+                "\n".join(
+                    report.sampling_lines(cfg, wave, prefill, token, done, least, CHIPS[chip])
+                )
+                + "\n"
+            )
         if sampled.missing > of.missing:
             of, off = sampled, (off[0], max(1.0, (sampled.step + sampled.beside) / mem.sampling))
     say(report.verdict(cfg, of, gpu, command, off))

@@ -25,13 +25,13 @@ def streamed(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     every entry by itself, as AdamW does; clipping by a global norm does not.
     """
 
-    def update(grads: Leaf, state: Leaf, params: Leaf = None) -> tuple[Leaf, Leaf]:
+    def update(updates: Leaf, state: Leaf, params: Leaf = None) -> tuple[Leaf, Leaf]:
         if all(_space(x) == Space.Device for x in jax.tree.leaves(state)):
-            return tx.update(grads, state, params)
-        whole = _part((grads, state, params), layers=False)
+            return tx.update(updates, state, params)
+        whole = _part((updates, state, params), layers=False)
         made = tx.update(whole[0], _to(Space.Device, whole[1]), whole[2])
         made = jax.tree.map(lambda x, then: jax.device_put(x, _space(then)), made, whole[:2])
-        grads, state, params = _part((grads, state, params), layers=True)
+        grads, state, params = _part((updates, state, params), layers=True)
 
         def pair(i: Array, stacked: tuple[Leaf, Leaf]) -> tuple[Leaf, Leaf]:
             def mine(tree: Leaf) -> Leaf:

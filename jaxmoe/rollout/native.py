@@ -104,9 +104,9 @@ class NativeEngine:
             )
 
         def cut(tree: Leaf) -> Leaf:
-            if mesh is None:
+            if (on := mesh) is None:
                 return tree
-            return lie(tree, jax.tree.map(lambda x: batch_sharding(mesh, x.ndim, SAMPLING), tree))
+            return lie(tree, jax.tree.map(lambda x: batch_sharding(on, x.ndim, SAMPLING), tree))
 
         def results(made: Any) -> Any:
             return lie(made.out_info, made.output_shardings)

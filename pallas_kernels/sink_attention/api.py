@@ -111,10 +111,9 @@ def sink_attention_backward(
     lse and Δ = rowsum(dO∘O) − dlse are those of all keys and the sink (`common.backward_sums`), so
     that nothing else of the other parts is needed: dq is this part's share of a sum, dk and dv are
     whole. It is what sink_attention's own backward pass runs, for who writes one over parts of the
-    keys; it has no gradient itself.
+    keys; it has no gradient itself. Arguments are sink_attention's, do in q's dtype; where lse is
+    −inf there are no weights.
 
-    Args:
-        as sink_attention's; do in q's dtype. Where lse is −inf there are no weights.
     Returns: float32, as they are parts of sums.
     Numerics: as sink_attention's; Hopper's and Triton's kernels round the results to q's dtype.
     Raises: as sink_attention.

@@ -160,9 +160,15 @@ def run(step: Any, shapes: Any, name: str, window: int | None, sizes: Any) -> li
 def step_memory(args: argparse.Namespace) -> None:
     """A row a mesh."""
     print("| mesh | temporaries of a device | of one device's |\n|---|---|---|")
-    one = program({}).memory_analysis().temp_size_in_bytes
+
+    def temporaries(**sizes: int) -> int:
+        memory = program(sizes).memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    one = temporaries()
     for axis in ("fsdp", "sequence", "expert", "tensor"):
-        found = program({axis: 8}).memory_analysis().temp_size_in_bytes
+        found = temporaries(**{axis: 8})
         print(f"| {axis} 8 | {found / 1e6:.1f} MB | {found / one:.3f} |", flush=True)
 
 
