@@ -24,7 +24,6 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "256" if "scaling" in sys.argv else "8"
-os.environ.setdefault("NPROC", "64")
 # eight devices on few cores keep each other waiting
 os.environ["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
