@@ -4,31 +4,32 @@
 `entries(cfg)` lays the table of parameters out as checkpoint tensors; import, export and every
 check walk that one list. All names and shapes are checked from the files' headers before any
 data is read, and data is read in pieces straight into the stacked arrays, so that a load needs
-little more memory than its result.
-Next: jaxmoe/checkpoint/mxfp4.py decodes the experts' four bits, tensor_files.py the files.
+little more memory than its result. Experts in four bits are decoded, or stay as they are: then an
+export gives their bytes back.
+Next: jaxmoe/checkpoint/entries.py is that list, headers.py checks it; mxfp4.py, tensor_files.py.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import jax
 import numpy as np
 
 from jaxmoe.checkpoint import mxfp4
+from jaxmoe.checkpoint.entries import Entry, entries, leaf_of, planned_tensors, stored
+from jaxmoe.checkpoint.headers import check_headers, require_packable
 from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather
 from jaxmoe.checkpoint.tensor_files import (
     DTYPES,
-    FLOATS,
     INDEX,
     SINGLE,
     Planned,
     Stored,
     find_tensors,
-    mistyped,
     not_finite,
     plan_shards,
     planned_bytes,
@@ -38,12 +39,12 @@ from jaxmoe.checkpoint.tensor_files import (
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.config.file_sums import write_file_sums
 from jaxmoe.model.config import to_hf
-from jaxmoe.model.params import Layout, Spec, param_specs
-from jaxmoe.shapes import Params
+from jaxmoe.model.params import Layout, Spec, held_shapes, param_specs
+from jaxmoe.shapes import Leaf, Params
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 
 Progress = Callable[[int, int, str], None]  # bytes read, bytes in all, the tensor at hand
 
-_FILE_DTYPES = {"bfloat16": "BF16", "float32": "F32", "mxfp4": "BF16"}  # outside the experts
 _QUANTIZATION = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -56,91 +57,45 @@ _QUANTIZATION = {
 _PIECE_BYTES = 8 * 2**20  # read at once, or one expert where that is more
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One checkpoint tensor of the table: its name and shape there, its place here."""
-
-    name: str
-    shape: tuple[int, ...]
-    held: tuple[int, ...]  # shape here, layer pairs aside
-    keys: tuple[str, ...]  # path to the leaf in params
-    pair: int | None  # index into the leaf, where it is stacked over layer pairs
-    layout: Layout
-    read: str  # Spec.read
-
-    @property
-    def packable(self) -> bool:
-        return len(self.shape) == 3  # the experts' two matrices, [E, in, out]
-
-
-def entries(cfg: ModelConfig) -> list[Entry]:
-    """The tensors of a checkpoint, from the embedding through the layers to the head."""
-    flat, _ = jax.tree.flatten_with_path(
-        param_specs(cfg), is_leaf=lambda leaf: isinstance(leaf, Spec)
-    )
-    found: list[tuple[int, Entry]] = []
-    for path, spec in flat:
-        keys = tuple(str(step.key) for step in path)
-        stacked = spec.axes[0] == "pair"
-        held = spec.shape[1:] if stacked else spec.shape
-        shape = held[::-1] if spec.layout in ("transpose", "transpose_pad") else held
-        if spec.layout in ("pad_rows", "transpose_pad"):
-            shape = (cfg.vocab_size, *shape[1:])
-        if not stacked:
-            order = -1 if keys == ("embed",) else cfg.n_layers
-            found.append((order, Entry(spec.hf, shape, held, keys, None, spec.layout, spec.read)))
-            continue
-        for pair in range(spec.shape[0]):
-            layer = 2 * pair + ("sliding", "full").index(keys[1])
-            name = spec.hf.format(layer)
-            found.append((layer, Entry(name, shape, held, keys, pair, spec.layout, spec.read)))
-    return [entry for _, entry in sorted(found, key=lambda item: item[0])]
-
-
-def stored(entry: Entry, dtype: str) -> list[Planned]:
-    """What holds an entry in a file: the one tensor, or the packed two."""
-    if dtype not in _FILE_DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(_FILE_DTYPES)}, got {dtype!r}.")
-    if dtype == "mxfp4" and entry.packable:
-        experts, summed, out = entry.shape
-        scales = (experts, out, summed // mxfp4.GROUP)
-        blocks = (*scales, mxfp4.GROUP // 2)
-        return [(entry.name + "_blocks", "U8", blocks), (entry.name + "_scales", "U8", scales)]
-    return [(entry.name, _FILE_DTYPES[dtype], entry.shape)]
-
-
-def planned_tensors(cfg: ModelConfig, dtype: str) -> list[Planned]:
-    """(name, the format's dtype, shape) of everything `iter_hf` yields, in its order."""
-    return [item for entry in entries(cfg) for item in stored(entry, dtype)]
-
-
 def load_params(
     directory: str | Path,
     cfg: ModelConfig,
     dtype: str | None = None,
     *,
+    experts: Literal["dense", "packed"] = "dense",
     progress: Progress | None = None,
 ) -> Params:
     """The weights of a checkpoint folder as numpy arrays in our layout; padding rows are 0.
 
     Args:
         dtype: None is the config's.
+        experts: "packed" keeps the four bits of the experts' matrices, as leaves `Mxfp4`; the
+            checkpoint must hold them so (`packed.pack_experts` encodes others).
     Numerics: MXFP4 decodes exactly; a narrower `dtype` than the file's rounds to nearest, even.
     Raises ConfigError, from headers alone, for a missing, unknown, misshapen or mistyped tensor,
     a missing shard or a truncated file; from the data for NaN, infinity, or bits that are not
     those we wrote. The files of others hold no digests: there only NaN and infinity are seen.
     """
-    params = jax.tree.map(
-        lambda spec: np.zeros(spec.shape, jax.numpy.dtype(dtype or cfg.dtype)),
-        param_specs(cfg),
-        is_leaf=lambda leaf: isinstance(leaf, Spec),
-    )
+    if experts == "packed":
+        require_packable(cfg)
 
-    def here(entry: Entry) -> np.ndarray:
+    def fresh(spec: Spec) -> Leaf:
+        if experts == "packed" and spec.packable:
+            *stack, summed, width = spec.shape
+            return Mxfp4(
+                np.zeros((*stack, summed // 2, width), np.uint8),
+                np.zeros((*stack, summed // GROUP, width), np.uint8),
+            )
+        return np.zeros(spec.shape, jax.numpy.dtype(dtype or cfg.dtype))
+
+    specs = param_specs(cfg)
+    params = jax.tree.map(fresh, specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
+
+    def here(entry: Entry) -> Leaf:
         leaf = leaf_of(params, entry)
-        return leaf if entry.pair is None else leaf[entry.pair]
+        return leaf if entry.pair is None else jax.tree.map(lambda x: x[entry.pair], leaf)
 
-    for _ in read_entries(Path(directory), cfg, here, progress=progress):
+    for _ in read_entries(Path(directory), cfg, here, experts=experts, progress=progress):
         pass
     return params
 
@@ -148,42 +103,55 @@ def load_params(
 def read_entries(
     directory: Path,
     cfg: ModelConfig,
-    into: Callable[[Entry], np.ndarray],
+    into: Callable[[Entry], Leaf],
     *,
+    experts: Literal["dense", "packed"] = "dense",
     progress: Progress | None = None,
-) -> Iterator[tuple[Entry, np.ndarray]]:
+) -> Iterator[tuple[Entry, Leaf]]:
     """The tensors of a checkpoint one after the other, each read into zeros that `into` gives.
 
+    Those are a `Mxfp4` for each matrix of the experts where they are to stay packed.
     Raises as `load_params` does.
     """
     tensors = find_tensors(directory)
     table = entries(cfg)
-    _check(directory, table, tensors)
+    check_headers(directory, table, tensors, experts)
     done, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
-        leaf, broken = into(entry), 0
-        for start, piece, nbytes in _pieces(entry, tensors):
-            with np.errstate(over="ignore"):  # it becomes infinite, and is counted
-                piece = piece.astype(leaf.dtype, copy=False)
-            broken += not_finite(piece)
-            _place(leaf, piece, start, entry.layout)
-            done += nbytes
+        leaf = into(entry)
+        read = _read_packed if isinstance(leaf, Mxfp4) else _read_dense
+        broken = 0
+        for infinite, nbytes in read(entry, tensors, leaf):
+            broken, done = broken + infinite, done + nbytes
             if progress is not None:
                 progress(done, total, entry.name)
         if broken:
+            kind = "bfloat16" if isinstance(leaf, Mxfp4) else leaf.dtype
             raise ConfigError(
-                f"{directory}: {entry.name} must be finite in {leaf.dtype}, got {broken} NaN or "
+                f"{directory}: {entry.name} must be finite in {kind}, got {broken} NaN or "
                 "infinite values. Fetch it again, or load another checkpoint."
             )
         yield entry, leaf
 
 
-def leaf_of(params: Params, entry: Entry) -> Any:
-    """The leaf that an entry is, or that it is one layer pair of."""
-    node: Any = params
-    for key in entry.keys:
-        node = node[key]
-    return node
+def _read_dense(
+    entry: Entry, tensors: dict[str, Stored], leaf: np.ndarray
+) -> Iterator[tuple[int, int]]:
+    """Fills the leaf; (values not finite, bytes read) of each piece."""
+    for start, piece, nbytes in _pieces(entry, tensors):
+        with np.errstate(over="ignore"):  # it becomes infinite, and is counted
+            piece = piece.astype(leaf.dtype, copy=False)
+        _place(leaf, piece, start, entry.layout)
+        yield not_finite(piece), nbytes
+
+
+def _read_packed(
+    entry: Entry, tensors: dict[str, Stored], leaf: Mxfp4
+) -> Iterator[tuple[int, int]]:
+    for e, block, scale in _packed_pieces(entry, tensors):
+        for ours, theirs in zip(leaf, mxfp4.halved(block[0], scale[0]), strict=True):
+            _place(ours, theirs[None], e, entry.layout)
+        yield mxfp4.infinite(block, scale), block.nbytes + scale.nbytes
 
 
 def _place(ours: np.ndarray, piece: np.ndarray, start: int, layout: Layout) -> None:
@@ -207,6 +175,15 @@ def _pieces(entry: Entry, tensors: dict[str, Stored]) -> Iterator[tuple[int, np.
         for start, piece in read_rows(tensor, rows):
             yield start, piece, piece.nbytes
         return
+    for start, block, scale in _packed_pieces(entry, tensors):
+        dense = mxfp4.decode(block, scale).swapaxes(1, 2)
+        yield start, dense, block.nbytes + scale.nbytes
+
+
+def _packed_pieces(
+    entry: Entry, tensors: dict[str, Stored]
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(expert, its blocks, its scales); the first axis is kept."""
     blocks, scales = (read_rows(tensors[entry.name + end], 1) for end in ("_blocks", "_scales"))
     for (start, block), (_, scale) in zip(blocks, scales, strict=True):
         if scale.max() == 255:
@@ -214,38 +191,7 @@ def _pieces(entry: Entry, tensors: dict[str, Stored]) -> Iterator[tuple[int, np.
                 f"{tensors[entry.name + '_scales'].path}: {entry.name}_scales must be at most 254, "
                 f"got 255 (NaN) in {np.count_nonzero(scale == 255)} groups. Fetch it again."
             )
-        dense = mxfp4.decode(block, scale).swapaxes(1, 2)
-        yield start, dense, block.nbytes + scale.nbytes
-
-
-def _check(directory: Path, table: list[Entry], tensors: dict[str, Stored]) -> None:
-    problems = list(_problems(table, tensors))
-    if problems:
-        more = f" ({len(problems) - 1} more like it.)" if len(problems) > 1 else ""
-        raise ConfigError(
-            f"{directory}: {problems[0]}{more} Compare config.json with the *.safetensors."
-        )
-
-
-def _problems(table: list[Entry], tensors: dict[str, Stored]) -> Iterator[str]:
-    expected = set[str]()
-    for entry in table:
-        packed = entry.packable and entry.name not in tensors
-        packed = packed and any(entry.name + end in tensors for end in ("_blocks", "_scales"))
-        if packed and entry.shape[1] % mxfp4.GROUP:
-            yield f"{entry.name} has {entry.shape[1]} rows; MXFP4 needs a multiple of 32."
-        for name, _, shape in stored(entry, "mxfp4" if packed else "bfloat16"):
-            expected.add(name)
-            if name not in tensors:
-                yield f"{name} is missing; it must have shape {shape}."
-                continue
-            got, kinds = tensors[name], ("U8",) if packed else FLOATS
-            if got.shape != shape:
-                yield f"{name} must have shape {shape}, got {got.shape}."
-            elif got.dtype not in kinds:
-                yield mistyped(got.path, name, got.dtype, kinds)
-    for name in sorted(set(tensors) - expected):
-        yield f"{name} is no tensor of this model."
+        yield start, block, scale
 
 
 def iter_hf(
@@ -253,12 +199,18 @@ def iter_hf(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The export stream: (checkpoint name, array), one tensor in memory at a time.
 
+    Packed leaves are decoded, exactly, for a dense dtype; for mxfp4 they are the bytes as loaded.
     Raises ValueError where a leaf is not the table's or does not fit MXFP4; ConfigError
     for another dtype than bfloat16, float32 or mxfp4 (experts packed, the rest bfloat16).
     """
     check_params(params, cfg)
     for entry in entries(cfg):
-        ours, items = gather_entry(params, entry), stored(entry, dtype)
+        items, leaf = stored(entry, dtype), leaf_of(params, entry)
+        if len(items) == 2 and isinstance(leaf, Mxfp4):
+            packed = _gather_packed(leaf, entry)
+            yield from zip([name for name, _, _ in items], _unpacked(packed, entry), strict=True)
+            continue
+        ours = gather_entry(params, entry)
         if broken := not_finite(ours):
             raise ConfigError(f"{entry.name} must be finite, got {broken} NaN or infinite values.")
         if len(items) == 1:
@@ -269,12 +221,7 @@ def iter_hf(
 
 def check_params(params: Params, cfg: ModelConfig) -> None:
     """Raises ValueError where a leaf is missing, unknown or of another shape than the table's."""
-
-    def shapes(tree: Params) -> dict[str, tuple[int, ...]]:
-        flat, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, Spec))
-        return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in flat}
-
-    got, want = shapes(params), shapes(param_specs(cfg))
+    got, want = held_shapes(params), held_shapes(param_specs(cfg))
     for name in sorted(got.keys() | want.keys()):
         if got.get(name) != want.get(name):
             raise ValueError(
@@ -284,8 +231,16 @@ def check_params(params: Params, cfg: ModelConfig) -> None:
 
 
 def gather_entry(params: Params, entry: Entry, *, here: bool = True) -> np.ndarray:
-    """An entry's array in our layout on the host, as `gather` does it."""
-    return gather(leaf_of(params, entry), entry.pair, here=here)
+    """An entry's array in our layout on the host, as `gather` does it; what is packed, decoded."""
+    leaf = leaf_of(params, entry)
+    if not isinstance(leaf, Mxfp4):
+        return gather(leaf, entry.pair, here=here)
+    packed = _gather_packed(leaf, entry, here=here)
+    return mxfp4.decoded(packed) if here else np.empty(0, jax.numpy.bfloat16)
+
+
+def _gather_packed(leaf: Mxfp4, entry: Entry, *, here: bool = True) -> Mxfp4:
+    return Mxfp4(*(gather(part, entry.pair, here=here) for part in leaf))
 
 
 def _to_checkpoint(ours: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:
@@ -303,6 +258,17 @@ def _pack(ours: np.ndarray, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
     return blocks, scales
 
 
+def _unpacked(ours: Mxfp4, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
+    """A packed leaf's blocks and scales, as the checkpoint has them."""
+    blocks, scales = (np.empty(shape, np.uint8) for _, _, shape in stored(entry, "mxfp4"))
+    for e in range(len(blocks)):
+        parts = (
+            checkpoint_tensor(x[e : e + 1], entry.layout, (1, *x.shape[1:]), x.dtype) for x in ours
+        )
+        blocks[e], scales[e] = mxfp4.neighboured(*(part[0] for part in parts))
+    return blocks, scales
+
+
 def save_params(
     params: Params,
     cfg: ModelConfig,
@@ -317,7 +283,7 @@ def save_params(
     Everything, and what `beside` adds to the folder it is given, is written to DIRECTORY.partial
     and renamed at the end, so that DIRECTORY is whole or absent; the safetensors hold a digest of
     every tensor, jaxmoe.sha256 sums of the other files. Numerics: float32 to bfloat16 rounds to
-    nearest, even; MXFP4 as `mxfp4.encode`.
+    nearest, even; MXFP4 as `mxfp4.encode`, or as loaded.
     Raises ConfigError where the directory already holds something, the disk is full, a weight is
     not finite, or MXFP4 does not fit.
     """

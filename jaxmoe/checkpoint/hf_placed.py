@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmoe.checkpoint.hf import Entry, Progress, leaf_of, read_entries
+from jaxmoe.checkpoint.entries import Entry, leaf_of
+from jaxmoe.checkpoint.hf import Progress, read_entries
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import abstract_params
 from jaxmoe.parallel.sharding import param_shardings

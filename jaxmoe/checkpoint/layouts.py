@@ -17,6 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.model.params import Layout
 from jaxmoe.shapes import Leaf
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import decode as decode_on_device
 
 PIECE_BYTES = 1 << 21
 _BLOCK = 128  # columns transposed at once: what they touch stays in a core's cache
@@ -116,8 +118,11 @@ def device_tensor(
 ) -> jax.Array:  # fmt: skip
     """All of a checkpoint's tensor on one device, which holds a copy of it on the way.
 
-    Over several processes a collective, as `gather` is.
+    Packed experts are decoded there. Over several processes a collective, as `gather` is.
     """
+    if isinstance(leaf, Mxfp4):
+        parts = (part if pair is None else part[pair] for part in leaf)
+        leaf, pair = decode_on_device(jax.device_put(Mxfp4(*parts), device), dtype), None
     if isinstance(leaf, np.ndarray) or not leaf.is_fully_addressable:
         ours = jax.device_put(gather(leaf, pair), device)
     else:

@@ -4,12 +4,16 @@
 Groups of 32 values share one power of two: blocks hold two FP4 E2M1 codes a byte, the earlier
 value in the low half; scales hold E8M0, the exponent plus 127. Groups run along the dimension
 that the matmul sums over, which is the last one here.
+`halved` and `neighboured` go between these bytes and those of kernels (`Mxfp4`), which hold row d
+and row d + D/2.
 Next: jaxmoe/checkpoint/hf.py, which reads and writes both with the rest of a checkpoint.
 """
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import BFloat16, Float, UInt8
+
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 GROUP = 32  # values under one scale
 _MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
@@ -63,3 +67,60 @@ def encode(
         codes += np.greater_equal(size, midpoint) if up else np.greater(size, midpoint)
     blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
     return blocks, (exponent + 127).astype(np.uint8)
+
+
+def halved(
+    blocks: UInt8[np.ndarray, "F G 16"], scales: UInt8[np.ndarray, "F G"]
+) -> tuple[UInt8[np.ndarray, "D_half F"], UInt8[np.ndarray, "G F"]]:
+    """One matrix's blocks and scales as nibbles and scales of `Mxfp4`; no bit of a code changes.
+
+    D = 32·G must be a multiple of 64: each half of the rows is then whole groups.
+    """
+    columns = len(blocks)
+    return _exchanged(blocks.reshape(columns, 2, -1).transpose(1, 2, 0)), scales.T
+
+
+def neighboured(
+    nibbles: UInt8[np.ndarray, "D_half F"], scales: UInt8[np.ndarray, "G F"]
+) -> tuple[UInt8[np.ndarray, "F G 16"], UInt8[np.ndarray, "F G"]]:
+    """The inverse of `halved`."""
+    half, columns = nibbles.shape
+    bytes_2DF = _exchanged_back(nibbles).reshape(2, half // 2, columns)
+    blocks = np.ascontiguousarray(bytes_2DF.transpose(2, 0, 1)).reshape(columns, -1, GROUP // 2)
+    return blocks, np.ascontiguousarray(scales.T)
+
+
+def _exchanged(low_high: np.ndarray) -> np.ndarray:
+    """[2, D/4, F] bytes of rows (2i, 2i + 1), of both halves, to [D/2, F] of rows (d, d + D/2)."""
+    low, high = low_high
+    out = np.empty((2 * len(low), low.shape[1]), np.uint8)
+    out[0::2] = (low & 15) | (high << 4)
+    out[1::2] = (low >> 4) | (high & 240)
+    return out
+
+
+def _exchanged_back(nibbles: np.ndarray) -> np.ndarray:
+    even, odd = nibbles[0::2], nibbles[1::2]
+    return np.stack([(even & 15) | (odd << 4), (even >> 4) | (odd & 240)])
+
+
+def decoded(packed: Mxfp4) -> BFloat16[np.ndarray, "*E D F"]:
+    """The matrices of a packed leaf on the host; exact, infinite past the largest value."""
+    out = np.empty(packed.shape, _DTYPES["bfloat16"])
+    *stack, half, _ = packed.nibbles_EDF.shape
+    for at in np.ndindex(*stack):
+        nibbles, scales = packed.nibbles_EDF[at], packed.scales_EDF[at]
+        powers = np.repeat(np.ldexp(np.float32(1), scales.astype(np.int32) - 127), GROUP, axis=0)
+        with np.errstate(over="ignore"):
+            out[at][:half] = np.take(_FP4, nibbles & 15) * powers[:half]
+            out[at][half:] = np.take(_FP4, nibbles >> 4) * powers[half:]
+    return out
+
+
+def infinite(blocks: UInt8[np.ndarray, "*R 16"], scales: UInt8[np.ndarray, "*R"]) -> int:
+    """How many values are past the largest of float32 and bfloat16: 4 · 2^126 and more."""
+    rows = scales >= 253
+    if not rows.any():
+        return 0
+    with np.errstate(over="ignore"):
+        return int(np.count_nonzero(np.isinf(decode(blocks[rows][:, None], scales[rows][:, None]))))

@@ -28,6 +28,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from jaxmoe.config import ModelConfig, require
 from jaxmoe.shapes import Leaf, Params
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 
 Layout = Literal["same", "transpose", "gate_up", "gate_up_bias", "pad_rows", "transpose_pad"]
 
@@ -42,6 +43,11 @@ class Spec:
     hf: str  # name in a checkpoint, with {} for the layer number
     layout: Layout = "same"  # from the checkpoint's array to ours
     read: Literal["compute", "as_held"] = "as_held"  # in the model's dtype, or unrounded
+
+    @property
+    def packable(self) -> bool:
+        """Whether it may be held in four bits: the experts' two matrices, [pair, E, in, out]."""
+        return "expert" in self.axes and self.read == "compute"
 
 
 def param_specs(cfg: ModelConfig) -> Params:
@@ -121,16 +127,42 @@ def check_params(params: Params, cfg: ModelConfig) -> None:
     A head may be missing: a critic's backbone has none.
     """
     want = {k: v for k, v in abstract_params(cfg).items() if k in params or k != "head"}
-    leaves = jax.tree_util.tree_leaves_with_path
-    ours, theirs = (
-        {jax.tree_util.keystr(p): x.shape for p, x in leaves(t)} for t in (want, params)
-    )
+    ours, theirs = held_shapes(want), held_shapes(params)
     for name in [*ours, *theirs]:
         require(
             ours.get(name) == theirs.get(name),
-            f"params{name} must have shape {ours.get(name)} by the model's config, got "
+            f"params {name} must have shape {ours.get(name)} by the model's config, got "
             f"{theirs.get(name)}: they are of another config.",
         )
+
+
+def held_shapes(params: Params) -> dict[str, tuple[int, ...] | str]:
+    """Each parameter's shape by its path; of packed experts that of the decoded matrices.
+
+    What is packed and cannot be (another matrix than an expert's, scales that do not fit, rows that
+    are no multiple of 64) is told in words, which equal no shape.
+    """
+    flat, _ = jax.tree.flatten_with_path(
+        params, is_leaf=lambda leaf: isinstance(leaf, (Spec, Mxfp4))
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): _held_shape(leaf)
+        for path, leaf in flat
+    }
+
+
+def _held_shape(leaf: Leaf) -> tuple[int, ...] | str:
+    if not isinstance(leaf, Mxfp4):
+        return leaf.shape
+    nibbles, scales = leaf
+    *stack, half, width = nibbles.shape
+    fits = len(stack) == 2 and half % GROUP == 0 and nibbles.dtype == scales.dtype == jnp.uint8
+    if fits and scales.shape == (*stack, 2 * half // GROUP, width):
+        return leaf.shape
+    return (
+        f"four bits in {nibbles.dtype}{list(nibbles.shape)} with scales "
+        f"{scales.dtype}{list(scales.shape)}"
+    )
 
 
 def read_dtype(spec: Spec, cfg: ModelConfig, held: DTypeLike) -> jnp.dtype:
@@ -141,11 +173,15 @@ def read_dtype(spec: Spec, cfg: ModelConfig, held: DTypeLike) -> jnp.dtype:
 def as_read(params: Params, cfg: ModelConfig) -> Params:
     """A copy of the parameters, each in the dtype the forward reads it in.
 
-    forward(as_read(params, cfg), …) is forward(params, …) bit for bit.
+    forward(as_read(params, cfg), …) is forward(params, …) bit for bit. Packed experts stay packed.
     """
-    return map_specs(
-        lambda spec, x: jnp.array(x, read_dtype(spec, cfg, x.dtype), copy=True), cfg, params
-    )
+
+    def read(spec: Spec, x: Leaf) -> Leaf:
+        if isinstance(x, Mxfp4):
+            return jax.tree.map(jnp.copy, x)
+        return jnp.array(x, read_dtype(spec, cfg, x.dtype), copy=True)
+
+    return map_specs(read, cfg, params)
 
 
 def init_params(key: PRNGKeyArray, cfg: ModelConfig, dtype: str = "float32") -> Params:

@@ -68,7 +68,8 @@ def _with_stale(
     v: Variant, *, previous: Params, names: tuple[str, ...], layer: int | None
 ) -> Variant:
     def pick(path: tuple[Any, ...], new: Leaf, old: Leaf) -> Leaf:
-        keys = [str(step.key) for step in path]
+        # a packed leaf is two arrays, whose attribute comes after the parameter's name
+        keys = [str(step.key) for step in path if isinstance(step, jax.tree_util.DictKey)]
         if keys[-1] not in names:
             return new
         if layer is None:

@@ -12,7 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.checkpoint.hf import entries, gather_entry, leaf_of
+from jaxmoe.checkpoint.entries import entries, leaf_of
+from jaxmoe.checkpoint.hf import gather_entry
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, digested, sent_as

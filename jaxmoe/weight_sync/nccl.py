@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe.checkpoint.hf import entries, leaf_of
+from jaxmoe.checkpoint.entries import entries, leaf_of
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params

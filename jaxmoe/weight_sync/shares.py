@@ -16,7 +16,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from jaxmoe.checkpoint.hf import Entry, entries, gather_entry
+from jaxmoe.checkpoint.entries import Entry, entries
+from jaxmoe.checkpoint.hf import gather_entry
 from jaxmoe.checkpoint.tensor_files import DTYPES, INDEX, Planned, header, planned_bytes
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.parallel.channel import Channel

@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmoe.checkpoint.hf import Entry, check_params, entries, gather_entry, stored
+from jaxmoe.checkpoint.entries import Entry, entries, stored
+from jaxmoe.checkpoint.hf import check_params, gather_entry
 from jaxmoe.checkpoint.layouts import checkpoint_rows, flat_shape, row_pieces
 from jaxmoe.checkpoint.tensor_files import DTYPES as FILE_DTYPES
 from jaxmoe.checkpoint.tensor_files import Planned, planned_bytes

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,11 @@ from jax.sharding import NamedSharding
 from weight_updates import CFG, RUN, left, random_params, travels_as, write_update
 
 from jaxmoe.checkpoint import layouts
-from jaxmoe.checkpoint.hf import entries, iter_hf, load_params
+from jaxmoe.checkpoint.entries import entries
+from jaxmoe.checkpoint.hf import iter_hf, load_params
+from jaxmoe.checkpoint.mxfp4 import decoded
+from jaxmoe.checkpoint.packed import pack_experts
+from jaxmoe.checkpoint.tensor_files import SINGLE
 from jaxmoe.config import ConfigError, MeshConfig, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import make_mesh, partition, spec_of
@@ -25,6 +31,7 @@ from jaxmoe.vllm_plugin.manifest import check_files, read
 from jaxmoe.weight_sync import update as module
 from jaxmoe.weight_sync.checksum import digest
 from jaxmoe.weight_sync.update import new_run
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 FORMAT = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -51,6 +58,20 @@ def test_an_update_holds_each_tensors_bytes_as_it_is_read_and_their_digests(
         assert update.digests[entry.name] == digest(want[entry.name]), entry.name
     for (name, array), entry in zip(iter_hf(params, CFG, sent), entries(CFG), strict=True):
         assert array.tobytes() == naive(params, entry).astype(jnp.dtype(sent)).tobytes(), name
+
+
+@pytest.mark.parametrize("sent", ["float32", "bfloat16"])
+def test_packed_experts_are_published_as_their_values(tmp_path, sent):
+    cfg = replace(CFG, d_model=64, d_expert=128)
+    packed, _ = pack_experts(random_params(cfg), cfg)
+    assert isinstance(packed["layers"]["full"]["w_down"], Mxfp4)
+    dense = map_specs(lambda _, x: decoded(x) if isinstance(x, Mxfp4) else x, cfg, packed)
+    for params in (packed, jax.tree.map(jnp.asarray, packed)):
+        update = write_update(params, tmp_path / "packed", dtype=sent, cfg=cfg)
+        want = write_update(dense, tmp_path / "dense", dtype=sent, cfg=cfg)
+        assert update.manifest == want.manifest
+        ours, theirs = (Path(x.update_info["path"]) / SINGLE for x in (update, want))
+        assert ours.read_bytes() == theirs.read_bytes()
 
 
 def naive(params, entry) -> np.ndarray:
