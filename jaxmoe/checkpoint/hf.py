@@ -41,7 +41,7 @@ from jaxmoe.config.file_sums import write_file_sums
 from jaxmoe.model.config import to_hf
 from jaxmoe.model.params import Layout, Spec, held_shapes, param_specs
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 Progress = Callable[[int, int, str], None]  # bytes read, bytes in all, the tensor at hand
 
@@ -81,11 +81,7 @@ def load_params(
 
     def fresh(spec: Spec) -> Leaf:
         if experts == "packed" and spec.packable:
-            *stack, summed, width = spec.shape
-            return Mxfp4(
-                np.zeros((*stack, summed // 2, width), np.uint8),
-                np.zeros((*stack, summed // GROUP, width), np.uint8),
-            )
+            return mxfp4.room(spec.shape)
         return np.zeros(spec.shape, jax.numpy.dtype(dtype or cfg.dtype))
 
     specs = param_specs(cfg)
@@ -119,14 +115,14 @@ def read_entries(
     done, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
         leaf = into(entry)
-        read = _read_packed if isinstance(leaf, Mxfp4) else _read_dense
-        broken = 0
+        packed, broken = isinstance(leaf, Mxfp4), 0
+        read = _read_packed if packed else _read_dense
         for infinite, nbytes in read(entry, tensors, leaf):
             broken, done = broken + infinite, done + nbytes
             if progress is not None:
                 progress(done, total, entry.name)
         if broken:
-            kind = "bfloat16" if isinstance(leaf, Mxfp4) else leaf.dtype
+            kind = "bfloat16" if packed else leaf.dtype
             raise ConfigError(
                 f"{directory}: {entry.name} must be finite in {kind}, got {broken} NaN or "
                 "infinite values. Fetch it again, or load another checkpoint."
@@ -134,9 +130,7 @@ def read_entries(
         yield entry, leaf
 
 
-def _read_dense(
-    entry: Entry, tensors: dict[str, Stored], leaf: np.ndarray
-) -> Iterator[tuple[int, int]]:
+def _read_dense(entry: Entry, tensors: dict[str, Stored], leaf: Leaf) -> Iterator[tuple[int, int]]:
     """Fills the leaf; (values not finite, bytes read) of each piece."""
     for start, piece, nbytes in _pieces(entry, tensors):
         with np.errstate(over="ignore"):  # it becomes infinite, and is counted
@@ -145,11 +139,11 @@ def _read_dense(
         yield not_finite(piece), nbytes
 
 
-def _read_packed(
-    entry: Entry, tensors: dict[str, Stored], leaf: Mxfp4
-) -> Iterator[tuple[int, int]]:
+def _read_packed(entry: Entry, tensors: dict[str, Stored], leaf: Leaf) -> Iterator[tuple[int, int]]:
+    """The same for a leaf that stays packed."""
     for e, block, scale in _packed_pieces(entry, tensors):
-        for ours, theirs in zip(leaf, mxfp4.halved(block[0], scale[0]), strict=True):
+        packed = map(np.asarray, mxfp4.halved(block[0], scale[0]))
+        for ours, theirs in zip(leaf, packed, strict=True):
             _place(ours, theirs[None], e, entry.layout)
         yield mxfp4.infinite(block, scale), block.nbytes + scale.nbytes
 
@@ -240,7 +234,7 @@ def gather_entry(params: Params, entry: Entry, *, here: bool = True) -> np.ndarr
 
 
 def _gather_packed(leaf: Mxfp4, entry: Entry, *, here: bool = True) -> Mxfp4:
-    return Mxfp4(*(gather(part, entry.pair, here=here) for part in leaf))
+    return jax.tree.map(lambda part: gather(part, entry.pair, here=here), leaf)
 
 
 def _to_checkpoint(ours: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:
@@ -258,7 +252,7 @@ def _pack(ours: np.ndarray, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
     return blocks, scales
 
 
-def _unpacked(ours: Mxfp4, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
+def _unpacked(ours: Leaf, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
     """A packed leaf's blocks and scales, as the checkpoint has them."""
     blocks, scales = (np.empty(shape, np.uint8) for _, _, shape in stored(entry, "mxfp4"))
     for e in range(len(blocks)):

@@ -9,6 +9,8 @@ and row d + D/2.
 Next: jaxmoe/checkpoint/hf.py, which reads and writes both with the rest of a checkpoint.
 """
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 from jaxtyping import BFloat16, Float, UInt8
@@ -69,15 +71,23 @@ def encode(
     return blocks, (exponent + 127).astype(np.uint8)
 
 
-def halved(
-    blocks: UInt8[np.ndarray, "F G 16"], scales: UInt8[np.ndarray, "F G"]
-) -> tuple[UInt8[np.ndarray, "D_half F"], UInt8[np.ndarray, "G F"]]:
-    """One matrix's blocks and scales as nibbles and scales of `Mxfp4`; no bit of a code changes.
+def room(shape: tuple[int, ...]) -> Mxfp4:
+    """Zeros on the host for packed matrices of a decoded shape, [*, D, F]."""
+    *stack, summed, width = shape
+    return _of(*(np.zeros((*stack, summed // n, width), np.uint8) for n in (2, GROUP)))
+
+
+def _of(*parts: Any) -> Mxfp4:  # declared of jax arrays; here they are numpy's
+    return Mxfp4(*parts)
+
+
+def halved(blocks: UInt8[np.ndarray, "F G 16"], scales: UInt8[np.ndarray, "F G"]) -> Mxfp4:
+    """One matrix's blocks and scales as `Mxfp4` has them, [D/2, F] and [G, F]; no code changes.
 
     D = 32·G must be a multiple of 64: each half of the rows is then whole groups.
     """
     columns = len(blocks)
-    return _exchanged(blocks.reshape(columns, 2, -1).transpose(1, 2, 0)), scales.T
+    return _of(_exchanged(blocks.reshape(columns, 2, -1).transpose(1, 2, 0)), scales.T)
 
 
 def neighboured(

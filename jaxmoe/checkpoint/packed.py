@@ -18,7 +18,7 @@ from jaxmoe.checkpoint.hf import check_params, gather_entry
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 
 class PackingError(NamedTuple):
@@ -68,25 +68,21 @@ def summary(errors: Mapping[str, PackingError]) -> str:
 
 
 def _room(spec: Spec, leaf: Leaf) -> Leaf:
-    if not spec.packable:
-        return leaf
-    *stack, summed, width = spec.shape
-    shapes = (*stack, summed // 2, width), (*stack, summed // GROUP, width)
-    return Mxfp4(*(np.empty(shape, np.uint8) for shape in shapes))
+    return mxfp4.room(spec.shape) if spec.packable else leaf
 
 
-def _pack_into(room: Mxfp4, dense: np.ndarray, entry: Entry) -> PackingError:
+def _pack_into(room: Leaf, dense: np.ndarray, entry: Entry) -> PackingError:
     """Fills one layer pair's room, an expert at a time."""
+    ours = jax.tree.map(lambda part: part[entry.pair], room)
     lost, whole, largest = 0.0, 0.0, 0.0
     for e, matrix in enumerate(dense):
         w_DF = matrix.astype(np.float32)
         if not np.isfinite(w_DF).all():
             raise ConfigError(f"{entry.name} must be finite to be packed; expert {e} is not.")
-        parts = mxfp4.halved(*mxfp4.encode(w_DF.T))
-        ours = Mxfp4(*(part if entry.pair is None else part[entry.pair] for part in room))
-        for mine, part in zip(ours, parts, strict=True):
+        packed = mxfp4.halved(*mxfp4.encode(w_DF.T))
+        for mine, part in zip(ours, packed, strict=True):
             mine[e] = part
-        error = np.abs(mxfp4.decoded(Mxfp4(*parts)).astype(np.float32) - w_DF)
+        error = np.abs(mxfp4.decoded(packed).astype(np.float32) - w_DF)
         lost += float(np.square(error, dtype=np.float64).sum())
         whole += float(np.square(w_DF, dtype=np.float64).sum())
         largest = max(largest, float(error.max()))
