@@ -1,68 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters as PEFT spells them, which vLLM serves beside the unchanged base weights.
+"""LoRA adapters out as PEFT's files, which others train on, merge and serve.
 
-An adapter adds (alpha / rank)·B·A to a module's weight; A is [rank, in], B is [out, rank], and the
-module goes by its name in a checkpoint, "model.layers.3.self_attn.q_proj".
+The base stays where it is: an adapter is adapter_config.json and adapter_model.safetensors.
+Next: jaxmoe/checkpoint/peft_layout.py, how PEFT lays the matrices out; peft_read.py, the way back.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jaxmoe.checkpoint.peft_layout import (
+    ATTENTION,
+    EXPERTS,
+    TARGETS,
+    AdaptedMatrix,
+    adapted_matrices,
+    tensor_of,
+    to_peft,
+)
 from jaxmoe.checkpoint.tensor_files import DTYPES, FLOATS, write_shard
-from jaxmoe.config import ConfigError
-from jaxmoe.shapes import Leaf
+from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.shapes import Params
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def save_adapter(
-    adapter: Mapping[str, tuple[Leaf, Leaf]], directory: str | Path, *, rank: int, alpha: float
+    adapters: Params,
+    cfg: ModelConfig,
+    directory: str | Path,
+    *,
+    attention_alpha: float = 16.0,
+    expert_alpha: float = 16.0,
+    rank_stabilized: bool = False,
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, aside and then renamed.
+    """Write adapters, {"layers": {"sliding" | "full": {name: (a, b)}}}, aside and then renamed.
 
-    Raises ValueError for matrices of another rank or dtype, ConfigError where the directory
+    a is [pair, (E,) R, in], b [pair, (E,) R, out]; both kinds of layers have the same names. The
+    experts' A is over the inputs, as PEFT 0.18 and, for transformers 5, PEFT from 0.19.1 have it.
+    Ranks and alphas that differ go into rank_pattern and alpha_pattern, those of attention.
+    Numerics: nothing is rounded; dtypes stay.
+    Raises ValueError for other names or shapes than the model's, ConfigError where the directory
     cannot be written or holds something.
     """
     directory = Path(directory)
     if directory.exists():
         raise ConfigError(f"{directory} must be new for an adapter. Name another one.")
-    if not adapter or rank < 1:
-        raise ValueError(f"an adapter must have modules and a rank above 0, got rank {rank}.")
-    arrays: dict[str, np.ndarray] = {}
+    ranks = _ranks(adapters, cfg)
+    alphas = {n: expert_alpha if n in EXPERTS else attention_alpha for n in ranks}
     spelt = {DTYPES[name]: name for name in FLOATS}
-    for module, pair in sorted(adapter.items()):
-        a, b = (np.ascontiguousarray(np.asarray(matrix)) for matrix in pair)
-        if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (rank, rank):
-            raise ValueError(
-                f"{module} must have A [{rank}, in] and B [out, {rank}], got {a.shape}, {b.shape}."
-            )
-        if not {a.dtype, b.dtype} <= spelt.keys():
-            raise ValueError(
-                f"{module} must have matrices of {', '.join(map(str, spelt))}, got {a.dtype} and "
-                f"{b.dtype}."
-            )
-        arrays[f"base_model.model.{module}.lora_A.weight"] = a
-        arrays[f"base_model.model.{module}.lora_B.weight"] = b
+    arrays: dict[str, np.ndarray] = {}
+    for matrix in adapted_matrices(cfg):
+        if matrix.name in ranks:
+            pair = (np.asarray(x[matrix.pair]) for x in _leaf(adapters, matrix)[:2])
+            for letter, x in zip("AB", to_peft(matrix, *pair), strict=True):
+                if x.dtype not in spelt:
+                    raise ValueError(f"{matrix.target} must be of {', '.join(FLOATS)}: {x.dtype}.")
+                arrays[tensor_of(matrix, letter, list(ranks))] = np.ascontiguousarray(x)
     planned = [(name, spelt[array.dtype], array.shape) for name, array in arrays.items()]
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted({module.rpartition(".")[2] for module in adapter}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-        "fan_in_fan_out": False,
-        "modules_to_save": None,
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-    }
+    config = _config(ranks, alphas, rank_stabilized)
     aside = directory.with_name(directory.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -74,3 +73,58 @@ def save_adapter(
         raise ConfigError(f"{directory} must take the adapter; {error}.") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _leaf(adapters: Params, matrix: AdaptedMatrix) -> Any:
+    return adapters["layers"][matrix.keys[1]][matrix.name]
+
+
+def _ranks(adapters: Params, cfg: ModelConfig) -> dict[str, int]:
+    """The rank of each name, experts first. Raises ValueError where the tree is not the model's."""
+    layers = adapters.get("layers", {})
+    trained = [item for of in layers.values() for item in of.items()]
+    others = sorted(adapters.keys() - {"layers"})
+    others += sorted(n for n, x in trained if n not in TARGETS or not isinstance(x, tuple))
+    if others:
+        raise ValueError(
+            f"an adapter's files hold low-rank matrices of {', '.join(TARGETS)}; {others[0]} is "
+            "none of them. Export merged weights."
+        )
+    names = {kind: set(layers.get(kind, {})) for kind in ("sliding", "full")}
+    if names["sliding"] != names["full"] or not names["full"]:
+        raise ValueError(f"an adapter must be of some, and the same, names in all layers: {names}.")
+    ranks: dict[str, int] = {}
+    for matrix in adapted_matrices(cfg):
+        if matrix.name in names["full"]:
+            a, b = (x.shape for x in _leaf(adapters, matrix)[:2])
+            rank = ranks.setdefault(matrix.name, a[-2] if len(a) > 1 else 0)
+            stack = (cfg.n_layers // 2, *([] if matrix.experts is None else [matrix.experts]))
+            want = (*stack, rank, matrix.inputs), (*stack, rank, matrix.outputs)
+            if (a, b) != want or rank < 1:
+                raise ValueError(
+                    f"{'/'.join(matrix.keys)} must have a {want[0]} and b {want[1]} of a rank of 1 "
+                    f"or more, got {a} and {b}."
+                )
+    return {name: ranks[name] for name in (*EXPERTS, *ATTENTION) if name in ranks}
+
+
+def _config(ranks: dict[str, int], alphas: dict[str, float], stabilized: bool) -> dict[str, Any]:
+    first = next(iter(ranks))  # of experts where there are: PEFT 0.21 warns of patterns for those
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": ranks[first],
+        "lora_alpha": alphas[first],
+        "rank_pattern": {TARGETS[n]: r for n, r in ranks.items() if r != ranks[first]},
+        "alpha_pattern": {TARGETS[n]: x for n, x in alphas.items() if x != alphas[first]},
+        "target_modules": sorted(ATTENTION[n].rpartition(".")[2] for n in ranks if n in ATTENTION),
+        "target_parameters": [EXPERTS[n] for n in ranks if n in EXPERTS] or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": stabilized,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+    }

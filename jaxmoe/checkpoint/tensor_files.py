@@ -60,7 +60,7 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     """
     index = directory / INDEX
     if not index.is_file():
-        return _read_header(directory / SINGLE)
+        return read_header(directory / SINGLE)
     try:
         where = json_object(index.read_bytes())["weight_map"]
         if not isinstance(where, dict) or not all(isinstance(x, str) for x in where.values()):
@@ -73,7 +73,7 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     for shard in sorted(set(where.values())):
         if Path(shard).name != shard or not shard.isprintable():
             raise ConfigError(f"{index} must name files beside it, got {shard!r}.")
-        for name, tensor in _read_header(directory / shard).items():
+        for name, tensor in read_header(directory / shard).items():
             if where.get(name) != shard:
                 raise ConfigError(f"{index} must list every tensor; {shard} also holds {name}.")
             found[name] = tensor
@@ -85,7 +85,8 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     return found
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file. Raises ConfigError as `find_tensors` does."""
     if not path.is_file():
         raise ConfigError(
             f"{path} is missing: a checkpoint holds {SINGLE}, or {INDEX} and its shards. "

@@ -1,74 +1,290 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in PEFT's files."""
+"""Adapters in PEFT's files, out and in; tests/parity compares with PEFT itself."""
 
+import dataclasses
 import json
+import shutil
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from jaxmoe.checkpoint import peft
-from jaxmoe.checkpoint.peft import save_adapter
+from jaxmoe.checkpoint.peft import CONFIG, FILE, save_adapter
+from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.config import ConfigError
+from tests.jaxmoe.checkpoint.random_adapters import CFG, NAMES, random_adapters, same
 
-QUERY, OUT = "model.layers.3.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
-
-
-def adapter(dtype=np.float32):
-    rng = np.random.default_rng(0)
-    sizes = {QUERY: (7, 11), OUT: (11, 5)}
-    return {
-        name: tuple(jnp.asarray(rng.normal(size=s).astype(dtype)) for s in ((3, i), (o, 3)))
-        for name, (i, o) in sizes.items()
-    }
+RANKS = {"w_q": 5, "w_k": 5, "w_v": 5, "w_o": 5, "w_gate_up": 2, "w_down": 2}
+SQUARE = dataclasses.replace(CFG, d_expert=48)  # D = F, as GPT-OSS has it
+LAYER = "base_model.model.model.layers.3."
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_the_files_hold_the_matrices_under_pefts_names(tmp_path, dtype):
-    made = adapter(dtype)
-    save_adapter(made, tmp_path / "a", rank=3, alpha=6.0)
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
-        "adapter_config.json", "adapter_model.safetensors",
-    ]  # fmt: skip
-    with safe_open(tmp_path / "a" / "adapter_model.safetensors", framework="flax") as file:
-        assert sorted(file.keys()) == sorted(
-            f"base_model.model.{name}.lora_{x}.weight" for name in (QUERY, OUT) for x in "AB"
-        )
-        for name, pair in made.items():
-            for x, want in zip("AB", pair, strict=True):
-                got = file.get_tensor(f"base_model.model.{name}.lora_{x}.weight")
-                assert got.dtype == want.dtype and (got == want).all()
+def saved(tmp_path, ranks=None, cfg=CFG, **how):
+    adapters = random_adapters(cfg, ranks or RANKS)
+    save_adapter(adapters, cfg, tmp_path / "a", **how)
+    return adapters, tmp_path / "a"
 
 
-def test_the_config_says_rank_alpha_and_modules(tmp_path):
-    save_adapter(adapter(), tmp_path / "a", rank=3, alpha=6.0)
-    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
-    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 3, 6.0)
-    assert config["target_modules"] == ["o_proj", "q_proj"]
-    assert not (config["use_rslora"] or config["use_dora"]) and config["bias"] == "none"
+def changed(folder, change):
+    """Another's file: the tensors after a change, without our digests."""
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
+    return folder
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_matrices_of_another_rank_are_refused_by_name(tmp_path, rank):
-    message = (
-        "rank above 0" if rank == 0 else rf"{OUT} must have A \[4, in\].*got \(3, 11\), \(5, 3"
+def config(folder, **new):
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | new))
+    return folder
+
+
+def transposed(tensors) -> None:
+    """As PEFT 0.19.0 has the experts: A over the outputs."""
+    for a in [name for name in tensors if "experts" in name and "lora_A" in name]:
+        b = a.replace("lora_A", "lora_B")
+        into, out = tensors[a].reshape(3, -1, tensors[a].shape[1]), tensors[b]
+        out = out.reshape(out.shape[0], -1, 3)  # [out, R, E]
+        tensors[a] = np.ascontiguousarray(out.transpose(2, 1, 0)).reshape(-1, out.shape[0])
+        tensors[b] = np.ascontiguousarray(into.transpose(2, 1, 0)).reshape(into.shape[2], -1)
+
+
+def test_the_files_hold_the_matrices_under_pefts_names(tmp_path):
+    adapters, folder = saved(tmp_path)
+    assert sorted(p.name for p in folder.iterdir()) == [CONFIG, FILE]
+    tensors = load_file(folder / FILE)
+    assert len(tensors) == 2 * 6 * CFG.n_layers
+    full = adapters["layers"]["full"]
+    (a, b), q = full["w_q"], LAYER + "self_attn.q_proj.lora_"
+    assert (tensors[q + "A.weight"] == a[1]).all() and (tensors[q + "B.weight"] == b[1].T).all()
+    (a, b), down = full["w_down"], LAYER + "mlp.experts.lora_"
+    (_, gate_up_b), inside = full["w_gate_up"], LAYER + "mlp.experts.base_layer.lora_"
+    for e in range(3):
+        for r in range(2):
+            assert (tensors[down + "A.weight"][e * 2 + r] == a[1, e, r]).all()
+            assert (tensors[down + "B.weight"][:, r * 3 + e] == b[1, e, r]).all()
+            column = tensors[inside + "B.weight"][:, r * 3 + e]
+            assert (column[0::2] == gate_up_b[1, e, r, :40]).all()  # gate
+            assert (column[1::2] == gate_up_b[1, e, r, 40:]).all()  # up
+
+
+def test_the_config_says_ranks_alphas_and_targets(tmp_path):
+    _, folder = saved(tmp_path, attention_alpha=6.0, expert_alpha=8.0)
+    said = json.loads((folder / CONFIG).read_text())
+    assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", 2, 8.0)
+    attention = [f"self_attn.{x}_proj" for x in "qkvo"]
+    assert said["rank_pattern"] == dict.fromkeys(attention, 5)
+    assert said["alpha_pattern"] == dict.fromkeys(attention, 6.0)
+    assert said["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert said["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    assert not (said["use_rslora"] or said["use_dora"]) and said["bias"] == "none"
+
+
+@pytest.mark.parametrize("names", [NAMES, NAMES[:4], NAMES[4:], ("w_q", "w_v"), ("w_gate_up",),
+                                   ("w_down",)])  # fmt: skip
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_an_adapter_comes_back_in_every_bit_with_its_scales(tmp_path, names, stabilized):
+    ranks = {name: RANKS[name] for name in names}
+    adapters, folder = saved(
+        tmp_path, ranks, attention_alpha=6.0, expert_alpha=8.0, rank_stabilized=stabilized
     )
-    with pytest.raises(ValueError, match=message):
-        save_adapter(adapter(), tmp_path / "a", rank=rank, alpha=6.0)
+    back = read_adapter(folder, CFG)
+    assert same(back.adapters, adapters)
+    alphas = {name: 8.0 if RANKS[name] == 2 else 6.0 for name in names}
+    for name, scale in back.scales.items():
+        assert scale == alphas[name] / (ranks[name] ** 0.5 if stabilized else ranks[name])
+    assert back.over == ("in" if set(names) & set(NAMES[4:]) else None)
+
+
+def test_the_experts_of_peft_0_19_0_are_read_by_their_shapes(tmp_path):
+    adapters, folder = saved(tmp_path)
+    back = read_adapter(changed(folder, transposed), CFG)
+    assert same(back.adapters, adapters) and back.over == "out"
+    with pytest.raises(ConfigError, match="A must be over 'in', as was said; .* those of 'out'"):
+        read_adapter(folder, CFG, over="in")
+
+
+def test_gate_up_tells_the_layout_where_d_equals_f(tmp_path):
+    adapters, folder = saved(tmp_path, cfg=SQUARE)
+    back = read_adapter(changed(folder, transposed), SQUARE)
+    assert same(back.adapters, adapters) and back.over == "out"
+
+
+@pytest.mark.parametrize(
+    ("version", "over"),
+    [("0.18.1", "in"), ("0.19.0", "out"), ("0.19.1", None), ("0.21.2", None), (None, None)],
+)
+def test_w_down_alone_with_d_equal_to_f_needs_a_version_or_a_word(tmp_path, version, over):
+    adapters, folder = saved(tmp_path, {"w_down": 2}, cfg=SQUARE)
+    assert read_adapter(folder, SQUARE).over == "in"  # the digests say that it is ours
+    config(changed(folder, transposed if over == "out" else lambda _: None), peft_version=version)
+    if over is None:
+        with pytest.raises(ConfigError, match='have one size; PEFT .* Pass over="in" if') as error:
+            read_adapter(folder, SQUARE)
+        assert "\n" not in str(error.value)
+    for back in [read_adapter(folder, SQUARE, over=over or "in")] + (
+        [read_adapter(folder, SQUARE)] if over else []
+    ):
+        assert same(back.adapters, adapters) and back.over == (over or "in")
+
+
+def test_bfloat16_adapters_are_written_as_they_are_and_read_as_float32(tmp_path):
+    adapters = random_adapters(CFG, {"w_v": 3})
+    for of in adapters["layers"].values():
+        of["w_v"] = tuple(jnp.asarray(x, jnp.bfloat16) for x in of["w_v"])
+    save_adapter(adapters, CFG, tmp_path / "a")
+    with safe_open(tmp_path / "a" / FILE, framework="numpy") as file:
+        got = file.get_tensor(LAYER + "self_attn.v_proj.lora_A.weight")
+    assert got.dtype == ml_dtypes.bfloat16
+    (a, _) = read_adapter(tmp_path / "a", CFG).adapters["layers"]["full"]["w_v"]
+    assert a.dtype == np.float32 and (a[1] == got).all()
+
+
+# --- what is refused
+
+
+def swapped(adapters):
+    for of in adapters["layers"].values():
+        of["w_q"] = of["w_q"][::-1]
+
+
+def of_another_rank(adapters):
+    a, b = adapters["layers"]["full"]["w_q"]
+    adapters["layers"]["full"]["w_q"] = a[:, :4], b
+
+
+WRONG = {
+    "swapped": (swapped, r"layers/sliding/w_q must have a \(2, 5, 48\).* got \(2, 5, 96\)"),
+    "ranks": (of_another_rank, r"layers/full/w_q must have a .* got \(2, 4, 48\)"),
+    "one kind of layer": (lambda x: x["layers"]["full"].pop("w_k"), "the same, names in all"),
+    "a norm": (lambda x: x.update(final_norm=np.ones(48)), "final_norm is none of them"),
+    "a router": (
+        lambda x: x["layers"]["full"].update(w_router=(np.ones((2, 1, 48)), np.ones((2, 1, 3)))),
+        "w_router is none of them",
+    ),
+    "trained in full": (lambda x: x["layers"]["full"].update(w_q=np.ones((2, 48, 96))), "w_q is"),
+    "nothing": (lambda x: x["layers"].clear(), "some, and the same, names"),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+def test_other_trees_than_the_models_adapters_are_refused_by_name(tmp_path, change):
+    adapters = random_adapters(CFG, RANKS)
+    change[0](adapters)
+    with pytest.raises(ValueError, match=change[1]):
+        save_adapter(adapters, CFG, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
-def test_swapped_matrices_are_refused(tmp_path):
-    swapped = {name: (b, a) for name, (a, b) in adapter().items()}
-    with pytest.raises(ValueError, match="must have A"):
-        save_adapter(swapped, tmp_path / "a", rank=3, alpha=6.0)
+UNREAD = {
+    "dora": (dict(use_dora=True), "use_dora must be off"),
+    "bias": (dict(bias="all"), "bias must be off"),
+    "saved modules": (dict(modules_to_save=["router"]), "modules_to_save must be off"),
+    "another method": (dict(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),
+    "rank": (dict(r=3), r"mlp.experts.down_proj must have the rank that .* says, 3.* rank 2"),
+    "no alpha": (dict(lora_alpha=None), "must say r and lora_alpha for"),
+    "a broken pattern": (dict(rank_pattern={"(": 2}), "must say r and lora_alpha for"),
+    "a layer's alpha": (
+        dict(alpha_pattern={"layers.3.self_attn.v_proj": 9.0}),
+        "layers.3.self_attn.v_proj must have the alpha of its namesakes",
+    ),
+    "a parameter less": (dict(target_parameters=["mlp.experts.down_proj"]), "adapts 2 of the exp"),
+    "another parameter": (
+        dict(target_parameters=["mlp.experts.down_proj", "mlp.router.weight"]),
+        "target_parameters must be of mlp.experts.gate_up_proj, mlp.experts.down_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD.values(), ids=UNREAD.keys())
+def test_a_config_that_says_more_than_is_read_is_refused(tmp_path, case):
+    _, folder = saved(tmp_path)
+    with pytest.raises(ConfigError, match=case[1]) as error:
+        read_adapter(config(folder, **case[0]), CFG)
+    assert "\n" not in str(error.value)
+
+
+def drop(end):
+    return lambda tensors: [tensors.pop(name) for name in list(tensors) if end in name]
+
+
+def narrow(tensors):
+    name = LAYER + "self_attn.o_proj.lora_B.weight"
+    tensors[name] = tensors[name][:47].copy()
+
+
+def with_nan(tensors):
+    tensors[LAYER + "self_attn.o_proj.lora_A.weight"][2, 3] = np.nan
+
+
+def renamed(tensors):
+    tensors[LAYER.replace("3", "4") + "self_attn.q_proj.lora_A.weight"] = np.ones((5, 48), "f4")
+
+
+def bytes_(tensors):
+    name = LAYER + "self_attn.o_proj.lora_A.weight"
+    tensors[name] = tensors[name].astype(np.uint8)
+
+
+FILES = {
+    "a layer less": (drop("layers.3.self_attn.q"), r"layers.3.self_attn.q_proj.lora_A\S+ is missi"),
+    "half a pair": (drop("layers.3.self_attn.q_proj.lora_B"), r"q_proj.lora_B\S+ is missing"),
+    "no experts": (drop("experts"), "adapts 0 of the experts' matrices"),
+    "a layer more": (renamed, "layers.4.self_attn.q_proj.lora_A.weight is no low-rank matrix"),
+    "width": (narrow, r"o_proj.lora_A.weight and B must be \(5, 96\) and \(48, 5\).*\(47, 5\)"),
+    "nan": (with_nan, "o_proj.lora_A.weight must be finite, got 1 NaN"),
+    "bytes": (bytes_, "o_proj.lora_A.weight must be BF16 or F16 or F32, got U8"),
+}
+
+
+@pytest.mark.parametrize("case", FILES.values(), ids=FILES.keys())
+def test_a_file_of_another_model_or_layout_is_refused_by_name(tmp_path, case):
+    _, folder = saved(tmp_path)
+    with pytest.raises(ConfigError, match=case[1]) as error:
+        read_adapter(changed(folder, case[0]), CFG)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(d_model=64), dict(n_experts=4), dict(n_layers=2), dict(n_layers=6), dict(d_expert=56),
+        dict(n_q_heads=4),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_another_model_is_refused(tmp_path, change):
+    _, folder = saved(tmp_path)
+    with pytest.raises(ConfigError, match="another model") as error:
+        read_adapter(folder, dataclasses.replace(CFG, **change))
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_its_files_is_refused(tmp_path):
+    _, folder = saved(tmp_path)
+    with pytest.raises(ConfigError, match=f"must be a PEFT adapter's folder with {CONFIG}"):
+        read_adapter(tmp_path / "nowhere", CFG)
+    (folder / FILE).unlink()
+    with pytest.raises(ConfigError, match=f"{FILE} is missing"):
+        read_adapter(folder, CFG)
+    shutil.rmtree(folder)
+
+
+def test_flipped_bits_of_our_own_file_are_seen(tmp_path):
+    _, folder = saved(tmp_path)
+    data = bytearray((folder / FILE).read_bytes())
+    data[-3] ^= 1
+    (folder / FILE).write_bytes(data)
+    with pytest.raises(ConfigError, match="other bits than were written"):
+        read_adapter(folder, CFG)
 
 
 def test_an_adapter_never_writes_over_something(tmp_path):
     with pytest.raises(ConfigError, match="must be new"):
-        save_adapter(adapter(), tmp_path, rank=3, alpha=6.0)
+        save_adapter(random_adapters(CFG, RANKS), CFG, tmp_path)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
@@ -78,5 +294,5 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(peft, "write_shard", full)
     with pytest.raises(ConfigError, match="No space left"):
-        save_adapter(adapter(), tmp_path / "a", rank=3, alpha=6.0)
+        save_adapter(random_adapters(CFG, RANKS), CFG, tmp_path / "a")
     assert not list(tmp_path.iterdir())

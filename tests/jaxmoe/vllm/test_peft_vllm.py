@@ -29,7 +29,6 @@ CFG = ModelConfig(
     experts_per_token=2, d_expert=96, sliding_window=16, dtype="float32",
 )  # fmt: skip
 RANK, ALPHA = 4, 8.0
-ATTENTION = {"q_proj": "w_q", "k_proj": "w_k", "v_proj": "w_v", "o_proj": "w_o"}
 ENV = {
     "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -68,15 +67,15 @@ def setting(tmp_path_factory):
         lambda s: (s.init == "ones") + 0.1 * rng.standard_normal(s.shape, np.float32), CFG
     )
     save_params(params, CFG, home / "model", dtype="float32")
-    merged, adapter = jax.tree.map(np.array, params), {}
-    for layer in range(CFG.n_layers):
-        block = merged["layers"][("sliding", "full")[layer % 2]]
-        for module, ours in ATTENTION.items():
-            into, out = block[ours].shape[1:]
-            a, b = (0.2 * rng.standard_normal(s, np.float32) for s in ((RANK, into), (out, RANK)))
-            adapter[f"model.layers.{layer}.self_attn.{module}"] = (a, b)
-            block[ours][layer // 2] += (ALPHA / RANK * (b @ a)).T
-    save_adapter(adapter, home / "adapter", rank=RANK, alpha=ALPHA)
+    merged, adapters = jax.tree.map(np.array, params), {"sliding": {}, "full": {}}
+    for kind, adapted in adapters.items():
+        block = merged["layers"][kind]
+        for name in ("w_q", "w_k", "w_v", "w_o"):
+            pairs, *sizes = block[name].shape
+            a, b = (0.2 * rng.standard_normal((pairs, RANK, n), np.float32) for n in sizes)
+            adapted[name] = (a, b)
+            block[name] += ALPHA / RANK * np.einsum("prd,prf->pdf", a, b)
+    save_adapter({"layers": adapters}, CFG, home / "adapter", attention_alpha=ALPHA)
     tokens = rng.integers(0, CFG.vocab_size, 40)
     (home / "tokens.json").write_text(json.dumps(tokens.tolist()))
 

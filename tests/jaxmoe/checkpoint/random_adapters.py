@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters with every entry nonzero, and what they add, written plainly."""
+
+import jax
+import numpy as np
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model.params import Spec, param_specs
+
+# D = 48, F = 40, 2F = 80, N·H = 96, K·H = 32: no two sizes of a matrix agree
+CFG = ModelConfig(
+    vocab_size=97, d_model=48, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=16, n_experts=3,
+    experts_per_token=2, d_expert=40, sliding_window=9, dtype="float32", vocab_multiple=40,
+)  # fmt: skip
+NAMES = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down")
+EXPERTS = NAMES[4:]
+
+
+def random_adapters(cfg: ModelConfig, ranks: dict[str, int], seed: int = 0, size: float = 1.0):
+    """{"layers": {"sliding" | "full": {name: (a, b)}}} for the names that have a rank."""
+    rng = np.random.default_rng(seed)
+
+    def pair(spec: Spec, rank: int):
+        *stack, inputs, outputs = spec.shape
+        return tuple(
+            size * rng.standard_normal((*stack, rank, n), np.float32) for n in (inputs, outputs)
+        )
+
+    specs = param_specs(cfg)["layers"]
+    return {"layers": {kind: {name: pair(specs[kind][name], rank) for name, rank in ranks.items()}
+                       for kind in ("sliding", "full")}}  # fmt: skip
+
+
+def delta(adapters, kind: str, name: str, scale: float) -> np.ndarray:
+    """scale · aᵀ b in float64, [pair, (E,) in, out]."""
+    a, b = (np.asarray(x, np.float64) for x in adapters["layers"][kind][name])
+    return scale * np.einsum("...rd,...rf->...df", a, b)
+
+
+def same(ours, theirs) -> bool:
+    told = jax.tree.map(lambda x, y: x.dtype == y.dtype and (x == y).all(), ours, theirs)
+    return all(jax.tree.leaves(told))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters merged into dense and packed weights, against float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint.hf import load_params, save_params
+from jaxmoe.checkpoint.merge import merged
+from jaxmoe.checkpoint.mxfp4 import decoded
+from jaxmoe.checkpoint.packed import pack_experts
+from jaxmoe.model.params import abstract_params
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from tests.jaxmoe.checkpoint.random_adapters import CFG, NAMES, delta, random_adapters
+
+PACKABLE = dataclasses.replace(CFG, d_model=64, d_expert=128)
+RANKS = {name: 2 if name in NAMES[4:] else 3 for name in NAMES}
+SCALES = {name: 0.5 + 0.25 * i for i, name in enumerate(NAMES)}
+
+
+def weights(cfg, dtype="float32"):
+    rng = np.random.default_rng(1)
+    draw = lambda x: rng.standard_normal(x.shape, np.float32).astype(dtype)  # noqa: E731
+    return jax.tree.map(draw, abstract_params(cfg))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("put", [lambda x: x, jnp.asarray], ids=["numpy", "jax"])
+def test_each_adapted_matrix_gains_its_delta_and_no_other_leaf_changes(dtype, put):
+    base = jax.tree.map(put, weights(CFG, jnp.dtype(dtype)))
+    adapters = random_adapters(CFG, RANKS)
+    got = merged(base, jax.tree.map(put, adapters), SCALES)
+    for kind, of in base["layers"].items():
+        for name, w in of.items():
+            if name not in NAMES:
+                assert got["layers"][kind][name] is w
+                continue
+            wide = np.asarray(w, np.float64) + delta(adapters, kind, name, SCALES[name])
+            ours = got["layers"][kind][name]
+            assert ours.dtype == jnp.dtype(dtype) and isinstance(ours, np.ndarray)
+            unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-24  # half an ulp, of the result
+            allowed = unit * np.abs(wide) + 2.0**-22 * np.abs(wide).max()
+            assert (np.abs(ours.astype(np.float64) - wide) <= allowed).all()
+    assert got["head"] is base["head"]
+
+
+def test_packed_experts_are_merged_as_their_values_and_packed_again_only_at_a_loss(tmp_path):
+    packed, _ = pack_experts(weights(PACKABLE, ml_dtypes.bfloat16), PACKABLE)
+    is_packed = lambda x: isinstance(x, Mxfp4)  # noqa: E731
+    dense = jax.tree.map(lambda x: decoded(x) if is_packed(x) else x, packed, is_leaf=is_packed)
+    adapters = random_adapters(PACKABLE, RANKS, size=0.3)
+    ours, want = (merged(base, adapters, SCALES) for base in (packed, dense))
+    same = jax.tree.map(lambda x, y: x.dtype == y.dtype and (x == y).all(), ours, want)
+    assert all(jax.tree.leaves(same))
+    save_params(ours, PACKABLE, tmp_path / "dense")
+    back = load_params(tmp_path / "dense", PACKABLE, "bfloat16")
+    assert (back["layers"]["full"]["w_down"] == ours["layers"]["full"]["w_down"]).all()
+    _, errors = pack_experts(ours, PACKABLE)
+    assert min(error.relative for error in errors.values()) > 0.05
+
+
+def test_what_was_trained_in_full_replaces_the_bases():
+    base, router = weights(CFG), np.ones((2, 48, 3), np.float32)
+    adapters = random_adapters(CFG, {"w_q": 3})
+    adapters["layers"]["full"]["w_router"] = router
+    got = merged(base, {**adapters, "final_norm": base["final_norm"] + 1}, SCALES)
+    assert got["layers"]["full"]["w_router"] is router
+    assert got["layers"]["sliding"]["w_router"] is base["layers"]["sliding"]["w_router"]
+    assert (got["final_norm"] == base["final_norm"] + 1).all()
+
+
+def without_w_q(adapters):
+    adapters["layers"]["full"]["w_x"] = adapters["layers"]["full"].pop("w_q")
+
+
+def swapped(adapters):
+    adapters["layers"]["full"]["w_q"] = adapters["layers"]["full"]["w_q"][::-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "scales", "message"),
+    [
+        (without_w_q, SCALES, "layers/full/w_x is adapted, and the base has none"),
+        (swapped, SCALES, r"layers/full/w_q of shape \(2, 48, 96\) must have a"),
+        (lambda _: None, {}, "layers/.*/w_q is adapted and must have a scale"),
+        (lambda x: x.update(head=np.ones(3)), SCALES, "head must have shape"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused_by_name(change, scales, message):
+    adapters = random_adapters(CFG, {"w_q": 3})
+    change(adapters)
+    with pytest.raises(ValueError, match=message):
+        merged(weights(CFG), adapters, scales)

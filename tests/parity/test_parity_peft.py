@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters through PEFT's files, against PEFT itself on `transformers`' GptOss, both ways.
+
+Each matrix's delta is compared with the one that our A and B give, not with "something changed";
+log-probs of the adapted model by the three-way rule of test_parity_forward.py, against the oracle
+that has our float64 deltas. D = 48, F = 40: a transposed delta has another shape.
+"""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.checkpoint.merge import merged
+from jaxmoe.checkpoint.peft import save_adapter
+from jaxmoe.checkpoint.peft_layout import TARGETS
+from jaxmoe.checkpoint.peft_read import read_adapter
+from jaxmoe.model import forward, plain_ops, sequence_logprobs
+from jaxmoe.model.config import from_hf
+from tests.jaxmoe.checkpoint.random_adapters import delta, random_adapters, same
+
+pytestmark = [
+    pytest.mark.parity,
+    # peft 0.18 says that it does not know GptOssExperts, 0.21 that a parameter's pattern matches no
+    # module, transformers that peft calls it by an old name
+    pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning:peft"),
+]
+
+OPS, EPS = plain_ops(), 2.0**-23
+LAYERS = [(layer, ("sliding", "full")[layer % 2], layer // 2) for layer in range(4)]
+WAYS = {
+    "both": dict(ranks=dict.fromkeys(TARGETS, 3)),
+    "other ranks": dict(ranks={n: 2 if n in ("w_gate_up", "w_down") else 5
+                               for n in TARGETS}, attention_alpha=6.0, expert_alpha=9.0),
+    "stabilized": dict(ranks={n: 4 for n in TARGETS}, rank_stabilized=True),
+    "experts": dict(ranks=dict(w_gate_up=2, w_down=2)),
+    "one matrix": dict(ranks=dict(w_down=2)),
+    "attention": dict(ranks=dict(w_q=3, w_v=3)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def peft():
+    return pytest.importorskip("peft", reason="compares with peft: pip install -e '.[parity]'")
+
+
+@pytest.fixture(scope="module")
+def setting(hugging, tmp_path_factory):
+    """(their model, our config, our weights, tokens)."""
+    model, folder = hugging.model(), tmp_path_factory.mktemp("base")
+    model.save_pretrained(folder)
+    cfg = dataclasses.replace(from_hf(model.config.to_dict()), dtype="float32")
+    tokens = np.random.default_rng(2).integers(0, cfg.vocab_size, (2, 23))
+    return model, cfg, load_params(folder, cfg, "float32"), tokens
+
+
+def scales_of(ranks, attention_alpha=16.0, expert_alpha=16.0, rank_stabilized=False):
+    """alpha / rank, or alpha / sqrt(rank)."""
+    alphas = {n: expert_alpha if n in ("w_gate_up", "w_down") else attention_alpha for n in ranks}
+    return {n: alphas[n] / (r**0.5 if rank_stabilized else r) for n, r in ranks.items()}
+
+
+def theirs_of(name: str, pair: int, wide: np.ndarray) -> np.ndarray:
+    """Our delta of one layer as their parameter has it: [out, in], or [E, in, out] in turns."""
+    here = wide[pair]
+    if here.ndim == 2:
+        return here.T
+    if name != "w_gate_up":
+        return here
+    half = here.shape[-1] // 2
+    turns = np.empty_like(here)
+    turns[..., 0::2], turns[..., 1::2] = here[..., :half], here[..., half:]
+    return turns
+
+
+def module_and_parameter(model, layer: int, name: str):
+    block, path = model.model.layers[layer], TARGETS[name].split(".")
+    if path[0] == "self_attn":
+        return getattr(block.self_attn, path[1]), "weight"
+    return block.mlp.experts, path[2]
+
+
+def deltas(peft_model):
+    """{(layer, our name): PEFT's own delta of that parameter}."""
+    found = {}
+    for layer, _, _ in LAYERS:
+        block = peft_model.base_model.model.model.layers[layer]
+        for name, path in TARGETS.items():
+            if path.startswith("self_attn."):
+                module = getattr(block.self_attn, path.split(".")[1])
+                if hasattr(module, "lora_A"):
+                    found[layer, name] = module.get_delta_weight("default")
+                continue
+            module = block.mlp.experts
+            while hasattr(module, "parameter_name"):
+                if module.parameter_name == path.rpartition(".")[2]:
+                    found[layer, name] = module.get_delta_weight("default")
+                module = module.base_layer
+    return {key: x.detach().double().numpy() for key, x in found.items()}
+
+
+def check_deltas(peft_model, adapters, scales) -> None:
+    got, seen = deltas(peft_model), 0
+    for layer, kind, pair in LAYERS:
+        for name in adapters["layers"][kind]:
+            want = theirs_of(name, pair, delta(adapters, kind, name, scales[name]))
+            ours, seen = got[layer, name], seen + 1
+            assert ours.shape == want.shape, (layer, name)
+            # 5 products at most, each and their sum rounded; then the scale
+            allowed = 8 * EPS * np.abs(want).max()
+            assert np.abs(ours - want).max() <= allowed, (layer, name)
+            assert np.abs(want).max() > 0.01
+    assert seen == len(got)
+
+
+def log_probs(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    top = logits.max(-1, keepdims=True)
+    whole = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    return np.take_along_axis(whole[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+
+
+def check_log_probs(hugging, setting, adapters, scales, peft_model) -> None:
+    """Ours with merged weights, theirs through PEFT, and float64."""
+    model, cfg, params, tokens = setting
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    wide = copy.deepcopy(model).double()
+    for layer, kind, pair in LAYERS:
+        for name in adapters["layers"][kind]:
+            module, parameter = module_and_parameter(wide, layer, name)
+            add = theirs_of(name, pair, delta(adapters, kind, name, scales[name]))
+            with hugging.torch.no_grad():
+                getattr(module, parameter).add_(hugging.torch.tensor(add))
+    oracle = log_probs(hugging.run(hugging.oracle(wide), tokens, positions)[0], tokens)
+    base = log_probs(hugging.run(hugging.oracle(model), tokens, positions)[0], tokens)
+    theirs = log_probs(hugging.run(peft_model, tokens, positions)[0], tokens)
+    tokens_BT = jnp.asarray(tokens, jnp.int32)
+
+    @jax.jit
+    def ours_of(params):
+        hidden_BTD = forward(params, tokens_BT, cfg, OPS)[0]
+        return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, OPS)[0]
+
+    whole = jax.tree.map(jnp.asarray, merged(params, adapters, scales))
+    ours = np.asarray(ours_of(whole), np.float64)[:, 1:]
+    allowed = 2 * np.abs(theirs - oracle).max() + 2 * EPS * np.abs(oracle).max()
+    error, moved = np.abs(ours - oracle).max(), np.abs(oracle - base).max()
+    print(f"|dlogp| {error:.1e}, allowed {allowed:.1e}; the adapter moves them by {moved:.2g}")
+    assert error <= allowed
+    assert moved > 1000 * allowed
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_peft_reads_our_adapter_as_we_mean_it(hugging, peft, setting, tmp_path, way):
+    model, cfg, _, _ = setting
+    how = {key: value for key, value in way.items() if key != "ranks"}
+    adapters, scales = random_adapters(cfg, way["ranks"], size=0.05), scales_of(**way)
+    save_adapter(adapters, cfg, tmp_path / "a", **how)
+    assert same(read_adapter(tmp_path / "a", cfg).adapters, adapters)
+    read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
+    check_deltas(read, adapters, scales)
+    check_log_probs(hugging, setting, adapters, scales, read)
+
+
+@pytest.mark.parametrize("way", ["both", "other ranks", "stabilized", "one matrix", "attention"])
+def test_we_read_pefts_adapter_as_it_means_it(hugging, peft, setting, tmp_path, way):
+    model, cfg, _, _ = setting
+    ranks, how = WAYS[way]["ranks"], WAYS[way]
+    modules = [TARGETS[n].rpartition(".")[2] for n in ranks if TARGETS[n].startswith("self")]
+    parameters = [TARGETS[n] for n in ranks if TARGETS[n].startswith("mlp")]
+    different = {TARGETS[n]: r for n, r in ranks.items() if r == 2 and way == "other ranks"}
+    config = peft.LoraConfig(
+        r=max(ranks.values()), lora_alpha=how.get("attention_alpha", 16.0),
+        target_modules=modules, target_parameters=parameters or None,
+        use_rslora=how.get("rank_stabilized", False), init_lora_weights=False,
+        rank_pattern=different, alpha_pattern=dict.fromkeys(different, 9.0),
+    )  # fmt: skip
+    hugging.torch.manual_seed(0)
+    made = peft.get_peft_model(copy.deepcopy(model), config)
+    with hugging.torch.no_grad():  # PEFT's own are small
+        for name, x in made.named_parameters():
+            if "lora_" in name:
+                x.copy_(0.05 * hugging.torch.randn_like(x))
+    made.save_pretrained(tmp_path / "a", save_embedding_layers=False)
+    back = read_adapter(tmp_path / "a", cfg)
+    assert set(back.scales) == set(ranks)
+    assert back.over == (None if way == "attention" else over_of(peft))
+    for name, scale in scales_of(**how).items():
+        assert back.scales[name] == pytest.approx(scale, rel=1e-12)
+    check_deltas(made, back.adapters, back.scales)
+    check_log_probs(hugging, setting, back.adapters, back.scales, made)
+
+
+def over_of(peft) -> str:
+    """The axis that this PEFT's A is over."""
+    return "out" if peft.__version__ == "0.19.0" else "in"
+
+
+WRONG = {
+    "A and B of another expert": lambda a, b: (a[:, ::-1], b),
+    "a rank's B of another": lambda a, b: (a, b[:, :, ::-1]),
+    "gate for up": lambda a, b: (a, np.roll(b, b.shape[-1] // 2, axis=-1)),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+def test_a_mistake_in_the_layout_would_be_seen(hugging, peft, setting, tmp_path, change):
+    model, cfg, _, _ = setting
+    adapters = random_adapters(cfg, {"w_gate_up": 2}, size=0.05)
+    scales = scales_of({"w_gate_up": 2})
+    save_adapter(adapters, cfg, tmp_path / "a")
+    read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
+    for of in adapters["layers"].values():
+        of["w_gate_up"] = change(*of["w_gate_up"])
+    with pytest.raises(AssertionError):
+        check_deltas(read, adapters, scales)
+    with pytest.raises(AssertionError):
+        check_log_probs(hugging, setting, adapters, scales, read)
