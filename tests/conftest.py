@@ -2,6 +2,7 @@
 """Strict arithmetic for every test. Imports nothing of the project: the typing hook comes first."""
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -32,12 +33,15 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not any(x.startswith("aot")
     programs = tempfile.mkdtemp(prefix="jaxmoe-tests-")
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXMOE_TEST_PROGRAMS"] = programs
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # to keep one takes 12 ms
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 if "PYTEST_XDIST_WORKER" in os.environ and "JAXMOE_TEST_PROGRAMS" in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
         os.environ["JAXMOE_TEST_PROGRAMS"], os.environ["PYTEST_XDIST_WORKER"]
     )
+
+# tracing makes millions of objects that stay: looking through them is a tenth of the time
+gc.set_threshold(100_000, 50, 100)
 
 import jax
 from hypothesis import settings
