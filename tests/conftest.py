@@ -40,15 +40,15 @@ if "PYTEST_XDIST_WORKER" in os.environ and "JAXMOE_TEST_PROGRAMS" in os.environ:
         os.environ["JAXMOE_TEST_PROGRAMS"], os.environ["PYTEST_XDIST_WORKER"]
     )
 
-# tracing makes millions of objects that stay: looking through them is a tenth of the time
-gc.set_threshold(100_000, 50, 100)
-
 import jax
 from hypothesis import settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+
+# tracing makes millions of objects that stay: looking through them is a tenth of the time
+gc.set_threshold(100_000, 50, 100)
 
 settings.register_profile("quick", max_examples=12, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=2000, deadline=None, derandomize=True)
