@@ -2,6 +2,7 @@
 """Strict arithmetic for every test. Imports nothing of the project: the typing hook comes first."""
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -32,7 +33,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not any(x.startswith("aot")
     programs = tempfile.mkdtemp(prefix="jaxmoe-tests-")
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXMOE_TEST_PROGRAMS"] = programs
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # to keep one takes 12 ms
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 if "PYTEST_XDIST_WORKER" in os.environ and "JAXMOE_TEST_PROGRAMS" in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
@@ -45,6 +46,9 @@ from hypothesis import settings
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+
+# tracing makes millions of objects that stay: looking through them is a tenth of the time
+gc.set_threshold(100_000, 50, 100)
 
 settings.register_profile("quick", max_examples=12, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=2000, deadline=None, derandomize=True)

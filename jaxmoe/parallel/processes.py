@@ -156,26 +156,14 @@ def in_shares(
 ) -> list[Any]:
     """fn(share) of each process, by its number; `of` neighbours stay together.
 
-    Raises EngineError, in all processes, where one could not.
+    Raises in all processes what one raised: ConfigError, or EngineError for anything else.
     """
     count, number = jax.process_count(), jax.process_index()
     if count == 1:
         return [fn(items)]
     groups = -(-len(items) // of)
     first, last = (groups * i // count * of for i in (number, number + 1))
-    error: Exception | None = None
-    made: dict[str, Any] = {}
-    try:
-        made["value"] = fn(items[first:last])
-    except Exception as raised:  # the others wait for a value: they are told of the error
-        error, made["error"] = raised, f"{type(raised).__name__}: {raised}"
-    found = everyones(made)
-    if error is not None:
-        raise error
-    for i, other in enumerate(found):
-        if "error" in other:
-            raise EngineError(f"process {i} could not go on: {other['error']}")
-    return [other["value"] for other in found]
+    return _channel().by_all(lambda: fn(items[first:last]))
 
 
 @contextmanager

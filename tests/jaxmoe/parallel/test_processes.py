@@ -17,6 +17,7 @@ import pytest
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel import processes
+from jaxmoe.parallel.channel import Channel
 from jaxmoe.parallel.processes import (
     PLAIN,
     agreed,
@@ -83,12 +84,15 @@ def test_a_first_process_that_does_not_answer_is_one_line(monkeypatch):
 def as_three(monkeypatch, number, others):
     """As process `number` of three, of which the others have these values."""
 
-    def all_have(value):
-        return [value if i == number else others[i] for i in range(3)]
+    class Three(Channel):
+        def everyones(self, value):
+            return [value if i == number else others[i] for i in range(3)]
 
+    channel = Three("three", number=number, count=3)
     monkeypatch.setattr(processes.jax, "process_count", lambda: 3)
     monkeypatch.setattr(processes.jax, "process_index", lambda: number)
-    monkeypatch.setattr(processes, "everyones", all_have)
+    monkeypatch.setattr(processes.jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes, "_channel", lambda: channel)
 
 
 def test_what_differs_between_processes_is_named_with_who_has_it(monkeypatch):
@@ -108,8 +112,9 @@ def test_neighbours_stay_together_in_a_share_and_all_is_shared_out(monkeypatch):
 
 
 def test_an_error_in_one_process_ends_all(monkeypatch):
-    as_three(monkeypatch, 0, {1: {"value": 1}, 2: {"error": "ValueError: no"}})
-    with pytest.raises(EngineError, match="process 2 could not go on: ValueError: no"):
+    broken = {"error": '["EngineError", 2, "ValueError: no"]'}
+    as_three(monkeypatch, 0, {1: {"value": 1}, 2: broken})
+    with pytest.raises(EngineError, match="process 2: ValueError: no"):
         in_shares([1, 2, 3], sum)
     as_three(monkeypatch, 2, {0: {"value": 1}, 1: {"value": 1}})
     with pytest.raises(ZeroDivisionError):

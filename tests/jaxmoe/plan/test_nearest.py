@@ -38,6 +38,13 @@ def test_what_the_compiler_adds_counts():
     assert nearest(CFG, HELD.training, (1.01, 1.0))[1] == ["mesh.fsdp=1", "mesh.expert=8"]
 
 
+def test_where_sampling_takes_most_fewer_sequences_at_once_fit():
+    cfg = override(CFG, "rollout.max_parallel_sequences=8192")
+    held = memory(cfg)
+    assert held.sampling > held.training
+    assert nearest(cfg, held.training)[1] == ["rollout.max_parallel_sequences=8"]
+
+
 def test_where_nothing_fits_no_setting_is_told(monkeypatch):
     monkeypatch.setattr(search, "MOST", 8)
     assert nearest(CFG, 10**6)[1:] == ([], 0)
