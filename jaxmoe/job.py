@@ -25,6 +25,7 @@ from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.envs.tasks import Task, evaluate
 from jaxmoe.guards import gate_closed, must_be_finite
 from jaxmoe.model import Ops
+from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.alerts import alerts, counted
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.plots import plot_run
@@ -37,7 +38,7 @@ from jaxmoe.rl.batch import Batch, padding_frac
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import Told
 from jaxmoe.rollout.engine import Engine
-from jaxmoe.shapes import Metrics
+from jaxmoe.shapes import Metrics, Params
 
 
 @dataclass
@@ -61,11 +62,19 @@ class Job:
     contents: dict[str, str] = field(default_factory=dict)  # digests of the run's files
     progress: Progress | None = None  # the bar that is shown
     mesh: Mesh | None = None  # None: one device
+    base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
 
     def __post_init__(self) -> None:
         self.saved = self.at.number  # it is on disk, or can be made again
         self.first = self.at.step
         self.told = len(self.engine.incidents)
+
+    def policy(self) -> Params:
+        """The weights after the last whole step, as an engine loads them."""
+        found = self.at.state.params.policy
+        if self.base is None:
+            return found
+        return with_adapters(self.base, found, self.cfg.lora.scales)
 
     def begin(self, at: Position) -> None:
         """Go on from here; it is saved, or can be made again."""

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmoe.checkpoint.base import load_base, make_base
 from jaxmoe.checkpoint.run import (
     Position,
     alone,
@@ -52,8 +53,16 @@ from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.minibatches import divide, packed
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.programs import pinned, rl_program, supervised_program, warmup_optimizer
-from jaxmoe.rl.state import Trained, TrainState, new_state, rl_state, stage_shapes
+from jaxmoe.rl.state import (
+    Trained,
+    TrainState,
+    new_adapters,
+    new_state,
+    rl_state,
+    stage_shapes,
+)
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
+from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Params
 
@@ -97,6 +106,9 @@ def open_job(cfg: Config) -> Iterator[Job]:
     supervised = warmup_optimizer(cfg)
     held = contents(cfg, task)
     at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx, mesh), contents=held)
+    given = cfg.lora.ranks and cfg.init.checkpoint and cfg.warmup.steps == 0
+    if at is None and given:  # whole weights that are trained are nowhere
+        at = Position("rl", 0, jax.jit(lambda: rl_state(new_adapters(cfg), cfg, tx))(), None)
     if at is None:
 
         def begin(policy: Params) -> TrainState:
@@ -106,6 +118,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
         if pins := pinned(cfg, mesh, jax.eval_shape(begin, policy), 0):
             begin = jax.jit(begin, **pins)  # moments are made where they lie
         at = Position("warmup", 0, begin(policy), None)
+    base = load_base(cfg) if cfg.lora.ranks and at.stage == "rl" else None
     task.check_prompts()
     if at.stage == "warmup" and at.step < cfg.warmup.steps:
         task.check_answers(cfg.context)
@@ -127,7 +140,10 @@ def open_job(cfg: Config) -> Iterator[Job]:
         if first:
             record_config(work, cfg, kernels.names)
         ops = sharded_ops(ops, mesh, cfg.model, across=cfg.mesh.attention)
-        yield Job(cfg, ops, chosen, tx, work, task, engine, log, stop, at, contents=held, mesh=mesh)
+        yield Job(
+            cfg, ops, chosen, tx, work, task, engine, log, stop, at, contents=held, mesh=mesh,
+            base=base,
+        )  # fmt: skip
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
     print(f"samples  python -m jaxmoe.samples {shlex.quote(str(work))}")
@@ -165,6 +181,8 @@ def warm_start(job: Job) -> None:
     # first step's program would not fit the second's arguments
     new = partial(rl_state, cfg=cfg, tx=job.tx)
     policy = state.params.policy
+    if cfg.lora.ranks:
+        job.base, policy = make_base(policy, cfg), new_adapters(cfg)
     pins = pinned(cfg, job.mesh, jax.eval_shape(new, policy), 0)
     state = jax.jit(new, **pins)(policy)
     job.begin(Position("rl", 0, state, None))
@@ -176,7 +194,9 @@ def reinforce(job: Job) -> None:
     program = rl_program(cfg, job.ops, job.mesh, a, job.tx, state)
     step_fn = jax.jit(program.fn, **program.options)
     with closing(open_rollouts(job)) as rollouts, job.saved_if_it_cannot_go_on():
-        engine.load(state.params.policy, job.at.step)
+        if job.base is not None and isinstance(engine, NativeEngine):
+            engine.keep(job.base)
+        engine.load(job.policy(), job.at.step)
         job.evaluate_first()
         rollouts.weights_synced(job.at.step)
         with Progress(cfg.steps, "rl", done=job.at.step) as progress:
@@ -194,7 +214,7 @@ def reinforce(job: Job) -> None:
                 )  # fmt: skip
                 with job.clock("train"):
                     placed = place(batch, job.mesh)
-                    state, metrics, told = step_fn(state, placed, minibatches)
+                    state, metrics, told = step_fn(state, placed, minibatches, job.base)
                     metrics = job.host(step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr))
                 job.stop_at_the_gate(state, metrics, step)
                 job.at = Position("rl", step, state, collected.data)
@@ -202,7 +222,7 @@ def reinforce(job: Job) -> None:
                 with job.logged_if_it_breaks(metrics):
                     job.record(step, collected, batch, told)
                     with job.clock("weight_sync"):
-                        engine.load(state.params.policy, step)
+                        engine.load(job.policy(), step)
                     if job.due(step):
                         with rollouts.paused(), job.clock("eval"):
                             metrics |= job.evaluate()

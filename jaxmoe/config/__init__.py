@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 from jaxmoe.config.data import DataConfig
 from jaxmoe.config.errors import ConfigError, EngineError, Rule, numbers, require
+from jaxmoe.config.lora import LoraConfig
 from jaxmoe.config.model import FROM_CHECKPOINT, ModelConfig
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
 __all__ = [
     "FROM_CHECKPOINT", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineError",
-    "EvalConfig", "GateConfig", "InitConfig", "LossConfig", "MeshConfig", "ModelConfig",
+    "EvalConfig", "GateConfig", "InitConfig", "LoraConfig", "LossConfig", "MeshConfig", "ModelConfig",
     "ObserveConfig", "OptimConfig", "RolloutConfig", "SaveConfig", "VllmConfig", "WarmupConfig",
     "require", "to_json",
 ]  # fmt: skip
@@ -295,6 +296,7 @@ class Config:
     save: SaveConfig = SaveConfig()
     observe: ObserveConfig = ObserveConfig()
     mesh: MeshConfig = MeshConfig()
+    lora: LoraConfig = LoraConfig()
     kernels: str = "auto"  # those that a check on this chip finds right; or one of KERNELS by name
 
     def __post_init__(self) -> None:
@@ -330,6 +332,7 @@ class Config:
             f"--set data.max_prompt_tokens={self.model.max_context // 2} "
             f"--set rollout.max_new_tokens={self.model.max_context // 2}.",
         )
+        self._check_lora()
         near = difflib.get_close_matches(self.kernels, KERNELS, 1) or ["auto"]
         require(
             self.kernels in KERNELS,
@@ -348,6 +351,26 @@ class Config:
             self.save.keep > 0,
             f"save.keep must be positive, got {self.save.keep}. Try --set save.keep=3.",
         )
+
+    def _check_lora(self) -> None:
+        """What adapters cannot be trained with."""
+        if not self.lora.ranks:
+            return
+        for key, given, must in (
+            ("mesh", self.mesh.devices, 1),
+            ("rollout.engine", self.rollout.engine, "native"),
+            ("optim.moments", self.optim.moments, "device"),
+            ("critic.backbone", self.critic.backbone if self.critic.backbone == "own" else 0, 0),
+        ):
+            typed = {"mesh": "mesh.fsdp=1", "critic.backbone": "critic.backbone=shared"}.get(
+                key, f"{key}={must}"
+            )
+            require(
+                given == must,
+                f"lora needs {typed}, got {key}={given}: adapters are trained on one device, "
+                f"sampled by the native engine. Try --set {typed}, or --set lora.attention_rank=0 "
+                "--set lora.expert_rank=0.",
+            )
 
     @property
     def context(self) -> int:

@@ -3,11 +3,13 @@
 
 from collections.abc import Callable
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.shapes import Params
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
+from jaxmoe.model.lora import split
+from jaxmoe.shapes import Leaf, Params
+from pallas_kernels.grouped_matmul import LowRank, Mxfp4, grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
 
 
@@ -23,6 +25,7 @@ def experts(
 ) -> Float[Array, "B T D"]:
     """Σ_a weight_a · W_down·swiglu(W_gate_up·h + b) + b over a token's active experts.
 
+    The matrices may be in four bits, and have a change of low rank beside them.
     Numerics: matmuls accumulate in float32 and round to h's dtype; the sum over experts is
     float32 in top-k order and rounds once.
     """
@@ -30,9 +33,18 @@ def experts(
     h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
     order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)
     rows = permute_rows(h_MD, order, inverse, active)
+    w_gate_up, change = _matrices(layer["w_gate_up"], dtype)
     hidden = gate_up(
-        rows, layer["w_gate_up"].astype(dtype), sizes_E, bias_EF=layer["b_gate_up"],
-        alpha=cfg.swiglu_alpha, limit=cfg.swiglu_limit,
+        rows, w_gate_up, sizes_E, bias_EF=layer["b_gate_up"],
+        alpha=cfg.swiglu_alpha, limit=cfg.swiglu_limit, **change,
     )  # fmt: skip
-    out = down(hidden, layer["w_down"].astype(dtype), sizes_E, bias_EF=layer["b_down"])
+    w_down, change = _matrices(layer["w_down"], dtype)
+    out = down(hidden, w_down, sizes_E, bias_EF=layer["b_down"], **change)
     return combine_rows(out, inverse, weights_BTA.reshape(-1, active)).reshape(h_BTD.shape)
+
+
+def _matrices(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, dict[str, LowRank]]:
+    """As the grouped matmuls take them, and what goes with them."""
+    w_EDF, change = split(w_EDF)
+    w_EDF = w_EDF if isinstance(w_EDF, Mxfp4) else w_EDF.astype(dtype)
+    return w_EDF, {} if change is None else {"low_rank": change}

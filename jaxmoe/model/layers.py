@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.model.lora import Adapted, split
 from pallas_kernels import token_logprobs
 
 
@@ -30,9 +31,21 @@ def rms_norm(
     return (x32 * inverse * _per_row(scale_D, x)).astype(x.dtype)
 
 
-def linear(x: Float[Array, "*B D"], w_DF: Float[Array, "D F"], b_F: Float[Array, " F"]) -> Array:
-    """x·w + b: accumulated in float32, rounded once to x's dtype."""
+def linear(
+    x: Float[Array, "*B D"], w_DF: Float[Array, "D F"] | Adapted, b_F: Float[Array, " F"]
+) -> Array:
+    """x·w + b: accumulated in float32, rounded once to x's dtype.
+
+    Of an adapted matrix + scale · (x·aᵀ)·b, where x·aᵀ is rounded to x's dtype and the rest is
+    added in float32.
+    """
+    w_DF, change = split(w_DF)
     y = jnp.dot(x, w_DF.astype(x.dtype), preferred_element_type=jnp.float32)
+    if change is not None:
+        a_RD, b_RF, scale = change
+        low = jnp.dot(x, a_RD.T.astype(x.dtype), preferred_element_type=jnp.float32)
+        low = low.astype(x.dtype)
+        y = y + scale * jnp.dot(low, b_RF.astype(x.dtype), preferred_element_type=jnp.float32)
     return (y + _per_row(b_F, y)).astype(x.dtype)
 
 

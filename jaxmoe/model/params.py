@@ -142,9 +142,7 @@ def held_shapes(params: Params) -> dict[str, tuple[int, ...] | str]:
     What is packed and cannot be (another matrix than an expert's, scales that do not fit, rows that
     are no multiple of 64) is told in words, which equal no shape.
     """
-    flat, _ = jax.tree.flatten_with_path(
-        params, is_leaf=lambda leaf: isinstance(leaf, (Spec, Mxfp4))
-    )
+    flat, _ = jax.tree.flatten_with_path(params, is_leaf=lambda leaf: hasattr(leaf, "shape"))
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): _held_shape(leaf)
         for path, leaf in flat
@@ -170,16 +168,18 @@ def read_dtype(spec: Spec, cfg: ModelConfig, held: DTypeLike) -> jnp.dtype:
     return jnp.dtype(cfg.dtype if spec.read == "compute" else held)
 
 
-def as_read(params: Params, cfg: ModelConfig) -> Params:
+def as_read(params: Params, cfg: ModelConfig, shared: Params | None = None) -> Params:
     """A copy of the parameters, each in the dtype the forward reads it in.
 
-    forward(as_read(params, cfg), …) is forward(params, …) bit for bit. Packed experts stay packed.
+    forward(as_read(params, cfg), …) is forward(params, …) bit for bit. Packed experts stay packed,
+    adapters beside their base; arrays that are `shared`'s own are not copied.
     """
+    own = {id(x) for x in jax.tree.leaves(shared)}
 
     def read(spec: Spec, x: Leaf) -> Leaf:
-        if isinstance(x, Mxfp4):
-            return jax.tree.map(jnp.copy, x)
-        return jnp.array(x, read_dtype(spec, cfg, x.dtype), copy=True)
+        if not hasattr(x, "dtype"):  # packed, or adapted
+            return jax.tree.map(lambda part: part if id(part) in own else jnp.copy(part), x)
+        return x if id(x) in own else jnp.array(x, read_dtype(spec, cfg, x.dtype), copy=True)
 
     return map_specs(read, cfg, params)
 

@@ -54,8 +54,10 @@ def rl_program(
     cfg: Config, ops: Ops, mesh: Mesh | None, algorithm: Algorithm,
     tx: optax.GradientTransformation, state: TrainState,
 ) -> Jitted:  # fmt: skip
-    """A step of RL: (state, batch, minibatches) -> (state, metrics, told)."""
-    scorer = Scorer(cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone)
+    """A step of RL: (state, batch, minibatches, base) -> (state, metrics, told)."""
+    scorer = Scorer(
+        cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales
+    )
     step = partial(
         rl_step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.gate,
         microbatches=cfg.optim.microbatches,

@@ -4,16 +4,18 @@
 Next: jaxmoe/model/forward.py.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from jaxtyping import Array, Float
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
 from jaxmoe.model.head import next_column
+from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.params import check_params
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.state import Trained
+from jaxmoe.rl.state import Frozen, Trained
 from jaxmoe.shapes import Params
 
 
@@ -25,6 +27,13 @@ class Scorer:
     ops: Ops
     temperature: float = 1.0
     critic: str = "none"  # "own" or "shared" backbone
+    scales: Mapping[str, float] = field(default_factory=dict)  # of LoRA's changes, by matrix
+
+    def whole(self, params: Trained, frozen: Frozen) -> Trained:
+        """With the policy as the forward reads it: where adapters are trained, beside the base."""
+        if frozen.base is None:
+            return params
+        return replace(params, policy=with_adapters(frozen.base, params.policy, self.scales))
 
     def policy(self, params: Trained, batch: Batch) -> dict[str, Array]:
         """logp_BT and entropy_BT; and `values_of` where the critic shares the policy's layers."""

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.config import Config
 from jaxmoe.model.critic import new_critic
+from jaxmoe.model.lora import init_adapters
 from jaxmoe.model.params import abstract_params
 from jaxmoe.parallel.sharding import placed_shapes, state_mesh
 from jaxmoe.shapes import Leaf, Params
@@ -31,6 +32,7 @@ class Frozen:
     """What a loss reads and nothing changes."""
 
     reference: Leaf = None  # Params of the KL term, or None
+    base: Leaf = None  # Params beside which adapters are trained, while a step runs, or None
 
 
 @struct.dataclass
@@ -52,17 +54,23 @@ def new_state(
     )  # fmt: skip
 
 
+def new_adapters(cfg: Config) -> Params:
+    """Those that change nothing yet, of the run's seed."""
+    return init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora)
+
+
 def rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
     """The state before RL's first update.
 
     A new critic where the config has one; the policy's copy as reference where it has a KL term.
+    With LoRA the policy is its adapters, and the base is the reference.
     """
     critic = None
     if cfg.critic.backbone != "none":
         critic = new_critic(
             policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
         )
-    reference = jax.tree.map(jnp.copy, policy) if cfg.loss.kl_coef > 0 else None
+    reference = jax.tree.map(jnp.copy, policy) if cfg.loss.kl_coef > 0 and not cfg.lora.ranks else None
     return new_state(Trained(policy, critic), tx, Frozen(reference))
 
 
@@ -73,10 +81,12 @@ def stage_shapes(
     mesh: Mesh | None = None,
 ) -> dict[str, TrainState]:
     """Shapes of the state in each stage of a run, and on a mesh where they lie."""
-    policy = abstract_params(cfg.model, cfg.optim.param_dtype)
+    policy = trained = abstract_params(cfg.model, cfg.optim.param_dtype)
+    if cfg.lora.ranks:
+        trained = jax.eval_shape(lambda: new_adapters(cfg))
     shapes = {
         "warmup": jax.eval_shape(lambda p: new_state(Trained(p), supervised), policy),
-        "rl": jax.eval_shape(lambda p: rl_state(p, cfg, tx), policy),
+        "rl": jax.eval_shape(lambda p: rl_state(p, cfg, tx), trained),
     }
     mesh, at = state_mesh(mesh, cfg.optim), cfg.optim.moments
     return {stage: placed_shapes(state, cfg.model, mesh, at) for stage, state in shapes.items()}

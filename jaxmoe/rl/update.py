@@ -38,7 +38,7 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
 from jaxmoe.rl.step import apply_gradients
 from jaxmoe.rl.validate import check, check_inputs
-from jaxmoe.shapes import Leaf, Metrics
+from jaxmoe.shapes import Leaf, Metrics, Params
 
 OPEN = GateConfig()
 
@@ -55,6 +55,7 @@ def rl_step(
     state: TrainState,
     batch: Batch,
     minibatches: Minibatches | None = None,
+    base: Params | None = None,
     *,
     tx: optax.GradientTransformation,
     algorithm: Algorithm,
@@ -66,6 +67,7 @@ def rl_step(
 
     Args:
         minibatches: None where there is one update, on the whole batch.
+        base: frozen weights, where the state trains adapters beside them; not donated.
         microbatches: that the whole batch is cut into, where it is not packed.
     Returns:
         The state after the updates, unless the gate closed; of their metrics the means, largest
@@ -74,14 +76,15 @@ def rl_step(
     vocabulary are seen by `check_tokens`, on the host.
     """
     check(algorithm, batch.samples_per_prompt)
-    check_inputs(state, batch, minibatches, algorithm, scorer.model, microbatches)
+    beside = replace(state, frozen=replace(state.frozen, base=base))
+    check_inputs(beside, batch, minibatches, algorithm, scorer.model, microbatches)
     a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
     # a batch is trained on whole or not at all: with several updates the gate reads it first
     first = a.recomputes or (gated(gate) and a.updates > 1)
-    scored = score(state, batch, a, scorer, microbatches, policy=first)
+    scored = score(beside, batch, a, scorer, microbatches, policy=first)
     scored = estimate(batch, scored, a)
     update = partial(
-        one_update, tx=tx, algorithm=a, scorer=scorer, gate=gate,
+        one_update, base=base, tx=tx, algorithm=a, scorer=scorer, gate=gate,
         gap=engine_gap(scored.old_logp_BT, batch) if first else None,
         microbatches=max(1, microbatches // a.minibatches),
     )  # fmt: skip
@@ -114,17 +117,22 @@ def score(
     state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer, microbatches: int, *,
     policy: bool,
 ) -> Scored:  # fmt: skip
-    """What must be known before the first gradient: reference, values, old log-probs if asked."""
+    """What must be known before the first gradient: reference, values, old log-probs if asked.
+
+    The reference of adapters is the base without them.
+    """
+    frozen = state.frozen
+    params = scorer.whole(state.params, frozen)
 
     def over(fn: Any) -> Any:
         return over_microbatches(lambda part, _: fn(part), batch, None, microbatches, ROWS)
 
     old: dict[str, Array] = {}
     if policy or a.critic == "shared":
-        old = over(partial(scorer.policy, state.params))
+        old = over(partial(scorer.policy, params))
     if a.critic == "own":
-        old |= over(partial(scorer.values, state.params))
-    reference = state.frozen.reference
+        old |= over(partial(scorer.values, params))
+    reference = frozen.reference if frozen.base is None else frozen.base
     return Scored(
         old_logp_BT=old["logp_BT"] if policy else None,
         ref_logp_BT=over(partial(scorer.reference, reference)) if a.kl_coef > 0.0 else None,
@@ -185,6 +193,7 @@ def one_update(
     batch: Batch,
     scored: Scored,
     *,
+    base: Params | None = None,
     tx: optax.GradientTransformation,
     algorithm: Algorithm,
     scorer: Scorer,
@@ -199,8 +208,9 @@ def one_update(
     """
     scored = weigh(batch, scored, algorithm)
     loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
+    frozen = replace(state.frozen, base=base)  # not of the state, which a loop would carry around
     grad_fn = partial(
-        jax.value_and_grad(loss_fn, has_aux=True), state.params, state.frozen,
+        jax.value_and_grad(loss_fn, has_aux=True), state.params, frozen,
         total=token_total(batch.loss_mask_BT),
     )  # fmt: skip
     (loss, aux), grads = over_microbatches(grad_fn, batch, scored, microbatches, GRADIENTS)
@@ -242,7 +252,7 @@ def gate_closed(gap: Metrics, gate: GateConfig) -> Array | bool:
 
 def policy_loss(
     params: Trained,
-    _frozen: Frozen,
+    frozen: Frozen,
     batch: Batch,
     scored: Scored,
     *,
@@ -256,7 +266,7 @@ def policy_loss(
 
     with m the loss weights (0 where dropped), w the importance weights, l the objective.
     """
-    a, mask_BT = algorithm, batch.loss_mask_BT
+    a, mask_BT, params = algorithm, batch.loss_mask_BT, scorer.whole(params, frozen)
     out = scorer.policy(params, batch)
     if a.critic == "own":
         out |= scorer.values(params, batch)

@@ -141,7 +141,7 @@ def check_inputs(
         f"microbatches ({microbatches}) must divide the batch's {rows} rows.",
     )
     require(
-        a.kl_coef == 0 or state.frozen.reference is not None,
+        a.kl_coef == 0 or state.frozen.reference is not None or state.frozen.base is not None,
         f"kl_coef={a.kl_coef} needs a reference, and the state has none. Try new_state(trained, "
         "tx, Frozen(reference=params)).",
     )

@@ -67,6 +67,13 @@ class NativeEngine:
         self._loaded: tuple[Params, int] | None = None  # one thing, so that a thread reads both
         self._closed = False
 
+    def keep(self, base: Params) -> None:
+        """Weights that nobody changes or donates: loaded ones that are these arrays are not copied.
+
+        They must be as the forward reads them.
+        """
+        self._read = partial(as_read, cfg=self._cfg, shared=base)
+
     def load(self, params: Params, version: int) -> None:
         """A copy of these weights as the trainer's forward reads them: it donates its own.
 

@@ -8,8 +8,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.arguments import floats, integers
 from pallas_kernels.dispatch import Impl, Implementation, mosaic, pick
 from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul.low_rank import LowRank, with_low_rank
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
 from pallas_kernels.grouped_matmul.signature import Matmul, MatmulSwiglu
+from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
 _HERE = "pallas_kernels.grouped_matmul"
 IMPLS: dict[str, Implementation[Matmul]] = mosaic(_HERE) | {
@@ -28,6 +30,7 @@ def grouped_matmul(
     group_sizes_E: Int[Array, " E"],
     *,
     bias_EF: Float[Array, "E F"] | None = None,
+    low_rank: LowRank | None = None,
     impl: Impl = "auto",
 ) -> Float[Array, "M F"]:
     """Multiply each group of consecutive rows by its own matrix.
@@ -37,7 +40,7 @@ def grouped_matmul(
     Group e holds group_sizes_E[e] rows, after the rows of groups 0 … e−1. Sizes are at least 0 and
     their sum at most M: values are traced and not checked. `routing.sort_by_expert` makes the order
     and the sizes. Four-bit matrices (`mxfp4.Mxfp4`) are decoded where they are used, and get no
-    gradient.
+    gradient. `low_rank` adds scale · (lhs[m] @ a[e]ᵀ) @ b[e] (low_rank.py).
 
     Returns: [M, F] in lhs's dtype; rows past the sum are 0 and give and get no gradient.
     Numerics: float32 accumulation; gradients in the dtype of their operand.
@@ -45,6 +48,9 @@ def grouped_matmul(
     """
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     chosen = pick(impl, IMPLS, lhs_MD, rhs_EDF)
+    if low_rank is not None:
+        low_rank = _checked_change(lhs_MD, rhs_EDF, low_rank)
+        return with_low_rank(chosen, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, low_rank)
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
@@ -56,12 +62,15 @@ def grouped_swiglu(
     bias_EF: Float[Array, "E F2"] | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,
+    low_rank: LowRank | None = None,
     impl: Impl = "auto",
 ) -> Float[Array, "M F"]:
     """`grouped_matmul` and GPT-OSS' clamped SwiGLU in one: the first half of an expert.
 
     [gate | up] = grouped_matmul(lhs, rhs, group_sizes, bias), halves of the columns
     out = (up + 1) · gate · σ(α·gate) with gate ≤ limit and −limit ≤ up ≤ limit
+
+    With `low_rank` the change is in the sums before the activation, which then follows the matmul.
 
     Returns: [M, F] in lhs's dtype, F half the columns of rhs; rows past the sum are 0.
     Numerics: float32 activation; kernels activate the float32 sums, xla the rounded ones.
@@ -74,6 +83,11 @@ def grouped_swiglu(
             f"rhs must have as many gate as up columns; got {rhs_EDF.shape[2]} in all. "
             "Pass the gate columns first and the up columns after them."
         )
+    if low_rank is not None:
+        matmul = pick(impl, IMPLS, lhs_MD, rhs_EDF)
+        low_rank = _checked_change(lhs_MD, rhs_EDF, low_rank)
+        sums = with_low_rank(matmul, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, low_rank)
+        return clamped_swiglu(sums, alpha, limit)
     chosen = pick(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
@@ -112,3 +126,17 @@ def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
             "Pass one row for each matrix in rhs, or bias_EF=None."
         )
     return lhs_MD, rhs_EDF, group_sizes_E, bias_EF
+
+
+def _checked_change(lhs_MD, rhs_EDF, low_rank):
+    a_ERD, b_ERF = floats("low_rank.a", low_rank.a_ERD), floats("low_rank.b", low_rank.b_ERF)
+    n_groups, width, out_width = rhs_EDF.shape
+    rank = a_ERD.shape[1] if a_ERD.ndim == 3 else 0
+    wanted = (n_groups, rank, width), (n_groups, rank, out_width)
+    if rank == 0 or (a_ERD.shape, b_ERF.shape) != wanted:
+        raise ValueError(
+            f"low_rank must have a of {(n_groups, 'R', width)} and b of "
+            f"{(n_groups, 'R', out_width)}, with R above 0; got {a_ERD.shape} and {b_ERF.shape}. "
+            "Pass A as [groups, rank, lhs columns], B as [groups, rank, output columns]."
+        )
+    return LowRank(a_ERD, b_ERF, low_rank.scale)

@@ -22,7 +22,7 @@ def reference(
     Returns: [M, F] in lhs's dtype; rows past the sum of the group sizes are 0.
     Numerics: everything in float32, one cast at the end.
     """
-    return _float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF).astype(lhs_MD.dtype)
+    return in_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF).astype(lhs_MD.dtype)
 
 
 def reference_swiglu(
@@ -33,12 +33,13 @@ def reference_swiglu(
 
     Numerics: everything in float32, one cast at the end.
     """
-    h_MF = _float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    h_MF = in_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     gate, up = jnp.split(h_MF, 2, axis=1)
     return activate(gate, up, alpha, limit).astype(lhs_MD.dtype)
 
 
-def _float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
+def in_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
+    """The sums before the cast."""
     f32 = jnp.float32
     rhs_EDF = decode(rhs_EDF, f32) if isinstance(rhs_EDF, Mxfp4) else rhs_EDF
     end_E = jnp.cumsum(group_sizes_E)

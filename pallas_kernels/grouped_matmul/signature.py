@@ -15,6 +15,8 @@ Matrices = Float[Array, "E D F"] | Mxfp4
 GroupSizes = Int[Array, " E"]  # of groups
 Bias = Float[Array, "E F"] | None
 Out = Float[Array, "M F"]
+A = Float[Array, "E R D"]  # of a change of low rank
+B = Float[Array, "E R F"]
 GateUp = Float[Array, "E D F2"] | Mxfp4  # the columns of gate, then those of up
 GateUpBias = Float[Array, "E F2"] | None
 

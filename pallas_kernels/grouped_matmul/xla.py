@@ -49,18 +49,25 @@ def _matrix(rhs_EDF, e, dtype):
     return decode(one, dtype) if isinstance(one, Mxfp4) else one
 
 
-def _rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis):
-    """out[m] = lhs[m] · rhs[e of m] over rhs_axis (1: forward, 2: with rhs transposed)."""
+def _rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, beside=None):
+    """out[m] = lhs[m] · rhs[e of m] over rhs_axis (1: forward, 2: with rhs transposed).
+
+    `beside` = (low_MR, b_ERF, scale) adds scale · low[m] · b[e of m] before anything is rounded.
+    """
     n_rows, (n_groups, out_width) = lhs_MD.shape[0], (rhs_EDF.shape[0], rhs_EDF.shape[3 - rhs_axis])
     rows = tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
 
     def group(e, out):
         rhs = _matrix(rhs_EDF, e, lhs_MD.dtype)
         bias = None if bias_EF is None else lax.dynamic_index_in_dim(bias_EF, e)
+        narrow = None if beside is None else _matrix(beside[1], e, lhs_MD.dtype)
 
         def tile(start, valid_R1, out):
             y = dot(lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,)))
             y = y if bias is None else y + bias.astype(jnp.float32)
+            if beside is not None:
+                low = lax.dynamic_slice_in_dim(beside[0], start, rows)
+                y = y + beside[2] * dot(low, narrow, ((1,), (0,)))
             y = jnp.where(valid_R1, y, lax.dynamic_slice_in_dim(out, start, rows))
             return lax.dynamic_update_slice_in_dim(out, y, start, 0)
 
@@ -118,14 +125,14 @@ def _forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=None):
     return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
-def _backward(residuals, dout_MF):
+def _backward(residuals, dout_MF, beside=None):
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = residuals
     packed = isinstance(rhs_EDF, Mxfp4)
     if lhs_MD.shape[0] == 0:
         drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
         return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)
     sizes_E = group_sizes_E.astype(jnp.int32)
-    dlhs_MD = _rows_by_group(dout_MF, rhs_EDF, sizes_E, None, 2)
+    dlhs_MD = _rows_by_group(dout_MF, rhs_EDF, sizes_E, None, 2, beside)
     bias_dtype = None if bias_EF is None else bias_EF.dtype
     if packed:
         if bias_EF is None:
@@ -138,6 +145,49 @@ def _backward(residuals, dout_MF):
 
 
 xla.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def xla_low_rank(
+    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
+    a_ERD: sig.A, b_ERF: sig.B, scale: float,
+) -> sig.Out:  # fmt: skip
+    """`xla` and the change of a low rank beside it; see `low_rank.py`.
+
+    Numerics: as `xla`; lhs·aᵀ is rounded to lhs's dtype, both products are summed in float32. The
+    gradients of a and b are in their own dtype.
+    """
+    return _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)[0]
+
+
+def _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale):
+    sizes_E, dtype = group_sizes_E.astype(jnp.int32), lhs_MD.dtype
+    if lhs_MD.shape[0] == 0:
+        low_MR = jnp.zeros((0, a_ERD.shape[1]), dtype)
+        out_MF = jnp.zeros((0, rhs_EDF.shape[2]), dtype)
+    else:
+        low_MR = _rows_by_group(lhs_MD, a_ERD.astype(dtype), sizes_E, None, 2)
+        beside = low_MR, b_ERF.astype(dtype), scale
+        out_MF = _rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1, beside)
+    return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, low_MR)
+
+
+def _low_rank_backward(scale, residuals, dout_MF):
+    *wide, a_ERD, b_ERF, low_MR = residuals
+    lhs_MD, _, group_sizes_E, _ = wide
+    if lhs_MD.shape[0] == 0:
+        return *_backward(wide, dout_MF), jnp.zeros_like(a_ERD), jnp.zeros_like(b_ERF)
+    sizes_E, dtype = group_sizes_E.astype(jnp.int32), dout_MF.dtype
+    dlow_MR = _rows_by_group(dout_MF, b_ERF.astype(dtype), sizes_E, None, 2)
+    grads = _backward(wide, dout_MF, (dlow_MR, a_ERD.astype(dtype), scale))
+    f32 = jnp.float32
+    da_ERD, _ = _weights_by_group(dlow_MR, lhs_MD, sizes_E, f32, None)
+    db_ERF, _ = _weights_by_group(low_MR, dout_MF, sizes_E, f32, None)
+    da_ERD, db_ERF = (scale * da_ERD).astype(a_ERD.dtype), (scale * db_ERF).astype(b_ERF.dtype)
+    return *grads, da_ERD, db_ERF
+
+
+xla_low_rank.defvjp(_low_rank_forward, _low_rank_backward)
 
 
 def xla_swiglu(

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen weights beside which a run trains adapters: a folder as Hugging Face has them.
+
+It is `init.checkpoint`, or, where the run makes its own (a warm start, random weights), `base` in
+the run folder: experts in four bits, the rest in bfloat16, read back as a resume will read it.
+Next: jaxmoe/model/lora.py puts the adapters beside them.
+"""
+
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxmoe.checkpoint.hf import load_params, save_params
+from jaxmoe.checkpoint.packed import pack_experts, summary
+from jaxmoe.config import Config, ConfigError
+from jaxmoe.model.params import as_read
+from jaxmoe.shapes import Params
+
+
+def base_folder(cfg: Config) -> Path:
+    """Where a run's base lies, or will."""
+    given = cfg.init.checkpoint if cfg.warmup.steps == 0 else ""
+    return Path(given or Path(cfg.workdir) / "base")
+
+
+def load_base(cfg: Config) -> Params:
+    """The base on the device, as the forward reads it.
+
+    Raises ConfigError where it is not there, damaged, or not packed.
+    """
+    folder = base_folder(cfg)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} must hold the weights that this run's adapters belong to, and is not there. "
+            "Bring it back, or try a new --workdir."
+        )
+    held = load_params(folder, cfg.model, "float32", experts="packed")
+    return as_read(jax.tree.map(jnp.asarray, held), cfg.model)
+
+
+def make_base(policy: Params, cfg: Config) -> Params:
+    """These weights as a base, kept in the run folder; says what four bits cost.
+
+    One that is there already is of a start that was cut off before its first checkpoint.
+    """
+    folder = base_folder(cfg)
+    packed, errors = pack_experts(policy, cfg.model)
+    print(f"lora     {summary(errors)}", flush=True)
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    save_params(packed, cfg.model, folder, dtype="mxfp4")
+    return load_base(cfg)
