@@ -124,8 +124,8 @@ def log_probs(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.take_along_axis(whole[:, :-1], tokens[:, 1:, None], -1)[..., 0]
 
 
-def check_log_probs(hugging, setting, adapters, scales, peft_model) -> None:
-    """Ours with merged weights, theirs through PEFT, and float64."""
+def check_log_probs(hugging, setting, adapters, scales, peft_model, mine=None) -> None:
+    """Ours with merged weights, theirs through PEFT, and float64; `mine` is a mistake in ours."""
     model, cfg, params, tokens = setting
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     wide = copy.deepcopy(model).double()
@@ -145,13 +145,13 @@ def check_log_probs(hugging, setting, adapters, scales, peft_model) -> None:
         hidden_BTD = forward(params, tokens_BT, cfg, OPS)[0]
         return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, OPS)[0]
 
-    whole = jax.tree.map(jnp.asarray, merged(params, adapters, scales))
+    whole = jax.tree.map(jnp.asarray, merged(params, mine or adapters, scales))
     ours = np.asarray(ours_of(whole), np.float64)[:, 1:]
     allowed = 2 * np.abs(theirs - oracle).max() + 2 * EPS * np.abs(oracle).max()
     error, moved = np.abs(ours - oracle).max(), np.abs(oracle - base).max()
     print(f"|dlogp| {error:.1e}, allowed {allowed:.1e}; the adapter moves them by {moved:.2g}")
-    assert error <= allowed
-    assert moved > 1000 * allowed
+    assert moved > 1000 * allowed, "the adapter must matter"
+    assert error <= allowed, "ours are off"
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
@@ -214,9 +214,9 @@ def test_a_mistake_in_the_layout_would_be_seen(hugging, peft, setting, tmp_path,
     scales = scales_of({"w_gate_up": 2})
     save_adapter(adapters, cfg, tmp_path / "a")
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
-    for of in adapters["layers"].values():
-        of["w_gate_up"] = change(*of["w_gate_up"])
+    wrong = {"layers": {kind: {"w_gate_up": change(*of["w_gate_up"])}
+                        for kind, of in adapters["layers"].items()}}  # fmt: skip
     with pytest.raises(AssertionError):
-        check_deltas(read, adapters, scales)
-    with pytest.raises(AssertionError):
-        check_log_probs(hugging, setting, adapters, scales, read)
+        check_deltas(read, wrong, scales)
+    with pytest.raises(AssertionError, match="ours are off"):
+        check_log_probs(hugging, setting, adapters, scales, read, mine=wrong)
