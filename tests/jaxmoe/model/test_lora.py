@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters over packed weights: nothing at first, then the merged weights' values and gradients."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.checkpoint.merge import merged
+from jaxmoe.checkpoint.packed import pack_experts
+from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
+from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
+from jaxmoe.model.lora import Pair, init_adapters, lora_specs, with_adapters
+from jaxmoe.model.params import as_read
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from tests.pallas_kernels.three_way import three_way
+
+CFG = ModelConfig(
+    vocab_size=90, d_model=128, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
+    experts_per_token=3, d_expert=64, sliding_window=9, dtype="float32",
+)  # fmt: skip
+LORA = LoraConfig(attention_rank=4, expert_rank=3, attention_alpha=6.0, expert_alpha=4.5)
+OPS = plain_ops()
+TOKENS = jax.random.randint(jax.random.key(1), (3, 40), 0, CFG.vocab_size)
+
+
+def base_of(cfg=CFG):
+    """Packed, with biases, sinks and norms that matter, as the forward reads it."""
+    params = init_params(jax.random.key(0), cfg)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(9), len(leaves))
+    leaves = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    packed, _ = pack_experts(jax.tree.unflatten(tree, leaves), cfg)
+    return as_read(jax.tree.map(jnp.asarray, packed), cfg)
+
+
+def adapters_of(cfg=CFG, lora=LORA):
+    """As after some training: B is not zero."""
+    made = init_adapters(jax.random.key(2), cfg, lora)
+    return jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(5), x.shape), made)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def logp(params, cfg=CFG):
+    hidden, _, routed = forward(params, TOKENS, cfg, OPS)
+    return sequence_logprobs(params, hidden, TOKENS, cfg, OPS)[0][:, 1:], routed
+
+
+def dense(params):
+    return jax.tree.map(
+        lambda x: decode(x) if isinstance(x, Mxfp4) else x, params,
+        is_leaf=lambda x: isinstance(x, Mxfp4),
+    )  # fmt: skip
+
+
+def whole(base, adapters, lora=LORA):
+    return jax.tree.map(jnp.asarray, merged(base, adapters, lora.scales, dtype="float32"))
+
+
+def test_before_training_they_change_no_bit():
+    base = base_of()
+    fresh = with_adapters(base, init_adapters(jax.random.key(2), CFG, LORA), LORA.scales)
+    plain = logp(dense(base))
+    for ours, theirs in zip(logp(fresh), plain, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    moved = logp(with_adapters(base, adapters_of(), LORA.scales))[0]
+    assert float(jnp.abs(moved - plain[0]).max()) > 0.5
+
+
+def test_log_probs_are_those_of_the_merged_weights_and_not_of_wrong_ones():
+    base, adapters = base_of(), adapters_of()
+    right = logp(whole(base, adapters))[0]
+
+    def off(tree, scales=LORA.scales):
+        return float(jnp.abs(logp(with_adapters(base, tree, scales))[0] - right).max())
+
+    assert off(adapters) < 1e-4
+
+    def swapped(layer):  # the halves of B that belong to gate and to up
+        a, b = layer["w_gate_up"]
+        return layer | {"w_gate_up": Pair(a, jnp.concatenate(jnp.split(b, 2, -1)[::-1], -1))}
+
+    layers = adapters["layers"]
+    wrong = [
+        {"layers": {kind: swapped(layer) for kind, layer in layers.items()}},
+        {"layers": {"sliding": layers["full"], "full": layers["sliding"]}},
+        {"layers": {kind: layer | {"w_q": Pair(layer["w_o"].b[..., :128], layer["w_q"].b)}
+                    for kind, layer in layers.items()}},
+    ]  # fmt: skip
+    assert min(map(off, wrong)) > 1e-2
+    assert off(adapters, {name: 1.0 for name in LORA.scales}) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_gradients_are_those_of_the_merged_weights(dtype):
+    """In bfloat16 another rounding switches experts: there the experts stay those of float32."""
+    base, adapters = base_of(), adapters_of()
+    cfg = replace(CFG, dtype=dtype)
+    indices = logp(with_adapters(base, adapters, LORA.scales))[1]
+    routed = jnp.moveaxis(indices, 0, 2)
+    from jaxmoe.model.router import replay
+
+    def score(read, cfg):
+        def loss(tree):
+            params = read(tree)
+            hidden, _, _ = forward(
+                params, TOKENS, cfg, replace(OPS, router=replay), routed_experts_BTLA=routed
+            )
+            return jnp.mean(sequence_logprobs(params, hidden, TOKENS, cfg, OPS)[0][:, 1:])
+
+        return jax.jit(jax.grad(loss))(adapters)
+
+    def merge(tree):  # of arrays that are traced
+        def one(w, pair, scale):
+            w = decode(w) if isinstance(w, Mxfp4) else w
+            return w + scale * jnp.einsum("...ri,...ro->...io", *pair, precision="highest")
+
+        layers = {
+            kind: layer | {n: one(layer[n], p, LORA.scales[n])
+                           for n, p in tree["layers"][kind].items()}
+            for kind, layer in base["layers"].items()
+        }  # fmt: skip
+        return base | {"layers": layers}
+
+    ours = score(lambda tree: with_adapters(base, tree, LORA.scales), cfg)
+    plain, right = score(merge, cfg), score(merge, CFG)
+    for (path, x), y, z in zip(
+        jax.tree.leaves_with_path(ours), jax.tree.leaves(plain), jax.tree.leaves(right), strict=True
+    ):
+        assert x.dtype == jnp.float32 and float(jnp.abs(x).max()) > 0
+        if dtype == "float32":
+            np.testing.assert_allclose(x, z, rtol=2e-3, atol=2e-5 * float(jnp.abs(z).max()) + 1e-8)
+        else:
+            three_way(x, y, z, jax.tree_util.keystr(path), ulps=2**17)  # bfloat16's ulp, in float32
+
+
+def test_only_what_has_a_rank_is_adapted_and_a_rank_above_the_matrix_is_refused():
+    attention = lora_specs(CFG, LoraConfig(attention_rank=2))["layers"]["full"]
+    assert sorted(attention) == ["w_k", "w_o", "w_q", "w_v"]
+    assert attention["w_k"].a.shape == (1, 2, 128) and attention["w_k"].b.shape == (1, 2, 48)
+    experts = lora_specs(CFG, LoraConfig(expert_rank=2))["layers"]["sliding"]
+    assert experts["w_gate_up"].b.shape == (1, 7, 2, 128)
+    with pytest.raises(ConfigError, match="lora.expert_rank must be at most 64, .*got 65"):
+        lora_specs(CFG, LoraConfig(expert_rank=65))
+    with pytest.raises(ConfigError, match="lora.attention_rank must be 1 or more"):
+        LoraConfig(attention_rank=-1)
+    assert LoraConfig(attention_rank=4, rank_stabilized=True).scales["w_q"] == 8.0
