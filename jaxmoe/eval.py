@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from jaxmoe.checkpoint.base import load_base
 from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse
 from jaxmoe.config import Config, to_json
@@ -19,6 +20,7 @@ from jaxmoe.envs.tasks import contents, evaluate, open_task, response_text
 from jaxmoe.kernels import kernels_here
 from jaxmoe.memory import check_memory, stage
 from jaxmoe.model import make_ops
+from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.progress import phase
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.processes import leave, same_everywhere, together
@@ -54,6 +56,8 @@ def run(cfg: Config) -> float:
     prompts = task.held_out_prompts()
     with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:
         version = 0 if at is None else at.step
+        if cfg.lora.ranks and at is not None and at.stage == "rl":
+            params = with_adapters(load_base(cfg), params, cfg.lora.scales)
         engine.load(params, version)
         with phase(f"answering {len(prompts)} held-out prompts"):
             samples = max(8, cfg.eval.samples_per_prompt)

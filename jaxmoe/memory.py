@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxmoe.config import Config, ConfigError, to_json
 from jaxmoe.config_file import override
 from jaxmoe.model.cache import cache_bytes
+from jaxmoe.model.lora import lora_specs
 from jaxmoe.model.params import count_params, param_specs, read_dtype, value_head_specs
 from jaxmoe.parallel.host import free_bytes
 from jaxmoe.parallel.limits import check_host
@@ -29,7 +30,8 @@ from jaxmoe.shapes import Leaf
 class Memory:
     """Bytes on one device in the RL stage."""
 
-    weights: int  # as held and updated, a critic's too
+    weights: int  # as held and updated, a critic's too; of a LoRA run the adapters
+    base: int  # frozen weights beside adapters: experts in four bits, the rest as it is read
     optimizer: int  # two moments, unless they are on the host
     reference: int  # frozen weights of the KL term
     engine_copy: int  # of the policy's weights, as the native engine reads them
@@ -43,12 +45,12 @@ class Memory:
 
     def of(self, stage: str) -> dict[str, int]:
         """What is there at one time: in "training", "sampling", "syncing" weights, "scoring"."""
-        held = ("weights", "optimizer", "reference", "engine_copy")
+        held = ("weights", "base", "optimizer", "reference", "engine_copy")
         names = {
             "training": (*held, "gathered", "gradients", "update", "activations", "ahead"),
             "sampling": (*held, "cache"),
             "syncing": (*held, "ahead"),
-            "scoring": ("weights", "engine_copy", "cache"),  # of weights without a run
+            "scoring": ("weights", "base", "engine_copy", "cache"),  # of weights without a run
         }[stage]
         parts = {name: getattr(self, name) for name in names}
         if stage == "syncing":  # the new copy is made before the old one goes
@@ -85,8 +87,12 @@ def memory(cfg: Config) -> Memory:
     value_head = {} if cfg.critic.backbone == "none" else value_head_specs(m)
     local = _local_size(policy, cfg)
     local_critic = _local_size(backbone, cfg)
+    lora, held = bool(cfg.lora.ranks), jnp.dtype(cfg.optim.param_dtype).itemsize
+    fast = jnp.dtype(m.dtype).itemsize
+    if lora:
+        policy, held = lora_specs(m, cfg.lora), 4
+        local = _local_size(policy, cfg)
     trained = local + local_critic + _local_size(value_head, cfg)
-    held, fast = jnp.dtype(cfg.optim.param_dtype).itemsize, jnp.dtype(m.dtype).itemsize
     packed = cfg.optim.tokens_per_microbatch // cfg.context  # rows
     tokens = microbatch_rows(cfg) * cfg.context // mesh.sequence
     summed = packed or cfg.optim.microbatches > cfg.loss.minibatches  # more than one an update
@@ -103,14 +109,16 @@ def memory(cfg: Config) -> Memory:
         kept += m.n_layers * tokens * m.n_q_heads * (m.head_dim * fast + 4)
     native, ahead = cfg.rollout.engine == "native", cfg.rollout.max_staleness > 0
     engine_copy = copy_bytes(policy, cfg, SAMPLING.rules) if native else 0
+    engine_copy = local * held if lora and native else engine_copy  # it reads the base in place
     shards, samples = mesh.row_shards * mesh.sequence, cfg.rollout.samples_per_prompt
     wave = prompts_at_once(cfg.rollout.max_parallel_sequences, samples, shards)
     engine_rows = wave // shards * samples
     cache = cache_bytes(m, engine_rows, cfg.context) if native else 0
     return Memory(
         weights=trained * held,
+        base=base_bytes(cfg) if lora else 0,
         optimizer=2 * trained * held - moments_there,
-        reference=local * held if cfg.loss.kl_coef > 0 else 0,
+        reference=local * held if cfg.loss.kl_coef > 0 and not lora else 0,
         engine_copy=engine_copy,
         gathered=2 * (1 + 4 // fast) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (held + 4 if summed else held),
@@ -120,6 +128,15 @@ def memory(cfg: Config) -> Memory:
         ahead=cache + engine_copy if ahead else 0,
         host=moments_there + (inputs * (2 if own else 1) if away else 0),
     )
+
+
+def base_bytes(cfg: Config) -> int:
+    """Of the frozen weights of a LoRA run."""
+    return sum(
+        math.prod(spec.shape) * 17 // 32 if spec.packable  # a byte for two, and one for 32
+        else math.prod(spec.shape) * read_dtype(spec, cfg.model, "float32").itemsize
+        for spec in jax.tree.leaves(param_specs(cfg.model))
+    )  # fmt: skip
 
 
 def microbatch_rows(cfg: Config) -> int:
@@ -256,7 +273,11 @@ def describe(cfg: Config) -> str:
         "",
         f"parameters   {total:,} ({active:,} act on a token)",
         f"devices      {cfg.mesh.devices} ({told}); bytes on each:",
-        *(f"  {name:<13}{size_text(value)}" for name, value in vars(mem).items() if name != "host"),
+        *(
+            f"  {name:<13}{size_text(value)}"
+            for name, value in vars(mem).items()
+            if name != "host" and (name != "base" or value)
+        ),
         f"  {'training':<13}{size_text(mem.training)}   (all but the cache)",
         f"  {'sampling':<13}{size_text(mem.sampling)}   (weights, moments, reference, copy, cache)",
         *([f"on its host    {size_text(mem.host)}"] if mem.host else []),

@@ -19,9 +19,9 @@ from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
 __all__ = [
     "FROM_CHECKPOINT", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineError",
-    "EvalConfig", "GateConfig", "InitConfig", "LoraConfig", "LossConfig", "MeshConfig", "ModelConfig",
-    "ObserveConfig", "OptimConfig", "RolloutConfig", "SaveConfig", "VllmConfig", "WarmupConfig",
-    "require", "to_json",
+    "EvalConfig", "GateConfig", "InitConfig", "LoraConfig", "LossConfig", "MeshConfig",
+    "ModelConfig", "ObserveConfig", "OptimConfig", "RolloutConfig", "SaveConfig", "VllmConfig",
+    "WarmupConfig", "require", "to_json",
 ]  # fmt: skip
 
 

@@ -55,9 +55,7 @@ def rl_program(
     tx: optax.GradientTransformation, state: TrainState,
 ) -> Jitted:  # fmt: skip
     """A step of RL: (state, batch, minibatches, base) -> (state, metrics, told)."""
-    scorer = Scorer(
-        cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales
-    )
+    scorer = Scorer(cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales)
     step = partial(
         rl_step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.gate,
         microbatches=cfg.optim.microbatches,

@@ -70,7 +70,9 @@ def rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> T
         critic = new_critic(
             policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
         )
-    reference = jax.tree.map(jnp.copy, policy) if cfg.loss.kl_coef > 0 and not cfg.lora.ranks else None
+    reference = (
+        jax.tree.map(jnp.copy, policy) if cfg.loss.kl_coef > 0 and not cfg.lora.ranks else None
+    )
     return new_state(Trained(policy, critic), tx, Frozen(reference))
 
 
