@@ -2,7 +2,9 @@
 """`python -m jaxmoe.export --config FILE --out DIR`: a run's newest checkpoint for everybody else.
 
 DIR is a folder that `transformers` and vLLM load: weights, config.json, tokenizer, and a
-generation_config.json with the tokens that end an answer. Next: jaxmoe/checkpoint/hf.py.
+generation_config.json with the tokens that end an answer. Of a run that trains adapters it is
+these, as PEFT loads them beside the base; with --merge it is whole weights again.
+Next: jaxmoe/checkpoint/hf.py, jaxmoe/checkpoint/peft.py.
 """
 
 import json
@@ -13,19 +15,19 @@ import jax
 
 from jaxmoe.checkpoint.base import base_folder, load_base
 from jaxmoe.checkpoint.hf import check_export, save_params
-from jaxmoe.checkpoint.merge import merged
 from jaxmoe.checkpoint.packed import pack_experts, summary
 from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.checkpoint.run import restore_run
 from jaxmoe.checkpoint.tensor_files import planned_bytes
 from jaxmoe.cli import ExitStatus, arguments, config_of
-from jaxmoe.config import Config, ConfigError, LoraConfig
+from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, write_tokenizer
+from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.progress import phase
 from jaxmoe.parallel.processes import by_one_process
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import stage_shapes
+from jaxmoe.rl.state import new_adapters, stage_shapes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,28 +35,37 @@ def main(argv: list[str] | None = None) -> int:
         parser = arguments("Write a run's newest checkpoint as a Hugging Face folder.")
         parser.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
         parser.add_argument(
-            "--merge", action="store_true", help="of a LoRA run whole weights, not the adapter"
-        )
+            "--merge", action="store_true",
+            help="of a LoRA run: whole weights with the adapters in them, not the adapters",
+        )  # fmt: skip
         args = parser.parse_args(argv)
         by_one_process("export")
-        run(config_of(args), Path(args.out), dry_run=args.dry_run, merge=args.merge)
+        run(config_of(args), Path(args.out), merge=args.merge, dry_run=args.dry_run)
     return status.code
 
 
-def run(cfg: Config, out: Path, *, dry_run: bool = False, merge: bool = False) -> None:
+def run(cfg: Config, out: Path, *, merge: bool = False, dry_run: bool = False) -> None:
     """Export to a folder that is whole or absent; save.export_dtype is the weights' dtype.
 
-    Of a LoRA run the adapter, as PEFT has it, or with `merge` whole weights.
-    Raises ConfigError where the folder holds something, the disk is full, or there is no
-    checkpoint.
+    Numerics: merged weights are rounded once, to that dtype; what four bits lose is told.
+    Raises ConfigError where the folder holds something, the disk is full, there is no checkpoint,
+    or the base of a run's adapters is gone.
     """
-    dtype = cfg.save.export_dtype
+    if merge and not cfg.lora.ranks:
+        raise ConfigError(
+            "--merge needs a run that trains adapters, and this config's lora is off. Leave "
+            "--merge out, or name the run's config."
+        )
+    dtype, adapts = cfg.save.export_dtype, bool(cfg.lora.ranks) and not merge
     nbytes = sum(map(planned_bytes, check_export(cfg.model, out, dtype)))
     tokenizer = load_tokenizer(cfg.init.tokenizer)
     check_tokenizer(tokenizer, cfg.model.vocab_size)
     what = f"{nbytes / 1e6:,.1f} MB of weights in {dtype}"
+    if dry_run and adapts:
+        shapes = jax.tree.leaves(jax.eval_shape(lambda: new_adapters(cfg)))
+        nbytes = sum(x.size * x.dtype.itemsize for x in shapes)
+        what = f"{nbytes / 1e6:,.1f} MB of adapters (whole weights where none is trained yet)"
     if dry_run:
-        what = "a PEFT adapter" if cfg.lora.ranks and not merge else what
         print(f"would write {what} to {out}, from the newest checkpoint in {cfg.workdir}")
         return
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
@@ -72,25 +83,19 @@ def run(cfg: Config, out: Path, *, dry_run: bool = False, merge: bool = False) -
         write_tokenizer(cfg.init.tokenizer, folder)
         (folder / "generation_config.json").write_text(json.dumps(generation(tokenizer), indent=2))
 
-    policy = at.state.params.policy
-    lora = cfg.lora if at.stage == "rl" else LoraConfig()
-    if lora.ranks and not merge:
-        save_adapter(
-            policy, cfg.model, out, attention_alpha=lora.attention_alpha,
-            expert_alpha=lora.expert_alpha, rank_stabilized=lora.rank_stabilized,
-        )  # fmt: skip
-        print(f"{out}: PEFT adapter of {base_folder(cfg)}, step {at.step} of {cfg.workdir}")
-        return
+    policy, where = at.state.params.policy, f"{at.stage} step {at.step} of {cfg.workdir}"
+    if cfg.lora.ranks and at.stage == "rl":
+        if adapts:
+            save_adapter(policy, cfg.model, cfg.lora, out, base=str(base_folder(cfg)))
+            print(f"{out}: {where}, adapters of {base_folder(cfg)} as PEFT 0.19.1 has them")
+            return
+        policy = with_adapters(load_base(cfg), policy, cfg.lora.scales)
+        if dtype == "mxfp4" and cfg.lora.expert_rank:
+            policy, errors = pack_experts(policy, cfg.model)
+            print(f"merged   {summary(errors)}", flush=True)
     with phase(f"writing {out}"):
-        errors = {}
-        if lora.ranks:
-            policy = merged(load_base(cfg), policy, lora.scales, dtype="float32")
-            if dtype == "mxfp4":
-                policy, errors = pack_experts(policy, cfg.model)
         save_params(policy, cfg.model, out, dtype=dtype, beside=beside)
-    if errors:
-        print(summary(errors))
-    print(f"{out}: {at.stage} step {at.step} of {cfg.workdir}, {what}")
+    print(f"{out}: {where}, {what}")
 
 
 def generation(tokenizer: Tokenizer) -> dict[str, object]:

@@ -143,7 +143,8 @@ def dry(args: list[str]) -> None:
     if rest and "FILE" not in rest:
         rest = [a for a in rest if a != "--dry-run"]
         # for other machines: the reader's files are told to be missing, and not refused
-        assert main([*rest, "--set", "mesh.tensor=2", "--dry-run"]) == 0
+        elsewhere = [] if any("lora" in a for a in rest) else ["--set", "mesh.tensor=2"]
+        assert main([*rest, *elsewhere, "--dry-run"]) == 0
 
 
 def plans(args: list[str]) -> None:

@@ -22,7 +22,8 @@ import numpy as np
 from jaxmoe.checkpoint import mxfp4
 from jaxmoe.checkpoint.entries import Entry, entries, leaf_of, planned_tensors, stored
 from jaxmoe.checkpoint.headers import check_headers, require_packable
-from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather
+from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather, zeros_to_share
+from jaxmoe.checkpoint.merge import merged_layer
 from jaxmoe.checkpoint.tensor_files import (
     DTYPES,
     INDEX,
@@ -39,6 +40,7 @@ from jaxmoe.checkpoint.tensor_files import (
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.config.file_sums import write_file_sums
 from jaxmoe.model.config import to_hf
+from jaxmoe.model.lora import Adapted
 from jaxmoe.model.params import Layout, Spec, held_shapes, param_specs
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
@@ -67,6 +69,7 @@ def load_params(
 ) -> Params:
     """The weights of a checkpoint folder as numpy arrays in our layout; padding rows are 0.
 
+    On a CPU `jax.device_put` of them copies nothing; `jnp.asarray` does.
     Args:
         dtype: None is the config's.
         experts: "packed" keeps the four bits of the experts' matrices, as leaves `Mxfp4`; the
@@ -82,7 +85,7 @@ def load_params(
     def fresh(spec: Spec) -> Leaf:
         if experts == "packed" and spec.packable:
             return mxfp4.room(spec.shape)
-        return np.zeros(spec.shape, jax.numpy.dtype(dtype or cfg.dtype))
+        return zeros_to_share(spec.shape, jax.numpy.dtype(dtype or cfg.dtype))
 
     specs = param_specs(cfg)
     params = jax.tree.map(fresh, specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
@@ -194,6 +197,7 @@ def iter_hf(
     """The export stream: (checkpoint name, array), one tensor in memory at a time.
 
     Packed leaves are decoded, exactly, for a dense dtype; for mxfp4 they are the bytes as loaded.
+    Adapters are merged into their base, and rounded once.
     Raises ValueError where a leaf is not the table's or does not fit MXFP4; ConfigError
     for another dtype than bfloat16, float32 or mxfp4 (experts packed, the rest bfloat16).
     """
@@ -225,8 +229,13 @@ def check_params(params: Params, cfg: ModelConfig) -> None:
 
 
 def gather_entry(params: Params, entry: Entry, *, here: bool = True) -> np.ndarray:
-    """An entry's array in our layout on the host, as `gather` does it; what is packed, decoded."""
+    """An entry's array in our layout on the host, as `gather` does it.
+
+    What is packed is decoded, what is adapted is merged, in float32.
+    """
     leaf = leaf_of(params, entry)
+    if isinstance(leaf, Adapted) and entry.pair is not None:
+        return merged_layer(leaf, entry.pair, here=here)
     if not isinstance(leaf, Mxfp4):
         return gather(leaf, entry.pair, here=here)
     packed = _gather_packed(leaf, entry, here=here)

@@ -21,6 +21,7 @@ from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import decode as decode_on_device
 
 PIECE_BYTES = 1 << 21
+_ALIGNED = 64  # bytes
 _BLOCK = 128  # columns transposed at once: what they touch stays in a core's cache
 
 
@@ -60,6 +61,14 @@ def on_host(data: jax.Array, pair: int | None) -> np.ndarray:
         array = np.asarray(data)
         return array if pair is None else array[pair]
     return np.asarray(jnp.array(data, copy=True) if pair is None else data[pair])
+
+
+def zeros_to_share(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that `jax.device_put` takes for its own on a CPU: it copies what begins elsewhere."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    pages = np.zeros(nbytes + _ALIGNED, np.uint8)
+    begin = -pages.ctypes.data % _ALIGNED
+    return pages[begin : begin + nbytes].view(dtype).reshape(shape)
 
 
 def row_pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters added to the weights they were trained over, for whoever reads whole weights.
+"""Adapters added to the weights they were trained beside, for whoever reads whole weights.
 
-Next: jaxmoe/checkpoint/hf.py writes them; packed.py encodes them again, at a loss that it tells.
+Next: jaxmoe/checkpoint/hf.py, which writes them a layer at a time; packed.py encodes them again,
+at a loss that it tells.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmoe.checkpoint import mxfp4
 from jaxmoe.checkpoint.layouts import gather
+from jaxmoe.model.lora import Adapted, with_adapters
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
@@ -20,61 +21,60 @@ from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 def merged(
     base: Params, adapters: Params, scales: Mapping[str, float], *, dtype: str | None = None
 ) -> Params:
-    """W + scale · aᵀ b of every adapted matrix, on the host; dense, where the base is packed too.
+    """The base with W + scale · aᵀ b for every adapted matrix, on the host; those are dense.
 
     Args:
-        adapters: {"layers": {"sliding" | "full": {name: (a, b)}}} with a [pair, (E,) R, in] and
-            b [pair, (E,) R, out]; arrays in place of pairs were trained in full, and replace.
+        adapters: {"layers": {"sliding" | "full": {name: Pair}}}.
         scales: by name, "w_q".
         dtype: of what is merged; None is the base's, bfloat16 where that is packed.
-    All other leaves are the base's own objects. Memory: what is merged, and one expert.
-    Numerics: the sum is float32 and rounds once. Packed values are exact in it, so the only loss is
-    that rounding; encoding the result in four bits again loses more (`pack_experts` tells it).
+    All other leaves are the base's own objects. Memory: what is merged; `save_params` of
+    `with_adapters(…)` needs one layer's matrices at a time.
+    Numerics: the sum is float32 and rounds once. Packed values are exact in it, so that rounding is
+    the only loss; encoding the result in four bits again loses more (`pack_experts` tells it).
     Raises ValueError for an adapter that has no matrix, no scale, or does not fit.
     """
-    unknown = _paths(adapters) - _paths(base)
-    if unknown:
-        raise ValueError(f"{'/'.join(min(unknown))} is adapted, and the base has none.")
-
-    def walk(ours: Any, theirs: Any, path: tuple[str, ...]) -> Leaf:
-        if isinstance(theirs, Mapping):
-            return {k: walk(x, theirs[k], (*path, k)) if k in theirs else x
-                    for k, x in ours.items()}  # fmt: skip
-        name = "/".join(path)
-        if not isinstance(theirs, tuple):
-            if theirs.shape != ours.shape:
-                raise ValueError(f"{name} must have shape {ours.shape}, got {theirs.shape}.")
-            return theirs
-        if path[-1] not in scales:
-            raise ValueError(f"{name} is adapted and must have a scale; got {sorted(scales)}.")
-        return _merged_leaf(name, ours, theirs[0], theirs[1], scales[path[-1]], dtype)
-
-    return walk(base, adapters, ())
-
-
-def _paths(tree: Params) -> set[tuple[str, ...]]:
-    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return {tuple(str(step.key) for step in path) for path, _ in flat}
+    for kind, adapted in adapters["layers"].items():
+        for name, (a, b) in adapted.items():
+            path, matrix = f"layers/{kind}/{name}", base["layers"].get(kind, {}).get(name)
+            if matrix is None:
+                raise ValueError(f"{path} is adapted, and the base has none.")
+            if name not in scales:
+                raise ValueError(f"{path} must have a scale; there are those of {sorted(scales)}.")
+            *stack, inputs, outputs = matrix.shape
+            want = (*stack, a.shape[-2], inputs), (*stack, a.shape[-2], outputs)
+            if (a.shape, b.shape) != want:
+                raise ValueError(
+                    f"{path} must have a {want[0]} and b {want[1]}, got {a.shape} and {b.shape}."
+                )
+    return jax.tree.map(
+        lambda leaf: _merged_leaf(leaf, dtype) if isinstance(leaf, Adapted) else leaf,
+        with_adapters(base, adapters, scales),
+        is_leaf=lambda leaf: hasattr(leaf, "shape"),
+    )
 
 
-def _merged_leaf(
-    name: str, base: Leaf, a: Leaf, b: Leaf, scale: float, dtype: str | None
-) -> np.ndarray:
-    *stack, inputs, outputs = base.shape
-    rank = a.shape[-2]
-    if (a.shape, b.shape) != ((*stack, rank, inputs), (*stack, rank, outputs)):
-        raise ValueError(
-            f"{name} of shape {tuple(base.shape)} must have a {(*stack, 'R', inputs)} and b "
-            f"{(*stack, 'R', outputs)}, got {a.shape} and {b.shape}."
-        )
-    packed = isinstance(base, Mxfp4)
-    out = np.empty(base.shape, jnp.dtype(dtype or ("bfloat16" if packed else base.dtype)))
-    for pair in range(stack[0]):
-        whole = jax.tree.map(lambda x, pair=pair: gather(x, pair), base)
-        a_here, b_here = gather(a, pair), gather(b, pair)
-        for at in np.ndindex(*stack[1:]):
-            w_DF = jax.tree.map(lambda x, at=at: x[at], whole)
-            w_DF = mxfp4.decoded(w_DF) if packed else w_DF
-            a_RD, b_RF = (x[at].astype(np.float32) for x in (a_here, b_here))
-            out[(pair, *at)] = w_DF.astype(np.float32) + np.float32(scale) * (a_RD.T @ b_RF)
+def merged_layer(adapted: Leaf, pair: int, *, here: bool = True) -> np.ndarray:
+    """W + scale · aᵀ b of one layer pair of an `Adapted` leaf, [(E,) in, out], float32.
+
+    Memory beyond the result: the base of this layer, and one expert. Over several processes a
+    collective, as `gather` is.
+    """
+    base, a, b = (
+        jax.tree.map(lambda x: gather(x, pair, here=here), part)
+        for part in (adapted.base, adapted.a, adapted.b)
+    )
+    out = np.empty(adapted.shape[1:] if here else 0, np.float32)
+    for at in np.ndindex(*out.shape[:-2]) if here else ():
+        w_DF = jax.tree.map(lambda x, at=at: x[at], base)
+        w_DF = mxfp4.decoded(w_DF) if isinstance(w_DF, Mxfp4) else w_DF
+        a_RD, b_RF = (x[at].astype(np.float32) for x in (a, b))
+        out[at] = w_DF.astype(np.float32) + np.float32(adapted.scale) * (a_RD.T @ b_RF)
+    return out
+
+
+def _merged_leaf(adapted: Leaf, dtype: str | None) -> np.ndarray:
+    held = "bfloat16" if isinstance(adapted.base, Mxfp4) else adapted.base.dtype
+    out = np.empty(adapted.shape, jnp.dtype(dtype or held))
+    for pair in range(len(out)):
+        out[pair] = merged_layer(adapted, pair)
     return out

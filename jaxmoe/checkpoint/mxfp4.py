@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import BFloat16, Float, UInt8
 
+from jaxmoe.checkpoint.layouts import zeros_to_share
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 GROUP = 32  # values under one scale
@@ -74,7 +75,7 @@ def encode(
 def room(shape: tuple[int, ...]) -> Mxfp4:
     """Zeros on the host for packed matrices of a decoded shape, [*, D, F]."""
     *stack, summed, width = shape
-    return _of(*(np.zeros((*stack, summed // n, width), np.uint8) for n in (2, GROUP)))
+    return _of(*(zeros_to_share((*stack, summed // n, width), np.uint8) for n in (2, GROUP)))
 
 
 def _of(*parts: Any) -> Mxfp4:  # declared of jax arrays; here they are numpy's

@@ -22,7 +22,7 @@ from jaxmoe.checkpoint.peft_layout import (
     to_peft,
 )
 from jaxmoe.checkpoint.tensor_files import DTYPES, FLOATS, write_shard
-from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
 from jaxmoe.shapes import Params
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -31,26 +31,25 @@ FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def save_adapter(
     adapters: Params,
     cfg: ModelConfig,
+    lora: LoraConfig,
     directory: str | Path,
     *,
-    attention_alpha: float = 16.0,
-    expert_alpha: float = 16.0,
-    rank_stabilized: bool = False,
+    base: str | None = None,
 ) -> None:
-    """Write adapters, {"layers": {"sliding" | "full": {name: (a, b)}}}, aside and then renamed.
+    """Write adapters, {"layers": {"sliding" | "full": {name: Pair}}}, aside and then renamed.
 
-    a is [pair, (E,) R, in], b [pair, (E,) R, out]; both kinds of layers have the same names. The
-    experts' A is over the inputs, as PEFT 0.18 and, for transformers 5, PEFT from 0.19.1 have it.
-    Ranks and alphas that differ go into rank_pattern and alpha_pattern, those of attention.
+    Both kinds of layers have the same names, some of lora's. The experts' A is over the inputs, as
+    PEFT 0.18 and, for transformers 5, PEFT from 0.19.1 have it. Ranks and alphas that differ go
+    into rank_pattern and alpha_pattern, those of attention. `base` is base_model_name_or_path.
     Numerics: nothing is rounded; dtypes stay.
     Raises ValueError for other names or shapes than the model's, ConfigError where the directory
     cannot be written or holds something.
     """
     directory = Path(directory)
-    if directory.exists():
-        raise ConfigError(f"{directory} must be new for an adapter. Name another one.")
-    ranks = _ranks(adapters, cfg)
-    alphas = {n: expert_alpha if n in EXPERTS else attention_alpha for n in ranks}
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} must be new or empty for an adapter. Name another one.")
+    ranks = _ranks(adapters, cfg, lora)
+    alphas = {n: lora.expert_alpha if n in EXPERTS else lora.attention_alpha for n in ranks}
     spelt = {DTYPES[name]: name for name in FLOATS}
     arrays: dict[str, np.ndarray] = {}
     for matrix in adapted_matrices(cfg):
@@ -61,7 +60,7 @@ def save_adapter(
                     raise ValueError(f"{matrix.target} must be of {', '.join(FLOATS)}: {x.dtype}.")
                 arrays[tensor_of(matrix, letter, list(ranks))] = np.ascontiguousarray(x)
     planned = [(name, spelt[array.dtype], array.shape) for name, array in arrays.items()]
-    config = _config(ranks, alphas, rank_stabilized)
+    config = _config(ranks, alphas, lora.rank_stabilized) | {"base_model_name_or_path": base}
     aside = directory.with_name(directory.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -79,7 +78,7 @@ def _leaf(adapters: Params, matrix: AdaptedMatrix) -> Any:
     return adapters["layers"][matrix.keys[1]][matrix.name]
 
 
-def _ranks(adapters: Params, cfg: ModelConfig) -> dict[str, int]:
+def _ranks(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict[str, int]:
     """The rank of each name, experts first. Raises ValueError where the tree is not the model's."""
     layers = adapters.get("layers", {})
     trained = [item for of in layers.values() for item in of.items()]
@@ -97,13 +96,13 @@ def _ranks(adapters: Params, cfg: ModelConfig) -> dict[str, int]:
     for matrix in adapted_matrices(cfg):
         if matrix.name in names["full"]:
             a, b = (x.shape for x in _leaf(adapters, matrix)[:2])
-            rank = ranks.setdefault(matrix.name, a[-2] if len(a) > 1 else 0)
+            rank = ranks.setdefault(matrix.name, lora.ranks.get(matrix.name, 0))
             stack = (cfg.n_layers // 2, *([] if matrix.experts is None else [matrix.experts]))
             want = (*stack, rank, matrix.inputs), (*stack, rank, matrix.outputs)
             if (a, b) != want or rank < 1:
                 raise ValueError(
-                    f"{'/'.join(matrix.keys)} must have a {want[0]} and b {want[1]} of a rank of 1 "
-                    f"or more, got {a} and {b}."
+                    f"{'/'.join(matrix.keys)} must have a {want[0]} and b {want[1]} for its rank "
+                    f"{rank} of lora, got {a} and {b}."
                 )
     return {name: ranks[name] for name in (*EXPERTS, *ATTENTION) if name in ranks}
 
@@ -125,6 +124,5 @@ def _config(ranks: dict[str, int], alphas: dict[str, float], stabilized: bool) -
         "use_dora": False,
         "fan_in_fan_out": False,
         "modules_to_save": None,
-        "base_model_name_or_path": None,
         "inference_mode": True,
     }

@@ -33,6 +33,7 @@ from jaxmoe.checkpoint.tensor_files import (
 )
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.config.json_object import json_object
+from jaxmoe.model.lora import Pair
 from jaxmoe.shapes import Params
 
 # What would change the numbers and is not read here; others of its keys do not matter.
@@ -46,7 +47,7 @@ _UNREAD = (
 class PeftAdapter(NamedTuple):
     """An adapter that was read."""
 
-    adapters: Params  # {"layers": {"sliding" | "full": {name: (a, b)}}}, numpy float32
+    adapters: Params  # {"layers": {"sliding" | "full": {name: Pair}}}, numpy float32
     scales: dict[str, float]  # by name: W' = W + scale · aᵀ b
     over: Over | None  # the experts' axis that A was over in the file; None without experts
 
@@ -81,7 +82,7 @@ def read_adapter(
             )
         ours = from_peft(matrix, over or "in", _read(a), _read(b))
         room = adapters["layers"][matrix.keys[1]].setdefault(
-            matrix.name, tuple(np.empty((cfg.n_layers // 2, *x.shape), np.float32) for x in ours)
+            matrix.name, Pair(*(np.empty((cfg.n_layers // 2, *x.shape), np.float32) for x in ours))
         )
         for whole, x in zip(room, ours, strict=True):
             if whole.shape[1:] != x.shape:
@@ -178,9 +179,11 @@ def _over(
     possible: Sequence[Over] = ("in", "out")
     for matrix, (a, b) in found:
         rank = a.shape[0] // (matrix.experts or 1) if a.shape else 0
-        fit = [x for x in possible if (a.shape, b.shape) == matrix.shapes(rank, x)]
-        if matrix.experts is None:
-            fit = possible if "in" in fit or (a.shape, b.shape) == matrix.shapes(rank) else []
+        shapes, fit = (a.shape, b.shape), list[Over]()
+        if matrix.experts is not None:
+            fit += [x for x in possible if shapes == matrix.shapes(rank, x)]
+        elif shapes == matrix.shapes(rank):
+            fit += possible
         if not fit or rank < 1:
             want = " and ".join(map(str, matrix.shapes(rank or 1)))
             raise ConfigError(

@@ -19,8 +19,10 @@ from jaxmoe.checkpoint.merge import merged
 from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.checkpoint.peft_layout import TARGETS
 from jaxmoe.checkpoint.peft_read import read_adapter
+from jaxmoe.config import LoraConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.config import from_hf
+from jaxmoe.model.lora import Pair
 from tests.jaxmoe.checkpoint.random_adapters import delta, random_adapters, same
 
 pytestmark = [
@@ -57,6 +59,14 @@ def setting(hugging, tmp_path_factory):
     cfg = dataclasses.replace(from_hf(model.config.to_dict()), dtype="float32")
     tokens = np.random.default_rng(2).integers(0, cfg.vocab_size, (2, 23))
     return model, cfg, load_params(folder, cfg, "float32"), tokens
+
+
+def lora_of(ranks, **how) -> LoraConfig:
+    attention, expert = (
+        next((r for n, r in ranks.items() if (n in ("w_gate_up", "w_down")) == of_experts), 0)
+        for of_experts in (False, True)
+    )
+    return LoraConfig(attention_rank=attention, expert_rank=expert, **how)
 
 
 def scales_of(ranks, attention_alpha=16.0, expert_alpha=16.0, rank_stabilized=False):
@@ -157,9 +167,8 @@ def check_log_probs(hugging, setting, adapters, scales, peft_model, mine=None) -
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_peft_reads_our_adapter_as_we_mean_it(hugging, peft, setting, tmp_path, way):
     model, cfg, _, _ = setting
-    how = {key: value for key, value in way.items() if key != "ranks"}
     adapters, scales = random_adapters(cfg, way["ranks"], size=0.05), scales_of(**way)
-    save_adapter(adapters, cfg, tmp_path / "a", **how)
+    save_adapter(adapters, cfg, lora_of(**way), tmp_path / "a")
     assert same(read_adapter(tmp_path / "a", cfg).adapters, adapters)
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
     check_deltas(read, adapters, scales)
@@ -212,9 +221,9 @@ def test_a_mistake_in_the_layout_would_be_seen(hugging, peft, setting, tmp_path,
     model, cfg, _, _ = setting
     adapters = random_adapters(cfg, {"w_gate_up": 2}, size=0.05)
     scales = scales_of({"w_gate_up": 2})
-    save_adapter(adapters, cfg, tmp_path / "a")
+    save_adapter(adapters, cfg, lora_of({"w_gate_up": 2}), tmp_path / "a")
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
-    wrong = {"layers": {kind: {"w_gate_up": change(*of["w_gate_up"])}
+    wrong = {"layers": {kind: {"w_gate_up": Pair(*change(*of["w_gate_up"]))}
                         for kind, of in adapters["layers"].items()}}  # fmt: skip
     with pytest.raises(AssertionError):
         check_deltas(read, wrong, scales)

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.model.lora import Pair
 from jaxmoe.model.params import Spec, param_specs
 
 # D = 48, F = 40, 2F = 80, N·H = 96, K·H = 32: no two sizes of a matrix agree
@@ -17,13 +18,13 @@ EXPERTS = NAMES[4:]
 
 
 def random_adapters(cfg: ModelConfig, ranks: dict[str, int], seed: int = 0, size: float = 1.0):
-    """{"layers": {"sliding" | "full": {name: (a, b)}}} for the names that have a rank."""
+    """{"layers": {"sliding" | "full": {name: Pair}}} for the names that have a rank."""
     rng = np.random.default_rng(seed)
 
     def pair(spec: Spec, rank: int):
         *stack, inputs, outputs = spec.shape
-        return tuple(
-            size * rng.standard_normal((*stack, rank, n), np.float32) for n in (inputs, outputs)
+        return Pair(
+            *(size * rng.standard_normal((*stack, rank, n), np.float32) for n in (inputs, outputs))
         )
 
     specs = param_specs(cfg)["layers"]

@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmoe.checkpoint.hf import load_params, save_params
+from jaxmoe.checkpoint.hf import iter_hf, load_params, save_params
 from jaxmoe.checkpoint.merge import merged
 from jaxmoe.checkpoint.mxfp4 import decoded
 from jaxmoe.checkpoint.packed import pack_experts
+from jaxmoe.model.lora import Pair, with_adapters
 from jaxmoe.model.params import abstract_params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from tests.jaxmoe.checkpoint.random_adapters import CFG, NAMES, delta, random_adapters
@@ -63,14 +64,19 @@ def test_packed_experts_are_merged_as_their_values_and_packed_again_only_at_a_lo
     assert min(error.relative for error in errors.values()) > 0.05
 
 
-def test_what_was_trained_in_full_replaces_the_bases():
-    base, router = weights(CFG), np.ones((2, 48, 3), np.float32)
-    adapters = random_adapters(CFG, {"w_q": 3})
-    adapters["layers"]["full"]["w_router"] = router
-    got = merged(base, {**adapters, "final_norm": base["final_norm"] + 1}, SCALES)
-    assert got["layers"]["full"]["w_router"] is router
-    assert got["layers"]["sliding"]["w_router"] is base["layers"]["sliding"]["w_router"]
-    assert (got["final_norm"] == base["final_norm"] + 1).all()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_merges_a_layer_at_a_time_and_rounds_once(tmp_path, dtype):
+    packed, _ = pack_experts(weights(PACKABLE, ml_dtypes.bfloat16), PACKABLE)
+    adapters = random_adapters(PACKABLE, RANKS)
+    whole = with_adapters(jax.tree.map(jnp.asarray, packed), adapters, SCALES)
+    save_params(whole, PACKABLE, tmp_path / "out", dtype=dtype)
+    want = merged(packed, adapters, SCALES, dtype="float32")
+    names = {name: array for name, array in iter_hf(want, PACKABLE, dtype)}
+    assert {name: x.tobytes() for name, x in iter_hf(whole, PACKABLE, dtype)} == {
+        name: x.tobytes() for name, x in names.items()
+    }
+    back = load_params(tmp_path / "out", PACKABLE, dtype)["layers"]["full"]["w_gate_up"]
+    assert (back == want["layers"]["full"]["w_gate_up"].astype(jnp.dtype(dtype))).all()
 
 
 def without_w_q(adapters):
@@ -78,16 +84,15 @@ def without_w_q(adapters):
 
 
 def swapped(adapters):
-    adapters["layers"]["full"]["w_q"] = adapters["layers"]["full"]["w_q"][::-1]
+    adapters["layers"]["full"]["w_q"] = Pair(*adapters["layers"]["full"]["w_q"][::-1])
 
 
 @pytest.mark.parametrize(
     ("change", "scales", "message"),
     [
         (without_w_q, SCALES, "layers/full/w_x is adapted, and the base has none"),
-        (swapped, SCALES, r"layers/full/w_q of shape \(2, 48, 96\) must have a"),
-        (lambda _: None, {}, "layers/.*/w_q is adapted and must have a scale"),
-        (lambda x: x.update(head=np.ones(3)), SCALES, "head must have shape"),
+        (swapped, SCALES, r"layers/full/w_q must have a \(2, 3, 48\) and b \(2, 3, 96\)"),
+        (lambda _: None, {}, "layers/.*/w_q must have a scale"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused_by_name(change, scales, message):

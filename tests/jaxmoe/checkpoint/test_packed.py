@@ -321,7 +321,9 @@ def held(what):  # of this process alone; getrusage counts what its parent was
 
 before = held("VmRSS")
 params = load_params(sys.argv[1], LARGE, experts="packed")
-print(held("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(params)))
+loaded = held("VmHWM") - before
+params = jax.block_until_ready(jax.device_put(params))  # on a CPU the same memory
+print(loaded, held("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(params)))
 """
 
 
@@ -333,7 +335,8 @@ def test_a_process_that_loads_packed_experts_holds_little_more_than_them(tmp_pat
         [sys.executable, "-c", PEAK, str(folder)], capture_output=True, text=True, check=True,
         cwd=Path(__file__).parents[3],
     )  # fmt: skip
-    peak, result = map(int, done.stdout.split())
-    print(f"{peak / result:.3f} times the result of {result / 1e6:.0f} MB")
+    *peaks, result = map(int, done.stdout.split())
+    told = " and ".join(f"{peak / result:.3f}" for peak in peaks)
+    print(f"{told} times the result of {result / 1e6:.0f} MB, read and then jax's")
     assert result > 300e6
-    assert peak < 1.1 * result, f"{peak / result:.3f} times the result"
+    assert max(peaks) < 1.1 * result, told

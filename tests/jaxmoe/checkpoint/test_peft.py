@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 from jaxmoe.checkpoint import peft
 from jaxmoe.checkpoint.peft import CONFIG, FILE, save_adapter
 from jaxmoe.checkpoint.peft_read import read_adapter
-from jaxmoe.config import ConfigError
+from jaxmoe.config import ConfigError, LoraConfig
+from jaxmoe.model.lora import Pair
 from tests.jaxmoe.checkpoint.random_adapters import CFG, NAMES, random_adapters, same
 
 RANKS = {"w_q": 5, "w_k": 5, "w_v": 5, "w_o": 5, "w_gate_up": 2, "w_down": 2}
@@ -23,9 +24,12 @@ SQUARE = dataclasses.replace(CFG, d_expert=48)  # D = F, as GPT-OSS has it
 LAYER = "base_model.model.model.layers.3."
 
 
+LORA = LoraConfig(attention_rank=5, expert_rank=2)
+
+
 def saved(tmp_path, ranks=None, cfg=CFG, **how):
     adapters = random_adapters(cfg, ranks or RANKS)
-    save_adapter(adapters, cfg, tmp_path / "a", **how)
+    save_adapter(adapters, cfg, dataclasses.replace(LORA, **how), tmp_path / "a")
     return adapters, tmp_path / "a"
 
 
@@ -133,10 +137,10 @@ def test_w_down_alone_with_d_equal_to_f_needs_a_version_or_a_word(tmp_path, vers
 
 
 def test_bfloat16_adapters_are_written_as_they_are_and_read_as_float32(tmp_path):
-    adapters = random_adapters(CFG, {"w_v": 3})
+    adapters = random_adapters(CFG, {"w_v": 5})
     for of in adapters["layers"].values():
-        of["w_v"] = tuple(jnp.asarray(x, jnp.bfloat16) for x in of["w_v"])
-    save_adapter(adapters, CFG, tmp_path / "a")
+        of["w_v"] = Pair(*(jnp.asarray(x, jnp.bfloat16) for x in of["w_v"]))
+    save_adapter(adapters, CFG, LORA, tmp_path / "a")
     with safe_open(tmp_path / "a" / FILE, framework="numpy") as file:
         got = file.get_tensor(LAYER + "self_attn.v_proj.lora_A.weight")
     assert got.dtype == ml_dtypes.bfloat16
@@ -149,12 +153,12 @@ def test_bfloat16_adapters_are_written_as_they_are_and_read_as_float32(tmp_path)
 
 def swapped(adapters):
     for of in adapters["layers"].values():
-        of["w_q"] = of["w_q"][::-1]
+        of["w_q"] = Pair(*of["w_q"][::-1])
 
 
 def of_another_rank(adapters):
     a, b = adapters["layers"]["full"]["w_q"]
-    adapters["layers"]["full"]["w_q"] = a[:, :4], b
+    adapters["layers"]["full"]["w_q"] = Pair(a[:, :4], b)
 
 
 WRONG = {
@@ -176,7 +180,7 @@ def test_other_trees_than_the_models_adapters_are_refused_by_name(tmp_path, chan
     adapters = random_adapters(CFG, RANKS)
     change[0](adapters)
     with pytest.raises(ValueError, match=change[1]):
-        save_adapter(adapters, CFG, tmp_path / "a")
+        save_adapter(adapters, CFG, LORA, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
@@ -283,8 +287,9 @@ def test_flipped_bits_of_our_own_file_are_seen(tmp_path):
 
 
 def test_an_adapter_never_writes_over_something(tmp_path):
+    (tmp_path / "mine").touch()
     with pytest.raises(ConfigError, match="must be new"):
-        save_adapter(random_adapters(CFG, RANKS), CFG, tmp_path)
+        save_adapter(random_adapters(CFG, RANKS), CFG, LORA, tmp_path)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
@@ -294,5 +299,5 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(peft, "write_shard", full)
     with pytest.raises(ConfigError, match="No space left"):
-        save_adapter(random_adapters(CFG, RANKS), CFG, tmp_path / "a")
+        save_adapter(random_adapters(CFG, RANKS), CFG, LORA, tmp_path / "a")
     assert not list(tmp_path.iterdir())

@@ -8,52 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapted import CFG, LORA, OPS, adapters_of, base_of, dense
 
 from jaxmoe.checkpoint.merge import merged
-from jaxmoe.checkpoint.packed import pack_experts
-from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
-from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
+from jaxmoe.config import ConfigError, LoraConfig
+from jaxmoe.model import forward, sequence_logprobs
 from jaxmoe.model.lora import Pair, init_adapters, lora_specs, with_adapters
-from jaxmoe.model.params import as_read
+from jaxmoe.model.router import replay
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 from tests.pallas_kernels.three_way import three_way
 
-CFG = ModelConfig(
-    vocab_size=90, d_model=128, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
-    experts_per_token=3, d_expert=64, sliding_window=9, dtype="float32",
-)  # fmt: skip
-LORA = LoraConfig(attention_rank=4, expert_rank=3, attention_alpha=6.0, expert_alpha=4.5)
-OPS = plain_ops()
 TOKENS = jax.random.randint(jax.random.key(1), (3, 40), 0, CFG.vocab_size)
-
-
-def base_of(cfg=CFG):
-    """Packed, with biases, sinks and norms that matter, as the forward reads it."""
-    params = init_params(jax.random.key(0), cfg)
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(9), len(leaves))
-    leaves = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    packed, _ = pack_experts(jax.tree.unflatten(tree, leaves), cfg)
-    return as_read(jax.tree.map(jnp.asarray, packed), cfg)
-
-
-def adapters_of(cfg=CFG, lora=LORA):
-    """As after some training: B is not zero."""
-    made = init_adapters(jax.random.key(2), cfg, lora)
-    return jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(5), x.shape), made)
 
 
 @partial(jax.jit, static_argnames="cfg")
 def logp(params, cfg=CFG):
     hidden, _, routed = forward(params, TOKENS, cfg, OPS)
     return sequence_logprobs(params, hidden, TOKENS, cfg, OPS)[0][:, 1:], routed
-
-
-def dense(params):
-    return jax.tree.map(
-        lambda x: decode(x) if isinstance(x, Mxfp4) else x, params,
-        is_leaf=lambda x: isinstance(x, Mxfp4),
-    )  # fmt: skip
 
 
 def whole(base, adapters, lora=LORA):
@@ -101,7 +72,6 @@ def test_gradients_are_those_of_the_merged_weights(dtype):
     cfg = replace(CFG, dtype=dtype)
     indices = logp(with_adapters(base, adapters, LORA.scales))[1]
     routed = jnp.moveaxis(indices, 0, 2)
-    from jaxmoe.model.router import replay
 
     def score(read, cfg):
         def loss(tree):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapted import CFG, LORA, OPS, base_of, dense
 
 from jaxmoe.config import OptimConfig
 from jaxmoe.losses import kl_k3
@@ -20,7 +21,6 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, new_state
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
-from tests.jaxmoe.model.test_lora import CFG, LORA, OPS, base_of, dense
 
 SAMPLES, LONGEST, NEW = 4, 12, 16
 PROMPTS = [Prompt(i, "", tuple(range(7 * i + 1, 7 * i + 9 + i)), None) for i in range(4)]

@@ -17,8 +17,9 @@ import pytest
 
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.checkpoint.peft import save_adapter
-from jaxmoe.config import ModelConfig
+from jaxmoe.config import LoraConfig, ModelConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
+from jaxmoe.model.lora import Pair
 from jaxmoe.model.params import map_specs
 
 pytestmark = pytest.mark.vllm
@@ -73,9 +74,10 @@ def setting(tmp_path_factory):
         for name in ("w_q", "w_k", "w_v", "w_o"):
             pairs, *sizes = block[name].shape
             a, b = (0.2 * rng.standard_normal((pairs, RANK, n), np.float32) for n in sizes)
-            adapted[name] = (a, b)
+            adapted[name] = Pair(a, b)
             block[name] += ALPHA / RANK * np.einsum("prd,prf->pdf", a, b)
-    save_adapter({"layers": adapters}, CFG, home / "adapter", attention_alpha=ALPHA)
+    lora = LoraConfig(attention_rank=RANK, attention_alpha=ALPHA)
+    save_adapter({"layers": adapters}, CFG, lora, home / "adapter")
     tokens = rng.integers(0, CFG.vocab_size, 40)
     (home / "tokens.json").write_text(json.dumps(tokens.tolist()))
 

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A LoRA run leaves as PEFT's adapter, or as whole weights."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe import export
+from jaxmoe.checkpoint.base import load_base
+from jaxmoe.checkpoint.hf import load_params, save_params
+from jaxmoe.checkpoint.merge import merged
+from jaxmoe.checkpoint.packed import pack_experts
+from jaxmoe.checkpoint.peft_read import read_adapter
+from jaxmoe.checkpoint.run import Position, save_run
+from jaxmoe.config_file import load, resolve
+from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.state import rl_state
+from tests.jaxmoe.checkpoint.random_adapters import random_adapters, same
+from tests.jaxmoe.random_weights import random_weights
+
+SMALL = ["model.d_model=64", "model.d_expert=128", "model.n_experts=3"]
+LORA = ["lora.attention_rank=3", "lora.expert_rank=2", "lora.expert_alpha=6.0"]
+CFG = resolve(load("tiny.py"), *SMALL, *LORA)
+ADAPTERS = random_adapters(CFG.model, CFG.lora.ranks, size=0.1)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    packed, _ = pack_experts(random_weights(CFG.model, 3), CFG.model)
+    save_params(packed, CFG.model, folder / "base", dtype="mxfp4")
+    state = rl_state(jax.tree.map(jnp.asarray, ADAPTERS), CFG, rl_optimizer(CFG))
+    save_run(folder, CFG, Position("rl", 5, state, {}))
+    return folder
+
+
+def command(work, out, *more, changes=(*SMALL, *LORA)):
+    sets = [part for change in changes for part in ("--set", change)]
+    paths = ["--workdir", str(work), "--out", str(out)]
+    return export.main(["--config", "tiny.py", *paths, *sets, *more])
+
+
+def whole(work, dtype):
+    base = load_base(dataclasses.replace(CFG, workdir=str(work)))
+    return merged(base, ADAPTERS, CFG.lora.scales, dtype=dtype)
+
+
+def refused(status, capsys, *parts):
+    err = capsys.readouterr().err
+    assert status == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    for part in parts:
+        assert part in err
+
+
+def test_the_adapter_comes_out_bit_for_bit_and_names_its_base(work, tmp_path, capsys):
+    assert command(work, tmp_path / "out") == 0
+    assert "rl step 5" in capsys.readouterr().out
+    back = read_adapter(tmp_path / "out", CFG.model)
+    assert same(back.adapters, ADAPTERS) and back.scales == CFG.lora.scales
+    said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(work / "base")
+
+
+def test_merged_weights_are_rounded_once(work, tmp_path):
+    assert command(work, tmp_path / "out", "--merge") == 0
+    got, want = load_params(tmp_path / "out", CFG.model, "bfloat16"), whole(work, "bfloat16")
+    for kind, of in got["layers"].items():
+        for name in CFG.lora.ranks:
+            ours, theirs = of[name], want["layers"][kind][name]
+            assert ours.tobytes() == np.asarray(theirs).tobytes(), (kind, name)
+
+
+def test_merging_into_four_bits_is_asked_for_and_tells_its_error(work, tmp_path, capsys):
+    assert command(work, tmp_path / "out", "--merge", "--set", "save.export_dtype=mxfp4") == 0
+    told = capsys.readouterr().out
+    assert "merged   packed 4 expert matrices into MXFP4: relative error" in told
+    got = load_params(tmp_path / "out", CFG.model, "float32")["layers"]["full"]
+    want = whole(work, "float32")["layers"]["full"]
+    for name in ("w_gate_up", "w_down"):
+        error = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
+        assert 0.01 < error < 0.2
+
+
+def test_a_dry_run_tells_what_it_would_write(work, tmp_path, capsys):
+    for more, part in ([], "MB of adapters"), (["--merge"], "MB of weights in bfloat16"):
+        assert command(work, tmp_path / "out", "--dry-run", *more) == 0
+        assert part in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_exported_is_one_line(work, tmp_path, capsys):
+    refused(
+        command(work, tmp_path / "out", "--merge", changes=SMALL), capsys, "--merge needs a run"
+    )
+    (tmp_path / "mine").touch()
+    refused(command(work, tmp_path), capsys, "must be new or empty")
+    base = work / "base"
+    base.rename(work / "elsewhere")
+    try:
+        refused(command(work, tmp_path / "out", "--merge"), capsys, f"{base} must hold the weights")
+    finally:
+        (work / "elsewhere").rename(base)
