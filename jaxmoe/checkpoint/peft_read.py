@@ -179,7 +179,8 @@ def _over(
     possible: Sequence[Over] = ("in", "out")
     for matrix, (a, b) in found:
         rank = a.shape[0] // (matrix.experts or 1) if a.shape else 0
-        shapes, fit = (a.shape, b.shape), list[Over]()
+        shapes = a.shape, b.shape
+        fit: list[Over] = []
         if matrix.experts is not None:
             fit += [x for x in possible if shapes == matrix.shapes(rank, x)]
         elif shapes == matrix.shapes(rank):

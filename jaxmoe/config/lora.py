@@ -39,14 +39,14 @@ class LoraConfig:
     @property
     def ranks(self) -> dict[str, int]:
         """Of each matrix that is adapted, by its name in a layer; empty where LoRA is off."""
-        each = dict.fromkeys(ATTENTION, self.attention_rank)
+        each: dict[str, int] = dict.fromkeys(ATTENTION, self.attention_rank)
         each |= dict.fromkeys(EXPERTS, self.expert_rank)
         return {name: rank for name, rank in each.items() if rank}
 
     @property
     def scales(self) -> dict[str, float]:
         """alpha / rank, or alpha / sqrt(rank), by the same names."""
-        alphas = dict.fromkeys(ATTENTION, self.attention_alpha)
+        alphas: dict[str, float] = dict.fromkeys(ATTENTION, self.attention_alpha)
         alphas |= dict.fromkeys(EXPERTS, self.expert_alpha)
         return {
             name: alphas[name] / (math.sqrt(rank) if self.rank_stabilized else rank)

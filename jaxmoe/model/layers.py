@@ -39,8 +39,8 @@ def linear(
     Of an adapted matrix + scale · (x·aᵀ)·b, where x·aᵀ is rounded to x's dtype and the rest is
     added in float32.
     """
-    w_DF, change = split(w_DF)
-    y = jnp.dot(x, w_DF.astype(x.dtype), preferred_element_type=jnp.float32)
+    whole_DF, change = split(w_DF)
+    y = jnp.dot(x, whole_DF.astype(x.dtype), preferred_element_type=jnp.float32)
     if change is not None:
         a_RD, b_RF, scale = change
         low = jnp.dot(x, a_RD.T.astype(x.dtype), preferred_element_type=jnp.float32)

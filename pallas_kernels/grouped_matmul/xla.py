@@ -65,7 +65,7 @@ def _rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, beside=None):
         def tile(start, valid_R1, out):
             y = dot(lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,)))
             y = y if bias is None else y + bias.astype(jnp.float32)
-            if beside is not None:
+            if beside is not None and narrow is not None:
                 low = lax.dynamic_slice_in_dim(beside[0], start, rows)
                 y = y + beside[2] * dot(low, narrow, ((1,), (0,)))
             y = jnp.where(valid_R1, y, lax.dynamic_slice_in_dim(out, start, rows))
