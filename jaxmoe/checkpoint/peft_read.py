@@ -180,9 +180,9 @@ def _over(
     for matrix, (a, b) in found:
         rank = a.shape[0] // (matrix.experts or 1) if a.shape else 0
         shapes = a.shape, b.shape
-        fit: list[Over] = []
+        fit = list[Over]()
         if matrix.experts is not None:
-            fit += [x for x in possible if shapes == matrix.shapes(rank, x)]
+            fit.extend(x for x in possible if shapes == matrix.shapes(rank, x))
         elif shapes == matrix.shapes(rank):
             fit += possible
         if not fit or rank < 1:
