@@ -2,8 +2,10 @@
 """tiny.py by LoRA: the warm start is trained whole, packed into MXFP4, and RL trains adapters.
 
 COMMAND  python -m jaxmoe.train --config tiny_lora.py
-EXPECT   __EXPECT__
-SOURCE   tiny.py; LoRA's rate is ten times that of whole weights, as usual, found by trying.
+EXPECT   Exact match on 256 held-out words, sampled at temperature 1: 0.13 after the warm start,
+         0.59 after 160 steps (seed 0); greedy 0.35 to 0.61. tiny.py, which trains all weights, ends
+         at 0.71 and 0.72. One seed and one rate: neither rank nor rate was searched.
+SOURCE   tiny.py; ten times its learning rate, as is usual for LoRA.
 """
 
 from dataclasses import replace

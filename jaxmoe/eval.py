@@ -27,6 +27,7 @@ from jaxmoe.parallel.processes import leave, same_everywhere, together
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
+from jaxmoe.rollout.native import NativeEngine
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +58,10 @@ def run(cfg: Config) -> float:
     with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:
         version = 0 if at is None else at.step
         if cfg.lora.ranks and at is not None and at.stage == "rl":
-            params = with_adapters(load_base(cfg), params, cfg.lora.scales)
+            base = load_base(cfg)
+            params = with_adapters(base, params, cfg.lora.scales)
+            if isinstance(engine, NativeEngine):
+                engine.keep(base)
         engine.load(params, version)
         with phase(f"answering {len(prompts)} held-out prompts"):
             samples = max(8, cfg.eval.samples_per_prompt)

@@ -15,7 +15,7 @@ from jaxmoe.config.renamed import RENAMED
 from jaxmoe.config_file import load, override
 
 TINY = load("tiny.py")
-SHIPPED = ["gptoss120b.py", "gptoss20b.py", "gptoss20b_ppo.py", "tiny.py"]
+SHIPPED = ["gptoss120b.py", "gptoss20b.py", "gptoss20b_ppo.py", "tiny.py", "tiny_lora.py"]
 
 
 def lookup(config, path):
@@ -127,6 +127,8 @@ BROKEN = [
     "gate.ess=30",
     "gate.abs_diff=-1",
     "mesh.fsdp=0",
+    "lora.attention_rank=-1",
+    "lora.expert_alpha=-2.0",
     "seed=4294967296",
     "warmup.sequences_per_step=0",
     "rollout.max_parallel_sequences=0",
@@ -160,6 +162,21 @@ def test_what_it_says_to_type_is_accepted(assignment):
     changes = [word for word in advice if "=" in word]
     assert advice == [word for change in changes for word in ("--set", change)]
     override(TINY, *([assignment] if assignment.startswith("model.max") else []), *changes)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [["mesh.fsdp=2"], ["rollout.engine=vllm"], ["optim.moments=host"],
+     ["critic.backbone=own", "loss.advantages=gae"]],
+    ids=str,
+)  # fmt: skip
+def test_what_adapters_cannot_be_trained_with_is_refused_and_what_is_advised_is_taken(others):
+    with pytest.raises(ConfigError, match="^lora needs .*, got ") as error:
+        override(TINY, "lora.expert_rank=4", *others)
+    with_it, _, without = str(error.value).partition("Try --set ")[2].partition(", or --set ")
+    override(TINY, "lora.expert_rank=4", *others, with_it)
+    off = without.removesuffix(".").split(" --set ")
+    assert override(TINY, "lora.expert_rank=4", *off, *others).lora.ranks == {}
 
 
 def test_a_cut_at_another_temperature_is_refused_where_vllm_samples():

@@ -21,7 +21,7 @@ from jaxmoe.model.params import abstract_params, as_read, count_params, param_sp
 from jaxmoe.parallel.host import free_bytes
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import rl_state, stage_shapes
+from jaxmoe.rl.state import new_adapters, rl_state, stage_shapes
 
 PACKED = override(load("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
 BIG = override(PACKED, "optim.tokens_per_microbatch=0", "optim.microbatches=128")
@@ -44,6 +44,16 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
     assert mem.optimizer == 8 * held and mem.reference == 0
     assert memory(override(cfg, "optim.param_dtype=bfloat16")).weights == 2 * held
     assert memory(override(cfg, "loss.kl_coef=0.1")).reference == 4 * held
+
+
+def test_adapters_are_all_that_is_trained_beside_a_base_in_four_bits():
+    cfg = override(BIG, "mesh.fsdp=1", "lora.attention_rank=4", "lora.expert_rank=4")
+    cfg, plain = override(cfg, "loss.kl_coef=0.1"), memory(override(BIG, "mesh.fsdp=1"))
+    held, mem = size(jax.eval_shape(lambda: new_adapters(cfg))), memory(cfg)
+    assert mem.weights == mem.engine_copy == mem.update == 4 * held
+    assert mem.optimizer == 8 * held and mem.reference == 0
+    assert 13.7e9 < mem.base < 13.9e9  # the released experts are 10.2 of it
+    assert plain.base == 0 and mem.activations == plain.activations
 
 
 def test_microbatches_hold_a_sum_of_gradients_beside_the_new_one():
