@@ -43,7 +43,7 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def counting_step(state, batch, minibatches, **_):
+def counting_step(state, batch, minibatches, base, **_):
     """Adds 1 to the weight, so that the weight says which version it is."""
     params = jax.tree.map(lambda w: w + 1.0, state.params)
     told = Told(batch.rollout_logp_BT, batch.rollout_logp_BT)

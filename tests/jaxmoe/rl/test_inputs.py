@@ -106,7 +106,7 @@ def test_parameters_of_another_config_are_named():
     params = init_params(jax.random.key(0), other)
     for wrong in (params, PARAMS):
         state = new_state(Trained(wrong), SGD)
-        with pytest.raises(ConfigError, match=r"params\['.*must have shape .* of another config"):
+        with pytest.raises(ConfigError, match=r"params \w+ must have shape .* of another config"):
             step(BATCH, state=state, scorer=Scorer(CFG, OPS))
     check_params({k: v for k, v in MODEL.items() if k != "head"}, CFG)  # of a critic's backbone
 
