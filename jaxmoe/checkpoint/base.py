@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.packed import pack_experts, summary
+from jaxmoe.checkpoint.run import check_model
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.model.params import as_read
 from jaxmoe.shapes import Params
@@ -36,6 +37,7 @@ def load_base(cfg: Config) -> Params:
             f"{folder} must hold the weights that this run's adapters belong to, and is not there. "
             "Bring it back, or try a new --workdir."
         )
+    check_model(cfg.model, folder)
     held = load_params(folder, cfg.model, "float32", experts="packed")
     return as_read(jax.tree.map(jnp.asarray, held), cfg.model)
 

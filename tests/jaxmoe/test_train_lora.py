@@ -83,6 +83,15 @@ def test_eval_reads_adapters_beside_the_base(whole):
     )
 
 
+def test_a_packed_checkpoint_is_the_base_itself(whole, tmp_path):
+    given = {"warmup__steps": 0, "init__checkpoint": str(whole[0] / "base")}
+    done = run(tmp_path / "run", steps=1, **given)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run" / "base").exists() and "packed" not in done.stdout
+    other = run(tmp_path / "other", steps=1, model__d_expert=128, **given)
+    assert other.returncode == 2 and "model.d_expert (128 here)" in other.stderr
+
+
 def test_a_checkpoint_that_is_not_packed_is_no_base(whole, tmp_path):
     """A merged export is whole bfloat16 weights: RL on adapters would decode what is not there."""
     made = run(whole[0], "export", "--merge", "--out", str(tmp_path / "dense"), steps=3)
