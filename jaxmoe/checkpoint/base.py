@@ -10,13 +10,11 @@ import shutil
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.packed import pack_experts, summary
 from jaxmoe.checkpoint.run import check_model
 from jaxmoe.config import Config, ConfigError
-from jaxmoe.model.params import as_read
 from jaxmoe.shapes import Params
 
 
@@ -38,8 +36,8 @@ def load_base(cfg: Config) -> Params:
             "Bring it back, or try a new --workdir."
         )
     check_model(cfg.model, folder)
-    held = load_params(folder, cfg.model, "float32", experts="packed")
-    return as_read(jax.tree.map(jnp.asarray, held), cfg.model)
+    # once: a copy of the experts would not fit beside them on the card that they were packed for
+    return jax.device_put(load_params(folder, cfg.model, "as_read", experts="packed"))
 
 
 def make_base(policy: Params, cfg: Config) -> Params:

@@ -41,7 +41,7 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.config.file_sums import write_file_sums
 from jaxmoe.model.config import to_hf
 from jaxmoe.model.lora import Adapted
-from jaxmoe.model.params import Layout, Spec, held_shapes, param_specs
+from jaxmoe.model.params import Layout, Spec, held_shapes, param_specs, read_dtype
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
@@ -71,7 +71,8 @@ def load_params(
 
     On a CPU `jax.device_put` of them copies nothing; `jnp.asarray` does.
     Args:
-        dtype: None is the config's.
+        dtype: None is the config's; "as_read" what the forward reads each parameter in: matrices
+            in the config's, the rest in float32.
         experts: "packed" keeps the four bits of the experts' matrices, as leaves `Mxfp4`; the
             checkpoint must hold them so (`packed.pack_experts` encodes others).
     Numerics: MXFP4 decodes exactly; a narrower `dtype` than the file's rounds to nearest, even.
@@ -85,7 +86,8 @@ def load_params(
     def fresh(spec: Spec) -> Leaf:
         if experts == "packed" and spec.packable:
             return mxfp4.room(spec.shape)
-        return zeros_to_share(spec.shape, jax.numpy.dtype(dtype or cfg.dtype))
+        held = read_dtype(spec, cfg, "float32") if dtype == "as_read" else dtype or cfg.dtype
+        return zeros_to_share(spec.shape, jax.numpy.dtype(held))
 
     specs = param_specs(cfg)
     params = jax.tree.map(fresh, specs, is_leaf=lambda leaf: isinstance(leaf, Spec))

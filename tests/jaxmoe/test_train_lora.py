@@ -87,7 +87,7 @@ def test_a_packed_checkpoint_is_the_base_itself(whole, tmp_path):
     given = {"warmup__steps": 0, "init__checkpoint": str(whole[0] / "base")}
     done = run(tmp_path / "run", steps=1, **given)
     assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "run" / "base").exists() and "packed" not in done.stdout
+    assert not (tmp_path / "run" / "base").exists() and "relative error" not in done.stdout
     other = run(tmp_path / "other", steps=1, model__d_expert=128, **given)
     assert other.returncode == 2 and "model.d_expert (128 here)" in other.stderr
 
@@ -101,4 +101,4 @@ def test_a_checkpoint_that_is_not_packed_is_no_base(whole, tmp_path):
         init__tokenizer=str(tmp_path / "dense"),
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "MXFP4" in done.stderr and "Try" in done.stderr, done.stderr
+    assert "must hold packed experts" in done.stderr and "init.checkpoint" in done.stderr

@@ -128,6 +128,16 @@ def test_a_dense_export_of_packed_leaves_is_that_of_their_values(loaded, dense, 
         assert name == theirs and bits(ours) == bits(want), name
 
 
+def test_a_load_as_read_is_what_the_forward_reads_of_float32(released, loaded):
+    ours = load_params(released, CFG, "as_read", experts="packed")
+    wide = load_params(released, CFG, "float32", experts="packed")
+    assert bits(ours) == bits(as_read(jax.tree.map(jnp.asarray, wide), CFG))
+    assert ours["final_norm"].dtype == np.float32 and ours["head"].dtype == jnp.bfloat16
+    if jax.devices()[0].platform == "cpu":  # and jax takes it as it lies
+        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.device_put(ours)), strict=True):
+            assert x.ctypes.data == y.unsafe_buffer_pointer()
+
+
 def test_jax_arrays_are_exported_like_numpy_ones(loaded, tensors):
     stream = dict(iter_hf(jax.tree.map(jnp.asarray, loaded), CFG, "mxfp4"))
     assert all((stream[name] == tensors[name]).all() for name in stream if "experts" in name
@@ -320,7 +330,7 @@ def held(what):  # of this process alone; getrusage counts what its parent was
     return 1024 * int(lines[what].split()[0])
 
 before = held("VmRSS")
-params = load_params(sys.argv[1], LARGE, experts="packed")
+params = load_params(sys.argv[1], LARGE, "as_read", experts="packed")
 loaded = held("VmHWM") - before
 params = jax.block_until_ready(jax.device_put(params))  # on a CPU the same memory
 print(loaded, held("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(params)))
