@@ -84,8 +84,8 @@ def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count)
     moved = [float(jnp.abs(a - b).max()) for a, b in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(fresh().params), strict=True)]  # fmt: skip
     assert min(moved) > 0
-    assert told[0]["policy/kl_ref"] == 0  # the reference is the base, and nothing has changed yet
-    assert told[-1]["policy/kl_ref"] > 0
+    assert told[0]["policy/kl_ref"] < 1e-12  # the reference is the base: nothing has changed yet
+    assert told[-1]["policy/kl_ref"] > 1e-6
     assert max(x["train_rollout_logprob_abs_diff"] for x in told) < 1e-5
     if count >= 100:
         assert np.mean([x["reward"] for x in told[-10:]]) > told[0]["reward"] + 0.1
