@@ -5,6 +5,8 @@ A slot says which position and segment it holds, so slots may be in any order an
 padded on either side. Next: jaxmoe/model/attention.py reads and writes it.
 """
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -57,6 +59,7 @@ def init_cache(cfg: ModelConfig, batch: int, slots: int) -> KVCache:
     )
 
 
+@cache
 def cache_bytes(cfg: ModelConfig, batch: int, slots: int) -> int:
     """Bytes of `init_cache(cfg, batch, slots)`."""
     shapes = jax.eval_shape(lambda: init_cache(cfg, batch, slots))

@@ -41,7 +41,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(  # packed weights go the ways of whole ones
+    "op", [pytest.param(x, marks=[pytest.mark.slow] * x.endswith("mxfp4")) for x in OPS]
+)
 def test_every_operation_is_checked_and_timed(capsys, op):
     said, found = run(capsys, op, "--impl", "xla", "--vs", "reference", "--case", CASES[op])
     passes = [row["pass"] for row in found["rows"]]

@@ -84,18 +84,25 @@ def test_whitened_tokens_have_mean_zero_and_deviation_one():
     assert abs(ours.mean()) <= 16 * EPS and abs(ours.std(ddof=1) - 1) <= 16 * EPS
 
 
+@jax.jit
+def whitened_equals(value, rewards_B):
+    """Of equal tokens, and of equal rewards: all that is whitened anywhere."""
+    equal, mask = jnp.full((len(rewards_B), 8), value), jnp.ones((len(rewards_B), 8), bool)
+    paid = token_rewards(rewards_B, mask)
+    return [
+        whiten(equal, mask),
+        reinforce_pp_advantages(paid, mask),
+        whitened_gae(paid, jnp.full(mask.shape, 0.5), mask)[0],
+        reinforce_pp_baseline_advantages(rewards_B.reshape(1, -1), mask),
+    ]
+
+
 @given(st.floats(-1e4, 1e4, width=32), st.sampled_from([1, 7, 200]))
 def test_equal_tokens_whiten_to_exactly_nothing(value, rows):
     # the mean of 1,600 floats of 1000.1 is not that float, and its error is all there is to whiten
     for x in (value, 1000.1):
-        equal, mask = jnp.full((rows, 8), x, jnp.float32), jnp.ones((rows, 8), bool)
-        assert not np.asarray(whiten(equal, mask)).any()
-    rewards_B = jnp.full((rows,), 1000.1)
-    paid = token_rewards(rewards_B, mask)
-    assert not np.asarray(reinforce_pp_advantages(paid, mask)).any()
-    assert not np.asarray(whitened_gae(paid, jnp.full(mask.shape, 0.5), mask)[0]).any()
-    groups = rewards_B.reshape(1, -1)
-    assert not np.asarray(reinforce_pp_baseline_advantages(groups, mask)).any()
+        given = whitened_equals(jnp.float32(x), jnp.full((rows,), 1000.1, jnp.float32))
+        assert not any(np.asarray(found).any() for found in given)
 
 
 def test_nearly_equal_tokens_whiten_as_in_float64():

@@ -181,8 +181,9 @@ def test_a_planted_fault_is_seen(fault, dispatch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "dispatch", ["exchanged", pytest.param("gathered", marks=pytest.mark.slow)]
+    "dispatch", ["exchanged", pytest.param("gathered", marks=pytest.mark.extended)]
 )
+@pytest.mark.slow  # a whole forward on eight devices
 def test_the_forward_takes_its_experts_from_the_mesh_in_bfloat16(dispatch, monkeypatch):
     monkeypatch.setattr(parallel_ops, "dispatch_for", lambda *_, **__: (DISPATCHES[dispatch], ""))
     cfg = replace(CFG, dtype="bfloat16")

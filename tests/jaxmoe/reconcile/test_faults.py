@@ -64,6 +64,7 @@ def test_single_numbers_are_named_with_their_value(seed):
     assert len(missed) <= 0.2 * len(SCALARS)
 
 
+@pytest.mark.slow  # as its faults in float32, and four numbers more to estimate
 def test_an_engine_of_another_temperature_or_shifted_sinks_is_named_with_the_value():
     keys = ("temperature", 0.95), ("sink_shift", -2.0), ("rms_eps", 1e-6), ("rope_factor", 40.0)
     wrong, missed = wrong_or_missed({key: report(SCALARS[key]) for key in keys})

@@ -65,6 +65,7 @@ def test_what_it_vouches_for_is_out():
     assert shake([WORKER, WORKER | {"model": TOLD | {"dtype": "bfloat16"}}], CFG).dtype is None
 
 
+@pytest.mark.slow  # two reports
 def test_an_engine_of_another_config_is_named_by_it():
     peer, told = Peer(active=3, eps=1e-3), dict(experts_per_token=3, rms_eps=1e-3)
     r = report(Fault(peer), told=Handshake("float32", other=told))

@@ -60,24 +60,27 @@ def test_an_attention_that_counts_sees_both_layers_of_the_step(cut):
 
 @pytest.fixture(scope="module")
 def ours():
-    """The step on the whole batch, by the router that ships, and without any replay."""
+    """The step on the whole batch by the router that ships, and one with other experts."""
     step = jax.jit(
         partial(
             rl_step, tx=SGD, algorithm=GRPO,
             scorer=Scorer(CFG, replace(plain_ops(), router=replay)),
         )
     )  # fmt: skip
-    return [step(new_state(Trained(MODEL), SGD), b) for b in (routed_batch(), make_batch())]
+    batch = routed_batch()
+    others = (batch.routed_experts_BTLA + 1) % CFG.n_experts
+    batches = (batch, replace(batch, routed_experts_BTLA=others))
+    return [step(new_state(Trained(MODEL), SGD), b) for b in batches]
 
 
 @pytest.mark.parametrize("cut", [pytest.param("cut", marks=SLOW), "packed"])
 def test_a_router_of_ones_own_replays_as_ours_does(cut, ours):
     found = example("ops router", cut, routed_batch().routed_experts_BTLA)
-    (state, metrics, _), (_, own, _) = ours
+    (state, metrics, _), (_, other, _) = ours
     for x, y in zip(
         jax.tree.leaves(found["state"].params), jax.tree.leaves(state.params), strict=True
     ):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     entropy = float(metrics["policy/entropy"])
     assert float(found["metrics"]["policy/entropy"]) == pytest.approx(entropy, rel=1e-4)
-    assert float(own["policy/entropy"]) != pytest.approx(entropy, rel=1e-3)
+    assert float(other["policy/entropy"]) != pytest.approx(entropy, rel=1e-3)

@@ -76,6 +76,7 @@ TRAINER = jax.jit(
 )  # fmt: skip
 
 
+@pytest.mark.slow  # compiles for four devices
 def test_on_a_mesh_it_draws_the_same_tokens_with_the_trainers_log_probs(engine):
     mesh = make_mesh(MeshConfig(fsdp=2, sequence=2), jax.devices()[:4])
     cut = NativeEngine(
@@ -192,7 +193,10 @@ def engine_and_trainer(out, temperature):
     return batch.rollout_logp_BT[batch.loss_mask_BT], np.asarray(trainer_BT)[batch.loss_mask_BT]
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 7}, {"top_p": 0.6, "temperature": 0.7}])
+@pytest.mark.parametrize(
+    "cut",
+    [pytest.param({"top_k": 7}, marks=pytest.mark.slow), {"top_p": 0.6, "temperature": 0.7}],
+)
 def test_with_the_mass_that_was_kept_log_probs_are_over_the_whole_vocabulary(engine, cutting, cut):
     """Rows stop at different steps here, so finished rows were dropped on the way."""
     temperature = cut.get("temperature", 1.0)
