@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 # Compiling is most of what tests cost, of programs that run once: here LLVM optimises nothing, and
 # in jax 0.10 XLA takes its older and quicker emitters, which later versions do not have, and cuts
-# no program into parts: none is worth a thread, a schedule or XNNPACK. One assertion depends on it
+# no program into parts: none is worth a thread or XNNPACK. One assertion depends on it
 # and says so (equal bits, test_decode_attention_gpu.py). With `XLA_FLAGS=` before the command
 # everything compiles as users do; so do tests on a chip and for one (-m aot, -m "aot and …", but
 # not "… and not aot").
@@ -24,7 +24,7 @@ os.environ.setdefault(
     + " --xla_cpu_multi_thread_eigen=false"  # or eight devices block each other: parallel/host.py
     + (
         " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-        " --xla_cpu_enable_concurrency_optimized_scheduler=false --xla_cpu_use_xnnpack=false"
+        " --xla_cpu_use_xnnpack=false"
     )
     * version("jaxlib").startswith("0.10.")
     if os.environ["JAX_PLATFORMS"] == "cpu" and not any(x.startswith("aot") for x in sys.argv)
