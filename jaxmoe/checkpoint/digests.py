@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jaxmoe.checkpoint.layouts import on_host
 from jaxmoe.shapes import Leaf
 
-_PIECE = 1 << 17  # elements widened at once: they stay in a core's cache
+_PIECE = 1 << 16  # elements widened at once: they stay in a core's cache
 
 
 def array_digests(tree: Leaf) -> dict[str, str]:
@@ -71,18 +71,19 @@ def part_digest(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]
     for at, held, stride in zip(start[:-1], part.shape[:-1], _strides(shape), strict=False):
         steps = np.arange(at, at + held, dtype=np.uint64) * np.uint64(stride)
         bases_R = np.add.outer(bases_R, steps).reshape(-1)
-    plain, weighted = 0, 0
-    columns_C = np.zeros(rows_RC.shape[1], np.uint64)
-    step = max(1, _PIECE // max(1, rows_RC.shape[1]))
-    for first in range(0, len(rows_RC), step):
-        words = rows_RC[first : first + step].astype(np.uint64)
-        sums_R = np.add.reduce(words, axis=1)
-        columns_C += np.add.reduce(words, axis=0)
-        plain += int(np.add.reduce(sums_R))
-        weighted += int(np.dot(sums_R, bases_R[first : first + step]))
+    rows, columns = rows_RC.shape
+    step = max(1, _PIECE // max(1, columns))
+    words_SC = np.empty((min(step, rows), columns), np.uint64)
+    sums_R, sums_C = np.empty(rows, np.uint64), np.zeros(columns, np.uint64)
+    for first in range(0, rows, step):
+        piece_SC = words_SC[: min(step, rows - first)]
+        piece_SC[...] = rows_RC[first : first + step]
+        np.add.reduce(piece_SC, axis=1, out=sums_R[first : first + step])
+        sums_C += np.add.reduce(piece_SC, axis=0)
     offset = start[-1] if start else 0
-    at_C = np.arange(offset, offset + len(columns_C), dtype=np.uint64)
-    return (plain + 2 * (weighted + int(np.dot(columns_C, at_C)))) % 2**64
+    at_C = np.arange(offset, offset + columns, dtype=np.uint64)
+    odd = int(np.dot(sums_R, bases_R)) + int(np.dot(sums_C, at_C))
+    return (int(np.add.reduce(sums_R)) + 2 * odd) % 2**64
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
