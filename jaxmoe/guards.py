@@ -18,6 +18,15 @@ def must_be_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> N
         )
 
 
+def not_exact(gap: float, where: str, step: int) -> ConfigError:
+    """What to say where bits that must be the same are not."""
+    return ConfigError(
+        f"rl step {step}: with model.numerics=invariant trainer and engine must agree to the bit; "
+        f"max |Δlogp| is {gap:.3g}. {where} Nothing was trained on this batch, and what came before "
+        "it is saved. Try --set model.numerics=fast, and report the versions in config.json."
+    )
+
+
 def gate_closed(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
     """What to say where engine and trainer are too far apart to train."""
     names = "train_rollout_logprob_abs_diff", "rollout_corr/k3_kl", "rollout_corr/ess"

@@ -23,7 +23,7 @@ from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.envs.recorded import group_rows, held_out_rows
 from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.envs.tasks import Task, evaluate
-from jaxmoe.guards import gate_closed, must_be_finite
+from jaxmoe.guards import gate_closed, must_be_finite, not_exact
 from jaxmoe.model import Ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.alerts import alerts, counted
@@ -32,6 +32,7 @@ from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, phase
 from jaxmoe.parallel.processes import agreed, everyones, on_hosts
+from jaxmoe.reconcile.first_difference import first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, padding_frac
@@ -111,13 +112,31 @@ class Job:
         assert_compiled_once(step_fn, step - self.first)
         return found
 
-    def stop_at_the_gate(self, state: TrainState, metrics: Metrics, step: int) -> None:
+    def stop_at_the_gate(
+        self, state: TrainState, metrics: Metrics, step: int, batch: Batch, told: Told
+    ) -> None:
         """Raises ConfigError where the gate held the batch back and the run may not skip it."""
         if metrics["gate/closed"] and not self.cfg.gate.skip:
             # as before this batch: a resume draws it again
             self.at = replace(self.at, state=state)
             self.save()
+            gap = metrics["train_rollout_logprob_abs_diff_max"]
+            if self.cfg.exact and gap > 0:
+                raise not_exact(gap, self.where_not_exact(batch, told), step)
             raise gate_closed(self.cfg, metrics, step)
+
+    def where_not_exact(self, batch: Batch, told: Told) -> str:
+        """The first token whose log-prob the engine has otherwise, and what of it differs first."""
+        mask_BT, logp_BT = np.asarray(batch.loss_mask_BT), on_hosts(told.logp_BT)
+        other_BT = mask_BT & (logp_BT != np.asarray(batch.rollout_logp_BT))
+        row = int(np.argmax(other_BT.any(1)))
+        column = int(np.argmax(other_BT[row]))
+        length = int((np.asarray(batch.segment_ids_BT[row]) > 0).sum())
+        tokens = np.asarray(batch.tokens_BT[row][:length])
+        prompt = int(np.argmax(mask_BT[row]))
+        found = first_difference(self.policy(), tokens, prompt, self.cfg.model, self.ops)
+        of = f"First in rollout {row}, token {column}: "
+        return of + (f"{found}." if found else "alone, its bits are the same; in a batch not.")
 
     @cached_property
     def held_out(self) -> list[Prompt]:

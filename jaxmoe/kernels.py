@@ -10,7 +10,7 @@ Next: jaxmoe/model/ops.py puts the choice into the pieces.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxmoe.config import Config, ConfigError
+from jaxmoe.config import Config, ConfigError, require
 from pallas_kernels.check import child
 from pallas_kernels.check.choice import (
     PLAIN,
@@ -78,6 +78,9 @@ def decide(
     cfg: Config, chip_of: Callable[[], dict[str, str]], judge_on: Callable[[dict[str, str]], Judge]
 ) -> Decision:
     """`kernels_here` of any chip and any judge of kernels."""
+    if cfg.model.numerics == "invariant":
+        _only_where_shown(chip_of())
+        return Decision(wanted("auto"), "xla, invariant tiles")
     if cfg.kernels in PLAIN:  # they need no check
         return Decision(wanted(cfg.kernels), cfg.kernels)
     try:
@@ -96,6 +99,14 @@ def decide(
     _no_long_xla(cfg, platform, choices["sink_attention"])
     impls: dict[str, Impl] = {operation: choice.impl for operation, choice in choices.items()}
     return Decision(impls, line(choices), tuple(alerts(choices)))
+
+
+def _only_where_shown(chip: Mapping[str, str]) -> None:
+    require(
+        chip["platform"] == "cpu",
+        "model.numerics=invariant must run on a cpu, where it is shown that bits do not depend on "
+        f"shapes; this is a {chip['platform']}. Try JAX_PLATFORMS=cpu, or --set model.numerics=fast.",
+    )
 
 
 def _refused(name: str, why: str) -> str:

@@ -216,7 +216,7 @@ def reinforce(job: Job) -> None:
                     placed = place(batch, job.mesh)
                     state, metrics, told = step_fn(state, placed, minibatches, job.base)
                     metrics = job.host(step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr))
-                job.stop_at_the_gate(state, metrics, step)
+                job.stop_at_the_gate(state, metrics, step, batch, told)
                 job.at = Position("rl", step, state, collected.data)
                 metrics |= collected.metrics | (ages if cfg.rollout.max_staleness else {})
                 with job.logged_if_it_breaks(metrics):
@@ -261,7 +261,7 @@ def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.nda
     batch = rollout_batch(
         rollouts, filled(rewards, r.samples_per_prompt), samples=r.samples_per_prompt,
         length=cfg.context, pad_id=task.tokenizer.pad_id,
-        n_experts=cfg.model.n_experts if r.router_replay else None,
+        n_experts=cfg.model.n_experts if cfg.keeps_experts else None,
     )  # fmt: skip
     if np.isnan(rewards).any():
         mask_BT = np.asarray(batch.loss_mask_BT) & ~np.isnan(rewards)[:, None]

@@ -67,7 +67,7 @@ def initial_params(cfg: Config, mesh: Mesh | None = None) -> Params:
 def check_model(ours: ModelConfig, directory: Path) -> None:
     """Raises ConfigError where a model is not that of a checkpoint's config.json, in all it is."""
     theirs = vars(read_hf_config(directory))
-    free = ("dtype", "vocab_multiple")
+    free = ("dtype", "numerics", "vocab_multiple")
     differ = {n: a for n, a in vars(ours).items() if n not in free and a != theirs[n]}
     if differ:
         told = ", ".join(f"model.{name} ({value} here)" for name, value in differ.items())

@@ -23,7 +23,7 @@ FREE = (
     # the same sums, in other pieces
     "optim.microbatches", "optim.tokens_per_microbatch", "optim.remat",
     "optim.remat_keeps", "optim.remat_inputs", "optim.moments", "rollout.max_parallel_sequences",
-    "kernels", "mesh.",  # the same sums, in another order
+    "kernels", "mesh.", "model.numerics",  # the same sums, in another order
 )  # fmt: skip
 BLOCK = 65_536  # bytes of a file of weights that are read at a time
 # what tells training rows from held-out rows, of one task
@@ -96,7 +96,7 @@ def check_use(work: Path, then: dict[str, Any], cfg: Config, held: Held = NOTHIN
     for name, old, new in _differences(then, cfg):
         if name in held.same:
             continue
-        if name.startswith("model.") and name != "model.dtype":
+        if name.startswith("model.") and name not in ("model.dtype", "model.numerics"):
             raise _refused(work, name, old, f"be read with {new}")
         if same_task and _one_of(name, SPLIT):
             raise _refused(

@@ -15,6 +15,7 @@ from jaxmoe.config.data import DataConfig
 from jaxmoe.config.errors import ConfigError, EngineError, Rule, numbers, require
 from jaxmoe.config.lora import LoraConfig
 from jaxmoe.config.model import FROM_CHECKPOINT, ModelConfig
+from jaxmoe.config.numerics import check_numerics
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
 __all__ = [
@@ -333,6 +334,7 @@ class Config:
             f"--set rollout.max_new_tokens={self.model.max_context // 2}.",
         )
         self._check_lora()
+        check_numerics(self)
         near = difflib.get_close_matches(self.kernels, KERNELS, 1) or ["auto"]
         require(
             self.kernels in KERNELS,
@@ -371,6 +373,23 @@ class Config:
                 f"sampled by the native engine. Try --set {typed}, or --set lora.attention_rank=0 "
                 "--set lora.expert_rank=0.",
             )
+
+    @property
+    def exact(self) -> bool:
+        """Whether trainer and engine must agree on every log-prob to the bit, at each step."""
+        r = self.rollout
+        invariant = self.model.numerics == "invariant"
+        return invariant and r.engine == "native" and r.max_staleness == 0
+
+    @property
+    def keeps_experts(self) -> bool:
+        """Whether the engine's experts travel with its rollouts: to be replayed, or compared."""
+        return self.rollout.router_replay or self.rollout.compare_experts or self.exact
+
+    @property
+    def step_gate(self) -> GateConfig:
+        """The gate of RL's steps: no difference at all where there must be none."""
+        return dataclasses.replace(self.gate, abs_diff=0.0) if self.exact else self.gate
 
     @property
     def context(self) -> int:

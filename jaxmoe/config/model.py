@@ -23,6 +23,7 @@ class ModelConfig:
     d_expert: int
     sliding_window: int  # keys a query may read in a sliding layer, itself included
     dtype: str = "bfloat16"  # of the arithmetic; softmax, router and loss are float32 anyway
+    numerics: str = "fast"  # or invariant: a token's bits depend on its own past alone
     vocab_multiple: int = 1  # the embedding and the head are padded to a multiple of this
     rope_theta: float = 150_000.0
     rope_factor: float = 32.0  # YaRN; 1 is plain RoPE
@@ -68,6 +69,11 @@ class ModelConfig:
             self.dtype in ("float32", "bfloat16"),
             f"model.dtype must be float32 or bfloat16, got {self.dtype!r}. "
             "Try --set model.dtype=bfloat16.",
+        )
+        require(
+            self.numerics in ("fast", "invariant"),
+            f"model.numerics must be fast or invariant, got {self.numerics!r}. "
+            "Try --set model.numerics=invariant.",
         )
 
         def positive(x: float) -> bool:

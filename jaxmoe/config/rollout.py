@@ -99,10 +99,17 @@ class RolloutConfig:
     engine: str = "native"  # the trainer's own forward, or "vllm"
     vllm: VllmConfig = VllmConfig()
     router_replay: bool = False  # R3: train on the experts that the engine chose for each token
+    compare_experts: bool = False  # with the trainer's: the metric router/expert_switches
     max_staleness: int = 0  # sample so many steps ahead of the weights; 0: wait for each other
 
     def __post_init__(self) -> None:
         n, r = self.sequences_per_step, self.samples_per_prompt
+        require(
+            not (self.compare_experts and self.router_replay),
+            "rollout.compare_experts compares the trainer's experts with the engine's; with "
+            "rollout.router_replay=True they are the engine's. Try --set "
+            "rollout.compare_experts=False.",
+        )
         require(
             r > 0,
             f"rollout.samples_per_prompt must be positive, got {r}. "

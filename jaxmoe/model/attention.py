@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.cache import LayerKind, newest_slots, write_slots
 from jaxmoe.model.ops import Ops
-from jaxmoe.model.rope import rotate
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.decode_attention import QUERIES
 
@@ -46,8 +45,8 @@ def attention_block(
         q = ops.linear(h_BTD, layer["w_q"], layer["b_q"])
         k = ops.linear(h_BTD, layer["w_k"], layer["b_k"])
         v = ops.linear(h_BTD, layer["w_v"], layer["b_v"])
-        q_BTNH = rotate(q.reshape(batch, time, cfg.n_q_heads, cfg.head_dim), rows.tables)
-        k_BTKH = rotate(k.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim), rows.tables)
+        q_BTNH = ops.rotate(q.reshape(batch, time, cfg.n_q_heads, cfg.head_dim), rows.tables)
+        k_BTKH = ops.rotate(k.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim), rows.tables)
         v_BTKH = v.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim)
         kept = None
         k_BSKH, v_BSKH, k_positions_BS, k_segments_BS = (

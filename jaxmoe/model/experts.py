@@ -22,6 +22,7 @@ def experts(
     *,
     gate_up: Callable[..., Array] = grouped_swiglu,
     down: Callable[..., Array] = grouped_matmul,
+    combine: Callable[..., Array] = combine_rows,
 ) -> Float[Array, "B T D"]:
     """Σ_a weight_a · W_down·swiglu(W_gate_up·h + b) + b over a token's active experts.
 
@@ -40,7 +41,7 @@ def experts(
     )  # fmt: skip
     w_down, change = _matrices(layer["w_down"], dtype)
     out = down(hidden, w_down, sizes_E, bias_EF=layer["b_down"], **change)
-    return combine_rows(out, inverse, weights_BTA.reshape(-1, active)).reshape(h_BTD.shape)
+    return combine(out, inverse, weights_BTA.reshape(-1, active)).reshape(h_BTD.shape)
 
 
 def _matrices(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, dict[str, LowRank]]:

@@ -53,3 +53,19 @@ def next_token_logits(
 ) -> Float[Array, "B V"]:
     """Tempered logits of the token after each hidden state, float32, padding cut off."""
     return ops.logits(hidden_BD, params["head"])[:, : cfg.vocab_size] / temperature
+
+
+def drawn_logprobs(
+    params: Params,
+    logp_B: Float[Array, " B"],
+    hidden_BD: Float[Array, "B D"],
+    token_B: Int[Array, " B"],
+    cfg: ModelConfig,
+    ops: Ops,
+    temperature: float | Array,
+) -> Float[Array, " B"]:
+    """What a rollout says of the tokens drawn after these hidden states; `logp_B` is the sampler's."""
+    return ops.drawn(
+        logp_B, hidden_BD, params["head"], token_B, temperature=temperature,
+        vocab_size=cfg.vocab_size,
+    )  # fmt: skip

@@ -81,6 +81,14 @@ def target_logprobs(
     return logp_BT, entropy_BT
 
 
+def as_drawn(
+    logp_B: Float[Array, " B"], hidden_BD: Array, w_DV: Array, token_B: Array, *,
+    temperature: Array, vocab_size: int,
+) -> Float[Array, " B"]:  # fmt: skip
+    """The log-prob that the sampler found with the token, of the logits it drew from."""
+    return logp_B
+
+
 def _per_row(v_D: Array, x: Array) -> Array:
     """A vector in float32, shaped to combine with x along its last axis."""
     return v_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + v_D.shape)

@@ -19,9 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxmoe.config import Config, OptimConfig
+from jaxmoe.model import invariant
 from jaxmoe.model.experts import experts
-from jaxmoe.model.layers import embed, linear, logits, rms_norm, target_logprobs
-from jaxmoe.model.rope import rope_tables
+from jaxmoe.model.layers import as_drawn, embed, linear, logits, rms_norm, target_logprobs
+from jaxmoe.model.rope import rope_tables, rotate
 from jaxmoe.model.router import chosen, replay, route
 from pallas_kernels import (
     decode_attention,
@@ -47,6 +48,7 @@ class Ops:
     linear: Callable[..., Array]  # linear, into q, k and v
     output: Callable[..., Array]  # linear, out of attention: its sum runs over heads
     rotary: Callable[..., Two]  # jaxmoe.model.rope.rope_tables
+    rotate: Callable[..., Array]  # jaxmoe.model.rope.rotate, of q and of k
     attend: Callable[..., Two]  # pallas_kernels.sink_attention
     decode: Callable[..., Two]  # pallas_kernels.decode_attention: `attend` for a few queries and a
     # cache, without a gradient; who replaces one of the two replaces both
@@ -55,6 +57,7 @@ class Ops:
     record: Callable[..., Any]  # jaxmoe.model.router.chosen: what a forward keeps of each layer
     logits: Callable[..., Array]  # layers.logits: over the vocabulary, for the next token
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of tokens that are there
+    drawn: Callable[..., Array]  # layers.as_drawn: the log-prob that a rollout carries of a token
     remat: Callable[[Callable[..., Any]], Callable[..., Any]]  # of a layer pair: as_is, or
     # jax.checkpoint, which keeps its input and recomputes the rest in the backward pass, or
     # keeping_attention, or inputs_on_host
@@ -64,8 +67,8 @@ def plain_ops() -> Ops:
     """Every piece as one device computes it."""
     return Ops(
         embed=embed, norm=rms_norm, linear=linear, output=linear, rotary=rope_tables,
-        attend=sink_attention, decode=decode_attention, router=route, experts=experts,
-        record=chosen, logits=logits, logprobs=target_logprobs, remat=as_is,
+        rotate=rotate, attend=sink_attention, decode=decode_attention, router=route, experts=experts,
+        record=chosen, logits=logits, logprobs=target_logprobs, drawn=as_drawn, remat=as_is,
     )  # fmt: skip
 
 
@@ -75,11 +78,17 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
     `impls` says which implementation each operation of pallas_kernels runs, as a check on this
     chip chose (jaxmoe/kernels.py); without it they are those that cfg.kernels names, unchecked.
     """
-    return replace(
+    ops = replace(
         with_kernels(plain_ops(), wanted(cfg.kernels) if impls is None else impls),
         router=replay if cfg.rollout.router_replay else route,
         remat=remat_of(cfg.optim),
     )
+    return invariant_ops(ops) if cfg.model.numerics == "invariant" else ops
+
+
+def invariant_ops(ops: Ops) -> Ops:
+    """The pieces whose bits depend on a token's own past alone; embed, record and remat stay."""
+    return replace(ops, **invariant.pieces(ops.router))
 
 
 def with_kernels(ops: Ops, impls: Mapping[str, Impl]) -> Ops:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, masked_sum
 from jaxmoe.losses.mismatch import mismatch_parts, weight_parts
@@ -62,9 +62,7 @@ def expert_load(batch: Batch, n_experts: int) -> Metrics:
     routed = batch.routed_experts_BTLA
     if routed is None:
         return {}
-    # the last token of a sequence was read by no layer
-    read_BT = jnp.pad(jnp.asarray(batch.segment_ids_BT)[:, 1:] > 0, ((0, 0), (0, 1)))
-    layers, ones = routed.shape[2], read_BT[:, :, None, None].astype(jnp.float32)
+    layers, ones = routed.shape[2], read(batch)[:, :, None, None].astype(jnp.float32)
     counts_LE = jnp.zeros((layers, n_experts)).at[
         jnp.arange(layers)[:, None], jnp.asarray(routed).astype(jnp.int32)
     ].add(ones)  # fmt: skip
@@ -74,6 +72,23 @@ def expert_load(batch: Batch, n_experts: int) -> Metrics:
         "router/load_cv": jnp.mean(counts_LE.std(axis=1) / mean_L),
         "router/unused_experts": jnp.mean((counts_LE == 0).astype(jnp.float32)),
     }
+
+
+def expert_switches(experts_BTLA: Int[Array, "B T L A"], batch: Batch) -> UpdateMetrics:
+    """router/expert_switches: the share of tokens and layers that the trainer's router sends to
+    other experts than the engine's did, in whatever order."""
+    ours, theirs = (
+        jnp.sort(jnp.asarray(x).astype(jnp.int32), axis=-1)
+        for x in (experts_BTLA, batch.routed_experts_BTLA)
+    )
+    other_BTL = jnp.any(ours != theirs, axis=-1)
+    found = masked_mean(jnp.mean(other_BTL.astype(jnp.float32), axis=-1), read(batch))
+    return UpdateMetrics({"router/expert_switches": found})
+
+
+def read(batch: Batch) -> Bool[Array, "B T"]:
+    """The tokens that a layer of the engine has read: of a sequence all but the last."""
+    return jnp.pad(jnp.asarray(batch.segment_ids_BT)[:, 1:] > 0, ((0, 0), (0, 1)))
 
 
 def update_metrics(

@@ -55,9 +55,12 @@ def rl_program(
     tx: optax.GradientTransformation, state: TrainState,
 ) -> Jitted:  # fmt: skip
     """A step of RL: (state, batch, minibatches, base) -> (state, metrics, told)."""
-    scorer = Scorer(cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales)
+    scorer = Scorer(
+        cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales,
+        replays=cfg.rollout.router_replay,
+    )  # fmt: skip
     step = partial(
-        rl_step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.gate,
+        rl_step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,
         microbatches=cfg.optim.microbatches,
     )  # fmt: skip
     return Jitted(step, {"donate_argnums": 0, **pinned(cfg, mesh, state, 2)})
@@ -89,7 +92,7 @@ def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
         return Packing(each, each, array(jnp.int32, *lead[:-1]), rows=rows)
 
     routed = None
-    if cfg.rollout.router_replay:
+    if cfg.keeps_experts:
         dtype = expert_dtype(m.n_experts)
         routed = array(dtype, B, T, m.n_layers, m.experts_per_token)
     batch = Batch(

@@ -7,7 +7,8 @@ Next: jaxmoe/model/forward.py.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
@@ -16,7 +17,7 @@ from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.params import check_params
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.state import Frozen, Trained
-from jaxmoe.shapes import Params
+from jaxmoe.shapes import Leaf, Params
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Scorer:
     temperature: float = 1.0
     critic: str = "none"  # "own" or "shared" backbone
     scales: Mapping[str, float] = field(default_factory=dict)  # of LoRA's changes, by matrix
+    replays: bool = True  # experts of a batch are the routers'; else they are compared with ours
 
     def whole(self, params: Trained, frozen: Frozen) -> Trained:
         """With the policy as the forward reads it: where adapters are trained, beside the base."""
@@ -36,8 +38,11 @@ class Scorer:
         return replace(params, policy=with_adapters(frozen.base, params.policy, self.scales))
 
     def policy(self, params: Trained, batch: Batch) -> dict[str, Array]:
-        """logp_BT and entropy_BT; and `values_of` where the critic shares the policy's layers."""
-        hidden_BTD = self.hidden(params.policy, batch)
+        """logp_BT and entropy_BT; and `values_of` where the critic shares the policy's layers.
+
+        Where the batch has experts that are not replayed, our own too: experts_BTLA.
+        """
+        hidden_BTD, experts_LBTA = self.read(params.policy, batch)
         rows = batch if batch.packed is None else batch.packed
         logp_BT, entropy_BT = sequence_logprobs(
             params.policy, hidden_BTD, rows.tokens_BT, self.model, self.ops,
@@ -46,6 +51,8 @@ class Scorer:
         out = {"logp_BT": in_rows(logp_BT, batch), "entropy_BT": in_rows(entropy_BT, batch)}
         if self.critic == "shared":
             out |= values_of(params, hidden_BTD, batch)
+        if batch.routed_experts_BTLA is not None and not self.replays:
+            out["experts_BTLA"] = in_rows(jnp.moveaxis(experts_LBTA, 0, 2), batch)
         return out
 
     def reference(self, reference: Params, batch: Batch) -> Float[Array, "B T"]:
@@ -56,17 +63,19 @@ class Scorer:
     def values(self, params: Trained, batch: Batch) -> dict[str, Array]:
         """`values_of` a critic with a backbone of its own, which routes by itself."""
         assert params.critic is not None
-        hidden_BTD = self.hidden(params.critic["backbone"], unrouted(batch))
+        hidden_BTD, _ = self.read(params.critic["backbone"], unrouted(batch))
         return values_of(params, hidden_BTD, batch)
 
-    def hidden(self, params: Params, batch: Batch) -> Float[Array, "_ _ D"]:
-        """The last hidden states over a batch, or over the packed rows of a microbatch."""
+    def read(self, params: Params, batch: Batch) -> tuple[Float[Array, "_ _ D"], Leaf]:
+        """The last hidden states over a batch, or over the packed rows of a microbatch, and what
+        `ops.record` kept."""
         check_params(params, self.model)
         rows = batch if batch.packed is None else batch.packed
         return forward(
             params, rows.tokens_BT, self.model, self.ops, positions_BT=rows.positions_BT,
-            segment_ids_BT=rows.segment_ids_BT, routed_experts_BTLA=rows.routed_experts_BTLA,
-        )[0]  # fmt: skip
+            segment_ids_BT=rows.segment_ids_BT,
+            routed_experts_BTLA=rows.routed_experts_BTLA if self.replays else None,
+        )[::2]  # fmt: skip
 
 
 def values_of(params: Trained, hidden_BTD: Float[Array, "_ _ D"], batch: Batch) -> dict[str, Array]:
@@ -76,9 +85,11 @@ def values_of(params: Trained, hidden_BTD: Float[Array, "_ _ D"], batch: Batch) 
     return {"values_BT": next_column(after_BT), "values_after_BT": after_BT}
 
 
-def in_rows(x_BT: Float[Array, "_ _"], batch: Batch) -> Float[Array, "B T"]:
+def in_rows(x_BT: Shaped[Array, "_ _ *rest"], batch: Batch) -> Shaped[Array, "B T *rest"]:
     """Values of the model's rows as the batch's: one row, one sequence."""
-    return x_BT if batch.packed is None else x_BT.reshape(-1)[batch.packed.place_BT]
+    if batch.packed is None:
+        return x_BT
+    return x_BT.reshape(-1, *x_BT.shape[2:])[batch.packed.place_BT]
 
 
 def unrouted(batch: Batch) -> Batch:

@@ -31,7 +31,13 @@ from jaxmoe.rl.algorithm import (
 )
 from jaxmoe.rl.batch import Batch, Scored
 from jaxmoe.rl.function_specs import arguments, asked
-from jaxmoe.rl.metrics import UpdateMetrics, engine_gap, expert_load, update_metrics
+from jaxmoe.rl.metrics import (
+    UpdateMetrics,
+    engine_gap,
+    expert_load,
+    expert_switches,
+    update_metrics,
+)
 from jaxmoe.rl.microbatches import GRADIENTS, ROWS, LossAux, over_microbatches
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
@@ -223,6 +229,8 @@ def one_update(
     if algorithm.critic != "none":
         found |= UpdateMetrics({"critic/grad_norm": optax.tree.norm(grads.critic)})
     found |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
+    if "experts_BTLA" in aux.rows:
+        found |= expert_switches(aux.rows["experts_BTLA"], batch)
     closed = gate_closed(found.means, gate)
     found |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
     if not gated(gate):  # nothing to hold back: no branch
@@ -284,6 +292,8 @@ def policy_loss(
     weighted_BT = terms_BT if found.weights_BT is None else terms_BT * found.weights_BT
     loss = masked_sum(weighted_BT * loss_weights_BT, mask_BT)
     sums, rows = {}, {"logp_BT": now_BT, "entropy_BT": entropy_BT, "correction": found}
+    if "experts_BTLA" in out:
+        rows["experts_BTLA"] = out["experts_BTLA"]
     if counts_kept_late(a):
         sums["kept"] = masked_sum(loss_weights_BT, mask_BT)
     if a.entropy_coef != 0.0:

@@ -17,6 +17,7 @@ from jaxtyping import Array
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
 from jaxmoe.model.cache import write_slots
+from jaxmoe.model.head import drawn_logprobs
 from jaxmoe.records import Sampling, expert_dtype
 from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
@@ -132,13 +133,13 @@ def decode(
 
     def pick(rows: DecodeState) -> tuple[DecodeState, Array]:
         greedy = temperature <= 0.0
-        all_BV = next_token_logits(
-            params, rows.hidden_BD, cfg, ops, jnp.where(greedy, 1.0, temperature)
-        )
+        sharpness = jnp.where(greedy, 1.0, temperature)
+        all_BV = next_token_logits(params, rows.hidden_BD, cfg, ops, sharpness)
         keys = jax.random.wrap_key_data(rows.stream_B2)
         uniform_B = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, rows.column)))(keys)
         logits_BV = keep_top(all_BV, top_k=top_k, top_p=top_p)
         token_B, logp_B = draw(logits_BV, uniform_B, greedy=greedy)
+        logp_B = drawn_logprobs(params, logp_B, rows.hidden_BD, token_B, cfg, ops, sharpness)
         token_B = jnp.where(rows.alive_B, token_B, 0)
         stopped_B = jnp.any(token_B[:, None] == stop_ids[None], axis=1)
         zero = jnp.zeros((), jnp.int32)

@@ -113,7 +113,7 @@ def _combine_forward(y_SD, inverse, weights_MA):
     return combine_rows(y_SD, inverse, weights_MA), (y_SD, inverse, weights_MA)
 
 
-def _combine_backward(residuals, dout_MD):
+def combine_backward(residuals, dout_MD):
     y_SD, inverse_S, weights_MA = residuals
     n_tokens, n_active = weights_MA.shape
     order_S = _invert(inverse_S)
@@ -124,4 +124,4 @@ def _combine_backward(residuals, dout_MD):
     return dy_SD, None, dweights_S.reshape(n_tokens, n_active).astype(weights_MA.dtype)
 
 
-combine_rows.defvjp(_combine_forward, _combine_backward)
+combine_rows.defvjp(_combine_forward, combine_backward)

@@ -49,13 +49,14 @@ def _matrix(rhs_EDF, e, dtype):
     return decode(one, dtype) if isinstance(one, Mxfp4) else one
 
 
-def _rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, beside=None):
+def rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, beside=None, rows=None):
     """out[m] = lhs[m] · rhs[e of m] over rhs_axis (1: forward, 2: with rhs transposed).
 
     `beside` = (low_MR, b_ERF, scale) adds scale · low[m] · b[e of m] before anything is rounded.
+    `rows` of a tile, at most M, are chosen by the shapes where they are not given.
     """
     n_rows, (n_groups, out_width) = lhs_MD.shape[0], (rhs_EDF.shape[0], rhs_EDF.shape[3 - rhs_axis])
-    rows = tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
+    rows = rows or tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
 
     def group(e, out):
         rhs = _matrix(rhs_EDF, e, lhs_MD.dtype)
@@ -117,7 +118,7 @@ def xla(
     """
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
-    return _rows_by_group(lhs_MD, rhs_EDF, group_sizes_E.astype(jnp.int32), bias_EF, 1)
+    return rows_by_group(lhs_MD, rhs_EDF, group_sizes_E.astype(jnp.int32), bias_EF, 1)
 
 
 def _forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=None):
@@ -125,14 +126,14 @@ def _forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=None):
     return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
-def _backward(residuals, dout_MF, beside=None):
+def backward(residuals, dout_MF, beside=None):
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = residuals
     packed = isinstance(rhs_EDF, Mxfp4)
     if lhs_MD.shape[0] == 0:
         drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
         return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)
     sizes_E = group_sizes_E.astype(jnp.int32)
-    dlhs_MD = _rows_by_group(dout_MF, rhs_EDF, sizes_E, None, 2, beside)
+    dlhs_MD = rows_by_group(dout_MF, rhs_EDF, sizes_E, None, 2, beside)
     bias_dtype = None if bias_EF is None else bias_EF.dtype
     if packed:
         if bias_EF is None:
@@ -144,7 +145,7 @@ def _backward(residuals, dout_MF, beside=None):
     return dlhs_MD, drhs_EDF, None, dbias_EF
 
 
-xla.defvjp(_forward, _backward)
+xla.defvjp(_forward, backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -166,20 +167,20 @@ def _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, sca
         low_MR = jnp.zeros((0, a_ERD.shape[1]), dtype)
         out_MF = jnp.zeros((0, rhs_EDF.shape[2]), dtype)
     else:
-        low_MR = _rows_by_group(lhs_MD, a_ERD.astype(dtype), sizes_E, None, 2)
+        low_MR = rows_by_group(lhs_MD, a_ERD.astype(dtype), sizes_E, None, 2)
         beside = low_MR, b_ERF.astype(dtype), scale
-        out_MF = _rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1, beside)
+        out_MF = rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1, beside)
     return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, low_MR)
 
 
-def _low_rank_backward(scale, residuals, dout_MF):
+def low_rank_backward(scale, residuals, dout_MF):
     *wide, a_ERD, b_ERF, low_MR = residuals
     lhs_MD, _, group_sizes_E, _ = wide
     if lhs_MD.shape[0] == 0:
-        return *_backward(wide, dout_MF), jnp.zeros_like(a_ERD), jnp.zeros_like(b_ERF)
+        return *backward(wide, dout_MF), jnp.zeros_like(a_ERD), jnp.zeros_like(b_ERF)
     sizes_E, dtype = group_sizes_E.astype(jnp.int32), dout_MF.dtype
-    dlow_MR = _rows_by_group(dout_MF, b_ERF.astype(dtype), sizes_E, None, 2)
-    grads = _backward(wide, dout_MF, (dlow_MR, a_ERD.astype(dtype), scale))
+    dlow_MR = rows_by_group(dout_MF, b_ERF.astype(dtype), sizes_E, None, 2)
+    grads = backward(wide, dout_MF, (dlow_MR, a_ERD.astype(dtype), scale))
     f32 = jnp.float32
     da_ERD, _ = _weights_by_group(dlow_MR, lhs_MD, sizes_E, f32, None)
     db_ERF, _ = _weights_by_group(low_MR, dout_MF, sizes_E, f32, None)
@@ -187,7 +188,7 @@ def _low_rank_backward(scale, residuals, dout_MF):
     return *grads, da_ERD, db_ERF
 
 
-xla_low_rank.defvjp(_low_rank_forward, _low_rank_backward)
+xla_low_rank.defvjp(_low_rank_forward, low_rank_backward)
 
 
 def xla_swiglu(

@@ -6,11 +6,14 @@ forward and backward: the softmax is accumulated online, and the backward makes 
 Next: `cases.py`, the shapes this is tested and timed on.
 """
 
+import operator
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from pallas_kernels.arguments import dot
 from pallas_kernels.token_logprobs.signature import (
@@ -54,11 +57,11 @@ def _start(i, size, n):
     return i * size, jnp.minimum(i * size, n - size)
 
 
-def _logits(h_bD, w_head_DV, temperature, v, size, vocab_size):
+def _logits(h_bD, w_head_DV, temperature, v, size, vocab_size, temper=operator.truediv):
     """Tempered logits of vocabulary block v, its slice of the head, and its two first columns."""
     first, start = _start(v, size, vocab_size)
     w_Dc = lax.dynamic_slice_in_dim(w_head_DV, start, size, axis=1).astype(h_bD.dtype)
-    z_bc = dot(h_bD, w_Dc, ((1,), (0,))) / temperature
+    z_bc = temper(dot(h_bD, w_Dc, ((1,), (0,))), temperature)
     if vocab_size % size:
         new_c = start + jnp.arange(size, dtype=jnp.int32) >= first
         z_bc = jnp.where(new_c[None, :], z_bc, _NEVER)
@@ -72,13 +75,15 @@ def _token_block(i, size, arrays):
     return start, start + jnp.arange(size, dtype=jnp.int32) >= first, cut
 
 
-def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish):
+def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish, temper):
     """What `finish` makes of one token block, one vocabulary block at a time."""
     size, count = blocks(vocab_size, VOCAB_BLOCK)
 
     def step(v, carry):
         peak, total, moment, chosen = carry
-        z_bc, _, first, start = _logits(h_bD, w_head_DV, temperature, v, size, vocab_size)
+        z_bc, _, first, start = _logits(
+            h_bD, w_head_DV, temperature, v, size, vocab_size, temper
+        )
         new_peak = jnp.maximum(peak, z_bc.max(axis=1))
         below_bc = z_bc - new_peak[:, None]
         exp_bc = jnp.exp(below_bc)
@@ -110,7 +115,11 @@ def _statistics(peak, total, moment, chosen):
     return chosen, peak + log_total, log_total - moment / total
 
 
-def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, finish=_result):
+def stream(
+    hidden_MD, w_head_DV, targets_M, temperature, vocab_size, finish=_result,
+    temper: Callable[..., Array] = operator.truediv,
+):  # fmt: skip
+    """What `finish` makes of each token's sums over the vocabulary: logp, entropy and lse."""
     n_tokens = hidden_MD.shape[0]
     size, count = blocks(n_tokens, TOKEN_BLOCK)
     dtype = _matmul_dtype(hidden_MD, w_head_DV)
@@ -118,7 +127,7 @@ def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, finish=_re
     def step(i, out):
         start, _, (h, targets) = _token_block(i, size, (hidden_MD, targets_M))
         h = h.astype(dtype)
-        new = _online_softmax(h, targets, w_head_DV, temperature, vocab_size, finish)
+        new = _online_softmax(h, targets, w_head_DV, temperature, vocab_size, finish, temper)
         write = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         return tuple(write(o, n) for o, n in zip(out, new, strict=True))
 
@@ -136,23 +145,23 @@ def xla(
     Numerics: float32 accumulation, softmax and sums; bitwise repeatable. The columns past
     vocab_size are never read.
     """
-    logp_M, entropy_M, _ = _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)
+    logp_M, entropy_M, _ = stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)
     return logp_M, entropy_M
 
 
 def _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
-    logp_M, entropy_M, lse_M = _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)
+    logp_M, entropy_M, lse_M = stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)
     saved = (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
     return (logp_M, entropy_M), saved
 
 
-def _backward(vocab_size, saved, cotangents):
+def backward(vocab_size, saved, cotangents):
     hidden_MD, _, _, temperature, _, _ = saved
     dhidden, dw_head = xla_gradients(*saved, *cotangents, vocab_size=vocab_size)
     return dhidden.astype(hidden_MD.dtype), dw_head, None, jnp.zeros_like(temperature)
 
 
-xla.defvjp(_forward, _backward)
+xla.defvjp(_forward, backward)
 
 
 def xla_statistics(
@@ -160,7 +169,7 @@ def xla_statistics(
     vocab_size: int,
 ) -> Statistics:  # fmt: skip
     """The target's logit, lse and entropy over a slice of the vocabulary; numerics as of `xla`."""
-    chosen_M, lse_M, entropy_M = _stream(
+    chosen_M, lse_M, entropy_M = stream(
         hidden_MD, w_head_DV, targets_M, temperature, vocab_size, _statistics
     )
     return chosen_M, lse_M, entropy_M

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `model.numerics=invariant` cannot be with: everything that would break its promise unseen.
+
+Next: jaxmoe/model/invariant.py.
+"""
+
+from typing import TYPE_CHECKING
+
+from jaxmoe.config.errors import require
+
+if TYPE_CHECKING:
+    from jaxmoe.config import Config
+
+FEWEST = 8  # rows that the engine decodes at once: a quarter of a tile (pallas_kernels/tiles.py)
+_OFF = "or --set model.numerics=fast."
+
+
+def check_numerics(cfg: "Config") -> None:
+    """Raises ConfigError for settings under which trainer and engine would not agree to the bit."""
+    if cfg.model.numerics != "invariant":
+        return
+    r = cfg.rollout
+    require(
+        r.engine == "native",
+        f"model.numerics=invariant needs rollout.engine=native, got {r.engine}: its kernels sum in "
+        f"orders of their own. Try --set rollout.engine=native, {_OFF}",
+    )
+    require(
+        cfg.kernels in ("auto", "xla"),
+        f"model.numerics=invariant needs kernels=auto, got {cfg.kernels}: it decodes in splits that "
+        f"its forward does not have, and only XLA's pieces on a CPU were shown to be invariant. "
+        f"Try --set kernels=auto, {_OFF}",
+    )
+    require(
+        r.top_k == 0 and r.top_p == 1.0,
+        f"model.numerics=invariant needs rollout.top_k=0 and rollout.top_p=1, got {r.top_k} and "
+        f"{r.top_p}: the mass that they keep is rounded on its way to the trainer. "
+        f"Try --set rollout.top_k=0 --set rollout.top_p=1, {_OFF}",
+    )
+    rows = min(r.max_parallel_sequences, r.sequences_per_step)
+    require(
+        rows >= FEWEST,
+        f"model.numerics=invariant computes {4 * FEWEST} rows at a time, and the engine decodes "
+        f"{rows} at once: more than 3 of 4 would be thrown away. Try --set "
+        f"rollout.max_parallel_sequences={FEWEST} --set rollout.sequences_per_step={FEWEST}, {_OFF}",
+    )
+    require(
+        cfg.mesh.devices == 1,
+        f"model.numerics=invariant runs on one device, got a mesh of {cfg.mesh.devices}: sums over "
+        f"devices have an order of their own. Try --set mesh.fsdp=1 --set mesh.data=1, {_OFF}",
+    )

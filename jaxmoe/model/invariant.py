@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces of the forward whose bits depend on a token's own past alone: `model.numerics=invariant`.
+
+A prefill, a decode step and the forward inside a gradient then give a token the same hidden states,
+experts and log-probs to the bit, whatever batch, padding or packing it is in. They are the pieces of
+`plain_ops` in arrays of fixed shapes; there is no second formula. Gradients are those of the plain
+pieces. docs/invariance.md says, operation by operation, what would break it.
+Next: pallas_kernels/tiles.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmoe.config import ModelConfig
+from jaxmoe.model.experts import experts
+from jaxmoe.model.layers import linear, logits, rms_norm, target_logprobs
+from jaxmoe.model.rope import rope_tables, rotate
+from jaxmoe.shapes import Leaf, Params
+from pallas_kernels.grouped_matmul.fixed_tiles import fixed_combine, fixed_matmul, fixed_swiglu
+from pallas_kernels.sink_attention.aligned import aligned_attention
+from pallas_kernels.tiles import in_tiles
+from pallas_kernels.token_logprobs.fixed_tiles import fixed_logprobs
+
+
+def pieces(router: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """By their names in `Ops`; of the router that is given."""
+    return dict(
+        norm=norm, linear=product, output=product, rotary=tables, rotate=turn,
+        attend=aligned_attention, decode=partial(aligned_attention, ring=True),
+        router=partial(routed, router),
+        experts=partial(experts, gate_up=fixed_swiglu, down=fixed_matmul, combine=fixed_combine),
+        logits=all_logits, logprobs=partial(target_logprobs, per_token=fixed_logprobs),
+        drawn=drawn,
+    )  # fmt: skip
+
+
+def by_token(fn: Callable[..., Any], arrays: Leaf, whole: Leaf = ()) -> Any:
+    """`in_tiles` over the tokens of arrays [B, T, …], or over the rows of [B, …] of one token."""
+    lead = jax.tree.leaves(arrays)[0].shape[:2]
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
+    made = in_tiles(fn, flat, whole)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)
+
+
+def norm(x_BTD: Float[Array, "B T D"], scale_D: Float[Array, " D"], eps: float) -> Array:
+    """`rms_norm`."""
+    return by_token(partial(_norm, eps), x_BTD, scale_D)
+
+
+def _norm(eps: float, x_MD: Array, scale_D: Array) -> Array:
+    return rms_norm(x_MD, scale_D, eps)
+
+
+def product(x_BTD: Float[Array, "B T D"], w_DF: Leaf, b_F: Float[Array, " F"]) -> Array:
+    """`linear`."""
+    return by_token(_product, x_BTD, (w_DF, b_F))
+
+
+def _product(x_MD: Array, whole: tuple[Leaf, Array]) -> Array:
+    return linear(x_MD, *whole)
+
+
+def tables(positions_BT: Int[Array, "B T"], cfg: ModelConfig) -> tuple[Array, Array]:
+    """`rope_tables`."""
+    return by_token(partial(_tables, cfg), positions_BT)
+
+
+def _tables(cfg: ModelConfig, positions_M: Array, _: tuple[()]) -> tuple[Array, Array]:
+    return jax.tree.map(lambda x_M1h: x_M1h[:, 0], rope_tables(positions_M[:, None], cfg))
+
+
+def turn(x_BTNH: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Array:
+    """`rotate`: whether its multiply-adds are fused is the compiler's choice."""
+    return by_token(_turn, (x_BTNH, *tables))
+
+
+def _turn(rows: tuple[Array, Array, Array], _: tuple[()]) -> Array:
+    x_MNH, cos_M1h, sin_M1h = rows
+    return rotate(x_MNH[:, None], (cos_M1h[:, None], sin_M1h[:, None]))[:, 0]
+
+
+def routed(
+    router: Callable[..., Any], h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
+    **given: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`router`, which sees a tile of tokens as rows of one."""
+    names = tuple(given)
+    read = {name: layer[name] for name in ("w_router", "b_router")}
+    return by_token(partial(_routed, router, active, names), (h_BTD, *given.values()), read)
+
+
+def _routed(
+    router: Callable[..., Any], active: int, names: tuple[str, ...], rows: tuple[Array, ...],
+    layer: Params,
+) -> tuple[Array, Array]:  # fmt: skip
+    h_M1D, *given = (x[:, None] for x in rows)
+    found = router(h_M1D, layer, active=active, **dict(zip(names, given, strict=True)))
+    return jax.tree.map(lambda x_M1A: x_M1A[:, 0], found)
+
+
+def all_logits(hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"]) -> Array:
+    """`logits`."""
+    return in_tiles(logits, hidden_BD, w_DV)
+
+
+def drawn(
+    logp_B: Array, hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"],
+    token_B: Int[Array, " B"], *, temperature: Array, vocab_size: int,
+) -> Float[Array, " B"]:  # fmt: skip
+    """The trainer's own log-prob of the token, in place of the sampler's."""
+    w_DV = w_DV.astype(hidden_BD.dtype)
+    found = fixed_logprobs(
+        hidden_BD, w_DV, token_B, temperature=jnp.asarray(temperature), vocab_size=vocab_size
+    )
+    return found[0]
