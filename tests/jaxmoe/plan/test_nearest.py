@@ -27,6 +27,8 @@ def test_another_mesh_is_nearest_then_the_host_then_bfloat16_then_more_devices()
     assert found[1][:2] == (8, ["optim.moments=host"])
     assert found[2][:2] == (8, ["optim.param_dtype=bfloat16"])
     assert found[3][0] == 16 and not any("param_dtype" in one for one in found[3][1])
+    # 16 would do in bfloat16: another run, which so many devices are no reason for
+    assert nearest(CFG, 24 * GB)[:2] == (32, ["mesh.fsdp=8", "optim.tokens_per_microbatch=49152"])
     devices, changes, needs = found[3]
     other = override(CFG, *changes)
     check_mesh(other)
