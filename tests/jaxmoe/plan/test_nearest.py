@@ -7,7 +7,7 @@ import jaxmoe.plan.nearest as search
 from jaxmoe.config_file import load, override
 from jaxmoe.memory import memory
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.plan.nearest import nearest, products
+from jaxmoe.plan.nearest import SMALLEST, nearest, products, suited
 
 GB = 10**9
 CFG = load("gptoss20b.py")  # fsdp 2 x expert 4
@@ -50,3 +50,26 @@ def test_where_sampling_takes_most_fewer_sequences_at_once_fit():
 def test_where_nothing_fits_no_setting_is_told(monkeypatch):
     monkeypatch.setattr(search, "MOST", 8)
     assert nearest(CFG, 10**6)[1:] == ([], 0)
+
+
+def test_microbatches_are_as_a_mesh_needs_them_or_the_smallest_that_it_can_have():
+    def tokens(*changes):
+        tried = suited(CFG, changes)
+        assert tried is not None
+        return tried[0].optim.tokens_per_microbatch // CFG.context, tried[1]
+
+    twice, wide = ["mesh.fsdp=4"], ["mesh.fsdp=1", "mesh.tensor=8", "mesh.expert=1"]
+    assert tokens() == (8, [])
+    assert tokens(*twice) == (16, [*twice, f"optim.tokens_per_microbatch={16 * CFG.context}"])
+    assert tokens(*wide) == (8, wide)  # one row would do
+    assert tokens(*wide, SMALLEST) == (1, [*wide, f"optim.tokens_per_microbatch={CFG.context}"])
+    assert suited(CFG, ["mesh.tensor=5"]) is None
+
+
+def test_microbatches_that_are_counted_are_the_smallest_where_nothing_less_does():
+    cfg = override(CFG, "optim.tokens_per_microbatch=0", "optim.microbatches=4")
+    tried = suited(cfg, [SMALLEST])
+    assert tried is not None
+    assert tried[1] == ["optim.microbatches=128"]  # 1,024 sequences on 8 devices
+    unchanged = suited(cfg, [])
+    assert unchanged is not None and unchanged[1] == []
