@@ -227,7 +227,9 @@ def main() -> None:
     command.add_argument("--key-heads", type=int, default=2)
     command.add_argument("--head-size", type=int, default=16)
     command.add_argument("--run", action="store_true")
-    command.add_argument("--only", choices=list(ATTEND), help="compare this one alone with one device")
+    command.add_argument(
+        "--only", choices=list(ATTEND), help="compare this one alone with one device"
+    )
     commands.add_parser("step").set_defaults(run_command=step_memory)
     command = commands.add_parser("scaling")
     command.set_defaults(run_command=scaling)

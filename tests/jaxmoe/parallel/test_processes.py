@@ -237,7 +237,9 @@ def test_a_process_that_dies_ends_all_and_others_on_another_mesh_go_on(tmp_path)
     want = whole(tmp_path / "whole")
     for kill in range(KILLS):
         off = killed(tmp_path / f"killed{kill}", kill, want)
-        assert max(off.values()) < 1e-6, {key: x for key, x in off.items() if x >= 1e-6}
+        # the square of an answer's ratio: an error of a log-prob comes in twice a token
+        room = {key: 1e-6 * (2 * 6 if "chi2_seq" in key[1] else 1) for key in off}
+        assert all(off[key] < room[key] for key in off), {k: x for k, x in off.items() if x > 1e-6}
 
 
 @pytest.mark.slow  # two processes

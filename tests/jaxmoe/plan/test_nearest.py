@@ -7,7 +7,7 @@ import jaxmoe.plan.nearest as search
 from jaxmoe.config_file import load, override
 from jaxmoe.memory import memory
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.plan.nearest import SMALLEST, nearest, products, suited
+from jaxmoe.plan.nearest import SMALLEST, ladder, meshes, nearest, products, suited
 
 GB = 10**9
 CFG = load("gptoss20b.py")  # fsdp 2 x expert 4
@@ -18,6 +18,24 @@ def test_all_ways_to_write_a_number_as_factors_are_found_once():
     found = list(products(12, 3))
     assert len(found) == len(set(found)) == 18
     assert all(math.prod(cut) == 12 for cut in found)
+
+
+def test_meshes_that_change_less_come_first_and_those_that_cut_rows_or_heads_last():
+    first, *others = meshes(CFG, 8)
+    changed = [len(one) for one in others]
+    assert first == [] and changed == sorted(changed) and changed[-1] == 4
+    two = [" ".join(one) for one in others if len(one) == 2]
+    cuts = ["sequence" in one or "tensor" in one for one in two]
+    assert cuts == sorted(cuts) and {*cuts} == {False, True}
+
+
+def test_settings_are_taken_one_after_the_other_what_costs_little_time_first():
+    rungs = list(ladder(override(CFG, "optim.remat=False"), half=True))
+    assert rungs[-1] == [
+        "optim.remat=True", SMALLEST, "rollout.max_parallel_sequences=8",
+        "optim.remat_inputs=host", "optim.moments=host", "optim.param_dtype=bfloat16",
+    ]  # fmt: skip
+    assert rungs == [rungs[-1][:n] for n in range(7)]
 
 
 def test_another_mesh_is_nearest_then_the_host_then_bfloat16_then_more_devices():
