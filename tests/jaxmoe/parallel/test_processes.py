@@ -153,6 +153,8 @@ def run(work, count, devices, module="train", **mesh):
             **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices),
             **plain(address, str(count), str(number)), "PYTHONPATH": found,
         }  # fmt: skip
+        if count > 1:  # jax keeps programs for process 0 alone, which then waits 30 s for others
+            env.pop("JAX_COMPILATION_CACHE_DIR", None)
         log = open(work.parent / f"{work.name}-{number}.txt", "a+")
         command = [*typed, *sets]
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
