@@ -12,6 +12,7 @@ import resource
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,11 +27,13 @@ from jaxmoe.plan.compiled import Step, TooLarge, compiled_step, mesh_on
 from jaxmoe.plan.kernels import kernels_on
 from jaxmoe.plan.roofline import bounds, wave_work, work
 from jaxmoe.plan.sampler import Wave, compiled_wave
+from jaxmoe.plan.schedules import left_by_libtpu, scheduled
 from jaxmoe.rl.from_config import algorithm
 from pallas_kernels.ahead_of_time import topology_of
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, schedules: Path | None = None) -> int:
+    """`schedules`: where libtpu leaves what it scheduled, of a process that has not loaded it."""
     with ExitStatus() as status:
         args = options().parse_args(argv)
         jax.config.update("jax_platforms", "cpu")  # chips that are here are not asked
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.dry_run:
             typed = shlex.join(sys.argv[1:] if argv is None else argv)
             command = f"python -m jaxmoe.plan {typed}"
-            status.code = plan(cfg, args.topology, chip, devices, command)
+            status.code = plan(cfg, args.topology, chip, devices, command, schedules)
     return status.code
 
 
@@ -77,7 +80,10 @@ def check(cfg: Config, topology: str, devices: int) -> None:
     algorithm(cfg)
 
 
-def plan(cfg: Config, topology: str, chip: str, devices: Sequence[Any], command: str) -> int:
+def plan(
+    cfg: Config, topology: str, chip: str, devices: Sequence[Any], command: str,
+    schedules: Path | None = None,
+) -> int:  # fmt: skip
     """Compile and tell; 0 where it fits. `command` is what was typed."""
     mem, there = memory(cfg), CHIPS[chip].memory
     axes = " x ".join(f"{n} {size}" for n, size in cfg.mesh.sizes.items() if size > 1)
@@ -114,9 +120,13 @@ def plan(cfg: Config, topology: str, chip: str, devices: Sequence[Any], command:
     host_of = [device.process_index for device in mesh.devices.flat]
     a = algorithm(cfg)
     done = work(cfg, a)
-    least = bounds(done, found.collectives, CHIPS[chip], host_of)
+    by_schedule = None
+    if schedules and found.tpu_kernels:
+        by_schedule = scheduled(cfg, mesh, found.tpu_kernels, schedules, chip, CHIPS[chip])
+    least = bounds(done, found.collectives, CHIPS[chip], host_of, by_schedule)
     say("\n".join([*report.traffic_lines(found, host_of, gpu), ""]))
-    say("\n".join([*report.bound_lines(done, least, CHIPS[chip], report.passes(cfg, a)), ""]))
+    scores = report.passes(cfg, a)
+    say("\n".join([*report.bound_lines(done, least, CHIPS[chip], scores, by_schedule), ""]))
     if of.missing <= 0 and r.engine == "native":
         say("compiling    the engine's prefill and decode…")
         wave = compiled_wave(cfg, mesh, kernels.impls)
@@ -152,4 +162,5 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with left_by_libtpu() as folder:
+        sys.exit(main(schedules=folder))

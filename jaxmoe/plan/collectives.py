@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between devices in a compiled program, read from its HLO text.
+"""What travels between devices in a compiled program, and which kernels it calls, read from its
+HLO text.
 
 A loop's body counts as often as it is known to turn, by the compiler's word or by a constant that
 is all its condition asks for, which counts from 0 in steps of 1 as a scan's does; nested loops
 multiply.
-Next: jaxmoe/plan/roofline.py.
+Next: jaxmoe/plan/schedules.py, jaxmoe/plan/roofline.py.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -26,6 +30,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -65,11 +70,21 @@ class Collective:
         return self.sent * outside / (n - 1)
 
 
+@dataclass(frozen=True)
+class TpuKernel:
+    """A call of a Pallas kernel, by the name of its instruction, with the shapes it reads."""
+
+    name: str
+    operands: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and sizes: ("bf16", (24576, 2880))
+
+
 @dataclass
 class Computation:
-    """Its own collectives, and what it calls how often; or as a condition says, by its name."""
+    """Its own collectives and kernels, and what it calls how often; or as a condition says, by its
+    name."""
 
     own: list[Collective] = field(default_factory=list)
+    kernels: list[TpuKernel] = field(default_factory=list)
     calls: list[tuple[str, int | str]] = field(default_factory=list)
     branches: list[tuple[str, ...]] = field(default_factory=list)
     below: int | None = None  # of a condition: the constant that a count must be below
@@ -84,19 +99,32 @@ def collectives(text: str, devices: int, unknown: int = 0) -> Counter[Collective
     sends more counts. A reduce-scatter that the compiler writes as an all-reduce and a slice counts
     as that all-reduce.
     """
-    found, entry = _computations(text, devices)
-    known: dict[tuple[str, int], Counter[Collective]] = {}
+    return _counted(text, devices, unknown, lambda here: here.own, sent)
 
-    def of(name: str, turns: int) -> Counter[Collective]:
+
+def tpu_kernels(text: str, devices: int, unknown: int = 0) -> Counter[TpuKernel]:
+    """Each call of a Pallas kernel for TPUs and how often one run of the program makes it, counted
+    as `collectives` are."""
+    return _counted(text, devices, unknown, lambda here: here.kernels, lambda x: x.total())
+
+
+def _counted(
+    text: str, devices: int, unknown: int, own: Callable[[Computation], list[T]],
+    weight: Callable[[Counter[T]], float],
+) -> Counter[T]:  # fmt: skip
+    found, entry = _computations(text, devices)
+    known: dict[tuple[str, int], Counter[T]] = {}
+
+    def of(name: str, turns: int) -> Counter[T]:
         if (name, turns) not in known:
             here = found.get(name, Computation())
-            total = Counter(here.own)
+            total = Counter(own(here))
             for called, count in here.calls:
                 times = found[count].below if isinstance(count, str) else count
                 inner = of(called, 0) if times is None else of(called, turns)
                 _add(total, inner, turns if times is None else times)
             for sides in here.branches:
-                _add(total, max((of(side, turns) for side in sides), key=sent), 1)
+                _add(total, max((of(side, turns) for side in sides), key=weight), 1)
             known[name, turns] = total
         return known[name, turns]
 
@@ -108,7 +136,7 @@ def sent(counted: Mapping[Collective, int]) -> float:
     return float(sum(one.sent * times for one, times in counted.items()))
 
 
-def _add(total: Counter[Collective], more: Counter[Collective], times: int) -> None:
+def _add(total: Counter[T], more: Counter[T], times: int) -> None:
     for one, count in more.items():
         total[one] += count * times
 
@@ -128,6 +156,8 @@ def _computations(text: str, devices: int) -> tuple[dict[str, Computation], str]
             if shape.startswith("s32[]") and (value := re.match(r"constant\((\d+)\)", rest)):
                 constants[made[2]] = int(value[1])
             _read(here, opcode.strip(), after, sizes, devices)
+            if 'custom_call_target="tpu_custom_call"' in after:
+                here.kernels.append(TpuKernel(made[2], _operands(after)))
             if made[1] and opcode.strip() == "compare" and "direction=LT" in after:
                 bound = (constants[x] for x in _NAMES.findall(after) if x in constants)
                 here.below = next(bound, None)
@@ -154,6 +184,13 @@ def _read(
     if sides := _BRANCHES.findall(after):
         names = [x.strip().lstrip("%") for many, one in sides for x in (many or one).split(",")]
         here.branches.append(tuple(names))
+
+
+def _operands(after: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Of a custom call."""
+    found = _OPERANDS.search(after)
+    shapes = re.findall(r"([a-z]\w*)\[([\d,]*)\]", found[1] if found else "")
+    return tuple((dtype, tuple(int(x) for x in dims.split(",") if x)) for dtype, dims in shapes)
 
 
 def _shape(text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxmoe.memory import memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh, one_device, only_cutting
-from jaxmoe.plan.collectives import Collective, collectives
+from jaxmoe.plan.collectives import Collective, TpuKernel, collectives, tpu_kernels
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.programs import batch_shapes, placed_batch, rl_program, warmup_optimizer
@@ -41,6 +41,7 @@ class Step:
     kernels: int  # calls of Pallas kernels in the program's text
     seconds: float  # of compiling
     host: int = 0  # bytes of a device's host, beside the device's own
+    tpu_kernels: Counter[TpuKernel] = field(default_factory=Counter)
 
     @property
     def live(self) -> int:
@@ -80,16 +81,18 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
             raise
         return found
     seconds, sizes, text = time.perf_counter() - began, found.memory_analysis(), found.as_text()
-    packed = cfg.optim.tokens_per_microbatch > 0  # a step is told how many microbatches there are
+    # a step is told how many microbatches there are
+    unknown = microbatches(cfg) if cfg.optim.tokens_per_microbatch > 0 else 0
     assert sizes is not None and text is not None, "libtpu and XLA's GPU compiler tell both"
     return Step(
         sizes.argument_size_in_bytes,
         sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
-        collectives(text, mesh.size, microbatches(cfg) if packed else 0),
+        collectives(text, mesh.size, unknown),
         len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
         seconds,
-        memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
-        + memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes,
+        sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes
+        + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes,
+        tpu_kernels(text, mesh.size, unknown),
     )  # fmt: skip
 
 

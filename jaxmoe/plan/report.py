@@ -14,6 +14,7 @@ from jaxmoe.plan.compiled import Step, TooLarge
 from jaxmoe.plan.nearest import nearest
 from jaxmoe.plan.roofline import Bounds, StepWork, scores_policy, wave_work
 from jaxmoe.plan.sampler import Wave, waves
+from jaxmoe.plan.schedules import Kernels
 from jaxmoe.rl.algorithm import Algorithm
 
 PREALLOCATED = 0.75  # of a GPU's memory, that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says
@@ -119,7 +120,9 @@ def traffic_lines(found: Step, host_of: Sequence[int], gpu: bool) -> Iterator[st
         yield f"  {kind:<18}{size_text(round(value))}{times[kind]:13,.0f} {more}"
 
 
-def bound_lines(done: StepWork, least: Bounds, chip: Chip, scores: str) -> Iterator[str]:
+def bound_lines(
+    done: StepWork, least: Bounds, chip: Chip, scores: str, kernels: Kernels | None = None
+) -> Iterator[str]:
     """The roofline of the step; `scores` says which passes it makes before the first gradient."""
     again = 1 - done.useful / done.flops
     yield f"{'the step takes at least':<23}{'seconds':>11}"
@@ -131,11 +134,23 @@ def bound_lines(done: StepWork, least: Bounds, chip: Chip, scores: str) -> Itera
     for name, seconds in vars(least).items():
         if seconds:
             yield f"  {name:<20}{seconds:12.3g}   {told[name]}".rstrip()
+        if name == "arithmetic" and kernels and kernels.calls:
+            yield kernel_line(kernels, chip)
     share = done.useful / (least.step * chip.flops)
     yield (
         f"  so {least.step:.3g} s by {least.limit}: at most {share:.0%} of the bfloat16 peak, what "
         f"is made again not counted; {scores}"
     )
+
+
+def kernel_line(kernels: Kernels, chip: Chip) -> str:
+    """Of the arithmetic, what the schedules of kernels say."""
+    share = kernels.flops / (kernels.seconds * chip.flops)
+    text = (
+        f"  of it kernels       {kernels.seconds:12.3g}   by the schedules of {kernels.calls:,} "
+        f"calls, {share:.0%} of the peak"
+    )
+    return f"{text}; {kernels.others:,} others at the peak" if kernels.others else text
 
 
 def passes(cfg: Config, a: Algorithm) -> str:

@@ -19,6 +19,7 @@ from jaxmoe.parallel.sharding import SAMPLING
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import Collective, sent
 from jaxmoe.plan.compiled import microbatches
+from jaxmoe.plan.schedules import Kernels
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.update import gated
 
@@ -125,12 +126,14 @@ def scores_policy(cfg: Config, a: Algorithm) -> bool:
 
 
 def bounds(
-    done: StepWork, travels: Mapping[Collective, int], chip: Chip, host_of: Sequence[int]
-) -> Bounds:
-    """Seconds, of this chip."""
+    done: StepWork, travels: Mapping[Collective, int], chip: Chip, host_of: Sequence[int],
+    kernels: Kernels | None = None,
+) -> Bounds:  # fmt: skip
+    """Seconds, of this chip; `kernels` by their schedules, all else at the peak."""
+    peak = done.flops - (kernels.flops if kernels else 0.0)
     outside = float(sum(x.to_other_hosts(host_of) * times for x, times in travels.items()))
     return Bounds(
-        arithmetic=done.flops / chip.flops,
+        arithmetic=peak / chip.flops + (kernels.seconds if kernels else 0.0),
         memory=done.traffic / chip.memory_bandwidth,
         links=sent(travels) / chip.links,
         network=outside / chip.network if chip.network else 0.0,

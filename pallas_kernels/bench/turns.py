@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# SPDX-License-Identifier: Apache-2.0
 """How often each loop of our TPU kernels runs in a case, from the tables that the kernels read.
 
 Exact where the sizes of groups and the layout are the case's own. A `Turns` has the loops in the
@@ -26,7 +25,7 @@ from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_tile
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
-from pallas_kernels.sink_attention.pallas_tpu_backward import keys_at_once
+from pallas_kernels.sink_attention.pallas_tpu_backward import parts_of
 from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
 
 ITEM = 2  # bytes: bfloat16, which is what the bench compiles
@@ -54,12 +53,11 @@ def _here() -> Any:
 
 
 def attention(case: Any) -> dict[str, Turns]:
-    """Of the forward kernel and the backward one, if it takes all keys at once."""
-    backward = _blocks(case, True)
-    found = {"sink_attention_forward": _visits(_blocks(case, False), case)}
-    if backward.m * backward.unit <= keys_at_once(case.H):
-        found["sink_attention_backward"] = _visits(backward, case)
-    return found
+    """Of the forward kernel, and of the backward one or its parts."""
+    x, name = _blocks(case, False), f"sink_attention_forward{'_window' if case.window else ''}"
+    found, x = {name: _visits(x, case, 0, x.m)}, _blocks(case, True)
+    parts = parts_of(x, case.window)
+    return found | {name: _visits(x, case, low, high) for name, low, high in parts}
 
 
 def _blocks(case: Any, backward: bool) -> blocks.Sizes:
@@ -67,18 +65,20 @@ def _blocks(case: Any, backward: bool) -> blocks.Sizes:
     return blocks.sizes(q, k, case.window, ITEM, backward)
 
 
-def _visits(x: blocks.Sizes, case: Any) -> Turns:
+def _visits(x: blocks.Sizes, case: Any, low: int, high: int) -> Turns:
+    """Of the kernel that has these blocks of keys."""
     with _here():
         layout = Layout._make(map(jnp.asarray, attention_cases.layout(case)))
         layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
         runs_Bn4 = np.asarray(runs(*block_table(layout, x.bt, x.unit, case.window)), np.int64)
-    first, whole_first, whole_last, last = np.moveaxis(runs_Bn4, 2, 0)
+    ends = np.clip(runs_Bn4, low, high) - low  # as Blocked.within
+    first, whole_first, whole_last, last = np.moveaxis(ends, 2, 0)
     last = np.maximum(last, first + 1)
-    low, high = np.maximum(first, whole_first), np.minimum(last, whole_last)
+    since, until = np.maximum(first, whole_first), np.minimum(last, whole_last)
     some = x.bs // x.unit
     share = x.K / tpu.cores()
     steps, every = share * first.size, share * int(np.sum(-(-(last - first) // some)))
-    whole = share * int(np.sum(np.maximum(high - low, 0)))
+    whole = share * int(np.sum(np.maximum(until - since, 0)))
     heads = x.G // blocks.together(x.G, case.window)
     masked = every - whole
     if some > 1:  # none is asked whether it is seen whole

@@ -123,7 +123,7 @@ def forward(x: blocks.Sizes, q, k, v, sink, where: blocks.Blocked, window, scale
             bytes_accessed=(2 * q.size + 2 * k.size) * dtype.itemsize,
         ),
         interpret=interpret,
-        name="sink_attention_forward",
+        name=f"sink_attention_forward{'_window' if window else ''}",
     )(where.q_runs, sink, q, where.q_B8T, k, v, where.k_B8S)
 
 

@@ -78,17 +78,25 @@ def keys_at_once(H: int) -> int:
     return tpu.vmem_bytes() // 4 // (2 * 2 * 4 * H)
 
 
+def parts_of(x: blocks.Sizes, window: int) -> list[tuple[str, int, int]]:
+    """Of each part its kernel's name, and its blocks of keys: the first, and the one past them."""
+    most = max(1, keys_at_once(x.H) // x.unit)
+    name = f"sink_attention_backward{'_window' if window else ''}"
+    return [
+        (f"{name}_keys{low * x.unit}" if x.m > most else name, low, min(low + most, x.m))
+        for low in range(0, x.m, most)
+    ]
+
+
 def backward(
     x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window, scale, k_scale, dtype,
     interpret,
 ):  # fmt: skip
     """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) in `dtype`, of arrays laid out by `x`, q by
     `prescaled`."""
-    most = max(1, keys_at_once(x.H) // x.unit)
     dq: Any = None
     parts = []
-    for low in range(0, x.m, most):
-        high = min(low + most, x.m)
+    for name, low, high in parts_of(x, window):
         size = (high - low) * x.unit
         # a step from the last block goes past it, where the next part's keys are no keys of this
         keys = slice(low * x.unit, (high - 1) * x.unit + x.bs)
@@ -97,7 +105,7 @@ def backward(
         near = where.within(low, high), k[:, :, keys], v[:, :, keys], places
         dq, *dkv = _part(
             x, q, do, stats, where.q_B8T, *near, dq, high == x.m, window, scale, k_scale, dtype,
-            interpret,
+            interpret, name,
         )  # fmt: skip
         parts.append([y[..., :size] for y in dkv])
     dk, dv = (jnp.concatenate(part, axis=3).swapaxes(2, 3) for part in zip(*parts, strict=True))
@@ -106,7 +114,7 @@ def backward(
 
 def _part(
     x: blocks.Sizes, q, do, stats, q_places, runs, k, v, k_places, before, last, window, scale,
-    k_scale, dtype_of_dq, interpret,
+    k_scale, dtype_of_dq, interpret, name,
 ):  # fmt: skip
     """dq so far, float32 and not yet scaled but in the last part; dk and dv, float32 [B, K, H, S],
     of these keys."""
@@ -153,5 +161,5 @@ def _part(
             bytes_accessed=(3 * q.size + 2 * k.size) * dtype.itemsize + 8 * k.size,
         ),
         interpret=interpret,
-        name="sink_attention_backward",
+        name=name,
     )(runs, q, do, stats, q_places, k, v, k_places, *more)

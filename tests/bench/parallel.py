@@ -117,6 +117,8 @@ def attention(args: argparse.Namespace) -> None:
         for name in ATTEND:
             if (name == "halo" and window is None) or (name == "ring" and window):
                 continue
+            if args.only not in (None, name) and name != "one device":
+                continue
             sizes = args.tokens, args.heads, args.key_heads, args.head_size
             shapes = jax.eval_shape(partial(arrays, *sizes))
             if name != "one device":
@@ -225,7 +227,9 @@ def main() -> None:
     command.add_argument("--key-heads", type=int, default=2)
     command.add_argument("--head-size", type=int, default=16)
     command.add_argument("--run", action="store_true")
-    command.add_argument("--only", choices=list(ATTEND), help="run this one alone")
+    command.add_argument(
+        "--only", choices=list(ATTEND), help="compare this one alone with one device"
+    )
     commands.add_parser("step").set_defaults(run_command=step_memory)
     command = commands.add_parser("scaling")
     command.set_defaults(run_command=scaling)

@@ -32,6 +32,7 @@ class Board:
     def wait_at_barrier(self, key, ms):
         with self.changed:
             self.arrived[key] = self.arrived.get(key, 0) + 1
+            assert self.arrived[key] <= self.count, "a barrier of one name is met once"
             self.changed.notify_all()
             assert self.changed.wait_for(lambda: self.arrived[key] >= self.count, 20), key
 

@@ -31,16 +31,16 @@ PINS = {
         "sink_attention_backward": (7475, 7475),
     },
     ("v5p", "sink_attention", "window_20b"): {
-        "sink_attention_forward": (7010,),
-        "sink_attention_backward": (7481,),
+        "sink_attention_forward_window": (7010,),
+        "sink_attention_backward_window": (7481,),
     },
     ("v6e", "sink_attention", "full_20b"): {
         "sink_attention_forward": (12593, 14491),
         "sink_attention_backward": (18663, 20248),
     },
     ("v6e", "sink_attention", "window_20b"): {
-        "sink_attention_forward": (5377,),
-        "sink_attention_backward": (5700,),
+        "sink_attention_forward_window": (5377,),
+        "sink_attention_backward_window": (5700,),
     },
     ("v6e", "token_logprobs", "gptoss20b"): {"token_logprobs": (7748,)},
 }

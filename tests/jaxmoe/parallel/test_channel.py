@@ -60,3 +60,16 @@ def test_an_error_of_another_ends_all(monkeypatch):
 def test_one_process_needs_nobody():
     alone = Channel("alone")
     assert alone.from_first(lambda: b"x") == b"x" and alone.everyones(1) == [1]
+
+
+def test_channels_of_two_names_do_not_hear_each_other():
+    def process(channel):
+        other = Channel("other", client=channel._client, number=channel.number, count=2)
+        return [x.everyones([name, channel.number]) for name, x in (("a", channel), ("b", other))]
+
+    heard = [[[name, 0], [name, 1]] for name in ("a", "b")]
+    assert as_processes(2, process) == [heard, heard]
+
+
+def test_a_message_is_as_small_as_grpc_takes_it():
+    assert module.PIECE_BYTES < 4 * 2**20

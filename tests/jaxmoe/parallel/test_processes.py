@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one run: they meet, agree, share work, end together, and go on as others."""
+"""Processes of one run: they meet, agree, share work, end together, and go on as others.
+
+JAXMOE_FAULTS=10 kills one of four so often, each time another one at another moment (-s says when
+and how far the metrics are off); each kill costs the compilation of two runs.
+"""
 
 import os
 import random
@@ -126,7 +130,13 @@ SMALL = {
     "data.train_rows": 64, "data.held_out_rows": 6, "warmup.steps": 3,
     "warmup.sequences_per_step": 16, "rollout.sequences_per_step": 16,
     "rollout.samples_per_prompt": 4, "steps": 4, "eval.every_steps": 4, "save.every_steps": 1,
+    "data.rewards": "early_letters:share",
 }  # fmt: skip
+# so few steps learn no task, and where all answers are scored alike a step changes nothing
+REWARD = """
+def share(prompt, response, row):
+    return sum("a" <= letter <= "m" for letter in response) / 6
+"""
 
 
 def run(work, count, devices, module="train", **mesh):
@@ -136,11 +146,15 @@ def run(work, count, devices, module="train", **mesh):
     typed = [sys.executable, "-m", f"jaxmoe.{module}", "--config", "tiny.py",
              "--workdir", str(work)]  # fmt: skip
     address, started = f"127.0.0.1:{free_port()}", []
+    (work.parent / "early_letters.py").write_text(REWARD)
+    found = os.pathsep.join(filter(None, (str(work.parent), os.environ.get("PYTHONPATH"))))
     for number in range(count):
         env = {
             **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices),
-            **plain(address, str(count), str(number)),
+            **plain(address, str(count), str(number)), "PYTHONPATH": found,
         }  # fmt: skip
+        if count > 1:  # jax keeps programs for process 0 alone, which then waits 30 s for others
+            env.pop("JAX_COMPILATION_CACHE_DIR", None)
         log = open(work.parent / f"{work.name}-{number}.txt", "a+")
         command = [*typed, *sets]
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -159,37 +173,97 @@ def ended(started, within):
     return found
 
 
+MINUTES = 1200  # s: of four processes that compile, beside others
+KILLS = int(os.environ.get("JAXMOE_FAULTS", "1"))
+
+
+def learned(row):
+    """The numbers of a line that are no clock's."""
+    numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}
+    return {k: v for k, v in numbers.items() if not k.startswith("time/") and "_per_s" not in k}
+
+
 def lines(work):
     rows = read_metrics(work / "metrics.jsonl")
     return {(row["stage"], row["step"]): row for row in rows}
 
 
+def overloaded(found):
+    """Whether gloo, which waits 30 s for all to come to a first collective, gave up on a start."""
+    return any("Gloo context initialization failed" in said for _, said in found)
+
+
+def finished(work, count, devices, **mesh):
+    """The lines of a run to its end, started again where this machine was too slow for gloo."""
+    for _ in range(3):
+        found = ended(run(work, count, devices, **mesh), MINUTES)
+        if all(code == 0 for code, _ in found):
+            return lines(work)
+        assert overloaded(found), found
+    raise AssertionError(found)
+
+
+def begun(work, at):
+    """Four processes that have come to line `at`, started again as above."""
+    for _ in range(3):
+        started = run(work, 4, 2, fsdp=4, tensor=2)
+        while at not in lines(work) and started[0][0].poll() is None:
+            time.sleep(0.05)
+        if at in lines(work):
+            return started
+        found = ended(started, 60)
+        assert overloaded(found), found
+    raise AssertionError(found)
+
+
+def killed(work, kill, want):
+    """A run of four of which one dies, gone on with by two on another mesh; how far it is off.
+
+    Before the death it is the same program, so the same bits; after it other sums in other orders.
+    """
+    dice = random.Random(kill)
+    at, victim, wait = ("rl", dice.randint(1, 3)), dice.randrange(4), dice.uniform(0, 1)
+    started = begun(work, at)
+    time.sleep(wait)  # so that a save, a rollout or the next step is cut
+    started[victim][0].send_signal(signal.SIGKILL)
+    found = ended(started, 60)
+    assert all(code != 0 for code, _ in found)
+    told = [said for i, (_, said) in enumerate(found) if i != victim]
+    cause = f"Task {victim}" if victim else "leader task"  # of process 0 the service dies too
+    assert any("lost another one" in said or cause in said for said in told), told
+    for key, row in lines(work).items():
+        assert learned(row) == learned(want[key]), key
+    rows = finished(work, 2, 4, fsdp=2, expert=4)
+    assert rows.keys() == want.keys()
+    off = {
+        (key, name): abs(value - learned(want[key])[name]) / max(1.0, abs(value))
+        for key, row in rows.items() for name, value in learned(row).items()
+    }  # fmt: skip
+    worst = max(off, key=lambda x: off[x])
+    print(
+        f"kill {kill}: process {victim}, {wait:.2f} s after {at}: off by {off[worst]:.1e}, {worst}"
+    )
+    return off
+
+
+def whole(work):
+    """The lines of the run that nobody kills, whose steps change something."""
+    want = finished(work, 4, 2, fsdp=4, tensor=2)
+    steps = [row for (stage, step), row in want.items() if stage == "rl" and step]
+    assert len(steps) == 4 and all(row["grad/norm"] > 0 for row in steps)
+    return want
+
+
 @pytest.mark.slow
 @pytest.mark.extended  # four processes that compile a run each, three times
+@pytest.mark.timeout(2 * MINUTES * (1 + KILLS))
 def test_a_process_that_dies_ends_all_and_others_on_another_mesh_go_on(tmp_path):
-    for code, said in ended(run(tmp_path / "whole", 4, 2, fsdp=4, tensor=2), 400):
-        assert code == 0, said
-    want = lines(tmp_path / "whole")
-    for kill in range(int(os.environ.get("JAXMOE_KILLS", "1"))):
-        dice, work = random.Random(kill), tmp_path / f"killed{kill}"
-        at, victim = ("rl", dice.randint(1, 3)), dice.randrange(4)
-        started = run(work, 4, 2, fsdp=4, tensor=2)
-        while at not in lines(work):
-            assert started[0][0].poll() is None, ended(started, 60)
-            time.sleep(0.05)
-        started[victim][0].send_signal(signal.SIGKILL)
-        found = ended(started, 60)
-        assert all(code != 0 for code, _ in found)
-        told = [said for i, (_, said) in enumerate(found) if i != victim]
-        assert any("lost another one" in said or f"Task {victim}" in said for said in told), told
-        for code, said in ended(run(work, 2, 4, fsdp=2, expert=4), 400):
-            assert code == 0, said
-        rows = lines(work)
-        assert rows.keys() == want.keys()
-        for key, row in rows.items():
-            for name in ("loss", "reward/mean", "policy/entropy"):
-                if name in row:
-                    assert row[name] == pytest.approx(want[key][name], rel=1e-5, abs=1e-6), key
+    want = whole(tmp_path / "whole")
+    for kill in range(KILLS):
+        off = killed(tmp_path / f"killed{kill}", kill, want)
+        # the square of an answer's ratio: an error of a log-prob comes in twice a token
+        room = {key: 1e-6 * (2 * 6 if "chi2_seq" in key[1] else 1) for key in off}
+        assert all(off[key] < room[key] for key in off), {k: x for k, x in off.items() if x > 1e-6}
 
 
 @pytest.mark.slow  # two processes

@@ -7,7 +7,7 @@ import jaxmoe.plan.nearest as search
 from jaxmoe.config_file import load, override
 from jaxmoe.memory import memory
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.plan.nearest import nearest, products
+from jaxmoe.plan.nearest import SMALLEST, ladder, meshes, nearest, products, suited
 
 GB = 10**9
 CFG = load("gptoss20b.py")  # fsdp 2 x expert 4
@@ -20,6 +20,24 @@ def test_all_ways_to_write_a_number_as_factors_are_found_once():
     assert all(math.prod(cut) == 12 for cut in found)
 
 
+def test_meshes_that_change_less_come_first_and_those_that_cut_rows_or_heads_last():
+    first, *others = meshes(CFG, 8)
+    changed = [len(one) for one in others]
+    assert first == [] and changed == sorted(changed) and changed[-1] == 4
+    two = [" ".join(one) for one in others if len(one) == 2]
+    cuts = ["sequence" in one or "tensor" in one for one in two]
+    assert cuts == sorted(cuts) and {*cuts} == {False, True}
+
+
+def test_settings_are_taken_one_after_the_other_what_costs_little_time_first():
+    rungs = list(ladder(override(CFG, "optim.remat=False"), half=True))
+    assert rungs[-1] == [
+        "optim.remat=True", SMALLEST, "rollout.max_parallel_sequences=8",
+        "optim.remat_inputs=host", "optim.moments=host", "optim.param_dtype=bfloat16",
+    ]  # fmt: skip
+    assert rungs == [rungs[-1][:n] for n in range(7)]
+
+
 def test_another_mesh_is_nearest_then_the_host_then_bfloat16_then_more_devices():
     assert nearest(CFG, HELD.training) == (8, [], HELD.training)
     found = [nearest(CFG, there) for there in (HELD.training - 1, 60 * GB, 50 * GB, 30 * GB)]
@@ -27,6 +45,8 @@ def test_another_mesh_is_nearest_then_the_host_then_bfloat16_then_more_devices()
     assert found[1][:2] == (8, ["optim.moments=host"])
     assert found[2][:2] == (8, ["optim.param_dtype=bfloat16"])
     assert found[3][0] == 16 and not any("param_dtype" in one for one in found[3][1])
+    # 16 would do in bfloat16: another run, which so many devices are no reason for
+    assert nearest(CFG, 24 * GB)[:2] == (32, ["mesh.fsdp=8", "optim.tokens_per_microbatch=49152"])
     devices, changes, needs = found[3]
     other = override(CFG, *changes)
     check_mesh(other)
@@ -48,3 +68,26 @@ def test_where_sampling_takes_most_fewer_sequences_at_once_fit():
 def test_where_nothing_fits_no_setting_is_told(monkeypatch):
     monkeypatch.setattr(search, "MOST", 8)
     assert nearest(CFG, 10**6)[1:] == ([], 0)
+
+
+def test_microbatches_are_as_a_mesh_needs_them_or_the_smallest_that_it_can_have():
+    def tokens(*changes):
+        tried = suited(CFG, changes)
+        assert tried is not None
+        return tried[0].optim.tokens_per_microbatch // CFG.context, tried[1]
+
+    twice, wide = ["mesh.fsdp=4"], ["mesh.fsdp=1", "mesh.tensor=8", "mesh.expert=1"]
+    assert tokens() == (8, [])
+    assert tokens(*twice) == (16, [*twice, f"optim.tokens_per_microbatch={16 * CFG.context}"])
+    assert tokens(*wide) == (8, wide)  # one row would do
+    assert tokens(*wide, SMALLEST) == (1, [*wide, f"optim.tokens_per_microbatch={CFG.context}"])
+    assert suited(CFG, ["mesh.tensor=5"]) is None
+
+
+def test_microbatches_that_are_counted_are_the_smallest_where_nothing_less_does():
+    cfg = override(CFG, "optim.tokens_per_microbatch=0", "optim.microbatches=4")
+    tried = suited(cfg, [SMALLEST])
+    assert tried is not None
+    assert tried[1] == ["optim.microbatches=128"]  # 1,024 sequences on 8 devices
+    unchanged = suited(cfg, [])
+    assert unchanged is not None and unchanged[1] == []

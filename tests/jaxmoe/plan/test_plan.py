@@ -17,7 +17,7 @@ from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
 from jaxmoe.plan.collectives import Collective
-from jaxmoe.plan.compiled import Step, TooLarge, microbatches, too_large
+from jaxmoe.plan.compiled import Step, TooLarge, compiled_step, mesh_on, microbatches, too_large
 from jaxmoe.plan.roofline import bounds, wave_work, work
 from jaxmoe.plan.sampler import Wave
 from jaxmoe.rl.from_config import algorithm
@@ -140,6 +140,18 @@ def test_libtpu_that_finds_no_place_is_read():
     assert too_large("INTERNAL: something else", 0, 2.0) is None
     lines = list(report.memory_lines(BIG, found, report.fit(BIG, found, CHIPS["v5e"])))
     assert any(line.split()[:2] == ["step", "24.57"] for line in lines)
+
+
+def test_a_compiled_step_tells_its_bytes():
+    small = ("model.d_model=32", "model.d_expert=24", "model.n_layers=2", "model.n_experts=4")
+    cfg = override(load("tiny.py"), *small, "rollout.sequences_per_step=16")
+    with jax.numpy_dtype_promotion("standard"):
+        step = compiled_step(cfg, mesh_on(cfg, jax.devices()[:1]), {})
+    assert isinstance(step, Step) and step.live == step.arguments + step.temporaries
+    mem = memory(cfg)
+    assert 1.0 < step.arguments / (mem.weights + mem.optimizer) < 1.1  # the batch
+    assert (step.temporaries > 0, step.host, step.kernels) == (True, 0, 0)
+    assert not step.collectives and not step.tpu_kernels
 
 
 def test_what_waits_on_the_host_is_told_beside_the_device():
