@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxmoe.config import Config, OptimConfig
-from jaxmoe.model.experts import experts
+from jaxmoe.model.experts import experts, in_chunks
 from jaxmoe.model.layers import embed, linear, logits, rms_norm, target_logprobs
 from jaxmoe.model.rope import rope_tables
 from jaxmoe.model.router import chosen, replay, route
@@ -75,10 +75,11 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
     `impls` says which implementation each operation of pallas_kernels runs, as a check on this
     chip chose (jaxmoe/kernels.py); without it they are those that cfg.kernels names, unchecked.
     """
+    ops = with_kernels(plain_ops(), wanted(cfg.kernels) if impls is None else impls)
+    if cfg.optim.expert_tokens:
+        ops = replace(ops, experts=in_chunks(ops.experts, cfg.optim.expert_tokens))
     return replace(
-        with_kernels(plain_ops(), wanted(cfg.kernels) if impls is None else impls),
-        router=replay if cfg.rollout.router_replay else route,
-        remat=remat_of(cfg.optim),
+        ops, router=replay if cfg.rollout.router_replay else route, remat=remat_of(cfg.optim)
     )
 
 
