@@ -34,9 +34,9 @@ Tiling: Any = plgpu.TilingTransform  # a type checker takes them for abstract
 Swizzle: Any = plgpu.SwizzleTransform
 
 
-def swizzled() -> tuple[Any, Any]:
-    """How wgmma and TMA want two-byte tiles whose rows hold a multiple of 64 elements."""
-    return Tiling((8, 64)), Swizzle(128)
+def swizzled(itemsize: int = 2) -> tuple[Any, Any]:
+    """How wgmma and TMA want tiles whose rows hold a multiple of 128 bytes."""
+    return Tiling((8, 128 // itemsize)), Swizzle(128)
 
 
 def interpreter(interpret: bool) -> Any:

@@ -163,6 +163,7 @@ class OptimConfig:
     remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
     remat_keeps: str = ""  # of a pair, beside its input: "attention", its outputs, or nothing
     remat_inputs: str = "device"  # where the inputs of pairs wait for the backward pass, or "host"
+    expert_tokens: int = 0  # that the experts take at a time, and recompute; 0: all at once
     moments: str = "device"  # where they lie between updates; "host": in the hosts' memory
 
     def __post_init__(self) -> None:
@@ -192,6 +193,7 @@ class OptimConfig:
             "optim", self, lr=(*_NOT_NEGATIVE, 1e-5), lr_warmup_steps=(*_NOT_NEGATIVE, 0),
             lr_end_fraction=(*_SHARE, 1.0), beta1=_BELOW_ONE, beta2=_BELOW_ONE,
             eps=(*_POSITIVE, 1e-8), weight_decay=(*_NOT_NEGATIVE, 0.0),
+            expert_tokens=(*_NOT_NEGATIVE, 1024),
             clip_norm=("above 0 (1e9 is off)", lambda x: x > 0, 1.0),
         )  # fmt: skip
 

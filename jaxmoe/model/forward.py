@@ -23,6 +23,7 @@ from jaxmoe.model.attention import (
 from jaxmoe.model.cache import KVCache
 from jaxmoe.model.moe import moe_block
 from jaxmoe.model.ops import Ops
+from jaxmoe.model.stacks import with_stacks, without_stacks
 from jaxmoe.shapes import Params
 
 
@@ -65,6 +66,7 @@ def forward(
     def pair(carry: Any, scanned: Any) -> Any:
         x_BTD, kinds = carry
         layers, index, routed = scanned
+        layers = with_stacks(layers, params["layers"], index)
         recorded = []
         for i, (name, window) in enumerate(windows.items()):
             cached = None if plan is None else CachedLayer(kinds[name], index, plan[name])
@@ -84,7 +86,7 @@ def forward(
         routed_LBTA = jnp.moveaxis(routed, 2, 0)
         routed = routed_LBTA.reshape(cfg.n_layers // 2, 2, *routed_LBTA.shape[1:])
     (x_BTD, kinds), recorded = jax.lax.scan(
-        ops.remat(pair), (x_BTD, kinds), (params["layers"], indices, routed)
+        ops.remat(pair), (x_BTD, kinds), (without_stacks(params["layers"]), indices, routed)
     )
     hidden_BTD = ops.norm(x_BTD, params["final_norm"], cfg.rms_eps)
     routing = jax.tree.map(lambda x: x.reshape(cfg.n_layers, *x.shape[2:]), recorded)

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jaxmoe.config import Config, OptimConfig
 from jaxmoe.model import invariant
-from jaxmoe.model.experts import experts
+from jaxmoe.model.experts import experts, in_chunks
 from jaxmoe.model.layers import as_drawn, embed, linear, logits, rms_norm, target_logprobs
 from jaxmoe.model.rope import rope_tables, rotate
 from jaxmoe.model.router import chosen, replay, route
@@ -83,7 +83,11 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
         router=replay if cfg.rollout.router_replay else route,
         remat=remat_of(cfg.optim),
     )
-    return invariant_ops(ops) if cfg.model.numerics == "invariant" else ops
+    if cfg.model.numerics == "invariant":
+        ops = invariant_ops(ops)
+    if cfg.optim.expert_tokens:
+        ops = replace(ops, experts=in_chunks(ops.experts, cfg.optim.expert_tokens))
+    return ops
 
 
 def invariant_ops(ops: Ops) -> Ops:

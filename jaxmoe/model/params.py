@@ -121,6 +121,21 @@ def abstract_params(cfg: ModelConfig, dtype: str = "float32") -> Params:
     return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), cfg)
 
 
+def abstract_base(cfg: ModelConfig) -> Params:
+    """The shapes of frozen weights as adapters are trained beside them: each parameter as it is
+    read, experts in four bits; costs no memory at any size."""
+
+    def held(spec: Spec) -> Leaf:
+        if not spec.packable:
+            return jax.ShapeDtypeStruct(spec.shape, read_dtype(spec, cfg, "float32"))
+        *stack, height, width = spec.shape
+        rows = height // 2, height // GROUP
+        shapes: Leaf = [jax.ShapeDtypeStruct((*stack, n, width), jnp.uint8) for n in rows]
+        return Mxfp4(*shapes)
+
+    return map_specs(held, cfg)
+
+
 def check_params(params: Params, cfg: ModelConfig) -> None:
     """Raises ConfigError where params have another shape than the config says, naming the first.
 

@@ -18,13 +18,16 @@ from jax.sharding import Mesh
 from jaxmoe.config import Config
 from jaxmoe.memory import memory
 from jaxmoe.model import make_ops
+from jaxmoe.model.lora import with_adapters
+from jaxmoe.model.params import abstract_base, abstract_params
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh, one_device, only_cutting
 from jaxmoe.plan.collectives import Collective, TpuKernel, collectives, tpu_kernels
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.programs import batch_shapes, placed_batch, rl_program, warmup_optimizer
-from jaxmoe.rl.state import stage_shapes
+from jaxmoe.rl.state import new_adapters, stage_shapes
+from jaxmoe.shapes import Params
 from pallas_kernels.ahead_of_time import compile_on
 from pallas_kernels.dispatch import Impl
 
@@ -68,7 +71,7 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
     a, tx = algorithm(cfg), rl_optimizer(cfg)
     ops = sharded_ops(make_ops(cfg, impls), of_run, cfg.model, across=cfg.mesh.attention)
     state = stage_shapes(cfg, warmup_optimizer(cfg), tx, mesh)["rl"]
-    given = (state, *placed_batch(*batch_shapes(cfg, a), mesh))
+    given = (state, *placed_batch(*batch_shapes(cfg, a), mesh), base_of(cfg))
     program = rl_program(cfg, ops, mesh, a, tx, state)
     began = time.perf_counter()
     try:
@@ -94,6 +97,18 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
         + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes,
         tpu_kernels(text, mesh.size, unknown),
     )  # fmt: skip
+
+
+def base_of(cfg: Config) -> Params | None:
+    """The shapes of what a run's adapters are trained beside; None where it trains all weights."""
+    return abstract_base(cfg.model) if cfg.lora.ranks else None
+
+
+def policy_shapes(cfg: Config) -> Params:
+    """What the trainer hands to its engine: whole weights, or the base with adapters beside it."""
+    if (base := base_of(cfg)) is None:
+        return abstract_params(cfg.model, cfg.optim.param_dtype)
+    return with_adapters(base, jax.eval_shape(lambda: new_adapters(cfg)), cfg.lora.scales)
 
 
 def microbatches(cfg: Config) -> int:

@@ -22,7 +22,7 @@ from jaxmoe.memory import memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.sharding import only_cutting, spec_of
 from jaxmoe.plan.collectives import Collective, collectives
-from jaxmoe.plan.compiled import TooLarge, too_large
+from jaxmoe.plan.compiled import TooLarge, policy_shapes, too_large
 from jaxmoe.records import Sampling
 from jaxmoe.rollout.native import NativeEngine
 from pallas_kernels.ahead_of_time import compile_jitted
@@ -60,7 +60,7 @@ def compiled_wave(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Wave | 
     began = time.perf_counter()
     try:
         prefill, decode = engine.programs(
-            make, sampling, samples=r.samples_per_prompt, held=cfg.optim.param_dtype
+            make, sampling, policy_shapes(cfg), samples=r.samples_per_prompt
         )
     except jax.errors.JaxRuntimeError as error:
         mem, seconds = memory(cfg), time.perf_counter() - began

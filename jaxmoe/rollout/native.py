@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model import Ops
-from jaxmoe.model.params import abstract_params, as_read
+from jaxmoe.model.params import as_read
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import on_hosts
@@ -95,13 +95,12 @@ class NativeEngine:
         return prompts_at_once(self._max_rows, samples, self._shards)
 
     def programs(
-        self, make: Callable[..., Any], sampling: Sampling, *, samples: int,
-        held: str,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self, make: Callable[..., Any], sampling: Sampling, params: Params, *, samples: int
+    ) -> tuple[Any, Any]:
         """Prefill and decode of a whole wave of the longest prompts, as `generate` runs them.
 
-        `make(jitted, *shapes, **static)` compiles, for devices that need not be here; `held` is the
-        dtype that the trainer holds its weights in.
+        `make(jitted, *shapes, **static)` compiles, for devices that need not be here; `params` are
+        the shapes of the weights that the trainer hands on.
         """
         width, cfg, mesh = self.prompts_at_once(samples), self._cfg, self._mesh
 
@@ -118,7 +117,7 @@ class NativeEngine:
         def results(made: Any) -> Any:
             return lie(made.out_info, made.output_shardings)
 
-        params = jax.eval_shape(partial(as_read, cfg=cfg), abstract_params(cfg, held))
+        params = jax.eval_shape(partial(as_read, cfg=cfg), params)
         if mesh is not None:
             params = lie(params, param_shardings(cfg, mesh, SAMPLING))
         rows = width * samples

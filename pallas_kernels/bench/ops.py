@@ -19,8 +19,8 @@ from pallas_kernels import (
     token_logprobs,
 )
 from pallas_kernels.decode_attention import cases as decode_cases
+from pallas_kernels.grouped_matmul import LowRank, mxfp4
 from pallas_kernels.grouped_matmul import cases as matmul_cases
-from pallas_kernels.grouped_matmul import mxfp4
 from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.token_logprobs import cases as logprob_cases
 
@@ -156,6 +156,30 @@ def _less_weights(work: Callable[[Any, int], Work], case: Any, size: int) -> Wor
     return Work(whole.flops, whole.flops, whole.bytes - size * weights + four_bits)
 
 
+def _low_rank(case: Any, dtype: Any, seed: Any) -> tuple[Any, ...]:
+    lhs, bias, rhs, sizes = _four_bits(case, dtype, seed)
+    E, keys = len(case.group_sizes), jax.random.split(jax.random.fold_in(jax.random.key(seed), 2))
+    a = jax.random.normal(keys[0], (E, case.rank, case.D)) * case.D**-0.5
+    b = jax.random.normal(keys[1], (E, case.rank, case.F))
+    return lhs, a.astype(dtype), b.astype(dtype), sizes, rhs, bias
+
+
+def _matmul_low_rank(product: Callable[..., Any], case: Any, impl: str) -> Callable[..., Any]:
+    def call(lhs, a, b, sizes, rhs, bias):
+        change = LowRank(a, b, 2.0)
+        return product(lhs, rhs, sizes, bias_EF=bias, low_rank=change, impl=impl)
+
+    return call
+
+
+def _and_low_rank(work: Callable[[Any, int], Work], case: Any, size: int) -> Work:
+    whole = _less_weights(work, case, size)
+    numbers = case.rank * (case.D + case.F)
+    flops = 2 * sum(case.group_sizes) * numbers
+    more = size * len(case.group_sizes) * numbers
+    return Work(whole.flops + flops, whole.backward_flops + 2 * flops, whole.bytes + more)
+
+
 def _own_matrix(_case: Any, inputs: tuple[Any, ...], at: np.ndarray) -> Spans:
     ends = np.cumsum(np.asarray(inputs[3]))
     low = np.minimum(np.searchsorted(ends, at, "right"), len(ends) - 1)
@@ -184,6 +208,10 @@ _MATMUL = Rows(
     spans=_own_matrix, sizes=3, looked_at={"drhs": (1, 96)},
 )  # fmt: skip
 _FOUR_BITS = replace(_MATMUL, scores=lambda x: x[1].shape[1], gradients=("dbias",))
+_LOW_RANK = replace(
+    _MATMUL, scores=lambda x: x[5].shape[1], shared=(1, 2, 4, 5), gradients=("da", "db"),
+    looked_at={},
+)  # fmt: skip
 OPS = {
     "sink_attention": Op(
         attention_cases, partial(_attend, sink_attention), attention_cases.make_inputs, 4,
@@ -208,6 +236,14 @@ OPS = {
     "grouped_swiglu_mxfp4": Op(
         matmul_cases, partial(_matmul_four_bits, grouped_swiglu), _four_bits, 2,
         partial(_less_weights, _swiglu_work), _FOUR_BITS, ("out", "dlhs", "dbias"),
+    ),
+    "grouped_matmul_low_rank": Op(
+        matmul_cases, partial(_matmul_low_rank, grouped_matmul), _low_rank, 3,
+        partial(_and_low_rank, _matmul_work), _LOW_RANK, ("out", "dlhs", "da", "db"),
+    ),
+    "grouped_swiglu_low_rank": Op(
+        matmul_cases, partial(_matmul_low_rank, grouped_swiglu), _low_rank, 3,
+        partial(_and_low_rank, _swiglu_work), _LOW_RANK, ("out", "dlhs", "da", "db"),
     ),
     "token_logprobs": Op(
         logprob_cases, _logprobs, logprob_cases.make_inputs, 2, _logprobs_work,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every kernel must survive on a chip: small, ragged, packed, windowed, in four bits.
+"""What every kernel must survive on a chip: small, ragged, packed, windowed, in four bits, adapted.
 
 Sizes are such that every kernel takes them. Next: one.py.
 """
@@ -38,10 +38,12 @@ HOSTILE: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key head, 
     "grouped_matmul": (
         *_all("grouped_matmul", _RAGGED, _FEW),
         *_all("grouped_matmul_mxfp4", _RAGGED._replace(name="four_bits")),
+        *_all("grouped_matmul_low_rank", _RAGGED._replace(name="low_rank", rank=5)),
     ),
     "grouped_swiglu": (
         *_all("grouped_swiglu", _RAGGED, _FEW),
         *_all("grouped_swiglu_mxfp4", _RAGGED._replace(name="four_bits")),
+        *_all("grouped_swiglu_low_rank", _RAGGED._replace(name="low_rank", rank=5)),
     ),
     "token_logprobs": _all(
         "token_logprobs",

@@ -7,11 +7,16 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import floats, integers
 from pallas_kernels.dispatch import Impl, Implementation, mosaic, pick
+from pallas_kernels.grouped_matmul import low_rank as change
 from pallas_kernels.grouped_matmul import reference, xla
-from pallas_kernels.grouped_matmul.low_rank import LowRank, with_low_rank
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
-from pallas_kernels.grouped_matmul.signature import Matmul, MatmulSwiglu
-from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
+from pallas_kernels.grouped_matmul.low_rank import LowRank
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
+from pallas_kernels.grouped_matmul.signature import (
+    LowRankMatmul,
+    LowRankSwiglu,
+    Matmul,
+    MatmulSwiglu,
+)
 
 _HERE = "pallas_kernels.grouped_matmul"
 IMPLS: dict[str, Implementation[Matmul]] = mosaic(_HERE) | {
@@ -22,11 +27,21 @@ SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic(_HERE, "_swiglu")
     "xla": Implementation(xla.xla_swiglu, xla.unsupported),
     "reference": Implementation(reference.reference_swiglu, reference.unsupported),
 }
+LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = mosaic(_HERE, "_low_rank") | {
+    "xla": Implementation(xla.xla_low_rank, xla.unsupported),
+    "reference": Implementation(change.reference_low_rank, reference.unsupported),
+}
+LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = mosaic(
+    _HERE, "_low_rank_swiglu"
+) | {
+    "xla": Implementation(change.xla_low_rank_swiglu, xla.unsupported),
+    "reference": Implementation(change.reference_low_rank_swiglu, reference.unsupported),
+}
 
 
 def grouped_matmul(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F"] | Mxfp4,
+    rhs_EDF: Float[Array, "E D F"] | Mxfp4 | Mxfp4Part,
     group_sizes_E: Int[Array, " E"],
     *,
     bias_EF: Float[Array, "E F"] | None = None,
@@ -39,24 +54,25 @@ def grouped_matmul(
 
     Group e holds group_sizes_E[e] rows, after the rows of groups 0 … e−1. Sizes are at least 0 and
     their sum at most M: values are traced and not checked. `routing.sort_by_expert` makes the order
-    and the sizes. Four-bit matrices (`mxfp4.Mxfp4`) are decoded where they are used, and get no
-    gradient. `low_rank` adds scale · (lhs[m] @ a[e]ᵀ) @ b[e] (low_rank.py).
+    and the sizes. Four-bit matrices (`mxfp4.Mxfp4`, or a `Mxfp4Part` of more) are decoded where
+    they are used, and get no gradient. `low_rank` adds scale · (lhs[m] @ a[e]ᵀ) @ b[e].
 
     Returns: [M, F] in lhs's dtype; rows past the sum are 0 and give and get no gradient.
     Numerics: float32 accumulation; gradients in the dtype of their operand.
     Raises: ValueError when the shapes do not fit.
     """
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-    chosen = pick(impl, IMPLS, lhs_MD, rhs_EDF)
     if low_rank is not None:
-        low_rank = _checked_change(lhs_MD, rhs_EDF, low_rank)
-        return with_low_rank(chosen, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, low_rank)
+        low_rank = _checked_change(rhs_EDF, group_sizes_E.size, low_rank)
+        run = pick(impl, LOW_RANK_IMPLS, lhs_MD, rhs_EDF)
+        return run(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank)
+    chosen = pick(impl, IMPLS, lhs_MD, rhs_EDF)
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
 def grouped_swiglu(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Float[Array, "E D F2"] | Mxfp4,
+    rhs_EDF: Float[Array, "E D F2"] | Mxfp4 | Mxfp4Part,
     group_sizes_E: Int[Array, " E"],
     *,
     bias_EF: Float[Array, "E F2"] | None = None,
@@ -70,7 +86,7 @@ def grouped_swiglu(
     [gate | up] = grouped_matmul(lhs, rhs, group_sizes, bias), halves of the columns
     out = (up + 1) · gate · σ(α·gate) with gate ≤ limit and −limit ≤ up ≤ limit
 
-    With `low_rank` the change is in the sums before the activation, which then follows the matmul.
+    With `low_rank` the change is in the sums before the activation.
 
     Returns: [M, F] in lhs's dtype, F half the columns of rhs; rows past the sum are 0.
     Numerics: float32 activation; kernels activate the float32 sums, xla the rounded ones.
@@ -84,16 +100,15 @@ def grouped_swiglu(
             "Pass the gate columns first and the up columns after them."
         )
     if low_rank is not None:
-        matmul = pick(impl, IMPLS, lhs_MD, rhs_EDF)
-        low_rank = _checked_change(lhs_MD, rhs_EDF, low_rank)
-        sums = with_low_rank(matmul, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, low_rank)
-        return clamped_swiglu(sums, alpha, limit)
+        low_rank = _checked_change(rhs_EDF, group_sizes_E.size, low_rank)
+        run = pick(impl, LOW_RANK_SWIGLU_IMPLS, lhs_MD, rhs_EDF)
+        return run(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank, alpha, limit)
     chosen = pick(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
 
 def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
-    lhs_MD, four_bits = floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4)
+    lhs_MD, four_bits = floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
     rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else floats("rhs", rhs_EDF)
     bias_EF = None if bias_EF is None else floats("bias", bias_EF)
     if lhs_MD.ndim != 2 or len(rhs_EDF.shape) != 3 or rhs_EDF.shape[0] == 0:
@@ -101,20 +116,22 @@ def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
             "lhs must be [rows, columns] and rhs one or more matrices, [groups, lhs columns, "
             f"output columns]; got {lhs_MD.shape} and {rhs_EDF.shape}."
         )
-    n_groups, width, out_width = rhs_EDF.shape
+    held, width, out_width = rhs_EDF.shape
     if lhs_MD.shape[1] != width:
         raise ValueError(
             f"lhs must have {width} columns, the middle size of rhs {rhs_EDF.shape}; "
             f"got {lhs_MD.shape}. Pass rhs as [groups, lhs columns, output columns]."
         )
-    if isinstance(rhs_EDF, Mxfp4):
-        wanted = (n_groups, width // GROUP, out_width)
-        if width % GROUP or rhs_EDF.scales_EDF.shape != wanted:
+    matrices, first = split_part(rhs_EDF)
+    if isinstance(matrices, Mxfp4):
+        wanted = (held, width // GROUP, out_width)
+        if width % GROUP or matrices.scales_EDF.shape != wanted:
             raise ValueError(
-                f"a Mxfp4 of {rhs_EDF.shape} must have scales {wanted}, one for {GROUP} rows; "
-                f"got {rhs_EDF.scales_EDF.shape}. Make it with mxfp4.from_released."
+                f"a Mxfp4 of {matrices.shape} must have scales {wanted}, one for {GROUP} rows; "
+                f"got {matrices.scales_EDF.shape}. Make it with mxfp4.from_released."
             )
     group_sizes_E = integers("group_sizes", group_sizes_E)
+    n_groups = held if first is None else min(held, group_sizes_E.size)
     if group_sizes_E.shape != (n_groups,):
         raise ValueError(
             f"group_sizes must have one size for each of the {n_groups} matrices in rhs; "
@@ -128,9 +145,9 @@ def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
     return lhs_MD, rhs_EDF, group_sizes_E, bias_EF
 
 
-def _checked_change(lhs_MD, rhs_EDF, low_rank):
+def _checked_change(rhs_EDF, n_groups, low_rank):
     a_ERD, b_ERF = floats("low_rank.a", low_rank.a_ERD), floats("low_rank.b", low_rank.b_ERF)
-    n_groups, width, out_width = rhs_EDF.shape
+    _, width, out_width = rhs_EDF.shape
     rank = a_ERD.shape[1] if a_ERD.ndim == 3 else 0
     wanted = (n_groups, rank, width), (n_groups, rank, out_width)
     if rank == 0 or (a_ERD.shape, b_ERF.shape) != wanted:

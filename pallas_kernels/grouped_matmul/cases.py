@@ -20,6 +20,7 @@ class MatmulCase(NamedTuple):
     D: int
     F: int
     group_sizes: tuple[int, ...]
+    rank: int = 4  # of a change beside the matrices, where the operation has one
 
 
 def zipf_sizes(n_rows: int, n_groups: int, power: float = 0.5) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ Values are put together as bits, never multiplied, so subnormals survive where a
 them. Next: `pallas_tpu_rows.py` and `hopper/pallas_gpu_mxfp4.py`, which decode parts of them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -31,6 +31,27 @@ class Mxfp4(NamedTuple):
         """That of the decoded matrices."""
         *lead, half, width = self.nibbles_EDF.shape
         return (*lead, 2 * half, width)
+
+
+class Mxfp4Part(NamedTuple):
+    """The matrices from `first` on of a larger stack, as many as there are groups of rows.
+
+    A layer's experts among those of all layers: kernels read them where they lie, while a slice
+    handed to a kernel would be a copy.
+    """
+
+    stack: Mxfp4
+    first: Int32[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole stack, decoded."""
+        return self.stack.shape
+
+
+def split_part(rhs: Any) -> tuple[Any, Any]:
+    """Matrices and the first of them that is meant; None for the first of all."""
+    return rhs if isinstance(rhs, Mxfp4Part) else (rhs, None)
 
 
 def from_released(

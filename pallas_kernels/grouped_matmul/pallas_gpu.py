@@ -7,7 +7,7 @@ scattered, and every sum has one order. Four-bit matrices are decoded in the ker
 gradient. Next: hopper/pallas_gpu_tiles.py, what the kernels share.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,21 @@ from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
     swiglu_by_group,
 )
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS, weights_by_group
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from pallas_kernels.grouped_matmul.low_rank import ChipKernels, on_chip, on_chip_swiglu
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
+
+_PACKED = Mxfp4 | Mxfp4Part
 
 
 def _rows(lhs_MD, rhs_EDF, *others):
-    if isinstance(rhs_EDF, Mxfp4):
+    if isinstance(rhs_EDF, _PACKED):
         return packed_rows_by_group(lhs_MD, rhs_EDF, *others)
     return rows_by_group(lhs_MD, rhs_EDF, *others)
 
 
 def _fused(lhs_MD, rhs_EDF, *others):
-    if isinstance(rhs_EDF, Mxfp4):
+    if isinstance(rhs_EDF, _PACKED):
         return packed_swiglu_by_group(lhs_MD, rhs_EDF, *others)
     return swiglu_by_group(lhs_MD, rhs_EDF, *others)
 
@@ -54,8 +57,13 @@ def _matmul_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
 
 def _matmul_backward(interpret, residuals, dout_MF):
     lhs_MD, rhs_EDF, sizes_E, bias_EF = residuals
-    packed, biased = isinstance(rhs_EDF, Mxfp4), bias_EF is not None
     dlhs_MD = _rows(dout_MF, rhs_EDF, sizes_E, None, True, interpret)
+    drhs_EDF, dbias_EF = _matrices(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret)
+    return dlhs_MD, drhs_EDF, None, dbias_EF
+
+
+def _matrices(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
+    packed, biased = isinstance(rhs_EDF, _PACKED), bias_EF is not None
     drhs_EDF = dbias_EF = None
     if biased or not packed:
         # Of four bits: beside the gradient of as few weights as the kernel makes, thrown away.
@@ -65,7 +73,7 @@ def _matmul_backward(interpret, residuals, dout_MF):
         )
     if dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
-    return dlhs_MD, None if packed else drhs_EDF, None, dbias_EF
+    return None if packed else drhs_EDF, dbias_EF
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -115,11 +123,46 @@ def mosaic_gpu_swiglu(
     return _swiglu(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit, interpret)
 
 
-def unsupported(lhs_MD: Array, rhs_EDF: Array | Mxfp4, *_arrays: Array) -> str | None:
+def mosaic_gpu_low_rank(
+    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
+    a_ERD: sig.A, b_ERF: sig.B, scale: float, *, interpret: bool = False,
+) -> sig.Out:  # fmt: skip
+    """`mosaic_gpu` with a change of low rank in its accumulators; see `low_rank.on_chip`."""
+    return on_chip(_chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
+
+
+def mosaic_gpu_low_rank_swiglu(
+    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
+    a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float, *,
+    interpret: bool = False,
+) -> sig.Out:  # fmt: skip
+    """`mosaic_gpu_low_rank`, activated in registers; see `low_rank.on_chip_swiglu`."""
+    return on_chip_swiglu(
+        _chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha,
+        limit,
+    )  # fmt: skip
+
+
+@cache
+def _chip(interpret: bool) -> ChipKernels:
+    def rows(lhs, rhs, sizes, bias, transposed, beside):
+        return _rows(lhs, rhs, sizes, bias, transposed, interpret, beside)
+
+    def swiglu(lhs, rhs, sizes, bias, alpha, limit, save, beside):
+        return _fused(lhs, rhs, sizes, bias, Swiglu(alpha, limit, save), interpret, beside)
+
+    def sums(low, wide, sizes):
+        found, _ = weights_by_group(wide, low, sizes, jnp.float32, False, interpret)
+        return found.swapaxes(1, 2)
+
+    return ChipKernels(rows, swiglu, partial(_matrices, interpret=interpret), sums, tiles.STEP)
+
+
+def unsupported(lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array) -> str | None:
     """Why the kernels cannot run, or None."""
     if not target().hopper:
         return f"it needs a Hopper GPU (wgmma), this is {target().kind}"
-    if isinstance(rhs_EDF, Mxfp4):
+    if isinstance(rhs_EDF, _PACKED):
         if lhs_MD.dtype != jnp.bfloat16:
             return f"four-bit matrices are decoded to bfloat16 and lhs is {lhs_MD.dtype}"
     elif lhs_MD.dtype not in (jnp.bfloat16, jnp.float16) or lhs_MD.dtype != rhs_EDF.dtype:
@@ -134,9 +177,28 @@ def unsupported(lhs_MD: Array, rhs_EDF: Array | Mxfp4, *_arrays: Array) -> str |
     return None
 
 
-def unsupported_swiglu(lhs_MD: Array, rhs_EDF: Array | Mxfp4, *_arrays: Array) -> str | None:
+def unsupported_swiglu(
+    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
+) -> str | None:
     """Why the fused kernel cannot run, or None."""
     reason = unsupported(lhs_MD, rhs_EDF)
     if reason is None and rhs_EDF.shape[2] % (2 * tiles.STEP):
         return f"half of {rhs_EDF.shape[2]} columns is not a multiple of {tiles.STEP}"
     return reason
+
+
+def unsupported_low_rank(
+    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
+) -> str | None:
+    """Why the kernels cannot run beside a change of low rank, or None."""
+    reason = unsupported(lhs_MD, rhs_EDF)
+    if reason is None and rhs_EDF.shape[2] < ROWS:
+        return f"{rhs_EDF.shape[2]} columns are fewer than the {ROWS} of a tile of b's gradient"
+    return reason
+
+
+def unsupported_low_rank_swiglu(
+    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
+) -> str | None:
+    """Why the fused kernel cannot run beside a change of low rank, or None."""
+    return unsupported_low_rank(lhs_MD, rhs_EDF) or unsupported_swiglu(lhs_MD, rhs_EDF)

@@ -5,16 +5,17 @@
 gradients of weights and biases, `pallas_tpu_tiles.py` how matrices are cut. Read those in turn.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
+from pallas_kernels.grouped_matmul.low_rank import ChipKernels, on_chip, on_chip_swiglu
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows, rows_by_group, swiglu_by_group
-from pallas_kernels.grouped_matmul.pallas_tpu_tiles import LANES
+from pallas_kernels.grouped_matmul.pallas_tpu_tiles import ALIGNED, LANES
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_by_group, weights_tile
 from pallas_kernels.grouped_matmul.swiglu import activate
 
@@ -56,12 +57,17 @@ def _matmul_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
 
 def _matmul_backward(interpret, residuals, dout_MF):
     lhs_MD, rhs_EDF, sizes_E, bias_EF = residuals
-    packed = isinstance(rhs_EDF, Mxfp4)
+    packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
     if lhs_MD.shape[0] == 0:
         drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
         return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)
     dlhs_MD = rows_by_group(dout_MF, rhs_EDF, sizes_E, transposed=True, interpret=interpret)
-    drhs_EDF = dbias_EF = None
+    drhs_EDF, dbias_EF = _matrices(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret)
+    return dlhs_MD, drhs_EDF, None, dbias_EF
+
+
+def _matrices(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
+    packed, drhs_EDF, dbias_EF = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part), None, None
     if not packed:
         drhs_EDF, dbias_EF = weights_by_group(
             lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_EF is not None, interpret=interpret
@@ -70,7 +76,7 @@ def _matmul_backward(interpret, residuals, dout_MF):
         dbias_EF = _bias_by_group(dout_MF, sizes_E)
     if bias_EF is not None and dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
-    return dlhs_MD, drhs_EDF, None, dbias_EF
+    return drhs_EDF, dbias_EF
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -117,6 +123,51 @@ def _swiglu_backward(swiglu, interpret, residuals, dout_MF):
 _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
+def mosaic_tpu_low_rank(
+    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
+    a_ERD: sig.A, b_ERF: sig.B, scale: float, *, interpret: bool = False,
+) -> sig.Out:  # fmt: skip
+    """`mosaic_tpu` with a change of low rank in its float32 sums; see `low_rank.on_chip`."""
+    if lhs_MD.shape[0] == 0:
+        return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
+    return on_chip(_chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
+
+
+def mosaic_tpu_low_rank_swiglu(
+    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
+    a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float, *,
+    interpret: bool = False,
+) -> sig.Out:  # fmt: skip
+    """`mosaic_tpu_low_rank`, activated in the same kernel; see `low_rank.on_chip_swiglu`."""
+    if lhs_MD.shape[0] == 0:
+        return jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
+    return on_chip_swiglu(
+        _chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha,
+        limit,
+    )  # fmt: skip
+
+
+@cache
+def _chip(interpret: bool) -> ChipKernels:
+    def rows(lhs, rhs, sizes, bias, transposed, beside):
+        return rows_by_group(
+            lhs, rhs, sizes, bias, beside=beside, transposed=transposed, interpret=interpret
+        )
+
+    def swiglu(lhs, rhs, sizes, bias, alpha, limit, save, beside):
+        return tuple(
+            swiglu_by_group(
+                lhs, rhs, sizes, bias, (alpha, limit), beside=beside, keep=save,
+                interpret=interpret,
+            )
+        )  # fmt: skip
+
+    def sums(low, wide, sizes):
+        return weights_by_group(low, wide, sizes, jnp.float32, False, interpret=interpret)[0]
+
+    return ChipKernels(rows, swiglu, partial(_matrices, interpret=interpret), sums, ALIGNED)
+
+
 def unsupported(lhs_MD, rhs_EDF) -> str | None:
     """Say why these shapes cannot be computed; None when they can."""
     return _unsupported(lhs_MD, rhs_EDF, halves=False)
@@ -135,7 +186,7 @@ def _unsupported(lhs_MD, rhs_EDF, halves):
     _, width, columns = rhs_EDF.shape
     if lhs_MD.dtype not in (jnp.bfloat16, jnp.float32):
         return f"lhs must be bfloat16 or float32, not {lhs_MD.dtype}"
-    packed = isinstance(rhs_EDF, Mxfp4)
+    packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
     if not packed and rhs_EDF.dtype != lhs_MD.dtype:
         return f"rhs is {rhs_EDF.dtype}, lhs {lhs_MD.dtype}"
     if packed and width % (2 * GROUP):
@@ -148,3 +199,6 @@ def _unsupported(lhs_MD, rhs_EDF, halves):
     if not packed and weights_tile(width, columns) is None:
         return f"128 columns of sums over {width} rows do not fit"
     return None
+
+
+unsupported_low_rank, unsupported_low_rank_swiglu = unsupported, unsupported_swiglu

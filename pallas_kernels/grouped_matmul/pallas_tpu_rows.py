@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import tpu
 from pallas_kernels.arguments import products
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import TileVisits, TpuPlan, row_visits
 from pallas_kernels.grouped_matmul.swiglu import activate
 
@@ -31,7 +31,9 @@ def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False)
     """How the output's columns are cut; None where the matrices cannot be."""
     _, width, out_width = rhs_EDF.shape
     if transposed:
-        packed = width * out_width if isinstance(rhs_EDF, Mxfp4) else 0  # two copies of all of it
+        packed = (
+            width * out_width if isinstance(rhs_EDF, Mxfp4 | Mxfp4Part) else 0
+        )  # two copies of all of it
         if packed > tpu.vmem_bytes() // 3:
             return None
         return tiles.plan(width, out_width, itemsize, lanes=False, halves=False)
@@ -145,23 +147,29 @@ def _decode(nibbles, scales, slot, scale32, weight, base):
 
 def _kernel(
     group_V, tile_V, low_V, high_V, next_V, slot_V, *refs,
-    plan: TpuPlan, length, n_groups, columns, transposed, packed, n_bias, n_out, swiglu,
+    plan: TpuPlan, length, n_groups, columns, transposed, packed, part, n_low, n_bias, n_out,
+    swiglu,
 ):  # fmt: skip
     """One visit: see that the group's windows are here, then multiply its rows of this tile."""
     n_sources = (2 if packed else 1) * len(plan.windows)
+    first, refs = (refs[0], refs[1:]) if part else (None, refs)
     lhs, refs = refs[0], refs[1:]
     # one array may serve two windows
     sources, refs = refs[:n_sources], refs[n_sources:]
+    low_rows, narrow, refs = refs[:1], refs[1:n_low], refs[n_low:]
     biases, refs = refs[:n_bias], refs[n_bias:]
     outs, refs = refs[:n_out], refs[n_out:]
     buffers, sems, refs = refs[:n_sources], refs[n_sources], refs[n_sources + 1 :]
-    part, n, i = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    v = part * length + i
+    walk, n, i = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    v = walk * length + i
     group, slot = group_V[v], slot_V[v]
     axis = 0 if transposed else 1
     if packed and transposed:
         axis = None  # rows of the window lie in either half of a byte: all are copied
-    copies = partial(_copies, sources, buffers, sems, plan, axis, n)
+
+    def copies(group, *others):
+        matrix = group if first is None else first[0] + group
+        _copies(sources, buffers, sems, plan, axis, n, matrix, *others)
 
     @pl.when((group < n_groups) & ((i == 0) | (group != group_V[jnp.maximum(v - 1, 0)])))
     def _():
@@ -187,12 +195,17 @@ def _kernel(
         row = lax.broadcasted_iota(jnp.int32, (size, 1), 0) + start
         return (row >= low) & (row < high)
 
-    def product(x, weight, start, size, bias):
+    def product(x, weight, start, size):
         at = pl.ds(start, size)
         if transposed:
             return dot(x, weight[at, :], ((1,), (1,)))
-        y = dot(x, weight[:, at], ((1,), (0,)))
-        return y if bias is None else y + bias[:, at].astype(jnp.float32)
+        return dot(x, weight[:, at], ((1,), (0,)))
+
+    def completed(y, half, rows, at):
+        """Sums with what is added to them: the change of low rank, and the bias."""
+        if narrow:
+            y = y + dot(low_rows[0][rows, :], narrow[half][:, at], ((1,), (0,)))
+        return y + biases[half][:, at].astype(jnp.float32) if biases else y
 
     def store(out, rows, at, mask, y):
         out[rows, at] = jnp.where(mask, y, out[rows, at].astype(jnp.float32)).astype(out.dtype)
@@ -203,9 +216,9 @@ def _kernel(
         if swiglu is None:
 
             def plain(start, size):
-                bias = biases[0] if biases else None
-                y = product(x, weights[0], start, size, bias)
-                store(outs[0], rows, pl.ds(start, size), mask, y)
+                at = pl.ds(start, size)
+                y = completed(product(x, weights[0], start, size), 0, rows, at)
+                store(outs[0], rows, at, mask, y)
 
             each_columns(plan.tile, step, plain, used)
             return
@@ -213,22 +226,19 @@ def _kernel(
         first_up = columns - plan.shift if plan.tiles == 1 else 0  # of the last window
 
         def up_columns(start, width):
-            y = product(x, weights[-1], first_up + start, width, None)
+            y = product(x, weights[-1], first_up + start, width)
             ups[pl.ds(0, size), pl.ds(start, width)] = y
 
         def finish(start, width, gate=None):
             at = pl.ds(start, width)
             if gate is None:
-                gate = product(x, weights[0], start, width, None)
-            if biases:
-                gate = gate + biases[0][:, at].astype(jnp.float32)
+                gate = product(x, weights[0], start, width)
+            gate = completed(gate, 0, rows, at)
             wide = tiles.up(width + plan.shift, tiles.LANES)
             value = ups[pl.ds(0, size), pl.ds(start, wide)]
             if plan.shift:
                 value = pltpu.roll(value, wide - plan.shift, 1)
-            value = value[:, :width]
-            if biases:
-                value = value + biases[1][:, at].astype(jnp.float32)
+            value = completed(value[:, :width], 1, rows, at)
             y = activate(gate, value, *swiglu)
             for out, x_ in zip(outs, (y, gate, value), strict=False):
                 store(out, rows, at, mask, x_)
@@ -254,14 +264,21 @@ def _kernel(
             out[...] = jnp.where(mask, 0.0, out[...].astype(jnp.float32)).astype(out.dtype)
 
 
-def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swiglu, interpret):
-    """The pallas_call of `_kernel`; returns n_out arrays [M, columns]."""
+def _call(
+    lhs_MK, rhs, sizes_E, beside, biases, plan, columns, n_out, *, transposed, swiglu, interpret
+):
+    """The pallas_call of `_kernel`; returns n_out arrays [M, columns].
+
+    `beside` is empty, or low_MR and its matrices [E, R, columns], for gate and for up if there are.
+    """
     n_rows, width = lhs_MK.shape
-    n_groups = rhs.shape[0]
+    n_groups, (rhs, first) = sizes_E.shape[0], split_part(rhs)
     dtype, packed = lhs_MK.dtype, isinstance(rhs, Mxfp4)
     least = tiles.pieces()[-1]
     if n_rows < least:  # a tile of rows may pass the end, but not hold all of it
-        lhs_MK = jnp.pad(lhs_MK, ((0, least - n_rows), (0, 0)))
+        more = ((0, least - n_rows), (0, 0))
+        lhs_MK = jnp.pad(lhs_MK, more)
+        beside = [jnp.pad(x, more) if i == 0 else x for i, x in enumerate(beside)]
     padded = lhs_MK.shape[0]
     rows = tiles.row_tile(padded, width * dtype.itemsize)
     parts = min(tpu.cores(), -(-padded // rows))
@@ -289,28 +306,40 @@ def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swi
         wide = tiles.up(plan.tile + plan.shift, tiles.LANES)
         scratch.append(pltpu.VMEM((min(tiles.pieces()[0], rows), wide), jnp.float32))
 
-    def of_rows(part, n, i, *table):
-        return TileVisits(*table).tile_V[part * length + i], 0
+    scalars = (*visits,) if first is None else (*visits, first.astype(jnp.int32).reshape(1))
 
-    def of_group(part, n, i, *table):
-        return jnp.minimum(TileVisits(*table).group_V[part * length + i], n_groups - 1), 0, n
+    def at(walk, i, table):
+        return TileVisits(*table[: len(visits)]), walk * length + i
 
-    def of_out(part, n, i, *table):
-        return TileVisits(*table).tile_V[part * length + i], n
+    def of_rows(walk, n, i, *table):
+        table, v = at(walk, i, table)
+        return table.tile_V[v], 0
+
+    def of_group(walk, n, i, *table):
+        table, v = at(walk, i, table)
+        return jnp.minimum(table.group_V[v], n_groups - 1), 0, n
+
+    def of_out(walk, n, i, *table):
+        table, v = at(walk, i, table)
+        return table.tile_V[v], n
 
     kernel = partial(
         _kernel, plan=plan, length=length, n_groups=n_groups, columns=columns,
-        transposed=transposed, packed=packed, n_bias=len(biases), n_out=n_out, swiglu=swiglu,
+        transposed=transposed, packed=packed, part=first is not None, n_low=len(beside),
+        n_bias=len(biases), n_out=n_out, swiglu=swiglu,
     )  # fmt: skip
+    rank = beside[0].shape[1] if beside else 0
     matrix = rhs.shape[1] * rhs.shape[2]
     outs = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(visits),
+            num_scalar_prefetch=len(scalars),
             grid=(parts, plan.tiles, length),
             in_specs=[
                 pl.BlockSpec((rows, width), of_rows),
                 *[pl.BlockSpec(memory_space=pl.ANY) for _ in sources],
+                *[pl.BlockSpec((rows, rank), of_rows) for _ in beside[:1]],
+                *[pl.BlockSpec((None, rank, plan.tile), of_group) for _ in beside[1:]],
                 *[pl.BlockSpec((None, 1, plan.tile), of_group) for _ in biases],
             ],
             out_specs=[pl.BlockSpec((rows, plan.tile), of_out)] * n_out,
@@ -324,38 +353,48 @@ def _call(lhs_MK, rhs, sizes_E, biases, plan, columns, n_out, *, transposed, swi
         cost_estimate=pl.CostEstimate(
             flops=2 * n_rows * matrix,
             transcendentals=0 if swiglu is None else n_rows * columns,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(rhs))
+            bytes_accessed=n_groups
+            * sum(x.size // x.shape[0] * x.dtype.itemsize for x in jax.tree.leaves(rhs))
             + n_rows * (width * plan.tiles + columns * n_out) * dtype.itemsize,
         ),
         interpret=interpret,
         name=f"grouped_{'swiglu' if swiglu else 'dlhs' if transposed else 'matmul'}",
-    )(*visits, lhs_MK, *sources, *biases)
+    )(*scalars, lhs_MK, *sources, *beside, *biases)
     return [out[:n_rows] for out in outs] if padded != n_rows else list(outs)
 
 
 def rows_by_group(
-    lhs_MK: Float[Array, "M K"], rhs, sizes_E, bias_EF=None, *, transposed=False, interpret=False
-) -> Float[Array, "M N"]:
-    """out[m] = lhs[m] · rhs[e of m] (+ bias[e]), with rhs transposed or not."""
+    lhs_MK: Float[Array, "M K"], rhs, sizes_E, bias_EF=None, *, beside=(), transposed=False,
+    interpret=False,
+) -> Float[Array, "M N"]:  # fmt: skip
+    """out[m] = lhs[m] · rhs[e of m] (+ bias[e]), with rhs transposed or not.
+
+    `beside` = (low_MR, b_ERN) adds low[m] · b[e of m] to the float32 sums.
+    """
     plan = plan_rows(rhs, lhs_MK.dtype.itemsize, transposed=transposed)
     assert plan is not None, "unsupported() lets only matrices with a plan through"
     biases = [] if bias_EF is None else [bias_EF[:, None, :]]
     columns = rhs.shape[1] if transposed else rhs.shape[2]
     (out,) = _call(
-        lhs_MK, rhs, sizes_E, biases, plan, columns, 1,
+        lhs_MK, rhs, sizes_E, beside, biases, plan, columns, 1,
         transposed=transposed, swiglu=None, interpret=interpret,
     )  # fmt: skip
     return out
 
 
 def swiglu_by_group(
-    lhs_MD: Float[Array, "M D"], rhs, sizes_E, bias_EF, swiglu, *, keep=False, interpret=False
-) -> list[Float[Array, "M F"]]:
-    """[out], or [out, gate, up] to keep what its gradient needs; swiglu = (alpha, limit)."""
+    lhs_MD: Float[Array, "M D"], rhs, sizes_E, bias_EF, swiglu, *, beside=(), keep=False,
+    interpret=False,
+) -> list[Float[Array, "M F"]]:  # fmt: skip
+    """[out], or [out, gate, up] to keep what its gradient needs; swiglu = (alpha, limit).
+
+    `beside` = (low_MR, b_ER2F) adds low[m] · b[e of m] to the float32 sums.
+    """
     plan = plan_rows(rhs, lhs_MD.dtype.itemsize, transposed=False, halves=True)
     assert plan is not None, "unsupported() lets only matrices with a plan through"
     biases = [] if bias_EF is None else jnp.split(bias_EF[:, None, :], 2, axis=2)
+    beside = [*beside[:1], *(half for b in beside[1:] for half in jnp.split(b, 2, axis=2))]
     return _call(
-        lhs_MD, rhs, sizes_E, biases, plan, rhs.shape[2] // 2, 3 if keep else 1,
+        lhs_MD, rhs, sizes_E, beside, biases, plan, rhs.shape[2] // 2, 3 if keep else 1,
         transposed=False, swiglu=swiglu, interpret=interpret,
     )  # fmt: skip

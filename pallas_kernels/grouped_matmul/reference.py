@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode, split_part
 from pallas_kernels.grouped_matmul.swiglu import activate
 
 
@@ -41,6 +41,10 @@ def reference_swiglu(
 def in_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
     """The sums before the cast."""
     f32 = jnp.float32
+    rhs_EDF, first = split_part(rhs_EDF)
+    if first is not None:
+        n_groups = group_sizes_E.shape[0]
+        rhs_EDF = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, n_groups), rhs_EDF)
     rhs_EDF = decode(rhs_EDF, f32) if isinstance(rhs_EDF, Mxfp4) else rhs_EDF
     end_E = jnp.cumsum(group_sizes_E)
     row_M1 = jnp.arange(lhs_MD.shape[0])[:, None]

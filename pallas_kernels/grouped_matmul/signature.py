@@ -8,16 +8,17 @@ from typing import Protocol
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
 
 Rows = Float[Array, "M D"]
-Matrices = Float[Array, "E D F"] | Mxfp4
+Matrices = Float[Array, "E D F"] | Mxfp4 | Mxfp4Part
 GroupSizes = Int[Array, " E"]  # of groups
 Bias = Float[Array, "E F"] | None
 Out = Float[Array, "M F"]
 A = Float[Array, "E R D"]  # of a change of low rank
 B = Float[Array, "E R F"]
-GateUp = Float[Array, "E D F2"] | Mxfp4  # the columns of gate, then those of up
+GateUpB = Float[Array, "E R F2"]
+GateUp = Float[Array, "E D F2"] | Mxfp4 | Mxfp4Part  # the columns of gate, then those of up
 GateUpBias = Float[Array, "E F2"] | None
 
 
@@ -36,4 +37,24 @@ class MatmulSwiglu(Protocol):
         self,
         lhs_MD: Rows, rhs_EDF: GateUp, group_sizes_E: GroupSizes, bias_EF: GateUpBias,
         alpha: float, limit: float,
+    ) -> Out: ...  # fmt: skip
+
+
+class LowRankMatmul(Protocol):
+    """What `grouped_matmul` documents, beside a change of low rank."""
+
+    def __call__(
+        self,
+        lhs_MD: Rows, rhs_EDF: Matrices, group_sizes_E: GroupSizes, bias_EF: Bias,
+        a_ERD: A, b_ERF: B, scale: float,
+    ) -> Out: ...  # fmt: skip
+
+
+class LowRankSwiglu(Protocol):
+    """What `grouped_swiglu` documents, beside a change of low rank."""
+
+    def __call__(
+        self,
+        lhs_MD: Rows, rhs_EDF: GateUp, group_sizes_E: GroupSizes, bias_EF: GateUpBias,
+        a_ERD: A, b_ERF: GateUpB, scale: float, alpha: float, limit: float,
     ) -> Out: ...  # fmt: skip

@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.arguments import dot
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, decode, split_part
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
 _MATMUL_TILES_PER_GROUP = 8  # an unfilled tile wastes half of itself: 1/16 of an average group
@@ -45,6 +45,8 @@ def _each_tile(n_rows, sizes_E, rows, e, body, carry):
 
 def _matrix(rhs_EDF, e, dtype):
     """Matrix e; a four-bit one is decoded here, never all of them."""
+    rhs_EDF, first = split_part(rhs_EDF)
+    e = e if first is None else e + first
     one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, e, keepdims=False), rhs_EDF)
     return decode(one, dtype) if isinstance(one, Mxfp4) else one
 
@@ -55,7 +57,7 @@ def rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, beside=None, rows
     `beside` = (low_MR, b_ERF, scale) adds scale · low[m] · b[e of m] before anything is rounded.
     `rows` of a tile, at most M, are chosen by the shapes where they are not given.
     """
-    n_rows, (n_groups, out_width) = lhs_MD.shape[0], (rhs_EDF.shape[0], rhs_EDF.shape[3 - rhs_axis])
+    n_rows, n_groups, out_width = lhs_MD.shape[0], sizes_E.shape[0], rhs_EDF.shape[3 - rhs_axis]
     rows = rows or tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
 
     def group(e, out):
@@ -128,7 +130,7 @@ def _forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=None):
 
 def backward(residuals, dout_MF, beside=None):
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = residuals
-    packed = isinstance(rhs_EDF, Mxfp4)
+    packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
     if lhs_MD.shape[0] == 0:
         drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
         return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)

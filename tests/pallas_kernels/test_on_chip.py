@@ -49,6 +49,7 @@ MORE = {
 MORE["grouped_swiglu"] = MORE["grouped_matmul"]
 for name in ("grouped_matmul", "grouped_swiglu"):  # whose halves of rows hold whole scales
     MORE[f"{name}_mxfp4"] = [case for case in MORE[name] if case.D % 64 == 0]
+    MORE[f"{name}_low_rank"] = [case._replace(rank=5) for case in MORE[f"{name}_mxfp4"]]
 
 T = 131_072
 _ROWS = MatmulCase("far", T, 64, 128, zipf_sizes(T, 128))
@@ -71,7 +72,8 @@ def calls():
                         name, case, impl, id=f"{name}-{case.name}-{impl}", marks=mark
                     )
         case = MORE[name][1]
-        mark = pytest.mark.slow if f"{name}_mxfp4" in OPS else ()  # whose case is the same
+        several = f"{name}_mxfp4" in OPS or name.endswith("low_rank")
+        mark = pytest.mark.slow if several else ()  # whose case is the same
         yield pytest.param(name, case, "xla", id=f"{name}-{case.name}-xla", marks=mark)
         yield pytest.param(name, FAR[name], "xla", id=f"{name}-far-xla", marks=pytest.mark.slow)
 

@@ -39,8 +39,16 @@ from pallas_kernels import hopper
 from pallas_kernels.dispatch import gpu_cores
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul.hopper import soft_bfloat16
-from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import Swiglu, consume, place
-from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4
+from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
+    Swiglu,
+    consume,
+    either,
+    padded_beside,
+    place,
+    split_beside,
+    steps_of,
+)
+from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
 
 _WG = hopper.WARPGROUP_ROWS
 _ROWS = tiles.CONSUMERS * _WG
@@ -77,6 +85,7 @@ class Mxfp4Plan(NamedTuple):
     transposed: bool  # the result's columns are the rows of the matrices
     swiglu: Swiglu | None
     interpret: bool
+    narrow: int = 0  # steps more, of what stands beside the matrices
 
     @property
     def consumers(self) -> int:
@@ -101,47 +110,63 @@ class Mxfp4Plan(NamedTuple):
 
 def packed_rows_by_group(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Mxfp4,
+    rhs_EDF: Mxfp4 | Mxfp4Part,
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F"] | None,
     transposed: bool,
     interpret: bool,
+    beside: tuple[Array, ...] = (),
 ) -> Float[Array, "M _"]:
-    """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], or with each matrix transposed."""
-    _, D, F = rhs_EDF.shape
+    """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], or with each matrix transposed.
+
+    `beside` = (low_MR, b_ERF), R a multiple of STEP, adds low[m] @ b[e of m] in the accumulators.
+    """
+    (_, D, F), more = rhs_EDF.shape, steps_of(beside)
     if transposed:
-        plan = Mxfp4Plan(F // tiles.STEP, D // 2, tiles.STEP, True, None, interpret)
+        plan = Mxfp4Plan(F // tiles.STEP, D // 2, tiles.STEP, True, None, interpret, more)
     else:
-        plan = Mxfp4Plan(D // (2 * GROUP), F, min(F, 2 * PIECE), False, None, interpret)
-    return _run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF)[0]
+        plan = Mxfp4Plan(D // (2 * GROUP), F, min(F, 2 * PIECE), False, None, interpret, more)
+    return _run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, beside)[0]
 
 
 def packed_swiglu_by_group(
     lhs_MD: Float[Array, "M D"],
-    rhs_EDF: Mxfp4,
+    rhs_EDF: Mxfp4 | Mxfp4Part,
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F2"] | None,
     swiglu: Swiglu,
     interpret: bool,
+    beside: tuple[Array, ...] = (),
 ) -> tuple[Float[Array, "M _"], ...]:
-    """The activated product [M, F] and, if it is to be saved, the product [M, 2F]."""
-    _, D, F2 = rhs_EDF.shape
-    plan = Mxfp4Plan(D // (2 * GROUP), F2 // 2, tiles.PIECE, False, swiglu, interpret)
-    return tuple(_run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF))
+    """The activated product [M, F] and, if it is to be saved, the product [M, 2F].
+
+    `beside` is as that of `packed_rows_by_group`.
+    """
+    (_, D, F2), more = rhs_EDF.shape, steps_of(beside)
+    plan = Mxfp4Plan(D // (2 * GROUP), F2 // 2, tiles.PIECE, False, swiglu, interpret, more)
+    return tuple(_run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, beside))
 
 
-def _run(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF):
+def _run(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, beside):
+    rhs_EDF, matrix = split_part(rhs_EDF)
     M, dtype = lhs_MD.shape[0], lhs_MD.dtype
-    n_groups, D, _ = rhs_EDF.shape
+    held, D, _ = rhs_EDF.shape
     out_columns = D if plan.transposed else plan.columns
     lhs = tiles.pad_rows(lhs_MD, _ROWS)
+    beside = padded_beside(beside, _ROWS, plan.transposed)
+    if beside and plan.swiglu:  # a tile's columns of gate and of up stand side by side
+        low, b = beside
+        b = b.reshape(*b.shape[:2], 2, -1, plan.width).swapaxes(2, 3).reshape(b.shape)
+        beside = low, b
     table, count = tiles.row_tiles(sizes_E, M, lhs.shape[0], _ROWS)
     # Group E, the rows past the sum, has a bias of 0 and no product.
     bias = () if bias_EF is None else (jnp.pad(bias_EF.astype(jnp.float32), ((0, 1), (0, 0))),)
     out_type = [jax.ShapeDtypeStruct((lhs.shape[0], out_columns), dtype)]
     if plan.swiglu and plan.swiglu.save:
         out_type.append(jax.ShapeDtypeStruct((lhs.shape[0], 2 * plan.columns), dtype))
-    scales = rhs_EDF.scales_EDF.reshape(n_groups, 2, D // (2 * GROUP), -1)  # of either half
+    if matrix is not None:
+        count = jnp.append(count, matrix.astype(jnp.int32))
+    scales = rhs_EDF.scales_EDF.reshape(held, 2, D // (2 * GROUP), -1)  # of either half
     C = plan.consumers
     if plan.transposed:
         shapes = dict(lhs=(1, _ROWS, tiles.STEP), rhs=(1, plan.total, tiles.STEP))
@@ -155,7 +180,7 @@ def _run(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF):
     memory |= {k: plgpu.SMEM((_STAGES, *v), jnp.uint8) for k, v in packed.items()}
     piece = (C, _WG, tiles.PIECE)
     kernel = plgpu.kernel(
-        partial(_packed_kernel, plan=plan, bias=bool(bias)),
+        partial(_packed_kernel, plan=plan, n_groups=sizes_E.shape[0], bias=bool(bias)),
         out_type=out_type,
         scratch_types=[
             dict(
@@ -175,15 +200,18 @@ def _run(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(plan.interpret),
     )
-    outs = kernel(table, count, lhs, rhs_EDF.nibbles_EDF, scales, *bias)
+    outs = kernel(table, count, lhs, rhs_EDF.nibbles_EDF, scales, *beside, *bias)
     return outs if lhs is lhs_MD else [x[:M] for x in outs]
 
 
-def _packed_kernel(table_ref, count_ref, lhs_ref, codes_ref, scales_ref, *refs, plan, bias):
+def _packed_kernel(
+    table_ref, count_ref, lhs_ref, codes_ref, scales_ref, *refs, plan, n_groups, bias
+):
+    beside, refs = split_beside(plan, refs)
     bias_ref, (*out_refs, s) = refs[0] if bias else None, refs[1:] if bias else refs
     n_rows, n_tiles = count_ref[0], count_ref[0] * plan.column_tiles
     warpgroup = lax.axis_index("warpgroup")
-    where, ring = partial(place, plan, table_ref, n_rows, codes_ref.shape[0]), tiles.ring_of(s)
+    where, ring = partial(place, plan, table_ref, n_rows, n_groups), tiles.ring_of(s)
 
     @pl.when(warpgroup == plan.consumers)
     def _producer():
@@ -191,44 +219,65 @@ def _packed_kernel(table_ref, count_ref, lhs_ref, codes_ref, scales_ref, *refs, 
 
         def one(tile, done):
             group, start, lo, hi, first, steps = where(tile)
+            matrix = group + count_ref[1] if count_ref.shape[0] == 2 else group
+
+            def copy_lhs(ref, inner, slot, i):
+                """Only of warpgroups with rows that count: a small group would wait for all."""
+                here = s["here"].at[slot]
+                for before in range(0, _ROWS, _WG):
+                    rows, some = pl.ds(before, _WG), (lo < before + _WG) & (hi > before)
+
+                    @pl.when(some)
+                    def _(before=before, rows=rows):
+                        there = s["lhs"].at[slot, i, rows]
+                        of = ref.at[pl.ds(start + before, _WG), inner]
+                        plgpu.copy_gmem_to_smem(of, there, here)
+
+                    @pl.when(jnp.logical_not(some))
+                    def _():
+                        plgpu.barrier_arrive(here)
+
+            def copy(source, to, slot):
+                plgpu.copy_gmem_to_smem(source, to, s["coded"].at[slot])
 
             def fetch(k, slot):
-                here, coded = s["here"].at[slot], s["coded"].at[slot]
-
-                def copy(ref, at, name, i):
-                    plgpu.copy_gmem_to_smem(ref.at[at], s[name].at[slot, i], coded)
-
-                def copy_lhs(inner, i):
-                    """Only of warpgroups with rows that count: a small group would wait for all."""
-                    for before in range(0, _ROWS, _WG):
-                        rows, some = pl.ds(before, _WG), (lo < before + _WG) & (hi > before)
-
-                        @pl.when(some)
-                        def _(before=before, rows=rows):
-                            there = s["lhs"].at[slot, i, rows]
-                            of = lhs_ref.at[pl.ds(start + before, _WG), inner]
-                            plgpu.copy_gmem_to_smem(of, there, here)
-
-                        @pl.when(jnp.logical_not(some))
-                        def _():
-                            plgpu.barrier_arrive(here)
-
+                codes, scales = s["codes"].at[slot], s["scales"].at[slot]
                 if plan.transposed:
                     inner, scaled = pl.ds(k * tiles.STEP, tiles.STEP), pl.ds(first // GROUP, 2)
-                    copy(codes_ref, (group, pl.ds(first, plan.width), inner), "codes", 0)
-                    copy(scales_ref, (group, slice(None), scaled, inner), "scales", 0)
-                    copy_lhs(inner, 0)
+                    rows = pl.ds(first, plan.width)
+                    copy(codes_ref.at[matrix, rows, inner], codes.at[0], slot)
+                    copy(scales_ref.at[matrix, :, scaled, inner], scales.at[0], slot)
+                    copy_lhs(lhs_ref, inner, slot, 0)
                     return
                 for part in range(plan.parts):
                     columns = pl.ds(first + part * plan.columns, plan.width)
-                    at = (group, pl.ds(k * GROUP, GROUP), columns)
-                    copy(codes_ref, at, "codes", part)
-                    at = (group, slice(None), pl.ds(k, 1), columns)
-                    copy(scales_ref, at, "scales", part)
+                    rows, scaled = pl.ds(k * GROUP, GROUP), pl.ds(k, 1)
+                    copy(codes_ref.at[matrix, rows, columns], codes.at[part], slot)
+                    copy(scales_ref.at[matrix, :, scaled, columns], scales.at[part], slot)
                 for half in range(2):
-                    copy_lhs(pl.ds((half * plan.steps + k) * GROUP, GROUP), half)
+                    inner = pl.ds((half * plan.steps + k) * GROUP, GROUP)
+                    copy_lhs(lhs_ref, inner, slot, half)
 
-            return tiles.produce(ring, done, steps, fetch)
+            def fetch_narrow(k, slot):
+                """What it brings needs no decoding; `coded` has as many arrivals as by `fetch`."""
+                low_ref, b_ref = beside
+                if plan.transposed:
+                    inner = pl.ds(k * tiles.STEP, tiles.STEP)
+                    for part in range(plan.parts):
+                        columns = pl.ds(first + part * plan.columns, plan.width)
+                        mine = pl.ds(part * plan.width, plan.width)
+                        copy(b_ref.at[group, columns, inner], s["rhs"].at[slot, 0, mine], slot)
+                    copy_lhs(low_ref, inner, slot, 0)
+                    return
+                for half in range(2):
+                    inner = pl.ds(k * tiles.STEP + half * GROUP, GROUP)
+                    columns = pl.ds(first * plan.parts, plan.total)
+                    copy(b_ref.at[group, inner, columns], s["rhs"].at[slot, half], slot)
+                    copy_lhs(low_ref, inner, slot, half)
+                for _ in range(2 * plan.parts - 2):
+                    plgpu.barrier_arrive(s["coded"].at[slot])
+
+            return tiles.produce(ring, done, steps, either(plan, fetch, fetch_narrow))
 
         ring.drain(tiles.each_tile(n_tiles, one))
 
@@ -242,7 +291,10 @@ def _packed_kernel(table_ref, count_ref, lhs_ref, codes_ref, scales_ref, *refs, 
             def step(k, _):
                 slot = ring.slot(done + k)
                 plgpu.barrier_wait(s["coded"].at[slot])
-                _decode(s, plan, slot)
+                if plan.narrow:
+                    pl.when(k < plan.steps)(lambda: _decode(s, plan, slot))
+                else:
+                    _decode(s, plan, slot)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s["here"].at[slot])
                 return None

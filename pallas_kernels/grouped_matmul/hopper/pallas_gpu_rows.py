@@ -46,6 +46,7 @@ class RowsPlan(NamedTuple):
     transposed: bool  # rhs is [E, columns, contraction]
     swiglu: Swiglu | None
     interpret: bool
+    narrow: int = 0  # steps more, of what stands beside the matrices
 
     @property
     def rows(self) -> int:
@@ -70,12 +71,18 @@ def rows_by_group(
     bias_EF: Float[Array, "E F"] | None,
     transposed: bool,
     interpret: bool,
+    beside: tuple[Array, ...] = (),
 ) -> Float[Array, "M F"]:
-    """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], rhs [E, D, F] or, transposed, [E, F, D]."""
+    """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], rhs [E, D, F] or, transposed, [E, F, D].
+
+    `beside` = (low_MR, b_ERF), R a multiple of STEP, adds low[m] @ b[e of m] in the accumulators.
+    """
     D, F = lhs_MD.shape[1], rhs.shape[1 if transposed else 2]
     width = tiles.width_of(F)
-    plan = RowsPlan(tiles.CONSUMERS, D // tiles.STEP, F, width, transposed, None, interpret)
-    return _run(plan, lhs_MD, rhs, group_sizes_E, bias_EF)[0]
+    plan = RowsPlan(
+        tiles.CONSUMERS, D // tiles.STEP, F, width, transposed, None, interpret, steps_of(beside)
+    )
+    return _run(plan, lhs_MD, rhs, group_sizes_E, bias_EF, beside)[0]
 
 
 def swiglu_by_group(
@@ -85,18 +92,37 @@ def swiglu_by_group(
     bias_EF: Float[Array, "E F2"] | None,
     swiglu: Swiglu,
     interpret: bool,
+    beside: tuple[Array, ...] = (),
 ) -> tuple[Float[Array, "M _"], ...]:
-    """The activated product [M, F] and, if it is to be saved, the product [M, 2F]."""
+    """The activated product [M, F] and, if it is to be saved, the product [M, 2F].
+
+    `beside` is as that of `rows_by_group`.
+    """
     D, F = lhs_MD.shape[1], rhs_EDF.shape[2] // 2
     # Two warpgroups with 128 gate and 128 up columns: 128 accumulators of a thread's 232 registers.
     # With 192 a small change of what follows the product makes them spill.
-    plan = RowsPlan(2, D // tiles.STEP, F, min(F, 128), False, swiglu, interpret)
-    return tuple(_run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF))
+    plan = RowsPlan(2, D // tiles.STEP, F, min(F, 128), False, swiglu, interpret, steps_of(beside))
+    return tuple(_run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, beside))
 
 
-def _run(plan, lhs_MD, rhs, sizes_E, bias_EF):
+def steps_of(beside: tuple[Array, ...]) -> int:
+    """How many steps of the contraction `beside` is."""
+    return beside[0].shape[1] // tiles.STEP if beside else 0
+
+
+def padded_beside(beside: tuple[Array, ...], rows: int, transposed: bool) -> tuple[Array, ...]:
+    """`beside` with as many rows as lhs, its matrices lying as those that they stand beside."""
+    if not beside:
+        return ()
+    low, b = beside
+    low = tiles.pad_rows(low, rows)
+    return low, b.swapaxes(1, 2) if transposed else b
+
+
+def _run(plan, lhs_MD, rhs, sizes_E, bias_EF, beside):
     M, F, dtype = lhs_MD.shape[0], plan.columns, lhs_MD.dtype
     lhs = tiles.pad_rows(lhs_MD, plan.rows)
+    beside = padded_beside(beside, plan.rows, plan.transposed)
     table, count = tiles.row_tiles(sizes_E, M, lhs.shape[0], plan.rows)
     # Group E, the rows past the sum, has a bias of 0 and no product.
     bias = () if bias_EF is None else (jnp.pad(bias_EF.astype(jnp.float32), ((0, 1), (0, 0))),)
@@ -129,11 +155,12 @@ def _run(plan, lhs_MD, rhs, sizes_E, bias_EF):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpreter(plan.interpret),
     )
-    outs = kernel(table, count, lhs, rhs, *bias)
+    outs = kernel(table, count, lhs, rhs, *beside, *bias)
     return outs if lhs is lhs_MD else [x[:M] for x in outs]
 
 
 def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
+    beside, refs = split_beside(plan, refs)
     bias_ref, (*out_refs, s) = refs[0] if bias else None, refs[1:] if bias else refs
     n_groups, n_rows, n_tiles = rhs_ref.shape[0], count_ref[0], count_ref[0] * plan.column_tiles
     warpgroup = lax.axis_index("warpgroup")
@@ -146,16 +173,17 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
         def one(tile, done):
             group, start, _, _, first, steps = where(tile)
 
-            def fetch(k, slot):
+            def fetch_of(left, right, k, slot):
                 inner, here = pl.ds(k * tiles.STEP, tiles.STEP), s["here"].at[slot]
                 rows = pl.ds(start, plan.rows)
-                plgpu.copy_gmem_to_smem(lhs_ref.at[rows, inner], s["lhs"].at[slot], here)
+                plgpu.copy_gmem_to_smem(left.at[rows, inner], s["lhs"].at[slot], here)
                 for half in range(plan.halves):
                     columns = pl.ds(first + half * plan.columns, plan.width)
                     at = (columns, inner) if plan.transposed else (inner, columns)
                     tile = s["rhs"].at[slot, half]
-                    plgpu.copy_gmem_to_smem(rhs_ref.at[(group, *at)], tile, here)
+                    plgpu.copy_gmem_to_smem(right.at[(group, *at)], tile, here)
 
+            fetch = either(plan, partial(fetch_of, lhs_ref, rhs_ref), partial(fetch_of, *beside))
             return tiles.produce(ring, done, steps, fetch)
 
         ring.drain(tiles.each_tile(n_tiles, one))
@@ -175,14 +203,34 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
         consume(s, plan, where, n_tiles, multiply, bias_ref, out_refs)
 
 
+def split_beside(plan: Any, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of the refs behind the matrices those that stand beside them, and the others."""
+    n = 2 if plan.narrow else 0
+    return refs[:n], refs[n:]
+
+
+def either(
+    plan: Any, fetch: Callable[[Any, Any], None], fetch_narrow: Callable[[Any, Any], None]
+) -> Callable[[Any, Any], None]:
+    """Fetches step k of the contraction, or of what stands beside the matrices: those come last."""
+    if not plan.narrow:
+        return fetch
+
+    def one(k, slot):
+        pl.when(k < plan.steps)(lambda: fetch(k, slot))
+        pl.when(k >= plan.steps)(lambda: fetch_narrow(k - plan.steps, slot))
+
+    return one
+
+
 def place(plan: Any, table_ref: Any, n_rows: Any, n_groups: int, tile: Any) -> tuple[Any, ...]:
     """A tile's group, its first row and from and to which it counts, its first column, its steps.
 
-    plan has the fields `steps`, `columns`, `width` and `column_tiles` of `RowsPlan`.
+    plan has the fields `steps`, `narrow`, `columns`, `width` and `column_tiles` of `RowsPlan`.
     """
     row, column = tiles.in_chunks(tile, n_rows, plan.column_tiles)
     group, start, lo, hi = (table_ref[row, i] for i in range(4))
-    steps = jnp.where(group < n_groups, plan.steps, 0)
+    steps = jnp.where(group < n_groups, plan.steps + plan.narrow, 0)
     # A last tile that would hang over moves back: two write the same values there.
     first = jnp.minimum(column * plan.width, plan.columns - plan.width)
     start = pl.multiple_of(start, tiles.ALIGN)

@@ -57,7 +57,9 @@ def weights_by_group(
         lhs=plgpu.SMEM((stages, tiles.STEP, ROWS), dtype, transforms=hopper.swizzled()),
         dout=plgpu.SMEM((stages, tiles.STEP, width), dtype, transforms=hopper.swizzled()),
         whole=plgpu.SMEM(
-            (2, tiles.CONSUMERS, _WG, tiles.PIECE), rhs_dtype, transforms=hopper.swizzled()
+            (2, tiles.CONSUMERS, _WG, tiles.PIECE),
+            rhs_dtype,
+            transforms=hopper.swizzled(jnp.dtype(rhs_dtype).itemsize),
         ),
         sums=plgpu.SMEM((tiles.CONSUMERS, tiles.PIECE), jnp.float32) if bias else None,
         here=plgpu.Barrier(num_arrivals=2, num_barriers=stages),

@@ -2,16 +2,20 @@
 """The router and the experts against the formula, dense and in float64."""
 
 from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxmoe.config import ModelConfig
-from jaxmoe.model import plain_ops
-from jaxmoe.model.experts import experts
+from jaxmoe.config import ConfigError, ModelConfig
+from jaxmoe.config_file import load, override
+from jaxmoe.model import make_ops, plain_ops
+from jaxmoe.model.experts import experts, in_chunks
 from jaxmoe.model.moe import moe_block
 from jaxmoe.model.router import route
+from tests.pallas_kernels.three_way import three_way
 
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
@@ -125,3 +129,92 @@ def test_the_block_adds_to_its_input_and_names_the_experts():
     y, chosen = moe_block(x, p, CFG, replace(plain_ops(), experts=none), routed_BTA=None)
     np.testing.assert_array_equal(y, x)
     np.testing.assert_array_equal(chosen, seen[0])
+
+
+TOKENS = 8  # of a chunk: four of them, and three tokens too many in the last
+NAMES = ("h", "weights", "w_gate_up", "b_gate_up", "w_down", "b_down")
+
+
+@cache
+def jitted(run, dtype=jnp.float32):
+    """Values and gradients, compiled."""
+    cfg, p, h = replace(CFG, dtype=jnp.dtype(dtype).name), layer(), hidden(dtype)
+    indices, weights = route(h, p, active=A)
+    matrices = {name: p[name].astype(dtype) for name in NAMES[2:]}
+    dy = jax.random.normal(jax.random.key(3), h.shape).astype(dtype)
+
+    def both(h, weights, matrices):
+        out, pull = jax.vjp(
+            lambda h, weights, m: run(h, indices, weights, p | m, cfg), h, weights, matrices
+        )
+        return out, *pull(dy)
+
+    given = h, weights, matrices
+    compiled = jax.jit(both).lower(*given).compile()
+    return compiled.as_text(), compiled(*given)
+
+
+chunked = in_chunks(experts, TOKENS)
+
+
+def test_values_are_those_of_all_tokens_at_once_bit_for_bit():
+    """Tiles of rows are as tall here and there."""
+    np.testing.assert_array_equal(jitted(chunked)[1][0], jitted(experts)[1][0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_gradients_are_as_good_as_of_all_tokens_at_once(dtype):
+    """Of tokens, weights, and what all chunks share."""
+    right = jax.tree.leaves(jitted(experts)[1])
+    ours, plain = (jax.tree.leaves(jitted(run, dtype)[1]) for run in (chunked, experts))
+    assert len(ours) == 1 + len(NAMES)
+    for x, naive, oracle in zip(ours, plain, right, strict=True):
+        if dtype == jnp.bfloat16:  # four chunks' sums are rounded, where one was
+            three_way(x, naive, oracle, ulps=8)
+        else:
+            np.testing.assert_allclose(x, oracle, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_fill_the_last_chunk_up_go_to_no_expert():
+    p, h = layer(), hidden()
+    indices, weights = route(h, p, active=A)
+    seen = []
+
+    def run(h, indices, weights, layer, cfg):
+        jax.debug.callback(lambda i, w: seen.append((i, w)), indices, weights)
+        return experts(h, indices, weights, layer, cfg)
+
+    with jax.disable_jit():
+        in_chunks(run, TOKENS)(h, indices, weights, p, CFG)
+    of_chunk = [np.asarray(x) for x in seen[-1]]
+    assert [x.shape for x in of_chunk] == [(1, TOKENS, A)] * 2
+    assert (of_chunk[0][0, -3:] == E).all() and not of_chunk[1][0, -3:].any()
+    assert (of_chunk[0][0, :-3] < E).all()
+
+
+def test_no_array_of_all_tokens_rows_is_in_the_program():
+    rows = f"[{M * A},"
+    assert rows not in jitted(chunked)[0] and f"[{TOKENS * A},{2 * F}]" in jitted(chunked)[0]
+    assert f"[{M * A},{2 * F}]" in jitted(experts)[0]
+    kept = f"[{-(-M // TOKENS)},{TOKENS * A},"  # of all chunks, for the backward pass
+    assert kept not in jitted(chunked)[0]
+
+
+def test_fewer_tokens_than_a_chunk_are_the_program_without_chunks():
+    p, h = layer(), hidden()
+    indices, weights = route(h, p, active=A)
+
+    def text(run):
+        f = partial(run, layer=p, cfg=CFG)
+        return str(jax.make_jaxpr(f)(h, indices, weights))
+
+    assert text(in_chunks(experts, M)) == text(experts) != text(chunked)
+    assert D == h.shape[-1]
+
+
+def test_the_config_says_how_many_and_none_is_the_program_of_before():
+    cfg = load("tiny.py")
+    assert make_ops(cfg, {}).experts is experts
+    assert make_ops(override(cfg, "optim.expert_tokens=64"), {}).experts is not experts
+    with pytest.raises(ConfigError, match=r"expert_tokens must be 0 or more.*expert_tokens=1024"):
+        override(cfg, "optim.expert_tokens=-1")

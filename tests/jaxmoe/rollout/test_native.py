@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ConfigError, EngineError, MeshConfig, ModelConfig
-from jaxmoe.model import forward, init_params, plain_ops, sequence_logprobs
+from jaxmoe.model import abstract_params, forward, init_params, plain_ops, sequence_logprobs
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.records import Prompt, Sampling, StopReason
 from jaxmoe.rl.batch import rollout_batch
@@ -365,7 +365,7 @@ def test_programs_made_ahead_are_those_that_a_wave_runs(engine, monkeypatch):
         return jitted(*args, **static)
 
     ahead, ran = [], []
-    engine.programs(Made, STOPPING, samples=8, held="float32")
+    engine.programs(Made, STOPPING, abstract_params(CFG), samples=8)
     for name in ("_prefill", "_repeat", "_decode"):
         monkeypatch.setattr(engine, name, partial(recorded, getattr(engine, name)))
     engine.generate(PROMPTS, STOPPING, seed=1, samples=8)

@@ -19,6 +19,8 @@ TPU = {
     "decode_attention": decode_tpu.mosaic_tpu,
     "grouped_matmul": matmul_tpu.mosaic_tpu,
     "grouped_swiglu": matmul_tpu.mosaic_tpu_swiglu,
+    "grouped_matmul_low_rank": matmul_tpu.mosaic_tpu_low_rank,
+    "grouped_swiglu_low_rank": matmul_tpu.mosaic_tpu_low_rank_swiglu,
     "token_logprobs": logprobs_tpu.mosaic_tpu,
 }
 GPU = {
@@ -26,6 +28,8 @@ GPU = {
     "decode_attention": decode_gpu.mosaic_gpu,
     "grouped_matmul": matmul_gpu.mosaic_gpu,
     "grouped_swiglu": matmul_gpu.mosaic_gpu_swiglu,
+    "grouped_matmul_low_rank": matmul_gpu.mosaic_gpu_low_rank,
+    "grouped_swiglu_low_rank": matmul_gpu.mosaic_gpu_low_rank_swiglu,
     "token_logprobs": logprobs_gpu.mosaic_gpu,
 }
 
@@ -43,6 +47,7 @@ def gpu(op, case):
 def _call(kernels, op, case):
     name = next(name for name, known in OPS.items() if known is op)
     run = kernels[name.removesuffix("_mxfp4")]
+    more = (ALPHA, LIMIT) if "swiglu" in name else ()
 
     def attend(q, k, v, sink, *places):
         return run(q, k, v, sink, Layout(*places), case.window, q.shape[3] ** -0.5, interpret=True)
@@ -50,8 +55,10 @@ def _call(kernels, op, case):
     def product(lhs, rhs, bias, sizes):
         if name.endswith("_mxfp4"):
             rhs, bias = bias, rhs
-        more = (ALPHA, LIMIT) if "swiglu" in name else ()
         return run(lhs, rhs, sizes, bias, *more, interpret=True)
+
+    def adapted(lhs, a, b, sizes, rhs, bias):
+        return run(lhs, rhs, sizes, bias, a, b, 2.0, *more, interpret=True)
 
     def logprobs(hidden, head, targets):
         temperature = jnp.float32(case.temperature)
@@ -59,4 +66,6 @@ def _call(kernels, op, case):
 
     if "attention" in name:
         return attend
+    if name.endswith("low_rank"):
+        return adapted
     return logprobs if name == "token_logprobs" else product

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed experts are read where they lie: no layer's are copied out of the stack."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from adapted import CFG, LORA, OPS, adapters_of, base_of
+
+from jaxmoe.model import forward
+from jaxmoe.model.lora import with_adapters
+from jaxmoe.model.stacks import with_stacks, without_stacks
+from pallas_kernels.grouped_matmul import Mxfp4Part
+
+FOUR_LAYERS = replace(CFG, n_layers=4)
+TOKENS = jax.random.randint(jax.random.key(1), (2, 21), 0, CFG.vocab_size)
+
+
+def test_no_program_has_one_layers_packed_experts_in_an_array_of_their_own():
+    base, adapters = base_of(FOUR_LAYERS), adapters_of(FOUR_LAYERS)
+
+    def loss(adapters, base):
+        params = with_adapters(base, adapters, LORA.scales)
+        return forward(params, TOKENS, FOUR_LAYERS, OPS)[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(adapters, base).compile().as_text()
+    held = base["layers"]["full"]["w_gate_up"].nibbles_EDF.shape
+    pairs, n_experts, *one = held
+    assert pairs == 2
+    shapes = set(re.findall(r"u8\[[\d,]+\]", text))
+    whole = ({held}, {(pairs * n_experts, *one)})
+    assert any(f"u8[{','.join(map(str, *s))}]" in shapes for s in whole)
+    layer = ",".join(map(str, (n_experts, *one)))
+    assert not [s for s in shapes if s in (f"u8[{layer}]", f"u8[1,{layer}]")]
+
+
+def test_a_pairs_parameters_are_its_slices_and_its_part_of_what_is_packed():
+    layers = with_adapters(base_of(FOUR_LAYERS), adapters_of(FOUR_LAYERS), LORA.scales)["layers"]
+    rest = without_stacks(layers)
+    assert rest["full"]["w_down"].base is None and rest["full"]["w_q"].base is not None
+    second = jax.tree.map(lambda x: x[1], rest)
+    mine = with_stacks(second, layers, jnp.int32(1))["full"]
+    part = mine["w_down"].base
+    assert isinstance(part, Mxfp4Part) and int(part.first) == CFG.n_experts
+    held = layers["full"]["w_down"].base.nibbles_EDF
+    assert (part.stack.nibbles_EDF[int(part.first) :] == held[1]).all()
+    assert (mine["w_q"].a == layers["full"]["w_q"].a[1]).all()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device holds while adapters are trained over four-bit experts, by the chips' compilers.
+
+The embedding's rows are counted as gathered on the host: less by the whole embedding.
+"""
+
+import pytest
+
+from pallas_kernels import ahead_of_time
+from tests.bench.device_memory import Row, config, decoded, embedding, scoring, sizes, step
+
+GOALS = {  # bytes of arguments and temporaries
+    Row("h100", "20b", 4096): 14.5e9,
+    Row("h100", "20b", 8192): 15.8e9,
+    Row("h100", "20b", 24_576): 18e9,
+    Row("h100", "20b", 131_072): 40e9,
+    Row("h100", "120b", 4096): 72e9,
+}
+
+
+def compiler(row):
+    if reason := ahead_of_time.missing(row.chip):
+        pytest.skip(reason)
+
+
+def check(found, cfg, limit):
+    held, more, _ = sizes(found)
+    assert held + more - embedding(cfg) <= limit
+    assert not decoded(found.as_text(), cfg)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("row", GOALS, ids=lambda row: f"{row.model}-{row.tokens}")
+def test_the_step_of_rl_fits_and_decodes_no_layers_experts_at_once(row):
+    compiler(row)
+    cfg = config(row)
+    check(step(cfg, row.chip), cfg, GOALS[row])
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_a_pass_that_scores_needs_no_more_than_the_step():
+    row = next(iter(GOALS))
+    compiler(row)
+    cfg = config(row)
+    check(scoring(cfg, row.chip), cfg, GOALS[row])
+
+
+def test_a_layers_decoded_or_copied_experts_are_found_in_a_programs_text():
+    cfg = config(Row("h100", "20b", 4096))
+    text = """
+%fused_computation (param: u8[384,1440,5760]) -> bf16[32,2880,5760] {
+  %inside = bf16[32,2880,5760]{2,1,0} convert(%param)
+}
+
+%body (p: u8[12,32,1440,5760]) -> (bf16[4096,2880]) {
+  %p = u8[12,32,1440,5760]{3,2,1,0} parameter(0)
+  %same = u8[384,1440,5760]{2,1,0} bitcast(%p)
+  %rows = bf16[16384,5760]{1,0} custom-call(%same)
+  %embedding = bf16[201216,2880]{1,0} copy(%rows)
+  %whole = bf16[32,2880,5760]{2,1,0} fusion(%same), kind=kLoop
+  %layer = u8[1,32,1440,5760]{3,2,1,0} fusion(%p), kind=kLoop
+  ROOT %relaid = u8[12,32,1440,5760]{2,3,1,0} copy(%p)
+}
+"""
+    found = [line.split()[line.startswith("ROOT")] for line in decoded(text, cfg)]
+    assert found == ["%whole", "%layer", "%relaid"]

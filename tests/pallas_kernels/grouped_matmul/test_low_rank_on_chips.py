@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A change of low rank in the chips' kernels, interpreted: as good as merged matrices, in any part
+of a larger stack, and each of its pieces needed."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import low_rank, pallas_gpu, pallas_tpu, reference
+from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, decode
+from pallas_kernels.grouped_matmul.xla import xla_low_rank
+from tests.pallas_kernels.three_way import three_way
+
+M, D, F, R = 118, 192, 256, 5
+SIZES = (0, 67, 1, 23, 9)  # an empty group, rows past the sum
+FIRST = 2  # of the matrices meant, in a stack of 8
+SCALE, ALPHA, LIMIT = 0.7, 1.3, 4.0
+NAMES = ("out", "dlhs", "da", "db")
+hopper_interpreted = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="jax 0.10's GPU interpreter knows no transposed operand"
+)
+GPU = pytest.param("gpu", marks=hopper_interpreted)
+SLOW_GPU = pytest.param("gpu", marks=[hopper_interpreted, pytest.mark.slow])
+KERNELS = {
+    "gpu": (pallas_gpu.mosaic_gpu_low_rank, pallas_gpu.mosaic_gpu_low_rank_swiglu),
+    "tpu": (pallas_tpu.mosaic_tpu_low_rank, pallas_tpu.mosaic_tpu_low_rank_swiglu),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles():
+    """Several tiles of rows and columns in a TPU's matrices of this size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "ROWS", 64)
+        patch.setattr(tiles, "pieces", lambda: (64, 32, 16))
+        patch.setattr(tiles, "COLUMNS", 128)
+        patch.setattr(tiles, "window_bytes", lambda _: 128 * 640 * 4)
+        yield
+    jax.clear_caches()
+
+
+@cache
+def given(swiglu, rank=R):
+    """Sizes, lhs, matrices, bias, a, b and a cotangent; matrices that are not meant are NaN."""
+    keys = iter(jax.random.split(jax.random.key(5), 8))
+
+    def draw(*shape):
+        return jax.random.normal(next(keys), shape)
+
+    E, dtype = len(SIZES), jnp.bfloat16
+    scales = jax.random.randint(next(keys), (E + 3, D // 32, F), 120, 124).astype(jnp.uint8)
+    meant = (jnp.arange(E + 3) >= FIRST) & (jnp.arange(E + 3) < FIRST + E)
+    stack = Mxfp4(
+        jax.random.bits(next(keys), (E + 3, D // 2, F), jnp.uint8),
+        jnp.where(meant[:, None, None], scales, jnp.uint8(255)),
+    )
+    part = Mxfp4Part(stack, jnp.int32(FIRST))
+    a_ERD, b_ERF = draw(E, rank, D) / D**0.5, draw(E, rank, F)
+    dout_MF = draw(M, F // 2 if swiglu else F).astype(dtype)
+    lhs_MD = draw(M, D).astype(dtype)
+    return jnp.array(SIZES, jnp.int32), lhs_MD, part, draw(E, F), a_ERD, b_ERF, dout_MF
+
+
+def alone(part):
+    """The matrices that a part means, by themselves."""
+    return jax.tree.map(lambda x: x[FIRST : FIRST + len(SIZES)], part.stack)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def found(run, swiglu, sizes, lhs, rhs, bias, a, b, dout):
+    """The value and the gradients of lhs, a and b."""
+    options = (ALPHA, LIMIT) if swiglu else ()
+    out, pull = jax.vjp(
+        lambda lhs, a, b: run(lhs, rhs, sizes, bias, a, b, SCALE, *options), lhs, a, b
+    )
+    return out, *pull(dout.astype(out.dtype))
+
+
+def merged(lhs, rhs, sizes, bias, a, b, scale, *options):
+    """Naively, by whole matrices, everything in lhs's dtype."""
+    whole = (decode(rhs) + scale * jnp.einsum("erd,erf->edf", a, b)).astype(lhs.dtype)
+    h = reference.reference(lhs, whole, sizes, bias)
+    if not options:
+        return h
+    gate, up = jnp.split(h, 2, axis=1)
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
+
+
+def kernel(chip, swiglu):
+    return partial(KERNELS[chip][swiglu], interpret=True)
+
+
+@cache
+def on_chip(chip, swiglu):
+    return found(kernel(chip, swiglu), swiglu, *given(swiglu))
+
+
+@cache
+def naive_and_right(swiglu, rank=R):
+    sizes, lhs, part, *others, dout = given(swiglu, rank)
+    oracle = low_rank.reference_low_rank_swiglu if swiglu else low_rank.reference_low_rank
+    wide = (lhs.astype(jnp.float32), alone(part), *others)
+    return (
+        found(merged, swiglu, sizes, lhs, alone(part), *others, dout),
+        found(oracle, swiglu, sizes, *wide, dout.astype(jnp.float32)),
+    )
+
+
+def check(ours, swiglu, rank=R):
+    for name, x, plain, right in zip(NAMES, ours, *naive_and_right(swiglu, rank), strict=True):
+        three_way(x, plain, right, name)
+
+
+@pytest.mark.parametrize(
+    "chip, swiglu",
+    [
+        pytest.param("gpu", False, marks=[hopper_interpreted, pytest.mark.slow], id="gpu-matmul"),
+        pytest.param("gpu", True, marks=hopper_interpreted, id="gpu-swiglu"),
+        pytest.param("tpu", False, id="tpu-matmul"),
+        pytest.param("tpu", True, marks=pytest.mark.slow, id="tpu-swiglu"),
+    ],
+)
+def test_values_and_gradients_are_as_good_as_of_the_merged_matrices(chip, swiglu):
+    ours = on_chip(chip, swiglu)
+    assert [x.dtype for x in ours] == [jnp.bfloat16] * 2 + [jnp.float32] * 2
+    check(ours, swiglu)
+    assert not np.asarray(ours[0], np.float32)[sum(SIZES) :].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", [GPU, "tpu"])
+def test_a_rank_of_more_than_one_step_and_dense_matrices(chip):
+    sizes, lhs, part, *others = given(False, 70)
+    check(found(kernel(chip, False), False, sizes, lhs, part, *others), False, 70)
+    dense = decode(alone(part), jnp.bfloat16)
+    for x, y in zip(
+        found(kernel(chip, True), True, *given(True)[:2], dense, *given(True)[3:]),
+        found(kernel(chip, True), True, *given(True)), strict=True,
+    ):  # fmt: skip
+        three_way(x, y, y)
+
+
+@pytest.mark.parametrize("chip", [SLOW_GPU, "tpu", "xla"])
+def test_a_part_of_a_stack_is_its_matrices_by_themselves(chip):
+    sizes, lhs, part, *others = given(False)
+    run, ours = xla_low_rank, None
+    if chip != "xla":
+        run, ours = kernel(chip, False), on_chip(chip, False)
+    ours = ours or found(run, False, sizes, lhs, part, *others)
+    for x, y in zip(ours, found(run, False, sizes, lhs, alone(part), *others), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("chip", [SLOW_GPU, "tpu"])
+def test_b_of_zero_changes_no_bit_of_the_base(chip):
+    """A run begins at its base, and the change is added before anything is rounded."""
+    sizes, lhs, part, bias, a, b, _ = given(True)
+    none = jax.jit(partial(kernel(chip, True), scale=SCALE, alpha=ALPHA, limit=LIMIT))(
+        lhs, part, sizes, bias, a, jnp.zeros_like(b)
+    )
+    plain = {"gpu": pallas_gpu.mosaic_gpu_swiglu, "tpu": pallas_tpu.mosaic_tpu_swiglu}[chip]
+    base = jax.jit(partial(plain, alpha=ALPHA, limit=LIMIT, interpret=True))(
+        lhs, alone(part), sizes, bias
+    )
+    np.testing.assert_array_equal(np.asarray(none, np.float32), np.asarray(base, np.float32))
+
+
+FAULTS = {
+    "scale left out": lambda given: [*given[:4], given[4] / SCALE, *given[5:]],
+    "b of another group": lambda given: [*given[:5], jnp.roll(given[5], 1, 0), given[6]],
+    "another part of the stack": lambda given: [
+        *given[:2], given[2]._replace(first=given[2].first - 1), *given[3:],
+    ],
+    "a rank too few": lambda given: [*given[:5], given[5].at[:, -1].set(0), given[6]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault):
+    """Of the TPU's program, which is compiled already."""
+    wrong = found(kernel("tpu", False), False, *FAULTS[fault](list(given(False))))
+    with pytest.raises(AssertionError, match=r"out: error"):
+        check(wrong, False)
