@@ -25,7 +25,8 @@ def base_folder(cfg: Config) -> Path:
 
 
 def load_base(cfg: Config) -> Params:
-    """The base on the device, as the forward reads it.
+    """The base on the device, as the forward reads it; with `lora.embedding_rows` the embedding's
+    table is a numpy array, on the host.
 
     Raises ConfigError where it is not there, damaged, or not packed.
     """
@@ -37,7 +38,9 @@ def load_base(cfg: Config) -> Params:
         )
     check_model(cfg.model, folder)
     # once: a copy of the experts would not fit beside them on the card that they were packed for
-    return jax.device_put(load_params(folder, cfg.model, "as_read", experts="packed"))
+    base = load_params(folder, cfg.model, "as_read", experts="packed")
+    table = {"embed": base.pop("embed")} if cfg.lora.embedding_rows else {}
+    return jax.device_put(base) | table
 
 
 def make_base(policy: Params, cfg: Config) -> Params:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxmoe.config import Config
 from jaxmoe.model.critic import new_critic
-from jaxmoe.model.lora import init_adapters
+from jaxmoe.model.lora import adapter_shapes, init_adapters
 from jaxmoe.model.params import abstract_params
 from jaxmoe.parallel.sharding import placed_shapes, state_mesh
 from jaxmoe.shapes import Leaf, Params
@@ -54,9 +54,9 @@ def new_state(
     )  # fmt: skip
 
 
-def new_adapters(cfg: Config) -> Params:
+def new_adapters(cfg: Config, base: Params) -> Params:
     """Those that change nothing yet, of the run's seed."""
-    return init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora)
+    return init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora, base)
 
 
 def rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
@@ -85,7 +85,7 @@ def stage_shapes(
     """Shapes of the state in each stage of a run, and on a mesh where they lie."""
     policy = trained = abstract_params(cfg.model, cfg.optim.param_dtype)
     if cfg.lora.ranks:
-        trained = jax.eval_shape(lambda: new_adapters(cfg))
+        trained = adapter_shapes(cfg.model, cfg.lora)
     shapes = {
         "warmup": jax.eval_shape(lambda p: new_state(Trained(p), supervised), policy),
         "rl": jax.eval_shape(lambda p: rl_state(p, cfg, tx), trained),

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT-OSS 20B by LoRA over its released MXFP4 experts on GSM8K, one card of 16 GB.
+
+COMMAND  python -m jaxmoe.train --config gptoss20b_lora.py --dry-run
+EXPECT   13.0 GB of weights and adapters; 16.6 GB in training, 15.4 GB while sampling, 1.4 GB on the
+         host, by the dry run's arithmetic, which counts all of a layer's working set and every sum
+         of gradients. A card of 16 GB has 15.8 GB or more. It has not been trained.
+SOURCE   gptoss20b.py and what it cites; ten times its learning rate, as is usual for LoRA, not
+         measured here.
+"""
+
+from dataclasses import replace
+
+from configs import gptoss20b
+from jaxmoe.config import Config, LoraConfig, MeshConfig
+
+
+def get_config() -> Config:
+    whole = gptoss20b.get_config()
+    return replace(
+        whole,
+        lora=LoraConfig(attention_rank=4, expert_rank=4, embedding_rows=16_384),
+        rollout=replace(
+            whole.rollout, sequences_per_step=64, max_new_tokens=3584, max_parallel_sequences=8
+        ),
+        optim=replace(whole.optim, lr=1e-5, tokens_per_microbatch=4096, remat_inputs="host"),
+        mesh=MeshConfig(),
+        workdir="runs/gptoss20b_lora",
+    )
