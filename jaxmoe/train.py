@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.checkpoint.base import load_base, make_base
+from jaxmoe.checkpoint.base import load_base, make_base, own_base
 from jaxmoe.checkpoint.run import (
     Position,
     alone,
@@ -105,10 +105,12 @@ def open_job(cfg: Config) -> Iterator[Job]:
     chosen, task, tx = algorithm(cfg), open_task(cfg), rl_optimizer(cfg)
     supervised = warmup_optimizer(cfg)
     held = contents(cfg, task)
-    at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx, mesh), contents=held)
+    shapes, beside = stage_shapes(cfg, supervised, tx, mesh), own_base(cfg)
+    at = restore_run(work, cfg, shapes, contents=held | beside)
     given = cfg.lora.ranks and cfg.init.checkpoint and cfg.warmup.steps == 0
     at_rl = given if at is None else at.stage == "rl"
     base = load_base(cfg) if cfg.lora.ranks and at_rl else None
+    held |= beside if at_rl else {}  # what a warm start left behind is made again
     if at is None and base is not None:  # whole weights that are trained are nowhere
         new = jax.jit(partial(rl_state, cfg=cfg, tx=tx))
         at = Position("rl", 0, new(new_adapters(cfg, base)), None)
@@ -185,6 +187,7 @@ def warm_start(job: Job) -> None:
     policy = state.params.policy
     if cfg.lora.ranks:
         job.base = make_base(policy, cfg)
+        job.contents |= own_base(cfg)
         policy = new_adapters(cfg, job.base)
     pins = pinned(cfg, job.mesh, jax.eval_shape(new, policy), 0)
     state = jax.jit(new, **pins)(policy)

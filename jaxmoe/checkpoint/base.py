@@ -14,6 +14,7 @@ import jax
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.packed import pack_experts, summary
 from jaxmoe.checkpoint.run import check_model
+from jaxmoe.checkpoint.same_run import weights_digest
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.shapes import Params
 
@@ -22,6 +23,15 @@ def base_folder(cfg: Config) -> Path:
     """Where a run's base lies, or will."""
     given = cfg.init.checkpoint if cfg.warmup.steps == 0 else ""
     return Path(given or Path(cfg.workdir) / "base")
+
+
+def own_base(cfg: Config) -> dict[str, str]:
+    """Digest of the base that a run made, as a checkpoint's contents keep it; nothing where it made
+    none."""
+    folder = base_folder(cfg)
+    if not cfg.lora.ranks or str(folder) == cfg.init.checkpoint or not folder.is_dir():
+        return {}
+    return {"base": weights_digest(folder)}
 
 
 def load_base(cfg: Config) -> Params:

@@ -11,7 +11,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxmoe.config import Config
+from jaxmoe.config import Config, require
 from jaxmoe.model.critic import new_critic
 from jaxmoe.model.lora import adapter_shapes, init_adapters
 from jaxmoe.model.params import abstract_params
@@ -46,8 +46,19 @@ class TrainState:
 def new_state(
     trained: Trained, tx: optax.GradientTransformation, frozen: Frozen | None = None
 ) -> TrainState:
-    """The state before the first update."""
+    """The state before the first update.
+
+    Raises ConfigError for weights that have no gradient: experts in four bits.
+    """
     params: Leaf = trained
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        require(
+            jnp.issubdtype(x.dtype, jnp.floating),
+            f"what is trained must be floating point, got {x.dtype} of "
+            f"{jax.tree_util.keystr(path, simple=True, separator='/')}: experts in four bits stay "
+            "as they are. Try --set lora.attention_rank=16, which trains adapters beside them, or "
+            'load_params without experts="packed".',
+        )
     return TrainState(
         params=params, frozen=frozen or Frozen(), opt_state=tx.init(params),
         step=jnp.zeros((), jnp.int32),

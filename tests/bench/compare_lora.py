@@ -75,7 +75,7 @@ class Line:
 LINES = (
     Line(FULL, (0, 0), (2.5e-4, 5e-4, 1e-3)),
     *(
-        Line(f"{what}, rank {rank}", (rank * attention, rank * experts), (2e-3, 5e-3, 1e-2))
+        Line(f"{what}, rank {rank}", (rank * attention, rank * experts), (1e-3, 2e-3, 5e-3))
         for rank in (16, 4, 32)
         for what, attention, experts in (
             ("attention and experts", 1, 1), ("experts alone", 0, 1), ("attention alone", 1, 0),
@@ -148,11 +148,11 @@ class Bench:
         # the warm start's own seed splits the rows, whatever this run draws
         task = open_task(override(cfg, "seed=0"))
         base = self.base if cfg.lora.ranks else None
-        policy = self.decoded() if base is None else new_adapters(cfg)
+        policy = self.decoded() if base is None else new_adapters(cfg, base)
         at = Position("rl", 0, jax.jit(lambda: rl_state(policy, cfg, rl_optimizer(cfg)))(), None)
         with self.job(cfg, task, at, base) as job:
             train.reinforce(job)
-            return self.score(job.engine, job.policy(), task)
+            return self.score(self.engine(cfg), job.policy(), task)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:

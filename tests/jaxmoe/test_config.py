@@ -169,7 +169,8 @@ def test_what_it_says_to_type_is_accepted(assignment):
 
 @pytest.mark.parametrize(
     "others",
-    [["mesh.fsdp=2"], ["rollout.engine=vllm"], ["optim.moments=host"],
+    [["mesh.fsdp=2"], ["rollout.engine=vllm", "rollout.vllm.transport=nccl"],
+     ["optim.moments=host"],
      ["critic.backbone=own", "loss.advantages=gae"]],
     ids=str,
 )  # fmt: skip
@@ -180,6 +181,10 @@ def test_what_adapters_cannot_be_trained_with_is_refused_and_what_is_advised_is_
     override(TINY, "lora.expert_rank=4", *others, with_it)
     off = without.removesuffix(".").split(" --set ")
     assert override(TINY, "lora.expert_rank=4", *off, *others).lora.ranks == {}
+
+
+def test_vllm_takes_adapters_merged():
+    assert override(TINY, "lora.expert_rank=4", "rollout.engine=vllm").lora.ranks
 
 
 @pytest.mark.parametrize(
@@ -194,6 +199,14 @@ def test_an_unknown_matrix_of_adapters_is_answered_with_the_nearest(key, name, m
     with pytest.raises(ConfigError, match=f"^{said}lora.{key}={meant}.$"):
         override(TINY, *ranks, f"lora.{key}=w_q, {name}" if key == "targets" else
                  f"lora.{key}={name}")  # fmt: skip
+
+
+def test_a_base_that_four_bits_cannot_hold_is_refused_before_a_warm_start():
+    for name in ("d_model", "d_expert"):
+        said = f"^lora needs model.{name} to be a multiple of 64, got 96: .* Try --set (.*)=128.$"
+        with pytest.raises(ConfigError, match=said):
+            override(TINY, "lora.expert_rank=4", f"model.{name}=96")
+        assert override(TINY, f"model.{name}=96").lora.ranks == {}
 
 
 def test_of_adapters_only_what_goes_together_is_taken():

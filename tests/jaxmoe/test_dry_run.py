@@ -90,7 +90,8 @@ def test_adapters_of_the_large_models_are_planned_by_kind(
     model = to_hf(load(name).model, dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(model))
     here = [f"init.checkpoint={tmp_path}", "init.tokenizer=bytes", "data.options={}",
-            "data.task=reasoning_gym:spell_backward", "data.template={system}{question}"]  # fmt: skip
+            "data.task=reasoning_gym:spell_backward",
+            "data.template={system}{question}"]  # fmt: skip
     changes = [x for change in here for x in ("--set", change)]
     assert train.main(["--config", name, *changes, "--dry-run"]) == 0
     out = capsys.readouterr().out
