@@ -2,9 +2,10 @@
 """GPT-OSS 20B by LoRA over its released MXFP4 experts on GSM8K, one card of 16 GB.
 
 COMMAND  python -m jaxmoe.train --config gptoss20b_lora.py --dry-run
-EXPECT   13.0 GB of weights and adapters; 16.6 GB in training, 15.4 GB while sampling, 1.4 GB on the
-         host, by the dry run's arithmetic, which counts all of a layer's working set and every sum
-         of gradients. A card of 16 GB has 15.8 GB or more. It has not been trained.
+EXPECT   12.7 GB of weights, 0.2 GB of adapters; 16.6 GB in training, 15.4 GB while sampling, 1.4 GB
+         on the host, by the dry run's arithmetic, which counts the rows of all 4,096 tokens
+         at once and every copy of a gradient: by it the step does not fit into the 15.8 GB that a
+         card of 16 GB has. It has not been trained.
 SOURCE   gptoss20b.py and what it cites; ten times its learning rate, as is usual for LoRA, not
          measured here.
 """
