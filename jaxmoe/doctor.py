@@ -67,6 +67,12 @@ def run(cfg: Config) -> bool:
         f"the doctor compares on one device, and mesh has {cfg.mesh.devices}. Try "
         + " ".join(f"--set mesh.{name}=1" for name, size in cfg.mesh.sizes.items() if size > 1),
     )
+    require(
+        not cfg.lora.ranks,
+        f"the doctor must have whole weights to compare, and {cfg.workdir} has adapters. Try "
+        "python -m jaxmoe.export --merge --out DIR, and the doctor with a config without lora and "
+        "--set init.checkpoint=DIR.",
+    )
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.of_any_dtype)
     check_memory(cfg, stage(cfg))

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import jax
 
-from jaxmoe import memory
 from jaxmoe.checkpoint.run import check_model
-from jaxmoe.config import Config, ConfigError
+from jaxmoe.config import Config, ConfigError, to_json
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.kernels import planned
+from jaxmoe.memory import check_memory, layer_flops, memory, size_text
+from jaxmoe.model.params import count_params
 from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.presets import with_preset
 
 
 def dry_run(cfg: Config, *stages: str) -> None:
@@ -24,10 +27,10 @@ def dry_run(cfg: Config, *stages: str) -> None:
     What a mesh would lack is printed alone: its machines are not this one.
     """
     check_mesh(cfg)
-    print(memory.describe(cfg))
+    print(describe(cfg))
     print(f"  kernels      {planned(cfg)}")
     refused: list[ConfigError] = []
-    for look in (_checkpoint, _task, lambda cfg: memory.check_memory(cfg, *stages)):
+    for look in (_checkpoint, _task, lambda cfg: check_memory(cfg, *stages)):
         try:
             if said := look(cfg):
                 print(said)
@@ -37,6 +40,99 @@ def dry_run(cfg: Config, *stages: str) -> None:
         raise refused[0]
     for error in refused:
         print(f"  not here     {error}")
+
+
+def describe(cfg: Config) -> str:
+    """The resolved config, parameters, bytes per device, and what would run.
+
+    Raises ConfigError where train would refuse the algorithm.
+    """
+    algorithm(cfg)
+    total, active = count_params(cfg.model)
+    mem, r = memory(cfg), cfg.rollout
+    axes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
+    kinds = kinds_of(cfg)
+    told = " x ".join(f"{name} {size}" for name, size in axes.items()) or "no mesh"
+    lines = [
+        to_json(cfg),
+        "",
+        f"parameters   {total:,} ({active:,} act on a token)",
+        f"devices      {cfg.mesh.devices} ({told}); bytes on each:",
+        *(
+            f"  {kinds.get(name, name):<13}{size_text(value)}"
+            for name, value in vars(mem).items()
+            if name != "host" and (value or name not in ("packed", "frozen", "rows", "table"))
+        ),
+        f"  {'training':<13}{size_text(mem.training)}   (all but the cache)",
+        f"  {'sampling':<13}{size_text(mem.sampling)}   (weights, moments, reference, copy, cache)",
+        *([f"offloaded      {size_text(mem.host)}   (in its host's memory)"] if mem.host else []),
+        "",
+        "would run",
+        f"  weights      {cfg.init.checkpoint or 'random, seed ' + str(cfg.seed)}",
+        f"  task         {cfg.data.task}",
+    ]
+    if cfg.warmup.steps:
+        w = cfg.warmup
+        lines.append(f"  warm start   {w.steps} supervised steps of {w.sequences_per_step} answers")
+    lines.append(
+        f"  RL           {cfg.steps} steps of {r.sequences_per_step} sequences "
+        f"({r.prompts_per_step} prompts x {r.samples_per_prompt}), up to {cfg.context:,} tokens"
+    )
+    lines.append(f"  rollouts     {_engine_line(cfg)}")
+    lines += [f"  {name:<13}{text}" for name, text in _algorithm_lines(cfg).items()]
+    if cfg.optim.remat:
+        lines.append(f"  recomputed   {_recomputed(cfg)}")
+    lines.append(f"  run folder   {cfg.workdir}")
+    return "\n".join(lines)
+
+
+def kinds_of(cfg: Config) -> dict[str, str]:
+    """What the fields of Memory are called in a plan, where that is not their name."""
+    if not cfg.lora.ranks:
+        return {}
+    dtype = {"bfloat16": "bf16", "float32": "fp32"}.get(cfg.model.dtype, cfg.model.dtype)
+    return {
+        "weights": "adapters", "optimizer": "moments", "frozen": dtype,
+        "rows": "embedding", "table": "its table",
+    }  # fmt: skip
+
+
+def _recomputed(cfg: Config) -> str:
+    """How much of the layers a backward pass does again, of sequences of full length."""
+    flops = layer_flops(cfg)
+    again = flops.recomputed(cfg)
+    share = again / (3 * flops.linear + 3.5 * flops.attention)
+    kept = "all but attention" if cfg.optim.remat_keeps else "all"
+    return (
+        f"{kept} of a layer pair: {again * 1e-12:.3g} TFLOP for {cfg.context:,} tokens, "
+        f"{share:.0%} of forward and backward"
+    )
+
+
+def _engine_line(cfg: Config) -> str:
+    """Which engine samples, where, and how far ahead of the weights."""
+    r, where = cfg.rollout, "native engine"
+    if r.engine == "vllm":
+        v = r.vllm
+        where = f"vLLM, {v.launch} started here" if v.launch else "vLLM, in this process"
+        where = f"vLLM at {v.url}" if v.url else where
+        where += " (its memory is not in this table)"
+    ahead = f", up to {r.max_staleness} steps ahead of the weights" if r.max_staleness else ""
+    return where + ahead
+
+
+def _algorithm_lines(cfg: Config) -> dict[str, str]:
+    loss, critic = with_preset(cfg.loss), cfg.critic
+    lines = {"objective": f"{loss.objective}, {loss.advantages}, old_logp {loss.old_logp}"}
+    if critic.backbone != "none":
+        first = f", alone for {critic.pretrain_steps} steps" if critic.pretrain_steps else ""
+        lines["critic"] = f"{critic.backbone} backbone, lr {critic.lr:g}{first}"
+    if loss.rollout_correction or cfg.loss.preset:
+        by = f" (preset {cfg.loss.preset})" if cfg.loss.preset else ""
+        lines["correction"] = (loss.rollout_correction or "none") + by
+    if loss.updates > 1:
+        lines["updates"] = f"{loss.epochs} x {loss.minibatches} a step (epochs x minibatches)"
+    return lines
 
 
 def _checkpoint(cfg: Config) -> str:

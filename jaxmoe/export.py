@@ -22,12 +22,12 @@ from jaxmoe.checkpoint.tensor_files import planned_bytes
 from jaxmoe.cli import ExitStatus, arguments, config_of
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, write_tokenizer
-from jaxmoe.model.lora import with_adapters
+from jaxmoe.model.lora import adapter_shapes, with_adapters
 from jaxmoe.observe.progress import phase
 from jaxmoe.parallel.processes import by_one_process
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import new_adapters, stage_shapes
+from jaxmoe.rl.state import stage_shapes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def run(cfg: Config, out: Path, *, merge: bool = False, dry_run: bool = False) -
     check_tokenizer(tokenizer, cfg.model.vocab_size)
     what = f"{nbytes / 1e6:,.1f} MB of weights in {dtype}"
     if dry_run and adapts:
-        shapes = jax.tree.leaves(jax.eval_shape(lambda: new_adapters(cfg)))
+        shapes = jax.tree.leaves(adapter_shapes(cfg.model, cfg.lora))
         nbytes = sum(x.size * x.dtype.itemsize for x in shapes)
         what = f"{nbytes / 1e6:,.1f} MB of adapters (whole weights where none is trained yet)"
     if dry_run:

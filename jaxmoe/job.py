@@ -25,6 +25,7 @@ from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.envs.tasks import Task, evaluate
 from jaxmoe.guards import gate_closed, must_be_finite, not_exact
 from jaxmoe.model import Ops
+from jaxmoe.model.embedding import rows_of
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.alerts import alerts, counted
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
@@ -76,6 +77,13 @@ class Job:
         if self.base is None:
             return found
         return with_adapters(self.base, found, self.cfg.lora.scales)
+
+    def base_of(self, batch: Batch) -> Params | None:
+        """The base as a step on this batch takes it."""
+        rows = self.cfg.lora.embedding_rows
+        if self.base is None or not rows:
+            return self.base
+        return rows_of(self.base, np.asarray(batch.tokens_BT), rows)
 
     def begin(self, at: Position) -> None:
         """Go on from here; it is saved, or can be made again."""

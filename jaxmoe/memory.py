@@ -12,16 +12,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.config import Config, ConfigError, to_json
+from jaxmoe.config import Config, ConfigError
 from jaxmoe.config_file import override
 from jaxmoe.model.cache import cache_bytes
-from jaxmoe.model.lora import lora_specs
-from jaxmoe.model.params import count_params, param_specs, read_dtype, value_head_specs
+from jaxmoe.model.lora import Pair, lora_specs
+from jaxmoe.model.params import param_specs, read_dtype, value_head_specs
 from jaxmoe.parallel.host import free_bytes
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.sharding import RULES, SAMPLING, Names, local_shape
-from jaxmoe.rl.from_config import algorithm
-from jaxmoe.rl.presets import with_preset
 from jaxmoe.rollout.native import prompts_at_once
 from jaxmoe.shapes import Leaf
 
@@ -31,7 +29,10 @@ class Memory:
     """Bytes on one device in the RL stage."""
 
     weights: int  # as held and updated, a critic's too; of a LoRA run the adapters
-    base: int  # frozen weights beside adapters: experts in four bits, the rest as it is read
+    packed: int  # frozen experts beside adapters, in four bits
+    frozen: int  # the other frozen weights beside adapters, as they are read
+    rows: int  # of an embedding that waits on the host: those of a step's tokens
+    table: int  # all of it, while sampling
     optimizer: int  # two moments, unless they are on the host
     reference: int  # frozen weights of the KL term
     engine_copy: int  # of the policy's weights, as the native engine reads them
@@ -41,16 +42,17 @@ class Memory:
     activations: int  # of one microbatch, forward and backward
     cache: int  # keys and values while sampling
     ahead: int  # cache and older weights of an engine that samples during the step
-    host: int  # not on the device: moments and inputs of layer pairs that its host keeps
+    host: int  # not on the device: moments, inputs of layer pairs and an embedding on its host
 
     def of(self, stage: str) -> dict[str, int]:
         """What is there at one time: in "training", "sampling", "syncing" weights, "scoring"."""
-        held = ("weights", "base", "optimizer", "reference", "engine_copy")
+        base = "packed", "frozen"
+        held = ("weights", *base, "optimizer", "reference", "engine_copy")
         names = {
-            "training": (*held, "gathered", "gradients", "update", "activations", "ahead"),
-            "sampling": (*held, "cache"),
+            "training": (*held, "rows", "gathered", "gradients", "update", "activations", "ahead"),
+            "sampling": (*held, "table", "cache"),
             "syncing": (*held, "ahead"),
-            "scoring": ("weights", "base", "engine_copy", "cache"),  # of weights without a run
+            "scoring": ("weights", *base, "table", "engine_copy", "cache"),  # without a run
         }[stage]
         parts = {name: getattr(self, name) for name in names}
         if stage == "syncing":  # the new copy is made before the old one goes
@@ -109,14 +111,20 @@ def memory(cfg: Config) -> Memory:
         kept += m.n_layers * tokens * m.n_q_heads * (m.head_dim * fast + 4)
     native, ahead = cfg.rollout.engine == "native", cfg.rollout.max_staleness > 0
     engine_copy = copy_bytes(policy, cfg, SAMPLING.rules) if native else 0
-    engine_copy = local * held if lora and native else engine_copy  # it reads the base in place
+    if lora and native:  # it reads the base in place
+        engine_copy = adapter_copy_bytes(cfg)
     shards, samples = mesh.row_shards * mesh.sequence, cfg.rollout.samples_per_prompt
     wave = prompts_at_once(cfg.rollout.max_parallel_sequences, samples, shards)
     engine_rows = wave // shards * samples
     cache = cache_bytes(m, engine_rows, cfg.context) if native else 0
+    packed, frozen, table = base_bytes(cfg) if lora else (0, 0, 0)
+    rows_there = cfg.lora.embedding_rows > 0
     return Memory(
         weights=trained * held,
-        base=base_bytes(cfg) if lora else 0,
+        packed=packed,
+        frozen=frozen if rows_there else frozen + table,
+        rows=cfg.lora.embedding_rows * m.d_model * fast,
+        table=table if rows_there else 0,
         optimizer=2 * trained * held - moments_there,
         reference=local * held if cfg.loss.kl_coef > 0 and not lora else 0,
         engine_copy=engine_copy,
@@ -125,18 +133,42 @@ def memory(cfg: Config) -> Memory:
         update=trained * held,
         activations=kept * (2 if own else 1) + (2 * layer if cfg.optim.remat else 0),
         cache=cache,
-        ahead=cache + engine_copy if ahead else 0,
-        host=moments_there + (inputs * (2 if own else 1) if away else 0),
+        ahead=cache + engine_copy + (table if rows_there else 0) if ahead else 0,
+        host=moments_there
+        + (inputs * (2 if own else 1) if away else 0)
+        + (table if rows_there else 0),
     )
 
 
-def base_bytes(cfg: Config) -> int:
-    """Of the frozen weights of a LoRA run."""
+def base_bytes(cfg: Config) -> tuple[int, int, int]:
+    """Of the frozen weights of a LoRA run: experts, other weights, the embedding's table."""
+    specs = param_specs(cfg.model)
+    table = specs.pop("embed")
+    experts = [spec for spec in jax.tree.leaves(specs) if spec.packable]
+    others = [spec for spec in jax.tree.leaves(specs) if not spec.packable]
+    return (
+        sum(math.prod(spec.shape) * 17 // 32 for spec in experts),  # a byte for two, one for 32
+        _read_bytes(others, cfg),
+        _read_bytes(table, cfg),
+    )
+
+
+def adapter_copy_bytes(cfg: Config) -> int:
+    """Of what an engine copies of a LoRA run: adapters, and what is trained whole as it is read."""
+    specs = lora_specs(cfg.model, cfg.lora)
+    tops = [spec for name, spec in specs.items() if name != "layers"]
+    leaves = [leaf for layer in specs["layers"].values() for leaf in layer.values()]
+    pairs = [leaf for leaf in leaves if isinstance(leaf, Pair)]
+    whole = [*tops, *(leaf for leaf in leaves if not isinstance(leaf, Pair))]
+    return 4 * _local_size(pairs, cfg) + _read_bytes(whole, cfg)
+
+
+def _read_bytes(specs: Leaf, cfg: Config) -> int:
+    """Of parameters held in float32, or in what they are read in."""
     return sum(
-        math.prod(spec.shape) * 17 // 32 if spec.packable  # a byte for two, and one for 32
-        else math.prod(spec.shape) * read_dtype(spec, cfg.model, "float32").itemsize
-        for spec in jax.tree.leaves(param_specs(cfg.model))
-    )  # fmt: skip
+        math.prod(spec.shape) * read_dtype(spec, cfg.model, "float32").itemsize
+        for spec in jax.tree.leaves(specs)
+    )
 
 
 def microbatch_rows(cfg: Config) -> int:
@@ -255,88 +287,8 @@ def _smaller(cfg: Config, host: bool) -> Iterator[tuple[str, object]]:
     if host:  # has memory apart from the device's
         yield "optim.moments", "host"
         yield "optim.remat_inputs", "host"
+        yield "lora.embedding_rows", 16_384  # refused where nothing is frozen
     yield "optim.param_dtype", "bfloat16"
-
-
-def describe(cfg: Config) -> str:
-    """The resolved config, parameters, bytes per device, and what would run.
-
-    Raises ConfigError where train would refuse the algorithm.
-    """
-    algorithm(cfg)
-    total, active = count_params(cfg.model)
-    mem, r = memory(cfg), cfg.rollout
-    axes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
-    told = " x ".join(f"{name} {size}" for name, size in axes.items()) or "no mesh"
-    lines = [
-        to_json(cfg),
-        "",
-        f"parameters   {total:,} ({active:,} act on a token)",
-        f"devices      {cfg.mesh.devices} ({told}); bytes on each:",
-        *(
-            f"  {name:<13}{size_text(value)}"
-            for name, value in vars(mem).items()
-            if name != "host" and (name != "base" or value)
-        ),
-        f"  {'training':<13}{size_text(mem.training)}   (all but the cache)",
-        f"  {'sampling':<13}{size_text(mem.sampling)}   (weights, moments, reference, copy, cache)",
-        *([f"on its host    {size_text(mem.host)}"] if mem.host else []),
-        "",
-        "would run",
-        f"  weights      {cfg.init.checkpoint or 'random, seed ' + str(cfg.seed)}",
-        f"  task         {cfg.data.task}",
-    ]
-    if cfg.warmup.steps:
-        w = cfg.warmup
-        lines.append(f"  warm start   {w.steps} supervised steps of {w.sequences_per_step} answers")
-    lines.append(
-        f"  RL           {cfg.steps} steps of {r.sequences_per_step} sequences "
-        f"({r.prompts_per_step} prompts x {r.samples_per_prompt}), up to {cfg.context:,} tokens"
-    )
-    lines.append(f"  rollouts     {_engine_line(cfg)}")
-    lines += [f"  {name:<13}{text}" for name, text in _algorithm_lines(cfg).items()]
-    if cfg.optim.remat:
-        lines.append(f"  recomputed   {_recomputed(cfg)}")
-    lines.append(f"  run folder   {cfg.workdir}")
-    return "\n".join(lines)
-
-
-def _recomputed(cfg: Config) -> str:
-    """How much of the layers a backward pass does again, of sequences of full length."""
-    flops = layer_flops(cfg)
-    again = flops.recomputed(cfg)
-    share = again / (3 * flops.linear + 3.5 * flops.attention)
-    kept = "all but attention" if cfg.optim.remat_keeps else "all"
-    return (
-        f"{kept} of a layer pair: {again * 1e-12:.3g} TFLOP for {cfg.context:,} tokens, "
-        f"{share:.0%} of forward and backward"
-    )
-
-
-def _engine_line(cfg: Config) -> str:
-    """Which engine samples, where, and how far ahead of the weights."""
-    r, where = cfg.rollout, "native engine"
-    if r.engine == "vllm":
-        v = r.vllm
-        where = f"vLLM, {v.launch} started here" if v.launch else "vLLM, in this process"
-        where = f"vLLM at {v.url}" if v.url else where
-        where += " (its memory is not in this table)"
-    ahead = f", up to {r.max_staleness} steps ahead of the weights" if r.max_staleness else ""
-    return where + ahead
-
-
-def _algorithm_lines(cfg: Config) -> dict[str, str]:
-    loss, critic = with_preset(cfg.loss), cfg.critic
-    lines = {"objective": f"{loss.objective}, {loss.advantages}, old_logp {loss.old_logp}"}
-    if critic.backbone != "none":
-        first = f", alone for {critic.pretrain_steps} steps" if critic.pretrain_steps else ""
-        lines["critic"] = f"{critic.backbone} backbone, lr {critic.lr:g}{first}"
-    if loss.rollout_correction or cfg.loss.preset:
-        by = f" (preset {cfg.loss.preset})" if cfg.loss.preset else ""
-        lines["correction"] = (loss.rollout_correction or "none") + by
-    if loss.updates > 1:
-        lines["updates"] = f"{loss.epochs} x {loss.minibatches} a step (epochs x minibatches)"
-    return lines
 
 
 def _local_size(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:

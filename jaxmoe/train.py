@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.checkpoint.base import load_base, make_base
+from jaxmoe.checkpoint.base import load_base, make_base, own_base
 from jaxmoe.checkpoint.run import (
     Position,
     alone,
@@ -105,10 +105,15 @@ def open_job(cfg: Config) -> Iterator[Job]:
     chosen, task, tx = algorithm(cfg), open_task(cfg), rl_optimizer(cfg)
     supervised = warmup_optimizer(cfg)
     held = contents(cfg, task)
-    at = restore_run(work, cfg, stage_shapes(cfg, supervised, tx, mesh), contents=held)
+    shapes, beside = stage_shapes(cfg, supervised, tx, mesh), own_base(cfg)
+    at = restore_run(work, cfg, shapes, contents=held | beside)
     given = cfg.lora.ranks and cfg.init.checkpoint and cfg.warmup.steps == 0
-    if at is None and given:  # whole weights that are trained are nowhere
-        at = Position("rl", 0, jax.jit(lambda: rl_state(new_adapters(cfg), cfg, tx))(), None)
+    at_rl = given if at is None else at.stage == "rl"
+    base = load_base(cfg) if cfg.lora.ranks and at_rl else None
+    held |= beside if at_rl else {}  # what a warm start left behind is made again
+    if at is None and base is not None:  # whole weights that are trained are nowhere
+        new = jax.jit(partial(rl_state, cfg=cfg, tx=tx))
+        at = Position("rl", 0, new(new_adapters(cfg, base)), None)
     if at is None:
 
         def begin(policy: Params) -> TrainState:
@@ -118,7 +123,6 @@ def open_job(cfg: Config) -> Iterator[Job]:
         if pins := pinned(cfg, mesh, jax.eval_shape(begin, policy), 0):
             begin = jax.jit(begin, **pins)  # moments are made where they lie
         at = Position("warmup", 0, begin(policy), None)
-    base = load_base(cfg) if cfg.lora.ranks and at.stage == "rl" else None
     task.check_prompts()
     if at.stage == "warmup" and at.step < cfg.warmup.steps:
         task.check_answers(cfg.context)
@@ -182,7 +186,9 @@ def warm_start(job: Job) -> None:
     new = partial(rl_state, cfg=cfg, tx=job.tx)
     policy = state.params.policy
     if cfg.lora.ranks:
-        job.base, policy = make_base(policy, cfg), new_adapters(cfg)
+        job.base = make_base(policy, cfg)
+        job.contents |= own_base(cfg)
+        policy = new_adapters(cfg, job.base)
     pins = pinned(cfg, job.mesh, jax.eval_shape(new, policy), 0)
     state = jax.jit(new, **pins)(policy)
     job.begin(Position("rl", 0, state, None))
@@ -214,7 +220,7 @@ def reinforce(job: Job) -> None:
                 )  # fmt: skip
                 with job.clock("train"):
                     placed = place(batch, job.mesh)
-                    state, metrics, told = step_fn(state, placed, minibatches, job.base)
+                    state, metrics, told = step_fn(state, placed, minibatches, job.base_of(batch))
                     metrics = job.host(step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr))
                 job.stop_at_the_gate(state, metrics, step, batch, told)
                 job.at = Position("rl", step, state, collected.data)

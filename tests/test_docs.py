@@ -2,11 +2,13 @@
 """What README and docs/ say can be typed: every command parses, every file and figure is there."""
 
 import ast
+import json
 import math
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,9 @@ import pytest
 import jaxmoe.cli
 import jaxmoe.plan.__main__ as plan
 from jaxmoe import doctor, eval, export, samples, train
+from jaxmoe.config import Config
+from jaxmoe.config_file import load
+from jaxmoe.model.config import to_hf
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm_plugin.compat import BACKENDS
 from pallas_kernels.ahead_of_time import CHIPS
@@ -96,6 +101,8 @@ def example(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
     monkeypatch.setattr("jaxmoe.envs.tasks.LOOK_S", 0.0)
+    for place in ("jaxmoe.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
+        monkeypatch.setattr(f"{place}.free_bytes", lambda: 10**12)
     sys.modules.pop("my_losses", None)
     yield
     sys.modules.pop("my_losses", None)  # another test has one of that name
@@ -143,8 +150,22 @@ def dry(args: list[str]) -> None:
     if rest and "FILE" not in rest:
         rest = [a for a in rest if a != "--dry-run"]
         # for other machines: the reader's files are told to be missing, and not refused
-        elsewhere = [] if any("lora" in a for a in rest) else ["--set", "mesh.tensor=2"]
-        assert main([*rest, *elsewhere, "--dry-run"]) == 0
+        cfg, elsewhere = load(rest[rest.index("--config") + 1]), ["--set", "mesh.tensor=2"]
+        with tempfile.TemporaryDirectory() as folder:
+            if cfg.lora.ranks:  # of one device, which may be this one
+                elsewhere = at_hand(cfg, Path(folder))
+            assert main([*rest, *elsewhere, "--dry-run"]) == 0
+
+
+def at_hand(cfg: Config, folder: Path) -> list[str]:
+    """A checkpoint's config.json, a tokenizer and rows in the place of those of a config."""
+    if not cfg.init.checkpoint:
+        return []
+    (folder / "config.json").write_text(json.dumps(to_hf(cfg.model, dtype="bfloat16")))
+    sets = [f"init.checkpoint={folder}", "init.tokenizer=bytes", "data.options={}",
+            "data.task=reasoning_gym:spell_backward",
+            "data.template={system}{question}"]  # fmt: skip
+    return [x for change in sets for x in ("--set", change)]
 
 
 def plans(args: list[str]) -> None:

@@ -14,6 +14,7 @@ import jax
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.packed import pack_experts, summary
 from jaxmoe.checkpoint.run import check_model
+from jaxmoe.checkpoint.same_run import weights_digest
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.shapes import Params
 
@@ -24,8 +25,18 @@ def base_folder(cfg: Config) -> Path:
     return Path(given or Path(cfg.workdir) / "base")
 
 
+def own_base(cfg: Config) -> dict[str, str]:
+    """Digest of the base that a run made, as a checkpoint's contents keep it; nothing where it made
+    none."""
+    folder = base_folder(cfg)
+    if not cfg.lora.ranks or str(folder) == cfg.init.checkpoint or not folder.is_dir():
+        return {}
+    return {"base": weights_digest(folder)}
+
+
 def load_base(cfg: Config) -> Params:
-    """The base on the device, as the forward reads it.
+    """The base on the device, as the forward reads it; with `lora.embedding_rows` the embedding's
+    table is a numpy array, on the host.
 
     Raises ConfigError where it is not there, damaged, or not packed.
     """
@@ -37,7 +48,9 @@ def load_base(cfg: Config) -> Params:
         )
     check_model(cfg.model, folder)
     # once: a copy of the experts would not fit beside them on the card that they were packed for
-    return jax.device_put(load_params(folder, cfg.model, "as_read", experts="packed"))
+    base = load_params(folder, cfg.model, "as_read", experts="packed")
+    table = {"embed": base.pop("embed")} if cfg.lora.embedding_rows else {}
+    return jax.device_put(base) | table
 
 
 def make_base(policy: Params, cfg: Config) -> Params:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmoe.checkpoint import mxfp4
 from jaxmoe.checkpoint.layouts import gather
-from jaxmoe.model.lora import Adapted, with_adapters
+from jaxmoe.model.lora import Adapted, Pair, with_adapters
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
@@ -24,7 +24,8 @@ def merged(
     """The base with W + scale · aᵀ b for every adapted matrix, on the host; those are dense.
 
     Args:
-        adapters: {"layers": {"sliding" | "full": {name: Pair}}}.
+        adapters: {"layers": {"sliding" | "full": {name: Pair}}}; what else was trained is whole
+            already, and stays as it is.
         scales: by name, "w_q".
         dtype: of what is merged; None is the base's, bfloat16 where that is packed.
     All other leaves are the base's own objects. Memory: what is merged; `save_params` of
@@ -34,8 +35,11 @@ def merged(
     Raises ValueError for an adapter that has no matrix, no scale, or does not fit.
     """
     for kind, adapted in adapters["layers"].items():
-        for name, (a, b) in adapted.items():
+        for name, pair in adapted.items():
+            if not isinstance(pair, Pair):
+                continue
             path, matrix = f"layers/{kind}/{name}", base["layers"].get(kind, {}).get(name)
+            a, b = pair
             if matrix is None:
                 raise ValueError(f"{path} is adapted, and the base has none.")
             if name not in scales:

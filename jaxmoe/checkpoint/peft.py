@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmoe.checkpoint.entries import entries, leaf_of
+from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather
 from jaxmoe.checkpoint.peft_layout import (
     ATTENTION,
     EXPERTS,
@@ -23,8 +25,15 @@ from jaxmoe.checkpoint.peft_layout import (
 )
 from jaxmoe.checkpoint.tensor_files import DTYPES, FLOATS, write_shard
 from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
+from jaxmoe.config.lora import WHOLE
 from jaxmoe.shapes import Params
 
+# as PEFT finds them, by the ends of modules' names; "norm" alone would end all three norms
+_MODULES = {
+    "w_router": "mlp.router", "attn_norm": "input_layernorm",
+    "moe_norm": "post_attention_layernorm", "final_norm": "model.norm", "embed": "embed_tokens",
+    "head": "lm_head",
+}  # fmt: skip
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -41,11 +50,18 @@ def save_adapter(
     Both kinds of layers have the same names, some of lora's. The experts' A is over the inputs, as
     PEFT 0.18 and, for transformers 5, PEFT from 0.19.1 have it. Ranks and alphas that differ go
     into rank_pattern and alpha_pattern, those of attention. `base` is base_model_name_or_path.
+    Modules trained whole (router, norms, embedding, head) go into modules_to_save; of parameters
+    alone, sinks and biases, PEFT keeps none.
     Numerics: nothing is rounded; dtypes stay.
     Raises ValueError for other names or shapes than the model's, ConfigError where the directory
-    cannot be written or holds something.
+    cannot be written or holds something, and for sinks and biases.
     """
     directory = Path(directory)
+    if kept_out := sorted(lora.whole & {*WHOLE["sinks"], *WHOLE["biases"]}):
+        raise ConfigError(
+            f"an adapter's files must hold modules, and {kept_out[0]} is a parameter within one "
+            f"(lora.modules_to_save={lora.modules_to_save}). Export whole weights: --merge."
+        )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} must be new or empty for an adapter. Name another one.")
     ranks = _ranks(adapters, cfg, lora)
@@ -59,8 +75,12 @@ def save_adapter(
                 if x.dtype not in spelt:
                     raise ValueError(f"{matrix.target} must be of {', '.join(FLOATS)}: {x.dtype}.")
                 arrays[tensor_of(matrix, letter, list(ranks))] = np.ascontiguousarray(x)
+    arrays |= _whole_modules(adapters, cfg, lora)
     planned = [(name, spelt[array.dtype], array.shape) for name, array in arrays.items()]
-    config = _config(ranks, alphas, lora.rank_stabilized) | {"base_model_name_or_path": base}
+    config = _config(ranks, alphas, lora.rank_stabilized) | {
+        "base_model_name_or_path": base,
+        "modules_to_save": [_MODULES[name] for name in _MODULES if name in lora.whole] or None,
+    }
     aside = directory.with_name(directory.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -74,6 +94,18 @@ def save_adapter(
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def _whole_modules(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict[str, np.ndarray]:
+    """Tensors of what is trained whole, named and laid out as in a checkpoint."""
+    return {
+        f"base_model.model.{entry.name}": checkpoint_tensor(
+            gather(leaf_of(adapters, entry), entry.pair), entry.layout, entry.shape,
+            np.dtype(np.float32),
+        )
+        for entry in entries(cfg)
+        if entry.keys[-1] in lora.whole
+    }  # fmt: skip
+
+
 def _leaf(adapters: Params, matrix: AdaptedMatrix) -> Any:
     return adapters["layers"][matrix.keys[1]][matrix.name]
 
@@ -81,15 +113,15 @@ def _leaf(adapters: Params, matrix: AdaptedMatrix) -> Any:
 def _ranks(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict[str, int]:
     """The rank of each name, experts first. Raises ValueError where the tree is not the model's."""
     layers = adapters.get("layers", {})
-    trained = [item for of in layers.values() for item in of.items()]
-    others = sorted(adapters.keys() - {"layers"})
+    trained = [x for of in layers.values() for x in of.items() if x[0] not in lora.whole]
+    others = sorted(adapters.keys() - {"layers", *lora.whole})
     others += sorted(n for n, x in trained if n not in TARGETS or not isinstance(x, tuple))
     if others:
         raise ValueError(
             f"an adapter's files hold low-rank matrices of {', '.join(TARGETS)}; {others[0]} is "
             "none of them. Export merged weights."
         )
-    names = {kind: set(layers.get(kind, {})) for kind in ("sliding", "full")}
+    names = {kind: set(layers.get(kind, {})) - lora.whole for kind in ("sliding", "full")}
     if names["sliding"] != names["full"] or not names["full"]:
         raise ValueError(f"an adapter must be of some, and the same, names in all layers: {names}.")
     ranks: dict[str, int] = {}
@@ -123,6 +155,5 @@ def _config(ranks: dict[str, int], alphas: dict[str, float], stabilized: bool) -
         "use_rslora": stabilized,
         "use_dora": False,
         "fan_in_fan_out": False,
-        "modules_to_save": None,
         "inference_mode": True,
     }

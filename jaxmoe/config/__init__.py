@@ -360,9 +360,10 @@ class Config:
         """What adapters cannot be trained with."""
         if not self.lora.ranks:
             return
+        sent_by = self.rollout.vllm.transport if self.rollout.engine == "vllm" else "files"
         for key, given, must in (
             ("mesh", self.mesh.devices, 1),
-            ("rollout.engine", self.rollout.engine, "native"),
+            ("rollout.vllm.transport", sent_by, "files"),
             ("optim.moments", self.optim.moments, "device"),
             ("critic.backbone", self.critic.backbone if self.critic.backbone == "own" else 0, 0),
         ):
@@ -372,8 +373,16 @@ class Config:
             require(
                 given == must,
                 f"lora needs {typed}, got {key}={given}: adapters are trained on one device, "
-                f"sampled by the native engine. Try --set {typed}, or --set lora.attention_rank=0 "
-                "--set lora.expert_rank=0.",
+                "and reach vLLM merged, in files. "
+                f"Try --set {typed}, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
+            )
+        for name in ("d_model", "d_expert"):
+            size = getattr(self.model, name)
+            require(
+                size % 64 == 0 or self.model == FROM_CHECKPOINT,
+                f"lora needs model.{name} to be a multiple of 64, got {size}: its base has experts "
+                f"in four bits, two groups of 32 in a byte's halves. Try --set model.{name}="
+                f"{-(-size // 64) * 64}.",
             )
 
     @property

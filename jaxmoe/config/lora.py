@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA's part of a config. Next: jaxmoe/model/lora.py."""
 
+import difflib
 import math
 from dataclasses import dataclass
 
@@ -8,6 +9,19 @@ from jaxmoe.config.errors import numbers, require
 
 ATTENTION = ("w_q", "w_k", "w_v", "w_o")
 EXPERTS = ("w_gate_up", "w_down")
+# what may be trained whole beside the adapters: names in the table of parameters
+WHOLE = {
+    "router": ("w_router", "b_router"),
+    "norms": ("attn_norm", "moe_norm", "final_norm"),
+    "sinks": ("sinks",),
+    "biases": ("b_q", "b_k", "b_v", "b_o", "b_gate_up", "b_down"),
+    "embedding": ("embed",),
+    "head": ("head",),
+}
+# what transformers and PEFT call them
+_ELSEWHERE = {f"{x}_proj": f"w_{x}" for x in ("q", "k", "v", "o", "gate_up", "down")} | {
+    "embed_tokens": "embedding", "lm_head": "head", "layernorm": "norms", "bias": "biases",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,6 +33,9 @@ class LoraConfig:
     expert_rank: int = 0  # of each expert's two matrices; 0: they stay as they are
     expert_alpha: float = 16.0
     rank_stabilized: bool = False  # scale = alpha / sqrt(rank), as rsLoRA has it
+    targets: str = ",".join((*ATTENTION, *EXPERTS))  # of these the matrices that get a rank
+    modules_to_save: str = ""  # trained whole, in float32: some of WHOLE with commas between them
+    embedding_rows: int = 0  # on the device in a step, those of its tokens; 0: all of the table
 
     def __post_init__(self) -> None:
         for name in ("attention_rank", "expert_rank"):
@@ -30,18 +47,43 @@ class LoraConfig:
             )
         numbers(
             "lora", self,
+            embedding_rows=("0 or more", lambda x: x >= 0, 0),
             **{
                 name: ("above 0 and finite", lambda x: 0 < x < math.inf, 16.0)
                 for name in ("attention_alpha", "expert_alpha")
             },
         )  # fmt: skip
+        _known("targets", self.targets, (*ATTENTION, *EXPERTS))
+        _known("modules_to_save", self.modules_to_save, tuple(WHOLE))
+        for rank, names in (("attention_rank", ATTENTION), ("expert_rank", EXPERTS)):
+            require(
+                not getattr(self, rank) or any(name in _split(self.targets) for name in names),
+                f"lora.{rank} ({getattr(self, rank)}) must have a target among "
+                f"{', '.join(names)}, got lora.targets={self.targets}. Try --set lora.{rank}=0.",
+            )
+        require(
+            bool(self.ranks) or not self.modules_to_save,
+            f"lora.modules_to_save ({self.modules_to_save}) needs a rank beside it: without one "
+            "all weights are trained. Try --set lora.attention_rank=16.",
+        )
+        require(
+            bool(self.ranks) or not self.embedding_rows,
+            f"lora.embedding_rows ({self.embedding_rows}) needs a rank: without one the embedding "
+            "is trained. Try --set lora.attention_rank=16.",
+        )
+        require(
+            not self.embedding_rows or "embed" not in self.whole,
+            f"lora.embedding_rows ({self.embedding_rows}) must be 0 where the embedding is "
+            "trained: its table is on the device. Try --set lora.embedding_rows=0.",
+        )
 
     @property
     def ranks(self) -> dict[str, int]:
         """Of each matrix that is adapted, by its name in a layer; empty where LoRA is off."""
         each: dict[str, int] = dict.fromkeys(ATTENTION, self.attention_rank)
         each |= dict.fromkeys(EXPERTS, self.expert_rank)
-        return {name: rank for name, rank in each.items() if rank}
+        targets = _split(self.targets)
+        return {name: rank for name, rank in each.items() if rank and name in targets}
 
     @property
     def scales(self) -> dict[str, float]:
@@ -52,3 +94,25 @@ class LoraConfig:
             name: alphas[name] / (math.sqrt(rank) if self.rank_stabilized else rank)
             for name, rank in self.ranks.items()
         }
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Names in the table of parameters that are trained whole."""
+        return frozenset(name for group in _split(self.modules_to_save) for name in WHOLE[group])
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _known(key: str, given: str, known: tuple[str, ...]) -> None:
+    """Raises ConfigError for a name that is none of these."""
+    for name in _split(given):
+        near = difflib.get_close_matches(name, (*known, *_ELSEWHERE), 1, cutoff=0.4)
+        meant = _ELSEWHERE.get(near[0], near[0]) if near else known[0]
+        meant = meant if meant in known else known[0]
+        require(
+            name in known,
+            f"lora.{key} must name some of {', '.join(known)}, with commas between them, got "
+            f"{name!r}. Did you mean {meant}? Try --set lora.{key}={meant}.",
+        )

@@ -10,13 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxmoe.model.embedding import EmbeddingRows
 from jaxmoe.model.lora import Adapted, split
 from pallas_kernels import token_logprobs
 
 
-def embed(tokens_BT: Int[Array, "B T"], w_VD: Float[Array, "V D"], dtype: str) -> Array:
+def embed(
+    tokens_BT: Int[Array, "B T"], w_VD: Float[Array, "V D"] | EmbeddingRows, dtype: str
+) -> Array:
     """The rows of these tokens, rounded to the model's dtype."""
-    return w_VD[tokens_BT].astype(jnp.dtype(dtype))
+    rows_BTD = w_VD.of(tokens_BT) if isinstance(w_VD, EmbeddingRows) else w_VD[tokens_BT]
+    return rows_BTD.astype(jnp.dtype(dtype))
 
 
 def rms_norm(

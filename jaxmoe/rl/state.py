@@ -11,9 +11,9 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxmoe.config import Config
+from jaxmoe.config import Config, require
 from jaxmoe.model.critic import new_critic
-from jaxmoe.model.lora import init_adapters
+from jaxmoe.model.lora import adapter_shapes, init_adapters
 from jaxmoe.model.params import abstract_params
 from jaxmoe.parallel.sharding import placed_shapes, state_mesh
 from jaxmoe.shapes import Leaf, Params
@@ -46,17 +46,28 @@ class TrainState:
 def new_state(
     trained: Trained, tx: optax.GradientTransformation, frozen: Frozen | None = None
 ) -> TrainState:
-    """The state before the first update."""
+    """The state before the first update.
+
+    Raises ConfigError for weights that have no gradient: experts in four bits.
+    """
     params: Leaf = trained
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        require(
+            jnp.issubdtype(x.dtype, jnp.floating),
+            f"what is trained must be floating point, got {x.dtype} of "
+            f"{jax.tree_util.keystr(path, simple=True, separator='/')}: experts in four bits stay "
+            "as they are. Try --set lora.attention_rank=16, which trains adapters beside them, or "
+            'load_params without experts="packed".',
+        )
     return TrainState(
         params=params, frozen=frozen or Frozen(), opt_state=tx.init(params),
         step=jnp.zeros((), jnp.int32),
     )  # fmt: skip
 
 
-def new_adapters(cfg: Config) -> Params:
+def new_adapters(cfg: Config, base: Params) -> Params:
     """Those that change nothing yet, of the run's seed."""
-    return init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora)
+    return init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora, base)
 
 
 def rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
@@ -85,7 +96,7 @@ def stage_shapes(
     """Shapes of the state in each stage of a run, and on a mesh where they lie."""
     policy = trained = abstract_params(cfg.model, cfg.optim.param_dtype)
     if cfg.lora.ranks:
-        trained = jax.eval_shape(lambda: new_adapters(cfg))
+        trained = adapter_shapes(cfg.model, cfg.lora)
     shapes = {
         "warmup": jax.eval_shape(lambda p: new_state(Trained(p), supervised), policy),
         "rl": jax.eval_shape(lambda p: rl_state(p, cfg, tx), trained),

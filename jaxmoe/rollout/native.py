@@ -156,7 +156,9 @@ class NativeEngine:
             )
         if sampling.temperature <= 0.0:  # the most likely token is never cut off
             sampling = replace(sampling, top_k=0, top_p=1.0)
-        loaded = self._loaded  # of all its tokens, whatever is loaded meanwhile
+        params, version = self._loaded  # of all its tokens, whatever is loaded meanwhile
+        # an embedding that waits on the host is on the device for these rollouts
+        loaded = jax.tree.map(jnp.asarray, params), version
         per_wave = self.prompts_at_once(samples)
         done: list[Rollout] = []
         for start in range(0, len(prompts), per_wave):

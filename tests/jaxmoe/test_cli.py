@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmoe import memory
+from jaxmoe import dry_run
 from jaxmoe.cli import ExitStatus, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*args):
     with ExitStatus() as status:
-        cfg, dry_run = parse([*args, "--dry-run"], "Test.")
-        assert dry_run
-        print(memory.describe(cfg))
+        cfg, looks = parse([*args, "--dry-run"], "Test.")
+        assert looks
+        print(dry_run.describe(cfg))
     return status.code
 
 

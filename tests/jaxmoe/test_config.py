@@ -15,7 +15,10 @@ from jaxmoe.config.renamed import RENAMED
 from jaxmoe.config_file import load, override
 
 TINY = load("tiny.py")
-SHIPPED = ["gptoss120b.py", "gptoss20b.py", "gptoss20b_ppo.py", "tiny.py", "tiny_lora.py"]
+SHIPPED = [
+    "gptoss120b.py", "gptoss120b_lora.py", "gptoss20b.py", "gptoss20b_long.py",
+    "gptoss20b_lora.py", "gptoss20b_ppo.py", "tiny.py", "tiny_lora.py",
+]  # fmt: skip
 
 
 def lookup(config, path):
@@ -166,7 +169,8 @@ def test_what_it_says_to_type_is_accepted(assignment):
 
 @pytest.mark.parametrize(
     "others",
-    [["mesh.fsdp=2"], ["rollout.engine=vllm"], ["optim.moments=host"],
+    [["mesh.fsdp=2"], ["rollout.engine=vllm", "rollout.vllm.transport=nccl"],
+     ["optim.moments=host"],
      ["critic.backbone=own", "loss.advantages=gae"]],
     ids=str,
 )  # fmt: skip
@@ -177,6 +181,50 @@ def test_what_adapters_cannot_be_trained_with_is_refused_and_what_is_advised_is_
     override(TINY, "lora.expert_rank=4", *others, with_it)
     off = without.removesuffix(".").split(" --set ")
     assert override(TINY, "lora.expert_rank=4", *off, *others).lora.ranks == {}
+
+
+def test_vllm_takes_adapters_merged():
+    assert override(TINY, "lora.expert_rank=4", "rollout.engine=vllm").lora.ranks
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "meant"),
+    [("targets", "w_up", "w_gate_up"), ("targets", "q_proj", "w_q"),
+     ("modules_to_save", "routers", "router"), ("modules_to_save", "lm_head", "head"),
+     ("modules_to_save", "norm", "norms")],
+)  # fmt: skip
+def test_an_unknown_matrix_of_adapters_is_answered_with_the_nearest(key, name, meant):
+    ranks = "lora.attention_rank=3", "lora.expert_rank=2"
+    said = f"lora.{key} must name some of .* got '{name}'. Did you mean {meant}\\? Try --set "
+    with pytest.raises(ConfigError, match=f"^{said}lora.{key}={meant}.$"):
+        override(TINY, *ranks, f"lora.{key}=w_q, {name}" if key == "targets" else
+                 f"lora.{key}={name}")  # fmt: skip
+
+
+def test_a_base_that_four_bits_cannot_hold_is_refused_before_a_warm_start():
+    for name in ("d_model", "d_expert"):
+        said = f"^lora needs model.{name} to be a multiple of 64, got 96: .* Try --set (.*)=128.$"
+        with pytest.raises(ConfigError, match=said):
+            override(TINY, "lora.expert_rank=4", f"model.{name}=96")
+        assert override(TINY, f"model.{name}=96").lora.ranks == {}
+
+
+def test_of_adapters_only_what_goes_together_is_taken():
+    for changes, said in (
+        (["modules_to_save=router"], "lora.modules_to_save .router. needs a rank"),
+        (["embedding_rows=64"], "lora.embedding_rows .64. needs a rank"),
+        (["attention_rank=2", "embedding_rows=-1"], "lora.embedding_rows must be 0 or more"),
+        (["attention_rank=2", "targets=w_down"], "lora.attention_rank .2. must have a target"),
+        (["expert_rank=2", "targets=w_q,w_o"], "lora.expert_rank .2. must have a target"),
+        (["attention_rank=2", "modules_to_save=head,embedding", "embedding_rows=64"],
+         "lora.embedding_rows .64. must be 0 where the embedding is trained"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^{said}.* Try --set [^ ]*$"):
+            override(TINY, *(f"lora.{change}" for change in changes))
+    some = override(TINY, "lora.attention_rank=2", "lora.targets=w_v, w_q").lora
+    assert some.ranks == {"w_q": 2, "w_v": 2} and some.whole == frozenset()
+    both = override(TINY, "lora.attention_rank=2", "lora.modules_to_save=router, sinks").lora
+    assert both.whole == {"w_router", "b_router", "sinks"}
 
 
 def test_a_cut_at_another_temperature_is_refused_where_vllm_samples():

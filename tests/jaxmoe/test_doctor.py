@@ -139,3 +139,10 @@ def test_weights_that_the_engine_refuses_are_the_answer(tmp_path, monkeypatch, c
 def test_a_mistake_is_status_2(tmp_path, capsys):
     assert doctor.main(["--config", "tiny.py", "--set", "model.n_layers=3"]) == 2
     assert "Try --set model.n_layers=4" in capsys.readouterr().err
+
+
+def test_a_run_of_adapters_is_refused_in_one_line(tmp_path, capsys):
+    assert doctor.main(["--config", "tiny_lora.py", "--workdir", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "must have whole weights to compare" in err
+    assert "jaxmoe.export --merge" in err and not (tmp_path / "run").exists()

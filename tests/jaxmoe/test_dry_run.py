@@ -2,11 +2,14 @@
 """The look before a run: what is here, what is not, and nothing left behind."""
 
 import json
+import re
 
 import pytest
 
 from jaxmoe import doctor, eval, train
+from jaxmoe.config_file import load
 from jaxmoe.envs import tasks
+from jaxmoe.model.config import to_hf
 
 # 3 B parameters
 LARGE = ["model.d_model=1024", "model.n_layers=24", "model.n_experts=35", "model.d_expert=1152"]
@@ -71,3 +74,29 @@ def test_what_is_not_here_is_refused_here_and_told_for_other_machines(change, sa
     assert train.main([*command(*change, "mesh.fsdp=2"), "--dry-run"]) == 0
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("  not here")]
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("gptoss20b_lora.py", ["embedding", "its table"]), ("gptoss20b_long.py", []),
+     ("gptoss120b_lora.py", ["embedding", "its table"])],
+)  # fmt: skip
+def test_adapters_of_the_large_models_are_planned_by_kind(
+    name, kinds, capsys, tmp_path, monkeypatch
+):
+    """With a checkpoint's config.json, a tokenizer and rows that are everywhere."""
+    monkeypatch.setattr("jaxmoe.memory.free_bytes", lambda: 10**12)
+    monkeypatch.setattr("jaxmoe.parallel.limits.free_bytes", lambda: 10**12)
+    model = to_hf(load(name).model, dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    here = [f"init.checkpoint={tmp_path}", "init.tokenizer=bytes", "data.options={}",
+            "data.task=reasoning_gym:spell_backward",
+            "data.template={system}{question}"]  # fmt: skip
+    changes = [x for change in here for x in ("--set", change)]
+    assert train.main(["--config", name, *changes, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    told = re.findall(r"^ *([a-z0-9_ ]+?)  +[\d.]+ (?:GB|MB|kB|B)\b", out, re.M)
+    assert [kind for kind in told if kind not in ("reference", "gathered", "ahead")] == [
+        "adapters", "packed", "bf16", *kinds, "moments", "engine_copy", "gradients", "update",
+        "activations", "cache", "training", "sampling", "offloaded",
+    ]  # fmt: skip

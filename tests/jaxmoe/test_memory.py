@@ -6,6 +6,7 @@ import math
 import re
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,14 +15,16 @@ import jaxmoe.memory
 from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load, override
+from jaxmoe.dry_run import describe
 from jaxmoe.engines import open_engine
-from jaxmoe.memory import check_memory, describe, device_bytes, layer_flops, memory
+from jaxmoe.memory import check_memory, device_bytes, layer_flops, memory
 from jaxmoe.model import make_ops
+from jaxmoe.model.lora import adapter_shapes
 from jaxmoe.model.params import abstract_params, as_read, count_params, param_specs
 from jaxmoe.parallel.host import free_bytes
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import new_adapters, rl_state, stage_shapes
+from jaxmoe.rl.state import rl_state, stage_shapes
 
 PACKED = override(load("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
 BIG = override(PACKED, "optim.tokens_per_microbatch=0", "optim.microbatches=128")
@@ -49,11 +52,46 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
 def test_adapters_are_all_that_is_trained_beside_a_base_in_four_bits():
     cfg = override(BIG, "mesh.fsdp=1", "lora.attention_rank=4", "lora.expert_rank=4")
     cfg, plain = override(cfg, "loss.kl_coef=0.1"), memory(override(BIG, "mesh.fsdp=1"))
-    held, mem = size(jax.eval_shape(lambda: new_adapters(cfg))), memory(cfg)
+    held, mem = size(adapter_shapes(cfg.model, cfg.lora)), memory(cfg)
     assert mem.weights == mem.engine_copy == mem.update == 4 * held
     assert mem.optimizer == 8 * held and mem.reference == 0
-    assert 13.7e9 < mem.base < 13.9e9  # the released experts are 10.2 of it
-    assert plain.base == 0 and mem.activations == plain.activations
+    assert mem.packed == 24 * 32 * 3 * 2880**2 * 17 // 32 and mem.rows == mem.table == 0
+    assert 13.7e9 < mem.packed + mem.frozen < 13.9e9
+    assert plain.packed == plain.frozen == 0 and mem.activations == plain.activations
+
+
+def test_what_is_trained_whole_and_what_waits_on_the_host_are_counted():
+    cfg = override(BIG, "mesh.fsdp=1", "lora.attention_rank=4")
+    table = cfg.model.padded_vocab * cfg.model.d_model
+    plain, rows = memory(cfg), memory(override(cfg, "lora.embedding_rows=512"))
+    assert rows.rows == 512 * cfg.model.d_model * 2 and rows.table == rows.host == 2 * table
+    assert plain.training - rows.training == rows.table - rows.rows
+    assert plain.sampling == rows.sampling
+    whole = override(cfg, "lora.modules_to_save=router,head")
+    (router, bias), layers = (cfg.model.d_model * 32, 32), cfg.model.n_layers
+    more = layers * (router + bias) + table
+    mem = memory(whole)
+    assert mem.weights - plain.weights == 4 * more
+    assert mem.optimizer - plain.optimizer == 8 * more
+    assert mem.engine_copy - plain.engine_copy == 4 * layers * (router + bias) + 2 * table
+    assert mem.frozen == plain.frozen  # they stay, as the reference
+    state = stage_shapes(whole, make_optimizer(whole.optim, steps=1), rl_optimizer(whole))["rl"]
+    assert mem.weights == sum(4 * x.size for x in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize(
+    "name", ["gptoss20b.py", "gptoss20b_ppo.py", "gptoss120b.py", "gptoss20b_lora.py",
+             "gptoss20b_long.py", "gptoss120b_lora.py"],
+)  # fmt: skip
+def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
+    header = (Path(__file__).parents[2] / "configs" / name).read_text().partition("SOURCE")[0]
+    mem, gb = memory(load(name)), 1e9
+    told = re.search(r"([\d.]+) GB (?:per device )?in training, ([\d.]+) GB while", header)
+    assert told and [float(x) for x in told.groups()] == [
+        round(mem.training / gb, 1), round(mem.sampling / gb, 1)
+    ]  # fmt: skip
+    if mem.host:
+        assert f"{mem.host / gb:.1f} GB on the host" in " ".join(header.split())
 
 
 def test_microbatches_hold_a_sum_of_gradients_beside_the_new_one():
@@ -185,8 +223,8 @@ def test_what_waits_on_the_host_is_counted_there_and_not_on_the_device():
     assert inputs.host == BIG.model.n_layers // 2 * pair
     assert inputs.training == here.training - inputs.host
     text = describe(override(BIG, "optim.moments=host"))
-    assert re.search(f"on its host +{moments.host / 1e9:.2f} GB", text)
-    assert "on its host" not in describe(BIG)
+    assert re.search(f"offloaded +{moments.host / 1e9:.2f} GB", text)
+    assert "offloaded" not in describe(BIG)
 
 
 def test_a_cpus_devices_have_no_other_memory(monkeypatch):

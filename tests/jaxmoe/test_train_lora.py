@@ -3,12 +3,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from jaxmoe import train
 from jaxmoe.checkpoint.store import latest
 
 pytestmark = pytest.mark.slow  # commands
@@ -18,23 +21,48 @@ SMALL = {
     "model.d_model": 64, "model.d_expert": 64, "model.n_experts": 4, "data.train_rows": 64,
     "data.held_out_rows": 6, "warmup.steps": 4, "warmup.sequences_per_step": 8,
     "rollout.sequences_per_step": 8, "rollout.samples_per_prompt": 4, "eval.every_steps": 2,
-    "save.every_steps": 1, "loss.kl_coef": 0.1,
+    "save.every_steps": 1, "loss.kl_coef": 0.1, "lora.modules_to_save": "router,head",
+    "lora.embedding_rows": 200,
 }  # fmt: skip
 
 
-def run(work, module="train", *more, **changes):
+HOW = dict(
+    cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}, text=True
+)
+
+
+def command(work, module, more, changes):
     sets = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
     args = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
+    return [sys.executable, "-W", "error", "-m", f"jaxmoe.{module}", "--config", "tiny_lora.py",
+            "--workdir", str(work), *args, *more]  # fmt: skip
+
+
+def run(work, module="train", *more, **changes):
     return subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"jaxmoe.{module}", "--config", "tiny_lora.py",
-         "--workdir", str(work), *args, *more],
-        cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
-        capture_output=True, text=True, timeout=300,
+        command(work, module, more, changes), capture_output=True, timeout=300, **HOW
+    )
+
+
+def killed(work, stage, step):
+    """kill -9 when a line of that step is there."""
+    process = subprocess.Popen(
+        command(work, "train", (), {"steps": 3}), stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, **HOW,
     )  # fmt: skip
+    until = time.monotonic() + 300
+    while not any((row["stage"], row["step"]) == (stage, step) for row in rows(work)):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
 
 
 def rows(work):
-    lines = map(json.loads, (work / "metrics.jsonl").read_text().splitlines())
+    if not (work / "metrics.jsonl").exists():
+        return []
+    whole, _, _ = (work / "metrics.jsonl").read_text().rpartition("\n")
+    lines = map(json.loads, whole.splitlines())
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_s"))}
         for row in lines
@@ -57,7 +85,16 @@ def test_the_base_is_packed_and_kept_and_the_reference_is_it(whole):
     assert first["policy/kl_ref"] < 1e-12 and first["policy/ratio_mean"] == 1
 
 
-def test_a_run_goes_on_bit_for_bit_and_as_no_other(whole, tmp_path):
+def test_a_run_killed_in_either_stage_goes_on_bit_for_bit(whole, tmp_path):
+    for stage, step in (("warmup", 3), ("rl", 1)):
+        killed(tmp_path, stage, step)
+        assert rows(tmp_path) != rows(whole[0])
+    done = run(tmp_path, steps=3)
+    assert done.returncode == 0 and "resuming" in done.stdout, done.stderr
+    assert rows(tmp_path) == rows(whole[0])
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(whole, tmp_path):
     assert run(tmp_path, steps=2).returncode == 0
     base = (tmp_path / "base" / "model.safetensors").read_bytes()
     again = run(tmp_path, steps=3)
@@ -66,12 +103,39 @@ def test_a_run_goes_on_bit_for_bit_and_as_no_other(whole, tmp_path):
     wanted = [row for row in rows(whole[0]) if row["step"] == 3]
     assert wanted == [row for row in rows(tmp_path) if row["step"] == 3]
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == base
-    other = run(tmp_path, steps=4, lora__expert_rank=2)
-    assert other.returncode == 2 and "lora.expert_rank=8; it cannot go on with 2" in other.stderr
-    (tmp_path / "base").rename(tmp_path / "elsewhere")
-    gone = run(tmp_path, steps=4)
-    assert gone.returncode == 2 and "base must hold the weights" in gone.stderr
-    assert gone.stderr.count("\n") == 1 and latest(tmp_path / "checkpoints") == 1_000_003
+
+
+@pytest.fixture
+def refused(whole, tmp_path, capsys):
+    """What another try to go on is answered with, in this process: nothing of it runs."""
+    work = shutil.copytree(whole[0], tmp_path / "work")
+
+    def answer(**changes):
+        assert train.main(command(work, "train", (), {"steps": 4, **changes})[5:]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1
+        assert latest(work / "checkpoints") == 1_000_003
+        return err
+
+    return work, answer
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("expert_rank", "2"), ("attention_alpha", "3.0"),
+                       ("targets", "w_q,w_down"), ("modules_to_save", "router")],
+)  # fmt: skip
+def test_a_run_goes_on_with_no_other_adapters(refused, key, value):
+    assert f"lora.{key}=" in (said := refused[1](**{f"lora__{key}": value}))
+    assert f"it cannot go on with {value}" in said
+
+
+def test_a_run_goes_on_beside_no_other_base(refused):
+    work, answer = refused
+    weights = work / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    assert "a run whose base held other content" in answer()
+    shutil.rmtree(work / "base")
+    assert "base must hold the weights" in answer()
 
 
 def test_eval_reads_adapters_beside_the_base(whole):
@@ -88,6 +152,11 @@ def test_a_packed_checkpoint_is_the_base_itself(whole, tmp_path):
     done = run(tmp_path / "run", steps=1, **given)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "run" / "base").exists() and "relative error" not in done.stdout
+    shutil.copytree(whole[0] / "base", tmp_path / "base")
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    other = run(tmp_path / "run", steps=2, **given | {"init__checkpoint": str(tmp_path / "base")})
+    assert other.returncode == 2 and "whose init.checkpoint held other content" in other.stderr
     other = run(tmp_path / "other", steps=1, model__d_expert=128, **given)
     assert other.returncode == 2 and "model.d_expert (128 here)" in other.stderr
 

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.merge import merged
 from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.checkpoint.peft_layout import TARGETS
@@ -22,7 +23,7 @@ from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.config import LoraConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.config import from_hf
-from jaxmoe.model.lora import Pair
+from jaxmoe.model.lora import Pair, init_adapters
 from tests.jaxmoe.checkpoint.random_adapters import delta, random_adapters, same
 
 pytestmark = [
@@ -173,6 +174,32 @@ def test_peft_reads_our_adapter_as_we_mean_it(hugging, peft, setting, tmp_path, 
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
     check_deltas(read, adapters, scales)
     check_log_probs(hugging, setting, adapters, scales, read)
+
+
+def test_peft_trains_on_what_we_trained_whole(hugging, peft, setting, tmp_path):
+    """Its active modules hold our values, and the model gives our log-probs."""
+    model, cfg, params, tokens = setting
+    lora = LoraConfig(attention_rank=2, modules_to_save="router,norms,embedding,head")
+    adapters = init_adapters(jax.random.key(1), cfg, lora, params)
+    rng = np.random.default_rng(3)
+    adapters = jax.tree.map(lambda x: x + 0.03 * rng.standard_normal(x.shape, np.float32), adapters)
+    save_adapter(adapters, cfg, lora, tmp_path / "a")
+    read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
+    whole = {
+        name.replace("base_model.model.", "").replace(".modules_to_save.default", ""): x
+        for name, x in read.named_parameters() if "modules_to_save" in name
+    }  # fmt: skip
+    assert len(whole) == 4 * cfg.n_layers + 3
+    ours = jax.tree.map(jnp.asarray, merged(params, adapters, lora.scales))
+    save_params(ours, cfg, tmp_path / "whole", dtype="float32")
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    for name, x in whole.items():
+        assert (x.detach().numpy() == stored[name]).all(), name
+    merged_model = type(model).from_pretrained(tmp_path / "whole", attn_implementation="eager")
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    theirs, alike = (hugging.run(m, tokens, positions)[0] for m in (read, merged_model))
+    base = hugging.run(model, tokens, positions)[0]
+    assert np.abs(theirs - alike).max() < 1e-3 * np.abs(theirs - base).max()
 
 
 @pytest.mark.parametrize("way", ["both", "other ranks", "stabilized", "one matrix", "attention"])

@@ -16,7 +16,7 @@ from jaxmoe.checkpoint import peft
 from jaxmoe.checkpoint.peft import CONFIG, FILE, save_adapter
 from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.config import ConfigError, LoraConfig
-from jaxmoe.model.lora import Pair
+from jaxmoe.model.lora import Pair, lora_specs
 from tests.jaxmoe.checkpoint.random_adapters import CFG, NAMES, random_adapters, same
 
 RANKS = {"w_q": 5, "w_k": 5, "w_v": 5, "w_o": 5, "w_gate_up": 2, "w_down": 2}
@@ -74,6 +74,41 @@ def test_the_files_hold_the_matrices_under_pefts_names(tmp_path):
             column = tensors[inside + "B.weight"][:, r * 3 + e]
             assert (column[0::2] == gate_up_b[1, e, r, :40]).all()  # gate
             assert (column[1::2] == gate_up_b[1, e, r, 40:]).all()  # up
+
+
+def test_modules_that_were_trained_whole_lie_beside_as_in_a_checkpoint(tmp_path):
+    lora = dataclasses.replace(LORA, modules_to_save="router,norms,embedding,head")
+    rng, adapters = np.random.default_rng(4), random_adapters(CFG, RANKS)
+    draw = lambda x: rng.standard_normal(x.shape, np.float32)  # noqa: E731
+    specs = lora_specs(CFG, lora)
+    for kind, of in specs["layers"].items():
+        adapters["layers"][kind] |= {n: draw(x) for n, x in of.items() if n in lora.whole}
+    adapters |= {name: draw(x) for name, x in specs.items() if name != "layers"}
+    save_adapter(adapters, CFG, lora, tmp_path / "a")
+    tensors, full = load_file(tmp_path / "a" / FILE), adapters["layers"]["full"]
+    assert len(tensors) == 2 * 6 * CFG.n_layers + 4 * CFG.n_layers + 3
+    of = "base_model.model.lm_head.weight"
+    assert (tensors[of] == adapters["head"][:, : CFG.vocab_size].T).all()
+    of = "base_model.model.model.embed_tokens.weight"
+    assert (tensors[of] == adapters["embed"][: CFG.vocab_size]).all()
+    assert (tensors["base_model.model.model.norm.weight"] == adapters["final_norm"]).all()
+    for name, ours in (
+        ("mlp.router.weight", full["w_router"][1].T), ("mlp.router.bias", full["b_router"][1]),
+        ("input_layernorm.weight", full["attn_norm"][1]),
+        ("post_attention_layernorm.weight", full["moe_norm"][1]),
+    ):  # fmt: skip
+        assert (tensors[LAYER + name] == ours).all(), name
+    said = json.loads((tmp_path / "a" / CONFIG).read_text())
+    assert said["modules_to_save"] == [
+        "mlp.router", "input_layernorm", "post_attention_layernorm", "model.norm",
+        "embed_tokens", "lm_head",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="modules_to_save must be off to be read here"):
+        read_adapter(tmp_path / "a", CFG)
+    for kept_out in ("sinks", "biases"):
+        one = dataclasses.replace(LORA, modules_to_save=f"router,{kept_out}")
+        with pytest.raises(ConfigError, match="must hold modules, and .* --merge"):
+            save_adapter(adapters, CFG, one, tmp_path / kept_out)
 
 
 def test_the_config_says_ranks_alphas_and_targets(tmp_path):

@@ -12,8 +12,9 @@ from adapted import CFG, LORA, OPS, adapters_of, base_of, dense
 
 from jaxmoe.checkpoint.merge import merged
 from jaxmoe.config import ConfigError, LoraConfig
+from jaxmoe.config.lora import WHOLE
 from jaxmoe.model import forward, sequence_logprobs
-from jaxmoe.model.lora import Pair, init_adapters, lora_specs, with_adapters
+from jaxmoe.model.lora import Pair, adapter_shapes, init_adapters, lora_specs, with_adapters
 from jaxmoe.model.router import replay
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 from tests.pallas_kernels.three_way import three_way
@@ -106,6 +107,45 @@ def test_gradients_are_those_of_the_merged_weights(dtype):
             np.testing.assert_allclose(x, z, rtol=2e-3, atol=2e-5 * float(jnp.abs(z).max()) + 1e-8)
         else:
             three_way(x, y, z, jax.tree_util.keystr(path), ulps=2**17)  # bfloat16's ulp, in float32
+
+
+@pytest.mark.slow  # a backward pass of all weights
+def test_what_is_trained_whole_begins_as_the_base_and_has_its_gradient():
+    lora = replace(LORA, targets="w_k,w_down", modules_to_save=",".join(WHOLE))
+    base = base_of()
+    adapters = init_adapters(jax.random.key(2), CFG, lora, base)
+    names = {name for group in WHOLE.values() for name in group}
+    layer = adapters["layers"]["sliding"]
+    assert layer.keys() | adapters.keys() == names | {"w_k", "w_down", "layers"}
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), adapters)
+    assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), adapter_shapes(CFG, lora))
+    shared = set(map(id, jax.tree.leaves(base)))
+    assert not shared & set(map(id, jax.tree.leaves(adapters)))  # an update donates them
+    np.testing.assert_array_equal(
+        logp(with_adapters(base, adapters, lora.scales))[0], logp(base)[0]
+    )
+
+    @partial(jax.jit, static_argnums=1)
+    def gradient(tree, read):
+        def loss(tree):
+            params = read(tree)
+            hidden, _, _ = forward(params, TOKENS, CFG, OPS)
+            return jnp.mean(sequence_logprobs(params, hidden, TOKENS, CFG, OPS)[0][:, 1:])
+
+        return jax.grad(loss)(tree)
+
+    ours = gradient(adapters, lambda tree: with_adapters(base, tree, lora.scales))
+    plain = gradient(dense(base), lambda whole: whole)
+    for kind, of in ours["layers"].items():
+        for name in of.keys() & names:
+            assert float(jnp.abs(of[name]).max()) > 0 or name == "b_k", name  # no score sees b_k
+            close(of[name], plain["layers"][kind][name])
+    for name in ours.keys() - {"layers"}:
+        close(ours[name], plain[name])
+
+
+def close(x, y):
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * float(jnp.abs(y).max()) + 1e-9)
 
 
 def test_only_what_has_a_rank_is_adapted_and_a_rank_above_the_matrix_is_refused():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of RL on adapters: the base stays where and what it is, and engine and trainer share it."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -11,6 +12,7 @@ from adapted import CFG, LORA, OPS, base_of, dense
 
 from jaxmoe.config import OptimConfig
 from jaxmoe.losses import kl_k3
+from jaxmoe.model.embedding import rows_of
 from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Sampling
@@ -44,8 +46,8 @@ def buffers(tree):
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
 
 
-def fresh():
-    adapters = jax.jit(lambda: init_adapters(jax.random.key(2), CFG, LORA))()
+def fresh(lora=LORA):
+    adapters = jax.jit(lambda: init_adapters(jax.random.key(2), CFG, lora, base()))()
     return new_state(Trained(adapters), TX)
 
 
@@ -53,13 +55,17 @@ def policy(state):
     return with_adapters(base(), state.params.policy, LORA.scales)
 
 
-def steps(count, **fields):
-    """What is trained, sampled and scored so many times; and metrics of each step."""
+def steps(count, lora=LORA, rows=0, **fields):
+    """What is trained, sampled and scored so many times; and metrics of each step.
+
+    Steps see so many `rows` of the embedding, of 0 all.
+    """
+    table = base() | {"embed": np.array(base()["embed"])}
     scorer = Scorer(CFG, OPS, scales=LORA.scales)
     step = jax.jit(
         partial(rl_step, tx=TX, algorithm=Algorithm(**fields), scorer=scorer), donate_argnums=0
     )
-    state, native, told = fresh(), engine(), []
+    state, native, told = fresh(lora), engine(), []
     for number in range(count):
         native.load(policy(state), number)
         sampling = Sampling(max_new_tokens=NEW, stop_ids=())
@@ -67,7 +73,8 @@ def steps(count, **fields):
         rewards = np.array([np.mean(r.tokens % 2 == 0) for r in rollouts], np.float32)
         batch = rollout_batch(rollouts, rewards, samples=SAMPLES, length=LONGEST + NEW, pad_id=0)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            state, metrics, _ = step(state, batch, None, base())
+            beside = rows_of(table, batch.tokens_BT, rows) if rows else base()
+            state, metrics, _ = step(state, batch, None, beside)
         told.append({name: float(x) for name, x in metrics.items()} | {"reward": rewards.mean()})
     assert compilations(step) == 1
     return state, told
@@ -91,6 +98,47 @@ def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count)
     assert max(x["train_rollout_logprob_abs_diff"] for x in told) < 1e-5
     if count >= 100:
         assert np.mean([x["reward"] for x in told[-10:]]) > told[0]["reward"] + 0.1
+
+
+@pytest.mark.slow
+def test_rows_of_the_embedding_on_the_device_train_the_same_bits():
+    whole, few = steps(2), steps(2, rows=CFG.vocab_size)
+    jax.tree.map(np.testing.assert_array_equal, whole, few)
+
+
+def test_what_is_trained_whole_moves_and_the_engine_samples_from_it():
+    lora = replace(LORA, modules_to_save="router,sinks,norms,head")
+    held = jax.tree.map(np.array, base())
+    state, told = steps(3, lora, kl=kl_k3, kl_coef=0.1)
+    jax.tree.map(np.testing.assert_array_equal, base(), held)
+    assert told[0]["policy/kl_ref"] < 1e-12 < told[-1]["policy/kl_ref"]
+    assert max(x["train_rollout_logprob_abs_diff"] for x in told) < 1e-5
+    trained, layer = state.params.policy, base()["layers"]["full"]
+    for name in ("w_router", "sinks", "attn_norm"):
+        assert float(jnp.abs(trained["layers"]["full"][name] - layer[name]).max()) > 1e-3
+    assert float(jnp.abs(trained["head"] - base()["head"]).max()) > 1e-3
+    engine().load(policy(state), 4)
+    own = set(buffers(base())) - set(buffers(engine()._loaded[0]))
+    assert len(own) == 2 * 5 + 2  # router's two, sinks, two norms of each kind; final norm, head
+
+
+def test_the_engine_takes_an_embedding_that_waits_on_the_host():
+    state, native = fresh(), engine()
+    table = base() | {"embed": np.array(base()["embed"])}
+    waits = with_adapters(table, state.params.policy, LORA.scales)
+    sampling, found = Sampling(max_new_tokens=NEW, stop_ids=()), []
+    try:
+        native.keep(table)
+        native.load(waits, 0)
+        assert native._loaded[0]["embed"] is table["embed"]  # no copy of it on the device
+        found.append(native.generate(PROMPTS, sampling, seed=5))
+    finally:
+        native.keep(base())
+    native.load(policy(state), 0)
+    found.append(native.generate(PROMPTS, sampling, seed=5))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)
 
 
 def test_the_engine_reads_the_trainers_own_base_and_a_copy_of_the_adapters():

@@ -5,9 +5,18 @@ from dataclasses import replace
 
 import jax
 import pytest
+from adapted import base_of
 
 from jaxmoe.checkpoint.run import initial_params
-from jaxmoe.config import Config, CriticConfig, DataConfig, LossConfig, OptimConfig, RolloutConfig
+from jaxmoe.config import (
+    Config,
+    ConfigError,
+    CriticConfig,
+    DataConfig,
+    LossConfig,
+    OptimConfig,
+    RolloutConfig,
+)
 from jaxmoe.model import gpt_oss_120b, tiny
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import Trained, new_state, rl_state, stage_shapes
@@ -44,6 +53,14 @@ def test_a_reference_is_frozen_where_there_is_a_kl_term_and_only_there():
     state = rl_state(params, replace(CFG, loss=LossConfig(kl_coef=0.1)), tx)
     for x, y in zip(jax.tree.leaves(state.frozen.reference), jax.tree.leaves(params), strict=True):
         assert x is not y and (x == y).all()  # a copy: the policy's own is donated
+
+
+def test_experts_in_four_bits_are_not_trained_whole():
+    packed = base_of()
+    said = "must be floating point, got uint8 of policy/layers/full/w_down/.*: .* Try --set lora"
+    with pytest.raises(ConfigError, match=said) as error:
+        new_state(Trained(packed), make_optimizer(CFG.optim, steps=1))
+    assert "\n" not in str(error.value)
 
 
 def test_the_largest_model_costs_nothing_to_describe():
