@@ -22,8 +22,8 @@ def not_exact(gap: float, where: str, step: int) -> ConfigError:
     """What to say where bits that must be the same are not."""
     return ConfigError(
         f"rl step {step}: with model.numerics=invariant trainer and engine must agree to the bit; "
-        f"max |Δlogp| is {gap:.3g}. {where} Nothing was trained on this batch, and what came before "
-        "it is saved. Try --set model.numerics=fast, and report the versions in config.json."
+        f"max |Δlogp| is {gap:.3g}. {where} Nothing was trained on this batch, and what came "
+        "before it is saved. Try --set model.numerics=fast, and report the versions in config.json."
     )
 
 

@@ -105,7 +105,8 @@ def _only_where_shown(chip: Mapping[str, str]) -> None:
     require(
         chip["platform"] == "cpu",
         "model.numerics=invariant must run on a cpu, where it is shown that bits do not depend on "
-        f"shapes; this is a {chip['platform']}. Try JAX_PLATFORMS=cpu, or --set model.numerics=fast.",
+        f"shapes; this is a {chip['platform']}. Try JAX_PLATFORMS=cpu, or --set "
+        "model.numerics=fast.",
     )
 
 

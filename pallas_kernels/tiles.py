@@ -21,13 +21,11 @@ Leaf = Any  # an array, or a tree of them
 ROWS = 32  # of a tile; 16 to 64 cost the same where there are as many rows
 
 
-def in_tiles(
-    fn: Callable[..., Any], rows: Leaf, whole: Leaf = (), *, size: int = ROWS
-) -> Any:
+def in_tiles(fn: Callable[..., Any], rows: Leaf, whole: Leaf = (), *, size: int = ROWS) -> Any:
     """fn(rows, whole) as `size` rows at a time: values independent of how many and which others.
 
-    fn(r, w)[i] must depend on r[i] and w alone. The gradient is that of fn itself on all rows, which
-    it computes again; arrays of integers have none.
+    fn(r, w)[i] must depend on r[i] and w alone. The gradient is that of fn itself on all rows,
+    which it computes again; arrays of integers have none.
 
     Args:
         rows: arrays whose first axis is that of the rows; what fn returns has it too.

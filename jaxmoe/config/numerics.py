@@ -27,8 +27,8 @@ def check_numerics(cfg: "Config") -> None:
     )
     require(
         cfg.kernels in ("auto", "xla"),
-        f"model.numerics=invariant needs kernels=auto, got {cfg.kernels}: it decodes in splits that "
-        f"its forward does not have, and only XLA's pieces on a CPU were shown to be invariant. "
+        f"model.numerics=invariant needs kernels=auto, got {cfg.kernels}: it decodes in splits "
+        f"that its forward has not, and only XLA's pieces on a CPU were shown to be invariant. "
         f"Try --set kernels=auto, {_OFF}",
     )
     require(
@@ -42,7 +42,8 @@ def check_numerics(cfg: "Config") -> None:
         rows >= FEWEST,
         f"model.numerics=invariant computes {4 * FEWEST} rows at a time, and the engine decodes "
         f"{rows} at once: more than 3 of 4 would be thrown away. Try --set "
-        f"rollout.max_parallel_sequences={FEWEST} --set rollout.sequences_per_step={FEWEST}, {_OFF}",
+        f"rollout.max_parallel_sequences={FEWEST} --set rollout.sequences_per_step={FEWEST}, "
+        f"{_OFF}",
     )
     require(
         cfg.mesh.devices == 1,

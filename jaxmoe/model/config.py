@@ -115,6 +115,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         swiglu_limit=_number(config, "swiglu_limit", 7.0),
         max_context=_size(config, "max_position_embeddings", 131_072),
         vocab_multiple=512 if sizes["vocab_size"] >= 65_536 else 1,
+        numerics="fast",
         dtype="float32" if stored == "float32" else "bfloat16",  # as float16 is computed, too
     )
 

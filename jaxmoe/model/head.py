@@ -64,7 +64,7 @@ def drawn_logprobs(
     ops: Ops,
     temperature: float | Array,
 ) -> Float[Array, " B"]:
-    """What a rollout says of the tokens drawn after these hidden states; `logp_B` is the sampler's."""
+    """What a rollout says of the tokens drawn after these hidden states; `logp_B`: the sampler."""
     return ops.drawn(
         logp_B, hidden_BD, params["head"], token_B, temperature=temperature,
         vocab_size=cfg.vocab_size,

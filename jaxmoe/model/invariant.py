@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of the forward whose bits depend on a token's own past alone: `model.numerics=invariant`.
 
-A prefill, a decode step and the forward inside a gradient then give a token the same hidden states,
-experts and log-probs to the bit, whatever batch, padding or packing it is in. They are the pieces of
-`plain_ops` in arrays of fixed shapes; there is no second formula. Gradients are those of the plain
-pieces. docs/invariance.md says, operation by operation, what would break it.
+A prefill, a decode step and the forward inside a gradient then give a token the same hidden
+states, experts and log-probs to the bit, whatever batch, padding or packing it is in. They are the
+pieces of `plain_ops` in arrays of fixed shapes; there is no second formula. Gradients are those of
+the plain pieces. docs/invariance.md says, operation by operation, what would break it.
 Next: pallas_kernels/tiles.py.
 """
 

@@ -67,8 +67,9 @@ def plain_ops() -> Ops:
     """Every piece as one device computes it."""
     return Ops(
         embed=embed, norm=rms_norm, linear=linear, output=linear, rotary=rope_tables,
-        rotate=rotate, attend=sink_attention, decode=decode_attention, router=route, experts=experts,
-        record=chosen, logits=logits, logprobs=target_logprobs, drawn=as_drawn, remat=as_is,
+        rotate=rotate, attend=sink_attention, decode=decode_attention, router=route,
+        experts=experts, record=chosen, logits=logits, logprobs=target_logprobs,
+        drawn=as_drawn, remat=as_is,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -108,7 +109,7 @@ def policy_shapes(cfg: Config) -> Params:
     """What the trainer hands to its engine: whole weights, or the base with adapters beside it."""
     if (base := base_of(cfg)) is None:
         return abstract_params(cfg.model, cfg.optim.param_dtype)
-    return with_adapters(base, jax.eval_shape(lambda: new_adapters(cfg)), cfg.lora.scales)
+    return with_adapters(base, jax.eval_shape(partial(new_adapters, cfg), base), cfg.lora.scales)
 
 
 def microbatches(cfg: Config) -> int:

@@ -84,6 +84,4 @@ def _by_token(
 
 def _of_row(found: Any) -> dict[str, np.ndarray]:
     """Without the batch axis, which is behind that of layers where there is one."""
-    return {
-        name: np.asarray(x[:, 0] if name in PARTS else x[0]) for name, x in found.items()
-    }
+    return {name: np.asarray(x[:, 0] if name in PARTS else x[0]) for name, x in found.items()}

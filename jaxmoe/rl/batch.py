@@ -102,8 +102,8 @@ def _routed(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndar
             raise ConfigError(
                 f"rollout {i} (prompt {r.prompt.id}) must tell the experts of its {read} tokens "
                 f"that were read, below {n_experts}; it has {has}. Try an engine that tells them "
-                "(vLLM: --enable-return-routed-experts), or --set rollout.router_replay=False --set "
-                "rollout.compare_experts=False."
+                "(vLLM: --enable-return-routed-experts), or --set rollout.router_replay=False "
+                "--set rollout.compare_experts=False."
             )
     first = rollouts[0].routed_experts
     assert first is not None

@@ -71,11 +71,12 @@ class Scorer:
         `ops.record` kept."""
         check_params(params, self.model)
         rows = batch if batch.packed is None else batch.packed
-        return forward(
+        hidden_BTD, _, kept = forward(
             params, rows.tokens_BT, self.model, self.ops, positions_BT=rows.positions_BT,
             segment_ids_BT=rows.segment_ids_BT,
             routed_experts_BTLA=rows.routed_experts_BTLA if self.replays else None,
-        )[::2]  # fmt: skip
+        )  # fmt: skip
+        return hidden_BTD, kept
 
 
 def values_of(params: Trained, hidden_BTD: Float[Array, "_ _ D"], batch: Batch) -> dict[str, Array]:

@@ -4,8 +4,8 @@
 Whatever slot a key lies in, whatever else is in its row and however many queries are asked, a query
 sums its keys in the same blocks, in arrays of the same shape: its bits depend on its own past
 alone, in a training forward, a prefill of any length and a decode step. A block that it does not
-see adds exact zeros. `sink_attention` and `decode_attention` promise none of it: their blocks follow
-the shapes, which is faster. Next: pallas_kernels/tiles.py.
+see adds exact zeros. `sink_attention` and `decode_attention` promise none of it: their blocks
+follow the shapes, which is faster. Next: pallas_kernels/tiles.py.
 """
 
 from collections.abc import Callable
@@ -136,7 +136,16 @@ def _in_blocks(
         q_PRKGH = of(queries).reshape(PAIRS, rows, K, G, H)
         q_PKRH = q_PRKGH.transpose(0, 2, 1, 3, 4).reshape(PAIRS, K, rows * G, H)
         made = _pairs(
-            q_PKRH, of(positions), of(segments), of(of_row)[:, 0], k, v, sink_KR, find, window, scale
+            q_PKRH,
+            of(positions),
+            of(segments),
+            of(of_row)[:, 0],
+            k,
+            v,
+            sink_KR,
+            find,
+            window,
+            scale,
         )
         return lax.dynamic_update_index_in_dim(out, made, i, 0)
 

@@ -81,9 +81,7 @@ def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish,
 
     def step(v, carry):
         peak, total, moment, chosen = carry
-        z_bc, _, first, start = _logits(
-            h_bD, w_head_DV, temperature, v, size, vocab_size, temper
-        )
+        z_bc, _, first, start = _logits(h_bD, w_head_DV, temperature, v, size, vocab_size, temper)
         new_peak = jnp.maximum(peak, z_bc.max(axis=1))
         below_bc = z_bc - new_peak[:, None]
         exp_bc = jnp.exp(below_bc)

@@ -36,9 +36,7 @@ def weights(cfg: Any) -> Any:
     """Sharpened, with biases and sinks that are not 0."""
     params = init_params(jax.random.key(0), cfg)
     noise = jax.random.normal
-    return jax.tree.map(
-        lambda x: 1.5 * x + 0.1 * noise(jax.random.key(x.size), x.shape), params
-    )
+    return jax.tree.map(lambda x: 1.5 * x + 0.1 * noise(jax.random.key(x.size), x.shape), params)
 
 
 def rows_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[np.ndarray]:
@@ -49,9 +47,7 @@ def rows_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[np.ndarra
 def fields(params: Any, tokens_BT: Any, cfg: Any, ops: Any, **where: Any) -> dict[str, Any]:
     """[B, T, …] of what a forward says of each token."""
     hidden_BTD, _, experts_LBTA = forward(params, tokens_BT, cfg, ops, **where)
-    logp_BT, _ = sequence_logprobs(
-        params, hidden_BTD, tokens_BT, cfg, ops, temperature=TEMPERATURE
-    )
+    logp_BT, _ = sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, ops, temperature=TEMPERATURE)
     experts = jnp.moveaxis(experts_LBTA, 0, 2)
     return {"hidden": hidden_BTD, "logp": logp_BT, "experts": experts}
 
@@ -70,7 +66,9 @@ class Readings:
 
         self.graded = jax.jit(jax.value_and_grad(loss, has_aux=True))
 
-        def step(params: Any, tokens_BT: Any, positions_BT: Any, segments_BT: Any, cache: Any) -> Any:
+        def step(
+            params: Any, tokens_BT: Any, positions_BT: Any, segments_BT: Any, cache: Any
+        ) -> Any:
             hidden_BTD, cache, experts = forward(
                 params, tokens_BT, cfg, ops, positions_BT=positions_BT,
                 segment_ids_BT=segments_BT, cache=cache,
@@ -111,9 +109,7 @@ class Readings:
             tokens[0, here], segments[0, here] = row, i + 1
             positions[0, here] = np.arange(len(row))
             start += len(row) + gap
-        found = self.read(
-            self.params, tokens, positions_BT=positions, segment_ids_BT=segments
-        )
+        found = self.read(self.params, tokens, positions_BT=positions, segment_ids_BT=segments)
         return [{n: np.asarray(x)[0][segments[0] == i + 1] for n, x in found.items()}
                 for i in range(len(rows))]  # fmt: skip
 
