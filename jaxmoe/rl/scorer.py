@@ -42,7 +42,10 @@ class Scorer:
 
         Where the batch has experts that are not replayed, our own too: experts_BTLA.
         """
-        hidden_BTD, experts_LBTA = self.read(params.policy, batch)
+        if batch.routed_experts_BTLA is None or self.replays:
+            hidden_BTD, experts_LBTA = self.hidden(params.policy, batch), None
+        else:
+            hidden_BTD, experts_LBTA = self.read(params.policy, batch)
         rows = batch if batch.packed is None else batch.packed
         logp_BT, entropy_BT = sequence_logprobs(
             params.policy, hidden_BTD, rows.tokens_BT, self.model, self.ops,
@@ -51,7 +54,7 @@ class Scorer:
         out = {"logp_BT": in_rows(logp_BT, batch), "entropy_BT": in_rows(entropy_BT, batch)}
         if self.critic == "shared":
             out |= values_of(params, hidden_BTD, batch)
-        if batch.routed_experts_BTLA is not None and not self.replays:
+        if experts_LBTA is not None:
             out["experts_BTLA"] = in_rows(jnp.moveaxis(experts_LBTA, 0, 2), batch)
         return out
 
@@ -63,12 +66,15 @@ class Scorer:
     def values(self, params: Trained, batch: Batch) -> dict[str, Array]:
         """`values_of` a critic with a backbone of its own, which routes by itself."""
         assert params.critic is not None
-        hidden_BTD, _ = self.read(params.critic["backbone"], unrouted(batch))
+        hidden_BTD = self.hidden(params.critic["backbone"], unrouted(batch))
         return values_of(params, hidden_BTD, batch)
 
+    def hidden(self, params: Params, batch: Batch) -> Float[Array, "_ _ D"]:
+        """The last hidden states over a batch, or over the packed rows of a microbatch."""
+        return self.read(params, batch)[0]
+
     def read(self, params: Params, batch: Batch) -> tuple[Float[Array, "_ _ D"], Leaf]:
-        """The last hidden states over a batch, or over the packed rows of a microbatch, and what
-        `ops.record` kept."""
+        """`hidden`, and what `ops.record` kept."""
         check_params(params, self.model)
         rows = batch if batch.packed is None else batch.packed
         hidden_BTD, _, kept = forward(

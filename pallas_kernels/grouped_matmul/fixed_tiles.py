@@ -37,8 +37,8 @@ def fixed_matmul(
 
 
 def fixed_swiglu(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, *,
-    bias_EF: sig.Bias = None, alpha: float = 1.702, limit: float = 7.0,
+    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, *,
+    bias_EF: sig.GateUpBias = None, alpha: float = 1.702, limit: float = 7.0,
     low_rank: LowRank | None = None,
 ) -> sig.Out:  # fmt: skip
     """`grouped_swiglu` of `fixed_matmul`, rounded before the activation as xla's is."""

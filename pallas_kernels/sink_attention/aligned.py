@@ -200,7 +200,7 @@ def _pairs(
 
     def block(carry: Any) -> Any:
         at, top, total, acc = carry
-        wanted_PS = at.block_P[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
+        wanted_PS = at.block_P[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None, :]
         slot_PS, there_PS = find(row_P, at.segment_P, wanted_PS)
         at_PS = row_P[:, None] * k_BSKH.shape[1] + slot_PS
         k_PSKH, v_PSKH = (_rows(x, at_PS) for x in (k_BSKH, v_BSKH))

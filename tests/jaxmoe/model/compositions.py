@@ -100,9 +100,8 @@ class Readings:
             found = self.graded(self.params, tokens, **where)[0][1]
         return _cut(found, rows, where["segment_ids_BT"] == 1)
 
-    def packed(self, rows: Sequence[np.ndarray], start: int, gap: int) -> Any:
+    def packed(self, rows: Sequence[np.ndarray], start: int, gap: int, length: int) -> Any:
         """All rows in one, from slot `start` on, `gap` slots of padding between them."""
-        length = start + sum(len(r) + gap for r in rows)
         tokens, positions, segments = (np.zeros((1, length), np.int32) for _ in range(3))
         for i, row in enumerate(rows):
             here = slice(start, start + len(row))
@@ -168,7 +167,9 @@ def every_way(readings: Readings, rows: Sequence[np.ndarray]) -> dict[str, int]:
         "alone": differing(base, [readings.whole([r], len(r))[0] for r in rows]),
         "in another order": differing(base, readings.whole(turned, length)[::-1]),
         "padded on the left": differing(base, readings.whole(rows, length + 5, left=True)),
-        "packed": differing(base, readings.packed(rows, 3, 2)),
+        "packed": differing(
+            base, readings.packed(rows, 3, 2, 3 + sum(map(len, rows)) + 2 * len(rows))
+        ),
         "sampled": differing(base, readings.sampled(rows, 4, 8, length + 4)),
         "sampled alone": differing(base[:1], readings.sampled(rows[:1], 7, 16, length + 9)),
     }

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What invariant numerics cost: both on the same answers, in turn, in CPU-seconds.
+
+python tests/bench/numerics_time.py [--dtype bfloat16] [--rounds 8] [--new-tokens 32]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmoe.model import init_params, plain_ops, tiny
+from jaxmoe.model.ops import invariant_ops
+from jaxmoe.records import Prompt, Sampling
+from jaxmoe.rl.batch import rollout_batch
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained
+from jaxmoe.rollout.native import NativeEngine
+
+LONGEST, PROMPTS, SAMPLES = 52, 16, 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    args = parser.parse_args()
+    cfg, rng = tiny(dtype=args.dtype), np.random.default_rng(0)
+    params = init_params(jax.random.key(0), cfg)
+    prompts = [
+        Prompt(i, "", tuple(int(x) for x in rng.integers(0, 256, rng.integers(3, LONGEST))), None)
+        for i in range(PROMPTS)
+    ]
+    sides = {
+        name: runs(cfg, ops, params, prompts, args.new_tokens)
+        for name, ops in (("fast", plain_ops()), ("invariant", invariant_ops(plain_ops())))
+    }
+    spent: dict[str, dict[str, list[float]]] = {n: {k: [] for k in r} for n, r in sides.items()}
+    for i in range(args.rounds):
+        for name in sorted(sides, reverse=bool(i % 2)):
+            for what, run in sides[name].items():
+                began = time.process_time()
+                jax.block_until_ready(run())
+                spent[name][what].append(time.process_time() - began)
+    for what in spent["fast"]:
+        fast, invariant = (statistics.median(spent[n][what]) for n in ("fast", "invariant"))
+        print(f"{what:22s} fast {fast:.3f} s, invariant {invariant:.3f} s: {invariant / fast:.2f}×")
+
+
+def runs(
+    cfg: Any, ops: Any, params: Any, prompts: list[Prompt], new: int
+) -> dict[str, Callable[[], Any]]:
+    """By name, what is timed: compiled and run once."""
+    engine = NativeEngine(
+        cfg, ops, max_prompt_tokens=LONGEST, max_new_tokens=new, max_rows=PROMPTS * SAMPLES
+    )
+    engine.load(params, 0)
+    sampling = Sampling(max_new_tokens=new, stop_ids=(cfg.vocab_size - 1,))
+
+    def sample() -> Any:
+        return [r.rollout_logp for r in engine.generate(prompts, sampling, seed=1, samples=SAMPLES)]
+
+    rollouts = engine.generate(prompts, sampling, seed=1, samples=SAMPLES)
+    rewards = np.zeros(len(rollouts), np.float32)
+    batch = jax.tree.map(
+        jnp.asarray,
+        rollout_batch(rollouts, rewards, samples=SAMPLES, length=LONGEST + new, pad_id=0),
+    )
+    scorer = Scorer(cfg, ops)
+
+    def loss(params: Any, batch: Any) -> Any:
+        logp_BT = scorer.policy(Trained(params), batch)["logp_BT"]
+        return -jnp.sum(jnp.where(batch.loss_mask_BT, logp_BT, 0.0))
+
+    forward, gradient = jax.jit(loss), jax.jit(jax.value_and_grad(loss))
+    jax.block_until_ready((forward(params, batch), gradient(params, batch)))
+    return {
+        "decode": sample,
+        "forward": lambda: forward(params, batch),
+        "forward and backward": lambda: gradient(params, batch),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant numerics: how a token is read changes no bit, and undoing any one piece does.
+
+Every row of the table in docs/invariance.md is a case of `UNDONE`.
+"""
+
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compositions import (
+    Readings,
+    differing,
+    every_way,
+    exact_ops,
+    rows_of,
+    small,
+    weights,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxmoe.config.numerics import FEWEST
+from jaxmoe.model import forward, plain_ops, sequence_logprobs
+from jaxmoe.model.experts import experts
+from pallas_kernels import decode_attention, sink_attention
+from pallas_kernels.grouped_matmul.fixed_tiles import fixed_combine, fixed_matmul, fixed_swiglu
+from pallas_kernels.tiles import ROWS
+
+LENGTHS = (33, 9, 37)
+PLAIN = plain_ops()
+
+
+@lru_cache
+def readings(dtype):
+    return Readings(small(dtype=dtype), exact_ops())
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_how_a_token_is_read_changes_no_bit(dtype):
+    changed = every_way(readings(dtype), rows_of(LENGTHS, 61))
+    assert set(changed.values()) == {0}, changed
+
+
+UNDONE = {
+    "norm": {"norm": PLAIN.norm},
+    "q, k, v": {"linear": PLAIN.linear},
+    "output of attention": {"output": PLAIN.output},
+    "attention, all of it": {"attend": PLAIN.attend, "decode": PLAIN.decode},
+    "attention of decoding": {"decode": decode_attention},
+    "attention of training": {"attend": sink_attention},
+    "router": {"router": PLAIN.router},
+    "experts, all of them": {"experts": PLAIN.experts},
+    "gate and up": {"experts": partial(experts, down=fixed_matmul, combine=fixed_combine)},
+    "down": {"experts": partial(experts, gate_up=fixed_swiglu, combine=fixed_combine)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNDONE)
+def test_undoing_one_piece_is_seen(name):
+    cfg = small()
+    undone = Readings(cfg, exact_ops(**UNDONE[name]))
+    rows = rows_of(LENGTHS, cfg.vocab_size)
+    base = undone.whole(rows, max(LENGTHS))
+    changed = differing(base, undone.sampled(rows, 4, 8, max(LENGTHS) + 4))
+    alone = differing(base[:1], [undone.whole(rows[:1], LENGTHS[0])[0]])
+    print(f"{name}: {changed} numbers when sampled, {alone} when read alone")
+    assert changed + alone > 0
+
+
+@st.composite
+def compositions(draw):
+    lengths = draw(st.lists(st.integers(2, 30), min_size=4, max_size=4))
+    return (
+        lengths, draw(st.integers(0, 2**16)), draw(st.booleans()), draw(st.integers(0, 9)),
+        draw(st.integers(0, 2)), draw(st.integers(1, 8)), draw(st.permutations(range(4))),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_composition_of_rows_changes_a_bit_of_log_probs_or_experts(dtype):
+    read = readings(dtype)
+
+    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(compositions())
+    def holds(case):
+        lengths, seed, left, start, gap, prompt, order = case
+        rows = rows_of(lengths, read.cfg.vocab_size, seed)
+        base = read.whole(rows, 40)
+        turned = [rows[i] for i in order]
+        padded = read.whole(turned, 40, left=left)
+        assert differing([base[i] for i in order], padded) == 0
+        assert differing(base, read.packed(rows, start, gap, 140)) == 0
+        assert differing(base, read.sampled(rows, prompt, 8, 40)) == 0
+
+    holds()
+
+
+def test_gradients_are_those_of_the_plain_pieces():
+    cfg = small()
+    params = weights(cfg)
+    tokens = jnp.asarray(rows_of((35,) * 3, cfg.vocab_size))
+
+    def loss(params, ops):
+        hidden, _, _ = forward(params, tokens, cfg, ops)
+        logp, entropy = sequence_logprobs(params, hidden, tokens, cfg, ops, temperature=0.7)
+        return jnp.sum(logp * jnp.cos(jnp.arange(35))[None]) + jnp.sum(entropy)
+
+    got, want = (jax.jit(jax.grad(partial(loss, ops=o)))(params) for o in (exact_ops(), PLAIN))
+    far = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))), got, want)
+    assert max(jax.tree.leaves(far)) < 2e-4, far
+    assert all(np.any(x) for x in jax.tree.leaves(got))
+
+
+def test_the_fewest_rows_of_an_engine_fill_a_quarter_of_a_tile():
+    assert FEWEST * 4 == ROWS

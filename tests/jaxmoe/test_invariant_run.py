@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with model.numerics=invariant: exact at every step, stopped where not, refused elsewhere."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxmoe.config import ConfigError
+from jaxmoe.config_file import load, override
+from jaxmoe.kernels import decide
+from jaxmoe.model.ops import make_ops
+from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.train import main
+from pallas_kernels import decode_attention
+
+SETTINGS = (
+    "model.numerics=invariant", "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=3",
+    "warmup.sequences_per_step=16", "rollout.sequences_per_step=16", "rollout.max_gen_batches=1",
+    "steps=2", "eval.every_steps=2", "rollout.temperature=0.7",
+    "loss.entropy_coef=0.01",  # a gradient, whatever the rewards of a model this untrained
+)  # fmt: skip
+
+
+def run(work, *more):
+    sets = [part for s in (*SETTINGS, *more) for part in ("--set", s)]
+    # as users have it: what optax and orbax do is not ours to check
+    with jax.numpy_dtype_promotion("standard"):
+        return main(["--config", "tiny.py", "--workdir", str(work), *sets])
+
+
+@pytest.mark.slow
+def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
+    assert run(tmp_path / "run") == 0
+    rows = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["stage"] == "rl"]
+    steps = [r for r in rows if "train_rollout_logprob_abs_diff_max" in r]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["train_rollout_logprob_abs_diff_max"] == 0.0
+        assert row["router/expert_switches"] == 0.0
+        assert row["policy/ratio_max"] == 1.0 and row["grad/norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("model.dtype=bfloat16",),
+        ("optim.tokens_per_microbatch=232",),
+        ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
+        ("optim.expert_tokens=64", "rollout.router_replay=True"),
+        ("lora.attention_rank=4", "lora.expert_rank=4"),
+    ],
+    ids=lambda more: more[0],
+)
+def test_settings_that_cut_or_recompute_change_no_bit(tmp_path, more):
+    assert run(tmp_path / "run", *more) == 0
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    gaps = [r["train_rollout_logprob_abs_diff_max"] for r in rows if "policy/ratio_max" in r]
+    assert gaps == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_difference_stops_the_run_and_is_traced(tmp_path, monkeypatch, capsys):
+    def other(cfg, impls=None):
+        ops = make_ops(cfg, impls)
+        return replace(ops, decode=decode_attention)
+
+    monkeypatch.setattr("jaxmoe.train.make_ops", other)
+    assert run(tmp_path / "run") == 2
+    told = capsys.readouterr().err
+    assert (
+        "rl step 1: with model.numerics=invariant trainer and engine must agree to the bit" in told
+    )
+    assert "layer 0: the input of its experts (attention" in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("rollout.engine=vllm", "rollout.engine=native"),
+        ("kernels=mosaic_gpu", "kernels=auto"),
+        ("rollout.top_p=0.9", "rollout.top_p=1"),
+        ("rollout.max_parallel_sequences=4", "rollout.max_parallel_sequences=8"),
+        ("mesh.data=2", "mesh.data=1"),
+        ("model.numerics=exact", "model.numerics=invariant"),
+    ],
+)
+def test_what_would_break_it_is_refused_in_one_line_with_what_to_type(change, said):
+    with pytest.raises(ConfigError) as told:
+        override(load("tiny.py"), "model.numerics=invariant", change)
+    assert f"--set {said}" in str(told.value).replace("\n", " ")
+
+
+def test_a_chip_where_it_was_not_shown_is_refused():
+    cfg = override(load("tiny.py"), "model.numerics=invariant")
+    with pytest.raises(ConfigError, match="must run on a cpu"):
+        decide(cfg, lambda: {"platform": "gpu", "kind": "NVIDIA H100"}, lambda chip: None)
+
+
+@pytest.mark.slow
+def test_a_run_of_fast_numerics_goes_on_invariant_and_says_so(tmp_path, capsys):
+    assert run(tmp_path / "run", "model.numerics=fast", "steps=1") == 0
+    capsys.readouterr()
+    assert run(tmp_path / "run") == 0
+    out, err = capsys.readouterr()
+    assert "model.numerics=invariant (was fast)" in out + err

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in blocks from position 0: the formula's values and gradients, and bits of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import compare, cotangents, values_and_gradients
+
+from pallas_kernels.sink_attention import cases
+from pallas_kernels.sink_attention.aligned import KEYS, aligned_attention
+
+
+def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
+    return aligned_attention(
+        q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
+        k_segment_ids_BS=k_seg, window=window or None,
+    )  # fmt: skip
+
+
+SMALL = cases.AttentionCase("small", 2, 24, 29, 15, 3, 16, 9)
+PACKED = cases.AttentionCase("packed", 2, 75, 75, 6, 2, 8, layout="packed")
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [(SMALL, jnp.float32), (SMALL, jnp.bfloat16), (PACKED, jnp.float32)],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
+    inputs, ct = cases.make_inputs(case, dtype), cotangents(case, dtype)
+    got = values_and_gradients(attend, case.window, *ct, *inputs)
+    compare(case, got, inputs, ct)
+
+
+def one_row(length, heads=(4, 2), size=8):
+    keys = jax.random.split(jax.random.key(3), 4)
+    q = 3 * jax.random.normal(keys[0], (1, length, heads[0], size))
+    k, v = (jax.random.normal(key, (1, length, heads[1], size)) for key in keys[1:3])
+    return q, k, v, 3 * jax.random.normal(keys[3], heads[:1])
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, KEYS + 5])
+def test_a_query_alone_has_the_bits_it_has_in_a_row_whatever_slots_its_keys_are_in(window):
+    length, slots = 2 * KEYS + 7, 3 * KEYS
+    q, k, v, sink = one_row(length)
+    place = jnp.arange(length)[None]
+    ones = jnp.ones_like(place)
+    o, lse = jax.jit(attend, static_argnums=0)(window, q, k, v, sink, place, place, ones, ones)
+
+    @jax.jit
+    def alone(q, k, v, q_pos, k_pos, k_seg):
+        return aligned_attention(
+            q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos,
+            q_segment_ids_BT=jnp.ones_like(q_pos), k_segment_ids_BS=k_seg, window=window, ring=True,
+        )  # fmt: skip
+
+    rng = np.random.default_rng(0)
+    for t in (0, 8, KEYS - 1, KEYS, length - 1):
+        slot = rng.permutation(slots)[: t + 1]
+
+        def spread(x, fill, slot=slot, t=t):  # what no key is in must not count
+            return jnp.full((1, slots, *x.shape[2:]), fill, x.dtype).at[0, slot].set(x[0, : t + 1])
+
+        found = alone(
+            q[:, t : t + 1], spread(k, jnp.nan), spread(v, jnp.nan), place[:, t : t + 1],
+            spread(place, 5), spread(ones, 0),
+        )  # fmt: skip
+        assert np.array_equal(found[0][0, 0], o[0, t]) and np.array_equal(found[1][0, 0], lse[0, t])
+
+
+def test_a_query_without_keys_has_the_sink_alone():
+    q, k, v, sink = one_row(5)
+    place, none = jnp.arange(5)[None], jnp.zeros((1, 5), jnp.int32)
+    o, lse = attend(None, q, k, v, sink, place, place, none, none)
+    assert np.all(np.asarray(o) == 0)
+    np.testing.assert_allclose(lse, jnp.broadcast_to(sink, lse.shape), rtol=1e-6)
