@@ -152,7 +152,8 @@ def dry(args: list[str]) -> None:
         # for other machines: the reader's files are told to be missing, and not refused
         cfg, elsewhere = load(rest[rest.index("--config") + 1]), ["--set", "mesh.tensor=2"]
         with tempfile.TemporaryDirectory() as folder:
-            if cfg.lora.ranks:  # of one device, which may be this one
+            # of one device, which may be this one
+            if cfg.lora.ranks or "model.numerics=invariant" in rest:
                 elsewhere = at_hand(cfg, Path(folder))
             assert main([*rest, *elsewhere, "--dry-run"]) == 0
 
