@@ -47,8 +47,13 @@ def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
     [
         ("model.dtype=bfloat16",),
         ("optim.tokens_per_microbatch=232",),
-        ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
-        ("optim.expert_tokens=64", "rollout.router_replay=True"),
+        pytest.param(
+            ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            ("optim.expert_tokens=64", "rollout.router_replay=True"), marks=pytest.mark.extended
+        ),
         ("lora.attention_rank=4", "lora.expert_rank=4"),
     ],
     ids=lambda more: more[0],
