@@ -124,7 +124,7 @@ class Job:
         self, state: TrainState, metrics: Metrics, step: int, batch: Batch, told: Told
     ) -> None:
         """Raises ConfigError where the gate held the batch back and the run may not skip it."""
-        if metrics["gate/closed"] and not self.cfg.gate.skip:
+        if metrics["gate/closed"] and not self.cfg.step_gate.skip:
             # as before this batch: a resume draws it again
             self.at = replace(self.at, state=state)
             self.save()

@@ -399,8 +399,9 @@ class Config:
 
     @property
     def step_gate(self) -> GateConfig:
-        """The gate of RL's steps: no difference at all where there must be none."""
-        return dataclasses.replace(self.gate, abs_diff=0.0) if self.exact else self.gate
+        """The gate of RL's steps: where there must be no difference none passes, or is skipped."""
+        exact = dataclasses.replace(self.gate, abs_diff=0.0, skip=False)
+        return exact if self.exact else self.gate
 
     @property
     def context(self) -> int:
