@@ -170,7 +170,8 @@ def test_turns_come_back_from_the_child_as_they_were():
 def test_a_causal_square_is_half_seen():
     """4 × 4 blocks of 512: 6 of them whole, 4 on the diagonal, for each head."""
     case = OPS["sink_attention"].cases.named("full_2k")
-    (grid,) = turns._visits(turns._blocks(case, True), case).inner
+    blocks = turns._blocks(case, True)
+    (grid,) = turns._visits(blocks, case, 0, blocks.m).inner
     (visit,) = grid.inner
     assert grid.gaps == (8, 8) and visit.gaps == (20, 8, 20)
     assert [x.gaps for x in visit.inner] == [(2 * 6 * 2,), (2 * 4 * 2,)]
