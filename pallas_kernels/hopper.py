@@ -102,6 +102,25 @@ def add_product(acc: Array, a: Array, b: Any, interpret: bool, then: Any = None)
     return pl.run_state(body)(ACC.init(acc))
 
 
+def add_product_and_next(
+    acc: Array, a: Array, b: Any, c: Any, d_T: Any, interpret: bool, then: Any
+) -> tuple[Array, Array]:
+    """(acc + a @ b, c @ d_T.T), all but `a` refs to shared memory, in one row of the tensor cores:
+    the second product does not wait for the first; `then` runs while they multiply.
+    """
+    if interpret:
+        return acc + dot(a, b[...]), dot(c[...], d_T[...].T, then)
+
+    def body(refs):
+        acc_ref, next_ref = refs
+        plgpu.wgmma(acc_ref, a, b)
+        plgpu.wgmma(next_ref, c, d_T.transpose((1, 0)))
+        then()
+
+    zeros = full((c.shape[0], d_T.shape[0]), 0.0, TILE, interpret)  # costs no instruction
+    return pl.run_state(body)((ACC.init(acc), ACC.init(zeros)))
+
+
 def dot(a: Array, b: Array, then: Any = None) -> Array:
     """What the interpreter computes in place of a wgmma."""
     if then is not None:
@@ -128,7 +147,8 @@ class Ring(NamedTuple):
 
     def slot(self, n: Any) -> Any:
         """Where step n lies."""
-        return lax.rem(n, jnp.int32(self.stages))
+        n = lax.convert_element_type(n, jnp.uint32)  # whose remainder takes fewer instructions
+        return lax.convert_element_type(lax.rem(n, jnp.uint32(self.stages)), jnp.int32)
 
     def wait(self, n: Any) -> None:
         """Until step n is there."""

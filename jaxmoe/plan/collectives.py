@@ -88,6 +88,7 @@ class Computation:
     calls: list[tuple[str, int | str]] = field(default_factory=list)
     branches: list[tuple[str, ...]] = field(default_factory=list)
     below: int | None = None  # of a condition: the constant that a count must be below
+    less: bool = False  # its result is whether one of its arguments is less than another
 
 
 def collectives(text: str, devices: int, unknown: int = 0) -> Counter[Collective]:
@@ -158,10 +159,19 @@ def _computations(text: str, devices: int) -> tuple[dict[str, Computation], str]
             _read(here, opcode.strip(), after, sizes, devices)
             if 'custom_call_target="tpu_custom_call"' in after:
                 here.kernels.append(TpuKernel(made[2], _operands(after)))
-            if made[1] and opcode.strip() == "compare" and "direction=LT" in after:
+            if made[1]:
+                inner = _inner(opcode.strip(), after, found)
                 bound = (constants[x] for x in _NAMES.findall(after) if x in constants)
-                here.below = next(bound, None)
+                here.below = next(bound, inner.below) if inner.less else inner.below
+                here.less = inner.less and here.below is None
     return found, entry
+
+
+def _inner(opcode: str, after: str, found: Mapping[str, Computation]) -> Computation:
+    """What a computation's result is made by: as it stands here, or in a fusion."""
+    if opcode == "fusion":
+        return found.get(_CALLED.findall(after)[0], Computation())
+    return Computation(less=opcode == "compare" and "direction=LT" in after)
 
 
 def _read(

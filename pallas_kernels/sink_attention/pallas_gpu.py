@@ -6,8 +6,10 @@ and take turns at the tensor cores: one multiplies while the others exponentiate
 a step's exponentials alone take as long as its products and the rest of the softmax, by the
 compiler's stall counts, half as long again, so three take turns; with heads of 128 two do. The
 sink is where the running softmax starts. Blocks nobody sees are not read, blocks seen whole are
-not masked. A block of threads stays on its core, so that the next tile's queries and keys come
-while this one is finished. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
+not masked. A turn is a step's product of weights and values and, right behind it, the next step's
+of queries and keys: the tensor cores wait for no result. A block of threads stays on its core and
+counts on over its tiles: the last step of one makes the first scores of the next, whose queries
+and keys have come meanwhile. Next: pallas_gpu_blocks.py, pallas_gpu_backward.py.
 """
 
 from functools import partial
@@ -172,7 +174,7 @@ def forward(q, k, v, sink, layout, window, scale, interpret):
         interpret=hopper.interpreter(interpret),
     )  # fmt: skip
     starts = jnp.stack([top_N, total_N])
-    o, lse = kernel(q, k, v, starts, where.q_B2T, where.k_B2S, where.table())
+    o, lse = kernel(q, k, v, starts, where.q_B2T, where.k_B2S, where.table_of_some())
     return o[:, :T], lse[:, :, :T].transpose(0, 2, 1)
 
 
@@ -225,7 +227,7 @@ def _forward_kernel(
             return i, b, head, first, pl.ds(jnp.minimum(first, T - ROWS), ROWS)
 
         def q_slot(n):
-            return 2 * group + lax.rem(n, jnp.int32(2))
+            return 2 * group + (n & 1)
 
         def fetch_q(n):
             _, b, head, _, rows = own_rows(n)
@@ -233,21 +235,30 @@ def _forward_kernel(
             pairs = (q_ref.at[b, rows, head], to[0]), (q_at_ref.at[b, :, rows], to[1])
             hopper.copy_in(to[2], *pairs)
 
+        def q_wait(n):
+            plgpu.barrier_wait(s["q_here"].at[q_slot(n)])
+
         def my_turn():
             plgpu.barrier_wait(s["turn"].at[group])
 
         def pass_on():
             plgpu.barrier_arrive(s["turn"].at[lax.rem(group + 1, jnp.int32(C))])
 
-        def one_tile(n, done):
+        def scores(n, at):
+            """The refs of one step's product of queries and keys."""
+            return s["q_s"].at[q_slot(n)], s["k_s"].at[k_ring.slot(at)]
+
+        def one_tile(n, carry):
+            done, z = carry  # z: its first step's scores
             i, b, head, first, rows = own_rows(n)
             visit = visits(table_ref, b, i)
-            q_s, q_at, q_here = (s[x].at[q_slot(n)] for x in ("q_s", "q_at", "q_here"))
+            q_s, q_at = (s[x].at[q_slot(n)] for x in ("q_s", "q_at"))
+            more = n + 1 < mine
 
             def one_step(k, carry, mask):
-                acc, top, total = carry
-                at, slot = done + k, k_ring.slot(done + k)
-                z = hopper.product(q_s, s["k_s"].at[slot], interpret, pass_on)
+                acc, top, total, z = carry
+                at = done + k
+                slot, ends = k_ring.slot(at), k + 1 == visit.count
                 z = only_seen(z, mask, q_at, s["k_at"].at[slot], 0, window, interpret)
                 k_ring.leave(at)
                 new = jnp.maximum(top, z.max(axis=1) * factor)
@@ -257,28 +268,27 @@ def _forward_kernel(
                 total = total * shrink + p.sum(axis=1)
                 weights = p.astype(dtype)
                 v_ring.wait(at)
-                my_turn()  # from here to the next product with keys, which is passed on under way
-
-                def next_keys():
-                    pl.when(k + 1 < visit.count)(lambda: k_ring.wait(at + 1))
-
-                acc = hopper.add_product(acc, weights, s["v_s"].at[slot], interpret, next_keys)
+                # After its last step this core multiplies what lies there, for nobody.
+                pl.when(~ends | more)(lambda: k_ring.wait(at + 1))
+                pl.when(ends & more)(lambda: q_wait(n + 1))
+                my_turn()  # passed on once both products are on their way
+                following = scores(n + ends.astype(jnp.int32), at + 1)
+                acc, z = hopper.add_product_and_next(
+                    acc, weights, s["v_s"].at[slot], *following, interpret, pass_on
+                )
                 v_ring.leave(at)
-                return acc, new, total
+                return acc, new, total, z
 
             carry = (
                 hopper.full((ROWS, H), 0.0, hopper.TILE, interpret),
                 hopper.full((ROWS,), starts_ref[0, head], hopper.PER_ROW, interpret),
                 hopper.full((ROWS,), starts_ref[1, head], hopper.PER_ROW, interpret),
+                z,
             )
             # The next queries come where the tile before was, once its results are out of there.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(n + 1 < mine)(lambda: fetch_q(n + 1))
-            plgpu.barrier_wait(q_here)
-            pl.when(visit.count > 0)(lambda: k_ring.wait(done))
-            my_turn()
-            acc, top, total = in_turn(visit.loops, one_step, carry)
-            pass_on()  # the next one multiplies while this one writes
+            pl.when(more)(lambda: fetch_q(n + 1))
+            acc, top, total, z = in_turn(visit.loops, one_step, carry)
 
             # Without keys and without a sink there is nothing to divide by.
             some = total > 0
@@ -292,10 +302,15 @@ def _forward_kernel(
                 plgpu.copy_smem_to_gmem(q_s, o_ref.at[b, rows, head])
                 plgpu.copy_smem_to_gmem(s["lse_s"].at[group], lse_ref.at[b, head, rows])
 
-            return done + visit.count
+            return done + visit.count, z
 
-        fetch_q(jnp.int32(0))
+        start = jnp.int32(0)
+        fetch_q(start)
         pl.when(group == C - 1)(pass_on)  # the first begins
-        lax.fori_loop(0, mine, one_tile, jnp.int32(0))
+        q_wait(start)
+        k_ring.wait(start)
+        my_turn()
+        z = hopper.product(*scores(start, start), interpret, pass_on)
+        lax.fori_loop(0, mine, one_tile, (start, z))
         pl.when(group == 0)(my_turn)
         plgpu.wait_smem_to_gmem(0)

@@ -58,6 +58,12 @@ class Padded(NamedTuple):
         """The blocks of keys that each block of queries visits."""
         return table(self.needed_Bnm, self.whole_Bnm, self.single_Bm)
 
+    def table_of_some(self) -> Array:
+        """The same, and where queries need no block they visit the first, of which they see
+        nothing: for a kernel that reads ahead and must find a block for each."""
+        first_Bn = self.needed_Bnm[:, :, 0] | ~self.needed_Bnm.any(2)
+        return table(self.needed_Bnm.at[:, :, 0].set(first_Bn), self.whole_Bnm, self.single_Bm)
+
     def table_of_keys(self) -> Array:
         """The blocks of queries that each block of keys visits: all that are masked are mixed."""
         needed, whole = (x.transpose(0, 2, 1) for x in (self.needed_Bnm, self.whole_Bnm))

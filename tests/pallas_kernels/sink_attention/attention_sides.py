@@ -83,8 +83,15 @@ def with_tpu(patch: pytest.MonkeyPatch) -> Side:
 def with_gpu(patch: pytest.MonkeyPatch) -> Side:
     if jax.__version_info__ < (0, 11):
         pytest.skip("jax 0.10 takes 10 seconds to interpret one block")
-    patch.setattr(pallas_gpu, "forward_tiles", lambda *_: MosaicTiles(4, 32, 2, 2))
-    patch.setattr(pallas_gpu_backward, "query_tiles", lambda *_: MosaicTiles(2, 32, 2, 2))
+    for module, name, consumers in (
+        (pallas_gpu, "forward_tiles", 4),
+        (pallas_gpu_backward, "query_tiles", 2),
+    ):
+
+        def tiles(_, __, G, consumers=consumers):
+            return MosaicTiles(consumers, 32, 2, heads=1 + (G % 2 == 0))  # a key head's own
+
+        patch.setattr(module, name, tiles)
     patch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(1, 32, 3))
     f = of_positional(partial(pallas_gpu.mosaic_gpu, interpret=True))
     case = CASE._replace(N=2, K=1, H=64)

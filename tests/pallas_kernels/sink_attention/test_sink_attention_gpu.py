@@ -91,6 +91,19 @@ def test_one_block_is_right_in_every_version_and_a_scale_may_be_negative():
     compare(AttentionCase("one", 1, 30, 30, 1, 1, 64), jnp.bfloat16, -0.3)
 
 
+@fast
+def test_tiles_of_queries_that_see_nothing_leave_the_others_right(monkeypatch):
+    """A core's next tile has its first scores from the last step of the one before."""
+    on_cores(monkeypatch, 1)
+    case = AttentionCase("blind", 1, 250, 90, 2, 1, 64, 9, "chunk")
+    inputs, ct = cases.make_inputs(case, jnp.bfloat16), oracle.cotangents(case, jnp.bfloat16)
+    blind = (np.arange(250) // 64) % 2 == 0  # of tiles of 64 queries the first and the third
+    inputs = *inputs[:6], jnp.where(blind, 0, inputs[6]), inputs[7]
+    got = run(case.window, case.H**-0.5, *ct, *inputs)
+    assert not np.asarray(got[0].astype(jnp.float32))[:, blind].any()
+    oracle.compare(case, got, inputs, ct)
+
+
 @full_matrix
 @fast
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
