@@ -19,12 +19,14 @@ import pytest
 from jaxmoe.checkpoint.hf import iter_hf, load_params
 from jaxmoe.model import forward, next_token_logits, plain_ops, sequence_logprobs
 from jaxmoe.model.config import from_hf
+from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.rope import yarn_frequencies
 from jaxmoe.model.router import route
 
 pytestmark = pytest.mark.parity
 
 OPS = plain_ops()
+NUMERICS = {"fast": OPS, "invariant": invariant_ops(OPS)}
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
 
@@ -66,21 +68,21 @@ def make_case(hugging, tmp_path_factory):
     return make
 
 
-def ours(case: Case, dtype: str):
+def ours(case: Case, dtype: str, ops):
     """(logits [B, T, V], experts [L, B, T, A] sorted, {checkpoint name: gradient})."""
     cfg = dataclasses.replace(case.cfg, dtype=dtype)
     tokens_BT = jnp.asarray(case.tokens_BT, jnp.int32)
     positions_BT = jnp.asarray(case.positions_BT, jnp.int32)
 
     def loss(params):
-        hidden_BTD, _, chosen = forward(params, tokens_BT, cfg, OPS, positions_BT=positions_BT)
-        logp_BT, _ = sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, OPS)
+        hidden_BTD, _, chosen = forward(params, tokens_BT, cfg, ops, positions_BT=positions_BT)
+        logp_BT, _ = sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, ops)
         return jnp.sum(jnp.asarray(case.weights_BT) * logp_BT), (hidden_BTD, chosen)
 
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.dtype(dtype)), case.params)
     (_, (hidden_BTD, chosen)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     assert hidden_BTD.dtype == jnp.dtype(dtype)
-    logits = next_token_logits(params, hidden_BTD.reshape(-1, cfg.d_model), cfg, OPS, 1.0)
+    logits = next_token_logits(params, hidden_BTD.reshape(-1, cfg.d_model), cfg, ops, 1.0)
     by_name = {name: g.astype(np.float64) for name, g in iter_hf(grads, cfg, "float32")}
     logits = np.asarray(logits, np.float64).reshape(*case.tokens_BT.shape, -1)
     return logits, np.sort(np.asarray(chosen)), by_name
@@ -152,11 +154,15 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("numerics", list(NUMERICS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_logits_and_every_gradient_agree_with_transformers(make_case, hugging, name, dtype):
+def test_logits_and_every_gradient_agree_with_transformers(
+    make_case, hugging, name, dtype, numerics
+):
     case = make_case(**CASES[name])
-    naives, got = theirs(case, hugging, dtype, case.weights_BT), ours(case, dtype)
+    naives = theirs(case, hugging, dtype, case.weights_BT)
+    got = ours(case, dtype, NUMERICS[numerics])
     logits, chosen, want = case.oracle
     # a flipped expert is no rounding error; the models are made so that none flips
     assert all((naive[1] == chosen).all() for naive in naives) and (got[1] == chosen).all()
@@ -170,7 +176,8 @@ def test_logits_and_every_gradient_agree_with_transformers(make_case, hugging, n
         results.append(deviation(tensor, got[2][tensor], each, want[tensor], dtype,
                                  floor[without_layer(tensor)]))  # fmt: skip
     results.sort(reverse=True)
-    print(f"\n{name} {dtype}: worst of {len(results)}: {results[0][0]:.2f} of the allowance")
+    what = f"{name} {dtype} {numerics}: worst of {len(results)}"
+    print(f"\n{what}: {results[0][0]:.2f} of the allowance")
     print("\n".join(f"  {share:.2f} {line}" for share, line in results[:4]))
     failures = [line for share, line in results if not share <= 1]
     assert not failures, "\n".join(failures)
