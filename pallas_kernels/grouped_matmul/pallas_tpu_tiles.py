@@ -151,7 +151,9 @@ def row_visits(
 ) -> tuple[TileVisits, int]:
     """Every row is visited exactly once; the rows past the sum as those of group E.
 
-    The tables of `parts` independent walks over consecutive tiles stand one after the other.
+    The tables of `parts` independent walks stand one after the other. Tiles with rows of groups are
+    shared out evenly, and so are those past the sum, the odd one to a later walk: a buffer with
+    room to spare, as tokens come to cut experts, has its rows at its beginning.
     Returns: the table and the length of one part's.
     """
     n_groups, n_tiles = sizes_E.shape[0], -(-n_rows // rows)
@@ -159,18 +161,24 @@ def row_visits(
     end_G = jnp.concatenate([end_E, jnp.full((1,), n_rows, jnp.int32)])
     start_G = jnp.concatenate([jnp.zeros((1,), jnp.int32), end_E])
     group_V, tile_V = _walk(start_G, end_G, rows, n_tiles, n_tiles + n_groups, 0)
-    per_part = -(-n_tiles // parts)
-    length = per_part + n_groups
-    # Part p's visits stand together in the one walk, from first_P on.
-    edge_P = jnp.minimum(jnp.arange(parts + 1, dtype=jnp.int32) * per_part, n_tiles)
+    length = -(-n_tiles // parts) + n_groups
+    share_P, used = jnp.arange(parts + 1, dtype=jnp.int32), -(-end_E[-1] // rows)
+    edge_P = (share_P * used + parts - 1) // parts
+    blank_P = used + share_P * (n_tiles - used) // parts
+    # Part p's visits stand together in the one walk, from first_P on; after them, of each tile past
+    # the sum the one.
     first_P = jnp.sum(
         (tile_V[None, :] < edge_P[:, None]) & (group_V <= n_groups)[None, :], 1, dtype=jnp.int32
     )
-    at_PV = first_P[:-1, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
-    real_PV = at_PV < first_P[1:, None]
-    at_PV = jnp.minimum(at_PV, group_V.shape[0] - 1)
-    group_PV = jnp.where(real_PV, group_V[at_PV], n_groups)
-    tile_PV = jnp.where(real_PV, tile_V[at_PV], jnp.maximum(edge_P[1:, None] - 1, 0))
+    at_L = jnp.arange(length, dtype=jnp.int32)
+    own_P1, blank_P1 = (x[1:, None] - x[:-1, None] for x in (first_P, blank_P))
+    at_PV = jnp.minimum(first_P[:-1, None] + at_L[None, :], group_V.shape[0] - 1)
+    owns_PV = at_L[None, :] < own_P1
+    real_PV = at_L[None, :] < own_P1 + blank_P1
+    group_PV = jnp.where(owns_PV, group_V[at_PV], n_groups)
+    past_PV = blank_P[:-1, None] + jnp.minimum(at_L[None, :] - own_P1, blank_P1 - 1)
+    idle_P1 = jnp.where(blank_P1 > 0, blank_P[1:, None], edge_P[1:, None]) - 1  # the last one again
+    tile_PV = jnp.where(owns_PV, tile_V[at_PV], jnp.where(real_PV, past_PV, idle_P1))
     low_PV, high_PV = _bounds(start_G[group_PV], end_G[group_PV], tile_PV, rows, real_PV)
     some_G = end_G > start_G
     at_G = jnp.arange(n_groups + 1, dtype=jnp.int32)

@@ -40,24 +40,42 @@ def losses(work):
     }
 
 
-def test_a_run_goes_on_with_other_meshes_and_is_that_of_one_device(tmp_path):
-    code, _, err = typed("train", tmp_path / "one", 1)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Of five steps on one device, and of four on one mesh and then another."""
+    one, several = (tmp_path_factory.mktemp(name) / "run" for name in ("one", "several"))
+    code, _, err = typed("train", one, 1, steps=5)
     assert code == 0, err
-    work = tmp_path / "several"
-    for steps, devices, mesh in (
-        (2, 4, {"mesh__fsdp": 2, "mesh__sequence": 2, "mesh__attention": "zigzag"}),
-        (3, 1, {"optim__moments": "host", "optim__remat": True, "optim__remat_inputs": "host"}),
-        (4, 4, {"mesh__expert": 2, "mesh__tensor": 2}),
+    for steps, mesh in (
+        (2, {"mesh__fsdp": 2, "mesh__sequence": 2, "mesh__attention": "zigzag"}),
+        (4, {"mesh__expert": 2, "mesh__tensor": 2}),
     ):
-        code, out, err = typed("train", work, devices, steps=steps, **mesh)
+        code, out, err = typed("train", several, 4, steps=steps, **mesh)
         assert code == 0, err
         assert steps == 2 or "mesh." in out  # what a resume changes is told
-    one, several = losses(tmp_path / "one"), losses(work)
-    assert one.keys() == several.keys()
-    assert max(abs(one[key] - several[key]) for key in one) < 2e-5
+    return one, several
+
+
+def equal(one, several, last):
+    one, several = losses(one), losses(several)
+    assert ("rl", last) in several and several.keys() <= one.keys()
+    assert max(abs(one[key] - several[key]) for key in several) < 2e-5
+
+
+def test_a_run_goes_on_with_another_mesh_and_is_that_of_one_device(runs):
+    equal(*runs, 4)
+
+
+@pytest.mark.extended  # four more commands
+def test_it_goes_on_on_one_device_and_is_scored_and_exported_and_read_on_a_mesh(runs, tmp_path):
+    one, work = runs
+    host = {"optim__moments": "host", "optim__remat": True, "optim__remat_inputs": "host"}
+    code, out, err = typed("train", work, 1, steps=5, **host)
+    assert code == 0 and "mesh." in out, err
+    equal(one, work, 5)
     mesh = {"mesh__fsdp": 4}
     code, out, err = typed("eval", work, 4, **mesh)
-    assert code == 0 and "rl step 4" in out, err
+    assert code == 0 and "rl step 5" in out, err
     code, out, err = typed("export", work, 1, "--out", str(tmp_path / "hf"), **mesh)
     assert code == 0, err
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["hidden_size"] == 32

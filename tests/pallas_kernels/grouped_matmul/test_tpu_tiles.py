@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who visits which rows: each row once, and the cores of a chip alike."""
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped_matmul.pallas_tpu_tiles import row_visits
+
+ROWS = 8
+
+
+@given(
+    parts=st.integers(1, 2), n_rows=st.integers(1, 90),
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5),
+)  # fmt: skip
+def test_every_row_is_visited_once_and_cores_share_the_rows_that_are_there(parts, n_rows, sizes):
+    assume(sum(sizes) <= n_rows and n_rows > ROWS * (parts - 1))
+    table, length = row_visits(jnp.asarray(sizes, jnp.int32), n_rows, ROWS, parts)
+    group_V, tile_V, low_V, high_V = (np.asarray(x) for x in table[:4])
+    seen = np.full(n_rows, -1)
+    shares, tiles = [], []
+    for core in np.split(np.arange(parts * length), parts):
+        shares.append(0)
+        for v in core:
+            rows = slice(tile_V[v] * ROWS + low_V[v], tile_V[v] * ROWS + high_V[v])
+            assert (seen[rows] == -1).all()
+            seen[rows] = group_V[v]
+            shares[-1] += (group_V[v] < len(sizes)) * (high_V[v] - low_V[v])
+        changes = np.flatnonzero(np.diff(tile_V[core], prepend=-1))
+        tiles.extend(tile_V[core][changes].tolist())
+    assert (
+        seen.tolist()
+        == np.repeat(np.arange(len(sizes) + 1), [*sizes, n_rows - sum(sizes)]).tolist()
+    )
+    assert sorted(tiles) == list(range(-(-n_rows // ROWS)))  # a tile is left once, by one core
+    assert max(shares) - min(shares) <= 2 * ROWS
