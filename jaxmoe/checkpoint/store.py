@@ -46,7 +46,8 @@ def latest(directory: Path) -> int | None:
 def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep: int) -> None:
     """Write a step, then drop all but the newest `keep`. Returns when it is on disk.
 
-    Raises CheckpointError where the disk is full; the earlier checkpoints stay.
+    Raises CheckpointError where the disk is full; the earlier checkpoints stay. Of several
+    processes the others raise JaxRuntimeError where one is lost.
     """
     if keep < 1:
         raise CheckpointError(f"save.keep ({keep}) must be at least 1. Try --set save.keep=1.")
@@ -79,8 +80,12 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
                 ),
             )
     except Exception as error:
-        for left in directory.glob("*orbax-checkpoint-tmp*"):
-            shutil.rmtree(left, ignore_errors=True)
+        several = jax.process_count() > 1
+        if several and isinstance(error, jax.errors.JaxRuntimeError):
+            raise  # another process was lost, and this one's disk is not to blame
+        if not several:  # or others would still write there
+            for left in directory.glob("*orbax-checkpoint-tmp*"):
+                shutil.rmtree(left, ignore_errors=True)
         free = shutil.disk_usage(directory).free
         if "No space left" in str(error) or "ENOSPC" in str(error) or free < needed:
             raise CheckpointError(_no_space(directory, step, needed, free)) from error

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -50,6 +51,34 @@ def test_only_the_newest_are_kept(tmp_path):
         store.save(tmp_path / "c", step, tree(step), {}, keep=2)
     assert store.latest(tmp_path / "c") == 1_000_002
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["1000002", "9"]
+
+
+def test_where_another_process_is_lost_this_ones_disk_is_not_blamed(tmp_path, monkeypatch):
+    """Nor is the folder taken away in which others still write."""
+    made = store._manager
+    half = tmp_path / "c" / "7.orbax-checkpoint-tmp"
+
+    def save_of(processes):
+        @contextmanager
+        def lost(directory, *, keep):
+            if keep is None:
+                with made(directory, keep=keep) as manager:
+                    yield manager
+                return
+            half.mkdir()
+            patch.setattr(jax, "process_count", lambda: processes)
+            raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: closed by peer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "_manager", lost)
+            store.save(tmp_path / "c", 7, tree(), {}, keep=2)
+
+    with pytest.raises(store.CheckpointError, match="Gloo"):
+        save_of(1)
+    assert not half.exists()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="closed by peer"):
+        save_of(2)
+    assert half.exists()
 
 
 def test_a_shape_that_does_not_fit_names_the_leaf(tmp_path):
