@@ -211,7 +211,15 @@ def _forward_kernel(
             return done + visit.count
 
         done = lax.fori_loop(0, mine, one_tile, jnp.int32(0))
-        k_ring.drain(done)
+        # The last step begins one more tile as every other does, and nobody takes its scores.
+        k_ring.room(done)
+        some, slot = pl.ds(0, step), k_ring.slot(done)
+        k_ring.copy(
+            done,
+            (k_ref.at[0, some, 0], s["k_s"].at[slot]),
+            (k_at_ref.at[0, :, some], s["k_at"].at[slot]),
+        )
+        k_ring.drain(done + 1)
         v_ring.drain(done)
 
     @pl.when(group < C)
@@ -230,7 +238,7 @@ def _forward_kernel(
             return 2 * group + (n & 1)
 
         def fetch_q(n):
-            _, b, head, _, rows = own_rows(n)
+            _, b, head, _, rows = own_rows(jnp.minimum(n, mine - 1))
             to = [s[x].at[q_slot(n)] for x in ("q_s", "q_at", "q_here")]
             pairs = (q_ref.at[b, rows, head], to[0]), (q_at_ref.at[b, :, rows], to[1])
             hopper.copy_in(to[2], *pairs)
@@ -253,7 +261,6 @@ def _forward_kernel(
             i, b, head, first, rows = own_rows(n)
             visit = visits(table_ref, b, i)
             q_s, q_at = (s[x].at[q_slot(n)] for x in ("q_s", "q_at"))
-            more = n + 1 < mine
 
             def one_step(k, carry, mask):
                 acc, top, total, z = carry
@@ -268,9 +275,8 @@ def _forward_kernel(
                 total = total * shrink + p.sum(axis=1)
                 weights = p.astype(dtype)
                 v_ring.wait(at)
-                # After its last step this core multiplies what lies there, for nobody.
-                pl.when(~ends | more)(lambda: k_ring.wait(at + 1))
-                pl.when(ends & more)(lambda: q_wait(n + 1))
+                k_ring.wait(at + 1)
+                pl.when(ends)(lambda: q_wait(n + 1))
                 my_turn()  # passed on once both products are on their way
                 following = scores(n + ends.astype(jnp.int32), at + 1)
                 acc, z = hopper.add_product_and_next(
@@ -287,7 +293,7 @@ def _forward_kernel(
             )
             # The next queries come where the tile before was, once its results are out of there.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(more)(lambda: fetch_q(n + 1))
+            fetch_q(n + 1)
             acc, top, total, z = in_turn(visit.loops, one_step, carry)
 
             # Without keys and without a sink there is nothing to divide by.
@@ -311,6 +317,7 @@ def _forward_kernel(
         k_ring.wait(start)
         my_turn()
         z = hopper.product(*scores(start, start), interpret, pass_on)
-        lax.fori_loop(0, mine, one_tile, (start, z))
+        done, _ = lax.fori_loop(0, mine, one_tile, (start, z))
+        k_ring.leave(done)
         pl.when(group == 0)(my_turn)
         plgpu.wait_smem_to_gmem(0)

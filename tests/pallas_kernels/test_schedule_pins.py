@@ -46,12 +46,12 @@ PINS = {
 }
 PIPES = {  # chip, operation, case: kernel: what the busiest pipe but the tensor cores' takes
     ("h200", "sink_attention", "full_20b"): {
-        "sink_attention_forward": (2259, 1842, 1584),
+        "sink_attention_forward": (2241, 1824, 1584),
         "sink_attention_dkv": (870, 514),
         "sink_attention_dq": (1448, 1170, 1024),
     },
     ("h200", "sink_attention", "window_20b"): {
-        "sink_attention_forward": (1960, 1692, 1236),
+        "sink_attention_forward": (1932, 1664, 1208),
         "sink_attention_dkv": (934, 514),
         "sink_attention_dq": (854, 720, 512),
     },
