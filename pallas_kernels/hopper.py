@@ -89,17 +89,11 @@ def product(a: Any, b_T: Any, interpret: bool, then: Any = None) -> Array:
     return pl.run_scoped(body, ACC((a.shape[0], b_T.shape[0]), jnp.float32))
 
 
-def add_product(acc: Array, a: Array, b: Any, interpret: bool, then: Any = None) -> Any:
+def add_product(acc: Array, a: Array, b: Any, interpret: bool) -> Any:
     """acc + a @ b with `a` in registers and `b` a ref to shared memory."""
     if interpret:
-        return acc + dot(a, b[...], then)
-
-    def body(acc_ref):
-        plgpu.wgmma(acc_ref, a, b)
-        if then is not None:
-            then()
-
-    return pl.run_state(body)(ACC.init(acc))
+        return acc + dot(a, b[...])
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(ACC.init(acc))
 
 
 def add_product_and_next(
