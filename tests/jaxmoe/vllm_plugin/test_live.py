@@ -46,7 +46,12 @@ def test_a_packed_matrix_is_read_back_bit_by_bit_unless_it_is_too_large(monkeypa
     small = weight.clone()
     small[0, 1:4] = torch.tensor([-0.0, 1e-40, -1e-39])
     weight[0, 1:4] = 0
-    handler = ops.create_onednn_mm(small.t(), 32)
+    try:
+        handler = ops.create_onednn_mm(small.t(), 32)
+    except RuntimeError as error:
+        if dtype == "float32" or "primitive descriptor" not in str(error):
+            raise
+        pytest.skip(f"oneDNN has no {dtype} product for this processor, so vLLM packs none: {error}")
     layer = SimpleNamespace(
         cpu_linear=lambda x, w, b: ops.onednn_mm(handler, x, b), input_size=summed, tp_size=1
     )
