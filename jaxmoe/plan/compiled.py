@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.config import Config
 from jaxmoe.memory import memory
 from jaxmoe.model import make_ops
+from jaxmoe.model.embedding import EmbeddingRows
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.params import abstract_base, abstract_params
 from jaxmoe.parallel.ops import sharded_ops
@@ -72,7 +74,7 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
     a, tx = algorithm(cfg), rl_optimizer(cfg)
     ops = sharded_ops(make_ops(cfg, impls), of_run, cfg.model, across=cfg.mesh.attention)
     state = stage_shapes(cfg, warmup_optimizer(cfg), tx, mesh)["rl"]
-    given = (state, *placed_batch(*batch_shapes(cfg, a), mesh), base_of(cfg))
+    given = (state, *placed_batch(*batch_shapes(cfg, a), mesh), base_in_step(cfg))
     program = rl_program(cfg, ops, mesh, a, tx, state)
     began = time.perf_counter()
     try:
@@ -103,6 +105,16 @@ def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | 
 def base_of(cfg: Config) -> Params | None:
     """The shapes of what a run's adapters are trained beside; None where it trains all weights."""
     return abstract_base(cfg.model) if cfg.lora.ranks else None
+
+
+def base_in_step(cfg: Config) -> Params | None:
+    """`base_of` as the step is given it: of the embedding perhaps some rows, gathered before."""
+    if (base := base_of(cfg)) is None or not (rows := cfg.lora.embedding_rows):
+        return base
+    table = base["embed"]
+    of_rows = jax.ShapeDtypeStruct((rows, table.shape[1]), table.dtype)
+    ids = jax.ShapeDtypeStruct((rows,), np.dtype(np.int32))
+    return base | {"embed": EmbeddingRows(ids, of_rows, table.shape[0])}
 
 
 def policy_shapes(cfg: Config) -> Params:

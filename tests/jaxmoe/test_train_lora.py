@@ -85,6 +85,7 @@ def test_the_base_is_packed_and_kept_and_the_reference_is_it(whole):
     assert first["policy/kl_ref"] < 1e-12 and first["policy/ratio_mean"] == 1
 
 
+@pytest.mark.extended  # test_train.py kills one without adapters
 def test_a_run_killed_in_either_stage_goes_on_bit_for_bit(whole, tmp_path):
     for stage, step in (("warmup", 3), ("rl", 1)):
         killed(tmp_path, stage, step)

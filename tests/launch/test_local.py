@@ -33,6 +33,7 @@ def test_a_mistake_is_one_line_and_nothing_starts(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # test_train.py sends the signal itself
 def test_a_detached_run_is_stopped_by_its_pid_and_saves(tmp_path):
     work = tmp_path / "run"
     done = launch(work, *SMALL)

@@ -60,7 +60,7 @@ PIPES = {  # chip, operation, case: kernel: what the busiest pipe but the tensor
 
 def marked(pins):
     """Half a minute each; CI looks at one of a TPU and one of Hopper, `-m aot` at all."""
-    seen = (("v6e", "full_20b"), ("h200", "full_20b"))
+    seen = (("v5p", "window_20b"), ("h200", "full_20b"))
     return [
         pytest.param(chip, op, case, marks=() if (chip, case) in seen else pytest.mark.slow)
         for chip, op, case in pins

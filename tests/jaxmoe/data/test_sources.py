@@ -50,6 +50,7 @@ def test_slow_tasks_pay_their_own_answer_and_no_garbage(name):
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # the first row of each is above
 def test_every_row_of_every_task_pays_no_garbage():
     for name in _names():
         _check_task(name, range(8))

@@ -6,7 +6,7 @@ gradient, a row alone, rows in another order, padding on the left, several seque
 row, a prefill of some tokens and then decode steps, with and without other rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -157,22 +157,22 @@ def differing(one: Any, other: Any) -> int:
     return count
 
 
-def every_way(readings: Readings, rows: Sequence[np.ndarray]) -> dict[str, int]:
-    """By name, how many numbers each other way to read the rows changes."""
+def ways(
+    readings: Readings, rows: Sequence[np.ndarray], names: Sequence[str] = ()
+) -> dict[str, int]:
+    """By name, of all or of these, how many numbers another way to read the rows changes."""
     length = max(map(len, rows))
-    base = readings.whole(rows, length)
-    turned = list(reversed(rows))
-    return {
-        "in a gradient": differing(base, readings.whole(rows, length, graded=True)),
-        "alone": differing(base, [readings.whole([r], len(r))[0] for r in rows]),
-        "in another order": differing(base, readings.whole(turned, length)[::-1]),
-        "padded on the left": differing(base, readings.whole(rows, length + 5, left=True)),
-        "packed": differing(
-            base, readings.packed(rows, 3, 2, 3 + sum(map(len, rows)) + 2 * len(rows))
-        ),
-        "sampled": differing(base, readings.sampled(rows, 4, 8, length + 4)),
-        "sampled alone": differing(base[:1], readings.sampled(rows[:1], 7, 16, length + 9)),
+    base, among = readings.whole(rows, length), 3 + sum(map(len, rows)) + 2 * len(rows)
+    found: dict[str, Callable[[], int]] = {
+        "in a gradient": lambda: differing(base, readings.whole(rows, length, graded=True)),
+        "alone": lambda: differing(base, [readings.whole([r], len(r))[0] for r in rows]),
+        "in another order": lambda: differing(base, readings.whole(rows[::-1], length)[::-1]),
+        "padded on the left": lambda: differing(base, readings.whole(rows, length + 5, left=True)),
+        "packed": lambda: differing(base, readings.packed(rows, 3, 2, among)),
+        "sampled": lambda: differing(base, readings.sampled(rows, 4, 8, length + 4)),
+        "sampled alone": lambda: differing(base[:1], readings.sampled(rows[:1], 7, 16, length + 9)),
     }
+    return {name: found[name]() for name in names or found}
 
 
 def exact_ops(**changes: Any) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariant numerics: how a token is read changes no bit, and undoing any one piece does.
 
-Every row of the table in docs/invariance.md is a case of `UNDONE`; what is in tiles without a row
-could not be seen to matter at these sizes.
+A row of the table in docs/invariance.md is a case of `UNDONE`, or of a piece by itself in
+test_invariant_pieces.py.
 """
 
 from functools import lru_cache, partial
@@ -14,10 +14,10 @@ import pytest
 from compositions import (
     Readings,
     differing,
-    every_way,
     exact_ops,
     rows_of,
     small,
+    ways,
     weights,
 )
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +28,7 @@ from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from pallas_kernels import decode_attention, sink_attention
 from pallas_kernels.tiles import ROWS
 
+DTYPES = "float32", "bfloat16"
 LENGTHS = (33, 9, 37)
 PLAIN = plain_ops()
 
@@ -37,24 +38,30 @@ def readings(dtype):
     return Readings(small(dtype=dtype), exact_ops())
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_how_a_token_is_read_changes_no_bit(dtype):
-    changed = every_way(readings(dtype), rows_of(LENGTHS, 61))
+QUICK = "in a gradient", "packed", "sampled"  # the ways with programs of their own
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [("float32", QUICK), *(pytest.param(d, (), marks=pytest.mark.slow) for d in DTYPES)],
+)
+def test_how_a_token_is_read_changes_no_bit(dtype, names):
+    changed = ways(readings(dtype), rows_of(LENGTHS, 61), names)
     assert set(changed.values()) == {0}, changed
 
 
-UNDONE = {
-    "norm": {"norm": PLAIN.norm},
-    "q, k, v": {"linear": PLAIN.linear},
-    "output of attention": {"output": PLAIN.output},
+UNDONE = {  # the first for its other blocks; of the rest it is the processor's which bits change
     "attention, all of it": {"attend": PLAIN.attend, "decode": PLAIN.decode},
     "attention of decoding": {"decode": decode_attention},
     "attention of training": {"attend": sink_attention},
+    "norm": {"norm": PLAIN.norm},
+    "output of attention": {"output": PLAIN.output},
 }
+MARKS = dict.fromkeys(list(UNDONE)[1:], pytest.mark.extended)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UNDONE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in UNDONE])
 def test_undoing_one_piece_is_seen(name):
     cfg = small()
     undone = Readings(cfg, exact_ops(**UNDONE[name]))
@@ -76,7 +83,7 @@ def compositions(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_no_composition_of_rows_changes_a_bit_of_log_probs_or_experts(dtype):
     read = readings(dtype)
 

@@ -66,7 +66,9 @@ def test_log_probs_are_those_of_the_merged_weights_and_not_of_wrong_ones():
     assert off(adapters, {name: 1.0 for name in LORA.scales}) > 1e-2
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=(pytest.mark.slow, pytest.mark.extended))]
+)
 def test_gradients_are_those_of_the_merged_weights(dtype):
     """In bfloat16 another rounding switches experts: there the experts stay those of float32."""
     base, adapters = base_of(), adapters_of()

@@ -24,6 +24,7 @@ from jaxmoe.rl.state import Trained, new_state
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
 
+EXTENDED = pytest.mark.slow, pytest.mark.extended
 SAMPLES, LONGEST, NEW = 4, 12, 16
 PROMPTS = [Prompt(i, "", tuple(range(7 * i + 1, 7 * i + 9 + i)), None) for i in range(4)]
 TX = make_optimizer(OptimConfig(lr=1e-2), steps=100)
@@ -80,7 +81,7 @@ def steps(count, lora=LORA, rows=0, **fields):
     return state, told
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(100, marks=EXTENDED)])
 def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count):
     held, where = jax.tree.map(np.array, base()), buffers(base())
     state, told = steps(count, kl=kl_k3, kl_coef=0.1)

@@ -148,7 +148,10 @@ def simple(request):
 
 
 # the real model takes 25 s here; quick: test_step.py cuts its batch, test_forward.py packs it
-@pytest.fixture(scope="module", params=[*ALGORITHMS, pytest.param(GPT_OSS, marks=pytest.mark.slow)])
+LONG = pytest.param(GPT_OSS, marks=(pytest.mark.slow, pytest.mark.extended))
+
+
+@pytest.fixture(scope="module", params=[*ALGORITHMS, LONG])
 def plain(request):
     return case_of(request.param)
 

@@ -51,7 +51,9 @@ def test_a_packed_matrix_is_read_back_bit_by_bit_unless_it_is_too_large(monkeypa
     except RuntimeError as error:
         if dtype == "float32" or "primitive descriptor" not in str(error):
             raise
-        pytest.skip(f"oneDNN has no {dtype} product for this processor, so vLLM packs none: {error}")
+        pytest.skip(
+            f"oneDNN has no {dtype} product for this processor, so vLLM packs none: {error}"
+        )
     layer = SimpleNamespace(
         cpu_linear=lambda x, w, b: ops.onednn_mm(handler, x, b), input_size=summed, tp_size=1
     )

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every piece of the forward by itself, at GPT-OSS's width: some rows, and the first few alone.
+
+A piece of invariant numerics gives a row the same bits in both. `SEEN` are those whose plain
+version does not; cos and sin and the rotation are in tiles because nothing promises it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmoe.model import plain_ops, tiny
+from jaxmoe.model.ops import invariant_ops
+
+# of the whole model test_invariant.py says it, and CI runs that
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
+CFG = tiny(
+    vocab_size=2001, d_model=2880, n_q_heads=6, n_kv_heads=2, head_dim=32, n_experts=4,
+    experts_per_token=4, d_expert=720, rope_theta=150000.0,
+)  # fmt: skip
+ROWS, FEWER = 301, (1, 3, 33)
+SIDES = {"plain": plain_ops(), "exact": invariant_ops(plain_ops())}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def layer(dtype):
+    D, E, F = CFG.d_model, CFG.n_experts, CFG.d_expert
+    return {
+        "w_router": normal(1, D, E), "b_router": normal(2, E),
+        "w_gate_up": 0.05 * normal(3, E, D, 2 * F, dtype=dtype), "b_gate_up": normal(4, E, 2 * F),
+        "w_down": 0.05 * normal(5, E, F, D, dtype=dtype), "b_down": normal(6, E, D),
+    }  # fmt: skip
+
+
+def pieces(ops, dtype):
+    """By name, (function of rows that are an array's first axis, the rows)."""
+    x_MD, w_DF = normal(7, ROWS, CFG.d_model, dtype=dtype), normal(8, CFG.d_model, 96, dtype=dtype)
+    w_DV, bias = 0.1 * normal(9, CFG.d_model, CFG.vocab_size, dtype=dtype), normal(10, 96)
+    positions = jnp.arange(ROWS, dtype=jnp.int32) * 997
+    heads = normal(11, ROWS, 6, CFG.head_dim, dtype=dtype)
+    angles = 100 * normal(12, ROWS, CFG.head_dim // 2)
+    tokens = jax.random.randint(jax.random.key(13), (ROWS,), 0, CFG.vocab_size)
+    weights = layer(dtype)
+    chosen, share = plain_ops().router(x_MD[None], weights, active=4)
+
+    def one_row(fn):
+        """The rows as tokens of one sequence."""
+        return lambda rows: jax.tree.map(lambda y: y[0], fn(*(x[None] for x in rows)))
+
+    def logprobs(x, targets):
+        """The last column has no target."""
+        hidden, targets = (
+            jnp.pad(y, ((0, 0), (0, 1), *z)) for y, z in ((x, ((0, 0),)), (targets, ()))
+        )
+        found = ops.logprobs(
+            hidden, w_DV, targets, temperature=jnp.float32(0.7), vocab_size=CFG.vocab_size
+        )
+        return tuple(y[:, :-1] for y in found)
+
+    rotary = lambda t: tuple(y[:, :, 0] for y in ops.rotary(t, CFG))  # noqa: E731
+    return {
+        "norm": (one_row(lambda x: ops.norm(x, jnp.ones(CFG.d_model), 1e-5)), (x_MD,)),
+        "linear": (one_row(lambda x: ops.linear(x, w_DF, bias)), (x_MD,)),
+        "output": (one_row(lambda x: ops.output(x, w_DF, bias)), (x_MD,)),
+        "rotary": (one_row(rotary), (positions,)),
+        "rotate": (
+            one_row(lambda x, a: ops.rotate(x, (jnp.cos(a)[:, :, None], jnp.sin(a)[:, :, None]))),
+            (heads, angles),
+        ),
+        "router": (one_row(lambda x: ops.router(x, weights, active=4)), (x_MD,)),
+        "experts": (
+            one_row(lambda x, i, w: ops.experts(x, i, w, weights, CFG)),
+            (x_MD, chosen[0], share[0]),
+        ),
+        "logits": (lambda rows: ops.logits(rows[0], w_DV), (x_MD,)),
+        "logprobs": (one_row(logprobs), (x_MD, tokens)),
+    }
+
+
+NAMES = tuple(pieces(SIDES["plain"], jnp.float32))
+SEEN = "norm", "linear", "output", "router", "experts", "logits", "logprobs"
+
+
+def changed(ops, dtype, name):
+    """By number of rows, how many of their numbers are not those among all rows."""
+    fn, rows = pieces(ops, dtype)[name]
+    fn = jax.jit(fn)
+    whole, found = fn(rows), {}
+    for few in FEWER:
+        alone = fn(jax.tree.map(lambda x, few=few: x[:few], rows))
+        found[few] = sum(
+            int(np.sum(np.asarray(a) != np.asarray(b)[:few]))
+            for a, b in zip(*map(jax.tree.leaves, (alone, whole)), strict=True)
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(n, d) for n in NAMES for d in ("float32", "bfloat16") if (n, d) != ("experts", "bfloat16")],
+)  # which takes minutes
+def test_rows_alone_have_the_bits_they_have_among_others(name, dtype):
+    assert set(changed(SIDES["exact"], jnp.dtype(dtype), name).values()) == {0}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_of_a_plain_piece_they_do_not(name):
+    found = changed(SIDES["plain"], jnp.float32, name)
+    print(f"{name}: numbers that changed, by rows alone: {found}")
+    assert sum(found.values()) > 0
