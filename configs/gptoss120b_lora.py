@@ -2,7 +2,7 @@
 """GPT-OSS 120B by LoRA over its released MXFP4 experts on GSM8K, one GPU of 80 GB.
 
 COMMAND  python -m jaxmoe.train --config gptoss120b_lora.py --dry-run
-EXPECT   64.3 GB of weights, 1.1 GB of adapters; 73.0 GB in training, 70.9 GB while sampling,
+EXPECT   64.3 GB of weights, 1.1 GB of adapters; 72.8 GB in training, 70.9 GB while sampling,
          1.6 GB on the host, by the dry run's arithmetic. It has not been trained.
 SOURCE   gptoss20b_lora.py and what it cites.
 """

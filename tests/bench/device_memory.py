@@ -28,6 +28,7 @@ import jax
 
 from jaxmoe.config import Config
 from jaxmoe.config_file import load, override
+from jaxmoe.memory import memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.sharding import one_device
 from jaxmoe.plan.compiled import base_in_step
@@ -74,7 +75,7 @@ def config(row: Row) -> Config:
         f"rollout.max_new_tokens={row.tokens - prompt}", "optim.tokens_per_microbatch=0",
         "optim.microbatches=8", "rollout.sequences_per_step=8", "rollout.samples_per_prompt=8",
         "optim.remat=True", f"optim.remat_inputs={row.inputs}", f"optim.expert_tokens={row.chunk}",
-        f"lora.embedding_rows={EMBEDDING_ROWS}",
+        f"lora.embedding_rows={EMBEDDING_ROWS}", "rollout.max_parallel_sequences=8",
     )  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def main(argv: list[str]) -> None:
     if not rows and args.chip and args.model and args.tokens:
         rows = [Row(args.chip, args.model, args.tokens, args.rank, args.chunk, args.inputs)]
     heads = ("chip", "model", "tokens", "program", "arguments", "temporaries", "sum",
-             "on the host", "CPU-s")  # fmt: skip
+             "by the dry run", "on the host", "CPU-s")  # fmt: skip
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for row in rows:
         cfg = config(row)
@@ -195,20 +196,22 @@ def tell(name: str, cfg: Config, chip: str) -> str:
         mesh = device(chip)
         wave: Any = compiled_wave(cfg, mesh, kernels_on(cfg, mesh).impls)
         if not hasattr(wave, "decode"):
-            return f"refused: {gb(wave.needs)} of {gb(wave.there)} | | |"
+            return f"refused: {gb(wave.needs)} of {gb(wave.there)} | | | |"
         both = f"prefill {gb(wave.prefill)}, decode {gb(wave.decode)}"
-        return f"{both} | | {gb(wave.live)} | 0"
+        return f"{both} | | {gb(wave.live)} | {gb(memory(cfg).sampling)} | "
     try:
         found = {"step": step, "scoring": scoring}[name](cfg, chip)
     except jax.errors.JaxRuntimeError as error:
         said = re.search(
             r"Used [\d.]+\w of [\d.]+\w hbm|HLO \w+ \([\d.]+\w\) exceeds [^.]*", str(error)
         )
-        return f"refused: {said[0] if said else str(error)[:80]} | | |"
+        return f"refused: {said[0] if said else str(error)[:80]} | | | |"
     bad = decoded(found.as_text() or "", cfg)
     assert not bad, "all of a layer's experts in one array:\n" + "\n".join(bad)
     held, more, host = sizes(found)
-    return f"{gb(held)} | {gb(more)} | {gb(held + more)} | {gb(host)}"
+    mem = memory(cfg)  # the engine's copy is no part of the step
+    counted = gb(mem.training - mem.engine_copy) if name == "step" else ""
+    return f"{gb(held)} | {gb(more)} | {gb(held + more)} | {counted} | {gb(host)}"
 
 
 def gb(n: int) -> str:

@@ -17,7 +17,16 @@ from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
 from jaxmoe.plan.collectives import Collective
-from jaxmoe.plan.compiled import Step, TooLarge, compiled_step, mesh_on, microbatches, too_large
+from jaxmoe.plan.compiled import (
+    Step,
+    TooLarge,
+    base_in_step,
+    base_of,
+    compiled_step,
+    mesh_on,
+    microbatches,
+    too_large,
+)
 from jaxmoe.plan.roofline import bounds, wave_work, work
 from jaxmoe.plan.sampler import Wave
 from jaxmoe.rl.from_config import algorithm
@@ -269,3 +278,13 @@ def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
     assert ("on" in lines) == (at == "host")
     assert {"all-gather", "reduce-scatter", "prefill", "decode"} <= lines.keys()
     assert " s of sampling + " in out
+
+
+def test_a_step_of_adapters_is_planned_with_the_rows_of_the_embedding_that_it_gets():
+    cfg = override(load("tiny_lora.py"), "lora.embedding_rows=48")
+    whole, embedding = (base["embed"] for base in (base_of(cfg), base_in_step(cfg)))
+    rows = 48, cfg.model.d_model
+    assert embedding.rows_RD.shape == rows and embedding.rows_RD.dtype == whole.dtype
+    assert embedding.shape == whole.shape and embedding.ids_R.shape == (48,)
+    assert base_in_step(override(cfg, "lora.embedding_rows=0")) == base_of(cfg)
+    assert base_in_step(load("tiny.py")) is None
