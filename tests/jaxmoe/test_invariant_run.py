@@ -46,7 +46,7 @@ def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
     "more",
     [
         ("model.dtype=bfloat16",),
-        ("optim.tokens_per_microbatch=232",),
+        pytest.param(("optim.tokens_per_microbatch=232",), marks=pytest.mark.extended),
         pytest.param(
             ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
             marks=pytest.mark.extended,
@@ -54,7 +54,7 @@ def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
         pytest.param(
             ("optim.expert_tokens=64", "rollout.router_replay=True"), marks=pytest.mark.extended
         ),
-        ("lora.attention_rank=4", "lora.expert_rank=4"),
+        pytest.param(("lora.attention_rank=4", "lora.expert_rank=4"), marks=pytest.mark.extended),
     ],
     ids=lambda more: more[0],
 )
@@ -104,6 +104,7 @@ def test_a_chip_where_it_was_not_shown_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_of_fast_numerics_goes_on_invariant_and_says_so(tmp_path, capsys):
     assert run(tmp_path / "run", "model.numerics=fast", "steps=1") == 0
     capsys.readouterr()

@@ -43,7 +43,11 @@ QUICK = "in a gradient", "packed", "sampled"  # the ways with programs of their 
 
 @pytest.mark.parametrize(
     ("dtype", "names"),
-    [("float32", QUICK), *(pytest.param(d, (), marks=pytest.mark.slow) for d in DTYPES)],
+    [
+        ("float32", QUICK),
+        pytest.param("float32", (), marks=(pytest.mark.slow, pytest.mark.extended)),
+        pytest.param("bfloat16", (), marks=pytest.mark.slow),
+    ],
 )
 def test_how_a_token_is_read_changes_no_bit(dtype, names):
     changed = ways(readings(dtype), rows_of(LENGTHS, 61), names)
