@@ -133,7 +133,6 @@ def test_sigterm_saves_and_the_same_command_resumes(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.extended  # PPO below has the same scores and several updates
 def test_off_policy_updates_with_a_reference_run(tmp_path):
     code, _, err = finish(command(
         tmp_path, loss__old_logp="recomputed", loss__epochs=2, loss__kl_coef=0.1, steps=2,
@@ -153,6 +152,7 @@ PPO = {
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # three commands; test_mesh_step.py has PPO's steps, above are several updates
 def test_ppo_with_a_critic_goes_on_bit_for_bit(tmp_path):
     for folder, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
         typed = command(tmp_path / folder, **PPO | {"steps": steps})
@@ -167,6 +167,7 @@ def test_ppo_with_a_critic_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # test_update_terms.py closes it
 def test_a_closed_gate_saves_and_the_same_command_goes_on_when_it_is_opened(whole, tmp_path):
     code, out, err = finish(command(tmp_path, gate__k3=1e-30))
     assert code == 2 and len(err.splitlines()) == 1 and "Traceback" not in out + err

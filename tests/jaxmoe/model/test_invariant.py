@@ -38,16 +38,13 @@ def readings(dtype):
     return Readings(small(dtype=dtype), exact_ops())
 
 
+LONG = pytest.mark.slow, pytest.mark.extended  # the compositions below are in CI
 QUICK = "in a gradient", "packed", "sampled"  # the ways with programs of their own
 
 
 @pytest.mark.parametrize(
     ("dtype", "names"),
-    [
-        ("float32", QUICK),
-        pytest.param("float32", (), marks=(pytest.mark.slow, pytest.mark.extended)),
-        pytest.param("bfloat16", (), marks=pytest.mark.slow),
-    ],
+    [("float32", QUICK), *(pytest.param(d, (), marks=LONG) for d in DTYPES)],
 )
 def test_how_a_token_is_read_changes_no_bit(dtype, names):
     changed = ways(readings(dtype), rows_of(LENGTHS, 61), names)

@@ -122,6 +122,7 @@ def test_a_server_that_comes_back_with_another_model(vllm):
     other.crash()
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_with_old_weights(vllm):
     """Another vLLM takes its place, each time with the weights of the version before."""
     engine, proxy, server, _, work = vllm

@@ -83,6 +83,7 @@ def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
         assert set(examined(engine, previous=weights(1))) == {"stale_experts", "stale_sinks"}
 
 
+@pytest.mark.slow
 def test_raw_logprobs_are_refused_and_where_they_are_not_they_are_named(tmp_path, monkeypatch):
     raw = "--logprobs-mode raw_logprobs"
     with pytest.raises(

@@ -72,6 +72,7 @@ class Doorless(Server):
         return made[:at] + made[at + 2 :]
 
 
+@pytest.mark.slow
 def test_what_vllms_own_key_leaves_open_is_told(started, tmp_path, capsys):
     server, behind_a_door = started
     check_guarded(behind_a_door)
