@@ -152,7 +152,7 @@ PPO = {
 
 
 @pytest.mark.slow
-@pytest.mark.extended  # three commands; test_mesh_step.py has PPO's steps, above are several updates
+@pytest.mark.extended  # three commands; test_mesh_step.py has twenty steps of PPO
 def test_ppo_with_a_critic_goes_on_bit_for_bit(tmp_path):
     for folder, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
         typed = command(tmp_path / folder, **PPO | {"steps": steps})
