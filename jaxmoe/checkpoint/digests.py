@@ -72,17 +72,21 @@ def part_digest(part: np.ndarray, start: tuple[int, ...], shape: tuple[int, ...]
         steps = np.arange(at, at + held, dtype=np.uint64) * np.uint64(stride)
         bases_R = np.add.outer(bases_R, steps).reshape(-1)
     rows, columns = rows_RC.shape
-    step = max(1, _PIECE // max(1, columns))
-    words_SC = np.empty((min(step, rows), columns), np.uint64)
-    sums_R, sums_C = np.empty(rows, np.uint64), np.zeros(columns, np.uint64)
-    for first in range(0, rows, step):
-        piece_SC = words_SC[: min(step, rows - first)]
-        piece_SC[...] = rows_RC[first : first + step]
-        np.add.reduce(piece_SC, axis=1, out=sums_R[first : first + step])
-        sums_C += np.add.reduce(piece_SC, axis=0)
-    offset = start[-1] if start else 0
-    at_C = np.arange(offset, offset + columns, dtype=np.uint64)
-    odd = int(np.dot(sums_R, bases_R)) + int(np.dot(sums_C, at_C))
+    width = max(1, min(columns, _PIECE))
+    step = max(1, _PIECE // width)
+    words = np.empty((min(step, rows), width), np.uint64)
+    sums_R, odd = np.zeros(rows, np.uint64), 0
+    for left in range(0, columns, width):
+        sums_C = np.zeros(min(width, columns - left), np.uint64)
+        for top in range(0, rows, step):
+            piece = rows_RC[top : top + step, left : left + width]
+            here = words[: piece.shape[0], : piece.shape[1]]
+            here[...] = piece
+            sums_R[top : top + step] += np.add.reduce(here, axis=1)
+            sums_C += np.add.reduce(here, axis=0)
+        first = left + (start[-1] if start else 0)
+        odd += int(np.dot(sums_C, np.arange(first, first + len(sums_C), dtype=np.uint64)))
+    odd += int(np.dot(sums_R, bases_R))
     return (int(np.add.reduce(sums_R)) + 2 * odd) % 2**64
 
 

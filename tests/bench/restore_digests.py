@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the digests of a run's checkpoint cost when it is restored: with and without, in turn.
 
-python tests/bench/restore_digests.py [--rounds 10] [--arrays 24] [--megabytes 44]
+python tests/bench/restore_digests.py [--rounds 10] [--arrays 24] [--rows 3800] [--columns 2880]
 
 The folder is read from the page cache, so reading is as quick as it gets, and digests as dear.
 """
@@ -26,13 +26,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--arrays", type=int, default=24)
-    parser.add_argument("--megabytes", type=int, default=44)
+    parser.add_argument("--rows", type=int, default=3800)
+    parser.add_argument("--columns", type=int, default=2880)
     args = parser.parse_args()
-    shape = (args.megabytes, 250_000)  # float32: a megabyte a row
+    shape = args.rows, args.columns
     keys = jax.random.split(jax.random.key(0), args.arrays)
     tree = {f"w{i}": jax.random.normal(key, shape) for i, key in enumerate(keys)}
     known = store.array_digests(tree)
-    like = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, tree))
+    like = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in tree}
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
