@@ -42,19 +42,15 @@ def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # test_invariant.py has both dtypes, without a run around them
 @pytest.mark.parametrize(
     "more",
     [
         ("model.dtype=bfloat16",),
-        pytest.param(("optim.tokens_per_microbatch=232",), marks=pytest.mark.extended),
-        pytest.param(
-            ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
-            marks=pytest.mark.extended,
-        ),
-        pytest.param(
-            ("optim.expert_tokens=64", "rollout.router_replay=True"), marks=pytest.mark.extended
-        ),
-        pytest.param(("lora.attention_rank=4", "lora.expert_rank=4"), marks=pytest.mark.extended),
+        ("optim.tokens_per_microbatch=232",),
+        ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
+        ("optim.expert_tokens=64", "rollout.router_replay=True"),
+        ("lora.attention_rank=4", "lora.expert_rank=4"),
     ],
     ids=lambda more: more[0],
 )

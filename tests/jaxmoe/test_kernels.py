@@ -248,6 +248,7 @@ def test_each_fault_of_a_double_of_a_chip_ends_on_the_terminal_and_in_a_fallback
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # test_a_resume_may_change_it_and_says_so has it without two runs
 def test_the_choice_is_printed_and_kept_and_a_resume_may_change_it(tmp_path, capsys):
     argv = [*SMALL, "--workdir", str(tmp_path), "--set"]
     with jax.numpy_dtype_promotion("standard"):

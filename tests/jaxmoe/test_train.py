@@ -234,9 +234,8 @@ def ahead(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)]
-)
+@pytest.mark.extended  # four commands; test_async_rollouts.py has it in one process
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_prompt_is_lost_or_doubled_ahead_of_the_weights(ahead, tmp_path, number):
     process = start(noting(tmp_path / "run", tmp_path / "first"), XLA_FLAGS=QUICKLY)
     wait_for(process, tmp_path / "run", "rl", random.Random(number).randint(1, 3))
@@ -253,7 +252,8 @@ def test_no_prompt_is_lost_or_doubled_ahead_of_the_weights(ahead, tmp_path, numb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.extended), 2])
+@pytest.mark.extended  # as many commands
+@pytest.mark.parametrize("staleness", [0, 2])
 def test_a_broken_engine_saves_the_run_and_says_so_in_one_line(ahead, tmp_path, staleness):
     changes = {"rollout.max_staleness": staleness, "save.every_steps": 100}
     work = tmp_path / "run"

@@ -84,7 +84,7 @@ def compositions(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LONG)])
 def test_no_composition_of_rows_changes_a_bit_of_log_probs_or_experts(dtype):
     read = readings(dtype)
 

@@ -158,18 +158,10 @@ def test_a_device_of_eight_holds_a_fraction_and_nothing_whole_travels(sizes, sha
     assert largest[1] <= own < stacked, largest
 
 
-SHORT = {"fsdp": 2, "expert": 2, "sequence": 2}
-
-
 @pytest.mark.slow  # fifteen meshes, a quarter of a minute each
-@pytest.mark.parametrize(
-    "a", [pytest.param(GRPO, marks=pytest.mark.extended), PPO], ids=["grpo", "ppo"]
-)
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param(s, marks=[] if s == SHORT else pytest.mark.extended) for s in TWOS + EIGHTS],
-    ids=str,
-)
+@pytest.mark.extended  # a step of one is in the default suite
+@pytest.mark.parametrize("a", [GRPO, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("sizes", TWOS + EIGHTS, ids=str)
 def test_twenty_steps_on_eight_devices_are_those_on_one(a, sizes):
     found = losses(a, sizes, 20)
     assert np.abs(found - on_one(a, 20)).max() < 2e-5

@@ -37,6 +37,7 @@ def test_every_fault_is_named_in_float32(seed):
         assert named(r) == (name,)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", SEEDS)
 def test_two_faults_and_single_layers_are_named(seed):
     for name, r in reports("known", PAIRS | LAYERS, seed).items():
