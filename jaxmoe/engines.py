@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from jaxmoe.checkpoint.base import base_folder
 from jaxmoe.config import Config
 from jaxmoe.model import Ops
 from jaxmoe.rollout.engine import Engine
@@ -23,8 +24,12 @@ def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> 
     )  # fmt: skip
     if r.engine == "native":
         return NativeEngine(cfg.model, ops, keep_experts=cfg.keeps_experts, mesh=mesh, **sizes)
+    from jaxmoe.vllm.adapter import ServedAdapter
     from jaxmoe.vllm.shared import open_vllm  # runs without its packages otherwise
 
+    serves = cfg.lora.ranks and r.vllm.lora == "adapter"
+    adapter = ServedAdapter(cfg.lora, base_folder(cfg)) if serves else None
     return open_vllm(
-        cfg.model, ops, r.vllm, mesh=mesh, across=cfg.mesh.attention, work=work / "engine", **sizes
-    )
+        cfg.model, ops, r.vllm, mesh=mesh, across=cfg.mesh.attention, work=work / "engine",
+        adapter=adapter, **sizes,
+    )  # fmt: skip

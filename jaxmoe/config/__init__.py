@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from jaxmoe.config.data import DataConfig
 from jaxmoe.config.errors import ConfigError, EngineError, Rule, numbers, require
 from jaxmoe.config.lora import LoraConfig
+from jaxmoe.config.lora_with import check_lora
 from jaxmoe.config.model import FROM_CHECKPOINT, ModelConfig
 from jaxmoe.config.numerics import check_numerics
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
@@ -335,7 +336,7 @@ class Config:
             f"--set data.max_prompt_tokens={self.model.max_context // 2} "
             f"--set rollout.max_new_tokens={self.model.max_context // 2}.",
         )
-        self._check_lora()
+        check_lora(self)
         check_numerics(self)
         near = difflib.get_close_matches(self.kernels, KERNELS, 1) or ["auto"]
         require(
@@ -355,35 +356,6 @@ class Config:
             self.save.keep > 0,
             f"save.keep must be positive, got {self.save.keep}. Try --set save.keep=3.",
         )
-
-    def _check_lora(self) -> None:
-        """What adapters cannot be trained with."""
-        if not self.lora.ranks:
-            return
-        sent_by = self.rollout.vllm.transport if self.rollout.engine == "vllm" else "files"
-        for key, given, must in (
-            ("mesh", self.mesh.devices, 1),
-            ("rollout.vllm.transport", sent_by, "files"),
-            ("optim.moments", self.optim.moments, "device"),
-            ("critic.backbone", self.critic.backbone if self.critic.backbone == "own" else 0, 0),
-        ):
-            typed = {"mesh": "mesh.fsdp=1", "critic.backbone": "critic.backbone=shared"}.get(
-                key, f"{key}={must}"
-            )
-            require(
-                given == must,
-                f"lora needs {typed}, got {key}={given}: adapters are trained on one device, "
-                "and reach vLLM merged, in files. "
-                f"Try --set {typed}, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
-            )
-        for name in ("d_model", "d_expert"):
-            size = getattr(self.model, name)
-            require(
-                size % 64 == 0 or self.model == FROM_CHECKPOINT,
-                f"lora needs model.{name} to be a multiple of 64, got {size}: its base has experts "
-                f"in four bits, two groups of 32 in a byte's halves. Try --set model.{name}="
-                f"{-(-size // 64) * 64}.",
-            )
 
     @property
     def exact(self) -> bool:

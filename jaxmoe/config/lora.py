@@ -9,6 +9,7 @@ from jaxmoe.config.errors import numbers, require
 
 ATTENTION = ("w_q", "w_k", "w_v", "w_o")
 EXPERTS = ("w_gate_up", "w_down")
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 # what may be trained whole beside the adapters: names in the table of parameters
 WHOLE = {
     "router": ("w_router", "b_router"),
@@ -84,6 +85,11 @@ class LoraConfig:
         each |= dict.fromkeys(EXPERTS, self.expert_rank)
         targets = _split(self.targets)
         return {name: rank for name, rank in each.items() if rank and name in targets}
+
+    @property
+    def rank(self) -> int:
+        """The largest; 0 where LoRA is off."""
+        return max(self.ranks.values(), default=0)
 
     @property
     def scales(self) -> dict[str, float]:

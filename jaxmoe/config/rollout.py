@@ -18,6 +18,8 @@ class VllmConfig:
     dtype: str = ""  # of the engine's arithmetic; empty: model.dtype
     args: str = ""  # more of vLLM's own options, as on its command line
     transport: str = "files"  # of new weights: files, nccl or ipc; in this process they are shared
+    lora: str = "merged"  # a run's adapters reach vLLM merged, as whole weights; or as an adapter
+    # over the base, init.checkpoint, that vLLM loads by itself
     weights_dir: str = "/dev/shm"  # where files of weights pass; two versions lie there at once
     on_weight_sync: str = "keep"  # requests in flight then: keep, wait (finish them) or abort
     start_timeout_s: float = 600.0  # until a server that was started answers
@@ -54,6 +56,7 @@ class VllmConfig:
         for name, allowed in (
             ("transport", ("files", "nccl", "ipc")),
             ("on_weight_sync", ("keep", "wait", "abort")),
+            ("lora", ("merged", "adapter")),
             ("dtype", ("", "float32", "bfloat16")),
         ):
             value = getattr(self, name)

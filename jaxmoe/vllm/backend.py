@@ -51,6 +51,10 @@ class Backend(Protocol):
 
     def finish_update(self, label: str) -> None: ...
 
+    def load_adapter(self, folder: str) -> None:
+        """Serve this adapter alone from now on: the plugin's `jaxmoe_load_adapter`."""
+        ...
+
     def reset_prefix_cache(self) -> bool:
         """True where nothing computed from older weights is left."""
         ...

@@ -32,6 +32,7 @@ from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
+from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm.fleet import Fleet
 from jaxmoe.vllm.opening import context_of, open_backends, those_here
@@ -39,6 +40,7 @@ from jaxmoe.vllm.replica import Replica, TargetWeights, backoff
 from jaxmoe.vllm.request import PromptRequest
 from jaxmoe.vllm.sync import Probe, ProbeReference, workers
 from jaxmoe.vllm.transport import Transport
+from jaxmoe.weight_sync.adapter import adapters_in, write_adapter
 from jaxmoe.weight_sync.directory import WeightsDirectory
 from jaxmoe.weight_sync.files import WeightFile, write_files
 from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, digested, new_run
@@ -62,8 +64,9 @@ class VllmEngine:
 
     def __init__(
         self, cfg: ModelConfig, ops: Ops, vllm: VllmConfig, *, work: Path, max_prompt_tokens: int,
-        max_new_tokens: int, max_rows: int, run: str = "",
+        max_new_tokens: int, max_rows: int, run: str = "", adapter: ServedAdapter | None = None,
     ) -> None:  # fmt: skip
+        self._adapter = adapter
         self._cfg, self._vllm = cfg, vllm
         self._longest, self._max_new, self._rows = max_prompt_tokens, max_new_tokens, max_rows
         self._dtype = vllm.dtype or cfg.dtype
@@ -77,10 +80,12 @@ class VllmEngine:
         self._transport = "in_process" if in_process else vllm.transport
         context = max_prompt_tokens + max_new_tokens
         self._fleet = Fleet([], [], self.incidents.append)
-        if self._transport == "files":  # an unusable folder fails before minutes of starting
+        if (
+            self._transport == "files" or adapter is not None
+        ):  # an unusable folder fails before minutes of starting
             self._weights_dir = WeightsDirectory(vllm.weights_dir, self._run)
         try:
-            opened = open_backends(cfg, vllm, work, context, max_rows)
+            opened = open_backends(cfg, vllm, work, context, max_rows, adapter)
         except BaseException:
             self.close()
             raise
@@ -103,7 +108,7 @@ class VllmEngine:
             Replica(
                 backend, server, transport=self._transport, cfg=cfg, probe=self.probe,
                 retries=vllm.retries, report=self.incidents.append,
-                check=partial(context_of, needed=needed),
+                check=partial(context_of, needed=needed), try_out=self._try_out,
             )
             for backend, server in opened
         ]  # fmt: skip
@@ -121,7 +126,12 @@ class VllmEngine:
         """
         named: dict[str, Any] = dict(dtype=self._dtype, run=self._run, version=version)
         file, summing = None, Lock()
-        if self._transport == "files":
+        if self._adapter is not None:
+            file = write_adapter(
+                adapters_in(params), self._cfg, self._adapter.lora, self._vllm.weights_dir,
+                run=self._run, version=version,
+            )  # fmt: skip
+        elif self._transport == "files":
             reuse, self._reusable_file = self._reusable_file, None
             file = write_files(params, self._cfg, self._vllm.weights_dir, **named, reuse=reuse)
 
@@ -138,7 +148,18 @@ class VllmEngine:
             return transport.make(params, self._cfg, told, **named)
 
         label = f"{self._run}:{version}"
-        self._reusable_file = self._hold(TargetWeights(label, version, file, make, logps))
+        before = self._hold(TargetWeights(label, version, file, make, logps))
+        if self._adapter is None:
+            self._reusable_file = before
+        elif before is not None:
+            before.close()
+
+    def _try_out(self, backend: Backend) -> None:
+        """Whether it applies adapters, where it is to."""
+        if self._adapter is not None:
+            self._adapter.check(
+                backend, self._cfg, self.probe.given, self._vllm.weights_dir, self._run
+            )
 
     def hold(self, file: WeightFile, reference: ProbeReference) -> None:
         """`load` of a file that somebody else wrote, with the trainer's log-probs of a probe."""

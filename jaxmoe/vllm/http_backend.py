@@ -77,10 +77,16 @@ def _loopback(url: str) -> bool:
 
 
 class HttpBackend:
-    """Thread-safe: a pool of connections, grown as threads ask; `key` goes with every request."""
+    """Thread-safe: a pool of connections, grown as threads ask; `key` goes with every request.
 
-    def __init__(self, url: str, *, timeout_s: float, connections: int = 64, key: str = "") -> None:
+    `model`: what is asked of those that the server has by name; empty: the one that there is.
+    """
+
+    def __init__(
+        self, url: str, *, timeout_s: float, connections: int = 64, key: str = "", model: str = ""
+    ) -> None:
         self.name = url.rstrip("/")
+        self._model = {"model": model} if model else {}
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._why_closed = ""
         self._prefix = (parse_url(self.name).path or "").rstrip("/")
@@ -116,7 +122,7 @@ class HttpBackend:
         self._pool.ConnectionCls = Connection
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        return self._post("/inference/v1/generate", body)
+        return self._post("/inference/v1/generate", body | self._model)
 
     def context(self) -> int:
         models = self._ask("GET", "/v1/models")
@@ -176,6 +182,9 @@ class HttpBackend:
 
     def finish_update(self, label: str) -> None:
         self._post("/finish_weight_update", {"weight_version": label})
+
+    def load_adapter(self, folder: str) -> None:
+        self._post("/collective_rpc", {"method": "jaxmoe_load_adapter", "args": [folder]})
 
     def reset_prefix_cache(self) -> bool:
         response = self._post("/reset_prefix_cache?reset_running_requests=true")

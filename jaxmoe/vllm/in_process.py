@@ -24,8 +24,10 @@ import numpy as np
 
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.observe.progress import phase
+from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.server import default_environment, flags, inspect_python, options, write_config
+from jaxmoe.vllm_plugin.served import ADAPTER, NUMBER
 
 
 @dataclass
@@ -41,13 +43,19 @@ class InProcessBackend:
     """Backend over an LLM of this process."""
 
     def __init__(
-        self, cfg: ModelConfig, vllm: VllmConfig, *, work: Path, context: int, rows: int
-    ) -> None:
+        self, cfg: ModelConfig, vllm: VllmConfig, *, work: Path, context: int, rows: int,
+        adapter: ServedAdapter | None = None,
+    ) -> None:  # fmt: skip
         self.name = "vLLM in this process"
         self._timeout_s = vllm.request_timeout_s
         cpu = inspect_python(sys.executable)["cpu"]
-        folder = write_config(cfg, vllm.dtype or cfg.dtype, work / "model")
+        dtype = vllm.dtype or cfg.dtype
         chosen = options(replace(vllm, transport="files"), cfg, context=context, rows=rows, cpu=cpu)
+        if adapter is None:
+            folder = write_config(cfg, dtype, work / "model")
+        else:
+            chosen |= adapter.options(cpu)
+            folder = adapter.folder(cfg, dtype, work, cpu)
         for name, value in default_environment(cpu).items():
             os.environ.setdefault(name, value)
         # one process: tensors are handed over, and vLLM starts in seconds
@@ -55,6 +63,9 @@ class InProcessBackend:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with phase("starting vLLM in this process"):
             self._llm = _llm(["--model", str(folder), *flags(chosen), *shlex.split(vllm.args)])
+        # it is in vLLM before anybody asks for it, or lost: at its path there is nothing
+        lost = str(work / "the adapter that was synced")
+        self._lora = None if adapter is None else _lora_request(lost)
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._in_flight: dict[
             str, tuple[PendingRequest, int, str]
@@ -128,6 +139,9 @@ class InProcessBackend:
     def finish_update(self, label: str) -> None:
         self._do(lambda: self._llm.finish_weight_update(label))
 
+    def load_adapter(self, folder: str) -> None:
+        self._do(lambda: self._llm.collective_rpc("jaxmoe_load_adapter", args=(folder,)))
+
     def reset_prefix_cache(self) -> bool:
         return self._do(lambda: bool(self._llm.reset_prefix_cache(reset_running_requests=True)))
 
@@ -192,7 +206,7 @@ class InProcessBackend:
                 name = str(self._number)
                 theirs = self._llm.llm_engine.add_request(
                     name, {"prompt_token_ids": list(body["token_ids"])},
-                    _sampling(params | {"seed": seed + sample}),
+                    _sampling(params | {"seed": seed + sample}), lora_request=self._lora,
                 )  # fmt: skip
                 self._in_flight[name] = (pending, sample, theirs)
         except Exception as error:
@@ -245,6 +259,10 @@ def _llm(command_line: list[str]) -> Any:
     parser = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
     parsed = chosen.add_cli_args(parser).parse_args(command_line)
     return import_module("vllm").LLM.from_engine_args(chosen.from_cli_args(parsed))
+
+
+def _lora_request(path: str) -> Any:
+    return import_module("vllm.lora.request").LoRARequest(ADAPTER, NUMBER, path)
 
 
 def _sampling(params: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
+from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm.http_backend import HttpBackend, check_guarded, key_of_running_servers
 from jaxmoe.vllm.placement import (
@@ -22,30 +23,40 @@ from jaxmoe.vllm.placement import (
     visible_gpus,
 )
 from jaxmoe.vllm.server import Server, inspect_python
+from jaxmoe.vllm_plugin.served import ADAPTER
 
 Opened = tuple[Backend, Server | None]
 
 
 def open_backends(
-    cfg: ModelConfig, vllm: VllmConfig, work: Path, context: int, rows: int
-) -> list[Opened]:
-    """The running servers named, or servers started, or one vLLM in this process."""
+    cfg: ModelConfig, vllm: VllmConfig, work: Path, context: int, rows: int,
+    adapter: ServedAdapter | None = None,
+) -> list[Opened]:  # fmt: skip
+    """The running servers named, or servers started, or one vLLM in this process.
+
+    With `adapter` they serve adapters over its base.
+    """
     if vllm.urls:
         named: dict[str, Any] = dict(timeout_s=vllm.request_timeout_s, connections=rows)
+        named["model"] = "" if adapter is None else ADAPTER
         key = key_of_running_servers()
         return [(HttpBackend(url, key=key, **named), None) for url in vllm.urls]
     if vllm.launch == 0:
         from jaxmoe.vllm.in_process import InProcessBackend
 
-        return [(InProcessBackend(cfg, vllm, work=work, context=context, rows=rows), None)]
+        sizes: dict[str, Any] = dict(work=work, context=context, rows=rows)
+        return [(InProcessBackend(cfg, vllm, adapter=adapter, **sizes), None)]
     places = [Placement()] * vllm.launch
     if not inspect_python(vllm.python or sys.executable)["cpu"]:
         trainer = trainer_share(jax.default_backend() == "gpu")
         places = placements(visible_gpus(), vllm.launch, gpus_each(vllm.args), trainer)
     servers = [
-        Server(vllm, cfg, work=work, number=n, context=context, rows=rows, place=place)
+        Server(
+            vllm, cfg, work=work, number=n, context=context, rows=rows, place=place,
+            adapter=adapter,
+        )
         for n, place in enumerate(places)
-    ]
+    ]  # fmt: skip
     # one that measures a GPU's free memory must be the only one that takes of it meanwhile
     pool = ThreadPoolExecutor(len(servers) if all(p.alone for p in places) else 1)
     try:

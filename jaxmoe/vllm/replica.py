@@ -53,7 +53,7 @@ class Replica:
     def __init__(
         self, backend: Backend, server: Server | None, *, transport: str, cfg: ModelConfig,
         probe: Probe, retries: int, report: Callable[[str], None],
-        check: Callable[[Backend], object],
+        check: Callable[[Backend], object], try_out: Callable[[Backend], None] | None = None,
     ) -> None:  # fmt: skip
         self.backend, self._server, self._transport = backend, server, Transport(transport)
         self._cfg, self._probe, self._retries = cfg, probe, retries
@@ -62,6 +62,7 @@ class Replica:
         self.in_flight = 0  # tokens; the fleet's to count
         self.max_rows = sys.maxsize  # sequences that it computes at once
         self._check = check  # whether it can be used at all
+        self._try_out = try_out  # and, once it is connected, serve what it will be sent
         self._report, self._failures = report, deque[str](maxlen=3)  # the last few
         self._verified: dict[str, int] = {}  # label -> version
         self._current_version = -1
@@ -96,6 +97,8 @@ class Replica:
         if found.names != self._connected:
             self._invalidate()
             self._transport.open(self.backend)
+            if self._try_out is not None:
+                self._try_out(self.backend)
             found = workers(self.backend)
         self._connected, self.max_rows = found.names, found.rows
         update = target.file

@@ -27,16 +27,19 @@ from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
 from jaxmoe.model.config import to_hf
 from jaxmoe.observe.progress import phase
 from jaxmoe.vllm import processes
+from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.heartbeat import Heartbeat
 from jaxmoe.vllm.http_backend import HttpBackend
 from jaxmoe.vllm.placement import Placement
 from jaxmoe.vllm.sync import PROCESSED
 from jaxmoe.vllm_plugin import door, watchdog
+from jaxmoe.vllm_plugin.served import ADAPTER
 
 SPARE = 192  # context that the probe of new weights needs, at least
 STOP_S = 15.0  # to end by itself before it is killed
 ANYWHERE = Placement()
+NO_ADAPTER = "no_adapter"  # folder of one that changes nothing, for vLLM's start
 TAIL = 25  # lines of a log that are shown
 
 _INSPECT = """
@@ -126,6 +129,8 @@ def flags(options: dict[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             made.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            made += [f"--{flag}", *value]
         else:
             made += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return made
@@ -155,18 +160,23 @@ class Server:
 
     def __init__(
         self, cfg: VllmConfig, model: ModelConfig, *, work: Path, number: int, context: int,
-        rows: int, place: Placement = ANYWHERE,
+        rows: int, place: Placement = ANYWHERE, adapter: ServedAdapter | None = None,
     ) -> None:  # fmt: skip
-        self._cfg, self._place = cfg, place
+        self._cfg, self._place, self._model, self._adapter = cfg, place, model, adapter
         self.key = secrets.token_urlsafe(32)
         self._python = cfg.python or sys.executable
         self._cpu = inspect_python(self._python)["cpu"]
         work.mkdir(parents=True, exist_ok=True)
         self.log = work / f"server-{number}.log"
         self._number = number
-        self._folder = write_config(model, cfg.dtype or model.dtype, work / "model")
+        dtype = cfg.dtype or model.dtype
         self._options = options(cfg, model, context=context, rows=rows, cpu=self._cpu)
         self._options |= place.options()
+        if adapter is None:
+            self._folder = write_config(model, dtype, work / "model")
+        else:
+            self._options |= adapter.options(self._cpu)
+            self._folder = adapter.folder(model, dtype, work, self._cpu)
         self._rows = rows
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
@@ -180,6 +190,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix=watchdog.SCRATCH))  # mode 0700
         env = self.environment(self._scratch)
+        if self._adapter is not None:
+            self._adapter.write_none(self._model, self._scratch / NO_ADAPTER)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(port), env=env, stdin=subprocess.DEVNULL, stdout=log,
@@ -187,8 +199,9 @@ class Server:
             )  # fmt: skip
         atexit.register(self.stop)
         backend = HttpBackend(
-            self.url, timeout_s=self._cfg.request_timeout_s, connections=self._rows, key=self.key
-        )
+            self.url, timeout_s=self._cfg.request_timeout_s, connections=self._rows, key=self.key,
+            model="" if self._adapter is None else ADAPTER,
+        )  # fmt: skip
         try:
             with phase(f"starting vLLM {self._number} (its log: {self.log})"):
                 self._wait(backend)
@@ -196,6 +209,8 @@ class Server:
             backend.close()
             self.stop()
             raise
+        # a worker that lost its adapter would go on without one, and now has none to find
+        shutil.rmtree(self._scratch / NO_ADAPTER, ignore_errors=True)
         name = f"vLLM {self._number}"
         self._heartbeat = Heartbeat(backend, self._process.pid, name)
         return backend
@@ -214,6 +229,9 @@ class Server:
         made += ["--model", str(self._folder), "--served-model-name", "jaxmoe"]
         made += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
         made += ["--disable-uvicorn-access-log", "--middleware", "jaxmoe.vllm_plugin.door.Door"]
+        if self._adapter is not None and self._scratch is not None:
+            none = {"name": ADAPTER, "path": str(self._scratch / NO_ADAPTER)}
+            made += ["--lora-modules", json.dumps(none)]
         return made + flags(self._options) + shlex.split(self._cfg.args)
 
     def _wait(self, backend: HttpBackend) -> None:

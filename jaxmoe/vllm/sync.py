@@ -79,9 +79,13 @@ def transfer_weights(
     try:
         backend.pause(mode)
         _start_update(backend)
-        with concurrently(update.send):
-            backend.update(update.update_info)
+        adapter = update.update_info.get("adapter")
+        if adapter is None:
+            with concurrently(update.send):
+                backend.update(update.update_info)
         backend.finish_update(update.label)
+        if adapter is not None:  # vLLM drops every adapter when an update ends
+            backend.load_adapter(adapter)
         _empty_prefix_cache(backend)
         loaded = backend.loaded_state()
         if names(loaded) != worker_names:

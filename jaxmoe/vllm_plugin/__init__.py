@@ -24,7 +24,8 @@ def register() -> None:
         logging.getLogger(__name__).warning("%s", warning)
     compat.add_backends()
     if compat.missing() is None:
-        from jaxmoe.vllm_plugin import routed_experts, seeds
+        from jaxmoe.vllm_plugin import adapters_on_cpu, routed_experts, seeds
 
+        adapters_on_cpu.install()
         seeds.install()
         routed_experts.install()

@@ -19,6 +19,7 @@ class ExpectedParameter:
 
     digest: str
     exact: bool  # the live parameter's digest must be this one; else it must change with it
+    parameter: str = ""  # where it goes; empty: where a checkpoint's tensor of its name does
 
 
 @dataclass
@@ -44,7 +45,7 @@ class LoadedState:
     ) -> None:
         """Record a weight update; `before` and `after` are digests of the live parameters."""
         self.received, self.live = dict(received), dict(after)
-        unseen = {parameter_of(name) for name in expected} - set(after)
+        unseen = {x.parameter or parameter_of(name) for name, x in expected.items()} - set(after)
         self.unreadable = sorted(unseen | set(unreadable))
         self.stale = [
             name for name in expected if not self._is_loaded(name, expected[name], before, after)
@@ -59,7 +60,7 @@ class LoadedState:
         after: Mapping[str, str],
     ) -> bool:
         """Whether a parameter holds what it should; what cannot be read is taken to."""
-        parameter = parameter_of(name)
+        parameter = expected.parameter or parameter_of(name)
         now = after.get(parameter)
         if now is None:
             return True

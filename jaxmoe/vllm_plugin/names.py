@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a GPT-OSS checkpoint, and the parameters of vLLM that each of them goes into."""
+"""Tensors of a GPT-OSS checkpoint, or of an adapter, and where in vLLM each of them goes."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ _RENAMED = {
     "down_proj": "routed_experts.w2_weight",
     "down_proj_bias": "routed_experts.w2_bias",
 }
+LAYER = re.compile(r"layers\.(\d+)\.")
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "num_local_experts", "num_experts_per_tok", "intermediate_size", "sliding_window",
@@ -56,3 +58,24 @@ def parameter_of(name: str) -> str:
     if parts and parts[-1] in ("q_proj", "k_proj", "v_proj"):
         return ".".join([*parts[:-1], "qkv_proj", f"{last}[{parts[-1][0]}]"])
     return ".".join([*parts, _RENAMED.get(last, last)])
+
+
+def adapter_places(names: list[str], config: dict[str, Any]) -> dict[str, str]:
+    """By tensor the name in adapter.py `adapter_digests` of the matrix that it goes into.
+
+    Of two adapted parameters of the experts the first is the inner module.
+    """
+    experts = [str(name) for name in config.get("target_parameters") or []]
+    inner = "gate_up" if len(experts) == 2 or "gate_up_proj" in "".join(experts) else "down"
+    found: dict[str, str] = {}
+    for name in names:
+        layer, letter = LAYER.search(name), name.split(".lora_")[-1][0]
+        last = name.split(".lora_")[0].rpartition(".")[2]
+        if last == "base_layer":
+            matrix = inner
+        elif last == "experts":
+            matrix = "down" if len(experts) == 2 else inner
+        else:
+            matrix = last.removesuffix("_proj")
+        found[name] = f"layers.{layer[1] if layer else '?'}.{matrix}.{letter}"
+    return found

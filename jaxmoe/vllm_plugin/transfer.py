@@ -149,7 +149,7 @@ class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo])
             expected = manifest.read(directory)
             self.check(expected)
             manifest.check_files(expected, directory)
-            with self.receiving(expected, _check_bytes(expected, directory)) as take:
+            with self.receiving(expected, check_bytes(expected, directory)) as take:
                 take(_read(expected, directory))
             return
         mail = tensor_mailbox.take(update_info.mailbox)
@@ -173,7 +173,7 @@ def differs(said: str, name: str, got: str) -> str:
     return f"{name} must have digest {said}, as read it has {got}"
 
 
-def _check_bytes(expected: Manifest, directory: Path) -> dict[str, str]:
+def check_bytes(expected: Manifest, directory: Path) -> dict[str, str]:
     """The digests as read. Raises UpdateRejected, naming tensors, where they are others."""
     tensors = dict(_read(expected, directory))
     with ThreadPoolExecutor() as pool:

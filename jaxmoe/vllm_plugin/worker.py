@@ -17,6 +17,7 @@ class Worker:
         JSON-able. Cost: one pass over the parameters where they are (live.py).
         """
         from jaxmoe.vllm_plugin import compat
+        from jaxmoe.vllm_plugin.adapter import adapter_digests
         from jaxmoe.vllm_plugin.live import digests
         from jaxmoe.vllm_plugin.loaded_state import LoadedState
         from jaxmoe.vllm_plugin.names import CONSTANTS, SIZES
@@ -28,9 +29,18 @@ class Worker:
         config = worker.vllm_config.model_config
         model = {name: getattr(config.hf_text_config, name, None) for name in SIZES + CONSTANTS}
         model["dtype"] = str(config.dtype).removeprefix("torch.")
-        report = state.report(*digests(worker.model_runner.get_model()))
+        live, unreadable = digests(served := worker.model_runner.get_model())
+        report = state.report(live | adapter_digests(served), unreadable)
         return report | {
             "vllm": compat.version(), "model": model, "logprobs_mode": config.logprobs_mode,
             "replicas": worker.vllm_config.parallel_config.data_parallel_size,
             "rows": worker.vllm_config.scheduler_config.max_num_seqs,
         }  # fmt: skip
+
+    def jaxmoe_load_adapter(self, path: str) -> None:
+        """Take the adapter of a folder in the place of the one before (adapter.py)."""
+        from pathlib import Path
+
+        from jaxmoe.vllm_plugin import adapter
+
+        adapter.load(self, Path(path))

@@ -187,6 +187,28 @@ def test_vllm_takes_adapters_merged():
     assert override(TINY, "lora.expert_rank=4", "rollout.engine=vllm").lora.ranks
 
 
+AS_ADAPTER = (
+    "lora.expert_rank=4", "rollout.engine=vllm", "rollout.vllm.lora=adapter", "warmup.steps=0",
+    "init.checkpoint=somewhere",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["init.checkpoint=", "warmup.steps=3", "rollout.vllm.url=http://127.0.0.1:8000",
+     "lora.modules_to_save=router", "lora.targets=w_q,w_down", "lora.expert_rank=600",
+     "lora.expert_rank=0"],
+)  # fmt: skip
+def test_what_vllm_serves_no_adapter_with_is_refused_and_what_is_advised_is_taken(other):
+    assert override(TINY, *AS_ADAPTER).rollout.vllm.lora == "adapter"
+    with pytest.raises(ConfigError, match="^rollout.vllm.lora=adapter ") as error:
+        override(TINY, *AS_ADAPTER, other)
+    advice = str(error.value).partition("Try --set ")[2].partition(", or --set ")
+    assert override(TINY, *AS_ADAPTER, other, *advice[0].removesuffix(".").split(" --set "))
+    merged = advice[2].partition(",")[0] or "rollout.vllm.lora=merged"
+    assert override(TINY, *AS_ADAPTER, other, merged).rollout.vllm.lora == "merged"
+
+
 @pytest.mark.parametrize(
     ("key", "name", "meant"),
     [("targets", "w_up", "w_gate_up"), ("targets", "q_proj", "w_q"),

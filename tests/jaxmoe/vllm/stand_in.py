@@ -21,7 +21,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxmoe.checkpoint.hf import load_params
+from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.model import abstract_params, forward, next_token_logits, plain_ops
+from jaxmoe.model.lora import with_adapters
 from jaxmoe.weight_sync.checksum import digest
 
 ROWS = 4  # sequences computed at once
@@ -47,7 +49,8 @@ COMPUTE = jax.jit(
 class StandIn:
     """`url` while it runs; `crash` ends it, `start` brings it back as a new process would be."""
 
-    def __init__(self, cfg, *, context=40, delay=0.0, key="", guards="/", **told):
+    def __init__(self, cfg, *, context=40, delay=0.0, key="", guards="/", base=None, **told):
+        self.base: Any = base  # of the adapters that it serves
         self.key, self.guards = key, guards  # 401 without the key to paths that begin so
         self.cfg, self.context, self.delay, self.told = cfg, context, delay, told
         self._port = 0
@@ -60,6 +63,8 @@ class StandIn:
         self.instance, self.label, self.spoken = secrets.token_hex(8), None, "default"
         self.received, self.waiting = {}, None
         self.params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_params(self.cfg))
+        if self.base is not None:
+            self.params = self.base
         if folder is not None:
             self.params = load_params(folder, self.cfg, "float32")
         self.state = threading.Condition()
@@ -136,6 +141,8 @@ class StandIn:
         return {"data": [{"id": "stand-in", "max_model_len": self.context}]}
 
     def do_collective_rpc(self, body, query):
+        if body["method"] == "jaxmoe_load_adapter":
+            return self.load_adapter(Path(body["args"][0]))
         assert body["method"] == "jaxmoe_loaded_state"
         received = dict(self.received)
         stale = []
@@ -147,6 +154,18 @@ class StandIn:
             stale = ["model.layers.0.self_attn.sinks"]
         loaded = {"instance": self.instance, "label": self.label, "received": received, **self.told}
         return {"results": [loaded | {"live": {}, "stale": stale, "unreadable": []}]}
+
+    def load_adapter(self, folder):
+        found = read_adapter(folder, self.cfg)
+        if skipped := [fault.split()[1] for fault in self.faults if fault.startswith("skips ")]:
+            found.adapters["layers"]["full"][skipped[0]].b[:] = 0
+        adapters = jax.tree.map(jnp.asarray, found.adapters)
+        self.params = with_adapters(self.base, adapters, found.scales)
+        said = json.loads((folder / "manifest.json").read_text())
+        self.label = f"{said['run']}:{said['version']}"
+        (file,) = folder.glob("*.safetensors")
+        self.received = {name: digest(array) for name, array in load_file(file).items()}
+        return {"results": [None]}
 
     def do_init_weight_transfer_engine(self, body, query):
         return {}

@@ -2,14 +2,18 @@
 """Staleness by tensor, from digests alone."""
 
 import dataclasses
+import json
 
 import pytest
 
 from jaxmoe.checkpoint.hf import entries
-from jaxmoe.config import ModelConfig
+from jaxmoe.checkpoint.peft import CONFIG, FILE, save_adapter
+from jaxmoe.checkpoint.tensor_files import read_header
+from jaxmoe.config import LoraConfig, ModelConfig
 from jaxmoe.model.config import to_hf
+from jaxmoe.vllm.adapter import zeros
 from jaxmoe.vllm_plugin.loaded_state import ExpectedParameter, LoadedState
-from jaxmoe.vllm_plugin.names import SIZES, checkpoint_shapes, parameter_of
+from jaxmoe.vllm_plugin.names import SIZES, adapter_places, checkpoint_shapes, parameter_of
 
 AT = "model.layers.3."
 SINKS, QUERY = AT + "self_attn.sinks", AT + "self_attn.q_proj.weight"
@@ -94,3 +98,48 @@ def test_no_label_stands_while_weights_change_or_after_another_changed_them():
 def test_two_engines_are_told_apart():
     assert LoadedState().instance != LoadedState().instance
     assert {f.name for f in dataclasses.fields(LoadedState)} >= {"received", "live", "stale"}
+
+
+def file_of(tmp_path, lora):
+    """Names of an adapter's tensors, and its config, as they are written."""
+    cfg = ModelConfig(
+        vocab_size=97, d_model=64, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=32,
+        n_experts=3, experts_per_token=2, d_expert=128, sliding_window=9, dtype="float32",
+    )  # fmt: skip
+    save_adapter(zeros(cfg, lora), cfg, lora, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    return list(read_header(tmp_path / "adapter" / FILE)), config
+
+
+@pytest.mark.parametrize(
+    ("targets", "matrices"),
+    [("w_q,w_k,w_v,w_o,w_gate_up,w_down", "q k v o gate_up down"), ("w_v,w_o", "v o"),
+     ("w_gate_up", "gate_up"), ("w_down", "down")],
+)  # fmt: skip
+def test_every_tensor_of_an_adapter_has_a_place_of_its_own(tmp_path, targets, matrices):
+    attention, experts = ("w_o" in targets) * 2, ("w_gate_up" in targets or "w_down" in targets) * 3
+    lora = LoraConfig(attention_rank=attention, expert_rank=experts, targets=targets)
+    names, config = file_of(tmp_path, lora)
+    found = adapter_places(names, config)
+    assert set(found) == set(names) and len(set(found.values())) == len(names)
+    assert set(found.values()) == {
+        f"layers.{layer}.{matrix}.{x}" for layer in range(4) for matrix in matrices.split()
+        for x in "AB"
+    }  # fmt: skip
+    inner = [found[name] for name in names if ".base_layer.lora_A" in name]
+    assert inner == [f"layers.{layer}.gate_up.A" for layer in range(4)] * (
+        "down" in matrices and "gate" in matrices
+    )
+
+
+def test_an_adapters_tensor_whose_buffer_stays_is_stale_from_the_second_on():
+    state = LoadedState()
+
+    def take(sent, live):
+        placed = {name: ExpectedParameter(x, False, "layers.0.q.A") for name, x in sent.items()}
+        state.record("r:1", sent, placed, state.live, {"layers.0.q.A": live}, [])
+        return state.stale
+
+    assert take({"a": "1"}, "x") == []  # the first tells nothing
+    assert take({"a": "2"}, "y") == [] and take({"a": "2"}, "y") == []
+    assert take({"a": "3"}, "y") == ["a"]
