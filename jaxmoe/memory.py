@@ -19,7 +19,7 @@ from jaxmoe.model.lora import Pair, lora_specs
 from jaxmoe.model.params import param_specs, read_dtype, value_head_specs
 from jaxmoe.parallel.host import free_bytes
 from jaxmoe.parallel.limits import check_host
-from jaxmoe.parallel.sharding import RULES, SAMPLING, Names, local_shape
+from jaxmoe.parallel.sharding import RULES, Names, local_shape, sampling_rules
 from jaxmoe.rollout.native import prompts_at_once
 from jaxmoe.shapes import Leaf
 
@@ -115,7 +115,7 @@ def memory(cfg: Config) -> Memory:
     if cfg.optim.remat_keeps:
         kept += m.n_layers * tokens * m.n_q_heads * (m.head_dim * fast + 4)
     native, ahead = cfg.rollout.engine == "native", cfg.rollout.max_staleness > 0
-    engine_copy = copy_bytes(policy, cfg, SAMPLING.rules) if native else 0
+    engine_copy = copy_bytes(policy, cfg, sampling_rules(cfg.model).rules) if native else 0
     if lora and native:  # it reads the base in place
         engine_copy = adapter_copy_bytes(cfg)
     shards, samples = mesh.row_shards * mesh.sequence, cfg.rollout.samples_per_prompt

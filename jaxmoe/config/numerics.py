@@ -37,16 +37,20 @@ def check_numerics(cfg: "Config") -> None:
         f"{r.top_p}: the mass that they keep is rounded on its way to the trainer. "
         f"Try --set rollout.top_k=0 --set rollout.top_p=1, {_OFF}",
     )
-    rows = min(r.max_parallel_sequences, r.sequences_per_step)
+    m = cfg.mesh
+    alone = m.data * m.fsdp  # devices with rows of their own and all that these are multiplied with
     require(
-        rows >= FEWEST,
-        f"model.numerics=invariant computes {4 * FEWEST} rows at a time, and the engine decodes "
-        f"{rows} at once: more than 3 of 4 would be thrown away. Try --set "
-        f"rollout.max_parallel_sequences={FEWEST} --set rollout.sequences_per_step={FEWEST}, "
-        f"{_OFF}",
+        m.devices == alone,
+        f"model.numerics=invariant goes with mesh.data and mesh.fsdp, got mesh.expert={m.expert}, "
+        f"mesh.sequence={m.sequence}, mesh.tensor={m.tensor}: sums over their devices have an "
+        f"order of their own. Try --set mesh.fsdp={m.devices // m.data} --set mesh.expert=1 --set "
+        f"mesh.sequence=1 --set mesh.tensor=1, {_OFF}",
     )
+    rows, fewest = min(r.max_parallel_sequences, r.sequences_per_step), FEWEST * alone
     require(
-        cfg.mesh.devices == 1,
-        f"model.numerics=invariant runs on one device, got a mesh of {cfg.mesh.devices}: sums over "
-        f"devices have an order of their own. Try --set mesh.fsdp=1 --set mesh.data=1, {_OFF}",
+        rows >= fewest,
+        f"model.numerics=invariant computes {4 * FEWEST} rows at a time on each device, and the "
+        f"engine decodes {rows} at once on {alone}: more than 3 of 4 would be thrown away. Try "
+        f"--set rollout.max_parallel_sequences={fewest} --set rollout.sequences_per_step={fewest}, "
+        f"{_OFF}",
     )

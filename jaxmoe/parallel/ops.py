@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.ops import Ops
+from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.parallel import vocabulary
 from jaxmoe.parallel.expert import dispatch_for
@@ -61,11 +61,18 @@ def sharded_ops(
     """
     if mesh is None:
         return ops
-    on = OnMesh(mesh, cfg, rules, across)
+    on, plain = OnMesh(mesh, cfg, rules, across), plain_ops()
     if shards_of(mesh, rules.time) > 1:
         implementation(ops.attend)
+    # what sees a token by itself is XLA's to place, but for a piece of one's own
+    own = {
+        name: partial(getattr(on, name), getattr(ops, name))
+        for name in ("norm", "rotary", "rotate", "drawn")
+        if getattr(ops, name) is not getattr(plain, name)
+    }
     return replace(
         ops,
+        **own,
         embed=partial(on.embed, ops.embed),
         linear=partial(on.linear, ops.linear),
         output=partial(on.output, ops.output),
@@ -130,6 +137,23 @@ class OnMesh:
         local = partial(vocabulary.embed, dtype=dtype, axes=over[1], lookup=inner)
         ins = spec_of(*self.tokens), spec_of(*over)
         return self.run(local, ins, spec_of(*self.tokens))(tokens_BT, w_VD)
+
+    def norm(self, inner: Callable[..., Array], x_BTD: Array, scale_D: Array, eps: float) -> Array:
+        tokens = spec_of(*self.tokens)
+        run = self.run(lambda x_btD, scale_D: inner(x_btD, scale_D, eps), (tokens, P()), tokens)
+        return run(x_BTD, scale_D)
+
+    def rotary(
+        self, inner: Callable[..., tuple[Array, Array]], positions_BT: Array, cfg: ModelConfig
+    ) -> tuple[Array, Array]:
+        tokens = spec_of(*self.tokens)
+        return self.run(partial(inner, cfg=cfg), (tokens,), (tokens, tokens))(positions_BT)
+
+    def rotate(
+        self, inner: Callable[..., Array], x_BTNH: Array, tables: tuple[Array, Array]
+    ) -> Array:
+        heads, tokens = spec_of(*self.tokens, _TENSOR), spec_of(*self.tokens)
+        return self.run(inner, (heads, (tokens, tokens)), heads)(x_BTNH, tables)
 
     def linear(self, inner: Callable[..., Array], x_BTD: Array, w_DF: Array, b_F: Array) -> Array:
         """Columns that tensor cuts stay cut: they are heads."""
@@ -257,6 +281,24 @@ class OnMesh:
         ins = tokens, spec_of(*over), tokens, spec_of()
         run = self.run(streamed if impl else whole, ins, (tokens, tokens))
         return run(hidden_BTD, w_DV, targets_BT, jnp.asarray(temperature, jnp.float32))
+
+    def drawn(
+        self, inner: Callable[..., Array], logp_B: Array, hidden_BD: Array, w_DV: Array,
+        token_B: Array, *, temperature: Any, vocab_size: int,
+    ) -> Array:  # fmt: skip
+        """Over a whole head."""
+        over, rows = self.cut(self.specs["head"]), spec_of(self.rules.rows)
+
+        def local(
+            logp_b: Array, hidden_bD: Array, w_dv: Array, token_b: Array, temperature: Array
+        ) -> Array:
+            w_DV = gathered(w_dv, over, hidden_bD.dtype)
+            return inner(
+                logp_b, hidden_bD, w_DV, token_b, temperature=temperature, vocab_size=vocab_size
+            )
+
+        run = self.run(local, (rows, rows, spec_of(*over), rows, P()), rows)
+        return run(logp_B, hidden_BD, w_DV, token_B, jnp.asarray(temperature, jnp.float32))
 
     @property
     def specs(self) -> Params:

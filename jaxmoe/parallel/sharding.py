@@ -61,6 +61,18 @@ SAMPLING = MeshRules(
 )  # fmt: skip
 
 
+# the same with every expert on every device: cut, their sum would go over devices, in an order of
+# its own
+INVARIANT = MeshRules(
+    {axis: names for axis, names in SAMPLING.rules.items() if axis != "expert"}, SAMPLING.rows, ()
+)
+
+
+def sampling_rules(cfg: ModelConfig) -> MeshRules:
+    """How the engine's copy of the weights and its tokens lie on a mesh."""
+    return INVARIANT if cfg.numerics == "invariant" else SAMPLING
+
+
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """The mesh of a run, over all devices unless some are given; None for one device."""
     if cfg.devices == 1:

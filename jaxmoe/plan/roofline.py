@@ -15,7 +15,7 @@ from jaxmoe.config import Config
 from jaxmoe.memory import copy_bytes, layer_bytes, layer_flops, memory, microbatch_rows
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import param_specs
-from jaxmoe.parallel.sharding import SAMPLING
+from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import Collective, sent
 from jaxmoe.plan.compiled import microbatches
@@ -107,9 +107,10 @@ def wave_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
     before = first * prompts / mesh.devices
     token = ((whole - first) / N + 2 * m.d_model * m.padded_vocab) * rows / mesh.devices
     policy = {name: spec for name, spec in param_specs(m).items() if name != "embed"}
-    weights = copy_bytes(policy, cfg, SAMPLING.rules)
+    rules = sampling_rules(m).rules
+    weights = copy_bytes(policy, cfg, rules)
     routed = copy_bytes(
-        [spec for spec in jax.tree.leaves(policy) if "expert" in spec.axes], cfg, SAMPLING.rules
+        [spec for spec in jax.tree.leaves(policy) if "expert" in spec.axes], cfg, rules
     )
     asked = 1 - (1 - m.experts_per_token / m.n_experts) ** (rows / mesh.data)
     mine = mesh.devices / mesh.tensor  # devices with rows of their own

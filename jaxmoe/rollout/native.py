@@ -21,7 +21,13 @@ from jaxmoe.model.params import as_read
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import on_hosts
-from jaxmoe.parallel.sharding import SAMPLING, batch_sharding, param_shardings, place, shards_of
+from jaxmoe.parallel.sharding import (
+    batch_sharding,
+    param_shardings,
+    place,
+    sampling_rules,
+    shards_of,
+)
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.decoding import DecodeState, compact, decode, fresh_rows, prefill, repeat_rows
 from jaxmoe.shapes import Leaf, Params
@@ -45,8 +51,9 @@ class NativeEngine:
         max_rows: int, keep_experts: bool = False, mesh: Mesh | None = None,
     ) -> None:  # fmt: skip
         self._cfg, self._max_rows, self._max_new = cfg, max_rows, max_new_tokens
-        self._mesh, self._shards = mesh, shards_of(mesh, SAMPLING.rows)
-        ops = sharded_ops(ops, mesh, cfg, SAMPLING)
+        self._rules = rules = sampling_rules(cfg)
+        self._mesh, self._shards = mesh, shards_of(mesh, rules.rows)
+        ops = sharded_ops(ops, mesh, cfg, rules)
         self._keep_experts = keep_experts
         self._longest = _bucket(max_prompt_tokens, SHORTEST)
         slots = self._longest + max_new_tokens
@@ -62,7 +69,7 @@ class NativeEngine:
         self._compact = jax.jit(partial(compact))
         self._read = partial(as_read, cfg=cfg)
         if mesh is not None:
-            to = param_shardings(cfg, mesh, SAMPLING)
+            to = param_shardings(cfg, mesh, rules)
             self._read = jax.jit(self._read, out_shardings=to)
         self._loaded: tuple[Params, int] | None = None  # one thing, so that a thread reads both
         self._closed = False
@@ -112,14 +119,14 @@ class NativeEngine:
         def cut(tree: Leaf) -> Leaf:
             if (on := mesh) is None:
                 return tree
-            return lie(tree, jax.tree.map(lambda x: batch_sharding(on, x.ndim, SAMPLING), tree))
+            return lie(tree, jax.tree.map(lambda x: batch_sharding(on, x.ndim, self._rules), tree))
 
         def results(made: Any) -> Any:
             return lie(made.out_info, made.output_shardings)
 
         params = jax.eval_shape(partial(as_read, cfg=cfg), params)
         if mesh is not None:
-            params = lie(params, param_shardings(cfg, mesh, SAMPLING))
+            params = lie(params, param_shardings(cfg, mesh, self._rules))
         rows = width * samples
         shapes = [((width, self._longest), jnp.int32), ((width,), jnp.int32)]
         shapes += [((rows, cfg.d_model), jnp.dtype(cfg.dtype)), ((rows,), jnp.int32)]
@@ -231,7 +238,7 @@ class NativeEngine:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt.tokens)] = prompt.tokens
             lengths[row] = len(prompt.tokens)
-        placed = place((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, SAMPLING)
+        placed = place((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, self._rules)
         cache, hidden, read = self._prefill(params, *placed)
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
@@ -242,7 +249,7 @@ class NativeEngine:
             hidden[repeat], jnp.asarray(lengths[repeat]), jnp.asarray(repeat < len(prompts)),
             jax.random.key_data(streams), read, sampling,
         )  # fmt: skip
-        state = replace(place(state, self._mesh, SAMPLING), cache=cache)
+        state = replace(place(state, self._mesh, self._rules), cache=cache)
         return state, sampling.max_new_tokens, on_hosts(read)
 
     def _rollout(

@@ -2,6 +2,10 @@
 """What invariant numerics cost: both on the same answers, in turn, in CPU-seconds.
 
 python tests/bench/numerics_time.py [--dtype bfloat16] [--rounds 8] [--new-tokens 32]
+                                    [--heads 4] [--key-heads 2]
+
+Compilation is of an engine's programs and of one program of forward and backward, whose
+temporaries are XLA's count; each is compiled once, so its seconds are one reading.
 """
 
 import argparse
@@ -30,8 +34,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--key-heads", type=int, default=2)
     args = parser.parse_args()
-    cfg, rng = tiny(dtype=args.dtype), np.random.default_rng(0)
+    cfg = tiny(dtype=args.dtype, n_q_heads=args.heads, n_kv_heads=args.key_heads)
+    rng = np.random.default_rng(0)
     params = init_params(jax.random.key(0), cfg)
     prompts = [
         Prompt(i, "", tuple(int(x) for x in rng.integers(0, 256, rng.integers(3, LONGEST))), None)
@@ -41,6 +48,13 @@ def main() -> None:
         name: runs(cfg, ops, params, prompts, args.new_tokens)
         for name, ops in (("fast", plain_ops()), ("invariant", invariant_ops(plain_ops())))
     }
+    for what in ("compiling", "temporaries"):
+        fast, invariant = (sides[name].pop(what)() for name in ("fast", "invariant"))
+        unit, by = ("s", 1) if what == "compiling" else ("MB", 1e6)
+        print(
+            f"{what:22s} fast {fast / by:.3f} {unit}, invariant {invariant / by:.3f} {unit}: "
+            f"{invariant / fast:.2f}×"
+        )
     spent: dict[str, dict[str, list[float]]] = {n: {k: [] for k in r} for n, r in sides.items()}
     for i in range(args.rounds):
         for name in sorted(sides, reverse=bool(i % 2)):
@@ -56,7 +70,8 @@ def main() -> None:
 def runs(
     cfg: Any, ops: Any, params: Any, prompts: list[Prompt], new: int
 ) -> dict[str, Callable[[], Any]]:
-    """By name, what is timed: compiled and run once."""
+    """By name, what is timed: compiled and run once; what compiling took, and temporaries."""
+    began = time.process_time()
     engine = NativeEngine(
         cfg, ops, max_prompt_tokens=LONGEST, max_new_tokens=new, max_rows=PROMPTS * SAMPLES
     )
@@ -67,6 +82,7 @@ def runs(
         return [r.rollout_logp for r in engine.generate(prompts, sampling, seed=1, samples=SAMPLES)]
 
     rollouts = engine.generate(prompts, sampling, seed=1, samples=SAMPLES)
+    compiling = time.process_time() - began
     rewards = np.zeros(len(rollouts), np.float32)
     batch = jax.tree.map(
         jnp.asarray,
@@ -78,9 +94,14 @@ def runs(
         logp_BT = scorer.policy(Trained(params), batch)["logp_BT"]
         return -jnp.sum(jnp.where(batch.loss_mask_BT, logp_BT, 0.0))
 
+    began = time.process_time()
     forward, gradient = jax.jit(loss), jax.jit(jax.value_and_grad(loss))
+    memory: Any = gradient.lower(params, batch).compile().memory_analysis()
+    compiling += time.process_time() - began
     jax.block_until_ready((forward(params, batch), gradient(params, batch)))
     return {
+        "compiling": lambda: compiling,
+        "temporaries": lambda: memory.temp_size_in_bytes,
         "decode": sample,
         "forward": lambda: forward(params, batch),
         "forward and backward": lambda: gradient(params, batch),

@@ -51,6 +51,7 @@ def test_every_log_prob_and_expert_of_a_run_is_the_engines_to_the_bit(tmp_path):
         ("optim.remat=True", "optim.microbatches=2", "loss.old_logp=recomputed"),
         ("optim.expert_tokens=64", "rollout.router_replay=True"),
         ("lora.attention_rank=4", "lora.expert_rank=4"),
+        ("mesh.data=2", "mesh.fsdp=4", "rollout.sequences_per_step=64"),
     ],
     ids=lambda more: more[0],
 )
@@ -83,7 +84,9 @@ def test_a_difference_stops_the_run_and_is_traced(tmp_path, monkeypatch, capsys)
         ("kernels=mosaic_gpu", "kernels=auto"),
         ("rollout.top_p=0.9", "rollout.top_p=1"),
         ("rollout.max_parallel_sequences=4", "rollout.max_parallel_sequences=8"),
-        ("mesh.data=2", "mesh.data=1"),
+        ("mesh.tensor=2", "mesh.tensor=1"),
+        ("mesh.expert=2", "mesh.fsdp=2"),
+        ("mesh.data=64", "rollout.max_parallel_sequences=512"),
         ("model.numerics=exact", "model.numerics=invariant"),
     ],
 )
