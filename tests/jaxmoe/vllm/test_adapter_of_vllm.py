@@ -2,6 +2,7 @@
 """Adapters in a real vLLM, over a base that it loads by itself; on a CPU those of attention."""
 
 import os
+import signal
 from dataclasses import replace
 
 import jax
@@ -94,6 +95,30 @@ def test_each_version_of_a_server_is_the_trainers(base, tmp_path):
     engine = opened(base, tmp_path, 1)
     try:
         check_versions(engine, base, tmp_path)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_server_that_died_or_lost_its_adapter_has_it_again(base, tmp_path):
+    engine = opened(base, tmp_path, 1)
+    (replica,) = engine._fleet.replicas
+
+    def kill():
+        os.killpg(replica._server._process.pid, signal.SIGKILL)
+
+    def lose():  # as vLLM does it, under the label that it has
+        replica.backend.start_update()
+        replica.backend.finish_update(engine._fleet.target.label)
+
+    try:
+        params = with_adapters(base[1], adapters(1), LORA.scales)
+        engine.load(params, 1)
+        for break_it in (kill, lose):
+            break_it()
+            for rollout in engine.generate(prompts(3), Sampling(NEW, ()), seed=1, samples=2):
+                assert (rollout.weight_versions == 1).all() and gap(rollout, params) < 5e-5
+            print(break_it.__name__, engine.incidents)
     finally:
         engine.close()
 

@@ -103,6 +103,7 @@ def test_vllm_on_a_cpu_refuses_lora_for_gpt_oss_by_itself(setting):
     assert done.returncode != 0 and "triton_moe.py" in done.stderr, done.stderr[-2000:]
 
 
+@pytest.mark.slow  # test_adapter_of_vllm.py has such an adapter in a run's engine
 def test_vllm_serves_our_adapter_as_our_merged_weights(setting):
     home, base, merged = setting
     done = run(home, "plain")
