@@ -117,6 +117,9 @@ def _engine_line(cfg: Config) -> str:
         where = f"vLLM, {v.launch} started here" if v.launch else "vLLM, in this process"
         where = f"vLLM at {v.url}" if v.url else where
         where += " (its memory is not in this table)"
+        if cfg.lora.ranks:
+            sent = {"merged": "whole weights, merged", "adapter": "the adapter alone"}[v.lora]
+            where += f", sent {sent}"
     ahead = f", up to {r.max_staleness} steps ahead of the weights" if r.max_staleness else ""
     return where + ahead
 

@@ -100,3 +100,15 @@ def test_adapters_of_the_large_models_are_planned_by_kind(
         "adapters", "packed", "bf16", *kinds, "moments", "engine_copy", "gradients", "update",
         "activations", "cache", "training", "sampling", "offloaded",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "sent"), [("merged", "whole weights, merged"), ("adapter", "the adapter alone")]
+)
+def test_what_of_a_lora_run_reaches_vllm_is_said(how, sent, capsys, tmp_path):
+    changes = ["lora.attention_rank=4", "rollout.engine=vllm", f"rollout.vllm.lora={how}"]
+    changes += ["warmup.steps=0", f"init.checkpoint={tmp_path / 'none'}"]
+    train.main([*command(*changes), "--dry-run", "--workdir", str(tmp_path / "run")])
+    assert f"vLLM, 1 started here (its memory is not in this table), sent {sent}" in (
+        capsys.readouterr().out
+    )
