@@ -37,8 +37,14 @@ def kernels_on(cfg: Config, mesh: Mesh) -> Decision:
     def judge(operation: str, name: str) -> KernelVerdict:
         if not name.startswith("mosaic"):
             return KernelVerdict("refuses", "it is not compiled here")
+        reasons: list[str | None] = []
+
+        def ask(*given: jax.Array) -> None:
+            reasons.append(IMPLS[operation][name].unsupported(*given))
+
         with jax.set_mesh(mesh):  # names the chip
-            reason = IMPLS[operation][name].unsupported(*arrays[operation])
+            jax.eval_shape(ask, *arrays[operation])
+        reason = reasons[0]
         return KernelVerdict("refuses", reason) if reason else KernelVerdict("right", "")
 
     return decide(cfg, lambda: {"platform": device.platform}, lambda _: judge)
