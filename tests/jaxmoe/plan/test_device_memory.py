@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a device holds while adapters are trained over four-bit experts, by the chips' compilers."""
 
+import jax
 import pytest
 
 from jaxmoe.memory import memory
@@ -21,6 +22,13 @@ OTHERS = (
     Row("h100", "20b", 131_072, rank=16),
 )  # fmt: skip
 SHORTEST = next(iter(GOALS))
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """As the command has it: optax raises floats to integer powers."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def compiler(row):
