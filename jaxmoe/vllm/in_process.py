@@ -27,7 +27,7 @@ from jaxmoe.observe.progress import phase
 from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.server import default_environment, flags, inspect_python, options, write_config
-from jaxmoe.vllm_plugin.served import ADAPTER, NUMBER
+from jaxmoe.vllm_plugin.names import ADAPTER, NUMBER
 
 
 @dataclass

@@ -23,7 +23,7 @@ from jaxmoe.vllm.placement import (
     visible_gpus,
 )
 from jaxmoe.vllm.server import Server, inspect_python
-from jaxmoe.vllm_plugin.served import ADAPTER
+from jaxmoe.vllm_plugin.names import ADAPTER
 
 Opened = tuple[Backend, Server | None]
 

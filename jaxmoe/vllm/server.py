@@ -34,7 +34,7 @@ from jaxmoe.vllm.http_backend import HttpBackend
 from jaxmoe.vllm.placement import Placement
 from jaxmoe.vllm.sync import PROCESSED
 from jaxmoe.vllm_plugin import door, watchdog
-from jaxmoe.vllm_plugin.served import ADAPTER
+from jaxmoe.vllm_plugin.names import ADAPTER
 
 SPARE = 192  # context that the probe of new weights needs, at least
 STOP_S = 15.0  # to end by itself before it is killed

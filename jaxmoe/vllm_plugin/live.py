@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from jaxmoe.vllm_plugin.names import LAYER
 from jaxmoe.weight_sync.checksum import digest
 
 Form = Callable[[torch.Tensor], torch.Tensor]
@@ -48,9 +49,10 @@ def _digest_on_device(raw: torch.Tensor) -> str:
 def digests(model: torch.nn.Module) -> tuple[dict[str, str], list[str]]:
     """(digest of each parameter by vLLM's name, parameters that cannot be read).
 
-    A fused query, key and value counts as three: "….qkv_proj.weight[q]", "[k]" and "[v]".
+    A fused query, key and value counts as three: "….qkv_proj.weight[q]", "[k]" and "[v]". Where
+    vLLM serves adapters their buffers are among them, and whose these are.
     """
-    found: dict[str, str] = {}
+    found = _adapters(model)
     unreadable: list[str] = []
     for name, module, key, parameter in _parameters(model):
         content = _content(module, key, parameter)
@@ -60,6 +62,34 @@ def digests(model: torch.nn.Module) -> tuple[dict[str, str], list[str]]:
         for part, rows in _parts(module, content):
             found[name + part] = digest_tensor(rows)
     return found, unreadable
+
+
+def _adapters(model: torch.nn.Module) -> dict[str, str]:
+    """Digest of each buffer of adapters that a kernel reads, as "layers.3.q.A", and whose they are
+    ("slots"); {} without LoRA.
+    """
+    found: dict[str, str] = {}
+    if (manager := getattr(model, "lora_manager", None)) is not None:
+        found["slots"] = str(manager.lora_index_to_id)
+    for prefix, module in model.named_modules():
+        layer = LAYER.search(prefix + ".")
+        if layer is None:
+            continue
+        for matrix, letter, tensors in _buffers(prefix.rpartition(".")[2], module):
+            found[f"layers.{layer[1]}.{matrix}.{letter}"] = "".join(map(digest_tensor, tensors))
+    return found
+
+
+def _buffers(last: str, module: Any) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
+    held = vars(module)
+    for letter in "ab":
+        if stacked := held.get(f"lora_{letter}_stacked"):
+            parts = {"qkv_proj": "qkv", "o_proj": "o"}.get(last, "")
+            for part, tensor in zip(parts, stacked, strict=False):
+                yield part, letter.upper(), [tensor]
+        for matrix, name in (("gate_up", "w13"), ("down", "w2")):
+            if stacked := held.get(f"{name}_lora_{letter}_stacked"):
+                yield matrix, letter.upper(), list(stacked)
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any, str, torch.Tensor]]:

@@ -11,6 +11,7 @@ _RENAMED = {
     "down_proj": "routed_experts.w2_weight",
     "down_proj_bias": "routed_experts.w2_bias",
 }
+ADAPTER, NUMBER = "jaxmoe_adapter", 1  # as requests ask for the one that vLLM serves
 LAYER = re.compile(r"layers\.(\d+)\.")
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -61,7 +62,7 @@ def parameter_of(name: str) -> str:
 
 
 def adapter_places(names: list[str], config: dict[str, Any]) -> dict[str, str]:
-    """By tensor the name in adapter.py `adapter_digests` of the matrix that it goes into.
+    """By tensor the name in live.py `digests` of the buffer that it goes into.
 
     Of two adapted parameters of the experts the first is the inner module.
     """

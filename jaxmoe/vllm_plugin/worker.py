@@ -17,7 +17,6 @@ class Worker:
         JSON-able. Cost: one pass over the parameters where they are (live.py).
         """
         from jaxmoe.vllm_plugin import compat
-        from jaxmoe.vllm_plugin.adapter import adapter_digests
         from jaxmoe.vllm_plugin.live import digests
         from jaxmoe.vllm_plugin.loaded_state import LoadedState
         from jaxmoe.vllm_plugin.names import CONSTANTS, SIZES
@@ -29,8 +28,7 @@ class Worker:
         config = worker.vllm_config.model_config
         model = {name: getattr(config.hf_text_config, name, None) for name in SIZES + CONSTANTS}
         model["dtype"] = str(config.dtype).removeprefix("torch.")
-        live, unreadable = digests(served := worker.model_runner.get_model())
-        report = state.report(live | adapter_digests(served), unreadable)
+        report = state.report(*digests(worker.model_runner.get_model()))
         return report | {
             "vllm": compat.version(), "model": model, "logprobs_mode": config.logprobs_mode,
             "replicas": worker.vllm_config.parallel_config.data_parallel_size,

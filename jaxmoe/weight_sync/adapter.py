@@ -5,7 +5,6 @@ Next: jaxmoe/vllm_plugin/adapter.py takes them.
 """
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from jaxmoe.config import LoraConfig, ModelConfig
 from jaxmoe.model.lora import Adapted, Pair
 from jaxmoe.shapes import Params
 from jaxmoe.weight_sync.checksum import digest
-from jaxmoe.weight_sync.directory import make_private
-from jaxmoe.weight_sync.files import WeightFile, remove, unusable
+from jaxmoe.weight_sync.files import WeightFile, new_version, remove
 from jaxmoe.weight_sync.update import empty_manifest
 
 
@@ -33,15 +31,7 @@ def write_adapter(
     Numerics: nothing is rounded. vLLM holds an adapter in the dtype of its arithmetic.
     Raises ConfigError where the directory is full or cannot be written.
     """
-    run_dir = Path(directory).absolute() / f"jaxmoe-{run}"
-    final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        make_private(run_dir)
-    except OSError as error:
-        raise unusable(directory, error) from error
-    try:
-        shutil.rmtree(partial_dir, ignore_errors=True)
+    with new_version(directory, run, version) as (partial_dir, final):
         save_adapter(adapters, cfg, lora, partial_dir)
         stored = read_header(partial_dir / FILE)
         planned = [(name, x.dtype, x.shape) for name, x in stored.items()]
@@ -50,14 +40,6 @@ def write_adapter(
             whole = np.concatenate([rows for _, rows in read_rows(x, x.shape[0])])
             manifest["tensors"][name]["digest"] = digest(whole)
         (partial_dir / "manifest.json").write_text(json.dumps(manifest))
-        shutil.rmtree(final, ignore_errors=True)
-        partial_dir.replace(final)
-    except OSError as error:
-        remove(partial_dir)
-        raise unusable(directory, error) from error
-    except BaseException:
-        remove(partial_dir)
-        raise
     return WeightFile(manifest, {"adapter": str(final)}, close=partial(remove, final))
 
 

@@ -11,7 +11,8 @@ import json
 import mmap
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,20 +50,11 @@ def write_files(
     No other user may enter jaxmoe-<run>. Raises ConfigError where the directory is full, cannot be
     written, or has one that another user may enter.
     """
-    run_dir = Path(directory).absolute() / f"jaxmoe-{run}"  # a server may stand in another folder
-    final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
     planned = plan(params, cfg, dtype)
     manifest = empty_manifest(planned, run, version)
-    info, close = {"path": str(final)}, partial(remove, final)
     begin = header(planned)
     nbytes = sum(map(planned_bytes, planned))
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        make_private(run_dir)
-    except OSError as error:  # what is there is not ours to remove
-        raise unusable(directory, error) from error
-    try:
-        shutil.rmtree(partial_dir, ignore_errors=True)
+    with new_version(directory, run, version) as (partial_dir, final):
         partial_dir.mkdir()
         reused = reuse is not None and _move_here(reuse, partial_dir, len(begin) + nbytes)
         if not reused:
@@ -79,6 +71,27 @@ def write_files(
             else:
                 fill_digests(params, cfg, planned, manifest, out=pages[len(begin) :])
         (partial_dir / "manifest.json").write_text(json.dumps(manifest))
+    info, close = {"path": str(final)}, partial(remove, final)
+    return WeightFile(manifest, info, close=close, pages=pages, inode=inode)
+
+
+@contextmanager
+def new_version(directory: str | Path, run: str, version: int) -> Iterator[tuple[Path, Path]]:
+    """Gives (folder to be made and filled, `directory`/jaxmoe-<run>/<version>) and renames it.
+
+    In the end the second is whole, or what it was; where the block breaks off nothing is left.
+    Raises ConfigError for an OSError, and where another user may enter jaxmoe-<run>.
+    """
+    run_dir = Path(directory).absolute() / f"jaxmoe-{run}"  # a server may stand in another folder
+    final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        make_private(run_dir)
+    except OSError as error:  # what is there is not ours to remove
+        raise unusable(directory, error) from error
+    try:
+        shutil.rmtree(partial_dir, ignore_errors=True)
+        yield partial_dir, final
         shutil.rmtree(final, ignore_errors=True)
         partial_dir.replace(final)
     except OSError as error:
@@ -87,7 +100,6 @@ def write_files(
     except BaseException:
         remove(partial_dir)
         raise
-    return WeightFile(manifest, info, close=close, pages=pages, inode=inode)
 
 
 def unusable(directory: str | Path, error: OSError) -> ConfigError:

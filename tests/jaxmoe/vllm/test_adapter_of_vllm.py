@@ -4,6 +4,7 @@
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,11 @@ from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.adapter import ServedAdapter
+from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.engine import LOGPS, VllmEngine
 from jaxmoe.vllm.sync import WeightSyncError
-from jaxmoe.vllm_plugin.served import NUMBER
+from jaxmoe.vllm_plugin.names import NUMBER
+from jaxmoe.weight_sync.adapter import write_adapter
 
 pytestmark = pytest.mark.vllm
 
@@ -56,8 +59,6 @@ def opened(base, work, launch):
 @pytest.fixture(scope="module")
 def inside(base, tmp_path_factory):
     """(one in this process, in which every matrix was tried; its folder)."""
-    if os.environ.get("JAXMOE_VLLM_PYTHON"):
-        pytest.skip("vLLM is in another environment")
     work = tmp_path_factory.mktemp("inside")
     engine = opened(base, work, 0)
     engine.load(with_adapters(base[1], adapters(0), LORA.scales), 0)
@@ -150,6 +151,20 @@ def test_a_matrix_that_vllm_does_not_apply_is_named(inside):
     finally:
         backend._do(lambda: backend._llm.collective_rpc(mend))
     engine._try_out(backend)
+
+
+def test_a_damaged_one_is_refused_before_anything_is_touched(inside, tmp_path):
+    engine, _ = inside
+    with write_adapter(adapters(2), SMALL, LORA, tmp_path, run="r", version=9) as update:
+        folder = Path(update.update_info["adapter"])
+        (file,) = folder.glob("*.safetensors")
+        raw = bytearray(file.read_bytes())
+        raw[-5] ^= 4
+        file.write_bytes(raw)
+        with pytest.raises(RequestFailed, match="must have digest"):
+            engine.backends[0].load_adapter(str(folder))
+    label = engine.backends[0].loaded_state()[0]["label"]
+    assert label is not None and not label.startswith("r:")
 
 
 def test_one_that_was_lost_is_no_base_in_its_place(inside, base):

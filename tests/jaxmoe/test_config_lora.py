@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What adapters are refused with, in one line, and that what it says to type is taken."""
+
+import pytest
+
+from jaxmoe.config import ConfigError
+from jaxmoe.config_file import load, override
+
+TINY = load("tiny.py")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [["mesh.fsdp=2"], ["rollout.engine=vllm", "rollout.vllm.transport=nccl"],
+     ["optim.moments=host"],
+     ["critic.backbone=own", "loss.advantages=gae"]],
+    ids=str,
+)  # fmt: skip
+def test_what_adapters_cannot_be_trained_with_is_refused_and_what_is_advised_is_taken(others):
+    with pytest.raises(ConfigError, match="^lora needs .*, got ") as error:
+        override(TINY, "lora.expert_rank=4", *others)
+    with_it, _, without = str(error.value).partition("Try --set ")[2].partition(", or --set ")
+    override(TINY, "lora.expert_rank=4", *others, with_it)
+    off = without.removesuffix(".").split(" --set ")
+    assert override(TINY, "lora.expert_rank=4", *off, *others).lora.ranks == {}
+
+
+def test_vllm_takes_adapters_merged():
+    assert override(TINY, "lora.expert_rank=4", "rollout.engine=vllm").lora.ranks
+
+
+AS_ADAPTER = (
+    "lora.expert_rank=4", "rollout.engine=vllm", "rollout.vllm.lora=adapter", "warmup.steps=0",
+    "init.checkpoint=somewhere",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["init.checkpoint=", "warmup.steps=3", "rollout.vllm.url=http://127.0.0.1:8000",
+     "lora.modules_to_save=router", "lora.targets=w_q,w_down", "lora.expert_rank=600",
+     "lora.expert_rank=0"],
+)  # fmt: skip
+def test_what_vllm_serves_no_adapter_with_is_refused_and_what_is_advised_is_taken(other):
+    assert override(TINY, *AS_ADAPTER).rollout.vllm.lora == "adapter"
+    with pytest.raises(ConfigError, match="^rollout.vllm.lora=adapter ") as error:
+        override(TINY, *AS_ADAPTER, other)
+    advice = str(error.value).partition("Try --set ")[2].partition(", or --set ")
+    assert override(TINY, *AS_ADAPTER, other, *advice[0].removesuffix(".").split(" --set "))
+    merged = advice[2].partition(",")[0] or "rollout.vllm.lora=merged"
+    assert override(TINY, *AS_ADAPTER, other, merged).rollout.vllm.lora == "merged"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "meant"),
+    [("targets", "w_up", "w_gate_up"), ("targets", "q_proj", "w_q"),
+     ("modules_to_save", "routers", "router"), ("modules_to_save", "lm_head", "head"),
+     ("modules_to_save", "norm", "norms")],
+)  # fmt: skip
+def test_an_unknown_matrix_of_adapters_is_answered_with_the_nearest(key, name, meant):
+    ranks = "lora.attention_rank=3", "lora.expert_rank=2"
+    said = f"lora.{key} must name some of .* got '{name}'. Did you mean {meant}\\? Try --set "
+    with pytest.raises(ConfigError, match=f"^{said}lora.{key}={meant}.$"):
+        override(TINY, *ranks, f"lora.{key}=w_q, {name}" if key == "targets" else
+                 f"lora.{key}={name}")  # fmt: skip
+
+
+def test_a_base_that_four_bits_cannot_hold_is_refused_before_a_warm_start():
+    for name in ("d_model", "d_expert"):
+        said = f"^lora needs model.{name} to be a multiple of 64, got 96: .* Try --set (.*)=128.$"
+        with pytest.raises(ConfigError, match=said):
+            override(TINY, "lora.expert_rank=4", f"model.{name}=96")
+        assert override(TINY, f"model.{name}=96").lora.ranks == {}
