@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+import numpy as np
 
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse
@@ -37,8 +35,18 @@ from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.printable import printable
 from jaxmoe.observe.progress import phase
 from jaxmoe.reconcile.checks import run_checks
+from jaxmoe.reconcile.company import Company, company
 from jaxmoe.reconcile.compare import Report, reconcile
 from jaxmoe.reconcile.handshake import config_finding, shake
+from jaxmoe.reconcile.ladder import (
+    Ladder,
+    Steps,
+    differences,
+    ladder,
+    places,
+    with_differences,
+)
+from jaxmoe.reconcile.printed import show, show_company, show_ladder, verdict_lines
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
@@ -47,6 +55,7 @@ from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Params
 
 PROMPTS, SAMPLES = 32, 2  # held-out prompts, answers to each
+SEQUENCES = 4  # that are read piece by piece
 UNBOUNDED = 1e9  # of the engine's own probe: the doctor wants to see what it would refuse
 
 
@@ -92,11 +101,22 @@ def run(cfg: Config) -> bool:
                 return not_loaded(error, work, where)
         with phase(f"sampling {SAMPLES} answers to {len(prompts)} held-out prompts"):
             rollouts = engine.generate(prompts, task.sampling, seed=3, samples=SAMPLES)
+            again = engine.generate(prompts[:1], task.sampling, seed=3, samples=SAMPLES)
         loaded = loaded_states(engine, cfg)
+        recorded = recordings(engine, rollouts, cfg)
     with phase("recomputing"):
         report = examine(cfg, task, rollouts, params, before, version, loaded, ops)
-    show(report, rollouts, task, where)
-    write(report, work, where)
+    show(report, rollouts, task.tokenizer.decode, where)
+    among = company(rollouts[:SAMPLES], again)
+    show_company(among)
+    pieces = None
+    if recorded is not None and report.agrees:
+        with phase("one piece of the model after the other"):
+            steps = differences, with_differences
+            run_them = Steps(*(jax.jit(partial(f, cfg=cfg.model, ops=ops)) for f in steps))
+            pieces = ladder(params, *recorded, run_them)
+        show_ladder(pieces)
+    write(report, work, where, among, pieces)
     return report.agrees
 
 
@@ -129,6 +149,35 @@ def loaded_states(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
 
     assert isinstance(engine, VllmEngine)
     return [worker for backend in engine.backends for worker in backend.loaded_state()]
+
+
+def recordings(
+    engine: Engine, rollouts: Sequence[Rollout], cfg: Config
+) -> tuple[np.ndarray, list[dict[str, np.ndarray]]] | None:
+    """A few sequences, cut to one length, and what vLLM's modules gave for them.
+
+    Where vLLM is one worker in this process; None elsewhere.
+    """
+    if cfg.rollout.engine != "vllm":
+        return None
+    from jaxmoe.vllm.engine import VllmEngine  # runs without its packages otherwise
+    from jaxmoe.vllm.in_process import InProcessBackend
+    from jaxmoe.vllm.request import score
+
+    assert isinstance(engine, VllmEngine)
+    backend = engine.backends[0]
+    if not isinstance(backend, InProcessBackend):
+        print("pieces   are compared where vLLM is in this process: --set rollout.vllm.launch=0")
+        return None
+    chosen = [[*r.prompt.tokens, *r.tokens.tolist()] for r in rollouts[::SAMPLES][:SEQUENCES]]
+    tokens_BT = np.array([row[: min(map(len, chosen))] for row in chosen], np.int32)
+    told = []
+    for row in tokens_BT.tolist():
+        (logp, _), workers = backend.recorded(partial(score, backend, row, cfg.model))
+        if len(workers) > 1:  # each has a part of every tensor
+            return None
+        told.append(places(workers[0], logp, cfg.model))
+    return tokens_BT, told
 
 
 def examine(
@@ -172,116 +221,7 @@ def prompt_ids(task: Task, tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, .
     return make_prompt(task.held_out, prompt.id, tokenizer, task.template, sys.maxsize).tokens
 
 
-def show(report: Report, rollouts: Sequence[Rollout], task: Task, where: str) -> None:
-    """Tables, then the verdict."""
-    console = Console(highlight=False)
-    if report.verdict.kind != "not judged":
-        _numbers(console, report, rollouts, task, where)
-    for f in report.findings:
-        console.print(
-            f"{f.category}: {f.must}; {f.got}.\n  change: {f.fix}", markup=False, soft_wrap=True
-        )
-    for line in verdict_lines(report):
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _numbers(
-    console: Console, report: Report, rollouts: Sequence[Rollout], task: Task, where: str
-) -> None:
-    m, v, alone = report.metrics, report.verdict, report.rounding.unit
-    console.print(
-        f"{m['tokens']:.0f} sampled tokens of {len(rollouts)} answers, {where}\n"
-        f"|Δlogp| mean {v.gap:.2e}  p50 {m['gap_p50']:.1e}  p90 {m['gap_p90']:.1e}  "
-        f"p99 {m['gap_p99']:.1e}  max {m['train_rollout_logprob_abs_diff_max']:.1e}   "
-        f"(signed {m['gap_mean_signed']:+.1e}; rounding alone {alone:.1e})\n"
-        f"k1 {m['rollout_corr/kl']:+.2e}  k3 {m['rollout_corr/k3_kl']:.2e}  "
-        f"χ² {m['rollout_corr/chi2_token']:+.2e}  ESS {m['rollout_corr/ess']:.4f}  "
-        f"r {m['rollout_actor_probs_pearson_corr']:.6f}",
-        markup=False,
-    )
-    console.print(_worst(report, rollouts, task))
-    if report.layers:
-        console.print(_layers(report))
-    if v.nearest():
-        console.print(_ranked(report))
-
-
-def verdict_lines(report: Report) -> list[str]:
-    """What must hold, what was measured, what to type."""
-    v = report.verdict
-    if v.kind == "agree":
-        head = "AGREE" if report.agrees else "FINDINGS ABOVE; the log-probs agree"
-        return [f"{head}: mean |Δlogp| {v.gap:.2e}; {v.why}."]
-    if v.kind == "not judged":
-        return [f"NOT JUDGED: {v.why}."]
-    meanwhile = (
-        "Until it is explained: --set loss.rollout_correction='token_is(high=2.0)', or --set "
-        "rollout.engine=native, with a new --workdir."
-    )
-    if v.kind == "unexplained":
-        ranked = ", ".join(f"{names(faults)} {left:.1e}" for faults, left in v.nearest()[:3])
-        near = f"Nearest: {ranked}" if ranked else "Nothing that was tried explains a fifth of it"
-        return [f"UNEXPLAINED: mean |Δlogp| {v.gap:.2e}; {v.why}. {near}. {meanwhile}"]
-    if v.kind == "partly":
-        return [
-            f"PARTLY: {names(v.faults)} {v.why}. mean |Δlogp| {v.gap:.2e}: it is not the cause, or "
-            f"not all of it. {meanwhile}"
-        ]
-    also = f" As good: {', '.join(v.also)}." if v.also else ""
-    head = f"DISAGREE: {names(v.faults)}. mean |Δlogp| {v.gap:.2e}, {v.left:.2e} left; {v.why}."
-    return [head + also, *(f"  {f.must}\n  change: {f.fix}" for f in v.faults)]
-
-
-def names(faults: Sequence[Any]) -> str:
-    """A fitted number with its value, to as many digits as it is known."""
-
-    def said(f: Any) -> str:
-        if f.value is None:
-            return f.name
-        return f"{f.name} {f.value:.4g} ± {f.spread:.0e}" if f.spread else f"{f.name} {f.value:.4g}"
-
-    return " + ".join(said(f) for f in faults)
-
-
-def _worst(report: Report, rollouts: Sequence[Rollout], task: Task) -> Table:
-    table = Table(title="the worst tokens", title_justify="left")
-    for column, width in (("answer to", 18), ("so far", 12), ("token", 12)):
-        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=width)
-    for column in ("engine", "trainer", "Δ"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=9)
-    decode = task.tokenizer.decode
-    for t in report.worst:
-        r = rollouts[t.row]
-        cells = r.prompt.text[-16:], decode(r.tokens[: t.at].tolist())[-10:], decode([t.id])
-        numbers = f"{t.engine:.5f}", f"{t.trainer:.5f}", f"{t.trainer - t.engine:+.2e}"
-        table.add_row(*(escape(repr(c)) for c in cells), *numbers)
-    return table
-
-
-def _layers(report: Report) -> Table:
-    table = Table(title="experts that differ, share of tokens", title_justify="left")
-    for column in ("layer", "in all", "of this layer", "largest regret", "median margin"):
-        table.add_column(column, justify="right")
-    for x in sorted(report.layers, key=lambda x: -x.switched)[:12]:
-        table.add_row(
-            str(x.layer), f"{x.switched:.3%}", f"{x.switched_here:.3%}", f"{x.regret:.1e}",
-            f"{x.margin:.1e}",
-        )  # fmt: skip
-    table.caption = f"mean |Δlogp| with the engine's experts in the trainer: {report.replayed:.2e}"
-    return table
-
-
-def _ranked(report: Report) -> Table:
-    v = report.verdict
-    table = Table(title="what the engine may do otherwise, best first", title_justify="left")
-    for column in ("category", "hypothesis", "mean |Δlogp| left", "of the gap"):
-        table.add_column(column)
-    for faults, left in v.nearest()[:10]:
-        table.add_row(faults[0].category, names(faults), f"{left:.2e}", f"{left / v.gap:.1%}")
-    return table
-
-
-def write(report: Report, work: Path, where: str) -> None:
+def write(report: Report, work: Path, where: str, among: Company, pieces: Ladder | None) -> None:
     """doctor.json and plots/doctor.png."""
     v = report.verdict
     record = {
@@ -302,6 +242,8 @@ def write(report: Report, work: Path, where: str) -> None:
         "worst": [dataclasses.asdict(t) for t in report.worst],
         "layers": [dataclasses.asdict(x) for x in report.layers],
         "replayed": report.replayed,
+        "company": among._asdict(),
+        "pieces": None if pieces is None else dataclasses.asdict(pieces),
     }  # fmt: skip
     work.mkdir(parents=True, exist_ok=True)
     (work / "doctor.json").write_text(json.dumps(record, indent=2) + "\n")

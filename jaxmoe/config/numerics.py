@@ -31,12 +31,6 @@ def check_numerics(cfg: "Config") -> None:
         f"that its forward has not, and only XLA's pieces on a CPU were shown to be invariant. "
         f"Try --set kernels=auto, {_OFF}",
     )
-    require(
-        r.top_k == 0 and r.top_p == 1.0,
-        f"model.numerics=invariant needs rollout.top_k=0 and rollout.top_p=1, got {r.top_k} and "
-        f"{r.top_p}: the mass that they keep is rounded on its way to the trainer. "
-        f"Try --set rollout.top_k=0 --set rollout.top_p=1, {_OFF}",
-    )
     m = cfg.mesh
     alone = m.data * m.fsdp  # devices with rows of their own and all that these are multiplied with
     require(

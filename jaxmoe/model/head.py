@@ -58,14 +58,15 @@ def next_token_logits(
 def drawn_logprobs(
     params: Params,
     logp_B: Float[Array, " B"],
+    log_kept_B: Float[Array, " B"] | None,
     hidden_BD: Float[Array, "B D"],
     token_B: Int[Array, " B"],
     cfg: ModelConfig,
     ops: Ops,
     temperature: float | Array,
-) -> Float[Array, " B"]:
-    """What a rollout says of the tokens drawn after these hidden states; `logp_B`: the sampler."""
+) -> tuple[Float[Array, " B"], Float[Array, " B"] | None]:
+    """What a rollout says of the tokens drawn after these hidden states; given: the sampler."""
     return ops.drawn(
-        logp_B, hidden_BD, params["head"], token_B, temperature=temperature,
+        logp_B, log_kept_B, hidden_BD, params["head"], token_B, temperature=temperature,
         vocab_size=cfg.vocab_size,
     )  # fmt: skip

@@ -109,12 +109,28 @@ def all_logits(hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"]) -> Arr
 
 
 def drawn(
-    logp_B: Array, hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"],
-    token_B: Int[Array, " B"], *, temperature: Array, vocab_size: int,
-) -> Float[Array, " B"]:  # fmt: skip
-    """The trainer's own log-prob of the token, in place of the sampler's."""
+    logp_B: Array, log_kept_B: Array | None, hidden_BD: Float[Array, "B D"],
+    w_DV: Float[Array, "D V"], token_B: Int[Array, " B"], *, temperature: Array, vocab_size: int,
+) -> tuple[Float[Array, " B"], Array | None]:  # fmt: skip
+    """The trainer's own log-prob of the token, in place of the sampler's.
+
+    Where top-k or top-p cut, of two parts whose float32 sum is that log-prob to the bit.
+    """
     w_DV = w_DV.astype(hidden_BD.dtype)
-    found = fixed_logprobs(
+    whole_B, _ = fixed_logprobs(
         hidden_BD, w_DV, token_B, temperature=jnp.asarray(temperature), vocab_size=vocab_size
     )
-    return found[0]
+    return (whole_B, None) if log_kept_B is None else in_two(whole_B, log_kept_B)
+
+
+def in_two(
+    whole_B: Float[Array, " B"], part_B: Float[Array, " B"]
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """(rest, part) with rest + part = whole to the bit in float32; all at most 0, log-probs.
+
+    Of a difference of two floats within a factor of 2 no bit is lost (Sterbenz), and one of the
+    two is that near to the whole: either the first subtraction is exact or the second.
+    Numerics: the part moves by its own rounding or the rest's.
+    """
+    rest_B = jnp.minimum(whole_B - part_B, 0.0)
+    return rest_B, whole_B - rest_B

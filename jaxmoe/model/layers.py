@@ -86,11 +86,14 @@ def target_logprobs(
 
 
 def as_drawn(
-    logp_B: Float[Array, " B"], hidden_BD: Array, w_DV: Array, token_B: Array, *,
-    temperature: Array, vocab_size: int,
-) -> Float[Array, " B"]:  # fmt: skip
-    """The log-prob that the sampler found with the token, of the logits it drew from."""
-    return logp_B
+    logp_B: Float[Array, " B"], log_kept_B: Array | None, hidden_BD: Array, w_DV: Array,
+    token_B: Array, *, temperature: Array, vocab_size: int,
+) -> tuple[Float[Array, " B"], Array | None]:  # fmt: skip
+    """Log-prob and log of the kept mass as the sampler found them, of the logits it drew from.
+
+    `log_kept_B` is None where top-k and top-p cut nothing off.
+    """
+    return logp_B, log_kept_B
 
 
 def _per_row(v_D: Array, x: Array) -> Array:

@@ -57,7 +57,7 @@ class Ops:
     record: Callable[..., Any]  # jaxmoe.model.router.chosen: what a forward keeps of each layer
     logits: Callable[..., Array]  # layers.logits: over the vocabulary, for the next token
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of tokens that are there
-    drawn: Callable[..., Array]  # layers.as_drawn: the log-prob that a rollout carries of a token
+    drawn: Callable[..., Any]  # layers.as_drawn: log-prob and kept mass that a rollout carries
     remat: Callable[[Callable[..., Any]], Callable[..., Any]]  # of a layer pair: as_is, or
     # jax.checkpoint, which keeps its input and recomputes the rest in the backward pass, or
     # keeping_attention, or inputs_on_host

@@ -283,22 +283,26 @@ class OnMesh:
         return run(hidden_BTD, w_DV, targets_BT, jnp.asarray(temperature, jnp.float32))
 
     def drawn(
-        self, inner: Callable[..., Array], logp_B: Array, hidden_BD: Array, w_DV: Array,
-        token_B: Array, *, temperature: Any, vocab_size: int,
-    ) -> Array:  # fmt: skip
+        self, inner: Callable[..., Any], logp_B: Array, log_kept_B: Array | None,
+        hidden_BD: Array, w_DV: Array, token_B: Array, *, temperature: Any, vocab_size: int,
+    ) -> Any:  # fmt: skip
         """Over a whole head."""
         over, rows = self.cut(self.specs["head"]), spec_of(self.rules.rows)
 
         def local(
-            logp_b: Array, hidden_bD: Array, w_dv: Array, token_b: Array, temperature: Array
-        ) -> Array:
+            logp_b: Array, log_kept_b: Array | None, hidden_bD: Array, w_dv: Array,
+            token_b: Array, temperature: Array,
+        ) -> Any:  # fmt: skip
             w_DV = gathered(w_dv, over, hidden_bD.dtype)
             return inner(
-                logp_b, hidden_bD, w_DV, token_b, temperature=temperature, vocab_size=vocab_size
-            )
+                logp_b, log_kept_b, hidden_bD, w_DV, token_b, temperature=temperature,
+                vocab_size=vocab_size,
+            )  # fmt: skip
 
-        run = self.run(local, (rows, rows, spec_of(*over), rows, P()), rows)
-        return run(logp_B, hidden_BD, w_DV, token_B, jnp.asarray(temperature, jnp.float32))
+        run = self.run(local, (rows, rows, rows, spec_of(*over), rows, P()), rows)
+        return run(
+            logp_B, log_kept_B, hidden_BD, w_DV, token_B, jnp.asarray(temperature, jnp.float32)
+        )
 
     @property
     def specs(self) -> Params:

@@ -139,15 +139,17 @@ def decode(
         uniform_B = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, rows.column)))(keys)
         logits_BV = keep_top(all_BV, top_k=top_k, top_p=top_p)
         token_B, logp_B = draw(logits_BV, uniform_B, greedy=greedy)
-        logp_B = drawn_logprobs(params, logp_B, rows.hidden_BD, token_B, cfg, ops, sharpness)
+        log_kept_BT = rows.log_kept_BT
+        log_kept_B = None if log_kept_BT is None else log_kept_mass(logits_BV, all_BV)
+        logp_B, log_kept_B = drawn_logprobs(
+            params, logp_B, log_kept_B, rows.hidden_BD, token_B, cfg, ops, sharpness
+        )
         token_B = jnp.where(rows.alive_B, token_B, 0)
         stopped_B = jnp.any(token_B[:, None] == stop_ids[None], axis=1)
         zero = jnp.zeros((), jnp.int32)
         at = (zero, rows.column)
-        log_kept_BT = rows.log_kept_BT
-        if log_kept_BT is not None:
-            log_kept_B1 = log_kept_mass(logits_BV, all_BV)[:, None]
-            log_kept_BT = lax.dynamic_update_slice(log_kept_BT, log_kept_B1, at)
+        if log_kept_BT is not None and log_kept_B is not None:
+            log_kept_BT = lax.dynamic_update_slice(log_kept_BT, log_kept_B[:, None], at)
         return replace(
             rows,
             tokens_BT=lax.dynamic_update_slice(rows.tokens_BT, token_B[:, None], at),

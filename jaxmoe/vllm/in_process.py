@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.server import default_environment, flags, inspect_python, options, write_config
 from jaxmoe.vllm_plugin.names import ADAPTER, NUMBER
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -141,6 +143,15 @@ class InProcessBackend:
 
     def load_adapter(self, folder: str) -> None:
         self._do(lambda: self._llm.collective_rpc("jaxmoe_load_adapter", args=(folder,)))
+
+    def recorded(self, fn: Callable[[], T]) -> tuple[T, list[dict[str, Any]]]:
+        """What fn gives, and of each worker what its modules gave for the one forward in it."""
+        self._do(lambda: self._llm.collective_rpc("jaxmoe_record"))
+        try:
+            found = fn()
+        finally:
+            told = self._do(lambda: self._llm.collective_rpc("jaxmoe_recorded"))
+        return found, told
 
     def reset_prefix_cache(self) -> bool:
         return self._do(lambda: bool(self._llm.reset_prefix_cache(reset_running_requests=True)))

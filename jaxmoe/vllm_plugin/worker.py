@@ -35,6 +35,18 @@ class Worker:
             "rows": worker.vllm_config.scheduler_config.max_num_seqs,
         }  # fmt: skip
 
+    def jaxmoe_record(self) -> None:
+        """Keep what each module gives, of the one forward until `jaxmoe_recorded`."""
+        from jaxmoe.vllm_plugin.recording import Recording
+
+        worker: Any = self
+        worker.jaxmoe_recording = Recording(worker.model_runner.get_model())
+
+    def jaxmoe_recorded(self) -> dict[str, Any]:
+        """`Recording.stop`."""
+        worker: Any = self
+        return worker.jaxmoe_recording.stop()
+
     def jaxmoe_load_adapter(self, path: str) -> None:
         """Take the adapter of a folder in the place of the one before (adapter.py)."""
         from pathlib import Path

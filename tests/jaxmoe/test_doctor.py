@@ -14,6 +14,7 @@ from jaxmoe.data.templates import Template
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.reconcile.compare import Report
+from jaxmoe.reconcile.printed import verdict_lines
 from jaxmoe.reconcile.variants import Hypothesis
 from jaxmoe.reconcile.verdict import Rounding, Verdict, partly
 
@@ -95,7 +96,7 @@ def said(kind, faults=(), ranked=(), why="why", left=0.1):
     verdict = Verdict(kind, faults, 1.0, left, why, list(ranked))
     none = np.zeros(0, np.float32)
     report = Report(verdict, [], Rounding(1e-6, 1e-6), {}, [], [], None, none, none)
-    return doctor.verdict_lines(report)[0]
+    return verdict_lines(report)[0]
 
 
 def test_a_part_is_no_name_and_a_number_has_its_value():

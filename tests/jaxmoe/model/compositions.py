@@ -78,8 +78,8 @@ class Readings:
         self.step = jax.jit(step)
         self.drawn = jax.jit(
             lambda params, hidden, token, temperature: drawn_logprobs(
-                params, jnp.zeros(len(token)), hidden, token, cfg, ops, temperature
-            )
+                params, jnp.zeros(len(token)), None, hidden, token, cfg, ops, temperature
+            )[0]
         )
 
     def padded(self, rows: Sequence[np.ndarray], length: int, left: bool = False) -> Any:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from jaxmoe.config.numerics import FEWEST
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
+from jaxmoe.model.invariant import in_two
 from pallas_kernels import decode_attention, sink_attention
 from pallas_kernels.tiles import ROWS
 
@@ -117,6 +118,28 @@ def test_gradients_are_those_of_the_plain_pieces():
     far = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))), got, want)
     assert max(jax.tree.leaves(far)) < 2e-4, far
     assert all(np.any(x) for x in jax.tree.leaves(got))
+
+
+LOGP = st.floats(-60, 0, width=32, allow_subnormal=False)
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(
+        st.tuples(LOGP, st.floats(0, 1.125, width=32, allow_subnormal=False)),
+        min_size=1,
+        max_size=32,
+    )
+)
+def test_a_log_prob_in_two_parts_is_their_sum_to_the_bit(cases):
+    whole, share = (np.array(x, np.float32) for x in zip(*cases, strict=True))
+    kept = whole * share  # up to an eighth past the whole: rounding may put it there, too
+    rest, part = (np.asarray(x) for x in in_two(jnp.asarray(whole), jnp.asarray(kept)))
+    assert (rest + part == whole).all() and (rest <= 0).all() and (part <= 0).all()
+    near = (
+        np.abs(part - np.maximum(kept, whole)) <= 1.2e-7 * np.abs(whole) + 1e-37
+    )  # and what is flushed to 0
+    assert near.all(), (whole, kept, part)
 
 
 def test_the_fewest_rows_of_an_engine_fill_a_quarter_of_a_tile():

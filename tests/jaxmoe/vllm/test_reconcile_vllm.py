@@ -14,10 +14,13 @@ from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
 from jaxmoe.model import plain_ops
 from jaxmoe.reconcile.compare import reconcile
 from jaxmoe.reconcile.handshake import Handshake
+from jaxmoe.reconcile.ladder import Steps, differences, ladder, places, with_differences
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.vllm import sync
+from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.engine import VllmEngine
+from jaxmoe.vllm.request import score
 
 pytestmark = pytest.mark.vllm
 
@@ -68,6 +71,24 @@ def examined(engine, dtype="float32", **options):
     return tuple(f.name for f in v.faults) or (v.kind,)
 
 
+def pieces_are_all_there_is(backend):
+    """The differences of vLLM's kernels explain every bit of its log-probs, or nearly."""
+    tokens = [[*p.tokens[:8], *range(20)] for p in PROMPTS[:2]]
+    told = []
+    for row in tokens:
+        (logp, _), (worker,) = backend.recorded(partial(score, backend, row, CFG))
+        told.append(places(worker, logp, CFG))
+    steps = Steps(*(jax.jit(partial(f, cfg=CFG, ops=OPS)) for f in (differences, with_differences)))
+    found = ladder(weights(0), np.array(tokens, np.int32), told, steps)
+    print(found)
+    assert 0 < found.gap < 1e-5 and found.left < 0.1 * found.gap and found.tokens == 54
+    gaps = {rung.piece: rung.gap for rung in found.rungs}
+    assert gaps["embedding"] == gaps["residual sums"] == 0.0 < gaps["attention"]
+    with pytest.raises(RequestFailed, match="one forward must run while it is recorded"):
+        backend.recorded(lambda: [score(backend, row, CFG) for row in tokens])
+    score(backend, tokens[0], CFG)  # and nothing is left of it
+
+
 def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
     """The upstream defect: reload_weights leaves experts and sinks as they were, with a warning."""
     save_params(weights(1), CFG, tmp_path / "model", dtype="float32")
@@ -75,8 +96,9 @@ def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
     with vllm(tmp_path, "--load-format auto") as engine:
         engine.load(weights(0), 1)
         assert examined(engine, previous=weights(1)) == ("agree",)
-        engine.load(weights(1), 2)
         backend = engine.backends[0]
+        pieces_are_all_there_is(backend)
+        engine.load(weights(1), 2)
         reload = partial(backend._llm.collective_rpc, "reload_weights")
         backend._do(lambda: reload(kwargs={"weights_path": str(tmp_path / "newer")}))
         assert backend.reset_prefix_cache()
