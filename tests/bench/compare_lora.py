@@ -13,9 +13,6 @@ keeps the runs, and a second call goes on from it.
 """
 
 import argparse
-import contextlib
-import io
-import json
 import math
 import re
 import sys
@@ -33,29 +30,23 @@ import numpy as np
 
 from jaxmoe import train
 from jaxmoe.checkpoint.packed import pack_experts
-from jaxmoe.checkpoint.run import Position, initial_params
-from jaxmoe.cli import StopRequest
+from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
 from jaxmoe.config_file import load, override
 from jaxmoe.envs.tasks import Task, evaluate, open_task
-from jaxmoe.job import Job
-from jaxmoe.model import make_ops
 from jaxmoe.model.params import as_read
-from jaxmoe.observe.metrics import MetricsLog
 from jaxmoe.parallel.host import keep_freed_memory
-from jaxmoe.rl.from_config import algorithm
-from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import Trained, new_adapters, new_state, rl_state
+from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.state import new_adapters, rl_state
 from jaxmoe.rollout.native import NativeEngine
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from tests.bench.runs import Kept, T, new_engine, quiet_job, warm_policy
 
 BUDGET = (
     "data.options.max_word_len=3", "warmup.steps=70", "rollout.sequences_per_step=128",
     "rollout.max_gen_batches=1", "eval.every_steps=1000000", "save.every_steps=1000000",
 )  # fmt: skip
 FULL = "all weights"
-# t of 0.975 by degrees of freedom
-T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 9: 2.262, 11: 2.201}
 
 
 @dataclass(frozen=True)
@@ -100,11 +91,8 @@ class Bench:
     def base(self) -> Any:
         """The warm start, of seed 0, packed."""
         cfg = self.config((), 0)
-        tx = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
-        at = Position("warmup", 0, new_state(Trained(initial_params(cfg)), tx), None)
-        with self.job(cfg, open_task(cfg), at, None) as job:
-            train.warm_start(job)
-        packed, _ = pack_experts(job.at.state.params.policy, cfg.model)
+        policy = warm_policy(cfg, open_task(cfg), self.engine(cfg))
+        packed, _ = pack_experts(policy, cfg.model)
         return as_read(jax.tree.map(jnp.asarray, packed), cfg.model)
 
     def decoded(self) -> Any:
@@ -115,22 +103,8 @@ class Bench:
 
     def engine(self, cfg: Config) -> NativeEngine:
         if cfg.lora not in self.engines:
-            self.engines = {cfg.lora: NativeEngine(
-                cfg.model, make_ops(cfg), max_prompt_tokens=cfg.data.max_prompt_tokens,
-                max_new_tokens=cfg.rollout.max_new_tokens,
-                max_rows=cfg.rollout.max_parallel_sequences,
-            )}  # fmt: skip
+            self.engines = {cfg.lora: new_engine(cfg)}
         return self.engines[cfg.lora]
-
-    @contextlib.contextmanager
-    def job(self, cfg: Config, task: Task, at: Position, base: Any):
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            work = Path(folder)
-            with MetricsLog(work, stage="warmup", step=0) as log:
-                yield Job(
-                    cfg, make_ops(cfg), algorithm(cfg), rl_optimizer(cfg), work, task,
-                    self.engine(cfg), log, StopRequest(), at, base=base,
-                )  # fmt: skip
 
     def score(self, engine: NativeEngine, policy: Any, task: Task) -> float:
         engine.load(policy, 0)
@@ -150,7 +124,7 @@ class Bench:
         base = self.base if cfg.lora.ranks else None
         policy = self.decoded() if base is None else new_adapters(cfg, base)
         at = Position("rl", 0, jax.jit(lambda: rl_state(policy, cfg, rl_optimizer(cfg)))(), None)
-        with self.job(cfg, task, at, base) as job:
+        with quiet_job(cfg, task, self.engine(cfg), at, base) as job:
             train.reinforce(job)
             return self.score(self.engine(cfg), job.policy(), task)
 
@@ -185,14 +159,10 @@ def main() -> None:
 
 
 def table(args: argparse.Namespace, bench: Bench) -> None:
-    done = json.loads(args.json.read_text()) if args.json.is_file() else {}
+    results = Kept(args.json)
 
-    def kept(key: str, make: Any) -> float:
-        key = f"{key}; {args.steps} steps"
-        if key not in done:
-            done[key] = make()
-            args.json.write_text(json.dumps(done, indent=1))
-        return done[key]
+    def kept(name: str, make: Any) -> float:
+        return results(f"{name}; {args.steps} steps", make)
 
     start = kept("the warm start", bench.start)
     print(f"the warm start: {start:.3f}\n")

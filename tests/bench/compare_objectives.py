@@ -10,9 +10,6 @@ each line is done; FILE keeps the runs, and a second call goes on from it.
 """
 
 import argparse
-import contextlib
-import io
-import json
 import re
 import sys
 import tempfile
@@ -29,21 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe import train
-from jaxmoe.checkpoint.run import Position, initial_params
-from jaxmoe.cli import StopRequest
+from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
 from jaxmoe.config_file import load, override
 from jaxmoe.envs.tasks import Task, evaluate, open_task
-from jaxmoe.job import Job
-from jaxmoe.model import make_ops
-from jaxmoe.observe.metrics import MetricsLog, read_metrics
+from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl import programs
 from jaxmoe.rl.from_config import algorithm
-from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, new_state, rl_state
-from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.rl.state import rl_state
+from tests.bench.runs import Kept, copied, new_engine, quiet_job, warm_policy
 
 BUDGET = (
     "data.options.max_word_len=3", "warmup.steps=70", "rollout.sequences_per_step=128",
@@ -107,7 +101,7 @@ class NoisyEngine:
 
     def load(self, params: Any, version: int) -> None:
         if self._noise == "stale":
-            self._held.append(jax.tree.map(jnp.copy, params))
+            self._held.append(copied(params))
             params = self._held[0]
         if self._noise == "router":
             params = with_router_noise(params, ROUTER_NOISE, version)
@@ -115,13 +109,6 @@ class NoisyEngine:
 
     def generate(self, *args: Any, **named: Any) -> Any:
         return self._engine.generate(*args, **named)
-
-
-def new_engine(cfg: Config) -> NativeEngine:
-    return NativeEngine(
-        cfg.model, make_ops(cfg), max_prompt_tokens=cfg.data.max_prompt_tokens,
-        max_new_tokens=cfg.rollout.max_new_tokens, max_rows=cfg.rollout.max_parallel_sequences,
-    )  # fmt: skip
 
 
 def with_router_noise(params: Any, size: float, seed: int) -> Any:
@@ -170,21 +157,8 @@ class Bench:
 
     def warm_start(self, cfg: Config, task: Task) -> Any:
         if cfg.seed not in self.warm:
-            tx = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
-            at = Position("warmup", 0, new_state(Trained(initial_params(cfg)), tx), None)
-            with self.job(cfg, task, "", at) as job:
-                train.warm_start(job)
-                self.warm[cfg.seed] = job.at.state.params.policy
-        return jax.tree.map(jnp.copy, self.warm[cfg.seed])
-
-    @contextlib.contextmanager
-    def job(self, cfg: Config, task: Task, noise: str, at: Position):
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            work = Path(folder)
-            with MetricsLog(work, stage="warmup", step=0) as log:
-                engine = self.engine(cfg, noise)
-                a, tx = algorithm(cfg), rl_optimizer(cfg)
-                yield Job(cfg, make_ops(cfg), a, tx, work, task, engine, log, StopRequest(), at)
+            self.warm[cfg.seed] = warm_policy(cfg, task, self.engine(cfg, ""))
+        return copied(self.warm[cfg.seed])
 
     def score(self, cfg: Config, task: Task, policy: Any) -> float:
         """Held-out accuracy by the right engine; of the warm start where there is no policy."""
@@ -206,7 +180,7 @@ class Bench:
             scorer = Scorer  # there is one forward, and nothing to disagree with
         whole, programs.Scorer = programs.Scorer, scorer
         try:
-            with self.job(cfg, task, line.noise, at) as job:
+            with quiet_job(cfg, task, engine, at) as job:
                 train.reinforce(job)
                 rows = [r for r in read_metrics(job.work / "metrics.jsonl")
                         if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
@@ -237,19 +211,17 @@ def main() -> None:
 
 
 def table(args: argparse.Namespace, bench: Bench) -> None:
-    done = json.loads(args.json.read_text()) if args.json.is_file() else {}
+    kept = Kept(args.json)
     print("| | accuracy, by seed | mean | reward's spread | clipped | gap | largest gradient |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for line in LINES:
         if not re.search(args.only, line.name):
             continue
-        runs = []
-        for seed in range(args.seeds):
-            key = f"{line.name}; {args.steps} steps; seed {seed}"
-            if key not in done:
-                done[key] = bench.run(line, seed)
-                args.json.write_text(json.dumps(done, indent=1))
-            runs.append(done[key])
+        runs = [
+            kept(f"{line.name}; {args.steps} steps; seed {seed}",
+                 lambda line=line, seed=seed: bench.run(line, seed))
+            for seed in range(args.seeds)
+        ]  # fmt: skip
         each = " ".join(f"{r['accuracy']:.2f}" for r in runs)
         mean = {name: np.mean([r[name] for r in runs]) for name in runs[0]}
         shown = [f"| {line.name} | {each} | {mean['accuracy']:.2f} |"]
