@@ -158,5 +158,6 @@ def test_forty_dry_runs_answer_and_leave_nothing(place, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # the default suite has forty
 def test_a_thousand_dry_runs_answer_and_leave_nothing(place, capsys):
     fuzz(place, capsys, 1000, seed=2)

@@ -130,6 +130,7 @@ def test_a_run_goes_on_beside_no_other_base(refused):
     assert "base must hold the weights" in answer()
 
 
+@pytest.mark.extended  # one command more
 def test_eval_reads_adapters_beside_the_base(whole):
     done = run(whole[0], "eval", steps=3)
     assert done.returncode == 0, done.stderr
@@ -139,6 +140,7 @@ def test_eval_reads_adapters_beside_the_base(whole):
     )
 
 
+@pytest.mark.extended  # a second run; checkpoint/test_packed.py loads one
 def test_a_packed_checkpoint_is_the_base_itself(whole, tmp_path):
     given = {"warmup__steps": 0, "init__checkpoint": str(whole[0] / "base")}
     done = run(tmp_path / "run", steps=1, **given)

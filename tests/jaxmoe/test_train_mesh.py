@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,19 +42,21 @@ def losses(work):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Of five steps on one device, and of four on one mesh and then another."""
-    one, several = (tmp_path_factory.mktemp(name) / "run" for name in ("one", "several"))
-    code, _, err = typed("train", one, 1, steps=5)
+def one(tmp_path_factory):
+    """A run of five steps on one device; a checkpoint of each second is kept."""
+    work = tmp_path_factory.mktemp("one") / "run"
+    code, _, err = typed("train", work, 1, steps=5)
     assert code == 0, err
-    for steps, mesh in (
-        (2, {"mesh__fsdp": 2, "mesh__sequence": 2, "mesh__attention": "zigzag"}),
-        (4, {"mesh__expert": 2, "mesh__tensor": 2}),
-    ):
-        code, out, err = typed("train", several, 4, steps=steps, **mesh)
-        assert code == 0, err
-        assert steps == 2 or "mesh." in out  # what a resume changes is told
-    return one, several
+    return work
+
+
+def until(step, one, work):
+    """The run as it was when it had saved that step."""
+    shutil.copytree(one, work)
+    for folder in (work / "checkpoints").iterdir():
+        if int(folder.name) > 1_000_000 + step:
+            shutil.rmtree(folder)
+    return work
 
 
 def equal(one, several, last):
@@ -62,13 +65,26 @@ def equal(one, several, last):
     assert max(abs(one[key] - several[key]) for key in several) < 2e-5
 
 
-def test_a_run_goes_on_with_another_mesh_and_is_that_of_one_device(runs):
-    equal(*runs, 4)
+def test_a_run_goes_on_on_a_mesh_and_is_that_of_one_device(one, tmp_path):
+    work = until(2, one, tmp_path / "run")
+    code, out, err = typed("train", work, 4, steps=4, mesh__expert=2, mesh__tensor=2)
+    assert code == 0 and "resuming" in out and "mesh." in out, err  # what changes is told
+    equal(one, work, 4)
 
 
-@pytest.mark.extended  # four more commands
-def test_it_goes_on_on_one_device_and_is_scored_and_exported_and_read_on_a_mesh(runs, tmp_path):
-    one, work = runs
+@pytest.mark.extended  # seven commands
+def test_one_mesh_and_another_and_one_device_and_it_is_scored_and_exported_and_read_on_one(
+    one, tmp_path
+):
+    work = tmp_path / "several"
+    for steps, mesh in (
+        (2, {"mesh__fsdp": 2, "mesh__sequence": 2, "mesh__attention": "zigzag"}),
+        (4, {"mesh__expert": 2, "mesh__tensor": 2}),
+    ):
+        code, out, err = typed("train", work, 4, steps=steps, **mesh)
+        assert code == 0, err
+        assert steps == 2 or "mesh." in out
+    equal(one, work, 4)
     host = {"optim__moments": "host", "optim__remat": True, "optim__remat_inputs": "host"}
     code, out, err = typed("train", work, 1, steps=5, **host)
     assert code == 0 and "mesh." in out, err

@@ -48,7 +48,8 @@ def damage(path, draw):
     return f"{path.name} at {at} of {len(raw)}"
 
 
-FAULTS = [pytest.param(16, id="16"), pytest.param(200, marks=pytest.mark.slow, id="200")]
+MANY = pytest.mark.slow, pytest.mark.extended
+FAULTS = [pytest.param(16, id="16"), pytest.param(200, marks=MANY, id="200")]
 
 
 @pytest.mark.parametrize("faults", FAULTS)

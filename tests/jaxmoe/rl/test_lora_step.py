@@ -102,6 +102,7 @@ def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count)
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # two steps
 def test_rows_of_the_embedding_on_the_device_train_the_same_bits():
     whole, few = steps(2), steps(2, rows=CFG.vocab_size)
     jax.tree.map(np.testing.assert_array_equal, whole, few)

@@ -181,6 +181,7 @@ def test_one_that_was_lost_is_no_base_in_its_place(inside, base):
         engine.generate(prompts(1), Sampling(NEW, ()), seed=0)
 
 
+@pytest.mark.slow  # two commands; the tests above have its engine
 def test_a_run_trains_the_adapter_that_vllm_samples_from_and_goes_on(tmp_path):
     cfg = tiny(n_q_heads=4, n_kv_heads=2, head_dim=32, d_model=64, d_expert=64, n_experts=4)
     save_params(base_of(cfg), cfg, tmp_path / "base", dtype="mxfp4")

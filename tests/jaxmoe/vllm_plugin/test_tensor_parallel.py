@@ -12,6 +12,7 @@ ALONE = "JAXMOE_TEST_TWO_WORKERS"
 
 
 @pytest.mark.skipif(ALONE in os.environ, reason="this process runs the test below alone")
+@pytest.mark.slow  # a minute
 def test_each_of_two_workers_takes_its_own_heads():
     """In a process of its own: a vLLM of two workers that ends takes along the group that all
     vLLMs of its process compute in, and what a first one read of the environment stays."""
