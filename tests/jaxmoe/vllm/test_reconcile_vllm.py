@@ -2,6 +2,7 @@
 """A real vLLM with one thing wrong: the fault is named from what it samples."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -11,10 +12,12 @@ from random_weights import random_weights
 
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
+from jaxmoe.config_file import load
+from jaxmoe.doctor import recordings
 from jaxmoe.model import plain_ops
 from jaxmoe.reconcile.compare import reconcile
 from jaxmoe.reconcile.handshake import Handshake
-from jaxmoe.reconcile.ladder import Steps, differences, ladder, places, with_differences
+from jaxmoe.reconcile.ladder import Steps, differences, ladder, with_differences
 from jaxmoe.reconcile.recompute import Programs, head, trunk
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.vllm import sync
@@ -71,22 +74,22 @@ def examined(engine, dtype="float32", **options):
     return tuple(f.name for f in v.faults) or (v.kind,)
 
 
-def pieces_are_all_there_is(backend):
+def pieces_are_all_there_is(engine):
     """The differences of vLLM's kernels explain every bit of its log-probs, or nearly."""
-    tokens = [[*p.tokens[:8], *range(20)] for p in PROMPTS[:2]]
-    told = []
-    for row in tokens:
-        (logp, _), (worker,) = backend.recorded(partial(score, backend, row, CFG))
-        told.append(places(worker, logp, CFG))
+    made = engine.generate(PROMPTS[:5], COOL, seed=1, samples=2)
+    asked = replace(load("tiny_vllm.py"), model=CFG)
+    recorded = recordings(engine, made, asked)
+    assert recorded is not None and recorded[0].shape == (4, 8 + 24)  # the shortest prompt's
     steps = Steps(*(jax.jit(partial(f, cfg=CFG, ops=OPS)) for f in (differences, with_differences)))
-    found = ladder(weights(0), np.array(tokens, np.int32), told, steps)
+    found = ladder(weights(0), *recorded, steps)
     print(found)
-    assert 0 < found.gap < 1e-5 and found.left < 0.1 * found.gap and found.tokens == 54
+    assert 0 < found.gap < 1e-5 and found.left < 0.1 * found.gap and found.tokens == 4 * 31
     gaps = {rung.piece: rung.gap for rung in found.rungs}
     assert gaps["embedding"] == gaps["residual sums"] == 0.0 < gaps["attention"]
+    backend, row = engine.backends[0], list(range(20))
     with pytest.raises(RequestFailed, match="one forward must run while it is recorded"):
-        backend.recorded(lambda: [score(backend, row, CFG) for row in tokens])
-    score(backend, tokens[0], CFG)  # and nothing is left of it
+        backend.recorded(lambda: [score(backend, row, CFG) for _ in range(2)])
+    score(backend, row, CFG)  # and nothing is left of it
 
 
 def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
@@ -96,9 +99,9 @@ def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
     with vllm(tmp_path, "--load-format auto") as engine:
         engine.load(weights(0), 1)
         assert examined(engine, previous=weights(1)) == ("agree",)
-        backend = engine.backends[0]
-        pieces_are_all_there_is(backend)
+        pieces_are_all_there_is(engine)
         engine.load(weights(1), 2)
+        backend = engine.backends[0]
         reload = partial(backend._llm.collective_rpc, "reload_weights")
         backend._do(lambda: reload(kwargs={"weights_path": str(tmp_path / "newer")}))
         assert backend.reset_prefix_cache()
