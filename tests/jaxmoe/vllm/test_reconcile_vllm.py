@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM with one thing wrong: the fault is named from what it samples."""
 
-from contextlib import contextmanager
+import io
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
 
@@ -90,6 +91,15 @@ def pieces_are_all_there_is(engine):
     with pytest.raises(RequestFailed, match="one forward must run while it is recorded"):
         backend.recorded(lambda: [score(backend, row, CFG) for _ in range(2)])
     score(backend, row, CFG)  # and nothing is left of it
+
+    def unknown(_):
+        raise RequestFailed("vLLM's GPT-OSS must have the modules that are recorded")
+
+    backend.recorded, kept = unknown, backend.recorded
+    with redirect_stdout(io.StringIO()) as said:  # vLLM closes what capsys has
+        assert recordings(engine, made, asked) is None
+    assert "pieces   not compared: vLLM's GPT-OSS must have" in said.getvalue()
+    backend.recorded = kept
 
 
 def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
