@@ -4,7 +4,7 @@
 vLLM's modules are recorded while they read some tokens. Each piece of the trainer is applied to
 what vLLM's own piece was given, and the difference of the two outputs is that piece's rounding. A
 forward of the trainer to which the differences of one piece are added, in every layer, says what
-this piece alone does to the log-probs; with all of them added it should be vLLM's.
+this piece alone does to the log-probs. With all of them added it is vLLM's by construction.
 Next: jaxmoe/vllm_plugin/recording.py.
 """
 
@@ -50,7 +50,6 @@ class Rung:
 class Ladder:
     rungs: tuple[Rung, ...]
     gap: float  # mean |Δlogp| of trainer and engine on these tokens
-    left: float  # of it, with the differences of all pieces added
     tokens: int
 
 
@@ -211,5 +210,4 @@ def ladder(
             piece, float(np.mean(own != 0)), float(np.abs(own).max()),
             float(np.abs(alone - base).mean()),
         ))  # fmt: skip
-    left = np.abs(whole - logp([1] * count)).mean()
-    return Ladder(tuple(rungs), float(np.abs(whole - base).mean()), float(left), whole.size)
+    return Ladder(tuple(rungs), float(np.abs(whole - base).mean()), whole.size)

@@ -136,7 +136,7 @@ def show_company(found: Company) -> None:
     )
 
 
-def show_ladder(found: Ladder, console: Console | None = None) -> None:
+def show_ladder(found: Ladder) -> None:
     """The pieces of the model, with what each alone does to the log-probs."""
     table = Table(
         title="piece by piece from the trainer to vLLM, which reads a prompt at once",
@@ -147,8 +147,5 @@ def show_ladder(found: Ladder, console: Console | None = None) -> None:
     for rung in found.rungs:
         cells = f"{rung.differ:.1%}", f"{rung.largest:.1e}", f"{rung.gap:.1e}"
         table.add_row(rung.piece, *cells)
-    table.caption = (
-        f"mean |Δlogp| of {found.tokens} tokens {found.gap:.1e}; with all pieces' differences "
-        f"added {found.left:.1e} is left"
-    )
-    (console or Console(highlight=False)).print(table)
+    table.caption = f"mean |Δlogp| of all of it, on {found.tokens} tokens: {found.gap:.1e}"
+    Console(highlight=False).print(table)

@@ -74,7 +74,7 @@ def test_a_piece_that_rounds_otherwise_is_the_one_that_moves_log_probs(piece, na
     others = [gap for other, gap in gaps.items() if other != piece]
     assert tuple(gaps) == PIECES and gaps[piece] > 20 * max(others), gaps
     assert gaps[piece] == pytest.approx(found.gap, rel=0.1)
-    assert found.left < 0.02 * found.gap and found.tokens == 64
+    assert found.tokens == 64
     rung = found.rungs[PIECES.index(piece)]
     assert rung.differ > 0.3 and rung.largest > 1e-6
 
@@ -84,11 +84,11 @@ def test_two_pieces_are_both_seen_and_none_where_there_is_none(capsys):
     found = ladder(WEIGHTS, TOKENS, recorded(two), RUN)
     ranked = sorted(found.rungs, key=lambda rung: -rung.gap)
     assert {rung.piece for rung in ranked[:2]} == {"norms", "attention"}
-    assert ranked[1].gap > 20 * ranked[2].gap and found.left < 0.02 * found.gap
+    assert ranked[1].gap > 20 * ranked[2].gap
     show_ladder(found)
     assert "attention" in capsys.readouterr().out
     right = ladder(WEIGHTS, TOKENS, recorded(OPS), RUN)
-    assert right.gap < 1e-6 and right.left < 1e-6 and max(r.gap for r in right.rungs) < 1e-6
+    assert right.gap < 1e-6 and max(r.gap for r in right.rungs) < 1e-6
 
 
 def test_the_walk_is_the_forward():

@@ -76,7 +76,7 @@ def examined(engine, dtype="float32", **options):
 
 
 def pieces_are_all_there_is(engine):
-    """The differences of vLLM's kernels explain every bit of its log-probs, or nearly."""
+    """Each of vLLM's modules, given what the trainer's piece is given, differs by rounding."""
     made = engine.generate(PROMPTS[:5], COOL, seed=1, samples=2)
     asked = replace(load("tiny_vllm.py"), model=CFG)
     recorded = recordings(engine, made, asked)
@@ -84,7 +84,8 @@ def pieces_are_all_there_is(engine):
     steps = Steps(*(jax.jit(partial(f, cfg=CFG, ops=OPS)) for f in (differences, with_differences)))
     found = ladder(weights(0), *recorded, steps)
     print(found)
-    assert 0 < found.gap < 1e-5 and found.left < 0.1 * found.gap and found.tokens == 4 * 31
+    assert 0 < found.gap < 1e-5 and found.tokens == 4 * 31
+    assert max(rung.largest for rung in found.rungs) < 2e-5, "a place is another module's"
     gaps = {rung.piece: rung.gap for rung in found.rungs}
     assert gaps["embedding"] == gaps["residual sums"] == 0.0 < gaps["attention"]
     backend, row = engine.backends[0], list(range(20))
