@@ -25,11 +25,12 @@ from pallas_kernels.check.choice import (
     wanted,
 )
 from pallas_kernels.check.verdicts import KernelVerdict, folder
-from pallas_kernels.dispatch import Impl
+from pallas_kernels.dispatch import Impl, Target
 from pallas_kernels.grouped_matmul.cases import MatmulCase, zipf_sizes
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 
+INVARIANT_TPUS = ("TPU v5", "TPU v6")  # whose programs were looked at
 LONGEST_XLA = 2048  # tokens of a row that XLA's attention may have on a GPU or TPU unasked
 
 
@@ -79,8 +80,7 @@ def decide(
 ) -> Decision:
     """`kernels_here` of any chip and any judge of kernels."""
     if cfg.model.numerics == "invariant":
-        _only_where_shown(chip_of())
-        return Decision(wanted("auto"), "xla, invariant tiles")
+        return _invariant(cfg, chip_of, judge_on)
     if cfg.kernels in PLAIN:  # they need no check
         return Decision(wanted(cfg.kernels), cfg.kernels)
     try:
@@ -101,13 +101,49 @@ def decide(
     return Decision(impls, line(choices), tuple(alerts(choices)))
 
 
-def _only_where_shown(chip: Mapping[str, str]) -> None:
+def _invariant(
+    cfg: Config, chip_of: Callable[[], dict[str, str]], judge_on: Callable[[dict[str, str]], Judge]
+) -> Decision:
+    """On a CPU XLA's pieces, on a chip its kernels, or not at all: no other is invariant."""
+    off = "or --set model.numerics=fast."
+    try:
+        chip = chip_of()
+    except child.NoChip as error:
+        raise ConfigError(
+            f"model.numerics=invariant must know the chip: {error}. Try JAX_PLATFORMS=cpu, {off}"
+        ) from error
+    platform = chip["platform"]
+    name = "xla" if platform == "cpu" else f"mosaic_{platform}"
     require(
-        chip["platform"] == "cpu",
-        "model.numerics=invariant must run on a cpu, where it is shown that bits do not depend on "
-        f"shapes; this is a {chip['platform']}. Try JAX_PLATFORMS=cpu, or --set "
-        "model.numerics=fast.",
+        cfg.kernels in ("auto", name),
+        f"model.numerics=invariant must run in {name} on a {platform}, got kernels={cfg.kernels}. "
+        f"Try --set kernels=auto, {off}",
     )
+    if platform == "cpu":
+        return Decision(wanted("auto"), "xla, invariant tiles")
+    kind = chip.get("kind", platform)
+    require(
+        Target(platform, kind).hopper or any(x in kind for x in INVARIANT_TPUS),
+        "model.numerics=invariant must run on a CPU, a Hopper GPU, a TPU v5e, v5p or v6e, for "
+        "which it is shown that bits do not depend on shapes; this is a "
+        f"{kind}. Try JAX_PLATFORMS=cpu, {off}",
+    )
+    require(
+        not cfg.optim.tokens_per_microbatch,
+        "model.numerics=invariant on a chip needs rows of one sequence each, got "
+        f"optim.tokens_per_microbatch={cfg.optim.tokens_per_microbatch}: kernels sum keys in "
+        "blocks that begin with a row. Try --set optim.tokens_per_microbatch=0 --set "
+        f"optim.microbatches={cfg.rollout.sequences_per_step}, {off}",
+    )
+    try:
+        choices = choose(name, platform, judge_on(chip))
+    except Refused as error:
+        raise ConfigError(
+            f"model.numerics=invariant needs kernels that are right on this machine: {error}. "
+            f"Try JAX_PLATFORMS=cpu, {off}"
+        ) from error
+    impls: dict[str, Impl] = {operation: choice.impl for operation, choice in choices.items()}
+    return Decision(impls, f"{name}, in tiles of one size whatever the batch")
 
 
 def _refused(name: str, why: str) -> str:

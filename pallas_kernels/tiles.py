@@ -21,7 +21,9 @@ Leaf = Any  # an array, or a tree of them
 ROWS = 32  # of a tile; 16 to 64 cost the same where there are as many rows
 
 
-def in_tiles(fn: Callable[..., Any], rows: Leaf, whole: Leaf = (), *, size: int = ROWS) -> Any:
+def in_tiles(
+    fn: Callable[..., Any], rows: Leaf, whole: Leaf = (), *, size: int = ROWS, least: int = 1
+) -> Any:
     """fn(rows, whole) as `size` rows at a time: values independent of how many and which others.
 
     fn(r, w)[i] must depend on r[i] and w alone. The gradient is that of fn itself on all rows,
@@ -30,15 +32,17 @@ def in_tiles(fn: Callable[..., Any], rows: Leaf, whole: Leaf = (), *, size: int 
     Args:
         rows: arrays whose first axis is that of the rows; what fn returns has it too.
         whole: what every row reads, weights as a rule.
+        least: turns of the loop. From a loop that reads one slice of an array XLA for TPU moves out
+            what it does to it, though it does not know the count: 2 keep it a loop.
     Numerics: the last tile is filled with zeros, whose results are thrown away.
     """
-    return _tiled(fn, size, rows, whole)
+    return _tiled(fn, size, least, rows, whole)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _tiled(fn: Callable[..., Any], size: int, rows: Leaf, whole: Leaf) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _tiled(fn: Callable[..., Any], size: int, least: int, rows: Leaf, whole: Leaf) -> Any:
     count = jax.tree.leaves(rows)[0].shape[0]
-    turns = -(-count // size)
+    turns = max(least, -(-count // size))
     tiles = jax.tree.map(lambda x: _hidden(_cut(x, turns, size)), rows)
     kinds = jax.tree.map(lambda x: x.dtype, rows)
 
@@ -62,11 +66,11 @@ def _tiled(fn: Callable[..., Any], size: int, rows: Leaf, whole: Leaf) -> Any:
     )
 
 
-def _forward(fn: Callable[..., Any], size: int, rows: Leaf, whole: Leaf) -> Any:
-    return _tiled(fn, size, rows, whole), (rows, whole)
+def _forward(fn: Callable[..., Any], size: int, least: int, rows: Leaf, whole: Leaf) -> Any:
+    return _tiled(fn, size, least, rows, whole), (rows, whole)
 
 
-def _backward(fn: Callable[..., Any], size: int, saved: Any, cotangents: Any) -> Any:
+def _backward(fn: Callable[..., Any], size: int, least: int, saved: Any, cotangents: Any) -> Any:
     return jax.vjp(fn, *saved)[1](cotangents)
 
 

@@ -62,7 +62,7 @@ def attention_block(
             window=window,
         )  # fmt: skip
         o_BTD = ops.output(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])
-        return x_BTD + o_BTD, kept
+        return ops.add(x_BTD, o_BTD), kept
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jaxmoe.model.rope import rope_tables, rotate
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.fixed_tiles import fixed_combine, fixed_matmul, fixed_swiglu
 from pallas_kernels.sink_attention.aligned import aligned_attention
-from pallas_kernels.tiles import in_tiles
+from pallas_kernels.tiles import ROWS, in_tiles
 from pallas_kernels.token_logprobs.fixed_tiles import fixed_logprobs
 
 
@@ -33,23 +33,32 @@ def pieces(router: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
         norm=norm, linear=product, output=product, rotary=tables, rotate=turn,
         attend=aligned_attention, decode=partial(aligned_attention, ring=True),
         router=partial(routed, router),
-        experts=partial(experts, gate_up=fixed_swiglu, down=fixed_matmul, combine=fixed_combine),
+        experts=partial(experts, gate_up=fixed_swiglu, down=fixed_matmul, combine=combine),
         logits=all_logits, logprobs=partial(target_logprobs, per_token=fixed_logprobs),
         drawn=drawn,
     )  # fmt: skip
 
 
-def by_token(fn: Callable[..., Any], arrays: Leaf, whole: Leaf = ()) -> Any:
+def by_token(
+    fn: Callable[..., Any], arrays: Leaf, whole: Leaf = (), *, size: int = ROWS, least: int = 1
+) -> Any:
     """`in_tiles` over the tokens of arrays [B, T, …], or over the rows of [B, …] of one token."""
     lead = jax.tree.leaves(arrays)[0].shape[:2]
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
-    made = in_tiles(fn, flat, whole)
+    made = in_tiles(fn, flat, whole, size=size, least=least)
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)
 
 
-def norm(x_BTD: Float[Array, "B T D"], scale_D: Float[Array, " D"], eps: float) -> Array:
+def norm(
+    x_BTD: Float[Array, "B T D"],
+    scale_D: Float[Array, " D"],
+    eps: float,
+    *,
+    size: int = ROWS,
+    least: int = 1,
+) -> Array:
     """`rms_norm`."""
-    return by_token(partial(_norm, eps), x_BTD, scale_D)
+    return by_token(partial(_norm, eps), x_BTD, scale_D, size=size, least=least)
 
 
 def _norm(eps: float, x_MD: Array, scale_D: Array) -> Array:
@@ -65,18 +74,26 @@ def _product(x_MD: Array, whole: tuple[Leaf, Array]) -> Array:
     return linear(x_MD, *whole)
 
 
-def tables(positions_BT: Int[Array, "B T"], cfg: ModelConfig) -> tuple[Array, Array]:
+def tables(
+    positions_BT: Int[Array, "B T"], cfg: ModelConfig, *, size: int = ROWS, least: int = 1
+) -> tuple[Array, Array]:
     """`rope_tables`."""
-    return by_token(partial(_tables, cfg), positions_BT)
+    return by_token(partial(_tables, cfg), positions_BT, size=size, least=least)
 
 
 def _tables(cfg: ModelConfig, positions_M: Array, _: tuple[()]) -> tuple[Array, Array]:
     return jax.tree.map(lambda x_M1h: x_M1h[:, 0], rope_tables(positions_M[:, None], cfg))
 
 
-def turn(x_BTNH: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Array:
+def turn(
+    x_BTNH: Float[Array, "B T N H"],
+    tables: tuple[Array, Array],
+    *,
+    size: int = ROWS,
+    least: int = 1,
+) -> Array:
     """`rotate`: whether its multiply-adds are fused is the compiler's choice."""
-    return by_token(_turn, (x_BTNH, *tables))
+    return by_token(_turn, (x_BTNH, *tables), size=size, least=least)
 
 
 def _turn(rows: tuple[Array, Array, Array], _: tuple[()]) -> Array:
@@ -86,12 +103,13 @@ def _turn(rows: tuple[Array, Array, Array], _: tuple[()]) -> Array:
 
 def routed(
     router: Callable[..., Any], h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
-    **given: Array,
+    size: int = ROWS, least: int = 1, **given: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`router`, which sees a tile of tokens as rows of one."""
     names = tuple(given)
     read = {name: layer[name] for name in ("w_router", "b_router")}
-    return by_token(partial(_routed, router, active, names), (h_BTD, *given.values()), read)
+    fn = partial(_routed, router, active, names)
+    return by_token(fn, (h_BTD, *given.values()), read, size=size, least=least)
 
 
 def _routed(
@@ -103,21 +121,31 @@ def _routed(
     return jax.tree.map(lambda x_M1A: x_M1A[:, 0], found)
 
 
-def all_logits(hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"]) -> Array:
+def combine(
+    y_SD: Array, inverse: Array, weights_MA: Array, *, size: int = ROWS, least: int = 1
+) -> Array:
+    """`combine_rows`."""
+    return fixed_combine(y_SD, inverse, weights_MA, size, least)
+
+
+def all_logits(
+    hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"], *, size: int = ROWS, least: int = 1
+) -> Array:
     """`logits`."""
-    return in_tiles(logits, hidden_BD, w_DV)
+    return in_tiles(logits, hidden_BD, w_DV, size=size, least=least)
 
 
 def drawn(
     logp_B: Array, log_kept_B: Array | None, hidden_BD: Float[Array, "B D"],
     w_DV: Float[Array, "D V"], token_B: Int[Array, " B"], *, temperature: Array, vocab_size: int,
+    per_token: Callable[..., tuple[Array, Array]] = fixed_logprobs,
 ) -> tuple[Float[Array, " B"], Array | None]:  # fmt: skip
     """The trainer's own log-prob of the token, in place of the sampler's.
 
     Where top-k or top-p cut, of two parts whose float32 sum is that log-prob to the bit.
     """
     w_DV = w_DV.astype(hidden_BD.dtype)
-    whole_B, _ = fixed_logprobs(
+    whole_B, _ = per_token(
         hidden_BD, w_DV, token_B, temperature=jnp.asarray(temperature), vocab_size=vocab_size
     )
     return (whole_B, None) if log_kept_B is None else in_two(whole_B, log_kept_B)

@@ -53,6 +53,11 @@ def linear(
     return (y + _per_row(b_F, y)).astype(x.dtype)
 
 
+def add(x: Float[Array, "*B D"], y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """x + y, the residual stream and what a block adds to it."""
+    return x + y
+
+
 def logits(hidden: Float[Array, "*B D"], w_DV: Float[Array, "D V"]) -> Float[Array, "*B V"]:
     """hidden·w over the whole vocabulary, float32."""
     return jnp.dot(hidden, w_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)

@@ -31,4 +31,4 @@ def moe_block(
         given = {} if routed_BTA is None else {"indices_BTA": routed_BTA}
         indices_BTA, weights_BTA = ops.router(h_BTD, layer, active=cfg.experts_per_token, **given)
         y_BTD = ops.experts(h_BTD, indices_BTA, weights_BTA, layer, cfg)
-        return x_BTD + y_BTD, ops.record(h_BTD, layer, indices_BTA, weights_BTA)
+        return ops.add(x_BTD, y_BTD), ops.record(h_BTD, layer, indices_BTA, weights_BTA)

@@ -19,9 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxmoe.config import Config, OptimConfig
-from jaxmoe.model import invariant
+from jaxmoe.model import invariant, invariant_on_chip
 from jaxmoe.model.experts import experts, in_chunks
-from jaxmoe.model.layers import as_drawn, embed, linear, logits, rms_norm, target_logprobs
+from jaxmoe.model.layers import add, as_drawn, embed, linear, logits, rms_norm, target_logprobs
 from jaxmoe.model.rope import rope_tables, rotate
 from jaxmoe.model.router import chosen, replay, route
 from pallas_kernels import (
@@ -55,6 +55,7 @@ class Ops:
     router: Callable[..., Two]  # jaxmoe.model.router.route, or replay
     experts: Callable[..., Array]  # jaxmoe.model.experts.experts
     record: Callable[..., Any]  # jaxmoe.model.router.chosen: what a forward keeps of each layer
+    add: Callable[..., Array]  # layers.add: to the residual stream
     logits: Callable[..., Array]  # layers.logits: over the vocabulary, for the next token
     logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of tokens that are there
     drawn: Callable[..., Any]  # layers.as_drawn: log-prob and kept mass that a rollout carries
@@ -68,7 +69,7 @@ def plain_ops() -> Ops:
     return Ops(
         embed=embed, norm=rms_norm, linear=linear, output=linear, rotary=rope_tables,
         rotate=rotate, attend=sink_attention, decode=decode_attention, router=route,
-        experts=experts, record=chosen, logits=logits, logprobs=target_logprobs,
+        experts=experts, record=chosen, add=add, logits=logits, logprobs=target_logprobs,
         drawn=as_drawn, remat=as_is,
     )  # fmt: skip
 
@@ -85,14 +86,19 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
         remat=remat_of(cfg.optim),
     )
     if cfg.model.numerics == "invariant":
-        ops = invariant_ops(ops)
+        ops = invariant_ops(ops, (impls or wanted(cfg.kernels))["sink_attention"])
     if cfg.optim.expert_tokens:
         ops = replace(ops, experts=in_chunks(ops.experts, cfg.optim.expert_tokens))
     return ops
 
 
-def invariant_ops(ops: Ops) -> Ops:
-    """The pieces whose bits depend on a token's own past alone; embed, record and remat stay."""
+def invariant_ops(ops: Ops, kernels: Impl = "auto") -> Ops:
+    """The pieces whose bits depend on a token's own past alone; embed, record and remat stay.
+
+    On a CPU; with `kernels` mosaic_gpu or mosaic_tpu, on such a chip.
+    """
+    if kernels in ("mosaic_gpu", "mosaic_tpu"):
+        return replace(ops, **invariant_on_chip.pieces(ops.router, kernels))
     return replace(ops, **invariant.pieces(ops.router))
 
 

@@ -5,6 +5,8 @@ Numerics: float32 throughout, whatever the model's dtype: a rounded logit switch
 Next: jaxmoe/model/experts.py.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,26 +15,35 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.shapes import Params
 
 
-def router_logits(h: Float[Array, "*B D"], layer: Params) -> Float[Array, "*B E"]:
+def exact_product(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
+    """h·W of float32, whatever a chip takes float32 for in a product."""
+    return jnp.dot(h, w_DE, precision=lax.Precision.HIGHEST)
+
+
+def summed_product(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
+    """The same without a matmul, which on a GPU is a library's."""
+    return jnp.sum(h[..., :, None] * w_DE[(None,) * (h.ndim - 1)], axis=-2)
+
+
+def router_logits(
+    h: Float[Array, "*B D"], layer: Params, product: Callable[..., Array] = exact_product
+) -> Float[Array, "*B E"]:
     """h·W + b in float32."""
-    logits = jnp.dot(
-        h.astype(jnp.float32),
-        layer["w_router"].astype(jnp.float32),
-        precision=lax.Precision.HIGHEST,
-    )
+    logits = product(h.astype(jnp.float32), layer["w_router"].astype(jnp.float32))
     bias_E = layer["b_router"].astype(jnp.float32)
     return logits + bias_E.reshape((1,) * (logits.ndim - 1) + bias_E.shape)
 
 
 def route(
-    h_BTD: Float[Array, "B T D"], layer: Params, *, active: int
-) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
+    h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
+    product: Callable[..., Array] = exact_product,
+) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:  # fmt: skip
     """The experts of each token and their weights: top-k of h·W + b, then softmax over those.
 
     Source: GPT-OSS model card §2.2.
     """
     h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
-    top_MA, indices_MA = lax.top_k(router_logits(h_MD, layer), active)
+    top_MA, indices_MA = lax.top_k(router_logits(h_MD, layer, product), active)
     weights_MA, shape = jax.nn.softmax(top_MA, axis=-1), (*h_BTD.shape[:2], active)
     return indices_MA.reshape(shape), weights_MA.reshape(shape)
 
@@ -43,6 +54,7 @@ def replay(
     *,
     active: int,
     indices_BTA: Int[Array, "B T A"] | None = None,
+    product: Callable[..., Array] = exact_product,
 ) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
     """`route` to experts that another forward chose, weighted by this one's logits.
 
@@ -50,8 +62,8 @@ def replay(
     Source: rollout routing replay (R3), arXiv:2510.11370.
     """
     if indices_BTA is None:
-        return route(h_BTD, layer, active=active)
-    logits_BTE = router_logits(h_BTD, layer)
+        return route(h_BTD, layer, active=active, product=product)
+    logits_BTE = router_logits(h_BTD, layer, product)
     own_BTA = lax.top_k(logits_BTE, active)[1]
     indices_BTA = jnp.where(indices_BTA < 0, own_BTA, indices_BTA)
     top_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)

@@ -8,8 +8,10 @@ leave behind when they are killed is removed. Next: jaxmoe/vllm/http_backend.py 
 """
 
 import atexit
+import contextlib
 import json
 import os
+import random
 import secrets
 import shlex
 import shutil
@@ -302,6 +304,10 @@ def _signal(group: int, number: int) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """One that nobody listens on, of those that no system gives to who asks for any: a vLLM takes
+    it some seconds later."""
+    for port in random.sample(range(20_000, 32_000), 1000):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
+    raise EngineError("a port between 20,000 and 32,000 must be free for a vLLM; 1,000 are not.")

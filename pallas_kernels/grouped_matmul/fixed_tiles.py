@@ -16,6 +16,7 @@ from pallas_kernels.grouped_matmul import routing, xla
 from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.low_rank import LowRank
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
+from pallas_kernels.tiles import ROWS as TOKENS
 from pallas_kernels.tiles import in_tiles
 
 ROWS = 16  # of a tile; a group's last one is as large
@@ -89,17 +90,18 @@ def _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, sca
 _low_rank.defvjp(_low_rank_forward, xla.low_rank_backward)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def fixed_combine(
-    y_SD: Float[Array, "MA D"], inverse: Int[Array, " MA"], weights_MA: Float[Array, "M A"]
-) -> Float[Array, "M D"]:
-    """`routing.combine_rows`, a token's bits independent of the others.
+    y_SD: Float[Array, "MA D"], inverse: Int[Array, " MA"], weights_MA: Float[Array, "M A"],
+    size: int = TOKENS, least: int = 1,
+) -> Float[Array, "M D"]:  # fmt: skip
+    """`routing.combine_rows`, a token's bits independent of the others; turns as of `in_tiles`.
 
     Numerics: float32 products, added in the order of the choices.
     """
     y_MAD = y_SD.at[inverse].get(mode="promise_in_bounds")
     y_MAD = y_MAD.reshape(*weights_MA.shape, y_SD.shape[1])
-    return in_tiles(_summed, (y_MAD, weights_MA))
+    return in_tiles(_summed, (y_MAD, weights_MA), size=size, least=least)
 
 
 def _summed(rows: tuple[Array, Array], _: tuple[()]) -> Array:
@@ -108,8 +110,12 @@ def _summed(rows: tuple[Array, Array], _: tuple[()]) -> Array:
     return routing.combine_rows(y_MAD.reshape(-1, y_MAD.shape[-1]), one_by_one_S, weights_MA)
 
 
-def _combine_forward(y_SD, inverse, weights_MA):
-    return fixed_combine(y_SD, inverse, weights_MA), (y_SD, inverse, weights_MA)
+def _combine_forward(y_SD, inverse, weights_MA, size, least):
+    return fixed_combine(y_SD, inverse, weights_MA, size, least), (y_SD, inverse, weights_MA)
 
 
-fixed_combine.defvjp(_combine_forward, routing.combine_backward)
+def _combine_backward(_size, _least, saved, dout_MD):
+    return routing.combine_backward(saved, dout_MD)
+
+
+fixed_combine.defvjp(_combine_forward, _combine_backward)

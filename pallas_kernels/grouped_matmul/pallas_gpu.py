@@ -128,7 +128,7 @@ def mosaic_gpu_low_rank(
     a_ERD: sig.A, b_ERF: sig.B, scale: float, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
     """`mosaic_gpu` with a change of low rank in its accumulators; see `low_rank.on_chip`."""
-    return on_chip(_chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
+    return on_chip(chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
 
 
 def mosaic_gpu_low_rank_swiglu(
@@ -138,18 +138,21 @@ def mosaic_gpu_low_rank_swiglu(
 ) -> sig.Out:  # fmt: skip
     """`mosaic_gpu_low_rank`, activated in registers; see `low_rank.on_chip_swiglu`."""
     return on_chip_swiglu(
-        _chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha,
+        chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha,
         limit,
     )  # fmt: skip
 
 
 @cache
-def _chip(interpret: bool) -> ChipKernels:
+def chip(interpret: bool, fixed: bool = False) -> ChipKernels:
+    """With `fixed` one kernel of the SwiGLU, that of a training forward, wherever it is used."""
+
     def rows(lhs, rhs, sizes, bias, transposed, beside):
         return _rows(lhs, rhs, sizes, bias, transposed, interpret, beside)
 
     def swiglu(lhs, rhs, sizes, bias, alpha, limit, save, beside):
-        return _fused(lhs, rhs, sizes, bias, Swiglu(alpha, limit, save), interpret, beside)
+        after = Swiglu(alpha, limit, save or fixed)
+        return _fused(lhs, rhs, sizes, bias, after, interpret, beside)
 
     def sums(low, wide, sizes):
         found, _ = weights_by_group(wide, low, sizes, jnp.float32, False, interpret)

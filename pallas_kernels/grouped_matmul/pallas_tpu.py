@@ -130,7 +130,7 @@ def mosaic_tpu_low_rank(
     """`mosaic_tpu` with a change of low rank in its float32 sums; see `low_rank.on_chip`."""
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
-    return on_chip(_chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
+    return on_chip(chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
 
 
 def mosaic_tpu_low_rank_swiglu(
@@ -142,23 +142,26 @@ def mosaic_tpu_low_rank_swiglu(
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
     return on_chip_swiglu(
-        _chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha,
+        chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha,
         limit,
     )  # fmt: skip
 
 
 @cache
-def _chip(interpret: bool) -> ChipKernels:
+def chip(interpret: bool, fixed: bool = False) -> ChipKernels:
+    """With `fixed` a row's product has one size, and the SwiGLU one kernel, wherever it is used."""
+
     def rows(lhs, rhs, sizes, bias, transposed, beside):
         return rows_by_group(
-            lhs, rhs, sizes, bias, beside=beside, transposed=transposed, interpret=interpret
-        )
+            lhs, rhs, sizes, bias, beside=beside, transposed=transposed, interpret=interpret,
+            fixed=fixed,
+        )  # fmt: skip
 
     def swiglu(lhs, rhs, sizes, bias, alpha, limit, save, beside):
         return tuple(
             swiglu_by_group(
-                lhs, rhs, sizes, bias, (alpha, limit), beside=beside, keep=save,
-                interpret=interpret,
+                lhs, rhs, sizes, bias, (alpha, limit), beside=beside, keep=save or fixed,
+                interpret=interpret, fixed=fixed,
             )
         )  # fmt: skip
 

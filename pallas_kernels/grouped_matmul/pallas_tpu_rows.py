@@ -49,14 +49,14 @@ def dot(a, b, contract):
     )
 
 
-def each_rows(low, high, rows, body):
+def each_rows(low, high, rows, body, pieces=()):
     """Call body(start, size, new) until rows low … high − 1 of a tile of `rows` are covered.
 
     Starts are aligned, so the first and last call may reach other groups' rows, and the last
     may begin in rows that were had before: only those from `new` on are new.
     """
     at = low // tiles.ALIGNED * tiles.ALIGNED
-    for size, count in tiles.counts(high - at, rows):
+    for size, count in tiles.counts(high - at, rows, pieces):
 
         def piece(i, _, first=at, size=size):
             new = first + i * size
@@ -148,7 +148,7 @@ def _decode(nibbles, scales, slot, scale32, weight, base):
 def _kernel(
     group_V, tile_V, low_V, high_V, next_V, slot_V, *refs,
     plan: TpuPlan, length, n_groups, columns, transposed, packed, part, n_low, n_bias, n_out,
-    swiglu,
+    swiglu, pieces,
 ):  # fmt: skip
     """One visit: see that the group's windows are here, then multiply its rows of this tile."""
     n_sources = (2 if packed else 1) * len(plan.windows)
@@ -255,7 +255,7 @@ def _kernel(
 
     @pl.when(group < n_groups)
     def _():
-        each_rows(low, high, lhs.shape[0], rows_of_group)
+        each_rows(low, high, lhs.shape[0], rows_of_group, pieces)
 
     @pl.when((group == n_groups) & (low < high))  # rows past the sum
     def _():
@@ -265,8 +265,9 @@ def _kernel(
 
 
 def _call(
-    lhs_MK, rhs, sizes_E, beside, biases, plan, columns, n_out, *, transposed, swiglu, interpret
-):
+    lhs_MK, rhs, sizes_E, beside, biases, plan, columns, n_out, *, transposed, swiglu, interpret,
+    fixed,
+):  # fmt: skip
     """The pallas_call of `_kernel`; returns n_out arrays [M, columns].
 
     `beside` is empty, or low_MR and its matrices [E, R, columns], for gate and for up if there are.
@@ -274,13 +275,15 @@ def _call(
     n_rows, width = lhs_MK.shape
     n_groups, (rhs, first) = sizes_E.shape[0], split_part(rhs)
     dtype, packed = lhs_MK.dtype, isinstance(rhs, Mxfp4)
-    least = tiles.pieces()[-1]
+    bytes_per_row = width * lhs_MK.dtype.itemsize
+    pieces = tiles.pieces()[-1:] if fixed else tiles.pieces()
+    least = tiles.row_tile(tiles.ROWS, bytes_per_row) if fixed else pieces[-1]
     if n_rows < least:  # a tile of rows may pass the end, but not hold all of it
         more = ((0, least - n_rows), (0, 0))
         lhs_MK = jnp.pad(lhs_MK, more)
         beside = [jnp.pad(x, more) if i == 0 else x for i, x in enumerate(beside)]
     padded = lhs_MK.shape[0]
-    rows = tiles.row_tile(padded, width * dtype.itemsize)
+    rows = tiles.row_tile(padded, bytes_per_row)
     parts = min(tpu.cores(), -(-padded // rows))
     visits, length = row_visits(sizes_E, padded, rows, parts)
 
@@ -304,7 +307,7 @@ def _call(
         scratch += [pltpu.VMEM(shape, dtype) for shape in zip(heights, widths, strict=True)]
     if swiglu is not None:
         wide = tiles.up(plan.tile + plan.shift, tiles.LANES)
-        scratch.append(pltpu.VMEM((min(tiles.pieces()[0], rows), wide), jnp.float32))
+        scratch.append(pltpu.VMEM((min(pieces[0], rows), wide), jnp.float32))
 
     scalars = (*visits,) if first is None else (*visits, first.astype(jnp.int32).reshape(1))
 
@@ -326,7 +329,7 @@ def _call(
     kernel = partial(
         _kernel, plan=plan, length=length, n_groups=n_groups, columns=columns,
         transposed=transposed, packed=packed, part=first is not None, n_low=len(beside),
-        n_bias=len(biases), n_out=n_out, swiglu=swiglu,
+        n_bias=len(biases), n_out=n_out, swiglu=swiglu, pieces=pieces,
     )  # fmt: skip
     rank = beside[0].shape[1] if beside else 0
     matrix = rhs.shape[1] * rhs.shape[2]
@@ -365,11 +368,12 @@ def _call(
 
 def rows_by_group(
     lhs_MK: Float[Array, "M K"], rhs, sizes_E, bias_EF=None, *, beside=(), transposed=False,
-    interpret=False,
+    interpret=False, fixed=False,
 ) -> Float[Array, "M N"]:  # fmt: skip
     """out[m] = lhs[m] · rhs[e of m] (+ bias[e]), with rhs transposed or not.
 
-    `beside` = (low_MR, b_ERN) adds low[m] · b[e of m] to the float32 sums.
+    `beside` = (low_MR, b_ERN) adds low[m] · b[e of m] to the float32 sums. `fixed`: in products of
+    one size, whatever the rows and groups.
     """
     plan = plan_rows(rhs, lhs_MK.dtype.itemsize, transposed=transposed)
     assert plan is not None, "unsupported() lets only matrices with a plan through"
@@ -377,18 +381,18 @@ def rows_by_group(
     columns = rhs.shape[1] if transposed else rhs.shape[2]
     (out,) = _call(
         lhs_MK, rhs, sizes_E, beside, biases, plan, columns, 1,
-        transposed=transposed, swiglu=None, interpret=interpret,
+        transposed=transposed, swiglu=None, interpret=interpret, fixed=fixed,
     )  # fmt: skip
     return out
 
 
 def swiglu_by_group(
     lhs_MD: Float[Array, "M D"], rhs, sizes_E, bias_EF, swiglu, *, beside=(), keep=False,
-    interpret=False,
+    interpret=False, fixed=False,
 ) -> list[Float[Array, "M F"]]:  # fmt: skip
     """[out], or [out, gate, up] to keep what its gradient needs; swiglu = (alpha, limit).
 
-    `beside` = (low_MR, b_ER2F) adds low[m] · b[e of m] to the float32 sums.
+    `beside` = (low_MR, b_ER2F) adds low[m] · b[e of m] to the float32 sums; `fixed` as above.
     """
     plan = plan_rows(rhs, lhs_MD.dtype.itemsize, transposed=False, halves=True)
     assert plan is not None, "unsupported() lets only matrices with a plan through"
@@ -396,5 +400,5 @@ def swiglu_by_group(
     beside = [*beside[:1], *(half for b in beside[1:] for half in jnp.split(b, 2, axis=2))]
     return _call(
         lhs_MD, rhs, sizes_E, beside, biases, plan, rhs.shape[2] // 2, 3 if keep else 1,
-        transposed=False, swiglu=swiglu, interpret=interpret,
+        transposed=False, swiglu=swiglu, interpret=interpret, fixed=fixed,
     )  # fmt: skip

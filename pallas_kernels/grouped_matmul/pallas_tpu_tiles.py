@@ -44,12 +44,13 @@ def columns_at_once(dtype: DTypeLike) -> int:
     return COLUMNS * (2 if wide() and jnp.dtype(dtype).itemsize < 4 else 1)
 
 
-def counts(rows: Any, largest: int) -> list[tuple[int, Any]]:
+def counts(rows: Any, largest: int, some: tuple[int, ...] = ()) -> list[tuple[int, Any]]:
     """(size, how many) of the pieces of at most `largest` that cover `rows`, in their order.
 
-    One piece that is nearly full is better than several small ones.
+    One piece that is nearly full is better than several small ones. `some` are the sizes to take,
+    those of `pieces` if none are given.
     """
-    sizes = [size for size in pieces() if size <= largest]
+    sizes = [size for size in some or pieces() if size <= largest]
     found = []
     for size in sizes:
         count = (rows + sizes[-1] - 1) // size

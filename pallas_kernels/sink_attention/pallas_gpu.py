@@ -115,6 +115,11 @@ def mosaic_gpu_backward(
     return dq * sign, dk, dv
 
 
+def in_order(q, k, v, sink, layout, window, scale, interpret):
+    """`forward` of a scale above 0, for in_order.py: blocks of keys by their place alone."""
+    return forward(q, k, v, sink, layout, window, scale, interpret, ordered=True)
+
+
 def unsupported(q_BTNH: Array, k_BSKH: Array, *_arrays: Array) -> str | None:
     """Why the kernel cannot run, or None."""
     if not target().hopper:
@@ -131,8 +136,8 @@ def unsupported(q_BTNH: Array, k_BSKH: Array, *_arrays: Array) -> str | None:
 unsupported_backward = unsupported
 
 
-def forward(q, k, v, sink, layout, window, scale, interpret):
-    """o [B, T, N, H] in q's dtype and lse [B, T, N] in float32."""
+def forward(q, k, v, sink, layout, window, scale, interpret, ordered=False):
+    """o [B, T, N, H] in q's dtype and lse [B, T, N] in float32; see `Padded.table_in_order`."""
     (B, T, N, H), K = q.shape, k.shape[2]
     tiles = forward_tiles(H, window, N // K)
     where = padded(layout, tiles.rows, tiles.step, window)
@@ -174,7 +179,8 @@ def forward(q, k, v, sink, layout, window, scale, interpret):
         interpret=hopper.interpreter(interpret),
     )  # fmt: skip
     starts = jnp.stack([top_N, total_N])
-    o, lse = kernel(q, k, v, starts, where.q_B2T, where.k_B2S, where.table_of_some())
+    table = where.table_in_order() if ordered else where.table_of_some()
+    o, lse = kernel(q, k, v, starts, where.q_B2T, where.k_B2S, table)
     return o[:, :T], lse[:, :, :T].transpose(0, 2, 1)
 
 

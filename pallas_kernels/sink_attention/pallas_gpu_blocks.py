@@ -64,6 +64,12 @@ class Padded(NamedTuple):
         first_Bn = self.needed_Bnm[:, :, 0] | ~self.needed_Bnm.any(2)
         return table(self.needed_Bnm.at[:, :, 0].set(first_Bn), self.whole_Bnm, self.single_Bm)
 
+    def table_in_order(self) -> Array:
+        """`table_of_some` whose blocks come by their place alone, all with every test: the others
+        that share a block with a query change neither what it adds up nor in which order."""
+        mixed = jnp.zeros_like(self.whole_Bnm), jnp.zeros_like(self.single_Bm)
+        return self._replace(whole_Bnm=mixed[0], single_Bm=mixed[1]).table_of_some()
+
     def table_of_keys(self) -> Array:
         """The blocks of queries that each block of keys visits: all that are masked are mixed."""
         needed, whole = (x.transpose(0, 2, 1) for x in (self.needed_Bnm, self.whole_Bnm))

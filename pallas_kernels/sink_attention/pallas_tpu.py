@@ -136,13 +136,24 @@ def mosaic_tpu(
     return _fwd(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale, interpret)[0]
 
 
-def _fwd(q, k, v, sink, layout, window, scale, interpret):
-    x = blocks.sizes(q.shape, k.shape, window, q.dtype.itemsize)
-    where = blocks.blocked(x, layout, window)
+def attend(x: blocks.Sizes, q, k, v, sink, layout, window, scale, interpret, masked=False):
+    """(o, lse) in blocks of `x`; see `blocks.blocked`."""
+    where = blocks.blocked(x, layout, window, masked)
     scaled, rest = blocks.prescaled(q, scale)
     arrays = x.columns(scaled), x.keys(k), x.keys(v), x.sinks(sink)
     o, lse = forward(x, *arrays, where, window, rest, interpret)
-    o, lse = named(x.rows(o), x.rows(lse[:, :, :, None])[..., 0])
+    return x.rows(o), x.rows(lse[:, :, :, None])[..., 0]
+
+
+def in_order(q, k, v, sink, layout, window, scale, interpret):
+    """(o, lse) for in_order.py: in blocks of one size, each asked for every pair."""
+    x = blocks.fixed_sizes(q.shape, k.shape, window)
+    return attend(x, q, k, v, sink, layout, window, scale, interpret, masked=True)
+
+
+def _fwd(q, k, v, sink, layout, window, scale, interpret):
+    x = blocks.sizes(q.shape, k.shape, window, q.dtype.itemsize)
+    o, lse = named(*attend(x, q, k, v, sink, layout, window, scale, interpret))
     return (o, lse), (q, k, v, sink, layout, o, lse)
 
 

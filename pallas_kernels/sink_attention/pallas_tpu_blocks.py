@@ -155,11 +155,22 @@ def sizes(
     return Sizes(B, T, S, K, G // F, F, H, *block_sizes(T * F, S, window, itemsize, backward))
 
 
-def blocked(x: Sizes, layout: Layout, window: int) -> Blocked:
-    """Positions and segments as the kernels read them, and the blocks to visit."""
+def fixed_sizes(q_shape: tuple[int, ...], k_shape: tuple[int, ...], window: int) -> Sizes:
+    """`sizes` whose blocks are those of every length and batch, and are visited one by one."""
+    (B, T, N, H), (S, K) = q_shape, k_shape[1:3]
+    keys = LANES if 0 < window <= 2 * LANES else 2 * LANES
+    return Sizes(B, T, S, K, N // K, 1, H, LANES, keys, keys)
+
+
+def blocked(x: Sizes, layout: Layout, window: int, masked: bool = False) -> Blocked:
+    """Positions and segments as the kernels read them, and the blocks to visit.
+
+    With `masked` every block is asked for every pair, those that are seen whole too.
+    """
     layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
     q_pos, k_pos, q_seg, k_seg = layout
     needed, whole = block_table(layout, x.bt, x.unit, window)
+    whole = jnp.zeros_like(whole) if masked else whole
 
     def eight(pos: Array, seg: Array) -> Array:
         return jnp.pad(jnp.stack([pos, seg], axis=1), ((0, 0), (0, SUBLANES - 2), (0, 0)))

@@ -156,7 +156,7 @@ def _matmul(
     )(hidden_MD, w_head_DV, *others)
 
 
-def _statistics(
+def statistics(
     hidden_MD: Float[Array, "M D"],
     w_head_DV: Float[Array, "D V"],
     targets_M: Int[Array, " M"],
@@ -260,7 +260,7 @@ def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret,
     if n_tokens == 0:
         return (jnp.zeros(0, jnp.float32),) * 3
     pad = -n_tokens % (2 * ROWS)
-    partials = _statistics(
+    partials = statistics(
         _padded(hidden_MD, pad), w_head_DV, _padded(targets_M.astype(jnp.int32), pad),
         temperature, vocab_size, interpret,
     )  # fmt: skip

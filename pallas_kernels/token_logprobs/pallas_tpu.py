@@ -38,9 +38,9 @@ VMEM = 48 * 2**20  # what a kernel may take; every chip from v5e on has at least
 CHUNK = 4096  # words whose dz exists at a time: 0.2 GB at 24k tokens of bfloat16
 
 
-def _blocks(n_tokens: int, row_bytes: int) -> tuple[int, int]:
-    """Tokens and words of a block, both halved until the blocks fit in BLOCK_BYTES."""
-    rows, columns = ROWS, COLUMNS
+def _blocks(n_tokens: int, row_bytes: int, most: int = ROWS) -> tuple[int, int]:
+    """Tokens, `most` at most, and words of a block, both halved until they fit in BLOCK_BYTES."""
+    rows, columns = most, COLUMNS
     while 2 * (rows + columns) * row_bytes > BLOCK_BYTES and columns > LANES:
         rows, columns = rows // 2, columns // 2
     return min(rows, -(-n_tokens // 16) * 16), columns  # 16 bfloat16 rows are a tile
@@ -113,13 +113,19 @@ def _params() -> pltpu.CompilerParams:
     )
 
 
-def _statistics(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret):
-    """peak, total, moment and chosen of every lane: four arrays [M, 128]."""
+def statistics(
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+    vocab_size: int, interpret: bool, most: int = ROWS,
+) -> tuple[Array, ...]:  # fmt: skip
+    """peak, total, moment and chosen of every lane (see `streamed.merge`): four arrays [M, 128].
+
+    In blocks of `most` tokens, or fewer where there are fewer or they do not fit.
+    """
     n_tokens, width = hidden_MD.shape
     itemsize = hidden_MD.dtype.itemsize
-    rows, columns = _blocks(n_tokens, width * itemsize)
+    rows, columns = _blocks(n_tokens, width * itemsize, most)
     lanes = pl.BlockSpec((rows, LANES), lambda m, n: (m, 0))
-    return pl.pallas_call(
+    lanes_of_all = pl.pallas_call(
         partial(_statistics_kernel, vocab_size=vocab_size),
         grid=(pl.cdiv(n_tokens, rows), pl.cdiv(vocab_size, columns)),
         in_specs=[
@@ -135,6 +141,7 @@ def _statistics(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interp
         interpret=interpret,
         name="token_logprobs",
     )(1.0 / temperature[None, None], hidden_MD, w_head_DV, targets_M[:, None])
+    return tuple(lanes_of_all)
 
 
 def _dlogits(hidden_MD, w_Dc, targets_M, temperature, slopes_4M, interpret) -> Array:
@@ -166,7 +173,7 @@ def _stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret,
     if hidden_MD.shape[0] == 0:
         return (jnp.zeros(0, jnp.float32),) * 3
     targets_M = targets_M.astype(jnp.int32)
-    lanes = _statistics(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret)
+    lanes = statistics(hidden_MD, w_head_DV, targets_M, temperature, vocab_size, interpret)
     return merge(*lanes, axis=1)
 
 

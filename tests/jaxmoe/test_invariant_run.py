@@ -13,6 +13,9 @@ from jaxmoe.model.ops import make_ops
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.train import main
 from pallas_kernels import decode_attention
+from pallas_kernels.check import child
+from pallas_kernels.check.verdicts import KernelVerdict
+from pallas_kernels.sink_attention.in_order import ordered_attention
 
 SETTINGS = (
     "model.numerics=invariant", "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=3",
@@ -82,7 +85,7 @@ def test_a_difference_stops_the_run_and_is_traced(tmp_path, monkeypatch, capsys)
     ("change", "said"),
     [
         ("rollout.engine=vllm", "rollout.engine=native"),
-        ("kernels=mosaic_gpu", "kernels=auto"),
+        ("kernels=triton", "kernels=auto"),
         ("rollout.max_parallel_sequences=4", "rollout.max_parallel_sequences=8"),
         ("mesh.tensor=2", "mesh.tensor=1"),
         ("mesh.expert=2", "mesh.fsdp=2"),
@@ -96,10 +99,53 @@ def test_what_would_break_it_is_refused_in_one_line_with_what_to_type(change, sa
     assert f"--set {said}" in str(told.value).replace("\n", " ")
 
 
-def test_a_chip_where_it_was_not_shown_is_refused():
-    cfg = override(load("tiny.py"), "model.numerics=invariant")
-    with pytest.raises(ConfigError, match="must run on a cpu"):
-        decide(cfg, lambda: {"platform": "gpu", "kind": "NVIDIA H100"}, lambda chip: None)
+INVARIANT = override(load("tiny.py"), "model.numerics=invariant", "model.dtype=bfloat16")
+RIGHT = KernelVerdict("right", "5 cases")
+
+
+def decided(kind, cfg=INVARIANT, verdict=RIGHT):
+    chip = {"platform": "tpu" if "TPU" in kind else "gpu", "kind": kind}
+    return decide(cfg, lambda: chip, lambda chip: lambda operation, impl: verdict)
+
+
+@pytest.mark.parametrize(
+    "kind, impl",
+    [("NVIDIA H100 80GB HBM3", "mosaic_gpu"), ("TPU v5 lite", "mosaic_tpu"),
+     ("TPU v5", "mosaic_tpu"), ("TPU v6 lite", "mosaic_tpu")],
+)  # fmt: skip
+def test_on_a_chip_whose_programs_were_looked_at_its_kernels_are_the_pieces(kind, impl):
+    found = decided(kind)
+    assert set(found.impls.values()) == {impl} and "whatever the batch" in found.line
+    attend = make_ops(INVARIANT, found.impls).attend
+    assert attend.__wrapped__.func is ordered_attention
+    assert attend.__wrapped__.keywords["impl"] == impl
+    named = override(INVARIANT, f"kernels={impl}")
+    assert make_ops(named).attend.__wrapped__.keywords["impl"] == impl
+
+
+@pytest.mark.parametrize(
+    "kind, setting, verdict, said",
+    [
+        ("NVIDIA A100-SXM4-80GB", "steps=1", RIGHT, "this is a NVIDIA A100-SXM4-80GB"),
+        ("TPU v4", "steps=1", RIGHT, "this is a TPU v4"),
+        ("NVIDIA H200", "kernels=xla", RIGHT, "must run in mosaic_gpu on a gpu, got kernels=xla"),
+        ("NVIDIA H200", "optim.tokens_per_microbatch=4096", RIGHT, "needs rows of one sequence"),
+        ("NVIDIA H200", "steps=1", KernelVerdict("wrong", "in ragged: o errs by 1"), "o errs by 1"),
+        ("TPU v5", "kernels=mosaic_gpu", RIGHT, "must run in mosaic_tpu on a tpu"),
+    ],
+)  # fmt: skip
+def test_where_it_was_not_shown_is_refused_in_one_line(kind, setting, verdict, said):
+    with pytest.raises(ConfigError) as told:
+        decided(kind, override(INVARIANT, setting), verdict)
+    assert said in str(told.value) and "--set model.numerics=fast" in str(told.value)
+
+
+def test_without_a_look_at_the_chip_it_is_refused():
+    def gone():
+        raise child.NoChip("a process that opens the device hangs")
+
+    with pytest.raises(ConfigError, match="must know the chip.*JAX_PLATFORMS=cpu"):
+        decide(INVARIANT, gone, lambda chip: lambda operation, impl: RIGHT)
 
 
 @pytest.mark.slow

@@ -23,6 +23,9 @@ from pallas_kernels.grouped_matmul.cases import MatmulCase, zipf_sizes
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 from tests.pallas_kernels.decode_attention import checks
+from tests.pallas_kernels.grouped_matmul import test_fixed_on_chip as fixed_matmul
+from tests.pallas_kernels.sink_attention import test_in_order as ordered
+from tests.pallas_kernels.token_logprobs import test_fixed_on_chip as fixed_logprobs
 
 PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
 
@@ -139,3 +142,20 @@ def test_pages_are_read_as_the_formula_says(case, impl):
     inputs = checks.inputs_of(case)
     ready(impl, lambda *x: paged(*x, case.window, 0.125), inputs)
     checks.check(paged, case)
+
+
+@pytest.mark.parametrize(
+    "impl",
+    [pytest.param(impl, marks=getattr(pytest.mark, chip)) for impl, chip in PLATFORMS.items()
+     if impl != "triton"],
+)  # fmt: skip
+def test_a_rows_bits_do_not_depend_on_its_company(impl):
+    """What invariant numerics rest on; interpreted in the tests of the three operations."""
+    for window in ordered.WINDOWS:
+        found, _ = ordered.compositions(*ordered.inputs(), impl, window, (1, 140, 299), False)
+        assert not any(found.values()), (window, found)
+    for fn in (fixed_matmul.fixed_matmul_on_chip, fixed_matmul.fixed_swiglu_on_chip):
+        for lora in (False, True):
+            found, _ = fixed_matmul.differing(fn, fixed_matmul.inputs(), impl, lora, False)
+            assert found == 0, (fn, lora)
+    assert fixed_logprobs.differing(fixed_logprobs.inputs(), impl, False)[0] == 0

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariant numerics by a chip's kernels, engine against trainer.
+
+    JAX_PLATFORMS=cuda python -m pytest -m gpu tests/jaxmoe/rollout/test_invariant_on_chip.py
+    JAX_PLATFORMS=tpu python -m pytest -m tpu tests/jaxmoe/rollout/test_invariant_on_chip.py
+
+By default the kernels of a TPU are interpreted, for a few tokens.
+"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmoe.model import init_params, plain_ops, tiny
+from jaxmoe.model import invariant_on_chip as chip
+from jaxmoe.model.params import as_read
+from jaxmoe.records import Prompt, Sampling
+from jaxmoe.rl.batch import rollout_batch
+from jaxmoe.rl.scorer import Scorer
+from jaxmoe.rl.state import Trained
+from jaxmoe.rollout.native import NativeEngine
+
+CFG = tiny(
+    dtype="bfloat16", d_model=128, head_dim=64, n_q_heads=4, n_kv_heads=2, n_experts=4,
+    experts_per_token=2, d_expert=128, sliding_window=16, vocab_size=265, vocab_multiple=128,
+)  # fmt: skip
+EXACT = replace(CFG, dtype="float32")  # few tokens of bfloat16 would agree by rounding
+RUNS = [
+    pytest.param("mosaic_tpu", True, 6, marks=pytest.mark.slow, id="interpreted"),
+    pytest.param("mosaic_gpu", False, 300, marks=pytest.mark.gpu, id="gpu"),
+    pytest.param("mosaic_tpu", False, 300, marks=pytest.mark.tpu, id="tpu"),
+]
+
+
+def differing(ops, new, cfg):
+    """How many log-probs and how many experts of 8 answers differ between engine and trainer."""
+    params = init_params(jax.random.key(0), cfg)
+    params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)  # hot and peaked
+    engine = NativeEngine(
+        cfg, ops, max_prompt_tokens=40, max_new_tokens=new, max_rows=8, keep_experts=True
+    )
+    engine.load(params, 0)
+    dice = np.random.default_rng(0)
+    prompts = [
+        Prompt(i, "", tuple(int(x) for x in dice.integers(0, 256, size)), None)
+        for i, size in enumerate((3, 21, 37, 8))
+    ]
+    rollouts = engine.generate(prompts, Sampling(new, (264,)), seed=1, samples=2)
+    batch = rollout_batch(
+        rollouts, np.zeros(8, np.float32), samples=2, length=40 + new, pad_id=0,
+        n_experts=cfg.n_experts,
+    )  # fmt: skip
+    batch = jax.tree.map(jax.numpy.asarray, batch)
+    scored = jax.jit(Scorer(cfg, ops, replays=False).policy)(Trained(as_read(params, cfg)), batch)
+    answer_BT = np.asarray(batch.loss_mask_BT)
+    ours, theirs = (np.asarray(x)[answer_BT] for x in (scored["logp_BT"], batch.rollout_logp_BT))
+    assert np.abs(theirs).max() > 0.1
+    read_BT = np.zeros_like(answer_BT)
+    for row, r in enumerate(rollouts):
+        read_BT[row, : len(r.routed_experts)] = True
+    told = np.asarray(batch.routed_experts_BTLA)[read_BT]
+    return (ours != theirs).sum(), (np.asarray(scored["experts_BTLA"])[read_BT] != told).sum()
+
+
+@pytest.mark.parametrize("impl, interpret, new", RUNS)
+def test_the_engines_log_probs_and_experts_are_the_trainers_to_the_bit(impl, interpret, new):
+    plain = plain_ops()
+    ops = replace(plain, **chip.pieces(plain.router, impl, interpret=interpret))
+    assert differing(ops, new, EXACT if interpret else CFG) == (0, 0)
+
+
+@pytest.mark.slow
+def test_with_a_decode_of_another_order_they_are_not():
+    plain = plain_ops()
+    ops = replace(plain, **chip.pieces(plain.router, "mosaic_tpu", interpret=True))
+    assert differing(replace(ops, decode=plain.decode), 6, EXACT)[0] > 0
