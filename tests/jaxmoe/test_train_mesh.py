@@ -65,6 +65,7 @@ def equal(one, several, last):
     assert max(abs(one[key] - several[key]) for key in several) < 2e-5
 
 
+@pytest.mark.extended  # test_processes.py has a command on a mesh, test_mesh_step.py the bits
 def test_a_run_goes_on_on_a_mesh_and_is_that_of_one_device(one, tmp_path):
     work = until(2, one, tmp_path / "run")
     code, out, err = typed("train", work, 4, steps=4, mesh__expert=2, mesh__tensor=2)

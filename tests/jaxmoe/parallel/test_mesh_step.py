@@ -142,7 +142,7 @@ def program(sizes, rows=8, length=1600):
 @pytest.mark.parametrize(
     "sizes, share",
     [
-        ({"fsdp": 8}, 0.16),
+        pytest.param({"fsdp": 8}, 0.16, marks=pytest.mark.extended),
         pytest.param({"sequence": 8}, 0.16, marks=pytest.mark.extended),
         pytest.param({"expert": 8}, 0.16, marks=pytest.mark.extended),
     ],
