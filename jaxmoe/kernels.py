@@ -135,6 +135,12 @@ def _invariant(
         "blocks that begin with a row. Try --set optim.tokens_per_microbatch=0 --set "
         f"optim.microbatches={cfg.rollout.sequences_per_step}, {off}",
     )
+    require(
+        cfg.mesh.devices == 1,
+        f"model.numerics=invariant must run on one GPU or TPU, got a mesh of {cfg.mesh.devices}: "
+        "programs of several were not shown to hold the same loops. Try --set mesh.data=1 --set "
+        f"mesh.fsdp=1, {off}",
+    )
     try:
         choices = choose(name, platform, judge_on(chip))
     except Refused as error:
@@ -226,6 +232,8 @@ def sizes(cfg: Config) -> dict[str, list[dict[str, Any]]]:
 
 def planned(cfg: Config) -> str:
     """For a dry run: what is asked for, without a look at the machine."""
+    if cfg.model.numerics == "invariant":
+        return "in tiles of one size: mosaic_gpu or mosaic_tpu on their chips, on a CPU xla"
     if cfg.kernels == "auto":
         return "those that a check on the chip finds right, else xla; on a CPU xla"
     if cfg.kernels in PLAIN:

@@ -97,8 +97,9 @@ def invariant_ops(ops: Ops, kernels: Impl = "auto") -> Ops:
 
     On a CPU; with `kernels` mosaic_gpu or mosaic_tpu, on such a chip.
     """
-    if kernels in ("mosaic_gpu", "mosaic_tpu"):
-        return replace(ops, **invariant_on_chip.pieces(ops.router, kernels))
+    name = kernels if isinstance(kernels, str) else kernels[0]
+    if name in ("mosaic_gpu", "mosaic_tpu"):
+        return replace(ops, **invariant_on_chip.pieces(ops.router, name))
     return replace(ops, **invariant.pieces(ops.router))
 
 

@@ -47,7 +47,8 @@ def kernels_on(cfg: Config, mesh: Mesh) -> Decision:
         reason = reasons[0]
         return KernelVerdict("refuses", reason) if reason else KernelVerdict("right", "")
 
-    return decide(cfg, lambda: {"platform": device.platform}, lambda _: judge)
+    chip = {"platform": device.platform, "kind": device.device_kind}
+    return decide(cfg, lambda: chip, lambda _: judge)
 
 
 def shapes(cfg: Config) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:

@@ -38,9 +38,10 @@ VMEM = 48 * 2**20  # what a kernel may take; every chip from v5e on has at least
 CHUNK = 4096  # words whose dz exists at a time: 0.2 GB at 24k tokens of bfloat16
 
 
-def _blocks(n_tokens: int, row_bytes: int, most: int = ROWS) -> tuple[int, int]:
-    """Tokens, `most` at most, and words of a block, both halved until they fit in BLOCK_BYTES."""
-    rows, columns = most, COLUMNS
+def _blocks(n_tokens: int, row_bytes: int, most: int | None = None) -> tuple[int, int]:
+    """Tokens and words of a block, both halved until they fit in BLOCK_BYTES: of `most`, or ROWS,
+    tokens at most."""
+    rows, columns = most or ROWS, COLUMNS
     while 2 * (rows + columns) * row_bytes > BLOCK_BYTES and columns > LANES:
         rows, columns = rows // 2, columns // 2
     return min(rows, -(-n_tokens // 16) * 16), columns  # 16 bfloat16 rows are a tile
@@ -115,11 +116,11 @@ def _params() -> pltpu.CompilerParams:
 
 def statistics(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
-    vocab_size: int, interpret: bool, most: int = ROWS,
+    vocab_size: int, interpret: bool, most: int | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
     """peak, total, moment and chosen of every lane (see `streamed.merge`): four arrays [M, 128].
 
-    In blocks of `most` tokens, or fewer where there are fewer or they do not fit.
+    In blocks of `most`, or ROWS, tokens, or fewer where there are fewer or they do not fit.
     """
     n_tokens, width = hidden_MD.shape
     itemsize = hidden_MD.dtype.itemsize

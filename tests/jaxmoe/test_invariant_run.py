@@ -131,6 +131,7 @@ def test_on_a_chip_whose_programs_were_looked_at_its_kernels_are_the_pieces(kind
         ("NVIDIA H200", "kernels=xla", RIGHT, "must run in mosaic_gpu on a gpu, got kernels=xla"),
         ("NVIDIA H200", "optim.tokens_per_microbatch=4096", RIGHT, "needs rows of one sequence"),
         ("NVIDIA H200", "steps=1", KernelVerdict("wrong", "in ragged: o errs by 1"), "o errs by 1"),
+        ("TPU v5", "mesh.data=2", RIGHT, "must run on one GPU or TPU, got a mesh of 2"),
         ("TPU v5", "kernels=mosaic_gpu", RIGHT, "must run in mosaic_tpu on a tpu"),
     ],
 )  # fmt: skip

@@ -189,6 +189,7 @@ def test_a_dry_run_says_what_a_name_would_use_and_fails_for_no_chip(capsys, tmp_
         assert train.main([*argv, "--set", f"kernels={kernels}"]) == 0
         assert f"  kernels      {kernels}" in (out := capsys.readouterr().out) and said in out
     assert "on a CPU xla" in planned(TINY)
+    assert "tiles of one size" in planned(override(TINY, "model.numerics=invariant"))
     assert planned(override(TINY, "kernels=xla")) == "xla"
 
 

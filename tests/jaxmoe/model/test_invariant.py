@@ -85,11 +85,18 @@ def compositions(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LONG)])
-def test_no_composition_of_rows_changes_a_bit_of_log_probs_or_experts(dtype):
+@pytest.mark.parametrize(
+    "dtype, cases",
+    [
+        ("float32", 200),
+        *(pytest.param(*more, marks=LONG)
+          for more in (("bfloat16", 200), ("float32", 2000), ("bfloat16", 2000))),
+    ],
+)  # fmt: skip
+def test_no_composition_of_rows_changes_a_bit_of_log_probs_or_experts(dtype, cases):
     read = readings(dtype)
 
-    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases, deadline=None, suppress_health_check=list(HealthCheck))
     @given(compositions())
     def holds(case):
         lengths, seed, left, start, gap, prompt, order = case

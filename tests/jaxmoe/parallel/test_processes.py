@@ -139,9 +139,9 @@ def share(prompt, response, row):
 """
 
 
-def run(work, count, devices, module="train", **mesh):
+def run(work, count, devices, module="train", more=(), **mesh):
     """The processes of one command, and where each writes."""
-    changes = SMALL | {f"mesh.{axis}": n for axis, n in mesh.items()}
+    changes = SMALL | {f"mesh.{axis}": n for axis, n in mesh.items()} | dict(more)
     sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
     typed = [sys.executable, "-m", f"jaxmoe.{module}", "--config", "tiny.py",
              "--workdir", str(work)]  # fmt: skip
@@ -279,6 +279,30 @@ def test_a_signal_at_one_saves_at_all(tmp_path):
     saved = max(step for _, step in [key for key in lines(work) if key[0] == "rl"])
     assert f"saved rl step {saved}" in found[0][1]
     assert np.isfinite(lines(work)["rl", saved]["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.extended  # two processes; test_invariant_mesh.py has their mesh in one
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_processes_have_every_log_prob_of_their_engines_to_the_bit(tmp_path, dtype):
+    exact = {"model.numerics": "invariant", "model.dtype": dtype}
+    work = tmp_path / "run"
+    for code, said in ended(
+        run(
+            work,
+            2,
+            2,
+            more=exact,
+            data=2,
+            fsdp=2,
+        ),
+        MINUTES,
+    ):
+        assert code == 0, said
+    steps = [row for (stage, step), row in lines(work).items() if stage == "rl" and step]
+    assert len(steps) == 4 and all(row["grad/norm"] > 0 for row in steps)
+    for row in steps:
+        assert row["train_rollout_logprob_abs_diff_max"] == row["router/expert_switches"] == 0.0
 
 
 @pytest.mark.slow
