@@ -31,7 +31,7 @@ from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.tiles import unknown
 
 KEYS = 32  # of a block
-SCORES = 8  # rows of a product: queries times heads per key head
+SCORES = 4  # rows of a product: queries times heads per key head; a decode step fills one query's
 PAIRS = 64  # of a batch row and some of its queries, in one product
 _NOBODY = 2**31 - 1  # the segment of a key that is padding, behind all others
 
