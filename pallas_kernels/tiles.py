@@ -34,7 +34,9 @@ def in_tiles(
         whole: what every row reads, weights as a rule.
         least: turns of the loop. From a loop that reads one slice of an array XLA for TPU moves out
             what it does to it, though it does not know the count: 2 keep it a loop.
-    Numerics: the last tile is filled with zeros, whose results are thrown away.
+    Numerics: the last tile is filled with zeros, whose results are thrown away. XLA for TPU cuts a
+        large product of a tile by where the other arrays lie in memory, which a batch may change:
+        there such products are for kernels.
     """
     return _tiled(fn, size, least, rows, whole)
 

@@ -59,7 +59,7 @@ def differing(fn, arrays, chip, lora=False, interpret=True):
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_rows_bits_do_not_depend_on_the_others(arrays, chip, fn, lora):
     if chip == "mosaic_gpu" and lora:
-        pytest.skip("the kernel is the same, and one interpretation takes a quarter of a minute")
+        pytest.skip("interpreting it takes a quarter of a minute; test_on_chip.py has it on a chip")
     found, whole = differing(fn, arrays, chip, lora)
     assert found == 0
     lhs, rhs, bias, *change = (x.astype(jnp.float32) for x in arrays)
