@@ -45,26 +45,27 @@ def in_tiles(
 def _tiled(fn: Callable[..., Any], size: int, least: int, rows: Leaf, whole: Leaf) -> Any:
     count = jax.tree.leaves(rows)[0].shape[0]
     turns = max(least, -(-count // size))
-    tiles = jax.tree.map(lambda x: _hidden(_cut(x, turns, size)), rows)
+    tiles = jax.tree.map(lambda x: hidden(_cut(x, turns, size)), rows)
     kinds = jax.tree.map(lambda x: x.dtype, rows)
 
-    def tile(i: Array | int) -> Any:
-        one = jax.tree.map(
-            lambda x, dtype: _shown(lax.dynamic_index_in_dim(x, i, keepdims=False), dtype),
-            tiles, kinds,
-        )  # fmt: skip
-        return fn(one, whole)
+    def cut(i: Array | int) -> Any:
+        return jax.tree.map(lambda x: turn_of(x, i), tiles)
 
-    def turn(i: Array, out: Any) -> Any:
-        return jax.tree.map(
-            lambda o, y: lax.dynamic_update_index_in_dim(o, _hidden(y), i, 0), out, tile(i)
-        )
+    def tile(cut: Any) -> Any:
+        return fn(jax.tree.map(shown, cut, kinds), whole)
 
-    shapes = jax.eval_shape(tile, 0)
-    empty = jax.tree.map(lambda s: _hidden(jnp.zeros((turns, *s.shape), s.dtype)), shapes)
-    made = lax.fori_loop(0, unknown(turns), turn, empty)
+    def turn(i: Array, carry: Any) -> Any:
+        # A tile waits in the carry: cut and computed in one step, XLA for CPU takes what reads it
+        # at two places number by number, in 4 times the time.
+        out, now = carry
+        out = jax.tree.map(lambda o, y: with_turn(o, hidden(y), i), out, tile(now))
+        return out, cut(i + 1)  # past the end dynamic_slice gives the last, which nobody reads
+
+    shapes = jax.eval_shape(lambda: tile(cut(0)))
+    empty = jax.tree.map(lambda s: hidden(jnp.zeros((turns, *s.shape), s.dtype)), shapes)
+    made, _ = lax.fori_loop(0, unknown(turns), turn, (empty, cut(0)))
     return jax.tree.map(
-        lambda x, s: _shown(x, s.dtype).reshape(-1, *x.shape[2:])[:count], made, shapes
+        lambda x, s: shown(x, s.dtype).reshape(-1, *x.shape[2:])[:count], made, shapes
     )
 
 
@@ -84,15 +85,26 @@ def unknown(count: int) -> Array:
     return lax.optimization_barrier(jnp.int32(count))
 
 
+def turn_of(x: Array, i: Array | int) -> Array:
+    """x[i], of an i past the end the last."""
+    return lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False)
+
+
+def with_turn(x: Array, y: Array, i: Array) -> Array:
+    """x with y as its x[i]."""
+    return lax.dynamic_update_index_in_dim(x, y, i, 0, allow_negative_indices=False)
+
+
 def _cut(x: Array, turns: int, size: int) -> Array:
     more = ((0, turns * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
     return jnp.pad(x, more).reshape(turns, size, *x.shape[1:])
 
 
-def _hidden(x: Array) -> Array:
-    """bfloat16 as its bits: XLA for CPU widens a whole array of it at each update in a loop."""
+def hidden(x: Array) -> Array:
+    """bfloat16 as its bits: XLA for CPU widens a whole array of it to read or write a part."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
-def _shown(x: Array, dtype: Any) -> Array:
+def shown(x: Array, dtype: Any) -> Array:
+    """`hidden` undone."""
     return lax.bitcast_convert_type(x, dtype) if dtype == jnp.bfloat16 else x
