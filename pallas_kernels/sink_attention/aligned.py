@@ -5,7 +5,7 @@ Whatever slot a key lies in, whatever else is in its row and however many querie
 sums its keys in the same blocks, in arrays of the same shape: its bits depend on its own past
 alone, in a training forward, a prefill of any length and a decode step. A block that it does not
 see adds exact zeros. `sink_attention` and `decode_attention` promise none of it: their blocks
-follow the shapes, which is faster. Next: pallas_kernels/tiles.py.
+follow the shapes, which is faster. Next: aligned_blocks.py, then pallas_kernels/tiles.py.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import floats, products, scale_of, window_size
 from pallas_kernels.masks import Layout, visible
+from pallas_kernels.sink_attention.aligned_blocks import (
+    FAR,
+    KEYS,
+    Blocks,
+    at,
+    ring_of_blocks,
+    sorted_blocks,
+)
 from pallas_kernels.sink_attention.api import sink_attention_backward
 from pallas_kernels.sink_attention.common import (
     backward_sums,
@@ -28,15 +36,13 @@ from pallas_kernels.sink_attention.common import (
     same_batch,
 )
 from pallas_kernels.sink_attention.reference import UNSEEN
-from pallas_kernels.tiles import unknown
+from pallas_kernels.tiles import hidden, shown, turn_of, unknown, with_turn
 
-KEYS = 32  # of a block
 SCORES = 4  # rows of a product: queries times heads per key head; a decode step fills one query's
 PAIRS = 64  # of a batch row and some of its queries, in one product
-_NOBODY = 2**31 - 1  # the segment of a key that is padding, behind all others
 
-# of (row, segment, positions): the slots of these keys, and whether they are there
-Find = Callable[[Array, Array, Array], tuple[Array, Array]]
+# of rows and slots: float32 keys or values [P, X, K, H], whole rows of memory at a time
+Read = Callable[[Array, Array], Array]
 
 
 def aligned_attention(
@@ -58,10 +64,10 @@ def aligned_attention(
     z = scale·q·k over the keys a query sees;  lse = log(Σ e^z + e^sink);  o = Σ e^{z − lse}·v
 
     Args: see `sink_attention`. A position is in a segment once.
-        ring: the keys of a row are of one segment, at most S positions apart, as in a cache: they
-            are found without sorting them.
-    Numerics: as sink_attention's; keys in blocks of KEYS positions from 0 on, the sink first. The
-        gradients are those of `sink_attention_backward` from this (o, lse).
+        ring: the keys of a row are of one segment, less than S positions apart, as in a cache:
+            they are placed without sorting them.
+    Numerics: float32 but for what is read and returned; keys in blocks of KEYS positions from 0
+        on, the sink first. The gradients are those of `sink_attention_backward` from this (o, lse).
     Raises: ValueError for shapes that do not fit.
     """
     q, k, v, sink = (
@@ -114,173 +120,120 @@ def _in_blocks(
     G = N // K
     rows = max(1, SCORES // G)  # queries of a pair
     n = -(-T // rows)
-    find = (ring_of_keys if ring else sorted_keys)(layout)
-    layout = layout.padded(n * rows - T, 0)
+    blocks, ranges_BT = (ring_of_blocks if ring else sorted_blocks)(layout, window)
     turns = -(-B * n // PAIRS)
 
-    def cut(x: Array) -> Array:
-        """[B, n·rows, …] to [turns, PAIRS, rows, …]."""
-        x = x.reshape(B * n, rows, *x.shape[2:])
+    def cut(x: Array, fill: int = 0) -> Array:
+        """[B, T, …] to [pairs, rows, …], whole turns of them."""
+        more = ((0, 0), (0, n * rows - x.shape[1]), *((0, 0) for _ in x.shape[2:]))
+        x = jnp.pad(x, more, constant_values=fill).reshape(B * n, rows, *x.shape[2:])
         more = ((0, turns * PAIRS - B * n), *((0, 0) for _ in x.shape[1:]))
-        return jnp.pad(x, more).reshape(turns, PAIRS, *x.shape[1:])
+        return jnp.pad(x, more, constant_values=fill)
 
-    queries = cut(jnp.pad(q, ((0, 0), (0, n * rows - T), (0, 0), (0, 0))))
-    positions, segments = cut(layout.q_positions_BT), cut(layout.q_segment_ids_BT)
-    of_row = cut(jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], (B, n * rows)))
+    of_row = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], (B, T))
+    every = _Pairs(
+        cut(q.astype(jnp.float32)), jnp.max(cut(of_row), axis=1),
+        jnp.min(cut(ranges_BT[0], FAR), axis=1), jnp.max(cut(ranges_BT[1]), axis=1),
+        cut(layout.q_positions_BT), cut(layout.q_segment_ids_BT),
+    )  # fmt: skip
+    # those of as many blocks together: a turn takes as long as its longest
+    order = (
+        jnp.argsort(every.end_P - jnp.minimum(every.begin_P, every.end_P)) if turns > 1 else None
+    )
+    if order is not None:
+        every = jax.tree.map(lambda x: at(x, order), every)
+    every = jax.tree.map(lambda x: x.reshape(turns, PAIRS, *x.shape[1:]), every)
+    keys, values = _reader(k), _reader(v)
     sink_KR = jnp.tile(sink.astype(jnp.float32).reshape(K, G), (1, rows))
 
     def turn(i: Array, out: Array) -> Array:
-        def of(x: Array) -> Array:
-            return lax.dynamic_index_in_dim(x, i, keepdims=False)
-
-        q_PRKGH = of(queries).reshape(PAIRS, rows, K, G, H)
-        q_PKRH = q_PRKGH.transpose(0, 2, 1, 3, 4).reshape(PAIRS, K, rows * G, H)
-        made = _pairs(
-            q_PKRH,
-            of(positions),
-            of(segments),
-            of(of_row)[:, 0],
-            k,
-            v,
-            sink_KR,
-            find,
-            window,
-            scale,
-        )
-        return lax.dynamic_update_index_in_dim(out, made, i, 0)
+        pairs = jax.tree.map(lambda x: turn_of(x, i), every)
+        return with_turn(out, _attend(pairs, keys, values, sink_KR, blocks, window, scale), i)
 
     empty = jnp.zeros((turns, PAIRS, K, rows * G, H + 1), jnp.float32)
     made = lax.fori_loop(0, unknown(turns), turn, empty)
-    made = made.reshape(turns * PAIRS, K, rows, G, H + 1)[: B * n].transpose(0, 2, 1, 3, 4)
-    made = made.reshape(B, n * rows, N, H + 1)[:, :T]
+    made = made.reshape(turns * PAIRS, K, rows, G, H + 1)
+    if order is not None:
+        made = at(made, jnp.zeros_like(order).at[order].set(jnp.arange(len(order))))
+    made = made[: B * n].transpose(0, 2, 1, 3, 4).reshape(B, n * rows, N, H + 1)[:, :T]
     return made[..., :H].astype(q.dtype), made[..., H]
 
 
-class _Block(NamedTuple):
-    """Where each pair is on its way through the blocks that its queries need."""
+class _Pairs(NamedTuple):
+    """Pairs of a batch row and some of its queries."""
 
-    segment_P: Array  # _NOBODY where it has come to an end
-    block_P: Array
+    q_PRNH: Array
+    row_P: Array
+    begin_P: Array  # the blocks that its queries need, of those of its row
+    end_P: Array
+    positions_PR: Array
+    segments_PR: Array
 
 
-def _pairs(
-    q_PKRH: Array, positions_PR: Array, segments_PR: Array, row_P: Array, k_BSKH: Array,
-    v_BSKH: Array, sink_KR: Array, find: Find, window: int, scale: float,
+def _attend(
+    pairs: _Pairs, keys: Read, values: Read, sink_KR: Array, blocks: Blocks, window: int,
+    scale: float,
 ) -> Array:  # fmt: skip
-    """Float32 o and lse, [P, K, R, H + 1], of pairs of a batch row and some queries.
+    """Float32 o and lse, [P, K, R, H + 1], of pairs; R are queries times heads per key head.
 
     In one array: of two the compiler would leave out what nobody reads, and compile the other anew.
     """
-    heads = q_PKRH.shape[2] // positions_PR.shape[1]
-    first_PR = jnp.maximum(positions_PR - window + 1, 0) if window else jnp.zeros_like(positions_PR)
-    asks_PR = jnp.where(segments_PR > 0, segments_PR, _NOBODY)
-
-    def blocks(segment_P: Array) -> tuple[Array, Array]:
-        """First and last block that the queries of this segment need."""
-        here_PR = asks_PR == segment_P[:, None]
-        first_P = jnp.min(jnp.where(here_PR, first_PR, _NOBODY), axis=1) // KEYS
-        return first_P, jnp.max(jnp.where(here_PR, positions_PR, 0), axis=1) // KEYS
-
-    def start(segment_P: Array) -> _Block:
-        return _Block(segment_P, blocks(segment_P)[0])
-
-    def after(at: _Block) -> _Block:
-        """The next block of this segment, or the first of the next one."""
-        goes_on_P = at.block_P < blocks(at.segment_P)[1]
-        later_PR = jnp.where(asks_PR > at.segment_P[:, None], asks_PR, _NOBODY)
-        other = start(jnp.min(later_PR, axis=1))
-        return _Block(
-            jnp.where(goes_on_P, at.segment_P, other.segment_P),
-            jnp.where(goes_on_P, at.block_P + 1, other.block_P),
-        )
-
+    (P, rows, _, H), K = pairs.q_PRNH.shape, sink_KR.shape[0]
+    q_PKRH = pairs.q_PRNH.reshape(P, rows, K, -1, H).transpose(0, 2, 1, 3, 4).reshape(P, K, -1, H)
+    row_P, begin_P, end_P = pairs.row_P, pairs.begin_P, pairs.end_P
     positions_PR1, segments_PR1 = (
-        jnp.repeat(x, heads, axis=1)[:, None, :, None] for x in (positions_PR, segments_PR)
+        jnp.repeat(x, q_PKRH.shape[2] // rows, axis=1)[:, None, :, None]
+        for x in (pairs.positions_PR, pairs.segments_PR)
     )
 
     def block(carry: Any) -> Any:
-        at, top, total, acc = carry
-        wanted_PS = at.block_P[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None, :]
-        slot_PS, there_PS = find(row_P, at.segment_P, wanted_PS)
-        at_PS = row_P[:, None] * k_BSKH.shape[1] + slot_PS
-        k_PSKH, v_PSKH = (_rows(x, at_PS) for x in (k_BSKH, v_BSKH))
-        v_PSKH = jnp.where(there_PS[:, :, None, None], v_PSKH, jnp.zeros_like(v_PSKH))  # 0·NaN
-        keys_PS = jnp.where(there_PS, at.segment_P[:, None], 0)[:, None, None, :]
-        seen = visible(positions_PR1, wanted_PS[:, None, None, :], window, segments_PR1, keys_PS)
-        z = jnp.where(seen, _dot(q_PKRH, k_PSKH, 3, 3) * scale, UNSEEN)
+        i, top, total, acc = carry
+        # a pair that has come to its end reads its last block again, and sees nothing of it
+        here = row_P, jnp.clip(begin_P + i, 0, jnp.maximum(end_P - 1, 0))
+        slot_PX = at(blocks.slot_BCX, *here)
+        segment_P = jnp.where(begin_P + i < end_P, at(blocks.segment_BC, *here), 0)
+        wanted_PX = (
+            at(blocks.block_BC, *here)[:, None] * KEYS + jnp.arange(KEYS, dtype=jnp.int32)[None]
+        )
+        keys_PX = jnp.where(slot_PX >= 0, segment_P[:, None], 0)
+        slot_PX = jnp.where(slot_PX >= 0, slot_PX, ~slot_PX)
+        k_PXKH, v_PXKH = keys(row_P, slot_PX), values(row_P, slot_PX)
+        seen = visible(
+            positions_PR1, wanted_PX[:, None, None, :], window, segments_PR1,
+            keys_PX[:, None, None, :],
+        )  # fmt: skip
+        z = jnp.where(seen, _dot(q_PKRH, k_PXKH, 3, 3) * scale, UNSEEN)
         new = jnp.maximum(top, jnp.max(z, axis=3, keepdims=True))
         p, shrink = jnp.exp(z - new), jnp.exp(top - new)
         total = total * shrink + jnp.sum(p, axis=3, keepdims=True)
-        acc = acc * shrink + _dot(p.astype(v_PSKH.dtype), v_PSKH, 3, 1)
-        return after(at), new, total, acc
+        acc = acc * shrink + _dot(p, v_PXKH, 3, 1)
+        return i + 1, new, total, acc
 
     sink_1KR1 = sink_KR[None, :, :, None]
     top = jnp.broadcast_to(jnp.maximum(sink_1KR1, UNSEEN / 2), (*q_PKRH.shape[:3], 1))
     total = jnp.exp(sink_1KR1 - top)
-    carry = (start(jnp.min(asks_PR, axis=1)), top, total, jnp.zeros(q_PKRH.shape, jnp.float32))
-    _, top, total, acc = lax.while_loop(
-        lambda carry: jnp.any(carry[0].segment_P != _NOBODY), block, carry
-    )
+    carry = (jnp.int32(0), top, total, jnp.zeros(q_PKRH.shape, jnp.float32))
+    most = jnp.max(end_P - begin_P)
+    _, top, total, acc = lax.while_loop(lambda carry: carry[0] < most, block, carry)
     safe = jnp.where(total > 0, total, 1.0)
     lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
-    return jnp.concatenate([acc / safe, lse], axis=3)
+    # of pairs that see nothing: what they read may be anything
+    acc = jnp.where((begin_P < end_P)[:, None, None, None], acc / safe, 0.0)
+    return jnp.concatenate([acc, lse], axis=3)
 
 
-def _rows(x_BSKH: Array, at_PS: Array) -> Array:
-    """Keys or values [P, S, K, H], whole rows of memory at a time."""
-    flat = x_BSKH.reshape(-1, x_BSKH.shape[2] * x_BSKH.shape[3])
-    rows = flat.at[at_PS.reshape(-1)].get(mode="promise_in_bounds")
-    return rows.reshape(*at_PS.shape, *x_BSKH.shape[2:])
+def _reader(x_BSKH: Array) -> Read:
+    S, K, H = x_BSKH.shape[1:]
+    bits_MF = hidden(x_BSKH.reshape(-1, K * H))
+
+    def read(row_P: Array, slot_PX: Array) -> Array:
+        rows = at(bits_MF, (row_P[:, None] * S + slot_PX).reshape(-1))
+        return shown(rows, x_BSKH.dtype).astype(jnp.float32).reshape(*slot_PX.shape, K, H)
+
+    return read
 
 
-def _dot(a_PKRX: Array, b_PSKH: Array, contract_a: int, contract_b: int) -> Array:
+def _dot(a_PKRY: Array, b_PXKH: Array, contract_a: int, contract_b: int) -> Array:
     """Over an axis of a and one of keys or values, for each pair and key head."""
     dims = (((contract_a,), (contract_b,)), ((0, 1), (0, 2)))
-    exact = products(a_PKRX.dtype, b_PSKH.dtype)
-    return lax.dot_general(
-        a_PKRX, b_PSKH, dims, precision=exact, preferred_element_type=jnp.float32
-    )
-
-
-def sorted_keys(layout: Layout) -> Find:
-    """Keys in any order: sorted by segment and position once, then looked up by halving."""
-    segments = jnp.where(layout.k_segment_ids_BS > 0, layout.k_segment_ids_BS, _NOBODY)
-    slots = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
-    segments_BS, positions_BS, slots_BS = lax.sort(
-        (segments, layout.k_positions_BS, slots), dimension=1, num_keys=2
-    )
-    size = segments_BS.shape[1]
-
-    def find(row_P: Array, segment_P: Array, wanted_PS: Array) -> tuple[Array, Bool[Array, "P S"]]:
-        row, segment = row_P[:, None], segment_P[:, None]
-        low = jnp.zeros_like(wanted_PS)
-        width = 1 << max(size - 1, 0).bit_length()
-        while width > 1:  # low: so many keys are known to come before
-            width //= 2
-            at = jnp.minimum(low + width, size) - 1
-            there, where = segments_BS[row, at], positions_BS[row, at]
-            before = (there < segment) | ((there == segment) & (where < wanted_PS))
-            low = jnp.where(before & (low + width <= size), low + width, low)
-        low = jnp.minimum(low, size - 1)
-        found = (segments_BS[row, low] == segment) & (positions_BS[row, low] == wanted_PS)
-        return slots_BS[row, low], found & (segment != _NOBODY)
-
-    return find
-
-
-def ring_of_keys(layout: Layout) -> Find:
-    """Keys of one segment a row, at most S positions apart: a table by position modulo S."""
-    segments_BS, positions_BS = layout.k_segment_ids_BS, layout.k_positions_BS
-    batch, size = positions_BS.shape
-    row_B1 = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    at_BS = jnp.where(segments_BS > 0, positions_BS % size, size)  # padding is written nowhere
-    slots_BS = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
-    table_BS = jnp.zeros((batch, size), jnp.int32).at[row_B1, at_BS].set(slots_BS, mode="drop")
-
-    def find(row_P: Array, segment_P: Array, wanted_PS: Array) -> tuple[Array, Bool[Array, "P S"]]:
-        row = row_P[:, None]
-        slot = table_BS[row, wanted_PS % size]
-        there = (segments_BS[row, slot] == segment_P[:, None]) & (segment_P[:, None] > 0)
-        return slot, there & (positions_BS[row, slot] == wanted_PS)
-
-    return find
+    return lax.dot_general(a_PKRY, b_PXKH, dims, precision=products(a_PKRY.dtype))

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import floats, scale_of, window_size
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention.aligned import ring_of_keys
 from pallas_kernels.sink_attention.common import (
     backward_sums,
     check,
@@ -93,8 +92,7 @@ def by_position(
     columns = jnp.arange(-(-length // BLOCK) * BLOCK, dtype=jnp.int32)
     positions_BC = first_B1 + columns[None, :]
     segment_B = jnp.max(layout.q_segment_ids_BT, axis=1)
-    rows_B = jnp.arange(segment_B.shape[0], dtype=jnp.int32)
-    slot_BC, there_BC = ring_of_keys(layout)(rows_B, segment_B, positions_BC)
+    slot_BC, there_BC = _slots(layout, segment_B, positions_BC)
 
     def placed(x_BSKH: Array) -> Array:
         x_BCKH = jnp.take_along_axis(x_BSKH, slot_BC[:, :, None, None], axis=1)
@@ -103,6 +101,19 @@ def by_position(
     segments_BC = jnp.where(there_BC, segment_B[:, None], 0)
     moved = layout._replace(k_positions_BS=positions_BC, k_segment_ids_BS=segments_BC)
     return placed(k_BSKH), placed(v_BSKH), moved
+
+
+def _slots(layout: Layout, segment_B: Array, positions_BC: Array) -> tuple[Array, Array]:
+    """Where the keys of these positions lie, and whether they are there: by position modulo S."""
+    segments_BS, held_BS = layout.k_segment_ids_BS, layout.k_positions_BS
+    B, S = held_BS.shape
+    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    at_BS = jnp.where(segments_BS > 0, held_BS % S, S)  # padding is written nowhere
+    slots_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+    table_BS = jnp.zeros((B, S), jnp.int32).at[row_B1, at_BS].set(slots_BS, mode="drop")
+    slot_BC = table_BS[row_B1, positions_BC % S]
+    there_BC = (segments_BS[row_B1, slot_BC] == segment_B[:, None]) & (segment_B[:, None] > 0)
+    return slot_BC, there_BC & (held_BS[row_B1, slot_BC] == positions_BC)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from attention_oracle import compare, cotangents, values_and_gradients
 
+from pallas_kernels import sink_attention
 from pallas_kernels.sink_attention import cases
-from pallas_kernels.sink_attention.aligned import KEYS, aligned_attention
+from pallas_kernels.sink_attention.aligned import aligned_attention
+from pallas_kernels.sink_attention.aligned_blocks import KEYS
 
 
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
@@ -75,3 +77,31 @@ def test_a_query_without_keys_has_the_sink_alone():
     o, lse = attend(None, q, k, v, sink, place, place, none, none)
     assert np.all(np.asarray(o) == 0)
     np.testing.assert_allclose(lse, jnp.broadcast_to(sink, lse.shape), rtol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_positions_may_have_gaps(window):
+    q, k, v, sink = one_row(60)
+    rng = np.random.default_rng(1)
+    place = jnp.asarray(np.cumsum(rng.integers(1, 50, 60)), jnp.int32)[None]
+    segments = jnp.asarray(np.repeat([1, 0, 3], 20), jnp.int32)[None]
+    layout = place, place, segments, segments
+    want = sink_attention(
+        q, k, v, sink, q_positions_BT=place, k_positions_BS=place, q_segment_ids_BT=segments,
+        k_segment_ids_BS=segments, window=window,
+    )  # fmt: skip
+    for got, plain in zip(attend(window, q, k, v, sink, *layout), want, strict=True):
+        np.testing.assert_allclose(got, plain, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("held", [0, 2])
+def test_a_cache_without_keys_of_the_query_is_not_read(held):
+    q, _, _, sink = one_row(1)
+    nothing = jnp.full((1, 40, 2, 8), jnp.nan)
+    place, segment = jnp.full((1, 1), 7, jnp.int32), jnp.ones((1, 1), jnp.int32)
+    o, lse = aligned_attention(
+        q, nothing, nothing, sink, q_positions_BT=place, q_segment_ids_BT=segment, ring=True,
+        k_positions_BS=jnp.arange(40)[None], k_segment_ids_BS=jnp.full((1, 40), held),
+    )  # fmt: skip
+    assert np.all(np.asarray(o) == 0)
+    np.testing.assert_allclose(lse[0, 0], sink, rtol=1e-6)
