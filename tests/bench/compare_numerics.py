@@ -125,6 +125,7 @@ class Bench:
         lines = [json.dumps({"question": f"{w}:", "answer": w[::-1] + w + w[::-1]}) for w in words]
         self.rows.write_text("\n".join(lines))
         self.engines: dict[Any, Any] = {}
+        self.trained: Any = None  # the weights that the last run ended with
 
     def config(self, changes: tuple[str, ...], seed: int) -> Config:
         return override(
@@ -167,6 +168,7 @@ class Bench:
             whole, train.open_rollouts = train.open_rollouts, in_turn
             try:
                 train.reinforce(job)
+                self.trained = copied(job.at.state.params.policy)
             finally:
                 train.open_rollouts = whole
             rows = [r for r in read_metrics(job.work / "metrics.jsonl") if r["step"] > 0]

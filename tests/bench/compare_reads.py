@@ -13,7 +13,7 @@ interval. FILE keeps the runs, and a second call goes on from it.
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,25 +60,33 @@ def rounded(x: Array) -> Array:
     return x + jax.lax.stop_gradient(nearest - x)
 
 
-def rounded_ops(ops: Ops) -> Ops:
-    """The same pieces, of rounded norms, biases, sinks and routers."""
+# by kind of tensor, the pieces that read it: which argument, and which names of it if a layer is it
+KINDS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
+    "scales of norms": {"norm": (1, ())},
+    "biases of attention": {"linear": (2, ()), "output": (2, ())},
+    "sinks": {"attend": (3, ()), "decode": (3, ())},
+    "router": {"router": (1, ("w_router", "b_router"))},
+    "biases of experts": {"experts": (3, ("b_gate_up", "b_down"))},
+}
 
-    def of_layer(fn: Callable[..., Any], at: int, *names: str) -> Callable[..., Any]:
+
+def rounded_ops(ops: Ops, kinds: Iterable[str] = tuple(KINDS)) -> Ops:
+    """The same pieces, of these kinds of tensors rounded; all that are not matrices otherwise."""
+
+    def of(fn: Callable[..., Any], at: int, names: tuple[str, ...]) -> Callable[..., Any]:
         def call(*args: Any, **given: Any) -> Any:
-            layer = args[at] | {name: rounded(args[at][name]) for name in names}
-            return fn(*args[:at], layer, *args[at + 1 :], **given)
+            read = args[at]
+            new = read | {n: rounded(read[n]) for n in names} if names else rounded(read)
+            return fn(*args[:at], new, *args[at + 1 :], **given)
 
         return call
 
-    def of(fn: Callable[..., Any], at: int) -> Callable[..., Any]:
-        return lambda *args, **given: fn(*args[:at], rounded(args[at]), *args[at + 1 :], **given)
-
-    return replace(
-        ops, norm=of(ops.norm, 1), linear=of(ops.linear, 2), output=of(ops.output, 2),
-        attend=of(ops.attend, 3), decode=of(ops.decode, 3),
-        router=of_layer(ops.router, 1, "w_router", "b_router"),
-        experts=of_layer(ops.experts, 3, "b_gate_up", "b_down"),
-    )  # fmt: skip
+    changed = {
+        piece: of(getattr(ops, piece), *where)
+        for kind in kinds
+        for piece, where in KINDS[kind].items()
+    }
+    return replace(ops, **changed)
 
 
 class ReadsBench(Bench):

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What invariant numerics cost: both on the same answers, in turn, in CPU-seconds.
+"""What invariant numerics cost: both on the same answers, in turn, in CPU-seconds and by the clock.
 
 python tests/bench/numerics_time.py [--dtype bfloat16] [--rounds 8] [--new-tokens 32]
-                                    [--heads 4] [--key-heads 2]
+                                    [--heads 4] [--key-heads 2] [--pieces]
 
 Compilation is of an engine's programs and of one program of forward and backward, whose
-temporaries are XLA's count; each is compiled once, so its seconds are one reading.
+temporaries are XLA's count; each is compiled once, so its seconds are one reading. --pieces: also
+the plain pieces with one kind of piece exchanged.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.model import init_params, plain_ops, tiny
+from jaxmoe.model import Ops, init_params, plain_ops, tiny
+from jaxmoe.model.invariant import pieces
 from jaxmoe.model.ops import invariant_ops
+from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer
@@ -27,6 +31,11 @@ from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine
 
 LONGEST, PROMPTS, SAMPLES = 52, 16, 4
+PIECES = {
+    "norms": ("norm",), "linear layers": ("linear", "output"), "rotation": ("rotary", "rotate"),
+    "attention": ("attend", "decode"), "router": ("router",), "experts": ("experts",),
+    "head": ("logits", "logprobs", "drawn"),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -36,7 +45,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--key-heads", type=int, default=2)
+    parser.add_argument("--pieces", action="store_true")
     args = parser.parse_args()
+    keep_freed_memory()  # as every command does
     cfg = tiny(dtype=args.dtype, n_q_heads=args.heads, n_kv_heads=args.key_heads)
     rng = np.random.default_rng(0)
     params = init_params(jax.random.key(0), cfg)
@@ -44,27 +55,39 @@ def main() -> None:
         Prompt(i, "", tuple(int(x) for x in rng.integers(0, 256, rng.integers(3, LONGEST))), None)
         for i in range(PROMPTS)
     ]
-    sides = {
-        name: runs(cfg, ops, params, prompts, args.new_tokens)
-        for name, ops in (("fast", plain_ops()), ("invariant", invariant_ops(plain_ops())))
-    }
-    for what in ("compiling", "temporaries"):
-        fast, invariant = (sides[name].pop(what)() for name in ("fast", "invariant"))
-        unit, by = ("s", 1) if what == "compiling" else ("MB", 1e6)
-        print(
-            f"{what:22s} fast {fast / by:.3f} {unit}, invariant {invariant / by:.3f} {unit}: "
-            f"{invariant / fast:.2f}×"
-        )
-    spent: dict[str, dict[str, list[float]]] = {n: {k: [] for k in r} for n, r in sides.items()}
+    plain = plain_ops()
+    every = {"fast": plain, "invariant": invariant_ops(plain)}
+    if args.pieces:
+        every |= {f"invariant {name}": one_piece(plain, of) for name, of in PIECES.items()}
+    sides = {name: runs(cfg, ops, params, prompts, args.new_tokens) for name, ops in every.items()}
+    for what, unit, by in (("compiling", "s", 1.0), ("temporaries", "MB", 1e6)):
+        told({name: side.pop(what)() / by for name, side in sides.items()}, what, unit)
+    spent: dict[str, dict[str, tuple[list[float], list[float]]]]
+    spent = {n: {what: ([], []) for what in of} for n, of in sides.items()}
+    clocks = time.process_time, time.perf_counter
     for i in range(args.rounds):
         for name in sorted(sides, reverse=bool(i % 2)):
             for what, run in sides[name].items():
-                began = time.process_time()
+                began = [clock() for clock in clocks]
                 jax.block_until_ready(run())
-                spent[name][what].append(time.process_time() - began)
+                for times, clock, start in zip(spent[name][what], clocks, began, strict=True):
+                    times.append(clock() - start)
     for what in spent["fast"]:
-        fast, invariant = (statistics.median(spent[n][what]) for n in ("fast", "invariant"))
-        print(f"{what:22s} fast {fast:.3f} s, invariant {invariant:.3f} s: {invariant / fast:.2f}×")
+        for i, unit in enumerate(("CPU-s", "s by the clock")):
+            told({n: statistics.median(of[what][i]) for n, of in spent.items()}, what, unit)
+
+
+def one_piece(ops: Ops, names: tuple[str, ...]) -> Ops:
+    """The plain pieces but for these."""
+    exact = pieces(ops.router)
+    return replace(ops, **{name: exact[name] for name in names})
+
+
+def told(found: dict[str, float], what: str, unit: str) -> None:
+    fast = found["fast"]
+    for name, x in found.items():
+        if name != "fast":
+            print(f"{what:22s} fast {fast:.3f}, {name} {x:.3f} {unit}: {x / fast:.2f}×")
 
 
 def runs(
