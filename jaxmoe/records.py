@@ -10,6 +10,8 @@ from enum import StrEnum
 
 import numpy as np
 
+UNKNOWN_EXPERT = -1  # where no engine has routed a token: a replaying router chooses by itself
+
 
 class StopReason(StrEnum):
     """Why a rollout ended."""
@@ -50,10 +52,10 @@ class Rollout:
     weight_versions: np.ndarray  # int32 [T], of the weights each token was drawn with
     log_kept: np.ndarray | None = None  # float32 [T], log of the mass that top-k and top-p kept
     # expert_dtype [P+T-1, L, A] of the engine's routers, prompt first, where it tells; the last
-    # token was read by no layer
+    # token was read by no layer. UNKNOWN_EXPERT at all places of a token that it does not tell
     routed_experts: np.ndarray | None = None
 
 
 def expert_dtype(n_experts: int) -> np.dtype:
-    """The smallest that holds an expert's number: uint8, uint16 past 256 experts."""
-    return np.dtype(np.uint8 if n_experts <= 256 else np.uint16)
+    """The smallest that holds an expert's number and `UNKNOWN_EXPERT`: int8 up to 128 experts."""
+    return np.dtype(np.int8 if n_experts <= 128 else np.int16)

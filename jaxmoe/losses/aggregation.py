@@ -16,7 +16,7 @@ def masked_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[
 
 def token_total(mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
     """The number of true tokens, at least 1."""
-    return jnp.maximum(jnp.sum(mask_BT.astype(jnp.float32)), 1.0)
+    return jnp.maximum(jnp.sum(mask_BT, dtype=jnp.int32), 1).astype(jnp.float32)
 
 
 def masked_mean(

@@ -7,9 +7,12 @@ from dataclasses import replace
 import numpy as np
 from flax import struct
 
-from jaxmoe.config import ConfigError
-from jaxmoe.records import Prompt, Rollout, StopReason, expert_dtype
+from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason, expert_dtype
 from jaxmoe.shapes import Leaf
+
+# nats, at any temperature: of the distribution that was sampled. exp(−104) is 0 in float32
+LOWEST_LOGP, HIGHEST_LOGP = -100.0, 1e-3
 
 
 @struct.dataclass
@@ -28,7 +31,7 @@ class Batch:
     # the samples of a prompt stand side by side: advantages compare so many rows with each other
     samples_per_prompt: int = struct.field(pytree_node=False, default=1)
     truncated_B: Leaf = None  # bool; the answer was cut off at the longest that may be drawn
-    routed_experts_BTLA: Leaf = None  # uint8 or uint16; the engine's experts, where asked for
+    routed_experts_BTLA: Leaf = None  # expert_dtype; the engine's experts, if asked for
     packing: Leaf = None  # jaxmoe.rl.microbatches.Packing, where sequences share rows
     packed: Leaf = None  # jaxmoe.rl.microbatches.Packed, of one microbatch
 
@@ -60,9 +63,12 @@ def rollout_batch(
 
     Log-probs are over the whole vocabulary: where the engine drew from a truncated distribution
     (top-k, top-p), the mass it kept is multiplied back in.
-    With `n_experts` the engine's experts come along, 0 where no token was read.
-    Raises ValueError where groups are not equal, a row does not fit, a log-prob or a reward is
-    missing or not finite; ConfigError where experts were asked for and the engine tells none.
+    With `n_experts` the engine's experts come along, UNKNOWN_EXPERT where it read no token: a
+    router must choose there by itself, for the last token's hidden state has readers (the value
+    behind a truncated answer).
+    Raises EngineError where a log-prob is missing, not finite or cannot be; ValueError where groups
+    are not equal, a row does not fit, or a reward is missing or not finite; ConfigError where
+    experts were asked for and the engine returns none.
     """
     check_groups([r.prompt.id for r in rollouts], samples)
     if len(rewards_B) != len(rollouts) or not np.isfinite(rewards_B).all():
@@ -71,13 +77,7 @@ def rollout_batch(
             f"{np.flatnonzero(~np.isfinite(rewards_B))[:8].tolist()} are not finite."
         )
     for i, r in enumerate(rollouts):
-        bad = np.flatnonzero(~np.isfinite(r.rollout_logp))
-        if len(r.rollout_logp) != len(r.tokens) or bad.size:
-            where = f"token {bad[0]}" if bad.size else f"{len(r.tokens)} tokens"
-            raise ValueError(
-                f"rollout {i} (prompt {r.prompt.id}) must carry one finite log-prob per token; "
-                f"it has {len(r.rollout_logp)} for {where}."
-            )
+        _check_logprobs(i, r)
     batch = _rows([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], length, pad_id)
     mask_BT = batch.loss_mask_BT
     logp_BT = np.zeros(mask_BT.shape, np.float32)
@@ -94,24 +94,71 @@ def rollout_batch(
     )
 
 
+def _check_logprobs(i: int, r: Rollout) -> None:
+    """Raises EngineError for log-probs that no engine can have sampled by."""
+    name, logp = f"rollout {i} (prompt {r.prompt.id})", r.rollout_logp
+    if not len(r.prompt.tokens):
+        raise EngineError(
+            f"{name} must have a prompt of at least one token, got none: its first answer token "
+            "has nothing before it to be predicted from."
+        )
+    bad = np.flatnonzero(~np.isfinite(logp))
+    if len(logp) != len(r.tokens) or bad.size:
+        where = f"token {bad[0]}" if bad.size else f"{len(r.tokens)} tokens"
+        raise EngineError(
+            f"{name} must carry one finite log-prob per token; it has {len(logp)} for {where}."
+        )
+    bad = np.flatnonzero((logp < LOWEST_LOGP) | (logp > HIGHEST_LOGP))
+    if bad.size:
+        raise EngineError(
+            f"{name} must carry log-probs from {LOWEST_LOGP:g} to 0 nats; its token {bad[0]} (id "
+            f"{r.tokens[bad[0]]}) has {logp[bad[0]]:.6g}. No token of that probability can have "
+            "been sampled: check what the engine reports, and what it does with tokens that top-k "
+            "or top-p excludes."
+        )
+
+
 def _routed(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndarray:
     for i, r in enumerate(rollouts):
-        read, told = len(r.prompt.tokens) + len(r.tokens) - 1, r.routed_experts
-        if told is None or len(told) != read or not ((told >= 0) & (told < n_experts)).all():
-            has = "none" if told is None else f"{len(told)} tokens, experts up to {told.max()}"
+        read, experts = len(r.prompt.tokens) + len(r.tokens) - 1, r.routed_experts
+        problem = experts_problem(experts, read, n_experts)
+        if problem:
             raise ConfigError(
-                f"rollout {i} (prompt {r.prompt.id}) must tell the experts of its {read} tokens "
-                f"that were read, below {n_experts}; it has {has}. Try an engine that tells them "
+                f"rollout {i} (prompt {r.prompt.id}) must have the experts of its {read} tokens "
+                f"that were read; {problem}. Try an engine that returns them "
                 "(vLLM: --enable-return-routed-experts), or --set rollout.router_replay=False "
                 "--set rollout.compare_experts=False."
             )
     first = rollouts[0].routed_experts
     assert first is not None
-    routed = np.zeros((len(rollouts), length, *first.shape[1:]), expert_dtype(n_experts))
+    shape = (len(rollouts), length, *first.shape[1:])
+    routed = np.full(shape, UNKNOWN_EXPERT, expert_dtype(n_experts))
     for row, r in zip(routed, rollouts, strict=True):
         assert r.routed_experts is not None
         row[: len(r.routed_experts)] = r.routed_experts
     return routed
+
+
+def experts_problem(experts_TLA: np.ndarray | None, tokens: int, n_experts: int) -> str | None:
+    """Why recorded experts cannot be replayed; None where they can.
+
+    Every token must have distinct experts in each layer, or UNKNOWN_EXPERT everywhere.
+    """
+    if experts_TLA is None:
+        return "it has none"
+    if experts_TLA.ndim != 3 or len(experts_TLA) != tokens:
+        return f"its experts have shape {experts_TLA.shape}"
+    known_T = ~(experts_TLA == UNKNOWN_EXPERT).all(axis=(1, 2))
+    bad_T = known_T & ((experts_TLA < 0) | (experts_TLA >= n_experts)).any(axis=(1, 2))
+    if bad_T.any():
+        t = int(bad_T.argmax())
+        return f"token {t} has experts {experts_TLA[t].tolist()}, and there are {n_experts}"
+    ordered_TLA = np.sort(experts_TLA, axis=2)
+    twice_T = known_T & (ordered_TLA[..., 1:] == ordered_TLA[..., :-1]).any(axis=(1, 2))
+    if twice_T.any():
+        t = int(twice_T.argmax())
+        return f"token {t} goes to one expert twice: {experts_TLA[t].tolist()}"
+    return None
 
 
 def padding_frac(batch: Batch) -> float:

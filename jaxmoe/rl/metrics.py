@@ -62,10 +62,13 @@ def expert_load(batch: Batch, n_experts: int) -> Metrics:
     routed = batch.routed_experts_BTLA
     if routed is None:
         return {}
-    layers, ones = routed.shape[2], read(batch)[:, :, None, None].astype(jnp.float32)
-    counts_LE = jnp.zeros((layers, n_experts)).at[
-        jnp.arange(layers)[:, None], jnp.asarray(routed).astype(jnp.int32)
-    ].add(ones)  # fmt: skip
+    routed_BTLA = jnp.asarray(routed).astype(jnp.int32)
+    layers, known_BTLA = routed.shape[2], read(batch)[:, :, None, None] & (routed_BTLA >= 0)
+    # integers: a float32 sum of ones stays at 2^24
+    counts_LE = jnp.zeros((layers, n_experts), jnp.int32).at[
+        jnp.arange(layers)[:, None], routed_BTLA
+    ].add(known_BTLA.astype(jnp.int32))  # fmt: skip
+    counts_LE = counts_LE.astype(jnp.float32)
     mean_L = jnp.maximum(counts_LE.mean(axis=1), 1e-9)
     return {
         "router/load_max_over_mean": jnp.mean(counts_LE.max(axis=1) / mean_L),
@@ -82,8 +85,11 @@ def expert_switches(experts_BTLA: Int[Array, "B T L A"], batch: Batch) -> Update
         for x in (experts_BTLA, batch.routed_experts_BTLA)
     )
     other_BTL = jnp.any(ours != theirs, axis=-1)
-    found = masked_mean(jnp.mean(other_BTL.astype(jnp.float32), axis=-1), read(batch))
-    return UpdateMetrics({"router/expert_switches": found})
+    known_BTL = read(batch)[:, :, None] & (theirs[..., 0] >= 0)  # the smallest stands first
+    other_BM, known_BM = (x.reshape(len(x), -1) for x in (other_BTL, known_BTL))
+    return UpdateMetrics({
+        "router/expert_switches": masked_mean(other_BM.astype(jnp.float32), known_BM)
+    })  # fmt: skip
 
 
 def read(batch: Batch) -> Bool[Array, "B T"]:

@@ -17,6 +17,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array
 
+from jaxmoe.records import UNKNOWN_EXPERT
 from jaxmoe.rl.batch import Batch, Scored
 from jaxmoe.shapes import Leaf
 
@@ -140,8 +141,8 @@ def _unpacked(batch: Batch, i: Array) -> tuple[Batch, Array]:
     size = packing.rows * length
     where_M = jnp.where(here_BT, place_BT, size).reshape(-1)
 
-    def laid(x: Array) -> Array:
-        flat = jnp.zeros((size, *x.shape[2:]), x.dtype)
+    def laid(x: Array, empty: int = 0) -> Array:
+        flat = jnp.full((size, *x.shape[2:]), empty, x.dtype)
         flat = flat.at[where_M].set(x.reshape(-1, *x.shape[2:]), mode="drop")
         return flat.reshape(packing.rows, length, *x.shape[2:])
 
@@ -152,7 +153,8 @@ def _unpacked(batch: Batch, i: Array) -> tuple[Batch, Array]:
     routed = batch.routed_experts_BTLA
     packed = Packed(
         laid(jnp.asarray(batch.tokens_BT)), laid(jnp.asarray(batch.positions_BT)),
-        laid(number_BT), None if routed is None else laid(jnp.asarray(routed)),
+        laid(number_BT),
+        None if routed is None else laid(jnp.asarray(routed), UNKNOWN_EXPERT),
         jnp.where(here_BT, place_BT, 0),
     )  # fmt: skip
     mask_BT = jnp.asarray(batch.loss_mask_BT) & mine_B[:, None]

@@ -7,6 +7,7 @@ on what else is in the batch. Next: jaxmoe/model/forward.py.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
 from jaxmoe.model.cache import write_slots
 from jaxmoe.model.head import drawn_logprobs
 from jaxmoe.records import Sampling, expert_dtype
-from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
+from jaxmoe.rollout.sampling import keep_top, log_kept_mass, sample_tokens
 from jaxmoe.shapes import Leaf, Params
 
 
@@ -135,10 +136,10 @@ def decode(
         greedy = temperature <= 0.0
         sharpness = jnp.where(greedy, 1.0, temperature)
         all_BV = next_token_logits(params, rows.hidden_BD, cfg, ops, sharpness)
-        keys = jax.random.wrap_key_data(rows.stream_B2)
-        uniform_B = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, rows.column)))(keys)
+        streams_B = jax.random.wrap_key_data(rows.stream_B2)
+        keys_B = jax.vmap(partial(jax.random.fold_in, data=rows.column))(streams_B)
         logits_BV = keep_top(all_BV, top_k=top_k, top_p=top_p)
-        token_B, logp_B = draw(logits_BV, uniform_B, greedy=greedy)
+        token_B, logp_B = sample_tokens(logits_BV, keys_B, greedy=greedy)
         log_kept_BT = rows.log_kept_BT
         log_kept_B = None if log_kept_BT is None else log_kept_mass(logits_BV, all_BV)
         logp_B, log_kept_B = drawn_logprobs(

@@ -151,7 +151,8 @@ class NativeEngine:
     ) -> list[Rollout]:
         """`samples` rollouts of each prompt, side by side; the same seed gives the same tokens.
 
-        Raises ConfigError for a prompt or a budget longer than the engine was built for.
+        Raises ConfigError for a prompt or a budget longer than the engine was built for, an empty
+        prompt, or token ids that the model does not have.
         """
         if self._loaded is None:
             raise ValueError("the engine must have weights before it samples: call load() first.")
@@ -226,6 +227,8 @@ class NativeEngine:
         samples: int, width: int, first: int,
     ) -> tuple[DecodeState, int, np.ndarray]:  # fmt: skip
         """The rows before the first token, its budget, and the experts of each prompt's tokens."""
+        for prompt in prompts:
+            _check_prompt(prompt, self._cfg.vocab_size)
         longest = max(len(p.tokens) for p in prompts)
         if longest > self._longest:
             raise ConfigError(
@@ -272,6 +275,21 @@ class NativeEngine:
 def prompts_at_once(max_rows: int, samples: int, shards: int) -> int:
     """Of a wave, as many on each of the devices with rows of their own, and at least one."""
     return max(shards, max_rows // samples // shards * shards)
+
+
+def _check_prompt(prompt: Prompt, vocab_size: int) -> None:
+    """Raises ConfigError for what a forward would read as something else, without an error."""
+    if not len(prompt.tokens):
+        raise ConfigError(
+            f"prompt {prompt.id} must have at least one token, got none: the first answer token "
+            "would have nothing before it to be predicted from. Begin it with a start token."
+        )
+    bad = [token for token in prompt.tokens if not 0 <= token < vocab_size]
+    if bad:
+        raise ConfigError(
+            f"prompt {prompt.id}: token ids must be from 0 to {vocab_size - 1} "
+            f"(model.vocab_size), got {bad[0]}. Use the model's tokenizer."
+        )
 
 
 def _bucket(length: int, smallest: int) -> int:

@@ -68,7 +68,7 @@ def routed_batch(seed=0):
     """With experts that no router would choose."""
     batch, dice = make_batch(), np.random.default_rng(seed)
     ranks = dice.random((*batch.tokens_BT.shape, CFG.n_layers, CFG.n_experts)).argsort(-1)
-    chosen = ranks[..., : CFG.experts_per_token].astype(np.uint8)
+    chosen = ranks[..., : CFG.experts_per_token].astype(np.int8)
     return replace(batch, routed_experts_BTLA=chosen)
 
 

@@ -168,7 +168,7 @@ def test_router_replay_reaches_the_update_from_the_command_line(looked):
     """The engine's experts come with the batch; test_routing_travels.py packs and cuts them."""
     (batch,) = looked.batches
     routed = batch.routed_experts_BTLA
-    assert routed.dtype == "uint8" and routed.shape == (*batch.tokens_BT.shape, 2, 2)
+    assert routed.dtype == "int8" and routed.shape == (*batch.tokens_BT.shape, 2, 2)
     assert routed[batch.segment_ids_BT > 0].max() > 0
     # the policy alone, scored and trained, two layers each; reference and critic route themselves
     assert looked.calls["experts were given"] == 2 * 2

@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxmoe.config import ConfigError
-from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.config import ConfigError, EngineError
+from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import padding_frac, rollout_batch, supervised_batch
 from jaxmoe.rl.minibatches import packed
 
@@ -43,13 +43,25 @@ def test_each_column_is_what_it_says():
 @pytest.mark.parametrize("logp", [[-1.0], [-1.0, np.nan], [-1.0, -np.inf]])
 def test_a_missing_or_broken_log_prob_is_named(logp):
     good = rollout([1], [2], [-1.0])
-    with pytest.raises(ValueError, match=r"rollout 1 \(prompt 43\) must carry one finite"):
+    with pytest.raises(EngineError, match=r"rollout 1 \(prompt 43\) must carry one finite"):
         batch_of(good, rollout([1], [2, 3], logp, number=43))
 
 
 def test_the_broken_token_is_named():
-    with pytest.raises(ValueError, match="token 1"):
+    with pytest.raises(EngineError, match="token 1"):
         batch_of(rollout([1], [2, 3], [-1.0, np.nan]))
+
+
+@pytest.mark.parametrize("logp", [-1e30, -100.1, 0.5, 7.0])
+def test_a_log_prob_that_no_sampled_token_has_is_refused(logp):
+    with pytest.raises(EngineError, match=r"token 1 \(id 3\) has .*top-k or top-p"):
+        batch_of(rollout([1], [2, 3], [-1.0, logp]))
+    batch_of(rollout([1], [2, 3], [-99.0, 0.0]))
+
+
+def test_an_answer_to_an_empty_prompt_is_refused():
+    with pytest.raises(EngineError, match="at least one token, got none"):
+        batch_of(rollout([], [2, 3], [-1.0, -1.0]))
 
 
 def test_a_row_may_fill_the_length_but_not_pass_it():
@@ -88,6 +100,9 @@ def test_a_reward_that_is_not_finite_is_named():
         )
 
 
+NONE = [UNKNOWN_EXPERT] * 2
+
+
 def routed(prompt, tokens, experts, number=41):
     logp = [-1.0] * len(tokens)
     return dataclasses.replace(
@@ -101,21 +116,31 @@ def test_the_engines_experts_come_along_where_they_are_asked_for():
         routed([1], [2, 3, 4], [[[4, 0]], [[3, 1]], [[2, 1]]]),
     ]
     batch = rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0, n_experts=5)
-    assert batch.routed_experts_BTLA.dtype == np.uint8
+    assert batch.routed_experts_BTLA.dtype == np.int8
     assert batch.routed_experts_BTLA[:, :, 0].tolist() == [
-        [[0, 1], [2, 3], [0, 0], [0, 0], [0, 0]], [[4, 0], [3, 1], [2, 1], [0, 0], [0, 0]]
+        [[0, 1], [2, 3], NONE, NONE, NONE], [[4, 0], [3, 1], [2, 1], NONE, NONE]
     ]  # fmt: skip
-    wide = rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0, n_experts=257)
-    assert wide.routed_experts_BTLA.dtype == np.uint16
+    wide = rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0, n_experts=129)
+    assert wide.routed_experts_BTLA.dtype == np.int16
     assert rollout_batch(two, np.ones(2), samples=1, length=5, pad_id=0).routed_experts_BTLA is None
 
 
-@pytest.mark.parametrize("experts", [None, [[[0, 1]]], [[[0, 1]], [[2, 7]]], [[[0, 1]], [[2, -1]]]])
+def test_a_token_whose_experts_the_engine_does_not_know_is_left_to_the_router():
+    one = routed([1, 2], [3], [[NONE], [[2, 3]]])
+    batch = rollout_batch([one], np.ones(1), samples=1, length=4, pad_id=0, n_experts=5)
+    assert batch.routed_experts_BTLA[0, :, 0].tolist() == [NONE, [2, 3], NONE, NONE]
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [None, [[[0, 1]]], [[[0, 1]], [[2, 7]]], [[[0, 1]], [[2, -1]]], [[[0, 1]], [[0, 0]]],
+     [[[3, 3]], [[0, 1]]], [[0, 1], [2, 3]]],
+)  # fmt: skip
 def test_experts_that_are_missing_or_no_experts_are_named(experts):
     good = routed([1, 2], [3], [[[0, 1]], [[2, 3]]])
     bad = routed([1, 2], [3], [[[0, 1]], [[2, 3]]], number=43)
     bad = dataclasses.replace(bad, routed_experts=None if experts is None else np.array(experts))
-    with pytest.raises(ValueError, match=r"rollout 1 \(prompt 43\) must tell the experts of its 2"):
+    with pytest.raises(ValueError, match=r"rollout 1 \(prompt 43\) must have the experts of its 2"):
         rollout_batch([good, bad], np.ones(2), samples=1, length=5, pad_id=0, n_experts=5)
 
 

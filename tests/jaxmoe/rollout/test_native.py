@@ -323,7 +323,7 @@ def test_a_rollouts_experts_are_those_of_a_forward_over_it_and_rows_that_leave_k
     for row, r in enumerate(out):
         read = len(r.prompt.tokens) + len(r.tokens) - 1
         assert r.routed_experts.shape == (read, CFG.n_layers, CFG.experts_per_token)
-        assert r.routed_experts.dtype == np.uint8
+        assert r.routed_experts.dtype == np.int8
         there = np.moveaxis(np.asarray(want)[:, row, :read], 0, 1)
         differ += (np.sort(there, -1) != np.sort(r.routed_experts, -1)).any(-1).sum()
         total += read * CFG.n_layers

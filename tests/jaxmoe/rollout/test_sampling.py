@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens may be drawn, how often, and with what log-prob."""
+"""Which tokens may be sampled, how often, and with what log-prob."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
-from jaxmoe.rollout.sampling import draw, keep_top, log_kept_mass
+from jaxmoe.rollout.sampling import (
+    NEVER,
+    exponentials,
+    in_blocks,
+    keep_top,
+    log_kept_mass,
+    race,
+    sample_tokens,
+)
 
 V = 13
+WORDS = 201_088  # GPT-OSS's vocabulary: rounding that 13 words never show decides there
+sample = jax.jit(partial(sample_tokens, greedy=False))
+races = jax.jit(lambda keys, *row: lax.map(lambda key: race(key, *row), keys, batch_size=256))
 PROBS = np.array([0.02, 0.3, 0.01, 0.2, 0.05, 0.15, 0.03, 0.08, 0.04, 0.06, 0.02, 0.03, 0.01])
 LOGITS = jnp.log(jnp.asarray(PROBS, jnp.float32))[None]
 
@@ -63,25 +77,110 @@ def test_nothing_cut_off_keeps_a_mass_of_exactly_one():
         assert float(log_kept_mass(LOGITS + offset, LOGITS + offset)[0]) == 0.0
 
 
-def test_drawn_frequencies_are_the_probabilities():
+def counts_of(logits_V, n, *, seed=0):
+    """How often each word comes in n draws."""
+    logits_1V = jnp.asarray(logits_V, jnp.float32)[None]
+    logits_NS = in_blocks(logits_1V)[0]
+    sums_N = jnp.sum(jnp.exp(logits_NS - logits_1V.max()), axis=1)
+    keys = jax.random.split(jax.random.key(seed), n)
+    return np.bincount(np.asarray(races(keys, logits_NS, sums_N)), minlength=len(logits_V))
+
+
+def test_a_row_is_a_race_among_its_blocks():
+    logits = jnp.asarray(np.random.default_rng(7).normal(0, 2, 300), jnp.float32)
+    keys = jax.random.split(jax.random.key(8), 512)
+    token_B, _ = sample(jnp.broadcast_to(logits, (512, 300)), jnp.copy(keys))
+    counts = np.bincount(np.asarray(token_B), minlength=300)
+    np.testing.assert_array_equal(counts, counts_of(logits, 512, seed=8))
+
+
+def chi_square(counts, want):
+    return ((counts - want) ** 2 / want).sum()
+
+
+def test_sampled_frequencies_are_the_probabilities():
     n = 20_000
-    cut = keep_top(LOGITS, top_k=6, top_p=1.0)
-    rows = jnp.broadcast_to(cut, (n, V))
-    uniform = jax.random.uniform(jax.random.key(0), (n,))
-    tokens, _ = draw(rows, uniform, greedy=False)
-    ids = sorted(kept(cut))
-    want = n * PROBS[ids] / PROBS[ids].sum()
-    counts = np.bincount(np.asarray(tokens), minlength=V)
+    cut = keep_top(LOGITS, top_k=6, top_p=1.0)[0]
+    ids = sorted(kept(cut[None]))
+    counts = counts_of(cut, n)
     assert counts.sum() == counts[ids].sum()
-    chi2 = ((counts[ids] - want) ** 2 / want).sum()
-    assert chi2 < 20.5  # 5 degrees of freedom: passed once in 1000
+    want = n * PROBS[ids] / PROBS[ids].sum()
+    assert chi_square(counts[ids], want) < 20.5  # 5 degrees of freedom: passed once in 1000
+
+
+@pytest.mark.parametrize("words", [1, 127, 128, 129, 300])
+def test_every_word_can_be_sampled_wherever_it_stands(words):
+    counts = counts_of(np.zeros(words), 40 * words)
+    # as likely as each other; for 299 degrees of freedom, and fewer, passed once in 1000
+    assert chi_square(counts, 40.0) < 1.25 * words + 20
+
+
+def test_words_less_likely_than_a_step_of_uniform_are_sampled_as_often_as_reported():
+    # One likely word, and 201,087 of half a step of jax.random.uniform each. An inverse CDF with 23
+    # random bits gives half of them twice their share, and never the others.
+    each = 2.0**-24
+    probs = np.full(WORDS, each)
+    probs[0] = 1 - each * (WORDS - 1)
+    n = 8192
+    counts = counts_of(np.log(probs), n)
+    grid = np.floor(np.cumsum(probs) * 2**23).astype(int)
+    unreached = np.flatnonzero(np.diff(grid, prepend=0) == 0)[1:]
+    assert 0.4 < len(unreached) / WORDS < 0.6
+    for words in (unreached, np.setdiff1d(np.arange(1, WORDS), unreached)):
+        want = n * probs[words].sum()  # about 49
+        assert abs(counts[words].sum() - want) < 4 * np.sqrt(want)
+
+
+def test_at_the_real_vocabulary_each_decade_of_probability_has_its_mass():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, WORDS)
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    n = 8192
+    counts = counts_of(logits, n)
+    decade = np.floor(np.log10(probs)).astype(int)
+    mass, hits = (
+        np.array([x[decade == d].sum() for d in range(-10, -1)]) for x in (n * probs, counts)
+    )
+    seen = mass > 5
+    assert seen.sum() >= 5
+    assert chi_square(hits[seen], mass[seen]) < 26.1  # at most 8 degrees: passed once in 1000
+
+
+def test_the_smallest_exponentials_are_as_rare_as_they_must_be():
+    # words of probability p win where their exponential is about p: so small ones must be right
+    rng = np.random.default_rng(0)
+    high = rng.integers(0, 2**32, 4000, dtype=np.uint64) >> rng.integers(0, 33, 4000, np.uint64)
+    high = np.append(high, [0, 0, 2**32 - 1])
+    low = rng.integers(0, 2**32, len(high), dtype=np.uint64)
+    low[-3:] = 0, 2**32 - 1, 2**32 - 1
+    got = exponentials(jnp.asarray(np.stack([high, low], 1).astype(np.uint32)))
+    u = (high.astype(np.float64) * 2.0**32 + low + 0.5) * 2.0**-64
+    want = -np.log1p(-np.minimum(u, 1 - 2.0**-24))
+    # near 1 the float32 u is a step of 2^-24 away at most, which is all that 1 − u has left
+    slack = 3e-7 * want + 2.0**-24 / (1 - np.minimum(u, 1 - 2.0**-24)) * (u > 0.5)
+    assert (np.abs(np.asarray(got, np.float64) - want) <= slack).all()
+    assert float(got.min()) == 2.0**-65 and float(got.max()) < 16.7
+
+
+@given(st.integers(0, 10**6), st.integers(1, 700), st.integers(0, 40), st.floats(0.05, 1.0))
+@settings(max_examples=60)
+def test_what_was_excluded_is_never_sampled(seed, words, k, p):
+    rng = np.random.default_rng(seed)
+    logits = np.full(700, NEVER, np.float32)  # one shape for all, and blocks without any word
+    logits[rng.choice(700, words, replace=False)] = rng.normal(0, 30, words)
+    cut = keep_top(jnp.asarray(logits)[None], top_k=k, top_p=p)
+    rows = jnp.broadcast_to(cut, (64, 700))
+    token_B, logp_B = sample(rows, jax.random.split(jax.random.key(seed), 64))
+    assert set(np.asarray(token_B).tolist()) <= kept(cut)
+    assert (np.asarray(logp_B) > -100).all()
 
 
 def test_the_log_prob_is_of_the_processed_distribution_and_sums_to_one():
     cut = keep_top(LOGITS, top_k=6, top_p=0.8)
     ids = sorted(kept(cut))
-    uniform = (jnp.arange(4000, dtype=jnp.float32) + 0.5) / 4000
-    tokens, logp = draw(jnp.broadcast_to(cut, (4000, V)), uniform, greedy=False)
+    keys_B = jax.random.split(jax.random.key(1), 4000)
+    tokens, logp = sample(jnp.broadcast_to(cut, (4000, V)), keys_B)
     found = dict(zip(np.asarray(tokens).tolist(), np.asarray(logp).tolist(), strict=True))
     assert set(found) == set(ids)
     assert abs(sum(np.exp(list(found.values()))) - 1) < 1e-6
@@ -89,16 +188,28 @@ def test_the_log_prob_is_of_the_processed_distribution_and_sums_to_one():
         assert abs(np.exp(found[i]) - PROBS[i] / PROBS[ids].sum()) < 1e-6
 
 
-@pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-24])
-def test_the_ends_of_the_unit_interval_draw_possible_tokens(u):
-    logits = jnp.asarray([[-1e30, 0.0, 1.0, -1e30]], jnp.float32)
-    token, logp = draw(logits, jnp.full(1, u, jnp.float32), greedy=False)
-    assert int(token[0]) == (1 if u == 0 else 2)
-    assert np.isfinite(float(logp[0]))
+def test_the_log_prob_at_the_real_vocabulary_is_that_of_float64():
+    logits = np.random.default_rng(3).normal(0, 6, WORDS).astype(np.float32)
+    rows = jnp.broadcast_to(jnp.asarray(logits), (64, WORDS))
+    token_B, logp_B = sample(rows, jax.random.split(jax.random.key(4), 64))
+    exact = logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64))
+    np.testing.assert_allclose(logp_B, exact[np.asarray(token_B)], atol=4e-6)
 
 
-def test_greedy_takes_the_most_likely_whatever_is_drawn():
-    uniform = jnp.asarray([0.0, 0.5, 0.999], jnp.float32)
-    tokens, logp = draw(jnp.broadcast_to(LOGITS, (3, V)), uniform, greedy=True)
+def test_a_row_has_its_token_whatever_other_rows_there_are():
+    logits = jnp.asarray(np.random.default_rng(5).normal(0, 2, (6, 300)), jnp.float32)
+
+    def keys_B():
+        return jax.random.split(jax.random.key(6), 6)
+
+    together, _ = sample(logits, keys_B())
+    for row in range(6):
+        alone, _ = sample(logits[row : row + 1], keys_B()[row : row + 1])
+        assert int(alone[0]) == int(together[row])
+
+
+def test_greedy_takes_the_most_likely_whatever_the_key():
+    keys_B = jax.random.split(jax.random.key(0), 3)
+    tokens, logp = sample_tokens(jnp.broadcast_to(LOGITS, (3, V)), keys_B, greedy=True)
     np.testing.assert_array_equal(tokens, [1, 1, 1])
     np.testing.assert_allclose(logp, np.log(0.3), rtol=1e-6)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every engine's rollouts must satisfy before they are scored or trained on. Plain numpy.
+
+Log-probs that no float32 softmax has are refused by jaxmoe/rl/batch.py, when a batch is made.
+Next: jaxmoe/rollout/staleness.py checks which weights sampled them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxmoe.config import EngineError
+from jaxmoe.records import Prompt, Rollout
+
+# nats; two samples agree by chance less often than e^-50, which no run will see
+UNLIKELY = -50.0
+# two tokens after the same text; an engine whose batches are not invariant may say a little more
+MOST_PROBABILITY = 1.1
+
+
+def check_rollouts(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], *, samples: int) -> None:
+    """Raises EngineError unless these are `samples` independent answers of each prompt, in order.
+
+    What must hold, and what an engine does that breaks it:
+    - one rollout for each prompt and sample, the samples of a prompt side by side;
+    - samples of their own: two that agree in every token must have been likely to;
+    - probabilities: where two samples of a prompt part, after equal tokens of one version of the
+      weights, the two tokens' probabilities add up to 1 at most. An engine that reports zeros, or
+      log-probs of other tokens, breaks this.
+    """
+    expected = [prompt.id for prompt in prompts for _ in range(samples)]
+    returned = [r.prompt.id for r in rollouts]
+    if returned != expected:
+        raise EngineError(
+            f"the engine must return {samples} rollouts of each of {len(prompts)} prompts, the "
+            f"samples of a prompt side by side ({len(expected)} in all); it returned "
+            f"{len(returned)}, of prompts {_shown(returned)} instead of {_shown(expected)}."
+        )
+    for first in range(0, len(rollouts), samples):
+        for i in range(first, first + samples - 1):
+            _check_pair(i, rollouts[i], rollouts[i + 1])
+
+
+def check_token_ids(rollouts: Sequence[Rollout], vocab_size: int) -> None:
+    """Raises EngineError for a token that the model does not have: a gather would clamp its id."""
+    for i, r in enumerate(rollouts):
+        bad = np.flatnonzero((r.tokens < 0) | (r.tokens >= vocab_size))
+        if bad.size:
+            raise EngineError(
+                f"{_name(i, r)}: token ids must be from 0 to {vocab_size - 1}, got "
+                f"{r.tokens[bad[0]]} at token {bad[0]}. Check that the engine has this model and "
+                "this tokenizer."
+            )
+
+
+def _check_pair(i: int, one: Rollout, other: Rollout) -> None:
+    """Two samples of a prompt that stand side by side."""
+    length = min(len(one.tokens), len(other.tokens))
+    apart = np.flatnonzero(one.tokens[:length] != other.tokens[:length])
+    if not apart.size:
+        total = float(np.sum(one.rollout_logp[:length], dtype=np.float64))
+        if len(one.tokens) == len(other.tokens) and total < UNLIKELY:
+            raise EngineError(
+                f"{_name(i, one)}: the samples of a prompt must be drawn independently; rollout "
+                f"{i + 1} has the same {length} tokens, which happens once in e^{-total:.0f}. "
+                "Check that each sample has a seed of its own, and that none is returned twice."
+            )
+        return
+    t = int(apart[0])
+    if one.weight_versions[: t + 1].tolist() != other.weight_versions[: t + 1].tolist():
+        return
+    probability = float(np.exp(one.rollout_logp[t]) + np.exp(other.rollout_logp[t]))
+    if probability > MOST_PROBABILITY:
+        raise EngineError(
+            f"{_name(i, one)}: rollout {i + 1} goes on with another token at {t}, and by their "
+            f"log-probs ({one.rollout_logp[t]:.4g} and {other.rollout_logp[t]:.4g}) the two "
+            f"together have probability {probability:.3g}; it must be at most 1. Check that the "
+            "engine returns the log-prob of each sampled token, after temperature and cuts."
+        )
+
+
+def _shown(ids: Sequence[int]) -> str:
+    return f"{list(ids[:8])}{' …' if len(ids) > 8 else ''}"
+
+
+def _name(i: int, rollout: Rollout) -> str:
+    return f"rollout {i} (prompt {rollout.prompt.id})"
