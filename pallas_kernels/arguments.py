@@ -4,6 +4,7 @@
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
@@ -18,6 +19,28 @@ def floats(name: str, x: Any) -> Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must hold floating-point numbers; got {x.dtype}. Cast it.")
     return x
+
+
+def without_derivative(name: str, x: Any) -> Any:
+    """The argument as it is; differentiating with respect to it raises NotImplementedError.
+
+    For arguments whose derivative is not computed: a zero would look like an answer.
+    """
+    if not isinstance(x, Tracer):
+        return x
+
+    @jax.custom_jvp
+    def same(x: Array) -> Array:
+        return x
+
+    @same.defjvp
+    def _refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"there is no derivative with respect to {name}. If none is wanted, pass "
+            f"jax.lax.stop_gradient({name})."
+        )
+
+    return same(x)
 
 
 def integers(name: str, x: Any, shape: tuple[int, ...] | None = None) -> Array:

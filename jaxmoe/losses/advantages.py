@@ -18,7 +18,8 @@ def group_advantages(
 
     A group whose rewards are all equal gets exactly 0. The deviation divides by R − 1.
     Numerics: float32.
-    Raises ValueError for a scale_by_std that is no bool, or an eps that is not positive.
+    Raises ValueError for groups of one, a scale_by_std that is no bool, or an eps that is not
+    positive.
     Source: arXiv:2402.03300 §4.1.2; without the deviation: Dr. GRPO, arXiv:2503.20783 §3.
     """
     option("eps", eps, POSITIVE)
@@ -29,18 +30,26 @@ def group_advantages(
     centred_PR = rewards_PR - jnp.mean(rewards_PR, axis=1, keepdims=True)
     uniform_P1 = jnp.all(rewards_PR == rewards_PR[:, :1], axis=1, keepdims=True)
     centred_PR = jnp.where(uniform_P1, 0.0, centred_PR)
-    if not scale_by_std or rewards_PR.shape[1] == 1:
+    if not scale_by_std:
         return centred_PR
     variance_P1 = jnp.sum(centred_PR**2, axis=1, keepdims=True) / (rewards_PR.shape[1] - 1)
     return centred_PR / (jnp.sqrt(variance_P1) + eps)
 
 
 def check_groups(rewards_PR: Array) -> None:
-    """Raises ValueError unless there is an axis of samples: without it nothing is compared."""
+    """Raises ValueError unless there are groups of two samples or more to compare.
+
+    A group of one is its own mean: its advantage would be 0 whatever it earned.
+    """
     if rewards_PR.ndim != 2:
         raise ValueError(
             f"rewards must be [prompts, samples], got shape {rewards_PR.shape}. Try "
             "rewards.reshape(-1, samples), the samples of a prompt side by side."
+        )
+    if rewards_PR.shape[1] < 2:
+        raise ValueError(
+            f"groups must have at least 2 samples, got {rewards_PR.shape[1]}: a sample is compared "
+            "with the others of its prompt. Try --set rollout.samples_per_prompt=8."
         )
 
 
@@ -53,11 +62,6 @@ def rloo_advantages(rewards_PR: Float[Array, "P R"]) -> Float[Array, "P R"]:
     """
     check_groups(rewards_PR)
     samples = rewards_PR.shape[1]
-    if samples < 2:
-        raise ValueError(
-            f"leave-one-out needs groups of at least 2 samples, got {samples}. "
-            "Try --set rollout.samples_per_prompt=8."
-        )
     return group_advantages(rewards_PR, scale_by_std=False) * (samples / (samples - 1))
 
 

@@ -8,9 +8,12 @@ losses and gradients add up to the full batch's. Next: jaxmoe/losses/objectives.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxmoe.losses.same_shape import require_same_shape
+
 
 def masked_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Σ over true tokens, float32; what stands at false tokens (NaN too) never matters."""
+    require_same_shape(mask_BT=mask_BT, x_BT=x_BT)
     return jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
 
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxmoe.losses.same_shape import require_same_shape
+
 LOG_RATIO_BOUND = 20.0  # exp(20) = 5e8: beyond it the estimate is meaningless but stays finite
 K3_BOUND = 10.0  # nats: one token may not outweigh a batch
 
@@ -22,6 +24,7 @@ def kl_k1(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[A
 
     Source: Schulman, "Approximating KL Divergence" (2020), k1.
     """
+    require_same_shape(logp_BT=logp_BT, logq_BT=logq_BT)
     return logp_BT.astype(jnp.float32) - logq_BT.astype(jnp.float32)
 
 
@@ -41,7 +44,7 @@ def kl_k3(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[A
     Source: Schulman, "Approximating KL Divergence" (2020), k3; arXiv:2402.03300 eq. 4; both bounds
     as verl's low_var_kl.
     """
-    return jnp.minimum(k3(logq_BT.astype(jnp.float32) - logp_BT.astype(jnp.float32)), K3_BOUND)
+    return jnp.minimum(k3(-kl_k1(logp_BT, logq_BT)), K3_BOUND)
 
 
 def k3(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -60,6 +63,7 @@ def kl_k3_importance(
     Numerics: as k3, and |log ρ| is clamped at 20.
     Source: DeepSeek-V3.2 report, eq. 7; TRL's use_bias_correction_kl. verl weights no KL term.
     """
+    require_same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT)
     gap_BT = logp_BT.astype(jnp.float32) - lax.stop_gradient(old_logp_BT).astype(jnp.float32)
     return jnp.exp(clamped(gap_BT)) * kl_k3(logp_BT, logq_BT)
 

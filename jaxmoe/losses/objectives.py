@@ -20,6 +20,7 @@ from jaxmoe.losses.aggregation import masked_mean
 from jaxmoe.losses.kl import clamped
 from jaxmoe.losses.options import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, option, options
 from jaxmoe.losses.ratios import log_ratios, sequence_mean, token_ratio
+from jaxmoe.losses.same_shape import require_same_shape
 from jaxmoe.shapes import Metrics
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0  # GSPO's log s, as verl clamps it
@@ -207,6 +208,7 @@ def held_advantages(
     advantages_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """A in float32 without its gradient; 0 at false tokens."""
+    require_same_shape(mask_BT=mask_BT, advantages_BT=advantages_BT)
     return lax.stop_gradient(jnp.where(mask_BT, advantages_BT, 0.0).astype(jnp.float32))
 
 
@@ -214,6 +216,7 @@ def log_ratio_where(
     where_BT: Bool[Array, "B T"], logp_BT: Float[Array, "B T"], old_logp_BT: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """Clamped log ρ, in float32 before it is subtracted; 0 elsewhere."""
+    require_same_shape(mask_BT=where_BT, logp_BT=logp_BT, old_logp_BT=old_logp_BT)
     gap_BT = logp_BT.astype(jnp.float32) - lax.stop_gradient(old_logp_BT).astype(jnp.float32)
     return clamped(jnp.where(where_BT, gap_BT, 0.0))
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.kl import clamped
 from jaxmoe.losses.options import NOT_NEGATIVE, POSITIVE, option
+from jaxmoe.losses.same_shape import require_same_shape
 
 
 def log_ratios(
@@ -28,6 +29,7 @@ def log_ratios(
 
     Numerics: float32, no gradient, not clamped: clamping is done before each exponential.
     """
+    require_same_shape(mask_BT=mask_BT, old_logp_BT=old_logp_BT, rollout_logp_BT=rollout_logp_BT)
     log_ratio_BT = old_logp_BT.astype(jnp.float32) - rollout_logp_BT.astype(jnp.float32)
     return lax.stop_gradient(jnp.where(mask_BT, log_ratio_BT, 0.0))
 
@@ -90,6 +92,7 @@ def k2(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
 
 def sequence_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
     """Σ over a row's true tokens."""
+    require_same_shape(mask_BT=mask_BT, x_BT=x_BT)
     return jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), axis=1, keepdims=True)
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_mean
 from jaxmoe.losses.options import POSITIVE, option
+from jaxmoe.losses.same_shape import require_same_shape
 
 
 def value_terms(
@@ -27,6 +28,9 @@ def value_terms(
     Source: OpenAI baselines' ppo2; verl's compute_value_loss, cliprange_value 0.5.
     """
     option("clip", clip, POSITIVE)
+    require_same_shape(
+        mask_BT=mask_BT, values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT
+    )
     values, old, returns = (
         jnp.where(mask_BT, x, 0.0).astype(jnp.float32)
         for x in (values_BT, old_values_BT, returns_BT)
@@ -43,6 +47,7 @@ def explained_variance(
 
     0 where the returns do not vary.
     """
+    require_same_shape(mask_BT=mask_BT, values_BT=values_BT, returns_BT=returns_BT)
     returns = returns_BT.astype(jnp.float32)
     error = returns - values_BT.astype(jnp.float32)
 

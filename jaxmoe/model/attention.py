@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.cache import LayerKind, newest_slots, write_slots
+from jaxmoe.model.check_ops import check_attention
 from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.decode_attention import QUERIES
@@ -61,6 +62,7 @@ def attention_block(
             q_segment_ids_BT=rows.segments_BT, k_segment_ids_BS=k_segments_BS,
             window=window,
         )  # fmt: skip
+        check_attention(o_BTNH, q_BTNH, attend)
         o_BTD = ops.output(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])
         return ops.add(x_BTD, o_BTD), kept
 

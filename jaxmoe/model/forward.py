@@ -21,8 +21,10 @@ from jaxmoe.model.attention import (
     sliding_slots,
 )
 from jaxmoe.model.cache import KVCache
+from jaxmoe.model.layers import in_vocabulary
 from jaxmoe.model.moe import moe_block
 from jaxmoe.model.ops import Ops
+from jaxmoe.model.params import check_params
 from jaxmoe.model.stacks import with_stacks, without_stacks
 from jaxmoe.shapes import Params
 
@@ -46,8 +48,11 @@ def forward(
 
     Segment 0 is padding; tokens see earlier positions of their own segment, in the cache too.
     Without `positions_BT` a row counts from 0; without segments everything is segment 1.
+    An id outside the vocabulary makes its row NaN: a gather alone would clamp it.
+    Raises ConfigError for params of another config.
     Numerics: arithmetic in cfg.dtype with float32 accumulation; norms, softmax, router in float32.
     """
+    check_params(params, cfg)
     batch, time = tokens_BT.shape
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), (batch, time))
@@ -55,6 +60,7 @@ def forward(
         segment_ids_BT = jnp.ones((batch, time), jnp.int32)
     rows = TokenLayout(positions_BT, segment_ids_BT, ops.rotary(positions_BT, cfg))
     x_BTD = ops.embed(tokens_BT, params["embed"], cfg.dtype)
+    x_BTD = jnp.where(in_vocabulary(tokens_BT, cfg)[..., None], x_BTD, jnp.nan)
     plan = None
     if cache is not None:
         plan = {

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.model.layers import in_vocabulary
 from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Params
+from pallas_kernels.arguments import without_derivative
 
 
 def sequence_logprobs(
@@ -26,17 +28,22 @@ def sequence_logprobs(
 
     Column 0 has no prediction: both are 0 there, and no mask may include it. Another
     `ops.logprobs` may return whatever per-token values it likes.
+    A token outside the vocabulary has NaN. The temperature has no derivative: asking for one is an
+    error.
     Numerics: float32; [tokens, vocabulary] never exists, forward or backward.
     """
     # targets move and hidden states do not: what `ops.logprobs` gets has its time axis whole, to
     # be cut over devices; the last column, which has no target, is left out of what it returns
     targets_BT = jnp.roll(tokens_BT, -1, axis=1)
+    temperature = without_derivative("temperature", temperature)
     with jax.named_scope("token_logprobs"):
         per_token = ops.logprobs(
             hidden_BTD, params["head"], targets_BT, temperature=temperature,
             vocab_size=cfg.vocab_size,
         )  # fmt: skip
-    return tuple(next_column(x_BT) for x_BT in per_token)
+    logp_BT, *others_BT = per_token
+    logp_BT = jnp.where(in_vocabulary(targets_BT, cfg), logp_BT, jnp.nan)
+    return tuple(next_column(x_BT) for x_BT in (logp_BT, *others_BT))
 
 
 def next_column(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxmoe.config import ModelConfig
 from jaxmoe.model.embedding import EmbeddingRows
 from jaxmoe.model.lora import Adapted, split
 from pallas_kernels import token_logprobs
@@ -21,6 +22,11 @@ def embed(
     """The rows of these tokens, rounded to the model's dtype."""
     rows_BTD = w_VD.of(tokens_BT) if isinstance(w_VD, EmbeddingRows) else w_VD[tokens_BT]
     return rows_BTD.astype(jnp.dtype(dtype))
+
+
+def in_vocabulary(tokens: Int[Array, "..."], cfg: ModelConfig) -> Bool[Array, "..."]:
+    """Which ids the model has a word for; the padding of its tables is none."""
+    return (tokens >= 0) & (tokens < cfg.vocab_size)
 
 
 def rms_norm(

@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.model.check_ops import check_routing
 from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Params
 
@@ -30,5 +31,6 @@ def moe_block(
         h_BTD = ops.norm(x_BTD, layer["moe_norm"], cfg.rms_eps)
         given = {} if routed_BTA is None else {"indices_BTA": routed_BTA}
         indices_BTA, weights_BTA = ops.router(h_BTD, layer, active=cfg.experts_per_token, **given)
+        check_routing(indices_BTA, weights_BTA, h_BTD, cfg.experts_per_token, ops.router)
         y_BTD = ops.experts(h_BTD, indices_BTA, weights_BTA, layer, cfg)
         return ops.add(x_BTD, y_BTD), ops.record(h_BTD, layer, indices_BTA, weights_BTA)

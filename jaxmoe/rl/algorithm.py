@@ -23,6 +23,7 @@ from jaxmoe.losses import (
 )
 from jaxmoe.losses.ratios import log_ratios, sequence_sum
 from jaxmoe.losses.rollout_correction import Correction
+from jaxmoe.model.check_ops import name_of
 from jaxmoe.rl.batch import Batch, Scored
 from jaxmoe.rl.function_specs import arguments, asked
 
@@ -101,7 +102,16 @@ def advantages_of(
         },
     ))  # fmt: skip
     advantages, returns = found if isinstance(found, tuple) else (found, None)
-    if advantages.shape != mask_BT.shape:
+    of_samples = (len(rewards_B) // samples, samples)
+    shape = jnp.shape(advantages)
+    returned = mask_BT.shape if returns is None else jnp.shape(returns)
+    if shape not in (of_samples, mask_BT.shape) or returned != mask_BT.shape:
+        raise ValueError(
+            f"{name_of(a.advantages)} must return advantages [P, R] = {of_samples} or [B, T] = "
+            f"{mask_BT.shape}, and returns [B, T] if any; got {shape}"
+            + ("" if returns is None else f" and {returned}")
+        )
+    if shape != mask_BT.shape:
         advantages = jnp.broadcast_to(advantages.reshape(-1, 1), mask_BT.shape)
     return jnp.where(mask_BT, advantages, 0.0), returns
 

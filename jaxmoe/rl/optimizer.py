@@ -2,19 +2,26 @@
 """The optax chain. Next: jaxmoe/rl/streamed.py; jaxmoe/rl/step.py applies it."""
 
 from collections.abc import Hashable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import DictKey
 
 from jaxmoe.config import Config, OptimConfig
 from jaxmoe.rl.state import Trained
 from jaxmoe.rl.streamed import streamed
+from jaxmoe.shapes import Leaf
 
 
 def make_optimizer(
     cfg: OptimConfig, *, steps: int, lr: float | None = None
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW with linear warm-up and cosine decay over `steps` updates."""
+    """Clip by global norm, then AdamW with linear warm-up and cosine decay over `steps` updates.
+
+    Weight decay is of matrices alone (`decays`).
+    """
     peak = cfg.lr if lr is None else lr
     decay = max(steps - cfg.lr_warmup_steps, 1)
     schedule = optax.join_schedules(
@@ -25,9 +32,28 @@ def make_optimizer(
         [cfg.lr_warmup_steps],
     )
     adamw = optax.adamw(
-        schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay
-    )
+        schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay,
+        mask=decays if cfg.weight_decay else None,
+    )  # fmt: skip
     return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), streamed(adamw))
+
+
+def decays(params: Leaf) -> Leaf:
+    """True for parameters that weight decay shrinks: embedding, head, matrices, adapters.
+
+    Norm scales, biases and attention sinks are no matrices; pulling them to 0 changes what they
+    scale. Neither is the router shrunk: smaller logits are more even routing, which nobody asked
+    for. Source: as AdamW's users set it up, GPT-2's code first; the router is our addition.
+    """
+
+    def decay(path: Any, _: Any) -> bool:
+        names = [key.key for key in path if isinstance(key, DictKey)]
+        return not any(
+            name.endswith("norm") or name.startswith("b_") or name in ("sinks", "w_router")
+            for name in names
+        )
+
+    return jax.tree_util.tree_map_with_path(decay, params)
 
 
 def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
@@ -37,10 +63,11 @@ def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
     critic alone is trained.
     """
     updates = cfg.loss.updates
-    policy = make_optimizer(cfg.optim, steps=cfg.steps * updates)
+    pretrain = cfg.critic.pretrain_steps * updates if cfg.critic.backbone != "none" else 0
+    # its own count stands still during the pretraining: the cosine ends where the run does
+    policy = make_optimizer(cfg.optim, steps=cfg.steps * updates - pretrain)
     if cfg.critic.backbone == "none":
         return policy
-    pretrain = cfg.critic.pretrain_steps * updates
     if pretrain:
         policy = optax.transforms.conditionally_mask(
             policy, lambda step, **_: jnp.asarray(step) >= pretrain

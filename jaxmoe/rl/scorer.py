@@ -14,7 +14,6 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
 from jaxmoe.model.head import next_column
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.model.params import check_params
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.state import Frozen, Trained
 from jaxmoe.shapes import Leaf, Params
@@ -75,7 +74,6 @@ class Scorer:
 
     def read(self, params: Params, batch: Batch) -> tuple[Float[Array, "_ _ D"], Leaf]:
         """`hidden`, and what `ops.record` kept."""
-        check_params(params, self.model)
         rows = batch if batch.packed is None else batch.packed
         hidden_BTD, _, kept = forward(
             params, rows.tokens_BT, self.model, self.ops, positions_BT=rows.positions_BT,

@@ -83,7 +83,7 @@ def rl_step(
     """
     check(algorithm, batch.samples_per_prompt)
     beside = replace(state, frozen=replace(state.frozen, base=base))
-    check_inputs(beside, batch, minibatches, algorithm, scorer.model, microbatches)
+    check_inputs(beside, batch, minibatches, algorithm, scorer, microbatches)
     a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
     # a batch is trained on whole or not at all: with several updates the gate reads it first
     first = a.recomputes or (gated(gate) and a.updates > 1)

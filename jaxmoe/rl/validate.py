@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmoe.config import ConfigError, ModelConfig, require
+from jaxmoe.config import ConfigError, require
 from jaxmoe.losses import kl_k1
 from jaxmoe.losses.rollout_correction import Correction
+from jaxmoe.model.check_ops import check_router, name_of
 from jaxmoe.rl.algorithm import ARRAYS, Algorithm, Function, advantages_of
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.function_specs import arguments, asked
 from jaxmoe.rl.minibatches import Minibatches
+from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import TrainState
 
 
@@ -26,16 +28,18 @@ def check(a: Algorithm, samples: int) -> None:
 
     Raises ConfigError with what a function said, or for functions that do not fit each other.
     """
-    p, r, t = 2, samples, 3
+    r = samples
+    p = 3 if r == 2 else 2  # sizes of their own, or an exchanged axis would pass
+    t = p * r + 1
     needs_values = "values_BT" in asked(a.advantages)
     require(
         not needs_values or a.critic != "none",
-        f"loss.advantages: {_name(a.advantages)} asks for values_BT, and there is no critic. "
+        f"loss.advantages: {name_of(a.advantages)} asks for values_BT, and there is no critic. "
         "Try --set critic.backbone=own.",
     )
     require(
         needs_values or a.critic == "none",
-        f"critic.backbone={a.critic} needs advantages that ask for values; {_name(a.advantages)} "
+        f"critic.backbone={a.critic} needs advantages that ask for values; {name_of(a.advantages)} "
         "does not. Try --set loss.advantages=gae, or --set critic.backbone=none.",
     )
     require(
@@ -49,7 +53,7 @@ def check(a: Algorithm, samples: int) -> None:
     now = a.rollout_correction and a.old_logp != "recomputed"
     require(
         a.updates == 1 or bool(sees) or bool(now),
-        f"loss.objective: {_name(a.objective)} has no ratio, and there are {a.epochs} epochs of "
+        f"loss.objective: {name_of(a.objective)} has no ratio, and there are {a.epochs} epochs of "
         f"{a.minibatches} minibatches: after the first update nothing sees that the tokens are "
         "another policy's. Try --set loss.objective=clipped_terms, or --set loss.epochs=1 --set "
         "loss.minibatches=1.",
@@ -61,7 +65,7 @@ def check(a: Algorithm, samples: int) -> None:
     )
     require(
         r > 1 or "rewards_PR" not in asked(a.advantages),
-        f"loss.advantages: {_name(a.advantages)} compares the samples of a prompt, and "
+        f"loss.advantages: {name_of(a.advantages)} compares the samples of a prompt, and "
         f"rollout.samples_per_prompt is {r}. Try --set rollout.samples_per_prompt=8. In Python it "
         "is Batch(samples_per_prompt=8).",
     )
@@ -105,14 +109,15 @@ def check_inputs(
     batch: Batch,
     minibatches: Minibatches | None,
     a: Algorithm,
-    model: ModelConfig,
+    scorer: Scorer,
     microbatches: int,
 ) -> None:
     """What a step takes for granted of its arrays. Raises ConfigError naming the one that errs.
 
     Shapes are looked at while jax traces; `check_tokens` sees ids in host arrays alone.
     """
-    check_tokens(batch, model.vocab_size)
+    check_tokens(batch, scorer.model.vocab_size)
+    check_router(scorer.ops.router, scorer.model)
     rows, r = len(batch.tokens_BT), batch.samples_per_prompt
     shapes = dict.fromkeys(
         ("positions_BT", "segment_ids_BT", "loss_mask_BT", "rollout_logp_BT"),
@@ -153,7 +158,7 @@ def check_inputs(
 
 
 def check_tokens(batch: Batch, vocab_size: int) -> None:
-    """Raises ConfigError unless tokens are [B, T] and, where they are a host array, are ids.
+    """Raises ConfigError unless tokens are [B, T], and host arrays hold what they must.
 
     What jit has traced has no values to look at, and its gathers would clamp an id without a word:
     call this before a jitted step with tokens that were made elsewhere.
@@ -170,6 +175,14 @@ def check_tokens(batch: Batch, vocab_size: int) -> None:
             f"batch.tokens_BT must be ids from 0 to {vocab_size - 1} (model.vocab_size), got "
             + "".join(f"{tokens_BT[b, t]} at [{b}, {t}]" for b, t in bad[:1])
             + ".",
+        )
+    mask_BT = batch.loss_mask_BT
+    if isinstance(mask_BT, np.ndarray) and mask_BT.ndim == 2:
+        require(
+            not mask_BT[:, 0].any(),
+            "batch.loss_mask_BT must be False in column 0: nothing stands before a row's first "
+            "token, so its log-prob is the constant 0 and has no gradient. Begin rows with a "
+            "prompt of at least one token.",
         )
 
 
@@ -194,7 +207,7 @@ def check_stale(a: Algorithm, most: int) -> None:
     require(
         most == 0 or sees or bool(a.rollout_correction),
         f"rollout.max_staleness={most} trains on tokens that older weights drew, and nothing in "
-        f"the loss sees it: {_name(a.objective)}, loss.old_logp={a.old_logp}, no "
+        f"the loss sees it: {name_of(a.objective)}, loss.old_logp={a.old_logp}, no "
         'loss.rollout_correction. Try --set "loss.rollout_correction=token_is(high=2.0)".',
     )
 
@@ -213,21 +226,21 @@ def _weights(
         continues = "weights_BT" in asked(function)
         require(
             "weights_BT" in arrays or not continues,
-            f"loss.rollout_correction: {_name(function)} asks for weights_BT, and nothing before "
+            f"loss.rollout_correction: {name_of(function)} asks for weights_BT, and nothing before "
             "it makes any. Try "
-            f'--set "loss.rollout_correction=token_is(high=2.0) + {_name(function)}".',
+            f'--set "loss.rollout_correction=token_is(high=2.0) + {name_of(function)}".',
         )
         found = function(**arguments(function, arrays))
         require(
             isinstance(found, Correction),
-            f"loss.rollout_correction: {_name(function)} must return a Correction, as token_is "
+            f"loss.rollout_correction: {name_of(function)} must return a Correction, as token_is "
             "does.",
         )
         if found.weights_BT is None:
             continue
         require(
             continues or "weights_BT" not in arrays,
-            f"loss.rollout_correction: {_name(function)} would weight tokens that are weighted "
+            f"loss.rollout_correction: {name_of(function)} would weight tokens that are weighted "
             "already, which squares the correction. Leave one out.",
         )
         for name in ("weights_BT", "ratio_BT"):
@@ -235,7 +248,7 @@ def _weights(
                 arrays[name] = getattr(found, name)
         require(
             continues or (found.ratio_BT is not None and found.above_BT is not None),
-            f"loss.rollout_correction: {_name(function)} must say ratio_BT and above_BT of its "
+            f"loss.rollout_correction: {name_of(function)} must say ratio_BT and above_BT of its "
             "weights, as token_is does.",
         )
     return arrays.get("weights_BT")
@@ -243,8 +256,4 @@ def _weights(
 
 def _must_be_tokens(x: Any, mask_BT: Array, function: Function) -> None:
     if getattr(x, "shape", None) != mask_BT.shape:
-        raise ValueError(f"{_name(function)} must return [B, T]")
-
-
-def _name(function: Function) -> str:
-    return getattr(getattr(function, "func", function), "__name__", str(function))
+        raise ValueError(f"{name_of(function)} must return [B, T]")

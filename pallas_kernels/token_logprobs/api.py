@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import floats, integers
+from pallas_kernels.arguments import floats, integers, without_derivative
 from pallas_kernels.dispatch import Impl, Implementation, mosaic, pick
 from pallas_kernels.token_logprobs import reference, xla
 from pallas_kernels.token_logprobs.signature import TokenLogprobs
@@ -39,7 +39,7 @@ def token_logprobs(
     Args:
         targets_M: in [0, vocab_size); the caller's duty, not checked: values are traced. Another
             gives a log-prob that means nothing, or NaN.
-        temperature: above 0; may be traced. Gets no gradient (it is treated as a constant).
+        temperature: above 0; may be traced. It has no derivative: asking for one is an error.
         vocab_size: the columns that are words; later ones, the head's padding, never count.
 
     Returns: logp, at most 0, and entropy of the tempered distribution, in nats.
@@ -47,11 +47,13 @@ def token_logprobs(
         2e-6 where the logit is 30) is 0, with the gradient that it has. [M, V] logits never exist:
         xla keeps at most 2^22 alive, a kernel none forward and M times a few thousand gradients of
         logits backward (under 1 GB in all at 24k tokens). Gradients in the dtype of their operand.
-    Raises: ValueError when the shapes do not fit.
+    Raises: ValueError when the shapes do not fit; NotImplementedError for the derivative with
+        respect to the temperature.
     """
     hidden_MD, w_head_DV, targets_M, vocab_size = checked(
         hidden_MD, w_head_DV, targets_M, temperature, vocab_size
     )
+    temperature = without_derivative("temperature", temperature)
     chosen = pick(impl, IMPLS, hidden_MD, w_head_DV)
     return chosen(
         hidden_MD, w_head_DV, targets_M, jnp.asarray(temperature, jnp.float32), vocab_size

@@ -97,7 +97,7 @@ def whitened_equals(value, rewards_B):
     ]
 
 
-@given(st.floats(-1e4, 1e4, width=32), st.sampled_from([1, 7, 200]))
+@given(st.floats(-1e4, 1e4, width=32), st.sampled_from([2, 7, 200]))
 def test_equal_tokens_whiten_to_exactly_nothing(value, rows):
     # the mean of 1,600 floats of 1000.1 is not that float, and its error is all there is to whiten
     for x in (value, 1000.1):

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe import losses
+from jaxmoe.config import ConfigError
 from jaxmoe.rl.algorithm import Algorithm, advantages_of
+from jaxmoe.rl.validate import check
 
 EPS = float(np.finfo(np.float32).eps)
 P, R, T = 3, 4, 5
@@ -116,3 +118,16 @@ def test_an_answer_without_tokens_is_compared_with_the_rest_of_its_group(name):
     want = np.asarray(grouped(rewards, name))[:, 2]
     np.testing.assert_allclose(got[:, 2], np.where(mask[:, 2], want, 0.0), rtol=4 * EPS)
     assert want[0] < 0 and not got[1].any()
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (8,), (8, 1), (1, 6), (), (2, 6)])
+def test_advantages_of_another_shape_are_refused_by_the_functions_name(shape):
+    # 2 prompts of 4 samples, 6 tokens: an exchanged axis has as many elements
+    def mine(rewards_PR):
+        return jnp.zeros(shape)
+
+    a = Algorithm(advantages=mine)
+    with pytest.raises(ValueError, match=r"mine must return advantages \[P, R\] = \(2, 4\) or"):
+        advantages_of(a, jnp.zeros(8), jnp.ones((8, 6), bool), None, None, samples=4)
+    with pytest.raises(ConfigError, match="mine must return advantages"):
+        check(a, 4)

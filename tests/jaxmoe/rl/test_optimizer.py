@@ -5,9 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+from bigram import CFG
 
 from jaxmoe.config import OptimConfig
-from jaxmoe.rl.optimizer import make_optimizer
+from jaxmoe.config_file import load, override
+from jaxmoe.model import init_params
+from jaxmoe.rl.optimizer import decays, make_optimizer, rl_optimizer
+from jaxmoe.rl.state import Trained
 
 
 def updates(cfg, steps, gradient=3.0, count=1, **options):
@@ -43,3 +48,43 @@ def test_gradients_are_clipped_by_their_global_norm():
     cfg = OptimConfig(lr=0.01, clip_norm=1e-3, eps=1.0)  # eps 1: the update is m / (1 + sqrt v)
     clipped = 1e-3 / np.sqrt(2)
     np.testing.assert_allclose(updates(cfg, 3), [-0.01 * clipped / (1 + clipped)], rtol=1e-5)
+
+
+def test_weight_decay_shrinks_matrices_alone():
+    params = init_params(jax.random.key(0), CFG)
+    params = jax.tree.map(lambda x: x + 1.0, params)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    tx = make_optimizer(OptimConfig(lr=0.5, weight_decay=0.5), steps=9)
+    with jax.numpy_dtype_promotion("standard"):
+        out, _ = tx.update(zero, tx.init(params), params)
+    shrunk = {
+        jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-1]
+        for path, x in jax.tree_util.tree_leaves_with_path(out) if np.asarray(x).any()
+    }  # fmt: skip
+    assert shrunk == {"embed", "head", "w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down"}
+    np.testing.assert_allclose(out["head"], -0.25 * np.asarray(params["head"]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name, decay", [("a", True), ("b", True), ("w_value", True),
+                                         ("b_value", False)])  # fmt: skip
+def test_adapters_and_a_value_head_decay_where_they_are_matrices(name, decay):
+    assert decays({"layers": {"full": {"w_q": {name: jnp.ones((2, 3))}}}}) == {
+        "layers": {"full": {"w_q": {name: decay}}}
+    }
+
+
+def test_after_a_critics_pretraining_the_policys_cosine_still_ends_at_its_fraction():
+    cfg = override(
+        load("tiny.py"), "steps=7", "optim.lr=0.01", "optim.lr_end_fraction=0.1",
+        "optim.lr_warmup_steps=0", "loss.advantages=gae", "critic.backbone=own",
+        "critic.pretrain_steps=3",
+    )  # fmt: skip
+    tx = rl_optimizer(cfg)
+    params = Trained({"w": jnp.ones(2)}, {"w": jnp.ones(2)})
+    grads, state, rates = jax.tree.map(lambda x: 3.0 * x, params), tx.init(params), []
+    for _ in range(8):
+        with jax.numpy_dtype_promotion("standard"):
+            out, state = tx.update(grads, state, params)
+        rates.append(-float(out.policy["w"][0]))
+    cosine = [0.01 * (0.1 + 0.9 * (1 + np.cos(np.pi * i / 4)) / 2) for i in range(5)]
+    np.testing.assert_allclose(rates, [0, 0, 0, *cosine], rtol=1e-4)
