@@ -10,9 +10,9 @@ from decimal import Decimal
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.data.json_columns import CHATS, decode_columns
 from jaxmoe.data.rows import Message, Row
 
-_QUESTION = ("prompt", "question")
 _ANSWER = ("answer", "ground_truth", "solution")  # of TRL's sets with both, answer is the short one
 _EXAMPLE = '{"question": "2 + 2 =", "answer": "4"}'
 _CHAT = '[{"role": "user", "content": "2 + 2 ="}]'
@@ -21,10 +21,12 @@ _CHAT = '[{"role": "user", "content": "2 + 2 ="}]'
 def read_row(where: str, record: Any, *, answers: bool) -> Row:
     """The row of one record; all its columns come along.
 
-    prompt or question: a text, or a chat of user and assistant turns that ends with the user's;
-        a system (or developer) turn first, or a column `system`, is the row's system prompt.
+    prompt, question or messages: a text, or a chat of user and assistant turns that ends with the
+        user's; a system (or developer) turn first, or a column `system`, is the row's system
+        prompt. A turn's content is a text, or a list of text parts as OpenAI has them, which are
+        joined by line breaks. A chat may be stored as JSON text.
     answer: reward_model.ground_truth (verl), else answer, ground_truth or solution: a text, a
-        number, or a list of these, each of which is right.
+        number, a boolean, or a list of these, each of which is right.
     answers: whether a row must have one. Without, whatever is no such answer is left to the
         reward functions.
 
@@ -34,9 +36,10 @@ def read_row(where: str, record: Any, *, answers: bool) -> Row:
         raise ConfigError(
             f"{where} must be a JSON object, got {type(record).__name__}. Write {_EXAMPLE}"
         )
-    name = next((name for name in _QUESTION if name in record), None)
+    record = decode_columns(where, record)
+    name = next((name for name in CHATS if name in record), None)
     if name is None:
-        raise _missing(where, record, _QUESTION)
+        raise _missing(where, record, CHATS)
     chat = _chat(where, name, record[name])
     *earlier, last = chat
     return Row(
@@ -69,19 +72,33 @@ def _chat(where: str, name: str, value: Any) -> list[Message]:
 
 
 def _turn(where: str, name: str, i: int, turn: Any, *, last: bool) -> Message:
-    told: dict[str, Any] = turn if isinstance(turn, dict) else {}
-    role, content = told.get("role"), told.get("content", "")
+    fields: dict[str, Any] = turn if isinstance(turn, dict) else {}
+    role, content = fields.get("role"), _joined_parts(fields.get("content", ""))
+    calls = fields.get("tool_calls") or fields.get("function_call")
     if last:
         roles = ("user",)
     else:
         roles = ("system", "developer", "user", "assistant") if i == 0 else ("user", "assistant")
-    if not isinstance(role, str) or role not in roles or not _is_text(content):
+    if not isinstance(role, str) or role not in roles or not _is_text(content) or calls:
         place = " (the last)" if last else ""
         raise ConfigError(
             f"{where}: {name}[{i}]{place} must have a role, {' or '.join(roles)}, and a content "
-            f"that is a text and not empty, got {turn!r:.60}. Write {_CHAT}"
+            f"that is a text and not empty{', and no tool calls' if calls else ''}, got "
+            f"{turn!r:.60}. Write {_CHAT}"
         )
     return Message(role, content)
+
+
+def _joined_parts(content: Any) -> Any:
+    """The text of OpenAI's content parts; anything else as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in content
+    ]
+    known = [text for text in texts if isinstance(text, str)]
+    return "\n".join(known) if len(known) == len(texts) else content
 
 
 def _is_text(value: Any) -> bool:
@@ -111,23 +128,31 @@ def _answers(
     if not name and needed:
         raise _missing(where, record, _ANSWER)
     alternatives = value if isinstance(value, list) else [value]
-    first, *others = [_text(v) for v in alternatives] or [None]
-    if first is None or None in others:
+    texts = [text for alternative in alternatives for text in _texts(alternative)] or [None]
+    if None in texts:
         if needed:
             raise ConfigError(
-                f"{where}: {name} must be a text that is not empty, a number, or a list of these, "
-                f"got {value!r:.60}. Write {_EXAMPLE}, or score it yourself: "
+                f"{where}: {name} must be a text that is not empty, a number, a boolean, or a list "
+                f"of these, got {value!r:.60}. Write {_EXAMPLE}, or score it yourself: "
                 "--set data.rewards=module:function"
             )
         return None, ()
-    return first, tuple(text for text in others if text is not None)
+    first, *others = [text for text in texts if text is not None]
+    return first, tuple(others)
+
+
+def _texts(value: Any) -> list[str | None]:
+    """An answer as it is compared, each of which is right; None for what is no answer."""
+    if isinstance(value, bool):
+        return [str(value), str(value).lower()]  # as Python and as JSON write it
+    return [_text(value)]
 
 
 def _text(value: Any) -> str | None:
     """An answer as it is compared; None for what is none."""
     if _is_text(value):
         return value
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
         return format(Decimal(repr(value)), "f")  # 1e-07 is a number to nobody's answer

@@ -14,6 +14,7 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.data.cells import stored_answer
 from jaxmoe.data.harmony import Spoken
+from jaxmoe.data.json_columns import CHATS
 from jaxmoe.data.rows import Row
 
 TRL = ("prompts", "completions", "completion_ids")
@@ -39,7 +40,7 @@ class Sample:
     def asked(self) -> Any:
         """The prompt as the row has it: a text, or a chat."""
         columns = self.row.columns
-        return columns.get("prompt", columns.get("question", self.row.question))
+        return next((columns[name] for name in CHATS if name in columns), self.row.question)
 
     @property
     def named(self) -> str:

@@ -92,6 +92,59 @@ def test_the_same_question_under_another_system_prompt_is_another_row(tmp_path):
     assert sorted(prompts) == [f"You are {i}." for i in range(6)]
 
 
+@pytest.mark.parametrize("write", [json.dumps, str], ids=["json", "python"])
+def test_a_chat_stored_as_text_is_read_as_the_chat(write):
+    """Else it would be trained on as a question full of brackets."""
+    for name in ("prompt", "question", "messages"):
+        row = read_row("a:1", {name: write(CHAT), "answer": "4"}, answers=True)
+        assert (row.question, row.system, len(row.earlier)) == ("2+2=", "Be brief.", 2)
+        assert row.columns == {name: CHAT, "answer": "4"}, "functions are shown the chat"
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"role": "user", "content": "2+2="', "[{'role': 'user'} {'role': 'x'}]",
+             '{"role": "user", "content": "2+2="}', '[{"role": "user", "content": "a"}] what?'],
+)  # fmt: skip
+def test_a_text_that_looks_like_a_chat_and_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match=r"a:1: prompt looks like a chat stored as text"):
+        read_row("a:1", {"prompt": text, "answer": "4"}, answers=True)
+
+
+def test_a_question_about_json_stays_a_text():
+    for text in ("Sort [3, 1]", '{"a": 1} has which key?', "[{'x': 1}]"):
+        assert read_row("a:1", {"prompt": text, "answer": "4"}, answers=True).question == text
+
+
+def test_openais_content_parts_and_a_column_messages_are_read():
+    parts = [{"type": "text", "text": "2+2"}, {"type": "text", "text": "=", "image_url": None}]
+    chat = [*CHAT[:-1], {"role": "user", "content": parts}]
+    row = read_row("a:1", {"messages": chat, "answer": "4"}, answers=True)
+    assert row.question == "2+2\n=" and row.columns["messages"] is chat
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
+    with pytest.raises(ConfigError, match=r"messages\[0\] \(the last\) must have a role, user"):
+        read_row("a:1", {"messages": image, "answer": "4"}, answers=True)
+
+
+def test_a_turn_that_calls_a_tool_is_refused():
+    turn = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"name": "f"}]}
+    with pytest.raises(ConfigError, match=r"prompt\[0\] must have .* and no tool calls"):
+        read_row("a:1", {"prompt": [turn, CHAT[-1]], "answer": "4"}, answers=True)
+
+
+def test_verls_columns_stored_as_json_are_read(tmp_path):
+    stored = {**VERL, **{k: json.dumps(VERL[k]) for k in ("prompt", "reward_model", "extra_info")}}
+    row = open_source(_file(tmp_path, stored))[0]
+    assert (row.question, row.answer, row.columns) == ("2+2=", "4", VERL)
+    with pytest.raises(ConfigError, match="reward_model looks like an object stored as text"):
+        read_row("a:1", {"prompt": "q", "reward_model": "{ground_truth"}, answers=True)
+
+
+def test_a_boolean_is_an_answer_as_python_and_as_json_write_it(tmp_path):
+    source = open_source(_file(tmp_path, {"question": "q", "answer": False}))
+    assert source[0].answer == "False"
+    assert [source.score(t, 0) for t in ("False", "false", "True", "0")] == [1.0, 1.0, 0.0, 0.0]
+
+
 _CELL = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(string.printable, max_size=5),
     lambda inner: (
@@ -105,7 +158,7 @@ _CELL = st.recursive(
     ),
     max_leaves=6,
 )
-_NAMES = ["prompt", "question", "answer", "solution", "system", "reward_model", "other"]
+_NAMES = ["prompt", "messages", "question", "answer", "solution", "system", "reward_model", "other"]
 
 
 @given(st.dictionaries(st.sampled_from(_NAMES), _CELL) | _CELL, st.booleans())

@@ -142,7 +142,7 @@ def test_a_jsonl_is_read_with_either_names_and_scored_by_number(tmp_path):
         (b"\n\n", "is empty"),
         (b'{"question": "a", "answer": "b"}\n\n{"question": ', "a.jsonl:3 must be one JSON object"),
         (b'{"question": "\xff", "answer": "b"}', "a.jsonl:1 must be one JSON object in UTF-8"),
-        (b'{"question": "a", "answer": true}', "a.jsonl:1: answer must be a text"),
+        (b'{"question": "a", "answer": {}}', "a.jsonl:1: answer must be a text"),
         (b'{"question": "a", "answer": NaN}', "a.jsonl:1: answer must be a text"),
         (b'{"question": "a", "answer": ["b", " "]}', "a.jsonl:1: answer must be a text"),
         (b'{"question": "a", "answer": []}', "a.jsonl:1: answer must be a text"),
@@ -166,7 +166,7 @@ def test_a_jsonl_is_read_with_either_names_and_scored_by_number(tmp_path):
             "answer, ground_truth or solution; it has question, reply",
         ),
         (b"[1]", "a.jsonl:1 must be a JSON object, got list. Write {"),
-        (b"{}", "must have a column prompt or question; it has none"),
+        (b"{}", "must have a column prompt, question or messages; it has none"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, text, message):
@@ -190,7 +190,7 @@ def test_a_parquet_file_reads_like_a_jsonl(tmp_path):
     with pytest.raises(ValueError, match=r"a\.parquet:2: answer must be a text.*None"):
         open_source(str(path))
     parquet.write_table(pa.table({"q": ["a"]}), path)
-    with pytest.raises(ValueError, match="must have a column prompt or question"):
+    with pytest.raises(ValueError, match="must have a column prompt, question or messages"):
         open_source(str(path))
     path.write_bytes(b"not parquet")
     with pytest.raises(ValueError, match="must be a parquet file"):
