@@ -151,8 +151,10 @@ def _task(cfg: Config) -> str:
     if cfg.warmup.steps:
         task.check_answers(cfg.context)
     text, tokens = cfg.init.tokenizer, task.tokenizer.vocab_size
+    dropped = "" if task.overlong is None else f"  dropped      {task.overlong}\n"
     return (
         f"  rows         {len(task.train):,} to train on, {len(task.held_out):,} held out; the "
         f"longest prompt looked at has {longest} of {cfg.data.max_prompt_tokens} tokens\n"
+        f"{dropped}"
         f"  tokenizer    {text}, {tokens:,} ids"
     )

@@ -261,8 +261,11 @@ class Job:
             return
         try:
             yield
-        except (EngineError, ConfigError) as error:
+        except EngineError as error:
             raise type(error)(f"{error} {self.save()}") from error
+        except ConfigError as error:  # the same command would stop at the same place
+            saved = self.save().replace("; the same command ", "; with that mended, the command ")
+            raise type(error)(f"{error} {saved}") from error
         except Exception as error:  # of a reward, say: its traceback is shown, its run is kept
             error.add_note(self.save())
             raise

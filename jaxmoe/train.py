@@ -124,6 +124,8 @@ def open_job(cfg: Config) -> Iterator[Job]:
             begin = jax.jit(begin, **pins)  # moments are made where they lie
         at = Position("warmup", 0, begin(policy), None)
     task.check_prompts()
+    if task.overlong is not None and jax.process_index() == 0:
+        print(f"rows     {task.overlong}", flush=True)
     if at.stage == "warmup" and at.step < cfg.warmup.steps:
         task.check_answers(cfg.context)
     first = jax.process_index() == 0

@@ -27,7 +27,11 @@ FREE = (
 )  # fmt: skip
 BLOCK = 65_536  # bytes of a file of weights that are read at a time
 # what tells training rows from held-out rows, of one task
-SPLIT = ("seed", "data.train_rows", "data.held_out_rows", "data.options.")
+SPLIT = (
+    "seed", "data.train_rows", "data.held_out_rows", "data.options.", "data.overlong_prompts",
+)  # fmt: skip
+# and where prompts that are too long are dropped, what says which these are
+LENGTHS = ("data.max_prompt_tokens", "data.template", "data.system", "init.tokenizer")
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,17 @@ def check_resume(work: Path, then: dict[str, Any], cfg: Config, held: Held = NOT
     Files may have moved: what they hold decides. Raises ConfigError where that is more than it may.
     """
     decays = _flat(then).get("optim.lr_end_fraction", 1.0) != 1.0
+    drops = cfg.data.overlong_prompts == "drop"
     held.must_be_same(work, held.then)
     changed = []
     for name, old, new in _differences(then, cfg):
         if name in held.same:
             changed.append(f"{name}={new} (was {old}, which held the same)")
             continue
-        if not _one_of(name, FREE) or (name == "steps" and decays):
+        other_rows = drops and name == "data.max_prompt_tokens"
+        if not _one_of(name, FREE) or (name == "steps" and decays) or other_rows:
             why = " (its learning rate decays over them)" if name == "steps" else ""
+            why = " (longer prompts were dropped)" if other_rows else why
             raise _refused(work, name, old, f"go on with {new}{why}")
         if name != "workdir":
             changed.append(f"{name}={new} (was {old})")
@@ -98,7 +105,8 @@ def check_use(work: Path, then: dict[str, Any], cfg: Config, held: Held = NOTHIN
             continue
         if name.startswith("model.") and name not in ("model.dtype", "model.numerics"):
             raise _refused(work, name, old, f"be read with {new}")
-        if same_task and _one_of(name, SPLIT):
+        drops = "drop" in (cfg.data.overlong_prompts, then["data"].get("overlong_prompts"))
+        if same_task and _one_of(name, (*SPLIT, *LENGTHS) if drops else SPLIT):
             raise _refused(
                 work, name, old,
                 f"be scored with {new}: rows that it was trained on would count as held out",

@@ -7,6 +7,7 @@ from typing import Any
 from jaxmoe.config.errors import numbers, require
 
 EFFORTS = ("low", "medium", "high")
+OVERLONG = ("refuse", "drop")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class DataConfig:
     train_rows: int = 4096
     held_out_rows: int = 256
     max_prompt_tokens: int = 512
+    overlong_prompts: str = "refuse"  # stop at a longer prompt; or "drop", leave its row out
 
     def __post_init__(self) -> None:
         numbers("data", self, max_prompt_tokens=("above 0", lambda x: x > 0, 512))
@@ -29,4 +31,9 @@ class DataConfig:
             self.reasoning_effort in EFFORTS,
             f"data.reasoning_effort must be one of {', '.join(EFFORTS)}; got "
             f"{self.reasoning_effort!r}. Try --set data.reasoning_effort=medium.",
+        )
+        require(
+            self.overlong_prompts in OVERLONG,
+            f"data.overlong_prompts must be {' or '.join(OVERLONG)}, got "
+            f"{self.overlong_prompts!r}. Try --set data.overlong_prompts=drop.",
         )

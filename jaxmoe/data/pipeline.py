@@ -107,6 +107,7 @@ def make_prompt(
         raise ConfigError(
             f"a prompt must have at most data.max_prompt_tokens ({max_prompt_tokens}) tokens; "
             f"row {row} has {len(tokens)}: {item.question!r:.60}. "
-            f"Try --set data.max_prompt_tokens={len(tokens)}."
+            f"Try --set data.max_prompt_tokens={len(tokens)}, or --set data.overlong_prompts=drop "
+            "in a new run."
         )
     return Prompt(row, text, tuple(tokens), item.answer)

@@ -12,6 +12,7 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.data.files import FileSource, read_rows
 from jaxmoe.data.gym import GymSource
+from jaxmoe.data.overlong import Overlong
 from jaxmoe.data.rows import Source, Subset
 
 
@@ -56,6 +57,7 @@ def open_split(
     seed: int,
     *,
     answers: bool = True,
+    overlong: Overlong | None = None,
 ) -> tuple[Source, Source]:
     """(train, held_out): no question of held_out occurs in train, and none twice in held_out.
 
@@ -63,60 +65,66 @@ def open_split(
     are drawn by `seed`, each question once; options={"held_out": FILE} holds out another file's
     rows instead.
 
+    overlong: rows that it does not keep are left out before the split; a procedural task is
+        measured as it is read, and its next row stands in. None keeps all rows.
     Raises: ConfigError as open_source does, and where the task has too few distinct questions.
     """
     for name, value in (("train_rows", train_size), ("held_out_rows", eval_size)):
         if value < 1:
             raise ConfigError(f"data.{name} must be positive, got {value}.")
     if task.startswith("reasoning_gym:"):
-        return _split_gym(task, options, train_size, eval_size, seed)
+        return _split_gym(task, options, train_size, eval_size, seed, overlong)
     other = {key: value for key, value in options.items() if key != "held_out"}
     train = open_source(task, options=other, seed=seed, answers=answers)
     if "held_out" not in options:
-        order = _shuffled(_first_of_each(train), seed)
-        _require_rows(task, train_size + eval_size, len(order), train_size, eval_size)
+        order = _shuffled(_first_of_each(train, overlong), seed)
+        _require_rows(task, train_size + eval_size, len(order), train_size, eval_size, overlong)
         return (
             Subset(train, order[eval_size : eval_size + train_size]),
             Subset(train, order[:eval_size]),
         )
     held_out = open_source(str(options["held_out"]), seed=seed, answers=answers)
-    kept = _shuffled(_first_of_each(held_out), seed)
-    _require_rows(str(options["held_out"]), eval_size, len(kept), 0, eval_size)
+    kept = _shuffled(_first_of_each(held_out, overlong), seed)
+    _require_rows(str(options["held_out"]), eval_size, len(kept), 0, eval_size, overlong)
     banned = {held_out[i].identity for i in kept}
-    order = _shuffled([i for i in _first_of_each(train) if train[i].identity not in banned], seed)
-    _require_rows(task, train_size, len(order), train_size, 0)
+    distinct = _first_of_each(train, overlong)
+    order = _shuffled([i for i in distinct if train[i].identity not in banned], seed)
+    _require_rows(task, train_size, len(order), train_size, 0, overlong)
     return Subset(train, order[:train_size]), Subset(held_out, kept[:eval_size])
 
 
 def _split_gym(
-    task: str, options: Mapping[str, Any], train_size: int, eval_size: int, seed: int
-) -> tuple[Source, Source]:
+    task: str, options: Mapping[str, Any], train_size: int, eval_size: int, seed: int,
+    overlong: Overlong | None,
+) -> tuple[Source, Source]:  # fmt: skip
     """Train is drawn from the first rows, held_out from the rows behind them."""
     source = open_source(task, options=options, size=train_size + 4 * eval_size + 16, seed=seed)
     chosen: dict[str, int] = {}
     for index in range(train_size, len(source)):
-        chosen.setdefault(source[index].identity, index)
+        if overlong is None or overlong.keeps(source[index]):
+            chosen.setdefault(source[index].identity, index)
         if len(chosen) == eval_size:
             break
     else:
         raise ConfigError(
             f"data.held_out_rows ({eval_size}) must be fewer than the distinct questions of "
-            f"{task}; {len(source) - train_size} rows held {len(chosen)}. "
+            f"{task}; {len(source) - train_size} rows held {len(chosen)}{_dropped(overlong)}. "
             f"Try --set data.held_out_rows={max(1, len(chosen) // 2)}."
         )
-    train = _Unseen(source, frozenset(chosen), train_size, task)
+    train = _Unseen(source, frozenset(chosen), train_size, task, overlong)
     _ = train[0]
     return Subset(source, train), Subset(source, tuple(chosen.values()))
 
 
 @dataclass(frozen=True)
 class _Unseen(Sequence[int]):
-    """Indices 0..size-1; one whose question is held out gives way to the next that is not."""
+    """Indices 0..size-1; one whose question is held out, or too long, gives way to the next."""
 
     source: Source
     held_out: frozenset[str]
     size: int
     task: str
+    overlong: Overlong | None
 
     def __len__(self) -> int:
         return self.size
@@ -126,27 +134,37 @@ class _Unseen(Sequence[int]):
             raise IndexError(f"row {index} of {self.size}")
         for step in range(self.size):
             candidate = (index + step) % self.size
-            if self.source[candidate].identity not in self.held_out:
+            row = self.source[candidate]
+            if row.identity in self.held_out:
+                continue
+            if self.overlong is None or self.overlong.keeps(row):
                 return candidate
         raise ConfigError(
             f"data.held_out_rows ({len(self.held_out)}) must leave questions to train on; they "
-            f"are all that {self.task} has. "
+            f"are all that {self.task} has{_dropped(self.overlong)}. "
             f"Try --set data.held_out_rows={max(1, len(self.held_out) // 2)}."
         )
 
 
-def _first_of_each(source: Source) -> list[int]:
+def _first_of_each(source: Source, overlong: Overlong | None = None) -> list[int]:
+    """Of each question the first row, unless its prompt is too long."""
     first: dict[str, int] = {}
     for index in range(len(source)):
         first.setdefault(source[index].identity, index)
-    return list(first.values())
+    return [i for i in first.values() if overlong is None or overlong.keeps(source[i])]
+
+
+def _dropped(overlong: Overlong | None) -> str:
+    return f" ({overlong})" if overlong is not None and overlong.dropped else ""
 
 
 def _shuffled(indices: list[int], seed: int) -> list[int]:
     return random.Random(seed).sample(indices, len(indices))
 
 
-def _require_rows(task: str, wanted: int, have: int, train_size: int, eval_size: int) -> None:
+def _require_rows(
+    task: str, wanted: int, have: int, train_size: int, eval_size: int, overlong: Overlong | None
+) -> None:
     if wanted <= have:
         return
     asked = [("train_rows", train_size), ("held_out_rows", eval_size)]
@@ -157,5 +175,6 @@ def _require_rows(task: str, wanted: int, have: int, train_size: int, eval_size:
     settings = " ".join(f"--set data.{name}={tries[name]}" for name, _ in sizes)
     advice = f"Try {settings}." if all(tries[name] for name, _ in sizes) else "Give it more rows."
     raise ConfigError(
-        f"{text} must be at most the {have} distinct usable questions of {task}. {advice}"
+        f"{text} must be at most the {have} distinct usable questions of "
+        f"{task}{_dropped(overlong)}. {advice}"
     )

@@ -17,6 +17,7 @@ from jaxmoe.checkpoint.same_run import weights_digest
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.files import FileSource
 from jaxmoe.data.harmony import answer_opening, read_response
+from jaxmoe.data.overlong import Overlong
 from jaxmoe.data.pipeline import PromptIterator, make_prompt
 from jaxmoe.data.pipeline import prompts as prompt_stream
 from jaxmoe.data.rows import Source, Subset
@@ -56,6 +57,7 @@ class Task:
     max_prompt_tokens: int
     sampling: Sampling
     rewards: tuple[Reward, ...] = ()  # none: the source scores
+    overlong: Overlong | None = None  # None: a prompt that is too long is refused
 
     def stream(self, count: int, seed: int, *, shard: int = 0, shards: int = 1) -> PromptIterator:
         """Endless shuffled lists of `count` training prompts; its state can be saved."""
@@ -110,10 +112,16 @@ def open_task(cfg: Config) -> Task:
     tokenizer = load_tokenizer(cfg.init.tokenizer)
     _check_its_own(cfg, tokenizer)
     check_tokenizer(tokenizer, cfg.model.vocab_size)
+    template = Template(cfg.data.template, cfg.data.system, cfg.data.reasoning_effort)
+    overlong = None
+    if cfg.data.overlong_prompts == "drop":
+        overlong = Overlong(
+            lambda row: len(template.render(row, tokenizer)[1]), cfg.data.max_prompt_tokens
+        )
     train, held_out = open_split(
         cfg.data.task, cfg.data.options,
         train_size=cfg.data.train_rows, eval_size=cfg.data.held_out_rows, seed=cfg.seed,
-        answers=not cfg.data.rewards.strip(),
+        answers=not cfg.data.rewards.strip(), overlong=overlong,
     )  # fmt: skip
     rewards = read_rewards(cfg.data.rewards, _columns(train, held_out))
     r = cfg.rollout
@@ -121,8 +129,10 @@ def open_task(cfg: Config) -> Task:
         max_new_tokens=r.max_new_tokens, stop_ids=tuple(tokenizer.stop_ids),
         temperature=r.temperature, top_k=r.top_k, top_p=r.top_p,
     )  # fmt: skip
-    template = Template(cfg.data.template, cfg.data.system, cfg.data.reasoning_effort)
-    return Task(tokenizer, train, held_out, template, cfg.data.max_prompt_tokens, sampling, rewards)
+    return Task(
+        tokenizer, train, held_out, template, cfg.data.max_prompt_tokens, sampling, rewards,
+        overlong,
+    )  # fmt: skip
 
 
 def contents(cfg: Config, task: Task) -> dict[str, str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop when something breaks, dies or is stopped: saved, resumed, nothing lost or doubled."""
 
+import json
 import threading
 import time
 
@@ -136,6 +137,37 @@ def test_a_mistake_in_the_thread_is_the_users_as_it_is_in_turn(tmp_path, monkeyp
     changes = ("data.max_prompt_tokens=3",)
     with pytest.raises(ConfigError, match="Try --set data.max_prompt_tokens"):
         Run(tmp_path, Scripted(), 1, changes=changes)(monkeypatch)
+
+
+def long_rows(folder):
+    """Settings of a run over a file in which every eighth prompt is too long."""
+    rows = [{"question": f"{i}" + "?" * 80 * (i % 8 == 0), "answer": "1"} for i in range(64)]
+    (folder / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sizes = ("data.train_rows=48", "data.held_out_rows=4", "data.max_prompt_tokens=40")
+    return (f"data.task={folder / 'q.jsonl'}", "data.options={}", *sizes)
+
+
+def test_a_prompt_that_is_too_long_does_not_say_that_the_same_command_goes_on(
+    tmp_path, monkeypatch
+):
+    """It would stop at the same row."""
+    with pytest.raises(ConfigError, match="max_prompt_tokens=8[12], or --set.*=drop") as caught:
+        Run(tmp_path / "run", Scripted(), changes=long_rows(tmp_path))(monkeypatch)
+    assert "with that mended, the command" in str(caught.value)
+    assert "the same command" not in str(caught.value)
+
+
+def test_a_run_that_drops_long_prompts_counts_them_and_resumes_with_the_same_rows(
+    tmp_path, monkeypatch
+):
+    changes = (*long_rows(tmp_path), "data.overlong_prompts=drop", "save.every_steps=2")
+    through = Run(tmp_path / "one", Scripted(), changes=changes)
+    through(monkeypatch)
+    assert {row["data/dropped_prompts"] for row in lines(tmp_path / "one")[1:]} == {8}
+    first = Run(tmp_path / "two", Scripted(), changes=(*changes, "steps=2"))
+    again = Run(tmp_path / "two", Scripted(), changes=changes)
+    first(monkeypatch), again(monkeypatch)
+    assert first.trained + again.trained == through.trained
 
 
 @pytest.mark.parametrize("ahead, dies_at", [(1, 4), (2, 2), (3, 5)])

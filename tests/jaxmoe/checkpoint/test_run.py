@@ -181,6 +181,18 @@ def test_a_field_of_a_checkpoint_that_has_another_name_now_is_still_the_same(tmp
     assert restore_run(tmp_path, override(CFG, "rollout.max_gen_batches=4"), SHAPES) is not None
 
 
+def test_a_run_that_drops_long_prompts_keeps_what_says_which_these_are(tmp_path):
+    """Else other rows would be trained on, and some of these would count as held out."""
+    drops = override(CFG, "data.overlong_prompts=drop")
+    saved(tmp_path, drops)
+    shorter = override(drops, "data.max_prompt_tokens=50")
+    for train in (True, False):
+        with pytest.raises(ConfigError, match="data.max_prompt_tokens=512"):
+            restore_run(tmp_path, shorter, SHAPES, to_train=train)
+        with pytest.raises(ConfigError, match="data.overlong_prompts=drop"):
+            restore_run(tmp_path, CFG, SHAPES, to_train=train)
+
+
 @pytest.mark.parametrize(
     "change, refused",
     [

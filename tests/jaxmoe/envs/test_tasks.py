@@ -139,6 +139,37 @@ def test_the_longest_prompt_that_does_not_fit_is_named_at_once(tmp_path):
     open_task(config(path, held_out_rows=7, train_rows=7, max_prompt_tokens=32)).check_prompts()
 
 
+def test_rows_with_longer_prompts_are_dropped_and_counted_where_asked(tmp_path):
+    questions = [f"{i:02}" + "x" * (30 * (i % 4 == 0)) for i in range(16)]  # four of them too long
+    path = write(tmp_path / "q.jsonl", questions)
+    with pytest.raises(ConfigError, match=r"--set data.overlong_prompts=drop in a new run"):
+        open_task(config(path, train_rows=11)).check_prompts()
+    found = open_task(config(path, train_rows=7, overlong_prompts="drop"))
+    assert found.check_prompts() == 2 and len(found.overlong.dropped) == 4
+    assert str(found.overlong) == "4 prompts longer than data.max_prompt_tokens (24) dropped"
+    kept = [s[i].question for s in (found.train, found.held_out) for i in range(len(s))]
+    assert sorted(kept) == [q for q in questions if len(q) == 2]
+    with pytest.raises(ConfigError, match=r"at most the 12 distinct usable .*\(4 prompts longer"):
+        open_task(config(path, train_rows=11, overlong_prompts="drop"))
+    with pytest.raises(ConfigError, match="must be refuse or drop, got 'skip'"):
+        config(path, overlong_prompts="skip")
+
+
+def test_a_procedural_tasks_next_row_stands_in_for_one_that_is_too_long():
+    words = {"options": {"min_word_len": 1, "max_word_len": 12}, "max_prompt_tokens": 54}
+    found = open_task(
+        config("reasoning_gym:spell_backward", train_rows=40, overlong_prompts="drop", **words)
+    )
+    questions = [found.train[i].question for i in range(40)]
+    assert max(map(len, questions)) <= 54 and found.overlong.dropped
+    assert found.check_prompts() <= 54
+    assert all(len(prompt.tokens) <= 54 for prompt in found.held_out_prompts())
+    again = open_task(
+        config("reasoning_gym:spell_backward", train_rows=40, overlong_prompts="drop", **words)
+    )
+    assert questions == [again.train[i].question for i in range(40)]
+
+
 def test_the_longest_stored_answer_that_does_not_fit_is_named_at_once(tmp_path):
     rows = [{"question": chr(96 + i), "answer": i * "y"} for i in range(1, 15)]
     path = tmp_path / "q.jsonl"
