@@ -16,7 +16,9 @@ class DataConfig:
 
     task: str  # "reasoning_gym:NAME", a .jsonl/.parquet file, or "package:NAME/path/in/it"
     options: dict[str, Any] = field(default_factory=dict)  # for reasoning_gym tasks
-    template: str = "{question}"  # or "harmony", GPT-OSS's own format, which renders whole chats
+    # "{question}" in a text of yours, "chat" (the tokenizer's chat template) or "harmony"
+    # (GPT-OSS's own format); auto: chat for rows that are chats, and the bare text of others
+    template: str = "auto"
     system: str = ""  # system prompt of rows without their own; the template's {system}
     reasoning_effort: str = "medium"  # harmony's: low, medium or high
     rewards: str = ""  # "0.9 * module:function(option=1) + 0.1 * …"; empty: the task's own scorer

@@ -45,7 +45,7 @@ def read_row(where: str, record: Any, *, answers: bool) -> Row:
     return Row(
         last.content, *_answers(where, record, answers), system=_system(where, record, earlier),
         earlier=tuple(m for m in earlier if m.role in ("user", "assistant")), columns=record,
-        where=where,
+        where=where, chat=isinstance(record[name], list),
     )  # fmt: skip
 
 

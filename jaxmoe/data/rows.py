@@ -29,6 +29,7 @@ class Row:
     earlier: tuple[Message, ...] = ()  # turns of a chat before the question
     columns: Mapping[str, Any] = field(default_factory=dict)  # all that its file says of it
     where: str = ""  # "file:line", where it is from a file
+    chat: bool = False  # whether its file has a chat, and not a plain text
 
     @property
     def identity(self) -> str:

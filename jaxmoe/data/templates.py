@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a row to the tokens of its prompt: by a text with places in it, or by GPT-OSS's harmony.
+"""From a row to the tokens of its prompt: by a text with places, a chat template, or harmony.
 
 Markup is made of special ids and content of plain ones, whatever a row says.
 Next: jaxmoe/data/harmony.py reads what the policy makes of it.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from jaxmoe.config import ConfigError
+from jaxmoe.data.chat_template import ChatTemplate
 from jaxmoe.data.rows import Message, Row
 from jaxmoe.data.tokenizer import Tokenizer
 
-HARMONY = "harmony"
+AUTO, CHAT, HARMONY = "auto", "chat", "harmony"
 _QUESTION, _SYSTEM = "{question}", "{system}"
+# characters that no text may use, each in the place of a special string inside a row
+_STAND_INS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+
+_OTHERS = "Try --set data.template=harmony, or --set 'data.template={question}'"
 
 
 @dataclass(frozen=True)
@@ -21,49 +27,116 @@ class Template:
 
     text: the prompt, "{question}" standing for the row's question, "{system}" (at most once) for
         its system prompt; special strings of the text become special ids, those in a row stay
-        text. Or "harmony".
+        text. Or "harmony"; or "chat", by the tokenizer's chat template; or "auto", which is
+        "chat" for rows that are chats and "{question}" for the others.
     system: of rows without their own.
-    reasoning_effort: low, medium or high; of harmony alone.
+    reasoning_effort: low, medium or high; for harmony, and for chat templates that ask for it.
+    chat: the tokenizer's chat template, None where it has none.
 
-    Raises: ConfigError for a text without its places.
+    Raises: ConfigError for a text without its places, and for "chat" where there is none.
     """
 
     text: str
     system: str = ""
     reasoning_effort: str = "medium"
+    chat: ChatTemplate | None = None
 
     def __post_init__(self) -> None:
-        if self.text == HARMONY:
+        if self.text in (HARMONY, AUTO):
+            return
+        if self.text == CHAT:
+            if self.chat is None:
+                raise ConfigError(
+                    "data.template=chat needs a tokenizer with a chat template, "
+                    "chat_template.jinja or a chat_template in tokenizer_config.json. "
+                    f"{_OTHERS}."
+                )
             return
         if self.text.count(_QUESTION) != 1 or self.text.count(_SYSTEM) > 1:
             raise ConfigError(
                 f"data.template must hold {_QUESTION} exactly once, and {_SYSTEM} at most once, or "
-                f"be harmony; got {self.text!r}. Try --set data.template='{_QUESTION}'."
+                f"be auto, chat or harmony; got {self.text!r}. "
+                f"Try --set data.template='{_QUESTION}'."
             )
         if self.system and _SYSTEM not in self.text:
-            raise ConfigError(
-                f"data.system needs a place: data.template must hold {_SYSTEM}, or be harmony; got "
-                f"{self.text!r}. Try --set 'data.template={_SYSTEM} {_QUESTION}'."
-            )
+            raise _no_place(self.text)
 
     def render(self, row: Row, tokenizer: Tokenizer) -> tuple[str, list[int]]:
         """(text, tokens) of the prompt.
 
         Raises ConfigError for a row with a system prompt, or a chat, that the text has no place
-        for; and where the tokenizer has not harmony's special tokens.
+        for or the chat template refuses; and where the tokenizer has not harmony's special
+        tokens.
         """
+        if self.text == CHAT or (self.text == AUTO and row.chat):
+            return self._by_chat_template(row, tokenizer)
+        if self.text == AUTO:
+            if self.system and not row.system:
+                raise _no_place(_QUESTION)
+            plain = replace(self, text=_QUESTION, system="")
+            return plain.render(row, tokenizer)
         pieces = self._harmony(row, tokenizer) if self.text == HARMONY else self._filled(row)
         tokens = [
             i for piece, markup in pieces if piece for i in tokenizer.encode(piece, specials=markup)
         ]
         return "".join(piece for piece, _ in pieces), tokens
 
+    def _by_chat_template(self, row: Row, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+        """As transformers' apply_chat_template, but special strings of the row stay text.
+
+        Such strings are rendered as stand-ins, so that those which remain are the template's.
+        """
+        if self.chat is None:
+            raise ConfigError(
+                f"{_named(row)} is a chat, and the tokenizer has no chat template to render it. "
+                f"{_OTHERS}."
+            )
+        chat = [*row.earlier, Message("user", row.question)]
+        if system := row.system or self.system:
+            chat.insert(0, Message("system", system))
+        text = self._rendered(chat, row)
+        names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)
+        special = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        inside = {name for turn in chat for name in special.findall(turn.content)}
+        tokens = tokenizer.encode(text, specials=True)
+        ids = {tokenizer.special(name) for name in names}
+        meant = [tokenizer.special(name) for name in special.findall(text)]
+        if not inside and [i for i in tokens if i in ids] == meant:
+            return text, tokens
+        back = dict(zip(_STAND_INS, sorted(inside), strict=False))
+        forth = {name: mark for mark, name in back.items()}
+        used = any(mark in turn.content for mark in back for turn in chat)
+        if not used and len(forth) == len(inside):
+            hidden = [
+                replace(turn, content=special.sub(lambda found: forth[found[0]], turn.content))
+                for turn in chat
+            ]
+            marked = self._rendered(hidden, row)
+            if _restored(marked, back) == text:
+                return text, _encoded(marked, special, back, tokenizer)
+        raise ConfigError(
+            f"{_named(row)} holds {', '.join(sorted(inside))[:60]}, which the tokenizer's chat "
+            "template does not leave as it is: it cannot be told from the template's own. Take it "
+            f"out of the row. Or {_OTHERS[0].lower()}{_OTHERS[1:]}."
+        )
+
+    def _rendered(self, chat: list[Message], row: Row) -> str:
+        assert self.chat is not None
+        try:
+            return self.chat.render(chat, reasoning_effort=self.reasoning_effort)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the tokenizer's chat template must render {_named(row)}; it says: {error}. "
+                f"{_OTHERS}."
+            ) from error
+
     def _filled(self, row: Row) -> list[tuple[str, bool]]:
         """(text, whether it is markup), in order."""
         if row.earlier:
             raise ConfigError(
-                f"data.template must be harmony for a chat of several turns, as in {_named(row)}; "
-                "a text has a place for one question. Try --set data.template=harmony."
+                f"data.template must be chat or harmony for a chat of several turns, as in "
+                f"{_named(row)}; a text has a place for one question. "
+                "Try --set data.template=harmony."
             )
         if row.system and _SYSTEM not in self.text:
             raise ConfigError(
@@ -102,6 +175,33 @@ class Template:
                 pieces += [("<|channel|>", True), ("final", False)]
             pieces += [("<|message|>", True), (turn.content, False), ("<|end|>", True)]
         return [*pieces, ("<|start|>", True), ("assistant", False)]
+
+
+def _restored(text: str, back: dict[str, str]) -> str:
+    return text.translate(str.maketrans(back))
+
+
+def _encoded(
+    marked: str, special: re.Pattern[str], back: dict[str, str], tokenizer: Tokenizer
+) -> list[int]:
+    """Special ids for the special strings that are left, plain ids for all between them."""
+    tokens: list[int] = []
+    at = 0
+    for found in [*special.finditer(marked), None]:
+        end = len(marked) if found is None else found.start()
+        if piece := _restored(marked[at:end], back):
+            tokens += tokenizer.encode(piece)
+        if found is not None:
+            tokens.append(tokenizer.special(found[0]))
+            at = found.end()
+    return tokens
+
+
+def _no_place(text: str) -> ConfigError:
+    return ConfigError(
+        f"data.system needs a place: data.template must hold {_SYSTEM}, or be chat or harmony; got "
+        f"{text!r}. Try --set 'data.template={_SYSTEM} {_QUESTION}'."
+    )
 
 
 def _split(piece: str, place: str, content: str) -> list[tuple[str, bool]]:

@@ -57,6 +57,11 @@ class Tokenizer(Protocol):
     @property
     def pad_id(self) -> int: ...
 
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        """Strings that `encode` makes single ids of, where specials are asked for."""
+        ...
+
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         """Ids of a text; only with `specials` do special strings become special ids."""
         ...
@@ -77,6 +82,7 @@ class ByteTokenizer:
     vocab_size: int = _BYTES + len(SPECIALS)
     stop_ids: tuple[int, ...] = (_SPECIAL_IDS["<|return|>"], _SPECIAL_IDS["<|call|>"])
     pad_id: int = _SPECIAL_IDS["<|endoftext|>"]
+    special_names: tuple[str, ...] = SPECIALS
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         if not specials:
@@ -132,6 +138,7 @@ class HFTokenizer:
         self._specials = {
             token.content: i for i, token in self._marked.get_added_tokens_decoder().items()
         }
+        self.special_names = tuple(self._specials)
         self.vocab_size = max(vocab.values()) + 1
         stops = ("<|return|>", "<|call|>")
         if all(name in self._specials for name in stops):

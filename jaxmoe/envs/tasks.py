@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmoe.checkpoint.same_run import weights_digest
 from jaxmoe.config import Config, ConfigError
+from jaxmoe.data.chat_template import load_chat_template
 from jaxmoe.data.files import FileSource
 from jaxmoe.data.harmony import answer_opening, read_response
 from jaxmoe.data.overlong import Overlong
@@ -22,7 +23,7 @@ from jaxmoe.data.pipeline import PromptIterator, make_prompt
 from jaxmoe.data.pipeline import prompts as prompt_stream
 from jaxmoe.data.rows import Source, Subset
 from jaxmoe.data.sources import open_split
-from jaxmoe.data.templates import Template
+from jaxmoe.data.templates import AUTO, CHAT, Template
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, tokenizer_digest
 from jaxmoe.envs.conventions import Sample
 from jaxmoe.envs.rewards import (
@@ -112,7 +113,10 @@ def open_task(cfg: Config) -> Task:
     tokenizer = load_tokenizer(cfg.init.tokenizer)
     _check_its_own(cfg, tokenizer)
     check_tokenizer(tokenizer, cfg.model.vocab_size)
-    template = Template(cfg.data.template, cfg.data.system, cfg.data.reasoning_effort)
+    template = Template(
+        cfg.data.template, cfg.data.system, cfg.data.reasoning_effort,
+        load_chat_template(cfg.init.tokenizer),
+    )  # fmt: skip
     overlong = None
     if cfg.data.overlong_prompts == "drop":
         overlong = Overlong(
@@ -138,6 +142,8 @@ def open_task(cfg: Config) -> Task:
 def contents(cfg: Config, task: Task) -> dict[str, str]:
     """Digests of what the files of a run hold, by the key of the config that names them."""
     found = {"init.tokenizer": tokenizer_digest(cfg.init.tokenizer)}
+    if task.template.chat is not None and task.template.text in (AUTO, CHAT):
+        found["init.tokenizer (its chat template)"] = task.template.chat.digest
     sources = {"data.task": task.train, "data.options.held_out": task.held_out}
     for key, source in sources.items():
         named = key == "data.task" or "held_out" in cfg.data.options
