@@ -6,6 +6,7 @@ channel. Next: jaxmoe/data/scoring.py compares the answer with the stored one.
 """
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.data.tokenizer import Tokenizer
 
 _MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
+_CONTENT_TYPE = re.compile(r"\s*[\w/+-]*\s*")  # json, code
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 
@@ -26,8 +28,17 @@ class Spoken:
     final: bool = True  # whether there is an answer at all
 
 
-def read_response(prompt: Sequence[int], response: Sequence[int], tokenizer: Tokenizer) -> Spoken:
+def read_response(
+    prompt: Sequence[int],
+    response: Sequence[int],
+    tokenizer: Tokenizer,
+    *,
+    stop: Sequence[int] = (),
+) -> Spoken:
     """The last message in the final channel, and the analysis beside it.
+
+    stop: the token that ended the response, where one did; it is no part of the text, but a
+        message that <|call|> ends is a call and no answer.
 
     Channels are there where the prompt ends inside a message of the assistant, as harmony's do
     (`<|start|>assistant`, with or without a header); any other response is its own answer.
@@ -37,7 +48,7 @@ def read_response(prompt: Sequence[int], response: Sequence[int], tokenizer: Tok
     opened = _opened(prompt, ids, tokenizer)
     if opened is None:
         return Spoken(tokenizer.decode(response))
-    messages = _messages([*opened, *response], ids, tokenizer)
+    messages = _messages([*opened, *response, *stop], ids, tokenizer)
     finals = [text for channel, text in messages if channel == "final"]
     analysis = "\n".join(text for channel, text in messages if channel == "analysis")
     return Spoken(finals[-1] if finals else "", analysis, channels=True, final=bool(finals))
@@ -80,8 +91,9 @@ def _messages(
 ) -> list[tuple[str, str]]:
     """(channel, text) of the assistant's messages; "" for a header that is malformed.
 
-    Header: `<|start|>assistant<|channel|>NAME`, `<|constrain|>TYPE` where there is one; a message
-    to a tool, or of another role, is none of these.
+    Header: `<|start|>assistant<|channel|>NAME`, `<|constrain|>TYPE` where there is one. A message
+    to a tool, or of another role, is none of these; nor is one that <|call|> ends, on whatever
+    channel the model put it.
     """
     marks = {i: name for name, i in ids.items() if name in _MARKS}
     ends = {ids[name] for name in _ENDS if name in ids}
@@ -92,7 +104,9 @@ def _messages(
         mark = marks.get(token)
         if token in ends or mark == "<|start|>":
             if "<|message|>" in header:
-                messages.append((_channel(header, tokenizer), _text(header, tokenizer)))
+                called = token == ids.get("<|call|>")
+                channel = "" if called else _channel(header, tokenizer)
+                messages.append((channel, _text(header, tokenizer)))
             header, place = {}, ""
         if mark is not None and mark not in header and "<|message|>" not in header:
             place = mark
@@ -103,9 +117,13 @@ def _messages(
 
 
 def _channel(header: dict[str, list[int]], tokenizer: Tokenizer) -> str:
-    role, channel = (tokenizer.decode(header.get(m, [])) for m in ("<|start|>", "<|channel|>"))
+    role, channel, kind = (
+        tokenizer.decode(header.get(m, [])) for m in ("<|start|>", "<|channel|>", "<|constrain|>")
+    )
     order = [mark for mark in header if mark != "<|constrain|>"]
     well_formed = order == ["<|start|>", "<|channel|>", "<|message|>"]
+    to_a_tool = _CONTENT_TYPE.fullmatch(kind) is None  # "functions.NAME", "json to=functions.NAME"
+    well_formed = well_formed and not to_a_tool
     return channel.strip() if well_formed and role.strip() == "assistant" else ""
 
 

@@ -206,7 +206,10 @@ def score(rollouts: Sequence[Rollout], source: Source, task: Task, tell: Tell = 
     one, and functions are shown an empty text.
     Raises: ConfigError for a value that is no finite number.
     """
-    spoken = [read_response(r.prompt.tokens, _said(r), task.tokenizer) for r in rollouts]
+    spoken = [
+        read_response(r.prompt.tokens, said, task.tokenizer, stop=r.tokens[len(said) :].tolist())
+        for r, said in ((r, _said(r)) for r in rollouts)
+    ]
     numbers = [r.prompt.id for r in rollouts]
     if task.rewards:
         made = score_samples(task.rewards, [

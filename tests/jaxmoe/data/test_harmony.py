@@ -43,11 +43,27 @@ def test_the_last_final_message_is_the_answer(response, text):
         THOUGHT.replace("assistant", "user") + "<|channel|>final<|message|>4",
         "<|end|><|channel|>final<|message|>4<|return|>",
         "<|channel|>commentary<|message|>4<|return|>",
+        # calls that the model put on the final channel
+        "<|channel|>final <|constrain|>functions.add<|message|>{}<|call|>",
+        "<|channel|>final <|constrain|>functions.add<|message|>{}",
+        "<|channel|>final<|constrain|>json to=functions.add<|message|>{}",
+        "<|channel|>final <|constrain|>json<|message|>{}<|call|>",
+        "<|channel|>final<|message|>4<|call|>",
+        " to=functions.add<|channel|>final<|message|>4",
+        "<|channel|>final to=functions.add json<|message|>4",
     ],
 )  # fmt: skip
 def test_without_a_final_channel_there_is_no_answer(response):
     found = said(response)
     assert not found.final and found.text == ""
+
+
+def test_the_stop_token_says_that_it_was_a_call():
+    """The text of a response has no stop token in it."""
+    text = BYTES.encode("<|channel|>final<|message|>{}", specials=True)
+    for name, final in (("<|return|>", True), ("<|call|>", False)):
+        found = read_response(ASKED, text, BYTES, stop=[BYTES.special(name)])
+        assert (found.final, found.text) == (final, "{}" if final else "")
 
 
 def test_a_header_spelt_in_plain_tokens_opens_nothing():
