@@ -19,7 +19,8 @@ from jaxmoe.config.renamed import RENAMED
 # what a resumed run may change: nothing that its numbers so far depend on
 FREE = (
     "steps", "workdir", "eval.", "save.", "observe.", "gate.", "data.max_prompt_tokens",
-    "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr", "critic.lr",
+    "data.reward_timeout_s", "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr",
+    "critic.lr",
     # the same sums, in other pieces
     "optim.microbatches", "optim.tokens_per_microbatch", "optim.remat",
     "optim.remat_keeps", "optim.remat_inputs", "optim.moments", "rollout.max_parallel_sequences",

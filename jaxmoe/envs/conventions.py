@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from jaxmoe.config import ConfigError
@@ -17,8 +18,9 @@ from jaxmoe.data.harmony import Spoken
 from jaxmoe.data.json_columns import CHATS
 from jaxmoe.data.rows import Row
 
-TRL = ("prompts", "completions", "completion_ids")
+TRL = ("prompts", "completions", "completion_ids", "trainer_state")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERL_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 OURS = ("prompt", "response", "row", "analysis")
 _FRESH = ("completions", "completion_ids")  # made for the call, and long
 _ACCEPTED = (
@@ -49,7 +51,36 @@ class Sample:
 
 # a sample's values: "score" and other parts; nothing where the function leaves it out
 Values = list[dict[str, Any]]
-Convention = Callable[[str, Callable[..., Any], Sequence[Sample]], Values]
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a function is called, and what comes back.
+
+    batch: whether one call is for all samples.
+    arguments: all that there is for a call, by parameter.
+    """
+
+    batch: bool
+    arguments: Callable[[Sequence[Sample], SimpleNamespace], dict[str, Any]]
+
+    def calls(
+        self, function: Callable[..., Any], samples: Sequence[Sample], state: SimpleNamespace
+    ) -> list[dict[str, Any]]:
+        """The arguments of each call: those that the function takes.
+
+        state: of the trainer, as TRL tells it: global_step, max_steps.
+        """
+        batches = [samples] if self.batch else [[sample] for sample in samples]
+        return [_taken(function, self.arguments(batch, state)) for batch in batches]
+
+    def values(self, where: str, returned: Sequence[Any], samples: Sequence[Sample]) -> Values:
+        """What the calls say of each sample. None leaves it out.
+
+        Raises: ConfigError where a batch's list has another length.
+        """
+        scores = _listed(where, returned[0], len(samples)) if self.batch else returned
+        return [{} if score is None else _scored(score) for score in scores]
 
 
 def convention(where: str, function: Callable[..., Any], columns: Sequence[str]) -> Convention:
@@ -60,37 +91,41 @@ def convention(where: str, function: Callable[..., Any], columns: Sequence[str])
     parameters = inspect.signature(function).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = {p.name for p in parameters if p.default is p.empty and p.kind in named}
-    names = {p.name for p in parameters}
+    names = {p.name for p in parameters if p.kind in named}
     positional = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
-    for mark, known, call in (
-        ({"completions", "completion_ids"}, {*TRL, *columns} - {"prompt"}, as_trl),
-        ({"solution_str"}, set(VERL), as_verl),
-        ({"response"}, set(OURS), as_ours),
+    for mark, known, found in (
+        ({"completions", "completion_ids"}, {*TRL, *columns} - {"prompt"}, AS_TRL),
+        ({"solution_strs"}, set(VERL_BATCH), AS_VERL_BATCH),
+        ({"solution_str"}, set(VERL), AS_VERL),
+        ({"response"}, set(OURS), AS_OURS),
     ):
         if names & mark and not positional:
             if needed <= known:
-                return call
+                return found
             missing = sorted(needed - known)[0]
             raise ConfigError(
                 f"{where} asks for {missing}; what there is: {', '.join(sorted(known))}. "
                 f"Give {missing} a default" + (
-                    ", or the rows a column of that name." if call is as_trl else "."
+                    ", or the rows a column of that name." if found is AS_TRL else "."
                 )
             )  # fmt: skip
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) and not positional
+    if takes_all and needed <= {*TRL, *columns} - {"prompt"}:
+        return AS_TRL  # def f(**kwargs): TRL calls every function with all there is
     raise ConfigError(
         f"{where} must take {_ACCEPTED}; it takes ({', '.join(map(str, parameters))}). "
         "Wrap it in a function that does."
     )
 
 
-def as_trl(where: str, function: Callable[..., Any], samples: Sequence[Sample]) -> Values:
-    """Once for all samples: lists of prompts, completions, token ids, and of every column.
+def _as_trl(samples: Sequence[Sample], state: SimpleNamespace) -> dict[str, Any]:
+    """Lists of prompts, completions, token ids, and of every column.
 
     A completion is a text, or, where the row's prompt is a chat, a chat of one turn. A column
-    that a row has not is None, as in a Hugging Face dataset. None leaves a sample out.
+    that a row has not is None, as in a Hugging Face dataset.
     """
     chats = [isinstance(s.asked, list) for s in samples]
-    lists: dict[str, list[Any]] = {
+    return {
         name: [s.row.columns.get(name) for s in samples]
         for name in dict.fromkeys(name for s in samples for name in s.row.columns)
         if name not in ("prompt", "completion")
@@ -101,51 +136,54 @@ def as_trl(where: str, function: Callable[..., Any], samples: Sequence[Sample]) 
             for s, chat in zip(samples, chats, strict=True)
         ],
         "completion_ids": [list(s.tokens) for s in samples],
+        "trainer_state": state,
     }  # fmt: skip
-    names = samples[0].named if len(samples) == 1 else f"{samples[0].named} and the rows with it"
-    found = _called(where, function, lists, names)
+
+
+def _as_verl(samples: Sequence[Sample], _: SimpleNamespace) -> dict[str, Any]:
+    """ground_truth is reward_model.ground_truth, or else the stored answer, as the file has it."""
+    columns = samples[0].row.columns
+    name, stored = stored_answer(columns)
+    return {
+        "data_source": columns.get("data_source"),
+        "solution_str": samples[0].spoken.text,
+        "ground_truth": stored if name else samples[0].row.answer,
+        "extra_info": columns.get("extra_info") or {},
+    }
+
+
+def _as_verl_batch(samples: Sequence[Sample], state: SimpleNamespace) -> dict[str, Any]:
+    """As verl's batch reward manager: the same, in lists."""
+    each = [_as_verl([sample], state) for sample in samples]
+    return {f"{name}s": [given[name] for given in each] for name in VERL}
+
+
+def _as_ours(samples: Sequence[Sample], _: SimpleNamespace) -> dict[str, Any]:
+    """The row is a dict of its columns, analysis what was thought aloud."""
+    (sample,) = samples
+    plain = {"question": sample.row.question, "answer": sample.row.answer}
+    return {
+        "prompt": sample.asked, "response": sample.spoken.text,
+        "analysis": sample.spoken.analysis, "row": dict(sample.row.columns) or plain,
+    }  # fmt: skip
+
+
+AS_TRL = Convention(True, _as_trl)
+AS_VERL_BATCH = Convention(True, _as_verl_batch)
+AS_VERL = Convention(False, _as_verl)
+AS_OURS = Convention(False, _as_ours)
+
+
+def _listed(where: str, found: Any, count: int) -> list[Any]:
     try:
         values = list(found)
     except TypeError:
         values = None
-    if values is None or isinstance(found, str | Mapping) or len(values) != len(samples):
+    if values is None or isinstance(found, str | Mapping) or len(values) != count:
         raise ConfigError(
-            f"{where} must return a list of {len(samples)} rewards, one a completion, got "
-            f"{found!r:.80}."
+            f"{where} must return a list of {count} rewards, one a completion, got {found!r:.80}."
         )
-    return [{} if value is None else {"score": value} for value in values]
-
-
-def as_verl(where: str, function: Callable[..., Any], samples: Sequence[Sample]) -> Values:
-    """A number, or a dict with "score" and other parts, sample by sample.
-
-    ground_truth is reward_model.ground_truth, or else the stored answer, as the file has it.
-    """
-
-    def given(s: Sample) -> dict[str, Any]:
-        columns = s.row.columns
-        name, stored = stored_answer(columns)
-        return {
-            "data_source": columns.get("data_source"),
-            "solution_str": s.spoken.text,
-            "ground_truth": stored if name else s.row.answer,
-            "extra_info": columns.get("extra_info") or {},
-        }
-
-    return [_scored(_called(where, function, given(s), s.named)) for s in samples]
-
-
-def as_ours(where: str, function: Callable[..., Any], samples: Sequence[Sample]) -> Values:
-    """As verl's; the row is a dict of its columns, analysis what was thought aloud."""
-
-    def given(s: Sample) -> dict[str, Any]:
-        plain = {"question": s.row.question, "answer": s.row.answer}
-        return {
-            "prompt": s.asked, "response": s.spoken.text, "analysis": s.spoken.analysis,
-            "row": dict(s.row.columns) or plain,
-        }  # fmt: skip
-
-    return [_scored(_called(where, function, given(s), s.named)) for s in samples]
+    return values
 
 
 def _scored(found: Any) -> dict[str, Any]:
@@ -154,22 +192,15 @@ def _scored(found: Any) -> dict[str, Any]:
     return {"score": found}
 
 
-def _called(where: str, function: Callable[..., Any], given: dict[str, Any], rows: str) -> Any:
-    """What it returns of those it takes; an error of its own keeps its traceback."""
+def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Of what there is, what a function takes and no option sets."""
     parameters = inspect.signature(function).parameters.values()
     bound = getattr(function, "keywords", {})
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         names = {p.name for p in parameters}
         given = {name: value for name, value in given.items() if name in names}
     # copies: a function that edits its row must not edit the next epoch's
-    given = {
+    return {
         name: x if name in _FRESH else copy.deepcopy(x)
         for name, x in given.items() if name not in bound
     }  # fmt: skip
-    try:
-        return function(**given)
-    except SystemExit as error:
-        raise RuntimeError(f"{where} called sys.exit({error.code!r}) on {rows}.") from error
-    except Exception as error:
-        error.add_note(f"{where} raised this on {rows}.")
-        raise

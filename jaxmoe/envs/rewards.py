@@ -10,13 +10,16 @@ import numbers
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxmoe.config import ConfigError
-from jaxmoe.envs.conventions import OURS, TRL, VERL, Convention, Sample, as_trl, convention
-from jaxmoe.rl.function_specs import read, split
+from jaxmoe.envs.conventions import AS_TRL, Convention, Sample, convention
+from jaxmoe.envs.reward_process import Runner, run_here
+from jaxmoe.envs.reward_specs import import_reward, is_async
+from jaxmoe.rl.function_specs import read_call, split
 from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")
@@ -30,8 +33,10 @@ class Reward:
 
     name: str  # in metrics
     weight: float
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # its options bound
     call: Convention
+    path: str  # "module:function"
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,22 +60,23 @@ def read_rewards(text: str, columns: Sequence[str]) -> tuple[Reward, ...]:
     for part in split(text) if text.strip() else []:
         found = _WEIGHTED.fullmatch(part)
         weight, spec = (float(found[1]), found[2]) if found else (1.0, part)
-        path = spec.strip().partition("(")[0].strip()
-        if ":" not in path or not math.isfinite(weight):
+        path, options = "", {}
+        if ":" in spec and math.isfinite(weight):
+            path, options = read_call(spec, "data.rewards")
+        if ":" not in path:
             raise ConfigError(
                 "data.rewards must be functions of yours, each with a finite weight or none, got "
                 f'{part.strip()!r}. Try --set "data.rewards=0.9 * module:function + 0.1 * '
                 'module:other".'
             )
+        function = import_reward(path, options)
         # an option that is set wins over a column of its name
-        free = [name for name in columns if not re.search(rf"\b{re.escape(name)}\s*=", spec)]
-        known = list(dict.fromkeys([*TRL, *VERL, *OURS, *free]))
-        function = read(spec, "data.rewards", known)
-        call = convention(f"data.rewards: {path}", function, columns)
+        free = [name for name in columns if name not in options]
+        call = convention(f"data.rewards: {path}", function, free)
         names.append(path.rpartition(":")[2].rpartition(".")[2])
         number = names.count(names[-1])
         label = f"{names[-1]}_{number}" if number > 1 else names[-1]
-        made.append(Reward(label, weight, function, call))
+        made.append(Reward(label, weight, function, call, path, options))
     return tuple(made)
 
 
@@ -86,28 +92,31 @@ def counted(items: Sequence[T], text: str, tell: Tell) -> Iterator[T]:
 
 
 def score_samples(
-    rewards: Sequence[Reward], samples: Sequence[Sample], tell: Tell = silent
+    rewards: Sequence[Reward],
+    samples: Sequence[Sample],
+    tell: Tell = silent,
+    *,
+    run: Runner = run_here,
+    state: SimpleNamespace | None = None,
 ) -> Rewarded:
     """Σ weight · value over the functions that score a sample, as in TRL.
 
+    run: calls a function; a sample whose call is late is left out of it, neither paid nor
+        punished for an answer that the function cannot read in time.
     Raises: ConfigError naming function and row for a value that is no finite number.
     """
     totals, scored = np.zeros(len(samples)), np.zeros(len(samples), bool)
     parts: list[dict[str, float]] = [{} for _ in samples]
     for reward in rewards:
         where = f"data.rewards: {reward.name}"
-        if reward.call is as_trl:  # one call for all
-            tell(f"scoring {len(samples)} answers by {reward.name}")
-            values = reward.call(where, reward.function, samples)
-        else:
-            values = [
-                value for sample in counted(samples, f"scoring by {reward.name}", tell)
-                for value in reward.call(where, reward.function, [sample])
-            ]  # fmt: skip
+        values, late = _values(where, reward, samples, tell, run, state or SimpleNamespace())
+        leaves_out = reward.call is AS_TRL or not all(values)
         for i, (sample, found) in enumerate(zip(samples, values, strict=True)):
             mine = parts[i]
-            if reward.call is as_trl:
+            if leaves_out:
                 mine[f"reward/{reward.name}/none_frac"] = float(not found)
+            if any(late):
+                mine[f"reward/{reward.name}/late_frac"] = float(late[i])
             if not found:
                 continue
             value = _number(found["score"])
@@ -124,10 +133,45 @@ def score_samples(
                 number = _number(part)
                 if name != "score" and number is not None:
                     mine[f"reward/{reward.name}/{name}/mean"] = number
-    if any(reward.call is as_trl for reward in rewards):
+    if any(reward.call is AS_TRL for reward in rewards) or not scored.all():
         for mine, known in zip(parts, scored, strict=True):
             mine["reward/left_out_frac"] = float(not known)
     return Rewarded(np.where(scored, totals, np.nan).astype(np.float32), parts)
+
+
+def _values(
+    where: str, reward: Reward, samples: Sequence[Sample], tell: Tell, run: Runner,
+    state: SimpleNamespace,
+) -> tuple[list[dict[str, Any]], list[bool]]:  # fmt: skip
+    """What a function says of each sample, and for which it took too long."""
+    names = [sample.named for sample in samples]
+    calls = reward.call.calls(reward.function, samples, state)
+    name = reward.name
+    if reward.call.batch:
+        tell(f"scoring {len(samples)} answers by {name}")
+        rest = f" and the {len(samples) - 1} rows with it" if len(samples) > 1 else ""
+        rows = [names[0] + rest]
+        outcomes = run(where, reward.path, reward.options, reward.function, calls, rows)
+        if outcomes[0][0] == "late":
+            raise ConfigError(
+                f"{where} must return within data.reward_timeout_s seconds; it did not, on "
+                f"{rows[0]}. Give it more: --set data.reward_timeout_s=3600."
+            )
+    elif is_async(reward.function):  # all at once: they wait for others
+        tell(f"scoring {len(samples)} answers by {name}")
+        outcomes = run(where, reward.path, reward.options, reward.function, calls, names)
+    else:
+        outcomes = [
+            run(where, reward.path, reward.options, reward.function, [call], [row])[0]
+            for call, row in counted(
+                list(zip(calls, names, strict=True)), f"scoring by {name}", tell
+            )
+        ]
+    late = [outcome == "late" for outcome, _ in outcomes]
+    if reward.call.batch:
+        late = late * len(samples)
+    returned = [value for _, value in outcomes]
+    return reward.call.values(where, returned, samples), late
 
 
 def part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:

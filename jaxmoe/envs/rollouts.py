@@ -52,7 +52,7 @@ def collect_rollouts(
         check_rollouts(rollouts, prompts, samples=r.samples_per_prompt)
         check_token_ids(rollouts, cfg.model.vocab_size)
         answered = time.perf_counter()
-        scores = scored_by_all(rollouts, task, tell, r.samples_per_prompt)
+        scores = scored_by_all(rollouts, task, tell, r.samples_per_prompt, step)
         parts.extend(scores.parts)
         spent["time/rollout_s"] += answered - start
         spent["time/reward_s"] += time.perf_counter() - answered
@@ -69,15 +69,17 @@ def collect_rollouts(
     return ScoredRollouts(rollouts, rewards, metrics, data.get_state())
 
 
-def scored_by_all(rollouts: list[Rollout], task: Task, tell: Tell, samples: int) -> Rewarded:
+def scored_by_all(
+    rollouts: list[Rollout], task: Task, tell: Tell, samples: int, step: int
+) -> Rewarded:
     """`score` of rollouts to train on, where each process scores a share of the prompts."""
 
     def mine(share: Sequence[Rollout]) -> dict[str, Any]:
-        made = score(share, task.train, task, tell)
+        made = score(share, task.train, task, tell, step=step)
         return {"rewards": made.rewards.tolist(), "parts": made.parts}
 
     if jax.process_count() == 1:
-        return score(rollouts, task.train, task, tell)
+        return score(rollouts, task.train, task, tell, step=step)
     shares = in_shares(rollouts, mine, of=samples)
     rewards = np.concatenate([np.asarray(share["rewards"], np.float32) for share in shares])
     return Rewarded(rewards, [part for share in shares for part in share["parts"]])

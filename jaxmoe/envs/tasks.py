@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from jaxmoe.data.sources import open_split
 from jaxmoe.data.templates import AUTO, CHAT, Template
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, tokenizer_digest
 from jaxmoe.envs.conventions import Sample
+from jaxmoe.envs.reward_process import RewardProcess, Runner, run_here
 from jaxmoe.envs.rewards import (
     Reward,
     Rewarded,
@@ -59,6 +61,8 @@ class Task:
     sampling: Sampling
     rewards: tuple[Reward, ...] = ()  # none: the source scores
     overlong: Overlong | None = None  # None: a prompt that is too long is refused
+    run_rewards: Runner = run_here  # calls the functions of data.rewards
+    steps: int = 0  # of the run, for functions that ask how far it is
 
     def stream(self, count: int, seed: int, *, shard: int = 0, shards: int = 1) -> PromptIterator:
         """Endless shuffled lists of `count` training prompts; its state can be saved."""
@@ -128,6 +132,8 @@ def open_task(cfg: Config) -> Task:
         answers=not cfg.data.rewards.strip(), overlong=overlong,
     )  # fmt: skip
     rewards = read_rewards(cfg.data.rewards, _columns(train, held_out))
+    limit_s = cfg.data.reward_timeout_s
+    run_rewards = RewardProcess(limit_s) if rewards and limit_s else run_here
     r = cfg.rollout
     sampling = Sampling(
         max_new_tokens=r.max_new_tokens, stop_ids=tuple(tokenizer.stop_ids),
@@ -135,7 +141,7 @@ def open_task(cfg: Config) -> Task:
     )  # fmt: skip
     return Task(
         tokenizer, train, held_out, template, cfg.data.max_prompt_tokens, sampling, rewards,
-        overlong,
+        overlong, run_rewards, cfg.steps,
     )  # fmt: skip
 
 
@@ -199,8 +205,12 @@ def _said(rollout: Rollout) -> list[int]:
     return rollout.tokens[: len(rollout.tokens) - cut].tolist()
 
 
-def score(rollouts: Sequence[Rollout], source: Source, task: Task, tell: Tell = silent) -> Rewarded:
+def score(
+    rollouts: Sequence[Rollout], source: Source, task: Task, tell: Tell = silent, *, step: int = 0
+) -> Rewarded:
     """What each rollout's answer is worth: by `data.rewards`, or by the source, 0 to 1.
+
+    step: of the run, for functions that ask for it.
 
     Where the prompt asks for channels, the final one is the answer; the source gives 0 without
     one, and functions are shown an empty text.
@@ -215,7 +225,8 @@ def score(rollouts: Sequence[Rollout], source: Source, task: Task, tell: Tell = 
         made = score_samples(task.rewards, [
             Sample(n, source[n], said, r.tokens.tolist())
             for n, said, r in zip(numbers, spoken, rollouts, strict=True)
-        ], tell)  # fmt: skip
+        ], tell, run=task.run_rewards,
+            state=SimpleNamespace(global_step=step, max_steps=task.steps))  # fmt: skip
     else:
         own = [
             source.score(said.text, n) if said.final else 0.0
@@ -256,13 +267,13 @@ def evaluate(
     greedy = replace(task.sampling, temperature=0.0, top_k=0, top_p=1.0)
     tell("answering the held-out rows")
     rollouts = engine.generate(prompts, greedy, seed=0)
-    rewards = score(rollouts, task.held_out, task, tell).rewards
+    rewards = score(rollouts, task.held_out, task, tell, step=version).rewards
     tell("answering the held-out rows")
     sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
     check_rollouts(rollouts, prompts, samples=1)
     check_rollouts(sampled, prompts, samples=samples)
     check_versions([*rollouts, *sampled], newest=version, max_staleness=0)
-    scores = score(sampled, task.held_out, task, tell)
+    scores = score(sampled, task.held_out, task, tell, step=version)
     parts = {f"eval/{name}": value for name, value in part_metrics(scores.parts).items()}
     metrics = {
         "eval/accuracy": _mean(scores.rewards, task), "eval/accuracy_greedy": _mean(rewards, task)
@@ -305,6 +316,7 @@ def scored(rewards: np.ndarray, task: Task) -> np.ndarray:
     if not known.size:
         raise ConfigError(
             f"data.rewards must score some answers; {', '.join(r.name for r in task.rewards)} "
-            f"returned None for all {len(rewards)}. Try other rows, or add a function for these."
+            f"returned None for all {len(rewards)}, or took too long. Try other rows, or add a "
+            "function for these."
         )
     return known

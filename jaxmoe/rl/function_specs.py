@@ -30,16 +30,26 @@ def read(text: str, where: str, arrays: Sequence[str]) -> Callable[..., Any]:
 
     Raises ConfigError naming `where` for what is not such a call.
     """
+    name, options = read_call(text, where)
+    function = _own(name, where) if ":" in name else _ours(name, where)
+    _check(function, options, where, arrays)
+    return partial(function, **options) if options else function
+
+
+def read_call(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """The name and the literal keyword arguments of one call.
+
+    Raises ConfigError naming `where` for what is not such a call.
+    """
     name, paren, rest = text.strip().partition("(")
     options = _options(f"f({rest}" if paren else "f()")
+    name = name.strip()
     if options is None or not all(x.isidentifier() for x in name.replace(":", ".", 1).split(".")):
         raise ConfigError(
             f"{where} must be a function with literal keyword arguments, got {text!r}. "
             f'Try --set "{where}=name(option=1.0)".'
         )
-    function = _own(name, where) if ":" in name else _ours(name, where)
-    _check(function, options, where, arrays)
-    return partial(function, **options) if options else function
+    return name, options
 
 
 def read_several(text: str, where: str, arrays: Sequence[str]) -> tuple[Callable[..., Any], ...]:

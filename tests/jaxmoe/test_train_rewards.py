@@ -80,6 +80,37 @@ def test_a_reward_that_fails_stops_the_run_and_says_where(
     assert error is ConfigError or "row" in caught.value.__notes__[0]
 
 
+ALARM = """import signal
+def alarmed(prompt, response, row):
+    signal.signal(signal.SIGALRM, lambda *_: None)  # as math_verify does, in the main thread alone
+    signal.alarm(1)
+    signal.alarm(0)
+    return float(len(response) % 2)
+def hangs(prompt, response, row):
+    while True:
+        pass
+"""
+
+
+def test_a_function_that_sets_an_alarm_scores_rollouts_that_are_made_ahead(
+    settings, tmp_path, monkeypatch
+):
+    """They are scored in a thread, after an evaluation in the main one."""
+    (tmp_path / "my_rewards.py").write_text(ALARM)
+    run = Run(
+        tmp_path / "run", Scripted(), 2, changes=(*settings, "data.rewards=my_rewards:alarmed")
+    )
+    run(monkeypatch)
+    assert all("reward/alarmed/mean" in row for row in lines(tmp_path / "run")[1:])
+
+
+def test_a_function_that_never_returns_stops_the_run_and_is_named(settings, tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(ALARM)
+    changes = (*settings, "data.rewards=my_rewards:hangs", "data.reward_timeout_s=0.2")
+    with pytest.raises(ConfigError, match=r"hangs must return within.*sums.jsonl:\d+"):
+        Run(tmp_path / "run", Scripted(), changes=changes)(monkeypatch)
+
+
 @pytest.mark.parametrize("held_out", [0, 2])  # calls that are scored: none, the evaluation's
 def test_answers_that_no_function_scores_are_refused(settings, tmp_path, monkeypatch, held_out):
     (tmp_path / "my_rewards.py").write_text(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions as TRL and verl document them, and ours: called, checked, weighed, logged."""
 
+import asyncio
+import functools
 import math
 import sys
 import types
@@ -93,16 +95,51 @@ def of_verl(solution_str, model):
     return 1.0
 
 
+def everything(**kwargs):
+    SEEN["everything"] = kwargs
+    return [float(len(c)) for c in kwargs["completions"]]
+
+
+def of_trainer(completions, trainer_state, **columns):
+    return [float(trainer_state.global_step) for _ in completions]
+
+
+def in_batches(data_sources, solution_strs, ground_truths, extra_infos):
+    SEEN["batch"] = (data_sources, solution_strs, ground_truths, extra_infos)
+    return [{"score": 1.0, "acc": True}, None][: len(solution_strs)]
+
+
 async def waits(completions, **columns):
+    await asyncio.sleep(0.01)
     return [1.0 for _ in completions]
 
 
+async def judges(solution_str, ground_truth):
+    """Returns when all of them have been asked, and never where they are asked one by one."""
+    SEEN["asked"] = SEEN.get("asked", 0) + 1
+    while SEEN["asked"] < 8:
+        await asyncio.sleep(0.001)
+    return None if solution_str == "7" else float(solution_str)
+
+
 class Thing:
-    def __call__(self, completions, **columns):
-        return [1.0 for _ in completions]
+    def __init__(self, worth):
+        self.worth = worth
+
+    def __call__(self, completions, *, bonus=0.0, **columns):
+        return [self.worth + bonus for _ in completions]
+
+    def method(self, response):
+        return self.worth
 
 
-thing = Thing()
+class Waiting:
+    async def __call__(self, response):
+        return 3.0
+
+
+thing, waiting = Thing(2.0), Waiting()
+bound = functools.partial(thing, bonus=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -167,10 +204,57 @@ def test_an_option_that_is_set_wins_over_a_column_of_its_name():
     assert found.rewards.tolist() == [1.0]
 
 
+def test_a_function_of_keywords_alone_is_called_with_all_that_trl_has():
+    assert scores("some_rewards:everything", "2", "33").rewards.tolist() == [1.0, 1.0]
+    assert SEEN["everything"]["solution"] == ["2", None] and "prompts" in SEEN["everything"]
+    assert "completions" in SEEN["everything"] and "trainer_state" in SEEN["everything"]
+
+
+def test_a_function_that_asks_for_it_is_told_how_far_the_run_is():
+    found = score_samples(
+        read_rewards("some_rewards:of_trainer", COLUMNS), samples("2"),
+        state=types.SimpleNamespace(global_step=7),
+    )  # fmt: skip
+    assert found.rewards.tolist() == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("thing", 2.0), ("thing(bonus=1.0)", 3.0), ("bound", 2.5), ("thing.method", 2.0),
+     ("waiting", 3.0)],
+)  # fmt: skip
+def test_objects_that_can_be_called_are_functions(name, value):
+    assert scores(f"some_rewards:{name}", "2").rewards.tolist() == [value]
+
+
+def test_async_functions_are_awaited_together_and_leave_no_loop_behind():
+    texts = [str(i) for i in range(8)]
+    found = scores("some_rewards:judges + some_rewards:waits", *texts)
+    assert found.rewards.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1.0]
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        asyncio.get_running_loop()
+
+
+def test_none_of_a_function_for_one_sample_leaves_it_out():
+    found = scores("some_rewards:returns", "2", "3")
+    assert np.isnan(found.rewards).all()
+    assert part_metrics(found.parts) == {
+        "reward/returns/none_frac": 1.0, "reward/left_out_frac": 1.0
+    }  # fmt: skip
+
+
+def test_verls_batch_convention_gets_lists():
+    found = scores("some_rewards:in_batches", "2", "4")
+    assert SEEN["batch"] == ([None, "sums"], ["2", "4"], ["2", 3], [{}, ROWS[1]["extra_info"]])
+    np.testing.assert_array_equal(found.rewards, np.array([1.0, np.nan], np.float32))
+    assert part_metrics(found.parts)["reward/in_batches/acc/mean"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("some_rewards:returns", "returns must return a finite number.*got None.*on row 0 .a:1"),
+        ("some_rewards:returns(value='none')",
+         "returns must return a finite number.*got 'none'.*on row 0 .a:1"),
         ("some_rewards:returns(value='nan')", "returns must return a finite.*got nan"),
         ("some_rewards:returns(value='inf')", "got inf"),
         ("some_rewards:returns(value='huge')", "got 1e.39"),
@@ -195,8 +279,9 @@ def test_an_error_of_the_functions_own_keeps_its_traceback_and_names_the_row():
     with pytest.raises(KeyError) as caught:
         scores("some_rewards:raises", "2")
     assert caught.value.__notes__ == ["data.rewards: raises raised this on row 0 (a:1)."]
-    with pytest.raises(RuntimeError, match=r"leaves called sys.exit\(0\) on row 0"):
+    with pytest.raises(RuntimeError, match=r"it called sys.exit\(0\)") as caught:
         scores("some_rewards:leaves", "2")
+    assert "leaves raised this on row 0" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -209,14 +294,14 @@ def test_an_error_of_the_functions_own_keeps_its_traceback_and_names_the_row():
         ("some_rewards:no_such", "no_such"),
         ("no_such_module:f", "no_such_module"),
         ("some_rewards:ours(len=3)", "ours has no option 'len'. Did you mean length"),
-        ("some_rewards:two_numbers", "two_numbers asks for x"),
+        ("some_rewards:two_numbers", r"two_numbers must take \(completions, .* it takes \(x, y\)"),
         ("some_rewards:anything", r"must take \(completions, \*\*columns\) as TRL's"),
         ("some_rewards:of_verl", "of_verl asks for model"),
-        ("some_rewards:waits", "must be a function written in Python with def"),
-        ("some_rewards:Thing", "with def, got type"),
-        ("some_rewards:thing", "with def, got Thing"),
-        ("subprocess:Popen(args=['true'])", "with def, got type"),
-        ("builtins:print", "with def, got builtin"),
+        ("some_rewards:Thing", "must be a reward function written in Python, .* got a class"),
+        ("subprocess:Popen(args=['true'])", "must be a reward function .* got a class"),
+        ("builtins:print", "must be a reward function .* got builtin"),
+        ("some_rewards:ROWS", "must be a reward function .* got list"),
+        ("some_rewards:trl(bonsu=2.0)", "trl has no option 'bonsu'. Did you mean bonus"),
     ],
 )
 def test_what_is_no_reward_function_is_refused_in_one_line(text, message):

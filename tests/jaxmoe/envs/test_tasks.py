@@ -261,7 +261,8 @@ def test_functions_are_shown_the_final_channel_and_what_was_thought(tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     rows = [{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(14)]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    cfg = config(tmp_path / "q.jsonl", template="harmony", max_prompt_tokens=400, rewards="shown:f")
+    fields = {"template": "harmony", "max_prompt_tokens": 400, "rewards": "shown:f"}
+    cfg = config(tmp_path / "q.jsonl", reward_timeout_s=0.0, **fields)  # here, where it is seen
     task = open_task(cfg)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     engine = Channels(task.tokenizer, lambda prompt, i: [thought, thought + FINAL + "4"][i])
