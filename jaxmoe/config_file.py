@@ -62,11 +62,12 @@ def _check_types(config: Any, path: Path, prefix: str = "") -> None:
         if dataclasses.is_dataclass(want) and type(value) is want:
             _check_types(value, path, f"{prefix}{field}.")
             continue
-        kind = typing.get_origin(want) or want
-        kinds = (float, int) if kind is float else (kind,)
+        either = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)
+        kinds = [typing.get_origin(kind) or kind for kind in either]
+        name = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
         require(
-            type(value) in kinds and _small(value),
-            f"{path}: {prefix}{field} must be {getattr(kind, '__name__', kind)}, got "
+            type(value) in (kinds + [int] if kinds == [float] else kinds) and _small(value),
+            f"{path}: {prefix}{field} must be {name}, got "
             f"{value!r:.40}. Compare it with configs/tiny.py.",
         )
 
@@ -199,7 +200,7 @@ def _parse(text: str, want: Any, path: str) -> Any:
         value = float(value)
     kinds = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)
     if type(value) not in kinds:
-        name = " or ".join(kind.__name__ for kind in kinds)
+        name = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
         example = {"int": "=8", "float": "=1e-4", "bool": "=True"}.get(name, "=…")
         raise ConfigError(f"{path} must be {name}, got {text!r}. Try --set {path}{example}")
     return value

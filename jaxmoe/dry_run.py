@@ -69,7 +69,7 @@ def describe(cfg: Config) -> str:
         "",
         "would run",
         f"  weights      {cfg.init.checkpoint or 'random, seed ' + str(cfg.seed)}",
-        f"  task         {cfg.data.task}",
+        f"  task         {task if isinstance(task := cfg.data.task, str) else ', '.join(task)}",
     ]
     if cfg.warmup.steps:
         w = cfg.warmup

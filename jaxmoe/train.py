@@ -51,7 +51,7 @@ from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
 from jaxmoe.rl.dynamic_sampling import filled
 from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.minibatches import divide, packed
-from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.optimizer import policy_rate, rl_optimizer
 from jaxmoe.rl.programs import pinned, rl_program, supervised_program, warmup_optimizer
 from jaxmoe.rl.state import (
     Trained,
@@ -226,6 +226,7 @@ def reinforce(job: Job) -> None:
                     metrics = job.host(step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr))
                 job.stop_at_the_gate(state, metrics, step, batch, told)
                 job.at = Position("rl", step, state, collected.data)
+                metrics["optim/lr"] = policy_rate(cfg, step)
                 metrics |= collected.metrics | (ages if cfg.rollout.max_staleness else {})
                 with job.logged_if_it_breaks(metrics):
                     job.record(step, collected, batch, told)

@@ -14,7 +14,9 @@ OVERLONG = ("refuse", "drop")
 class DataConfig:
     """Prompts with checkable answers."""
 
-    task: str  # "reasoning_gym:NAME", a .jsonl/.parquet file, or "package:NAME/path/in/it"
+    # "reasoning_gym:NAME", a file, a folder, "FOLDER/*.jsonl", "package:NAME/path/in/it", or a
+    # list of these
+    task: str | list
     options: dict[str, Any] = field(default_factory=dict)  # for reasoning_gym tasks
     # "{question}" in a text of yours, "chat" (the tokenizer's chat template) or "harmony"
     # (GPT-OSS's own format); auto: chat for rows that are chats, and the bare text of others
@@ -23,12 +25,24 @@ class DataConfig:
     reasoning_effort: str = "medium"  # harmony's: low, medium or high
     rewards: str = ""  # "0.9 * module:function(option=1) + 0.1 * …"; empty: the task's own scorer
     reward_timeout_s: float = 300.0  # of a call of these, in their process; 0: here, without limit
-    train_rows: int = 4096
+    train_rows: int | str = 4096  # or "all" that a file has beside the held-out ones
     held_out_rows: int = 256
+    shuffle: bool = True  # each epoch anew; False: in the order of the files
     max_prompt_tokens: int = 512
     overlong_prompts: str = "refuse"  # stop at a longer prompt; or "drop", leave its row out
 
     def __post_init__(self) -> None:
+        require(
+            isinstance(self.task, str)
+            or (bool(self.task) and all(isinstance(name, str) for name in self.task)),
+            f"data.task must be a text, or a list of texts, got {self.task!r:.60}. "
+            """Try --set "data.task=['a.jsonl', 'b.jsonl']".""",
+        )
+        require(
+            isinstance(self.train_rows, int) or self.train_rows == "all",
+            f"data.train_rows must be a number or all, got {self.train_rows!r}. "
+            "Try --set data.train_rows=all.",
+        )
         numbers(
             "data", self, max_prompt_tokens=("above 0", lambda x: x > 0, 512),
             reward_timeout_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 300.0),

@@ -28,6 +28,12 @@ class PromptIterator(Iterator[list[Prompt]]):
     def __next__(self) -> list[Prompt]:
         return next(self._steps)
 
+    @property
+    def epoch(self) -> float:
+        """How often all rows have been read, so far."""
+        steps = self._steps.get_state()["next_index"]
+        return steps * self._stream["prompts_per_step"] / self._stream["rows"]
+
     def get_state(self) -> dict[str, Any]:
         """JSON-serialisable, the same on every process, whatever their number."""
         return {"stream": dict(self._stream), "position": self._steps.get_state()}
@@ -55,6 +61,7 @@ def prompts(
     prompts_per_step: int,
     max_prompt_tokens: int,
     seed: int,
+    shuffle: bool = True,
     shard_index: int = 0,
     shard_count: int = 1,
 ) -> PromptIterator:
@@ -62,6 +69,7 @@ def prompts(
 
     prompts_per_step: of all processes together. Step s is rows s*P … s*P+P-1 of the shuffled
         epochs laid end to end; each process takes one contiguous share of it.
+    shuffle: whether each epoch has an order of its own, or that of the source.
 
     Raises: ConfigError at once for sizes that do not divide, and, when it is read, for a row
         longer than max_prompt_tokens, or one that the template has no place for.
@@ -83,7 +91,8 @@ def prompts(
             for row in rows[first : first + share]
         ]
 
-    rows = grain.MapDataset.source(range(len(source))).seed(seed % 2**32).shuffle().repeat()
+    rows = grain.MapDataset.source(range(len(source))).seed(seed % 2**32)
+    rows = (rows.shuffle() if shuffle else rows).repeat()
     # drop_remainder of an endless stream drops nothing; without it grain divides sys.maxsize as
     # a float, which for one prompt a step is one too many
     steps = rows.batch(prompts_per_step, drop_remainder=True, batch_fn=list).map(read)

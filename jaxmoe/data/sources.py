@@ -17,7 +17,7 @@ from jaxmoe.data.rows import Source, Subset
 
 
 def open_source(
-    task: str,
+    task: str | Sequence[str],
     *,
     options: Mapping[str, Any] | None = None,
     size: int | None = None,
@@ -32,7 +32,7 @@ def open_source(
     Raises: ConfigError for an unknown task, option or file, and for a malformed row.
     """
     options = options or {}
-    if task.startswith("reasoning_gym:"):
+    if isinstance(task, str) and task.startswith("reasoning_gym:"):
         if size is None or size < 1:
             raise ConfigError(f"size must be positive for {task}, got {size}.")
         return GymSource(task.partition(":")[2], options, size, seed)
@@ -50,14 +50,15 @@ def open_source(
 
 
 def open_split(
-    task: str,
+    task: str | Sequence[str],
     options: Mapping[str, Any],
-    train_size: int,
+    train_size: int | None,
     eval_size: int,
     seed: int,
     *,
     answers: bool = True,
     overlong: Overlong | None = None,
+    shuffle: bool = True,
 ) -> tuple[Source, Source]:
     """(train, held_out): no question of held_out occurs in train, and none twice in held_out.
 
@@ -65,31 +66,40 @@ def open_split(
     are drawn by `seed`, each question once; options={"held_out": FILE} holds out another file's
     rows instead.
 
+    train_size: rows to train on; None for all that a file has beside the held-out ones.
+    shuffle: whether the rows to train on are drawn by `seed`, too, or are the first of the file.
     overlong: rows that it does not keep are left out before the split; a procedural task is
         measured as it is read, and its next row stands in. None keeps all rows.
     Raises: ConfigError as open_source does, and where the task has too few distinct questions.
     """
     for name, value in (("train_rows", train_size), ("held_out_rows", eval_size)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(f"data.{name} must be positive, got {value}.")
-    if task.startswith("reasoning_gym:"):
+    if isinstance(task, str) and task.startswith("reasoning_gym:"):
+        if train_size is None:
+            raise ConfigError(
+                f"data.train_rows must be a number for {task}, which has as many rows as one asks "
+                "for; got all. Try --set data.train_rows=4096."
+            )
         return _split_gym(task, options, train_size, eval_size, seed, overlong)
     other = {key: value for key, value in options.items() if key != "held_out"}
     train = open_source(task, options=other, seed=seed, answers=answers)
+    task = task if isinstance(task, str) else ", ".join(task)
+    least = train_size or 1
     if "held_out" not in options:
         order = _shuffled(_first_of_each(train, overlong), seed)
-        _require_rows(task, train_size + eval_size, len(order), train_size, eval_size, overlong)
-        return (
-            Subset(train, order[eval_size : eval_size + train_size]),
-            Subset(train, order[:eval_size]),
-        )
-    held_out = open_source(str(options["held_out"]), seed=seed, answers=answers)
+        _require_rows(task, least + eval_size, len(order), least, eval_size, overlong)
+        rest = order[eval_size:] if shuffle else sorted(order[eval_size:])
+        return Subset(train, rest[:train_size]), Subset(train, order[:eval_size])
+    other_file = options["held_out"]
+    held_out = open_source(other_file, seed=seed, answers=answers)
     kept = _shuffled(_first_of_each(held_out, overlong), seed)
-    _require_rows(str(options["held_out"]), eval_size, len(kept), 0, eval_size, overlong)
+    _require_rows(str(other_file), eval_size, len(kept), 0, eval_size, overlong)
     banned = {held_out[i].identity for i in kept}
     distinct = _first_of_each(train, overlong)
-    order = _shuffled([i for i in distinct if train[i].identity not in banned], seed)
-    _require_rows(task, train_size, len(order), train_size, 0, overlong)
+    order = [i for i in distinct if train[i].identity not in banned]
+    order = _shuffled(order, seed) if shuffle else order
+    _require_rows(task, least, len(order), least, 0, overlong)
     return Subset(train, order[:train_size]), Subset(held_out, kept[:eval_size])
 
 

@@ -64,6 +64,7 @@ def collect_rollouts(
     )  # fmt: skip
     scored(rewards, task)
     metrics |= part_metrics(parts) | spent
+    metrics["data/epoch"] = data.epoch
     if task.overlong is not None:
         metrics["data/dropped_prompts"] = float(len(task.overlong.dropped))
     return ScoredRollouts(rollouts, rewards, metrics, data.get_state())

@@ -63,12 +63,13 @@ class Task:
     overlong: Overlong | None = None  # None: a prompt that is too long is refused
     run_rewards: Runner = run_here  # calls the functions of data.rewards
     steps: int = 0  # of the run, for functions that ask how far it is
+    shuffle: bool = True  # the rows to train on, each epoch anew
 
     def stream(self, count: int, seed: int, *, shard: int = 0, shards: int = 1) -> PromptIterator:
         """Endless shuffled lists of `count` training prompts; its state can be saved."""
         return prompt_stream(
             self.train, self.tokenizer, template=self.template, prompts_per_step=count,
-            max_prompt_tokens=self.max_prompt_tokens, seed=seed,
+            max_prompt_tokens=self.max_prompt_tokens, seed=seed, shuffle=self.shuffle,
             shard_index=shard, shard_count=shards,
         )  # fmt: skip
 
@@ -128,8 +129,9 @@ def open_task(cfg: Config) -> Task:
         )
     train, held_out = open_split(
         cfg.data.task, cfg.data.options,
-        train_size=cfg.data.train_rows, eval_size=cfg.data.held_out_rows, seed=cfg.seed,
-        answers=not cfg.data.rewards.strip(), overlong=overlong,
+        train_size=None if isinstance(cfg.data.train_rows, str) else cfg.data.train_rows,
+        eval_size=cfg.data.held_out_rows, seed=cfg.seed,
+        answers=not cfg.data.rewards.strip(), overlong=overlong, shuffle=cfg.data.shuffle,
     )  # fmt: skip
     rewards = read_rewards(cfg.data.rewards, _columns(train, held_out))
     limit_s = cfg.data.reward_timeout_s
@@ -141,7 +143,7 @@ def open_task(cfg: Config) -> Task:
     )  # fmt: skip
     return Task(
         tokenizer, train, held_out, template, cfg.data.max_prompt_tokens, sampling, rewards,
-        overlong, run_rewards, cfg.steps,
+        overlong, run_rewards, cfg.steps, cfg.data.shuffle,
     )  # fmt: skip
 
 
@@ -278,6 +280,7 @@ def evaluate(
     metrics = {
         "eval/accuracy": _mean(scores.rewards, task), "eval/accuracy_greedy": _mean(rewards, task)
     }  # fmt: skip
+    metrics |= by_source([r.prompt.id for r in sampled], scores.rewards, task.held_out)
     by_prompt_PR = scores.rewards.reshape(-1, samples)
     powers = [2**i for i in range(1, samples.bit_length())]
     metrics |= {
@@ -285,6 +288,19 @@ def evaluate(
         for k in dict.fromkeys([*powers, samples]) if k > 1
     }  # fmt: skip
     return metrics | parts, rollouts, rewards
+
+
+def by_source(numbers: Sequence[int], rewards: np.ndarray, source: Source) -> Metrics:
+    """eval/accuracy/NAME of each value of the column data_source, where rows have two or more."""
+    names = [source[n].columns.get("data_source") for n in numbers]
+    known = [name if isinstance(name, str) else "" for name in names]
+    if len(set(known) - {""}) < 2:
+        return {}
+    return {
+        f"eval/accuracy/{name}": float(np.mean(mine))
+        for name in sorted(set(known) - {""})
+        if len(mine := [x for x, k in zip(rewards, known, strict=True) if k == name and x == x])
+    }
 
 
 def pass_at_k(rewards_PR: np.ndarray, k: int) -> float:

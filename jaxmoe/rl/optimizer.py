@@ -22,20 +22,38 @@ def make_optimizer(
 
     Weight decay is of matrices alone (`decays`).
     """
+    schedule = learning_rate(cfg, steps=steps, lr=lr)
+    adamw = optax.adamw(
+        schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay,
+        mask=decays if cfg.weight_decay else None,
+    )  # fmt: skip
+    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), streamed(adamw))
+
+
+def learning_rate(cfg: OptimConfig, *, steps: int, lr: float | None = None) -> optax.Schedule:
+    """The rate of each update: linear warm-up, and cosine decay over `steps` updates."""
     peak = cfg.lr if lr is None else lr
     decay = max(steps - cfg.lr_warmup_steps, 1)
-    schedule = optax.join_schedules(
+    return optax.join_schedules(
         [
             optax.linear_schedule(peak / max(cfg.lr_warmup_steps, 1), peak, cfg.lr_warmup_steps),
             optax.cosine_decay_schedule(peak, decay, alpha=cfg.lr_end_fraction),
         ],
         [cfg.lr_warmup_steps],
     )
-    adamw = optax.adamw(
-        schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay,
-        mask=decays if cfg.weight_decay else None,
-    )  # fmt: skip
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), streamed(adamw))
+
+
+def policy_updates(cfg: Config) -> int:
+    """Updates of the policy in a run: its count stands still while the critic alone is trained."""
+    pretrain = cfg.critic.pretrain_steps if cfg.critic.backbone != "none" else 0
+    return (cfg.steps - pretrain) * cfg.loss.updates
+
+
+def policy_rate(cfg: Config, step: int) -> float:
+    """The policy's learning rate at the first update of a step of RL, counted from 1."""
+    first = cfg.steps - policy_updates(cfg) // cfg.loss.updates
+    made = max(step - 1 - first, 0) * cfg.loss.updates
+    return float(jnp.asarray(learning_rate(cfg.optim, steps=policy_updates(cfg))(made)))
 
 
 def decays(params: Leaf) -> Leaf:
@@ -63,11 +81,10 @@ def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
     critic alone is trained.
     """
     updates = cfg.loss.updates
-    pretrain = cfg.critic.pretrain_steps * updates if cfg.critic.backbone != "none" else 0
-    # its own count stands still during the pretraining: the cosine ends where the run does
-    policy = make_optimizer(cfg.optim, steps=cfg.steps * updates - pretrain)
+    policy = make_optimizer(cfg.optim, steps=policy_updates(cfg))
     if cfg.critic.backbone == "none":
         return policy
+    pretrain = cfg.critic.pretrain_steps * updates
     if pretrain:
         policy = optax.transforms.conditionally_mask(
             policy, lambda step, **_: jnp.asarray(step) >= pretrain

@@ -42,12 +42,31 @@ def lookup(config, path):
         ("data.options.x=false", False),
         ("data.options.name=spell", "spell"),
         ("data.options.pair=[1, 2]", [1, 2]),
+        ("data.train_rows=all", "all"),
+        ("data.train_rows=7", 7),
+        ("data.task=a.jsonl", "a.jsonl"),
+        ("data.task=['a.jsonl', 'b.jsonl']", ["a.jsonl", "b.jsonl"]),
         (" optim.lr =1e-4", 1e-4),
     ],
 )
 def test_an_override_has_its_fields_type(assignment, value):
     found = lookup(override(TINY, assignment), assignment.partition("=")[0].strip())
     assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("data.train_rows=some", "data.train_rows must be a number or all, got 'some'"),
+        ("data.train_rows=1.5", "data.train_rows must be int or str, got '1.5'"),
+        ("data.task=['a', 3]", "data.task must be a text, or a list of texts"),
+        ("data.task=[]", "data.task must be a text, or a list of texts"),
+        ("data.reward_timeout_s=-1", "data.reward_timeout_s must be 0 or more"),
+    ],
+)
+def test_rows_of_no_kind_are_refused(assignment, said):
+    with pytest.raises(ConfigError, match=said):
+        override(TINY, assignment)
 
 
 def test_an_override_changes_one_field_of_a_copy():

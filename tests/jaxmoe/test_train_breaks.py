@@ -193,6 +193,15 @@ def test_no_prompt_is_lost_or_doubled_by_a_run_that_dies(tmp_path, monkeypatch, 
     assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
 
 
+def test_each_step_logs_its_epoch_and_its_learning_rate(tmp_path, monkeypatch):
+    changes = ("optim.lr=0.01", "optim.lr_warmup_steps=4", "data.train_rows=6")
+    Run(tmp_path, Scripted(), changes=changes)(monkeypatch)
+    rows = lines(tmp_path)[1:]
+    assert [row["data/epoch"] for row in rows] == [step / 2 for step in range(1, STEPS + 1)]
+    rates = [0.01 * min(1.0, x) for x in (0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0)]
+    assert [row["optim/lr"] for row in rows] == pytest.approx(rates)
+
+
 def test_groups_drawn_anew_are_where_the_stream_goes_on(tmp_path, monkeypatch):
     """Every group's rewards are equal here, so each step makes all its draws."""
     changes = ("rollout.max_gen_batches=2", "save.every_steps=2")

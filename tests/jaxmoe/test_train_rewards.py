@@ -4,6 +4,7 @@
 import itertools
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -122,6 +123,19 @@ def test_answers_that_no_function_scores_are_refused(settings, tmp_path, monkeyp
             monkeypatch
         )
     assert not [row for row in lines(tmp_path / "run") if row["step"]]  # nothing was trained
+
+
+def test_the_command_of_the_page_is_accepted_as_printed(tmp_path, monkeypatch, capsys):
+    """With the two rows and the module of the page, and nothing else."""
+    (tmp_path / "sums.jsonl").write_text(ROWS)
+    (tmp_path / "my_rewards.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("my_rewards", None)
+    (command,) = re.findall(r"^python -m jaxmoe.train (.*)$", TEXT, re.M)
+    assert train.main([*shlex.split(command), "--dry-run"]) == 0
+    assert "rows         1 to train on, 1 held out" in capsys.readouterr().out
+    sys.modules.pop("my_rewards", None)
 
 
 @pytest.mark.slow

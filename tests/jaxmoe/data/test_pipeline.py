@@ -43,6 +43,19 @@ def test_each_epoch_covers_every_row_once_in_a_new_order():
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(12))
 
 
+def test_without_shuffling_every_epoch_has_the_order_of_the_source():
+    stream = _stream(shuffle=False)
+    assert sum(_ids(stream, 6), []) == [*range(12), *range(12)]
+
+
+def test_the_epoch_says_how_often_all_rows_were_read_and_resumes():
+    stream, again = _stream(), _stream()
+    assert stream.epoch == 0.0
+    _ids(stream, 4)
+    again.set_state(stream.get_state())
+    assert stream.epoch == again.epoch == 4 / 3
+
+
 @pytest.mark.parametrize("per_step", [1, 5, 15])
 def test_an_epoch_need_not_be_a_whole_number_of_steps(per_step):
     flat = sum(_ids(_stream(prompts_per_step=per_step), 60 // per_step), [])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows are reproducible, malformed ones are named, and held-out questions stay held out."""
 
+import gzip
 import importlib
 import json
 import sys
@@ -103,7 +104,7 @@ def test_rows_past_the_end_are_refused():
         ("reasoning_gym:word_ladder", {}, 20_001, "with 20001 rows"),
         (CHAIN, {}, None, "size must be positive"),
         ("gcd", {}, None, "Did you mean reasoning_gym:gcd?"),
-        ("data.csv", {}, None, "reasoning_gym:NAME, a .jsonl or .parquet"),
+        ("data.csv", {}, None, "reasoning_gym:NAME, a .jsonl, .json or .parquet"),
         ("nope.jsonl", {}, None, "Try --set data.task=/full/path/to/nope.jsonl"),
         ("package:no_such_pkg/a.jsonl", {}, None, "pip install --no-deps no-such-pkg"),
         ("a.jsonl", {"min_terms": 1}, None, "data.options must be empty for a file"),
@@ -272,6 +273,82 @@ def test_a_second_file_can_be_held_out_and_its_questions_leave_the_first(tmp_pat
         open_split(first, {"held_out": second}, 9, 2, 0)
     with pytest.raises(ValueError, match=r"data\.held_out_rows \(3\) must be at most the 2"):
         open_split(first, {"held_out": second}, 8, 3, 0)
+
+
+def test_all_rows_beside_the_held_out_ones_can_be_trained_on(tmp_path):
+    path = _write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)])
+    train, held_out = open_split(path, {}, None, 2, 0)
+    assert sorted(_questions(train) + _questions(held_out)) == [f"q{i}" for i in range(9)]
+    other = _write(tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "1"} for i in (3, 30)])
+    assert len(open_split(path, {"held_out": other}, None, 2, 0)[0]) == 8
+    with pytest.raises(ValueError, match="train_rows must be a number for reasoning_gym"):
+        open_split(CHAIN, {}, None, 2, 0)
+    with pytest.raises(ValueError, match=r"train_rows \(1\) \+ data.held_out_rows \(9\) must be"):
+        open_split(path, {}, None, 9, 0)
+
+
+def test_without_shuffling_the_order_is_that_of_the_file(tmp_path):
+    path = _write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)])
+    train, held_out = open_split(path, {}, 5, 2, 0, shuffle=False)
+    assert _questions(train) == sorted(_questions(train)) and len(train) == 5
+    assert _questions(held_out) == _questions(open_split(path, {}, 5, 2, 0)[1])
+    assert not set(_questions(train)) & set(_questions(held_out))
+
+
+def _several(folder):
+    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(8)]
+    _write(folder / "train-a.jsonl", rows[:2])
+    text = "\ufeff" + "".join(json.dumps(row) + "\n" for row in rows[2:4])
+    (folder / "train-b.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (folder / "train-c.json").write_text(json.dumps(rows[4:6]))
+    (folder / "train-d.json.gz").write_bytes(gzip.compress(json.dumps(rows[6:]).encode()))
+    (folder / "README.md").write_text("not rows")
+
+
+def test_folders_patterns_lists_arrays_and_packed_files_are_read_in_order(tmp_path):
+    _several(tmp_path)
+    every = [f"q{i}" for i in range(8)]
+    files = sorted(str(file) for file in tmp_path.glob("train*"))
+    for task in (str(tmp_path), f"{tmp_path}/train*", f"{tmp_path}/**/train-[a-d]*", files):
+        assert _questions(open_source(task)) == every
+    assert _questions(open_source([files[2], files[0]])) == ["q4", "q5", "q0", "q1"]
+    assert open_source(files[3])[1].where.endswith("train-d.json.gz:2")
+    train, held_out = open_split(files, {"held_out": files[:1]}, None, 2, 0)
+    assert sorted(_questions(train)) == every[2:] and sorted(_questions(held_out)) == every[:2]
+
+
+def test_a_folder_with_rows_for_testing_is_not_trained_on_whole(tmp_path):
+    _several(tmp_path)
+    _write(tmp_path / "test.jsonl", [{"question": "secret", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"test.jsonl is for testing. Try .*/train\*"):
+        open_source(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="it has none"):
+        open_source(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'{"data": []}', "must be one JSON array of objects, got dict"),
+        ("a.json", b'{"question": "a"}\n{"question": "b"}', "must be one JSON array in UTF-8"),
+        ("a.json", b'[{"question": "a", "answer": "1"}, 3]', "a.json:2 must be a JSON object"),
+        ("a.jsonl.gz", b"no gzip", "must be a gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:20], "must be a gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"{"), "a.jsonl.gz:1 must be one JSON object"),
+        ("a.csv.gz", b"", "a folder of these, or package"),
+    ],
+)
+def test_a_malformed_file_of_these_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        open_source(str(tmp_path / name))
+    assert message in str(caught.value) and name in str(caught.value)
+
+
+def test_a_pattern_that_matches_nothing_says_so(tmp_path):
+    with pytest.raises(ValueError, match="matches none"):
+        open_source(f"{tmp_path}/*.jsonl")
 
 
 def test_no_advice_is_to_ask_for_no_rows(tmp_path):

@@ -124,6 +124,20 @@ def test_accuracy_is_of_samples_and_of_the_greedy_answer(task):
     assert engine.asked[len(first) :] == first  # the same seeds every time
 
 
+def test_accuracy_is_told_by_data_source_where_there_are_several(tmp_path):
+    rows = [{"question": f"{i}", "answer": f"{i}", "data_source": "odd/x" if i % 2 else "even"}
+            for i in range(14)]  # fmt: skip
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = open_task(config(tmp_path / "q.jsonl"))
+    engine = Parrot(found.tokenizer, lambda p, i: p.answer if int(p.answer) % 2 else "no")
+    metrics, *_ = evaluate(engine, found.held_out_prompts(), found, version=3)
+    assert metrics["eval/accuracy/odd/x"] == 1.0 and metrics["eval/accuracy/even"] == 0.0
+    (tmp_path / "q.jsonl").write_text("\n".join(json.dumps(r | {"data_source": "x"}) for r in rows))
+    found = open_task(config(tmp_path / "q.jsonl"))
+    metrics, *_ = evaluate(engine, found.held_out_prompts(), found, version=3)
+    assert not [name for name in metrics if name.startswith("eval/accuracy/")]
+
+
 def test_answers_by_other_weights_than_the_ones_scored_are_refused(task):
     engine = Parrot(task.tokenizer, lambda prompt, sample: "banana", version=2)
     with pytest.raises(EngineError, match="must be drawn by version 3 of the weights"):

@@ -11,7 +11,7 @@ from bigram import CFG
 from jaxmoe.config import OptimConfig
 from jaxmoe.config_file import load, override
 from jaxmoe.model import init_params
-from jaxmoe.rl.optimizer import decays, make_optimizer, rl_optimizer
+from jaxmoe.rl.optimizer import decays, make_optimizer, policy_rate, rl_optimizer
 from jaxmoe.rl.state import Trained
 
 
@@ -88,3 +88,15 @@ def test_after_a_critics_pretraining_the_policys_cosine_still_ends_at_its_fracti
         rates.append(-float(out.policy["w"][0]))
     cosine = [0.01 * (0.1 + 0.9 * (1 + np.cos(np.pi * i / 4)) / 2) for i in range(5)]
     np.testing.assert_allclose(rates, [0, 0, 0, *cosine], rtol=1e-4)
+
+
+def test_the_rate_that_is_logged_is_the_one_of_the_steps_first_update():
+    cfg = override(
+        load("tiny.py"), "optim.lr=0.01", "optim.lr_warmup_steps=3", "optim.lr_end_fraction=0.1",
+        "loss.minibatches=2", "steps=4",
+    )  # fmt: skip
+    made = updates(cfg.optim, steps=8, count=8)
+    rates = [policy_rate(cfg, step) for step in range(1, 5)]
+    np.testing.assert_allclose(-made[::2], rates, rtol=1e-4)
+    late = override(cfg, "critic.backbone=own", "loss.advantages=gae", "critic.pretrain_steps=2")
+    assert [policy_rate(late, step) for step in range(1, 5)] == [*rates[:1] * 3, rates[1]]
