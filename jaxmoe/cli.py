@@ -6,20 +6,21 @@ Next: jaxmoe/train.py.
 
 import argparse
 import dataclasses
-import errno
 import io
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.config_file import load, resolve
 from jaxmoe.observe.printable import printable
+from jaxmoe.observe.streams import flush_output, reader_is_gone
 from jaxmoe.parallel.host import keep_freed_memory, one_thread_a_device
+from jaxmoe.run_files import is_disk_error
 
 
 def parse(argv: Sequence[str] | None, description: str) -> tuple[Config, bool]:
@@ -67,14 +68,25 @@ class ExitStatus:
         trace: TracebackType | None,
     ) -> bool:  # fmt: skip
         """Whether the error was the user's, and has been told."""
-        if isinstance(error, ConfigError | EngineError):
-            print(f"error: {printable(str(error))}", file=sys.stderr)
+        # a broken pipe to a server is an error like others
+        told = self._tell(error, unread=isinstance(error, BrokenPipeError) and reader_is_gone())
+        refused = flush_output()
+        if refused is not None and error is None:
+            told = self._tell(refused, unread=isinstance(refused, BrokenPipeError))
+        return told
+
+    def _tell(self, error: BaseException | None, *, unread: bool) -> bool:
+        if unread:
+            _print_error("\n".join(getattr(error, "__notes__", [])))  # what was saved
+            self.code = 128 + signal.SIGPIPE
+        elif isinstance(error, ConfigError | EngineError):
+            _print_error(f"error: {printable(str(error))}")
             self.code = 2 if isinstance(error, ConfigError) else 1
-        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            print(
-                f"error: the disk must have space for the run folder; {error}. Checkpoints are "
-                "untouched; free some space and type the same command.",
-                file=sys.stderr,
+        elif isinstance(error, OSError) and is_disk_error(error):
+            _print_error(
+                f"error: the disk must take the files of the run folder; {printable(str(error))}. "
+                "Checkpoints are untouched; free some space or mend the disk, and type the same "
+                "command."
             )
             self.code = 2
         elif isinstance(error, Stopped):
@@ -86,6 +98,12 @@ class ExitStatus:
         else:
             return False
         return True
+
+
+def _print_error(line: str) -> None:
+    with suppress(OSError):  # nobody may be there to read it
+        if line:
+            print(line, file=sys.stderr, flush=True)
 
 
 class Stopped(Exception):

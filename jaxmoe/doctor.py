@@ -52,6 +52,7 @@ from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.run_files import replace_text
 from jaxmoe.shapes import Params
 
 PROMPTS, SAMPLES = 32, 2  # held-out prompts, answers to each
@@ -125,7 +126,7 @@ def not_loaded(error: EngineError, work: Path, where: str) -> bool:
     print(f"DISAGREE: the engine does not hold {where}. {printable(str(error))}")
     work.mkdir(parents=True, exist_ok=True)
     record = {"weights": where, "agrees": False, "verdict": "refused", "why": str(error)}
-    (work / "doctor.json").write_text(json.dumps(record, indent=2) + "\n")
+    replace_text(work / "doctor.json", json.dumps(record, indent=2) + "\n")
     return False
 
 
@@ -251,7 +252,7 @@ def write(report: Report, work: Path, where: str, among: Company, pieces: Ladder
         "pieces": None if pieces is None else dataclasses.asdict(pieces),
     }  # fmt: skip
     work.mkdir(parents=True, exist_ok=True)
-    (work / "doctor.json").write_text(json.dumps(record, indent=2) + "\n")
+    replace_text(work / "doctor.json", json.dumps(record, indent=2) + "\n")
     print(f"report   {work / 'doctor.json'}")
     if v.kind == "not judged":
         return

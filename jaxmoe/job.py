@@ -4,6 +4,7 @@
 Next: jaxmoe/checkpoint/run.py keeps positions; jaxmoe/train.py is the loop.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.run import Position, save_run
+from jaxmoe.checkpoint.store import CheckpointError
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.envs.recorded import group_rows, held_out_rows
@@ -40,6 +42,7 @@ from jaxmoe.rl.batch import Batch, padding_frac
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import Told
 from jaxmoe.rollout.engine import Engine
+from jaxmoe.run_files import RunFolderError
 from jaxmoe.shapes import Metrics, Params
 
 
@@ -227,19 +230,32 @@ class Job:
         if jax.process_index():
             return
         rows, last = read_metrics(self.work / "metrics.jsonl"), self.at.step == self.cfg.steps
-        plot_run(rows, self.work, panels=last)
+        try:
+            plot_run(rows, self.work, panels=last)
+        except RunFolderError as error:  # pictures can be drawn again, from metrics.jsonl
+            print(f"! no plots: {error}", file=sys.stderr, flush=True)
 
     def save(self) -> str:
         """Save the state after the last whole step, unless it is, and say where that stands."""
         if self.at.number > self.saved:
             if any(x.is_deleted() for x in jax.tree.leaves(self.at.state)):
                 return "The step took the weights with it: go on from the last checkpoint."
-            save_run(self.work, self.cfg, self.at, self.contents)
+            self._write_checkpoint()
             self.saved = self.at.number
         if self.at.step == 0:
             return f"no {self.at.stage} step was made in {self.work}; the same command begins it."
         where = f"saved {self.at.stage} step {self.at.step} in {self.work}"
         return f"{where}; the same command resumes."
+
+    def _write_checkpoint(self) -> None:
+        """Twice where a disk refuses it: what was cleaned up behind the first may be enough."""
+        try:
+            save_run(self.work, self.cfg, self.at, self.contents)
+        except CheckpointError as error:
+            if jax.process_count() > 1:  # the others may have written theirs
+                raise
+            print(f"! {error} Saving once more.", file=sys.stderr, flush=True)
+            save_run(self.work, self.cfg, self.at, self.contents)
 
     def save_or_stop(self, *, last: bool) -> None:
         """Save when due or asked to stop; leave with a message where asked."""
@@ -261,6 +277,8 @@ class Job:
             return
         try:
             yield
+        except CheckpointError:
+            raise  # it was this that could not be saved
         except EngineError as error:
             raise type(error)(f"{error} {self.save()}") from error
         except ConfigError as error:  # the same command would stop at the same place

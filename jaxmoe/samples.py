@@ -11,8 +11,9 @@ from pathlib import Path
 
 from jaxmoe.cli import ExitStatus
 from jaxmoe.config import ConfigError
-from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.observe.metrics import read_samples
 from jaxmoe.observe.samples_page import as_text, by_step, write_page
+from jaxmoe.run_files import RunFolderError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def show(run: Path, step: int | None = None) -> None:
 
     Raises ConfigError where nothing was recorded, or not that step, or no page can be written.
     """
-    rows = read_metrics(run / "samples.jsonl")
+    rows = read_samples(run / "samples.jsonl")
     steps = by_step(rows)
     if not steps:
         raise ConfigError(
@@ -48,14 +49,13 @@ def show(run: Path, step: int | None = None) -> None:
             f"Try --step {near}."
         )
     chosen = max(steps) if step is None else step
-    print(as_text(chosen, steps[chosen]))
     page = run / "samples.html"
-    try:
+    try:  # before the text: `| head` closes the pipe as soon as it has its lines
         write_page(rows if step is None else steps[step], f"Samples of {run.resolve().name}", page)
-    except OSError as error:
-        raise ConfigError(
-            f"RUN must be a folder that takes files; {error}. Try a copy of it."
-        ) from error
+    except RunFolderError as error:
+        print(as_text(chosen, steps[chosen]))
+        raise ConfigError(f"{error} To read it here, try a copy of the folder.") from error
+    print(as_text(chosen, steps[chosen]))
     print(f"\nsteps recorded: {', '.join(map(str, steps))}\npage  {page}")
 
 

@@ -29,6 +29,7 @@ from jaxmoe.config import Config, ConfigError, ModelConfig, to_json
 from jaxmoe.model.config import read_hf_config
 from jaxmoe.model.params import init_params
 from jaxmoe.parallel.sharding import param_shardings
+from jaxmoe.run_files import open_lock, replace_text
 from jaxmoe.shapes import Leaf, Params
 
 STAGES = ("warmup", "rl")
@@ -91,9 +92,7 @@ def record_config(work: Path, cfg: Config, impls: Mapping[str, Any] | None = Non
         "kernels": dict(impls or {}),
     }
     work.mkdir(parents=True, exist_ok=True)
-    temporary = work / "config.json.tmp"
-    temporary.write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(temporary, work / "config.json")
+    replace_text(work / "config.json", json.dumps(record, indent=2) + "\n", durable=True)
 
 
 def code_version() -> str:
@@ -123,7 +122,7 @@ def alone(work: Path, *, enabled: bool = True) -> Iterator[None]:
         return
     try:
         work.mkdir(parents=True, exist_ok=True)
-        file = open(work / LOCK, "w")
+        file = open_lock(work / LOCK)
     except OSError as error:
         raise ConfigError(
             f"workdir ({work}) must be a folder that takes files; {error}. "

@@ -10,7 +10,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmoe.checkpoint.digests import array_digests, json_digest
 from jaxmoe.config import ConfigError
+from jaxmoe.run_files import without_inodes
 from jaxmoe.shapes import Leaf
 
 _DIGESTS = "digests"
@@ -59,13 +60,16 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
             f"{directory} must be a folder that can be made; {_first_line(error)}. "
             "Try another --workdir."
         ) from error
-    newest = latest(directory)
+    try:
+        newest = latest(directory)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise _not_written(directory, step, error) from error
     if newest is not None and newest >= step:  # orbax skips such a step without a word
         raise CheckpointError(
             f"checkpoint {step} must come after {newest}, the newest in {directory}. "
             f"Move {directory / str(newest)} away, or use another --workdir."
         )
-    free = shutil.disk_usage(directory).free
     if free < needed:
         raise CheckpointError(_no_space(directory, step, needed, free))
     digests = {"arrays": array_digests(state), "extra": json_digest(extra)}
@@ -83,16 +87,22 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
         several = jax.process_count() > 1
         if several and isinstance(error, jax.errors.JaxRuntimeError):
             raise  # another process was lost, and this one's disk is not to blame
+        full = without_inodes(directory)  # before anything is cleaned up
         if not several:  # or others would still write there
             for left in directory.glob("*orbax-checkpoint-tmp*"):
                 shutil.rmtree(left, ignore_errors=True)
-        free = shutil.disk_usage(directory).free
-        if "No space left" in str(error) or "ENOSPC" in str(error) or free < needed:
+        refused = "No space left" in str(error) or "ENOSPC" in str(error)
+        with suppress(OSError):
+            free = shutil.disk_usage(directory).free
+        if full and refused:
+            raise CheckpointError(
+                f"checkpoint {step} must find room for its files in {directory}; the disk has "
+                f"{full}, and {free / 1e6:,.1f} MB of space. Earlier checkpoints are untouched; "
+                "remove some files there and type the same command."
+            ) from error
+        if refused or free < needed:
             raise CheckpointError(_no_space(directory, step, needed, free)) from error
-        raise CheckpointError(
-            f"checkpoint {step} in {directory} must be writable; {_first_line(error)}. "
-            "Earlier checkpoints are untouched; try another --workdir."
-        ) from error
+        raise _not_written(directory, step, error) from error
 
 
 def restore(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
@@ -227,6 +237,13 @@ def _no_space(directory: Path, step: int, needed: int, free: int) -> str:
         f"checkpoint {step} needs {needed / 1e6:,.1f} MB in {directory}, where "
         f"{free / 1e6:,.1f} MB are free. Earlier checkpoints are untouched; free some space and "
         "type the same command, or move the run folder and pass --workdir."
+    )
+
+
+def _not_written(directory: Path, step: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {step} in {directory} must be writable; {_first_line(error)}. "
+        "Earlier checkpoints are untouched; try another --workdir."
     )
 
 

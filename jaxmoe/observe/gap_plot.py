@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jaxmoe.observe.plots import BLUE, GREEN, GREY, ORANGE, save_figure
+from jaxmoe.run_files import make_folder
 
 
 def plot_gap(
@@ -45,5 +46,5 @@ def plot_gap(
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     save_figure(figure, path, 100)

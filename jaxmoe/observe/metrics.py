@@ -8,19 +8,30 @@ leaves nothing twice.
 
 import json
 import math
-import os
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
+from jaxmoe.config.errors import ConfigError
+from jaxmoe.observe.tensorboard import EventFile
 from jaxmoe.observe.trackers import Trackers
+from jaxmoe.run_files import (
+    RunFolderError,
+    append,
+    make_folder,
+    open_to_append,
+    remove_leftovers,
+    replacing,
+)
 
 STAGES = ("warmup", "rl")
 SAMPLES_BYTES = 64 * 2**20  # of samples.jsonl: beyond, every other recorded step of it goes
+_LARGEST_STEP = 2**53
+_LARGEST = 1e100  # of a metric: no scale of a plot takes more
 
 
 class MetricsLog:
@@ -34,27 +45,37 @@ class MetricsLog:
         """Go on after `step` of `stage`: later lines of an interrupted run are dropped.
 
         ("warmup", 0) starts the run over: whatever it left in the folder's logs goes.
-        Raises ConfigError for a tracker that cannot begin.
+        Raises ConfigError for a tracker that cannot begin, and where the folder takes no files.
         """
         self._enabled = enabled
         if not enabled:
             return
         last = (STAGES.index(stage), step)
         fresh = last == (0, 0)
+        self._boards: dict[str, EventFile] = {}
+        self._files = ExitStack()
         self._trackers = Trackers(trackers, directory, project, config or {}, fresh=fresh)
+        with ExitStack() as on_error:
+            on_error.callback(self._close)
+            self._open(directory, last, suffix=f".{stage}{step}")
+            on_error.pop_all()
+
+    def _open(self, directory: Path, last: tuple[int, int], *, suffix: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        files = [directory / "metrics.jsonl", directory / "samples.jsonl"]
+        remove_leftovers(directory)
+        self._samples_path = directory / "samples.jsonl"
+        files = [directory / "metrics.jsonl", self._samples_path]
         for path in files:
             _keep_until(path, last)
-        self._metrics, self._samples = (open(path, "a", encoding="utf-8") for path in files)
-        self._boards = {}
+        self._metrics, self._samples = (self._until_closed(open_to_append(f)) for f in files)
+        make_folder(directory / "tensorboard")
         for i, name in enumerate(STAGES):  # a folder each: a purge hides all tags of its folder
             folder = directory / "tensorboard" / name
             if (i, 0) >= last:
                 shutil.rmtree(folder, ignore_errors=True)
-            purge = step + 1 if i == last[0] and step else None
-            self._boards[name] = SummaryWriter(
-                str(folder), purge_step=purge, filename_suffix=f".{stage}{step}"
+            purge = last[1] + 1 if i == last[0] and last[1] else None
+            self._boards[name] = self._until_closed(
+                EventFile(folder, suffix=suffix, purge_step=purge)
             )
 
     def __enter__(self) -> "MetricsLog":
@@ -67,59 +88,107 @@ class MetricsLog:
         trace: TracebackType | None,
     ) -> None:
         if self._enabled:
-            self._metrics.close()
-            self._samples.close()
-            for board in self._boards.values():
-                board.close()
-            self._trackers.close()
+            self._close()
+
+    def _close(self) -> None:
+        with suppress(OSError):  # nothing is buffered: all that was written is there
+            self._files.close()
+        self._trackers.close()
+
+    def _until_closed(self, file: Any) -> Any:
+        self._files.callback(file.close)
+        return file
 
     def write(
         self, stage: str, step: int, metrics: Mapping[str, float], *, alerts: Sequence[str] = ()
     ) -> None:
-        """One line; a number that is not finite becomes null and is named in "not_finite"."""
+        """One line; a number that is not finite becomes null and is named in "not_finite".
+
+        Raises RunFolderError where metrics.jsonl cannot be written. Where only TensorBoard's file
+        cannot, that is an alert, and it gets no more.
+        """
         if not self._enabled:
             return
+        alerts = [*alerts, *self._to_board(stage, step, metrics)]
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         clean = {name: None if name in bad else value for name, value in metrics.items()}
         line = {"stage": stage, "step": step, **clean} | ({"not_finite": bad} if bad else {})
-        line |= {"alerts": list(alerts)} if alerts else {}
-        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
-        self._metrics.flush()
-        for name, value in metrics.items():
-            self._boards[stage].add_scalar(name, value, step)
-        self._boards[stage].flush()
+        line |= {"alerts": alerts} if alerts else {}
+        append(self._metrics, (json.dumps(line, allow_nan=False) + "\n").encode())
         self._trackers.log(stage, step, metrics)
 
+    def _to_board(self, stage: str, step: int, metrics: Mapping[str, float]) -> list[str]:
+        if not self._boards:
+            return []
+        try:
+            self._boards[stage].write(step, metrics)
+        except RunFolderError as error:
+            self._boards = {}
+            told = f"TensorBoard gets no more metrics, metrics.jsonl does: {error.__cause__}"
+            print(f"! {told}", file=sys.stderr, flush=True)
+            return [told]
+        return []
+
     def write_samples(self, stage: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A few prompts with what the policy answered, one line each; the file keeps a bound."""
+        """A few prompts with what the policy answered, one line each; the file keeps a bound.
+
+        Raises RunFolderError where it cannot be written.
+        """
         if not self._enabled:
             return
-        for row in rows:
-            self._samples.write(json.dumps({"stage": stage, "step": step, **row}) + "\n")
-        self._samples.flush()
+        lines = [json.dumps({"stage": stage, "step": step, **row}) + "\n" for row in rows]
+        append(self._samples, "".join(lines).encode())
         if self._samples.tell() > SAMPLES_BYTES:
-            path = Path(self._samples.name)
             self._samples.close()
-            kept = read_metrics(path)
-            gone = sorted({(r["stage"], r["step"]) for r in kept})[1:-1:2]
-            _replace(path, [r for r in kept if (r["stage"], r["step"]) not in gone])
-            self._samples = open(path, "a", encoding="utf-8")
+            kept = list(_lines(self._samples_path))
+            gone = set(sorted({_place(row) for _, row in kept})[1:-1:2])
+            _replace(self._samples_path, [line for line, row in kept if _place(row) not in gone])
+            self._samples = self._until_closed(open_to_append(self._samples_path))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a metrics file; none where there is no file."""
+    """All complete lines of metrics.jsonl, or none where there is no file.
+
+    What is no number in them, and no list of alerts, is left out: the file may be anybody's.
+    Raises ConfigError where it cannot be read.
+    """
+    return [
+        {name: value for name, value in row.items() if name in _NO_METRICS or _is_metric(value)}
+        for row in read_samples(path)
+    ]
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of samples.jsonl as they are; whatever they hold beside stage and step.
+
+    Raises ConfigError where it cannot be read.
+    """
+    return [row for _, row in _lines(path)]
+
+
+_NO_METRICS = ("stage", "step", "alerts", "not_finite")
+
+
+def _is_metric(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) <= _LARGEST)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """(the line, what it holds) of each complete one that names a step."""
     if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        return
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} must be readable; {error}. Try chmod u+r on it.") from error
+    for line in content.split(b"\n"):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the line a killed run was writing
+            row = json.loads(line.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            continue  # the line a killed run was writing, or none of ours
         step = isinstance(row, dict) and row.get("stage") in STAGES and row.get("step")
-        if type(step) is int:  # no note of somebody's own
-            rows.append(row)
-    return rows
+        if type(step) is int and 0 <= step < _LARGEST_STEP:  # no note of somebody's own
+            yield line, row
 
 
 def accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -138,17 +207,20 @@ def accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    return STAGES.index(row["stage"]), row["step"]
+
+
 def _keep_until(path: Path, last: tuple[int, int]) -> None:
     if not path.is_file():
         return
-    rows = read_metrics(path)
-    kept = [row for row in rows if (STAGES.index(row["stage"]), row["step"]) <= last]
+    kept = [line for line, row in _lines(path) if _place(row) <= last]
     if last == (0, 0):
         kept = []  # nothing was saved: the run starts over
     _replace(path, kept)
 
 
-def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(temporary, path)
+def _replace(path: Path, lines: Sequence[bytes]) -> None:
+    """Lines stay as they were written: what was read need not fit into JSON again."""
+    with replacing(path, durable=True) as file:
+        file.writelines(line + b"\n" for line in lines)

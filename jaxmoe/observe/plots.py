@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of a run, in its folder: plots/overview.png and each panel by itself."""
 
-import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from jaxmoe.run_files import make_folder, replacing
+
 # a palette that colour-blind readers can tell apart (Okabe and Ito)
 BLUE, ORANGE, GREEN, PINK, GREY, SKY = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#888888", "#56B4E9"
@@ -19,6 +21,7 @@ WAIT = "wait_for_rollouts"
 PHASES = {
     "rollout": BLUE, "reward": ORANGE, WAIT: GREY, "train": GREEN, "weight_sync": PINK, "eval": SKY
 }  # fmt: skip
+_PASS_AT_K = re.compile(r"eval/pass@\d{1,6}", re.ASCII)
 FLOOR = 1e-9  # where an exact 0 is drawn on a log axis
 
 Rows = Sequence[Mapping[str, Any]]
@@ -29,8 +32,7 @@ def plot_run(rows: Rows, directory: Path, *, panels: bool = True) -> None:
 
     Without `panels` only the overview, which takes half a second.
     """
-    folder = directory / "plots"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folder(directory / "plots")
     rl = [row for row in rows if row["stage"] == "rl"]
     figure = Figure(figsize=(16, 9))  # a constrained layout would take half of the time again
     figure.subplots_adjust(0.04, 0.06, 0.99, 0.96, wspace=0.18, hspace=0.38)
@@ -58,11 +60,10 @@ def _panel(axes: Axes, draw: Callable[[Axes, Rows], None], rows: Rows) -> None:
 
 
 def save_figure(figure: Figure, path: Path, dpi: int) -> None:
-    """Written aside and renamed."""
-    temporary = path.with_suffix(".tmp")
+    """Raises RunFolderError where the disk does not take it."""
     FigureCanvasAgg(figure)
-    figure.savefig(temporary, dpi=dpi, format="png")
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=dpi, format="png")
 
 
 def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +116,7 @@ def _accuracy(axes: Axes, rows: Rows) -> None:
 
 def _pass_at_k(rows: Rows) -> tuple[str, str]:
     """The metric of the largest k, and its label."""
-    names = {name for row in rows for name in row if name.startswith("eval/pass@")}
+    names = {name for row in rows for name in row if _PASS_AT_K.fullmatch(name)}
     largest = max(names, key=lambda name: int(name.partition("@")[2]), default="")
     return largest, largest.removeprefix("eval/")
 

@@ -6,13 +6,15 @@ spelled out, what could be markup is escaped, and the page forbids itself script
 Next: jaxmoe/samples.py is the command.
 """
 
-import os
 import unicodedata
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from jaxmoe.observe.sample_rows import checked_row
+from jaxmoe.run_files import replace_text
 
 STEPS = 24  # on a page of all: the first, the last, and others between them
 _UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -32,9 +34,10 @@ def _escape(c: str) -> str:
 
 
 def by_step(rows: Rows) -> dict[int, list[Mapping[str, Any]]]:
-    """Samples of each step, in order."""
-    rows = sorted((r for r in rows if r.get("stage") == "rl"), key=lambda r: r["step"])
-    return {step: list(found) for step, found in groupby(rows, key=lambda r: r["step"])}
+    """Samples of each step, in order, with values of the types that are shown."""
+    found = (checked_row(row) for row in rows if row.get("stage") == "rl")
+    rows = sorted(found, key=lambda row: row["step"])
+    return {step: list(group) for step, group in groupby(rows, key=lambda r: r["step"])}
 
 
 def as_text(step: int, rows: Rows, width: int = 100) -> str:
@@ -65,7 +68,10 @@ def _figure(value: Any, form: str = ".3g") -> str:
 
 
 def write_page(rows: Rows, title: str, path: Path) -> None:
-    """One file with all there is to see: no script, nothing fetched. Written aside and renamed."""
+    """One file with all there is to see: no script, nothing fetched.
+
+    Raises RunFolderError where the disk does not take it, or `path` is a link.
+    """
     steps = by_step(rows)
     numbers = list(steps)
     if len(numbers) > STEPS:
@@ -80,9 +86,7 @@ def write_page(rows: Rows, title: str, path: Path) -> None:
         "; --step N shows another" if len(parts) < len(steps) else ""
     )
     page = _PAGE.format(title=_html(title), shown=escape(shown), body="".join(parts))
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(path, page)
 
 
 def _html(text: Any) -> str:

@@ -6,6 +6,7 @@ is told once, and the run goes on: metrics.jsonl has everything.
 Next: jaxmoe/observe/metrics.py writes to them.
 """
 
+import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.run_files import replace_text
 
 ID = "tracker_id"  # a file in the run folder: a resumed run is the same run there
 
@@ -42,8 +44,8 @@ class Trackers:
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / ID
         if fresh or not file.is_file():
-            file.write_text(uuid.uuid4().hex[:12])
-        run = file.read_text().strip()
+            replace_text(file, uuid.uuid4().hex[:12], durable=True)
+        run = _run_id(file)
         title = f"{directory.resolve().name}-{run}"
         begin = {"wandb": _wandb, "trackio": _trackio}
         for name in names:
@@ -81,6 +83,19 @@ class Trackers:
                     f"! {name} gets no more metrics, metrics.jsonl does: {error!r}",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
+
+
+def _run_id(file: Path) -> str:
+    try:
+        run = file.read_bytes().decode("ascii", "replace").strip()
+    except OSError as error:
+        raise ConfigError(f"{file} must be readable; {error}. Try rm {file}") from error
+    if re.fullmatch(r"[0-9a-f]{12}", run) is None:
+        raise ConfigError(
+            f"{file} must hold 12 hexadecimal digits, the run's name at its trackers, got "
+            f"{run[:40]!r}. Remove it, and the run goes on there under a new name: rm {file}"
+        )
+    return run
 
 
 def installed(names: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
 from jaxmoe.model.config import to_hf
 from jaxmoe.observe.progress import phase
+from jaxmoe.run_files import make_folder, open_to_append, replace_text
 from jaxmoe.vllm import processes
 from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import RequestFailed
@@ -152,8 +153,8 @@ def default_environment(cpu: bool) -> dict[str, str]:
 
 def write_config(model: ModelConfig, dtype: str, directory: Path) -> Path:
     """A checkpoint folder with a config.json and no weights."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(to_hf(model, dtype=dtype), indent=2))
+    make_folder(directory)
+    replace_text(directory / "config.json", json.dumps(to_hf(model, dtype=dtype), indent=2))
     return directory
 
 
@@ -194,7 +195,7 @@ class Server:
         env = self.environment(self._scratch)
         if self._adapter is not None:
             self._adapter.write_none(self._model, self._scratch / NO_ADAPTER)
-        with self.log.open("ab") as log:
+        with open_to_append(self.log) as log:
             self._process = subprocess.Popen(
                 self.command(port), env=env, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: four options, and one line for a mistake."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,59 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(capsys):
     assert status.code == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "No space left" in err and "type the same command" in err
+
+
+@pytest.mark.parametrize("name", ["EDQUOT", "EROFS", "EIO", "ESTALE", "EFBIG", "EMFILE"])
+def test_whatever_else_a_disk_or_a_limit_says_is_one_line_too(capsys, name):
+    number = getattr(errno, name)
+    with ExitStatus() as status:
+        raise OSError(number, os.strerror(number), "runs/x/checkpoints")
+    err = capsys.readouterr().err
+    assert status.code == 2 and err.count("\n") == 1
+    assert os.strerror(number) in err and "runs/x/checkpoints" in err
+
+
+def test_an_error_of_a_program_keeps_its_traceback():
+    with pytest.raises(FileNotFoundError), ExitStatus():
+        open("/there/is/no/such/file")
+
+
+PRINTS = """
+import sys
+from jaxmoe.cli import ExitStatus
+with ExitStatus() as status:
+    for i in range(int(sys.argv[1])):
+        try:
+            print("line", i, flush=sys.argv[2] == "flush")
+        except BrokenPipeError as error:
+            error.add_note("saved rl step 3 in runs/x; the same command resumes.")
+            raise
+sys.exit(status.code)
+"""
+
+
+@pytest.mark.parametrize("lines, flush", [("100000", "flush"), ("100000", ""), ("3", "")])
+def test_piped_into_head_no_command_ends_with_a_traceback(lines, flush):
+    """Also where all of it waits in a buffer until the command ends."""
+    command = [sys.executable, "-c", PRINTS, lines, flush]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        assert done.stdout is not None and done.stderr is not None
+        if lines != "3":
+            assert done.stdout.readline() == b"line 0\n"
+        done.stdout.close()
+        said = done.stderr.read()
+        assert done.wait(60) == 128 + 13
+    saved = b"saved rl step 3 in runs/x; the same command resumes.\n"
+    assert said == saved or (lines == "3" and said == b"")
+
+
+def test_output_onto_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PRINTS, "3", ""], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
 
 
 def test_a_name_that_the_terminal_has_no_letters_for_is_shown_escaped(capsys):

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -94,6 +95,17 @@ def test_lines_that_are_no_samples_or_of_an_older_version_are_shown_or_passed_ov
         file.write('{"stage": "rl", "st')
     assert samples.main([str(run)]) == 0
     assert "reward none  r" in capsys.readouterr().out
+
+
+def test_piped_into_head_there_is_no_traceback_and_the_page_is_written(tmp_path):
+    long = [row for step in (1, 2) for row in recorded(step, "x" * 50) * 300]
+    run = write(tmp_path / "run", long)
+    done = subprocess.run(
+        f"{sys.executable} -m jaxmoe.samples {run} | head -1", shell=True, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("rl step 2\n", "")
+    assert "rl step 1" in parsed(run / "samples.html").text
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))

@@ -8,11 +8,13 @@ import time
 import pytest
 from scripted import SOON, STEPS, Run, Scripted, lines, stream
 
+from jaxmoe import job
 from jaxmoe.checkpoint import store
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.job import Job
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
+from jaxmoe.observe.plots import plot_run
 
 
 class Bomb(BaseException):
@@ -96,6 +98,49 @@ def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
     (note,) = error.value.__notes__
     assert note == "The step took the weights with it: go on from the last checkpoint."
     assert store.latest(tmp_path / "checkpoints") == 1_000_002
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_a_save_that_the_disk_refuses_is_made_once_more_and_where_that_works_the_run_goes_on(
+    tmp_path, monkeypatch, capsys, refusals
+):
+    tries, save = [], store.save
+
+    def refuses(directory, step, *args, **named):
+        tries.append(step)
+        if step == 1_000_004 and tries.count(step) <= refusals:
+            raise store.CheckpointError("the disk has no inodes left.")
+        save(directory, step, *args, **named)
+
+    monkeypatch.setattr(store, "save", refuses)
+    run = Run(tmp_path, Scripted(), changes=("save.every_steps=2",))
+    if refusals == 1:
+        assert run(monkeypatch) == STEPS
+        assert store.latest(tmp_path / "checkpoints") == 1_000_006
+    else:
+        with pytest.raises(store.CheckpointError, match="^the disk has no inodes left.$"):
+            run(monkeypatch)
+        assert store.latest(tmp_path / "checkpoints") == 1_000_002
+    assert tries.count(1_000_004) == 2
+    told = capsys.readouterr().err
+    assert told.count("! the disk has no inodes left. Saving once more.\n") == 1
+
+
+def test_plots_that_the_disk_refuses_end_no_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plots").symlink_to(tmp_path)
+    report = Job.report
+
+    def draws(self, *args):  # the loop's own plots are left out to save time
+        report(self, *args)
+        if self.at.step == STEPS:
+            with monkeypatch.context() as patch:
+                patch.setattr(job, "plot_run", plot_run)
+                self.plot()
+
+    monkeypatch.setattr(Job, "report", draws)
+    assert Run(tmp_path, Scripted())(monkeypatch) == STEPS
+    told = capsys.readouterr().err
+    assert f"! no plots: {tmp_path / 'plots'} must be" in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

@@ -139,7 +139,8 @@ def small_disk(tmp_path):
     mount = tmp_path / "disk"
     mount.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=6m,nr_inodes=300", "tmpfs", str(mount)],
+        capture_output=True,
     )
     if made.returncode:
         pytest.skip(f"cannot mount a small disk: {made.stderr.decode().strip()}")
@@ -162,6 +163,24 @@ def test_a_full_disk_fails_in_one_line_and_keeps_the_earlier_one(small_disk, mon
     assert [p.name for p in directory.iterdir()] == ["1"]
     assert store.latest(directory) == 1
     assert bits_of(store.restore(directory, 1, abstract(x))) == bits_of(x)
+
+
+def test_a_disk_without_inodes_is_told_as_such_and_keeps_the_earlier_one(small_disk):
+    x = {"x": jnp.zeros(100)}
+    directory = small_disk / "c"
+    store.save(directory, 1, x, {}, keep=2)
+    free = os.statvfs(small_disk).f_favail
+    for i in range(free - 5):
+        (small_disk / str(i)).touch()
+    with pytest.raises(store.CheckpointError) as e:
+        store.save(directory, 2, x, {}, keep=2)
+    said = str(e.value)
+    assert "no inodes left" in said and "needs" not in said and "\n" not in said
+    assert [p.name for p in directory.iterdir()] == ["1"]
+    for i in range(free - 5):
+        (small_disk / str(i)).unlink()
+    store.save(directory, 2, x, {}, keep=2)
+    assert store.latest(directory) == 2
 
 
 class _Plenty:

@@ -10,7 +10,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxmoe.observe import metrics
-from jaxmoe.observe.metrics import MetricsLog, read_metrics
+from jaxmoe.observe.metrics import MetricsLog, read_metrics, read_samples
 
 
 def _refuse(name: str) -> None:
@@ -92,7 +92,7 @@ def test_a_half_written_last_line_is_forgotten_on_resume(tmp_path):
 def test_samples_are_one_line_each(tmp_path):
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write_samples("rl", 3, [{"prompt": "1+1\n", "completion": "2", "reward": 1.0}])
-    (row,) = read_metrics(tmp_path / "samples.jsonl")
+    (row,) = read_samples(tmp_path / "samples.jsonl")
     assert row == {"stage": "rl", "step": 3, "prompt": "1+1\n", "completion": "2", "reward": 1.0}
 
 
