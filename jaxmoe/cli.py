@@ -6,6 +6,7 @@ Next: jaxmoe/train.py.
 
 import argparse
 import dataclasses
+import errno
 import io
 import os
 import signal
@@ -87,6 +88,13 @@ class ExitStatus:
                 f"error: the disk must take the files of the run folder; {printable(str(error))}. "
                 "Checkpoints are untouched; free some space or mend the disk, and type the same "
                 "command."
+            )
+            self.code = 2
+        elif isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            name = printable(str(error.filename))[:80]
+            _print_error(
+                f"error: a name must be that of a file; {error.strerror}: {name!r}. "
+                "Type another one."
             )
             self.code = 2
         elif isinstance(error, Stopped):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters in from PEFT's files; whatever of them is not read is refused, never dropped.
 
-Next: jaxmoe/checkpoint/peft_layout.py, how PEFT lays the matrices out.
+Next: jaxmoe/checkpoint/peft_config.py, what its config may say; peft_layout.py, how PEFT lays the
+matrices out.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmoe.checkpoint.peft import CONFIG, FILE
+from jaxmoe.checkpoint.peft_config import read_config, scale_of
 from jaxmoe.checkpoint.peft_layout import (
     ATTENTION,
     EXPERTS,
@@ -32,16 +33,8 @@ from jaxmoe.checkpoint.tensor_files import (
     read_rows,
 )
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.config.json_object import json_object
 from jaxmoe.model.lora import Pair
 from jaxmoe.shapes import Params
-
-# What would change the numbers and is not read here; others of its keys do not matter.
-_UNREAD = (
-    "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save",
-    "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "arrow_config",
-    "use_bdlora", "kasa_config", "velora_config", "monteclora_config",
-)  # fmt: skip
 
 
 class PeftAdapter(NamedTuple):
@@ -66,7 +59,7 @@ def read_adapter(
     that were left out, damaged files, and NaN or infinity.
     """
     directory = Path(directory)
-    config = _read_config(directory)
+    config = read_config(directory)
     found = _parse(directory, config, cfg)
     names = [name for name in TARGETS if name in {matrix.name for matrix, _ in found}]
     over = _over(directory, config, found, over)
@@ -74,7 +67,7 @@ def read_adapter(
     scales: dict[str, float] = {}
     for matrix, (a, b) in found:
         rank = a.shape[0] // (matrix.experts or 1)
-        scale = _scale(directory, config, matrix, rank)
+        scale = scale_of(directory, config, matrix.target, rank)
         if scales.setdefault(matrix.name, scale) != scale:
             raise ConfigError(
                 f"{directory}: {matrix.target} must have the alpha of its namesakes in the other "
@@ -92,26 +85,6 @@ def read_adapter(
                 )
             whole[matrix.pair] = x
     return PeftAdapter(adapters, {n: scales[n] for n in names}, over)
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG
-    try:
-        config = json_object(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{directory} must be a PEFT adapter's folder with {CONFIG}; {error}. Fetch it again."
-        ) from error
-    if config.get("peft_type") != "LORA":
-        raise ConfigError(f"{path}: peft_type must be LORA, got {config.get('peft_type')!r}.")
-    told = [key for key in _UNREAD if config.get(key)]
-    told += ["bias"] if config.get("bias", "none") != "none" else []
-    if told:
-        raise ConfigError(
-            f"{path}: {told[0]} must be off to be read here, got {config[told[0]]!r}. Train plain "
-            "LoRA, or merge it with PEFT and load the merged model."
-        )
-    return config
 
 
 def _parse(
@@ -212,29 +185,6 @@ def _over(
         f"{experts[0].name}, which have one size; PEFT {version or 'of no version'} writes either. "
         'Pass over="in" if transformers 5 and PEFT other than 0.19.0 made it.'
     )
-
-
-def _scale(directory: Path, config: Mapping[str, Any], matrix: AdaptedMatrix, rank: int) -> float:
-    """alpha / rank, or alpha / sqrt(rank); checks that the config has this rank."""
-
-    def of(key: str, pattern: str) -> Any:
-        for told, value in (config.get(pattern) or {}).items():
-            if re.match(rf"(.*\.)?({told})$", matrix.target):
-                return value
-        return config.get(key)
-
-    try:
-        r, alpha = of("r", "rank_pattern"), float(of("lora_alpha", "alpha_pattern"))
-    except (re.error, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{directory / CONFIG} must say r and lora_alpha for {matrix.target}; {error}."
-        ) from error
-    if r != rank or not math.isfinite(alpha):
-        raise ConfigError(
-            f"{directory}: {matrix.target} must have the rank that {CONFIG} says, {r}, and a "
-            f"finite alpha; it has rank {rank} and alpha {alpha:g}."
-        )
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _read(tensor: Stored) -> np.ndarray:

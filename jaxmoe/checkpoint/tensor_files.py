@@ -71,8 +71,8 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
         ) from error
     found: dict[str, Stored] = {}
     for shard in sorted(set(where.values())):
-        if Path(shard).name != shard or not shard.isprintable():
-            raise ConfigError(f"{index} must name files beside it, got {shard!r}.")
+        if Path(shard).name != shard or not shard.isprintable() or len(shard.encode()) > 255:
+            raise ConfigError(f"{index} must name files beside it, got {shard!r:.80}.")
         for name, tensor in read_header(directory / shard).items():
             if where.get(name) != shard:
                 raise ConfigError(f"{index} must list every tensor; {shard} also holds {name}.")

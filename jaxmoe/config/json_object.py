@@ -1,19 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON from files that others wrote: an object, and no key twice, of which Python keeps the last.
+"""JSON from files that others wrote: not nested without end, and an object with no key twice.
+
+Python keeps the last of two. What is nested deep is read by it and then breaks whoever prints,
+compares or writes it.
 
 Next: jaxmoe/model/config.py reads config.json, jaxmoe/checkpoint/tensor_files.py headers.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
+
+DEEPEST = 100  # levels
+
+
+def json_value(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+    """What a text holds. Raises ValueError where it is no JSON, or nested too deep."""
+    try:
+        found = json.loads(text, object_pairs_hook=None if pairs is dict else pairs)
+    except RecursionError as error:
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from error
+    if isinstance(text, bytes):
+        opened = text.count(b"[") + text.count(b"{")
+    else:
+        opened = text.count("[") + text.count("{")
+    if opened > DEEPEST and _depth(found) > DEEPEST:
+        raise ValueError(f"nested deeper than {DEEPEST} levels")
+    return found
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, without recursion."""
+    depth, level = 0, [value]
+    while level := [x for x in level if isinstance(x, dict | list)]:
+        depth += 1
+        level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
+    return depth
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
     """The object that a text holds. Raises ValueError where it holds none, or a key twice."""
-    try:
-        found = json.loads(text, object_pairs_hook=_once)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+    found = json_value(text, _once)
     if not isinstance(found, dict):
         raise ValueError(f"an object is needed, got {type(found).__name__}")
     return found

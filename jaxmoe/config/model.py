@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 from jaxmoe.config.errors import numbers, require
 
+# far beyond what is trained: a list with an entry a layer is made before memory is counted
+LARGEST = {
+    "vocab_size": 2**24, "d_model": 2**17, "n_layers": 1024, "n_q_heads": 2**12,
+    "n_kv_heads": 2**12, "head_dim": 2**12, "n_experts": 2**14, "experts_per_token": 2**10,
+    "d_expert": 2**20, "sliding_window": 2**31 - 1, "vocab_multiple": 2**20,
+    "rope_original_context": 2**31 - 1, "max_context": 2**31 - 1,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -43,6 +51,11 @@ class ModelConfig:
                 require(
                     value > 0,
                     f"model.{f.name} must be positive, got {value}. Try --set model.{f.name}=2.",
+                )
+                require(
+                    value <= LARGEST[f.name],
+                    f"model.{f.name} must be at most {LARGEST[f.name]:,}, got {value:.3g}. "
+                    f"Try --set model.{f.name}=2.",
                 )
         require(
             self.n_q_heads % self.n_kv_heads == 0,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.json_object import json_value
 from jaxmoe.data import scoring
 from jaxmoe.data.cells import read_row
 from jaxmoe.data.gym import is_task
@@ -173,8 +174,8 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             continue
         where = f"{path}:{line}"
         try:
-            yield where, json.loads(raw.decode("utf-8"))
-        except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+            yield where, json_value(raw.decode("utf-8"))
+        except ValueError as error:  # of JSON or of UTF-8
             raise ConfigError(
                 f"{where} must be one JSON object in UTF-8; {error}. "
                 f"Mend it, or drop the line: sed -i {line}d {path}"
@@ -191,7 +192,11 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         ) from error
     try:
         rows = parquet.ParquetFile(path).read().to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise ConfigError(f"{path} must be a parquet file; {error}. Write it again.") from error
+    except Exception as error:  # of pyarrow, and of times and numbers that Python has no type for
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
+        raise ConfigError(
+            f"{path} must be a parquet file whose columns Python can read; {why}. Write it again, "
+            "without the columns that are not needed."
+        ) from error
     for number, row in enumerate(rows, start=1):
         yield f"{path}:{number}", row

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.file_sums import check_file_sums
+from jaxmoe.config.json_object import json_object
 
 SPECIALS = (
     "<|startoftext|>",
@@ -124,7 +125,7 @@ class HFTokenizer:
         try:
             text = file.read_text(encoding="utf-8")
             self._marked = tokenizers.Tokenizer.from_str(text)
-            self._plain = tokenizers.Tokenizer.from_str(text)
+            self._plain = tokenizers.Tokenizer.from_str(_all_special(text, self._marked))
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(
                 f"init.tokenizer must be a tokenizer.json; {file} is not one ({error}). "
@@ -135,6 +136,8 @@ class HFTokenizer:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         vocab = self._marked.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise ConfigError(f"init.tokenizer must have tokens; {file} has none. Try another one.")
         self._specials = {
             token.content: i for i, token in self._marked.get_added_tokens_decoder().items()
         }
@@ -146,10 +149,26 @@ class HFTokenizer:
         else:
             self.stop_ids = (_end_of_text(file, vocab),)
         self.pad_id = self._specials.get("<|endoftext|>", self.stop_ids[0])
+        harmony = {self._specials[name] for name in SPECIALS if name in self._specials}
+        self._never_plain = harmony.union(self.stop_ids)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         tokenizer = self._marked if specials else self._plain
-        return tokenizer.encode(_valid(text), add_special_tokens=False).ids
+        try:
+            ids = tokenizer.encode(_valid(text), add_special_tokens=False).ids
+        except Exception as error:  # tokenizers raises bare Exception: a word without its unk, say
+            raise ConfigError(
+                f"init.tokenizer must have tokens for every text; {error}, for {text!r:.60}. "
+                "Try another tokenizer.json."
+            ) from error
+        if not specials and not self._never_plain.isdisjoint(ids):
+            name = self._marked.id_to_token(next(i for i in ids if i in self._never_plain))
+            raise ConfigError(
+                f"init.tokenizer must take {name!r} within a text as text, and makes it the token "
+                "that ends a turn or speaks to the policy. List it in tokenizer.json's "
+                "added_tokens, or remove it from the rows."
+            )
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [i for i in ids if 0 <= i < self.vocab_size]
@@ -259,18 +278,34 @@ def _tokenizer_file(path: Path) -> Path:
     return file
 
 
+def _all_special(text: str, tokenizer: tokenizers.Tokenizer) -> str:
+    """A tokenizer.json whose added tokens are all special: those alone can be left unread.
+
+    Rows are anybody's text, and "special" may be false of a token that ends a turn.
+    """
+    if all(token.special for token in tokenizer.get_added_tokens_decoder().values()):
+        return text
+    whole = json.loads(text)
+    for token in whole["added_tokens"]:
+        token["special"] = True
+    return json.dumps(whole)
+
+
 def _end_of_text(file: Path, vocab: dict[str, int]) -> int:
     settings = file.parent / "tokenizer_config.json"
     names: list[str] = list(_END_NAMES)
     if settings.is_file():
         try:
-            eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError) as error:
+            eos = json_object(settings.read_bytes()).get("eos_token")
+            eos = eos.get("content") if isinstance(eos, dict) else eos
+            if not isinstance(eos, str | None):
+                raise ValueError(f"eos_token is {eos!r:.60}")
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{settings} must be JSON that may name an eos_token; {error}. Copy it anew from "
                 "where the tokenizer came from, or move it away."
             ) from error
-        names.insert(0, eos["content"] if isinstance(eos, dict) else str(eos))
+        names[:0] = [] if eos is None else [eos]
     for name in names:
         if name in vocab:
             return vocab[name]

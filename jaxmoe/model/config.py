@@ -4,13 +4,14 @@
 The dataclass itself is `jaxmoe.config.ModelConfig`. Next: jaxmoe/model/params.py.
 """
 
-import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ConfigError, ModelConfig, require
 from jaxmoe.config.file_sums import check_file_sums
 from jaxmoe.config.json_object import json_object
+from jaxmoe.config.model import LARGEST
 
 
 def gpt_oss_20b(**changes: Any) -> ModelConfig:
@@ -60,6 +61,7 @@ _ELSE = {
     "eos_token_id", "pad_token_id", "initializer_range", "output_router_logits",
     "router_aux_loss_coef", "transformers_version", "use_cache",
 }  # fmt: skip
+_LARGEST_NUMBER = 1e30  # float32 has no room for much more
 _ROPE = {
     "rope_type", "type", "rope_theta", "factor", "beta_fast", "beta_slow",
     "original_max_position_embeddings", "truncate",
@@ -80,7 +82,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     for name, ours in _ONLY.items():
         given = config.get(name) if config.get(name) is not None or name == "model_type" else ours
         _hold(type(given) in (type(ours), int) and given == ours, name, repr(ours), given)
-    sizes = {ours: _size(config, theirs) for theirs, ours in _SIZES.items()}
+    sizes = {ours: _size(config, theirs, most=LARGEST[ours]) for theirs, ours in _SIZES.items()}
     n_layers, active = sizes["n_layers"], sizes["experts_per_token"]
     _hold(config.get("experts_per_token", active) == active, "experts_per_token",
           f"num_experts_per_tok ({active})", config.get("experts_per_token"))  # fmt: skip
@@ -120,15 +122,19 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+def _size(
+    config: dict[str, Any], name: str, default: int | None = None, *, most: int = 2**31 - 1
+) -> int:
     value: Any = default if config.get(name) is None else config[name]
-    _hold(type(value) is int and 0 < value < 2**31, name, "an integer above 0", value)
+    fits = type(value) is int and 0 < value <= most
+    _hold(fits, name, f"an integer above 0 and at most {most:,}", value)
     return value
 
 
 def _number(config: dict[str, Any], name: str, default: float) -> float:
     value = default if config.get(name) is None else config[name]
-    _hold(type(value) in (int, float) and 0 < value < math.inf, name, "a number above 0", value)
+    fits = type(value) in (int, float) and 0 < value < _LARGEST_NUMBER
+    _hold(fits, name, f"a number above 0 and below {_LARGEST_NUMBER:g}", value)
     return float(value)
 
 
@@ -182,7 +188,7 @@ def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
 
 
 def _shown(given: Any) -> str:
-    return "none" if given is None else repr(given)[:80]
+    return "none" if given is None else reprlib.repr(given)[:80]  # it may be long, or deep
 
 
 def read_hf_config(directory: Path) -> ModelConfig:

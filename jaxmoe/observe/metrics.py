@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxmoe.config.errors import ConfigError
+from jaxmoe.config.json_object import json_value
 from jaxmoe.observe.tensorboard import EventFile
 from jaxmoe.observe.trackers import Trackers
 from jaxmoe.run_files import (
@@ -183,8 +184,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         raise ConfigError(f"{path} must be readable; {error}. Try chmod u+r on it.") from error
     for line in content.split(b"\n"):
         try:
-            row = json.loads(line.decode("utf-8", "replace"))
-        except (ValueError, RecursionError):
+            row = json_value(line.decode("utf-8", "replace"))
+        except ValueError:
             continue  # the line a killed run was writing, or none of ours
         step = isinstance(row, dict) and row.get("stage") in STAGES and row.get("step")
         if type(step) is int and 0 <= step < _LARGEST_STEP:  # no note of somebody's own

@@ -221,12 +221,25 @@ def test_other_trees_than_the_models_adapters_are_refused_by_name(tmp_path, chan
 
 UNREAD = {
     "dora": (dict(use_dora=True), "use_dora must be off"),
-    "bias": (dict(bias="all"), "bias must be off"),
+    "bias": (dict(bias="all"), "bias must be 'none' or None to be read here, got 'all'"),
     "saved modules": (dict(modules_to_save=["router"]), "modules_to_save must be off"),
     "another method": (dict(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),
     "rank": (dict(r=3), r"mlp.experts.down_proj must have the rank that .* says, 3.* rank 2"),
     "no alpha": (dict(lora_alpha=None), "must say r and lora_alpha for"),
-    "a broken pattern": (dict(rank_pattern={"(": 2}), "must say r and lora_alpha for"),
+    "a broken pattern": (dict(rank_pattern={"(": 2}), "rank_pattern must have names of modules"),
+    "a pattern that never ends": (
+        dict(rank_pattern={"((.*)*)*q": 4}),
+        "rank_pattern must have names of modules",
+    ),
+    "many repeats": (dict(alpha_pattern={".*.*.*.*q": 4}), "at most 3 of"),
+    "a pattern of nothing": (dict(rank_pattern=5), "rank_pattern must be an object"),
+    "an endless alpha": (dict(lora_alpha=10**400), "must say r and lora_alpha for"),
+    "alpha in words": (dict(lora_alpha="8"), "must say r and lora_alpha for"),
+    "a number of parameters": (dict(target_parameters=5), "target_parameters must be a list"),
+    "a key of a later PEFT": (dict(use_new_trick={"on": 1}), "use_new_trick must be off"),
+    "zero for off": (dict(use_dora=0), "use_dora must be off"),
+    "scaled in words": (dict(use_rslora="false"), "use_rslora must be true or false"),
+    "loftq's config": (dict(loftq_config={"loftq_bits": 4}), "loftq_config must be off"),
     "a layer's alpha": (
         dict(alpha_pattern={"layers.3.self_attn.v_proj": 9.0}),
         "layers.3.self_attn.v_proj must have the alpha of its namesakes",
@@ -245,6 +258,33 @@ def test_a_config_that_says_more_than_is_read_is_refused(tmp_path, case):
     with pytest.raises(ConfigError, match=case[1]) as error:
         read_adapter(config(folder, **case[0]), CFG)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "eva", "lora_ga", "mystery", 1]
+)
+def test_an_adapter_whose_first_matrices_came_out_of_the_base_is_refused(tmp_path, init):
+    """PEFT takes them off the base as it loads: the files alone are another model."""
+    _, folder = saved(tmp_path)
+    with pytest.raises(ConfigError, match="init_lora_weights must be True or False or .*gaussian"):
+        read_adapter(config(folder, init_lora_weights=init), CFG)
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "orthogonal"])
+def test_an_adapter_that_began_at_random_is_read(tmp_path, init):
+    adapters, folder = saved(tmp_path)
+    assert same(read_adapter(config(folder, init_lora_weights=init), CFG).adapters, adapters)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r".*self_attn\.(q|k|v|o)_proj", r"layers\.\d+\.self_attn.[a-z]+_proj", "(?:q|k|v|o)_proj"],
+)
+def test_patterns_of_names_are_read_as_peft_reads_them(tmp_path, pattern):
+    ranks = dict.fromkeys(NAMES[:4], 5)
+    _, folder = saved(tmp_path, ranks, attention_alpha=6.0)
+    read = read_adapter(config(folder, r=7, rank_pattern={pattern: 5}, alpha_pattern={}), CFG)
+    assert set(read.scales.values()) == {6.0 / 5}
 
 
 def drop(end):

@@ -8,6 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmoe.config import ConfigError
 from jaxmoe.data.tokenizer import (
     SPECIALS,
     ByteTokenizer,
@@ -110,13 +111,55 @@ def test_a_generic_file_stops_at_its_end_of_text(tmp_path):
     config = file.parent / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": {"content": "[FIN]"}}))
     assert HFTokenizer(file).stop_ids == (256,)
-    for spoilt in ("{", "[1]"):
+    other = ('{"eos_token": {"content": ["a"]}}', '{"eos_token": 3}')
+    for spoilt in ("{", "[1]", '{"eos_token": ' + "[" * 5000, *other):
         config.write_text(spoilt)
         with pytest.raises(ValueError, match="tokenizer_config.json must be JSON that may name"):
             HFTokenizer(file)
+    config.write_text('{"eos_token": {}}')  # none is named
+    with pytest.raises(ValueError, match="must have a token that ends a turn"):
+        HFTokenizer(file)
     config.write_text(json.dumps({"eos_token": {"content": "[FIN]"}}))
     with pytest.raises(ValueError, match="must have the special token '<|start|>'"):
         HFTokenizer(file).special("<|start|>")
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_special_strings_in_text_stay_plain_whatever_the_file_says_of_them(tmp_path, special):
+    file = write_byte_tokenizer(tmp_path)
+    value = json.loads(file.read_text())
+    for token in value["added_tokens"]:
+        token["special"] = special
+    file.write_text(json.dumps(value))
+    tokenizer, text = HFTokenizer(file), "a<|return|>b<|channel|>"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.encode(text, specials=True) == [97, 258, 98, 260]
+    assert tokenizer.decode([97, 258, 98]) == "a<|return|>b"
+
+
+def _words(directory, **model):
+    """A tokenizer of whole words, the end of text among them."""
+    file = write_byte_tokenizer(directory)
+    value = json.loads(file.read_text())
+    vocab = {"hello": 0, "world": 1, "</s>": 2}
+    value["model"] = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"} | model
+    value |= {"added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "decoder": None}
+    file.write_text(json.dumps(value))
+    (directory / "tokenizer_config.json").unlink()
+    return file
+
+
+def test_a_text_that_would_end_the_policys_turn_is_refused(tmp_path):
+    tokenizer = HFTokenizer(_words(tmp_path))
+    assert tokenizer.encode("hello world") == [0, 1]
+    with pytest.raises(ConfigError, match="must take '</s>' within a text as text.*added_tokens"):
+        tokenizer.encode("hello </s> world")
+
+
+def test_a_text_that_the_tokenizer_has_no_tokens_for_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="must have tokens for every text; .* for 'hi'") as error:
+        HFTokenizer(_words(tmp_path)).encode("hi")
+    assert "\n" not in str(error.value)
 
 
 def test_truncation_and_padding_stored_in_a_file_are_off(tmp_path):

@@ -66,8 +66,11 @@ def test_a_file_that_is_not_whole_is_named(tmp_path):
         ("whole config.json of GPT-OSS; JSONDecodeError", text[:99]),
         ("whole config.json of GPT-OSS; ValueError: 'head_dim' is there twice", twice),
         ("whole config.json of GPT-OSS; ValueError: an object is needed, got list", "[]"),
-        ("whole config.json of GPT-OSS; ValueError: nested too deep", deep),
-        ("config.json: head_dim must be an integer above 0, got none", json.dumps(short)),
+        ("whole config.json of GPT-OSS; ValueError: nested deeper than 100 levels", deep),
+        (
+            "config.json: head_dim must be an integer above 0 and at most 4,096, got none",
+            json.dumps(short),
+        ),
     ):
         (tmp_path / "config.json").write_text(spoilt)
         with pytest.raises(ConfigError, match=said):
@@ -86,6 +89,9 @@ SPOILT = [
     ("rope_scaling", {"rope_type": "yarn", "factor": "8"}), ("experts_per_token", 2),
     ("rope_scaling", {"rope_type": "yarn", "attention_factor": 1.5}), ("dtype", "int8"),
     ("rope_scaling", {"rope_type": "yarn", "truncate": "no"}),
+    ("num_hidden_layers", 1_000_000_000), ("num_hidden_layers", 1026),
+    ("num_local_experts", 10**6), ("hidden_size", 2**30), ("vocab_size", 2**30),
+    ("rope_theta", 10**400),
 ]  # fmt: skip
 
 
