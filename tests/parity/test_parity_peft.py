@@ -8,6 +8,7 @@ that has our float64 deltas. D = 48, F = 40: a transposed delta has another shap
 
 import copy
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxmoe.checkpoint import peft_config
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.merge import merged
-from jaxmoe.checkpoint.peft import save_adapter
+from jaxmoe.checkpoint.peft import CONFIG, save_adapter
 from jaxmoe.checkpoint.peft_layout import TARGETS
 from jaxmoe.checkpoint.peft_read import read_adapter
-from jaxmoe.config import LoraConfig
+from jaxmoe.config import ConfigError, LoraConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.config import from_hf
 from jaxmoe.model.lora import Pair, init_adapters
@@ -256,3 +258,38 @@ def test_a_mistake_in_the_layout_would_be_seen(hugging, peft, setting, tmp_path,
         check_deltas(read, wrong, scales)
     with pytest.raises(AssertionError, match="ours are off"):
         check_log_probs(hugging, setting, adapters, scales, read, mine=wrong)
+
+
+def test_every_field_of_pefts_config_is_read_or_harmless_or_must_be_off(peft, tmp_path):
+    """Of this PEFT's: a field that a later one adds is refused as soon as it is set."""
+    said = json.loads(json.dumps(peft.LoraConfig().to_dict()))
+    file = tmp_path / CONFIG
+    file.write_text(json.dumps(said))
+    assert peft_config.read_config(tmp_path) == said
+    known = peft_config._READ | peft_config._ANY_VALUE
+    for name in said.keys() - known:
+        file.write_text(json.dumps(said | {name: {"set": "to something"}}))
+        with pytest.raises(ConfigError, match=f"{name} must be .* to be read here"):
+            peft_config.read_config(tmp_path)
+
+
+INITS = (True, False, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora")
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_just_those_adapters_are_read_whose_base_peft_leaves_alone(peft, tmp_path, init):
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 12, bias=False))
+    before = model[0].weight.detach().clone()
+    lora = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=init)
+    adapted = peft.get_peft_model(model, lora)
+    after = adapted.base_model.model[0].base_layer.weight.detach()
+    adapted.save_pretrained(tmp_path)
+    if torch.equal(before, after):
+        assert peft_config.read_config(tmp_path)["init_lora_weights"] == init
+    else:
+        with pytest.raises(ConfigError, match="init_lora_weights must be"):
+            peft_config.read_config(tmp_path)
+    assert torch.equal(before, after) == (init in (True, False, "gaussian", "orthogonal"))
