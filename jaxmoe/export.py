@@ -58,7 +58,7 @@ def run(cfg: Config, out: Path, *, merge: bool = False, dry_run: bool = False) -
         )
     dtype, adapts = cfg.save.export_dtype, bool(cfg.lora.ranks) and not merge
     nbytes = sum(map(planned_bytes, check_export(cfg.model, out, dtype)))
-    tokenizer = load_tokenizer(cfg.init.tokenizer)
+    tokenizer = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
     check_tokenizer(tokenizer, cfg.model.vocab_size)
     what = f"{nbytes / 1e6:,.1f} MB of weights in {dtype}"
     if dry_run and adapts:

@@ -69,6 +69,12 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
         raise ConfigError(
             f"{index} must be JSON with a weight_map; {error}. Fetch it again."
         ) from error
+    if (directory / SINGLE).is_file() and set(where.values()) != {SINGLE}:
+        raise ConfigError(
+            f"{directory} must hold one set of weights; {SINGLE} and {INDEX} are two, and "
+            f"transformers would read the first. Keep one of them: mv {directory / INDEX} "
+            "elsewhere, with its shards, or the other."
+        )
     found: dict[str, Stored] = {}
     for shard in sorted(set(where.values())):
         if Path(shard).name != shard or not shard.isprintable() or len(shard.encode()) > 255:

@@ -21,6 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from jaxmoe.config import ConfigError
 from jaxmoe.config.file_sums import check_file_sums
 from jaxmoe.config.json_object import json_object
+from jaxmoe.data.end_tokens import end_tokens
 
 SPECIALS = (
     "<|startoftext|>",
@@ -52,7 +53,7 @@ class Tokenizer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end the policy's turn: <|return|> and <|call|>."""
+        """Ids that end the policy's turn, the usual one first: <|return|>, <|call|>, and others."""
         ...
 
     @property
@@ -113,13 +114,14 @@ class HFTokenizer:
 
     `stop_ids` are <|return|> and <|call|>; a file without both stops at its end-of-text token
     instead: eos_token of the tokenizer_config.json beside it, else the first usual name it has.
+    Behind them come `ends`, and what the generation_config.json beside the file lists.
     `pad_id` is <|endoftext|>, else the first stop id.
 
     Raises: ConfigError for a path or a file that does not hold a tokenizer, and for a file of our
     exports that has other bytes than were written.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, ends: Iterable[int] = ()) -> None:
         file = _tokenizer_file(Path(path))
         check_file_sums(file.parent)
         try:
@@ -148,6 +150,8 @@ class HFTokenizer:
             self.stop_ids = tuple(self._specials[name] for name in stops)
         else:
             self.stop_ids = (_end_of_text(file, vocab),)
+        more = [i for i in (*ends, *end_tokens(file.parent)) if i < self.vocab_size]
+        self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *more)))
         self.pad_id = self._specials.get("<|endoftext|>", self.stop_ids[0])
         harmony = {self._specials[name] for name in SPECIALS if name in self._specials}
         self._never_plain = harmony.union(self.stop_ids)
@@ -178,20 +182,23 @@ class HFTokenizer:
         return _known(name, self._specials)
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
+def load_tokenizer(spec: str, checkpoint: str = "") -> Tokenizer:
     """The tokenizer a config names: "bytes", a tokenizer.json, or the directory of one.
 
+    It also stops at the end tokens that the checkpoint's folder lists, where one is given.
     Raises: ConfigError where there is no such file.
     """
-    return ByteTokenizer() if spec == "bytes" else HFTokenizer(spec)
+    if spec == "bytes":
+        return ByteTokenizer()
+    return HFTokenizer(spec, ends=end_tokens(Path(checkpoint)) if checkpoint else ())
 
 
-def tokenizer_digest(spec: str) -> str:
+def tokenizer_digest(spec: str, checkpoint: str = "") -> str:
     """Equal where text becomes the same ids, and the same ids end a turn."""
     if spec == "bytes":
         return spec
     found = hashlib.sha256(_tokenizer_file(Path(spec)).read_bytes())
-    found.update(repr(load_tokenizer(spec).stop_ids).encode())
+    found.update(repr(load_tokenizer(spec, checkpoint).stop_ids).encode())
     return found.hexdigest()[:16]
 
 

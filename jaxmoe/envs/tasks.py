@@ -40,6 +40,7 @@ from jaxmoe.envs.rewards import (
 )
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rl.batch import supervised_batch
+from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rollout.check_rollouts import check_rollouts
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.staleness import check_versions
@@ -115,7 +116,7 @@ class Task:
 
 def open_task(cfg: Config) -> Task:
     """The task of a config. Raises ConfigError for anything that could not be trained on."""
-    tokenizer = load_tokenizer(cfg.init.tokenizer)
+    tokenizer = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
     _check_its_own(cfg, tokenizer)
     check_tokenizer(tokenizer, cfg.model.vocab_size)
     template = Template(
@@ -148,8 +149,10 @@ def open_task(cfg: Config) -> Task:
 
 
 def contents(cfg: Config, task: Task) -> dict[str, str]:
-    """Digests of what the files of a run hold, by the key of the config that names them."""
-    found = {"init.tokenizer": tokenizer_digest(cfg.init.tokenizer)}
+    """Digests of what the files of a run hold, by the key of the config that names them, and of the
+    code of its functions."""
+    found = {"init.tokenizer": tokenizer_digest(cfg.init.tokenizer, cfg.init.checkpoint)}
+    found |= source_digests(cfg)
     if task.template.chat is not None and task.template.text in (AUTO, CHAT):
         found["init.tokenizer (its chat template)"] = task.template.chat.digest
     sources = {"data.task": task.train, "data.options.held_out": task.held_out}

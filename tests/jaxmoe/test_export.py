@@ -77,7 +77,10 @@ def test_a_tokenizer_of_files_is_copied_with_its_template(work, tmp_path):
     write_byte_tokenizer(tmp_path / "tok")
     (tmp_path / "tok" / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "tok" / "notes.txt").write_text("mine")
+    (tmp_path / "tok" / "generation_config.json").write_text('{"eos_token_id": [258, 257, 264]}')
     assert command(work, tmp_path / "out", f"init.tokenizer={tmp_path / 'tok'}") == 0
+    said = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert said["eos_token_id"] == [258, 264, 257]  # the third is what the folder lists
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         same = (tmp_path / "out" / name).read_bytes() == (tmp_path / "tok" / name).read_bytes()
         assert same, name

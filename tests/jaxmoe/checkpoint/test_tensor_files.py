@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.tensor_files import find_tensors, not_finite
@@ -79,7 +80,7 @@ def twice(h):
 HEADERS = {
     "no object": (entry(), lambda h: b"[]", "an object is needed"),
     "not UTF-8": (entry(), lambda h: b'{"\xff": 1}', "must be a safetensors file"),
-    "nested": (entry(), lambda h: b'{"a":' + b"[" * 100_000, "nested too deep"),
+    "nested": (entry(), lambda h: b'{"a":' + b"[" * 100_000, "nested deeper than"),
     "twice": (entry(), twice, f"'{SINKS}' is there twice"),
     "no entry": (lambda h: h.update({SINKS: 3}), None, f"{SINKS}' must have dtype"),
     "no shape": (lambda h: h[SINKS].pop("shape"), None, f"{SINKS}' must have dtype"),
@@ -137,6 +138,24 @@ def test_an_index_that_cannot_be_is_refused(exported, tmp_path, fault):
     path = bad / "model.safetensors.index.json"
     path.write_text(change(path.read_text()))
     refused(bad, match)
+
+
+def test_two_sets_of_weights_in_one_folder_are_refused(exported, tmp_path):
+    """transformers would read model.safetensors, we the index."""
+    bad = shutil.copytree(exported / "shards", tmp_path / "bad")
+    (one,) = list(bad.glob("model-00001-*"))
+    shutil.copyfile(one, bad / "model.safetensors")
+    refused(bad, r"must hold one set of weights; model.safetensors and .*index.json are two")
+
+
+def test_an_index_of_one_file_alone_is_the_same_set(exported, tmp_path):
+    same = shutil.copytree(exported / "shards", tmp_path / "same")
+    for path in same.glob("model*"):
+        path.unlink()
+    save_file({"a": np.zeros(3, np.float32)}, same / "model.safetensors")
+    index = {"weight_map": {"a": "model.safetensors"}}
+    (same / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_tensors(same).keys() == {"a"}
 
 
 def foreign(path, change=lambda header, data: None):

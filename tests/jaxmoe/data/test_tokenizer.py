@@ -15,6 +15,7 @@ from jaxmoe.data.tokenizer import (
     HFTokenizer,
     check_tokenizer,
     load_tokenizer,
+    tokenizer_digest,
     write_byte_tokenizer,
 )
 
@@ -122,6 +123,37 @@ def test_a_generic_file_stops_at_its_end_of_text(tmp_path):
     config.write_text(json.dumps({"eos_token": {"content": "[FIN]"}}))
     with pytest.raises(ValueError, match="must have the special token '<|start|>'"):
         HFTokenizer(file).special("<|start|>")
+
+
+def test_all_end_tokens_that_a_checkpoint_lists_end_an_answer(tmp_path):
+    """GPT-OSS lists <|return|>, <|endoftext|> and <|call|>, in this order."""
+    file = write_byte_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "checkpoint").mkdir()
+    listed = tmp_path / "checkpoint" / "generation_config.json"
+    alone = tokenizer_digest(str(file), str(tmp_path / "checkpoint"))
+    assert load_tokenizer(str(file), str(tmp_path / "checkpoint")).stop_ids == (258, 264)
+    listed.write_text(json.dumps({"eos_token_id": [258, 257, 264]}))
+    assert load_tokenizer(str(file), str(tmp_path / "checkpoint")).stop_ids == (258, 264, 257)
+    assert tokenizer_digest(str(file), str(tmp_path / "checkpoint")) != alone
+    assert load_tokenizer(str(file)).stop_ids == (258, 264)
+    listed.rename(file.parent / "generation_config.json")  # or beside the tokenizer itself
+    assert load_tokenizer(str(file)).stop_ids == (258, 264, 257)
+
+
+def test_without_a_generation_config_the_models_config_lists_them(tmp_path):
+    file = write_byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 257}))
+    assert load_tokenizer(str(file)).stop_ids == (258, 264, 257)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 200_002}))  # no such token
+    assert load_tokenizer(str(file)).stop_ids == (258, 264)
+
+
+@pytest.mark.parametrize("spoilt", ['{"eos_token_id": "a"}', '{"eos_token_id": [-1]}', "[", "3"])
+def test_end_tokens_of_another_type_are_one_line(tmp_path, spoilt):
+    file = write_byte_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(spoilt)
+    with pytest.raises(ConfigError, match="generation_config.json must be JSON that may list"):
+        load_tokenizer(str(file))
 
 
 @pytest.mark.parametrize("special", [True, False])

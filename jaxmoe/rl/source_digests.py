@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of the user's own functions that a config names: a resume must run the same code.
+
+Of a module that is named, and of the user's modules that it imports; not of installed packages or
+the standard library, unless named. Nothing is imported for it.
+Next: jaxmoe/checkpoint/same_run.py compares.
+"""
+
+import ast
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+
+from jaxmoe.config import Config
+from jaxmoe.rl.function_specs import split
+
+_INSTALLED = {
+    Path(path).resolve()
+    for name, path in sysconfig.get_paths().items()
+    if name in ("stdlib", "platstdlib", "purelib", "platlib")
+} | {Path(__file__).resolve().parents[1]}
+
+
+def source_digests(cfg: Config) -> dict[str, str]:
+    """A digest by "source of MODULE", of all that the config's functions are written in."""
+    texts = (cfg.data.rewards, *(v for v in vars(cfg.loss).values() if isinstance(v, str)))
+    digests: dict[str, str] = {}
+    waiting = list(named_modules(texts))
+    named = set(waiting)
+    while waiting:
+        module = waiting.pop()
+        key, file = f"source of {module}", _source(module)
+        if key in digests or file is None or (module not in named and _is_installed(file)):
+            continue
+        content = file.read_bytes()
+        digests[key] = hashlib.sha256(content).hexdigest()[:16]
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        waiting += _imported(content, package)
+    return digests
+
+
+def named_modules(texts: Iterable[str]) -> Iterator[str]:
+    """Modules of "0.9 * module:function(option=1) + other:function"."""
+    for text in texts:
+        for part in split(text):
+            path = part.partition("(")[0].rpartition("*")[2].strip()
+            if ":" in path:
+                yield path.partition(":")[0]
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module, found as Python would; a package is not run to look inside."""
+    top, *inside = module.split(".")
+    try:
+        spec = _spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not inside:
+        found = Path(spec.origin) if spec.has_location and spec.origin else None
+        return found if found is not None and found.suffix == ".py" else None
+    for root in spec.submodule_search_locations or ():
+        path = Path(root, *inside)
+        for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
+            if file.is_file():
+                return file
+    return None
+
+
+def _spec(top: str) -> ModuleSpec | None:
+    loaded = getattr(sys.modules.get(top), "__spec__", None)
+    return loaded if loaded is not None else find_spec(top)
+
+
+def _is_installed(file: Path) -> bool:
+    return not _INSTALLED.isdisjoint(file.resolve().parents)
+
+
+def _imported(content: bytes, package: str) -> Iterator[str]:
+    """What a source imports anywhere, also names that may turn out to be no modules."""
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = [*(above if node.level else ()), *(node.module or "").split(".")]
+            name = ".".join(part for part in base if part)
+            if name:
+                yield name
+                yield from (f"{name}.{alias.name}" for alias in node.names if alias.name != "*")

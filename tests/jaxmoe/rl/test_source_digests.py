@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A resume sees that the user's own functions were edited, and which module it was."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxmoe.checkpoint.same_run import Held, check_resume
+from jaxmoe.config import ConfigError, to_json
+from jaxmoe.config_file import load, override
+from jaxmoe.rl.source_digests import named_modules, source_digests
+
+CFG = load("tiny.py")
+FILES = {
+    "own_rewards.py": "from own_package.parts import x\nimport json\n\ndef f(t): return 1.0\n",
+    "own_loss.py": "import numpy as np\n\ndef g(logp_BT): return -logp_BT\n",
+    "own_package/__init__.py": "raise SystemExit('nobody may run this')\n",
+    "own_package/parts.py": "from . import deeper\nfrom .deeper import x as y\n",
+    "own_package/deeper.py": "x = 1\n",
+    "nobodys.py": "x = 1\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def config(rewards="0.9 * own_rewards:f(option='a:b+c') + 0.1 * own_rewards:f"):
+    data = dataclasses.replace(CFG.data, rewards=rewards)
+    loss = dataclasses.replace(CFG.loss, objective="own_loss:g")
+    return dataclasses.replace(CFG, data=data, loss=loss)
+
+
+REACHED = {
+    "own_rewards.py": "own_rewards", "own_loss.py": "own_loss",
+    "own_package/__init__.py": "own_package", "own_package/parts.py": "own_package.parts",
+    "own_package/deeper.py": "own_package.deeper",
+}  # fmt: skip
+
+
+def test_it_is_of_the_named_modules_and_of_the_users_own_that_they_import(folder):
+    assert source_digests(config()).keys() == {f"source of {name}" for name in REACHED.values()}
+
+
+def test_functions_of_this_package_and_no_functions_have_none():
+    assert source_digests(CFG) == {}
+    assert source_digests(override(CFG, "data.rewards=")) == {}
+
+
+def test_an_installed_module_that_is_named_has_one_and_what_it_imports_has_none():
+    assert source_digests(config("json:loads")).keys() >= {"source of json"}
+    assert "source of json.decoder" not in source_digests(config("json:loads"))
+
+
+def test_a_module_that_is_not_there_has_none(folder):
+    found = source_digests(config("there.is.no:such + built:in + sys:exit"))
+    assert found.keys() == {"source of own_loss"}
+
+
+def test_modules_are_named_before_the_colon_of_each_part():
+    texts = ("", "a:f(x='b:c+d') + 2 * c.d:g", "ours(x=1) + veto", "e:h")
+    assert list(named_modules(texts)) == ["a", "c.d", "e"]
+
+
+@pytest.mark.parametrize("edited", FILES)
+def test_a_resume_after_an_edit_is_refused_with_the_modules_name(folder, edited):
+    then, cfg = source_digests(config()), config()
+    written = json.loads(to_json(cfg))
+    assert check_resume(folder, written, cfg, Held(then, source_digests(cfg))) == []
+    with open(folder / edited, "a") as file:
+        file.write("# another line\n")
+    held = Held(then, source_digests(cfg))
+    if edited not in REACHED:
+        assert check_resume(folder, written, cfg, held) == []
+        return
+    with pytest.raises(ConfigError) as error:
+        check_resume(folder, written, cfg, held)
+    said = str(error.value)
+    assert f"whose source of {REACHED[edited]} held other content" in said and "\n" not in said
+    assert said.endswith("Bring the file back as it was, or try a new --workdir.")
