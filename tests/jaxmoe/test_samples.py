@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxmoe import samples
-from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.observe.metrics import read_samples
 from jaxmoe.observe.samples_page import STEPS, by_step, spelled, write_page
 
 HOSTILE = (
@@ -142,7 +142,7 @@ def test_a_long_run_shows_its_first_its_last_and_steps_between(tmp_path):
 
 def test_steps_are_in_order_whatever_the_file_says(tmp_path):
     write(tmp_path, recorded(4, "b") + recorded(2, "a"))
-    assert list(by_step(read_metrics(tmp_path / "samples.jsonl"))) == [2, 4]
+    assert list(by_step(read_samples(tmp_path / "samples.jsonl"))) == [2, 4]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from jaxmoe.checkpoint import store
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.job import Job
-from jaxmoe.observe.metrics import MetricsLog, read_metrics
+from jaxmoe.observe.metrics import MetricsLog, read_samples
 from jaxmoe.observe.plots import plot_run
 
 
@@ -314,7 +314,7 @@ def test_answers_are_recorded_once_for_every_step_however_often_the_run_dies(tmp
     Run(parts, Scripted(), changes=changes)(monkeypatch)
 
     def recorded(work):
-        rows = read_metrics(work / "samples.jsonl")
+        rows = read_samples(work / "samples.jsonl")
         return [(r["step"], r["kind"], r["row"]) for r in rows]
 
     assert len(recorded(parts)) == len(set(recorded(parts)))

@@ -151,7 +151,7 @@ def test_samples_keep_a_bound_by_thinning_out_and_the_first_and_the_last_stay(
         for step in range(200):
             log.write_samples("rl", step, [{"response": "x" * 100}] * 2)
             assert (tmp_path / "samples.jsonl").stat().st_size <= 4_000
-    steps = [row["step"] for row in read_metrics(tmp_path / "samples.jsonl")]
+    steps = [row["step"] for row in read_samples(tmp_path / "samples.jsonl")]
     assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == 199
     assert all(steps.count(step) == 2 for step in steps)
 
