@@ -17,7 +17,7 @@ from jaxmoe.plan.sampler import Wave, waves
 from jaxmoe.plan.schedules import Kernels
 from jaxmoe.rl.algorithm import Algorithm
 
-PREALLOCATED = 0.75  # of a GPU's memory, that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+PREALLOCATED = 0.75  # of a GPU's memory, that JAX takes unless XLA_CLIENT_MEM_FRACTION says
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def verdict(
         text = f"fits         {_short(-of.missing)} are left"
         if gpu and total > PREALLOCATED * of.there:
             share = min(0.99, total / of.there + 0.02)
-            text += f", with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}"
+            text += f", with XLA_CLIENT_MEM_FRACTION={share:.2f}"
         return text
     lacks = f"does not fit: {_short(of.missing)} are missing"
     n, changes, needs = nearest(cfg, of.there, off)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jaxlib import xla_client
 
 from jaxmoe.config import VllmConfig
 from jaxmoe.model.config import tiny
@@ -15,6 +16,7 @@ from jaxmoe.vllm.server import flags, options
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
+FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 TELL = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$TOLD"
 env | grep -E '^(JAX|XLA)' > "$TOLD.env"
@@ -53,6 +55,42 @@ def test_slurm_starts_a_task_a_node_that_knows_the_first_and_its_number(tmp_path
     assert typed == ["-m", "jaxmoe.train", "--config", "tiny.py", "--workdir", "/runs/a b"]
     assert env["JAX_COORDINATOR_ADDRESS"] == "node7:30123"
     assert env["JAX_NUM_PROCESSES"] == "2" and env["JAX_PROCESS_ID"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("set_before", "share"),
+    [({}, 0.9), ({"XLA_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
+     ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
+     ({"XLA_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, 0.4)],
+)  # fmt: skip
+def test_jax_accepts_the_share_of_memory_that_a_launcher_sets(
+    tmp_path, monkeypatch, set_before, share
+):
+    """jaxlib refuses the older name of the variable beside the newer one."""
+    double(tmp_path, "scontrol", "#!/usr/bin/env bash\necho node7\n")
+    double(tmp_path, "srun", '#!/usr/bin/env bash\nshift\nSLURM_PROCID=0 exec "$@"\n')
+    double(tmp_path, "python-double")
+    for name in FRACTIONS:
+        monkeypatch.delenv(name, raising=False)
+    _, env = started(
+        tmp_path, LAUNCH / "slurm.sbatch", "/runs/a", PYTHON=str(tmp_path / "python-double"),
+        SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID="1", SLURM_JOB_NODELIST="n", SLURM_NTASKS="1",
+        **set_before,
+    )  # fmt: skip
+    for name in FRACTIONS:
+        monkeypatch.setenv(name, env.get(name, ""))
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == share
+
+
+def test_the_older_name_of_the_share_of_memory_is_given_to_nobody():
+    read = {"launch/env.sh", "jaxmoe/vllm/placement.py"}  # where somebody's own value is read
+    files = [p for top in ("launch", "jaxmoe", "docs") for p in (ROOT / top).rglob("*.*")]
+    named = {
+        p.relative_to(ROOT).as_posix()
+        for p in files
+        if p.suffix in (".py", ".sh", ".yaml", ".md", ".sbatch") and FRACTIONS[1] in p.read_text()
+    }
+    assert named == read
 
 
 def test_a_tpu_slice_gets_the_command_on_every_host(tmp_path):

@@ -134,7 +134,7 @@ def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
         for part in (0.5, 0.8)
     )
     assert small.startswith("fits") and "FRACTION" not in small
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.82" in large
+    assert "XLA_CLIENT_MEM_FRACTION=0.82" in large
 
 
 def test_libtpu_that_finds_no_place_is_read():
