@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(cfg: Config) -> float:
-    """Exact-match accuracy, sampled and greedy, and a few answers to read."""
+    """Accuracy (or the mean of the user's rewards), sampled and greedy, and answers to read."""
     same_everywhere(config=to_json(cfg), code=code_version())
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
@@ -73,7 +73,7 @@ def run(cfg: Config) -> float:
         print(f"  {mark}  {rollout.prompt.text!r} -> {response_text(rollout, task)!r}")
     where = "the initial weights" if at is None else f"{at.stage} step {at.step}"
     print(
-        f"accuracy {metrics['eval/accuracy']:.4f} sampled at temperature "
+        f"{task.score_name} {metrics['eval/accuracy']:.4f} sampled at temperature "
         f"{task.sampling.temperature:g} ({samples} answers a prompt), "
         f"{metrics['eval/accuracy_greedy']:.4f} greedy, on {len(prompts)} held-out rows ({where})"
     )

@@ -220,7 +220,8 @@ class Job:
         progress.update(
             step, reward=metrics["reward/mean"],
             engine_gap=metrics["train_rollout_logprob_abs_diff"],
-            tokens_per_s=metrics["tokens_per_s"], accuracy=metrics.get("eval/accuracy"),
+            tokens_per_s=metrics["tokens_per_s"],
+            **{self.task.score_name: metrics.get("eval/accuracy")},
         )  # fmt: skip
         if self.due(step):
             self.plot()
@@ -231,7 +232,7 @@ class Job:
             return
         rows, last = read_metrics(self.work / "metrics.jsonl"), self.at.step == self.cfg.steps
         try:
-            plot_run(rows, self.work, panels=last)
+            plot_run(rows, self.work, panels=last, score=self.task.score_name)
         except RunFolderError as error:  # pictures can be drawn again, from metrics.jsonl
             print(f"! no plots: {error}", file=sys.stderr, flush=True)
 

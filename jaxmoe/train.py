@@ -153,7 +153,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
     print(f"samples  python -m jaxmoe.samples {shlex.quote(str(work))}")
-    print(f"accuracy {accuracy(read_metrics(work / 'metrics.jsonl'))}")
+    print(f"{task.score_name} {accuracy(read_metrics(work / 'metrics.jsonl'))}")
 
 
 def warm_start(job: Job) -> None:
@@ -228,6 +228,9 @@ def reinforce(job: Job) -> None:
                 job.at = Position("rl", step, state, collected.data)
                 metrics["optim/lr"] = policy_rate(cfg, step)
                 metrics |= collected.metrics | (ages if cfg.rollout.max_staleness else {})
+                if cfg.rollout.overlong_buffer:
+                    paid = after_penalty(cfg, collected.rollouts, collected.rewards)
+                    metrics["reward/after_penalty_mean"] = float(np.nanmean(paid))
                 with job.logged_if_it_breaks(metrics):
                     job.record(step, collected, batch, told)
                     with job.clock("weight_sync"):
@@ -255,18 +258,23 @@ def open_rollouts(job: Job) -> SyncRollouts | AsyncRollouts:
     )  # fmt: skip
 
 
+def after_penalty(cfg: Config, rollouts: list[Rollout], rewards: np.ndarray) -> np.ndarray:
+    """The rewards that are trained on: less what too long answers pay."""
+    r = cfg.rollout
+    if not r.overlong_buffer:
+        return rewards
+    lengths = jnp.asarray([len(rollout.tokens) for rollout in rollouts])
+    penalty = overlong_penalty(lengths, longest=r.max_new_tokens, buffer=r.overlong_buffer)
+    return rewards + np.asarray(penalty)
+
+
 def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray) -> Batch:
     """The step's arrays, the samples of a prompt side by side; too long answers pay for it.
 
     A sample without a reward (NaN) is out of its group's mean, and its tokens out of the loss.
     """
     r = cfg.rollout
-    if r.overlong_buffer:
-        lengths = np.array([len(rollout.tokens) for rollout in rollouts])
-        penalty = overlong_penalty(
-            jnp.asarray(lengths), longest=r.max_new_tokens, buffer=r.overlong_buffer
-        )
-        rewards = rewards + np.asarray(penalty)
+    rewards = after_penalty(cfg, rollouts, rewards)
     batch = rollout_batch(
         rollouts, filled(rewards, r.samples_per_prompt), samples=r.samples_per_prompt,
         length=cfg.context, pad_id=task.tokenizer.pad_id,

@@ -66,6 +66,11 @@ class Task:
     steps: int = 0  # of the run, for functions that ask how far it is
     shuffle: bool = True  # the rows to train on, each epoch anew
 
+    @property
+    def score_name(self) -> str:
+        """What eval/accuracy is: the user's own rewards may be negative, and sums past 1."""
+        return "mean reward" if self.rewards else "accuracy"
+
     def stream(self, count: int, seed: int, *, shard: int = 0, shards: int = 1) -> PromptIterator:
         """Endless shuffled lists of `count` training prompts; its state can be saved."""
         return prompt_stream(

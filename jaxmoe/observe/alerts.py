@@ -39,8 +39,12 @@ RULES = (
          "rollout_corr/ratio_p99; a lower bound in loss.rollout_correction"),
     Rule("rollout_corr/rollout_rs_masked_fraction", lambda x: x > 0.5, "> 0.5",
          "the rejection's bounds: most of the batch is thrown away"),
+    Rule("grad/norm", lambda x: x == 0.0, "exactly 0",
+         "reward/zero_std_groups_frac, policy/clip_frac and gate/closed: this batch taught "
+         "nothing, whatever optim.lr is"),
     Rule("policy/clip_frac", lambda x: x > 0.3, "> 0.3",
-         "optim.lr, loss.epochs and loss.minibatches: the policy leaves its batch"),
+         "optim.lr, loss.epochs and loss.minibatches, with loss.old_logp=rollout the engine: "
+         "the policy leaves its batch"),
     Rule("policy/kl_ref", lambda x: x > 1.0, "> 1 nat a token",
          "loss.kl_coef and optim.lr: the reference would hardly say what the policy says"),
     Rule("reward/zero_std_groups_frac", lambda x: x > 0.9, "> 0.9",

@@ -193,7 +193,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def accuracy(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The first and the last one on the held-out rows, sampled and greedy, in words."""
+    """The first and the last score of the held-out rows, sampled and greedy, in words."""
     scored = [row for row in rows if row.get("eval/accuracy") is not None]
     if not scored:
         return "not known: nothing was scored"

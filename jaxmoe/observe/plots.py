@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ FLOOR = 1e-9  # where an exact 0 is drawn on a log axis
 Rows = Sequence[Mapping[str, Any]]
 
 
-def plot_run(rows: Rows, directory: Path, *, panels: bool = True) -> None:
+def plot_run(rows: Rows, directory: Path, *, panels: bool = True, score: str = "accuracy") -> None:
     """Draw what metrics.jsonl holds so far; missing metrics leave their panel empty.
 
-    Without `panels` only the overview, which takes half a second.
+    Without `panels` only the overview, which takes half a second. `score` names the number that
+    held-out rows get: "accuracy", or "mean reward" where functions of the user's score them.
     """
     folder = make_folder(directory / "plots")
     rl = [row for row in rows if row["stage"] == "rl"]
@@ -39,7 +41,8 @@ def plot_run(rows: Rows, directory: Path, *, panels: bool = True) -> None:
     places = figure.subplots(3, 4).flat
     for axes in places[len(PANELS) :]:
         axes.set_axis_off()
-    for (name, draw), axes in zip(PANELS.items(), places, strict=False):
+    drawn = PANELS | {"accuracy": partial(_accuracy, score=score)}
+    for (name, draw), axes in zip(drawn.items(), places, strict=False):
         _panel(axes, draw, rl)
         if not panels:
             continue
@@ -53,7 +56,7 @@ def plot_run(rows: Rows, directory: Path, *, panels: bool = True) -> None:
 def _panel(axes: Axes, draw: Callable[[Axes, Rows], None], rows: Rows) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    axes.set_xlabel("GRPO step")
+    axes.set_xlabel("RL step")
     draw(axes, rows)
     if not axes.has_data():
         axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color=GREY)
@@ -91,12 +94,24 @@ def _line(axes: Axes, rows: Rows, name: str, title: str, colour: str) -> None:
     axes.set_title(title)
 
 
+def _unit_or_wider(axes: Axes, *, above: float = 0.02) -> None:
+    """0 to 1, or as far as the values reach: rewards may be negative, or sums past 1."""
+    drawn = [np.asarray(line.get_ydata(), float) for line in axes.lines]
+    values = np.concatenate([np.array([0.0, 1.0]), *drawn])
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    axes.set_ylim(low - 0.02 * (high - low), high + above * (high - low))
+
+
 def _reward(axes: Axes, rows: Rows) -> None:
     _line(axes, rows, "reward/mean", "mean reward of the samples", BLUE)
-    axes.set_ylim(-0.02, 1.02)
+    steps, trained = series(rows, "reward/after_penalty_mean")
+    if len(steps):
+        axes.plot(steps, smooth(trained), color=ORANGE, lw=1.5, label="with the overlong penalty")
+        axes.legend(frameon=False, loc="best", fontsize=8)
+    _unit_or_wider(axes)
 
 
-def _accuracy(axes: Axes, rows: Rows) -> None:
+def _accuracy(axes: Axes, rows: Rows, score: str = "accuracy") -> None:
     steps, values = series(rows, "eval/accuracy_greedy")
     if len(steps):
         axes.plot(steps, values, color=GREY, lw=1, marker=".", ms=4, label="greedy")
@@ -105,12 +120,14 @@ def _accuracy(axes: Axes, rows: Rows) -> None:
         axes.plot(steps, values, color=GREEN, lw=2, marker="o", ms=4, label="sampled")
         at, best = _pass_at_k(rows)
         if at:
+            best = best if score == "accuracy" else best.replace("pass@", "best of ")
             axes.plot(*series(rows, at), color=SKY, lw=1, marker=".", ms=4, label=best)
-        axes.legend(frameon=False, loc="lower right")
+        # a curve that rises leaves the lower right free; of negative rewards nothing is known
+        axes.legend(frameon=False, loc="lower right" if (values >= 0).all() else "best")
         axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(0, 7),
                       textcoords="offset points", ha="center")  # fmt: skip
-    axes.set_ylim(-0.02, 1.1)
-    axes.set_title("held-out accuracy (step 0: after the warm start)")
+    _unit_or_wider(axes, above=0.1)
+    axes.set_title(f"held-out {score} (step 0: before RL)")
     axes.title.set_fontsize(10)
 
 

@@ -47,7 +47,8 @@ def counting_step(state, batch, minibatches, base, **_):
     """Adds 1 to the weight, so that the weight says which version it is."""
     params = jax.tree.map(lambda w: w + 1.0, state.params)
     told = Told(batch.rollout_logp_BT, batch.rollout_logp_BT)
-    return replace(state, params=params), {name: jnp.zeros(()) for name in NUMBERS}, told
+    numbers = {name: jnp.zeros(()) for name in NUMBERS} | {"grad/norm": jnp.ones(())}
+    return replace(state, params=params), numbers, told
 
 
 @dataclass

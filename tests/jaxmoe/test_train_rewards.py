@@ -62,6 +62,28 @@ def test_every_part_is_logged_in_training_and_on_the_held_out_rows(settings, tmp
         np.testing.assert_allclose(rows[0]["eval/accuracy"], mean, rtol=1e-5)
 
 
+def test_the_terminal_calls_the_users_rewards_a_mean_reward(
+    settings, tmp_path, monkeypatch, capsys
+):
+    """Sums of rewards reach 25, and are no accuracy; exact answers are one."""
+    (tmp_path / "my_rewards.py").write_text("def many(prompt, response, row):\n    return 25.0\n")
+    Run(tmp_path / "a", Scripted(), changes=(*settings, "data.rewards=my_rewards:many"))(
+        monkeypatch
+    )
+    said = capsys.readouterr().out
+    assert "mean reward 25.000" in said and "accuracy" not in said
+    Run(tmp_path / "b", Scripted())(monkeypatch)
+    said = capsys.readouterr().out
+    assert "accuracy 0.000" in said and "mean reward" not in said
+
+
+def test_what_too_long_answers_pay_is_in_the_metrics(tmp_path, monkeypatch):
+    """Every scripted answer is as long as it may be, and pays 1."""
+    Run(tmp_path, Scripted(), changes=("rollout.overlong_buffer=3",))(monkeypatch)
+    for row in lines(tmp_path)[1:]:
+        assert row["reward/after_penalty_mean"] == row["reward/mean"] - 1.0
+
+
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [

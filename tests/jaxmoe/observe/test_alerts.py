@@ -21,6 +21,7 @@ CASES = [
     (MEAN, 1.0, 0.5, DOWN, "outside [0.5, 2]", ABS_DIFF),
     ("rollout_corr/rollout_is_std", 0.2, 1.0, UP, "> 1", "rollout_corr/ratio_p99"),
     ("rollout_corr/rollout_rs_masked_fraction", 0.1, 0.5, UP, "> 0.5", "the rejection's bounds"),
+    ("grad/norm", 0.3, 5e-324, DOWN, "exactly 0", "reward/zero_std_groups_frac, policy/clip_frac"),
     ("policy/clip_frac", 0.05, 0.3, UP, "> 0.3", "optim.lr, loss.epochs and loss.minibatches"),
     ("policy/kl_ref", 0.05, 1.0, UP, "> 1 nat a token", "loss.kl_coef and optim.lr"),
     ("reward/zero_std_groups_frac", 0.57, 0.9, UP, "> 0.9", "python -m jaxmoe.samples: rows"),

@@ -6,6 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from jaxmoe.observe import plots
 from jaxmoe.observe.plots import PANELS, plot_run, smooth
 
 
@@ -36,6 +37,45 @@ def test_every_panel_is_a_picture(tmp_path, rows):
     assert names == {f"{name}.png" for name in PANELS} | {"overview.png"}
     image = imread(tmp_path / "plots" / "overview.png")
     assert image.shape[1] >= 1200 and image.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    "values", [[-0.9, -0.5, -0.25], [3.0, 9.0, 25.0], [-40.0, 0.5, 12.0], [0.1, 0.5, 0.9]],
+    ids=["negative", "sums", "both", "0 to 1"],
+)  # fmt: skip
+@pytest.mark.parametrize("panel", ["reward", "accuracy"])
+def test_every_reward_is_inside_its_picture(panel, values):
+    names = {"reward": ["reward/mean"], "accuracy": ["eval/accuracy", "eval/accuracy_greedy"]}
+    axes = Figure().subplots()
+    rows = [{"stage": "rl", "step": n, **dict.fromkeys(names[panel], x)}
+            for n, x in enumerate(values)]  # fmt: skip
+    PANELS[panel](axes, rows)
+    low, high = axes.get_ylim()
+    assert low < min(0, *values) and high > max(1, *values)
+    if panel == "accuracy":  # the last value is written above its point
+        assert high > max(1, *values) + 0.05 * (high - low)
+    assert high - low < 1.3 * (max(1, *values) - min(0, *values))
+
+
+def test_the_overlong_penalty_is_seen_in_the_reward_s_picture():
+    axes = Figure().subplots()
+    rows = [{"stage": "rl", "step": n, "reward/mean": 0.1, "reward/after_penalty_mean": -0.6}
+            for n in range(5)]  # fmt: skip
+    PANELS["reward"](axes, rows)
+    assert axes.get_ylim()[0] < -0.6
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["with the overlong penalty"]
+
+
+def test_the_picture_of_held_out_rows_says_what_their_number_is(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, *_: titles.extend(
+        axes.get_title() for axes in figure.axes
+    ))  # fmt: skip
+    plot_run(_rows(6), tmp_path, panels=False)
+    assert "held-out accuracy (step 0: before RL)" in titles
+    plot_run(_rows(6), tmp_path, panels=False, score="mean reward")
+    assert "held-out mean reward (step 0: before RL)" in titles
+    assert not any("warm start" in title for title in titles)  # there may have been none
 
 
 def test_smoothing_keeps_a_constant():
