@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmoe.checkpoint.base import load_base
+from jaxmoe.checkpoint.base import load_base, own_base
 from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse
 from jaxmoe.config import Config, to_json
@@ -52,7 +52,9 @@ def run(cfg: Config) -> float:
     task, mesh = open_task(cfg), make_mesh(cfg.mesh)
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
     shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg), mesh)
-    at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False, contents=contents(cfg, task))
+    at = restore_run(
+        Path(cfg.workdir), cfg, shapes, to_train=False, contents=contents(cfg, task) | own_base(cfg)
+    )
     params = initial_params(cfg, mesh) if at is None else at.state.params.policy
     prompts = task.held_out_prompts()
     with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:

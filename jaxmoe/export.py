@@ -3,17 +3,18 @@
 
 DIR is a folder that `transformers` and vLLM load: weights, config.json, tokenizer, and a
 generation_config.json with the tokens that end an answer. Of a run that trains adapters it is
-these, as PEFT loads them beside the base; with --merge it is whole weights again.
+these and the tokenizer, as PEFT loads them beside the base; with --merge it is whole weights again.
 Next: jaxmoe/checkpoint/hf.py, jaxmoe/checkpoint/peft.py.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 
-from jaxmoe.checkpoint.base import base_folder, load_base
+from jaxmoe.checkpoint.base import base_digest, check_base, load_base, portable_name
 from jaxmoe.checkpoint.hf import check_export, save_params
 from jaxmoe.checkpoint.packed import pack_experts, summary
 from jaxmoe.checkpoint.peft import save_adapter
@@ -49,7 +50,7 @@ def run(cfg: Config, out: Path, *, merge: bool = False, dry_run: bool = False) -
 
     Numerics: merged weights are rounded once, to that dtype; what four bits lose is told.
     Raises ConfigError where the folder holds something, the disk is full, there is no checkpoint,
-    or the base of a run's adapters is gone.
+    or the base of a run's adapters is gone or holds other weights.
     """
     if merge and not cfg.lora.ranks:
         raise ConfigError(
@@ -72,7 +73,8 @@ def run(cfg: Config, out: Path, *, merge: bool = False, dry_run: bool = False) -
     # where the run's devices are not, one holds it all
     mesh = make_mesh(cfg.mesh) if cfg.mesh.devices == jax.device_count() else None
     shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg), mesh)
-    at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False)
+    held = base_digest(cfg)
+    at = restore_run(Path(cfg.workdir), cfg, shapes, to_train=False, contents=held)
     if at is None:
         raise ConfigError(
             f"{cfg.workdir} must hold a checkpoint to export, and has none. Try --workdir with "
@@ -86,8 +88,12 @@ def run(cfg: Config, out: Path, *, merge: bool = False, dry_run: bool = False) -
     policy, where = at.state.params.policy, f"{at.stage} step {at.step} of {cfg.workdir}"
     if cfg.lora.ranks and at.stage == "rl":
         if adapts:
-            save_adapter(policy, cfg.model, cfg.lora, out, base=str(base_folder(cfg)))
-            print(f"{out}: {where}, adapters of {base_folder(cfg)} as PEFT 0.19.1 has them")
+            base = check_base(cfg)
+            save_adapter(
+                policy, cfg.model, cfg.lora, out, base=portable_name(base),
+                beside=partial(write_tokenizer, cfg.init.tokenizer),
+            )  # fmt: skip
+            print(f"{out}: {where}, adapters of {base} as PEFT 0.19.1 has them")
             return
         policy = with_adapters(load_base(cfg), policy, cfg.lora.scales)
         if dtype == "mxfp4" and cfg.lora.expert_rank:

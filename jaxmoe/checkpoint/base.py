@@ -6,6 +6,7 @@ the run folder: experts in four bits, the rest in bfloat16, read back as a resum
 Next: jaxmoe/model/lora.py puts the adapters beside them.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -28,10 +29,51 @@ def base_folder(cfg: Config) -> Path:
 def own_base(cfg: Config) -> dict[str, str]:
     """Digest of the base that a run made, as a checkpoint's contents keep it; nothing where it made
     none."""
+    return {} if _is_given(cfg) else base_digest(cfg)
+
+
+def base_digest(cfg: Config) -> dict[str, str]:
+    """Digest of the base of a run's adapters, by the key under which a checkpoint keeps it; nothing
+    where the run has no adapters, or the base is not there."""
     folder = base_folder(cfg)
-    if not cfg.lora.ranks or str(folder) == cfg.init.checkpoint or not folder.is_dir():
+    if not cfg.lora.ranks or not folder.is_dir():
         return {}
-    return {"base": weights_digest(folder)}
+    return {"init.checkpoint" if _is_given(cfg) else "base": weights_digest(folder)}
+
+
+def _is_given(cfg: Config) -> bool:
+    """Whether the base is init.checkpoint, and not one that the run made."""
+    return bool(cfg.init.checkpoint) and cfg.warmup.steps == 0
+
+
+def check_base(cfg: Config) -> Path:
+    """The folder of the base. Raises ConfigError where it is not there, or of another model."""
+    folder = base_folder(cfg)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} must hold the weights that this run's adapters belong to, and is not there. "
+            "Bring it back, or try a new --workdir."
+        )
+    check_model(cfg.model, folder)
+    return folder
+
+
+def portable_name(folder: Path) -> str:
+    """What an adapter calls its base: a name that means the same on another machine.
+
+    The hub's name where config.json has one; else the path as seen from here, if it is below; else
+    the folder's name, of a base in a run folder with that one's. Never an absolute path.
+    """
+    try:
+        named = json.loads((folder / "config.json").read_text()).get("_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        named = None
+    if isinstance(named, str) and named and not Path(named).is_absolute():
+        return named
+    place, here = folder.resolve(), Path.cwd().resolve()
+    if place.is_relative_to(here):
+        return place.relative_to(here).as_posix()
+    return "/".join(place.parts[-2:] if place.name == "base" else place.parts[-1:])
 
 
 def load_base(cfg: Config) -> Params:
@@ -40,13 +82,7 @@ def load_base(cfg: Config) -> Params:
 
     Raises ConfigError where it is not there, damaged, or not packed.
     """
-    folder = base_folder(cfg)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} must hold the weights that this run's adapters belong to, and is not there. "
-            "Bring it back, or try a new --workdir."
-        )
-    check_model(cfg.model, folder)
+    folder = check_base(cfg)
     # once: a copy of the experts would not fit beside them on the card that they were packed for
     base = load_params(folder, cfg.model, "as_read", experts="packed")
     table = {"embed": base.pop("embed")} if cfg.lora.embedding_rows else {}

@@ -98,6 +98,8 @@ def check_resume(work: Path, then: dict[str, Any], cfg: Config, held: Held = NOT
 
 def check_use(work: Path, then: dict[str, Any], cfg: Config, held: Held = NOTHING) -> None:
     """Raises ConfigError where the checkpoint is of another model, or saw the held-out rows."""
+    if cfg.lora.ranks:  # adapters beside other weights are another model
+        held.must_be_same(work, ("base", "init.checkpoint"))
     same_task = then["data"]["task"] == cfg.data.task or "data.task" in held.same
     if same_task:
         held.must_be_same(work, ("data.task", "data.options.held_out"))

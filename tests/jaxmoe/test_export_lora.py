@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 
 from jaxmoe import export
-from jaxmoe.checkpoint.base import load_base
+from jaxmoe.checkpoint.base import base_digest, load_base, portable_name
 from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.merge import merged
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.config_file import load, resolve
+from jaxmoe.data.tokenizer import load_tokenizer
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import rl_state
 from tests.jaxmoe.checkpoint.random_adapters import random_adapters, same
@@ -34,7 +36,8 @@ def work(tmp_path_factory):
     packed, _ = pack_experts(random_weights(CFG.model, 3), CFG.model)
     save_params(packed, CFG.model, folder / "base", dtype="mxfp4")
     state = rl_state(jax.tree.map(jnp.asarray, ADAPTERS), CFG, rl_optimizer(CFG))
-    save_run(folder, CFG, Position("rl", 5, state, {}))
+    cfg = dataclasses.replace(CFG, workdir=str(folder))
+    save_run(folder, CFG, Position("rl", 5, state, {}), base_digest(cfg))
     return folder
 
 
@@ -62,7 +65,25 @@ def test_the_adapter_comes_out_bit_for_bit_and_names_its_base(work, tmp_path, ca
     back = read_adapter(tmp_path / "out", CFG.model)
     assert same(back.adapters, ADAPTERS) and back.scales == CFG.lora.scales
     said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert said["base_model_name_or_path"] == str(work / "base")
+    assert said["base_model_name_or_path"] == f"{work.name}/base"
+
+
+def test_the_adapter_brings_its_tokenizer(work, tmp_path):
+    assert command(work, tmp_path / "out") == 0
+    ours = load_tokenizer("bytes")
+    theirs = load_tokenizer(str(tmp_path / "out"))
+    assert theirs.encode("abc é") == ours.encode("abc é") and theirs.stop_ids == ours.stop_ids
+
+
+def test_a_base_is_called_by_a_name_that_means_the_same_elsewhere(tmp_path, monkeypatch):
+    base = tmp_path / "gpt-oss-20b"
+    base.mkdir()
+    assert portable_name(base) == "gpt-oss-20b"
+    monkeypatch.chdir(tmp_path.parent)
+    assert portable_name(base) == f"{tmp_path.name}/gpt-oss-20b"
+    for named, told in (("openai/gpt-oss-20b", "openai/gpt-oss-20b"), ("/home/me/b", None)):
+        (base / "config.json").write_text(json.dumps({"_name_or_path": named}))
+        assert portable_name(base) == (told or f"{tmp_path.name}/gpt-oss-20b")
 
 
 def test_merged_weights_are_rounded_once(work, tmp_path):
@@ -101,6 +122,23 @@ def test_what_cannot_be_exported_is_one_line(work, tmp_path, capsys):
     base = work / "base"
     base.rename(work / "elsewhere")
     try:
-        refused(command(work, tmp_path / "out", "--merge"), capsys, f"{base} must hold the weights")
+        for more in ([], ["--merge"]):
+            refused(command(work, tmp_path / "out", *more), capsys, f"{base} must hold the weights")
+            assert not (tmp_path / "out").exists()
     finally:
         (work / "elsewhere").rename(base)
+
+
+def test_adapters_leave_only_beside_the_base_they_were_trained_on(work, tmp_path, capsys):
+    """Other weights in the same place would be merged into another model, or go unseen."""
+    base, kept = work / "base", work / "kept"
+    base.rename(kept)
+    try:
+        packed, _ = pack_experts(random_weights(CFG.model, 4), CFG.model)
+        save_params(packed, CFG.model, base, dtype="mxfp4")
+        for more in ([], ["--merge"]):
+            refused(command(work, tmp_path / "out", *more), capsys, "whose base held other content")
+            assert not (tmp_path / "out").exists()
+    finally:
+        shutil.rmtree(base)
+        kept.rename(base)
