@@ -4,6 +4,7 @@
 import ast
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -46,8 +47,8 @@ COMMANDS = {
 # what others ship: nothing here can say whether it is typed right
 FOREIGN = ("ruff", "pyright", "lint-imports", "bazel", "npx", "uv", "mkdocs")
 START = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:[\w./-]*/bin/)?(?:python3?|pip|launch/local\.sh|" + "|".join(FOREIGN)
-    + r") "
+    r"(?:[A-Z_]+=\S* )*(?:[\w./-]*/bin/)?(?:python3?|pip|launch/(?:local|vllm_server)\.sh|"
+    + "|".join(FOREIGN) + r") "
 )  # fmt: skip
 
 
@@ -95,17 +96,29 @@ TYPED = sorted({line: named(p) for p in [*PAGES, *CONFIGS] for line in typed(p)}
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """The objective that docs/extending.md puts into a file of the reader's."""
+    """A folder with the files that the pages tell the reader to make, as the current one."""
     (code, *_) = fences((ROOT / "docs/extending.md").read_text(), "python")
     (tmp_path / "my_losses.py").write_text(code)
+    page = (ROOT / "docs/data.md").read_text()
+    (tmp_path / "my_rewards.py").write_text(fences(page, "python")[0])
+    (rows,) = fences(page, "json")  # "a line a question": more of the same kind
+    more = [{"prompt": f"{n}+1=", "answer": n + 1, "unit": ""} for n in range(10, 1400)]
+    (tmp_path / "sums.jsonl").write_text(rows + "\n".join(map(json.dumps, more)))
+    (tmp_path / "my_questions.jsonl").write_text("\n".join(map(json.dumps, more)))
+    shown = {"stage": "rl", "step": 4, "kind": "held_out", "prompt": "abc", "response": "cba"}
+    (tmp_path / "runs/tiny").mkdir(parents=True)  # what the main job leaves
+    (tmp_path / "runs/tiny/samples.jsonl").write_text(json.dumps(shown | {"reward": 1.0}) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
     monkeypatch.setattr("jaxmoe.envs.tasks.LOOK_S", 0.0)
     for place in ("jaxmoe.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
         monkeypatch.setattr(f"{place}.free_bytes", lambda: 10**12)
-    sys.modules.pop("my_losses", None)
+    for name in ("my_losses", "my_rewards"):  # other tests have some of these names
+        sys.modules.pop(name, None)
     yield
-    sys.modules.pop("my_losses", None)  # another test has one of that name
+    for name in ("my_losses", "my_rewards"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("line, page", TYPED, ids=[f"{p}: {c[:70]}" for c, p in TYPED])
@@ -119,6 +132,8 @@ def check(command: list[str]) -> None:
     if program == "launch/local.sh":
         assert (ROOT / program).exists()
         dry(["train", *args[1:]])
+    elif program == "launch/vllm_server.sh":
+        serves(started(args))
     elif program == "pip":
         installs(args)
     elif program in FOREIGN:
@@ -126,8 +141,8 @@ def check(command: list[str]) -> None:
     elif args[:1] != ["-m"]:
         script(*args)
     elif args[1] == "jaxmoe.samples":
-        if args[2:]:
-            samples.arguments().parse_args(args[2:])
+        if args[2:] not in ([], ["RUN"]):
+            assert samples.main(args[2:]) == 0
     elif args[1] == "jaxmoe.plan":
         plans(args[2:])
     elif args[1].startswith("jaxmoe."):
@@ -145,23 +160,21 @@ def check(command: list[str]) -> None:
 
 
 def dry(args: list[str]) -> None:
-    """The product's own reading of a command, all of it but the work."""
+    """A command of the product as it is printed, without its work (--dry-run), must be accepted.
+
+    Of a config with released weights, which are not here, with `at_hand` in their place.
+    """
     main, rest = COMMANDS[args[0]], args[1:]
     if rest and "FILE" not in rest:
         rest = [a for a in rest if a != "--dry-run"]
-        # for other machines: the reader's files are told to be missing, and not refused
-        cfg, elsewhere = load(rest[rest.index("--config") + 1]), ["--set", "mesh.tensor=2"]
+        cfg = load(rest[rest.index("--config") + 1])
         with tempfile.TemporaryDirectory() as folder:
-            # of one device, which may be this one
-            if cfg.lora.ranks or "model.numerics=invariant" in rest:
-                elsewhere = at_hand(cfg, Path(folder))
-            assert main([*rest, *elsewhere, "--dry-run"]) == 0
+            released = at_hand(cfg, Path(folder)) if cfg.init.checkpoint else []
+            assert main([*rest, *released, "--dry-run"]) == 0
 
 
 def at_hand(cfg: Config, folder: Path) -> list[str]:
     """A checkpoint's config.json, a tokenizer and rows in the place of those of a config."""
-    if not cfg.init.checkpoint:
-        return []
     (folder / "config.json").write_text(json.dumps(to_hf(cfg.model, dtype="bfloat16")))
     sets = [f"init.checkpoint={folder}", "init.tokenizer=bytes", "data.options={}",
             "data.task=reasoning_gym:spell_backward",
@@ -223,6 +236,19 @@ def installs(args: list[str]) -> None:
         assert extra is None or set(extra[1].split(",")) <= set(EXTRAS), word
         assert not word.endswith(".txt") or (ROOT / word).exists(), word
         assert not word.startswith("vllm==") or [word] == EXTRAS["vllm"], word
+
+
+def started(args: list[str]) -> list[str]:
+    """What launch/vllm_server.sh starts with these arguments, by a double of Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = Path(folder) / "python-double"
+        python.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
+        python.chmod(0o755)
+        done = subprocess.run(
+            [str(ROOT / "launch/vllm_server.sh"), *args], capture_output=True, text=True,
+            check=True, env=os.environ | {"VLLM_API_KEY": "key", "PYTHON": str(python)},
+        )  # fmt: skip
+    return done.stdout.splitlines()
 
 
 def serves(args: list[str]) -> None:
