@@ -27,16 +27,11 @@ from jaxmoe.vllm_plugin.compat import BACKENDS
 from pallas_kernels.ahead_of_time import CHIPS
 from pallas_kernels.bench.__main__ import arguments
 from pallas_kernels.check.__main__ import arguments as checks
+from tests.pages import DOCS, FOREIGN, PAGES, ROOT, START, named
 
-ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 MARKERS = {m.partition(":")[0] for m in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
-DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [
-    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "launch/README.md",
-    ROOT / "tests/bench/README.md", *DOCS,
-]  # fmt: skip
 CONFIGS = sorted((ROOT / "configs").glob("[a-z]*.py"))
 CODE = [p for top in ("jaxmoe", "pallas_kernels", "configs", "tests")
         for p in sorted((ROOT / top).rglob("*.py"))]  # fmt: skip
@@ -44,19 +39,7 @@ CODE = [p for top in ("jaxmoe", "pallas_kernels", "configs", "tests")
 COMMANDS = {
     "train": train.main, "eval": eval.main, "doctor": doctor.main, "export": export.main,
 }  # fmt: skip
-# what others ship: nothing here can say whether it is typed right
-FOREIGN = ("ruff", "pyright", "lint-imports", "bazel", "npx", "uv", "mkdocs")
-START = re.compile(
-    r"(?:[A-Z_]+=\S* )*(?:[\w./-]*/bin/)?(?:python3?|pip|launch/(?:local|vllm_server)\.sh|"
-    + "|".join(FOREIGN) + r") "
-)  # fmt: skip
-
-
 FIGURE = re.compile(r"\d\.\d|\d [GMK]i?B|×")
-
-
-def named(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
 
 
 def fences(text: str, language: str) -> list[str]:

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from jaxmoe.checkpoint.same_run import FREE
-from tests.test_docs import DOCS, PAGES, ROOT, START, named
+from tests.pages import DOCS, PAGES, ROOT, START, named
 
 # by how the block begins: what it is, and why it is not run
 NOT_RUN = {
