@@ -21,15 +21,20 @@ def check_lora(cfg: "Config") -> None:
         )
         return
     sent_by = cfg.rollout.vllm.transport if cfg.rollout.engine == "vllm" else "files"
+    axes = {f"mesh.{name}": size for name, size in cfg.mesh.sizes.items() if size > 1}
+    require(
+        not axes,
+        "lora needs one device, whose adapters reach vLLM in files, got "
+        f"{', '.join(f'{key}={size}' for key, size in axes.items())}. "
+        f"Try {' '.join(f'--set {key}=1' for key in axes)}, or --set lora.attention_rank=0 --set "
+        "lora.expert_rank=0.",
+    )
     for key, given, must in (
-        ("mesh", cfg.mesh.devices, 1),
         ("rollout.vllm.transport", sent_by, "files"),
         ("optim.moments", cfg.optim.moments, "device"),
         ("critic.backbone", cfg.critic.backbone if cfg.critic.backbone == "own" else 0, 0),
     ):
-        typed = {"mesh": "mesh.fsdp=1", "critic.backbone": "critic.backbone=shared"}.get(
-            key, f"{key}={must}"
-        )
+        typed = "critic.backbone=shared" if key == "critic.backbone" else f"{key}={must}"
         require(
             given == must,
             f"lora needs {typed}, got {key}={given}: adapters are trained on one device, "

@@ -4,6 +4,7 @@
 Next: jaxmoe/model/invariant.py.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 from jaxmoe.config.errors import require
@@ -40,10 +41,11 @@ def check_numerics(cfg: "Config") -> None:
         f"mesh.sequence=1 --set mesh.tensor=1, {_OFF}",
     )
     rows, fewest = min(r.max_parallel_sequences, r.sequences_per_step), FEWEST * alone
+    parts = math.lcm(r.samples_per_prompt, cfg.optim.microbatches, cfg.loss.minibatches)
     require(
         rows >= fewest,
         f"model.numerics=invariant computes {4 * FEWEST} rows at a time on each device, and the "
         f"engine decodes {rows} at once on {alone}: more than 3 of 4 would be thrown away. Try "
-        f"--set rollout.max_parallel_sequences={fewest} --set rollout.sequences_per_step={fewest}, "
-        f"{_OFF}",
+        f"--set rollout.max_parallel_sequences={fewest} --set rollout.sequences_per_step="
+        f"{-(-fewest // parts) * parts}, {_OFF}",
     )

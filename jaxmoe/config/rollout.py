@@ -70,11 +70,16 @@ class VllmConfig:
             f"rollout.vllm.launch ({self.launch}) and rollout.vllm.retries ({self.retries}) must "
             "be 0 or more. Try --set rollout.vllm.launch=1 --set rollout.vllm.retries=5.",
         )
+        for name in ("start_timeout_s", "request_timeout_s"):
+            require(
+                getattr(self, name) > 0,
+                f"rollout.vllm.{name} must be above 0, got {getattr(self, name)}. "
+                f"Try --set rollout.vllm.{name}=600.",
+            )
         require(
-            self.start_timeout_s > 0 and self.request_timeout_s > 0 and self.probe_abs_diff >= 0,
-            f"rollout.vllm.start_timeout_s ({self.start_timeout_s}) and request_timeout_s "
-            f"({self.request_timeout_s}) must be above 0, probe_abs_diff ({self.probe_abs_diff}) "
-            "0 or more. Try --set rollout.vllm.request_timeout_s=600.",
+            self.probe_abs_diff >= 0,
+            f"rollout.vllm.probe_abs_diff must be 0 or more, got {self.probe_abs_diff}. "
+            "Try --set rollout.vllm.probe_abs_diff=0.",
         )
 
 
