@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+import termios
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -124,24 +125,53 @@ class Stopped(Exception):
 
 @dataclass
 class StopRequest:
-    """Set by the first SIGTERM or Ctrl-C; the loop looks at it between steps."""
+    """Whether the run was asked to stop. Only the signal handler writes it: a second writer could
+    overwrite a signal that arrives while it decides."""
 
     signal: int = 0
 
 
+STOP_SIGNALS = (
+    signal.SIGTERM,  # Kubernetes, SLURM at the time limit, kill
+    signal.SIGINT,  # Ctrl-C
+    signal.SIGUSR1,  # the usual warning of SLURM's --signal
+    signal.SIGHUP,  # the terminal was closed
+)
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Let SIGTERM and Ctrl-C finish the step and save; a second Ctrl-C stops at once."""
+    """Let STOP_SIGNALS finish the step and save; a second Ctrl-C stops at once.
+
+    SIGHUP stays ignored where it was, which is what nohup does.
+    """
     request = StopRequest()
 
     def handler(number: int, _frame: object) -> None:
         request.signal = number
-        os.write(2, b"\nstopping after this step and saving; Ctrl-C again stops at once\n")
+        if number == signal.SIGHUP:
+            _drop_lost_terminal()
+        with suppress(OSError):  # nobody may be left to read it
+            os.write(2, b"\nstopping after this step and saving; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    old = {n: signal.signal(n, handler) for n in (signal.SIGTERM, signal.SIGINT)}
+    taken = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+    old = {n: signal.signal(n, handler) for n in taken}
     try:
         yield request
     finally:
         for number, previous in old.items():
             signal.signal(number, previous)
+
+
+def _drop_lost_terminal() -> None:
+    """Send later output nowhere where its terminal is gone: a write would fail, and end the run
+    before it is saved."""
+    for output in (1, 2):
+        try:
+            termios.tcgetattr(output)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, output)
+                os.close(nowhere)

@@ -262,13 +262,13 @@ class Job:
         """Save when due or asked to stop; leave with a message where asked."""
         if self.at.step % self.cfg.save.every_steps == 0 or last:
             self.save()
-        self.stop.signal = agreed(self.stop.signal)  # who was not asked to stop would wait
-        if self.stop.signal and not (last and self.at.stage == "rl"):
-            raise self.stopped()
+        asked = agreed(self.stop.signal)  # a process that no signal reached must stop as well
+        if asked and not (last and self.at.stage == "rl"):
+            raise self.stopped(asked)
 
-    def stopped(self) -> Stopped:
-        """What to leave with where the run was asked to stop: it is saved."""
-        return Stopped(self.stop.signal, self.save())
+    def stopped(self, asked: int) -> Stopped:
+        """Save, and return what to leave with where that signal asked the run to stop."""
+        return Stopped(asked, self.save())
 
     @contextmanager
     def saved_if_it_cannot_go_on(self) -> Iterator[None]:

@@ -212,7 +212,7 @@ def reinforce(job: Job) -> None:
             for step in job.steps(cfg.steps):
                 collected = rollouts.take(step)
                 if collected is None:
-                    raise job.stopped()
+                    raise job.stopped(job.stop.signal)
                 ages = check_versions(
                     collected.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
                 )

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is asked to stop saves and stops, whenever the signal comes and whichever it is.
+
+JAXMOE_SIGNALS=100 sends so many at random moments to one process, and so many to one of two.
+"""
+
+import os
+import pty
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmoe import job
+from jaxmoe.cli import STOP_SIGNALS, Stopped, stop_requests
+from jaxmoe.parallel.processes import PLAIN
+from tests.jaxmoe.scripted import Run, Scripted
+
+ROOT = Path(__file__).parents[2]
+TRIES = int(os.environ.get("JAXMOE_SIGNALS", "5"))
+NAMES = [number.name for number in STOP_SIGNALS]
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=NAMES)
+def test_each_of_the_signals_saves_and_stops(tmp_path, monkeypatch, number):
+    def script(call, engine):
+        if call == "sample" and len(engine.sampled) == 3:
+            signal.raise_signal(number)
+
+    said = rf"{number.name}: saved rl step 3 in .*; the same command resumes"
+    with pytest.raises(Stopped, match=said) as error, stop_requests() as stop:
+        Run(tmp_path, Scripted(script), stop=stop)(monkeypatch)
+    assert error.value.signal == number
+
+
+def test_a_signal_while_the_processes_agree_is_obeyed_after_the_next_step(tmp_path, monkeypatch):
+    """It comes after the flag was read: the answer must not overwrite it."""
+    agreed_on = []
+
+    def agree(flag):
+        agreed_on.append(flag)
+        if len(agreed_on) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return flag
+
+    monkeypatch.setattr(job, "agreed", agree)
+    with pytest.raises(Stopped, match="SIGTERM: saved rl step 3"), stop_requests() as stop:
+        Run(tmp_path, Scripted(), stop=stop)(monkeypatch)
+    assert agreed_on == [0, 0, signal.SIGTERM]
+
+
+def test_what_nohup_ignores_stays_ignored_and_handlers_are_put_back():
+    before = {n: signal.getsignal(n) for n in STOP_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_requests() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal == 0
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.signal == signal.SIGTERM
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+    assert {n: signal.getsignal(n) for n in STOP_SIGNALS} == before
+
+
+STEP_AFTER_STEP = """
+import sys, time
+from types import SimpleNamespace
+from jaxmoe.cli import Stopped, stop_requests
+from jaxmoe.job import Job
+from jaxmoe.parallel.processes import together
+
+class Steps(Job):
+    def __init__(self, stop):
+        self.stop, self.at = stop, SimpleNamespace(step=0, stage="rl")
+        self.cfg = SimpleNamespace(save=SimpleNamespace(every_steps=1000))
+
+    def save(self):
+        return str(self.at.step)
+
+answers = open(sys.argv[1], "w", buffering=1)
+with together():
+    for attempt in range(int(sys.argv[2])):
+        with stop_requests() as stop:
+            job, until = Steps(stop), int(sys.argv[3])
+            job.save_or_stop(last=False)  # both have their handlers
+            print("begun", attempt, file=answers)
+            try:
+                while job.at.step < until:
+                    job.at.step += 1
+                    job.save_or_stop(last=False)
+                print("lost", file=answers)
+            except Stopped as error:
+                print(error, file=answers)
+            job.stop, job.at.step = SimpleNamespace(signal=0), 0
+            job.save_or_stop(last=False)  # nobody begins anew before both have ended
+"""
+
+
+def obeyed(folder, count, tries):
+    """What each of `count` processes answered to each of the signals that one of them got."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    files = [folder / f"answers{number}" for number in range(count)]
+    started = []
+    for number, file in enumerate(files):
+        many = dict(zip(PLAIN, (address, str(count), str(number)), strict=True))
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", **(many if count > 1 else {})}
+        env.pop("JAX_COMPILATION_CACHE_DIR", None)
+        steps = "3000" if count > 1 else "3000000"
+        started.append(subprocess.Popen(
+            [sys.executable, "-c", STEP_AFTER_STEP, str(file), str(tries), steps], cwd=ROOT,
+            env=env, text=True, stderr=subprocess.PIPE,
+        ))  # fmt: skip
+    dice = random.Random(count)
+    try:
+        for attempt in range(tries):
+            until = time.monotonic() + 120
+            while not all(f.exists() and f"begun {attempt}\n" in f.read_text() for f in files):
+                assert time.monotonic() < until and all(p.poll() is None for p in started)
+                time.sleep(0.001)
+            time.sleep(dice.uniform(0, 0.03))
+            dice.choice(started).send_signal(dice.choice(STOP_SIGNALS))
+        ends = [process.communicate(timeout=120)[1] for process in started]
+        assert all(process.returncode == 0 for process in started), ends
+    finally:
+        for process in started:
+            process.kill()
+    found = [
+        [line for line in f.read_text().splitlines() if not line.startswith("begun")] for f in files
+    ]
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_signal_at_a_random_moment_is_lost(tmp_path, count):
+    answers = obeyed(tmp_path, count, TRIES)
+    assert len(answers) == TRIES
+    assert all(said[0].startswith(tuple(NAMES)) for said in answers), answers
+    assert all(len(set(said)) == 1 for said in answers), answers  # all stop after the same step
+
+
+ON_A_TERMINAL = """
+import fcntl, sys, termios, time
+from jaxmoe.cli import stop_requests
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # its terminal from here on
+with stop_requests() as stop:
+    print("ready", flush=True)
+    while not stop.signal:
+        time.sleep(0.01)
+    print("on the terminal that is gone", flush=True)
+    print("more", file=sys.stderr, flush=True)
+    open(sys.argv[1], "w").write(str(stop.signal))
+"""
+
+
+def test_a_closed_terminal_does_not_break_the_save(tmp_path):
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path / "saved")], cwd=ROOT, stdin=end,
+        stdout=end, stderr=end, start_new_session=True,
+    )  # fmt: skip
+    os.close(end)
+    said = b""
+    while b"ready" not in said:
+        said += os.read(terminal, 100)
+    os.close(terminal)  # the kernel sends SIGHUP
+    assert process.wait(timeout=60) == 0
+    assert (tmp_path / "saved").read_text() == str(int(signal.SIGHUP))
