@@ -22,6 +22,7 @@ from jaxmoe.memory import check_memory, stage
 from jaxmoe.model import make_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.progress import phase
+from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.processes import leave, same_everywhere, together
 from jaxmoe.parallel.sharding import make_mesh
@@ -50,6 +51,7 @@ def run(cfg: Config) -> float:
     check_memory(cfg, stage(cfg))
     kernels.tell()
     task, mesh = open_task(cfg), make_mesh(cfg.mesh)
+    check_collectives(mesh)
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
     shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg), mesh)
     at = restore_run(

@@ -42,6 +42,7 @@ from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
 from jaxmoe.observe.trackers import installed
+from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import leave, same_everywhere, together
@@ -98,6 +99,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     check_mesh(cfg, jax.device_count())
     check_memory(cfg, *STAGES)
     mesh = make_mesh(cfg.mesh)
+    check_collectives(mesh)
     kernels.tell()
     if (there := jax.device_count()) > cfg.mesh.devices:
         print(f"devices  1 of {there}; --set mesh.fsdp={there} takes all", flush=True)

@@ -97,6 +97,7 @@ def test_jit_stays_at_the_edge():
         "doctor.py",
     }  # fmt: skip
     edge |= {"engine.py", "run.py"}  # run.py: weights are made cut over devices
+    edge.add("check_collectives.py")  # before the run's first program
     edge.add("first_difference.py")  # a run's last words: programs of its own, once
     for path in PRODUCT:
         code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())

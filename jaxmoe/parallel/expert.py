@@ -41,6 +41,7 @@ from jaxmoe.parallel.exchange import (
 from jaxmoe.parallel.gather import gathered
 from jaxmoe.parallel.pairs import Pairs, rows_of, sum_of, window
 from jaxmoe.parallel.rounds import in_parts, in_rounds
+from jaxmoe.parallel.scatter import sum_scattered
 from jaxmoe.parallel.sharding import Names
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.dispatch import Target
@@ -209,7 +210,7 @@ def summed(
     Backward: everybody's tokens' gradient, which travels in `dtype`, to everybody.
     """
     if over:
-        share_ND = lax.psum_scatter(share_ND, over, scatter_dimension=0, tiled=True)
+        share_ND = sum_scattered(share_ND, over, dim=0)
     return _psum(share_ND, sum_over).astype(dtype)
 
 

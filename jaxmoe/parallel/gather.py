@@ -12,6 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxmoe.parallel.scatter import sum_scattered
+
 Cuts = tuple[tuple[str, ...], ...]  # of each dimension the mesh axes to gather over, major first
 
 
@@ -37,7 +39,7 @@ def _backward(over: Cuts, dtype: DTypeLike, like: Array, dw: Array) -> tuple[Arr
     share = dw.astype(jnp.float32)
     for dim, names in reversed(list(enumerate(over))):
         if names:
-            share = lax.psum_scatter(share, names, scatter_dimension=dim, tiled=True)
+            share = sum_scattered(share, names, dim=dim)
     return (share.astype(like.dtype),)
 
 

@@ -22,6 +22,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.model import layers
+from jaxmoe.parallel.gather import gathered
+from jaxmoe.parallel.scatter import sum_scattered
 from jaxmoe.parallel.sharding import Names
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.token_logprobs import (
@@ -113,7 +115,8 @@ def target_logprobs(
 
     def of_all(x_m: Array) -> Array:
         if copies:
-            x_m = lax.all_gather(x_m, copies, tiled=True)[: batch * time]
+            whole: Any = gathered(x_m, (copies,), x_m.dtype)
+            x_m = whole[: batch * time]
         return jnp.where(none_t[None, :], jnp.nan, x_m.reshape(batch, time))
 
     logp_m, entropy_m = found
@@ -278,4 +281,4 @@ def _scattered(dw_DC: Array, axes: Names) -> Array:
     if not axes:
         return dw_DC
     pieces = jnp.moveaxis(dw_DC.reshape(dw_DC.shape[0], _devices(axes), -1), 1, 0)
-    return lax.psum_scatter(pieces, axes)
+    return sum_scattered(pieces, axes, dim=0)[0]

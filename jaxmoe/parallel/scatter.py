@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sum over devices of which each keeps its own piece: the one place that reduce-scatters.
+
+Inside `jax.shard_map` bodies only. Next: jaxmoe/parallel/gather.py.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jaxmoe.parallel.sharding import Names
+from pallas_kernels.dispatch import target
+
+
+def sum_scattered(x: Array, names: Names, *, dim: int) -> Array:
+    """x summed over the devices along `names`; each keeps its piece of dimension `dim`.
+
+    Numerics: summed in x's dtype. Between processes on a CPU in the order of the devices.
+    """
+    if not _by_gloo():
+        return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    n = math.prod(lax.axis_size(name) for name in names)
+    pieces = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    pieces = lax.all_to_all(jnp.moveaxis(pieces, dim, 0), names, split_axis=0, concat_axis=0)
+    return jnp.sum(pieces, axis=0, dtype=x.dtype)
+
+
+def _by_gloo() -> bool:
+    """Whether this program's collectives are gloo's, XLA's between processes on a CPU.
+
+    Its reduce-scatter overwrites a buffer that it is still sending from: before jaxlib 0.12 the end
+    of rank 0's piece is wrong at times, without an error. Its all-to-all waits for what it sends.
+    """
+    return target().platform == "cpu" and jax.distributed.is_initialized()
