@@ -31,6 +31,10 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computat
 _NAMES = re.compile(r"%([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -227,20 +231,21 @@ def _size(shape: str) -> float:
 
 
 def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Who exchanges with whom: pairs, axes of a mesh, [groups,size]<=[dims]T(order), or lists;
-    nothing stands for everybody.
+    """Who exchanges with whom: pairs, axes of a mesh (whose devices may come in another order),
+    [groups,size]<=[dims]T(order), or lists; nothing stands for everybody.
 
     Raises ValueError for another form.
     """
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
         return tuple(_numbers(pairs[1]))
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
-        return _along(mesh[1], mesh[2])
+    if mesh := _MESH.search(rest):
+        groups = _along(mesh[1], mesh[4])
+        if mesh[2] is None:
+            return groups
+        devices_of = _order(mesh[2], mesh[3])  # by the place in the mesh
+        return tuple(tuple(devices_of[place] for place in group) for group in groups)
     if short := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        dims = _ints(short[2])
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        ids = ids.transpose(_ints(short[3])) if short[3] else ids
-        return _rows(ids.reshape(_ints(short[1])))
+        return _rows(np.array(_order(short[2], short[3])).reshape(_ints(short[1])))
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
         return tuple(_numbers(listed[1]))
     if "replica_groups={}" not in rest and "replica_groups=" in rest:
@@ -268,6 +273,13 @@ def _along(mesh: str, over: str) -> tuple[tuple[int, ...], ...]:
             mine.append(place)
         groups[tuple(left.values())].append((tuple(mine), device))
     return tuple(tuple(device for _, device in sorted(group)) for group in groups.values())
+
+
+def _order(dims: str, transposed: str | None) -> list[int]:
+    """Devices in the order that `[dims]T(transposed)` stands for."""
+    shape = _ints(dims)
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return (ids.transpose(_ints(transposed)) if transposed else ids).reshape(-1).tolist()
 
 
 def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -124,6 +124,9 @@ def test_of_a_branch_the_side_that_sends_more_counts(mesh):
         ("replica_groups=mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
         ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
         ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([4]) {'a'}", ((0, 2), (1, 3))),
         ("replica_groups={}", ((0, 1, 2, 3),)),
     ],
 )
