@@ -48,6 +48,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def config_of(args: argparse.Namespace) -> Config:
     """The config that these options say. Raises ConfigError for a mistake."""
     keep_freed_memory()
+    os.umask(os.umask(0o022) | 0o002)  # weights and configs are not everybody's to write
     config = resolve(load(args.config), *args.changes)
     if config.mesh.devices > 1:
         one_thread_a_device()

@@ -237,7 +237,11 @@ class Job:
             print(f"! no plots: {error}", file=sys.stderr, flush=True)
 
     def save(self) -> str:
-        """Save the state after the last whole step, unless it is, and say where that stands."""
+        """Save the state after the last whole step, unless it is, and say where that stands.
+
+        Raises ConfigError where the run folder is gone: a new one would hold half a run.
+        """
+        self.log.must_be_in_place()
         if self.at.number > self.saved:
             if any(x.is_deleted() for x in jax.tree.leaves(self.at.state)):
                 return "The step took the weights with it: go on from the last checkpoint."
@@ -260,6 +264,7 @@ class Job:
 
     def save_or_stop(self, *, last: bool) -> None:
         """Save when due or asked to stop; leave with a message where asked."""
+        self.log.must_be_in_place()
         if self.at.step % self.cfg.save.every_steps == 0 or last:
             self.save()
         asked = agreed(self.stop.signal)  # a process that no signal reached must stop as well

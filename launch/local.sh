@@ -18,8 +18,10 @@ if [ ! -x "$(command -v "$python")" ]; then
 fi
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 "$python" -m jaxmoe.train "$@" --workdir "$work" --dry-run > /dev/null # a mistake shows here
-if [ -f "$work/pid" ] && kill -0 "$(cat "$work/pid")" 2>/dev/null; then
-  echo "error: $work is being trained by process $(cat "$work/pid"); stop it first: kill $(cat "$work/pid")" >&2
+# the number alone may be another program's by now
+pid=$(cat "$work/pid" 2> /dev/null || true)
+if [ -n "$pid" ] && ps -p "$pid" -o args= 2> /dev/null | grep -F -- "--workdir $work" | grep -qF jaxmoe.train; then
+  echo "error: $work is being trained by process $pid; stop it first: kill $pid" >&2
   exit 2
 fi
 mkdir -p "$work"

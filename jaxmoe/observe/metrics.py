@@ -66,6 +66,7 @@ class MetricsLog:
         remove_leftovers(directory)
         self._samples_path = directory / "samples.jsonl"
         files = [directory / "metrics.jsonl", self._samples_path]
+        self._path = files[0]
         for path in files:
             _keep_until(path, last)
         self._metrics, self._samples = (self._until_closed(open_to_append(f)) for f in files)
@@ -99,6 +100,17 @@ class MetricsLog:
     def _until_closed(self, file: Any) -> Any:
         self._files.callback(file.close)
         return file
+
+    def must_be_in_place(self) -> None:
+        """Raises ConfigError where the run folder was removed, or made anew, since this began."""
+        if self._enabled and not (
+            self._path.exists() and os.fstat(self._metrics.fileno()).st_nlink
+        ):
+            raise ConfigError(
+                f"the run folder must stay while a run trains in it; {self._path.parent} was "
+                "removed, and what was measured since the last checkpoint went with it. The same "
+                "command begins anew."
+            )
 
     def write(
         self, stage: str, step: int, metrics: Mapping[str, float], *, alerts: Sequence[str] = ()

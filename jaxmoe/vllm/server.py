@@ -35,6 +35,7 @@ from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.heartbeat import Heartbeat
 from jaxmoe.vllm.http_backend import HttpBackend
 from jaxmoe.vllm.placement import Placement
+from jaxmoe.vllm.secrets_kept import without_secrets
 from jaxmoe.vllm.sync import PROCESSED
 from jaxmoe.vllm_plugin import door, watchdog
 from jaxmoe.vllm_plugin.names import ADAPTER
@@ -221,7 +222,8 @@ class Server:
     def environment(self, scratch: Path) -> dict[str, str]:
         """Sockets and temporary files in a folder of its own; the key where only its user looks."""
         return {
-            **default_environment(self._cpu), **os.environ, **self._place.environment(),
+            **default_environment(self._cpu), **without_secrets(os.environ),
+            **self._place.environment(),
             "VLLM_SERVER_DEV_MODE": "1", watchdog.VARIABLE: str(os.getpid()),
             door.VARIABLE: self.key, "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch),
         }  # fmt: skip

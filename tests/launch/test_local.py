@@ -32,6 +32,18 @@ def test_a_mistake_is_one_line_and_nothing_starts(tmp_path):
     assert "Did you mean optim.lr?" in done.stderr and not (tmp_path / "run").exists()
 
 
+def test_the_number_of_another_program_in_the_pid_file_stops_nobody(tmp_path):
+    """It was written by a run that has ended; the system gave the number to somebody else."""
+    work = tmp_path / "run"
+    work.mkdir()
+    (work / "pid").write_text(f"{os.getpid()}\n")
+    done = launch(work, *SMALL, "--set", "steps=1", "--set", "eval.every_steps=1")
+    assert done.returncode == 0, done.stderr
+    pid = int((work / "pid").read_text())
+    assert pid != os.getpid()
+    os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 @pytest.mark.extended  # test_train.py sends the signal itself
 def test_a_detached_run_is_stopped_by_its_pid_and_saves(tmp_path):
