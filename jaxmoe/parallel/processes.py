@@ -7,6 +7,7 @@ processes call it, in the same order. With one process all of this is nothing.
 Next: jaxmoe/train.py.
 """
 
+import ipaddress
 import os
 import socket
 import sys
@@ -29,6 +30,7 @@ Item = TypeVar("Item")
 WAIT_S = 60  # for the others at the start
 HEARTBEAT_S = 20  # a process that is silent for so long is dead, and ends the others
 FIND = "JAXMOE_PROCESSES"
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -53,6 +55,8 @@ def join(environ: Mapping[str, str] = os.environ) -> None:
             # or jax would look at SLURM's variables and take one GPU of a node's
             "cluster_detection_method": "deactivate",
         }  # fmt: skip
+        if _only_here(address) and BIND not in environ:  # jax would listen on every network
+            options["coordinator_bind_address"] = address
     elif environ.get(FIND) != "auto":
         return
     try:
@@ -94,6 +98,14 @@ def _plain(environ: Mapping[str, str]) -> tuple[str, int, int]:
             "processes from 0."
         )
     return address, int(count), int(number)
+
+
+def _only_here(address: str) -> bool:
+    """Whether no other machine can reach it, by what is written: a name is not looked up."""
+    try:
+        return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _answers(address: str) -> None:

@@ -266,6 +266,20 @@ def test_a_process_that_dies_ends_all_and_others_on_another_mesh_go_on(tmp_path)
         assert all(off[key] < room[key] for key in off), {k: x for k, x in off.items() if x > 1e-6}
 
 
+@pytest.mark.slow  # two processes and one; tiny.py's own sizes, whose messages gloo got wrong
+def test_two_processes_train_on_the_numbers_of_one(tmp_path):
+    sizes = {"model.d_model": 64, "model.d_expert": 64, "warmup.steps": 6, "steps": 2}
+    (alone,) = ended(run(tmp_path / "one", 1, 2, more=sizes, fsdp=2), MINUTES)
+    both = ended(run(tmp_path / "two", 2, 1, more=sizes, fsdp=2), MINUTES)
+    assert [code for code, _ in (alone, *both)] == [0, 0, 0], (alone, both)
+    want, rows = lines(tmp_path / "one"), lines(tmp_path / "two")
+    assert rows.keys() == want.keys() and len(rows) == 9
+    for key, row in rows.items():
+        for name, value in learned(row).items():
+            room = 1e-6 * (2 * 6 if "chi2_seq" in name else 1)  # an error comes in twice a token
+            assert abs(value - learned(want[key])[name]) <= room * max(1.0, abs(value)), (key, name)
+
+
 @pytest.mark.slow  # two processes
 def test_a_signal_at_one_saves_at_all(tmp_path):
     work = tmp_path / "run"
@@ -320,12 +334,19 @@ def test_processes_score_together_and_the_first_alone_tells(tmp_path):
 
 
 BEFORE_THE_CHECK = """
+import os
 from jax._src import xla_bridge
 from jaxmoe.parallel.processes import same_everywhere, together
 with together():
     same_everywhere(config='a')
     same_everywhere(config='b')
     assert not xla_bridge.backends_are_initialized()
+    if os.environ.get("JAX_PROCESS_ID") == "0":
+        port = int(os.environ["JAX_COORDINATOR_ADDRESS"].split(":")[1])
+        lines = [x.split() for n in ("tcp", "tcp6") for x in open(f"/proc/net/{n}")]
+        at = [x[1].split(":")[0] for x in lines if x[1].endswith(f":{port:04X}") and x[3] == "0A"]
+        loopback = ["0100007F"], ["0" * 16 + "FFFF00000100007F"]  # 127.0.0.1 alone, or as IPv6
+    assert at in loopback, at
 """
 
 
