@@ -8,6 +8,7 @@ leaves nothing twice.
 
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
