@@ -23,7 +23,7 @@ class VllmConfig:
     weights_dir: str = "/dev/shm"  # where files of weights pass; two versions lie there at once
     on_weight_sync: str = "keep"  # requests in flight then: keep, wait (finish them) or abort
     start_timeout_s: float = 600.0  # until a server that was started answers
-    request_timeout_s: float = 600.0  # of one prompt's samples, of each step of a weight sync
+    request_timeout_s: float = 600.0  # in all, of one request: a prompt's samples, a sync's step
     retries: int = 5  # of a request, and of a server that died, before the run gives up
     probe_abs_diff: float = 0.0  # largest mean |dlogp| on a probe after each weight sync, nats;
     # 0: 1e-4 in float32, 0.1 in bfloat16
@@ -35,6 +35,12 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         for url in self.urls:
+            require(
+                "@" not in url.partition("://")[2].partition("/")[0],  # messages show the url
+                "rollout.vllm.url must not hold a user's name or password; "
+                f"http://…@{url.rpartition('@')[2]} was given. Leave them out, and export "
+                "VLLM_API_KEY=… for the server and for this command.",
+            )
             require(
                 _is_url(url),
                 f"rollout.vllm.url must name servers as http://HOST:PORT, got {url!r}. "

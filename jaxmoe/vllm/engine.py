@@ -15,6 +15,7 @@ once more, which vLLM does at temperature 1 only; at another one they are refuse
 Next: jaxmoe/vllm/fleet.py; shared.py is the engine of several processes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -251,11 +252,11 @@ class VllmEngine:
     def _with_retries(
         self, fn: Callable[[Replica, TargetWeights], T], tokens: int, cancelled: Event
     ) -> T:
-        why: list[str] = []
+        why, failures = list[str](), Counter[Replica]()
         for attempt in range(self._vllm.retries + 1):
             if cancelled.is_set() or self._closed.is_set():
                 raise EngineError("the engine was closed, or another request failed for good")
-            target, replica = self._current_target(), self._fleet.take(tokens)
+            target, replica = self._current_target(), self._fleet.take(tokens, failures)
             seen = replica.generation
             try:
                 return fn(replica, target)
@@ -266,6 +267,7 @@ class VllmEngine:
                 why.append(str(error))
             finally:
                 self._fleet.give_back(replica, tokens)
+            failures[replica] += 1
             if self._closed.is_set():
                 continue
             self._fleet.failed(replica, seen, self._current_target())

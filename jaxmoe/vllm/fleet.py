@@ -10,15 +10,17 @@ Next: jaxmoe/vllm/replica.py.
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import MappingProxyType
 
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm.replica import Replica, TargetWeights
 from jaxmoe.vllm.sync import WeightSyncError
 
+NO_FAILURES: Mapping[Replica, int] = MappingProxyType({})
 AGAIN_S, LONGEST_S = 2.0, 60.0  # between two looks at one that is away
 
 
@@ -74,12 +76,16 @@ class Fleet:
         idle = [r.lock.acquire(blocking=False) and not r.lock.release() for r in away]
         return all(idle)
 
-    def take(self, tokens: int) -> Replica:
-        """The one with the fewest tokens in flight, which these are added to."""
+    def take(self, tokens: int, failures: Mapping[Replica, int] = NO_FAILURES) -> Replica:
+        """The one with the fewest tokens in flight, which these are added to.
+
+        `failures` of the request so far: one that fails at once has the fewest tokens in flight,
+        and would be asked until the retries are spent while others could answer.
+        """
         with self._lock:
             left = [r for r in self.replicas if r not in self._away]  # never empty: see _drop
             here = [r for r in left if r not in self._mending] or left
-            replica = min(here, key=lambda r: r.in_flight)
+            replica = min(here, key=lambda r: (failures.get(r, 0), r.in_flight))
             replica.in_flight += tokens
             return replica
 

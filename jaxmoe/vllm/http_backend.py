@@ -2,36 +2,37 @@
 """A vLLM server, over HTTP.
 
 It must run with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, and with our plugin's worker,
-weight-transfer backend and door; server.py starts such a one. Next: jaxmoe/vllm/replica.py.
+weight-transfer backend and door; server.py starts such a one. It is not trusted: http_client.py
+bounds an answer's time and size, strict_json.py its values, and redact.py keeps the key out of
+messages. Next: jaxmoe/vllm/replica.py.
 """
 
 import json
 import math
 import os
-import socket
 import sys
-import threading
-import time
-import weakref
-from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlencode
 
-import urllib3
 from urllib3.util import parse_url
 
-from jaxmoe.config import ConfigError
+from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.observe.printable import printable
 from jaxmoe.vllm.backend import RequestFailed
+from jaxmoe.vllm.http_client import HttpClient, HttpFailed, Response
+from jaxmoe.vllm.redact import Key
+from jaxmoe.vllm.strict_json import read_json, shown
+from jaxmoe.vllm.worker_state import checked_states
 from jaxmoe.vllm_plugin.door import VARIABLE
 
-CONNECT_S = 10.0
 HEALTH_S = 10.0
 LOADED_S = 120.0  # one pass over the weights, and more where a CPU has packed them
-IDLE_S = 3.0  # a connection is used again; vLLM closes it at 5, unseen by a request just sent
+BODY_BYTES = 1 << 20  # of an answer that is not of tokens
+STATE_BYTES = 1 << 24  # of all workers' digests: some 200 bytes a tensor
 _CLOSED = {401, 403, 404, *range(300, 400)}  # a stranger's command was not taken
 SHOWN = 400  # characters of an error's body that are passed on
+LOOKED_AT = 1 << 16  # bytes of it in which the key is looked for
 
 
 def key_of_running_servers() -> str:
@@ -76,60 +77,52 @@ def _loopback(url: str) -> bool:
         return False
 
 
+def body_bytes_per_token(cfg: ModelConfig) -> int:
+    """A bound on what a generate response says of one token: 1 KiB and its experts in base64.
+
+    vLLM writes some 100 bytes of JSON for a token, and one or two bytes for an expert; the bound
+    has room for other spellings and for experts of 8 bytes.
+    """
+    return 1024 + math.ceil(4 / 3 * 8 * cfg.n_layers * cfg.experts_per_token)
+
+
 class HttpBackend:
     """Thread-safe: a pool of connections, grown as threads ask; `key` goes with every request.
 
+    A request fails after `timeout_s`, however slowly its answer comes, and where the answer has
+    more than BODY_BYTES and, of a generate request, `token_bytes` for each token of each sample.
     `model`: what is asked of those that the server has by name; empty: the one that there is.
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float, connections: int = 64, key: str = "", model: str = ""
-    ) -> None:
+        self, url: str, *, timeout_s: float, connections: int = 64, key: str = "",
+        model: str = "", token_bytes: int = 4096,
+    ) -> None:  # fmt: skip
         self.name = url.rstrip("/")
         self._model = {"model": model} if model else {}
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._key = Key(key)
         self._why_closed = ""
-        self._prefix = (parse_url(self.name).path or "").rstrip("/")
-        self._timeout_s = timeout_s
-        self._pool = urllib3.connectionpool.connection_from_url(
-            self.name, maxsize=connections, block=False, retries=False
-        )
-        self._live, self._lock, self._closed = weakref.WeakSet[Any](), threading.Lock(), False
-        base: Any = self._pool.ConnectionCls
-        outer = self
-
-        class Connection(base):
-            answered_at = -math.inf  # when it last answered with 200
-
-            def connect(self) -> None:
-                super().connect()
-                with outer._lock:
-                    outer._live.add(self)
-                    closed = outer._closed
-                if closed:
-                    raise OSError("closed")
-
-            def getresponse(self) -> Any:
-                response = super().getresponse()
-                well = response.status == 200  # after an error uvicorn may close it
-                self.answered_at = time.monotonic() if well else -math.inf
-                return response
-
-            @property
-            def is_connected(self) -> bool:
-                return super().is_connected and time.monotonic() - self.answered_at < IDLE_S
-
-        self._pool.ConnectionCls = Connection
+        self._timeout_s, self._token_bytes = timeout_s, token_bytes
+        self._client = HttpClient(self.name, connections=connections)
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        return self._post("/inference/v1/generate", body | self._model)
+        asked = body["sampling_params"]
+        tokens = asked.get("n", 1) * (len(body["token_ids"]) + asked["max_tokens"])
+        most = BODY_BYTES + tokens * self._token_bytes
+        return self._ask("POST", "/inference/v1/generate", body | self._model, most_bytes=most)
 
     def context(self) -> int:
         models = self._ask("GET", "/v1/models")
         try:
-            return int(models["data"][0]["max_model_len"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            context = models["data"][0]["max_model_len"]
+        except (KeyError, IndexError, TypeError) as error:
             raise RequestFailed(f"{self.name}/v1/models names no max_model_len") from error
+        if type(context) is not int or not 0 < context < 2**31:
+            raise RequestFailed(
+                f"{self.name}/v1/models must name max_model_len as a number of tokens, got "
+                f"{shown(context)}"
+            )
+        return context
 
     def health(self) -> None:
         self._ask("GET", "/health", timeout_s=HEALTH_S)
@@ -137,7 +130,7 @@ class HttpBackend:
     def answers(self, path: str, timeout_s: float) -> bool:
         """Whether anything at all comes back in time, a refusal included."""
         try:
-            self._send("GET", path, None, timeout_s)
+            self._send("GET", path, None, timeout_s, BODY_BYTES)
         except RequestFailed:
             return False
         return True
@@ -147,23 +140,21 @@ class HttpBackend:
 
         Asked by GET, which runs none: 405 from an open route. Raises RequestFailed.
         """
-        return self._send("GET", "/collective_rpc", None, HEALTH_S, {}).status not in _CLOSED
+        response = self._send("GET", "/collective_rpc", None, HEALTH_S, BODY_BYTES, Key(""))
+        return response.status not in _CLOSED
 
     def loaded_state(self) -> list[dict[str, Any]]:
         response = self._ask(
             "POST", "/collective_rpc", {"method": "jaxmoe_loaded_state"},
-            timeout_s=min(LOADED_S, self._timeout_s),
+            timeout_s=min(LOADED_S, self._timeout_s), most_bytes=STATE_BYTES,
         )  # fmt: skip
-        loaded = response.get("results") if isinstance(response, dict) else None
-        if (
-            not isinstance(loaded, list)
-            or not loaded
-            or not all(isinstance(worker, dict) for worker in loaded)
-        ):
+        results = response.get("results") if isinstance(response, dict) else None
+        try:
+            return checked_states(results)
+        except ValueError as error:
             raise RequestFailed(
-                f"{self.name}/collective_rpc jaxmoe_loaded_state answered {str(response)[:99]}"
-            )
-        return loaded
+                f"{self.name}/collective_rpc jaxmoe_loaded_state: {error}"
+            ) from error
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
@@ -193,50 +184,53 @@ class HttpBackend:
     def close(self, why: str = "") -> None:
         """Whoever waits for a response stops waiting: RequestFailed, which says why."""
         self._why_closed = self._why_closed or why
-        self._pool.close()
-        with self._lock:
-            self._closed, live = True, list(self._live)
-        for connection in live:
-            with suppress(OSError, AttributeError):  # it is closed already
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        self._client.close()
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._ask("POST", path, body)
 
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None,
-        *, timeout_s: float | None = None,
+        *, timeout_s: float | None = None, most_bytes: int = BODY_BYTES,
     ) -> Any:  # fmt: skip
         where = f"{self.name}{path}"
-        response = self._send(method, path, body, timeout_s or self._timeout_s)
+        response = self._send(method, path, body, timeout_s or self._timeout_s, most_bytes)
         if response.status == 401:
             raise RequestFailed(
                 f"{where} answered 401: it wants another key. Set {VARIABLE} to the one that it "
                 "was started with"
             )
         if response.status != 200:
-            text = printable(response.data.decode(errors="replace")[:SHOWN])
-            raise RequestFailed(f"{where} answered {response.status}: {text}")
-        if not response.data:
+            raise RequestFailed(f"{where} answered {response.status}: {self._shown(response.body)}")
+        if not response.body:
             return {}
+        if self._key.is_in(response.body):  # a later message would show it
+            raise RequestFailed(f"{where} answered with the key of the request in its text")
         try:
-            return json.loads(response.data)
+            return read_json(response.body, most_bytes)
         except ValueError as error:
-            raise RequestFailed(f"{where} answered no JSON: {response.data[:80]!r}") from error
+            raise RequestFailed(
+                f"{where} answered no JSON that can be used ({self._shown(str(error))}): "
+                f"{self._shown(response.body, 80)}"
+            ) from None
+
+    def _shown(self, text: bytes | str, length: int = SHOWN) -> str:
+        if isinstance(text, bytes):
+            text = text[:LOOKED_AT].decode(errors="replace")
+        return printable(self._key.redact(text)[:length])
 
     def _send(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float,
-        key: dict[str, str] | None = None,
-    ) -> Any:  # fmt: skip
+        most_bytes: int, key: Key | None = None,
+    ) -> Response:  # fmt: skip
         data = None if body is None else json.dumps(body).encode()
-        headers = (self._headers if key is None else key) | (
+        headers = (self._key if key is None else key).headers() | (
             {} if data is None else {"Content-Type": "application/json"}
         )
-        timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)
         try:
-            return self._pool.request(
-                method, self._prefix + path, body=data, headers=headers, timeout=timeout
+            return self._client.request(
+                method, path, data, headers, timeout_s=timeout_s, most_bytes=most_bytes
             )
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            why = self._why_closed or f"{type(error).__name__}: {error}"
-            raise RequestFailed(f"{self.name}{path}: {why}") from error
+        except HttpFailed as error:
+            why = self._why_closed or self._shown(str(error))
+            raise RequestFailed(f"{self.name}{path}: {why}") from None

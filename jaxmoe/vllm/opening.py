@@ -14,7 +14,12 @@ import jax
 from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
 from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import Backend, RequestFailed
-from jaxmoe.vllm.http_backend import HttpBackend, check_guarded, key_of_running_servers
+from jaxmoe.vllm.http_backend import (
+    HttpBackend,
+    body_bytes_per_token,
+    check_guarded,
+    key_of_running_servers,
+)
 from jaxmoe.vllm.placement import (
     Placement,
     gpus_each,
@@ -39,6 +44,7 @@ def open_backends(
     if vllm.urls:
         named: dict[str, Any] = dict(timeout_s=vllm.request_timeout_s, connections=rows)
         named["model"] = "" if adapter is None else ADAPTER
+        named["token_bytes"] = body_bytes_per_token(cfg)
         key = key_of_running_servers()
         return [(HttpBackend(url, key=key, **named), None) for url in vllm.urls]
     if vllm.launch == 0:

@@ -22,6 +22,7 @@ from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm.request import PromptRequest, sample, score
 from jaxmoe.vllm.responses import Completion
 from jaxmoe.vllm.server import Server
+from jaxmoe.vllm.strict_json import shown
 from jaxmoe.vllm.sync import Logps, Probe, ProbeReference, names, transfer_weights, workers
 from jaxmoe.vllm.transport import Transport
 from jaxmoe.weight_sync.files import WeightFile
@@ -240,7 +241,7 @@ class Replica:
                 unknown = sorted(labels - self._verified.keys())
                 if unknown:
                     raise RequestFailed(
-                        f"{self.backend.name} sampled from weights {unknown[:3]}, which it was "
+                        f"{self.backend.name} sampled from weights {shown(unknown)}, which it was "
                         "not verified to hold"
                     )
         try:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.vllm.backend import RequestFailed
+from jaxmoe.vllm.strict_json import shown
 
 ABOVE_ZERO = 1e-4  # a rounded log-prob may be this much above 0, nats
 MISSING = -9000.0  # vLLM writes -9999 for a log-prob that it has not, or that is no number
@@ -45,7 +46,7 @@ def completions(response: Any, expected: ExpectedResponse, cfg: ModelConfig) -> 
     """The choices in the order of the samples, every one of them checked."""
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
-        raise RequestFailed(f"a response must have a list of choices; got {str(response)[:120]}")
+        raise RequestFailed(f"a response must have a list of choices; got {shown(response)}")
     if len(choices) != expected.samples:
         raise RequestFailed(f"asked for {expected.samples} samples of a prompt, got {len(choices)}")
     if not all(type(c.get("index")) is int for c in choices):
@@ -54,7 +55,7 @@ def completions(response: Any, expected: ExpectedResponse, cfg: ModelConfig) -> 
     if by_index.keys() != set(range(expected.samples)):
         raise RequestFailed(
             f"choices must be numbered 0 to {expected.samples - 1}, got "
-            f"{[c.get('index') for c in choices]}"
+            f"{shown([c.get('index') for c in choices])}"
         )
     return [_completion(by_index[i], expected, cfg) for i in range(expected.samples)]
 
@@ -63,7 +64,7 @@ def prompt_logps(response: Any, tokens: list[int], cfg: ModelConfig) -> np.ndarr
     """float32 [T]: the log-prob of each given token at temperature 1; 0 for the first."""
     rows = response.get("prompt_logprobs") if isinstance(response, dict) else None
     if not isinstance(rows, list) or len(rows) != len(tokens):
-        got = len(rows) if isinstance(rows, list) else rows
+        got = len(rows) if isinstance(rows, list) else shown(rows)
         raise RequestFailed(f"prompt_logprobs must have {len(tokens)} entries, got {got}")
     found = [0.0]
     for i, (row, token) in enumerate(zip(rows[1:], tokens[1:], strict=True), start=1):
@@ -80,10 +81,10 @@ def _completion(choice: dict[str, Any], expected: ExpectedResponse, cfg: ModelCo
     if tokens is None and aborted:
         tokens = []
     if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
-        raise RequestFailed(f"token_ids must be a list of whole numbers, got {str(tokens)[:80]}")
+        raise RequestFailed(f"token_ids must be a list of whole numbers, got {shown(tokens)}")
     outside = [t for t in tokens if not 0 <= t < cfg.vocab_size]
     if outside:
-        raise RequestFailed(f"token ids must be below {cfg.vocab_size}, got {outside[:4]}")
+        raise RequestFailed(f"token ids must be below {cfg.vocab_size}, got {shown(outside[:4])}")
     if len(tokens) > expected.max_tokens or not (tokens or aborted):
         raise RequestFailed(
             f"a response must have 1 to {expected.max_tokens} tokens, got {len(tokens)}"
@@ -113,28 +114,28 @@ def _check_end(tokens: list[int], finish: Any, expected: ExpectedResponse) -> No
                 "is the server's --max-model-len too small?"
             )
     else:
-        raise RequestFailed(f"finish_reason must be stop, length or abort, got {finish!r}")
+        raise RequestFailed(f"finish_reason must be stop, length or abort, got {shown(finish)}")
 
 
 def _logps(logprobs: Any, tokens: list[int]) -> list[float]:
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     content = content if content is not None else []
     if not isinstance(content, list) or len(content) != len(tokens):
-        got = len(content) if isinstance(content, list) else content
+        got = len(content) if isinstance(content, list) else shown(content)
         raise RequestFailed(f"{len(tokens)} tokens must have as many log-probs, got {got}")
     found = []
     for i, (entry, token) in enumerate(zip(content, tokens, strict=True)):
         if not isinstance(entry, dict) or entry.get("token_id") != token:
-            raise RequestFailed(f"log-prob {i} must be of token {token}, is {str(entry)[:80]}")
+            raise RequestFailed(f"log-prob {i} must be of token {token}, is {shown(entry)}")
         found.append(_logp(entry.get("logprob"), f"log-prob {i}"))
     return found
 
 
 def _logp(value: Any, what: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise RequestFailed(f"{what} must be a finite number, got {value!r}")
+    if type(value) not in (int, float) or value != value or abs(value) == math.inf:
+        raise RequestFailed(f"{what} must be a finite number, got {shown(value)}")
     if not MISSING < value <= ABOVE_ZERO:
-        raise RequestFailed(f"{what} must be a log-prob, got {value!r}")
+        raise RequestFailed(f"{what} must be a log-prob, got {shown(value)}")
     return min(float(value), 0.0)
 
 
@@ -142,13 +143,12 @@ def _labels(spans: Any, count: int) -> list[str]:
     labels: list[str] = []
     for span in spans if isinstance(spans, list) else []:
         ok = isinstance(span, dict) and isinstance(span.get("version"), str)
-        if not ok or span.get("start") != len(labels) or type(span.get("end")) is not int:
-            raise RequestFailed(
-                f"weight_versions must be spans without gaps, got {str(spans)[:160]}"
-            )
+        ok = ok and type(span.get("start")) is int and type(span.get("end")) is int
+        if not ok or not len(labels) == span["start"] <= span["end"]:
+            raise RequestFailed(f"weight_versions must be spans without gaps, got {shown(spans)}")
         labels += [span["version"]] * (min(span["end"], count + 1) - len(labels))
     if len(labels) != count:
-        raise RequestFailed(f"weight_versions must cover {count} tokens, got {str(spans)[:160]}")
+        raise RequestFailed(f"weight_versions must cover {count} tokens, got {shown(spans)}")
     return labels
 
 
@@ -178,7 +178,7 @@ def _experts(encoded: Any, rows: int, aborted: bool, cfg: ModelConfig) -> np.nda
         return None
     try:
         array = read_npy(base64.b64decode(encoded, validate=True))
-    except (binascii.Error, ValueError, TypeError) as error:
+    except (binascii.Error, ValueError, TypeError, OverflowError) as error:
         raise RequestFailed(f"routed_experts must be base64 of an .npy: {error}") from error
     shape = (rows, cfg.n_layers, cfg.experts_per_token)
     if array.shape != shape and aborted:

@@ -33,8 +33,9 @@ from jaxmoe.vllm import processes
 from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.heartbeat import Heartbeat
-from jaxmoe.vllm.http_backend import HttpBackend
+from jaxmoe.vllm.http_backend import HttpBackend, body_bytes_per_token
 from jaxmoe.vllm.placement import Placement
+from jaxmoe.vllm.redact import Key
 from jaxmoe.vllm.secrets_kept import without_secrets
 from jaxmoe.vllm.sync import PROCESSED
 from jaxmoe.vllm_plugin import door, watchdog
@@ -205,6 +206,7 @@ class Server:
         backend = HttpBackend(
             self.url, timeout_s=self._cfg.request_timeout_s, connections=self._rows, key=self.key,
             model="" if self._adapter is None else ADAPTER,
+            token_bytes=body_bytes_per_token(self._model),
         )  # fmt: skip
         try:
             with phase(f"starting vLLM {self._number} (its log: {self.log})"):
@@ -272,7 +274,8 @@ class Server:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError as error:
             return f"(no log: {error})"
-        return "\n".join(f"  | {line}" for line in lines[-TAIL:])
+        key = Key(self.key)
+        return "\n".join(f"  | {key.redact(line)}" for line in lines[-TAIL:])
 
     def stop(self) -> None:
         """End it and its children; may be called twice."""

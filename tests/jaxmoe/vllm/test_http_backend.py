@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.vllm import http_backend
+from jaxmoe.vllm import http_backend, http_client
 from jaxmoe.vllm.http_backend import HttpBackend
 
 KEPT_S = 0.5  # by a server that forgets
@@ -48,7 +48,7 @@ def test_a_connection_is_kept_while_it_is_fresh_and_dropped_before_the_server_do
     server, monkeypatch
 ):
     url, seen = server
-    monkeypatch.setattr(http_backend, "IDLE_S", 0.6 * KEPT_S)
+    monkeypatch.setattr(http_client, "IDLE_S", 0.6 * KEPT_S)
     backend = HttpBackend(url, timeout_s=5.0)
     for _ in range(5):
         backend.health()
@@ -83,7 +83,7 @@ def test_closing_while_threads_connect_ends_them_all(server):
 
 def test_the_server_here_does_what_the_rule_is_for(server, monkeypatch):
     url, _ = server
-    monkeypatch.setattr(http_backend, "IDLE_S", 100.0)
+    monkeypatch.setattr(http_client, "IDLE_S", 100.0)
     backend = HttpBackend(url, timeout_s=5.0)
     backend.health()
     time.sleep(1.2 * KEPT_S)
