@@ -64,6 +64,7 @@ from jaxmoe.rl.state import (
 )
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.rollout.recorded_experts import unknown_experts
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Params
 
@@ -233,6 +234,8 @@ def reinforce(job: Job) -> None:
                 if cfg.rollout.overlong_buffer:
                     paid = after_penalty(cfg, collected.rollouts, collected.rewards)
                     metrics["reward/after_penalty_mean"] = float(np.nanmean(paid))
+                if batch.routed_experts_BTLA is not None:
+                    metrics |= unknown_experts(collected.rollouts)
                 with job.logged_if_it_breaks(metrics):
                     job.record(step, collected, batch, told)
                     with job.clock("weight_sync"):

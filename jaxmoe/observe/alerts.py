@@ -56,6 +56,9 @@ RULES = (
          "rollout.max_new_tokens: most answers are cut off, and scored unfinished"),
     Rule("batch/padding_frac", lambda x: x > 0.5, "> 0.5 of the tokens",
          "optim.tokens_per_microbatch: above 0, sequences share rows"),
+    Rule("router/unknown_experts_frac", lambda x: x > 0.05, "> 0.05 of the tokens",
+         "the engine's expert kernel: it does not record what it routes, and these tokens are "
+         "routed anew (for vLLM: another --moe-backend, or --no-enable-prefix-caching)"),
     Rule("rollout/incidents", lambda x: x > 0.0, "> 0",
          "the lines after this one in metrics.jsonl; the engine failed and was mended"),
     Rule("gate/closed", lambda x: x > 0.0, "> 0", "gate.*: this batch was not trained on"),

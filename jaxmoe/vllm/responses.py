@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.rollout.recorded_experts import checked_experts
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.strict_json import shown
 
@@ -29,7 +30,7 @@ class Completion:
     logp: list[float]
     finish: str  # stop, length or abort
     labels: list[str]  # of the weights, one a token
-    experts: np.ndarray | None  # [P+T-1, L, A]
+    experts: np.ndarray | None  # int16 [P+T-1, L, A]; UNKNOWN_EXPERT for tokens without any
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _completion(choice: dict[str, Any], expected: ExpectedResponse, cfg: ModelCo
     return Completion(
         tokens, _logps(choice.get("logprobs"), tokens), str(finish),
         _labels(choice.get("weight_versions"), len(tokens)),
-        _experts(choice.get("routed_experts"), read, aborted, cfg),
+        _experts(choice.get("routed_experts"), read, aborted, cfg, expected.prompt_tokens),
     )  # fmt: skip
 
 
@@ -173,7 +174,9 @@ def read_npy(raw: bytes) -> np.ndarray:
     return array.reshape(shape, order="F" if header[2] == "True" else "C")
 
 
-def _experts(encoded: Any, rows: int, aborted: bool, cfg: ModelConfig) -> np.ndarray | None:
+def _experts(
+    encoded: Any, rows: int, aborted: bool, cfg: ModelConfig, prompt_tokens: int
+) -> np.ndarray | None:
     if encoded is None:
         return None
     try:
@@ -188,6 +191,7 @@ def _experts(encoded: Any, rows: int, aborted: bool, cfg: ModelConfig) -> np.nda
             f"routed_experts must be whole numbers of shape {shape}, got {array.dtype} of shape "
             f"{array.shape}"
         )
-    if array.size and not (0 <= array.min() and array.max() < cfg.n_experts):
-        raise RequestFailed(f"routed_experts must be below {cfg.n_experts}, got {array.max()}")
-    return array.astype(np.int32)
+    try:
+        return checked_experts(array, n_experts=cfg.n_experts, prompt_tokens=prompt_tokens)
+    except ValueError as error:
+        raise RequestFailed(f"routed_experts: {error}") from error

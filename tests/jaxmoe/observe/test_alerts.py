@@ -28,6 +28,7 @@ CASES = [
     ("response_len/mean", 5.0, 1.5, DOWN, "< 1.5 tokens", "python -m jaxmoe.samples: the policy"),
     ("stop/max_tokens_frac", 0.1, 0.5, UP, "> 0.5", "rollout.max_new_tokens"),
     ("batch/padding_frac", 0.1, 0.5, UP, "> 0.5 of the tokens", "optim.tokens_per_microbatch"),
+    ("router/unknown_experts_frac", 0.0, 0.05, UP, "> 0.05 of the tokens", "the engine's expert"),
     ("rollout/incidents", 0.0, 0.0, UP, "> 0", "the lines after this one in metrics.jsonl"),
     ("gate/closed", 0.0, 0.0, UP, "> 0", "gate.*: this batch was not trained on"),
 ]

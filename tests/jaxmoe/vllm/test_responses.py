@@ -49,7 +49,10 @@ def npy(array):
 
 
 def choice(index, tokens, finish):
-    experts = np.random.default_rng(index).integers(0, 6, (3 + len(tokens) - 1, 2, 2))
+    rows = np.random.default_rng(index).permuted(
+        np.tile(np.arange(6), (2 * (len(tokens) + 2), 1)), axis=1
+    )
+    experts = rows[:, :2].reshape(-1, 2, 2)  # distinct, of each token and layer
     return {
         "index": index, "token_ids": tokens, "finish_reason": finish,
         "logprobs": {"content": [{"token_id": t, "logprob": -0.5 - t} for t in tokens]},
@@ -123,7 +126,9 @@ WRONG = {
     ),
     "experts cut": (put(routed_experts=npy(np.zeros((5, 2, 2), np.uint8))), r"shape \(6, 2, 2\)"),
     "experts of numbers": (put(routed_experts=npy(np.zeros((6, 2, 2)))), "whole numbers"),
-    "an expert outside": (put(routed_experts=npy(np.full((6, 2, 2), 6, np.uint8))), "below 6"),
+    "an expert outside": (
+        put(routed_experts=npy(np.full((6, 2, 2), 6, np.uint8))), "from 0 to 5.* got 6"
+    ),
     "experts torn": (put(routed_experts="abc"), "base64 of an .npy"),
 }  # fmt: skip
 
@@ -139,6 +144,15 @@ def test_what_is_wrong_is_refused_by_name(name):
 def test_no_answer_at_all_is_refused(answer):
     with pytest.raises(RequestFailed, match="list of choices"):
         completions(answer, ASKED, CFG)
+
+
+@pytest.mark.parametrize("rows", ["zeros", "marked"])
+def test_tokens_whose_experts_are_not_known_are_routed_by_the_trainer(rows):
+    """All zeros is what some fused kernels record, for a cached prompt say; -1 is vLLM's mark."""
+    experts = completions(GOOD, ASKED, CFG)[0].experts.copy()
+    experts[:3] = 0 if rows == "zeros" else -1
+    made = completions(spoilt(put(routed_experts=npy(experts))), ASKED, CFG)[0].experts
+    assert (made[:3] == -1).all() and np.array_equal(made[3:], experts[3:])
 
 
 def test_an_aborted_answer_may_be_short_or_empty():
@@ -162,13 +176,13 @@ def test_a_continued_sample_keeps_each_pieces_log_probs_labels_and_experts():
     (first,) = completions({"choices": [head]}, asked, CFG)
     rest = choice(0, [7, 8], "length")
     rest["weight_versions"] = [{"version": "r:3", "start": 0, "end": 2}]
-    rest["routed_experts"] = npy(np.full((3 + 2 + 2 - 1, 2, 2), 5, np.uint8))
+    rest["routed_experts"] = npy(np.tile(np.uint8([5, 3]), (3 + 2 + 2 - 1, 2, 1)))
     (second,) = completions({"choices": [rest]}, ExpectedResponse(5, 1, 2, frozenset()), CFG)
     made = _joined(first, second, prompt=3)
     assert made.tokens == [5, 6, 7, 8] and made.finish == "length"
     assert made.labels == ["r:1", "r:2", "r:3", "r:3"]
     assert made.experts is not None and np.array_equal(made.experts[:4], whole.experts[:4])
-    assert (made.experts[4:] == 5).all() and len(made.experts) == 6
+    assert (made.experts[4:] == [5, 3]).all() and len(made.experts) == 6
 
 
 def test_scores_must_be_of_every_given_token():

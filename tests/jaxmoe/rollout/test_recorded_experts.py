@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A token's recorded experts are ones that a router can have chosen, or counted as unknown."""
+
+import numpy as np
+import pytest
+
+from jaxmoe.observe.alerts import alerts
+from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
+from jaxmoe.rollout.packed_rollouts import from_bytes, to_bytes
+from jaxmoe.rollout.recorded_experts import checked_experts, unknown_experts
+
+N, LAYERS, ACTIVE, PROMPT, TOKENS = 7, 3, 2, 4, 9
+
+
+def routed(dtype=np.uint8, active=ACTIVE):
+    dice = np.random.default_rng(5)
+    chosen = [dice.permutation(N)[:active] for _ in range(TOKENS * LAYERS)]
+    return np.array(chosen, dtype).reshape(TOKENS, LAYERS, active)
+
+
+def check(array, **options):
+    return checked_experts(array, **{"n_experts": N, "prompt_tokens": PROMPT, **options})
+
+
+def unknown(array, **options):
+    """Numbers of the tokens that are not known; the others must be as they were."""
+    made = check(array, **options)
+    assert made.dtype == np.int16
+    lost_T = (made == UNKNOWN_EXPERT).all(axis=(1, 2))
+    np.testing.assert_array_equal(made[~lost_T], array[~lost_T])
+    assert not (made[~lost_T] == UNKNOWN_EXPERT).any()
+    return np.flatnonzero(lost_T).tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64])
+def test_experts_that_a_router_can_choose_stay_as_they_are(dtype):
+    assert unknown(routed(dtype)) == []
+
+
+def test_rows_of_zeros_are_unknown():
+    array = routed()
+    array[2] = 0
+    assert unknown(array) == [2]
+    assert unknown(np.zeros_like(array)) == list(range(TOKENS))
+
+
+def test_a_prompt_of_zeros_is_unknown_and_its_answer_is_not():
+    array = routed()
+    array[:PROMPT] = 0
+    assert unknown(array) == list(range(PROMPT))
+
+
+def test_one_expert_twice_in_one_layer_makes_its_token_unknown():
+    array = routed()
+    array[6, 1] = array[6, 1, 0]
+    assert unknown(array) == [6]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mark"), [(np.int16, -1), (np.int32, -1), (np.uint8, 255), (np.uint16, 65535)]
+)
+def test_the_mark_of_an_engine_is_unknown_as_its_unsigned_form_is(dtype, mark):
+    array = routed(dtype)
+    array[3], array[5, 2] = mark, mark  # a whole token; one layer of another
+    assert unknown(array) == [3, 5]
+
+
+def test_expert_255_of_256_is_an_expert():
+    array = routed()
+    array[1, 1, 0] = 255
+    assert unknown(array, n_experts=256) == []
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(np.int32, N), (np.int32, -2), (np.uint8, 254)])
+def test_a_number_that_is_neither_expert_nor_mark_is_refused_by_its_value(dtype, value):
+    array = routed(dtype)
+    array[4, 0, 1] = value
+    with pytest.raises(ValueError, match=rf"from 0 to 6, or -1 where they are not .* got {value}"):
+        check(array)
+
+
+def test_with_one_expert_a_token_only_a_whole_part_of_zeros_is_unknown():
+    array = routed(active=1)
+    array[1], array[7] = 0, 0
+    assert unknown(array) == []
+    array[:PROMPT] = 0
+    assert unknown(array) == list(range(PROMPT))
+    assert unknown(np.zeros_like(array), n_experts=1) == []  # one expert: always this one
+
+
+def rollout(experts):
+    tokens = np.arange(TOKENS + 1 - PROMPT, dtype=np.int32)
+    return Rollout(
+        Prompt(0, "", tuple(range(PROMPT)), None), tokens, -np.ones(len(tokens), np.float32),
+        StopReason.MAX_TOKENS, tokens, routed_experts=experts,
+    )  # fmt: skip
+
+
+def test_what_is_unknown_is_counted_and_much_of_it_is_an_alert():
+    array = routed()
+    array[:PROMPT] = 0
+    some, none = check(array), check(routed())
+    metrics = unknown_experts([rollout(some), rollout(none), rollout(None)])
+    assert metrics == {"router/unknown_experts_frac": PROMPT / (2 * TOKENS)}
+    assert "routed anew" in alerts(metrics)["router/unknown_experts_frac"]
+    assert unknown_experts([rollout(none)]) == {"router/unknown_experts_frac": 0.0}
+    assert unknown_experts([rollout(None)]) == {} and not alerts(unknown_experts([rollout(none)]))
+
+
+def test_unknown_experts_pass_from_process_to_process():
+    array = routed()
+    array[5] = 0
+    sent = [rollout(check(array)), rollout(check(routed()))]
+    received, _ = from_bytes(to_bytes(sent))
+    assert unknown_experts(received) == unknown_experts(sent) != {}
+    for a, b in zip(sent, received, strict=True):
+        np.testing.assert_array_equal(a.routed_experts, b.routed_experts)
+        assert b.routed_experts.dtype == np.int16
