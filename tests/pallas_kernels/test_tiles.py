@@ -50,3 +50,23 @@ def test_the_compiler_does_not_know_how_often_the_loop_turns():
     """Of one turn it would make none, and fuse the tile with what is around it."""
     text = tiled.lower(*inputs(ROWS)).compile().as_text()
     assert " while(" in text and "known_trip_count" not in text
+
+
+# as users compile: tests/conftest.py has LLVM optimise little
+AS_USERS = {
+    "xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": "False",
+}  # fmt: skip
+
+
+def test_a_tile_alone_has_the_bits_it_has_among_others_whatever_is_around_it():
+    """Why the count is hidden: of one turn the compiler fuses the tile with what is before it."""
+
+    def around(x_MD, whole, scale):
+        out, _ = in_tiles(softmax_of_product, (x_MD * scale, jnp.zeros(len(x_MD))), whole)
+        return (out + 1.0) * scale
+
+    run = jax.jit(around, compiler_options=AS_USERS)
+    (x_MD, _), whole = inputs(70)
+    every = run(x_MD, whole, 1.7)
+    for count in (1, 20, ROWS):
+        assert np.array_equal(run(x_MD[:count], whole, 1.7), every[:count]), count

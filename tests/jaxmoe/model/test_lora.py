@@ -42,6 +42,20 @@ def test_before_training_they_change_no_bit():
     assert float(jnp.abs(moved - plain[0]).max()) > 0.5
 
 
+def test_a_begins_at_one_over_the_root_of_the_inputs_whatever_the_rank():
+    """So a change's size does not depend on the width of what it multiplies."""
+    for rank in (2, 16):
+        lora = replace(LORA, attention_rank=rank, expert_rank=rank)
+        adapters = init_adapters(jax.random.key(4), CFG, lora)
+        for layer in adapters["layers"].values():
+            for name, pair in layer.items():
+                inputs, count = pair.a.shape[-1], pair.a.size
+                assert pair.a.shape[-2] == rank != inputs
+                # the deviation of so many normal numbers is known to within 5 of its own
+                assert abs(float(pair.a.std()) * inputs**0.5 - 1) < 5 / (2 * count) ** 0.5, name
+                assert not np.any(pair.b)
+
+
 def test_log_probs_are_those_of_the_merged_weights_and_not_of_wrong_ones():
     base, adapters = base_of(), adapters_of()
     right = logp(whole(base, adapters))[0]

@@ -14,6 +14,7 @@ import pytest
 from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
 from jaxmoe.losses import gae
 from jaxmoe.model import init_params, new_critic, plain_ops
+from jaxmoe.model.router import replay, route
 from jaxmoe.parallel import expert
 from jaxmoe.parallel import ops as mesh_ops
 from jaxmoe.parallel.ops import sharded_ops
@@ -69,8 +70,25 @@ def make_batch(seed):
     )
 
 
+def routed_batch(seed):
+    """With experts that no router would choose."""
+    batch = make_batch(seed)
+    ranks = np.random.default_rng(seed).random((B, T, CFG.n_layers, CFG.n_experts)).argsort(-1)
+    chosen = ranks[..., : CFG.experts_per_token].astype(np.uint8)
+    return replace(batch, routed_experts_BTLA=chosen)
+
+
+def with_hot_biases(params):
+    """A bias of zeros shows nothing of how often it is added."""
+
+    def hot(path, x):
+        return 0.3 * jnp.cos(jnp.arange(x.size)).reshape(x.shape) if "b_" in str(path[-1]) else x
+
+    return jax.tree_util.tree_map_with_path(hot, params)
+
+
 def start(a):
-    params = init_params(jax.random.key(0), CFG)
+    params = with_hot_biases(init_params(jax.random.key(0), CFG))
     critic = None
     if a.critic != "none":
         critic = new_critic(params, CFG, "float32", own_backbone=True)
@@ -79,10 +97,13 @@ def start(a):
     return new_state(Trained(params, critic), TX, Frozen(reference))
 
 
-def losses(a, sizes, steps, remat=lambda pair: pair):
-    """The losses of so many steps on a mesh, all by one program."""
+def losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, router=route):
+    """Loss, entropy and gradient norm of so many steps on a mesh, all by one program.
+
+    Of the loss alone little would be seen: where the ratio is 1 it is that of any model.
+    """
     mesh = make_mesh(MeshConfig(**sizes))
-    ops = sharded_ops(replace(plain_ops(), remat=remat), mesh, CFG)
+    ops = sharded_ops(replace(plain_ops(), remat=remat, router=router), mesh, CFG)
     state = place_state(start(a), CFG, mesh)
     pins = (
         {} if mesh is None else {"out_shardings": (state_shardings(state, CFG, mesh), None, None)}
@@ -92,13 +113,13 @@ def losses(a, sizes, steps, remat=lambda pair: pair):
         donate_argnums=0, **pins,
     )  # fmt: skip
     # a program made ahead refuses what another step would need: other shapes, other places
-    step = step.lower(state, place(make_batch(0), mesh)).compile()
+    step = step.lower(state, place(batch(0), mesh)).compile()
     if mesh is not None:  # or devices of a CPU may wait for each other: jaxmoe/parallel/host.py
         assert not beside_loops(step.as_text())
     found = []
     for seed in range(steps):
-        state, metrics, _ = step(state, place(make_batch(seed), mesh))
-        found.append(float(metrics["loss"]))
+        state, metrics, _ = step(state, place(batch(seed), mesh))
+        found.append([float(metrics[name]) for name in ("loss", "policy/entropy", "grad/norm")])
     return np.array(found)
 
 
@@ -108,9 +129,11 @@ def on_one(a, steps):
 
 
 def test_a_step_on_a_mesh_is_the_step_on_one_device():
+    """With biases that are not 0, and experts that are the engine's and not the router's own."""
     plain = Algorithm()  # one forward: the slow ones have a reference, old log-probs, a critic
-    found = losses(plain, {"fsdp": 2, "expert": 2, "tensor": 2}, 2)
-    assert np.abs(found - on_one(plain, 2)).max() < 2e-5
+    options = {"batch": routed_batch, "router": replay}
+    found = losses(plain, {"fsdp": 2, "expert": 2, "tensor": 2}, 2, **options)
+    assert np.abs(found - losses(plain, {}, 2, **options)).max() < 2e-5
 
 
 def program(sizes, rows=8, length=1600):

@@ -8,9 +8,10 @@ import pytest
 from attention_oracle import compare, cotangents, values_and_gradients
 
 from pallas_kernels import sink_attention
+from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases
 from pallas_kernels.sink_attention.aligned import aligned_attention
-from pallas_kernels.sink_attention.aligned_blocks import KEYS
+from pallas_kernels.sink_attention.aligned_blocks import KEYS, ring_of_blocks
 
 
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
@@ -69,6 +70,28 @@ def test_a_query_alone_has_the_bits_it_has_in_a_row_whatever_slots_its_keys_are_
             spread(place, 5), spread(ones, 0),
         )  # fmt: skip
         assert np.array_equal(found[0][0, 0], o[0, t]) and np.array_equal(found[1][0, 0], lse[0, t])
+
+
+@pytest.mark.parametrize("window", [None, 9, KEYS + 5])
+@pytest.mark.parametrize("slots", [1, 2, KEYS, KEYS + 1, 2 * KEYS])
+def test_a_full_ring_has_a_place_for_every_key_wherever_its_first_block_begins(slots, window):
+    """So many keys touch one block more where the first lies at a block's end."""
+    for oldest in (0, 1, KEYS - 1, KEYS, 5 * KEYS - 2):
+        positions = oldest + (np.arange(slots) + 3) % slots  # each where a cache has it
+        q_positions = np.sort(positions)[-2:]
+        layout = Layout(*(
+            jnp.asarray(x, jnp.int32)[None]
+            for x in (q_positions, positions, np.ones_like(q_positions), np.ones_like(positions))
+        ))  # fmt: skip
+        blocks, (begin_BT, end_BT) = ring_of_blocks(layout, window or 0)
+        for position, begin, end in zip(q_positions, begin_BT[0], end_BT[0], strict=True):
+            read = np.asarray(blocks.slot_BCX[0, int(begin) : int(end)])
+            first = np.asarray(blocks.block_BC[0, int(begin)]) * KEYS
+            at = first + np.arange(read.size)
+            seen = {p: s for p, s in zip(at, read.reshape(-1), strict=True) if s >= 0}
+            wanted = positions[positions <= position]
+            wanted = wanted[wanted > position - window] if window else wanted
+            assert all(positions[seen[p]] == p for p in wanted), (slots, oldest, position)
 
 
 def test_a_query_without_keys_has_the_sink_alone():
