@@ -118,19 +118,25 @@ def reconcile(
     def scored(v: Variant) -> Scores:
         return _scored(v, run, sampling)
 
-    cache: dict[tuple[Any, ...], np.ndarray] = {}
+    cache: dict[tuple[Any, ...], tuple[np.ndarray, float]] = {}
 
-    def engine_logps(faults: Faults, jitter: bool = False) -> np.ndarray:
+    def computed(faults: Faults, jitter: bool = False) -> tuple[np.ndarray, float]:
+        """Log-probs, and the mean of their ulp."""
         key = (jitter, *((h.name, h.value) for h in faults))
         if key not in cache:
             v = _jittered(base) if jitter else base
             for h in faults:
                 v = h.change(v)
-            cache[key] = v.engine_logp(_sampled(scored(v), v), log_kept_N)
+            scores = _sampled(scored(v), v)
+            cache[key] = v.engine_logp(scores, log_kept_N), float(scores.ulp_BT.mean())
         return cache[key]
 
+    def engine_logps(faults: Faults) -> np.ndarray:
+        return computed(faults)[0]
+
     def rounding_of(faults: Faults) -> float:
-        return mean_gap(engine_logps(faults), engine_logps(faults, jitter=True))
+        logp_N, ulp = computed(faults)
+        return mean_gap(logp_N, computed(faults, jitter=True)[0]) + ulp
 
     def deeper() -> Iterator[list[Hypothesis]]:
         if has_experts:
@@ -161,7 +167,7 @@ def _scored(v: Variant, run: Programs, sampling: Sampling) -> Scores:
     if not v.replays:  # of as many experts as the engine takes
         replay = np.full((*replay.shape[:3], v.cfg.experts_per_token), -1, np.int32)
     each = min(total, max(1, TOKENS_AT_ONCE // time))
-    axes, parts = (0, 0, 0, 1, 1, 1), []
+    axes, parts = (0, 0, 0, 0, 1, 1, 1), []
     for start in range(0, total, each):
         at = np.minimum(np.arange(start, start + each), total - 1)  # the last row fills up
         tokens, segments = jnp.asarray(rows.tokens_BT[at]), jnp.asarray(rows.segments_BT[at])
@@ -185,8 +191,9 @@ def _scored(v: Variant, run: Programs, sampling: Sampling) -> Scores:
 def _sampled(s: Scores, v: Variant) -> Scores:
     mask = v.rows.sampled_BT
     return s._replace(
-        logp_BT=s.logp_BT[mask], raw_BT=s.raw_BT[mask], log_kept_BT=s.log_kept_BT[mask]
-    )
+        logp_BT=s.logp_BT[mask], raw_BT=s.raw_BT[mask], log_kept_BT=s.log_kept_BT[mask],
+        ulp_BT=s.ulp_BT[mask],
+    )  # fmt: skip
 
 
 def _rounding(
@@ -195,10 +202,11 @@ def _rounding(
     cfg: ModelConfig,
     engine_dtype: str | None,
 ) -> Rounding:
-    """How far apart two right computations of these log-probs are."""
+    """How far apart two right computations of these log-probs are; `own` of Rounding."""
     mask = base.rows.sampled_BT
-    plain = scored(base).logp_BT[mask]
-    own = mean_gap(plain, scored(_jittered(base)).logp_BT[mask])
+    here = scored(base)
+    plain = here.logp_BT[mask]
+    own = mean_gap(plain, scored(_jittered(base)).logp_BT[mask]) + float(here.ulp_BT[mask].mean())
     if cfg.dtype == "float32" and engine_dtype in (None, "float32"):
         return Rounding(own, own)
     other, *more = other_dtypes(cfg)

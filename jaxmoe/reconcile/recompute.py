@@ -25,6 +25,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
+QUARTER_ULP = 2.0**-25  # of float32, times a number: what rounding moves it by, on average
 TOKENS_AT_ONCE = 256  # whose logits over the whole vocabulary are alive
 
 
@@ -59,6 +60,7 @@ class Scores(NamedTuple):
     logp_BT: Leaf  # at the temperature, over the whole vocabulary
     raw_BT: Leaf  # at temperature 1
     log_kept_BT: Leaf  # log of the mass that top-k and top-p keep
+    ulp_BT: Leaf  # 2^-25·(|logit| + |logsumexp|), tempered: a quarter ulp of each, up to a half
     experts_LBTA: Leaf  # this router's own choice, whatever was replayed
     margin_LBT: Leaf  # logits between the last expert taken and the first one left
     regret_LBT: Leaf  # Σ logits of its own choice − Σ logits of the experts that were used
@@ -117,7 +119,8 @@ def head(
     top_k: int,
     top_p: float,
 ) -> tuple[Float[Array, "B T"], ...]:
-    """Log-prob at the temperature, at 1, and log of the mass that top-k and top-p keep, nats."""
+    """Log-prob at the temperature, at 1, log of the mass that top-k and top-p keep, and the ulp
+    of `Scores`; nats."""
     return sequence_logprobs(
         params, hidden_BTD, tokens_BT, cfg,
         replace(ops, logprobs=partial(_logprobs, knobs, top_k, top_p)),
@@ -210,16 +213,18 @@ def _logprobs(
     knobs: Knobs, top_k: int, top_p: float, hidden_BTD: Float[Array, "B T D"], w_DV: Array,
     targets_BT: Array, *, temperature: Any, vocab_size: int,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Tempered, raw, and the log of the kept mass; a block of tokens' logits at a time."""
+    """Tempered, raw, log of the kept mass, ulp; a block of tokens' logits at a time."""
     w_DV = rounded(w_DV.astype(hidden_BTD.dtype)[:, :vocab_size], knobs.round_head)
 
-    def one(h_D: Array, target: Array) -> tuple[Array, Array, Array]:
+    def one(h_D: Array, target: Array) -> tuple[Array, ...]:
         raw_V = jnp.dot(rounded(h_D, knobs.round_head), w_DV, precision=lax.Precision.HIGHEST)
         raw_V = rounded(raw_V, knobs.round_logits)
         all_1V = raw_V[None] / temperature
         kept = keep_top(all_1V, top_k=top_k, top_p=top_p)
-        logp, raw = (x[target] - jax.nn.logsumexp(x) for x in (all_1V[0], raw_V))
-        return logp, raw, log_kept_mass(kept, all_1V)[0]
+        logit, total = all_1V[0, target], jax.nn.logsumexp(all_1V[0])
+        raw = raw_V[target] - jax.nn.logsumexp(raw_V)
+        ulp = (jnp.abs(logit) + jnp.abs(total)) * QUARTER_ULP
+        return logit - total, raw, log_kept_mass(kept, all_1V)[0], ulp
 
     flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), targets_BT.reshape(-1)
     size = min(TOKENS_AT_ONCE, targets_BT.size)

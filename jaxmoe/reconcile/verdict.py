@@ -29,9 +29,19 @@ EngineLogps = Callable[[Faults], np.ndarray]  # its log-probs under these faults
 
 @dataclass(frozen=True)
 class Rounding:
-    """What arithmetic alone does to mean |Δlogp| here, in nats."""
+    """What arithmetic alone does to mean |Δlogp| here, in nats.
 
-    own: float  # one rounding of float32 more or less in every layer; 0 where all is bfloat16
+    own = mean |Δlogp| of one rounding of float32 more or less in every layer (0 where layers
+    compute in bfloat16) + mean over tokens of 2^-25·(|z| + |lse|), z the tempered logit of the
+    token and lse the logarithm of the sum of the exponentials of all.
+    The second term is a quarter ulp of z and of lse, the last numbers that a log-prob z − lse is
+    made of: what rounding moves them by on average; NOISE times it is the most that two
+    computations can differ by. The first term falls as a policy becomes confident, for what moves z
+    then moves lse as well; the numbers keep their size and their rounding, and a log-prob near
+    −1e-7 is a few ulps of them, or none.
+    """
+
+    own: float
     engine: float  # of the engine's dtype against float32, or `own` where that is float32
     dtype: Hypothesis | None = None  # the engine's dtype is known, and not the trainer's
 
@@ -86,7 +96,7 @@ def judge(
     gap = left(())
     if gap <= own:
         why = (
-            "the gap is that of one rounding more or less in every layer "
+            "the gap is that of one rounding more or less in every layer and in the logits "
             f"({rounding.own:.2g}, up to {NOISE:g} times)"
         )
         return Verdict("agree", (), gap, gap, why, [])

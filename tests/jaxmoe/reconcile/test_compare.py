@@ -43,7 +43,7 @@ def test_unchanged_it_is_the_trainer():
     tokens, segments = jnp.asarray(rows.tokens_BT), jnp.asarray(rows.segments_BT)
     own = jnp.full_like(jnp.asarray(rows.replay_LBTA), -1)
     hidden, experts, margin, regret = RUN.trunk(v.params, tokens, segments, own, v.knobs, cfg=CFG)
-    ours, _, kept = RUN.head(
+    ours, _, kept, _ = RUN.head(
         v.params, hidden, tokens, v.knobs, cfg=replace(CFG, sliding_window=1), top_k=0, top_p=1.0
     )
 
