@@ -334,8 +334,8 @@ def test_a_folder_with_rows_for_testing_is_not_trained_on_whole(tmp_path):
         ("a.json", b'{"question": "a"}\n{"question": "b"}', "must be one JSON array in UTF-8"),
         ("a.json", b'[{"question": "a", "answer": "1"}, 3]', "a.json:2 must be a JSON object"),
         ("a.jsonl.gz", b"no gzip", "must be a gzip file"),
-        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:20], "must be a gzip file"),
-        ("a.jsonl.gz", gzip.compress(b"{"), "a.jsonl.gz:1 must be one JSON object"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:20], "must be a gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"{", mtime=0), "a.jsonl.gz:1 must be one JSON object"),
         ("a.csv.gz", b"", "a folder of these, or package"),
     ],
 )
