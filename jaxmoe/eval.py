@@ -4,6 +4,7 @@
 Without a checkpoint in the run folder it scores the weights the config starts from.
 """
 
+import json
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -27,6 +28,7 @@ from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.processes import leave, same_everywhere, together
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.rollout.native import NativeEngine
 
@@ -44,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(cfg: Config) -> float:
     """Accuracy (or the mean of the user's rewards), sampled and greedy, and answers to read."""
-    same_everywhere(config=to_json(cfg), code=code_version())
+    sources = json.dumps(source_digests(cfg), indent=1)
+    same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())

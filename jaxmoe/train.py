@@ -7,6 +7,7 @@ The step is jaxmoe/rl/update.py; rollouts made while it runs are jaxmoe/rollout/
 logs, clocks and checkpoints are jaxmoe/job.py. To change the loop, copy this file.
 """
 
+import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ from jaxmoe.rl.from_config import algorithm
 from jaxmoe.rl.minibatches import divide, packed
 from jaxmoe.rl.optimizer import policy_rate, rl_optimizer
 from jaxmoe.rl.programs import pinned, rl_program, supervised_program, warmup_optimizer
+from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rl.state import (
     Trained,
     TrainState,
@@ -94,7 +96,8 @@ def open_job(cfg: Config) -> Iterator[Job]:
     What cannot work is refused before there is a folder.
     """
     work = Path(cfg.workdir)
-    same_everywhere(config=to_json(cfg), code=code_version())
+    sources = json.dumps(source_digests(cfg), indent=1)
+    same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
