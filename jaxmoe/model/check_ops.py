@@ -19,6 +19,13 @@ from jaxmoe.model.router import replay, route
 TOKENS = 64  # of the input that a router is tried on
 
 
+class OnEachDevice(partial[Any]):
+    """A piece for a mesh: its first argument is the piece that each device runs on its share.
+
+    One device can try that piece; the piece for a mesh needs rows for all devices.
+    """
+
+
 def check_attention(returned: Any, q_BTNH: Any, function: Callable[..., Any]) -> None:
     """Raises ConfigError unless attention returned one vector for each query head and token.
 
@@ -56,8 +63,10 @@ def check_router(router: Callable[..., Any], cfg: ModelConfig) -> None:
 
     Experts must be distinct and in 0 … E − 1, weights finite. A gather clamps an expert that does
     not exist, and a shift by one trains other experts than the engine samples with.
-    `route` and `replay` are not tried.
+    `route` and `replay` are not tried. Of a router for a mesh, one device's piece is tried.
     """
+    while isinstance(router, OnEachDevice):
+        router = router.args[0]
     if getattr(router, "func", router) not in (route, replay):
         _try_router(router, cfg.d_model, cfg.n_experts, cfg.experts_per_token)
 
@@ -89,7 +98,7 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
 def name_of(function: Any) -> str:
     """A function's name as its author wrote it."""
     while isinstance(function, partial):
-        function = function.func
+        function = function.args[0] if isinstance(function, OnEachDevice) else function.func
     return getattr(function, "__name__", type(function).__name__)
 
 

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxmoe.config import ModelConfig
+from jaxmoe.model.check_ops import OnEachDevice
 from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.parallel import vocabulary
@@ -66,22 +67,22 @@ def sharded_ops(
         implementation(ops.attend)
     # what sees a token by itself is XLA's to place, but for a piece of one's own
     own = {
-        name: partial(getattr(on, name), getattr(ops, name))
+        name: OnEachDevice(getattr(on, name), getattr(ops, name))
         for name in ("norm", "rotary", "rotate", "drawn")
         if getattr(ops, name) is not getattr(plain, name)
     }
     return replace(
         ops,
         **own,
-        embed=partial(on.embed, ops.embed),
-        linear=partial(on.linear, ops.linear),
-        output=partial(on.output, ops.output),
-        attend=partial(on.attend, ops.attend),
-        decode=partial(on.attend, ops.decode),
-        router=partial(on.router, ops.router),
-        experts=partial(on.experts, ops.experts),
-        logits=partial(on.logits, ops.logits),
-        logprobs=partial(on.logprobs, ops.logprobs),
+        embed=OnEachDevice(on.embed, ops.embed),
+        linear=OnEachDevice(on.linear, ops.linear),
+        output=OnEachDevice(on.output, ops.output),
+        attend=OnEachDevice(on.attend, ops.attend),
+        decode=OnEachDevice(on.attend, ops.decode),
+        router=OnEachDevice(on.router, ops.router),
+        experts=OnEachDevice(on.experts, ops.experts),
+        logits=OnEachDevice(on.logits, ops.logits),
+        logprobs=OnEachDevice(on.logprobs, ops.logprobs),
     )
 
 

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmoe.records import UNKNOWN_EXPERT, Rollout
+from jaxmoe.records import UNKNOWN_EXPERT, Rollout, expert_dtype
 from jaxmoe.shapes import Metrics
 
 METRIC = "router/unknown_experts_frac"
 
 
 def checked_experts(experts_TLA: np.ndarray, *, n_experts: int, prompt_tokens: int) -> np.ndarray:
-    """int16 [T, L, A]: a token's experts where they are distinct in every layer, else unknown.
+    """expert_dtype [T, L, A]: a token's experts, distinct in every layer, or UNKNOWN_EXPERT.
 
     Unknown are: a token with the engine's mark in any layer (-1, or the largest number of an
     unsigned dtype where there is no such expert), or with one expert twice in a layer. With one
@@ -43,7 +43,7 @@ def checked_experts(experts_TLA: np.ndarray, *, n_experts: int, prompt_tokens: i
             if len(experts[part]) > 1 and not experts[part].any():
                 unknown_T[part] = True
     experts[unknown_T] = UNKNOWN_EXPERT
-    return experts.astype(np.int16)
+    return experts.astype(expert_dtype(n_experts))
 
 
 def unknown_experts(rollouts: Sequence[Rollout]) -> Metrics:

@@ -30,7 +30,7 @@ class Completion:
     logp: list[float]
     finish: str  # stop, length or abort
     labels: list[str]  # of the weights, one a token
-    experts: np.ndarray | None  # int16 [P+T-1, L, A]; UNKNOWN_EXPERT for tokens without any
+    experts: np.ndarray | None  # expert_dtype [P+T-1, L, A], as of a Rollout
 
 
 @dataclass(frozen=True)

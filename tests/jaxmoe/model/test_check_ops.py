@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from bigram import CFG, MODEL, OPS, SGD, make_batch, start
 
-from jaxmoe.config import ConfigError
+from jaxmoe.config import ConfigError, MeshConfig
 from jaxmoe.model import forward, init_params, sequence_logprobs
 from jaxmoe.model.check_ops import check_router
 from jaxmoe.model.router import replay, route
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.update import rl_step
@@ -84,9 +86,20 @@ def test_routers_that_keep_the_contract_pass():
         check_router(router, CFG)
 
 
-def test_attention_that_returns_heads_first_is_named():
+def test_of_a_router_for_a_mesh_one_devices_piece_is_tried():
+    mesh = make_mesh(MeshConfig(fsdp=2))
+    check_router(sharded_ops(OPS, mesh, CFG).router, CFG)  # tries one row, which no two share
+    for inner in (partial(shifted), shifted):
+        ops = sharded_ops(replace(OPS, router=inner), mesh, CFG)
+        with pytest.raises(ConfigError, match="shifted must return experts from 0 to 4"):
+            check_router(ops.router, CFG)
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(fsdp=2)])
+def test_attention_that_returns_heads_first_is_named(mesh):
+    ops = sharded_ops(replace(OPS, attend=heads_first), mesh and make_mesh(mesh), CFG)
     with pytest.raises(ConfigError, match=r"ops.attend: heads_first must return \[B, T, N, H\]"):
-        traced(replace(OPS, attend=heads_first))
+        traced(ops)
 
 
 def test_parameters_of_another_width_are_refused_by_the_forward():
