@@ -2,6 +2,7 @@
 """The engine's experts on their way to the trainer's router, however the batch is cut."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from bigram import (
     MODEL,
     OPS,
     PARAMS,
+    SGD,
     Bigram,
     algorithm,
     make_batch,
@@ -21,15 +23,16 @@ from bigram import (
 )
 
 from jaxmoe.model import forward, new_critic, plain_ops
-from jaxmoe.model.router import replay
-from jaxmoe.records import Prompt, Rollout, StopReason
+from jaxmoe.model.router import replay, route
+from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import Batch, rollout_batch
 from jaxmoe.rl.metrics import expert_load, expert_switches
 from jaxmoe.rl.microbatches import _unpacked
 from jaxmoe.rl.minibatches import divide
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
-from jaxmoe.rl.update import bootstrap
+from jaxmoe.rl.update import bootstrap, rl_step
+from jaxmoe.rollout.recorded_experts import checked_experts, unknown_experts
 
 T = make_batch().tokens_BT.shape[1]
 REPLAY = Scorer(CFG, replace(plain_ops(), router=replay))
@@ -181,3 +184,61 @@ def test_tokens_whose_experts_are_not_known_are_not_counted_as_switched():
     read = int((np.asarray(batch.segment_ids_BT)[:, 1:] > 0).sum()) - len(ours)
     got = expert_switches(ours, replace(batch, routed_experts_BTLA=other))
     assert float(got.means["router/expert_switches"]) == pytest.approx(1 / (2 * read))
+
+
+def rollouts_with_unknown_experts():
+    """Of an engine that routes as the trainer would not, and that wrote zeros where a prompt was
+    cached, and for one more token of the other answers."""
+    dice, found = np.random.default_rng(4), []
+    for i in range(4):
+        tokens = dice.integers(0, CFG.vocab_size, 9).astype(np.int32)
+        told = dice.random((8, CFG.n_layers, CFG.n_experts)).argsort(-1)[..., :2].astype(np.uint8)
+        told[slice(4) if i == 0 else 3 + i] = 0
+        experts = checked_experts(told, n_experts=CFG.n_experts, prompt_tokens=4)
+        prompt = Prompt(i // 2, "", tuple(tokens[:4].tolist()), None)
+        logp, versions = np.full(5, -3.0, np.float32), np.zeros(5, np.int32)
+        found.append(
+            Rollout(prompt, tokens[4:], logp, StopReason.MAX_TOKENS, versions, None, experts)
+        )
+    return found
+
+
+def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
+    rollouts = rollouts_with_unknown_experts()
+    assert unknown_experts(rollouts) == {"router/unknown_experts_frac": (4 + 1 + 1 + 1) / 32}
+    rewards = np.array([1.0, 0.0, 0.0, 1.0])
+    batch = rollout_batch(
+        rollouts, rewards, samples=2, length=10, pad_id=0, n_experts=CFG.n_experts
+    )
+
+    @jax.jit
+    def experts(batch):
+        """Those that a forward used, and those that its routers would choose."""
+
+        def both(h_BTD, layer, used_BTA, weights_BTA):
+            return used_BTA, route(h_BTD, layer, active=CFG.experts_per_token)[0]
+
+        ops = replace(REPLAY.ops, record=both)
+        kept = forward(
+            MODEL, batch.tokens_BT, CFG, ops, positions_BT=batch.positions_BT,
+            segment_ids_BT=batch.segment_ids_BT, routed_experts_BTLA=batch.routed_experts_BTLA,
+        )[2]  # fmt: skip
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), kept)
+
+    used, own = map(np.asarray, experts(batch))
+    told = batch.routed_experts_BTLA
+    known = told != UNKNOWN_EXPERT
+    np.testing.assert_array_equal(used, np.where(known, told, own))
+    assert (np.sort(own, -1) != np.sort(told, -1))[known].any()
+
+    step = jax.jit(partial(rl_step, tx=SGD, algorithm=algorithm(), scorer=REPLAY))
+    state = start(algorithm(), params=MODEL)
+    ours = step(state, batch)
+    all_known = step(state, replace(batch, routed_experts_BTLA=used.astype(np.int8)))
+    for _, metrics, _ in (ours, all_known):  # of the experts that the engine told
+        for name in [name for name in metrics if name.startswith("router/")]:
+            del metrics[name]
+    near(ours, all_known)
+    assert np.isfinite(float(ours[1]["loss"])) and float(ours[1]["grad/norm"]) > 0
+    live = step(state, replace(batch, routed_experts_BTLA=own.astype(np.int8)))
+    assert abs(float(live[1]["policy/entropy"]) - float(ours[1]["policy/entropy"])) > 1e-4
