@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of one engine's weight files: removed in the end, or by the next engine that opens
-where this one was killed. It may be memory, so nothing of it may stay behind; and the place may be
-everybody's, as /dev/shm is, so nobody else may look in, or lay a link where we are to write.
+"""The folder of one engine's weight files, removed in the end, also where the trainer was killed:
+then by a small process that waits for that, or, where it was killed too, by the next engine that
+opens. It may be memory, so nothing of it may stay behind; and the place may be everybody's, as
+/dev/shm is, so nobody else may look in, or lay a link where we are to write.
 
-Next: jaxmoe/weight_sync/files.py writes into it.
+Next: jaxmoe/weight_sync/files.py writes into it; remove_when_killed.py is the small process.
 """
 
 import atexit
 import fcntl
 import os
-import shutil
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 from jaxmoe.config import ConfigError
+from jaxmoe.weight_sync import remove_when_killed
+from jaxmoe.weight_sync.remove_when_killed import no_links, remove, remove_if_released
 
 
 class WeightsDirectory:
@@ -33,19 +34,20 @@ class WeightsDirectory:
                 "Try --set rollout.vllm.weights_dir=ANOTHER_FOLDER."
             ) from error
         atexit.register(self.close)
+        self._remover = remove_when_killed.start(self._lock)
         for lock in directory.glob("jaxmoe-*.lock"):
-            _remove_if_left(lock)
+            if lock != self._lock:
+                remove_if_released(lock, wait=False)
 
     def close(self) -> None:
         """Remove the folder and what is in it; may be called twice."""
         atexit.unregister(self.close)
-        _remove(self._lock)
+        remove(self._lock)
+        remover, self._remover = self._remover, None
+        if remover is not None:
+            remover.kill()
+            remover.wait()
         self._file.close()
-
-
-def no_links(path: str | Path, flags: int) -> int:
-    """An opener for open(): a new file is this user's alone, a link at its place an OSError."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
 def make_private(directory: Path) -> None:
@@ -56,17 +58,3 @@ def make_private(directory: Path) -> None:
         found = directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise OSError(f"{directory} is there already and is not this user's alone") from None
-
-
-def _remove_if_left(lock: Path) -> None:
-    """Where nobody holds the lock any more: its run was killed. Other users' are theirs."""
-    with suppress(OSError), open(lock, "r+", opener=no_links) as file:
-        if os.fstat(file.fileno()).st_uid != os.geteuid():
-            return
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(lock)
-
-
-def _remove(lock: Path) -> None:
-    shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-    lock.unlink(missing_ok=True)

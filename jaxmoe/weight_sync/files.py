@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from jaxmoe.checkpoint.tensor_files import SINGLE, header, planned_bytes
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.directory import make_private, no_links
+from jaxmoe.weight_sync.directory import make_private
+from jaxmoe.weight_sync.remove_when_killed import no_links
 from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan
 
 MEMORY = Path("/dev/shm")

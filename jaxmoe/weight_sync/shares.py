@@ -22,8 +22,9 @@ from jaxmoe.checkpoint.tensor_files import DTYPES, INDEX, Planned, header, plann
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.parallel.channel import Channel
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.directory import make_private, no_links
+from jaxmoe.weight_sync.directory import make_private
 from jaxmoe.weight_sync.files import WeightFile, remove, require_room, unusable, write_all
+from jaxmoe.weight_sync.remove_when_killed import no_links
 from jaxmoe.weight_sync.update import cores, digest_entry, empty_manifest, plan
 
 SEEN_S = 60.0  # until a network file system shows what another host has made

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in shared memory: nothing stays behind, whoever was killed, and nobody else looks in."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from weight_updates import CFG, random_params
 
 from jaxmoe.config import ConfigError
+from jaxmoe.weight_sync import remove_when_killed
 from jaxmoe.weight_sync.directory import WeightsDirectory
 from jaxmoe.weight_sync.files import write_files
 
@@ -40,19 +44,74 @@ def test_the_folder_goes_with_its_engine_and_others_stay(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next_and_not_while_it_lives(tmp_path):
-    held = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+@contextmanager
+def holder(directory, code=HOLD):
+    """A process that has the folder of the run "killed" open and is killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True
     )
-    assert held.stdout is not None
-    assert held.stdout.readline() == "held\n"
-    WeightsDirectory(tmp_path, "next").close()
-    assert names(tmp_path) == ["jaxmoe-killed", "jaxmoe-killed.lock"]
-    os.kill(held.pid, signal.SIGKILL)
-    held.wait()
-    held.stdout.close()
-    WeightsDirectory(tmp_path, "next").close()
-    assert names(tmp_path) == []
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def soon(condition):
+    """Whether it holds within 20 seconds."""
+    until = time.monotonic() + 20
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_what_a_killed_run_left_is_removed_without_another_run(tmp_path):
+    with holder(tmp_path) as process:
+        assert names(tmp_path) == ["jaxmoe-killed", "jaxmoe-killed.lock"]
+        os.kill(process.pid, signal.SIGKILL)
+        assert soon(lambda: names(tmp_path) == [])
+
+
+def test_the_next_run_removes_what_a_killed_run_and_its_remover_left_and_nothing_else(tmp_path):
+    without_remover = HOLD.replace("import sys, time", "import sys, time\nsys.executable = ''")
+    with holder(tmp_path, without_remover) as process:
+        WeightsDirectory(tmp_path, "next").close()
+        assert names(tmp_path) == ["jaxmoe-killed", "jaxmoe-killed.lock"]
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        WeightsDirectory(tmp_path, "next").close()
+        assert names(tmp_path) == []
+
+
+def test_the_remover_leaves_a_folder_that_was_opened_anew_under_the_same_name(tmp_path):
+    lock = tmp_path / "jaxmoe-a.lock"
+    with open(lock, "x") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        remover = subprocess.Popen([sys.executable, "-I", "-S", remove_when_killed.__file__, lock])
+        opened = Path(f"/proc/{remover.pid}/fd")
+        assert soon(lambda: str(lock) in map(os.path.realpath, opened.iterdir()))
+        lock.unlink()
+        lock.touch()
+        lock.with_suffix("").mkdir()
+    assert remover.wait(timeout=20) == 0
+    assert names(tmp_path) == ["jaxmoe-a", "jaxmoe-a.lock"]
+
+
+def test_no_process_stays_behind_a_folder_that_was_closed(tmp_path):
+    directory = WeightsDirectory(tmp_path, "a")
+    command = str(tmp_path / "jaxmoe-a.lock").encode()
+    assert soon(lambda: any(command in line for line in command_lines()))
+    directory.close()
+    assert not any(command in line for line in command_lines())
+
+
+def command_lines():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            yield path.read_bytes()
 
 
 def test_a_place_that_takes_nothing_is_the_users_mistake(tmp_path):
