@@ -19,7 +19,7 @@ from jaxmoe.envs.tasks import Task, score, scored
 from jaxmoe.parallel.processes import in_shares
 from jaxmoe.records import Rollout
 from jaxmoe.rl.dynamic_sampling import GenBatch, dynamic_sampling
-from jaxmoe.rollout.check_rollouts import check_rollouts, check_token_ids
+from jaxmoe.rollout.check_rollouts import check_order, check_samples, check_token_ids
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Metrics
 
@@ -49,7 +49,8 @@ def collect_rollouts(
         seed = int(np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)[0])
         prompts = next(data)
         rollouts = engine.generate(prompts, task.sampling, seed=seed, samples=r.samples_per_prompt)
-        check_rollouts(rollouts, prompts, samples=r.samples_per_prompt)
+        check_order(rollouts, prompts, samples=r.samples_per_prompt)
+        check_samples(rollouts, samples=r.samples_per_prompt)
         check_token_ids(rollouts, cfg.model.vocab_size)
         answered = time.perf_counter()
         scores = scored_by_all(rollouts, task, tell, r.samples_per_prompt, step)

@@ -41,7 +41,7 @@ from jaxmoe.envs.rewards import (
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rl.batch import supervised_batch
 from jaxmoe.rl.source_digests import source_digests
-from jaxmoe.rollout.check_rollouts import check_rollouts
+from jaxmoe.rollout.check_rollouts import check_order
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
@@ -280,8 +280,8 @@ def evaluate(
     rewards = score(rollouts, task.held_out, task, tell, step=version).rewards
     tell("answering the held-out rows")
     sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
-    check_rollouts(rollouts, prompts, samples=1)
-    check_rollouts(sampled, prompts, samples=samples)
+    check_order(rollouts, prompts, samples=1)
+    check_order(sampled, prompts, samples=samples)
     check_versions([*rollouts, *sampled], newest=version, max_staleness=0)
     scores = score(sampled, task.held_out, task, tell, step=version)
     parts = {f"eval/{name}": value for name, value in part_metrics(scores.parts).items()}

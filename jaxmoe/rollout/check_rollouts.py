@@ -18,16 +18,8 @@ UNLIKELY = -50.0
 MOST_PROBABILITY = 1.1
 
 
-def check_rollouts(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], *, samples: int) -> None:
-    """Raises EngineError unless these are `samples` independent answers of each prompt, in order.
-
-    What must hold, and what an engine does that breaks it:
-    - one rollout for each prompt and sample, the samples of a prompt side by side;
-    - samples of their own: two that agree in every token must have been likely to;
-    - probabilities: where two samples of a prompt part, after equal tokens of one version of the
-      weights, the two tokens' probabilities add up to 1 at most. An engine that reports zeros, or
-      log-probs of other tokens, breaks this.
-    """
+def check_order(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], *, samples: int) -> None:
+    """Raises EngineError unless there is one rollout for each prompt and sample, in this order."""
     expected = [prompt.id for prompt in prompts for _ in range(samples)]
     returned = [r.prompt.id for r in rollouts]
     if returned != expected:
@@ -36,6 +28,17 @@ def check_rollouts(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], *, sa
             f"samples of a prompt side by side ({len(expected)} in all); it returned "
             f"{len(returned)}, of prompts {_shown(returned)} instead of {_shown(expected)}."
         )
+
+
+def check_samples(rollouts: Sequence[Rollout], *, samples: int) -> None:
+    """Raises EngineError unless the samples of a prompt, side by side, are drawn independently.
+
+    What must hold of two neighbours, and what an engine does that breaks it:
+    - two that agree in every token must have been likely to: none is returned twice;
+    - where two part, after equal tokens of one version of the weights, the two tokens'
+      probabilities add up to 1 at most. An engine that reports zeros, or log-probs of other
+      tokens, breaks this.
+    """
     for first in range(0, len(rollouts), samples):
         for i in range(first, first + samples - 1):
             _check_pair(i, rollouts[i], rollouts[i + 1])

@@ -80,6 +80,7 @@ class Steps(Job):
     def __init__(self, stop):
         self.stop, self.at = stop, SimpleNamespace(step=0, stage="rl")
         self.cfg = SimpleNamespace(save=SimpleNamespace(every_steps=1000))
+        self.log = SimpleNamespace(must_be_in_place=lambda: None)
 
     def save(self):
         return str(self.at.step)
@@ -133,6 +134,7 @@ def obeyed(folder, count, tries):
     finally:
         for process in started:
             process.kill()
+            process.communicate()
     found = [
         [line for line in f.read_text().splitlines() if not line.startswith("begun")] for f in files
     ]

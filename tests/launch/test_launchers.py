@@ -132,7 +132,7 @@ def test_a_launcher_without_its_arguments_says_what_to_type(script):
 
 def test_a_pod_of_kubernetes_knows_the_first_and_its_number():
     yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
-    made = yaml.safe_load((LAUNCH / "k8s" / "jobset.yaml").read_text())
+    made, _ = yaml.safe_load_all((LAUNCH / "k8s" / "jobset.yaml").read_text())
     (job,) = made["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
@@ -148,7 +148,8 @@ def test_a_pod_of_kubernetes_knows_the_first_and_its_number():
 def test_the_servers_of_kubernetes_have_the_names_and_the_key_that_a_run_is_told():
     yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
     service, servers, policy = yaml.safe_load_all((LAUNCH / "k8s" / "vllm.yaml").read_text())
-    run = yaml.safe_load((LAUNCH / "k8s" / "jobset.yaml").read_text())
+    run, guard = yaml.safe_load_all((LAUNCH / "k8s" / "jobset.yaml").read_text())
+    assert guard["kind"] == "NetworkPolicy"
     (pod,) = [job["template"]["spec"]["template"]["spec"] for job in run["spec"]["replicatedJobs"]]
     told = {row["name"]: row for row in pod["containers"][0]["env"]}
     name, spec = service["metadata"]["name"], servers["spec"]

@@ -23,7 +23,9 @@ def called_with(cfg, a):
     """Batch and minibatches as train makes them."""
     m, r = cfg.model, cfg.rollout
     read = cfg.data.max_prompt_tokens + 2
-    routed = np.zeros((read, m.n_layers, m.experts_per_token), np.int32)
+    routed = np.broadcast_to(
+        np.arange(m.experts_per_token), (read, m.n_layers, m.experts_per_token)
+    )
     rollouts = [
         Rollout(
             Prompt(i // r.samples_per_prompt, "", (1,) * (read - 2), None), np.ones(3, np.int32),

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmoe.config import EngineError
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rollout.check_rollouts import check_rollouts, check_token_ids
+from jaxmoe.rollout.check_rollouts import check_order, check_samples, check_token_ids
 
 PROMPTS = [Prompt(i, "", (1, 2), None) for i in (7, 9, 4)]
 SAMPLES = 4
@@ -29,7 +29,8 @@ def rollouts_of(seed=0, length=40, words=50):
 
 
 def check(rollouts):
-    check_rollouts(rollouts, PROMPTS, samples=SAMPLES)
+    check_order(rollouts, PROMPTS, samples=SAMPLES)
+    check_samples(rollouts, samples=SAMPLES)
 
 
 def test_independent_samples_pass():
