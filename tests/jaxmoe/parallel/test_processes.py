@@ -5,6 +5,7 @@ JAXMOE_FAULTS=10 kills one of four so often, each time another one at another mo
 and how far the metrics are off); each kill costs the compilation of two runs.
 """
 
+import json
 import os
 import random
 import signal
@@ -266,7 +267,32 @@ def test_a_process_that_dies_ends_all_and_others_on_another_mesh_go_on(tmp_path)
         assert all(off[key] < room[key] for key in off), {k: x for k, x in off.items() if x > 1e-6}
 
 
+def supervised_steps(count, steps, axis):
+    """What process 0 of `count` prints of such steps on two devices."""
+    address, started = f"127.0.0.1:{free_port()}", []
+    typed = [sys.executable, "-m", "tests.jaxmoe.parallel.supervised_steps", str(steps), axis]
+    for number in range(count):
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // count)}
+        env.pop("JAX_COMPILATION_CACHE_DIR", None)
+        env |= plain(address, str(count), str(number)) if count > 1 else {}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(typed, cwd=ROOT, env=env, text=True, **pipes))
+    said = [process.communicate(timeout=MINUTES) for process in started]
+    assert all(process.returncode == 0 for process in started), said
+    return json.loads(said[0][0].splitlines()[-1])
+
+
 @pytest.mark.slow  # two processes and one; tiny.py's own sizes, whose messages gloo got wrong
+@pytest.mark.timeout(2 * MINUTES)
+def test_two_processes_take_the_supervised_steps_of_one():
+    want, got = (supervised_steps(count, 20, "fsdp") for count in (1, 2))
+    assert len(want) == 20 and min(min(step) for step in want) > 0
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.extended  # two processes that compile a whole run, and one
+@pytest.mark.timeout(2 * MINUTES)
 def test_two_processes_train_on_the_numbers_of_one(tmp_path):
     sizes = {"model.d_model": 64, "model.d_expert": 64, "warmup.steps": 6, "steps": 2}
     (alone,) = ended(run(tmp_path / "one", 1, 2, more=sizes, fsdp=2), MINUTES)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some supervised steps of tiny.py on a mesh, as one of so many processes; process 0 prints them.
+
+    python -m tests.jaxmoe.parallel.supervised_steps STEPS AXIS
+
+Prints [[loss, gradient norm], …] as JSON. It compiles one program, where a whole run compiles
+generation and the steps of RL as well.
+"""
+
+import json
+import sys
+
+import jax
+
+from jaxmoe.checkpoint.run import initial_params
+from jaxmoe.config_file import load, override
+from jaxmoe.envs.tasks import answer_tokens, open_task
+from jaxmoe.model import make_ops
+from jaxmoe.parallel.check_collectives import check_collectives
+from jaxmoe.parallel.ops import sharded_ops
+from jaxmoe.parallel.processes import join
+from jaxmoe.parallel.sharding import make_mesh, place
+from jaxmoe.rl.batch import supervised_batch
+from jaxmoe.rl.programs import pinned, supervised_program, warmup_optimizer
+from jaxmoe.rl.state import Trained, new_state
+
+
+def main(steps: int, axis: str) -> None:
+    join()
+    sizes = "warmup.sequences_per_step=4", "data.train_rows=64", "data.held_out_rows=4"
+    cfg = override(load("tiny.py"), f"mesh.{axis}=2", *sizes)
+    mesh = make_mesh(cfg.mesh)
+    check_collectives(mesh)
+    ops = sharded_ops(make_ops(cfg), mesh, cfg.model)
+    task, tx, policy = open_task(cfg), warmup_optimizer(cfg), initial_params(cfg, mesh)
+
+    def new(policy):
+        return new_state(Trained(policy), tx)
+
+    state = jax.jit(new, **pinned(cfg, mesh, jax.eval_shape(new, policy), 0))(policy)
+    program = supervised_program(cfg, ops, mesh, state)
+    step, data = jax.jit(program.fn, **program.options), task.stream(4, cfg.seed)
+    found = []
+    for _ in range(steps):
+        prompts = next(data)
+        batch = supervised_batch(
+            prompts, [answer_tokens(p, task) for p in prompts], length=cfg.context,
+            pad_id=task.tokenizer.pad_id,
+        )  # fmt: skip
+        state, metrics = step(state, place(batch, mesh))
+        found.append([float(metrics[name]) for name in ("loss", "grad/norm")])
+    if jax.process_index() == 0:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    with jax.numpy_dtype_promotion("standard"):
+        main(int(sys.argv[1]), sys.argv[2])
