@@ -18,6 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.bench.patience import ends_in_time
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (
     "warmup.steps=2", "warmup.sequences_per_step=8", "steps=4", "rollout.sequences_per_step=16",
@@ -38,7 +42,8 @@ XLA_FLAGS = (  # compiling is most of the time, and nobody looks at the speed he
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 DISK_BYTES = 256 << 20
-HANG_S = 300.0  # after the fault, on a machine that does other things too
+START_S = 25.0  # while it starts, and on an idle machine until it ends
+HANG_S = 120.0  # after the fault, by a clock that stands still while it waits for a processor
 TRIES = 40  # starts of one training, which may be done before its fault comes
 
 
@@ -90,12 +95,12 @@ def meet(kinds: list[str], dice: random.Random, out: Path) -> list[dict]:
                 faults.append({**fault, "kind": kinds[-1]})
                 break
             if fault["ended"] and todo:  # it was done first: another training for the others
-                _compare(work, out / "reference", faults)
+                compare(work, out / "reference", faults)
                 shutil.rmtree(work, ignore_errors=True)
             elif fault["ended"] or (fault["failure"] and fault["failure"] == "hang"):
                 break
         if not any(f["failure"] == "hang" for f in faults):
-            _compare(work, out / "reference", faults)
+            compare(work, out / "reference", faults)
     finally:
         if mounted:
             subprocess.run(["umount", "-l", str(place)], check=False)
@@ -110,7 +115,7 @@ def _one_run(out: Path, work: Path, kind: str, dice: random.Random, mounted: boo
     begun = time.monotonic()
     number = dice.choice(SIGNALS)
     # half of them at any time, half soon after a step, where files are written
-    lines_more, after_s = (0, dice.uniform(0, 25)) if dice.random() < 0.5 else (
+    lines_more, after_s = (0, dice.uniform(0, START_S)) if dice.random() < 0.5 else (
         dice.randrange(1, 3), dice.uniform(0, 0.5))  # fmt: skip
     room = dice.randrange(0, 2_500_000)
     limited = kind == "disk" and (not mounted or dice.random() < 0.3)
@@ -141,13 +146,12 @@ def _one_run(out: Path, work: Path, kind: str, dice: random.Random, mounted: boo
             else:
                 _resize(work.parent, _used(work.parent) + room)
     failure = ""
-    try:
-        process.wait(HANG_S)
-    except subprocess.TimeoutExpired:
+    if not ends_in_time(lambda: process.poll() is not None, process.pid, HANG_S):
         failure = "hang"
         process.kill()
         process.wait()
     reader.join()
+    process.stderr.close()
     if mounted:
         _resize(work.parent, DISK_BYTES)
     status, told = process.returncode, "".join(errors)
@@ -155,14 +159,14 @@ def _one_run(out: Path, work: Path, kind: str, dice: random.Random, mounted: boo
         met = False  # what was left to write fitted
     if not failure and "Traceback" in told:
         failure = "traceback"
-    if not failure and not _expected(kind if met else "", status, number, told):
+    if not failure and not expected(kind if met else "", status, number, told):
         failure = "other"
     if failure:
         what += f"; status {status}: {told[-3000:]}"
     return {"kind": kind, "failure": failure, "what": what, "met": met, "ended": status == 0}
 
 
-def _expected(kind: str, status: int, number: signal.Signals, told: str) -> bool:
+def expected(kind: str, status: int, number: signal.Signals, told: str) -> bool:
     """Whether a run may end so."""
     if kind == "kill":
         return status == -signal.SIGKILL
@@ -174,7 +178,7 @@ def _expected(kind: str, status: int, number: signal.Signals, told: str) -> bool
     return status == 0
 
 
-def _compare(work: Path, reference: Path, faults: list[dict]) -> None:
+def compare(work: Path, reference: Path, faults: list[dict]) -> None:
     """Mark the faults of a training whose files are not those of the reference."""
     try:
         differs = [name for name, read in FILES.items() if read(work) != read(reference)]
@@ -204,8 +208,11 @@ def _samples(work: Path) -> Any:
 
 def _checkpoint(work: Path) -> Any:
     """The digests of every array of the last checkpoint, and of the data position."""
-    newest = max((p for p in (work / "checkpoints").iterdir()), key=lambda p: p.name)
-    return newest.name, json.loads((newest / "digests" / "metadata").read_text())
+    steps = [int(p.name) for p in (work / "checkpoints").iterdir() if p.name.isdigit()]
+    newest = work / "checkpoints" / str(max(steps))
+    position = json.loads((newest / "extra" / "metadata").read_text())
+    arrays = json.loads((newest / "digests" / "metadata").read_text())["arrays"]
+    return newest.name, arrays, [position[name] for name in ("stage", "step", "data")]
 
 
 FILES = {"metrics.jsonl": _metrics, "samples.jsonl": _samples, "the last checkpoint": _checkpoint}

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import fault_answers
-import fault_files
-import fault_training
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.bench import fault_answers, fault_files, fault_training
 
 # of all faults; a fault of training costs most
 SHARES = {"kill": 0.125, "signal": 0.125, "disk": 0.1, "answer": 0.325, "file": 0.325}
