@@ -122,7 +122,7 @@ PLANTED = """
 """
 FAULTS = {
     "pass": "", "raise ValueError('x')": "traceback", "assert False": "lost",
-    "print('Traceback', file=sys.stderr)": "traceback", "exit(3)": "traceback",
+    "print('Traceback', file=sys.stderr)": "traceback", "raise SystemExit(3)": "traceback",
     "time.sleep(60)": "hang",
 }  # fmt: skip
 
