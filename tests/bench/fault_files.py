@@ -69,6 +69,7 @@ def _read(seeds: list[int]) -> list[dict]:
 
 def _has_output(child: subprocess.Popen[str]) -> bool:
     """A line, or the end of them. One line is asked for at a time, so none waits in a buffer."""
+    assert child.stdout is not None
     return bool(select.select([child.stdout], [], [], 0)[0])
 
 
