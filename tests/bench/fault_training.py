@@ -113,7 +113,8 @@ def _one_run(out: Path, work: Path, kind: str, dice: random.Random, mounted: boo
     """Start or resume a training, let a fault of this kind happen, and judge how it ends."""
     process = start(out, work)
     begun = time.monotonic()
-    number = dice.choice(SIGNALS)
+    # a training inherits what nohup or a background job ignores, and then rightly goes on
+    number = dice.choice([n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN])
     # half of them at any time, half soon after a step, where files are written
     lines_more, after_s = (0, dice.uniform(0, START_S)) if dice.random() < 0.5 else (
         dice.randrange(1, 3), dice.uniform(0, 0.5))  # fmt: skip
