@@ -13,6 +13,7 @@ from jaxmoe.config import (
     Config,
     DataConfig,
     EvalConfig,
+    LossConfig,
     OptimConfig,
     RolloutConfig,
     SaveConfig,
@@ -31,12 +32,13 @@ def get_config() -> Config:
             held_out_rows=256,
             max_prompt_tokens=52,
         ),
-        warmup=WarmupConfig(steps=130, sequences_per_step=64, lr=1e-3),
+        warmup=WarmupConfig(steps=400, sequences_per_step=64, lr=1e-3),
         rollout=RolloutConfig(
-            sequences_per_step=256, samples_per_prompt=8, max_new_tokens=6, max_gen_batches=4
+            sequences_per_step=256, samples_per_prompt=16, max_new_tokens=6, max_gen_batches=4
         ),
-        optim=OptimConfig(lr=5e-4, lr_warmup_steps=10, beta2=0.99),
-        steps=160,
+        loss=LossConfig(entropy_coef=0.08),
+        optim=OptimConfig(lr=3e-4, lr_warmup_steps=10, beta2=0.99),
+        steps=120,
         eval=EvalConfig(every_steps=20),
         save=SaveConfig(every_steps=80),
         workdir="runs/tiny",

@@ -3,15 +3,16 @@
 
 COMMAND  python -m jaxmoe.train --config tiny_lora.py
 EXPECT   Exact match on 256 held-out words, sampled at temperature 1: 0.13 after the warm start,
-         0.59 after 160 steps (seed 0); greedy 0.35 to 0.61. tiny.py, which trains all weights, ends
-         at 0.71 and 0.72. One seed and one rate: neither rank nor rate was searched.
-SOURCE   tiny.py; ten times its learning rate, as is usual for LoRA.
+         0.59 after 160 steps (seed 0); greedy 0.35 to 0.61. All weights
+         trained with these settings end at 0.71 and 0.72. One seed and one rate: neither rank nor
+         rate was searched. Measured before the engine sampled as it does now.
+SOURCE   tiny.py; ten times the learning rate of all weights (5e-4), as is usual for LoRA.
 """
 
 from dataclasses import replace
 
 from configs import tiny
-from jaxmoe.config import Config, LoraConfig
+from jaxmoe.config import Config, LoraConfig, LossConfig
 
 
 def get_config() -> Config:
@@ -19,6 +20,11 @@ def get_config() -> Config:
     return replace(
         whole,
         lora=LoraConfig(attention_rank=8, expert_rank=8),
+        # a weaker warm start than tiny.py's, so that there is more for the adapters to learn
+        warmup=replace(whole.warmup, steps=130),
+        rollout=replace(whole.rollout, samples_per_prompt=8),
+        loss=LossConfig(),
         optim=replace(whole.optim, lr=5e-3),
+        steps=160,
         workdir="runs/tiny_lora",
     )

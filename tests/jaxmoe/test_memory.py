@@ -265,7 +265,10 @@ def test_the_native_engine_has_a_copy_of_its_own_and_two_while_it_takes_new_weig
 
 
 def test_what_the_plan_holds_is_what_is_alive(tmp_path):
-    cfg = override(load("tiny.py"), "rollout.sequences_per_step=8", "loss.kl_coef=0.1")
+    cfg = override(
+        load("tiny.py"), "rollout.sequences_per_step=8", "rollout.samples_per_prompt=8",
+        "loss.kl_coef=0.1",
+    )  # fmt: skip
     before, mem = sum(x.nbytes for x in jax.live_arrays()), memory(cfg)
     state = jax.jit(partial(rl_state, cfg=cfg, tx=rl_optimizer(cfg)))(initial_params(cfg))
     with closing(open_engine(cfg, make_ops(cfg), tmp_path)) as engine:

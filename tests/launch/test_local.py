@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = [
     "--config", "tiny.py", "--set", "model.d_model=32", "--set", "model.d_expert=24",
     "--set", "data.train_rows=64", "--set", "data.held_out_rows=4", "--set", "warmup.steps=0",
-    "--set", "rollout.sequences_per_step=8",
+    "--set", "rollout.sequences_per_step=8", "--set", "rollout.samples_per_prompt=8",
 ]  # fmt: skip
 
 
