@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def read_table(path: Path, kind: str) -> dict[str, tuple[str, int]]:
-    """By part: its lane and the least number, of the parts that a run of this kind has."""
+    """Return (lane, least number) of each part that a run of this kind has."""
     lines = [line.split() for line in path.read_text().splitlines() if line.strip()]
     rows = [line for line in lines if line[0] != "#"]
     column = {"landing": 2, "all": 3}[kind]
@@ -83,7 +83,7 @@ def read_collected(path: Path) -> dict[str, str]:
 
 
 def check_missing(reports: Path, collected: Path, chips: Path) -> str:
-    """What no part passed, counted by reason; raises SystemExit where a test has no reason."""
+    """Count by reason the tests that no part passed; raises SystemExit for one without a reason."""
     tests, on_chips = read_collected(collected), read_collected(chips)
     passed: set[str] = set()
     skipped: dict[str, str] = {}

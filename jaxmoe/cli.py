@@ -126,8 +126,8 @@ class Stopped(Exception):
 
 @dataclass
 class StopRequest:
-    """Whether the run was asked to stop. Only the signal handler writes it: a second writer could
-    overwrite a signal that arrives while it decides."""
+    """The signal that asked the run to stop, or 0. Only the signal handler writes it: a second
+    writer could overwrite a signal that arrives while it decides."""
 
     signal: int = 0
 

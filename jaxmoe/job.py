@@ -253,7 +253,7 @@ class Job:
         return f"{where}; the same command resumes."
 
     def _write_checkpoint(self) -> None:
-        """Twice where a disk refuses it: what was cleaned up behind the first may be enough."""
+        """Write a checkpoint, and try again once: the first try's clean-up may have made room."""
         try:
             save_run(self.work, self.cfg, self.at, self.contents)
         except CheckpointError as error:

@@ -116,7 +116,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def is_disk_error(error: OSError) -> bool:
-    """Whether the disk or a limit is to blame, wherever it was met."""
+    """True where the disk or a limit is to blame, wherever it was met."""
     return error.errno in _DISK_ERRORS
 
 

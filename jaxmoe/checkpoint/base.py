@@ -42,7 +42,7 @@ def base_digest(cfg: Config) -> dict[str, str]:
 
 
 def _is_given(cfg: Config) -> bool:
-    """Whether the base is init.checkpoint, and not one that the run made."""
+    """True where the base is init.checkpoint, and not one that the run wrote."""
     return bool(cfg.init.checkpoint) and cfg.warmup.steps == 0
 
 
@@ -59,7 +59,7 @@ def check_base(cfg: Config) -> Path:
 
 
 def portable_name(folder: Path) -> str:
-    """What an adapter calls its base: a name that means the same on another machine.
+    """The name of an adapter's base, chosen so that it means the same on another machine.
 
     The hub's name where config.json has one; else the path as seen from here, if it is below; else
     the folder's name, of a base in a run folder with that one's. Never an absolute path.

@@ -70,7 +70,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """By type too: 0 is not False, and 1 not True."""
+    """Compare values and their types: 0 is not False, and 1 not True."""
     return any(type(value) is type(one) and value == one for one in allowed)
 
 
@@ -96,7 +96,7 @@ def _check_types(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Whether matching it takes little time, whatever it is matched with."""
+    """True for a pattern that is matched quickly against any text."""
     repeats = sum(pattern.count(sign) for sign in "*+")
     short = len(pattern) <= _LONGEST_PATTERN and repeats <= _MOST_REPEATS
     return short and _PATTERN.fullmatch(pattern) is not None

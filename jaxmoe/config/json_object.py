@@ -15,7 +15,7 @@ DEEPEST = 100  # levels
 
 
 def json_value(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
-    """What a text holds. Raises ValueError where it is no JSON, or nested too deep."""
+    """The value of a JSON text. Raises ValueError where it is no JSON, or nested too deep."""
     try:
         found = json.loads(text, object_pairs_hook=None if pairs is dict else pairs)
     except RecursionError as error:

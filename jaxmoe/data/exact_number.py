@@ -117,7 +117,7 @@ def _plain(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Without bold, dollar signs and braces around all of it, and without one dot at the end."""
+    """Remove bold, dollar signs and braces around the text, and one dot at its end."""
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
     for left, right in _WRAPPERS:
@@ -129,7 +129,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _without_braces(text: str) -> str:
-    """Without the pairs of braces in it: a brace that is left belongs to one outside."""
+    """Remove pairs of braces and their content: a brace that is left has its partner outside."""
     return re.sub(r"\{[^{}]*\}", "", text)
 
 
@@ -189,14 +189,14 @@ def _words(line: str) -> list[str]:
 
 
 def _is_joined(further: str, before: str) -> bool:
-    """Whether the words before a number make it a part of something larger."""
+    """True where the words before a number make it a part of a larger expression."""
     if _OPERATOR.fullmatch(before):
         return before in "/^÷" or bool(re.search(r"[0-9)}]", further))
     return bool(re.search(r"([0-9]%?|[\^_√]|\\sqrt)$", before))
 
 
 def _is_continued(behind: str, further: str) -> bool:
-    """Whether the words behind a number make it another one."""
+    """True where the words after a number make it another number."""
     word = behind.rstrip(".,;:!?*").lower()
     if word == "and":
         return further.lower() in ("a", "one", "two", "three", "half")
@@ -204,7 +204,7 @@ def _is_continued(behind: str, further: str) -> bool:
 
 
 def _without_punctuation(word: str) -> str:
-    """Without what a sentence puts around a number."""
+    """Remove the punctuation that a sentence puts around a number."""
     word = word.strip("'\"").rstrip(",;:?").removesuffix("!").rstrip(")")
     if word.count("**") == 1:
         word = word.removeprefix("**").removesuffix("**").rstrip(",;:")

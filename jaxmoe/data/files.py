@@ -140,7 +140,7 @@ def _of_a_folder(folder: Path) -> list[Path]:
 
 
 def _content(path: Path) -> bytes:
-    """What a file holds, unpacked, without the byte order mark that Windows' editors write."""
+    """The bytes of a file, unpacked, without the byte order mark that Windows' editors write."""
     content = path.read_bytes()
     if path.suffix == ".gz":
         try:

@@ -20,7 +20,7 @@ class Overlong:
     dropped: set[str] = field(default_factory=set)  # identities of rows
 
     def keeps(self, row: Row) -> bool:
-        """Whether a row's prompt fits; one that does not is counted, however often it is met."""
+        """True where a row's prompt fits. A row that does not is counted once."""
         if self.tokens(row) <= self.limit:
             return True
         self.dropped.add(row.identity)

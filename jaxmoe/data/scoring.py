@@ -216,7 +216,7 @@ def _marked(response: str) -> str | None:
 
 
 def _said(response: str) -> str | None:
-    """What stands behind the last "the answer is", to the end of the sentence."""
+    """The text after the last "the answer is", to the end of its sentence."""
     ends = [found.end() for found in _SAID.finditer(response)]
     if not ends:
         return None

@@ -157,7 +157,7 @@ class _Unseen(Sequence[int]):
 
 
 def _first_of_each(source: Source, overlong: Overlong | None = None) -> list[int]:
-    """Of each question the first row, unless its prompt is too long."""
+    """The first row of each question, without those whose prompt is too long."""
     first: dict[str, int] = {}
     for index in range(len(source)):
         first.setdefault(source[index].identity, index)

@@ -82,7 +82,7 @@ class Template:
         return "".join(piece for piece, _ in pieces), tokens
 
     def _by_chat_template(self, row: Row, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-        """As transformers' apply_chat_template, but special strings of the row stay text.
+        """Render as transformers' apply_chat_template, but keep special strings of the row as text.
 
         Such strings are rendered as stand-ins, so that those which remain are the template's.
         """

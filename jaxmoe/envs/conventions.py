@@ -75,7 +75,7 @@ class Convention:
         return [_taken(function, self.arguments(batch, state)) for batch in batches]
 
     def values(self, where: str, returned: Sequence[Any], samples: Sequence[Sample]) -> Values:
-        """What the calls say of each sample. None leaves it out.
+        """The parts that the calls returned for each sample. None leaves it out.
 
         Raises: ConfigError where a batch's list has another length.
         """
@@ -153,7 +153,7 @@ def _as_verl(samples: Sequence[Sample], _: SimpleNamespace) -> dict[str, Any]:
 
 
 def _as_verl_batch(samples: Sequence[Sample], state: SimpleNamespace) -> dict[str, Any]:
-    """As verl's batch reward manager: the same, in lists."""
+    """The arguments of verl's batch reward manager: those of `_as_verl`, in lists."""
     each = [_as_verl([sample], state) for sample in samples]
     return {f"{name}s": [given[name] for given in each] for name in VERL}
 
@@ -193,7 +193,7 @@ def _scored(found: Any) -> dict[str, Any]:
 
 
 def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Of what there is, what a function takes and no option sets."""
+    """Select the arguments that a function takes and no option sets."""
     parameters = inspect.signature(function).parameters.values()
     bound = getattr(function, "keywords", {})
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

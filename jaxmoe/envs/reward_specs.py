@@ -47,19 +47,19 @@ def import_reward(path: str, options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await."""
+    """True where a call returns an awaitable."""
     plain = _plain(function)
     return any(map(inspect.iscoroutinefunction, (plain, _call_method(plain))))
 
 
 def _is_python(found: Any) -> bool:
-    """What a config names is called: nothing of C or the system may be."""
+    """True for code written in Python, since a config's function is called: no C, no system."""
     plain = _plain(found) if callable(found) else found
     return inspect.isfunction(plain) or inspect.ismethod(plain) or _call_method(plain) is not None
 
 
 def _plain(function: Any) -> Any:
-    """Without decorators and bound options."""
+    """Remove decorators and bound options."""
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):
         function = inspect.unwrap(function.func)

@@ -26,7 +26,7 @@ Outcome = tuple[str, Any]  # ("value", what it returned), or ("late", None)
 def run_calls(
     function: Callable[..., Any], calls: Sequence[dict[str, Any]], limit_s: float | None
 ) -> list[Outcome]:
-    """What a function returns of each call; calls of an async one are awaited at the same time.
+    """Call a function once for each set of arguments; async calls are awaited at the same time.
 
     limit_s: how long an async call may take; None for as long as it likes.
     An error of the function's own is raised, with the number of the call as `call_number`.

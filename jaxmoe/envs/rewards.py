@@ -143,7 +143,7 @@ def _values(
     where: str, reward: Reward, samples: Sequence[Sample], tell: Tell, run: Runner,
     state: SimpleNamespace,
 ) -> tuple[list[dict[str, Any]], list[bool]]:  # fmt: skip
-    """What a function says of each sample, and for which it took too long."""
+    """The parts that a function returned for each sample, and which samples took too long."""
     names = [sample.named for sample in samples]
     calls = reward.call.calls(reward.function, samples, state)
     name = reward.name

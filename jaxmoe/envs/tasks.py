@@ -68,7 +68,7 @@ class Task:
 
     @property
     def score_name(self) -> str:
-        """What eval/accuracy is: the user's own rewards may be negative, and sums past 1."""
+        """The name to show for eval/accuracy: a user's rewards may be negative, or sums past 1."""
         return "mean reward" if self.rewards else "accuracy"
 
     def stream(self, count: int, seed: int, *, shard: int = 0, shards: int = 1) -> PromptIterator:

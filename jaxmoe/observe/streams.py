@@ -12,7 +12,7 @@ from typing import TextIO
 
 
 def reader_is_gone() -> bool:
-    """Whether standard output or error is a pipe whose other end was closed."""
+    """True where standard output or error is a pipe whose other end was closed."""
     return any(_is_broken(stream) for stream in (sys.stdout, sys.stderr))
 
 

@@ -38,7 +38,7 @@ Case = tuple[str, Names, int]  # kind, axes, bytes of a device's operand
 
 
 class WrongNumbers(NamedTuple):
-    """What a collective did wrong, as one process saw it."""
+    """An error of a collective, as one process saw it."""
 
     kind: str
     axes: str
@@ -77,8 +77,8 @@ def check_collectives(mesh: Mesh | None, given: Mapping[str, Operation] | None =
 
 
 def _cases(mesh: Mesh, *, wired: bool) -> list[Case]:
-    """What is tried, in this order; little where no wire is between the devices, which are threads
-    of one process then, and to compile takes the time."""
+    """The collectives to try, in this order. Few where all devices are threads of one process: no
+    wire is between them, and compiling is what takes time."""
     names: Names = tuple(mesh.axis_names)
     if not wired:
         return [(kind, names, ODD) for kind in operations()]
@@ -94,7 +94,7 @@ def _cases(mesh: Mesh, *, wired: bool) -> list[Case]:
 def wrong_numbers(
     mesh: Mesh, run: Mapping[str, Operation], cases: list[Case], rounds: int
 ) -> list[WrongNumbers]:
-    """What this process sees go wrong."""
+    """The errors that this process sees."""
     names = tuple(mesh.axis_names)
 
     def count(turn: Array) -> Array:

@@ -101,7 +101,7 @@ def _plain(environ: Mapping[str, str]) -> tuple[str, int, int]:
 
 
 def _only_here(address: str) -> bool:
-    """Whether no other machine can reach it, by what is written: a name is not looked up."""
+    """True for a loopback address written as a number; a name is not looked up."""
     try:
         return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
     except ValueError:

@@ -29,7 +29,7 @@ def sum_scattered(x: Array, names: Names, *, dim: int) -> Array:
 
 
 def _by_gloo() -> bool:
-    """Whether this program's collectives are gloo's, XLA's between processes on a CPU.
+    """True where this program's collectives are gloo's: XLA's between processes on a CPU.
 
     Its reduce-scatter overwrites a buffer that it is still sending from: before jaxlib 0.12 the end
     of rank 0's piece is wrong at times, without an error. Its all-to-all waits for what it sends.

@@ -82,7 +82,7 @@ def _is_installed(file: Path) -> bool:
 
 
 def _imported(content: bytes, package: str) -> Iterator[str]:
-    """What a source imports anywhere, also names that may turn out to be no modules."""
+    """The modules that a source imports anywhere, and names that may turn out to be no modules."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine's rollouts must satisfy before they are scored or trained on. Plain numpy.
+"""Checks of every engine's rollouts before they are scored or trained on. Plain numpy.
 
 Log-probs that no float32 softmax has are refused by jaxmoe/rl/batch.py, when a batch is made.
 Next: jaxmoe/rollout/staleness.py checks which weights sampled them.

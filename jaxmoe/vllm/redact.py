@@ -44,7 +44,7 @@ class Key:
         return text
 
     def is_in(self, body: bytes) -> bool:
-        """Whether a long answer holds the key, or LONG characters of it, plainly or encoded.
+        """True where a long answer holds the key, or LONG characters of it, plainly or encoded.
 
         A key that is a short word may be in a correct answer: then only beside "Bearer".
         """
@@ -81,7 +81,7 @@ def _readings(text: str) -> list[str]:
 
 
 def _encoded(key: str) -> set[str]:
-    """What base64 and hexadecimal make of the key wherever it begins, without the uneven ends."""
+    """The key in base64 and hexadecimal, wherever it begins, without the uneven ends."""
     raw = key.encode()
     found = {raw.hex()}
     for before in range(3):

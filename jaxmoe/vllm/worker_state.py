@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers of a vLLM say that they hold, checked before anybody reads it.
+"""The state that a vLLM's workers report, checked before anybody reads it.
 
 Next: jaxmoe/vllm/sync.py compares it with what was sent.
 """
@@ -46,7 +46,7 @@ def _is_digests(value: Any) -> bool:
 
 
 def _is_model(value: Any) -> bool:
-    """Of config.json: numbers, names of a dtype or a kind, and RoPE's as an object of such."""
+    """True for values of config.json: numbers, names of a dtype or kind, and RoPE as an object."""
     return isinstance(value, dict) and all(
         _is_setting(name, x) or (name.startswith("rope_") and _is_rope(x))
         for name, x in value.items()
