@@ -72,11 +72,11 @@ class ExitStatus:
     ) -> bool:  # fmt: skip
         """Whether the error was the user's, and has been told."""
         # a broken pipe to a server is an error like others
-        told = self._tell(error, unread=isinstance(error, BrokenPipeError) and reader_is_gone())
+        handled = self._tell(error, unread=isinstance(error, BrokenPipeError) and reader_is_gone())
         refused = flush_output()
         if refused is not None and error is None:
-            told = self._tell(refused, unread=isinstance(refused, BrokenPipeError))
-        return told
+            handled = self._tell(refused, unread=isinstance(refused, BrokenPipeError))
+        return handled
 
     def _tell(self, error: BaseException | None, *, unread: bool) -> bool:
         if unread:

@@ -91,7 +91,7 @@ def run(cfg: Config, out: Path, *, merge: bool = False, dry_run: bool = False) -
             base = check_base(cfg)
             save_adapter(
                 policy, cfg.model, cfg.lora, out, base=portable_name(base),
-                beside=partial(write_tokenizer, cfg.init.tokenizer),
+                add_files=partial(write_tokenizer, cfg.init.tokenizer),
             )  # fmt: skip
             print(f"{out}: {where}, adapters of {base} as PEFT 0.19.1 has them")
             return

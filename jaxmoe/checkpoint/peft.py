@@ -45,14 +45,14 @@ def save_adapter(
     directory: str | Path,
     *,
     base: str | None = None,
-    beside: Callable[[Path], None] = lambda folder: None,
+    add_files: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write adapters, {"layers": {"sliding" | "full": {name: Pair}}}, aside and then renamed.
 
     Both kinds of layers have the same names, some of lora's. The experts' A is over the inputs, as
     PEFT 0.18 and, for transformers 5, PEFT from 0.19.1 have it. Ranks and alphas that differ go
     into rank_pattern and alpha_pattern, those of attention. `base` is base_model_name_or_path;
-    `beside` adds files of its own to the folder that it is given.
+    `add_files` adds files of its own to the folder.
     Modules trained whole (router, norms, embedding, head) go into modules_to_save; of parameters
     alone, sinks and biases, PEFT keeps none.
     Numerics: nothing is rounded; dtypes stay.
@@ -90,7 +90,7 @@ def save_adapter(
         aside.mkdir(parents=True)
         write_shard(aside / FILE, planned, iter(arrays.items()))
         (aside / CONFIG).write_text(json.dumps(config, indent=2))
-        beside(aside)
+        add_files(aside)
         aside.replace(directory)
     except OSError as error:
         raise ConfigError(f"{directory} must take the adapter; {error}.") from error

@@ -80,9 +80,9 @@ def _check_types(path: Path, config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{path}: {key} must be {what}, got {config.get(key)!r:.60}.")
 
     must(isinstance(config.get("use_rslora", False), bool | None), "use_rslora", "true or false")
-    told = config.get("target_parameters") or []
-    names = isinstance(told, list) and all(isinstance(name, str) for name in told)
-    must(names, "target_parameters", "a list of names")
+    targets = config.get("target_parameters") or []
+    are_names = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+    must(are_names, "target_parameters", "a list of names")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
         must(isinstance(patterns, dict), key, "an object of patterns and numbers")

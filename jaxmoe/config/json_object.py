@@ -14,19 +14,21 @@ from typing import Any
 DEEPEST = 100  # levels
 
 
-def json_value(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+def json_value(
+    text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
     """The value of a JSON text. Raises ValueError where it is no JSON, or nested too deep."""
     try:
-        found = json.loads(text, object_pairs_hook=None if pairs is dict else pairs)
+        value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from error
     if isinstance(text, bytes):
         opened = text.count(b"[") + text.count(b"{")
     else:
         opened = text.count("[") + text.count("{")
-    if opened > DEEPEST and _depth(found) > DEEPEST:
+    if opened > DEEPEST and _depth(value) > DEEPEST:
         raise ValueError(f"nested deeper than {DEEPEST} levels")
-    return found
+    return value
 
 
 def _depth(value: Any) -> int:
@@ -40,10 +42,10 @@ def _depth(value: Any) -> int:
 
 def json_object(text: str | bytes) -> dict[str, Any]:
     """The object that a text holds. Raises ValueError where it holds none, or a key twice."""
-    found = json_value(text, _once)
-    if not isinstance(found, dict):
-        raise ValueError(f"an object is needed, got {type(found).__name__}")
-    return found
+    value = json_value(text, _once)
+    if not isinstance(value, dict):
+        raise ValueError(f"an object is needed, got {type(value).__name__}")
+    return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

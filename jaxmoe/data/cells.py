@@ -97,8 +97,8 @@ def _joined_parts(content: Any) -> Any:
         part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         for part in content
     ]
-    known = [text for text in texts if isinstance(text, str)]
-    return "\n".join(known) if len(known) == len(texts) else content
+    strings = [text for text in texts if isinstance(text, str)]
+    return "\n".join(strings) if len(strings) == len(texts) else content
 
 
 def _is_text(value: Any) -> bool:

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.json_object import json_value
 from jaxmoe.data.rows import Message
 
 _LONGEST = 1_000_000  # bytes of a template; published ones have up to 30,000
@@ -57,8 +58,8 @@ class ChatTemplate:
     @property
     def digest(self) -> str:
         """Equal where chats are rendered alike, apart from the date."""
-        said = json.dumps([self.text, dict(self.tokens)], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        content = json.dumps([self.text, dict(self.tokens)], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -86,21 +87,21 @@ def load_chat_template(spec: str) -> ChatTemplate | None:
         text = _read(file)
     if not isinstance(text, str):
         return None
-    given = _json(folder / "special_tokens_map.json") | settings
-    tokens = {name: _content(given[name]) for name in _TOKENS if given.get(name)}
+    specials = _json(folder / "special_tokens_map.json") | settings
+    tokens = {name: _content(specials[name]) for name in _TOKENS if specials.get(name)}
     return ChatTemplate(text, tokens)
 
 
 def _environment(now: datetime.datetime) -> ImmutableSandboxedEnvironment:
     """With the settings, filters and functions that transformers gives its templates."""
-    made = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    made.filters["tojson"] = _to_json
-    made.globals.update(
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
         raise_exception=_raise, strftime_now=now.strftime, dict=_new_dict, namespace=_Names
     )
-    return made
+    return environment
 
 
 class _Generation(Extension):
@@ -148,8 +149,8 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
+        value = json_value(_read(file))
+    except ValueError as error:
         raise ConfigError(f"{file} must be JSON; {error}. Copy it anew.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must be a JSON object. Copy it anew.")

@@ -96,17 +96,17 @@ def last_number(text: str) -> Fraction | None:
     cut = start > 0 and not text[start - 1].isspace()  # the first word may have begun earlier
     line = text[start:end] + text[end : end + _WINDOW].partition("\n")[0]
     words = _words(("x" if cut else "") + _plain(line))
-    at = max(i for i, word in enumerate(words) if re.search("[0-9]", word))
-    first, groups = at, re.fullmatch(r"[0-9]{3}(\.[0-9]+)?\W*", words[at])
+    last = max(i for i, word in enumerate(words) if re.search("[0-9]", word))
+    first, groups = last, re.fullmatch(r"[0-9]{3}(\.[0-9]+)?\W*", words[last])
     while groups and first and re.fullmatch("[0-9]{1,3}", words[first - 1]):
         first -= 1
-    if first == at and at and re.fullmatch(r"[0-9]+/[0-9]+\W*", words[at]):
-        first -= words[at - 1].isdecimal()
+    if first == last and last and re.fullmatch(r"[0-9]+/[0-9]+\W*", words[last]):
+        first -= words[last - 1].isdecimal()
     before = ["", "", *words[:first]][-2:]
-    behind = [*words[at + 1 :], "", ""][:2]
+    behind = [*words[last + 1 :], "", ""][:2]
     if _is_joined(*before) or _is_continued(*behind):
         return None
-    return read_number(_without_punctuation(" ".join(words[first : at + 1])))
+    return read_number(_without_punctuation(" ".join(words[first : last + 1])))
 
 
 def _plain(text: str) -> str:
@@ -147,8 +147,8 @@ def _without_unit(text: str) -> str:
 def _is_unit(word: str) -> bool:
     bare = re.match(r"[^\d^²³]*", word)
     short = bare is None or (len(bare[0]) == 1 and bare[0] not in _SHORT_UNITS | {"a"})
-    known = not set(word.lower().split("-")) & _OTHERS
-    return known and not short and _UNIT.fullmatch(word) is not None
+    is_number = bool(set(word.lower().split("-")) & _OTHERS)
+    return not is_number and not short and _UNIT.fullmatch(word) is not None
 
 
 def _unsigned(text: str) -> Fraction | None:

@@ -104,14 +104,14 @@ def _locate(task: str) -> list[Path]:
     if path.is_dir():
         return _of_a_folder(path)
     if _GLOB.search(task) and not path.is_file():
-        found = sorted(Path(name) for name in glob.glob(task, recursive=True))
-        found = [file for file in found if file.is_file() and _form(file) in _readers()]
-        if not found:
+        files = sorted(Path(name) for name in glob.glob(task, recursive=True))
+        files = [file for file in files if file.is_file() and _form(file) in _readers()]
+        if not files:
             raise ConfigError(
                 f"data.task must match files that can be read; {task!r} matches none (seen from "
                 f"{Path.cwd()}). Try --set 'data.task=/full/path/to/{path.name}'"
             )
-        return found
+        return files
     if _form(path) not in _readers():
         hint = f"Did you mean reasoning_gym:{task}?" if is_task(task) else "Try gsm8k.jsonl."
         raise ConfigError(f"data.task must be {_FORMS}; got {task!r}. {hint}")
@@ -153,8 +153,8 @@ def _content(path: Path) -> bytes:
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     """("file:number", value) of each element of an array, counted from 1."""
     try:
-        rows = json.loads(_content(path).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        rows = json_value(_content(path).decode("utf-8"))
+    except ValueError as error:
         raise ConfigError(
             f"{path} must be one JSON array in UTF-8; {error}. One object a line is .jsonl."
         ) from error

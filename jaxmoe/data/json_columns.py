@@ -6,12 +6,13 @@ fail. Next: jaxmoe/data/cells.py.
 """
 
 import ast
-import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.json_object import json_value
 
 CHATS = ("prompt", "question", "messages")
 _OBJECTS = ("reward_model", "extra_info")
@@ -48,10 +49,8 @@ def decode_columns(where: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read(text: str) -> Any:
     """The value of JSON or of a Python literal; None for any other text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
+    with suppress(ValueError):
+        return json_value(text)
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

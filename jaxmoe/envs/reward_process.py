@@ -137,16 +137,16 @@ class RewardProcess:
             ) from error
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        trainer_end, worker_end = socket.socketpair()
+        with worker_end:
             self._child = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("reward_worker.py")),
-                 str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                 str(worker_end.fileno())],
+                pass_fds=[worker_end.fileno()], stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is the trainer's
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the trainer holds the device
             )  # fmt: skip
-        self._link = Connection(ours.detach())
+        self._link = Connection(trainer_end.detach())
         self._stop = weakref.finalize(self, _ended, self._child, self._link)
         self._link.send(list(sys.path))
 

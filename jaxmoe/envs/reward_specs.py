@@ -23,9 +23,9 @@ def import_reward(path: str, options: dict[str, Any]) -> Callable[..., Any]:
     """
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        function: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            function = getattr(function, part)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         hint = (
             f"Name the module without .py, {module[:-3]}:{name}"
@@ -35,15 +35,17 @@ def import_reward(path: str, options: dict[str, Any]) -> Callable[..., Any]:
         raise ConfigError(
             f"data.rewards: {path} must be a reward function that can be imported; {error}. {hint}."
         ) from error
-    if not _is_python(found):
-        kind = "a class" if isinstance(found, type) else type(found).__name__
-        hint = f"{name} = {name}(), and name that" if isinstance(found, type) else "a def around it"
+    if not _is_python(function):
+        kind = "a class" if isinstance(function, type) else type(function).__name__
+        hint = (
+            f"{name} = {name}(), and name that" if isinstance(function, type) else "a def around it"
+        )
         raise ConfigError(
             f"data.rewards: {path} must be a reward function written in Python, or an object with "
             f"__call__, got {kind}. Write {hint}."
         )
-    _check_options(path, found, options)
-    return functools.partial(found, **options) if options else found
+    _check_options(path, function, options)
+    return functools.partial(function, **options) if options else function
 
 
 def is_async(function: Callable[..., Any]) -> bool:

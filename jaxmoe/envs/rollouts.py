@@ -77,8 +77,8 @@ def scored_by_all(
     """`score` of rollouts to train on, where each process scores a share of the prompts."""
 
     def mine(share: Sequence[Rollout]) -> dict[str, Any]:
-        made = score(share, task.train, task, tell, step=step)
-        return {"rewards": made.rewards.tolist(), "parts": made.parts}
+        scores = score(share, task.train, task, tell, step=step)
+        return {"rewards": scores.rewards.tolist(), "parts": scores.parts}
 
     if jax.process_count() == 1:
         return score(rollouts, task.train, task, tell, step=step)

@@ -138,9 +138,9 @@ class MetricsLog:
             self._boards[stage].write(step, metrics)
         except RunFolderError as error:
             self._boards = {}
-            told = f"TensorBoard gets no more metrics, metrics.jsonl does: {error.__cause__}"
-            print(f"! {told}", file=sys.stderr, flush=True)
-            return [told]
+            alert = f"TensorBoard gets no more metrics, metrics.jsonl does: {error.__cause__}"
+            print(f"! {alert}", file=sys.stderr, flush=True)
+            return [alert]
         return []
 
     def write_samples(self, stage: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

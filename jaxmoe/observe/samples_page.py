@@ -35,8 +35,8 @@ def _escape(c: str) -> str:
 
 def by_step(rows: Rows) -> dict[int, list[Mapping[str, Any]]]:
     """Samples of each step, in order, with values of the types that are shown."""
-    found = (checked_row(row) for row in rows if row.get("stage") == "rl")
-    rows = sorted(found, key=lambda row: row["step"])
+    checked = (checked_row(row) for row in rows if row.get("stage") == "rl")
+    rows = sorted(checked, key=lambda row: row["step"])
     return {step: list(group) for step, group in groupby(rows, key=lambda r: r["step"])}
 
 

@@ -98,11 +98,11 @@ def wrong_numbers(
     names = tuple(mesh.axis_names)
 
     def count(turn: Array) -> Array:
-        found = list[Array]()
+        wrong = list[Array]()
         for kind, over, size in cases:
-            found.append(_wrong(run[kind], kind, over, size, turn))
-            turn = turn + jnp.minimum(found[-1], 0)  # one after the other, in this order
-        return jnp.stack(found)[None]
+            wrong.append(_wrong(run[kind], kind, over, size, turn))
+            turn = turn + jnp.minimum(wrong[-1], 0)  # one after the other, in this order
+        return jnp.stack(wrong)[None]
 
     counted = jax.jit(jax.shard_map(
         count, mesh=mesh, in_specs=P(), out_specs=P(names), check_vma=False

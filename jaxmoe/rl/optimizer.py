@@ -52,8 +52,8 @@ def policy_updates(cfg: Config) -> int:
 def policy_rate(cfg: Config, step: int) -> float:
     """The policy's learning rate at the first update of a step of RL, counted from 1."""
     first = cfg.steps - policy_updates(cfg) // cfg.loss.updates
-    made = max(step - 1 - first, 0) * cfg.loss.updates
-    return float(jnp.asarray(learning_rate(cfg.optim, steps=policy_updates(cfg))(made)))
+    update = max(step - 1 - first, 0) * cfg.loss.updates
+    return float(jnp.asarray(learning_rate(cfg.optim, steps=policy_updates(cfg))(update)))
 
 
 def decays(params: Leaf) -> Leaf:

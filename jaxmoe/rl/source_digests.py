@@ -62,8 +62,8 @@ def _source(module: str) -> Path | None:
     if spec is None:
         return None
     if not inside:
-        found = Path(spec.origin) if spec.has_location and spec.origin else None
-        return found if found is not None and found.suffix == ".py" else None
+        file = Path(spec.origin) if spec.has_location and spec.origin else None
+        return file if file is not None and file.suffix == ".py" else None
     for root in spec.submodule_search_locations or ():
         path = Path(root, *inside)
         for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):

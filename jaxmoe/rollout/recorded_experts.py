@@ -50,9 +50,9 @@ def unknown_experts(rollouts: Sequence[Rollout]) -> Metrics:
     """router/unknown_experts_frac: the share of tokens that the engine read and whose experts it
     does not tell, so that they are routed anew; {} where it tells none at all.
     """
-    told = [r.routed_experts for r in rollouts if r.routed_experts is not None]
-    tokens = sum(map(len, told))
+    recorded = [r.routed_experts for r in rollouts if r.routed_experts is not None]
+    tokens = sum(map(len, recorded))
     if not tokens:
         return {}
-    unknown = sum(int((experts == UNKNOWN_EXPERT).all(axis=(1, 2)).sum()) for experts in told)
+    unknown = sum(int((experts == UNKNOWN_EXPERT).all(axis=(1, 2)).sum()) for experts in recorded)
     return {METRIC: unknown / tokens}
