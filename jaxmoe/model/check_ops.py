@@ -6,7 +6,7 @@ input, by whoever is about to run it for long. Next: jaxmoe/model/moe.py, jaxmoe
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,7 +71,6 @@ def check_router(router: Callable[..., Any], cfg: ModelConfig) -> None:
         _try_router(router, cfg.d_model, cfg.n_experts, cfg.experts_per_token)
 
 
-@lru_cache(maxsize=64)
 def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active: int) -> None:
     rng = np.random.default_rng(0)
     with jax.ensure_compile_time_eval():  # values, although a step is being traced around it
