@@ -141,6 +141,7 @@ def obeyed(folder, count, tries):
     return list(zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_signal_at_a_random_moment_is_lost(tmp_path, count):
     answers = obeyed(tmp_path, count, TRIES)

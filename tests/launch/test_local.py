@@ -32,6 +32,7 @@ def test_a_mistake_is_one_line_and_nothing_starts(tmp_path):
     assert "Did you mean optim.lr?" in done.stderr and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_number_of_another_program_in_the_pid_file_stops_nobody(tmp_path):
     """It was written by a run that has ended; the system gave the number to somebody else."""
     work = tmp_path / "run"

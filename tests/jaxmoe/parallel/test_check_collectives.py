@@ -105,6 +105,7 @@ def checked(how, times):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_processes_exchange_numbers_right():
     assert checked("ours", 1) == ["", ""]
 
