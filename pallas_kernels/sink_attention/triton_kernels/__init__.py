@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with sinks for Triton: for JAX through jax-triton, and for torch."""
+"""Attention with sinks in Triton, called from JAX through jax-triton."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sink attention in Triton, called from JAX: for GPUs before Hopper, and to share with torch.
+"""Sink attention in Triton, called from JAX, for GPUs before Hopper.
 
 A row of the kernels is one query of one head, the heads of a key head side by side; the tables of
 blocks to visit are made here from positions and segments, as are Δ and the sinks' gradient.

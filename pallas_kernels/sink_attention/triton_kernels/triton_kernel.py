@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sink attention in Triton, forward and backward: one source for JAX and for a torch-side engine.
+"""Sink attention in Triton, forward and backward.
 
 Needs triton to be imported. A tile holds ROWS rows, a row being one query of one head: the G heads
 that share a key head lie next to each other, so that a decode step fills a tile as a prefill does.
@@ -8,11 +8,11 @@ Row r of a key head is position r // G and head r % G.
 What a row's result depends on: key blocks start at slot 0, have one size and come in order, there
 is no split over keys, and a block that a row does not see adds exact zeros (weights e^{−∞} = 0,
 rescaled by e^0 = 1). Masked and unmasked blocks use the same operations: the one fused multiply-add
-is written out, and both callers forbid the compiler any other. So a token gets the same bits in
+is written out, and the caller forbids the compiler any other. So a token gets the same bits in
 prefill, in a decode step and in training. Triton promises no order within one product or sum of a
 tile, but every row of a tile takes the same one, and all of them run one compiled program.
 
-Next: triton_launch.py for tile sizes, jax_triton_call.py and torch_call.py for the two callers.
+Next: triton_launch.py for tile sizes, jax_triton_call.py for the caller.
 """
 
 from typing import no_type_check

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes, scalars and constants of a launch: what JAX and torch must have in common.
+"""Tile sizes, scalars and constants of a launch.
 
 The same tiles give the same bits. Nothing that is compiled depends on a length, so that a prefill
 and a decode step run one program; no autotuning for the same reason. Next: triton_kernel.py.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels in Triton's interpreter, through JAX's side and through torch's.
+"""The Triton kernels in Triton's interpreter, called from JAX.
 
 The interpreter is chosen when triton is imported, so these tests skip in a process that imported
 it before without TRITON_INTERPRET=1. It computes with numpy, so that no torch is needed.
@@ -18,7 +18,7 @@ import triton_interpreted
 
 from pallas_kernels.blocks import runs
 from pallas_kernels.sink_attention import cases, reference
-from pallas_kernels.sink_attention.triton_kernels import jax_triton_call, torch_call, triton_launch
+from pallas_kernels.sink_attention.triton_kernels import jax_triton_call, triton_launch
 from pallas_kernels.sink_attention.triton_kernels.triton_launch import TritonTiles
 
 if triton_interpreted.missing():
@@ -85,7 +85,7 @@ def test_the_package_is_imported_without_triton():
     program = (
         "import sys; sys.modules['triton'] = sys.modules['torch'] = None\n"
         "from pallas_kernels.sink_attention import sink_attention\n"
-        "from pallas_kernels.sink_attention.triton_kernels import jax_triton_call, torch_call\n"
+        "from pallas_kernels.sink_attention.triton_kernels import jax_triton_call\n"
         "assert 'jax_triton' not in sys.modules"
     )
     root = Path(cases.__file__).parents[2]
@@ -184,67 +184,3 @@ def test_keys_in_another_block_do_change_bits(attend):
     moved = attend(0, q, *turned[:2], sink, slots, turned[2], ones, ones)
     np.testing.assert_allclose(plain[0], moved[0], atol=1e-5)
     assert (np.asarray(plain[0]) != np.asarray(moved[0])).any()
-
-
-def to_torch(*arrays):
-    torch = pytest.importorskip("torch")
-    return [torch.tensor(np.array(x)) for x in arrays]
-
-
-@pytest.mark.parametrize("name", ["packed", "left_padded", "prefill_chunk"])
-def test_torch_gets_the_bits_of_jax(attend, name):
-    case = cases.named(name)
-    inputs = cases.make_inputs(case)
-    wanted = attend(case.window, *inputs)
-    q, k, v, sink, *places = to_torch(*inputs)
-    names = ("q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS")
-    placed = dict(zip(names, places, strict=True))
-    got = torch_call.sink_attention_torch(q, k, v, sink, **placed, window=case.window or None)
-    for a, b in zip(wanted, got, strict=True):
-        np.testing.assert_array_equal(a, b.numpy())
-
-
-def test_torch_reads_a_cache_in_place(attend):
-    """Keys and values of one layer out of a cache that holds them together, heads first."""
-    q, k, v, sink = sequence(3, 2)
-    wanted = extended(attend, 9, q, k, v, sink, 30, 0)
-    q, k, v, sink = to_torch(q[:, 30:], k, v, sink)
-    cache = k.new_full((2, 2, 2, PAST + 9, 16), float("inf"))  # [k or v, B, K, S, H]
-    cache[0, :, :, :PAST], cache[1, :, :, :PAST] = k.transpose(1, 2), v.transpose(1, 2)
-    k, v = (x.transpose(1, 2)[:, :PAST] for x in cache)
-    assert not k.is_contiguous()
-    slots = k.new_ones((2, PAST)).cumsum(1).int() - 1
-    ones = slots * 0 + 1
-    got = torch_call.sink_attention_torch(
-        q, k, v, sink, q_positions_BT=slots[:, 30:], k_positions_BS=slots,
-        q_segment_ids_BT=ones[:, 30:], k_segment_ids_BS=ones, window=9,
-    )  # fmt: skip
-    for a, b in zip(wanted, got, strict=True):
-        np.testing.assert_array_equal(a, b.numpy())
-
-
-def test_what_torch_cannot_run_is_named(monkeypatch):
-    q, k, sink, place = to_torch(
-        *(np.ones(shape, np.float32) for shape in ((1, 3, 4, 16), (1, 3, 2, 16), (4,))),
-        np.ones((1, 3), np.int32),
-    )
-    names = ("q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS")
-    placed = dict.fromkeys(names, place)
-    call = torch_call.sink_attention_torch
-    with pytest.raises(ValueError, match="k and v in all"):
-        call(q, k, k[:, :, :1], sink, **placed)
-    with pytest.raises(ValueError, match="scale must be positive"):
-        call(q, k, k, sink, **placed, scale=-1.0)
-    with pytest.raises(ValueError, match="fastest axis"):
-        call(q, k.transpose(1, 3).contiguous().transpose(1, 3), k, sink, **placed)
-    with pytest.raises(ValueError, match="multiples of 8 elements"):
-        call(q, k.new_ones((1, 3, 2, 17))[..., :16], k, sink, **placed)
-    with pytest.raises(ValueError, match="one dtype"):
-        call(q, k.half(), k.half(), sink, **placed)
-    with pytest.raises(NotImplementedError, match="dtype float64"):
-        call(q.double(), k.double(), k.double(), sink, **placed)
-    with pytest.raises(NotImplementedError, match="head size 12"):
-        call(q[..., :12], k[..., :12], k[..., :12], sink, **placed)
-    monkeypatch.setattr(triton_launch, "find_spec", lambda name: None)
-    with pytest.raises(NotImplementedError, match="pip install triton"):
-        call(q, k, k, sink, **placed)
