@@ -37,7 +37,7 @@ def get_config() -> Config:
             max_prompt_tokens=512,
         ),
         rollout=RolloutConfig(sequences_per_step=1024, samples_per_prompt=8, max_new_tokens=1024),
-        loss=LossConfig(objective="clipped_terms(clip_low=0.2, clip_high=0.28)"),
+        loss=LossConfig(objective="ppo_clip(clip_low=0.2, clip_high=0.28)"),
         optim=OptimConfig(lr=1e-6, lr_warmup_steps=10, tokens_per_microbatch=8 * 1536, remat=True),
         steps=200,
         eval=EvalConfig(every_steps=20),

@@ -41,7 +41,7 @@ def get_config() -> Config:
         ),
         rollout=RolloutConfig(sequences_per_step=1024, samples_per_prompt=8, max_new_tokens=1024),
         loss=LossConfig(
-            objective="clipped_terms(clip_low=0.2, clip_high=0.28, dual_clip=3.0)",
+            objective="ppo_clip(clip_low=0.2, clip_high=0.28, dual_clip=3.0)",
             advantages="whitened_gae(discount=1.0, trace=1.0)",
             old_logp="recomputed",
             minibatches=4,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from jaxmoe.config import Config, ConfigError, EngineError
-from jaxmoe.config_file import load, resolve
+from jaxmoe.config_file import load_config, resolve
 from jaxmoe.observe.printable import printable
 from jaxmoe.observe.streams import flush_output, reader_is_gone
 from jaxmoe.parallel.host import keep_freed_memory, one_thread_a_device
@@ -49,7 +49,7 @@ def config_of(args: argparse.Namespace) -> Config:
     """The config that these options say. Raises ConfigError for a mistake."""
     keep_freed_memory()
     os.umask(os.umask(0o022) | 0o002)  # weights and configs are not everybody's to write
-    config = resolve(load(args.config), *args.changes)
+    config = resolve(load_config(args.config), *args.changes)
     if config.mesh.devices > 1:
         one_thread_a_device()
     return dataclasses.replace(config, workdir=args.workdir) if args.workdir else config

@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import jaxmoe.config
-from jaxmoe.config import FROM_CHECKPOINT, Config, ConfigError, require
-from jaxmoe.config.renamed import renamed_field
+from jaxmoe.config import CHECKPOINT_MODEL, Config, ConfigError, require
 from jaxmoe.model.config import hf_config, read_hf_config, unread_fields
 
 
-def load(name: str) -> Config:
+def load_config(name: str) -> Config:
     """The Config that a file's `get_config()` returns.
 
     Raises ConfigError where there is no such file, function or result.
     """
-    path = _find(name)
+    path = _find_config_file(name)
     require(path.suffix == ".py", f"--config must name a Python file, got {path}.")
     spec = importlib.util.spec_from_file_location("jaxmoe_config_file", path)
     assert spec is not None and spec.loader is not None
@@ -42,7 +41,7 @@ def load(name: str) -> Config:
         AttributeError,
     ) as error:  # of a dataclass; any other has a traceback worth reading
         said = _unknown_field(str(error))
-        if said is None and _of_a_field(error):
+        if said is None and _is_config_comparison(error):
             said = f"a field has a value of another type; {error}. Compare it with configs/tiny.py."
         if said is None:
             raise
@@ -66,18 +65,18 @@ def _check_types(config: Any, path: Path, prefix: str = "") -> None:
         kinds = [typing.get_origin(kind) or kind for kind in either]
         name = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
         require(
-            type(value) in (kinds + [int] if kinds == [float] else kinds) and _small(value),
+            type(value) in (kinds + [int] if kinds == [float] else kinds) and _fits_int64(value),
             f"{path}: {prefix}{field} must be {name}, got "
             f"{value!r:.40}. Compare it with configs/tiny.py.",
         )
 
 
-def _small(value: Any) -> bool:
+def _fits_int64(value: Any) -> bool:
     """Whether a number is one that arrays can hold."""
     return type(value) is not int or abs(value) < 2**63
 
 
-def _of_a_field(error: BaseException) -> bool:
+def _is_config_comparison(error: BaseException) -> bool:
     """Whether it was a comparison of one of our own dataclasses that failed."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     folder = Path(jaxmoe.config.__file__).parent
@@ -90,18 +89,18 @@ def _unknown_field(said: str) -> str | None:
     if found is None or not hasattr(jaxmoe.config, found[1]):
         return None
     known = [f.name for f in dataclasses.fields(getattr(jaxmoe.config, found[1]))]
-    near = _nearest(found[2], known)
+    near = _closest_field(found[2], known)
     hint = f"Did you mean {near}?" if near else f"Known: {', '.join(known)}."
     return f"{found[1]} has no field {found[2]!r}. {hint}"
 
 
-def _nearest(name: str, fields: list[str]) -> str | None:
-    """What a field is called now, or the one that is spelt most like it."""
+def _closest_field(name: str, fields: list[str]) -> str | None:
+    """The field that is spelt most like `name`, or None."""
     near = difflib.get_close_matches(name, fields, 1)
-    return renamed_field(name, fields) or (near[0] if near else None)
+    return near[0] if near else None
 
 
-def _find(name: str) -> Path:
+def _find_config_file(name: str) -> Path:
     shipped = Path(__file__).parent.parent / "configs"
     places = [Path(name), Path("configs") / name, shipped / name]
     for path in places:
@@ -130,7 +129,7 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
         head, dot, rest = path.strip().partition(".")
         names = [f.name for f in dataclasses.fields(config)]
         if head not in names:
-            near = _nearest(head, names)
+            near = _closest_field(head, names)
             hint = f"Did you mean {_prefix}{near}?" if near else f"Known: {', '.join(names)}."
             raise ConfigError(f"unknown config key {_prefix}{head!s}. {hint}")
         old, want = getattr(config, head), typing.get_type_hints(type(config))[head]
@@ -138,7 +137,7 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
             require(bool(dot), f"--set {_prefix}{head} needs a field, as in {_prefix}{head}.x=…")
             inner.setdefault(head, []).append(f"{rest}={text}")
         elif isinstance(old, dict):
-            value = {rest: _value(text)} if dot else _literal(text)
+            value = {rest: _parse_value(text)} if dot else _parse_literal(text)
             require(
                 isinstance(value, dict),
                 f"{_prefix}{head} must be a dict, got {text!r}. Try --set {_prefix}{head}.x=8, or "
@@ -147,7 +146,7 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
             changes[head] = changes.get(head, old) | value if dot else value
         else:
             require(not dot, f"{_prefix}{head} is a value; {_prefix}{path} does not exist.")
-            changes[head] = _parse(text, want, _prefix + head)
+            changes[head] = _parse_field(text, want, _prefix + head)
     for head, parts in inner.items():
         changes[head] = override(getattr(config, head), *parts, _prefix=f"{_prefix}{head}.")
     return dataclasses.replace(config, **changes)
@@ -162,8 +161,8 @@ def resolve(config: Config, *assignments: str) -> Config:
     """
     kept = [a for a in assignments if a.replace(" ", "") != "model=checkpoint"]
     if len(kept) < len(assignments):
-        config = dataclasses.replace(config, model=FROM_CHECKPOINT)
-    if config.model != FROM_CHECKPOINT:
+        config = dataclasses.replace(config, model=CHECKPOINT_MODEL)
+    if config.model != CHECKPOINT_MODEL:
         return override(config, *kept)
     ours = [a.strip() for a in kept if a.strip().startswith("model.")]
     config = override(config, *(a for a in kept if a.strip() not in ours))
@@ -180,22 +179,22 @@ def resolve(config: Config, *assignments: str) -> Config:
     return dataclasses.replace(config, model=override(model, *changes, _prefix="model."))
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError):
         return text
 
 
-def _value(text: str) -> Any:
-    return {"true": True, "false": False}.get(text.strip().lower(), _literal(text))
+def _parse_value(text: str) -> Any:
+    return {"true": True, "false": False}.get(text.strip().lower(), _parse_literal(text))
 
 
-def _parse(text: str, want: Any, path: str) -> Any:
+def _parse_field(text: str, want: Any, path: str) -> Any:
     if want is str:
         return text
-    value = _value(text)
-    require(_small(value), f"{path} must be below 2**63. Try --set {path}=8.")
+    value = _parse_value(text)
+    require(_fits_int64(value), f"{path} must be below 2**63. Try --set {path}=8.")
     if want is float and type(value) is int:
         value = float(value)
     kinds = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)

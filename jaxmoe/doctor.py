@@ -29,7 +29,7 @@ from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import Task, contents, open_task
 from jaxmoe.kernels import kernels_here
-from jaxmoe.memory import check_memory, stage
+from jaxmoe.memory import check_memory, scoring_stage
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
 from jaxmoe.observe.printable import printable
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
         cfg, looks = parse(argv, "Compare the engine with the trainer, and explain the gap.")
         if looks:
-            dry_run(cfg, stage(cfg))
+            dry_run(cfg, scoring_stage(cfg))
         elif not run(cfg):
             status.code = 1
     return status.code
@@ -85,7 +85,7 @@ def run(cfg: Config) -> bool:
     )
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.of_any_dtype)
-    check_memory(cfg, stage(cfg))
+    check_memory(cfg, scoring_stage(cfg))
     kernels.tell()
     work, task = Path(cfg.workdir), open_task(cfg)
     params, before, version, where = newest_weights(cfg, work, contents(cfg, task))

@@ -12,25 +12,25 @@ from jaxmoe.checkpoint.run import check_model
 from jaxmoe.config import Config, ConfigError, to_json
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.kernels import planned
-from jaxmoe.memory import check_memory, layer_flops, memory, size_text
+from jaxmoe.memory import check_memory, format_bytes, layer_flops, plan_memory
 from jaxmoe.model.params import count_params
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.rl.from_config import algorithm
-from jaxmoe.rl.presets import with_preset
+from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.presets import apply_preset
 
 
 def dry_run(cfg: Config, *stages: str) -> None:
     """Print the plan, and what data, tokenizer and checkpoint hold.
 
-    `stages` are those of memory.Memory.of that the command goes through.
+    `stages` are those of memory.Memory.bytes_by_part that the command goes through.
     Raises ConfigError, after all was printed, for the first thing that the command would refuse.
     What a mesh would lack is printed alone: its machines are not this one.
     """
     check_mesh(cfg)
-    print(describe(cfg))
+    print(format_plan(cfg))
     print(f"  kernels      {planned(cfg)}")
     refused: list[ConfigError] = []
-    for look in (_checkpoint, _task, lambda cfg: check_memory(cfg, *stages)):
+    for look in (_check_checkpoint, _check_task, lambda cfg: check_memory(cfg, *stages)):
         try:
             if said := look(cfg):
                 print(said)
@@ -42,16 +42,16 @@ def dry_run(cfg: Config, *stages: str) -> None:
         print(f"  not here     {error}")
 
 
-def describe(cfg: Config) -> str:
+def format_plan(cfg: Config) -> str:
     """The resolved config, parameters, bytes per device, and what would run.
 
     Raises ConfigError where train would refuse the algorithm.
     """
-    algorithm(cfg)
+    algorithm_from_config(cfg)
     total, active = count_params(cfg.model)
-    mem, r = memory(cfg), cfg.rollout
+    mem, r = plan_memory(cfg), cfg.rollout
     axes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
-    kinds = kinds_of(cfg)
+    kinds = memory_labels(cfg)
     told = " x ".join(f"{name} {size}" for name, size in axes.items()) or "no mesh"
     lines = [
         to_json(cfg),
@@ -59,13 +59,18 @@ def describe(cfg: Config) -> str:
         f"parameters   {total:,} ({active:,} act on a token)",
         f"devices      {cfg.mesh.devices} ({told}); bytes on each:",
         *(
-            f"  {kinds.get(name, name):<13}{size_text(value)}"
+            f"  {kinds.get(name, name):<13}{format_bytes(value)}"
             for name, value in vars(mem).items()
             if name != "host" and (value or name not in ("packed", "frozen", "rows", "table"))
         ),
-        f"  {'training':<13}{size_text(mem.training)}   (all but the cache)",
-        f"  {'sampling':<13}{size_text(mem.sampling)}   (weights, moments, reference, copy, cache)",
-        *([f"offloaded      {size_text(mem.host)}   (in its host's memory)"] if mem.host else []),
+        f"  {'training':<13}{format_bytes(mem.training)}   (all but the cache)",
+        f"  {'sampling':<13}{format_bytes(mem.sampling)}   "
+        "(weights, moments, reference, copy, cache)",
+        *(
+            [f"offloaded      {format_bytes(mem.host)}   (in its host's memory)"]
+            if mem.host
+            else []
+        ),
         "",
         "would run",
         f"  weights      {cfg.init.checkpoint or 'random, seed ' + str(cfg.seed)}",
@@ -81,12 +86,12 @@ def describe(cfg: Config) -> str:
     lines.append(f"  rollouts     {_engine_line(cfg)}")
     lines += [f"  {name:<13}{text}" for name, text in _algorithm_lines(cfg).items()]
     if cfg.optim.remat:
-        lines.append(f"  recomputed   {_recomputed(cfg)}")
+        lines.append(f"  recomputed   {_format_recomputation(cfg)}")
     lines.append(f"  run folder   {cfg.workdir}")
     return "\n".join(lines)
 
 
-def kinds_of(cfg: Config) -> dict[str, str]:
+def memory_labels(cfg: Config) -> dict[str, str]:
     """What the fields of Memory are called in a plan, where that is not their name."""
     if not cfg.lora.ranks:
         return {}
@@ -97,10 +102,10 @@ def kinds_of(cfg: Config) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _recomputed(cfg: Config) -> str:
+def _format_recomputation(cfg: Config) -> str:
     """How much of the layers a backward pass does again, of sequences of full length."""
     flops = layer_flops(cfg)
-    again = flops.recomputed(cfg)
+    again = flops.recomputed_flops(cfg)
     share = again / (3 * flops.linear + 3.5 * flops.attention)
     kept = "all but attention" if cfg.optim.remat_keeps else "all"
     return (
@@ -125,7 +130,7 @@ def _engine_line(cfg: Config) -> str:
 
 
 def _algorithm_lines(cfg: Config) -> dict[str, str]:
-    loss, critic = with_preset(cfg.loss), cfg.critic
+    loss, critic = apply_preset(cfg.loss), cfg.critic
     lines = {"objective": f"{loss.objective}, {loss.advantages}, old_logp {loss.old_logp}"}
     if critic.backbone != "none":
         first = f", alone for {critic.pretrain_steps} steps" if critic.pretrain_steps else ""
@@ -138,14 +143,14 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
     return lines
 
 
-def _checkpoint(cfg: Config) -> str:
+def _check_checkpoint(cfg: Config) -> str:
     if not cfg.init.checkpoint:
         return ""
     check_model(cfg.model, Path(cfg.init.checkpoint))
     return f"  config.json  {cfg.init.checkpoint}: the model above"
 
 
-def _task(cfg: Config) -> str:
+def _check_task(cfg: Config) -> str:
     task = open_task(cfg)
     longest = task.check_prompts()
     if cfg.warmup.steps:

@@ -23,7 +23,7 @@ def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> 
         max_rows=r.max_parallel_sequences,
     )  # fmt: skip
     if r.engine == "native":
-        return NativeEngine(cfg.model, ops, keep_experts=cfg.keeps_experts, mesh=mesh, **sizes)
+        return NativeEngine(cfg.model, ops, keep_experts=cfg.records_experts, mesh=mesh, **sizes)
     from jaxmoe.vllm.adapter import ServedAdapter
     from jaxmoe.vllm.shared import open_vllm  # runs without its packages otherwise
 

@@ -19,7 +19,7 @@ from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import contents, evaluate, open_task, response_text
 from jaxmoe.kernels import kernels_here
-from jaxmoe.memory import check_memory, stage
+from jaxmoe.memory import check_memory, scoring_stage
 from jaxmoe.model import make_ops
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.progress import phase
@@ -37,21 +37,21 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
         cfg, looks = parse(argv, "Score a checkpoint on the held-out rows.")
         if looks:
-            dry_run(cfg, stage(cfg))
+            dry_run(cfg, scoring_stage(cfg))
             return status.code
         with together():
-            run(cfg)
+            run_eval(cfg)
     return leave(status.code)
 
 
-def run(cfg: Config) -> float:
+def run_eval(cfg: Config) -> float:
     """Accuracy (or the mean of the user's rewards), sampled and greedy, and answers to read."""
     sources = json.dumps(source_digests(cfg), indent=1)
     same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
-    check_memory(cfg, stage(cfg))
+    check_memory(cfg, scoring_stage(cfg))
     kernels.tell()
     task, mesh = open_task(cfg), make_mesh(cfg.mesh)
     check_collectives(mesh)
@@ -68,7 +68,7 @@ def run(cfg: Config) -> float:
             base = load_base(cfg)
             params = with_adapters(base, params, cfg.lora.scales)
             if isinstance(engine, NativeEngine):
-                engine.keep(base)
+                engine.share_base(base)
         engine.load(params, version)
         with phase(f"answering {len(prompts)} held-out prompts"):
             samples = max(8, cfg.eval.samples_per_prompt)

@@ -7,7 +7,7 @@ from jaxmoe.config import Config, ConfigError
 from jaxmoe.shapes import Metrics
 
 
-def must_be_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> None:
+def check_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> None:
     """Raises where the step broke the numbers: nothing continues past a NaN."""
     bad = [name for name, value in metrics.items() if not np.isfinite(value)]
     if bad:
@@ -18,7 +18,7 @@ def must_be_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> N
         )
 
 
-def not_exact(gap: float, where: str, step: int) -> ConfigError:
+def invariance_error(gap: float, where: str, step: int) -> ConfigError:
     """What to say where bits that must be the same are not."""
     return ConfigError(
         f"rl step {step}: with model.numerics=invariant trainer and engine must agree to the bit; "
@@ -27,7 +27,7 @@ def not_exact(gap: float, where: str, step: int) -> ConfigError:
     )
 
 
-def gate_closed(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
+def gate_error(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
     """What to say where engine and trainer are too far apart to train."""
     names = "train_rollout_logprob_abs_diff", "rollout_corr/k3_kl", "rollout_corr/ess"
     gap, k3, ess = (metrics[name] for name in names)

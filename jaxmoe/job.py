@@ -25,7 +25,7 @@ from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.envs.recorded import group_rows, held_out_rows
 from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.envs.tasks import Task, evaluate
-from jaxmoe.guards import gate_closed, must_be_finite, not_exact
+from jaxmoe.guards import check_finite, gate_error, invariance_error
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import rows_of
 from jaxmoe.model.lora import with_adapters
@@ -40,7 +40,7 @@ from jaxmoe.records import Prompt
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, padding_frac
 from jaxmoe.rl.state import TrainState
-from jaxmoe.rl.update import Told
+from jaxmoe.rl.update import TokenStats
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.run_files import RunFolderError
 from jaxmoe.shapes import Metrics, Params
@@ -59,59 +59,59 @@ class Job:
     engine: Engine
     log: MetricsLog
     stop: StopRequest
-    at: Position  # after the last whole step
+    position: Position  # after the last whole step
     times: Metrics = field(default_factory=dict)  # seconds of this step, by phase
-    saved: int = field(init=False)  # number of the newest position that needs no saving
-    began: float = 0.0  # of this step
-    told: int = 0  # incidents of the engine that have been logged
+    saved_number: int = field(init=False)  # number of the newest position that needs no saving
+    step_start_s: float = 0.0  # of this step
+    n_reported_incidents: int = 0  # incidents of the engine that have been logged
     contents: dict[str, str] = field(default_factory=dict)  # digests of the run's files
     progress: Progress | None = None  # the bar that is shown
     mesh: Mesh | None = None  # None: one device
     base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
 
     def __post_init__(self) -> None:
-        self.saved = self.at.number  # it is on disk, or can be made again
-        self.first = self.at.step
-        self.told = len(self.engine.incidents)
+        self.saved_number = self.position.number  # it is on disk, or can be made again
+        self.first_step = self.position.step
+        self.n_reported_incidents = len(self.engine.incidents)
 
-    def policy(self) -> Params:
+    def policy_params(self) -> Params:
         """The weights after the last whole step, as an engine loads them."""
-        found = self.at.state.params.policy
+        found = self.position.state.params.policy
         if self.base is None:
             return found
         return with_adapters(self.base, found, self.cfg.lora.scales)
 
-    def base_of(self, batch: Batch) -> Params | None:
+    def base_for_batch(self, batch: Batch) -> Params | None:
         """The base as a step on this batch takes it."""
         rows = self.cfg.lora.embedding_rows
         if self.base is None or not rows:
             return self.base
         return rows_of(self.base, np.asarray(batch.tokens_BT), rows)
 
-    def begin(self, at: Position) -> None:
+    def start_stage(self, at: Position) -> None:
         """Go on from here; it is saved, or can be made again."""
-        self.at, self.saved, self.first = at, at.number, at.step
+        self.position, self.saved_number, self.first_step = at, at.number, at.step
 
-    def steps(self, last: int) -> Iterator[int]:
+    def remaining_steps(self, last: int) -> Iterator[int]:
         """The steps of a stage that are left, each with a clock of its own."""
-        for step in range(self.at.step + 1, last + 1):
-            self.began, self.times = time.perf_counter(), {}
+        for step in range(self.position.step + 1, last + 1):
+            self.step_start_s, self.times = time.perf_counter(), {}
             yield step
 
     @contextmanager
-    def clock(self, name: str) -> Iterator[None]:
+    def time_phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        self.tell(name.replace("_", " "))
+        self.show_phase(name.replace("_", " "))
         yield
         spent = time.perf_counter() - start
         self.times[f"time/{name}_s"] = self.times.get(f"time/{name}_s", 0.0) + spent
 
-    def tell(self, text: str, done: int = 0, total: int = 0) -> None:
+    def show_phase(self, text: str, done: int = 0, total: int = 0) -> None:
         """`Progress.tell`, where a bar is shown."""
         if self.progress is not None:
             self.progress.tell(text, done, total)
 
-    def host(
+    def fetch_metrics(
         self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float]
     ) -> Metrics:
         """Device scalars as Python numbers; waits for the step.
@@ -119,24 +119,24 @@ class Job:
         Raises ConfigError where one is not finite.
         """
         found = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        must_be_finite(found, step, rate=rate)
-        assert_compiled_once(step_fn, step - self.first)
+        check_finite(found, step, rate=rate)
+        assert_compiled_once(step_fn, step - self.first_step)
         return found
 
-    def stop_at_the_gate(
-        self, state: TrainState, metrics: Metrics, step: int, batch: Batch, told: Told
+    def check_gate(
+        self, state: TrainState, metrics: Metrics, step: int, batch: Batch, told: TokenStats
     ) -> None:
         """Raises ConfigError where the gate held the batch back and the run may not skip it."""
         if metrics["gate/closed"] and not self.cfg.step_gate.skip:
             # as before this batch: a resume draws it again
-            self.at = replace(self.at, state=state)
-            self.save()
+            self.position = replace(self.position, state=state)
+            self.save_checkpoint()
             gap = metrics["train_rollout_logprob_abs_diff_max"]
-            if self.cfg.exact and gap > 0:
-                raise not_exact(gap, self.where_not_exact(batch, told), step)
-            raise gate_closed(self.cfg, metrics, step)
+            if self.cfg.requires_equal_logp and gap > 0:
+                raise invariance_error(gap, self.describe_first_difference(batch, told), step)
+            raise gate_error(self.cfg, metrics, step)
 
-    def where_not_exact(self, batch: Batch, told: Told) -> str:
+    def describe_first_difference(self, batch: Batch, told: TokenStats) -> str:
         """The first token whose log-prob the engine has otherwise, and what of it differs first."""
         mask_BT, logp_BT = np.asarray(batch.loss_mask_BT), on_hosts(told.logp_BT)
         other_BT = mask_BT & (logp_BT != np.asarray(batch.rollout_logp_BT))
@@ -145,7 +145,7 @@ class Job:
         length = int((np.asarray(batch.segment_ids_BT[row]) > 0).sum())
         tokens = np.asarray(batch.tokens_BT[row][:length])
         prompt = int(np.argmax(mask_BT[row]))
-        found = first_difference(self.policy(), tokens, prompt, self.cfg.model, self.ops)
+        found = first_difference(self.policy_params(), tokens, prompt, self.cfg.model, self.ops)
         of = f"First in rollout {row}, token {column}: "
         return of + (f"{found}." if found else "alone, its bits are the same; in a batch not.")
 
@@ -153,28 +153,30 @@ class Job:
     def held_out(self) -> list[Prompt]:
         return self.task.held_out_prompts()
 
-    def due(self, step: int) -> bool:
+    def is_eval_due(self, step: int) -> bool:
         """Whether the held-out rows are scored after that step."""
         return step % self.cfg.eval.every_steps == 0 or step == self.cfg.steps
 
-    def evaluate(self) -> Metrics:
+    def evaluate_held_out(self) -> Metrics:
         """Accuracy on the held-out rows; a few answers go to samples.jsonl, others each time."""
-        step, task, e = self.at.step, self.task, self.cfg.eval
+        step, task, e = self.position.step, self.task, self.cfg.eval
         metrics, rollouts, rewards = evaluate(
             self.engine,
             self.held_out,
             task,
             version=step,
             samples=e.samples_per_prompt,
-            tell=self.tell,
+            tell=self.show_phase,
         )
         number = -(-step // e.every_steps)
         self.log.write_samples("rl", step, held_out_rows(rollouts, rewards, task, number))
         return metrics
 
-    def record(self, step: int, collected: ScoredRollouts, batch: Batch, told: Told) -> None:
+    def write_sample_groups(
+        self, step: int, collected: ScoredRollouts, batch: Batch, told: TokenStats
+    ) -> None:
         """A few groups of a step go to samples.jsonl, where it is evaluated or saved."""
-        if not (self.due(step) or step % self.cfg.save.every_steps == 0):
+        if not (self.is_eval_due(step) or step % self.cfg.save.every_steps == 0):
             return
         logp_BT, advantages_BT = (on_hosts(x) for x in (told.logp_BT, told.advantages_BT))
         self.log.write_samples("rl", step, group_rows(
@@ -184,34 +186,34 @@ class Job:
             rollout_logp_BT=np.asarray(batch.rollout_logp_BT),
         ))  # fmt: skip
 
-    def evaluate_first(self) -> None:
+    def evaluate_at_start(self) -> None:
         """Score the weights RL starts from; or make up for an evaluation that broke."""
-        step = self.at.step
+        step = self.position.step
         rows = read_metrics(self.work / "metrics.jsonl")
         told = any(r["step"] == step and "eval/accuracy" in r for r in rows)
-        if not self.due(step) or everyones(told)[0]:  # the first process writes the file
+        if not self.is_eval_due(step) or everyones(told)[0]:  # the first process writes the file
             return
         with phase(f"scoring the held-out rows at step {step}"):
-            self.log.write("rl", step, self.evaluate())
+            self.log.write("rl", step, self.evaluate_held_out())
         if step:
-            self.plot()
+            self.draw_plots()
 
     @contextmanager
-    def logged_if_it_breaks(self, metrics: Metrics) -> Iterator[None]:
+    def log_metrics_on_error(self, metrics: Metrics) -> Iterator[None]:
         """For what follows an update: the step was made, and a resume goes on behind it."""
         try:
             yield
         except Exception:
-            self.log.write("rl", self.at.step, metrics | self.times)
+            self.log.write("rl", self.position.step, metrics | self.times)
             raise
 
-    def report(self, progress: Progress, batch: Batch, metrics: Metrics) -> None:
+    def report_step(self, progress: Progress, batch: Batch, metrics: Metrics) -> None:
         """A step's line in metrics.jsonl and on the terminal; its plot where that is due."""
-        step, spent = self.at.step, time.perf_counter() - self.began
+        step, spent = self.position.step, time.perf_counter() - self.step_start_s
         tokens = int(np.asarray(batch.segment_ids_BT).sum())
         metrics |= self.times | {"tokens_per_s": tokens / spent, "time/step_s": spent}
-        incidents = self.engine.incidents[self.told :]
-        self.told += len(incidents)
+        incidents = self.engine.incidents[self.n_reported_incidents :]
+        self.n_reported_incidents += len(incidents)
         metrics["rollout/incidents"] = len(incidents)
         metrics["batch/padding_frac"] = padding_frac(batch)
         raised = alerts(metrics)
@@ -223,60 +225,61 @@ class Job:
             tokens_per_s=metrics["tokens_per_s"],
             **{self.task.score_name: metrics.get("eval/accuracy")},
         )  # fmt: skip
-        if self.due(step):
-            self.plot()
+        if self.is_eval_due(step):
+            self.draw_plots()
 
-    def plot(self) -> None:
+    def draw_plots(self) -> None:
         """All of the run so far; panels of their own at its end."""
         if jax.process_index():
             return
-        rows, last = read_metrics(self.work / "metrics.jsonl"), self.at.step == self.cfg.steps
+        rows, last = read_metrics(self.work / "metrics.jsonl"), self.position.step == self.cfg.steps
         try:
             plot_run(rows, self.work, panels=last, score=self.task.score_name)
         except RunFolderError as error:  # pictures can be drawn again, from metrics.jsonl
             print(f"! no plots: {error}", file=sys.stderr, flush=True)
 
-    def save(self) -> str:
+    def save_checkpoint(self) -> str:
         """Save the state after the last whole step, unless it is, and say where that stands.
 
         Raises ConfigError where the run folder is gone: a new one would hold half a run.
         """
         self.log.must_be_in_place()
-        if self.at.number > self.saved:
-            if any(x.is_deleted() for x in jax.tree.leaves(self.at.state)):
+        if self.position.number > self.saved_number:
+            if any(x.is_deleted() for x in jax.tree.leaves(self.position.state)):
                 return "The step took the weights with it: go on from the last checkpoint."
             self._write_checkpoint()
-            self.saved = self.at.number
-        if self.at.step == 0:
-            return f"no {self.at.stage} step was made in {self.work}; the same command begins it."
-        where = f"saved {self.at.stage} step {self.at.step} in {self.work}"
+            self.saved_number = self.position.number
+        if self.position.step == 0:
+            stage = self.position.stage
+            return f"no {stage} step was made in {self.work}; the same command begins it."
+        where = f"saved {self.position.stage} step {self.position.step} in {self.work}"
         return f"{where}; the same command resumes."
 
     def _write_checkpoint(self) -> None:
         """Write a checkpoint, and try again once: the first try's clean-up may have made room."""
         try:
-            save_run(self.work, self.cfg, self.at, self.contents)
+            save_run(self.work, self.cfg, self.position, self.contents)
         except CheckpointError as error:
             if jax.process_count() > 1:  # the others may have written theirs
                 raise
             print(f"! {error} Saving once more.", file=sys.stderr, flush=True)
-            save_run(self.work, self.cfg, self.at, self.contents)
+            save_run(self.work, self.cfg, self.position, self.contents)
 
     def save_or_stop(self, *, last: bool) -> None:
         """Save when due or asked to stop; leave with a message where asked."""
         self.log.must_be_in_place()
-        if self.at.step % self.cfg.save.every_steps == 0 or last:
-            self.save()
+        if self.position.step % self.cfg.save.every_steps == 0 or last:
+            self.save_checkpoint()
         asked = agreed(self.stop.signal)  # a process that no signal reached must stop as well
-        if asked and not (last and self.at.stage == "rl"):
-            raise self.stopped(asked)
+        if asked and not (last and self.position.stage == "rl"):
+            raise self.stop_after_saving(asked)
 
-    def stopped(self, asked: int) -> Stopped:
+    def stop_after_saving(self, asked: int) -> Stopped:
         """Save, and return what to leave with where that signal asked the run to stop."""
-        return Stopped(asked, self.save())
+        return Stopped(asked, self.save_checkpoint())
 
     @contextmanager
-    def saved_if_it_cannot_go_on(self) -> Iterator[None]:
+    def save_on_error(self) -> Iterator[None]:
         """But not where a save needs processes that may be gone."""
         if jax.process_count() > 1:
             yield
@@ -286,10 +289,12 @@ class Job:
         except CheckpointError:
             raise  # it was this that could not be saved
         except EngineError as error:
-            raise type(error)(f"{error} {self.save()}") from error
+            raise type(error)(f"{error} {self.save_checkpoint()}") from error
         except ConfigError as error:  # the same command would stop at the same place
-            saved = self.save().replace("; the same command ", "; with that mended, the command ")
+            saved = self.save_checkpoint().replace(
+                "; the same command ", "; with that mended, the command "
+            )
             raise type(error)(f"{error} {saved}") from error
         except Exception as error:  # of a reward, say: its traceback is shown, its run is kept
-            error.add_note(self.save())
+            error.add_note(self.save_checkpoint())
             raise

@@ -20,7 +20,7 @@ from jaxmoe.model.params import param_specs, read_dtype, value_head_specs
 from jaxmoe.parallel.host import free_bytes
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.sharding import RULES, Names, local_shape, sampling_rules
-from jaxmoe.rollout.native import prompts_at_once
+from jaxmoe.rollout.native import prompts_per_batch
 from jaxmoe.shapes import Leaf
 
 
@@ -44,7 +44,7 @@ class Memory:
     ahead: int  # cache and older weights of an engine that samples during the step
     host: int  # not on the device: moments, inputs of layer pairs and an embedding on its host
 
-    def of(self, stage: str) -> dict[str, int]:
+    def bytes_by_part(self, stage: str) -> dict[str, int]:
         """What is there at one time: in "training", "sampling", "syncing" weights, "scoring"."""
         base = "packed", "frozen"
         held = ("weights", *base, "optimizer", "reference", "engine_copy")
@@ -61,14 +61,14 @@ class Memory:
 
     @property
     def training(self) -> int:
-        return sum(self.of("training").values())
+        return sum(self.bytes_by_part("training").values())
 
     @property
     def sampling(self) -> int:
-        return sum(self.of("sampling").values())
+        return sum(self.bytes_by_part("sampling").values())
 
 
-def memory(cfg: Config) -> Memory:
+def plan_memory(cfg: Config) -> Memory:
     """Bytes per device; exact but for activations, which count the arrays that must be live.
 
     Weights are cast, and gathered, one layer at a time, forward and backward; XLA gathers the
@@ -119,7 +119,7 @@ def memory(cfg: Config) -> Memory:
     if lora and native:  # it reads the base in place
         engine_copy = adapter_copy_bytes(cfg)
     shards, samples = mesh.row_shards * mesh.sequence, cfg.rollout.samples_per_prompt
-    wave = prompts_at_once(cfg.rollout.max_parallel_sequences, samples, shards)
+    wave = prompts_per_batch(cfg.rollout.max_parallel_sequences, samples, shards)
     engine_rows = wave // shards * samples
     cache = cache_bytes(m, engine_rows, cfg.context) if native else 0
     packed, frozen, table = base_bytes(cfg) if lora else (0, 0, 0)
@@ -191,7 +191,7 @@ class LayerFlops:
     linear: int  # projections, router and the active experts
     attention: int  # of visible pairs
 
-    def recomputed(self, cfg: Config) -> int:
+    def recomputed_flops(self, cfg: Config) -> int:
         """What a backward pass does again of a forward."""
         if not cfg.optim.remat:
             return 0
@@ -219,23 +219,23 @@ def layer_flops(cfg: Config, tokens: int | None = None) -> LayerFlops:
 def check_memory(cfg: Config, *stages: str) -> None:
     """Raises ConfigError where the largest of these stages has no place on this machine.
 
-    `stages` are those of Memory.of. Nothing is asked for a mesh of other machines.
+    `stages` are those of Memory.bytes_by_part. Nothing is asked for a mesh of other machines.
     """
     if cfg.mesh.devices not in (1, jax.device_count()):
         return
-    check_host(cfg, memory(cfg).host)
+    check_host(cfg, plan_memory(cfg).host)
     if (there := device_bytes()) is None:
         return
     if not (apart := jax.local_devices()[0].platform != "cpu"):  # they share the host's memory
         there //= cfg.mesh.devices
         cfg = override(cfg, "optim.moments=device", "optim.remat_inputs=device")
-    largest = max(stages, key=lambda name: _needs(cfg, name))
-    need = _needs(cfg, largest)
+    largest = max(stages, key=lambda name: _bytes_needed(cfg, name))
+    need = _bytes_needed(cfg, largest)
     if need <= there:
         return
-    name, most = max(memory(cfg).of(largest).items(), key=lambda item: item[1])
-    tried, changes = smaller(cfg, largest, there, host=apart)
-    if _needs(tried, largest) <= there:
+    name, most = max(plan_memory(cfg).bytes_by_part(largest).items(), key=lambda item: item[1])
+    tried, changes = find_smaller_config(cfg, largest, there, host=apart)
+    if _bytes_needed(tried, largest) <= there:
         advice = f"Try {' '.join(changes)}, which needs"
     else:
         advice = (
@@ -244,32 +244,34 @@ def check_memory(cfg: Config, *stages: str) -> None:
     raise ConfigError(
         f"{largest} must fit into the {there:,} bytes that are free here ({_short(there)}), and "
         f"needs {need:,} ({_short(need)}), most of it for {name} ({_short(most)}). {advice} "
-        f"{_short(_needs(tried, largest))}."
+        f"{_short(_bytes_needed(tried, largest))}."
     )
 
 
-def smaller(cfg: Config, stage: str, there: int, host: bool = True) -> tuple[Config, list[str]]:
+def find_smaller_config(
+    cfg: Config, stage: str, there: int, host: bool = True
+) -> tuple[Config, list[str]]:
     """The first config that needs no more than `there`, or the least that is known; its changes."""
     tried, changes = cfg, []
-    for key, value in _smaller(cfg, host):
-        if _needs(tried, stage) <= there:
+    for key, value in _memory_saving_options(cfg, host):
+        if _bytes_needed(tried, stage) <= there:
             break
         try:
             other = override(tried, f"{key}={value}")
         except ConfigError:  # it does not suit the rest
             continue
-        if _needs(other, stage) < _needs(tried, stage):
+        if _bytes_needed(other, stage) < _bytes_needed(tried, stage):
             tried, changes = other, [*changes, f"--set {key}={value}"]
     return tried, changes
 
 
-def stage(cfg: Config) -> str:
+def scoring_stage(cfg: Config) -> str:
     """What eval and doctor go through: a run's checkpoint brings its moments along."""
     return "sampling" if (Path(cfg.workdir) / "checkpoints").is_dir() else "scoring"
 
 
-def _needs(cfg: Config, stage: str) -> int:
-    return sum(memory(cfg).of(stage).values())
+def _bytes_needed(cfg: Config, stage: str) -> int:
+    return sum(plan_memory(cfg).bytes_by_part(stage).values())
 
 
 def device_bytes() -> int | None:
@@ -279,7 +281,7 @@ def device_bytes() -> int | None:
     return free_bytes() if limit is None and device.platform == "cpu" else limit
 
 
-def _smaller(cfg: Config, host: bool) -> Iterator[tuple[str, object]]:
+def _memory_saving_options(cfg: Config, host: bool) -> Iterator[tuple[str, object]]:
     """What takes less memory, the cheapest first."""
     yield "optim.remat", True
     yield "optim.remat_keeps", ""
@@ -322,10 +324,10 @@ def copy_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> 
 
 
 def _short(value: int) -> str:
-    return " ".join(size_text(value).split())
+    return " ".join(format_bytes(value).split())
 
 
-def size_text(value: int) -> str:
+def format_bytes(value: int) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:9.2f} {unit}"

@@ -50,23 +50,28 @@ from jaxmoe.parallel.processes import leave, same_everywhere, together
 from jaxmoe.parallel.sharding import make_mesh, place
 from jaxmoe.records import Rollout
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
-from jaxmoe.rl.dynamic_sampling import filled
-from jaxmoe.rl.from_config import algorithm
-from jaxmoe.rl.minibatches import divide, packed
-from jaxmoe.rl.optimizer import policy_rate, rl_optimizer
-from jaxmoe.rl.programs import pinned, rl_program, supervised_program, warmup_optimizer
+from jaxmoe.rl.dynamic_sampling import impute_rewards
+from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.minibatches import pack_batch, split_minibatches
+from jaxmoe.rl.optimizer import policy_learning_rate, rl_optimizer
+from jaxmoe.rl.programs import (
+    out_shardings_option,
+    rl_program,
+    supervised_program,
+    warmup_optimizer,
+)
 from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rl.state import (
     Trained,
     TrainState,
-    new_adapters,
-    new_state,
-    rl_state,
+    init_rl_state,
+    init_run_adapters,
+    init_state,
     stage_shapes,
 )
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.native import NativeEngine
-from jaxmoe.rollout.recorded_experts import unknown_experts
+from jaxmoe.rollout.recorded_experts import unknown_experts_metric
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Params
 
@@ -82,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         with together():
             with open_job(cfg) as job:
                 warm_start(job)
-                reinforce(job)
+                train_rl(job)
             typed = sys.argv[1:] if argv is None else argv
             out = str(Path(cfg.workdir) / "export")
             print(f"export   python -m jaxmoe.export {shlex.join([*typed, '--out', out])}")
@@ -108,7 +113,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     if (there := jax.device_count()) > cfg.mesh.devices:
         print(f"devices  1 of {there}; --set mesh.fsdp={there} takes all", flush=True)
     installed(cfg.observe.trackers)
-    chosen, task, tx = algorithm(cfg), open_task(cfg), rl_optimizer(cfg)
+    chosen, task, tx = algorithm_from_config(cfg), open_task(cfg), rl_optimizer(cfg)
     supervised = warmup_optimizer(cfg)
     held = contents(cfg, task)
     shapes, beside = stage_shapes(cfg, supervised, tx, mesh), own_base(cfg)
@@ -118,15 +123,15 @@ def open_job(cfg: Config) -> Iterator[Job]:
     base = load_base(cfg) if cfg.lora.ranks and at_rl else None
     held |= beside if at_rl else {}  # what a warm start left behind is made again
     if at is None and base is not None:  # whole weights that are trained are nowhere
-        new = jax.jit(partial(rl_state, cfg=cfg, tx=tx))
-        at = Position("rl", 0, new(new_adapters(cfg, base)), None)
+        new = jax.jit(partial(init_rl_state, cfg=cfg, tx=tx))
+        at = Position("rl", 0, new(init_run_adapters(cfg, base)), None)
     if at is None:
 
         def begin(policy: Params) -> TrainState:
-            return new_state(Trained(policy), supervised)
+            return init_state(Trained(policy), supervised)
 
         policy = initial_params(cfg, mesh)
-        if pins := pinned(cfg, mesh, jax.eval_shape(begin, policy), 0):
+        if pins := out_shardings_option(cfg, mesh, jax.eval_shape(begin, policy), 0):
             begin = jax.jit(begin, **pins)  # moments are made where they lie
         at = Position("warmup", 0, begin(policy), None)
     task.check_prompts()
@@ -164,100 +169,104 @@ def open_job(cfg: Config) -> Iterator[Job]:
 
 def warm_start(job: Job) -> None:
     """Supervised steps on the stored answers: a random model has nothing for RL to amplify."""
-    if job.at.stage != "warmup":
+    if job.position.stage != "warmup":
         return
-    cfg, task, state = job.cfg, job.task, job.at.state
+    cfg, task, state = job.cfg, job.task, job.position.state
     w = cfg.warmup
     program = supervised_program(cfg, job.ops, job.mesh, state)
     step_fn = jax.jit(program.fn, **program.options)
     data = task.stream(w.sequences_per_step, cfg.seed + 1)
-    if job.at.data is not None:
-        data.set_state(job.at.data)
-    bar = Progress(w.steps, "warmup", done=job.at.step)
-    with job.saved_if_it_cannot_go_on(), bar as progress:
-        for step in job.steps(w.steps):
+    if job.position.data is not None:
+        data.set_state(job.position.data)
+    bar = Progress(w.steps, "warmup", done=job.position.step)
+    with job.save_on_error(), bar as progress:
+        for step in job.remaining_steps(w.steps):
             prompts = next(data)
             answers = [answer_tokens(p, task) for p in prompts]
             batch = supervised_batch(
                 prompts, answers, length=cfg.context, pad_id=task.tokenizer.pad_id
             )
-            batch = packed(batch, cfg.optim.tokens_per_microbatch)
-            with job.clock("train"):
+            batch = pack_batch(batch, cfg.optim.tokens_per_microbatch)
+            with job.time_phase("train"):
                 state, metrics = step_fn(state, place(batch, job.mesh))
-                metrics = job.host(step_fn, metrics, step, rate=("warmup.lr", w.lr))
+                metrics = job.fetch_metrics(step_fn, metrics, step, rate=("warmup.lr", w.lr))
             job.log.write("warmup", step, metrics | job.times)
             progress.update(step, loss=metrics["loss"])
-            job.at = Position("warmup", step, state, data.get_state())
+            job.position = Position("warmup", step, state, data.get_state())
             job.save_or_stop(last=step == w.steps)
     # jitted: restored weights are tied to their device, and the fresh moments must be too, or the
     # first step's program would not fit the second's arguments
-    new = partial(rl_state, cfg=cfg, tx=job.tx)
+    new = partial(init_rl_state, cfg=cfg, tx=job.tx)
     policy = state.params.policy
     if cfg.lora.ranks:
         job.base = make_base(policy, cfg)
         job.contents |= own_base(cfg)
-        policy = new_adapters(cfg, job.base)
-    pins = pinned(cfg, job.mesh, jax.eval_shape(new, policy), 0)
+        policy = init_run_adapters(cfg, job.base)
+    pins = out_shardings_option(cfg, job.mesh, jax.eval_shape(new, policy), 0)
     state = jax.jit(new, **pins)(policy)
-    job.begin(Position("rl", 0, state, None))
+    job.start_stage(Position("rl", 0, state, None))
 
 
-def reinforce(job: Job) -> None:
+def train_rl(job: Job) -> None:
     """RL: the loop."""
-    cfg, engine, state, a = job.cfg, job.engine, job.at.state, job.algorithm
+    cfg, engine, state, a = job.cfg, job.engine, job.position.state, job.algorithm
     program = rl_program(cfg, job.ops, job.mesh, a, job.tx, state)
     step_fn = jax.jit(program.fn, **program.options)
-    with closing(open_rollouts(job)) as rollouts, job.saved_if_it_cannot_go_on():
+    with closing(open_rollouts(job)) as rollouts, job.save_on_error():
         if job.base is not None and isinstance(engine, NativeEngine):
-            engine.keep(job.base)
-        engine.load(job.policy(), job.at.step)
-        job.evaluate_first()
-        rollouts.weights_synced(job.at.step)
-        with Progress(cfg.steps, "rl", done=job.at.step) as progress:
+            engine.share_base(job.base)
+        engine.load(job.policy_params(), job.position.step)
+        job.evaluate_at_start()
+        rollouts.weights_synced(job.position.step)
+        with Progress(cfg.steps, "rl", done=job.position.step) as progress:
             job.progress = progress
-            for step in job.steps(cfg.steps):
-                collected = rollouts.take(step)
+            for step in job.remaining_steps(cfg.steps):
+                collected = rollouts.take_batch(step)
                 if collected is None:
-                    raise job.stopped(job.stop.signal)
+                    raise job.stop_after_saving(job.stop.signal)
                 ages = check_versions(
                     collected.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
                 )
-                batch, minibatches = divide(
+                batch, minibatches = split_minibatches(
                     make_batch(cfg, job.task, collected.rollouts, collected.rewards), a,
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                 )  # fmt: skip
-                with job.clock("train"):
+                with job.time_phase("train"):
                     placed = place(batch, job.mesh)
-                    state, metrics, told = step_fn(state, placed, minibatches, job.base_of(batch))
-                    metrics = job.host(step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr))
-                job.stop_at_the_gate(state, metrics, step, batch, told)
-                job.at = Position("rl", step, state, collected.data)
-                metrics["optim/lr"] = policy_rate(cfg, step)
+                    state, metrics, told = step_fn(
+                        state, placed, minibatches, job.base_for_batch(batch)
+                    )
+                    metrics = job.fetch_metrics(
+                        step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr)
+                    )
+                job.check_gate(state, metrics, step, batch, told)
+                job.position = Position("rl", step, state, collected.data)
+                metrics["optim/lr"] = policy_learning_rate(cfg, step)
                 metrics |= collected.metrics | (ages if cfg.rollout.max_staleness else {})
                 if cfg.rollout.overlong_buffer:
-                    paid = after_penalty(cfg, collected.rollouts, collected.rewards)
+                    paid = apply_overlong_penalty(cfg, collected.rollouts, collected.rewards)
                     metrics["reward/after_penalty_mean"] = float(np.nanmean(paid))
                 if batch.routed_experts_BTLA is not None:
-                    metrics |= unknown_experts(collected.rollouts)
-                with job.logged_if_it_breaks(metrics):
-                    job.record(step, collected, batch, told)
-                    with job.clock("weight_sync"):
-                        engine.load(job.policy(), step)
-                    if job.due(step):
-                        with rollouts.paused(), job.clock("eval"):
-                            metrics |= job.evaluate()
+                    metrics |= unknown_experts_metric(collected.rollouts)
+                with job.log_metrics_on_error(metrics):
+                    job.write_sample_groups(step, collected, batch, told)
+                    with job.time_phase("weight_sync"):
+                        engine.load(job.policy_params(), step)
+                    if job.is_eval_due(step):
+                        with rollouts.paused(), job.time_phase("eval"):
+                            metrics |= job.evaluate_held_out()
                 rollouts.weights_synced(step)
-                job.report(progress, batch, metrics | rollouts.waits())
+                job.report_step(progress, batch, metrics | rollouts.wait_metrics())
                 job.save_or_stop(last=step == cfg.steps)
 
 
 def open_rollouts(job: Job) -> SyncRollouts | AsyncRollouts:
     """What makes each step's rollouts: in turn with the training, or ahead of it in a thread."""
-    cfg, at = job.cfg, job.at
+    cfg, at = job.cfg, job.position
     data = job.task.stream(cfg.rollout.prompts_per_step, cfg.seed + 2)
     if at.data is not None:
         data.set_state(at.data)
-    make = partial(collect_rollouts, cfg, job.task, job.engine, data, tell=job.tell)
+    make = partial(collect_rollouts, cfg, job.task, job.engine, data, tell=job.show_phase)
     if cfg.rollout.max_staleness == 0:
         return SyncRollouts(make)
     return AsyncRollouts(
@@ -266,7 +275,7 @@ def open_rollouts(job: Job) -> SyncRollouts | AsyncRollouts:
     )  # fmt: skip
 
 
-def after_penalty(cfg: Config, rollouts: list[Rollout], rewards: np.ndarray) -> np.ndarray:
+def apply_overlong_penalty(cfg: Config, rollouts: list[Rollout], rewards: np.ndarray) -> np.ndarray:
     """The rewards that are trained on: less what too long answers pay."""
     r = cfg.rollout
     if not r.overlong_buffer:
@@ -282,11 +291,11 @@ def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.nda
     A sample without a reward (NaN) is out of its group's mean, and its tokens out of the loss.
     """
     r = cfg.rollout
-    rewards = after_penalty(cfg, rollouts, rewards)
+    rewards = apply_overlong_penalty(cfg, rollouts, rewards)
     batch = rollout_batch(
-        rollouts, filled(rewards, r.samples_per_prompt), samples=r.samples_per_prompt,
+        rollouts, impute_rewards(rewards, r.samples_per_prompt), samples=r.samples_per_prompt,
         length=cfg.context, pad_id=task.tokenizer.pad_id,
-        n_experts=cfg.model.n_experts if cfg.keeps_experts else None,
+        n_experts=cfg.model.n_experts if cfg.records_experts else None,
     )  # fmt: skip
     if np.isnan(rewards).any():
         mask_BT = np.asarray(batch.loss_mask_BT) & ~np.isnan(rewards)[:, None]

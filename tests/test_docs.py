@@ -20,7 +20,7 @@ import jaxmoe.cli
 import jaxmoe.plan.__main__ as plan
 from jaxmoe import doctor, eval, export, samples, train
 from jaxmoe.config import Config
-from jaxmoe.config_file import load
+from jaxmoe.config_file import load_config
 from jaxmoe.model.config import to_hf
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm_plugin.compat import BACKENDS
@@ -150,7 +150,7 @@ def dry(args: list[str]) -> None:
     main, rest = COMMANDS[args[0]], args[1:]
     if rest and "FILE" not in rest:
         rest = [a for a in rest if a != "--dry-run"]
-        cfg = load(rest[rest.index("--config") + 1])
+        cfg = load_config(rest[rest.index("--config") + 1])
         with tempfile.TemporaryDirectory() as folder:
             released = at_hand(cfg, Path(folder)) if cfg.init.checkpoint else []
             assert main([*rest, *released, "--dry-run"]) == 0

@@ -26,7 +26,7 @@ from jaxmoe.checkpoint.peft_layout import (
 )
 from jaxmoe.checkpoint.tensor_files import DTYPES, FLOATS, write_shard
 from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
-from jaxmoe.config.lora import WHOLE
+from jaxmoe.config.lora import MODULES_TO_SAVE
 from jaxmoe.shapes import Params
 
 # as PEFT finds them, by the ends of modules' names; "norm" alone would end all three norms
@@ -60,7 +60,9 @@ def save_adapter(
     cannot be written or holds something, and for sinks and biases.
     """
     directory = Path(directory)
-    if kept_out := sorted(lora.whole & {*WHOLE["sinks"], *WHOLE["biases"]}):
+    if kept_out := sorted(
+        lora.fully_trained & {*MODULES_TO_SAVE["sinks"], *MODULES_TO_SAVE["biases"]}
+    ):
         raise ConfigError(
             f"an adapter's files must hold modules, and {kept_out[0]} is a parameter within one "
             f"(lora.modules_to_save={lora.modules_to_save}). Export whole weights: --merge."
@@ -82,7 +84,8 @@ def save_adapter(
     planned = [(name, spelt[array.dtype], array.shape) for name, array in arrays.items()]
     config = _config(ranks, alphas, lora.rank_stabilized) | {
         "base_model_name_or_path": base,
-        "modules_to_save": [_MODULES[name] for name in _MODULES if name in lora.whole] or None,
+        "modules_to_save": [_MODULES[name] for name in _MODULES if name in lora.fully_trained]
+        or None,
     }
     aside = directory.with_name(directory.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -106,7 +109,7 @@ def _whole_modules(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict
             np.dtype(np.float32),
         )
         for entry in entries(cfg)
-        if entry.keys[-1] in lora.whole
+        if entry.keys[-1] in lora.fully_trained
     }  # fmt: skip
 
 
@@ -117,15 +120,15 @@ def _leaf(adapters: Params, matrix: AdaptedMatrix) -> Any:
 def _ranks(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict[str, int]:
     """The rank of each name, experts first. Raises ValueError where the tree is not the model's."""
     layers = adapters.get("layers", {})
-    trained = [x for of in layers.values() for x in of.items() if x[0] not in lora.whole]
-    others = sorted(adapters.keys() - {"layers", *lora.whole})
+    trained = [x for of in layers.values() for x in of.items() if x[0] not in lora.fully_trained]
+    others = sorted(adapters.keys() - {"layers", *lora.fully_trained})
     others += sorted(n for n, x in trained if n not in TARGETS or not isinstance(x, tuple))
     if others:
         raise ValueError(
             f"an adapter's files hold low-rank matrices of {', '.join(TARGETS)}; {others[0]} is "
             "none of them. Export merged weights."
         )
-    names = {kind: set(layers.get(kind, {})) - lora.whole for kind in ("sliding", "full")}
+    names = {kind: set(layers.get(kind, {})) - lora.fully_trained for kind in ("sliding", "full")}
     if names["sliding"] != names["full"] or not names["full"]:
         raise ValueError(f"an adapter must be of some, and the same, names in all layers: {names}.")
     ranks: dict[str, int] = {}

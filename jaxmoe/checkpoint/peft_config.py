@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxmoe.checkpoint.peft import CONFIG
 from jaxmoe.config import ConfigError
-from jaxmoe.config.json_object import json_object
+from jaxmoe.config.json_object import parse_json_object
 
 # read, each in its place
 _READ = {
@@ -48,7 +48,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / CONFIG
     try:
-        config = json_object(path.read_bytes())
+        config = parse_json_object(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{directory} must be a PEFT adapter's folder with {CONFIG}; {error}. Fetch it again."

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import Config, ConfigError, to_json
-from jaxmoe.config.renamed import RENAMED
 
 # what a resumed run may change: nothing that its numbers so far depend on
 FREE = (
@@ -135,11 +134,10 @@ def _one_of(name: str, keys: tuple[str, ...]) -> bool:
 def _differences(then: dict[str, Any], cfg: Config) -> Iterator[tuple[str, Any, Any]]:
     """(key, its value then, its value now), None where a key of data.options is not there.
 
-    A field that the checkpoint's version did not have had its default, one that it knew by
-    another name the value it had there.
+    A field that the checkpoint's version did not have had its default.
     """
     new = _flat(json.loads(to_json(cfg)))
-    old = {_now(name, new): value for name, value in _flat(then).items()}
+    old = _flat(then)
     for name in [*new, *(name for name in old if name not in new)]:
         a, b = old.get(name), new.get(name)
         if name not in old and not name.startswith("data.options."):
@@ -148,12 +146,6 @@ def _differences(then: dict[str, Any], cfg: Config) -> Iterator[tuple[str, Any, 
             continue  # a field that there is no more
         if a != b:
             yield name, a, b
-
-
-def _now(name: str, fields: dict[str, Any]) -> str:
-    """The name of a checkpoint's key in this version."""
-    after = RENAMED.get(name, name)
-    return after if after in fields else name
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:

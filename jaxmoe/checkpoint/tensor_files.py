@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxmoe.checkpoint.digests import part_digest
 from jaxmoe.config import ConfigError
-from jaxmoe.config.json_object import json_object
+from jaxmoe.config.json_object import parse_json_object
 
 Planned = tuple[str, str, tuple[int, ...]]  # name, dtype as the format spells it, shape
 
@@ -62,7 +62,7 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
     if not index.is_file():
         return read_header(directory / SINGLE)
     try:
-        where = json_object(index.read_bytes())["weight_map"]
+        where = parse_json_object(index.read_bytes())["weight_map"]
         if not isinstance(where, dict) or not all(isinstance(x, str) for x in where.values()):
             raise ValueError("weight_map must be an object of tensor names and file names")
     except (OSError, ValueError, KeyError) as error:
@@ -106,11 +106,11 @@ def read_header(path: Path) -> dict[str, Stored]:
                 raise ConfigError(_truncated(path, 8 + length, size))
             if length > _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes is no header")
-            head = json_object(file.read(length))
+            head = parse_json_object(file.read(length))
         metadata = head.pop("__metadata__", {})
         if not isinstance(metadata, dict):
             raise ValueError("__metadata__ must be an object")
-        digests = json_object(metadata.get(_DIGESTS, "{}"))
+        digests = parse_json_object(metadata.get(_DIGESTS, "{}"))
         found = {name: _stored(name, head[name], path, 8 + length, digests) for name in head}
         if digests and digests.keys() != head.keys():
             raise ValueError(f"digest without tensor: {(digests.keys() ^ head.keys()).pop()!r}")

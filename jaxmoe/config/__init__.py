@@ -12,15 +12,15 @@ import math
 from dataclasses import dataclass, field
 
 from jaxmoe.config.data import DataConfig
-from jaxmoe.config.errors import ConfigError, EngineError, Rule, numbers, require
+from jaxmoe.config.errors import ConfigError, EngineError, Rule, check_fields, require
 from jaxmoe.config.lora import LoraConfig
 from jaxmoe.config.lora_with import check_lora
-from jaxmoe.config.model import FROM_CHECKPOINT, ModelConfig
+from jaxmoe.config.model import CHECKPOINT_MODEL, ModelConfig
 from jaxmoe.config.numerics import check_numerics
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
 __all__ = [
-    "FROM_CHECKPOINT", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineError",
+    "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineError",
     "EvalConfig", "GateConfig", "InitConfig", "LoraConfig", "LossConfig", "MeshConfig",
     "ModelConfig", "ObserveConfig", "OptimConfig", "RolloutConfig", "SaveConfig", "VllmConfig",
     "WarmupConfig", "require", "to_json",
@@ -51,7 +51,7 @@ class WarmupConfig:
     lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        numbers("warmup", self, steps=(*_NOT_NEGATIVE, 0), lr=(*_NOT_NEGATIVE, 1e-3))
+        check_fields("warmup", self, steps=(*_NOT_NEGATIVE, 0), lr=(*_NOT_NEGATIVE, 1e-3))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LossConfig:
     A function of your own is "module:function(option=1.0)".
     """
 
-    objective: str = "clipped_terms"  # the loss at every token
+    objective: str = "ppo_clip"  # the loss at every token
     advantages: str = "group_advantages"
     aggregation: str = "token_mean"  # from tokens to the loss
     rollout_correction: str = ""  # for an engine that differs: "token_is(high=2.0) + veto"
@@ -122,7 +122,7 @@ class CriticConfig:
             f"critic.pretrain_steps must be 0 or more, got {self.pretrain_steps}. "
             "Try --set critic.pretrain_steps=0.",
         )
-        numbers(
+        check_fields(
             "critic", self, lr=(*_NOT_NEGATIVE, 1e-5), loss_coef=(*_NOT_NEGATIVE, 0.5),
             clip=(*_POSITIVE, 0.5),
         )  # fmt: skip
@@ -138,7 +138,7 @@ class GateConfig:
     skip: bool = False  # False: stop with an error, weights as before the batch
 
     def __post_init__(self) -> None:
-        numbers(
+        check_fields(
             "gate", self, abs_diff=(*_NOT_NEGATIVE, 1e9), k3=(*_NOT_NEGATIVE, 1e9),
             ess=(*_SHARE, 0.3),
         )  # fmt: skip
@@ -190,7 +190,7 @@ class OptimConfig:
             f"optim.moments must be device or host, got {self.moments!r}. "
             "Try --set optim.moments=host.",
         )
-        numbers(
+        check_fields(
             "optim", self, lr=(*_NOT_NEGATIVE, 1e-5), lr_warmup_steps=(*_NOT_NEGATIVE, 0),
             lr_end_fraction=(*_SHARE, 1.0), beta1=_BELOW_ONE, beta2=_BELOW_ONE,
             eps=(*_POSITIVE, 1e-8), weight_decay=(*_NOT_NEGATIVE, 0.0),
@@ -199,7 +199,7 @@ class OptimConfig:
         )  # fmt: skip
 
     @property
-    def host(self) -> bool:
+    def uses_host_memory(self) -> bool:
         """Whether anything waits in the hosts' memory."""
         return "host" in (self.moments, self.remat_inputs)
 
@@ -212,7 +212,7 @@ class EvalConfig:
     samples_per_prompt: int = 2  # sampled; pass@k is known for k up to so many
 
     def __post_init__(self) -> None:
-        numbers("eval", self, samples_per_prompt=("1 or more", lambda x: x >= 1, 2))
+        check_fields("eval", self, samples_per_prompt=("1 or more", lambda x: x >= 1, 2))
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class MeshConfig:
     attention: str = "ring"  # or zigzag, or ulysses: how the tokens of a cut row meet
 
     def __post_init__(self) -> None:
-        numbers("mesh", self, **{name: (*_POSITIVE, 1) for name in self.sizes})
+        check_fields("mesh", self, **{name: (*_POSITIVE, 1) for name in self.sizes})
         require(
             self.attention in ("ring", "zigzag", "ulysses"),
             f"mesh.attention must be ring, zigzag or ulysses, got {self.attention!r}. "
@@ -284,7 +284,7 @@ class MeshConfig:
 class Config:
     """Everything a run depends on."""
 
-    model: ModelConfig = field(default=FROM_CHECKPOINT, kw_only=True)
+    model: ModelConfig = field(default=CHECKPOINT_MODEL, kw_only=True)
     data: DataConfig
     rollout: RolloutConfig
     optim: OptimConfig
@@ -345,7 +345,7 @@ class Config:
             f"Try --set kernels={near[0]}.",
         )
         seeds: Rule = ("0 or more and below 2**32", lambda x: 0 <= x < 2**32, 0)
-        numbers("", self, steps=(*_NOT_NEGATIVE, 0), seed=seeds)
+        check_fields("", self, steps=(*_NOT_NEGATIVE, 0), seed=seeds)
         for name, value in (("eval", self.eval.every_steps), ("save", self.save.every_steps)):
             require(
                 value > 0,
@@ -358,22 +358,24 @@ class Config:
         )
 
     @property
-    def exact(self) -> bool:
+    def requires_equal_logp(self) -> bool:
         """Whether trainer and engine must agree on every log-prob to the bit, at each step."""
         r = self.rollout
         invariant = self.model.numerics == "invariant"
         return invariant and r.engine == "native" and r.max_staleness == 0
 
     @property
-    def keeps_experts(self) -> bool:
+    def records_experts(self) -> bool:
         """Whether the engine's experts travel with its rollouts: to be replayed, or compared."""
-        return self.rollout.router_replay or self.rollout.compare_experts or self.exact
+        return (
+            self.rollout.router_replay or self.rollout.compare_experts or self.requires_equal_logp
+        )
 
     @property
     def step_gate(self) -> GateConfig:
         """The gate of RL's steps: where there must be no difference none passes, or is skipped."""
         exact = dataclasses.replace(self.gate, abs_diff=0.0, skip=False)
-        return exact if self.exact else self.gate
+        return exact if self.requires_equal_logp else self.gate
 
     @property
     def context(self) -> int:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmoe.config.errors import numbers, require
+from jaxmoe.config.errors import check_fields, require
 
 EFFORTS = ("low", "medium", "high")
 OVERLONG = ("refuse", "drop")
@@ -43,7 +43,7 @@ class DataConfig:
             f"data.train_rows must be a number or all, got {self.train_rows!r}. "
             "Try --set data.train_rows=all.",
         )
-        numbers(
+        check_fields(
             "data", self, max_prompt_tokens=("above 0", lambda x: x > 0, 512),
             reward_timeout_s=("0 or more, and finite", lambda x: 0 <= x < 1e9, 300.0),
         )  # fmt: skip

@@ -17,7 +17,7 @@ Rule = tuple[
 ]  # "above 0", a function that says so, an example
 
 
-def numbers(where: str, config: object, **rules: Rule) -> None:
+def check_fields(where: str, config: object, **rules: Rule) -> None:
     """Require of each field named what its rule says; NaN keeps no rule."""
     for name, (must, holds, example) in rules.items():
         value = getattr(config, name)

@@ -33,7 +33,7 @@ def check_file_sums(folder: Path) -> None:
     if not path.is_file():
         return
     try:
-        for name, want in _listed(path):
+        for name, want in _read_list(path):
             file = folder / name
             if file.is_file() and _sha256(file) != want:
                 raise ConfigError(
@@ -44,7 +44,7 @@ def check_file_sums(folder: Path) -> None:
         raise ConfigError(f"{folder} must be readable; {error}. Copy it again.") from error
 
 
-def _listed(path: Path) -> list[tuple[str, str]]:
+def _read_list(path: Path) -> list[tuple[str, str]]:
     """(name, sum) of every line."""
     found: list[tuple[str, str]] = []
     for line in path.read_bytes().decode("latin-1").removesuffix("\n").split("\n"):

@@ -11,27 +11,27 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-DEEPEST = 100  # levels
+MAX_DEPTH_LEVELS = 100  # levels
 
 
-def json_value(
+def parse_json(
     text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
     """The value of a JSON text. Raises ValueError where it is no JSON, or nested too deep."""
     try:
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
-        raise ValueError(f"nested deeper than {DEEPEST} levels") from error
+        raise ValueError(f"nested deeper than {MAX_DEPTH_LEVELS} levels") from error
     if isinstance(text, bytes):
         opened = text.count(b"[") + text.count(b"{")
     else:
         opened = text.count("[") + text.count("{")
-    if opened > DEEPEST and _depth(value) > DEEPEST:
-        raise ValueError(f"nested deeper than {DEEPEST} levels")
+    if opened > MAX_DEPTH_LEVELS and _nesting_depth(value) > MAX_DEPTH_LEVELS:
+        raise ValueError(f"nested deeper than {MAX_DEPTH_LEVELS} levels")
     return value
 
 
-def _depth(value: Any) -> int:
+def _nesting_depth(value: Any) -> int:
     """Levels of lists and objects, without recursion."""
     depth, level = 0, [value]
     while level := [x for x in level if isinstance(x, dict | list)]:
@@ -40,15 +40,15 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def json_object(text: str | bytes) -> dict[str, Any]:
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
     """The object that a text holds. Raises ValueError where it holds none, or a key twice."""
-    value = json_value(text, _once)
+    value = parse_json(text, _reject_duplicate_keys)
     if not isinstance(value, dict):
         raise ValueError(f"an object is needed, got {type(value).__name__}")
     return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

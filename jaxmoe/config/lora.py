@@ -5,13 +5,13 @@ import difflib
 import math
 from dataclasses import dataclass
 
-from jaxmoe.config.errors import numbers, require
+from jaxmoe.config.errors import check_fields, require
 
 ATTENTION = ("w_q", "w_k", "w_v", "w_o")
 EXPERTS = ("w_gate_up", "w_down")
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 # what may be trained whole beside the adapters: names in the table of parameters
-WHOLE = {
+MODULES_TO_SAVE = {
     "router": ("w_router", "b_router"),
     "norms": ("attn_norm", "moe_norm", "final_norm"),
     "sinks": ("sinks",),
@@ -20,7 +20,7 @@ WHOLE = {
     "head": ("head",),
 }
 # what transformers and PEFT call them
-_ELSEWHERE = {f"{x}_proj": f"w_{x}" for x in ("q", "k", "v", "o", "gate_up", "down")} | {
+_HF_NAMES = {f"{x}_proj": f"w_{x}" for x in ("q", "k", "v", "o", "gate_up", "down")} | {
     "embed_tokens": "embedding", "lm_head": "head", "layernorm": "norms", "bias": "biases",
 }  # fmt: skip
 
@@ -46,7 +46,7 @@ class LoraConfig:
                 f"lora.{name} must be 1 or more, or 0 for none, got {rank}. "
                 f"Try --set lora.{name}=16.",
             )
-        numbers(
+        check_fields(
             "lora", self,
             embedding_rows=("0 or more", lambda x: x >= 0, 0),
             **{
@@ -54,11 +54,12 @@ class LoraConfig:
                 for name in ("attention_alpha", "expert_alpha")
             },
         )  # fmt: skip
-        _known("targets", self.targets, (*ATTENTION, *EXPERTS))
-        _known("modules_to_save", self.modules_to_save, tuple(WHOLE))
+        _check_names("targets", self.targets, (*ATTENTION, *EXPERTS))
+        _check_names("modules_to_save", self.modules_to_save, tuple(MODULES_TO_SAVE))
         for rank, names in (("attention_rank", ATTENTION), ("expert_rank", EXPERTS)):
             require(
-                not getattr(self, rank) or any(name in _split(self.targets) for name in names),
+                not getattr(self, rank)
+                or any(name in _split_names(self.targets) for name in names),
                 f"lora.{rank} ({getattr(self, rank)}) must have a target among "
                 f"{', '.join(names)}, got lora.targets={self.targets}. Try --set lora.{rank}=0.",
             )
@@ -73,7 +74,7 @@ class LoraConfig:
             "is trained. Try --set lora.attention_rank=16.",
         )
         require(
-            not self.embedding_rows or "embed" not in self.whole,
+            not self.embedding_rows or "embed" not in self.fully_trained,
             f"lora.embedding_rows ({self.embedding_rows}) must be 0 where the embedding is "
             "trained: its table is on the device. Try --set lora.embedding_rows=0.",
         )
@@ -83,7 +84,7 @@ class LoraConfig:
         """Of each matrix that is adapted, by its name in a layer; empty where LoRA is off."""
         each: dict[str, int] = dict.fromkeys(ATTENTION, self.attention_rank)
         each |= dict.fromkeys(EXPERTS, self.expert_rank)
-        targets = _split(self.targets)
+        targets = _split_names(self.targets)
         return {name: rank for name, rank in each.items() if rank and name in targets}
 
     @property
@@ -102,20 +103,22 @@ class LoraConfig:
         }
 
     @property
-    def whole(self) -> frozenset[str]:
+    def fully_trained(self) -> frozenset[str]:
         """Names in the table of parameters that are trained whole."""
-        return frozenset(name for group in _split(self.modules_to_save) for name in WHOLE[group])
+        return frozenset(
+            name for group in _split_names(self.modules_to_save) for name in MODULES_TO_SAVE[group]
+        )
 
 
-def _split(names: str) -> list[str]:
+def _split_names(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
-def _known(key: str, given: str, known: tuple[str, ...]) -> None:
+def _check_names(key: str, given: str, known: tuple[str, ...]) -> None:
     """Raises ConfigError for a name that is none of these."""
-    for name in _split(given):
-        near = difflib.get_close_matches(name, (*known, *_ELSEWHERE), 1, cutoff=0.4)
-        meant = _ELSEWHERE.get(near[0], near[0]) if near else known[0]
+    for name in _split_names(given):
+        near = difflib.get_close_matches(name, (*known, *_HF_NAMES), 1, cutoff=0.4)
+        meant = _HF_NAMES.get(near[0], near[0]) if near else known[0]
         meant = meant if meant in known else known[0]
         require(
             name in known,

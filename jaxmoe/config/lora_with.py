@@ -4,8 +4,8 @@
 from typing import TYPE_CHECKING
 
 from jaxmoe.config.errors import require
-from jaxmoe.config.lora import EXPERTS, RANKS
-from jaxmoe.config.model import FROM_CHECKPOINT
+from jaxmoe.config.lora import EXPERTS, VLLM_RANKS
+from jaxmoe.config.model import CHECKPOINT_MODEL
 
 if TYPE_CHECKING:
     from jaxmoe.config import Config
@@ -44,7 +44,7 @@ def check_lora(cfg: "Config") -> None:
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)
         require(
-            size % 64 == 0 or cfg.model == FROM_CHECKPOINT,
+            size % 64 == 0 or cfg.model == CHECKPOINT_MODEL,
             f"lora needs model.{name} to be a multiple of 64, got {size}: its base has experts "
             f"in four bits, two groups of 32 in a byte's halves. Try --set model.{name}="
             f"{-(-size // 64) * 64}.",
@@ -79,7 +79,7 @@ def _check_adapter_in_vllm(cfg: "Config") -> None:
         f"lora.targets={','.join({**cfg.lora.ranks, **dict.fromkeys(EXPERTS, 0)})}, {otherwise}",
     )
     require(
-        cfg.lora.rank <= RANKS[-1],
-        f"rollout.vllm.lora=adapter needs ranks of at most {RANKS[-1]}, got {cfg.lora.rank}. "
+        cfg.lora.rank <= VLLM_RANKS[-1],
+        f"rollout.vllm.lora=adapter needs ranks of at most {VLLM_RANKS[-1]}, got {cfg.lora.rank}. "
         f"Try --set lora.attention_rank=16 --set lora.expert_rank=16, {otherwise}",
     )

@@ -5,10 +5,10 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from jaxmoe.config.errors import numbers, require
+from jaxmoe.config.errors import check_fields, require
 
 # far beyond what is trained: a list with an entry a layer is made before memory is counted
-LARGEST = {
+MAX_SIZES = {
     "vocab_size": 2**24, "d_model": 2**17, "n_layers": 1024, "n_q_heads": 2**12,
     "n_kv_heads": 2**12, "head_dim": 2**12, "n_experts": 2**14, "experts_per_token": 2**10,
     "d_expert": 2**20, "sliding_window": 2**31 - 1, "vocab_multiple": 2**20,
@@ -53,8 +53,8 @@ class ModelConfig:
                     f"model.{f.name} must be positive, got {value}. Try --set model.{f.name}=2.",
                 )
                 require(
-                    value <= LARGEST[f.name],
-                    f"model.{f.name} must be at most {LARGEST[f.name]:,}, got {value:.3g}. "
+                    value <= MAX_SIZES[f.name],
+                    f"model.{f.name} must be at most {MAX_SIZES[f.name]:,}, got {value:.3g}. "
                     f"Try --set model.{f.name}=2.",
                 )
         require(
@@ -93,7 +93,7 @@ class ModelConfig:
             return 0 < x < math.inf
 
         must = "above 0 and finite"
-        numbers(
+        check_fields(
             "model", self, rope_theta=(must, positive, 150_000.0), rms_eps=(must, positive, 1e-5),
             swiglu_alpha=(must, positive, 1.702), swiglu_limit=(must, positive, 7.0),
             rope_factor=("at least 1 and finite", lambda x: 1 <= x < math.inf, 32.0),
@@ -105,4 +105,4 @@ class ModelConfig:
 
 
 # stands for the model that init.checkpoint's config.json describes; commands put that in its place
-FROM_CHECKPOINT = ModelConfig(1, 1, 2, 1, 1, 2, 1, 1, 1, 1, max_context=2**31 - 1)
+CHECKPOINT_MODEL = ModelConfig(1, 1, 2, 1, 1, 2, 1, 1, 1, 1, max_context=2**31 - 1)

@@ -12,7 +12,9 @@ from jaxmoe.config.errors import require
 if TYPE_CHECKING:
     from jaxmoe.config import Config
 
-FEWEST = 8  # rows that the engine decodes at once: a quarter of a tile (pallas_kernels/tiles.py)
+MIN_ROWS_PER_DEVICE = (
+    8  # rows that the engine decodes at once: a quarter of a tile (pallas_kernels/tiles.py)
+)
 _OFF = "or --set model.numerics=fast."
 
 
@@ -40,12 +42,13 @@ def check_numerics(cfg: "Config") -> None:
         f"order of their own. Try --set mesh.fsdp={m.devices // m.data} --set mesh.expert=1 --set "
         f"mesh.sequence=1 --set mesh.tensor=1, {_OFF}",
     )
-    rows, fewest = min(r.max_parallel_sequences, r.sequences_per_step), FEWEST * alone
+    rows, fewest = min(r.max_parallel_sequences, r.sequences_per_step), MIN_ROWS_PER_DEVICE * alone
     parts = math.lcm(r.samples_per_prompt, cfg.optim.microbatches, cfg.loss.minibatches)
     require(
         rows >= fewest,
-        f"model.numerics=invariant computes {4 * FEWEST} rows at a time on each device, and the "
-        f"engine decodes {rows} at once on {alone}: more than 3 of 4 would be thrown away. Try "
+        f"model.numerics=invariant computes {4 * MIN_ROWS_PER_DEVICE} rows at a time on each "
+        f"device, and the engine decodes {rows} at once on {alone}: more than 3 of 4 would be "
+        "discarded. Try "
         f"--set rollout.max_parallel_sequences={fewest} --set rollout.sequences_per_step="
         f"{-(-fewest // parts) * parts}, {_OFF}",
     )

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.json_object import json_value
+from jaxmoe.config.json_object import parse_json
 from jaxmoe.data.rows import Message
 
 _LONGEST = 1_000_000  # bytes of a template; published ones have up to 30,000
@@ -149,7 +149,7 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json_value(_read(file))
+        value = parse_json(_read(file))
     except ValueError as error:
         raise ConfigError(f"{file} must be JSON; {error}. Copy it anew.") from error
     if not isinstance(value, dict):

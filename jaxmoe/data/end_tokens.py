@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.json_object import json_object
+from jaxmoe.config.json_object import parse_json_object
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
@@ -22,7 +22,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
         if not path.is_file():
             continue
         try:
-            value: Any = json_object(path.read_bytes()).get("eos_token_id")
+            value: Any = parse_json_object(path.read_bytes()).get("eos_token_id")
             ids = [] if value is None else value if isinstance(value, list) else [value]
             if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
                 raise ValueError(f"eos_token_id is {value!r:.60}")

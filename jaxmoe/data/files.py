@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.json_object import json_value
+from jaxmoe.config.json_object import parse_json
 from jaxmoe.data import scoring
 from jaxmoe.data.cells import read_row
 from jaxmoe.data.gym import is_task
@@ -153,7 +153,7 @@ def _content(path: Path) -> bytes:
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     """("file:number", value) of each element of an array, counted from 1."""
     try:
-        rows = json_value(_content(path).decode("utf-8"))
+        rows = parse_json(_content(path).decode("utf-8"))
     except ValueError as error:
         raise ConfigError(
             f"{path} must be one JSON array in UTF-8; {error}. One object a line is .jsonl."
@@ -174,7 +174,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             continue
         where = f"{path}:{line}"
         try:
-            yield where, json_value(raw.decode("utf-8"))
+            yield where, parse_json(raw.decode("utf-8"))
         except ValueError as error:  # of JSON or of UTF-8
             raise ConfigError(
                 f"{where} must be one JSON object in UTF-8; {error}. "

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config.json_object import json_value
+from jaxmoe.config.json_object import parse_json
 
 CHATS = ("prompt", "question", "messages")
 _OBJECTS = ("reward_model", "extra_info")
@@ -50,7 +50,7 @@ def decode_columns(where: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read(text: str) -> Any:
     """The value of JSON or of a Python literal; None for any other text."""
     with suppress(ValueError):
-        return json_value(text)
+        return parse_json(text)
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxmoe.config import ConfigError
 from jaxmoe.config.file_sums import check_file_sums
-from jaxmoe.config.json_object import json_object
+from jaxmoe.config.json_object import parse_json_object
 from jaxmoe.data.end_tokens import end_tokens
 
 SPECIALS = (
@@ -303,7 +303,7 @@ def _end_of_text(file: Path, vocab: dict[str, int]) -> int:
     names: list[str] = list(_END_NAMES)
     if settings.is_file():
         try:
-            eos = json_object(settings.read_bytes()).get("eos_token")
+            eos = parse_json_object(settings.read_bytes()).get("eos_token")
             eos = eos.get("content") if isinstance(eos, dict) else eos
             if not isinstance(eos, str | None):
                 raise ValueError(f"eos_token is {eos!r:.60}")

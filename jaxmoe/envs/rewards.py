@@ -19,7 +19,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.envs.conventions import AS_TRL, Convention, Sample, convention
 from jaxmoe.envs.reward_process import Runner, run_here
 from jaxmoe.envs.reward_specs import import_reward, is_async
-from jaxmoe.rl.function_specs import read_call, split
+from jaxmoe.rl.function_specs import parse_call, split_calls
 from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")
@@ -57,12 +57,12 @@ def read_rewards(text: str, columns: Sequence[str]) -> tuple[Reward, ...]:
     """
     made: list[Reward] = []
     names: list[str] = []
-    for part in split(text) if text.strip() else []:
+    for part in split_calls(text) if text.strip() else []:
         found = _WEIGHTED.fullmatch(part)
         weight, spec = (float(found[1]), found[2]) if found else (1.0, part)
         path, options = "", {}
         if ":" in spec and math.isfinite(weight):
-            path, options = read_call(spec, "data.rewards")
+            path, options = parse_call(spec, "data.rewards")
         if ":" not in path:
             raise ConfigError(
                 "data.rewards must be functions of yours, each with a finite weight or none, got "

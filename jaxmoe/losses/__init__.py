@@ -30,13 +30,13 @@ from jaxmoe.losses.aggregation import (
 from jaxmoe.losses.kl import kl_k1, kl_k2, kl_k3, kl_k3_importance, kl_k3_with_k2_gradient
 from jaxmoe.losses.mismatch import mismatch_metrics, weight_metrics
 from jaxmoe.losses.objectives import (
-    cispo_terms,
-    clipped_terms,
-    dppo_tv_terms,
+    cispo,
+    dppo_tv,
     grpo_loss,
-    gspo_terms,
-    reinforce_terms,
-    sapo_terms,
+    gspo,
+    ppo_clip,
+    reinforce,
+    sapo,
 )
 from jaxmoe.losses.rewards import overlong_penalty, token_rewards
 from jaxmoe.losses.rollout_correction import (
@@ -51,15 +51,15 @@ from jaxmoe.losses.rollout_correction import (
     veto,
 )
 from jaxmoe.losses.supervised import cross_entropy
-from jaxmoe.losses.value import explained_variance, value_terms
+from jaxmoe.losses.value import clipped_value_loss, explained_variance
 
 __all__ = [
     "bootstrapped_gae",
-    "cispo_terms",
-    "clipped_terms",
+    "cispo",
+    "ppo_clip",
     "cross_entropy",
     "discounted_returns",
-    "dppo_tv_terms",
+    "dppo_tv",
     "drift_mask",
     "explained_variance",
     "seq_mean_token_sum_norm",
@@ -67,7 +67,7 @@ __all__ = [
     "geometric_is",
     "group_advantages",
     "grpo_loss",
-    "gspo_terms",
+    "gspo",
     "kept_token_mean",
     "kl_k1",
     "kl_k2",
@@ -82,10 +82,10 @@ __all__ = [
     "overlong_penalty",
     "reinforce_pp_advantages",
     "reinforce_pp_baseline_advantages",
-    "reinforce_terms",
+    "reinforce",
     "rejection",
     "rloo_advantages",
-    "sapo_terms",
+    "sapo",
     "sequence_icepop",
     "sequence_is",
     "seq_mean_token_mean",
@@ -93,7 +93,7 @@ __all__ = [
     "token_is",
     "token_mean",
     "token_rewards",
-    "value_terms",
+    "clipped_value_loss",
     "veto",
     "weight_metrics",
     "whiten",

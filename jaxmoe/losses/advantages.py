@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_mean
-from jaxmoe.losses.options import POSITIVE, SHARE, option, options
+from jaxmoe.losses.options import POSITIVE, SHARE, check_option, check_options
 
 
 def group_advantages(
@@ -22,8 +22,8 @@ def group_advantages(
     positive.
     Source: arXiv:2402.03300 §4.1.2; without the deviation: Dr. GRPO, arXiv:2503.20783 §3.
     """
-    option("eps", eps, POSITIVE)
-    check_groups(rewards_PR)
+    check_option("eps", eps, POSITIVE)
+    check_reward_groups(rewards_PR)
     if not isinstance(scale_by_std, bool):
         raise ValueError(f"scale_by_std must be True or False, got {scale_by_std!r}.")
     rewards_PR = rewards_PR.astype(jnp.float32)
@@ -36,7 +36,7 @@ def group_advantages(
     return centred_PR / (jnp.sqrt(variance_P1) + eps)
 
 
-def check_groups(rewards_PR: Array) -> None:
+def check_reward_groups(rewards_PR: Array) -> None:
     """Raises ValueError unless there are groups of two samples or more to compare.
 
     A group of one is its own mean: its advantage would be 0 whatever it earned.
@@ -60,7 +60,7 @@ def rloo_advantages(rewards_PR: Float[Array, "P R"]) -> Float[Array, "P R"]:
     Numerics: float32; a group whose rewards are all equal gets exactly 0.
     Source: RLOO, arXiv:2402.14740.
     """
-    check_groups(rewards_PR)
+    check_reward_groups(rewards_PR)
     samples = rewards_PR.shape[1]
     return group_advantages(rewards_PR, scale_by_std=False) * (samples / (samples - 1))
 
@@ -75,7 +75,7 @@ def discounted_returns(
     Raises ValueError for a discount outside [0, 1].
     Source: REINFORCE++, arXiv:2501.03262 §3, as verl computes it over several turns.
     """
-    option("discount", discount, SHARE)
+    check_option("discount", discount, SHARE)
 
     def back(future_B, column):
         reward_B, true_B = column
@@ -98,7 +98,7 @@ def whiten(
     Raises ValueError for an eps that is not positive.
     Source: verl's masked_whiten.
     """
-    option("eps", eps, POSITIVE)
+    check_option("eps", eps, POSITIVE)
     x_BT = x_BT.astype(jnp.float32)
     least = jnp.min(jnp.where(mask_BT, x_BT, jnp.inf))
     x_BT = jnp.where(mask_BT, x_BT - least, 0.0)
@@ -169,7 +169,7 @@ def bootstrapped_gae(
     Source: arXiv:1506.02438 eq. 16; the gap as in verl's multi-turn GAE, which takes every end for
         one of the answer; time limits: arXiv:1712.00378 §2.2.
     """
-    options(SHARE, discount=discount, trace=trace)
+    check_options(SHARE, discount=discount, trace=trace)
 
     def back(carry, column):
         next_value_B, next_advantage_B = carry

@@ -14,7 +14,7 @@ LOG_RATIO_BOUND = 20.0  # exp(20) = 5e8: beyond it the estimate is meaningless b
 K3_BOUND = 10.0  # nats: one token may not outweigh a batch
 
 
-def clamped(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
+def clamp_log_ratio(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
     """log ratios cut to ±20, as they are before every exponential."""
     return jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
@@ -44,12 +44,12 @@ def kl_k3(logp_BT: Float[Array, "B T"], logq_BT: Float[Array, "B T"]) -> Float[A
     Source: Schulman, "Approximating KL Divergence" (2020), k3; arXiv:2402.03300 eq. 4; both bounds
     as verl's low_var_kl.
     """
-    return jnp.minimum(k3(-kl_k1(logp_BT, logq_BT)), K3_BOUND)
+    return jnp.minimum(k3_from_log_ratio(-kl_k1(logp_BT, logq_BT)), K3_BOUND)
 
 
-def k3(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
+def k3_from_log_ratio(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
     """ρ − 1 − log ρ, in nats, of log ρ clamped at 20: what a measurement takes, with no bound."""
-    log_ratio = clamped(log_ratio)
+    log_ratio = clamp_log_ratio(log_ratio)
     return jnp.expm1(log_ratio) - log_ratio
 
 
@@ -65,7 +65,7 @@ def kl_k3_importance(
     """
     require_same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT)
     gap_BT = logp_BT.astype(jnp.float32) - lax.stop_gradient(old_logp_BT).astype(jnp.float32)
-    return jnp.exp(clamped(gap_BT)) * kl_k3(logp_BT, logq_BT)
+    return jnp.exp(clamp_log_ratio(gap_BT)) * kl_k3(logp_BT, logq_BT)
 
 
 def kl_k3_with_k2_gradient(

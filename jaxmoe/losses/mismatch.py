@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_max, masked_mean, token_total
-from jaxmoe.losses.kl import clamped, k3
+from jaxmoe.losses.kl import clamp_log_ratio, k3_from_log_ratio
 from jaxmoe.losses.ratios import log_ratios, sequence_mean, sequence_ratio, token_ratio
 from jaxmoe.shapes import Metrics
 
@@ -59,15 +59,17 @@ def mismatch_parts(
     means = {
         "train_rollout_logprob_abs_diff": masked_mean(gap_BT, mask_BT),
         "rollout_corr/kl": masked_mean(-log_ratio_BT, mask_BT),
-        "rollout_corr/k3_kl": masked_mean(k3(log_ratio_BT), mask_BT),
+        "rollout_corr/k3_kl": masked_mean(k3_from_log_ratio(log_ratio_BT), mask_BT),
         "rollout_corr/chi2_token": masked_mean(jnp.square(ratio_BT) - 1.0, mask_BT),
         "rollout_corr/chi2_seq": masked_mean(chi2_seq_B1, some_B1),
-        "rollout_corr/training_ppl": masked_mean(jnp.exp(clamped(-old_B1)), some_B1),
-        "rollout_corr/rollout_ppl": masked_mean(jnp.exp(clamped(-rollout_B1)), some_B1),
-        "rollout_corr/ppl_ratio": masked_mean(jnp.exp(clamped(rollout_B1 - old_B1)), some_B1),
+        "rollout_corr/training_ppl": masked_mean(jnp.exp(clamp_log_ratio(-old_B1)), some_B1),
+        "rollout_corr/rollout_ppl": masked_mean(jnp.exp(clamp_log_ratio(-rollout_B1)), some_B1),
+        "rollout_corr/ppl_ratio": masked_mean(
+            jnp.exp(clamp_log_ratio(rollout_B1 - old_B1)), some_B1
+        ),
         "rollout_corr/ess": effective_sample_size(ratio_BT, mask_BT),
         "rollout_probs_diff_mean": masked_mean(jnp.abs(p_BT - q_BT), mask_BT),
-        "rollout_actor_probs_pearson_corr": _pearson(p_BT, q_BT, mask_BT),
+        "rollout_actor_probs_pearson_corr": _pearson_correlation(p_BT, q_BT, mask_BT),
     }
     maxima = {
         "train_rollout_logprob_abs_diff_max": masked_max(gap_BT, mask_BT),
@@ -88,7 +90,7 @@ def ratio_quantiles(
 
     def at(q: float) -> Array:
         place = jnp.round(q * last).astype(jnp.int32)
-        return jnp.where(jnp.any(mask_BT), jnp.exp(clamped(ranked_M[place])), 1.0)
+        return jnp.where(jnp.any(mask_BT), jnp.exp(clamp_log_ratio(ranked_M[place])), 1.0)
 
     return {f"rollout_corr/ratio_p{round(100 * q):02d}": at(q) for q in (0.01, 0.5, 0.99)}
 
@@ -154,18 +156,19 @@ def weight_parts(
         name + "max": masked_max(extreme, level_mask), name + "seq_max": masked_max(seq_B1, some_B1)
     }  # fmt: skip
     minima = {
-        name + "min": _least(extreme, level_mask), name + "seq_min": _least(seq_B1, some_B1)
+        name + "min": _masked_min(extreme, level_mask),
+        name + "seq_min": _masked_min(seq_B1, some_B1),
     }  # fmt: skip
     return means, maxima, minima
 
 
-def _least(x_BT: Array, mask_BT: Array) -> Array:
+def _masked_min(x_BT: Array, mask_BT: Array) -> Array:
     """The smallest true entry; 0 without any."""
     smallest = jnp.min(jnp.where(mask_BT, x_BT, jnp.inf))
     return jnp.where(jnp.any(mask_BT), smallest, 0.0)
 
 
-def _pearson(p_BT: Array, q_BT: Array, mask_BT: Array) -> Array:
+def _pearson_correlation(p_BT: Array, q_BT: Array, mask_BT: Array) -> Array:
     count = token_total(mask_BT)
     p_BT, q_BT = (
         jnp.where(mask_BT, x - jnp.sum(jnp.where(mask_BT, x, 0.0)) / count, 0.0)

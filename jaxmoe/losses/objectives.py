@@ -3,7 +3,7 @@
 
 Weights and rejections (rollout_correction.py) multiply these terms; aggregation.py adds them up:
 
-    terms_BT = cispo_terms(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    terms_BT = cispo(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     loss = masked_sum(terms_BT * token_mean(mask_BT), mask_BT)
 
 Everywhere ρ = exp(logp − old_logp), |log ρ| clamped at 20; float32; terms are 0 where the mask is
@@ -17,8 +17,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_mean
-from jaxmoe.losses.kl import clamped
-from jaxmoe.losses.options import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, option, options
+from jaxmoe.losses.kl import clamp_log_ratio
+from jaxmoe.losses.options import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, check_option, check_options
 from jaxmoe.losses.ratios import log_ratios, sequence_mean, token_ratio
 from jaxmoe.losses.same_shape import require_same_shape
 from jaxmoe.shapes import Metrics
@@ -26,7 +26,7 @@ from jaxmoe.shapes import Metrics
 LOG_SEQUENCE_RATIO_BOUND = 10.0  # GSPO's log s, as verl clamps it
 
 
-def clipped_terms(
+def ppo_clip(
     logp_BT: Float[Array, "B T"],
     old_logp_BT: Float[Array, "B T"],
     advantages_BT: Float[Array, "B T"],
@@ -43,16 +43,16 @@ def clipped_terms(
         dual_clip: c > 1; inf is off, 3 is usual.
     Source: arXiv:1707.06347 eq. 7; dual clip arXiv:1912.09729; arXiv:2503.14476 §3.1.
     """
-    options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
-    option("dual_clip", dual_clip, ABOVE_ONE)
+    check_options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
+    check_option("dual_clip", dual_clip, ABOVE_ONE)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
-    loss = clipped(jnp.exp(log_ratio), advantages, clip_low, clip_high)
+    loss = clipped_surrogate(jnp.exp(log_ratio), advantages, clip_low, clip_high)
     if dual_clip == float("inf"):
         return loss
     return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
 
 
-def gspo_terms(
+def gspo(
     logp_BT: Float[Array, "B T"],
     old_logp_BT: Float[Array, "B T"],
     advantages_BT: Float[Array, "B T"],
@@ -69,17 +69,17 @@ def gspo_terms(
         in any other s is a mean over its true tokens, those of advantage 0 among them.
     Source: GSPO, arXiv:2507.18071 §4.1 and §4.3; clip ranges from its §5.1.
     """
-    options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
-    advantages = held_advantages(advantages_BT, mask_BT)
+    check_options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
+    advantages = masked_advantages(advantages_BT, mask_BT)
     mask_BT = mask_BT & jnp.any(advantages != 0, axis=1, keepdims=True)
-    log_ratio = log_ratio_where(mask_BT, logp_BT, old_logp_BT)
+    log_ratio = masked_log_ratio(mask_BT, logp_BT, old_logp_BT)
     held = lax.stop_gradient(sequence_mean(log_ratio, mask_BT))
     log_s = jnp.where(mask_BT, held + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
     s = jnp.exp(jnp.minimum(log_s, LOG_SEQUENCE_RATIO_BOUND))
-    return clipped(s, advantages, clip_low, clip_high)
+    return clipped_surrogate(s, advantages, clip_low, clip_high)
 
 
-def cispo_terms(
+def cispo(
     logp_BT: Float[Array, "B T"],
     old_logp_BT: Float[Array, "B T"],
     advantages_BT: Float[Array, "B T"],
@@ -94,14 +94,14 @@ def cispo_terms(
         clip_low: 1 leaves the lower side open, as the paper does.
     Source: MiniMax-M1, arXiv:2506.13585 §3.1; ε_high 5 as in TRL.
     """
-    options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
+    check_options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     weight = lax.stop_gradient(jnp.clip(jnp.exp(log_ratio), 1.0 - clip_low, 1.0 + clip_high))
     logp_BT = jnp.where(advantages != 0, logp_BT, 0.0).astype(jnp.float32)
     return -weight * advantages * logp_BT
 
 
-def sapo_terms(
+def sapo(
     logp_BT: Float[Array, "B T"],
     old_logp_BT: Float[Array, "B T"],
     advantages_BT: Float[Array, "B T"],
@@ -114,13 +114,13 @@ def sapo_terms(
 
     At ρ = 1 its gradient is that of ρA. Source: verl's sapo loss and its defaults.
     """
-    options(POSITIVE, tau_positive=tau_positive, tau_negative=tau_negative)
+    check_options(POSITIVE, tau_positive=tau_positive, tau_negative=tau_negative)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     tau = jnp.where(advantages > 0, tau_positive, tau_negative)
     return -(4.0 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0)) * advantages
 
 
-def dppo_tv_terms(
+def dppo_tv(
     logp_BT: Float[Array, "B T"],
     old_logp_BT: Float[Array, "B T"],
     advantages_BT: Float[Array, "B T"],
@@ -135,7 +135,7 @@ def dppo_tv_terms(
         most: δ.
     Source: prime-rl's default loss (masks at 0.2), SkyRL's dppo_tv.
     """
-    option("most", most, NOT_NEGATIVE)
+    check_option("most", most, NOT_NEGATIVE)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     now_BT, then_BT = (
         jnp.exp(jnp.where(advantages != 0, lax.stop_gradient(x), 0.0).astype(jnp.float32))
@@ -146,11 +146,11 @@ def dppo_tv_terms(
     return jnp.where(gone, 0.0, -jnp.exp(log_ratio) * advantages)
 
 
-def reinforce_terms(
+def reinforce(
     logp_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """−A·logp. Source: Williams 1992."""
-    advantages_BT = held_advantages(advantages_BT, mask_BT)
+    advantages_BT = masked_advantages(advantages_BT, mask_BT)
     return -advantages_BT * jnp.where(advantages_BT != 0, logp_BT, 0.0).astype(jnp.float32)
 
 
@@ -164,7 +164,7 @@ def grpo_loss(
     clip_high: float = 0.2,
     total: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """GRPO whole, for a loop of your own: the mean of `clipped_terms` over the chosen tokens.
+    """GRPO whole, for a loop of your own: the mean of `ppo_clip` over the chosen tokens.
 
     L = −mean[ min(ρ·A, clip(ρ, 1−ε_low, 1+ε_high)·A) ],   ρ = exp(logp − old_logp)
 
@@ -178,11 +178,13 @@ def grpo_loss(
     Source: arXiv:2402.03300 §4.1.1; asymmetric clip and token mean arXiv:2503.14476 §3.1, §3.3.
         Departs: the mean is over tokens of the batch, not over sequences of their token means.
     """
-    terms_BT = clipped_terms(
+    terms_BT = ppo_clip(
         logp_BT, old_logp_BT, advantages_BT, mask_BT, clip_low=clip_low, clip_high=clip_high
     )
     ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
-    bites_BT = (terms_BT > -ratio_BT * held_advantages(advantages_BT, mask_BT)).astype(jnp.float32)
+    bites_BT = (terms_BT > -ratio_BT * masked_advantages(advantages_BT, mask_BT)).astype(
+        jnp.float32
+    )
     metrics = {
         "policy/ratio_mean": masked_mean(ratio_BT, mask_BT, total),
         "policy/clip_frac": masked_mean(bites_BT, mask_BT, total),
@@ -200,11 +202,11 @@ def log_ratio_and_advantages(
 
     Selected before anything can be NaN: a token that asks for nothing cannot break the rest.
     """
-    advantages = held_advantages(advantages_BT, mask_BT)
-    return log_ratio_where(advantages != 0, logp_BT, old_logp_BT), advantages
+    advantages = masked_advantages(advantages_BT, mask_BT)
+    return masked_log_ratio(advantages != 0, logp_BT, old_logp_BT), advantages
 
 
-def held_advantages(
+def masked_advantages(
     advantages_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """A in float32 without its gradient; 0 at false tokens."""
@@ -212,16 +214,16 @@ def held_advantages(
     return lax.stop_gradient(jnp.where(mask_BT, advantages_BT, 0.0).astype(jnp.float32))
 
 
-def log_ratio_where(
+def masked_log_ratio(
     where_BT: Bool[Array, "B T"], logp_BT: Float[Array, "B T"], old_logp_BT: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """Clamped log ρ, in float32 before it is subtracted; 0 elsewhere."""
     require_same_shape(mask_BT=where_BT, logp_BT=logp_BT, old_logp_BT=old_logp_BT)
     gap_BT = logp_BT.astype(jnp.float32) - lax.stop_gradient(old_logp_BT).astype(jnp.float32)
-    return clamped(jnp.where(where_BT, gap_BT, 0.0))
+    return clamp_log_ratio(jnp.where(where_BT, gap_BT, 0.0))
 
 
-def clipped(
+def clipped_surrogate(
     ratio_BT: Float[Array, "B T"],
     advantages_BT: Float[Array, "B T"],
     clip_low: float,

@@ -15,7 +15,7 @@ ABOVE_ONE: Range = ("above 1", lambda x: x > 1, 3.0)
 SHARE: Range = ("between 0 and 1", lambda x: 0 <= x <= 1, 1.0)
 
 
-def option(name: str, value: Any, rule: Range) -> None:
+def check_option(name: str, value: Any, rule: Range) -> None:
     """Raises ValueError unless the value keeps its rule; NaN keeps none."""
     must, holds, example = rule
     try:
@@ -26,7 +26,7 @@ def option(name: str, value: Any, rule: Range) -> None:
         raise ValueError(f"{name} must be {must}, got {value!r}. Try {name}={example}.")
 
 
-def options(rule: Range, **values: Any) -> None:
+def check_options(rule: Range, **values: Any) -> None:
     """`option` for several by name."""
     for name, value in values.items():
-        option(name, value, rule)
+        check_option(name, value, rule)

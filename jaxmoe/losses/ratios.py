@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jaxmoe.losses.kl import clamped
-from jaxmoe.losses.options import NOT_NEGATIVE, POSITIVE, option
+from jaxmoe.losses.kl import clamp_log_ratio
+from jaxmoe.losses.options import NOT_NEGATIVE, POSITIVE, check_option
 from jaxmoe.losses.same_shape import require_same_shape
 
 
@@ -56,18 +56,18 @@ def geometric_ratio(
     return jnp.broadcast_to(_exp(sequence_mean(log_ratio_BT, mask_BT)), log_ratio_BT.shape)
 
 
-def truncate(
+def truncate_ratio(
     ratio_BT: Float[Array, "B T"], *, high: float, low: float = 0.0
 ) -> Float[Array, "B T"]:
     """clip(ρ, low, high): truncated importance sampling (TIS); `low` 0 leaves that side open.
 
     Raises ValueError unless 0 ≤ low ≤ high and high is above 0.
     """
-    bounds(low, high)
+    check_bounds(low, high)
     return jnp.clip(ratio_BT, low, high)
 
 
-def within(ratio_BT: Float[Array, "B T"], *, low: float, high: float) -> Bool[Array, "B T"]:
+def within_bounds(ratio_BT: Float[Array, "B T"], *, low: float, high: float) -> Bool[Array, "B T"]:
     """low ≤ ρ ≤ high.
 
     With a level's ratio this is k1 rejection: token_ratio keeps tokens, sequence_ratio is verl's
@@ -75,19 +75,19 @@ def within(ratio_BT: Float[Array, "B T"], *, low: float, high: float) -> Bool[Ar
     Departs: verl tests −log ρ against [log low, log high], which inverts unequal bounds.
     Raises ValueError unless 0 ≤ low ≤ high and high is above 0.
     """
-    bounds(low, high)
+    check_bounds(low, high)
     return (ratio_BT >= low) & (ratio_BT <= high)
 
 
-def bounds(low: float, high: float) -> None:
+def check_bounds(low: float, high: float) -> None:
     """Raises ValueError unless 0 ≤ low ≤ high and high is above 0: weights are never negative."""
-    option("high", high, POSITIVE)
-    option("low", low, (f"0 <= low <= high, which is {high}", lambda x: 0 <= x <= high, 0.0))
+    check_option("high", high, POSITIVE)
+    check_option("low", low, (f"0 <= low <= high, which is {high}", lambda x: 0 <= x <= high, 0.0))
 
 
-def k2(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+def k2_from_log_ratio(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """½(log ρ)², in nats²."""
-    return 0.5 * jnp.square(clamped(log_ratio_BT))
+    return 0.5 * jnp.square(clamp_log_ratio(log_ratio_BT))
 
 
 def sequence_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
@@ -107,7 +107,7 @@ def sequence_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Floa
     return jnp.max(jnp.where(mask_BT, x_BT, 0.0), axis=1, keepdims=True, initial=0.0)
 
 
-def no_outlier(
+def outlier_keep_mask(
     log_ratio_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
     *,
@@ -118,11 +118,11 @@ def no_outlier(
 
     Source: SkyRL's outlier_token_is_threshold_low/high and slime's rs_veto_threshold (1e-4).
     """
-    inside_BT = within(token_ratio(log_ratio_BT), low=low, high=high)
+    inside_BT = within_bounds(token_ratio(log_ratio_BT), low=low, high=high)
     return jnp.all(inside_BT | ~mask_BT, axis=1, keepdims=True)
 
 
-def not_drifted(
+def drift_keep_mask(
     logp_BT: Float[Array, "B T"],
     rollout_logp_BT: Float[Array, "B T"],
     advantages_BT: Float[Array, "B T"],
@@ -136,7 +136,7 @@ def not_drifted(
     Raises ValueError for a negative `most`.
     Source: DeepSeek-V3.2 report, eq. 9; TRL's off_policy_mask_threshold.
     """
-    option("most", most, NOT_NEGATIVE)
+    check_option("most", most, NOT_NEGATIVE)
     drift_B1 = sequence_mean(-log_ratios(logp_BT, rollout_logp_BT, mask_BT), mask_BT)
     return ~((advantages_BT < 0) & (drift_B1 > most) & mask_BT)
 
@@ -154,4 +154,4 @@ def unit_mean_scale(
 
 
 def _exp(x: Array) -> Array:
-    return jnp.exp(clamped(x))
+    return jnp.exp(clamp_log_ratio(x))

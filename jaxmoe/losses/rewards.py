@@ -32,13 +32,13 @@ def token_rewards(
     Numerics: float32, no gradient; a row without a true token gets nothing.
     Source: InstructGPT, arXiv:2203.02155 eq. 2, as verl's apply_kl_penalty.
     """
-    rewards_BT = jnp.where(last_true(mask_BT), rewards_B.astype(jnp.float32)[:, None], 0.0)
+    rewards_BT = jnp.where(last_token_mask(mask_BT), rewards_B.astype(jnp.float32)[:, None], 0.0)
     if kl_BT is not None:
         rewards_BT = rewards_BT - jnp.where(mask_BT, kl_coef * kl_BT.astype(jnp.float32), 0.0)
     return lax.stop_gradient(rewards_BT)
 
 
-def last_true(mask_BT: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+def last_token_mask(mask_BT: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
     """True at the last true token of each row, if any."""
     place = jnp.cumsum(mask_BT.astype(jnp.int32), axis=1)
     return mask_BT & (place == place[:, -1:])

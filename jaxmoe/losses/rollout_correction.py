@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses import ratios as c
-from jaxmoe.losses.kl import k3
+from jaxmoe.losses.kl import k3_from_log_ratio
 
 
 class Correction(NamedTuple):
@@ -126,7 +126,7 @@ def rejection(
     if statistic != "k1" and low != 0:
         raise ValueError(f"rejection: {by} is never negative, and low must stay 0; got {low}.")
     x_BT = STATISTICS[over, statistic](log_ratio_BT, mask_BT)
-    return Correction(keep_BT=c.within(x_BT, low=low, high=high))
+    return Correction(keep_BT=c.within_bounds(x_BT, low=low, high=high))
 
 
 def veto(
@@ -140,7 +140,7 @@ def veto(
 
     Source: SkyRL's outlier_token_is_threshold, slime's rs_veto_threshold.
     """
-    return Correction(keep_BT=c.no_outlier(log_ratio_BT, mask_BT, low=low, high=high))
+    return Correction(keep_BT=c.outlier_keep_mask(log_ratio_BT, mask_BT, low=low, high=high))
 
 
 def drift_mask(
@@ -156,29 +156,29 @@ def drift_mask(
     policy at the first update of a batch.
     """
     zero_BT = jnp.zeros_like(log_ratio_BT)
-    keep_BT = c.not_drifted(log_ratio_BT, zero_BT, advantages_BT, mask_BT, most=most)
+    keep_BT = c.drift_keep_mask(log_ratio_BT, zero_BT, advantages_BT, mask_BT, most=most)
     return Correction(keep_BT=keep_BT)
 
 
 STATISTICS = {
     ("token", "k1"): lambda x, mask: c.token_ratio(x),
-    ("token", "k2"): lambda x, mask: c.k2(x),
-    ("token", "k3"): lambda x, mask: k3(x),
+    ("token", "k2"): lambda x, mask: c.k2_from_log_ratio(x),
+    ("token", "k3"): lambda x, mask: k3_from_log_ratio(x),
     ("seq_sum", "k1"): c.sequence_ratio,
-    ("seq_sum", "k2"): lambda x, mask: c.sequence_sum(c.k2(x), mask),
-    ("seq_sum", "k3"): lambda x, mask: c.sequence_sum(k3(x), mask),
+    ("seq_sum", "k2"): lambda x, mask: c.sequence_sum(c.k2_from_log_ratio(x), mask),
+    ("seq_sum", "k3"): lambda x, mask: c.sequence_sum(k3_from_log_ratio(x), mask),
     ("seq_mean", "k1"): c.geometric_ratio,
-    ("seq_mean", "k2"): lambda x, mask: c.sequence_mean(c.k2(x), mask),
-    ("seq_mean", "k3"): lambda x, mask: c.sequence_mean(k3(x), mask),
-    ("seq_max", "k2"): lambda x, mask: c.sequence_max(c.k2(x), mask),
-    ("seq_max", "k3"): lambda x, mask: c.sequence_max(k3(x), mask),
+    ("seq_mean", "k2"): lambda x, mask: c.sequence_mean(c.k2_from_log_ratio(x), mask),
+    ("seq_mean", "k3"): lambda x, mask: c.sequence_mean(k3_from_log_ratio(x), mask),
+    ("seq_max", "k2"): lambda x, mask: c.sequence_max(c.k2_from_log_ratio(x), mask),
+    ("seq_max", "k3"): lambda x, mask: c.sequence_max(k3_from_log_ratio(x), mask),
 }
 
 
 def _truncated(
     ratio_BT: Float[Array, "B T"], low: float, high: float, *, whole_rows: bool = False
 ) -> Correction:
-    weights_BT = c.truncate(ratio_BT, low=low, high=high)
+    weights_BT = c.truncate_ratio(ratio_BT, low=low, high=high)
     ratio_BT = ratio_BT[:, :1] if whole_rows else ratio_BT
     return Correction(weights_BT, None, ratio_BT, ratio_BT > high)
 
@@ -186,7 +186,7 @@ def _truncated(
 def _icepop(
     ratio_BT: Float[Array, "B T"], low: float, high: float, *, whole_rows: bool = False
 ) -> Correction:
-    inside_BT = c.within(ratio_BT, low=low, high=high)
+    inside_BT = c.within_bounds(ratio_BT, low=low, high=high)
     weights_BT = ratio_BT * inside_BT.astype(ratio_BT.dtype)
     ratio_BT = ratio_BT[:, :1] if whole_rows else ratio_BT
     return Correction(weights_BT, None, ratio_BT, ratio_BT > high)

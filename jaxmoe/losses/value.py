@@ -6,11 +6,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxmoe.losses.aggregation import masked_mean
-from jaxmoe.losses.options import POSITIVE, option
+from jaxmoe.losses.options import POSITIVE, check_option
 from jaxmoe.losses.same_shape import require_same_shape
 
 
-def value_terms(
+def clipped_value_loss(
     values_BT: Float[Array, "B T"],
     old_values_BT: Float[Array, "B T"],
     returns_BT: Float[Array, "B T"],
@@ -27,7 +27,7 @@ def value_terms(
     Raises ValueError for a clip that is not positive.
     Source: OpenAI baselines' ppo2; verl's compute_value_loss, cliprange_value 0.5.
     """
-    option("clip", clip, POSITIVE)
+    check_option("clip", clip, POSITIVE)
     require_same_shape(
         mask_BT=mask_BT, values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT
     )

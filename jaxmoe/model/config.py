@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxmoe.config import ConfigError, ModelConfig, require
 from jaxmoe.config.file_sums import check_file_sums
-from jaxmoe.config.json_object import json_object
-from jaxmoe.config.model import LARGEST
+from jaxmoe.config.json_object import parse_json_object
+from jaxmoe.config.model import MAX_SIZES
 
 
 def gpt_oss_20b(**changes: Any) -> ModelConfig:
@@ -82,7 +82,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     for name, ours in _ONLY.items():
         given = config.get(name) if config.get(name) is not None or name == "model_type" else ours
         _hold(type(given) in (type(ours), int) and given == ours, name, repr(ours), given)
-    sizes = {ours: _size(config, theirs, most=LARGEST[ours]) for theirs, ours in _SIZES.items()}
+    sizes = {ours: _size(config, theirs, most=MAX_SIZES[ours]) for theirs, ours in _SIZES.items()}
     n_layers, active = sizes["n_layers"], sizes["experts_per_token"]
     _hold(config.get("experts_per_token", active) == active, "experts_per_token",
           f"num_experts_per_tok ({active})", config.get("experts_per_token"))  # fmt: skip
@@ -210,7 +210,7 @@ def hf_config(directory: Path) -> dict[str, Any]:
         )
     check_file_sums(directory)
     try:
-        return json_object(path.read_bytes())
+        return parse_json_object(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} must be a whole config.json of GPT-OSS; {type(error).__name__}: {error}. "

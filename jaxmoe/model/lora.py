@@ -55,7 +55,7 @@ def lora_specs(cfg: ModelConfig, lora: LoraConfig) -> Params:
     Of what is trained whole it has the table's own Spec.
     Raises ConfigError for a rank above that of the matrix.
     """
-    table, whole = param_specs(cfg), lora.whole
+    table, whole = param_specs(cfg), lora.fully_trained
     layers = table.pop("layers")
     return {name: spec for name, spec in table.items() if name in whole} | {
         "layers": {

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxmoe.config.errors import ConfigError
-from jaxmoe.config.json_object import json_value
+from jaxmoe.config.json_object import parse_json
 from jaxmoe.observe.tensorboard import EventFile
 from jaxmoe.observe.trackers import Trackers
 from jaxmoe.run_files import (
@@ -197,7 +197,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         raise ConfigError(f"{path} must be readable; {error}. Try chmod u+r on it.") from error
     for line in content.split(b"\n"):
         try:
-            row = json_value(line.decode("utf-8", "replace"))
+            row = parse_json(line.decode("utf-8", "replace"))
         except ValueError:
             continue  # the line a killed run was writing, or none of ours
         step = isinstance(row, dict) and row.get("stage") in STAGES and row.get("step")

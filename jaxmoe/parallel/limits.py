@@ -78,7 +78,7 @@ def _several(cfg: Config) -> None:
 
 def check_host(cfg: Config, each: int) -> None:
     """Raises ConfigError where this process's host cannot keep so many bytes for each device."""
-    if not cfg.optim.host:
+    if not cfg.optim.uses_host_memory:
         return
     back = "Try --set optim.moments=device --set optim.remat_inputs=device."
     device, kinds = jax.local_devices()[0], set[str]()

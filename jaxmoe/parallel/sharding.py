@@ -91,7 +91,7 @@ def one_device(device: Any = None) -> Mesh:
 def state_mesh(mesh: Mesh | None, cfg: OptimConfig) -> Mesh | None:
     """Where a run's state lies. Where hosts hold something every array says which memory it is in,
     on one device by a mesh of that: what says nothing is compiled for twice."""
-    return one_device() if mesh is None and cfg.host else mesh
+    return one_device() if mesh is None and cfg.uses_host_memory else mesh
 
 
 def only_cutting(mesh: Mesh) -> Mesh:

@@ -19,7 +19,7 @@ import jax
 
 from jaxmoe.cli import ExitStatus, arguments, config_of
 from jaxmoe.config import Config, ConfigError, require
-from jaxmoe.memory import memory, size_text
+from jaxmoe.memory import format_bytes, plan_memory
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
@@ -28,7 +28,7 @@ from jaxmoe.plan.kernels import kernels_on
 from jaxmoe.plan.roofline import bounds, wave_work, work
 from jaxmoe.plan.sampler import Wave, compiled_wave
 from jaxmoe.plan.schedules import left_by_libtpu, scheduled
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from pallas_kernels.ahead_of_time import topology_of
 
 
@@ -77,7 +77,7 @@ def check(cfg: Config, topology: str, devices: int) -> None:
         f"{cfg.mesh.devices}. Try {' '.join([f'--set mesh.fsdp={devices}', *axes])}.",
     )
     check_mesh(cfg)
-    algorithm(cfg)
+    algorithm_from_config(cfg)
 
 
 def plan(
@@ -85,7 +85,7 @@ def plan(
     schedules: Path | None = None,
 ) -> int:  # fmt: skip
     """Compile and tell; 0 where it fits. `command` is what was typed."""
-    mem, there = memory(cfg), CHIPS[chip].memory
+    mem, there = plan_memory(cfg), CHIPS[chip].memory
     axes = " x ".join(f"{n} {size}" for n, size in cfg.mesh.sizes.items() if size > 1)
     try:
         mesh = mesh_on(cfg, devices)
@@ -100,9 +100,9 @@ def plan(
     say(f"kernels      {kernels.line}")
     state = mem.weights + mem.optimizer + mem.reference
     if (least := report.Fit(state, mem.engine_copy, there)).missing > 0:
-        say(f"not compiled: the state alone takes {size_text(state).strip()} of a device, the "
-            f"engine's weights {size_text(mem.engine_copy).strip()}, of "
-            f"{size_text(there).strip()}\n")  # fmt: skip
+        say(f"not compiled: the state alone takes {format_bytes(state).strip()} of a device, the "
+            f"engine's weights {format_bytes(mem.engine_copy).strip()}, of "
+            f"{format_bytes(there).strip()}\n")  # fmt: skip
         say(report.verdict(cfg, least, gpu, command))
         return 1
     r = cfg.rollout
@@ -118,7 +118,7 @@ def plan(
         say(report.verdict(cfg, of, gpu, command, off))
         return 1
     host_of = [device.process_index for device in mesh.devices.flat]
-    a = algorithm(cfg)
+    a = algorithm_from_config(cfg)
     done = work(cfg, a)
     by_schedule = None
     if schedules and found.tpu_kernels:
@@ -154,7 +154,7 @@ def plan(
 
 def host_memory() -> str:
     """The most that this process has held."""
-    return size_text(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss).strip()
+    return format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss).strip()
 
 
 def say(text: str) -> None:

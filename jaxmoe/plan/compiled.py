@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxmoe.config import Config
-from jaxmoe.memory import memory
+from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.model.embedding import EmbeddingRows
 from jaxmoe.model.lora import with_adapters
@@ -26,10 +26,10 @@ from jaxmoe.model.params import abstract_base, abstract_params
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh, one_device, only_cutting
 from jaxmoe.plan.collectives import Collective, TpuKernel, collectives, tpu_kernels
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.programs import batch_shapes, placed_batch, rl_program, warmup_optimizer
-from jaxmoe.rl.state import new_adapters, stage_shapes
+from jaxmoe.rl.programs import batch_shapes, rl_program, sharded_batch_shapes, warmup_optimizer
+from jaxmoe.rl.state import init_run_adapters, stage_shapes
 from jaxmoe.shapes import Params
 from pallas_kernels.ahead_of_time import compile_on
 from pallas_kernels.dispatch import Impl
@@ -71,17 +71,17 @@ def mesh_on(cfg: Config, devices: Sequence[Any]) -> Mesh:
 def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | TooLarge:
     """The step on `mesh_on`'s mesh. Raises whatever else the compiler refuses."""
     of_run = mesh if cfg.mesh.devices > 1 else None
-    a, tx = algorithm(cfg), rl_optimizer(cfg)
+    a, tx = algorithm_from_config(cfg), rl_optimizer(cfg)
     ops = sharded_ops(make_ops(cfg, impls), of_run, cfg.model, across=cfg.mesh.attention)
     state = stage_shapes(cfg, warmup_optimizer(cfg), tx, mesh)["rl"]
-    given = (state, *placed_batch(*batch_shapes(cfg, a), mesh), base_in_step(cfg))
+    given = (state, *sharded_batch_shapes(*batch_shapes(cfg, a), mesh), base_in_step(cfg))
     program = rl_program(cfg, ops, mesh, a, tx, state)
     began = time.perf_counter()
     try:
         around = only_cutting(mesh) if of_run else mesh  # the mesh of every shard_map
         found = compile_on(around, program.fn, *given, **program.options)
     except jax.errors.JaxRuntimeError as error:
-        mem, seconds = memory(cfg), time.perf_counter() - began
+        mem, seconds = plan_memory(cfg), time.perf_counter() - began
         state = mem.weights + mem.optimizer + mem.reference
         if (found := too_large(str(error), state, seconds)) is None:
             raise
@@ -121,7 +121,9 @@ def policy_shapes(cfg: Config) -> Params:
     """What the trainer hands to its engine: whole weights, or the base with adapters beside it."""
     if (base := base_of(cfg)) is None:
         return abstract_params(cfg.model, cfg.optim.param_dtype)
-    return with_adapters(base, jax.eval_shape(partial(new_adapters, cfg), base), cfg.lora.scales)
+    return with_adapters(
+        base, jax.eval_shape(partial(init_run_adapters, cfg), base), cfg.lora.scales
+    )
 
 
 def microbatches(cfg: Config) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.config_file import override
-from jaxmoe.memory import memory
+from jaxmoe.memory import plan_memory
 from jaxmoe.parallel.limits import check_mesh
 
 SMALLEST = "the smallest microbatches"  # `suited` writes what that is on a mesh
@@ -47,7 +47,7 @@ def needs(cfg: Config, changes: Sequence[str], off: tuple[float, float]) -> floa
     """Bytes at the worst time of a step with these changes; no number is above what is refused."""
     if (tried := suited(cfg, changes)) is None:
         return math.inf
-    mem = memory(tried[0])
+    mem = plan_memory(tried[0])
     return max(mem.training * off[0], mem.sampling * off[1])
 
 

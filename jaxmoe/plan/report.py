@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxmoe.config import Config
-from jaxmoe.memory import Memory, memory, size_text
+from jaxmoe.memory import Memory, format_bytes, plan_memory
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import sent
 from jaxmoe.plan.compiled import Step, TooLarge
@@ -35,7 +35,7 @@ class Fit:
 
 def fit(cfg: Config, found: Step | TooLarge, chip: Chip) -> Fit:
     """Of the compiler's bytes, beside what the run holds outside the step."""
-    mem = memory(cfg)
+    mem = plan_memory(cfg)
     beside = mem.engine_copy + mem.ahead
     if isinstance(found, TooLarge):
         return Fit(found.needs, beside, found.there)
@@ -51,7 +51,7 @@ def arithmetic(mem: Memory) -> dict[str, int]:
 
 def memory_lines(cfg: Config, found: Step | TooLarge, of: Fit) -> Iterator[str]:
     """The compiler's bytes beside the dry run's."""
-    mem = memory(cfg)
+    mem = plan_memory(cfg)
     computed = arithmetic(mem)
     told = {"step": of.step}
     if isinstance(found, Step):
@@ -60,19 +60,19 @@ def memory_lines(cfg: Config, found: Step | TooLarge, of: Fit) -> Iterator[str]:
     for name, value in computed.items():
         if name in told:
             ratio = f"{told[name] / value:8.2f}"
-            yield f"  {name:<17}{size_text(told[name])}  {size_text(value)}{ratio}"
+            yield f"  {name:<17}{format_bytes(told[name])}  {format_bytes(value)}{ratio}"
         else:
-            yield f"  {name:<17}{'':>12}  {size_text(value)}"
+            yield f"  {name:<17}{'':>12}  {format_bytes(value)}"
     if of.beside:
-        yield f"  {'the engine':<17}{'':>12}  {size_text(of.beside)}"
-    yield f"  {'of':<17}{size_text(of.there)}"
+        yield f"  {'the engine':<17}{'':>12}  {format_bytes(of.beside)}"
+    yield f"  {'of':<17}{format_bytes(of.there)}"
     if mem.host and isinstance(found, Step):
-        yield f"on its host        {size_text(found.host)}  {size_text(mem.host)}"
+        yield f"on its host        {format_bytes(found.host)}  {format_bytes(mem.host)}"
 
 
 def wave_fit(cfg: Config, found: Wave | TooLarge, chip: Chip) -> Fit:
     """While the engine samples; the trainer's state lies beside."""
-    mem = memory(cfg)
+    mem = plan_memory(cfg)
     state = mem.weights + mem.optimizer + mem.reference
     if isinstance(found, TooLarge):
         return Fit(found.needs, state, found.there)
@@ -116,8 +116,8 @@ def traffic_lines(found: Step, host_of: Sequence[int], gpu: bool) -> Iterator[st
         "   to other hosts" if gpu else ""
     )
     for kind, value in sorted(sends.items(), key=lambda item: -item[1]):
-        more = f"     {size_text(round(outside[kind]))}" if gpu else ""
-        yield f"  {kind:<18}{size_text(round(value))}{times[kind]:13,.0f} {more}"
+        more = f"     {format_bytes(round(outside[kind]))}" if gpu else ""
+        yield f"  {kind:<18}{format_bytes(round(value))}{times[kind]:13,.0f} {more}"
 
 
 def bound_lines(
@@ -165,10 +165,10 @@ def wave_lines(wave: Wave, of: Fit) -> Iterator[str]:
     held = {"prefill": wave.prefill, "decode": wave.decode, "the trainer": of.beside}
     yield f"{'sampling, a device':<22}{'compiler':>12}"
     for name, value in held.items():
-        yield f"  {name:<17}{size_text(value)}"
+        yield f"  {name:<17}{format_bytes(value)}"
     sends = {"prefill sends": sent(wave.before), "a token sends": sent(wave.token)}
     for name, value in sends.items():
-        yield f"  {name:<17}{size_text(round(value))}"
+        yield f"  {name:<17}{format_bytes(round(value))}"
 
 
 def sampling_lines(
@@ -194,4 +194,4 @@ def sampling_lines(
 
 
 def _short(value: int) -> str:
-    return " ".join(size_text(value).split())
+    return " ".join(format_bytes(value).split())

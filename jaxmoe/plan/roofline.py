@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import Config
-from jaxmoe.memory import copy_bytes, layer_bytes, layer_flops, memory, microbatch_rows
+from jaxmoe.memory import copy_bytes, layer_bytes, layer_flops, microbatch_rows, plan_memory
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import param_specs
 from jaxmoe.parallel.sharding import sampling_rules
@@ -21,7 +21,7 @@ from jaxmoe.plan.collectives import Collective, sent
 from jaxmoe.plan.compiled import microbatches
 from jaxmoe.plan.schedules import Kernels
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.update import gated
+from jaxmoe.rl.update import is_gated
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ def work(cfg: Config, a: Algorithm) -> StepWork:
     forward = layers + head
     scored = forward * (scores_policy(cfg, a) + (a.kl_coef > 0)) + layers * own
     trained = forward + 2 * flops.linear + 2.5 * flops.attention + 3 * head
-    trained += flops.recomputed(cfg)
+    trained += flops.recomputed_flops(cfg)
     if own:
-        trained += 3 * flops.linear + 3.5 * flops.attention + flops.recomputed(cfg)
+        trained += 3 * flops.linear + 3.5 * flops.attention + flops.recomputed_flops(cfg)
     useful = 3 * forward * a.epochs + 3 * layers * own * a.epochs
     share = B / mesh.devices
     passes = 3 + cfg.optim.remat + (scores_policy(cfg, a) + (a.kl_coef > 0)) / a.epochs
     pieces = microbatches(cfg) * a.updates
     head_bytes = m.d_model * m.padded_vocab * jnp.dtype(m.dtype).itemsize
     weights = layer_bytes(cfg) * m.n_layers + head_bytes
-    mem, rows = memory(cfg), microbatch_rows(cfg)
+    mem, rows = plan_memory(cfg), microbatch_rows(cfg)
     arrays = layer_arrays(cfg, rows * cfg.context // mesh.sequence)
     held = mem.weights / jnp.dtype(cfg.optim.param_dtype).itemsize
     traffic = pieces * (passes * (weights * (1 + (mesh.devices > 1)) + arrays) + 8 * held)
@@ -123,7 +123,7 @@ def wave_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
 
 def scores_policy(cfg: Config, a: Algorithm) -> bool:
     """Whether a step has a forward of the policy before its first gradient."""
-    return a.recomputes or (gated(cfg.gate) and a.updates > 1) or a.critic == "shared"
+    return a.needs_scoring or (is_gated(cfg.gate) and a.updates > 1) or a.critic == "shared"
 
 
 def bounds(

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.config import Config
 from jaxmoe.engines import open_engine
-from jaxmoe.memory import memory
+from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.sharding import only_cutting, spec_of
 from jaxmoe.plan.collectives import Collective, collectives
@@ -59,11 +59,11 @@ def compiled_wave(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Wave | 
     sampling = Sampling(r.max_new_tokens, (0,), r.temperature, r.top_k, r.top_p)
     began = time.perf_counter()
     try:
-        prefill, decode = engine.programs(
+        prefill, decode = engine.compile_programs(
             make, sampling, policy_shapes(cfg), samples=r.samples_per_prompt
         )
     except jax.errors.JaxRuntimeError as error:
-        mem, seconds = memory(cfg), time.perf_counter() - began
+        mem, seconds = plan_memory(cfg), time.perf_counter() - began
         if (found := too_large(str(error), mem.engine_copy + mem.cache, seconds)) is None:
             raise
         return found
@@ -71,7 +71,7 @@ def compiled_wave(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Wave | 
     once, twice = (collectives(text, mesh.size, turns) for turns in (0, 1))
     twice.subtract(once)
     return Wave(
-        engine.prompts_at_once(r.samples_per_prompt), live(prefill), live(decode),
+        engine.prompts_per_batch(r.samples_per_prompt), live(prefill), live(decode),
         collectives(prefill.as_text() or "", mesh.size), +twice, seconds,
     )  # fmt: skip
 

@@ -224,7 +224,7 @@ def _switches(
     base: Variant, scored: Callable[[Variant], Scores], log_kept_N: np.ndarray, engine_N: np.ndarray
 ) -> tuple[list[LayerSwitches], float, float]:
     """By layer, the gap with the engine's experts, and what rounding does to a regret."""
-    replaying = replace(base, replays=True)
+    replaying = replace(base, replay_experts=True)
     plain, replayed, jittered = (scored(v) for v in (base, replaying, _jittered(replaying)))
     theirs_LBTA = np.sort(base.rows.replay_LBTA, axis=-1)
     known_LBT = theirs_LBTA[..., 0] >= 0

@@ -40,7 +40,7 @@ EXPERTS = Hypothesis(  # the deepest category; jaxmoe/reconcile/compare.py tries
     "the engine's router must send tokens to the trainer's experts",
     "compare the engine's router weights, bias and dtype; what cannot be made equal is corrected: "
     "--set loss.rollout_correction='token_is(high=2.0)'",
-    lambda v: replace(v, replays=True),
+    lambda v: replace(v, replay_experts=True),
 )
 
 

@@ -19,7 +19,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.model.rope import yarn_frequencies
 from jaxmoe.model.router import router_logits
-from jaxmoe.rollout.sampling import keep_top, log_kept_mass
+from jaxmoe.rollout.sampling import apply_top_k_top_p, log_kept_mass
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
@@ -220,7 +220,7 @@ def _logprobs(
         raw_V = jnp.dot(rounded(h_D, knobs.round_head), w_DV, precision=lax.Precision.HIGHEST)
         raw_V = rounded(raw_V, knobs.round_logits)
         all_1V = raw_V[None] / temperature
-        kept = keep_top(all_1V, top_k=top_k, top_p=top_p)
+        kept = apply_top_k_top_p(all_1V, top_k=top_k, top_p=top_p)
         logit, total = all_1V[0, target], jax.nn.logsumexp(all_1V[0])
         raw = raw_V[target] - jax.nn.logsumexp(raw_V)
         ulp = (jnp.abs(logit) + jnp.abs(total)) * QUARTER_ULP

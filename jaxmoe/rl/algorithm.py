@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An RL algorithm: pure functions with their options bound, and which log-probs they compare.
+"""An RL algorithm: pure functions with their options bound, and the log-probs that they compare.
 
-    Algorithm(objective=partial(gspo_terms, clip_high=4e-4), aggregation=seq_mean_token_mean)
+GSPO, for example, is
 
-is GSPO. A config's is read by jaxmoe/rl/from_config.py; what cannot work is refused by
-jaxmoe/rl/validate.py. Next: jaxmoe/rl/update.py applies it.
+    Algorithm(objective=partial(gspo, clip_high=4e-4), aggregation=seq_mean_token_mean)
+
+jaxmoe/rl/from_config.py makes one from a config, and jaxmoe/rl/validate.py refuses those that
+cannot work. Next: jaxmoe/rl/update.py applies it.
 """
 
 from collections.abc import Callable
@@ -15,9 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmoe.losses import (
-    clipped_terms,
     group_advantages,
     kl_k3,
+    ppo_clip,
     token_mean,
     token_rewards,
 )
@@ -25,11 +27,11 @@ from jaxmoe.losses.ratios import log_ratios, sequence_sum
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.model.check_ops import name_of
 from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.function_specs import arguments, asked
+from jaxmoe.rl.function_specs import array_parameters, select_arrays
 
 Function = Callable[..., Any]
 
-# what a function of each kind may ask for, by name
+# The arrays that a function of each kind may take, by name.
 ARRAYS = {
     "objective": (
         "logp_BT", "old_logp_BT", "rollout_logp_BT", "entropy_BT", "advantages_BT", "mask_BT",
@@ -42,13 +44,30 @@ ARRAYS = {
     ),
     "kl": ("logp_BT", "logq_BT", "old_logp_BT"),
 }  # fmt: skip
+# The functions of jaxmoe.losses of each kind, which error messages suggest.
+CHOICES = {
+    "objective": ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "reinforce"),
+    "advantages": (
+        "group_advantages", "rloo_advantages", "reinforce_pp_advantages",
+        "reinforce_pp_baseline_advantages", "discounted_returns", "gae", "bootstrapped_gae",
+        "whitened_gae", "whitened_bootstrapped_gae",
+    ),
+    "aggregation": (
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "kept_token_mean",
+    ),
+    "rollout_correction": (
+        "token_is", "sequence_is", "geometric_is", "token_icepop", "sequence_icepop", "normalize",
+        "rejection", "veto", "drift_mask",
+    ),
+    "kl": ("kl_k1", "kl_k2", "kl_k3", "kl_k3_importance", "kl_k3_with_k2_gradient"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a step optimises. The defaults are GRPO with the mean over tokens, on-policy."""
+    """The loss of a step. The defaults are on-policy GRPO with the mean over tokens."""
 
-    objective: Function = clipped_terms
+    objective: Function = ppo_clip
     advantages: Function = group_advantages
     aggregation: Function = token_mean
     rollout_correction: tuple[Function, ...] = ()
@@ -65,16 +84,16 @@ class Algorithm:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates a step."""
+        """Number of optimizer updates in a step."""
         return self.epochs * self.minibatches
 
     @property
-    def recomputes(self) -> bool:
-        """Whether the step scores the batch before its first gradient."""
+    def needs_scoring(self) -> bool:
+        """True if the step computes old log-probs of the batch before its first gradient."""
         return self.old_logp == "recomputed" or (self.kl_coef > 0 and self.kl_in == "reward")
 
 
-def advantages_of(
+def compute_advantages(
     a: Algorithm,
     rewards_B: Array,
     mask_BT: Array,
@@ -84,16 +103,16 @@ def advantages_of(
     *,
     samples: int,
 ) -> tuple[Array, Array | None]:
-    """(advantages, returns or None) at every token; 0 at false ones.
+    """Return (advantages, returns or None) at every token; 0 at masked tokens.
 
-    The `samples` rows of a group adjoin. A row without a true token is compared with the rest of
-    its group all the same.
+    The `samples` rows of a prompt are neighbours. A row whose mask is all False still counts as a
+    member of its group.
     """
     totals_B = rewards_B.astype(jnp.float32)
     if kl_BT is not None:
         totals_B = totals_B - a.kl_coef * sequence_sum(kl_BT, mask_BT)[:, 0]
     rewards_BT = token_rewards(rewards_B, mask_BT, kl_BT, kl_coef=a.kl_coef)
-    found = a.advantages(**arguments(
+    found = a.advantages(**select_arrays(
         a.advantages,
         {
             "rewards_PR": totals_B.reshape(-1, samples),
@@ -116,8 +135,8 @@ def advantages_of(
     return jnp.where(mask_BT, advantages, 0.0), returns
 
 
-def old_logp_of(a: Algorithm, batch: Batch, scored: Scored, now_BT: Array) -> Array:
-    """What the ratio compares with; `now_BT` are the current log-probs, detached."""
+def select_old_logp(a: Algorithm, batch: Batch, scored: Scored, now_BT: Array) -> Array:
+    """The log-probs that the ratio compares with; `detached_logp_BT` are the current ones."""
     return {
         "detached": now_BT, "recomputed": scored.old_logp_BT, "rollout": batch.rollout_logp_BT
     }[a.old_logp]  # fmt: skip
@@ -126,7 +145,7 @@ def old_logp_of(a: Algorithm, batch: Batch, scored: Scored, now_BT: Array) -> Ar
 def objective_arrays(
     batch: Batch, scored: Scored, logp_BT: Array, old_logp_BT: Array, entropy_BT: Array
 ) -> dict[str, Any]:
-    """What an objective may ask for."""
+    """The arrays that an objective may take."""
     return {
         "logp_BT": logp_BT, "old_logp_BT": old_logp_BT, "entropy_BT": entropy_BT,
         "rollout_logp_BT": batch.rollout_logp_BT, "advantages_BT": scored.advantages_BT,
@@ -134,7 +153,7 @@ def objective_arrays(
     }  # fmt: skip
 
 
-def corrected(
+def compute_correction(
     a: Algorithm,
     old_logp_BT: Array,
     rollout_logp_BT: Array,
@@ -142,7 +161,10 @@ def corrected(
     mask_BT: Array,
     batch_mask_BT: Array | None,
 ) -> Correction:
-    """All of an algorithm's rollout corrections in order: the last weights, every rejection."""
+    """Apply an algorithm's rollout corrections in order.
+
+    The result has the last weights, and keeps a token that every rejection keeps.
+    """
     arrays: dict[str, Any] = {
         "log_ratio_BT": log_ratios(old_logp_BT, rollout_logp_BT, mask_BT),
         "old_logp_BT": old_logp_BT, "rollout_logp_BT": rollout_logp_BT,
@@ -152,11 +174,11 @@ def corrected(
         arrays["batch_mask_BT"] = batch_mask_BT
     total = Correction()
     for function in a.rollout_correction:
-        found = function(**arguments(function, arrays))
+        found = function(**select_arrays(function, arrays))
         known = {name: x for name, x in found._asdict().items() if x is not None}
         if total.keep_BT is not None and found.keep_BT is not None:
             known["keep_BT"] = found.keep_BT & total.keep_BT
-        if "weights_BT" in known and "weights_BT" not in asked(function):
+        if "weights_BT" in known and "weights_BT" not in array_parameters(function):
             known["bounded_BT"] = found.weights_BT
         total = total._replace(**known)
         arrays |= {name: known[name] for name in ("weights_BT", "ratio_BT") if name in known}

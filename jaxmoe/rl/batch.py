@@ -12,7 +12,7 @@ from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason, expert_d
 from jaxmoe.shapes import Leaf
 
 # nats, at any temperature: of the distribution that was sampled. exp(−104) is 0 in float32
-LOWEST_LOGP, HIGHEST_LOGP = -100.0, 1e-3
+MIN_LOGP_NATS, MAX_LOGP_NATS = -100.0, 1e-3
 
 
 @struct.dataclass
@@ -70,7 +70,7 @@ def rollout_batch(
     are not equal, a row does not fit, or a reward is missing or not finite; ConfigError where
     experts were asked for and the engine returns none.
     """
-    check_groups([r.prompt.id for r in rollouts], samples)
+    check_prompt_groups([r.prompt.id for r in rollouts], samples)
     if len(rewards_B) != len(rollouts) or not np.isfinite(rewards_B).all():
         raise ValueError(
             f"every rollout must have a finite reward, got {len(rewards_B)} for {len(rollouts)}: "
@@ -78,7 +78,9 @@ def rollout_batch(
         )
     for i, r in enumerate(rollouts):
         _check_logprobs(i, r)
-    batch = _rows([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], length, pad_id)
+    batch = _pad_rows(
+        [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], length, pad_id
+    )
     mask_BT = batch.loss_mask_BT
     logp_BT = np.zeros(mask_BT.shape, np.float32)
     logp_BT[mask_BT] = np.concatenate(
@@ -90,7 +92,9 @@ def rollout_batch(
         rewards_B=rewards_B.astype(np.float32),
         samples_per_prompt=samples,
         truncated_B=np.array([r.stop is StopReason.MAX_TOKENS for r in rollouts]),
-        routed_experts_BTLA=None if n_experts is None else _routed(rollouts, length, n_experts),
+        routed_experts_BTLA=None
+        if n_experts is None
+        else _stack_routed_experts(rollouts, length, n_experts),
     )
 
 
@@ -108,20 +112,20 @@ def _check_logprobs(i: int, r: Rollout) -> None:
         raise EngineError(
             f"{name} must carry one finite log-prob per token; it has {len(logp)} for {where}."
         )
-    bad = np.flatnonzero((logp < LOWEST_LOGP) | (logp > HIGHEST_LOGP))
+    bad = np.flatnonzero((logp < MIN_LOGP_NATS) | (logp > MAX_LOGP_NATS))
     if bad.size:
         raise EngineError(
-            f"{name} must carry log-probs from {LOWEST_LOGP:g} to 0 nats; its token {bad[0]} (id "
+            f"{name} must carry log-probs from {MIN_LOGP_NATS:g} to 0 nats; its token {bad[0]} (id "
             f"{r.tokens[bad[0]]}) has {logp[bad[0]]:.6g}. No token of that probability can have "
             "been sampled: check what the engine reports, and what it does with tokens that top-k "
             "or top-p excludes."
         )
 
 
-def _routed(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndarray:
+def _stack_routed_experts(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndarray:
     for i, r in enumerate(rollouts):
         read, experts = len(r.prompt.tokens) + len(r.tokens) - 1, r.routed_experts
-        problem = experts_problem(experts, read, n_experts)
+        problem = find_experts_problem(experts, read, n_experts)
         if problem:
             raise ConfigError(
                 f"rollout {i} (prompt {r.prompt.id}) must have the experts of its {read} tokens "
@@ -139,7 +143,7 @@ def _routed(rollouts: Sequence[Rollout], length: int, n_experts: int) -> np.ndar
     return routed
 
 
-def experts_problem(experts_TLA: np.ndarray | None, tokens: int, n_experts: int) -> str | None:
+def find_experts_problem(experts_TLA: np.ndarray | None, tokens: int, n_experts: int) -> str | None:
     """Why recorded experts cannot be replayed; None where they can.
 
     Every token must have distinct experts in each layer, or UNKNOWN_EXPERT everywhere.
@@ -172,7 +176,7 @@ def padding_frac(batch: Batch) -> float:
     return 1 - int((np.asarray(batch.segment_ids_BT) > 0).sum()) / (rows * length)
 
 
-def check_groups(prompt_ids: Sequence[int], samples: int) -> None:
+def check_prompt_groups(prompt_ids: Sequence[int], samples: int) -> None:
     """Raises ValueError unless each `samples` neighbours answer the same prompt."""
     if len(prompt_ids) % samples:
         raise ValueError(
@@ -191,10 +195,10 @@ def supervised_batch(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], *, length: int, pad_id: int
 ) -> Batch:
     """Prompts with their stored answers; the answers' tokens are the ones trained on."""
-    return _rows([p.tokens for p in prompts], answers, length, pad_id)
+    return _pad_rows([p.tokens for p in prompts], answers, length, pad_id)
 
 
-def _rows(
+def _pad_rows(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int] | np.ndarray],
     length: int,

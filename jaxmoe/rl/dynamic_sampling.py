@@ -35,17 +35,19 @@ def dynamic_sampling(
         batches.append((rollouts, rewards))
         for i in range(0, len(rollouts), samples):
             group = rollouts[i : i + samples], rewards[i : i + samples]
-            equal = samples > 1 and np.ptp(filled(group[1], samples)) == 0
+            equal = samples > 1 and np.ptp(impute_rewards(group[1], samples)) == 0
             (uniform if equal else mixed).append(group)
     chosen = (mixed + uniform)[:prompts]
-    metrics = rollout_metrics(*_joined(batches), samples) | {"rollout/gen_batches": len(batches)}
-    return (*_joined(chosen), metrics)
+    metrics = rollout_metrics(*_join_batches(batches), samples) | {
+        "rollout/gen_batches": len(batches)
+    }
+    return (*_join_batches(chosen), metrics)
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: int) -> Metrics:
     """Rewards, lengths and endings."""
     lengths = np.array([len(r.tokens) for r in rollouts])
-    grouped = filled(rewards, samples).reshape(-1, samples)
+    grouped = impute_rewards(rewards, samples).reshape(-1, samples)
     rewards = rewards[~np.isnan(rewards)]
     cut = [r.stop is StopReason.MAX_TOKENS for r in rollouts]
     metrics: Metrics = {
@@ -61,7 +63,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: i
     return metrics
 
 
-def filled(rewards: np.ndarray, samples: int) -> np.ndarray:
+def impute_rewards(rewards: np.ndarray, samples: int) -> np.ndarray:
     """A sample without a reward (NaN) given the mean of its group's others; 0 where none has one.
 
     So it does not move its group's mean, and has no advantage itself. The group's deviation, of n
@@ -78,6 +80,6 @@ def filled(rewards: np.ndarray, samples: int) -> np.ndarray:
     return whole.reshape(-1)
 
 
-def _joined(batches: Sequence[GenBatch]) -> GenBatch:
+def _join_batches(batches: Sequence[GenBatch]) -> GenBatch:
     rollouts = [rollout for batch, _ in batches for rollout in batch]
     return rollouts, np.concatenate([rewards for _, rewards in batches])

@@ -1,36 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config's algorithm: its functions read, its preset filled in, refused where it cannot work.
+"""Make the Algorithm of a config.
 
 Next: jaxmoe/rl/algorithm.py.
 """
 
 from jaxmoe.config import Config
-from jaxmoe.rl.algorithm import ARRAYS, Algorithm
-from jaxmoe.rl.function_specs import read, read_several
-from jaxmoe.rl.presets import with_preset
-from jaxmoe.rl.validate import check, check_stale
+from jaxmoe.rl.algorithm import ARRAYS, CHOICES, Algorithm
+from jaxmoe.rl.function_specs import parse_function, parse_functions
+from jaxmoe.rl.presets import apply_preset
+from jaxmoe.rl.validate import check_algorithm, check_staleness
 
 
-def algorithm(cfg: Config) -> Algorithm:
-    """The algorithm of a config, tried on arrays of the run's shapes.
+def algorithm_from_config(cfg: Config) -> Algorithm:
+    """Return the algorithm of a config, after a trial on abstract arrays.
 
-    Raises ConfigError for what could not run: unknown names and options, arrays that are not
-    there, groups too small, two corrections of the same thing.
+    Raises ConfigError for an algorithm that cannot run: unknown names or options, arrays that are
+    not available, groups that are too small, two corrections of the same mismatch.
     """
-    loss = with_preset(cfg.loss)
+    loss = apply_preset(cfg.loss)
     functions = {
-        name: read(getattr(loss, name), f"loss.{name}", ARRAYS[name])
+        name: parse_function(getattr(loss, name), f"loss.{name}", ARRAYS[name], CHOICES[name])
         for name in ("objective", "advantages", "aggregation", "kl")
     }
     made = Algorithm(
         **functions,
-        rollout_correction=read_several(
-            loss.rollout_correction, "loss.rollout_correction", ARRAYS["rollout_correction"]
+        rollout_correction=parse_functions(
+            loss.rollout_correction, "loss.rollout_correction", ARRAYS["rollout_correction"],
+            CHOICES["rollout_correction"],
         ),
         old_logp=loss.old_logp, epochs=loss.epochs, minibatches=loss.minibatches,
         kl_coef=loss.kl_coef, kl_in=loss.kl_in, entropy_coef=loss.entropy_coef,
         critic=cfg.critic.backbone, value_coef=cfg.critic.loss_coef, value_clip=cfg.critic.clip,
     )  # fmt: skip
-    check(made, cfg.rollout.samples_per_prompt)
-    check_stale(made, cfg.rollout.max_staleness)
+    check_algorithm(made, cfg.rollout.samples_per_prompt)
+    check_staleness(made, cfg.rollout.max_staleness)
     return made

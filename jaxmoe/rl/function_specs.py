@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions as a config names them: "clipped_terms(clip_high=0.28)".
+"""Parse functions as a config names them: "ppo_clip(clip_high=0.28)".
 
-A name is one of jaxmoe.losses, or "module:function" of your own. Keyword arguments are literals.
-What a function takes by position are arrays, and it gets them by their names; so a new algorithm
-is one function, and one line of config. Next: jaxmoe/rl/algorithm.py says which arrays there are.
+A name is a function of jaxmoe.losses, or "module:function" for one of the user's own. Keyword
+arguments are literals. Positional parameters are arrays, passed by name; so a new algorithm is one
+function and one line of config. Next: jaxmoe/rl/algorithm.py lists the arrays of each kind.
 """
 
 import ast
@@ -17,53 +17,56 @@ from typing import Any
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
 
-RENAMED = {  # what was called otherwise once
-    "token_mean_weights": "token_mean",
-    "sequence_mean_weights": "seq_mean_token_mean",
-    "fixed_length_weights": "seq_mean_token_sum_norm",
-    "kept_token_mean_weights": "kept_token_mean",
-}
 
+def parse_function(
+    text: str, key: str, arrays: Sequence[str], choices: Sequence[str] = losses.__all__
+) -> Callable[..., Any]:
+    """Return the function of one call, with its keyword arguments bound.
 
-def read(text: str, where: str, arrays: Sequence[str]) -> Callable[..., Any]:
-    """The function of one call, its keyword arguments bound; it may take `arrays` by position.
-
-    Raises ConfigError naming `where` for what is not such a call.
+    Args:
+        text: the call, as a config has it.
+        key: the config's key, for error messages.
+        arrays: names that the function may take by position.
+        choices: functions of jaxmoe.losses that an error message suggests.
+    Raises ConfigError for anything that is not such a call.
     """
-    name, options = read_call(text, where)
-    function = _own(name, where) if ":" in name else _ours(name, where)
-    _check(function, options, where, arrays)
+    name, options = parse_call(text, key)
+    function = _resolve_custom(name, key) if ":" in name else _resolve_builtin(name, key, choices)
+    _check_signature(function, options, key, arrays)
     return partial(function, **options) if options else function
 
 
-def read_call(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """The name and the literal keyword arguments of one call.
+def parse_call(text: str, key: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the literal keyword arguments of one call.
 
-    Raises ConfigError naming `where` for what is not such a call.
+    Raises ConfigError, naming the config's `key`, for anything that is not such a call.
     """
-    name, paren, rest = text.strip().partition("(")
-    options = _options(f"f({rest}" if paren else "f()")
+    name, paren, arguments = text.strip().partition("(")
+    options = _parse_options(f"f({arguments}" if paren else "f()")
     name = name.strip()
     if options is None or not all(x.isidentifier() for x in name.replace(":", ".", 1).split(".")):
         raise ConfigError(
-            f"{where} must be a function with literal keyword arguments, got {text!r}. "
-            f'Try --set "{where}=name(option=1.0)".'
+            f"{key} must be a function with literal keyword arguments, got {text!r}. "
+            f'Try --set "{key}=name(option=1.0)".'
         )
     return name, options
 
 
-def read_several(text: str, where: str, arrays: Sequence[str]) -> tuple[Callable[..., Any], ...]:
-    """The functions of several calls joined by "+"; none for an empty text."""
-    return tuple(read(part, where, arrays) for part in split(text)) if text.strip() else ()
+def parse_functions(
+    text: str, key: str, arrays: Sequence[str], choices: Sequence[str] = losses.__all__
+) -> tuple[Callable[..., Any], ...]:
+    """Return the functions of calls joined by "+"; an empty tuple for an empty text."""
+    calls = split_calls(text) if text.strip() else []
+    return tuple(parse_function(call, key, arrays, choices) for call in calls)
 
 
-def arguments(function: Callable[..., Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arrays that the function names."""
-    return {name: arrays[name] for name in asked(function)}
+def select_arrays(function: Callable[..., Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arrays that the function takes."""
+    return {name: arrays[name] for name in array_parameters(function)}
 
 
-def asked(function: Callable[..., Any]) -> list[str]:
-    """What a function takes by position and without a default: names of arrays."""
+def array_parameters(function: Callable[..., Any]) -> list[str]:
+    """Names of the arrays that a function takes: its positional parameters without a default."""
     parameters = inspect.signature(function).parameters.values()
     return [
         p.name for p in parameters
@@ -71,8 +74,8 @@ def asked(function: Callable[..., Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def _options(call: str) -> dict[str, Any] | None:
-    """The keyword arguments of one call; None for anything else."""
+def _parse_options(call: str) -> dict[str, Any] | None:
+    """Return the keyword arguments of one call, or None for anything else."""
     try:
         tree = ast.parse(call, mode="eval").body
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
@@ -80,12 +83,12 @@ def _options(call: str) -> dict[str, Any] | None:
         options = {k.arg: ast.literal_eval(k.value) for k in tree.keywords if k.arg}
     except (SyntaxError, ValueError):
         return None
-    # none given twice, none of a **dict
+    # The lengths differ if an option is repeated, or comes from a **dict.
     return options if len(options) == len(tree.keywords) else None
 
 
-def split(text: str) -> list[str]:
-    """The parts of a text that "+" joins outside parentheses."""
+def split_calls(text: str) -> list[str]:
+    """Split a text at each "+" outside parentheses."""
     depth, parts = 0, [""]
     for letter in text:
         depth += {"(": 1, ")": -1}.get(letter, 0)
@@ -96,16 +99,16 @@ def split(text: str) -> list[str]:
     return parts
 
 
-def _ours(name: str, where: str) -> Callable[..., Any]:
+def _resolve_builtin(name: str, key: str, choices: Sequence[str]) -> Callable[..., Any]:
     if name not in losses.__all__:
-        near = [RENAMED[name]] if name in RENAMED else []
-        near = near or difflib.get_close_matches(name, losses.__all__, 1)
-        hint = f"Did you mean {near[0]}?" if near else "Or name your own: module:function."
-        raise ConfigError(f"{where}: jaxmoe.losses has no function {name!r}. {hint}")
+        matches = difflib.get_close_matches(name, choices, 1)
+        hint = f"Did you mean {matches[0]}?" if matches else f"Known: {', '.join(choices)}"
+        own = "" if matches else "; a function of your own is module:function."
+        raise ConfigError(f"{key}: jaxmoe.losses has no function {name!r}. {hint}{own}")
     return getattr(losses, name)
 
 
-def _own(path: str, where: str) -> Callable[..., Any]:
+def _resolve_custom(path: str, key: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
@@ -113,41 +116,43 @@ def _own(path: str, where: str) -> Callable[..., Any]:
         hint = (
             f"Name the module without .py, {module[:-3]}:{name}"
             if module.endswith(".py")
-            else ("Put its folder on the Python path (PYTHONPATH=FOLDER)")
+            else "Put its folder on the Python path (PYTHONPATH=FOLDER)"
         )
         raise ConfigError(
-            f"{where}: {path} must be a function that can be imported; {error}. {hint}."
+            f"{key}: {path} must be a function that can be imported; {error}. {hint}."
         ) from error
-    # called at once, on abstract arrays: nothing may be named that starts or deletes something
+    # The function is called at once, on abstract arrays. A program such as shutil.rmtree, or a
+    # class that starts one, must not be accepted here.
     if not inspect.isfunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(function):
-        waits = inspect.iscoroutinefunction(function)
-        got = "one that is async" if waits else type(function).__name__
+        is_async = inspect.iscoroutinefunction(function)
+        kind = "one that is async" if is_async else type(function).__name__
         raise ConfigError(
-            f"{where}: {path} must be a function written in Python with def, got {got}. "
+            f"{key}: {path} must be a function written in Python with def, got {kind}. "
             "Wrap it in one that takes the arrays by name."
         )
     return function
 
 
-def _check(
-    function: Callable[..., Any], options: dict[str, Any], where: str, arrays: Sequence[str]
+def _check_signature(
+    function: Callable[..., Any], options: dict[str, Any], key: str, arrays: Sequence[str]
 ) -> None:
     name = getattr(function, "__name__", str(function))
-    known = [n for n, p in inspect.signature(function).parameters.items() if n not in arrays]
+    allowed = [n for n, p in inspect.signature(function).parameters.items() if n not in arrays]
     for option in options:
-        if option not in known:
-            near = difflib.get_close_matches(option, known, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known) or 'none'}."
-            raise ConfigError(f"{where}: {name} has no option {option!r}. {hint}")
+        if option not in allowed:
+            matches = difflib.get_close_matches(option, allowed, 1)
+            hint = f"Known: {', '.join(allowed) or 'none'}."
+            hint = f"Did you mean {matches[0]}?" if matches else hint
+            raise ConfigError(f"{key}: {name} has no option {option!r}. {hint}")
     bound = partial(function, **options)
-    given = [n for n in options if n in asked(function)]
-    if given or not asked(function):
+    positional = [n for n in options if n in array_parameters(function)]
+    if positional or not array_parameters(function):
         raise ConfigError(
-            f"{where}: {name} must take arrays by position and options by keyword"
+            f"{key}: {name} must take arrays by position and options by keyword"
             + (
-                f"; {given[0]} is a position. Write (…, *, {given[0]})."
-                if given
-                else f"; it takes none. A function may ask for {', '.join(arrays)}."
+                f"; {positional[0]} is positional. Write (…, *, {positional[0]})."
+                if positional
+                else f"; it takes no array. A function may take {', '.join(arrays)}."
             )
         )
     missing = [
@@ -156,11 +161,11 @@ def _check(
     ]  # fmt: skip
     if missing:
         raise ConfigError(
-            f'{where}: {name} needs {missing[0]}. Try --set "{where}={name}({missing[0]}=…)".'
+            f'{key}: {name} needs {missing[0]}. Try --set "{key}={name}({missing[0]}=…)".'
         )
-    for array in asked(bound):
+    for array in array_parameters(bound):
         if array not in arrays:
             raise ConfigError(
-                f"{where}: {name} asks for {array}; here a function may ask for "
-                f"{', '.join(arrays)}."
+                f"{key}: {name} takes {array}, which is not available here. A function of "
+                f"{key} may take {', '.join(arrays)}."
             )

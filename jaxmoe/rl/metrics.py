@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmoe.losses import explained_variance, kl_k3, masked_max, masked_mean, masked_sum
 from jaxmoe.losses.mismatch import mismatch_parts, weight_parts
 from jaxmoe.losses.ratios import log_ratios, token_ratio
-from jaxmoe.rl.algorithm import Algorithm, objective_arrays, old_logp_of
+from jaxmoe.rl.algorithm import Algorithm, objective_arrays, select_old_logp
 from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.function_specs import arguments
+from jaxmoe.rl.function_specs import select_arrays
 from jaxmoe.shapes import Leaf, Metrics
 
 
@@ -34,14 +34,14 @@ class UpdateMetrics:
             self.means | other.means, self.maxima | other.maxima, self.minima | other.minima
         )
 
-    def of_the_step(self) -> "UpdateMetrics":
+    def reduce_updates(self) -> "UpdateMetrics":
         """One value each, of arrays with an entry an update."""
         return UpdateMetrics(
             jax.tree.map(jnp.mean, self.means), jax.tree.map(jnp.max, self.maxima),
             jax.tree.map(jnp.min, self.minima),
         )  # fmt: skip
 
-    def flat(self) -> Metrics:
+    def to_dict(self) -> Metrics:
         return {**self.means, **self.maxima, **self.minima}
 
 
@@ -63,7 +63,10 @@ def expert_load(batch: Batch, n_experts: int) -> Metrics:
     if routed is None:
         return {}
     routed_BTLA = jnp.asarray(routed).astype(jnp.int32)
-    layers, known_BTLA = routed.shape[2], read(batch)[:, :, None, None] & (routed_BTLA >= 0)
+    layers, known_BTLA = (
+        routed.shape[2],
+        engine_read_mask(batch)[:, :, None, None] & (routed_BTLA >= 0),
+    )
     # integers: a float32 sum of ones stays at 2^24
     counts_LE = jnp.zeros((layers, n_experts), jnp.int32).at[
         jnp.arange(layers)[:, None], routed_BTLA
@@ -85,14 +88,16 @@ def expert_switches(experts_BTLA: Int[Array, "B T L A"], batch: Batch) -> Update
         for x in (experts_BTLA, batch.routed_experts_BTLA)
     )
     other_BTL = jnp.any(ours != theirs, axis=-1)
-    known_BTL = read(batch)[:, :, None] & (theirs[..., 0] >= 0)  # the smallest stands first
+    known_BTL = engine_read_mask(batch)[:, :, None] & (
+        theirs[..., 0] >= 0
+    )  # the smallest stands first
     other_BM, known_BM = (x.reshape(len(x), -1) for x in (other_BTL, known_BTL))
     return UpdateMetrics({
         "router/expert_switches": masked_mean(other_BM.astype(jnp.float32), known_BM)
     })  # fmt: skip
 
 
-def read(batch: Batch) -> Bool[Array, "B T"]:
+def engine_read_mask(batch: Batch) -> Bool[Array, "B T"]:
     """The tokens that a layer of the engine has read: of a sequence all but the last."""
     return jnp.pad(jnp.asarray(batch.segment_ids_BT)[:, 1:] > 0, ((0, 0), (0, 1)))
 
@@ -106,7 +111,7 @@ def update_metrics(
     correction did.
     """
     mask_BT, logp_BT = batch.loss_mask_BT, rows["logp_BT"]
-    old_logp_BT = old_logp_of(a, batch, scored, logp_BT)
+    old_logp_BT = select_old_logp(a, batch, scored, logp_BT)
     moved_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
     means = {
         "policy/ratio_mean": masked_mean(moved_BT, mask_BT),
@@ -157,7 +162,7 @@ def clip_fractions(
 
     def total(logp_BT: Array) -> Array:
         arrays = objective_arrays(batch, scored, logp_BT, old_logp_BT, rows["entropy_BT"])
-        return masked_sum(a.objective(**arguments(a.objective, arrays)), mask_BT)
+        return masked_sum(a.objective(**select_arrays(a.objective, arrays)), mask_BT)
 
     still_BT = mask_BT & (jax.grad(total)(rows["logp_BT"]) == 0.0)
 

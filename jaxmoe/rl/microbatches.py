@@ -49,17 +49,17 @@ class Packing:
 
 
 @struct.dataclass
-class Packed:
+class PackedRows:
     """What the model reads of a packed microbatch, and where each [B, T] token stands in it."""
 
     tokens_BT: Leaf
     positions_BT: Leaf
     segment_ids_BT: Leaf
     routed_experts_BTLA: Leaf
-    place_BT: Leaf  # int32 into the flattened rows; only this microbatch's true tokens count
+    token_index_BT: Leaf  # int32 into the flattened rows; only this microbatch's true tokens count
 
 
-def pack(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: int) -> Packing:
+def pack_sequences(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: int) -> Packing:
     """First-fit decreasing into rows of `length` tokens, `rows` of them a microbatch.
 
     Raises ValueError for a sequence that is longer than a row.
@@ -80,7 +80,7 @@ def pack(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: int) -> Pa
     return Packing(number, start, np.int32(count), rows=rows)
 
 
-def over_microbatches(
+def map_microbatches(
     fn: Callable[[Batch, Scored | None], Any],
     batch: Batch,
     scored: Scored | None,
@@ -94,52 +94,54 @@ def over_microbatches(
     own, otherwise `microbatches` equal cuts.
     """
     if batch.packing is not None:
-        return _over_packed(fn, batch, scored, merge)
+        return _map_packed(fn, batch, scored, merge)
     if microbatches == 1:
         return fn(batch, scored)
     cut = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), (batch, scored))
 
     def add(so_far: Any, part: Any) -> Any:
         found = fn(*part)
-        return _merged(merge, so_far, found), _only(merge, found, rows=True)
+        return _merge_results(merge, so_far, found), _select_rows(merge, found, rows=True)
 
     first = jax.tree.map(lambda x: x[0], cut)
-    start = _only(merge, _start(merge, jax.eval_shape(fn, *first)), rows=False)
+    start = _select_rows(merge, _init_merged(merge, jax.eval_shape(fn, *first)), rows=False)
     reduced, rows = lax.scan(add, start, cut)
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
     return jax.tree.map(lambda how, a, b: b if how == ROWS else a, merge, reduced, rows)
 
 
-def _over_packed(fn: Any, batch: Batch, scored: Scored | None, merge: Any) -> Any:
+def _map_packed(fn: Any, batch: Batch, scored: Scored | None, merge: Any) -> Any:
     packing = batch.packing
 
     def add(i: Array, so_far: Any) -> Any:
-        part, mine_B = _unpacked(batch, i)
+        part, mine_B = _pack_microbatch(batch, i)
         found = fn(part, scored)
 
         def put(old: Array, new: Array) -> Array:
             here = mine_B.reshape(-1, *[1] * (new.ndim - 1))
             return jnp.where(here, new.astype(old.dtype), old)
 
-        reduced = _merged(merge, so_far, found)
+        reduced = _merge_results(merge, so_far, found)
         return jax.tree.map(
             lambda how, a, old, new: jax.tree.map(put, old, new) if how == ROWS else a,
             merge, reduced, so_far, found,
         )  # fmt: skip
 
-    found = jax.eval_shape(fn, _unpacked(batch, jnp.int32(0))[0], scored)
-    return lax.fori_loop(0, packing.count, add, _start(merge, found))
+    found = jax.eval_shape(fn, _pack_microbatch(batch, jnp.int32(0))[0], scored)
+    return lax.fori_loop(0, packing.count, add, _init_merged(merge, found))
 
 
-def _unpacked(batch: Batch, i: Array) -> tuple[Batch, Array]:
+def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
     """The batch with the masks of microbatch i, and what the model reads of it."""
     packing, length = batch.packing, batch.tokens_BT.shape[1]
     mine_B = jnp.asarray(packing.microbatch_B) == i
     segments_BT = jnp.asarray(batch.segment_ids_BT)
     here_BT = mine_B[:, None] & (segments_BT > 0)
-    place_BT = jnp.asarray(packing.start_B)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    token_index_BT = (
+        jnp.asarray(packing.start_B)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    )
     size = packing.rows * length
-    where_M = jnp.where(here_BT, place_BT, size).reshape(-1)
+    where_M = jnp.where(here_BT, token_index_BT, size).reshape(-1)
 
     def laid(x: Array, empty: int = 0) -> Array:
         flat = jnp.full((size, *x.shape[2:]), empty, x.dtype)
@@ -151,17 +153,17 @@ def _unpacked(batch: Batch, i: Array) -> tuple[Batch, Array]:
         jnp.arange(1, len(mine_B) + 1, dtype=jnp.int32)[:, None], segments_BT.shape
     )
     routed = batch.routed_experts_BTLA
-    packed = Packed(
+    packed = PackedRows(
         laid(jnp.asarray(batch.tokens_BT)), laid(jnp.asarray(batch.positions_BT)),
         laid(number_BT),
         None if routed is None else laid(jnp.asarray(routed), UNKNOWN_EXPERT),
-        jnp.where(here_BT, place_BT, 0),
+        jnp.where(here_BT, token_index_BT, 0),
     )  # fmt: skip
     mask_BT = jnp.asarray(batch.loss_mask_BT) & mine_B[:, None]
     return replace(batch, loss_mask_BT=mask_BT, packed=packed, packing=None), mine_B
 
 
-def _start(merge: Any, found: Any) -> Any:
+def _init_merged(merge: Any, found: Any) -> Any:
     """What nothing merges to."""
     empty = {SUM: 0.0, MAX: -jnp.inf, MIN: jnp.inf}
 
@@ -173,7 +175,7 @@ def _start(merge: Any, found: Any) -> Any:
     return jax.tree.map(start, merge, found)
 
 
-def _merged(merge: Any, so_far: Any, found: Any) -> Any:
+def _merge_results(merge: Any, so_far: Any, found: Any) -> Any:
     """So far and this one; None where there are rows."""
     together = {SUM: jnp.add, MAX: jnp.maximum, MIN: jnp.minimum}
 
@@ -185,6 +187,6 @@ def _merged(merge: Any, so_far: Any, found: Any) -> Any:
     return jax.tree.map(add, merge, so_far, found)
 
 
-def _only(merge: Any, tree: Any, *, rows: bool) -> Any:
+def _select_rows(merge: Any, tree: Any, *, rows: bool) -> Any:
     """The tree without its rows, or its rows alone; None for the rest."""
     return jax.tree.map(lambda how, x: x if (how == ROWS) == rows else None, merge, tree)

@@ -13,7 +13,7 @@ from flax import struct
 from jaxmoe.config import require
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.microbatches import pack
+from jaxmoe.rl.microbatches import pack_sequences
 from jaxmoe.shapes import Leaf
 
 
@@ -25,17 +25,17 @@ class Minibatches:
     packing: Leaf = None  # Packing of those rows, each leaf with an axis U before its own
 
 
-def packed(batch: Batch, tokens_per_microbatch: int) -> Batch:
+def pack_batch(batch: Batch, tokens_per_microbatch: int) -> Batch:
     """The batch with its sequences packed into rows as long as its own; as it is where 0."""
     if not tokens_per_microbatch:
         return batch
     length = batch.tokens_BT.shape[1]
     lengths_B = np.asarray(batch.segment_ids_BT).sum(axis=1)
-    packing = pack(lengths_B, length=length, rows=tokens_per_microbatch // length)
+    packing = pack_sequences(lengths_B, length=length, rows=tokens_per_microbatch // length)
     return replace(batch, packing=packing)
 
 
-def divide(
+def split_minibatches(
     batch: Batch, a: Algorithm, *, seed: tuple[int, ...], tokens_per_microbatch: int = 0
 ) -> tuple[Batch, Minibatches | None]:
     """The batch, `packed`, and its updates' minibatches.
@@ -43,7 +43,7 @@ def divide(
     The minibatches are None where there is one update, on the whole batch. The order depends on
     `seed` alone.
     """
-    batch = packed(batch, tokens_per_microbatch)
+    batch = pack_batch(batch, tokens_per_microbatch)
     if a.updates == 1:
         return batch, None
     dice = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def divide(
     packing, whole = None, replace(batch, packing=None)
     if tokens_per_microbatch:
         parts = [
-            packed(jax.tree.map(lambda x, rows=rows: x[rows], whole), tokens_per_microbatch)
+            pack_batch(jax.tree.map(lambda x, rows=rows: x[rows], whole), tokens_per_microbatch)
             for rows in rows_UB
         ]
         packing = jax.tree.map(lambda *x: np.stack(x), *(part.packing for part in parts))

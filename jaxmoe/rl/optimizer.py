@@ -11,7 +11,7 @@ from jax.tree_util import DictKey
 
 from jaxmoe.config import Config, OptimConfig
 from jaxmoe.rl.state import Trained
-from jaxmoe.rl.streamed import streamed
+from jaxmoe.rl.streamed import stream_state
 from jaxmoe.shapes import Leaf
 
 
@@ -22,15 +22,17 @@ def make_optimizer(
 
     Weight decay is of matrices alone (`decays`).
     """
-    schedule = learning_rate(cfg, steps=steps, lr=lr)
+    schedule = learning_rate_schedule(cfg, steps=steps, lr=lr)
     adamw = optax.adamw(
         schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay,
-        mask=decays if cfg.weight_decay else None,
+        mask=weight_decay_mask if cfg.weight_decay else None,
     )  # fmt: skip
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), streamed(adamw))
+    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), stream_state(adamw))
 
 
-def learning_rate(cfg: OptimConfig, *, steps: int, lr: float | None = None) -> optax.Schedule:
+def learning_rate_schedule(
+    cfg: OptimConfig, *, steps: int, lr: float | None = None
+) -> optax.Schedule:
     """The rate of each update: linear warm-up, and cosine decay over `steps` updates."""
     peak = cfg.lr if lr is None else lr
     decay = max(steps - cfg.lr_warmup_steps, 1)
@@ -43,20 +45,22 @@ def learning_rate(cfg: OptimConfig, *, steps: int, lr: float | None = None) -> o
     )
 
 
-def policy_updates(cfg: Config) -> int:
+def count_policy_updates(cfg: Config) -> int:
     """Updates of the policy in a run: its count stands still while the critic alone is trained."""
     pretrain = cfg.critic.pretrain_steps if cfg.critic.backbone != "none" else 0
     return (cfg.steps - pretrain) * cfg.loss.updates
 
 
-def policy_rate(cfg: Config, step: int) -> float:
+def policy_learning_rate(cfg: Config, step: int) -> float:
     """The policy's learning rate at the first update of a step of RL, counted from 1."""
-    first = cfg.steps - policy_updates(cfg) // cfg.loss.updates
+    first = cfg.steps - count_policy_updates(cfg) // cfg.loss.updates
     update = max(step - 1 - first, 0) * cfg.loss.updates
-    return float(jnp.asarray(learning_rate(cfg.optim, steps=policy_updates(cfg))(update)))
+    return float(
+        jnp.asarray(learning_rate_schedule(cfg.optim, steps=count_policy_updates(cfg))(update))
+    )
 
 
-def decays(params: Leaf) -> Leaf:
+def weight_decay_mask(params: Leaf) -> Leaf:
     """True for parameters that weight decay shrinks: embedding, head, matrices, adapters.
 
     Norm scales, biases and attention sinks are no matrices; pulling them to 0 changes what they
@@ -81,7 +85,7 @@ def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
     critic alone is trained.
     """
     updates = cfg.loss.updates
-    policy = make_optimizer(cfg.optim, steps=policy_updates(cfg))
+    policy = make_optimizer(cfg.optim, steps=count_policy_updates(cfg))
     if cfg.critic.backbone == "none":
         return policy
     pretrain = cfg.critic.pretrain_steps * updates

@@ -26,52 +26,52 @@ _TOKEN, _SEQUENCE = "token_is(high=2.0)", "sequence_is(high=2.0)"
 _ICEPOP = "token_icepop(low=0.5, high=5.0)"
 
 
-def _decoupled(correction: str) -> dict[str, str]:
+def _decoupled_fields(correction: str) -> dict[str, str]:
     kept = {"aggregation": "kept_token_mean"} if "rejection" in correction else {}
     return {"old_logp": "trainer", "rollout_correction": correction} | kept
 
 
-def _bypass(correction: str) -> dict[str, str]:
+def _bypass_fields(correction: str) -> dict[str, str]:
     return {"old_logp": "rollout", "rollout_correction": correction}
 
 
-def _gradient(correction: str) -> dict[str, str]:
+def _policy_gradient_fields(correction: str) -> dict[str, str]:
     """REINFORCE whose weights are those of the current policy over the engine's."""
     return {
         "old_logp": "detached",
         "rollout_correction": correction,
-        "objective": "reinforce_terms",
+        "objective": "reinforce",
     }
 
 
 PRESETS: dict[str, dict[str, str]] = {
-    "disabled": _decoupled(""),
-    "decoupled_token_is": _decoupled(_TOKEN),
-    "decoupled_seq_is": _decoupled(_SEQUENCE),
-    "decoupled_token_icepop": _decoupled(_ICEPOP),
-    "decoupled_seq_is_rs": _decoupled(f"{_SEQ_RS} + {_SEQUENCE}"),
-    "decoupled_geo_rs": _decoupled(_GEO_RS),
-    "decoupled_geo_rs_seq_tis": _decoupled(f"{_GEO_RS} + {_SEQUENCE}"),
-    "decoupled_geo_rs_token_tis": _decoupled(f"{_GEO_RS} + {_TOKEN}"),
-    "decoupled_k3_rs": _decoupled(_K3_RS),
-    "decoupled_k3_rs_seq_tis": _decoupled(f"{_K3_RS} + {_SEQUENCE}"),
-    "decoupled_k3_rs_token_tis": _decoupled(f"{_K3_RS} + {_TOKEN}"),
-    "bypass_ppo_clip": _bypass(""),
-    "bypass_ppo_clip_geo_rs": _bypass(_GEO_RS),
-    "bypass_ppo_clip_k3_rs": _bypass(_K3_RS),
-    "bypass_pg_is": _gradient(_SEQUENCE),
-    "bypass_pg_token_icepop": _gradient(_ICEPOP),
-    "bypass_pg_geo_rs": _gradient(_GEO_RS),
-    "bypass_pg_geo_rs_seq_tis": _gradient(f"{_GEO_RS} + {_SEQUENCE}"),
-    "bypass_pg_geo_rs_token_tis": _gradient(f"{_GEO_RS} + {_TOKEN}"),
+    "disabled": _decoupled_fields(""),
+    "decoupled_token_is": _decoupled_fields(_TOKEN),
+    "decoupled_seq_is": _decoupled_fields(_SEQUENCE),
+    "decoupled_token_icepop": _decoupled_fields(_ICEPOP),
+    "decoupled_seq_is_rs": _decoupled_fields(f"{_SEQ_RS} + {_SEQUENCE}"),
+    "decoupled_geo_rs": _decoupled_fields(_GEO_RS),
+    "decoupled_geo_rs_seq_tis": _decoupled_fields(f"{_GEO_RS} + {_SEQUENCE}"),
+    "decoupled_geo_rs_token_tis": _decoupled_fields(f"{_GEO_RS} + {_TOKEN}"),
+    "decoupled_k3_rs": _decoupled_fields(_K3_RS),
+    "decoupled_k3_rs_seq_tis": _decoupled_fields(f"{_K3_RS} + {_SEQUENCE}"),
+    "decoupled_k3_rs_token_tis": _decoupled_fields(f"{_K3_RS} + {_TOKEN}"),
+    "bypass_ppo_clip": _bypass_fields(""),
+    "bypass_ppo_clip_geo_rs": _bypass_fields(_GEO_RS),
+    "bypass_ppo_clip_k3_rs": _bypass_fields(_K3_RS),
+    "bypass_pg_is": _policy_gradient_fields(_SEQUENCE),
+    "bypass_pg_token_icepop": _policy_gradient_fields(_ICEPOP),
+    "bypass_pg_geo_rs": _policy_gradient_fields(_GEO_RS),
+    "bypass_pg_geo_rs_seq_tis": _policy_gradient_fields(f"{_GEO_RS} + {_SEQUENCE}"),
+    "bypass_pg_geo_rs_token_tis": _policy_gradient_fields(f"{_GEO_RS} + {_TOKEN}"),
 }
 
 
-def with_preset(loss: LossConfig) -> LossConfig:
+def apply_preset(loss: LossConfig) -> LossConfig:
     """The settings with those of `loss.preset` filled in; they may not be given twice."""
     if not loss.preset:
         return loss
-    fields = preset(loss.preset)
+    fields = preset_fields(loss.preset)
     plain = LossConfig()
     if fields["old_logp"] == "trainer" and loss.old_logp != "rollout":
         # with one update a batch, detaching gives the same number for a forward less
@@ -89,7 +89,7 @@ def with_preset(loss: LossConfig) -> LossConfig:
     return replace(loss, preset="", **fields)
 
 
-def preset(name: str) -> dict[str, str]:
+def preset_fields(name: str) -> dict[str, str]:
     """Fields of LossConfig that a preset sets. Raises ConfigError for a name verl has not."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)

@@ -30,7 +30,7 @@ from jaxmoe.rl.update import rl_step
 from jaxmoe.shapes import Leaf
 
 
-class Jitted(NamedTuple):
+class Program(NamedTuple):
     """What runs is jit of `fn` with these options."""
 
     fn: Callable[..., Any]
@@ -41,32 +41,34 @@ def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
     return make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
 
 
-def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> Jitted:
+def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> Program:
     """A step of the warm start: (state, batch) -> (state, metrics)."""
     loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, ops))
     step = partial(
         train_step, tx=warmup_optimizer(cfg), loss_fn=loss_fn, microbatches=cfg.optim.microbatches
     )
-    return Jitted(step, {"donate_argnums": 0, **pinned(cfg, mesh, state, 1)})
+    return Program(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 1)})
 
 
 def rl_program(
     cfg: Config, ops: Ops, mesh: Mesh | None, algorithm: Algorithm,
     tx: optax.GradientTransformation, state: TrainState,
-) -> Jitted:  # fmt: skip
+) -> Program:  # fmt: skip
     """A step of RL: (state, batch, minibatches, base) -> (state, metrics, told)."""
     scorer = Scorer(
         cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales,
-        replays=cfg.rollout.router_replay,
+        replay_experts=cfg.rollout.router_replay,
     )  # fmt: skip
     step = partial(
         rl_step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,
         microbatches=cfg.optim.microbatches,
     )  # fmt: skip
-    return Jitted(step, {"donate_argnums": 0, **pinned(cfg, mesh, state, 2)})
+    return Program(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)})
 
 
-def pinned(cfg: Config, mesh: Mesh | None, state: Leaf, others: int) -> dict[str, Any]:
+def out_shardings_option(
+    cfg: Config, mesh: Mesh | None, state: Leaf, others: int
+) -> dict[str, Any]:
     """jit's option by which a state comes back as it lay, and `others` results as they come.
 
     Nothing on one device.
@@ -92,7 +94,7 @@ def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
         return Packing(each, each, array(jnp.int32, *lead[:-1]), rows=rows)
 
     routed = None
-    if cfg.keeps_experts:
+    if cfg.records_experts:
         dtype = expert_dtype(m.n_experts)
         routed = array(dtype, B, T, m.n_layers, m.experts_per_token)
     batch = Batch(
@@ -108,7 +110,7 @@ def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
     return batch, Minibatches(array(jnp.int32, U, mine), packing(U, mine))
 
 
-def placed_batch(
+def sharded_batch_shapes(
     batch: Batch, minibatches: Minibatches | None, mesh: Mesh | None
 ) -> tuple[Batch, Minibatches | None]:
     """The same shapes, saying where each array lies when train calls the step."""

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jaxmoe.config import Config
-from jaxmoe.rl.function_specs import split
+from jaxmoe.rl.function_specs import split_calls
 
 _INSTALLED = {
     Path(path).resolve()
@@ -33,30 +33,30 @@ def source_digests(cfg: Config) -> dict[str, str]:
     named = set(waiting)
     while waiting:
         module = waiting.pop()
-        key, file = f"source of {module}", _source(module)
+        key, file = f"source of {module}", _find_source(module)
         if key in digests or file is None or (module not in named and _is_installed(file)):
             continue
         content = file.read_bytes()
         digests[key] = hashlib.sha256(content).hexdigest()[:16]
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-        waiting += _imported(content, package)
+        waiting += _imported_modules(content, package)
     return digests
 
 
 def named_modules(texts: Iterable[str]) -> Iterator[str]:
     """Modules of "0.9 * module:function(option=1) + other:function"."""
     for text in texts:
-        for part in split(text):
+        for part in split_calls(text):
             path = part.partition("(")[0].rpartition("*")[2].strip()
             if ":" in path:
                 yield path.partition(":")[0]
 
 
-def _source(module: str) -> Path | None:
+def _find_source(module: str) -> Path | None:
     """The file of a module, found as Python would; a package is not run to look inside."""
     top, *inside = module.split(".")
     try:
-        spec = _spec(top)
+        spec = _find_module_spec(top)
     except (ImportError, ValueError):
         return None
     if spec is None:
@@ -72,7 +72,7 @@ def _source(module: str) -> Path | None:
     return None
 
 
-def _spec(top: str) -> ModuleSpec | None:
+def _find_module_spec(top: str) -> ModuleSpec | None:
     loaded = getattr(sys.modules.get(top), "__spec__", None)
     return loaded if loaded is not None else find_spec(top)
 
@@ -81,7 +81,7 @@ def _is_installed(file: Path) -> bool:
     return not _INSTALLED.isdisjoint(file.resolve().parents)
 
 
-def _imported(content: bytes, package: str) -> Iterator[str]:
+def _imported_modules(content: bytes, package: str) -> Iterator[str]:
     """The modules that a source imports anywhere, and names that may turn out to be no modules."""
     try:
         tree = ast.parse(content)

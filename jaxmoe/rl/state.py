@@ -43,7 +43,7 @@ class TrainState:
     step: Leaf  # int32 []: updates made
 
 
-def new_state(
+def init_state(
     trained: Trained, tx: optax.GradientTransformation, frozen: Frozen | None = None
 ) -> TrainState:
     """The state before the first update.
@@ -65,12 +65,12 @@ def new_state(
     )  # fmt: skip
 
 
-def new_adapters(cfg: Config, base: Params) -> Params:
+def init_run_adapters(cfg: Config, base: Params) -> Params:
     """Those that change nothing yet, of the run's seed."""
     return init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora, base)
 
 
-def rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
+def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
     """The state before RL's first update.
 
     A new critic where the config has one; the policy's copy as reference where it has a KL term.
@@ -84,7 +84,7 @@ def rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> T
     reference = (
         jax.tree.map(jnp.copy, policy) if cfg.loss.kl_coef > 0 and not cfg.lora.ranks else None
     )
-    return new_state(Trained(policy, critic), tx, Frozen(reference))
+    return init_state(Trained(policy, critic), tx, Frozen(reference))
 
 
 def stage_shapes(
@@ -98,8 +98,8 @@ def stage_shapes(
     if cfg.lora.ranks:
         trained = adapter_shapes(cfg.model, cfg.lora)
     shapes = {
-        "warmup": jax.eval_shape(lambda p: new_state(Trained(p), supervised), policy),
-        "rl": jax.eval_shape(lambda p: rl_state(p, cfg, tx), trained),
+        "warmup": jax.eval_shape(lambda p: init_state(Trained(p), supervised), policy),
+        "rl": jax.eval_shape(lambda p: init_rl_state(p, cfg, tx), trained),
     }
     mesh, at = state_mesh(mesh, cfg.optim), cfg.optim.moments
     return {stage: placed_shapes(state, cfg.model, mesh, at) for stage, state in shapes.items()}

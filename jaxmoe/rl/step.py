@@ -21,7 +21,7 @@ from jaxtyping import Array
 from jaxmoe.losses import cross_entropy
 from jaxmoe.losses.aggregation import token_total
 from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.microbatches import GRADIENTS, LossAux, over_microbatches
+from jaxmoe.rl.microbatches import GRADIENTS, LossAux, map_microbatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
 from jaxmoe.shapes import Leaf, Metrics
@@ -46,7 +46,7 @@ def train_step(
         jax.value_and_grad(loss_fn, has_aux=True), state.params, state.frozen,
         total=token_total(jnp.asarray(batch.loss_mask_BT)),
     )  # fmt: skip
-    (loss, aux), grads = over_microbatches(grad_fn, batch, None, microbatches, GRADIENTS)
+    (loss, aux), grads = map_microbatches(grad_fn, batch, None, microbatches, GRADIENTS)
     metrics = aux.sums | aux.maxima | aux.minima
     metrics |= {"loss": loss, "grad/norm": optax.tree.norm(grads.policy)}
     return apply_gradients(state, grads, tx), metrics
@@ -65,5 +65,5 @@ def supervised_loss_fn(
     scorer: Scorer,
 ) -> tuple[Array, LossAux]:  # fmt: skip
     """Cross entropy of the stored answers, for warm and cold starts."""
-    logp_BT = scorer.policy(params, batch)["logp_BT"]
+    logp_BT = scorer.score_policy(params, batch)["logp_BT"]
     return cross_entropy(logp_BT, batch.loss_mask_BT, total=total), LossAux()

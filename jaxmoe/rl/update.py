@@ -19,18 +19,18 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmoe.config import GateConfig
-from jaxmoe.losses import masked_mean, masked_sum, value_terms
+from jaxmoe.losses import clipped_value_loss, masked_mean, masked_sum
 from jaxmoe.losses.aggregation import token_total
-from jaxmoe.losses.rewards import last_true
+from jaxmoe.losses.rewards import last_token_mask
 from jaxmoe.rl.algorithm import (
     Algorithm,
-    advantages_of,
-    corrected,
+    compute_advantages,
+    compute_correction,
     objective_arrays,
-    old_logp_of,
+    select_old_logp,
 )
 from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.function_specs import arguments, asked
+from jaxmoe.rl.function_specs import array_parameters, select_arrays
 from jaxmoe.rl.metrics import (
     UpdateMetrics,
     engine_gap,
@@ -38,19 +38,19 @@ from jaxmoe.rl.metrics import (
     expert_switches,
     update_metrics,
 )
-from jaxmoe.rl.microbatches import GRADIENTS, ROWS, LossAux, over_microbatches
+from jaxmoe.rl.microbatches import GRADIENTS, ROWS, LossAux, map_microbatches
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, TrainState
 from jaxmoe.rl.step import apply_gradients
-from jaxmoe.rl.validate import check, check_inputs
+from jaxmoe.rl.validate import check_algorithm, check_inputs
 from jaxmoe.shapes import Leaf, Metrics, Params
 
-OPEN = GateConfig()
+NO_GATE = GateConfig()
 
 
 @struct.dataclass
-class Told:
+class TokenStats:
     """What a step says of each token, in the batch's order."""
 
     logp_BT: Leaf  # float32; the trainer's, before the update that first trains on the row
@@ -66,9 +66,9 @@ def rl_step(
     tx: optax.GradientTransformation,
     algorithm: Algorithm,
     scorer: Scorer,
-    gate: GateConfig = OPEN,
+    gate: GateConfig = NO_GATE,
     microbatches: int = 1,
-) -> tuple[TrainState, Metrics, Told]:
+) -> tuple[TrainState, Metrics, TokenStats]:
     """All updates of one batch of rollouts. Jit it with the state donated.
 
     Args:
@@ -81,23 +81,23 @@ def rl_step(
     Raises ConfigError for an algorithm that cannot work, or arrays that do not fit it; ids past the
     vocabulary are seen by `check_tokens`, on the host.
     """
-    check(algorithm, batch.samples_per_prompt)
+    check_algorithm(algorithm, batch.samples_per_prompt)
     beside = replace(state, frozen=replace(state.frozen, base=base))
     check_inputs(beside, batch, minibatches, algorithm, scorer, microbatches)
     a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
     # a batch is trained on whole or not at all: with several updates the gate reads it first
-    first = a.recomputes or (gated(gate) and a.updates > 1)
-    scored = score(beside, batch, a, scorer, microbatches, policy=first)
-    scored = estimate(batch, scored, a)
+    first = a.needs_scoring or (is_gated(gate) and a.updates > 1)
+    scored = score_batch(beside, batch, a, scorer, microbatches, policy=first)
+    scored = estimate_advantages(batch, scored, a)
     update = partial(
-        one_update, base=base, tx=tx, algorithm=a, scorer=scorer, gate=gate,
+        update_minibatch, base=base, tx=tx, algorithm=a, scorer=scorer, gate=gate,
         gap=engine_gap(scored.old_logp_BT, batch) if first else None,
         microbatches=max(1, microbatches // a.minibatches),
     )  # fmt: skip
     load = expert_load(batch, scorer.model.n_experts)
     if minibatches is None:
         state, metrics, logp_BT = update(state, batch, scored)
-        return state, metrics.flat() | load, Told(logp_BT, scored.advantages_BT)
+        return state, metrics.to_dict() | load, TokenStats(logp_BT, scored.advantages_BT)
 
     def next_update(
         state: TrainState, part: Minibatches
@@ -115,11 +115,11 @@ def rl_step(
         at_B = minibatches.rows_UB[:n].reshape(-1)
         logp_BT = jnp.zeros_like(batch.rollout_logp_BT)
         logp_BT = logp_BT.at[at_B].set(logp_UBT[:n].reshape(-1, length))
-    told = Told(logp_BT, scored.advantages_BT)
-    return state, metrics.of_the_step().flat() | load, told
+    told = TokenStats(logp_BT, scored.advantages_BT)
+    return state, metrics.reduce_updates().to_dict() | load, told
 
 
-def score(
+def score_batch(
     state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer, microbatches: int, *,
     policy: bool,
 ) -> Scored:  # fmt: skip
@@ -128,55 +128,55 @@ def score(
     The reference of adapters is the base without them.
     """
     frozen = state.frozen
-    params = scorer.whole(state.params, frozen)
+    params = scorer.full_params(state.params, frozen)
 
     def over(fn: Any) -> Any:
-        return over_microbatches(lambda part, _: fn(part), batch, None, microbatches, ROWS)
+        return map_microbatches(lambda part, _: fn(part), batch, None, microbatches, ROWS)
 
     old: dict[str, Array] = {}
     if policy or a.critic == "shared":
-        old = over(partial(scorer.policy, params))
+        old = over(partial(scorer.score_policy, params))
     if a.critic == "own":
-        old |= over(partial(scorer.values, params))
+        old |= over(partial(scorer.score_values, params))
     reference = frozen.reference if frozen.base is None else frozen.base
     return Scored(
         old_logp_BT=old["logp_BT"] if policy else None,
-        ref_logp_BT=over(partial(scorer.reference, reference)) if a.kl_coef > 0.0 else None,
+        ref_logp_BT=over(partial(scorer.score_reference, reference)) if a.kl_coef > 0.0 else None,
         old_values_BT=old["values_BT"] if a.critic != "none" else None,
-        bootstrap_B=bootstrap(batch, old["values_after_BT"]) if a.critic != "none" else None,
+        bootstrap_B=bootstrap_values(batch, old["values_after_BT"]) if a.critic != "none" else None,
     )
 
 
-def bootstrap(batch: Batch, values_after_BT: Float[Array, "B T"]) -> Float[Array, " B"]:
+def bootstrap_values(batch: Batch, values_after_BT: Float[Array, "B T"]) -> Float[Array, " B"]:
     """What the critic says of the state behind a cut-off answer's last token; 0 of an end."""
     if batch.truncated_B is None:
         return jnp.zeros(len(values_after_BT))
-    here_BT = last_true(batch.loss_mask_BT) & batch.truncated_B[:, None]
+    here_BT = last_token_mask(batch.loss_mask_BT) & batch.truncated_B[:, None]
     return jnp.sum(jnp.where(here_BT, values_after_BT, 0.0), axis=1)
 
 
-def estimate(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
+def estimate_advantages(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
     """Advantages, and returns where there is a critic; the rollout correction where it is known.
 
     All of them of the whole batch, which is cut into minibatches afterwards.
     """
     mask_BT, kl_BT = batch.loss_mask_BT, None
     if a.kl_coef > 0.0 and a.kl_in == "reward":
-        kl_BT = kl_of(a, scored.old_logp_BT, scored.ref_logp_BT, scored.old_logp_BT, mask_BT)
-    advantages_BT, returns_BT = advantages_of(
+        kl_BT = reference_kl(a, scored.old_logp_BT, scored.ref_logp_BT, scored.old_logp_BT, mask_BT)
+    advantages_BT, returns_BT = compute_advantages(
         a, batch.rewards_B, mask_BT, kl_BT, scored.old_values_BT, scored.bootstrap_B,
         samples=batch.samples_per_prompt,
     )  # fmt: skip
     advantages_BT = lax.stop_gradient(advantages_BT)
     found = None
     if a.old_logp == "recomputed":
-        found = corrected(
+        found = compute_correction(
             a, scored.old_logp_BT, batch.rollout_logp_BT, advantages_BT, mask_BT, mask_BT
         )
     return replace(scored, advantages_BT=advantages_BT, returns_BT=returns_BT, correction=found)
 
 
-def weigh(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
+def compute_loss_weights(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
     """A minibatch's loss weights.
 
     Where the correction is not known yet no token is dropped, and `one_update` makes up for it.
@@ -185,16 +185,16 @@ def weigh(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
     if scored.correction is not None and scored.correction.keep_BT is not None:
         keep_BT = mask_BT & scored.correction.keep_BT
     arrays = {"mask_BT": mask_BT, "keep_BT": keep_BT}
-    loss_weights_BT = a.aggregation(**arguments(a.aggregation, arrays))
+    loss_weights_BT = a.aggregation(**select_arrays(a.aggregation, arrays))
     return replace(scored, loss_weights_BT=lax.stop_gradient(loss_weights_BT))
 
 
-def counts_kept_late(a: Algorithm) -> bool:
+def needs_late_normalization(a: Algorithm) -> bool:
     """Whether the loss divides by tokens kept, and they are known only with the gradient."""
-    return a.old_logp != "recomputed" and "keep_BT" in asked(a.aggregation)
+    return a.old_logp != "recomputed" and "keep_BT" in array_parameters(a.aggregation)
 
 
-def one_update(
+def update_minibatch(
     state: TrainState,
     batch: Batch,
     scored: Scored,
@@ -212,15 +212,17 @@ def one_update(
     `gap` is the engine's distance from the trainer as it was before the step; None: from the
     forward of this update.
     """
-    scored = weigh(batch, scored, algorithm)
+    scored = compute_loss_weights(batch, scored, algorithm)
     loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
     frozen = replace(state.frozen, base=base)  # not of the state, which a loop would carry around
     grad_fn = partial(
         jax.value_and_grad(loss_fn, has_aux=True), state.params, frozen,
         total=token_total(batch.loss_mask_BT),
     )  # fmt: skip
-    (loss, aux), grads = over_microbatches(grad_fn, batch, scored, microbatches, GRADIENTS)
-    if counts_kept_late(algorithm):  # one denominator: dividing once does for all microbatches
+    (loss, aux), grads = map_microbatches(grad_fn, batch, scored, microbatches, GRADIENTS)
+    if needs_late_normalization(
+        algorithm
+    ):  # one denominator: dividing once does for all microbatches
         kept = aux.sums.pop("kept")
         share = jnp.sum(scored.loss_weights_BT) / jnp.where(kept > 0, kept, 1.0)
         loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
@@ -231,25 +233,25 @@ def one_update(
     found |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
     if "experts_BTLA" in aux.rows:
         found |= expert_switches(aux.rows["experts_BTLA"], batch)
-    closed = gate_closed(found.means, gate)
+    closed = is_gate_closed(found.means, gate)
     found |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
-    if not gated(gate):  # nothing to hold back: no branch
+    if not is_gated(gate):  # nothing to hold back: no branch
         return apply_gradients(state, grads, tx), found, aux.rows["logp_BT"]
     state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
     return state, found, aux.rows["logp_BT"]
 
 
-def gated(gate: GateConfig) -> bool:
+def is_gated(gate: GateConfig) -> bool:
     """Whether the gate asks anything of a batch."""
-    return replace(gate, skip=False) != OPEN
+    return replace(gate, skip=False) != NO_GATE
 
 
-def gate_closed(gap: Metrics, gate: GateConfig) -> Array | bool:
+def is_gate_closed(gap: Metrics, gate: GateConfig) -> Array | bool:
     """Whether trainer and engine are further apart than the gate allows, over the whole batch.
 
     NaN closes it.
     """
-    if not gated(gate):
+    if not is_gated(gate):
         return False
     return ~(
         (gap["train_rollout_logprob_abs_diff"] <= gate.abs_diff)
@@ -274,18 +276,20 @@ def policy_loss(
 
     with m the loss weights (0 where dropped), w the importance weights, l the objective.
     """
-    a, mask_BT, params = algorithm, batch.loss_mask_BT, scorer.whole(params, frozen)
-    out = scorer.policy(params, batch)
+    a, mask_BT, params = algorithm, batch.loss_mask_BT, scorer.full_params(params, frozen)
+    out = scorer.score_policy(params, batch)
     if a.critic == "own":
-        out |= scorer.values(params, batch)
+        out |= scorer.score_values(params, batch)
     logp_BT, entropy_BT = out["logp_BT"], out["entropy_BT"]
     now_BT = lax.stop_gradient(logp_BT)
-    old_logp_BT = old_logp_of(a, batch, scored, now_BT)
+    old_logp_BT = select_old_logp(a, batch, scored, now_BT)
     arrays = objective_arrays(batch, scored, logp_BT, old_logp_BT, entropy_BT)
-    terms_BT = a.objective(**arguments(a.objective, arrays))
+    terms_BT = a.objective(**select_arrays(a.objective, arrays))
     found = scored.correction
     if a.old_logp != "recomputed":  # the engine is compared with the policy of this forward
-        found = corrected(a, now_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, None)
+        found = compute_correction(
+            a, now_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, None
+        )
     loss_weights_BT = scored.loss_weights_BT
     if found.keep_BT is not None:
         loss_weights_BT = jnp.where(found.keep_BT, loss_weights_BT, 0.0)
@@ -294,17 +298,17 @@ def policy_loss(
     sums, rows = {}, {"logp_BT": now_BT, "entropy_BT": entropy_BT, "correction": found}
     if "experts_BTLA" in out:
         rows["experts_BTLA"] = out["experts_BTLA"]
-    if counts_kept_late(a):
+    if needs_late_normalization(a):
         sums["kept"] = masked_sum(loss_weights_BT, mask_BT)
     if a.entropy_coef != 0.0:
         loss = loss - a.entropy_coef * masked_sum(entropy_BT * loss_weights_BT, mask_BT)
     if a.kl_coef > 0.0:
-        kl_BT = kl_of(a, logp_BT, scored.ref_logp_BT, old_logp_BT, mask_BT)
+        kl_BT = reference_kl(a, logp_BT, scored.ref_logp_BT, old_logp_BT, mask_BT)
         sums["policy/kl_ref"] = masked_mean(kl_BT, mask_BT, total)
         if a.kl_in == "loss":
             loss = loss + a.kl_coef * masked_sum(kl_BT * loss_weights_BT, mask_BT)
     if a.critic != "none":
-        v_BT = value_terms(
+        v_BT = clipped_value_loss(
             out["values_BT"], scored.old_values_BT, scored.returns_BT, mask_BT, clip=a.value_clip
         )
         sums["critic/loss"] = masked_mean(v_BT, mask_BT, total)
@@ -313,7 +317,7 @@ def policy_loss(
     return loss, jax.tree.map(lax.stop_gradient, LossAux(sums=sums, rows=rows))
 
 
-def kl_of(
+def reference_kl(
     a: Algorithm,
     logp_BT: Float[Array, "B T"],
     ref_logp_BT: Float[Array, "B T"],
@@ -324,4 +328,4 @@ def kl_of(
     # select before exp: under a false mask NaN times a zero cotangent would still be NaN
     arrays = {"logp_BT": logp_BT, "logq_BT": ref_logp_BT, "old_logp_BT": old_logp_BT}
     arrays = {name: jnp.where(mask_BT, x, 0.0) for name, x in arrays.items()}
-    return a.kl(**arguments(a.kl, arrays))
+    return a.kl(**select_arrays(a.kl, arrays))

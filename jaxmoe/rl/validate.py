@@ -15,15 +15,15 @@ from jaxmoe.config import ConfigError, require
 from jaxmoe.losses import kl_k1
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.model.check_ops import check_router, name_of
-from jaxmoe.rl.algorithm import ARRAYS, Algorithm, Function, advantages_of
+from jaxmoe.rl.algorithm import ARRAYS, Algorithm, Function, compute_advantages
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.function_specs import arguments, asked
+from jaxmoe.rl.function_specs import array_parameters, select_arrays
 from jaxmoe.rl.minibatches import Minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import TrainState
 
 
-def check(a: Algorithm, samples: int) -> None:
+def check_algorithm(a: Algorithm, samples: int) -> None:
     """Run every function on abstract arrays, `samples` rows a prompt.
 
     Raises ConfigError with what a function said, or for functions that do not fit each other.
@@ -31,7 +31,7 @@ def check(a: Algorithm, samples: int) -> None:
     r = samples
     p = 3 if r == 2 else 2  # sizes of their own, or an exchanged axis would pass
     t = p * r + 1
-    needs_values = "values_BT" in asked(a.advantages)
+    needs_values = "values_BT" in array_parameters(a.advantages)
     require(
         not needs_values or a.critic != "none",
         f"loss.advantages: {name_of(a.advantages)} asks for values_BT, and there is no critic. "
@@ -43,19 +43,21 @@ def check(a: Algorithm, samples: int) -> None:
         "does not. Try --set loss.advantages=gae, or --set critic.backbone=none.",
     )
     require(
-        a.updates == 1 or a.old_logp != "detached" or "old_logp_BT" not in asked(a.objective),
+        a.updates == 1
+        or a.old_logp != "detached"
+        or "old_logp_BT" not in array_parameters(a.objective),
         f"loss.old_logp=detached needs one update a batch, got {a.epochs} epochs of "
         f"{a.minibatches} minibatches: after the first update the batch is off-policy and its "
         "ratio is not 1. Try --set loss.old_logp=recomputed.",
     )
     # what compares the policy of each update with the one that drew the tokens
-    sees = {"old_logp_BT", "rollout_logp_BT"} & set(asked(a.objective))
+    sees = {"old_logp_BT", "rollout_logp_BT"} & set(array_parameters(a.objective))
     now = a.rollout_correction and a.old_logp != "recomputed"
     require(
         a.updates == 1 or bool(sees) or bool(now),
         f"loss.objective: {name_of(a.objective)} has no ratio, and there are {a.epochs} epochs of "
         f"{a.minibatches} minibatches: after the first update nothing sees that the tokens are "
-        "another policy's. Try --set loss.objective=clipped_terms, or --set loss.epochs=1 --set "
+        "another policy's. Try --set loss.objective=ppo_clip, or --set loss.epochs=1 --set "
         "loss.minibatches=1.",
     )
     require(
@@ -64,7 +66,7 @@ def check(a: Algorithm, samples: int) -> None:
         "--set loss.kl=kl_k3_with_k2_gradient, or --set loss.kl_in=reward.",
     )
     require(
-        r > 1 or "rewards_PR" not in asked(a.advantages),
+        r > 1 or "rewards_PR" not in array_parameters(a.advantages),
         f"loss.advantages: {name_of(a.advantages)} compares the samples of a prompt, and "
         f"rollout.samples_per_prompt is {r}. Try --set rollout.samples_per_prompt=8. In Python it "
         "is Batch(samples_per_prompt=8).",
@@ -72,18 +74,20 @@ def check(a: Algorithm, samples: int) -> None:
 
     def tried() -> Array | None:
         x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
-        advantages_BT, _ = advantages_of(
+        advantages_BT, _ = compute_advantages(
             a, jnp.zeros(p * r), mask_BT, None, x_BT, x_BT[:, 0], samples=r
         )
         arrays = dict.fromkeys(ARRAYS["objective"], x_BT) | {"mask_BT": mask_BT}
         arrays["advantages_BT"] = advantages_BT
-        _must_be_tokens(a.objective(**arguments(a.objective, arrays)), mask_BT, a.objective)
-        _must_be_tokens(a.kl(**arguments(a.kl, dict.fromkeys(ARRAYS["kl"], x_BT))), mask_BT, a.kl)
+        _check_token_shape(a.objective(**select_arrays(a.objective, arrays)), mask_BT, a.objective)
+        _check_token_shape(
+            a.kl(**select_arrays(a.kl, dict.fromkeys(ARRAYS["kl"], x_BT))), mask_BT, a.kl
+        )
         known_early = a.old_logp == "recomputed"
-        weights_BT = _weights(a, x_BT, advantages_BT, mask_BT, known_early)
+        weights_BT = _check_correction_weights(a, x_BT, advantages_BT, mask_BT, known_early)
         keep = {"keep_BT": mask_BT} if known_early or a.critic == "none" else {}
-        loss_weights_BT = a.aggregation(**arguments(a.aggregation, {"mask_BT": mask_BT} | keep))
-        _must_be_tokens(loss_weights_BT, mask_BT, a.aggregation)
+        loss_weights_BT = a.aggregation(**select_arrays(a.aggregation, {"mask_BT": mask_BT} | keep))
+        _check_token_shape(loss_weights_BT, mask_BT, a.aggregation)
         return weights_BT
 
     try:
@@ -186,7 +190,7 @@ def check_tokens(batch: Batch, vocab_size: int) -> None:
         )
 
 
-def check_stale(a: Algorithm, most: int) -> None:
+def check_staleness(a: Algorithm, most: int) -> None:
     """Raises ConfigError where tokens may be `most` versions old and the loss would not see it.
 
     A token was drawn by μ, and rollout_logp is log μ of that token: of the version that drew it,
@@ -202,7 +206,7 @@ def check_stale(a: Algorithm, most: int) -> None:
     A rejection keeps tokens near π, which bounds the bias and leaves it. Without any of these the
     gradient is E_μ[A·∇log π], as if π had drawn the tokens: the ratio is 1 and hides their age.
     """
-    names = asked(a.objective)
+    names = array_parameters(a.objective)
     sees = "rollout_logp_BT" in names or (a.old_logp == "rollout" and "old_logp_BT" in names)
     require(
         most == 0 or sees or bool(a.rollout_correction),
@@ -212,7 +216,7 @@ def check_stale(a: Algorithm, most: int) -> None:
     )
 
 
-def _weights(
+def _check_correction_weights(
     a: Algorithm, x_BT: Array, advantages_BT: Array, mask_BT: Array, known_early: bool
 ) -> Array | None:
     """The rollout corrections' weights, if any; each is tried, and none may weight twice."""
@@ -223,14 +227,14 @@ def _weights(
     if known_early:
         arrays["batch_mask_BT"] = mask_BT
     for function in a.rollout_correction:
-        continues = "weights_BT" in asked(function)
+        continues = "weights_BT" in array_parameters(function)
         require(
             "weights_BT" in arrays or not continues,
             f"loss.rollout_correction: {name_of(function)} asks for weights_BT, and nothing before "
             "it makes any. Try "
             f'--set "loss.rollout_correction=token_is(high=2.0) + {name_of(function)}".',
         )
-        found = function(**arguments(function, arrays))
+        found = function(**select_arrays(function, arrays))
         require(
             isinstance(found, Correction),
             f"loss.rollout_correction: {name_of(function)} must return a Correction, as token_is "
@@ -254,6 +258,6 @@ def _weights(
     return arrays.get("weights_BT")
 
 
-def _must_be_tokens(x: Any, mask_BT: Array, function: Function) -> None:
+def _check_token_shape(x: Any, mask_BT: Array, function: Function) -> None:
     if getattr(x, "shape", None) != mask_BT.shape:
         raise ValueError(f"{name_of(function)} must return [B, T]")

@@ -29,7 +29,7 @@ class SyncRollouts(Generic[T]):
     def __init__(self, make: Callable[[int], T]) -> None:
         self._make = make
 
-    def take(self, step: int) -> T:
+    def take_batch(self, step: int) -> T:
         return self._make(step)
 
     def weights_synced(self, version: int) -> None:
@@ -39,7 +39,7 @@ class SyncRollouts(Generic[T]):
     def paused(self) -> Iterator[None]:
         yield
 
-    def waits(self) -> Metrics:
+    def wait_metrics(self) -> Metrics:
         return {}  # the trainer waits for every rollout: time/rollout_s says how long
 
     def close(self) -> None:
@@ -75,15 +75,15 @@ class AsyncRollouts(Generic[T]):
         self._idle_since, self._idle_s, self._waited_s = time.perf_counter(), 0.0, 0.0
         self._told_at, self._ready_when_taken = self._idle_since, 0
         # daemon: a second Ctrl-C does not wait for it
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._make_batches, name="rollouts", daemon=True)
         self._thread.start()
 
-    def take(self, step: int) -> T | None:
+    def take_batch(self, step: int) -> T | None:
         """The batch of a step; None where the run was asked to stop first."""
         start = time.perf_counter()
         with self._changed:
             self._ready_when_taken = len(self._ready)
-            self._wait(lambda: self._ready or self._stop())
+            self._wait_until(lambda: self._ready or self._stop())
             self._waited_s += time.perf_counter() - start
             if not self._ready:
                 return None
@@ -103,7 +103,7 @@ class AsyncRollouts(Generic[T]):
         start = time.perf_counter()
         with self._changed:
             self._paused = True
-            self._wait(lambda: not self._making)
+            self._wait_until(lambda: not self._making)
             self._waited_s += time.perf_counter() - start
         try:
             yield
@@ -112,7 +112,7 @@ class AsyncRollouts(Generic[T]):
                 self._paused = False
                 self._changed.notify_all()
 
-    def waits(self) -> Metrics:
+    def wait_metrics(self) -> Metrics:
         """Since the last call: both sides' idle seconds, the share in which neither was idle.
 
         time/wait_for_rollouts_s: the trainer's. time/wait_for_trainer_s: the thread's, held up by
@@ -141,17 +141,17 @@ class AsyncRollouts(Generic[T]):
             self._interrupt()
         self._thread.join(GRACE_S)
 
-    def _wait(self, until: Callable[[], object]) -> None:
+    def _wait_until(self, until: Callable[[], object]) -> None:
         while not (self._error or until()):
             self._changed.wait(POLL_S)
         if self._error:
             raise self._error
 
-    def _run(self) -> None:
+    def _make_batches(self) -> None:
         try:
             for step in range(self._first, self._last + 1):
                 with self._changed:
-                    self._changed.wait_for(lambda step=step: self._closed or self._may(step))
+                    self._changed.wait_for(lambda step=step: self._closed or self._may_start(step))
                     if self._closed:
                         return
                     self._making = True
@@ -159,15 +159,15 @@ class AsyncRollouts(Generic[T]):
                 batch = self._make(step)
                 with self._changed:
                     self._ready.append((step, batch))
-                    self._ended()
+                    self._mark_idle()
         except BaseException as error:
             with self._changed:
                 self._error = error
-                self._ended()
+                self._mark_idle()
 
-    def _may(self, step: int) -> bool:
+    def _may_start(self, step: int) -> bool:
         return not self._paused and self._version >= step - 1 - self._max_staleness
 
-    def _ended(self) -> None:
+    def _mark_idle(self) -> None:
         self._making, self._idle_since = False, time.perf_counter()
         self._changed.notify_all()

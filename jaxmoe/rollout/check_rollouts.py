@@ -13,9 +13,9 @@ from jaxmoe.config import EngineError
 from jaxmoe.records import Prompt, Rollout
 
 # nats; two samples agree by chance less often than e^-50, which no run will see
-UNLIKELY = -50.0
+MIN_EQUAL_LOGP_NATS = -50.0
 # two tokens after the same text; an engine whose batches are not invariant may say a little more
-MOST_PROBABILITY = 1.1
+MAX_PAIR_PROBABILITY = 1.1
 
 
 def check_order(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], *, samples: int) -> None:
@@ -25,8 +25,9 @@ def check_order(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], *, sampl
     if returned != expected:
         raise EngineError(
             f"the engine must return {samples} rollouts of each of {len(prompts)} prompts, the "
-            f"samples of a prompt side by side ({len(expected)} in all); it returned "
-            f"{len(returned)}, of prompts {_shown(returned)} instead of {_shown(expected)}."
+            f"samples of a prompt as neighbours ({len(expected)} in all); it returned "
+            f"{len(returned)}, of prompts {_format_ids(returned)} instead of "
+            f"{_format_ids(expected)}."
         )
 
 
@@ -50,7 +51,7 @@ def check_token_ids(rollouts: Sequence[Rollout], vocab_size: int) -> None:
         bad = np.flatnonzero((r.tokens < 0) | (r.tokens >= vocab_size))
         if bad.size:
             raise EngineError(
-                f"{_name(i, r)}: token ids must be from 0 to {vocab_size - 1}, got "
+                f"{_format_rollout(i, r)}: token ids must be from 0 to {vocab_size - 1}, got "
                 f"{r.tokens[bad[0]]} at token {bad[0]}. Check that the engine has this model and "
                 "this tokenizer."
             )
@@ -62,9 +63,9 @@ def _check_pair(i: int, one: Rollout, other: Rollout) -> None:
     apart = np.flatnonzero(one.tokens[:length] != other.tokens[:length])
     if not apart.size:
         total = float(np.sum(one.rollout_logp[:length], dtype=np.float64))
-        if len(one.tokens) == len(other.tokens) and total < UNLIKELY:
+        if len(one.tokens) == len(other.tokens) and total < MIN_EQUAL_LOGP_NATS:
             raise EngineError(
-                f"{_name(i, one)}: the samples of a prompt must be drawn independently; rollout "
+                f"{_format_rollout(i, one)}: the samples of a prompt must be independent; rollout "
                 f"{i + 1} has the same {length} tokens, which happens once in e^{-total:.0f}. "
                 "Check that each sample has a seed of its own, and that none is returned twice."
             )
@@ -73,18 +74,18 @@ def _check_pair(i: int, one: Rollout, other: Rollout) -> None:
     if one.weight_versions[: t + 1].tolist() != other.weight_versions[: t + 1].tolist():
         return
     probability = float(np.exp(one.rollout_logp[t]) + np.exp(other.rollout_logp[t]))
-    if probability > MOST_PROBABILITY:
+    if probability > MAX_PAIR_PROBABILITY:
         raise EngineError(
-            f"{_name(i, one)}: rollout {i + 1} goes on with another token at {t}, and by their "
+            f"{_format_rollout(i, one)}: rollout {i + 1} has another token at {t}, and by their "
             f"log-probs ({one.rollout_logp[t]:.4g} and {other.rollout_logp[t]:.4g}) the two "
             f"together have probability {probability:.3g}; it must be at most 1. Check that the "
             "engine returns the log-prob of each sampled token, after temperature and cuts."
         )
 
 
-def _shown(ids: Sequence[int]) -> str:
+def _format_ids(ids: Sequence[int]) -> str:
     return f"{list(ids[:8])}{' …' if len(ids) > 8 else ''}"
 
 
-def _name(i: int, rollout: Rollout) -> str:
+def _format_rollout(i: int, rollout: Rollout) -> str:
     return f"rollout {i} (prompt {rollout.prompt.id})"

@@ -20,7 +20,7 @@ from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
 from jaxmoe.model.cache import write_slots
 from jaxmoe.model.head import drawn_logprobs
 from jaxmoe.records import Sampling, expert_dtype
-from jaxmoe.rollout.sampling import keep_top, log_kept_mass, sample_tokens
+from jaxmoe.rollout.sampling import apply_top_k_top_p, log_kept_mass, sample_tokens
 from jaxmoe.shapes import Leaf, Params
 
 
@@ -40,7 +40,7 @@ class DecodeState:
     experts_BTLA: Leaf = None  # of each token drawn, where they are kept; the last column is empty
 
 
-def fresh_rows(
+def init_rows(
     hidden_BD: Array, lengths_B: Array, alive_B: Array, stream_B2: Array,
     experts_BTLA: Array | None, sampling: Sampling,
 ) -> DecodeState:  # fmt: skip
@@ -61,7 +61,7 @@ def fresh_rows(
     )
 
 
-def prefill(
+def prefill_prompts(
     params: Params, tokens_BT: Array, lengths_B: Array, *, cfg: ModelConfig, ops: Ops, slots: int,
     keep_experts: bool,
 ) -> tuple[KVCache, Array, Array | None]:  # fmt: skip
@@ -73,11 +73,11 @@ def prefill(
     )
     last_B11 = (lengths_B - 1)[:, None, None]
     assert cache is not None
-    experts_BTLA = batch_first(experts_LBTA, cfg) if keep_experts else None
+    experts_BTLA = experts_batch_first(experts_LBTA, cfg) if keep_experts else None
     return cache, jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0], experts_BTLA
 
 
-def batch_first(experts_LBTA: Array, cfg: ModelConfig) -> Array:
+def experts_batch_first(experts_LBTA: Array, cfg: ModelConfig) -> Array:
     """What a forward recorded, as rollouts carry it."""
     return jnp.moveaxis(experts_LBTA, 0, 2).astype(expert_dtype(cfg.n_experts))
 
@@ -107,7 +107,7 @@ def take_rows(cache: KVCache, rows: Array) -> KVCache:
     return replace(cache, sliding=kind(cache.sliding), full=kind(cache.full))
 
 
-def compact(rows: DecodeState, keep: Array) -> DecodeState:
+def select_rows(rows: DecodeState, keep: Array) -> DecodeState:
     """These rows alone."""
     return replace(
         rows, cache=take_rows(rows.cache, keep), hidden_BD=rows.hidden_BD[keep],
@@ -118,7 +118,7 @@ def compact(rows: DecodeState, keep: Array) -> DecodeState:
     )  # fmt: skip
 
 
-def decode(
+def decode_tokens(
     params: Params,
     rows: DecodeState,
     stop_ids: Array,
@@ -138,7 +138,7 @@ def decode(
         all_BV = next_token_logits(params, rows.hidden_BD, cfg, ops, sharpness)
         streams_B = jax.random.wrap_key_data(rows.stream_B2)
         keys_B = jax.vmap(partial(jax.random.fold_in, data=rows.column))(streams_B)
-        logits_BV = keep_top(all_BV, top_k=top_k, top_p=top_p)
+        logits_BV = apply_top_k_top_p(all_BV, top_k=top_k, top_p=top_p)
         token_B, logp_B = sample_tokens(logits_BV, keys_B, greedy=greedy)
         log_kept_BT = rows.log_kept_BT
         log_kept_B = None if log_kept_BT is None else log_kept_mass(logits_BV, all_BV)
@@ -174,7 +174,7 @@ def decode(
         experts_BTLA = rows.experts_BTLA
         if experts_BTLA is not None:  # of the token in the column that was just filled
             experts_BTLA = write_slots(
-                experts_BTLA, batch_first(experts_LBTA, cfg), rows.column - 1
+                experts_BTLA, experts_batch_first(experts_LBTA, cfg), rows.column - 1
             )
         return replace(
             rows, cache=cache, hidden_BD=hidden_BTD[:, 0], position_B=rows.position_B + 1,

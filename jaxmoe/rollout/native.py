@@ -29,12 +29,19 @@ from jaxmoe.parallel.sharding import (
     shards_of,
 )
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from jaxmoe.rollout.decoding import DecodeState, compact, decode, fresh_rows, prefill, repeat_rows
+from jaxmoe.rollout.decoding import (
+    DecodeState,
+    decode_tokens,
+    init_rows,
+    prefill_prompts,
+    repeat_rows,
+    select_rows,
+)
 from jaxmoe.shapes import Leaf, Params
 
-SHRINK = 4  # rows are dropped from the batch when at most 1/SHRINK of them are alive
-SMALLEST = 8  # no batch is made smaller than this
-SHORTEST = 32  # prompts are padded to the next power of two from here
+SHRINK_FACTOR = 4  # rows are dropped from the batch when at most 1/SHRINK of them are alive
+MIN_BATCH_ROWS = 8  # no batch is made smaller than this
+MIN_PROMPT_TOKENS = 32  # prompts are padded to the next power of two from here
 
 
 class NativeEngine:
@@ -55,18 +62,18 @@ class NativeEngine:
         self._mesh, self._shards = mesh, shards_of(mesh, rules.rows)
         ops = sharded_ops(ops, mesh, cfg, rules)
         self._keep_experts = keep_experts
-        self._longest = _bucket(max_prompt_tokens, SHORTEST)
+        self._longest = _round_up_to_bucket(max_prompt_tokens, MIN_PROMPT_TOKENS)
         slots = self._longest + max_new_tokens
         self._prefill = jax.jit(
-            partial(prefill, cfg=cfg, ops=ops, slots=slots, keep_experts=keep_experts)
+            partial(prefill_prompts, cfg=cfg, ops=ops, slots=slots, keep_experts=keep_experts)
         )
         self._decode = jax.jit(
-            partial(decode, cfg=cfg, ops=ops), static_argnames=("top_k", "top_p", "enough"),
+            partial(decode_tokens, cfg=cfg, ops=ops), static_argnames=("top_k", "top_p", "enough"),
             donate_argnums=1,
         )  # fmt: skip
         # a partial of its own, or engines would share one cache and count each other's programs
         self._repeat = jax.jit(partial(repeat_rows), static_argnames="samples")
-        self._compact = jax.jit(partial(compact))
+        self._compact = jax.jit(partial(select_rows))
         self._read = partial(as_read, cfg=cfg)
         if mesh is not None:
             to = param_shardings(cfg, mesh, rules)
@@ -74,7 +81,7 @@ class NativeEngine:
         self._loaded: tuple[Params, int] | None = None  # one thing, so that a thread reads both
         self._closed = False
 
-    def keep(self, base: Params) -> None:
+    def share_base(self, base: Params) -> None:
         """Weights that nobody changes or donates: loaded ones that are these arrays are not copied.
 
         They must be as the forward reads them.
@@ -92,16 +99,16 @@ class NativeEngine:
         """Ends a generate() that runs in another thread, when it next returns from the device."""
         self._closed = True
 
-    def compilations(self) -> int:
+    def count_compilations(self) -> int:
         """Programs compiled so far; a run needs a handful, whatever its length."""
         jitted = (self._prefill, self._decode, self._repeat, self._compact)
         return sum(compilations(f) for f in jitted)
 
-    def prompts_at_once(self, samples: int) -> int:
+    def prompts_per_batch(self, samples: int) -> int:
         """Prompts of a wave; each device has as many."""
-        return prompts_at_once(self._max_rows, samples, self._shards)
+        return prompts_per_batch(self._max_rows, samples, self._shards)
 
-    def programs(
+    def compile_programs(
         self, make: Callable[..., Any], sampling: Sampling, params: Params, *, samples: int
     ) -> tuple[Any, Any]:
         """Prefill and decode of a whole wave of the longest prompts, as `generate` runs them.
@@ -109,7 +116,7 @@ class NativeEngine:
         `make(jitted, *shapes, **static)` compiles, for devices that need not be here; `params` are
         the shapes of the weights that the trainer hands on.
         """
-        width, cfg, mesh = self.prompts_at_once(samples), self._cfg, self._mesh
+        width, cfg, mesh = self.prompts_per_batch(samples), self._cfg, self._mesh
 
         def lie(tree: Leaf, at: Leaf) -> Leaf:
             return jax.tree.map(
@@ -139,7 +146,7 @@ class NativeEngine:
         cache, _, read = results(first)
         if samples > 1:
             cache = results(make(self._repeat, cache, samples=samples))
-        state = cut(jax.eval_shape(partial(fresh_rows, sampling=sampling), *fresh, read))
+        state = cut(jax.eval_shape(partial(init_rows, sampling=sampling), *fresh, read))
         each = make(
             self._decode, params, replace(state, cache=cache), stop_ids, temperature,
             top_k=sampling.top_k, top_p=sampling.top_p, enough=0,
@@ -167,19 +174,21 @@ class NativeEngine:
         params, version = self._loaded  # of all its tokens, whatever is loaded meanwhile
         # an embedding that waits on the host is on the device for these rollouts
         loaded = jax.tree.map(jnp.asarray, params), version
-        per_wave = self.prompts_at_once(samples)
+        per_wave = self.prompts_per_batch(samples)
         done: list[Rollout] = []
         for start in range(0, len(prompts), per_wave):
             wave = prompts[start : start + per_wave]
-            done += self._wave(loaded, wave, sampling, seed, samples, per_wave, start)
+            done += self._generate_batch(loaded, wave, sampling, seed, samples, per_wave, start)
         return done
 
-    def _wave(
+    def _generate_batch(
         self, loaded: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
     ) -> list[Rollout]:  # fmt: skip
         params, version = loaded
-        rows, budget, read = self._start(params, prompts, sampling, seed, samples, width, first)
+        rows, budget, read = self._prefill_batch(
+            params, prompts, sampling, seed, samples, width, first
+        )
         n = len(prompts) * samples
         tokens = np.zeros((n, budget), np.int32)
         logp = np.zeros((n, budget), np.float32)
@@ -194,7 +203,7 @@ class NativeEngine:
                 raise EngineError("the engine was closed while it sampled.")
             size = len(original)
             # rows of another device are no closer than new ones: a mesh keeps them as they are
-            smaller = max(SMALLEST, -(-size // SHRINK)) if self._mesh is None else size
+            smaller = max(MIN_BATCH_ROWS, -(-size // SHRINK_FACTOR)) if self._mesh is None else size
             enough = smaller if smaller < size else 0
             rows = self._decode(
                 params, rows, stop_ids, jnp.float32(sampling.temperature),
@@ -214,7 +223,7 @@ class NativeEngine:
             rows = self._compact(rows, jnp.asarray(keep, jnp.int32))
             original = original[keep]
         return [
-            self._rollout(
+            self._make_rollout(
                 prompts[i // samples], tokens[i], logp[i],
                 None if log_kept is None else log_kept[i], sampling, version,
                 None if experts is None else (read[i // samples], experts[i]),
@@ -222,7 +231,7 @@ class NativeEngine:
             for i in range(n)
         ]  # fmt: skip
 
-    def _start(
+    def _prefill_batch(
         self, params: Params, prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
     ) -> tuple[DecodeState, int, np.ndarray]:  # fmt: skip
@@ -235,7 +244,7 @@ class NativeEngine:
                 f"prompts must have at most data.max_prompt_tokens tokens, got one of {longest}. "
                 f"Try --set data.max_prompt_tokens={longest}."
             )
-        time = _bucket(longest, SHORTEST)
+        time = _round_up_to_bucket(longest, MIN_PROMPT_TOKENS)
         tokens = np.zeros((width, time), np.int32)
         lengths = np.ones(width, np.int32)
         for row, prompt in enumerate(prompts):
@@ -248,14 +257,14 @@ class NativeEngine:
             cache = self._repeat(cache, samples=samples)
         ids = np.arange(width * samples, dtype=np.uint32) + np.uint32(first * samples)
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
-        state = fresh_rows(
+        state = init_rows(
             hidden[repeat], jnp.asarray(lengths[repeat]), jnp.asarray(repeat < len(prompts)),
             jax.random.key_data(streams), read, sampling,
         )  # fmt: skip
         state = replace(place(state, self._mesh, self._rules), cache=cache)
         return state, sampling.max_new_tokens, on_hosts(read)
 
-    def _rollout(
+    def _make_rollout(
         self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,
         log_kept: np.ndarray | None, sampling: Sampling, version: int,
         experts: tuple[np.ndarray, np.ndarray] | None,
@@ -272,7 +281,7 @@ class NativeEngine:
         )  # fmt: skip
 
 
-def prompts_at_once(max_rows: int, samples: int, shards: int) -> int:
+def prompts_per_batch(max_rows: int, samples: int, shards: int) -> int:
     """Of a wave, as many on each of the devices with rows of their own, and at least one."""
     return max(shards, max_rows // samples // shards * shards)
 
@@ -292,7 +301,7 @@ def _check_prompt(prompt: Prompt, vocab_size: int) -> None:
         )
 
 
-def _bucket(length: int, smallest: int) -> int:
+def _round_up_to_bucket(length: int, smallest: int) -> int:
     size = smallest
     while size < length:
         size *= 2

@@ -17,7 +17,7 @@ from jaxmoe.records import Prompt, Rollout, StopReason
 _ARRAYS = ("tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts")
 
 
-def to_bytes(rollouts: Sequence[Rollout], **told: Any) -> bytes:
+def serialize_rollouts(rollouts: Sequence[Rollout], **told: Any) -> bytes:
     """A prompt that several rollouts share is there once; `told` are JSON values beside them."""
     prompts = {id(r.prompt): r.prompt for r in rollouts}
     numbers = {key: n for n, key in enumerate(prompts)}
@@ -39,11 +39,11 @@ def to_bytes(rollouts: Sequence[Rollout], **told: Any) -> bytes:
     return file.getvalue()
 
 
-def from_bytes(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
+def deserialize_rollouts(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
     """The rollouts, and what was told beside them."""
     with np.load(io.BytesIO(data), allow_pickle=False) as found:
         head = json.loads(found["head"].tobytes())
-        cut = {name: _cut(found, name, head[name]) for name in _ARRAYS}
+        cut = {name: _split_array(found, name, head[name]) for name in _ARRAYS}
     prompts = [Prompt(**p | {"tokens": tuple(p["tokens"])}) for p in head["prompts"]]
     rollouts = [
         Rollout(prompts[n], stop=StopReason(stop), **{name: cut[name][i] for name in _ARRAYS})
@@ -52,7 +52,7 @@ def from_bytes(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
     return rollouts, head["told"]
 
 
-def _cut(found: Any, name: str, lengths: list[int | None]) -> list[Any]:
+def _split_array(found: Any, name: str, lengths: list[int | None]) -> list[Any]:
     if name not in found:
         return [None] * len(lengths)
     whole, at, made = found[name], 0, list[Any]()

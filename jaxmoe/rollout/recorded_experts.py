@@ -17,7 +17,9 @@ from jaxmoe.shapes import Metrics
 METRIC = "router/unknown_experts_frac"
 
 
-def checked_experts(experts_TLA: np.ndarray, *, n_experts: int, prompt_tokens: int) -> np.ndarray:
+def mark_unknown_experts(
+    experts_TLA: np.ndarray, *, n_experts: int, prompt_tokens: int
+) -> np.ndarray:
     """expert_dtype [T, L, A]: a token's experts, distinct in every layer, or UNKNOWN_EXPERT.
 
     Unknown are: a token with the engine's mark in any layer (-1, or the largest number of an
@@ -46,7 +48,7 @@ def checked_experts(experts_TLA: np.ndarray, *, n_experts: int, prompt_tokens: i
     return experts.astype(expert_dtype(n_experts))
 
 
-def unknown_experts(rollouts: Sequence[Rollout]) -> Metrics:
+def unknown_experts_metric(rollouts: Sequence[Rollout]) -> Metrics:
     """router/unknown_experts_frac: the share of tokens that the engine read and whose experts it
     does not tell, so that they are routed anew; {} where it tells none at all.
     """

@@ -6,24 +6,30 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-NEVER = -1e30  # a logit that is never sampled; finite, so that no inf − inf arises
-BLOCK = 128  # words; divides GPT-OSS's vocabulary of 201,088, and is the width of a TPU's lanes
+IMPOSSIBLE_LOGIT = -1e30  # a logit that is never sampled; finite, so that no inf − inf arises
+BLOCK_WORDS = (
+    128  # words; divides GPT-OSS's vocabulary of 201,088, and is the width of a TPU's lanes
+)
 
 
-def keep_top(logits_BV: Float[Array, "B V"], *, top_k: int, top_p: float) -> Float[Array, "B V"]:
+def apply_top_k_top_p(
+    logits_BV: Float[Array, "B V"], *, top_k: int, top_p: float
+) -> Float[Array, "B V"]:
     """Logits with everything outside top-k, then outside the top-p nucleus, made impossible.
 
     Nucleus: the fewest most likely tokens whose probability reaches p; ties at its edge stay.
     """
     if top_k > 0 and top_k < logits_BV.shape[1]:
         edge_B1 = lax.top_k(logits_BV, top_k)[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < edge_B1, NEVER, logits_BV)
+        logits_BV = jnp.where(logits_BV < edge_B1, IMPOSSIBLE_LOGIT, logits_BV)
     if top_p < 1.0:
         sorted_BV = -jnp.sort(-logits_BV, axis=1)
         probs_BV = jax.nn.softmax(sorted_BV, axis=1)
         before_BV = jnp.cumsum(probs_BV, axis=1) - probs_BV
         kept_BV = jnp.where(before_BV < top_p, sorted_BV, jnp.inf)
-        logits_BV = jnp.where(logits_BV < jnp.min(kept_BV, axis=1, keepdims=True), NEVER, logits_BV)
+        logits_BV = jnp.where(
+            logits_BV < jnp.min(kept_BV, axis=1, keepdims=True), IMPOSSIBLE_LOGIT, logits_BV
+        )
     return logits_BV
 
 
@@ -63,30 +69,32 @@ def sample_tokens(
     Source: Gumbel-max sampling, Gumbel 1954; the two stages are the chain rule of probability.
     """
     best_B = jnp.max(logits_BV, axis=1)
-    logits_BNS = in_blocks(logits_BV)
+    logits_BNS = split_into_blocks(logits_BV)
     sums_BN = jnp.sum(jnp.exp(logits_BNS - best_B[:, None, None]), axis=2)
-    sampled_B = jax.vmap(race)(keys_B, logits_BNS, sums_BN)
+    sampled_B = jax.vmap(sample_by_race)(keys_B, logits_BNS, sums_BN)
     token_B = jnp.where(greedy, jnp.argmax(logits_BV, axis=1), sampled_B).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=1)[:, 0]
     logp_B = chosen_B - best_B - jnp.log(jnp.sum(sums_BN, axis=1))
     return token_B, jnp.minimum(logp_B, 0.0)  # as the trainer's, which rounding leaves above
 
 
-def in_blocks(logits_BV: Float[Array, "B V"]) -> Float[Array, "B N S"]:
+def split_into_blocks(logits_BV: Float[Array, "B V"]) -> Float[Array, "B N S"]:
     """Blocks of S = `BLOCK` neighbouring words; what is missing in the last one is `NEVER`."""
     B, V = logits_BV.shape
-    N = -(-V // BLOCK)
-    padding = ((0, 0), (0, N * BLOCK - V))
-    return jnp.pad(logits_BV, padding, constant_values=NEVER).reshape(B, N, BLOCK)
+    N = -(-V // BLOCK_WORDS)
+    padding = ((0, 0), (0, N * BLOCK_WORDS - V))
+    return jnp.pad(logits_BV, padding, constant_values=IMPOSSIBLE_LOGIT).reshape(B, N, BLOCK_WORDS)
 
 
-def race(key: Array, logits_NS: Float[Array, "N S"], sums_N: Float[Array, " N"]) -> Int[Array, ""]:
+def sample_by_race(
+    key: Array, logits_NS: Float[Array, "N S"], sums_N: Float[Array, " N"]
+) -> Int[Array, ""]:
     """The word of one row: the block that wins by its sum of weights, and the word that wins in it.
 
     Errors: with a NaN among the logits the word has no meaning; its log-prob is NaN.
     """
     N, S = logits_NS.shape
-    times_M = exponentials(jax.random.bits(key, (N + S, 2), jnp.uint32))
+    times_M = sample_exponentials(jax.random.bits(key, (N + S, 2), jnp.uint32))
     block = jnp.argmin(times_M[:N] / sums_N)
     inside_S = lax.dynamic_index_in_dim(logits_NS, block, keepdims=False)
     # against the block's own best, or the weights of an unlikely block would underflow
@@ -94,7 +102,7 @@ def race(key: Array, logits_NS: Float[Array, "N S"], sums_N: Float[Array, " N"])
     return block * S + jnp.argmin(times_M[N:] / weights_S)
 
 
-def exponentials(bits_N2: UInt32[Array, "N 2"]) -> Float[Array, " N"]:
+def sample_exponentials(bits_N2: UInt32[Array, "N 2"]) -> Float[Array, " N"]:
     """Draws from Exp(1) made of 64 random bits each; between 2^-65 and 16.7.
 
     −log(1 − u) with u = (high·2^32 + low + ½)·2^-64.

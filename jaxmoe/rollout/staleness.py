@@ -24,21 +24,21 @@ def check_versions(rollouts: Sequence[Rollout], *, newest: int, max_staleness: i
         versions = r.weight_versions
         if versions.shape != r.tokens.shape or not versions.size:
             raise EngineError(
-                f"{_name(i, r)} must carry one version of the weights per token: {len(versions)} "
-                f"for {len(r.tokens)} tokens."
+                f"{_format_rollout(i, r)} must carry one weight version per token, got "
+                f"{len(versions)} for {len(r.tokens)} tokens."
             )
         low, high = int(versions.min()), int(versions.max())
         if low < newest - max_staleness or high > newest:
-            at = int(np.argmax((versions < newest - max_staleness) | (versions > newest)))
+            t = int(np.argmax((versions < newest - max_staleness) | (versions > newest)))
             allowed = (
                 f"version {newest}"
                 if max_staleness == 0
                 else f"versions {newest - max_staleness} to {newest}"
             )
             raise EngineError(
-                f"{_name(i, r)} must be drawn by {allowed} of the weights, the newest the state "
-                f"after step {newest}; its token {at} carries version {versions[at]}. Nothing was "
-                "trained on it."
+                f"{_format_rollout(i, r)} must be sampled by weight {allowed}, where {newest} is "
+                f"the state after step {newest}; its token {t} carries version {versions[t]}. The "
+                "batch was not trained on."
             )
     age = newest - np.concatenate([r.weight_versions for r in rollouts])
     mixed = [r.weight_versions.min() != r.weight_versions.max() for r in rollouts]
@@ -49,5 +49,5 @@ def check_versions(rollouts: Sequence[Rollout], *, newest: int, max_staleness: i
     }
 
 
-def _name(i: int, rollout: Rollout) -> str:
+def _format_rollout(i: int, rollout: Rollout) -> str:
     return f"rollout {i} (prompt {rollout.prompt.id})"

@@ -22,7 +22,7 @@ from jaxmoe.checkpoint.hf import load_params, save_params
 from jaxmoe.checkpoint.peft import save_adapter
 from jaxmoe.checkpoint.peft_layout import AdaptedMatrix, adapted_matrices
 from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
-from jaxmoe.config.lora import ATTENTION, EXPERTS, RANKS
+from jaxmoe.config.lora import ATTENTION, EXPERTS, VLLM_RANKS
 from jaxmoe.model.lora import Pair, adapter_shapes
 from jaxmoe.observe.progress import phase
 from jaxmoe.shapes import Params
@@ -52,7 +52,7 @@ class ServedAdapter:
             )
         chosen: dict[str, Any] = {
             "load_format": "auto", "enable_lora": True, "max_loras": 1,
-            "max_lora_rank": next(rank for rank in RANKS if rank >= self.lora.rank),
+            "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= self.lora.rank),
         }  # fmt: skip
         if not any(name in adapted for name in EXPERTS):  # whose kernels stay those without
             chosen["lora_target_modules"] = [

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.rollout.recorded_experts import checked_experts
+from jaxmoe.rollout.recorded_experts import mark_unknown_experts
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.strict_json import shown
 
@@ -192,6 +192,6 @@ def _experts(
             f"{array.shape}"
         )
     try:
-        return checked_experts(array, n_experts=cfg.n_experts, prompt_tokens=prompt_tokens)
+        return mark_unknown_experts(array, n_experts=cfg.n_experts, prompt_tokens=prompt_tokens)
     except ValueError as error:
         raise RequestFailed(f"routed_experts: {error}") from error

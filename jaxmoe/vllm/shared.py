@@ -24,7 +24,7 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import on_hosts
 from jaxmoe.parallel.sharding import TRAINING, place, shards_of
 from jaxmoe.records import Prompt, Rollout, Sampling
-from jaxmoe.rollout.packed_rollouts import from_bytes, to_bytes
+from jaxmoe.rollout.packed_rollouts import deserialize_rollouts, serialize_rollouts
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.engine import LOGPS, VllmEngine
 from jaxmoe.vllm.sync import ProbeReference
@@ -93,9 +93,9 @@ class SharedVllmEngine:
             made = make(self._own)
             news = self._own.incidents[self._told :]
             self._told += len(news)
-            return to_bytes(made, incidents=news)
+            return serialize_rollouts(made, incidents=news)
 
-        rollouts, told = from_bytes(self._channel.from_first(packed))
+        rollouts, told = deserialize_rollouts(self._channel.from_first(packed))
         self.incidents += told["incidents"]
         return rollouts
 

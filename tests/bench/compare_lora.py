@@ -32,12 +32,12 @@ from jaxmoe import train
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.tasks import Task, evaluate, open_task
 from jaxmoe.model.params import as_read
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.state import new_adapters, rl_state
+from jaxmoe.rl.state import init_rl_state, init_run_adapters
 from jaxmoe.rollout.native import NativeEngine
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 from tests.bench.runs import Kept, T, new_engine, quiet_job, warm_policy
@@ -84,7 +84,7 @@ class Bench:
 
     def config(self, changes: tuple[str, ...], seed: int) -> Config:
         return override(
-            load("tiny.py"), *BUDGET, f"steps={self.steps}", f"seed={seed}", *changes
+            load_config("tiny.py"), *BUDGET, f"steps={self.steps}", f"seed={seed}", *changes
         )  # fmt: skip
 
     @cached_property
@@ -122,11 +122,13 @@ class Bench:
         # the warm start's own seed splits the rows, whatever this run draws
         task = open_task(override(cfg, "seed=0"))
         base = self.base if cfg.lora.ranks else None
-        policy = self.decoded() if base is None else new_adapters(cfg, base)
-        at = Position("rl", 0, jax.jit(lambda: rl_state(policy, cfg, rl_optimizer(cfg)))(), None)
+        policy = self.decoded() if base is None else init_run_adapters(cfg, base)
+        at = Position(
+            "rl", 0, jax.jit(lambda: init_rl_state(policy, cfg, rl_optimizer(cfg)))(), None
+        )
         with quiet_job(cfg, task, self.engine(cfg), at, base) as job:
-            train.reinforce(job)
-            return self.score(self.engine(cfg), job.policy(), task)
+            train.train_rl(job)
+            return self.score(self.engine(cfg), job.policy_params(), task)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:

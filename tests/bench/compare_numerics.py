@@ -33,14 +33,14 @@ import numpy as np
 from jaxmoe import train
 from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.rollouts import collect_rollouts
 from jaxmoe.envs.tasks import Task, evaluate, open_task
 from jaxmoe.job import Job
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.state import rl_state
+from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rollout.async_rollouts import SyncRollouts
 from tests.bench.runs import Kept, T, copied, new_engine, quiet_job, warm_policy
 
@@ -129,13 +129,13 @@ class Bench:
 
     def config(self, changes: tuple[str, ...], seed: int) -> Config:
         return override(
-            load("tiny.py"), *BUDGET, f"data.task={self.rows}", f"warmup.steps={self.warmup}",
-            f"steps={self.steps}", f"eval.every_steps={self.steps}", "eval.samples_per_prompt=4",
-            f"seed={seed}", *changes,
+            load_config("tiny.py"), *BUDGET, f"data.task={self.rows}",
+            f"warmup.steps={self.warmup}", f"steps={self.steps}", "eval.samples_per_prompt=4",
+            f"eval.every_steps={self.steps}", f"seed={seed}", *changes,
         )  # fmt: skip
 
     def engine(self, cfg: Config) -> Any:
-        kind = cfg.model, cfg.keeps_experts
+        kind = cfg.model, cfg.records_experts
         if kind not in self.engines:
             self.engines[kind] = new_engine(cfg)
         return self.engines[kind]
@@ -161,14 +161,16 @@ class Bench:
         policy = copied(self.policy)
         if line.moved:
             policy = last_bit_moved(policy)
-        at = Position("rl", 0, jax.jit(lambda: rl_state(policy, cfg, rl_optimizer(cfg)))(), None)
+        at = Position(
+            "rl", 0, jax.jit(lambda: init_rl_state(policy, cfg, rl_optimizer(cfg)))(), None
+        )
         engine = Behind(self.engine(cfg), old, self.steps)
         with quiet_job(cfg, self.task, engine, at) as job:
             job.log.write("rl", 0, {"eval/accuracy": 0.0})  # or each run would score the start
             whole, train.open_rollouts = train.open_rollouts, in_turn
             try:
-                train.reinforce(job)
-                self.trained = copied(job.at.state.params.policy)
+                train.train_rl(job)
+                self.trained = copied(job.position.state.params.policy)
             finally:
                 train.open_rollouts = whole
             rows = [r for r in read_metrics(job.work / "metrics.jsonl") if r["step"] > 0]

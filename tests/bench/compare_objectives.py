@@ -28,15 +28,15 @@ import numpy as np
 from jaxmoe import train
 from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.tasks import Task, evaluate, open_task
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl import programs
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import rl_state
+from jaxmoe.rl.state import init_rl_state
 from tests.bench.runs import Kept, copied, new_engine, quiet_job, warm_policy
 
 BUDGET = (
@@ -76,12 +76,12 @@ LINES = (
                              "critic.lr=1e-3")),
     Line("GRPO, 4 minibatches", OFF),
     Line("DAPO clip-higher, 4 minibatches",
-         (*OFF, "loss.objective=clipped_terms(clip_high=0.28)")),
+         (*OFF, "loss.objective=ppo_clip(clip_high=0.28)")),
     Line("GSPO, 4 minibatches",
-         (*OFF, "loss.objective=gspo_terms", "loss.aggregation=seq_mean_token_mean")),
-    Line("CISPO, 4 minibatches", (*OFF, "loss.objective=cispo_terms")),
-    Line("SAPO, 4 minibatches", (*OFF, "loss.objective=sapo_terms")),
-    Line("DPPO-TV, 4 minibatches", (*OFF, "loss.objective=dppo_tv_terms")),
+         (*OFF, "loss.objective=gspo", "loss.aggregation=seq_mean_token_mean")),
+    Line("CISPO, 4 minibatches", (*OFF, "loss.objective=cispo")),
+    Line("SAPO, 4 minibatches", (*OFF, "loss.objective=sapo")),
+    Line("DPPO-TV, 4 minibatches", (*OFF, "loss.objective=dppo_tv")),
     Line("two forwards route differently, recomputed", ("loss.old_logp=recomputed",), "forward"),
     *(Line(f"{noise} engine, {name}", changes, noise)
       for noise in ("bf16", "stale", "router") for name, changes in CORRECTIONS.items()),
@@ -130,11 +130,11 @@ class TwoFaced(Scorer):
 
     calls: list[int] = field(default_factory=list, hash=False, compare=False)
 
-    def policy(self, params: Any, batch: Any) -> dict[str, jax.Array]:
+    def score_policy(self, params: Any, batch: Any) -> dict[str, jax.Array]:
         self.calls.append(1)
         if len(self.calls) == 1:
             params = with_router_noise(params, FORWARD_NOISE, 0)
-        return super().policy(params, batch)
+        return super().score_policy(params, batch)
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Bench:
     engines: dict[str, Any] = field(default_factory=dict)
 
     def config(self, line: Line, seed: int) -> Config:
-        return override(load("tiny.py"), *BUDGET, f"steps={self.steps}", f"seed={seed}",
+        return override(load_config("tiny.py"), *BUDGET, f"steps={self.steps}", f"seed={seed}",
                         *line.changes)  # fmt: skip
 
     def engine(self, cfg: Config, noise: str) -> Any:
@@ -168,10 +168,10 @@ class Bench:
 
     def run(self, line: Line, seed: int) -> dict[str, float]:
         cfg = self.config(line, seed)
-        task, tx, a = open_task(cfg), rl_optimizer(cfg), algorithm(cfg)
+        task, tx, a = open_task(cfg), rl_optimizer(cfg), algorithm_from_config(cfg)
         if line.name == START:
             return dict.fromkeys(COLUMNS, 0.0) | {"accuracy": self.score(cfg, task, None)}
-        at = Position("rl", 0, rl_state(self.warm_start(cfg, task), cfg, tx), None)
+        at = Position("rl", 0, init_rl_state(self.warm_start(cfg, task), cfg, tx), None)
         engine = self.engine(cfg, line.noise)
         if isinstance(engine, NoisyEngine):
             engine.restart()
@@ -181,14 +181,14 @@ class Bench:
         whole, programs.Scorer = programs.Scorer, scorer
         try:
             with quiet_job(cfg, task, engine, at) as job:
-                train.reinforce(job)
+                train.train_rl(job)
                 rows = [r for r in read_metrics(job.work / "metrics.jsonl")
                         if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
         finally:
             programs.Scorer = whole
         last = np.array([r["reward/mean"] for r in rows[-10:]])
         return {
-            "accuracy": self.score(cfg, task, job.at.state.params.policy),
+            "accuracy": self.score(cfg, task, job.position.state.params.policy),
             "reward_std": float(last.std()),
             "grad_max": max(r["grad/norm"] for r in rows),
             "clip": float(np.mean([r["policy/clip_frac"] for r in rows])),

@@ -96,7 +96,7 @@ class ReadsBench(Bench):
 
     def engine(self, cfg: Config) -> Any:
         """And from here on `quiet_job` makes the trainer's pieces."""
-        kind = cfg.model, cfg.keeps_experts, self.reads.engine
+        kind = cfg.model, cfg.records_experts, self.reads.engine
         if kind not in self.engines:
             runs.make_ops = made(self.reads.engine)
             self.engines[kind] = new_engine(cfg)

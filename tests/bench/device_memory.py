@@ -27,19 +27,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 
 from jaxmoe.config import Config
-from jaxmoe.config_file import load, override
-from jaxmoe.memory import memory
+from jaxmoe.config_file import load_config, override
+from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.sharding import one_device
 from jaxmoe.plan.compiled import base_in_step
 from jaxmoe.plan.kernels import kernels_on
 from jaxmoe.plan.sampler import compiled_wave
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.programs import batch_shapes, rl_program, warmup_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import stage_shapes
-from jaxmoe.rl.update import score
+from jaxmoe.rl.update import score_batch
 from pallas_kernels.ahead_of_time import compile_on, mesh_of
 
 EMBEDDING_ROWS = 16_384  # as configs/gptoss20b_lora.py has it
@@ -67,7 +67,7 @@ def config(row: Row) -> Config:
     """A run of these sizes on one device."""
     import jaxmoe.model.config as models
 
-    cfg = replace(load("gptoss20b.py"), model=getattr(models, MODELS[row.model])())
+    cfg = replace(load_config("gptoss20b.py"), model=getattr(models, MODELS[row.model])())
     prompt = row.tokens // 4
     return override(
         cfg, "mesh.fsdp=1", "mesh.expert=1", f"lora.attention_rank={row.rank}",
@@ -100,7 +100,7 @@ def lying(mesh: Any, tree: Any) -> Any:
 def step(cfg: Config, chip: str) -> jax.stages.Compiled:
     """The step of RL."""
     mesh = device(chip)
-    a, tx = algorithm(cfg), rl_optimizer(cfg)
+    a, tx = algorithm_from_config(cfg), rl_optimizer(cfg)
     ops = make_ops(cfg, kernels_on(cfg, mesh).impls)
     state = stage_shapes(cfg, warmup_optimizer(cfg), tx, mesh)["rl"]
     program = rl_program(cfg, ops, mesh, a, tx, state)
@@ -110,14 +110,16 @@ def step(cfg: Config, chip: str) -> jax.stages.Compiled:
 
 def scoring(cfg: Config, chip: str) -> jax.stages.Compiled:
     """Log-probs of the whole batch, as a step scores them before its first update."""
-    mesh, a = device(chip), algorithm(cfg)
+    mesh, a = device(chip), algorithm_from_config(cfg)
     ops = make_ops(cfg, kernels_on(cfg, mesh).impls)
     scorer = Scorer(cfg.model, ops, cfg.rollout.temperature, "none", cfg.lora.scales)
     state = stage_shapes(cfg, warmup_optimizer(cfg), rl_optimizer(cfg), mesh)["rl"]
 
     def run(params: Any, batch: Any, base: Any) -> Any:
         beside = replace(state, params=params, frozen=replace(state.frozen, base=base))
-        return score(beside, batch, a, scorer, cfg.optim.microbatches, policy=True).old_logp_BT
+        return score_batch(
+            beside, batch, a, scorer, cfg.optim.microbatches, policy=True
+        ).old_logp_BT
 
     given = lying(mesh, (state.params, batch_shapes(cfg, a)[0], base_in_step(cfg)))
     return compile_on(mesh, run, *given)
@@ -198,7 +200,7 @@ def tell(name: str, cfg: Config, chip: str) -> str:
         if not hasattr(wave, "decode"):
             return f"refused: {gb(wave.needs)} of {gb(wave.there)} | | | |"
         both = f"prefill {gb(wave.prefill)}, decode {gb(wave.decode)}"
-        return f"{both} | | {gb(wave.live)} | {gb(memory(cfg).sampling)} | "
+        return f"{both} | | {gb(wave.live)} | {gb(plan_memory(cfg).sampling)} | "
     try:
         found = {"step": step, "scoring": scoring}[name](cfg, chip)
     except jax.errors.JaxRuntimeError as error:
@@ -209,7 +211,7 @@ def tell(name: str, cfg: Config, chip: str) -> str:
     bad = decoded(found.as_text() or "", cfg)
     assert not bad, "all of a layer's experts in one array:\n" + "\n".join(bad)
     held, more, host = sizes(found)
-    mem = memory(cfg)  # the engine's copy is no part of the step
+    mem = plan_memory(cfg)  # the engine's copy is no part of the step
     counted = gb(mem.training - mem.engine_copy) if name == "step" else ""
     return f"{gb(held)} | {gb(more)} | {gb(held + more)} | {counted} | {gb(host)}"
 

@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 
 from jaxmoe.config import VllmConfig
-from jaxmoe.config_file import load
+from jaxmoe.config_file import load_config
 from jaxmoe.model import init_params, plain_ops
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
@@ -77,7 +77,7 @@ def main():
     parser.add_argument("--server", action="store_true")
     parser.add_argument("--python", default="")
     args = parser.parse_args()
-    cfg = load("tiny_vllm.py").model
+    cfg = load_config("tiny_vllm.py").model
     rng = np.random.default_rng(0)
     prompts = [
         Prompt(i, "", tuple(rng.integers(0, cfg.vocab_size, 24).tolist()), None)

@@ -25,9 +25,9 @@ import numpy as np
 
 from jaxmoe import losses
 from jaxmoe.losses import rejection, sequence_icepop, sequence_is, token_icepop, token_is
-from jaxmoe.rl.algorithm import Algorithm, corrected, objective_arrays, old_logp_of
+from jaxmoe.rl.algorithm import Algorithm, compute_correction, objective_arrays, select_old_logp
 from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.function_specs import arguments
+from jaxmoe.rl.function_specs import select_arrays
 
 WORDS, POLICIES = 3, 16
 GEO = partial(rejection, by="seq_mean_k1", low=0.999, high=1.001)
@@ -50,9 +50,9 @@ ESTIMATORS = {
     "`rejection(by='seq_mean_k1', low=0.999, high=1.001)`": weighted(GEO),
     "`rejection(by='seq_mean_k3', high=0.01)`": weighted(K3),
     "`rejection(by='seq_mean_k3', high=0.01) + token_is`": weighted(K3, token_is),
-    "`old_logp=rollout`, `clipped_terms`": Algorithm(old_logp="rollout"),
-    "`old_logp=rollout`, `gspo_terms`": Algorithm(losses.gspo_terms, old_logp="rollout"),
-    "`old_logp=rollout`, `cispo_terms`": Algorithm(losses.cispo_terms, old_logp="rollout"),
+    "`old_logp=rollout`, `ppo_clip`": Algorithm(old_logp="rollout"),
+    "`old_logp=rollout`, `gspo`": Algorithm(losses.gspo, old_logp="rollout"),
+    "`old_logp=rollout`, `cispo`": Algorithm(losses.cispo, old_logp="rollout"),
 }
 
 
@@ -72,10 +72,12 @@ def row_gradient(a: Algorithm, logits, engine, tokens_T, advantage):
     def loss(logits):
         logp_BT = log_probs(logits, tokens_BT)
         now_BT = jax.lax.stop_gradient(logp_BT)
-        old_BT = old_logp_of(a, batch, scored, now_BT)
+        old_BT = select_old_logp(a, batch, scored, now_BT)
         arrays = objective_arrays(batch, scored, logp_BT, old_BT, now_BT)
-        terms_BT = a.objective(**arguments(a.objective, arrays))
-        found = corrected(a, now_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, None)
+        terms_BT = a.objective(**select_arrays(a.objective, arrays))
+        found = compute_correction(
+            a, now_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, None
+        )
         keep_BT = mask_BT if found.keep_BT is None else mask_BT & found.keep_BT
         if found.weights_BT is not None:
             terms_BT = terms_BT * found.weights_BT

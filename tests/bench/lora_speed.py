@@ -26,21 +26,21 @@ import numpy as np
 from jaxmoe.checkpoint.entries import planned_tensors
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.tensor_files import planned_bytes
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params, make_ops
 from jaxmoe.model.lora import adapter_shapes, init_adapters, with_adapters
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.records import Prompt, Sampling
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, new_state
+from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 from tests.bench.step_time import batch_of
 
-CFG = override(load("tiny_lora.py"), "lora.attention_rank=4", "lora.expert_rank=4")
+CFG = override(load_config("tiny_lora.py"), "lora.attention_rank=4", "lora.expert_rank=4")
 
 
 def weights() -> tuple[Any, Any]:
@@ -66,10 +66,12 @@ class Step:
         tx = rl_optimizer(cfg)
         scorer = Scorer(cfg.model, make_ops(cfg), scales=cfg.lora.scales)
         self.step = jax.jit(
-            partial(rl_step, tx=tx, algorithm=algorithm(cfg), scorer=scorer, gate=cfg.gate),
+            partial(
+                rl_step, tx=tx, algorithm=algorithm_from_config(cfg), scorer=scorer, gate=cfg.gate
+            ),
             donate_argnums=0,
         )
-        self.state, self.base, self.batch = new_state(Trained(params), tx), base, batch_of(cfg)
+        self.state, self.base, self.batch = init_state(Trained(params), tx), base, batch_of(cfg)
         for _ in range(3):
             self.seconds()
 
@@ -107,7 +109,7 @@ def in_turn(sides: dict[str, Any], rounds: int) -> dict[str, float]:
 
 def published(name: str) -> tuple[int, int]:
     """Bytes of an adapter, and of whole weights in bfloat16."""
-    cfg = load(name)
+    cfg = load_config(name)
     adapter = sum(4 * x.size for x in jax.tree.leaves(adapter_shapes(cfg.model, cfg.lora)))
     return adapter, sum(map(planned_bytes, planned_tensors(cfg.model, "bfloat16")))
 

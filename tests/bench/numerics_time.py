@@ -114,7 +114,7 @@ def runs(
     scorer = Scorer(cfg, ops)
 
     def loss(params: Any, batch: Any) -> Any:
-        logp_BT = scorer.policy(Trained(params), batch)["logp_BT"]
+        logp_BT = scorer.score_policy(Trained(params), batch)["logp_BT"]
         return -jnp.sum(jnp.where(batch.loss_mask_BT, logp_BT, 0.0))
 
     began = time.process_time()

@@ -29,7 +29,7 @@ class Desk:
         from jaxmoe.rl.algorithm import Algorithm
         from jaxmoe.rl.optimizer import make_optimizer
         from jaxmoe.rl.scorer import Scorer
-        from jaxmoe.rl.state import Trained, new_state
+        from jaxmoe.rl.state import Trained, init_state
         from jaxmoe.rl.update import rl_step
         from jaxmoe.rollout.native import NativeEngine
 
@@ -38,7 +38,7 @@ class Desk:
         self.first = jax.tree.map(jax.numpy.array, load_params(directory, self.cfg, "float32"))
         self.ops = plain_ops()
         tx = make_optimizer(OptimConfig(lr=1e-6), steps=10**5)
-        self.state = new_state(Trained(jax.tree.map(lambda x: x.copy(), self.first)), tx)
+        self.state = init_state(Trained(jax.tree.map(lambda x: x.copy(), self.first)), tx)
         grpo = Algorithm()
         self.step_fn = jax.jit(
             partial(rl_step, tx=tx, algorithm=grpo, scorer=Scorer(self.cfg, self.ops)),

@@ -20,16 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from jaxmoe import train
 from jaxmoe.checkpoint.run import Position, initial_params
 from jaxmoe.cli import StopRequest
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.job import Job
 from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.state import rl_state
+from jaxmoe.rl.state import init_rl_state
 
 BUDGET = (
     "data.held_out_rows=8", "rollout.max_gen_batches=1", "eval.every_steps=1000000",
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="changes")
     args = parser.parse_args()
     keep_freed_memory()
-    plain = override(load(args.config), *BUDGET, f"steps={args.steps}", *args.changes)
+    plain = override(load_config(args.config), *BUDGET, f"steps={args.steps}", *args.changes)
     found: dict[int, list[float]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as folder:
         with closing(open_engine(plain, make_ops(plain), Path(folder))) as engine:
@@ -70,10 +70,10 @@ def main() -> None:
 def one_run(cfg, engine, work):
     """The metrics of its steps, but for the first two and the last."""
     task, tx = open_task(cfg), rl_optimizer(cfg)
-    at = Position("rl", 0, rl_state(initial_params(cfg), cfg, tx), None)
+    at = Position("rl", 0, init_rl_state(initial_params(cfg), cfg, tx), None)
     with MetricsLog(work, stage="warmup", step=0) as log:
-        chosen, stop = algorithm(cfg), StopRequest()
-        train.reinforce(Job(cfg, make_ops(cfg), chosen, tx, work, task, engine, log, stop, at))
+        chosen, stop = algorithm_from_config(cfg), StopRequest()
+        train.train_rl(Job(cfg, make_ops(cfg), chosen, tx, work, task, engine, log, stop, at))
     rows = [r for r in read_metrics(work / "metrics.jsonl") if r["stage"] == "rl"]
     return rows[3:-1]
 

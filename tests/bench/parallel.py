@@ -34,7 +34,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.parallel.halo import halo
 from jaxmoe.parallel.ring import ring
 from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
@@ -175,7 +175,7 @@ def step_memory(args: argparse.Namespace) -> None:
 
 def scaling(args: argparse.Namespace) -> None:
     """A row a mesh and machine, and the exponent of each mesh's bytes."""
-    given = load(args.config)
+    given = load_config(args.config)
     print(f"{args.config}, {args.tokens:,} tokens a device and step, {args.on}: bytes it sends\n")
     print("| mesh | devices | a token | of it to other hosts | by kind |\n|---|---|---|---|---|")
     for axes in args.mesh.split(","):

@@ -63,8 +63,8 @@ def by_kind(bench: Bench) -> dict[str, tuple[float, ...]]:
     ops = make_ops(cfg)
 
     def gaps(kinds: tuple[str, ...]) -> tuple[float, ...]:
-        scorer = Scorer(cfg.model, rounded_ops(ops, kinds), replays=False)
-        read: Any = jax.jit(scorer.policy)(Trained(bench.trained), batch)
+        scorer = Scorer(cfg.model, rounded_ops(ops, kinds), replay_experts=False)
+        read: Any = jax.jit(scorer.score_policy)(Trained(bench.trained), batch)
         drawn = np.asarray(batch.loss_mask_BT)
         d = (np.asarray(read["logp_BT"]) - np.asarray(batch.rollout_logp_BT))[drawn].astype(float)
         other = expert_switches(read["experts_BTLA"], batch).means["router/expert_switches"]

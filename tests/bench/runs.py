@@ -20,9 +20,9 @@ from jaxmoe.envs.tasks import Task
 from jaxmoe.job import Job
 from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import Trained, new_state
+from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rollout.native import NativeEngine
 
 # t of 0.975 by degrees of freedom
@@ -35,7 +35,7 @@ def new_engine(cfg: Config) -> NativeEngine:
     return NativeEngine(
         cfg.model, make_ops(cfg), max_prompt_tokens=cfg.data.max_prompt_tokens,
         max_new_tokens=cfg.rollout.max_new_tokens, max_rows=cfg.rollout.max_parallel_sequences,
-        keep_experts=cfg.keeps_experts,
+        keep_experts=cfg.records_experts,
     )  # fmt: skip
 
 
@@ -48,18 +48,18 @@ def quiet_job(
         work = Path(folder)
         with MetricsLog(work, stage="warmup", step=0) as log:
             yield Job(
-                cfg, make_ops(cfg), algorithm(cfg), rl_optimizer(cfg), work, task, engine, log,
-                StopRequest(), at, base=base,
+                cfg, make_ops(cfg), algorithm_from_config(cfg), rl_optimizer(cfg), work, task,
+                engine, log, StopRequest(), at, base=base,
             )  # fmt: skip
 
 
 def warm_policy(cfg: Config, task: Task, engine: Any) -> Any:
     """The weights after the config's supervised steps, as RL starts from them."""
     tx = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
-    at = Position("warmup", 0, new_state(Trained(initial_params(cfg)), tx), None)
+    at = Position("warmup", 0, init_state(Trained(initial_params(cfg)), tx), None)
     with quiet_job(cfg, task, engine, at) as job:
         train.warm_start(job)
-        return job.at.state.params.policy
+        return job.position.state.params.policy
 
 
 class Kept:

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from scipy.stats import chi2
 
-from jaxmoe.rollout.sampling import NEVER, keep_top, sample_tokens
+from jaxmoe.rollout.sampling import IMPOSSIBLE_LOGIT, apply_top_k_top_p, sample_tokens
 
 CHUNK = 4096
 
@@ -60,8 +60,8 @@ def rows(words: int) -> dict[str, jax.Array]:
     return {
         "decades": jnp.asarray(np.log(rng.permutation(all_V)), jnp.float32),
         "deviation 3": normal_V,
-        "deviation 3, top-k 1,000": keep_top(normal_V[None], top_k=1000, top_p=1.0)[0],
-        "deviation 3, top-p 0.95": keep_top(normal_V[None], top_k=0, top_p=0.95)[0],
+        "deviation 3, top-k 1,000": apply_top_k_top_p(normal_V[None], top_k=1000, top_p=1.0)[0],
+        "deviation 3, top-p 0.95": apply_top_k_top_p(normal_V[None], top_k=0, top_p=0.95)[0],
     }
 
 
@@ -101,7 +101,7 @@ def count(sampler, logits_V: jax.Array, chunks: int, seed: int) -> np.ndarray:  
 
 def report(logits_V: np.ndarray, counts_V: np.ndarray) -> None:
     """By decade, and over bins of 20 expected samples or more."""
-    n, kept_V = counts_V.sum(), logits_V > NEVER / 2
+    n, kept_V = counts_V.sum(), logits_V > IMPOSSIBLE_LOGIT / 2
     print(f"samples of words that were cut off: {counts_V[~kept_V].sum()}")
     exact_V = np.where(kept_V, logits_V.astype(np.float64), -np.inf)
     exact_V = np.exp(exact_V - exact_V.max())

@@ -21,19 +21,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 import numpy as np
 
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params, make_ops
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Frozen, Trained, new_state
+from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.update import rl_step
 
 EQUAL = ("loss.old_logp=recomputed", "loss.kl_coef=0.01")
 MOST_EXPENSIVE = (
-    "loss.objective=gspo_terms", "loss.aggregation=kept_token_mean",
+    "loss.objective=gspo", "loss.aggregation=kept_token_mean",
     "loss.rollout_correction=rejection(by='seq_mean_k3', high=0.5) + veto + drift_mask(most=1.0) + "
     "sequence_is + normalize", "loss.entropy_coef=0.001",
     "loss.advantages=reinforce_pp_baseline_advantages", "gate.ess=0.1",
@@ -58,15 +58,17 @@ class Side:
     """One configuration, compiled and warm."""
 
     def __init__(self, changes: tuple[str, ...]) -> None:
-        cfg = override(load("tiny.py"), *EQUAL, *changes)
+        cfg = override(load_config("tiny.py"), *EQUAL, *changes)
         tx, scorer = rl_optimizer(cfg), Scorer(cfg.model, make_ops(cfg))
         self.step = jax.jit(
-            partial(rl_step, tx=tx, algorithm=algorithm(cfg), scorer=scorer, gate=cfg.gate),
+            partial(
+                rl_step, tx=tx, algorithm=algorithm_from_config(cfg), scorer=scorer, gate=cfg.gate
+            ),
             donate_argnums=0,
         )
         params = init_params(jax.random.key(0), cfg.model)
         frozen = Frozen(jax.tree.map(lambda x: 1.01 * x, params))
-        self.state, self.batch = new_state(Trained(params), tx, frozen), batch_of(cfg)
+        self.state, self.batch = init_state(Trained(params), tx, frozen), batch_of(cfg)
         for _ in range(3):
             self.seconds()
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from jaxmoe.config import ConfigError, LossConfig
-from jaxmoe.config_file import load
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.config_file import load_config
+from jaxmoe.rl.from_config import algorithm_from_config
 
 CORR = "rollout_correction"
-TINY = load("tiny.py")
+TINY = load_config("tiny.py")
 
 
 def config(*, samples=8, critic="none", **loss):
@@ -25,7 +25,7 @@ def config(*, samples=8, critic="none", **loss):
 
 def refusal(**fields):
     with pytest.raises(ConfigError) as error:
-        algorithm(config(**fields))
+        algorithm_from_config(config(**fields))
     message = str(error.value)
     assert "\n" not in message
     return message

@@ -15,9 +15,9 @@ from jaxmoe.model import init_params, new_critic, plain_ops
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Frozen, Trained, new_state
+from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.update import rl_step
-from jaxmoe.rl.validate import check
+from jaxmoe.rl.validate import check_algorithm
 
 EPS = float(np.finfo(np.float32).eps)
 OPS = plain_ops()
@@ -36,7 +36,7 @@ PARAMS = {"embed": 8 * MODEL["embed"], "head": MODEL["head"]}
 class Bigram(Scorer):
     """A model without layers, which compiles in no time: each token knows the one before it."""
 
-    def hidden(self, params, batch):
+    def hidden_states(self, params, batch):
         rows = batch if batch.packed is None else batch.packed
         return jnp.tanh(params["embed"][rows.tokens_BT])
 
@@ -78,7 +78,7 @@ def start(a, tx=SGD, params=PARAMS, reference=None):
         critic = new_critic(params, CFG, "float32", own_backbone=a.critic == "own")
         # a head of zeros would send nothing to the backbone
         critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
-    return new_state(Trained(params, critic), tx, Frozen(reference))
+    return init_state(Trained(params, critic), tx, Frozen(reference))
 
 
 def step_of(a, *, tx=SGD, scorer=None, **options):
@@ -89,5 +89,5 @@ def step_of(a, *, tx=SGD, scorer=None, **options):
 
 def algorithm(**fields):
     made = Algorithm(**fields)
-    check(made, R)
+    check_algorithm(made, R)
     return made

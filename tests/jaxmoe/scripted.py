@@ -19,20 +19,20 @@ import optax
 from jaxmoe import job, train
 from jaxmoe.checkpoint.run import Position, restore_run
 from jaxmoe.cli import StopRequest
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog
 from jaxmoe.records import Rollout, StopReason
 from jaxmoe.rl import programs
-from jaxmoe.rl.from_config import algorithm
-from jaxmoe.rl.state import Trained, new_state
-from jaxmoe.rl.update import Told
+from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.update import TokenStats
 
 STEPS, SAMPLES, PROMPTS = 6, 2, 3
 SOON = 60.0
 CFG = override(
-    load("tiny.py"), "data.train_rows=64", "data.held_out_rows=4", "warmup.steps=0",
+    load_config("tiny.py"), "data.train_rows=64", "data.held_out_rows=4", "warmup.steps=0",
     f"rollout.sequences_per_step={SAMPLES * PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
     "rollout.max_gen_batches=1", f"steps={STEPS}", "eval.every_steps=3", "save.every_steps=100",
     "loss.rollout_correction=token_is",
@@ -46,7 +46,7 @@ NUMBERS = (
 def counting_step(state, batch, minibatches, base, **_):
     """Adds 1 to the weight, so that the weight says which version it is."""
     params = jax.tree.map(lambda w: w + 1.0, state.params)
-    told = Told(batch.rollout_logp_BT, batch.rollout_logp_BT)
+    told = TokenStats(batch.rollout_logp_BT, batch.rollout_logp_BT)
     numbers = {name: jnp.zeros(()) for name in NUMBERS} | {"grad/norm": jnp.ones(())}
     return replace(state, params=params), numbers, told
 
@@ -119,7 +119,7 @@ class Run:
 
     def __call__(self, monkeypatch):
         cfg = override(CFG, f"rollout.max_staleness={self.ahead}", *self.changes)
-        task, fresh = open_task(cfg), new_state(Trained({"w": jnp.zeros(())}), TX)
+        task, fresh = open_task(cfg), init_state(Trained({"w": jnp.zeros(())}), TX)
         at = restore_run(self.work, cfg, {"rl": jax.eval_shape(lambda: fresh)})
         begun = at or Position("warmup", 0, fresh, None)  # as run() does: the log starts over
         at = at or Position("rl", 0, fresh, None)
@@ -135,12 +135,12 @@ class Run:
             patch.setattr(job, "plot_run", lambda *_, **__: None)
             with MetricsLog(self.work, stage=begun.stage, step=begun.step) as log:
                 run = job.Job(
-                    cfg, make_ops(cfg), algorithm(cfg), TX, self.work, task, self.engine, log,
-                    self.stop, at,
+                    cfg, make_ops(cfg), algorithm_from_config(cfg), TX, self.work, task,
+                    self.engine, log, self.stop, at,
                 )  # fmt: skip
-                train.reinforce(run)
+                train.train_rl(run)
         assert not [t for t in threading.enumerate() if t.name == "rollouts"]
-        return float(run.at.state.params.policy["w"])
+        return float(run.position.state.params.policy["w"])
 
 
 def lines(work):

@@ -13,7 +13,7 @@ import pytest
 
 from jaxmoe import cli, train
 from jaxmoe.config import ConfigError
-from jaxmoe.config_file import load, resolve
+from jaxmoe.config_file import load_config, resolve
 from jaxmoe.envs import tasks
 
 # for the reader to fill in: nothing that a test could type
@@ -95,7 +95,7 @@ def refusal(name):
 
     def error_of(settings):
         try:
-            resolve(load(name), *settings)
+            resolve(load_config(name), *settings)
         except ConfigError as error:
             return str(error)
         return ""
@@ -135,7 +135,7 @@ def values() -> dict[str, list[str]]:
             else:
                 yield prefix + field.name, kinds.get(type(value), WORDS)
 
-    return dict(of(load("tiny.py"), ""))
+    return dict(of(load_config("tiny.py"), ""))
 
 
 @pytest.mark.parametrize("name", ["tiny.py", "tiny_lora.py", "tiny_vllm.py", "gptoss20b.py"])

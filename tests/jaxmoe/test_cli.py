@@ -19,7 +19,7 @@ def run(*args):
     with ExitStatus() as status:
         cfg, looks = parse([*args, "--dry-run"], "Test.")
         assert looks
-        print(dry_run.describe(cfg))
+        print(dry_run.format_plan(cfg))
     return status.code
 
 

@@ -68,7 +68,7 @@ def sampling(chip, ops):
 
     engine = NativeEngine(CFG, ops, max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_rows=ROWS)
     stop = Sampling(max_new_tokens=NEW, stop_ids=(1,))
-    engine.programs(make, stop, abstract_params(CFG, "bfloat16"), samples=SAMPLES)
+    engine.compile_programs(make, stop, abstract_params(CFG, "bfloat16"), samples=SAMPLES)
     return found[0], found[-1]  # between them the copies of a prompt's keys
 
 

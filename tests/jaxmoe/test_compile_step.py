@@ -20,10 +20,10 @@ from jaxmoe.config_file import override
 from jaxmoe.model import abstract_params, forward, make_ops, tiny
 from jaxmoe.model.config import gpt_oss_20b
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import rl_state
+from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rl.update import rl_step
 from pallas_kernels.ahead_of_time import GPUS, TPUS, compile_for, missing
 
@@ -73,10 +73,10 @@ def compiled_step(chip, kernels):
         rewards_B=array(jnp.float32, shape[:1]), samples_per_prompt=2,
     )  # fmt: skip
     policy = abstract_params(cfg.model, cfg.optim.param_dtype)
-    state = jax.eval_shape(lambda p: rl_state(p, cfg, tx), policy)
+    state = jax.eval_shape(lambda p: init_rl_state(p, cfg, tx), policy)
     step = partial(
-        rl_step, tx=tx, algorithm=algorithm(cfg), scorer=Scorer(cfg.model, make_ops(cfg)),
-        gate=cfg.gate,
+        rl_step, tx=tx, algorithm=algorithm_from_config(cfg),
+        scorer=Scorer(cfg.model, make_ops(cfg)), gate=cfg.gate,
     )  # fmt: skip
     with jax.numpy_dtype_promotion("standard"), effort(chip):
         return compile_for(chip, step, state, batch, donate=(0,))

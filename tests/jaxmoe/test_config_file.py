@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from jaxmoe.checkpoint.run import check_model
-from jaxmoe.config import FROM_CHECKPOINT, ConfigError
-from jaxmoe.config_file import load, override, resolve
+from jaxmoe.config import CHECKPOINT_MODEL, ConfigError
+from jaxmoe.config_file import load_config, override, resolve
 from jaxmoe.model.config import tiny, to_hf
 
 THEIRS = tiny(d_model=32, n_layers=4, n_experts=3, d_expert=64, rope_theta=500.0, max_context=512,
@@ -28,7 +28,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def without_model():
-    return dataclasses.replace(load("tiny.py"), model=FROM_CHECKPOINT)
+    return dataclasses.replace(load_config("tiny.py"), model=CHECKPOINT_MODEL)
 
 
 def test_the_model_is_the_checkpoints(without_model, checkpoint, capsys):
@@ -51,8 +51,8 @@ def test_what_is_set_stands_above_it_in_any_order(without_model, checkpoint):
 
 def test_a_file_that_has_a_model_keeps_it_unless_told_to_leave_it_out(checkpoint):
     there = f"init.checkpoint={checkpoint}"
-    assert resolve(load("tiny.py"), there).model == tiny()
-    assert resolve(load("tiny.py"), there, "model=checkpoint").model == THEIRS
+    assert resolve(load_config("tiny.py"), there).model == tiny()
+    assert resolve(load_config("tiny.py"), there, "model=checkpoint").model == THEIRS
 
 
 def test_a_model_that_nobody_says_is_one_line(without_model):
@@ -70,7 +70,7 @@ def test_all_that_contradicts_is_told_at_once_and_one_line_mends_it(checkpoint, 
     typed = re.search("Try (.*), or --set model=checkpoint", said)
     assert typed is not None
     changes = [word for word in shlex.split(typed[1]) if word != "--set"]
-    check_model(resolve(load("tiny.py"), *changes).model, tmp_path)
+    check_model(resolve(load_config("tiny.py"), *changes).model, tmp_path)
 
 
 def test_a_value_of_another_type_in_a_file_is_one_line(tmp_path):
@@ -103,4 +103,4 @@ for i in range({len(given)}):
 
 def test_a_number_that_no_array_holds_is_refused():
     with pytest.raises(ConfigError, match=r"mesh.fsdp must be below 2\*\*63"):
-        override(load("tiny.py"), f"mesh.fsdp={10**400}")
+        override(load_config("tiny.py"), f"mesh.fsdp={10**400}")

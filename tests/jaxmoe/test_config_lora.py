@@ -4,9 +4,9 @@
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 
-TINY = load("tiny.py")
+TINY = load_config("tiny.py")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmoe import doctor
 from jaxmoe.config import EngineError
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.data.templates import Template
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import open_task
@@ -116,7 +116,7 @@ def test_a_part_is_no_name_and_a_number_has_its_value():
 def test_ids_of_a_template_with_special_tokens_are_no_drift():
     template = "<|start|>user<|message|>{question}<|end|><|start|>assistant"
     task = open_task(
-        override(load("tiny.py"), f"data.template={template}", "data.max_prompt_tokens=90")
+        override(load_config("tiny.py"), f"data.template={template}", "data.max_prompt_tokens=90")
     )
     prompt = task.held_out_prompts()[0]
     other = replace(task, template=Template(template.replace("user", "User")))

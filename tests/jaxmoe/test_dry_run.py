@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxmoe import doctor, eval, train
-from jaxmoe.config_file import load
+from jaxmoe.config_file import load_config
 from jaxmoe.envs import tasks
 from jaxmoe.model.config import to_hf
 
@@ -93,7 +93,7 @@ def test_adapters_of_the_large_models_are_planned_by_kind(
     """With a checkpoint's config.json, a tokenizer and rows that are everywhere."""
     monkeypatch.setattr("jaxmoe.memory.free_bytes", lambda: 10**12)
     monkeypatch.setattr("jaxmoe.parallel.limits.free_bytes", lambda: 10**12)
-    model = to_hf(load(name).model, dtype="bfloat16")
+    model = to_hf(load_config(name).model, dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(model))
     here = [f"init.checkpoint={tmp_path}", "init.tokenizer=bytes", "data.options={}",
             "data.task=reasoning_gym:spell_backward",

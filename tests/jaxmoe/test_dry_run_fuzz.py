@@ -10,7 +10,7 @@ import pytest
 
 from jaxmoe import cli, doctor, eval, train
 from jaxmoe.config import Config
-from jaxmoe.config_file import load
+from jaxmoe.config_file import load_config
 from jaxmoe.envs import tasks
 
 VALUES = [
@@ -22,8 +22,8 @@ VALUES = [
     "~", "gone", "gone.jsonl", "good.jsonl", "bad.jsonl", "empty.jsonl", "folder", "folder.jsonl",
     "good.parquet", "package:json/x.jsonl", "package:jaxmoe/x", "package:", "reasoning_gym:",
     "reasoning_gym:chain_sum", "reasoning_gym:none", "(" * 300, "=", "a=b", "+", "*", "1 *",
-    "clipped_terms", "clipped_terms(clip_low=9)", "clipped_terms(", "clipped_terms(**{})",
-    "clipped_terms(clip_low='a')", "clipped_terms(clip_low=[])", "gspo_terms", "gae", "veto",
+    "ppo_clip", "ppo_clip(clip_low=9)", "ppo_clip(", "ppo_clip(**{})",
+    "ppo_clip(clip_low='a')", "ppo_clip(clip_low=[])", "gspo", "gae", "veto",
     "gae(discount=2)", "token_is(high=2.0)", "token_is(high=2.0) + veto", "bypass_pg_is",
     "subprocess:Popen(args=['true'])", "os:system", "os:getcwd", "gone:f", ":", "a:", ":b",
     "json:loads", "shutil:rmtree", "builtins:print", "mine:f", "mine:broken(x=1)", "mine:stops",
@@ -51,7 +51,7 @@ FILES = [
 
 def keys(config=Config, prefix=""):
     """Every field, also of the parts."""
-    tiny = load("tiny.py")
+    tiny = load_config("tiny.py")
     for name in prefix.split(".")[:-1]:
         tiny = getattr(tiny, name)
     for field in dataclasses.fields(tiny):

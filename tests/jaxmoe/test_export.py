@@ -17,22 +17,22 @@ from jaxmoe.checkpoint import hf
 from jaxmoe.checkpoint.hf import load_params
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.config import ConfigError
-from jaxmoe.config_file import load, resolve
+from jaxmoe.config_file import load_config, resolve
 from jaxmoe.data.tokenizer import ByteTokenizer, HFTokenizer, write_byte_tokenizer
 from jaxmoe.model.config import read_hf_config
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.state import rl_state
+from jaxmoe.rl.state import init_rl_state
 from tests.jaxmoe.random_weights import random_weights
 
 SMALL = ["model.d_model=32", "model.d_expert=64", "model.n_experts=3"]
-CFG = resolve(load("tiny.py"), *SMALL)
+CFG = resolve(load_config("tiny.py"), *SMALL)
 POLICY = random_weights(CFG.model, 3)
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    save_run(folder, CFG, Position("rl", 5, rl_state(POLICY, CFG, rl_optimizer(CFG)), {}))
+    save_run(folder, CFG, Position("rl", 5, init_rl_state(POLICY, CFG, rl_optimizer(CFG)), {}))
     return folder
 
 
@@ -195,6 +195,6 @@ def test_a_full_disk_leaves_nothing(work, tmp_path, capsys, monkeypatch, foresee
 def test_weights_that_are_not_finite_are_not_exported(tmp_path, capsys):
     spoilt = jax.tree.map(lambda x: x, POLICY)
     spoilt["final_norm"] = spoilt["final_norm"].at[3].set(np.nan)
-    save_run(tmp_path, CFG, Position("rl", 5, rl_state(spoilt, CFG, rl_optimizer(CFG)), {}))
+    save_run(tmp_path, CFG, Position("rl", 5, init_rl_state(spoilt, CFG, rl_optimizer(CFG)), {}))
     refused(command(tmp_path, tmp_path / "out"), capsys, "model.norm.weight must be finite, got 1")
     assert not (tmp_path / "out").exists()

@@ -17,16 +17,16 @@ from jaxmoe.checkpoint.merge import merged
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.checkpoint.run import Position, save_run
-from jaxmoe.config_file import load, resolve
+from jaxmoe.config_file import load_config, resolve
 from jaxmoe.data.tokenizer import load_tokenizer
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.state import rl_state
+from jaxmoe.rl.state import init_rl_state
 from tests.jaxmoe.checkpoint.random_adapters import random_adapters, same
 from tests.jaxmoe.random_weights import random_weights
 
 SMALL = ["model.d_model=64", "model.d_expert=128", "model.n_experts=3"]
 LORA = ["lora.attention_rank=3", "lora.expert_rank=2", "lora.expert_alpha=6.0"]
-CFG = resolve(load("tiny.py"), *SMALL, *LORA)
+CFG = resolve(load_config("tiny.py"), *SMALL, *LORA)
 ADAPTERS = random_adapters(CFG.model, CFG.lora.ranks, size=0.1)
 
 
@@ -35,7 +35,7 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     packed, _ = pack_experts(random_weights(CFG.model, 3), CFG.model)
     save_params(packed, CFG.model, folder / "base", dtype="mxfp4")
-    state = rl_state(jax.tree.map(jnp.asarray, ADAPTERS), CFG, rl_optimizer(CFG))
+    state = init_rl_state(jax.tree.map(jnp.asarray, ADAPTERS), CFG, rl_optimizer(CFG))
     cfg = dataclasses.replace(CFG, workdir=str(folder))
     save_run(folder, CFG, Position("rl", 5, state, {}), base_digest(cfg))
     return folder

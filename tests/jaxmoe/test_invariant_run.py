@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.kernels import decide
 from jaxmoe.model.ops import make_ops
 from jaxmoe.observe.metrics import read_metrics
@@ -95,11 +95,11 @@ def test_a_difference_stops_the_run_and_is_traced(tmp_path, monkeypatch, capsys)
 )
 def test_what_would_break_it_is_refused_in_one_line_with_what_to_type(change, said):
     with pytest.raises(ConfigError) as told:
-        override(load("tiny.py"), "model.numerics=invariant", change)
+        override(load_config("tiny.py"), "model.numerics=invariant", change)
     assert f"--set {said}" in str(told.value).replace("\n", " ")
 
 
-INVARIANT = override(load("tiny.py"), "model.numerics=invariant", "model.dtype=bfloat16")
+INVARIANT = override(load_config("tiny.py"), "model.numerics=invariant", "model.dtype=bfloat16")
 RIGHT = KernelVerdict("right", "5 cases")
 
 

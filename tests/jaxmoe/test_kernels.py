@@ -10,7 +10,7 @@ import pytest
 from jaxmoe import doctor, eval, train
 from jaxmoe.checkpoint.same_run import check_resume
 from jaxmoe.config import KERNELS, ConfigError, to_json
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.kernels import decide, kernels_here, planned, sizes
 from jaxmoe.model import abstract_params, forward, make_ops, plain_ops, sequence_logprobs
 from jaxmoe.model.cache import init_cache
@@ -22,7 +22,7 @@ from pallas_kernels.grouped_matmul import api as matmul
 from pallas_kernels.sink_attention import api as attention
 from pallas_kernels.token_logprobs import api as logprobs
 
-TINY = load("tiny.py")
+TINY = load_config("tiny.py")
 LONG = override(TINY, "data.max_prompt_tokens=4096", "rollout.max_new_tokens=4096")
 H200 = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": ""}
 SMALL = [

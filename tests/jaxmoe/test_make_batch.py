@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import load_tokenizer
 from jaxmoe.envs.tasks import Task
@@ -15,7 +15,7 @@ from jaxmoe.train import make_batch
 
 LONGEST, BUFFER = 11, 4
 CFG = override(
-    load("tiny.py"), f"rollout.max_new_tokens={LONGEST}", "rollout.samples_per_prompt=4",
+    load_config("tiny.py"), f"rollout.max_new_tokens={LONGEST}", "rollout.samples_per_prompt=4",
     "data.max_prompt_tokens=3", f"rollout.overlong_buffer={BUFFER}",
 )  # fmt: skip
 LENGTHS = [1, 6, 7, 8, 9, 10, 11, 11]

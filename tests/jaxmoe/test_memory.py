@@ -14,18 +14,18 @@ import pytest
 import jaxmoe.memory
 from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
-from jaxmoe.config_file import load, override
-from jaxmoe.dry_run import describe
+from jaxmoe.config_file import load_config, override
+from jaxmoe.dry_run import format_plan
 from jaxmoe.engines import open_engine
-from jaxmoe.memory import check_memory, device_bytes, layer_flops, memory
+from jaxmoe.memory import check_memory, device_bytes, layer_flops, plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params, as_read, count_params, param_specs
 from jaxmoe.parallel.host import free_bytes
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import rl_state, stage_shapes
+from jaxmoe.rl.state import init_rl_state, stage_shapes
 
-PACKED = override(load("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
+PACKED = override(load_config("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
 BIG = override(PACKED, "optim.tokens_per_microbatch=0", "optim.microbatches=128")
 GAE = "loss.advantages=gae"
 
@@ -38,14 +38,14 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
     cfg = override(BIG, "mesh.fsdp=1")
     padding = 2 * (cfg.model.padded_vocab - cfg.model.vocab_size) * cfg.model.d_model
     held = count_params(cfg.model)[0] + padding
-    mem = memory(cfg)
+    mem = plan_memory(cfg)
     read = jax.eval_shape(lambda p: as_read(p, cfg.model), abstract_params(cfg.model))
     copied = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
     assert mem.weights == 4 * held and mem.engine_copy == copied
     assert 2 * held < copied < 2.01 * held  # all but norms, biases, sinks and routers
     assert mem.optimizer == 8 * held and mem.reference == 0
-    assert memory(override(cfg, "optim.param_dtype=bfloat16")).weights == 2 * held
-    assert memory(override(cfg, "loss.kl_coef=0.1")).reference == 4 * held
+    assert plan_memory(override(cfg, "optim.param_dtype=bfloat16")).weights == 2 * held
+    assert plan_memory(override(cfg, "loss.kl_coef=0.1")).reference == 4 * held
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
 )  # fmt: skip
 def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
     header = (Path(__file__).parents[2] / "configs" / name).read_text().partition("SOURCE")[0]
-    mem, gb = memory(load(name)), 1e9
+    mem, gb = plan_memory(load_config(name)), 1e9
     told = re.search(r"([\d.]+) GB (?:per device )?in training, ([\d.]+) GB while", header)
     assert told and [float(x) for x in told.groups()] == [
         round(mem.training / gb, 1), round(mem.sampling / gb, 1)
@@ -64,16 +64,19 @@ def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
 
 
 def test_microbatches_hold_a_sum_of_gradients_beside_the_new_one():
-    whole = memory(override(BIG, "optim.microbatches=1"))
+    whole = plan_memory(override(BIG, "optim.microbatches=1"))
     assert whole.gradients == whole.weights
-    assert memory(BIG).gradients == 2 * whole.weights
+    assert plan_memory(BIG).gradients == 2 * whole.weights
 
 
 def test_minibatches_of_one_piece_each_need_no_sum():
-    whole = memory(override(BIG, "optim.microbatches=1"))
+    whole = plan_memory(override(BIG, "optim.microbatches=1"))
     several = ("loss.minibatches=4", "loss.old_logp=recomputed")
-    assert memory(override(BIG, *several, "optim.microbatches=4")).gradients == whole.gradients
-    assert memory(override(BIG, *several, "optim.microbatches=8")).gradients == 2 * whole.gradients
+    assert plan_memory(override(BIG, *several, "optim.microbatches=4")).gradients == whole.gradients
+    assert (
+        plan_memory(override(BIG, *several, "optim.microbatches=8")).gradients
+        == 2 * whole.gradients
+    )
 
 
 def test_a_critic_of_its_own_is_a_second_model_without_its_head():
@@ -83,7 +86,7 @@ def test_a_critic_of_its_own_is_a_second_model_without_its_head():
     width = BIG.model.d_model
     assert size(policy) - backbone == width * BIG.model.padded_vocab
     value_head = width + 1
-    plain, with_critic = memory(one), memory(override(one, GAE, "critic.backbone=own"))
+    plain, with_critic = plan_memory(one), plan_memory(override(one, GAE, "critic.backbone=own"))
     more = backbone + value_head
     assert with_critic.weights - plain.weights == 4 * more
     assert with_critic.optimizer - plain.optimizer == 8 * more
@@ -95,8 +98,8 @@ def test_a_critic_of_its_own_is_a_second_model_without_its_head():
     inputs = BIG.model.n_layers // 2 * 8 * BIG.context * width * 2
     assert with_critic.activations - plain.activations == inputs
     every_layer = override(one, "optim.remat=False")
-    both = memory(override(every_layer, GAE, "critic.backbone=own"))
-    assert both.activations == 2 * memory(every_layer).activations
+    both = plan_memory(override(every_layer, GAE, "critic.backbone=own"))
+    assert both.activations == 2 * plan_memory(every_layer).activations
 
 
 @pytest.mark.parametrize("backbone", ["none", "own", "shared"])
@@ -107,7 +110,7 @@ def test_weights_and_moments_are_those_of_the_state_that_train_makes(backbone):
         "critic.pretrain_steps=3",
     )  # fmt: skip
     supervised = make_optimizer(cfg.optim, steps=1)
-    state, mem = stage_shapes(cfg, supervised, rl_optimizer(cfg))["rl"], memory(cfg)
+    state, mem = stage_shapes(cfg, supervised, rl_optimizer(cfg))["rl"], plan_memory(cfg)
 
     def held(tree):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -118,8 +121,8 @@ def test_weights_and_moments_are_those_of_the_state_that_train_makes(backbone):
 
 def test_a_shared_critic_is_a_value_head():
     one = override(BIG, "mesh.fsdp=1")
-    plain = dataclasses.asdict(memory(one))
-    shared = dataclasses.asdict(memory(override(one, GAE, "critic.backbone=shared")))
+    plain = dataclasses.asdict(plan_memory(one))
+    shared = dataclasses.asdict(plan_memory(override(one, GAE, "critic.backbone=shared")))
     entries = BIG.model.d_model + 1
     more = {
         "weights": 4 * entries, "optimizer": 8 * entries, "gradients": 8 * entries,
@@ -130,8 +133,8 @@ def test_a_shared_critic_is_a_value_head():
 
 def test_a_mesh_cuts_the_critic_as_it_cuts_the_policy():
     eight = override(BIG, GAE, "critic.backbone=own")
-    whole = memory(override(eight, "mesh.fsdp=1"))
-    cut = memory(eight)
+    whole = plan_memory(override(eight, "mesh.fsdp=1"))
+    cut = plan_memory(eight)
     # norms, sinks and biases that no axis of the mesh cuts are whole on each device
     assert whole.weights / 8 <= cut.weights < 1.01 * whole.weights / 8
 
@@ -139,12 +142,12 @@ def test_a_mesh_cuts_the_critic_as_it_cuts_the_policy():
 def test_packed_microbatches_are_as_large_as_they_say():
     def packed(rows):
         tokens = f"optim.tokens_per_microbatch={rows * BIG.context + 7}"
-        return memory(override(BIG, "optim.microbatches=1", tokens))
+        return plan_memory(override(BIG, "optim.microbatches=1", tokens))
 
     def cut(rows):
-        return memory(override(BIG, f"optim.microbatches={1024 // rows}"))
+        return plan_memory(override(BIG, f"optim.microbatches={1024 // rows}"))
 
-    assert memory(PACKED) == memory(BIG)  # a row on each device
+    assert plan_memory(PACKED) == plan_memory(BIG)  # a row on each device
     assert packed(64) == cut(64)  # 8 rows on each of the 8 devices, and a sum of gradients
     assert packed(1) == packed(8) == cut(8)  # no device has less than one row
     assert packed(12).activations == cut(16).activations == 2 * cut(8).activations
@@ -158,7 +161,7 @@ def test_a_mesh_of_two_halves_what_it_cuts(axis):
     specs = jax.tree.leaves(param_specs(BIG.model), is_leaf=lambda x: hasattr(x, "axes"))
     matrices = [s for s in specs if len(s.axes) - ("pair" in s.axes) > 1 or axis == "tensor"]
     cut = sum(4 * math.prod(s.shape) for s in matrices if logical & set(s.axes))
-    before, after = memory(one), memory(two)
+    before, after = plan_memory(one), plan_memory(two)
     assert before.weights - after.weights == cut // 2
     assert cut > 0.97 * before.weights
     assert after.optimizer == 2 * after.weights
@@ -167,15 +170,15 @@ def test_a_mesh_of_two_halves_what_it_cuts(axis):
 
 
 def test_recomputation_and_smaller_pieces_take_less():
-    small = memory(BIG)
-    assert memory(override(BIG, "optim.remat=False")).activations > small.activations
-    assert memory(override(BIG, "optim.microbatches=8")).activations > small.activations
+    small = plan_memory(BIG)
+    assert plan_memory(override(BIG, "optim.remat=False")).activations > small.activations
+    assert plan_memory(override(BIG, "optim.microbatches=8")).activations > small.activations
 
 
 def test_what_recomputation_keeps_of_attention_is_counted():
     keeping = override(BIG, "optim.remat_keeps=attention")
     m, tokens = BIG.model, BIG.context  # a row on each device
-    more = memory(keeping).activations - memory(BIG).activations
+    more = plan_memory(keeping).activations - plan_memory(BIG).activations
     assert more == m.n_layers * tokens * m.n_q_heads * (2 * m.head_dim + 4)
     line, kept = (what_runs(cfg)["recomputed"] for cfg in (BIG, keeping))
     assert line.startswith("all of a layer pair") and "all but attention" in kept
@@ -183,28 +186,28 @@ def test_what_recomputation_keeps_of_attention_is_counted():
 
 
 def test_what_waits_on_the_host_is_counted_there_and_not_on_the_device():
-    here = memory(BIG)
-    moments = memory(override(BIG, "optim.moments=host"))
+    here = plan_memory(BIG)
+    moments = plan_memory(override(BIG, "optim.moments=host"))
     assert (moments.optimizer, moments.host) == (0, here.optimizer)
     assert here.host == 0 and moments.training == here.training - here.optimizer
-    inputs = memory(override(BIG, "optim.remat_inputs=host"))
+    inputs = plan_memory(override(BIG, "optim.remat_inputs=host"))
     pair = BIG.context * BIG.model.d_model * 2  # a row on each device
     assert inputs.host == BIG.model.n_layers // 2 * pair
     assert inputs.training == here.training - inputs.host
-    text = describe(override(BIG, "optim.moments=host"))
+    text = format_plan(override(BIG, "optim.moments=host"))
     assert re.search(f"offloaded +{moments.host / 1e9:.2f} GB", text)
-    assert "offloaded" not in describe(BIG)
+    assert "offloaded" not in format_plan(BIG)
 
 
 def test_a_cpus_devices_have_no_other_memory(monkeypatch):
-    cfg = override(load("tiny.py"), "optim.moments=host")
-    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: memory(cfg).training)
+    cfg = override(load_config("tiny.py"), "optim.moments=host")
+    monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: plan_memory(cfg).training)
     with pytest.raises(ConfigError, match="training must fit into"):
         check_memory(cfg, "training")
 
 
 def test_the_flops_of_the_layers_are_those_of_their_products():
-    cfg = override(load("tiny.py"), "data.max_prompt_tokens=40", "rollout.max_new_tokens=60")
+    cfg = override(load_config("tiny.py"), "data.max_prompt_tokens=40", "rollout.max_new_tokens=60")
     m, T = cfg.model, cfg.context
     flops = layer_flops(cfg)
     shapes = param_specs(m)["layers"]
@@ -218,8 +221,11 @@ def test_the_flops_of_the_layers_are_those_of_their_products():
     seen = sum(t + 1 + min(t + 1, m.sliding_window) for t in range(T))
     assert flops.attention == m.n_layers // 2 * 4 * m.n_q_heads * m.head_dim * seen
     again = override(cfg, "optim.remat=True")
-    assert flops.recomputed(cfg) == 0 and flops.recomputed(again) == linear + flops.attention
-    assert flops.recomputed(override(again, "optim.remat_keeps=attention")) == linear
+    assert (
+        flops.recomputed_flops(cfg) == 0
+        and flops.recomputed_flops(again) == linear + flops.attention
+    )
+    assert flops.recomputed_flops(override(again, "optim.remat_keeps=attention")) == linear
 
 
 @pytest.mark.parametrize(
@@ -232,8 +238,8 @@ def test_the_flops_of_the_layers_are_those_of_their_products():
 )
 def test_the_shipped_large_runs_fit_80_gb_and_make_nothing(name, count, devices):
     alive = len(jax.live_arrays())
-    cfg = load(name)
-    text, mem = describe(cfg), memory(cfg)
+    cfg = load_config(name)
+    text, mem = format_plan(cfg), plan_memory(cfg)
     assert len(jax.live_arrays()) == alive
     assert f"parameters   {count} (" in text and f"devices      {devices} (" in text
     assert max(mem.training, mem.sampling) < 80e9
@@ -243,44 +249,48 @@ def test_the_shipped_large_runs_fit_80_gb_and_make_nothing(name, count, devices)
 
 def test_a_pair_of_layers_is_whole_at_a_time_in_the_dtype_they_are_read_in():
     layer = size(param_specs(BIG.model)["layers"]) // BIG.model.n_layers
-    cut = memory(BIG)
-    assert memory(override(BIG, "mesh.fsdp=1")).gathered == 0
+    cut = plan_memory(BIG)
+    assert plan_memory(override(BIG, "mesh.fsdp=1")).gathered == 0
     # whole on each device, however many there are
-    assert cut.gathered == memory(override(BIG, "mesh.fsdp=2")).gathered
+    assert cut.gathered == plan_memory(override(BIG, "mesh.fsdp=2")).gathered
     # two layers, and the gradients of both in float32
     assert 6 * 2 * layer < cut.gathered < 6 * 2.01 * layer
-    experts = memory(
+    experts = plan_memory(
         override(BIG, "mesh.fsdp=2", "mesh.expert=8")
     ).gathered  # these stay where they are
     assert cut.gathered / 8 < experts < cut.gathered / 6
 
 
 def test_the_native_engine_has_a_copy_of_its_own_and_two_while_it_takes_new_weights():
-    mem = memory(BIG)
-    assert mem.of("syncing")["engine_copy"] == 2 * mem.of("sampling")["engine_copy"] > 0
+    mem = plan_memory(BIG)
+    assert (
+        mem.bytes_by_part("syncing")["engine_copy"]
+        == 2 * mem.bytes_by_part("sampling")["engine_copy"]
+        > 0
+    )
     behind = ("rollout.max_staleness=1", "loss.rollout_correction=token_is(high=2.0)")
-    ahead = memory(override(BIG, *behind))
+    ahead = plan_memory(override(BIG, *behind))
     assert mem.ahead == 0 and ahead.training - mem.training == mem.cache + mem.engine_copy
-    assert memory(override(BIG, "rollout.engine=vllm")).engine_copy == 0
+    assert plan_memory(override(BIG, "rollout.engine=vllm")).engine_copy == 0
 
 
 def test_what_the_plan_holds_is_what_is_alive(tmp_path):
     cfg = override(
-        load("tiny.py"), "rollout.sequences_per_step=8", "rollout.samples_per_prompt=8",
+        load_config("tiny.py"), "rollout.sequences_per_step=8", "rollout.samples_per_prompt=8",
         "loss.kl_coef=0.1",
     )  # fmt: skip
-    before, mem = sum(x.nbytes for x in jax.live_arrays()), memory(cfg)
-    state = jax.jit(partial(rl_state, cfg=cfg, tx=rl_optimizer(cfg)))(initial_params(cfg))
+    before, mem = sum(x.nbytes for x in jax.live_arrays()), plan_memory(cfg)
+    state = jax.jit(partial(init_rl_state, cfg=cfg, tx=rl_optimizer(cfg)))(initial_params(cfg))
     with closing(open_engine(cfg, make_ops(cfg), tmp_path)) as engine:
         engine.load(state.params.policy, 0)
         alive = sum(x.nbytes for x in jax.live_arrays()) - before
-    held = sum(v for name, v in mem.of("sampling").items() if name != "cache")
+    held = sum(v for name, v in mem.bytes_by_part("sampling").items() if name != "cache")
     assert abs(alive - held) < 1000  # counters
 
 
 def test_more_than_there_is_is_one_line_with_the_bytes_and_what_helps(monkeypatch):
-    cfg = load("tiny.py")
-    need = memory(cfg).training
+    cfg = load_config("tiny.py")
+    need = plan_memory(cfg).training
     monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: need)
     check_memory(cfg, "training", "sampling")
     monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: need - 1)
@@ -290,7 +300,7 @@ def test_more_than_there_is_is_one_line_with_the_bytes_and_what_helps(monkeypatc
     assert f"{need - 1:,} bytes" in text and f"needs {need:,}" in text and "\n" not in text
     assert "for activations" in text
     typed = re.findall(r"--set (\S+?),? ", text)
-    assert typed and memory(override(cfg, *typed)).training < need
+    assert typed and plan_memory(override(cfg, *typed)).training < need
     check_memory(override(cfg, "mesh.fsdp=2"), "training")  # other machines'
     monkeypatch.setattr(jaxmoe.memory, "device_bytes", lambda: 10_000)
     with pytest.raises(ConfigError, match="a smaller model or a larger machine: with --set optim"):
@@ -313,8 +323,8 @@ def test_a_device_that_says_its_limit_is_asked(monkeypatch):
 
 
 def test_tiny_says_its_parameters_and_its_warm_start():
-    cfg = load("tiny.py")
-    text = describe(cfg)
+    cfg = load_config("tiny.py")
+    text = format_plan(cfg)
     assert f"parameters   {count_params(cfg.model)[0]:,} (" in text
     warm, r = cfg.warmup, cfg.rollout
     assert f"{warm.steps} supervised steps of {warm.sequences_per_step} answers" in text
@@ -322,52 +332,50 @@ def test_tiny_says_its_parameters_and_its_warm_start():
 
 
 def test_a_plan_names_the_mesh():
-    cfg = load("tiny.py")
-    assert "devices      1 (no mesh)" in describe(cfg)
-    four = describe(override(cfg, "mesh.fsdp=2", "mesh.expert=2"))
+    cfg = load_config("tiny.py")
+    assert "devices      1 (no mesh)" in format_plan(cfg)
+    four = format_plan(override(cfg, "mesh.fsdp=2", "mesh.expert=2"))
     assert "devices      4 (fsdp 2 x expert 2)" in four
 
 
 def what_runs(cfg, *changes):
-    text = describe(override(cfg, *changes)).partition("would run\n")[2]
+    text = format_plan(override(cfg, *changes)).partition("would run\n")[2]
     return {line[2:15].strip(): line[15:] for line in text.splitlines()}
 
 
 def test_the_algorithm_is_named_as_the_config_writes_it():
-    lines = what_runs(load("tiny.py"))
-    assert lines["objective"] == "clipped_terms, group_advantages, old_logp detached"
+    lines = what_runs(load_config("tiny.py"))
+    assert lines["objective"] == "ppo_clip, group_advantages, old_logp detached"
     assert not {"critic", "correction", "updates", "GRPO"} & lines.keys()
     lines = what_runs(
-        load("tiny.py"), "loss.objective=gspo_terms(clip_high=4e-4)", "loss.old_logp=recomputed",
+        load_config("tiny.py"), "loss.objective=gspo(clip_high=4e-4)", "loss.old_logp=recomputed",
         "loss.rollout_correction=token_is(high=2.0) + veto", "loss.epochs=2", "loss.minibatches=4",
     )  # fmt: skip
-    assert lines["objective"] == (
-        "gspo_terms(clip_high=4e-4), group_advantages, old_logp recomputed"
-    )
+    assert lines["objective"] == ("gspo(clip_high=4e-4), group_advantages, old_logp recomputed")
     assert lines["correction"] == "token_is(high=2.0) + veto"
     assert lines["updates"] == "2 x 4 a step (epochs x minibatches)"
 
 
 def test_a_preset_is_named_with_what_it_sets():
-    lines = what_runs(load("tiny.py"), "loss.preset=bypass_pg_is")
-    assert lines["objective"] == "reinforce_terms, group_advantages, old_logp detached"
+    lines = what_runs(load_config("tiny.py"), "loss.preset=bypass_pg_is")
+    assert lines["objective"] == "reinforce, group_advantages, old_logp detached"
     assert lines["correction"] == "sequence_is(high=2.0) (preset bypass_pg_is)"
-    assert what_runs(load("tiny.py"), "loss.preset=disabled")["correction"] == (
+    assert what_runs(load_config("tiny.py"), "loss.preset=disabled")["correction"] == (
         "none (preset disabled)"
     )
 
 
 def test_the_critic_is_named():
-    assert what_runs(load("gptoss20b_ppo.py"))["critic"] == (
+    assert what_runs(load_config("gptoss20b_ppo.py"))["critic"] == (
         "own backbone, lr 2e-06, alone for 20 steps"
     )
-    lines = what_runs(load("tiny.py"), GAE, "critic.backbone=shared", "critic.lr=1e-4")
+    lines = what_runs(load_config("tiny.py"), GAE, "critic.backbone=shared", "critic.lr=1e-4")
     assert lines["critic"] == "shared backbone, lr 0.0001"
 
 
 def test_the_engine_is_named_and_where_it_runs():
-    assert what_runs(load("tiny.py"))["rollouts"] == "native engine"
-    cfg = load("tiny_vllm.py")
+    assert what_runs(load_config("tiny.py"))["rollouts"] == "native engine"
+    cfg = load_config("tiny_vllm.py")
     aside = " (its memory is not in this table)"
     assert what_runs(cfg)["rollouts"] == "vLLM, 1 started here" + aside
     assert what_runs(cfg, "rollout.vllm.launch=0")["rollouts"] == "vLLM, in this process" + aside
@@ -383,6 +391,6 @@ def test_the_engine_is_named_and_where_it_runs():
 
 def test_a_plan_refuses_the_algorithms_that_train_refuses():
     with pytest.raises(ConfigError, match="asks for values_BT"):
-        describe(override(load("tiny.py"), GAE))
-    with pytest.raises(ConfigError, match="Did you mean clipped_terms"):
-        describe(override(load("tiny.py"), "loss.objective=cliped_terms"))
+        format_plan(override(load_config("tiny.py"), GAE))
+    with pytest.raises(ConfigError, match="Did you mean ppo_clip"):
+        format_plan(override(load_config("tiny.py"), "loss.objective=ppo_clp"))

@@ -5,13 +5,13 @@ import math
 
 import jax
 
-from jaxmoe.config_file import load, override
-from jaxmoe.memory import memory, microbatch_rows
+from jaxmoe.config_file import load_config, override
+from jaxmoe.memory import microbatch_rows, plan_memory
 from jaxmoe.model.lora import adapter_shapes
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
 
-PACKED = override(load("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
+PACKED = override(load_config("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
 BIG = override(PACKED, "optim.tokens_per_microbatch=0", "optim.microbatches=128")
 
 
@@ -21,8 +21,8 @@ def size(specs):
 
 def test_adapters_are_all_that_is_trained_beside_a_base_in_four_bits():
     cfg = override(BIG, "mesh.fsdp=1", "lora.attention_rank=4", "lora.expert_rank=4")
-    cfg, plain = override(cfg, "loss.kl_coef=0.1"), memory(override(BIG, "mesh.fsdp=1"))
-    held, mem = size(adapter_shapes(cfg.model, cfg.lora)), memory(cfg)
+    cfg, plain = override(cfg, "loss.kl_coef=0.1"), plan_memory(override(BIG, "mesh.fsdp=1"))
+    held, mem = size(adapter_shapes(cfg.model, cfg.lora)), plan_memory(cfg)
     assert mem.weights == mem.engine_copy == mem.update == 4 * held
     assert mem.optimizer == 8 * held and mem.reference == 0
     assert mem.packed == 24 * 32 * 3 * 2880**2 * 17 // 32 and mem.rows == mem.table == 0
@@ -39,13 +39,14 @@ def test_adapters_are_all_that_is_trained_beside_a_base_in_four_bits():
 
 def test_rows_of_experts_are_counted_of_a_chunk_at_a_time():
     m, tokens, chunk = BIG.model, BIG.context, 512
-    whole, cut = (memory(override(BIG, f"optim.expert_tokens={n}")) for n in (0, chunk))
+    whole, cut = (plan_memory(override(BIG, f"optim.expert_tokens={n}")) for n in (0, chunk))
     a_token = 2 * m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
     # values and gradients, of both layers of a pair
     assert whole.activations - cut.activations == 4 * (tokens - chunk) * a_token
-    assert memory(override(BIG, f"optim.expert_tokens={tokens}")) == whole
+    assert plan_memory(override(BIG, f"optim.expert_tokens={tokens}")) == whole
     kept = (
-        memory(override(BIG, "optim.remat=False", f"optim.expert_tokens={n}")) for n in (0, chunk)
+        plan_memory(override(BIG, "optim.remat=False", f"optim.expert_tokens={n}"))
+        for n in (0, chunk)
     )
     whole, cut = kept  # a chunk's rows are made again, without optim.remat too
     rows = 2 * a_token
@@ -55,14 +56,14 @@ def test_rows_of_experts_are_counted_of_a_chunk_at_a_time():
 def test_what_is_trained_whole_and_what_waits_on_the_host_are_counted():
     cfg = override(BIG, "mesh.fsdp=1", "lora.attention_rank=4")
     table = cfg.model.padded_vocab * cfg.model.d_model
-    plain, rows = memory(cfg), memory(override(cfg, "lora.embedding_rows=512"))
+    plain, rows = plan_memory(cfg), plan_memory(override(cfg, "lora.embedding_rows=512"))
     assert rows.rows == 512 * cfg.model.d_model * 2 and rows.table == rows.host == 2 * table
     assert plain.training - rows.training == rows.table - rows.rows
     assert plain.sampling == rows.sampling
     whole = override(cfg, "lora.modules_to_save=router,head")
     (router, bias), layers = (cfg.model.d_model * 32, 32), cfg.model.n_layers
     more = layers * (router + bias) + table
-    mem = memory(whole)
+    mem = plan_memory(whole)
     assert mem.weights - plain.weights == 4 * more
     assert mem.optimizer - plain.optimizer == 8 * more
     assert mem.engine_copy - plain.engine_copy == 4 * layers * (router + bias) + 2 * table

@@ -78,12 +78,12 @@ from jaxmoe.parallel.processes import together
 
 class Steps(Job):
     def __init__(self, stop):
-        self.stop, self.at = stop, SimpleNamespace(step=0, stage="rl")
+        self.stop, self.position = stop, SimpleNamespace(step=0, stage="rl")
         self.cfg = SimpleNamespace(save=SimpleNamespace(every_steps=1000))
         self.log = SimpleNamespace(must_be_in_place=lambda: None)
 
     def save(self):
-        return str(self.at.step)
+        return str(self.position.step)
 
 answers = open(sys.argv[1], "w", buffering=1)
 with together():
@@ -93,13 +93,13 @@ with together():
             job.save_or_stop(last=False)  # both have their handlers
             print("begun", attempt, file=answers)
             try:
-                while job.at.step < until:
-                    job.at.step += 1
+                while job.position.step < until:
+                    job.position.step += 1
                     job.save_or_stop(last=False)
                 print("lost", file=answers)
             except Stopped as error:
                 print(error, file=answers)
-            job.stop, job.at.step = SimpleNamespace(signal=0), 0
+            job.stop, job.position.step = SimpleNamespace(signal=0), 0
             job.save_or_stop(last=False)  # nobody begins anew before both have ended
 """
 

@@ -84,7 +84,7 @@ def test_a_bug_keeps_its_traceback_and_the_run_is_saved(tmp_path, monkeypatch, a
 def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
     """It has given the weights away, so that nothing newer than the last checkpoint is there."""
 
-    steps, host = [], Job.host
+    steps, host = [], Job.fetch_metrics
 
     def fails(job, step_fn, metrics, step, *, rate):
         steps.append(metrics)
@@ -92,7 +92,7 @@ def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
             raise MemoryError("no room for the step")
         return host(job, step_fn, metrics, step, rate=rate)
 
-    monkeypatch.setattr(Job, "host", fails)
+    monkeypatch.setattr(Job, "fetch_metrics", fails)
     with pytest.raises(MemoryError, match="no room for the step") as error:
         Run(tmp_path, Scripted(), changes=("save.every_steps=2",))(monkeypatch)
     (note,) = error.value.__notes__
@@ -128,16 +128,16 @@ def test_a_save_that_the_disk_refuses_is_made_once_more_and_where_that_works_the
 
 def test_plots_that_the_disk_refuses_end_no_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "plots").symlink_to(tmp_path)
-    report = Job.report
+    report = Job.report_step
 
     def draws(self, *args):  # the loop's own plots are left out to save time
         report(self, *args)
-        if self.at.step == STEPS:
+        if self.position.step == STEPS:
             with monkeypatch.context() as patch:
                 patch.setattr(job, "plot_run", plot_run)
-                self.plot()
+                self.draw_plots()
 
-    monkeypatch.setattr(Job, "report", draws)
+    monkeypatch.setattr(Job, "report_step", draws)
     assert Run(tmp_path, Scripted())(monkeypatch) == STEPS
     told = capsys.readouterr().err
     assert f"! no plots: {tmp_path / 'plots'} must be" in told and told.count("\n") == 1
@@ -303,12 +303,12 @@ def test_answers_are_recorded_once_for_every_step_however_often_the_run_dies(tmp
     with monkeypatch.context() as patch:  # dies after step 5, behind its last checkpoint
 
         def dies(self, progress, batch, metrics):
-            if self.at.step == 5:
+            if self.position.step == 5:
                 raise Bomb
             report(self, progress, batch, metrics)
 
-        report = Job.report
-        patch.setattr(Job, "report", dies)
+        report = Job.report_step
+        patch.setattr(Job, "report_step", dies)
         with pytest.raises(Bomb):
             Run(parts, Scripted(), changes=changes)(monkeypatch)
     Run(parts, Scripted(), changes=changes)(monkeypatch)

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxmoe import engines, train
-from jaxmoe.losses import clipped_terms
+from jaxmoe.losses import ppo_clip
 from jaxmoe.model import Ops
 from jaxmoe.model import ops as model_ops
 from jaxmoe.rl import scorer
@@ -45,9 +45,9 @@ stacks: list[list[traceback.FrameSummary]] = []
 
 
 def probe(logp_BT, old_logp_BT, advantages_BT, mask_BT):
-    """`clipped_terms`, which remembers who asked it."""
+    """`ppo_clip`, which remembers who asked it."""
     stacks.append(traceback.extract_stack())
-    return clipped_terms(logp_BT, old_logp_BT, advantages_BT, mask_BT)
+    return ppo_clip(logp_BT, old_logp_BT, advantages_BT, mask_BT)
 
 
 def ours(stack) -> list[tuple[str, str]]:
@@ -130,7 +130,7 @@ def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(looked):
     stack = differentiated[0]
     names = [frame.name for frame in stack]
     before = ours(stack[: names.index("value_and_grad_f")])
-    trace = [*ours(stack), ("jaxmoe/losses/objectives.py", "clipped_terms")]
+    trace = [*ours(stack), ("jaxmoe/losses/objectives.py", "ppo_clip")]
     print("\n".join(f"{i}  {file}  {function}" for i, (file, function) in enumerate(trace, 1)))
     assert len(before) <= 5 and len(trace) <= 8
     readme = (ROOT / "README.md").read_text()

@@ -82,7 +82,7 @@ def test_modules_that_were_trained_whole_lie_beside_as_in_a_checkpoint(tmp_path)
     draw = lambda x: rng.standard_normal(x.shape, np.float32)  # noqa: E731
     specs = lora_specs(CFG, lora)
     for kind, of in specs["layers"].items():
-        adapters["layers"][kind] |= {n: draw(x) for n, x in of.items() if n in lora.whole}
+        adapters["layers"][kind] |= {n: draw(x) for n, x in of.items() if n in lora.fully_trained}
     adapters |= {name: draw(x) for name, x in specs.items() if name != "layers"}
     save_adapter(adapters, CFG, lora, tmp_path / "a")
     tensors, full = load_file(tmp_path / "a" / FILE), adapters["layers"]["full"]

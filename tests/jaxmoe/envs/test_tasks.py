@@ -17,7 +17,7 @@ from jaxmoe.config import (
     OptimConfig,
     RolloutConfig,
 )
-from jaxmoe.config_file import load
+from jaxmoe.config_file import load_config
 from jaxmoe.data.harmony import read_response
 from jaxmoe.data.rows import Row
 from jaxmoe.data.templates import Template
@@ -307,7 +307,7 @@ def test_a_sources_score_that_is_no_number_is_refused(task, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gptoss20b.py", "gptoss120b.py", "gptoss20b_ppo.py"])
 def test_the_large_configs_ask_for_a_final_channel(name):
-    data = load(name).data
+    data = load_config(name).data
     template = Template(data.template, data.system, data.reasoning_effort)
     text, tokens = template.render(Row("2+2?", "4"), ByteTokenizer())
     assert text.endswith("<|start|>assistant") and "Reasoning: low" in text and "####" in text

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from jaxmoe.losses import (
-    cispo_terms,
-    clipped_terms,
-    dppo_tv_terms,
+    cispo,
+    dppo_tv,
     grpo_loss,
-    gspo_terms,
+    gspo,
     masked_sum,
-    reinforce_terms,
-    sapo_terms,
+    ppo_clip,
+    reinforce,
+    sapo,
     seq_mean_token_mean,
     seq_mean_token_sum_norm,
     token_mean,
@@ -38,16 +38,16 @@ A, OLD, NOW = row(1, -1, -4), row(-1, -1, -3), row(-1.69315, -1, -0.69741)
 @pytest.mark.paper
 def test_dual_clip_bounds_the_loss_of_a_bad_token():
     # SkyRL tests/train/algorithms/test_losses.py
-    terms = clipped_terms(NOW, OLD, A, ones(A), dual_clip=3.0)
+    terms = ppo_clip(NOW, OLD, A, ones(A), dual_clip=3.0)
     np.testing.assert_allclose(terms, row(-0.5, 1, 12), atol=1e-4)
     assert float(terms.sum()) == pytest.approx(12.5, abs=1e-4)
-    np.testing.assert_allclose(clipped_terms(NOW, OLD, A, ones(A)), row(-0.5, 1, 40), rtol=1e-4)
+    np.testing.assert_allclose(ppo_clip(NOW, OLD, A, ones(A)), row(-0.5, 1, 40), rtol=1e-4)
 
 
 @pytest.mark.paper
 def test_cispo_weighs_by_the_clipped_ratio():
     # SkyRL tests/train/algorithms/test_losses.py
-    terms = cispo_terms(NOW, OLD, A, ones(A), clip_low=0.2, clip_high=0.2)
+    terms = cispo(NOW, OLD, A, ones(A), clip_low=0.2, clip_high=0.2)
     assert float(terms.sum()) == pytest.approx(-2.9930, abs=1e-4)
 
 
@@ -65,7 +65,7 @@ def test_dppo_drops_tokens_that_went_far_enough(now, advantages, kept):
     old = jnp.full(now.shape, -1.0)
 
     def loss(x):
-        return dppo_tv_terms(x, old, advantages, ones(now), most=0.2).sum()
+        return dppo_tv(x, old, advantages, ones(now), most=0.2).sum()
 
     assert (jax.grad(loss)(now) != 0).tolist() == [kept]
 
@@ -76,8 +76,8 @@ def test_gspo_ratios_vary_less_than_tokens_do():
     rng = np.random.default_rng(0)
     now, old = (jnp.asarray(-rng.random((4, 11)), jnp.float32) for _ in range(2))
     advantages = jnp.ones_like(now)
-    sequence = gspo_terms(now, old, advantages, ones(now), clip_low=9.0, clip_high=9.0)
-    token = clipped_terms(now, old, advantages, ones(now), clip_low=9.0, clip_high=9.0)
+    sequence = gspo(now, old, advantages, ones(now), clip_low=9.0, clip_high=9.0)
+    token = ppo_clip(now, old, advantages, ones(now), clip_low=9.0, clip_high=9.0)
     assert float(sequence.var()) < 0.2 * float(token.var())
     np.testing.assert_allclose(sequence, sequence[:, :1] + jnp.zeros_like(now), rtol=4 * EPS)
 
@@ -114,12 +114,12 @@ def loss64(name, now, old, a, held):
 
 
 OURS = {
-    "clipped": lambda n, o, a, m: clipped_terms(n, o, a, m, clip_high=0.28, dual_clip=3.0),
-    "gspo": lambda n, o, a, m: gspo_terms(n, o, a, m, clip_low=0.1, clip_high=0.15),
-    "cispo": lambda n, o, a, m: cispo_terms(n, o, a, m, clip_low=0.2, clip_high=0.3),
-    "sapo": sapo_terms,
-    "dppo": lambda n, o, a, m: dppo_tv_terms(n, o, a, m, most=0.2),
-    "reinforce": lambda n, o, a, m: reinforce_terms(n, a, m),
+    "clipped": lambda n, o, a, m: ppo_clip(n, o, a, m, clip_high=0.28, dual_clip=3.0),
+    "gspo": lambda n, o, a, m: gspo(n, o, a, m, clip_low=0.1, clip_high=0.15),
+    "cispo": lambda n, o, a, m: cispo(n, o, a, m, clip_low=0.2, clip_high=0.3),
+    "sapo": sapo,
+    "dppo": lambda n, o, a, m: dppo_tv(n, o, a, m, most=0.2),
+    "reinforce": lambda n, o, a, m: reinforce(n, a, m),
 }
 
 
@@ -203,7 +203,7 @@ def test_the_sequence_form_of_gspo_has_the_same_gradient():
     weights = seq_mean_token_mean(mask)
 
     def token(x):
-        return masked_sum(gspo_terms(x, old, a, mask, clip_low=0.5, clip_high=0.5) * weights, mask)
+        return masked_sum(gspo(x, old, a, mask, clip_low=0.5, clip_high=0.5) * weights, mask)
 
     def sequence(x):
         mean = jnp.where(mask, x - old, 0.0).sum(1) / lengths[:, 0].astype(jnp.float32)
@@ -214,10 +214,10 @@ def test_the_sequence_form_of_gspo_has_the_same_gradient():
     np.testing.assert_allclose(grad, want_grad, rtol=16 * EPS, atol=EPS)
 
 
-def test_grpo_is_the_clipped_terms_under_the_token_mean():
+def test_grpo_is_ppo_clip_under_the_token_mean():
     mask = jnp.asarray([[True, False, True]])
     loss, _ = grpo_loss(NOW, OLD, A, mask, clip_low=0.2, clip_high=0.28)
-    terms = clipped_terms(NOW, OLD, A, mask, clip_low=0.2, clip_high=0.28)
+    terms = ppo_clip(NOW, OLD, A, mask, clip_low=0.2, clip_high=0.28)
     assert float(loss) == float(masked_sum(terms * token_mean(mask), mask))
 
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmoe import losses
-from jaxmoe.losses.options import POSITIVE, option
+from jaxmoe.losses.options import POSITIVE, check_option
 
 MASK, X = jnp.ones((2, 3), bool), jnp.full((2, 3), 0.5)
 NAN = float("nan")
 OBJECTIVE = dict(logp_BT=X, old_logp_BT=X, advantages_BT=X, mask_BT=MASK)
 TERMS = {
     name: partial(getattr(losses, name), **OBJECTIVE)
-    for name in ("clipped_terms", "gspo_terms", "cispo_terms", "sapo_terms", "dppo_tv_terms")
+    for name in ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv")
 }
 BOUNDED = {
     "token_is": partial(losses.token_is, X),
@@ -33,14 +33,14 @@ IN_TIME = {
     "whitened_gae": partial(losses.whitened_gae, X, X, MASK),
 }
 DRIFT = partial(losses.drift_mask, X, X, MASK)
-VALUE = partial(losses.value_terms, X, X, X, MASK)
+VALUE = partial(losses.clipped_value_loss, X, X, X, MASK)
 NEGATIVE, NOT_POSITIVE = (-0.1, NAN), (0.0, -1.0, NAN)
 REFUSED = [
-    *((TERMS[n], o, NEGATIVE) for n in ("clipped_terms", "gspo_terms", "cispo_terms")
+    *((TERMS[n], o, NEGATIVE) for n in ("ppo_clip", "gspo", "cispo")
       for o in ("clip_low", "clip_high")),
-    (TERMS["clipped_terms"], "dual_clip", (1.0, 0.5, -3.0, NAN)),
-    *((TERMS["sapo_terms"], o, NOT_POSITIVE) for o in ("tau_positive", "tau_negative")),
-    (TERMS["dppo_tv_terms"], "most", NEGATIVE),
+    (TERMS["ppo_clip"], "dual_clip", (1.0, 0.5, -3.0, NAN)),
+    *((TERMS["sapo"], o, NOT_POSITIVE) for o in ("tau_positive", "tau_negative")),
+    (TERMS["dppo_tv"], "most", NEGATIVE),
     *((f, "high", NOT_POSITIVE) for f in BOUNDED.values()),
     *((partial(f, high=2.0), "low", (*NEGATIVE, 2.1)) for f in BOUNDED.values()),
     (DRIFT, "most", NEGATIVE),
@@ -73,11 +73,11 @@ def test_the_edges_of_the_ranges_are_inside(function):
     weights = function(low=2.0, high=2.0).weights_BT
     assert weights.tolist() == [[2.0] * 3] * 2  # a lower bound lifts what is below it
     assert function(high=float("inf")).weights_BT.max() < 5
-    TERMS["clipped_terms"](clip_low=0.0, clip_high=0.0, dual_clip=float("inf"))
+    TERMS["ppo_clip"](clip_low=0.0, clip_high=0.0, dual_clip=float("inf"))
 
 
 def test_text_is_no_number_and_no_choice():
     with pytest.raises(ValueError, match="high must be above 0, got '2'. Try high=1.0."):
-        option("high", "2", POSITIVE)
+        check_option("high", "2", POSITIVE)
     with pytest.raises(ValueError, match="scale_by_std must be True or False, got 'no'"):
         inspect.unwrap(losses.group_advantages)(X, scale_by_std="no")  # beneath the types

@@ -39,7 +39,7 @@ OLD, ROLLOUT = (-1.0, -1.5, -0.5), (-1.5, -1.0, -1.5)  # log ρ = 0.5, -0.5, 1
 def test_token_weights_are_truncated_at_the_cap():
     # SkyRL: test_compute_tis_ratio_token_level
     log_ratio, _ = ratios(OLD, ROLLOUT)
-    weights = c.truncate(c.token_ratio(log_ratio), high=2.0)
+    weights = c.truncate_ratio(c.token_ratio(log_ratio), high=2.0)
     np.testing.assert_allclose(weights, row(1.6487, 0.6065, 2.0), rtol=1e-4)
 
 
@@ -54,7 +54,7 @@ def test_a_sequence_weight_is_the_product_of_its_tokens():
 def test_a_sequence_weight_is_truncated_at_the_cap():
     # SkyRL: test_compute_tis_ratio_sequence_level_with_cap
     log_ratio, mask = ratios([-1, -1, -1], [-2, -2, -2])
-    weights = c.truncate(c.sequence_ratio(log_ratio, mask), high=5.0)
+    weights = c.truncate_ratio(c.sequence_ratio(log_ratio, mask), high=5.0)
     np.testing.assert_array_equal(weights, [[5.0] * 3])
 
 
@@ -70,7 +70,7 @@ def test_a_masked_token_has_no_part_in_the_product():
 def test_the_geometric_mean_keeps_what_is_close(rollout, kept):
     # SkyRL: test_compute_sequence_mask_geometric and …_rejects, with tighter bounds
     log_ratio, mask = ratios([-1, -1.1, -1], rollout)
-    keep = c.within(c.geometric_ratio(log_ratio, mask), low=0.99, high=1.01)
+    keep = c.within_bounds(c.geometric_ratio(log_ratio, mask), low=0.99, high=1.01)
     assert keep.tolist() == [[kept] * 3]
 
 
@@ -79,7 +79,7 @@ def test_the_geometric_mean_keeps_what_is_close(rollout, kept):
 def test_the_product_keeps_what_is_close(rollout, kept):
     # SkyRL: test_compute_sequence_mask_product and …_rejects_by_seq_ratio
     log_ratio, mask = ratios([-1, -1.1, -1.2], rollout)
-    keep = c.within(c.sequence_ratio(log_ratio, mask), low=0.5, high=2.0)
+    keep = c.within_bounds(c.sequence_ratio(log_ratio, mask), low=0.5, high=2.0)
     assert keep.tolist() == [[kept] * 3]
 
 
@@ -96,11 +96,11 @@ def test_the_product_keeps_what_is_close(rollout, kept):
 def test_one_catastrophic_token_rejects_its_sequence(old, rollout, mask, kept):
     # SkyRL: test_compute_outlier_token_mask_…
     log_ratio, mask = ratios(old, rollout, mask)
-    assert c.no_outlier(log_ratio, mask, low=1e-4, high=100.0).tolist() == [[kept]]
+    assert c.outlier_keep_mask(log_ratio, mask, low=1e-4, high=100.0).tolist() == [[kept]]
 
 
 def test_an_outlier_at_a_false_token_vetoes_nothing():
-    assert c.no_outlier(row(0.0, 50.0), jnp.asarray([[True, False]])).tolist() == [[True]]
+    assert c.outlier_keep_mask(row(0.0, 50.0), jnp.asarray([[True, False]])).tolist() == [[True]]
 
 
 # --- published: verl, tests/trainer/ppo/test_rollout_corr.py
@@ -112,9 +112,9 @@ def test_rejection_by_token_bounds_leaves_the_weights_positive():
     old = jnp.full((2, 5), -2.0)
     rollout = jnp.asarray([[-1.0] * 5, [-2.5] * 5])
     log_ratio = c.log_ratios(old, rollout, ones(old))
-    weights = c.truncate(c.token_ratio(log_ratio), high=2.0)
+    weights = c.truncate_ratio(c.token_ratio(log_ratio), high=2.0)
     np.testing.assert_allclose(weights, [[0.368] * 5, [1.649] * 5], atol=0.01)
-    keep = c.within(c.token_ratio(log_ratio), low=0.5, high=2.0)
+    keep = c.within_bounds(c.token_ratio(log_ratio), low=0.5, high=2.0)
     assert keep.tolist() == [[False] * 5, [True] * 5]
 
 
@@ -123,7 +123,7 @@ def test_icepop_zeroes_weights_out_of_bounds_and_keeps_the_others():
     # verl: test_exact_icepop_zeroes_weights_without_changing_mask
     ratio = row(0.4, 0.8, 6.0)
     log_ratio = c.log_ratios(jnp.zeros((1, 3)), -jnp.log(ratio), ones(ratio))
-    inside = c.within(c.token_ratio(log_ratio), low=0.5, high=5.0)
+    inside = c.within_bounds(c.token_ratio(log_ratio), low=0.5, high=5.0)
     weights = jnp.where(inside, c.token_ratio(log_ratio), 0.0)
     np.testing.assert_allclose(weights, row(0.0, 0.8, 0.0), atol=1e-6)
 
@@ -132,7 +132,7 @@ def test_icepop_zeroes_weights_out_of_bounds_and_keeps_the_others():
 def test_icepop_weights_multiply_the_policy_gradient():
     # NeMo-RL tests/unit/algorithms/test_loss_functions.py, ClippedPGLossFn with ICE-POP
     log_ratio, mask = ratios([-1, -1, -1], [-0.5, -3.5, -0.8])
-    inside = c.within(c.token_ratio(log_ratio), low=0.5, high=5.0)
+    inside = c.within_bounds(c.token_ratio(log_ratio), low=0.5, high=5.0)
     weights = jnp.where(inside, c.token_ratio(log_ratio), 0.0)
     np.testing.assert_allclose(weights, row(0.60653067, 0.0, 0.81873075), atol=1e-6)
     loss = jnp.mean(weights * -row(1.0, -1.0, 2.0))
@@ -147,7 +147,7 @@ def test_drifted_rows_are_dropped_where_the_advantage_is_negative():
     # TRL: test_get_off_policy_mask
     logp = jnp.asarray([[-2.0] * 4, [-0.5] * 4, [-2.0] * 4])
     advantages = jnp.broadcast_to(jnp.asarray([[1.0], [-1.0], [-1.0]]), logp.shape)
-    keep = c.not_drifted(logp, jnp.zeros_like(logp), advantages, ones(logp), most=1.0)
+    keep = c.drift_keep_mask(logp, jnp.zeros_like(logp), advantages, ones(logp), most=1.0)
     assert keep.tolist() == [[True] * 4, [True] * 4, [False] * 4]
 
 
@@ -157,7 +157,7 @@ def test_padding_has_no_part_in_the_drift():
     mask = jnp.asarray([[True, True, False, False]])
     for logp, kept in ((-2.0, False), (-0.5, True)):
         logp, advantages = row(logp, logp, -1e4, 1e4), jnp.full((1, 4), -1.0)
-        keep = c.not_drifted(logp, jnp.zeros((1, 4)), advantages, mask, most=1.0)
+        keep = c.drift_keep_mask(logp, jnp.zeros((1, 4)), advantages, mask, most=1.0)
         assert keep.tolist() == [[kept, kept, True, True]]
 
 
@@ -167,17 +167,19 @@ def test_padding_has_no_part_in_the_drift():
 def test_unequal_bounds_are_bounds_of_the_ratio_and_not_of_its_inverse():
     # [0.5, 5] holds 4 and not 1/4; tested as -log rho against [log 0.5, log 5] it would not
     log_ratio, mask = ratios([0.0, 0.0], [-np.log(4), np.log(4)])
-    assert c.within(c.token_ratio(log_ratio), low=0.5, high=5.0).tolist() == [[True, False]]
+    assert c.within_bounds(c.token_ratio(log_ratio), low=0.5, high=5.0).tolist() == [[True, False]]
 
 
 def test_statistics_of_a_sequence_by_hand():
     log_ratio, mask = ratios(OLD, ROLLOUT, [1, 1, 0])  # 0.5, -0.5
-    np.testing.assert_allclose(c.k2(log_ratio), row(0.125, 0.125, 0.0), rtol=EPS)
+    np.testing.assert_allclose(c.k2_from_log_ratio(log_ratio), row(0.125, 0.125, 0.0), rtol=EPS)
     k3 = [np.exp(0.5) - 1.5, np.exp(-0.5) - 0.5, 0.0]
-    ours = kl.k3(log_ratio)
+    ours = kl.k3_from_log_ratio(log_ratio)
     np.testing.assert_allclose(ours, [k3], rtol=8 * EPS)
     np.testing.assert_allclose(c.sequence_sum(ours, mask), [[sum(k3)]], rtol=8 * EPS)
-    np.testing.assert_allclose(c.sequence_mean(c.k2(log_ratio), mask), [[0.125]], rtol=EPS)
+    np.testing.assert_allclose(
+        c.sequence_mean(c.k2_from_log_ratio(log_ratio), mask), [[0.125]], rtol=EPS
+    )
     np.testing.assert_allclose(c.sequence_max(ours, mask), [[k3[0]]], rtol=8 * EPS)
 
 
@@ -191,7 +193,7 @@ def test_normalized_weights_average_one_over_the_true_tokens():
 @pytest.mark.parametrize("bad", [(-0.1, 2.0), (2.0, 0.5)])
 def test_impossible_bounds_are_refused(bad):
     with pytest.raises(ValueError, match="0 <= low <= high"):
-        c.within(row(1.0), low=bad[0], high=bad[1])
+        c.within_bounds(row(1.0), low=bad[0], high=bad[1])
 
 
 @given(st.sampled_from([1000.0, -1000.0, np.inf, -np.inf, np.nan]))
@@ -210,8 +212,8 @@ def test_a_thousand_nats_stay_finite(gap):
         c.token_ratio(log_ratio),
         c.sequence_ratio(log_ratio, mask),
         c.geometric_ratio(log_ratio, mask),
-        c.k2(log_ratio),
-        kl.k3(log_ratio),
+        c.k2_from_log_ratio(log_ratio),
+        kl.k3_from_log_ratio(log_ratio),
     ):
         assert bool(jnp.isfinite(ratio).all())
 
@@ -220,7 +222,7 @@ def test_a_row_without_true_tokens_has_ratio_one():
     log_ratio, mask = ratios(OLD, ROLLOUT, [0, 0, 0])
     assert c.sequence_ratio(log_ratio, mask).tolist() == [[1.0] * 3]
     assert c.geometric_ratio(log_ratio, mask).tolist() == [[1.0] * 3]
-    assert c.no_outlier(log_ratio, mask).tolist() == [[True]]
+    assert c.outlier_keep_mask(log_ratio, mask).tolist() == [[True]]
 
 
 def test_weights_have_no_gradient():

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe.losses import (
-    clipped_terms,
     drift_mask,
     geometric_is,
     masked_sum,
     normalize,
+    ppo_clip,
     rejection,
     sequence_icepop,
     sequence_is,
@@ -129,7 +129,7 @@ def test_icepop_weights_multiply_the_clipped_loss():
     mask = ones(logp)
     weights = token_icepop(log_ratios(logp, row(-0.5, -3.5, -0.8), mask), low=0.5, high=5.0)[0]
     np.testing.assert_allclose(weights, row(0.60653067, 0.0, 0.81873075), atol=1e-6)
-    terms = clipped_terms(logp, logp, advantages, mask)
+    terms = ppo_clip(logp, logp, advantages, mask)
     loss = masked_sum(terms * weights * token_mean(mask), mask)
     assert float(loss) == pytest.approx(-0.7479974, abs=1e-6)
 

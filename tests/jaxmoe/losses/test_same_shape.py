@@ -7,10 +7,11 @@ import pytest
 
 from jaxmoe import losses
 from jaxmoe.losses.same_shape import require_same_shape
+from jaxmoe.rl.algorithm import CHOICES
 
 B, T = 3, 5
 X, MASK = jnp.full((B, T), -1.0), jnp.ones((B, T), bool)
-OBJECTIVES = [name for name in losses.__all__ if name.endswith("_terms") and name != "value_terms"]
+OBJECTIVES = CHOICES["objective"]
 WRONG = [jnp.ones(T), jnp.ones((B, 1)), jnp.ones((1, T)), jnp.ones(())]
 
 
@@ -24,7 +25,7 @@ def without_the_tests_own_type_checks(monkeypatch):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objectives_refuse_advantages_of_another_shape(name, wrong):
     objective = getattr(losses, name)
-    logps = (X,) if name == "reinforce_terms" else (X, X)
+    logps = (X,) if name == "reinforce" else (X, X)
     assert objective(*logps, X, MASK).shape == (B, T)
     with pytest.raises(ValueError, match=r"advantages_BT must have the shape \(3, 5\)"):
         objective(*logps, wrong, MASK)
@@ -44,7 +45,7 @@ def test_grpo_loss_refuses_any_array_of_another_shape(place):
     (losses.kl_k1, (X, X)), (losses.kl_k2, (X, X)), (losses.kl_k3, (X, X)),
     (losses.kl_k3_importance, (X, X, X)), (losses.kl_k3_with_k2_gradient, (X, X)),
     (losses.masked_mean, (X, MASK)), (losses.masked_sum, (X, MASK)),
-    (losses.value_terms, (X, X, X, MASK)), (losses.mismatch_metrics, (X, X, MASK)),
+    (losses.clipped_value_loss, (X, X, X, MASK)), (losses.mismatch_metrics, (X, X, MASK)),
 ], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
 def test_other_losses_refuse_each_array_of_another_shape(function, arrays):
     function(*arrays)

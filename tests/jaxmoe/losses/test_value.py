@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmoe.losses import explained_variance, masked_sum, value_terms
+from jaxmoe.losses import clipped_value_loss, explained_variance, masked_sum
 
 EPS = float(np.finfo(np.float32).eps)
 MASK = np.array([[0, 1, 1, 0, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]], bool)
@@ -35,7 +35,9 @@ def value64(values, old, returns, clip):
 )
 def test_the_clip_holds_a_value_that_has_moved_far_toward_its_return(value, target, loss, slope):
     def term(x):
-        return value_terms(x, *arrays([[0.0]], [[target]]), jnp.ones((1, 1), bool), clip=0.5)[0, 0]
+        return clipped_value_loss(
+            x, *arrays([[0.0]], [[target]]), jnp.ones((1, 1), bool), clip=0.5
+        )[0, 0]
 
     got, grad = jax.value_and_grad(term)(jnp.full((1, 1), value, jnp.float32))
     assert float(got) == loss and float(grad[0, 0]) == slope
@@ -49,7 +51,7 @@ def test_values_and_gradients_are_those_of_float64_differences(clip):
     )
     fixed, mask = arrays(old, returns), jnp.asarray(MASK)
     got, grad = jax.value_and_grad(
-        lambda x: masked_sum(value_terms(x, *fixed, mask, clip=clip), mask)
+        lambda x: masked_sum(clipped_value_loss(x, *fixed, mask, clip=clip), mask)
     )(*arrays(values))
     h = 1e-6
     up, down = (value64(values + d, old, returns, clip) for d in (h, -h))
@@ -65,14 +67,14 @@ def test_values_and_gradients_are_those_of_float64_differences(clip):
 def test_the_first_update_of_a_batch_is_never_clipped():
     values, returns = arrays(*np.random.default_rng(1).normal(size=(2, *MASK.shape)))
     mask = jnp.asarray(MASK)
-    grad = jax.grad(lambda x: value_terms(x, values, returns, mask, clip=0.1).sum())(values)
+    grad = jax.grad(lambda x: clipped_value_loss(x, values, returns, mask, clip=0.1).sum())(values)
     np.testing.assert_allclose(grad, jnp.where(mask, values - returns, 0.0), rtol=4 * EPS)
 
 
 def test_no_gradient_reaches_the_old_values_or_the_returns():
     values, old, returns = arrays(*np.random.default_rng(2).normal(size=(3, *MASK.shape)))
     grads = jax.grad(
-        lambda o, g: value_terms(values, o, g, jnp.asarray(MASK)).sum(), argnums=(0, 1)
+        lambda o, g: clipped_value_loss(values, o, g, jnp.asarray(MASK)).sum(), argnums=(0, 1)
     )(old, returns)
     assert not any(np.asarray(g).any() for g in grads)
 
@@ -83,7 +85,9 @@ def test_what_stands_at_false_tokens_never_matters(value):
     dirty = [jnp.where(MASK, x, value) for x in clean]
 
     def both(values, old, returns):
-        loss = jax.value_and_grad(lambda x: value_terms(x, old, returns, jnp.asarray(MASK)).sum())
+        loss = jax.value_and_grad(
+            lambda x: clipped_value_loss(x, old, returns, jnp.asarray(MASK)).sum()
+        )
         return (*loss(values), explained_variance(values, returns, jnp.asarray(MASK)))
 
     for ours, want in zip(both(*dirty), both(*clean), strict=True):
@@ -111,5 +115,5 @@ def test_a_perfect_critic_explains_all_a_constant_nothing_and_a_wrong_one_less()
 
 def test_no_true_token_is_zero_and_not_nan():
     x, nothing = jnp.ones((2, 3)), jnp.zeros((2, 3), bool)
-    assert not np.asarray(value_terms(x, x, x + 1.0, nothing)).any()
+    assert not np.asarray(clipped_value_loss(x, x, x + 1.0, nothing)).any()
     assert float(explained_variance(x, x + 1.0, nothing)) == 0.0

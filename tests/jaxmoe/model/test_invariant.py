@@ -23,7 +23,7 @@ from compositions import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxmoe.config.numerics import FEWEST
+from jaxmoe.config.numerics import MIN_ROWS_PER_DEVICE
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.invariant import in_two
 from pallas_kernels import decode_attention, sink_attention
@@ -150,4 +150,4 @@ def test_a_log_prob_in_two_parts_is_their_sum_to_the_bit(cases):
 
 
 def test_the_fewest_rows_of_an_engine_fill_a_quarter_of_a_tile():
-    assert FEWEST * 4 == ROWS
+    assert MIN_ROWS_PER_DEVICE * 4 == ROWS

@@ -12,7 +12,7 @@ from adapted import CFG, LORA, OPS, adapters_of, base_of, dense
 
 from jaxmoe.checkpoint.merge import merged
 from jaxmoe.config import ConfigError, LoraConfig
-from jaxmoe.config.lora import WHOLE
+from jaxmoe.config.lora import MODULES_TO_SAVE
 from jaxmoe.model import forward, sequence_logprobs
 from jaxmoe.model.lora import Pair, adapter_shapes, init_adapters, lora_specs, with_adapters
 from jaxmoe.model.router import replay
@@ -127,10 +127,10 @@ def test_gradients_are_those_of_the_merged_weights(dtype):
 
 @pytest.mark.slow  # a backward pass of all weights
 def test_what_is_trained_whole_begins_as_the_base_and_has_its_gradient():
-    lora = replace(LORA, targets="w_k,w_down", modules_to_save=",".join(WHOLE))
+    lora = replace(LORA, targets="w_k,w_down", modules_to_save=",".join(MODULES_TO_SAVE))
     base = base_of()
     adapters = init_adapters(jax.random.key(2), CFG, lora, base)
-    names = {name for group in WHOLE.values() for name in group}
+    names = {name for group in MODULES_TO_SAVE.values() for name in group}
     layer = adapters["layers"]["sliding"]
     assert layer.keys() | adapters.keys() == names | {"w_k", "w_down", "layers"}
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), adapters)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.model import make_ops, plain_ops
 from jaxmoe.model.experts import experts, in_chunks
 from jaxmoe.model.moe import moe_block
@@ -213,7 +213,7 @@ def test_fewer_tokens_than_a_chunk_are_the_program_without_chunks():
 
 
 def test_the_config_says_how_many_and_none_is_the_program_of_before():
-    cfg = load("tiny.py")
+    cfg = load_config("tiny.py")
     assert make_ops(cfg, {}).experts is experts
     assert make_ops(override(cfg, "optim.expert_tokens=64"), {}).experts is not experts
     with pytest.raises(ConfigError, match=r"expert_tokens must be 0 or more.*expert_tokens=1024"):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.observe import trackers
 from jaxmoe.observe.metrics import MetricsLog
 
@@ -124,13 +124,13 @@ def test_nobody_else_is_imported_unless_asked(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("to", ["wandb", "trackio", "wandb, trackio", ""])
 def test_observe_to_names_trackers(to):
-    cfg = override(load("tiny.py"), f"observe.to={to}")
+    cfg = override(load_config("tiny.py"), f"observe.to={to}")
     assert cfg.observe.trackers == [name for name in BOTH if name in to]
 
 
 def test_an_unknown_tracker_is_refused():
     with pytest.raises(ConfigError, match="observe.to must be wandb, trackio or both"):
-        override(load("tiny.py"), "observe.to=mlflow")
+        override(load_config("tiny.py"), "observe.to=mlflow")
 
 
 SCRIPT = """

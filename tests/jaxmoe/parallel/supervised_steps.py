@@ -13,7 +13,7 @@ import sys
 import jax
 
 from jaxmoe.checkpoint.run import initial_params
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.tasks import answer_tokens, open_task
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.check_collectives import check_collectives
@@ -21,23 +21,23 @@ from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import join
 from jaxmoe.parallel.sharding import make_mesh, place
 from jaxmoe.rl.batch import supervised_batch
-from jaxmoe.rl.programs import pinned, supervised_program, warmup_optimizer
-from jaxmoe.rl.state import Trained, new_state
+from jaxmoe.rl.programs import out_shardings_option, supervised_program, warmup_optimizer
+from jaxmoe.rl.state import Trained, init_state
 
 
 def main(steps: int, axis: str) -> None:
     join()
     sizes = "warmup.sequences_per_step=4", "data.train_rows=64", "data.held_out_rows=4"
-    cfg = override(load("tiny.py"), f"mesh.{axis}=2", *sizes)
+    cfg = override(load_config("tiny.py"), f"mesh.{axis}=2", *sizes)
     mesh = make_mesh(cfg.mesh)
     check_collectives(mesh)
     ops = sharded_ops(make_ops(cfg), mesh, cfg.model)
     task, tx, policy = open_task(cfg), warmup_optimizer(cfg), initial_params(cfg, mesh)
 
     def new(policy):
-        return new_state(Trained(policy), tx)
+        return init_state(Trained(policy), tx)
 
-    state = jax.jit(new, **pinned(cfg, mesh, jax.eval_shape(new, policy), 0))(policy)
+    state = jax.jit(new, **out_shardings_option(cfg, mesh, jax.eval_shape(new, policy), 0))(policy)
     program = supervised_program(cfg, ops, mesh, state)
     step, data = jax.jit(program.fn, **program.options), task.stream(4, cfg.seed)
     found = []

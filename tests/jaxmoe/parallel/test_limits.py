@@ -5,11 +5,11 @@ import jax
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.parallel import limits
 from jaxmoe.parallel.limits import check_host, check_mesh
 
-TINY = load("tiny.py")  # heads 4 and 2, experts 8, rows 64
+TINY = load_config("tiny.py")  # heads 4 and 2, experts 8, rows 64
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Frozen, Trained, new_state
+from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.update import rl_step
 from tests.jaxmoe.parallel.collectives import beside_loops, collectives
 
@@ -94,7 +94,7 @@ def start(a):
         critic = new_critic(params, CFG, "float32", own_backbone=True)
         critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
     reference = jax.tree.map(lambda x: 1.1 * x, params) if a.kl_coef else None
-    return new_state(Trained(params, critic), TX, Frozen(reference))
+    return init_state(Trained(params, critic), TX, Frozen(reference))
 
 
 def losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, router=route):
@@ -140,7 +140,7 @@ def program(sizes, rows=8, length=1600):
     """The compiled step of eight layers on that many tokens; nothing is made."""
     cfg, mesh = replace(CFG, n_layers=8), make_mesh(MeshConfig(**sizes))
     ops = sharded_ops(replace(plain_ops(), remat=jax.checkpoint), mesh, cfg)
-    state = jax.eval_shape(lambda: new_state(Trained(init_params(jax.random.key(0), cfg)), TX))
+    state = jax.eval_shape(lambda: init_state(Trained(init_params(jax.random.key(0), cfg)), TX))
     pins = {}
     if mesh is not None:
         pins = {"out_shardings": (state_shardings(state, cfg, mesh), None, None)}

@@ -23,7 +23,7 @@ from jaxmoe.parallel.sharding import (
     spec_of,
     state_shardings,
 )
-from jaxmoe.rl.state import Frozen, Trained, new_state
+from jaxmoe.rl.state import Frozen, Trained, init_state
 
 
 def sizes(**given):
@@ -77,7 +77,7 @@ def test_whatever_mirrors_the_parameters_lies_as_they_do():
         "value_head": {"w_value": jax.ShapeDtypeStruct((cfg.d_model,), "float32")},
     }
     state = jax.eval_shape(
-        lambda p: new_state(p, optax.adamw(1e-3), Frozen(p.policy)), Trained(shapes, critic)
+        lambda p: init_state(p, optax.adamw(1e-3), Frozen(p.policy)), Trained(shapes, critic)
     )
     at = state_shardings(state, cfg, mesh)
     want = param_shardings(cfg, mesh)

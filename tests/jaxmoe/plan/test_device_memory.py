@@ -4,7 +4,7 @@
 import jax
 import pytest
 
-from jaxmoe.memory import memory
+from jaxmoe.memory import plan_memory
 from pallas_kernels import ahead_of_time
 from tests.bench.device_memory import Row, config, decoded, scoring, sizes, step
 
@@ -44,7 +44,7 @@ def compiler(row):
 def test_the_step_of_rl_fits_and_is_what_the_dry_run_says(row):
     compiler(row)
     cfg = config(row)
-    found, mem = step(cfg, row.chip), memory(cfg)
+    found, mem = step(cfg, row.chip), plan_memory(cfg)
     held, more, _ = sizes(found)
     counted = mem.training - mem.engine_copy  # which is no part of the step
     print(f"{row}: {(held + more) / 1e9:.2f} GB, by the dry run {counted / 1e9:.2f}")

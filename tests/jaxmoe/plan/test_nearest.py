@@ -4,14 +4,14 @@
 import math
 
 import jaxmoe.plan.nearest as search
-from jaxmoe.config_file import load, override
-from jaxmoe.memory import memory
+from jaxmoe.config_file import load_config, override
+from jaxmoe.memory import plan_memory
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.plan.nearest import SMALLEST, ladder, meshes, nearest, products, suited
 
 GB = 10**9
-CFG = load("gptoss20b.py")  # fsdp 2 x expert 4
-HELD = memory(CFG)
+CFG = load_config("gptoss20b.py")  # fsdp 2 x expert 4
+HELD = plan_memory(CFG)
 
 
 def test_all_ways_to_write_a_number_as_factors_are_found_once():
@@ -50,7 +50,7 @@ def test_another_mesh_is_nearest_then_the_host_then_bfloat16_then_more_devices()
     devices, changes, needs = found[3]
     other = override(CFG, *changes)
     check_mesh(other)
-    mem = memory(other)
+    mem = plan_memory(other)
     assert needs == max(mem.training, mem.sampling) <= 30 * GB and other.mesh.devices == devices
 
 
@@ -60,7 +60,7 @@ def test_what_the_compiler_adds_counts():
 
 def test_where_sampling_takes_most_fewer_sequences_at_once_fit():
     cfg = override(CFG, "rollout.max_parallel_sequences=8192")
-    held = memory(cfg)
+    held = plan_memory(cfg)
     assert held.sampling > held.training
     assert nearest(cfg, held.training)[1] == ["rollout.max_parallel_sequences=8"]
 

@@ -10,8 +10,8 @@ import pytest
 import jaxmoe.plan.__main__ as command
 import jaxmoe.plan.nearest as search
 from jaxmoe.config import MeshConfig
-from jaxmoe.config_file import load, override
-from jaxmoe.memory import layer_flops, memory
+from jaxmoe.config_file import load_config, override
+from jaxmoe.memory import layer_flops, plan_memory
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.plan import report
@@ -29,12 +29,12 @@ from jaxmoe.plan.compiled import (
 )
 from jaxmoe.plan.roofline import bounds, wave_work, work
 from jaxmoe.plan.sampler import Wave
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import CHIPS as COMPILED
 from pallas_kernels.ahead_of_time import missing
 
-BIG = load("gptoss120b.py")
+BIG = load_config("gptoss120b.py")
 TINY = ("--config", "tiny.py")
 
 
@@ -112,8 +112,8 @@ def a_step(live, sends=()):
 
 
 def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would():
-    cfg, gpu = load("gptoss20b.py"), CHIPS["h100"]
-    mem = memory(cfg)
+    cfg, gpu = load_config("gptoss20b.py"), CHIPS["h100"]
+    mem = plan_memory(cfg)
     found = a_step(90 * 10**9)
     of = report.fit(cfg, found, gpu)
     assert of.missing == 90 * 10**9 + mem.engine_copy - gpu.memory > 0
@@ -126,7 +126,7 @@ def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would():
 
 def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
     gpu = CHIPS["h100"]
-    engine = memory(BIG).engine_copy
+    engine = plan_memory(BIG).engine_copy
     small, large = (
         report.verdict(
             BIG, report.fit(BIG, a_step(int(part * gpu.memory) - engine), gpu), True, "typed"
@@ -153,11 +153,11 @@ def test_libtpu_that_finds_no_place_is_read():
 
 def test_a_compiled_step_tells_its_bytes():
     small = ("model.d_model=32", "model.d_expert=24", "model.n_layers=2", "model.n_experts=4")
-    cfg = override(load("tiny.py"), *small, "rollout.sequences_per_step=16")
+    cfg = override(load_config("tiny.py"), *small, "rollout.sequences_per_step=16")
     with jax.numpy_dtype_promotion("standard"):
         step = compiled_step(cfg, mesh_on(cfg, jax.devices()[:1]), {})
     assert isinstance(step, Step) and step.live == step.arguments + step.temporaries
-    mem = memory(cfg)
+    mem = plan_memory(cfg)
     assert 1.0 < step.arguments / (mem.weights + mem.optimizer) < 1.1  # the batch
     assert (step.temporaries > 0, step.host, step.kernels) == (True, 0, 0)
     assert not step.collectives and not step.tpu_kernels
@@ -165,9 +165,9 @@ def test_a_compiled_step_tells_its_bytes():
 
 def test_what_waits_on_the_host_is_told_beside_the_device():
     cfg = override(BIG, "optim.moments=host")
-    found = dataclasses.replace(a_step(10**9), host=memory(BIG).optimizer)
+    found = dataclasses.replace(a_step(10**9), host=plan_memory(BIG).optimizer)
     *_, line = report.memory_lines(cfg, found, report.fit(cfg, found, CHIPS["v5e"]))
-    size = f"{memory(BIG).optimizer / 1e9:.2f} GB".split()
+    size = f"{plan_memory(BIG).optimizer / 1e9:.2f} GB".split()
     assert line.split() == ["on", "its", "host", *size, *size]
     *_, line = report.memory_lines(BIG, found, report.fit(BIG, found, CHIPS["v5e"]))
     assert "host" not in line
@@ -175,25 +175,25 @@ def test_what_waits_on_the_host_is_told_beside_the_device():
 
 def test_work_is_that_of_the_layers_and_the_head():
     cfg = override(BIG, "optim.remat=False", "optim.tokens_per_microbatch=0")
-    m, done = cfg.model, work(cfg, algorithm(cfg))
+    m, done = cfg.model, work(cfg, algorithm_from_config(cfg))
     flops, head = layer_flops(cfg), 2 * cfg.context * m.d_model * m.padded_vocab
     share = cfg.rollout.sequences_per_step / 64
     forward = flops.linear + flops.attention + head
     assert done.useful == 3 * forward * share
     assert done.flops == pytest.approx(done.useful + share * (flops.attention / 2 + head))
-    again = work(override(cfg, "optim.remat=True"), algorithm(cfg))
+    again = work(override(cfg, "optim.remat=True"), algorithm_from_config(cfg))
     more = again.flops - done.flops
     assert more == pytest.approx(share * (flops.linear + flops.attention))
     kl = override(cfg, "loss.kl_coef=0.1")
-    assert work(kl, algorithm(kl)).flops - done.flops == pytest.approx(share * forward)
+    assert work(kl, algorithm_from_config(kl)).flops - done.flops == pytest.approx(share * forward)
     scored = override(cfg, "loss.old_logp=recomputed", "loss.epochs=2")
-    twice = work(scored, algorithm(scored))
+    twice = work(scored, algorithm_from_config(scored))
     assert twice.flops == pytest.approx(2 * done.flops + share * forward)
     assert microbatches(BIG) == cfg.rollout.sequences_per_step // 64
 
 
 def test_the_slowest_bounds_a_step():
-    chip, done = CHIPS["h200"], work(BIG, algorithm(BIG))
+    chip, done = CHIPS["h200"], work(BIG, algorithm_from_config(BIG))
     one = Collective("all-gather", 1e9, (tuple(range(16)),))
     least = bounds(done, {one: 100}, chip, [i // 8 for i in range(16)])
     assert least.links == pytest.approx(100 * 15e9 / chip.links)
@@ -231,7 +231,7 @@ def test_a_wave_and_the_step_make_the_whole():
     assert answers == pytest.approx(64 * 8 / 64 * (layers + 1024 * head))
     each = [bounds(x, t, chip, [0] * 64) for x, t in ((before, wave.before), (token, wave.token))]
     assert each[1].links == pytest.approx(63e6 / chip.links)
-    done = work(cfg, algorithm(cfg))
+    done = work(cfg, algorithm_from_config(cfg))
     least = bounds(done, {}, chip, [0] * 64)
     text = "\n".join(report.sampling_lines(cfg, wave, *each, done, least, chip))
     seconds = 2 * (each[0].step + 1024 * each[1].step)  # 1,024 sequences, 512 at once
@@ -244,14 +244,14 @@ def test_a_decoded_token_reads_its_experts_and_the_keys_there_are():
     few, many = (wave_work(cfg, prompts)[1].traffic for prompts in (64, 64 * 1000))
     longer = wave_work(override(cfg, "rollout.max_new_tokens=5120"), 64)[1].traffic
     assert longer - few == 8 * (cache_bytes(cfg.model, 1, 3072) - cache_bytes(cfg.model, 1, 1024))
-    weights = memory(cfg).engine_copy
+    weights = plan_memory(cfg).engine_copy
     assert few < weights + 8 * cache_bytes(cfg.model, 1, 1024) < many
     assert wave_work(cfg, 1)[1].traffic < 0.6 * weights  # 8 rows ask for 28 of 128 experts
 
 
 def test_the_scoring_pass_of_a_step_is_told():
     recomputed = override(BIG, "loss.old_logp=recomputed", "loss.kl_coef=0.1")
-    told = [report.passes(cfg, algorithm(cfg)) for cfg in (BIG, recomputed)]
+    told = [report.passes(cfg, algorithm_from_config(cfg)) for cfg in (BIG, recomputed)]
     assert told == [
         "it needs no scoring pass", "a scoring pass of the policy and the reference is in it"
     ]  # fmt: skip
@@ -281,10 +281,10 @@ def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
 
 
 def test_a_step_of_adapters_is_planned_with_the_rows_of_the_embedding_that_it_gets():
-    cfg = override(load("tiny_lora.py"), "lora.embedding_rows=48")
+    cfg = override(load_config("tiny_lora.py"), "lora.embedding_rows=48")
     whole, embedding = (base["embed"] for base in (base_of(cfg), base_in_step(cfg)))
     rows = 48, cfg.model.d_model
     assert embedding.rows_RD.shape == rows and embedding.rows_RD.dtype == whole.dtype
     assert embedding.shape == whole.shape and embedding.ids_R.shape == (48,)
     assert base_in_step(override(cfg, "lora.embedding_rows=0")) == base_of(cfg)
-    assert base_in_step(load("tiny.py")) is None
+    assert base_in_step(load_config("tiny.py")) is None

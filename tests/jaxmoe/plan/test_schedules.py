@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 import jaxmoe.plan.schedules as module
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.memory import layer_flops
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
 from jaxmoe.plan.collectives import TpuKernel, tpu_kernels
 from jaxmoe.plan.roofline import bounds, work
 from jaxmoe.plan.schedules import Kernels, left_by_libtpu, scheduled
-from jaxmoe.rl.from_config import algorithm
+from jaxmoe.rl.from_config import algorithm_from_config
 from pallas_kernels.bench import turns
 from pallas_kernels.bench.schedule_tpu import Loop, TpuSchedule, Turns
 
 LONG = override(
-    load("gptoss20b.py"), "data.max_prompt_tokens=8192", "rollout.max_new_tokens=16384",
+    load_config("gptoss20b.py"), "data.max_prompt_tokens=8192", "rollout.max_new_tokens=16384",
     "rollout.sequences_per_step=64", "optim.tokens_per_microbatch=196608",
 )  # fmt: skip
 M = LONG.model
@@ -141,7 +141,7 @@ def test_seconds_are_cycles_times_turns_times_calls_and_never_above_the_peak(
 
 
 def test_kernels_count_by_their_schedules_and_the_rest_at_the_peak():
-    chip, done = CHIPS["v5p"], work(LONG, algorithm(LONG))
+    chip, done = CHIPS["v5p"], work(LONG, algorithm_from_config(LONG))
     attention = layer_flops(LONG).attention * 64 / 8
     kernels = Kernels(3 * attention / chip.flops, attention, 24, 5)
     plain, least = bounds(done, {}, chip, [0] * 8), bounds(done, {}, chip, [0] * 8, kernels)

@@ -14,13 +14,13 @@ from algorithm_configs import CORR, config, refusal
 
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.losses.rollout_correction import Correction
-from jaxmoe.rl.algorithm import Algorithm, corrected, objective_arrays, old_logp_of
+from jaxmoe.rl.algorithm import Algorithm, compute_correction, objective_arrays, select_old_logp
 from jaxmoe.rl.batch import Batch, Scored
-from jaxmoe.rl.from_config import algorithm
-from jaxmoe.rl.function_specs import arguments
-from jaxmoe.rl.validate import check
+from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.function_specs import select_arrays
+from jaxmoe.rl.validate import check_algorithm
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -29,20 +29,20 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 def test_the_default_config_is_the_default_algorithm():
-    assert algorithm(config()) == Algorithm()
+    assert algorithm_from_config(config()) == Algorithm()
 
 
 def test_a_config_s_fields_reach_the_algorithm():
-    made = algorithm(
+    made = algorithm_from_config(
         config(
-            samples=4, critic="own", objective="gspo_terms(clip_high=4e-4)",
+            samples=4, critic="own", objective="gspo(clip_high=4e-4)",
             advantages="gae(trace=0.9)", aggregation="seq_mean_token_mean", kl="kl_k2",
             kl_coef=0.25, kl_in="reward", entropy_coef=0.125, old_logp="recomputed", epochs=2,
             minibatches=4,
             rollout_correction="veto + token_is(high=3.0)",
         )
     )  # fmt: skip
-    assert made.objective.func is losses.gspo_terms
+    assert made.objective.func is losses.gspo
     assert made.objective.keywords == {"clip_high": 4e-4}
     assert made.advantages.func is losses.gae and made.aggregation is losses.seq_mean_token_mean
     assert made.rollout_correction[0] is losses.veto and made.rollout_correction[1].keywords == {
@@ -65,7 +65,7 @@ def test_a_config_s_fields_reach_the_algorithm():
     ],
 )
 def test_the_batch_is_scored_first_only_where_something_needs_it(fields, scores):
-    assert algorithm(config(**fields)).recomputes == scores
+    assert algorithm_from_config(config(**fields)).needs_scoring == scores
 
 
 # --- what is refused, and what is not
@@ -103,23 +103,23 @@ REFUSED = [
     ({CORR: "rejection(by='token_k4', high=2.0)"}, "by must be one of token_k1, token_k2"),
     ({CORR: "token_icepop(low=2.0, high=0.5)"}, "loss: low must be 0 <= low <= high, which is 0.5"),
     ({CORR: "token_is(high=-1.0)"}, "loss: high must be above 0, got -1.0. Try high=1.0."),
-    ({"objective": "clipped_terms(dual_clip=0.5)"}, "dual_clip must be above 1, got 0.5."),
-    ({"objective": "sapo_terms(tau_positive=0.0)"}, "tau_positive must be above 0, got 0.0."),
+    ({"objective": "ppo_clip(dual_clip=0.5)"}, "dual_clip must be above 1, got 0.5."),
+    ({"objective": "sapo(tau_positive=0.0)"}, "tau_positive must be above 0, got 0.0."),
     ({"advantages": "group_advantages(eps=-1.0)"}, "eps must be above 0, got -1.0."),
     ({"kl": "kl_k1", "kl_coef": 0.1}, "loss.kl=kl_k1 has a gradient of 0 on average, and only its "
      "value counts. Try --set loss.kl=kl_k3_with_k2_gradient, or --set loss.kl_in=reward."),
-    ({"objective": "reinforce_terms", "epochs": 2}, "reinforce_terms has no ratio, and there are "
+    ({"objective": "reinforce", "epochs": 2}, "reinforce has no ratio, and there are "
      "2 epochs of 1 minibatches: after the first update nothing sees that the tokens are another "
-     "policy's. Try --set loss.objective=clipped_terms"),
-    ({"objective": "reinforce_terms", "minibatches": 2, "old_logp": "recomputed", CORR: "token_is"},
-     "reinforce_terms has no ratio"),
+     "policy's. Try --set loss.objective=ppo_clip"),
+    ({"objective": "reinforce", "minibatches": 2, "old_logp": "recomputed", CORR: "token_is"},
+     "reinforce has no ratio"),
     ({"objective": "grpo_loss"}, "loss: grpo_loss must return [B, T]"),
     ({"objective": "cross_entropy"}, "loss: cross_entropy must return [B, T]"),
-    ({"objective": "clipped_terms(clip_low='a')"}, "loss: "),
-    ({"objective": "gae"}, "loss.objective: gae asks for rewards_BT"),
-    ({"advantages": "clipped_terms"}, "loss.advantages: clipped_terms asks for logp_BT"),
+    ({"objective": "ppo_clip(clip_low='a')"}, "loss: "),
+    ({"objective": "gae"}, "loss.objective: gae takes rewards_BT"),
+    ({"advantages": "ppo_clip"}, "loss.advantages: ppo_clip takes logp_BT"),
     ({"aggregation": "rloo_advantages"}, "loss.aggregation: rloo_advantages asks for rewards_PR"),
-    ({"kl": "clipped_terms"}, "loss.kl: clipped_terms asks for advantages_BT"),
+    ({"kl": "ppo_clip"}, "loss.kl: ppo_clip asks for advantages_BT"),
     ({CORR: "whiten"}, "loss.rollout_correction: whiten asks for x_BT"),
     ({"preset": "decoupled_tokn_is"}, "loss.preset: there is no preset 'decoupled_tokn_is'. Did "
      "you mean decoupled_token_is?"),
@@ -137,7 +137,7 @@ ALLOWED = [
     {"advantages": "gae", "critic": "shared"},
     {"epochs": 2, "old_logp": "recomputed"},
     {"minibatches": 4, "old_logp": "rollout"},
-    {"epochs": 2, "objective": "reinforce_terms", CORR: "token_is"},  # of each update's policy
+    {"epochs": 2, "objective": "reinforce", CORR: "token_is"},  # of each update's policy
     {"kl": "kl_k1", "kl_coef": 0.1, "kl_in": "reward"},
     {"samples": 1, "advantages": "reinforce_pp_advantages"},
     {"samples": 1, "advantages": "gae", "critic": "own"},
@@ -153,7 +153,7 @@ ALLOWED = [
 
 @pytest.mark.parametrize("fields", ALLOWED)
 def test_what_each_refusal_tells_to_do_is_accepted(fields):
-    algorithm(config(**fields))
+    algorithm_from_config(config(**fields))
 
 
 def test_a_mean_that_is_no_weight_a_token_is_refused():
@@ -162,7 +162,7 @@ def test_a_mean_that_is_no_weight_a_token_is_refused():
         def count(mask_BT):
             return jnp.sum(mask_BT.astype(jnp.float32))
 
-        check(Algorithm(aggregation=count), 2)
+        check_algorithm(Algorithm(aggregation=count), 2)
 
 
 # --- tokens of older weights
@@ -177,14 +177,14 @@ def stale(most, **loss):
     "loss",
     [
         {}, {"old_logp": "recomputed", "epochs": 2}, {"preset": "disabled"},
-        {"objective": "reinforce_terms"},
-        {"objective": "reinforce_terms", "old_logp": "rollout"},  # asks for no ratio
+        {"objective": "reinforce"},
+        {"objective": "reinforce", "old_logp": "rollout"},  # asks for no ratio
     ],
 )  # fmt: skip
 def test_tokens_of_older_weights_need_a_loss_that_sees_it(loss):
-    algorithm(stale(0, **loss))
+    algorithm_from_config(stale(0, **loss))
     with pytest.raises(ConfigError, match="rollout.max_staleness=2 trains on tokens that older"):
-        algorithm(stale(2, **loss))
+        algorithm_from_config(stale(2, **loss))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_tokens_of_older_weights_need_a_loss_that_sees_it(loss):
     ],
 )
 def test_a_correction_or_the_engines_own_log_probs_see_it(loss):
-    algorithm(stale(2, **loss))
+    algorithm_from_config(stale(2, **loss))
 
 
 MU = np.array([0.5, 0.25, 0.25])  # what drew the tokens: of four, two are 0, one is 1, one is 2
@@ -210,7 +210,11 @@ NOW = jnp.log(jnp.array([0.55, 0.22, 0.23]))  # the policy; every ratio is insid
 
 def gradient_on_stale_tokens(**loss):
     """Of the loss at a policy NOW on tokens whose frequencies are exactly those of MU."""
-    a = algorithm(stale(1, **loss)) if loss.pop("checked", True) else algorithm(config(**loss))
+    a = (
+        algorithm_from_config(stale(1, **loss))
+        if loss.pop("checked", True)
+        else algorithm_from_config(config(**loss))
+    )
     mask = jnp.ones((4, 1), bool)
     batch = Batch(None, None, None, mask, jnp.log(jnp.asarray(MU))[DRAWN][:, None], None)
     known = Scored(advantages_BT=GAINS[:, None])
@@ -219,11 +223,11 @@ def gradient_on_stale_tokens(**loss):
         logp = jax.nn.log_softmax(logits)[DRAWN][:, None]
         now = jax.lax.stop_gradient(logp)
         scored = replace(known, old_logp_BT=now)  # recomputed by the newest trainer
-        old = old_logp_of(a, batch, scored, now)
+        old = select_old_logp(a, batch, scored, now)
         arrays = objective_arrays(batch, scored, logp, old, now)
-        terms = a.objective(**arguments(a.objective, arrays))
+        terms = a.objective(**select_arrays(a.objective, arrays))
         basis = now if a.old_logp != "recomputed" else scored.old_logp_BT
-        found = corrected(a, basis, batch.rollout_logp_BT, known.advantages_BT, mask, mask)
+        found = compute_correction(a, basis, batch.rollout_logp_BT, known.advantages_BT, mask, mask)
         return jnp.mean(terms if found.weights_BT is None else terms * found.weights_BT)
 
     return -jax.grad(loss_at)(NOW)
@@ -259,7 +263,7 @@ def test_rejections_add_up_and_the_last_weights_stand():
             losses.normalize,
         )
     )
-    found = corrected(a, old, rollout, jnp.zeros((3, 2)), mask, mask)
+    found = compute_correction(a, old, rollout, jnp.zeros((3, 2)), mask, mask)
     assert found.keep_BT.tolist() == [[False, True], [True, False], [True, True]]
     mean = (4 + 1 + 1 + 0.2 + 1 + 1) / 6
     np.testing.assert_allclose(found.weights_BT, jnp.exp(old) / mean, rtol=8 * EPS)
@@ -269,7 +273,7 @@ def test_rejections_add_up_and_the_last_weights_stand():
 
 def test_without_corrections_nothing_is_said():
     x, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
-    assert corrected(Algorithm(), x, x, x, mask, None) == Correction()
+    assert compute_correction(Algorithm(), x, x, x, mask, None) == Correction()
 
 
 def documented_rows():
@@ -282,7 +286,7 @@ def documented_rows():
 def test_each_algorithm_of_the_docs_is_one(name, changes):
     settings = re.findall(r"`([^`]+)`", changes)
     assert settings or "default" in changes
-    algorithm(override(load("tiny.py"), *settings))
+    algorithm_from_config(override(load_config("tiny.py"), *settings))
 
 
 def scalar_kl(logp_BT, logq_BT):
@@ -291,4 +295,4 @@ def scalar_kl(logp_BT, logq_BT):
 
 def test_a_divergence_must_be_of_each_token():
     with pytest.raises(ConfigError, match=r"loss: scalar_kl must return \[B, T\]"):
-        check(Algorithm(kl=scalar_kl, kl_coef=0.1), 2)
+        check_algorithm(Algorithm(kl=scalar_kl, kl_coef=0.1), 2)

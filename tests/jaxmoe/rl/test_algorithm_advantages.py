@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
-from jaxmoe.rl.algorithm import Algorithm, advantages_of
-from jaxmoe.rl.validate import check
+from jaxmoe.rl.algorithm import Algorithm, compute_advantages
+from jaxmoe.rl.validate import check_algorithm
 
 EPS = float(np.finfo(np.float32).eps)
 P, R, T = 3, 4, 5
@@ -30,7 +30,7 @@ GROUPED = {
 @partial(jax.jit, static_argnames="name")
 def grouped(rewards, name):
     a = Algorithm(advantages=GROUPED[name])
-    advantages, returns = advantages_of(a, rewards, jnp.asarray(MASK), None, None, samples=R)
+    advantages, returns = compute_advantages(a, rewards, jnp.asarray(MASK), None, None, samples=R)
     assert returns is None
     return advantages
 
@@ -82,7 +82,9 @@ def test_an_advantage_at_a_false_token_is_zero_whatever_the_function_says():
         return jnp.full(rewards_BT.shape, jnp.nan)
 
     mask = jnp.asarray(MASK)
-    got, _ = advantages_of(Algorithm(advantages=loud), jnp.ones(P * R), mask, None, None, samples=1)
+    got, _ = compute_advantages(
+        Algorithm(advantages=loud), jnp.ones(P * R), mask, None, None, samples=1
+    )
     np.testing.assert_array_equal(np.isnan(got), MASK)
     assert not np.asarray(got)[~MASK].any()
 
@@ -92,7 +94,7 @@ def test_returns_of_gae_come_through():
     rewards, values = numbers(rng.normal(size=P * R)), numbers(rng.normal(size=MASK.shape))
     mask, gae = jnp.asarray(MASK), partial(losses.gae, discount=0.9, trace=0.8)
     a = Algorithm(advantages=gae, critic="own")
-    got = advantages_of(a, rewards, mask, None, values, samples=R)
+    got = compute_advantages(a, rewards, mask, None, values, samples=R)
     want = gae(losses.token_rewards(rewards, mask), values, mask)
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -103,7 +105,7 @@ def test_a_kl_penalty_lowers_the_rewards_that_are_compared():
     kl = numbers(np.random.default_rng(2).random(MASK.shape))
     rewards, mask = numbers(np.arange(P * R)), jnp.asarray(MASK)
     a = Algorithm(advantages=GROUPED["unscaled"], kl_coef=0.5)
-    got = np.asarray(advantages_of(a, rewards, mask, kl, None, samples=R)[0])[:, 2]
+    got = np.asarray(compute_advantages(a, rewards, mask, kl, None, samples=R)[0])[:, 2]
     paid = np.float64(rewards) - 0.5 * np.where(MASK, np.float64(kl), 0.0).sum(1)
     want = paid - paid.reshape(P, R).mean(1).repeat(R)
     np.testing.assert_allclose(got, want, atol=64 * EPS)
@@ -114,7 +116,7 @@ def test_an_answer_without_tokens_is_compared_with_the_rest_of_its_group(name):
     mask = jnp.asarray(MASK).at[1].set(False)
     a = Algorithm(advantages=GROUPED[name])
     rewards = numbers([0, 4, 0, 0, *range(2 * R)])
-    got = np.asarray(advantages_of(a, rewards, mask, None, None, samples=R)[0])
+    got = np.asarray(compute_advantages(a, rewards, mask, None, None, samples=R)[0])
     want = np.asarray(grouped(rewards, name))[:, 2]
     np.testing.assert_allclose(got[:, 2], np.where(mask[:, 2], want, 0.0), rtol=4 * EPS)
     assert want[0] < 0 and not got[1].any()
@@ -128,6 +130,6 @@ def test_advantages_of_another_shape_are_refused_by_the_functions_name(shape):
 
     a = Algorithm(advantages=mine)
     with pytest.raises(ValueError, match=r"mine must return advantages \[P, R\] = \(2, 4\) or"):
-        advantages_of(a, jnp.zeros(8), jnp.ones((8, 6), bool), None, None, samples=4)
+        compute_advantages(a, jnp.zeros(8), jnp.ones((8, 6), bool), None, None, samples=4)
     with pytest.raises(ConfigError, match="mine must return advantages"):
-        check(a, 4)
+        check_algorithm(a, 4)

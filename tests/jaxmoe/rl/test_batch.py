@@ -9,7 +9,7 @@ import pytest
 from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import padding_frac, rollout_batch, supervised_batch
-from jaxmoe.rl.minibatches import packed
+from jaxmoe.rl.minibatches import pack_batch
 
 
 def rollout(prompt, tokens, logp, version=7, number=41):
@@ -148,5 +148,5 @@ def test_padding_is_counted_in_the_rows_that_the_model_reads():
     prompts = [Prompt(i, "", (1, 2), None) for i in range(4)]
     batch = supervised_batch(prompts, [[3], [3, 4], [3], [3]], length=8, pad_id=0)
     assert padding_frac(batch) == 1 - 13 / 32  # 3 + 4 + 3 + 3 tokens
-    assert padding_frac(packed(batch, 8)) == 1 - 13 / 16  # two rows, of two sequences each
-    assert padding_frac(packed(batch, 24)) == 1 - 13 / 24  # one microbatch of three rows
+    assert padding_frac(pack_batch(batch, 8)) == 1 - 13 / 16  # two rows, of two sequences each
+    assert padding_frac(pack_batch(batch, 24)) == 1 - 13 / 24  # one microbatch of three rows

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rl.dynamic_sampling import dynamic_sampling, filled, rollout_metrics
+from jaxmoe.rl.dynamic_sampling import dynamic_sampling, impute_rewards, rollout_metrics
 
 SAMPLES = 3
 
@@ -111,10 +111,10 @@ def test_a_group_with_samples_left_out_counts_by_those_that_are_not():
 
 def test_filling_in_moves_no_groups_mean_and_keeps_equal_ones_equal():
     given = np.array([0.1, np.nan, 0.1, np.nan, np.nan, np.nan, 3, 0, np.nan], np.float32)
-    made = filled(given, SAMPLES)
+    made = impute_rewards(given, SAMPLES)
     assert made.dtype == np.float32 and np.isnan(given[1])
     np.testing.assert_array_equal(made, np.array([0.1, 0.1, 0.1, 0, 0, 0, 3, 0, 1.5], np.float32))
     equal = np.array([0.1] * 7 + [np.nan], np.float32)  # their float32 mean is another number
-    assert equal[:7].mean() != equal[0] and np.ptp(filled(equal, 8)) == 0
+    assert equal[:7].mean() != equal[0] and np.ptp(impute_rewards(equal, 8)) == 0
     whole = np.arange(6, dtype=np.float32)
-    assert filled(whole, SAMPLES) is whole
+    assert impute_rewards(whole, SAMPLES) is whole

@@ -17,9 +17,9 @@ from bigram import CFG, MODEL, make_batch, routed_batch
 from jaxmoe.model import plain_ops
 from jaxmoe.model.router import replay, route, router_logits
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.minibatches import divide
+from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, new_state
+from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import rl_step
 from pallas_kernels import sink_attention
 
@@ -36,7 +36,7 @@ def example(name, cut, experts=None):
     batch = make_batch()
     if cut == "packed":
         length = 2 * batch.tokens_BT.shape[1]
-        batch, _ = divide(batch, GRPO, seed=(0,), tokens_per_microbatch=length)
+        batch, _ = split_minibatches(batch, GRPO, seed=(0,), tokens_per_microbatch=length)
     names = dict(
         jax=jax, jnp=jnp, replace=replace, partial=partial, Scorer=Scorer, rl_step=rl_step,
         sink_attention=sink_attention, route=route, router_logits=router_logits,
@@ -44,7 +44,7 @@ def example(name, cut, experts=None):
         cfg=SimpleNamespace(
             model=CFG, optim=SimpleNamespace(microbatches=2 if cut == "cut" else 1)
         ),
-        state=new_state(Trained(MODEL), SGD),
+        state=init_state(Trained(MODEL), SGD),
     )  # fmt: skip
     exec(compile(code, "docs/extending.md", "exec"), names)
     return names
@@ -70,7 +70,7 @@ def ours():
     batch = routed_batch()
     others = (batch.routed_experts_BTLA + 1) % CFG.n_experts
     batches = (batch, replace(batch, routed_experts_BTLA=others))
-    return [step(new_state(Trained(MODEL), SGD), b) for b in batches]
+    return [step(init_state(Trained(MODEL), SGD), b) for b in batches]
 
 
 @pytest.mark.parametrize("cut", [pytest.param("cut", marks=SLOW), "packed"])

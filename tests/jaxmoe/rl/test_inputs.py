@@ -15,9 +15,9 @@ from jaxmoe.losses import gae, group_advantages, rloo_advantages
 from jaxmoe.model import init_params
 from jaxmoe.model.params import check_params
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.minibatches import Minibatches, divide
+from jaxmoe.rl.minibatches import Minibatches, split_minibatches
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, new_state
+from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import rl_step
 
 BATCH = make_batch()
@@ -105,7 +105,7 @@ def test_parameters_of_another_config_are_named():
     other = replace(CFG, n_layers=4, vocab_size=31)
     params = init_params(jax.random.key(0), other)
     for wrong in (params, PARAMS):
-        state = new_state(Trained(wrong), SGD)
+        state = init_state(Trained(wrong), SGD)
         with pytest.raises(ConfigError, match=r"params \w+ must have shape .* of another config"):
             step(BATCH, state=state, scorer=Scorer(CFG, OPS))
     check_params({k: v for k, v in MODEL.items() if k != "head"}, CFG)  # of a critic's backbone
@@ -113,7 +113,7 @@ def test_parameters_of_another_config_are_named():
 
 def test_rows_that_do_not_divide_into_minibatches_are_named():
     with pytest.raises(ConfigError, match=r"minibatches \(3\) must divide the batch's 8 rows"):
-        divide(BATCH, replace(MINI, minibatches=3), seed=(0,))
+        split_minibatches(BATCH, replace(MINI, minibatches=3), seed=(0,))
 
 
 @pytest.mark.parametrize("function", [group_advantages, rloo_advantages])

@@ -20,7 +20,7 @@ from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, new_state
+from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
 
@@ -39,7 +39,7 @@ def base():
 def engine():
     """One for all tests: each loads what it samples from, and programs are compiled once."""
     made = NativeEngine(CFG, OPS, max_prompt_tokens=LONGEST, max_new_tokens=NEW, max_rows=16)
-    made.keep(base())
+    made.share_base(base())
     return made
 
 
@@ -49,7 +49,7 @@ def buffers(tree):
 
 def fresh(lora=LORA):
     adapters = jax.jit(lambda: init_adapters(jax.random.key(2), CFG, lora, base()))()
-    return new_state(Trained(adapters), TX)
+    return init_state(Trained(adapters), TX)
 
 
 def policy(state):
@@ -130,12 +130,12 @@ def test_the_engine_takes_an_embedding_that_waits_on_the_host():
     waits = with_adapters(table, state.params.policy, LORA.scales)
     sampling, found = Sampling(max_new_tokens=NEW, stop_ids=()), []
     try:
-        native.keep(table)
+        native.share_base(table)
         native.load(waits, 0)
         assert native._loaded[0]["embed"] is table["embed"]  # no copy of it on the device
         found.append(native.generate(PROMPTS, sampling, seed=5))
     finally:
-        native.keep(base())
+        native.share_base(base())
     native.load(policy(state), 0)
     found.append(native.generate(PROMPTS, sampling, seed=5))
     for a, b in zip(*found, strict=True):

@@ -9,9 +9,14 @@ import pytest
 from bigram import CFG
 
 from jaxmoe.config import OptimConfig
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.model import init_params
-from jaxmoe.rl.optimizer import decays, make_optimizer, policy_rate, rl_optimizer
+from jaxmoe.rl.optimizer import (
+    make_optimizer,
+    policy_learning_rate,
+    rl_optimizer,
+    weight_decay_mask,
+)
 from jaxmoe.rl.state import Trained
 
 
@@ -68,14 +73,14 @@ def test_weight_decay_shrinks_matrices_alone():
 @pytest.mark.parametrize("name, decay", [("a", True), ("b", True), ("w_value", True),
                                          ("b_value", False)])  # fmt: skip
 def test_adapters_and_a_value_head_decay_where_they_are_matrices(name, decay):
-    assert decays({"layers": {"full": {"w_q": {name: jnp.ones((2, 3))}}}}) == {
+    assert weight_decay_mask({"layers": {"full": {"w_q": {name: jnp.ones((2, 3))}}}}) == {
         "layers": {"full": {"w_q": {name: decay}}}
     }
 
 
 def test_after_a_critics_pretraining_the_policys_cosine_still_ends_at_its_fraction():
     cfg = override(
-        load("tiny.py"), "steps=7", "optim.lr=0.01", "optim.lr_end_fraction=0.1",
+        load_config("tiny.py"), "steps=7", "optim.lr=0.01", "optim.lr_end_fraction=0.1",
         "optim.lr_warmup_steps=0", "loss.advantages=gae", "critic.backbone=own",
         "critic.pretrain_steps=3",
     )  # fmt: skip
@@ -92,11 +97,11 @@ def test_after_a_critics_pretraining_the_policys_cosine_still_ends_at_its_fracti
 
 def test_the_rate_that_is_logged_is_the_one_of_the_steps_first_update():
     cfg = override(
-        load("tiny.py"), "optim.lr=0.01", "optim.lr_warmup_steps=3", "optim.lr_end_fraction=0.1",
-        "loss.minibatches=2", "steps=4",
+        load_config("tiny.py"), "optim.lr=0.01", "optim.lr_warmup_steps=3",
+        "optim.lr_end_fraction=0.1", "loss.minibatches=2", "steps=4",
     )  # fmt: skip
     made = updates(cfg.optim, steps=8, count=8)
-    rates = [policy_rate(cfg, step) for step in range(1, 5)]
+    rates = [policy_learning_rate(cfg, step) for step in range(1, 5)]
     np.testing.assert_allclose(-made[::2], rates, rtol=1e-4)
     late = override(cfg, "critic.backbone=own", "loss.advantages=gae", "critic.pretrain_steps=2")
-    assert [policy_rate(late, step) for step in range(1, 5)] == [*rates[:1] * 3, rates[1]]
+    assert [policy_learning_rate(late, step) for step in range(1, 5)] == [*rates[:1] * 3, rates[1]]

@@ -8,22 +8,22 @@ from algorithm_configs import CORR, config, refusal
 
 from jaxmoe import losses
 from jaxmoe.config import LossConfig
-from jaxmoe.rl.from_config import algorithm
-from jaxmoe.rl.presets import PRESETS, with_preset
+from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.presets import PRESETS, apply_preset
 
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_runs_at_one_update_and_at_two(name, updates):
-    made = algorithm(config(preset=name, minibatches=updates))
+    made = algorithm_from_config(config(preset=name, minibatches=updates))
     if name.startswith("bypass_ppo"):
-        want = "rollout", losses.clipped_terms
+        want = "rollout", losses.ppo_clip
     elif name.startswith("bypass_pg"):
-        want = "detached", losses.reinforce_terms
+        want = "detached", losses.reinforce
     else:  # with one update, detaching is the same number for a forward less
-        want = "detached" if updates == 1 else "recomputed", losses.clipped_terms
+        want = "detached" if updates == 1 else "recomputed", losses.ppo_clip
     assert (made.old_logp, made.objective) == want
-    assert made.recomputes == (want[0] == "recomputed")
+    assert made.needs_scoring == (want[0] == "recomputed")
 
 
 # RolloutCorrectionConfig: rollout_is with its threshold, rollout_rs with its bounds
@@ -51,7 +51,7 @@ def test_the_presets_are_verls_with_its_defaults():
         return function.func.__name__, values
 
     ours = {
-        name: [said(f) for f in algorithm(config(preset=name)).rollout_correction]
+        name: [said(f) for f in algorithm_from_config(config(preset=name)).rollout_correction]
         for name in PRESETS
     }
     assert ours == VERL
@@ -59,26 +59,28 @@ def test_the_presets_are_verls_with_its_defaults():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_decoupled_rejection_divides_by_the_tokens_kept_unless_told_otherwise(name):
-    made = algorithm(config(preset=name))
+    made = algorithm_from_config(config(preset=name))
     drops = name.startswith("decoupled") and any(
         f.func is losses.rejection for f in made.rollout_correction
     )
     assert made.aggregation is (losses.kept_token_mean if drops else losses.token_mean)
-    other = algorithm(config(preset=name, aggregation="seq_mean_token_mean"))
+    other = algorithm_from_config(config(preset=name, aggregation="seq_mean_token_mean"))
     assert other.aggregation is losses.seq_mean_token_mean
 
 
 def test_recomputed_asked_for_beside_a_preset_is_kept():
-    assert algorithm(config(preset="decoupled_seq_is", old_logp="recomputed")).recomputes
+    assert algorithm_from_config(
+        config(preset="decoupled_seq_is", old_logp="recomputed")
+    ).needs_scoring
 
 
 def test_other_settings_stay_beside_a_preset():
     loss = LossConfig(preset="decoupled_geo_rs", advantages="rloo_advantages", epochs=3)
-    assert with_preset(loss) == replace(
+    assert apply_preset(loss) == replace(
         loss, preset="", rollout_correction=PRESETS["decoupled_geo_rs"]["rollout_correction"],
         old_logp="recomputed", aggregation="kept_token_mean",
     )  # fmt: skip
-    assert with_preset(LossConfig(epochs=3)) == LossConfig(epochs=3)
+    assert apply_preset(LossConfig(epochs=3)) == LossConfig(epochs=3)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +93,9 @@ def test_other_settings_stay_beside_a_preset():
         ({"preset": "decoupled_token_is", "old_logp": "rollout"},
          "and the config 'rollout'. Try --set loss.old_logp=detached"),
         ({"preset": "bypass_ppo_clip", "old_logp": "recomputed"}, "sets loss.old_logp='rollout'"),
-        ({"preset": "bypass_pg_is", "objective": "gspo_terms"},
-         "sets loss.objective='reinforce_terms', and the config 'gspo_terms'. Try --set "
-         "loss.objective=clipped_terms, or --set loss.preset=''."),
+        ({"preset": "bypass_pg_is", "objective": "gspo"},
+         "sets loss.objective='reinforce', and the config 'gspo'. Try --set "
+         "loss.objective=ppo_clip, or --set loss.preset=''."),
     ],
 )  # fmt: skip
 def test_a_preset_and_a_field_that_contradict_are_refused(fields, answer):
@@ -101,6 +103,11 @@ def test_a_preset_and_a_field_that_contradict_are_refused(fields, answer):
 
 
 def test_a_field_that_says_what_the_preset_says_is_accepted():
-    made = algorithm(config(preset="decoupled_token_is", rollout_correction="token_is(high=2.0)"))
+    made = algorithm_from_config(
+        config(preset="decoupled_token_is", rollout_correction="token_is(high=2.0)")
+    )
     assert len(made.rollout_correction) == 1
-    assert algorithm(config(preset="bypass_ppo_clip", old_logp="rollout")).old_logp == "rollout"
+    assert (
+        algorithm_from_config(config(preset="bypass_ppo_clip", old_logp="rollout")).old_logp
+        == "rollout"
+    )

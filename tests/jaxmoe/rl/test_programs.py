@@ -5,13 +5,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.parallel.sharding import make_mesh, place
 from jaxmoe.records import Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import rollout_batch
-from jaxmoe.rl.from_config import algorithm
-from jaxmoe.rl.minibatches import divide
-from jaxmoe.rl.programs import batch_shapes, placed_batch
+from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.minibatches import split_minibatches
+from jaxmoe.rl.programs import batch_shapes, sharded_batch_shapes
 
 SMALL = (
     "rollout.sequences_per_step=16", "rollout.max_new_tokens=6", "data.max_prompt_tokens=7",
@@ -38,7 +38,9 @@ def called_with(cfg, a):
         rollouts, np.zeros(len(rollouts)), samples=r.samples_per_prompt, length=cfg.context,
         pad_id=0, n_experts=m.n_experts if r.router_replay else None,
     )  # fmt: skip
-    return divide(batch, a, seed=(0,), tokens_per_microbatch=cfg.optim.tokens_per_microbatch)
+    return split_minibatches(
+        batch, a, seed=(0,), tokens_per_microbatch=cfg.optim.tokens_per_microbatch
+    )
 
 
 def told(tree):
@@ -58,12 +60,12 @@ def told(tree):
     ],
 )  # fmt: skip
 def test_the_shapes_of_a_step_are_those_of_what_train_makes(changes):
-    cfg = override(load("tiny.py"), *SMALL, *changes)
-    a = algorithm(cfg)
+    cfg = override(load_config("tiny.py"), *SMALL, *changes)
+    a = algorithm_from_config(cfg)
     batch, minibatches = called_with(cfg, a)
     shapes = batch_shapes(cfg, a)
     assert told(shapes) == told((batch, minibatches))
     mesh = make_mesh(cfg.mesh)
-    placed, _ = placed_batch(*shapes, mesh)
+    placed, _ = sharded_batch_shapes(*shapes, mesh)
     for x, y in zip(jax.tree.leaves(placed), jax.tree.leaves(place(batch, mesh)), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)

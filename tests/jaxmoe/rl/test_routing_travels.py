@@ -27,12 +27,12 @@ from jaxmoe.model.router import replay, route
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import Batch, rollout_batch
 from jaxmoe.rl.metrics import expert_load, expert_switches
-from jaxmoe.rl.microbatches import _unpacked
-from jaxmoe.rl.minibatches import divide
+from jaxmoe.rl.microbatches import _pack_microbatch
+from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
-from jaxmoe.rl.update import bootstrap, rl_step
-from jaxmoe.rollout.recorded_experts import checked_experts, unknown_experts
+from jaxmoe.rl.update import bootstrap_values, rl_step
+from jaxmoe.rollout.recorded_experts import mark_unknown_experts, unknown_experts_metric
 
 T = make_batch().tokens_BT.shape[1]
 REPLAY = Scorer(CFG, replace(plain_ops(), router=replay))
@@ -41,7 +41,7 @@ REPLAY = Scorer(CFG, replace(plain_ops(), router=replay))
 class Routed(Bigram):
     """Without layers, and so without minutes of compiling: a token knows its experts."""
 
-    def hidden(self, params, batch):
+    def hidden_states(self, params, batch):
         rows = batch if batch.packed is None else batch.packed
         known_BTD = params["embed"][rows.tokens_BT]
         if rows.routed_experts_BTLA is not None:
@@ -70,7 +70,7 @@ def test_cut_or_packed_each_token_keeps_its_experts():
     a = algorithm()
     want = step(routed_batch(), a)
     near(step(routed_batch(), a, microbatches=4), want)
-    packed, _ = divide(routed_batch(), a, seed=(0,), tokens_per_microbatch=2 * T)
+    packed, _ = split_minibatches(routed_batch(), a, seed=(0,), tokens_per_microbatch=2 * T)
     near(step(packed, a), want)
     own = step(make_batch(), a)
     assert abs(float(own[1]["policy/entropy"]) - float(want[1]["policy/entropy"])) > 1e-3
@@ -78,9 +78,9 @@ def test_cut_or_packed_each_token_keeps_its_experts():
 
 def test_minibatches_take_the_experts_of_their_rows():
     a = algorithm(old_logp="recomputed", minibatches=2)
-    batch, minibatches = divide(routed_batch(), a, seed=(1,))
+    batch, minibatches = split_minibatches(routed_batch(), a, seed=(1,))
     want = step(batch, a, minibatches)
-    packed, parts = divide(routed_batch(), a, seed=(1,), tokens_per_microbatch=2 * T)
+    packed, parts = split_minibatches(routed_batch(), a, seed=(1,), tokens_per_microbatch=2 * T)
     near(step(packed, a, parts), want)
     other = replace(batch, routed_experts_BTLA=np.roll(batch.routed_experts_BTLA, 1, axis=0))
     assert abs(float(step(other, a, minibatches)[1]["loss"]) - float(want[1]["loss"])) > 1e-6
@@ -98,13 +98,16 @@ def test_the_experts_given_are_the_experts_used():
 def test_the_reference_and_an_own_critic_route_by_themselves():
     batch = jax.tree.map(jnp.asarray, routed_batch())
     plain, routed = replace(batch, routed_experts_BTLA=None), Routed(CFG, OPS)
-    alone = routed.policy(Trained(PARAMS), plain)["logp_BT"]
-    np.testing.assert_array_equal(routed.reference(PARAMS, batch), alone)
-    assert np.abs(np.asarray(alone - routed.policy(Trained(PARAMS), batch)["logp_BT"])).max() > 1e-3
+    alone = routed.score_policy(Trained(PARAMS), plain)["logp_BT"]
+    np.testing.assert_array_equal(routed.score_reference(PARAMS, batch), alone)
+    assert (
+        np.abs(np.asarray(alone - routed.score_policy(Trained(PARAMS), batch)["logp_BT"])).max()
+        > 1e-3
+    )
     critic = new_critic(PARAMS, CFG, "float32", own_backbone=True)
     critic["value_head"]["w_value"] = jnp.ones(CFG.d_model)
     both = Trained(PARAMS, critic)
-    ours, want = (routed.values(both, x)["values_BT"] for x in (batch, plain))
+    ours, want = (routed.score_values(both, x)["values_BT"] for x in (batch, plain))
     np.testing.assert_array_equal(ours, want)
     assert np.abs(np.asarray(ours)).max() > 0
 
@@ -146,15 +149,15 @@ def test_the_value_behind_a_truncated_answer_is_read_through_the_routers_own_exp
 
     def bootstrap_of(batch):
         batch = jax.tree.map(jnp.asarray, batch)
-        return bootstrap(batch, scorer.policy(both, batch)["values_after_BT"])
+        return bootstrap_values(batch, scorer.score_policy(both, batch)["values_after_BT"])
 
     live = bootstrap_of(replace(batch, routed_experts_BTLA=None))
     np.testing.assert_allclose(bootstrap_of(batch), live, rtol=1e-6)
     through_0 = np.where(batch.routed_experts_BTLA < 0, 0, batch.routed_experts_BTLA)
     other = bootstrap_of(replace(batch, routed_experts_BTLA=through_0))
     assert np.abs(np.asarray(other - live)).min() > 1e-3  # what this test is there to see
-    packing, _ = divide(batch, algorithm(), seed=(0,), tokens_per_microbatch=9)
-    alone = _unpacked(jax.tree.map(jnp.asarray, packing), jnp.int32(0))[0].packed
+    packing, _ = split_minibatches(batch, algorithm(), seed=(0,), tokens_per_microbatch=9)
+    alone = _pack_microbatch(jax.tree.map(jnp.asarray, packing), jnp.int32(0))[0].packed
     assert (np.asarray(alone.routed_experts_BTLA)[np.asarray(alone.segment_ids_BT) == 0] < 0).all()
 
 
@@ -194,7 +197,7 @@ def rollouts_with_unknown_experts():
         tokens = dice.integers(0, CFG.vocab_size, 9).astype(np.int32)
         told = dice.random((8, CFG.n_layers, CFG.n_experts)).argsort(-1)[..., :2].astype(np.uint8)
         told[slice(4) if i == 0 else 3 + i] = 0
-        experts = checked_experts(told, n_experts=CFG.n_experts, prompt_tokens=4)
+        experts = mark_unknown_experts(told, n_experts=CFG.n_experts, prompt_tokens=4)
         prompt = Prompt(i // 2, "", tuple(tokens[:4].tolist()), None)
         logp, versions = np.full(5, -3.0, np.float32), np.zeros(5, np.int32)
         found.append(
@@ -205,7 +208,7 @@ def rollouts_with_unknown_experts():
 
 def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
     rollouts = rollouts_with_unknown_experts()
-    assert unknown_experts(rollouts) == {"router/unknown_experts_frac": (4 + 1 + 1 + 1) / 32}
+    assert unknown_experts_metric(rollouts) == {"router/unknown_experts_frac": (4 + 1 + 1 + 1) / 32}
     rewards = np.array([1.0, 0.0, 0.0, 1.0])
     batch = rollout_batch(
         rollouts, rewards, samples=2, length=10, pad_id=0, n_experts=CFG.n_experts

@@ -8,10 +8,10 @@ import pytest
 
 from jaxmoe.checkpoint.same_run import Held, check_resume
 from jaxmoe.config import ConfigError, to_json
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.rl.source_digests import named_modules, source_digests
 
-CFG = load("tiny.py")
+CFG = load_config("tiny.py")
 FILES = {
     "own_rewards.py": "from own_package.parts import x\nimport json\n\ndef f(t): return 1.0\n",
     "own_loss.py": "import numpy as np\n\ndef g(logp_BT): return -logp_BT\n",

@@ -19,7 +19,7 @@ from jaxmoe.config import (
 )
 from jaxmoe.model import gpt_oss_120b, tiny
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
-from jaxmoe.rl.state import Trained, new_state, rl_state, stage_shapes
+from jaxmoe.rl.state import Trained, init_rl_state, init_state, stage_shapes
 
 CFG = Config(
     model=tiny(d_model=16, n_experts=3, d_expert=12), data=DataConfig(task="x"), steps=2,
@@ -37,8 +37,8 @@ def test_the_shapes_of_each_stage_are_those_of_a_real_state(backbone):
     cfg = replace(CFG, critic=CriticConfig(backbone=backbone, pretrain_steps=1))
     supervised, tx = make_optimizer(cfg.optim, steps=1), rl_optimizer(cfg)
     shapes, params = stage_shapes(cfg, supervised, tx), initial_params(cfg)
-    assert shape_of(new_state(Trained(params), supervised)) == shape_of(shapes["warmup"])
-    real = rl_state(params, cfg, tx)
+    assert shape_of(init_state(Trained(params), supervised)) == shape_of(shapes["warmup"])
+    real = init_rl_state(params, cfg, tx)
     assert shape_of(real) == shape_of(shapes["rl"]) and int(real.step) == 0
     assert shape_of(real.params.policy) == shape_of(params)
     if backbone == "none":
@@ -49,8 +49,8 @@ def test_the_shapes_of_each_stage_are_those_of_a_real_state(backbone):
 
 def test_a_reference_is_frozen_where_there_is_a_kl_term_and_only_there():
     tx, params = rl_optimizer(CFG), initial_params(CFG)
-    assert rl_state(params, CFG, tx).frozen.reference is None
-    state = rl_state(params, replace(CFG, loss=LossConfig(kl_coef=0.1)), tx)
+    assert init_rl_state(params, CFG, tx).frozen.reference is None
+    state = init_rl_state(params, replace(CFG, loss=LossConfig(kl_coef=0.1)), tx)
     for x, y in zip(jax.tree.leaves(state.frozen.reference), jax.tree.leaves(params), strict=True):
         assert x is not y and (x == y).all()  # a copy: the policy's own is donated
 
@@ -59,7 +59,7 @@ def test_experts_in_four_bits_are_not_trained_whole():
     packed = base_of()
     said = "must be floating point, got uint8 of policy/layers/full/w_down/.*: .* Try --set lora"
     with pytest.raises(ConfigError, match=said) as error:
-        new_state(Trained(packed), make_optimizer(CFG.optim, steps=1))
+        init_state(Trained(packed), make_optimizer(CFG.optim, steps=1))
     assert "\n" not in str(error.value)
 
 

@@ -13,9 +13,9 @@ import pytest
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import init_params, plain_ops
 from jaxmoe.rl.batch import Batch
-from jaxmoe.rl.microbatches import LossAux, pack
+from jaxmoe.rl.microbatches import LossAux, pack_sequences
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.state import Trained, new_state
+from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.step import supervised_loss_fn, train_step
 
 EPS = float(np.finfo(np.float32).eps)
@@ -50,7 +50,7 @@ def make_batch(extra=0):
 
 
 def start(tx=SGD):
-    return new_state(Trained(init_params(jax.random.key(0), CFG)), tx)
+    return init_state(Trained(init_params(jax.random.key(0), CFG)), tx)
 
 
 def step_of(loss_fn=LOSS, tx=SGD, microbatches=1):
@@ -152,7 +152,7 @@ def test_a_loss_says_how_its_metrics_are_merged_and_no_name_does(cut):
     batch = make_batch()
     if cut == "packed":
         lengths = np.asarray(batch.segment_ids_BT).sum(axis=1)
-        batch = replace(batch, packing=pack(lengths, length=T, rows=1))
+        batch = replace(batch, packing=pack_sequences(lengths, length=T, rows=1))
         assert int(batch.packing.count) > 1
     _, metrics = step_of(loss, microbatches=2 if cut == "cut" else 1)(start(), batch)
     rows = batch.loss_mask_BT.sum(axis=1)

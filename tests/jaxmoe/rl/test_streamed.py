@@ -15,8 +15,8 @@ from jaxmoe.config import ModelConfig, OptimConfig
 from jaxmoe.model import init_params
 from jaxmoe.parallel.sharding import on_host, one_device, state_shardings
 from jaxmoe.rl.optimizer import make_optimizer
-from jaxmoe.rl.state import Trained, new_state
-from jaxmoe.rl.streamed import streamed
+from jaxmoe.rl.state import Trained, init_state
+from jaxmoe.rl.streamed import stream_state
 from pallas_kernels.ahead_of_time import compile_on, mesh_of, missing
 
 # three pairs of layers; a critic without any, of which one parameter is a scalar, as a count is
@@ -60,7 +60,7 @@ def test_updates_and_moments_are_those_of_the_same_optimizer_on_a_device():
     state = ADAMW.init(drawn(0))
     host = NamedSharding(one_device(), PartitionSpec(), memory_kind="pinned_host")
     there = jax.tree.map(lambda x: jax.device_put(x, host) if x.ndim else x, state)
-    (plain, after), (found, back) = two(ADAMW, state), two(streamed(ADAMW), there)
+    (plain, after), (found, back) = two(ADAMW, state), two(stream_state(ADAMW), there)
     for a, b in zip(jax.tree.leaves((plain, after)), jax.tree.leaves((found, back)), strict=True):
         np.testing.assert_array_equal(a, b)
     kinds = jax.tree.map(lambda x: x.sharding.memory_kind, (found, back))
@@ -70,13 +70,13 @@ def test_updates_and_moments_are_those_of_the_same_optimizer_on_a_device():
 
 def test_where_all_is_on_the_device_the_program_is_that_of_the_optimizer_alone():
     given = drawn(1), ADAMW.init(drawn(0)), drawn(0)
-    plain, made = (str(jax.make_jaxpr(tx.update)(*given)) for tx in (ADAMW, streamed(ADAMW)))
+    plain, made = (str(jax.make_jaxpr(tx.update)(*given)) for tx in (ADAMW, stream_state(ADAMW)))
     assert plain == made and "Host" not in made
 
 
 def test_of_a_state_on_the_host_the_arrays_of_moments_are_there_and_nothing_else():
     tx = make_optimizer(OptimConfig(lr=0.1), steps=3)
-    state = jax.eval_shape(lambda: new_state(Trained(init_params(jax.random.key(0), CFG)), tx))
+    state = jax.eval_shape(lambda: init_state(Trained(init_params(jax.random.key(0), CFG)), tx))
     for at, kind in (("device", "device"), ("host", "pinned_host")):
         lie = state_shardings(state, CFG, one_device(), at)
         for x, where in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(lie.opt_state),
@@ -102,7 +102,7 @@ def test_a_chip_has_the_moments_of_a_few_pairs_at_a_time(chip):
     )  # fmt: skip
     lie = jax.tree.map(lambda x: x.sharding, (params, state))
     memory: Any = compile_on(
-        mesh, streamed(ADAMW).update, params, state, params, donate_argnums=(0, 1),
+        mesh, stream_state(ADAMW).update, params, state, params, donate_argnums=(0, 1),
         out_shardings=lie,
     ).memory_analysis()  # fmt: skip
     pair, moments = 4 * 512 * 512, 2 * 4 * 24 * 512 * 512

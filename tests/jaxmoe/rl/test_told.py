@@ -10,8 +10,8 @@ import optax
 import pytest
 from bigram import CFG, OPS, Bigram, R, T, algorithm, make_batch, start
 
-from jaxmoe.losses import clipped_terms, group_advantages
-from jaxmoe.rl.minibatches import divide
+from jaxmoe.losses import group_advantages, ppo_clip
+from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.update import rl_step
 
 
@@ -23,16 +23,16 @@ from jaxmoe.rl.update import rl_step
 @pytest.mark.parametrize("cut", ["whole", "cut", "packed"])
 def test_what_is_told_of_a_token_stands_where_the_batch_has_it(fields, cut):
     """However the batch was shuffled, cut or packed: weights that stay have one log-prob each."""
-    a, batch = algorithm(objective=clipped_terms, **fields), make_batch()
+    a, batch = algorithm(objective=ppo_clip, **fields), make_batch()
     length = 2 * T if cut == "packed" else 0
-    parts, minibatches = divide(batch, a, seed=(3,), tokens_per_microbatch=length)
+    parts, minibatches = split_minibatches(batch, a, seed=(3,), tokens_per_microbatch=length)
     step = jax.jit(partial(
         rl_step, tx=optax.sgd(0.0), algorithm=a, scorer=Bigram(CFG, OPS),
         microbatches=4 if cut == "cut" else 1,
     ))  # fmt: skip
     told = step(start(a), parts, minibatches)[2]
     whole = jax.tree.map(jnp.asarray, batch)
-    want_BT = jax.jit(Bigram(CFG, OPS).policy)(start(a).params, whole)["logp_BT"]
+    want_BT = jax.jit(Bigram(CFG, OPS).score_policy)(start(a).params, whole)["logp_BT"]
     mask_BT = batch.loss_mask_BT
     np.testing.assert_allclose(told.logp_BT[mask_BT], want_BT[mask_BT], rtol=2e-5, atol=2e-6)
     want_B = group_advantages(jnp.asarray(batch.rewards_B).reshape(-1, R)).reshape(-1)

@@ -30,16 +30,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.losses import (
-    cispo_terms,
-    clipped_terms,
+    cispo,
     gae,
     geometric_is,
-    gspo_terms,
+    gspo,
     kept_token_mean,
     kl_k1,
     normalize,
+    ppo_clip,
+    reinforce,
     reinforce_pp_advantages,
-    reinforce_terms,
     rejection,
     rloo_advantages,
     seq_mean_token_mean,
@@ -51,13 +51,13 @@ from jaxmoe.losses import (
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.metrics import engine_gap
-from jaxmoe.rl.minibatches import divide
+from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.update import OPEN, estimate, one_update, score
+from jaxmoe.rl.update import NO_GATE, estimate_advantages, score_batch, update_minibatch
 
 ALGORITHMS = {
     "gspo, recomputed, kl in the loss": dict(
-        objective=partial(gspo_terms, clip_low=0.1, clip_high=0.2), aggregation=seq_mean_token_mean,
+        objective=partial(gspo, clip_low=0.1, clip_high=0.2), aggregation=seq_mean_token_mean,
         old_logp="recomputed", rollout_correction=(partial(sequence_is, high=2.0), normalize),
         kl_coef=0.1, entropy_coef=0.02,
     ),
@@ -66,7 +66,7 @@ ALGORITHMS = {
         rollout_correction=(geometric_is, partial(veto, high=3.0)),
     ),
     "reinforce++, kl in the reward": dict(
-        objective=reinforce_terms, advantages=reinforce_pp_advantages, kl=kl_k1, kl_coef=0.1,
+        objective=reinforce, advantages=reinforce_pp_advantages, kl=kl_k1, kl_coef=0.1,
         kl_in="reward", old_logp="recomputed", aggregation=kept_token_mean,
         rollout_correction=(partial(rejection, by="seq_mean_k3", high=0.3), token_is),
     ),
@@ -75,10 +75,10 @@ ALGORITHMS = {
         advantages=rloo_advantages, aggregation=partial(seq_mean_token_sum_norm, length=9)
     ),
     "ppo anchored at the rollout": dict(
-        objective=partial(clipped_terms, dual_clip=1.5), old_logp="rollout",
+        objective=partial(ppo_clip, dual_clip=1.5), old_logp="rollout",
         rollout_correction=(partial(rejection, by="token_k1", low=0.5, high=2.0),),
     ),
-    "cispo": dict(objective=cispo_terms, aggregation=seq_mean_token_mean),
+    "cispo": dict(objective=cispo, aggregation=seq_mean_token_mean),
     "ppo, own critic": dict(advantages=gae, critic="own"),
 }  # fmt: skip
 GPT_OSS = "gspo, of the model itself"
@@ -162,7 +162,9 @@ def test_the_update_does_not_depend_on_microbatches(simple):
 
 
 def test_the_update_does_not_depend_on_packing(plain):
-    batch, minibatches = divide(make_batch(), plain.a, seed=(0,), tokens_per_microbatch=2 * T)
+    batch, minibatches = split_minibatches(
+        make_batch(), plain.a, seed=(0,), tokens_per_microbatch=2 * T
+    )
     assert minibatches is None and int(batch.packing.count) == 4
     plain.same(*plain.run(batch))
 
@@ -183,7 +185,7 @@ def test_the_update_does_not_depend_on_the_number_of_devices(plain):
 def test_shuffled_rows_of_one_minibatch_are_the_whole_batch():
     a = algorithm(old_logp="recomputed", epochs=2)
     one = algorithm(old_logp="recomputed")
-    batch, minibatches = divide(make_batch(), a, seed=(3,))
+    batch, minibatches = split_minibatches(make_batch(), a, seed=(3,))
     assert sorted(minibatches.rows_UB[0]) == list(range(B))
     assert minibatches.rows_UB[0].tolist() != minibatches.rows_UB[1].tolist()
     still, metrics = step_of(a, tx=optax.sgd(0.0))(start(a), batch, minibatches)
@@ -195,12 +197,14 @@ def test_shuffled_rows_of_one_minibatch_are_the_whole_batch():
 
 @partial(jax.jit, static_argnames="a")
 def scored_by_hand(state, batch, a):
-    return estimate(batch, score(state, batch, a, Bigram(CFG, OPS), 1, policy=True), a)
+    return estimate_advantages(
+        batch, score_batch(state, batch, a, Bigram(CFG, OPS), 1, policy=True), a
+    )
 
 
 def test_minibatches_are_updates_one_after_the_other():
     a = algorithm(old_logp="recomputed", minibatches=2, rollout_correction=(token_is,))
-    batch, minibatches = divide(make_batch(), a, seed=(1,))
+    batch, minibatches = split_minibatches(make_batch(), a, seed=(1,))
     after, metrics = step_of(a)(start(a), batch, minibatches)
     # by hand: advantages and old log-probs of the whole batch, then the two halves in turn
     scorer = Bigram(CFG, OPS)
@@ -209,10 +213,10 @@ def test_minibatches_are_updates_one_after_the_other():
     @jax.jit
     def updated(state, rows, *whole, gap):
         half = jax.tree.map(lambda x: x[rows], whole)
-        state, said, _ = one_update(
-            state, *half, tx=SGD, algorithm=a, scorer=scorer, gate=OPEN, gap=gap, microbatches=1
+        state, said, _ = update_minibatch(
+            state, *half, tx=SGD, algorithm=a, scorer=scorer, gate=NO_GATE, gap=gap, microbatches=1
         )
-        return state, said.flat()
+        return state, said.to_dict()
 
     scored = scored_by_hand(start(a), whole, a)
     gap = engine_gap(scored.old_logp_BT, whole)
@@ -252,7 +256,7 @@ def test_packed_minibatches_of_any_length_compile_once():
             batch, segment_ids_BT=segments.astype(np.int32),
             loss_mask_BT=batch.loss_mask_BT & (segments > 0),
         )  # fmt: skip
-        batch, minibatches = divide(batch, a, seed=(cut,), tokens_per_microbatch=2 * T)
+        batch, minibatches = split_minibatches(batch, a, seed=(cut,), tokens_per_microbatch=2 * T)
         counts.add(int(batch.packing.count))
         step(start(a), batch, minibatches)
     assert len(counts) == 2 and compilations(step) == 1

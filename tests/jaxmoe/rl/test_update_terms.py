@@ -43,10 +43,17 @@ from jaxmoe.losses import (
 from jaxmoe.losses.rollout_correction import Correction
 from jaxmoe.rl.batch import Scored
 from jaxmoe.rl.metrics import update_metrics
-from jaxmoe.rl.minibatches import divide
+from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
-from jaxmoe.rl.update import OPEN, estimate, gate_closed, kl_of, one_update, score
+from jaxmoe.rl.update import (
+    NO_GATE,
+    estimate_advantages,
+    is_gate_closed,
+    reference_kl,
+    score_batch,
+    update_minibatch,
+)
 
 
 @dataclass(frozen=True)
@@ -55,14 +62,14 @@ class TwoFaced(Scorer):
 
     noise: float = 0.5
 
-    def policy(self, params, batch):
+    def score_policy(self, params, batch):
         calls.append(1)
         if len(calls) % 2 == 1:
             params = jax.tree_util.tree_map_with_path(
                 lambda path, x: x + self.noise * jnp.cos(jnp.arange(x.size, dtype=x.dtype))
                 .reshape(x.shape) if "w_router" in jax.tree_util.keystr(path) else x, params,
             )  # fmt: skip
-        return super().policy(params, batch)
+        return super().score_policy(params, batch)
 
 
 calls: list[int] = []
@@ -102,7 +109,7 @@ GATED = {
 @pytest.mark.parametrize("name, bound", [(n, b) for n in GATED for b in ("abs_diff", "k3")])
 def test_the_gate_leaves_the_state_bit_for_bit(shift, closed, name, bound):
     a, tx = algorithm(**GATED[name]), optax.adam(1e-2)
-    batch, minibatches = divide(make_batch(shift=shift), a, seed=(0,))
+    batch, minibatches = split_minibatches(make_batch(shift=shift), a, seed=(0,))
     if name != "detached":  # one half is as it should be: the batch is held back all the same
         good = np.isin(np.arange(B), minibatches.rows_UB[0])[:, None]
         half = np.where(good, make_batch().rollout_logp_BT, batch.rollout_logp_BT)
@@ -110,7 +117,7 @@ def test_the_gate_leaves_the_state_bit_for_bit(shift, closed, name, bound):
     before, gate = start(a, tx), GateConfig(**{bound: 1.5})
     step = step_of(a, tx=tx, gate=gate)
     rows = jax.tree.map(jnp.asarray, make_batch())
-    logp_BT = Bigram(CFG, OPS).policy(before.params, rows)["logp_BT"]
+    logp_BT = Bigram(CFG, OPS).score_policy(before.params, rows)["logp_BT"]
     gap = np.abs(np.asarray(logp_BT) - batch.rollout_logp_BT)[batch.loss_mask_BT].mean()
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
         after, metrics = step(before, batch, minibatches)
@@ -135,10 +142,10 @@ def test_each_bound_alone_closes_the_gate_and_so_does_nan(bound):
         (GAP[name], False), (GAP[name] - side * 1e-3, False), (GAP[name] + side * 1e-3, True),
         (np.nan, True),
     ):  # fmt: skip
-        assert bool(gate_closed(GAP | {name: jnp.float32(value)}, gate)) == closed, value
+        assert bool(is_gate_closed(GAP | {name: jnp.float32(value)}, gate)) == closed, value
     others = {n: jnp.float32(9.0 if "ess" not in n else 0.0) for n in GAP if n != name}
-    assert not bool(gate_closed({name: jnp.float32(GAP[name])} | others, gate))
-    assert gate_closed(dict.fromkeys(GAP, jnp.nan), OPEN) is False
+    assert not bool(is_gate_closed({name: jnp.float32(GAP[name])} | others, gate))
+    assert is_gate_closed(dict.fromkeys(GAP, jnp.nan), NO_GATE) is False
 
 
 def test_a_batch_that_is_skipped_leaves_the_optimizer_too_and_the_next_one_trains():
@@ -203,14 +210,16 @@ def test_the_value_of_the_last_state_bootstraps_a_cut_off_answer_cut_or_packed(k
     a = algorithm(advantages=bootstrapped_gae, critic=kind)
     cut = replace(make_batch(), truncated_B=np.arange(B) % 2 == 0)
     scorer, state = Bigram(CFG, OPS, critic=kind), start(a)
-    hidden = np.asarray(scorer.hidden(state.params.policy, cut), np.float64)
+    hidden = np.asarray(scorer.hidden_states(state.params.policy, cut), np.float64)
     worth = hidden @ np.float64(state.params.critic["value_head"]["w_value"])
     last = np.array([np.flatnonzero(row)[-1] for row in cut.loss_mask_BT])
     want = np.where(cut.truncated_B, worth[np.arange(B), last], 0.0)
     assert np.abs(want[::2]).min() > 1e-3 and (last == T - 1).any()  # of full rows, too
-    packed, _ = divide(cut, a, seed=(0,), tokens_per_microbatch=2 * T)
+    packed, _ = split_minibatches(cut, a, seed=(0,), tokens_per_microbatch=2 * T)
     for batch, pieces in ((cut, 1), (cut, 4), (packed, 1)):
-        scored = score(state, jax.tree.map(jnp.asarray, batch), a, scorer, pieces, policy=False)
+        scored = score_batch(
+            state, jax.tree.map(jnp.asarray, batch), a, scorer, pieces, policy=False
+        )
         np.testing.assert_allclose(scored.bootstrap_B, want, rtol=1e-5, atol=1e-6)
 
 
@@ -297,10 +306,10 @@ def test_the_kl_term_is_its_weight_times_its_mean():
 def test_a_reference_that_is_broken_at_false_tokens_never_matters():
     a = algorithm(kl_coef=0.5)
     batch = jax.tree.map(jnp.asarray, make_batch())
-    scored = estimate(batch, Scored(ref_logp_BT=batch.rollout_logp_BT), a)
+    scored = estimate_advantages(batch, Scored(ref_logp_BT=batch.rollout_logp_BT), a)
     broken = jnp.where(batch.loss_mask_BT, scored.ref_logp_BT, jnp.nan)
     step = partial(
-        one_update, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS), gate=OPEN, gap=None,
+        update_minibatch, tx=SGD, algorithm=a, scorer=Bigram(CFG, OPS), gate=NO_GATE, gap=None,
         microbatches=1,
     )  # fmt: skip
     want, *_ = step(start(a), batch, scored)
@@ -314,7 +323,7 @@ def test_log_probs_that_are_broken_at_false_tokens_have_no_gradient_through_the_
     ref = jnp.asarray([[-1.0, jnp.nan]])
 
     def total(logp_BT):
-        return jnp.sum(jnp.where(mask, kl_of(a, logp_BT, ref, ref, mask), 0.0))
+        return jnp.sum(jnp.where(mask, reference_kl(a, logp_BT, ref, ref, mask), 0.0))
 
     for bad in (jnp.nan, -jnp.inf):
         grad = jax.grad(total)(jnp.asarray([[-2.0, bad]]))

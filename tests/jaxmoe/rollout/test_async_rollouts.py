@@ -56,7 +56,7 @@ def test_whatever_the_timing_batches_come_in_order_once_and_within_the_bound(
     with closing(open_async(make, first=first, max_staleness=max_staleness)) as batches:
         batches.weights_synced(version)
         for step in range(first, LAST + 1):
-            got, drawn_by = batches.take(step)
+            got, drawn_by = batches.take_batch(step)
             assert got == step and step - 1 - max_staleness <= drawn_by <= step - 1
             time.sleep(trained[step - 1])
             version = step
@@ -79,7 +79,7 @@ def test_the_bound_is_used_whole(max_staleness):
     ) as batches:
         batches.weights_synced(0)
         wait_until(lambda: len(begun) == 1 + max_staleness)
-        assert batches.take(1) == 1
+        assert batches.take_batch(1) == 1
         time.sleep(0.05)
         assert begun == list(range(1, 2 + max_staleness))
         batches.weights_synced(1)
@@ -92,7 +92,7 @@ def test_nothing_is_made_before_the_first_weights_are_out():
         time.sleep(0.05)
         assert begun == []
         batches.weights_synced(4)
-        assert batches.take(5) == 5
+        assert batches.take_batch(5) == 5
 
 
 def test_while_paused_the_batch_under_way_ends_and_no_other_begins():
@@ -138,7 +138,7 @@ def test_an_error_is_raised_in_the_trainer_at_once_even_where_batches_are_ready(
         batches.weights_synced(0)
         wait_until(lambda: not batches._thread.is_alive())
         with pytest.raises(Broken, match="batch 2"):
-            batches.take(1)
+            batches.take_batch(1)
         with pytest.raises(Broken), batches.paused():
             raise AssertionError("the error comes first")
 
@@ -151,7 +151,7 @@ def test_an_error_wakes_a_trainer_that_waits():
     with closing(open_async(make)) as batches:
         batches.weights_synced(0)
         with pytest.raises(Broken):
-            batches.take(1)
+            batches.take_batch(1)
 
 
 def test_a_trainer_that_waits_sees_the_request_to_stop_and_the_batch_is_interrupted():
@@ -166,7 +166,7 @@ def test_a_trainer_that_waits_sees_the_request_to_stop_and_the_batch_is_interrup
         batches.weights_synced(0)
         threading.Timer(0.05, stopping.set).start()
         start = time.perf_counter()
-        assert batches.take(1) is None
+        assert batches.take_batch(1) is None
         assert time.perf_counter() - start < SOON / 2
     assert interrupted.is_set() and not batches._thread.is_alive()
 
@@ -175,7 +175,7 @@ def test_a_batch_that_is_ready_is_trained_on_before_the_run_stops():
     with closing(open_async(lambda step: step, stop=lambda: True)) as batches:
         batches.weights_synced(0)
         wait_until(lambda: batches._ready)
-        assert batches.take(1) == 1
+        assert batches.take_batch(1) == 1
 
 
 def test_close_interrupts_nothing_where_nothing_is_under_way():
@@ -202,21 +202,21 @@ def test_the_counters_say_who_waited_for_whom():
     slow = 0.3
     with closing(open_async(lambda step: time.sleep(slow), max_staleness=1)) as batches:
         batches.weights_synced(0)
-        batches.take(1)
-        found = batches.waits()
+        batches.take_batch(1)
+        found = batches.wait_metrics()
         assert found["time/wait_for_rollouts_s"] > slow / 2 > found["time/wait_for_trainer_s"]
         assert found["rollout/ready_batches"] == 0
         wait_until(lambda: batches._ready and not batches._making)
         time.sleep(slow)
-        batches.take(2)
-        found = batches.waits()
+        batches.take_batch(2)
+        found = batches.wait_metrics()
         assert found["time/wait_for_trainer_s"] > slow / 2 > found["time/wait_for_rollouts_s"]
         assert found["rollout/ready_batches"] == 1
         assert 0.0 < found["rollout/overlap_frac"] < 1.0  # batch 2 was made beside, then nothing
         time.sleep(slow)
         batches.weights_synced(1)
         wait_until(lambda: batches._making)  # idle till then, and at work when it is counted
-        assert batches.waits()["time/wait_for_trainer_s"] > slow / 2
+        assert batches.wait_metrics()["time/wait_for_trainer_s"] > slow / 2
 
 
 def test_both_at_work_all_the_time_is_an_overlap_of_one_and_a_trainer_that_waits_of_less():
@@ -224,12 +224,12 @@ def test_both_at_work_all_the_time_is_an_overlap_of_one_and_a_trainer_that_waits
     with closing(open_async(lambda step: going.wait(SOON))) as batches:
         batches.weights_synced(0)
         wait_until(lambda: batches._making)
-        batches.waits()
+        batches.wait_metrics()
         time.sleep(0.02)  # the trainer trains
-        assert batches.waits()["rollout/overlap_frac"] == 1.0
+        assert batches.wait_metrics()["rollout/overlap_frac"] == 1.0
         threading.Timer(0.3, going.set).start()
-        batches.take(1)
-        assert batches.waits()["rollout/overlap_frac"] < 0.5
+        batches.take_batch(1)
+        assert batches.wait_metrics()["rollout/overlap_frac"] < 0.5
 
 
 def test_in_turn_each_batch_is_made_when_it_is_asked_for():
@@ -239,6 +239,6 @@ def test_in_turn_each_batch_is_made_when_it_is_asked_for():
     ) as turn:
         turn.weights_synced(0)
         assert begun == []
-        assert turn.take(1) == (1, threading.get_ident()) and begun == [1]
+        assert turn.take_batch(1) == (1, threading.get_ident()) and begun == [1]
         with turn.paused():
-            assert turn.waits() == {}
+            assert turn.wait_metrics() == {}

@@ -53,7 +53,9 @@ def differing(ops, new, cfg):
         n_experts=cfg.n_experts,
     )  # fmt: skip
     batch = jax.tree.map(jax.numpy.asarray, batch)
-    scored = jax.jit(Scorer(cfg, ops, replays=False).policy)(Trained(as_read(params, cfg)), batch)
+    scored = jax.jit(Scorer(cfg, ops, replay_experts=False).score_policy)(
+        Trained(as_read(params, cfg)), batch
+    )
     answer_BT = np.asarray(batch.loss_mask_BT)
     ours, theirs = (np.asarray(x)[answer_BT] for x in (scored["logp_BT"], batch.rollout_logp_BT))
     assert np.abs(theirs).max() > 0.1

@@ -64,7 +64,7 @@ def cutting():
 
 @partial(jax.jit, static_argnames="temperature")
 def SCORE(params, batch, temperature=1.0):
-    found = Scorer(CFG, OPS, temperature).policy(Trained(params), batch)
+    found = Scorer(CFG, OPS, temperature).score_policy(Trained(params), batch)
     return found["logp_BT"], found["entropy_BT"]
 
 
@@ -89,7 +89,7 @@ def test_on_a_mesh_it_draws_the_same_tokens_with_the_trainers_log_probs(engine):
     assert same(ours, theirs)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a.rollout_logp, b.rollout_logp, atol=64 * EPS)
-    assert cut.compilations() == 3
+    assert cut.count_compilations() == 3
 
 
 def same(a, b):
@@ -259,13 +259,13 @@ def test_dropping_finished_rows_changes_no_token(engine, monkeypatch):
 def test_calls_of_any_prompt_length_compile_nothing_new(engine):
     for sampling in (FREE, STOPPING):
         engine.generate(PROMPTS, sampling, seed=0, samples=8)
-    first = engine.compilations()
+    first = engine.count_compilations()
     for seed in range(1, 8):
         prompts = [prompt(seed * 10 + i, 1 + (3 * seed + i) % 20) for i in range(1 + seed % 5)]
         engine.generate(prompts, STOPPING, seed=seed, samples=8)
     # one prefill, one repeat, a decode and a compaction for each size 40 -> 10 -> 8; and a
     # decode of each size again for another number of stop tokens
-    assert first == engine.compilations() <= 10
+    assert first == engine.count_compilations() <= 10
 
 
 def test_no_probability_goes_to_the_padded_vocabulary(engine):
@@ -365,9 +365,9 @@ def test_programs_made_ahead_are_those_that_a_wave_runs(engine, monkeypatch):
         return jitted(*args, **static)
 
     ahead, ran = [], []
-    engine.programs(Made, STOPPING, abstract_params(CFG), samples=8)
+    engine.compile_programs(Made, STOPPING, abstract_params(CFG), samples=8)
     for name in ("_prefill", "_repeat", "_decode"):
         monkeypatch.setattr(engine, name, partial(recorded, getattr(engine, name)))
     engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     assert ahead == ran[:3]
-    assert engine.prompts_at_once(8) == 5
+    assert engine.prompts_per_batch(8) == 5

@@ -4,7 +4,7 @@
 import numpy as np
 
 from jaxmoe.records import Prompt, Rollout, StopReason
-from jaxmoe.rollout.packed_rollouts import from_bytes, to_bytes
+from jaxmoe.rollout.packed_rollouts import deserialize_rollouts, serialize_rollouts
 
 
 def rollout(prompt, length, stop, kept, experts):
@@ -25,7 +25,7 @@ def test_every_array_comes_back_with_its_dtype_and_prompts_once():
         rollout(one, 1, StopReason.MAX_TOKENS, False, True),
         rollout(other, 6, StopReason.MAX_TOKENS, True, False),
     ]
-    back, told = from_bytes(to_bytes(made, incidents=["a"]))
+    back, told = deserialize_rollouts(serialize_rollouts(made, incidents=["a"]))
     assert told == {"incidents": ["a"]} and back[0].prompt is back[1].prompt
     for a, b in zip(made, back, strict=True):
         assert (a.prompt, a.stop) == (b.prompt, b.stop)
@@ -37,4 +37,4 @@ def test_every_array_comes_back_with_its_dtype_and_prompts_once():
 
 
 def test_nothing_comes_back_as_nothing():
-    assert from_bytes(to_bytes([])) == ([], {})
+    assert deserialize_rollouts(serialize_rollouts([])) == ([], {})

@@ -6,8 +6,8 @@ import pytest
 
 from jaxmoe.observe.alerts import alerts
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
-from jaxmoe.rollout.packed_rollouts import from_bytes, to_bytes
-from jaxmoe.rollout.recorded_experts import checked_experts, unknown_experts
+from jaxmoe.rollout.packed_rollouts import deserialize_rollouts, serialize_rollouts
+from jaxmoe.rollout.recorded_experts import mark_unknown_experts, unknown_experts_metric
 
 N, LAYERS, ACTIVE, PROMPT, TOKENS = 7, 3, 2, 4, 9
 
@@ -19,7 +19,7 @@ def routed(dtype=np.uint8, active=ACTIVE):
 
 
 def check(array, **options):
-    return checked_experts(array, **{"n_experts": N, "prompt_tokens": PROMPT, **options})
+    return mark_unknown_experts(array, **{"n_experts": N, "prompt_tokens": PROMPT, **options})
 
 
 def unknown(array, **options):
@@ -102,19 +102,21 @@ def test_what_is_unknown_is_counted_and_much_of_it_is_an_alert():
     array = routed()
     array[:PROMPT] = 0
     some, none = check(array), check(routed())
-    metrics = unknown_experts([rollout(some), rollout(none), rollout(None)])
+    metrics = unknown_experts_metric([rollout(some), rollout(none), rollout(None)])
     assert metrics == {"router/unknown_experts_frac": PROMPT / (2 * TOKENS)}
     assert "routed anew" in alerts(metrics)["router/unknown_experts_frac"]
-    assert unknown_experts([rollout(none)]) == {"router/unknown_experts_frac": 0.0}
-    assert unknown_experts([rollout(None)]) == {} and not alerts(unknown_experts([rollout(none)]))
+    assert unknown_experts_metric([rollout(none)]) == {"router/unknown_experts_frac": 0.0}
+    assert unknown_experts_metric([rollout(None)]) == {} and not alerts(
+        unknown_experts_metric([rollout(none)])
+    )
 
 
 def test_unknown_experts_pass_from_process_to_process():
     array = routed()
     array[5] = 0
     sent = [rollout(check(array)), rollout(check(routed()))]
-    received, _ = from_bytes(to_bytes(sent))
-    assert unknown_experts(received) == unknown_experts(sent) != {}
+    received, _ = deserialize_rollouts(serialize_rollouts(sent))
+    assert unknown_experts_metric(received) == unknown_experts_metric(sent) != {}
     for a, b in zip(sent, received, strict=True):
         np.testing.assert_array_equal(a.routed_experts, b.routed_experts)
         assert b.routed_experts.dtype == a.routed_experts.dtype == np.int8

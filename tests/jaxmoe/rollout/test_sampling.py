@@ -12,19 +12,21 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxmoe.rollout.sampling import (
-    NEVER,
-    exponentials,
-    in_blocks,
-    keep_top,
+    IMPOSSIBLE_LOGIT,
+    apply_top_k_top_p,
     log_kept_mass,
-    race,
+    sample_by_race,
+    sample_exponentials,
     sample_tokens,
+    split_into_blocks,
 )
 
 V = 13
 WORDS = 201_088  # GPT-OSS's vocabulary: rounding that 13 words never show decides there
 sample = jax.jit(partial(sample_tokens, greedy=False))
-races = jax.jit(lambda keys, *row: lax.map(lambda key: race(key, *row), keys, batch_size=256))
+races = jax.jit(
+    lambda keys, *row: lax.map(lambda key: sample_by_race(key, *row), keys, batch_size=256)
+)
 PROBS = np.array([0.02, 0.3, 0.01, 0.2, 0.05, 0.15, 0.03, 0.08, 0.04, 0.06, 0.02, 0.03, 0.01])
 LOGITS = jnp.log(jnp.asarray(PROBS, jnp.float32))[None]
 
@@ -37,25 +39,25 @@ def kept(logits):
     "k, want", [(1, {1}), (3, {1, 3, 5}), (0, set(range(V))), (V, set(range(V)))]
 )
 def test_top_k_keeps_exactly_the_most_likely(k, want):
-    assert kept(keep_top(LOGITS, top_k=k, top_p=1.0)) == want
+    assert kept(apply_top_k_top_p(LOGITS, top_k=k, top_p=1.0)) == want
 
 
 @pytest.mark.parametrize("p, want", [(0.01, {1}), (0.29, {1}), (0.31, {1, 3}), (0.64, {1, 3, 5}),
                                      (0.66, {1, 3, 5, 7}), (1.0, set(range(V)))])  # fmt: skip
 def test_top_p_keeps_the_fewest_that_reach_p(p, want):
-    assert kept(keep_top(LOGITS, top_k=0, top_p=p)) == want
+    assert kept(apply_top_k_top_p(LOGITS, top_k=0, top_p=p)) == want
 
 
 def test_the_nucleus_is_that_of_the_top_k_alone():
     # of 0.3, 0.2, 0.15 the first two hold 0.769: they reach 0.7 here, and did not before top-k
-    assert kept(keep_top(LOGITS, top_k=3, top_p=0.7)) == {1, 3}
-    assert kept(keep_top(LOGITS, top_k=0, top_p=0.7)) == {1, 3, 5, 7}
+    assert kept(apply_top_k_top_p(LOGITS, top_k=3, top_p=0.7)) == {1, 3}
+    assert kept(apply_top_k_top_p(LOGITS, top_k=0, top_p=0.7)) == {1, 3, 5, 7}
 
 
 @given(st.integers(0, 10**6), st.integers(1, V), st.floats(0.05, 0.95))
 def test_what_is_kept_is_as_likely_as_before_among_itself(seed, k, p):
     logits = jnp.asarray(np.random.default_rng(seed).normal(0, 2, (1, V)), jnp.float32)
-    cut = keep_top(logits, top_k=k, top_p=p)
+    cut = apply_top_k_top_p(logits, top_k=k, top_p=p)
     ids = sorted(kept(cut))
     assert 1 <= len(ids) <= k
     np.testing.assert_array_equal(np.asarray(cut)[0, ids], np.asarray(logits)[0, ids])
@@ -65,7 +67,7 @@ def test_what_is_kept_is_as_likely_as_before_among_itself(seed, k, p):
 @given(st.integers(0, 10**6), st.integers(0, V), st.floats(0.05, 1.0))
 def test_the_mass_that_was_kept_is_that_of_the_kept_tokens(seed, k, p):
     logits = jnp.asarray(np.random.default_rng(seed).normal(0, 4, (1, V)), jnp.float32)
-    cut = keep_top(logits, top_k=k, top_p=p)
+    cut = apply_top_k_top_p(logits, top_k=k, top_p=p)
     probs = np.exp(np.asarray(logits, np.float64)[0])
     want = np.log(probs[sorted(kept(cut))].sum() / probs.sum())
     found = float(log_kept_mass(cut, logits)[0])
@@ -80,7 +82,7 @@ def test_nothing_cut_off_keeps_a_mass_of_exactly_one():
 def counts_of(logits_V, n, *, seed=0):
     """How often each word comes in n draws."""
     logits_1V = jnp.asarray(logits_V, jnp.float32)[None]
-    logits_NS = in_blocks(logits_1V)[0]
+    logits_NS = split_into_blocks(logits_1V)[0]
     sums_N = jnp.sum(jnp.exp(logits_NS - logits_1V.max()), axis=1)
     keys = jax.random.split(jax.random.key(seed), n)
     return np.bincount(np.asarray(races(keys, logits_NS, sums_N)), minlength=len(logits_V))
@@ -100,7 +102,7 @@ def chi_square(counts, want):
 
 def test_sampled_frequencies_are_the_probabilities():
     n = 20_000
-    cut = keep_top(LOGITS, top_k=6, top_p=1.0)[0]
+    cut = apply_top_k_top_p(LOGITS, top_k=6, top_p=1.0)[0]
     ids = sorted(kept(cut[None]))
     counts = counts_of(cut, n)
     assert counts.sum() == counts[ids].sum()
@@ -154,7 +156,7 @@ def test_the_smallest_exponentials_are_as_rare_as_they_must_be():
     high = np.append(high, [0, 0, 2**32 - 1])
     low = rng.integers(0, 2**32, len(high), dtype=np.uint64)
     low[-3:] = 0, 2**32 - 1, 2**32 - 1
-    got = exponentials(jnp.asarray(np.stack([high, low], 1).astype(np.uint32)))
+    got = sample_exponentials(jnp.asarray(np.stack([high, low], 1).astype(np.uint32)))
     u = (high.astype(np.float64) * 2.0**32 + low + 0.5) * 2.0**-64
     want = -np.log1p(-np.minimum(u, 1 - 2.0**-24))
     # near 1 the float32 u is a step of 2^-24 away at most, which is all that 1 − u has left
@@ -167,9 +169,11 @@ def test_the_smallest_exponentials_are_as_rare_as_they_must_be():
 @settings(max_examples=60)
 def test_what_was_excluded_is_never_sampled(seed, words, k, p):
     rng = np.random.default_rng(seed)
-    logits = np.full(700, NEVER, np.float32)  # one shape for all, and blocks without any word
+    logits = np.full(
+        700, IMPOSSIBLE_LOGIT, np.float32
+    )  # one shape for all, and blocks without any word
     logits[rng.choice(700, words, replace=False)] = rng.normal(0, 30, words)
-    cut = keep_top(jnp.asarray(logits)[None], top_k=k, top_p=p)
+    cut = apply_top_k_top_p(jnp.asarray(logits)[None], top_k=k, top_p=p)
     rows = jnp.broadcast_to(cut, (64, 700))
     token_B, logp_B = sample(rows, jax.random.split(jax.random.key(seed), 64))
     assert set(np.asarray(token_B).tolist()) <= kept(cut)
@@ -177,7 +181,7 @@ def test_what_was_excluded_is_never_sampled(seed, words, k, p):
 
 
 def test_the_log_prob_is_of_the_processed_distribution_and_sums_to_one():
-    cut = keep_top(LOGITS, top_k=6, top_p=0.8)
+    cut = apply_top_k_top_p(LOGITS, top_k=6, top_p=0.8)
     ids = sorted(kept(cut))
     keys_B = jax.random.split(jax.random.key(1), 4000)
     tokens, logp = sample(jnp.broadcast_to(cut, (4000, V)), keys_B)

@@ -58,7 +58,7 @@ def test_the_error_names_the_rollout_the_token_and_the_versions(
 
 
 def test_a_token_without_a_version_is_refused():
-    with pytest.raises(EngineError, match="one version of the weights per token: 2 for 3 tokens"):
+    with pytest.raises(EngineError, match="one weight version per token, got 2 for 3 tokens"):
         check_versions([rollout(3, [6, 6], tokens=3)], newest=6, max_staleness=1)
     with pytest.raises(EngineError, match="0 for 0 tokens"):
         check_versions([rollout(3, [])], newest=6, max_staleness=1)

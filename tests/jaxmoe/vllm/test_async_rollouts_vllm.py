@@ -36,7 +36,7 @@ def test_tokens_made_ahead_are_of_the_versions_they_say_and_none_is_too_old(open
         engine.load(weights(0), 0)
         batches.weights_synced(0)
         for step in range(1, LAST + 1):
-            made = batches.take(step)
+            made = batches.take_batch(step)
             assert made is not None
             numbers = range(EACH * step, EACH * (step + 1))
             assert [r.prompt.id for r in made] == [i for i in numbers for _ in range(2)]

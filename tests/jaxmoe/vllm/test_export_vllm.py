@@ -11,11 +11,11 @@ from random_weights import random_weights
 
 from jaxmoe import export
 from jaxmoe.checkpoint.run import Position, save_run
-from jaxmoe.config_file import load, resolve
+from jaxmoe.config_file import load_config, resolve
 from jaxmoe.data.tokenizer import ByteTokenizer
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.rl.optimizer import rl_optimizer
-from jaxmoe.rl.state import rl_state
+from jaxmoe.rl.state import init_rl_state
 
 pytestmark = pytest.mark.vllm
 
@@ -25,13 +25,15 @@ def test_vllm_serves_an_export_with_our_log_probs_and_stops(tmp_path, monkeypatc
         monkeypatch.setenv(name, "0" if "VLLM" in name else "1")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     vllm = importlib.import_module("vllm")
-    cfg = resolve(load("tiny_vllm.py"), "save.export_dtype=float32", f"workdir={tmp_path}/run")
+    cfg = resolve(
+        load_config("tiny_vllm.py"), "save.export_dtype=float32", f"workdir={tmp_path}/run"
+    )
     params = random_weights(cfg.model, 0)
     stop = ByteTokenizer().stop_ids[0]
     # an entry that all tokens share, read by the head for one of them: it is likely everywhere
     params["embed"] = params["embed"].at[:, 0].set(2.0)
     params["head"] = params["head"].at[0, stop].set(2.0)
-    state = rl_state(params, cfg, rl_optimizer(cfg))
+    state = init_rl_state(params, cfg, rl_optimizer(cfg))
     save_run(tmp_path / "run", cfg, Position("rl", 1, state, {}))
     export.run(cfg, tmp_path / "out")
     engine = vllm.LLM(

@@ -18,7 +18,7 @@ from proxy import Proxy
 from vllm_cases import PYTHON
 
 from jaxmoe.config import VllmConfig
-from jaxmoe.config_file import load, override
+from jaxmoe.config_file import load_config, override
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.processes import PLAIN
 from jaxmoe.vllm.server import Server, _free_port
@@ -59,7 +59,7 @@ sys.exit(train.main(sys.argv[2:]))
 def three(tmp_path_factory):
     """Servers of one key; two have an address that stays, the third is for later."""
     work, key = tmp_path_factory.mktemp("servers"), secrets.token_urlsafe(16)
-    cfg = override(load("tiny_vllm.py"), *CHANGES)
+    cfg = override(load_config("tiny_vllm.py"), *CHANGES)
     with ExitStack() as closing:
         servers = []
         for number in range(3):

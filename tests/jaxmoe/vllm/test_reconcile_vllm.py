@@ -13,7 +13,7 @@ from random_weights import random_weights
 
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
-from jaxmoe.config_file import load
+from jaxmoe.config_file import load_config
 from jaxmoe.doctor import recordings
 from jaxmoe.model import plain_ops
 from jaxmoe.reconcile.compare import reconcile
@@ -78,7 +78,7 @@ def examined(engine, dtype="float32", **options):
 def pieces_are_all_there_is(engine):
     """Each of vLLM's modules, given what the trainer's piece is given, differs by rounding."""
     made = engine.generate(PROMPTS[:5], COOL, seed=1, samples=2)
-    asked = replace(load("tiny_vllm.py"), model=CFG)
+    asked = replace(load_config("tiny_vllm.py"), model=CFG)
     recorded = recordings(engine, made, asked)
     assert recorded is not None and recorded[0].shape == (4, 8 + 24)  # the shortest prompt's
     steps = Steps(*(jax.jit(partial(f, cfg=CFG, ops=OPS)) for f in (differences, with_differences)))
