@@ -118,9 +118,9 @@ REFUSED = [
     ({"objective": "ppo_clip(clip_low='a')"}, "loss: "),
     ({"objective": "gae"}, "loss.objective: gae takes rewards_BT"),
     ({"advantages": "ppo_clip"}, "loss.advantages: ppo_clip takes logp_BT"),
-    ({"aggregation": "rloo_advantages"}, "loss.aggregation: rloo_advantages asks for rewards_PR"),
-    ({"kl": "ppo_clip"}, "loss.kl: ppo_clip asks for advantages_BT"),
-    ({CORR: "whiten"}, "loss.rollout_correction: whiten asks for x_BT"),
+    ({"aggregation": "rloo_advantages"}, "loss.aggregation: rloo_advantages takes rewards_PR"),
+    ({"kl": "ppo_clip"}, "loss.kl: ppo_clip takes advantages_BT"),
+    ({CORR: "whiten"}, "loss.rollout_correction: whiten takes x_BT"),
     ({"preset": "decoupled_tokn_is"}, "loss.preset: there is no preset 'decoupled_tokn_is'. Did "
      "you mean decoupled_token_is?"),
     ({"preset": "zzz"}, "there is no preset 'zzz'. Known: disabled, decoupled_token_is"),
