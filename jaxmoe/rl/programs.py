@@ -30,7 +30,7 @@ from jaxmoe.rl.update import rl_step
 from jaxmoe.shapes import Leaf
 
 
-class Program(NamedTuple):
+class JitProgram(NamedTuple):
     """What runs is jit of `fn` with these options."""
 
     fn: Callable[..., Any]
@@ -41,19 +41,19 @@ def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
     return make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
 
 
-def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> Program:
+def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> JitProgram:
     """A step of the warm start: (state, batch) -> (state, metrics)."""
     loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, ops))
     step = partial(
         train_step, tx=warmup_optimizer(cfg), loss_fn=loss_fn, microbatches=cfg.optim.microbatches
     )
-    return Program(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 1)})
+    return JitProgram(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 1)})
 
 
 def rl_program(
     cfg: Config, ops: Ops, mesh: Mesh | None, algorithm: Algorithm,
     tx: optax.GradientTransformation, state: TrainState,
-) -> Program:  # fmt: skip
+) -> JitProgram:  # fmt: skip
     """A step of RL: (state, batch, minibatches, base) -> (state, metrics, told)."""
     scorer = Scorer(
         cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales,
@@ -63,7 +63,7 @@ def rl_program(
         rl_step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,
         microbatches=cfg.optim.microbatches,
     )  # fmt: skip
-    return Program(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)})
+    return JitProgram(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)})
 
 
 def out_shardings_option(
