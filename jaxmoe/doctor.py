@@ -163,8 +163,8 @@ def recordings(
         return None
     from jaxmoe.vllm.backend import RequestFailed  # runs without its packages otherwise
     from jaxmoe.vllm.engine import VllmEngine
-    from jaxmoe.vllm.in_process import InProcessBackend
-    from jaxmoe.vllm.request import score
+    from jaxmoe.vllm.in_process_backend import InProcessBackend
+    from jaxmoe.vllm.request import score_tokens
 
     assert isinstance(engine, VllmEngine)
     backend = engine.backends[0]
@@ -176,7 +176,9 @@ def recordings(
     told = []
     for row in tokens_BT.tolist():
         try:
-            (logp, _), workers = backend.recorded(partial(score, backend, row, cfg.model))
+            (logp, _), workers = backend.record_forward(
+                partial(score_tokens, backend, row, cfg.model)
+            )
         except RequestFailed as error:  # modules of another name, say: the verdict stands without
             print(f"pieces   not compared: {printable(str(error))}")
             return None

@@ -24,8 +24,8 @@ def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> 
     )  # fmt: skip
     if r.engine == "native":
         return NativeEngine(cfg.model, ops, keep_experts=cfg.records_experts, mesh=mesh, **sizes)
-    from jaxmoe.vllm.adapter import ServedAdapter
-    from jaxmoe.vllm.shared import open_vllm  # runs without its packages otherwise
+    from jaxmoe.vllm.multi_process_engine import open_vllm  # runs without its packages otherwise
+    from jaxmoe.vllm.served_adapter import ServedAdapter
 
     serves = cfg.lora.ranks and r.vllm.lora == "adapter"
     adapter = ServedAdapter(cfg.lora, base_folder(cfg)) if serves else None

@@ -4,7 +4,7 @@
 A collective of devices is no place to wait in: launch/env.sh has NCCL end it after five minutes.
 Here a process waits as long as the others live, in any thread, since nothing is ordered against a
 device's programs. It is for what a host makes: rollouts, digests, errors.
-Next: jaxmoe/vllm/shared.py.
+Next: jaxmoe/vllm/multi_process_engine.py.
 """
 
 import json

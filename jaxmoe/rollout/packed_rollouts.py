@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts as bytes, for processes that did not sample them: arrays and JSON, no pickle.
 
-Next: jaxmoe/vllm/shared.py.
+Next: jaxmoe/vllm/multi_process_engine.py.
 """
 
 import io

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a server that we started still works: one that hangs is found in seconds.
+"""Detection of a hanging server within seconds, for servers that this run started.
 
-A request may take minutes, so a late answer says nothing. A server that answers nobody else either,
-or whose processes stand still while somebody waits for them, will not answer this one.
-Next: jaxmoe/vllm/replica.py starts another.
+A request may take minutes, so a late answer alone proves nothing. A server hangs if it does not
+answer other requests either, or if its processes use no CPU while somebody waits for them. Next:
+jaxmoe/vllm/replica.py starts another one.
 """
 
 import threading
@@ -13,50 +13,59 @@ from pathlib import Path
 from jaxmoe.vllm import processes
 from jaxmoe.vllm.http_backend import HttpBackend
 
-EVERY_S = 2.0
-HANG_S = 15.0  # without an answer
-WATCHED_S = 5.0  # of these, the last: what waits for others may turn in circles for a while
-IDLE_CPU_S = 0.25  # in that time: more, and they work
-ALIVE, WORKS = "/health", "/is_paused"  # answered by the server; by the process that computes
+CHECK_INTERVAL_S = 2.0
+HANG_TIMEOUT_S = 15.0  # without an answer
+CPU_WINDOW_S = 5.0  # the last part of it; a worker that waits for others may spin for a while
+IDLE_CPU_S = 0.25  # processes that use more in that window are working
+SERVER_ROUTE, ENGINE_ROUTE = (
+    "/health",
+    "/is_paused",
+)  # answered by the HTTP server; by the engine process
 
 
 class Heartbeat:
-    """A thread beside one server, until `stop`; `hung` says why it ended the connections.
+    """A thread that watches one server until `stop`; `hung` says why it closed the connections.
 
-    `segments`: the shared memory of its processes, for when these are gone.
+    `segments` is the shared memory of its processes, to be removed when they have ended.
     """
 
     def __init__(self, backend: HttpBackend, group: int, name: str) -> None:
         self._backend, self._group, self._name = backend, group, name
         self.hung = ""
         self.segments = set[Path]()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxmoe-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
 
     def _run(self) -> None:
-        while not self._over.is_set():
-            self.segments |= processes.segments(self._group)
-            why = self._look()
-            if why and not self._over.is_set():
-                self.hung = f"{self._name} hangs: {why}"
+        while not self._stopped.is_set():
+            self.segments |= processes.find_shared_memory(self._group)
+            reason = self._find_hang()
+            if reason and not self._stopped.is_set():
+                self.hung = f"{self._name} hangs: {reason}"
                 self._backend.close(self.hung)
                 return
-            self._over.wait(EVERY_S)
+            self._stopped.wait(CHECK_INTERVAL_S)
 
-    def _look(self) -> str:
-        """Why it is taken to hang, or nothing. One that has ended is not: that shows by itself."""
+    def _find_hang(self) -> str:
+        """Return why the server is taken to hang, or "". A server that has ended does not hang."""
         start = time.monotonic()
-        if self._backend.answers(WORKS, HANG_S - WATCHED_S):
+        if self._backend.answers_within(ENGINE_ROUTE, HANG_TIMEOUT_S - CPU_WINDOW_S):
             return ""
-        before = processes.work(self._group)
-        answers = self._backend.answers(WORKS, WATCHED_S)
-        if answers or time.monotonic() - start < 0.9 * HANG_S:  # refused, not waited for: it ended
+        before = processes.measure_cpu_time(self._group)
+        answered = self._backend.answers_within(ENGINE_ROUTE, CPU_WINDOW_S)
+        if (
+            answered or time.monotonic() - start < 0.9 * HANG_TIMEOUT_S
+        ):  # the connection was refused: the server has ended
             return ""
-        after = processes.work(self._group)
-        if before is not None and after is not None and after.still_since(before, IDLE_CPU_S):
-            return f"no answer in {HANG_S:g} s, and its processes stand still"
-        return "" if self._backend.answers(ALIVE, WATCHED_S) else "its server answers nobody"
+        after = processes.measure_cpu_time(self._group)
+        if before is not None and after is not None and after.is_idle_since(before, IDLE_CPU_S):
+            return f"no answer in {HANG_TIMEOUT_S:g} s, and its processes use no CPU"
+        return (
+            ""
+            if self._backend.answers_within(SERVER_ROUTE, CPU_WINDOW_S)
+            else "its server answers no request"
+        )

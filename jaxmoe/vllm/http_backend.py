@@ -2,9 +2,9 @@
 """A vLLM server, over HTTP.
 
 It must run with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, and with our plugin's worker,
-weight-transfer backend and door; server.py starts such a one. It is not trusted: http_client.py
-bounds an answer's time and size, strict_json.py its values, and redact.py keeps the key out of
-messages. Next: jaxmoe/vllm/replica.py.
+weight-transfer backend and auth middleware; server.py starts such a server. It is not trusted:
+http_client.py limits a response's time and size, strict_json.py its values, and redact.py keeps the
+key out of messages. Next: jaxmoe/vllm/replica.py.
 """
 
 import json
@@ -22,54 +22,56 @@ from jaxmoe.observe.printable import printable
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.http_client import HttpClient, HttpFailed, Response
 from jaxmoe.vllm.redact import Key
-from jaxmoe.vllm.strict_json import read_json, shown
-from jaxmoe.vllm.worker_state import checked_states
-from jaxmoe.vllm_plugin.door import VARIABLE
+from jaxmoe.vllm.strict_json import format_value, parse_json
+from jaxmoe.vllm.worker_state import check_worker_states
+from jaxmoe.vllm_plugin.auth_middleware import API_KEY_VARIABLE
 
-HEALTH_S = 10.0
-LOADED_S = 120.0  # one pass over the weights, and more where a CPU has packed them
-BODY_BYTES = 1 << 20  # of an answer that is not of tokens
-STATE_BYTES = 1 << 24  # of all workers' digests: some 200 bytes a tensor
-_CLOSED = {401, 403, 404, *range(300, 400)}  # a stranger's command was not taken
-SHOWN = 400  # characters of an error's body that are passed on
-LOOKED_AT = 1 << 16  # bytes of it in which the key is looked for
+HEALTH_TIMEOUT_S = 10.0
+LOADED_STATE_TIMEOUT_S = 120.0  # one pass over the weights, more if a CPU packed them
+MAX_BODY_BYTES = 1 << 20  # of a response without tokens
+MAX_STATE_BYTES = 1 << 24  # of all workers' digests, about 200 bytes a tensor
+_REFUSED_STATUSES = {401, 403, 404, *range(300, 400)}  # a command without the key was refused
+MAX_ERROR_CHARS = 400  # of an error's body, in messages
+MAX_REDACT_BYTES = 1 << 16  # of an error's body, searched for the key
 
 
-def key_of_running_servers() -> str:
-    """JAXMOE_VLLM_API_KEY, else VLLM_API_KEY; empty where neither is set.
+def read_api_key() -> str:
+    """Return JAXMOE_VLLM_API_KEY, else VLLM_API_KEY, else "".
 
-    Raises ConfigError for what no header can carry.
+    Raises ConfigError for characters that no header can carry.
     """
-    name = next((n for n in ("JAXMOE_" + VARIABLE, VARIABLE) if os.environ.get(n)), VARIABLE)
+    name = next(
+        (n for n in ("JAXMOE_" + API_KEY_VARIABLE, API_KEY_VARIABLE) if os.environ.get(n)),
+        API_KEY_VARIABLE,
+    )
     key = os.environ.get(name, "")
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(
-            f"{name} must be printable ASCII without spaces; {len(key)} characters were given that "
-            f"are not. Try export {name}=$(openssl rand -hex 32), for the server too."
+            f"{name} must be printable ASCII without spaces; the given {len(key)} characters are "
+            f"not. Try export {name}=$(openssl rand -hex 32), for the server too."
         )
     return key
 
 
-def check_guarded(backend: "HttpBackend") -> None:
-    """Say on stderr where a running server takes commands without a key.
+def check_requires_key(backend: "HttpBackend") -> None:
+    """Warn on stderr if a running server takes commands without a key.
 
-    Raises ConfigError where it is not on this machine by its URL, and RequestFailed where it does
-    not answer.
+    Raises ConfigError if its URL is not on this machine, and RequestFailed if it does not answer.
     """
-    if not backend.takes_commands_from_anybody():
+    if not backend.accepts_unauthenticated_commands():
         return
-    said = (
-        f"{backend.name} takes commands from anybody: who reaches its port loads weights into it "
-        f"and runs code as its user. Start it with {VARIABLE}=$(openssl rand -hex 32) and "
-        "--middleware jaxmoe.vllm_plugin.door.Door (vLLM's own --api-key leaves these routes "
-        "open), and this command with the same key"
+    message = (
+        f"{backend.name} takes commands without a key: whoever reaches its port can load weights "
+        f"and run code as its user. Start it with {API_KEY_VARIABLE}=$(openssl rand -hex 32) and "
+        "--middleware jaxmoe.vllm_plugin.auth_middleware.AuthMiddleware (vLLM's own --api-key "
+        "leaves these routes open), and run this command with the same key"
     )
-    if not _loopback(backend.name):
-        raise ConfigError(f"rollout.vllm.url: {said}.")
-    print(f"! {said}", file=sys.stderr)
+    if not _is_loopback(backend.name):
+        raise ConfigError(f"rollout.vllm.url: {message}.")
+    print(f"! {message}", file=sys.stderr)
 
 
-def _loopback(url: str) -> bool:
+def _is_loopback(url: str) -> bool:
     host = (parse_url(url).host or "").strip("[]")
     try:
         return host == "localhost" or ip_address(host).is_loopback
@@ -77,21 +79,22 @@ def _loopback(url: str) -> bool:
         return False
 
 
-def body_bytes_per_token(cfg: ModelConfig) -> int:
-    """A bound on what a generate response says of one token: 1 KiB and its experts in base64.
+def max_body_bytes_per_token(cfg: ModelConfig) -> int:
+    """Return a limit of a generate response's bytes per token: 1 KiB and its experts in base64.
 
-    vLLM writes some 100 bytes of JSON for a token, and one or two bytes for an expert; the bound
-    has room for other spellings and for experts of 8 bytes.
+    vLLM writes about 100 bytes of JSON for a token, and one or two bytes for an expert; the limit
+    leaves room for other spellings and for experts of 8 bytes.
     """
     return 1024 + math.ceil(4 / 3 * 8 * cfg.n_layers * cfg.experts_per_token)
 
 
 class HttpBackend:
-    """Thread-safe: a pool of connections, grown as threads ask; `key` goes with every request.
+    """A Backend over HTTP. Thread-safe: a pool of connections that grows; every request sends
+    `key`.
 
-    A request fails after `timeout_s`, however slowly its answer comes, and where the answer has
-    more than BODY_BYTES and, of a generate request, `token_bytes` for each token of each sample.
-    `model`: what is asked of those that the server has by name; empty: the one that there is.
+    A request fails after `timeout_s`, however slowly its response arrives, and if the response has
+    more than MAX_BODY_BYTES plus, for a generate request, `token_bytes` for each token of each
+    sample. `model` is the requested model's name on the server; empty: its only model.
     """
 
     def __init__(
@@ -101,18 +104,22 @@ class HttpBackend:
         self.name = url.rstrip("/")
         self._model = {"model": model} if model else {}
         self._key = Key(key)
-        self._why_closed = ""
+        self._close_reason = ""
         self._timeout_s, self._token_bytes = timeout_s, token_bytes
         self._client = HttpClient(self.name, connections=connections)
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        asked = body["sampling_params"]
-        tokens = asked.get("n", 1) * (len(body["token_ids"]) + asked["max_tokens"])
-        most = BODY_BYTES + tokens * self._token_bytes
-        return self._ask("POST", "/inference/v1/generate", body | self._model, most_bytes=most)
+        sampling_params = body["sampling_params"]
+        tokens = sampling_params.get("n", 1) * (
+            len(body["token_ids"]) + sampling_params["max_tokens"]
+        )
+        max_body_bytes = MAX_BODY_BYTES + tokens * self._token_bytes
+        return self._request_json(
+            "POST", "/inference/v1/generate", body | self._model, max_body_bytes=max_body_bytes
+        )
 
-    def context(self) -> int:
-        models = self._ask("GET", "/v1/models")
+    def max_context(self) -> int:
+        models = self._request_json("GET", "/v1/models")
         try:
             context = models["data"][0]["max_model_len"]
         except (KeyError, IndexError, TypeError) as error:
@@ -120,117 +127,123 @@ class HttpBackend:
         if type(context) is not int or not 0 < context < 2**31:
             raise RequestFailed(
                 f"{self.name}/v1/models must name max_model_len as a number of tokens, got "
-                f"{shown(context)}"
+                f"{format_value(context)}"
             )
         return context
 
-    def health(self) -> None:
-        self._ask("GET", "/health", timeout_s=HEALTH_S)
+    def check_health(self) -> None:
+        self._request_json("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
 
-    def answers(self, path: str, timeout_s: float) -> bool:
-        """Whether anything at all comes back in time, a refusal included."""
+    def answers_within(self, path: str, timeout_s: float) -> bool:
+        """Return True if any response arrives in time, including an error."""
         try:
-            self._send("GET", path, None, timeout_s, BODY_BYTES)
+            self._send_request("GET", path, None, timeout_s, MAX_BODY_BYTES)
         except RequestFailed:
             return False
         return True
 
-    def takes_commands_from_anybody(self) -> bool:
-        """Whether a method of its workers could be called without the key.
+    def accepts_unauthenticated_commands(self) -> bool:
+        """Return True if a worker's method could be called without the key. Raises RequestFailed.
 
-        Asked by GET, which runs none: 405 from an open route. Raises RequestFailed.
+        Asked by GET, which calls nothing: an open route answers 405.
         """
-        response = self._send("GET", "/collective_rpc", None, HEALTH_S, BODY_BYTES, Key(""))
-        return response.status not in _CLOSED
+        response = self._send_request(
+            "GET", "/collective_rpc", None, HEALTH_TIMEOUT_S, MAX_BODY_BYTES, Key("")
+        )
+        return response.status not in _REFUSED_STATUSES
 
     def loaded_state(self) -> list[dict[str, Any]]:
-        response = self._ask(
+        response = self._request_json(
             "POST", "/collective_rpc", {"method": "jaxmoe_loaded_state"},
-            timeout_s=min(LOADED_S, self._timeout_s), most_bytes=STATE_BYTES,
+            timeout_s=min(LOADED_STATE_TIMEOUT_S, self._timeout_s), max_body_bytes=MAX_STATE_BYTES,
         )  # fmt: skip
         results = response.get("results") if isinstance(response, dict) else None
         try:
-            return checked_states(results)
+            return check_worker_states(results)
         except ValueError as error:
             raise RequestFailed(
                 f"{self.name}/collective_rpc jaxmoe_loaded_state: {error}"
             ) from error
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+        self._post_json("/init_weight_transfer_engine", {"init_info": init_info})
 
     def pause(self, mode: str) -> None:
-        self._post("/pause?" + urlencode({"mode": mode}))
+        self._post_json("/pause?" + urlencode({"mode": mode}))
 
     def resume(self) -> None:
-        self._post("/resume")
+        self._post_json("/resume")
 
     def start_update(self) -> None:
-        self._post("/start_weight_update")
+        self._post_json("/start_weight_update")
 
-    def update(self, update_info: dict[str, Any]) -> None:
-        self._post("/update_weights", {"update_info": update_info})
+    def send_update(self, update_info: dict[str, Any]) -> None:
+        self._post_json("/update_weights", {"update_info": update_info})
 
     def finish_update(self, label: str) -> None:
-        self._post("/finish_weight_update", {"weight_version": label})
+        self._post_json("/finish_weight_update", {"weight_version": label})
 
     def load_adapter(self, folder: str) -> None:
-        self._post("/collective_rpc", {"method": "jaxmoe_load_adapter", "args": [folder]})
+        self._post_json("/collective_rpc", {"method": "jaxmoe_load_adapter", "args": [folder]})
 
     def reset_prefix_cache(self) -> bool:
-        response = self._post("/reset_prefix_cache?reset_running_requests=true")
+        response = self._post_json("/reset_prefix_cache?reset_running_requests=true")
         return isinstance(response, dict) and response.get("success") is True
 
-    def close(self, why: str = "") -> None:
-        """Whoever waits for a response stops waiting: RequestFailed, which says why."""
-        self._why_closed = self._why_closed or why
+    def close(self, reason: str = "") -> None:
+        """Close the connections; waiting requests raise RequestFailed with the reason."""
+        self._close_reason = self._close_reason or reason
         self._client.close()
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return self._ask("POST", path, body)
+    def _post_json(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._request_json("POST", path, body)
 
-    def _ask(
+    def _request_json(
         self, method: str, path: str, body: dict[str, Any] | None = None,
-        *, timeout_s: float | None = None, most_bytes: int = BODY_BYTES,
+        *, timeout_s: float | None = None, max_body_bytes: int = MAX_BODY_BYTES,
     ) -> Any:  # fmt: skip
-        where = f"{self.name}{path}"
-        response = self._send(method, path, body, timeout_s or self._timeout_s, most_bytes)
+        route = f"{self.name}{path}"
+        response = self._send_request(
+            method, path, body, timeout_s or self._timeout_s, max_body_bytes
+        )
         if response.status == 401:
             raise RequestFailed(
-                f"{where} answered 401: it wants another key. Set {VARIABLE} to the one that it "
-                "was started with"
+                f"{route} answered 401: it requires another key. Set {API_KEY_VARIABLE} to the one "
+                "that it was started with"
             )
         if response.status != 200:
-            raise RequestFailed(f"{where} answered {response.status}: {self._shown(response.body)}")
+            raise RequestFailed(
+                f"{route} answered {response.status}: {self._format_body(response.body)}"
+            )
         if not response.body:
             return {}
-        if self._key.is_in(response.body):  # a later message would show it
-            raise RequestFailed(f"{where} answered with the key of the request in its text")
+        if self._key.is_in(response.body):  # a later message could show it
+            raise RequestFailed(f"{route} answered with the key of the request in its text")
         try:
-            return read_json(response.body, most_bytes)
+            return parse_json(response.body, max_body_bytes)
         except ValueError as error:
             raise RequestFailed(
-                f"{where} answered no JSON that can be used ({self._shown(str(error))}): "
-                f"{self._shown(response.body, 80)}"
+                f"{route} did not answer with usable JSON ({self._format_body(str(error))}): "
+                f"{self._format_body(response.body, 80)}"
             ) from None
 
-    def _shown(self, text: bytes | str, length: int = SHOWN) -> str:
+    def _format_body(self, text: bytes | str, length: int = MAX_ERROR_CHARS) -> str:
         if isinstance(text, bytes):
-            text = text[:LOOKED_AT].decode(errors="replace")
-        return printable(self._key.redact(text)[:length])
+            text = text[:MAX_REDACT_BYTES].decode(errors="replace")
+        return printable(self._key.redact_text(text)[:length])
 
-    def _send(
+    def _send_request(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float,
-        most_bytes: int, key: Key | None = None,
+        max_body_bytes: int, key: Key | None = None,
     ) -> Response:  # fmt: skip
         data = None if body is None else json.dumps(body).encode()
-        headers = (self._key if key is None else key).headers() | (
+        headers = (self._key if key is None else key).auth_headers() | (
             {} if data is None else {"Content-Type": "application/json"}
         )
         try:
             return self._client.request(
-                method, path, data, headers, timeout_s=timeout_s, most_bytes=most_bytes
+                method, path, data, headers, timeout_s=timeout_s, max_body_bytes=max_body_bytes
             )
         except HttpFailed as error:
-            why = self._why_closed or self._shown(str(error))
-            raise RequestFailed(f"{self.name}{path}: {why}") from None
+            reason = self._close_reason or self._format_body(str(error))
+            raise RequestFailed(f"{self.name}{path}: {reason}") from None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP with limits: one deadline for the whole of a request, and a bound on what is received.
+"""HTTP with limits: one deadline for a complete request, and a limit on the received bytes.
 
-A read timeout bounds one read only: a server that sends a byte now and then is waited for without
-end. Here every read of a response, its head included, gets the time that is left of the request,
-and bytes are counted as they leave the socket, before anything is made of them. No compression is
-accepted and no redirect is followed. Next: jaxmoe/vllm/http_backend.py asks a vLLM with it.
+A read timeout limits one read only: with it, a server that sends a byte now and then is waited for
+without end. Here every read of a response, including its head, gets the remaining time of the
+request, and bytes are counted as they leave the socket, before they are parsed. No compression is
+accepted and no redirect is followed. Next: jaxmoe/vllm/http_backend.py sends vLLM's requests.
 """
 
 import http.client
@@ -21,51 +21,53 @@ from typing import Any, NamedTuple
 import urllib3
 from urllib3.util import parse_url
 
-CONNECT_S = 10.0
-IDLE_S = 3.0  # a connection is used again; vLLM closes it at 5, unseen by a request just sent
-HEAD_BYTES = 1 << 17  # of a status line, headers and interim responses
-ERROR_BYTES = 1 << 16  # of the body of an error: more of it is not read
-PIECE_BYTES = 1 << 16
+CONNECT_TIMEOUT_S = 10.0
+MAX_IDLE_S = (
+    3.0  # then a connection is not reused: vLLM closes it at 5 s, perhaps under a new request
+)
+MAX_HEAD_BYTES = 1 << 17  # of a status line, headers and interim responses
+MAX_ERROR_BYTES = 1 << 16  # of the body of an error; the rest is not read
+CHUNK_BYTES = 1 << 16
 
 
 class HttpFailed(Exception):
-    """No response came within the limits, or what came is not HTTP; the message is untrusted."""
+    """No response arrived within the limits, or it is not HTTP; the message is untrusted."""
 
 
 class Response(NamedTuple):
-    """A response as it was received; the body of an error may be cut off at ERROR_BYTES."""
+    """A response as received; the body of an error may be truncated to MAX_ERROR_BYTES."""
 
     status: int
     body: bytes
 
 
 class _Limits(NamedTuple):
-    until: float  # time.monotonic() when the request has failed
-    received: int  # bytes of one response, head and framing included
+    deadline: float  # by time.monotonic()
+    max_received_bytes: int  # bytes of one response, head and framing included
 
-    def left_s(self) -> float:
-        left = self.until - time.monotonic()
-        if left <= 0:
+    def remaining_s(self) -> float:
+        remaining = self.deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("the deadline of the request passed")
-        return left
+        return remaining
 
 
 class _BoundedReader(io.RawIOBase):
-    """The bytes of one response from its socket, up to a deadline and a number of bytes."""
+    """The bytes of one response from its socket, with a deadline and a maximum number of bytes."""
 
     def __init__(self, sock: socket.socket, limits: _Limits) -> None:
-        self._sock, self._limits, self._left = sock, limits, limits.received
+        self._sock, self._limits, self._remaining_bytes = sock, limits, limits.max_received_bytes
         self._raw = sock.makefile("rb", buffering=0)  # keeps the socket open as http.client expects
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._sock.settimeout(self._limits.left_s())
+        self._sock.settimeout(self._limits.remaining_s())
         count = self._raw.readinto(memoryview(buffer)) or 0
-        self._left -= count
-        if self._left < 0:
-            raise OSError(f"more than {self._limits.received} bytes came")
+        self._remaining_bytes -= count
+        if self._remaining_bytes < 0:
+            raise OSError(f"more than {self._limits.max_received_bytes} bytes were received")
         return count
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ class _BoundedResponse(http.client.HTTPResponse):
 
 
 class HttpClient:
-    """Thread-safe: a pool of connections to one server, grown as threads ask."""
+    """A pool of connections to one server. Thread-safe; it grows as threads send requests."""
 
     def __init__(self, url: str, *, connections: int) -> None:
         self._prefix = (parse_url(url).path or "").rstrip("/")
@@ -89,7 +91,7 @@ class HttpClient:
             url, maxsize=connections, block=False, retries=False
         )
         self._live, self._lock, self._closed = weakref.WeakSet[Any](), threading.Lock(), False
-        self._request = threading.local()  # the limits of the request that this thread makes
+        self._request = threading.local()  # the limits of this thread's current request
         base: Any = self._pool.ConnectionCls
         outer = self
 
@@ -105,8 +107,8 @@ class HttpClient:
                     raise OSError("closed")
 
             def send(self, data: Any) -> None:
-                if self.sock is not None:  # else it connects first, which has a timeout of its own
-                    self.sock.settimeout(outer._request.limits.left_s())
+                if self.sock is not None:  # else it connects first, with a timeout of its own
+                    self.sock.settimeout(outer._request.limits.remaining_s())
                 super().send(data)
 
             def getresponse(self) -> Any:
@@ -118,40 +120,45 @@ class HttpClient:
 
             @property
             def is_connected(self) -> bool:
-                return super().is_connected and time.monotonic() - self.answered_at < IDLE_S
+                return super().is_connected and time.monotonic() - self.answered_at < MAX_IDLE_S
 
         self._pool.ConnectionCls = Connection
 
     def request(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], *,
-        timeout_s: float, most_bytes: int,
+        timeout_s: float, max_body_bytes: int,
     ) -> Response:  # fmt: skip
-        """The response, which came within `timeout_s` and has at most `most_bytes` of body.
+        """Return a response that arrived within `timeout_s` and has at most `max_body_bytes` of
+        body.
 
         Raises HttpFailed.
         """
-        # framing may double a body: a chunk of one byte has a line of its own
-        limits = _Limits(time.monotonic() + timeout_s, HEAD_BYTES + 2 * most_bytes)
+        # Framing may double a body: a chunk of one byte has a line of its own.
+        limits = _Limits(time.monotonic() + timeout_s, MAX_HEAD_BYTES + 2 * max_body_bytes)
         self._request.limits = limits
         try:
             response = self._pool.urlopen(
                 method, self._prefix + path, body=body, headers=headers, redirect=False,
-                timeout=urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s),
+                timeout=urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s),
                 preload_content=False, decode_content=False,
             )  # fmt: skip
             try:
-                return _read(response, most_bytes)
+                return _read_response(response, max_body_bytes)
             except BaseException:
-                response.close()  # what is left of it must not be taken for the next response
+                response.close()  # its rest must not be read as the next response
                 raise
-        # http.client and urllib3 raise ValueError for some kinds of nonsense, a length of -5 say
+        # http.client and urllib3 raise ValueError for some malformed responses, e.g. a length of -5
         except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as e:
-            late = time.monotonic() >= limits.until
-            why = f"no whole response in {timeout_s:g} s" if late else f"{type(e).__name__}: {e}"
-            raise HttpFailed(why) from None  # the error may hold all that a server sent
+            timed_out = time.monotonic() >= limits.deadline
+            reason = (
+                f"no complete response in {timeout_s:g} s"
+                if timed_out
+                else f"{type(e).__name__}: {e}"
+            )
+            raise HttpFailed(reason) from None  # the error may contain all that a server sent
 
     def close(self) -> None:
-        """Whoever waits for a response stops waiting."""
+        """Close all connections; threads that wait for a response stop waiting."""
         self._pool.close()
         with self._lock:
             self._closed, live = True, list(self._live)
@@ -160,18 +167,18 @@ class HttpClient:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _read(response: Any, most_bytes: int) -> Response:
+def _read_response(response: Any, max_body_bytes: int) -> Response:
     for name, allowed in (("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")):
-        if (got := response.headers.get(name, allowed).strip().lower()) != allowed:
-            raise ValueError(f"{name} must be {allowed}, got {got[:40]!r}")
+        if (encoding := response.headers.get(name, allowed).strip().lower()) != allowed:
+            raise ValueError(f"{name} must be {allowed}, got {encoding[:40]!r}")
     ok = response.status == 200
-    most = most_bytes if ok else min(ERROR_BYTES, most_bytes)
+    max_bytes = max_body_bytes if ok else min(MAX_ERROR_BYTES, max_body_bytes)
     body = bytearray()
-    while piece := response.read(PIECE_BYTES, decode_content=False):
-        body += piece
-        if len(body) > most:
+    while chunk := response.read(CHUNK_BYTES, decode_content=False):
+        body += chunk
+        if len(body) > max_bytes:
             if ok:
-                raise ValueError(f"a body must have at most {most} bytes, more came")
+                raise ValueError(f"a body must have at most {max_bytes} bytes, got more")
             response.close()
             break
-    return Response(response.status, bytes(body[:most]))
+    return Response(response.status, bytes(body[:max_bytes]))

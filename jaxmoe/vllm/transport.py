@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How new weights reach one vLLM replica: files, in_process, nccl or ipc.
+"""Transports of new weights to one vLLM replica: files, in_process, nccl or ipc.
 
-Files are written once for all servers and stay until the next version, so that a server that died
-can be given them again; the others need the trainer's weights at hand.
-nccl and ipc are not yet tested on GPU. Next: jaxmoe/weight_sync/update.py.
+Files are written once for all servers and stay until the next version, so that a restarted server
+can load them again; the others need the trainer's current weights. nccl and ipc are not yet tested
+on GPU. Next: jaxmoe/weight_sync/update.py.
 """
 
 import threading
@@ -16,8 +16,8 @@ from jaxmoe.shapes import Params
 from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm_plugin import tensor_mailbox
 from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
-from jaxmoe.weight_sync.in_process import share_in_process
-from jaxmoe.weight_sync.nccl import NcclGroup, broadcast
+from jaxmoe.weight_sync.dlpack import share_in_process
+from jaxmoe.weight_sync.nccl import NcclGroup, broadcast_weights
 from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate
 
 
@@ -28,24 +28,24 @@ class Transport:
         self.name = name
         self._group: NcclGroup | None = None
 
-    def open(self, backend: Backend) -> None:
-        """Set vLLM's end up; again after it was restarted."""
+    def connect(self, backend: Backend) -> None:
+        """Initialize vLLM's end; needed again after a restart."""
         self.close()
         if self.name != "nccl":
             return backend.init_transfer({})
         self._group = group = NcclGroup(len(backend.loaded_state()))
-        with concurrently(group.join):
+        with run_concurrently(group.join):
             backend.init_transfer(group.init_info)
 
-    def make(
+    def build_update(
         self, params: Params, cfg: ModelConfig, manifest: ManifestDict, *, dtype: str, run: str,
         version: int,
     ) -> WeightUpdate:  # fmt: skip
-        """A weight update for this replica alone; not for files, which all share."""
+        """Return a weight update for this replica only; not for files, which all replicas share."""
         named: dict[str, Any] = dict(dtype=dtype, run=run, version=version, manifest=manifest)
         if self.name == "nccl":
             assert self._group is not None, "opened before it is used"
-            return broadcast(self._group, params, cfg, **named)
+            return broadcast_weights(self._group, params, cfg, **named)
         if self.name == "ipc":
             return share_ipc_handles(params, cfg, **named)
         return share_in_process(params, cfg, **named, mailbox=tensor_mailbox)
@@ -57,14 +57,16 @@ class Transport:
 
 
 @contextmanager
-def concurrently(fn: Callable[[], None]) -> Iterator[None]:
-    """Run fn in a thread beside the block; its error is raised, as the cause of the block's own."""
+def run_concurrently(fn: Callable[[], None]) -> Iterator[None]:
+    """Run fn in a thread concurrently with the block; its error is raised, or is the cause of the
+    block's.
+    """
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             fn()
-        except BaseException as error:  # raised in the thread that waits
+        except BaseException as error:  # raised again in the waiting thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name="jaxmoe-send", daemon=True)

@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that a vLLM's workers report, checked before anybody reads it.
+"""The state that a vLLM's workers report, checked before use.
 
 Next: jaxmoe/vllm/sync.py compares it with what was sent.
 """
 
 from typing import Any
 
-from jaxmoe.vllm.strict_json import shown
+from jaxmoe.vllm.strict_json import format_value
 
-WORKERS = 4096  # of one vLLM, at most
-NAME = 300  # characters of a label or of a tensor's name, at most
+MAX_WORKERS = 4096  # of one vLLM
+MAX_NAME_CHARS = 300  # of a label or of a tensor's name
 
 
-def checked_states(results: Any) -> list[dict[str, Any]]:
-    """`results`, one dict for each worker, where every field that is read has its type.
+def check_worker_states(results: Any) -> list[dict[str, Any]]:
+    """Return `results`, one dict per worker, if every field that is read has its type.
 
-    Raises ValueError. Fields that nothing here reads may be anything.
+    Raises ValueError. Other fields may be anything.
     """
-    if not isinstance(results, list) or not 0 < len(results) <= WORKERS:
-        raise ValueError(f"it must answer a list of workers, got {shown(results)}")
+    if not isinstance(results, list) or not 0 < len(results) <= MAX_WORKERS:
+        raise ValueError(f"the response must be a list of workers, got {format_value(results)}")
     for state in results:
         if not isinstance(state, dict):
-            raise ValueError(f"a worker must answer an object, got {shown(state)}")
-        for field, (what, holds) in _FIELDS.items():
+            raise ValueError(f"a worker's response must be an object, got {format_value(state)}")
+        for field, (kind, is_valid) in _FIELDS.items():
             value = state.get(field)
-            if value is not None and not holds(value):
-                raise ValueError(f"{field} must be {what}, got {shown(value)}")
+            if value is not None and not is_valid(value):
+                raise ValueError(f"{field} must be {kind}, got {format_value(value)}")
     return results
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= NAME
+    return isinstance(value, str) and len(value) <= MAX_NAME_CHARS
 
 
 def _is_count(value: Any) -> bool:
@@ -46,7 +46,9 @@ def _is_digests(value: Any) -> bool:
 
 
 def _is_model(value: Any) -> bool:
-    """True for values of config.json: numbers, names of a dtype or kind, and RoPE as an object."""
+    """Return True for values of config.json: numbers, names of a dtype or kind, and RoPE as an
+    object.
+    """
     return isinstance(value, dict) and all(
         _is_setting(name, x) or (name.startswith("rope_") and _is_rope(x))
         for name, x in value.items()

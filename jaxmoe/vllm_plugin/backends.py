@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight transfer backends as vLLM looks them up, or the reason why there are none."""
+"""The weight transfer backends that vLLM looks up, or placeholders that raise the reason."""
 
 from jaxmoe.vllm_plugin import compat
 
-_REASON = compat.missing()
+_UNSUPPORTED = compat.find_missing_api()
 
-if _REASON is None:
+if _UNSUPPORTED is None:
     from jaxmoe.vllm_plugin.direct import IpcTransfer, NcclTransfer
     from jaxmoe.vllm_plugin.transfer import FileTransfer
 else:
 
     class Unavailable:
-        """Stands where an engine would; vLLM stops with its reason."""
+        """Placeholder for an engine: creating it raises the reason, which stops vLLM."""
 
         def __init__(self, *_: object) -> None:
-            raise RuntimeError(_REASON)
+            raise RuntimeError(_UNSUPPORTED)
 
     FileTransfer = IpcTransfer = NcclTransfer = Unavailable
 

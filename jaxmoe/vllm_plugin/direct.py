@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU to GPU: vLLM's own NCCL and CUDA IPC engines, with our loading and checks.
+"""GPU-to-GPU transfer: vLLM's own NCCL and CUDA IPC engines, with our loading and checks.
 
-How tensors travel stays vLLM's; `update_info` carries the update's manifest beside what vLLM asks
-for, and one call of update_weights brings a whole update.
+vLLM's code moves the tensors. `update_info` carries the update's manifest in addition to vLLM's own
+fields, and one call of update_weights brings a complete update.
 """
 
 from collections.abc import Callable
@@ -22,58 +22,59 @@ from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[re
 )
 
 from jaxmoe.vllm_plugin import manifest
-from jaxmoe.vllm_plugin.ipc_memory import opened
+from jaxmoe.vllm_plugin.ipc_memory import open_shared_tensors
 from jaxmoe.vllm_plugin.loaded_state import LoadedState
-from jaxmoe.vllm_plugin.loading import Take
+from jaxmoe.vllm_plugin.loading import LoadTensors
 from jaxmoe.vllm_plugin.manifest import Manifest
 from jaxmoe.vllm_plugin.transfer import VerifiedTransfer
 
-_TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass
 class NcclUpdateInfo(NCCLWeightTransferUpdateInfo):
-    """names, dtype_names, shapes of what is broadcast, in that order, and the manifest."""
+    """Names, dtype_names and shapes of the broadcast tensors, in order, and the manifest."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class IpcUpdateInfo(IPCWeightTransferUpdateInfo):
-    """names, dtype_names, shapes and handles of what is shared, and the manifest."""
+    """Names, dtype_names, shapes and handles of the shared tensors, and the manifest."""
 
-    ipc_handles: list[dict[str, Any]] | dict[str, Any] | None = None  # JSON knows no tuples
+    ipc_handles: list[dict[str, Any]] | dict[str, Any] | None = None  # JSON has no tuples
     manifest: dict[str, Any] = field(default_factory=dict)
 
 
-class _Taker:
-    """What stands in the model's place while tensors arrive; vLLM 0.33 keeps things by it."""
+class _LoadTarget:
+    """Stand-in for the model while tensors arrive; vLLM 0.33 stores attributes on it."""
 
-    load_weights: Take
+    load_weights: LoadTensors
 
 
 class DirectTransfer(VerifiedTransfer):
-    """What the two have in common."""
+    """The common part of both backends."""
 
-    _taker: _Taker
+    _taker: _LoadTarget
 
     def start_weight_update(self) -> None:
-        """Nothing yet: an update that is rejected must leave the model as it is."""
+        """Do nothing: an update that is rejected must leave the model unchanged."""
 
-    def receive(self, info: Any, arrive: Callable[[Any], None]) -> None:
-        """Have vLLM's engine `arrive` hand its tensors to us instead of the model.
+    def receive_update(self, info: Any, receive: Callable[[Any], None]) -> None:
+        """Have vLLM's engine `receive` pass its tensors to our loading instead of the model.
 
-        Raises UpdateRejected before any tensor moves where those announced are not the manifest's.
+        Raises UpdateRejected, before any tensor moves, if the announced tensors differ from the
+        manifest.
         """
-        expected = manifest.parse(info.manifest, "update_info.manifest")
-        self.check(expected)
-        manifest.reject(expected.label, _unlike(expected, info))
+        expected = manifest.parse_manifest(info.manifest, "update_info.manifest")
+        self.check_model(expected)
+        manifest.reject_problems(expected.label, _find_mismatches(expected, info))
         model = self.model
-        with self.receiving(expected) as take:
-            self._taker.load_weights = take
+        with self.load_verified(expected) as load_tensors:
+            self._taker.load_weights = load_tensors
             self.model = self._taker
             try:
-                arrive(info)
+                receive(info)
             finally:
                 self.model = model
 
@@ -86,13 +87,13 @@ class NcclTransfer(DirectTransfer, NCCLWeightTransferEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.loaded_state, self._taker = LoadedState(), _Taker()
+        self.loaded_state, self._taker = LoadedState(), _LoadTarget()
 
     def receive_weights(self, update_info: NcclUpdateInfo) -> None:
-        self.receive(update_info, super().receive_weights)
+        self.receive_update(update_info, super().receive_weights)
 
     def finish_weight_update(self) -> None:
-        """Nothing left: the model is whole again as soon as an update is received."""
+        """Do nothing: the model is complete as soon as an update has been received."""
 
 
 class IpcTransfer(DirectTransfer, IPCWeightTransferEngine):
@@ -103,38 +104,44 @@ class IpcTransfer(DirectTransfer, IPCWeightTransferEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.loaded_state, self._taker = LoadedState(), _Taker()
+        self.loaded_state, self._taker = LoadedState(), _LoadTarget()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
-        """Handles of our trainer are [handle, offset]; torch's own, longer ones vLLM opens."""
+        """Receive an update: our trainer sends [handle, offset]; vLLM opens torch's own, longer
+        handles.
+        """
         handles = update_info.ipc_handles
-        ours = isinstance(handles, list) and all(len(p) == 2 for by in handles for p in by.values())
-        with ExitStack() as memory:  # the trainer's: let go whatever comes of it
-            take = partial(self._open, memory)
-            self.receive(update_info, take if ours else super().receive_weights)
+        from_jaxmoe = isinstance(handles, list) and all(
+            len(handle) == 2 for handles_by_gpu in handles for handle in handles_by_gpu.values()
+        )
+        with ExitStack() as memory:  # the trainer's memory: closed even after an error
+            receive = partial(self._load_shared_memory, memory)
+            self.receive_update(update_info, receive if from_jaxmoe else super().receive_weights)
 
-    def _open(self, memory: ExitStack, info: IpcUpdateInfo) -> None:
+    def _load_shared_memory(self, memory: ExitStack, info: IpcUpdateInfo) -> None:
         gpu = torch.cuda.get_device_properties(self.device.index).uuid
-        shared = memory.enter_context(opened(info, str(gpu)))
-        memory.callback(torch.accelerator.synchronize)  # first: it may still be read
+        shared = memory.enter_context(open_shared_tensors(info, str(gpu)))
+        memory.callback(
+            torch.accelerator.synchronize
+        )  # runs before closing: kernels may still read
         self.model.load_weights(shared)
 
     def finish_weight_update(self) -> None:
-        """Let go of what vLLM's own importer holds."""
+        """Release what vLLM's own importer holds."""
         self._packed_importer.close()
 
 
-def _unlike(expected: Manifest, info: Any) -> list[str]:
-    """What is announced and is not the manifest's."""
-    said = dict(zip(info.names, zip(info.dtype_names, info.shapes, strict=True), strict=True))
-    problems = [f"{name} is not announced" for name in expected.tensors if name not in said]
-    for name, (dtype, shape) in said.items():
+def _find_mismatches(expected: Manifest, info: Any) -> list[str]:
+    """Return a message for each announced tensor that differs from the manifest."""
+    announced = dict(zip(info.names, zip(info.dtype_names, info.shapes, strict=True), strict=True))
+    problems = [f"{name} is not announced" for name in expected.tensors if name not in announced]
+    for name, (dtype, shape) in announced.items():
         tensor = expected.tensors.get(name)
         if tensor is None:
             problems.append(f"{name} is announced and not in the manifest")
-        elif (dtype, tuple(shape)) != (_TORCH[tensor.dtype], tensor.shape):
+        elif (dtype, tuple(shape)) != (_TORCH_DTYPES[tensor.dtype], tensor.shape):
             problems.append(
-                f"{name} must be {_TORCH[tensor.dtype]} {list(tensor.shape)} by the manifest, "
-                f"{dtype} {list(shape)} is announced"
+                f"{name} must be {_TORCH_DTYPES[tensor.dtype]} {list(tensor.shape)} by the "
+                f"manifest, {dtype} {list(shape)} is announced"
             )
     return problems

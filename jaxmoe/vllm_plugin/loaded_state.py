@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vLLM worker has loaded, by digests: what it received, what is live, what is stale.
+"""The weights that a vLLM worker has loaded, by digests: received, live and stale tensors.
 
-A loader that drops a tensor says nothing, so vLLM's word that weights are loaded is not enough.
-Plain Python; live.py makes the digests. Next: worker.py, which reports this to the trainer.
+A loader that drops a tensor reports no error, so vLLM's answer that weights are loaded is not
+enough. Plain Python; live_parameters.py makes the digests. Next: worker.py, which reports this to
+the trainer.
 """
 
 import secrets
@@ -10,21 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmoe.vllm_plugin.names import parameter_of
+from jaxmoe.vllm_plugin.names import vllm_parameter_name
 
 
 @dataclass(frozen=True)
 class ExpectedParameter:
-    """A received tensor in the form that its parameter should have taken."""
+    """A received tensor in the form that its parameter should have after loading."""
 
     digest: str
-    exact: bool  # the live parameter's digest must be this one; else it must change with it
-    parameter: str = ""  # where it goes; empty: where a checkpoint's tensor of its name does
+    exact: bool  # True: the live digest must equal this one; else they must change together
+    parameter: str = ""  # its live parameter; empty: vllm_parameter_name of the tensor
 
 
 @dataclass
 class LoadedState:
-    """Of one transfer engine; `label` is None while its weights are of no one whole update."""
+    """State of one transfer engine; `label` is None unless its weights are one complete update."""
 
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     label: str | None = None
@@ -32,9 +33,11 @@ class LoadedState:
     live: dict[str, str] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-    _source: dict[str, str] = field(default_factory=dict)  # what the live parameter came from
+    _source: dict[str, str] = field(
+        default_factory=dict
+    )  # digest of the tensor that the live parameter came from
 
-    def record(
+    def record_update(
         self,
         label: str,
         received: Mapping[str, str],
@@ -45,7 +48,9 @@ class LoadedState:
     ) -> None:
         """Record a weight update; `before` and `after` are digests of the live parameters."""
         self.received, self.live = dict(received), dict(after)
-        unseen = {x.parameter or parameter_of(name) for name, x in expected.items()} - set(after)
+        unseen = {x.parameter or vllm_parameter_name(name) for name, x in expected.items()} - set(
+            after
+        )
         self.unreadable = sorted(unseen | set(unreadable))
         self.stale = [
             name for name in expected if not self._is_loaded(name, expected[name], before, after)
@@ -59,24 +64,27 @@ class LoadedState:
         before: Mapping[str, str],
         after: Mapping[str, str],
     ) -> bool:
-        """Whether a parameter holds what it should; what cannot be read is taken to."""
-        parameter = expected.parameter or parameter_of(name)
-        now = after.get(parameter)
-        if now is None:
+        """Return True if a parameter holds what it should; unreadable ones are assumed to."""
+        parameter = expected.parameter or vllm_parameter_name(name)
+        live_digest = after.get(parameter)
+        if live_digest is None:
             return True
         if expected.exact:
-            return now == expected.digest
-        if now != before.get(parameter):
+            return live_digest == expected.digest
+        if live_digest != before.get(parameter):
             self._source[name] = expected.digest
-        # of the first update alone nothing can be said: the same weights change nothing
+        # After the first update nothing can be concluded: equal weights change no parameter.
         return self._source.setdefault(name, expected.digest) == expected.digest
 
     def invalidate(self) -> None:
-        """Weights are changing, or a change of them broke off."""
+        """Clear the label: weights are changing, or a change of them failed."""
         self.label = None
 
-    def report(self, live: Mapping[str, str], unreadable: list[str]) -> dict[str, Any]:
-        """For the trainer; `live` is of now, and no label stands for weights changed since."""
+    def build_report(self, live: Mapping[str, str], unreadable: list[str]) -> dict[str, Any]:
+        """Return the report for the trainer; no label if the parameters changed since the update.
+
+        `live` are the current digests of the parameters.
+        """
         return {
             "instance": self.instance,
             "label": self.label if live == self.live else None,

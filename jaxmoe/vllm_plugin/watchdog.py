@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that a trainer started ends when the trainer does, however that ends.
+"""A watchdog that ends a server when the trainer that started it ends, however that happens.
 
-kill -9 leaves a trainer no time to stop what it started; so each of vLLM's processes watches it.
+kill -9 leaves a trainer no time to stop what it started, so each of vLLM's processes watches it.
 """
 
 import os
@@ -12,34 +12,34 @@ import threading
 import time
 from pathlib import Path
 
-SCRATCH = "jaxmoe-vllm-"  # the folder of a server's sockets and temporary files begins so
-VARIABLE = "JAXMOE_PARENT_PID"  # set by the trainer for the server it starts
-STATUS = 113  # exit status of a process whose trainer is gone
-POLL_S = 0.5  # where the system has no file descriptors of processes
+SCRATCH_PREFIX = "jaxmoe-vllm-"  # prefix of the folder of a server's sockets and temporary files
+PARENT_PID_VARIABLE = "JAXMOE_PARENT_PID"  # set by the trainer for the server it starts
+ORPHAN_EXIT_STATUS = 113  # of a process whose trainer has ended
+POLL_S = 0.5  # if the system has no pidfd
 
 
-def watch(pid: int) -> None:
-    """End this process, without ceremony, as soon as process `pid` has ended."""
+def watch_process(pid: int) -> None:
+    """Start a thread that ends this process at once, without cleanup, after process `pid` ends."""
     name = f"jaxmoe watches {pid}"
     if any(thread.name == name for thread in threading.enumerate()):
         return
-    threading.Thread(target=_wait_and_leave, args=(pid,), name=name, daemon=True).start()
+    threading.Thread(target=_exit_after, args=(pid,), name=name, daemon=True).start()
 
 
-def _wait_and_leave(pid: int) -> None:
+def _exit_after(pid: int) -> None:
     try:
-        _wait(pid)
+        _wait_for_exit(pid)
     except ProcessLookupError:
         pass
     scratch = Path(tempfile.gettempdir())
-    if scratch.name.startswith(SCRATCH):  # nobody else is left to remove it
+    if scratch.name.startswith(SCRATCH_PREFIX):  # no other process will remove it
         shutil.rmtree(scratch, ignore_errors=True)
-    os._exit(STATUS)
+    os._exit(ORPHAN_EXIT_STATUS)
 
 
-def _wait(pid: int) -> None:
-    """Return once `pid` has ended; raises ProcessLookupError where it had before."""
-    descriptor = _descriptor(pid)
+def _wait_for_exit(pid: int) -> None:
+    """Return once `pid` has ended; raises ProcessLookupError if it had ended before."""
+    descriptor = _open_pidfd(pid)
     if descriptor is not None:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -50,10 +50,11 @@ def _wait(pid: int) -> None:
         time.sleep(POLL_S)
 
 
-def _descriptor(pid: int) -> int | None:
-    """Of this very process, whoever gets its number next; None where the system has none.
+def _open_pidfd(pid: int) -> int | None:
+    """Return a file descriptor of this process, valid even if its number is reused; None without
+    pidfd.
 
-    A kernel or a sandbox may refuse what Python was built with.
+    A kernel or a sandbox may refuse the call although Python has it.
     """
     try:
         return os.pidfd_open(pid)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer may ask a vLLM worker.
+"""Methods that a trainer calls on a vLLM worker.
 
-vLLM takes it by --worker-extension-cls jaxmoe.vllm_plugin.worker.Worker.
-Its methods are called by name through vLLM's collective_rpc.
+vLLM loads the class by --worker-extension-cls jaxmoe.vllm_plugin.worker.Worker; the methods are
+called by name through vLLM's collective_rpc.
 """
 
 from typing import Any
@@ -12,12 +12,13 @@ class Worker:
     """Mixed by vLLM into its own worker class; `self` is that worker."""
 
     def jaxmoe_loaded_state(self) -> dict[str, Any]:
-        """What this worker has loaded: digests of what it received and of its live parameters.
+        """Return this worker's loaded weights: digests of received tensors and of live parameters.
 
-        JSON-able. Cost: one pass over the parameters where they are (live.py).
+        The result is JSON-serializable. Cost: one pass over the parameters on their device
+        (live_parameters.py).
         """
         from jaxmoe.vllm_plugin import compat
-        from jaxmoe.vllm_plugin.live import digests
+        from jaxmoe.vllm_plugin.live_parameters import digest_parameters
         from jaxmoe.vllm_plugin.loaded_state import LoadedState
         from jaxmoe.vllm_plugin.names import CONSTANTS, SIZES
 
@@ -28,29 +29,29 @@ class Worker:
         config = worker.vllm_config.model_config
         model = {name: getattr(config.hf_text_config, name, None) for name in SIZES + CONSTANTS}
         model["dtype"] = str(config.dtype).removeprefix("torch.")
-        report = state.report(*digests(worker.model_runner.get_model()))
+        report = state.build_report(*digest_parameters(worker.model_runner.get_model()))
         return report | {
-            "vllm": compat.version(), "model": model, "logprobs_mode": config.logprobs_mode,
+            "vllm": compat.vllm_version(), "model": model, "logprobs_mode": config.logprobs_mode,
             "replicas": worker.vllm_config.parallel_config.data_parallel_size,
             "rows": worker.vllm_config.scheduler_config.max_num_seqs,
         }  # fmt: skip
 
     def jaxmoe_record(self) -> None:
-        """Keep what each module gives, of the one forward until `jaxmoe_recorded`."""
+        """Record the outputs of each module during the one forward until `jaxmoe_recorded`."""
         from jaxmoe.vllm_plugin.recording import Recording
 
         worker: Any = self
         worker.jaxmoe_recording = Recording(worker.model_runner.get_model())
 
     def jaxmoe_recorded(self) -> dict[str, Any]:
-        """`Recording.stop`."""
+        """Return `Recording.stop()`."""
         worker: Any = self
         return worker.jaxmoe_recording.stop()
 
     def jaxmoe_load_adapter(self, path: str) -> None:
-        """Take the adapter of a folder in the place of the one before (adapter.py)."""
+        """Load the adapter of a folder in place of the previous one (adapter_loading.py)."""
         from pathlib import Path
 
-        from jaxmoe.vllm_plugin import adapter
+        from jaxmoe.vllm_plugin import adapter_loading
 
-        adapter.load(self, Path(path))
+        adapter_loading.load_adapter(self, Path(path))

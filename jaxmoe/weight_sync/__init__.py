@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's weights on their way to an engine: update.py is what every transport makes.
+"""Transport of the trainer's weights to an engine; every transport returns an update.py object.
 
-Nothing here imports a part of vLLM; checksum.py is also read inside vLLM's processes, without jax.
+Nothing here imports a part of vLLM. checksum.py also runs inside vLLM's processes, without jax.
 """

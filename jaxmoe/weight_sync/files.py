@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as a file that an engine on this machine opens: in shared memory, or on a disk.
+"""Weights as a file that an engine on this machine opens, in shared memory or on a disk.
 
-Fresh pages of shared memory cost more than the bytes in them. So a version is written over one
-that nobody reads any more, and there through a mapping, which saves the kernel's copy.
-Next: jaxmoe/weight_sync/update.py converts the tensors, directory.py removes what is left;
-shares.py is the same for several processes.
+Fresh pages of shared memory cost more than writing the bytes. A version is therefore written over
+an older one that nobody reads any more, through a memory mapping, which also saves a copy in the
+kernel. Next: jaxmoe/weight_sync/update.py converts the tensors, directory.py removes the folder;
+sharded_files.py does the same for several processes.
 """
 
 import json
@@ -23,16 +23,18 @@ from numpy.typing import NDArray
 from jaxmoe.checkpoint.tensor_files import SINGLE, header, planned_bytes
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.directory import make_private
-from jaxmoe.weight_sync.remove_when_killed import no_links
-from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan
+from jaxmoe.weight_sync.directory import create_private_directory
+from jaxmoe.weight_sync.remove_when_killed import open_private
+from jaxmoe.weight_sync.update import WeightUpdate, empty_manifest, fill_digests, plan_tensors
 
-MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class WeightFile(WeightUpdate):
-    """`pages`: the bytes of its file, where they are mapped; `inode`: of which file."""
+    """A weight update in a file. `pages` are its bytes if it is mapped; `inode` identifies the
+    file.
+    """
 
     pages: NDArray[np.uint8] | None = None
     inode: int = 0
@@ -44,76 +46,78 @@ def write_files(
 ) -> WeightFile:  # fmt: skip
     """Write `directory`/jaxmoe-<run>/<version>/ with model.safetensors and manifest.json.
 
-    Written beside it and renamed, so that the folder is whole or absent; an older one of the same
-    version is replaced. `reuse` is an earlier version of this run that nobody reads any more: its
-    file is written over. Memory beyond params and file: a few MiB per core, and where devices
-    share a tensor one tensor, gathered. Of one process: several have shares.py.
-    No other user may enter jaxmoe-<run>. Raises ConfigError where the directory is full, cannot be
-    written, or has one that another user may enter.
+    The files are written to a temporary folder that is then renamed, so the folder is complete or
+    absent; an existing folder of the same version is replaced. `reuse` is an earlier version of
+    this run that nobody reads any more: its file is overwritten. Memory beyond params and file: a
+    few MiB per core, plus one gathered tensor if devices share a tensor. For a single process;
+    several processes use sharded_files.py. No other user may enter jaxmoe-<run>. Raises ConfigError
+    if the directory is full or not writable, or if another user may enter jaxmoe-<run>.
     """
-    planned = plan(params, cfg, dtype)
+    planned = plan_tensors(params, cfg, dtype)
     manifest = empty_manifest(planned, run, version)
     begin = header(planned)
     nbytes = sum(map(planned_bytes, planned))
-    with new_version(directory, run, version) as (partial_dir, final):
+    with stage_version(directory, run, version) as (partial_dir, final):
         partial_dir.mkdir()
-        reused = reuse is not None and _move_here(reuse, partial_dir, len(begin) + nbytes)
+        reused = reuse is not None and _reuse_file(reuse, partial_dir, len(begin) + nbytes)
         if not reused:
-            require_room(partial_dir, nbytes)
-        # no fsync: what a crash of the machine leaves is of no use
-        with open(partial_dir / SINGLE, "r+b" if reused else "xb", opener=no_links) as file:
+            check_free_space(partial_dir, nbytes)
+        # No fsync: after a crash of the machine the file is of no use.
+        with open(partial_dir / SINGLE, "r+b" if reused else "xb", opener=open_private) as file:
             file.write(begin)
             file.flush()
             inode = os.fstat(file.fileno()).st_ino
-            pages = _mapped(file.fileno(), reuse) if reuse is not None and reused else None
+            pages = _map_file(file.fileno(), reuse) if reuse is not None and reused else None
             if pages is None:
-                write = partial(write_all, file.fileno(), len(begin))
+                write = partial(write_rows, file.fileno(), len(begin))
                 fill_digests(params, cfg, planned, manifest, write=write)
             else:
                 fill_digests(params, cfg, planned, manifest, out=pages[len(begin) :])
         (partial_dir / "manifest.json").write_text(json.dumps(manifest))
-    info, close = {"path": str(final)}, partial(remove, final)
+    info, close = {"path": str(final)}, partial(remove_version, final)
     return WeightFile(manifest, info, close=close, pages=pages, inode=inode)
 
 
 @contextmanager
-def new_version(directory: str | Path, run: str, version: int) -> Iterator[tuple[Path, Path]]:
-    """Gives (folder to be made and filled, `directory`/jaxmoe-<run>/<version>) and renames it.
+def stage_version(directory: str | Path, run: str, version: int) -> Iterator[tuple[Path, Path]]:
+    """Yield (folder to create and fill, `directory`/jaxmoe-<run>/<version>), then rename the first.
 
-    In the end the second is whole, or what it was; where the block breaks off nothing is left.
-    Raises ConfigError for an OSError, and where another user may enter jaxmoe-<run>.
+    At the end the second folder is complete or unchanged; if the block fails, the first is removed.
+    Raises ConfigError for an OSError, and if another user may enter jaxmoe-<run>.
     """
-    run_dir = Path(directory).absolute() / f"jaxmoe-{run}"  # a server may stand in another folder
+    run_dir = (
+        Path(directory).absolute() / f"jaxmoe-{run}"
+    )  # a server may have another working folder
     final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        make_private(run_dir)
-    except OSError as error:  # what is there is not ours to remove
-        raise unusable(directory, error) from error
+        create_private_directory(run_dir)
+    except OSError as error:  # the existing folder is not ours to remove
+        raise directory_error(directory, error) from error
     try:
         shutil.rmtree(partial_dir, ignore_errors=True)
         yield partial_dir, final
         shutil.rmtree(final, ignore_errors=True)
         partial_dir.replace(final)
     except OSError as error:
-        remove(partial_dir)
-        raise unusable(directory, error) from error
+        remove_version(partial_dir)
+        raise directory_error(directory, error) from error
     except BaseException:
-        remove(partial_dir)
+        remove_version(partial_dir)
         raise
 
 
-def unusable(directory: str | Path, error: OSError) -> ConfigError:
+def directory_error(directory: str | Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"rollout.vllm.weights_dir ({directory}) must take the weights; {error}. "
+        f"rollout.vllm.weights_dir ({directory}) must be writable; {error}. "
         "Free some space, or try --set rollout.vllm.weights_dir=ANOTHER_FOLDER."
     )
 
 
-def _move_here(reuse: WeightFile, partial_dir: Path, nbytes: int) -> bool:
-    """Move the file of an older version here, if it has the size that is needed; remove the rest.
+def _reuse_file(reuse: WeightFile, partial_dir: Path, nbytes: int) -> bool:
+    """Move the file of an older version to `partial_dir` if its size fits; remove the older folder.
 
-    Its manifest goes first: what is half written over is not to be taken for a version.
+    The manifest is removed first, so that a half-written file cannot be taken for a version.
     """
     old = Path(reuse.update_info["path"])
     with suppress(OSError):
@@ -124,14 +128,14 @@ def _move_here(reuse: WeightFile, partial_dir: Path, nbytes: int) -> bool:
     return (partial_dir / SINGLE).exists()
 
 
-def _mapped(file: int, reuse: WeightFile) -> NDArray[np.uint8] | None:
-    """The file's bytes, where they are memory and every page is there; None on a disk.
+def _map_file(file: int, reuse: WeightFile) -> NDArray[np.uint8] | None:
+    """Return the file's bytes as a mapping if it is in shared memory; None on a disk.
 
-    A mapped page that the filesystem has no room for would end the process, and when others see
-    what is in it is for the filesystem to say.
+    Not on a disk: a mapped page without room on the filesystem would kill the process, and the
+    filesystem decides when other processes see the written bytes.
     """
     status = os.fstat(file)
-    if not MEMORY.is_dir() or status.st_dev != MEMORY.stat().st_dev:
+    if not SHARED_MEMORY.is_dir() or status.st_dev != SHARED_MEMORY.stat().st_dev:
         return None
     if reuse.pages is not None and reuse.inode == status.st_ino:
         return reuse.pages
@@ -139,20 +143,20 @@ def _mapped(file: int, reuse: WeightFile) -> NDArray[np.uint8] | None:
     return np.frombuffer(pages, np.uint8)
 
 
-def require_room(directory: Path, nbytes: int) -> None:
+def check_free_space(directory: Path, nbytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < nbytes:
-        raise OSError(f"they need {nbytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free")
+        raise OSError(f"it needs {nbytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
 
 
-def remove(version: Path) -> None:
+def remove_version(version: Path) -> None:
     shutil.rmtree(version, ignore_errors=True)
     with suppress(OSError):  # another version is still there
         version.parent.rmdir()
 
 
-def write_all(file: int, begin: int, at: int, rows: np.ndarray) -> None:
-    left, at = rows.reshape(-1).view(np.uint8).data, begin + at
-    while left:
-        done = os.pwrite(file, left, at)
-        at, left = at + done, left[done:]
+def write_rows(file: int, file_offset: int, row_offset: int, rows: np.ndarray) -> None:
+    remaining, row_offset = rows.reshape(-1).view(np.uint8).data, file_offset + row_offset
+    while remaining:
+        n_written = os.pwrite(file, remaining, row_offset)
+        row_offset, remaining = row_offset + n_written, remaining[n_written:]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from GPU to GPU by NCCL, through ctypes: a trainer without torch.
+"""Weights from GPU to GPU by NCCL, through ctypes: the trainer needs no torch.
 
-vLLM's own transfer engine is at the other end, as rank 1 and up. Both sides enter ncclCommInitRank
-with one unique id, then a sum of one float32, then one broadcast from rank 0 for each tensor, in
-the order that update_info announces.
+vLLM's own transfer engine is the other end, as ranks 1 and up. Both sides call ncclCommInitRank
+with one unique id, then sum one float32, then broadcast every tensor from rank 0, in the order that
+update_info announces.
 
 Not yet tested on GPU: the calls, their order and arguments are tested with a library that records
 them. Next: jaxmoe/vllm_plugin/direct.py, which receives.
@@ -24,11 +24,17 @@ from jaxmoe.checkpoint.entries import entries, leaf_of
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, digested, plan, sent_as
+from jaxmoe.weight_sync.update import (
+    ManifestDict,
+    WeightUpdate,
+    compute_manifest,
+    plan_tensors,
+    wire_dtype,
+)
 
-TYPES = {"float32": 7, "bfloat16": 9}  # ncclDataType_t of nccl.h
+NCCL_DTYPES = {"float32": 7, "bfloat16": 9}  # ncclDataType_t of nccl.h
 _SUM = 0  # ncclRedOp_t
-_STREAM = None  # CUDA's default stream; what jax computes is waited for before
+_STREAM = None  # CUDA's default stream; jax's own work has finished before it is used
 _LIBRARIES = {
     "nccl": ("libnccl.so.2", ("nvidia/nccl",)),
     "cudart": ("libcudart.so.13", ("nvidia/cu13", "nvidia/cuda_runtime")),
@@ -42,10 +48,10 @@ class UniqueId(ctypes.Structure):
 
 
 class NcclGroup:
-    """The trainer as rank 0, and `workers` processes of vLLM.
+    """The trainer as rank 0, and `workers` processes of vLLM as the other ranks.
 
-    `init_info` is for vLLM's init_weight_transfer_engine; `join` must run beside that call, since
-    both return only when all ranks are there.
+    `init_info` is for vLLM's init_weight_transfer_engine. `join` must run concurrently with that
+    call, since both return only when all ranks have joined.
     """
 
     def __init__(
@@ -54,7 +60,7 @@ class NcclGroup:
     ) -> None:  # fmt: skip
         if workers < 1:
             raise ConfigError(f"NCCL needs at least one process of vLLM, got {workers}.")
-        self._nccl, self._cudart = nccl or _library("nccl"), cudart or _library("cudart")
+        self._nccl, self._cudart = nccl or _load_library("nccl"), cudart or _load_library("cudart")
         self.device = device or jax.local_devices()[0]
         self._size, self._communicator, self._id = workers + 1, c_void_p(), UniqueId()
         self._nccl_call("ncclGetUniqueId", byref(self._id))
@@ -66,38 +72,49 @@ class NcclGroup:
         }
 
     def join(self) -> None:
-        """Meet the workers; returns when all are there. Raises EngineError where NCCL does."""
-        one = jax.block_until_ready(jax.device_put(np.zeros(1, np.float32), self.device))
+        """Join the group; returns when all ranks have joined. Raises EngineError if NCCL fails."""
+        summand = jax.block_until_ready(jax.device_put(np.zeros(1, np.float32), self.device))
         self._use_device()
         rank, size = c_int(0), c_int(self._size)
         self._nccl_call("ncclCommInitRank", byref(self._communicator), size, self._id, rank)
-        at, kind = _pointer(one), c_int(TYPES["float32"])
+        pointer, kind = _device_pointer(summand), c_int(NCCL_DTYPES["float32"])
         self._nccl_call(
-            "ncclAllReduce", at, at, c_size_t(1), kind, c_int(_SUM), self._communicator, _STREAM
+            "ncclAllReduce",
+            pointer,
+            pointer,
+            c_size_t(1),
+            kind,
+            c_int(_SUM),
+            self._communicator,
+            _STREAM,
         )
-        self._wait()
+        self._synchronize_stream()
 
     def send(self, array: jax.Array) -> None:
-        """Broadcast one array of the group's device; its memory may go when this returns."""
+        """Broadcast one array of the group's device; it may be freed when this returns."""
         if not self._communicator:
             raise EngineError("the NCCL group must be joined before weights are sent: call join().")
         self._use_device()
-        at, count = _pointer(array), c_size_t(array.size)
-        kind, root = c_int(TYPES[str(array.dtype)]), c_int(0)
-        self._nccl_call("ncclBroadcast", at, at, count, kind, root, self._communicator, _STREAM)
-        self._wait()
+        pointer, count = _device_pointer(array), c_size_t(array.size)
+        kind, root = c_int(NCCL_DTYPES[str(array.dtype)]), c_int(0)
+        self._nccl_call(
+            "ncclBroadcast", pointer, pointer, count, kind, root, self._communicator, _STREAM
+        )
+        self._synchronize_stream()
 
     def close(self) -> None:
-        """Leave the group, without its workers, which may be gone; may be called twice."""
+        """Leave the group without waiting for its workers, which may have ended; may be called
+        twice.
+        """
         communicator, self._communicator = self._communicator, c_void_p()
-        if communicator:  # out of reach first: who is in a call is woken by an error
+        if communicator:  # the field is cleared first; a thread inside a call gets an error
             self._nccl_call("ncclCommAbort", communicator)
 
     def _use_device(self) -> None:
-        """CUDA's current device is the thread's, and each call may be of another thread."""
+        """Select the device: CUDA's current device is per thread, and any thread may call."""
         self._cuda_call("cudaSetDevice", c_int(self.device.local_hardware_id or 0))
 
-    def _wait(self) -> None:
+    def _synchronize_stream(self) -> None:
         self._cuda_call("cudaStreamSynchronize", _STREAM)
 
     def _nccl_call(self, name: str, *arguments: Any) -> None:
@@ -106,8 +123,8 @@ class NcclGroup:
             text = self._nccl.ncclGetErrorString
             text.restype = ctypes.c_char_p
             raise EngineError(
-                f"{name} failed: {text(c_int(status)).decode()}. NCCL_DEBUG=INFO tells more; try "
-                "--set rollout.vllm.transport=files."
+                f"{name} failed: {text(c_int(status)).decode()}. Set NCCL_DEBUG=INFO for details, "
+                "or try --set rollout.vllm.transport=files."
             )
 
     def _cuda_call(self, name: str, *arguments: Any) -> None:
@@ -116,41 +133,41 @@ class NcclGroup:
             raise EngineError(f"{name} failed with CUDA error {status}.")
 
 
-def broadcast(
+def broadcast_weights(
     group: NcclGroup, params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int,
     manifest: ManifestDict | None = None,
 ) -> WeightUpdate:  # fmt: skip
-    """Weights that `send` broadcasts in the order of update_info, one tensor at a time.
+    """Return an update whose `send` broadcasts the weights in update_info's order, one by one.
 
-    Memory on the device: the tensor at hand and one copy. Each tensor also passes through the
-    host once, for its digest.
+    Device memory: one tensor and one copy. Each tensor also passes through the host once, for its
+    digest.
     """
-    planned = plan(params, cfg, dtype)
-    manifest = manifest or digested(params, cfg, dtype=dtype, run=run, version=version)
+    planned = plan_tensors(params, cfg, dtype)
+    manifest = manifest or compute_manifest(params, cfg, dtype=dtype, run=run, version=version)
     update_info = {
         "names": [name for name, _, _ in planned],
-        "dtype_names": [sent_as(e, dtype) for e in entries(cfg)],
+        "dtype_names": [wire_dtype(e, dtype) for e in entries(cfg)],
         "shapes": [list(shape) for _, _, shape in planned],
         "manifest": manifest,
     }
-    send = partial(_send, group, params, cfg, dtype)
+    send = partial(_send_tensors, group, params, cfg, dtype)
     return WeightUpdate(manifest, update_info, send=send)
 
 
-def _send(group: NcclGroup, params: Params, cfg: ModelConfig, dtype: str) -> None:
+def _send_tensors(group: NcclGroup, params: Params, cfg: ModelConfig, dtype: str) -> None:
     for entry in entries(cfg):
         leaf, layout = leaf_of(params, entry), entry.layout
-        kind = sent_as(entry, dtype)
+        kind = wire_dtype(entry, dtype)
         array = device_tensor(leaf, entry.pair, layout, entry.shape, kind, group.device)
         group.send(jax.block_until_ready(array))
 
 
-def _pointer(array: jax.Array) -> c_void_p:
+def _device_pointer(array: jax.Array) -> c_void_p:
     return c_void_p(array.unsafe_buffer_pointer())
 
 
-def _library(name: str) -> ctypes.CDLL:
-    """The library that jax's CUDA plugin has loaded or brought along. Raises ConfigError."""
+def _load_library(name: str) -> ctypes.CDLL:
+    """Load the library that jax's CUDA plugin has loaded or installed. Raises ConfigError."""
     file, folders = _LIBRARIES[name]
     nvidia = find_spec("nvidia")
     roots = (
@@ -163,7 +180,7 @@ def _library(name: str) -> ctypes.CDLL:
         except OSError:
             continue
     raise ConfigError(
-        f"rollout.vllm.transport=nccl needs {file}, which is not to be found here. Type "
-        "pip install 'jax[cuda13]' on a machine with NVIDIA GPUs, or --set "
+        f"rollout.vllm.transport=nccl needs {file}, which was not found on this machine. Type "
+        "pip install 'jax[cuda13]' on a machine with NVIDIA GPUs, or try --set "
         "rollout.vllm.transport=files."
     )

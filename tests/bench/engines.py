@@ -32,7 +32,7 @@ from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rollout.native import NativeEngine
 from jaxmoe.vllm.engine import VllmEngine
 
-OWN = ("pause", "start_update", "update", "finish_update", "reset_prefix_cache", "resume")
+OWN = ("pause", "start_update", "send_update", "finish_update", "reset_prefix_cache", "resume")
 
 
 class Timed:
@@ -113,7 +113,7 @@ def measure(engines, weights, prompts, sampling, args):
             rates[name]["wall"].append(tokens / (time.perf_counter() - start))
             rates[name]["cpu"].append(tokens / (cpu_s(name) - before))
             assert sum(len(r.tokens) for r in out) == tokens
-    replica = engines["vllm"]._fleet.replicas[0]
+    replica = engines["vllm"]._pool.replicas[0]
     replica.backend = timed = Timed(replica.backend)
     syncs = []
     for version in range(1, args.rounds + 4):

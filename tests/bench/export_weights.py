@@ -32,7 +32,7 @@ import psutil
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.params import abstract_params, count_params
 from jaxmoe.weight_sync.files import write_files
-from jaxmoe.weight_sync.update import empty_manifest, fill_digests, plan
+from jaxmoe.weight_sync.update import empty_manifest, fill_digests, plan_tensors
 
 BLOCK_BYTES = 1 << 28
 
@@ -99,7 +99,7 @@ def measure(held: str, sent: str, gigabytes: float, directory: Path, rounds: int
         turn += 1
 
     def convert() -> None:
-        planned = plan(params, cfg, sent)
+        planned = plan_tensors(params, cfg, sent)
         fill_digests(params, cfg, planned, empty_manifest(planned, "", 0))
 
     def copy_warm() -> None:

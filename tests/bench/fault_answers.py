@@ -17,7 +17,7 @@ from hostile import KEY, TRICKS, HostileServer  # pyright: ignore[reportMissingI
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "tests/jaxmoe/vllm/hostile_client.py"
-ROUTES = ("generate", "loaded_state", "context")
+ROUTES = ("generate", "loaded_state", "max_context")
 TIMEOUT_S = 1.0
 MEMORY = 200 << 20  # bytes above what the process had before
 START_S = 120.0  # on a machine that does other things too

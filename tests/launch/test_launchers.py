@@ -11,7 +11,7 @@ from jaxlib import xla_client
 
 from jaxmoe.config import VllmConfig
 from jaxmoe.model.config import tiny
-from jaxmoe.vllm.server import flags, options
+from jaxmoe.vllm.server import build_engine_options, format_flags
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -110,12 +110,15 @@ def test_a_vllm_server_has_a_door_and_its_key_is_not_on_its_command_line(tmp_pat
     env = {"PYTHON": str(tmp_path / "python-double"), "VLLM_API_KEY": "s3cret"}
     typed, _ = started(tmp_path, vllm, "/models/a b", "--dtype", "bfloat16", **env)
     assert "s3cret" not in " ".join(typed)
-    assert typed[typed.index("--middleware") + 1] == "jaxmoe.vllm_plugin.door.Door"
+    assert (
+        typed[typed.index("--middleware") + 1]
+        == "jaxmoe.vllm_plugin.auth_middleware.AuthMiddleware"
+    )
     assert typed[typed.index("--model") + 1] == "/models/a b" and typed[-1] == "bfloat16"
     # what a run's own servers have, but for its sizes
-    own = options(VllmConfig(), tiny(), context=8, rows=8, cpu=False)
+    own = build_engine_options(VllmConfig(), tiny(), context=8, rows=8, cpu=False)
     own = {k: v for k, v in own.items() if k not in ("dtype", "max_model_len", "max_num_seqs")}
-    for flag in flags(own):
+    for flag in format_flags(own):
         assert flag in typed, flag
 
     done = subprocess.run([str(vllm), "DIR"], text=True, capture_output=True, env={"PATH": "/bin"})

@@ -12,7 +12,7 @@ from hostile import TRICKS
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.vllm.http_backend import HttpBackend
-from jaxmoe.vllm.responses import ExpectedResponse, completions
+from jaxmoe.vllm.responses import ExpectedResponse, parse_completions
 
 
 def peak_bytes():
@@ -45,11 +45,11 @@ def main():
         try:
             if route == "generate":
                 expected = ExpectedResponse(2, 1, 1, frozenset())
-                completions(backend.generate(body), expected, cfg)
+                parse_completions(backend.generate(body), expected, cfg)
             elif route == "loaded_state":
                 backend.loaded_state()
             else:
-                backend.context()
+                backend.max_context()
         except Exception as error:
             kind, text = type(error).__name__, str(error)
         took = time.monotonic() - start

@@ -24,7 +24,7 @@ from jaxmoe.checkpoint.hf import load_params
 from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.model import abstract_params, forward, next_token_logits, plain_ops
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.weight_sync.checksum import digest
+from jaxmoe.weight_sync.checksum import digest_array
 
 ROWS = 4  # sequences computed at once
 
@@ -164,7 +164,7 @@ class StandIn:
         said = json.loads((folder / "manifest.json").read_text())
         self.label = f"{said['run']}:{said['version']}"
         (file,) = folder.glob("*.safetensors")
-        self.received = {name: digest(array) for name, array in load_file(file).items()}
+        self.received = {name: digest_array(array) for name, array in load_file(file).items()}
         return {"results": [None]}
 
     def do_init_weight_transfer_engine(self, body, query):
@@ -204,7 +204,7 @@ class StandIn:
         self.waiting = load_params(folder, self.cfg, "float32")
         self.manifest = json.loads((folder / "manifest.json").read_text())
         files = [load_file(path) for path in folder.glob("model*.safetensors")]
-        self.received = {name: digest(array) for f in files for name, array in f.items()}
+        self.received = {name: digest_array(array) for f in files for name, array in f.items()}
         return {}
 
     def do_finish_weight_update(self, body, query):

@@ -20,12 +20,12 @@ from jaxmoe.model.config import tiny
 from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.adapter import ServedAdapter
 from jaxmoe.vllm.backend import RequestFailed
-from jaxmoe.vllm.engine import LOGPS, VllmEngine
+from jaxmoe.vllm.engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.served_adapter import ServedAdapter
 from jaxmoe.vllm.sync import WeightSyncError
-from jaxmoe.vllm_plugin.names import NUMBER
-from jaxmoe.weight_sync.adapter import write_adapter
+from jaxmoe.vllm_plugin.names import ADAPTER_ID
+from jaxmoe.weight_sync.adapter_files import write_adapter
 
 pytestmark = pytest.mark.vllm
 
@@ -68,7 +68,9 @@ def inside(base, tmp_path_factory):
 
 def gap(rollout, params):
     ids = jnp.asarray([[*rollout.prompt.tokens, *rollout.tokens.tolist()]])
-    ours = np.asarray(LOGPS(params, ids, cfg=SMALL, ops=OPS))[0, len(rollout.prompt.tokens) :]
+    ours = np.asarray(TRAINER_LOGPS(params, ids, cfg=SMALL, ops=OPS))[
+        0, len(rollout.prompt.tokens) :
+    ]
     return np.abs(rollout.rollout_logp - ours).max()
 
 
@@ -103,14 +105,14 @@ def test_each_version_of_a_server_is_the_trainers(base, tmp_path):
 @pytest.mark.slow
 def test_a_server_that_died_or_lost_its_adapter_has_it_again(base, tmp_path):
     engine = opened(base, tmp_path, 1)
-    (replica,) = engine._fleet.replicas
+    (replica,) = engine._pool.replicas
 
     def kill():
         os.killpg(replica._server._process.pid, signal.SIGKILL)
 
     def lose():  # as vLLM does it, under the label that it has
         replica.backend.start_update()
-        replica.backend.finish_update(engine._fleet.target.label)
+        replica.backend.finish_update(engine._pool.target.label)
 
     try:
         params = with_adapters(base[1], adapters(1), LORA.scales)
@@ -144,13 +146,13 @@ def test_a_matrix_that_vllm_does_not_apply_is_named(inside):
             "model.layers.1.attn.o_proj"
         ].set_lora
 
-    backend._do(lambda: backend._llm.collective_rpc(break_one))
+    backend._run_between_steps(lambda: backend._llm.collective_rpc(break_one))
     try:
         with pytest.raises(WeightSyncError, match="an adapter of model.layers.1.self_attn.o_proj"):
-            engine._try_out(backend)
+            engine._check_adapter(backend)
     finally:
-        backend._do(lambda: backend._llm.collective_rpc(mend))
-    engine._try_out(backend)
+        backend._run_between_steps(lambda: backend._llm.collective_rpc(mend))
+    engine._check_adapter(backend)
 
 
 def test_a_damaged_one_is_refused_before_anything_is_touched(inside, tmp_path):
@@ -173,9 +175,9 @@ def test_one_that_was_lost_is_no_base_in_its_place(inside, base):
     backend = engine.backends[0]
 
     def lose(worker):
-        return worker.remove_lora(NUMBER)
+        return worker.remove_lora(ADAPTER_ID)
 
-    backend._do(lambda: backend._llm.collective_rpc(lose))
+    backend._run_between_steps(lambda: backend._llm.collective_rpc(lose))
     assert backend.loaded_state()[0]["label"] is None
     with pytest.raises(EngineError):
         engine.generate(prompts(1), Sampling(NEW, ()), seed=0)

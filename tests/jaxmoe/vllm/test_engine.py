@@ -112,7 +112,7 @@ def test_a_cut_is_told_by_the_mass_it_kept(engine, cut):
 
 
 def test_a_cut_at_another_temperature_is_refused(engine):
-    with pytest.raises(ConfigError, match="rollout.temperature must be 1 where top_k"):
+    with pytest.raises(ConfigError, match="rollout.temperature must be 1 if top_k"):
         engine.generate(prompts(1), Sampling(5, (), temperature=0.7, top_k=4), seed=0)
 
 

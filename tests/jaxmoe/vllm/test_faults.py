@@ -149,14 +149,14 @@ def test_a_server_that_stays_away_is_given_up_once_for_all_who_wait(fresh, tmp_p
 def test_a_response_from_before_a_broken_sync_is_not_believed(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path)
     engine.load(weights(1), 1)
-    (replica,) = engine._fleet.replicas
-    count = replica._verified_state(engine._fleet.target)
+    (replica,) = engine._pool.replicas
+    count = replica._verified_state(engine._pool.target)
     replica._check_unchanged(count)
-    replica._invalidate()
-    replica.recover(replica.generation, engine._fleet.target)  # the same version is verified again
+    replica._invalidate_weights()
+    replica.recover(replica.generation, engine._pool.target)  # the same version is verified again
     with pytest.raises(RequestFailed, match="changed its weights during the request"):
         replica._check_unchanged(count)
-    replica._check_unchanged(replica._verified_state(engine._fleet.target))
+    replica._check_unchanged(replica._verified_state(engine._pool.target))
     engine.close()
 
 

@@ -160,7 +160,7 @@ def test_a_server_that_is_killed_is_started_again_with_the_weights(tmp_path):
         engine.load(weights(1), 1)
         clean = engine.generate(asked, FREE, seed=11, samples=2)
         for turn in range(KILLS):
-            leader = engine._fleet.replicas[0]._server._process.pid
+            leader = engine._pool.replicas[0]._server._process.pid
             victim = leader if turn % 2 == 0 else children(leader)[-1]
             how = signal.SIGSTOP if turn % 3 == 2 else signal.SIGKILL
             timer = during(lambda victim=victim, how=how: os.kill(victim, how), rng)

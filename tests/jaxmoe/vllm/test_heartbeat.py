@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmoe.vllm import heartbeat, processes
-from jaxmoe.vllm.heartbeat import ALIVE, WORKS, Heartbeat
+from jaxmoe.vllm.heartbeat import ENGINE_ROUTE, SERVER_ROUTE, Heartbeat
 from jaxmoe.vllm.http_backend import HttpBackend
 from jaxmoe.vllm.processes import CpuTime
 
@@ -20,10 +20,10 @@ class Backend(HttpBackend):
     def __init__(self, answered, waits):
         self.answered, self.waits, self.closed, self.asked = answered, waits, "", threading.Event()
 
-    def answers(self, path, timeout_s):
+    def answers_within(self, path, timeout_s):
         if path not in self.answered and self.waits:
             time.sleep(timeout_s)
-        if len(self.answered) or not self.waits or path == ALIVE:
+        if len(self.answered) or not self.waits or path == SERVER_ROUTE:
             self.asked.set()
         return path in self.answered
 
@@ -35,32 +35,36 @@ class Backend(HttpBackend):
 @pytest.mark.parametrize(
     ("answered", "waits", "works", "on_disk", "expected"),
     [
-        ({WORKS, ALIVE}, True, False, False, ""),
-        ({ALIVE}, True, False, False, "its processes stand still"),
-        ({ALIVE}, True, True, False, ""),
-        ({ALIVE}, True, False, True, ""),
-        (set(), True, True, False, "its server answers nobody"),
+        ({ENGINE_ROUTE, SERVER_ROUTE}, True, False, False, ""),
+        ({SERVER_ROUTE}, True, False, False, "its processes use no CPU"),
+        ({SERVER_ROUTE}, True, True, False, ""),
+        ({SERVER_ROUTE}, True, False, True, ""),
+        (set(), True, True, False, "its server answers no request"),
         (set(), False, False, False, ""),  # it has ended, or was stopped
     ],
     ids=["answers", "hangs", "works", "reads a disk", "server hangs", "gone"],
 )
 def test_what_counts_as_a_hang(monkeypatch, answered, waits, works, on_disk, expected):
-    monkeypatch.setattr(heartbeat, "HANG_S", 0.2)
-    monkeypatch.setattr(heartbeat, "WATCHED_S", 0.05)
+    monkeypatch.setattr(heartbeat, "HANG_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(heartbeat, "CPU_WINDOW_S", 0.05)
     seconds = iter(range(100))
     monkeypatch.setattr(
-        processes, "work", lambda _: CpuTime({5: float(next(seconds)) if works else 7.0}, on_disk)
+        processes,
+        "measure_cpu_time",
+        lambda _: CpuTime({5: float(next(seconds)) if works else 7.0}, on_disk),
     )
-    monkeypatch.setattr(processes, "segments", lambda _: set())
+    monkeypatch.setattr(processes, "find_shared_memory", lambda _: set())
     backend = Backend(answered, waits)
     alone = SimpleNamespace(_backend=backend, _group=0)
-    why = Heartbeat._look(alone)  # pyright: ignore[reportArgumentType]
+    why = Heartbeat._find_hang(alone)  # pyright: ignore[reportArgumentType]
     assert expected in why and bool(why) == bool(expected)
 
 
 def test_it_ends_the_connections_and_says_why(monkeypatch):
-    monkeypatch.setattr(Heartbeat, "_look", lambda self: "it sleeps")
-    monkeypatch.setattr(processes, "segments", lambda group: {Path(f"/dev/shm/psm_{group}")})
+    monkeypatch.setattr(Heartbeat, "_find_hang", lambda self: "it sleeps")
+    monkeypatch.setattr(
+        processes, "find_shared_memory", lambda group: {Path(f"/dev/shm/psm_{group}")}
+    )
     backend = Backend(set(), True)
     made = Heartbeat(backend, 5, "vLLM 3")
     assert backend.asked.wait(5)
@@ -71,6 +75,6 @@ def test_it_ends_the_connections_and_says_why(monkeypatch):
 
 def test_one_worker_that_stands_still_is_enough_and_a_disk_excuses_it():
     before, after = {5: 1.0, 6: 1.0}, {5: 1.05, 6: 9.0}
-    assert CpuTime(after, False).still_since(CpuTime(before, False), 0.25)
-    assert not CpuTime(after, True).still_since(CpuTime(before, False), 0.25)
-    assert not CpuTime({5: 1.5, 6: 9.0}, False).still_since(CpuTime(before, False), 0.25)
+    assert CpuTime(after, False).is_idle_since(CpuTime(before, False), 0.25)
+    assert not CpuTime(after, True).is_idle_since(CpuTime(before, False), 0.25)
+    assert not CpuTime({5: 1.5, 6: 9.0}, False).is_idle_since(CpuTime(before, False), 0.25)

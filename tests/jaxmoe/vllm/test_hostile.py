@@ -15,8 +15,8 @@ from vllm_cases import CFG, NEW, check, open_engine, prompts, weights
 
 from jaxmoe.config import VllmConfig
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.http_backend import HttpBackend, body_bytes_per_token
-from jaxmoe.vllm.redact import HIDDEN, Key
+from jaxmoe.vllm.http_backend import HttpBackend, max_body_bytes_per_token
+from jaxmoe.vllm.redact import HIDDEN_TEXT, Key
 
 TIMEOUT_S = 0.6
 MEMORY = 200 << 20
@@ -53,7 +53,7 @@ def ask(url, lines):
 
 def test_each_trick_fails_in_time_and_memory_and_shows_no_key(server):
     lines = [f"generate: {name}" for name in TRICKS]
-    for i, route in enumerate(("loaded_state", "context")):
+    for i, route in enumerate(("loaded_state", "max_context")):
         lines += [f"{route}: {name}" for name in list(TRICKS)[i::5]]
     found, errors = ask(server.url, lines)
     assert errors == ""  # no traceback, no warning
@@ -90,7 +90,7 @@ def test_each_trick_is_an_incident_and_the_request_is_asked_elsewhere(tmp_path, 
             check(engine.generate(asked, Sampling(NEW, ()), seed=turn), asked, 1, 1)
             assert hostile.done and len(engine.incidents) > before, trick
         text = "\n".join(engine.incidents)
-        assert hostile.url in text and HIDDEN in text and KEY not in text
+        assert hostile.url in text and HIDDEN_TEXT in text and KEY not in text
     finally:
         engine.close()
         hostile.close()
@@ -100,7 +100,7 @@ def test_each_trick_is_an_incident_and_the_request_is_asked_elsewhere(tmp_path, 
 
 def test_what_is_received_is_bounded_by_what_was_asked_for():
     """A long answer passes where its tokens explain it, and not where they do not."""
-    per_token = body_bytes_per_token(CFG)
+    per_token = max_body_bytes_per_token(CFG)
     text = json.dumps({"choices": ["x" * 4_000_000]}).encode()
     trick = {"long": lambda conn, request: conn.sendall(
         b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text
@@ -122,8 +122,8 @@ def test_what_is_received_is_bounded_by_what_was_asked_for():
     "text", ["no room for 4096 tokens", "too long", "Internal Server Error", "k3y of the house"]
 )
 def test_an_error_without_the_key_is_shown_as_it_is(text):
-    assert Key(KEY).redact(text) == text
-    assert Key("").redact(f"Bearer {KEY}") == f"Bearer {KEY}"
+    assert Key(KEY).redact_text(text) == text
+    assert Key("").redact_text(f"Bearer {KEY}") == f"Bearer {KEY}"
 
 
 def test_a_key_that_is_a_word_does_not_spoil_correct_answers():

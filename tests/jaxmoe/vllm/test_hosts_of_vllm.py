@@ -21,7 +21,7 @@ from jaxmoe.config import VllmConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.processes import PLAIN
-from jaxmoe.vllm.server import Server, _free_port
+from jaxmoe.vllm.server import Server, _find_free_port
 
 pytestmark = [
     pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)
@@ -81,7 +81,7 @@ def three(tmp_path_factory):
 
 
 def started(work, proxies, processes, *changes):
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{_find_free_port()}"
     urls = ",".join(proxy.url for proxy in proxies)
     more = [f"rollout.vllm.url={urls}", f"rollout.vllm.weights_dir={work}-weights", *changes]
     sets = [part for change in [*CHANGES, *more] for part in ("--set", change)]
@@ -155,6 +155,6 @@ def test_no_prompt_is_lost_or_doubled_when_a_server_is_killed_and_comes_back(thr
     assert np.isfinite([row["loss"] for row in metrics.values()]).all()
     assert max(gaps) < 2 * max(row[gap] for row in metrics_of(alone).values()) + 1e-6
     told = " ".join(str(row.get("alerts", "")) for row in metrics.values())
-    assert "is away" in told and "is back, with weights" in told
+    assert "is unavailable" in told and "is reconnected, with weights" in told
     assert not list(Path(f"{work}-weights").iterdir())
     print(f"gap {max(gaps):.2g}, alone {max(row[gap] for row in metrics_of(alone).values()):.2g}")

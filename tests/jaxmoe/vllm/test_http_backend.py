@@ -48,13 +48,13 @@ def test_a_connection_is_kept_while_it_is_fresh_and_dropped_before_the_server_do
     server, monkeypatch
 ):
     url, seen = server
-    monkeypatch.setattr(http_client, "IDLE_S", 0.6 * KEPT_S)
+    monkeypatch.setattr(http_client, "MAX_IDLE_S", 0.6 * KEPT_S)
     backend = HttpBackend(url, timeout_s=5.0)
     for _ in range(5):
-        backend.health()
+        backend.check_health()
     assert len(seen) == 1
     time.sleep(1.2 * KEPT_S)
-    backend.health()
+    backend.check_health()
     assert len(seen) == 2
     backend.close()
 
@@ -68,7 +68,7 @@ def test_closing_while_threads_connect_ends_them_all(server):
         def ask(backend=backend, ended=ended):
             try:
                 while True:
-                    backend.health()
+                    backend.check_health()
             except http_backend.RequestFailed as error:
                 ended.append(error)
 
@@ -83,34 +83,34 @@ def test_closing_while_threads_connect_ends_them_all(server):
 
 def test_the_server_here_does_what_the_rule_is_for(server, monkeypatch):
     url, _ = server
-    monkeypatch.setattr(http_client, "IDLE_S", 100.0)
+    monkeypatch.setattr(http_client, "MAX_IDLE_S", 100.0)
     backend = HttpBackend(url, timeout_s=5.0)
-    backend.health()
+    backend.check_health()
     time.sleep(1.2 * KEPT_S)
     with pytest.raises(http_backend.RequestFailed):
-        backend.health()
+        backend.check_health()
     backend.close()
 
 
 def test_the_key_of_running_servers_is_the_environments(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
     monkeypatch.delenv("JAXMOE_VLLM_API_KEY", raising=False)
-    assert http_backend.key_of_running_servers() == "theirs"
+    assert http_backend.read_api_key() == "theirs"
     monkeypatch.setenv("JAXMOE_VLLM_API_KEY", "ours")
-    assert http_backend.key_of_running_servers() == "ours"
+    assert http_backend.read_api_key() == "ours"
     monkeypatch.setenv("JAXMOE_VLLM_API_KEY", "ours\r\nX: y")
     with pytest.raises(ConfigError, match="JAXMOE_VLLM_API_KEY must be printable ASCII"):
-        http_backend.key_of_running_servers()
+        http_backend.read_api_key()
     monkeypatch.delenv("JAXMOE_VLLM_API_KEY")
     monkeypatch.delenv("VLLM_API_KEY")
-    assert http_backend.key_of_running_servers() == ""
+    assert http_backend.read_api_key() == ""
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "[::1]", "localhost"])
 def test_what_counts_as_this_machine(host):
-    assert http_backend._loopback(f"http://{host}:8000/at")
+    assert http_backend._is_loopback(f"http://{host}:8000/at")
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "[fe80::1]", "gpu7.lan", "localhost.lan"])
 def test_what_counts_as_another_machine(host):
-    assert not http_backend._loopback(f"http://{host}:8000/at")
+    assert not http_backend._is_loopback(f"http://{host}:8000/at")

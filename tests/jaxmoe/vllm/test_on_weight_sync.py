@@ -75,9 +75,9 @@ def test_in_process_what_nobody_waits_for_any_more_is_ended(tmp_path, begun):
             backend.pause("keep")
         with pytest.raises(RequestFailed, match="did not answer within 0.5 s"):
             answer.result()
-    assert not backend._do(lambda: list(backend._in_flight))
+    assert not backend._run_between_steps(lambda: list(backend._in_flight))
     backend.resume()
-    assert not backend._do(lambda: list(backend._in_flight))
+    assert not backend._run_between_steps(lambda: list(backend._in_flight))
     assert not backend._llm.llm_engine.has_unfinished_requests()
     backend._timeout_s = 20.0
     check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
@@ -88,5 +88,5 @@ def test_the_waits_between_attempts_are_bounded_however_many_they_are(monkeypatc
     waits = []
     monkeypatch.setattr(replica.time, "sleep", waits.append)
     for attempt in (0, 3, 1100):
-        replica.backoff(attempt)
-    assert waits[0] < 0.2 and 0.4 <= waits[1] <= 1.2 and waits[2] <= 1.5 * replica.LONGEST_S
+        replica.sleep_backoff(attempt)
+    assert waits[0] < 0.2 and 0.4 <= waits[1] <= 1.2 and waits[2] <= 1.5 * replica.MAX_BACKOFF_S

@@ -8,12 +8,20 @@ import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.vllm import placement
-from jaxmoe.vllm.placement import Placement, gpus_each, placements, trainer_share, visible_gpus
+from jaxmoe.vllm.placement import (
+    Placement,
+    assign_gpus,
+    count_gpus_per_server,
+    list_visible_gpus,
+    trainer_memory_fraction,
+)
 
 
 def told(made):
     return [
-        ",".join(p.gpus) + (f" {p.share:g}" if p.share else "") + " shared" * (not p.alone)
+        ",".join(p.gpus)
+        + (f" {p.memory_fraction:g}" if p.memory_fraction else "")
+        + " shared" * (not p.exclusive)
         for p in made
     ]
 
@@ -33,29 +41,29 @@ def told(made):
 def test_each_server_has_gpus_of_its_own_as_long_as_there_are_some(
     gpus, servers, each, trainer, expected
 ):
-    assert told(placements(list(gpus), servers, each, trainer)) == expected
+    assert told(assign_gpus(list(gpus), servers, each, trainer)) == expected
 
 
 def test_without_gpus_vllm_finds_what_there_is():
-    assert placements([], 2, 1, 0.75) == [Placement(), Placement()]
-    assert Placement().environment() == Placement().options() == {}
+    assert assign_gpus([], 2, 1, 0.75) == [Placement(), Placement()]
+    assert Placement().gpu_environment() == Placement().vllm_options() == {}
 
 
 def test_too_few_gpus_and_too_little_memory_are_the_users_mistake():
-    with pytest.raises(ConfigError, match="needs 4 GPUs .* 2 can be seen .5, 7.. Try --set"):
-        placements(["5", "7"], 1, 4, 0.0)
+    with pytest.raises(ConfigError, match="needs 4 GPUs .* 2 are visible .5, 7.. Try --set"):
+        assign_gpus(["5", "7"], 1, 4, 0.0)
     with pytest.raises(ConfigError, match="8 vLLM .* share a GPU with 0.75 of it.*launch=1"):
-        placements(["0"], 8, 1, 0.75)
+        assign_gpus(["0"], 8, 1, 0.75)
 
 
 def test_what_is_passed_on_is_the_slice_and_the_share_in_the_order_it_was_named_in(monkeypatch):
     made = Placement(("3", "4"), 0.45)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     asked = {"CUDA_VISIBLE_DEVICES": "3,4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert made.environment() == asked  # the numbers are the driver's
+    assert made.gpu_environment() == asked  # the numbers are the driver's
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,3,2")
-    assert made.environment() == {"CUDA_VISIBLE_DEVICES": "3,4"}  # the numbers are the user's
-    assert made.options() == {"gpu_memory_utilization": "0.45"}
+    assert made.gpu_environment() == {"CUDA_VISIBLE_DEVICES": "3,4"}  # the numbers are the user's
+    assert made.vllm_options() == {"gpu_memory_utilization": "0.45"}
 
 
 @pytest.mark.parametrize(
@@ -64,20 +72,20 @@ def test_what_is_passed_on_is_the_slice_and_the_share_in_the_order_it_was_named_
 )
 def test_only_what_this_process_may_see_is_given_away(monkeypatch, given, seen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    assert visible_gpus() == seen
+    assert list_visible_gpus() == seen
 
 
 def test_where_nothing_is_set_the_driver_is_asked(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     listed = SimpleNamespace(stdout="GPU 0: A (UUID: x)\nGPU 1: A (UUID: y)\n", returncode=0)
     monkeypatch.setattr(placement.subprocess, "run", lambda *_, **__: listed)
-    assert visible_gpus() == ["0", "1"]
+    assert list_visible_gpus() == ["0", "1"]
 
     def missing(*_, **__):
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(subprocess, "run", missing)
-    assert visible_gpus() == []
+    assert list_visible_gpus() == []
 
 
 @pytest.mark.parametrize(
@@ -86,12 +94,12 @@ def test_where_nothing_is_set_the_driver_is_asked(monkeypatch):
      ("--seed 7 -tp 8", 8), ("-tp many", 1)],
 )  # fmt: skip
 def test_a_server_needs_as_many_gpus_as_its_options_say(args, each):
-    assert gpus_each(args) == each
+    assert count_gpus_per_server(args) == each
 
 
 def test_the_trainers_part_is_what_xla_is_told(monkeypatch):
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert (trainer_share(False), trainer_share(True)) == (0.0, 0.75)
+    assert (trainer_memory_fraction(False), trainer_memory_fraction(True)) == (0.0, 0.75)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".4")
-    assert trainer_share(True) == 0.4
+    assert trainer_memory_fraction(True) == 0.4

@@ -24,7 +24,7 @@ from jaxmoe.records import Prompt, Sampling
 from jaxmoe.vllm import sync
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.engine import VllmEngine
-from jaxmoe.vllm.request import score
+from jaxmoe.vllm.request import score_tokens
 
 pytestmark = pytest.mark.vllm
 
@@ -89,18 +89,18 @@ def pieces_are_all_there_is(engine):
     gaps = {rung.piece: rung.gap for rung in found.rungs}
     assert gaps["embedding"] == gaps["residual sums"] == 0.0 < gaps["attention"]
     backend, row = engine.backends[0], list(range(20))
-    with pytest.raises(RequestFailed, match="one forward must run while it is recorded"):
-        backend.recorded(lambda: [score(backend, row, CFG) for _ in range(2)])
-    score(backend, row, CFG)  # and nothing is left of it
+    with pytest.raises(RequestFailed, match="exactly one forward must run during"):
+        backend.record_forward(lambda: [score_tokens(backend, row, CFG) for _ in range(2)])
+    score_tokens(backend, row, CFG)  # and nothing is left of it
 
     def unknown(_):
         raise RequestFailed("vLLM's GPT-OSS must have the modules that are recorded")
 
-    backend.recorded, kept = unknown, backend.recorded
+    backend.record_forward, kept = unknown, backend.record_forward
     with redirect_stdout(io.StringIO()) as said:  # vLLM closes what capsys has
         assert recordings(engine, made, asked) is None
     assert "pieces   not compared: vLLM's GPT-OSS must have" in said.getvalue()
-    backend.recorded = kept
+    backend.record_forward = kept
 
 
 def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
@@ -114,7 +114,7 @@ def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
         engine.load(weights(1), 2)
         backend = engine.backends[0]
         reload = partial(backend._llm.collective_rpc, "reload_weights")
-        backend._do(lambda: reload(kwargs={"weights_path": str(tmp_path / "newer")}))
+        backend._run_between_steps(lambda: reload(kwargs={"weights_path": str(tmp_path / "newer")}))
         assert backend.reset_prefix_cache()
         assert set(examined(engine, previous=weights(1))) == {"stale_experts", "stale_sinks"}
 
@@ -127,7 +127,7 @@ def test_raw_logprobs_are_refused_and_where_they_are_not_they_are_named(tmp_path
     ):
         with vllm(tmp_path, raw):
             pass
-    monkeypatch.setattr(sync, "PROCESSED", "raw_logprobs")  # as of a plugin that cannot tell
+    monkeypatch.setattr(sync, "LOGPROBS_MODE", "raw_logprobs")  # as of a plugin that cannot tell
     with vllm(tmp_path, raw) as engine:
         engine.load(weights(0), 1)
         assert examined(engine) == ("raw_logprobs",)

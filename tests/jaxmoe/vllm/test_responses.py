@@ -11,8 +11,8 @@ import pytest
 from vllm_cases import CFG
 
 from jaxmoe.vllm.backend import RequestFailed
-from jaxmoe.vllm.request import _joined
-from jaxmoe.vllm.responses import ExpectedResponse, completions, prompt_logps, read_npy
+from jaxmoe.vllm.request import _join_completions
+from jaxmoe.vllm.responses import ExpectedResponse, parse_completions, parse_prompt_logps, read_npy
 
 ASKED = ExpectedResponse(prompt_tokens=3, samples=2, max_tokens=4, stop_ids=frozenset({9}))
 
@@ -74,7 +74,7 @@ def spoilt(change):
 
 
 def test_a_good_answer_comes_in_the_order_of_its_samples():
-    first, second = completions(GOOD, ASKED, CFG)
+    first, second = parse_completions(GOOD, ASKED, CFG)
     assert first.tokens == [5, 6, 7, 8] and second.tokens == [5, 9]
     assert first.logp == [-5.5, -6.5, -7.5, -8.5]
     assert first.labels == ["r:1", "r:2", "r:2", "r:2"] and second.finish == "stop"
@@ -137,35 +137,35 @@ WRONG = {
 def test_what_is_wrong_is_refused_by_name(name):
     change, message = WRONG[name]
     with pytest.raises(RequestFailed, match=message):
-        completions(spoilt(change), ASKED, CFG)
+        parse_completions(spoilt(change), ASKED, CFG)
 
 
 @pytest.mark.parametrize("answer", [None, [], "text", {}, {"choices": [1, 2]}])
 def test_no_answer_at_all_is_refused(answer):
     with pytest.raises(RequestFailed, match="list of choices"):
-        completions(answer, ASKED, CFG)
+        parse_completions(answer, ASKED, CFG)
 
 
 @pytest.mark.parametrize("rows", ["zeros", "marked"])
 def test_tokens_whose_experts_are_not_known_are_routed_by_the_trainer(rows):
     """All zeros is what some fused kernels record, for a cached prompt say; -1 is vLLM's mark."""
-    experts = completions(GOOD, ASKED, CFG)[0].experts.copy()
+    experts = parse_completions(GOOD, ASKED, CFG)[0].experts.copy()
     experts[:3] = 0 if rows == "zeros" else -1
-    made = completions(spoilt(put(routed_experts=npy(experts))), ASKED, CFG)[0].experts
+    made = parse_completions(spoilt(put(routed_experts=npy(experts))), ASKED, CFG)[0].experts
     assert (made[:3] == -1).all() and np.array_equal(made[3:], experts[3:])
 
 
 def test_an_aborted_answer_may_be_short_or_empty():
     aborted = spoilt(put(finish_reason="abort", token_ids=[], logprobs=None, weight_versions=None))
-    assert completions(aborted, ASKED, CFG)[0].tokens == []
+    assert parse_completions(aborted, ASKED, CFG)[0].tokens == []
 
 
 def test_a_rounded_log_prob_just_above_zero_is_zero():
-    assert completions(spoilt(put_logp(3e-7)), ASKED, CFG)[0].logp[2] == 0.0
+    assert parse_completions(spoilt(put_logp(3e-7)), ASKED, CFG)[0].logp[2] == 0.0
 
 
 def test_a_continued_sample_keeps_each_pieces_log_probs_labels_and_experts():
-    whole = completions(GOOD, ASKED, CFG)[0]
+    whole = parse_completions(GOOD, ASKED, CFG)[0]
     asked = ExpectedResponse(3, 1, 4, frozenset())
     head = copy.deepcopy(GOOD["choices"][1]) | {"finish_reason": "abort"}
     for key in ("token_ids",):
@@ -173,12 +173,12 @@ def test_a_continued_sample_keeps_each_pieces_log_probs_labels_and_experts():
     head["logprobs"]["content"] = head["logprobs"]["content"][:2]
     head["weight_versions"][1]["end"] = 2
     head["routed_experts"] = npy(whole.experts[:4].astype(np.uint8))
-    (first,) = completions({"choices": [head]}, asked, CFG)
+    (first,) = parse_completions({"choices": [head]}, asked, CFG)
     rest = choice(0, [7, 8], "length")
     rest["weight_versions"] = [{"version": "r:3", "start": 0, "end": 2}]
     rest["routed_experts"] = npy(np.tile(np.uint8([5, 3]), (3 + 2 + 2 - 1, 2, 1)))
-    (second,) = completions({"choices": [rest]}, ExpectedResponse(5, 1, 2, frozenset()), CFG)
-    made = _joined(first, second, prompt=3)
+    (second,) = parse_completions({"choices": [rest]}, ExpectedResponse(5, 1, 2, frozenset()), CFG)
+    made = _join_completions(first, second, prompt=3)
     assert made.tokens == [5, 6, 7, 8] and made.finish == "length"
     assert made.labels == ["r:1", "r:2", "r:3", "r:3"]
     assert made.experts is not None and np.array_equal(made.experts[:4], whole.experts[:4])
@@ -188,8 +188,8 @@ def test_a_continued_sample_keeps_each_pieces_log_probs_labels_and_experts():
 def test_scores_must_be_of_every_given_token():
     rows = [None, {"4": {"logprob": -1.0}, "1": {"logprob": -0.1}}, {"7": {"logprob": -2.0}}]
     answer = {"prompt_logprobs": rows}
-    assert prompt_logps(answer, [3, 4, 7], CFG).tolist() == [0.0, -1.0, -2.0]
+    assert parse_prompt_logps(answer, [3, 4, 7], CFG).tolist() == [0.0, -1.0, -2.0]
     with pytest.raises(RequestFailed, match="must have token 8"):
-        prompt_logps(answer, [3, 4, 8], CFG)
+        parse_prompt_logps(answer, [3, 4, 8], CFG)
     with pytest.raises(RequestFailed, match="must have 4 entries, got 3"):
-        prompt_logps(answer, [3, 4, 7, 7], CFG)
+        parse_prompt_logps(answer, [3, 4, 7, 7], CFG)

@@ -13,9 +13,9 @@ from vllm_cases import CFG
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.vllm import processes
-from jaxmoe.vllm.placement import placements
-from jaxmoe.vllm.server import Server, inspect_python, options
-from jaxmoe.vllm_plugin.door import Door
+from jaxmoe.vllm.placement import assign_gpus
+from jaxmoe.vllm.server import Server, build_engine_options, inspect_python
+from jaxmoe.vllm_plugin.auth_middleware import AuthMiddleware
 
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 MAIN = """
@@ -88,8 +88,8 @@ def child_in(log):
 def test_it_starts_answers_and_ends_with_its_children(tmp_path, capsys):
     made = server(tmp_path, environment(tmp_path / "env"), args="--seed 7")
     backend = made.start()
-    backend.health()
-    assert made.alive() and "starting vLLM 0 (its log:" in capsys.readouterr().out
+    backend.check_health()
+    assert made.is_alive() and "starting vLLM 0 (its log:" in capsys.readouterr().out
     text = made.log.read_text()
     assert f"parent {os.getpid()}" in text and "dev 1 threads 1" in text
     assert "'--port'" in text and text.rstrip().endswith("'--seed', '7']")
@@ -97,7 +97,7 @@ def test_it_starts_answers_and_ends_with_its_children(tmp_path, capsys):
     backend.close()
     made.stop()
     made.stop()
-    assert not made.alive() and gone(child)
+    assert not made.is_alive() and gone(child)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -107,9 +107,9 @@ def test_a_killed_or_stopped_one_is_replaced_and_leaves_nothing(tmp_path, how):
     first, pid = logged_child(made), made._process.pid
     os.kill(pid, how)
     time.sleep(0.1)
-    assert made.alive() == (how == signal.SIGSTOP)
+    assert made.is_alive() == (how == signal.SIGSTOP)
     backend = made.start()
-    backend.health()
+    backend.check_health()
     assert gone(first) and gone(pid) and logged_child(made) != first
     backend.close()
     made.stop()
@@ -127,7 +127,7 @@ def test_one_that_does_not_answer_in_time_is_ended(tmp_path):
     made = server(tmp_path, environment(tmp_path / "env"), args="--sleep", start_timeout_s=1.5)
     with pytest.raises(EngineError, match=r"start_timeout_s=1.5 s and did not(?s:.*)=3\.$"):
         made.start()
-    assert not made.alive() and gone(logged_child(made))
+    assert not made.is_alive() and gone(logged_child(made))
 
 
 def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
@@ -185,7 +185,7 @@ def test_what_is_no_interpreter_is_refused():
 def test_a_build_for_cpus_is_told_by_its_name(tmp_path, name, version, cpu):
     found = inspect_python(environment(tmp_path / "env", name=name, vllm=version))
     assert found == {"version": version, "cpu": cpu}
-    made = options(VllmConfig(), CFG, context=40, rows=8, cpu=cpu)
+    made = build_engine_options(VllmConfig(), CFG, context=40, rows=8, cpu=cpu)
     assert ("kv_cache_memory_bytes" in made) == cpu == ("enforce_eager" in made)
     assert made["max_num_seqs"] == 9  # and the probe of new weights
 
@@ -201,18 +201,21 @@ def test_a_server_has_its_key_its_gpus_and_its_temporary_files_from_its_environm
             VllmConfig(python=python, args="--seed 7"), CFG, work=tmp_path / "work", number=n,
             context=41, rows=8, place=place,
         )
-        for n, place in enumerate(placements(["4", "5", "6", "7"], 2, 2, 0.5))
+        for n, place in enumerate(assign_gpus(["4", "5", "6", "7"], 2, 2, 0.5))
     )  # fmt: skip
-    env = first.environment(tmp_path)
+    env = first.build_environment(tmp_path)
     assert env["CUDA_VISIBLE_DEVICES"] == "4,5" and env["VLLM_API_KEY"] == first.key
-    assert second.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert second.build_environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert env["TMPDIR"] == env["VLLM_RPC_BASE_PATH"] == str(tmp_path)
     assert len(first.key) >= 40 and first.key != second.key
-    command = first.command(8000)
+    command = first.build_command(8000)
     assert not any(first.key in word for word in command)
     at = command.index("--gpu-memory-utilization")
     assert command[at + 1] == "0.45" and at < command.index("--seed")  # the user's come last
-    assert command[command.index("--middleware") + 1] == f"{Door.__module__}.{Door.__name__}"
+    assert (
+        command[command.index("--middleware") + 1]
+        == f"{AuthMiddleware.__module__}.{AuthMiddleware.__name__}"
+    )
     assert command[command.index("--host") + 1] == "127.0.0.1"
 
 
@@ -231,23 +234,29 @@ time.sleep(600)
 
 
 def test_segments_of_a_killed_group_are_found_while_it_lives_and_removed_after():
-    if not processes.MEMORY.is_dir():
-        pytest.skip(f"there is no {processes.MEMORY} on this machine")
+    if not processes.SHARED_MEMORY_DIR.is_dir():
+        pytest.skip(f"there is no {processes.SHARED_MEMORY_DIR} on this machine")
     child = subprocess.Popen(
         [sys.executable, "-c", SEGMENT], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert child.stdout is not None
     name = child.stdout.readline().strip()
-    found = processes.segments(child.pid)
-    before = processes.work(child.pid)
-    assert found == {processes.MEMORY / name}
+    found = processes.find_shared_memory(child.pid)
+    before = processes.measure_cpu_time(child.pid)
+    assert found == {processes.SHARED_MEMORY_DIR / name}
     assert before is not None and 0 < before.cpu_s[child.pid] < 60
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     child.stdout.close()
     until = time.monotonic() + 30  # Python's own helper process dies when it has its turn
-    while processes.members(child.pid) and time.monotonic() < until:
+    while processes.list_group_members(child.pid) and time.monotonic() < until:
         time.sleep(0.01)
-    assert processes.segments(child.pid) == set() and (processes.MEMORY / name).exists()
-    processes.remove(found)
-    assert not (processes.MEMORY / name).exists() and processes.work(child.pid) is None
+    assert (
+        processes.find_shared_memory(child.pid) == set()
+        and (processes.SHARED_MEMORY_DIR / name).exists()
+    )
+    processes.remove_shared_memory(found)
+    assert (
+        not (processes.SHARED_MEMORY_DIR / name).exists()
+        and processes.measure_cpu_time(child.pid) is None
+    )

@@ -21,7 +21,7 @@ from jaxmoe.config import VllmConfig
 from jaxmoe.records import Sampling
 from jaxmoe.vllm import processes
 from jaxmoe.vllm.backend import RequestFailed
-from jaxmoe.vllm.http_backend import HttpBackend, check_guarded
+from jaxmoe.vllm.http_backend import HttpBackend, check_requires_key
 from jaxmoe.vllm.request import request_body
 from jaxmoe.vllm.server import Server
 
@@ -58,7 +58,7 @@ def test_without_the_key_every_route_answers_401(started):
                 answer = pool.request(method, server.url + path, headers=wrong, body=b"{}")
                 assert answer.status == 401, (method, path, wrong)
     stranger = HttpBackend(server.url, timeout_s=5.0, key="another")
-    with pytest.raises(RequestFailed, match="401: it wants another key. Set VLLM_API_KEY"):
+    with pytest.raises(RequestFailed, match="401: it requires another key. Set VLLM_API_KEY"):
         stranger.pause("abort")
     stranger.close()
 
@@ -66,8 +66,8 @@ def test_without_the_key_every_route_answers_401(started):
 class Doorless(Server):
     """As started with vLLM's own key alone."""
 
-    def command(self, port):
-        made = super().command(port)
+    def build_command(self, port):
+        made = super().build_command(port)
         at = made.index("--middleware")
         return made[:at] + made[at + 2 :]
 
@@ -75,7 +75,7 @@ class Doorless(Server):
 @pytest.mark.slow
 def test_what_vllms_own_key_leaves_open_is_told(started, tmp_path, capsys):
     server, behind_a_door = started
-    check_guarded(behind_a_door)
+    check_requires_key(behind_a_door)
     assert capsys.readouterr().err == ""
     server = Doorless(
         VllmConfig(python=PYTHON), CFG, work=tmp_path, number=1, context=PROMPT + NEW, rows=ROWS
@@ -83,11 +83,11 @@ def test_what_vllms_own_key_leaves_open_is_told(started, tmp_path, capsys):
     backend = server.start()
     stranger = HttpBackend(server.url, timeout_s=20.0)
     with pytest.raises(RequestFailed, match="401"):
-        stranger.context()
+        stranger.max_context()
     assert stranger.loaded_state()[0]["instance"]  # it is as open as the line says
     capsys.readouterr()
-    check_guarded(backend)
-    assert capsys.readouterr().err.startswith(f"! {server.url} takes commands from anybody")
+    check_requires_key(backend)
+    assert capsys.readouterr().err.startswith(f"! {server.url} takes commands without a key")
     stranger.close()
     server.stop()
 
@@ -108,14 +108,17 @@ def test_another_user_sees_neither_the_key_nor_its_sockets(started):
 def left():
     """What vLLMs have in shared memory and among temporary files; others work beside us."""
     temporary = Path(tempfile.gettempdir())
-    memory = {p for name in ("psm_*", "vllm*") for p in processes.MEMORY.glob(name)}
+    memory = {p for name in ("psm_*", "vllm*") for p in processes.SHARED_MEMORY_DIR.glob(name)}
     sockets = {p for p in temporary.glob("????????-????-????-????-????????????")}
     return {*memory, *sockets, *temporary.glob("jaxmoe-vllm-*"), *temporary.glob("vllm_dist_*")}
 
 
 def by_name(group):
     """Its processes, the server first."""
-    found = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in sorted(processes.members(group))}
+    found = {
+        pid: Path(f"/proc/{pid}/comm").read_text()
+        for pid in sorted(processes.list_group_members(group))
+    }
     return [pid for pid, name in found.items() if "VLLM" in name or pid == group]
 
 
@@ -131,7 +134,7 @@ ANOTHER = pytest.mark.slow  # a start and 20 seconds of silence each
 )  # fmt: skip
 def test_one_that_hangs_is_found_within_half_a_minute(started, which):
     server, backend = started
-    if not server.alive() or server._heartbeat.hung:
+    if not server.is_alive() or server._heartbeat.hung:
         backend = server.start()
     victims = by_name(server._process.pid)
     ended, body = [], request_body([1, 2], Sampling(NEW, ()), count=1, max_tokens=NEW, seed=0)
@@ -176,6 +179,6 @@ def test_killed_ones_leave_no_segment_no_process_and_no_file(tmp_path):
         server.stop()
         assert left() <= before
         until = time.monotonic() + 5  # whoever adopted them may take its time
-        while processes.members(group) and time.monotonic() < until:
+        while processes.list_group_members(group) and time.monotonic() < until:
             time.sleep(0.1)
-        assert not processes.members(group)
+        assert not processes.list_group_members(group)

@@ -20,11 +20,11 @@ from jaxmoe.vllm import transport
 from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm.engine import VllmEngine
 from jaxmoe.vllm.http_backend import HttpBackend
-from jaxmoe.vllm.sync import WeightSyncError, _stale_tensors, transfer_weights, workers
-from jaxmoe.vllm.transport import concurrently
-from jaxmoe.vllm_plugin.names import parameter_of
-from jaxmoe.weight_sync.files import MEMORY, write_files
-from jaxmoe.weight_sync.update import WeightUpdate, digested
+from jaxmoe.vllm.sync import WeightSyncError, _stale_tensors, read_workers, transfer_weights
+from jaxmoe.vllm.transport import run_concurrently
+from jaxmoe.vllm_plugin.names import vllm_parameter_name
+from jaxmoe.weight_sync.files import SHARED_MEMORY, write_files
+from jaxmoe.weight_sync.update import WeightUpdate, compute_manifest
 
 FREE = Sampling(NEW, ())
 
@@ -89,10 +89,10 @@ def test_the_probe_costs_two_requests_and_the_bound_is_the_users(fresh, tmp_path
 def directory(request, tmp_path):
     if request.param == "disk":
         yield tmp_path / "weights"
-    elif not MEMORY.is_dir():
-        pytest.skip(f"there is no {MEMORY} on this machine")
+    elif not SHARED_MEMORY.is_dir():
+        pytest.skip(f"there is no {SHARED_MEMORY} on this machine")
     else:
-        with tempfile.TemporaryDirectory(dir=MEMORY) as made:
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as made:
             yield Path(made)
 
 
@@ -104,7 +104,7 @@ def test_weight_files_are_gone_in_the_end(fresh, tmp_path, directory):
         check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, version)
         assert len(list(directory.glob("jaxmoe-*/*"))) == min(version, 2)
         mapped.append(maps.read_text().count(str(directory)) if maps.exists() else 0)
-    assert mapped == ([0, 0, 1, 2, 2, 2] if directory.is_relative_to(MEMORY) else 6 * [0])
+    assert mapped == ([0, 0, 1, 2, 2, 2] if directory.is_relative_to(SHARED_MEMORY) else 6 * [0])
     engine.close()
     assert not list(directory.iterdir())
     gc.collect()
@@ -149,9 +149,12 @@ def test_a_server_that_takes_commands_from_anybody_is_told_and_from_afar_refused
         assert err == ""
         open_engine(far, tmp_path).close()
     else:
-        assert err.startswith(f"! {server.url} takes commands from anybody: ")
-        assert err.count("\n") == 1 and "--middleware jaxmoe.vllm_plugin.door.Door" in err
-        with pytest.raises(ConfigError, match=f"url: {far} takes commands from anybody: .* same"):
+        assert err.startswith(f"! {server.url} takes commands without a key: ")
+        assert (
+            err.count("\n") == 1
+            and "--middleware jaxmoe.vllm_plugin.auth_middleware.AuthMiddleware" in err
+        )
+        with pytest.raises(ConfigError, match=f"url: {far} takes commands without a key: .* same"):
             open_engine(far, tmp_path)
         assert capsys.readouterr().err == ""
     server.crash()
@@ -191,8 +194,8 @@ SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down
 )
 def test_of_several_workers_one_that_took_its_part_is_enough(told, stale):
     loaded = [
-        {"stale": [], "unreadable": [parameter_of(SINKS), parameter_of(BIAS)]} if names is None
-        else {"stale": names, "unreadable": []}
+        {"stale": [], "unreadable": [vllm_parameter_name(SINKS), vllm_parameter_name(BIAS)]}
+        if names is None else {"stale": names, "unreadable": []}
         for names in told
     ]  # fmt: skip
     assert _stale_tensors(loaded) == stale
@@ -203,8 +206,8 @@ CALLS = [name for name in vars(Backend) if not name.startswith("_")]
 
 def test_replicas_within_one_server_are_refused_with_what_to_do():
     backend = SimpleNamespace(**dict.fromkeys(CALLS, lambda: [{"replicas": 2}]), name="it")
-    with pytest.raises(ConfigError, match="data parallel.*Start as many servers"):
-        workers(backend)
+    with pytest.raises(ConfigError, match="data parallelism.*Start several servers"):
+        read_workers(backend)
 
 
 def test_ruins_are_invalidated_before_they_are_sampled_from():
@@ -212,7 +215,7 @@ def test_ruins_are_invalidated_before_they_are_sampled_from():
 
     def call(name, *args):
         done.append(name)
-        if name == "update":
+        if name == "send_update":
             raise RequestFailed("no room")
         return [{"instance": "a"}]
 
@@ -220,7 +223,7 @@ def test_ruins_are_invalidated_before_they_are_sampled_from():
     update = WeightUpdate({"run": "r", "version": 1, "tensors": {}}, {"path": "p"})
     with pytest.raises(RequestFailed, match="no room"):
         transfer_weights(breaking, update, "keep", lambda: done.append("invalidate"), ["a"])
-    assert done == ["pause", "start_update", "update", "invalidate", "resume"]
+    assert done == ["pause", "start_update", "send_update", "invalidate", "resume"]
 
 
 def test_the_reason_of_a_send_that_broke_is_told_though_the_engine_says_it_timed_out():
@@ -230,7 +233,7 @@ def test_the_reason_of_a_send_that_broke_is_told_though_the_engine_says_it_timed
     with pytest.raises(
         RequestFailed, match="no room on the trainer's side; waited in vain"
     ) as error:
-        with concurrently(send):
+        with run_concurrently(send):
             time.sleep(0.1)
             raise RequestFailed("waited in vain")
     assert isinstance(error.value.__cause__, MemoryError)
@@ -238,7 +241,7 @@ def test_the_reason_of_a_send_that_broke_is_told_though_the_engine_says_it_timed
 
 def test_without_such_a_reason_the_engines_own_is_told():
     with pytest.raises(RequestFailed, match="^waited in vain$"):
-        with concurrently(lambda: None):
+        with run_concurrently(lambda: None):
             raise RequestFailed("waited in vain")
 
 
@@ -248,7 +251,7 @@ def test_digests_are_summed_once_for_all_servers(tmp_path, monkeypatch):
 
     def once(*args, **named):
         summed.append(named["version"])
-        return digested(*args, **named)
+        return compute_manifest(*args, **named)
 
     def share(params, cfg, *, manifest, **named):
         made.append(manifest)
@@ -256,7 +259,7 @@ def test_digests_are_summed_once_for_all_servers(tmp_path, monkeypatch):
         assert update.manifest == manifest
         return update
 
-    monkeypatch.setattr(engine_module, "digested", once)
+    monkeypatch.setattr(engine_module, "compute_manifest", once)
     monkeypatch.setattr(transport, "share_ipc_handles", share)
     servers = [StandIn(CFG) for _ in range(3)]
     engine = open_engine(",".join(s.url for s in servers), tmp_path, transport="ipc")

@@ -13,7 +13,7 @@ import numpy as np
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.model import abstract_params, plain_ops
 from jaxmoe.records import Prompt
-from jaxmoe.vllm.engine import LOGPS, VllmEngine
+from jaxmoe.vllm.engine import TRAINER_LOGPS, VllmEngine
 
 # what vLLM takes on a CPU: widths of whole 32s
 OPS = plain_ops()
@@ -48,7 +48,7 @@ def trainer(params, rollout):
     ids = [*rollout.prompt.tokens, *rollout.tokens.tolist()]
     padded = np.zeros((1, PADDED), np.int32)
     padded[0, : len(ids)] = ids
-    logp_BT = LOGPS(params, jnp.asarray(padded), cfg=CFG, ops=OPS)
+    logp_BT = TRAINER_LOGPS(params, jnp.asarray(padded), cfg=CFG, ops=OPS)
     return np.asarray(logp_BT)[0, len(rollout.prompt.tokens) : len(ids)]
 
 

@@ -17,7 +17,7 @@ from jaxmoe.checkpoint.hf import iter_hf, save_params
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, param_specs, plain_ops, sequence_logprobs
 from jaxmoe.model.params import Spec
-from jaxmoe.weight_sync.checksum import digest
+from jaxmoe.weight_sync.checksum import digest_array
 
 # pairwise distinct where vLLM's CPU kernels allow it: hidden sizes in 32s, heads of 32
 CFG = ModelConfig(
@@ -88,7 +88,7 @@ class Served:
     def manifest(self, tensors):
         """What the wire format says of these tensors."""
         said = {
-            name: {"dtype": "F32", "shape": list(array.shape), "digest": digest(array)}
+            name: {"dtype": "F32", "shape": list(array.shape), "digest": digest_array(array)}
             for name, array in tensors.items()
         }
         return {"format": 1, "run": "ab", "version": self.version, "tensors": said}

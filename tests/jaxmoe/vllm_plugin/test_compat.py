@@ -12,20 +12,20 @@ from jaxmoe.vllm_plugin import compat
 
 @pytest.fixture
 def fresh():
-    compat.missing.cache_clear()
+    compat.find_missing_api.cache_clear()
     yield
-    compat.missing.cache_clear()
+    compat.find_missing_api.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.9.dev3", "0.33.0+cpu"])
 def test_a_tested_version_is_taken_without_a_word(monkeypatch, version):
-    monkeypatch.setattr(compat, "version", lambda: version)
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
     assert compat.version_warning() is None
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.3.2", "0.320.1", "of unknown version"])
 def test_another_version_is_named_with_what_to_type(monkeypatch, version):
-    monkeypatch.setattr(compat, "version", lambda: version)
+    monkeypatch.setattr(compat, "vllm_version", lambda: version)
     warning = compat.version_warning()
     assert warning is not None and version in warning and "pip install 'vllm==0.33.*'" in warning
 
@@ -51,10 +51,10 @@ def test_missing_internals_are_named_and_the_backend_raises_the_reason(monkeypat
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "jaxmoe.vllm_plugin.backends", raising=False)
-    reason = compat.missing()
+    reason = compat.find_missing_api()
     assert reason is not None and f"needs {home}.base.WeightTransferEngine," in reason
-    compat.add_backends()
-    compat.add_backends()  # vLLM loads plugins in some processes twice
+    compat.register_backends()
+    compat.register_backends()  # vLLM loads plugins in some processes twice
     assert set(added) == {"jaxmoe", "jaxmoe_nccl", "jaxmoe_ipc"}
     import importlib
 

@@ -11,9 +11,14 @@ from jaxmoe.checkpoint.peft import CONFIG, FILE, save_adapter
 from jaxmoe.checkpoint.tensor_files import read_header
 from jaxmoe.config import LoraConfig, ModelConfig
 from jaxmoe.model.config import to_hf
-from jaxmoe.vllm.adapter import zeros
+from jaxmoe.vllm.served_adapter import zero_adapters
 from jaxmoe.vllm_plugin.loaded_state import ExpectedParameter, LoadedState
-from jaxmoe.vllm_plugin.names import SIZES, adapter_places, checkpoint_shapes, parameter_of
+from jaxmoe.vllm_plugin.names import (
+    SIZES,
+    adapter_buffer_names,
+    checkpoint_shapes,
+    vllm_parameter_name,
+)
 
 AT = "model.layers.3."
 SINKS, QUERY = AT + "self_attn.sinks", AT + "self_attn.q_proj.weight"
@@ -24,7 +29,7 @@ def record(state, sent, after, *, exact=False, label="r:1"):
     """`sent` by checkpoint name, `after` by parameter; what lived before is what state says."""
     expected = {name: ExpectedParameter(digest, exact) for name, digest in sent.items()}
     state.invalidate()
-    state.record(label, sent, expected, state.live, after, [])
+    state.record_update(label, sent, expected, state.live, after, [])
     return state.stale
 
 
@@ -35,7 +40,7 @@ def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
     )  # fmt: skip
     config = to_hf(cfg, dtype="float32")
     assert checkpoint_shapes(config) == {entry.name: entry.shape for entry in entries(cfg)}
-    expected = [parameter_of(entry.name) for entry in entries(cfg)]
+    expected = [vllm_parameter_name(entry.name) for entry in entries(cfg)]
     assert len(set(expected)) == len(expected)
     assert set(SIZES) <= set(config)
 
@@ -53,7 +58,7 @@ def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
     ],
 )
 def test_a_tensor_feeds_the_parameter_of_vllms_name(name, parameter):
-    assert parameter_of(name) == parameter
+    assert vllm_parameter_name(name) == parameter
 
 
 def test_a_tensor_that_changed_while_its_parameter_did_not_is_stale():
@@ -83,16 +88,16 @@ def test_a_parameter_that_cannot_be_read_is_called_that_and_not_stale():
     state = LoadedState()
     record(state, {SINKS: "1", QUERY: "1"}, {LIVE_QUERY: "1"})
     assert record(state, {SINKS: "2", QUERY: "2"}, {LIVE_QUERY: "2"}) == []
-    assert state.report({LIVE_QUERY: "2"}, ["other"])["unreadable"] == [LIVE_SINKS, "other"]
+    assert state.build_report({LIVE_QUERY: "2"}, ["other"])["unreadable"] == [LIVE_SINKS, "other"]
 
 
 def test_no_label_stands_while_weights_change_or_after_another_changed_them():
     state = LoadedState()
     record(state, {SINKS: "1"}, {LIVE_SINKS: "1"}, label="r:5")
-    assert state.report({LIVE_SINKS: "1"}, [])["label"] == "r:5"
-    assert state.report({LIVE_SINKS: "2"}, [])["label"] is None
+    assert state.build_report({LIVE_SINKS: "1"}, [])["label"] == "r:5"
+    assert state.build_report({LIVE_SINKS: "2"}, [])["label"] is None
     state.invalidate()
-    assert state.report({LIVE_SINKS: "1"}, [])["label"] is None
+    assert state.build_report({LIVE_SINKS: "1"}, [])["label"] is None
 
 
 def test_two_engines_are_told_apart():
@@ -106,7 +111,7 @@ def file_of(tmp_path, lora):
         vocab_size=97, d_model=64, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=32,
         n_experts=3, experts_per_token=2, d_expert=128, sliding_window=9, dtype="float32",
     )  # fmt: skip
-    save_adapter(zeros(cfg, lora), cfg, lora, tmp_path / "adapter")
+    save_adapter(zero_adapters(cfg, lora), cfg, lora, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
     return list(read_header(tmp_path / "adapter" / FILE)), config
 
@@ -120,7 +125,7 @@ def test_every_tensor_of_an_adapter_has_a_place_of_its_own(tmp_path, targets, ma
     attention, experts = ("w_o" in targets) * 2, ("w_gate_up" in targets or "w_down" in targets) * 3
     lora = LoraConfig(attention_rank=attention, expert_rank=experts, targets=targets)
     names, config = file_of(tmp_path, lora)
-    found = adapter_places(names, config)
+    found = adapter_buffer_names(names, config)
     assert set(found) == set(names) and len(set(found.values())) == len(names)
     assert set(found.values()) == {
         f"layers.{layer}.{matrix}.{x}" for layer in range(4) for matrix in matrices.split()
@@ -137,7 +142,7 @@ def test_an_adapters_tensor_whose_buffer_stays_is_stale_from_the_second_on():
 
     def take(sent, live):
         placed = {name: ExpectedParameter(x, False, "layers.0.q.A") for name, x in sent.items()}
-        state.record("r:1", sent, placed, state.live, {"layers.0.q.A": live}, [])
+        state.record_update("r:1", sent, placed, state.live, {"layers.0.q.A": live}, [])
         return state.stale
 
     assert take({"a": "1"}, "x") == []  # the first tells nothing

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from jaxmoe.vllm_plugin import manifest
 from jaxmoe.vllm_plugin.manifest import UpdateRejected
-from jaxmoe.weight_sync.checksum import digest
+from jaxmoe.weight_sync.checksum import digest_array
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -22,7 +22,7 @@ SHAPES = {name: array.shape for name, array in TENSORS.items()}
 def raw(tensors=TENSORS, **changes):
     said = {
         name: {"dtype": {"float32": "F32", "float16": "F16", "int32": "I32"}[a.dtype.name],
-               "shape": list(a.shape), "digest": digest(a)}
+               "shape": list(a.shape), "digest": digest_array(a)}
         for name, a in tensors.items()
     }  # fmt: skip
     return {"format": 1, "run": "cd", "version": 7, "tensors": said} | changes
@@ -31,14 +31,14 @@ def raw(tensors=TENSORS, **changes):
 def write(folder, tensors=TENSORS, **changes):
     save_file(tensors, folder / "model.safetensors")
     (folder / "manifest.json").write_text(json.dumps(raw(**changes)))
-    return manifest.read(folder)
+    return manifest.read_manifest(folder)
 
 
 def test_a_whole_update_passes_and_says_where_tensors_lie(tmp_path):
     asked = write(tmp_path)
     assert asked.label == "cd:7"
-    manifest.check_model(asked, SHAPES)
-    found = manifest.check_files(asked, tmp_path)
+    manifest.check_tensor_shapes(asked, SHAPES)
+    found = manifest.check_file_headers(asked, tmp_path)
     data = (tmp_path / "model.safetensors").read_bytes()
     for name, array in TENSORS.items():
         assert data[found[name].begin : found[name].end] == array.tobytes()
@@ -47,31 +47,31 @@ def test_a_whole_update_passes_and_says_where_tensors_lie(tmp_path):
 def test_tensors_in_two_files_are_one_update_unless_one_is_in_both(tmp_path):
     asked = write(tmp_path, {"a": TENSORS["a"]})
     save_file({n: TENSORS[n] for n in "bc"}, tmp_path / "model-2.safetensors")
-    assert set(manifest.check_files(asked, tmp_path)) == set("abc")
+    assert set(manifest.check_file_headers(asked, tmp_path)) == set("abc")
     save_file({n: TENSORS[n] for n in "ac"}, tmp_path / "model-3.safetensors")
     with pytest.raises(
         UpdateRejected, match=r"a is in model.safetensors and in model-3|c is in model-2"
     ):
-        manifest.check_files(asked, tmp_path)
+        manifest.check_file_headers(asked, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("shapes", "named"),
     [
         (SHAPES | {"d": (4,)}, r"d is missing; the engine's model has it, \[4\]"),
-        ({n: s for n, s in SHAPES.items() if n != "b"}, "b is no tensor of the engine's model"),
+        ({n: s for n, s in SHAPES.items() if n != "b"}, "b is not a tensor of the engine's model"),
         (SHAPES | {"c": (7, 3)}, r"c must be \[7, 3\] for the engine's model, got \[3, 7\]"),
     ],
 )
 def test_another_model_is_rejected_by_the_tensors_names(shapes, named):
     with pytest.raises(UpdateRejected, match=named):
-        manifest.check_model(manifest.parse(raw(), "here"), shapes)
+        manifest.check_tensor_shapes(manifest.parse_manifest(raw(), "here"), shapes)
 
 
 def test_a_type_that_is_no_weight_is_rejected():
     ints = TENSORS | {"b": np.ones(5, np.int32)}
     with pytest.raises(UpdateRejected, match="b must be F32 or BF16 or F16, got I32"):
-        manifest.check_model(manifest.parse(raw(ints), "here"), SHAPES)
+        manifest.check_tensor_shapes(manifest.parse_manifest(raw(ints), "here"), SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_type_that_is_no_weight_is_rejected():
 def test_files_unlike_their_manifest_are_refused_by_the_tensors_names(tmp_path, tensors, named):
     asked = write(tmp_path, tensors)
     with pytest.raises(UpdateRejected, match=named):
-        manifest.check_files(asked, tmp_path)
+        manifest.check_file_headers(asked, tmp_path)
 
 
 @pytest.mark.parametrize("left", [3, 8, 40, -1])
@@ -94,8 +94,10 @@ def test_a_file_cut_off_anywhere_is_rejected(tmp_path, left):
     asked = write(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(UpdateRejected, match="cut off" if left == -1 else "whole safetensors file"):
-        manifest.check_files(asked, tmp_path)
+    with pytest.raises(
+        UpdateRejected, match="cut off" if left == -1 else "complete safetensors file"
+    ):
+        manifest.check_file_headers(asked, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +106,15 @@ def test_a_file_cut_off_anywhere_is_rejected(tmp_path, left):
 )
 def test_a_manifest_that_is_none_is_rejected(changes):
     with pytest.raises(UpdateRejected, match="here"):
-        manifest.parse(raw() | changes, "here")
+        manifest.parse_manifest(raw() | changes, "here")
 
 
 def test_a_missing_or_torn_manifest_is_rejected(tmp_path):
     with pytest.raises(UpdateRejected, match=r"manifest\.json"):
-        manifest.read(tmp_path)
+        manifest.read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 1,')
     with pytest.raises(UpdateRejected, match=r"manifest\.json"):
-        manifest.read(tmp_path)
+        manifest.read_manifest(tmp_path)
 
 
 def test_files_must_come_with_digests(tmp_path):
@@ -120,22 +122,22 @@ def test_files_must_come_with_digests(tmp_path):
     said["c"]["digest"] = ""
     asked = write(tmp_path, tensors=TENSORS)
     (tmp_path / "manifest.json").write_text(json.dumps(raw() | {"tensors": said}))
-    asked = manifest.read(tmp_path)
+    asked = manifest.read_manifest(tmp_path)
     with pytest.raises(UpdateRejected, match="c has no digest"):
-        manifest.check_files(asked, tmp_path)
+        manifest.check_file_headers(asked, tmp_path)
 
 
 def test_a_long_list_of_problems_is_counted():
     many = {str(n): (n,) for n in range(20)} | SHAPES
-    with pytest.raises(UpdateRejected, match="and 14 more like these"):
-        manifest.check_model(manifest.parse(raw(), "here"), many)
+    with pytest.raises(UpdateRejected, match="and 14 more problems"):
+        manifest.check_tensor_shapes(manifest.parse_manifest(raw(), "here"), many)
 
 
 @pytest.mark.parametrize("where", ["run", "run/3"])
 @pytest.mark.parametrize("wrong", ["link", "everybody writes", "nothing"])
 def test_a_folder_that_others_could_have_changed_is_not_read(tmp_path, where, wrong):
     (tmp_path / "run" / "3").mkdir(parents=True)
-    manifest.check_folder(tmp_path / "run" / "3")
+    manifest.check_folder_owner(tmp_path / "run" / "3")
     folder = tmp_path / where
     if wrong == "everybody writes":
         folder.chmod(0o777)
@@ -143,8 +145,8 @@ def test_a_folder_that_others_could_have_changed_is_not_read(tmp_path, where, wr
         folder.rename(tmp_path / "aside")
         if wrong == "link":
             folder.symlink_to(tmp_path / "aside")
-    with pytest.raises(UpdateRejected, match="must be (a folder of weights|of the user)"):
-        manifest.check_folder(tmp_path / "run" / "3")
+    with pytest.raises(UpdateRejected, match="must be (a folder of weights|belong to the user)"):
+        manifest.check_folder_owner(tmp_path / "run" / "3")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
@@ -153,5 +155,5 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path, name):
     (tmp_path / name).rename(tmp_path / "aside")
     (tmp_path / name).symlink_to(tmp_path / "aside")
     with pytest.raises(UpdateRejected, match=f"{name} must be .*symbolic links"):
-        manifest.read(tmp_path)
-        manifest.check_files(asked, tmp_path)
+        manifest.read_manifest(tmp_path)
+        manifest.check_file_headers(asked, tmp_path)

@@ -69,14 +69,14 @@ def test_plain_rope_too_gives_the_trainers_logprobs(served_plain):
 
 
 def test_what_is_received_and_what_lives_are_the_manifests_bytes(served):
-    from jaxmoe.vllm_plugin.names import parameter_of
+    from jaxmoe.vllm_plugin.names import vllm_parameter_name
 
     params = served.fresh()
     state = served.sync(params)
     said = {n: t["digest"] for n, t in served.manifest(served.tensors(params))["tensors"].items()}
     assert state["received"] == said
     packed = {n for n in EXPERTS if "bias" not in n}
-    assert {n for n in said if state["live"][parameter_of(n)] != said[n]} == packed
+    assert {n for n in said if state["live"][vllm_parameter_name(n)] != said[n]} == packed
     assert state["model"]["num_hidden_layers"] == 4 and state["model"]["dtype"] == "float32"
     assert json.loads(json.dumps(state)) == state
 
@@ -104,7 +104,7 @@ def test_a_mailbox_hands_jax_arrays_over_without_a_copy(served):
     served.version += 1
     manifest = served.manifest(tensors)
     arrays = jax.device_put(tensors, jax.devices()[0])
-    tensor_mailbox.put("a", manifest, ((n, torch.from_dlpack(a)) for n, a in arrays.items()))
+    tensor_mailbox.put_update("a", manifest, ((n, torch.from_dlpack(a)) for n, a in arrays.items()))
     served.update({"mailbox": "a"})
     state, served.params = served.loaded_state(), params
     assert state["label"] == f"ab:{served.version}" and state["stale"] == []
@@ -134,9 +134,9 @@ def own_stale_sinks():
 @pytest.mark.parametrize(
     ("fix", "without", "stale"),
     [
-        ("one_by_one", lambda stream: stream, EXPERTS),
-        ("sinks_aside", lambda model, stream: stream, None),
-        ("experts_packed", nullcontext, {n for n in EXPERTS if "bias" not in n}),
+        ("split_experts", lambda stream: stream, EXPERTS),
+        ("load_sinks", lambda model, stream: stream, None),
+        ("repack_experts", nullcontext, {n for n in EXPERTS if "bias" not in n}),
     ],
 )
 def test_without_a_fix_stale_names_the_tensors_and_logprobs_show_it(
@@ -257,14 +257,14 @@ def test_a_stream_that_breaks_off_leaves_no_label_and_is_repaired(served):
                 raise OSError("the trainer's device went away")
             yield name, torch.from_numpy(array.copy())
 
-    tensor_mailbox.put("b", served.manifest(tensors), broken())
+    tensor_mailbox.put_update("b", served.manifest(tensors), broken())
     with pytest.raises(Exception, match="went away"):
         served.update({"mailbox": "b"})
     assert served.loaded_state()["label"] is None
-    tensor_mailbox.put(
+    tensor_mailbox.put_update(
         "c", served.manifest(tensors), iter([("model.norm.weight", torch.ones(160))])
     )
-    with pytest.raises(Exception, match="model.norm.weight must have digest.*never came"):
+    with pytest.raises(Exception, match="model.norm.weight must have digest.*did not arrive"):
         served.update({"mailbox": "c"})
     assert served.loaded_state()["label"] is None
     assert served.sync(params)["stale"] == []

@@ -16,9 +16,9 @@ import pytest
 
 from jaxmoe.vllm_plugin import tensor_mailbox
 from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
+from jaxmoe.weight_sync.dlpack import share_in_process
 from jaxmoe.weight_sync.files import write_files
-from jaxmoe.weight_sync.in_process import share_in_process
-from jaxmoe.weight_sync.nccl import NcclGroup, broadcast
+from jaxmoe.weight_sync.nccl import NcclGroup, broadcast_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -117,7 +117,7 @@ def test_nccl(served, engine):
     group = NcclGroup(1, nccl=wire, cudart=wire)
     group.join()
     engine("NcclTransfer").model_update_group = wire
-    update = broadcast(group, params, served.cfg, **said(served))
+    update = broadcast_weights(group, params, served.cfg, **said(served))
     sender = threading.Thread(target=update.send)
     sender.start()
     served.update(json.loads(json.dumps(update.update_info)))
@@ -167,7 +167,11 @@ def test_memory_of_one_gpu(served, engine, monkeypatch):
         return torch.from_numpy(np.frombuffer(raw, np.uint8))
 
     params, driver = arrays(served), Driver()
-    monkeypatch.setattr(direct, "opened", partial(ipc_memory.opened, driver=driver, view=view))
+    monkeypatch.setattr(
+        direct,
+        "open_shared_tensors",
+        partial(ipc_memory.open_shared_tensors, driver=driver, view=view),
+    )
     engine("IpcTransfer")
     with share_ipc_handles(params, served.cfg, driver=driver, **said(served)) as update:
         served.update(json.loads(json.dumps(update.update_info)))

@@ -25,8 +25,8 @@ if sys.argv[1] == "rejected":  # by a kernel or a sandbox
     def refuse(pid):
         raise OSError(38, "Function not implemented")
     os.pidfd_open = refuse
-watchdog.watch(int(sys.argv[2]))
-watchdog.watch(int(sys.argv[2]))
+watchdog.watch_process(int(sys.argv[2]))
+watchdog.watch_process(int(sys.argv[2]))
 print("watching", flush=True)
 time.sleep(60)
 """
@@ -48,7 +48,7 @@ def test_a_process_ends_when_the_one_it_watches_is_killed(how):
         assert child.poll() is None
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-        assert child.wait(timeout=10) == watchdog.STATUS
+        assert child.wait(timeout=10) == watchdog.ORPHAN_EXIT_STATUS
 
 
 def test_a_process_whose_trainer_was_gone_before_it_started_ends_at_once():
@@ -56,7 +56,10 @@ def test_a_process_whose_trainer_was_gone_before_it_started_ends_at_once():
     trainer.kill()
     trainer.wait()
     command = [sys.executable, "-c", CHILD, "wait", str(trainer.pid)]
-    assert subprocess.run(command, timeout=10, capture_output=True).returncode == watchdog.STATUS
+    assert (
+        subprocess.run(command, timeout=10, capture_output=True).returncode
+        == watchdog.ORPHAN_EXIT_STATUS
+    )
 
 
 def test_the_plugin_is_imported_without_jax_flax_torch_or_vllm():
@@ -98,7 +101,8 @@ def test_kill_9_of_the_trainer_leaves_no_process_of_a_vllm_server(tmp_path):
         port = free.getsockname()[1]
     trainer, family = sleeper(), []
     env = os.environ | {
-        watchdog.VARIABLE: str(trainer.pid), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+        watchdog.PARENT_PID_VARIABLE: str(trainer.pid), "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.weight_sync.checksum import ROW, ROWS, digest, joined
+from jaxmoe.weight_sync.checksum import ROWS_PER_CHUNK, WORDS_PER_ROW, digest_array, join_digests
 
 
 def plainly(raw: bytes) -> str:
@@ -18,26 +18,27 @@ def plainly(raw: bytes) -> str:
 
 @pytest.mark.parametrize(
     "nbytes",
-    [0, 1, 7, 8, 9, 8 * ROW - 1, 8 * ROW, 8 * ROW + 3, 24 * ROW + 8, 8 * ROW * ROWS,
-     8 * ROW * (2 * ROWS + 3) + 8_005],
+    [0, 1, 7, 8, 9, 8 * WORDS_PER_ROW - 1, 8 * WORDS_PER_ROW, 8 * WORDS_PER_ROW + 3,
+     24 * WORDS_PER_ROW + 8, 8 * WORDS_PER_ROW * ROWS_PER_CHUNK,
+     8 * WORDS_PER_ROW * (2 * ROWS_PER_CHUNK + 3) + 8_005],
 )  # fmt: skip
 def test_the_digest_is_the_two_sums_over_the_words(nbytes):
     raw = np.random.default_rng(nbytes).bytes(nbytes)
-    assert digest(np.frombuffer(raw, np.uint8)) == plainly(raw)
+    assert digest_array(np.frombuffer(raw, np.uint8)) == plainly(raw)
 
 
 def test_an_array_is_read_in_c_order_whatever_its_strides():
     array = np.random.default_rng(0).standard_normal((37, 58), np.float32)
-    assert digest(array.T) == plainly(array.T.tobytes()) != digest(array)
-    assert digest(array[:, ::3]) == plainly(array[:, ::3].tobytes())
+    assert digest_array(array.T) == plainly(array.T.tobytes()) != digest_array(array)
+    assert digest_array(array[:, ::3]) == plainly(array[:, ::3].tobytes())
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(0, 2**32))
 def test_the_digest_of_pieces_is_the_digest_of_the_whole(length, step, seed):
     array = np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
     cuts = range(0, max(length, 1), 8 * step)
-    pieces = [(start, digest(array[start : start + 8 * step])) for start in cuts]
-    assert joined(pieces) == digest(array)
+    pieces = [(start, digest_array(array[start : start + 8 * step])) for start in cuts]
+    assert join_digests(pieces) == digest_array(array)
     if len(pieces) > 1 and pieces[0][1] != pieces[1][1]:
         swapped = [(0, pieces[1][1]), (8 * step, pieces[0][1]), *pieces[2:]]
-        assert joined(swapped) != digest(array)
+        assert join_digests(swapped) != digest_array(array)

@@ -14,7 +14,7 @@ from weight_updates import sent_tensors
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model.params import map_specs
-from jaxmoe.weight_sync.checksum import digest
+from jaxmoe.weight_sync.checksum import digest_array
 from jaxmoe.weight_sync.cuda_ipc import share_ipc_handles
 
 CFG = ModelConfig(
@@ -94,7 +94,7 @@ def test_each_handle_and_offset_name_the_tensors_bytes():
         base = int.from_bytes(base64.b64decode(handle), "little")
         assert base % PAGE == 0
         assert ctypes.string_at(base + offset, want.nbytes) == want.tobytes(), name
-        assert shared.digests[name] == digest(want)
+        assert shared.digests[name] == digest_array(want)
     assert info["manifest"] == shared.manifest
 
 
@@ -140,12 +140,12 @@ def in_this_process(address: int, nbytes: int):
 
 @pytest.mark.parity
 def test_the_engine_opens_what_the_trainer_named():
-    from jaxmoe.vllm_plugin.ipc_memory import opened
-    from jaxmoe.vllm_plugin.live import digest_tensor
+    from jaxmoe.vllm_plugin.ipc_memory import open_shared_tensors
+    from jaxmoe.vllm_plugin.live_parameters import digest_tensor
 
     shared, fake = update(Fake()), Fake()
     info = SimpleNamespace(**json.loads(json.dumps(shared.update_info)))
-    with opened(info, GPU, driver=fake, view=in_this_process) as tensors:
+    with open_shared_tensors(info, GPU, driver=fake, view=in_this_process) as tensors:
         assert {name: digest_tensor(tensor) for name, tensor in tensors} == shared.digests
         assert [list(tensor.shape) for _, tensor in tensors] == info.shapes
     done = [call[:2] for call in fake.calls]
@@ -157,12 +157,12 @@ def test_the_engine_opens_what_the_trainer_named():
 
 @pytest.mark.parity
 def test_weights_on_another_gpu_are_refused():
-    from jaxmoe.vllm_plugin.ipc_memory import opened
+    from jaxmoe.vllm_plugin.ipc_memory import open_shared_tensors
     from jaxmoe.vllm_plugin.manifest import UpdateRejected
 
     info = SimpleNamespace(**update(Fake()).update_info)
     with (
-        pytest.raises(UpdateRejected, match=f"lie on GPU {GPU}, vLLM runs on gpu-b"),
-        opened(info, "gpu-b", driver=Fake(), view=in_this_process),
+        pytest.raises(UpdateRejected, match=f"are on GPU {GPU}, vLLM runs on gpu-b"),
+        open_shared_tensors(info, "gpu-b", driver=Fake(), view=in_this_process),
     ):
         pass

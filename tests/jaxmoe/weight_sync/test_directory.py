@@ -116,7 +116,7 @@ def command_lines():
 
 def test_a_place_that_takes_nothing_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="weights_dir .* must take the weights.* Try --set"):
+    with pytest.raises(ConfigError, match="weights_dir .* must be writable.* Try --set"):
         WeightsDirectory(tmp_path / "file", "a")
 
 
@@ -155,7 +155,7 @@ def test_a_folder_that_was_there_before_and_is_not_ours_alone_is_not_written_int
     elsewhere, place = tmp_path / "elsewhere", tmp_path / "jaxmoe-ab"
     elsewhere.mkdir(mode=0o700)
     place.symlink_to(elsewhere) if made == "link" else place.mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match="jaxmoe-ab is there already and is not this user's"):
+    with pytest.raises(ConfigError, match="jaxmoe-ab exists and other users may enter it"):
         write_files(random_params(), CFG, tmp_path, dtype="float32", run="ab", version=1)
     assert names(elsewhere) == [] and place.exists()
 

@@ -104,9 +104,9 @@ def test_a_version_that_is_half_written_over_is_nobodys(tmp_path, monkeypatch):
 @pytest.fixture
 def memory():
     """A folder in shared memory; without any, files are never mapped."""
-    if not module.MEMORY.is_dir():
-        pytest.skip(f"there is no {module.MEMORY} on this machine")
-    with tempfile.TemporaryDirectory(dir=module.MEMORY) as directory:
+    if not module.SHARED_MEMORY.is_dir():
+        pytest.skip(f"there is no {module.SHARED_MEMORY} on this machine")
+    with tempfile.TemporaryDirectory(dir=module.SHARED_MEMORY) as directory:
         yield Path(directory)
 
 
@@ -203,7 +203,7 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(
         module, "fill_digests", lambda *_, **__: pytest.fail("nothing may be written")
     )
-    with pytest.raises(ConfigError, match=r"they need 0\.\d MB and 0\.0 MB are free"):
+    with pytest.raises(ConfigError, match=r"it needs 0\.\d MB, 0\.0 MB are free"):
         write_update(random_params(), tmp_path)
     assert not left(tmp_path)
 

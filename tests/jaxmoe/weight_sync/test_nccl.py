@@ -13,8 +13,8 @@ from weight_updates import sent_tensors, travels_as
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model.params import map_specs
-from jaxmoe.weight_sync.checksum import digest
-from jaxmoe.weight_sync.nccl import NcclGroup, broadcast
+from jaxmoe.weight_sync.checksum import digest_array
+from jaxmoe.weight_sync.nccl import NcclGroup, broadcast_weights
 
 CFG = ModelConfig(
     vocab_size=93, d_model=32, n_layers=2, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
@@ -100,7 +100,7 @@ def test_joining_is_rank_0_of_all_and_then_one_float32_summed():
 @pytest.mark.parametrize(("sent", "kind"), [("float32", 7), ("bfloat16", 9)])
 def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(held, sent, kind):
     fake, params = Fake(), random_params(held)
-    update = broadcast(joined(fake), params, CFG, dtype=sent, run="ab", version=5)
+    update = broadcast_weights(joined(fake), params, CFG, dtype=sent, run="ab", version=5)
     assert len(fake.calls) == 4, "nothing moves before send()"
     update.send()
     sends = [call for call in fake.calls if call[0] == "broadcast"]
@@ -115,13 +115,13 @@ def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(held, sent, ki
     ):  # fmt: skip
         assert said == [name, str(want.dtype), list(want.shape)]
         assert call[-1] == want.tobytes(), name
-        assert update.digests[name] == digest(want), name
+        assert update.digests[name] == digest_array(want), name
 
 
 def test_each_broadcast_is_waited_for_before_its_memory_goes():
     fake = Fake()
     group = joined(fake)
-    broadcast(group, random_params(), CFG, dtype="float32", run="ab", version=5).send()
+    broadcast_weights(group, random_params(), CFG, dtype="float32", run="ab", version=5).send()
     kinds = [call[0] for call in fake.calls[4:]]
     assert kinds == ["device", "broadcast", "wait"] * (len(kinds) // 3) and len(kinds) > 90
 
@@ -130,7 +130,7 @@ def test_arrays_are_sent_from_the_groups_device():
     fake, device = Fake(), jax.local_devices()[3]
     group = NcclGroup(1, device=device, nccl=fake, cudart=fake)
     group.join()
-    broadcast(group, random_params(), CFG, dtype="float32", run="ab", version=5).send()
+    broadcast_weights(group, random_params(), CFG, dtype="float32", run="ab", version=5).send()
     assert {call for call in fake.calls if call[0] == "device"} == {
         ("device", device.local_hardware_id)
     }

@@ -27,10 +27,10 @@ from jaxmoe.checkpoint.tensor_files import SINGLE
 from jaxmoe.config import ConfigError, MeshConfig, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import make_mesh, partition, spec_of
-from jaxmoe.vllm_plugin.manifest import check_files, read
+from jaxmoe.vllm_plugin.manifest import check_file_headers, read_manifest
 from jaxmoe.weight_sync import update as module
-from jaxmoe.weight_sync.checksum import digest
-from jaxmoe.weight_sync.update import new_run
+from jaxmoe.weight_sync.checksum import digest_array
+from jaxmoe.weight_sync.update import create_run_id
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
 FORMAT = {"float32": "F32", "bfloat16": "BF16"}
@@ -55,7 +55,7 @@ def test_an_update_holds_each_tensors_bytes_as_it_is_read_and_their_digests(
         got = naive(back[kind[entry.name]], entry)
         assert got.dtype == want[entry.name].dtype, entry.name
         assert got.tobytes() == want[entry.name].tobytes(), entry.name
-        assert update.digests[entry.name] == digest(want[entry.name]), entry.name
+        assert update.digests[entry.name] == digest_array(want[entry.name]), entry.name
     for (name, array), entry in zip(iter_hf(params, CFG, sent), entries(CFG), strict=True):
         assert array.tobytes() == naive(params, entry).astype(jnp.dtype(sent)).tobytes(), name
 
@@ -92,9 +92,9 @@ def naive(params, entry) -> np.ndarray:
 @pytest.mark.parametrize("error", [OSError, IndexError, KeyboardInterrupt])
 def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, error):
     monkeypatch.setattr(layouts, "PIECE_BYTES", 1)
-    monkeypatch.setattr(module, "cores", lambda: cores)
+    monkeypatch.setattr(module, "count_cores", lambda: cores)
     params, begun = random_params(), []
-    planned = module.plan(params, CFG, "float32")
+    planned = module.plan_tensors(params, CFG, "float32")
 
     def pass_on(at: int, _: np.ndarray) -> None:
         begun.append(at)
@@ -110,7 +110,7 @@ def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, 
 
 
 def test_runs_have_names_of_their_own():
-    assert len({new_run() for _ in range(50)}) == 50
+    assert len({create_run_id() for _ in range(50)}) == 50
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_memory_stays_within_pieces_where_one_device_holds_a_tensor(tmp_path):
     params = map_specs(lambda s: np.ones(s.shape, np.float32), WIDE)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 250e6
     grown = beyond(params, WIDE, tmp_path)
-    assert grown < 4 * layouts.PIECE_BYTES * module.cores() + 1e6, grown
+    assert grown < 4 * layouts.PIECE_BYTES * module.count_cores() + 1e6, grown
 
 
 def test_memory_stays_within_one_tensor_where_devices_share_it(tmp_path):
     params = spread(map_specs(lambda s: np.ones(s.shape, np.float32), WIDE), WIDE, 4, 2)
     largest = 4 * max(np.prod(entry.shape) for entry in entries(WIDE))
     grown = beyond(params, WIDE, tmp_path)
-    assert largest < grown < largest + 4 * layouts.PIECE_BYTES * module.cores() + 1e6, grown
+    assert largest < grown < largest + 4 * layouts.PIECE_BYTES * module.count_cores() + 1e6, grown
 
 
 PROCESS = """
@@ -206,7 +206,7 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 sys.path.insert(0, sys.argv[4])
 import test_update as t
 from jaxmoe.parallel.channel import Channel
-from jaxmoe.weight_sync.shares import write_shares
+from jaxmoe.weight_sync.sharded_files import write_sharded_files
 mesh = t.make_mesh(t.MeshConfig(fsdp=2, expert=2), jax.devices())
 def put(spec, leaf):
     cut = t.NamedSharding(mesh, t.spec_of(*t.partition(spec.axes, spec.shape, mesh.shape)))
@@ -214,7 +214,7 @@ def put(spec, leaf):
 params = t.map_specs(put, t.CFG, t.random_params())
 assert not params["head"].is_fully_addressable
 named = dict(dtype="float32", run=t.RUN, version=3, channel=Channel("weights"))
-update = write_shares(params, t.CFG, sys.argv[3], **named)
+update = write_sharded_files(params, t.CFG, sys.argv[3], **named)
 assert all(update.digests.values())
 """
 
@@ -235,6 +235,6 @@ def test_arrays_cut_over_processes_are_gathered_and_each_writes_a_share(tmp_path
     assert [process.returncode for process in both] == [0, 0], errors
     folder = tmp_path / f"jaxmoe-{RUN}" / "3"
     assert len(list(folder.glob("*.safetensors"))) == 2
-    assert len(check_files(read(folder), folder)) == len(entries(CFG))
+    assert len(check_file_headers(read_manifest(folder), folder)) == len(entries(CFG))
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest == write_update(random_params(), tmp_path / "alone").manifest

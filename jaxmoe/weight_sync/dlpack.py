@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for a vLLM in this process: its tensors are views of jax's arrays, by DLPack.
+"""Weights for a vLLM in this process: its tensors are views of jax arrays, by DLPack.
 
-The only module of the product that imports torch, and inside one function: who calls it has vLLM,
-hence torch. Next: jaxmoe/vllm_plugin/tensor_mailbox.py, where the two sides meet.
+This is the only module of the product that imports torch, and it does so inside one function:
+whoever calls it has vLLM and therefore torch. Next: jaxmoe/vllm_plugin/tensor_mailbox.py, where the
+two sides meet.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,41 +17,41 @@ from jaxmoe.checkpoint.entries import entries, leaf_of
 from jaxmoe.checkpoint.hf import gather_entry
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Params
-from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, digested, sent_as
+from jaxmoe.weight_sync.update import ManifestDict, WeightUpdate, compute_manifest, wire_dtype
 
 
 @runtime_checkable
 class Mailbox(Protocol):
-    """Where the two sides meet: jaxmoe.vllm_plugin.tensor_mailbox, which belongs to vLLM's side."""
+    """The interface of jaxmoe.vllm_plugin.tensor_mailbox, which belongs to vLLM's side."""
 
-    def put(
+    def put_update(
         self, key: str, manifest: Mapping[str, Any], tensors: Iterable[tuple[str, Any]]
     ) -> None: ...
 
-    def take(self, key: str) -> object: ...
+    def pop_update(self, key: str) -> object: ...
 
 
 def share_in_process(
     params: Params, cfg: ModelConfig, *, dtype: str, run: str, version: int, mailbox: Mailbox,
     manifest: ManifestDict | None = None,
 ) -> WeightUpdate:  # fmt: skip
-    """Leave the weights in this process's mailbox, as {"mailbox": "<run>:<version>"}.
+    """Put the weights into this process's mailbox; update_info is {"mailbox": "<run>:<version>"}.
 
-    Nothing is copied but what must be: gate and up are interleaved and dtypes cast one tensor at
-    a time, while the engine asks for it; matrices are transposed views. `params` must stay until
-    the engine has taken them. They are taken once: to send them again, call this again.
+    Only the necessary copies are made: gate and up are interleaved and dtypes cast one tensor at a
+    time, while the engine reads them; matrices are transposed views. `params` must stay alive until
+    the engine has read them. The update can be read once: call this again to send it again.
     """
-    manifest = manifest or digested(params, cfg, dtype=dtype, run=run, version=version)
+    manifest = manifest or compute_manifest(params, cfg, dtype=dtype, run=run, version=version)
     key = f"{run}:{version}"
-    mailbox.put(key, manifest, _tensors(params, cfg, dtype))
-    return WeightUpdate(manifest, {"mailbox": key}, close=partial(_take_back, mailbox, key))
+    mailbox.put_update(key, manifest, _iterate_tensors(params, cfg, dtype))
+    return WeightUpdate(manifest, {"mailbox": key}, close=partial(_withdraw_update, mailbox, key))
 
 
-def _take_back(mailbox: Mailbox, key: str) -> None:
-    mailbox.take(key)
+def _withdraw_update(mailbox: Mailbox, key: str) -> None:
+    mailbox.pop_update(key)
 
 
-def _tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str, Any]]:
+def _iterate_tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str, Any]]:
     import torch
 
     for entry in entries(cfg):
@@ -64,7 +65,7 @@ def _tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str
             tensor = tensor.t()
         if entry.layout in ("pad_rows", "transpose_pad"):
             tensor = tensor[: cfg.vocab_size]
-        tensor = tensor.to(getattr(torch, sent_as(entry, dtype)))
+        tensor = tensor.to(getattr(torch, wire_dtype(entry, dtype)))
         if entry.layout in ("gate_up", "gate_up_bias"):
             half = tensor.shape[-1] // 2
             halves = (tensor[..., :half], tensor[..., half:])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxmoe.weight_sync.checksum import digest
+from jaxmoe.weight_sync.checksum import digest_array
 
 pytestmark = [
     pytest.mark.vllm,
@@ -20,16 +20,18 @@ pytestmark = [
 def test_a_tensors_digest_is_that_of_its_bytes_on_every_device(monkeypatch, dtype, shape):
     import torch
 
-    from jaxmoe.vllm_plugin import live
+    from jaxmoe.vllm_plugin import live_parameters
 
     tensor = torch.randn(shape, generator=torch.manual_seed(0)).to(getattr(torch, dtype))
-    want = digest(tensor.view(torch.uint8).numpy())
-    assert live.digest_tensor(tensor) == want
-    monkeypatch.setattr(live, "_WORDS", 100)  # several sums
+    want = digest_array(tensor.view(torch.uint8).numpy())
+    assert live_parameters.digest_tensor(tensor) == want
+    monkeypatch.setattr(live_parameters, "_WORDS_PER_CHUNK", 100)  # several sums
     raw = tensor.reshape(-1).view(torch.uint8)
-    assert live._digest_on_device(raw) == want
+    assert live_parameters._digest_on_device(raw) == want
     turned = tensor.reshape(-1, 1).expand(-1, 2)
-    assert live.digest_tensor(turned) == digest(turned.contiguous().view(torch.uint8).numpy())
+    assert live_parameters.digest_tensor(turned) == digest_array(
+        turned.contiguous().view(torch.uint8).numpy()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -38,7 +40,7 @@ def test_a_packed_matrix_is_read_back_bit_by_bit_unless_it_is_too_large(monkeypa
     import torch
     from vllm import _custom_ops as ops
 
-    from jaxmoe.vllm_plugin import live
+    from jaxmoe.vllm_plugin import live_parameters
 
     summed, out = sizes
     weight = torch.randn(out, summed, generator=torch.manual_seed(1)).to(getattr(torch, dtype))
@@ -58,25 +60,25 @@ def test_a_packed_matrix_is_read_back_bit_by_bit_unless_it_is_too_large(monkeypa
         cpu_linear=lambda x, w, b: ops.onednn_mm(handler, x, b), input_size=summed, tp_size=1
     )
     gone = torch.empty(0, dtype=weight.dtype)
-    content = live._content(layer, "weight", gone)
+    content = live_parameters._read_parameter(layer, "weight", gone)
     assert content is not None and torch.equal(content, weight)
-    assert live.digest_tensor(content) == digest(weight.view(torch.uint8).numpy())
-    form = live._cast_and_settled(small.float(), weight.dtype)
-    assert live.digest_tensor(form) == live.digest_tensor(content)
-    monkeypatch.setattr(live, "READ_BACK", summed * summed * out - 1)
-    assert live._content(layer, "weight", gone) is None
+    assert live_parameters.digest_tensor(content) == digest_array(weight.view(torch.uint8).numpy())
+    form = live_parameters._cast_and_flush(small.float(), weight.dtype)
+    assert live_parameters.digest_tensor(form) == live_parameters.digest_tensor(content)
+    monkeypatch.setattr(live_parameters, "MAX_UNPACK_MACS", summed * summed * out - 1)
+    assert live_parameters._read_parameter(layer, "weight", gone) is None
 
 
 def test_of_several_workers_no_form_is_exact_but_its_dtype():
     import torch
 
-    from jaxmoe.vllm_plugin import live
+    from jaxmoe.vllm_plugin import live_parameters
 
     model = torch.nn.Linear(3, 2).to(torch.bfloat16)
     one, two = (SimpleNamespace(world_size=n, data_parallel_size=1) for n in (1, 2))
     for workers, alone in ((one, True), (two, False)):
-        for form, exact in live.stored_forms(model, workers).values():
+        for form, exact in live_parameters.make_live_forms(model, workers).values():
             assert exact == alone and form(torch.ones(2)).dtype == torch.bfloat16
-    found, unreadable = live.digests(model)
+    found, unreadable = live_parameters.digest_parameters(model)
     weight = model.weight.detach().view(torch.int16).numpy()
-    assert found[".weight"] == digest(np.ascontiguousarray(weight)) and unreadable == []
+    assert found[".weight"] == digest_array(np.ascontiguousarray(weight)) and unreadable == []

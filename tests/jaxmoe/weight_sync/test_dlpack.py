@@ -11,8 +11,8 @@ from jaxmoe.config import MeshConfig, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
 from jaxmoe.vllm_plugin import tensor_mailbox
-from jaxmoe.weight_sync.checksum import digest
-from jaxmoe.weight_sync.in_process import share_in_process
+from jaxmoe.weight_sync.checksum import digest_array
+from jaxmoe.weight_sync.dlpack import share_in_process
 
 CFG = ModelConfig(
     vocab_size=93, d_model=32, n_layers=4, n_q_heads=6, n_kv_heads=2, head_dim=20, n_experts=10,
@@ -41,7 +41,7 @@ def test_the_mailbox_has_the_manifest_and_is_empty_after_closing():
     ) as update:
         assert update.update_info == {"mailbox": "ab:7"} and update.label == "ab:7"
         assert all(len(found) == 32 for found in update.digests.values())
-    assert tensor_mailbox.take("ab:7") is None
+    assert tensor_mailbox.pop_update("ab:7") is None
 
 
 @pytest.mark.parity
@@ -49,18 +49,18 @@ def test_the_mailbox_has_the_manifest_and_is_empty_after_closing():
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sent", ["float32", "bfloat16"])
 def test_tensors_are_the_checkpoints_bytes_in_its_order(place, held, sent):
-    from jaxmoe.vllm_plugin.live import digest_tensor
+    from jaxmoe.vllm_plugin.live_parameters import digest_tensor
 
     params = random_params(held)
     update = share_in_process(
         place(params), CFG, dtype=sent, run="ab", version=7, mailbox=tensor_mailbox
     )
-    taken = tensor_mailbox.take("ab:7")
+    taken = tensor_mailbox.pop_update("ab:7")
     assert taken is not None and taken[0] == update.manifest
     for (name, want), (got, tensor) in zip(sent_tensors(params, CFG, sent), taken[1], strict=True):
         assert (got, str(tensor.dtype)) == (name, f"torch.{want.dtype}")
         assert tuple(tensor.shape) == want.shape
-        assert digest_tensor(tensor) == digest(want) == update.digests[name], name
+        assert digest_tensor(tensor) == digest_array(want) == update.digests[name], name
 
 
 @pytest.mark.parity
@@ -68,7 +68,7 @@ def test_all_but_gate_and_up_are_views_of_jaxs_memory():
     params = on_one(random_params())
     share_in_process(params, CFG, dtype="float32", run="ab", version=7, mailbox=tensor_mailbox)
     begin = {leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(params)}
-    taken = tensor_mailbox.take("ab:7")
+    taken = tensor_mailbox.pop_update("ab:7")
     assert taken is not None
     copied = {
         name.rpartition(".")[2]

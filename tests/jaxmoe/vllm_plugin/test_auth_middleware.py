@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from jaxmoe.vllm_plugin.door import VARIABLE, Door
+from jaxmoe.vllm_plugin.auth_middleware import API_KEY_VARIABLE, AuthMiddleware
 
 KEY = "k3y-of_this.server"
 
@@ -15,14 +15,14 @@ async def inside(scope, receive, send):
 
 
 def knock(monkeypatch, headers=(), kind="http", key=KEY, **scope):
-    monkeypatch.setenv(VARIABLE, key)
+    monkeypatch.setenv(API_KEY_VARIABLE, key)
     sent = []
 
     async def send(message):
         sent.append(message)
 
     scope = {"type": kind, "headers": list(headers), "path": "/collective_rpc"} | scope
-    asyncio.run(Door(inside)(scope, None, send))
+    asyncio.run(AuthMiddleware(inside)(scope, None, send))
     return [m.get("status", m["type"]) for m in sent]
 
 
@@ -52,5 +52,5 @@ def test_a_websocket_is_closed_before_it_opens_and_the_start_of_the_server_passe
 
 
 def test_a_door_without_a_key_is_no_door(monkeypatch):
-    with pytest.raises(RuntimeError, match="VLLM_API_KEY must hold the key"):
+    with pytest.raises(RuntimeError, match="VLLM_API_KEY must be the key"):
         knock(monkeypatch, key="")

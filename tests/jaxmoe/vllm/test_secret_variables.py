@@ -3,7 +3,7 @@
 
 import pytest
 
-from jaxmoe.vllm.secrets_kept import without_secrets
+from jaxmoe.vllm.secret_variables import remove_secrets
 
 SECRET = [
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_PROFILE",
@@ -19,9 +19,9 @@ NEEDED = [
 
 @pytest.mark.parametrize("name", SECRET)
 def test_a_key_to_another_service_is_not_handed_on(name):
-    assert without_secrets({name: "x", "PATH": "/bin"}) == {"PATH": "/bin"}
+    assert remove_secrets({name: "x", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 def test_what_a_server_needs_is_handed_on():
     given = dict.fromkeys(NEEDED, "x")
-    assert without_secrets(given) == given
+    assert remove_secrets(given) == given

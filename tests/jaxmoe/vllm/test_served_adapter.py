@@ -16,8 +16,8 @@ from jaxmoe.checkpoint.merge import merged
 from jaxmoe.config import EngineError, VllmConfig
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.records import Sampling
-from jaxmoe.vllm.adapter import ServedAdapter
-from jaxmoe.vllm.engine import LOGPS, VllmEngine
+from jaxmoe.vllm.engine import TRAINER_LOGPS, VllmEngine
+from jaxmoe.vllm.served_adapter import ServedAdapter
 from jaxmoe.vllm.sync import WeightSyncError
 
 PACKABLE = replace(CFG, d_expert=64)
@@ -41,7 +41,7 @@ def test_the_weights_that_arrive_are_the_merged_ones_and_log_probs_the_trainers(
     ids = jnp.asarray([[*rollout.prompt.tokens, *rollout.tokens.tolist()]])
     start = len(rollout.prompt.tokens)
     ours, unadapted = (
-        np.asarray(LOGPS(params, ids, cfg=PACKABLE, ops=OPS))[0, start:]
+        np.asarray(TRAINER_LOGPS(params, ids, cfg=PACKABLE, ops=OPS))[0, start:]
         for params in (with_adapters(base, adapters, LORA.scales), base)
     )
     np.testing.assert_allclose(rollout.rollout_logp, ours, atol=1e-4)
@@ -72,7 +72,7 @@ def test_an_adapter_alone_is_sent_and_each_matrix_was_tried_before(served, tmp_p
         (rollout,) = engine.generate(prompts(1), Sampling(NEW, ()), seed=0)
         assert (rollout.weight_versions == version).all()
         ids = jnp.asarray([[*rollout.prompt.tokens, *rollout.tokens.tolist()]])
-        ours = np.asarray(LOGPS(params, ids, cfg=PACKABLE, ops=OPS))[
+        ours = np.asarray(TRAINER_LOGPS(params, ids, cfg=PACKABLE, ops=OPS))[
             0, len(rollout.prompt.tokens) :
         ]
         np.testing.assert_allclose(rollout.rollout_logp, ours, atol=1e-4)

@@ -15,13 +15,17 @@ from weight_updates import CFG, RUN, left, random_params, write_update
 from jaxmoe.checkpoint.hf import entries, load_params
 from jaxmoe.config import ConfigError
 from jaxmoe.vllm_plugin import manifest
-from jaxmoe.weight_sync import shares as module
-from jaxmoe.weight_sync.shares import owners_of, require_shared, write_shares
+from jaxmoe.weight_sync import sharded_files as module
+from jaxmoe.weight_sync.sharded_files import (
+    assign_owners,
+    check_shared_directory,
+    write_sharded_files,
+)
 
 
 def write(directory, processes, params=None, version=3):
     params = params or random_params()
-    return as_processes(processes, lambda channel: write_shares(
+    return as_processes(processes, lambda channel: write_sharded_files(
         params, CFG, directory, dtype="float32", run=RUN, version=version, channel=channel
     ))  # fmt: skip
 
@@ -37,7 +41,9 @@ def test_all_have_the_manifest_and_the_folder_holds_every_tensor_once(tmp_path, 
     files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     assert len(files) == processes and all(files)
     assert sum(len(f) for f in files) == len(entries(CFG))
-    assert len(manifest.check_files(manifest.read(folder), folder)) == len(entries(CFG))
+    assert len(manifest.check_file_headers(manifest.read_manifest(folder), folder)) == len(
+        entries(CFG)
+    )
     back = load_params(folder, CFG, "float32")
     assert np.array_equal(
         back["head"], load_params(alone.update_info["path"], CFG, "float32")["head"]
@@ -47,9 +53,9 @@ def test_all_have_the_manifest_and_the_folder_holds_every_tensor_once(tmp_path, 
 
 
 def test_bytes_are_spread_and_neighbours_are_written_by_different_processes():
-    assert owners_of([800] * 9, 3) == [0, 1, 2] * 3
+    assert assign_owners([800] * 9, 3) == [0, 1, 2] * 3
     sizes = [900, 10, 800, 800, 10, 800, 800, 10, 800]
-    owners = owners_of(sizes, 3)
+    owners = assign_owners(sizes, 3)
     held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == i) for i in range(3)]
     assert sum(held) == sum(sizes) and max(held) - min(held) <= max(sizes)
 
@@ -58,7 +64,7 @@ def test_bytes_are_spread_and_neighbours_are_written_by_different_processes():
 def test_a_full_disk_of_one_process_is_told_to_all_and_leaves_nothing(
     tmp_path, monkeypatch, broken
 ):
-    real, opened = os.pwrite, module.no_links
+    real, opened = os.pwrite, module.open_private
 
     def opener(path, flags):
         file = opened(path, flags)
@@ -72,7 +78,7 @@ def test_a_full_disk_of_one_process_is_told_to_all_and_leaves_nothing(
         return real(file, data, at)
 
     full = set[int]()
-    monkeypatch.setattr(module, "no_links", opener)
+    monkeypatch.setattr(module, "open_private", opener)
     monkeypatch.setattr(os, "pwrite", pwrite)
     for error in write(tmp_path, 3):
         assert isinstance(error, ConfigError) and "weights_dir" in str(error)
@@ -81,13 +87,13 @@ def test_a_full_disk_of_one_process_is_told_to_all_and_leaves_nothing(
 
 
 def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeypatch):
-    seen = module.seen
-    monkeypatch.setattr(module, "seen", lambda path, **_: seen(path, within_s=0.1))
+    seen = module.wait_until_visible
+    monkeypatch.setattr(module, "wait_until_visible", lambda path, **_: seen(path, within_s=0.1))
     (tmp_path / "here.lock").write_text("")
 
     def process(channel):
         where = tmp_path if channel.number < 2 else tmp_path / "elsewhere"
-        require_shared(where, "here.lock", channel)
+        check_shared_directory(where, "here.lock", channel)
 
     for error in as_processes(3, process):
         assert isinstance(error, ConfigError)

@@ -12,14 +12,14 @@ from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, check, prompts, weights
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.records import Sampling
 from jaxmoe.vllm.engine import VllmEngine
-from jaxmoe.vllm.shared import SharedVllmEngine
+from jaxmoe.vllm.multi_process_engine import MultiProcessVllmEngine
 
 FREE = Sampling(NEW, ())
 
 
 def shared(channel, url, work, **changes):
     vllm = VllmConfig(url=url, weights_dir=str(work / "weights"), request_timeout_s=20.0, **changes)
-    return SharedVllmEngine(
+    return MultiProcessVllmEngine(
         CFG, OPS, vllm, None, channel=channel, work=work, max_prompt_tokens=PROMPT,
         max_new_tokens=NEW, max_rows=ROWS,
     )  # fmt: skip

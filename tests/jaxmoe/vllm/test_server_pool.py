@@ -10,17 +10,17 @@ from vllm_cases import CFG, NEW, ROWS, check, open_engine, prompts, weights
 
 from jaxmoe.config import EngineError
 from jaxmoe.records import Sampling
-from jaxmoe.vllm import fleet as module
-from jaxmoe.vllm.fleet import Fleet
+from jaxmoe.vllm import server_pool as module
 from jaxmoe.vllm.http_backend import HttpBackend
 from jaxmoe.vllm.replica import Replica
+from jaxmoe.vllm.server_pool import ServerPool
 
 FREE, SMALL = Sampling(NEW, ()), Sampling(4, ())
 
 
 @pytest.fixture
 def two(monkeypatch):
-    monkeypatch.setattr(module, "AGAIN_S", 0.05)
+    monkeypatch.setattr(module, "MIN_RECONNECT_S", 0.05)
     with ExitStack() as closing:
         made = [StandIn(CFG, rows=ROWS) for _ in range(2)]
         for server in made:
@@ -46,12 +46,12 @@ def test_a_run_goes_on_without_a_server_that_died_and_takes_it_in_again(two, tmp
     for version in (1, 2):
         check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, version)
         if version == 1:
-            wait(lambda: any("is away" in said for said in engine.incidents))
+            wait(lambda: any("is unavailable" in said for said in engine.incidents))
             before = len(engine.incidents)
             engine.load(weights(2), 2)  # costs no attempt at the one that is away
             assert len(engine.incidents) == before
     two[1].start()
-    wait(lambda: "is back, with weights of version 2" in engine.incidents[-1])
+    wait(lambda: "is reconnected, with weights of version 2" in engine.incidents[-1])
     assert two[1].label == two[0].label
     two[1].requests.clear()
     check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 2)
@@ -66,8 +66,8 @@ def test_who_was_given_a_version_that_is_old_by_then_waits_for_the_next(two, tmp
     engine.load(weights(1), 1)
     two[1].crash()
     check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
-    wait(lambda: any("is away" in said for said in engine.incidents))
-    bring_back, given = Replica.bring_back, []
+    wait(lambda: any("is unavailable" in said for said in engine.incidents))
+    bring_back, given = Replica.reconnect, []
 
     def slowly(self, target):
         bring_back(self, target)
@@ -75,12 +75,12 @@ def test_who_was_given_a_version_that_is_old_by_then_waits_for_the_next(two, tmp
             engine.load(weights(2), 2)
         given.append(target.version)
 
-    monkeypatch.setattr(Replica, "bring_back", slowly)
+    monkeypatch.setattr(Replica, "reconnect", slowly)
     two[1].start()
     wait(lambda: given)
     for seed in range(3):
         check(engine.generate(prompts(6), SMALL, seed=seed), prompts(6), 1, 2)
-    wait(lambda: "is back, with weights of version 2" in engine.incidents[-1])
+    wait(lambda: "is reconnected, with weights of version 2" in engine.incidents[-1])
     assert given == [1, 2]
     engine.close()
 
@@ -104,7 +104,7 @@ def test_a_server_that_dies_in_a_weight_sync_is_left_behind(two, tmp_path):
     engine.load(weights(2), 2)
     check(engine.generate(prompts(4), SMALL, seed=3), prompts(4), 1, 2)
     two[1].faults.clear()
-    wait(lambda: "is back, with weights of version 2" in engine.incidents[-1])
+    wait(lambda: "is reconnected, with weights of version 2" in engine.incidents[-1])
     engine.close()
 
 
@@ -157,20 +157,20 @@ def test_the_longest_go_first_each_to_who_has_the_fewest_tokens(two, tmp_path):
     replicas = [Replica.__new__(Replica) for _ in range(2)]
     for replica in replicas:
         replica.in_flight, replica.backend = 0, HttpBackend("http://127.0.0.1:1", timeout_s=1.0)
-    fleet = Fleet(replicas, [], print)
-    taken = [fleet.take(size) for size in (100, 40, 30, 20, 20)]
+    pool = ServerPool(replicas, [], print)
+    taken = [pool.acquire_replica(size) for size in (100, 40, 30, 20, 20)]
     assert [replicas.index(r) for r in taken] == [0, 1, 1, 1, 1] and replicas[1].in_flight == 110
-    fleet.give_back(replicas[1], 90)
-    assert fleet.take(1) is replicas[1]
+    pool.release_replica(replicas[1], 90)
+    assert pool.acquire_replica(1) is replicas[1]
 
 
 def test_a_request_that_waited_for_one_that_was_given_up_goes_to_another(two, tmp_path):
     engine = open_engine(urls(two), tmp_path, retries=1)
     engine.load(weights(1), 1)
-    replica = engine._fleet.replicas[0]
+    replica = engine._pool.replicas[0]
     two[0].crash()
-    replica._invalidate()
+    replica._invalidate_weights()
     replica._given_up = EngineError("given up")
     check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
-    wait(lambda: any("is away" in said for said in engine.incidents))
+    wait(lambda: any("is unavailable" in said for said in engine.incidents))
     engine.close()
