@@ -9,8 +9,8 @@ import pytest
 
 from jaxmoe.config import VllmConfig
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # stand_in, proxy, vllm_cases
+TESTS_DIR = Path(__file__).parent
+sys.path.insert(0, str(TESTS_DIR))  # stand_in, proxy, vllm_cases
 
 from proxy import Proxy  # noqa: E402
 from stand_in import StandIn  # noqa: E402
@@ -18,22 +18,22 @@ from vllm_cases import CFG, open_engine, weights  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
-    """vLLM warns of its own affairs."""
+    """Ignore the warnings of vLLM's own packages."""
     for item in items:
-        if item.path.parent == HERE and item.get_closest_marker("vllm"):
+        if item.path.parent == TESTS_DIR and item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 
 @pytest.fixture(scope="module")
 def stand_in():
-    made = StandIn(CFG)
-    yield made
-    made.crash()
+    vllm_engine = StandIn(CFG)
+    yield vllm_engine
+    vllm_engine.crash()
 
 
 @pytest.fixture
 def fresh():
-    """A stand-in that a test may spoil, behind a proxy."""
+    """A stand-in that a test may break, behind a proxy."""
     server = StandIn(CFG)
     proxy = Proxy(server.url)
     yield SimpleNamespace(server=server, proxy=proxy, url=proxy.url)
@@ -53,29 +53,29 @@ def engine(request, tmp_path_factory):
     """The same tests for the stand-in, a real server and a real vLLM in this process."""
     work = tmp_path_factory.mktemp("engine")
     if request.param == "stand_in":
-        made = open_engine(request.getfixturevalue("stand_in").url, work)
+        vllm_engine = open_engine(request.getfixturevalue("stand_in").url, work)
     else:
         launch = 1 if request.param == "server" else 0
-        made = open_engine("", work, launch=launch, weights_dir=VllmConfig().weights_dir)
-    made.load(weights(0), 3)
-    yield made
-    made.close()
+        vllm_engine = open_engine("", work, launch=launch, weights_dir=VllmConfig().weights_dir)
+    vllm_engine.load(weights(0), 3)
+    yield vllm_engine
+    vllm_engine.close()
 
 
 @pytest.fixture(params=["stand_in", pytest.param("in_process", marks=pytest.mark.vllm)])
 def opened(request, tmp_path):
-    """An engine by on_weight_sync; the stand-in is slow enough for a sync in mid-response."""
+    """A factory of engines by on_weight_sync; the stand-in is slow, so syncs meet responses."""
     closes = []
 
     def make(mode):
         if request.param == "in_process":
-            made = open_engine("", tmp_path, launch=0, on_weight_sync=mode)
+            vllm_engine = open_engine("", tmp_path, launch=0, on_weight_sync=mode)
         else:
             server = StandIn(CFG, delay=0.004)
             closes.append(server.crash)
-            made = open_engine(server.url, tmp_path, on_weight_sync=mode)
-        closes.insert(0, made.close)
-        return made
+            vllm_engine = open_engine(server.url, tmp_path, on_weight_sync=mode)
+        closes.insert(0, vllm_engine.close)
+        return vllm_engine
 
     yield make
     for close in closes:

@@ -226,13 +226,13 @@ TRICKS = {
 
 
 class HostileServer:
-    """Alone: a path that begins with /N does trick number N.
+    """Without `upstream`, a path that begins with /N plays trick number N.
 
-    Before `upstream`: the trick `armed` is for /inference/v1/generate, the rest is passed on.
+    With `upstream`, the trick `armed` is played on /inference/v1/generate; the rest is passed on.
     """
 
     def __init__(self, upstream=None):
-        self.upstream, self.armed, self.done, self.tricks = upstream, "", 0, TRICKS
+        self.upstream, self.armed, self.n_tricks, self.tricks = upstream, "", 0, TRICKS
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         threading.Thread(target=self.accept, daemon=True).start()
@@ -264,7 +264,7 @@ class HostileServer:
                 if self.upstream is None:
                     name = list(self.tricks)[int(path.split("/")[1])]
                 if name:
-                    self.done += 1
+                    self.n_tricks += 1
                     self.tricks[name](conn, head + body)
                 else:
                     conn.sendall(self.pass_on(method, path, body))
@@ -276,8 +276,8 @@ class HostileServer:
         client = http.client.HTTPConnection(host, timeout=30)
         try:
             client.request(method, path, body or None, {"Content-Type": "application/json"})
-            got = client.getresponse()
-            return response(got.read(), f"{got.status} -", ["Connection: close"])
+            answer = client.getresponse()
+            return response(answer.read(), f"{answer.status} -", ["Connection: close"])
         finally:
             client.close()
 

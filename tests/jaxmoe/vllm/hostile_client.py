@@ -52,10 +52,10 @@ def main():
                 backend.max_context()
         except Exception as error:
             kind, text = type(error).__name__, str(error)
-        took = time.monotonic() - start
+        seconds = time.monotonic() - start
         backend.close()
-        said = [line, took, peak_bytes() - before, kind, text]
-        print(json.dumps(said), flush=True)
+        report = [line, seconds, peak_bytes() - before, kind, text]
+        print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Proxy:
         self.keys = dict(keys or {})  # of the servers that want one, by URL
         self.faults: list[str | None] = []
         self.spoilt: list[str] = []
-        self.lock, self.over = threading.Lock(), threading.Event()
+        self.lock, self.closed = threading.Lock(), threading.Event()
         pool = urllib3.PoolManager(maxsize=64, retries=False)
         outer = self
 
@@ -72,28 +72,28 @@ class Proxy:
                 if kind == "500":
                     return self.send(500, b'{"error": "injected"}')
                 if kind == "silent":
-                    outer.over.wait(60)
+                    outer.closed.wait(60)
                 headers = {"Content-Type": "application/json"} if body else {}
                 if key := outer.keys.get(outer.upstream):
                     headers["Authorization"] = f"Bearer {key}"
                 try:
-                    got = pool.request(
+                    answer = pool.request(
                         method, outer.upstream + self.path, body=body, headers=headers
                     )
                 except urllib3.exceptions.HTTPError:
                     self.close_connection = True
                     return
-                data = got.data
+                data = answer.data
                 if kind == "closed" or kind == "silent":
                     self.close_connection = True
                     return
                 if kind == "no_json":
                     data = data[: len(data) // 2]
-                if kind in SPOIL and got.status == 200:
+                if kind in SPOIL and answer.status == 200:
                     answer = json.loads(data)
                     SPOIL[kind](answer)
                     data = json.dumps(answer).encode()
-                self.send(got.status, data, cut=kind == "cut")
+                self.send(answer.status, data, cut=kind == "cut")
 
             def send(self, status, data, cut=False):
                 self.send_response(status)
@@ -124,7 +124,7 @@ class Proxy:
             return kind
 
     def close(self):
-        self.over.set()
+        self.closed.set()
         self.http.shutdown()
         self.http.server_close()
         self.pool.clear()

@@ -49,17 +49,17 @@ COMPUTE = jax.jit(
 class StandIn:
     """`url` while it runs; `crash` ends it, `start` brings it back as a new process would be."""
 
-    def __init__(self, cfg, *, context=40, delay=0.0, key="", guards="/", base=None, **told):
+    def __init__(self, cfg, *, context=40, delay=0.0, key="", guards="/", base=None, **reported):
         self.base: Any = base  # of the adapters that it serves
         self.key, self.guards = key, guards  # 401 without the key to paths that begin so
-        self.cfg, self.context, self.delay, self.told = cfg, context, delay, told
+        self.cfg, self.context, self.delay, self.reported = cfg, context, delay, reported
         self._port = 0
         self.faults: set[str] = set()
         self.requests: list[dict] = []  # bodies of /inference/v1/generate
         self.start()
 
     def start(self, folder: Path | None = None):
-        """As after a start of its own: random weights, or those of older weights."""
+        """Start as a new process: with random weights, or with those of an older folder."""
         self.instance, self.label, self.spoken = secrets.token_hex(8), None, "default"
         self.received, self.waiting = {}, None
         self.params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_params(self.cfg))
@@ -101,7 +101,7 @@ class StandIn:
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
     def crash(self):
-        """As kill -9: what is under way gets no answer."""
+        """Simulate kill -9: requests in flight get no response."""
         with self.state:
             self.dead = True
             self.state.notify_all()
@@ -119,16 +119,16 @@ class StandIn:
         if self.key and path.path.startswith(self.guards) and not allowed:
             return self.send(request, 401, {"error": "Unauthorized"})
         try:
-            made = getattr(self, "do_" + name)(body, query)
+            result = getattr(self, "do_" + name)(body, query)
         except ConnectionAbortedError:
             request.close_connection = True
             return
         except Exception as error:
             return self.send(request, 500, {"error": f"{type(error).__name__}: {error}"})
-        self.send(request, 200, made)
+        self.send(request, 200, result)
 
-    def send(self, request, status, made):
-        data = json.dumps(made).encode()
+    def send(self, request, status, result):
+        data = json.dumps(result).encode()
         request.send_response(status)
         request.send_header("Content-Length", str(len(data)))
         request.end_headers()
@@ -152,17 +152,22 @@ class StandIn:
             received[sorted(received)[2]] = "0" * 32
         if "stale" in self.faults:
             stale = ["model.layers.0.self_attn.sinks"]
-        loaded = {"instance": self.instance, "label": self.label, "received": received, **self.told}
+        loaded = {
+            "instance": self.instance,
+            "label": self.label,
+            "received": received,
+            **self.reported,
+        }
         return {"results": [loaded | {"live": {}, "stale": stale, "unreadable": []}]}
 
     def load_adapter(self, folder):
-        found = read_adapter(folder, self.cfg)
+        adapter = read_adapter(folder, self.cfg)
         if skipped := [fault.split()[1] for fault in self.faults if fault.startswith("skips ")]:
-            found.adapters["layers"]["full"][skipped[0]].b[:] = 0
-        adapters = jax.tree.map(jnp.asarray, found.adapters)
-        self.params = with_adapters(self.base, adapters, found.scales)
-        said = json.loads((folder / "manifest.json").read_text())
-        self.label = f"{said['run']}:{said['version']}"
+            adapter.adapters["layers"]["full"][skipped[0]].b[:] = 0
+        adapters = jax.tree.map(jnp.asarray, adapter.adapters)
+        self.params = with_adapters(self.base, adapters, adapter.scales)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        self.label = f"{manifest['run']}:{manifest['version']}"
         (file,) = folder.glob("*.safetensors")
         self.received = {name: digest_array(array) for name, array in load_file(file).items()}
         return {"results": [None]}
@@ -230,16 +235,16 @@ class StandIn:
 
     def do_generate(self, body, query):
         self.requests.append(body)
-        wanted, prompt = body["sampling_params"], body["token_ids"]
-        count, stops = wanted["n"], set(wanted["stop_token_ids"])
-        assert len(prompt) + wanted["max_tokens"] <= self.context, "too long"
-        assert count <= self.told.get("rows", count), "n must be at most max_num_seqs"
+        sampling, prompt = body["sampling_params"], body["token_ids"]
+        count, stops = sampling["n"], set(sampling["stop_token_ids"])
+        assert len(prompt) + sampling["max_tokens"] <= self.context, "too long"
+        assert count <= self.reported.get("rows", count), "n must be at most max_num_seqs"
         with self.state:
             self.state.wait_for(lambda: not self.paused or self.dead)
             self.running += 1
             aborts = self.aborts
         try:
-            rows = [Row(wanted["seed"] + i, prompt) for i in range(count)]
+            rows = [Row(sampling["seed"] + i, prompt) for i in range(count)]
             while any(not row.finish for row in rows):
                 with self.state:
                     if self.aborts > aborts:
@@ -251,13 +256,13 @@ class StandIn:
                         raise ConnectionAbortedError
                     params, label = self.params, self.spoken
                     self.state.wait(self.delay) if self.delay else None
-                    self.step(params, label, rows, wanted, stops)
+                    self.step(params, label, rows, sampling, stops)
             if self.dead:
                 raise ConnectionAbortedError
             answer: dict[str, Any] = {
                 "choices": [row.choice(i, len(prompt)) for i, row in enumerate(rows)]
             }
-            if wanted.get("prompt_logprobs") is not None:
+            if sampling.get("prompt_logprobs") is not None:
                 answer["prompt_logprobs"] = self.prompt_logprobs(params, prompt)
             return answer
         finally:
@@ -277,37 +282,37 @@ class StandIn:
         logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return [None] + [{str(t): {"logprob": logp[i, t]}} for i, t in enumerate(prompt[1:])]
 
-    def step(self, params, label, rows, wanted, stops):
+    def step(self, params, label, rows, sampling, stops):
         alive = [row for row in rows if not row.finish]
         for start in range(0, len(alive), ROWS):
-            some = alive[start : start + ROWS]
-            logits, experts = self.forward(params, [r.prompt + r.tokens for r in some])
-            for i, row in enumerate(some):
-                at = len(row.prompt) + len(row.tokens) - 1
-                row.experts[at] = experts[:, i, at]
-                for before in range(at):  # what was read earlier stays
+            batch = alive[start : start + ROWS]
+            logits, experts = self.forward(params, [r.prompt + r.tokens for r in batch])
+            for i, row in enumerate(batch):
+                position = len(row.prompt) + len(row.tokens) - 1
+                row.experts[position] = experts[:, i, position]
+                for before in range(position):  # what was read earlier stays
                     row.experts.setdefault(before, experts[:, i, before])
-                row.take(logits[i, at], wanted, label, stops)
+                row.sample_token(logits[i, position], sampling, label, stops)
 
 
 class Row:
-    """One sample being drawn."""
+    """One sample in progress."""
 
     def __init__(self, seed, prompt):
         self.seed, self.prompt = seed, list(prompt)
         self.tokens, self.logp, self.labels, self.finish = [], [], [], ""
         self.experts = {}
 
-    def take(self, logits, wanted, label, stops):
-        greedy = wanted["temperature"] == 0.0
-        logits = logits / (1.0 if greedy else wanted["temperature"])
-        if wanted["top_k"]:
-            logits = np.where(logits < np.sort(logits)[-wanted["top_k"]], -np.inf, logits)
-        if wanted["top_p"] < 1.0:
+    def sample_token(self, logits, sampling, label, stops):
+        greedy = sampling["temperature"] == 0.0
+        logits = logits / (1.0 if greedy else sampling["temperature"])
+        if sampling["top_k"]:
+            logits = np.where(logits < np.sort(logits)[-sampling["top_k"]], -np.inf, logits)
+        if sampling["top_p"] < 1.0:
             probs = np.exp(logits - logits.max())
             probs /= probs.sum()
             order = np.argsort(-probs)
-            cut = order[np.cumsum(probs[order]) - probs[order] >= wanted["top_p"]]
+            cut = order[np.cumsum(probs[order]) - probs[order] >= sampling["top_p"]]
             logits[cut] = -np.inf
         logp = logits - logits.max()
         logp -= np.log(np.exp(logp).sum())
@@ -318,7 +323,7 @@ class Row:
         self.labels.append(label)
         if token in stops:
             self.finish = "stop"
-        elif len(self.tokens) == wanted["max_tokens"]:
+        elif len(self.tokens) == sampling["max_tokens"]:
             self.finish = "length"
 
     def choice(self, index, prompt):

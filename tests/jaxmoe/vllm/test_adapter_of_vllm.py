@@ -34,8 +34,10 @@ LORA = LoraConfig(attention_rank=3, attention_alpha=6.0)
 
 
 def adapters(seed):
-    made = init_adapters(jax.random.key(seed), SMALL, LORA)
-    return jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(seed), x.shape), made)
+    adapters = init_adapters(jax.random.key(seed), SMALL, LORA)
+    return jax.tree.map(
+        lambda x: x + 0.3 * jax.random.normal(jax.random.key(seed), x.shape), adapters
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +70,10 @@ def inside(base, tmp_path_factory):
 
 def gap(rollout, params):
     ids = jnp.asarray([[*rollout.prompt.tokens, *rollout.tokens.tolist()]])
-    ours = np.asarray(TRAINER_LOGPS(params, ids, cfg=SMALL, ops=OPS))[
+    trainer_logp = np.asarray(TRAINER_LOGPS(params, ids, cfg=SMALL, ops=OPS))[
         0, len(rollout.prompt.tokens) :
     ]
-    return np.abs(rollout.rollout_logp - ours).max()
+    return np.abs(rollout.rollout_logp - trainer_logp).max()
 
 
 def check_versions(engine, base, work):
@@ -127,7 +129,7 @@ def test_a_server_that_died_or_lost_its_adapter_has_it_again(base, tmp_path):
 
 
 def test_a_matrix_that_vllm_does_not_apply_is_named(inside):
-    """Of one layer, whose buffers are filled and then emptied."""
+    """One layer's adapter buffers are cleared after they are filled."""
     engine, _ = inside
     backend = engine.backends[0]
 

@@ -13,7 +13,7 @@ from jaxmoe.rollout.async_rollouts import AsyncRollouts
 from jaxmoe.rollout.staleness import check_versions
 
 FREE = Sampling(NEW, ())
-LAST, MAX_STALENESS, EACH = 6, 2, 4
+LAST, MAX_STALENESS, PROMPTS_PER_STEP = 6, 2, 4
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
@@ -21,7 +21,9 @@ def test_tokens_made_ahead_are_of_the_versions_they_say_and_none_is_too_old(open
     engine = opened(mode)
 
     def make(step):
-        return engine.generate(prompts(EACH, EACH * step), FREE, seed=step, samples=2)
+        return engine.generate(
+            prompts(PROMPTS_PER_STEP, PROMPTS_PER_STEP * step), FREE, seed=step, samples=2
+        )
 
     batches = AsyncRollouts(
         make,
@@ -36,17 +38,17 @@ def test_tokens_made_ahead_are_of_the_versions_they_say_and_none_is_too_old(open
         engine.load(weights(0), 0)
         batches.weights_synced(0)
         for step in range(1, LAST + 1):
-            made = batches.take_batch(step)
-            assert made is not None
-            numbers = range(EACH * step, EACH * (step + 1))
-            assert [r.prompt.id for r in made] == [i for i in numbers for _ in range(2)]
-            ages.append(check_versions(made, newest=step - 1, max_staleness=MAX_STALENESS))
-            for r in made:
+            batch = batches.take_batch(step)
+            assert batch is not None
+            numbers = range(PROMPTS_PER_STEP * step, PROMPTS_PER_STEP * (step + 1))
+            assert [r.prompt.id for r in batch] == [i for i in numbers for _ in range(2)]
+            ages.append(check_versions(batch, newest=step - 1, max_staleness=MAX_STALENESS))
+            for r in batch:
                 assert len(r.tokens) == NEW
                 for version in np.unique(r.weight_versions):
-                    at = r.weight_versions == version
-                    expected = trainer(weights(int(version)), r)[at]
-                    np.testing.assert_allclose(r.rollout_logp[at], expected, atol=1e-4)
+                    of_version = r.weight_versions == version
+                    expected = trainer(weights(int(version)), r)[of_version]
+                    np.testing.assert_allclose(r.rollout_logp[of_version], expected, atol=1e-4)
             time.sleep(0.03)  # into the next batch
             engine.load(weights(step), step)
             batches.weights_synced(step)

@@ -17,7 +17,7 @@ STOPPING = Sampling(NEW, tuple(range(5, 13)))
 SMALL = Sampling(6, ())
 
 
-def same(a, b):
+def assert_equal_rollouts(a, b):
     return all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))
 
 
@@ -26,9 +26,9 @@ def test_it_is_an_engine(engine):
 
 
 def test_rollouts_come_in_the_order_of_prompts_and_carry_their_version(engine):
-    asked = prompts(5)
-    out = engine.generate(asked, STOPPING, seed=1, samples=3)
-    assert [r.prompt for r in out] == [p for p in asked for _ in range(3)]
+    requested = prompts(5)
+    out = engine.generate(requested, STOPPING, seed=1, samples=3)
+    assert [r.prompt for r in out] == [p for p in requested for _ in range(3)]
     assert {r.stop for r in out} == set(StopReason)
     for r in out:
         n = len(r.tokens)
@@ -49,7 +49,7 @@ def test_log_probs_are_the_trainers(engine):
 
 def test_a_seed_gives_the_same_tokens_and_another_one_others(engine):
     a, b, c = (engine.generate(prompts(3), SMALL, seed=s, samples=4) for s in (5, 5, 6))
-    assert same(a, b) and not same(a, c)
+    assert assert_equal_rollouts(a, b) and not assert_equal_rollouts(a, c)
     assert len({tuple(r.tokens.tolist()) for r in a}) == 12
 
 
@@ -57,25 +57,29 @@ def test_a_row_does_not_depend_on_its_companions(engine):
     a = engine.generate(prompts(4), SMALL, seed=5, samples=2)
     mixed = [prompts(1)[0], *prompts(2, first=30), prompts(4)[3]]
     b = engine.generate(mixed, SMALL, seed=5, samples=2)
-    assert same(a[:2], b[:2]) and same(a[6:], b[6:]) and not same(a[2:4], b[2:4])
+    assert (
+        assert_equal_rollouts(a[:2], b[:2])
+        and assert_equal_rollouts(a[6:], b[6:])
+        and not assert_equal_rollouts(a[2:4], b[2:4])
+    )
 
 
-@pytest.mark.parametrize("where", ["the engine", "its server"])
-def test_more_samples_than_rows_are_asked_for_in_parts(tmp_path, where):
-    """As many at once as there are rows; and what is sampled does not depend on it."""
-    ours, theirs = (3, 4) if where == "the engine" else (33, 3)
-    made = []
-    for rows, served in ((ours, theirs), (32, 32)):
+@pytest.mark.parametrize("limited_by", ["the engine", "its server"])
+def test_more_samples_than_rows_are_asked_for_in_parts(tmp_path, limited_by):
+    """Requests of more samples than rows are split, and the samples do not depend on it."""
+    engine_rows, server_rows = (3, 4) if limited_by == "the engine" else (33, 3)
+    engines = []
+    for rows, served in ((engine_rows, server_rows), (32, 32)):
         server = StandIn(CFG, rows=served)
         engine = open_engine(server.url, tmp_path, retries=0, max_rows=rows)
         engine.load(weights(0), 3)
         server.requests.clear()
-        made.append(engine.generate(prompts(2), SMALL, seed=5, samples=8))
+        engines.append(engine.generate(prompts(2), SMALL, seed=5, samples=8))
         counts = [request["sampling_params"]["n"] for request in server.requests]
-        assert sorted(counts) == ([2, 2, 3, 3, 3, 3] if rows == ours else [8, 8])
+        assert sorted(counts) == ([2, 2, 3, 3, 3, 3] if rows == engine_rows else [8, 8])
         engine.close()
         server.crash()
-    assert same(*made)
+    assert assert_equal_rollouts(*engines)
 
 
 def test_a_prompt_that_comes_twice_has_answers_of_its_own(engine):
@@ -85,14 +89,14 @@ def test_a_prompt_that_comes_twice_has_answers_of_its_own(engine):
 
 def test_greedy_takes_the_likeliest_and_its_samples_are_alike(engine):
     out = engine.generate(prompts(2), Sampling(5, (), temperature=0.0), seed=1, samples=2)
-    assert same(out[:1], out[1:2])
+    assert assert_equal_rollouts(out[:1], out[1:2])
     scores = engine.score([[*r.prompt.tokens, *r.tokens.tolist()] for r in out])
     for r, logp in zip(out, scores, strict=True):
         np.testing.assert_allclose(r.rollout_logp, logp[-5:], atol=5e-5)
-        others = [
+        alternatives = [
             [*r.prompt.tokens, *r.tokens[:-1].tolist(), t] for t in range(0, CFG.vocab_size, 16)
         ]
-        assert max(s[-1] for s in engine.score(others)) <= logp[-1] + 1e-5
+        assert max(s[-1] for s in engine.score(alternatives)) <= logp[-1] + 1e-5
 
 
 def test_at_another_temperature_log_probs_are_of_the_distribution_drawn_from(engine):
@@ -107,8 +111,8 @@ def test_a_cut_is_told_by_the_mass_it_kept(engine, cut):
     out = engine.generate(prompts(3), Sampling(NEW, (), **cut), seed=1, samples=2)
     for r in out:
         assert r.log_kept is not None and (r.log_kept <= 0).all() and r.log_kept.min() < -0.05
-        whole = r.rollout_logp + r.log_kept
-        np.testing.assert_allclose(whole, trainer(weights(0), r), atol=5e-5)
+        full_logp = r.rollout_logp + r.log_kept
+        np.testing.assert_allclose(full_logp, trainer(weights(0), r), atol=5e-5)
 
 
 def test_a_cut_at_another_temperature_is_refused(engine):
@@ -122,8 +126,8 @@ def test_score_gives_the_trainers_log_probs_of_any_tokens(engine):
         assert logp.dtype == np.float32 and logp.shape == (len(ids),) and logp[0] == 0
         if len(ids) > 1:
             r = engine.generate([Prompt(0, "", tuple(ids[:1]), None)], Sampling(1, ()), seed=0)[0]
-            whole = trainer(weights(0), replace_tokens(r, ids[1:]))
-            np.testing.assert_allclose(logp[1:], whole, atol=5e-5)
+            full_logp = trainer(weights(0), replace_tokens(r, ids[1:]))
+            np.testing.assert_allclose(logp[1:], full_logp, atol=5e-5)
 
 
 def replace_tokens(rollout, tokens):
@@ -149,12 +153,12 @@ def test_an_update_that_somebody_left_open_is_ended_first(engine):
 
 def test_new_weights_are_sampled_from_at_once(engine):
     """Last: the module's engine goes on with other weights, then with its first again."""
-    asked = prompts(2)
-    before = engine.generate(asked, FREE, seed=4)
+    requested = prompts(2)
+    before = engine.generate(requested, FREE, seed=4)
     for version in range(4, 9):  # past the first two files
         engine.load(weights(version), version)
-        for r in engine.generate(asked, FREE, seed=4):
+        for r in engine.generate(requested, FREE, seed=4):
             assert (r.weight_versions == version).all()
             np.testing.assert_allclose(r.rollout_logp, trainer(weights(version), r), atol=5e-5)
     engine.load(weights(0), 9)
-    assert same(before, engine.generate(asked, FREE, seed=4))
+    assert assert_equal_rollouts(before, engine.generate(requested, FREE, seed=4))

@@ -41,16 +41,18 @@ def test_vllm_serves_an_export_with_our_log_probs_and_stops(tmp_path, monkeypatc
         kv_cache_memory_bytes=64 << 20, max_num_seqs=8,
     )  # fmt: skip
     text = "Spell this word backward: cat"
-    asked = vllm.SamplingParams(temperature=1.0, seed=1, n=8, max_tokens=60, prompt_logprobs=0)
-    (answer,) = engine.generate([text], asked)
+    sampling = vllm.SamplingParams(temperature=1.0, seed=1, n=8, max_tokens=60, prompt_logprobs=0)
+    (answer,) = engine.generate([text], sampling)
     tokens = list(text.encode())
     assert answer.prompt_token_ids == tokens
     ids = jnp.asarray([tokens], jnp.int32)
     logp_fn = jax.jit(lambda p, ids: sequence_logprobs(
         p, forward(p, ids, cfg.model, plain_ops())[0], ids, cfg.model, plain_ops())[0])  # fmt: skip
-    ours = np.asarray(logp_fn(params, ids))[0, 1:]
-    theirs = [row[t].logprob for row, t in zip(answer.prompt_logprobs[1:], tokens[1:], strict=True)]
-    gap = np.abs(ours - theirs).max()
+    trainer_logp = np.asarray(logp_fn(params, ids))[0, 1:]
+    vllm_logp = [
+        row[t].logprob for row, t in zip(answer.prompt_logprobs[1:], tokens[1:], strict=True)
+    ]
+    gap = np.abs(trainer_logp - vllm_logp).max()
     print(f"|Δlogp| {gap:.2e}", [(len(o.token_ids), o.finish_reason) for o in answer.outputs])
     assert gap <= 5e-5
     assert any(o.finish_reason == "stop" for o in answer.outputs)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from proxy import KINDS, Proxy
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, ROWS, check, open_engine, prompts, trainer, weights
+from vllm_cases import CFG, NEW, ROWS, check_rollouts, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import EngineError
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
@@ -25,13 +25,13 @@ FREE = Sampling(NEW, ())
 def test_a_spoilt_answer_is_asked_for_again(fresh, tmp_path, kind):
     engine = open_engine(fresh.url, tmp_path, request_timeout_s=2.0)
     engine.load(weights(1), 1)
-    asked = prompts(4)
-    clean = engine.generate(asked, FREE, seed=3, samples=2)
+    requested = prompts(4)
+    clean = engine.generate(requested, FREE, seed=3, samples=2)
     rng = random.Random(kind)
     fresh.proxy.faults = rng.sample([kind, kind, None, None], 4)
-    out = engine.generate(asked, FREE, seed=3, samples=2)
+    out = engine.generate(requested, FREE, seed=3, samples=2)
     assert fresh.proxy.spoilt == [kind, kind]
-    check(out, asked, 2, 1)
+    check_rollouts(out, requested, 2, 1)
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(clean, out, strict=True))
     assert engine.incidents
     engine.close()
@@ -47,19 +47,19 @@ def test_what_always_fails_is_given_up_with_the_reason(fresh, tmp_path):
     assert time.monotonic() - start < 10
     assert len(fresh.proxy.spoilt) <= 9  # bounded: three requests, three times
     fresh.proxy.faults = []
-    check(engine.generate(prompts(3), FREE, seed=0), prompts(3), 1, 1)
+    check_rollouts(engine.generate(prompts(3), FREE, seed=0), prompts(3), 1, 1)
     engine.close()
 
 
-def comes_back(server, how, folder):
+def comes_back(server, restart, folder):
     """End the server in the middle of its work; another one takes its replica."""
     server.crash()
     time.sleep(0.1)
-    server.start(folder if how == "old weights" else None)
+    server.start(folder if restart == "old weights" else None)
 
 
-@pytest.mark.parametrize("how", ["random weights", "old weights"])
-def test_a_server_that_died_is_given_the_weights_again(fresh, tmp_path, how):
+@pytest.mark.parametrize("restart", ["random weights", "old weights"])
+def test_a_server_that_died_is_given_the_weights_again(fresh, tmp_path, restart):
     engine = open_engine(fresh.url, tmp_path, request_timeout_s=3.0)
     engine.load(weights(1), 1)
     old = tmp_path / "old"
@@ -68,14 +68,14 @@ def test_a_server_that_died_is_given_the_weights_again(fresh, tmp_path, how):
     for file in folder.iterdir():
         (old / file.name).write_bytes(file.read_bytes())
     engine.load(weights(2), 2)
-    rng, asked = random.Random(how), prompts(6)
+    rng, requested = random.Random(restart), prompts(6)
     for turn in range(2):
         fresh.server.delay = 0.003
-        timer = threading.Timer(rng.uniform(0.02, 0.15), comes_back, (fresh.server, how, old))
+        timer = threading.Timer(rng.uniform(0.02, 0.15), comes_back, (fresh.server, restart, old))
         timer.start()
-        check(engine.generate(asked, FREE, seed=turn, samples=2), asked, 2, 2)
+        check_rollouts(engine.generate(requested, FREE, seed=turn, samples=2), requested, 2, 2)
         timer.join()
-        check(engine.generate(asked, FREE, seed=turn, samples=2), asked, 2, 2)
+        check_rollouts(engine.generate(requested, FREE, seed=turn, samples=2), requested, 2, 2)
     assert engine.incidents
     engine.close()
 
@@ -84,14 +84,14 @@ def test_a_server_that_came_back_between_two_calls_is_noticed(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path)
     engine.load(weights(1), 1)
     comes_back(fresh.server, "random weights", None)
-    check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
+    check_rollouts(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
     comes_back(fresh.server, "random weights", None)
     np.testing.assert_allclose(
         engine.score([[1, 2, 3]])[0], scores(weights(1), [1, 2, 3]), atol=5e-5
     )
     comes_back(fresh.server, "random weights", None)
     engine.load(weights(2), 2)
-    check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 2)
+    check_rollouts(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 2)
     engine.close()
 
 
@@ -103,7 +103,7 @@ def test_a_server_that_fell_back_to_an_older_version_is_noticed(fresh, tmp_path)
     engine.load(weights(2), 2)
     server.params, server.label = older
     server.spoken = server.label
-    check(engine.generate(prompts(3), FREE, seed=0), prompts(3), 1, 2)
+    check_rollouts(engine.generate(prompts(3), FREE, seed=0), prompts(3), 1, 2)
     assert "when 2 was current" in "".join(engine.incidents)
     engine.close()
 
@@ -127,10 +127,10 @@ def test_a_server_that_stays_away_is_given_up(fresh, tmp_path):
 def test_a_server_that_stays_away_is_given_up_once_for_all_who_wait(fresh, tmp_path, monkeypatch):
     engine = open_engine(fresh.url, tmp_path, retries=1)
     engine.load(weights(1), 1)
-    tried, sync_weights = [], Replica.sync_weights
+    versions, sync_weights = [], Replica.sync_weights
 
     def counted(self, *args, **options):
-        tried.append(args)
+        versions.append(args)
         return sync_weights(self, *args, **options)
 
     monkeypatch.setattr(Replica, "sync_weights", counted)
@@ -139,10 +139,10 @@ def test_a_server_that_stays_away_is_given_up_once_for_all_who_wait(fresh, tmp_p
         engine.generate(prompts(12), FREE, seed=0)
     with pytest.raises(EngineError, match="could not be synced, tried 2 times"):
         engine.generate(prompts(12), FREE, seed=0)
-    assert len(tried) == 1
+    assert len(versions) == 1
     fresh.server.start()
     engine.load(weights(2), 2)  # whoever syncs anew finds out anew
-    check(engine.generate(prompts(3), FREE, seed=0), prompts(3), 1, 2)
+    check_rollouts(engine.generate(prompts(3), FREE, seed=0), prompts(3), 1, 2)
     engine.close()
 
 
@@ -164,15 +164,15 @@ def test_two_servers_share_the_work_and_one_may_die(tmp_path):
     servers = [StandIn(CFG, delay=0.003) for _ in range(2)]
     engine = open_engine(",".join(s.url for s in servers), tmp_path)
     engine.load(weights(1), 1)
-    asked = prompts(8)
-    check(engine.generate(asked, FREE, seed=0), asked, 1, 1)
+    requested = prompts(8)
+    check_rollouts(engine.generate(requested, FREE, seed=0), requested, 1, 1)
     assert all(len(s.requests) > 4 for s in servers)  # two of them are the probe's
     timer = threading.Timer(0.05, comes_back, (servers[1], "random weights", None))
     timer.start()
-    check(engine.generate(asked, FREE, seed=0), asked, 1, 1)
+    check_rollouts(engine.generate(requested, FREE, seed=0), requested, 1, 1)
     timer.join()
     engine.load(weights(2), 2)
-    check(engine.generate(asked, FREE, seed=0), asked, 1, 2)
+    check_rollouts(engine.generate(requested, FREE, seed=0), requested, 1, 2)
     engine.close()
     for server in servers:
         server.crash()
@@ -181,9 +181,9 @@ def test_two_servers_share_the_work_and_one_may_die(tmp_path):
 def test_more_prompts_than_rows_are_asked_in_turn(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path)
     engine.load(weights(1), 1)
-    asked = prompts(ROWS + 9)
-    out = engine.generate(asked, Sampling(2, ()), seed=0, samples=2)
-    assert [r.prompt.id for r in out] == [p.id for p in asked for _ in range(2)]
+    requested = prompts(ROWS + 9)
+    out = engine.generate(requested, Sampling(2, ()), seed=0, samples=2)
+    assert [r.prompt.id for r in out] == [p.id for p in requested for _ in range(2)]
     engine.close()
 
 
@@ -191,20 +191,20 @@ def test_closing_ends_what_waits(fresh, tmp_path):
     engine = open_engine(fresh.url, tmp_path, request_timeout_s=100.0)
     engine.load(weights(1), 1)
     fresh.proxy.faults = ["silent"] * 50
-    found = []
+    failures = []
 
     def sample():
         try:
             engine.generate(prompts(2), FREE, seed=0)
         except EngineError as error:
-            found.append(str(error))
+            failures.append(str(error))
 
     thread = threading.Thread(target=sample)
     thread.start()
     time.sleep(0.1)
     engine.close()
     thread.join(10)
-    assert not thread.is_alive() and "closed" in found[0]
+    assert not thread.is_alive() and "closed" in failures[0]
 
 
 def test_the_proxy_itself_changes_nothing(fresh, tmp_path):
@@ -213,8 +213,8 @@ def test_the_proxy_itself_changes_nothing(fresh, tmp_path):
     with_it.load(weights(1), 1)
     a = with_it.generate(prompts(3), FREE, seed=0)
     with_it.close()
-    without = open_engine(fresh.server.url, tmp_path / "b")
-    without.load(weights(1), 1)
-    b = without.generate(prompts(3), FREE, seed=0)
-    without.close()
+    unprotected = open_engine(fresh.server.url, tmp_path / "b")
+    unprotected.load(weights(1), 1)
+    b = unprotected.generate(prompts(3), FREE, seed=0)
+    unprotected.close()
     assert all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from proxy import KINDS, Proxy
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, PROMPT, PYTHON, ROWS, check, open_engine, prompts, weights
+from vllm_cases import CFG, NEW, PROMPT, PYTHON, ROWS, check_rollouts, open_engine, prompts, weights
 
 from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.records import Sampling
@@ -63,45 +63,45 @@ def alike(clean, out):
 )
 def test_a_spoilt_answer(vllm, kind):
     engine, proxy, *_ = vllm
-    asked, rng = prompts(8), random.Random(kind)
-    clean = engine.generate(asked, FREE, seed=7, samples=2)
+    requested, rng = prompts(8), random.Random(kind)
+    clean = engine.generate(requested, FREE, seed=7, samples=2)
     for _ in range(TIMES):
         proxy.spoilt.clear()
         proxy.faults = rng.sample([kind, kind, *[None] * 6], 8)
-        out = engine.generate(asked, FREE, seed=7, samples=2)
+        out = engine.generate(requested, FREE, seed=7, samples=2)
         assert proxy.spoilt == [kind, kind]
-        check(out, asked, 2, 1)
+        check_rollouts(out, requested, 2, 1)
         assert alike(clean, out)
 
 
 def test_a_server_that_hangs(vllm):
     engine, _, server, *_ = vllm
-    asked, rng = prompts(8), random.Random(1)
+    requested, rng = prompts(8), random.Random(1)
     group = server._process.pid
     for _ in range(TIMES):
         timer = during(lambda: os.killpg(group, signal.SIGSTOP), rng)
         wake = threading.Timer(5.0, os.killpg, (group, signal.SIGCONT))
         wake.start()
-        check(engine.generate(asked, FREE, seed=8, samples=2), asked, 2, 1)
+        check_rollouts(engine.generate(requested, FREE, seed=8, samples=2), requested, 2, 1)
         timer.join()
         wake.join()
 
 
 def test_a_server_whose_weights_somebody_changed(vllm):
     engine, _, _, backend, work = vllm
-    asked, rng = prompts(8), random.Random(2)
+    requested, rng = prompts(8), random.Random(2)
     for turn in range(TIMES):
-        other = write_files(weights(5), CFG, work, dtype="float32", run="intruder", version=turn)
+        intruder = write_files(weights(5), CFG, work, dtype="float32", run="intruder", version=turn)
 
-        def intrude(other=other):
-            transfer_weights(backend, other, "keep", lambda: None)
+        def intrude(intruder=intruder):
+            transfer_weights(backend, intruder, "keep", lambda: None)
 
         timer = during(intrude, rng)
-        out = engine.generate(asked, FREE, seed=9, samples=2)
+        out = engine.generate(requested, FREE, seed=9, samples=2)
         timer.join()
-        check(out, asked, 2, 1)
-        check(engine.generate(asked, FREE, seed=9, samples=2), asked, 2, 1)
-        other.close()
+        check_rollouts(out, requested, 2, 1)
+        check_rollouts(engine.generate(requested, FREE, seed=9, samples=2), requested, 2, 1)
+        intruder.close()
 
 
 def test_a_server_that_comes_back_with_another_model(vllm):
@@ -110,70 +110,79 @@ def test_a_server_that_comes_back_with_another_model(vllm):
         vocab_size=89, d_model=32, n_layers=2, n_q_heads=2, n_kv_heads=1, head_dim=32,
         n_experts=4, experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32",
     )  # fmt: skip
-    other = StandIn(ModelConfig(**small))
-    asked, rng = prompts(8), random.Random(3)
+    intruder = StandIn(ModelConfig(**small))
+    requested, rng = prompts(8), random.Random(3)
     for _ in range(TIMES):
-        timer = during(lambda: setattr(proxy, "upstream", other.url), rng)
-        back = threading.Timer(1.0, setattr, (proxy, "upstream", server.url))
-        back.start()
-        check(engine.generate(asked, FREE, seed=10, samples=2), asked, 2, 1)
+        timer = during(lambda: setattr(proxy, "upstream", intruder.url), rng)
+        timer_back = threading.Timer(1.0, setattr, (proxy, "upstream", server.url))
+        timer_back.start()
+        check_rollouts(engine.generate(requested, FREE, seed=10, samples=2), requested, 2, 1)
         timer.join()
-        back.join()
-    other.crash()
+        timer_back.join()
+    intruder.crash()
 
 
 @pytest.mark.slow
 def test_a_server_that_comes_back_with_old_weights(vllm):
     """Another vLLM takes its place, each time with the weights of the version before."""
     engine, proxy, server, _, work = vllm
-    other = Server(
+    intruder = Server(
         VllmConfig(python=PYTHON), CFG, work=work, number=1, context=PROMPT + NEW, rows=ROWS
     )
-    asked, rng = prompts(8), random.Random(5)
-    backend = other.start()
-    proxy.keys[other.url] = other.key
+    requested, rng = prompts(8), random.Random(5)
+    backend = intruder.start()
+    proxy.keys[intruder.url] = intruder.key
     try:
         for turn in range(TIMES):
             version = 20 + turn
             engine.load(weights(version), version)
-            to = server.url if proxy.upstream == other.url else other.url
-            timer = during(lambda to=to: setattr(proxy, "upstream", to), rng)
-            check(engine.generate(asked, FREE, seed=12, samples=2), asked, 2, version)
+            upstream = server.url if proxy.upstream == intruder.url else intruder.url
+            timer = during(lambda upstream=upstream: setattr(proxy, "upstream", upstream), rng)
+            check_rollouts(
+                engine.generate(requested, FREE, seed=12, samples=2), requested, 2, version
+            )
             timer.join()
-            check(engine.generate(asked, FREE, seed=12, samples=2), asked, 2, version)
+            check_rollouts(
+                engine.generate(requested, FREE, seed=12, samples=2), requested, 2, version
+            )
     finally:
         proxy.upstream = server.url
         backend.close()
-        other.stop()
+        intruder.stop()
 
 
 def children(pid):
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout
-    return [int(line) for line in found.split()]
+    children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout
+    return [int(line) for line in children.split()]
 
 
 def test_a_server_that_is_killed_is_started_again_with_the_weights(tmp_path):
     """The server itself and the process that computes, in turn; then it is stopped, not killed."""
     engine = open_engine("", tmp_path, launch=1, request_timeout_s=15.0)
-    asked, rng = prompts(8), random.Random(4)
+    requested, rng = prompts(8), random.Random(4)
     try:
         engine.load(weights(1), 1)
-        clean = engine.generate(asked, FREE, seed=11, samples=2)
+        clean = engine.generate(requested, FREE, seed=11, samples=2)
         for turn in range(KILLS):
             leader = engine._pool.replicas[0]._server._process.pid
             victim = leader if turn % 2 == 0 else children(leader)[-1]
-            how = signal.SIGSTOP if turn % 3 == 2 else signal.SIGKILL
-            timer = during(lambda victim=victim, how=how: os.kill(victim, how), rng)
+            signal_number = signal.SIGSTOP if turn % 3 == 2 else signal.SIGKILL
+            timer = during(
+                lambda victim=victim, signal_number=signal_number: os.kill(victim, signal_number),
+                rng,
+            )
             start = time.monotonic()
-            out = engine.generate(asked, FREE, seed=11, samples=2)
+            out = engine.generate(requested, FREE, seed=11, samples=2)
             timer.join()
-            check(out, asked, 2, 1)
-            if how == signal.SIGKILL:  # it may have been over before the signal came
-                check(engine.generate(asked, FREE, seed=11, samples=2), asked, 2, 1)
+            check_rollouts(out, requested, 2, 1)
+            if signal_number == signal.SIGKILL:  # it may have been over before the signal came
+                check_rollouts(
+                    engine.generate(requested, FREE, seed=11, samples=2), requested, 2, 1
+                )
             assert alike(clean, out)
-            print(f"{how.name} of {victim - leader}: {time.monotonic() - start:.1f} s")
+            print(f"{signal_number.name} of {victim - leader}: {time.monotonic() - start:.1f} s")
         engine.load(weights(2), 2)
-        check(engine.generate(asked, FREE, seed=11, samples=2), asked, 2, 2)
+        check_rollouts(engine.generate(requested, FREE, seed=11, samples=2), requested, 2, 2)
         assert engine.incidents
     finally:
         engine.close()

@@ -18,18 +18,23 @@ class Backend(HttpBackend):
     """Answers some paths; to the others it waits as long as it may, or refuses at once."""
 
     def __init__(self, answered, waits):
-        self.answered, self.waits, self.closed, self.asked = answered, waits, "", threading.Event()
+        self.answered, self.waits, self.closed, self.requested = (
+            answered,
+            waits,
+            "",
+            threading.Event(),
+        )
 
     def answers_within(self, path, timeout_s):
         if path not in self.answered and self.waits:
             time.sleep(timeout_s)
         if len(self.answered) or not self.waits or path == SERVER_ROUTE:
-            self.asked.set()
+            self.requested.set()
         return path in self.answered
 
-    def close(self, why=""):
-        self.closed = why
-        self.asked.set()
+    def close(self, reason=""):
+        self.closed = reason
+        self.requested.set()
 
 
 @pytest.mark.parametrize(
@@ -55,9 +60,9 @@ def test_what_counts_as_a_hang(monkeypatch, answered, waits, works, on_disk, exp
     )
     monkeypatch.setattr(processes, "find_shared_memory", lambda _: set())
     backend = Backend(answered, waits)
-    alone = SimpleNamespace(_backend=backend, _group=0)
-    why = Heartbeat._find_hang(alone)  # pyright: ignore[reportArgumentType]
-    assert expected in why and bool(why) == bool(expected)
+    fake = SimpleNamespace(_backend=backend, _group=0)
+    reason = Heartbeat._find_hang(fake)  # pyright: ignore[reportArgumentType]
+    assert expected in reason and bool(reason) == bool(expected)
 
 
 def test_it_ends_the_connections_and_says_why(monkeypatch):
@@ -66,11 +71,11 @@ def test_it_ends_the_connections_and_says_why(monkeypatch):
         processes, "find_shared_memory", lambda group: {Path(f"/dev/shm/psm_{group}")}
     )
     backend = Backend(set(), True)
-    made = Heartbeat(backend, 5, "vLLM 3")
-    assert backend.asked.wait(5)
-    made.stop()
-    assert made.hung == backend.closed == "vLLM 3 hangs: it sleeps"
-    assert made.segments == {Path("/dev/shm/psm_5")}
+    monitor = Heartbeat(backend, 5, "vLLM 3")
+    assert backend.requested.wait(5)
+    monitor.stop()
+    assert monitor.hung == backend.closed == "vLLM 3 hangs: it sleeps"
+    assert monitor.segments == {Path("/dev/shm/psm_5")}
 
 
 def test_one_worker_that_stands_still_is_enough_and_a_disk_excuses_it():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hostile import KEY, TRICKS, HostileServer
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, check, open_engine, prompts, weights
+from vllm_cases import CFG, NEW, check_rollouts, open_engine, prompts, weights
 
 from jaxmoe.config import VllmConfig
 from jaxmoe.records import Sampling
@@ -21,44 +21,46 @@ from jaxmoe.vllm.redact import HIDDEN_TEXT, Key
 TIMEOUT_S = 0.6
 MEMORY = 200 << 20
 LANES = 3  # processes at once: most of them wait
-HERE = Path(__file__).parent
+TESTS_DIR = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def server():
-    made = HostileServer()
-    yield made
-    made.close()
+    hostile_server = HostileServer()
+    yield hostile_server
+    hostile_server.close()
 
 
-def ask(url, lines):
+def run_client(url, lines):
     """(seconds, bytes, error, text) by line, and what the clients wrote to stderr."""
-    found, errors = {}, []
+    reports, errors = {}, []
 
-    def lane(mine):
-        command = [sys.executable, str(HERE / "hostile_client.py"), url, KEY, str(TIMEOUT_S)]
-        done = subprocess.run(command, input="\n".join(mine), capture_output=True, text=True)
-        errors.append(done.stderr)
-        for answer in done.stdout.splitlines():
-            line, *said = json.loads(answer)
-            found[line] = said
+    def lane(lane_lines):
+        command = [sys.executable, str(TESTS_DIR / "hostile_client.py"), url, KEY, str(TIMEOUT_S)]
+        result = subprocess.run(
+            command, input="\n".join(lane_lines), capture_output=True, text=True
+        )
+        errors.append(result.stderr)
+        for answer in result.stdout.splitlines():
+            line, *report = json.loads(answer)
+            reports[line] = report
 
     threads = [threading.Thread(target=lane, args=(lines[i::LANES],)) for i in range(LANES)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found, "".join(errors)
+    return reports, "".join(errors)
 
 
 def test_each_trick_fails_in_time_and_memory_and_shows_no_key(server):
     lines = [f"generate: {name}" for name in TRICKS]
     for i, route in enumerate(("loaded_state", "max_context")):
         lines += [f"{route}: {name}" for name in list(TRICKS)[i::5]]
-    found, errors = ask(server.url, lines)
+    reports, errors = run_client(server.url, lines)
     assert errors == ""  # no traceback, no warning
-    assert found.keys() == set(lines)
-    for name, (seconds, used, kind, text) in found.items():
+    assert reports.keys() == set(lines)
+    for name, (seconds, used, kind, text) in reports.items():
         assert kind == "RequestFailed", (name, kind, text)
         assert seconds <= 2 * TIMEOUT_S, (name, seconds)
         assert used <= MEMORY, (name, used)
@@ -79,22 +81,24 @@ KINDS = (
 def test_each_trick_is_an_incident_and_the_request_is_asked_elsewhere(tmp_path, monkeypatch):
     """A server named by its URL that always spoils its answers: the other one gives all of them."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    good, behind = StandIn(CFG), StandIn(CFG)
-    hostile = HostileServer(behind.url)
+    good, upstream = StandIn(CFG), StandIn(CFG)
+    hostile = HostileServer(upstream.url)
     engine = open_engine(f"{hostile.url},{good.url}", tmp_path, request_timeout_s=2.0)
     try:
         engine.load(weights(1), 1)
-        asked = prompts(3)
+        requested = prompts(3)
         for turn, trick in enumerate(KINDS):
-            hostile.armed, hostile.done, before = trick, 0, len(engine.incidents)
-            check(engine.generate(asked, Sampling(NEW, ()), seed=turn), asked, 1, 1)
-            assert hostile.done and len(engine.incidents) > before, trick
+            hostile.armed, hostile.n_tricks, before = trick, 0, len(engine.incidents)
+            check_rollouts(
+                engine.generate(requested, Sampling(NEW, ()), seed=turn), requested, 1, 1
+            )
+            assert hostile.n_tricks and len(engine.incidents) > before, trick
         text = "\n".join(engine.incidents)
         assert hostile.url in text and HIDDEN_TEXT in text and KEY not in text
     finally:
         engine.close()
         hostile.close()
-        for server in (good, behind):
+        for server in (good, upstream):
             server.crash()
 
 

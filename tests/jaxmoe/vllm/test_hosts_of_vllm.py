@@ -41,7 +41,7 @@ def reward(completions, **_):
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 """
 # the train command, which also writes what each step trains on
-TOLD = """
+REPORT_SCRIPT = """
 import json, sys
 import jaxmoe.train as train
 make_batch = train.make_batch
@@ -83,22 +83,22 @@ def three(tmp_path_factory):
 def started(work, proxies, processes, *changes):
     address = f"127.0.0.1:{_find_free_port()}"
     urls = ",".join(proxy.url for proxy in proxies)
-    more = [f"rollout.vllm.url={urls}", f"rollout.vllm.weights_dir={work}-weights", *changes]
-    sets = [part for change in [*CHANGES, *more] for part in ("--set", change)]
+    overrides = [f"rollout.vllm.url={urls}", f"rollout.vllm.weights_dir={work}-weights", *changes]
+    sets = [part for change in [*CHANGES, *overrides] for part in ("--set", change)]
     typed = ["--config", "tiny_vllm.py", "--workdir", str(work), *sets]
-    made = []
+    children = []
     for number in range(processes):
         env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
         env["PYTHONPATH"] = os.pathsep.join([str(work.parent), str(ROOT)])
         if processes > 1:
             env |= dict(zip(PLAIN, (address, str(processes), str(number)), strict=True))
         log = open(f"{work}-{number}.txt", "w")
-        made.append(subprocess.Popen(
-            [sys.executable, "-c", TOLD, f"{work}-{number}.jsonl", *typed],
+        children.append(subprocess.Popen(
+            [sys.executable, "-c", REPORT_SCRIPT, f"{work}-{number}.jsonl", *typed],
             cwd=ROOT, env=env, stdout=log, stderr=log,
         ))  # fmt: skip
         log.close()
-    return made
+    return children
 
 
 def rows_of(work, number):
@@ -112,19 +112,19 @@ def metrics_of(work):
 
 
 def wait(holds, running, work):
-    until = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + WAIT_S
     while not holds():
         assert all(process.poll() is None for process in running), Path(f"{work}-0.txt").read_text()
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
 def test_no_prompt_is_lost_or_doubled_when_a_server_is_killed_and_comes_back(three, tmp_path):
     servers, proxies = three
     (tmp_path / "uneven.py").write_text(REWARD)
-    alone, work = tmp_path / "alone", tmp_path / "four"
-    (process,) = started(alone, proxies, 1, "steps=4")
-    assert process.wait(WAIT_S) == 0, Path(f"{alone}-0.txt").read_text()
+    single_dir, work = tmp_path / "alone", tmp_path / "four"
+    (process,) = started(single_dir, proxies, 1, "steps=4")
+    assert process.wait(WAIT_S) == 0, Path(f"{single_dir}-0.txt").read_text()
 
     running = started(work, proxies, 4, "mesh.fsdp=2", "mesh.expert=2")
     try:
@@ -143,7 +143,7 @@ def test_no_prompt_is_lost_or_doubled_when_a_server_is_killed_and_comes_back(thr
     assert sorted(metrics) == list(range(1, STEPS + 1)) and len(rows) == STEPS
     assert all(rows_of(work, number) == rows for number in (1, 2, 3))
     prompts = [[row[0] for row in step] for step in rows]
-    assert prompts[:4] == [[row[0] for row in step] for step in rows_of(alone, 0)]
+    assert prompts[:4] == [[row[0] for row in step] for step in rows_of(single_dir, 0)]
     for number, step in enumerate(rows, start=1):
         ids = [row[0] for row in step]
         assert ids == [i for i in ids[::4] for _ in range(4)] and len(set(ids[::4])) == 4
@@ -153,8 +153,10 @@ def test_no_prompt_is_lost_or_doubled_when_a_server_is_killed_and_comes_back(thr
     gap = "train_rollout_logprob_abs_diff"
     gaps = [row[gap] for row in metrics.values()]
     assert np.isfinite([row["loss"] for row in metrics.values()]).all()
-    assert max(gaps) < 2 * max(row[gap] for row in metrics_of(alone).values()) + 1e-6
-    told = " ".join(str(row.get("alerts", "")) for row in metrics.values())
-    assert "is unavailable" in told and "is reconnected, with weights" in told
+    assert max(gaps) < 2 * max(row[gap] for row in metrics_of(single_dir).values()) + 1e-6
+    alerts = " ".join(str(row.get("alerts", "")) for row in metrics.values())
+    assert "is unavailable" in alerts and "is reconnected, with weights" in alerts
     assert not list(Path(f"{work}-weights").iterdir())
-    print(f"gap {max(gaps):.2g}, alone {max(row[gap] for row in metrics_of(alone).values()):.2g}")
+    print(
+        f"gap {max(gaps):.2g}, alone {max(row[gap] for row in metrics_of(single_dir).values()):.2g}"
+    )

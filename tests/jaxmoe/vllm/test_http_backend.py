@@ -11,7 +11,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.vllm import http_backend, http_client
 from jaxmoe.vllm.http_backend import HttpBackend
 
-KEPT_S = 0.5  # by a server that forgets
+SERVER_IDLE_S = 0.5  # by a server that forgets
 
 
 @pytest.fixture
@@ -26,20 +26,20 @@ def server():
             pass
 
         def do_GET(self):
-            now, idle = time.monotonic(), getattr(self, "last", None)
-            if idle is not None and now - idle > KEPT_S:
+            start, idle = time.monotonic(), getattr(self, "last", None)
+            if idle is not None and start - idle > SERVER_IDLE_S:
                 self.close_connection = True
                 return
-            self.last = now
-            seen.add(self.client_address)
+            self.last = start
+            connections.add(self.client_address)
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    seen = set()
+    connections = set()
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{http.server_address[1]}", seen
+    yield f"http://127.0.0.1:{http.server_address[1]}", connections
     http.shutdown()
     http.server_close()
 
@@ -47,15 +47,15 @@ def server():
 def test_a_connection_is_kept_while_it_is_fresh_and_dropped_before_the_server_does(
     server, monkeypatch
 ):
-    url, seen = server
-    monkeypatch.setattr(http_client, "MAX_IDLE_S", 0.6 * KEPT_S)
+    url, connections = server
+    monkeypatch.setattr(http_client, "MAX_IDLE_S", 0.6 * SERVER_IDLE_S)
     backend = HttpBackend(url, timeout_s=5.0)
     for _ in range(5):
         backend.check_health()
-    assert len(seen) == 1
-    time.sleep(1.2 * KEPT_S)
+    assert len(connections) == 1
+    time.sleep(1.2 * SERVER_IDLE_S)
     backend.check_health()
-    assert len(seen) == 2
+    assert len(connections) == 2
     backend.close()
 
 
@@ -65,14 +65,14 @@ def test_closing_while_threads_connect_ends_them_all(server):
         backend = HttpBackend(url, timeout_s=5.0, connections=16)
         ended = []
 
-        def ask(backend=backend, ended=ended):
+        def send_requests(backend=backend, ended=ended):
             try:
                 while True:
                     backend.check_health()
             except http_backend.RequestFailed as error:
                 ended.append(error)
 
-        threads = [threading.Thread(target=ask) for _ in range(16)]
+        threads = [threading.Thread(target=send_requests) for _ in range(16)]
         for thread in threads:
             thread.start()
         backend.close()
@@ -86,7 +86,7 @@ def test_the_server_here_does_what_the_rule_is_for(server, monkeypatch):
     monkeypatch.setattr(http_client, "MAX_IDLE_S", 100.0)
     backend = HttpBackend(url, timeout_s=5.0)
     backend.check_health()
-    time.sleep(1.2 * KEPT_S)
+    time.sleep(1.2 * SERVER_IDLE_S)
     with pytest.raises(http_backend.RequestFailed):
         backend.check_health()
     backend.close()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from board import as_processes
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, check, prompts, weights
+from vllm_cases import CFG, NEW, OPS, PROMPT, ROWS, check_rollouts, prompts, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.records import Sampling
@@ -36,13 +36,13 @@ def test_every_process_has_the_answers_that_one_process_would_have(stand_in, tmp
                 assert [path.name for path in folder.iterdir()] == ["2"]
             return first, engine.generate(prompts(3), FREE, seed=4, samples=2), engine.incidents
 
-    made = as_processes(3, process)
-    for first, second, incidents in made:
-        check(first, prompts(3), 2, 1)
-        check(second, prompts(3), 2, 2)
+    results = as_processes(3, process)
+    for first, second, incidents in results:
+        check_rollouts(first, prompts(3), 2, 1)
+        check_rollouts(second, prompts(3), 2, 2)
         assert incidents == []
-        for ours, theirs in zip(made[0][1], second, strict=True):
-            assert np.array_equal(ours.tokens, theirs.tokens)
+        for first_rollout, second_rollout in zip(results[0][1], second, strict=True):
+            assert np.array_equal(first_rollout.tokens, second_rollout.tokens)
     assert not list((tmp_path / "weights").iterdir())
 
 
@@ -57,10 +57,10 @@ def test_a_server_that_died_is_given_the_weights_by_the_first_alone(fresh, tmp_p
                 fresh.server.start()
             return engine.generate(prompts(2), FREE, seed=4), engine.incidents
 
-    made = as_processes(2, process)
-    for out, incidents in made:
-        check(out, prompts(2), 1, 1)
-        assert incidents and incidents == made[0][1]
+    results = as_processes(2, process)
+    for out, incidents in results:
+        check_rollouts(out, prompts(2), 1, 1)
+        assert incidents and incidents == results[0][1]
 
 
 @pytest.mark.parametrize("fault", ["other weights", "torn"])
@@ -92,10 +92,10 @@ def test_nobody_there_is_everybodys_one_line(tmp_path):
 
 
 def test_the_first_process_alone_has_the_engine(stand_in, tmp_path, monkeypatch):
-    made, init = [], VllmEngine.__init__
+    results, init = [], VllmEngine.__init__
 
     def counted(self, *args, **named):
-        made.append(named["run"])
+        results.append(named["run"])
         init(self, *args, **named)
 
     monkeypatch.setattr(VllmEngine, "__init__", counted)
@@ -104,4 +104,4 @@ def test_the_first_process_alone_has_the_engine(stand_in, tmp_path, monkeypatch)
         with closing(shared(channel, stand_in.url, tmp_path)) as engine:
             return engine._run
 
-    assert as_processes(3, process) == 3 * made
+    assert as_processes(3, process) == 3 * results

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from vllm_cases import NEW, check, open_engine, prompts, trainer, weights
+from vllm_cases import NEW, check_rollouts, open_engine, prompts, trainer, weights
 
 from jaxmoe.records import Sampling
 from jaxmoe.vllm import replica
@@ -22,28 +22,30 @@ def test_a_sync_in_the_middle_of_responses(opened, mode):
     engine = opened(mode)
     engine.load(weights(1), 1)
     engine.generate(prompts(2), FREE, seed=0)  # compiled, warm
-    made, turns, met = [], 0, False
+    batches, turns, met = [], 0, False
     while turns < 3 or (turns < 12 and not met and mode != "wait"):  # until one is met by a sync
         new, version = weights(2 + turns), 2 + turns
         thread = threading.Thread(
-            target=lambda t=turns: made.extend(engine.generate(prompts(6), FREE, seed=t, samples=2))
+            target=lambda t=turns: batches.extend(
+                engine.generate(prompts(6), FREE, seed=t, samples=2)
+            )
         )
         thread.start()
         time.sleep(0.03 * (1 + turns % 3))
         engine.load(new, version)
         thread.join()
         turns += 1
-        met = any(len(set(r.weight_versions.tolist())) > 1 for r in made)
-    assert len(made) == 12 * turns and engine.incidents == []
+        met = any(len(set(r.weight_versions.tolist())) > 1 for r in batches)
+    assert len(batches) == 12 * turns and engine.incidents == []
     mixed = 0
-    for r in made:
+    for r in batches:
         versions = r.weight_versions
         assert len(versions) == len(r.tokens) == NEW and (np.diff(versions) >= 0).all()
         mixed += len(set(versions.tolist())) > 1
         for version in set(versions.tolist()):  # the trainer of that version agrees with it
-            at = versions == version
-            expected = trainer(weights(int(version)), r)[at]
-            np.testing.assert_allclose(r.rollout_logp[at], expected, atol=1e-4)
+            of_version = versions == version
+            expected = trainer(weights(int(version)), r)[of_version]
+            np.testing.assert_allclose(r.rollout_logp[of_version], expected, atol=1e-4)
         if r.routed_experts is not None:
             assert len(r.routed_experts) == len(r.prompt.tokens) + NEW - 1
     assert mixed == 0 if mode == "wait" else mixed > 0
@@ -63,12 +65,12 @@ def test_in_process_what_nobody_waits_for_any_more_is_ended(tmp_path, begun):
     engine = open_engine("", tmp_path, launch=0)
     engine.load(weights(1), 1)
     (backend,) = engine.backends
-    asked = request_body([1, 2, 3], FREE, count=3, max_tokens=NEW, seed=0)
+    body = request_body([1, 2, 3], FREE, count=3, max_tokens=NEW, seed=0)
     backend._timeout_s = 0.5
     if not begun:
         backend.pause("keep")
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(backend.generate, asked)
+        answer = pool.submit(backend.generate, body)
         while begun and not backend._in_flight:
             time.sleep(0.001)
         if begun:
@@ -80,7 +82,7 @@ def test_in_process_what_nobody_waits_for_any_more_is_ended(tmp_path, begun):
     assert not backend._run_between_steps(lambda: list(backend._in_flight))
     assert not backend._llm.llm_engine.has_unfinished_requests()
     backend._timeout_s = 20.0
-    check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
+    check_rollouts(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
     engine.close()
 
 

@@ -99,17 +99,17 @@ def run(home, experts: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_vllm_on_a_cpu_refuses_lora_for_gpt_oss_by_itself(setting):
-    done = run(setting[0], "stock")
-    assert done.returncode != 0 and "triton_moe.py" in done.stderr, done.stderr[-2000:]
+    result = run(setting[0], "stock")
+    assert result.returncode != 0 and "triton_moe.py" in result.stderr, result.stderr[-2000:]
 
 
 @pytest.mark.slow  # test_adapter_of_vllm.py has such an adapter in a run's engine
 def test_vllm_serves_our_adapter_as_our_merged_weights(setting):
     home, base, merged = setting
-    done = run(home, "plain")
-    assert done.returncode == 0, done.stderr[-2000:]
-    made = json.loads((home / "made.json").read_text())
-    gap = np.abs(np.array(made["adapter"]) - merged).max()
+    result = run(home, "plain")
+    assert result.returncode == 0, result.stderr[-2000:]
+    reported = json.loads((home / "made.json").read_text())
+    gap = np.abs(np.array(reported["adapter"]) - merged).max()
     print(f"max |dlogp| {gap:.1e}; the adapter moves them by {np.abs(merged - base).max():.1f}")
     assert np.abs(merged - base).max() > 0.5
-    assert np.abs(np.array(made["base"]) - base).max() < 5e-5 and gap < 5e-5
+    assert np.abs(np.array(reported["base"]) - base).max() < 5e-5 and gap < 5e-5

@@ -17,17 +17,17 @@ from jaxmoe.vllm.placement import (
 )
 
 
-def told(made):
+def format_placements(placements):
     return [
         ",".join(p.gpus)
         + (f" {p.memory_fraction:g}" if p.memory_fraction else "")
         + " shared" * (not p.exclusive)
-        for p in made
+        for p in placements
     ]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "servers", "each", "trainer", "expected"),
+    ("gpus", "servers", "gpus_per_server", "trainer", "expected"),
     [
         ("0123", 4, 1, 0.0, ["0", "1", "2", "3"]),
         ("0123", 2, 2, 0.0, ["0,1", "2,3"]),
@@ -39,9 +39,9 @@ def told(made):
     ],
 )  # fmt: skip
 def test_each_server_has_gpus_of_its_own_as_long_as_there_are_some(
-    gpus, servers, each, trainer, expected
+    gpus, servers, gpus_per_server, trainer, expected
 ):
-    assert told(assign_gpus(list(gpus), servers, each, trainer)) == expected
+    assert format_placements(assign_gpus(list(gpus), servers, gpus_per_server, trainer)) == expected
 
 
 def test_without_gpus_vllm_finds_what_there_is():
@@ -57,22 +57,22 @@ def test_too_few_gpus_and_too_little_memory_are_the_users_mistake():
 
 
 def test_what_is_passed_on_is_the_slice_and_the_share_in_the_order_it_was_named_in(monkeypatch):
-    made = Placement(("3", "4"), 0.45)
+    shared = Placement(("3", "4"), 0.45)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    asked = {"CUDA_VISIBLE_DEVICES": "3,4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert made.gpu_environment() == asked  # the numbers are the driver's
+    expected_environment = {"CUDA_VISIBLE_DEVICES": "3,4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert shared.gpu_environment() == expected_environment  # the numbers are the driver's
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,3,2")
-    assert made.gpu_environment() == {"CUDA_VISIBLE_DEVICES": "3,4"}  # the numbers are the user's
-    assert made.vllm_options() == {"gpu_memory_utilization": "0.45"}
+    assert shared.gpu_environment() == {"CUDA_VISIBLE_DEVICES": "3,4"}  # the numbers are the user's
+    assert shared.vllm_options() == {"gpu_memory_utilization": "0.45"}
 
 
 @pytest.mark.parametrize(
-    ("given", "seen"),
+    ("variable", "expected"),
     [("2,3", ["2", "3"]), ("GPU-a, MIG-b", ["GPU-a", "MIG-b"]), ("", []), ("1,-1,2", ["1"])],
 )
-def test_only_what_this_process_may_see_is_given_away(monkeypatch, given, seen):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    assert list_visible_gpus() == seen
+def test_only_what_this_process_may_see_is_given_away(monkeypatch, variable, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert list_visible_gpus() == expected
 
 
 def test_where_nothing_is_set_the_driver_is_asked(monkeypatch):
@@ -89,12 +89,12 @@ def test_where_nothing_is_set_the_driver_is_asked(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("args", "each"),
+    ("args", "gpus_per_server"),
     [("", 1), ("--tensor-parallel-size 2", 2), ("-tp=2 --pipeline_parallel_size 2", 4),
      ("--seed 7 -tp 8", 8), ("-tp many", 1)],
 )  # fmt: skip
-def test_a_server_needs_as_many_gpus_as_its_options_say(args, each):
-    assert count_gpus_per_server(args) == each
+def test_a_server_needs_as_many_gpus_as_its_options_say(args, gpus_per_server):
+    assert count_gpus_per_server(args) == gpus_per_server
 
 
 def test_the_trainers_part_is_what_xla_is_told(monkeypatch):

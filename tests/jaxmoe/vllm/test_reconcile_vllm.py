@@ -52,20 +52,20 @@ def weights(seed):
 @contextmanager
 def vllm(work, args="", dtype=""):
     """A vLLM in this process; its probe lets everything through, for the doctor to see."""
-    made = VllmEngine(
+    rollouts = VllmEngine(
         CFG, OPS, VllmConfig(launch=0, args=args, dtype=dtype, weights_dir=str(work),
                         probe_abs_diff=1e9),
         work=work, max_prompt_tokens=24, max_new_tokens=24, max_rows=12,
     )  # fmt: skip
     try:
-        yield made
+        yield rollouts
     finally:
-        made.close()
+        rollouts.close()
 
 
 def examined(engine, dtype="float32", **options):
-    made = engine.generate(PROMPTS, COOL, seed=1)
-    r = reconcile(made, weights(0), CFG, COOL, run=RUN, told=Handshake(dtype), **options)
+    rollouts = engine.generate(PROMPTS, COOL, seed=1)
+    r = reconcile(rollouts, weights(0), CFG, COOL, run=RUN, told=Handshake(dtype), **options)
     v = r.verdict
     regret = max((x.regret for x in r.layers), default=0.0)
     print(
@@ -77,16 +77,16 @@ def examined(engine, dtype="float32", **options):
 
 def pieces_are_all_there_is(engine):
     """Each of vLLM's modules, given what the trainer's piece is given, differs by rounding."""
-    made = engine.generate(PROMPTS[:5], COOL, seed=1, samples=2)
-    asked = replace(load_config("tiny_vllm.py"), model=CFG)
-    recorded = recordings(engine, made, asked)
+    rollouts = engine.generate(PROMPTS[:5], COOL, seed=1, samples=2)
+    config = replace(load_config("tiny_vllm.py"), model=CFG)
+    recorded = recordings(engine, rollouts, config)
     assert recorded is not None and recorded[0].shape == (4, 8 + 24)  # the shortest prompt's
     steps = Steps(*(jax.jit(partial(f, cfg=CFG, ops=OPS)) for f in (differences, with_differences)))
-    found = ladder(weights(0), *recorded, steps)
-    print(found)
-    assert 0 < found.gap < 1e-5 and found.tokens == 4 * 31
-    assert max(rung.largest for rung in found.rungs) < 2e-5, "a place is another module's"
-    gaps = {rung.piece: rung.gap for rung in found.rungs}
+    comparison = ladder(weights(0), *recorded, steps)
+    print(comparison)
+    assert 0 < comparison.gap < 1e-5 and comparison.tokens == 4 * 31
+    assert max(rung.largest for rung in comparison.rungs) < 2e-5, "a place is another module's"
+    gaps = {rung.piece: rung.gap for rung in comparison.rungs}
     assert gaps["embedding"] == gaps["residual sums"] == 0.0 < gaps["attention"]
     backend, row = engine.backends[0], list(range(20))
     with pytest.raises(RequestFailed, match="exactly one forward must run during"):
@@ -96,11 +96,11 @@ def pieces_are_all_there_is(engine):
     def unknown(_):
         raise RequestFailed("vLLM's GPT-OSS must have the modules that are recorded")
 
-    backend.record_forward, kept = unknown, backend.record_forward
-    with redirect_stdout(io.StringIO()) as said:  # vLLM closes what capsys has
-        assert recordings(engine, made, asked) is None
-    assert "pieces   not compared: vLLM's GPT-OSS must have" in said.getvalue()
-    backend.record_forward = kept
+    backend.record_forward, record_forward = unknown, backend.record_forward
+    with redirect_stdout(io.StringIO()) as printed:  # vLLM closes what capsys has
+        assert recordings(engine, rollouts, config) is None
+    assert "pieces   not compared: vLLM's GPT-OSS must have" in printed.getvalue()
+    backend.record_forward = record_forward
 
 
 def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):

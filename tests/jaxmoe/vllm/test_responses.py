@@ -14,7 +14,7 @@ from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.request import _join_completions
 from jaxmoe.vllm.responses import ExpectedResponse, parse_completions, parse_prompt_logps, read_npy
 
-ASKED = ExpectedResponse(prompt_tokens=3, samples=2, max_tokens=4, stop_ids=frozenset({9}))
+EXPECTED = ExpectedResponse(prompt_tokens=3, samples=2, max_tokens=4, stop_ids=frozenset({9}))
 
 
 @pytest.mark.parametrize("shape", [(), (0, 2), (5,), (3, 4, 2)])
@@ -36,10 +36,10 @@ def test_an_array_is_read_as_numpy_wrote_it(shape, dtype, order, version):
 def test_what_is_no_array_is_said(raw):
     with pytest.raises(ValueError):
         read_npy(raw)
-    whole = io.BytesIO()
-    np.save(whole, np.arange(9))
+    complete = io.BytesIO()
+    np.save(complete, np.arange(9))
     with pytest.raises(ValueError):
-        read_npy(whole.getvalue()[:-1])
+        read_npy(complete.getvalue()[:-1])
 
 
 def npy(array):
@@ -74,7 +74,7 @@ def spoilt(change):
 
 
 def test_a_good_answer_comes_in_the_order_of_its_samples():
-    first, second = parse_completions(GOOD, ASKED, CFG)
+    first, second = parse_completions(GOOD, EXPECTED, CFG)
     assert first.tokens == [5, 6, 7, 8] and second.tokens == [5, 9]
     assert first.logp == [-5.5, -6.5, -7.5, -8.5]
     assert first.labels == ["r:1", "r:2", "r:2", "r:2"] and second.finish == "stop"
@@ -89,7 +89,7 @@ def put_logp(value):
     return lambda c, answer: c["logprobs"]["content"][2].update(logprob=value)
 
 
-WRONG = {
+INVALID = {
     "fewer choices": (lambda c, a: a["choices"].pop(), "asked for 2 samples of a prompt, got 1"),
     "more choices": (lambda c, a: a["choices"].append(c), "asked for 2 samples .* got 3"),
     "no choices": (lambda c, a: a.update(choices=None), "must have a list of choices"),
@@ -133,56 +133,58 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", INVALID)
 def test_what_is_wrong_is_refused_by_name(name):
-    change, message = WRONG[name]
+    change, message = INVALID[name]
     with pytest.raises(RequestFailed, match=message):
-        parse_completions(spoilt(change), ASKED, CFG)
+        parse_completions(spoilt(change), EXPECTED, CFG)
 
 
 @pytest.mark.parametrize("answer", [None, [], "text", {}, {"choices": [1, 2]}])
 def test_no_answer_at_all_is_refused(answer):
     with pytest.raises(RequestFailed, match="list of choices"):
-        parse_completions(answer, ASKED, CFG)
+        parse_completions(answer, EXPECTED, CFG)
 
 
 @pytest.mark.parametrize("rows", ["zeros", "marked"])
 def test_tokens_whose_experts_are_not_known_are_routed_by_the_trainer(rows):
     """All zeros is what some fused kernels record, for a cached prompt say; -1 is vLLM's mark."""
-    experts = parse_completions(GOOD, ASKED, CFG)[0].experts.copy()
+    experts = parse_completions(GOOD, EXPECTED, CFG)[0].experts.copy()
     experts[:3] = 0 if rows == "zeros" else -1
-    made = parse_completions(spoilt(put(routed_experts=npy(experts))), ASKED, CFG)[0].experts
-    assert (made[:3] == -1).all() and np.array_equal(made[3:], experts[3:])
+    parsed = parse_completions(spoilt(put(routed_experts=npy(experts))), EXPECTED, CFG)[0].experts
+    assert (parsed[:3] == -1).all() and np.array_equal(parsed[3:], experts[3:])
 
 
 def test_an_aborted_answer_may_be_short_or_empty():
     aborted = spoilt(put(finish_reason="abort", token_ids=[], logprobs=None, weight_versions=None))
-    assert parse_completions(aborted, ASKED, CFG)[0].tokens == []
+    assert parse_completions(aborted, EXPECTED, CFG)[0].tokens == []
 
 
 def test_a_rounded_log_prob_just_above_zero_is_zero():
-    assert parse_completions(spoilt(put_logp(3e-7)), ASKED, CFG)[0].logp[2] == 0.0
+    assert parse_completions(spoilt(put_logp(3e-7)), EXPECTED, CFG)[0].logp[2] == 0.0
 
 
 def test_a_continued_sample_keeps_each_pieces_log_probs_labels_and_experts():
-    whole = parse_completions(GOOD, ASKED, CFG)[0]
-    asked = ExpectedResponse(3, 1, 4, frozenset())
+    complete = parse_completions(GOOD, EXPECTED, CFG)[0]
+    expected = ExpectedResponse(3, 1, 4, frozenset())
     head = copy.deepcopy(GOOD["choices"][1]) | {"finish_reason": "abort"}
     for key in ("token_ids",):
         head[key] = head[key][:2]
     head["logprobs"]["content"] = head["logprobs"]["content"][:2]
     head["weight_versions"][1]["end"] = 2
-    head["routed_experts"] = npy(whole.experts[:4].astype(np.uint8))
-    (first,) = parse_completions({"choices": [head]}, asked, CFG)
-    rest = choice(0, [7, 8], "length")
-    rest["weight_versions"] = [{"version": "r:3", "start": 0, "end": 2}]
-    rest["routed_experts"] = npy(np.tile(np.uint8([5, 3]), (3 + 2 + 2 - 1, 2, 1)))
-    (second,) = parse_completions({"choices": [rest]}, ExpectedResponse(5, 1, 2, frozenset()), CFG)
-    made = _join_completions(first, second, prompt=3)
-    assert made.tokens == [5, 6, 7, 8] and made.finish == "length"
-    assert made.labels == ["r:1", "r:2", "r:3", "r:3"]
-    assert made.experts is not None and np.array_equal(made.experts[:4], whole.experts[:4])
-    assert (made.experts[4:] == [5, 3]).all() and len(made.experts) == 6
+    head["routed_experts"] = npy(complete.experts[:4].astype(np.uint8))
+    (first,) = parse_completions({"choices": [head]}, expected, CFG)
+    continuation = choice(0, [7, 8], "length")
+    continuation["weight_versions"] = [{"version": "r:3", "start": 0, "end": 2}]
+    continuation["routed_experts"] = npy(np.tile(np.uint8([5, 3]), (3 + 2 + 2 - 1, 2, 1)))
+    (second,) = parse_completions(
+        {"choices": [continuation]}, ExpectedResponse(5, 1, 2, frozenset()), CFG
+    )
+    parsed = _join_completions(first, second, prompt=3)
+    assert parsed.tokens == [5, 6, 7, 8] and parsed.finish == "length"
+    assert parsed.labels == ["r:1", "r:2", "r:3", "r:3"]
+    assert parsed.experts is not None and np.array_equal(parsed.experts[:4], complete.experts[:4])
+    assert (parsed.experts[4:] == [5, 3]).all() and len(parsed.experts) == 6
 
 
 def test_scores_must_be_of_every_given_token():

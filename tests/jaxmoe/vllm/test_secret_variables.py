@@ -23,5 +23,5 @@ def test_a_key_to_another_service_is_not_handed_on(name):
 
 
 def test_what_a_server_needs_is_handed_on():
-    given = dict.fromkeys(NEEDED, "x")
-    assert remove_secrets(given) == given
+    kept_variables = dict.fromkeys(NEEDED, "x")
+    assert remove_secrets(kept_variables) == kept_variables

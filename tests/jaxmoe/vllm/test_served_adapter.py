@@ -25,7 +25,7 @@ PACKABLE = replace(CFG, d_expert=64)
 
 def test_the_weights_that_arrive_are_the_merged_ones_and_log_probs_the_trainers(tmp_path):
     base, adapters = base_of(PACKABLE), adapters_of(PACKABLE)
-    whole = merged(base, adapters, LORA.scales, dtype="float32")
+    merged_params = merged(base, adapters, LORA.scales, dtype="float32")
     server = StandIn(PACKABLE)
     engine = VllmEngine(
         PACKABLE, OPS, VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights")),
@@ -33,19 +33,21 @@ def test_the_weights_that_arrive_are_the_merged_ones_and_log_probs_the_trainers(
     )  # fmt: skip
     try:
         engine.load(with_adapters(base, adapters, LORA.scales), 1)
-        jax.tree.map(np.testing.assert_array_equal, server.params, jax.tree.map(np.asarray, whole))
+        jax.tree.map(
+            np.testing.assert_array_equal, server.params, jax.tree.map(np.asarray, merged_params)
+        )
         (rollout,) = engine.generate(prompts(1), Sampling(NEW, ()), seed=0)
     finally:
         engine.close()
         server.crash()
     ids = jnp.asarray([[*rollout.prompt.tokens, *rollout.tokens.tolist()]])
     start = len(rollout.prompt.tokens)
-    ours, unadapted = (
+    trainer_logp, unadapted = (
         np.asarray(TRAINER_LOGPS(params, ids, cfg=PACKABLE, ops=OPS))[0, start:]
         for params in (with_adapters(base, adapters, LORA.scales), base)
     )
-    np.testing.assert_allclose(rollout.rollout_logp, ours, atol=1e-4)
-    assert np.abs(unadapted - ours).max() > 1e-2
+    np.testing.assert_allclose(rollout.rollout_logp, trainer_logp, atol=1e-4)
+    assert np.abs(unadapted - trainer_logp).max() > 1e-2
 
 
 @pytest.fixture
@@ -72,10 +74,10 @@ def test_an_adapter_alone_is_sent_and_each_matrix_was_tried_before(served, tmp_p
         (rollout,) = engine.generate(prompts(1), Sampling(NEW, ()), seed=0)
         assert (rollout.weight_versions == version).all()
         ids = jnp.asarray([[*rollout.prompt.tokens, *rollout.tokens.tolist()]])
-        ours = np.asarray(TRAINER_LOGPS(params, ids, cfg=PACKABLE, ops=OPS))[
+        trainer_logp = np.asarray(TRAINER_LOGPS(params, ids, cfg=PACKABLE, ops=OPS))[
             0, len(rollout.prompt.tokens) :
         ]
-        np.testing.assert_allclose(rollout.rollout_logp, ours, atol=1e-4)
+        np.testing.assert_allclose(rollout.rollout_logp, trainer_logp, atol=1e-4)
     assert capsys.readouterr().out.count("trying an adapter of each of 12 matrices") == 1
     assert {body["model"] for body in server.requests} == {"jaxmoe_adapter"}
     (folder,) = (tmp_path / "weights").glob("jaxmoe-*/*")

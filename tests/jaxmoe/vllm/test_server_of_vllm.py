@@ -37,7 +37,7 @@ UNLISTED = {"/metrics", "/docs", "/redoc", "/openapi.json", "/no/such", "//colle
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory):
+def started_server(tmp_path_factory):
     server = Server(
         VllmConfig(python=PYTHON), CFG, work=tmp_path_factory.mktemp("server"), number=0,
         context=PROMPT + NEW, rows=ROWS,
@@ -46,38 +46,38 @@ def started(tmp_path_factory):
     server.stop()
 
 
-def test_without_the_key_every_route_answers_401(started):
-    server, _ = started
+def test_without_the_key_every_route_answers_401(started_server):
+    server, _ = started_server
     pool = urllib3.PoolManager(retries=False)
-    right = {"Authorization": f"Bearer {server.key}"}
-    found = pool.request("GET", server.url + "/openapi.json", headers=right).json()["paths"]
-    assert found.keys() >= DANGEROUS and len(found) > 40
-    for path in found.keys() | UNLISTED:
+    headers = {"Authorization": f"Bearer {server.key}"}
+    files = pool.request("GET", server.url + "/openapi.json", headers=headers).json()["paths"]
+    assert files.keys() >= DANGEROUS and len(files) > 40
+    for path in files.keys() | UNLISTED:
         for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"):
-            for wrong in ({}, {"Authorization": "Bearer x"}, {"Authorization": server.key}):
-                answer = pool.request(method, server.url + path, headers=wrong, body=b"{}")
-                assert answer.status == 401, (method, path, wrong)
+            for wrong_headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": server.key}):
+                answer = pool.request(method, server.url + path, headers=wrong_headers, body=b"{}")
+                assert answer.status == 401, (method, path, wrong_headers)
     stranger = HttpBackend(server.url, timeout_s=5.0, key="another")
     with pytest.raises(RequestFailed, match="401: it requires another key. Set VLLM_API_KEY"):
         stranger.pause("abort")
     stranger.close()
 
 
-class Doorless(Server):
-    """As started with vLLM's own key alone."""
+class UnguardedServer(Server):
+    """A server started with only vLLM's own key."""
 
     def build_command(self, port):
-        made = super().build_command(port)
-        at = made.index("--middleware")
-        return made[:at] + made[at + 2 :]
+        command = super().build_command(port)
+        position = command.index("--middleware")
+        return command[:position] + command[position + 2 :]
 
 
 @pytest.mark.slow
-def test_what_vllms_own_key_leaves_open_is_told(started, tmp_path, capsys):
-    server, behind_a_door = started
-    check_requires_key(behind_a_door)
+def test_what_vllms_own_key_leaves_open_is_told(started_server, tmp_path, capsys):
+    server, guarded_backend = started_server
+    check_requires_key(guarded_backend)
     assert capsys.readouterr().err == ""
-    server = Doorless(
+    server = UnguardedServer(
         VllmConfig(python=PYTHON), CFG, work=tmp_path, number=1, context=PROMPT + NEW, rows=ROWS
     )
     backend = server.start()
@@ -92,8 +92,8 @@ def test_what_vllms_own_key_leaves_open_is_told(started, tmp_path, capsys):
     server.stop()
 
 
-def test_another_user_sees_neither_the_key_nor_its_sockets(started):
-    server, _ = started
+def test_another_user_sees_neither_the_key_nor_its_sockets(started_server):
+    server, _ = started_server
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     listed = subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True).stdout
@@ -101,12 +101,16 @@ def test_another_user_sees_neither_the_key_nor_its_sockets(started):
     assert server.key not in server.log.read_text()
     code = f"import os, sys; os.setuid({NOBODY}); os.listdir(sys.argv[1])"
     for folder in (server._scratch, f"/proc/{server._process.pid}/fd"):
-        tried = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
-        assert "PermissionError" in tried.stderr
+        result = subprocess.run(
+            [sys.executable, "-c", code, folder], capture_output=True, text=True
+        )
+        assert "PermissionError" in result.stderr
 
 
-def left():
-    """What vLLMs have in shared memory and among temporary files; others work beside us."""
+def list_vllm_leftovers():
+    """Return what vLLM processes left in shared memory and temporary files; others run
+    concurrently.
+    """
     temporary = Path(tempfile.gettempdir())
     memory = {p for name in ("psm_*", "vllm*") for p in processes.SHARED_MEMORY_DIR.glob(name)}
     sockets = {p for p in temporary.glob("????????-????-????-????-????????????")}
@@ -115,42 +119,42 @@ def left():
 
 def by_name(group):
     """Its processes, the server first."""
-    found = {
+    files = {
         pid: Path(f"/proc/{pid}/comm").read_text()
         for pid in sorted(processes.list_group_members(group))
     }
-    return [pid for pid, name in found.items() if "VLLM" in name or pid == group]
+    return [pid for pid, name in files.items() if "VLLM" in name or pid == group]
 
 
 ANOTHER = pytest.mark.slow  # a start and 20 seconds of silence each
 
 
 @pytest.mark.parametrize(
-    "which",
+    "process",
     [
         pytest.param(0, id="server", marks=ANOTHER), pytest.param(1, id="engine"),
         pytest.param(2, id="worker", marks=ANOTHER),
     ],
 )  # fmt: skip
-def test_one_that_hangs_is_found_within_half_a_minute(started, which):
-    server, backend = started
+def test_one_that_hangs_is_found_within_half_a_minute(started_server, process):
+    server, backend = started_server
     if not server.is_alive() or server._heartbeat.hung:
         backend = server.start()
     victims = by_name(server._process.pid)
     ended, body = [], request_body([1, 2], Sampling(NEW, ()), count=1, max_tokens=NEW, seed=0)
 
-    def ask():
+    def send_request():
         try:
             while True:
                 backend.generate(body)  # all three are needed for it
         except RequestFailed as error:
             ended.append((time.monotonic(), str(error)))
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=send_request)
     thread.start()
     time.sleep(4)
     assert not ended
-    os.kill(victims[min(which, len(victims) - 1)], signal.SIGSTOP)
+    os.kill(victims[min(process, len(victims) - 1)], signal.SIGSTOP)
     start = time.monotonic()
     thread.join(60)
     before = time.monotonic()
@@ -165,11 +169,11 @@ def test_killed_ones_leave_no_segment_no_process_and_no_file(tmp_path):
     server = Server(
         VllmConfig(python=PYTHON), CFG, work=tmp_path, number=0, context=PROMPT + NEW, rows=ROWS
     )
-    before = left()
+    before = list_vllm_leftovers()
     for turn in range(KILLS):
         backend = server.start()
         time.sleep(0.5)
-        assert left() > before
+        assert list_vllm_leftovers() > before
         group = server._process.pid
         victims = by_name(group)
         for victim in victims if turn % 4 == 3 else [victims[min(turn % 4, len(victims) - 1)]]:
@@ -177,8 +181,8 @@ def test_killed_ones_leave_no_segment_no_process_and_no_file(tmp_path):
         time.sleep(2.0)
         backend.close()
         server.stop()
-        assert left() <= before
-        until = time.monotonic() + 5  # whoever adopted them may take its time
-        while processes.list_group_members(group) and time.monotonic() < until:
+        assert list_vllm_leftovers() <= before
+        deadline = time.monotonic() + 5  # whoever adopted them may take its time
+        while processes.list_group_members(group) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not processes.list_group_members(group)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, ROWS, check, open_engine, prompts, weights
+from vllm_cases import CFG, NEW, ROWS, check_rollouts, open_engine, prompts, weights
 
 from jaxmoe.config import EngineError
 from jaxmoe.records import Sampling
@@ -22,20 +22,20 @@ FREE, SMALL = Sampling(NEW, ()), Sampling(4, ())
 def two(monkeypatch):
     monkeypatch.setattr(module, "MIN_RECONNECT_S", 0.05)
     with ExitStack() as closing:
-        made = [StandIn(CFG, rows=ROWS) for _ in range(2)]
-        for server in made:
+        servers = [StandIn(CFG, rows=ROWS) for _ in range(2)]
+        for server in servers:
             closing.callback(server.crash)
-        yield made
+        yield servers
 
 
 def urls(servers):
     return ",".join(server.url for server in servers)
 
 
-def wait(holds):
-    until = time.monotonic() + 20
+def wait_until(holds):
+    deadline = time.monotonic() + 20
     while not holds():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -44,20 +44,20 @@ def test_a_run_goes_on_without_a_server_that_died_and_takes_it_in_again(two, tmp
     engine.load(weights(1), 1)
     two[1].crash()
     for version in (1, 2):
-        check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, version)
+        check_rollouts(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, version)
         if version == 1:
-            wait(lambda: any("is unavailable" in said for said in engine.incidents))
+            wait_until(lambda: any("is unavailable" in incident for incident in engine.incidents))
             before = len(engine.incidents)
             engine.load(weights(2), 2)  # costs no attempt at the one that is away
             assert len(engine.incidents) == before
     two[1].start()
-    wait(lambda: "is reconnected, with weights of version 2" in engine.incidents[-1])
+    wait_until(lambda: "is reconnected, with weights of version 2" in engine.incidents[-1])
     assert two[1].label == two[0].label
     two[1].requests.clear()
-    check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 2)
+    check_rollouts(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 2)
     assert two[1].requests, "it has work again"
     engine.load(weights(3), 3)
-    check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 3)
+    check_rollouts(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 3)
     engine.close()
 
 
@@ -65,23 +65,23 @@ def test_who_was_given_a_version_that_is_old_by_then_waits_for_the_next(two, tmp
     engine = open_engine(urls(two), tmp_path, retries=1)
     engine.load(weights(1), 1)
     two[1].crash()
-    check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
-    wait(lambda: any("is unavailable" in said for said in engine.incidents))
-    bring_back, given = Replica.reconnect, []
+    check_rollouts(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
+    wait_until(lambda: any("is unavailable" in incident for incident in engine.incidents))
+    bring_back, versions = Replica.reconnect, []
 
     def slowly(self, target):
         bring_back(self, target)
-        if not given:
+        if not versions:
             engine.load(weights(2), 2)
-        given.append(target.version)
+        versions.append(target.version)
 
     monkeypatch.setattr(Replica, "reconnect", slowly)
     two[1].start()
-    wait(lambda: given)
+    wait_until(lambda: versions)
     for seed in range(3):
-        check(engine.generate(prompts(6), SMALL, seed=seed), prompts(6), 1, 2)
-    wait(lambda: "is reconnected, with weights of version 2" in engine.incidents[-1])
-    assert given == [1, 2]
+        check_rollouts(engine.generate(prompts(6), SMALL, seed=seed), prompts(6), 1, 2)
+    wait_until(lambda: "is reconnected, with weights of version 2" in engine.incidents[-1])
+    assert versions == [1, 2]
     engine.close()
 
 
@@ -92,7 +92,7 @@ def test_requests_of_a_dead_server_wait_for_nothing(two, tmp_path, monkeypatch):
     engine.generate(prompts(2), SMALL, seed=3)  # programs are made
     two[0].crash()
     start = time.monotonic()
-    check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
+    check_rollouts(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
     assert time.monotonic() - start < 3
     engine.close()
 
@@ -102,9 +102,9 @@ def test_a_server_that_dies_in_a_weight_sync_is_left_behind(two, tmp_path):
     engine.load(weights(1), 1)
     two[1].faults.add("update breaks")
     engine.load(weights(2), 2)
-    check(engine.generate(prompts(4), SMALL, seed=3), prompts(4), 1, 2)
+    check_rollouts(engine.generate(prompts(4), SMALL, seed=3), prompts(4), 1, 2)
     two[1].faults.clear()
-    wait(lambda: "is reconnected, with weights of version 2" in engine.incidents[-1])
+    wait_until(lambda: "is reconnected, with weights of version 2" in engine.incidents[-1])
     engine.close()
 
 
@@ -113,9 +113,9 @@ def test_a_server_that_is_not_there_yet_comes_in_when_it_is(two, tmp_path, capsy
     engine = open_engine(urls(two), tmp_path)
     assert "begins without it" in capsys.readouterr().err
     engine.load(weights(1), 1)
-    check(engine.generate(prompts(4), SMALL, seed=3), prompts(4), 1, 1)
+    check_rollouts(engine.generate(prompts(4), SMALL, seed=3), prompts(4), 1, 1)
     two[1].start()
-    wait(lambda: engine.incidents and "is back" in engine.incidents[-1])
+    wait_until(lambda: engine.incidents and "is back" in engine.incidents[-1])
     assert two[1].label == two[0].label
     engine.close()
 
@@ -124,11 +124,11 @@ def test_who_comes_back_with_too_little_room_stays_away_and_says_so(two, tmp_pat
     engine = open_engine(urls(two), tmp_path, retries=1)
     engine.load(weights(1), 1)
     two[1].crash()
-    check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
+    check_rollouts(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
     two[1].context = 20
     two[1].start()
-    wait(lambda: any("--max-model-len is 20" in said for said in engine.incidents))
-    check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
+    wait_until(lambda: any("--max-model-len is 20" in incident for incident in engine.incidents))
+    check_rollouts(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
     engine.close()
 
 
@@ -148,18 +148,18 @@ def test_the_longest_go_first_each_to_who_has_the_fewest_tokens(two, tmp_path):
     engine = open_engine(two[0].url, tmp_path, max_rows=1)  # one at a time
     engine.load(weights(1), 1)
     two[0].requests.clear()
-    asked = prompts(6)
-    check(engine.generate(asked, SMALL, seed=3), asked, 1, 1)
+    requested = prompts(6)
+    check_rollouts(engine.generate(requested, SMALL, seed=3), requested, 1, 1)
     lengths = [len(body["token_ids"]) for body in two[0].requests]
-    assert lengths == sorted((len(p.tokens) for p in asked), reverse=True)
+    assert lengths == sorted((len(p.tokens) for p in requested), reverse=True)
     engine.close()
 
     replicas = [Replica.__new__(Replica) for _ in range(2)]
     for replica in replicas:
         replica.in_flight, replica.backend = 0, HttpBackend("http://127.0.0.1:1", timeout_s=1.0)
     pool = ServerPool(replicas, [], print)
-    taken = [pool.acquire_replica(size) for size in (100, 40, 30, 20, 20)]
-    assert [replicas.index(r) for r in taken] == [0, 1, 1, 1, 1] and replicas[1].in_flight == 110
+    acquired = [pool.acquire_replica(size) for size in (100, 40, 30, 20, 20)]
+    assert [replicas.index(r) for r in acquired] == [0, 1, 1, 1, 1] and replicas[1].in_flight == 110
     pool.release_replica(replicas[1], 90)
     assert pool.acquire_replica(1) is replicas[1]
 
@@ -171,6 +171,6 @@ def test_a_request_that_waited_for_one_that_was_given_up_goes_to_another(two, tm
     two[0].crash()
     replica._invalidate_weights()
     replica._given_up = EngineError("given up")
-    check(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
-    wait(lambda: any("is unavailable" in said for said in engine.incidents))
+    check_rollouts(engine.generate(prompts(6), SMALL, seed=3), prompts(6), 1, 1)
+    wait_until(lambda: any("is unavailable" in incident for incident in engine.incidents))
     engine.close()

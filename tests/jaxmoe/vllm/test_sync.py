@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from stand_in import StandIn
-from vllm_cases import CFG, NEW, OPS, PROMPT, check, open_engine, prompts, trainer, weights
+from vllm_cases import CFG, NEW, OPS, PROMPT, check_rollouts, open_engine, prompts, trainer, weights
 
 from jaxmoe.config import ConfigError, EngineError, VllmConfig
 from jaxmoe.records import Sampling
@@ -31,12 +31,12 @@ FREE = Sampling(NEW, ())
 
 @pytest.fixture
 def engine(fresh, tmp_path):
-    made = open_engine(fresh.url, tmp_path, retries=1)
-    yield made
-    made.close()
+    vllm_engine = open_engine(fresh.url, tmp_path, retries=1)
+    yield vllm_engine
+    vllm_engine.close()
 
 
-WRONG = {
+MESSAGES = {
     "half sent": "1 missing",
     "torn": "1 other than sent",
     "stale": r"1 received but not in the live model \(model.layers.0.self_attn.sinks\)",
@@ -46,11 +46,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("fault", MESSAGES)
 def test_what_is_held_instead_is_refused_and_nothing_is_sampled_from_it(engine, fresh, fault):
     engine.load(weights(0), 1)
     fresh.server.faults.add(fault)
-    with pytest.raises(WeightSyncError, match=WRONG[fault]):
+    with pytest.raises(WeightSyncError, match=MESSAGES[fault]):
         engine.load(weights(1), 2)
     fresh.server.faults.clear()
     for r in engine.generate(prompts(1), FREE, seed=0):  # it syncs again by itself
@@ -92,8 +92,8 @@ def directory(request, tmp_path):
     elif not SHARED_MEMORY.is_dir():
         pytest.skip(f"there is no {SHARED_MEMORY} on this machine")
     else:
-        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as made:
-            yield Path(made)
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as memory_folder:
+            yield Path(memory_folder)
 
 
 def test_weight_files_are_gone_in_the_end(fresh, tmp_path, directory):
@@ -101,7 +101,7 @@ def test_weight_files_are_gone_in_the_end(fresh, tmp_path, directory):
     maps, mapped = Path("/proc/self/maps"), []
     for version in range(1, 7):  # the last but one stays, for the next to be written over
         engine.load(weights(version), version)
-        check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, version)
+        check_rollouts(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, version)
         assert len(list(directory.glob("jaxmoe-*/*"))) == min(version, 2)
         mapped.append(maps.read_text().count(str(directory)) if maps.exists() else 0)
     assert mapped == ([0, 0, 1, 2, 2, 2] if directory.is_relative_to(SHARED_MEMORY) else 6 * [0])
@@ -132,10 +132,10 @@ def test_a_url_where_nobody_is_is_the_users_mistake(tmp_path):
         open_engine("http://127.0.0.1:9", tmp_path)
 
 
-THEIR_OWN = ("/v1", "/v2", "/inference", "/cohere")  # what vLLM's --api-key guards
+GUARDED_PREFIXES = ("/v1", "/v2", "/inference", "/cohere")  # what vLLM's --api-key guards
 
 
-@pytest.mark.parametrize("key, guards", [("", "/"), ("k", THEIR_OWN), ("k", "/")])
+@pytest.mark.parametrize("key, guards", [("", "/"), ("k", GUARDED_PREFIXES), ("k", "/")])
 def test_a_server_that_takes_commands_from_anybody_is_told_and_from_afar_refused(
     tmp_path, capsys, monkeypatch, key, guards
 ):
@@ -144,18 +144,22 @@ def test_a_server_that_takes_commands_from_anybody_is_told_and_from_afar_refused
     server = StandIn(CFG, key=key, guards=guards)
     open_engine(server.url, tmp_path).close()
     err = capsys.readouterr().err
-    far = server.url.replace("127.0.0.1", "0.0.0.0")  # the same, but no address of this machine
+    remote_url = server.url.replace(
+        "127.0.0.1", "0.0.0.0"
+    )  # the same, but no address of this machine
     if guards == "/" and key:
         assert err == ""
-        open_engine(far, tmp_path).close()
+        open_engine(remote_url, tmp_path).close()
     else:
         assert err.startswith(f"! {server.url} takes commands without a key: ")
         assert (
             err.count("\n") == 1
             and "--middleware jaxmoe.vllm_plugin.auth_middleware.AuthMiddleware" in err
         )
-        with pytest.raises(ConfigError, match=f"url: {far} takes commands without a key: .* same"):
-            open_engine(far, tmp_path)
+        with pytest.raises(
+            ConfigError, match=f"url: {remote_url} takes commands without a key: .* same"
+        ):
+            open_engine(remote_url, tmp_path)
         assert capsys.readouterr().err == ""
     server.crash()
 
@@ -168,13 +172,13 @@ def test_a_server_that_tells_raw_log_probs_is_the_users_mistake(tmp_path):
 
 
 def test_an_update_that_somebody_left_open_is_ended_first(fresh, tmp_path):
-    gone = HttpBackend(fresh.url, timeout_s=5.0)
-    gone.pause("abort")
-    gone.start_update()
-    gone.close()
+    closed_backend = HttpBackend(fresh.url, timeout_s=5.0)
+    closed_backend.pause("abort")
+    closed_backend.start_update()
+    closed_backend.close()
     engine = open_engine(fresh.url, tmp_path, retries=0)
     engine.load(weights(1), 1)
-    check(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
+    check_rollouts(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)
     assert engine.incidents == []
     engine.close()
 
@@ -183,7 +187,7 @@ SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down
 
 
 @pytest.mark.parametrize(
-    ("told", "stale"),
+    ("stale_by_worker", "stale"),
     [
         ([[SINKS]], [SINKS]),
         ([[SINKS], []], []),  # the heads that changed are the second worker's
@@ -192,11 +196,11 @@ SINKS, BIAS = "model.layers.0.self_attn.sinks", "model.layers.0.mlp.experts.down
         ([[], []], []),
     ],
 )
-def test_of_several_workers_one_that_took_its_part_is_enough(told, stale):
+def test_of_several_workers_one_that_took_its_part_is_enough(stale_by_worker, stale):
     loaded = [
         {"stale": [], "unreadable": [vllm_parameter_name(SINKS), vllm_parameter_name(BIAS)]}
         if names is None else {"stale": names, "unreadable": []}
-        for names in told
+        for names in stale_by_worker
     ]  # fmt: skip
     assert _stale_tensors(loaded) == stale
 
@@ -211,10 +215,10 @@ def test_replicas_within_one_server_are_refused_with_what_to_do():
 
 
 def test_ruins_are_invalidated_before_they_are_sampled_from():
-    done = []
+    calls = []
 
     def call(name, *args):
-        done.append(name)
+        calls.append(name)
         if name == "send_update":
             raise RequestFailed("no room")
         return [{"instance": "a"}]
@@ -222,8 +226,8 @@ def test_ruins_are_invalidated_before_they_are_sampled_from():
     breaking = SimpleNamespace(name="it", **{name: partial(call, name) for name in CALLS})
     update = WeightUpdate({"run": "r", "version": 1, "tensors": {}}, {"path": "p"})
     with pytest.raises(RequestFailed, match="no room"):
-        transfer_weights(breaking, update, "keep", lambda: done.append("invalidate"), ["a"])
-    assert done == ["pause", "start_update", "send_update", "invalidate", "resume"]
+        transfer_weights(breaking, update, "keep", lambda: calls.append("invalidate"), ["a"])
+    assert calls == ["pause", "start_update", "send_update", "invalidate", "resume"]
 
 
 def test_the_reason_of_a_send_that_broke_is_told_though_the_engine_says_it_timed_out():
@@ -247,25 +251,25 @@ def test_without_such_a_reason_the_engines_own_is_told():
 
 def test_digests_are_summed_once_for_all_servers(tmp_path, monkeypatch):
     """Over a transport that is made for each server anew; files stand for what it moves."""
-    summed, made = [], []
+    summed, manifests = [], []
 
-    def once(*args, **named):
+    def count_once(*args, **named):
         summed.append(named["version"])
         return compute_manifest(*args, **named)
 
     def share(params, cfg, *, manifest, **named):
-        made.append(manifest)
-        update = write_files(params, cfg, tmp_path / str(len(made)), **named)
+        manifests.append(manifest)
+        update = write_files(params, cfg, tmp_path / str(len(manifests)), **named)
         assert update.manifest == manifest
         return update
 
-    monkeypatch.setattr(engine_module, "compute_manifest", once)
+    monkeypatch.setattr(engine_module, "compute_manifest", count_once)
     monkeypatch.setattr(transport, "share_ipc_handles", share)
     servers = [StandIn(CFG) for _ in range(3)]
     engine = open_engine(",".join(s.url for s in servers), tmp_path, transport="ipc")
     for version in (1, 2):
         engine.load(weights(version), version)
-    assert summed == [1, 2] and len(made) == 6
+    assert summed == [1, 2] and len(manifests) == 6
     engine.close()
     for server in servers:
         server.crash()

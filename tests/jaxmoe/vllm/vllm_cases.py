@@ -27,7 +27,7 @@ PYTHON = os.environ.get("JAXMOE_VLLM_PYTHON", sys.executable)
 
 @cache
 def weights(seed):
-    """Far enough from each other that no two versions agree; made without a compiler."""
+    """Random weights, different enough that no two versions agree; made without a compiler."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, x):
@@ -53,17 +53,17 @@ def trainer(params, rollout):
 
 
 def prompts(count, first=0):
-    made = []
+    generated = []
     for i in range(first, first + count):
         rng = np.random.default_rng(i)
         tokens = rng.integers(0, CFG.vocab_size, int(rng.integers(2, PROMPT + 1)))
-        made.append(Prompt(i, "", tuple(tokens.tolist()), None))
-    return made
+        generated.append(Prompt(i, "", tuple(tokens.tolist()), None))
+    return generated
 
 
-def check(out, asked, samples, version):
-    """Lost, doubled, and tokens of a wrong version; all must be 0."""
-    assert [r.prompt.id for r in out] == [p.id for p in asked for _ in range(samples)]
+def check_rollouts(out, requested, samples, version):
+    """Assert that no rollout is lost or duplicated, and that every token is of this version."""
+    assert [r.prompt.id for r in out] == [p.id for p in requested for _ in range(samples)]
     assert len({(r.prompt.id, r.tokens.tobytes()) for r in out}) == len(out)
     for r in out:
         assert (r.weight_versions == version).all()

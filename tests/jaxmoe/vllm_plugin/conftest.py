@@ -86,12 +86,12 @@ class Served:
         return dict(iter_hf(params, self.cfg, "float32"))
 
     def manifest(self, tensors):
-        """What the wire format says of these tensors."""
-        said = {
+        """Return the manifest of these tensors."""
+        entries = {
             name: {"dtype": "F32", "shape": list(array.shape), "digest": digest_array(array)}
             for name, array in tensors.items()
         }
-        return {"format": 1, "run": "ab", "version": self.version, "tensors": said}
+        return {"format": 1, "run": "ab", "version": self.version, "tensors": entries}
 
     def write(self, tensors, manifest=None):
         """An update in files."""
@@ -158,15 +158,21 @@ class Served:
         )
         worst, clear, differing, total = 0.0, 0, 0, 0
         for b, (out, row) in enumerate(zip(outputs, rows, strict=True)):
-            told = [d[t].logprob for d, t in zip(out.prompt_logprobs[1:], row[1:], strict=False)]
-            told += [d[t].logprob for d, t in zip(
+            vllm_logp = [
+                d[t].logprob for d, t in zip(out.prompt_logprobs[1:], row[1:], strict=False)
+            ]
+            vllm_logp += [d[t].logprob for d, t in zip(
                 out.outputs[0].logprobs, out.outputs[0].token_ids, strict=True)]  # fmt: skip
-            assert len(told) == len(row) - 1
-            worst = max(worst, float(np.abs(np.array(told) - logp[b, 1 : len(row)]).max()))
-            theirs = np.sort(out.outputs[0].routed_experts.astype(int), -1)
-            assert theirs.shape == (len(row) - 1, self.cfg.n_layers, self.cfg.experts_per_token)
-            ours = np.sort(experts[:, b, : len(row) - 1].swapaxes(0, 1), -1)
-            differ = (theirs != ours).any(-1)
+            assert len(vllm_logp) == len(row) - 1
+            worst = max(worst, float(np.abs(np.array(vllm_logp) - logp[b, 1 : len(row)]).max()))
+            vllm_experts = np.sort(out.outputs[0].routed_experts.astype(int), -1)
+            assert vllm_experts.shape == (
+                len(row) - 1,
+                self.cfg.n_layers,
+                self.cfg.experts_per_token,
+            )
+            trainer_experts = np.sort(experts[:, b, : len(row) - 1].swapaxes(0, 1), -1)
+            differ = (vllm_experts != trainer_experts).any(-1)
             differing, total = differing + int(differ.sum()), total + differ.size
             clear += int((differ & (margin[:, b, : len(row) - 1].T >= 1e-5)).sum())
         return worst, clear, differing, total
@@ -200,6 +206,6 @@ def served_rounded(quiet, tmp_path_factory):
 @pytest.fixture
 def served_by_two(quiet, tmp_path):
     """vLLM whose layers are spread over two processes, an even number of heads in each."""
-    made = Served(dataclasses.replace(CFG, n_q_heads=8), tmp_path, tensor_parallel_size=2)
-    yield made
-    made.llm.llm_engine.engine_core.shutdown()
+    server = Served(dataclasses.replace(CFG, n_q_heads=8), tmp_path, tensor_parallel_size=2)
+    yield server
+    server.llm.llm_engine.engine_core.shutdown()

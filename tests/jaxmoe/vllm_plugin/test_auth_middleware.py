@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door before every route of vLLM, over an application that lets everybody in."""
+"""The middleware before every route of vLLM, over an application that accepts every request."""
 
 import asyncio
 

@@ -83,7 +83,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 for backend in ("jaxmoe", "jaxmoe_nccl", "jaxmoe_ipc"):
     assert issubclass(Factory._registry[backend](), WeightTransferEngine), backend
 from jaxmoe.vllm_plugin import compat, worker
-assert compat.missing() is None, compat.missing()
+assert compat.find_missing_api() is None, compat.find_missing_api()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr

@@ -17,18 +17,18 @@ class NcclGroup:
         import torch
 
         self.bytes = torch.from_numpy(np.concatenate([a.view(np.uint8).ravel() for a in tensors]))
-        self.at = 0
+        self.offset = 0
 
     def broadcast(self, tensor, src, stream=None):
         import torch
 
         assert src == 0
         raw = tensor.view(-1).view(torch.uint8)
-        raw.copy_(self.bytes[self.at : self.at + raw.numel()])
-        self.at += raw.numel()
+        raw.copy_(self.bytes[self.offset : self.offset + raw.numel()])
+        self.offset += raw.numel()
 
     def destroy(self):
-        self.at = None
+        self.offset = None
 
 
 @pytest.fixture
@@ -41,12 +41,12 @@ def direct(served, monkeypatch):
 
     worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     config = worker.vllm_config
-    here = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(packed_tensor, "_get_streams", lambda _, n: [here] * n)
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda _, n: [stream] * n)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="gpu-0")
     )
@@ -83,8 +83,8 @@ def test_broadcast_weights_arrive_whole_and_are_looked_at(served, direct, packed
     served.update(announced(served, tensors, digests))
     state, served.params = served.loaded_state(), params
     assert state["label"] == f"ab:{served.version}" and state["stale"] == []
-    said = {n: t["digest"] for n, t in served.manifest(tensors)["tensors"].items()}
-    assert state["received"] == said
+    expected_digests = {n: t["digest"] for n, t in served.manifest(tensors)["tensors"].items()}
+    assert state["received"] == expected_digests
     assert served.compare(new=1)[0] <= 5e-5
 
 
@@ -95,7 +95,7 @@ def test_a_broadcast_that_was_damaged_is_taken_to_its_end_and_refused(served, di
     group.bytes[2] ^= 1  # of the embedding, which comes first
     with pytest.raises(Exception, match="model.embed_tokens.weight must have digest"):
         served.update(announced(served, tensors))
-    assert group.at == len(group.bytes)  # nobody waits for us
+    assert group.offset == len(group.bytes)  # nobody waits for us
     assert served.loaded_state()["label"] is None
     engine.model_update_group = NcclGroup(list(tensors.values()))
     served.update(announced(served, tensors))
@@ -110,14 +110,14 @@ def test_half_a_projection_is_rejected_before_any_broadcast(served, direct, miss
     key = "model.layers.1.self_attn.k_proj.weight"
     info = announced(served, tensors)
     if missing == "names":
-        at = info["names"].index(key)
+        index = info["names"].index(key)
         for field in ("names", "dtype_names", "shapes"):
-            del info[field][at]
+            del info[field][index]
     else:
         del info["manifest"]["tensors"][key]
     with pytest.raises(Exception, match=key):
         served.update(info)
-    assert group.at == 0 and served.loaded_state()["live"] == before
+    assert group.offset == 0 and served.loaded_state()["live"] == before
 
 
 def test_shared_memory_of_a_gpu_is_taken_and_let_go(served, direct):

@@ -59,14 +59,14 @@ def test_a_packed_matrix_is_read_back_bit_by_bit_unless_it_is_too_large(monkeypa
     layer = SimpleNamespace(
         cpu_linear=lambda x, w, b: ops.onednn_mm(handler, x, b), input_size=summed, tp_size=1
     )
-    gone = torch.empty(0, dtype=weight.dtype)
-    content = live_parameters._read_parameter(layer, "weight", gone)
+    empty = torch.empty(0, dtype=weight.dtype)
+    content = live_parameters._read_parameter(layer, "weight", empty)
     assert content is not None and torch.equal(content, weight)
     assert live_parameters.digest_tensor(content) == digest_array(weight.view(torch.uint8).numpy())
     form = live_parameters._cast_and_flush(small.float(), weight.dtype)
     assert live_parameters.digest_tensor(form) == live_parameters.digest_tensor(content)
     monkeypatch.setattr(live_parameters, "MAX_UNPACK_MACS", summed * summed * out - 1)
-    assert live_parameters._read_parameter(layer, "weight", gone) is None
+    assert live_parameters._read_parameter(layer, "weight", empty) is None
 
 
 def test_of_several_workers_no_form_is_exact_but_its_dtype():
@@ -75,10 +75,10 @@ def test_of_several_workers_no_form_is_exact_but_its_dtype():
     from jaxmoe.vllm_plugin import live_parameters
 
     model = torch.nn.Linear(3, 2).to(torch.bfloat16)
-    one, two = (SimpleNamespace(world_size=n, data_parallel_size=1) for n in (1, 2))
-    for workers, alone in ((one, True), (two, False)):
+    single, two = (SimpleNamespace(world_size=n, data_parallel_size=1) for n in (1, 2))
+    for workers, is_exact in ((single, True), (two, False)):
         for form, exact in live_parameters.make_live_forms(model, workers).values():
-            assert exact == alone and form(torch.ones(2)).dtype == torch.bfloat16
-    found, unreadable = live_parameters.digest_parameters(model)
+            assert exact == is_exact and form(torch.ones(2)).dtype == torch.bfloat16
+    digests, unreadable = live_parameters.digest_parameters(model)
     weight = model.weight.detach().view(torch.int16).numpy()
-    assert found[".weight"] == digest_array(np.ascontiguousarray(weight)) and unreadable == []
+    assert digests[".weight"] == digest_array(np.ascontiguousarray(weight)) and unreadable == []

@@ -20,9 +20,9 @@ from jaxmoe.vllm_plugin.names import (
     vllm_parameter_name,
 )
 
-AT = "model.layers.3."
-SINKS, QUERY = AT + "self_attn.sinks", AT + "self_attn.q_proj.weight"
-LIVE_SINKS, LIVE_QUERY = AT + "attn.sinks", AT + "attn.qkv_proj.weight[q]"
+PREFIX = "model.layers.3."
+SINKS, QUERY = PREFIX + "self_attn.sinks", PREFIX + "self_attn.q_proj.weight"
+LIVE_SINKS, LIVE_QUERY = PREFIX + "attn.sinks", PREFIX + "attn.qkv_proj.weight[q]"
 
 
 def record(state, sent, after, *, exact=False, label="r:1"):
@@ -50,11 +50,11 @@ def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
     [
         ("model.embed_tokens.weight", "model.embedding.weight"),
         ("lm_head.weight", "lm_head.weight"),
-        (AT + "self_attn.k_proj.bias", AT + "attn.qkv_proj.bias[k]"),
-        (AT + "self_attn.o_proj.weight", AT + "attn.o_proj.weight"),
-        (AT + "mlp.experts.down_proj", AT + "mlp.experts.routed_experts.w2_weight"),
-        (AT + "mlp.experts.gate_up_proj_bias", AT + "mlp.experts.routed_experts.w13_bias"),
-        (AT + "mlp.router.bias", AT + "mlp.router.bias"),
+        (PREFIX + "self_attn.k_proj.bias", PREFIX + "attn.qkv_proj.bias[k]"),
+        (PREFIX + "self_attn.o_proj.weight", PREFIX + "attn.o_proj.weight"),
+        (PREFIX + "mlp.experts.down_proj", PREFIX + "mlp.experts.routed_experts.w2_weight"),
+        (PREFIX + "mlp.experts.gate_up_proj_bias", PREFIX + "mlp.experts.routed_experts.w13_bias"),
+        (PREFIX + "mlp.router.bias", PREFIX + "mlp.router.bias"),
     ],
 )
 def test_a_tensor_feeds_the_parameter_of_vllms_name(name, parameter):
@@ -125,13 +125,13 @@ def test_every_tensor_of_an_adapter_has_a_place_of_its_own(tmp_path, targets, ma
     attention, experts = ("w_o" in targets) * 2, ("w_gate_up" in targets or "w_down" in targets) * 3
     lora = LoraConfig(attention_rank=attention, expert_rank=experts, targets=targets)
     names, config = file_of(tmp_path, lora)
-    found = adapter_buffer_names(names, config)
-    assert set(found) == set(names) and len(set(found.values())) == len(names)
-    assert set(found.values()) == {
+    buffers = adapter_buffer_names(names, config)
+    assert set(buffers) == set(names) and len(set(buffers.values())) == len(names)
+    assert set(buffers.values()) == {
         f"layers.{layer}.{matrix}.{x}" for layer in range(4) for matrix in matrices.split()
         for x in "AB"
     }  # fmt: skip
-    inner = [found[name] for name in names if ".base_layer.lora_A" in name]
+    inner = [buffers[name] for name in names if ".base_layer.lora_A" in name]
     assert inner == [f"layers.{layer}.gate_up.A" for layer in range(4)] * (
         "down" in matrices and "gate" in matrices
     )
@@ -140,11 +140,11 @@ def test_every_tensor_of_an_adapter_has_a_place_of_its_own(tmp_path, targets, ma
 def test_an_adapters_tensor_whose_buffer_stays_is_stale_from_the_second_on():
     state = LoadedState()
 
-    def take(sent, live):
+    def record_adapter(sent, live):
         placed = {name: ExpectedParameter(x, False, "layers.0.q.A") for name, x in sent.items()}
         state.record_update("r:1", sent, placed, state.live, {"layers.0.q.A": live}, [])
         return state.stale
 
-    assert take({"a": "1"}, "x") == []  # the first tells nothing
-    assert take({"a": "2"}, "y") == [] and take({"a": "2"}, "y") == []
-    assert take({"a": "3"}, "y") == ["a"]
+    assert record_adapter({"a": "1"}, "x") == []  # the first tells nothing
+    assert record_adapter({"a": "2"}, "y") == [] and record_adapter({"a": "2"}, "y") == []
+    assert record_adapter({"a": "3"}, "y") == ["a"]

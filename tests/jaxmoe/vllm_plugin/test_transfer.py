@@ -32,8 +32,8 @@ def test_after_each_update_vllm_computes_with_the_trainers_weights(served, updat
         state = served.sync(served.fresh())
         assert state["label"] == f"ab:{served.version}"
         assert state["stale"] == state["unreadable"] == []
-        largest, clear, some, routings = served.compare(new=4)
-        worst, differing, total = max(worst, largest), differing + some, total + routings
+        largest, clear, partial_rows, routings = served.compare(new=4)
+        worst, differing, total = max(worst, largest), differing + partial_rows, total + routings
         assert largest <= 5e-5 and clear == 0
     print(f"max |dlogp| {worst:.2e}, experts that differ {differing} of {total}")
 
@@ -50,15 +50,15 @@ def test_sampled_tokens_and_cached_prefixes_are_scored_alike(served):
 
 def test_a_seed_gives_the_same_tokens_where_a_prompt_is_read_in_several_steps(served):
     """Stock vLLM dies of it on a CPU: 'CPU Generator does not use offset'."""
-    together = [list(o.outputs[0].token_ids) for o in served.answers()]
+    batched = [list(o.outputs[0].token_ids) for o in served.answers()]
     assert sum(LENGTHS) > served.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-    prompts, alone = served.prompts, []
+    prompts, single = served.prompts, []
     for prompt in prompts:
         served.prompts = [prompt]
         assert served.llm.reset_prefix_cache()
-        alone += [list(o.outputs[0].token_ids) for o in served.answers()]
+        single += [list(o.outputs[0].token_ids) for o in served.answers()]
     served.prompts = prompts
-    assert alone == together and len(set(map(tuple, alone))) == len(alone)
+    assert single == batched and len(set(map(tuple, single))) == len(single)
 
 
 def test_plain_rope_too_gives_the_trainers_logprobs(served_plain):
@@ -73,10 +73,14 @@ def test_what_is_received_and_what_lives_are_the_manifests_bytes(served):
 
     params = served.fresh()
     state = served.sync(params)
-    said = {n: t["digest"] for n, t in served.manifest(served.tensors(params))["tensors"].items()}
-    assert state["received"] == said
+    expected_digests = {
+        n: t["digest"] for n, t in served.manifest(served.tensors(params))["tensors"].items()
+    }
+    assert state["received"] == expected_digests
     packed = {n for n in EXPERTS if "bias" not in n}
-    assert {n for n in said if state["live"][vllm_parameter_name(n)] != said[n]} == packed
+    assert {
+        n for n in expected_digests if state["live"][vllm_parameter_name(n)] != expected_digests[n]
+    } == packed
     assert state["model"]["num_hidden_layers"] == 4 and state["model"]["dtype"] == "float32"
     assert json.loads(json.dumps(state)) == state
 
@@ -118,10 +122,10 @@ def test_a_bfloat16_engine_takes_float32_and_rounding_is_no_staleness(served_rou
     state = served_rounded.sync(served_rounded.fresh())
     assert state["stale"] == state["unreadable"] == [] and state["model"]["dtype"] == "bfloat16"
     nudged = jax.tree.map(lambda x: x * np.float32(1 + 1e-6), served_rounded.params)
-    again = served_rounded.sync(nudged)
-    assert again["stale"] == [] and again["received"] != state["received"]
-    same = sum(again["live"][n] == state["live"][n] for n in state["live"])
-    assert same > 0  # the smallest tensors round to what they were
+    resynced = served_rounded.sync(nudged)
+    assert resynced["stale"] == [] and resynced["received"] != state["received"]
+    n_unchanged = sum(resynced["live"][n] == state["live"][n] for n in state["live"])
+    assert n_unchanged > 0  # the smallest tensors round to what they were
 
 
 def own_stale_sinks():
@@ -132,7 +136,7 @@ def own_stale_sinks():
 
 
 @pytest.mark.parametrize(
-    ("fix", "without", "stale"),
+    ("fix", "replacement", "stale"),
     [
         ("split_experts", lambda stream: stream, EXPERTS),
         ("load_sinks", lambda model, stream: stream, None),
@@ -140,7 +144,7 @@ def own_stale_sinks():
     ],
 )
 def test_without_a_fix_stale_names_the_tensors_and_logprobs_show_it(
-    served, monkeypatch, fix, without, stale
+    served, monkeypatch, fix, replacement, stale
 ):
     from jaxmoe.vllm_plugin import loading
 
@@ -148,7 +152,7 @@ def test_without_a_fix_stale_names_the_tensors_and_logprobs_show_it(
     if not stale:
         pytest.skip("this vLLM loads sinks by itself")
     with monkeypatch.context() as patch:
-        patch.setattr(loading, fix, without)
+        patch.setattr(loading, fix, replacement)
         state = served.sync(served.fresh())
         assert set(state["stale"]) == stale
         assert served.compare(new=1)[0] > 0.01
@@ -169,8 +173,8 @@ def test_vllms_own_reload_leaves_stale_weights_and_loses_the_label(served):
     assert served.llm.reset_prefix_cache()
     state = served.loaded_state()
     assert old["label"] is not None and state["label"] is None
-    kept = {n for n in old["live"] if state["live"][n] == old["live"][n]}
-    assert len(kept) == len(
+    unchanged = {n for n in old["live"] if state["live"][n] == old["live"][n]}
+    assert len(unchanged) == len(
         EXPERTS | own_stale_sinks()
     )  # the upstream defect, should it ever be mended
     assert served.compare(new=1)[0] > 0.01
@@ -187,7 +191,7 @@ def broken_updates():
     q, k = FIRST + "self_attn.q_proj.weight", FIRST + "self_attn.k_proj.weight"
     down = "model.layers.3.mlp.experts.down_proj"
 
-    def other(manifest):
+    def change_version(manifest):
         smaller = {n: t for n, t in manifest["tensors"].items() if "layers.3." not in n}
         return manifest | {"tensors": smaller}
 
@@ -211,7 +215,7 @@ def broken_updates():
             "model.extra",
         ),
         "another shape": (plain | {"tensors": swap}, "model.norm.weight"),
-        "another model's manifest": (plain | {"manifest": other}, "model.layers.3."),
+        "another model's manifest": (plain | {"manifest": change_version}, "model.layers.3."),
         "a flipped bit": (plain | {"file": flip}, "must have digest"),
         "a file cut off": (plain | {"file": cut}, "cut off"),
         "a tensor missing in the file": (
@@ -221,9 +225,9 @@ def broken_updates():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", broken_updates())
-def test_a_broken_update_is_rejected_before_anything_is_loaded(served, what):
-    changes, named = broken_updates()[what]
+@pytest.mark.parametrize("fault", broken_updates())
+def test_a_broken_update_is_rejected_before_anything_is_loaded(served, fault):
+    changes, named = broken_updates()[fault]
     good = served.sync(served.fresh())
     before = [o.outputs[0].token_ids for o in served.answers(new=4)]
     params = served.fresh()
@@ -271,9 +275,9 @@ def test_a_stream_that_breaks_off_leaves_no_label_and_is_repaired(served):
     assert served.compare(new=1)[0] <= 5e-5
 
 
-@pytest.mark.parametrize("where", ["materialize_layer", "_copy_and_restore_kernel_tensors"])
+@pytest.mark.parametrize("stage", ["materialize_layer", "_copy_and_restore_kernel_tensors"])
 def test_a_layer_that_breaks_in_the_middle_keeps_the_memory_that_kernels_read(
-    served, monkeypatch, where
+    served, monkeypatch, stage
 ):
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -281,17 +285,17 @@ def test_a_layer_that_breaks_in_the_middle_keeps_the_memory_that_kernels_read(
     model = worker.model_runner.get_model()
     served.sync(served.fresh())
     places = {n: p.data_ptr() for n, p in model.named_parameters()}
-    whole, calls = getattr(layerwise, where), []
+    original, calls = getattr(layerwise, stage), []
 
     def breaks(*args):
         calls.append(args)
         if len(calls) == 9:
             raise MemoryError("no room to repack")
-        return whole(*args)
+        return original(*args)
 
     params = served.fresh()
     with monkeypatch.context() as patch:
-        patch.setattr(layerwise, where, breaks)
+        patch.setattr(layerwise, stage, breaks)
         with pytest.raises(Exception, match="no room to repack"):
             served.sync(params)
     assert served.loaded_state()["label"] is None

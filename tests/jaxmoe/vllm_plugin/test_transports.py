@@ -30,12 +30,12 @@ def arrays(served):
     return jax.tree.map(jnp.asarray, served.fresh())
 
 
-def said(served):
+def sync_arguments(served):
     served.version += 1
     return {"dtype": "float32", "run": "ab", "version": served.version}
 
 
-def check(served, update, params):
+def check_loaded(served, update, params):
     state = served.loaded_state()
     assert state["label"] == update.label and state["stale"] == []
     assert state["received"] == update.digests
@@ -45,16 +45,18 @@ def check(served, update, params):
 
 def test_files(served, tmp_path):
     params = arrays(served)
-    with write_files(params, served.cfg, tmp_path, **said(served)) as update:
+    with write_files(params, served.cfg, tmp_path, **sync_arguments(served)) as update:
         served.update(update.update_info)
-    check(served, update, params)
+    check_loaded(served, update, params)
 
 
 def test_shared_in_process(served):
     params = arrays(served)
-    with share_in_process(params, served.cfg, **said(served), mailbox=tensor_mailbox) as update:
+    with share_in_process(
+        params, served.cfg, **sync_arguments(served), mailbox=tensor_mailbox
+    ) as update:
         served.update(update.update_info)
-    check(served, update, params)
+    check_loaded(served, update, params)
 
 
 @pytest.fixture
@@ -65,19 +67,19 @@ def engine(served, monkeypatch):
     from jaxmoe.vllm_plugin import backends
 
     worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    here = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=GPU))
 
     def put(name):
-        made = getattr(backends, name)(
+        transfer_engine = getattr(backends, name)(
             worker.vllm_config.weight_transfer_config, worker.vllm_config,
             torch.device("cpu", 0), worker.model_runner.get_model(),
         )  # fmt: skip
-        monkeypatch.setattr(worker, "weight_transfer_engine", made)
-        return made
+        monkeypatch.setattr(worker, "weight_transfer_engine", transfer_engine)
+        return transfer_engine
 
     return put
 
@@ -117,13 +119,13 @@ def test_nccl(served, engine):
     group = NcclGroup(1, nccl=wire, cudart=wire)
     group.join()
     engine("NcclTransfer").model_update_group = wire
-    update = broadcast_weights(group, params, served.cfg, **said(served))
+    update = broadcast_weights(group, params, served.cfg, **sync_arguments(served))
     sender = threading.Thread(target=update.send)
     sender.start()
     served.update(json.loads(json.dumps(update.update_info)))
     sender.join()
     assert wire.sent.empty()
-    check(served, update, params)
+    check_loaded(served, update, params)
 
 
 class Driver:
@@ -139,8 +141,8 @@ class Driver:
         ctypes.memmove(out, bytes(range(16)), 16)
         return 0
 
-    def cuMemGetAddressRange_v2(self, base, size, at):
-        base._obj.value = at.value // PAGE * PAGE
+    def cuMemGetAddressRange_v2(self, base, size, address):
+        base._obj.value = address.value // PAGE * PAGE
         return 0
 
     def cuIpcGetMemHandle(self, out, base):
@@ -173,7 +175,7 @@ def test_memory_of_one_gpu(served, engine, monkeypatch):
         partial(ipc_memory.open_shared_tensors, driver=driver, view=view),
     )
     engine("IpcTransfer")
-    with share_ipc_handles(params, served.cfg, driver=driver, **said(served)) as update:
+    with share_ipc_handles(params, served.cfg, driver=driver, **sync_arguments(served)) as update:
         served.update(json.loads(json.dumps(update.update_info)))
     assert driver.open == []
-    check(served, update, params)
+    check_loaded(served, update, params)

@@ -36,10 +36,10 @@ def sleeper():
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 
 
-@pytest.mark.parametrize("how", ["wait", "poll", "rejected"])
-def test_a_process_ends_when_the_one_it_watches_is_killed(how):
+@pytest.mark.parametrize("signal_number", ["wait", "poll", "rejected"])
+def test_a_process_ends_when_the_one_it_watches_is_killed(signal_number):
     trainer = sleeper()
-    command = [sys.executable, "-c", CHILD, how, str(trainer.pid)]
+    command = [sys.executable, "-c", CHILD, signal_number, str(trainer.pid)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     with child.stdout:
@@ -73,11 +73,13 @@ sys.meta_path.insert(0, Blocked())
 from jaxmoe.vllm_plugin import compat, loaded_state, manifest, names, tensor_mailbox
 from jaxmoe.vllm_plugin import watchdog, worker
 import jaxmoe.vllm_plugin as plugin
-assert "needs vllm" in compat.missing()
+assert "needs vllm" in compat.find_missing_api()
 plugin.register()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.vllm

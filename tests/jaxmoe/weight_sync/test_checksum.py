@@ -11,7 +11,7 @@ from jaxmoe.weight_sync.checksum import ROWS_PER_CHUNK, WORDS_PER_ROW, digest_ar
 
 def plainly(raw: bytes) -> str:
     raw += bytes(-len(raw) % 8)
-    words = [int.from_bytes(raw[at : at + 8], "little") for at in range(0, len(raw), 8)]
+    words = [int.from_bytes(raw[offset : offset + 8], "little") for offset in range(0, len(raw), 8)]
     sums = sum(words), sum((2 * i + 1) * word for i, word in enumerate(words))
     return "".join(f"{x % 2**64:016x}" for x in sums)
 

@@ -31,42 +31,42 @@ class Fake:
     def __init__(self, fails: str = "") -> None:
         self.fails, self.calls = fails, list[tuple]()
 
-    def done(self, name: str, *what) -> int:
-        self.calls.append((name, *what))
+    def record_call(self, name: str, *arguments) -> int:
+        self.calls.append((name, *arguments))
         return 201 if name == self.fails else 0
 
     def cuInit(self, flags):
-        return self.done("cuInit")
+        return self.record_call("cuInit")
 
     def cuDeviceGet(self, out, ordinal):
         out._obj.value = ordinal.value
-        return self.done("cuDeviceGet", ordinal.value)
+        return self.record_call("cuDeviceGet", ordinal.value)
 
     def cuDeviceGetUuid_v2(self, out, number):
         ctypes.memmove(out, bytes(range(16)), 16)
-        return self.done("cuDeviceGetUuid_v2", number.value)
+        return self.record_call("cuDeviceGetUuid_v2", number.value)
 
     def cuDevicePrimaryCtxRetain(self, out, number):
         out._obj.value = 99
-        return self.done("cuDevicePrimaryCtxRetain", number.value)
+        return self.record_call("cuDevicePrimaryCtxRetain", number.value)
 
     def cuCtxSetCurrent(self, context):
-        return self.done("cuCtxSetCurrent", context.value)
+        return self.record_call("cuCtxSetCurrent", context.value)
 
-    def cuMemGetAddressRange_v2(self, base, size, at):
-        base._obj.value = at.value // PAGE * PAGE
-        return self.done("cuMemGetAddressRange_v2")
+    def cuMemGetAddressRange_v2(self, base, size, address):
+        base._obj.value = address.value // PAGE * PAGE
+        return self.record_call("cuMemGetAddressRange_v2")
 
     def cuIpcGetMemHandle(self, out, base):
         ctypes.memmove(out, base.value.to_bytes(64, "little"), 64)
-        return self.done("cuIpcGetMemHandle", base.value)
+        return self.record_call("cuIpcGetMemHandle", base.value)
 
     def cuIpcOpenMemHandle_v2(self, out, handle, flags):
         out._obj.value = int.from_bytes(bytes(handle.reserved), "little")
-        return self.done("cuIpcOpenMemHandle_v2", out._obj.value, flags.value)
+        return self.record_call("cuIpcOpenMemHandle_v2", out._obj.value, flags.value)
 
     def cuIpcCloseMemHandle(self, base):
-        return self.done("cuIpcCloseMemHandle", base.value)
+        return self.record_call("cuIpcCloseMemHandle", base.value)
 
 
 def random_params():
@@ -74,10 +74,10 @@ def random_params():
     return map_specs(lambda s: jnp.asarray(rng.standard_normal(s.shape, np.float32)), CFG)
 
 
-def update(fake, params=None, **more):
+def update(fake, params=None, **options):
     params = random_params() if params is None else params
     return share_ipc_handles(
-        params, CFG, dtype="bfloat16", run="ab", version=5, driver=fake, **more
+        params, CFG, dtype="bfloat16", run="ab", version=5, driver=fake, **options
     )
 
 
@@ -85,11 +85,11 @@ def test_each_handle_and_offset_name_the_tensors_bytes():
     params, fake = random_params(), Fake()
     shared = update(fake, params)
     info = json.loads(json.dumps(shared.update_info))
-    for (name, want), *said, place in zip(
+    for (name, want), *received, place in zip(
         sent_tensors(params, CFG, "bfloat16"), info["names"], info["dtype_names"], info["shapes"],
         info["ipc_handles"], strict=True,
     ):  # fmt: skip
-        assert said == [name, str(want.dtype), list(want.shape)] and list(place) == [GPU]
+        assert received == [name, str(want.dtype), list(want.shape)] and list(place) == [GPU]
         handle, offset = place[GPU]
         base = int.from_bytes(base64.b64decode(handle), "little")
         assert base % PAGE == 0
@@ -148,10 +148,10 @@ def test_the_engine_opens_what_the_trainer_named():
     with open_shared_tensors(info, GPU, driver=fake, view=in_this_process) as tensors:
         assert {name: digest_tensor(tensor) for name, tensor in tensors} == shared.digests
         assert [list(tensor.shape) for _, tensor in tensors] == info.shapes
-    done = [call[:2] for call in fake.calls]
-    opens = [base for name, base in done if name == "cuIpcOpenMemHandle_v2"]
+    calls = [call[:2] for call in fake.calls]
+    opens = [base for name, base in calls if name == "cuIpcOpenMemHandle_v2"]
     assert len(set(opens)) == len(opens), "an allocation must be opened once"
-    assert [base for name, base in done if name == "cuIpcCloseMemHandle"] == opens
+    assert [base for name, base in calls if name == "cuIpcCloseMemHandle"] == opens
     assert {call[2] for call in fake.calls if call[0] == "cuIpcOpenMemHandle_v2"} == {1}
 
 

@@ -61,9 +61,9 @@ def holder(directory, code=HOLD):
 
 
 def soon(condition):
-    """Whether it holds within 20 seconds."""
-    until = time.monotonic() + 20
-    while not condition() and time.monotonic() < until:
+    """Return True if the condition holds within 20 seconds."""
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
 
@@ -120,7 +120,7 @@ def test_a_place_that_takes_nothing_is_the_users_mistake(tmp_path):
         WeightsDirectory(tmp_path / "file", "a")
 
 
-LOOK = """
+VISITOR_SCRIPT = """
 import os, sys
 os.setuid(65534)
 seen = []
@@ -141,33 +141,36 @@ def test_another_user_reads_no_weight(tmp_path):
                 random_params(), CFG, shared, dtype="float32", run="ab", version=1
             ) as update:
                 file = Path(update.update_info["path"]) / "model.safetensors"
-                told = subprocess.run(
-                    [sys.executable, "-c", LOOK, shared], capture_output=True, text=True, check=True
+                result = subprocess.run(
+                    [sys.executable, "-c", VISITOR_SCRIPT, shared],
+                    capture_output=True,
+                    text=True,
+                    check=True,
                 )
-                assert told.stdout == "[]\n"
+                assert result.stdout == "[]\n"
                 assert file.stat().st_mode & 0o777 == 0o600
         finally:
             os.umask(before)
 
 
-@pytest.mark.parametrize("made", ["open", "link"])
-def test_a_folder_that_was_there_before_and_is_not_ours_alone_is_not_written_into(tmp_path, made):
+@pytest.mark.parametrize("create", ["open", "link"])
+def test_a_folder_that_was_there_before_and_is_not_ours_alone_is_not_written_into(tmp_path, create):
     elsewhere, place = tmp_path / "elsewhere", tmp_path / "jaxmoe-ab"
     elsewhere.mkdir(mode=0o700)
-    place.symlink_to(elsewhere) if made == "link" else place.mkdir(mode=0o755)
+    place.symlink_to(elsewhere) if create == "link" else place.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="jaxmoe-ab exists and other users may enter it"):
         write_files(random_params(), CFG, tmp_path, dtype="float32", run="ab", version=1)
     assert names(elsewhere) == [] and place.exists()
 
 
 def test_a_link_laid_as_a_lock_is_neither_followed_nor_believed(tmp_path):
-    victim, kept = tmp_path / "victim", tmp_path / "jaxmoe-x"
+    victim, run_dir = tmp_path / "victim", tmp_path / "jaxmoe-x"
     victim.write_text("mine")
-    kept.mkdir()
+    run_dir.mkdir()
     (tmp_path / "jaxmoe-x.lock").symlink_to(victim)
     (tmp_path / "jaxmoe-b.lock").symlink_to(victim)
     WeightsDirectory(tmp_path, "a").close()
-    assert victim.read_text() == "mine" and kept.is_dir()
+    assert victim.read_text() == "mine" and run_dir.is_dir()
     with pytest.raises(ConfigError, match="weights_dir"):
         WeightsDirectory(tmp_path, "b")
     assert victim.read_text() == "mine"

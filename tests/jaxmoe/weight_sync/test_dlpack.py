@@ -40,25 +40,27 @@ def test_the_mailbox_has_the_manifest_and_is_empty_after_closing():
         on_one(random_params()), CFG, dtype="float32", run="ab", version=7, mailbox=tensor_mailbox
     ) as update:
         assert update.update_info == {"mailbox": "ab:7"} and update.label == "ab:7"
-        assert all(len(found) == 32 for found in update.digests.values())
+        assert all(len(hexes) == 32 for hexes in update.digests.values())
     assert tensor_mailbox.pop_update("ab:7") is None
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("place", [on_one, cut, lambda params: params], ids=["one", "cut", "numpy"])
-@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sent", ["float32", "bfloat16"])
-def test_tensors_are_the_checkpoints_bytes_in_its_order(place, held, sent):
+def test_tensors_are_the_checkpoints_bytes_in_its_order(place, stored_dtype, sent):
     from jaxmoe.vllm_plugin.live_parameters import digest_tensor
 
-    params = random_params(held)
+    params = random_params(stored_dtype)
     update = share_in_process(
         place(params), CFG, dtype=sent, run="ab", version=7, mailbox=tensor_mailbox
     )
-    taken = tensor_mailbox.pop_update("ab:7")
-    assert taken is not None and taken[0] == update.manifest
-    for (name, want), (got, tensor) in zip(sent_tensors(params, CFG, sent), taken[1], strict=True):
-        assert (got, str(tensor.dtype)) == (name, f"torch.{want.dtype}")
+    received = tensor_mailbox.pop_update("ab:7")
+    assert received is not None and received[0] == update.manifest
+    for (name, want), (actual_name, tensor) in zip(
+        sent_tensors(params, CFG, sent), received[1], strict=True
+    ):
+        assert (actual_name, str(tensor.dtype)) == (name, f"torch.{want.dtype}")
         assert tuple(tensor.shape) == want.shape
         assert digest_tensor(tensor) == digest_array(want) == update.digests[name], name
 
@@ -68,11 +70,11 @@ def test_all_but_gate_and_up_are_views_of_jaxs_memory():
     params = on_one(random_params())
     share_in_process(params, CFG, dtype="float32", run="ab", version=7, mailbox=tensor_mailbox)
     begin = {leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.tree.leaves(params)}
-    taken = tensor_mailbox.pop_update("ab:7")
-    assert taken is not None
+    received = tensor_mailbox.pop_update("ab:7")
+    assert received is not None
     copied = {
         name.rpartition(".")[2]
-        for name, tensor in taken[1]
-        if not any(at <= tensor.data_ptr() < at + n for at, n in begin.items())
+        for name, tensor in received[1]
+        if not any(start <= tensor.data_ptr() < start + n for start, n in begin.items())
     }
     assert copied == {"gate_up_proj", "gate_up_proj_bias"}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from weight_updates import CFG, RUN, left, random_params, write_update
+from weight_updates import CFG, RUN, list_leftovers, random_params, write_update
 
 from jaxmoe.checkpoint import layouts
 from jaxmoe.checkpoint.hf import entries, load_params
@@ -27,7 +27,7 @@ def test_the_manifest_says_what_the_files_hold(tmp_path):
     update = write_update(random_params(), tmp_path, dtype="bfloat16")
     directory = tmp_path / f"jaxmoe-{RUN}" / "3"
     assert update.update_info == {"path": str(directory)}
-    assert left(directory) == ["manifest.json", "model.safetensors"]
+    assert list_leftovers(directory) == ["manifest.json", "model.safetensors"]
     manifest = json.loads((directory / "manifest.json").read_text())
     assert manifest == update.manifest
     assert (manifest["format"], manifest["run"], manifest["version"]) == (1, RUN, 3)
@@ -44,7 +44,7 @@ def test_closing_removes_what_was_written_and_no_other_version(tmp_path):
     first.close()
     assert os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["2"]
     second.close()
-    assert not left(tmp_path)
+    assert not list_leftovers(tmp_path)
 
 
 def test_a_version_that_is_there_already_is_replaced(tmp_path):
@@ -57,17 +57,19 @@ def test_a_version_that_is_there_already_is_replaced(tmp_path):
 def test_a_version_written_over_an_older_one_is_as_if_it_were_fresh(tmp_path):
     old, new = random_params(), jax.tree.map(lambda x: -2 * x, random_params())
     first = write_update(old, tmp_path / "a", version=1)
-    kept = write_update(old, tmp_path / "a", version=2)
+    unread = write_update(old, tmp_path / "a", version=2)
     pages = (tmp_path / "a" / f"jaxmoe-{RUN}" / "1" / SINGLE).stat().st_ino
-    over = write_files(new, CFG, tmp_path / "a", dtype="float32", run=RUN, version=3, reuse=first)
+    rewritten = write_files(
+        new, CFG, tmp_path / "a", dtype="float32", run=RUN, version=3, reuse=first
+    )
     fresh = write_update(new, tmp_path / "b", version=3)
     written = tmp_path / "a" / f"jaxmoe-{RUN}" / "3" / SINGLE
     assert written.stat().st_ino == pages
     assert written.read_bytes() == (tmp_path / "b" / f"jaxmoe-{RUN}" / "3" / SINGLE).read_bytes()
-    assert over.manifest == fresh.manifest
+    assert rewritten.manifest == fresh.manifest
     assert sorted(p.name for p in (tmp_path / "a" / f"jaxmoe-{RUN}").iterdir()) == ["2", "3"]
-    kept.close(), over.close()
-    assert left(tmp_path / "a") == []
+    unread.close(), rewritten.close()
+    assert list_leftovers(tmp_path / "a") == []
 
 
 def content(update) -> bytes:
@@ -78,10 +80,10 @@ def content(update) -> bytes:
 def test_a_file_of_another_size_is_not_written_over(tmp_path, before, after):
     params = random_params()
     first = write_update(params, tmp_path, dtype=before, version=1)
-    over = write_files(params, CFG, tmp_path, dtype=after, run=RUN, version=2, reuse=first)
-    with over, write_update(params, tmp_path / "b", dtype=after) as fresh:
-        assert over.digests == fresh.digests and content(over) == content(fresh)
-    assert left(tmp_path) == ["b"]
+    rewritten = write_files(params, CFG, tmp_path, dtype=after, run=RUN, version=2, reuse=first)
+    with rewritten, write_update(params, tmp_path / "b", dtype=after) as fresh:
+        assert rewritten.digests == fresh.digests and content(rewritten) == content(fresh)
+    assert list_leftovers(tmp_path) == ["b"]
 
 
 def test_a_version_that_is_half_written_over_is_nobodys(tmp_path, monkeypatch):
@@ -98,7 +100,7 @@ def test_a_version_that_is_half_written_over_is_nobodys(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", fails)
     with pytest.raises(ConfigError, match="broken device"):
         write_files(params, CFG, tmp_path, dtype="float32", run=RUN, version=2, reuse=first)
-    assert left(tmp_path) == [f"jaxmoe-{RUN}"] or left(tmp_path) == []
+    assert list_leftovers(tmp_path) == [f"jaxmoe-{RUN}"] or list_leftovers(tmp_path) == []
 
 
 @pytest.fixture
@@ -116,19 +118,19 @@ def test_in_memory_versions_take_turns_in_two_mapped_files_and_are_as_if_fresh(
     memory, tmp_path, monkeypatch, dtype, piece
 ):
     monkeypatch.setattr(layouts, "PIECE_BYTES", piece)
-    made = []
+    updates = []
     for version in range(6):
-        params = jax.tree.map(lambda x, by=1 + version: by * x, random_params())
-        over = made[-2] if version > 1 else None
-        made.append(
-            write_files(params, CFG, memory, dtype=dtype, run=RUN, version=version, reuse=over)
+        params = jax.tree.map(lambda x, factor=1 + version: factor * x, random_params())
+        rewritten = updates[-2] if version > 1 else None
+        updates.append(
+            write_files(params, CFG, memory, dtype=dtype, run=RUN, version=version, reuse=rewritten)
         )
         with write_update(params, tmp_path, dtype=dtype, version=version) as fresh:
-            assert content(made[-1]) == content(fresh)
-            assert made[-1].manifest == fresh.manifest
-    assert [update.pages is None for update in made] == [True, True, *4 * [False]]
-    assert made[4].pages is made[2].pages and made[5].pages is made[3].pages
-    assert len({update.inode for update in made}) == 2
+            assert content(updates[-1]) == content(fresh)
+            assert updates[-1].manifest == fresh.manifest
+    assert [update.pages is None for update in updates] == [True, True, *4 * [False]]
+    assert updates[4].pages is updates[2].pages and updates[5].pages is updates[3].pages
+    assert len({update.inode for update in updates}) == 2
     assert sorted(os.listdir(memory / f"jaxmoe-{RUN}")) == ["4", "5"]
 
 
@@ -146,24 +148,24 @@ def test_a_file_that_took_the_place_of_a_mapped_one_is_mapped_anew(memory):
 
 
 def test_nobody_sees_a_version_before_it_is_whole(tmp_path, monkeypatch):
-    seen, real = set[str](), os.pwrite
+    listed, real = set[str](), os.pwrite
 
     def write(*args):
-        seen.update(os.listdir(tmp_path / f"jaxmoe-{RUN}"))
+        listed.update(os.listdir(tmp_path / f"jaxmoe-{RUN}"))
         return real(*args)
 
     monkeypatch.setattr(os, "pwrite", write)
     write_update(random_params(), tmp_path)
-    assert seen == {"3.partial"} and os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["3"]
+    assert listed == {"3.partial"} and os.listdir(tmp_path / f"jaxmoe-{RUN}") == ["3"]
 
 
 def test_a_write_that_stops_short_is_taken_up_where_it_stopped(tmp_path, monkeypatch):
     real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data[:1000], at))
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: real(file, data[:1000], offset))
     params = random_params()
-    back = load_params(write_update(params, tmp_path).update_info["path"], CFG, "float32")
-    same = jax.tree.map(lambda a, b: (a == b).all(), back["layers"], params["layers"])
-    assert all(jax.tree.leaves(same))
+    loaded = load_params(write_update(params, tmp_path).update_info["path"], CFG, "float32")
+    equal = jax.tree.map(lambda a, b: (a == b).all(), loaded["layers"], params["layers"])
+    assert all(jax.tree.leaves(equal))
 
 
 @pytest.mark.parametrize("written", [0, 7, 40])
@@ -182,7 +184,7 @@ def test_a_full_disk_leaves_nothing_and_says_which_setting_to_change(
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.weights_dir .*No space left") as error:
         write_update(random_params(), tmp_path)
     assert str(tmp_path) in str(error.value) and "--set rollout.vllm.weights_dir=" in str(error)
-    assert not left(tmp_path)
+    assert not list_leftovers(tmp_path)
 
 
 def test_a_limit_on_file_sizes_is_met_the_same_way_and_older_versions_stay(tmp_path):
@@ -205,7 +207,7 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
     )
     with pytest.raises(ConfigError, match=r"it needs 0\.\d MB, 0\.0 MB are free"):
         write_update(random_params(), tmp_path)
-    assert not left(tmp_path)
+    assert not list_leftovers(tmp_path)
 
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path):

@@ -96,10 +96,10 @@ def test_joining_is_rank_0_of_all_and_then_one_float32_summed():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("sent", "kind"), [("float32", 7), ("bfloat16", 9)])
-def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(held, sent, kind):
-    fake, params = Fake(), random_params(held)
+def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(stored_dtype, sent, kind):
+    fake, params = Fake(), random_params(stored_dtype)
     update = broadcast_weights(joined(fake), params, CFG, dtype=sent, run="ab", version=5)
     assert len(fake.calls) == 4, "nothing moves before send()"
     update.send()
@@ -109,11 +109,11 @@ def test_tensors_are_broadcast_from_rank_0_in_the_announced_order(held, sent, ki
     ]
     info = update.update_info
     assert info["manifest"] == update.manifest and update.label == "ab:5"
-    for (name, want), *said, call in zip(
+    for (name, want), *announced, call in zip(
         sent_tensors(params, CFG, sent), info["names"], info["dtype_names"], info["shapes"], sends,
         strict=True,
     ):  # fmt: skip
-        assert said == [name, str(want.dtype), list(want.shape)]
+        assert announced == [name, str(want.dtype), list(want.shape)]
         assert call[-1] == want.tobytes(), name
         assert update.digests[name] == digest_array(want), name
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from board import as_processes
 from safetensors.numpy import load_file
-from weight_updates import CFG, RUN, left, random_params, write_update
+from weight_updates import CFG, RUN, list_leftovers, random_params, write_update
 
 from jaxmoe.checkpoint.hf import entries, load_params
 from jaxmoe.config import ConfigError
@@ -23,7 +23,7 @@ from jaxmoe.weight_sync.sharded_files import (
 )
 
 
-def write(directory, processes, params=None, version=3):
+def write_with_processes(directory, processes, params=None, version=3):
     params = params or random_params()
     return as_processes(processes, lambda channel: write_sharded_files(
         params, CFG, directory, dtype="float32", run=RUN, version=version, channel=channel
@@ -32,32 +32,32 @@ def write(directory, processes, params=None, version=3):
 
 @pytest.mark.parametrize("processes", [2, 5])
 def test_all_have_the_manifest_and_the_folder_holds_every_tensor_once(tmp_path, processes):
-    made = write(tmp_path / "shared", processes)
-    alone = write_update(random_params(), tmp_path / "alone")
-    folder = Path(alone.update_info["path"].replace("alone", "shared"))
-    assert all(update.manifest == alone.manifest for update in made)
-    assert all(update.update_info == {"path": str(folder)} for update in made)
-    assert json.loads((folder / "manifest.json").read_text()) == alone.manifest
+    updates = write_with_processes(tmp_path / "shared", processes)
+    single = write_update(random_params(), tmp_path / "alone")
+    folder = Path(single.update_info["path"].replace("alone", "shared"))
+    assert all(update.manifest == single.manifest for update in updates)
+    assert all(update.update_info == {"path": str(folder)} for update in updates)
+    assert json.loads((folder / "manifest.json").read_text()) == single.manifest
     files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     assert len(files) == processes and all(files)
     assert sum(len(f) for f in files) == len(entries(CFG))
     assert len(manifest.check_file_headers(manifest.read_manifest(folder), folder)) == len(
         entries(CFG)
     )
-    back = load_params(folder, CFG, "float32")
+    loaded = load_params(folder, CFG, "float32")
     assert np.array_equal(
-        back["head"], load_params(alone.update_info["path"], CFG, "float32")["head"]
+        loaded["head"], load_params(single.update_info["path"], CFG, "float32")["head"]
     )
-    made[0].close()
-    assert left(tmp_path / "shared") == []
+    updates[0].close()
+    assert list_leftovers(tmp_path / "shared") == []
 
 
 def test_bytes_are_spread_and_neighbours_are_written_by_different_processes():
     assert assign_owners([800] * 9, 3) == [0, 1, 2] * 3
     sizes = [900, 10, 800, 800, 10, 800, 800, 10, 800]
     owners = assign_owners(sizes, 3)
-    held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == i) for i in range(3)]
-    assert sum(held) == sum(sizes) and max(held) - min(held) <= max(sizes)
+    loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == i) for i in range(3)]
+    assert sum(loads) == sum(sizes) and max(loads) - min(loads) <= max(sizes)
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -72,28 +72,28 @@ def test_a_full_disk_of_one_process_is_told_to_all_and_leaves_nothing(
             full.add(file)
         return file
 
-    def pwrite(file, data, at):
+    def pwrite(file, data, offset):
         if file in full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(file, data, at)
+        return real(file, data, offset)
 
     full = set[int]()
     monkeypatch.setattr(module, "open_private", opener)
     monkeypatch.setattr(os, "pwrite", pwrite)
-    for error in write(tmp_path, 3):
+    for error in write_with_processes(tmp_path, 3):
         assert isinstance(error, ConfigError) and "weights_dir" in str(error)
         assert "No space left" in str(error)
-    assert left(tmp_path) == []
+    assert list_leftovers(tmp_path) == []
 
 
 def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeypatch):
-    seen = module.wait_until_visible
-    monkeypatch.setattr(module, "wait_until_visible", lambda path, **_: seen(path, within_s=0.1))
+    wait = module.wait_until_visible
+    monkeypatch.setattr(module, "wait_until_visible", lambda path, **_: wait(path, timeout_s=0.1))
     (tmp_path / "here.lock").write_text("")
 
     def process(channel):
-        where = tmp_path if channel.number < 2 else tmp_path / "elsewhere"
-        check_shared_directory(where, "here.lock", channel)
+        directory = tmp_path if channel.number < 2 else tmp_path / "elsewhere"
+        check_shared_directory(directory, "here.lock", channel)
 
     for error in as_processes(3, process):
         assert isinstance(error, ConfigError)

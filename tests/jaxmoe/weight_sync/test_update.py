@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from weight_updates import CFG, RUN, left, random_params, travels_as, write_update
+from weight_updates import CFG, RUN, list_leftovers, random_params, travels_as, write_update
 
 from jaxmoe.checkpoint import layouts
 from jaxmoe.checkpoint.entries import entries
@@ -38,23 +38,23 @@ FORMAT = {"float32": "F32", "bfloat16": "BF16"}
 
 @pytest.mark.parametrize("piece", [100, 5000, 1 << 20])
 @pytest.mark.parametrize(
-    ("held", "sent"),
+    ("stored_dtype", "sent"),
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
 )
 def test_an_update_holds_each_tensors_bytes_as_it_is_read_and_their_digests(
-    tmp_path, monkeypatch, held, sent, piece
+    tmp_path, monkeypatch, stored_dtype, sent, piece
 ):
-    params = random_params(dtype=held)
+    params = random_params(dtype=stored_dtype)
     kind = {entry.name: travels_as(entry.name, sent) for entry in entries(CFG)}
     want = {e.name: naive(params, e).astype(jnp.dtype(kind[e.name])) for e in entries(CFG)}
     monkeypatch.setattr(layouts, "PIECE_BYTES", piece)
     update = write_update(jax.tree.map(jnp.asarray, params), tmp_path, dtype=sent)
-    back = {d: load_params(update.update_info["path"], CFG, d) for d in ("float32", sent)}
+    loaded = {d: load_params(update.update_info["path"], CFG, d) for d in ("float32", sent)}
     for entry in entries(CFG):
         assert update.manifest["tensors"][entry.name]["dtype"] == FORMAT[kind[entry.name]]
-        got = naive(back[kind[entry.name]], entry)
-        assert got.dtype == want[entry.name].dtype, entry.name
-        assert got.tobytes() == want[entry.name].tobytes(), entry.name
+        actual_tensor = naive(loaded[kind[entry.name]], entry)
+        assert actual_tensor.dtype == want[entry.name].dtype, entry.name
+        assert actual_tensor.tobytes() == want[entry.name].tobytes(), entry.name
         assert update.digests[entry.name] == digest_array(want[entry.name]), entry.name
     for (name, array), entry in zip(iter_hf(params, CFG, sent), entries(CFG), strict=True):
         assert array.tobytes() == naive(params, entry).astype(jnp.dtype(sent)).tobytes(), name
@@ -70,22 +70,22 @@ def test_packed_experts_are_published_as_their_values(tmp_path, sent):
         update = write_update(params, tmp_path / "packed", dtype=sent, cfg=cfg)
         want = write_update(dense, tmp_path / "dense", dtype=sent, cfg=cfg)
         assert update.manifest == want.manifest
-        ours, theirs = (Path(x.update_info["path"]) / SINGLE for x in (update, want))
-        assert ours.read_bytes() == theirs.read_bytes()
+        actual, expected_file = (Path(x.update_info["path"]) / SINGLE for x in (update, want))
+        assert actual.read_bytes() == expected_file.read_bytes()
 
 
 def naive(params, entry) -> np.ndarray:
     """The table's conversion, written plainly."""
-    ours = params
+    actual = params
     for key in entry.keys:
-        ours = ours[key]
-    ours = np.asarray(ours if entry.pair is None else ours[entry.pair])
+        actual = actual[key]
+    actual = np.asarray(actual if entry.pair is None else actual[entry.pair])
     if entry.layout.startswith("transpose"):
-        ours = ours.T
+        actual = actual.T
     if entry.layout.startswith("gate_up"):
-        half = ours.shape[-1] // 2
-        ours = np.stack([ours[..., :half], ours[..., half:]], -1).reshape(ours.shape)
-    return np.ascontiguousarray(ours[: entry.shape[0]])
+        half = actual.shape[-1] // 2
+        actual = np.stack([actual[..., :half], actual[..., half:]], -1).reshape(actual.shape)
+    return np.ascontiguousarray(actual[: entry.shape[0]])
 
 
 @pytest.mark.parametrize("cores", [1, 3])
@@ -96,8 +96,8 @@ def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, 
     params, begun = random_params(), []
     planned = module.plan_tensors(params, CFG, "float32")
 
-    def pass_on(at: int, _: np.ndarray) -> None:
-        begun.append(at)
+    def pass_on(offset: int, _: np.ndarray) -> None:
+        begun.append(offset)
         if len(begun) == 3:
             raise error("of ours")
         time.sleep(0.01)
@@ -127,14 +127,14 @@ def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_pat
     change(params)
     with pytest.raises(ValueError, match=message):
         write_update(params, tmp_path)
-    assert not left(tmp_path)
+    assert not list_leftovers(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["mxfp4", "float16"])
 def test_a_dtype_that_engines_do_not_take_is_refused(tmp_path, dtype):
     with pytest.raises(ConfigError, match=f"bfloat16 or float32, got '{dtype}'"):
         write_update(random_params(), tmp_path, dtype=dtype)
-    assert not left(tmp_path)
+    assert not list_leftovers(tmp_path)
 
 
 def spread(params, cfg, fsdp: int, expert: int, along_pairs: bool = False):
@@ -226,13 +226,13 @@ def test_arrays_cut_over_processes_are_gathered_and_each_writes_a_share(tmp_path
         address = f"127.0.0.1:{free.getsockname()[1]}"
     code = [sys.executable, "-c", PROCESS, address]
     env = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
-    here = os.path.dirname(__file__)
-    both = [
-        subprocess.Popen([*code, str(i), str(tmp_path), here], env=env, stderr=subprocess.PIPE)
+    tests_dir = os.path.dirname(__file__)
+    children = [
+        subprocess.Popen([*code, str(i), str(tmp_path), tests_dir], env=env, stderr=subprocess.PIPE)
         for i in range(2)
     ]
-    errors = [process.communicate(timeout=120)[1].decode()[-2000:] for process in both]
-    assert [process.returncode for process in both] == [0, 0], errors
+    errors = [process.communicate(timeout=120)[1].decode()[-2000:] for process in children]
+    assert [process.returncode for process in children] == [0, 0], errors
     folder = tmp_path / f"jaxmoe-{RUN}" / "3"
     assert len(list(folder.glob("*.safetensors"))) == 2
     assert len(check_file_headers(read_manifest(folder), folder)) == len(entries(CFG))

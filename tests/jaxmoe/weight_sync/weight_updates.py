@@ -38,5 +38,5 @@ def sent_tensors(params, cfg, dtype: str):
         yield name, array if travels_as(name, dtype) == dtype else exact[name]
 
 
-def left(directory) -> list[str]:
+def list_leftovers(directory) -> list[str]:
     return sorted(str(p.relative_to(directory)) for p in directory.rglob("*"))
