@@ -60,9 +60,8 @@ def trainer_logps(params: Params, tokens_BT: Array, *, cfg: ModelConfig, ops: Op
     return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, ops)[0]
 
 
-TRAINER_LOGPS = jax.jit(
-    trainer_logps, static_argnames=("cfg", "ops")
-)  # one program for all engines
+# One program for all engines.
+TRAINER_LOGPS = jax.jit(trainer_logps, static_argnames=("cfg", "ops"))
 
 
 class VllmEngine:
@@ -74,11 +73,8 @@ class VllmEngine:
     ) -> None:  # fmt: skip
         self._adapter = adapter
         self._cfg, self._vllm = cfg, vllm
-        self._max_prompt, self._max_new, self._max_rows = (
-            max_prompt_tokens,
-            max_new_tokens,
-            max_rows,
-        )
+        self._max_prompt, self._max_new = max_prompt_tokens, max_new_tokens
+        self._max_rows = max_rows
         self._dtype = vllm.dtype or cfg.dtype
         self._run = run or create_run_id()
         self.incidents: list[str] = []
@@ -205,17 +201,16 @@ class VllmEngine:
         # An aborted sample is continued by a request of its own, so with "abort" each sample is one
         # request. A server rejects a request of more samples than it computes at once.
         max_samples = min(self._max_rows, self._pool.max_rows)
-        samples_per_request = (
-            1 if self._vllm.on_weight_sync == "abort" else min(samples, max_samples)
-        )
+        single = self._vllm.on_weight_sync == "abort"
+        samples_per_request = 1 if single else min(samples, max_samples)
         requests = [
             PromptRequest(index, prompt, first, min(samples_per_request, samples - first))
             for index, prompt in enumerate(prompts)
             for first in range(0, samples, samples_per_request)
         ]  # fmt: skip
         rollouts_by_request = self._map_replicas(
-            lambda request, replica, target: (
-                replica.generate_rollouts(request, sampling, seed, target)
+            lambda request, replica, target: replica.generate_rollouts(
+                request, sampling, seed, target
             ),
             requests, samples_per_request,
             lambda request: len(request.prompt.tokens) + request.count * sampling.max_new_tokens,
@@ -281,9 +276,7 @@ class VllmEngine:
             except RequestFailed as error:
                 errors.append(str(error))
                 replica.report_failure(str(error))
-            except (
-                EngineError
-            ) as error:  # the replica failed permanently while this request waited for it
+            except EngineError as error:  # the replica failed permanently meanwhile
                 errors.append(str(error))
             finally:
                 self._pool.release_replica(replica, tokens)

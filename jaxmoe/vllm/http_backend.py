@@ -89,12 +89,12 @@ def max_body_bytes_per_token(cfg: ModelConfig) -> int:
 
 
 class HttpBackend:
-    """A Backend over HTTP. Thread-safe: a pool of connections that grows; every request sends
-    `key`.
+    """A Backend over HTTP. Thread-safe, with a growing pool of connections.
 
-    A request fails after `timeout_s`, however slowly its response arrives, and if the response has
-    more than MAX_BODY_BYTES plus, for a generate request, `token_bytes` for each token of each
-    sample. `model` is the requested model's name on the server; empty: its only model.
+    Every request sends `key`. It fails after `timeout_s`, however slowly its response arrives, and
+    if the response has more than MAX_BODY_BYTES plus, for a generate request, `token_bytes` for
+    each token of each sample. `model` is the requested model's name on the server; empty: its only
+    model.
     """
 
     def __init__(

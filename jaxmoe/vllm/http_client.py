@@ -128,8 +128,7 @@ class HttpClient:
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], *,
         timeout_s: float, max_body_bytes: int,
     ) -> Response:  # fmt: skip
-        """Return a response that arrived within `timeout_s` and has at most `max_body_bytes` of
-        body.
+        """Return a response within `timeout_s`, with at most `max_body_bytes` of body.
 
         Raises HttpFailed.
         """
@@ -149,12 +148,9 @@ class HttpClient:
                 raise
         # http.client and urllib3 raise ValueError for some malformed responses, e.g. a length of -5
         except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as e:
-            timed_out = time.monotonic() >= limits.deadline
-            reason = (
-                f"no complete response in {timeout_s:g} s"
-                if timed_out
-                else f"{type(e).__name__}: {e}"
-            )
+            reason = f"{type(e).__name__}: {e}"
+            if time.monotonic() >= limits.deadline:
+                reason = f"no complete response in {timeout_s:g} s"
             raise HttpFailed(reason) from None  # the error may contain all that a server sent
 
     def close(self) -> None:

@@ -111,15 +111,13 @@ class InProcessBackend:
         return int(self._llm.model_config.max_model_len)
 
     def check_health(self) -> None:
-        self._run_between_steps(lambda: None)
+        self._call_llm(lambda: None)
 
     def loaded_state(self) -> list[dict[str, Any]]:
-        return self._run_between_steps(lambda: self._llm.collective_rpc("jaxmoe_loaded_state"))
+        return self._call_llm(lambda: self._llm.collective_rpc("jaxmoe_loaded_state"))
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
-        self._run_between_steps(
-            lambda: self._llm.init_weight_transfer_engine({"init_info": init_info})
-        )
+        self._call_llm(lambda: self._llm.init_weight_transfer_engine({"init_info": init_info}))
 
     def pause(self, mode: str) -> None:
         drained: Future[None] = Future()
@@ -133,7 +131,7 @@ class InProcessBackend:
             else:
                 drained.set_result(None)
 
-        self._run_between_steps(stop)
+        self._call_llm(stop)
         self._wait_for_result(drained)
 
     def resume(self) -> None:
@@ -143,35 +141,31 @@ class InProcessBackend:
             for begin in deferred:
                 begin()
 
-        self._run_between_steps(restart_deferred)
+        self._call_llm(restart_deferred)
 
     def start_update(self) -> None:
-        self._run_between_steps(self._llm.start_weight_update)
+        self._call_llm(self._llm.start_weight_update)
 
     def send_update(self, update_info: dict[str, Any]) -> None:
-        self._run_between_steps(lambda: self._llm.update_weights({"update_info": update_info}))
+        self._call_llm(lambda: self._llm.update_weights({"update_info": update_info}))
 
     def finish_update(self, label: str) -> None:
-        self._run_between_steps(lambda: self._llm.finish_weight_update(label))
+        self._call_llm(lambda: self._llm.finish_weight_update(label))
 
     def load_adapter(self, folder: str) -> None:
-        self._run_between_steps(
-            lambda: self._llm.collective_rpc("jaxmoe_load_adapter", args=(folder,))
-        )
+        self._call_llm(lambda: self._llm.collective_rpc("jaxmoe_load_adapter", args=(folder,)))
 
     def record_forward(self, fn: Callable[[], T]) -> tuple[T, list[dict[str, Any]]]:
         """Return fn's result, and each worker's recorded module outputs of its one forward."""
-        self._run_between_steps(lambda: self._llm.collective_rpc("jaxmoe_record"))
+        self._call_llm(lambda: self._llm.collective_rpc("jaxmoe_record"))
         try:
             result = fn()
         finally:
-            recordings = self._run_between_steps(
-                lambda: self._llm.collective_rpc("jaxmoe_recorded")
-            )
+            recordings = self._call_llm(lambda: self._llm.collective_rpc("jaxmoe_recorded"))
         return result, recordings
 
     def reset_prefix_cache(self) -> bool:
-        return self._run_between_steps(
+        return self._call_llm(
             lambda: bool(self._llm.reset_prefix_cache(reset_running_requests=True))
         )
 
@@ -179,7 +173,7 @@ class InProcessBackend:
         self._calls.put(None)
         self._thread.join(self._timeout_s)
 
-    def _run_between_steps(self, fn: Callable[[], Any]) -> Any:
+    def _call_llm(self, fn: Callable[[], Any]) -> Any:
         """Run fn on the thread that owns vLLM, between two steps."""
         future: Future[Any] = Future()
 

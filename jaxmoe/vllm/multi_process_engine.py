@@ -100,9 +100,7 @@ class MultiProcessVllmEngine:
         return rollouts
 
     def _probe_logps(self, params: Params) -> np.ndarray:
-        """Return the trainer's log-probs of the probe, repeated so that every batch shard has a
-        row.
-        """
+        """Return the trainer's log-probs of the probe, which is repeated for every batch shard."""
         rows = shards_of(self._mesh, TRAINING.rows)
         time_shards = shards_of(self._mesh, TRAINING.time)
         parts = 2 * time_shards if time_shards > 1 else 1  # zigzag assigns two to each shard

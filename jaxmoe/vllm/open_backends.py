@@ -79,8 +79,7 @@ def open_backends(
 
 
 def check_available(opened: list[Opened], needed: int) -> tuple[int, list[Backend]]:
-    """Return the context that all answering backends have, at least `needed`, and the silent
-    backends.
+    """Return (context that all answering backends have, backends that do not answer).
 
     Raises ConfigError if none answers, or one cannot be used.
     """

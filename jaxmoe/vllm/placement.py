@@ -38,11 +38,8 @@ class Placement:
 
     def vllm_options(self) -> dict[str, str]:
         """Return vLLM's option for the memory fraction."""
-        return (
-            {}
-            if self.memory_fraction is None
-            else {"gpu_memory_utilization": f"{self.memory_fraction:.2f}"}
-        )
+        fraction = self.memory_fraction
+        return {} if fraction is None else {"gpu_memory_utilization": f"{fraction:.2f}"}
 
 
 def assign_gpus(
@@ -69,11 +66,8 @@ def assign_gpus(
     assigned = []
     for n in range(servers):
         servers_per_gpu = len(range(n % len(groups), servers, len(groups)))  # including this one
-        available = (
-            min(VLLM_MEMORY_FRACTION, 1 - trainer_fraction - SPARE_MEMORY_FRACTION)
-            / servers_per_gpu
-        )
-        fraction = math.floor(100 * available + 1e-6) / 100
+        room = min(VLLM_MEMORY_FRACTION, 1 - trainer_fraction - SPARE_MEMORY_FRACTION)
+        fraction = math.floor(100 * (room / servers_per_gpu) + 1e-6) / 100
         if fraction < SPARE_MEMORY_FRACTION:
             raise ConfigError(
                 f"{servers_per_gpu} vLLM of rollout.vllm.launch={servers} share a GPU"

@@ -276,10 +276,8 @@ class Replica:
         versions: np.ndarray,
         scorer: Backend | None,
     ) -> Rollout:
-        tokens, logp = (
-            np.asarray(completion.tokens, np.int32),
-            np.asarray(completion.logp, np.float32),
-        )
+        tokens = np.asarray(completion.tokens, np.int32)
+        logp = np.asarray(completion.logp, np.float32)
         log_mass = None
         if scorer is not None:
             prompt = list(request.prompt.tokens)

@@ -61,9 +61,8 @@ def score_tokens(backend: Backend, tokens: list[int], cfg: ModelConfig) -> tuple
     body = request_body(tokens, sampling, count=1, max_tokens=1, seed=0)
     body["sampling_params"]["prompt_logprobs"] = 0
     response = backend.generate(body)
-    (completion,) = parse_completions(
-        response, ExpectedResponse(len(tokens), 1, 1, frozenset()), cfg
-    )
+    expected = ExpectedResponse(len(tokens), 1, 1, frozenset())
+    (completion,) = parse_completions(response, expected, cfg)
     if not completion.labels:
         raise RequestFailed("a scoring request was aborted")
     return parse_prompt_logps(response, tokens, cfg), completion.labels[0]
@@ -86,10 +85,8 @@ def sample_completions(
     completions = parse_completions(backend.generate(body), expected, cfg)
     numbers = seed, request.index
     finished = [
-        _continue_completion(
-            backend, prompt, completion, sampling, (*numbers, request.first + i), cfg
-        )
-        for i, completion in enumerate(completions)
+        _continue_completion(backend, prompt, x, sampling, (*numbers, request.first + i), cfg)
+        for i, x in enumerate(completions)
     ]
     return finished * request.count if count < request.count else finished
 
@@ -101,10 +98,8 @@ def _continue_completion(
     for part in range(1, MAX_COMPLETIONS):
         if completion.finish != "abort":
             return completion
-        tokens, n_remaining = (
-            prompt + completion.tokens,
-            sampling.max_new_tokens - len(completion.tokens),
-        )
+        tokens = prompt + completion.tokens
+        n_remaining = sampling.max_new_tokens - len(completion.tokens)
         if n_remaining == 0:  # aborted just after its last token
             last = Completion([], [], "length", [], completion.experts)
             return _join_completions(completion, last, len(prompt))
@@ -113,9 +108,7 @@ def _continue_completion(
         expected = ExpectedResponse(len(tokens), 1, n_remaining, frozenset(sampling.stop_ids))
         (continuation,) = parse_completions(backend.generate(body), expected, cfg)
         completion = _join_completions(completion, continuation, len(prompt))
-    raise RequestFailed(
-        f"a sample was aborted {MAX_COMPLETIONS} times: are weights synced all the time?"
-    )
+    raise RequestFailed(f"a sample was aborted {MAX_COMPLETIONS} times: are syncs too frequent?")
 
 
 def _join_completions(completion: Completion, continuation: Completion, prompt: int) -> Completion:

@@ -42,9 +42,7 @@ class ServedAdapter:
     base: Path
 
     def vllm_options(self, cpu: bool) -> dict[str, Any]:
-        """Return vLLM options in addition to those of server.py. Raises ConfigError if a CPU lacks
-        one.
-        """
+        """Return vLLM options beyond those of server.py. Raises ConfigError if a CPU lacks one."""
         adapted = self.lora.ranks
         if cpu and any(name in adapted for name in EXPERTS):
             raise ConfigError(
@@ -63,9 +61,7 @@ class ServedAdapter:
         return chosen
 
     def prepare_base(self, cfg: ModelConfig, dtype: str, work: Path, cpu: bool) -> Path:
-        """Return the folder of the base weights: the checkpoint itself; on a CPU, which cannot read
-        MXFP4, a decoded copy.
-        """
+        """Return the base weights' folder; on a CPU, which cannot read MXFP4, a decoded copy."""
         return _decode_base(self.base, cfg, dtype, work) if cpu else self.base
 
     def write_zero_adapter(self, cfg: ModelConfig, directory: Path) -> None:
@@ -76,9 +72,7 @@ class ServedAdapter:
     def check_applied(
         self, backend: Backend, cfg: ModelConfig, tokens: list[int], directory: str | Path, run: str
     ) -> None:
-        """Raise WeightSyncError, naming the matrix, if an adapter of one matrix does not change the
-        log-probs of these tokens.
-        """
+        """Raise WeightSyncError if an adapter of a single matrix does not change log-probs."""
 
         def logps(changed: AdaptedMatrix | None) -> np.ndarray:
             adapters = zero_adapters(cfg, self.lora)

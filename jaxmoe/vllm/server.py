@@ -325,9 +325,7 @@ def _signal_group(group: int, number: int) -> None:
 
 
 def _find_free_port() -> int:
-    """Return a port that nobody listens on, below the range of ephemeral ports: vLLM binds it only
-    some seconds later, and no system assigns these ports by itself.
-    """
+    """Return a free port below the ephemeral range, so that nothing else gets it before vLLM."""
     for port in random.sample(range(20_000, 32_000), 1000):
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("127.0.0.1", port))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of an engine's replicas: available ones share the work, unavailable ones are
-reconnected.
+"""The pool of an engine's replicas, which share the work; unavailable ones are reconnected.
 
 If a replica does not answer, the others take over its work at once, and a thread restores it
 concurrently. If that fails, the replica becomes unavailable, and reconnecting is tried every few
@@ -107,8 +106,7 @@ class ServerPool:
             replica.in_flight -= tokens
 
     def handle_failure(self, replica: Replica, generation: int, target: TargetWeights) -> None:
-        """Restore a replica after a failed request of `generation`, concurrently with the others'
-        work.
+        """Restore a replica after a failed request of `generation`, while the others work.
 
         The last replica is waited for: raises EngineError if it cannot be restored.
         """

@@ -39,9 +39,7 @@ class WeightSyncError(EngineError):
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of one vLLM: `names` change at a restart; `rows` are the sequences computed at
-    once.
-    """
+    """Workers of one vLLM: `names` change at a restart, `rows` are the sequences at once."""
 
     names: list[str]
     rows: int

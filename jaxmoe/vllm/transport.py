@@ -58,9 +58,7 @@ class Transport:
 
 @contextmanager
 def run_concurrently(fn: Callable[[], None]) -> Iterator[None]:
-    """Run fn in a thread concurrently with the block; its error is raised, or is the cause of the
-    block's.
-    """
+    """Run fn in a thread during the block; its error is raised, or causes the block's error."""
     errors: list[BaseException] = []
 
     def run() -> None:

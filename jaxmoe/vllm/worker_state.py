@@ -46,9 +46,7 @@ def _is_digests(value: Any) -> bool:
 
 
 def _is_model(value: Any) -> bool:
-    """Return True for values of config.json: numbers, names of a dtype or kind, and RoPE as an
-    object.
-    """
+    """Return True for values of config.json: numbers, names of a dtype or kind, RoPE objects."""
     return isinstance(value, dict) and all(
         _is_setting(name, x) or (name.startswith("rope_") and _is_rope(x))
         for name, x in value.items()

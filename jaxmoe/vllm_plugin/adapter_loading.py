@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a LoRA adapter into a running vLLM, in place of the previous one, and verify that it is
-live.
+"""Load a LoRA adapter into a running vLLM, replacing the previous one, and verify that.
 
 vLLM only reports that an adapter was read. It skips a matrix that no layer has without an error,
 and a worker that lost the adapter loads, with the next request, whatever is at the request's path.

@@ -107,9 +107,7 @@ class IpcTransfer(DirectTransfer, IPCWeightTransferEngine):
         self.loaded_state, self._taker = LoadedState(), _LoadTarget()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
-        """Receive an update: our trainer sends [handle, offset]; vLLM opens torch's own, longer
-        handles.
-        """
+        """Receive handles of our trainer, [handle, offset], or torch's longer ones by vLLM."""
         handles = update_info.ipc_handles
         from_jaxmoe = isinstance(handles, list) and all(
             len(handle) == 2 for handles_by_gpu in handles for handle in handles_by_gpu.values()

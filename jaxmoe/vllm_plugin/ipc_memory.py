@@ -39,8 +39,7 @@ def open_shared_tensors(
     info: Any, gpu: str, *, driver: Any = None,
     view: Callable[[int, int], torch.Tensor] = view_gpu_memory,
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:  # fmt: skip
-    """Yield (name, tensor) of update_info's names; the memory is the trainer's and closed at the
-    end.
+    """Yield (name, tensor) of update_info's names, in the trainer's memory; closed at the end.
 
     `gpu` is the UUID of this process's GPU. Raises UpdateRejected for handles of another GPU.
     """

@@ -65,9 +65,7 @@ def digest_parameters(model: torch.nn.Module) -> tuple[dict[str, str], list[str]
 
 
 def _digest_adapters(model: torch.nn.Module) -> dict[str, str]:
-    """Return the digest of each adapter buffer that a kernel reads, as "layers.3.q.A", and the
-    adapter in each slot ("slots"); {} without LoRA.
-    """
+    """Return digests of adapter buffers, as "layers.3.q.A", and their "slots"; {} without LoRA."""
     digests: dict[str, str] = {}
     if (manager := getattr(model, "lora_manager", None)) is not None:
         digests["slots"] = str(manager.lora_index_to_id)
@@ -145,8 +143,7 @@ def _split_fused(module: Any, content: torch.Tensor) -> Iterator[tuple[str, torc
 
 
 def make_live_forms(model: torch.nn.Module, parallel: Any) -> dict[str, tuple[Form, bool]]:
-    """Return by parameter name (function from the checkpoint's tensor to its live form, is it
-    exact).
+    """Return by parameter name (function from checkpoint to live tensor, whether it is exact).
 
     The names are those of `digest_parameters`. If it is not exact, the function casts to the
     parameter's dtype, and the result changes whenever the parameter does: for experts packed for a

@@ -95,9 +95,7 @@ def load_sinks(model: Any, stream: TensorStream) -> Iterator[tuple[str, torch.Te
 
 @contextmanager
 def repack_experts() -> Iterator[None]:
-    """Make reloads within this context pack the experts for the CPU's kernel, as the first load
-    does.
-    """
+    """Make reloads in this context pack the experts for the CPU's kernel, like the first load."""
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # pyright: ignore[reportMissingImports]
         UnquantizedFusedMoEMethod as Method,

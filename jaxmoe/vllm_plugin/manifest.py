@@ -23,9 +23,7 @@ DTYPE_BYTES = {
 
 
 class UpdateRejected(RuntimeError):
-    """A weight update that must not be loaded, or failed a check while loading; the message says
-    why.
-    """
+    """A weight update that must not be loaded, or failed a check; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +114,7 @@ def open_without_links(path: str | Path, flags: int) -> int:
 
 
 def check_tensor_shapes(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UpdateRejected, naming the tensors, if the manifest's shapes are not those of the
-    model.
-    """
+    """Raise UpdateRejected, naming the tensors, if the shapes are not those of the model."""
     reject_problems(manifest.label, list(_find_shape_problems(manifest, shapes)))
 
 
@@ -191,9 +187,7 @@ def _find_file_problems(
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorSpan]]:
-    """Yield (name, span) of a safetensors file: 8 bytes of length, a JSON header, the tensors'
-    bytes.
-    """
+    """Yield (name, span) of a safetensors file: 8 bytes of length, a JSON header, the data."""
     try:
         with open(path, "rb", opener=open_without_links) as file:
             length = int.from_bytes(file.read(8), "little")

@@ -65,8 +65,7 @@ def vllm_parameter_name(name: str) -> str:
 
 
 def adapter_buffer_names(names: list[str], config: dict[str, Any]) -> dict[str, str]:
-    """Return, for each adapter tensor, the name of its buffer in
-    `live_parameters.digest_parameters`.
+    """Return each adapter tensor's buffer, by its name in live_parameters.py.
 
     PEFT nests modules if both parameters of the experts are adapted; the first one is the inner
     module.

@@ -95,9 +95,7 @@ def _patch_runner(runner_class: Any, connect: Any) -> None:
 
 
 def _describe_batch(rows: Any, scheduled: Any) -> SimpleNamespace:
-    """Return the fields of a batch that the connector reads: requests, token bounds, computed
-    tokens.
-    """
+    """Return the connector's view of a batch: requests, token bounds, computed tokens."""
     ids = list(rows.req_ids)
     counts = [scheduled.num_scheduled_tokens[i] for i in ids]
     return SimpleNamespace(

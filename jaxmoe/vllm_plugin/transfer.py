@@ -80,9 +80,8 @@ class VerifiedTransfer:
         label until an update succeeds.
         """
         forms = make_live_forms(self.model, self.vllm_config.parallel_config)
-        before = (
-            {} if all(exact for _, exact in forms.values()) else digest_parameters(self.model)[0]
-        )
+        all_exact = all(exact for _, exact in forms.values())
+        before = {} if all_exact else digest_parameters(self.model)[0]
         arrivals = ReceivedTensors(expected, forms, known_digests)
         self.loaded_state.invalidate()
         with reload_model(self.model, self.model_config) as load_tensors:
@@ -126,9 +125,8 @@ class ReceivedTensors:
                 self._problems.append(format_digest_mismatch(expected.digest, name, digest))
             form, exact = self._forms.get(vllm_parameter_name(name), (torch.Tensor.detach, False))
             live_tensor = form(tensor)
-            unchanged = (
-                live_tensor.dtype == tensor.dtype and live_tensor.data_ptr() == tensor.data_ptr()
-            )
+            unchanged = live_tensor.dtype == tensor.dtype
+            unchanged = unchanged and live_tensor.data_ptr() == tensor.data_ptr()
             live_digest = digest if unchanged else digest_tensor(live_tensor)
             self.parameters[name] = ExpectedParameter(live_digest, exact)
             yield name, tensor

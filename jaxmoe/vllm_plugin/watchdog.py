@@ -51,8 +51,7 @@ def _wait_for_exit(pid: int) -> None:
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """Return a file descriptor of this process, valid even if its number is reused; None without
-    pidfd.
+    """Return a descriptor of the process, which survives reuse of its number; None without pidfd.
 
     A kernel or a sandbox may refuse the call although Python has it.
     """

@@ -25,8 +25,7 @@ def write_adapter(
     adapters: Params, cfg: ModelConfig, lora: LoraConfig, directory: str | Path, *, run: str,
     version: int,
 ) -> WeightFile:  # fmt: skip
-    """Write `directory`/jaxmoe-<run>/<version>/ with the adapters, in the form `save_adapter`
-    takes.
+    """Write `directory`/jaxmoe-<run>/<version>/ with adapters in `save_adapter`'s form.
 
     The files are written to a temporary folder that is then renamed; an existing folder of the same
     version is replaced. Numerics: nothing is rounded. vLLM stores an adapter in its compute dtype.

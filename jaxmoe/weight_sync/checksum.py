@@ -16,8 +16,7 @@ _ROW_OFFSETS = 2 * WORDS_PER_ROW * np.arange(ROWS_PER_CHUNK, dtype=np.uint64)
 
 
 def digest_array(array: NDArray) -> str:
-    """Return 32 hex digits: Σ w_i and Σ (2i+1)·w_i modulo 2^64 over the array's little-endian
-    words.
+    """Return 32 hex digits: Σ w_i and Σ (2i+1)·w_i modulo 2^64 over little-endian words.
 
     The array is read in C order, and its last word is padded with zeros. Any change of one word
     changes the first sum; swapping two neighbours changes the second. Not detected: changes of only
@@ -54,8 +53,7 @@ def _sum_words(words_RC: NDArray[np.uint64]) -> tuple[int, int]:
 
 
 def join_digests(chunks: Iterable[tuple[int, str]]) -> str:
-    """Return the digest of an array from the digests of its chunks: (first byte of a chunk,
-    digest).
+    """Return an array's digest from those of its chunks: (first byte of a chunk, its digest).
 
     Each chunk but the last must have a multiple of eight bytes.
     """

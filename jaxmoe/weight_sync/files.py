@@ -32,9 +32,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class WeightFile(WeightUpdate):
-    """A weight update in a file. `pages` are its bytes if it is mapped; `inode` identifies the
-    file.
-    """
+    """A weight update in a file, identified by `inode`; `pages` are its bytes if it is mapped."""
 
     pages: NDArray[np.uint8] | None = None
     inode: int = 0
@@ -85,9 +83,8 @@ def stage_version(directory: str | Path, run: str, version: int) -> Iterator[tup
     At the end the second folder is complete or unchanged; if the block fails, the first is removed.
     Raises ConfigError for an OSError, and if another user may enter jaxmoe-<run>.
     """
-    run_dir = (
-        Path(directory).absolute() / f"jaxmoe-{run}"
-    )  # a server may have another working folder
+    # An absolute path, because a server may have another working folder.
+    run_dir = Path(directory).absolute() / f"jaxmoe-{run}"
     final, partial_dir = run_dir / str(version), run_dir / f"{version}.partial"
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)

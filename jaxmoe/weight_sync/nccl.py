@@ -103,9 +103,7 @@ class NcclGroup:
         self._synchronize_stream()
 
     def close(self) -> None:
-        """Leave the group without waiting for its workers, which may have ended; may be called
-        twice.
-        """
+        """Leave the group without waiting for workers, which may be gone; may be called twice."""
         communicator, self._communicator = self._communicator, c_void_p()
         if communicator:  # the field is cleared first; a thread inside a call gets an error
             self._nccl_call("ncclCommAbort", communicator)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small program that removes a trainer's weight files if the trainer is killed; it is run by
-path.
+"""A small program, run by path, that removes a trainer's weight files if it is killed.
 
 kill -9 leaves a trainer no time to remove its files, and in /dev/shm they would occupy memory until
 the next run. A server cannot remove them, since it may run on another host or serve other trainers.

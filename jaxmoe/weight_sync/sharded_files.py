@@ -128,9 +128,7 @@ def wait_until_visible(path: Path, timeout_s: float = VISIBLE_TIMEOUT_S) -> bool
 
 
 def check_shared_directory(directory: str | Path, marker: str, channel: Channel) -> None:
-    """Raise ConfigError in all processes if one does not see `marker` in the first process's
-    folder.
-    """
+    """Raise ConfigError in all processes if one does not see the first one's file `marker`."""
 
     def check_visible() -> None:
         if not wait_until_visible(Path(directory) / marker, timeout_s=10.0):
@@ -188,9 +186,7 @@ class _ProcessFile:
             self._error = error
 
     def finish_file(self, directory: str | Path) -> dict[str, str]:
-        """Return the digests of this file's tensors by name, once all are written. Raises
-        ConfigError.
-        """
+        """Return the digests of this file's tensors by name, once written. Raises ConfigError."""
         self._wait_for_pending()
         self._writer.shutdown()
         self._pool.shutdown()

@@ -178,9 +178,9 @@ def _digest_span(
 ) -> tuple[int, str]:  # fmt: skip
     width = flat_shape(entry.shape)[1]
     first, stop = (row * width * dtype.itemsize for row in span)
-    buffer = (
-        None if out is None else out[begin + first : begin + stop].view(dtype).reshape(-1, width)
-    )
+    buffer = None
+    if out is not None:
+        buffer = out[begin + first : begin + stop].view(dtype).reshape(-1, width)
     rows = checkpoint_rows(array, entry.layout, span, entry.shape, dtype, buffer)
     if write is not None:
         write(begin + first, rows)

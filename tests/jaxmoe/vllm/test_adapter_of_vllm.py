@@ -148,12 +148,12 @@ def test_a_matrix_that_vllm_does_not_apply_is_named(inside):
             "model.layers.1.attn.o_proj"
         ].set_lora
 
-    backend._run_between_steps(lambda: backend._llm.collective_rpc(break_one))
+    backend._call_llm(lambda: backend._llm.collective_rpc(break_one))
     try:
         with pytest.raises(WeightSyncError, match="an adapter of model.layers.1.self_attn.o_proj"):
             engine._check_adapter(backend)
     finally:
-        backend._run_between_steps(lambda: backend._llm.collective_rpc(mend))
+        backend._call_llm(lambda: backend._llm.collective_rpc(mend))
     engine._check_adapter(backend)
 
 
@@ -179,7 +179,7 @@ def test_one_that_was_lost_is_no_base_in_its_place(inside, base):
     def lose(worker):
         return worker.remove_lora(ADAPTER_ID)
 
-    backend._run_between_steps(lambda: backend._llm.collective_rpc(lose))
+    backend._call_llm(lambda: backend._llm.collective_rpc(lose))
     assert backend.loaded_state()[0]["label"] is None
     with pytest.raises(EngineError):
         engine.generate(prompts(1), Sampling(NEW, ()), seed=0)

@@ -77,9 +77,9 @@ def test_in_process_what_nobody_waits_for_any_more_is_ended(tmp_path, begun):
             backend.pause("keep")
         with pytest.raises(RequestFailed, match="did not answer within 0.5 s"):
             answer.result()
-    assert not backend._run_between_steps(lambda: list(backend._in_flight))
+    assert not backend._call_llm(lambda: list(backend._in_flight))
     backend.resume()
-    assert not backend._run_between_steps(lambda: list(backend._in_flight))
+    assert not backend._call_llm(lambda: list(backend._in_flight))
     assert not backend._llm.llm_engine.has_unfinished_requests()
     backend._timeout_s = 20.0
     check_rollouts(engine.generate(prompts(2), FREE, seed=0), prompts(2), 1, 1)

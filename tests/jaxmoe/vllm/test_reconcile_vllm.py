@@ -114,7 +114,7 @@ def test_a_right_vllm_agrees_and_stock_reload_weights_is_named(tmp_path):
         engine.load(weights(1), 2)
         backend = engine.backends[0]
         reload = partial(backend._llm.collective_rpc, "reload_weights")
-        backend._run_between_steps(lambda: reload(kwargs={"weights_path": str(tmp_path / "newer")}))
+        backend._call_llm(lambda: reload(kwargs={"weights_path": str(tmp_path / "newer")}))
         assert backend.reset_prefix_cache()
         assert set(examined(engine, previous=weights(1))) == {"stale_experts", "stale_sinks"}
 
