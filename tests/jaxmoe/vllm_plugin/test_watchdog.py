@@ -36,10 +36,10 @@ def sleeper():
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 
 
-@pytest.mark.parametrize("signal_number", ["wait", "poll", "rejected"])
-def test_a_process_ends_when_the_one_it_watches_is_killed(signal_number):
+@pytest.mark.parametrize("method", ["wait", "poll", "rejected"])
+def test_a_process_ends_when_the_one_it_watches_is_killed(method):
     trainer = sleeper()
-    command = [sys.executable, "-c", CHILD, signal_number, str(trainer.pid)]
+    command = [sys.executable, "-c", CHILD, method, str(trainer.pid)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     with child.stdout:
