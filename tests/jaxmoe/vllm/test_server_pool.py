@@ -115,7 +115,7 @@ def test_a_server_that_is_not_there_yet_comes_in_when_it_is(two, tmp_path, capsy
     engine.load(weights(1), 1)
     check_rollouts(engine.generate(prompts(4), SMALL, seed=3), prompts(4), 1, 1)
     two[1].start()
-    wait_until(lambda: engine.incidents and "is back" in engine.incidents[-1])
+    wait_until(lambda: engine.incidents and "is reconnected" in engine.incidents[-1])
     assert two[1].label == two[0].label
     engine.close()
 
