@@ -123,7 +123,7 @@ def _invariant(
         return Decision(wanted("auto"), "xla, invariant tiles")
     kind = chip.get("kind", platform)
     require(
-        Target(platform, kind).hopper or any(x in kind for x in INVARIANT_TPUS),
+        Target(platform, kind).is_hopper or any(x in kind for x in INVARIANT_TPUS),
         "model.numerics=invariant must run on a CPU, a Hopper GPU, a TPU v5e, v5p or v6e, for "
         "which it is shown that bits do not depend on shapes; this is a "
         f"{kind}. Try JAX_PLATFORMS=cpu, {off}",

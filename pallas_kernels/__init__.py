@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of a sparse-MoE transformer with attention sinks; imports jax and jaxtyping only.
 
-Each operation is a folder: api (the public function), reference (the formula in float32),
-one file per implementation, cases (named shapes). dispatch.py picks the implementation.
+Each operation is a folder: api.py (the public function), reference.py (the formula in float32),
+one file for each implementation, cases.py (named shapes). dispatch.py selects the implementation.
 """
 
 from pallas_kernels.decode_attention import decode_attention, paged_decode_attention

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile for a chip that is not there: the real TPU and GPU compilers, on any Linux machine.
+"""Ahead-of-time compilation for chips that this machine does not have, on any Linux machine.
 
-Interpreters accept tiles that no chip has; these compilers do not. Nothing is executed. Needs
-`pip install 'jaxmoe[compilers]'` and CHIPS names what can be compiled for.
+Interpreters accept tile shapes that no chip supports; the real TPU and GPU compilers do not.
+Nothing is executed. Needs `pip install 'jaxmoe[compilers]'`. CHIPS lists the supported chips.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-TPUS = {  # name: the smallest topology of the chip, and what limits a host to one
+TPUS = {  # name: the smallest topology of the chip, and the options for one chip per host
     "v5e": ("v5e:1x1", {"chips_per_host_bounds": (1, 1, 1)}),
     "v5p": ("v5p:2x2x1", {}),
     "v6e": ("v6e:1x1", {"chips_per_host_bounds": (1, 1, 1)}),
@@ -31,12 +31,12 @@ TPUS = {  # name: the smallest topology of the chip, and what limits a host to o
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA asks about a GPU; vendor's figures."""
+    """A GPU's properties that XLA's compiler reads; figures of the vendor."""
 
     name: str
     capability: tuple[int, int]
     cores: int
-    shared_per_core: int  # bytes; a block may have 1 KiB less
+    shared_per_core: int  # bytes; one block of threads can use 1 KiB less
     memory_gb: int
     bandwidth_gbs: int
     l2: int  # bytes
@@ -55,78 +55,83 @@ CHIPS = (*TPUS, *GPUS)
 
 @dataclass(frozen=True)
 class Ptxas:
-    """What ptxas said of one kernel, and what is asked for at its launch."""
+    """Resources of one kernel: the report of ptxas, and the shared memory of its launch."""
 
     registers: int  # per thread
     spills: int  # bytes stored and loaded
     stack: int  # bytes
-    shared: int = 0  # bytes of shared memory for each block of threads
-    warnings: tuple[str, ...] = ()  # as of tensor cores that must wait for each product
+    shared: int = 0  # bytes of dynamic shared memory for each block of threads
+    warnings: tuple[str, ...] = ()  # for example, of serialised wgmma instructions
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """An executable for `chip`, and what the kernels in it take."""
+    """An executable for `chip`, and the resources of its kernels."""
 
     chip: str
     executable: jax.stages.Compiled
-    kernels: tuple[Ptxas, ...]  # Mosaic GPU kernels compiled now, in this order
+    kernels: tuple[Ptxas, ...]  # Mosaic GPU kernels that this call compiled, in order
 
     @property
-    def _text(self) -> str:
+    def _hlo_text(self) -> str:
         return self.executable.as_text() or ""
 
     @property
     def mosaic_calls(self) -> int:
-        """Calls of Mosaic GPU kernels, those left out of `kernels` too."""
-        return self._text.count('custom_call_target="mosaic_gpu')
+        """Number of calls of Mosaic GPU kernels, including kernels that `kernels` omits."""
+        return self._hlo_text.count('custom_call_target="mosaic_gpu')
 
     @property
     def vmem_bytes(self) -> tuple[int, ...]:
-        """Vector memory of each Mosaic TPU kernel."""
-        calls = (x for x in self._text.splitlines() if "tpu_custom_call" in x)
+        """Vector memory of each Mosaic TPU kernel, bytes."""
+        calls = (x for x in self._hlo_text.splitlines() if "tpu_custom_call" in x)
         used = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
         return tuple(int(size) for call in calls for size in re.findall(used, call))
 
     @property
     def temp_bytes(self) -> int:
-        """Device memory beside arguments and results."""
+        """Device memory in addition to arguments and results, bytes."""
         analysis = self.executable.memory_analysis()
         if analysis is None:
-            raise NotImplementedError(f"the compiler for {self.chip} does not tell memory.")
+            raise NotImplementedError(f"the compiler for {self.chip} does not report memory.")
         return analysis.temp_size_in_bytes
 
 
-def mesh_of(chip: str) -> Mesh:
-    """One device of the chip. Raises NotImplementedError where its compiler is not installed."""
+def chip_mesh(chip: str) -> Mesh:
+    """A mesh of one device of the chip.
+
+    Raises: ValueError for an unknown chip; NotImplementedError if its compiler is not installed.
+    """
     if chip not in CHIPS:
         raise ValueError(f"chip must be one of {', '.join(CHIPS)}; got {chip!r}.")
-    devices = _topology(chip, *TPUS[chip]) if chip in TPUS else _topology(chip, "1x1")
+    devices = (
+        _topology_devices(chip, *TPUS[chip]) if chip in TPUS else _topology_devices(chip, "1x1")
+    )
     return Mesh(np.array(devices[:1]), ("chip",))
 
 
-def topology_of(name: str) -> tuple[str, list[Any]]:
-    """The chip and the devices of a whole machine: v5p:4x4x4 of TPUs, h200:2x8 of 2 hosts of 8.
+def parse_topology(name: str) -> tuple[str, list[Any]]:
+    """The chip and all devices of a topology: v5p:4x4x4 is of TPUs, h200:2x8 two hosts of 8 GPUs.
 
-    Raises: ValueError for what no compiler knows, with its word; NotImplementedError where the
-    compiler is not installed.
+    Raises: ValueError for a topology that the compiler rejects, with its message;
+    NotImplementedError if the compiler is not installed.
     """
     chip, _, layout = name.partition(":")
     if chip in TPUS:
-        one, options = TPUS[chip]
-        return chip, _topology(chip, name, options if name == one else {})
+        smallest, options = TPUS[chip]
+        return chip, _topology_devices(chip, name, options if name == smallest else {})
     if chip not in GPUS or not re.fullmatch(r"[1-9]\d*x[1-9]\d*", layout):
         raise ValueError(
-            f"it knows {', '.join(TPUS)} (as v5e:2x4) and {', '.join(GPUS)} (as h200:2x8)"
+            f"known chips are {', '.join(TPUS)} (as v5e:2x4) and {', '.join(GPUS)} (as h200:2x8)"
         )
-    return chip, _topology(chip, layout)
+    return chip, _topology_devices(chip, layout)
 
 
-def _topology(
+def _topology_devices(
     chip: str, layout: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> list[Any]:
-    """Devices of libtpu's name of a topology, or of HOSTSxGPUS."""
-    # libtpu asks a cloud host who it is, and locks itself; neither is for a mere compilation.
+    """Devices of a topology: libtpu's name of one, or HOSTSxGPUS."""
+    # libtpu queries the cloud host's metadata and takes a lock. Compilation needs neither.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -134,23 +139,24 @@ def _topology(
     try:
         if chip in TPUS:
             return list(topologies.get_topology_desc(layout, "tpu", **options).devices)
-        _wheel_tools_first()
+        _prefer_wheel_ptxas()
         return list(
             topologies.get_topology_desc(
                 platform="cuda", target_config=_target_config(GPUS[chip]), topology=f"1x{layout}"
             ).devices
         )
     except Exception as error:
-        said = str(error).splitlines()[0]
-        if said.startswith("INVALID_ARGUMENT"):
-            raise ValueError(said.partition(": ")[2]) from error
+        message = str(error).splitlines()[0]
+        if message.startswith("INVALID_ARGUMENT"):
+            raise ValueError(message.partition(": ")[2]) from error
         raise NotImplementedError(
-            f"compiling for {chip} needs its compiler: {said}. Try pip install 'jaxmoe[compilers]'."
+            f"compiling for {chip} needs its compiler: {message}. "
+            "Try pip install 'jaxmoe[compilers]'."
         ) from error
 
 
-def _wheel_tools_first() -> None:
-    """The wheels' ptxas before an older toolkit's on PATH, which refuses newer PTX."""
+def _prefer_wheel_ptxas() -> None:
+    """Put the ptxas of the wheels first on PATH: an older toolkit's rejects newer PTX."""
     try:
         spec = importlib.util.find_spec("nvidia.cu13")
     except ModuleNotFoundError:
@@ -161,10 +167,10 @@ def _wheel_tools_first() -> None:
             os.environ["PATH"] = tools + os.pathsep + path
 
 
-def missing(chip: str) -> str | None:
-    """Why nothing can be compiled for the chip here; None where it can."""
+def compiler_unavailable(chip: str) -> str | None:
+    """The reason why this machine cannot compile for the chip, or None."""
     try:
-        mesh_of(chip)
+        chip_mesh(chip)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -179,22 +185,24 @@ def compile_for(
 ) -> Compiled:
     """Compile `fn` for one device of the chip; `args` are arrays or ShapeDtypeStructs.
 
-    What the arguments numbered in `donate` hold is given to the results. What Mosaic GPU says of
-    its kernels is kept in `dump`, an empty folder, if one is given.
+    The arguments whose numbers are in `donate` are donated. Mosaic GPU writes its dumps of the
+    kernels to `dump`, an empty folder, if one is given.
 
-    Mosaic's GPU compiler keeps the first architecture of a process: one generation per process.
-    Some versions of JAX (0.10, 0.12) keep its kernels as well: those that this process compiled
-    before, in another function too, are not in `kernels`, and still in `mosaic_calls`.
+    Mosaic's GPU compiler caches the first architecture of a process, so compile for one GPU
+    generation per process. Some versions of JAX (0.10, 0.12) also cache its kernels: a kernel that
+    this process compiled before is missing from `kernels`, but is counted in `mosaic_calls`.
 
-    Raises: NotImplementedError where the compiler is missing; whatever the compiler refuses.
+    Raises: NotImplementedError if the compiler is missing; errors of the compiler as they are.
     """
-    mesh = mesh_of(chip)
-    here = NamedSharding(mesh, PartitionSpec())
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
+    mesh = chip_mesh(chip)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), args
+    )
     with _mosaic_dump(dump) as folder:
         executable = compile_on(mesh, fn, *abstract, donate_argnums=donate)
         kernels = tuple(
-            replace(read_ptxas(p.read_text()), shared=_shared_bytes(p))
+            replace(parse_ptxas(p.read_text()), shared=_read_shared_bytes(p))
             for p in sorted(folder.glob("*.ptxas"))
         )
     return Compiled(chip, executable, kernels)
@@ -203,47 +211,47 @@ def compile_for(
 def compile_on(
     mesh: Mesh, fn: Callable[..., Any], *args: Any, **options: Any
 ) -> jax.stages.Compiled:
-    """`jax.jit(fn, **options)` of ShapeDtypeStructs that say where on the mesh they lie."""
+    """Compile `jax.jit(fn, **options)` for ShapeDtypeStructs with shardings on the mesh."""
     return compile_jitted(mesh, jax.jit(fn, **options), *args)
 
 
 def compile_jitted(mesh: Mesh, jitted: Any, *args: Any, **static: Any) -> jax.stages.Compiled:
-    """As `compile_on`, of what jit returned; `static` are those of its arguments that are."""
-    there = mesh.devices.flat[0].platform
-    platform = there if there in ("tpu", "cpu") else "cuda"
-    with jax.set_mesh(mesh), _not_kept():
+    """Compile a jitted function as `compile_on` does; `static` are its static arguments."""
+    target_platform = mesh.devices.flat[0].platform
+    platform = target_platform if target_platform in ("tpu", "cpu") else "cuda"
+    with jax.set_mesh(mesh), _without_compilation_cache():
         return jitted.trace(*args, **static).lower(lowering_platforms=(platform,)).compile()
 
 
-def read_ptxas(text: str) -> Ptxas:
+def parse_ptxas(text: str) -> Ptxas:
     """The figures in the output of `ptxas -v` for one kernel."""
 
-    def number(pattern: str) -> int:
+    def sum_matches(pattern: str) -> int:
         return sum(int(x) for x in re.findall(pattern, text))
 
     return Ptxas(
-        registers=number(r"Used (\d+) registers"),
-        spills=number(r"(\d+) bytes spill"),
-        stack=number(r"(\d+) bytes stack frame"),
+        registers=sum_matches(r"Used (\d+) registers"),
+        spills=sum_matches(r"(\d+) bytes spill"),
+        stack=sum_matches(r"(\d+) bytes stack frame"),
         warnings=tuple(x for x in text.splitlines() if "warning" in x or "Performance Loss" in x),
     )
 
 
-def _shared_bytes(dumped: Path) -> int:
-    """Of the kernel whose other dumps lie beside: the constant in its launch."""
+def _read_shared_bytes(dumped: Path) -> int:
+    """Bytes of dynamic shared memory, a constant of the kernel's launch in the other dumps."""
     stem = dumped.name.removesuffix("ptxas")
-    for path in sorted(dumped.parent.glob(f"{stem}*")):  # the text of one pass before all of them
+    for path in sorted(dumped.parent.glob(f"{stem}*")):  # the dump of one pass suffices
         with path.open(errors="replace") as lines:
             for line in lines:
-                found = re.search(r"dynamic_shared_memory_size %c(\d+)", line)
-                if found:
-                    return int(found[1])
+                match = re.search(r"dynamic_shared_memory_size %c(\d+)", line)
+                if match:
+                    return int(match[1])
     return 0
 
 
 @contextlib.contextmanager
-def _not_kept() -> Iterator[None]:
-    """Nothing goes into JAX's folder of compiled programs: one read back tells other memory."""
+def _without_compilation_cache() -> Iterator[None]:
+    """Disable JAX's persistent cache: an executable read from it reports other memory sizes."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, float("inf"))
@@ -254,11 +262,11 @@ def _not_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _mosaic_dump(kept: Path | None) -> Iterator[Path]:
-    """A folder where Mosaic GPU leaves what ptxas says."""
+def _mosaic_dump(dump: Path | None) -> Iterator[Path]:
+    """The folder to which Mosaic GPU writes the reports of ptxas: `dump`, or a temporary one."""
     before = os.environ.get("MOSAIC_GPU_DUMP_TO")
     with tempfile.TemporaryDirectory() as folder:
-        folder = str(kept or folder)
+        folder = str(dump or folder)
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
             yield Path(folder)

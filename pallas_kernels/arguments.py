@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the public functions do to their arguments before anything is traced for a device."""
+"""Checks and conversions that the public functions apply to their arguments, before dispatch."""
 
 import operator
 from typing import Any
@@ -10,41 +10,41 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
 
-FURTHEST = 2**31 - 1  # between two positions
+MAX_DISTANCE = 2**31 - 1  # largest difference of two int32 positions
 
 
-def floats(name: str, x: Any) -> Array:
-    """The argument as an array of floating-point numbers; else ValueError."""
+def as_floats(name: str, x: Any) -> Array:
+    """The argument as an array of floating-point numbers. Raises ValueError for other dtypes."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must hold floating-point numbers; got {x.dtype}. Cast it.")
     return x
 
 
-def without_derivative(name: str, x: Any) -> Any:
-    """The argument as it is; differentiating with respect to it raises NotImplementedError.
+def forbid_derivative(name: str, x: Any) -> Any:
+    """Return the argument; differentiating with respect to it raises NotImplementedError.
 
-    For arguments whose derivative is not computed: a zero would look like an answer.
+    For arguments whose derivative is not computed. Returning a zero instead would hide that.
     """
     if not isinstance(x, Tracer):
         return x
 
     @jax.custom_jvp
-    def same(x: Array) -> Array:
+    def identity(x: Array) -> Array:
         return x
 
-    @same.defjvp
-    def _refuse(primals: Any, tangents: Any) -> Any:
+    @identity.defjvp
+    def _refuse_derivative(primals: Any, tangents: Any) -> Any:
         raise NotImplementedError(
-            f"there is no derivative with respect to {name}. If none is wanted, pass "
+            f"there is no derivative with respect to {name}. If you need none, pass "
             f"jax.lax.stop_gradient({name})."
         )
 
-    return same(x)
+    return identity(x)
 
 
-def integers(name: str, x: Any, shape: tuple[int, ...] | None = None) -> Array:
-    """The argument as int32, of the shape if one is given; else ValueError."""
+def as_integers(name: str, x: Any, shape: tuple[int, ...] | None = None) -> Array:
+    """The argument as int32. Raises ValueError for other dtypes, or another shape than `shape`."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must hold integers; got {x.dtype}. Cast it.")
@@ -54,7 +54,10 @@ def integers(name: str, x: Any, shape: tuple[int, ...] | None = None) -> Array:
 
 
 def window_size(window: Any) -> int:
-    """0 for None, else a number of keys of at least 1. It is compiled in, so it is not traced."""
+    """The window as a number of keys: 0 for None, else at least 1.
+
+    It is a compile-time constant: a traced value raises ValueError.
+    """
     if window is None:
         return 0
     try:
@@ -63,29 +66,35 @@ def window_size(window: Any) -> int:
         size = 0
     if isinstance(window, bool) or size < 1:
         raise ValueError(
-            "window must count at least the query's own key, a whole Python number; got "
+            "window must be a Python integer of at least 1 (the query's own key); got "
             f"{window!r}. Pass None for no window."
         )
-    return min(size, FURTHEST)
+    return min(size, MAX_DISTANCE)
 
 
-def scale_of(scale: Any, head_size: int) -> float:
-    """1/√H unless given. It is compiled in, so it is not traced."""
+def resolve_scale(scale: Any, head_size: int) -> float:
+    """The scale of the scores, by default 1/√H.
+
+    It is a compile-time constant: a traced value raises ValueError.
+    """
     if isinstance(scale, Tracer):
         raise ValueError("scale must be a Python number; got a traced one. Multiply q by it.")
     return head_size**-0.5 if scale is None else float(scale)
 
 
-def products(*dtypes: Any) -> lax.Precision:
-    """How operands are multiplied: float32 as float32, others as they are, whatever precision the
-    caller's surroundings ask of matmuls (a TPU would take float32 as bfloat16)."""
+def matmul_precision(*dtypes: Any) -> lax.Precision:
+    """The precision of a product of operands of these dtypes: HIGHEST if one has 32 bits or more.
+
+    It is independent of the caller's `jax.default_matmul_precision`, by which a TPU would round
+    float32 operands to bfloat16.
+    """
     wide = any(jnp.dtype(x).itemsize > 2 for x in dtypes)
     return lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
 
 
-def dot(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
-    """The product over these axes of a and of b, float32, its operands multiplied as they are."""
+def dot_float32(a: Array, b: Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
+    """The product of a and b over the axes in `contract`, in float32; see `matmul_precision`."""
     return lax.dot_general(
-        a, b, (contract, ((), ())), precision=products(a.dtype, b.dtype),
+        a, b, (contract, ((), ())), precision=matmul_precision(a.dtype, b.dtype),
         preferred_element_type=jnp.float32,
     )  # fmt: skip

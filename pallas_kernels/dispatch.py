@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation runs: the only place that asks for the platform."""
+"""Selection of an implementation; the only place that reads the platform."""
 
 import difflib
 import functools
@@ -15,71 +15,77 @@ _log = logging.getLogger("pallas_kernels")
 
 
 Run = TypeVar("Run", bound=Callable[..., Any])
-Impl = str | tuple[str, ...]  # "auto", a name, or names of which the first that can is taken
+Impl = str | tuple[str, ...]  # "auto", a name, or names: the first that can run is selected
 
 
 @dataclass(frozen=True)
 class Implementation(Generic[Run]):
-    """A function with the operation's signature (`Run`), and what keeps it from some shapes."""
+    """A function with the operation's signature (`Run`), and the conditions under which it runs."""
 
     run: Run
-    unsupported: Callable[..., str | None]  # of the arrays given to `pick`: the reason, or None
+    unsupported: Callable[
+        ..., str | None
+    ]  # of the arrays given to `select_implementation`: the reason, or None
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    proven: bool = True  # it has run on such a chip and was right; "auto" takes no other
+    proven: bool = True  # it has run correctly on such a chip; "auto" selects only these
 
 
-def lazily(
+def lazy_implementation(
     module: str,
     run: str,
     platforms: tuple[str, ...],
-    unsupported: str = "unsupported",
+    unsupported: str | None = None,
     *,
     proven: bool,
 ) -> Implementation[Any]:
-    """An implementation whose module is imported when its platform asks for it: compilers of
-    kernels for other machines take a second to import."""
+    """An implementation whose module is imported by the first call of its function `run`.
 
-    def later(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
+    `unsupported` names the function of the same module that says why shapes do not fit, by default
+    `{run}_unsupported`. Importing the compilers of kernels for other machines takes a second.
+    """
+
+    def lazy_function(name: str) -> Callable[..., Any]:
+        def call_lazily(*args: Any, **options: Any) -> Any:
             return getattr(importlib.import_module(module), name)(*args, **options)
 
-        call.__module__, call.__name__ = module, name
-        return call
+        call_lazily.__module__, call_lazily.__name__ = module, name
+        return call_lazily
 
-    return Implementation(later(run), later(unsupported), platforms, proven)
+    unsupported = unsupported or f"{run}_unsupported"
+    return Implementation(lazy_function(run), lazy_function(unsupported), platforms, proven)
 
 
-def mosaic(
-    package: str, variant: str = "", proven: tuple[str, ...] = ()
+def mosaic_implementations(
+    package: str, op: str, proven: tuple[str, ...] = ()
 ) -> dict[str, Implementation[Any]]:
-    """The package's Pallas kernels: `mosaic_gpu` of its pallas_gpu, `mosaic_tpu` of its pallas_tpu.
+    """The Pallas kernels of an operation: `{op}_mosaic_gpu` in the package's pallas_gpu.py, and
+    `{op}_mosaic_tpu` in its pallas_tpu.py, each with its `..._unsupported`.
 
-    A variant of the operation (`_paged`, `_swiglu`) is a suffix of these names and of
-    `unsupported`; `proven` names the kernels that a chip has shown to be right.
+    `proven` names the kernels that a chip has shown to be right.
     """
     return {
-        f"mosaic_{chip}": lazily(
-            f"{package}.pallas_{chip}", f"mosaic_{chip}{variant}", (chip,),
-            f"unsupported{variant}", proven=f"mosaic_{chip}" in proven,
+        f"mosaic_{chip}": lazy_implementation(
+            f"{package}.pallas_{chip}", f"{op}_mosaic_{chip}", (chip,),
+            proven=f"mosaic_{chip}" in proven,
         )
         for chip in ("gpu", "tpu")
     }  # fmt: skip
 
 
 class Target(NamedTuple):
-    """What the code being traced will run on."""
+    """The device for which the current code is traced."""
 
     platform: str  # cpu, gpu or tpu
-    kind: str  # the vendor's name of the device
+    kind: str  # device_kind, the vendor's name
 
     @property
-    def hopper(self) -> bool:
-        """Compute capability 9.0, the one chip with wgmma."""
+    def is_hopper(self) -> bool:
+        """True for compute capability 9.0, the only one with wgmma instructions."""
         return any(name in self.kind for name in ("H100", "H200", "H800", "H20", "GH200"))
 
 
-def target() -> Target:
-    """The device of the mesh in context, which may be another machine's; else this machine's."""
+def target_device() -> Target:
+    """The device of the current mesh, which this machine need not have; else this machine's."""
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     if device is not None:
@@ -87,60 +93,70 @@ def target() -> Target:
     return Target(jax.default_backend(), jax.devices()[0].device_kind)
 
 
-def gpu_cores() -> int:
-    """Streaming multiprocessors of the GPU that `target` names; two where there is none."""
+def count_gpu_cores() -> int:
+    """Streaming multiprocessors of the GPU that `target_device` names; 2 if it has none."""
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     count = device.num_cores if device else getattr(jax.devices()[0], "core_count", None)
     return count or 2
 
 
-def pick(impl: Impl, impls: Mapping[str, Implementation[Run]], *arrays: Any) -> Run:
-    """The function to call; `impls` stands in order of preference.
+def select_implementation(
+    impl: Impl, impls: Mapping[str, Implementation[Run]], *arrays: Any
+) -> Run:
+    """The function of the implementation to call; `impls` is in order of preference.
 
-    "auto" takes the first that runs here and has been proven, and logs, once, its choice and why
-    not those before it.
-    A named one never falls back. Of several names the first that can run these shapes is taken,
-    proven or not: who names them has checked them (`pallas_kernels.check`).
+    "auto" selects the first proven implementation that supports the platform and these shapes. It
+    logs once which one it selected, and why not those before it.
+    A single name never falls back to another. Of several names the first that can run these shapes
+    is selected, proven or not: the caller has checked them (`pallas_kernels.check`).
     Only shapes and dtypes of the arrays are read.
-    Raises: ValueError for an unknown name; NotImplementedError, with the reasons, where none named
-    can run these shapes on this platform.
+    Raises: ValueError for an unknown name; NotImplementedError, with the reasons, if none of the
+    names can run these shapes on this platform.
     """
-    platform = target().platform
+    platform = target_device().platform
     if impl != "auto":
         names = (impl,) if isinstance(impl, str) else tuple(impl)
         unknown = next((name for name in names if name not in impls), None)
         if unknown is not None or not names:
-            wrong = impl if unknown is None else unknown
-            near = difflib.get_close_matches(str(unknown), [*impls, "auto"], 1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known: auto, {', '.join(impls)}."
-            raise ValueError(f"impl must name an implementation, got {wrong!r}. {hint}")
+            unknown_name = impl if unknown is None else unknown
+            close_names = difflib.get_close_matches(str(unknown), [*impls, "auto"], 1)
+            hint = (
+                f"Did you mean {close_names[0]!r}?"
+                if close_names
+                else f"Known: auto, {', '.join(impls)}."
+            )
+            raise ValueError(f"impl must name an implementation, got {unknown_name!r}. {hint}")
         reasons = {}
         for name in names:
-            reasons[name] = _reason(impls[name], platform, arrays)
+            reasons[name] = _unsupported_reason(impls[name], platform, arrays)
             if reasons[name] is None:
                 return impls[name].run
-        told = "; ".join(str(reason) for reason in reasons.values())
-        raise NotImplementedError(f"impl={impl!r} cannot run here: {told}. Try impl='auto'.")
+        listed = "; ".join(str(reason) for reason in reasons.values())
+        raise NotImplementedError(
+            f"impl={impl!r} cannot run on this device: {listed}. Try impl='auto'."
+        )
     reasons = []
     for name, candidate in impls.items():
-        reason = _reason(candidate, platform, arrays)
+        reason = _unsupported_reason(candidate, platform, arrays)
         if reason is None and not candidate.proven:
             reason = f"interpreted and compiled, but never run on a chip; impl={name!r} tries it"
         if reason is None:
-            since = f", since {'; '.join(reasons)}" if reasons else ""
-            _say_once(f"{candidate.run.__module__} on {platform}{since}")
+            suffix = f", since {'; '.join(reasons)}" if reasons else ""
+            _log_once(f"{candidate.run.__module__} on {platform}{suffix}")
             return candidate.run
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError(f"no implementation runs on {platform}: " + "; ".join(reasons))
 
 
-def _reason(candidate: Implementation[Any], platform: str, arrays: tuple[Any, ...]) -> str | None:
+def _unsupported_reason(
+    candidate: Implementation[Any], platform: str, arrays: tuple[Any, ...]
+) -> str | None:
     if platform not in candidate.platforms:
         return f"it needs {' or '.join(candidate.platforms)}, this is {platform}"
     return candidate.unsupported(*arrays)
 
 
 @functools.lru_cache(maxsize=256)
-def _say_once(message: str) -> None:
+def _log_once(message: str) -> None:
     _log.info(message)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Mosaic GPU kernels share: layouts, the ring, and the few places where interpretation
-differs.
+"""Shared parts of the Mosaic GPU kernels: layouts, the ring of slots, and products.
 
-The interpreter knows no wgmma whose left operand is in registers, no accumulator with a starting
-value, and in some versions no transposed operand and no layout. It gets plain dots instead; copies,
-barriers and everything else in a kernel are the same program in both. Next:
+The interpreter supports no wgmma with its left operand in registers, no accumulator with an initial
+value, and in some versions no transposed operand and no layouts. It computes plain dots instead;
+copies, barriers and everything else in a kernel are the same program in both. Next:
 sink_attention/pallas_gpu.py, which uses it.
 """
 
@@ -18,11 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-WARPGROUP_ROWS = 64  # of a wgmma; the rows that one warpgroup owns
-SHARED_BYTES = 232_448  # that one block may have
-# Registers a thread of a computing and of the fetching warpgroup, by the number of the former. What
-# the latter gives up the former take; they would wait for ever for more than were handed out, an
-# equal part of 64K to each warpgroup.
+WARPGROUP_ROWS = 64  # rows of a wgmma tile, which one warpgroup owns
+SHARED_BYTES = 232_448  # shared memory that one block of threads can use
+# Registers per thread of a consumer and of the producer warpgroup, by the number of consumers. At
+# launch the 64K registers are divided equally among warpgroups. Consumers take the registers that
+# the producer releases; if the sum were larger, they would wait forever.
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 TILE = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a tile
@@ -30,17 +29,17 @@ PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 ACC: Any = plgpu.WGMMAAccumulatorRef
 
 
-Tiling: Any = plgpu.TilingTransform  # a type checker takes them for abstract
+Tiling: Any = plgpu.TilingTransform  # Any, as type checkers consider these classes abstract
 Swizzle: Any = plgpu.SwizzleTransform
 
 
-def swizzled(itemsize: int = 2) -> tuple[Any, Any]:
-    """How wgmma and TMA want tiles whose rows hold a multiple of 128 bytes."""
+def swizzle_transforms(itemsize: int = 2) -> tuple[Any, Any]:
+    """The transforms that wgmma and TMA need for tiles with rows of a multiple of 128 bytes."""
     return Tiling((8, 128 // itemsize)), Swizzle(128)
 
 
-def interpreter(interpret: bool) -> Any:
-    """The `interpret` argument of plgpu.kernel."""
+def interpret_params(interpret: bool) -> Any:
+    """The value of the `interpret` argument of plgpu.kernel."""
     if not interpret:
         return None
     params = getattr(plgpu, "InterpretGPUParams", None)
@@ -51,164 +50,167 @@ def interpreter(interpret: bool) -> Any:
     return params()
 
 
-def load(ref: Any, layout: Any, interpret: bool) -> Array:
-    """An array in registers; layouts mean nothing to the interpreter."""
+def load_registers(ref: Any, layout: Any, interpret: bool) -> Array:
+    """Load an array into registers. The interpreter ignores layouts."""
     return ref[...] if interpret else plgpu.layout_cast(ref[...], layout)
 
 
-def load_slice(ref: Any, at: Any, layout: Any) -> Array:
-    """Part of an array in device memory, in registers."""
-    plain: Any = plgpu.load
+def load_slice(ref: Any, index: Any, layout: Any) -> Array:
+    """Load a part of an array in device memory into registers."""
+    load_fn: Any = plgpu.load
     if jax.__version_info__ < (0, 11):  # the index was an argument
-        return plain(ref, at, layout=layout, optimized=False)
-    return plain(ref.at[at], layout=layout, optimized=False)
+        return load_fn(ref, index, layout=layout, optimized=False)
+    return load_fn(ref.at[index], layout=layout, optimized=False)
 
 
-def load_two(ref: Any, layout: Any, interpret: bool) -> tuple[Array, Array]:
-    """The two rows of a [2, n] ref."""
-    return load(ref.at[0], layout, interpret), load(ref.at[1], layout, interpret)
+def load_two_rows(ref: Any, layout: Any, interpret: bool) -> tuple[Array, Array]:
+    """Load the two rows of a [2, n] ref into registers."""
+    return load_registers(ref.at[0], layout, interpret), load_registers(
+        ref.at[1], layout, interpret
+    )
 
 
-def full(shape: tuple[int, ...], value: Any, layout: Any, interpret: bool) -> Array:
-    """A float32 constant in registers."""
+def fill_registers(shape: tuple[int, ...], value: Any, layout: Any, interpret: bool) -> Array:
+    """A float32 array in registers with all elements equal to `value`."""
     x = jnp.full(shape, value, jnp.float32)
     return x if interpret else plgpu.layout_cast(x, layout)
 
 
-def product(a: Any, b_T: Any, interpret: bool, then: Any = None) -> Array:
-    """a @ b_T.T of two refs to shared memory, float32; `then` runs while the tensor cores do."""
+def multiply_transposed(a: Any, b_T: Any, interpret: bool, overlap_fn: Any = None) -> Array:
+    """a @ b_T.T of two refs to shared memory, float32; `overlap_fn` runs during the product."""
     if interpret:
-        return dot(a[...], b_T[...].T, then)
+        return interpreted_dot(a[...], b_T[...].T, overlap_fn)
 
     def body(acc):
         plgpu.wgmma(acc, a, b_T.transpose((1, 0)))
-        if then is not None:
-            then()
+        if overlap_fn is not None:
+            overlap_fn()
         return acc[...]
 
     return pl.run_scoped(body, ACC((a.shape[0], b_T.shape[0]), jnp.float32))
 
 
 def add_product(acc: Array, a: Array, b: Any, interpret: bool) -> Any:
-    """acc + a @ b with `a` in registers and `b` a ref to shared memory."""
+    """acc + a @ b, with `a` in registers and `b` a ref to shared memory."""
     if interpret:
-        return acc + dot(a, b[...])
+        return acc + interpreted_dot(a, b[...])
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(ACC.init(acc))
 
 
 def add_product_and_next(
-    acc: Array, a: Array, b: Any, c: Any, d_T: Any, interpret: bool, then: Any
+    acc: Array, a: Array, b: Any, c: Any, d_T: Any, interpret: bool, overlap_fn: Any
 ) -> tuple[Array, Array]:
-    """(acc + a @ b, c @ d_T.T), all but `a` refs to shared memory, in one row of the tensor cores:
-    the second product does not wait for the first; `then` runs while they multiply.
+    """(acc + a @ b, c @ d_T.T), with `a` in registers and b, c, d_T refs to shared memory.
+
+    The second product is issued without waiting for the first; `overlap_fn` runs during both.
     """
     if interpret:
-        return acc + dot(a, b[...]), dot(c[...], d_T[...].T, then)
+        return acc + interpreted_dot(a, b[...]), interpreted_dot(c[...], d_T[...].T, overlap_fn)
 
     def body(refs):
         acc_ref, next_ref = refs
         plgpu.wgmma(acc_ref, a, b)
         plgpu.wgmma(next_ref, c, d_T.transpose((1, 0)))
-        then()
+        overlap_fn()
 
-    zeros = full((c.shape[0], d_T.shape[0]), 0.0, TILE, interpret)  # costs no instruction
+    zeros = fill_registers((c.shape[0], d_T.shape[0]), 0.0, TILE, interpret)  # costs no instruction
     return pl.run_state(body)((ACC.init(acc), ACC.init(zeros)))
 
 
-def dot(a: Array, b: Array, then: Any = None) -> Array:
-    """What the interpreter computes in place of a wgmma."""
-    if then is not None:
-        then()
+def interpreted_dot(a: Array, b: Array, overlap_fn: Any = None) -> Array:
+    """The product that the interpreter computes in place of a wgmma."""
+    if overlap_fn is not None:
+        overlap_fn()
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """One value per row (axis 0) or per column (axis 1), over a tile."""
+def broadcast_along(x: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Broadcast one value per row (axis 0) or per column (axis 1) over a tile."""
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
 class Ring(NamedTuple):
-    """Slots in shared memory that one warpgroup fills and others empty, step after step.
+    """Barriers of a ring of slots in shared memory: a producer fills them, consumers read them.
 
-    Step n has slot n mod `stages`. Steps are counted over all of a block's tiles, so that the next
-    tile's are fetched while this one is finished. A slot may have several rings: what is needed at
-    different times has barriers of its own.
+    Step n uses slot n mod `stages`. Steps are numbered over all tiles of a block of threads, so
+    the producer fetches the next tile while consumers finish the current one. Arrays that are
+    needed at different times have rings, that is barriers, of their own over the same slots.
     """
 
     stages: int
-    here: Any  # a barrier for each slot: it is filled
-    free: Any  # a barrier for each slot: all have left it
+    filled: Any  # a barrier for each slot: its copies have arrived
+    free: Any  # a barrier for each slot: all consumers have released it
 
-    def slot(self, n: Any) -> Any:
-        """Where step n lies."""
-        n = lax.convert_element_type(n, jnp.uint32)  # whose remainder takes fewer instructions
+    def slot_of(self, n: Any) -> Any:
+        """The slot of step n."""
+        n = lax.convert_element_type(n, jnp.uint32)  # its remainder takes fewer instructions
         return lax.convert_element_type(lax.rem(n, jnp.uint32(self.stages)), jnp.int32)
 
-    def wait(self, n: Any) -> None:
-        """Until step n is there."""
-        plgpu.barrier_wait(self.here.at[self.slot(n)])
+    def wait_filled(self, n: Any) -> None:
+        """Wait until the data of step n has arrived."""
+        plgpu.barrier_wait(self.filled.at[self.slot_of(n)])
 
-    def leave(self, n: Any) -> None:
-        """This warpgroup needs step n no more."""
-        plgpu.barrier_arrive(self.free.at[self.slot(n)])
+    def release(self, n: Any) -> None:
+        """Mark the slot of step n as no longer needed by this warpgroup."""
+        plgpu.barrier_arrive(self.free.at[self.slot_of(n)])
 
-    def room(self, n: Any) -> None:
-        """For the one that fills: wait until step n's slot is empty."""
+    def wait_free(self, n: Any) -> None:
+        """Producer: wait until all consumers have released the slot of step n."""
 
         @pl.when(n >= self.stages)
         def _():
-            plgpu.barrier_wait(self.free.at[self.slot(n)])
+            plgpu.barrier_wait(self.free.at[self.slot_of(n)])
 
-    def copy(self, n: Any, *pairs: tuple[Any, Any]) -> None:
-        """Copies out of device memory that `wait` waits for, as many as `here` has arrivals."""
-        copy_in(self.here.at[self.slot(n)], *pairs)
+    def start_copies(self, n: Any, *pairs: tuple[Any, Any]) -> None:
+        """Producer: start the copies of step n; `filled` must expect as many arrivals."""
+        copy_to_shared(self.filled.at[self.slot_of(n)], *pairs)
 
     def drain(self, count: Any) -> None:
-        """For the one that fills: wait until the last of `count` steps has been left."""
+        """Producer: wait until consumers have released the last of `count` steps."""
 
         @pl.loop(jnp.maximum(count - self.stages, 0), count)
         def _(n):
-            plgpu.barrier_wait(self.free.at[self.slot(n)])
+            plgpu.barrier_wait(self.free.at[self.slot_of(n)])
 
-    def skip(self, done: Any, steps: Any) -> None:
-        """Leave `steps` steps unread."""
+    def skip_steps(self, offset: Any, steps: Any) -> None:
+        """Consumer: release `steps` steps from `offset` on without reading them."""
 
         @pl.loop(0, steps)
         def _(k):
-            self.wait(done + k)
-            self.leave(done + k)
+            self.wait_filled(offset + k)
+            self.release(offset + k)
 
-    def multiply(
+    def multiply_steps(
         self,
         widths: tuple[int, ...],
-        done: Any,
+        offset: Any,
         steps: Any,
         operands: Callable[[Any, Any], Sequence[tuple[Any, Any]]],
     ) -> list[Array]:
         """Σ over `steps` steps of products for each of `widths`: 64 rows, float32.
 
-        operands(step, slot): for each product its refs to shared memory, the widths in turn. A
-        step's slot is left while the next one multiplies.
+        operands(step, slot) returns the refs to shared memory of each product, the widths in
+        cyclic order. A slot is released during the products of the next step.
         """
 
         def body(*accs):
             @pl.loop(0, steps)
             def _(k):
-                self.wait(done + k)
-                products = operands(k, self.slot(done + k))
+                self.wait_filled(offset + k)
+                products = operands(k, self.slot_of(offset + k))
                 for i, (a, b) in enumerate(products):
                     plgpu.wgmma(accs[i % len(accs)], a, b)
                 plgpu.wgmma_wait(len(products))
-                pl.when(k > 0)(lambda: self.leave(done + k - 1))
+                pl.when(k > 0)(lambda: self.release(offset + k - 1))
 
             plgpu.wgmma_wait(0)
-            pl.when(steps > 0)(lambda: self.leave(done + steps - 1))
+            pl.when(steps > 0)(lambda: self.release(offset + steps - 1))
             return [acc[...] for acc in accs]
 
         return pl.run_scoped(body, *(ACC((WARPGROUP_ROWS, n), jnp.float32) for n in widths))
 
 
-def copy_in(barrier: Any, *pairs: tuple[Any, Any]) -> None:
-    """Copies from device to shared memory that one barrier waits for."""
+def copy_to_shared(barrier: Any, *pairs: tuple[Any, Any]) -> None:
+    """Start copies from device to shared memory, which arrive on one barrier."""
     for source, destination in pairs:
         plgpu.copy_gmem_to_smem(source, destination, barrier)

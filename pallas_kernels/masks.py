@@ -1,47 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which key a query may read: THE predicate, used by the reference and by every kernel."""
+"""The visibility predicate of attention, used by the reference and by every kernel."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-NOBODY = jnp.iinfo(jnp.int32).min  # a segment without queries
+PADDING_KEY_SEGMENT = jnp.iinfo(jnp.int32).min  # the segment of padding keys, which no query has
 
 
 class Layout(NamedTuple):
-    """Where queries and keys sit: their positions, and the segments they belong to (0: padding)."""
+    """Positions of queries and keys, and the segments to which they belong (0: padding)."""
 
     q_positions_BT: Int[Array, "B T"]
     k_positions_BS: Int[Array, "B S"]
     q_segment_ids_BT: Int[Array, "B T"]
     k_segment_ids_BS: Int[Array, "B S"]
 
-    def padded(self, queries: int, keys: int) -> "Layout":
-        """With so many more queries and keys, all of them padding."""
+    def with_padding(self, queries: int, keys: int) -> "Layout":
+        """The layout with these numbers of padding queries and keys appended."""
 
-        def pad(x: Array, more: int) -> Array:
-            return jnp.pad(x, ((0, 0), (0, more)))
+        def pad_axis(x: Array, n_padding: int) -> Array:
+            return jnp.pad(x, ((0, 0), (0, n_padding)))
 
         q_pos, k_pos, q_seg, k_seg = self
-        return Layout(pad(q_pos, queries), pad(k_pos, keys), pad(q_seg, queries), pad(k_seg, keys))
+        return Layout(
+            pad_axis(q_pos, queries),
+            pad_axis(k_pos, keys),
+            pad_axis(q_seg, queries),
+            pad_axis(k_seg, keys),
+        )
 
-    def folded(self, heads: int) -> "Layout":
-        """Each query once for each of so many heads, side by side."""
+    def repeat_queries(self, heads: int) -> "Layout":
+        """The layout with each query repeated `heads` times, next to each other."""
         q_pos, q_seg = (
             jnp.repeat(x, heads, axis=1) for x in (self.q_positions_BT, self.q_segment_ids_BT)
         )
         return self._replace(q_positions_BT=q_pos, q_segment_ids_BT=q_seg)
 
-    def visible(self, window: int) -> Bool[Array, "B T S"]:
-        """`visible` of every query and every key."""
+    def visible_mask(self, window: int) -> Bool[Array, "B T S"]:
+        """The predicate for every query (axis 1) and every key (axis 2)."""
         q_pos, k_pos, q_seg, k_seg = self
-        return visible(
+        return is_visible(
             q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :]
         )
 
 
-def visible(
+def is_visible(
     q_positions: Int[Array, "*q"],
     k_positions: Int[Array, "*k"],
     window: int,
@@ -53,19 +58,24 @@ def visible(
     Same segment, not padding (segment 0), not later, and within the window: the window counts
     keys, the query's own included, so 128 means 128; 0 means no window.
     """
-    return (q_segments == of_keys(k_segments)) & in_reach(q_positions, k_positions, window)
+    return (q_segments == mark_key_padding(k_segments)) & is_in_window(
+        q_positions, k_positions, window
+    )
 
 
-def of_keys(k_segments: Int[Array, "*k"]) -> Int[Array, "*k"]:
-    """Their segments, padding's being one that no query is in: what depends on keys alone."""
-    return jnp.where(k_segments > 0, k_segments, NOBODY)
+def mark_key_padding(k_segments: Int[Array, "*k"]) -> Int[Array, "*k"]:
+    """Segments of keys, with padding's 0 replaced by a segment that no query has.
+
+    It depends on keys alone, so kernels compute it once for all queries.
+    """
+    return jnp.where(k_segments > 0, k_segments, PADDING_KEY_SEGMENT)
 
 
-def in_reach(
+def is_in_window(
     q_positions: Int[Array, "*q"], k_positions: Int[Array, "*k"], window: int
 ) -> Bool[Array, "*s"]:
-    """True where a key is neither later than the query nor out of its window."""
+    """True where a key is neither later than the query nor outside its window."""
     if window == 0:
         return k_positions <= q_positions
-    back = q_positions - k_positions
-    return (back >= 0) & (back < window)  # which compilers make one comparison without sign
+    distance = q_positions - k_positions
+    return (distance >= 0) & (distance < window)  # compilers turn this into one unsigned comparison

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the TPU kernels of all four operations ask of their surroundings."""
+"""Properties of the target TPU that the kernels of all four operations read."""
 
 from typing import Any
 
 import jax
 
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import target_device
 
 
-def wide() -> bool:
-    """Whether the target's matrix units are 256 wide, as v6e's and 7x's; before, they were 128."""
-    platform, kind = target()
+def has_wide_mxu() -> bool:
+    """True if the target's matrix units are 256 wide (v6e, 7x), not 128 (earlier chips)."""
+    platform, kind = target_device()
     return platform == "tpu" and ("v6" in kind or "7" in kind)
 
 
 def vmem_bytes() -> int:
-    """Of one core. v5e and v6e have 128 MiB, v5p and 7x 64, older ones 16 (taken as 64 on CPUs)."""
-    platform, kind = target()
+    """Vector memory of one core, bytes.
+
+    v5e and v6e have 128 MiB, v5p and 7x 64, older chips 16. Other platforms return 64.
+    """
+    platform, kind = target_device()
     if platform != "tpu":
         return 64 << 20
     if "lite" in kind or "v5e" in kind or "v6e" in kind:
@@ -24,15 +27,15 @@ def vmem_bytes() -> int:
     return (64 if "v5" in kind or "7" in kind else 16) << 20
 
 
-def cores() -> int:
-    """That share one device: v4 and v5p run a grid on two."""
-    platform, kind = target()
+def count_tpu_cores() -> int:
+    """Cores per device: v4 and v5p run a grid on two, others on one."""
+    platform, kind = target_device()
     return 2 if platform == "tpu" and kind in ("TPU v4", "TPU v5", "TPU v5p") else 1
 
 
-def unsupported() -> str | None:
-    """Why no TPU kernel can run whatever its arrays are, or None."""
-    config: Any = jax.config  # its attributes are made at run time
+def tpu_unsupported() -> str | None:
+    """The reason why no TPU kernel can run in this process, or None."""
+    config: Any = jax.config  # its attributes are defined at run time
     if config.jax_enable_x64:  # scalars and indices would be 64 bits wide, which Mosaic refuses
         return "TPU kernels need jax_enable_x64 off"
     return None

@@ -17,7 +17,7 @@ from jaxmoe.model.cache import LayerKind, newest_slots, write_slots
 from jaxmoe.model.check_ops import check_attention
 from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.decode_attention import QUERIES
+from pallas_kernels.decode_attention import MAX_QUERIES
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def attention_block(
         )  # fmt: skip
         if cached is not None:
             kept, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append(k_BTKH, v_BTKH)
-        attend = ops.decode if cached is not None and time <= QUERIES else ops.attend
+        attend = ops.decode if cached is not None and time <= MAX_QUERIES else ops.attend
         o_BTNH, _ = attend(
             q_BTNH, k_BSKH, v_BSKH, layer["sinks"],
             q_positions_BT=rows.positions_BT, k_positions_BS=k_positions_BS,

@@ -12,7 +12,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model.layers import in_vocabulary
 from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Params
-from pallas_kernels.arguments import without_derivative
+from pallas_kernels.arguments import forbid_derivative
 
 
 def sequence_logprobs(
@@ -35,7 +35,7 @@ def sequence_logprobs(
     # targets move and hidden states do not: what `ops.logprobs` gets has its time axis whole, to
     # be cut over devices; the last column, which has no target, is left out of what it returns
     targets_BT = jnp.roll(tokens_BT, -1, axis=1)
-    temperature = without_derivative("temperature", temperature)
+    temperature = forbid_derivative("temperature", temperature)
     with jax.named_scope("token_logprobs"):
         per_token = ops.logprobs(
             hidden_BTD, params["head"], targets_BT, temperature=temperature,

@@ -22,19 +22,21 @@ from jaxmoe.model.layers import linear, logits, rms_norm, target_logprobs
 from jaxmoe.model.rope import rope_tables, rotate
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.fixed_tiles import fixed_combine, fixed_matmul, fixed_swiglu
-from pallas_kernels.sink_attention.aligned import aligned_attention
-from pallas_kernels.tiles import ROWS, in_tiles
-from pallas_kernels.token_logprobs.fixed_tiles import fixed_logprobs
+from pallas_kernels.sink_attention.xla_invariant import sink_attention_xla_invariant
+from pallas_kernels.tiles import ROWS, map_tiles
+from pallas_kernels.token_logprobs.xla_invariant import token_logprobs_xla_invariant
 
 
 def pieces(router: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """By their names in `Ops`; of the router that is given."""
     return dict(
         norm=norm, linear=product, output=product, rotary=tables, rotate=turn,
-        attend=aligned_attention, decode=partial(aligned_attention, ring=True),
+        attend=sink_attention_xla_invariant,
+        decode=partial(sink_attention_xla_invariant, ring=True),
         router=partial(routed, router),
         experts=partial(experts, gate_up=fixed_swiglu, down=fixed_matmul, combine=combine),
-        logits=all_logits, logprobs=partial(target_logprobs, per_token=fixed_logprobs),
+        logits=all_logits,
+        logprobs=partial(target_logprobs, per_token=token_logprobs_xla_invariant),
         drawn=drawn,
     )  # fmt: skip
 
@@ -42,10 +44,10 @@ def pieces(router: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 def by_token(
     fn: Callable[..., Any], arrays: Leaf, whole: Leaf = (), *, size: int = ROWS, least: int = 1
 ) -> Any:
-    """`in_tiles` over the tokens of arrays [B, T, …], or over the rows of [B, …] of one token."""
+    """`map_tiles` over the tokens of arrays [B, T, …], or over the rows of [B, …] of one token."""
     lead = jax.tree.leaves(arrays)[0].shape[:2]
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
-    made = in_tiles(fn, flat, whole, size=size, least=least)
+    made = map_tiles(fn, flat, whole, size=size, min_iterations=least)
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)
 
 
@@ -132,13 +134,13 @@ def all_logits(
     hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"], *, size: int = ROWS, least: int = 1
 ) -> Array:
     """`logits`."""
-    return in_tiles(logits, hidden_BD, w_DV, size=size, least=least)
+    return map_tiles(logits, hidden_BD, w_DV, size=size, min_iterations=least)
 
 
 def drawn(
     logp_B: Array, log_kept_B: Array | None, hidden_BD: Float[Array, "B D"],
     w_DV: Float[Array, "D V"], token_B: Int[Array, " B"], *, temperature: Array, vocab_size: int,
-    per_token: Callable[..., tuple[Array, Array]] = fixed_logprobs,
+    per_token: Callable[..., tuple[Array, Array]] = token_logprobs_xla_invariant,
 ) -> tuple[Float[Array, " B"], Array | None]:  # fmt: skip
     """The trainer's own log-prob of the token, in place of the sampler's.
 

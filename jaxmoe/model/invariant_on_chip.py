@@ -5,7 +5,7 @@ What multiplies is a kernel whose tiles do not follow the batch, one kernel for 
 a prefill and a decode step; the rest are the pieces of invariant.py, more rows at a time. None has
 run on a chip: that the programs hold the same kernels, tiles and loops is read off what the chips'
 compilers make (tests/jaxmoe/test_compile_invariant.py), and a run asserts it at each step.
-Next: pallas_kernels/sink_attention/in_order.py.
+Next: pallas_kernels/sink_attention/mosaic_invariant.py.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from pallas_kernels.grouped_matmul.fixed_on_chip import (
     fixed_matmul_on_chip,
     fixed_swiglu_on_chip,
 )
-from pallas_kernels.sink_attention.in_order import ordered_attention
-from pallas_kernels.token_logprobs.fixed_on_chip import fixed_logprobs_on_chip
+from pallas_kernels.sink_attention.mosaic_invariant import sink_attention_mosaic_invariant
+from pallas_kernels.token_logprobs.mosaic_invariant import token_logprobs_mosaic_invariant
 
 TURNS = dict(size=256, least=2)  # of loops over rows; each costs a GPU some launches
 LANES = 128  # of which a TPU's kernel takes whole ones of a matrix's columns
@@ -46,8 +46,8 @@ def pieces(
     if router in (route, replay):
         router = partial(router, product=summed_product)
     by: dict[str, Any] = dict(impl=impl, interpret=interpret)
-    linear, attend = partial(product, **by), partial(ordered_attention, **by)
-    per_token = partial(fixed_logprobs_on_chip, **by)
+    linear, attend = partial(product, **by), partial(sink_attention_mosaic_invariant, **by)
+    per_token = partial(token_logprobs_mosaic_invariant, **by)
     made = dict(
         norm=partial(invariant.norm, **TURNS), linear=linear, output=linear,
         rotary=partial(invariant.tables, **TURNS), rotate=partial(invariant.turn, **TURNS),

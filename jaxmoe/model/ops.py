@@ -33,7 +33,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.check.choice import wanted
 from pallas_kernels.dispatch import Impl
-from pallas_kernels.sink_attention.common import KEPT
+from pallas_kernels.sink_attention.common import CHECKPOINT_NAMES
 
 Two = tuple[Array, Array]
 INPUT = "layer_pair_input"  # by which a policy of jax.checkpoint knows it
@@ -130,7 +130,7 @@ def remat_of(cfg: OptimConfig) -> Callable[[Callable[..., Any]], Callable[..., A
         return as_is
     attention = cfg.remat_keeps == "attention"
     if cfg.remat_inputs == "host":
-        return partial(inputs_on_host, keeps=KEPT if attention else ())
+        return partial(inputs_on_host, keeps=CHECKPOINT_NAMES if attention else ())
     return keeping_attention if attention else jax.checkpoint
 
 
@@ -140,7 +140,7 @@ def keeping_attention(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
     Of an `attend` that names its results, as sink_attention does by every implementation but the
     reference, which JAX differentiates.
     """
-    policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
     return jax.checkpoint(layer_pair, policy=policy)
 
 

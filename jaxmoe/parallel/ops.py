@@ -42,7 +42,7 @@ from jaxmoe.parallel.sharding import (
 from jaxmoe.parallel.ulysses import ulysses
 from jaxmoe.shapes import Params
 from pallas_kernels import sink_attention
-from pallas_kernels.dispatch import Impl, target
+from pallas_kernels.dispatch import Impl, target_device
 
 _TENSOR: Names = ("tensor",)
 WAYS = {"ring": ring, "zigzag": ring, "ulysses": ulysses}  # of a layer without a window
@@ -194,7 +194,7 @@ class OnMesh:
         turned = shards > 1 and self.across == "zigzag" and window is None
         if shards > 1:
             way = halo if window is not None else WAYS[self.across]
-            options = {"unroll": target().platform == "cpu"} if way is ring else {}
+            options = {"unroll": target_device().platform == "cpu"} if way is ring else {}
             inner = partial(way, axis="sequence", impl=implementation(inner), **options)
 
         def local(q: Array, k: Array, v: Array, sink_n: Array, *given: Array) -> Any:
@@ -236,7 +236,7 @@ class OnMesh:
             if not over + sum_over:
                 return inner(h_btD, indices_btA, weights_btA, mine, cfg)
             dispatch, _ = dispatch_for(
-                target(), devices=self.mesh.size, shards=shards_of(self.mesh, over),
+                target_device(), devices=self.mesh.size, shards=shards_of(self.mesh, over),
                 active=indices_btA.shape[-1], decoding=h_BTD.shape[1] == 1,
             )  # fmt: skip
             return dispatch(

@@ -21,7 +21,7 @@ from pallas_kernels.arguments import window_size
 from pallas_kernels.blocks import block_table
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention.common import backward_sums, named
+from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpoint
 
 
 def ring(
@@ -93,7 +93,7 @@ def _ring(q, k, v, sink, layout, how):
 
 
 def _ring_fwd(q, k, v, sink, layout, how):
-    o, lse = named(*_forward(q, k, v, sink, layout, how))
+    o, lse = name_for_checkpoint(*_forward(q, k, v, sink, layout, how))
     return (o, lse), (q, k, v, sink, layout, o, lse)
 
 

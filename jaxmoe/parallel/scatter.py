@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxmoe.parallel.sharding import Names
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import target_device
 
 
 def sum_scattered(x: Array, names: Names, *, dim: int) -> Array:
@@ -34,4 +34,4 @@ def _by_gloo() -> bool:
     Its reduce-scatter overwrites a buffer that it is still sending from: before jaxlib 0.12 the end
     of rank 0's piece is wrong at times, without an error. Its all-to-all waits for what it sends.
     """
-    return target().platform == "cpu" and jax.distributed.is_initialized()
+    return target_device().platform == "cpu" and jax.distributed.is_initialized()

@@ -29,7 +29,7 @@ from jaxmoe.plan.roofline import bounds, wave_work, work
 from jaxmoe.plan.sampler import Wave, compiled_wave
 from jaxmoe.plan.schedules import left_by_libtpu, scheduled
 from jaxmoe.rl.from_config import algorithm_from_config
-from pallas_kernels.ahead_of_time import topology_of
+from pallas_kernels.ahead_of_time import parse_topology
 
 
 def main(argv: Sequence[str] | None = None, schedules: Path | None = None) -> int:
@@ -58,7 +58,7 @@ def options() -> argparse.ArgumentParser:
 def machine(name: str) -> tuple[str, list[Any]]:
     """Chip and devices. Raises ConfigError where no compiler here knows the topology."""
     try:
-        return topology_of(name)
+        return parse_topology(name)
     except ValueError as error:
         raise ConfigError(
             f"--topology must be one that a compiler knows, got {name!r}: {error}. "

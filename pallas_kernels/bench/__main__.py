@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ahead_of_time import CHIPS, missing
+from pallas_kernels.ahead_of_time import CHIPS, compiler_unavailable
 from pallas_kernels.bench import schedule
 from pallas_kernels.bench.compiled import figures
 from pallas_kernels.bench.growth import growth
@@ -166,8 +166,8 @@ def arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Namespace
     parser.add_argument("--schedule", action="store_true",
                         help="with --compile: cycles of loops, use of units")  # fmt: skip
     args = parser.parse_args(argv)
-    parser.one_of("operation", args.op, OPS)
-    parser.one_of("--compile", args.compile, CHIPS)
+    parser.check_choice("operation", args.op, OPS)
+    parser.check_choice("--compile", args.compile, CHIPS)
     mode = "--growth" if args.growth else "--compile" if args.compile else None
     unread = {"--growth": ("vs", "rounds", "save", "case"), "--compile": ("vs", "rounds", "save")}
     given = [f"--{x}" for x in unread.get(mode or "", ()) if getattr(args, x) is not None]
@@ -186,7 +186,7 @@ def arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Namespace
                      "Type a name, as --impl xla.")  # fmt: skip
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1; got {args.rounds}. Type --rounds 10.")
-    parser.one_of("--dtype", args.dtype, DTYPES)
+    parser.check_choice("--dtype", args.dtype, DTYPES)
     return parser, args
 
 
@@ -223,10 +223,10 @@ def main(argv: list[str] | None = None) -> int:
     dtype = jnp.dtype(args.dtype or ("float32" if small else "bfloat16"))
     cases = known(op)
     for name in args.case or ():
-        parser.one_of("--case", name, cases)
+        parser.check_choice("--case", name, cases)
     chosen = tuple(cases[name] for name in args.case or ())
     if args.compile:
-        reason = missing(args.compile) or unknown(op, args.impl)
+        reason = compiler_unavailable(args.compile) or unknown(op, args.impl)
         if reason:
             parser.error(reason)
         if args.schedule:

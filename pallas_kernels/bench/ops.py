@@ -81,13 +81,13 @@ def _attend(attention: Callable[..., Any], case: Any, impl: str) -> Callable[...
 
 
 def _attention_work(case: Any, size: int) -> Work:
-    forward, backward = attention_cases.flops(case)
+    forward, backward = attention_cases.attention_flops(case)
     rows = 2 * case.B * case.T * case.N * case.H + 2 * case.B * case.S * case.K * case.H
     return Work(forward, backward, size * rows)
 
 
 def _decode_work(case: Any, size: int) -> Work:
-    forward, _ = attention_cases.flops(case)
+    forward, _ = attention_cases.attention_flops(case)
     # keys and values that some query sees, counted from the work of one head
     seen = forward // (4 * case.H * case.N * case.T)
     rows = 2 * case.B * case.T * case.N * case.H + 2 * seen * case.K * case.H
@@ -214,11 +214,11 @@ _LOW_RANK = replace(
 )  # fmt: skip
 OPS = {
     "sink_attention": Op(
-        attention_cases, partial(_attend, sink_attention), attention_cases.make_inputs, 4,
+        attention_cases, partial(_attend, sink_attention), attention_cases.init_attention_inputs, 4,
         _attention_work, _ATTENTION, ("o", "lse", "dq", "dk", "dv", "dsink"),
     ),
     "decode_attention": Op(
-        decode_cases, partial(_attend, decode_attention), decode_cases.make_inputs, 0,
+        decode_cases, partial(_attend, decode_attention), decode_cases.init_attention_inputs, 0,
         _decode_work, _ATTENTION, ("o", "lse"),
     ),
     "grouped_matmul": Op(
@@ -246,7 +246,7 @@ OPS = {
         partial(_and_low_rank, _swiglu_work), _LOW_RANK, ("out", "dlhs", "da", "db"),
     ),
     "token_logprobs": Op(
-        logprob_cases, _logprobs, logprob_cases.make_inputs, 2, _logprobs_work,
+        logprob_cases, _logprobs, logprob_cases.init_logprobs_inputs, 2, _logprobs_work,
         Rows(0, (0, 2), ("logp", "entropy", "dhidden"), lambda x: x[1].shape[1],
              looked_at={"dw_head": (0, 96)}),
         ("logp", "entropy", "dhidden", "dw_head"),

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ahead_of_time import TPUS, compile_for, mesh_of
+from pallas_kernels.ahead_of_time import TPUS, chip_mesh, compile_for
 from pallas_kernels.bench import schedule_hopper, schedule_tpu, turns
 from pallas_kernels.bench.measure import first_line
 from pallas_kernels.bench.ops import OPS, known
@@ -87,9 +87,9 @@ def programs(op: str, case: str, dtype: str) -> list[Program]:
 
 
 def _platform() -> str:
-    from pallas_kernels.dispatch import target
+    from pallas_kernels.dispatch import target_device
 
-    return target().platform
+    return target_device().platform
 
 
 def compiled(chip: str, target: str, *words: str) -> Found:
@@ -192,7 +192,7 @@ def _child(chip: str, folder: str, target: str, *words: str) -> None:
             dump = Path(folder, str(i))
             dump.mkdir()
             compile_for(chip, lambda *x, fn=program.fn: fn(*x), *program.inputs, dump=dump)
-            with jax.set_mesh(mesh_of(chip)):
+            with jax.set_mesh(chip_mesh(chip)):
                 told["turns"] |= program.turns()
     except Exception as error:  # whatever tracing, lowering or the compiler refuses
         told = {"refused": first_line(error)}

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import tpu
 from pallas_kernels.bench.schedule_tpu import Turns
-from pallas_kernels.blocks import block_table, runs
+from pallas_kernels.blocks import block_ranges, block_table
 from pallas_kernels.grouped_matmul import cases as matmul_cases
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows
@@ -25,7 +25,7 @@ from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_tile
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases as attention_cases
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
-from pallas_kernels.sink_attention.pallas_tpu_backward import parts_of
+from pallas_kernels.sink_attention.pallas_tpu_backward import split_key_blocks
 from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
 
 ITEM = 2  # bytes: bfloat16, which is what the bench compiles
@@ -56,30 +56,32 @@ def attention(case: Any) -> dict[str, Turns]:
     """Of the forward kernel, and of the backward one or its parts."""
     x, name = _blocks(case, False), f"sink_attention_forward{'_window' if case.window else ''}"
     found, x = {name: _visits(x, case, 0, x.m)}, _blocks(case, True)
-    parts = parts_of(x, case.window)
+    parts = split_key_blocks(x, case.window)
     return found | {name: _visits(x, case, low, high) for name, low, high in parts}
 
 
 def _blocks(case: Any, backward: bool) -> blocks.Sizes:
     q, k = ((case.B, n, heads, case.H) for n, heads in ((case.T, case.N), (case.S, case.K)))
-    return blocks.sizes(q, k, case.window, ITEM, backward)
+    return blocks.choose_sizes(q, k, case.window, ITEM, backward)
 
 
 def _visits(x: blocks.Sizes, case: Any, low: int, high: int) -> Turns:
     """Of the kernel that has these blocks of keys."""
     with _here():
-        layout = Layout._make(map(jnp.asarray, attention_cases.layout(case)))
-        layout = layout.folded(x.F).padded(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
-        runs_Bn4 = np.asarray(runs(*block_table(layout, x.bt, x.unit, case.window)), np.int64)
+        layout = Layout._make(map(jnp.asarray, attention_cases.case_layout(case)))
+        layout = layout.repeat_queries(x.F).with_padding(x.n * x.bt - x.T * x.F, x.m * x.unit - x.S)
+        runs_Bn4 = np.asarray(
+            block_ranges(*block_table(layout, x.bt, x.unit, case.window)), np.int64
+        )
     ends = np.clip(runs_Bn4, low, high) - low  # as Blocked.within
     first, whole_first, whole_last, last = np.moveaxis(ends, 2, 0)
     last = np.maximum(last, first + 1)
     since, until = np.maximum(first, whole_first), np.minimum(last, whole_last)
     some = x.bs // x.unit
-    share = x.K / tpu.cores()
+    share = x.K / tpu.count_tpu_cores()
     steps, every = share * first.size, share * int(np.sum(-(-(last - first) // some)))
     whole = share * int(np.sum(np.maximum(until - since, 0)))
-    heads = x.G // blocks.together(x.G, case.window)
+    heads = x.G // blocks.count_unrolled_heads(x.G, case.window)
     masked = every - whole
     if some > 1:  # none is asked whether it is seen whole
         each = Turns((every, every), (Turns((every * heads,)),)) if heads > 1 else Turns((every,))
@@ -97,7 +99,7 @@ def _rows(case: Any, *, swiglu: bool, transposed: bool) -> Turns:
     assert plan is not None, "the case was compiled"
     columns = case.D if transposed else case.F // 2 if swiglu else case.F
     rows = tiles.row_tile(case.M, (case.F if transposed else case.D) * ITEM)
-    parts = min(tpu.cores(), -(-case.M // rows))
+    parts = min(tpu.count_tpu_cores(), -(-case.M // rows))
     with _here():
         table, length = row_visits(jnp.asarray(case.group_sizes, jnp.int32), case.M, rows, parts)
         group, low, high = (np.asarray(x) for x in (table.group_V, table.low_V, table.high_V))
@@ -132,7 +134,7 @@ def _weights(case: Any) -> Turns:
     with _here():
         table = group_visits(jnp.asarray(case.group_sizes, jnp.int32), case.M, rows)
         low, high = np.asarray(table.low_V), np.asarray(table.high_V)
-    here = -(-n_tiles // tpu.cores())
+    here = -(-n_tiles // tpu.count_tpu_cores())
     full = sum(
         _full(tile, None if n_tiles == 1 else case.F - n * tile) for n in range(here)
     )  # the first core's tiles are the full ones
@@ -161,8 +163,8 @@ def _full(width: int, used: int | None) -> int:
 
 
 def _words(case: Any) -> Turns:
-    rows, columns = logprobs_tpu._blocks(case.M, case.D * ITEM)
-    blocks_of_rows = -(-case.M // rows) / tpu.cores()
+    rows, columns = logprobs_tpu._block_sizes(case.M, case.D * ITEM)
+    blocks_of_rows = -(-case.M // rows) / tpu.count_tpu_cores()
     return Turns(
         (1, 1), (Turns(((blocks_of_rows * -(-case.vocab_size // columns), blocks_of_rows),)),)
     )

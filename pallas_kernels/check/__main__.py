@@ -30,9 +30,9 @@ def arguments(argv: list[str] | None) -> tuple[OneLineParser, argparse.Namespace
     parser.add_argument("--again", action="store_true", help="though there is a verdict on file")
     args = parser.parse_args(argv)
     for name in args.operation:
-        parser.one_of("operation", name, PLATFORMS)
-    parser.one_of("--impl", args.impl, names)
-    parser.one_of("--dtype", args.dtype, ("bfloat16", "float32"))
+        parser.check_choice("operation", name, PLATFORMS)
+    parser.check_choice("--impl", args.impl, names)
+    parser.check_choice("--dtype", args.dtype, ("bfloat16", "float32"))
     if not args.timeout > 0:
         parser.error(f"--timeout must be above 0; got {args.timeout:g}. Type --timeout 600.")
     args.asked = [

@@ -2,6 +2,6 @@
 """Attention of a few new queries against a cache. The public functions are in api.py."""
 
 from pallas_kernels.decode_attention.api import decode_attention, paged_decode_attention
-from pallas_kernels.decode_attention.pages import QUERIES
+from pallas_kernels.decode_attention.pages import MAX_QUERIES
 
-__all__ = ["QUERIES", "decode_attention", "paged_decode_attention"]
+__all__ = ["MAX_QUERIES", "decode_attention", "paged_decode_attention"]

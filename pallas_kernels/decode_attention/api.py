@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions: check their input and pick an implementation.
+"""The public functions: they check their input and select an implementation.
 
-Next: reference.py for what is computed, pages.py for how the kernels see a cache.
+Next: reference.py for the formula, pages.py for the kernels' view of a cache.
 """
 
 from typing import Any
@@ -9,22 +9,37 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import floats, integers, scale_of, window_size
+from pallas_kernels.arguments import as_floats, as_integers, resolve_scale, window_size
 from pallas_kernels.decode_attention import reference, xla
 from pallas_kernels.decode_attention.signature import PagedAttention
-from pallas_kernels.dispatch import Impl, Implementation, mosaic, pick
+from pallas_kernels.dispatch import (
+    Impl,
+    Implementation,
+    mosaic_implementations,
+    select_implementation,
+)
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention.common import check, checked_layout, same_batch
+from pallas_kernels.sink_attention.common import (
+    as_int32_layout,
+    check_attention_arrays,
+    check_same_batch,
+)
 from pallas_kernels.sink_attention.signature import Attention
 
 _HERE = "pallas_kernels.decode_attention"
-IMPLS: dict[str, Implementation[Attention]] = mosaic(_HERE) | {
-    "xla": Implementation(xla.xla, xla.unsupported),
-    "reference": Implementation(reference.reference, reference.unsupported),
+IMPLS: dict[str, Implementation[Attention]] = mosaic_implementations(_HERE, "decode_attention") | {
+    "xla": Implementation(xla.decode_attention_xla, xla.decode_attention_xla_unsupported),
+    "reference": Implementation(
+        reference.decode_attention_reference, reference.decode_attention_reference_unsupported
+    ),
 }
-_PAGED: dict[str, Implementation[PagedAttention]] = mosaic(_HERE, "_paged") | {
-    "xla": Implementation(xla.xla_paged, xla.unsupported),
-    "reference": Implementation(reference.reference_paged, reference.unsupported),
+_PAGED: dict[str, Implementation[PagedAttention]] = mosaic_implementations(
+    _HERE, "paged_decode_attention"
+) | {
+    "xla": Implementation(xla.paged_decode_attention_xla, xla.decode_attention_xla_unsupported),
+    "reference": Implementation(
+        reference.paged_decode_attention_reference, reference.decode_attention_reference_unsupported
+    ),
 }
 
 
@@ -46,27 +61,27 @@ def decode_attention(
 
     z = scale·q·k over the keys a query sees;  lse = log(Σ e^z + e^sink);  o = Σ e^{z − lse}·v
 
-    Slots may be in any order (a ring buffer). The kernels read only blocks in which some query
-    sees a slot, and take at most 16 queries. A row's bits depend on its own slots only: not on
-    the batch, nor on empty room at the end of the cache (kernels; XLA promises nothing).
-    On a TPU keep the cache as [B, S, K·H] and reshape it in the call: as [.., K, H] its small
-    axes are padded to tiles, and the kernel first has to copy it. On a GPU let S be a multiple
-    of 64, or at least of 8, or the cache is copied to pad it.
+    Slots may be in any order (a ring buffer). The kernels read only blocks with a visible slot, and
+    take at most 16 queries. With the kernels a row's bits depend on its own slots only, not on
+    other rows or on free slots at the end of the cache; XLA does not guarantee this.
+    On a TPU store the cache as [B, S, K·H] and reshape it in the call: as [.., K, H] its small axes
+    would be padded to tiles, so the kernel would copy it first. On a GPU use an S that is a
+    multiple of 64, or at least of 8; otherwise the cache is copied to pad it.
 
-    Args: see `sink_attention`. scale: 1/sqrt(H) unless given.
+    Args: see `sink_attention`. scale: 1/sqrt(H) by default.
     Numerics: scores, softmax and sums in float32; weights are cast to v's dtype before the
-        product with v. What an unseen slot of v holds cannot leak (kernels).
-    Raises: ValueError for shapes that do not fit; NotImplementedError where a named `impl`
-        cannot run, or when differentiated.
-    Source: splitting a row over the machine: arXiv:2311.01282.
+        product with v. The kernels ignore the contents of invisible slots, NaN included.
+    Raises: ValueError for shapes that do not fit; NotImplementedError if a named `impl` cannot
+        run, or when differentiated.
+    Source: splitting a row among cores: arXiv:2311.01282.
     """
-    q_BTNH, k_BSKH, v_BSKH, sink_N = _arrays(q_BTNH, k_BSKH, v_BSKH, sink_N)
-    same_batch(q_BTNH, k_BSKH)
+    q_BTNH, k_BSKH, v_BSKH, sink_N = _check_arrays(q_BTNH, k_BSKH, v_BSKH, sink_N)
+    check_same_batch(q_BTNH, k_BSKH)
     layout = Layout(q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS)
-    layout = checked_layout(layout, q_BTNH, k_BSKH)
-    statics = window_size(window), scale_of(scale, q_BTNH.shape[3])
-    chosen = pick(impl, IMPLS, q_BTNH, k_BSKH)
-    return chosen(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, *statics)
+    layout = as_int32_layout(layout, q_BTNH, k_BSKH)
+    statics = window_size(window), resolve_scale(scale, q_BTNH.shape[3])
+    run = select_implementation(impl, IMPLS, q_BTNH, k_BSKH)
+    return run(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, *statics)
 
 
 def paged_decode_attention(
@@ -85,46 +100,45 @@ def paged_decode_attention(
 
     Args:
         k_PSKH: P pages of S tokens each; rows may share pages.
-        page_table_BJ: entries past a row's last page may be anything, −1 too.
-        lengths_B: tokens of each row, its T new ones included, which are the last: the queries
-            sit at lengths − T … lengths − 1. Those before 0, and all of a row of length 0, see
-            nothing.
+        page_table_BJ: entries past a row's last page may have any value, such as −1.
+        lengths_B: tokens of each row, including its T new ones, which are the last. The queries'
+            positions are lengths − T … lengths − 1; queries before 0 see no key.
     Returns:
-        o in q's dtype, lse in float32; a query that sees nothing gives o = 0 and lse = sink.
-    Otherwise as `decode_attention`. With a window only the pages of the window are listed and
-    read. On a TPU keep pages as [P, S, K·H] and reshape them in the call.
+        o in q's dtype, lse in float32; a query that sees no key has o = 0 and lse = sink.
+    All else is as in `decode_attention`. With a window only the pages of the window are listed and
+    read. On a TPU store pages as [P, S, K·H] and reshape them in the call.
     Source: pages: arXiv:2309.06180.
     """
-    q_BTNH, k_PSKH, v_PSKH, sink_N = _arrays(q_BTNH, k_PSKH, v_PSKH, sink_N)
-    page_table_BJ = integers("page_table_BJ", page_table_BJ)
+    q_BTNH, k_PSKH, v_PSKH, sink_N = _check_arrays(q_BTNH, k_PSKH, v_PSKH, sink_N)
+    page_table_BJ = as_integers("page_table_BJ", page_table_BJ)
     B, H = q_BTNH.shape[0], q_BTNH.shape[3]
     if page_table_BJ.ndim != 2 or page_table_BJ.shape[0] != B or page_table_BJ.shape[1] == 0:
         raise ValueError(
             f"page_table_BJ must list pages for each of the {B} rows, [B, J] with J ≥ 1; got "
             f"{page_table_BJ.shape}."
         )
-    lengths_B = integers("lengths_B", lengths_B, (B,))
-    statics = window_size(window), scale_of(scale, H)
-    chosen = pick(impl, _PAGED, q_BTNH, k_PSKH, page_table_BJ)
-    return chosen(q_BTNH, k_PSKH, v_PSKH, sink_N, page_table_BJ, lengths_B, *statics)
+    lengths_B = as_integers("lengths_B", lengths_B, (B,))
+    statics = window_size(window), resolve_scale(scale, H)
+    run = select_implementation(impl, _PAGED, q_BTNH, k_PSKH, page_table_BJ)
+    return run(q_BTNH, k_PSKH, v_PSKH, sink_N, page_table_BJ, lengths_B, *statics)
 
 
-def _arrays(q: Any, k: Any, v: Any, sink: Any) -> tuple[Array, Array, Array, Array]:
-    """As arrays that fit together, and have no gradient."""
-    q, k, v = (floats(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    sink = None if sink is None else floats("sink", sink)
-    check(q, k, v, sink)
-    return _no_gradient(q), _no_gradient(k), _no_gradient(v), _no_gradient(sink)
+def _check_arrays(q: Any, k: Any, v: Any, sink: Any) -> tuple[Array, Array, Array, Array]:
+    """The arguments as arrays, checked; differentiating them raises NotImplementedError."""
+    q, k, v = (as_floats(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    sink = None if sink is None else as_floats("sink", sink)
+    check_attention_arrays(q, k, v, sink)
+    return _forbid_gradient(q), _forbid_gradient(k), _forbid_gradient(v), _forbid_gradient(sink)
 
 
 @jax.custom_jvp
-def _no_gradient(x: Any) -> Any:
+def _forbid_gradient(x: Any) -> Any:
     return x
 
 
-@_no_gradient.defjvp
-def _refuse(primals, tangents):
+@_forbid_gradient.defjvp
+def _refuse_gradient(primals, tangents):
     raise NotImplementedError(
-        "decode_attention has no gradient; differentiate sink_attention, or put stop_gradient "
-        "around the input."
+        "decode_attention has no gradient. Differentiate sink_attention, or apply "
+        "jax.lax.stop_gradient to the input."
     )

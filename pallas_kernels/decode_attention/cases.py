@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named shapes of decoding: the ones every implementation is tested, compiled and timed on.
+"""Named shapes of decoding, on which every implementation is tested, compiled and timed.
 
-Contiguous cases are those of sink attention (its layouts make the positions and segments); sizes
-of test cases are pairwise distinct.
+Contiguous cases are cases of sink attention, with its layouts of positions and segments. Sizes of
+test cases are pairwise distinct.
 """
 
 from typing import NamedTuple
@@ -13,29 +13,36 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention.cases import AttentionCase, make_inputs
+from pallas_kernels.sink_attention.cases import AttentionCase, init_attention_inputs
 
-__all__ = ["AttentionCase", "PagedCase", "make_inputs", "make_paged", "named", "shapes"]
+__all__ = [
+    "AttentionCase",
+    "PagedCase",
+    "decode_shapes",
+    "get_decode_case",
+    "init_attention_inputs",
+    "init_paged_inputs",
+]
 
 
 class PagedCase(NamedTuple):
-    """One call: sizes, and how many tokens each row has."""
+    """One call: sizes, and the number of tokens of each row."""
 
     name: str
     B: int
     T: int
-    J: int  # pages per row at most
+    J: int  # maximum pages per row
     page: int  # tokens per page
     N: int
     K: int
     H: int
     window: int = 0
-    lengths: tuple[int, ...] = ()  # else from 0 up to J·page, unevenly
+    lengths: tuple[int, ...] = ()  # default: random, from 0 to J·page
     sinks: str = "normal"  # as in AttentionCase
 
 
 class PagedInputs(NamedTuple):
-    """The arrays of one call, in the order of `reference_paged`."""
+    """The arrays of one call, in the order of `paged_decode_attention_reference`."""
 
     q_BTNH: Float[Array, "B T N H"]
     k_PSKH: Float[Array, "P S K H"]
@@ -46,11 +53,11 @@ class PagedInputs(NamedTuple):
 
     @property
     def arguments(self) -> "PagedInputs":
-        """As implementations take them."""
+        """The arrays in the order in which implementations take them."""
         return self
 
 
-# Head size 64 is the least the Hopper kernel takes.
+# The Hopper kernel needs a head size of at least 64.
 TEST_CASES = (
     AttentionCase("uneven", 3, 1, 136, 10, 2, 64, 0, "chunk"),
     AttentionCase("ring", 3, 1, 72, 10, 2, 64, 33, "ring"),
@@ -74,7 +81,7 @@ BENCH_CASES = (
     AttentionCase("8_ring", 8, 1, 128, 16, 2, 64, 128, "ring"),
 )
 
-REAL_CASES = (  # one layer of 20B and 120B, which are alike here
+REAL_CASES = (  # one layer of 20B and 120B, which have the same attention
     AttentionCase("64x8k", 64, 1, 8192, 64, 8, 64),
     AttentionCase("64x8k_new4", 64, 4, 8192, 64, 8, 64),
     AttentionCase("64x8k_window", 64, 1, 8192, 64, 8, 64, 128),
@@ -95,10 +102,12 @@ PAGED_REAL_CASES = (
 )
 
 
-def make_paged(case: PagedCase, dtype: DTypeLike = jnp.float32, seed: int = 0) -> PagedInputs:
-    """Pages scattered at random; rows 0 and 1 share their first page; unused entries are −1.
+def init_paged_inputs(
+    case: PagedCase, dtype: DTypeLike = jnp.float32, seed: int = 0
+) -> PagedInputs:
+    """Inputs, pages in random order. Rows 0 and 1 share their first page; unused entries are −1.
 
-    Pages nobody owns hold large numbers, so that reading one shows.
+    Unowned pages contain large numbers, so that reading one changes results visibly.
     """
     B, J, size = case.B, case.J, case.page
     rng = np.random.default_rng(seed)
@@ -129,23 +138,32 @@ def make_paged(case: PagedCase, dtype: DTypeLike = jnp.float32, seed: int = 0) -
     return PagedInputs(q, k, v, sink_N.astype(jnp.float32), table, jnp.asarray(lengths))
 
 
-def shapes(case: AttentionCase | PagedCase, dtype: DTypeLike = jnp.bfloat16) -> tuple:
+def decode_shapes(case: AttentionCase | PagedCase, dtype: DTypeLike = jnp.bfloat16) -> tuple:
     """ShapeDtypeStructs of the inputs of a case, for compilers."""
 
-    def array(*shape: int, dtype: DTypeLike = dtype) -> jax.ShapeDtypeStruct:
+    def shape_struct(*shape: int, dtype: DTypeLike = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     i32 = jnp.int32
-    q, sink = array(case.B, case.T, case.N, case.H), array(case.N, dtype=jnp.float32)
+    q, sink = shape_struct(case.B, case.T, case.N, case.H), shape_struct(case.N, dtype=jnp.float32)
     if isinstance(case, PagedCase):
-        kv = array(case.B * case.J, case.page, case.K, case.H)
-        return q, kv, kv, sink, array(case.B, case.J, dtype=i32), array(case.B, dtype=i32)
-    kv = array(case.B, case.S, case.K, case.H)
-    layout = Layout._make(array(case.B, length, dtype=i32) for length in (case.T, case.S) * 2)
+        kv = shape_struct(case.B * case.J, case.page, case.K, case.H)
+        return (
+            q,
+            kv,
+            kv,
+            sink,
+            shape_struct(case.B, case.J, dtype=i32),
+            shape_struct(case.B, dtype=i32),
+        )
+    kv = shape_struct(case.B, case.S, case.K, case.H)
+    layout = Layout._make(
+        shape_struct(case.B, length, dtype=i32) for length in (case.T, case.S) * 2
+    )
     return q, kv, kv, sink, layout
 
 
-def named(name: str) -> AttentionCase | PagedCase:
+def get_decode_case(name: str) -> AttentionCase | PagedCase:
     """The case of that name."""
     contiguous = TEST_CASES + BENCH_CASES + REAL_CASES + LONG_CASES
     return {case.name: case for case in contiguous + PAGED_TEST_CASES + PAGED_REAL_CASES}[name]

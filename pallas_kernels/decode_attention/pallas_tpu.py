@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on TPU: row after row, pages copied from HBM into a ring of blocks ahead of use.
+"""Decoding on TPU: row after row, with pages prefetched from HBM into a ring of blocks.
 
-Decoding reads memory and does little else. A page with all its heads is contiguous, [page, K·H],
-so copies are long and no lane is padding. Narrow heads share a tile of 128 lanes: their queries
-are laid out block-diagonally, and one product gives the scores of both. While a row's last
-blocks are computed the next row's first ones are on their way, so short rows leave no gap.
+Decoding is bound by memory bandwidth. A page with all its heads is contiguous, [page, K·H], so
+copies are long and no lane is padding. Narrow heads share a tile of 128 lanes: their queries form a
+block-diagonal matrix, and one product computes the scores of both. The first blocks of the next row
+are fetched during the last blocks of a row, so short rows do not stall.
 Next: pages.py for what is read.
 """
 
@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels import tpu
-from pallas_kernels.arguments import products
+from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.decode_attention import pages
 from pallas_kernels.decode_attention.pages import Pages
 from pallas_kernels.decode_attention.signature import Lengths, PagedKeys, PageTable
@@ -29,68 +29,72 @@ from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
 LANES = 128
-# Slots per step: 512 KiB of keys and as much of values where K·H = 512.
+# Slots per step: 512 KiB each of keys and values if K·H = 512.
 KEYS = 512
-# Steps in VMEM: 3 MiB where K·H = 512, 6 MiB where it is 1024, of 16 at least. Two on their way,
-# 2 MiB, are what 2.7 TB/s (v5p) bring in 0.7 µs.
+# Steps in VMEM: 3 MiB if K·H = 512, 6 MiB if 1024, of at least 16 MiB. The two in flight, 2 MiB,
+# cover a latency of 0.7 µs at 2.7 TB/s (v5p).
 STAGES = 3
-PAGE = 128  # of a contiguous cache: the least that is read of a row
-LEAST_PAGE = 16  # sublanes of a tile of two-byte numbers
-TABLE_BYTES = 3 * 2**18  # of scalar memory for the lists of pages, of 1 MiB
-SEEN_BYTES = 2**21  # of VMEM for who sees the slots of a row, twice
-RING_BYTES = 12 * 2**20  # of VMEM
-VMEM = 32 * 2**20  # what the kernel may take; every chip from v5e on has at least 64 MiB
+PAGE = 128  # page size of a contiguous cache, the smallest unit that is read
+MIN_PAGE = 16  # sublanes of a tile of two-byte numbers
+TABLE_BYTES = 3 * 2**18  # scalar memory for page tables, of 1 MiB
+VISIBLE_BITS_BYTES = 2**21  # VMEM for the visibility bits of a row, double-buffered
+RING_BYTES = 12 * 2**20  # VMEM for the ring
+VMEM = 32 * 2**20  # limit of the kernel; every chip from v5e on has at least 64 MiB
 
 
-def mosaic_tpu(
+def decode_attention_mosaic_tpu(
     q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float, *, interpret: bool = False,
 ) -> Result:  # fmt: skip
-    """(o, lse) on a TPU; see `reference` for the formula."""
-    x = pages.of_cache(k_BSKH, v_BSKH, layout, window, most=min(PAGE, KEYS), least=LEAST_PAGE)
-    return _attend(q_BTNH, x, sink_N, scale, interpret)
+    """(o, lse) on a TPU; see `decode_attention_reference` for the formula."""
+    x = pages.pages_from_cache(
+        k_BSKH, v_BSKH, layout, window, max_page=min(PAGE, KEYS), min_page=MIN_PAGE
+    )
+    return _attend_tpu(q_BTNH, x, sink_N, scale, interpret)
 
 
-def mosaic_tpu_paged(
+def paged_decode_attention_mosaic_tpu(
     q_BTNH: Queries, k_PSKH: PagedKeys, v_PSKH: PagedKeys, sink_N: Sinks, page_table_BJ: PageTable,
     lengths_B: Lengths, window: int, scale: float, *, interpret: bool = False,
 ) -> Result:  # fmt: skip
-    """(o, lse) on a TPU; see `reference_paged` for the meaning."""
+    """(o, lse) on a TPU; see `paged_decode_attention_reference`."""
     T = q_BTNH.shape[1]
-    x = pages.of_pages(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, most=KEYS)
-    return _attend(q_BTNH, x, sink_N, scale, interpret)
+    x = pages.pages_from_table(k_PSKH, v_PSKH, page_table_BJ, lengths_B, T, window, max_page=KEYS)
+    return _attend_tpu(q_BTNH, x, sink_N, scale, interpret)
 
 
-def unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: Any) -> str | None:
-    """Why the kernel cannot run, or None."""
+def decode_attention_mosaic_tpu_unsupported(q_BTNH: Any, k_BSKH: Any, *_arrays: Any) -> str | None:
+    """The reason why the kernel cannot run, or None."""
     B, S, K, H = k_BSKH.shape
-    page = math.gcd(S, PAGE)  # as `pages.of_cache` cuts it
-    return _unsupported(q_BTNH, K * H) or _too_long(B, S, page if page >= LEAST_PAGE else PAGE)
+    page = math.gcd(S, PAGE)  # as in `pages.pages_from_cache`
+    return _array_unsupported(q_BTNH, K * H) or _length_unsupported(
+        B, S, page if page >= MIN_PAGE else PAGE
+    )
 
 
-def unsupported_paged(
+def paged_decode_attention_mosaic_tpu_unsupported(
     q_BTNH: Any, k_PSKH: Any, page_table_BJ: Any = None, *_arrays: Any
 ) -> str | None:
-    """Why the kernel cannot run, or None."""
+    """The reason why the kernel cannot run, or None."""
     _, page, K, H = k_PSKH.shape
-    if page % LEAST_PAGE or (KEYS % page and page % KEYS):
-        return f"page size {page} is neither {LEAST_PAGE}, 32 … 256 nor a multiple of {KEYS}"
+    if page % MIN_PAGE or (KEYS % page and page % KEYS):
+        return f"page size {page} is neither {MIN_PAGE}, 32 … 256 nor a multiple of {KEYS}"
     long = None
     if page_table_BJ is not None:
         B, J = page_table_BJ.shape
-        long = _too_long(B, J * page, min(page, KEYS))
-    return _unsupported(q_BTNH, K * H) or long
+        long = _length_unsupported(B, J * page, min(page, KEYS))
+    return _array_unsupported(q_BTNH, K * H) or long
 
 
-def _unsupported(q_BTNH: Any, width: int) -> str | None:
-    if reason := tpu.unsupported():
+def _array_unsupported(q_BTNH: Any, width: int) -> str | None:
+    if reason := tpu.tpu_unsupported():
         return reason
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
         return f"dtype {q_BTNH.dtype} is not bfloat16 or float32"
     if width == 0 or width % LANES:
         return f"key heads times head size ({width}) is not a multiple of {LANES}"
-    if q_BTNH.shape[1] > pages.QUERIES:
-        return f"{q_BTNH.shape[1]} queries per row are more than {pages.QUERIES}"
+    if q_BTNH.shape[1] > pages.MAX_QUERIES:
+        return f"{q_BTNH.shape[1]} queries per row are more than {pages.MAX_QUERIES}"
     if 2 * STAGES * KEYS * width * q_BTNH.dtype.itemsize > RING_BYTES:
         return f"a step of {KEYS} slots of {width} numbers is too large for VMEM"
     if 0 in q_BTNH.shape:
@@ -98,29 +102,29 @@ def _unsupported(q_BTNH: Any, width: int) -> str | None:
     return None
 
 
-def _too_long(B: int, S: int, page: int) -> str | None:
+def _length_unsupported(B: int, S: int, page: int) -> str | None:
     if S == 0:
         return "there are no keys"
     columns = -(-S // KEYS) * (KEYS // page)
-    if 4 * B * (-(-columns // LANES) * LANES) > TABLE_BYTES or 4 * S > SEEN_BYTES:
-        return f"lists of {B} rows of {S} slots are too long for scalar memory or VMEM"
+    if 4 * B * (-(-columns // LANES) * LANES) > TABLE_BYTES or 4 * S > VISIBLE_BITS_BYTES:
+        return f"page tables of {B} rows of {S} slots exceed scalar memory or VMEM"
     return None
 
 
 def heads_per_tile(K: int, H: int) -> int:
-    """Key heads side by side in one product: those that fill the lanes, else all."""
+    """Key heads that share one product: as many as fill the lanes, or all of them."""
     if H % LANES == 0:
         return 1
     return LANES // H if LANES % H == 0 and K % (LANES // H) == 0 else K
 
 
-def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: bool):
+def _attend_tpu(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: bool):
     (B, T, N, H), K, dtype = q_BTNH.shape, x.k_PSKH.shape[2], q_BTNH.dtype
     G, share = N // K, heads_per_tile(K, H)
     C, width, R = K // share, share * H, share * T * G
-    rows = -(-R // 16) * 16  # query rows of a tile, whole sublanes
-    x = pages.in_splits(x, KEYS)
-    steps = x.seen_BS.shape[1] // KEYS
+    rows = -(-R // 16) * 16  # query rows of a tile, a multiple of the sublanes
+    x = pages.pad_to_splits(x, KEYS)
+    steps = x.visible_bits_BS.shape[1] // KEYS
 
     # [B, C, share, T·G, H] onto the diagonal of [B, C, share·T·G, share·H]
     q = q_BTNH.reshape(B, T, C, share, G, H).transpose(0, 2, 3, 1, 4, 5).reshape(B, C, share, -1, H)
@@ -132,39 +136,39 @@ def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: boo
     bit = jnp.left_shift(1, jnp.repeat(jnp.arange(T, dtype=jnp.int32), G))
     bit = jnp.pad(jnp.tile(bit, share), (0, rows - R))[:, None]
 
-    # The pages that each row visits, from its first seen one to its last. Two cores of a chip
-    # that works as one (v5p) take half the rows each.
-    used = (x.seen_BS != 0).reshape(B, 1, -1, x.page).any(3)
-    span = pages.runs(used, used)[:, 0, :]
+    # The pages that each row visits, from its first visible one to its last. On a chip whose two
+    # cores form one device (v5p) each takes half the rows.
+    used = (x.visible_bits_BS != 0).reshape(B, 1, -1, x.page).any(3)
+    span = pages.block_ranges(used, used)[:, 0, :]
     first, last = span[:, 0], span[:, 3]
     cores = 2 if B % 2 == 0 else 1
     busy = jnp.where(last > first, jnp.arange(B, dtype=jnp.int32), B).reshape(cores, B // cores)
-    following = lax.cummin(busy, axis=1, reverse=True)  # the first busy row from here on
+    following = lax.cummin(busy, axis=1, reverse=True)  # the first non-empty row from each row on
     following = jnp.concatenate([following, jnp.full((cores, 1), B, jnp.int32)], axis=1)
 
     per_core = B // cores
 
-    def row(c, i, *_):
+    def grid_row(c, i, *_):
         return c * per_core + i
 
     k, v = (y.reshape(*y.shape[:2], K * H) for y in (x.k_PSKH, x.v_PSKH))
     stages = pltpu.VMEM((STAGES, KEYS, K * H), dtype)
     o, lse = pl.pallas_call(
-        partial(_kernel, scale=scale, page=x.page, width=width, per_core=per_core),
+        partial(_decode_kernel, scale=scale, page=x.page, width=width, per_core=per_core),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(cores, per_core),
             in_specs=[
-                pl.BlockSpec((1, C, rows, width), lambda *at: (row(*at), 0, 0, 0)),
-                pl.BlockSpec((C, rows, 1), lambda *at: (0, 0, 0)),
-                pl.BlockSpec((rows, 1), lambda *at: (0, 0)),
-                pl.BlockSpec((1, steps, KEYS), lambda *at: (row(*at), 0, 0)),
+                pl.BlockSpec((1, C, rows, width), lambda *ids: (grid_row(*ids), 0, 0, 0)),
+                pl.BlockSpec((C, rows, 1), lambda *ids: (0, 0, 0)),
+                pl.BlockSpec((rows, 1), lambda *ids: (0, 0)),
+                pl.BlockSpec((1, steps, KEYS), lambda *ids: (grid_row(*ids), 0, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=[
-                pl.BlockSpec((1, C, rows, width), lambda *at: (row(*at), 0, 0, 0)),
-                pl.BlockSpec((1, C, rows, 1), lambda *at: (row(*at), 0, 0, 0)),
+                pl.BlockSpec((1, C, rows, width), lambda *ids: (grid_row(*ids), 0, 0, 0)),
+                pl.BlockSpec((1, C, rows, 1), lambda *ids: (grid_row(*ids), 0, 0, 0)),
             ],
             scratch_shapes=[
                 stages,
@@ -183,15 +187,15 @@ def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: boo
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * B * T * N * H * x.seen_BS.shape[1],
-            bytes_accessed=2 * B * x.seen_BS.shape[1] * K * H * dtype.itemsize,
-            transcendentals=B * T * N * x.seen_BS.shape[1],
+            flops=4 * B * T * N * H * x.visible_bits_BS.shape[1],
+            bytes_accessed=2 * B * x.visible_bits_BS.shape[1] * K * H * dtype.itemsize,
+            transcendentals=B * T * N * x.visible_bits_BS.shape[1],
         ),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="decode_attention",
     )(
         x.table_BJ, first, last, following.reshape(-1),
-        q, sink, bit, x.seen_BS.reshape(B, steps, KEYS), k, v,
+        q, sink, bit, x.visible_bits_BS.reshape(B, steps, KEYS), k, v,
     )  # fmt: skip
     o = o[:, :, :R].reshape(B, C, share, T, G, share, H)
     o = jnp.stack([o[:, :, i, :, :, i] for i in range(share)], axis=2)  # the diagonal
@@ -202,99 +206,103 @@ def _attend(q_BTNH: Array, x: Pages, sink_N: Array, scale: float, interpret: boo
     )
 
 
-def _kernel(
+def _decode_kernel(
     table_ref, first_ref, last_ref, following_ref, q_ref, sink_ref, bit_ref, seen_ref, k_hbm, v_hbm,
-    o_ref, lse_ref, k_ring, v_ring, acc_ref, sums_ref, ahead, here,
+    o_ref, lse_ref, k_ring, v_ring, acc_ref, sums_ref, ahead, semaphores,
     *, scale, page, width, per_core,
 ):  # fmt: skip
-    """One row. `ahead` holds: steps taken, steps fetched, and row and step of the next fetch."""
+    """One row. `ahead` holds steps used, steps fetched, and row and step of the next fetch."""
     core, i = pl.program_id(0), pl.program_id(1)
     b = core * per_core + i
     C, rows, _ = acc_ref.shape
     per_step, end = KEYS // page, (core + 1) * per_core
-    taken, fetched, next_row, next_step = range(4)
+    n_used, fetched, next_row, next_step = range(4)
 
-    def next_busy(r):  # the first row of this core from r on that sees anything; B if none
+    def next_busy(r):  # the first non-empty row of this core from r on, or B
         return following_ref[core * (per_core + 1) + r - core * per_core]
 
-    def copies(row, step, number, act):
-        """`act` on every copy of one step of a row into the stage of that number."""
+    def page_copies(grid_row, step, number, act):
+        """Apply `act` to every copy of one step of a row, into the stage of step `number`."""
         stage = lax.rem(number, STAGES)
-        low = jnp.maximum(first_ref[row], step * per_step)
-        high = jnp.minimum(last_ref[row], (step + 1) * per_step)
+        low = jnp.maximum(first_ref[grid_row], step * per_step)
+        high = jnp.minimum(last_ref[grid_row], (step + 1) * per_step)
 
         def one_page(j, _):
-            at = table_ref[row, j]
+            page_id = table_ref[grid_row, j]
             slots = pl.ds((j - step * per_step) * page, page)
             for n, (hbm, ring) in enumerate(((k_hbm, k_ring), (v_hbm, v_ring))):
-                act(pltpu.make_async_copy(hbm.at[at], ring.at[stage, slots], here.at[n, stage]))
+                act(
+                    pltpu.make_async_copy(
+                        hbm.at[page_id], ring.at[stage, slots], semaphores.at[n, stage]
+                    )
+                )
             return 0
 
         lax.fori_loop(low, high, one_page, 0)
 
-    def go_to(row):
-        row = next_busy(row)
-        ahead[next_row] = row
-        inside = jnp.minimum(row, end - 1)
+    def skip_to_row(grid_row):
+        grid_row = next_busy(grid_row)
+        ahead[next_row] = grid_row
+        inside = jnp.minimum(grid_row, end - 1)
         ahead[next_step] = lax.div(first_ref[inside], per_step)
 
     def fetch_one():
-        row, step = ahead[next_row], ahead[next_step]
+        grid_row, step = ahead[next_row], ahead[next_step]
 
-        @pl.when(row < end)
+        @pl.when(grid_row < end)
         def _():
-            copies(row, step, ahead[fetched], lambda copy: copy.start())
+            page_copies(grid_row, step, ahead[fetched], lambda copy: copy.start())
             ahead[fetched] += 1
-            more = (step + 1) * per_step < last_ref[row]
+            has_next = (step + 1) * per_step < last_ref[grid_row]
 
-            @pl.when(more)
+            @pl.when(has_next)
             def _():
                 ahead[next_step] = step + 1
 
-            @pl.when(jnp.logical_not(more))
+            @pl.when(jnp.logical_not(has_next))
             def _():
-                go_to(row + 1)
+                skip_to_row(grid_row + 1)
 
     @pl.when(i == 0)
     def _():
-        ahead[taken] = 0
+        ahead[n_used] = 0
         ahead[fetched] = 0
-        go_to(b)
+        skip_to_row(b)
         for _ in range(STAGES - 1):
             fetch_one()
 
-    # the sink starts the running softmax; −inf starts it empty
+    # the running softmax starts with the sink; −inf means no sink
     top = jnp.maximum(sink_ref[...], UNSEEN / 2)
     sums_ref[0] = top
     sums_ref[1] = jnp.exp(sink_ref[...] - top)
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def one_step(step, _):
-        fetch_one()  # into the stage that the previous step left
-        number = ahead[taken]
+        fetch_one()  # into the stage that the previous step has freed
+        number = ahead[n_used]
         stage = lax.rem(number, STAGES)
-        copies(b, step, number, lambda copy: copy.wait())
-        seen_by = seen_ref[0, pl.ds(step, 1), :]
-        seen = (seen_by & bit_ref[...]) != 0
-        everybody = jnp.min(jnp.where(seen_by != 0, 1, 0)) > 0
+        page_copies(b, step, number, lambda copy: copy.wait())
+        slot_bits = seen_ref[0, pl.ds(step, 1), :]
+        visible = (slot_bits & bit_ref[...]) != 0
+        all_visible = jnp.min(jnp.where(slot_bits != 0, 1, 0)) > 0
 
-        @pl.when(jnp.logical_not(everybody))
-        def _():  # weights of unseen slots are 0, but 0·NaN is NaN: clear what v holds there
-            column = jnp.broadcast_to(seen_by, (8, KEYS)).T[:, :1]
+        @pl.when(jnp.logical_not(all_visible))
+        def _():  # weights of invisible slots are 0, but 0·NaN is NaN: set v to 0 there
+            column = jnp.broadcast_to(slot_bits, (8, KEYS)).T[:, :1]
             v_ring[stage] = jnp.where(column != 0, v_ring[stage], jnp.zeros((), v_ring.dtype))
 
         for c in range(C):
             lanes = slice(c * width, (c + 1) * width)
             k, v = k_ring[stage, :, lanes], v_ring[stage, :, lanes]
-            z = _dot(q_ref[0, c], k, 1, 1) * scale
-            z = jnp.where(seen, z, UNSEEN)
+            z = _dot_exact(q_ref[0, c], k, 1, 1) * scale
+            z = jnp.where(visible, z, UNSEEN)
             top = sums_ref[0, c]
             new = jnp.maximum(top, jnp.max(z, axis=1, keepdims=True))
             p, shrink = jnp.exp(z - new), jnp.exp(top - new)
             sums_ref[0, c] = new
             sums_ref[1, c] = sums_ref[1, c] * shrink + jnp.sum(p, axis=1, keepdims=True)
-            acc_ref[c] = acc_ref[c] * shrink + _dot(p.astype(v.dtype), v, 1, 0)
-        ahead[taken] = number + 1
+            acc_ref[c] = acc_ref[c] * shrink + _dot_exact(p.astype(v.dtype), v, 1, 0)
+        ahead[n_used] = number + 1
         return 0
 
     steps = (lax.div(first_ref[b], per_step), pl.cdiv(last_ref[b], per_step))
@@ -305,9 +313,9 @@ def _kernel(
     lse_ref[0] = jnp.where(total > 0, sums_ref[0] + jnp.log(safe), -jnp.inf)
 
 
-def _dot(a, b, contract_a, contract_b):
-    """Exact products of float32, which the unit would otherwise round to bfloat16."""
-    precision = products(a.dtype)
+def _dot_exact(a, b, contract_a, contract_b):
+    """A product in float32 precision; the unit would otherwise round float32 to bfloat16."""
+    precision = matmul_precision(a.dtype)
     return lax.dot_general(
         a, b, (((contract_a,), (contract_b,)), ((), ())),
         preferred_element_type=jnp.float32, precision=precision,

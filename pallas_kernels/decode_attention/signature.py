@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one signature of decoding from pages; that of a cache is sink attention's.
+"""The signature of decoding from pages; decoding from a contiguous cache has sink attention's.
 
 Next: reference.py for the formula.
 """
@@ -16,7 +16,7 @@ Lengths = Int[Array, " B"]
 
 
 class PagedAttention(Protocol):
-    """(o, lse) as `paged_decode_attention` documents them; a window of 0 is none."""
+    """(o, lse) as `paged_decode_attention` documents them; window 0 means no window."""
 
     def __call__(
         self,

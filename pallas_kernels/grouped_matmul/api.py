@@ -5,8 +5,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import floats, integers
-from pallas_kernels.dispatch import Impl, Implementation, mosaic, pick
+from pallas_kernels.arguments import as_floats, as_integers
+from pallas_kernels.dispatch import (
+    Impl,
+    Implementation,
+    mosaic_implementations,
+    select_implementation,
+)
 from pallas_kernels.grouped_matmul import low_rank as change
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.low_rank import LowRank
@@ -19,20 +24,24 @@ from pallas_kernels.grouped_matmul.signature import (
 )
 
 _HERE = "pallas_kernels.grouped_matmul"
-IMPLS: dict[str, Implementation[Matmul]] = mosaic(_HERE) | {
+IMPLS: dict[str, Implementation[Matmul]] = mosaic_implementations(_HERE, "grouped_matmul") | {
     "xla": Implementation(xla.xla, xla.unsupported),
     "reference": Implementation(reference.reference, reference.unsupported),
 }
-SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic(_HERE, "_swiglu") | {
+SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic_implementations(
+    _HERE, "grouped_swiglu"
+) | {
     "xla": Implementation(xla.xla_swiglu, xla.unsupported),
     "reference": Implementation(reference.reference_swiglu, reference.unsupported),
 }
-LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = mosaic(_HERE, "_low_rank") | {
+LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = mosaic_implementations(
+    _HERE, "grouped_matmul_low_rank"
+) | {
     "xla": Implementation(xla.xla_low_rank, xla.unsupported),
     "reference": Implementation(change.reference_low_rank, reference.unsupported),
 }
-LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = mosaic(
-    _HERE, "_low_rank_swiglu"
+LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = mosaic_implementations(
+    _HERE, "grouped_swiglu_low_rank"
 ) | {
     "xla": Implementation(change.xla_low_rank_swiglu, xla.unsupported),
     "reference": Implementation(change.reference_low_rank_swiglu, reference.unsupported),
@@ -64,9 +73,9 @@ def grouped_matmul(
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     if low_rank is not None:
         low_rank = _checked_change(rhs_EDF, group_sizes_E.size, low_rank)
-        run = pick(impl, LOW_RANK_IMPLS, lhs_MD, rhs_EDF)
+        run = select_implementation(impl, LOW_RANK_IMPLS, lhs_MD, rhs_EDF)
         return run(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank)
-    chosen = pick(impl, IMPLS, lhs_MD, rhs_EDF)
+    chosen = select_implementation(impl, IMPLS, lhs_MD, rhs_EDF)
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
@@ -101,16 +110,16 @@ def grouped_swiglu(
         )
     if low_rank is not None:
         low_rank = _checked_change(rhs_EDF, group_sizes_E.size, low_rank)
-        run = pick(impl, LOW_RANK_SWIGLU_IMPLS, lhs_MD, rhs_EDF)
+        run = select_implementation(impl, LOW_RANK_SWIGLU_IMPLS, lhs_MD, rhs_EDF)
         return run(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank, alpha, limit)
-    chosen = pick(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
+    chosen = select_implementation(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
     return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
 
 def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
-    lhs_MD, four_bits = floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
-    rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else floats("rhs", rhs_EDF)
-    bias_EF = None if bias_EF is None else floats("bias", bias_EF)
+    lhs_MD, four_bits = as_floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
+    rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else as_floats("rhs", rhs_EDF)
+    bias_EF = None if bias_EF is None else as_floats("bias", bias_EF)
     if lhs_MD.ndim != 2 or len(rhs_EDF.shape) != 3 or rhs_EDF.shape[0] == 0:
         raise ValueError(
             "lhs must be [rows, columns] and rhs one or more matrices, [groups, lhs columns, "
@@ -130,7 +139,7 @@ def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
                 f"a Mxfp4 of {matrices.shape} must have scales {wanted}, one for {GROUP} rows; "
                 f"got {matrices.scales_EDF.shape}. Make it with mxfp4.from_released."
             )
-    group_sizes_E = integers("group_sizes", group_sizes_E)
+    group_sizes_E = as_integers("group_sizes", group_sizes_E)
     n_groups = held if first is None else min(held, group_sizes_E.size)
     if group_sizes_E.shape != (n_groups,):
         raise ValueError(
@@ -146,7 +155,7 @@ def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
 
 
 def _checked_change(rhs_EDF, n_groups, low_rank):
-    a_ERD, b_ERF = floats("low_rank.a", low_rank.a_ERD), floats("low_rank.b", low_rank.b_ERF)
+    a_ERD, b_ERF = as_floats("low_rank.a", low_rank.a_ERD), as_floats("low_rank.b", low_rank.b_ERF)
     _, width, out_width = rhs_EDF.shape
     rank = a_ERD.shape[1] if a_ERD.ndim == 3 else 0
     wanted = (n_groups, rank, width), (n_groups, rank, out_width)

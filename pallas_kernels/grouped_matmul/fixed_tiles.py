@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.low_rank import LowRank
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 from pallas_kernels.tiles import ROWS as TOKENS
-from pallas_kernels.tiles import in_tiles
+from pallas_kernels.tiles import map_tiles
 
 ROWS = 16  # of a tile; a group's last one is as large
 
@@ -44,7 +44,7 @@ def fixed_swiglu(
 ) -> sig.Out:  # fmt: skip
     """`grouped_swiglu` of `fixed_matmul`, rounded before the activation as xla's is."""
     sums = fixed_matmul(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=bias_EF, low_rank=low_rank)
-    return in_tiles(partial(_activated, alpha, limit), sums)
+    return map_tiles(partial(_activated, alpha, limit), sums)
 
 
 def _activated(alpha: float, limit: float, sums_MF: Array, _: tuple[()]) -> Array:
@@ -95,13 +95,13 @@ def fixed_combine(
     y_SD: Float[Array, "MA D"], inverse: Int[Array, " MA"], weights_MA: Float[Array, "M A"],
     size: int = TOKENS, least: int = 1,
 ) -> Float[Array, "M D"]:  # fmt: skip
-    """`routing.combine_rows`, a token's bits independent of the others; turns as of `in_tiles`.
+    """`routing.combine_rows`, a token's bits independent of the others; turns as of `map_tiles`.
 
     Numerics: float32 products, added in the order of the choices.
     """
     y_MAD = y_SD.at[inverse].get(mode="promise_in_bounds")
     y_MAD = y_MAD.reshape(*weights_MA.shape, y_SD.shape[1])
-    return in_tiles(_summed, (y_MAD, weights_MA), size=size, least=least)
+    return map_tiles(_summed, (y_MAD, weights_MA), size=size, min_iterations=least)
 
 
 def _summed(rows: tuple[Array, Array], _: tuple[()]) -> Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import target_device
 from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_mxfp4 import (
@@ -79,7 +79,7 @@ def _matrices(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def mosaic_gpu(
+def grouped_matmul_mosaic_gpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes,
     bias_EF: sig.Bias = None, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
@@ -111,11 +111,11 @@ def _swiglu_backward(alpha, limit, interpret, residuals, dout_MF):
 _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
-def mosaic_gpu_swiglu(
+def grouped_swiglu_mosaic_gpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
     alpha: float, limit: float, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
-    """The product of `mosaic_gpu`, activated in registers; see `reference_swiglu`.
+    """The product of `grouped_matmul_mosaic_gpu`, activated in registers; see `reference_swiglu`.
 
     Numerics: float32 until the result is rounded; the backward pass starts from the product
     rounded to lhs's dtype.
@@ -123,20 +123,20 @@ def mosaic_gpu_swiglu(
     return _swiglu(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit, interpret)
 
 
-def mosaic_gpu_low_rank(
+def grouped_matmul_low_rank_mosaic_gpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
     a_ERD: sig.A, b_ERF: sig.B, scale: float, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
-    """`mosaic_gpu` with a change of low rank in its accumulators; see `low_rank.on_chip`."""
+    """The grouped matmul with a low-rank change in its accumulators; see `low_rank.on_chip`."""
     return on_chip(chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
 
 
-def mosaic_gpu_low_rank_swiglu(
+def grouped_swiglu_low_rank_mosaic_gpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
     a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float, *,
     interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
-    """`mosaic_gpu_low_rank`, activated in registers; see `low_rank.on_chip_swiglu`."""
+    """The same, activated in registers; see `low_rank.on_chip_swiglu`."""
     return on_chip_swiglu(
         chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha,
         limit,
@@ -161,10 +161,12 @@ def chip(interpret: bool, fixed: bool = False) -> ChipKernels:
     return ChipKernels(rows, swiglu, partial(_matrices, interpret=interpret), sums, tiles.STEP)
 
 
-def unsupported(lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array) -> str | None:
+def grouped_matmul_mosaic_gpu_unsupported(
+    lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
+) -> str | None:
     """Why the kernels cannot run, or None."""
-    if not target().hopper:
-        return f"it needs a Hopper GPU (wgmma), this is {target().kind}"
+    if not target_device().is_hopper:
+        return f"it needs a Hopper GPU (wgmma), this is {target_device().kind}"
     if isinstance(rhs_EDF, _PACKED):
         if lhs_MD.dtype != jnp.bfloat16:
             return f"four-bit matrices are decoded to bfloat16 and lhs is {lhs_MD.dtype}"
@@ -180,28 +182,30 @@ def unsupported(lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Arr
     return None
 
 
-def unsupported_swiglu(
+def grouped_swiglu_mosaic_gpu_unsupported(
     lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
 ) -> str | None:
     """Why the fused kernel cannot run, or None."""
-    reason = unsupported(lhs_MD, rhs_EDF)
+    reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)
     if reason is None and rhs_EDF.shape[2] % (2 * tiles.STEP):
         return f"half of {rhs_EDF.shape[2]} columns is not a multiple of {tiles.STEP}"
     return reason
 
 
-def unsupported_low_rank(
+def grouped_matmul_low_rank_mosaic_gpu_unsupported(
     lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
 ) -> str | None:
     """Why the kernels cannot run beside a change of low rank, or None."""
-    reason = unsupported(lhs_MD, rhs_EDF)
+    reason = grouped_matmul_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)
     if reason is None and rhs_EDF.shape[2] < ROWS:
         return f"{rhs_EDF.shape[2]} columns are fewer than the {ROWS} of a tile of b's gradient"
     return reason
 
 
-def unsupported_low_rank_swiglu(
+def grouped_swiglu_low_rank_mosaic_gpu_unsupported(
     lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
 ) -> str | None:
     """Why the fused kernel cannot run beside a change of low rank, or None."""
-    return unsupported_low_rank(lhs_MD, rhs_EDF) or unsupported_swiglu(lhs_MD, rhs_EDF)
+    return grouped_matmul_low_rank_mosaic_gpu_unsupported(
+        lhs_MD, rhs_EDF
+    ) or grouped_swiglu_mosaic_gpu_unsupported(lhs_MD, rhs_EDF)

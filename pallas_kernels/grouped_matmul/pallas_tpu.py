@@ -20,7 +20,7 @@ from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_by_group, w
 from pallas_kernels.grouped_matmul.swiglu import activate
 
 
-def mosaic_tpu(
+def grouped_matmul_mosaic_tpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes,
     bias_EF: sig.Bias = None, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
@@ -32,11 +32,11 @@ def mosaic_tpu(
     return _matmul(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, interpret)
 
 
-def mosaic_tpu_swiglu(
+def grouped_swiglu_mosaic_tpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
     alpha: float, limit: float, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
-    """The clamped SwiGLU of the float32 sums of `mosaic_tpu`, in the same kernel.
+    """The clamped SwiGLU of the float32 sums of `grouped_matmul_mosaic_tpu`, in the same kernel.
 
     Numerics: out is rounded once; the gradient starts from gate and up rounded to lhs's dtype.
     """
@@ -123,22 +123,22 @@ def _swiglu_backward(swiglu, interpret, residuals, dout_MF):
 _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
-def mosaic_tpu_low_rank(
+def grouped_matmul_low_rank_mosaic_tpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
     a_ERD: sig.A, b_ERF: sig.B, scale: float, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
-    """`mosaic_tpu` with a change of low rank in its float32 sums; see `low_rank.on_chip`."""
+    """The grouped matmul with a low-rank change in its float32 sums; see `low_rank.on_chip`."""
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
     return on_chip(chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
 
 
-def mosaic_tpu_low_rank_swiglu(
+def grouped_swiglu_low_rank_mosaic_tpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
     a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float, *,
     interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
-    """`mosaic_tpu_low_rank`, activated in the same kernel; see `low_rank.on_chip_swiglu`."""
+    """The same, activated in the same kernel; see `low_rank.on_chip_swiglu`."""
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
     return on_chip_swiglu(
@@ -171,12 +171,12 @@ def chip(interpret: bool, fixed: bool = False) -> ChipKernels:
     return ChipKernels(rows, swiglu, partial(_matrices, interpret=interpret), sums, ALIGNED)
 
 
-def unsupported(lhs_MD, rhs_EDF) -> str | None:
+def grouped_matmul_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:
     """Say why these shapes cannot be computed; None when they can."""
     return _unsupported(lhs_MD, rhs_EDF, halves=False)
 
 
-def unsupported_swiglu(lhs_MD, rhs_EDF) -> str | None:
+def grouped_swiglu_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:
     """Say why these shapes cannot be computed; None when they can."""
     if rhs_EDF.shape[2] % LANES:
         return f"{rhs_EDF.shape[2]} gate and up columns are not a multiple of {LANES}"
@@ -184,7 +184,7 @@ def unsupported_swiglu(lhs_MD, rhs_EDF) -> str | None:
 
 
 def _unsupported(lhs_MD, rhs_EDF, halves):
-    if reason := tpu.unsupported():
+    if reason := tpu.tpu_unsupported():
         return reason
     _, width, columns = rhs_EDF.shape
     if lhs_MD.dtype not in (jnp.bfloat16, jnp.float32):
@@ -204,4 +204,7 @@ def _unsupported(lhs_MD, rhs_EDF, halves):
     return None
 
 
-unsupported_low_rank, unsupported_low_rank_swiglu = unsupported, unsupported_swiglu
+grouped_matmul_low_rank_mosaic_tpu_unsupported, grouped_swiglu_low_rank_mosaic_tpu_unsupported = (
+    grouped_matmul_mosaic_tpu_unsupported,
+    grouped_swiglu_mosaic_tpu_unsupported,
+)

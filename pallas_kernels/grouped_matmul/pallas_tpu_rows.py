@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tpu
-from pallas_kernels.arguments import products
+from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import TileVisits, TpuPlan, row_visits
@@ -43,7 +43,7 @@ def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False)
 
 def dot(a, b, contract):
     """float32 sums; float32 inputs are not rounded to bfloat16 first."""
-    precision = products(a.dtype)
+    precision = matmul_precision(a.dtype)
     return lax.dot_general(
         a, b, (contract, ((), ())), preferred_element_type=jnp.float32, precision=precision
     )
@@ -284,7 +284,7 @@ def _call(
         beside = [jnp.pad(x, more) if i == 0 else x for i, x in enumerate(beside)]
     padded = lhs_MK.shape[0]
     rows = tiles.row_tile(padded, bytes_per_row)
-    parts = min(tpu.cores(), -(-padded // rows))
+    parts = min(tpu.count_tpu_cores(), -(-padded // rows))
     visits, length = row_visits(sizes_E, padded, rows, parts)
 
     sources, buffers = [], []

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Int
 
-from pallas_kernels.tpu import vmem_bytes, wide
+from pallas_kernels.tpu import has_wide_mxu, vmem_bytes
 
 LANES = 128  # columns in a vector register, the least a copy moves
 COLUMNS = 256  # of tiles a multiple: what v6e's and 7x's matrix units are wide, v5's twice
@@ -33,7 +33,7 @@ def pieces() -> tuple[int, ...]:
     A matrix unit 256 wide takes as long for 64 rows as for 128, and nearly so for 256: libtpu's
     schedule, `python -m pallas_kernels.bench grouped_swiglu --compile v6e --schedule`.
     """
-    return (512, 256, 128) if wide() else (256, 64)
+    return (512, 256, 128) if has_wide_mxu() else (256, 64)
 
 
 def columns_at_once(dtype: DTypeLike) -> int:
@@ -41,7 +41,7 @@ def columns_at_once(dtype: DTypeLike) -> int:
 
     Exact products of float32 spill: twice as wide, v6e's weight gradient would not fit VMEM.
     """
-    return COLUMNS * (2 if wide() and jnp.dtype(dtype).itemsize < 4 else 1)
+    return COLUMNS * (2 if has_wide_mxu() and jnp.dtype(dtype).itemsize < 4 else 1)
 
 
 def counts(rows: Any, largest: int, some: tuple[int, ...] = ()) -> list[tuple[int, Any]]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import dot
+from pallas_kernels.arguments import dot_float32
 from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, decode, split_part
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
@@ -66,11 +66,13 @@ def rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, beside=None, rows
         narrow = None if beside is None else _matrix(beside[1], e, lhs_MD.dtype)
 
         def tile(start, valid_R1, out):
-            y = dot(lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,)))
+            y = dot_float32(
+                lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,))
+            )
             y = y if bias is None else y + bias.astype(jnp.float32)
             if beside is not None and narrow is not None:
                 low = lax.dynamic_slice_in_dim(beside[0], start, rows)
-                y = y + beside[2] * dot(low, narrow, ((1,), (0,)))
+                y = y + beside[2] * dot_float32(low, narrow, ((1,), (0,)))
             y = jnp.where(valid_R1, y, lax.dynamic_slice_in_dim(out, start, rows))
             return lax.dynamic_update_slice_in_dim(out, y, start, 0)
 
@@ -95,7 +97,7 @@ def _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
             lhs = jnp.where(valid_R1, lhs, jnp.zeros_like(lhs))
             dout = jnp.where(valid_R1, dout, jnp.zeros_like(dout))
             dbias = None if bias_dtype is None else sums[1] + dout.astype(jnp.float32).sum(0)
-            return sums[0] + dot(lhs, dout, ((0,), (0,))), dbias
+            return sums[0] + dot_float32(lhs, dout, ((0,), (0,))), dbias
 
         zero = jnp.zeros(shape, jnp.float32)
         zero = (zero, None if bias_dtype is None else zero[0])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named shapes of sink attention: the ones every implementation is tested and timed on.
+"""Named shapes of sink attention, on which every implementation is tested and timed.
 
-Sizes of the test cases are pairwise distinct, so a swapped axis cannot pass unseen.
+Sizes of the test cases are pairwise distinct, so that swapped axes make a test fail.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class AttentionCase(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call, those of its layout side by side with the others."""
+    """The arrays of one call, including those of its layout."""
 
     q_BTNH: Float[Array, "B T N H"]
     k_BSKH: Float[Array, "B S K H"]
@@ -43,11 +43,11 @@ class Inputs(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As implementations take them."""
+        """The arrays in the order in which implementations take them."""
         return *self[:4], Layout(*self[4:])
 
 
-TEST_CASES = (  # several share their sizes, and so one compiled program
+TEST_CASES = (  # cases of equal sizes share one compiled program
     AttentionCase("tiny_distinct", 2, 24, 29, 15, 3, 16, 9),
     AttentionCase("past_128", 1, 150, 150, 6, 2, 16, 128),
     AttentionCase("gqa8", 2, 37, 37, 24, 3, 16),
@@ -72,7 +72,7 @@ BENCH_CASES = (
     AttentionCase("decode_4k", 8, 1, 4096, 16, 2, 64, 0, "ring"),
 )
 
-REAL_CASES = (  # GPT-OSS 20B and 120B, and a head size of 128; these are compiled, not interpreted
+REAL_CASES = (  # GPT-OSS 20B and 120B, and head size 128; compiled only, not interpreted
     AttentionCase("full_20b", 1, 16384, 16384, 64, 8, 64),
     AttentionCase("window_20b", 1, 8192, 8192, 64, 8, 64, 128),
     AttentionCase("full_120b", 1, 8192, 8192, 64, 8, 64),
@@ -81,51 +81,51 @@ REAL_CASES = (  # GPT-OSS 20B and 120B, and a head size of 128; these are compil
     AttentionCase("train_4k", 4, 4096, 4096, 64, 8, 64),
 )
 
-LONG_CASES = (  # as long as the models read; by name, and on a chip
+LONG_CASES = (  # the models' maximum context; run by name, on an accelerator
     AttentionCase("full_131k", 1, 131_072, 131_072, 64, 8, 64),
     AttentionCase("window_131k", 1, 131_072, 131_072, 64, 8, 64, 128),
     AttentionCase("packed_131k", 1, 131_072, 131_072, 64, 8, 64, 0, "packed"),
 )
 
 
-def flops(case: AttentionCase) -> tuple[int, int]:
+def attention_flops(case: AttentionCase) -> tuple[int, int]:
     """Floating-point operations of the matmuls, forward and backward, over visible pairs only.
 
-    A pair costs two products of H forward and five backward, at two operations an element.
+    A pair takes two products of length H forward and five backward, two operations an element.
     """
-    q_pos, k_pos, q_seg, k_seg = (x.astype(np.int64) for x in layout(case))
+    q_pos, k_pos, q_seg, k_seg = (x.astype(np.int64) for x in case_layout(case))
     pairs = 0
     for row in range(case.B):
         for segment in np.unique(q_seg[row][q_seg[row] > 0]):
             keys = np.sort(k_pos[row][k_seg[row] == segment])
             queries = q_pos[row][q_seg[row] == segment]
-            seen = np.searchsorted(keys, queries, "right")
+            n_visible = np.searchsorted(keys, queries, "right")
             if case.window:
-                seen -= np.searchsorted(keys, queries - case.window, "right")
-            pairs += int(seen.sum())
+                n_visible -= np.searchsorted(keys, queries - case.window, "right")
+            pairs += int(n_visible.sum())
     return 4 * case.H * case.N * pairs, 10 * case.H * case.N * pairs
 
 
-def layout(case: AttentionCase) -> Layout:
-    """The case's, of int32 and on the host."""
+def case_layout(case: AttentionCase) -> Layout:
+    """The layout of a case, int32 arrays on the host."""
     B, T, S = case.B, case.T, case.S
     row_B1, time_1S = np.arange(B)[:, None], np.arange(S)[None, :]
     k_pos, k_seg = np.broadcast_to(time_1S, (B, S)), np.ones((B, S), int)
-    if case.layout == "packed":  # three episodes and a tail of padding; positions start again
+    if case.layout == "packed":  # three episodes and padding; positions restart at 0
         cuts_B3 = np.array([S // 4, S // 2 + 1, S - S // 8]) + row_B1
         k_seg = (time_1S[:, :, None] >= cuts_B3[:, None, :]).sum(2) + 1
         starts = np.concatenate([np.zeros((B, 1), int), cuts_B3], 1)
         k_pos = k_pos - np.take_along_axis(starts, k_seg - 1, 1)
         k_seg = np.where(k_seg > 3, 0, k_seg)
-    elif case.layout == "left":  # one row more of padding for each prompt, positions from the text
+    elif case.layout == "left":  # more padding in each row; positions count from the text
         padding_B1 = (1 + row_B1) * S // (B + 2)
         k_seg = (time_1S >= padding_B1).astype(int)
         k_pos = np.maximum(k_pos - padding_B1, 0)
     elif case.layout == "right":
         k_seg = (time_1S < S - row_B1 * S // (B + 1)).astype(int)
-    elif case.layout == "chunk":  # a cache with room left over at its end
+    elif case.layout == "chunk":  # a cache with free slots at its end
         k_seg = (time_1S < S - 5 - row_B1).astype(int)
-    elif case.layout == "ring":  # slot p % S holds position p: the newest overwrote the oldest
+    elif case.layout == "ring":  # slot p % S holds position p
         last_B1 = S + 4 - 9 * row_B1  # rows past the first have not filled the ring
         k_pos = last_B1 - (last_B1 - time_1S) % S
         k_seg = (k_pos >= 0).astype(int)
@@ -138,7 +138,7 @@ def layout(case: AttentionCase) -> Layout:
     return Layout._make(np.ascontiguousarray(x, np.int32) for x in (q_pos, k_pos, q_seg, k_seg))
 
 
-def make_inputs(
+def init_attention_inputs(
     case: AttentionCase, dtype: DTypeLike = jnp.float32, seed: int | Int[Array, ""] = 0
 ) -> Inputs:
     """Normal q, k, v in `dtype` and float32 sinks, with the positions and segments of the case."""
@@ -153,9 +153,9 @@ def make_inputs(
         sink_N = jnp.where(jnp.arange(case.N) % 2 == 0, 30.0, -30.0)
     elif case.sinks == "none":
         sink_N = jnp.full((case.N,), -jnp.inf)
-    return Inputs(q, k, v, sink_N.astype(jnp.float32), *map(jnp.asarray, layout(case)))
+    return Inputs(q, k, v, sink_N.astype(jnp.float32), *map(jnp.asarray, case_layout(case)))
 
 
-def named(name: str) -> AttentionCase:
+def get_attention_case(name: str) -> AttentionCase:
     """The case of that name."""
     return {case.name: case for case in TEST_CASES + BENCH_CASES + REAL_CASES + LONG_CASES}[name]

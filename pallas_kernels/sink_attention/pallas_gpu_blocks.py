@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper kernels of sink attention share: tiles, padding, and the order of blocks.
+"""Shared parts of the Hopper kernels of sink attention: tiles, padding, and the order of blocks.
 
-A block of threads visits first the blocks where segments meet, then those at a border of causality
-or of the window, then those seen whole: three loops, and the last has no comparison in it.
+A block of threads visits first blocks of several segments, then blocks at the border of causality
+or of the window, then full blocks. These are three loops; the last one has no mask.
 Next: pallas_gpu.py and pallas_gpu_backward.py.
 """
 
@@ -19,125 +19,133 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.blocks import block_table
-from pallas_kernels.masks import Layout, in_reach, of_keys
+from pallas_kernels.masks import Layout, is_in_window, mark_key_padding
 
-BEFORE = -(2**30)  # a position so far before all keys that even their distance is a number
+BEFORE_ALL_KEYS = -(2**30)  # a position before all keys; distances from it do not overflow
 LOG2E = math.log2(math.e)  # the hardware's exponential has base 2
 
 
 class MosaicTiles(NamedTuple):
-    """How one block of threads works."""
+    """Tile sizes of one block of threads."""
 
     consumers: int  # warpgroups that compute, each 64 rows of one head
-    step: int  # rows of the other side per step
+    step: int  # keys (or queries, for dk and dv) per step
     stages: int  # steps held in shared memory at once
-    heads: int = 1  # of queries, that share keys: so many consumers have the same rows
+    heads: int = 1  # query heads of one key head; so many consumers have the same rows
 
     @property
     def rows(self) -> int:
-        """Of the whole block."""
+        """Rows of the block of threads."""
         return self.consumers // self.heads * hopper.WARPGROUP_ROWS
 
-    def own(self, group: Any, pair: Any) -> tuple[Any, Any]:
-        """A consumer's first row in the block, and its head: of the block's `heads` heads, which
-        are those from pair · heads on."""
+    def locate_consumer(self, group: Any, pair: Any) -> tuple[Any, Any]:
+        """(first row in the block, head) of a consumer; the block's heads start at pair · heads."""
         heads = jnp.int32(self.heads)
         return lax.div(group, heads) * hopper.WARPGROUP_ROWS, pair * heads + lax.rem(group, heads)
 
 
 class Padded(NamedTuple):
-    """A layout, padded, positions and segments in one array each: one copy fetches both."""
+    """A padded layout; positions and segments are in one array, so that one copy fetches both."""
 
     q_B2T: Int[Array, "B 2 T"]
-    k_B2S: Int[Array, "B 2 S"]  # padding's segment is one that no query is in
+    k_B2S: Int[Array, "B 2 S"]  # padding has a segment that no query has
     needed_Bnm: Bool[Array, "B n m"]
-    whole_Bnm: Bool[Array, "B n m"]
-    single_Bm: Bool[Array, "B m"]  # blocks of keys of one segment, and no padding beside it
+    full_Bnm: Bool[Array, "B n m"]
+    single_Bm: Bool[Array, "B m"]  # key blocks of one segment, without padding among it
 
-    def table(self) -> Array:
-        """The blocks of keys that each block of queries visits."""
-        return table(self.needed_Bnm, self.whole_Bnm, self.single_Bm)
+    def key_block_table(self) -> Array:
+        """The key blocks that each block of queries visits."""
+        return visit_table(self.needed_Bnm, self.full_Bnm, self.single_Bm)
 
-    def table_of_some(self) -> Array:
-        """The same, and where queries need no block they visit the first, of which they see
-        nothing: for a kernel that reads ahead and must find a block for each."""
+    def nonempty_key_block_table(self) -> Array:
+        """`key_block_table` with at least one key block for each block of queries.
+
+        The forward kernel prefetches the first block of each tile, so there must be one. It is
+        completely masked.
+        """
         first_Bn = self.needed_Bnm[:, :, 0] | ~self.needed_Bnm.any(2)
-        return table(self.needed_Bnm.at[:, :, 0].set(first_Bn), self.whole_Bnm, self.single_Bm)
+        return visit_table(self.needed_Bnm.at[:, :, 0].set(first_Bn), self.full_Bnm, self.single_Bm)
 
-    def table_in_order(self) -> Array:
-        """`table_of_some` whose blocks come by their place alone, all with every test: the others
-        that share a block with a query change neither what it adds up nor in which order."""
-        mixed = jnp.zeros_like(self.whole_Bnm), jnp.zeros_like(self.single_Bm)
-        return self._replace(whole_Bnm=mixed[0], single_Bm=mixed[1]).table_of_some()
+    def invariant_key_block_table(self) -> Array:
+        """`nonempty_key_block_table` with the blocks in order of position, each with every test.
 
-    def table_of_keys(self) -> Array:
-        """The blocks of queries that each block of keys visits: all that are masked are mixed."""
-        needed, whole = (x.transpose(0, 2, 1) for x in (self.needed_Bnm, self.whole_Bnm))
-        return table(needed, whole, jnp.zeros(whole.shape[::2], bool))
+        Other queries of a block then change neither the terms of a query's sums nor their order.
+        """
+        mixed = jnp.zeros_like(self.full_Bnm), jnp.zeros_like(self.single_Bm)
+        return self._replace(full_Bnm=mixed[0], single_Bm=mixed[1]).nonempty_key_block_table()
+
+    def query_block_table(self) -> Array:
+        """The query blocks that each key block visits; those that need a mask count as mixed."""
+        needed, full = (x.transpose(0, 2, 1) for x in (self.needed_Bnm, self.full_Bnm))
+        return visit_table(needed, full, jnp.zeros(full.shape[::2], bool))
 
 
-def pad(x: Array, multiple: int, axis: int = 1) -> Array:
-    """Zeros at the end of an axis; nothing where it is a multiple already."""
+def pad_to_multiple(x: Array, multiple: int, axis: int = 1) -> Array:
+    """Pad an axis with zeros to a multiple of `multiple`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, widths)
 
 
-def padded(layout: Layout, q_block: int, k_block: int, window: int) -> Padded:
-    """Padding gets segment 0, which nobody sees."""
+def pad_layout(layout: Layout, q_block: int, k_block: int, window: int) -> Padded:
+    """Pad a layout to complete blocks and compute its tables. Padding has segment 0."""
     T, S = layout.q_positions_BT.shape[1], layout.k_positions_BS.shape[1]
-    layout = layout.padded(-T % q_block, -S % k_block)
+    layout = layout.with_padding(-T % q_block, -S % k_block)
     q_pos, k_pos, q_seg, k_seg = layout
     tables = block_table(layout, q_block, k_block, window)
-    k_seg = of_keys(k_seg)
+    k_seg = mark_key_padding(k_seg)
     k_seg_BmS = k_seg.reshape(k_seg.shape[0], -1, k_block)
-    single_Bm = (k_seg_BmS == k_seg_BmS[:, :, :1]).all(2) & (window <= -BEFORE)
+    single_Bm = (k_seg_BmS == k_seg_BmS[:, :, :1]).all(2) & (window <= -BEFORE_ALL_KEYS)
     return Padded(jnp.stack([q_pos, q_seg], 1), jnp.stack([k_pos, k_seg], 1), *tables, single_Bm)
 
 
 class Mask(Enum):
-    """What must be asked of the pairs in a block."""
+    """The tests that the pairs of a block need."""
 
     ALL = 0
-    REACH = 1  # the keys have one segment: its number is compared with rows', not pair by pair
+    REACH = 1  # the keys have one segment, which is compared once for each row
     NONE = 2
 
 
 class Visits(NamedTuple):
-    """What one block of threads visits, in this order: blocks that need every test, those that
-    need none of segments, those that need none at all."""
+    """The blocks that one block of threads visits: those with Mask.ALL, then REACH, then NONE.
+
+    mixed, masked and count are the ends of these three ranges.
+    """
 
     mixed: Any
     masked: Any
     count: Any
-    at: Callable[[Any], Any]  # which block is visited as number n
+    at_visit: Callable[[Any], Any]  # number of the block of visit n
 
     @property
     def loops(self) -> tuple[tuple[Mask, Any], ...]:
-        """For `in_turn`."""
+        """(mask, end) of each loop, for `loop_by_mask`."""
         return tuple(zip(Mask, self[:3], strict=True))
 
 
-def visits(table_ref: Any, b: Any, i: Any) -> Visits:
-    """Read from what `table` made."""
+def read_visits(table_ref: Any, b: Any, i: Any) -> Visits:
+    """The visits of block i of batch row b, read from a table of `visit_table`."""
     mixed, masked, count = (table_ref[b, i, n] for n in range(3))
     return Visits(mixed, masked, count, lambda n: table_ref[b, i, 3 + n])
 
 
-def table(
-    needed_Bnm: Bool[Array, "B n m"], whole_Bnm: Bool[Array, "B n m"], single_Bm: Bool[Array, "B m"]
+def visit_table(
+    needed_Bnm: Bool[Array, "B n m"], full_Bnm: Bool[Array, "B n m"], single_Bm: Bool[Array, "B m"]
 ) -> Int[Array, "B n m+3"]:
-    """The table that `visits` reads, for each block along n: how many blocks along m are mixed,
-    how many of those and the masked, how many of all; then their numbers in this order.
+    """The table that `read_visits` reads: one row for each block along n.
+
+    A row holds three counts, of the mixed blocks along m, of mixed and masked, and of all to visit;
+    then the numbers of the blocks in this order.
     """
-    kind = jnp.where(whole_Bnm, 2, jnp.where(single_Bm[:, None, :], 1, 0))
+    kind = jnp.where(full_Bnm, 2, jnp.where(single_Bm[:, None, :], 1, 0))
     kind = jnp.where(needed_Bnm, kind, 3)
     counts = ((kind <= n).sum(2) for n in range(3))
     return jnp.concatenate([jnp.stack([*counts], 2), jnp.argsort(kind, axis=2)], 2, jnp.int32)
 
 
-def in_turn(loops: Sequence[tuple[Mask, Any]], step: Callable[..., Any], carry: Any) -> Any:
-    """carry = step(n, carry, mask) in a loop for each mask, up to its end."""
+def loop_by_mask(loops: Sequence[tuple[Mask, Any]], step: Callable[..., Any], carry: Any) -> Any:
+    """Run carry = step(n, carry, mask) in one loop for each (mask, end)."""
     start = 0
     for mask, end in loops:
         carry = lax.fori_loop(start, end, partial(step, mask=mask), carry)
@@ -146,7 +154,7 @@ def in_turn(loops: Sequence[tuple[Mask, Any]], step: Callable[..., Any], carry: 
 
 
 def split_index(index: Any, *sizes: int) -> list[Any]:
-    """A flat index as one per size, the last fastest."""
+    """Split a flat index into one per size; the last varies fastest."""
     parts = []
     for size in reversed(sizes):
         size = jnp.int32(size)
@@ -155,42 +163,45 @@ def split_index(index: Any, *sizes: int) -> list[Any]:
     return parts[::-1]
 
 
-def this_core(blocks: int, B: int, pairs: int) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """How many tiles are this core's, and of its tile number n: block, row of the batch, heads.
+def tiles_of_core(blocks: int, B: int, pairs: int) -> tuple[Any, Callable[[Any], list[Any]]]:
+    """(number of this core's tiles, function from n to [block, batch row, heads] of its tile n).
 
-    Late queries, which see most, go first; heads that share keys run side by side.
+    Late queries go first, as they see the most keys; heads that share keys run concurrently.
     """
     core, cores = lax.axis_index("core"), lax.axis_size("core")
 
-    def place(n: Any) -> list[Any]:
+    def locate_tile(n: Any) -> list[Any]:
         i, b, pair = split_index(core + n * cores, blocks, B, pairs)
         return [blocks - 1 - i, b, pair]
 
-    return lax.div(blocks * B * pairs - core + cores - 1, jnp.int32(cores)), place
+    return lax.div(blocks * B * pairs - core + cores - 1, jnp.int32(cores)), locate_tile
 
 
-def only_seen(
-    z: Array, mask: Mask, rows_at: Any, columns_at: Any, axis_of_q: int, window: int,
+def mask_scores(
+    z: Array, mask: Mask, row_places: Any, column_places: Any, q_axis: int, window: int,
     interpret: bool,
 ) -> Array:  # fmt: skip
-    """Scores, −∞ where THE predicate is false; refs to the (positions, segments) of both axes."""
+    """Scores with −∞ where the visibility predicate is false.
+
+    The refs hold (positions, segments) of rows and columns; q_axis is the axis of the queries.
+    """
     if mask is Mask.NONE:
         return z
-    pos, seg = hopper.load_two(rows_at, hopper.PER_ROW, interpret)
+    pos, seg = hopper.load_two_rows(row_places, hopper.PER_ROW, interpret)
     if mask is Mask.ALL:
-        columns = hopper.load_two(columns_at, hopper.PER_COLUMN, interpret)
-        column_pos, column_seg = (hopper.spread(x, z.shape, 1) for x in columns)
-        same = hopper.spread(seg, z.shape, 0) == column_seg
-    else:  # queries of other segments come before all keys
-        column_pos = hopper.load(columns_at.at[0], hopper.PER_COLUMN, interpret)
-        column_pos = hopper.spread(column_pos, z.shape, 1)
-        pos, same = jnp.where(seg == columns_at[1, 0], pos, BEFORE), None
-    row_pos = hopper.spread(pos, z.shape, 0)
-    q_pos, k_pos = (column_pos, row_pos) if axis_of_q else (row_pos, column_pos)
-    reached = in_reach(q_pos, k_pos, window)
-    return jnp.where(reached if same is None else same & reached, z, -jnp.inf)
+        columns = hopper.load_two_rows(column_places, hopper.PER_COLUMN, interpret)
+        column_pos, column_seg = (hopper.broadcast_along(x, z.shape, 1) for x in columns)
+        same_segment = hopper.broadcast_along(seg, z.shape, 0) == column_seg
+    else:  # queries of other segments get a position before all keys
+        column_pos = hopper.load_registers(column_places.at[0], hopper.PER_COLUMN, interpret)
+        column_pos = hopper.broadcast_along(column_pos, z.shape, 1)
+        pos, same_segment = jnp.where(seg == column_places[1, 0], pos, BEFORE_ALL_KEYS), None
+    row_pos = hopper.broadcast_along(pos, z.shape, 0)
+    q_pos, k_pos = (column_pos, row_pos) if q_axis else (row_pos, column_pos)
+    in_window = is_in_window(q_pos, k_pos, window)
+    return jnp.where(in_window if same_segment is None else same_segment & in_window, z, -jnp.inf)
 
 
 def tile_refs(count: int, rows: int, width: int, dtype: Any) -> Any:
-    """Shared memory for `count` tiles."""
-    return plgpu.SMEM((count, rows, width), dtype, transforms=hopper.swizzled())
+    """Shared memory for `count` swizzled tiles."""
+    return plgpu.SMEM((count, rows, width), dtype, transforms=hopper.swizzle_transforms())

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sink attention for TPU: a Pallas kernel forward, one backward, linear memory.
+"""Sink attention for TPU: one Pallas kernel forward, one backward, in linear memory.
 
-Each step of the grid takes one block of queries, all heads of one key head, and visits the blocks
-of keys that it needs: keys and values are read once per group. The heads of the group are
-unrolled, so that the MXU works on one while the vector units take the softmax of another. Blocks
-that are seen whole skip the mask. float32 operands are multiplied exactly to float32 (slowly).
+Each step of the grid takes one block of queries, all heads of one key head, and visits the key
+blocks that it needs: keys and values are read once per group of heads. The heads of a group are
+unrolled, so that the MXU works on one while the vector units compute the softmax of another. Full
+blocks skip the mask. float32 operands are multiplied in float32 precision, which is slow.
 
-Nothing here was timed: there was no TPU, only its compiler. Next: pallas_tpu_blocks.py for the
+This was compiled for TPUs, but not timed on one. Next: pallas_tpu_blocks.py for the
 layout and the loop, pallas_tpu_backward.py for the gradients.
 """
 
@@ -21,8 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import tpu
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
-from pallas_kernels.sink_attention.common import backward_sums, named
-from pallas_kernels.sink_attention.pallas_tpu_backward import backward
+from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpoint
+from pallas_kernels.sink_attention.pallas_tpu_backward import attention_gradients_tpu
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import (
     Gradients,
@@ -33,8 +33,8 @@ from pallas_kernels.sink_attention.signature import (
     Sinks,
 )
 
-COLUMNS = 1024  # heads per key head times head size: what VMEM holds and what was compiled
-TABLE = 2**17  # bytes of block tables in SMEM
+COLUMNS = 1024  # maximum of heads per key head times head size; more was not compiled
+TABLE = 2**17  # maximum bytes of block tables in SMEM
 
 
 def _forward_kernel(
@@ -44,44 +44,46 @@ def _forward_kernel(
     b, head = pl.program_id(0), pl.program_id(1)
     bs = k_two.shape[1]
 
-    def copies(block, buffer):
-        at = pl.ds(pl.multiple_of(block * unit, unit), bs)
-        pairs = ((k_hbm.at[b, head, at], k_two), (v_hbm.at[b, head, at], v_two),
-                 (k_places_hbm.at[b, :, at], k_places_two))  # fmt: skip
+    def block_copies(block, buffer):
+        keys = pl.ds(pl.multiple_of(block * unit, unit), bs)
+        pairs = ((k_hbm.at[b, head, keys], k_two), (v_hbm.at[b, head, keys], v_two),
+                 (k_places_hbm.at[b, :, keys], k_places_two))  # fmt: skip
         return tuple(
             pltpu.make_async_copy(source, two.at[buffer], sems.at[buffer, i])
             for i, (source, two) in enumerate(pairs)
         )
 
-    # The sink is where the running softmax starts; −inf starts it empty.
+    # The running softmax starts with the sink; −inf means no sink.
     top[...] = jnp.maximum(sink[...], UNSEEN / 2)[:, None]
     total[...] = jnp.exp(sink[...][:, None] - top[...])
     acc[...] = jnp.zeros_like(acc)
 
-    def body(_, buffer, whole):
+    def attend_block(_, buffer, full):
         k, v = k_two[buffer], v_two[buffer]
-        mask = None if whole else blocks.seen(q_places[...], k_places_two[buffer], window)
+        mask = None if full else blocks.visible_pairs(q_places[...], k_places_two[buffer], window)
 
-        def step(heads):
+        def attend_heads(heads):
             for g in heads:
-                z = blocks.scores(k, q[g], scale, mask)
+                z = blocks.masked_scores(k, q[g], scale, mask)
                 new = jnp.maximum(top[g], jnp.max(z, axis=0, keepdims=True))
                 p, shrink = jnp.exp(z - new), jnp.exp(top[g] - new)
                 top[g] = new
                 total[g] = total[g] * shrink + jnp.sum(p, axis=0, keepdims=True)
-                acc[g] = acc[g] * shrink + blocks.dot(v, p.astype(v.dtype), 0, 0)
+                acc[g] = acc[g] * shrink + blocks.dot_in_kernel(v, p.astype(v.dtype), 0, 0)
 
-        blocks.each_head(q.shape[0], window, step)
+        blocks.for_each_head(q.shape[0], window, attend_heads)
 
-    blocks.visit(runs, slot, copies, body, bs // unit)
-    some = total[...] > 0  # a query without keys and without a sink has nothing to divide by
-    safe = jnp.where(some, total[...], 1.0)
-    lse[...] = jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)[:, 0]
+    blocks.visit_blocks(runs, slot, block_copies, attend_block, bs // unit)
+    has_weights = total[...] > 0  # the sum of a query without keys and sink is 0
+    safe = jnp.where(has_weights, total[...], 1.0)
+    lse[...] = jnp.where(has_weights, top[...] + jnp.log(safe), -jnp.inf)[:, 0]
     o[...] = (acc[...] / safe).astype(o.dtype)
 
 
-def forward(x: blocks.Sizes, q, k, v, sink, where: blocks.Blocked, window, scale, interpret):
-    """o [B, K, G, H, T] and lse [B, K, G, T] of arrays laid out by `x`."""
+def attention_forward_tpu(
+    x: blocks.Sizes, q, k, v, sink, layout_blocks: blocks.Blocked, window, scale, interpret
+):
+    """o [B, K, G, H, T] and lse [B, K, G, T] of arrays in the memory layout of `x`."""
     dtype, H, G, bt, bs = q.dtype, x.H, x.G, x.bt, x.bs
     per_query = pl.BlockSpec((None, None, G, H, bt), lambda b, k, i, _: (b, k, 0, 0, i))
     statistic = pl.BlockSpec((None, None, G, bt), lambda b, k, i, _: (b, k, 0, i))
@@ -113,10 +115,10 @@ def forward(x: blocks.Sizes, q, k, v, sink, where: blocks.Blocked, window, scale
             ],
         ),
         out_shape=[
-            blocks.struct(q.shape, dtype),
-            blocks.struct((x.B, x.K, G, x.n * bt), jnp.float32),
+            blocks.result_struct(q.shape, dtype),
+            blocks.result_struct((x.B, x.K, G, x.n * bt), jnp.float32),
         ],
-        compiler_params=blocks.params(),
+        compiler_params=blocks.compiler_params(),
         cost_estimate=pl.CostEstimate(
             flops=4 * pairs * H,
             transcendentals=pairs,
@@ -124,75 +126,81 @@ def forward(x: blocks.Sizes, q, k, v, sink, where: blocks.Blocked, window, scale
         ),
         interpret=interpret,
         name=f"sink_attention_forward{'_window' if window else ''}",
-    )(where.q_runs, sink, q, where.q_B8T, k, v, where.k_B8S)
+    )(layout_blocks.q_runs, sink, q, layout_blocks.q_B8T, k, v, layout_blocks.k_B8S)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def mosaic_tpu(
+def sink_attention_mosaic_tpu(
     q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float, interpret: bool = False,
 ) -> Result:  # fmt: skip
-    """(o, lse) by a TPU kernel; see `reference` for the formula."""
-    return _fwd(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale, interpret)[0]
+    """(o, lse) by a TPU kernel; see `sink_attention_reference` for the formula."""
+    return _attend_fwd(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale, interpret)[0]
 
 
-def attend(x: blocks.Sizes, q, k, v, sink, layout, window, scale, interpret, masked=False):
-    """(o, lse) in blocks of `x`; see `blocks.blocked`."""
-    where = blocks.blocked(x, layout, window, masked)
-    scaled, rest = blocks.prescaled(q, scale)
+def attend_in_blocks(
+    x: blocks.Sizes, q, k, v, sink, layout, window, scale, interpret, masked=False
+):
+    """(o, lse) with the block sizes of `x`; see `blocks.block_layout` for `masked`."""
+    layout_blocks = blocks.block_layout(x, layout, window, masked)
+    scaled, k_scale = blocks.prescale_queries(q, scale)
     arrays = x.columns(scaled), x.keys(k), x.keys(v), x.sinks(sink)
-    o, lse = forward(x, *arrays, where, window, rest, interpret)
+    o, lse = attention_forward_tpu(x, *arrays, layout_blocks, window, k_scale, interpret)
     return x.rows(o), x.rows(lse[:, :, :, None])[..., 0]
 
 
-def in_order(q, k, v, sink, layout, window, scale, interpret):
-    """(o, lse) for in_order.py: in blocks of one size, each asked for every pair."""
-    x = blocks.fixed_sizes(q.shape, k.shape, window)
-    return attend(x, q, k, v, sink, layout, window, scale, interpret, masked=True)
+def sink_attention_mosaic_tpu_invariant(q, k, v, sink, layout, window, scale, interpret):
+    """(o, lse) for mosaic_invariant.py: all blocks have one size and are masked."""
+    x = blocks.invariant_sizes(q.shape, k.shape, window)
+    return attend_in_blocks(x, q, k, v, sink, layout, window, scale, interpret, masked=True)
 
 
-def _fwd(q, k, v, sink, layout, window, scale, interpret):
-    x = blocks.sizes(q.shape, k.shape, window, q.dtype.itemsize)
-    o, lse = named(*attend(x, q, k, v, sink, layout, window, scale, interpret))
+def _attend_fwd(q, k, v, sink, layout, window, scale, interpret):
+    x = blocks.choose_sizes(q.shape, k.shape, window, q.dtype.itemsize)
+    o, lse = name_for_checkpoint(
+        *attend_in_blocks(x, q, k, v, sink, layout, window, scale, interpret)
+    )
     return (o, lse), (q, k, v, sink, layout, o, lse)
 
 
-def _bwd(window, scale, interpret, saved, cotangents):
+def _attend_bwd(window, scale, interpret, saved, cotangents):
     q, k, v, sink, layout, o, lse = saved
-    do, dlse = cotangents
-    lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
-    rows = do, lse, delta
-    dq, dk, dv = _gradients(q, k, v, *rows, layout, window, scale, q.dtype, interpret)
+    dout, dlse = cotangents
+    lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
+    rows = dout, lse, delta
+    dq, dk, dv = _attention_gradients(q, k, v, *rows, layout, window, scale, q.dtype, interpret)
     return dq, dk, dv, dsink, None
 
 
-def _gradients(q, k, v, do, lse, delta, layout, window, scale, dtype, interpret):
+def _attention_gradients(q, k, v, dout, lse, delta, layout, window, scale, dtype, interpret):
     """(dq, dk, dv) in `dtype`."""
-    x = blocks.sizes(q.shape, k.shape, window, q.dtype.itemsize, backward=True)
-    where = blocks.blocked(x, layout, window)
+    x = blocks.choose_sizes(q.shape, k.shape, window, q.dtype.itemsize, backward=True)
+    layout_blocks = blocks.block_layout(x, layout, window)
     stats_BTN2 = jnp.stack([lse, delta], axis=3)
-    scaled, rest = blocks.prescaled(q, scale)
-    arrays = x.columns(scaled), x.keys(k), x.keys(v), x.columns(do), x.columns(stats_BTN2)
-    dq, dk, dv = backward(x, *arrays, where, window, scale, rest, dtype, interpret)
+    scaled, k_scale = blocks.prescale_queries(q, scale)
+    arrays = x.columns(scaled), x.keys(k), x.keys(v), x.columns(dout), x.columns(stats_BTN2)
+    dq, dk, dv = attention_gradients_tpu(
+        x, *arrays, layout_blocks, window, scale, k_scale, dtype, interpret
+    )
     dk, dv = (y[:, :, : x.S].transpose(0, 2, 1, 3) for y in (dk, dv))
     return x.rows(dq), dk, dv
 
 
-mosaic_tpu.defvjp(_fwd, _bwd)
+sink_attention_mosaic_tpu.defvjp(_attend_fwd, _attend_bwd)
 
 
-def mosaic_tpu_backward(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, do_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
+def sink_attention_backward_mosaic_tpu(
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
     layout: Layout, window: int, scale: float, interpret: bool = False,
 ) -> Gradients:  # fmt: skip
-    """(dq, dk, dv) by a TPU kernel; see `reference_backward` for the formula."""
-    arrays = q_BTNH, k_BSKH, v_BSKH, do_BTNH, lse_BTN, delta_BTN
-    return _gradients(*arrays, layout, window, scale, jnp.float32, interpret)
+    """(dq, dk, dv) by a TPU kernel; see `sink_attention_backward_reference` for the formula."""
+    arrays = q_BTNH, k_BSKH, v_BSKH, dout_BTNH, lse_BTN, delta_BTN
+    return _attention_gradients(*arrays, layout, window, scale, jnp.float32, interpret)
 
 
-def unsupported(q_BTNH, k_BSKH) -> str | None:
-    """Why the kernels cannot take these shapes; None where they can."""
-    if reason := tpu.unsupported():
+def sink_attention_mosaic_tpu_unsupported(q_BTNH, k_BSKH) -> str | None:
+    """The reason why the kernels cannot take these shapes, or None."""
+    if reason := tpu.tpu_unsupported():
         return reason
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     if H not in (64, 128):
@@ -207,4 +215,4 @@ def unsupported(q_BTNH, k_BSKH) -> str | None:
     return None
 
 
-unsupported_backward = unsupported
+sink_attention_backward_mosaic_tpu_unsupported = sink_attention_mosaic_tpu_unsupported

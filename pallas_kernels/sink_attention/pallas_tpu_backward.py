@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of sink attention on TPU: dq, dk and dv of one kernel, 5 products a pair.
+"""The gradients of sink attention on TPU: dq, dk and dv in one kernel, 5 products a pair.
 
-Each step of the grid holds one block of queries, all heads of one key head, and visits the keys
-that it needs, as the forward does. dq is its own; dk and dv lie in VMEM, float32 and whole, until
-the last block of queries has added to them: they are far smaller than dq, as a group of heads
-shares them, so no sum travels through HBM. The steps of one key head come one after another and
-add in their order: bit for bit repeatable, without atomics. Statistics are [B, K, G, 2, T]: lse,
-then Δ.
+Each step of the grid holds one block of queries, all heads of one key head, and visits the key
+blocks that it needs, as the forward does. It writes its own dq. dk and dv of all keys stay in VMEM,
+in float32, until the last block of queries has added to them, so no partial sums pass through HBM;
+they are far smaller than dq, as a group of heads shares them. The steps of one key head run in
+order, so results are bitwise repeatable without atomics. Statistics are [B, K, G, 2, T]: lse, then
+Δ.
 
-Rows with more keys than VMEM has room for are taken in parts, each of which adds to the dq of the
-one before. Back: pallas_tpu.py.
+Rows with more keys than fit into VMEM are processed in parts, each of which adds to the dq of the
+previous one. Back: pallas_tpu.py.
 """
 
 from functools import partial
@@ -23,20 +23,20 @@ from pallas_kernels import tpu
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
 
-def _kernel(
-    runs, q, do, stats, q_places, k_hbm, v_hbm, k_places_hbm, *refs, window, scale, k_scale, unit
+def _backward_kernel(
+    runs, q, dout, stats, q_places, k_hbm, v_hbm, k_places_hbm, *refs, window, scale, k_scale, unit
 ):
-    *before, dq, dk, dv, k_two, v_two, k_places_two, sems, slot, acc = refs
+    *previous, dq, dk, dv, k_two, v_two, k_places_two, sems, slot, acc = refs
     b, head = pl.program_id(0), pl.program_id(1)
     bs = k_two.shape[1]
 
-    def keys(block):
+    def key_rows(block):
         return pl.ds(pl.multiple_of(block * unit, unit), bs)
 
-    def copies(block, buffer):
-        at = keys(block)
-        pairs = ((k_hbm.at[b, head, at], k_two), (v_hbm.at[b, head, at], v_two),
-                 (k_places_hbm.at[b, :, at], k_places_two))  # fmt: skip
+    def block_copies(block, buffer):
+        key_slice = key_rows(block)
+        pairs = ((k_hbm.at[b, head, key_slice], k_two), (v_hbm.at[b, head, key_slice], v_two),
+                 (k_places_hbm.at[b, :, key_slice], k_places_two))  # fmt: skip
         return tuple(
             pltpu.make_async_copy(source, two.at[buffer], sems.at[buffer, i])
             for i, (source, two) in enumerate(pairs)
@@ -47,85 +47,99 @@ def _kernel(
         dk[...] = jnp.zeros_like(dk)
         dv[...] = jnp.zeros_like(dv)
 
-    acc[...] = before[0][...] if before else jnp.zeros_like(acc)
+    acc[...] = previous[0][...] if previous else jnp.zeros_like(acc)
 
-    def body(block, buffer, whole):
+    def add_block(block, buffer, full):
         k, v = k_two[buffer], v_two[buffer]
-        mask = None if whole else blocks.seen(q_places[...], k_places_two[buffer], window)
+        mask = None if full else blocks.visible_pairs(q_places[...], k_places_two[buffer], window)
 
-        def step(heads):
+        def add_heads(heads):
             dk_part, dv_part = 0.0, 0.0  # one addition in VMEM for all these heads
             for g in heads:
-                p = jnp.exp(blocks.scores(k, q[g], k_scale, mask) - stats[g, 0:1, :])
-                ds = p * (blocks.dot(v, do[g], 1, 0) - stats[g, 1:2, :])
+                p = jnp.exp(blocks.masked_scores(k, q[g], k_scale, mask) - stats[g, 0:1, :])
+                ds = p * (blocks.dot_in_kernel(v, dout[g], 1, 0) - stats[g, 1:2, :])
                 p, ds = p.astype(k.dtype), ds.astype(k.dtype)
-                acc[g] += blocks.dot(k, ds, 0, 0)
-                # [H, keys]: the head size in the lanes would leave half of them empty, and takes a
-                # quarter more of v5's matrix units
-                dv_part += blocks.dot(do[g], p, 1, 1)
-                dk_part += blocks.dot(q[g], ds, 1, 1)
-            dk[:, keys(block)] += dk_part
-            dv[:, keys(block)] += dv_part
+                acc[g] += blocks.dot_in_kernel(k, ds, 0, 0)
+                # [H, keys]: with the head size in the lanes half of these would be empty, and v5's
+                # matrix units would take a quarter more time
+                dv_part += blocks.dot_in_kernel(dout[g], p, 1, 1)
+                dk_part += blocks.dot_in_kernel(q[g], ds, 1, 1)
+            dk[:, key_rows(block)] += dk_part
+            dv[:, key_rows(block)] += dv_part
 
-        blocks.each_head(q.shape[0], window, step)
+        blocks.for_each_head(q.shape[0], window, add_heads)
 
-    blocks.visit(runs, slot, copies, body, bs // unit)
+    blocks.visit_blocks(runs, slot, block_copies, add_block, bs // unit)
     dq[...] = (acc[...] * scale).astype(dq.dtype)
 
 
-def keys_at_once(H: int) -> int:
-    """Whose gradients, float32 and in two buffers for the pipeline, take a quarter of VMEM."""
+def max_keys_per_part(H: int) -> int:
+    """Keys whose gradients take a quarter of VMEM, in float32 and two pipeline buffers."""
     return tpu.vmem_bytes() // 4 // (2 * 2 * 4 * H)
 
 
-def parts_of(x: blocks.Sizes, window: int) -> list[tuple[str, int, int]]:
-    """Of each part its kernel's name, and its blocks of keys: the first, and the one past them."""
-    most = max(1, keys_at_once(x.H) // x.unit)
+def split_key_blocks(x: blocks.Sizes, window: int) -> list[tuple[str, int, int]]:
+    """(kernel name, first key block, one past the last) of each part."""
+    max_blocks = max(1, max_keys_per_part(x.H) // x.unit)
     name = f"sink_attention_backward{'_window' if window else ''}"
     return [
-        (f"{name}_keys{low * x.unit}" if x.m > most else name, low, min(low + most, x.m))
-        for low in range(0, x.m, most)
+        (
+            f"{name}_keys{low * x.unit}" if x.m > max_blocks else name,
+            low,
+            min(low + max_blocks, x.m),
+        )
+        for low in range(0, x.m, max_blocks)
     ]
 
 
-def backward(
-    x: blocks.Sizes, q, k, v, do, stats, where: blocks.Blocked, window, scale, k_scale, dtype,
-    interpret,
+def attention_gradients_tpu(
+    x: blocks.Sizes, q, k, v, dout, stats, layout_blocks: blocks.Blocked, window, scale, k_scale,
+    dtype, interpret,
 ):  # fmt: skip
-    """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) in `dtype`, of arrays laid out by `x`, q by
-    `prescaled`."""
+    """(dq [B, K, G, H, T], dk, dv [B, K, S, H]) in `dtype`.
+
+    Arrays are in the memory layout of `x`, q as scaled by `prescale_queries`.
+    """
     dq: Any = None
     parts = []
-    for name, low, high in parts_of(x, window):
+    for name, low, high in split_key_blocks(x, window):
         size = (high - low) * x.unit
-        # a step from the last block goes past it, where the next part's keys are no keys of this
+        # A step from the last block reads past it: mask the keys of the next part.
         keys = slice(low * x.unit, (high - 1) * x.unit + x.bs)
-        places = where.k_B8S[:, :, keys]
+        places = layout_blocks.k_B8S[:, :, keys]
         places = jnp.where(jnp.arange(places.shape[2]) < size, places, 0)
-        near = where.within(low, high), k[:, :, keys], v[:, :, keys], places
-        dq, *dkv = _part(
-            x, q, do, stats, where.q_B8T, *near, dq, high == x.m, window, scale, k_scale, dtype,
-            interpret, name,
+        part_arrays = layout_blocks.slice_runs(low, high), k[:, :, keys], v[:, :, keys], places
+        dq, *dkv = _gradients_of_part(
+            x, q, dout, stats, layout_blocks.q_B8T, *part_arrays, dq, high == x.m, window, scale,
+            k_scale, dtype, interpret, name,
         )  # fmt: skip
         parts.append([y[..., :size] for y in dkv])
     dk, dv = (jnp.concatenate(part, axis=3).swapaxes(2, 3) for part in zip(*parts, strict=True))
     return dq, (dk * k_scale).astype(dtype), dv.astype(dtype)
 
 
-def _part(
-    x: blocks.Sizes, q, do, stats, q_places, runs, k, v, k_places, before, last, window, scale,
+def _gradients_of_part(
+    x: blocks.Sizes, q, dout, stats, q_places, runs, k, v, k_places, previous, last, window, scale,
     k_scale, dtype_of_dq, interpret, name,
 ):  # fmt: skip
-    """dq so far, float32 and not yet scaled but in the last part; dk and dv, float32 [B, K, H, S],
-    of these keys."""
+    """(sum of dq up to this part, dk, dv [B, K, H, S] of its keys).
+
+    dk, dv and dq are float32. dq is unscaled, except in the last part, which scales and casts it.
+    """
     dtype, H, G, bt, bs, S = q.dtype, x.H, x.G, x.bt, x.bs, k.shape[2]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     per_query = pl.BlockSpec((None, None, G, H, bt), lambda b, k, i, _: (b, k, 0, 0, i))
     every_key = pl.BlockSpec((None, None, H, S), lambda b, k, i, _: (b, k, 0, 0))
     pairs = x.B * x.T * x.F * S * x.K * G // 2
-    more = () if before is None else (before,)
+    extra_inputs = () if previous is None else (previous,)
     return pl.pallas_call(
-        partial(_kernel, window=window, scale=scale if last else 1.0, k_scale=k_scale, unit=x.unit),
+        partial(
+            _backward_kernel,
+            window=window,
+            scale=scale if last else 1.0,
+            k_scale=k_scale,
+            unit=x.unit,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(x.B, x.K, x.n),
@@ -137,7 +151,7 @@ def _part(
                 in_hbm,
                 in_hbm,
                 in_hbm,
-                *(per_query for _ in more),
+                *(per_query for _ in extra_inputs),
             ],
             out_specs=[per_query, every_key, every_key],
             scratch_shapes=[
@@ -150,11 +164,11 @@ def _part(
             ],
         ),
         out_shape=[
-            blocks.struct(q.shape, dtype_of_dq if last else jnp.float32),
-            *[blocks.struct((x.B, x.K, H, S), jnp.float32)] * 2,
+            blocks.result_struct(q.shape, dtype_of_dq if last else jnp.float32),
+            *[blocks.result_struct((x.B, x.K, H, S), jnp.float32)] * 2,
         ],
-        input_output_aliases={8: 0} if more and not last else {},
-        compiler_params=blocks.params(),
+        input_output_aliases={8: 0} if extra_inputs and not last else {},
+        compiler_params=blocks.compiler_params(),
         cost_estimate=pl.CostEstimate(
             flops=10 * pairs * H,
             transcendentals=pairs,
@@ -162,4 +176,4 @@ def _part(
         ),
         interpret=interpret,
         name=name,
-    )(runs, q, do, stats, q_places, k, v, k_places, *more)
+    )(runs, q, dout, stats, q_places, k, v, k_places, *extra_inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle: attention with a sink in float32, as the formula reads, O(T·S) memory.
+"""The reference: the formula of attention with a sink, in float32 with O(T·S) memory.
 
 Next: xla.py, the same in blocks.
 """
@@ -17,11 +17,11 @@ from pallas_kernels.sink_attention.signature import (
     Sinks,
 )
 
-UNSEEN = -2e30  # a score that weighs nothing beside any other, and stays finite in differences
+UNSEEN = -2e30  # score of an unseen key: its weight is 0, and differences of scores stay finite
 _EXACT = jax.lax.Precision.HIGHEST
 
 
-def reference(
+def sink_attention_reference(
     q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float,
 ) -> Result:  # fmt: skip
@@ -30,49 +30,49 @@ def reference(
     K = k_BSKH.shape[2]
     q, k, v = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
     sink_1KG11 = sink_N.astype(jnp.float32).reshape(1, K, N // K, 1, 1)
-    z = _scores(q, k, layout, window, scale)
+    z = _masked_scores(q, k, layout, window, scale)
     top = jnp.maximum(jnp.max(z, axis=-1, keepdims=True, initial=UNSEEN), sink_1KG11)
     top = jax.lax.stop_gradient(jnp.maximum(top, UNSEEN / 2))
     weights = jnp.exp(z - top)
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink_1KG11 - top)
-    some = total > 0  # a row without keys and without a sink has nothing to divide by
-    p = weights / jnp.where(some, total, 1.0)
-    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+    has_weights = total > 0  # a row without keys and without a sink has nothing to divide by
+    p = weights / jnp.where(has_weights, total, 1.0)
+    lse = jnp.where(has_weights, top + jnp.log(jnp.where(has_weights, total, 1.0)), -jnp.inf)
     o_BTNH = jnp.einsum("bkgts,bskh->btkgh", p, v, precision=_EXACT).reshape(B, T, N, H)
     return o_BTNH.astype(q_BTNH.dtype), lse[..., 0].reshape(B, N, T).transpose(0, 2, 1)
 
 
-def _scores(q, k, layout, window, scale):
+def _masked_scores(q, k, layout, window, scale):
     """[B, K, G, T, S], UNSEEN where a query does not see a key."""
     (B, T, N, H), K = q.shape, k.shape[2]
-    seen = layout.visible(window)[:, None, None]
+    visible = layout.visible_mask(window)[:, None, None]
     q = q.reshape(B, T, K, N // K, H)
     z = jnp.einsum("btkgh,bskh->bkgts", q, k, precision=_EXACT) * scale
-    return jnp.where(seen, z, UNSEEN)
+    return jnp.where(visible, z, UNSEEN)
 
 
-def reference_backward(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, do_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
+def sink_attention_backward_reference(
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
     layout: Layout, window: int, scale: float,
 ) -> Gradients:  # fmt: skip
     """p = e^{z − lse},  dz = scale·p·(dO·v − Δ);  dq = Σ_s dz·k,  dk = Σ_t dz·q,  dv = Σ_t p·dO."""
     (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
-    q, k, v, do = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH, do_BTNH))
-    p = jnp.exp(_scores(q, k, layout, window, scale) - _per_score(lse_BTN, K))
-    q, do = (x.reshape(B, T, K, N // K, H) for x in (q, do))
-    dp = jnp.einsum("btkgh,bskh->bkgts", do, v, precision=_EXACT)
+    q, k, v, dout = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH, dout_BTNH))
+    p = jnp.exp(_masked_scores(q, k, layout, window, scale) - _per_score(lse_BTN, K))
+    q, dout = (x.reshape(B, T, K, N // K, H) for x in (q, dout))
+    dp = jnp.einsum("btkgh,bskh->bkgts", dout, v, precision=_EXACT)
     dz = p * (dp - _per_score(delta_BTN, K)) * scale
     dq = jnp.einsum("bkgts,bskh->btkgh", dz, k, precision=_EXACT).reshape(B, T, N, H)
     dk = jnp.einsum("bkgts,btkgh->bskh", dz, q, precision=_EXACT)
-    return dq, dk, jnp.einsum("bkgts,btkgh->bskh", p, do, precision=_EXACT)
+    return dq, dk, jnp.einsum("bkgts,btkgh->bskh", p, dout, precision=_EXACT)
 
 
 def _per_score(x_BTN, K):
-    """[B, K, G, T, 1]"""
+    """One value per query and head, as [B, K, G, T, 1] to broadcast against scores."""
     B, T, N = x_BTN.shape
     return x_BTN.reshape(B, T, K, N // K).transpose(0, 2, 3, 1)[..., None]
 
 
-def unsupported(*_arrays) -> str | None:
+def sink_attention_reference_unsupported(*_arrays) -> str | None:
     """The reference runs everywhere."""
     return None

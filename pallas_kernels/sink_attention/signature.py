@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signatures of attention with a sink: every implementation, the reference and decoding.
+"""The signatures of attention with a sink, for every implementation and for decoding.
 
 Next: reference.py for the formula.
 """
@@ -19,7 +19,7 @@ Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array,
 
 
 class Attention(Protocol):
-    """(o, lse) as `sink_attention` documents them; a window of 0 is none, and scale is given."""
+    """(o, lse) as `sink_attention` documents them; window 0 means no window."""
 
     def __call__(
         self,
@@ -29,10 +29,10 @@ class Attention(Protocol):
 
 
 class AttentionBackward(Protocol):
-    """(dq, dk, dv) as `sink_attention_backward` documents them; lse is finite."""
+    """(dq, dk, dv) as `sink_attention_backward` documents them; lse must be finite."""
 
     def __call__(
         self,
-        q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, do_BTNH: Queries, lse_BTN: Rows,
+        q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows,
         delta_BTN: Rows, layout: Layout, window: int, scale: float,
     ) -> Gradients: ...  # fmt: skip

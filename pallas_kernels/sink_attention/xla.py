@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sink attention in blocks, in plain XLA: memory linear in T, blocks nobody sees skipped.
+"""Sink attention in blocks, in plain XLA: memory linear in T, unneeded blocks are skipped.
 
-Which key blocks a query block needs is computed from the positions and segments themselves, so
-causal, windowed, packed, padded and cached layouts all skip what they can. The backward pass
-makes the weights again from lse. No scatter, no atomics: repeatable bit for bit.
+The key blocks that a query block needs are computed from positions and segments, so causal,
+windowed, packed, padded and cached layouts all skip blocks. The backward pass recomputes the
+weights from lse. There is no scatter and no atomics: results are bitwise repeatable.
 """
 
 from functools import partial
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.arguments import products
-from pallas_kernels.blocks import block_table, runs
-from pallas_kernels.masks import Layout, visible
-from pallas_kernels.sink_attention.common import backward_sums, named
+from pallas_kernels.arguments import matmul_precision
+from pallas_kernels.blocks import block_ranges, block_table
+from pallas_kernels.masks import Layout, is_visible
+from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpoint
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import (
     Gradients,
@@ -28,11 +28,11 @@ from pallas_kernels.sink_attention.signature import (
     Sinks,
 )
 
-# Measured on one core with float32; a block of scores should stay near the cache.
-ROWS = 512  # of a score block at most: queries times heads per key head
-KEYS = 128  # per block at most, except for few queries
-SCORES = 2**20  # in the score blocks of all batch rows and key heads
-FEW = 16  # so few queries (a decode step) take all keys in one product, up to DECODE scores a head
+# Measured on one core with float32; a block of scores should fit into the cache.
+ROWS = 512  # maximum rows of a score block: queries times heads per key head
+KEYS = 128  # maximum keys of a block, except for few queries
+SCORES = 2**20  # maximum size of the score blocks of all batch rows and key heads
+FEW = 16  # up to so many queries (a decode step) take all keys at once, up to DECODE scores a head
 DECODE = 2**16
 
 
@@ -50,31 +50,33 @@ class _Blocks(NamedTuple):
     ranges_n2: Array  # first and one past the last key block that each query block needs
 
 
-def block_sizes(B: int, T: int, S: int, K: int, G: int, window: int = 0) -> tuple[int, int]:
+def xla_block_sizes(B: int, T: int, S: int, K: int, G: int, window: int = 0) -> tuple[int, int]:
     """Queries and keys per block."""
     if T <= FEW:
-        return max(T, 1), _part(S, DECODE // (max(T, 1) * G))
-    small = KEYS // 2 if 0 < window <= KEYS else KEYS  # or most of a block lies past the window
+        return max(T, 1), _block_length(S, DECODE // (max(T, 1) * G))
+    small = (
+        KEYS // 2 if 0 < window <= KEYS else KEYS
+    )  # in larger blocks most pairs would be outside the window
     rows, keys = min(T, small, max(1, ROWS // G)), min(S, small)
     while B * K * G * rows * keys > SCORES and rows > 32:
         rows, keys = -(-rows // 2), -(-keys // 2)
-    return _part(T, rows), _part(S, keys)
+    return _block_length(T, rows), _block_length(S, keys)
 
 
-def _part(length: int, most: int) -> int:
-    """The size of equal blocks, in steps of 8 where there are several."""
-    count = -(-length // max(most, 1))
+def _block_length(length: int, max_length: int) -> int:
+    """The length of equal blocks, a multiple of 8 if there are several."""
+    count = -(-length // max(max_length, 1))
     return max(length, 1) if count <= 1 else -(-length // (count * 8)) * 8
 
 
-def _blocks(q, k, v, sink, layout, window) -> tuple[_Blocks, int]:
+def _make_blocks(q, k, v, sink, layout, window) -> tuple[_Blocks, int]:
     (B, T, N, _), (S, K) = q.shape, k.shape[1:3]
     G = N // K
-    bt, bs = block_sizes(B, T, S, K, G, window)
+    bt, bs = xla_block_sizes(B, T, S, K, G, window)
     n, m = max(1, -(-T // bt)), max(1, -(-S // bs))
-    layout = layout.padded(n * bt - T, m * bs - S)
+    layout = layout.with_padding(n * bt - T, m * bs - S)
     q_pos, k_pos, q_seg, k_seg = layout
-    ranges = _ranges(layout, bt, bs, window)
+    ranges = _key_block_ranges(layout, bt, bs, window)
 
     def rows(x):
         return jnp.repeat(x.reshape(B, n, bt).transpose(1, 0, 2), G, axis=2)
@@ -89,21 +91,21 @@ def _blocks(q, k, v, sink, layout, window) -> tuple[_Blocks, int]:
     ), bs
 
 
-def _ranges(layout, bt, bs, window) -> Array:
-    """First and one past the last key block that some row of the batch needs."""
+def _key_block_ranges(layout, bt, bs, window) -> Array:
+    """First and one past the last key block that any row of the batch needs."""
     needed, _ = block_table(layout, bt, bs, window)
     needed = needed.any(0, keepdims=True)
-    return runs(needed, needed)[0][:, jnp.array([0, 3])]
+    return block_ranges(needed, needed)[0][:, jnp.array([0, 3])]
 
 
-def _dot(a, b, contract_a, contract_b):
+def _batched_dot(a, b, contract_a, contract_b):
     dims = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
     return lax.dot_general(
-        a, b, dims, precision=products(a.dtype, b.dtype), preferred_element_type=jnp.float32
+        a, b, dims, precision=matmul_precision(a.dtype, b.dtype), preferred_element_type=jnp.float32
     )
 
 
-def _scores(x: _Blocks, q, q_pos, q_seg, j, bs, window, scale):
+def _block_scores(x: _Blocks, q, q_pos, q_seg, j, bs, window, scale):
     """Masked scores [B, K, R, bs] of one query block against key block j, and its k and v."""
     if x.k_BKSH.shape[2] == bs:
         k, v, k_pos, k_seg = x.k_BKSH, x.v_BKSH, x.k_positions_BS, x.k_segments_BS
@@ -113,10 +115,10 @@ def _scores(x: _Blocks, q, q_pos, q_seg, j, bs, window, scale):
         k_pos, k_seg = (
             lax.dynamic_slice_in_dim(y, start, bs, 1) for y in (x.k_positions_BS, x.k_segments_BS)
         )
-    seen = visible(
+    visible = is_visible(
         q_pos[:, :, None], k_pos[:, None, :], window, q_seg[:, :, None], k_seg[:, None, :]
     )
-    z = jnp.where(seen[:, None], _dot(q, k, 3, 3) * scale, UNSEEN)
+    z = jnp.where(visible[:, None], _batched_dot(q, k, 3, 3) * scale, UNSEEN)
     return z, k, v
 
 
@@ -141,40 +143,40 @@ def _forward_blocks(x: _Blocks, bs, window, scale):
 
         def key_block(j, carry):
             top, total, acc = carry
-            z, _, v = _scores(x, q, q_pos, q_seg, j, bs, window, scale)
+            z, _, v = _block_scores(x, q, q_pos, q_seg, j, bs, window, scale)
             new = jnp.maximum(top, jnp.max(z, axis=3, keepdims=True))
             p = jnp.exp(z - new)
             shrink = jnp.exp(top - new)
             total = total * shrink + jnp.sum(p, axis=3, keepdims=True)
-            return new, total, acc * shrink + _dot(p.astype(v.dtype), v, 3, 2)
+            return new, total, acc * shrink + _batched_dot(p.astype(v.dtype), v, 3, 2)
 
         # the sink is where the running softmax starts; −inf starts it empty
         top = jnp.broadcast_to(jnp.maximum(x.sink_KR1, UNSEEN / 2)[None], (*q.shape[:3], 1))
         total = jnp.broadcast_to(jnp.exp(x.sink_KR1[None] - top), top.shape)
         acc = jnp.zeros(q.shape, jnp.float32)
         top, total, acc = _each_key_block(x, bs, bounds, key_block, (top, total, acc))
-        some = total > 0
-        safe = jnp.where(some, total, 1.0)
-        return None, (acc / safe, jnp.where(some, top + jnp.log(safe), -jnp.inf))
+        has_weights = total > 0
+        safe = jnp.where(has_weights, total, 1.0)
+        return None, (acc / safe, jnp.where(has_weights, top + jnp.log(safe), -jnp.inf))
 
     xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.ranges_n2)
     return _each_query_block(query_block, None, xs)[1]
 
 
-def _backward_blocks(x: _Blocks, bs, window, scale, do, lse, delta):
+def _backward_blocks(x: _Blocks, bs, window, scale, dout, lse, delta):
     """(dq [n, B, K, R, H], dk, dv [B, K, S, H]), float32."""
 
     def query_block(carry, xs):
-        q, q_pos, q_seg, bounds, do, lse, delta = xs
+        q, q_pos, q_seg, bounds, dout, lse, delta = xs
 
         def key_block(j, carry):
             dk, dv, dq = carry
-            z, k, v = _scores(x, q, q_pos, q_seg, j, bs, window, scale)
+            z, k, v = _block_scores(x, q, q_pos, q_seg, j, bs, window, scale)
             p = jnp.exp(z - lse)
-            ds = (p * (_dot(do, v, 3, 3) - delta) * scale).astype(q.dtype)
-            dq = dq + _dot(ds, k, 3, 2)
-            dk = _add_block(dk, _dot(ds, q, 2, 2), j * bs)
-            dv = _add_block(dv, _dot(p.astype(do.dtype), do, 2, 2), j * bs)
+            ds = (p * (_batched_dot(dout, v, 3, 3) - delta) * scale).astype(q.dtype)
+            dq = dq + _batched_dot(ds, k, 3, 2)
+            dk = _add_block(dk, _batched_dot(ds, q, 2, 2), j * bs)
+            dv = _add_block(dv, _batched_dot(p.astype(dout.dtype), dout, 2, 2), j * bs)
             return dk, dv, dq
 
         zero = jnp.zeros(q.shape, jnp.float32)
@@ -182,16 +184,16 @@ def _backward_blocks(x: _Blocks, bs, window, scale, do, lse, delta):
         return (dk, dv), dq
 
     zero = jnp.zeros(x.k_BKSH.shape, jnp.float32)
-    xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.ranges_n2, do, lse, delta)
+    xs = (x.q_nBKRH, x.q_positions_nBR, x.q_segments_nBR, x.ranges_n2, dout, lse, delta)
     (dk, dv), dq = _each_query_block(query_block, (zero, zero), xs)
     return dq, dk, dv
 
 
-def _add_block(whole, part, start):
-    if whole.shape == part.shape:
-        return whole + part
-    old = lax.dynamic_slice_in_dim(whole, start, part.shape[2], 2)
-    return lax.dynamic_update_slice_in_dim(whole, old + part, start, 2)
+def _add_block(full, part, start):
+    if full.shape == part.shape:
+        return full + part
+    old = lax.dynamic_slice_in_dim(full, start, part.shape[2], 2)
+    return lax.dynamic_update_slice_in_dim(full, old + part, start, 2)
 
 
 def _join_rows(x_nBKRH: Array, T: int, G: int) -> Array:
@@ -210,58 +212,58 @@ def _split_rows(x_BTNH: Array, n: int, bt: int, G: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def xla(
+def sink_attention_xla(
     q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float,
 ) -> Result:  # fmt: skip
-    """(o, lse) in blocks of keys; see `reference` for the formula."""
+    """(o, lse) in blocks of keys; see `sink_attention_reference` for the formula."""
     return _xla_fwd(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale)[0]
 
 
 def _xla_fwd(q, k, v, sink, layout, window, scale):
     B, T, N, _ = q.shape
-    x, bs = _blocks(q, k, v, sink, layout, window)
+    x, bs = _make_blocks(q, k, v, sink, layout, window)
     o, lse = _forward_blocks(x, bs, window, scale)
     G = N // k.shape[2]
     o = _join_rows(o, T, G).astype(q.dtype)
-    o, lse = named(o, _join_rows(lse, T, G)[..., 0])
+    o, lse = name_for_checkpoint(o, _join_rows(lse, T, G)[..., 0])
     return (o, lse), (q, k, v, sink, layout, o, lse)
 
 
 def _xla_bwd(window, scale, saved, cotangents):
     q, k, v, sink, layout, o, lse = saved
-    do, dlse = cotangents
-    x, bs = _blocks(q, k, v, sink, layout, window)
-    lse, delta, dsink = backward_sums(o, lse, sink, do, dlse)
-    dq, dk, dv = _gradients(x, bs, q, k, do, lse, delta, window, scale, q.dtype)
+    dout, dlse = cotangents
+    x, bs = _make_blocks(q, k, v, sink, layout, window)
+    lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
+    dq, dk, dv = _blocked_gradients(x, bs, q, k, dout, lse, delta, window, scale, q.dtype)
     return dq, dk, dv, dsink, None
 
 
-def _gradients(x: _Blocks, bs, q, k, do, lse, delta, window, scale, dtype):
+def _blocked_gradients(x: _Blocks, bs, q, k, dout, lse, delta, window, scale, dtype):
     """(dq, dk, dv) in `dtype`."""
     G = q.shape[2] // k.shape[2]
     n, bt = x.q_nBKRH.shape[0], x.q_nBKRH.shape[3] // G
-    parts = (_split_rows(y, n, bt, G) for y in (do, lse[..., None], delta[..., None]))
+    parts = (_split_rows(y, n, bt, G) for y in (dout, lse[..., None], delta[..., None]))
     dq, dk, dv = _backward_blocks(x, bs, window, scale, *parts)
     S = k.shape[1]
     dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(dtype) for y in (dk, dv))
     return _join_rows(dq, q.shape[1], G).astype(dtype), dk, dv
 
 
-xla.defvjp(_xla_fwd, _xla_bwd)
+sink_attention_xla.defvjp(_xla_fwd, _xla_bwd)
 
 
-def xla_backward(
-    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, do_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
+def sink_attention_backward_xla(
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
     layout: Layout, window: int, scale: float,
 ) -> Gradients:  # fmt: skip
-    """(dq, dk, dv) in blocks of keys; see `reference_backward` for the formula."""
+    """(dq, dk, dv) in blocks of keys; see `sink_attention_backward_reference` for the formula."""
     no_sinks = jnp.zeros(q_BTNH.shape[2:3])
-    x, bs = _blocks(q_BTNH, k_BSKH, v_BSKH, no_sinks, layout, window)
-    arrays = q_BTNH, k_BSKH, do_BTNH, lse_BTN, delta_BTN
-    return _gradients(x, bs, *arrays, window, scale, jnp.float32)
+    x, bs = _make_blocks(q_BTNH, k_BSKH, v_BSKH, no_sinks, layout, window)
+    arrays = q_BTNH, k_BSKH, dout_BTNH, lse_BTN, delta_BTN
+    return _blocked_gradients(x, bs, *arrays, window, scale, jnp.float32)
 
 
-def unsupported(*_arrays) -> str | None:
+def sink_attention_xla_unsupported(*_arrays) -> str | None:
     """Plain XLA runs everywhere."""
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropies of chosen tokens, never holding all the logits. Next: `api.py`."""
+"""Log-probs and entropies of target tokens, without storing all logits. Next: `api.py`."""
 
 from pallas_kernels.token_logprobs.api import token_logprobs
 from pallas_kernels.token_logprobs.slices import (

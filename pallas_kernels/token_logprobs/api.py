@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public token log-probs: check the shapes, pick an implementation.
+"""The public token log-probs: check the shapes, select an implementation.
 
-Next: `reference.py`, or `slices.py` for a head that is cut.
+Next: `reference.py`, or `slices.py` for a sharded head.
 """
 
 import operator
@@ -11,15 +11,24 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import floats, integers, without_derivative
-from pallas_kernels.dispatch import Impl, Implementation, mosaic, pick
+from pallas_kernels.arguments import as_floats, as_integers, forbid_derivative
+from pallas_kernels.dispatch import (
+    Impl,
+    Implementation,
+    mosaic_implementations,
+    select_implementation,
+)
 from pallas_kernels.token_logprobs import reference, xla
 from pallas_kernels.token_logprobs.signature import TokenLogprobs
 
 _HERE = "pallas_kernels.token_logprobs"
-IMPLS: dict[str, Implementation[TokenLogprobs]] = mosaic(_HERE) | {
-    "xla": Implementation(xla.xla, xla.unsupported),
-    "reference": Implementation(reference.reference, reference.unsupported),
+IMPLS: dict[str, Implementation[TokenLogprobs]] = mosaic_implementations(
+    _HERE, "token_logprobs"
+) | {
+    "xla": Implementation(xla.token_logprobs_xla, xla.token_logprobs_xla_unsupported),
+    "reference": Implementation(
+        reference.token_logprobs_reference, reference.token_logprobs_reference_unsupported
+    ),
 }
 
 
@@ -32,40 +41,38 @@ def token_logprobs(
     vocab_size: int | None = None,
     impl: Impl = "auto",
 ) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
-    """Log-probability of each target, and entropy of the distribution it is drawn from.
+    """Log-probability of each target, and entropy of its distribution.
 
     z = hidden @ w_head[:, :vocab_size] / temperature;  logp = z[target] − lse(z);  H = −Σ p log p
 
     Args:
-        targets_M: in [0, vocab_size); the caller's duty, not checked: values are traced. Another
-            gives a log-prob that means nothing, or NaN.
-        temperature: above 0; may be traced. It has no derivative: asking for one is an error.
-        vocab_size: the columns that are words; later ones, the head's padding, never count.
+        targets_M: in [0, vocab_size). Values are traced, so they are not checked: for others the
+            log-prob is undefined, possibly NaN.
+        temperature: above 0; may be traced. Differentiating with respect to it is an error.
+        vocab_size: number of columns that are words; columns past it are padding of the head.
 
     Returns: logp, at most 0, and entropy of the tempered distribution, in nats.
-    Numerics: float32 accumulation, softmax and results; a logp that rounding leaves above 0 (by
-        2e-6 where the logit is 30) is 0, with the gradient that it has. [M, V] logits never exist:
-        xla keeps at most 2^22 alive, a kernel none forward and M times a few thousand gradients of
-        logits backward (under 1 GB in all at 24k tokens). Gradients in the dtype of their operand.
+    Numerics: float32 accumulation, softmax and results. A logp that rounding puts above 0 (by 2e-6
+        for a logit of 30) is set to 0, with unchanged gradient. [M, V] logits are never stored: xla
+        stores at most 2^22, a kernel none forward and M times a few thousand gradients of logits
+        backward (under 1 GB in total at 24k tokens). Gradients have the dtype of their operand.
     Raises: ValueError when the shapes do not fit; NotImplementedError for the derivative with
         respect to the temperature.
     """
-    hidden_MD, w_head_DV, targets_M, vocab_size = checked(
+    hidden_MD, w_head_DV, targets_M, vocab_size = check_logprobs_arguments(
         hidden_MD, w_head_DV, targets_M, temperature, vocab_size
     )
-    temperature = without_derivative("temperature", temperature)
-    chosen = pick(impl, IMPLS, hidden_MD, w_head_DV)
-    return chosen(
-        hidden_MD, w_head_DV, targets_M, jnp.asarray(temperature, jnp.float32), vocab_size
-    )
+    temperature = forbid_derivative("temperature", temperature)
+    run = select_implementation(impl, IMPLS, hidden_MD, w_head_DV)
+    return run(hidden_MD, w_head_DV, targets_M, jnp.asarray(temperature, jnp.float32), vocab_size)
 
 
-def checked(
+def check_logprobs_arguments(
     hidden: Any, w_head: Any, targets: Any, temperature: Any, vocab_size: Any
 ) -> tuple[Float[Array, "M D"], Float[Array, "D V"], Int[Array, " M"], int]:
-    """The arguments as arrays, and how many columns are words; ValueError where they do not fit."""
-    hidden_MD, w_head_DV = floats("hidden", hidden), floats("w_head", w_head)
-    targets_M = integers("targets", targets)
+    """(hidden, w_head, targets, vocab_size) as arrays. Raises ValueError if they do not fit."""
+    hidden_MD, w_head_DV = as_floats("hidden", hidden), as_floats("w_head", w_head)
+    targets_M = as_integers("targets", targets)
     if hidden_MD.ndim != 2 or w_head_DV.ndim != 2:
         raise ValueError(
             "hidden must be [tokens, width] and w_head [width, vocabulary]; got "
@@ -86,17 +93,17 @@ def checked(
         vocab_size = columns if vocab_size is None else operator.index(vocab_size)
     except TypeError:
         raise ValueError(
-            f"vocab_size must be a whole Python number; got {vocab_size!r}. It is compiled in."
+            f"vocab_size must be a Python integer (it is compiled in); got {vocab_size!r}."
         ) from None
-    known = not isinstance(temperature, Tracer)
-    if jnp.shape(temperature) or (known and not temperature > 0):
+    is_concrete = not isinstance(temperature, Tracer)
+    if jnp.shape(temperature) or (is_concrete and not temperature > 0):
         raise ValueError(
-            f"temperature must be one number above 0; got {temperature!r}. For greedy choices take "
-            "the argmax; log-probs have no limit at 0."
+            f"temperature must be one number above 0; got {temperature!r}. For greedy choices use "
+            "the argmax; log-probs have no limit at temperature 0."
         )
     if not 0 < vocab_size <= columns:
         raise ValueError(
             f"vocab_size must be in 1..{columns}, the columns of w_head; got {vocab_size}. "
-            "Pass vocab_size=None when the head is not padded."
+            "Pass vocab_size=None if the head is not padded."
         )
     return hidden_MD, w_head_DV, targets_M, vocab_size

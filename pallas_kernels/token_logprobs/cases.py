@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named shapes of the token log-probs: the ones every implementation is tested and timed on.
+"""Named shapes of the token log-probs, on which every implementation is tested and timed.
 
-Sizes of the test cases are pairwise distinct, so a swapped axis cannot pass unseen.
+Sizes of the test cases are pairwise distinct, so that swapped axes make a test fail.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ BENCH_CASES = (
 )
 
 
-def make_inputs(
+def init_logprobs_inputs(
     case: LogprobsCase, dtype: DTypeLike = jnp.float32, seed: int | Int[Array, ""] = 0
 ) -> tuple[Float[Array, "M D"], Float[Array, "D V"], Int[Array, " M"]]:
     """Normal hidden_MD and w_head_DV (logits of deviation 1.5), and targets among the words."""

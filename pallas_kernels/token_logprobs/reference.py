@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of chosen tokens as one formula, so that `xla.py` has something to answer to.
+"""Reference implementation of token log-probabilities, which stores all [M, V] logits.
 
-Holds all [M, V] logits. Next: `xla.py`, which never does.
+Next: `xla.py`, which does not.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import dot
+from pallas_kernels.arguments import dot_float32
 from pallas_kernels.token_logprobs.signature import (
     Gradients,
     Head,
@@ -21,7 +21,7 @@ from pallas_kernels.token_logprobs.signature import (
 )
 
 
-def reference(
+def token_logprobs_reference(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets,
     temperature: Temperature | float = 1.0, vocab_size: int | None = None,
 ) -> Result:  # fmt: skip
@@ -32,19 +32,21 @@ def reference(
     Returns: logp and entropy in nats, float32.
     Numerics: everything in float32.
     """
-    logits_MV, scale = _logits(hidden_MD, w_head_DV, temperature, vocab_size)
+    logits_MV, scale = _word_logits(hidden_MD, w_head_DV, temperature, vocab_size)
     logp_MV = jax.nn.log_softmax(logits_MV / scale, axis=-1)
     logp_M = jnp.take_along_axis(logp_MV, targets_M.astype(jnp.int32)[:, None], axis=1)[:, 0]
-    logp_M -= jax.lax.stop_gradient(jnp.maximum(logp_M, 0.0))  # at most 0, and the same gradient
+    logp_M -= jax.lax.stop_gradient(
+        jnp.maximum(logp_M, 0.0)
+    )  # clamp to 0 without changing the gradient
     return logp_M, -jnp.sum(jnp.exp(logp_MV) * logp_MV, axis=1)
 
 
-def reference_statistics(
+def token_statistics_reference(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     vocab_size: int,
 ) -> Statistics:  # fmt: skip
-    """The target's logit (0 where the target is not among the words), lse and entropy."""
-    logits_MV, scale = _logits(hidden_MD, w_head_DV, temperature, vocab_size)
+    """The target's logit (0 if the target is not among the words), lse and entropy."""
+    logits_MV, scale = _word_logits(hidden_MD, w_head_DV, temperature, vocab_size)
     z_MV = logits_MV / scale
     lse_M = jax.nn.logsumexp(z_MV, axis=1)
     logp_MV = jax.nn.log_softmax(z_MV, axis=-1)
@@ -52,31 +54,31 @@ def reference_statistics(
     return chosen_M, lse_M, -jnp.sum(jnp.exp(logp_MV) * logp_MV, axis=1)
 
 
-def reference_gradients(
+def token_gradients_reference(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
     vocab_size: int, dhidden_MD: Hidden | None = None,
 ) -> Gradients:  # fmt: skip
-    """dz = dlogp (1[target] − p) − dentropy p (log p + H), and through the product.
+    """(dhidden, dw) from dz = dlogp (1[target] − p) − dentropy p (log p + H).
 
-    p = exp(z − lse), with the lse and the H given.
+    p = exp(z − lse_M) and H = entropy_M.
     """
-    logits_MV, scale = _logits(hidden_MD, w_head_DV, temperature, vocab_size)
+    logits_MV, scale = _word_logits(hidden_MD, w_head_DV, temperature, vocab_size)
     logp_MV = logits_MV / scale - lse_M[:, None]
     slope_MV = dlogp_M[:, None] + dentropy_M[:, None] * (logp_MV + entropy_M[:, None])
     kick_MV = jnp.where(_is_target(targets_M, vocab_size), dlogp_M[:, None], 0.0)
     dz_MV = (kick_MV - jnp.exp(logp_MV) * slope_MV) / scale
     hidden, w_head = hidden_MD.astype(jnp.float32), w_head_DV.astype(jnp.float32)
-    dw = dot(hidden, dz_MV, ((0,), (0,))).astype(w_head_DV.dtype)
+    dw = dot_float32(hidden, dz_MV, ((0,), (0,))).astype(w_head_DV.dtype)
     dw_DV = jnp.zeros_like(w_head_DV).at[:, :vocab_size].set(dw)
-    share_MD = dot(dz_MV, w_head[:, :vocab_size], ((1,), (1,)))
+    share_MD = dot_float32(dz_MV, w_head[:, :vocab_size], ((1,), (1,)))
     return share_MD if dhidden_MD is None else dhidden_MD + share_MD, dw_DV
 
 
-def _logits(
+def _word_logits(
     hidden_MD: Hidden, w_head_DV: Head, temperature: Temperature | float, vocab_size: int | None
 ) -> tuple[Float[Array, "M words"], Temperature]:
-    """Of the words, and what they are divided by."""
+    """(logits of the words, temperature by which to divide them)."""
     f32 = jnp.float32
     logits_MV = jnp.dot(
         hidden_MD.astype(f32),
@@ -90,6 +92,6 @@ def _is_target(targets_M: Targets, vocab_size: int) -> Array:
     return jnp.arange(vocab_size, dtype=jnp.int32)[None, :] == targets_M[:, None]
 
 
-def unsupported(*_arrays) -> str | None:
-    """Say why these shapes cannot be computed; None when they can."""
+def token_logprobs_reference_unsupported(*_arrays) -> str | None:
+    """The reference runs everywhere."""
     return None

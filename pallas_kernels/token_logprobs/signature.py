@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signatures of token log-probs and of their two halves over a slice of the vocabulary, which
-every implementation shares. Next: reference.py."""
+"""Signatures of token log-probs, and of their two passes over a slice of the vocabulary.
+
+Next: reference.py.
+"""
 
 from typing import Protocol
 
@@ -17,7 +19,7 @@ Gradients = tuple[Hidden, Head]  # the first in float32
 
 
 class TokenLogprobs(Protocol):
-    """What `token_logprobs` documents."""
+    """(logp, entropy) as `token_logprobs` documents them."""
 
     def __call__(
         self,
@@ -27,7 +29,7 @@ class TokenLogprobs(Protocol):
 
 
 class TokenStatistics(Protocol):
-    """What `token_statistics` documents; targets outside of the slice are −1."""
+    """The results of `token_statistics`; targets outside the slice are −1."""
 
     def __call__(
         self,
@@ -37,7 +39,7 @@ class TokenStatistics(Protocol):
 
 
 class TokenGradients(Protocol):
-    """What `token_gradients` documents; targets outside of the slice are −1."""
+    """The results of `token_gradients`; targets outside the slice are −1."""
 
     def __call__(
         self,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token log-probs of a head in slices: what one slice says, and how that is put together.
+"""Token log-probs of a head in slices: statistics of one slice, and their merge.
 
-A softmax over a vocabulary follows from three numbers of each of its slices. Its gradient through
-a slice needs no other slice once lse and entropy of the whole are known:
+A softmax over a vocabulary is determined by three numbers for each slice. Its gradient through a
+slice needs no other slice, only lse and entropy over the full vocabulary:
 
     parts = [token_statistics(hidden, slice, …) for each slice]
     logp, entropy, lse = merge_statistics(*stacked parts)
     dhidden, dw = token_gradients(hidden, slice, …, lse, entropy, dlogp, dentropy, dhidden) of each
 
-Both are the two passes of token_logprobs, in the same implementations. Next: `reference.py`.
+These are the two passes of token_logprobs, in the same implementations. Next: `reference.py`.
 """
 
 from typing import Any
@@ -16,30 +16,34 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Impl, Implementation, lazily, pick
+from pallas_kernels.dispatch import Impl, Implementation, lazy_implementation, select_implementation
 from pallas_kernels.token_logprobs import reference, streamed, xla
-from pallas_kernels.token_logprobs.api import checked
+from pallas_kernels.token_logprobs.api import check_logprobs_arguments
 from pallas_kernels.token_logprobs.signature import TokenGradients, TokenStatistics
 
 
-def _mosaic(what: str) -> dict[str, Implementation[Any]]:
-    """The kernels of `mosaic`, one pass each."""
+def _mosaic_passes(op: str) -> dict[str, Implementation[Any]]:
+    """The kernels of one pass, `{op}_mosaic_gpu` and `{op}_mosaic_tpu`."""
     return {
-        f"mosaic_{chip}": lazily(
-            f"pallas_kernels.token_logprobs.pallas_{chip}", f"mosaic_{chip}_{what}", (chip,),
-            proven=False,
+        f"mosaic_{chip}": lazy_implementation(
+            f"pallas_kernels.token_logprobs.pallas_{chip}", f"{op}_mosaic_{chip}", (chip,),
+            f"token_logprobs_mosaic_{chip}_unsupported", proven=False,
         )
         for chip in ("gpu", "tpu")
     }  # fmt: skip
 
 
-STATISTICS: dict[str, Implementation[TokenStatistics]] = _mosaic("statistics") | {
-    "xla": Implementation(xla.xla_statistics, xla.unsupported),
-    "reference": Implementation(reference.reference_statistics, reference.unsupported),
+STATISTICS: dict[str, Implementation[TokenStatistics]] = _mosaic_passes("token_statistics") | {
+    "xla": Implementation(xla.token_statistics_xla, xla.token_logprobs_xla_unsupported),
+    "reference": Implementation(
+        reference.token_statistics_reference, reference.token_logprobs_reference_unsupported
+    ),
 }
-GRADIENTS: dict[str, Implementation[TokenGradients]] = _mosaic("gradients") | {
-    "xla": Implementation(xla.xla_gradients, xla.unsupported),
-    "reference": Implementation(reference.reference_gradients, reference.unsupported),
+GRADIENTS: dict[str, Implementation[TokenGradients]] = _mosaic_passes("token_gradients") | {
+    "xla": Implementation(xla.token_gradients_xla, xla.token_logprobs_xla_unsupported),
+    "reference": Implementation(
+        reference.token_gradients_reference, reference.token_logprobs_reference_unsupported
+    ),
 }
 
 
@@ -52,26 +56,26 @@ def token_statistics(
     vocab_size: int | None = None,
     impl: Impl = "auto",
 ) -> tuple[Float[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
-    """What the log-probs over a whole vocabulary need of one slice of it: (chosen, lse, entropy).
+    """Statistics of one slice of the vocabulary: (chosen, lse, entropy).
 
     z = hidden @ w_slice[:, :vocab_size] / temperature;  lse = log Σ e^z;  p = e^(z − lse);
-    chosen = z[target], 0 where the slice does not have the target;  entropy = −Σ p log p
+    chosen = z[target], 0 if the target is not in the slice;  entropy = −Σ p log p
 
     Args:
-        targets_M: columns of the slice; another number, a negative one too, is of another slice.
+        targets_M: columns of the slice; any other number, also a negative one, is not in it.
         temperature: above 0; may be traced.
-        vocab_size: the columns that are words, at least one: a slice without words is left out.
+        vocab_size: number of columns that are words, at least 1: omit slices without words.
 
-    Returns: float32. To be differentiated by `token_gradients`, not by JAX.
+    Returns: float32. `token_gradients` computes the gradients; JAX does not.
     Numerics: as of `token_logprobs`.
     Raises: ValueError when the shapes do not fit.
     """
-    hidden_MD, w_slice_DV, targets_M, vocab_size = checked(
+    hidden_MD, w_slice_DV, targets_M, vocab_size = check_logprobs_arguments(
         hidden_MD, w_slice_DV, targets_M, temperature, vocab_size
     )
-    chosen = pick(impl, STATISTICS, hidden_MD, w_slice_DV)
-    return chosen(
-        hidden_MD, w_slice_DV, _here(targets_M, vocab_size),
+    run = select_implementation(impl, STATISTICS, hidden_MD, w_slice_DV)
+    return run(
+        hidden_MD, w_slice_DV, _local_targets(targets_M, vocab_size),
         jnp.asarray(temperature, jnp.float32), vocab_size,
     )  # fmt: skip
 
@@ -84,10 +88,10 @@ def merge_statistics(
     lse = log Σ e^lse_n;  logp = Σ chosen_n − lse;
     P_n = e^(lse_n − lse);  H = Σ P_n (H_n − log P_n)
 
-    Numerics: float32; logp is at most 0. Slices bring their entropy and not their mean logit, as a
-        difference of lse and mean would lose what large logits leave of it.
+    Numerics: float32; logp is at most 0. Slices pass their entropy, not their mean logit: for large
+        logits the difference of lse and mean would cancel.
     """
-    return streamed.merge(lse_nM, jnp.ones_like(lse_nM), -entropy_nM, chosen_nM, axis=0)
+    return streamed.merge_partials(lse_nM, jnp.ones_like(lse_nM), -entropy_nM, chosen_nM, axis=0)
 
 
 def token_gradients(
@@ -104,31 +108,31 @@ def token_gradients(
     vocab_size: int | None = None,
     impl: Impl = "auto",
 ) -> tuple[Float[Array, "M D"], Float[Array, "D V"]]:
-    """Gradients of `merge_statistics` through one slice: its own, and a share of hidden's.
+    """Gradients of `merge_statistics` through one slice: (share of dhidden, dw_slice).
 
     dz = dlogp (1[target] − p) − dentropy p (log p + H);  dhidden = dz @ w_sliceᵀ / temperature;
     dw_slice = hiddenᵀ @ dz / temperature
 
     Args:
-        lse_M, entropy_M: of the whole vocabulary, as merged.
+        lse_M, entropy_M: over the full vocabulary, from `merge_statistics`.
         dlogp_M, dentropy_M: cotangents of logp and entropy.
-        dhidden_MD: float32, the sum of what other slices gave, to which this one's is added.
+        dhidden_MD: float32 sum of the shares of other slices, to which this share is added.
         targets_M, temperature, vocab_size: as of `token_statistics`.
 
     Returns: dhidden in float32; dw_slice in the slice's dtype, 0 past vocab_size.
     Raises: ValueError when the shapes do not fit.
     """
-    hidden_MD, w_slice_DV, targets_M, vocab_size = checked(
+    hidden_MD, w_slice_DV, targets_M, vocab_size = check_logprobs_arguments(
         hidden_MD, w_slice_DV, targets_M, temperature, vocab_size
     )
-    chosen = pick(impl, GRADIENTS, hidden_MD, w_slice_DV)
-    return chosen(
-        hidden_MD, w_slice_DV, _here(targets_M, vocab_size),
+    run = select_implementation(impl, GRADIENTS, hidden_MD, w_slice_DV)
+    return run(
+        hidden_MD, w_slice_DV, _local_targets(targets_M, vocab_size),
         jnp.asarray(temperature, jnp.float32), lse_M, entropy_M, dlogp_M, dentropy_M, vocab_size,
         dhidden_MD,
     )  # fmt: skip
 
 
-def _here(targets_M: Int[Array, " M"], vocab_size: int) -> Int[Array, " M"]:
-    """−1, which no column is, for targets of other slices: kernels may have columns of padding."""
+def _local_targets(targets_M: Int[Array, " M"], vocab_size: int) -> Int[Array, " M"]:
+    """Targets with −1 for those of other slices, as kernels may have padding columns."""
     return jnp.where((targets_M >= 0) & (targets_M < vocab_size), targets_M, -1)

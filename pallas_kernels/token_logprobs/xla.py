@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities streamed over blocks of tokens and of vocabulary: plain XLA, any device.
 
-[M, V] logits of GPT-OSS are 19 GB at 24k tokens. Here a block of at most 2^22 of them is alive,
-forward and backward: the softmax is accumulated online, and the backward makes the logits again.
-Next: `cases.py`, the shapes this is tested and timed on.
+[M, V] logits of GPT-OSS take 19 GB at 24k tokens. Here a block of at most 2^22 is stored, forward
+and backward: the softmax is accumulated online, and the backward recomputes the logits.
+Next: `cases.py`, the shapes of tests and benchmarks.
 """
 
 import operator
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.arguments import dot
+from pallas_kernels.arguments import dot_float32
 from pallas_kernels.token_logprobs.signature import (
     Gradients,
     Head,
@@ -29,22 +29,22 @@ from pallas_kernels.token_logprobs.signature import (
 
 TOKEN_BLOCK = 1024
 VOCAB_BLOCK = 4096
-_NEVER = -1e30  # a logit that gets no probability, finite so that 0 · log 0 is 0 and not NaN
+_MASKED_LOGIT = -1e30  # a logit of probability 0; finite, so that p · log p is 0 and not NaN
 
 
-def blocks(n: int, most: int) -> tuple[int, int]:
-    """Size and number of even blocks that cover n; the last one may reach back into its neighbour.
+def even_blocks(n: int, max_size: int) -> tuple[int, int]:
+    """(size, number) of equal blocks that cover n; the last one may overlap the one before it.
 
-    A single block is exactly n. Several are multiples of 128, as matrix units want them.
+    A single block has size n. Several have a multiple of 128, the size of matrix units.
     """
-    count = -(-n // most)
+    count = -(-n // max_size)
     if count <= 1:
         return n, count
     size = min(n, -(-n // (count * 128)) * 128)
     return size, -(-n // size)
 
 
-def _loop(count, body, carry):
+def _loop_blocks(count, body, carry):
     return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
 
 
@@ -52,36 +52,38 @@ def _matmul_dtype(hidden_MD, w_head_DV):
     return hidden_MD.dtype if hidden_MD.dtype == w_head_DV.dtype else jnp.dtype(jnp.float32)
 
 
-def _start(i, size, n):
-    """First row that is new in block i, and the row its slice starts at, kept inside the array."""
+def _block_start(i, size, n):
+    """(first row of block i, start of its slice, clamped so that the slice is in bounds)."""
     return i * size, jnp.minimum(i * size, n - size)
 
 
-def _logits(h_bD, w_head_DV, temperature, v, size, vocab_size, temper=operator.truediv):
-    """Tempered logits of vocabulary block v, its slice of the head, and its two first columns."""
-    first, start = _start(v, size, vocab_size)
+def _block_logits(h_bD, w_head_DV, temperature, v, size, vocab_size, temper=operator.truediv):
+    """(logits divided by the temperature, slice of the head, first column, start) of block v."""
+    first, start = _block_start(v, size, vocab_size)
     w_Dc = lax.dynamic_slice_in_dim(w_head_DV, start, size, axis=1).astype(h_bD.dtype)
-    z_bc = temper(dot(h_bD, w_Dc, ((1,), (0,))), temperature)
+    z_bc = temper(dot_float32(h_bD, w_Dc, ((1,), (0,))), temperature)
     if vocab_size % size:
         new_c = start + jnp.arange(size, dtype=jnp.int32) >= first
-        z_bc = jnp.where(new_c[None, :], z_bc, _NEVER)
+        z_bc = jnp.where(new_c[None, :], z_bc, _MASKED_LOGIT)
     return z_bc, w_Dc, first, start
 
 
-def _token_block(i, size, arrays):
+def _take_tokens(i, size, arrays):
     n = arrays[0].shape[0]
-    first, start = _start(i, size, n)
-    cut = [lax.dynamic_slice_in_dim(x, start, size) for x in arrays]
-    return start, start + jnp.arange(size, dtype=jnp.int32) >= first, cut
+    first, start = _block_start(i, size, n)
+    slices = [lax.dynamic_slice_in_dim(x, start, size) for x in arrays]
+    return start, start + jnp.arange(size, dtype=jnp.int32) >= first, slices
 
 
 def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish, temper):
-    """What `finish` makes of one token block, one vocabulary block at a time."""
-    size, count = blocks(vocab_size, VOCAB_BLOCK)
+    """Online softmax of one token block over vocabulary blocks; returns finish(final sums)."""
+    size, count = even_blocks(vocab_size, VOCAB_BLOCK)
 
-    def step(v, carry):
+    def vocab_step(v, carry):
         peak, total, moment, chosen = carry
-        z_bc, _, first, start = _logits(h_bD, w_head_DV, temperature, v, size, vocab_size, temper)
+        z_bc, _, first, start = _block_logits(
+            h_bD, w_head_DV, temperature, v, size, vocab_size, temper
+        )
         new_peak = jnp.maximum(peak, z_bc.max(axis=1))
         below_bc = z_bc - new_peak[:, None]
         exp_bc = jnp.exp(below_bc)
@@ -89,127 +91,136 @@ def _online_softmax(h_bD, targets_b, w_head_DV, temperature, vocab_size, finish,
         moment = fade * (moment + total * (peak - new_peak)) + (exp_bc * below_bc).sum(axis=1)
         total = fade * total + exp_bc.sum(axis=1)
         column_b1 = jnp.clip(targets_b - start, 0, size - 1)[:, None]
-        here_b = (targets_b >= first) & (targets_b < start + size)
-        chosen = jnp.where(here_b, jnp.take_along_axis(z_bc, column_b1, axis=1)[:, 0], chosen)
+        in_block_b = (targets_b >= first) & (targets_b < start + size)
+        chosen = jnp.where(in_block_b, jnp.take_along_axis(z_bc, column_b1, axis=1)[:, 0], chosen)
         return new_peak, total, moment, chosen
 
     zero = jnp.zeros(h_bD.shape[0], jnp.float32)
-    never = jnp.full_like(zero, _NEVER)
-    return finish(*_loop(count, step, (never, zero, zero, never)))
+    masked = jnp.full_like(zero, _MASKED_LOGIT)
+    return finish(*_loop_blocks(count, vocab_step, (masked, zero, zero, masked)))
 
 
-def _result(peak, total, moment, chosen):
-    """logp, entropy and lse."""
+def _finish_logprobs(peak, total, moment, chosen):
+    """(logp, entropy, lse) from the final sums."""
     log_total = jnp.log(total)
-    # a multiply-add may leave the peak a little above itself, and no probability is above 1
+    # rounding in a fused multiply-add may put logp slightly above 0
     logp = jnp.minimum((chosen - peak) - log_total, 0.0)
     return logp, log_total - moment / total, peak + log_total
 
 
-def _statistics(peak, total, moment, chosen):
-    """The target's logit (0 where no block had the target), lse and entropy."""
+def _finish_statistics(peak, total, moment, chosen):
+    """The target's logit (0 if no block has it), lse and entropy."""
     log_total = jnp.log(total)
-    chosen = jnp.where(chosen == _NEVER, 0.0, chosen)
+    chosen = jnp.where(chosen == _MASKED_LOGIT, 0.0, chosen)
     return chosen, peak + log_total, log_total - moment / total
 
 
-def stream(
-    hidden_MD, w_head_DV, targets_M, temperature, vocab_size, finish=_result,
+def stream_vocabulary(
+    hidden_MD, w_head_DV, targets_M, temperature, vocab_size, finish=_finish_logprobs,
     temper: Callable[..., Array] = operator.truediv,
 ):  # fmt: skip
-    """What `finish` makes of each token's sums over the vocabulary: logp, entropy and lse."""
+    """finish(sums over the vocabulary) of each token, by default (logp, entropy, lse)."""
     n_tokens = hidden_MD.shape[0]
-    size, count = blocks(n_tokens, TOKEN_BLOCK)
+    size, count = even_blocks(n_tokens, TOKEN_BLOCK)
     dtype = _matmul_dtype(hidden_MD, w_head_DV)
 
-    def step(i, out):
-        start, _, (h, targets) = _token_block(i, size, (hidden_MD, targets_M))
+    def token_step(i, out):
+        start, _, (h, targets) = _take_tokens(i, size, (hidden_MD, targets_M))
         h = h.astype(dtype)
         new = _online_softmax(h, targets, w_head_DV, temperature, vocab_size, finish, temper)
         write = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         return tuple(write(o, n) for o, n in zip(out, new, strict=True))
 
     zero_M = jnp.zeros(n_tokens, jnp.float32)
-    return (zero_M,) * 3 if n_tokens == 0 else _loop(count, step, (zero_M,) * 3)
+    return (zero_M,) * 3 if n_tokens == 0 else _loop_blocks(count, token_step, (zero_M,) * 3)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def xla(
+def token_logprobs_xla(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     vocab_size: int,
 ) -> Result:  # fmt: skip
-    """Log-probability of each target and entropy of its distribution; see `reference`.
+    """(logp of each target, entropy of its distribution); see `token_logprobs_reference`.
 
     Numerics: float32 accumulation, softmax and sums; bitwise repeatable. The columns past
     vocab_size are never read.
     """
-    logp_M, entropy_M, _ = stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)
+    logp_M, entropy_M, _ = stream_vocabulary(
+        hidden_MD, w_head_DV, targets_M, temperature, vocab_size
+    )
     return logp_M, entropy_M
 
 
-def _forward(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
-    logp_M, entropy_M, lse_M = stream(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)
+def _logprobs_xla_fwd(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
+    logp_M, entropy_M, lse_M = stream_vocabulary(
+        hidden_MD, w_head_DV, targets_M, temperature, vocab_size
+    )
     saved = (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
     return (logp_M, entropy_M), saved
 
 
-def backward(vocab_size, saved, cotangents):
+def logprobs_backward_xla(vocab_size, saved, cotangents):
     hidden_MD, _, _, temperature, _, _ = saved
-    dhidden, dw_head = xla_gradients(*saved, *cotangents, vocab_size=vocab_size)
+    dhidden, dw_head = token_gradients_xla(*saved, *cotangents, vocab_size=vocab_size)
     return dhidden.astype(hidden_MD.dtype), dw_head, None, jnp.zeros_like(temperature)
 
 
-xla.defvjp(_forward, backward)
+token_logprobs_xla.defvjp(_logprobs_xla_fwd, logprobs_backward_xla)
 
 
-def xla_statistics(
+def token_statistics_xla(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     vocab_size: int,
 ) -> Statistics:  # fmt: skip
-    """The target's logit, lse and entropy over a slice of the vocabulary; numerics as of `xla`."""
-    chosen_M, lse_M, entropy_M = stream(
-        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, _statistics
+    """The target's logit, lse and entropy over a slice of the vocabulary.
+
+    Numerics: as of `token_logprobs_xla`.
+    """
+    chosen_M, lse_M, entropy_M = stream_vocabulary(
+        hidden_MD, w_head_DV, targets_M, temperature, vocab_size, _finish_statistics
     )
     return chosen_M, lse_M, entropy_M
 
 
-def xla_gradients(
+def token_gradients_xla(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     lse_M: PerToken, entropy_M: PerToken, dlogp_M: PerToken, dentropy_M: PerToken,
     vocab_size: int, dhidden_MD: Hidden | None = None,
 ) -> Gradients:  # fmt: skip
-    """dz = dlogp (1[target] − p) − dentropy p (log p + H), made again block by block.
+    """(dhidden, dw) from dz = dlogp (1[target] − p) − dentropy p (log p + H), recomputed in blocks.
 
-    Vocabulary outside, tokens inside: a block of the head's gradient is summed in float32 and
-    written once, in the head's dtype; the gradient of the hidden states is float32 throughout.
+    The outer loop is over the vocabulary, so a block of the head's gradient is summed in float32
+    and written once, in the head's dtype. The gradient of the hidden states is float32.
     """
     n_tokens, width = hidden_MD.shape
     dtype = _matmul_dtype(hidden_MD, w_head_DV)
-    rows, row_blocks = blocks(n_tokens, TOKEN_BLOCK)
-    columns, column_blocks = blocks(vocab_size, VOCAB_BLOCK)
+    rows, row_blocks = even_blocks(n_tokens, TOKEN_BLOCK)
+    columns, column_blocks = even_blocks(vocab_size, VOCAB_BLOCK)
     per_token = (hidden_MD, targets_M, lse_M, entropy_M, dlogp_M, dentropy_M)
 
     def tokens_step(v, i, dhidden, dw):
-        at, is_new, (h, targets, lse, entropy, dlogp, dent) = _token_block(i, rows, per_token)
+        row_start, is_new, (h, targets, lse, entropy, dlogp, dent) = _take_tokens(
+            i, rows, per_token
+        )
         h, (dlogp, dent) = h.astype(dtype), (jnp.where(is_new, x, 0.0) for x in (dlogp, dent))
-        z_bc, w_Dc, first, start = _logits(h, w_head_DV, temperature, v, columns, vocab_size)
+        z_bc, w_Dc, first, start = _block_logits(h, w_head_DV, temperature, v, columns, vocab_size)
         logp_bc = z_bc - lse[:, None]
         slope_bc = dlogp[:, None] + dent[:, None] * (logp_bc + entropy[:, None])
         chosen_b1 = jnp.where(targets >= first, targets - start, -1)[:, None]
         is_chosen_bc = jnp.arange(columns, dtype=jnp.int32)[None, :] == chosen_b1
         dz_bc = jnp.where(is_chosen_bc, dlogp[:, None], 0.0) - jnp.exp(logp_bc) * slope_bc
         dz_bc = (dz_bc / temperature).astype(dtype)
-        old = lax.dynamic_slice_in_dim(dhidden, at, rows)
-        new = old + dot(dz_bc, w_Dc, ((1,), (1,)))
-        dhidden = lax.dynamic_update_slice_in_dim(dhidden, new, at, 0)
-        return dhidden, dw + dot(h, dz_bc, ((0,), (0,)))
+        old = lax.dynamic_slice_in_dim(dhidden, row_start, rows)
+        new = old + dot_float32(dz_bc, w_Dc, ((1,), (1,)))
+        dhidden = lax.dynamic_update_slice_in_dim(dhidden, new, row_start, 0)
+        return dhidden, dw + dot_float32(h, dz_bc, ((0,), (0,)))
 
     def vocab_step(v, carry):
         dhidden, dw_head = carry
         inner = (dhidden, jnp.zeros((width, columns), jnp.float32))
-        dhidden, dw = _loop(row_blocks, lambda i, c: tokens_step(v, i, *c), inner)
-        # Columns seen before have dw = 0: adding keeps them, bit for bit.
-        start = _start(v, columns, vocab_size)[1]
+        dhidden, dw = _loop_blocks(row_blocks, lambda i, c: tokens_step(v, i, *c), inner)
+        # Columns of the previous block have dw = 0, so the addition leaves them unchanged.
+        start = _block_start(v, columns, vocab_size)[1]
         old = lax.dynamic_slice_in_dim(dw_head, start, columns, axis=1)
         new = old + dw.astype(dw_head.dtype)
         return dhidden, lax.dynamic_update_slice_in_dim(dw_head, new, start, axis=1)
@@ -217,9 +228,9 @@ def xla_gradients(
     if dhidden_MD is None:
         dhidden_MD = jnp.zeros(hidden_MD.shape, jnp.float32)
     carry = (dhidden_MD, jnp.zeros_like(w_head_DV))
-    return carry if n_tokens == 0 else _loop(column_blocks, vocab_step, carry)
+    return carry if n_tokens == 0 else _loop_blocks(column_blocks, vocab_step, carry)
 
 
-def unsupported(*_arrays) -> str | None:
-    """Say why these shapes cannot be computed; None when they can."""
+def token_logprobs_xla_unsupported(*_arrays) -> str | None:
+    """Plain XLA runs everywhere."""
     return None

@@ -40,7 +40,7 @@ from jaxmoe.rl.programs import batch_shapes, rl_program, warmup_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import stage_shapes
 from jaxmoe.rl.update import score_batch
-from pallas_kernels.ahead_of_time import compile_on, mesh_of
+from pallas_kernels.ahead_of_time import chip_mesh, compile_on
 
 EMBEDDING_ROWS = 16_384  # as configs/gptoss20b_lora.py has it
 MODELS = {"20b": "gpt_oss_20b", "120b": "gpt_oss_120b"}
@@ -81,7 +81,7 @@ def config(row: Row) -> Config:
 
 def device(chip: str) -> jax.sharding.Mesh:
     """The mesh of one such chip."""
-    return one_device(mesh_of(chip).devices.flat[0])
+    return one_device(chip_mesh(chip).devices.flat[0])
 
 
 def lying(mesh: Any, tree: Any) -> Any:

@@ -100,9 +100,9 @@ def _needs(*platforms: str) -> None:
 
 
 def _seen(case: Any, q_pos: Any, k_pos: Any, q_seg: Any, k_seg: Any) -> Any:
-    from pallas_kernels.masks import visible
+    from pallas_kernels.masks import is_visible
 
-    return visible(
+    return is_visible(
         q_pos[:, :, None], k_pos[:, None, :], case.window, q_seg[:, :, None], k_seg[:, None, :]
     )
 

@@ -43,7 +43,7 @@ from jaxmoe.plan.collectives import sent
 from jaxmoe.plan.compiled import Step, compiled_step, mesh_on
 from jaxmoe.plan.kernels import kernels_on
 from pallas_kernels import sink_attention
-from pallas_kernels.ahead_of_time import topology_of
+from pallas_kernels.ahead_of_time import parse_topology
 from pallas_kernels.check.sampled import stripes
 from tests.jaxmoe.parallel.test_mesh_step import program
 
@@ -191,7 +191,7 @@ def scaling(args: argparse.Namespace) -> None:
                 "optim.tokens_per_microbatch=0", "optim.microbatches=1",
             )  # fmt: skip
             here = args.on == "cpu"
-            devices = jax.devices()[:n] if here else topology_of(f"{args.on}:{n // 8}x8")[1]
+            devices = jax.devices()[:n] if here else parse_topology(f"{args.on}:{n // 8}x8")[1]
             mesh = mesh_on(cfg, devices)
             step = compiled_step(cfg, mesh, {} if here else kernels_on(cfg, mesh).impls)
             assert isinstance(step, Step), "only libtpu refuses a size"

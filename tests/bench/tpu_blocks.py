@@ -6,8 +6,8 @@
 
 Blocks are queries × keys × heads unrolled. Without a window: cycles of a whole block for 512 × 512
 pairs of one head. With one: cycles a query and 8 heads, all of the kernel, and steps of so many
-keys may start at any 128. Nothing is executed; waiting for memory is not in it. `block_sizes` and
-`together` in pallas_tpu_blocks.py hold what this has found.
+keys may start at any 128. Nothing is executed; waiting for memory is not in it.
+`tpu_block_sizes` and `count_unrolled_heads` in pallas_tpu_blocks.py hold what this has found.
 """
 
 import argparse
@@ -28,10 +28,10 @@ def programs(sizes: str, window: str, backward: str) -> list[schedule.Program]:
     """One pass with these blocks; called in a process of its own."""
     bt, bs, heads = map(int, sizes.split("x"))
     unit = blocks.LANES if int(window) else bs
-    blocks.block_sizes = lambda *_, **__: (bt, bs, unit)
-    blocks.together = lambda *_: heads
+    blocks.tpu_block_sizes = lambda *_, **__: (bt, bs, unit)
+    blocks.count_unrolled_heads = lambda *_: heads
     name = "window_20b" if int(window) else "full_120b"
-    assert cases.named(name).window == int(window)
+    assert cases.get_attention_case(name).window == int(window)
     forward, both = schedule.programs("sink_attention", name, "bfloat16")
     return [both if backward == "True" else forward]
 
@@ -73,7 +73,7 @@ def cost(chip, window, sizes, kernel: schedule_tpu.TpuSchedule, counted) -> str:
     ms = kernel.ms(counted, chip)
     if ms is None:
         return "loops not those counted"
-    case = cases.named("window_20b")
+    case = cases.get_attention_case("window_20b")
     cores = 2 if chip == "v5p" else 1
     return f"{ms * 1e6 * schedule_tpu.GHZ[chip] * cores / (case.T * case.K):.1f}"
 

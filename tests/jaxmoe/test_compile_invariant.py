@@ -22,7 +22,7 @@ from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine
-from pallas_kernels.ahead_of_time import compile_jitted, mesh_of, missing
+from pallas_kernels.ahead_of_time import chip_mesh, compile_jitted, compiler_unavailable
 from tests.pallas_kernels.in_hlo import kernels, library_matmuls, loop_bodies
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
@@ -47,11 +47,11 @@ def impl_of(chip):
 @cache
 def programs(chip):
     """The compiled text of prefill, decode and train."""
-    if reason := missing(chip):
+    if reason := compiler_unavailable(chip):
         pytest.skip(reason)
     ops = invariant_ops(plain_ops(), impl_of(chip))
     text = dict(zip(("prefill", "decode"), sampling(chip, ops), strict=True))
-    mesh = mesh_of(chip)
+    mesh = chip_mesh(chip)
     params = lie(mesh, abstract_params(CFG, "bfloat16"))
     text["train"] = compile_jitted(mesh, jax.jit(train(ops)), params, lie(mesh, batch())).as_text()
     return text
@@ -59,7 +59,7 @@ def programs(chip):
 
 def sampling(chip, ops):
     """Prefill and decode, as the engine compiles them."""
-    mesh, found = mesh_of(chip), []
+    mesh, found = chip_mesh(chip), []
 
     def make(jitted, *shapes, **static):
         made = compile_jitted(mesh, jitted, *lie(mesh, shapes), **static)
@@ -136,7 +136,7 @@ def test_no_other_product_is_on_the_way_to_a_log_prob(chip):
 
 @pytest.mark.slow
 def test_fast_numerics_do_not_pass_this():
-    if reason := missing("v5e"):
+    if reason := compiler_unavailable("v5e"):
         pytest.skip(reason)
     names = ("sink_attention", "decode_attention", "grouped_matmul", "grouped_swiglu")
     ops = with_kernels(replace(plain_ops()), dict.fromkeys(names, "mosaic_tpu"))

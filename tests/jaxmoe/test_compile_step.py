@@ -25,7 +25,7 @@ from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rl.update import rl_step
-from pallas_kernels.ahead_of_time import GPUS, TPUS, compile_for, missing
+from pallas_kernels.ahead_of_time import GPUS, TPUS, compile_for, compiler_unavailable
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(3600)]
 
@@ -98,7 +98,7 @@ LEAST = {chip: 2 * (1 + (1 if chip in TPUS else 2) + 3 + 3) + 3 for chip in ("h2
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", LEAST)
 def test_the_step_of_a_config_compiles_with_every_kernel_and_in_less_memory(chip):
-    if reason := missing(chip):
+    if reason := compiler_unavailable(chip):
         pytest.skip(reason)
     kernels = kernels_of(chip)
     found = compiled_step(chip, kernels)
@@ -133,7 +133,7 @@ def forwards_of_attention(chip, *settings):
 
 @pytest.mark.parametrize("chip", [pytest.param("h200", marks=pytest.mark.slow), "v6e"])
 def test_remat_that_keeps_attention_calls_its_forward_once_a_layer_and_else_twice(chip):
-    if reason := missing(chip):
+    if reason := compiler_unavailable(chip):
         pytest.skip(reason)
     again = "optim.remat=True"
     assert forwards_of_attention(chip) == 2

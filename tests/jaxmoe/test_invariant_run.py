@@ -15,7 +15,7 @@ from jaxmoe.train import main
 from pallas_kernels import decode_attention
 from pallas_kernels.check import child
 from pallas_kernels.check.verdicts import KernelVerdict
-from pallas_kernels.sink_attention.in_order import ordered_attention
+from pallas_kernels.sink_attention.mosaic_invariant import sink_attention_mosaic_invariant
 
 SETTINGS = (
     "model.numerics=invariant", "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=3",
@@ -117,7 +117,7 @@ def test_on_a_chip_whose_programs_were_looked_at_its_kernels_are_the_pieces(kind
     found = decided(kind)
     assert set(found.impls.values()) == {impl} and "whatever the batch" in found.line
     attend = make_ops(INVARIANT, found.impls).attend
-    assert attend.__wrapped__.func is ordered_attention
+    assert attend.__wrapped__.func is sink_attention_mosaic_invariant
     assert attend.__wrapped__.keywords["impl"] == impl
     named = override(INVARIANT, f"kernels={impl}")
     assert make_ops(named).attend.__wrapped__.keywords["impl"] == impl

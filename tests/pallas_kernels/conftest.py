@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of Hopper kernels share: the interpreter that looks for races."""
+"""Shared by the tests of Hopper kernels: the interpreter with race detection."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ from pallas_kernels import hopper
 
 @pytest.fixture
 def races(monkeypatch):
-    """Interpret while looking for races; what it returns tells whether one was found."""
+    """Interpret with race detection; the returned function reports whether there was a race."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    params = replace(hopper.interpreter(True), detect_races=True)
-    monkeypatch.setattr(hopper, "interpreter", lambda _: params)
+    params = replace(hopper.interpret_params(True), detect_races=True)
+    monkeypatch.setattr(hopper, "interpret_params", lambda _: params)
     jax.clear_caches()
     yield lambda: gpu_callbacks.get_races().races_found
     jax.clear_caches()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program holds, read out of its optimized HLO: kernels, tiles, products, loops.
+"""Contents of a compiled program, parsed from its optimized HLO: kernels, products, loops.
 
-For programs of `ahead_of_time.compile_for`, which nothing here can run: bits that must not depend
-on the size of a batch need the same tiles at every size, and those the text does tell.
+For programs of `ahead_of_time.compile_for`, which this machine cannot run. Batch invariance needs
+the same tiles at every batch size, and the text shows those.
 """
 
 import base64
@@ -25,13 +25,13 @@ MODULE = re.compile(MOSAIC + r'.*(?:"body":"([^"]*)"|\bmodule = "((?:[^"\\]|\\.)
 LIBRARY = r'custom_call_target="(__(?:cublas|cudnn|onednn)[^"]*)"'
 PRODUCT = r"(?:tpu\.matmul|mosaic_gpu\.\w+mma) .*|\b(?:wgmma\.|tcgen05\.)?mma[._][\w.:]+"
 MEMORY = r"(?:func\.func|memref\.alloca|memref\.view|mosaic_gpu\.slice_smem).*"
-OWN = r"memref<([^,>?\n]*), [^:\n]*?(?:<vmem>|<workgroup>)"  # the core's
+OWNED = r"memref<([^,>?\n]*), [^:\n]*?(?:<vmem>|<workgroup>)"  # the core's
 LAUNCH = r" threads\(.*?\) in .* dynamic_shared_memory_size %c\d+"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The tiles of one Mosaic kernel; not its grid, nor how often its loops turn."""
+    """The tiles of one Mosaic kernel, without its grid and its numbers of iterations."""
 
     blocks: tuple[str, ...]  # distinct shapes in VMEM or in shared memory, in program order
     products: tuple[str, ...]  # every product of matrices, in program order
@@ -46,7 +46,7 @@ def kernels(executable_text: str) -> dict[str, set[Kernel]]:
     modules = MODULE.findall(executable_text)
     if len(modules) != len(re.findall(MOSAIC, executable_text)):
         raise ValueError("every Mosaic call must hold its module; one does not.")
-    found: dict[str, set[Kernel]] = {}
+    matches: dict[str, set[Kernel]] = {}
     with ir.Context() as context, ir.Location.unknown():
         context.append_dialect_registry(mlir.upstream_dialects)
         tpu.register_dialect(context)
@@ -55,8 +55,8 @@ def kernels(executable_text: str) -> dict[str, set[Kernel]]:
         context.allow_unregistered_dialects = True  # of a serialized module
         for of_tpu, of_gpu in modules:
             name, kernel = _kernel(of_tpu, of_gpu)
-            found.setdefault(name, set()).add(kernel)
-    return found
+            matches.setdefault(name, set()).add(kernel)
+    return matches
 
 
 def library_matmuls(executable_text: str) -> list[str]:
@@ -64,17 +64,23 @@ def library_matmuls(executable_text: str) -> list[str]:
 
     A `reduce` sums what XLA multiplied itself, as of a single row, or the parts of a `dot`.
     """
-    found = []
+    matches = []
     rests = [x for *_, x in INSTRUCTION.findall(executable_text)]
     callers = {called: x for x in rests for called in re.findall(rf"^, kind=\w+, calls={NAME}", x)}
     for computation, lines in COMPUTATION.findall(executable_text):
-        for _, name, shape, opcode, _, rest in INSTRUCTION.findall(lines):
-            product = [opcode] if opcode in ("dot", "convolution") else re.findall(LIBRARY, rest)
-            if product or opcode == "reduce" and 'dot_general"' in rest:
-                said = re.findall(r'"kind":"(__[^"]*)', callers.get(computation, ""))
-                said += re.findall(r'op_name="[^"]*"', rest + callers.get(computation, ""))[:1]
-                found.append(" ".join([name, shape, *(product or [opcode]), computation, *said]))
-    return found
+        for _, name, shape, opcode, _, remaining in INSTRUCTION.findall(lines):
+            product = (
+                [opcode] if opcode in ("dot", "convolution") else re.findall(LIBRARY, remaining)
+            )
+            if product or opcode == "reduce" and 'dot_general"' in remaining:
+                error_text = re.findall(r'"kind":"(__[^"]*)', callers.get(computation, ""))
+                error_text += re.findall(
+                    r'op_name="[^"]*"', remaining + callers.get(computation, "")
+                )[:1]
+                matches.append(
+                    " ".join([name, shape, *(product or [opcode]), computation, *error_text])
+                )
+    return matches
 
 
 def loop_bodies(executable_text: str, label: str) -> list[str]:
@@ -88,9 +94,9 @@ def loop_bodies(executable_text: str, label: str) -> list[str]:
     """
     computations = dict(COMPUTATION.findall(executable_text))
     loops = re.findall(rf" while\(.*\bbody={NAME}(.*)", executable_text)
-    under = rf'op_name="[^"]*{re.escape(label)}'
-    bodies = [body for body, rest in loops if re.search(under, rest)]
-    inside = [body for body, _ in loops if re.search(under, computations[body])]
+    prefix = rf'op_name="[^"]*{re.escape(label)}'
+    bodies = [body for body, remaining in loops if re.search(prefix, remaining)]
+    inside = [body for body, _ in loops if re.search(prefix, computations[body])]
     return sorted(_normal(computations, body) for body in bodies or inside)
 
 
@@ -102,40 +108,41 @@ def _kernel(of_tpu: str, of_gpu: str) -> tuple[str, Kernel]:
     passmanager.PassManager.parse(f"builtin.module({form})").run(module.operation)
     text = str(module)
     name = re.findall(r"(?m)(?:^module|func\.func) @([\w.\-]+)", text)[0]
-    blocks = re.findall(OWN, "\n".join(re.findall(MEMORY, text)))
+    blocks = re.findall(OWNED, "\n".join(re.findall(MEMORY, text)))
     products = re.findall(PRODUCT, re.sub(r"%[\w#]+(?:, | )?", "", text))
     launch = re.findall(r"%c(\d+)", "".join(re.findall(LAUNCH, text)))
     return name, Kernel(tuple(dict.fromkeys(blocks)), tuple(products), tuple(map(int, launch)))
 
 
 def _in_order(lines: str, places: dict[str, list[int]], of_this: list[int]) -> list[str]:
-    """What the root needs, depth first, without copies; what fusions take stands by its shape.
+    """The instructions that the root needs, depth first, without copies.
+
+    Operands of fusions are replaced by their shapes.
 
     Adds to `places` where the parameters of a computation that is fused then stand; `of_this` are
     those of this one.
     """
-    found, same, ordered, waiting = {}, {}, {}, []
-    for root, name, shape, opcode, operands, rest in INSTRUCTION.findall(NOISE.sub("", lines)):
-        needs = [same.get(x, x) for x in re.findall(NAME, operands)]
+    matches, renamed, ordered, waiting = {}, {}, {}, []
+    for root, name, shape, opcode, operands, remaining in INSTRUCTION.findall(NOISE.sub("", lines)):
+        needs = [renamed.get(x, x) for x in re.findall(NAME, operands)]
         if opcode == "fusion":
-            kinds = [re.sub(r"\d+", "", found[x][0]) for x in needs]  # the same at every size
+            kinds = [re.sub(r"\d+", "", matches[x][0]) for x in needs]  # the same at every size
             by_shape = sorted(range(len(needs)), key=kinds.__getitem__)
             needs = [needs[i] for i in by_shape]
-            (called,) = re.findall(f"calls={NAME}", rest)
+            (called,) = re.findall(f"calls={NAME}", remaining)
             places[called] = [by_shape.index(i) for i in range(len(needs))]
         if opcode == "parameter" and of_this:
             operands = str(of_this[int(operands)])
         operands = ", ".join(f"%{x}" for x in needs) or operands
-        rest, _, config = rest.partition(", backend_config=")
-        text = (
-            f"%{name} = {shape} {opcode}({operands}){rest} {' '.join(re.findall(CHOSEN, config))}"
-        )
-        found[name] = shape, needs, text.rstrip()
-        if opcode == "copy-done" or opcode == "copy" and found[needs[0]][0] == shape:
-            same[name] = found[needs[0]][1][0] if opcode == "copy-done" else needs[0]
+        remaining, _, config = remaining.partition(", backend_config=")
+        chosen = " ".join(re.findall(CHOSEN, config))
+        text = f"%{name} = {shape} {opcode}({operands}){remaining} {chosen}"
+        matches[name] = shape, needs, text.rstrip()
+        if opcode == "copy-done" or opcode == "copy" and matches[needs[0]][0] == shape:
+            renamed[name] = matches[needs[0]][1][0] if opcode == "copy-done" else needs[0]
         waiting = [name] if root else waiting
     while waiting:
-        _, needs, text = found[waiting[-1]]
+        _, needs, text = matches[waiting[-1]]
         if missing := [x for x in needs if x not in ordered]:
             waiting.append(missing[0])
         else:
@@ -154,10 +161,12 @@ def _normal(computations: dict[str, str], body: str) -> str:
     shapes = dict(re.findall(rf"{NAME} = (\w+\[[\d,]*\])", text))
     stacked = {shapes[x] for x in re.findall(rf" dynamic-slice\({NAME}.*_sizes=\{{1[,}}]", text)}
     updates = re.findall(rf" dynamic-update-slice\({NAME}, {NAME}", text)
-    stacked |= {shapes[whole] for whole, x in updates if re.search(r"\[1[,\]]", shapes[x])}
+    stacked |= {
+        shapes[module_text] for module_text, x in updates if re.search(r"\[1[,\]]", shapes[x])
+    }
     for array in stacked:
-        kind, turns, rest = re.split(r"(?<=\[)(\d+)", array, maxsplit=1)
-        text = re.sub(re.escape(array) + r"(\{[^}]*\})?", f"{kind}N{rest}", text)
+        kind, turns, remaining = re.split(r"(?<=\[)(\d+)", array, maxsplit=1)
+        text = re.sub(re.escape(array) + r"(\{[^}]*\})?", f"{kind}N{remaining}", text)
         text = re.sub(rf"(= s32\[\]\S* constant\(){turns}\)", r"\1N)", text)
     numbers: dict[str, int] = {}
     return re.sub(NAME, lambda x: f"%{numbers.setdefault(x[0], len(numbers))}", text)

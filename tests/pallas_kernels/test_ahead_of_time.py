@@ -12,8 +12,15 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_kernels import ahead_of_time, sink_attention
-from pallas_kernels.ahead_of_time import CHIPS, Ptxas, compile_for, mesh_of, missing, read_ptxas
-from pallas_kernels.dispatch import target
+from pallas_kernels.ahead_of_time import (
+    CHIPS,
+    Ptxas,
+    chip_mesh,
+    compile_for,
+    compiler_unavailable,
+    parse_ptxas,
+)
+from pallas_kernels.dispatch import target_device
 from pallas_kernels.sink_attention import cases
 
 PTXAS = """
@@ -26,18 +33,18 @@ ptxas info    : Used 168 registers, used 2 barriers, 16 bytes cumulative stack s
 
 
 def test_the_figures_of_ptxas_are_read():
-    assert read_ptxas(PTXAS) == Ptxas(registers=168, spills=20, stack=16)
+    assert parse_ptxas(PTXAS) == Ptxas(registers=168, spills=20, stack=16)
     slow = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async is serialized"
-    assert read_ptxas(PTXAS + slow).warnings == (slow,)
+    assert parse_ptxas(PTXAS + slow).warnings == (slow,)
 
 
 def test_an_unknown_chip_is_an_error_that_names_the_known_ones():
     with pytest.raises(ValueError, match="one of v5e, v5p, v6e, tpu7x, a100.*got 'v9'"):
-        mesh_of("v9")
+        chip_mesh("v9")
 
 
 def needs(chip):
-    reason = missing(chip)
+    reason = compiler_unavailable(chip)
     if reason:
         pytest.skip(reason)
 
@@ -56,16 +63,16 @@ def double(x, rows):
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_chip_compiles_a_matmul_and_is_the_target_of_what_is_traced(chip):
     needs(chip)
-    seen = []
+    targets = []
 
     def program(a, b):
-        seen.append(target())
+        targets.append(target_device())
         return a @ b
 
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     assert compile_for(chip, program, x, x).chip == chip
-    assert seen[0].platform == ("tpu" if "NVIDIA" not in seen[0].kind else "gpu")
-    assert seen[0].hopper == (chip in ("h100", "h200"))
+    assert targets[0].platform == ("tpu" if "NVIDIA" not in targets[0].kind else "gpu")
+    assert targets[0].is_hopper == (chip in ("h100", "h200"))
 
 
 @pytest.mark.aot
@@ -83,9 +90,9 @@ def test_the_triton_kernel_compiles_whatever_ptxas_stands_first(path, monkeypatc
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     needs("h200")
     # sizes of their own, or a kernel compiled before stands in
-    case = cases.named("train_4k")._replace(B=1, T=256 if path == "as it is" else 320)
+    case = cases.get_attention_case("train_4k")._replace(B=1, T=256 if path == "as it is" else 320)
     q, k, v, sink, *_ = jax.eval_shape(
-        lambda: cases.make_inputs(case._replace(S=case.T), "bfloat16")
+        lambda: cases.init_attention_inputs(case._replace(S=case.T), "bfloat16")
     )
     attend = partial(sink_attention, impl="triton")
     assert compile_for("h200", attend, q, k, v, sink).chip == "h200"
@@ -98,23 +105,23 @@ def test_the_wheels_tools_stand_first_and_once(monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "nvidia/__init__.py").touch()
     monkeypatch.setenv("PATH", "/old")
-    ahead_of_time._wheel_tools_first()
+    ahead_of_time._prefer_wheel_ptxas()
     assert os.environ["PATH"] == "/old"  # no ptxas in it
     (tmp_path / "nvidia/cu13/bin/ptxas").touch()
     for _ in range(2):
-        ahead_of_time._wheel_tools_first()
+        ahead_of_time._prefer_wheel_ptxas()
         assert os.environ["PATH"] == f"{tmp_path}/nvidia/cu13/bin:/old"
 
 
 @pytest.mark.aot
 def test_a_kernel_compiled_before_still_counts_as_a_call():
     needs("h200")
-    case = cases.named("train_4k")._replace(B=1, T=192, S=192)
-    q, k, v, sink, *_ = jax.eval_shape(lambda: cases.make_inputs(case, "bfloat16"))
+    case = cases.get_attention_case("train_4k")._replace(B=1, T=192, S=192)
+    q, k, v, sink, *_ = jax.eval_shape(lambda: cases.init_attention_inputs(case, "bfloat16"))
     attend = partial(sink_attention, impl="mosaic_gpu")
-    first, again = (compile_for("h200", attend, q, k, v, sink) for _ in range(2))
-    assert first.mosaic_calls == again.mosaic_calls == len(first.kernels) == 1
-    assert len(again.kernels) in (0, 1)  # as the version of JAX has it
+    first, recompiled = (compile_for("h200", attend, q, k, v, sink) for _ in range(2))
+    assert first.mosaic_calls == recompiled.mosaic_calls == len(first.kernels) == 1
+    assert len(recompiled.kernels) in (0, 1)  # as the version of JAX has it
 
 
 @pytest.mark.aot

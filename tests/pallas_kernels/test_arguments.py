@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the public functions say of arguments that cannot be meant, and what they take as meant."""
+"""Arguments that the public functions reject, with their messages, and those they accept."""
 
 import inspect
 
@@ -16,7 +16,7 @@ from pallas_kernels import (
     sink_attention,
     token_logprobs,
 )
-from pallas_kernels.arguments import products
+from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import xla as decode_xla
@@ -31,7 +31,7 @@ attend, decode, paged, matmul, swiglu, logprobs = map(
     ),
 )  # fmt: skip
 
-INPUTS = cases.make_inputs(cases.AttentionCase("small", 2, 6, 6, 4, 2, 16))
+INPUTS = cases.init_attention_inputs(cases.AttentionCase("small", 2, 6, 6, 4, 2, 16))
 Q, K, V, SINK, Q_POS, K_POS, Q_SEG, K_SEG = INPUTS
 PLACES = dict(
     q_positions_BT=Q_POS, k_positions_BS=K_POS, q_segment_ids_BT=Q_SEG, k_segment_ids_BS=K_SEG
@@ -49,12 +49,12 @@ HIDDEN, HEAD, TARGETS = jnp.ones((5, 4)), jnp.ones((4, 9)), jnp.arange(5)
             Q, K, V, SINK, q_positions_BT=Q_POS.astype(jnp.float32), k_positions_BS=K_POS)),
         ("-inf for no sink", lambda: attend(Q, K, V, None)),
         ("q must hold floating-point", lambda: attend(Q.astype(int), K, V, SINK)),
-        ("whole Python number; got 1.5", lambda: attend(Q, K, V, SINK, window=1.5)),
-        ("whole Python number; got True", lambda: attend(Q, K, V, SINK, window=True)),
-        ("whole Python number; got", lambda: jax.jit(
+        ("Python integer of at least 1 .*; got 1.5", lambda: attend(Q, K, V, SINK, window=1.5)),
+        ("Python integer of at least 1 .*; got True", lambda: attend(Q, K, V, SINK, window=True)),
+        ("Python integer of at least 1 .*; got", lambda: jax.jit(
             lambda w: attend(Q, K, V, SINK, window=w))(3)),
         ("Multiply q by it", lambda: jax.jit(lambda s: attend(Q, K, V, SINK, scale=s))(3.0)),
-        ("there must be heads", lambda: attend(Q[:, :, :0], K, V, SINK[:0])),
+        ("head size must be above 0", lambda: attend(Q[:, :, :0], K, V, SINK[:0])),
         ("-inf for no sink", lambda: decode(Q, K, V, None, **PLACES)),
         ("lengths_B must hold integers", lambda: paged(
             Q, K, V, SINK, page_table_BJ=Q_POS, lengths_B=jnp.ones(2))),
@@ -69,7 +69,7 @@ HIDDEN, HEAD, TARGETS = jnp.ones((5, 4)), jnp.ones((4, 9)), jnp.arange(5)
         ("one number above 0; got 0", lambda: logprobs(HIDDEN, HEAD, TARGETS, temperature=0.0)),
         ("one number above 0; got", lambda: logprobs(
             HIDDEN, HEAD, TARGETS, temperature=jnp.ones(9))),
-        ("vocab_size must be a whole", lambda: logprobs(HIDDEN, HEAD, TARGETS, vocab_size=5.0)),
+        ("must be a Python integer", lambda: logprobs(HIDDEN, HEAD, TARGETS, vocab_size=5.0)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_in_words(match, call):
@@ -93,7 +93,7 @@ def test_numpys_arrays_and_lists_are_taken(impl):
     places = {name: np.asarray(x) for name, x in PLACES.items()}
     table, lengths = [[0, 1], [1, 0]], [7, 12]
     pages = dict(page_table_BJ=table, lengths_B=lengths)
-    for f, arrays, args, options, right in (
+    for f, arrays, args, options, expected in (
         (attend, INPUTS[:4], (q, k, v, sink), places, PLACES),
         (decode, INPUTS[:4], (q, k, v, sink), places, PLACES),
         (paged, INPUTS[:4], (q, k, v, sink), pages, jax.tree.map(
@@ -103,9 +103,9 @@ def test_numpys_arrays_and_lists_are_taken(impl):
         (logprobs, (HIDDEN, HEAD, TARGETS), map(plain, (HIDDEN, HEAD, TARGETS)), {}, {}),
     ):  # fmt: skip
         args = tuple(args)
-        got = compiled(lambda f=f, args=args, options=options: f(*args, **options, impl=impl))
-        right = compiled(lambda f=f, arrays=arrays, right=right: f(*arrays, **right))
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
+        actual = compiled(lambda f=f, args=args, options=options: f(*args, **options, impl=impl))
+        expected = compiled(lambda f=f, arrays=arrays, expected=expected: f(*arrays, **expected))
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -125,20 +125,20 @@ def test_empty_batches_and_no_keys_give_empty_results_and_the_sink(impl):
 
 def test_a_window_longer_than_any_row_is_no_window():
     o, lse = compiled(lambda: attend(Q, K, V, SINK, window=10**12))
-    right = compiled(lambda: attend(Q, K, V, SINK))
-    np.testing.assert_array_equal(o, right[0])
-    np.testing.assert_array_equal(lse, right[1])
+    expected = compiled(lambda: attend(Q, K, V, SINK))
+    np.testing.assert_array_equal(o, expected[0])
+    np.testing.assert_array_equal(lse, expected[1])
 
 
 @pytest.mark.parametrize("T", [32, 33, 70])
 @pytest.mark.parametrize("window", [0, 9])
 def test_pages_serve_a_prefill_of_any_length(T, window):
     case = decode_cases.PagedCase("prefill", B=2, T=T, N=4, K=2, H=16, page=16, J=6, window=window)
-    x = decode_cases.make_paged(case, jnp.float32)
+    x = decode_cases.init_paged_inputs(case, jnp.float32)
     x = x._replace(lengths_B=jnp.array([T - 3, 6 * 16 - 5], jnp.int32))
-    got = compiled(lambda: decode_xla.xla_paged(*x, window, 0.25))
-    right = compiled(lambda: decode_reference.reference_paged(*x, window, 0.25))
-    for a, b in zip(got, right, strict=True):
+    actual = compiled(lambda: decode_xla.paged_decode_attention_xla(*x, window, 0.25))
+    expected = compiled(lambda: decode_reference.paged_decode_attention_reference(*x, window, 0.25))
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
@@ -154,6 +154,6 @@ def test_float32_is_multiplied_as_float32_whatever_the_surroundings_ask():
         with jax.default_matmul_precision(surroundings):
             for call in calls:
                 text = str(jax.make_jaxpr(call)())
-                asked = text.count("precision=")
-                assert asked and asked == text.count("precision=(Precision.HIGHEST")
-    assert products(jnp.bfloat16, jnp.bfloat16) == jax.lax.Precision.DEFAULT
+                requested = text.count("precision=")
+                assert requested and requested == text.count("precision=(Precision.HIGHEST")
+    assert matmul_precision(jnp.bfloat16, jnp.bfloat16) == jax.lax.Precision.DEFAULT

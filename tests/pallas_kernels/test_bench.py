@@ -158,7 +158,7 @@ def test_a_refused_row_does_not_take_the_table_with_it(capsys, monkeypatch):
         return Built()
 
     monkeypatch.setattr(compiled, "compile_for", compile_for)
-    monkeypatch.setattr(bench, "missing", lambda chip: None)
+    monkeypatch.setattr(bench, "compiler_unavailable", lambda chip: None)
     argv = ["sink_attention", "--compile", "h200", "--case"]
     assert bench.main([*argv, "gqa8", "--case", "packed"]) == 0
     rows = capsys.readouterr().out.splitlines()[1:]
@@ -236,7 +236,7 @@ def agree(ours, theirs, counts):
 
 def test_without_a_sink_the_rest_is_the_same():
     op = OPS["sink_attention"]
-    case = op.cases.named("packed")._replace(sinks="none")
+    case = op.cases.get_attention_case("packed")._replace(sinks="none")
     inputs = op.inputs(case, jnp.float32, 0)
     other = (*inputs[:3], jnp.ones_like(inputs[3]), *inputs[4:])  # a sink that must not count
     runs = kernel_peers.without_sink(case, other, cotangents(op, case, inputs, 0), impl="xla")
@@ -258,7 +258,7 @@ def test_the_experts_of_transformers_make_the_same_swiglu():
 @pytest.mark.parametrize("peer", ["cudnn", "cudnn_sink", "tokamax", "without_sink"])
 def test_peers_refuse_in_one_line_where_they_cannot_run(peer):
     op = OPS["sink_attention"]
-    case = op.cases.named("gqa8")
+    case = op.cases.get_attention_case("gqa8")
     inputs = op.inputs(case, jnp.float32, 0)
     with pytest.raises(NotImplementedError, match="needs gpu.*this is cpu"):
         getattr(kernel_peers, peer)(case, inputs, cotangents(op, case, inputs, 0))

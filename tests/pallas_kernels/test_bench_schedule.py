@@ -139,7 +139,7 @@ def test_a_case_that_is_refused_does_not_take_the_others_with_it(capsys, monkeyp
         return schedule.Found([kernel, kernel], {"sink_attention_forward": counted})
 
     monkeypatch.setattr(schedule, "compiled", compiled)
-    monkeypatch.setattr(bench, "missing", lambda chip: None)
+    monkeypatch.setattr(bench, "compiler_unavailable", lambda chip: None)
     argv = ["sink_attention", "--compile", "v6e", "--schedule", "--case"]
     assert bench.main([*argv, "gqa8", "--case", "packed"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -169,7 +169,7 @@ def test_turns_come_back_from_the_child_as_they_were():
 @pytest.mark.aot  # takes seconds, and only schedules ask for it
 def test_a_causal_square_is_half_seen():
     """4 × 4 blocks of 512: 6 of them whole, 4 on the diagonal, for each head."""
-    case = OPS["sink_attention"].cases.named("full_2k")
+    case = OPS["sink_attention"].cases.get_attention_case("full_2k")
     blocks = turns._blocks(case, True)
     (grid,) = turns._visits(blocks, case, 0, blocks.m).inner
     (visit,) = grid.inner

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the table of blocks promises, against every single pair."""
+"""The table of blocks against the predicate of every single pair."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.blocks import block_table, runs
+from pallas_kernels.blocks import block_ranges, block_table
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases
 
 
-def by_block(seen_BTS, q_block, k_block):
-    B, T, S = seen_BTS.shape
+def by_block(visible_BTS, q_block, k_block):
+    B, T, S = visible_BTS.shape
     shape = (B, T // q_block, q_block, S // k_block, k_block)
-    return seen_BTS.reshape(shape).transpose(0, 1, 3, 2, 4)
+    return visible_BTS.reshape(shape).transpose(0, 1, 3, 2, 4)
 
 
 @given(st.integers(0, 10**6), st.sampled_from([0, 1, 5, 30]), st.booleans())
@@ -27,34 +27,36 @@ def test_skipped_blocks_hold_no_visible_pair_and_whole_ones_nothing_else(seed, w
     if seed % 2:
         q_pos, k_pos, q_seg, k_seg = (np.sort(x, axis=1) for x in (q_pos, k_pos, q_seg, k_seg))
     layout = Layout._make(jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos, q_seg, k_seg))
-    needed, whole = map(np.asarray, block_table(layout, 8, 6, window))
-    blocks = by_block(np.asarray(layout.visible(window)), 8, 6)
+    needed, full = map(np.asarray, block_table(layout, 8, 6, window))
+    blocks = by_block(np.asarray(layout.visible_mask(window)), 8, 6)
     assert not (blocks.any((3, 4)) & ~needed).any()
-    assert not (~blocks.all((3, 4)) & whole).any()
-    assert not (whole & ~needed).any()
+    assert not (~blocks.all((3, 4)) & full).any()
+    assert not (full & ~needed).any()
 
 
 @pytest.mark.parametrize("window", [0, 128])
 def test_in_a_plain_causal_layout_the_table_is_exact(window):
-    layout = jax.tree.map(jnp.asarray, cases.layout(cases.AttentionCase("c", 1, 512, 512, 1, 1, 8)))
-    needed, whole = block_table(layout, 64, 32, window)
-    blocks = by_block(np.asarray(layout.visible(window)), 64, 32)
+    layout = jax.tree.map(
+        jnp.asarray, cases.case_layout(cases.AttentionCase("c", 1, 512, 512, 1, 1, 8))
+    )
+    needed, full = block_table(layout, 64, 32, window)
+    blocks = by_block(np.asarray(layout.visible_mask(window)), 64, 32)
     np.testing.assert_array_equal(needed, blocks.any((3, 4)))
-    np.testing.assert_array_equal(whole, blocks.all((3, 4)))
+    np.testing.assert_array_equal(full, blocks.all((3, 4)))
 
 
 @given(st.integers(0, 10**6))
 def test_runs_hold_every_needed_block_and_their_middle_only_whole_ones(seed):
     rng = np.random.default_rng(seed)
     needed = rng.random((2, 5, 7)) < 0.6
-    whole = needed & (rng.random((2, 5, 7)) < 0.6)
-    got = np.asarray(runs(jnp.asarray(needed), jnp.asarray(whole)))
-    flat = (got.reshape(-1, 4), needed.reshape(-1, 7), whole.reshape(-1, 7))
-    for row, some, all_ in zip(*flat, strict=True):
+    full = needed & (rng.random((2, 5, 7)) < 0.6)
+    actual = np.asarray(block_ranges(jnp.asarray(needed), jnp.asarray(full)))
+    flat = (actual.reshape(-1, 4), needed.reshape(-1, 7), full.reshape(-1, 7))
+    for row, any_visible, all_ in zip(*flat, strict=True):
         first, whole_first, whole_last, last = row
         assert 0 <= first <= whole_first <= whole_last <= last <= 7
         outside = np.ones(7, bool)
         outside[first:last] = False
-        assert not some[outside].any()
+        assert not any_visible[outside].any()
         assert all_[whole_first:whole_last].all()
-        assert (whole_last > whole_first) == all_.any() and (last > first) == some.any()
+        assert (whole_last > whole_first) == all_.any() and (last > first) == any_visible.any()

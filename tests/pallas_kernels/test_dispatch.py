@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""auto may fall back and says so once; a named implementation never does."""
+"""auto may fall back, and logs so once; a named implementation never does."""
 
 import logging
 import sys
@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation, pick
+from pallas_kernels.dispatch import Implementation, select_implementation
 
 
 def fast(*_):
@@ -35,72 +35,80 @@ IMPLS = {
 
 
 def test_auto_takes_the_first_that_runs_here():
-    assert pick("auto", IMPLS, 4)() == "fast"
-    assert pick("auto", IMPLS, 5)() == "plain"
+    assert select_implementation("auto", IMPLS, 4)() == "fast"
+    assert select_implementation("auto", IMPLS, 5)() == "plain"
 
 
 def test_auto_says_once_what_it_chose_and_why(caplog):
-    dispatch._say_once.cache_clear()
+    dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "pallas_kernels"):
         for _ in range(3):
-            pick("auto", IMPLS, 5)
+            select_implementation("auto", IMPLS, 5)
     assert len(caplog.records) == 1
-    said = caplog.records[0].getMessage()
-    assert "fast: the length must be even" in said and "elsewhere: it needs" in said
-    assert plain.__module__ in said
+    message = caplog.records[0].getMessage()
+    assert "fast: the length must be even" in message and "elsewhere: it needs" in message
+    assert plain.__module__ in message
 
 
 def test_auto_leaves_out_what_has_never_run_on_a_chip_and_says_so(caplog):
-    dispatch._say_once.cache_clear()
-    later = dispatch.lazily(__name__, "fast", ("cpu", "gpu", "tpu"), "anything", proven=False)
-    impls = {"new": later, "plain": IMPLS["plain"]}
+    dispatch._log_once.cache_clear()
+    lazy = dispatch.lazy_implementation(
+        __name__, "fast", ("cpu", "gpu", "tpu"), "anything", proven=False
+    )
+    impls = {"new": lazy, "plain": IMPLS["plain"]}
     with caplog.at_level(logging.INFO, "pallas_kernels"):
-        assert pick("auto", impls, 4) is plain
+        assert select_implementation("auto", impls, 4) is plain
     assert (
         "new: interpreted and compiled, but never run on a chip" in caplog.records[0].getMessage()
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch.importlib, "import_module", lambda name: sys.modules[__name__])
-        assert pick("new", impls, 4)() == "fast"
+        assert select_implementation("new", impls, 4)() == "fast"
 
 
 def test_a_named_implementation_never_falls_back():
-    assert pick("plain", IMPLS, 4)() == "plain"
+    assert select_implementation("plain", IMPLS, 4)() == "plain"
     with pytest.raises(NotImplementedError, match="the length must be even"):
-        pick("fast", IMPLS, 5)
+        select_implementation("fast", IMPLS, 5)
     with pytest.raises(NotImplementedError, match="it needs no such platform, this is "):
-        pick("elsewhere", IMPLS, 4)
+        select_implementation("elsewhere", IMPLS, 4)
 
 
 def test_of_several_names_the_first_that_can_run_is_taken_proven_or_not():
     new = {"new": Implementation(fast, odd_is_bad, proven=False), **IMPLS}
-    assert pick(("new", "plain"), new, 4) is fast and pick(("new", "plain"), new, 5) is plain
+    assert (
+        select_implementation(("new", "plain"), new, 4) is fast
+        and select_implementation(("new", "plain"), new, 5) is plain
+    )
     with pytest.raises(NotImplementedError, match="must be even; the length must be even"):
-        pick(("new", "fast"), new, 5)
+        select_implementation(("new", "fast"), new, 5)
     with pytest.raises(ValueError, match="got 'plian'. Did you mean 'plain'"):
-        pick(("plian", "fast"), new, 4)
+        select_implementation(("plian", "fast"), new, 4)
     with pytest.raises(ValueError, match=r"must name an implementation, got \(\)"):
-        pick((), new, 4)
+        select_implementation((), new, 4)
 
 
 def test_nothing_that_runs_is_an_error_with_every_reason():
     with pytest.raises(NotImplementedError, match="fast: the length must be even"):
-        pick("auto", {"fast": IMPLS["fast"]}, 5)
+        select_implementation("auto", {"fast": IMPLS["fast"]}, 5)
 
 
 def test_an_unknown_name_asks_what_was_meant():
     with pytest.raises(ValueError, match="Did you mean 'plain'"):
-        pick("plian", IMPLS, 4)
+        select_implementation("plian", IMPLS, 4)
     with pytest.raises(ValueError, match="Known: auto, elsewhere, fast, plain"):
-        pick("zzz", IMPLS, 4)
+        select_implementation("zzz", IMPLS, 4)
 
 
 def test_the_mesh_in_context_says_what_is_compiled_for():
-    assert dispatch.target().platform == jax.default_backend()
+    assert dispatch.target_device().platform == jax.default_backend()
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert dispatch.target() == ("gpu", "NVIDIA H200") and dispatch.target().hopper
+        assert (
+            dispatch.target_device() == ("gpu", "NVIDIA H200")
+            and dispatch.target_device().is_hopper
+        )
         gpu_only = {"gpu": Implementation(fast, anything, ("gpu",)), **IMPLS}
-        assert pick("auto", gpu_only, 4) is fast
-    assert not dispatch.Target("gpu", "NVIDIA A100-SXM4-80GB").hopper
+        assert select_implementation("auto", gpu_only, 4) is fast
+    assert not dispatch.Target("gpu", "NVIDIA A100-SXM4-80GB").is_hopper

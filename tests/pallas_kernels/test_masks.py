@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predicate against its sentence, pair by pair."""
+"""The predicate against its definition, pair by pair."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.masks import visible
+from pallas_kernels.masks import is_visible
 
 LENGTH = 7  # one shape, so that the examples compile once
 position = st.integers(-5, 12)
@@ -18,37 +18,37 @@ def row(element):
     return st.lists(element, min_size=LENGTH, max_size=LENGTH)
 
 
-def seen(q_pos, k_pos, window, q_seg, k_seg):
+def visible(q_pos, k_pos, window, q_seg, k_seg):
     q_pos, q_seg = (jnp.asarray(x)[:, None] for x in (q_pos, q_seg))
     k_pos, k_seg = (jnp.asarray(x)[None, :] for x in (k_pos, k_seg))
-    return np.asarray(visible(q_pos, k_pos, window, q_seg, k_seg))
+    return np.asarray(is_visible(q_pos, k_pos, window, q_seg, k_seg))
 
 
 @given(row(position), row(position), st.integers(0, 9), row(segment), row(segment))
 def test_a_key_is_seen_in_the_same_segment_not_later_and_within_the_window(
     q_pos, k_pos, window, q_seg, k_seg
 ):
-    got = seen(q_pos, k_pos, window, q_seg, k_seg)
+    actual = visible(q_pos, k_pos, window, q_seg, k_seg)
     for t in range(LENGTH):
         for s in range(LENGTH):
-            back = q_pos[t] - k_pos[s]
-            near = back >= 0 and (window == 0 or back < window)
-            assert got[t, s] == (near and q_seg[t] == k_seg[s] and q_seg[t] != 0)
+            distance = q_pos[t] - k_pos[s]
+            in_window = distance >= 0 and (window == 0 or distance < window)
+            assert actual[t, s] == (in_window and q_seg[t] == k_seg[s] and q_seg[t] != 0)
 
 
 @pytest.mark.parametrize("window", [1, 2, 128, 129])
 def test_window_counts_the_query_itself(window):
-    place, ones = np.arange(140), np.ones(140, int)
-    counts = seen(place, place, window, ones, ones).sum(1)
+    place, segments = np.arange(140), np.ones(140, int)
+    counts = visible(place, place, window, segments, segments).sum(1)
     np.testing.assert_array_equal(counts, np.minimum(place + 1, window))
 
 
 def test_window_zero_is_full_causal_attention():
-    place, ones = np.arange(40), np.ones(40, int)
-    np.testing.assert_array_equal(seen(place, place, 0, ones, ones).sum(1), place + 1)
+    place, segments = np.arange(40), np.ones(40, int)
+    np.testing.assert_array_equal(visible(place, place, 0, segments, segments).sum(1), place + 1)
 
 
 def test_padding_sees_nothing_and_is_seen_by_nobody():
     place, segments = np.arange(4), np.array([0, 1, 1, 0])
-    got = seen(place, place, 0, segments, segments)
-    assert not got[[0, 3]].any() and not got[:, [0, 3]].any()
+    actual = visible(place, place, 0, segments, segments)
+    assert not actual[[0, 3]].any() and not actual[:, [0, 3]].any()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel as the chip runs it, against the reference: what interpretation cannot show.
+"""Every kernel on an accelerator against the reference, which interpretation cannot replace.
 
     JAX_PLATFORMS=cuda python -m pytest -m gpu tests/pallas_kernels/test_on_chip.py
     JAX_PLATFORMS=tpu python -m pytest -m tpu tests/pallas_kernels/test_on_chip.py
@@ -17,20 +17,24 @@ import pytest
 
 from pallas_kernels import paged_decode_attention
 from pallas_kernels.bench.ops import OPS
-from pallas_kernels.check import one
+from pallas_kernels.check import single
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.grouped_matmul.cases import MatmulCase, zipf_sizes
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 from tests.pallas_kernels.decode_attention import checks
 from tests.pallas_kernels.grouped_matmul import test_fixed_on_chip as fixed_matmul
-from tests.pallas_kernels.sink_attention import test_in_order as ordered
-from tests.pallas_kernels.token_logprobs import test_fixed_on_chip as fixed_logprobs
+from tests.pallas_kernels.sink_attention import (
+    test_sink_attention_mosaic_invariant as attention_invariant,
+)
+from tests.pallas_kernels.token_logprobs import (
+    test_token_logprobs_mosaic_invariant as logprobs_invariant,
+)
 
 PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
 
 # Beside the real cases, cut to what the reference can hold: the paths that those do not take.
-MORE = {
+EXTRA = {
     "sink_attention": [
         *(case._replace(H=64) for case in OPS["sink_attention"].cases.TEST_CASES),
         AttentionCase("head_128_window", 2, 300, 300, 6, 2, 128, 128, "packed"),
@@ -49,14 +53,14 @@ MORE = {
         LogprobsCase("few_tokens", 5, 192, 640, 640),
     ],
 }
-MORE["grouped_swiglu"] = MORE["grouped_matmul"]
+EXTRA["grouped_swiglu"] = EXTRA["grouped_matmul"]
 for name in ("grouped_matmul", "grouped_swiglu"):  # whose halves of rows hold whole scales
-    MORE[f"{name}_mxfp4"] = [case for case in MORE[name] if case.D % 64 == 0]
-    MORE[f"{name}_low_rank"] = [case._replace(rank=5) for case in MORE[f"{name}_mxfp4"]]
+    EXTRA[f"{name}_mxfp4"] = [case for case in EXTRA[name] if case.D % 64 == 0]
+    EXTRA[f"{name}_low_rank"] = [case._replace(rank=5) for case in EXTRA[f"{name}_mxfp4"]]
 
 T = 131_072
 _ROWS = MatmulCase("far", T, 64, 128, zipf_sizes(T, 128))
-FAR = {  # as many rows as the longest real cases have, in everything else small
+LARGEST = {  # as many rows as the longest real cases have, in everything else small
     "sink_attention": AttentionCase("far", 1, T, T, 2, 1, 16, 128),
     "decode_attention": AttentionCase("far", 2, 1, T, 6, 2, 16),
     "token_logprobs": LogprobsCase("far", T, 16, 211, 199, 0.7),
@@ -67,22 +71,22 @@ QUICK = "token_logprobs"  # the others take longer than a default test may
 def calls():
     """(operation, case, implementation), each with the mark of its platform."""
     for name, op in OPS.items():
-        for case in (*MORE[name], *op.cases.REAL_CASES, *op.cases.LONG_CASES):
+        for case in (*EXTRA[name], *op.cases.REAL_CASES, *op.cases.LONG_CASES):
             for impl, platform in PLATFORMS.items():
                 if impl != "triton" or name == "sink_attention":
                     mark = getattr(pytest.mark, platform)
                     yield pytest.param(
                         name, case, impl, id=f"{name}-{case.name}-{impl}", marks=mark
                     )
-        case = MORE[name][1]
+        case = EXTRA[name][1]
         several = f"{name}_mxfp4" in OPS or name.endswith("low_rank")
         mark = pytest.mark.slow if several else ()  # whose case is the same
         yield pytest.param(name, case, "xla", id=f"{name}-{case.name}-xla", marks=mark)
-        yield pytest.param(name, FAR[name], "xla", id=f"{name}-far-xla", marks=pytest.mark.slow)
+        yield pytest.param(name, LARGEST[name], "xla", id=f"{name}-far-xla", marks=pytest.mark.slow)
 
 
 def ready(impl, call, inputs):
-    """Skip where the kernel says why it cannot run these shapes; fail where it is not its chip."""
+    """Skip if the kernel does not support these shapes; fail on another chip than its own."""
     platform = PLATFORMS.get(impl, jax.default_backend())
     assert jax.default_backend() == platform, f"JAX_PLATFORMS must name a {platform}"
     try:
@@ -96,7 +100,7 @@ def test_values_and_gradients_are_right_and_the_same_bits_ten_times(name, case, 
     op, dtype = OPS[name], jnp.float32 if impl == "xla" else jnp.bfloat16
     ready(impl, op.call(case, impl), jax.eval_shape(lambda: op.inputs(case, dtype, 0)))
     try:
-        fault = one.fault(op, case, impl, dtype, times=2 if impl == "xla" else 10)
+        fault = single.fault(op, case, impl, dtype, times=2 if impl == "xla" else 10)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) and case in op.cases.LONG_CASES:
             pytest.skip(f"it needs a device with more memory: {str(error).splitlines()[0]}")
@@ -119,8 +123,8 @@ def test_values_and_gradients_are_right_and_the_same_bits_ten_times(name, case, 
 )  # fmt: skip
 def test_one_wrong_tile_past_row_65536_is_seen(name, result, double):
     impl = f"tests.pallas_kernels.check.doubles:{double}"
-    said = one.fault(one.named(OPS[name], impl), FAR[name], impl, jnp.float32, times=1)
-    assert said is not None and said.startswith(f"{result} errs by 3.00e-02 of its size")
+    fault = single.fault(single.named(OPS[name], impl), LARGEST[name], impl, jnp.float32, times=1)
+    assert fault is not None and fault.startswith(f"{result} errs by 3.00e-02 of its size")
 
 
 @pytest.mark.parametrize(
@@ -150,12 +154,14 @@ def test_pages_are_read_as_the_formula_says(case, impl):
      if impl != "triton"],
 )  # fmt: skip
 def test_a_rows_bits_do_not_depend_on_its_company(impl):
-    """What invariant numerics rest on; interpreted in the tests of the three operations."""
-    for window in ordered.WINDOWS:
-        found, _ = ordered.compositions(*ordered.inputs(), impl, window, (1, 140, 299), False)
-        assert not any(found.values()), (window, found)
+    """Batch invariance on the chip; interpreted in the tests of the three operations."""
+    for window in attention_invariant.WINDOWS:
+        differing, _ = attention_invariant.compositions(
+            *attention_invariant.inputs(), impl, window, (1, 140, 299), False
+        )
+        assert not any(differing.values()), (window, differing)
     for fn in (fixed_matmul.fixed_matmul_on_chip, fixed_matmul.fixed_swiglu_on_chip):
         for lora in (False, True):
-            found, _ = fixed_matmul.differing(fn, fixed_matmul.inputs(), impl, lora, False)
-            assert found == 0, (fn, lora)
-    assert fixed_logprobs.differing(fixed_logprobs.inputs(), impl, False)[0] == 0
+            differing, _ = fixed_matmul.differing(fn, fixed_matmul.inputs(), impl, lora, False)
+            assert differing == 0, (fn, lora)
+    assert logprobs_invariant.differing(logprobs_invariant.inputs(), impl, False)[0] == 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Main loops take no more cycles than they did: a regression shows without a chip.
+"""Upper limits of the cycles of main loops: a regression shows without a chip.
 
-Pinned at the compilers named here, with 5 % of room; another version schedules otherwise. Print
+The limits are for the compilers named here, plus 5 %; other versions schedule differently. Print
 today's with `python -m pallas_kernels.bench OP --compile CHIP --schedule`.
 """
 
@@ -12,14 +12,14 @@ import re
 import jax
 import pytest
 
-from pallas_kernels.ahead_of_time import TPUS, missing
+from pallas_kernels.ahead_of_time import TPUS, compiler_unavailable
 from pallas_kernels.bench import schedule
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("default")]
 
 LIBTPU = "0.0.48"
 ROOM = 1.05
-# chip, operation, case: kernel: cycles of one turn of each main loop, in program order
+# chip, operation, case: kernel: cycles of one iteration of each main loop, in program order
 PINS = {
     ("v6e", "grouped_swiglu", "gate_up_20b"): {
         "grouped_swiglu": (3354, 3792, 1821, 1989, 1048, 1127),
@@ -60,25 +60,25 @@ PIPES = {  # chip, operation, case: kernel: what the busiest pipe but the tensor
 
 def marked(pins):
     """Half a minute each; CI looks at one of a TPU and one of Hopper, `-m aot` at all."""
-    seen = (("v5p", "window_20b"), ("h200", "full_20b"))
+    measured = (("v5p", "window_20b"), ("h200", "full_20b"))
     return [
-        pytest.param(chip, op, case, marks=() if (chip, case) in seen else pytest.mark.slow)
+        pytest.param(chip, op, case, marks=() if (chip, case) in measured else pytest.mark.slow)
         for chip, op, case in pins
     ]
 
 
 @functools.cache
 def kernels(chip, op, case):
-    reason = missing(chip)
+    reason = compiler_unavailable(chip)
     if reason is not None:
         pytest.skip(reason)
     target = "pallas_kernels.bench.schedule:programs"
     return schedule.compiled(chip, target, op, case, "bfloat16").kernels
 
 
-def named(found, name):
+def named(loops, name):
     """The first kernel of that name, of a forward pass if there is one."""
-    return next(x for x in found if re.search(rf"(^|_){name}_*([._]\d+)?$", x.kernel))
+    return next(x for x in loops if re.search(rf"(^|_){name}_*([._]\d+)?$", x.kernel))
 
 
 @pytest.mark.parametrize("chip, op, case", marked(PINS))

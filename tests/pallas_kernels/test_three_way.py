@@ -16,58 +16,58 @@ ORACLE = np.linspace(-2.0, 2.0, 15).reshape(3, 5)  # the largest is 2
 ULP = float(np.finfo(np.float32).eps)
 
 
-def moved(by, at=(1, 3), dtype=np.float32):
+def moved(factor, index=(1, 3), dtype=np.float32):
     out = ORACLE.astype(dtype)
-    out[at] += dtype(by)
+    out[index] += dtype(factor)
     return out
 
 
 @given(st.floats(1e-3, 1e3), st.floats(0.1, 5.0).filter(lambda x: abs(x - 2) > 0.05))
 def test_ours_may_err_twice_as_much_as_naive_and_no_more(error, factor):
     oracle = np.zeros((3, 5))  # no ulps are granted at zero
-    naive, ours = (np.full((3, 5), x, np.float32) for x in (error, factor * error))
+    naive, actual = (np.full((3, 5), x, np.float32) for x in (error, factor * error))
     if factor < 2:
-        three_way(ours, naive, oracle)
+        three_way(actual, naive, oracle)
     else:
         with pytest.raises(AssertionError, match="must be at most"):
-            three_way(ours, naive, oracle)
+            three_way(actual, naive, oracle)
 
 
 def test_where_naive_is_exact_only_the_ulps_of_the_largest_value_are_left():
     exact = ORACLE.astype(np.float32)
     oracle = exact.astype(np.float64)
-    at = (1, 2)  # the value there is 0, so adding is exact
-    three_way(moved(2 * 2 * ULP, at), exact, oracle)
+    index = (1, 2)  # the value there is 0, so adding is exact
+    three_way(moved(2 * 2 * ULP, index), exact, oracle)
     with pytest.raises(AssertionError):
-        three_way(moved(2.1 * 2 * ULP, at), exact, oracle)
-    three_way(moved(2.1 * 2 * ULP, at), exact, oracle, ulps=3.0)
+        three_way(moved(2.1 * 2 * ULP, index), exact, oracle)
+    three_way(moved(2.1 * 2 * ULP, index), exact, oracle, ulps=3.0)
     with pytest.raises(AssertionError):
-        three_way(moved(ULP, at), exact, oracle, ulps=0.0)
+        three_way(moved(ULP, index), exact, oracle, ulps=0.0)
 
 
 def test_the_ulp_is_that_of_our_dtype_not_of_the_oracle():
-    ones = np.ones((3, 5))
-    near = 1.0 + float(jnp.finfo(jnp.bfloat16).eps)
-    three_way(jnp.full((3, 5), near, jnp.bfloat16), ones, ones)
+    units = np.ones((3, 5))
+    close = 1.0 + float(jnp.finfo(jnp.bfloat16).eps)
+    three_way(jnp.full((3, 5), close, jnp.bfloat16), units, units)
     with pytest.raises(AssertionError):
-        three_way(jnp.full((3, 5), near, jnp.float32), ones, ones)
+        three_way(jnp.full((3, 5), close, jnp.float32), units, units)
 
 
 def test_the_message_names_the_worst_place_and_its_three_values():
-    ours = moved(0.25, (0, 1))
-    ours[2, 4] = 7.0
+    actual = moved(0.25, (0, 1))
+    actual[2, 4] = 7.0
     with pytest.raises(AssertionError) as failed:
-        three_way(ours, moved(0.0), ORACLE, "dsink")
-    said = str(failed.value)
-    assert said.startswith("dsink: error 5.000e+00 at (2, 4)"), said
-    assert "ours 7, naive 2, oracle 2" in said, said
+        three_way(actual, moved(0.0), ORACLE, "dsink")
+    message = str(failed.value)
+    assert message.startswith("dsink: error 5.000e+00 at (2, 4)"), message
+    assert "ours 7, naive 2, oracle 2" in message, message
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_fails_where_the_oracle_is_finite(wrong):
-    for naive in (moved(0.0), moved(wrong)):  # even where naive is no better
+@pytest.mark.parametrize("perturbed", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_fails_where_the_oracle_is_finite(perturbed):
+    for naive in (moved(0.0), moved(perturbed)):  # even where naive is no better
         with pytest.raises(AssertionError, match=r"at \(1, 3\)"):
-            three_way(moved(wrong), naive, ORACLE)
+            three_way(moved(perturbed), naive, ORACLE)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

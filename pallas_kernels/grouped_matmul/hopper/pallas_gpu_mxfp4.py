@@ -36,7 +36,7 @@ from jax.extend.mlir.dialects import arith, vector
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.dispatch import gpu_cores
+from pallas_kernels.dispatch import count_gpu_cores
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul.hopper import soft_bfloat16
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
@@ -171,11 +171,14 @@ def _run(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, beside):
     if plan.transposed:
         shapes = dict(lhs=(1, _ROWS, tiles.STEP), rhs=(1, plan.total, tiles.STEP))
         packed = dict(codes=(1, plan.width, tiles.STEP), scales=(1, 2, 2, tiles.STEP))
-        layout, leaving = hopper.swizzled(), _SWIZZLED_32  # D/2 + d need be no multiple of 64
+        layout, leaving = (
+            hopper.swizzle_transforms(),
+            _SWIZZLED_32,
+        )  # D/2 + d need be no multiple of 64
     else:
         shapes = dict(lhs=(2, _ROWS, GROUP), rhs=(2, GROUP, plan.total))
         packed = dict(codes=(plan.parts, GROUP, plan.width), scales=(plan.parts, 2, 1, plan.width))
-        layout, leaving = _SWIZZLED_32, hopper.swizzled()
+        layout, leaving = _SWIZZLED_32, hopper.swizzle_transforms()
     memory = {k: plgpu.SMEM((_STAGES, *v), dtype, transforms=layout) for k, v in shapes.items()}
     memory |= {k: plgpu.SMEM((_STAGES, *v), jnp.uint8) for k, v in packed.items()}
     piece = (C, _WG, tiles.PIECE)
@@ -192,13 +195,13 @@ def _run(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, beside):
                 free=plgpu.Barrier(num_arrivals=C, num_barriers=_STAGES),
             )
         ],
-        grid=(gpu_cores(),),
+        grid=(count_gpu_cores(),),
         grid_names=("core",),
         num_threads=C + 2,
         thread_name="warpgroup",
         kernel_name="grouped_swiglu_mxfp4" if plan.swiglu else "grouped_matmul_mxfp4",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=hopper.interpreter(plan.interpret),
+        interpret=hopper.interpret_params(plan.interpret),
     )
     outs = kernel(table, count, lhs, rhs_EDF.nibbles_EDF, scales, *beside, *bias)
     return outs if lhs is lhs_MD else [x[:M] for x in outs]
@@ -289,7 +292,7 @@ def _packed_kernel(
             *_, steps = where(tile)
 
             def step(k, _):
-                slot = ring.slot(done + k)
+                slot = ring.slot_of(done + k)
                 plgpu.barrier_wait(s["coded"].at[slot])
                 if plan.narrow:
                     pl.when(k < plan.steps)(lambda: _decode(s, plan, slot))
@@ -315,7 +318,7 @@ def _packed_kernel(
             return [(s["lhs"].at[slot, i, mine], x) for i, x in enumerate(rhs)]
 
         def multiply(done, steps):
-            (y,) = ring.multiply((plan.total,), done, steps, operands)
+            (y,) = ring.multiply_steps((plan.total,), done, steps, operands)
             return [y[:, i : i + plan.width] for i in range(0, plan.total, plan.width)]
 
         consume(s, plan, where, n_tiles, multiply, bias_ref, out_refs)
@@ -366,7 +369,9 @@ def _scaled(x: Array, scale: Array, layout: Any, arithmetic: Any) -> Array:
     """x · 2^126 · scale, by column, both as the rules make them."""
     scale = arithmetic.maximum(scale, jnp.bfloat16(2.0**-127))  # 0 is a scale too
     nothing = arithmetic.multiply(scale, jnp.bfloat16(0.0))  # NaN of an infinite one
-    scale, nothing = (hopper.spread(by_column, (GROUP, PIECE), 1) for by_column in (scale, nothing))
+    scale, nothing = (
+        hopper.broadcast_along(by_column, (GROUP, PIECE), 1) for by_column in (scale, nothing)
+    )
     if layout is not None:
         scale, nothing = (plgpu.layout_cast(by_row, layout) for by_row in (scale, nothing))
     x = arithmetic.multiply(x, jnp.bfloat16(2.0**126))

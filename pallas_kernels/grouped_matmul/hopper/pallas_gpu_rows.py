@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.dispatch import gpu_cores
+from pallas_kernels.dispatch import count_gpu_cores
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul.swiglu import activate
 
@@ -141,19 +141,22 @@ def _run(plan, lhs_MD, rhs, sizes_E, bias_EF, beside):
         out_type=out_type,
         scratch_types=[
             dict(
-                {k: plgpu.SMEM(v, dtype, transforms=hopper.swizzled()) for k, v in shapes.items()},
+                {
+                    k: plgpu.SMEM(v, dtype, transforms=hopper.swizzle_transforms())
+                    for k, v in shapes.items()
+                },
                 part=plgpu.SMEM((C, _WG, tiles.PIECE), dtype),
                 here=plgpu.Barrier(num_arrivals=1 + plan.halves, num_barriers=stages),
                 free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
             )
         ],
-        grid=(gpu_cores(),),
+        grid=(count_gpu_cores(),),
         grid_names=("core",),
         num_threads=C + 1,
         thread_name="warpgroup",
         kernel_name="grouped_swiglu" if plan.swiglu else "grouped_matmul",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=hopper.interpreter(plan.interpret),
+        interpret=hopper.interpret_params(plan.interpret),
     )
     outs = kernel(table, count, lhs, rhs, *beside, *bias)
     return outs if lhs is lhs_MD else [x[:M] for x in outs]
@@ -199,7 +202,7 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
 
         registers = tiles.CONSUMER_REGISTERS[plan.consumers]
         plgpu.set_max_registers(registers, action="increase")
-        multiply = partial(ring.multiply, (plan.width,) * plan.halves, operands=operands)
+        multiply = partial(ring.multiply_steps, (plan.width,) * plan.halves, operands=operands)
         consume(s, plan, where, n_tiles, multiply, bias_ref, out_refs)
 
 
@@ -256,7 +259,7 @@ def consume(
 
         @pl.when(lo >= hi)
         def _():
-            tiles.ring_of(s).skip(done, steps)
+            tiles.ring_of(s).skip_steps(done, steps)
 
         @pl.when(lo < hi)
         def _():
@@ -279,7 +282,7 @@ def _leave(s, plan, bias_ref, out_refs, ys, group, rows, first):
             return piece
         columns = pl.ds(first + half * plan.columns + i, tiles.PIECE)
         bias = _per_column(bias_ref.at[group, columns], plan.interpret)
-        return piece + hopper.spread(bias, piece.shape, 1)
+        return piece + hopper.broadcast_along(bias, piece.shape, 1)
 
     # Piece by piece, so that registers are given back as soon as they can be.
     piece = itertools.count()

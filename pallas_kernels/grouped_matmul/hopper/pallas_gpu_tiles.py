@@ -100,8 +100,8 @@ def produce(ring: hopper.Ring, done: Any, steps: Any, fetch: Callable[[Any, Any]
 
     @pl.loop(0, steps)
     def _(k):
-        ring.room(done + k)
-        fetch(k, ring.slot(done + k))
+        ring.wait_free(done + k)
+        fetch(k, ring.slot_of(done + k))
 
     return done + steps
 

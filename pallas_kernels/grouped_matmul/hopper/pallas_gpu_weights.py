@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, DTypeLike, Float, Int, Int32
 
 from pallas_kernels import hopper
-from pallas_kernels.dispatch import gpu_cores
+from pallas_kernels.dispatch import count_gpu_cores
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
 
 _WG = hopper.WARPGROUP_ROWS
@@ -54,12 +54,12 @@ def weights_by_group(
         out_type.append(jax.ShapeDtypeStruct((E, F), jnp.float32))
     stages, dtype = tiles.STAGES, lhs.dtype
     scratch: dict[str, Any] = dict(
-        lhs=plgpu.SMEM((stages, tiles.STEP, ROWS), dtype, transforms=hopper.swizzled()),
-        dout=plgpu.SMEM((stages, tiles.STEP, width), dtype, transforms=hopper.swizzled()),
+        lhs=plgpu.SMEM((stages, tiles.STEP, ROWS), dtype, transforms=hopper.swizzle_transforms()),
+        dout=plgpu.SMEM((stages, tiles.STEP, width), dtype, transforms=hopper.swizzle_transforms()),
         whole=plgpu.SMEM(
             (2, tiles.CONSUMERS, _WG, tiles.PIECE),
             rhs_dtype,
-            transforms=hopper.swizzled(jnp.dtype(rhs_dtype).itemsize),
+            transforms=hopper.swizzle_transforms(jnp.dtype(rhs_dtype).itemsize),
         ),
         sums=plgpu.SMEM((tiles.CONSUMERS, tiles.PIECE), jnp.float32) if bias else None,
         here=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -70,12 +70,12 @@ def weights_by_group(
         partial(_weights_kernel, plan=plan),
         out_type=out_type,
         scratch_types=[scratch],
-        grid=(gpu_cores(),),
+        grid=(count_gpu_cores(),),
         grid_names=("core",),
         num_threads=tiles.CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="grouped_matmul_weights",
-        interpret=hopper.interpreter(interpret),
+        interpret=hopper.interpret_params(interpret),
     )
     drhs, *dbias = kernel(_bounds(group_sizes_E, M), lhs, dout)
     return drhs, dbias[0] if bias else None
@@ -152,7 +152,7 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
             """The values of the group's rows, 0 for others."""
             layout = None if plan.interpret else hopper.TILE
             row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=layout)
-            x = hopper.load(ref, hopper.TILE, plan.interpret)
+            x = hopper.load_registers(ref, hopper.TILE, plan.interpret)
             return jnp.where((row >= lo) & (row < hi), x, jnp.zeros_like(x))
 
         def together():
@@ -181,13 +181,15 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
             piece = jnp.minimum(warpgroup, jnp.int32(width // tiles.PIECE - 1)) * tiles.PIECE
 
             def add(k, total):
-                ring.wait(done + k)
-                columns = s["dout"].at[ring.slot(done + k), :, pl.ds(piece, tiles.PIECE)]
+                ring.wait_filled(done + k)
+                columns = s["dout"].at[ring.slot_of(done + k), :, pl.ds(piece, tiles.PIECE)]
                 x = keep(columns, *rows_of(k, span)[1:]).astype(jnp.float32)
-                ring.leave(done + k)
+                ring.release(done + k)
                 return total + x
 
-            nothing = hopper.full((tiles.STEP, tiles.PIECE), 0.0, hopper.TILE, plan.interpret)
+            nothing = hopper.fill_registers(
+                (tiles.STEP, tiles.PIECE), 0.0, hopper.TILE, plan.interpret
+            )
             total: Any = lax.fori_loop(0, steps, add, nothing)
 
             # One after the other: sums across warps meet in one place in shared memory.
@@ -214,7 +216,7 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
                     mask(k, slot, span)
                     return [(s["lhs"].at[slot, :, mine].transpose((1, 0)), s["dout"].at[slot])]
 
-                (y,) = ring.multiply((width,), done, steps, operands)
+                (y,) = ring.multiply_steps((width,), done, steps, operands)
                 start = drhs_row(row) + warpgroup * _WG
                 for i in range(0, width, tiles.PIECE):
                     value = y[:, i : i + tiles.PIECE].astype(drhs_ref.dtype)

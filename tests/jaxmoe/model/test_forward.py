@@ -181,8 +181,8 @@ def test_attention_that_is_kept_is_not_run_again(params, monkeypatch, name):
     """The backward of the two layers in a scanned pair asks for their forwards only where all is
     recomputed; counted in the gradient's program by a function of its own."""
     module, part = {
-        "xla": (xla, "_forward_blocks"), "mosaic_tpu": (pallas_tpu, "forward"),
-        "mosaic_gpu": (pallas_gpu, "forward"),
+        "xla": (xla, "_forward_blocks"), "mosaic_tpu": (pallas_tpu, "attention_forward_tpu"),
+        "mosaic_gpu": (pallas_gpu, "attention_forward_gpu"),
     }[name]  # fmt: skip
     inner = getattr(module, part)
 
@@ -199,8 +199,10 @@ def test_attention_that_is_kept_is_not_run_again(params, monkeypatch, name):
             return sink_attention(q, k, v, sink, window=window, impl="xla", **places)
         layout = Layout(**places)
         if name == "mosaic_tpu":
-            return pallas_tpu.mosaic_tpu(q, k, v, sink, layout, window or 0, 0.25, True)
-        return pallas_gpu.mosaic_gpu(q, k, v, sink, layout, window or 0, 0.25)
+            return pallas_tpu.sink_attention_mosaic_tpu(
+                q, k, v, sink, layout, window or 0, 0.25, True
+            )
+        return pallas_gpu.sink_attention_mosaic_gpu(q, k, v, sink, layout, window or 0, 0.25)
 
     def runs(remat):
         ops = replace(OPS, attend=attend, remat=remat)

@@ -21,7 +21,12 @@ from jaxmoe.parallel import expert
 from jaxmoe.parallel.expert import exchanged_experts, gathered_experts
 from jaxmoe.parallel.sharding import AXES
 from pallas_kernels import grouped_matmul, grouped_swiglu
-from pallas_kernels.ahead_of_time import GPUS, _not_kept, _target_config, missing
+from pallas_kernels.ahead_of_time import (
+    GPUS,
+    _target_config,
+    _without_compilation_cache,
+    compiler_unavailable,
+)
 from tests.jaxmoe.parallel.collectives import collectives
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
@@ -37,7 +42,7 @@ TOKENS, EXPERTS = P(("data", "fsdp", "expert", "sequence")), P(("expert", "tenso
 
 def mesh_of(chip, topology, **axes):
     """A mesh of several devices of the chip, none of which is here."""
-    reason = missing(chip)
+    reason = compiler_unavailable(chip)
     if reason:
         pytest.skip(reason)
     if chip in GPUS:
@@ -84,7 +89,7 @@ def compiled(mesh, chip, dispatch, backward=True):
         array(TOKENS, jnp.float32, rows, ROWS, A), layer,
     )  # fmt: skip
     platform = "cuda" if chip in GPUS else "tpu"
-    with jax.set_mesh(mesh), _not_kept():
+    with jax.set_mesh(mesh), _without_compilation_cache():
         traced = jax.jit(both if backward else run).trace(*args)
         return traced.lower(lowering_platforms=(platform,)).compile()
 

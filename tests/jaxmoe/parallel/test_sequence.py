@@ -57,7 +57,7 @@ compiled = functools.cache(on)
 
 @functools.cache
 def wanted(case):
-    inputs, ct = cases.make_inputs(case), cotangents(case)
+    inputs, ct = cases.init_attention_inputs(case), cotangents(case)
     return inputs, ct, formula(case, *ct, *inputs), naive(case, jnp.float32, *ct, *inputs)
 
 
@@ -101,7 +101,7 @@ def test_several_devices_give_what_one_gives_in_every_combination(method, shards
 def test_half_precision_is_as_good_as_on_one_device(method, window):
     for case in CASES:
         case = case._replace(window=window)
-        inputs, ct = cases.make_inputs(case, jnp.bfloat16), cotangents(case, jnp.bfloat16)
+        inputs, ct = cases.init_attention_inputs(case, jnp.bfloat16), cotangents(case, jnp.bfloat16)
         got = values_and_gradients(compiled(method, 4), window, *ct, *inputs)
         compare(case, got, inputs, ct)
 
@@ -204,7 +204,7 @@ def test_a_window_borrows_the_tokens_before_a_shard_and_no_more():
 
 
 def test_what_does_not_divide_is_told_in_one_line():
-    inputs = jax.eval_shape(lambda: cases.make_inputs(CASE._replace(N=6)))
+    inputs = jax.eval_shape(lambda: cases.init_attention_inputs(CASE._replace(N=6)))
 
     def traced(method, shards):
         jax.eval_shape(functools.partial(on(method, shards), 0), *inputs)
@@ -224,7 +224,7 @@ def test_what_does_not_divide_is_told_in_one_line():
 
 def travelled(remat):
     """Sends in the program of a gradient through a ring, by `remat`."""
-    inputs = cases.make_inputs(CASE)
+    inputs = cases.init_attention_inputs(CASE)
 
     def loss(q, *rest):
         return jnp.sum(jnp.sin(compiled("ring", 2)(0, jnp.sin(q), *rest)[0]))
@@ -241,7 +241,7 @@ def test_a_ring_that_is_kept_does_not_go_round_again():
 def held(attend, devices):
     """Temporary bytes of a device in a forward and backward pass over 16,384 tokens."""
     case = cases.AttentionCase("long", 1, 16_384, 16_384, 8, 2, 16)
-    inputs = jax.eval_shape(lambda: cases.make_inputs(case))
+    inputs = jax.eval_shape(lambda: cases.init_attention_inputs(case))
     ct = jax.eval_shape(lambda: cotangents(case))
     cut = NamedSharding(Mesh(np.array(jax.devices()[:devices]), ("sequence",)), P(None, "sequence"))
     args = [

@@ -25,7 +25,7 @@ T, N, K, H = 8192, 64, 8, 64  # of GPT-OSS
 
 def eight(chip):
     """Eight chips, and the lowering and the kernels of theirs."""
-    reason = ahead_of_time.missing(chip)
+    reason = ahead_of_time.compiler_unavailable(chip)
     if reason:
         pytest.skip(reason)
     if chip == "v5e":

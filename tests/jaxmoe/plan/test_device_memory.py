@@ -32,7 +32,7 @@ def promotion():
 
 
 def compiler(row):
-    if reason := ahead_of_time.missing(row.chip):
+    if reason := ahead_of_time.compiler_unavailable(row.chip):
         pytest.skip(reason)
 
 

@@ -32,7 +32,7 @@ from jaxmoe.plan.sampler import Wave
 from jaxmoe.rl.from_config import algorithm_from_config
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import CHIPS as COMPILED
-from pallas_kernels.ahead_of_time import missing
+from pallas_kernels.ahead_of_time import compiler_unavailable
 
 BIG = load_config("gptoss120b.py")
 TINY = ("--config", "tiny.py")
@@ -44,7 +44,7 @@ def run(*args):
 
 @pytest.fixture
 def eight(monkeypatch):
-    monkeypatch.setattr(command, "topology_of", lambda name: ("v5e", [None] * 8))
+    monkeypatch.setattr(command, "parse_topology", lambda name: ("v5e", [None] * 8))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_state_larger_than_the_chip_is_told_without_a_compiler(monkeypatch, ca
     chips = {"v5e": CHIPS["v5e"]._replace(memory=5 * 10**6)}
     monkeypatch.setattr(search, "MOST", 4)
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
-    monkeypatch.setattr(command, "topology_of", lambda name: ("v5e", [None] * 2))
+    monkeypatch.setattr(command, "parse_topology", lambda name: ("v5e", [None] * 2))
     monkeypatch.setattr(command, "mesh_on", lambda cfg, devices: mesh)
     monkeypatch.setattr(command, "compiled_step", never)
     monkeypatch.setattr(command, "CHIPS", chips)
@@ -263,7 +263,7 @@ def test_the_scoring_pass_of_a_step_is_told():
 @pytest.mark.parametrize("topology", ["h200:1x8", "v5e:2x4"])
 @pytest.mark.parametrize("at", ["device", "host"])
 def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
-    if reason := missing(topology.partition(":")[0]):
+    if reason := compiler_unavailable(topology.partition(":")[0]):
         pytest.skip(reason)
     small = ["rollout.sequences_per_step=16", "mesh.fsdp=4", "mesh.expert=2", "kernels=xla",
              "optim.remat=True", f"optim.remat_inputs={at}", f"optim.moments={at}"]  # fmt: skip

@@ -17,7 +17,7 @@ from jaxmoe.parallel.sharding import on_host, one_device, state_shardings
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.streamed import stream_state
-from pallas_kernels.ahead_of_time import compile_on, mesh_of, missing
+from pallas_kernels.ahead_of_time import chip_mesh, compile_on, compiler_unavailable
 
 # three pairs of layers; a critic without any, of which one parameter is a scalar, as a count is
 SHAPES = Trained(
@@ -90,9 +90,9 @@ def test_of_a_state_on_the_host_the_arrays_of_moments_are_there_and_nothing_else
 @pytest.mark.parametrize("chip", ["h200", "v5e"])
 def test_a_chip_has_the_moments_of_a_few_pairs_at_a_time(chip):
     """The state's arrays stay the host's own, in place; without streaming all come at once."""
-    if reason := missing(chip):
+    if reason := compiler_unavailable(chip):
         pytest.skip(reason)
-    mesh = one_device(mesh_of(chip).devices.flat[0])
+    mesh = one_device(chip_mesh(chip).devices.flat[0])
     here = NamedSharding(mesh, PartitionSpec())
     params = {"layers": jax.ShapeDtypeStruct((24, 512, 512), jnp.float32, sharding=here)}
     state = jax.tree.map(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every implementation of decoding is held to: a float64 oracle and four properties."""
+"""Checks of every implementation of decoding: a float64 oracle and four properties."""
 
 from functools import partial
 
@@ -16,8 +16,8 @@ SHORT = cases.AttentionCase("short", 3, 2, 136, 10, 2, 64, 0, "left")
 
 def inputs_of(case, dtype=jnp.bfloat16):
     if isinstance(case, PagedCase):
-        return cases.make_paged(case, dtype)
-    return cases.make_inputs(case, dtype)
+        return cases.init_paged_inputs(case, dtype)
+    return cases.init_attention_inputs(case, dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -37,8 +37,8 @@ def in_order(case, inputs):
     """A paged call as a contiguous one, by plain indexing: q, k, v, sink and the four places."""
     q, k, v, sink, table, lengths = map(np.asarray, inputs)
     B, T, S = case.B, case.T, case.J * case.page
-    at = np.where(table < 0, 0, table)
-    k, v = (x[at].reshape(B, S, case.K, case.H) for x in (k, v))
+    page_ids = np.where(table < 0, 0, table)
+    k, v = (x[page_ids].reshape(B, S, case.K, case.H) for x in (k, v))
     q_pos = lengths[:, None] - T + np.arange(T)
     k_pos = np.broadcast_to(np.arange(S), (B, S))
     return q, k, v, sink, q_pos, k_pos, (q_pos >= 0) * 1, (k_pos < lengths[:, None]) * 1
@@ -50,48 +50,50 @@ def formula(case, inputs, rounded=lambda x: x):
     q, k, v, sink = (np.asarray(x).astype(np.float32).astype(np.float64) for x in args[:4])
     q_pos, k_pos, q_seg, k_seg = map(np.asarray, args[4:])
     k, v = (np.repeat(x, case.N // case.K, axis=2) for x in (k, v))
-    back = q_pos[:, :, None] - k_pos[:, None, :]
-    seen = (q_seg[:, :, None] == k_seg[:, None, :]) & (k_seg[:, None, :] > 0) & (back >= 0)
-    seen = (seen & ((back < case.window) | (case.window == 0)))[:, None]
+    distance = q_pos[:, :, None] - k_pos[:, None, :]
+    visible = (q_seg[:, :, None] == k_seg[:, None, :]) & (k_seg[:, None, :] > 0) & (distance >= 0)
+    visible = (visible & ((distance < case.window) | (case.window == 0)))[:, None]
     z = np.einsum("btnh,bsnh->bnts", q, k) * case.H**-0.5
-    z = np.where(seen, z, -np.inf)
+    z = np.where(visible, z, -np.inf)
     sink = sink[None, :, None]
     top = np.maximum(z.max(-1), np.maximum(sink, -1e30))
     with np.errstate(divide="ignore"):
         lse = top + np.log(np.exp(z - top[..., None]).sum(-1) + np.exp(sink - top))
     p = np.exp(z - np.where(np.isfinite(lse), lse, 0)[..., None])
-    v = np.where(seen.any((1, 2))[:, :, None, None], v, 0)
+    v = np.where(visible.any((1, 2))[:, :, None, None], v, 0)
     return rounded(np.einsum("bnts,bsnh->btnh", rounded(p), v)), lse.transpose(0, 2, 1)
 
 
 def check(f, case, dtype=jnp.bfloat16):
-    """As good as the plain formula with matmuls in `dtype`."""
+    """Check results by the three-way rule; the plain formula has matmuls in `dtype`."""
     inputs = inputs_of(case, dtype)
     o, lse = run(f, case, inputs)
     assert o.dtype == dtype and lse.dtype == jnp.float32
-    right = formula(case, inputs)
+    expected = formula(case, inputs)
     plain = formula(case, inputs, lambda x: np.asarray(jnp.asarray(x, dtype)).astype(np.float64))
     # scores and sums are float32: a dot of H terms and √S weights, in units of the largest
     ulps = 2 + case.H**0.5
-    three_way(o, plain[0], right[0], f"{case.name} o", ulps=2.0 if dtype != jnp.float32 else ulps)
-    three_way(lse, right[1], right[1], f"{case.name} lse", ulps=ulps)
+    three_way(
+        o, plain[0], expected[0], f"{case.name} o", ulps=2.0 if dtype != jnp.float32 else ulps
+    )
+    three_way(lse, expected[1], expected[1], f"{case.name} lse", ulps=ulps)
 
 
 def check_rows_alone(f, case=SHORT):
-    """A row's bits are the same alone, and in a cache with more room."""
-    x = cases.make_inputs(case, jnp.bfloat16)
+    """Check that a row's bits are equal in a batch of one and in a larger cache."""
+    x = cases.init_attention_inputs(case, jnp.bfloat16)
     o, lse = run(f, case, x)
     row = type(x)(*(y if y.ndim == 1 else y[1:2] for y in x))
-    alone = run(f, case, row)
-    np.testing.assert_array_equal(o[1:2], alone[0])
-    np.testing.assert_array_equal(lse[1:2], alone[1])
-    more = 600  # slots: past the next split or step
+    single_row = run(f, case, row)
+    np.testing.assert_array_equal(o[1:2], single_row[0])
+    np.testing.assert_array_equal(lse[1:2], single_row[1])
+    n_extra = 600  # slots: past the next split or step
 
     def longer(y, value):
-        widths = ((0, 0), (0, more), *((0, 0),) * (y.ndim - 2))
+        widths = ((0, 0), (0, n_extra), *((0, 0),) * (y.ndim - 2))
         return jnp.pad(y, widths, constant_values=value)
 
-    k, v = (longer(y, jnp.nan) for y in (x.k_BSKH, x.v_BSKH))  # empty room may hold anything
+    k, v = (longer(y, jnp.nan) for y in (x.k_BSKH, x.v_BSKH))  # free slots may hold any value
     k_pos, k_seg = longer(x.k_positions_BS, 0), longer(x.k_segment_ids_BS, 0)
     roomy = x._replace(k_BSKH=k, v_BSKH=v, k_positions_BS=k_pos, k_segment_ids_BS=k_seg)
     for a, b in zip((o, lse), run(f, case, roomy), strict=True):
@@ -99,13 +101,15 @@ def check_rows_alone(f, case=SHORT):
 
 
 def check_pages_anywhere(f, case):
-    """Moving the pages, with the table, changes no bit."""
-    x = cases.make_paged(case, jnp.bfloat16)
-    to = np.random.default_rng(3).permutation(x.k_PSKH.shape[0])
-    back = np.argsort(to)
-    table = np.where(np.asarray(x.page_table_BJ) < 0, 0, to[np.asarray(x.page_table_BJ)])
+    """Check that a permutation of pages, with their table, changes no bit."""
+    x = cases.init_paged_inputs(case, jnp.bfloat16)
+    padded_length = np.random.default_rng(3).permutation(x.k_PSKH.shape[0])
+    distance = np.argsort(padded_length)
+    table = np.where(np.asarray(x.page_table_BJ) < 0, 0, padded_length[np.asarray(x.page_table_BJ)])
     moved = x._replace(
-        k_PSKH=x.k_PSKH[back], v_PSKH=x.v_PSKH[back], page_table_BJ=jnp.asarray(table, jnp.int32)
+        k_PSKH=x.k_PSKH[distance],
+        v_PSKH=x.v_PSKH[distance],
+        page_table_BJ=jnp.asarray(table, jnp.int32),
     )
     assert (table != np.asarray(x.page_table_BJ)).any()
     for a, b in zip(run(f, case, x), run(f, case, moved), strict=True):
@@ -113,17 +117,17 @@ def check_pages_anywhere(f, case):
 
 
 def check_halves_merge(f, case=SHORT):
-    """Two half caches without sinks, merged by lse with the sink once, are the whole."""
-    x = cases.make_inputs(case, jnp.bfloat16)
-    without = x._replace(sink_N=jnp.full_like(x.sink_N, -jnp.inf))
+    """Check that two half caches, merged by lse with the sink, equal the full cache."""
+    x = cases.init_attention_inputs(case, jnp.bfloat16)
+    cleared = x._replace(sink_N=jnp.full_like(x.sink_N, -jnp.inf))
     halves = []
     for half in (0, 1):
-        mine = jnp.arange(case.S)[None, :] // (case.S // 2) == half
-        part = without._replace(k_segment_ids_BS=jnp.where(mine, x.k_segment_ids_BS, 0))
+        actual = jnp.arange(case.S)[None, :] // (case.S // 2) == half
+        part = cleared._replace(k_segment_ids_BS=jnp.where(actual, x.k_segment_ids_BS, 0))
         halves.append(wide(run(f, case, part)))
     lses = np.stack([lse for _, lse in halves] + [np.broadcast_to(x.sink_N, halves[0][1].shape)])
     total = np.logaddexp.reduce(lses.astype(np.float64))
     o = sum(o * np.exp(lse - total)[..., None] for o, lse in halves)
-    right = formula(case, x)
-    three_way(jnp.asarray(total, jnp.float32), right[1], right[1], "lse", ulps=10.0)
-    three_way(jnp.asarray(o, jnp.bfloat16), right[0], right[0], "o", ulps=4.0)
+    expected = formula(case, x)
+    three_way(jnp.asarray(total, jnp.float32), expected[1], expected[1], "lse", ulps=10.0)
+    three_way(jnp.asarray(o, jnp.bfloat16), expected[0], expected[0], "o", ulps=4.0)

@@ -16,24 +16,30 @@ COMPILED = (
 
 
 def compiled(case):
-    if reason := ahead_of_time.missing("h200"):
+    if reason := ahead_of_time.compiler_unavailable("h200"):
         pytest.skip(reason)
     paged = isinstance(case, cases.PagedCase)
-    f = pallas_gpu.mosaic_gpu_paged if paged else pallas_gpu.mosaic_gpu
+    f = (
+        pallas_gpu.paged_decode_attention_mosaic_gpu
+        if paged
+        else pallas_gpu.decode_attention_mosaic_gpu
+    )
     return ahead_of_time.compile_for(
-        "h200", lambda *x: f(*x, case.window, case.H**-0.5), *cases.shapes(case)
+        "h200", lambda *x: f(*x, case.window, case.H**-0.5), *cases.decode_shapes(case)
     )
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles_without_spills_two_blocks_share_a_core_and_no_cache_is_copied(name):
-    case = cases.named(name)
-    done = compiled(case)
-    assert done.mosaic_calls == 2  # the splits and their merge, which may be compiled already
+    case = cases.get_decode_case(name)
+    compiled_case = compiled(case)
+    assert (
+        compiled_case.mosaic_calls == 2
+    )  # the splits and their merge, which may be compiled already
     blocks = 2 if case.H == 64 else 1  # of 128 threads, on a core
-    for kernel in done.kernels:
+    for kernel in compiled_case.kernels:
         assert kernel.spills == kernel.stack == 0 and not kernel.warnings
         assert blocks * 128 * kernel.registers <= 65536
         assert blocks * (kernel.shared + 1024) <= hopper.SHARED_BYTES + 1024
-    cache = 2 * math.prod(cases.shapes(case)[1].shape) * 2
-    assert done.temp_bytes < 0.05 * cache + 2**23
+    cache = 2 * math.prod(cases.decode_shapes(case)[1].shape) * 2
+    assert compiled_case.temp_bytes < 0.05 * cache + 2**23

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TPU kernel of decoding through libtpu at the sizes of GPT-OSS 20B and 120B.
 
-The compiler refuses what does not fit in VMEM (16 MiB of a kernel on v5e, the least): the ring
+The compiler rejects kernels that exceed VMEM (16 MiB a kernel on v5e, the smallest): the ring
 takes 3 MiB with heads of 64 and 6 MiB with heads of 128.
 """
 
@@ -16,49 +16,53 @@ from pallas_kernels.masks import Layout
 pytestmark = pytest.mark.aot
 
 EVERYWHERE = ("64x8k", "8x32k_pages_16_new4")
-ON_ONE = ("64_ring", "8x32k_new4", "head_128", "64x8k_pages_64_window", "64x8k_pages_16")
+SINGLE_CHIP = ("64_ring", "8x32k_new4", "head_128", "64x8k_pages_64_window", "64x8k_pages_16")
 
 
 def compiled(chip, case, flat):
-    """With the cache as [.., K·H], reshaped in the call, or as [.., K, H]."""
-    if reason := ahead_of_time.missing(chip):
+    """Compile a case with the cache as [.., K·H], reshaped in the call, or as [.., K, H]."""
+    if reason := ahead_of_time.compiler_unavailable(chip):
         pytest.skip(reason)
-    f = pallas_tpu.mosaic_tpu_paged
+    f = pallas_tpu.paged_decode_attention_mosaic_tpu
     if not isinstance(case, cases.PagedCase):
-        f = pallas_tpu.mosaic_tpu
-    q, kv, _, *rest = cases.shapes(case)
-    given = jax.ShapeDtypeStruct((*kv.shape[:2], case.K * case.H), kv.dtype) if flat else kv
+        f = pallas_tpu.decode_attention_mosaic_tpu
+    q, kv, _, *other_inputs = cases.decode_shapes(case)
+    inputs = jax.ShapeDtypeStruct((*kv.shape[:2], case.K * case.H), kv.dtype) if flat else kv
 
-    def decode(q, k, v, *rest):
-        return f(q, k.reshape(kv.shape), v.reshape(kv.shape), *rest, case.window, case.H**-0.5)
+    def decode(q, k, v, *other_inputs):
+        return f(
+            q, k.reshape(kv.shape), v.reshape(kv.shape), *other_inputs, case.window, case.H**-0.5
+        )
 
-    return ahead_of_time.compile_for(chip, decode, q, given, given, *rest), kv.size * 2
+    return ahead_of_time.compile_for(chip, decode, q, inputs, inputs, *other_inputs), kv.size * 2
 
 
 @pytest.mark.parametrize("chip", ahead_of_time.TPUS)
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_it_compiles_for_every_chip_and_copies_no_cache(chip, name):
-    done, bytes_of_k = compiled(chip, cases.named(name), flat=True)
-    assert done.temp_bytes < 0.06 * bytes_of_k
+    compiled_case, bytes_of_k = compiled(chip, cases.get_decode_case(name), flat=True)
+    assert compiled_case.temp_bytes < 0.06 * bytes_of_k
 
 
-@pytest.mark.parametrize("name", ON_ONE)
+@pytest.mark.parametrize("name", SINGLE_CHIP)
 def test_other_sizes_compile_for_the_smallest_chip(name):
-    done, bytes_of_k = compiled("v5e", cases.named(name), flat=True)
-    assert done.temp_bytes < 0.1 * bytes_of_k + 2**24
+    compiled_case, bytes_of_k = compiled("v5e", cases.get_decode_case(name), flat=True)
+    assert compiled_case.temp_bytes < 0.1 * bytes_of_k + 2**24
 
 
 def test_many_new_tokens_of_wide_float32_heads_compile():
-    if reason := ahead_of_time.missing("v5p"):
+    if reason := ahead_of_time.compiler_unavailable("v5p"):
         pytest.skip(reason)
     shape = jax.ShapeDtypeStruct
     q, kv = (shape((2, size, n, 128), jnp.float32) for size, n in ((16, 64), (512, 8)))
-    assert pallas_tpu.unsupported(q, kv) is None
+    assert pallas_tpu.decode_attention_mosaic_tpu_unsupported(q, kv) is None
     layout = Layout._make(shape((2, size), jnp.int32) for size in (16, 512, 16, 512))
     args = q, kv, kv, shape((64,), jnp.float32), layout
-    ahead_of_time.compile_for("v5p", lambda *x: pallas_tpu.mosaic_tpu(*x, 0, 1.0), *args)
+    ahead_of_time.compile_for(
+        "v5p", lambda *x: pallas_tpu.decode_attention_mosaic_tpu(*x, 0, 1.0), *args
+    )
 
 
 def test_a_cache_with_separate_heads_is_copied_first():
-    done, bytes_of_k = compiled("v5e", cases.named("64x8k_pages_64"), flat=False)
-    assert done.temp_bytes > 2 * bytes_of_k
+    compiled_case, bytes_of_k = compiled("v5e", cases.get_decode_case("64x8k_pages_64"), flat=False)
+    assert compiled_case.temp_bytes > 2 * bytes_of_k

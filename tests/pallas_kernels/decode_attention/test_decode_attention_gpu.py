@@ -11,8 +11,8 @@ from pallas_kernels.decode_attention import cases, pallas_gpu
 from pallas_kernels.dispatch import Target
 from tests.pallas_kernels.decode_attention import checks
 
-KERNEL = partial(pallas_gpu.mosaic_gpu, interpret=True)
-PAGED = partial(pallas_gpu.mosaic_gpu_paged, interpret=True)
+KERNEL = partial(pallas_gpu.decode_attention_mosaic_gpu, interpret=True)
+PAGED = partial(pallas_gpu.paged_decode_attention_mosaic_gpu, interpret=True)
 ALL = cases.TEST_CASES + cases.PAGED_TEST_CASES
 FAST = ("window_left", "pages_16_window")
 
@@ -39,12 +39,12 @@ def test_values_are_as_good_as_the_plain_formula(case):
 
 @pytest.mark.slow
 def test_float16_is_as_good():
-    checks.check(KERNEL, cases.named("uneven"), jnp.float16)
+    checks.check(KERNEL, cases.get_decode_case("uneven"), jnp.float16)
 
 
 def test_more_rows_than_a_tile_take_several():
     case = cases.AttentionCase("tiles", 1, 13, 72, 12, 2, 64, 33)
-    assert pallas_gpu.tiles_of(13, 6) == (2, 64)
+    assert pallas_gpu.decode_tiles(13, 6) == (2, 64)
     checks.check(KERNEL, case)
 
 
@@ -60,7 +60,7 @@ def test_a_row_depends_on_its_own_slots_only(monkeypatch):
 
 @pytest.mark.slow
 def test_pages_may_lie_anywhere():
-    checks.check_pages_anywhere(PAGED, cases.named("pages_16_window"))
+    checks.check_pages_anywhere(PAGED, cases.get_decode_case("pages_16_window"))
 
 
 @pytest.mark.slow
@@ -71,13 +71,13 @@ def test_half_caches_merge_into_the_whole():
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [-0.25, 0.0])
 def test_scales_that_are_not_positive(scale):
-    inputs = cases.make_inputs(checks.SHORT, jnp.bfloat16)
-    from pallas_kernels.decode_attention.xla import xla
+    inputs = cases.init_attention_inputs(checks.SHORT, jnp.bfloat16)
+    from pallas_kernels.decode_attention.xla import decode_attention_xla
     from tests.pallas_kernels.three_way import three_way
 
-    ours, right = (f(*inputs.arguments, 0, scale) for f in (KERNEL, xla))
-    for mine, theirs in zip(ours, right, strict=True):
-        three_way(mine, theirs, theirs, "scale", ulps=4.0)
+    actual, expected = (f(*inputs.arguments, 0, scale) for f in (KERNEL, decode_attention_xla))
+    for a, b in zip(actual, expected, strict=True):
+        three_way(a, b, b, "scale", ulps=4.0)
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -86,7 +86,7 @@ def shape(*sizes, dtype=jnp.bfloat16):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(pallas_gpu, "target", lambda: Target("gpu", "NVIDIA H200"))
+    monkeypatch.setattr(pallas_gpu, "target_device", lambda: Target("gpu", "NVIDIA H200"))
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,14 @@ def on_hopper(monkeypatch):
     ],
 )
 def test_what_it_cannot_do_has_a_reason(on_hopper, q, k, reason):
-    assert reason in pallas_gpu.unsupported(q, k)
+    assert reason in pallas_gpu.decode_attention_mosaic_gpu_unsupported(q, k)
 
 
 def test_other_gpus_and_odd_pages_have_a_reason(on_hopper, monkeypatch):
     q = shape(2, 1, 8, 64)
-    assert "page size 24" in pallas_gpu.unsupported_paged(q, shape(9, 24, 2, 64))
-    assert pallas_gpu.unsupported_paged(q, shape(9, 128, 2, 64)) is None
-    monkeypatch.setattr(pallas_gpu, "target", lambda: Target("gpu", "NVIDIA A100"))
-    assert "Hopper" in pallas_gpu.unsupported(q, shape(2, 96, 2, 64))
+    assert "page size 24" in pallas_gpu.paged_decode_attention_mosaic_gpu_unsupported(
+        q, shape(9, 24, 2, 64)
+    )
+    assert pallas_gpu.paged_decode_attention_mosaic_gpu_unsupported(q, shape(9, 128, 2, 64)) is None
+    monkeypatch.setattr(pallas_gpu, "target_device", lambda: Target("gpu", "NVIDIA A100"))
+    assert "Hopper" in pallas_gpu.decode_attention_mosaic_gpu_unsupported(q, shape(2, 96, 2, 64))

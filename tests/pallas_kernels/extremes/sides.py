@@ -38,17 +38,17 @@ from pallas_kernels.token_logprobs import xla as logprobs_xla
 WINDOW, ALPHA, LIMIT = 9, 1.702, 7.0
 WORDS, TEMPERATURE = 277, 0.75
 SMALL: dict[Any, dict[str, Any]] = {
-    xla: {"block_sizes": lambda *_: (8, 8)},
+    xla: {"xla_block_sizes": lambda *_: (8, 8)},
     logprobs_xla: {"TOKEN_BLOCK": 16, "VOCAB_BLOCK": 128},
-    pallas_tpu_blocks: {"block_sizes": lambda *_: (16, 8, 8)},
+    pallas_tpu_blocks: {"tpu_block_sizes": lambda *_: (16, 8, 8)},
     logprobs_tpu: {"CHUNK": 256},
     decode_tpu: {"KEYS": 64},
-    pallas_gpu: {"forward_tiles": lambda *_: MosaicTiles(3, 32, 2)},
+    pallas_gpu: {"mosaic_forward_tiles": lambda *_: MosaicTiles(3, 32, 2)},
     pallas_gpu_backward: {
-        "query_tiles": lambda *_: MosaicTiles(1, 32, 2),
-        "key_tiles": lambda *_: MosaicTiles(1, 32, 3),
+        "mosaic_dq_tiles": lambda *_: MosaicTiles(1, 32, 2),
+        "mosaic_dkv_tiles": lambda *_: MosaicTiles(1, 32, 3),
     },
-    logprobs_gpu: {"STAGES": 2, "GROUP": 1, "gpu_cores": lambda: 4, "CHUNK": 512},
+    logprobs_gpu: {"STAGES": 2, "GROUP": 1, "count_gpu_cores": lambda: 4, "CHUNK": 512},
     decode_gpu: {"SPLIT": 256},
 }
 
@@ -144,15 +144,19 @@ def swiglu(sizes, **implementations):
 
 PLAIN = {
     "sink_attention": lambda: attention(
-        (2, 21, 29, 6, 2, 16), reference=reference.reference, xla=xla.xla
+        (2, 21, 29, 6, 2, 16),
+        reference=reference.sink_attention_reference, xla=xla.sink_attention_xla,
     ),
-    "decode_attention": lambda: decoding((3, 2, 61, 6, 2, 16), xla=decode_xla.xla),
+    "decode_attention": lambda: decoding((3, 2, 61, 6, 2, 16), xla=decode_xla.decode_attention_xla),
     "paged_decode_attention": lambda: paged(
         (3, 2, 5, 16, 6, 2, 16),
-        reference=decode_reference.reference_paged, xla=decode_xla.xla_paged,
+        reference=decode_reference.paged_decode_attention_reference,
+        xla=decode_xla.paged_decode_attention_xla,
     ),
     "token_logprobs": lambda: logprobs(
-        (29, 16, 300), reference=logprobs_reference.reference, xla=logprobs_xla.xla
+        (29, 16, 300),
+        reference=logprobs_reference.token_logprobs_reference,
+        xla=logprobs_xla.token_logprobs_xla,
     ),
     "grouped_matmul": lambda: matmul(
         (61, 32, 24, 5), reference=matmul_reference.reference, xla=matmul_xla.xla
@@ -164,41 +168,46 @@ PLAIN = {
 # its interpretation is the last argument of what is not differentiated by name
 TPU = {
     "sink_attention": lambda: attention(
-        (2, 21, 29, 6, 2, 16), mosaic_tpu=lambda *x: pallas_tpu.mosaic_tpu(*x, True)
+        (2, 21, 29, 6, 2, 16), mosaic_tpu=lambda *x: pallas_tpu.sink_attention_mosaic_tpu(*x, True)
     ),
     "decode_attention": lambda: decoding(
-        (2, 3, 72, 10, 2, 64), mosaic_tpu=partial(decode_tpu.mosaic_tpu, interpret=True)
+        (2, 3, 72, 10, 2, 64),
+        mosaic_tpu=partial(decode_tpu.decode_attention_mosaic_tpu, interpret=True),
     ),
     "paged_decode_attention": lambda: paged(
-        (2, 3, 5, 16, 10, 2, 64), mosaic_tpu=partial(decode_tpu.mosaic_tpu_paged, interpret=True)
+        (2, 3, 5, 16, 10, 2, 64),
+        mosaic_tpu=partial(decode_tpu.paged_decode_attention_mosaic_tpu, interpret=True),
     ),
     "token_logprobs": lambda: logprobs(
-        (29, 16, 300), mosaic_tpu=lambda *x: logprobs_tpu.mosaic_tpu(*x, True)
+        (29, 16, 300), mosaic_tpu=lambda *x: logprobs_tpu.token_logprobs_mosaic_tpu(*x, True)
     ),
     "grouped_matmul": lambda: matmul(
-        (61, 128, 128, 5), mosaic_tpu=partial(matmul_tpu.mosaic_tpu, interpret=True)
+        (61, 128, 128, 5), mosaic_tpu=partial(matmul_tpu.grouped_matmul_mosaic_tpu, interpret=True)
     ),
     "grouped_swiglu": lambda: swiglu(
-        (61, 128, 256, 5), mosaic_tpu=partial(matmul_tpu.mosaic_tpu_swiglu, interpret=True)
+        (61, 128, 256, 5), mosaic_tpu=partial(matmul_tpu.grouped_swiglu_mosaic_tpu, interpret=True)
     ),
 }
 GPU = {
     "sink_attention": lambda: attention(
-        (2, 45, 61, 2, 1, 64), mosaic_gpu=partial(pallas_gpu.mosaic_gpu, interpret=True)
+        (2, 45, 61, 2, 1, 64),
+        mosaic_gpu=partial(pallas_gpu.sink_attention_mosaic_gpu, interpret=True),
     ),
     "decode_attention": lambda: decoding(
-        (2, 3, 72, 10, 2, 64), mosaic_gpu=partial(decode_gpu.mosaic_gpu, interpret=True)
+        (2, 3, 72, 10, 2, 64),
+        mosaic_gpu=partial(decode_gpu.decode_attention_mosaic_gpu, interpret=True),
     ),
     "paged_decode_attention": lambda: paged(
-        (2, 3, 5, 16, 10, 2, 64), mosaic_gpu=partial(decode_gpu.mosaic_gpu_paged, interpret=True)
+        (2, 3, 5, 16, 10, 2, 64),
+        mosaic_gpu=partial(decode_gpu.paged_decode_attention_mosaic_gpu, interpret=True),
     ),
     "token_logprobs": lambda: logprobs(
-        (29, 64, 384), mosaic_gpu=partial(logprobs_gpu.mosaic_gpu, interpret=True)
+        (29, 64, 384), mosaic_gpu=partial(logprobs_gpu.token_logprobs_mosaic_gpu, interpret=True)
     ),
     "grouped_matmul": lambda: matmul(
-        (61, 256, 128, 5), mosaic_gpu=partial(matmul_gpu.mosaic_gpu, interpret=True)
+        (61, 256, 128, 5), mosaic_gpu=partial(matmul_gpu.grouped_matmul_mosaic_gpu, interpret=True)
     ),
     "grouped_swiglu": lambda: swiglu(
-        (61, 256, 256, 5), mosaic_gpu=partial(matmul_gpu.mosaic_gpu_swiglu, interpret=True)
+        (61, 256, 256, 5), mosaic_gpu=partial(matmul_gpu.grouped_swiglu_mosaic_gpu, interpret=True)
     ),
 }

@@ -24,7 +24,7 @@ GATE_UP = [x for x in REAL if "gate_up" in x.id]
 
 @pytest.fixture(autouse=True)
 def compiler():
-    reason = ahead_of_time.missing(CHIP)
+    reason = ahead_of_time.compiler_unavailable(CHIP)
     if reason:
         pytest.skip(reason)
 
@@ -32,21 +32,21 @@ def compiler():
 @pytest.fixture(autouse=True)
 def no_waiting_multiplies(monkeypatch):
     """ptxas says when it makes every wgmma wait for the one before, and goes on."""
-    read = ahead_of_time.read_ptxas
+    read = ahead_of_time.parse_ptxas
 
     def strict(text):
         assert "serialized" not in text
         return read(text)
 
-    monkeypatch.setattr(ahead_of_time, "read_ptxas", strict)
+    monkeypatch.setattr(ahead_of_time, "parse_ptxas", strict)
 
 
 def matmul(lhs, rhs, sizes, bias):
-    return pallas_gpu.mosaic_gpu(lhs, rhs, sizes, bias)
+    return pallas_gpu.grouped_matmul_mosaic_gpu(lhs, rhs, sizes, bias)
 
 
 def swiglu(lhs, rhs, sizes, bias):
-    return pallas_gpu.mosaic_gpu_swiglu(lhs, rhs, sizes, bias, 1.702, 7.0)
+    return pallas_gpu.grouped_swiglu_mosaic_gpu(lhs, rhs, sizes, bias, 1.702, 7.0)
 
 
 def with_gradients(f):

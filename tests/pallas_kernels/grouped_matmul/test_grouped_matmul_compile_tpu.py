@@ -22,7 +22,7 @@ GATE_UP_20B, DOWN_20B, GATE_UP_120B, DOWN_120B = cases.REAL_CASES
 
 @pytest.fixture(autouse=True)
 def compiler(request):
-    reason = ahead_of_time.missing(request.getfixturevalue("chip"))
+    reason = ahead_of_time.compiler_unavailable(request.getfixturevalue("chip"))
     if reason is not None:
         pytest.skip(reason)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.dispatch import Implementation, pick
+from pallas_kernels.dispatch import Implementation, select_implementation
 from pallas_kernels.grouped_matmul import cases, pallas_gpu, reference
 from pallas_kernels.grouped_matmul.hopper import (
     pallas_gpu_rows,
@@ -47,11 +47,11 @@ def make(sizes, dtype=jnp.bfloat16, n_rows=M, width=F):
 
 
 def mine(sizes, lhs, rhs, bias):
-    return pallas_gpu.mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
+    return pallas_gpu.grouped_matmul_mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
 
 
 def mine_swiglu(sizes, lhs, rhs, bias):
-    return pallas_gpu.mosaic_gpu_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
+    return pallas_gpu.grouped_swiglu_mosaic_gpu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
 
 
 def naive(sizes, lhs, rhs, bias):
@@ -159,7 +159,7 @@ def test_a_nan_stays_in_its_own_group_and_one_past_the_sum_goes_nowhere():
 
 def test_fewer_rows_than_a_tile_no_bias_and_float16():
     lhs, rhs, sizes, bias, _ = make((2, 0, 1, 4, 0, 1, 0), jnp.float16, 9)
-    got = jax.jit(partial(pallas_gpu.mosaic_gpu, interpret=True))(lhs, rhs, sizes)
+    got = jax.jit(partial(pallas_gpu.grouped_matmul_mosaic_gpu, interpret=True))(lhs, rhs, sizes)
     assert got.shape == (9, F) and got.dtype == jnp.float16
     zero = jnp.zeros_like(bias)
     simple = forward(naive, sizes, lhs, rhs, zero)
@@ -196,7 +196,7 @@ def test_every_gradient_in_float16_and_of_the_fused_activation(name):
 def test_no_copy_races_with_the_tile_after_it(races, monkeypatch, transposed):
     """Short groups and rows past the sum: little or no product hides the copies of a tile, whose
     192 columns are an odd number of pieces."""
-    monkeypatch.setattr(pallas_gpu_rows, "gpu_cores", lambda: 1)
+    monkeypatch.setattr(pallas_gpu_rows, "count_gpu_cores", lambda: 1)
     sizes, width = (70, 0, 5, 0, 130), 192
     lhs, rhs, sizes, bias, dout = make(sizes, n_rows=330, width=width)
     rows = dout if transposed else lhs
@@ -210,7 +210,7 @@ def test_no_copy_races_with_the_tile_after_it(races, monkeypatch, transposed):
 @pytest.mark.slow
 @knows_transposes
 def test_no_copy_of_a_gradient_races_with_the_one_after_it(races, monkeypatch):
-    monkeypatch.setattr(pallas_gpu_weights, "gpu_cores", lambda: 1)
+    monkeypatch.setattr(pallas_gpu_weights, "count_gpu_cores", lambda: 1)
     lhs, rhs, sizes, _, dout = make((70, 0, 5, 0, 130), n_rows=330, width=192)
     lhs = lhs[:, :192]  # whole tiles: two that overlap would write the same there
     jax.block_until_ready(
@@ -266,9 +266,15 @@ def zeros(*shapes, dtype=jnp.bfloat16):
 )
 def test_what_the_kernel_cannot_do_has_a_reason(lhs, rhs, dtype, reason):
     arrays = zeros(lhs, rhs, dtype=dtype)
-    impls = {"mosaic_gpu": Implementation(pallas_gpu.mosaic_gpu, pallas_gpu.unsupported, ("gpu",))}
+    impls = {
+        "mosaic_gpu": Implementation(
+            pallas_gpu.grouped_matmul_mosaic_gpu,
+            pallas_gpu.grouped_matmul_mosaic_gpu_unsupported,
+            ("gpu",),
+        )
+    }
     with on("NVIDIA H200"), pytest.raises(NotImplementedError, match=reason):
-        pick("mosaic_gpu", impls, *arrays)
+        select_implementation("mosaic_gpu", impls, *arrays)
 
 
 def test_a_half_that_is_no_multiple_of_64_four_bits_and_other_chips_have_reasons_too():
@@ -276,9 +282,9 @@ def test_a_half_that_is_no_multiple_of_64_four_bits_and_other_chips_have_reasons
     four = Mxfp4(*zeros((7, 128, 320), (7, 8, 320), dtype=jnp.uint8))
     (half,) = zeros((300, 256), dtype=jnp.float16)
     with on("NVIDIA H200"):
-        assert pallas_gpu.unsupported(*arrays) is None
-        assert "half of 320 columns" in pallas_gpu.unsupported_swiglu(*arrays)
-        assert pallas_gpu.unsupported(arrays[0], four) is None
-        assert "decoded to bfloat16" in pallas_gpu.unsupported(half, four)
+        assert pallas_gpu.grouped_matmul_mosaic_gpu_unsupported(*arrays) is None
+        assert "half of 320 columns" in pallas_gpu.grouped_swiglu_mosaic_gpu_unsupported(*arrays)
+        assert pallas_gpu.grouped_matmul_mosaic_gpu_unsupported(arrays[0], four) is None
+        assert "decoded to bfloat16" in pallas_gpu.grouped_matmul_mosaic_gpu_unsupported(half, four)
     with on("NVIDIA A100"):
-        assert "it needs a Hopper GPU" in pallas_gpu.unsupported(*arrays)
+        assert "it needs a Hopper GPU" in pallas_gpu.grouped_matmul_mosaic_gpu_unsupported(*arrays)

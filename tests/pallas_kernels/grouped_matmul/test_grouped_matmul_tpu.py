@@ -55,8 +55,10 @@ def dense(swiglu, sizes, lhs, rhs, bias):
 
 def kernel(swiglu, sizes, lhs, rhs, bias):
     if swiglu:
-        return pallas_tpu.mosaic_tpu_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
-    return pallas_tpu.mosaic_tpu(lhs, rhs, sizes, bias, interpret=True)
+        return pallas_tpu.grouped_swiglu_mosaic_tpu(
+            lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True
+        )
+    return pallas_tpu.grouped_matmul_mosaic_tpu(lhs, rhs, sizes, bias, interpret=True)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -145,7 +147,7 @@ def test_shapes_of_a_single_tile_that_ends_inside_a_register(case):
 
 
 def test_two_cores_share_the_rows(monkeypatch):
-    monkeypatch.setattr(tpu, "cores", lambda: 2)
+    monkeypatch.setattr(tpu, "count_tpu_cores", lambda: 2)
     dout, sizes, lhs, rhs, bias = inputs((131, 48, 40), SIZES["uneven"], jnp.float32, False)
     run = jax.jit(partial(kernel, False))
     for sizes in SIZES.values():
@@ -241,12 +243,20 @@ def test_shapes_without_tiles_are_refused_with_the_reason(monkeypatch):
     struct = jax.ShapeDtypeStruct
     lhs = struct((64, 192), jnp.float32)
     rhs = struct((3, 192, 384), jnp.float32)
-    assert pallas_tpu.unsupported(lhs, rhs) is None
-    assert pallas_tpu.unsupported_swiglu(lhs, rhs) is None
-    assert "float16" in str(pallas_tpu.unsupported(struct((64, 192), jnp.float16), rhs))
-    assert "rhs is bfloat16" in str(pallas_tpu.unsupported(lhs, struct(rhs.shape, jnp.bfloat16)))
+    assert pallas_tpu.grouped_matmul_mosaic_tpu_unsupported(lhs, rhs) is None
+    assert pallas_tpu.grouped_swiglu_mosaic_tpu_unsupported(lhs, rhs) is None
+    assert "float16" in str(
+        pallas_tpu.grouped_matmul_mosaic_tpu_unsupported(struct((64, 192), jnp.float16), rhs)
+    )
+    assert "rhs is bfloat16" in str(
+        pallas_tpu.grouped_matmul_mosaic_tpu_unsupported(lhs, struct(rhs.shape, jnp.bfloat16))
+    )
     odd = struct((3, 192, 500), jnp.float32)
-    assert "do not end at 128" in str(pallas_tpu.unsupported(lhs, odd))
-    assert "not a multiple of 128" in str(pallas_tpu.unsupported_swiglu(lhs, odd))
+    assert "do not end at 128" in str(pallas_tpu.grouped_matmul_mosaic_tpu_unsupported(lhs, odd))
+    assert "not a multiple of 128" in str(
+        pallas_tpu.grouped_swiglu_mosaic_tpu_unsupported(lhs, odd)
+    )
     packed = mxfp4.Mxfp4(struct((3, 48, 384), jnp.uint8), struct((3, 3, 384), jnp.uint8))
-    assert "four-bit" in str(pallas_tpu.unsupported(struct((64, 96), jnp.float32), packed))
+    assert "four-bit" in str(
+        pallas_tpu.grouped_matmul_mosaic_tpu_unsupported(struct((64, 96), jnp.float32), packed)
+    )

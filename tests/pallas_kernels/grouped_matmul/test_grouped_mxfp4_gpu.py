@@ -44,11 +44,11 @@ def make(sizes, n_rows=M, width=F, out_width=None):
 
 
 def mine(sizes, rhs, lhs, bias):
-    return pallas_gpu.mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
+    return pallas_gpu.grouped_matmul_mosaic_gpu(lhs, rhs, sizes, bias, interpret=True)
 
 
 def mine_swiglu(sizes, rhs, lhs, bias):
-    return pallas_gpu.mosaic_gpu_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
+    return pallas_gpu.grouped_swiglu_mosaic_gpu(lhs, rhs, sizes, bias, ALPHA, LIMIT, interpret=True)
 
 
 def naive(sizes, rhs, lhs, bias):
@@ -151,7 +151,7 @@ def test_a_nan_stays_in_its_own_group_whether_of_a_row_or_of_a_scale():
 @pytest.mark.skipif(OLD, reason="jax 0.10 takes 15 seconds to interpret it")
 def test_fewer_rows_than_a_tile_and_no_bias():
     sizes, rhs, lhs, bias, _ = make((2, 0, 1, 4, 0, 1, 0), n_rows=9)
-    got = jax.jit(partial(pallas_gpu.mosaic_gpu, interpret=True))(lhs, rhs, sizes)
+    got = jax.jit(partial(pallas_gpu.grouped_matmul_mosaic_gpu, interpret=True))(lhs, rhs, sizes)
     assert got.shape == (9, F) and got.dtype == jnp.bfloat16
     zero = jnp.zeros_like(bias)
     simple = forward(naive, sizes, rhs, lhs, zero)
@@ -173,7 +173,7 @@ def test_four_bit_weights_have_no_gradient():
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dlhs"])
 def test_no_warpgroup_races_with_another(races, monkeypatch, transposed):
     """Five of them, on one core; whole tiles, as two that overlap would write the same there."""
-    monkeypatch.setattr(pallas_gpu_mxfp4, "gpu_cores", lambda: 1)
+    monkeypatch.setattr(pallas_gpu_mxfp4, "count_gpu_cores", lambda: 1)
     sizes, rhs, lhs, bias, dout = make((70, 0, 5, 0, 130), n_rows=330)
     rhs = mxfp4.Mxfp4(rhs.nibbles_EDF[:, :128], rhs.scales_EDF[:, :8])
     rows, bias = (dout, None) if transposed else (lhs[:, :256], bias)

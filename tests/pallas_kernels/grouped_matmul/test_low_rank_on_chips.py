@@ -26,8 +26,14 @@ hopper_interpreted = pytest.mark.skipif(
 GPU = pytest.param("gpu", marks=hopper_interpreted)
 SLOW_GPU = pytest.param("gpu", marks=[hopper_interpreted, pytest.mark.slow])
 KERNELS = {
-    "gpu": (pallas_gpu.mosaic_gpu_low_rank, pallas_gpu.mosaic_gpu_low_rank_swiglu),
-    "tpu": (pallas_tpu.mosaic_tpu_low_rank, pallas_tpu.mosaic_tpu_low_rank_swiglu),
+    "gpu": (
+        pallas_gpu.grouped_matmul_low_rank_mosaic_gpu,
+        pallas_gpu.grouped_swiglu_low_rank_mosaic_gpu,
+    ),
+    "tpu": (
+        pallas_tpu.grouped_matmul_low_rank_mosaic_tpu,
+        pallas_tpu.grouped_swiglu_low_rank_mosaic_tpu,
+    ),
 }
 
 
@@ -163,7 +169,10 @@ def test_b_of_zero_changes_no_bit_of_the_base(chip):
     none = jax.jit(partial(kernel(chip, True), scale=SCALE, alpha=ALPHA, limit=LIMIT))(
         lhs, part, sizes, bias, a, jnp.zeros_like(b)
     )
-    plain = {"gpu": pallas_gpu.mosaic_gpu_swiglu, "tpu": pallas_tpu.mosaic_tpu_swiglu}[chip]
+    plain = {
+        "gpu": pallas_gpu.grouped_swiglu_mosaic_gpu,
+        "tpu": pallas_tpu.grouped_swiglu_mosaic_tpu,
+    }[chip]
     base = jax.jit(partial(plain, alpha=ALPHA, limit=LIMIT, interpret=True))(
         lhs, alone(part), sizes, bias
     )

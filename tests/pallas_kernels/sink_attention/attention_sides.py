@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every implementation of sink attention as one callable, in blocks so small that short rows of
-any length take every path: what the properties and the planted faults are tried on."""
+"""Every implementation of sink attention as one callable, for properties and planted faults.
+
+Blocks are so small that short rows take every path."""
 
 import contextlib
 from collections.abc import Callable
@@ -32,21 +33,21 @@ CASE = cases.AttentionCase("side", 2, 45, 61, 6, 2, 16, 9)
 
 
 class Side(NamedTuple):
-    """An implementation: how it is called, on what, and the modules where its parts are named."""
+    """An implementation: its function, its inputs, and the modules that hold its parts."""
 
     name: str
     case: cases.AttentionCase
     dtype: Any
     attend: Callable[..., Any]  # of window, then the arrays of `cases.Inputs`
     blocks: Any  # the module that holds its `block_table`
-    predicate: Any  # the module that holds its `visible`; None for Triton, which has its own
+    predicate: Any  # the module that holds its `is_visible`; None for Triton, which has its own
     sums: Any  # the module that holds its `backward_sums`
-    unseen: Any  # (module, name) of the scores that stand for what is not seen
+    unseen: Any  # (module, name) of the constants that are scores of invisible keys
 
-    def run(self, do: Any, dlse: Any, *inputs: Any, window: int | None = None) -> Any:
+    def run(self, dout: Any, dlse: Any, *inputs: Any, window: int | None = None) -> Any:
         """o, lse, dq, dk, dv, dsink."""
         window = self.case.window if window is None else window
-        return oracle.values_and_gradients(self.attend, window, do, dlse, *inputs)
+        return oracle.values_and_gradients(self.attend, window, dout, dlse, *inputs)
 
     def forward(self, *inputs: Any, window: int | None = None) -> Any:
         """o and lse, from the same program."""
@@ -55,26 +56,35 @@ class Side(NamedTuple):
 
 
 def of_positional(f: Callable[..., Any]) -> Callable[..., Any]:
-    """A new function each time: what was compiled with other blocks is not found under it."""
+    """A new function for each call, so that jit does not reuse a program with other blocks."""
     return lambda window, q, k, v, sink, *layout: f(
         q, k, v, sink, Layout(*layout), window, q.shape[3] ** -0.5
     )
 
 
 def with_xla(patch: pytest.MonkeyPatch) -> Side:
-    patch.setattr(xla, "block_sizes", lambda *_: (8, 8))
-    return Side("xla", CASE, jnp.float32, of_positional(xla.xla), xla, xla, xla, ((xla, "UNSEEN"),))
+    patch.setattr(xla, "xla_block_sizes", lambda *_: (8, 8))
+    return Side(
+        "xla",
+        CASE,
+        jnp.float32,
+        of_positional(xla.sink_attention_xla),
+        xla,
+        xla,
+        xla,
+        ((xla, "UNSEEN"),),
+    )
 
 
 def with_reference(_: pytest.MonkeyPatch) -> Side:
-    f = of_positional(reference.reference)
+    f = of_positional(reference.sink_attention_reference)
     return Side("reference", CASE, jnp.float32, f, None, reference, None, ((reference, "UNSEEN"),))
 
 
 def with_tpu(patch: pytest.MonkeyPatch) -> Side:
-    patch.setattr(pallas_tpu_blocks, "block_sizes", lambda *_: (16, 8, 8))
+    patch.setattr(pallas_tpu_blocks, "tpu_block_sizes", lambda *_: (16, 8, 8))
     # not by name: its interpretation is its last argument, and what is not differentiated has none
-    f = of_positional(lambda *args: pallas_tpu.mosaic_tpu(*args, True))
+    f = of_positional(lambda *args: pallas_tpu.sink_attention_mosaic_tpu(*args, True))
     blocks = pallas_tpu_blocks
     return Side("mosaic_tpu", CASE, jnp.float32, f, blocks, blocks, pallas_tpu,
                 ((blocks, "UNSEEN"), (pallas_tpu, "UNSEEN")))  # fmt: skip
@@ -84,34 +94,36 @@ def with_gpu(patch: pytest.MonkeyPatch) -> Side:
     if jax.__version_info__ < (0, 11):
         pytest.skip("jax 0.10 takes 10 seconds to interpret one block")
     for module, name, consumers in (
-        (pallas_gpu, "forward_tiles", 4),
-        (pallas_gpu_backward, "query_tiles", 2),
+        (pallas_gpu, "mosaic_forward_tiles", 4),
+        (pallas_gpu_backward, "mosaic_dq_tiles", 2),
     ):
 
         def tiles(_, __, G, consumers=consumers):
             return MosaicTiles(consumers, 32, 2, heads=1 + (G % 2 == 0))  # a key head's own
 
         patch.setattr(module, name, tiles)
-    patch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(1, 32, 3))
-    f = of_positional(partial(pallas_gpu.mosaic_gpu, interpret=True))
+    patch.setattr(pallas_gpu_backward, "mosaic_dkv_tiles", lambda *_: MosaicTiles(1, 32, 3))
+    f = of_positional(partial(pallas_gpu.sink_attention_mosaic_gpu, interpret=True))
     case = CASE._replace(N=2, K=1, H=64)
     return Side("mosaic_gpu", case, jnp.bfloat16, f, pallas_gpu_blocks, pallas_gpu_blocks,
                 pallas_gpu, ((pallas_gpu, "UNSEEN"),))  # fmt: skip
 
 
-FAR = 5000.0
+LARGE_SCORE = 5000.0
 
 
 def far_below(inputs: Any) -> Any:
-    """With scores of about −FAR from keys that are seen or too late, +FAR from another segment's;
-    sinks near −FAR and none."""
-    sizes = {"q": -128.0, "k": FAR / 128 * inputs.q_BTNH.shape[3] ** 0.5}
+    """Inputs whose scores are about −LARGE_SCORE, and +LARGE_SCORE for keys of another segment.
+
+    Sinks are near −LARGE_SCORE or −inf.
+    """
+    sizes = {"q": -128.0, "k": LARGE_SCORE / 128 * inputs.q_BTNH.shape[3] ** 0.5}
 
     def moved(x, segments, size):
         sign = jnp.where(segments % 2 == 1, size, -size).astype(x.dtype)
         return x.at[..., 0].set(sign[:, :, None])
 
-    sinks = [-jnp.inf if n % 3 == 0 else -FAR - n for n in range(inputs.sink_N.size)]
+    sinks = [-jnp.inf if n % 3 == 0 else -LARGE_SCORE - n for n in range(inputs.sink_N.size)]
     return inputs._replace(
         q_BTNH=moved(inputs.q_BTNH, inputs.q_segment_ids_BT, sizes["q"]),
         k_BSKH=moved(inputs.k_BSKH, inputs.k_segment_ids_BS, sizes["k"]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The helpers beside these tests are imported by their names: attention_oracle, attention_sides."""
+"""Makes the helpers of this folder importable by name: attention_oracle, attention_sides."""
 
 import sys
 from pathlib import Path

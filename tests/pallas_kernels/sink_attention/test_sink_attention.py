@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sink attention against the formula and a float64 oracle; what every implementation promises is in
-test_sink_attention_properties.py."""
+"""Sink attention against the formula and a float64 oracle.
+
+Properties of every implementation are tested in test_sink_attention_properties.py."""
 
 import inspect
 
@@ -30,42 +31,44 @@ forward = jax.jit(attend, static_argnums=0)
     "case, dtype",
     [(case, jnp.float32) for case in cases.TEST_CASES]
     + [(case, jnp.bfloat16) for case in cases.TEST_CASES[:1] + cases.TEST_CASES[3:8]]
-    + [(cases.named("many_blocks_packed"), jnp.bfloat16)],
+    + [(cases.get_attention_case("many_blocks_packed"), jnp.bfloat16)],
     ids=lambda x: x.name if isinstance(x, cases.AttentionCase) else x.__name__,
 )
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
-    inputs, ct = cases.make_inputs(case, dtype), cotangents(case, dtype)
-    got = values_and_gradients(attend, case.window, *ct, *inputs)
-    assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
-    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in got[2:])
-    compare(case, got, inputs, ct)
+    inputs, ct = cases.init_attention_inputs(case, dtype), cotangents(case, dtype)
+    actual = values_and_gradients(attend, case.window, *ct, *inputs)
+    assert [x.dtype for x in actual] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
+    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in actual[2:])
+    compare(case, actual, inputs, ct)
 
 
 def plain_reference(*args):
     return attend(*args, impl="reference")
 
 
-@pytest.mark.parametrize("case", [SMALL, cases.named("no_sinks")], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [SMALL, cases.get_attention_case("no_sinks")], ids=lambda case: case.name
+)
 def test_the_reference_is_the_formula(case):
-    inputs, ct = cases.make_inputs(case), cotangents(case)
+    inputs, ct = cases.init_attention_inputs(case), cotangents(case)
     compare(case, values_and_gradients(plain_reference, case.window, *ct, *inputs), inputs, ct)
 
 
 def test_padding_changes_nothing():
-    case = cases.named("gqa8")
-    inputs, ct = cases.make_inputs(case), cotangents(case)
-    got = values_and_gradients(attend, case.window, *ct, *inputs)
-    more = [
+    case = cases.get_attention_case("gqa8")
+    inputs, ct = cases.init_attention_inputs(case), cotangents(case)
+    actual = values_and_gradients(attend, case.window, *ct, *inputs)
+    extra = [
         x if x.ndim == 1 else jnp.pad(x, ((0, 0), (3, 100)) + ((0, 0),) * (x.ndim - 2))
         for x in (*ct, *inputs)
     ]
-    padded = values_and_gradients(attend, case.window, *more)
+    padded = values_and_gradients(attend, case.window, *extra)
     inside = [x if x.ndim == 1 else x[:, 3 : 3 + case.T] for x in padded]
-    compare(case, inside, inputs, ct, simple=got)
+    compare(case, inside, inputs, ct, simple=actual)
 
 
 def test_parts_of_the_keys_merge_by_lse_and_take_the_sink_once():
-    """What sequence parallelism does; the gradient goes through both outputs of each part."""
+    """The computation of sequence parallelism, with gradients through both outputs of a part."""
 
     def in_two_parts(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
         none = jnp.full_like(sink, -jnp.inf)
@@ -75,12 +78,12 @@ def test_parts_of_the_keys_merge_by_lse_and_take_the_sink_once():
             )
             for a, b in ((0, 11), (11, SMALL.S))
         ]
-        every = [part[1] for part in parts] + [jnp.broadcast_to(sink[None, None], q.shape[:3])]
-        lse = jax.nn.logsumexp(jnp.stack(every), axis=0)
+        every_key = [part[1] for part in parts] + [jnp.broadcast_to(sink[None, None], q.shape[:3])]
+        lse = jax.nn.logsumexp(jnp.stack(every_key), axis=0)
         return sum(jnp.exp(part[1] - lse)[..., None] * part[0] for part in parts), lse
 
     case = SMALL._replace(window=0)
-    inputs, ct = cases.make_inputs(case), cotangents(case)
+    inputs, ct = cases.init_attention_inputs(case), cotangents(case)
     compare(case, values_and_gradients(in_two_parts, case.window, *ct, *inputs), inputs, ct)
 
 
@@ -96,20 +99,20 @@ def test_no_keys_and_no_queries_are_allowed():
 
 def test_wrong_inputs_are_named():
     raw = inspect.unwrap(sink_attention)  # without the type checks of the test run
-    q, k, v, sink = cases.make_inputs(SMALL)[:4]
-    same = q[:, :, :3]
+    q, k, v, sink = cases.init_attention_inputs(SMALL)[:4]
+    q_heads = q[:, :, :3]
     for match, args, options in (
         ("Pass q_positions_BT", (q, k, v, sink), {}),
         (r"must be \[batch, time", (q[0], k, v, sink), {}),
-        ("agree in head size", (q, k[..., 1:], v, sink), {}),
+        ("one head size", (q, k[..., 1:], v, sink), {}),
         ("multiple of key heads", (q[:, :, 1:], k, v, sink[1:]), {}),
         ("one entry per query head", (q, k, v, sink[1:]), {}),
         ("one dtype", (q, k.astype(jnp.bfloat16), v, sink), {}),
-        ("window must count", (same, same, same, sink[:3]), {"window": -1}),
-        ("Pass None for no window", (same, same, same, sink[:3]), {"window": 0}),
-        ("q_segment_ids_BT must have the shape", (same, same, same, sink[:3]),
+        ("window must be a Python integer", (q_heads, q_heads, q_heads, sink[:3]), {"window": -1}),
+        ("Pass None for no window", (q_heads, q_heads, q_heads, sink[:3]), {"window": 0}),
+        ("q_segment_ids_BT must have the shape", (q_heads, q_heads, q_heads, sink[:3]),
          dict.fromkeys(("q_segment_ids_BT", "k_segment_ids_BS"), jnp.ones((2, 3), jnp.int32))),
-        ("Did you mean 'xla'", (same, same, same, sink[:3]), {"impl": "xl"}),
+        ("Did you mean 'xla'", (q_heads, q_heads, q_heads, sink[:3]), {"impl": "xl"}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             raw(*args, **options)
@@ -118,23 +121,23 @@ def test_wrong_inputs_are_named():
 @pytest.mark.parity
 def test_torch_autograd_agrees():
     torch = pytest.importorskip("torch")
-    case = cases.named("big_sinks")
-    inputs, (do, dlse) = cases.make_inputs(case), cotangents(case)
+    case = cases.get_attention_case("big_sinks")
+    inputs, (dout, dlse) = cases.init_attention_inputs(case), cotangents(case)
     q, k, v, sink = (torch.tensor(np.array(x), dtype=torch.float64) for x in inputs[:4])
     for x in (q, k, v, sink):
         x.requires_grad_()
     G = case.N // case.K
     pos, seg = np.asarray(inputs.q_positions_BT), np.asarray(inputs.q_segment_ids_BT)
-    back = pos[:, :, None] - pos[:, None]
-    seen = (back >= 0) & (back < case.window)
-    seen &= (seg[:, :, None] == seg[:, None]) & (seg[:, None] > 0)
+    distance = pos[:, :, None] - pos[:, None]
+    visible = (distance >= 0) & (distance < case.window)
+    visible &= (seg[:, :, None] == seg[:, None]) & (seg[:, None] > 0)
     z = torch.einsum("btnh,bsnh->bnts", q, k.repeat_interleave(G, 2)) * case.H**-0.5
-    z = z.masked_fill(~torch.tensor(seen)[:, None], -torch.inf)
+    z = z.masked_fill(~torch.tensor(visible)[:, None], -torch.inf)
     z = torch.cat([z, sink[None, :, None, None].expand(*z.shape[:3], 1)], -1)
     o = torch.einsum("bnts,bsnh->btnh", z.softmax(-1)[..., :-1], v.repeat_interleave(G, 2))
     lse = z.logsumexp(-1).transpose(1, 2)
-    pairs = ((o, do), (lse, dlse))
+    pairs = ((o, dout), (lse, dlse))
     sum((x * torch.tensor(np.array(y), dtype=x.dtype)).sum() for x, y in pairs).backward()
     exact = (o, lse, q.grad, k.grad, v.grad, sink.grad)
-    got = values_and_gradients(attend, case.window, do, dlse, *inputs)
-    compare(case, got, inputs, (do, dlse), exact=[x.detach().numpy() for x in exact])
+    actual = values_and_gradients(attend, case.window, dout, dlse, *inputs)
+    compare(case, actual, inputs, (dout, dlse), exact=[x.detach().numpy() for x in exact])

@@ -24,22 +24,22 @@ from pallas_kernels.sink_attention.common import backward_sums
 from pallas_kernels.sink_attention.triton_kernels import jax_triton_call
 
 BACKWARD = {
-    "reference": reference.reference_backward,
-    "xla": xla.xla_backward,
-    "mosaic_tpu": lambda *args: pallas_tpu.mosaic_tpu_backward(*args, True),
-    "mosaic_gpu": partial(pallas_gpu.mosaic_gpu_backward, interpret=True),
-    "triton": jax_triton_call.triton_backward,
+    "reference": reference.sink_attention_backward_reference,
+    "xla": xla.sink_attention_backward_xla,
+    "mosaic_tpu": lambda *args: pallas_tpu.sink_attention_backward_mosaic_tpu(*args, True),
+    "mosaic_gpu": partial(pallas_gpu.sink_attention_backward_mosaic_gpu, interpret=True),
+    "triton": jax_triton_call.sink_attention_backward_triton,
 }
 T = 60
 PARTS = slice(0, T // 2), slice(T // 2, T)
 
 
-def tried(name):
+def side_param(name):
     """Interpreters that take seconds a call."""
     return pytest.param(name, marks=pytest.mark.slow if name in ("mosaic_gpu", "triton") else ())
 
 
-@pytest.fixture(scope="module", params=[tried(name) for name in BACKWARD])
+@pytest.fixture(scope="module", params=[side_param(name) for name in BACKWARD])
 def side(request):
     with attention_sides.opened(request.param) as opened:
         yield opened
@@ -50,43 +50,43 @@ def case_of(side, layout="packed", sinks="big"):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def backward(name, window, q, k, v, do, lse, delta, *places):
+def backward(name, window, q, k, v, dout, lse, delta, *places):
     layout = Layout(*places)
-    return BACKWARD[name](q, k, v, do, lse, delta, layout, window, q.shape[3] ** -0.5)
+    return BACKWARD[name](q, k, v, dout, lse, delta, layout, window, q.shape[3] ** -0.5)
 
 
-def gradients(side, case, inputs, do, lse, delta, keys=slice(None)):
+def gradients(side, case, inputs, dout, lse, delta, keys=slice(None)):
     """(dq, dk, dv) of these keys."""
     q, k, v, _, q_pos, k_pos, q_seg, k_seg = inputs
     places = q_pos, k_pos[:, keys], q_seg, k_seg[:, keys]
-    return backward(side.name, case.window, q, k[:, keys], v[:, keys], do, lse, delta, *places)
+    return backward(side.name, case.window, q, k[:, keys], v[:, keys], dout, lse, delta, *places)
 
 
 @pytest.mark.parametrize("layout, sinks", [("packed", "big"), ("left", "none")])
 def test_parts_of_the_keys_give_their_parts_of_every_gradient(side, layout, sinks):
     case = case_of(side, layout, sinks)
-    inputs, ct = cases.make_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
-    o, lse, *right = oracle.formula(case, *ct, *inputs)
+    inputs, ct = cases.init_attention_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
+    o, lse, *expected = oracle.formula(case, *ct, *inputs)
     lse, delta, dsink = backward_sums(
         *map(jnp.float32, (o, lse)), inputs.sink_N, ct[0], jnp.float32(ct[1])
     )
     parts = [gradients(side, case, inputs, ct[0], lse, delta, keys) for keys in PARTS]
     assert all(x.dtype == jnp.float32 for part in parts for x in part)
-    (dq, *one), (more, *two) = parts
-    whole = [dq + more, *(jnp.concatenate(x, axis=1) for x in zip(one, two, strict=True))]
-    got = [jnp.asarray(x, side.dtype) for x in (o, *whole)]
-    values = got[0], jnp.float32(np.asarray(oracle.formula(case, *ct, *inputs)[1]))
-    oracle.compare(case, (*values, *got[1:], dsink), inputs, ct)
+    (dq, *slice_of_keys), (extra, *two) = parts
+    full = [dq + extra, *(jnp.concatenate(x, axis=1) for x in zip(slice_of_keys, two, strict=True))]
+    actual = [jnp.asarray(x, side.dtype) for x in (o, *full)]
+    values = actual[0], jnp.float32(np.asarray(oracle.formula(case, *ct, *inputs)[1]))
+    oracle.compare(case, (*values, *actual[1:], dsink), inputs, ct)
 
 
 # JAX differentiates the reference
-@pytest.mark.parametrize("side", [tried(name) for name in BACKWARD][1:], indirect=True)
+@pytest.mark.parametrize("side", [side_param(name) for name in BACKWARD][1:], indirect=True)
 def test_of_all_keys_it_is_the_backward_pass_to_the_bit(side):
     case = case_of(side)
-    inputs, ct = cases.make_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
-    o, lse, *right = side.run(*ct, *inputs)
+    inputs, ct = cases.init_attention_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
+    o, lse, *expected = side.run(*ct, *inputs)
     lse, delta, _ = jax.jit(backward_sums)(o, lse, inputs.sink_N, *ct)
-    for a, b in zip(gradients(side, case, inputs, ct[0], lse, delta), right[:3], strict=True):
+    for a, b in zip(gradients(side, case, inputs, ct[0], lse, delta), expected[:3], strict=True):
         np.testing.assert_array_equal(a.astype(side.dtype), b)
 
 
@@ -107,8 +107,8 @@ def test_wrong_inputs_are_named():
     q, kv = jnp.ones((1, 2, 2, 8)), jnp.ones((1, 2, 1, 8))
     row = jnp.ones((1, 2, 2))
     for match, args, options in (
-        ("agree in head size", (q, kv[..., 1:], kv, q, row, row), {}),
-        ("do must have the shape and dtype of q", (q, kv, kv, kv, row, row), {}),
+        ("one head size", (q, kv[..., 1:], kv, q, row, row), {}),
+        ("dout must have the shape and dtype of q", (q, kv, kv, kv, row, row), {}),
         ("Cast it", (q, kv, kv, q.astype(jnp.bfloat16), row, row), {}),
         ("lse must be float32", (q, kv, kv, q, row[..., 1:], row), {}),
         ("delta must be float32", (q, kv, kv, q, row, row.astype(jnp.bfloat16)), {}),

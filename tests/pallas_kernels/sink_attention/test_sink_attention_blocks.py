@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory linear in length, blocks nobody sees skipped, one program for every position."""
+"""Memory is linear in length, unneeded blocks are skipped, one program serves every position."""
 
 from functools import partial
 
@@ -19,9 +19,9 @@ def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
 
 
 @partial(jax.jit, static_argnums=0)
-def values_and_gradients(window, do, q, k, v, sink, *places):
+def values_and_gradients(window, dout, q, k, v, sink, *places):
     (o, lse), pull = jax.vjp(lambda *args: attend(window, *args, *places), q, k, v, sink)
-    return o, lse, *pull((do, jnp.zeros_like(lse)))
+    return o, lse, *pull((dout, jnp.zeros_like(lse)))
 
 
 def equations(jaxpr):
@@ -35,9 +35,9 @@ def equations(jaxpr):
 
 
 def program(case, window=0):
-    inputs = cases.make_inputs(case)
-    do = jnp.ones_like(inputs.q_BTNH)
-    jaxpr = jax.make_jaxpr(partial(values_and_gradients, window))(do, *inputs)
+    inputs = cases.init_attention_inputs(case)
+    dout = jnp.ones_like(inputs.q_BTNH)
+    jaxpr = jax.make_jaxpr(partial(values_and_gradients, window))(dout, *inputs)
     return list(equations(jaxpr.jaxpr))
 
 
@@ -45,9 +45,9 @@ def program(case, window=0):
 def test_nothing_is_as_large_as_the_scores(window):
     case = cases.AttentionCase("long", 1, 4096, 4096, 8, 2, 16)
     largest = 2 * case.T * case.N * case.H
-    seen = program(case, window)
-    assert sum(eqn.primitive.name == "dot_general" for eqn in seen) == 7
-    for eqn in seen:
+    visible = program(case, window)
+    assert sum(eqn.primitive.name == "dot_general" for eqn in visible) == 7
+    for eqn in visible:
         assert "scatter" not in eqn.primitive.name
         for var in eqn.outvars:
             assert var.aval.size <= largest, (eqn.primitive.name, var.aval)
@@ -56,7 +56,11 @@ def test_nothing_is_as_large_as_the_scores(window):
 
 @pytest.mark.parametrize(
     "case",
-    [cases.named("tiny_distinct"), cases.named("decode_ring"), cases.named("decode_4k")],
+    [
+        cases.get_attention_case("tiny_distinct"),
+        cases.get_attention_case("decode_ring"),
+        cases.get_attention_case("decode_4k"),
+    ],
     ids=lambda case: case.name,
 )
 def test_small_shapes_and_decode_steps_run_without_a_loop(case):
@@ -65,11 +69,11 @@ def test_small_shapes_and_decode_steps_run_without_a_loop(case):
 
 
 def planted(case, keys, queries):
-    """Which queries stay finite, forward and backward, when `keys` hold NaN values."""
-    inputs = cases.make_inputs(case)
+    """Queries that stay finite, forward and backward, if `keys` hold NaN values."""
+    inputs = cases.init_attention_inputs(case)
     bad = inputs._replace(v_BSKH=jnp.where(keys[:, :, None, None], jnp.nan, inputs.v_BSKH))
-    do = jnp.where(queries[:, :, None, None], jnp.ones_like(inputs.q_BTNH), 0.0)
-    o, _, dq, *_ = values_and_gradients(case.window, do, *bad)
+    dout = jnp.where(queries[:, :, None, None], jnp.ones_like(inputs.q_BTNH), 0.0)
+    o, _, dq, *_ = values_and_gradients(case.window, dout, *bad)
     # XLA would forgive NaN behind a mask neither in p·v nor in dO·v: only skipping keeps it out
     return np.isfinite(o).all((2, 3)) & np.isfinite(dq).all((2, 3))
 
@@ -90,7 +94,7 @@ def test_keys_before_the_window_are_skipped():
 
 def test_other_episodes_are_skipped():
     case = cases.AttentionCase("packed", 1, 512, 512, 4, 1, 16, 0, "packed")
-    segments = cases.layout(case)[3]
+    segments = cases.case_layout(case)[3]
     first = segments == 1
     fine = planted(case, first, segments == 3)  # the middle one shares a block with the first
     assert fine[segments == 3].all() and not fine[first].any()
@@ -100,22 +104,22 @@ def test_other_episodes_are_skipped():
 
 @pytest.mark.parametrize("window", [0, 10])
 def test_no_visible_key_is_skipped_at_any_alignment_of_the_blocks(window, monkeypatch):
-    monkeypatch.setattr(xla, "block_sizes", lambda *_: (8, 8))
-    zeros, ones = jnp.zeros((1, 32, 1, 8)), jnp.ones((1, 32), jnp.int32)
+    monkeypatch.setattr(xla, "xla_block_sizes", lambda *_: (8, 8))
+    zeros, segments = jnp.zeros((1, 32, 1, 8)), jnp.ones((1, 32), jnp.int32)
     run = jax.jit(partial(attend, window))
     for offset in range(9):
         q_pos, k_pos = np.arange(32)[None] + offset, np.arange(32)[None]
         none = jnp.full(1, -jnp.inf)
         places = jnp.asarray(q_pos), jnp.asarray(k_pos)
-        _, lse = run(zeros, zeros, zeros, none, *places, ones, ones)
-        back = q_pos[0, :, None] - k_pos
-        counts = ((back >= 0) & ((back < window) | (window == 0))).sum(1)
+        _, lse = run(zeros, zeros, zeros, none, *places, segments, segments)
+        distance = q_pos[0, :, None] - k_pos
+        counts = ((distance >= 0) & ((distance < window) | (window == 0))).sum(1)
         np.testing.assert_array_equal(np.rint(np.exp(lse[0, :, 0])), counts)
 
 
 def test_left_padding_is_skipped():
     case = cases.AttentionCase("left", 1, 512, 512, 4, 1, 16, 0, "left")
-    time, segments = np.arange(512)[None], cases.layout(case)[3]
+    time, segments = np.arange(512)[None], cases.case_layout(case)[3]
     fine = planted(case, (segments == 0) & (time < 128), segments > 0)
     assert fine[segments > 0].all()
 
@@ -123,23 +127,34 @@ def test_left_padding_is_skipped():
 @pytest.mark.parametrize("case", cases.BENCH_CASES[:3], ids=lambda case: case.name)
 def test_a_query_block_reads_few_blocks_more_than_it_must(case):
     sizes = (case.B, case.T, case.S, case.K, case.N // case.K, case.window)
-    bt, bs = xla.block_sizes(*sizes)
-    inputs = jax.eval_shape(partial(cases.make_inputs, case))
+    bt, bs = xla.xla_block_sizes(*sizes)
+    inputs = jax.eval_shape(partial(cases.init_attention_inputs, case))
     arrays = [jnp.zeros(x.shape, x.dtype) for x in inputs[:4]]
-    blocks, _ = xla._blocks(*arrays, jax.tree.map(jnp.asarray, cases.layout(case)), case.window)
+    blocks, _ = xla._make_blocks(
+        *arrays, jax.tree.map(jnp.asarray, cases.case_layout(case)), case.window
+    )
     read = np.diff(np.asarray(blocks.ranges_n2))[:, 0] * bs
     first = np.arange(len(read)) * bt
-    must = np.minimum(first + bt, case.T)
-    must = np.minimum(must, bt + case.window - 1) if case.window else must
-    assert (read < must + 2 * bs).all() and (read >= must).all()
+    expected = np.minimum(first + bt, case.T)
+    expected = np.minimum(expected, bt + case.window - 1) if case.window else expected
+    assert (read < expected + 2 * bs).all() and (read >= expected).all()
 
 
 def test_a_later_step_compiles_nothing():
-    case = cases.named("decode_ring")
-    q, k, v, sink, q_pos, k_pos, q_seg, k_seg = cases.make_inputs(case)
+    case = cases.get_attention_case("decode_ring")
+    q, k, v, sink, q_pos, k_pos, q_seg, k_seg = cases.init_attention_inputs(case)
     step = jax.jit(partial(attend, case.window))
-    for later in range(3):
-        step(q, k, v, sink, q_pos + later, k_pos + later, q_seg, jnp.roll(k_seg, later, 1))
+    for later_block in range(3):
+        step(
+            q,
+            k,
+            v,
+            sink,
+            q_pos + later_block,
+            k_pos + later_block,
+            q_seg,
+            jnp.roll(k_seg, later_block, 1),
+        )
     assert step._cache_size() == 1
 
 
@@ -147,7 +162,7 @@ def test_a_later_step_compiles_nothing():
 @pytest.mark.parametrize("window", [0, 9, 128, 4096])
 def test_blocks_are_bounded_and_waste_little(T, window):
     for B, K, G in ((1, 2, 8), (64, 2, 4), (8, 8, 1)):
-        bt, bs = xla.block_sizes(B, T, T, K, G, window)
+        bt, bs = xla.xla_block_sizes(B, T, T, K, G, window)
         assert 1 <= bt <= T and 1 <= bs <= T and bt * G <= max(xla.ROWS, xla.FEW * G)
         assert -(-T // bt) * bt - T < bt and -(-T // bs) * bs - T < bs
         assert B * K * G * bt * bs <= xla.SCORES * 2 or bt <= 32

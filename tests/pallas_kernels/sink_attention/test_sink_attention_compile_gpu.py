@@ -16,13 +16,13 @@ REGISTERS = 65536  # of one core; a warpgroup is 128 threads
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
-    reason = ahead_of_time.missing(CHIP)
+    reason = ahead_of_time.compiler_unavailable(CHIP)
     if reason:
         pytest.skip(reason)
 
 
 def abstract(case, dtype=jnp.bfloat16):
-    inputs = jax.eval_shape(lambda: cases.make_inputs(case, dtype))
+    inputs = jax.eval_shape(lambda: cases.init_attention_inputs(case, dtype))
     q = inputs.q_BTNH
     return (q, jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)), inputs
 
@@ -44,23 +44,23 @@ def values_and_gradients(case):
 
 
 # One of each shape: positions are arrays, and some versions compile a kernel once per process.
-MORE_ROWS = ("train_4k", "packed_20b")  # full_20b's programs: by `-m aot` alone
+EXTRA_ROWS = ("train_4k", "packed_20b")  # full_20b's programs: by `-m aot` alone
 SHAPES = {case._replace(name="", layout=""): case for case in cases.REAL_CASES}
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(x, id=x.name, marks=pytest.mark.slow if x.name in MORE_ROWS else ())
+        pytest.param(x, id=x.name, marks=pytest.mark.slow if x.name in EXTRA_ROWS else ())
         for x in SHAPES.values()
     ],
 )
 def test_forward_and_backward_compile_without_spilling(case):
     compiled = ahead_of_time.compile_for(CHIP, values_and_gradients(case), *abstract(case))
     tiles = (
-        pallas_gpu.forward_tiles(case.H, case.window, case.N // case.K),
-        pallas_gpu_backward.query_tiles(case.H, case.window, case.N // case.K),
-        pallas_gpu_backward.key_tiles(case.H, case.window),
+        pallas_gpu.mosaic_forward_tiles(case.H, case.window, case.N // case.K),
+        pallas_gpu_backward.mosaic_dq_tiles(case.H, case.window, case.N // case.K),
+        pallas_gpu_backward.mosaic_dkv_tiles(case.H, case.window),
     )
     assert len(compiled.kernels) == compiled.mosaic_calls == len(tiles)
     for kernel in compiled.kernels:
@@ -82,7 +82,7 @@ def test_forward_and_backward_compile_without_spilling(case):
 
 @pytest.mark.slow
 def test_float16_compiles_too():
-    case = cases.named("train_4k")._replace(T=1000, S=1300, B=1, layout="chunk")
+    case = cases.get_attention_case("train_4k")._replace(T=1000, S=1300, B=1, layout="chunk")
     inputs = abstract(case, jnp.float16)
     compiled = ahead_of_time.compile_for(CHIP, values_and_gradients(case), *inputs)
     assert [x.spills for x in compiled.kernels] == [0, 0, 0]
@@ -90,8 +90,8 @@ def test_float16_compiles_too():
 
 def test_a_ring_that_does_not_fit_is_refused(monkeypatch):
     """So what the tiles take is checked by someone."""
-    case = cases.named("head128")
-    big = pallas_gpu.forward_tiles(128, 0, 4)._replace(stages=4)
-    monkeypatch.setattr(pallas_gpu, "forward_tiles", lambda *_: big)
+    case = cases.get_attention_case("head128")
+    big = pallas_gpu.mosaic_forward_tiles(128, 0, 4)._replace(stages=4)
+    monkeypatch.setattr(pallas_gpu, "mosaic_forward_tiles", lambda *_: big)
     with pytest.raises(ValueError, match="shared memory"):
         ahead_of_time.compile_for(CHIP, values_and_gradients(case), *abstract(case))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.aot
 MIB = 2**20
 # MiB of vector memory, forward and backward: what the widest case takes, and room for a tenth more.
 # Dk and dv are in it, whole: 1 KiB a key at a head size of 64.
-MOST = {"v5e": (11, 28), "v5p": (11, 28), "v6e": (18, 47), "tpu7x": (18, 47)}
+VMEM_LIMITS = {"v5e": (11, 28), "v5p": (11, 28), "v6e": (18, 47), "tpu7x": (18, 47)}
 NAMES = tuple(case.name for case in cases.REAL_CASES)
 # Each kernel on each chip; cases that differ from these in the length of the grid, on one chip.
 CHIPS = {name: ("v5e",) for name in NAMES} | {
@@ -40,16 +40,18 @@ def compiled(chip, case, dtype=jnp.bfloat16, vmem=None):
 
 @functools.cache
 def _compiled(chip, case, dtype, vmem):
-    reason = ahead_of_time.missing(chip)
+    reason = ahead_of_time.compiler_unavailable(chip)
     if reason is not None:
         pytest.skip(reason)
 
-    def step(do, dlse, q, k, v, sink, *places):
+    def step(dout, dlse, q, k, v, sink, *places):
         def attend(*args):
-            return pallas_tpu.mosaic_tpu(*args, Layout(*places), case.window, case.H**-0.5)
+            return pallas_tpu.sink_attention_mosaic_tpu(
+                *args, Layout(*places), case.window, case.H**-0.5
+            )
 
         out, pull = jax.vjp(attend, q, k, v, sink)
-        return *out, *pull((do, dlse))
+        return *out, *pull((dout, dlse))
 
     def struct(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -62,8 +64,8 @@ def _compiled(chip, case, dtype, vmem):
     places = [struct(B, size, dtype=jnp.int32) for size in (T, S, T, S)]
     with pytest.MonkeyPatch.context() as patch:
         if vmem is not None:
-            less = dataclasses.replace(blocks.params(), vmem_limit_bytes=vmem)
-            patch.setattr(blocks, "params", lambda: less)
+            params = dataclasses.replace(blocks.compiler_params(), vmem_limit_bytes=vmem)
+            patch.setattr(blocks, "compiler_params", lambda: params)
         return ahead_of_time.compile_for(chip, step, q, dlse, q, k, k, sink, *places)
 
 
@@ -76,19 +78,19 @@ def _compiled(chip, case, dtype, vmem):
     ],
 )
 def test_the_compiler_takes_both_passes_within_the_chips_vmem(chip, name):
-    case = cases.named(name)
+    case = cases.get_attention_case(name)
     text = compiled(chip, case).executable.as_text()
     for kernel in ("forward", "backward"):
         assert f"sink_attention_{kernel}" in text
     used = compiled(chip, case).vmem_bytes
     assert len(used) == 2
-    assert all(a <= most * MIB for a, most in zip(used, MOST[chip], strict=True)), used
+    assert all(a <= limits * MIB for a, limits in zip(used, VMEM_LIMITS[chip], strict=True)), used
     operands = 2 * (2 * case.B * case.T * case.N * case.H + 4 * case.B * case.S * case.K * 128)
     assert compiled(chip, case).temp_bytes < 3 * operands
 
 
 def test_float32_compiles():
-    compiled("v5e", cases.named("window_20b"), jnp.float32)
+    compiled("v5e", cases.get_attention_case("window_20b"), jnp.float32)
 
 
 @pytest.mark.slow
@@ -108,7 +110,9 @@ def test_a_step_of_decoding_compiles():
 
 
 def test_temporary_memory_is_linear_in_length():
-    case = cases.named("full_20b")  # of shorter rows XLA lays one buffer more over another
+    case = cases.get_attention_case(
+        "full_20b"
+    )  # of shorter rows XLA lays one buffer more over another
     twice = case._replace(T=2 * case.T, S=2 * case.S)
     short, long = (compiled("v5e", x).temp_bytes for x in (case, twice))
     assert long < 2.1 * short + 2**20
@@ -117,12 +121,12 @@ def test_temporary_memory_is_linear_in_length():
 @pytest.mark.slow
 def test_rows_whose_dk_and_dv_vmem_cannot_hold_are_taken_in_parts_of_one_dq():
     case = cases.AttentionCase("long", 1, 49152, 49152, 16, 2, 64)
-    found = compiled("tpu7x", case)
-    assert len(found.vmem_bytes) == 1 + 3  # 16,384 keys each
+    results = compiled("tpu7x", case)
+    assert len(results.vmem_bytes) == 1 + 3  # 16,384 keys each
     dq = 4 * case.T * case.N * case.H
-    assert found.temp_bytes < 2.5 * dq, (found.temp_bytes, dq)  # not one for each part
+    assert results.temp_bytes < 2.5 * dq, (results.temp_bytes, dq)  # not one for each part
 
 
 def test_too_little_vmem_is_refused():
     with pytest.raises(Exception, match="(?i)vmem"):
-        compiled("v5e", cases.named("window_20b"), vmem=2**20)
+        compiled("v5e", cases.get_attention_case("window_20b"), vmem=2**20)

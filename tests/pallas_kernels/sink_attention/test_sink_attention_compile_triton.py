@@ -28,9 +28,9 @@ pytestmark = pytest.mark.aot
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may take
 KERNELS = {
-    "forward_kernel": triton_launch.forward_tiles,
-    "dq_kernel": triton_launch.dq_tiles,
-    "dkv_kernel": triton_launch.dkv_tiles,
+    "forward_kernel": triton_launch.triton_forward_tiles,
+    "dq_kernel": triton_launch.triton_dq_tiles,
+    "dkv_kernel": triton_launch.triton_dkv_tiles,
 }
 TYPES = dict.fromkeys("q k v o do dq dk dv".split()) | dict.fromkeys(
     "sink lse delta".split(), "*fp32"
@@ -38,15 +38,15 @@ TYPES = dict.fromkeys("q k v o do dq dk dv".split()) | dict.fromkeys(
 TYPES |= dict.fromkeys("q_positions k_positions q_segments k_segments runs".split(), "*i32")
 # Positions, segments and lengths are arguments: the programs of these are those of every case.
 PROGRAMS = [(90, "full_20b", "bf16"), (80, "head128", "bf16"), (80, "full_20b", "fp32")]
-MORE = [  # by `-m aot` alone: four seconds a kernel
+EXTRA = [  # by `-m aot` alone: four seconds a kernel
     (80, "full_20b", "bf16"), (100, "full_20b", "bf16"), (90, "window_20b", "bf16"),
     (90, "head128", "bf16"),
 ]  # fmt: skip
-ALL = [*PROGRAMS, *(pytest.param(*x, marks=pytest.mark.slow) for x in MORE)]
+ALL = [*PROGRAMS, *(pytest.param(*x, marks=pytest.mark.slow) for x in EXTRA)]
 
 
 def compile_kernel(name, arch, case, dtype):
-    """What `triton.compile` makes of a kernel for a torch caller, and what ptxas says of it."""
+    """A kernel compiled by `triton.compile` as for a torch caller, and the report of ptxas."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
@@ -55,7 +55,7 @@ def compile_kernel(name, arch, case, dtype):
     from pallas_kernels.sink_attention.triton_kernels import triton_kernel
 
     kernel, tiles = getattr(triton_kernel, name), KERNELS[name](case.H, 4 if "32" in dtype else 2)
-    constants = triton_launch.constants(
+    constants = triton_launch.kernel_constants(
         case.K, case.N // case.K, case.H, case.window, case.H**-0.5, tiles
     )
     signature = {
@@ -68,23 +68,23 @@ def compile_kernel(name, arch, case, dtype):
         "num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": False,
     }  # fmt: skip
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    assert len(made.asm["cubin"]) > 1000
+    compiled_kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    assert len(compiled_kernel.asm["cubin"]) > 1000
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
-        ptx.write_text(made.asm["ptx"])
+        ptx.write_text(compiled_kernel.asm["ptx"])
         chip = f"sm_{arch}{'a' if arch >= 90 else ''}"
-        said = subprocess.run(
+        ptxas_output = subprocess.run(
             [get_ptxas(arch).path, "-v", f"--gpu-name={chip}", str(ptx), "-o", os.devnull],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
-    figures = ahead_of_time.read_ptxas(said)
+    figures = ahead_of_time.parse_ptxas(ptxas_output)
     return {
         "registers": figures.registers,
         "spills": figures.spills,
-        "shared": made.metadata.shared,
+        "shared": compiled_kernel.metadata.shared,
         "warps": tiles.warps,
-        "ptx": made.asm["ptx"],
+        "ptx": compiled_kernel.asm["ptx"],
     }
 
 
@@ -97,7 +97,7 @@ def compile_from_jax(name):
         import jax_triton.triton_lib as library
     except ImportError:
         return {"missing": "needs jax-triton: pip install jax-triton"}
-    reason = ahead_of_time.missing("h200")
+    reason = ahead_of_time.compiler_unavailable("h200")
     if reason:
         return {"missing": reason}
     if jax.__version_info__ < (0, 11):  # it asks the driver and not the target; there is no driver
@@ -111,7 +111,7 @@ def compile_from_jax(name):
         return result
 
     library.compile_ttir_to_ptx_inplace = remember
-    case = cases.named(name)
+    case = cases.get_attention_case(name)
     bf16, place = jnp.bfloat16, jax.ShapeDtypeStruct
 
     def arguments(T):
@@ -121,20 +121,20 @@ def compile_from_jax(name):
         return q, kv, kv, place((case.N,), jnp.float32), Layout._make(ints)
 
     def forward(*args):
-        return jax_triton_call.triton(*args, case.window, case.H**-0.5)
+        return jax_triton_call.sink_attention_triton(*args, case.window, case.H**-0.5)
 
-    def backward(do, dlse, *args):
+    def backward(dout, dlse, *args):
         out, pull = jax.vjp(lambda *x: forward(*x, *args[4:]), *args[:4])
-        return *out, *pull((do, dlse))
+        return *out, *pull((dout, dlse))
 
     prefill = ahead_of_time.compile_for("h200", forward, *arguments(case.T))
     ahead_of_time.compile_for("h200", forward, *arguments(1))  # a decode step
     after_decode = len(programs)
-    do, dlse = arguments(case.T)[0], place((case.B, case.T, case.N), jnp.float32)
-    both = ahead_of_time.compile_for("h200", backward, do, dlse, *arguments(case.T))
+    dout, dlse = arguments(case.T)[0], place((case.B, case.T, case.N), jnp.float32)
+    program_pair = ahead_of_time.compile_for("h200", backward, dout, dlse, *arguments(case.T))
     return {
         "forward": prefill.temp_bytes,
-        "backward": both.temp_bytes,
+        "backward": program_pair.temp_bytes,
         "after_decode": after_decode,
         "programs": programs,
     }
@@ -151,12 +151,12 @@ def figures(*arguments):
         "PATH": f"{wheel}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": root,
         "JAX_PLATFORMS": "cpu",
     }  # fmt: skip
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, __file__, *map(str, arguments)], env=environment, text=True,
         capture_output=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @functools.cache
@@ -172,27 +172,29 @@ def made_of(programs):
 def compiled():
     if find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install triton")
-    return lambda *key: made_of(tuple(MORE if key[1:] in MORE else PROGRAMS))[key]
+    return lambda *key: made_of(tuple(EXTRA if key[1:] in EXTRA else PROGRAMS))[key]
 
 
 @pytest.fixture(scope="module")
 def from_jax():
     if find_spec("jax_triton") is None:
         pytest.skip("needs jax-triton: pip install jax-triton")
-    found = figures("jax", "full_20b")
-    if "missing" in found:
-        pytest.skip(found["missing"])
-    return found
+    report = figures("jax", "full_20b")
+    if "missing" in report:
+        pytest.skip(report["missing"])
+    return report
 
 
 @pytest.mark.parametrize("arch, name, dtype", ALL)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nothing_spills_and_shared_memory_suffices(compiled, arch, name, dtype, kernel):
-    made = compiled(kernel, arch, name, dtype)
-    print({x: made[x] for x in ("registers", "spills", "shared", "warps")})
-    assert made["spills"] == 0
-    assert made["registers"] * made["warps"] * 32 <= 65536
-    assert made["shared"] <= min(SHARED_LIMIT[arch], 99 * 1024)  # the limit of smaller cards
+    compiled_kernel = compiled(kernel, arch, name, dtype)
+    print({x: compiled_kernel[x] for x in ("registers", "spills", "shared", "warps")})
+    assert compiled_kernel["spills"] == 0
+    assert compiled_kernel["registers"] * compiled_kernel["warps"] * 32 <= 65536
+    assert compiled_kernel["shared"] <= min(
+        SHARED_LIMIT[arch], 99 * 1024
+    )  # the limit of smaller cards
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -211,7 +213,7 @@ def test_no_operation_is_left_for_ptxas_to_fuse(compiled, arch, name, dtype, ker
 
 
 def test_jax_compiles_for_h200_with_memory_linear_in_length(from_jax):
-    case = cases.named("full_20b")
+    case = cases.get_attention_case("full_20b")
     rows = case.B * case.T * case.N
     assert from_jax["forward"] <= 2**20
     assert from_jax["backward"] <= 4 * 4 * rows  # lse, Δ and tables: no score, no copy of q
@@ -236,7 +238,8 @@ if __name__ == "__main__":
         print(json.dumps(compile_from_jax(sys.argv[2])))
     else:
         print(json.dumps([
-            ((kernel, *program), compile_kernel(kernel, program[0], cases.named(program[1]),
+            ((kernel, *program), compile_kernel(
+                kernel, program[0], cases.get_attention_case(program[1]),
                                                 program[2]))
             for program in json.loads(sys.argv[2]) for kernel in KERNELS
         ]))  # fmt: skip

@@ -51,31 +51,31 @@ def small_tiles(monkeypatch):
             else MosaicTiles(consumers, 32, 2)
         )  # fmt: skip
 
-    monkeypatch.setattr(pallas_gpu, "forward_tiles", tiles(3))
-    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", tiles(1))
-    monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(1, 32, 3))
+    monkeypatch.setattr(pallas_gpu, "mosaic_forward_tiles", tiles(3))
+    monkeypatch.setattr(pallas_gpu_backward, "mosaic_dq_tiles", tiles(1))
+    monkeypatch.setattr(pallas_gpu_backward, "mosaic_dkv_tiles", lambda *_: MosaicTiles(1, 32, 3))
 
 
 def on_cores(monkeypatch, count):
     for kernels in (pallas_gpu, pallas_gpu_backward):
-        monkeypatch.setattr(kernels, "gpu_cores", lambda: count)
+        monkeypatch.setattr(kernels, "count_gpu_cores", lambda: count)
 
 
-ours = partial(pallas_gpu.mosaic_gpu, interpret=True)
+kernel = partial(pallas_gpu.sink_attention_mosaic_gpu, interpret=True)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def run(window, scale, do, dlse, q, k, v, sink, *places):
-    out, pull = jax.vjp(lambda *x: ours(*x, Layout(*places), window, scale), q, k, v, sink)
-    return *out, *pull((do, dlse))
+def run(window, scale, dout, dlse, q, k, v, sink, *places):
+    out, pull = jax.vjp(lambda *x: kernel(*x, Layout(*places), window, scale), q, k, v, sink)
+    return *out, *pull((dout, dlse))
 
 
 def compare(case, dtype, scale=None):
-    inputs, ct = cases.make_inputs(case, dtype), oracle.cotangents(case, dtype)
-    got = run(case.window, case.H**-0.5 if scale is None else scale, *ct, *inputs)
-    assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
-    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in got[2:])
-    oracle.compare(case, got, inputs, ct, scale=scale)
+    inputs, ct = cases.init_attention_inputs(case, dtype), oracle.cotangents(case, dtype)
+    actual = run(case.window, case.H**-0.5 if scale is None else scale, *ct, *inputs)
+    assert [x.dtype for x in actual] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
+    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in actual[2:])
+    oracle.compare(case, actual, inputs, ct, scale=scale)
 
 
 @fast
@@ -96,12 +96,15 @@ def test_tiles_of_queries_that_see_nothing_leave_the_others_right(monkeypatch):
     """A core's next tile has its first scores from the last step of the one before."""
     on_cores(monkeypatch, 1)
     case = AttentionCase("blind", 1, 250, 90, 2, 1, 64, 9, "chunk")
-    inputs, ct = cases.make_inputs(case, jnp.bfloat16), oracle.cotangents(case, jnp.bfloat16)
+    inputs, ct = (
+        cases.init_attention_inputs(case, jnp.bfloat16),
+        oracle.cotangents(case, jnp.bfloat16),
+    )
     blind = (np.arange(250) // 64) % 2 == 0  # of tiles of 64 queries the first and the third
     inputs = *inputs[:6], jnp.where(blind, 0, inputs[6]), inputs[7]
-    got = run(case.window, case.H**-0.5, *ct, *inputs)
-    assert not np.asarray(got[0].astype(jnp.float32))[:, blind].any()
-    oracle.compare(case, got, inputs, ct)
+    actual = run(case.window, case.H**-0.5, *ct, *inputs)
+    assert not np.asarray(actual[0].astype(jnp.float32))[:, blind].any()
+    oracle.compare(case, actual, inputs, ct)
 
 
 @full_matrix
@@ -147,8 +150,8 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, case):
     def query_tiles(_, window, __):
         return MosaicTiles(2, 32, 2, heads=2 if window else 1)
 
-    monkeypatch.setattr(pallas_gpu_backward, "query_tiles", query_tiles)
-    monkeypatch.setattr(pallas_gpu_backward, "key_tiles", lambda *_: MosaicTiles(2, 32, 2))
+    monkeypatch.setattr(pallas_gpu_backward, "mosaic_dq_tiles", query_tiles)
+    monkeypatch.setattr(pallas_gpu_backward, "mosaic_dkv_tiles", lambda *_: MosaicTiles(2, 32, 2))
     compare(case, jnp.bfloat16)
     assert not races()
 
@@ -157,20 +160,22 @@ def test_every_needed_block_is_visited_once_and_those_without_tests_last():
     needed_Bnm = np.array([[[1, 1, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
     whole_Bnm = np.array([[[0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]]], bool)
     single_Bm = np.array([[0, 1, 1, 1, 1, 0]], bool)
-    got = np.asarray(pallas_gpu_blocks.table(*map(jnp.asarray, (needed_Bnm, whole_Bnm, single_Bm))))
+    actual = np.asarray(
+        pallas_gpu_blocks.visit_table(*map(jnp.asarray, (needed_Bnm, whole_Bnm, single_Bm)))
+    )
     orders = [(2, 3, 5, [0, 5, 2, 1, 3]), (0, 0, 0, []), (0, 0, 5, [1, 2, 3, 4, 5])]
     for i, (*ends, order) in enumerate(orders):
-        visit = pallas_gpu_blocks.visits(got, 0, i)
-        assert [*visit[:3]] == ends and [visit.at(n) for n in range(len(order))] == order
+        visit = pallas_gpu_blocks.read_visits(actual, 0, i)
+        assert [*visit[:3]] == ends and [visit.block(n) for n in range(len(order))] == order
 
 
 def test_a_block_is_of_one_segment_where_no_other_and_no_padding_is_in_it():
     """Rows of other segments are told by that segment's number alone."""
     segments_BS = jnp.array([[2, 2, 2, 2, 5, 5, 5, 0, 0]])
     layout = Layout(*[jnp.zeros_like(segments_BS)] * 2, *[segments_BS] * 2)
-    where = pallas_gpu_blocks.padded(layout, 3, 2, 0)
-    assert where.table()[:, :, 0].tolist() == [[0, 1, 1]]  # the keys 5 and 0
-    assert where.table_of_keys()[:, :, 0].tolist() == [[1, 1, 2, 2, 0]]  # all not seen whole
+    padded = pallas_gpu_blocks.pad_layout(layout, 3, 2, 0)
+    assert padded.key_block_table()[:, :, 0].tolist() == [[0, 1, 1]]  # the keys 5 and 0
+    assert padded.query_block_table()[:, :, 0].tolist() == [[1, 1, 2, 2, 0]]  # all not seen whole
 
 
 def test_the_real_tiles_fit_the_block(monkeypatch):
@@ -178,25 +183,27 @@ def test_the_real_tiles_fit_the_block(monkeypatch):
     for H in (64, 128):
         for window in (0, 128, 4096):
             tiles = (
-                pallas_gpu.forward_tiles(H, window, 8),
-                pallas_gpu_backward.query_tiles(H, window, 8),
-                pallas_gpu_backward.key_tiles(H, window),
+                pallas_gpu.mosaic_forward_tiles(H, window, 8),
+                pallas_gpu_backward.mosaic_dq_tiles(H, window, 8),
+                pallas_gpu_backward.mosaic_dkv_tiles(H, window),
             )
             for x in tiles:
-                own = 2 * x.consumers * hopper.WARPGROUP_ROWS * (2 * H + 8)
+                rows = 2 * x.consumers * hopper.WARPGROUP_ROWS * (2 * H + 8)
                 ring = 2 * x.stages * x.step * (2 * H + 8)
                 assert x.consumers % x.heads == 0 and 8 % x.heads == 0
-                assert x.stages >= 2 and x.consumers in hopper.REGISTERS and own + ring < 227 * 1024
+                assert (
+                    x.stages >= 2 and x.consumers in hopper.REGISTERS and rows + ring < 227 * 1024
+                )
 
 
 def test_what_it_cannot_do_is_said(monkeypatch):
     q, k = jnp.ones((1, 4, 2, 64), jnp.bfloat16), jnp.ones((1, 4, 1, 64), jnp.bfloat16)
-    assert "needs a Hopper GPU" in pallas_gpu.unsupported(q, k)
-    monkeypatch.setattr(pallas_gpu, "target", lambda: Target("gpu", "NVIDIA H200"))
-    assert pallas_gpu.unsupported(q, k) is None
+    assert "needs a Hopper GPU" in pallas_gpu.sink_attention_mosaic_gpu_unsupported(q, k)
+    monkeypatch.setattr(pallas_gpu, "target_device", lambda: Target("gpu", "NVIDIA H200"))
+    assert pallas_gpu.sink_attention_mosaic_gpu_unsupported(q, k) is None
     for reason, change in (
         ("float32 is not", lambda x: x.astype(jnp.float32)),
         ("head size 48", lambda x: x[..., :48]),
         ("no queries", lambda x: x[:, :0]),
     ):
-        assert reason in pallas_gpu.unsupported(change(q), change(k))
+        assert reason in pallas_gpu.sink_attention_mosaic_gpu_unsupported(change(q), change(k))

@@ -20,7 +20,7 @@ LAYOUT = "packed"
 
 def inputs_of(side):
     case = side.case._replace(T=side.case.S, layout=LAYOUT)
-    return case, cases.make_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
+    return case, cases.init_attention_inputs(case, side.dtype), oracle.cotangents(case, side.dtype)
 
 
 def with_window(change):
@@ -28,20 +28,20 @@ def with_window(change):
 
     def plant(side, patch):
         if side.predicate is None:  # Triton's kernels have a predicate of their own
-            right = triton_launch.constants
+            original = triton_launch.kernel_constants
 
             def constants(K, G, H, window, scale, tiles):
-                return right(K, G, H, window + change, scale, tiles)
+                return original(K, G, H, window + change, scale, tiles)
 
-            patch.setattr(triton_launch, "constants", constants)
+            patch.setattr(triton_launch, "kernel_constants", constants)
         else:
-            name = "visible" if hasattr(side.predicate, "visible") else "in_reach"
-            right = getattr(masks, name)
+            name = "is_visible" if hasattr(side.predicate, "is_visible") else "is_in_window"
+            original = getattr(masks, name)
 
-            def other(q_pos, k_pos, window, *segments):
-                return right(q_pos, k_pos, window + change, *segments)
+            def changed(q_pos, k_pos, window, *segments):
+                return original(q_pos, k_pos, window + change, *segments)
 
-            patch.setattr(side.predicate, name, other)
+            patch.setattr(side.predicate, name, changed)
         if side.blocks is not None:
 
             def block_table(*args):
@@ -61,12 +61,12 @@ def with_tables(change):
     return plant
 
 
-def forget_the_last_block(needed, whole):
+def forget_the_last_block(needed, full):
     last = jnp.cumsum(needed, 2) == jnp.sum(needed, 2, keepdims=True)
-    return needed & ~last, whole & ~last
+    return needed & ~last, full & ~last
 
 
-def mask_no_block(needed, whole):
+def mask_no_block(needed, full):
     return needed, needed
 
 
@@ -80,20 +80,20 @@ def changed_sums(change):
     return plant
 
 
-def no_gradient_to_the_sink(right, *args):
-    lse, delta, dsink = right(*args)
+def no_gradient_to_the_sink(original, *args):
+    lse, delta, dsink = original(*args)
     return lse, delta, jnp.zeros_like(dsink)
 
 
-def weights_without_the_sink(right, o, lse, sink, do, dlse):
+def weights_without_the_sink(original, o, lse, sink, dout, dlse):
     """The mistake of kernels that know no sinks: p = e^{z − lse} of the keys alone."""
-    some, delta, dsink = right(o, lse, sink, do, dlse)
+    finite_lse, delta, dsink = original(o, lse, sink, dout, dlse)
     keys_alone = lse + jnp.log1p(-jnp.minimum(jnp.exp(sink[None, None] - lse), 1 - 1e-6))
-    return jnp.where(jnp.isfinite(keys_alone), keys_alone, some), delta, dsink
+    return jnp.where(jnp.isfinite(keys_alone), keys_alone, finite_lse), delta, dsink
 
 
-def no_cotangent_of_lse(right, o, lse, sink, do, dlse):
-    return right(o, lse, sink, do, jnp.zeros_like(dlse))
+def no_cotangent_of_lse(original, o, lse, sink, dout, dlse):
+    return original(o, lse, sink, dout, jnp.zeros_like(dlse))
 
 
 def scores_reach_what_is_not_seen(side, patch):
@@ -120,7 +120,7 @@ NOT_TRIED = {
 }
 
 
-def tried(side, fault):
+def fault_param(side, fault):
     """A compilation each, and with an interpreter a slow one: by default XLA alone."""
     marks = () if side == "xla" else pytest.mark.slow
     return pytest.param(side, fault, marks=marks, id=f"{side}-{fault.replace(' ', '-')}")
@@ -139,12 +139,12 @@ def compare(side):
     fresh = side._replace(attend=lambda *args: side.attend(*args))
     oracle.compare(case, fresh.run(*ct, *inputs), inputs, ct)
     low = attention_sides.far_below(inputs)
-    oracle.compare(case, fresh.run(*ct, *low), low, ct, exponent=attention_sides.FAR)
+    oracle.compare(case, fresh.run(*ct, *low), low, ct, exponent=attention_sides.LARGE_SCORE)
 
 
 @pytest.mark.parametrize(
     "side, fault",
-    [tried(x, y) for x in SIDES for y in ("none", *FAULTS) if (x, y) not in NOT_TRIED],
+    [fault_param(x, y) for x in SIDES for y in ("none", *FAULTS) if (x, y) not in NOT_TRIED],
     indirect=["side"],
 )
 def test_a_planted_fault_is_seen_and_without_one_all_is_well(side, fault):

@@ -23,15 +23,15 @@ def side(request):
         yield opened
 
 
-def each(side, check, **drawn):
+def for_each_side(side, check, **drawn):
     """check(side, …) for drawn arguments, fewer where a call is slow."""
 
     @settings(max_examples=SLOW.get(side.name, 12))
     @given(**{"seed": st.integers(0, 10**6), **drawn})
-    def tried(**arguments):
+    def side_param(**arguments):
         check(side, **arguments)
 
-    tried()
+    side_param()
 
 
 def drawn_inputs(side, seed):
@@ -52,7 +52,7 @@ def drawn_inputs(side, seed):
         "q_segment_ids_BT": np.sort(rng.integers(0, 4, (B, T)), 1),
         "k_segment_ids_BS": np.sort(rng.integers(0, 3, (B, S)), 1),  # segment 3 has no keys
     }
-    inputs = cases.make_inputs(case, side.dtype, seed)
+    inputs = cases.init_attention_inputs(case, side.dtype, seed)
     return inputs._replace(
         sink_N=jnp.asarray(sinks, jnp.float32),
         **{name: jnp.asarray(x, jnp.int32) for name, x in places.items()},
@@ -64,35 +64,35 @@ def test_values_and_every_gradient_agree_with_the_oracle_in_any_layout(side):
         inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
         oracle.compare(side.case, side.run(*ct, *inputs), inputs, ct)
 
-    each(side, check)
+    for_each_side(side, check)
 
 
 def test_scores_far_below_zero_are_above_what_is_not_seen(side):
-    """As −1,000 for what is not seen, or for where a maximum starts, would not be."""
+    """It fails if invisible scores, or the initial maximum, are −1,000."""
 
     def check(side, seed):
         inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
         inputs = attention_sides.far_below(inputs)
-        ours = side.run(*ct, *inputs)
-        oracle.compare(side.case, ours, inputs, ct, exponent=attention_sides.FAR)
+        actual = side.run(*ct, *inputs)
+        oracle.compare(side.case, actual, inputs, ct, exponent=attention_sides.LARGE_SCORE)
 
-    each(side, check)
+    for_each_side(side, check)
 
 
 def test_probabilities_of_the_keys_sum_to_one_less_that_of_the_sink(side):
     def check(side, seed):
         inputs = drawn_inputs(side, seed)
         o, lse = side.forward(*inputs._replace(v_BSKH=jnp.ones_like(inputs.v_BSKH)))
-        some = np.isfinite(lse)
+        nonempty = np.isfinite(lse)
         sink = np.asarray(inputs.sink_N, np.float64)
-        p_sink = np.exp(sink - np.where(some, lse, 0.0))
-        total = np.where(some[..., None], np.asarray(o, np.float64) + p_sink[..., None], 1.0)
+        p_sink = np.exp(sink - np.where(nonempty, lse, 0.0))
+        total = np.where(nonempty[..., None], np.asarray(o, np.float64) + p_sink[..., None], 1.0)
         eps = float(jnp.finfo(side.dtype).eps)
-        largest = np.max(np.abs(np.where(some, lse, 0.0)))  # e^{sink − lse} is as exact as lse
+        largest = np.max(np.abs(np.where(nonempty, lse, 0.0)))  # e^{sink − lse} is as exact as lse
         room = 4 * eps + 2 * largest * np.finfo(np.float32).eps
         np.testing.assert_allclose(total, np.ones(total.shape), rtol=0, atol=room)
 
-    each(side, check)
+    for_each_side(side, check)
 
 
 def test_a_row_counts_its_keys_and_no_others(side):
@@ -101,18 +101,18 @@ def test_a_row_counts_its_keys_and_no_others(side):
         blank = {"q_BTNH": jnp.zeros_like(inputs.q_BTNH)}
         blank["sink_N"] = jnp.full(side.case.N, -jnp.inf, jnp.float32)
         _, lse = side.forward(*inputs._replace(**blank))
-        wanted = oracle.visible(side.case, inputs).sum(2)
-        np.testing.assert_allclose(np.exp(lse[:, :, 0]), wanted, rtol=1e-5)
-        assert (wanted == 0).any() and wanted.max() > 1
+        n_visible = oracle.visible(side.case, inputs).sum(2)
+        np.testing.assert_allclose(np.exp(lse[:, :, 0]), n_visible, rtol=1e-5)
+        assert (n_visible == 0).any() and n_visible.max() > 1
 
-    each(side, check)
+    for_each_side(side, check)
 
 
 def test_a_window_of_128_holds_128_keys_the_query_itself_included(side):
     case = side.case._replace(B=1, T=140, S=140, N=side.case.K, window=128)
 
     def check(side, seed, offset):
-        q, k, v, _, *places = cases.make_inputs(case, side.dtype)
+        q, k, v, _, *places = cases.init_attention_inputs(case, side.dtype)
         places = [x + offset * (i < 2) for i, x in enumerate(places)]
         sink = jnp.full(case.N, -jnp.inf, jnp.float32)
         _, lse = side.forward(jnp.zeros_like(q), k, v, sink, *places, window=128)
@@ -120,22 +120,22 @@ def test_a_window_of_128_holds_128_keys_the_query_itself_included(side):
         np.testing.assert_array_equal(counts[126:131], [127, 128, 128, 128, 128])
         np.testing.assert_array_equal(counts, np.minimum(np.arange(140) + 1, 128))
 
-    each(side, check, seed=st.just(0), offset=st.integers(0, 10**6))
+    for_each_side(side, check, seed=st.just(0), offset=st.integers(0, 10**6))
 
 
 def test_a_query_without_keys_gives_zero_its_sink_and_finite_gradients(side):
     def check(side, seed):
         inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
-        alone = np.asarray(~oracle.visible(side.case, inputs).any(2))
-        assert alone.any() and not alone.all()
+        isolated = np.asarray(~oracle.visible(side.case, inputs).any(2))
+        assert isolated.any() and not isolated.all()
         o, lse, *gradients = (np.asarray(x, np.float32) for x in side.run(*ct, *inputs))
-        np.testing.assert_array_equal(o[alone], 0.0)
-        wanted = np.broadcast_to(np.asarray(inputs.sink_N), lse[alone].shape)
-        np.testing.assert_allclose(lse[alone], wanted, rtol=1e-6)
-        np.testing.assert_array_equal(gradients[0][alone], 0.0)
+        np.testing.assert_array_equal(o[isolated], 0.0)
+        n_visible = np.broadcast_to(np.asarray(inputs.sink_N), lse[isolated].shape)
+        np.testing.assert_allclose(lse[isolated], n_visible, rtol=1e-6)
+        np.testing.assert_array_equal(gradients[0][isolated], 0.0)
         assert all(np.isfinite(x).all() for x in gradients)
 
-    each(side, check)
+    for_each_side(side, check)
 
 
 def test_what_a_sink_gets_of_queries_without_keys_is_their_lse_alone(side):
@@ -145,51 +145,55 @@ def test_what_a_sink_gets_of_queries_without_keys_is_their_lse_alone(side):
         inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
         inputs = inputs._replace(q_segment_ids_BT=jnp.full_like(inputs.q_segment_ids_BT, 3))
         *_, dsink = side.run(*ct, *inputs)
-        wanted = np.asarray(ct[1], np.float64).sum((0, 1))
-        wanted = np.where(np.isfinite(inputs.sink_N), wanted, 0.0)
-        np.testing.assert_allclose(dsink, wanted, rtol=1e-5, atol=1e-5)
+        n_visible = np.asarray(ct[1], np.float64).sum((0, 1))
+        n_visible = np.where(np.isfinite(inputs.sink_N), n_visible, 0.0)
+        np.testing.assert_allclose(dsink, n_visible, rtol=1e-5, atol=1e-5)
 
-    each(side, check)
+    for_each_side(side, check)
 
 
 def test_the_order_of_the_batch_changes_no_bit(side):
     def check(side, seed):
         inputs, ct = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
-        got = side.run(*ct, *inputs)
+        results = side.run(*ct, *inputs)
         turned = [x if x is inputs.sink_N else x[::-1] for x in (*ct, *inputs)]
-        pairs = zip(oracle.NAMES[:5], got, side.run(*turned), strict=False)
+        pairs = zip(oracle.NAMES[:5], results, side.run(*turned), strict=False)
         for name, a, b in pairs:  # dsink is a sum over the batch
             np.testing.assert_array_equal(np.asarray(a)[::-1], b, err_msg=name)
 
-    each(side, check)
+    for_each_side(side, check)
 
 
 def test_a_segment_depends_on_itself_alone_to_the_bit(side):
     """Neither on what padding holds nor on the other episodes, in values and in gradients."""
 
     def check(side, seed, segment):
-        inputs, (do, dlse) = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
+        inputs, (dout, dlse) = drawn_inputs(side, seed), oracle.cotangents(side.case, side.dtype)
         q_mine, k_mine = (
             np.asarray(x == segment) for x in (inputs.q_segment_ids_BT, inputs.k_segment_ids_BS)
         )
         wide = {"q_BTNH": q_mine, "k_BSKH": k_mine, "v_BSKH": k_mine}
-        other = {
-            name: jnp.where(mine[..., None, None], getattr(inputs, name), jnp.asarray(7, do.dtype))
-            for name, mine in wide.items()
+        other_inputs = {
+            name: jnp.where(
+                changed[..., None, None], getattr(inputs, name), jnp.asarray(7, dout.dtype)
+            )
+            for name, changed in wide.items()
         }
         ct = (
-            jnp.where(q_mine[..., None, None], do, jnp.asarray(0, do.dtype)),
+            jnp.where(q_mine[..., None, None], dout, jnp.asarray(0, dout.dtype)),
             jnp.where(q_mine[..., None], dlse, 0.0),
         )
-        ours, theirs = (side.run(*ct, *x) for x in (inputs, inputs._replace(**other)))
+        actual, other_o = (side.run(*ct, *x) for x in (inputs, inputs._replace(**other_inputs)))
         masks = (q_mine, q_mine, q_mine, k_mine, k_mine)
-        for name, mine, a, b in zip(oracle.NAMES, masks, ours, theirs, strict=False):
-            np.testing.assert_array_equal(np.asarray(a)[mine], np.asarray(b)[mine], err_msg=name)
-        for x, mine in zip(ours[2:5], (q_mine, k_mine, k_mine), strict=True):
-            np.testing.assert_array_equal(np.asarray(x, np.float32)[~mine], 0.0)
-        np.testing.assert_array_equal(ours[5], theirs[5])
+        for name, changed, a, b in zip(oracle.NAMES, masks, actual, other_o, strict=False):
+            np.testing.assert_array_equal(
+                np.asarray(a)[changed], np.asarray(b)[changed], err_msg=name
+            )
+        for x, changed in zip(actual[2:5], (q_mine, k_mine, k_mine), strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32)[~changed], 0.0)
+        np.testing.assert_array_equal(actual[5], other_o[5])
 
-    each(side, check, segment=st.integers(1, 2))
+    for_each_side(side, check, segment=st.integers(1, 2))
 
 
 def test_the_same_bits_come_out_every_time(side):

@@ -15,47 +15,51 @@ from pallas_kernels.sink_attention import cases, pallas_tpu, pallas_tpu_backward
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
 
 SMALL_BLOCKS = 16, 8, 8  # queries, keys, keys that a step may start at
-PACKED = cases.named("packed")  # B=2 T=S=31 N=15 K=3 H=16 window 9; what runs on it compiles once
+PACKED = cases.get_attention_case(
+    "packed"
+)  # B=2 T=S=31 N=15 K=3 H=16 window 9; what runs on it compiles once
 FAST = ("packed", "left_padded", "right_padded", "big_sinks", "no_sinks", "decode_ring")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "block_sizes", lambda *_: SMALL_BLOCKS)
+    monkeypatch.setattr(blocks, "tpu_block_sizes", lambda *_: SMALL_BLOCKS)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(sizes, window, interpret, do, dlse, q, k, v, sink, *places):
-    assert sizes == blocks.block_sizes(0, 0, 0)
+def _run(sizes, window, interpret, dout, dlse, q, k, v, sink, *places):
+    assert sizes == blocks.tpu_block_sizes(0, 0, 0)
 
     def attend(*args):
         layout = Layout(*places)
-        return pallas_tpu.mosaic_tpu(*args, layout, window, q.shape[3] ** -0.5, interpret)
+        return pallas_tpu.sink_attention_mosaic_tpu(
+            *args, layout, window, q.shape[3] ** -0.5, interpret
+        )
 
     out, pull = jax.vjp(attend, q, k, v, sink)
-    return *out, *pull((do, dlse))
+    return *out, *pull((dout, dlse))
 
 
-def run(window, do, dlse, *inputs, interpret=True):
-    return _run(blocks.block_sizes(0, 0, 0), window, interpret, do, dlse, *inputs)
+def run(window, dout, dlse, *inputs, interpret=True):
+    return _run(blocks.tpu_block_sizes(0, 0, 0), window, interpret, dout, dlse, *inputs)
 
 
 def compares(case, dtype):
-    inputs, ct = cases.make_inputs(case, dtype), oracle.cotangents(case, dtype)
-    got = run(case.window, *ct, *inputs)
-    assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
-    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in got[2:])
-    oracle.compare(case, got, inputs, ct)
+    inputs, ct = cases.init_attention_inputs(case, dtype), oracle.cotangents(case, dtype)
+    actual = run(case.window, *ct, *inputs)
+    assert [x.dtype for x in actual] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
+    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in actual[2:])
+    oracle.compare(case, actual, inputs, ct)
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(name):
-    compares(cases.named(name), jnp.float32)
+    compares(cases.get_attention_case(name), jnp.float32)
 
 
 def test_half_precision_is_as_good_as_the_plain_formula_in_it():
     for name in ("packed", "big_sinks"):
-        compares(cases.named(name), jnp.bfloat16)
+        compares(cases.get_attention_case(name), jnp.bfloat16)
 
 
 @pytest.mark.slow
@@ -79,11 +83,11 @@ def finite(x_BTNH):
 def test_blocks_that_nobody_sees_are_skipped_not_masked():
     """NaN passes through a mask, in p·v and in dO·v: only what is skipped keeps it out."""
     case = PACKED._replace(layout="causal")  # window 9, blocks of 16 queries and 8 keys
-    inputs, ct = cases.make_inputs(case), oracle.cotangents(case)
+    inputs, ct = cases.init_attention_inputs(case), oracle.cotangents(case)
     time = np.arange(case.T)
 
-    def planted(name, where):
-        bad = jnp.where(jnp.asarray(where)[None, :, None, None], jnp.nan, getattr(inputs, name))
+    def planted(name, mask):
+        bad = jnp.where(jnp.asarray(mask)[None, :, None, None], jnp.nan, getattr(inputs, name))
         o, _, dq, dk, dv, _ = run(case.window, *ct, *inputs._replace(**{name: bad}))
         return finite(o), finite(dq), finite(dk), finite(dv)
 
@@ -99,8 +103,8 @@ def test_blocks_that_nobody_sees_are_skipped_not_masked():
 
 
 def steps_of_two_blocks_in_parts(monkeypatch):
-    monkeypatch.setattr(blocks, "block_sizes", lambda *_: (16, 16, 8))
-    monkeypatch.setattr(pallas_tpu_backward, "keys_at_once", lambda _: 16)
+    monkeypatch.setattr(blocks, "tpu_block_sizes", lambda *_: (16, 16, 8))
+    monkeypatch.setattr(pallas_tpu_backward, "max_keys_per_part", lambda _: 16)
 
 
 @pytest.mark.parametrize(
@@ -113,38 +117,41 @@ def test_copies_that_arrive_as_late_as_they_may_change_nothing(parts, monkeypatc
     case = cases.AttentionCase(
         "late", 1, 32, 40, 8, 2, 16, 0, "chunk"
     )  # some blocks are seen whole
-    inputs, ct = cases.make_inputs(case), oracle.cotangents(case)
-    late = pltpu.InterpretParams(
+    inputs, ct = cases.init_attention_inputs(case), oracle.cotangents(case)
+    late_keys = pltpu.InterpretParams(
         dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True
     )
-    with pltpu.force_tpu_interpret_mode(late):
-        got = run(case.window, *ct, *inputs, interpret=False)
-        jax.block_until_ready(got)
+    with pltpu.force_tpu_interpret_mode(late_keys):
+        actual = run(case.window, *ct, *inputs, interpret=False)
+        jax.block_until_ready(actual)
     assert "RACE DETECTED" not in capsys.readouterr().out  # the interpreter's words
-    oracle.compare(case, got, inputs, ct)
+    oracle.compare(case, actual, inputs, ct)
 
 
 def test_keys_that_vmem_has_no_room_for_are_taken_in_parts_and_change_no_bit(monkeypatch):
-    inputs, ct = cases.make_inputs(PACKED), oracle.cotangents(PACKED)  # four blocks of keys
-    whole = run(PACKED.window, *ct, *inputs)
-    part, parts = pallas_tpu_backward._part, []
+    inputs, ct = (
+        cases.init_attention_inputs(PACKED),
+        oracle.cotangents(PACKED),
+    )  # four blocks of keys
+    full = run(PACKED.window, *ct, *inputs)
+    part, parts = pallas_tpu_backward._gradients_of_part, []
 
     def counted(*args):
         parts.append(args)
         return part(*args)
 
-    monkeypatch.setattr(pallas_tpu_backward, "_part", counted)
-    monkeypatch.setattr(pallas_tpu_backward, "keys_at_once", lambda _: 9)  # one block of 8
-    again = jax.jit(lambda *arrays: _run.__wrapped__(SMALL_BLOCKS, PACKED.window, True, *arrays))
-    got = again(*ct, *inputs)
+    monkeypatch.setattr(pallas_tpu_backward, "_gradients_of_part", counted)
+    monkeypatch.setattr(pallas_tpu_backward, "max_keys_per_part", lambda _: 9)  # one block of 8
+    rerun = jax.jit(lambda *arrays: _run.__wrapped__(SMALL_BLOCKS, PACKED.window, True, *arrays))
+    actual = rerun(*ct, *inputs)
     assert len(parts) == 4
-    for name, one, many in zip(oracle.NAMES, whole, got, strict=True):
-        np.testing.assert_array_equal(one, many, err_msg=name)
+    for name, single, split in zip(oracle.NAMES, full, actual, strict=True):
+        np.testing.assert_array_equal(single, split, err_msg=name)
 
 
 def test_a_part_of_the_keys_has_its_part_of_each_run_and_one_block_where_there_is_none():
     runs = jnp.array([0, 0, 1, 2, 1, 3, 5, 6, 5, 6, 7, 8])  # ends of three runs
-    part = blocks.Blocked(jnp.zeros(0), jnp.zeros(0), runs).within(2, 5).reshape(3, 4)
+    part = blocks.Blocked(jnp.zeros(0), jnp.zeros(0), runs).slice_runs(2, 5).reshape(3, 4)
     assert [tuple(x) for x in part[:, [0, 3]].tolist()] == [(0, 1), (0, 3), (0, 1)]
     assert tuple(part[1].tolist()) == (0, 1, 3, 3)  # of three blocks the last two are seen whole
     assert not any(first <= 0 < last for first, last in part[::2, 1:3].tolist())
@@ -157,19 +164,19 @@ def test_steps_of_several_blocks_count_no_key_twice(monkeypatch):
     compares(case, jnp.float32)
 
 
-@pytest.mark.parametrize("window, most", [(128, 3 * 128), (0, 0.54 * 16384)])
-def test_the_blocks_visited_grow_with_length_times_window(window, most, monkeypatch):
+@pytest.mark.parametrize("window, limit", [(128, 3 * 128), (0, 0.54 * 16384)])
+def test_the_blocks_visited_grow_with_length_times_window(window, limit, monkeypatch):
     monkeypatch.undo()
     T = 16384
-    x = blocks.sizes((1, T, 64, 64), (1, T, 8, 64), window)
-    place, one = jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
-    where = jax.jit(blocks.blocked, static_argnums=(0, 2))(
-        x, Layout(place, place, one, one), window
+    x = blocks.choose_sizes((1, T, 64, 64), (1, T, 8, 64), window)
+    place, single = jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
+    mask = jax.jit(blocks.block_layout, static_argnums=(0, 2))(
+        x, Layout(place, place, single, single), window
     )
-    runs = np.asarray(where.q_runs)
+    runs = np.asarray(mask.q_runs)
     steps = -(-(runs[3::4] - runs[0::4]) // (x.bs // x.unit))
     visited = steps.sum() * x.bt * x.bs
-    assert T * most * 0.9 < visited <= T * most
+    assert T * limit * 0.9 < visited <= T * limit
 
 
 def test_what_the_kernels_cannot_take_is_said():
@@ -177,12 +184,14 @@ def test_what_the_kernels_cannot_take_is_said():
         struct = jax.ShapeDtypeStruct
         return struct((B, T, N, H), dtype), struct((B, T, K, H), dtype)
 
-    assert pallas_tpu.unsupported(*shapes()) is None
-    assert pallas_tpu.unsupported(*shapes(H=128, dtype=jnp.float32)) is None
+    assert pallas_tpu.sink_attention_mosaic_tpu_unsupported(*shapes()) is None
+    assert (
+        pallas_tpu.sink_attention_mosaic_tpu_unsupported(*shapes(H=128, dtype=jnp.float32)) is None
+    )
     for words, args in (
         ("head size 48", {"H": 48}),
         ("dtype float16", {"dtype": jnp.float16}),
         ("64 query heads per key head", {"K": 1}),
         ("of SMEM", {"T": 2**21}),
     ):
-        assert words in pallas_tpu.unsupported(*shapes(**args))
+        assert words in pallas_tpu.sink_attention_mosaic_tpu_unsupported(*shapes(**args))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import triton_interpreted
 
-from pallas_kernels.blocks import runs
+from pallas_kernels.blocks import block_ranges
 from pallas_kernels.sink_attention import cases, reference
 from pallas_kernels.sink_attention.triton_kernels import jax_triton_call, triton_launch
 from pallas_kernels.sink_attention.triton_kernels.triton_launch import TritonTiles
@@ -37,28 +37,31 @@ def attend(kernels, monkeypatch):
 
 
 # All but the last share their sizes: compiling is what these tests cost.
-QUICK = [cases.named(x) for x in ("packed", "left_padded", "big_sinks", "no_sinks", "decode_ring")]
+QUICK = [
+    cases.get_attention_case(x)
+    for x in ("packed", "left_padded", "big_sinks", "no_sinks", "decode_ring")
+]
 SLOW = [case for case in cases.TEST_CASES if case not in QUICK]
 
 
 @pytest.mark.parametrize(
     "case, dtype",
     [(case, jnp.float32) for case in QUICK]
-    + [(cases.named("packed"), jnp.bfloat16)]
+    + [(cases.get_attention_case("packed"), jnp.bfloat16)]
     + [pytest.param(case, jnp.float32, marks=pytest.mark.slow) for case in SLOW]
     + [
-        pytest.param(cases.named(name), dtype, marks=pytest.mark.slow)
+        pytest.param(cases.get_attention_case(name), dtype, marks=pytest.mark.slow)
         for name in ("gqa8", "right_padded", "many_blocks_packed")
         for dtype in (jnp.bfloat16, jnp.float16)
     ],
     ids=lambda x: x.name if isinstance(x, cases.AttentionCase) else x.__name__,
 )
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(attend, case, dtype):
-    inputs, ct = cases.make_inputs(case, dtype), oracle.cotangents(case, dtype)
-    got = oracle.values_and_gradients(attend, case.window, *ct, *inputs)
-    assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
-    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in got[2:])
-    oracle.compare(case, got, inputs, ct)
+    inputs, ct = cases.init_attention_inputs(case, dtype), oracle.cotangents(case, dtype)
+    actual = oracle.values_and_gradients(attend, case.window, *ct, *inputs)
+    assert [x.dtype for x in actual] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]
+    assert all(np.isfinite(x.astype(jnp.float32)).all() for x in actual[2:])
+    oracle.compare(case, actual, inputs, ct)
 
 
 def test_no_keys_and_no_queries_are_allowed(attend):
@@ -72,12 +75,12 @@ def test_no_keys_and_no_queries_are_allowed(attend):
 
 
 def test_any_scale_is_taken(attend):
-    case = cases.named("tiny_distinct")
-    inputs = cases.make_inputs(case)
+    case = cases.get_attention_case("tiny_distinct")
+    inputs = cases.init_attention_inputs(case)
     for scale in (-0.3, 0.0):
-        ours = jax_triton_call.triton(*inputs.arguments, case.window, scale)
-        right = reference.reference(*inputs.arguments, case.window, scale)
-        for x, y in zip(ours, right, strict=True):
+        kernel_fn = jax_triton_call.sink_attention_triton(*inputs.arguments, case.window, scale)
+        oracle_fn = reference.sink_attention_reference(*inputs.arguments, case.window, scale)
+        for x, y in zip(kernel_fn, oracle_fn, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
@@ -97,11 +100,15 @@ def test_what_cannot_run_is_named(monkeypatch):
         return jax.ShapeDtypeStruct((1, 2, 4, H), dtype), jax.ShapeDtypeStruct((1, 2, 2, H), dtype)
 
     monkeypatch.setattr(triton_launch, "find_spec", lambda name: name)
-    assert jax_triton_call.unsupported(*sizes(64)) is None
-    assert "head size 48 is not one of" in jax_triton_call.unsupported(*sizes(48))
-    assert "float64" in jax_triton_call.unsupported(*sizes(64, np.dtype("float64")))
+    assert jax_triton_call.sink_attention_triton_unsupported(*sizes(64)) is None
+    assert "head size 48 is not one of" in jax_triton_call.sink_attention_triton_unsupported(
+        *sizes(48)
+    )
+    assert "float64" in jax_triton_call.sink_attention_triton_unsupported(
+        *sizes(64, np.dtype("float64"))
+    )
     monkeypatch.setattr(triton_launch, "find_spec", lambda name: None)
-    assert "pip install jax-triton" in jax_triton_call.unsupported(*sizes(64))
+    assert "pip install jax-triton" in jax_triton_call.sink_attention_triton_unsupported(*sizes(64))
 
 
 PAST = 38  # tokens of the sequence whose prefill and decode are compared
@@ -127,50 +134,50 @@ def extended(attend, window, q, k, v, sink, start, room):
 @pytest.fixture
 def tables(attend, monkeypatch):
     """Tiles so small that 38 tokens take four, and what the tables of blocks were."""
-    seen = []
+    recorded = []
 
-    def remember(needed, whole):
-        seen.append((np.asarray(needed), np.asarray(whole)))
-        return runs(needed, whole)
+    def remember(needed, full):
+        recorded.append((np.asarray(needed), np.asarray(full)))
+        return block_ranges(needed, full)
 
-    monkeypatch.setattr(triton_launch, "forward_tiles", lambda *_: TritonTiles(32, 8, 4, 1))
-    monkeypatch.setattr(jax_triton_call, "runs", remember)
-    return seen
+    monkeypatch.setattr(triton_launch, "triton_forward_tiles", lambda *_: TritonTiles(32, 8, 4, 1))
+    monkeypatch.setattr(jax_triton_call, "block_ranges", remember)
+    return recorded
 
 
 @pytest.mark.parametrize("window", [0, 9])
 def test_a_token_has_the_same_bits_in_prefill_in_any_chunk_and_in_decode(attend, tables, window):
     q, k, v, sink = sequence(0)
-    whole = extended(attend, window, q, k, v, sink, 0, 0)
+    full = extended(attend, window, q, k, v, sink, 0, 0)
     assert tables[0][1].any() == (window == 0)  # blocks without a mask; a decode step has none
     for end, start in ((PAST, 20), (PAST, 37), (30, 29), (17, 16), (1, 0)):
         past, room = (x[:, :end] for x in (q, k, v)), 58 - end
         part = extended(attend, window, *past, sink, start, room)
-        for name, a, b in zip(("o", "lse"), whole, part, strict=True):
+        for name, a, b in zip(("o", "lse"), full, part, strict=True):
             np.testing.assert_array_equal(a[:, start:end], b, err_msg=f"{name} {end} {start}")
 
 
 def test_a_token_has_the_same_bits_in_any_batch(attend):
-    one, two = sequence(0), sequence(1, 2)
-    pair = [jnp.concatenate([b, a]) for a, b in zip(one[:3], two[:3], strict=True)]
-    alone, among = (extended(attend, 9, *x[:3], one[3], 30, 20) for x in (one, pair))
-    for a, b in zip(alone, among, strict=True):
+    single, two = sequence(0), sequence(1, 2)
+    pair = [jnp.concatenate([b, a]) for a, b in zip(single[:3], two[:3], strict=True)]
+    single_row, among = (extended(attend, 9, *x[:3], single[3], 30, 20) for x in (single, pair))
+    for a, b in zip(single_row, among, strict=True):
         np.testing.assert_array_equal(a[0], b[2])
 
 
 def test_visiting_a_block_that_nobody_sees_changes_no_bit(attend, tables, monkeypatch):
     """Nor does masking a block that everybody sees whole."""
     q, k, v, sink = sequence(2)
-    wanted = extended(attend, 30, q, k, v, sink, 0, 20)
+    expected = extended(attend, 30, q, k, v, sink, 0, 20)
 
     def every_block(needed, _):
         m = needed.shape[2]
         return jnp.broadcast_to(jnp.array([0, m, m, m], jnp.int32), (*needed.shape[:2], 4))
 
-    monkeypatch.setattr(jax_triton_call, "runs", every_block)
-    got = extended(attend, 30, q, k, v, sink, 0, 20)
+    monkeypatch.setattr(jax_triton_call, "block_ranges", every_block)
+    actual = extended(attend, 30, q, k, v, sink, 0, 20)
     assert not tables[0][0].all() and tables[0][1].any()
-    for a, b in zip(wanted, got, strict=True):
+    for a, b in zip(expected, actual, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -178,9 +185,9 @@ def test_keys_in_another_block_do_change_bits(attend):
     """The control: were the comparison blind, it would not see keys moved by one slot either."""
     q, k, v, sink = sequence(0)
     slots = jnp.arange(PAST, dtype=jnp.int32)[None]
-    ones = jnp.ones_like(slots)
-    plain = attend(0, q, k, v, sink, slots, slots, ones, ones)
+    segments = jnp.ones_like(slots)
+    plain = attend(0, q, k, v, sink, slots, slots, segments, segments)
     turned = [jnp.roll(x, 1, 1) for x in (k, v, slots)]
-    moved = attend(0, q, *turned[:2], sink, slots, turned[2], ones, ones)
+    moved = attend(0, q, *turned[:2], sink, slots, turned[2], segments, segments)
     np.testing.assert_allclose(plain[0], moved[0], atol=1e-5)
     assert (np.asarray(plain[0]) != np.asarray(moved[0])).any()

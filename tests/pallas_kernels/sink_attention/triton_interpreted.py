@@ -21,7 +21,7 @@ TRITON_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32
 
 
 class Buffer:
-    """As much of a torch tensor as the interpreter asks for, around a numpy array."""
+    """A numpy array with the interface of a torch tensor that the interpreter needs."""
 
     def __init__(self, array: Any = None, size=None):
         self.array, self.dtype = array, None if array is None else TRITON_NAMES[array.dtype.name]
@@ -65,22 +65,22 @@ def faithful_cast(original):
 
 def patch_once(original):
     """The interpreter patches the language at every inner call; once for each file is enough."""
-    done = set()
+    patched = set()
 
     def patch_lang(fn):
         outermost = fn.__name__.endswith("_kernel")
         if outermost:
-            done.clear()
-        if id(fn.__globals__) in done:
+            patched.clear()
+        if id(fn.__globals__) in patched:
             return None
-        done.add(id(fn.__globals__))
+        patched.add(id(fn.__globals__))
         return original(fn)
 
     return patch_lang
 
 
 def missing():
-    """Why there is nothing to interpret; None where there is."""
+    """The reason why the kernels cannot be interpreted, or None."""
     return "triton is not installed: pip install triton" * (
         importlib.util.find_spec("triton") is None
     )
@@ -109,8 +109,10 @@ def interpreted():
 
 
 def from_jax(kernels, patch):
-    """jax_triton_call.triton with jax_triton's triton_call replaced by the interpreter, in tiles
-    so small that short rows take every path."""
+    """`sink_attention_triton` with jax_triton's triton_call replaced by the interpreter.
+
+    Tiles are so small that short rows take every path.
+    """
 
     def call_kernel(name, tiles, grid, out, args, constants):
         scalars = [x for x in args if isinstance(x, int)]
@@ -131,10 +133,12 @@ def from_jax(kernels, patch):
         ("dq", TritonTiles(32, 8, 4, 1)),
         ("dkv", TritonTiles(64, 8, 4, 1)),
     ):
-        patch.setattr(triton_launch, f"{name}_tiles", lambda *_, x=tiles: x)
+        patch.setattr(triton_launch, f"triton_{name}_tiles", lambda *_, x=tiles: x)
 
     def call(window, q, k, v, sink, *layout):
         layout = Layout(*layout)
-        return jax_triton_call.triton(q, k, v, sink, layout, window, q.shape[3] ** -0.5)
+        return jax_triton_call.sink_attention_triton(
+            q, k, v, sink, layout, window, q.shape[3] ** -0.5
+        )
 
     return call

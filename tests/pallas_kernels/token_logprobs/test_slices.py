@@ -44,19 +44,19 @@ IMPLS = [
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """The kernels run here, interpreted, in blocks and chunks smaller than the slices."""
-    monkeypatch.setattr(pallas_gpu, "gpu_cores", lambda: 2)
+    monkeypatch.setattr(pallas_gpu, "count_gpu_cores", lambda: 2)
     monkeypatch.setattr(pallas_gpu, "STAGES", 2)
     for name, value in dict(ROWS=16, COLUMNS=128, CHUNK=128).items():
         monkeypatch.setattr(pallas_tpu, name, value)
-    for table, what in ((slices.STATISTICS, "statistics"), (slices.GRADIENTS, "gradients")):
+    for table, passes in ((slices.STATISTICS, "statistics"), (slices.GRADIENTS, "gradients")):
         for module, name in ((pallas_gpu, "mosaic_gpu"), (pallas_tpu, "mosaic_tpu")):
-            run = partial(getattr(module, f"{name}_{what}"), interpret=True)
+            run = partial(getattr(module, f"token_{passes}_{name}"), interpret=True)
             monkeypatch.setitem(table, name, Implementation(run, lambda *_: None))
 
 
 def inputs(dtype):
-    """What stands past the words must not matter."""
-    hidden, w_head, targets = cases.make_inputs(CASE, dtype)
+    """Inputs with NaN in the columns past the words, which must not matter."""
+    hidden, w_head, targets = cases.init_logprobs_inputs(CASE, dtype)
     w_head = w_head.at[:, CASE.vocab_size :].set(jnp.nan)
     return hidden, w_head, targets.at[jnp.arange(1, 25, 4)].set(jnp.array(EDGES))
 
@@ -73,18 +73,18 @@ def cut(w_head):
             yield first, w_head[:, first:end], words
 
 
-def together(impl, hidden, w_head, targets, dlogp, dentropy):
+def merge_slices(impl, hidden, w_head, targets, dlogp, dentropy):
     """logp, entropy and both gradients, a slice at a time."""
     options = [
         (w, targets - first, dict(temperature=CASE.temperature, vocab_size=words, impl=impl))
         for first, w, words in cut(w_head)
     ]
-    parts = [token_statistics(hidden, w, t, **given) for w, t, given in options]
+    parts = [token_statistics(hidden, w, t, **dhidden_sum) for w, t, dhidden_sum in options]
     logp, entropy, lse = merge_statistics(*map(jnp.stack, zip(*parts, strict=True)))
     dhidden, dw = None, []
-    for w, t, given in options:
+    for w, t, dhidden_sum in options:
         dhidden, dw_slice = token_gradients(
-            hidden, w, t, lse, entropy, dlogp, dentropy, dhidden, **given
+            hidden, w, t, lse, entropy, dlogp, dentropy, dhidden, **dhidden_sum
         )
         dw.append(dw_slice)
     return logp, entropy, dhidden, jnp.concatenate(dw, axis=1)
@@ -106,7 +106,7 @@ def naive(hidden, words, targets, ct):
 
 
 def oracle(hidden, words, targets, ct):
-    """In float64, from the written-out derivative."""
+    """Values and gradients in float64, from the written-out derivative."""
     f64 = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
     hidden, words, (dlogp, dent) = f64(hidden), f64(words), map(f64, ct)
     temperature, rows = (
@@ -128,15 +128,15 @@ def oracle(hidden, words, targets, ct):
 def test_slices_put_together_are_as_good_as_the_plain_formula_of_the_whole(impl, dtype):
     hidden, w_head, targets = inputs(dtype)
     ct, words = cotangents(), w_head[:, : CASE.vocab_size]
-    got = jax.jit(partial(together, impl))(hidden, w_head, targets, *ct)
-    assert [x.dtype for x in got] == [jnp.float32, jnp.float32, jnp.float32, dtype]
-    assert not np.any(got[3][:, CASE.vocab_size :])
-    got = *got[:3], got[3][:, : CASE.vocab_size]
+    results = jax.jit(partial(merge_slices, impl))(hidden, w_head, targets, *ct)
+    assert [x.dtype for x in results] == [jnp.float32, jnp.float32, jnp.float32, dtype]
+    assert not np.any(results[3][:, CASE.vocab_size :])
+    results = *results[:3], results[3][:, : CASE.vocab_size]
     simple, exact = naive(hidden, words, targets, ct), oracle(hidden, words, targets, ct)
-    for name, mine, plain, right in zip(NAMES, got, simple, exact, strict=True):
+    for name, actual, plain, expected in zip(NAMES, results, simple, exact, strict=True):
         # a CPU's float32 matmul errs more on a block than on the whole, and on a slice of it
         ulps = 8.0 if dtype == jnp.float32 else 2.0
-        three_way(mine, plain, right, f"{impl} {name}", ulps=ulps)
+        three_way(actual, plain, expected, f"{impl} {name}", ulps=ulps)
 
 
 @pytest.mark.parametrize("impl, dtype", IMPLS)
@@ -148,11 +148,11 @@ def test_a_target_of_another_slice_is_none_of_this_one_wherever_it_is(impl, dtyp
     @jax.jit
     def run(targets, dlogp):
         zero = jnp.zeros_like(dlogp)
-        given = dict(temperature=CASE.temperature, vocab_size=words, impl=impl)
-        found = token_statistics(hidden, w_slice, targets, **given)
+        dhidden_sum = dict(temperature=CASE.temperature, vocab_size=words, impl=impl)
+        counts = token_statistics(hidden, w_slice, targets, **dhidden_sum)
         # lse far above all logits: what is left of the gradient is the target's
-        return *found, *token_gradients(
-            hidden, w_slice, targets, zero + 1e4, zero, dlogp, zero, **given
+        return *counts, *token_gradients(
+            hidden, w_slice, targets, zero + 1e4, zero, dlogp, zero, **dhidden_sum
         )  # fmt: skip
 
     outside = jnp.asarray(
@@ -183,18 +183,20 @@ def test_logits_of_thousands_leave_the_entropy_all_its_digits():
 
 def test_one_slice_is_the_whole_bit_for_bit():
     hidden, w_head, targets = inputs(jnp.float32)
-    given = dict(temperature=CASE.temperature, vocab_size=CASE.vocab_size, impl="xla")
+    dhidden_sum = dict(temperature=CASE.temperature, vocab_size=CASE.vocab_size, impl="xla")
     ct = cotangents()
 
     @jax.jit
     def run(hidden, w_head):
-        values, pull = jax.vjp(lambda h, w: token_logprobs(h, w, targets, **given), hidden, w_head)
-        chosen, lse, entropy = token_statistics(hidden, w_head, targets, **given)
-        both = token_gradients(hidden, w_head, targets, lse, entropy, *ct, **given)
-        return (values[1], *pull(ct)), (entropy, *both)
+        values, pull = jax.vjp(
+            lambda h, w: token_logprobs(h, w, targets, **dhidden_sum), hidden, w_head
+        )
+        chosen, lse, entropy = token_statistics(hidden, w_head, targets, **dhidden_sum)
+        both_slices = token_gradients(hidden, w_head, targets, lse, entropy, *ct, **dhidden_sum)
+        return (values[1], *pull(ct)), (entropy, *both_slices)
 
-    whole, slice_ = run(hidden, w_head)
-    for a, b in zip(whole, slice_, strict=True):
+    full, slice_ = run(hidden, w_head)
+    for a, b in zip(full, slice_, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -214,7 +216,7 @@ def test_no_tokens_give_empty_statistics_and_zero_gradients():
 def test_a_slice_has_words_and_no_more_than_columns(words):
     hidden, w_head, targets = inputs(jnp.float32)
     per_token = jnp.zeros(CASE.M)
-    for f, more in ((token_statistics, ()), (token_gradients, (per_token,) * 4)):
+    for f, extra in ((token_statistics, ()), (token_gradients, (per_token,) * 4)):
         raw = inspect.unwrap(f)  # without the type checks of the test run
         with pytest.raises(ValueError, match="vocab_size must be in 1..448"):
-            raw(hidden, w_head, targets, *more, vocab_size=words)
+            raw(hidden, w_head, targets, *extra, vocab_size=words)

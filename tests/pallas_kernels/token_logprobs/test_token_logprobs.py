@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.token_logprobs import cases, streamed, token_logprobs
-from pallas_kernels.token_logprobs.xla import TOKEN_BLOCK, VOCAB_BLOCK, blocks
+from pallas_kernels.token_logprobs.xla import TOKEN_BLOCK, VOCAB_BLOCK, even_blocks
 from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("logp", "entropy", "dhidden", "dw_head")
@@ -56,7 +56,7 @@ def values_and_gradients(f, cotangents, *args):
     return jax.jit(run)(cotangents, *args)
 
 
-def ours(case, targets, impl="xla"):
+def implementation(case, targets, impl="xla"):
     def f(hidden, w_head):
         size = case.vocab_size
         return token_logprobs(
@@ -73,40 +73,42 @@ def ours(case, targets, impl="xla"):
     ids=lambda x: x.name if isinstance(x, cases.LogprobsCase) else x.__name__,
 )
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
-    hidden, w_head, targets = cases.make_inputs(case, dtype)
+    hidden, w_head, targets = cases.init_logprobs_inputs(case, dtype)
     ct = cotangents(case.M)
-    wanted = oracle(hidden, w_head, targets, case.temperature, case.vocab_size, ct)
+    expected = oracle(hidden, w_head, targets, case.temperature, case.vocab_size, ct)
     temperature = jnp.float32(case.temperature)
     simple = values_and_gradients(
         lambda h, w: naive(h, w, targets, temperature, case.vocab_size), ct, hidden, w_head
     )
     # The formula costs compile time and takes no shape-dependent branch: one case is enough.
     for impl in ("xla", "reference") if case is cases.TEST_CASES[1] else ("xla",):
-        got = values_and_gradients(ours(case, targets, impl), ct, hidden, w_head)
-        assert [x.dtype for x in got] == [jnp.float32, jnp.float32, dtype, dtype]
-        for name, mine, plain, exact in zip(NAMES, got, simple, wanted, strict=True):
-            three_way(mine, plain, exact, f"{case.name} {impl} {name}")
+        results = values_and_gradients(implementation(case, targets, impl), ct, hidden, w_head)
+        assert [x.dtype for x in results] == [jnp.float32, jnp.float32, dtype, dtype]
+        for name, actual, plain, exact in zip(NAMES, results, simple, expected, strict=True):
+            three_way(actual, plain, exact, f"{case.name} {impl} {name}")
 
 
 def test_bfloat16_hidden_states_meet_a_float32_head():
     case = cases.TEST_CASES[1]
-    hidden, w_head, targets = cases.make_inputs(case)
+    hidden, w_head, targets = cases.init_logprobs_inputs(case)
     half = hidden.astype(jnp.bfloat16)
     ct = cotangents(case.M)
-    got = values_and_gradients(ours(case, targets), ct, half, w_head)
-    same = values_and_gradients(ours(case, targets), ct, half.astype(jnp.float32), w_head)
-    assert [x.dtype for x in got] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.float32]
-    for mine, wide in zip(got, same, strict=True):
-        np.testing.assert_array_equal(mine, wide.astype(mine.dtype))
+    results = values_and_gradients(implementation(case, targets), ct, half, w_head)
+    repeated = values_and_gradients(
+        implementation(case, targets), ct, half.astype(jnp.float32), w_head
+    )
+    assert [x.dtype for x in results] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.float32]
+    for actual, wide in zip(results, repeated, strict=True):
+        np.testing.assert_array_equal(actual, wide.astype(actual.dtype))
 
 
 @pytest.mark.parametrize("planted", [3e38, float("nan")])
 def test_padding_columns_never_matter(planted):
     case = cases.TEST_CASES[3]
-    hidden, w_head, targets = cases.make_inputs(case)
+    hidden, w_head, targets = cases.init_logprobs_inputs(case)
     planted_head = w_head.at[:, case.vocab_size :].set(planted)
     ct = cotangents(case.M)
-    f = ours(case, targets)
+    f = implementation(case, targets)
     run = jax.jit(lambda w: jax.vjp(f, hidden, w)[1](ct))
     values = jax.jit(lambda w: f(hidden, w))
     clean = *values(w_head), *run(w_head)
@@ -118,21 +120,21 @@ def test_padding_columns_never_matter(planted):
 
 def test_targets_on_both_sides_of_a_block_border_are_found():
     case = cases.TEST_CASES[3]
-    hidden, w_head, _ = cases.make_inputs(case)
-    size, count = blocks(case.vocab_size, VOCAB_BLOCK)
+    hidden, w_head, _ = cases.init_logprobs_inputs(case)
+    size, count = even_blocks(case.vocab_size, VOCAB_BLOCK)
     assert count == 2 and case.vocab_size % size
     last = case.vocab_size
     edge = (0, last - size - 1, last - size, size - 1, size, last - 1)
     targets = jnp.asarray(edge, jnp.int32)
     ct = cotangents(len(edge))
     exact = oracle(hidden[:6], w_head, targets, case.temperature, case.vocab_size, ct)
-    got = values_and_gradients(ours(case, targets), ct, hidden[:6], w_head)
+    results = values_and_gradients(implementation(case, targets), ct, hidden[:6], w_head)
     plain = values_and_gradients(
         lambda h, w: naive(h, w, targets, jnp.float32(case.temperature), case.vocab_size),
         ct, hidden[:6], w_head,
     )  # fmt: skip
-    for name, mine, simple, right in zip(NAMES, got, plain, exact, strict=True):
-        three_way(mine, simple, right, f"border {name}")
+    for name, actual, simple, expected in zip(NAMES, results, plain, exact, strict=True):
+        three_way(actual, simple, expected, f"border {name}")
 
 
 @pytest.mark.parametrize("impl", ["xla", "reference"])
@@ -157,22 +159,26 @@ def test_no_log_prob_is_above_zero_and_one_of_zero_has_its_gradient(impl):
     )
     exact = oracle(hidden, w_head, targets, temperature, 97, ct)
     three_way(logp, plain[0], exact[0], f"{impl} logp")
-    for name, mine, simple, right in zip(NAMES[2:], gradients, plain[2:], exact[2:], strict=True):
-        assert np.any(mine), name
-        three_way(mine, simple, right, f"{impl} {name}", ulps=300.0)  # e^{z − lse} is as exact as z
+    for name, actual, simple, expected in zip(
+        NAMES[2:], gradients, plain[2:], exact[2:], strict=True
+    ):
+        assert np.any(actual), name
+        three_way(
+            actual, simple, expected, f"{impl} {name}", ulps=300.0
+        )  # e^{z − lse} is as exact as z
 
 
 def test_slices_whose_peak_is_above_itself_merge_into_no_log_prob_above_zero():
     """Hopper's exponents are multiply-adds at every temperature: e^0 there may be 1 − 2e-6."""
     peak, total = jnp.array([[30.0], [2.0]]), jnp.array([[1.0 - 2e-6], [1.5]])
     chosen = jnp.array([[30.0], [0.0]])
-    logp, _, lse = streamed.merge(peak, total, jnp.zeros((2, 1)), chosen, axis=0)
+    logp, _, lse = streamed.merge_partials(peak, total, jnp.zeros((2, 1)), chosen, axis=0)
     assert logp == 0.0 and lse < 30.0
 
 
 def test_a_traced_temperature_gives_the_same_and_its_derivative_is_an_error():
     case = cases.TEST_CASES[1]
-    hidden, w_head, targets = cases.make_inputs(case)
+    hidden, w_head, targets = cases.init_logprobs_inputs(case)
 
     def f(t):
         return token_logprobs(hidden, w_head, targets, temperature=t, impl="xla")
@@ -184,10 +190,10 @@ def test_a_traced_temperature_gives_the_same_and_its_derivative_is_an_error():
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients():
-    hidden, w_head, targets = cases.make_inputs(cases.LogprobsCase("empty", 0, 48, 97, 97))
+    hidden, w_head, targets = cases.init_logprobs_inputs(cases.LogprobsCase("empty", 0, 48, 97, 97))
     case = cases.TEST_CASES[0]
     logp, entropy, dhidden, dw = values_and_gradients(
-        ours(case, targets), cotangents(0), hidden, w_head
+        implementation(case, targets), cotangents(0), hidden, w_head
     )
     assert logp.shape == entropy.shape == (0,) and dhidden.shape == (0, 48)
     assert not np.any(dw)
@@ -215,9 +221,9 @@ def test_probabilities_of_all_targets_sum_to_one_and_entropy_is_their_mean_surpr
 ):
     hidden, w_head = draw(seed, scale)
     V = w_head.shape[1]
-    everything = np.tile(np.arange(V, dtype=np.int32), 5)
+    all_results = np.tile(np.arange(V, dtype=np.int32), 5)
     repeated = np.repeat(np.asarray(hidden), V, axis=0)
-    logp, entropy = drawn(jnp.asarray(repeated), w_head, jnp.asarray(everything), temperature)
+    logp, entropy = drawn(jnp.asarray(repeated), w_head, jnp.asarray(all_results), temperature)
     logp = np.asarray(logp, np.float64).reshape(5, V)
     entropy = np.asarray(entropy).reshape(5, V)[:, 0]
     # A logit of size z carries an error of about z ulp, and so does its log-probability.
@@ -273,9 +279,9 @@ def test_the_logits_of_all_tokens_never_exist(M, D, V, vocab_size):
         shape((M, D), jnp.bfloat16), shape((D, V), jnp.bfloat16), shape((M,), jnp.int32),
         shape((), jnp.float32),
     )  # fmt: skip
-    seen = list(equations(jaxpr.jaxpr))
-    assert any(eqn.primitive.name == "dot_general" for eqn in seen)
-    for eqn in seen:
+    shapes_seen = list(equations(jaxpr.jaxpr))
+    assert any(eqn.primitive.name == "dot_general" for eqn in shapes_seen)
+    for eqn in shapes_seen:
         for var in eqn.outvars:
             assert var.aval.size < M * vocab_size, (eqn.primitive.name, var.aval)
             is_logits = D not in var.aval.shape
@@ -283,15 +289,15 @@ def test_the_logits_of_all_tokens_never_exist(M, D, V, vocab_size):
 
 
 @given(st.integers(1, 300_000), st.sampled_from([TOKEN_BLOCK, VOCAB_BLOCK]))
-def test_blocks_cover_everything_and_stay_below_the_most(n, most):
-    size, count = blocks(n, most)
-    assert size <= min(n, most) and size * (count - 1) < n <= size * count
+def test_blocks_cover_everything_and_stay_below_the_most(n, largest):
+    size, count = even_blocks(n, largest)
+    assert size <= min(n, largest) and size * (count - 1) < n <= size * count
     assert count == 1 or size % 128 == 0
 
 
 def test_misshaped_arguments_are_named():
     raw = inspect.unwrap(token_logprobs)  # without the type checks of the test run
-    hidden, w_head, targets = cases.make_inputs(cases.TEST_CASES[0])
+    hidden, w_head, targets = cases.init_logprobs_inputs(cases.TEST_CASES[0])
     with pytest.raises(ValueError, match="hidden must have 48 columns"):
         raw(hidden[:, 1:], w_head, targets)
     with pytest.raises(ValueError, match="targets must have one id"):

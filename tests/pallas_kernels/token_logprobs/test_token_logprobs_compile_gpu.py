@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.ahead_of_time import compile_for, missing
+from pallas_kernels.ahead_of_time import compile_for, compiler_unavailable
 from pallas_kernels.token_logprobs import cases, pallas_gpu, token_logprobs
 
 pytestmark = pytest.mark.aot
@@ -15,7 +15,7 @@ LARGEST = cases.REAL_CASES[0]
 
 
 def needs(chip):
-    if reason := missing(chip):
+    if reason := compiler_unavailable(chip):
         pytest.skip(reason)
 
 
@@ -42,9 +42,9 @@ def gradients(case, impl):
     return jax.grad(lambda *args: sum(x.sum() for x in run(*args)), argnums=(0, 1))
 
 
-def check_kernels(compiled, least):
+def check_kernels(compiled, minimum):
     # A kernel compiled before in this process may be kept, and nothing is said of it again.
-    assert len(compiled.kernels) >= least
+    assert len(compiled.kernels) >= minimum
     for kernel in compiled.kernels:
         assert kernel.spills == 0 and kernel.stack == 0, kernel
         # What three warpgroups may start with; from there the two that multiply go on to 232.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.ahead_of_time import TPUS, compile_for, missing
+from pallas_kernels.ahead_of_time import TPUS, compile_for, compiler_unavailable
 from pallas_kernels.token_logprobs import cases, pallas_tpu, token_logprobs
 
 pytestmark = pytest.mark.aot
@@ -16,7 +16,7 @@ LARGEST, SMALLER = cases.REAL_CASES
 
 
 def needs(chip):
-    if reason := missing(chip):
+    if reason := compiler_unavailable(chip):
         pytest.skip(reason)
 
 
@@ -68,8 +68,8 @@ def test_the_backward_compiles_and_takes_less_than_a_gigabyte(chip):
     # have: one more head and one more gradient of it, hidden states and dz. So it does with
     # impl="xla"; inside a training step the layout may be the same all along.
     head, rows = 2 * case.D * case.V, 2 * case.M * (2 * case.D + pallas_tpu.CHUNK)
-    anew = 2 * head + 2 * rows if chip == "tpu7x" else 0
-    assert compiled.temp_bytes <= 10**9 + anew
+    recomputed = 2 * head + 2 * rows if chip == "tpu7x" else 0
+    assert compiled.temp_bytes <= 10**9 + recomputed
 
 
 def test_fewer_tokens_take_less_memory():

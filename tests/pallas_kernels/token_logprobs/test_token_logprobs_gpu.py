@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.ahead_of_time import GPUS
 from pallas_kernels.dispatch import Target
 from pallas_kernels.token_logprobs import cases, pallas_gpu, token_logprobs
-from pallas_kernels.token_logprobs.pallas_gpu import mosaic_gpu
+from pallas_kernels.token_logprobs.pallas_gpu import token_logprobs_mosaic_gpu
 from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("logp", "entropy", "dhidden", "dw_head")
@@ -21,21 +21,21 @@ needs_interpreter = pytest.mark.skipif(
 
 # Two tiles of tokens, three of words; 3 steps a tile meet 2 stages, 4 programs meet 6 tiles.
 RAGGED = cases.LogprobsCase("ragged", 150, 192, 640, 613, 0.7)
-WHOLE = cases.LogprobsCase("whole", 384, 128, 512, 512, 1.3)
-ONE_TILE = cases.LogprobsCase("one_tile", 29, 64, 128, 97, 0.9)
+FULL = cases.LogprobsCase("whole", 384, 128, 512, 512, 1.3)
+SINGLE_TILE = cases.LogprobsCase("one_tile", 29, 64, 128, 97, 0.9)
 EDGES = (0, 255, 256, 511, 512, 612)  # of tiles of words, of chunks, and of the words
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(pallas_gpu, "gpu_cores", lambda: 4)
+    monkeypatch.setattr(pallas_gpu, "count_gpu_cores", lambda: 4)
     for name, value in dict(STAGES=2, GROUP=1, CHUNK=512).items():
         monkeypatch.setattr(pallas_gpu, name, value)
 
 
 def inputs(case, planted=float("nan")):
     """Logits of deviation 3; whatever stands in the columns past the words must not matter."""
-    hidden, w_head, targets = cases.make_inputs(case)
+    hidden, w_head, targets = cases.init_logprobs_inputs(case)
     w_head = (2 * w_head).at[:, case.vocab_size :].set(planted)
     if case is RAGGED:
         targets = targets.at[jnp.array([3, 40, 66, 90, 130, 149])].set(jnp.array(EDGES))
@@ -79,11 +79,13 @@ def values_and_gradients(f, cotangents, *args):
     return jax.jit(run)(cotangents, *args)
 
 
-def ours(case, planted=float("nan")):
+def kernel_results(case, planted=float("nan")):
     hidden, w_head, targets = inputs(case, planted)
     temperature = jnp.float32(case.temperature)
     return values_and_gradients(
-        lambda h, w: mosaic_gpu(h, w, targets, temperature, case.vocab_size, interpret=True),
+        lambda h, w: token_logprobs_mosaic_gpu(
+            h, w, targets, temperature, case.vocab_size, interpret=True
+        ),
         cotangents(case), hidden, w_head,
     )  # fmt: skip
 
@@ -98,12 +100,14 @@ def check(case):
         lambda h, w: naive(h, w, targets, temperature, jnp.bfloat16),
         cotangents(case), hidden, words,
     )  # fmt: skip
-    got = ours(case)
-    assert [x.dtype for x in got] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16]
-    assert not np.any(got[3][:, case.vocab_size :])
-    got = *got[:3], got[3][:, : case.vocab_size]
-    for name, mine, simple, right in zip(NAMES, got, (*values, *plain[2:]), exact, strict=True):
-        three_way(mine, simple, right, f"{case.name} {name}")
+    actual = kernel_results(case)
+    assert [x.dtype for x in actual] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    assert not np.any(actual[3][:, case.vocab_size :])
+    actual = *actual[:3], actual[3][:, : case.vocab_size]
+    for name, actual_x, simple, expected_x in zip(
+        NAMES, actual, (*values, *plain[2:]), exact, strict=True
+    ):
+        three_way(actual_x, simple, expected_x, f"{case.name} {name}")
 
 
 @needs_interpreter
@@ -113,7 +117,7 @@ def test_values_and_gradients_are_right_over_tiles_chunks_and_what_does_not_fill
 
 @needs_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [WHOLE, ONE_TILE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [FULL, SINGLE_TILE], ids=lambda case: case.name)
 def test_values_and_gradients_are_right_where_tiles_are_full_and_where_there_is_one(small, case):
     check(case)
 
@@ -121,24 +125,24 @@ def test_values_and_gradients_are_right_where_tiles_are_full_and_where_there_is_
 @needs_interpreter
 @pytest.mark.slow
 def test_the_order_of_the_tiles_and_the_stages_change_no_bit(small, monkeypatch):
-    before = ours(RAGGED)
-    monkeypatch.setattr(pallas_gpu, "gpu_cores", lambda: 1)
+    before = kernel_results(RAGGED)
+    monkeypatch.setattr(pallas_gpu, "count_gpu_cores", lambda: 1)
     for name, value in dict(STAGES=4, GROUP=2).items():
         monkeypatch.setattr(pallas_gpu, name, value)
-    for a, b in zip(before, ours(RAGGED, planted=1e3), strict=True):
+    for a, b in zip(before, kernel_results(RAGGED, planted=1e3), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @needs_interpreter
 @pytest.mark.slow
 def test_no_warpgroup_races_with_another(small, races):
-    jax.block_until_ready(ours(RAGGED))
+    jax.block_until_ready(kernel_results(RAGGED))
     assert not races()
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients():
     case = cases.LogprobsCase("empty", 0, 64, 128, 97)
-    logp, entropy, dhidden, dw = ours(case, planted=0)
+    logp, entropy, dhidden, dw = kernel_results(case, planted=0)
     assert logp.shape == entropy.shape == (0,) and dhidden.shape == (0, 64)
     assert not np.any(dw)
 
@@ -159,12 +163,12 @@ def array(*shape, dtype=jnp.bfloat16):
     ],
 )
 def test_what_the_kernel_cannot_do_is_said_in_one_phrase(monkeypatch, chip, hidden, head, reason):
-    monkeypatch.setattr(pallas_gpu, "target", lambda: Target("gpu", GPUS[chip].name))
-    said = pallas_gpu.unsupported(hidden, head)
-    assert said is None if reason is None else reason in said
+    monkeypatch.setattr(pallas_gpu, "target_device", lambda: Target("gpu", GPUS[chip].name))
+    message = pallas_gpu.token_logprobs_mosaic_gpu_unsupported(hidden, head)
+    assert message is None if reason is None else reason in message
 
 
 def test_named_on_a_machine_without_a_gpu_it_refuses_with_the_reason():
-    hidden, w_head, targets = inputs(ONE_TILE, planted=0)
+    hidden, w_head, targets = inputs(SINGLE_TILE, planted=0)
     with pytest.raises(NotImplementedError, match="mosaic_gpu.* needs gpu, this is cpu"):
         token_logprobs(hidden, w_head, targets, impl="mosaic_gpu")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.token_logprobs import cases, pallas_tpu, token_logprobs
-from pallas_kernels.token_logprobs.pallas_tpu import mosaic_tpu
+from pallas_kernels.token_logprobs.pallas_tpu import token_logprobs_mosaic_tpu
 from tests.pallas_kernels.three_way import three_way
 
 NAMES = ("logp", "entropy", "dhidden", "dw_head")
@@ -24,7 +24,7 @@ def small(monkeypatch):
 
 def inputs(case, dtype, planted=float("nan")):
     """Logits of deviation 3, in float32 of 1.5; what stands past the words must not matter."""
-    hidden, w_head, targets = cases.make_inputs(case)
+    hidden, w_head, targets = cases.init_logprobs_inputs(case)
     w_head = ((2 if dtype == jnp.bfloat16 else 1) * w_head).at[:, case.vocab_size :].set(planted)
     if case is RAGGED:
         targets = targets.at[jnp.arange(3, 150, 19)].set(jnp.array(EDGES))
@@ -68,11 +68,13 @@ def values_and_gradients(f, cotangents, *args):
     return jax.jit(run)(cotangents, *args)
 
 
-def ours(case, dtype, planted=float("nan")):
+def kernel_results(case, dtype, planted=float("nan")):
     hidden, w_head, targets = inputs(case, dtype, planted)
     temperature = jnp.float32(case.temperature)
     return values_and_gradients(
-        lambda h, w: mosaic_tpu(h, w, targets, temperature, case.vocab_size, interpret=True),
+        lambda h, w: token_logprobs_mosaic_tpu(
+            h, w, targets, temperature, case.vocab_size, interpret=True
+        ),
         cotangents(case), hidden, w_head,
     )  # fmt: skip
 
@@ -92,26 +94,28 @@ def test_values_and_gradients_are_right_over_blocks_chunks_and_what_does_not_fil
     plain = values_and_gradients(
         lambda h, w: naive(h, w, targets, temperature, dtype), cotangents(case), hidden, words
     )
-    got = ours(case, dtype)
-    assert [x.dtype for x in got] == [jnp.float32, jnp.float32, dtype, dtype]
-    assert not np.any(got[3][:, case.vocab_size :])
-    got = *got[:3], got[3][:, : case.vocab_size]
-    for name, mine, simple, right in zip(NAMES, got, (*values, *plain[2:]), exact, strict=True):
+    results = kernel_results(case, dtype)
+    assert [x.dtype for x in results] == [jnp.float32, jnp.float32, dtype, dtype]
+    assert not np.any(results[3][:, case.vocab_size :])
+    results = *results[:3], results[3][:, : case.vocab_size]
+    for name, actual, simple, expected in zip(
+        NAMES, results, (*values, *plain[2:]), exact, strict=True
+    ):
         # A CPU's float32 matmul errs 2.5 times as much on a block of 64 × 256 as on the whole.
         ulps = 8.0 if dtype == jnp.float32 else 2.0
-        three_way(mine, simple, right, f"{case.name} {name}", ulps=ulps)
+        three_way(actual, simple, expected, f"{case.name} {name}", ulps=ulps)
 
 
 def test_other_blocks_of_tokens_change_no_bit(monkeypatch):
-    before = ours(RAGGED, jnp.bfloat16)
+    before = kernel_results(RAGGED, jnp.bfloat16)
     monkeypatch.setattr(pallas_tpu, "ROWS", 128)
-    for a, b in zip(before, ours(RAGGED, jnp.bfloat16, planted=3e38), strict=True):
+    for a, b in zip(before, kernel_results(RAGGED, jnp.bfloat16, planted=3e38), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_no_tokens_give_empty_results_and_zero_gradients():
     case = cases.LogprobsCase("empty", 0, 48, 97, 97)
-    logp, entropy, dhidden, dw = ours(case, jnp.float32)
+    logp, entropy, dhidden, dw = kernel_results(case, jnp.float32)
     assert logp.shape == entropy.shape == (0,) and dhidden.shape == (0, 48)
     assert not np.any(dw)
 
@@ -132,8 +136,8 @@ def array(*shape, dtype=jnp.bfloat16):
 )
 def test_what_the_kernel_cannot_do_is_said_in_one_phrase(monkeypatch, hidden, head, reason):
     monkeypatch.undo()  # the blocks as they are
-    said = pallas_tpu.unsupported(hidden, head)
-    assert said is None if reason is None else reason in said
+    message = pallas_tpu.token_logprobs_mosaic_tpu_unsupported(hidden, head)
+    assert message is None if reason is None else reason in message
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_blocks_shrink_with_the_width_and_never_exceed_the_tokens(
     monkeypatch, n_tokens, row_bytes, blocks
 ):
     monkeypatch.undo()
-    assert pallas_tpu._blocks(n_tokens, row_bytes) == blocks
+    assert pallas_tpu._block_sizes(n_tokens, row_bytes) == blocks
 
 
 def test_named_on_a_machine_without_a_tpu_it_refuses_with_the_reason():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs by a chip's kernel, interpreted: a token's bits in every company."""
+"""Batch invariance of log-probs by the GPU and TPU kernels, interpreted."""
 
 from functools import partial
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import token_logprobs
-from pallas_kernels.token_logprobs import fixed_on_chip
-from pallas_kernels.token_logprobs.fixed_on_chip import fixed_logprobs_on_chip
+from pallas_kernels.token_logprobs import mosaic_invariant
+from pallas_kernels.token_logprobs.mosaic_invariant import token_logprobs_mosaic_invariant
 
 M, D, V, WORDS = 300, 64, 1024, 1000
 OLD = jax.__version_info__ < (0, 11)
@@ -32,37 +32,37 @@ arrays = pytest.fixture(scope="module")(inputs)
 
 
 def differing(arrays, chip, interpret=True):
-    """How many numbers differ for 5 tokens alone, of an engine's temperature, no constant."""
+    """Number of results that differ for a batch of 5 tokens with a traced temperature."""
     hidden, head, targets = arrays
-    run = partial(fixed_logprobs_on_chip, vocab_size=WORDS, impl=chip, interpret=interpret)
+    run = partial(token_logprobs_mosaic_invariant, vocab_size=WORDS, impl=chip, interpret=interpret)
     trainer = jax.jit(partial(run, temperature=0.7))
     engine = jax.jit(lambda h, w, t, temperature: run(h, w, t, temperature=temperature))
-    whole = [np.asarray(x) for x in trainer(hidden, head, targets)]
-    some = np.array([0, 7, 130, 255, 299])
-    few = engine(hidden[some], head, targets[some], jnp.float32(0.7))
-    pairs = zip(few, whole, strict=True)
-    return sum(int((np.asarray(a) != b[some]).sum()) for a, b in pairs), whole
+    full = [np.asarray(x) for x in trainer(hidden, head, targets)]
+    subset = np.array([0, 7, 130, 255, 299])
+    few = engine(hidden[subset], head, targets[subset], jnp.float32(0.7))
+    pairs = zip(few, full, strict=True)
+    return sum(int((np.asarray(a) != b[subset]).sum()) for a, b in pairs), full
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_tokens_bits_do_not_depend_on_the_others(arrays, chip):
-    found, (logp, entropy) = differing(arrays, chip)
-    assert found == 0
+    n_differing, (logp, entropy) = differing(arrays, chip)
+    assert n_differing == 0
     hidden, head, targets = arrays
-    right = token_logprobs(
+    expected = token_logprobs(
         hidden.astype(jnp.float32), head.astype(jnp.float32), targets, temperature=0.7,
         vocab_size=WORDS, impl="reference",
     )  # fmt: skip
-    np.testing.assert_allclose(logp, right[0], atol=1e-4)
-    np.testing.assert_allclose(entropy, right[1], atol=1e-4)
+    np.testing.assert_allclose(logp, expected[0], atol=1e-4)
+    np.testing.assert_allclose(entropy, expected[1], atol=1e-4)
 
 
 @pytest.mark.parametrize("undone", [False, True])
 def test_where_parts_are_merged_in_no_tiles_they_do(arrays, undone, monkeypatch):
-    """Of 8 and 304 tokens, where XLA for CPU orders sums otherwise; of 256 and 512 it does not."""
-    monkeypatch.setattr(fixed_on_chip, "ROWS", 8)
+    """For 8 and 304 tokens XLA for CPU orders sums differently; for 256 and 512 it does not."""
+    monkeypatch.setattr(mosaic_invariant, "ROWS", 8)
     if undone:
-        monkeypatch.setattr(fixed_on_chip, "in_tiles", lambda fn, rows, **_: fn(rows, ()))
+        monkeypatch.setattr(mosaic_invariant, "map_tiles", lambda fn, rows, **_: fn(rows, ()))
     jax.clear_caches()
     assert (differing(arrays, "mosaic_tpu")[0] > 0) == undone
     jax.clear_caches()
@@ -73,13 +73,13 @@ def test_gradients_are_the_kernels_own(arrays):
     weights = jax.random.normal(jax.random.key(9), (2, M))
 
     def total(run, hidden, head):
-        found = run(hidden, head, arrays[2], temperature=0.7, vocab_size=WORDS)
-        return sum(jnp.sum(x * w) for x, w in zip(found, weights, strict=True))
+        n_differing = run(hidden, head, arrays[2], temperature=0.7, vocab_size=WORDS)
+        return sum(jnp.sum(x * w) for x, w in zip(n_differing, weights, strict=True))
 
-    ours = partial(fixed_logprobs_on_chip, impl="mosaic_tpu", interpret=True)
-    got = jax.grad(partial(total, ours), argnums=(0, 1))(hidden, head)
-    right = jax.grad(
+    gradients = partial(token_logprobs_mosaic_invariant, impl="mosaic_tpu", interpret=True)
+    actual = jax.grad(partial(total, gradients), argnums=(0, 1))(hidden, head)
+    expected = jax.grad(
         partial(total, partial(token_logprobs, impl="reference")), argnums=(0, 1)
     )(hidden, head)  # fmt: skip
-    for mine, theirs in zip(got, right, strict=True):
-        assert np.abs(mine - theirs).max() < 2e-5 * np.abs(theirs).max()
+    for a, b in zip(actual, expected, strict=True):
+        assert np.abs(a - b).max() < 2e-5 * np.abs(b).max()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in blocks from position 0: the formula's values and gradients, and bits of its own."""
+"""Batch-invariant attention: values and gradients of the formula, and equal bits in any batch."""
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,12 @@ from attention_oracle import compare, cotangents, values_and_gradients
 from pallas_kernels import sink_attention
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases
-from pallas_kernels.sink_attention.aligned import aligned_attention
-from pallas_kernels.sink_attention.aligned_blocks import KEYS, ring_of_blocks
+from pallas_kernels.sink_attention.xla_invariant import sink_attention_xla_invariant
+from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS, blocks_by_position
 
 
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
-    return aligned_attention(
+    return sink_attention_xla_invariant(
         q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
         k_segment_ids_BS=k_seg, window=window or None,
     )  # fmt: skip
@@ -31,9 +31,9 @@ PACKED = cases.AttentionCase("packed", 2, 75, 75, 6, 2, 8, layout="packed")
     ids=lambda x: getattr(x, "name", None),
 )
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
-    inputs, ct = cases.make_inputs(case, dtype), cotangents(case, dtype)
-    got = values_and_gradients(attend, case.window, *ct, *inputs)
-    compare(case, got, inputs, ct)
+    inputs, ct = cases.init_attention_inputs(case, dtype), cotangents(case, dtype)
+    actual = values_and_gradients(attend, case.window, *ct, *inputs)
+    compare(case, actual, inputs, ct)
 
 
 def one_row(length, heads=(4, 2), size=8):
@@ -48,12 +48,14 @@ def test_a_query_alone_has_the_bits_it_has_in_a_row_whatever_slots_its_keys_are_
     length, slots = 2 * KEYS + 7, 3 * KEYS
     q, k, v, sink = one_row(length)
     place = jnp.arange(length)[None]
-    ones = jnp.ones_like(place)
-    o, lse = jax.jit(attend, static_argnums=0)(window, q, k, v, sink, place, place, ones, ones)
+    segments = jnp.ones_like(place)
+    o, lse = jax.jit(attend, static_argnums=0)(
+        window, q, k, v, sink, place, place, segments, segments
+    )
 
     @jax.jit
-    def alone(q, k, v, q_pos, k_pos, k_seg):
-        return aligned_attention(
+    def single(q, k, v, q_pos, k_pos, k_seg):
+        return sink_attention_xla_invariant(
             q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos,
             q_segment_ids_BT=jnp.ones_like(q_pos), k_segment_ids_BS=k_seg, window=window, ring=True,
         )  # fmt: skip
@@ -65,11 +67,13 @@ def test_a_query_alone_has_the_bits_it_has_in_a_row_whatever_slots_its_keys_are_
         def spread(x, fill, slot=slot, t=t):  # what no key is in must not count
             return jnp.full((1, slots, *x.shape[2:]), fill, x.dtype).at[0, slot].set(x[0, : t + 1])
 
-        found = alone(
+        n_differing = single(
             q[:, t : t + 1], spread(k, jnp.nan), spread(v, jnp.nan), place[:, t : t + 1],
-            spread(place, 5), spread(ones, 0),
+            spread(place, 5), spread(segments, 0),
         )  # fmt: skip
-        assert np.array_equal(found[0][0, 0], o[0, t]) and np.array_equal(found[1][0, 0], lse[0, t])
+        assert np.array_equal(n_differing[0][0, 0], o[0, t]) and np.array_equal(
+            n_differing[1][0, 0], lse[0, t]
+        )
 
 
 @pytest.mark.parametrize("window", [None, 9, KEYS + 5])
@@ -83,15 +87,15 @@ def test_a_full_ring_has_a_place_for_every_key_wherever_its_first_block_begins(s
             jnp.asarray(x, jnp.int32)[None]
             for x in (q_positions, positions, np.ones_like(q_positions), np.ones_like(positions))
         ))  # fmt: skip
-        blocks, (begin_BT, end_BT) = ring_of_blocks(layout, window or 0)
+        blocks, (begin_BT, end_BT) = blocks_by_position(layout, window or 0)
         for position, begin, end in zip(q_positions, begin_BT[0], end_BT[0], strict=True):
             read = np.asarray(blocks.slot_BCX[0, int(begin) : int(end)])
             first = np.asarray(blocks.block_BC[0, int(begin)]) * KEYS
-            at = first + np.arange(read.size)
-            seen = {p: s for p, s in zip(at, read.reshape(-1), strict=True) if s >= 0}
-            wanted = positions[positions <= position]
-            wanted = wanted[wanted > position - window] if window else wanted
-            assert all(positions[seen[p]] == p for p in wanted), (slots, oldest, position)
+            start = first + np.arange(read.size)
+            visible = {p: s for p, s in zip(start, read.reshape(-1), strict=True) if s >= 0}
+            expected_x = positions[positions <= position]
+            expected_x = expected_x[expected_x > position - window] if window else expected_x
+            assert all(positions[visible[p]] == p for p in expected_x), (slots, oldest, position)
 
 
 def test_a_query_without_keys_has_the_sink_alone():
@@ -113,18 +117,18 @@ def test_positions_may_have_gaps(window):
         q, k, v, sink, q_positions_BT=place, k_positions_BS=place, q_segment_ids_BT=segments,
         k_segment_ids_BS=segments, window=window,
     )  # fmt: skip
-    for got, plain in zip(attend(window, q, k, v, sink, *layout), want, strict=True):
-        np.testing.assert_allclose(got, plain, rtol=2e-5, atol=2e-5)
+    for actual, plain in zip(attend(window, q, k, v, sink, *layout), want, strict=True):
+        np.testing.assert_allclose(actual, plain, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("held", [0, 2])
-def test_a_cache_without_keys_of_the_query_is_not_read(held):
+@pytest.mark.parametrize("cached_length", [0, 2])
+def test_a_cache_without_keys_of_the_query_is_not_read(cached_length):
     q, _, _, sink = one_row(1)
     nothing = jnp.full((1, 40, 2, 8), jnp.nan)
     place, segment = jnp.full((1, 1), 7, jnp.int32), jnp.ones((1, 1), jnp.int32)
-    o, lse = aligned_attention(
+    o, lse = sink_attention_xla_invariant(
         q, nothing, nothing, sink, q_positions_BT=place, q_segment_ids_BT=segment, ring=True,
-        k_positions_BS=jnp.arange(40)[None], k_segment_ids_BS=jnp.full((1, 40), held),
+        k_positions_BS=jnp.arange(40)[None], k_segment_ids_BS=jnp.full((1, 40), cached_length),
     )  # fmt: skip
     assert np.all(np.asarray(o) == 0)
     np.testing.assert_allclose(lse[0, 0], sink, rtol=1e-6)

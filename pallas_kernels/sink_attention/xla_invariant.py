@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch-invariant sink attention in plain XLA: key blocks begin at multiples of their size.
+
+A query sums its keys in the same blocks, in arrays of the same shape, independent of the slots of
+the keys, of other tokens in its row and of the number of queries. So its bits depend on its own
+past alone: they are equal in a training forward, a prefill of any length and a decode step. A block
+that it does not see adds exact zeros. `sink_attention` and `decode_attention` are faster, but not
+batch-invariant: their blocks depend on the shapes.
+
+Next: xla_invariant_blocks.py, then pallas_kernels/tiles.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.arguments import as_floats, matmul_precision, resolve_scale, window_size
+from pallas_kernels.masks import Layout, is_visible
+from pallas_kernels.sink_attention.api import sink_attention_backward
+from pallas_kernels.sink_attention.common import (
+    as_int32_layout,
+    backward_sums,
+    check_attention_arrays,
+    check_same_batch,
+    name_for_checkpoint,
+)
+from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.xla_invariant_blocks import (
+    KEYS,
+    SENTINEL,
+    Blocks,
+    blocks_by_position,
+    blocks_by_sorting,
+    gather_in_bounds,
+)
+from pallas_kernels.tiles import (
+    bfloat16_to_bits,
+    bits_to_bfloat16,
+    opaque_count,
+    put_tile,
+    take_tile,
+)
+
+SCORES = 4  # rows of a product: queries times heads per key head, at least one query
+PAIRS = 64  # pairs of a batch row and some of its queries in one product
+
+# (rows [P], slots [P, X]) -> float32 keys or values [P, X, K, H]
+Read = Callable[[Array, Array], Array]
+
+
+def sink_attention_xla_invariant(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    sink_N: Float[Array, " N"],
+    *,
+    q_positions_BT: Int[Array, "B T"],
+    k_positions_BS: Int[Array, "B S"],
+    q_segment_ids_BT: Int[Array, "B T"],
+    k_segment_ids_BS: Int[Array, "B S"],
+    window: int | None = None,
+    scale: float | None = None,
+    ring: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Batch-invariant `sink_attention`: the bits of a query's (o, lse) depend on its keys alone.
+
+    z = scale·q·k over the keys a query sees;  lse = log(Σ e^z + e^sink);  o = Σ e^{z − lse}·v
+
+    Args: see `sink_attention`. A segment has each position at most once.
+        ring: the keys of a row are of one segment, less than S positions apart, as in a cache.
+            Their blocks are found without sorting.
+    Numerics: float32, except inputs and outputs; the sink first, then keys in blocks of KEYS
+        positions from 0 on. Gradients are `sink_attention_backward`'s for this (o, lse).
+    Raises: ValueError for shapes that do not fit.
+    """
+    q, k, v, sink = (
+        as_floats(name, x)
+        for name, x in (("q", q_BTNH), ("k", k_BSKH), ("v", v_BSKH), ("sink", sink_N))
+    )
+    check_attention_arrays(q, k, v, sink)
+    check_same_batch(q, k)
+    layout = as_int32_layout(
+        Layout(q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS), q, k
+    )
+    statics = window_size(window), resolve_scale(scale, q.shape[3]), ring
+    return _attend_invariant(q, k, v, sink, layout, *statics)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attend_invariant(
+    q: Array, k: Array, v: Array, sink: Array, layout: Layout, window: int, scale: float, ring: bool
+) -> tuple[Array, Array]:
+    return _attend_invariant_fwd(q, k, v, sink, layout, window, scale, ring)[0]
+
+
+def _attend_invariant_fwd(
+    q: Array, k: Array, v: Array, sink: Array, layout: Layout, window: int, scale: float, ring: bool
+) -> Any:
+    o, lse = name_for_checkpoint(*_attend_in_pairs(q, k, v, sink, layout, window, scale, ring))
+    return (o, lse), (q, k, v, sink, layout, o, lse)
+
+
+def _attend_invariant_bwd(
+    window: int, scale: float, ring: bool, saved: Any, cotangents: Any
+) -> Any:
+    q, k, v, sink, layout, o, lse = saved
+    dout, dlse = cotangents
+    lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
+    dq, dk, dv = sink_attention_backward(
+        q, k, v, dout, lse, delta, q_positions_BT=layout.q_positions_BT,
+        k_positions_BS=layout.k_positions_BS, q_segment_ids_BT=layout.q_segment_ids_BT,
+        k_segment_ids_BS=layout.k_segment_ids_BS, window=window or None, scale=scale,
+    )  # fmt: skip
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsink, None
+
+
+_attend_invariant.defvjp(_attend_invariant_fwd, _attend_invariant_bwd)
+
+
+def _attend_in_pairs(
+    q: Array, k: Array, v: Array, sink: Array, layout: Layout, window: int, scale: float, ring: bool
+) -> tuple[Array, Array]:
+    """(o, lse), PAIRS of (batch row, queries) at a time."""
+    (B, T, N, H), K = q.shape, k.shape[2]
+    G = N // K
+    rows = max(1, SCORES // G)  # queries of a pair
+    n = -(-T // rows)
+    blocks, ranges_BT = (blocks_by_position if ring else blocks_by_sorting)(layout, window)
+    n_iterations = -(-B * n // PAIRS)
+
+    def split_pairs(x: Array, fill: int = 0) -> Array:
+        """[B, T, …] to [pairs, rows, …], padded to a multiple of PAIRS pairs."""
+        padding = ((0, 0), (0, n * rows - x.shape[1]), *((0, 0) for _ in x.shape[2:]))
+        x = jnp.pad(x, padding, constant_values=fill).reshape(B * n, rows, *x.shape[2:])
+        padding = ((0, n_iterations * PAIRS - B * n), *((0, 0) for _ in x.shape[1:]))
+        return jnp.pad(x, padding, constant_values=fill)
+
+    of_row = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], (B, T))
+    pairs_TP = _Pairs(
+        split_pairs(q.astype(jnp.float32)), jnp.max(split_pairs(of_row), axis=1),
+        jnp.min(split_pairs(ranges_BT[0], SENTINEL), axis=1),
+        jnp.max(split_pairs(ranges_BT[1]), axis=1),
+        split_pairs(layout.q_positions_BT), split_pairs(layout.q_segment_ids_BT),
+    )  # fmt: skip
+    # Sorted by the number of blocks, as an iteration lasts as long as its longest pair.
+    order = (
+        jnp.argsort(pairs_TP.end_P - jnp.minimum(pairs_TP.begin_P, pairs_TP.end_P))
+        if n_iterations > 1
+        else None
+    )
+    if order is not None:
+        pairs_TP = jax.tree.map(lambda x: gather_in_bounds(x, order), pairs_TP)
+    pairs_TP = jax.tree.map(lambda x: x.reshape(n_iterations, PAIRS, *x.shape[1:]), pairs_TP)
+    keys, values = _make_reader(k), _make_reader(v)
+    sink_KR = jnp.tile(sink.astype(jnp.float32).reshape(K, G), (1, rows))
+
+    def attend_iteration(i: Array, out: Array) -> Array:
+        pairs = jax.tree.map(lambda x: take_tile(x, i), pairs_TP)
+        return put_tile(out, _attend_pairs(pairs, keys, values, sink_KR, blocks, window, scale), i)
+
+    empty = jnp.zeros((n_iterations, PAIRS, K, rows * G, H + 1), jnp.float32)
+    results = lax.fori_loop(0, opaque_count(n_iterations), attend_iteration, empty)
+    results = results.reshape(n_iterations * PAIRS, K, rows, G, H + 1)
+    if order is not None:
+        results = gather_in_bounds(
+            results, jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+        )
+    results = results[: B * n].transpose(0, 2, 1, 3, 4).reshape(B, n * rows, N, H + 1)[:, :T]
+    return results[..., :H].astype(q.dtype), results[..., H]
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a batch row and some of its queries."""
+
+    q_PRNH: Array
+    row_P: Array
+    begin_P: Array  # first and one past the last block of its row that its queries need
+    end_P: Array
+    positions_PR: Array
+    segments_PR: Array
+
+
+def _attend_pairs(
+    pairs: _Pairs, keys: Read, values: Read, sink_KR: Array, blocks: Blocks, window: int,
+    scale: float,
+) -> Array:  # fmt: skip
+    """Float32 o and lse of the pairs in one array [P, K, R, H + 1].
+
+    R is queries times heads per key head.
+    If they were two arrays and one unused, XLA would remove it and compile the other differently.
+    """
+    (P, rows, _, H), K = pairs.q_PRNH.shape, sink_KR.shape[0]
+    q_PKRH = pairs.q_PRNH.reshape(P, rows, K, -1, H).transpose(0, 2, 1, 3, 4).reshape(P, K, -1, H)
+    row_P, begin_P, end_P = pairs.row_P, pairs.begin_P, pairs.end_P
+    positions_PR1, segments_PR1 = (
+        jnp.repeat(x, q_PKRH.shape[2] // rows, axis=1)[:, None, :, None]
+        for x in (pairs.positions_PR, pairs.segments_PR)
+    )
+
+    def add_block(carry: Any) -> Any:
+        i, top, total, acc = carry
+        # a pair without further blocks reads its last block again, completely masked
+        block_index = row_P, jnp.clip(begin_P + i, 0, jnp.maximum(end_P - 1, 0))
+        slot_PX = gather_in_bounds(blocks.slot_BCX, *block_index)
+        segment_P = jnp.where(
+            begin_P + i < end_P, gather_in_bounds(blocks.segment_BC, *block_index), 0
+        )
+        positions_PX = (
+            gather_in_bounds(blocks.block_BC, *block_index)[:, None] * KEYS
+            + jnp.arange(KEYS, dtype=jnp.int32)[None]
+        )
+        keys_PX = jnp.where(slot_PX >= 0, segment_P[:, None], 0)
+        slot_PX = jnp.where(slot_PX >= 0, slot_PX, ~slot_PX)
+        k_PXKH, v_PXKH = keys(row_P, slot_PX), values(row_P, slot_PX)
+        visible = is_visible(
+            positions_PR1, positions_PX[:, None, None, :], window, segments_PR1,
+            keys_PX[:, None, None, :],
+        )  # fmt: skip
+        z = jnp.where(visible, _pairwise_dot(q_PKRH, k_PXKH, 3, 3) * scale, UNSEEN)
+        new = jnp.maximum(top, jnp.max(z, axis=3, keepdims=True))
+        p, shrink = jnp.exp(z - new), jnp.exp(top - new)
+        total = total * shrink + jnp.sum(p, axis=3, keepdims=True)
+        acc = acc * shrink + _pairwise_dot(p, v_PXKH, 3, 1)
+        return i + 1, new, total, acc
+
+    sink_1KR1 = sink_KR[None, :, :, None]
+    top = jnp.broadcast_to(jnp.maximum(sink_1KR1, UNSEEN / 2), (*q_PKRH.shape[:3], 1))
+    total = jnp.exp(sink_1KR1 - top)
+    carry = (jnp.int32(0), top, total, jnp.zeros(q_PKRH.shape, jnp.float32))
+    max_blocks = jnp.max(end_P - begin_P)
+    _, top, total, acc = lax.while_loop(lambda carry: carry[0] < max_blocks, add_block, carry)
+    safe = jnp.where(total > 0, total, 1.0)
+    lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+    # pairs without keys have read arbitrary slots
+    acc = jnp.where((begin_P < end_P)[:, None, None, None], acc / safe, 0.0)
+    return jnp.concatenate([acc, lse], axis=3)
+
+
+def _make_reader(x_BSKH: Array) -> Read:
+    S, K, H = x_BSKH.shape[1:]
+    bits_MF = bfloat16_to_bits(x_BSKH.reshape(-1, K * H))
+
+    def read_slots(row_P: Array, slot_PX: Array) -> Array:
+        rows = gather_in_bounds(bits_MF, (row_P[:, None] * S + slot_PX).reshape(-1))
+        return (
+            bits_to_bfloat16(rows, x_BSKH.dtype).astype(jnp.float32).reshape(*slot_PX.shape, K, H)
+        )
+
+    return read_slots
+
+
+def _pairwise_dot(a_PKRY: Array, b_PXKH: Array, contract_a: int, contract_b: int) -> Array:
+    """Contract an axis of a with one of keys or values, for each pair and key head."""
+    dims = (((contract_a,), (contract_b,)), ((0, 1), (0, 2)))
+    return lax.dot_general(a_PKRY, b_PXKH, dims, precision=matmul_precision(a_PKRY.dtype))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the keys of a row in blocks of positions, and the blocks that each query needs.
+
+They are computed once for all queries: the loop over blocks finds the keys of a block by one read
+of a table. Next: xla_invariant.py, which contains that loop.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pallas_kernels.masks import Layout
+
+KEYS = 32  # positions of a block
+SENTINEL = 2**30  # segment of padding keys and index of unneeded blocks: sorts after all others
+
+Ranges = tuple[Array, Array]  # first and one past the last block that a query needs, [B, T]
+
+
+class Blocks(NamedTuple):
+    """The C blocks of each row in order: the spans of KEYS positions that contain a key."""
+
+    slot_BCX: Array  # slot of the key at this position; if there is none, ~slot of another key
+    segment_BC: Array
+    block_BC: Array  # position // KEYS
+
+
+def gather_in_bounds(x: Array, *indices: Array) -> Array:
+    """x[where], for indices that are in bounds."""
+    return x.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
+    """Blocks of keys in any order: sorted by segment and position, then split into blocks.
+
+    Positions may have gaps, so a row of S keys may have S blocks: the table takes KEYS integers a
+    key.
+    """
+    segments = jnp.where(layout.k_segment_ids_BS > 0, layout.k_segment_ids_BS, SENTINEL)
+    B, S = segments.shape
+    slots = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+    segments_BS, positions_BS, slots_BS = lax.sort(
+        (segments, layout.k_positions_BS, slots), dimension=1, num_keys=2
+    )
+    blocks_BS = positions_BS // KEYS
+    same_block_BS = (jnp.diff(segments_BS) == 0) & (jnp.diff(blocks_BS) == 0)
+    first_BS = jnp.concatenate([jnp.ones((B, 1), bool), ~same_block_BS], axis=1)
+    block_index_BS = (
+        jnp.cumsum(first_BS.astype(jnp.int32), axis=1) - 1
+    )  # the index of a key's block in its row
+    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    heads_BS = row_B1, jnp.where(first_BS, block_index_BS, S)
+
+    def scatter_to_blocks(x_BS: Array) -> Array:
+        return jnp.zeros((B, S), jnp.int32).at[heads_BS].set(x_BS, mode="drop")
+
+    filled = jnp.broadcast_to(~scatter_to_blocks(slots_BS)[:, :, None], (B, S, KEYS))
+    table = filled.at[row_B1, block_index_BS, positions_BS % KEYS].set(slots_BS)
+    blocks = Blocks(table, scatter_to_blocks(segments_BS), scatter_to_blocks(blocks_BS))
+
+    q_segments, q_positions = layout.q_segment_ids_BT, layout.q_positions_BT
+    start = _first_visible_position(q_positions, window) // KEYS * KEYS
+    bounds = jnp.concatenate([start, q_positions + 1], axis=1)
+    bounds_segments = jnp.concatenate([q_segments, q_segments], axis=1)
+
+    def bisect(i: Array, low: Array) -> Array:
+        """One step of a binary search; at least `low` keys of the row come before the bound."""
+        width = 1 << (S.bit_length() - 1 - i)
+        key = row_B1, jnp.minimum(low + width, S) - 1
+        key_segments, indices = (
+            gather_in_bounds(segments_BS, *key),
+            gather_in_bounds(positions_BS, *key),
+        )
+        is_before = (key_segments < bounds_segments) | (
+            (key_segments == bounds_segments) & (indices < bounds)
+        )
+        return jnp.where(is_before & (low + width <= S), low + width, low)
+
+    low = lax.fori_loop(0, S.bit_length(), bisect, jnp.zeros_like(bounds))
+    begin, end = jnp.split(low, 2, axis=1)
+    has_blocks = (q_segments > 0) & (begin < end)
+    begin, last = (
+        gather_in_bounds(block_index_BS, row_B1, jnp.clip(i, 0, S - 1)) for i in (begin, end - 1)
+    )
+    return blocks, (jnp.where(has_blocks, begin, SENTINEL), jnp.where(has_blocks, last + 1, 0))
+
+
+def blocks_by_position(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
+    """Blocks of keys of one segment a row, less than S positions apart: placed without sorting."""
+    segments_BS, positions_BS = layout.k_segment_ids_BS, layout.k_positions_BS
+    B, S = positions_BS.shape
+    C = -(-(S - 1 + KEYS) // KEYS)
+    valid_BS = segments_BS > 0
+    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    newest_B1 = jnp.max(jnp.where(valid_BS, positions_BS, 0), axis=1, keepdims=True)
+    oldest_B1 = jnp.min(jnp.where(valid_BS, positions_BS, newest_B1), axis=1, keepdims=True)
+    first_B1 = oldest_B1 // KEYS
+    slots_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+    block_index_BS = jnp.where(valid_BS, positions_BS - first_B1 * KEYS, C * KEYS)
+    table = jnp.full((B, C * KEYS), -1).at[row_B1, block_index_BS].set(slots_BS, mode="drop")
+    fallback_B1 = ~gather_in_bounds(table, row_B1, newest_B1 - first_B1 * KEYS)
+    table = jnp.where(table < 0, fallback_B1, table).reshape(B, C, KEYS)
+    block_BC = first_B1 + jnp.arange(C, dtype=jnp.int32)[None]
+    segment_B1 = jnp.max(segments_BS, axis=1, keepdims=True)
+    blocks = Blocks(table, jnp.broadcast_to(segment_B1, (B, C)), block_BC)
+    q_segments, q_positions = layout.q_segment_ids_BT, layout.q_positions_BT
+    begin = jnp.maximum(_first_visible_position(q_positions, window) // KEYS - first_B1, 0)
+    end = jnp.minimum(q_positions // KEYS - first_B1 + 1, C)
+    has_blocks = (q_segments > 0) & (q_segments == segment_B1) & (begin < end)
+    return blocks, (jnp.where(has_blocks, begin, SENTINEL), jnp.where(has_blocks, end, 0))
+
+
+def _first_visible_position(positions_BT: Array, window: int) -> Array:
+    """The earliest position that each query can see."""
+    return jnp.maximum(positions_BT - window + 1, 0) if window else jnp.zeros_like(positions_BT)

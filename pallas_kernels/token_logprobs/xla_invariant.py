@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch-invariant log-probs in plain XLA: tiles of tokens of one fixed shape.
+
+The trainer scores responses and the engine sampled tokens with this one function.
+Next: xla.py, whose blocks of vocabulary these are, forward and backward.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from pallas_kernels.tiles import map_tiles
+from pallas_kernels.token_logprobs import xla
+from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
+
+
+def token_logprobs_xla_invariant(
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, *, temperature: Temperature | float,
+    vocab_size: int,
+) -> Result:  # fmt: skip
+    """Batch-invariant `token_logprobs`: a token's bits depend on that token alone.
+
+    Numerics: as of xla; the gradients are those of xla for this forward's lse and entropy.
+    """
+    temperature = jnp.asarray(temperature, jnp.float32)
+    return _logprobs_by_tile(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _logprobs_by_tile(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
+    return _logprobs_by_tile_fwd(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)[0]
+
+
+def _logprobs_by_tile_fwd(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
+    results_M3 = map_tiles(
+        partial(_tile_results, vocab_size), (hidden_MD, targets_M), (w_head_DV, 1.0 / temperature)
+    )
+    logp_M, entropy_M, lse_M = results_M3.T
+    saved = (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
+    return (logp_M, entropy_M), saved
+
+
+def _tile_results(vocab_size: int, rows: tuple[Array, Array], shared: tuple[Array, Array]) -> Array:
+    """logp, entropy and lse of a tile, stacked in one array.
+
+    If they were three arrays, XLA would remove unused ones, which can change the others' bits.
+    Logits are multiplied by 1/T: XLA compiles a division by a constant T, as in the trainer, to
+    this multiplication, but not a division by the engine's traced T.
+    """
+    (hidden_MD, targets_M), (w_head_DV, inverse) = rows, shared
+    return jnp.stack(
+        xla.stream_vocabulary(
+            hidden_MD, w_head_DV, targets_M, inverse, vocab_size, temper=jnp.multiply
+        ),
+        -1,
+    )
+
+
+_logprobs_by_tile.defvjp(_logprobs_by_tile_fwd, xla.logprobs_backward_xla)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention whose blocks come by position, interpreted: a query's bits in every company.
+
+A trainer's rows, one of them alone, the beginning of one, and single queries against a cache in any
+order; the same through the kernels as they are must not agree, or nothing would be shown.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import sink_attention
+from pallas_kernels.masks import Layout
+from pallas_kernels.sink_attention import mosaic_invariant, pallas_gpu, pallas_gpu_blocks
+from pallas_kernels.sink_attention.mosaic_invariant import (
+    BLOCK,
+    order_by_position,
+    sink_attention_mosaic_invariant,
+)
+
+LENGTHS = (300, 211)  # past a block of keys of every kernel
+T, N, K, H = max(LENGTHS), 4, 2, 64
+OLD = jax.__version_info__ < (0, 11)
+CHIPS = (
+    "mosaic_tpu",
+    pytest.param("mosaic_gpu", marks=[
+        pytest.mark.slow, pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")
+    ]),
+)  # fmt: skip
+WINDOWS = (None, 100)
+
+
+def inputs():
+    """Hot scores, so that the order of sums is seen; sinks, one of them large."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    q, k, v = (
+        (2.0 * jax.random.normal(key, (2, T, heads, H))).astype(jnp.bfloat16)
+        for key, heads in zip(keys, (N, K, K), strict=True)
+    )
+    return q, k, v, jnp.array([1.5, -2.0, 20.0, 0.3])
+
+
+arrays = pytest.fixture(scope="module")(inputs)
+
+
+def layout_of(lengths=LENGTHS):
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (len(lengths), T))
+    return positions, (positions < jnp.array(lengths)[:, None]).astype(jnp.int32)
+
+
+def run(q, k, v, sink, at_q, at_k, chip, window, interpret):
+    (q_pos, q_seg), (k_pos, k_seg) = at_q, at_k
+    attend = partial(sink_attention_mosaic_invariant, window=window, impl=chip, interpret=interpret)
+    o, lse = jax.jit(attend)(
+        q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
+        k_segment_ids_BS=k_seg,
+    )  # fmt: skip
+    return np.asarray(o.astype(jnp.float32)), np.asarray(lse)
+
+
+def compositions(q, k, v, sink, chip, window, queries, interpret=True):
+    """Number of results of row 0 that differ in a batch of one, and for each query in a cache."""
+    start, composition = layout_of(), (chip, window, interpret)
+    o, lse = run(q, k, v, sink, start, start, *composition)
+    first = layout_of(LENGTHS[:1])
+    single = run(q[:1], k[:1], v[:1], sink, first, first, *composition)
+    n_differing = {"alone": sum((a != b[:1]).sum() for a, b in zip(single, (o, lse), strict=True))}
+    for query in queries:
+        slots = np.random.default_rng(query).permutation(query + 1)  # not as many as any other
+        cached_length = jnp.asarray(slots, jnp.int32)[None], jnp.ones((1, slots.size), jnp.int32)
+        outputs = jnp.full((1, 1), query, jnp.int32), jnp.ones((1, 1), jnp.int32)
+        cached = (x[:1, slots] for x in (k, v))
+        single_row = run(
+            q[:1, query : query + 1], *cached, sink, outputs, cached_length, *composition
+        )
+        n_differing[query] = sum(
+            (a[0, 0] != b[0, query]).sum() for a, b in zip(single_row, (o, lse), strict=True)
+        )
+    return n_differing, (o, lse)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_querys_bits_are_those_of_a_row_alone_and_of_a_cache_in_any_order(arrays, chip, window):
+    n_differing, (o, lse) = compositions(*arrays, chip, window, (1, 299))
+    assert n_differing == {"alone": 0, 1: 0, 299: 0}
+    wide = [x.astype(jnp.float32) for x in arrays]
+    start = layout_of()
+    expected = sink_attention(
+        *wide, q_positions_BT=start[0], k_positions_BS=start[0],
+            q_segment_ids_BT=start[1],
+        k_segment_ids_BS=start[1], window=window, impl="reference",
+    )  # fmt: skip
+    real = np.asarray(start[1]) > 0
+    assert np.abs(o - expected[0])[real].max() < 2e-2
+    assert np.abs(lse - expected[1])[real].max() < 1e-4
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_with_keys_where_the_cache_has_them_it_differs(arrays, window, monkeypatch):
+    monkeypatch.setattr(
+        mosaic_invariant, "order_by_position", lambda k, v, layout, window: (k, v, layout)
+    )
+    n_differing, _ = compositions(*arrays, "mosaic_tpu", window, (299,))
+    assert n_differing[299] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")
+def test_with_the_kernels_own_order_of_a_gpu_it_differs(arrays, monkeypatch):
+    """Blocks that are masked come before those seen whole: the order is that of the company."""
+    padded = pallas_gpu_blocks.Padded
+    monkeypatch.setattr(padded, "invariant_key_block_table", padded.nonempty_key_block_table)
+    monkeypatch.setattr(
+        pallas_gpu, "mosaic_forward_tiles", lambda *_: pallas_gpu.MosaicTiles(3, 64, 2)
+    )
+    jax.clear_caches()
+    n_differing, _ = compositions(*arrays, "mosaic_gpu", None, (140,))
+    assert n_differing[140] > 0
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_keys_of_a_cache_come_to_the_columns_of_their_positions(window):
+    """The cache is a ring of 128 slots; one row has one key, and empty slots hold NaN."""
+    S, start = 128, np.array([0, 127, 500])
+    cached_length = np.stack([np.roll(np.arange(a - S + 1, a + 1), a) for a in start])
+    segments = (cached_length >= 0).astype(np.int32)
+    k = np.where(
+        cached_length[:, :, None, None] >= 0, cached_length[:, :, None, None], np.nan
+    ).astype(np.float32)
+    is_query = np.array([[1], [1], [0]], np.int32)
+    layout = Layout._make(
+        jnp.asarray(x, jnp.int32)
+        for x in (start[:, None], np.maximum(cached_length, 0), is_query, segments)
+    )
+    if window is None:  # the cache of a full layer, which holds the beginning
+        layout = layout._replace(q_segment_ids_BT=jnp.array([[1], [1], [0]]))
+    k_BCKH, v_BCKH, moved = order_by_position(jnp.asarray(k), jnp.asarray(k), layout, window or 0)
+    assert k_BCKH.shape[1] % BLOCK == 0 and np.isfinite(k_BCKH).all()
+    np.testing.assert_array_equal(k_BCKH, v_BCKH)
+    for row, a in enumerate(start[:2]):
+        valid = np.asarray(moved.k_segment_ids_BS[row]) > 0
+        positions = np.asarray(moved.k_positions_BS[row])
+        assert positions[0] % BLOCK == 0 and (np.diff(positions) == 1).all()
+        visible = range(max(0, a - window + 1) if window else 0, a + 1)
+        assert set(visible) <= set(positions[valid])
+        np.testing.assert_array_equal(np.asarray(k_BCKH)[row, valid, 0, 0], positions[valid])
+    assert not np.asarray(moved.k_segment_ids_BS[2]).any()
+
+
+def test_gradients_are_the_kernels_own(arrays):
+    q, k, v, sink = arrays
+    start = layout_of()
+    weights = jax.random.normal(jax.random.key(8), q.shape)
+
+    def total(attend, q, k, v, sink):
+        o, lse = attend(
+            q, k, v, sink, q_positions_BT=start[0], k_positions_BS=start[0],
+            q_segment_ids_BT=start[1],
+            k_segment_ids_BS=start[1], window=100,
+        )  # fmt: skip
+        return jnp.sum(o * weights) + jnp.sum(jnp.where(start[1][:, :, None] > 0, lse, 0.0))
+
+    actual = partial(sink_attention_mosaic_invariant, impl="mosaic_tpu", interpret=True)
+    wide = [x.astype(jnp.float32) for x in arrays]
+    results = jax.grad(partial(total, actual), argnums=(0, 1, 2, 3))(*wide)
+    expected = jax.grad(partial(total, partial(sink_attention, impl="reference")), (0, 1, 2, 3))(
+        *wide
+    )
+    for outputs, expected_grad in zip(results, expected, strict=True):
+        assert np.abs(outputs - expected_grad).max() < 2e-5 * max(1.0, np.abs(expected_grad).max())
