@@ -116,7 +116,7 @@ class Visits(NamedTuple):
     mixed: Any
     masked: Any
     count: Any
-    at_visit: Callable[[Any], Any]  # number of the block of visit n
+    block: Callable[[Any], Any]  # number of the block of visit n
 
     @property
     def loops(self) -> tuple[tuple[Mask, Any], ...]:

@@ -17,7 +17,7 @@ import pytest
 
 from pallas_kernels import paged_decode_attention
 from pallas_kernels.bench.ops import OPS
-from pallas_kernels.check import single
+from pallas_kernels.check import one
 from pallas_kernels.decode_attention import cases as decode_cases
 from pallas_kernels.grouped_matmul.cases import MatmulCase, zipf_sizes
 from pallas_kernels.sink_attention.cases import AttentionCase
@@ -100,7 +100,7 @@ def test_values_and_gradients_are_right_and_the_same_bits_ten_times(name, case, 
     op, dtype = OPS[name], jnp.float32 if impl == "xla" else jnp.bfloat16
     ready(impl, op.call(case, impl), jax.eval_shape(lambda: op.inputs(case, dtype, 0)))
     try:
-        fault = single.fault(op, case, impl, dtype, times=2 if impl == "xla" else 10)
+        fault = one.fault(op, case, impl, dtype, times=2 if impl == "xla" else 10)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) and case in op.cases.LONG_CASES:
             pytest.skip(f"it needs a device with more memory: {str(error).splitlines()[0]}")
@@ -123,7 +123,7 @@ def test_values_and_gradients_are_right_and_the_same_bits_ten_times(name, case, 
 )  # fmt: skip
 def test_one_wrong_tile_past_row_65536_is_seen(name, result, double):
     impl = f"tests.pallas_kernels.check.doubles:{double}"
-    fault = single.fault(single.named(OPS[name], impl), LARGEST[name], impl, jnp.float32, times=1)
+    fault = one.fault(one.named(OPS[name], impl), LARGEST[name], impl, jnp.float32, times=1)
     assert fault is not None and fault.startswith(f"{result} errs by 3.00e-02 of its size")
 
 
