@@ -229,7 +229,7 @@ def _split_kernel(
             edge = jnp.where(i < before, first + i, whole_last + i - before)
             return jnp.where(i < masked, edge, whole_first + i - masked)
 
-        def fetch_split(i):
+        def fetch_step(i):
             slot = lax.rem(i, jnp.int32(STAGES))
             block = block_at(i)
             for j in range(per_step):
@@ -245,7 +245,7 @@ def _split_kernel(
                     )
 
         plgpu.barrier_wait(s["start"])
-        lax.fori_loop(0, jnp.minimum(count, STAGES - 1), lambda i, _: fetch_split(i), None)
+        lax.fori_loop(0, jnp.minimum(count, STAGES - 1), lambda i, _: fetch_step(i), None)
 
         def one_step(i, carry, is_masked):
             acc, top, total = carry
@@ -278,7 +278,7 @@ def _split_kernel(
 
             @pl.when(i + STAGES - 1 < count)
             def _():
-                fetch_split(i + STAGES - 1)
+                fetch_step(i + STAGES - 1)
 
             acc = acc * hopper.broadcast_along(shrink, acc.shape, 0)
             acc = hopper.add_product(acc, p.astype(dtype), s["v_s"].at[slot], interpret)
@@ -319,8 +319,8 @@ def _merge_kernel(part_ref, lses_ref, sink_ref, splits_ref, o_ref, lse_ref, s, *
         )
         plgpu.copy_gmem_to_smem(lses_ref.at[b, head, n, tile], s["lses_s"].at[slot], barrier)
 
-    max_page = jnp.minimum(last, first + STAGES - 1)
-    lax.fori_loop(first, max_page, lambda n, _: fetch_split(n), None)
+    prefetch_end = jnp.minimum(last, first + STAGES - 1)
+    lax.fori_loop(first, prefetch_end, lambda n, _: fetch_split(n), None)
     plgpu.barrier_wait(s["start"])
     sink = hopper.load_registers(s["sink_s"], hopper.PER_ROW, interpret)
     top = jnp.maximum(sink, UNSEEN / 2)  # the sum starts with the sink; −inf means no sink

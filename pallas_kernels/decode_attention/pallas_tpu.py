@@ -221,14 +221,14 @@ def _decode_kernel(
     def next_busy(r):  # the first non-empty row of this core from r on, or B
         return following_ref[core * (per_core + 1) + r - core * per_core]
 
-    def page_copies(grid_row, step, number, act):
+    def page_copies(row, step, number, act):
         """Apply `act` to every copy of one step of a row, into the stage of step `number`."""
         stage = lax.rem(number, STAGES)
-        low = jnp.maximum(first_ref[grid_row], step * per_step)
-        high = jnp.minimum(last_ref[grid_row], (step + 1) * per_step)
+        low = jnp.maximum(first_ref[row], step * per_step)
+        high = jnp.minimum(last_ref[row], (step + 1) * per_step)
 
         def one_page(j, _):
-            page_id = table_ref[grid_row, j]
+            page_id = table_ref[row, j]
             slots = pl.ds((j - step * per_step) * page, page)
             for n, (hbm, ring) in enumerate(((k_hbm, k_ring), (v_hbm, v_ring))):
                 act(
@@ -240,20 +240,20 @@ def _decode_kernel(
 
         lax.fori_loop(low, high, one_page, 0)
 
-    def skip_to_row(grid_row):
-        grid_row = next_busy(grid_row)
-        ahead[next_row] = grid_row
-        inside = jnp.minimum(grid_row, end - 1)
+    def skip_to_row(row):
+        row = next_busy(row)
+        ahead[next_row] = row
+        inside = jnp.minimum(row, end - 1)
         ahead[next_step] = lax.div(first_ref[inside], per_step)
 
     def fetch_one():
-        grid_row, step = ahead[next_row], ahead[next_step]
+        row, step = ahead[next_row], ahead[next_step]
 
-        @pl.when(grid_row < end)
+        @pl.when(row < end)
         def _():
-            page_copies(grid_row, step, ahead[fetched], lambda copy: copy.start())
+            page_copies(row, step, ahead[fetched], lambda copy: copy.start())
             ahead[fetched] += 1
-            has_next = (step + 1) * per_step < last_ref[grid_row]
+            has_next = (step + 1) * per_step < last_ref[row]
 
             @pl.when(has_next)
             def _():
@@ -261,7 +261,7 @@ def _decode_kernel(
 
             @pl.when(jnp.logical_not(has_next))
             def _():
-                skip_to_row(grid_row + 1)
+                skip_to_row(row + 1)
 
     @pl.when(i == 0)
     def _():

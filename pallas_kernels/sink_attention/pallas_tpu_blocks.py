@@ -68,9 +68,9 @@ def _round_up(length: int) -> int:
     return max(1, -(-length // LANES)) * LANES
 
 
-def _block_length(length: int, max_heads: int) -> int:
+def _block_length(length: int, max_length: int) -> int:
     size = LANES
-    while size < min(length, max_heads):
+    while size < min(length, max_length):
         size *= 2
     return size
 
@@ -265,11 +265,11 @@ def visit_blocks(
 
     def visit_iteration(iteration: Any, buffer: Any) -> Any:
         block = first + iteration * group
-        padding = block + group < last
+        has_next = block + group < last
 
-        @pl.when(padding | (i + 1 < n))
+        @pl.when(has_next | (i + 1 < n))
         def _():
-            start_fetch(jnp.where(padding, block + group, runs_ref[next_row]), 1 - buffer)
+            start_fetch(jnp.where(has_next, block + group, runs_ref[next_row]), 1 - buffer)
 
         for copy in copies(block, buffer):
             copy.wait()

@@ -69,12 +69,12 @@ def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
         """One step of a binary search; at least `low` keys of the row come before the bound."""
         width = 1 << (S.bit_length() - 1 - i)
         key = row_B1, jnp.minimum(low + width, S) - 1
-        key_segments, indices = (
+        key_segments, key_positions = (
             gather_in_bounds(segments_BS, *key),
             gather_in_bounds(positions_BS, *key),
         )
         is_before = (key_segments < bounds_segments) | (
-            (key_segments == bounds_segments) & (indices < bounds)
+            (key_segments == bounds_segments) & (key_positions < bounds)
         )
         return jnp.where(is_before & (low + width <= S), low + width, low)
 
@@ -98,8 +98,8 @@ def blocks_by_position(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
     oldest_B1 = jnp.min(jnp.where(valid_BS, positions_BS, newest_B1), axis=1, keepdims=True)
     first_B1 = oldest_B1 // KEYS
     slots_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-    block_index_BS = jnp.where(valid_BS, positions_BS - first_B1 * KEYS, C * KEYS)
-    table = jnp.full((B, C * KEYS), -1).at[row_B1, block_index_BS].set(slots_BS, mode="drop")
+    column_BS = jnp.where(valid_BS, positions_BS - first_B1 * KEYS, C * KEYS)
+    table = jnp.full((B, C * KEYS), -1).at[row_B1, column_BS].set(slots_BS, mode="drop")
     fallback_B1 = ~gather_in_bounds(table, row_B1, newest_B1 - first_B1 * KEYS)
     table = jnp.where(table < 0, fallback_B1, table).reshape(B, C, KEYS)
     block_BC = first_B1 + jnp.arange(C, dtype=jnp.int32)[None]

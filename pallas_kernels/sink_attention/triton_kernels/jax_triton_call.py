@@ -56,7 +56,7 @@ def _accept_live_inputs(primitive: Any) -> None:
     rules = jax.interpreters.partial_eval.dce_rules
     rule = rules.get(primitive)
     if rule is not None and len(inspect.signature(rule).parameters) == 2:
-        rules[primitive] = lambda used_outs, *row_args: rule(used_outs, row_args[-1])
+        rules[primitive] = lambda used_outs, *dce_args: rule(used_outs, dce_args[-1])
 
 
 def _head_sizes(q: Array, k: Array) -> tuple[int, int, int, int, int]:

@@ -50,9 +50,9 @@ def eight(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "answer"),
     [
-        (("--topology", "v9:2x2"), "it knows v5e, v5p"),
+        (("--topology", "v9:2x2"), "known chips are v5e, v5p"),
         (("--topology", "h200:8"), "(as h200:2x8). Try --topology v5p:4x4x4."),
-        (("--topology", "h200:0x8"), "it knows v5e, v5p"),
+        (("--topology", "h200:0x8"), "known chips are v5e, v5p"),
     ],
 )
 def test_an_unknown_machine_is_one_line_and_status_two(args, answer, capsys):
