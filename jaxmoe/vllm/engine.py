@@ -86,9 +86,8 @@ class VllmEngine:
         self._transport = "in_process" if in_process else vllm.transport
         context = max_prompt_tokens + max_new_tokens
         self._pool = ServerPool([], [], self.incidents.append)
-        if (
-            self._transport == "files" or adapter is not None
-        ):  # fails on an unusable folder before servers start, which takes minutes
+        # Fails on an unusable folder before servers start, which takes minutes.
+        if self._transport == "files" or adapter is not None:
             self._weights_dir = WeightsDirectory(vllm.weights_dir, self._run)
         try:
             opened = open_backends(cfg, vllm, work, context, max_rows, adapter)

@@ -17,10 +17,8 @@ CHECK_INTERVAL_S = 2.0
 HANG_TIMEOUT_S = 15.0  # without an answer
 CPU_WINDOW_S = 5.0  # the last part of it; a worker that waits for others may spin for a while
 IDLE_CPU_S = 0.25  # processes that use more in that window are working
-SERVER_ROUTE, ENGINE_ROUTE = (
-    "/health",
-    "/is_paused",
-)  # answered by the HTTP server; by the engine process
+# Answered by the HTTP server; by the engine process.
+SERVER_ROUTE, ENGINE_ROUTE = "/health", "/is_paused"
 
 
 class Heartbeat:
@@ -57,9 +55,8 @@ class Heartbeat:
             return ""
         before = processes.measure_cpu_time(self._group)
         answered = self._backend.answers_within(ENGINE_ROUTE, CPU_WINDOW_S)
-        if (
-            answered or time.monotonic() - start < 0.9 * HANG_TIMEOUT_S
-        ):  # the connection was refused: the server has ended
+        # A fast failure is a refused connection: the server has ended.
+        if answered or time.monotonic() - start < 0.9 * HANG_TIMEOUT_S:
             return ""
         after = processes.measure_cpu_time(self._group)
         if before is not None and after is not None and after.is_idle_since(before, IDLE_CPU_S):

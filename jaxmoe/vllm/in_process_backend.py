@@ -80,9 +80,8 @@ class InProcessBackend:
         lost = str(work / "the adapter that was synced")
         self._lora = None if adapter is None else _lora_request(lost)
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._in_flight: dict[
-            str, tuple[PendingRequest, int, str]
-        ] = {}  # our id -> request, sample, vLLM's id
+        # By our request id: the request, the sample's number, vLLM's request id.
+        self._in_flight: dict[str, tuple[PendingRequest, int, str]] = {}
         self._deferred: list[Callable[[], None]] = []  # requests made while it was paused
         self._paused = ""
         self._number = 0

@@ -45,9 +45,8 @@ class TargetWeights:
     label: str
     version: int
     file: WeightFile | None  # one for all replicas, or
-    build_update: (
-        Callable[[Transport], WeightUpdate] | None
-    )  # an update for one replica, while the trainer has the weights
+    # An update for one replica, while the trainer has the weights.
+    build_update: Callable[[Transport], WeightUpdate] | None
     logps: Logps | None  # while the trainer has the weights
     probe_reference: ProbeReference | None = None  # afterwards
 
@@ -301,9 +300,8 @@ class Replica:
 
     def give_up_error(self, reason: str) -> EngineError:
         """Return the error of a replica that could not be restored."""
-        recent_failures = "".join(
-            f"\n  - {line}" for line in list(self._failures)
-        )  # a copy: other threads append
+        # A copy, because other threads append to it.
+        recent_failures = "".join(f"\n  - {line}" for line in list(self._failures))
         option = f"--set rollout.vllm.retries={2 * self._retries + 2}"
         hint = f" If it only needs more time: {option}."
         log = hint if self._server is None else f" Its log: {self._server.log}."

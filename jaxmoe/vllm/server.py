@@ -298,18 +298,16 @@ class Server:
         if heartbeat is not None:
             heartbeat.stop()
             segments |= heartbeat.segments
-        if process.poll() is None and not (
-            heartbeat and heartbeat.hung
-        ):  # a hung server ignores SIGTERM
+        # A hung server ignores SIGTERM, so it is killed at once.
+        if process.poll() is None and not (heartbeat and heartbeat.hung):
             _signal_group(process.pid, signal.SIGCONT)  # a stopped process would not get SIGTERM
             process.terminate()
             try:
                 process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 pass
-        _signal_group(
-            process.pid, signal.SIGKILL
-        )  # the whole group: children outlive a killed leader
+        # The whole group: children outlive a killed leader.
+        _signal_group(process.pid, signal.SIGKILL)
         process.wait()
         processes.remove_shared_memory(segments)
         if self._scratch is not None:

@@ -68,9 +68,8 @@ class ServerPool:
                     raise
                 except EngineError as error:
                     return self._mark_unavailable(replica, error)
-            if (
-                target.build_update is not None and target.file is None
-            ):  # else with the next version
+            # Reconnect it now, or else with the next version.
+            if target.build_update is not None and target.file is None:
                 with suppress(RequestFailed, EngineError, ConfigError):
                     self._reconnect_replica(replica, target)
 
@@ -93,9 +92,8 @@ class ServerPool:
         the fewest tokens in flight, and would use up the retries while others could answer.
         """
         with self._lock:
-            available = [
-                r for r in self.replicas if r not in self._unavailable
-            ]  # not empty: see _mark_unavailable
+            # The list is not empty: _mark_unavailable leaves one replica.
+            available = [r for r in self.replicas if r not in self._unavailable]
             responsive = [r for r in available if r not in self._recovering] or available
             replica = min(responsive, key=lambda r: (failures.get(r, 0), r.in_flight))
             replica.in_flight += tokens

@@ -119,9 +119,8 @@ class IpcTransfer(DirectTransfer, IPCWeightTransferEngine):
     def _load_shared_memory(self, memory: ExitStack, info: IpcUpdateInfo) -> None:
         gpu = torch.cuda.get_device_properties(self.device.index).uuid
         shared = memory.enter_context(open_shared_tensors(info, str(gpu)))
-        memory.callback(
-            torch.accelerator.synchronize
-        )  # runs before closing: kernels may still read
+        # This runs before the memory is closed, because kernels may still read it.
+        memory.callback(torch.accelerator.synchronize)
         self.model.load_weights(shared)
 
     def finish_weight_update(self) -> None:

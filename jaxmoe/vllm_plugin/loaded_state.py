@@ -33,9 +33,8 @@ class LoadedState:
     live: dict[str, str] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-    _source: dict[str, str] = field(
-        default_factory=dict
-    )  # digest of the tensor that the live parameter came from
+    # Digest of the tensor that the live parameter came from.
+    _source: dict[str, str] = field(default_factory=dict)
 
     def record_update(
         self,

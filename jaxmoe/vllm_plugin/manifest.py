@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-DTYPE_BYTES = {
-    "F32": 4,
-    "BF16": 2,
-    "F16": 2,
-}  # bytes of an element; names as safetensors spells them
+# Bytes of an element; names as safetensors spells them.
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 class UpdateRejected(RuntimeError):

@@ -17,10 +17,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-_VARIABLES = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-)  # needed by Python itself; keys of other services are not passed on
+# Needed by Python itself; keys of other services are not passed on.
+_VARIABLES = "PATH", "LD_LIBRARY_PATH"
 
 
 def start_remover(lock: Path) -> subprocess.Popen[bytes] | None:
@@ -45,9 +43,8 @@ def remove_if_released(lock: Path, *, wait: bool) -> None:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
             return
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        if os.path.samestat(
-            os.fstat(file.fileno()), os.lstat(lock)
-        ):  # the lock file was not replaced meanwhile
+        # Only if the lock file was not replaced meanwhile.
+        if os.path.samestat(os.fstat(file.fileno()), os.lstat(lock)):
             remove_run(lock)
 
 

@@ -84,13 +84,8 @@ def write_sharded_files(
         file = _ProcessFile(
             partial_dir / _file_name(process), [p for _, p, o in table if o == process]
         )
-        for (
-            entry,
-            item,
-            owner,
-        ) in (
-            table
-        ):  # Runs to the end even after an error: gathering is a collective of all processes.
+        # Runs to the end even after an error: gathering is a collective of all processes.
+        for entry, item, owner in table:
             is_owner = owner == process
             array = gather_entry(params, entry, here=is_owner)
             if is_owner:

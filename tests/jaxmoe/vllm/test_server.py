@@ -213,9 +213,8 @@ def test_a_server_has_its_key_its_gpus_and_its_temporary_files_from_its_environm
     command = first.build_command(8000)
     assert not any(first.key in word for word in command)
     position = command.index("--gpu-memory-utilization")
-    assert command[position + 1] == "0.45" and position < command.index(
-        "--seed"
-    )  # the user's come last
+    # The user's come last.
+    assert command[position + 1] == "0.45" and position < command.index("--seed")
     assert (
         command[command.index("--middleware") + 1]
         == f"{AuthMiddleware.__module__}.{AuthMiddleware.__name__}"

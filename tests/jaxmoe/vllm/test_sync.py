@@ -144,9 +144,8 @@ def test_a_server_that_takes_commands_from_anybody_is_told_and_from_afar_refused
     server = StandIn(CFG, key=key, guards=guards)
     open_engine(server.url, tmp_path).close()
     err = capsys.readouterr().err
-    remote_url = server.url.replace(
-        "127.0.0.1", "0.0.0.0"
-    )  # the same, but no address of this machine
+    # The same, but no address of this machine.
+    remote_url = server.url.replace("127.0.0.1", "0.0.0.0")
     if guards == "/" and key:
         assert err == ""
         open_engine(remote_url, tmp_path).close()

@@ -174,9 +174,8 @@ def test_vllms_own_reload_leaves_stale_weights_and_loses_the_label(served):
     state = served.loaded_state()
     assert old["label"] is not None and state["label"] is None
     unchanged = {n for n in old["live"] if state["live"][n] == old["live"][n]}
-    assert len(unchanged) == len(
-        EXPERTS | own_stale_sinks()
-    )  # the upstream defect, should it ever be mended
+    # The upstream defect, should it ever be mended.
+    assert len(unchanged) == len(EXPERTS | own_stale_sinks())
     assert served.compare(new=1)[0] > 0.01
     assert served.sync(served.params)["stale"] == []
     assert served.compare(new=1)[0] <= 5e-5
