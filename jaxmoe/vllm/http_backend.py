@@ -22,7 +22,7 @@ from jaxmoe.observe.printable import printable
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.http_client import HttpClient, HttpFailed, Response
 from jaxmoe.vllm.redact import Key
-from jaxmoe.vllm.strict_json import format_value, parse_json
+from jaxmoe.vllm.strict_json import format_value, parse_untrusted_json
 from jaxmoe.vllm.worker_state import check_worker_states
 from jaxmoe.vllm_plugin.auth_middleware import API_KEY_VARIABLE
 
@@ -220,7 +220,7 @@ class HttpBackend:
         if self._key.is_in(response.body):  # a later message could show it
             raise RequestFailed(f"{route} answered with the key of the request in its text")
         try:
-            return parse_json(response.body, max_body_bytes)
+            return parse_untrusted_json(response.body, max_body_bytes)
         except ValueError as error:
             raise RequestFailed(
                 f"{route} did not answer with usable JSON ({self._format_body(str(error))}): "

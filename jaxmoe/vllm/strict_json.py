@@ -15,7 +15,7 @@ _SHORT = reprlib.Repr()  # limits depth and length before it builds a text
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 4, 80, 80
 
 
-def parse_json(body: bytes, max_body_bytes: int) -> Any:
+def parse_untrusted_json(body: bytes, max_body_bytes: int) -> Any:
     """Return the value. Raises ValueError for invalid JSON or too many values for its size.
 
     Rejected although Python reads them: NaN, Infinity, numbers beyond float64 or 18 digits.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS_PER_ROW, ROWS_PER_CHUNK = (1024, 256)  # words summed at once: 2 MiB, one chunk of a tensor
-_ODD_WEIGHTS = 2 * np.arange(WORDS_PER_ROW, dtype=np.uint64) + np.uint64(1)
+_COLUMN_WEIGHTS = 2 * np.arange(WORDS_PER_ROW, dtype=np.uint64) + np.uint64(1)
 _ROW_OFFSETS = 2 * WORDS_PER_ROW * np.arange(ROWS_PER_CHUNK, dtype=np.uint64)
 
 
@@ -46,7 +46,7 @@ def digest_array(array: NDArray) -> str:
 def _sum_words(words_RC: NDArray[np.uint64]) -> tuple[int, int]:
     """Return Σ w and Σ (2·(1024·r + c) + 1)·w."""
     rows_R, columns_C = np.add.reduce(words_RC, axis=1), np.add.reduce(words_RC, axis=0)
-    weighted = int(np.dot(columns_C, _ODD_WEIGHTS)) + int(
+    weighted = int(np.dot(columns_C, _COLUMN_WEIGHTS)) + int(
         np.dot(rows_R, _ROW_OFFSETS[: len(rows_R)])
     )
     return int(np.add.reduce(rows_R)), weighted
