@@ -21,7 +21,7 @@ from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.config_file import load_config, resolve
 from jaxmoe.observe.printable import printable
 from jaxmoe.observe.streams import flush_output, reader_is_gone
-from jaxmoe.parallel.host import keep_freed_memory, one_thread_a_device
+from jaxmoe.parallel.host import keep_freed_memory, use_one_thread_per_device
 from jaxmoe.run_files import is_disk_error
 
 
@@ -51,7 +51,7 @@ def config_of(args: argparse.Namespace) -> Config:
     os.umask(os.umask(0o022) | 0o002)  # weights and configs are not everybody's to write
     config = resolve(load_config(args.config), *args.changes)
     if config.mesh.devices > 1:
-        one_thread_a_device()
+        use_one_thread_per_device()
     return dataclasses.replace(config, workdir=args.workdir) if args.workdir else config
 
 

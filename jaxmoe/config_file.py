@@ -19,7 +19,7 @@ from typing import Any
 
 import jaxmoe.config
 from jaxmoe.config import CHECKPOINT_MODEL, Config, ConfigError, require
-from jaxmoe.model.config import hf_config, read_hf_config, unread_fields
+from jaxmoe.model.config import find_unread_fields, read_config_json, read_hf_config
 
 
 def load_config(name: str) -> Config:
@@ -173,7 +173,7 @@ def resolve(config: Config, *assignments: str) -> Config:
     )
     directory = Path(config.init.checkpoint)
     model = read_hf_config(directory)
-    if unread := unread_fields(hf_config(directory)):
+    if unread := find_unread_fields(read_config_json(directory)):
         print(f"{directory / 'config.json'}: not read: {', '.join(unread)}", file=sys.stderr)
     changes = (a.removeprefix("model.") for a in ours)
     return dataclasses.replace(config, model=override(model, *changes, _prefix="model."))

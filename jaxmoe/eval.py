@@ -25,7 +25,7 @@ from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.progress import phase
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.parallel.processes import leave, same_everywhere, together
+from jaxmoe.parallel.processes import check_same_everywhere, exit_process, joined_processes
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.source_digests import source_digests
@@ -39,15 +39,15 @@ def main(argv: list[str] | None = None) -> int:
         if looks:
             dry_run(cfg, scoring_stage(cfg))
             return status.code
-        with together():
+        with joined_processes():
             run_eval(cfg)
-    return leave(status.code)
+    return exit_process(status.code)
 
 
 def run_eval(cfg: Config) -> float:
     """Accuracy (or the mean of the user's rewards), sampled and greedy, and answers to read."""
     sources = json.dumps(source_digests(cfg), indent=1)
-    same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
+    check_same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())

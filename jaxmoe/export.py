@@ -25,7 +25,7 @@ from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, write_tokenizer
 from jaxmoe.model.lora import adapter_shapes, with_adapters
 from jaxmoe.observe.progress import phase
-from jaxmoe.parallel.processes import by_one_process
+from jaxmoe.parallel.processes import check_one_process
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             help="of a LoRA run: whole weights with the adapters in them, not the adapters",
         )  # fmt: skip
         args = parser.parse_args(argv)
-        by_one_process("export")
+        check_one_process("export")
         run(config_of(args), Path(args.out), merge=args.merge, dry_run=args.dry_run)
     return status.code
 

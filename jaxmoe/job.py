@@ -27,15 +27,15 @@ from jaxmoe.envs.rollouts import ScoredRollouts
 from jaxmoe.envs.tasks import Task, evaluate
 from jaxmoe.guards import check_finite, gate_error, invariance_error
 from jaxmoe.model import Ops
-from jaxmoe.model.embedding import rows_of
+from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.alerts import alerts, counted
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, phase
-from jaxmoe.parallel.processes import agreed, everyones, on_hosts
-from jaxmoe.reconcile.first_difference import first_difference
+from jaxmoe.parallel.processes import gather_from_processes, gather_to_hosts, max_over_processes
+from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, padding_frac
@@ -86,7 +86,7 @@ class Job:
         rows = self.cfg.lora.embedding_rows
         if self.base is None or not rows:
             return self.base
-        return rows_of(self.base, np.asarray(batch.tokens_BT), rows)
+        return gather_embedding_rows(self.base, np.asarray(batch.tokens_BT), rows)
 
     def start_stage(self, at: Position) -> None:
         """Go on from here; it is saved, or can be made again."""
@@ -138,14 +138,16 @@ class Job:
 
     def describe_first_difference(self, batch: Batch, told: TokenStats) -> str:
         """The first token whose log-prob the engine has otherwise, and what of it differs first."""
-        mask_BT, logp_BT = np.asarray(batch.loss_mask_BT), on_hosts(told.logp_BT)
+        mask_BT, logp_BT = np.asarray(batch.loss_mask_BT), gather_to_hosts(told.logp_BT)
         other_BT = mask_BT & (logp_BT != np.asarray(batch.rollout_logp_BT))
         row = int(np.argmax(other_BT.any(1)))
         column = int(np.argmax(other_BT[row]))
         length = int((np.asarray(batch.segment_ids_BT[row]) > 0).sum())
         tokens = np.asarray(batch.tokens_BT[row][:length])
         prompt = int(np.argmax(mask_BT[row]))
-        found = first_difference(self.policy_params(), tokens, prompt, self.cfg.model, self.ops)
+        found = find_first_difference(
+            self.policy_params(), tokens, prompt, self.cfg.model, self.ops
+        )
         of = f"First in rollout {row}, token {column}: "
         return of + (f"{found}." if found else "alone, its bits are the same; in a batch not.")
 
@@ -178,7 +180,7 @@ class Job:
         """A few groups of a step go to samples.jsonl, where it is evaluated or saved."""
         if not (self.is_eval_due(step) or step % self.cfg.save.every_steps == 0):
             return
-        logp_BT, advantages_BT = (on_hosts(x) for x in (told.logp_BT, told.advantages_BT))
+        logp_BT, advantages_BT = (gather_to_hosts(x) for x in (told.logp_BT, told.advantages_BT))
         self.log.write_samples("rl", step, group_rows(
             collected.rollouts, collected.rewards, self.task,
             samples=self.cfg.rollout.samples_per_prompt, mask_BT=np.asarray(batch.loss_mask_BT),
@@ -191,7 +193,9 @@ class Job:
         step = self.position.step
         rows = read_metrics(self.work / "metrics.jsonl")
         told = any(r["step"] == step and "eval/accuracy" in r for r in rows)
-        if not self.is_eval_due(step) or everyones(told)[0]:  # the first process writes the file
+        if (
+            not self.is_eval_due(step) or gather_from_processes(told)[0]
+        ):  # the first process writes the file
             return
         with phase(f"scoring the held-out rows at step {step}"):
             self.log.write("rl", step, self.evaluate_held_out())
@@ -270,7 +274,9 @@ class Job:
         self.log.must_be_in_place()
         if self.position.step % self.cfg.save.every_steps == 0 or last:
             self.save_checkpoint()
-        asked = agreed(self.stop.signal)  # a process that no signal reached must stop as well
+        asked = max_over_processes(
+            self.stop.signal
+        )  # a process that no signal reached must stop as well
         if asked and not (last and self.position.stage == "rl"):
             raise self.stop_after_saving(asked)
 

@@ -17,7 +17,7 @@ from jaxmoe.config_file import override
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.lora import Pair, lora_specs
 from jaxmoe.model.params import param_specs, read_dtype, value_head_specs
-from jaxmoe.parallel.host import free_bytes
+from jaxmoe.parallel.host import count_free_bytes
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.sharding import RULES, Names, local_shape, sampling_rules
 from jaxmoe.rollout.native import prompts_per_batch
@@ -150,8 +150,8 @@ def base_bytes(cfg: Config) -> tuple[int, int, int]:
     """Of the frozen weights of a LoRA run: experts, other weights, the embedding's table."""
     specs = param_specs(cfg.model)
     table = specs.pop("embed")
-    experts = [spec for spec in jax.tree.leaves(specs) if spec.packable]
-    others = [spec for spec in jax.tree.leaves(specs) if not spec.packable]
+    experts = [spec for spec in jax.tree.leaves(specs) if spec.is_packable]
+    others = [spec for spec in jax.tree.leaves(specs) if not spec.is_packable]
     return (
         sum(math.prod(spec.shape) * 17 // 32 for spec in experts),  # a byte for two, one for 32
         _read_bytes(others, cfg),
@@ -278,7 +278,7 @@ def device_bytes() -> int | None:
     """Bytes that this process may use of its device; None where nobody says."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return free_bytes() if limit is None and device.platform == "cpu" else limit
+    return count_free_bytes() if limit is None and device.platform == "cpu" else limit
 
 
 def _memory_saving_options(cfg: Config, host: bool) -> Iterator[tuple[str, object]]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dimension key of the whole project, and three aliases for trees of arrays.
+"""The letters of array dimensions, used in the whole project, and three aliases for trees of
+arrays.
 
 An array's name ends in its shape, and einsum strings use the same letters:
 
@@ -9,13 +10,13 @@ An array's name ends in its shape, and einsum strings use the same letters:
     V vocabulary       L layers               P prompts         R samples per prompt
     W window (keys a query may read, itself included)           C cache slots
 
-Scalars and trees have no suffix. A lower-case letter is one device's share of that
-dimension, inside `shard_map` bodies only. Log-probs always go by these names, in this
-order: `logp` (current parameters, has gradient), `old_logp` (the trainer before the update),
-`rollout_logp` (the engine's claim), `ref_logp` (a frozen reference); `logp_BT[b, t]` is the
+Scalars and trees have no suffix. A lower-case letter is one device's shard of that
+dimension, inside `shard_map` bodies only. Log-probs always have these names, in this
+order: `logp` (current parameters, has a gradient), `old_logp` (the trainer before the update),
+`rollout_logp` (reported by the engine), `ref_logp` (a frozen reference). `logp_BT[b, t]` is the
 log-prob OF `tokens_BT[b, t]`, so column 0 is never trained on.
 
-Next: jaxmoe/records.py, the host-side data that flows between the parts.
+Next: jaxmoe/records.py, the host-side data that the parts exchange.
 """
 
 from typing import Any, TypeAlias

@@ -46,8 +46,8 @@ from jaxmoe.observe.trackers import installed
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.processes import leave, same_everywhere, together
-from jaxmoe.parallel.sharding import make_mesh, place
+from jaxmoe.parallel.processes import check_same_everywhere, exit_process, joined_processes
+from jaxmoe.parallel.sharding import make_mesh, shard_batch
 from jaxmoe.records import Rollout
 from jaxmoe.rl.batch import Batch, rollout_batch, supervised_batch
 from jaxmoe.rl.dynamic_sampling import impute_rewards
@@ -84,14 +84,14 @@ def main(argv: list[str] | None = None) -> int:
         if looks:
             dry_run(cfg, *STAGES)
             return status.code
-        with together():
+        with joined_processes():
             with open_job(cfg) as job:
                 warm_start(job)
                 train_rl(job)
             typed = sys.argv[1:] if argv is None else argv
             out = str(Path(cfg.workdir) / "export")
             print(f"export   python -m jaxmoe.export {shlex.join([*typed, '--out', out])}")
-    return leave(status.code)
+    return exit_process(status.code)
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     """
     work = Path(cfg.workdir)
     sources = json.dumps(source_digests(cfg), indent=1)
-    same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
+    check_same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
     kernels = kernels_here(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
@@ -156,7 +156,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     ):
         if first:
             record_config(work, cfg, kernels.names)
-        ops = sharded_ops(ops, mesh, cfg.model, across=cfg.mesh.attention)
+        ops = sharded_ops(ops, mesh, cfg.model, method=cfg.mesh.attention)
         yield Job(
             cfg, ops, chosen, tx, work, task, engine, log, stop, at, contents=held, mesh=mesh,
             base=base,
@@ -188,7 +188,7 @@ def warm_start(job: Job) -> None:
             )
             batch = pack_batch(batch, cfg.optim.tokens_per_microbatch)
             with job.time_phase("train"):
-                state, metrics = step_fn(state, place(batch, job.mesh))
+                state, metrics = step_fn(state, shard_batch(batch, job.mesh))
                 metrics = job.fetch_metrics(step_fn, metrics, step, rate=("warmup.lr", w.lr))
             job.log.write("warmup", step, metrics | job.times)
             progress.update(step, loss=metrics["loss"])
@@ -232,7 +232,7 @@ def train_rl(job: Job) -> None:
                     seed=(cfg.seed, step), tokens_per_microbatch=cfg.optim.tokens_per_microbatch,
                 )  # fmt: skip
                 with job.time_phase("train"):
-                    placed = place(batch, job.mesh)
+                    placed = shard_batch(batch, job.mesh)
                     state, metrics, told = step_fn(
                         state, placed, minibatches, job.base_for_batch(batch)
                     )

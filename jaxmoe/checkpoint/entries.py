@@ -31,7 +31,7 @@ class Entry:
     read: str  # Spec.read
 
     @property
-    def packable(self) -> bool:
+    def is_packable(self) -> bool:
         return len(self.shape) == 3  # the experts' two matrices, [E, in, out]
 
 
@@ -63,7 +63,7 @@ def stored(entry: Entry, dtype: str) -> list[Planned]:
     """What holds an entry in a file: the one tensor, or the packed two."""
     if dtype not in _FILE_DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_FILE_DTYPES)}, got {dtype!r}.")
-    if dtype == "mxfp4" and entry.packable:
+    if dtype == "mxfp4" and entry.is_packable:
         experts, summed, out = entry.shape
         scales = (experts, out, summed // mxfp4.GROUP)
         blocks = (*scales, mxfp4.GROUP // 2)

@@ -30,7 +30,7 @@ def check_headers(
 
 def _check_packed(directory: Path, table: list[Entry], tensors: dict[str, Stored]) -> None:
     """Raises ConfigError where an expert matrix is there, but not in four bits."""
-    matrices = [entry.name for entry in table if entry.packable]
+    matrices = [entry.name for entry in table if entry.is_packable]
     dense = [name for name in matrices if name in tensors]
     if dense and len(dense) < len(matrices):
         raise ConfigError(
@@ -59,7 +59,7 @@ def require_packable(cfg: ModelConfig) -> None:
 def _problems(table: list[Entry], tensors: dict[str, Stored]) -> Iterator[str]:
     expected = set[str]()
     for entry in table:
-        packed = entry.packable and entry.name not in tensors
+        packed = entry.is_packable and entry.name not in tensors
         packed = packed and any(entry.name + end in tensors for end in ("_blocks", "_scales"))
         if packed and entry.shape[1] % mxfp4.GROUP:
             yield f"{entry.name} has {entry.shape[1]} rows; MXFP4 needs a multiple of 32."

@@ -41,7 +41,7 @@ from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.config.file_sums import write_file_sums
 from jaxmoe.model.config import to_hf
 from jaxmoe.model.lora import Adapted
-from jaxmoe.model.params import Layout, Spec, held_shapes, param_specs, read_dtype
+from jaxmoe.model.params import Layout, Spec, param_shapes, param_specs, read_dtype
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
@@ -84,7 +84,7 @@ def load_params(
         require_packable(cfg)
 
     def fresh(spec: Spec) -> Leaf:
-        if experts == "packed" and spec.packable:
+        if experts == "packed" and spec.is_packable:
             return mxfp4.room(spec.shape)
         held = read_dtype(spec, cfg, "float32") if dtype == "as_read" else dtype or cfg.dtype
         return zeros_to_share(spec.shape, jax.numpy.dtype(held))
@@ -221,7 +221,7 @@ def iter_hf(
 
 def check_params(params: Params, cfg: ModelConfig) -> None:
     """Raises ValueError where a leaf is missing, unknown or of another shape than the table's."""
-    got, want = held_shapes(params), held_shapes(param_specs(cfg))
+    got, want = param_shapes(params), param_shapes(param_specs(cfg))
     for name in sorted(got.keys() | want.keys()):
         if got.get(name) != want.get(name):
             raise ValueError(

@@ -44,7 +44,7 @@ def pack_experts(params: Params, cfg: ModelConfig) -> tuple[Params, dict[str, Pa
     packed = jax.tree.map(_room, specs, params, is_leaf=lambda leaf: isinstance(leaf, Spec))
     errors: dict[str, PackingError] = {}
     for entry in entries(cfg):
-        if entry.packable:
+        if entry.is_packable:
             if isinstance(leaf_of(params, entry), Mxfp4):
                 raise ConfigError(
                     f"{entry.name} must be dense to be packed, and is packed already."
@@ -68,7 +68,7 @@ def summary(errors: Mapping[str, PackingError]) -> str:
 
 
 def _room(spec: Spec, leaf: Leaf) -> Leaf:
-    return mxfp4.room(spec.shape) if spec.packable else leaf
+    return mxfp4.room(spec.shape) if spec.is_packable else leaf
 
 
 def _pack_into(room: Leaf, dense: np.ndarray, entry: Entry) -> PackingError:

@@ -16,7 +16,7 @@ from jaxmoe.config import Config
 from jaxmoe.data.pipeline import PromptIterator
 from jaxmoe.envs.rewards import Rewarded, Tell, part_metrics, silent
 from jaxmoe.envs.tasks import Task, score, scored
-from jaxmoe.parallel.processes import in_shares
+from jaxmoe.parallel.processes import map_shares
 from jaxmoe.records import Rollout
 from jaxmoe.rl.dynamic_sampling import GenBatch, dynamic_sampling
 from jaxmoe.rollout.check_rollouts import check_order, check_samples, check_token_ids
@@ -82,6 +82,6 @@ def scored_by_all(
 
     if jax.process_count() == 1:
         return score(rollouts, task.train, task, tell, step=step)
-    shares = in_shares(rollouts, mine, of=samples)
+    shares = map_shares(rollouts, mine, group_size=samples)
     rewards = np.concatenate([np.asarray(share["rewards"], np.float32) for share in shares])
     return Rewarded(rewards, [part for share in shares for part in share["parts"]])

@@ -22,7 +22,7 @@ from pallas_kernels.decode_attention import MAX_QUERIES
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where the tokens of this call sit; the same for every layer."""
+    """Positions and segments of the tokens of this call; the same for every layer."""
 
     positions_BT: Leaf
     segments_BT: Leaf
@@ -39,7 +39,11 @@ def attention_block(
     window: int | None,
     cached: "CachedLayer | None",
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """x + W_o·attention(norm(x)), and the cache with this call's keys and values in it."""
+    """Return x + W_o·attention(norm(x)), and the layer kind's cache with this call's keys and
+    values.
+
+    The second is None where no cache is given.
+    """
     batch, time, _ = x_BTD.shape
     with jax.named_scope("attention"):
         h_BTD = ops.norm(x_BTD, layer["attn_norm"], cfg.rms_eps)
@@ -49,12 +53,14 @@ def attention_block(
         q_BTNH = ops.rotate(q.reshape(batch, time, cfg.n_q_heads, cfg.head_dim), rows.tables)
         k_BTKH = ops.rotate(k.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim), rows.tables)
         v_BTKH = v.reshape(batch, time, cfg.n_kv_heads, cfg.head_dim)
-        kept = None
+        updated_kind = None
         k_BSKH, v_BSKH, k_positions_BS, k_segments_BS = (
             k_BTKH, v_BTKH, rows.positions_BT, rows.segments_BT
         )  # fmt: skip
         if cached is not None:
-            kept, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append(k_BTKH, v_BTKH)
+            updated_kind, (k_BSKH, v_BSKH, k_positions_BS, k_segments_BS) = cached.append_kv(
+                k_BTKH, v_BTKH
+            )
         attend = ops.decode if cached is not None and time <= MAX_QUERIES else ops.attend
         o_BTNH, _ = attend(
             q_BTNH, k_BSKH, v_BSKH, layer["sinks"],
@@ -64,41 +70,47 @@ def attention_block(
         )  # fmt: skip
         check_attention(o_BTNH, q_BTNH, attend)
         o_BTD = ops.output(o_BTNH.reshape(batch, time, -1), layer["w_o"], layer["b_o"])
-        return ops.add(x_BTD, o_BTD), kept
+        return ops.add(x_BTD, o_BTD), updated_kind
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What one call does to the slots of one kind of layer; made once, used by every layer."""
+    """Changes that one call makes to the slots of one kind of layer; every layer uses the same."""
 
     positions_BC: Leaf  # after the call
-    segments_BC: Leaf
-    seen_positions_BS: Leaf  # of the keys this call's queries may read
-    seen_segments_BS: Leaf
-    first: Leaf  # slot of the first new key where keys are written in place
-    gather_BC: Leaf  # slots kept of (old, new), or None where written in place
+    segments_BC: Leaf  # after the call
+    key_positions_BS: Leaf  # of the keys that this call's queries may read
+    key_segments_BS: Leaf
+    write_slot: Leaf  # slot of the first new key, if keys are written in place
+    gather_BC: Leaf  # slots to retain of (old, new); None if keys are written in place
 
 
-def full_slots(kind: LayerKind, used: Int[Array, ""], rows: TokenLayout) -> Slots:
-    """New keys go behind the used slots; queries read all slots."""
+def full_layer_slots(kind: LayerKind, used: Int[Array, ""], rows: TokenLayout) -> Slots:
+    """Slots of the full layers: new keys are written after the used slots, and queries read all
+    slots."""
     positions = write_slots(kind.positions_BC, rows.positions_BT, used)
     segments = write_slots(kind.segments_BC, rows.segments_BT, used)
     return Slots(positions, segments, positions, segments, used, None)
 
 
-def sliding_slots(kind: LayerKind, turn: Int[Array, ""], rows: TokenLayout) -> Slots:
-    """One new key replaces the oldest; several are read beside the old ones, the latest kept."""
+def sliding_layer_slots(kind: LayerKind, next_slot: Int[Array, ""], rows: TokenLayout) -> Slots:
+    """Slots of the sliding layers.
+
+    A single new key replaces the oldest one in place. Several new keys are read in addition to the
+    cached ones, because the first queries still need keys that the last ones replace; then the
+    newest keys are retained.
+    """
     if rows.positions_BT.shape[1] == 1:
-        positions = write_slots(kind.positions_BC, rows.positions_BT, turn)
-        segments = write_slots(kind.segments_BC, rows.segments_BT, turn)
-        return Slots(positions, segments, positions, segments, turn, None)
-    seen_positions = jnp.concatenate([kind.positions_BC, rows.positions_BT], axis=1)
-    seen_segments = jnp.concatenate([kind.segments_BC, rows.segments_BT], axis=1)
-    keep = newest_slots(seen_positions, seen_segments, kind.positions_BC.shape[1])
+        positions = write_slots(kind.positions_BC, rows.positions_BT, next_slot)
+        segments = write_slots(kind.segments_BC, rows.segments_BT, next_slot)
+        return Slots(positions, segments, positions, segments, next_slot, None)
+    key_positions_BS = jnp.concatenate([kind.positions_BC, rows.positions_BT], axis=1)
+    key_segments_BS = jnp.concatenate([kind.segments_BC, rows.segments_BT], axis=1)
+    keep_BC = newest_slots(key_positions_BS, key_segments_BS, kind.positions_BC.shape[1])
     return Slots(
-        jnp.take_along_axis(seen_positions, keep, axis=1),
-        jnp.take_along_axis(seen_segments, keep, axis=1),
-        seen_positions, seen_segments, None, keep,
+        jnp.take_along_axis(key_positions_BS, keep_BC, axis=1),
+        jnp.take_along_axis(key_segments_BS, keep_BC, axis=1),
+        key_positions_BS, key_segments_BS, None, keep_BC,
     )  # fmt: skip
 
 
@@ -110,26 +122,27 @@ class CachedLayer:
     pair: Leaf  # int32 []
     slots: Slots
 
-    def append(self, k_BTKH: Array, v_BTKH: Array) -> tuple[LayerKind, tuple[Array, ...]]:
-        """The cache with these keys and values, and the (k, v, positions, segments) to attend."""
-        k_all, k_BSKH = self._append(self.kind.k, k_BTKH)
-        v_all, v_BSKH = self._append(self.kind.v, v_BTKH)
-        s = self.slots
-        seen = (k_BSKH, v_BSKH, s.seen_positions_BS, s.seen_segments_BS)
-        return replace(self.kind, k=k_all, v=v_all), seen
+    def append_kv(self, k_BTKH: Array, v_BTKH: Array) -> tuple[LayerKind, tuple[Array, ...]]:
+        """Return the cache with these keys and values, and the (k, v, positions, segments) to
+        attend to."""
+        k, k_BSKH = self._append_tensor(self.kind.k, k_BTKH)
+        v, v_BSKH = self._append_tensor(self.kind.v, v_BTKH)
+        slots = self.slots
+        attended = (k_BSKH, v_BSKH, slots.key_positions_BS, slots.key_segments_BS)
+        return replace(self.kind, k=k, v=v), attended
 
-    def _append(self, stacked: Array, new_BTKH: Array) -> tuple[Array, Array]:
+    def _append_tensor(self, stacked: Array, new_BTKH: Array) -> tuple[Array, Array]:
         zero = jnp.zeros((), jnp.int32)
         batch, time, *heads = new_BTKH.shape
         new_BTF = new_BTKH.reshape(batch, time, -1)
         if self.slots.gather_BC is None:
-            start = (self.pair, zero, self.slots.first, zero)
+            start = (self.pair, zero, self.slots.write_slot, zero)
             stacked = lax.dynamic_update_slice(stacked, new_BTF[None], start)
-            seen = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
+            readable_BSF = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
         else:
-            old = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
-            seen = jnp.concatenate([old, new_BTF], axis=1)
-            kept = jnp.take_along_axis(seen, self.slots.gather_BC[:, :, None], axis=1)
+            old_BCF = lax.dynamic_index_in_dim(stacked, self.pair, keepdims=False)
+            readable_BSF = jnp.concatenate([old_BCF, new_BTF], axis=1)
+            newest_BCF = jnp.take_along_axis(readable_BSF, self.slots.gather_BC[:, :, None], axis=1)
             start = (self.pair, zero, zero, zero)
-            stacked = lax.dynamic_update_slice(stacked, kept[None], start)
-        return stacked, seen.reshape(batch, -1, *heads)
+            stacked = lax.dynamic_update_slice(stacked, newest_BCF[None], start)
+        return stacked, readable_BSF.reshape(batch, -1, *heads)

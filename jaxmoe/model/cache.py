@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key/value cache: full layers hold every slot, sliding layers only their window.
+"""The key/value cache: full layers store every token, sliding layers only their window.
 
-A slot says which position and segment it holds, so slots may be in any order and rows may be
-padded on either side. Next: jaxmoe/model/attention.py reads and writes it.
+Each slot stores its position and segment, so slots may be in any order and rows may be padded on
+either side. Next: jaxmoe/model/attention.py reads and writes it.
 """
 
 from functools import cache
@@ -16,14 +16,14 @@ from jaxtyping import Array, Int
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Leaf
 
-_TILE, _LONG = 64, 512
+_TILE_SLOTS, _LONG_CACHE_SLOTS = 64, 512
 
 
 @struct.dataclass
 class LayerKind:
-    """Keys and values of all layers of one kind, and what their slots hold."""
+    """Keys and values of all layers of one kind, with the positions and segments of their slots."""
 
-    k: Leaf  # [pair, B, C, K·H]: small axes of their own a TPU pads to tiles
+    k: Leaf  # [pair, B, C, K·H]; K and H are merged, since a TPU would pad each to a tile
     v: Leaf  # [pair, B, C, K·H]
     positions_BC: Leaf  # int32
     segments_BC: Leaf  # int32; 0: empty or padding
@@ -33,29 +33,31 @@ class LayerKind:
 class KVCache:
     sliding: LayerKind
     full: LayerKind
-    used: Leaf  # int32 []: slots of the full layers written so far, alike in all rows
-    turn: Leaf  # int32 []: the sliding slot written next, which holds the oldest key
+    used: Leaf  # int32 []: slots of the full layers written so far, the same in all rows
+    next_slot: Leaf  # int32 []: the sliding slot to write next; it stores the oldest key
 
 
 def init_cache(cfg: ModelConfig, batch: int, slots: int) -> KVCache:
-    """An empty cache for `batch` rows of up to `slots` tokens, padding included.
+    """Return an empty cache for `batch` rows of up to `slots` tokens, padding included.
 
-    A long one has room to a multiple of 64 slots: kernels of a GPU read it where it lies, any
-    other they have to copy.
+    Caches of 512 slots or more are rounded up to a multiple of 64, so that GPU kernels can read
+    them in place; other sizes would have to be copied.
     """
 
-    def kind(size: int) -> LayerKind:
+    def init_kind(size: int) -> LayerKind:
         shape = (cfg.n_layers // 2, batch, size, cfg.n_kv_heads * cfg.head_dim)
         zeros = jnp.zeros((batch, size), jnp.int32)
-        # two buffers, or donating the cache would donate one buffer twice
+        # k and v need separate buffers: donating the cache may not donate one buffer twice.
         k, v = (jnp.zeros(shape, jnp.dtype(cfg.dtype)) for _ in range(2))
         return LayerKind(k=k, v=v, positions_BC=zeros, segments_BC=jnp.copy(zeros))
 
     return KVCache(
-        sliding=kind(min(cfg.sliding_window, slots)),
-        full=kind(slots if slots < _LONG else -(-slots // _TILE) * _TILE),
+        sliding=init_kind(min(cfg.sliding_window, slots)),
+        full=init_kind(
+            slots if slots < _LONG_CACHE_SLOTS else -(-slots // _TILE_SLOTS) * _TILE_SLOTS
+        ),
         used=jnp.zeros((), jnp.int32),
-        turn=jnp.zeros((), jnp.int32),
+        next_slot=jnp.zeros((), jnp.int32),
     )
 
 
@@ -67,20 +69,20 @@ def cache_bytes(cfg: ModelConfig, batch: int, slots: int) -> int:
 
 
 def write_slots(
-    kept_BC: Array, new_BT: Array, slot: Int[Array, ""] | int, *, axis: int = 1
+    buffer_BC: Array, new_BT: Array, slot: Int[Array, ""] | int, *, axis: int = 1
 ) -> Array:
-    """`kept` with `new` written from `slot` on."""
-    start = [jnp.zeros((), jnp.int32)] * kept_BC.ndim
+    """Return `buffer_BC` with `new_BT` written from `slot` on, along `axis`."""
+    start = [jnp.zeros((), jnp.int32)] * buffer_BC.ndim
     start[axis] = jnp.asarray(slot, jnp.int32)
-    return lax.dynamic_update_slice(kept_BC, new_BT.astype(kept_BC.dtype), start)
+    return lax.dynamic_update_slice(buffer_BC, new_BT.astype(buffer_BC.dtype), start)
 
 
 def newest_slots(
     positions_BS: Int[Array, "B S"], segments_BS: Int[Array, "B S"], size: int
 ) -> Int[Array, "B C"]:
-    """Per row the `size` slots to keep: the latest positions in rising order, empty slots first.
+    """Return for each row the `size` slots to retain, ordered by position, empty slots first.
 
-    The first slot is then the one to overwrite first, in every row, whatever its padding.
+    The first slot is then the one to overwrite next, in every row, whatever its padding.
     """
     age = jnp.where(segments_BS > 0, positions_BS, -1)
     return jnp.argsort(age, axis=1, stable=True)[:, -size:]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of an `Ops` that would compute something else without an error are refused.
+"""Checks that refuse functions of an `Ops` which would compute something else without an error.
 
-Shapes and dtypes are checked whenever a forward is traced; values of a router once, on a small
-input, by whoever is about to run it for long. Next: jaxmoe/model/moe.py, jaxmoe/model/attention.py.
+Shapes and dtypes are checked whenever a forward is traced. Values of a router are checked on a
+small input before a long run. Next: jaxmoe/model/moe.py, jaxmoe/model/attention.py.
 """
 
 from collections.abc import Callable
@@ -14,67 +14,68 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.model.router import replay, route
+from jaxmoe.model.router import replay_routing, route_top_k
 
-TOKENS = 64  # of the input that a router is tried on
+N_TRIAL_TOKENS = 64  # of the input on which a router is checked
 
 
 class OnEachDevice(partial[Any]):
-    """A piece for a mesh: its first argument is the piece that each device runs on its share.
+    """An op on a mesh: its first argument is the op that each device runs on its shard.
 
-    One device can try that piece; the piece for a mesh needs rows for all devices.
+    One device can check that inner op alone; the op on the mesh needs rows for all devices.
     """
 
 
 def check_attention(returned: Any, q_BTNH: Any, function: Callable[..., Any]) -> None:
-    """Raises ConfigError unless attention returned one vector for each query head and token.
+    """Raise ConfigError unless attention returned one vector for each query head and token.
 
     Transposed axes have the same number of elements, and the reshape that follows would mix tokens
     with heads.
     """
-    got = jnp.shape(returned)
-    if got != q_BTNH.shape:
+    actual = jnp.shape(returned)
+    if actual != q_BTNH.shape:
         raise ConfigError(
-            f"ops.attend: {name_of(function)} must return [B, T, N, H] as its queries are, "
-            f"{q_BTNH.shape}, got {got}. Transpose what it returns."
+            f"ops.attend: {function_name(function)} must return [B, T, N, H], the shape of "
+            f"its queries {q_BTNH.shape}; got {actual}. Transpose its result."
         )
 
 
 def check_routing(
     indices: Any, weights: Any, h_BTD: Any, active: int, function: Callable[..., Any]
 ) -> None:
-    """Raises ConfigError unless a router returned (indices_BTA int, weights_BTA float)."""
+    """Raise ConfigError unless a router returned (indices_BTA int, weights_BTA float)."""
     shape = (*h_BTD.shape[:2], active)
-    good = (
+    is_valid = (
         jnp.shape(indices) == jnp.shape(weights) == shape
         and jnp.issubdtype(indices.dtype, jnp.integer)
         and jnp.issubdtype(weights.dtype, jnp.floating)
     )
-    if not good:
+    if not is_valid:
         raise ConfigError(
-            f"ops.router: {name_of(function)} must return (indices, weights), whole numbers and "
-            f"floats of shape [B, T, A] = {shape}; got {_described(indices)} and "
-            f"{_described(weights)}. A is model.experts_per_token."
+            f"ops.router: {function_name(function)} must return (indices, weights), integers "
+            f"and floats of shape [B, T, A] = {shape}; got {_format_array(indices)} and "
+            f"{_format_array(weights)}. A is model.experts_per_token."
         )
 
 
 def check_router(router: Callable[..., Any], cfg: ModelConfig) -> None:
-    """Raises ConfigError unless a router's values are experts and weights, on a small input.
+    """Raise ConfigError unless a router returns valid experts and weights for a small input.
 
-    Experts must be distinct and in 0 … E − 1, weights finite. A gather clamps an expert that does
-    not exist, and a shift by one trains other experts than the engine samples with.
-    `route` and `replay` are not tried. Of a router for a mesh, one device's piece is tried.
+    Experts must be distinct and in 0 … E − 1, and weights finite. Otherwise a gather would clamp an
+    expert that does not exist, and an index that is off by one would train other experts than the
+    engine samples with. `route_top_k` and `replay_routing` are not checked. For a router on a mesh,
+    the op of one device is checked.
     """
     while isinstance(router, OnEachDevice):
         router = router.args[0]
-    if getattr(router, "func", router) not in (route, replay):
+    if getattr(router, "func", router) not in (route_top_k, replay_routing):
         _try_router(router, cfg.d_model, cfg.n_experts, cfg.experts_per_token)
 
 
 def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active: int) -> None:
     rng = np.random.default_rng(0)
-    with jax.ensure_compile_time_eval():  # values, although a step is being traced around it
-        h_BTD = jnp.asarray(rng.normal(size=(1, TOKENS, d_model)), jnp.float32)
+    with jax.ensure_compile_time_eval():  # concrete values, even while a step is being traced
+        h_BTD = jnp.asarray(rng.normal(size=(1, N_TRIAL_TOKENS, d_model)), jnp.float32)
         w_router_DE = rng.normal(size=(d_model, n_experts)) / d_model**0.5
         layer = {
             "w_router": jnp.asarray(w_router_DE, jnp.float32), "b_router": jnp.zeros(n_experts),
@@ -82,7 +83,7 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
         indices, weights = router(h_BTD, layer, active=active)
         check_routing(indices, weights, h_BTD, active, router)
         indices, weights = np.asarray(indices), np.asarray(weights)
-    name = f"ops.router: {name_of(router)}"
+    name = f"ops.router: {function_name(router)}"
     if indices.min() < 0 or indices.max() >= n_experts:
         raise ConfigError(
             f"{name} must return experts from 0 to {n_experts - 1} (model.n_experts is "
@@ -94,12 +95,12 @@ def _try_router(router: Callable[..., Any], d_model: int, n_experts: int, active
         raise ConfigError(f"{name} must return finite weights.")
 
 
-def name_of(function: Any) -> str:
-    """A function's name as its author wrote it."""
+def function_name(function: Any) -> str:
+    """Return the name of the function inside any partials, as its author wrote it."""
     while isinstance(function, partial):
         function = function.args[0] if isinstance(function, OnEachDevice) else function.func
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _described(x: Any) -> str:
+def _format_array(x: Any) -> str:
     return f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"

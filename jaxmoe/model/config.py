@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published GPT-OSS shapes, small ones, and config.json of `transformers` in and out.
+"""The published GPT-OSS shapes, a tiny one, and conversion from and to config.json.
 
-The dataclass itself is `jaxmoe.config.ModelConfig`. Next: jaxmoe/model/params.py.
+config.json is that of `transformers`. The dataclass itself is `jaxmoe.config.ModelConfig`.
+Next: jaxmoe/model/params.py.
 """
 
 import reprlib
@@ -15,24 +16,24 @@ from jaxmoe.config.model import MAX_SIZES
 
 
 def gpt_oss_20b(**changes: Any) -> ModelConfig:
-    """GPT-OSS 20B: 24 layers, 32 experts, 20.9 B parameters of which 3.6 B act on a token."""
+    """GPT-OSS 20B: 24 layers, 32 experts, 20.9 B parameters, 3.6 B active per token."""
     return ModelConfig(**{"n_layers": 24, "n_experts": 32, **_PUBLISHED, **changes})
 
 
 def gpt_oss_120b(**changes: Any) -> ModelConfig:
-    """GPT-OSS 120B: 36 layers, 128 experts, 116.8 B parameters of which 5.1 B act on a token."""
+    """GPT-OSS 120B: 36 layers, 128 experts, 116.8 B parameters, 5.1 B active per token."""
     return ModelConfig(**{"n_layers": 36, "n_experts": 128, **_PUBLISHED, **changes})
 
 
 def tiny(**changes: Any) -> ModelConfig:
     """Two layers, 0.96 M parameters, the byte tokenizer's vocabulary: trains on a laptop's CPU."""
-    small = dict(
+    defaults = dict(
         vocab_size=265, d_model=128, n_layers=2, n_q_heads=8, n_kv_heads=4, head_dim=16,
         n_experts=8, experts_per_token=2, d_expert=128, sliding_window=32, dtype="float32",
-        # eight frequencies a head: all of them must turn within a short prompt to be of use
+        # A head has only eight frequencies, and each must rotate visibly within a short prompt.
         rope_theta=100.0, rope_factor=1.0,
     )  # fmt: skip
-    return ModelConfig(**{**small, **changes})
+    return ModelConfig(**{**defaults, **changes})
 
 
 _PUBLISHED: dict[str, Any] = dict(
@@ -42,7 +43,7 @@ _PUBLISHED: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-# what config.json may say beside the sizes: read, or of no consequence to what we compute
+# Fields of config.json other than the sizes: fixed values, and fields that are read or harmless.
 _SIZES = {
     "vocab_size": "vocab_size", "hidden_size": "d_model", "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_q_heads", "num_key_value_heads": "n_kv_heads",
@@ -50,104 +51,119 @@ _SIZES = {
     "num_experts_per_tok": "experts_per_token", "intermediate_size": "d_expert",
     "sliding_window": "sliding_window",
 }  # fmt: skip
-_ONLY = {  # computed one way; absent means this way
+_REQUIRED = {  # the only supported values; an absent field means this value
     "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0,
     "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
-_ELSE = {
+_ALLOWED = {
     "rms_norm_eps", "swiglu_alpha", "swiglu_limit", "max_position_embeddings", "layer_types",
     "rope_theta", "rope_scaling", "rope_parameters", "quantization_config", "dtype", "torch_dtype",
     "experts_per_token", "initial_context_length", "architectures", "bos_token_id",
     "eos_token_id", "pad_token_id", "initializer_range", "output_router_logits",
     "router_aux_loss_coef", "transformers_version", "use_cache",
 }  # fmt: skip
-_LARGEST_NUMBER = 1e30  # float32 has no room for much more
-_ROPE = {
+_MAX_NUMBER = 1e30  # close to the largest float32
+_ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "beta_fast", "beta_slow",
     "original_max_position_embeddings", "truncate",
 }  # fmt: skip
 
 
-def unread_fields(config: dict[str, Any]) -> list[str]:
-    """Fields of a config.json that `from_hf` neither reads nor knows to be harmless."""
-    return sorted(config.keys() - _SIZES.keys() - _ONLY.keys() - _ELSE)
+def find_unread_fields(config: dict[str, Any]) -> list[str]:
+    """Return the fields of a config.json that `from_hf` neither reads nor knows to be harmless."""
+    return sorted(config.keys() - _SIZES.keys() - _REQUIRED.keys() - _ALLOWED)
 
 
 def from_hf(config: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a `transformers` config.json.
+    """Return the ModelConfig of a `transformers` config.json.
 
-    Raises ConfigError for another architecture, another layer pattern or RoPE, whatever else we
-    do not compute, and for a field that is missing or no number of its kind.
+    Raises ConfigError for another architecture, layer pattern or RoPE, for any other unsupported
+    setting, and for a field that is missing or has the wrong type.
     """
-    for name, ours in _ONLY.items():
-        given = config.get(name) if config.get(name) is not None or name == "model_type" else ours
-        _hold(type(given) in (type(ours), int) and given == ours, name, repr(ours), given)
-    sizes = {ours: _size(config, theirs, most=MAX_SIZES[ours]) for theirs, ours in _SIZES.items()}
+    for name, required in _REQUIRED.items():
+        value = (
+            config.get(name) if config.get(name) is not None or name == "model_type" else required
+        )
+        _check_field(
+            type(value) in (type(required), int) and value == required, name, repr(required), value
+        )
+    sizes = {
+        field: _read_size(config, hf_name, maximum=MAX_SIZES[field])
+        for hf_name, field in _SIZES.items()
+    }
     n_layers, active = sizes["n_layers"], sizes["experts_per_token"]
-    _hold(config.get("experts_per_token", active) == active, "experts_per_token",
+    _check_field(config.get("experts_per_token", active) == active, "experts_per_token",
           f"num_experts_per_tok ({active})", config.get("experts_per_token"))  # fmt: skip
     pattern = (["sliding_attention", "full_attention"] * ((n_layers + 1) // 2))[:n_layers]
-    given = config.get("layer_types") or pattern
-    _hold(given == pattern, "layer_types", "sliding_attention, full_attention in turn", given)
+    value = config.get("layer_types") or pattern
+    _check_field(
+        value == pattern, "layer_types", "sliding_attention and full_attention, alternating", value
+    )
     packed = config.get("quantization_config") or {"quant_method": "mxfp4"}
     method = packed.get("quant_method") if isinstance(packed, dict) else packed
-    _hold(method == "mxfp4", "quantization_config.quant_method", "'mxfp4'", method)
+    _check_field(method == "mxfp4", "quantization_config.quant_method", "'mxfp4'", method)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    _hold(isinstance(rope, dict), "rope_scaling", "an object", rope)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    _hold(kind in ("yarn", "default"), "rope_type", "'yarn' or 'default'", kind)
-    for name in sorted(rope.keys() - _ROPE):
-        _hold(rope[name] is None, f"rope_scaling.{name}", "absent: it is not computed", rope[name])
+    _check_field(isinstance(rope, dict), "rope_scaling", "an object", rope)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    _check_field(rope_type in ("yarn", "default"), "rope_type", "'yarn' or 'default'", rope_type)
+    for name in sorted(rope.keys() - _ROPE_FIELDS):
+        _check_field(
+            rope[name] is None,
+            f"rope_scaling.{name}",
+            "absent, since it is not supported",
+            rope[name],
+        )
     theta = rope if "rope_theta" in rope else config
     truncate = True if rope.get("truncate") is None else rope["truncate"]
-    _hold(type(truncate) is bool, "rope_scaling.truncate", "true or false", truncate)
-    stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    _hold(stored in ("float32", "bfloat16", "float16"), "dtype", "float32, bfloat16 or float16",
-          stored)  # fmt: skip
+    _check_field(type(truncate) is bool, "rope_scaling.truncate", "true or false", truncate)
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    _check_field(
+        dtype in ("float32", "bfloat16", "float16"), "dtype", "float32, bfloat16 or float16", dtype
+    )
     return ModelConfig(
         **sizes,
-        rope_theta=_number(theta, "rope_theta", 150_000.0),
-        rope_factor=_number(rope, "factor", 1.0) if kind == "yarn" else 1.0,
-        rope_original_context=_size(rope, "original_max_position_embeddings", 4096),
-        rope_beta_fast=_number(rope, "beta_fast", 32.0),
-        rope_beta_slow=_number(rope, "beta_slow", 1.0),
+        rope_theta=_read_number(theta, "rope_theta", 150_000.0),
+        rope_factor=_read_number(rope, "factor", 1.0) if rope_type == "yarn" else 1.0,
+        rope_original_context=_read_size(rope, "original_max_position_embeddings", 4096),
+        rope_beta_fast=_read_number(rope, "beta_fast", 32.0),
+        rope_beta_slow=_read_number(rope, "beta_slow", 1.0),
         rope_truncate=truncate,
-        rms_eps=_number(config, "rms_norm_eps", 1e-5),
-        swiglu_alpha=_number(config, "swiglu_alpha", 1.702),
-        swiglu_limit=_number(config, "swiglu_limit", 7.0),
-        max_context=_size(config, "max_position_embeddings", 131_072),
+        rms_eps=_read_number(config, "rms_norm_eps", 1e-5),
+        swiglu_alpha=_read_number(config, "swiglu_alpha", 1.702),
+        swiglu_limit=_read_number(config, "swiglu_limit", 7.0),
+        max_context=_read_size(config, "max_position_embeddings", 131_072),
         vocab_multiple=512 if sizes["vocab_size"] >= 65_536 else 1,
         numerics="fast",
-        dtype="float32" if stored == "float32" else "bfloat16",  # as float16 is computed, too
+        dtype="float32" if dtype == "float32" else "bfloat16",  # float16 is computed in bfloat16
     )
 
 
-def _size(
-    config: dict[str, Any], name: str, default: int | None = None, *, most: int = 2**31 - 1
+def _read_size(
+    config: dict[str, Any], name: str, default: int | None = None, *, maximum: int = 2**31 - 1
 ) -> int:
     value: Any = default if config.get(name) is None else config[name]
-    fits = type(value) is int and 0 < value <= most
-    _hold(fits, name, f"an integer above 0 and at most {most:,}", value)
+    fits = type(value) is int and 0 < value <= maximum
+    _check_field(fits, name, f"an integer above 0 and at most {maximum:,}", value)
     return value
 
 
-def _number(config: dict[str, Any], name: str, default: float) -> float:
+def _read_number(config: dict[str, Any], name: str, default: float) -> float:
     value = default if config.get(name) is None else config[name]
-    fits = type(value) in (int, float) and 0 < value < _LARGEST_NUMBER
-    _hold(fits, name, f"a number above 0 and below {_LARGEST_NUMBER:g}", value)
+    fits = type(value) in (int, float) and 0 < value < _MAX_NUMBER
+    _check_field(fits, name, f"a number above 0 and below {_MAX_NUMBER:g}", value)
     return float(value)
 
 
-def _hold(holds: bool, name: str, must: str, given: Any) -> None:
+def _check_field(holds: bool, name: str, requirement: str, value: Any) -> None:
     require(
         holds,
-        f"config.json: {name} must be {must}, got {_shown(given)}. Point init.checkpoint at "
-        "a whole GPT-OSS checkpoint.",
+        f"config.json: {name} must be {requirement}, got {_format_value(value)}. Point "
+        "init.checkpoint at a complete GPT-OSS checkpoint.",
     )
 
 
 def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """The config.json that `transformers` and vLLM read for this model."""
+    """Return the config.json that `transformers` and vLLM read for this model."""
     pattern = ["sliding_attention", "full_attention"] * ((cfg.n_layers + 1) // 2)
     return {
         "architectures": ["GptOssForCausalLM"],
@@ -187,25 +203,29 @@ def to_hf(cfg: ModelConfig, *, dtype: str) -> dict[str, Any]:
     }
 
 
-def _shown(given: Any) -> str:
-    return "none" if given is None else reprlib.repr(given)[:80]  # it may be long, or deep
+def _format_value(value: Any) -> str:
+    return "none" if value is None else reprlib.repr(value)[:80]  # may be long or deep
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
-    """`from_hf` of DIRECTORY/config.json."""
-    config = hf_config(directory)
+    """Return `from_hf` of DIRECTORY/config.json."""
+    config = read_config_json(directory)
     try:
         return from_hf(config)
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from error
 
 
-def hf_config(directory: Path) -> dict[str, Any]:
-    """What DIRECTORY/config.json says. Raises ConfigError where it is not what an export wrote."""
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """Return DIRECTORY/config.json as a dict.
+
+    Raises ConfigError if it is missing, is no JSON object, or does not match the export's
+    checksums.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"{directory} must hold config.json and *.safetensors; config.json is missing. "
+            f"{directory} must contain config.json and *.safetensors; config.json is missing. "
             "Try --set init.checkpoint=DIRECTORY of a GPT-OSS checkpoint."
         )
     check_file_sums(directory)
@@ -213,6 +233,6 @@ def hf_config(directory: Path) -> dict[str, Any]:
         return parse_json_object(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} must be a whole config.json of GPT-OSS; {type(error).__name__}: {error}. "
-            "Copy it anew from where the checkpoint came from."
+            f"{path} must be a complete config.json of GPT-OSS; {type(error).__name__}: {error}. "
+            "Copy it again from the source of the checkpoint."
         ) from error

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critic: a value head over a backbone of its own, or over the policy's.
+"""The critic: a value head on a separate backbone, or on the policy's.
 
-Next: jaxmoe/rl/update.py trains it beside the policy.
+Next: jaxmoe/rl/update.py trains it together with the policy.
 """
 
 import jax
@@ -10,13 +10,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.head import next_column
+from jaxmoe.model.head import shift_right
 from jaxmoe.model.params import value_head_specs
 from jaxmoe.shapes import Params
 
 
-def new_critic(policy: Params, cfg: ModelConfig, dtype: str, *, own_backbone: bool) -> Params:
-    """A critic that says 0 everywhere; a backbone of its own starts as a copy of the policy's."""
+def init_critic(policy: Params, cfg: ModelConfig, dtype: str, *, own_backbone: bool) -> Params:
+    """Return a critic whose values are all 0; an own backbone starts as a copy of the policy's."""
     head = {
         name: jnp.zeros(spec.shape, jnp.dtype(dtype))
         for name, spec in value_head_specs(cfg).items()
@@ -28,15 +28,15 @@ def new_critic(policy: Params, cfg: ModelConfig, dtype: str, *, own_backbone: bo
 
 
 def sequence_values(critic: Params, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """values_BT[b, t]: what the answer is worth before tokens_BT[b, t] is known.
+    """Return values_BT[b, t]: the expected reward before tokens_BT[b, t] is known.
 
-    V_t = h_{t−1}·w + b; column 0 has nothing before it and is 0. Units of reward; float32.
+    V_t = h_{t−1}·w + b; column 0 has no predecessor and is 0. Units of reward; float32.
     """
-    return next_column(values_after(critic, hidden_BTD))
+    return shift_right(values_after(critic, hidden_BTD))
 
 
 def values_after(critic: Params, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """What the answer is worth once tokens_BT[b, t] is known: h_t·w + b."""
+    """Return the expected reward once tokens_BT[b, t] is known: h_t·w + b, float32."""
     head = critic["value_head"]
     values_BT = jnp.einsum(
         "BTD,D->BT", hidden_BTD.astype(jnp.float32), head["w_value"].astype(jnp.float32),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedding's rows of a batch's tokens, on the device; the whole table waits on the host.
+"""Embedding rows of a batch's tokens on the device; the full table stays in host memory.
 
-A step reads a row for each token, which for a large vocabulary is a small part of the table. They
-are gathered by numpy before the step, a leaf in the table's place. Next: jaxmoe/model/layers.py.
+A step reads one row per token, a small part of a large vocabulary's table. numpy gathers the rows
+before the step, and they take the place of the table. Next: jaxmoe/model/layers.py.
 """
 
 import jax.numpy as jnp
@@ -13,41 +13,41 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.config import ConfigError
 from jaxmoe.shapes import Leaf, Params
 
-FILLER = 0  # the id of empty places in packed rows
+PAD_TOKEN_ID = 0  # the id at padding positions of packed rows
 
 
 @struct.dataclass
 class EmbeddingRows:
-    """Rows of the embedding by their tokens, in rising order; of any other token NaN."""
+    """Rows of the embedding table by token id, in rising order; any other token yields NaN."""
 
-    ids_R: Leaf  # int32, distinct; behind the last one the vocabulary's size
+    ids_R: Leaf  # int32, distinct; filled up at the end with the vocabulary's size
     rows_RD: Leaf
     vocabulary: int = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The table's."""
+        """Shape of the full table."""
         return self.vocabulary, self.rows_RD.shape[1]
 
-    def of(self, tokens_BT: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        """What `table[tokens]` is."""
-        at = jnp.searchsorted(self.ids_R, tokens_BT)
-        at = jnp.minimum(at, self.ids_R.shape[0] - 1)
-        there = self.ids_R[at] == tokens_BT
-        return jnp.where(there[..., None], self.rows_RD[at], jnp.nan)
+    def look_up(self, tokens_BT: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """Return `table[tokens]`, NaN for tokens that have no row."""
+        row = jnp.searchsorted(self.ids_R, tokens_BT)
+        row = jnp.minimum(row, self.ids_R.shape[0] - 1)
+        is_present = self.ids_R[row] == tokens_BT
+        return jnp.where(is_present[..., None], self.rows_RD[row], jnp.nan)
 
 
-def rows_of(base: Params, tokens_BT: Int[np.ndarray, "*B"], size: int) -> Params:
-    """`base`, whose embedding is a table on the host, with `size` rows of it: of these tokens.
+def gather_embedding_rows(base: Params, tokens_BT: Int[np.ndarray, "*B"], size: int) -> Params:
+    """Return `base` with its embedding table, which is on the host, replaced by `size` of its rows.
 
-    Raises ConfigError where they are more.
+    Raises ConfigError if the tokens need more rows than that.
     """
     table_VD = base["embed"]
-    ids = np.union1d(tokens_BT, [FILLER]).astype(np.int32)
+    ids = np.union1d(tokens_BT, [PAD_TOKEN_ID]).astype(np.int32)
     if len(ids) > size:
         raise ConfigError(
-            f"lora.embedding_rows ({size}) must be at least the distinct tokens of a batch, and "
-            f"this one has {len(ids)}. Try --set lora.embedding_rows={2 * size}, or 0 for all."
+            f"lora.embedding_rows ({size}) must be at least the distinct tokens of a batch; "
+            f"this batch has {len(ids)}. Try --set lora.embedding_rows={2 * size}, or 0 for all."
         )
     ids_R = np.full(size, len(table_VD), np.int32)
     ids_R[: len(ids)] = ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts: every token through its active ones, dropless. Next: jaxmoe/model/ops.py."""
+"""The experts: every token through its active experts, dropless. Next: jaxmoe/model/ops.py."""
 
 import math
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.lora import split
+from jaxmoe.model.lora import split_adapter
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import LowRank, Mxfp4, Mxfp4Part, grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul.routing import combine_rows, permute_rows, sort_by_expert
 
 
-def experts(
+def apply_experts(
     h_BTD: Float[Array, "B T D"],
     indices_BTA: Int[Array, "B T A"],
     weights_BTA: Float[Array, "B T A"],
@@ -28,60 +28,66 @@ def experts(
     down: Callable[..., Array] = grouped_matmul,
     combine: Callable[..., Array] = combine_rows,
 ) -> Float[Array, "B T D"]:
-    """Σ_a weight_a · W_down·swiglu(W_gate_up·h + b) + b over a token's active experts.
+    """Return Σ_a weight_a · (W_down·swiglu(W_gate_up·h + b) + b) over a token's active experts.
 
-    The matrices may be in four bits, and have a change of low rank beside them.
-    Numerics: matmuls accumulate in float32 and round to h's dtype; the sum over experts is
-    float32 in top-k order and rounds once.
+    The matrices may be packed in four bits, and may have a low-rank (LoRA) change.
+    Numerics: matmuls accumulate in float32 and round to h's dtype; the sum over experts is float32
+    in top-k order and rounds once.
     """
     active, dtype = indices_BTA.shape[-1], h_BTD.dtype
     h_MD = h_BTD.reshape(-1, h_BTD.shape[-1])
     order, inverse, sizes_E = sort_by_expert(indices_BTA.reshape(-1, active), cfg.n_experts)
     rows = permute_rows(h_MD, order, inverse, active)
-    w_gate_up, change = _matrices(layer["w_gate_up"], dtype)
+    w_gate_up, low_rank = _read_matrix(layer["w_gate_up"], dtype)
     hidden = gate_up(
         rows, w_gate_up, sizes_E, bias_EF=layer["b_gate_up"],
-        alpha=cfg.swiglu_alpha, limit=cfg.swiglu_limit, **change,
+        alpha=cfg.swiglu_alpha, limit=cfg.swiglu_limit, **low_rank,
     )  # fmt: skip
-    w_down, change = _matrices(layer["w_down"], dtype)
-    out = down(hidden, w_down, sizes_E, bias_EF=layer["b_down"], **change)
+    w_down, low_rank = _read_matrix(layer["w_down"], dtype)
+    out = down(hidden, w_down, sizes_E, bias_EF=layer["b_down"], **low_rank)
     return combine(out, inverse, weights_BTA.reshape(-1, active)).reshape(h_BTD.shape)
 
 
-def in_chunks(run: Callable[..., Array], tokens: int) -> Callable[..., Array]:
-    """`run`, an experts function, over so many tokens at a time.
+def make_chunked_experts(experts_fn: Callable[..., Array], tokens: int) -> Callable[..., Array]:
+    """Return `experts_fn` applied to chunks of `tokens` tokens.
 
-    Rows of tokens' experts, four times as many as tokens, live no longer than their chunk, and the
-    backward pass makes them again: beside its tokens a chunk keeps nothing. The last chunk is
-    filled up with tokens of no expert. Fewer tokens are one call, as without it.
-    Numerics: each token's values are `run`'s on the chunk alone; gradients of what all tokens share
-    are summed chunk after chunk, in their own dtype.
+    The expert rows, as many per token as it has active experts, live only as long as their chunk.
+    The backward pass recomputes them, so a chunk saves nothing but its inputs. The last chunk is
+    padded with tokens that belong to no expert. Inputs of fewer tokens take one call of
+    `experts_fn`.
+    Numerics: a token's values are those of `experts_fn` on its chunk alone; gradients of the shared
+    weights are summed chunk by chunk, in their own dtype.
     """
 
-    def experts(h_BTD: Array, indices_BTA: Array, weights_BTA: Array, layer: Params,
+    def chunked_experts(h_BTD: Array, indices_BTA: Array, weights_BTA: Array, layer: Params,
                 cfg: ModelConfig) -> Array:  # fmt: skip
         n_tokens, width = math.prod(h_BTD.shape[:-1]), h_BTD.shape[-1]
         if n_tokens <= tokens:
-            return run(h_BTD, indices_BTA, weights_BTA, layer, cfg)
-        more = -n_tokens % tokens
+            return experts_fn(h_BTD, indices_BTA, weights_BTA, layer, cfg)
+        n_padding = -n_tokens % tokens
 
-        def cut(x: Array, fill: int = 0) -> Array:
+        def split_chunks(x: Array, fill: int = 0) -> Array:
             x = x.reshape(n_tokens, x.shape[-1])
-            x = jnp.pad(x, ((0, more), (0, 0)), constant_values=fill) if more else x
+            x = jnp.pad(x, ((0, n_padding), (0, 0)), constant_values=fill) if n_padding else x
             return x.reshape(-1, 1, tokens, x.shape[-1])
 
         @jax.checkpoint
-        def chunk(of_chunk: tuple[Array, Array, Array]) -> Array:
-            return run(*of_chunk, layer, cfg)
+        def run_chunk(arrays: tuple[Array, Array, Array]) -> Array:
+            return experts_fn(*arrays, layer, cfg)
 
-        chunks = cut(h_BTD), cut(indices_BTA, cfg.n_experts), cut(weights_BTA)
-        return lax.map(chunk, chunks).reshape(-1, width)[:n_tokens].reshape(h_BTD.shape)
+        chunks = (
+            split_chunks(h_BTD),
+            split_chunks(indices_BTA, cfg.n_experts),
+            split_chunks(weights_BTA),
+        )
+        return lax.map(run_chunk, chunks).reshape(-1, width)[:n_tokens].reshape(h_BTD.shape)
 
-    return experts
+    return chunked_experts
 
 
-def _matrices(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, dict[str, LowRank]]:
-    """As the grouped matmuls take them, and what goes with them."""
-    w_EDF, change = split(w_EDF)
+def _read_matrix(w_EDF: Leaf, dtype: DTypeLike) -> tuple[Leaf, dict[str, LowRank]]:
+    """Return a matrix as the grouped matmuls read it, and their keyword argument for its LoRA
+    change."""
+    w_EDF, low_rank = split_adapter(w_EDF)
     w_EDF = w_EDF if isinstance(w_EDF, Mxfp4 | Mxfp4Part) else w_EDF.astype(dtype)
-    return w_EDF, {} if change is None else {"low_rank": change}
+    return w_EDF, {} if low_rank is None else {"low_rank": low_rank}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one forward of training, prefill and decode: a scan over (sliding, full) layer pairs.
 
-Parallel, invariant and diagnosing variants are other values of `Ops`; there is no second model.
-Next: jaxmoe/model/head.py turns its output into log-probs.
+Parallel, batch-invariant and diagnostic variants are other values of `Ops`; there is no second
+model. Next: jaxmoe/model/head.py turns its output into log-probs.
 """
 
 from dataclasses import replace
@@ -17,15 +17,15 @@ from jaxmoe.model.attention import (
     CachedLayer,
     TokenLayout,
     attention_block,
-    full_slots,
-    sliding_slots,
+    full_layer_slots,
+    sliding_layer_slots,
 )
 from jaxmoe.model.cache import KVCache
-from jaxmoe.model.layers import in_vocabulary
+from jaxmoe.model.layers import is_in_vocabulary
 from jaxmoe.model.moe import moe_block
 from jaxmoe.model.ops import Ops
-from jaxmoe.model.params import check_params
-from jaxmoe.model.stacks import with_stacks, without_stacks
+from jaxmoe.model.params import check_param_shapes
+from jaxmoe.model.stacks import remove_packed, restore_packed
 from jaxmoe.shapes import Params
 
 
@@ -40,19 +40,19 @@ def forward(
     cache: KVCache | None = None,
     routed_experts_BTLA: Integer[Array, "B T L A"] | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | None, Any]:
-    """Final hidden states, the cache with these tokens in it, and the experts they went to.
+    """Return the final hidden states, the cache with these tokens added, and each layer's routing.
 
-    The last is what `ops.record` keeps of each layer, stacked: by default indices [L B T A].
-    Experts given in `routed_experts_BTLA` go to a router like jaxmoe.model.router.replay, layer
-    by layer.
+    The routing is the stacked result of `ops.record`, by default expert indices [L B T A].
+    `routed_experts_BTLA` is passed, layer by layer, to a router such as
+    jaxmoe.model.router.replay_routing.
 
-    Segment 0 is padding; tokens see earlier positions of their own segment, in the cache too.
-    Without `positions_BT` a row counts from 0; without segments everything is segment 1.
-    An id outside the vocabulary makes its row NaN: a gather alone would clamp it.
-    Raises ConfigError for params of another config.
+    Segment 0 is padding. Tokens attend to earlier positions of their own segment, in the cache too.
+    Without `positions_BT` a row counts from 0; without segments everything is segment 1. An id
+    outside the vocabulary makes its row NaN, since a gather alone would clamp it. Raises
+    ConfigError if the params do not have the shapes of `cfg`.
     Numerics: arithmetic in cfg.dtype with float32 accumulation; norms, softmax, router in float32.
     """
-    check_params(params, cfg)
+    check_param_shapes(params, cfg)
     batch, time = tokens_BT.shape
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), (batch, time))
@@ -60,29 +60,29 @@ def forward(
         segment_ids_BT = jnp.ones((batch, time), jnp.int32)
     rows = TokenLayout(positions_BT, segment_ids_BT, ops.rotary(positions_BT, cfg))
     x_BTD = ops.embed(tokens_BT, params["embed"], cfg.dtype)
-    x_BTD = jnp.where(in_vocabulary(tokens_BT, cfg)[..., None], x_BTD, jnp.nan)
+    x_BTD = jnp.where(is_in_vocabulary(tokens_BT, cfg)[..., None], x_BTD, jnp.nan)
     plan = None
     if cache is not None:
         plan = {
-            "sliding": sliding_slots(cache.sliding, cache.turn, rows),
-            "full": full_slots(cache.full, cache.used, rows),
+            "sliding": sliding_layer_slots(cache.sliding, cache.next_slot, rows),
+            "full": full_layer_slots(cache.full, cache.used, rows),
         }
     windows = {"sliding": cfg.sliding_window, "full": None}
 
-    def pair(carry: Any, scanned: Any) -> Any:
+    def run_layer_pair(carry: Any, scanned: Any) -> Any:
         x_BTD, kinds = carry
-        layers, index, routed = scanned
-        layers = with_stacks(layers, params["layers"], index)
+        layers, pair, routed = scanned
+        layers = restore_packed(layers, params["layers"], pair)
         recorded = []
         for i, (name, window) in enumerate(windows.items()):
-            cached = None if plan is None else CachedLayer(kinds[name], index, plan[name])
-            x_BTD, kept = attention_block(
+            cached = None if plan is None else CachedLayer(kinds[name], pair, plan[name])
+            x_BTD, updated_kind = attention_block(
                 x_BTD, layers[name], rows, cfg, ops, window=window, cached=cached
             )
-            kinds = kinds if kept is None else kinds | {name: kept}
+            kinds = kinds if updated_kind is None else kinds | {name: updated_kind}
             routed_BTA = None if routed is None else routed[i].astype(jnp.int32)
-            x_BTD, kept = moe_block(x_BTD, layers[name], cfg, ops, routed_BTA=routed_BTA)
-            recorded.append(kept)
+            x_BTD, recorded_layer = moe_block(x_BTD, layers[name], cfg, ops, routed_BTA=routed_BTA)
+            recorded.append(recorded_layer)
         return (x_BTD, kinds), jax.tree.map(lambda *two: jnp.stack(two), *recorded)
 
     kinds = {} if cache is None else {"sliding": cache.sliding, "full": cache.full}
@@ -92,14 +92,16 @@ def forward(
         routed_LBTA = jnp.moveaxis(routed, 2, 0)
         routed = routed_LBTA.reshape(cfg.n_layers // 2, 2, *routed_LBTA.shape[1:])
     (x_BTD, kinds), recorded = jax.lax.scan(
-        ops.remat(pair), (x_BTD, kinds), (without_stacks(params["layers"]), indices, routed)
+        ops.remat(run_layer_pair),
+        (x_BTD, kinds),
+        (remove_packed(params["layers"]), indices, routed),
     )
     hidden_BTD = ops.norm(x_BTD, params["final_norm"], cfg.rms_eps)
     routing = jax.tree.map(lambda x: x.reshape(cfg.n_layers, *x.shape[2:]), recorded)
-    return hidden_BTD, _advance(cache, kinds, plan, time), routing
+    return hidden_BTD, _advance_cache(cache, kinds, plan, time), routing
 
 
-def _advance(cache: KVCache | None, kinds: Any, plan: Any, time: int) -> KVCache | None:
+def _advance_cache(cache: KVCache | None, kinds: Any, plan: Any, time: int) -> KVCache | None:
     if cache is None:
         return None
     slots = {
@@ -107,5 +109,7 @@ def _advance(cache: KVCache | None, kinds: Any, plan: Any, time: int) -> KVCache
         for name, p in plan.items()
     }
     size = cache.sliding.positions_BC.shape[1]
-    turn = (cache.turn + 1) % size if time == 1 else jnp.zeros_like(cache.turn)
-    return KVCache(sliding=slots["sliding"], full=slots["full"], used=cache.used + time, turn=turn)
+    next_slot = (cache.next_slot + 1) % size if time == 1 else jnp.zeros_like(cache.next_slot)
+    return KVCache(
+        sliding=slots["sliding"], full=slots["full"], used=cache.used + time, next_slot=next_slot
+    )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output head: the one place where targets are shifted and where temperature enters.
+"""The output head: the only place where targets are shifted and the temperature is applied.
 
-Trainer and engine both come through here. Next: jaxmoe/rl/step.py takes the gradient.
+Trainer and engine both call it. Next: jaxmoe/rl/step.py takes the gradient.
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.layers import in_vocabulary
+from jaxmoe.model.layers import is_in_vocabulary
 from jaxmoe.model.ops import Ops
 from jaxmoe.shapes import Params
 from pallas_kernels.arguments import forbid_derivative
@@ -24,16 +24,16 @@ def sequence_logprobs(
     *,
     temperature: float | Float[Array, ""] = 1.0,
 ) -> tuple[Float[Array, "B T"], ...]:
-    """logp_BT[b, t], the log-prob OF tokens_BT[b, t], and the entropy it was drawn with, in nats.
+    """Return logp_BT[b, t], the log-prob OF tokens_BT[b, t], and the entropy of its distribution;
+    nats.
 
-    Column 0 has no prediction: both are 0 there, and no mask may include it. Another
-    `ops.logprobs` may return whatever per-token values it likes.
-    A token outside the vocabulary has NaN. The temperature has no derivative: asking for one is an
-    error.
-    Numerics: float32; [tokens, vocabulary] never exists, forward or backward.
+    Column 0 has no prediction: both are 0 there, and no mask may include it. A custom
+    `ops.logprobs` may return further per-token values. A token outside the vocabulary has NaN. The
+    temperature has no derivative: asking for one is an error.
+    Numerics: float32; [tokens, vocabulary] is never materialized, forward or backward.
     """
-    # targets move and hidden states do not: what `ops.logprobs` gets has its time axis whole, to
-    # be cut over devices; the last column, which has no target, is left out of what it returns
+    # The targets are shifted and the hidden states are not, so that the time axis keeps its length
+    # and can be sharded. The last column has no target and is dropped from the result.
     targets_BT = jnp.roll(tokens_BT, -1, axis=1)
     temperature = forbid_derivative("temperature", temperature)
     with jax.named_scope("token_logprobs"):
@@ -41,13 +41,13 @@ def sequence_logprobs(
             hidden_BTD, params["head"], targets_BT, temperature=temperature,
             vocab_size=cfg.vocab_size,
         )  # fmt: skip
-    logp_BT, *others_BT = per_token
-    logp_BT = jnp.where(in_vocabulary(targets_BT, cfg), logp_BT, jnp.nan)
-    return tuple(next_column(x_BT) for x_BT in (logp_BT, *others_BT))
+    logp_BT, *values_BT = per_token
+    logp_BT = jnp.where(is_in_vocabulary(targets_BT, cfg), logp_BT, jnp.nan)
+    return tuple(shift_right(x_BT) for x_BT in (logp_BT, *values_BT))
 
 
-def next_column(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """What was found at column t at column t + 1, where the token it is about stands; 0 first."""
+def shift_right(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Move column t to t + 1, the position of the token that it describes; column 0 becomes 0."""
     return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))
 
 
@@ -58,11 +58,11 @@ def next_token_logits(
     ops: Ops,
     temperature: float | Array,
 ) -> Float[Array, "B V"]:
-    """Tempered logits of the token after each hidden state, float32, padding cut off."""
+    """Return logits / temperature of each next token, float32, without the padding columns."""
     return ops.logits(hidden_BD, params["head"])[:, : cfg.vocab_size] / temperature
 
 
-def drawn_logprobs(
+def sampled_logprobs(
     params: Params,
     logp_B: Float[Array, " B"],
     log_kept_B: Float[Array, " B"] | None,
@@ -72,8 +72,13 @@ def drawn_logprobs(
     ops: Ops,
     temperature: float | Array,
 ) -> tuple[Float[Array, " B"], Float[Array, " B"] | None]:
-    """What a rollout says of the tokens drawn after these hidden states; given: the sampler."""
-    return ops.drawn(
+    """Return the log-prob that a rollout stores for each sampled token, and the log of the kept
+    mass.
+
+    `logp_B` and `log_kept_B` are those that the sampler computed; `ops.sampled_logprobs` may
+    replace them.
+    """
+    return ops.sampled_logprobs(
         logp_B, log_kept_B, hidden_BD, params["head"], token_B, temperature=temperature,
         vocab_size=cfg.vocab_size,
     )  # fmt: skip

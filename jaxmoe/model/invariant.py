@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of the forward whose bits depend on a token's own past alone: `model.numerics=invariant`.
+"""Batch-invariant ops on XLA, for `model.numerics=invariant` on a CPU.
 
-A prefill, a decode step and the forward inside a gradient then give a token the same hidden
-states, experts and log-probs to the bit, whatever batch, padding or packing it is in. They are the
-pieces of `plain_ops` in arrays of fixed shapes; there is no second formula. Gradients are those of
-the plain pieces. docs/invariance.md says, operation by operation, what would break it.
+A token's bits depend on its own prefix alone. A prefill, a decode step and the forward inside a
+gradient then give it the same hidden states, experts and log-probs to the bit, whatever batch,
+padding or packing it is in. These are the ops of `plain_ops` applied to arrays of fixed shapes;
+there is no second formula. Gradients are those of the plain ops. docs/invariance.md lists,
+operation by operation, what would break the invariance.
 Next: pallas_kernels/tiles.py.
 """
 
@@ -17,9 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.experts import experts
-from jaxmoe.model.layers import linear, logits, rms_norm, target_logprobs
-from jaxmoe.model.rope import rope_tables, rotate
+from jaxmoe.model.experts import apply_experts
+from jaxmoe.model.layers import head_logits, linear, rms_norm, target_logprobs
+from jaxmoe.model.rope import apply_rope, rope_tables
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.fixed_tiles import fixed_combine, fixed_matmul, fixed_swiglu
 from pallas_kernels.sink_attention.xla_invariant import sink_attention_xla_invariant
@@ -27,140 +28,151 @@ from pallas_kernels.tiles import ROWS, map_tiles
 from pallas_kernels.token_logprobs.xla_invariant import token_logprobs_xla_invariant
 
 
-def pieces(router: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """By their names in `Ops`; of the router that is given."""
+def xla_invariant_ops(router: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Return the batch-invariant ops by their names in `Ops`, with `router` applied in tiles."""
     return dict(
-        norm=norm, linear=product, output=product, rotary=tables, rotate=turn,
+        norm=rms_norm_invariant, linear=linear_invariant, output=linear_invariant,
+        rotary=rope_tables_invariant, rotate=rotate_invariant,
         attend=sink_attention_xla_invariant,
         decode=partial(sink_attention_xla_invariant, ring=True),
-        router=partial(routed, router),
-        experts=partial(experts, gate_up=fixed_swiglu, down=fixed_matmul, combine=combine),
-        logits=all_logits,
+        router=partial(route_invariant, router),
+        experts=partial(apply_experts, gate_up=fixed_swiglu, down=fixed_matmul,
+        combine=combine_rows_invariant),
+        logits=head_logits_invariant,
         logprobs=partial(target_logprobs, per_token=token_logprobs_xla_invariant),
-        drawn=drawn,
+        sampled_logprobs=sampled_logprobs_invariant,
     )  # fmt: skip
 
 
-def by_token(
-    fn: Callable[..., Any], arrays: Leaf, whole: Leaf = (), *, size: int = ROWS, least: int = 1
+def map_token_tiles(
+    fn: Callable[..., Any], arrays: Leaf, shared: Leaf = (), *, size: int = ROWS, min_tiles: int = 1
 ) -> Any:
-    """`map_tiles` over the tokens of arrays [B, T, …], or over the rows of [B, …] of one token."""
+    """Apply `map_tiles` over the tokens of arrays [B, T, …], or over the rows of [B, …]."""
     lead = jax.tree.leaves(arrays)[0].shape[:2]
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
-    made = map_tiles(fn, flat, whole, size=size, min_iterations=least)
-    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), made)
+    tiled = map_tiles(fn, flat, shared, size=size, min_iterations=min_tiles)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), tiled)
 
 
-def norm(
+def rms_norm_invariant(
     x_BTD: Float[Array, "B T D"],
     scale_D: Float[Array, " D"],
     eps: float,
     *,
     size: int = ROWS,
-    least: int = 1,
+    min_tiles: int = 1,
 ) -> Array:
-    """`rms_norm`."""
-    return by_token(partial(_norm, eps), x_BTD, scale_D, size=size, least=least)
+    """Batch-invariant `rms_norm`."""
+    return map_token_tiles(
+        partial(_rms_norm_tile, eps), x_BTD, scale_D, size=size, min_tiles=min_tiles
+    )
 
 
-def _norm(eps: float, x_MD: Array, scale_D: Array) -> Array:
+def _rms_norm_tile(eps: float, x_MD: Array, scale_D: Array) -> Array:
     return rms_norm(x_MD, scale_D, eps)
 
 
-def product(x_BTD: Float[Array, "B T D"], w_DF: Leaf, b_F: Float[Array, " F"]) -> Array:
-    """`linear`."""
-    return by_token(_product, x_BTD, (w_DF, b_F))
+def linear_invariant(x_BTD: Float[Array, "B T D"], w_DF: Leaf, b_F: Float[Array, " F"]) -> Array:
+    """Batch-invariant `linear`."""
+    return map_token_tiles(_linear_tile, x_BTD, (w_DF, b_F))
 
 
-def _product(x_MD: Array, whole: tuple[Leaf, Array]) -> Array:
-    return linear(x_MD, *whole)
+def _linear_tile(x_MD: Array, weights: tuple[Leaf, Array]) -> Array:
+    return linear(x_MD, *weights)
 
 
-def tables(
-    positions_BT: Int[Array, "B T"], cfg: ModelConfig, *, size: int = ROWS, least: int = 1
+def rope_tables_invariant(
+    positions_BT: Int[Array, "B T"], cfg: ModelConfig, *, size: int = ROWS, min_tiles: int = 1
 ) -> tuple[Array, Array]:
-    """`rope_tables`."""
-    return by_token(partial(_tables, cfg), positions_BT, size=size, least=least)
+    """Batch-invariant `rope_tables`."""
+    return map_token_tiles(
+        partial(_rope_tables_tile, cfg), positions_BT, size=size, min_tiles=min_tiles
+    )
 
 
-def _tables(cfg: ModelConfig, positions_M: Array, _: tuple[()]) -> tuple[Array, Array]:
+def _rope_tables_tile(cfg: ModelConfig, positions_M: Array, _: tuple[()]) -> tuple[Array, Array]:
     return jax.tree.map(lambda x_M1h: x_M1h[:, 0], rope_tables(positions_M[:, None], cfg))
 
 
-def turn(
+def rotate_invariant(
     x_BTNH: Float[Array, "B T N H"],
     tables: tuple[Array, Array],
     *,
     size: int = ROWS,
-    least: int = 1,
+    min_tiles: int = 1,
 ) -> Array:
-    """`rotate`: whether its multiply-adds are fused is the compiler's choice."""
-    return by_token(_turn, (x_BTNH, *tables), size=size, least=least)
+    """Batch-invariant `apply_rope`: a compiler may or may not fuse its multiply-adds."""
+    return map_token_tiles(_rotate_tile, (x_BTNH, *tables), size=size, min_tiles=min_tiles)
 
 
-def _turn(rows: tuple[Array, Array, Array], _: tuple[()]) -> Array:
+def _rotate_tile(rows: tuple[Array, Array, Array], _: tuple[()]) -> Array:
     x_MNH, cos_M1h, sin_M1h = rows
-    return rotate(x_MNH[:, None], (cos_M1h[:, None], sin_M1h[:, None]))[:, 0]
+    return apply_rope(x_MNH[:, None], (cos_M1h[:, None], sin_M1h[:, None]))[:, 0]
 
 
-def routed(
+def route_invariant(
     router: Callable[..., Any], h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
-    size: int = ROWS, least: int = 1, **given: Array,
+    size: int = ROWS, min_tiles: int = 1, **replayed: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """`router`, which sees a tile of tokens as rows of one."""
-    names = tuple(given)
+    """Batch-invariant `router`, which receives a tile of tokens as rows of length 1."""
+    names = tuple(replayed)
     read = {name: layer[name] for name in ("w_router", "b_router")}
-    fn = partial(_routed, router, active, names)
-    return by_token(fn, (h_BTD, *given.values()), read, size=size, least=least)
+    fn = partial(_route_tile, router, active, names)
+    return map_token_tiles(fn, (h_BTD, *replayed.values()), read, size=size, min_tiles=min_tiles)
 
 
-def _routed(
+def _route_tile(
     router: Callable[..., Any], active: int, names: tuple[str, ...], rows: tuple[Array, ...],
     layer: Params,
 ) -> tuple[Array, Array]:  # fmt: skip
-    h_M1D, *given = (x[:, None] for x in rows)
-    found = router(h_M1D, layer, active=active, **dict(zip(names, given, strict=True)))
-    return jax.tree.map(lambda x_M1A: x_M1A[:, 0], found)
+    h_M1D, *replayed = (x[:, None] for x in rows)
+    routing = router(h_M1D, layer, active=active, **dict(zip(names, replayed, strict=True)))
+    return jax.tree.map(lambda x_M1A: x_M1A[:, 0], routing)
 
 
-def combine(
-    y_SD: Array, inverse: Array, weights_MA: Array, *, size: int = ROWS, least: int = 1
+def combine_rows_invariant(
+    y_SD: Array, inverse: Array, weights_MA: Array, *, size: int = ROWS, min_tiles: int = 1
 ) -> Array:
-    """`combine_rows`."""
-    return fixed_combine(y_SD, inverse, weights_MA, size, least)
+    """Batch-invariant `combine_rows`."""
+    return fixed_combine(y_SD, inverse, weights_MA, size, min_tiles)
 
 
-def all_logits(
-    hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"], *, size: int = ROWS, least: int = 1
+def head_logits_invariant(
+    hidden_BD: Float[Array, "B D"],
+    w_DV: Float[Array, "D V"],
+    *,
+    size: int = ROWS,
+    min_tiles: int = 1,
 ) -> Array:
-    """`logits`."""
-    return map_tiles(logits, hidden_BD, w_DV, size=size, min_iterations=least)
+    """Batch-invariant `head_logits`."""
+    return map_tiles(head_logits, hidden_BD, w_DV, size=size, min_iterations=min_tiles)
 
 
-def drawn(
+def sampled_logprobs_invariant(
     logp_B: Array, log_kept_B: Array | None, hidden_BD: Float[Array, "B D"],
     w_DV: Float[Array, "D V"], token_B: Int[Array, " B"], *, temperature: Array, vocab_size: int,
     per_token: Callable[..., tuple[Array, Array]] = token_logprobs_xla_invariant,
 ) -> tuple[Float[Array, " B"], Array | None]:  # fmt: skip
-    """The trainer's own log-prob of the token, in place of the sampler's.
+    """Return the trainer's own log-prob of each sampled token instead of the sampler's.
 
-    Where top-k or top-p cut, of two parts whose float32 sum is that log-prob to the bit.
+    Where top-k or top-p apply, it is split in two parts whose float32 sum is that log-prob to the
+    bit.
     """
     w_DV = w_DV.astype(hidden_BD.dtype)
-    whole_B, _ = per_token(
+    logp_total_B, _ = per_token(
         hidden_BD, w_DV, token_B, temperature=jnp.asarray(temperature), vocab_size=vocab_size
     )
-    return (whole_B, None) if log_kept_B is None else in_two(whole_B, log_kept_B)
+    return (logp_total_B, None) if log_kept_B is None else split_logprob(logp_total_B, log_kept_B)
 
 
-def in_two(
-    whole_B: Float[Array, " B"], part_B: Float[Array, " B"]
+def split_logprob(
+    total_B: Float[Array, " B"], log_kept_B: Float[Array, " B"]
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """(rest, part) with rest + part = whole to the bit in float32; all at most 0, log-probs.
+    """Return (logp, log_kept) with logp + log_kept = total to the bit in float32, all at most 0.
 
-    Of a difference of two floats within a factor of 2 no bit is lost (Sterbenz), and one of the
-    two is that near to the whole: either the first subtraction is exact or the second.
-    Numerics: the part moves by its own rounding or the rest's.
+    The difference of two floats within a factor of 2 is exact (Sterbenz), and one of the two parts
+    is that close to the total: so either the first subtraction is exact or the second.
+    Numerics: log_kept changes by at most its own rounding or that of logp.
     """
-    rest_B = jnp.minimum(whole_B - part_B, 0.0)
-    return rest_B, whole_B - rest_B
+    logp_B = jnp.minimum(total_B - log_kept_B, 0.0)
+    return logp_B, total_B - logp_B

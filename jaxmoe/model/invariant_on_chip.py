@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of `model.numerics=invariant` on a Hopper GPU or a TPU.
+"""Batch-invariant ops on a Hopper GPU or a TPU, for `model.numerics=invariant`.
 
-What multiplies is a kernel whose tiles do not follow the batch, one kernel for a training forward,
-a prefill and a decode step; the rest are the pieces of invariant.py, more rows at a time. None has
-run on a chip: that the programs hold the same kernels, tiles and loops is read off what the chips'
-compilers make (tests/jaxmoe/test_compile_invariant.py), and a run asserts it at each step.
+Every product is a Mosaic kernel whose tiles do not depend on the batch; a training forward, a
+prefill and a decode step run the same kernel. The other ops are those of invariant.py in larger
+tiles. None has run on an accelerator yet: that the programs contain the same kernels, tiles and
+loops is checked in the compilers' output (tests/jaxmoe/test_compile_invariant.py), and a run
+asserts equal log-probs at each step.
 Next: pallas_kernels/sink_attention/mosaic_invariant.py.
 """
 
@@ -18,10 +19,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmoe.model import invariant
-from jaxmoe.model.experts import experts
+from jaxmoe.model.experts import apply_experts
 from jaxmoe.model.layers import target_logprobs
-from jaxmoe.model.lora import split
-from jaxmoe.model.router import replay, route, summed_product
+from jaxmoe.model.lora import split_adapter
+from jaxmoe.model.router import dot_as_sum, replay_routing, route_top_k
 from jaxmoe.shapes import Leaf
 from pallas_kernels.grouped_matmul import LowRank
 from pallas_kernels.grouped_matmul.fixed_on_chip import (
@@ -32,67 +33,77 @@ from pallas_kernels.grouped_matmul.fixed_on_chip import (
 from pallas_kernels.sink_attention.mosaic_invariant import sink_attention_mosaic_invariant
 from pallas_kernels.token_logprobs.mosaic_invariant import token_logprobs_mosaic_invariant
 
-TURNS = dict(size=256, least=2)  # of loops over rows; each costs a GPU some launches
-LANES = 128  # of which a TPU's kernel takes whole ones of a matrix's columns
+ROW_TILES = dict(size=256, min_tiles=2)  # large tiles: each iteration costs a GPU a few launches
+LANES = 128  # a TPU kernel needs a multiple of this many columns
 
 
-def pieces(
+def mosaic_invariant_ops(
     router: Callable[..., Any], impl: Chip, *, interpret: bool = False
 ) -> dict[str, Callable[..., Any]]:
-    """By their names in `Ops`; of the router that is given, by the kernels that `impl` names.
+    """Return the batch-invariant ops by their names in `Ops`, with the kernels that `impl` names.
 
-    A row of a trainer holds one sequence from its first column on.
+    A trainer's row must contain one sequence that begins in its first column.
     """
-    if router in (route, replay):
-        router = partial(router, product=summed_product)
-    by: dict[str, Any] = dict(impl=impl, interpret=interpret)
-    linear, attend = partial(product, **by), partial(sink_attention_mosaic_invariant, **by)
-    per_token = partial(token_logprobs_mosaic_invariant, **by)
-    made = dict(
-        norm=partial(invariant.norm, **TURNS), linear=linear, output=linear,
-        rotary=partial(invariant.tables, **TURNS), rotate=partial(invariant.turn, **TURNS),
-        attend=attend, decode=attend, router=partial(invariant.routed, router, **TURNS),
+    if router in (route_top_k, replay_routing):
+        router = partial(router, product=dot_as_sum)
+    kernel_options: dict[str, Any] = dict(impl=impl, interpret=interpret)
+    linear, attend = (
+        partial(linear_invariant_mosaic, **kernel_options),
+        partial(sink_attention_mosaic_invariant, **kernel_options),
+    )
+    per_token = partial(token_logprobs_mosaic_invariant, **kernel_options)
+    ops = dict(
+        norm=partial(invariant.rms_norm_invariant, **ROW_TILES), linear=linear, output=linear,
+        rotary=partial(invariant.rope_tables_invariant, **ROW_TILES),
+        rotate=partial(invariant.rotate_invariant, **ROW_TILES),
+        attend=attend, decode=attend, router=partial(invariant.route_invariant, router,
+        **ROW_TILES),
         experts=partial(
-            experts, gate_up=partial(fixed_swiglu_on_chip, **by),
-            down=partial(fixed_matmul_on_chip, **by), combine=partial(invariant.combine, **TURNS),
+            apply_experts, gate_up=partial(fixed_swiglu_on_chip, **kernel_options),
+            down=partial(fixed_matmul_on_chip, **kernel_options),
+            combine=partial(invariant.combine_rows_invariant, **ROW_TILES),
         ),
-        add=rounded_sum, logits=sampled_logits,
+        add=add_invariant, logits=sampling_logits_invariant,
         logprobs=partial(target_logprobs, per_token=per_token),
-        drawn=partial(invariant.drawn, per_token=per_token),
+        sampled_logprobs=partial(invariant.sampled_logprobs_invariant, per_token=per_token),
     )  # fmt: skip
-    # what a compiled program says a loop belongs to
-    return {name: jax.named_scope(f"invariant_{name}")(fn) for name, fn in made.items()}
+    # The scope names the op of each loop in a compiled program.
+    return {name: jax.named_scope(f"invariant_{name}")(fn) for name, fn in ops.items()}
 
 
-def product(
+def linear_invariant_mosaic(
     x_BTD: Float[Array, "B T D"], w_DF: Leaf, b_F: Float[Array, " F"], *, impl: Chip,
     interpret: bool = False,
 ) -> Float[Array, "B T F"]:  # fmt: skip
-    """`linear`, as the product of one group."""
-    whole_DF, change = split(w_DF)
-    x_MD, columns = x_BTD.reshape(-1, x_BTD.shape[-1]), whole_DF.shape[1]
-    more = -columns % LANES if impl == "mosaic_tpu" else 0
+    """Batch-invariant `linear`: a grouped matmul of one group."""
+    base_DF, adapter = split_adapter(w_DF)
+    x_MD, columns = x_BTD.reshape(-1, x_BTD.shape[-1]), base_DF.shape[1]
+    n_padding = -columns % LANES if impl == "mosaic_tpu" else 0
 
-    def group(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, more),))[None]
+    def as_group(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, n_padding),))[None]
 
     low_rank = None
-    if change is not None:
-        a_RD, b_RF, scale = change
-        low_rank = LowRank(a_RD[None], group(b_RF), scale)
+    if adapter is not None:
+        a_RD, b_RF, scale = adapter
+        low_rank = LowRank(a_RD[None], as_group(b_RF), scale)
     sizes_1 = jnp.full((1,), x_MD.shape[0], jnp.int32)
     out_MF = fixed_matmul_on_chip(
-        x_MD, group(whole_DF.astype(x_BTD.dtype)), sizes_1, bias_EF=group(b_F), low_rank=low_rank,
+        x_MD, as_group(base_DF.astype(x_BTD.dtype)), sizes_1, bias_EF=as_group(b_F),
+        low_rank=low_rank,
         impl=impl, interpret=interpret,
     )  # fmt: skip
     return out_MF[:, :columns].reshape(*x_BTD.shape[:2], columns)
 
 
-def sampled_logits(hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"]) -> Array:
-    """`logits`, XLA's products: what is drawn depends on them, and no log-prob does."""
-    return invariant.all_logits(hidden_BD, w_DV, **TURNS)
+def sampling_logits_invariant(hidden_BD: Float[Array, "B D"], w_DV: Float[Array, "D V"]) -> Array:
+    """`head_logits` by XLA's matmul in tiles. Only sampling depends on it; log-probs do not."""
+    return invariant.head_logits_invariant(hidden_BD, w_DV, **ROW_TILES)
 
 
-def rounded_sum(x: Float[Array, "*B D"], y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """`add`, rounded where it stands: fused with the next sum a compiler may leave that out."""
+def add_invariant(x: Float[Array, "*B D"], y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """`add_residual` behind a barrier.
+
+    A compiler that fuses this sum with the next one might skip its rounding.
+    """
     return lax.optimization_barrier(x + y)

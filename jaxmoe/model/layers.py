@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row-wise layers: embedding, norm, linear, and the two ways out of the head.
+"""The row-wise layers: embedding, norm, linear, residual sum, logits and target log-probs.
 
 Next: jaxmoe/model/attention.py.
 """
@@ -12,20 +12,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model.embedding import EmbeddingRows
-from jaxmoe.model.lora import Adapted, split
+from jaxmoe.model.lora import Adapted, split_adapter
 from pallas_kernels import token_logprobs
 
 
-def embed(
+def embed_tokens(
     tokens_BT: Int[Array, "B T"], w_VD: Float[Array, "V D"] | EmbeddingRows, dtype: str
 ) -> Array:
-    """The rows of these tokens, rounded to the model's dtype."""
-    rows_BTD = w_VD.of(tokens_BT) if isinstance(w_VD, EmbeddingRows) else w_VD[tokens_BT]
+    """Return the embedding rows of these tokens, rounded to the model's dtype."""
+    rows_BTD = w_VD.look_up(tokens_BT) if isinstance(w_VD, EmbeddingRows) else w_VD[tokens_BT]
     return rows_BTD.astype(jnp.dtype(dtype))
 
 
-def in_vocabulary(tokens: Int[Array, "..."], cfg: ModelConfig) -> Bool[Array, "..."]:
-    """Which ids the model has a word for; the padding of its tables is none."""
+def is_in_vocabulary(tokens: Int[Array, "..."], cfg: ModelConfig) -> Bool[Array, "..."]:
+    """Return a mask of the ids that the model has a word for; table padding is not among them."""
     return (tokens >= 0) & (tokens < cfg.vocab_size)
 
 
@@ -44,28 +44,27 @@ def rms_norm(
 def linear(
     x: Float[Array, "*B D"], w_DF: Float[Array, "D F"] | Adapted, b_F: Float[Array, " F"]
 ) -> Array:
-    """x·w + b: accumulated in float32, rounded once to x's dtype.
+    """Return x·w + b: accumulated in float32, rounded once to x's dtype.
 
-    Of an adapted matrix + scale · (x·aᵀ)·b, where x·aᵀ is rounded to x's dtype and the rest is
-    added in float32.
+    For a LoRA matrix, scale · (x·aᵀ)·b is added in float32; x·aᵀ is rounded to x's dtype.
     """
-    whole_DF, change = split(w_DF)
-    y = jnp.dot(x, whole_DF.astype(x.dtype), preferred_element_type=jnp.float32)
-    if change is not None:
-        a_RD, b_RF, scale = change
+    base_DF, low_rank = split_adapter(w_DF)
+    y = jnp.dot(x, base_DF.astype(x.dtype), preferred_element_type=jnp.float32)
+    if low_rank is not None:
+        a_RD, b_RF, scale = low_rank
         low = jnp.dot(x, a_RD.T.astype(x.dtype), preferred_element_type=jnp.float32)
         low = low.astype(x.dtype)
         y = y + scale * jnp.dot(low, b_RF.astype(x.dtype), preferred_element_type=jnp.float32)
     return (y + _per_row(b_F, y)).astype(x.dtype)
 
 
-def add(x: Float[Array, "*B D"], y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """x + y, the residual stream and what a block adds to it."""
+def add_residual(x: Float[Array, "*B D"], y: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """Return x + y: the residual stream plus a block's output."""
     return x + y
 
 
-def logits(hidden: Float[Array, "*B D"], w_DV: Float[Array, "D V"]) -> Float[Array, "*B V"]:
-    """hidden·w over the whole vocabulary, float32."""
+def head_logits(hidden: Float[Array, "*B D"], w_DV: Float[Array, "D V"]) -> Float[Array, "*B V"]:
+    """Return hidden·w over the full vocabulary, float32."""
     return jnp.dot(hidden, w_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
@@ -78,31 +77,32 @@ def target_logprobs(
     vocab_size: int,
     per_token: Callable[..., tuple[Array, Array]] = token_logprobs,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-prob of each target and entropy of what it was drawn from, in nats.
+    """Return the log-prob of each target and the entropy of its distribution, in nats.
 
-    The last column has no target: it costs nothing, and is NaN for whoever reads it.
-    Numerics: float32; [tokens, vocabulary] never exists, forward or backward.
+    The last column has no target: it is not computed, and is NaN.
+    Numerics: float32; [tokens, vocabulary] is never materialized, forward or backward.
     """
     batch, time, width = hidden_BTD.shape
     hidden_MD, targets_M = hidden_BTD[:, :-1].reshape(-1, width), targets_BT[:, :-1].reshape(-1)
-    found = per_token(
+    per_token_M = per_token(
         hidden_MD, w_DV.astype(hidden_BTD.dtype), targets_M, temperature=temperature,
         vocab_size=vocab_size,
     )  # fmt: skip
-    none = ((0, 0), (0, 1))
+    last_column = ((0, 0), (0, 1))
     logp_BT, entropy_BT = (
-        jnp.pad(x_M.reshape(batch, time - 1), none, constant_values=jnp.nan) for x_M in found
+        jnp.pad(x_M.reshape(batch, time - 1), last_column, constant_values=jnp.nan)
+        for x_M in per_token_M
     )
     return logp_BT, entropy_BT
 
 
-def as_drawn(
+def keep_sampled_logprobs(
     logp_B: Float[Array, " B"], log_kept_B: Array | None, hidden_BD: Array, w_DV: Array,
     token_B: Array, *, temperature: Array, vocab_size: int,
 ) -> tuple[Float[Array, " B"], Array | None]:  # fmt: skip
-    """Log-prob and log of the kept mass as the sampler found them, of the logits it drew from.
+    """Return the log-prob and the log of the kept mass exactly as the sampler computed them.
 
-    `log_kept_B` is None where top-k and top-p cut nothing off.
+    `log_kept_B` is None where top-k and top-p removed nothing.
     """
     return logp_B, log_kept_B
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA: trained changes of low rank beside frozen matrices, packed or dense.
+"""LoRA: trained low-rank changes of frozen matrices, packed or dense.
 
-    adapters  {"layers": {"sliding" | "full": {name: Pair(a, b)}}}, what is trained
-    params    = with_adapters(base, adapters, scales), what `forward` reads
+    adapters  {"layers": {"sliding" | "full": {name: Pair(a, b)}}}, the trained tree
+    params    = with_adapters(base, adapters, scales), the tree that `forward` reads
 
-What is to be trained whole is an array among the adapters, under its name in the base, in whose
-place it stands: a router in its layer, "final_norm", "embed", "head".
+A parameter that is trained in full is an array among the adapters, under its name in the base,
+which it replaces: a router in its layer, "final_norm", "embed", "head".
 
-A holds its rank before its width, as B does: a TPU pads the last axis to 128.
+A and B both have the rank as their first axis, since a TPU pads the last axis to 128.
 Source: Hu et al. 2021, §4.1: A random, B zero, so that training begins at the base.
 Next: layers.py and experts.py, which read an `Adapted` matrix.
 """
@@ -29,7 +29,7 @@ from pallas_kernels.grouped_matmul import LowRank
 
 
 class Pair(NamedTuple):
-    """Of a stack of matrices [pair, (E,) in, out] the change scale · aᵀ·b."""
+    """The change scale · aᵀ·b of a stack of matrices [pair, (E,) in, out]."""
 
     a: Leaf  # [pair, (E,) R, in]
     b: Leaf  # [pair, (E,) R, out]
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
 @struct.dataclass
 class Adapted:
-    """A matrix and its change, as `linear` and `experts` read them; stacked or of one layer."""
+    """A matrix and its low-rank change, as `linear` and `apply_experts` read them."""
 
     base: Leaf  # an array, or the experts' Mxfp4
     a: Leaf
@@ -50,17 +50,18 @@ class Adapted:
 
 
 def lora_specs(cfg: ModelConfig, lora: LoraConfig) -> Params:
-    """The tree of `Pair`s of Spec, by the table of parameters; {} layers where LoRA is off.
+    """Return the tree of `Pair`s of Spec by the table of parameters; {} per layer where LoRA is
+    off.
 
-    Of what is trained whole it has the table's own Spec.
-    Raises ConfigError for a rank above that of the matrix.
+    A parameter that is trained in full has the table's own Spec. Raises ConfigError for a rank
+    above that of the matrix.
     """
-    table, whole = param_specs(cfg), lora.fully_trained
+    table, fully_trained = param_specs(cfg), lora.fully_trained
     layers = table.pop("layers")
-    return {name: spec for name, spec in table.items() if name in whole} | {
+    return {name: spec for name, spec in table.items() if name in fully_trained} | {
         "layers": {
             kind: {name: _pair_spec(name, layer[name], rank) for name, rank in lora.ranks.items()}
-            | {name: spec for name, spec in layer.items() if name in whole}
+            | {name: spec for name, spec in layer.items() if name in fully_trained}
             for kind, layer in layers.items()
         }
     }
@@ -68,22 +69,26 @@ def lora_specs(cfg: ModelConfig, lora: LoraConfig) -> Params:
 
 def _pair_spec(name: str, spec: Spec, rank: int) -> Pair:
     *stack, inputs, outputs = spec.shape
-    *axes, into, out = spec.axes
+    *axes, in_axis, out_axis = spec.axes
     key = "expert_rank" if "expert" in axes else "attention_rank"
     require(
         rank <= min(inputs, outputs),
         f"lora.{key} must be at most {min(inputs, outputs)}, that of {name} "
         f"[{inputs}, {outputs}], got {rank}. Try --set lora.{key}={min(inputs, outputs, 16)}.",
     )
-    hold = replace(spec, layout="same", read="compute", hf="")
+    unstacked = replace(spec, layout="same", read="compute", hf="")
     return Pair(
-        replace(hold, shape=(*stack, rank, inputs), axes=(*axes, None, into), init="normal"),
-        replace(hold, shape=(*stack, rank, outputs), axes=(*axes, None, out), init="zeros"),
+        replace(
+            unstacked, shape=(*stack, rank, inputs), axes=(*axes, None, in_axis), init="normal"
+        ),
+        replace(
+            unstacked, shape=(*stack, rank, outputs), axes=(*axes, None, out_axis), init="zeros"
+        ),
     )
 
 
 def adapter_shapes(cfg: ModelConfig, lora: LoraConfig) -> Params:
-    """The tree of jax.ShapeDtypeStruct of what is trained: float32."""
+    """Return the tree of jax.ShapeDtypeStruct of the trained parameters, float32."""
     return jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), lora_specs(cfg, lora),
         is_leaf=_is_spec,
@@ -93,40 +98,45 @@ def adapter_shapes(cfg: ModelConfig, lora: LoraConfig) -> Params:
 def init_adapters(
     key: PRNGKeyArray, cfg: ModelConfig, lora: LoraConfig, base: Params | None = None
 ) -> Params:
-    """A normal with deviation 1/sqrt(inputs), B zero; float32. What is trained whole is a copy of
-    the `base`'s, without which there may be nothing such.
-    """
-    found, tree = jax.tree_util.tree_flatten_with_path(lora_specs(cfg, lora), is_leaf=_is_spec)
-    keys = jax.random.split(key, max(len(found), 1))
+    """Return adapters in float32: A normal with deviation 1/sqrt(inputs), B zero.
 
-    def new(key: PRNGKeyArray, path: Any, spec: Spec) -> Array:
-        if not any(isinstance(step, jax.tree_util.GetAttrKey) for step in path):  # not of a Pair
-            assert base is not None, "what is trained whole begins as the base has it"
-            held = base
+    A parameter that is trained in full starts as a copy of `base`'s; `base` may be None without
+    such.
+    """
+    specs, tree = jax.tree_util.tree_flatten_with_path(lora_specs(cfg, lora), is_leaf=_is_spec)
+    keys = jax.random.split(key, max(len(specs), 1))
+
+    def init_leaf(key: PRNGKeyArray, path: Any, spec: Spec) -> Array:
+        # without an attribute in its path the leaf is not part of a Pair
+        if not any(isinstance(step, jax.tree_util.GetAttrKey) for step in path):
+            assert base is not None, "fully trained parameters start from the base"
+            leaf = base
             for step in path:
-                held = held[step.key]
-            return jnp.array(held, jnp.float32, copy=True)
+                leaf = leaf[step.key]
+            return jnp.array(leaf, jnp.float32, copy=True)
         if spec.init == "zeros":
             return jnp.zeros(spec.shape)
         return jax.random.normal(key, spec.shape) / math.sqrt(spec.shape[-1])
 
-    leaves = [new(key, *item) for key, item in zip(keys, found, strict=False)]
+    leaves = [init_leaf(key, *item) for key, item in zip(keys, specs, strict=False)]
     return jax.tree.unflatten(tree, leaves)
 
 
 def with_adapters(base: Params, adapters: Params, scales: Mapping[str, float]) -> Params:
-    """The parameters that `forward` reads: the base's own arrays, adapted ones as `Adapted`, and
-    in the place of the base's what is trained whole.
+    """Return the parameters that `forward` reads.
+
+    They are the base's own arrays, its adapted matrices as `Adapted`, and the fully trained
+    parameters in place of the base's.
     """
 
-    def beside(layer: Params, name: str, trained: Leaf) -> Leaf:
+    def adapt_matrix(layer: Params, name: str, trained: Leaf) -> Leaf:
         if not isinstance(trained, Pair):
             return trained
         return Adapted(layer[name], *trained, scale=scales[name])
 
     layers = {
         kind: layer | {
-            name: beside(layer, name, trained)
+            name: adapt_matrix(layer, name, trained)
             for name, trained in adapters["layers"].get(kind, {}).items()
         }
         for kind, layer in base["layers"].items()
@@ -134,8 +144,8 @@ def with_adapters(base: Params, adapters: Params, scales: Mapping[str, float]) -
     return base | adapters | {"layers": layers}
 
 
-def split(matrix: Leaf) -> tuple[Leaf, LowRank | None]:
-    """A layer's matrix, and its change as the grouped matmuls take it; None where it has none."""
+def split_adapter(matrix: Leaf) -> tuple[Leaf, LowRank | None]:
+    """Return a layer's matrix and its LowRank change; None where it has no change."""
     if not isinstance(matrix, Adapted):
         return matrix, None
     return matrix.base, LowRank(matrix.a, matrix.b, matrix.scale)

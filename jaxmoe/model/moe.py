@@ -23,14 +23,16 @@ def moe_block(
     *,
     routed_BTA: Int[Array, "B T A"] | None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """x + experts(norm(x)), and what `ops.record` keeps: which experts each token went to.
+    """Return x + experts(norm(x)), and the result of `ops.record`, by default the expert indices.
 
-    `routed_BTA`, where given, are experts for `ops.router` to take.
+    `routed_BTA`, if given, are experts that `ops.router` is to use.
     """
     with jax.named_scope("moe"):
         h_BTD = ops.norm(x_BTD, layer["moe_norm"], cfg.rms_eps)
-        given = {} if routed_BTA is None else {"indices_BTA": routed_BTA}
-        indices_BTA, weights_BTA = ops.router(h_BTD, layer, active=cfg.experts_per_token, **given)
+        replay_options = {} if routed_BTA is None else {"indices_BTA": routed_BTA}
+        indices_BTA, weights_BTA = ops.router(
+            h_BTD, layer, active=cfg.experts_per_token, **replay_options
+        )
         check_routing(indices_BTA, weights_BTA, h_BTD, cfg.experts_per_token, ops.router)
         y_BTD = ops.experts(h_BTD, indices_BTA, weights_BTA, layer, cfg)
         return ops.add(x_BTD, y_BTD), ops.record(h_BTD, layer, indices_BTA, weights_BTA)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the model runs, in one value: every piece of the forward and of the head is a function here.
+"""The operations of the model in one value: every op of the forward and of the head is a field.
 
-Whatever trains, samples or scores takes an `Ops` and has no piece of its own, so that another
-attention, a replaying router or a sharded expert layer is one `replace`:
+Training, sampling and scoring take an `Ops` and have no operations of their own, so that another
+attention, a replaying router or sharded experts are one `replace`:
 
-    ops = replace(make_ops(cfg), attend=mine)
+    ops = replace(make_ops(cfg), attend=my_attention)
 
 Next: jaxmoe/model/forward.py, which calls them.
 """
@@ -20,10 +20,18 @@ from jaxtyping import Array
 
 from jaxmoe.config import Config, OptimConfig
 from jaxmoe.model import invariant, invariant_on_chip
-from jaxmoe.model.experts import experts, in_chunks
-from jaxmoe.model.layers import add, as_drawn, embed, linear, logits, rms_norm, target_logprobs
-from jaxmoe.model.rope import rope_tables, rotate
-from jaxmoe.model.router import chosen, replay, route
+from jaxmoe.model.experts import apply_experts, make_chunked_experts
+from jaxmoe.model.layers import (
+    add_residual,
+    embed_tokens,
+    head_logits,
+    keep_sampled_logprobs,
+    linear,
+    rms_norm,
+    target_logprobs,
+)
+from jaxmoe.model.rope import apply_rope, rope_tables
+from jaxmoe.model.router import record_experts, replay_routing, route_top_k
 from pallas_kernels import (
     decode_attention,
     grouped_matmul,
@@ -35,130 +43,142 @@ from pallas_kernels.check.choice import wanted
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.sink_attention.common import CHECKPOINT_NAMES
 
-Two = tuple[Array, Array]
-INPUT = "layer_pair_input"  # by which a policy of jax.checkpoint knows it
+ArrayPair = tuple[Array, Array]
+INPUT_NAME = "layer_pair_input"  # the name that a jax.checkpoint policy selects it by
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The pieces; each has the signature of the function named beside it."""
+    """The ops; each has the signature of the function named in its comment."""
 
-    embed: Callable[..., Array]  # jaxmoe.model.layers.embed
+    embed: Callable[..., Array]  # jaxmoe.model.layers.embed_tokens
     norm: Callable[..., Array]  # rms_norm
     linear: Callable[..., Array]  # linear, into q, k and v
-    output: Callable[..., Array]  # linear, out of attention: its sum runs over heads
-    rotary: Callable[..., Two]  # jaxmoe.model.rope.rope_tables
-    rotate: Callable[..., Array]  # jaxmoe.model.rope.rotate, of q and of k
-    attend: Callable[..., Two]  # pallas_kernels.sink_attention
-    decode: Callable[..., Two]  # pallas_kernels.decode_attention: `attend` for a few queries and a
-    # cache, without a gradient; who replaces one of the two replaces both
-    router: Callable[..., Two]  # jaxmoe.model.router.route, or replay
-    experts: Callable[..., Array]  # jaxmoe.model.experts.experts
-    record: Callable[..., Any]  # jaxmoe.model.router.chosen: what a forward keeps of each layer
-    add: Callable[..., Array]  # layers.add: to the residual stream
-    logits: Callable[..., Array]  # layers.logits: over the vocabulary, for the next token
-    logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of tokens that are there
-    drawn: Callable[..., Any]  # layers.as_drawn: log-prob and kept mass that a rollout carries
-    remat: Callable[[Callable[..., Any]], Callable[..., Any]]  # of a layer pair: as_is, or
-    # jax.checkpoint, which keeps its input and recomputes the rest in the backward pass, or
-    # keeping_attention, or inputs_on_host
+    output: Callable[..., Array]  # linear, out of attention: it sums over heads
+    rotary: Callable[..., ArrayPair]  # jaxmoe.model.rope.rope_tables
+    rotate: Callable[..., Array]  # jaxmoe.model.rope.apply_rope, of q and of k
+    attend: Callable[..., ArrayPair]  # pallas_kernels.sink_attention
+    # pallas_kernels.decode_attention: `attend` for a few queries and a cache, without a gradient.
+    # Replace both or neither.
+    decode: Callable[..., ArrayPair]
+    router: Callable[..., ArrayPair]  # jaxmoe.model.router.route_top_k, or replay_routing
+    experts: Callable[..., Array]  # jaxmoe.model.experts.apply_experts
+    record: Callable[..., Any]  # jaxmoe.model.router.record_experts: the recorded routing
+    add: Callable[..., Array]  # layers.add_residual
+    logits: Callable[..., Array]  # layers.head_logits: over the vocabulary, for the next token
+    logprobs: Callable[..., tuple[Array, ...]]  # layers.target_logprobs: of given tokens
+    # layers.keep_sampled_logprobs: the log-prob and log of the kept mass that a rollout stores
+    sampled_logprobs: Callable[..., Any]
+    # Rematerialization of a layer pair: no_remat; jax.checkpoint, which saves its input and
+    # recomputes the rest in the backward pass; checkpoint_keeping_attention; or
+    # checkpoint_inputs_on_host.
+    remat: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def plain_ops() -> Ops:
-    """Every piece as one device computes it."""
+    """Return the ops of a single device."""
     return Ops(
-        embed=embed, norm=rms_norm, linear=linear, output=linear, rotary=rope_tables,
-        rotate=rotate, attend=sink_attention, decode=decode_attention, router=route,
-        experts=experts, record=chosen, add=add, logits=logits, logprobs=target_logprobs,
-        drawn=as_drawn, remat=as_is,
+        embed=embed_tokens, norm=rms_norm, linear=linear, output=linear, rotary=rope_tables,
+        rotate=apply_rope, attend=sink_attention, decode=decode_attention, router=route_top_k,
+        experts=apply_experts, record=record_experts, add=add_residual, logits=head_logits,
+        logprobs=target_logprobs,
+        sampled_logprobs=keep_sampled_logprobs, remat=no_remat,
     )  # fmt: skip
 
 
 def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
-    """The pieces of a run; every command makes them here, once.
+    """Return the ops of a run; every command calls this once.
 
-    `impls` says which implementation each operation of pallas_kernels runs, as a check on this
-    chip chose (jaxmoe/kernels.py); without it they are those that cfg.kernels names, unchecked.
+    `impls` maps each operation of pallas_kernels to the implementation that a check on this
+    accelerator selected (jaxmoe/kernels.py). Without it they are those that cfg.kernels names,
+    unchecked.
     """
     ops = replace(
         with_kernels(plain_ops(), wanted(cfg.kernels) if impls is None else impls),
-        router=replay if cfg.rollout.router_replay else route,
-        remat=remat_of(cfg.optim),
+        router=replay_routing if cfg.rollout.router_replay else route_top_k,
+        remat=remat_fn(cfg.optim),
     )
     if cfg.model.numerics == "invariant":
         ops = invariant_ops(ops, (impls or wanted(cfg.kernels))["sink_attention"])
     if cfg.optim.expert_tokens:
-        ops = replace(ops, experts=in_chunks(ops.experts, cfg.optim.expert_tokens))
+        ops = replace(ops, experts=make_chunked_experts(ops.experts, cfg.optim.expert_tokens))
     return ops
 
 
 def invariant_ops(ops: Ops, kernels: Impl = "auto") -> Ops:
-    """The pieces whose bits depend on a token's own past alone; embed, record and remat stay.
+    """Return batch-invariant ops: a token's bits depend on its own prefix alone.
 
-    On a CPU; with `kernels` mosaic_gpu or mosaic_tpu, on such a chip.
+    embed, record and remat are those of `ops`. With `kernels` mosaic_gpu or mosaic_tpu they are for
+    such an accelerator, otherwise for a CPU.
     """
     name = kernels if isinstance(kernels, str) else kernels[0]
     if name in ("mosaic_gpu", "mosaic_tpu"):
-        return replace(ops, **invariant_on_chip.pieces(ops.router, name))
-    return replace(ops, **invariant.pieces(ops.router))
+        return replace(ops, **invariant_on_chip.mosaic_invariant_ops(ops.router, name))
+    return replace(ops, **invariant.xla_invariant_ops(ops.router))
 
 
 def with_kernels(ops: Ops, impls: Mapping[str, Impl]) -> Ops:
-    """The same pieces in other implementations, by operation; "auto" leaves a piece as it is."""
+    """Return the ops with other implementations, by operation; "auto" leaves an op unchanged."""
 
-    def of(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def with_impl(operation: Callable[..., Any]) -> Callable[..., Any]:
         impl = impls.get(operation.__name__, "auto")
         return operation if impl == "auto" else partial(operation, impl=impl)
 
-    given = {name: impl for name, impl in impls.items() if impl != "auto"}
-    made = ops
-    if "sink_attention" in given:
-        made = replace(made, attend=of(sink_attention))
-    if "decode_attention" in given:
-        made = replace(made, decode=of(decode_attention))
-    if "token_logprobs" in given:
-        made = replace(made, logprobs=partial(target_logprobs, per_token=of(token_logprobs)))
-    if given.keys() & {"grouped_swiglu", "grouped_matmul"}:
-        both = partial(experts, gate_up=of(grouped_swiglu), down=of(grouped_matmul))
-        made = replace(made, experts=both)
-    return made
+    selected = {name: impl for name, impl in impls.items() if impl != "auto"}
+    updated = ops
+    if "sink_attention" in selected:
+        updated = replace(updated, attend=with_impl(sink_attention))
+    if "decode_attention" in selected:
+        updated = replace(updated, decode=with_impl(decode_attention))
+    if "token_logprobs" in selected:
+        updated = replace(
+            updated, logprobs=partial(target_logprobs, per_token=with_impl(token_logprobs))
+        )
+    if selected.keys() & {"grouped_swiglu", "grouped_matmul"}:
+        experts_fn = partial(
+            apply_experts, gate_up=with_impl(grouped_swiglu), down=with_impl(grouped_matmul)
+        )
+        updated = replace(updated, experts=experts_fn)
+    return updated
 
 
-def remat_of(cfg: OptimConfig) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What the config names."""
+def remat_fn(cfg: OptimConfig) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the rematerialization that the config names."""
     if not cfg.remat:
-        return as_is
-    attention = cfg.remat_keeps == "attention"
+        return no_remat
+    keeps_attention = cfg.remat_keeps == "attention"
     if cfg.remat_inputs == "host":
-        return partial(inputs_on_host, keeps=CHECKPOINT_NAMES if attention else ())
-    return keeping_attention if attention else jax.checkpoint
+        return partial(checkpoint_inputs_on_host, keeps=CHECKPOINT_NAMES if keeps_attention else ())
+    return checkpoint_keeping_attention if keeps_attention else jax.checkpoint
 
 
-def keeping_attention(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
-    """jax.checkpoint that keeps (o, lse) of both attentions too, and never runs them again.
+def checkpoint_keeping_attention(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
+    """jax.checkpoint that also saves (o, lse) of both attentions, and so never recomputes them.
 
-    Of an `attend` that names its results, as sink_attention does by every implementation but the
-    reference, which JAX differentiates.
+    It needs an `attend` that names its results, as sink_attention does in every implementation but
+    the reference, which JAX differentiates.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
     return jax.checkpoint(layer_pair, policy=policy)
 
 
-def inputs_on_host(layer_pair: Callable[..., Any], keeps: Sequence[str] = ()) -> Callable[..., Any]:
-    """jax.checkpoint whose inputs wait in the hosts' memory; what is named in `keeps` does not.
+def checkpoint_inputs_on_host(
+    layer_pair: Callable[..., Any], keeps: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """jax.checkpoint whose inputs are offloaded to host memory; results named in `keeps` stay.
 
-    Of a function (carry, scanned), as lax.scan has it: the carry is what waits.
+    `layer_pair` is a function (carry, scanned) as in lax.scan; the carry is offloaded.
     """
 
-    def named(carry: Any, scanned: Any) -> Any:
-        return layer_pair(jax.tree.map(lambda x: checkpoint_name(x, INPUT), carry), scanned)
+    def run_named(carry: Any, scanned: Any) -> Any:
+        return layer_pair(jax.tree.map(lambda x: checkpoint_name(x, INPUT_NAME), carry), scanned)
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(keeps), names_which_can_be_offloaded=[INPUT],
+        names_which_can_be_saved=list(keeps), names_which_can_be_offloaded=[INPUT_NAME],
         offload_src="device", offload_dst="pinned_host",
     )  # fmt: skip
-    return jax.checkpoint(named, policy=policy)
+    return jax.checkpoint(run_named, policy=policy)
 
 
-def as_is(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
+def no_remat(layer_pair: Callable[..., Any]) -> Callable[..., Any]:
     return layer_pair

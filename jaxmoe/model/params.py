@@ -2,18 +2,18 @@
 """The one table of parameters: shape, axes, initialiser, dtype when read, Hugging Face name.
 
 Initial values, abstract shapes, shardings, import, export and counts are maps over
-`param_specs(cfg)`; nothing else declares a parameter. Layers come in (sliding, full) pairs and
-are stacked over pairs, since `forward` scans over them:
+`param_specs(cfg)`; nothing else declares a parameter. Layers come in (sliding, full) pairs and are
+stacked over pairs, since `forward` scans over them:
 
     params["layers"]["sliding" | "full"][name][pair, ...]      layer = 2*pair + (0 | 1)
 
-Ours differs from the checkpoint's layout where a compiler cares: gate and up are contiguous
-halves (there they are interleaved columns), matrices are [in, out], and the vocabulary is
-padded. `Spec.layout` names the conversion; jaxmoe/checkpoint/hf.py performs it.
+The layout differs from the checkpoint's where it matters to a compiler: gate and up are contiguous
+halves instead of interleaved columns, matrices are [in, out], and the vocabulary is padded.
+`Spec.layout` names the conversion; jaxmoe/checkpoint/hf.py performs it.
 
-Matrices are read in the model's dtype; router, norms, biases and sinks as they are held, float32
-as a rule. Whoever hands weights on rounds what `Spec.read` says and nothing else, or an engine
-samples from other weights than the trainer's: a rounded router switches experts.
+Matrices are read in the model's dtype; router, norms, biases and sinks as they are stored, as a
+rule in float32. Code that passes weights on must round exactly what `Spec.read` names. Otherwise an
+engine samples from other weights than the trainer's: a rounded router switches experts.
 Next: jaxmoe/model/forward.py.
 """
 
@@ -37,21 +37,21 @@ Layout = Literal["same", "transpose", "gate_up", "gate_up_bias", "pad_rows", "tr
 class Spec:
     """One parameter."""
 
-    shape: tuple[int, ...]  # as held here, stacked over layer pairs where axes[0] == "pair"
+    shape: tuple[int, ...]  # as stored here, stacked over layer pairs where axes[0] == "pair"
     axes: tuple[str | None, ...]  # logical axes, for parallel/sharding.py
     init: Literal["normal", "ones", "zeros"]
     hf: str  # name in a checkpoint, with {} for the layer number
-    layout: Layout = "same"  # from the checkpoint's array to ours
-    read: Literal["compute", "as_held"] = "as_held"  # in the model's dtype, or unrounded
+    layout: Layout = "same"  # conversion from the checkpoint's array
+    read: Literal["compute", "as_stored"] = "as_stored"  # in the model's dtype, or unrounded
 
     @property
-    def packable(self) -> bool:
-        """Whether it may be held in four bits: the experts' two matrices, [pair, E, in, out]."""
+    def is_packable(self) -> bool:
+        """True for the experts' two matrices, which may be packed in four bits."""
         return "expert" in self.axes and self.read == "compute"
 
 
 def param_specs(cfg: ModelConfig) -> Params:
-    """The tree of Spec for a model: the only declaration of its parameters."""
+    """Return the tree of Spec for a model: the only declaration of its parameters."""
     d, h, f, e = cfg.d_model, cfg.head_dim, cfg.d_expert, cfg.n_experts
     n, k, v = cfg.n_q_heads, cfg.n_kv_heads, cfg.padded_vocab
     attn, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
@@ -100,7 +100,7 @@ def param_specs(cfg: ModelConfig) -> Params:
 
 
 def value_head_specs(cfg: ModelConfig) -> Params:
-    """The critic's own parameters, beside a backbone of the table above."""
+    """Return the Specs of a critic's value head; its backbone has those of the table above."""
     return {
         "w_value": Spec((cfg.d_model,), ("embed",), "zeros", "score.weight"),
         "b_value": Spec((), (), "zeros", "score.bias"),
@@ -112,59 +112,62 @@ def _is_spec(leaf: Leaf) -> bool:
 
 
 def map_specs(fn, cfg: ModelConfig, *trees: Params) -> Params:
-    """fn(spec, *leaves) over the table and trees of its structure."""
+    """Map fn(spec, *leaves) over the table and trees of its structure."""
     return jax.tree.map(fn, param_specs(cfg), *trees, is_leaf=_is_spec)
 
 
 def abstract_params(cfg: ModelConfig, dtype: str = "float32") -> Params:
-    """The tree of jax.ShapeDtypeStruct; costs no memory at any size."""
+    """Return the tree of jax.ShapeDtypeStruct; costs no memory at any size."""
     return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), cfg)
 
 
 def abstract_base(cfg: ModelConfig) -> Params:
-    """The shapes of frozen weights as adapters are trained beside them: each parameter as it is
-    read, experts in four bits; costs no memory at any size."""
+    """Return the shapes of the frozen weights that adapters are trained on; costs no memory.
 
-    def held(spec: Spec) -> Leaf:
-        if not spec.packable:
+    Each parameter has the dtype it is read in, and expert matrices are packed in four bits.
+    """
+
+    def abstract_leaf(spec: Spec) -> Leaf:
+        if not spec.is_packable:
             return jax.ShapeDtypeStruct(spec.shape, read_dtype(spec, cfg, "float32"))
         *stack, height, width = spec.shape
         rows = height // 2, height // GROUP
         shapes: Leaf = [jax.ShapeDtypeStruct((*stack, n, width), jnp.uint8) for n in rows]
         return Mxfp4(*shapes)
 
-    return map_specs(held, cfg)
+    return map_specs(abstract_leaf, cfg)
 
 
-def check_params(params: Params, cfg: ModelConfig) -> None:
-    """Raises ConfigError where params have another shape than the config says, naming the first.
+def check_param_shapes(params: Params, cfg: ModelConfig) -> None:
+    """Raise ConfigError if params do not have the shapes of the config, naming the first that
+    differs.
 
-    A head may be missing: a critic's backbone has none.
+    The head may be missing: a critic's backbone has none.
     """
-    want = {k: v for k, v in abstract_params(cfg).items() if k in params or k != "head"}
-    ours, theirs = held_shapes(want), held_shapes(params)
-    for name in [*ours, *theirs]:
+    expected_params = {k: v for k, v in abstract_params(cfg).items() if k in params or k != "head"}
+    expected, actual = param_shapes(expected_params), param_shapes(params)
+    for name in [*expected, *actual]:
         require(
-            ours.get(name) == theirs.get(name),
-            f"params {name} must have shape {ours.get(name)} by the model's config, got "
-            f"{theirs.get(name)}: they are of another config.",
+            expected.get(name) == actual.get(name),
+            f"params {name} must have shape {expected.get(name)} by the model's config, got "
+            f"{actual.get(name)}: these params belong to another config.",
         )
 
 
-def held_shapes(params: Params) -> dict[str, tuple[int, ...] | str]:
-    """Each parameter's shape by its path; of packed experts that of the decoded matrices.
+def param_shapes(params: Params) -> dict[str, tuple[int, ...] | str]:
+    """Return each parameter's shape by its path; for packed experts that of the decoded matrices.
 
-    What is packed and cannot be (another matrix than an expert's, scales that do not fit, rows that
-    are no multiple of 64) is told in words, which equal no shape.
+    A leaf that is packed but cannot be (a matrix of no expert, scales that do not fit, rows that
+    are no multiple of 64) is described by a text, which equals no shape.
     """
     flat, _ = jax.tree.flatten_with_path(params, is_leaf=lambda leaf: hasattr(leaf, "shape"))
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): _held_shape(leaf)
+        jax.tree_util.keystr(path, simple=True, separator="/"): _leaf_shape(leaf)
         for path, leaf in flat
     }
 
 
-def _held_shape(leaf: Leaf) -> tuple[int, ...] | str:
+def _leaf_shape(leaf: Leaf) -> tuple[int, ...] | str:
     if not isinstance(leaf, Mxfp4):
         return leaf.shape
     nibbles, scales = leaf
@@ -178,41 +181,41 @@ def _held_shape(leaf: Leaf) -> tuple[int, ...] | str:
     )
 
 
-def read_dtype(spec: Spec, cfg: ModelConfig, held: DTypeLike) -> jnp.dtype:
-    """The dtype in which the forward reads a parameter that is held in `held`."""
-    return jnp.dtype(cfg.dtype if spec.read == "compute" else held)
+def read_dtype(spec: Spec, cfg: ModelConfig, stored_dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype in which the forward reads a parameter that is stored in `stored_dtype`."""
+    return jnp.dtype(cfg.dtype if spec.read == "compute" else stored_dtype)
 
 
-def as_read(params: Params, cfg: ModelConfig, shared: Params | None = None) -> Params:
-    """A copy of the parameters, each in the dtype the forward reads it in.
+def cast_for_forward(params: Params, cfg: ModelConfig, shared: Params | None = None) -> Params:
+    """Return a copy of the parameters, each in the dtype in which the forward reads it.
 
-    forward(as_read(params, cfg), …) is forward(params, …) bit for bit. Packed experts stay packed,
-    adapters beside their base; arrays that are `shared`'s own are not copied.
+    forward(cast_for_forward(params, cfg), …) equals forward(params, …) to the bit. Packed experts
+    stay packed, and adapted matrices stay adapted. Arrays that are part of `shared` are not copied.
     """
-    own = {id(x) for x in jax.tree.leaves(shared)}
+    shared_ids = {id(x) for x in jax.tree.leaves(shared)}
 
-    def read(spec: Spec, x: Leaf) -> Leaf:
-        if not hasattr(x, "dtype"):  # packed, or adapted
-            return jax.tree.map(lambda part: part if id(part) in own else jnp.copy(part), x)
-        return x if id(x) in own else jnp.array(x, read_dtype(spec, cfg, x.dtype), copy=True)
+    def read_leaf(spec: Spec, x: Leaf) -> Leaf:
+        if not hasattr(x, "dtype"):  # packed or adapted
+            return jax.tree.map(lambda part: part if id(part) in shared_ids else jnp.copy(part), x)
+        return x if id(x) in shared_ids else jnp.array(x, read_dtype(spec, cfg, x.dtype), copy=True)
 
-    return map_specs(read, cfg, params)
+    return map_specs(read_leaf, cfg, params)
 
 
 def init_params(key: PRNGKeyArray, cfg: ModelConfig, dtype: str = "float32") -> Params:
-    """Random weights: matrices normal with deviation 1/sqrt(fan in), biases and sinks 0.
+    """Return random weights: matrices normal with deviation 1/sqrt(fan in), biases and sinks 0.
 
-    The embedding too has 1/sqrt(d_model): with larger rows the layers' first contributions
-    drown in the residual stream, and a small model learns half as fast.
+    The embedding too has 1/sqrt(d_model): with larger rows the layers' first contributions drown in
+    the residual stream, and a small model learns half as fast.
     """
     leaves, tree = jax.tree.flatten(param_specs(cfg), is_leaf=_is_spec)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(
-        tree, [_init(k, s, jnp.dtype(dtype)) for k, s in zip(keys, leaves, strict=True)]
+        tree, [_init_leaf(k, s, jnp.dtype(dtype)) for k, s in zip(keys, leaves, strict=True)]
     )
 
 
-def _init(key: PRNGKeyArray, spec: Spec, dtype: jnp.dtype) -> Array:
+def _init_leaf(key: PRNGKeyArray, spec: Spec, dtype: jnp.dtype) -> Array:
     if spec.init != "normal":
         return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)
     fan_in = spec.shape[-1] if spec.axes[-1] == "width" else spec.shape[-2]
@@ -220,9 +223,9 @@ def _init(key: PRNGKeyArray, spec: Spec, dtype: jnp.dtype) -> Array:
 
 
 def count_params(cfg: ModelConfig) -> tuple[int, int]:
-    """(all parameters, those that act on one token); vocabulary padding not counted.
+    """Return (all parameters, parameters active per token); vocabulary padding is not counted.
 
-    The embedding look-up is left out of the second, as the model's own card does.
+    The second leaves out the embedding look-up, as the model card does.
     """
     sizes = jax.tree.leaves(map_specs(lambda s: (math.prod(s.shape), "expert" in s.axes), cfg),
                             is_leaf=lambda x: isinstance(x, tuple))  # fmt: skip

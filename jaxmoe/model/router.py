@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router: which experts a token goes to, and with what weights.
+"""The router: the experts of each token, and their weights.
 
 Numerics: float32 throughout, whatever the model's dtype: a rounded logit switches experts.
 Next: jaxmoe/model/experts.py.
@@ -15,30 +15,32 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.shapes import Params
 
 
-def exact_product(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
-    """h·W of float32, whatever a chip takes float32 for in a product."""
+def dot_float32(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
+    """Return h·W in full float32, even where an accelerator's default product is less precise."""
     return jnp.dot(h, w_DE, precision=lax.Precision.HIGHEST)
 
 
-def summed_product(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
-    """The same without a matmul, which on a GPU is a library's."""
+def dot_as_sum(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
+    """Return h·W without a matmul: on a GPU a matmul would be a library's, which is not
+    batch-invariant."""
     return jnp.sum(h[..., :, None] * w_DE[(None,) * (h.ndim - 1)], axis=-2)
 
 
 def router_logits(
-    h: Float[Array, "*B D"], layer: Params, product: Callable[..., Array] = exact_product
+    h: Float[Array, "*B D"], layer: Params, product: Callable[..., Array] = dot_float32
 ) -> Float[Array, "*B E"]:
-    """h·W + b in float32."""
+    """Return h·W + b in float32."""
     logits = product(h.astype(jnp.float32), layer["w_router"].astype(jnp.float32))
     bias_E = layer["b_router"].astype(jnp.float32)
     return logits + bias_E.reshape((1,) * (logits.ndim - 1) + bias_E.shape)
 
 
-def route(
+def route_top_k(
     h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
-    product: Callable[..., Array] = exact_product,
+    product: Callable[..., Array] = dot_float32,
 ) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:  # fmt: skip
-    """The experts of each token and their weights: top-k of h·W + b, then softmax over those.
+    """Return the experts of each token and their weights: top-k of h·W + b, then softmax over
+    those.
 
     Source: GPT-OSS model card §2.2.
     """
@@ -48,33 +50,34 @@ def route(
     return indices_MA.reshape(shape), weights_MA.reshape(shape)
 
 
-def replay(
+def replay_routing(
     h_BTD: Float[Array, "B T D"],
     layer: Params,
     *,
     active: int,
     indices_BTA: Int[Array, "B T A"] | None = None,
-    product: Callable[..., Array] = exact_product,
+    product: Callable[..., Array] = dot_float32,
 ) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
-    """`route` to experts that another forward chose, weighted by this one's logits.
+    """Route to the experts that another forward selected, weighted by this forward's logits.
 
-    A token whose indices are negative is routed as ever, and so is everything without indices.
+    A token with negative indices is routed by `route_top_k`, and so is every token without indices.
     Source: rollout routing replay (R3), arXiv:2510.11370.
     """
     if indices_BTA is None:
-        return route(h_BTD, layer, active=active, product=product)
+        return route_top_k(h_BTD, layer, active=active, product=product)
     logits_BTE = router_logits(h_BTD, layer, product)
-    own_BTA = lax.top_k(logits_BTE, active)[1]
-    indices_BTA = jnp.where(indices_BTA < 0, own_BTA, indices_BTA)
+    top_k_BTA = lax.top_k(logits_BTE, active)[1]
+    indices_BTA = jnp.where(indices_BTA < 0, top_k_BTA, indices_BTA)
     top_BTA = jnp.take_along_axis(logits_BTE, indices_BTA, axis=-1)
     return indices_BTA, jax.nn.softmax(top_BTA, axis=-1)
 
 
-def chosen(
+def record_experts(
     h_BTD: Float[Array, "B T D"],
     layer: Params,
     indices_BTA: Int[Array, "B T A"],
     weights_BTA: Array,
 ) -> Int[Array, "B T A"]:
-    """What a forward keeps of each layer's routing: which experts each token went to."""
+    """Return the part of a layer's routing that a forward records: the expert indices of each
+    token."""
     return indices_BTA

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed experts stay where they lie: a scan over layers would copy each layer's out of the stack.
+"""Packed experts stay in their stack: a scan over layers would copy each layer's part out of it.
 
-What is left in the scan is every other parameter. Next: jaxmoe/model/forward.py.
+All other parameters are scanned. Next: jaxmoe/model/forward.py.
 """
 
 import jax
@@ -11,23 +11,23 @@ from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul import Mxfp4, Mxfp4Part
 
 
-def without_stacks(layers: Params) -> Params:
-    """Layers stacked over pairs, None in the place of what is packed."""
-    return jax.tree.map(lambda x: None if _packed(x) else x, layers, is_leaf=_packed)
+def remove_packed(layers: Params) -> Params:
+    """Return the layers stacked over pairs, with None in place of packed leaves."""
+    return jax.tree.map(lambda x: None if _is_packed(x) else x, layers, is_leaf=_is_packed)
 
 
-def with_stacks(layers: Params, whole: Params, pair: Int32[Array, ""]) -> Params:
-    """One pair's parameters, without what is packed, and that as a part of the whole stack."""
+def restore_packed(layers: Params, all_layers: Params, pair: Int32[Array, ""]) -> Params:
+    """Return one pair's parameters, with its packed leaves as parts of the full stack."""
 
-    def part(held: Leaf, mine: Leaf) -> Leaf:
-        if not _packed(held):
-            return mine
-        n_experts = held.shape[1]
-        stack = Mxfp4(*(x.reshape(-1, *x.shape[2:]) for x in held))
+    def select_leaf(stacked: Leaf, scanned: Leaf) -> Leaf:
+        if not _is_packed(stacked):
+            return scanned
+        n_experts = stacked.shape[1]
+        stack = Mxfp4(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
         return Mxfp4Part(stack, pair * n_experts)
 
-    return jax.tree.map(part, whole, layers, is_leaf=_packed)
+    return jax.tree.map(select_leaf, all_layers, layers, is_leaf=_is_packed)
 
 
-def _packed(leaf: Leaf) -> bool:
+def _is_packed(leaf: Leaf) -> bool:
     return isinstance(leaf, Mxfp4)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process tells the others without a device: by the service they met at.
+"""Messages between processes without a device, through jax's coordination service.
 
-A collective of devices is no place to wait in: launch/env.sh has NCCL end it after five minutes.
-Here a process waits as long as the others live, in any thread, since nothing is ordered against a
-device's programs. It is for what a host makes: rollouts, digests, errors.
+A device collective is no place to wait in: launch/env.sh makes NCCL end it after five minutes. A
+channel waits as long as the other processes live, and in any thread, since its messages are not
+ordered with a device's programs. It carries what hosts make: rollouts, digests, errors.
 Next: jaxmoe/vllm/multi_process_engine.py.
 """
 
@@ -15,28 +15,26 @@ from jax._src import distributed  # jax has no public name for the service
 
 from jaxmoe.config import ConfigError, EngineError
 
-PIECE_BYTES = 1 << 20  # of one message: gRPC takes 4 MiB at most
-WAIT_MS = 24 * 3600 * 1000  # whose process dies ends all much sooner, by its heartbeat
+CHUNK_BYTES = 1 << 20  # of one message; gRPC accepts at most 4 MiB
+WAIT_MS = 24 * 3600 * 1000  # a dead process ends the run much sooner, by its missing heartbeat
 _ERRORS = {kind.__name__: kind for kind in (EngineError, ConfigError)}
 
 
 class Channel:
-    """A name that all processes have for it; every method is called by all, in the same order."""
+    """A named channel of all processes; all call each of its methods, in the same order."""
 
     def __init__(
         self, name: str, *, client: Any = None, number: int | None = None, count: int | None = None
     ) -> None:
-        self._name, self._said = name, 0
-        met = distributed.global_state  # and not jax.process_index(): that opens the device
-        self.number = met.process_id if number is None else number
-        self.count = count or met.num_processes or 1
-        self._client: Any = client or met.client
+        self._name, self._n_exchanges = name, 0
+        service = distributed.global_state  # jax.process_index() would open the device
+        self.number = service.process_id if number is None else number
+        self.count = count or service.num_processes or 1
+        self._client: Any = client or service.client
 
-    def from_first(self, make: Callable[[], bytes]) -> bytes:
-        """What `make` returns in the first process, which alone calls it.
-
-        Raises in all what it raised there: ConfigError, or EngineError for anything else.
-        """
+    def broadcast_from_first(self, make: Callable[[], bytes]) -> bytes:
+        """Return the result of `make`, which only the first process calls. Its exception is raised
+        in all processes: ConfigError, or EngineError for any other."""
         if self.count == 1:
             return make()
         data, error = b"", None
@@ -44,68 +42,72 @@ class Channel:
             try:
                 data = b"\0" + make()
             except Exception as raised:  # the others wait
-                error, data = raised, _told(raised, self.number)
-        (data,) = self._exchanged({0: data})
+                error, data = raised, _encode_error(raised, self.number)
+        (data,) = self._exchange_messages({0: data})
         if error is not None:
             raise error
         if data[:1] != b"\0":
-            raise _error(data)
+            raise _decode_error(data)
         return data[1:]
 
-    def everyones(self, value: Any) -> list[Any]:
-        """What each process has, by its number: JSON values."""
+    def gather_values(self, value: Any) -> list[Any]:
+        """Return the JSON values of all processes, by process number."""
         if self.count == 1:
             return [value]
-        mine = json.dumps(value).encode()
-        found = self._exchanged({i: mine for i in range(self.count)})
-        return [json.loads(data) for data in found]
+        message = json.dumps(value).encode()
+        messages = self._exchange_messages({i: message for i in range(self.count)})
+        return [json.loads(data) for data in messages]
 
-    def by_all(self, make: Callable[[], Any]) -> list[Any]:
-        """What `make` returns in each process: JSON values. Raises in all what one raised."""
+    def gather_results(self, make: Callable[[], Any]) -> list[Any]:
+        """Call `make` in each process and return all results, JSON values, by process number. An
+        exception of one process is raised in all."""
         error: Exception | None = None
-        made: dict[str, Any] = {}
+        outcome: dict[str, Any] = {}
         try:
-            made["value"] = make()
+            outcome["value"] = make()
         except Exception as raised:  # the others wait
-            error, made["error"] = raised, _told(raised, self.number).decode()
-        found = self.everyones(made)
+            error, outcome["error"] = raised, _encode_error(raised, self.number).decode()
+        outcomes = self.gather_values(outcome)
         if error is not None:
             raise error
-        for other in found:
-            if "error" in other:
-                raise _error(other["error"].encode())
-        return [other["value"] for other in found]
+        for outcome in outcomes:
+            if "error" in outcome:
+                raise _decode_error(outcome["error"].encode())
+        return [outcome["value"] for outcome in outcomes]
 
-    def _exchanged(self, said: dict[int, bytes]) -> list[bytes]:
-        """Of each process that speaks what it says; `said` has the own words."""
-        key, self._said = f"jaxmoe/{self._name}/{self._said}", self._said + 1
-        mine = said.get(self.number)
-        if mine is not None:
-            pieces = range(0, len(mine), PIECE_BYTES)
-            for n, at in enumerate(pieces):
+    def _exchange_messages(self, messages: dict[int, bytes]) -> list[bytes]:
+        """Return the message of each sender; `messages` has the senders as keys, and this process's
+        data."""
+        key, self._n_exchanges = f"jaxmoe/{self._name}/{self._n_exchanges}", self._n_exchanges + 1
+        message = messages.get(self.number)
+        if message is not None:
+            starts = range(0, len(message), CHUNK_BYTES)
+            for n, start in enumerate(starts):
                 self._client.key_value_set_bytes(
-                    f"{key}/{self.number}/{n}", mine[at : at + PIECE_BYTES]
+                    f"{key}/{self.number}/{n}", message[start : start + CHUNK_BYTES]
                 )
-            self._client.key_value_set(f"{key}/{self.number}/pieces", str(len(pieces)))
-        found = [mine if i == self.number else self._read(f"{key}/{i}") for i in said]
+            self._client.key_value_set(f"{key}/{self.number}/chunks", str(len(starts)))
+        replies = [
+            message if i == self.number else self._read_message(f"{key}/{i}") for i in messages
+        ]
         self._client.wait_at_barrier(f"{key}/read", WAIT_MS)
-        if mine is not None:
+        if message is not None:
             self._client.key_value_delete(f"{key}/{self.number}")
-        return [data or b"" for data in found]
+        return [data or b"" for data in replies]
 
-    def _read(self, key: str) -> bytes:
-        pieces = int(self._client.blocking_key_value_get(f"{key}/pieces", WAIT_MS))
-        get = self._client.blocking_key_value_get_bytes
-        return b"".join(get(f"{key}/{n}", WAIT_MS) for n in range(pieces))
+    def _read_message(self, key: str) -> bytes:
+        n_chunks = int(self._client.blocking_key_value_get(f"{key}/chunks", WAIT_MS))
+        get_bytes = self._client.blocking_key_value_get_bytes
+        return b"".join(get_bytes(f"{key}/{n}", WAIT_MS) for n in range(n_chunks))
 
 
-def _told(error: Exception, number: int) -> bytes:
-    known = type(error).__name__ in _ERRORS or isinstance(error, EngineError)
+def _encode_error(error: Exception, number: int) -> bytes:
+    is_known = type(error).__name__ in _ERRORS or isinstance(error, EngineError)
     kind = "ConfigError" if isinstance(error, ConfigError) else "EngineError"
-    text = str(error) if known else f"{type(error).__name__}: {error}"
+    text = str(error) if is_known else f"{type(error).__name__}: {error}"
     return json.dumps([kind, number, text]).encode()
 
 
-def _error(data: bytes) -> Exception:
+def _decode_error(data: bytes) -> Exception:
     kind, number, text = json.loads(data)
     return _ERRORS[kind](text if kind == "ConfigError" else f"process {number}: {text}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to the devices that want them and back, by ragged all-to-alls through a fixed buffer.
+"""Rows to the devices of their experts and back, by ragged all-to-alls through a fixed buffer.
 
-What a device is to get, its inflow, is in order of the sender; a round takes as much of it as the
-buffer holds. Everybody knows all counts, so both ways of every round follow by arithmetic.
-Next: jaxmoe/parallel/expert.py.
+The rows that a device receives, its inflow, are ordered by sender; one round transfers as many of
+them as the buffer has room for. Every device knows all counts, so the offsets of each round follow
+by arithmetic. Next: jaxmoe/parallel/expert.py.
 """
 
 from collections.abc import Callable
@@ -21,93 +21,101 @@ Exchange = Callable[..., Array]  # jax.lax.ragged_all_to_all without axis_name
 
 
 class Slices(NamedTuple):
-    """One way of a ragged all-to-all, by the other device, as jax.lax.ragged_all_to_all has it."""
+    """One direction of a ragged all-to-all, by the other device; see jax.lax.ragged_all_to_all."""
 
     input_offsets: Int[Array, " n"]
     send_sizes: Int[Array, " n"]
-    output_offsets: Int[Array, " n"]  # on the device that receives
+    output_offsets: Int[Array, " n"]  # on the receiving device
     recv_sizes: Int[Array, " n"]
 
 
 class Counts(NamedTuple):
-    """How many rows go from each device of a group to each other one."""
+    """Number of rows from each device of a group to each other one."""
 
-    me: Int[Array, ""]  # this device
-    rows_nn: Int[Array, "n n"]  # from, to
-    at_source_nn: Int[Array, "n n"]  # where they begin among the sender's rows
-    at_target_nn: Int[Array, "n n"]  # where they begin in the receiver's inflow
-    ends_ne: Int[Array, " ne"]  # of my inflow: where each sender's rows for each expert end
+    index: Int[Array, ""]  # this device
+    rows_nn: Int[Array, "n n"]  # [sender, receiver]
+    source_offset_nn: Int[Array, "n n"]  # first index among the sender's rows
+    target_offset_nn: Int[Array, "n n"]  # first index in the receiver's inflow
+    ends_ne: Int[Array, " ne"]  # end of each sender's rows for each expert in this device's inflow
 
     @property
-    def inflow(self) -> Array:
-        """Rows that the busiest device gets."""
+    def max_inflow(self) -> Array:
+        """Rows that the busiest device receives."""
         return jnp.max(jnp.sum(self.rows_nn, axis=0))
 
 
-def counted(sizes_ne: Int[Array, "n e"], over: Names) -> Counts:
-    """From how many rows of this device go to each device of `over` and each expert there."""
-    me = place_in(over)
-    sizes_nne = lax.all_gather(sizes_ne, over)
+def count_exchanged_rows(sizes_ne: Int[Array, "n e"], axes: Names) -> Counts:
+    """Return the Counts, given this device's rows for each device of `axes` and its experts."""
+    index = device_index(axes)
+    sizes_nne = lax.all_gather(sizes_ne, axes)
     rows_nn = jnp.sum(sizes_nne, axis=2)
-    mine_ne = lax.dynamic_index_in_dim(sizes_nne, me, 1, keepdims=False)
+    received_ne = lax.dynamic_index_in_dim(sizes_nne, index, 1, keepdims=False)
     return Counts(
-        me, rows_nn, jnp.cumsum(rows_nn, axis=1) - rows_nn, jnp.cumsum(rows_nn, axis=0) - rows_nn,
-        jnp.cumsum(mine_ne.reshape(-1)),
+        index, rows_nn, jnp.cumsum(rows_nn, axis=1) - rows_nn, jnp.cumsum(rows_nn,
+        axis=0) - rows_nn,
+        jnp.cumsum(received_ne.reshape(-1)),
     )  # fmt: skip
 
 
-def experts_of(counts: Counts, first: Array, rows: int, n_experts: int) -> Int[Array, " R"]:
-    """Of `rows` rows of this device's inflow the local expert; −1 past its end."""
-    at_R = first + jnp.arange(rows, dtype=jnp.int32)
-    group_R = jnp.searchsorted(counts.ends_ne, at_R, side="right").astype(jnp.int32)
-    return jnp.where(at_R < counts.ends_ne[-1], group_R % n_experts, -1)
+def row_experts(counts: Counts, first: Array, rows: int, n_experts: int) -> Int[Array, " R"]:
+    """Return the local expert of the inflow's rows first … first + rows − 1; −1 past its end."""
+    position_R = first + jnp.arange(rows, dtype=jnp.int32)
+    group_R = jnp.searchsorted(counts.ends_ne, position_R, side="right").astype(jnp.int32)
+    return jnp.where(position_R < counts.ends_ne[-1], group_R % n_experts, -1)
 
 
-def ways(counts: Counts, first: Array, rows: int) -> tuple[Slices, Slices]:
-    """There and back of what lies in [first, first + rows) of everybody's inflow."""
+def round_slices(counts: Counts, first: Array, rows: int) -> tuple[Slices, Slices]:
+    """Return the slices that send rows [first, first + rows) of all inflows, and the reverse."""
     last = first + rows
-    begin_nn = jnp.clip(counts.at_target_nn, first, last)
-    sizes_nn = jnp.clip(counts.at_target_nn + counts.rows_nn, first, last) - begin_nn
-    some_nn = sizes_nn > 0
-    source_nn = counts.at_source_nn + begin_nn - counts.at_target_nn
-    source_nn = jnp.where(some_nn, source_nn, 0)
-    target_nn = jnp.where(some_nn, begin_nn - first, 0)
+    begin_nn = jnp.clip(counts.target_offset_nn, first, last)
+    sizes_nn = jnp.clip(counts.target_offset_nn + counts.rows_nn, first, last) - begin_nn
+    is_sent_nn = sizes_nn > 0
+    source_nn = counts.source_offset_nn + begin_nn - counts.target_offset_nn
+    source_nn = jnp.where(is_sent_nn, source_nn, 0)
+    target_nn = jnp.where(is_sent_nn, begin_nn - first, 0)
 
-    def sent(x_nn: Array) -> Array:
-        return lax.dynamic_index_in_dim(x_nn, counts.me, 0, keepdims=False)
+    def take_sent(x_nn: Array) -> Array:
+        return lax.dynamic_index_in_dim(x_nn, counts.index, 0, keepdims=False)
 
-    def got(x_nn: Array) -> Array:
-        return lax.dynamic_index_in_dim(x_nn, counts.me, 1, keepdims=False)
+    def take_recv(x_nn: Array) -> Array:
+        return lax.dynamic_index_in_dim(x_nn, counts.index, 1, keepdims=False)
 
-    there = Slices(sent(source_nn), sent(sizes_nn), sent(target_nn), got(sizes_nn))
-    back = Slices(got(target_nn), got(sizes_nn), got(source_nn), sent(sizes_nn))
-    return there, back
+    outgoing = Slices(
+        take_sent(source_nn), take_sent(sizes_nn), take_sent(target_nn), take_recv(sizes_nn)
+    )
+    returning = Slices(
+        take_recv(target_nn), take_recv(sizes_nn), take_recv(source_nn), take_sent(sizes_nn)
+    )
+    return outgoing, returning
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def travelled(
-    exchange: Exchange, rows: int, x_SD: Float[Array, "S D"], way: Slices, back: Slices
+def exchange_rows(
+    exchange: Exchange, rows: int, x_SD: Float[Array, "S D"], slices: Slices, reverse: Slices
 ) -> Float[Array, "R D"]:
-    """`rows` rows: what comes to this device by `way`, and zeros; its gradient goes `back`."""
-    return exchange(x_SD, jnp.zeros((rows, x_SD.shape[1]), x_SD.dtype), *way)
+    """Return `rows` rows: those that arrive by `slices`, then zeros.
+
+    The gradient travels by `reverse`.
+    """
+    return exchange(x_SD, jnp.zeros((rows, x_SD.shape[1]), x_SD.dtype), *slices)
 
 
-def _forward(exchange, rows, x_SD, way, back):
-    # of x only its shape: an array without a column
-    return travelled(exchange, rows, x_SD, way, back), (x_SD[:, :0], way, back)
+def _exchange_forward(exchange, rows, x_SD, slices, reverse):
+    # Only the shape of x is needed: an array without columns has it at no cost.
+    return exchange_rows(exchange, rows, x_SD, slices, reverse), (x_SD[:, :0], slices, reverse)
 
 
-def _backward(exchange: Exchange, rows: int, residuals: Any, dout_RD: Array):
-    like_S0, way, back = residuals
-    return travelled(exchange, like_S0.shape[0], dout_RD, back, way), None, None
+def _exchange_backward(exchange: Exchange, rows: int, residuals: Any, dout_RD: Array):
+    x_S0, slices, reverse = residuals
+    return exchange_rows(exchange, x_S0.shape[0], dout_RD, reverse, slices), None, None
 
 
-travelled.defvjp(_forward, _backward)
+exchange_rows.defvjp(_exchange_forward, _exchange_backward)
 
 
-def place_in(names: Names) -> Array:
-    """This device's place among those of these mesh axes, major first."""
-    place = jnp.zeros((), jnp.int32)
+def device_index(names: Names) -> Array:
+    """Return this device's index among those of these mesh axes, major first."""
+    index = jnp.zeros((), jnp.int32)
     for name in names:
-        place = place * lax.axis_size(name) + lax.axis_index(name)
-    return place
+        index = index * lax.axis_size(name) + lax.axis_index(name)
+    return index

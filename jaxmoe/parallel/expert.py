@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts cut over devices: each holds some, and every token gets to its own, dropless.
+"""Experts sharded over devices: each holds some, and every token reaches its own, dropless.
 
-Two dispatches of the same sum, local functions for `jax.shard_map` with the arguments of
-jaxmoe.model.experts.experts, of which each runs the one-device function on the rows that are this
-device's: a row is to it a token with one active expert, of weight 1.
+There are two dispatches of the same sum. Both are local functions for `jax.shard_map` with the
+arguments of jaxmoe.model.experts.apply_experts, and run that function on the rows of this device: a
+row is passed as a token with one active expert, of weight 1.
 
-    gathered_experts   everybody sees all tokens and adds up what its own experts say of them
-    exchanged_experts  a row travels to the device of its expert and back
+    experts_all_gather  every device sees all tokens and sums its own experts' outputs
+    experts_all_to_all  a row travels to the device of its expert and back
 
-Experts lie over (*over, *sum_over), major first; tokens are cut by `over` and whole along
-`sum_over`. Rows go through a buffer of fixed size; what does not fit goes in a further round
-(rounds.py), so no routing is refused and none takes more memory than another.
+Experts are sharded over (*axes, *sum_axes), major first; tokens are sharded over `axes` and
+replicated along `sum_axes`. Rows go through a buffer of fixed size; rows that do not fit go in a
+further round (rounds.py), so no routing is refused and none takes more memory than another.
 Next: pairs.py and exchange.py, how rows get there.
 """
 
@@ -28,20 +28,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.experts import experts as one_device
+from jaxmoe.model.experts import apply_experts
 from jaxmoe.parallel.exchange import (
     Counts,
     Exchange,
-    counted,
-    experts_of,
-    place_in,
-    travelled,
-    ways,
+    count_exchanged_rows,
+    device_index,
+    exchange_rows,
+    round_slices,
+    row_experts,
 )
-from jaxmoe.parallel.gather import gathered
-from jaxmoe.parallel.pairs import Pairs, rows_of, sum_of, window
-from jaxmoe.parallel.rounds import in_parts, in_rounds
-from jaxmoe.parallel.scatter import sum_scattered
+from jaxmoe.parallel.gather import gather_param
+from jaxmoe.parallel.pairs import Pairs, combine_rows_of_pairs, gather_rows, select_pairs
+from jaxmoe.parallel.rounds import map_parts, sum_rounds
+from jaxmoe.parallel.scatter import reduce_scatter
 from jaxmoe.parallel.sharding import Names
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.dispatch import Target
@@ -49,220 +49,233 @@ from pallas_kernels.grouped_matmul.routing import sort_by_expert
 
 _log = logging.getLogger("jaxmoe.parallel")
 
-ROOM = 2  # rows of a buffer, over those of a device where all experts are asked alike
-GATHERED = 2**29  # bytes of all devices' tokens at once, in float32
-V5E_CHIPS = 16  # of a v5e slice: 4x4 compiles a ragged all-to-all, 8x8 is refused
+CAPACITY_FACTOR = 2  # rows of the buffer, as a multiple of a device's rows under balanced routing
+MAX_GATHERED_BYTES = 2**29  # of the tokens of all devices, in float32
+MAX_V5E_CHIPS = 16  # the compiler accepts a ragged all-to-all on 4x4 chips and refuses it on 8x8
 
 
-def gathered_experts(
+def experts_all_gather(
     h_btD: Float[Array, "b t D"],
     indices_btA: Int[Array, "b t A"],
     weights_btA: Float[Array, "b t A"],
     layer: Params,
     cfg: ModelConfig,
     *,
-    over: Names = ("expert",),
-    sum_over: Names = ("tensor",),
-    experts: Callable[..., Array] = one_device,
+    axes: Names = ("expert",),
+    sum_axes: Names = ("tensor",),
+    experts: Callable[..., Array] = apply_experts,
     buffer_rows: int | None = None,
 ) -> Float[Array, "b t D"]:
-    """Σ_a weight_a · expert_a(h): tokens all-gathered over `over`, sums reduce-scattered.
+    """Return Σ_a weight_a · expert_a(h): tokens all-gathered over `axes`, sums reduce-scattered.
 
-    Holds h and the float32 sum of all n·b·t tokens of n shards, or, where that sum has more than
-    GATHERED bytes, of as many of them at a time as have not; and rows of `buffer_rows` pairs, by
-    default ROOM times the balanced load, whatever n.
+    Memory: h and the float32 sum of the tokens of all shards, cut into parts where that sum has
+    more than MAX_GATHERED_BYTES; and `buffer_rows` rows, by default CAPACITY_FACTOR times the
+    balanced load, whatever the number of shards.
 
     Numerics: the sum over experts is float32 on a device and over devices, and rounds once. h's
     gradient is rounded on each device and summed over them in float32.
     """
     active, width = indices_btA.shape[-1], h_btD.shape[-1]
-    some = partial(
-        _gathered, cfg=cfg, over=over, sum_over=sum_over, experts=experts, wanted=buffer_rows
-    )
+    run_part = partial(
+        _all_gather_part, cfg=cfg, axes=axes, sum_axes=sum_axes, experts=experts,
+        buffer_rows=buffer_rows,
+    )  # fmt: skip
     h_MD, weights_MA = h_btD.reshape(-1, width), weights_btA.reshape(-1, active)
     indices_MA = indices_btA.reshape(-1, active)
-    parts = min(-(-_size(over) * h_MD.size * 4 // GATHERED), h_MD.shape[0])
-    if parts <= 1:
-        return jnp.reshape(some((h_MD, weights_MA), layer, indices_MA), h_btD.shape)
-    # what fills up the last part is nobody's
-    tokens = _cut(h_MD, parts), _cut(weights_MA, parts)
-    y_PMD = in_parts(some, tokens, layer, _cut(indices_MA, parts, -1))
-    return _joined(y_PMD, h_MD.shape[0]).reshape(h_btD.shape)
+    n_parts = min(-(-_axis_size(axes) * h_MD.size * 4 // MAX_GATHERED_BYTES), h_MD.shape[0])
+    if n_parts <= 1:
+        return jnp.reshape(run_part((h_MD, weights_MA), layer, indices_MA), h_btD.shape)
+    # The padding of the last part belongs to no expert.
+    tokens = _split_parts(h_MD, n_parts), _split_parts(weights_MA, n_parts)
+    y_PMD = map_parts(run_part, tokens, layer, _split_parts(indices_MA, n_parts, -1))
+    return _join_parts(y_PMD, h_MD.shape[0]).reshape(h_btD.shape)
 
 
-def _gathered(tokens, layer, indices_MA, *, cfg, over, sum_over, experts, wanted):
-    """One part of `gathered_experts`."""
+def _all_gather_part(tokens, layer, indices_MA, *, cfg, axes, sum_axes, experts, buffer_rows):
+    """Compute one part of `experts_all_gather`."""
     h_MD, weights_MA = tokens
     active = indices_MA.shape[1]
-    h_ND = gathered(h_MD, (over, ()), h_MD.dtype)
-    weights_NA = gathered(weights_MA, (over, ()), jnp.float32)
-    indices_NA = lax.all_gather(indices_MA, over, tiled=True) if over else indices_MA
-    n_local = cfg.n_experts // _size((*over, *sum_over))
-    local_NA = indices_NA - place_in((*over, *sum_over)) * n_local
-    own_NA = (local_NA >= 0) & (local_NA < n_local)
-    order, inverse, (count,) = sort_by_expert(jnp.where(own_NA, 0, 1), 1)
-    rows = _rows(indices_MA.size, over, sum_over, wanted)
-    own = partial(_own, experts=experts, cfg=replace(cfg, n_experts=n_local, experts_per_token=1))
+    h_ND = gather_param(h_MD, (axes, ()), h_MD.dtype)
+    weights_NA = gather_param(weights_MA, (axes, ()), jnp.float32)
+    indices_NA = lax.all_gather(indices_MA, axes, tiled=True) if axes else indices_MA
+    n_local = cfg.n_experts // _axis_size((*axes, *sum_axes))
+    local_NA = indices_NA - device_index((*axes, *sum_axes)) * n_local
+    is_local_NA = (local_NA >= 0) & (local_NA < n_local)
+    order, inverse, (count,) = sort_by_expert(jnp.where(is_local_NA, 0, 1), 1)
+    rows = _buffer_size(indices_MA.size, axes, sum_axes, buffer_rows)
+    run_local = partial(
+        _run_local_experts, experts=experts,
+        cfg=replace(cfg, n_experts=n_local, experts_per_token=1),
+    )  # fmt: skip
 
-    def one(k: Array, operands: Leaf, where: Leaf) -> Array:
+    def run_round(k: Array, operands: Leaf, constants: Leaf) -> Array:
         h_ND, weights_NA, layer = operands
-        order, inverse_NA, local_S, count = where
-        pairs = window(order, inverse_NA, count, k * rows, rows)
-        full_C = k * rows + jnp.arange(rows, dtype=jnp.int32) < count
-        local_C = jnp.where(full_C, local_S[pairs.pair_C], -1)
-        return sum_of(own(rows_of(h_ND, pairs), local_C, layer), weights_NA, pairs)
+        order, inverse_NA, local_S, count = constants
+        pairs = select_pairs(order, inverse_NA, count, k * rows, rows)
+        is_filled_C = k * rows + jnp.arange(rows, dtype=jnp.int32) < count
+        local_C = jnp.where(is_filled_C, local_S[pairs.pair_C], -1)
+        return combine_rows_of_pairs(
+            run_local(gather_rows(h_ND, pairs), local_C, layer), weights_NA, pairs
+        )
 
-    where = order, inverse.reshape(-1, active), local_NA.reshape(-1), count
-    sum_ND = in_rounds(one, _needed(count, rows), (h_ND, weights_NA, layer), where)
-    return summed(sum_ND, over, sum_over, h_MD.dtype)
+    constants = order, inverse.reshape(-1, active), local_NA.reshape(-1), count
+    sum_ND = sum_rounds(run_round, _count_rounds(count, rows), (h_ND, weights_NA, layer), constants)
+    return sum_shares(sum_ND, axes, sum_axes, h_MD.dtype)
 
 
-def exchanged_experts(
+def experts_all_to_all(
     h_btD: Float[Array, "b t D"],
     indices_btA: Int[Array, "b t A"],
     weights_btA: Float[Array, "b t A"],
     layer: Params,
     cfg: ModelConfig,
     *,
-    over: Names = ("expert",),
-    sum_over: Names = ("tensor",),
-    experts: Callable[..., Array] = one_device,
+    axes: Names = ("expert",),
+    sum_axes: Names = ("tensor",),
+    experts: Callable[..., Array] = apply_experts,
     buffer_rows: int | None = None,
     exchange: Exchange | None = None,
 ) -> Float[Array, "b t D"]:
-    """Σ_a weight_a · expert_a(h): each row to its expert's device and back.
+    """Return Σ_a weight_a · expert_a(h): each row travels to its expert's device and back.
 
-    Holds b·t·A rows of its own and `buffer_rows` of others', by default ROOM times the balanced
-    load, whatever the number of shards. A device sends only to those of its own place in
-    `sum_over`, where the same tokens are: each of them sends another part of the rows.
+    Memory: b·t·A rows of this device and `buffer_rows` of others, by default CAPACITY_FACTOR times
+    the balanced load, whatever the number of shards. Devices along `sum_axes` have the same tokens:
+    each sends another part of the rows, and only to devices with its own index in `sum_axes`.
 
     Args:
-        exchange: as jax.lax.ragged_all_to_all over `over`, which is the default.
+        exchange: like jax.lax.ragged_all_to_all over `axes`, which is the default.
     Numerics: rows travel in h's dtype, in which they are computed; the sum over experts is float32
-    in top-k order, then over `sum_over`, and rounds once.
+    in top-k order, then over `sum_axes`, and rounds once.
     """
     active, width = indices_btA.shape[-1], h_btD.shape[-1]
-    exchange = partial(lax.ragged_all_to_all, axis_name=over) if exchange is None else exchange
-    n_shards, n_sums = _size(over), _size(sum_over)
+    exchange = partial(lax.ragged_all_to_all, axis_name=axes) if exchange is None else exchange
+    n_shards, n_sums = _axis_size(axes), _axis_size(sum_axes)
     n_local = cfg.n_experts // (n_shards * n_sums)
     indices_MA = indices_btA.reshape(-1, active)
     owner_MA, local_MA = indices_MA // n_local, indices_MA % n_local
-    mine_MA = owner_MA % n_sums == place_in(sum_over)
-    group_MA = jnp.where(mine_MA, owner_MA // n_sums * n_local + local_MA, -1)
+    is_sent_MA = owner_MA % n_sums == device_index(sum_axes)
+    group_MA = jnp.where(is_sent_MA, owner_MA // n_sums * n_local + local_MA, -1)
     order, inverse, sizes = sort_by_expert(group_MA, n_shards * n_local)
-    sent = Pairs(order, inverse.reshape(-1, active))
-    counts = counted(sizes.reshape(n_shards, n_local), over)
-    rows = _rows(indices_MA.size, over, sum_over, buffer_rows)
-    own = partial(_own, experts=experts, cfg=replace(cfg, n_experts=n_local, experts_per_token=1))
+    pairs = Pairs(order, inverse.reshape(-1, active))
+    counts = count_exchanged_rows(sizes.reshape(n_shards, n_local), axes)
+    rows = _buffer_size(indices_MA.size, axes, sum_axes, buffer_rows)
+    run_local = partial(
+        _run_local_experts, experts=experts,
+        cfg=replace(cfg, n_experts=n_local, experts_per_token=1),
+    )  # fmt: skip
 
-    def one(k: Array, operands: Leaf, counts: Counts) -> Array:
+    def run_round(k: Array, operands: Leaf, counts: Counts) -> Array:
         x_SD, layer = operands
-        there, back = ways(counts, k * rows, rows)
-        x_RD = travelled(exchange, rows, x_SD, there, back)
-        y_RD = own(x_RD, experts_of(counts, k * rows, rows, n_local), layer)
-        return travelled(exchange, x_SD.shape[0], y_RD, back, there)
+        outgoing, returning = round_slices(counts, k * rows, rows)
+        x_RD = exchange_rows(exchange, rows, x_SD, outgoing, returning)
+        y_RD = run_local(x_RD, row_experts(counts, k * rows, rows, n_local), layer)
+        return exchange_rows(exchange, x_SD.shape[0], y_RD, returning, outgoing)
 
-    # all devices of the mesh go through as many rounds: chips run one program in step
-    rounds = lax.pmax(_needed(counts.inflow, rows), jax.sharding.get_abstract_mesh().axis_names)
-    x_SD = rows_of(h_btD.reshape(-1, width), sent)
-    y_SD = in_rounds(one, rounds, (x_SD, layer), counts)
-    sum_MD = sum_of(y_SD, weights_btA.reshape(-1, active), sent)
-    return jnp.reshape(summed(sum_MD, (), sum_over, h_btD.dtype), h_btD.shape)
+    # All devices of the mesh must run the same number of rounds, since they run one program in
+    # step.
+    rounds = lax.pmax(
+        _count_rounds(counts.max_inflow, rows), jax.sharding.get_abstract_mesh().axis_names
+    )
+    x_SD = gather_rows(h_btD.reshape(-1, width), pairs)
+    y_SD = sum_rounds(run_round, rounds, (x_SD, layer), counts)
+    sum_MD = combine_rows_of_pairs(y_SD, weights_btA.reshape(-1, active), pairs)
+    return jnp.reshape(sum_shares(sum_MD, (), sum_axes, h_btD.dtype), h_btD.shape)
 
 
-def dispatch_for(
-    here: Target, *, devices: int, shards: int, active: int, decoding: bool
+def choose_dispatch(
+    device: Target, *, devices: int, shards: int, active: int, decoding: bool
 ) -> tuple[Callable[..., Array], str]:
-    """Which of the two runs on this chip and mesh, and why; the reason is logged, once.
+    """Return the dispatch for this accelerator and mesh, and the reason, which is logged once.
 
-    `shards`: parts that tokens and experts are cut into together; `decoding`: few tokens.
+    `shards` is the number of parts that tokens and experts are both sharded into; `decoding` is
+    True for the few tokens of a decode step.
     """
-    v5e = any(name in here.kind for name in ("v5 lite", "v5e"))
-    # bytes of a token in 2-byte rows: to n − 1 shards, and float32 sums back, 6(n − 1); of A rows
-    # the part (n − 1)/n each way, 4A(n − 1)/n
-    fewer = 6 * shards <= 4 * active
-    dispatch = gathered_experts
-    if here.platform == "cpu":
+    is_v5e = any(name in device.kind for name in ("v5 lite", "v5e"))
+    # Bytes per element of a token, with 2-byte rows: all-gather sends it to n − 1 shards and gets
+    # float32 sums back, 6(n − 1); all-to-all sends the share (n − 1)/n of A rows, both ways,
+    # 4A(n − 1)/n.
+    gather_is_smaller = 6 * shards <= 4 * active
+    dispatch = experts_all_gather
+    if device.platform == "cpu":
         reason = "XLA has no ragged all-to-all for a CPU"
-    elif v5e and devices > V5E_CHIPS:
-        reason = f"a v5e of more than {V5E_CHIPS} chips has no ragged all-to-all"
+    elif is_v5e and devices > MAX_V5E_CHIPS:
+        reason = f"a v5e of more than {MAX_V5E_CHIPS} chips has no ragged all-to-all"
     elif decoding:
         reason = "the few tokens of a decode step travel once instead of twice"
-    elif fewer:
-        reason = (
-            f"whole tokens to {shards} shards are fewer bytes than {active} rows there and back"
-        )
+    elif gather_is_smaller:
+        reason = f"tokens to {shards} shards are fewer bytes than {active} rows there and back"
     else:
-        dispatch = exchanged_experts
-        reason = (
-            f"{active} rows there and back are fewer bytes than whole tokens to {shards} shards"
-        )
-    _say_once(f"{dispatch.__name__} on {here.platform}: {reason}")
+        dispatch = experts_all_to_all
+        reason = f"{active} rows there and back are fewer bytes than tokens to {shards} shards"
+    _log_once(f"{dispatch.__name__} on {device.platform}: {reason}")
     return dispatch, reason
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def summed(
-    share_ND: Float[Array, "N D"], over: Names, sum_over: Names, dtype: DTypeLike
+def sum_shares(
+    share_ND: Float[Array, "N D"], axes: Names, sum_axes: Names, dtype: DTypeLike
 ) -> Float[Array, "M D"]:
-    """The shares of all devices added in float32; each keeps its own tokens, rounded once.
+    """Sum the shares of all devices in float32; each device keeps its own tokens, rounded once.
 
-    Backward: everybody's tokens' gradient, which travels in `dtype`, to everybody.
+    Backward: the gradient of all tokens is gathered on every device, in `dtype`.
     """
-    if over:
-        share_ND = sum_scattered(share_ND, over, dim=0)
-    return _psum(share_ND, sum_over).astype(dtype)
+    if axes:
+        share_ND = reduce_scatter(share_ND, axes, dim=0)
+    return _psum_over(share_ND, sum_axes).astype(dtype)
 
 
-def _summed_forward(share_ND, over, sum_over, dtype):
-    return summed(share_ND, over, sum_over, dtype), None
+def _sum_shares_forward(share_ND, axes, sum_axes, dtype):
+    return sum_shares(share_ND, axes, sum_axes, dtype), None
 
 
-def _summed_backward(over, sum_over, dtype, _, dout_MD):
+def _sum_shares_backward(axes, sum_axes, dtype, _, dout_MD):
     # shard_map hands each device of sum_over its part of the gradient of what they all hold
-    dout_MD = _psum(dout_MD.astype(jnp.float32), sum_over).astype(dtype)
-    if over:
-        dout_MD = lax.all_gather(dout_MD, over, tiled=True)
+    dout_MD = _psum_over(dout_MD.astype(jnp.float32), sum_axes).astype(dtype)
+    if axes:
+        dout_MD = lax.all_gather(dout_MD, axes, tiled=True)
     return (dout_MD.astype(jnp.float32),)
 
 
-summed.defvjp(_summed_forward, _summed_backward)
+sum_shares.defvjp(_sum_shares_forward, _sum_shares_backward)
 
 
-def _own(rows_CD, local_C, layer, *, experts, cfg):
-    """What this device's experts say of these rows; 0 where the expert is −1."""
-    ones = jnp.ones((1, rows_CD.shape[0], 1), jnp.float32)
-    return experts(rows_CD[None], local_C[None, :, None], ones, layer, cfg)[0]
+def _run_local_experts(rows_CD, local_C, layer, *, experts, cfg):
+    """Return the outputs of this device's experts for these rows; 0 where the expert is −1."""
+    weight_1C1 = jnp.ones((1, rows_CD.shape[0], 1), jnp.float32)
+    return experts(rows_CD[None], local_C[None, :, None], weight_1C1, layer, cfg)[0]
 
 
-def _rows(pairs, over, sum_over, wanted):
-    """Rows of the buffer, of so many pairs of each device: as wanted, and not more than all."""
-    return min(wanted or -(-ROOM * pairs // _size(sum_over)), pairs * _size(over))
+def _buffer_size(n_pairs, axes, sum_axes, buffer_rows):
+    """Return the buffer's rows for `n_pairs` pairs on each device; at most all rows."""
+    return min(
+        buffer_rows or -(-CAPACITY_FACTOR * n_pairs // _axis_size(sum_axes)),
+        n_pairs * _axis_size(axes),
+    )
 
 
-def _cut(x_MX, parts, filler=0):
-    """[M, X] in parts of equal size, [parts, M/parts, X], filled up at the end."""
-    missing = -x_MX.shape[0] % parts
-    x_MX = jnp.pad(x_MX, ((0, missing), (0, 0)), constant_values=filler)
-    return x_MX.reshape(parts, -1, x_MX.shape[1])
+def _split_parts(x_MX, n_parts, filler=0):
+    """Cut [M, X] into [parts, M/parts, X], padded at the end with `filler`."""
+    n_padding = -x_MX.shape[0] % n_parts
+    x_MX = jnp.pad(x_MX, ((0, n_padding), (0, 0)), constant_values=filler)
+    return x_MX.reshape(n_parts, -1, x_MX.shape[1])
 
 
-def _joined(y_PMD, rows):
+def _join_parts(y_PMD, rows):
     return y_PMD.reshape(-1, y_PMD.shape[2])[:rows]
 
 
-def _needed(count, rows):
+def _count_rounds(count, rows):
     return (count + rows - 1) // rows
 
 
-def _size(names: Names) -> int:
+def _axis_size(names: Names) -> int:
     return math.prod(lax.axis_size(name) for name in names)
 
 
-def _psum(x: Array, names: Names) -> Array:
+def _psum_over(x: Array, names: Names) -> Array:
     return lax.psum(x, names) if names else x
 
 
 @functools.lru_cache(maxsize=64)
-def _say_once(message: str) -> None:
+def _log_once(message: str) -> None:
     _log.info(message)

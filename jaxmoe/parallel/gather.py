@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cut parameter, whole again: gathered in the dtype it is read in, its gradient reduce-scattered.
+"""All-gather of a sharded parameter, in the dtype it is read in; its gradient is reduce-scattered.
 
 Inside `jax.shard_map` bodies only. Next: jaxmoe/parallel/ops.py.
 """
@@ -12,35 +12,36 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jaxmoe.parallel.scatter import sum_scattered
+from jaxmoe.parallel.scatter import reduce_scatter
 
-Cuts = tuple[tuple[str, ...], ...]  # of each dimension the mesh axes to gather over, major first
+Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the mesh axes to gather over, major first
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gathered(w: Array, over: Cuts, dtype: DTypeLike) -> Array:
-    """The parameter whole along `over`, in `dtype`.
+def gather_param(w: Array, axes: Cuts, dtype: DTypeLike) -> Array:
+    """Return the parameter, unsharded along `axes`, in `dtype`.
 
-    Backward: every device's share of the gradient is summed, and each keeps its own piece.
-    Numerics: rounded before it travels; gradients travel and are summed in float32.
+    Backward: the gradients of all devices are summed, and each device keeps its own shard.
+    Numerics: rounded to `dtype` before it is sent; gradients are sent and summed in float32.
     """
-    whole = w.astype(dtype)
-    for dim, names in enumerate(over):
+    full = w.astype(dtype)
+    for dim, names in enumerate(axes):
         if names:
-            whole = lax.all_gather(whole, names, axis=dim, tiled=True)
-    return whole
+            full = lax.all_gather(full, names, axis=dim, tiled=True)
+    return full
 
 
-def _forward(w: Array, over: Cuts, dtype: DTypeLike) -> tuple[Array, Array]:
-    return gathered(w, over, dtype), jnp.zeros((0,), w.dtype)  # whose dtype the backward needs
+def _gather_forward(w: Array, axes: Cuts, dtype: DTypeLike) -> tuple[Array, Array]:
+    # the empty array carries the parameter's dtype to the backward pass
+    return gather_param(w, axes, dtype), jnp.zeros((0,), w.dtype)
 
 
-def _backward(over: Cuts, dtype: DTypeLike, like: Array, dw: Array) -> tuple[Array]:
+def _gather_backward(axes: Cuts, dtype: DTypeLike, empty: Array, dw: Array) -> tuple[Array]:
     share = dw.astype(jnp.float32)
-    for dim, names in reversed(list(enumerate(over))):
+    for dim, names in reversed(list(enumerate(axes))):
         if names:
-            share = sum_scattered(share, names, dim=dim)
-    return (share.astype(like.dtype),)
+            share = reduce_scatter(share, names, dim=dim)
+    return (share.astype(empty.dtype),)
 
 
-gathered.defvjp(_forward, _backward)
+gather_param.defvjp(_gather_forward, _gather_backward)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention within a window over tokens on several devices: each gets those just before its own.
+"""Windowed attention over tokens on several devices: each receives the tokens before its own.
 
-A window of w sees w − 1 tokens before a device's first, mostly of one neighbour, however long the
-row is. Back: jaxmoe/parallel/sequence.py.
+A window of w covers the w − 1 tokens before a device's first, mostly of one neighbour, however long
+the row is. Back: jaxmoe/parallel/sequence.py.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from pallas_kernels.arguments import window_size
 from pallas_kernels.dispatch import Impl
 
 
-def halo(
+def halo_attention(
     q_btnH: Float[Array, "b t n H"],
     k_btkH: Float[Array, "b t k H"],
     v_btkH: Float[Array, "b t k H"],
@@ -29,16 +29,16 @@ def halo(
     axis: str = "sequence",
     impl: Impl = "auto",
 ) -> tuple[Float[Array, "b t n H"], Float[Array, "b t n"]]:
-    """sink_attention of this device's queries over the keys in their windows; returns (o, lse).
+    """Return (o, lse): sink_attention of this device's queries over the keys in their windows.
 
-    Inside `jax.shard_map`. Devices hold consecutive tokens in the order of the axis, and within a
-    segment each token's position is above that of the one before: then no key in a window is more
-    than window − 1 tokens back. Their gradients go back the same way and are summed in float32.
+    Inside `jax.shard_map`. Devices must have consecutive tokens in the order of the axis, and
+    positions must rise within a segment: then no key in a window is more than window − 1 tokens
+    back. The gradients of received keys are sent back and summed in float32.
     Raises: ValueError without a window.
     """
     if not window_size(window):
-        raise ValueError("halo must have a window; got None. Try the ring.")
-    sizes = borrowed(window, k_btkH.shape[1], lax.axis_size(axis))
+        raise ValueError("halo_attention needs a window, got None. Use ring_attention.")
+    sizes = halo_sizes(window, k_btkH.shape[1], lax.axis_size(axis))
     k, v, k_positions, k_segments = (
         _with_earlier(x, sizes, axis) for x in (k_btkH, v_btkH, k_positions_BS, k_segment_ids_BS)
     )
@@ -49,19 +49,19 @@ def halo(
     )  # fmt: skip
 
 
-def borrowed(window: int, t: int, shards: int) -> list[int]:
-    """How many of its last tokens each device before this one sends, the nearest first."""
+def halo_sizes(window: int, t: int, shards: int) -> list[int]:
+    """Return how many of its last tokens each previous device sends, the nearest device first."""
     counts = (min(t, window - 1 - distance * t) for distance in range(shards - 1))
     return [count for count in counts if count > 0]
 
 
 def _with_earlier(x: Array, sizes: list[int], axis: str) -> Array:
-    """[b, t, …] behind those tokens of the devices before. What would come from before the first
-    device is 0: as a segment that is padding, which nobody sees."""
-    wide = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    parts, shards = [wide.astype(x.dtype)], lax.axis_size(axis)
+    """Return [b, t, …] with the received tokens of the previous devices before it. The first
+    devices receive zeros instead: as a segment that is padding, which nothing attends to."""
+    x_float32 = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    parts, shards = [x_float32.astype(x.dtype)], lax.axis_size(axis)
     for distance, size in enumerate(sizes, 1):
-        last = wide[:, x.shape[1] - size :].astype(x.dtype)
+        sent = x_float32[:, x.shape[1] - size :].astype(x.dtype)
         pairs = [(i, i + distance) for i in range(shards - distance)]
-        parts.insert(0, lax.ppermute(last, axis, pairs))
+        parts.insert(0, lax.ppermute(sent, axis, pairs))
     return jnp.concatenate(parts, axis=1)

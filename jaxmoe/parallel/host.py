@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host: its allocator, how much memory is left, and the threads of CPU devices.
+"""The host: its allocator, its free memory, and the threads of CPU devices.
 
 Next: jaxmoe/cli.py sets the allocator before anything is allocated; jaxmoe/memory.py compares.
 """
@@ -16,10 +16,10 @@ _GROWTH_BYTES = 512 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed instead of giving it back; False where there is no glibc.
+    """Make glibc reuse freed memory instead of returning it to the kernel; False without glibc.
 
-    On a CPU, XLA frees and allocates the same large buffers every step, and the kernel clears
-    each of their pages anew: a fifth of the small model's step on one core.
+    On a CPU, XLA frees and allocates the same large buffers every step, and the kernel clears all
+    their pages each time: a fifth of the small model's step on one core.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -32,56 +32,57 @@ def keep_freed_memory() -> bool:
         return False
 
 
-def one_thread_a_device(environ: MutableMapping[str, str] = os.environ) -> None:
-    """For several CPU devices in one process, before jax opens them; a GPU or TPU takes no notice.
+def use_one_thread_per_device(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set XLA_FLAGS for several CPU devices in one process, before jax opens them.
 
-    They share a pool of threads: collectives that wait side by side take all of them, and XLA ends
-    the process after 40 s. It orders those of a sequence, but begins the next one while a loop
-    before it still runs its own, unless it reads what the loop made: loops that send stand where
-    nothing beside them does (tests/jaxmoe/parallel/collectives.py, `beside_loops`), which two
-    forwards of four layers or more in one program cannot.
+    GPUs and TPUs ignore the flag. CPU devices share a thread pool: collectives that wait
+    concurrently can take all threads, and XLA ends the process after 40 s. XLA orders consecutive
+    collectives, but starts the next one while a loop before it still runs its own, unless it reads
+    a result of the loop. So loops with collectives must not run concurrently with others
+    (tests/jaxmoe/parallel/collectives.py, `beside_loops`); two forwards of four layers or more in
+    one program would.
     """
     flag = "--xla_cpu_multi_thread_eigen"
     if flag not in environ.get("XLA_FLAGS", ""):
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {flag}=false".strip()
 
 
-def free_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take before the kernel ends it; None where nobody says.
+def count_free_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process may still allocate; None where that is unknown.
 
-    The least of the machine's MemAvailable and of what each control group around the process
-    leaves, version 1 or 2. File pages that the kernel would drop count as free.
+    The minimum of the machine's MemAvailable and of the room in each control group around the
+    process, version 1 or 2. File pages that the kernel would drop count as free.
     """
-    told = (line.partition(":") for line in _lines(root / "proc/meminfo"))
-    left = [int(value.split()[0]) * 1024 for name, _, value in told if name == "MemAvailable"]
-    left += _groups(root)
-    return max(0, min(left)) if left else None
+    fields = (line.partition(":") for line in _read_lines(root / "proc/meminfo"))
+    free = [int(value.split()[0]) * 1024 for name, _, value in fields if name == "MemAvailable"]
+    free += _list_cgroup_free_bytes(root)
+    return max(0, min(free)) if free else None
 
 
-def _groups(root: Path) -> Iterator[int]:
-    """What each control group around this process leaves of its limit."""
-    mounted = root / "sys/fs/cgroup"
-    for line in _lines(root / "proc/self/cgroup"):
-        _, kinds, inside = line.strip().split(":", 2)
-        if kinds not in ("", "memory"):
+def _list_cgroup_free_bytes(root: Path) -> Iterator[int]:
+    """Yield the bytes left below the limit of each control group around this process."""
+    cgroup_root = root / "sys/fs/cgroup"
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.strip().split(":", 2)
+        if controllers not in ("", "memory"):
             continue
-        top = mounted / kinds
+        top = cgroup_root / controllers
         limit, used, cached = {
             "": ("memory.max", "memory.current", "inactive_file"),
             "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        }[kinds]
-        here = top / inside.strip("/")
-        # in a container the path may be the host's, of which only the top is mounted
-        for folder in [here, *(p for p in here.parents if p == top or top in p.parents)]:
-            numbers = [" ".join(_lines(folder / name)) for name in (limit, used)]
+        }[controllers]
+        group = top / path.strip("/")
+        # In a container the path may be the host's, of which only the top is mounted.
+        for folder in [group, *(p for p in group.parents if p == top or top in p.parents)]:
+            numbers = [" ".join(_read_lines(folder / name)) for name in (limit, used)]
             if not all(number.strip().isdecimal() for number in numbers):  # "max": no limit
                 continue
-            stat = (line.split() for line in _lines(folder / "memory.stat"))
-            dropped = sum(int(words[1]) for words in stat if words[:1] == [cached])
-            yield int(numbers[0]) - int(numbers[1]) + dropped
+            stat = (line.split() for line in _read_lines(folder / "memory.stat"))
+            reclaimable = sum(int(words[1]) for words in stat if words[:1] == [cached])
+            yield int(numbers[0]) - int(numbers[1]) + reclaimable
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -1,114 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mesh can cut, asked before anything is allocated. Next: jaxmoe/parallel/sharding.py."""
+"""Checks of a mesh against devices, model and batch, before anything is allocated.
+
+Next: jaxmoe/parallel/sharding.py.
+"""
 
 import contextlib
 
 import jax
 
 from jaxmoe.config import Config, require
-from jaxmoe.parallel.host import free_bytes
+from jaxmoe.parallel.host import count_free_bytes
 
 
 def check_mesh(cfg: Config, devices: int | None = None) -> None:
-    """Raises ConfigError where the mesh does not fit the devices, the model or the batch.
+    """Raise ConfigError if the mesh does not fit the devices, the model or the batch.
 
-    `devices` are those there are; None: another machine's, as for a dry run.
+    `devices` is the number of available devices; None means another machine's, as for a dry run.
     """
     mesh, model, optim = cfg.mesh, cfg.model, cfg.optim
     sizes = " * ".join(f"{name} {size}" for name, size in mesh.sizes.items() if size > 1) or "all 1"
-    several = devices is not None and jax.process_count() > 1
+    has_processes = devices is not None and jax.process_count() > 1
     require(
-        devices is None or mesh.devices == devices or (mesh.devices == 1 and not several),
-        f"the axes of mesh ({sizes}) must multiply to the devices there are, {devices}; they make "
-        f"{mesh.devices}. Try {_other(cfg, devices)}.",
+        devices is None or mesh.devices == devices or (mesh.devices == 1 and not has_processes),
+        f"the axes of mesh ({sizes}) must multiply to the number of devices, {devices}; they give "
+        f"{mesh.devices}. Try {_suggest_mesh(cfg, devices)}.",
     )
-    if several:
-        _several(cfg)
+    if has_processes:
+        _check_processes(cfg)
     if mesh.devices == 1:
         return
-    _divides(mesh.sequence, "mesh.sequence", cfg.context,
+    _check_divides(mesh.sequence, "mesh.sequence", cfg.context,
              "data.max_prompt_tokens + rollout.max_new_tokens")  # fmt: skip
     for name in ("n_q_heads", "n_kv_heads"):
-        _divides(mesh.tensor, "mesh.tensor", getattr(model, name), f"model.{name}")
+        _check_divides(mesh.tensor, "mesh.tensor", getattr(model, name), f"model.{name}")
     if mesh.sequence > 1 and mesh.attention == "zigzag":
-        _divides(2 * mesh.sequence, "2 * mesh.sequence", cfg.context,
+        _check_divides(2 * mesh.sequence, "2 * mesh.sequence", cfg.context,
                  "data.max_prompt_tokens + rollout.max_new_tokens")  # fmt: skip
     if mesh.sequence > 1 and mesh.attention == "ulysses":
-        _divides(mesh.sequence * mesh.tensor, "mesh.sequence * mesh.tensor", model.n_q_heads,
+        _check_divides(mesh.sequence * mesh.tensor, "mesh.sequence * mesh.tensor", model.n_q_heads,
                  "model.n_q_heads")  # fmt: skip
-    _divides(mesh.expert * mesh.tensor, "mesh.expert * mesh.tensor", model.n_experts,
+    _check_divides(mesh.expert * mesh.tensor, "mesh.expert * mesh.tensor", model.n_experts,
              "model.n_experts")  # fmt: skip
-    by = "mesh.data * mesh.fsdp * mesh.expert"
+    row_axes = "mesh.data * mesh.fsdp * mesh.expert"
     if optim.tokens_per_microbatch:
         rows = optim.tokens_per_microbatch // cfg.context
         require(
             rows % mesh.row_shards == 0,
-            f"optim.tokens_per_microbatch ({optim.tokens_per_microbatch}) must hold a multiple of "
-            f"{by} ({mesh.row_shards}) rows of {cfg.context} tokens; it holds {rows}. Try --set "
-            f"optim.tokens_per_microbatch={mesh.row_shards * cfg.context}.",
+            f"optim.tokens_per_microbatch ({optim.tokens_per_microbatch}) must fit a multiple of "
+            f"{row_axes} ({mesh.row_shards}) rows of {cfg.context} tokens; it fits {rows}. Try "
+            f"--set optim.tokens_per_microbatch={mesh.row_shards * cfg.context}.",
         )
         return
-    for name, rows in _rows(cfg):
-        _divides(mesh.row_shards, by, rows, name)
+    for name, rows in _rows_of_stages(cfg):
+        _check_divides(mesh.row_shards, row_axes, rows, name)
 
 
-def _several(cfg: Config) -> None:
-    """What several processes cannot do."""
-    r = cfg.rollout
+def _check_processes(cfg: Config) -> None:
+    """Raise ConfigError for settings that several processes do not support."""
+    rollout = cfg.rollout
     require(
-        r.max_staleness == 0,
-        f"rollout.max_staleness ({r.max_staleness}) must be 0 in several processes, which sample "
-        "in turn with the training: in a second thread their collectives would come in another "
-        "order. Try --set rollout.max_staleness=0.",
+        rollout.max_staleness == 0,
+        f"rollout.max_staleness ({rollout.max_staleness}) must be 0 with several processes, which "
+        "alternate between sampling and training: in a second thread their collectives would run "
+        "in another order. Try --set rollout.max_staleness=0.",
     )
-    servers = bool(r.vllm.urls) or r.vllm.launch > 0
+    servers = bool(rollout.vllm.urls) or rollout.vllm.launch > 0
     require(
-        r.engine == "native" or servers,
-        "several processes must sample from vLLM servers that all of them share, not from a vLLM "
-        "in one of them. Try --set rollout.vllm.url=http://HOST:8000, or --set "
+        rollout.engine == "native" or servers,
+        "several processes must share vLLM servers; a vLLM inside one of the processes is not "
+        "supported. Try --set rollout.vllm.url=http://HOST:8000, or --set "
         "rollout.vllm.launch=1.",
     )
     require(
-        r.engine == "native" or r.vllm.transport == "files",
-        f"rollout.vllm.transport ({r.vllm.transport}) must be files in several processes: the "
-        "first alone gives a server that came back its weights, and a tensor on a mesh needs all. "
-        "Try --set rollout.vllm.transport=files --set rollout.vllm.weights_dir=A_SHARED_FOLDER.",
+        rollout.engine == "native" or rollout.vllm.transport == "files",
+        f"rollout.vllm.transport ({rollout.vllm.transport}) must be files with several processes: "
+        "only the first process sends weights to a reconnected server, but gathering a tensor from "
+        "the mesh needs all of them. Try --set rollout.vllm.transport=files --set "
+        "rollout.vllm.weights_dir=A_SHARED_FOLDER.",
     )
 
 
-def check_host(cfg: Config, each: int) -> None:
-    """Raises ConfigError where this process's host cannot keep so many bytes for each device."""
+def check_host(cfg: Config, bytes_per_device: int) -> None:
+    """Raise ConfigError if this process's host cannot store `bytes_per_device` for each device."""
     if not cfg.optim.uses_host_memory:
         return
-    back = "Try --set optim.moments=device --set optim.remat_inputs=device."
+    advice = "Try --set optim.moments=device --set optim.remat_inputs=device."
     device, kinds = jax.local_devices()[0], set[str]()
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a platform without any
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a platform without memory kinds
         kinds = {memory.kind for memory in device.addressable_memories()}
     require(
         "pinned_host" in kinds,
-        "for optim.moments=host and optim.remat_inputs=host a device must reach its host's memory; "
+        "optim.moments=host and optim.remat_inputs=host need a device that can access host memory; "
         f"{device.device_kind} ({device.platform}) has {', '.join(sorted(kinds)) or 'none'}. "
-        + back,
+        + advice,
     )
-    devices, there = min(cfg.mesh.devices, jax.local_device_count()), free_bytes()
+    devices, free = min(cfg.mesh.devices, jax.local_device_count()), count_free_bytes()
     require(
-        there is None or each * devices <= there,
-        f"what waits on the host must fit into the {there or 0:,} bytes that are free there, and "
-        f"needs {each * devices:,}, {each:,} for each of {devices} devices. {back}",
+        free is None or bytes_per_device * devices <= free,
+        f"offloaded arrays need {bytes_per_device * devices:,} bytes of host memory "
+        f"({bytes_per_device:,} for each of {devices} devices), but only {free or 0:,} are free. "
+        f"{advice}",
     )
 
 
-def _other(cfg: Config, devices: int | None) -> str:
+def _suggest_mesh(cfg: Config, devices: int | None) -> str:
     if devices == 1 and jax.default_backend() == "cpu":
         return f"JAX_NUM_CPU_DEVICES={cfg.mesh.devices} before the command"
-    ones = [
+    flags = [
         f"--set mesh.{name}=1" for name, n in cfg.mesh.sizes.items() if n > 1 and name != "fsdp"
     ]
-    return " ".join([f"--set mesh.fsdp={devices}", *ones])
+    return " ".join([f"--set mesh.fsdp={devices}", *flags])
 
 
-def _rows(cfg: Config) -> list[tuple[str, int]]:
-    """The rows that a step of each stage reads at once."""
+def _rows_of_stages(cfg: Config) -> list[tuple[str, int]]:
+    """Return the rows that a step of each stage reads at once, with a name for messages."""
     cut = max(1, cfg.optim.microbatches // cfg.loss.minibatches)
     at_once = cfg.rollout.sequences_per_step // cfg.loss.minibatches // cut
     rows = [("the rows of a microbatch", at_once)]
@@ -118,9 +123,9 @@ def _rows(cfg: Config) -> list[tuple[str, int]]:
     return rows
 
 
-def _divides(size: int, name: str, whole: int, what: str) -> None:
+def _check_divides(size: int, name: str, total: int, total_name: str) -> None:
     require(
-        whole % size == 0,
-        f"{name} ({size}) must divide {what} ({whole}). Try another mesh, of which "
-        "--dry-run says what each device holds.",
+        total % size == 0,
+        f"{name} ({size}) must divide {total_name} ({total}). Try another mesh; --dry-run "
+        "prints what each device stores.",
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of the forward on a mesh: each is the one-device piece inside a `shard_map`.
+"""The ops of the forward on a mesh: each is the one-device op inside a `shard_map`.
 
-`forward` stays as it is and sees whole arrays; every piece that reads weights or looks beyond its
-own token says here what each device holds of its arguments and results. Weights are gathered at
-the piece that reads them, inside the scan over layers: one layer is whole at a time.
+`forward` is unchanged and sees global arrays. Every op that reads weights, or looks beyond its own
+token, declares here how its arguments and results are sharded. Weights are gathered by the op that
+reads them, inside the scan over layers, so only one layer is unsharded at a time.
 Next: gather.py; sequence.py and expert.py for what travels between devices.
 """
 
@@ -24,283 +24,309 @@ from jaxmoe.model.check_ops import OnEachDevice
 from jaxmoe.model.ops import Ops, plain_ops
 from jaxmoe.model.params import Spec, param_specs
 from jaxmoe.parallel import vocabulary
-from jaxmoe.parallel.expert import dispatch_for
-from jaxmoe.parallel.gather import gathered
-from jaxmoe.parallel.halo import halo
-from jaxmoe.parallel.ring import ring
+from jaxmoe.parallel.expert import choose_dispatch
+from jaxmoe.parallel.gather import gather_param
+from jaxmoe.parallel.halo import halo_attention
+from jaxmoe.parallel.ring import ring_attention
 from jaxmoe.parallel.sequence import unzigzag, zigzag
 from jaxmoe.parallel.sharding import (
     AXES,
     TRAINING,
     MeshRules,
     Names,
-    only_cutting,
-    partition,
-    shards_of,
-    spec_of,
+    count_shards,
+    drop_unit_axes,
+    mesh_spec,
+    partition_axes,
 )
-from jaxmoe.parallel.ulysses import ulysses
+from jaxmoe.parallel.ulysses import ulysses_attention
 from jaxmoe.shapes import Params
 from pallas_kernels import sink_attention
 from pallas_kernels.dispatch import Impl, target_device
 
 _TENSOR: Names = ("tensor",)
-WAYS = {"ring": ring, "zigzag": ring, "ulysses": ulysses}  # of a layer without a window
+# for layers without a window
+METHODS = {"ring": ring_attention, "zigzag": ring_attention, "ulysses": ulysses_attention}
 
 
 def sharded_ops(
     ops: Ops, mesh: Mesh | None, cfg: ModelConfig, rules: MeshRules = TRAINING,
-    across: str = "ring",
+    method: str = "ring",
 ) -> Ops:  # fmt: skip
-    """The same pieces for parameters and tokens that lie on a mesh as `rules` says.
+    """Return the ops for parameters and tokens that are sharded over a mesh as `rules` says.
 
-    As they are without a mesh. A piece of one's own goes into `ops` and is wrapped like the
-    others; it gets one device's share of rows and tokens, and whole weights. Two get a piece of
-    theirs, and the tokens of all who have the others: `embed` of the width, `logits` of the words.
-    `across` names one of WAYS, for rows whose tokens are cut.
-    Raises ValueError where they are and `ops.attend` is not sink_attention, which the ways are of.
+    Without a mesh they are `ops` unchanged. Custom ops go into `ops` and are wrapped like the
+    others: they receive one device's rows and tokens, and unsharded weights. There are two
+    exceptions: `embed` receives a shard of the width and `logits` a shard of the vocabulary; both
+    see the tokens gathered over the remaining axes. `method` names one of METHODS, for rows whose
+    tokens are sharded. Raises ValueError if tokens are sharded and `ops.attend` is not
+    sink_attention.
     """
     if mesh is None:
         return ops
-    on, plain = OnMesh(mesh, cfg, rules, across), plain_ops()
-    if shards_of(mesh, rules.time) > 1:
-        implementation(ops.attend)
-    # what sees a token by itself is XLA's to place, but for a piece of one's own
-    own = {
-        name: OnEachDevice(getattr(on, name), getattr(ops, name))
-        for name in ("norm", "rotary", "rotate", "drawn")
-        if getattr(ops, name) is not getattr(plain, name)
+    mesh_ops, defaults = MeshOps(mesh, cfg, rules, method), plain_ops()
+    if count_shards(mesh, rules.time) > 1:
+        attention_impl(ops.attend)
+    # XLA partitions ops that see single tokens by itself; only custom ones need a shard_map.
+    replaced = {
+        name: OnEachDevice(getattr(mesh_ops, name), getattr(ops, name))
+        for name in ("norm", "rotary", "rotate", "sampled_logprobs")
+        if getattr(ops, name) is not getattr(defaults, name)
     }
     return replace(
         ops,
-        **own,
-        embed=OnEachDevice(on.embed, ops.embed),
-        linear=OnEachDevice(on.linear, ops.linear),
-        output=OnEachDevice(on.output, ops.output),
-        attend=OnEachDevice(on.attend, ops.attend),
-        decode=OnEachDevice(on.attend, ops.decode),
-        router=OnEachDevice(on.router, ops.router),
-        experts=OnEachDevice(on.experts, ops.experts),
-        logits=OnEachDevice(on.logits, ops.logits),
-        logprobs=OnEachDevice(on.logprobs, ops.logprobs),
+        **replaced,
+        embed=OnEachDevice(mesh_ops.embed, ops.embed),
+        linear=OnEachDevice(mesh_ops.linear, ops.linear),
+        output=OnEachDevice(mesh_ops.output, ops.output),
+        attend=OnEachDevice(mesh_ops.attend, ops.attend),
+        decode=OnEachDevice(mesh_ops.attend, ops.decode),
+        router=OnEachDevice(mesh_ops.router, ops.router),
+        experts=OnEachDevice(mesh_ops.experts, ops.experts),
+        logits=OnEachDevice(mesh_ops.logits, ops.logits),
+        logprobs=OnEachDevice(mesh_ops.logprobs, ops.logprobs),
     )
 
 
-def implementation(attend: Callable[..., Any]) -> Impl:
-    """The `impl` of a sink_attention. Raises ValueError for another function."""
+def attention_impl(attend: Callable[..., Any]) -> Impl:
+    """Return the `impl` of a sink_attention. Raises ValueError for another function."""
     if attend is sink_attention:
         return "auto"
     if isinstance(attend, partial) and attend.func is sink_attention:
         if not attend.args and attend.keywords.keys() == {"impl"}:
             return attend.keywords["impl"]
     raise ValueError(
-        "Ops.attend must be sink_attention where the tokens of a row are on several devices, "
-        f"with its impl= or without; got {attend!r}. Try mesh.sequence=1 for an attention of your "
-        "own."
+        "Ops.attend must be sink_attention, optionally with impl=, when the tokens of a row are "
+        f"sharded; got {attend!r}. Use mesh.sequence=1 with a custom attention."
     )
 
 
 @dataclass(frozen=True)
-class OnMesh:
-    """What the wrapped pieces know of the mesh."""
+class MeshOps:
+    """The wrapped ops, one method for each op, and how their arrays are sharded."""
 
     mesh: Mesh
     cfg: ModelConfig
     rules: MeshRules
-    across: str
+    method: str
 
     @property
     def tokens(self) -> tuple[Names, Names]:
-        """What cuts [B, T] of activations."""
+        """Mesh axes that shard [B, T] of activations."""
         return self.rules.rows, self.rules.time
 
-    def cut(self, spec: Spec) -> tuple[Names, ...]:
-        """Of each dimension of a parameter, of one layer if stacked, what cuts it."""
-        names = partition(spec.axes, spec.shape, self.mesh.shape, self.rules.rules)
+    def cut_axes(self, spec: Spec) -> tuple[Names, ...]:
+        """Return the mesh axes of each dimension of a parameter; of one layer, if it is stacked."""
+        names = partition_axes(spec.axes, spec.shape, self.mesh.shape, self.rules.rules)
         return names[1:] if spec.axes[0] == "pair" else names
 
-    def run(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
-        """fn in a shard_map over the axes that cut something: XLA for CPU keeps sums over one."""
-        mesh = only_cutting(self.mesh)
+    def run_sharded(self, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+        """Return fn in a shard_map over the axes of size above 1. XLA for CPU would not remove sums
+        over axes of size 1."""
+        mesh = drop_unit_axes(self.mesh)
 
-        def kept(spec: P) -> P:
-            each = ((cut,) if isinstance(cut, str) else cut or () for cut in spec)
-            return spec_of(*(tuple(n for n in names if n in mesh.shape) for names in each))
+        def drop_uncut(spec: P) -> P:
+            names_by_dim = ((cut,) if isinstance(cut, str) else cut or () for cut in spec)
+            return mesh_spec(
+                *(tuple(n for n in names if n in mesh.shape) for names in names_by_dim)
+            )
 
-        ins, outs = jax.tree.map(kept, (ins, outs), is_leaf=lambda x: isinstance(x, P))
+        ins, outs = jax.tree.map(drop_uncut, (ins, outs), is_leaf=lambda x: isinstance(x, P))
         return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
     def embed(
         self, inner: Callable[..., Array], tokens_BT: Array, w_VD: Array, dtype: str
     ) -> Array:
-        """`inner` gets the tokens of several devices and a piece of the width."""
-        over = self.cut(self.specs["embed"])
-        local = partial(vocabulary.embed, dtype=dtype, axes=over[1], lookup=inner)
-        ins = spec_of(*self.tokens), spec_of(*over)
-        return self.run(local, ins, spec_of(*self.tokens))(tokens_BT, w_VD)
+        """Look up the tokens of several devices in a shard of the width."""
+        cuts = self.cut_axes(self.specs["embed"])
+        run_shard = partial(vocabulary.embed_sharded, dtype=dtype, axes=cuts[1], lookup=inner)
+        ins = mesh_spec(*self.tokens), mesh_spec(*cuts)
+        return self.run_sharded(run_shard, ins, mesh_spec(*self.tokens))(tokens_BT, w_VD)
 
     def norm(self, inner: Callable[..., Array], x_BTD: Array, scale_D: Array, eps: float) -> Array:
-        tokens = spec_of(*self.tokens)
-        run = self.run(lambda x_btD, scale_D: inner(x_btD, scale_D, eps), (tokens, P()), tokens)
+        tokens = mesh_spec(*self.tokens)
+        run = self.run_sharded(
+            lambda x_btD, scale_D: inner(x_btD, scale_D, eps), (tokens, P()), tokens
+        )
         return run(x_BTD, scale_D)
 
     def rotary(
         self, inner: Callable[..., tuple[Array, Array]], positions_BT: Array, cfg: ModelConfig
     ) -> tuple[Array, Array]:
-        tokens = spec_of(*self.tokens)
-        return self.run(partial(inner, cfg=cfg), (tokens,), (tokens, tokens))(positions_BT)
+        tokens = mesh_spec(*self.tokens)
+        return self.run_sharded(partial(inner, cfg=cfg), (tokens,), (tokens, tokens))(positions_BT)
 
     def rotate(
         self, inner: Callable[..., Array], x_BTNH: Array, tables: tuple[Array, Array]
     ) -> Array:
-        heads, tokens = spec_of(*self.tokens, _TENSOR), spec_of(*self.tokens)
-        return self.run(inner, (heads, (tokens, tokens)), heads)(x_BTNH, tables)
+        heads, tokens = mesh_spec(*self.tokens, _TENSOR), mesh_spec(*self.tokens)
+        return self.run_sharded(inner, (heads, (tokens, tokens)), heads)(x_BTNH, tables)
 
     def linear(self, inner: Callable[..., Array], x_BTD: Array, w_DF: Array, b_F: Array) -> Array:
-        """Columns that tensor cuts stay cut: they are heads."""
-        cut_D, cut_F = self.weight(("embed", "heads"), w_DF)
-        mine, rest = self.split(cut_F)
+        """Apply `inner`; columns that tensor shards, which are heads, stay sharded."""
+        cut_D, cut_F = self.weight_axes(("embed", "heads"), w_DF)
+        tensor_F, gathered_F = self.split_tensor_axis(cut_F)
 
-        def local(x_btD: Array, w_df: Array, b_f: Array) -> Array:
-            return inner(x_btD, gathered(w_df, (cut_D, rest), x_btD.dtype), b_f)
+        def run_shard(x_btD: Array, w_df: Array, b_f: Array) -> Array:
+            return inner(x_btD, gather_param(w_df, (cut_D, gathered_F), x_btD.dtype), b_f)
 
-        ins = spec_of(*self.tokens), spec_of(cut_D, cut_F), spec_of(mine)
-        return self.run(local, ins, spec_of(*self.tokens, mine))(x_BTD, w_DF, b_F)
+        ins = mesh_spec(*self.tokens), mesh_spec(cut_D, cut_F), mesh_spec(tensor_F)
+        return self.run_sharded(run_shard, ins, mesh_spec(*self.tokens, tensor_F))(x_BTD, w_DF, b_F)
 
     def output(self, inner: Callable[..., Array], x_BTF: Array, w_FD: Array, b_D: Array) -> Array:
-        """The sum over heads goes over tensor, too, in float32; one device adds the bias."""
-        cut_F, cut_D = self.weight(("heads", "embed"), w_FD)
-        mine, rest = self.split(cut_F)
+        """Sum over heads, also over tensor, in float32; one device adds the bias."""
+        cut_F, cut_D = self.weight_axes(("heads", "embed"), w_FD)
+        tensor_F, gathered_F = self.split_tensor_axis(cut_F)
 
-        def local(x_btf: Array, w_fd: Array, b_D: Array) -> Array:
-            w_fD = gathered(w_fd, (rest, cut_D), x_btf.dtype)
-            if not mine:
+        def run_shard(x_btf: Array, w_fd: Array, b_D: Array) -> Array:
+            w_fD = gather_param(w_fd, (gathered_F, cut_D), x_btf.dtype)
+            if not tensor_F:
                 return inner(x_btf, w_fD, b_D)
-            once = jnp.where(lax.axis_index("tensor") == 0, b_D, jnp.zeros_like(b_D))
-            share = inner(x_btf, w_fD, once).astype(jnp.float32)
+            bias_D = jnp.where(lax.axis_index("tensor") == 0, b_D, jnp.zeros_like(b_D))
+            share = inner(x_btf, w_fD, bias_D).astype(jnp.float32)
             return lax.psum(share, "tensor").astype(x_btf.dtype)
 
-        ins = spec_of(*self.tokens, mine), spec_of(cut_F, cut_D), spec_of(())
-        return self.run(local, ins, spec_of(*self.tokens))(x_BTF, w_FD, b_D)
+        ins = (mesh_spec(*self.tokens, tensor_F), mesh_spec(cut_F, cut_D), mesh_spec(()))
+        return self.run_sharded(run_shard, ins, mesh_spec(*self.tokens))(x_BTF, w_FD, b_D)
 
     def attend(
         self, inner: Callable[..., Any], q: Array, k: Array, v: Array, sink_N: Array, *,
-        window: int | None, **where: Array,
+        window: int | None, **layout: Array,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Each device its own rows and heads; tokens of a row meet as jaxmoe/parallel/sequence.py
-        says."""
-        heads, tokens = spec_of(*self.tokens, _TENSOR), spec_of(*self.tokens)
-        names, shards = tuple(where), shards_of(self.mesh, self.rules.time)
-        turned = shards > 1 and self.across == "zigzag" and window is None
+        """Attend with each device's own rows and heads. Sharded tokens of a row are combined by a
+        method of jaxmoe/parallel/sequence.py."""
+        heads, tokens = mesh_spec(*self.tokens, _TENSOR), mesh_spec(*self.tokens)
+        names, shards = tuple(layout), count_shards(self.mesh, self.rules.time)
+        is_zigzag = shards > 1 and self.method == "zigzag" and window is None
         if shards > 1:
-            way = halo if window is not None else WAYS[self.across]
-            options = {"unroll": target_device().platform == "cpu"} if way is ring else {}
-            inner = partial(way, axis="sequence", impl=implementation(inner), **options)
+            attention = halo_attention if window is not None else METHODS[self.method]
+            options = (
+                {"unroll": target_device().platform == "cpu"} if attention is ring_attention else {}
+            )
+            inner = partial(attention, axis="sequence", impl=attention_impl(inner), **options)
 
-        def local(q: Array, k: Array, v: Array, sink_n: Array, *given: Array) -> Any:
-            return inner(q, k, v, sink_n, window=window, **dict(zip(names, given, strict=True)))
+        def run_shard(q: Array, k: Array, v: Array, sink_n: Array, *layout_arrays: Array) -> Any:
+            return inner(
+                q, k, v, sink_n, window=window, **dict(zip(names, layout_arrays, strict=True))
+            )
 
-        ins = (heads, heads, heads, spec_of(_TENSOR), *(tokens for _ in names))
-        run, arrays = self.run(local, ins, (heads, heads)), (q, k, v, *where.values())
-        if turned:
+        ins = (heads, heads, heads, mesh_spec(_TENSOR), *(tokens for _ in names))
+        run, arrays = self.run_sharded(run_shard, ins, (heads, heads)), (q, k, v, *layout.values())
+        if is_zigzag:
             arrays = tuple(zigzag(x, shards) for x in arrays)
-        q, k, v, *places = arrays
-        o, lse = run(q, k, v, sink_N, *places)
-        return (unzigzag(o, shards), unzigzag(lse, shards)) if turned else (o, lse)
+        q, k, v, *layout_arrays = arrays
+        o, lse = run(q, k, v, sink_N, *layout_arrays)
+        return (unzigzag(o, shards), unzigzag(lse, shards)) if is_zigzag else (o, lse)
 
     def router(
         self, inner: Callable[..., Any], h_BTD: Array, layer: Params, *, active: int,
-        **given: Array,
+        **replay_options: Array,
     ) -> tuple[Array, Array]:  # fmt: skip
-        tokens, names = spec_of(*self.tokens), tuple(given)
+        tokens, names = mesh_spec(*self.tokens), tuple(replay_options)
 
-        def local(h_btD: Array, cut: Params, *given: Array) -> Any:
-            mine = self.whole(cut, h_btD.dtype)
-            return inner(h_btD, mine, active=active, **dict(zip(names, given, strict=True)))
+        def run_shard(h_btD: Array, shards: Params, *replay_arrays: Array) -> Any:
+            params = self.gather_layer(shards, h_btD.dtype)
+            return inner(
+                h_btD, params, active=active, **dict(zip(names, replay_arrays, strict=True))
+            )
 
         read = {name: x for name, x in layer.items() if "router" in name}
         ins = tokens, self.layer_specs(read), *(tokens for _ in names)
-        return self.run(local, ins, (tokens, tokens))(h_BTD, read, *given.values())
+        return self.run_sharded(run_shard, ins, (tokens, tokens))(
+            h_BTD, read, *replay_options.values()
+        )
 
     def experts(
         self, inner: Callable[..., Array], h_BTD: Array, indices_BTA: Array, weights_BTA: Array,
         layer: Params, cfg: ModelConfig,
     ) -> Array:  # fmt: skip
-        """Each device its own experts, of everybody's tokens: jaxmoe/parallel/expert.py."""
-        tokens = spec_of(*self.tokens)
+        """Apply each device's experts to the tokens of all: jaxmoe/parallel/expert.py."""
+        tokens = mesh_spec(*self.tokens)
         read = {name: x for name, x in layer.items() if "expert" in self.layer[name].axes}
-        over, sum_over = self.expert_shards
+        axes, sum_axes = self.expert_shards
 
-        def local(h_btD: Array, indices_btA: Array, weights_btA: Array, cut: Params) -> Array:
-            mine = self.whole(cut, h_btD.dtype)
-            if not over + sum_over:
-                return inner(h_btD, indices_btA, weights_btA, mine, cfg)
-            dispatch, _ = dispatch_for(
-                target_device(), devices=self.mesh.size, shards=shards_of(self.mesh, over),
+        def run_shard(
+            h_btD: Array, indices_btA: Array, weights_btA: Array, shards: Params
+        ) -> Array:
+            params = self.gather_layer(shards, h_btD.dtype)
+            if not axes + sum_axes:
+                return inner(h_btD, indices_btA, weights_btA, params, cfg)
+            dispatch, _ = choose_dispatch(
+                target_device(), devices=self.mesh.size, shards=count_shards(self.mesh, axes),
                 active=indices_btA.shape[-1], decoding=h_BTD.shape[1] == 1,
             )  # fmt: skip
             return dispatch(
-                h_btD, indices_btA, weights_btA, mine, cfg, over=over, sum_over=sum_over,
+                h_btD, indices_btA, weights_btA, params, cfg, axes=axes, sum_axes=sum_axes,
                 experts=inner,
             )  # fmt: skip
 
         ins = tokens, tokens, tokens, self.layer_specs(read)
-        return self.run(local, ins, tokens)(h_BTD, indices_BTA, weights_BTA, read)
+        return self.run_sharded(run_shard, ins, tokens)(h_BTD, indices_BTA, weights_BTA, read)
 
     def logits(self, inner: Callable[..., Array], hidden_BD: Array, w_DV: Array) -> Array:
-        """`inner` gets the rows of several devices and a piece of the vocabulary."""
-        over, rows = self.cut(self.specs["head"]), self.rules.rows
-        local = partial(vocabulary.logits, axes=over[1], copies=self.uncut_by(rows), product=inner)
-        ins = spec_of(rows), spec_of(*over)
-        return self.run(local, ins, spec_of(rows))(hidden_BD, w_DV)
+        """Compute logits of the rows of several devices over a shard of the vocabulary."""
+        cuts, rows = self.cut_axes(self.specs["head"]), self.rules.rows
+        run_shard = partial(
+            vocabulary.head_logits_sharded,
+            axes=cuts[1],
+            copies=self.replicated_axes(rows),
+            product=inner,
+        )
+        ins = mesh_spec(rows), mesh_spec(*cuts)
+        return self.run_sharded(run_shard, ins, mesh_spec(rows))(hidden_BD, w_DV)
 
     def logprobs(
         self, inner: Callable[..., Any], hidden_BTD: Array, w_DV: Array, targets_BT: Array, *,
         temperature: Any, vocab_size: int,
     ) -> tuple[Array, ...]:  # fmt: skip
-        """Over a streamed head; where `inner` is not ours, over a whole one."""
-        over, tokens = self.cut(self.specs["head"]), spec_of(*self.tokens)
-        impl = vocabulary.implementation(inner)
+        """Compute log-probs over a streamed head; a custom `inner` receives the unsharded head."""
+        cuts, tokens = self.cut_axes(self.specs["head"]), mesh_spec(*self.tokens)
+        impl = vocabulary.logprobs_impl(inner)
 
-        def whole(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
-            one = ((0, 0), (0, 1))  # a row's last token, which `inner` leaves out, is elsewhere
-            found = inner(
-                jnp.pad(hidden_btD, (*one, (0, 0))), gathered(w_Dv, over, hidden_btD.dtype),
-                jnp.pad(targets_bt, one), temperature=temperature, vocab_size=vocab_size,
+        def run_full(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
+            # One padding column, since `inner` drops the last column, and a row's last token may be
+            # on another device.
+            one_column = ((0, 0), (0, 1))
+            per_token = inner(
+                jnp.pad(hidden_btD, (*one_column, (0, 0))), gather_param(w_Dv, cuts,
+                hidden_btD.dtype),
+                jnp.pad(targets_bt, one_column), temperature=temperature, vocab_size=vocab_size,
             )  # fmt: skip
-            return tuple(x[:, :-1] for x in found)
+            return tuple(x[:, :-1] for x in per_token)
 
-        def streamed(hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array) -> Any:
-            return vocabulary.target_logprobs(
+        def run_streamed(
+            hidden_btD: Array, w_Dv: Array, targets_bt: Array, temperature: Array
+        ) -> Any:
+            return vocabulary.target_logprobs_sharded(
                 hidden_btD, w_Dv, targets_bt, temperature=temperature, vocab_size=vocab_size,
-                axes=over[1],
-                sequence_axis="sequence" if shards_of(self.mesh, self.rules.time) > 1 else None,
-                copies=self.uncut_by((*self.rules.rows, *self.rules.time)),
+                axes=cuts[1],
+                sequence_axis="sequence" if count_shards(self.mesh, self.rules.time) > 1 else None,
+                copies=self.replicated_axes((*self.rules.rows, *self.rules.time)),
                 impl=impl or "auto",
             )  # fmt: skip
 
-        ins = tokens, spec_of(*over), tokens, spec_of()
-        run = self.run(streamed if impl else whole, ins, (tokens, tokens))
+        ins = tokens, mesh_spec(*cuts), tokens, mesh_spec()
+        run = self.run_sharded(run_streamed if impl else run_full, ins, (tokens, tokens))
         return run(hidden_BTD, w_DV, targets_BT, jnp.asarray(temperature, jnp.float32))
 
-    def drawn(
+    def sampled_logprobs(
         self, inner: Callable[..., Any], logp_B: Array, log_kept_B: Array | None,
         hidden_BD: Array, w_DV: Array, token_B: Array, *, temperature: Any, vocab_size: int,
     ) -> Any:  # fmt: skip
-        """Over a whole head."""
-        over, rows = self.cut(self.specs["head"]), spec_of(self.rules.rows)
+        """Compute sampled log-probs with the unsharded head."""
+        cuts, rows = self.cut_axes(self.specs["head"]), mesh_spec(self.rules.rows)
 
-        def local(
+        def run_shard(
             logp_b: Array, log_kept_b: Array | None, hidden_bD: Array, w_dv: Array,
             token_b: Array, temperature: Array,
         ) -> Any:  # fmt: skip
-            w_DV = gathered(w_dv, over, hidden_bD.dtype)
+            w_DV = gather_param(w_dv, cuts, hidden_bD.dtype)
             return inner(
                 logp_b, log_kept_b, hidden_bD, w_DV, token_b, temperature=temperature,
                 vocab_size=vocab_size,
             )  # fmt: skip
 
-        run = self.run(local, (rows, rows, rows, spec_of(*over), rows, P()), rows)
+        run = self.run_sharded(run_shard, (rows, rows, rows, mesh_spec(*cuts), rows, P()), rows)
         return run(
             logp_B, log_kept_B, hidden_BD, w_DV, token_B, jnp.asarray(temperature, jnp.float32)
         )
@@ -311,43 +337,44 @@ class OnMesh:
 
     @property
     def layer(self) -> dict[str, Spec]:
-        """Of one kind of layer; both have the same."""
+        """Specs of a layer; those of both kinds of layers are equal."""
         return self.specs["layers"]["full"]
 
-    def uncut_by(self, names: Names) -> Names:
-        """Axes along which devices hold the same, where these cut."""
+    def replicated_axes(self, names: Names) -> Names:
+        """Return the axes along which devices have the same data, if `names` shard it."""
         return tuple(n for n in AXES if self.mesh.shape[n] > 1 and n not in names)
 
-    def weight(self, axes: tuple[str, str], w: Array) -> tuple[Names, Names]:
-        """What cuts a matrix of these logical axes."""
-        first, last = partition(axes, w.shape, self.mesh.shape, self.rules.rules)
+    def weight_axes(self, axes: tuple[str, str], w: Array) -> tuple[Names, Names]:
+        """Return the mesh axes that shard a matrix of these logical axes."""
+        first, last = partition_axes(axes, w.shape, self.mesh.shape, self.rules.rules)
         return first, last
 
-    def split(self, names: Names) -> tuple[Names, Names]:
-        """What stays cut, which is tensor, and what is gathered; tensor stands first."""
-        kept = tuple(name for name in names if name == "tensor")
-        return kept, names[len(kept) :]
+    def split_tensor_axis(self, names: Names) -> tuple[Names, Names]:
+        """Split axes into tensor, which stays sharded, and those to gather; tensor comes first."""
+        kept_axes = tuple(name for name in names if name == "tensor")
+        return kept_axes, names[len(kept_axes) :]
 
     @property
     def expert_shards(self) -> tuple[Names, Names]:
-        """What cuts experts and tokens alike, and what cuts experts alone."""
-        cut = self.cut(self.layer["w_gate_up"])[0]
-        over = tuple(name for name in cut if name in sum(self.tokens, ()))
-        return over, cut[len(over) :]
+        """Axes that shard both experts and tokens, and axes that shard experts alone."""
+        cut = self.cut_axes(self.layer["w_gate_up"])[0]
+        axes = tuple(name for name in cut if name in sum(self.tokens, ()))
+        return axes, cut[len(axes) :]
 
     def layer_specs(self, layer: Params) -> Params:
-        return {name: spec_of(*self.cut(self.layer[name])) for name in layer}
+        return {name: mesh_spec(*self.cut_axes(self.layer[name])) for name in layer}
 
-    def whole(self, cut: Params, dtype: Any) -> Params:
-        """Parameters of a layer, gathered but for experts, each in the dtype it is read in."""
+    def gather_layer(self, shards: Params, dtype: Any) -> Params:
+        """Return a layer's parameters, gathered except for experts, each in the dtype it is read
+        in."""
 
-        def of(name: str, x: Array) -> Array:
+        def gather_one(name: str, x: Array) -> Array:
             spec = self.layer[name]
             axes = spec.axes[1:] if spec.axes[0] == "pair" else spec.axes
-            over = tuple(
+            axes = tuple(
                 () if axis == "expert" else names
-                for axis, names in zip(axes, self.cut(spec), strict=True)
+                for axis, names in zip(axes, self.cut_axes(spec), strict=True)
             )
-            return gathered(x, over, dtype if spec.read == "compute" else x.dtype)
+            return gather_param(x, axes, dtype if spec.read == "compute" else x.dtype)
 
-        return {name: of(name, x) for name, x in cut.items()}
+        return {name: gather_one(name, x) for name, x in shards.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many processes that run one program: how they meet, and what they must agree on.
+"""Several processes that run one program: how they connect, and what they must agree on.
 
-Each process runs the whole loop on its own devices and sees the same numbers; what is made on a
-host (rewards, signals) is shared out or agreed on here. Every function is a collective: all
-processes call it, in the same order. With one process all of this is nothing.
+Each process runs the same loop on its own devices and sees the same numbers; work on hosts
+(rewards, signals) is shared between them here. Every function is a collective: all processes call
+it, in the same order. With a single process the functions do nothing or return their input.
 Next: jaxmoe/train.py.
 """
 
@@ -27,68 +27,75 @@ from jaxmoe.shapes import Leaf
 
 Item = TypeVar("Item")
 
-WAIT_S = 60  # for the others at the start
-HEARTBEAT_S = 20  # a process that is silent for so long is dead, and ends the others
-FIND = "JAXMOE_PROCESSES"
-BIND = "JAX_COORDINATOR_BIND_ADDRESS"
-PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+START_TIMEOUT_S = 60  # for the other processes at the start
+HEARTBEAT_TIMEOUT_S = 20  # a process that is silent this long counts as dead and ends the others
+FIND_VARIABLE = "JAXMOE_PROCESSES"
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+PROCESS_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def join(environ: Mapping[str, str] = os.environ) -> None:
-    """Meet the other processes of this run, if the environment tells of any; before any device.
+def join_processes(environ: Mapping[str, str] = os.environ) -> None:
+    """Connect to the other processes of this run, if the environment names any.
 
-    By the three variables in PLAIN, which the scripts of launch/ set; or, with FIND=auto, by what
-    jax finds on a TPU pod.
-    Raises ConfigError where the variables are wrong or the first process does not answer.
+    This must precede any use of a device. The environment has the three variables in
+    PROCESS_VARIABLES, which the scripts of launch/ set,
+    or FIND_VARIABLE=auto for what jax finds on a TPU pod. Raises
+    ConfigError if the variables are wrong or the first process does not answer.
     """
     if jax.distributed.is_initialized():
         return
     options: dict[str, Any] = {}
-    if any(name in environ for name in PLAIN):
-        address, count, number = _plain(environ)
+    if any(name in environ for name in PROCESS_VARIABLES):
+        address, count, number = _read_variables(environ)
         if count == 1:
             return
         if number > 0:
-            _answers(address)
+            _wait_for_first_process(address)
         options = {
             "coordinator_address": address, "num_processes": count, "process_id": number,
-            # or jax would look at SLURM's variables and take one GPU of a node's
+            # jax would otherwise read SLURM's variables and use a single GPU of a node
             "cluster_detection_method": "deactivate",
         }  # fmt: skip
-        if _only_here(address) and BIND not in environ:  # jax would listen on every network
+        # jax would listen on every network
+        if _is_loopback(address) and BIND_VARIABLE not in environ:
             options["coordinator_bind_address"] = address
-    elif environ.get(FIND) != "auto":
+    elif environ.get(FIND_VARIABLE) != "auto":
         return
     try:
         jax.distributed.initialize(
-            **options, initialization_timeout=WAIT_S, heartbeat_timeout_seconds=HEARTBEAT_S,
-            shutdown_timeout_seconds=HEARTBEAT_S,
+            **options, initialization_timeout=START_TIMEOUT_S,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            shutdown_timeout_seconds=HEARTBEAT_TIMEOUT_S,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"the processes of a run must find each other; {str(error).splitlines()[0][:200]}. "
-            f"Try {' '.join(f'{name}=...' for name in PLAIN)} for each of them."
+            "the processes of a run must connect to each other; "
+            f"{str(error).splitlines()[0][:200]}. Try "
+            f"{' '.join(f'{name}=...' for name in PROCESS_VARIABLES)} for each of them."
         ) from error
 
 
-def by_one_process(command: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where the environment tells of several, each of which would do it all."""
+def check_one_process(command: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if the environment names several processes, which would repeat all the
+    work."""
     require(
-        environ.get(PLAIN[1], "1") == "1" and environ.get(FIND) != "auto",
-        f"python -m jaxmoe.{command} must be one process's; the environment tells of several "
-        f"({PLAIN[1]}={environ.get(PLAIN[1], '')}, {FIND}={environ.get(FIND, '')}). "
-        f"Try env -u {PLAIN[1]} -u {FIND} before the command.",
+        environ.get(PROCESS_VARIABLES[1], "1") == "1" and environ.get(FIND_VARIABLE) != "auto",
+        f"python -m jaxmoe.{command} must run as one process; the environment names several "
+        f"({PROCESS_VARIABLES[1]}={environ.get(PROCESS_VARIABLES[1], '')}, "
+        f"{FIND_VARIABLE}={environ.get(FIND_VARIABLE, '')}). Try env -u {PROCESS_VARIABLES[1]} -u "
+        f"{FIND_VARIABLE} before the command.",
     )
 
 
-def _plain(environ: Mapping[str, str]) -> tuple[str, int, int]:
-    missing = [name for name in PLAIN if name not in environ]
-    address, count, number = (environ.get(name, "") for name in PLAIN)
+def _read_variables(environ: Mapping[str, str]) -> tuple[str, int, int]:
+    missing = [name for name in PROCESS_VARIABLES if name not in environ]
+    address, count, number = (environ.get(name, "") for name in PROCESS_VARIABLES)
     host, _, port = address.rpartition(":")
     if missing or not (host and port.isdecimal() and count.isdecimal() and number.isdecimal()):
         raise ConfigError(
-            "many processes need host:port of the first, how many they are, and a number each; "
-            f"got {', '.join(f'{name}={environ.get(name, chr(0))!r}' for name in PLAIN)}. "
+            "several processes need host:port of the first, their count, and a number each; "
+            "got "
+            f"{', '.join(f'{name}={environ.get(name, chr(0))!r}' for name in PROCESS_VARIABLES)}. "
             "Try JAX_COORDINATOR_ADDRESS=127.0.0.1:8476 JAX_NUM_PROCESSES=4 JAX_PROCESS_ID=0."
             .replace(repr(chr(0)), "nothing")
         )  # fmt: skip
@@ -100,107 +107,109 @@ def _plain(environ: Mapping[str, str]) -> tuple[str, int, int]:
     return address, int(count), int(number)
 
 
-def _only_here(address: str) -> bool:
-    """True for a loopback address written as a number; a name is not looked up."""
+def _is_loopback(address: str) -> bool:
+    """Return True for a loopback address written as a number; a name is not looked up."""
     try:
         return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
     except ValueError:
         return False
 
 
-def _answers(address: str) -> None:
-    """Raises ConfigError unless something listens there within WAIT_S: jax would end the process
-    without a word to its user."""
+def _wait_for_first_process(address: str) -> None:
+    """Raise ConfigError unless something listens at `address` within START_TIMEOUT_S. jax would end
+    the process without a message."""
     host, _, port = address.rpartition(":")
-    until, why = time.monotonic() + WAIT_S, ""
-    while time.monotonic() < until:
+    deadline, reason = time.monotonic() + START_TIMEOUT_S, ""
+    while time.monotonic() < deadline:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
                 return
         except OSError as error:
-            why = str(error)
+            reason = str(error)
         time.sleep(0.5)
     raise ConfigError(
-        f"the first process of the run must listen at {address}; nothing answered for {WAIT_S} s "
-        f"({why}). Start process 0, or mend JAX_COORDINATOR_ADDRESS."
+        f"the first process of the run must listen at {address}; nothing answered for "
+        f"{START_TIMEOUT_S} s ({reason}). Start process 0, or correct JAX_COORDINATOR_ADDRESS."
     )
 
 
-def same_everywhere(**texts: str) -> None:
-    """Raises ConfigError where a text differs between processes, naming it and who has another."""
-    for name, told in _columns(everyones(texts)).items():
-        others = [i for i, text in enumerate(told) if text != told[0]]
-        if others:
+def check_same_everywhere(**texts: str) -> None:
+    """Raise ConfigError if a text differs between processes, naming the text and the processes."""
+    for name, values in _texts_by_name(gather_from_processes(texts)).items():
+        differing = [i for i, text in enumerate(values) if text != values[0]]
+        if differing:
             raise ConfigError(
-                f"{name} must be the same in all processes; other than in process 0 it is in "
-                f"{', '.join(map(str, others))}: {_differs(told[0], told[others[0]])}. Start all "
-                "with one command and one version of the code."
+                f"{name} must be the same in all processes; it differs from process 0 in "
+                f"{', '.join(map(str, differing))}: "
+                f"{_format_difference(values[0], values[differing[0]])}. Start all with one "
+                "command and one version of the code."
             )
 
 
-def _columns(rows: list[dict[str, str]]) -> dict[str, list[str]]:
+def _texts_by_name(rows: list[dict[str, str]]) -> dict[str, list[str]]:
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _differs(a: str, b: str) -> str:
-    """The first lines that differ."""
+def _format_difference(a: str, b: str) -> str:
+    """Return the first pair of lines that differ."""
     for x, y in zip([*a.splitlines(), ""], [*b.splitlines(), ""], strict=False):
         if x != y:
             return f"{y.strip()[:80]!r} and not {x.strip()[:80]!r}"
     return f"{b[:80]!r} and not {a[:80]!r}"
 
 
-def everyones(value: Any) -> list[Any]:
-    """What each process has, by its number: JSON values.
+def gather_from_processes(value: Any) -> list[Any]:
+    """Return the JSON values of all processes, by process number.
 
-    Opens no device, since a check of kernels comes first, and waits as long as the others live.
+    Opens no device, since the check of kernels comes first, and waits as long as the others live.
     """
-    return _channel().everyones(value) if jax.distributed.is_initialized() else [value]
+    return _open_channel().gather_values(value) if jax.distributed.is_initialized() else [value]
 
 
-@cache  # it counts what was said
-def _channel() -> Channel:
+@cache  # the channel counts its messages
+def _open_channel() -> Channel:
     return Channel("processes")
 
 
-def in_shares(
-    items: Sequence[Item], fn: Callable[[Sequence[Item]], Any], *, of: int = 1
+def map_shares(
+    items: Sequence[Item], fn: Callable[[Sequence[Item]], Any], *, group_size: int = 1
 ) -> list[Any]:
-    """fn(share) of each process, by its number; `of` neighbours stay together.
+    """Return fn(share) of each process, by process number; `group_size` neighbours stay together.
 
-    Raises in all processes what one raised: ConfigError, or EngineError for anything else.
+    An exception of one process is raised in all: ConfigError, or EngineError for any other.
     """
     count, number = jax.process_count(), jax.process_index()
     if count == 1:
         return [fn(items)]
-    groups = -(-len(items) // of)
-    first, last = (groups * i // count * of for i in (number, number + 1))
-    return _channel().by_all(lambda: fn(items[first:last]))
+    n_groups = -(-len(items) // group_size)
+    first, last = (n_groups * i // count * group_size for i in (number, number + 1))
+    return _open_channel().gather_results(lambda: fn(items[first:last]))
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Inside, `join`ed processes run; where one is lost the others end with one line.
+def joined_processes() -> Iterator[None]:
+    """Run the body with connected processes; if one is lost, the others end with a one-line error.
 
-    Raises EngineError for a collective that failed. A process whose heartbeat is missed for
-    HEARTBEAT_S is named by jax itself, which then ends the others.
+    Raises EngineError for a collective that failed. If a process misses its heartbeat for
+    HEARTBEAT_TIMEOUT_S, jax itself names it and ends the others.
     """
-    join()
+    join_processes()
     try:
-        with first_speaks():
+        with only_first_prints():
             yield
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
         raise EngineError(
-            f"process {jax.process_index()} of {jax.process_count()} lost another one: "
-            f"{(str(error).splitlines() or [''])[0][:200]}. Look for the first error in the logs "
-            "of all; the same command resumes from the last checkpoint."
+            f"process {jax.process_index()} of {jax.process_count()} lost the connection to "
+            f"another: {(str(error).splitlines() or [''])[0][:200]}. Look for the first error in "
+            "the logs of all processes; the same command resumes from the last checkpoint."
         ) from error
 
 
-def leave(code: int) -> int:
-    """The exit status; a process that failed goes at once, or the others would wait for it."""
+def exit_process(code: int) -> int:
+    """Return the exit status; a failed process exits immediately, since the others would wait for
+    it."""
     if code and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -209,24 +218,24 @@ def leave(code: int) -> int:
 
 
 @contextmanager
-def first_speaks() -> Iterator[None]:
-    """Of all processes the first alone writes to the terminal; errors are everybody's."""
-    if not jax.distributed.is_initialized() or _channel().number == 0:
+def only_first_prints() -> Iterator[None]:
+    """Write standard output only in the first process; errors are printed by all."""
+    if not jax.distributed.is_initialized() or _open_channel().number == 0:
         yield
         return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with open(os.devnull, "w") as devnull, redirect_stdout(devnull):
         yield
 
 
-def agreed(flag: int) -> int:
-    """The largest of all processes' flags."""
+def max_over_processes(flag: int) -> int:
+    """Return the largest flag of all processes."""
     if jax.process_count() == 1:
         return flag
     return int(np.max(multihost_utils.process_allgather(np.int32(flag))))
 
 
-def on_hosts(x: Leaf) -> np.ndarray:
-    """An array whole in the memory of every process."""
+def gather_to_hosts(x: Leaf) -> np.ndarray:
+    """Return an array, unsharded, in the memory of every process."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose tokens lie on several devices, each with consecutive tokens of every row.
+"""Attention whose tokens are sharded: each device has consecutive tokens of every row.
 
-Three ways, each with the arguments of `sink_attention` of one device's share and the mesh axis:
+There are three methods, each with the arguments of `sink_attention` for one device's shard, and the
+mesh axis:
 
-    ulysses  tokens for heads: each device has whole rows of some heads; as many devices as heads
+    ulysses  all-to-all: each device gets full rows of some heads; at most as many devices as heads
     ring     keys and values go from device to device; any number of devices
-    halo     a layer with a window: each device gets the tokens that it sees of those before it
+    halo     for a layer with a window: each device gets the tokens that it sees before its own
 
-Under a causal mask the first device of a ring has little to do and the last most. `zigzag` gives
-each an early and a late part of the row: the same work. A row's windows are then rings too.
+Under a causal mask the first device of a ring has little work and the last one most. `zigzag` gives
+each an early and a late part of the row, hence the same work; windowed layers then use rings too.
 Next: ulysses.py, ring.py, halo.py.
 """
 
@@ -25,53 +26,58 @@ from jaxtyping import Array, Shaped
 def sequence_parallel(
     attend: Callable[..., Any], mesh: Mesh, axis: str = "sequence"
 ) -> Callable[..., Any]:
-    """`ulysses`, `ring` or `halo` as a function of whole rows, like sink_attention.
+    """Return ulysses_attention, ring_attention or halo_attention as a function of full rows.
 
-    Positions and segments must be given. Other axes of the mesh do the same work.
-    Raises, when called: ValueError where T is not a multiple of the devices of `axis`.
+    The result is called like sink_attention, with positions and segments. Other axes of the mesh
+    repeat the same work. Raises, when called: ValueError if T is not a multiple of the devices of
+    `axis`.
     """
     rows, shards = P(None, axis), mesh.shape[axis]
 
-    def whole(q: Array, k: Array, v: Array, sink_N: Array, *, window: Any = None, **where: Array):
+    def attend_full(
+        q: Array, k: Array, v: Array, sink_N: Array, *, window: Any = None, **layout_arrays: Array
+    ):
         for x in (q, k):
-            _divisible(x.shape[1], shards, f"the {shards} devices of {axis}")
-        names = tuple(where)
+            _check_divisible(x.shape[1], shards, f"the {shards} devices of {axis}")
+        names = tuple(layout_arrays)
 
-        def local(q: Array, k: Array, v: Array, sink_N: Array, *given: Array) -> Any:
-            places = dict(zip(names, given, strict=True))
-            return attend(q, k, v, sink_N, window=window, axis=axis, **places)
+        def attend_shard(q: Array, k: Array, v: Array, sink_N: Array, *layout: Array) -> Any:
+            layout_kwargs = dict(zip(names, layout, strict=True))
+            return attend(q, k, v, sink_N, window=window, axis=axis, **layout_kwargs)
 
         ins = (rows, rows, rows, P(), *(rows for _ in names))
-        run = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=(rows, rows), check_vma=False)
-        return run(q, k, v, sink_N, *where.values())
+        run = jax.shard_map(
+            attend_shard, mesh=mesh, in_specs=ins, out_specs=(rows, rows), check_vma=False
+        )
+        return run(q, k, v, sink_N, *layout_arrays.values())
 
-    return whole
+    return attend_full
 
 
 def zigzag(x_BT: Shaped[Array, "B T *rest"], shards: int) -> Shaped[Array, "B T *rest"]:
-    """Whole rows in another order of time: device i of n gets the chunks i and 2n − 1 − i of 2n.
+    """Reorder time: device i of n gets the chunks i and 2n − 1 − i of 2n.
 
-    For every array of [B, T, …] that goes into a model, positions and segments too, and after what
-    looks at a token's neighbours, as the shift of targets does.
-    Raises: ValueError where T is not a multiple of 2n.
+    Apply it to every array [B, T, …] that goes into a model, positions and segments too, and after
+    anything that reads a token's neighbours, such as the shift of targets.
+    Raises: ValueError if T is not a multiple of 2n.
     """
-    B, T, *rest = x_BT.shape
-    _divisible(T, 2 * shards, f"2 * {shards} devices, each of which has two chunks")
-    chunks = x_BT.reshape(B, 2, shards, T // (2 * shards), *rest)
+    B, T, *trailing = x_BT.shape
+    _check_divisible(T, 2 * shards, f"2 * {shards} devices, each of which has two chunks")
+    chunks = x_BT.reshape(B, 2, shards, T // (2 * shards), *trailing)
     return jnp.stack([chunks[:, 0], chunks[:, 1, ::-1]], axis=2).reshape(x_BT.shape)
 
 
 def unzigzag(x_BT: Shaped[Array, "B T *rest"], shards: int) -> Shaped[Array, "B T *rest"]:
-    """The inverse of `zigzag`."""
-    B, T, *rest = x_BT.shape
-    _divisible(T, 2 * shards, f"2 * {shards} devices, each of which has two chunks")
-    chunks = x_BT.reshape(B, shards, 2, T // (2 * shards), *rest)
+    """Invert `zigzag`."""
+    B, T, *trailing = x_BT.shape
+    _check_divisible(T, 2 * shards, f"2 * {shards} devices, each of which has two chunks")
+    chunks = x_BT.reshape(B, shards, 2, T // (2 * shards), *trailing)
     return jnp.stack([chunks[:, :, 0], chunks[:, ::-1, 1]], axis=1).reshape(x_BT.shape)
 
 
-def _divisible(T: int, by: int, what: str) -> None:
-    if T % by:
+def _check_divisible(T: int, divisor: int, divisor_text: str) -> None:
+    if T % divisor:
         raise ValueError(
-            f"the tokens of a row ({T}) must be a multiple of {what}. "
-            f"Pad rows to {-(-T // by) * by}."
+            f"the tokens of a row ({T}) must be a multiple of {divisor_text}. "
+            f"Pad rows to {-(-T // divisor) * divisor}."
         )

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds what: the one table from logical axes of parameters to axes of the mesh.
+"""The one table from logical axes of parameters to axes of the mesh, and shardings made from it.
 
 The mesh has five axes, of size 1 where they are not used:
 
-    data      whole copies of the model, side by side
-    fsdp      weights, gradients and moments are cut; whole again one layer at a time
-    expert    experts are cut, and tokens travel to them; other weights as by fsdp
-    sequence  the tokens of a row are cut; weights as by fsdp
-    tensor    heads are cut, and experts once more
+    data      full copies of the model, with different rows
+    fsdp      weights, gradients and moments are sharded, and gathered one layer at a time
+    expert    experts are sharded, and tokens travel to them; other weights as for fsdp
+    sequence  the tokens of a row are sharded; weights as for fsdp
+    tensor    heads are sharded, and experts once more
 
-Rows go over data, fsdp and expert. An axis of a parameter takes the mesh axes that RULES names, in
-their order, as long as they divide it. Vectors are held whole, but for heads: to gather them costs
-more than to hold them.
-Next: jaxmoe/parallel/ops.py computes with what is so cut.
+Rows are sharded over data, fsdp and expert. An axis of a parameter is sharded over the mesh axes
+that RULES names, in that order, as long as they divide it. Vectors are replicated, except along
+heads: gathering them would cost more than storing them.
+Next: jaxmoe/parallel/ops.py computes with these shardings.
 """
 
 import math
@@ -30,30 +30,31 @@ from jaxmoe.model.params import map_specs
 from jaxmoe.shapes import Leaf, Params
 
 AXES = ("data", "fsdp", "expert", "sequence", "tensor")
-Names = tuple[str, ...]  # of mesh axes that cut one dimension, major first
+Names = tuple[str, ...]  # of mesh axes that shard one dimension, major first
 
 RULES: Mapping[str, Names] = {
     "embed": ("fsdp", "sequence"),
     "heads": ("tensor", "expert"),
     "kv": ("tensor", "expert"),
-    "expert": ("expert", "tensor"),  # what cuts tokens first: expert.py counts on it
-    "width": ("fsdp", "sequence", "expert"),  # of the embedding
-    "vocab": ("tensor", "expert", "sequence", "fsdp"),  # of the head
+    # expert.py requires the axis that also shards tokens to come first
+    "expert": ("expert", "tensor"),
+    "width": ("fsdp", "sequence", "expert"),  # columns of the embedding
+    "vocab": ("tensor", "expert", "sequence", "fsdp"),  # columns of the head
 }
 
 
 @dataclass(frozen=True)
 class MeshRules:
-    """How parameters and tokens lie on a mesh."""
+    """How parameters and tokens are sharded over a mesh."""
 
     rules: Mapping[str, Names]
-    rows: Names  # what cuts the rows of a batch
-    time: Names  # and their tokens
+    rows: Names  # mesh axes that shard the rows of a batch
+    time: Names  # mesh axes that shard their tokens
 
 
 TRAINING = MeshRules(RULES, ("data", "fsdp", "expert"), ("sequence",))
-# a decode step has few tokens and reads all weights: none but the embedding's, the head's and the
-# experts', to which tokens travel, is cut over devices that have rows of their own
+# A decode step has few tokens and reads all weights. So only the embedding, the head and the
+# experts, to which tokens travel, are sharded over devices with different rows.
 SAMPLING = MeshRules(
     {"heads": ("tensor",), "kv": ("tensor",), "expert": ("fsdp", "expert", "sequence", "tensor"),
      "width": RULES["width"], "vocab": RULES["vocab"]},
@@ -61,20 +62,20 @@ SAMPLING = MeshRules(
 )  # fmt: skip
 
 
-# the same with every expert on every device: cut, their sum would go over devices, in an order of
-# its own
+# The same with every expert on every device: the sum over sharded experts would run over devices,
+# in an order that is not batch-invariant.
 INVARIANT = MeshRules(
     {axis: names for axis, names in SAMPLING.rules.items() if axis != "expert"}, SAMPLING.rows, ()
 )
 
 
 def sampling_rules(cfg: ModelConfig) -> MeshRules:
-    """How the engine's copy of the weights and its tokens lie on a mesh."""
+    """Return the rules for the engine's copy of the weights and its tokens."""
     return INVARIANT if cfg.numerics == "invariant" else SAMPLING
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
-    """The mesh of a run, over all devices unless some are given; None for one device."""
+    """Return the mesh of a run, over all devices unless some are given; None for one device."""
     if cfg.devices == 1:
         return None
     shape = tuple(getattr(cfg, name) for name in AXES)
@@ -82,44 +83,47 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | N
     return jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
 
 
-def one_device(device: Any = None) -> Mesh:
-    """The mesh of one device, on which all axes are of size 1."""
+def make_one_device_mesh(device: Any = None) -> Mesh:
+    """Return a mesh of one device, all of whose axes have size 1."""
     device = jax.local_devices()[0] if device is None else device
     return Mesh(np.array([device]).reshape((1,) * len(AXES)), AXES)
 
 
 def state_mesh(mesh: Mesh | None, cfg: OptimConfig) -> Mesh | None:
-    """Where a run's state lies. Where hosts hold something every array says which memory it is in,
-    on one device by a mesh of that: what says nothing is compiled for twice."""
-    return one_device() if mesh is None and cfg.uses_host_memory else mesh
+    """Return the mesh of a run's state.
+
+    With arrays in host memory, every array must name its memory kind, on one device through a mesh
+    of that device: an array without one would make jax compile twice.
+    """
+    return make_one_device_mesh() if mesh is None and cfg.uses_host_memory else mesh
 
 
-def only_cutting(mesh: Mesh) -> Mesh:
-    """The same devices without axes of size 1."""
+def drop_unit_axes(mesh: Mesh) -> Mesh:
+    """Return the mesh of the same devices without axes of size 1."""
     used = tuple(name for name, size in mesh.shape.items() if size > 1)
     return Mesh(mesh.devices.reshape([mesh.shape[name] for name in used]), used)
 
 
-def partition(
+def partition_axes(
     axes: Sequence[str | None],
     shape: Sequence[int],
     sizes: Mapping[str, int],
     rules: Mapping[str, Names] = RULES,
 ) -> tuple[Names, ...]:
-    """Of each dimension of a parameter the mesh axes that cut it; none is used twice."""
+    """Return the mesh axes that shard each dimension of a parameter; none is used twice."""
     vector = len([axis for axis in axes if axis != "pair"]) < 2
-    taken: set[str] = set()
-    cut = []
+    used: set[str] = set()
+    cuts = []
     for axis, dim in zip(axes, shape, strict=True):
         names: Names = ()
         for name in rules.get(axis or "", ()):
             size = math.prod(sizes[n] for n in names) * sizes[name]
-            if sizes[name] == 1 or name in taken or dim % size or (vector and name != "tensor"):
+            if sizes[name] == 1 or name in used or dim % size or (vector and name != "tensor"):
                 continue
             names += (name,)
-        taken |= set(names)
-        cut.append(names)
-    return tuple(cut)
+        used |= set(names)
+        cuts.append(names)
+    return tuple(cuts)
 
 
 def local_shape(
@@ -128,107 +132,115 @@ def local_shape(
     sizes: Mapping[str, int],
     rules: Mapping[str, Names] = RULES,
 ) -> tuple[int, ...]:
-    """What one device holds of a parameter."""
-    names = partition(axes, shape, sizes, rules)
+    """Return the shape of one device's shard of a parameter."""
+    names = partition_axes(axes, shape, sizes, rules)
     return tuple(
         dim // math.prod(sizes[name] for name in cut) for dim, cut in zip(shape, names, strict=True)
     )
 
 
-def shards_of(mesh: Mesh | None, names: Names) -> int:
-    """Parts that these axes cut a dimension into."""
+def count_shards(mesh: Mesh | None, names: Names) -> int:
+    """Return the number of shards that these axes make."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in names)
 
 
-def spec_of(*names: Names) -> P:
-    """A PartitionSpec of the mesh axes of each dimension."""
+def mesh_spec(*names: Names) -> P:
+    """Return the PartitionSpec with these mesh axes for each dimension."""
     return P(*(cut or None for cut in names))
 
 
 def param_shardings(cfg: ModelConfig, mesh: Mesh, placement: MeshRules = TRAINING) -> Params:
-    """The tree of NamedSharding of a model's parameters."""
+    """Return the tree of NamedSharding of a model's parameters."""
 
-    def sharding(spec: Any) -> NamedSharding:
-        cut = partition(spec.axes, spec.shape, mesh.shape, placement.rules)
-        return NamedSharding(mesh, spec_of(*cut))
+    def param_sharding(spec: Any) -> NamedSharding:
+        cut = partition_axes(spec.axes, spec.shape, mesh.shape, placement.rules)
+        return NamedSharding(mesh, mesh_spec(*cut))
 
-    return map_specs(sharding, cfg)
+    return map_specs(param_sharding, cfg)
 
 
 def state_shardings(state: Leaf, cfg: ModelConfig, mesh: Mesh, moments: str = "device") -> Leaf:
-    """Shardings of a TrainState, or of its shapes: whatever mirrors the parameters lies as they
-    do (moments, reference, a critic's backbone), the rest is on every device.
+    """Return the shardings of a TrainState, or of its shapes.
 
-    Moments lie on the devices or, by "host", in the memory of their hosts.
+    Leaves that mirror parameters (moments, reference, a critic's backbone) are sharded as those
+    are; all others are replicated. Moments are on the devices or, with "host", in their hosts'
+    memory.
     """
     by_path = {
         tuple(map(str, path)): sharding
         for path, sharding in jax.tree_util.tree_leaves_with_path(param_shardings(cfg, mesh))
     }
     lengths = sorted({len(path) for path in by_path}, reverse=True)
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
 
-    def of(path: Any, leaf: Any) -> NamedSharding:
+    def leaf_sharding(path: Any, leaf: Any) -> NamedSharding:
         names = tuple(map(str, path))
-        at = lies(names, leaf)
-        return on_host(at) if moments == "host" and names[0] == ".opt_state" and leaf.ndim else at
+        sharding = find_param_sharding(names, leaf)
+        return (
+            move_to_host_memory(sharding)
+            if moments == "host" and names[0] == ".opt_state" and leaf.ndim
+            else sharding
+        )
 
-    def lies(names: tuple[str, ...], leaf: Any) -> NamedSharding:
+    def find_param_sharding(names: tuple[str, ...], leaf: Any) -> NamedSharding:
         for length in lengths:
-            if (found := by_path.get(names[-length:])) is not None and leaf.ndim == len(found.spec):
-                return found
-        return whole
+            if (sharding := by_path.get(names[-length:])) is not None and leaf.ndim == len(
+                sharding.spec
+            ):
+                return sharding
+        return replicated
 
-    return jax.tree_util.tree_map_with_path(of, state)
+    return jax.tree_util.tree_map_with_path(leaf_sharding, state)
 
 
-def on_host(at: NamedSharding) -> NamedSharding:
-    """The same pieces in the memory of their devices' hosts."""
-    there = at.with_memory_kind("pinned_host")
-    if there.memory_kind == "pinned_host":
-        return there
-    # compilers of GPUs that are not here know of no memories: those of a mesh without devices stay
-    mesh = at.mesh
+def move_to_host_memory(sharding: NamedSharding) -> NamedSharding:
+    """Return the same sharding in the memory of the devices' hosts."""
+    host_sharding = sharding.with_memory_kind("pinned_host")
+    if host_sharding.memory_kind == "pinned_host":
+        return host_sharding
+    # The compiler for an absent GPU has no memory kinds; a mesh without devices keeps the one
+    # given.
+    mesh = sharding.mesh
     if isinstance(mesh, Mesh) and mesh.size > 1:
-        mesh = only_cutting(mesh)
-    return NamedSharding(mesh.abstract_mesh, at.spec, memory_kind="pinned_host")
+        mesh = drop_unit_axes(mesh)
+    return NamedSharding(mesh.abstract_mesh, sharding.spec, memory_kind="pinned_host")
 
 
-def placed_shapes(
+def sharded_shapes(
     state: Leaf, cfg: ModelConfig, mesh: Mesh | None, moments: str = "device"
 ) -> Leaf:
-    """Shapes of a TrainState that say where each array lies; as they are without a mesh."""
+    """Return the shapes of a TrainState with their shardings; unchanged without a mesh."""
     if mesh is None:
         return state
     return jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         state, state_shardings(state, cfg, mesh, moments),
     )  # fmt: skip
 
 
-def place_state(state: Leaf, cfg: ModelConfig, mesh: Mesh | None) -> Leaf:
-    """A TrainState on its devices; as it is without a mesh."""
+def shard_state(state: Leaf, cfg: ModelConfig, mesh: Mesh | None) -> Leaf:
+    """Put a TrainState on its devices; unchanged without a mesh."""
     if mesh is None:
         return state
     return jax.device_put(state, state_shardings(state, cfg, mesh))
 
 
 def batch_sharding(mesh: Mesh, ndim: int, placement: MeshRules = TRAINING) -> NamedSharding:
-    """Of an array of a batch, [B], [B, T] or [B, T, …]."""
+    """Return the sharding of an array of a batch, [B], [B, T] or [B, T, …]."""
     cut = (placement.rows, placement.time)[:ndim]
-    return NamedSharding(mesh, spec_of(*cut))
+    return NamedSharding(mesh, mesh_spec(*cut))
 
 
-def place(tree: Leaf, mesh: Mesh | None, placement: MeshRules = TRAINING) -> Leaf:
-    """The arrays of a batch on their devices; as they are without a mesh."""
+def shard_batch(tree: Leaf, mesh: Mesh | None, placement: MeshRules = TRAINING) -> Leaf:
+    """Put the arrays of a batch on their devices; unchanged without a mesh."""
     if mesh is None:
         return tree
 
-    def put(x: Any) -> jax.Array:
-        at = batch_sharding(mesh, np.ndim(x), placement)
+    def put_array(x: Any) -> jax.Array:
+        sharding = batch_sharding(mesh, np.ndim(x), placement)
         if jax.process_count() == 1:
-            return jax.device_put(x, at)
-        whole = np.asarray(x)  # which every process has
-        return jax.make_array_from_callback(whole.shape, at, lambda index: whole[index])
+            return jax.device_put(x, sharding)
+        full = np.asarray(x)  # every process has the full array
+        return jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
 
-    return jax.tree.map(put, tree)
+    return jax.tree.map(put_array, tree)

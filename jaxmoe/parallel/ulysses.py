@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over tokens on several devices, which change places with the heads and back.
+"""Ulysses attention over tokens on several devices: all-to-alls exchange tokens for heads.
 
-Between two all-to-alls each device has all tokens of its part of the heads, and attention is that
-of one device: any kernel, any window, any order of tokens. Back: jaxmoe/parallel/sequence.py.
+Between two all-to-alls each device has all tokens of some heads, so attention is that of one
+device: any kernel, any window, any order of tokens. Back: jaxmoe/parallel/sequence.py.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from pallas_kernels import sink_attention
 from pallas_kernels.dispatch import Impl
 
 
-def ulysses(
+def ulysses_attention(
     q_btnH: Float[Array, "b t n H"],
     k_btkH: Float[Array, "b t k H"],
     v_btkH: Float[Array, "b t k H"],
@@ -31,40 +31,41 @@ def ulysses(
     axis: str = "sequence",
     impl: Impl = "auto",
 ) -> tuple[Float[Array, "b t n H"], Float[Array, "b t n"]]:
-    """sink_attention of this device's queries over the keys of all; returns (o, lse).
+    """Return (o, lse): sink_attention of this device's queries over the keys of all devices.
 
-    Inside `jax.shard_map`. Key heads that several devices need go to each of them; their gradients
-    are summed in float32.
-    Raises: ValueError where the devices of `axis` are no divisor of the query heads.
+    Inside `jax.shard_map`. Key heads that several devices need are sent to each of them, and their
+    gradients are summed in float32.
+    Raises: ValueError if the number of devices of `axis` does not divide the query heads.
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     shards, heads = lax.axis_size(axis), q_btnH.shape[2]
     if heads % shards:
         raise ValueError(
-            f"query heads ({heads}) must be a multiple of the {shards} devices of {axis}, as each "
-            "takes whole heads. Try the ring."
+            f"query heads ({heads}) must be a multiple of the {shards} devices of {axis}, since "
+            "each gets full heads. Try --set mesh.attention=ring."
         )
-    mine = heads // shards
+    local_heads = heads // shards
     to_heads = partial(lax.all_to_all, axis_name=axis, split_axis=2, concat_axis=1, tiled=True)
     to_tokens = partial(lax.all_to_all, axis_name=axis, split_axis=1, concat_axis=2, tiled=True)
-    whole = partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)
-    k, v = (to_heads(_shared(x, heads, mine)) for x in (k_btkH, v_btkH))
-    sink = lax.dynamic_slice_in_dim(sink_n, lax.axis_index(axis) * mine, mine)
+    gather_tokens = partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)
+    k, v = (to_heads(_repeat_heads(x, heads, local_heads)) for x in (k_btkH, v_btkH))
+    sink = lax.dynamic_slice_in_dim(sink_n, lax.axis_index(axis) * local_heads, local_heads)
     o, lse = sink_attention(
         to_heads(q_btnH), k, v, sink,
-        q_positions_BT=whole(q_positions_BT), k_positions_BS=whole(k_positions_BS),
-        q_segment_ids_BT=whole(q_segment_ids_BT), k_segment_ids_BS=whole(k_segment_ids_BS),
+        q_positions_BT=gather_tokens(q_positions_BT), k_positions_BS=gather_tokens(k_positions_BS),
+        q_segment_ids_BT=gather_tokens(q_segment_ids_BT),
+        k_segment_ids_BS=gather_tokens(k_segment_ids_BS),
         window=window, scale=scale, impl=impl,
     )  # fmt: skip
     return to_tokens(o), to_tokens(lse)
 
 
-def _shared(x_btkH: Array, heads: int, mine: int) -> Array:
-    """Each key head as often as there are devices that need it: the query heads of a device are
-    those of whole key heads, or an equal part of one's."""
+def _repeat_heads(x_btkH: Array, heads: int, local_heads: int) -> Array:
+    """Repeat each key head for the devices that need it. A device's query heads use either several
+    full key heads or an equal part of one."""
     group = heads // x_btkH.shape[2]
-    copies = group // gcd(group, mine)
+    copies = group // gcd(group, local_heads)
     if copies == 1:
         return x_btkH
-    wide = x_btkH.astype(jnp.float32)  # in which the gradients of the copies are summed
-    return jnp.repeat(wide, copies, axis=2).astype(x_btkH.dtype)
+    x_float32 = x_btkH.astype(jnp.float32)  # the gradients of the copies are summed in float32
+    return jnp.repeat(x_float32, copies, axis=2).astype(x_btkH.dtype)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding and head cut over devices: neither is ever whole on one.
+"""Sharded embedding and head: neither is ever unsharded on one device.
 
-The embedding is cut on its width: tokens travel to every piece of it and come back as rows. The
-head is cut on its columns, and streamed: a chunk of it at a time is whole, for as long as the
-statistics of the tokens over it take, and once more in the backward pass. Tokens stay where they
-are, since there are more of their activations than of the head.
+The embedding is sharded on its width: tokens are sent to every shard and return as rows. The head
+is sharded on its columns, and streamed: one chunk at a time is gathered, for the statistics of the
+tokens over it, and once more in the backward pass. Tokens stay on their devices, since their
+activations are larger than the head.
 
-Inside `jax.shard_map` bodies only. `axes` are those of the mesh that cut the parameter, major
-first as in its PartitionSpec; `copies` those along which devices hold the same tokens.
+Inside `jax.shard_map` bodies only. `axes` are the mesh axes that shard the parameter, major first
+as in its PartitionSpec; `copies` those along which devices have the same tokens.
 Next: pallas_kernels/token_logprobs/slices.py.
 """
 
@@ -22,8 +22,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.model import layers
-from jaxmoe.parallel.gather import gathered
-from jaxmoe.parallel.scatter import sum_scattered
+from jaxmoe.parallel.gather import gather_param
+from jaxmoe.parallel.scatter import reduce_scatter
 from jaxmoe.parallel.sharding import Names
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.token_logprobs import (
@@ -33,54 +33,54 @@ from pallas_kernels.token_logprobs import (
     token_statistics,
 )
 
-# elements of the head that are whole at a time: 32 MiB of bfloat16; of their gradient as much,
-# and twice that in float32
-CHUNK = 2**24
-ALIGNED = 128  # columns: a device's share of a chunk is a multiple, as matrix units want it
+# Elements of the head that are gathered at a time: 32 MiB of bfloat16, the same for their gradient,
+# and twice that in float32.
+MAX_CHUNK_ELEMENTS = 2**24
+ALIGN_COLUMNS = 128  # a device's columns of a chunk are a multiple of this, for the matrix units
 
 
-def embed(
+def embed_sharded(
     tokens_bt: Int[Array, "b t"],
     w_Vd: Float[Array, "V d"],
     dtype: str,
     *,
     axes: Names,
-    lookup: Callable[..., Array] = layers.embed,
+    lookup: Callable[..., Array] = layers.embed_tokens,
 ) -> Float[Array, "b t D"]:
-    """The rows of these tokens: looked up at every piece of the width, and put together.
+    """Return the rows of these tokens, looked up in every shard of the width and concatenated.
 
-    Numerics: those of `lookup`, bit for bit; the gradient of a piece is summed over the tokens of
-        all devices along `axes`, in the order of devices.
+    Numerics: those of `lookup`, bit for bit; the gradient of a shard is summed over the tokens of
+    all devices along `axes`, in the order of devices.
     """
     if not axes:
         return lookup(tokens_bt, w_Vd, dtype)
-    pieces = lookup(lax.all_gather(tokens_bt, axes, tiled=True), w_Vd, dtype)
-    return lax.all_to_all(pieces, axes, split_axis=0, concat_axis=2, tiled=True)
+    rows = lookup(lax.all_gather(tokens_bt, axes, tiled=True), w_Vd, dtype)
+    return lax.all_to_all(rows, axes, split_axis=0, concat_axis=2, tiled=True)
 
 
-def logits(
+def head_logits_sharded(
     hidden_bD: Float[Array, "b D"],
     w_Dv: Float[Array, "D v"],
     *,
     axes: Names,
     copies: Names = (),
-    product: Callable[..., Array] = layers.logits,
+    product: Callable[..., Array] = layers.head_logits,
 ) -> Float[Array, "b V"]:
-    """hidden·w over the whole vocabulary, float32: rows travel to every piece of the head."""
-    over = tuple(name for name in axes if name not in copies)
-    rows = lax.all_gather(hidden_bD, over, tiled=True) if over else hidden_bD
-    found = product(rows, w_Dv)
-    # minor axes first: what is together already are neighbouring columns
-    for copied, names in groupby(reversed(axes), key=lambda name: name in copies):
+    """Return hidden·w over the full vocabulary, float32: rows travel to every shard of the head."""
+    row_axes = tuple(name for name in axes if name not in copies)
+    rows = lax.all_gather(hidden_bD, row_axes, tiled=True) if row_axes else hidden_bD
+    logits = product(rows, w_Dv)
+    # Minor axes first, so that the columns gathered so far are always neighbours.
+    for is_replicated, names in groupby(reversed(axes), key=lambda name: name in copies):
         names = tuple(names)[::-1]
-        if copied:
-            found = lax.all_gather(found, names, axis=1, tiled=True)
+        if is_replicated:
+            logits = lax.all_gather(logits, names, axis=1, tiled=True)
         else:
-            found = _exchanged(found, names, over)
-    return found
+            logits = _exchange_columns(logits, names, row_axes)
+    return logits
 
 
-def target_logprobs(
+def target_logprobs_sharded(
     hidden_btD: Float[Array, "b t D"],
     w_Dv: Float[Array, "D v"],
     targets_bt: Int[Array, "b t"],
@@ -92,123 +92,131 @@ def target_logprobs(
     copies: Names = (),
     impl: Impl = "auto",
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """Log-prob of each target and entropy of what it was drawn from, in nats.
+    """Return the log-prob of each target and the entropy of its distribution, in nats.
 
     Args:
-        vocab_size: of the whole head, whose columns past it never count.
-        sequence_axis: what cuts time, if anything: who is last along it has a row's last token,
+        vocab_size: of the full head; padding columns never count.
+        sequence_axis: mesh axis that shards time, if any. Its last device has a row's last token,
             which has no target and is NaN.
         impl: of token_statistics and token_gradients.
 
-    Numerics: float32, as of `jaxmoe.model.layers.target_logprobs`. The head travels in the dtype
-        of the hidden states, its gradient, rounded to that once a device, is summed in float32.
+    Numerics: float32, as for `jaxmoe.model.layers.target_logprobs`. The head travels in the dtype
+    of the hidden states; its gradient is rounded to that on each device and summed in float32.
     """
     batch, time, width = hidden_btD.shape
     hidden_mD, targets_m = hidden_btD.reshape(-1, width), targets_bt.reshape(-1)
-    share = partial(_share, copies=copies)
-    found: Any = _streamed(
-        share(hidden_mD), w_Dv, share(targets_m), jnp.asarray(temperature, jnp.float32),
+    take_share = partial(_take_share, copies=copies)
+    per_token: Any = _stream_logprobs(
+        take_share(hidden_mD), w_Dv, take_share(targets_m), jnp.asarray(temperature, jnp.float32),
         vocab_size, axes, impl,
     )  # fmt: skip
-    last = sequence_axis is None or lax.axis_index(sequence_axis) + 1 == _devices((sequence_axis,))
-    none_t = (jnp.arange(time) + 1 == time) & last
+    last = sequence_axis is None or lax.axis_index(sequence_axis) + 1 == _count_devices(
+        (sequence_axis,)
+    )
+    is_last_t = (jnp.arange(time) + 1 == time) & last
 
-    def of_all(x_m: Array) -> Array:
+    def gather_tokens(x_m: Array) -> Array:
         if copies:
-            whole: Any = gathered(x_m, (copies,), x_m.dtype)
-            x_m = whole[: batch * time]
-        return jnp.where(none_t[None, :], jnp.nan, x_m.reshape(batch, time))
+            full: Any = gather_param(x_m, (copies,), x_m.dtype)
+            x_m = full[: batch * time]
+        return jnp.where(is_last_t[None, :], jnp.nan, x_m.reshape(batch, time))
 
-    logp_m, entropy_m = found
-    return of_all(logp_m), of_all(entropy_m)
+    logp_m, entropy_m = per_token
+    return gather_tokens(logp_m), gather_tokens(entropy_m)
 
 
-def implementation(logprobs: Callable[..., Any]) -> Impl | None:
-    """Of the kernel that this `Ops.logprobs` runs; None for one of somebody's own, which has to
-    have the whole head."""
+def logprobs_impl(logprobs: Callable[..., Any]) -> Impl | None:
+    """Return the `impl` of the default `Ops.logprobs`; None for a custom one, which needs the full
+    head."""
     call = partial(logprobs)
     per_token = partial(call.keywords.get("per_token", token_logprobs))
-    ours = call.func is layers.target_logprobs and per_token.func is token_logprobs
-    known = call.keywords.keys() <= {"per_token"} and per_token.keywords.keys() <= {"impl"}
-    return per_token.keywords.get("impl", "auto") if ours and known else None
+    is_default = call.func is layers.target_logprobs and per_token.func is token_logprobs
+    is_known = call.keywords.keys() <= {"per_token"} and per_token.keywords.keys() <= {"impl"}
+    return per_token.keywords.get("impl", "auto") if is_default and is_known else None
 
 
 class HeadChunk(NamedTuple):
-    """Columns of every device's piece of the head."""
+    """Columns of every device's shard of the head."""
 
-    first: int  # of a piece
+    first: int  # first column in each shard
     size: int
-    words: int  # among the columns of all pieces; they come first
+    words: int  # columns of words among those of all shards; they come first
 
 
-def head_chunks(width: int, columns: int, pieces: int, vocab_size: int) -> list[HeadChunk]:
-    """A head of `pieces` times `columns` columns, in even chunks of at most CHUNK elements.
+def head_chunks(width: int, columns: int, n_shards: int, vocab_size: int) -> list[HeadChunk]:
+    """Return even chunks of a head of `n_shards` times `columns` columns, at most
+    MAX_CHUNK_ELEMENTS each.
 
-    Gathered, a chunk has its columns of the first piece, then of the second, and so on. Padding is
-    at the end of the vocabulary, hence at the end of the last pieces, and past the words of every
-    chunk. Chunks without words are left out. A chunk has ALIGNED columns of each piece even where
-    they are more than CHUNK; the last has what is left.
+    A gathered chunk has its columns of the first shard, then of the second, and so on. Padding is
+    at the end of the vocabulary, hence at the end of the last shards, and after the words of every
+    chunk. Chunks without words are left out. A chunk has at least ALIGN_COLUMNS columns of each
+    shard, even if they exceed MAX_CHUNK_ELEMENTS; the last chunk has the remainder.
     """
-    most = max(ALIGNED, CHUNK // (width * pieces) // ALIGNED * ALIGNED)
-    count = -(-columns // most)
-    size = columns if count == 1 else -(-columns // (count * ALIGNED)) * ALIGNED
-    found = []
+    max_columns = max(
+        ALIGN_COLUMNS, MAX_CHUNK_ELEMENTS // (width * n_shards) // ALIGN_COLUMNS * ALIGN_COLUMNS
+    )
+    n_chunks = -(-columns // max_columns)
+    size = columns if n_chunks == 1 else -(-columns // (n_chunks * ALIGN_COLUMNS)) * ALIGN_COLUMNS
+    chunks = []
     for first in range(0, columns, size):
-        here = min(size, columns - first)
-        left = (vocab_size - piece * columns - first for piece in range(pieces))
-        found.append(HeadChunk(first, here, sum(min(max(x, 0), here) for x in left)))
-    return [chunk for chunk in found if chunk.words]
+        chunk_columns = min(size, columns - first)
+        remaining = (vocab_size - shard * columns - first for shard in range(n_shards))
+        chunks.append(
+            HeadChunk(first, chunk_columns, sum(min(max(x, 0), chunk_columns) for x in remaining))
+        )
+    return [chunk for chunk in chunks if chunk.words]
 
 
-def _exchanged(x: Array, names: Names, over: Names) -> Array:
-    """Rows of all devices along `over`, of columns of this one, for columns of all along `names`.
+def _exchange_columns(x: Array, names: Names, row_axes: Names) -> Array:
+    """Exchange rows of all devices along `row_axes` for columns of all devices along `names`.
 
-    The rows are still of the devices along the axes of `over` up to the last of `names`.
+    The result still has the rows of the devices along the axes of `row_axes` before the last of
+    `names`.
     """
-    before = over[: over.index(names[0])]
-    outer = _devices(before)
+    outer_axes = row_axes[: row_axes.index(names[0])]
+    outer = _count_devices(outer_axes)
     rows, columns = x.shape
-    x = x.reshape(outer, _devices(names), -1, columns)
+    x = x.reshape(outer, _count_devices(names), -1, columns)
     x = lax.all_to_all(x, names, split_axis=1, concat_axis=3, tiled=True)
-    return x.reshape(-1, columns * _devices(names))
+    return x.reshape(-1, columns * _count_devices(names))
 
 
-def _devices(names: Names) -> int:
+def _count_devices(names: Names) -> int:
     return lax.axis_size(names) if names else 1
 
 
-def _share(x: Array, copies: Names) -> Array:
-    """Of rows that all devices along `copies` have, those that this one works on: as many each,
-    the last ones padded with zeros."""
+def _take_share(x: Array, copies: Names) -> Array:
+    """Return this device's equal share of rows that all devices along `copies` have. The last
+    shares are padded with zeros."""
     if not copies:
         return x
-    rows = -(-x.shape[0] // _devices(copies))
-    x = jnp.pad(x, ((0, rows * _devices(copies) - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+    rows = -(-x.shape[0] // _count_devices(copies))
+    x = jnp.pad(x, ((0, rows * _count_devices(copies) - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
     return lax.dynamic_slice_in_dim(x, lax.axis_index(copies) * rows, rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _streamed(
+def _stream_logprobs(
     hidden_mD: Array, w_Dv: Array, targets_m: Array, temperature: Array, vocab_size: int,
     axes: Names, impl: Impl,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """logp and entropy of the tokens of this device, a chunk of the head at a time."""
-    return _forward(hidden_mD, w_Dv, targets_m, temperature, vocab_size, axes, impl)[0]
+    """Return logp and entropy of this device's tokens, one chunk of the head at a time."""
+    return _stream_forward(hidden_mD, w_Dv, targets_m, temperature, vocab_size, axes, impl)[0]
 
 
-def _forward(
+def _stream_forward(
     hidden_mD: Array, w_Dv: Array, targets_m: Array, temperature: Array, vocab_size: int,
     axes: Names, impl: Impl,
 ) -> tuple[tuple[Array, Array], Any]:  # fmt: skip
-    def over(_: None, first: Array, size: int, words: int) -> tuple[None, Any]:
-        w_DC, at_m = _whole(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
+    def scan_chunk(_: None, first: Array, size: int, words: int) -> tuple[None, Any]:
+        w_DC, column_m = _gather_chunk(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
         return None, token_statistics(
-            hidden_mD, w_DC, at_m, temperature=temperature, vocab_size=words, impl=impl
+            hidden_mD, w_DC, column_m, temperature=temperature, vocab_size=words, impl=impl
         )
 
     parts = [
-        lax.scan(partial(over, size=size, words=words), None, firsts)[1]
-        for size, words, firsts in _alike(w_Dv, vocab_size, axes)
+        lax.scan(partial(scan_chunk, size=size, words=words), None, firsts)[1]
+        for size, words, firsts in _group_chunks(w_Dv, vocab_size, axes)
     ]
     logp_m, entropy_m, lse_m = merge_statistics(
         *(jnp.concatenate(x_nm) for x_nm in zip(*parts, strict=True))
@@ -217,68 +225,71 @@ def _forward(
     return (logp_m, entropy_m), saved
 
 
-def _backward(
+def _stream_backward(
     vocab_size: int, axes: Names, impl: Impl, saved: Any, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, Array]:
-    """Chunk by chunk: gathered again, its gradient reduce-scattered in float32 to its owners."""
+    """Gather each chunk again and reduce-scatter its gradient in float32 to its owners."""
     hidden_mD, w_Dv, targets_m, temperature, lse_m, entropy_m = saved
 
-    def over(carry: Any, first: Array, size: int, words: int) -> tuple[Any, None]:
+    def scan_chunk(carry: Any, first: Array, size: int, words: int) -> tuple[Any, None]:
         dhidden, dw = carry
-        w_DC, at_m = _whole(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
+        w_DC, column_m = _gather_chunk(w_Dv, targets_m, first, size, axes, hidden_mD.dtype)
         dhidden, dw_DC = token_gradients(
-            hidden_mD, w_DC, at_m, lse_m, entropy_m, *cotangents, dhidden, temperature=temperature,
+            hidden_mD, w_DC, column_m, lse_m, entropy_m, *cotangents, dhidden,
+            temperature=temperature,
             vocab_size=words, impl=impl,
         )  # fmt: skip
-        dw = lax.dynamic_update_slice_in_dim(dw, _scattered(dw_DC, axes), first, axis=1)
+        dw = lax.dynamic_update_slice_in_dim(dw, _scatter_columns(dw_DC, axes), first, axis=1)
         return (dhidden, dw), None
 
     carry = jnp.zeros(hidden_mD.shape, jnp.float32), jnp.zeros(w_Dv.shape, jnp.float32)
-    for size, words, firsts in _alike(w_Dv, vocab_size, axes):
-        carry, _ = lax.scan(partial(over, size=size, words=words), carry, firsts)
+    for size, words, firsts in _group_chunks(w_Dv, vocab_size, axes):
+        carry, _ = lax.scan(partial(scan_chunk, size=size, words=words), carry, firsts)
     dhidden, dw = carry
     return dhidden.astype(hidden_mD.dtype), dw.astype(w_Dv.dtype), None, jnp.zeros_like(temperature)
 
 
-_streamed.defvjp(_forward, _backward)
+_stream_logprobs.defvjp(_stream_forward, _stream_backward)
 
 
-def _alike(w_Dv: Array, vocab_size: int, axes: Names) -> list[tuple[int, int, Int[Array, " n"]]]:
-    """Size and words of chunks that differ in nothing else than their first columns, and these."""
+def _group_chunks(
+    w_Dv: Array, vocab_size: int, axes: Names
+) -> list[tuple[int, int, Int[Array, " n"]]]:
+    """Group chunks that differ only in their first column: their size, words and first columns."""
     width, columns = w_Dv.shape
-    chunks = head_chunks(width, columns, _devices(axes), vocab_size)
+    chunks = head_chunks(width, columns, _count_devices(axes), vocab_size)
     return [
-        (size, words, jnp.asarray([chunk.first for chunk in alike], jnp.int32))
-        for (size, words), alike in groupby(chunks, key=lambda chunk: chunk[1:])
+        (size, words, jnp.asarray([chunk.first for chunk in group], jnp.int32))
+        for (size, words), group in groupby(chunks, key=lambda chunk: chunk[1:])
     ]
 
 
-def _whole(
+def _gather_chunk(
     w_Dv: Array, targets_m: Array, first: Array, size: int, axes: Names, dtype: Any
 ) -> tuple[Array, Array]:
-    """A chunk of the head, gathered, and the targets as columns of it; −1 for those of others."""
+    """Return a gathered chunk of the head, and the targets as its columns; −1 for others."""
     w_Dc = lax.dynamic_slice_in_dim(w_Dv, first, size, axis=1)
-    piece_m, column_m = targets_m // w_Dv.shape[1], targets_m % w_Dv.shape[1] - first
-    here_m = (column_m >= 0) & (column_m < size)
-    at_m = jnp.where(here_m, piece_m * size + column_m, -1)
-    return _gathered(w_Dc.astype(dtype), axes), at_m
+    shard_m, column_m = targets_m // w_Dv.shape[1], targets_m % w_Dv.shape[1] - first
+    is_in_chunk_m = (column_m >= 0) & (column_m < size)
+    gathered_column_m = jnp.where(is_in_chunk_m, shard_m * size + column_m, -1)
+    return _gather_columns(w_Dc.astype(dtype), axes), gathered_column_m
 
 
-# Both stack pieces on an axis of their own, before all others, as collectives lay them out: along
-# columns, compilers transpose the whole parameter once, and keep that.
+# Both functions stack shards on a new first axis, as collectives lay them out. Stacking along
+# columns would make compilers transpose the full parameter and keep the copy.
 
 
-def _gathered(w_Dc: Array, axes: Names) -> Array:
-    """The columns of all devices."""
+def _gather_columns(w_Dc: Array, axes: Names) -> Array:
+    """Return the columns of all devices."""
     if not axes:
         return w_Dc
     return jnp.moveaxis(lax.all_gather(w_Dc, axes), 0, 1).reshape(w_Dc.shape[0], -1)
 
 
-def _scattered(dw_DC: Array, axes: Names) -> Array:
-    """This device's columns, summed over devices in float32."""
+def _scatter_columns(dw_DC: Array, axes: Names) -> Array:
+    """Return this device's columns, summed over devices in float32."""
     dw_DC = dw_DC.astype(jnp.float32)
     if not axes:
         return dw_DC
-    pieces = jnp.moveaxis(dw_DC.reshape(dw_DC.shape[0], _devices(axes), -1), 1, 0)
-    return sum_scattered(pieces, axes, dim=0)[0]
+    shards = jnp.moveaxis(dw_DC.reshape(dw_DC.shape[0], _count_devices(axes), -1), 1, 0)
+    return reduce_scatter(shards, axes, dim=0)[0]

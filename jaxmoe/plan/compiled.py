@@ -24,7 +24,7 @@ from jaxmoe.model.embedding import EmbeddingRows
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.model.params import abstract_base, abstract_params
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.sharding import make_mesh, one_device, only_cutting
+from jaxmoe.parallel.sharding import drop_unit_axes, make_mesh, make_one_device_mesh
 from jaxmoe.plan.collectives import Collective, TpuKernel, collectives, tpu_kernels
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
@@ -65,20 +65,20 @@ class TooLarge:
 
 def mesh_on(cfg: Config, devices: Sequence[Any]) -> Mesh:
     """The run's mesh over these devices, or over the one."""
-    return make_mesh(cfg.mesh, devices) or one_device(devices[0])
+    return make_mesh(cfg.mesh, devices) or make_one_device_mesh(devices[0])
 
 
 def compiled_step(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Step | TooLarge:
     """The step on `mesh_on`'s mesh. Raises whatever else the compiler refuses."""
     of_run = mesh if cfg.mesh.devices > 1 else None
     a, tx = algorithm_from_config(cfg), rl_optimizer(cfg)
-    ops = sharded_ops(make_ops(cfg, impls), of_run, cfg.model, across=cfg.mesh.attention)
+    ops = sharded_ops(make_ops(cfg, impls), of_run, cfg.model, method=cfg.mesh.attention)
     state = stage_shapes(cfg, warmup_optimizer(cfg), tx, mesh)["rl"]
     given = (state, *sharded_batch_shapes(*batch_shapes(cfg, a), mesh), base_in_step(cfg))
     program = rl_program(cfg, ops, mesh, a, tx, state)
     began = time.perf_counter()
     try:
-        around = only_cutting(mesh) if of_run else mesh  # the mesh of every shard_map
+        around = drop_unit_axes(mesh) if of_run else mesh  # the mesh of every shard_map
         found = compile_on(around, program.fn, *given, **program.options)
     except jax.errors.JaxRuntimeError as error:
         mem, seconds = plan_memory(cfg), time.perf_counter() - began

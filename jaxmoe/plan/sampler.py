@@ -20,7 +20,7 @@ from jaxmoe.config import Config
 from jaxmoe.engines import open_engine
 from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
-from jaxmoe.parallel.sharding import only_cutting, spec_of
+from jaxmoe.parallel.sharding import drop_unit_axes, mesh_spec
 from jaxmoe.plan.collectives import Collective, collectives
 from jaxmoe.plan.compiled import TooLarge, policy_shapes, too_large
 from jaxmoe.records import Sampling
@@ -50,7 +50,7 @@ def compiled_wave(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Wave | 
     r, of_run = cfg.rollout, mesh if cfg.mesh.devices > 1 else None
     engine = open_engine(cfg, make_ops(cfg, impls), Path(), of_run)
     assert isinstance(engine, NativeEngine)
-    around = only_cutting(mesh) if of_run else mesh
+    around = drop_unit_axes(mesh) if of_run else mesh
 
     def make(jitted: Any, *shapes: Any, **static: Any) -> jax.stages.Compiled:
         shapes = jax.tree.map(partial(lying_on, around), shapes)
@@ -80,7 +80,7 @@ def lying_on(mesh: Mesh, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The same place by the axes of this mesh, which has all that cut something."""
     at = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
     each = ((cut,) if isinstance(cut, str) else cut or () for cut in at)
-    spec = spec_of(*(tuple(name for name in names if name in mesh.shape) for names in each))
+    spec = mesh_spec(*(tuple(name for name in names if name in mesh.shape) for names in each))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why engine and trainer differ on the same tokens: compare.py is where to begin."""
+"""The causes of a log-prob gap between engine and trainer. Start with compare.py."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of itself, before anything is recomputed: model, dtype, log-probs, weights.
+"""The handshake: an engine's description of its model, dtype, log-probs and weights.
 
-Its config is compared with the trainer's field by field; what it vouches for is not suspected.
-Next: jaxmoe/reconcile/checks.py, what ids and tensors show.
+Its config is compared with the trainer's field by field. Properties that it vouches for are not
+suspected. Next: jaxmoe/reconcile/checks.py, the checks of ids and tensors.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from jaxmoe.config import ModelConfig
 from jaxmoe.reconcile.checks import Finding
 
-FIELDS = {  # of config.json, and what they are called here
+FIELDS = {  # config.json name -> ModelConfig name
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",
@@ -34,68 +34,69 @@ FIELDS = {  # of config.json, and what they are called here
     "original_max_position_embeddings": "rope_original_context",
     "truncate": "rope_truncate",
 }
-STRETCHED = {
+YARN_FIELDS = {  # matter only if rope_factor is above 1
     "rope_beta_fast", "rope_beta_slow", "rope_original_context", "rope_truncate",
 }  # fmt: skip
-RECOMPUTED = {  # with no other weights than the trainer's
+RECOMPUTABLE_FIELDS = {  # can be recomputed with the trainer's weights
     "experts_per_token", "sliding_window", "rms_eps", "swiglu_alpha", "swiglu_limit",
-    "rope_theta", "rope_factor", *STRETCHED,
+    "rope_theta", "rope_factor", *YARN_FIELDS,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """What all of an engine's processes say alike; the defaults say nothing."""
+    """Properties that all processes of an engine report; by default none."""
 
-    dtype: str | None = None  # of its arithmetic
-    processed: bool = False  # log-probs after the temperature and the cuts
-    holds_weights: bool = False  # by digests of its live tensors, each of the update it names
-    other: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelConfig unlike ours
+    dtype: str | None = None  # of the engine's arithmetic
+    processed: bool = False  # log-probs are computed after temperature, top-k and top-p
+    holds_weights: bool = False  # the digests of its live tensors match the last update
+    # fields of ModelConfig with other values than the trainer's
+    config_differences: Mapping[str, Any] = field(default_factory=dict)
 
 
-def shake(loaded: Sequence[Mapping[str, Any]], cfg: ModelConfig) -> Handshake:
-    """Of the `jaxmoe_loaded_state` of its processes."""
+def read_handshake(loaded: Sequence[Mapping[str, Any]], cfg: ModelConfig) -> Handshake:
+    """Return the Handshake from the `jaxmoe_loaded_state` of the engine's processes."""
     if not loaded:
         return Handshake()
-    said = {str((worker.get("model") or {}).get("dtype")) for worker in loaded}
-    dtypes = {name.removeprefix("torch.") for name in said} & {"float32", "bfloat16"}
-    held = all(
+    dtype_names = {str((worker.get("model") or {}).get("dtype")) for worker in loaded}
+    dtypes = {name.removeprefix("torch.") for name in dtype_names} & {"float32", "bfloat16"}
+    holds_weights = all(
         worker.get("label") and not worker.get("stale") and not worker.get("unreadable")
         for worker in loaded
     )
-    other: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for worker in loaded:
-        other |= unlike(worker.get("model") or {}, cfg)
+        differences |= find_config_differences(worker.get("model") or {}, cfg)
     return Handshake(
-        dtypes.pop() if len(said) == len(dtypes) == 1 else None,
+        dtypes.pop() if len(dtype_names) == len(dtypes) == 1 else None,
         all(worker.get("logprobs_mode") == "processed_logprobs" for worker in loaded),
-        held, other,
+        holds_weights, differences,
     )  # fmt: skip
 
 
-def unlike(model: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
-    """Fields of ModelConfig that a config.json has otherwise, of those that it names."""
+def find_config_differences(model: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
+    """Return the ModelConfig fields that a config.json names with other values."""
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     flat = {name: x for name, x in {**model, **rope}.items() if x is not None}
     if rope.get("rope_type") == "default":
         flat["factor"] = 1.0
-    told = {ours: flat[theirs] for theirs, ours in FIELDS.items() if theirs in flat}
-    if max(float(told.get("rope_factor", 0.0)), cfg.rope_factor) <= 1.0:
-        told = {name: x for name, x in told.items() if name not in STRETCHED}
+    fields = {field: flat[hf_name] for hf_name, field in FIELDS.items() if hf_name in flat}
+    if max(float(fields.get("rope_factor", 0.0)), cfg.rope_factor) <= 1.0:
+        fields = {name: x for name, x in fields.items() if name not in YARN_FIELDS}
     return {
         name: x
-        for name, x in told.items()
+        for name, x in fields.items()
         if not math.isclose(float(x), float(getattr(cfg, name)), rel_tol=1e-9)
     }
 
 
-def config_finding(other: Mapping[str, Any], cfg: ModelConfig) -> Finding:
-    """The fields that differ, each with both values."""
-    names = {ours: theirs for theirs, ours in FIELDS.items()}
-    ours = ", ".join(f"{names[f]} {getattr(cfg, f)}" for f in other)
+def config_finding(differences: Mapping[str, Any], cfg: ModelConfig) -> Finding:
+    """Return a Finding that lists the differing fields with both values."""
+    names = {expected: hf_name for hf_name, expected in FIELDS.items()}
+    expected = ", ".join(f"{names[f]} {getattr(cfg, f)}" for f in differences)
     return Finding(
-        "engine_config", "config", f"the engine's config.json must have {ours}",
-        "it has " + ", ".join(f"{names[f]} {x}" for f, x in other.items()),
-        "the config.json and --hf-overrides that the engine starts with, or --set model.… where "
-        "the trainer's is wrong",
+        "engine_config", "config", f"the engine's config.json must have {expected}",
+        "it has " + ", ".join(f"{names[f]} {x}" for f, x in differences.items()),
+        "correct the engine's config.json or --hf-overrides, or use --set model.… if the trainer's "
+        "value is wrong",
     )  # fmt: skip

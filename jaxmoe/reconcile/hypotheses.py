@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be wrong in an engine, each a change of the trainer's own recomputation.
+"""Possible faults of an engine, each a change of the trainer's own recomputation.
 
-Two faults at once are two changes after each other. Categories run from cheap to deep: config,
-tokens, weights, sampling, dtype, structure; then experts, numbers that are fitted (scalars.py),
+Two faults at once are two changes applied one after the other. Categories run from cheap to deep:
+config, tokens, weights, sampling, dtype, structure; then experts, fitted numbers (scalars.py),
 single layers (staleness.py).
-Next: jaxmoe/reconcile/variants.py, what a change changes; jaxmoe/reconcile/verdict.py picks the one
-that explains the gap.
+Next: jaxmoe/reconcile/variants.py, the recomputation that a fault changes;
+jaxmoe/reconcile/verdict.py selects the fault that explains the gap.
 """
 
 from collections.abc import Callable
@@ -16,213 +16,234 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.reconcile.handshake import RECOMPUTED, Handshake, config_finding
-from jaxmoe.reconcile.recompute import knobs_of
+from jaxmoe.reconcile.handshake import RECOMPUTABLE_FIELDS, Handshake, config_finding
+from jaxmoe.reconcile.recompute import make_knobs
 from jaxmoe.reconcile.staleness import stale_tensors
 from jaxmoe.reconcile.variants import (
     EngineLogp,
     Hypothesis,
     SampledRows,
     Variant,
-    at_temperature_1,
-    twice_kept_mass,
-    without_kept_mass,
+    logp_kept_mass_twice,
+    logp_untempered,
+    logp_without_kept_mass,
 )
 from jaxmoe.records import Sampling
 from jaxmoe.shapes import Params
 
-NOTHING = Handshake()  # told
+NO_HANDSHAKE = Handshake()
 
 
 EXPERTS = Hypothesis(  # the deepest category; jaxmoe/reconcile/compare.py tries it last
     "expert_switches",
     "experts",
     "the engine's router must send tokens to the trainer's experts",
-    "compare the engine's router weights, bias and dtype; what cannot be made equal is corrected: "
-    "--set loss.rollout_correction='token_is(high=2.0)'",
+    "compare the engine's router weights, bias and dtype; if they cannot be made equal, correct "
+    "the loss with --set loss.rollout_correction='token_is(high=2.0)'",
     lambda v: replace(v, replay_experts=True),
 )
 
 
-def hypotheses(
+def list_hypotheses(
     cfg: ModelConfig,
     sampling: Sampling,
     *,
     previous: Params | None = None,
     start_id: int | None = None,
     has_log_kept: bool = False,
-    told: Handshake = NOTHING,
+    handshake: Handshake = NO_HANDSHAKE,
 ) -> list[list[Hypothesis]]:
-    """All hypotheses, a list for each category, from cheap to deep, for what is known.
+    """Return all hypotheses, one list for each category, from cheap to deep.
 
     Args:
-        previous: weights that the engine may still hold.
-        start_id: of a token that the engine's side may put before a prompt.
+        previous: weights that the engine may still have.
+        start_id: a token that the engine may put before a prompt.
         has_log_kept: the rollouts carry log_kept.
-        told: what it vouches for is left out; a config unlike ours is the first to try.
+        handshake: what it vouches for is left out; a config that differs is tried first.
     """
-    stale = [] if previous is None or told.holds_weights else stale_tensors(previous)
-    found = [
-        _config(told, cfg), _tokens(start_id), stale, _sampling(sampling, has_log_kept, told),
-        _dtypes(cfg, told), _structure(cfg),
+    stale = [] if previous is None or handshake.holds_weights else stale_tensors(previous)
+    stages = [
+        _config_hypotheses(handshake, cfg), _token_hypotheses(start_id), stale,
+        _sampling_hypotheses(sampling, has_log_kept, handshake),
+        _dtype_hypotheses(cfg, handshake), _structure_hypotheses(cfg),
     ]  # fmt: skip
-    return [category for category in found if category]
+    return [category for category in stages if category]
 
 
-def _config(told: Handshake, cfg: ModelConfig) -> list[Hypothesis]:
-    theirs = {name: x for name, x in told.other.items() if name in RECOMPUTED}
-    if not theirs:
+def _config_hypotheses(handshake: Handshake, cfg: ModelConfig) -> list[Hypothesis]:
+    differing = {
+        name: x for name, x in handshake.config_differences.items() if name in RECOMPUTABLE_FIELDS
+    }
+    if not differing:
         return []
-    finding = config_finding(theirs, cfg)
+    finding = config_finding(differing, cfg)
 
-    def change(v: Variant) -> Variant:
-        wrong = replace(cfg, **theirs)
-        own = knobs_of(wrong, 1.0)
+    def change_config(v: Variant) -> Variant:
+        engine_cfg = replace(cfg, **differing)
+        engine_knobs = make_knobs(engine_cfg, 1.0)
         knobs = v.knobs._replace(
-            frequencies=own.frequencies, rope_scale=own.rope_scale, rms_eps=own.rms_eps,
-            swiglu_alpha=own.swiglu_alpha, swiglu_limit=own.swiglu_limit,
+            frequencies=engine_knobs.frequencies, rope_scale=engine_knobs.rope_scale,
+            rms_eps=engine_knobs.rms_eps,
+            swiglu_alpha=engine_knobs.swiglu_alpha, swiglu_limit=engine_knobs.swiglu_limit,
         )  # fmt: skip
         static = dict(
-            sliding_window=wrong.sliding_window, experts_per_token=wrong.experts_per_token
+            sliding_window=engine_cfg.sliding_window, experts_per_token=engine_cfg.experts_per_token
         )
         return replace(v, cfg=replace(v.cfg, **static), knobs=knobs)
 
-    return [Hypothesis("engine_config", "config", finding.must, finding.fix, change)]
+    return [Hypothesis("engine_config", "config", finding.requirement, finding.fix, change_config)]
 
 
-def _tokens(start_id: int | None) -> list[Hypothesis]:
-    found = [Hypothesis(
+def _token_hypotheses(start_id: int | None) -> list[Hypothesis]:
+    hypotheses = [Hypothesis(
         "prompt_end_lost", "tokens", "the engine must read every token of the prompt",
         "send ids, not text: a template or a tokeniser on the engine's side strips the prompt's "
         "end",
-        partial(_rows, change=_without_last), exclusive="prompt",
+        partial(_change_rows, change=_drop_prompt_end), exclusive="prompt",
     )]  # fmt: skip
     if start_id is not None:
-        found.append(Hypothesis(
+        hypotheses.append(Hypothesis(
             "prompt_start_added", "tokens", "the engine must read the prompt as it was sent",
             "send ids, not text, or add_special_tokens=false: the engine's side puts token "
             f"{start_id} before every prompt",
-            partial(_rows, change=partial(_with_first, token=start_id)), exclusive="prompt",
+            partial(_change_rows, change=partial(_add_prompt_start, token=start_id)),
+            exclusive="prompt",
         ))  # fmt: skip
-    return found
+    return hypotheses
 
 
-def _rows(v: Variant, *, change: Callable[[SampledRows], SampledRows]) -> Variant:
+def _change_rows(v: Variant, *, change: Callable[[SampledRows], SampledRows]) -> Variant:
     return replace(v, rows=change(v.rows))
 
 
-def _without_last(rows: SampledRows) -> SampledRows:
-    """Each prompt's last token taken out; the row ends one token earlier."""
+def _drop_prompt_end(rows: SampledRows) -> SampledRows:
+    """Remove each prompt's last token; the row ends one token earlier."""
 
-    def move(x: np.ndarray, b: int, at: int, fill: int) -> np.ndarray:
-        return np.concatenate([x[b, :at], x[b, at + 1 :], np.full(1, fill, x.dtype)])
+    def shift_left(x: np.ndarray, b: int, end: int, fill: int) -> np.ndarray:
+        return np.concatenate([x[b, :end], x[b, end + 1 :], np.full(1, fill, x.dtype)])
 
-    at = np.argmax(rows.sampled_BT, axis=1) - 1
+    end = np.argmax(rows.sampled_BT, axis=1) - 1
     tokens, segments, sampled = (
-        np.stack([move(x, b, int(i), 0) if i >= 1 else x[b] for b, i in enumerate(at)])
+        np.stack([shift_left(x, b, int(i), 0) if i >= 1 else x[b] for b, i in enumerate(end)])
         for x in (rows.tokens_BT, rows.segments_BT, rows.sampled_BT)
     )
     return replace(rows, tokens_BT=tokens, segments_BT=segments, sampled_BT=sampled)
 
 
-def _with_first(rows: SampledRows, *, token: int) -> SampledRows:
-    """One token before each prompt; the spare column takes the last one."""
+def _add_prompt_start(rows: SampledRows, *, token: int) -> SampledRows:
+    """Add one token before each prompt; the spare last column makes room for it."""
 
-    def move(x: np.ndarray, fill: int) -> np.ndarray:
+    def shift_right(x: np.ndarray, fill: int) -> np.ndarray:
         return np.concatenate([np.full_like(x[:, :1], fill), x[:, :-1]], axis=1)
 
     return replace(
-        rows, tokens_BT=move(rows.tokens_BT, token), segments_BT=move(rows.segments_BT, 1),
-        sampled_BT=move(rows.sampled_BT, 0),
+        rows, tokens_BT=shift_right(rows.tokens_BT, token),
+        segments_BT=shift_right(rows.segments_BT, 1),
+        sampled_BT=shift_right(rows.sampled_BT, 0),
     )  # fmt: skip
 
 
-def _sampling(sampling: Sampling, has_log_kept: bool, told: Handshake) -> list[Hypothesis]:
-    def wrong_logp(name: str, must: str, fix: str, engine_logp: EngineLogp) -> Hypothesis:
+def _sampling_hypotheses(
+    sampling: Sampling, has_log_kept: bool, handshake: Handshake
+) -> list[Hypothesis]:
+    def wrong_logp(name: str, requirement: str, fix: str, engine_logp: EngineLogp) -> Hypothesis:
         return Hypothesis(
             name,
             "sampling",
-            must,
+            requirement,
             fix,
             lambda v: replace(v, engine_logp=engine_logp),
             exclusive="engine_logp",
         )
 
     cuts = sampling.top_k > 0 or sampling.top_p < 1.0
-    processed = "--logprobs-mode processed_logprobs, in rollout.vllm.args or on the server's line"
-    found = []
-    raw = not told.processed
-    if raw and (sampling.temperature != 1.0 or (cuts and has_log_kept)):
-        found.append(wrong_logp(
-            "raw_logprobs", f"log-probs must be of temperature {sampling.temperature:g}, "
-            "at which the tokens were drawn", processed, at_temperature_1,
+    processed = (
+        "--logprobs-mode processed_logprobs, in rollout.vllm.args or on the server's command line"
+    )
+    hypotheses = []
+    may_be_raw = not handshake.processed
+    if may_be_raw and (sampling.temperature != 1.0 or (cuts and has_log_kept)):
+        hypotheses.append(wrong_logp(
+            "raw_logprobs", f"log-probs must be computed at temperature {sampling.temperature:g}, "
+            "at which the tokens were sampled", processed, logp_untempered,
         ))  # fmt: skip
-    if raw and cuts and has_log_kept:
-        found.append(wrong_logp(
-            "kept_mass_twice", "log-probs must be among the tokens that top-k and top-p kept, "
-            "where log_kept is added to them", processed, twice_kept_mass,
+    if may_be_raw and cuts and has_log_kept:
+        hypotheses.append(wrong_logp(
+            "kept_mass_twice", "log-probs must be normalised over the tokens that top-k and top-p "
+            "keep, since log_kept is added to them", processed, logp_kept_mass_twice,
         ))  # fmt: skip
     if cuts and not has_log_kept:
-        found.append(wrong_logp(
-            "kept_mass_missing", "log-probs must be over the whole vocabulary, or come with the "
-            "mass that top-k and top-p kept",
-            "--set rollout.top_p=1.0 --set rollout.top_k=0, or an engine that tells log_kept",
-            without_kept_mass,
+        hypotheses.append(wrong_logp(
+            "kept_mass_missing", "log-probs must be normalised over the full vocabulary, or come "
+            "with the mass that top-k and top-p keep",
+            "--set rollout.top_p=1.0 --set rollout.top_k=0, or an engine that reports log_kept",
+            logp_without_kept_mass,
         ))  # fmt: skip
-    return found
+    return hypotheses
 
 
-def _dtypes(cfg: ModelConfig, told: Handshake) -> list[Hypothesis]:
-    def turned(name: str, must: str, fix: str, exclusive: str, **knobs: bool) -> Hypothesis:
-        return Hypothesis(name, "dtype", must, fix, partial(_turn, **knobs), exclusive)
+def _dtype_hypotheses(cfg: ModelConfig, handshake: Handshake) -> list[Hypothesis]:
+    def make_hypothesis(
+        name: str, requirement: str, fix: str, exclusive: str, **knobs: bool
+    ) -> Hypothesis:
+        return Hypothesis(name, "dtype", requirement, fix, partial(_set_knobs, **knobs), exclusive)
 
-    same = f"--set rollout.vllm.dtype={cfg.dtype}"
-    found = [
-        turned("router_bfloat16", "the engine's router must be float32",
-               "keep the router's weights and logits in float32 in the engine, or replay its "
+    fix = f"--set rollout.vllm.dtype={cfg.dtype}"
+    hypotheses = [
+        make_hypothesis("router_bfloat16", "the engine's router must be float32",
+               "keep the engine's router weights and logits in float32, or replay its "
                "experts", "router", round_router=True),
-        turned("logits_bfloat16", "the engine's head must not round the vocabulary's logits",
+        make_hypothesis("logits_bfloat16",
+        "the engine's head must not round the vocabulary's logits",
                "a float32 head in the engine: --set \"rollout.vllm.args=--hf-overrides "
                "'{\\\"head_dtype\\\": \\\"float32\\\"}'\"", "head",
                round_logits=True, round_head=True),
     ]  # fmt: skip
-    other = "float32" if cfg.dtype == "bfloat16" else "bfloat16"
-    head = dict(round_head=other == "bfloat16")
-    found.append(turned(
-        f"head_{other}", f"the engine's head must take {cfg.dtype} operands", same, "head", **head
+    other_dtype = "float32" if cfg.dtype == "bfloat16" else "bfloat16"
+    head = dict(round_head=other_dtype == "bfloat16")
+    hypotheses.append(make_hypothesis(
+        f"head_{other_dtype}", f"the engine's head must take {cfg.dtype} operands", fix, "head",
+        **head,
     ))  # fmt: skip
 
-    return found if told.dtype == cfg.dtype else found + other_dtypes(cfg)
+    return hypotheses if handshake.dtype == cfg.dtype else hypotheses + list_other_dtypes(cfg)
 
 
-def other_dtypes(cfg: ModelConfig) -> list[Hypothesis]:
-    """All of the engine in the dtype that the trainer does not compute in, as it may be."""
-    other = "float32" if cfg.dtype == "bfloat16" else "bfloat16"
-    own = f"the engine must compute in the trainer's {cfg.dtype}"
-    same = f"--set rollout.vllm.dtype={cfg.dtype}"
+def list_other_dtypes(cfg: ModelConfig) -> list[Hypothesis]:
+    """Return hypotheses that the complete engine computes in the other dtype."""
+    other_dtype = "float32" if cfg.dtype == "bfloat16" else "bfloat16"
+    requirement = f"the engine must compute in the trainer's {cfg.dtype}"
+    fix = f"--set rollout.vllm.dtype={cfg.dtype}"
 
-    def everything(v: Variant, torch: bool) -> Variant:
-        half = other == "bfloat16"
-        changed = replace(v, cfg=replace(v.cfg, dtype=other))
-        return _turn(changed, round_head=half, round_router=half and torch,
+    def change_dtype(v: Variant, torch: bool) -> Variant:
+        half = other_dtype == "bfloat16"
+        variant = replace(v, cfg=replace(v.cfg, dtype=other_dtype))
+        return _set_knobs(variant, round_head=half, round_router=half and torch,
                      round_logits=half and torch)  # fmt: skip
 
-    router_too = (False, True) if other == "bfloat16" else (False,)
+    torch_router = (False, True) if other_dtype == "bfloat16" else (False,)
     return [
-        Hypothesis(f"all_{other}", "dtype", own, same, partial(everything, torch=torch), "all")
-        for torch in router_too
+        Hypothesis(
+            f"all_{other_dtype}",
+            "dtype",
+            requirement,
+            fix,
+            partial(change_dtype, torch=torch),
+            "all",
+        )  # fmt: skip
+        for torch in torch_router
     ]
 
 
-def _turn(v: Variant, **knobs: bool) -> Variant:
+def _set_knobs(v: Variant, **knobs: bool) -> Variant:
     arrays = {name: jnp.asarray(value) for name, value in knobs.items()}
     return replace(v, knobs=v.knobs._replace(**arrays))
 
 
-def _structure(cfg: ModelConfig) -> list[Hypothesis]:
+def _structure_hypotheses(cfg: ModelConfig) -> list[Hypothesis]:
     window = cfg.sliding_window
 
-    def windowed(name: str, size: int) -> Hypothesis:
+    def window_hypothesis(name: str, size: int) -> Hypothesis:
         return Hypothesis(
             name, "structure", f"a query of a sliding layer must see {window} keys, itself "
             "included", f'"sliding_window": {window} in the engine\'s config.json (and a kernel '
@@ -230,40 +251,46 @@ def _structure(cfg: ModelConfig) -> list[Hypothesis]:
             lambda v: replace(v, cfg=replace(v.cfg, sliding_window=size)), "window",
         )  # fmt: skip
 
-    def rope(name: str, field: str, value: float | bool) -> Hypothesis:
-        def change(v: Variant) -> Variant:
-            wrong = knobs_of(replace(cfg, **{f"rope_{field}": value}), 1.0)
-            return replace(v, knobs=v.knobs._replace(
-                frequencies=wrong.frequencies, rope_scale=wrong.rope_scale))  # fmt: skip
+    def rope_hypothesis(name: str, field: str, value: float | bool) -> Hypothesis:
+        def change_rope(v: Variant) -> Variant:
+            engine_knobs = make_knobs(replace(cfg, **{f"rope_{field}": value}), 1.0)
+            return replace(
+                v,
+                knobs=v.knobs._replace(
+                    # fmt: skip
+                    frequencies=engine_knobs.frequencies,
+                    rope_scale=engine_knobs.rope_scale,
+                ),
+            )
 
-        must = getattr(cfg, f"rope_{field}")
+        expected = getattr(cfg, f"rope_{field}")
         return Hypothesis(
-            name, "structure", f"RoPE's {field} must be {must}",
-            f'"rope_scaling": {{"{field}": {str(must).lower()}}} in the engine\'s config.json',
-            change, "rope",
+            name, "structure", f"RoPE's {field} must be {expected}",
+            f'"rope_scaling": {{"{field}": {str(expected).lower()}}} in the engine\'s config.json',
+            change_rope, "rope",
         )  # fmt: skip
 
-    far = jnp.float32(3e38)
-    found = [
-        Hypothesis("sinks_off", "structure", "attention must count each head's sink",
+    huge = jnp.float32(3e38)
+    hypotheses = [
+        Hypothesis("sinks_off", "structure", "attention must include each head's sink",
                    "an attention backend that reads sinks, such as "
                    "--set rollout.vllm.args='--attention-backend TRITON_ATTN'",
-                   lambda v: replace(v, knobs=v.knobs._replace(sink_shift=-far)), "sinks"),
-        windowed("window_off", cfg.max_context),
-        windowed("window_plus_one", window + 1),
+                   lambda v: replace(v, knobs=v.knobs._replace(sink_shift=-huge)), "sinks"),
+        window_hypothesis("window_off", cfg.max_context),
+        window_hypothesis("window_plus_one", window + 1),
         Hypothesis("softmax_before_top_k", "structure",
-                   "expert weights must be the softmax over the chosen experts alone",
+                   "expert weights must be the softmax over the selected experts only",
                    "renormalize=True in the engine's routing (norm_topk_prob)",
-                   lambda v: _turn(v, softmax_over_all=True), "routing"),
+                   lambda v: _set_knobs(v, softmax_over_all=True), "routing"),
         Hypothesis("swiglu_limit_off", "structure",
                    f"experts must clamp gate and up at {cfg.swiglu_limit:g}",
                    f'"swiglu_limit": {cfg.swiglu_limit:g} in the engine\'s config.json, and a '
                    "fused expert kernel that reads it",
-                   lambda v: replace(v, knobs=v.knobs._replace(swiglu_limit=far)), "swiglu"),
+                   lambda v: replace(v, knobs=v.knobs._replace(swiglu_limit=huge)), "swiglu"),
     ]  # fmt: skip
     if window > 1:
-        found.append(windowed("window_minus_one", window - 1))
+        hypotheses.append(window_hypothesis("window_minus_one", window - 1))
     if cfg.rope_factor > 1:
-        found.append(rope("rope_truncate", "truncate", not cfg.rope_truncate))
-        found.append(rope("rope_factor_off", "factor", 1.0))
-    return found
+        hypotheses.append(rope_hypothesis("rope_truncate", "truncate", not cfg.rope_truncate))
+        hypotheses.append(rope_hypothesis("rope_factor_off", "factor", 1.0))
+    return hypotheses

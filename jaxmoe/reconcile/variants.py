@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One way to make an engine's numbers: whose weights, which config and knobs, over which rows, and
-which log-probs it then tells. A hypothesis is a function from one to another.
+"""Variants of the recomputation: weights, config, knobs, rows, and the log-probs reported.
 
+A hypothesis is a function from one variant to another.
 Next: jaxmoe/reconcile/recompute.py computes them.
 """
 
@@ -11,75 +11,75 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.reconcile.recompute import Knobs, Scores, knobs_of
+from jaxmoe.reconcile.recompute import Knobs, Scores, make_knobs
 from jaxmoe.records import Rollout, Sampling
 from jaxmoe.shapes import Params
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Sampled sequences, padded on the right; one column to spare."""
+    """Sampled sequences, padded on the right, with one spare column."""
 
     tokens_BT: np.ndarray
     segments_BT: np.ndarray
-    sampled_BT: np.ndarray  # bool: the engine chose the token
-    replay_LBTA: np.ndarray  # int32, -1 where the engine did not say
+    sampled_BT: np.ndarray  # bool: the engine sampled the token
+    replay_LBTA: np.ndarray  # int32, -1 where the engine reported none
 
 
-# (scores, the engine's log_kept) -> the log-probs it would tell, [tokens]
+# (scores, the engine's log_kept) -> the log-probs that it would report, [tokens]
 EngineLogp = Callable[[Scores, np.ndarray], np.ndarray]
 
 
-def whole(s: Scores, _log_kept: np.ndarray) -> np.ndarray:
-    """What must hold: over the whole vocabulary, at the temperature."""
+def logp_full(s: Scores, _log_kept: np.ndarray) -> np.ndarray:
+    """Return the correct log-probs: over the full vocabulary, at the temperature."""
     return s.logp_BT
 
 
-def at_temperature_1(s: Scores, log_kept: np.ndarray) -> np.ndarray:
+def logp_untempered(s: Scores, log_kept: np.ndarray) -> np.ndarray:
     return s.raw_BT + log_kept
 
 
-def twice_kept_mass(s: Scores, log_kept: np.ndarray) -> np.ndarray:
+def logp_kept_mass_twice(s: Scores, log_kept: np.ndarray) -> np.ndarray:
     return s.logp_BT + log_kept
 
 
-def without_kept_mass(s: Scores, _log_kept: np.ndarray) -> np.ndarray:
+def logp_without_kept_mass(s: Scores, _log_kept: np.ndarray) -> np.ndarray:
     return s.logp_BT - s.log_kept_BT
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to make the engine's numbers."""
+    """One recomputation of the engine's log-probs."""
 
     params: Params
     cfg: ModelConfig
     knobs: Knobs
     rows: SampledRows
-    replays: bool = False  # with the engine's experts
-    engine_logp: EngineLogp = whole
+    replay_experts: bool = False  # uses the engine's experts
+    engine_logp: EngineLogp = logp_full
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One fault: its category, what must hold, and what to type."""
+    """One fault: its category, the requirement that it breaks, and the setting to change."""
 
     name: str
     category: str
-    must: str
+    requirement: str
     fix: str
     change: Callable[[Variant], Variant]
-    exclusive: str = ""  # of two hypotheses with the same one only one can be true
-    value: float | None = None  # of a number that was fitted, and how far off it may be
+    exclusive: str = ""  # hypotheses with the same value exclude each other
+    value: float | None = None  # of a fitted number; `spread` is its uncertainty
     spread: float = 0.0
 
 
 def mean_gap(a_N: np.ndarray, b_N: np.ndarray) -> float:
-    """mean |a − b|, in float64."""
+    """Return mean |a − b|, in float64."""
     return float(np.abs(a_N.astype(np.float64) - b_N).mean())
 
 
-def sampled_rows(rollouts: Sequence[Rollout], cfg: ModelConfig) -> SampledRows:
-    """The rows of some rollouts, and their engine's experts where it told."""
+def pad_rollouts(rollouts: Sequence[Rollout], cfg: ModelConfig) -> SampledRows:
+    """Return the rows of some rollouts, with the engine's experts where it reports them."""
     ends = [len(r.prompt.tokens) + len(r.tokens) for r in rollouts]
     shape = (len(rollouts), max(ends) + 1)
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -95,6 +95,8 @@ def sampled_rows(rollouts: Sequence[Rollout], cfg: ModelConfig) -> SampledRows:
     return SampledRows(tokens, segments, sampled, replay)
 
 
-def unchanged(params: Params, cfg: ModelConfig, sampling: Sampling, rows: SampledRows) -> Variant:
-    """The trainer as it is."""
-    return Variant(params, cfg, knobs_of(cfg, sampling.temperature), rows)
+def trainer_variant(
+    params: Params, cfg: ModelConfig, sampling: Sampling, rows: SampledRows
+) -> Variant:
+    """Return the trainer's own computation, without a fault."""
+    return Variant(params, cfg, make_knobs(cfg, sampling.temperature), rows)

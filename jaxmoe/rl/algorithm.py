@@ -25,7 +25,7 @@ from jaxmoe.losses import (
 )
 from jaxmoe.losses.ratios import log_ratios, sequence_sum
 from jaxmoe.losses.rollout_correction import Correction
-from jaxmoe.model.check_ops import name_of
+from jaxmoe.model.check_ops import function_name
 from jaxmoe.rl.batch import Batch, Scored
 from jaxmoe.rl.function_specs import array_parameters, select_arrays
 
@@ -126,8 +126,8 @@ def compute_advantages(
     returned = mask_BT.shape if returns is None else jnp.shape(returns)
     if shape not in (of_samples, mask_BT.shape) or returned != mask_BT.shape:
         raise ValueError(
-            f"{name_of(a.advantages)} must return advantages [P, R] = {of_samples} or [B, T] = "
-            f"{mask_BT.shape}, and returns [B, T] if any; got {shape}"
+            f"{function_name(a.advantages)} must return advantages [P, R] = {of_samples} or [B, T] "
+            f"= {mask_BT.shape}, and returns [B, T] if any; got {shape}"
             + ("" if returns is None else f" and {returned}")
         )
     if shape != mask_BT.shape:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
-from jaxmoe.model.head import next_column
+from jaxmoe.model.head import shift_right
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.state import Frozen, Trained
@@ -91,7 +91,7 @@ def critic_values(
     """values_BT before each token, values_after_BT once it is known."""
     assert params.critic is not None
     after_BT = unpack_rows(values_after(params.critic, hidden_BTD), batch)
-    return {"values_BT": next_column(after_BT), "values_after_BT": after_BT}
+    return {"values_BT": shift_right(after_BT), "values_after_BT": after_BT}
 
 
 def unpack_rows(x_BT: Shaped[Array, "_ _ *rest"], batch: Batch) -> Shaped[Array, "B T *rest"]:

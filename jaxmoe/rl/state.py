@@ -12,10 +12,10 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxmoe.config import Config, require
-from jaxmoe.model.critic import new_critic
+from jaxmoe.model.critic import init_critic
 from jaxmoe.model.lora import adapter_shapes, init_adapters
 from jaxmoe.model.params import abstract_params
-from jaxmoe.parallel.sharding import placed_shapes, state_mesh
+from jaxmoe.parallel.sharding import sharded_shapes, state_mesh
 from jaxmoe.shapes import Leaf, Params
 
 
@@ -78,7 +78,7 @@ def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation)
     """
     critic = None
     if cfg.critic.backbone != "none":
-        critic = new_critic(
+        critic = init_critic(
             policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
         )
     reference = (
@@ -102,4 +102,4 @@ def stage_shapes(
         "rl": jax.eval_shape(lambda p: init_rl_state(p, cfg, tx), trained),
     }
     mesh, at = state_mesh(mesh, cfg.optim), cfg.optim.moments
-    return {stage: placed_shapes(state, cfg.model, mesh, at) for stage, state in shapes.items()}
+    return {stage: sharded_shapes(state, cfg.model, mesh, at) for stage, state in shapes.items()}

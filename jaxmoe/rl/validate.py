@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jaxmoe.config import ConfigError, require
 from jaxmoe.losses import kl_k1
 from jaxmoe.losses.rollout_correction import Correction
-from jaxmoe.model.check_ops import check_router, name_of
+from jaxmoe.model.check_ops import check_router, function_name
 from jaxmoe.rl.algorithm import ARRAYS, Algorithm, Function, compute_advantages
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.function_specs import array_parameters, select_arrays
@@ -34,13 +34,14 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
     needs_values = "values_BT" in array_parameters(a.advantages)
     require(
         not needs_values or a.critic != "none",
-        f"loss.advantages: {name_of(a.advantages)} asks for values_BT, and there is no critic. "
-        "Try --set critic.backbone=own.",
+        f"loss.advantages: {function_name(a.advantages)} asks for values_BT, and there is no "
+        "critic. Try --set critic.backbone=own.",
     )
     require(
         needs_values or a.critic == "none",
-        f"critic.backbone={a.critic} needs advantages that ask for values; {name_of(a.advantages)} "
-        "does not. Try --set loss.advantages=gae, or --set critic.backbone=none.",
+        f"critic.backbone={a.critic} needs advantages that ask for values; "
+        f"{function_name(a.advantages)} does not. Try --set loss.advantages=gae, or --set "
+        "critic.backbone=none.",
     )
     require(
         a.updates == 1
@@ -55,10 +56,10 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
     now = a.rollout_correction and a.old_logp != "recomputed"
     require(
         a.updates == 1 or bool(sees) or bool(now),
-        f"loss.objective: {name_of(a.objective)} has no ratio, and there are {a.epochs} epochs of "
-        f"{a.minibatches} minibatches: after the first update nothing sees that the tokens are "
-        "another policy's. Try --set loss.objective=ppo_clip, or --set loss.epochs=1 --set "
-        "loss.minibatches=1.",
+        f"loss.objective: {function_name(a.objective)} has no ratio, and there are {a.epochs} "
+        f"epochs of {a.minibatches} minibatches: after the first update nothing sees that the "
+        "tokens are another policy's. Try --set loss.objective=ppo_clip, or --set "
+        "loss.epochs=1 --set loss.minibatches=1.",
     )
     require(
         a.kl_coef == 0 or a.kl_in != "loss" or getattr(a.kl, "func", a.kl) is not kl_k1,
@@ -67,7 +68,7 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
     )
     require(
         r > 1 or "rewards_PR" not in array_parameters(a.advantages),
-        f"loss.advantages: {name_of(a.advantages)} compares the samples of a prompt, and "
+        f"loss.advantages: {function_name(a.advantages)} compares the samples of a prompt, and "
         f"rollout.samples_per_prompt is {r}. Try --set rollout.samples_per_prompt=8. In Python it "
         "is Batch(samples_per_prompt=8).",
     )
@@ -157,7 +158,7 @@ def check_inputs(
     require(
         a.critic == "none" or state.params.critic is not None,
         f"critic={a.critic} needs a critic's parameters, and the state has none. Try "
-        "new_state(Trained(params, new_critic(params, cfg.model, dtype, own_backbone=…)), tx).",
+        "new_state(Trained(params, init_critic(params, cfg.model, dtype, own_backbone=…)), tx).",
     )
 
 
@@ -211,7 +212,7 @@ def check_staleness(a: Algorithm, most: int) -> None:
     require(
         most == 0 or sees or bool(a.rollout_correction),
         f"rollout.max_staleness={most} trains on tokens that older weights drew, and nothing in "
-        f"the loss sees it: {name_of(a.objective)}, loss.old_logp={a.old_logp}, no "
+        f"the loss sees it: {function_name(a.objective)}, loss.old_logp={a.old_logp}, no "
         'loss.rollout_correction. Try --set "loss.rollout_correction=token_is(high=2.0)".',
     )
 
@@ -230,34 +231,34 @@ def _check_correction_weights(
         continues = "weights_BT" in array_parameters(function)
         require(
             "weights_BT" in arrays or not continues,
-            f"loss.rollout_correction: {name_of(function)} asks for weights_BT, and nothing before "
-            "it makes any. Try "
-            f'--set "loss.rollout_correction=token_is(high=2.0) + {name_of(function)}".',
+            f"loss.rollout_correction: {function_name(function)} asks for weights_BT, and nothing "
+            "before it makes any. Try "
+            f'--set "loss.rollout_correction=token_is(high=2.0) + {function_name(function)}".',
         )
         found = function(**select_arrays(function, arrays))
         require(
             isinstance(found, Correction),
-            f"loss.rollout_correction: {name_of(function)} must return a Correction, as token_is "
-            "does.",
+            f"loss.rollout_correction: {function_name(function)} must return a Correction, as "
+            "token_is does.",
         )
         if found.weights_BT is None:
             continue
         require(
             continues or "weights_BT" not in arrays,
-            f"loss.rollout_correction: {name_of(function)} would weight tokens that are weighted "
-            "already, which squares the correction. Leave one out.",
+            f"loss.rollout_correction: {function_name(function)} would weight tokens that are "
+            "weighted already, which squares the correction. Leave one out.",
         )
         for name in ("weights_BT", "ratio_BT"):
             if getattr(found, name) is not None:
                 arrays[name] = getattr(found, name)
         require(
             continues or (found.ratio_BT is not None and found.above_BT is not None),
-            f"loss.rollout_correction: {name_of(function)} must say ratio_BT and above_BT of its "
-            "weights, as token_is does.",
+            f"loss.rollout_correction: {function_name(function)} must say ratio_BT and above_BT of "
+            "its weights, as token_is does.",
         )
     return arrays.get("weights_BT")
 
 
 def _check_token_shape(x: Any, mask_BT: Array, function: Function) -> None:
     if getattr(x, "shape", None) != mask_BT.shape:
-        raise ValueError(f"{name_of(function)} must return [B, T]")
+        raise ValueError(f"{function_name(function)} must return [B, T]")

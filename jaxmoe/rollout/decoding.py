@@ -18,7 +18,7 @@ from jaxtyping import Array
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import KVCache, Ops, forward, init_cache, next_token_logits
 from jaxmoe.model.cache import write_slots
-from jaxmoe.model.head import drawn_logprobs
+from jaxmoe.model.head import sampled_logprobs
 from jaxmoe.records import Sampling, expert_dtype
 from jaxmoe.rollout.sampling import apply_top_k_top_p, log_kept_mass, sample_tokens
 from jaxmoe.shapes import Leaf, Params
@@ -142,7 +142,7 @@ def decode_tokens(
         token_B, logp_B = sample_tokens(logits_BV, keys_B, greedy=greedy)
         log_kept_BT = rows.log_kept_BT
         log_kept_B = None if log_kept_BT is None else log_kept_mass(logits_BV, all_BV)
-        logp_B, log_kept_B = drawn_logprobs(
+        logp_B, log_kept_B = sampled_logprobs(
             params, logp_B, log_kept_B, rows.hidden_BD, token_B, cfg, ops, sharpness
         )
         token_B = jnp.where(rows.alive_B, token_B, 0)

@@ -17,16 +17,16 @@ from jax.sharding import Mesh
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model import Ops
-from jaxmoe.model.params import as_read
+from jaxmoe.model.params import cast_for_forward
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.processes import on_hosts
+from jaxmoe.parallel.processes import gather_to_hosts
 from jaxmoe.parallel.sharding import (
     batch_sharding,
+    count_shards,
     param_shardings,
-    place,
     sampling_rules,
-    shards_of,
+    shard_batch,
 )
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rollout.decoding import (
@@ -59,7 +59,7 @@ class NativeEngine:
     ) -> None:  # fmt: skip
         self._cfg, self._max_rows, self._max_new = cfg, max_rows, max_new_tokens
         self._rules = rules = sampling_rules(cfg)
-        self._mesh, self._shards = mesh, shards_of(mesh, rules.rows)
+        self._mesh, self._shards = mesh, count_shards(mesh, rules.rows)
         ops = sharded_ops(ops, mesh, cfg, rules)
         self._keep_experts = keep_experts
         self._longest = _round_up_to_bucket(max_prompt_tokens, MIN_PROMPT_TOKENS)
@@ -74,7 +74,7 @@ class NativeEngine:
         # a partial of its own, or engines would share one cache and count each other's programs
         self._repeat = jax.jit(partial(repeat_rows), static_argnames="samples")
         self._compact = jax.jit(partial(select_rows))
-        self._read = partial(as_read, cfg=cfg)
+        self._read = partial(cast_for_forward, cfg=cfg)
         if mesh is not None:
             to = param_shardings(cfg, mesh, rules)
             self._read = jax.jit(self._read, out_shardings=to)
@@ -86,7 +86,7 @@ class NativeEngine:
 
         They must be as the forward reads them.
         """
-        self._read = partial(as_read, cfg=self._cfg, shared=base)
+        self._read = partial(cast_for_forward, cfg=self._cfg, shared=base)
 
     def load(self, params: Params, version: int) -> None:
         """A copy of these weights as the trainer's forward reads them: it donates its own.
@@ -131,7 +131,7 @@ class NativeEngine:
         def results(made: Any) -> Any:
             return lie(made.out_info, made.output_shardings)
 
-        params = jax.eval_shape(partial(as_read, cfg=cfg), params)
+        params = jax.eval_shape(partial(cast_for_forward, cfg=cfg), params)
         if mesh is not None:
             params = lie(params, param_shardings(cfg, mesh, self._rules))
         rows = width * samples
@@ -210,13 +210,13 @@ class NativeEngine:
                 top_k=sampling.top_k, top_p=sampling.top_p, enough=enough,
             )  # fmt: skip
             real = original < n
-            tokens[original[real]] = on_hosts(rows.tokens_BT)[real]
-            logp[original[real]] = on_hosts(rows.logp_BT)[real]
+            tokens[original[real]] = gather_to_hosts(rows.tokens_BT)[real]
+            logp[original[real]] = gather_to_hosts(rows.logp_BT)[real]
             if log_kept is not None:
-                log_kept[original[real]] = on_hosts(rows.log_kept_BT)[real]
+                log_kept[original[real]] = gather_to_hosts(rows.log_kept_BT)[real]
             if experts is not None:
-                experts[original[real]] = on_hosts(rows.experts_BTLA)[real]
-            alive = np.flatnonzero(on_hosts(rows.alive_B))
+                experts[original[real]] = gather_to_hosts(rows.experts_BTLA)[real]
+            alive = np.flatnonzero(gather_to_hosts(rows.alive_B))
             if int(rows.column) == budget or alive.size == 0:
                 break
             keep = np.concatenate([alive, np.setdiff1d(np.arange(size), alive)])[:smaller]
@@ -250,7 +250,7 @@ class NativeEngine:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt.tokens)] = prompt.tokens
             lengths[row] = len(prompt.tokens)
-        placed = place((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, self._rules)
+        placed = shard_batch((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, self._rules)
         cache, hidden, read = self._prefill(params, *placed)
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
@@ -261,8 +261,8 @@ class NativeEngine:
             hidden[repeat], jnp.asarray(lengths[repeat]), jnp.asarray(repeat < len(prompts)),
             jax.random.key_data(streams), read, sampling,
         )  # fmt: skip
-        state = replace(place(state, self._mesh, self._rules), cache=cache)
-        return state, sampling.max_new_tokens, on_hosts(read)
+        state = replace(shard_batch(state, self._mesh, self._rules), cache=cache)
+        return state, sampling.max_new_tokens, gather_to_hosts(read)
 
     def _make_rollout(
         self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,

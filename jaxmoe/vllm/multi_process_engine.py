@@ -21,8 +21,8 @@ from jaxmoe.config import ModelConfig, VllmConfig
 from jaxmoe.model import Ops
 from jaxmoe.parallel.channel import Channel
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.processes import on_hosts
-from jaxmoe.parallel.sharding import TRAINING, place, shards_of
+from jaxmoe.parallel.processes import gather_to_hosts
+from jaxmoe.parallel.sharding import TRAINING, count_shards, shard_batch
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.rollout.packed_rollouts import deserialize_rollouts, serialize_rollouts
 from jaxmoe.shapes import Params
@@ -40,7 +40,7 @@ class MultiProcessVllmEngine:
         across: str = "ring", channel: Channel | None = None, **sizes: Any,
     ) -> None:  # fmt: skip
         self._cfg, self._vllm, self._mesh = cfg, vllm, mesh
-        self._ops = sharded_ops(ops, mesh, cfg, across=across)
+        self._ops = sharded_ops(ops, mesh, cfg, method=across)
         self._channel = channel or Channel("vllm")
         self.incidents: list[str] = []
         self._engine: VllmEngine | None = None  # in the first process only
@@ -52,7 +52,7 @@ class MultiProcessVllmEngine:
             return json.dumps({"run": run, "probe": self._engine.probe.scored_tokens}).encode()
 
         try:
-            begun = json.loads(self._channel.from_first(begin))
+            begun = json.loads(self._channel.broadcast_from_first(begin))
             self._run, self._probe = begun["run"], begun["probe"]
             check_shared_directory(vllm.weights_dir, f"jaxmoe-{self._run}.lock", self._channel)
         except BaseException:
@@ -95,19 +95,21 @@ class MultiProcessVllmEngine:
             self._n_shared_incidents += len(new_incidents)
             return serialize_rollouts(rollouts, incidents=new_incidents)
 
-        rollouts, fields = deserialize_rollouts(self._channel.from_first(run_and_pack))
+        rollouts, fields = deserialize_rollouts(self._channel.broadcast_from_first(run_and_pack))
         self.incidents += fields["incidents"]
         return rollouts
 
     def _probe_logps(self, params: Params) -> np.ndarray:
         """Return the trainer's log-probs of the probe, which is repeated for every batch shard."""
-        rows = shards_of(self._mesh, TRAINING.rows)
-        time_shards = shards_of(self._mesh, TRAINING.time)
+        rows = count_shards(self._mesh, TRAINING.rows)
+        time_shards = count_shards(self._mesh, TRAINING.time)
         parts = 2 * time_shards if time_shards > 1 else 1  # zigzag assigns two to each shard
         tokens_BT = np.zeros((rows, -(-len(self._probe) // parts) * parts), np.int32)
         tokens_BT[:, : len(self._probe)] = self._probe
         logps = partial(TRAINER_LOGPS, cfg=self._cfg, ops=self._ops)
-        return on_hosts(logps(params, place(tokens_BT, self._mesh)))[0, : len(self._probe)]
+        return gather_to_hosts(logps(params, shard_batch(tokens_BT, self._mesh)))[
+            0, : len(self._probe)
+        ]
 
 
 def open_vllm(

@@ -78,7 +78,7 @@ def write_sharded_files(
         return b""
 
     try:
-        channel.from_first(begin)
+        channel.broadcast_from_first(begin)
         table = list(zip(entries(cfg), planned, owners, strict=True))
         process = channel.number
         file = _ProcessFile(
@@ -90,10 +90,10 @@ def write_sharded_files(
             array = gather_entry(params, entry, here=is_owner)
             if is_owner:
                 file.add_tensor(array, entry, item)
-        for digests in channel.by_all(partial(file.finish_file, directory)):
+        for digests in channel.gather_results(partial(file.finish_file, directory)):
             for name, digest in digests.items():
                 manifest["tensors"][name]["digest"] = digest
-        channel.from_first(end)
+        channel.broadcast_from_first(end)
     except BaseException:
         if channel.number == 0:
             remove_version(partial_dir)
@@ -133,7 +133,7 @@ def check_shared_directory(directory: str | Path, marker: str, channel: Channel)
                 "Try --set rollout.vllm.weights_dir=A_SHARED_FOLDER."
             )
 
-    channel.by_all(check_visible)
+    channel.gather_results(check_visible)
 
 
 def _file_name(number: int) -> str:
