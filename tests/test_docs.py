@@ -96,7 +96,7 @@ def example(tmp_path, monkeypatch):
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
     monkeypatch.setattr("jaxmoe.envs.tasks.LOOK_S", 0.0)
     for place in ("jaxmoe.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
-        monkeypatch.setattr(f"{place}.free_bytes", lambda: 10**12)
+        monkeypatch.setattr(f"{place}.count_free_bytes", lambda: 10**12)
     for name in ("my_losses", "my_rewards"):  # other tests have some of these names
         sys.modules.pop(name, None)
     yield

@@ -34,7 +34,7 @@ from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.tasks import Task, evaluate, open_task
-from jaxmoe.model.params import as_read
+from jaxmoe.model.params import cast_for_forward
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state, init_run_adapters
@@ -93,7 +93,7 @@ class Bench:
         cfg = self.config((), 0)
         policy = warm_policy(cfg, open_task(cfg), self.engine(cfg))
         packed, _ = pack_experts(policy, cfg.model)
-        return as_read(jax.tree.map(jnp.asarray, packed), cfg.model)
+        return cast_for_forward(jax.tree.map(jnp.asarray, packed), cfg.model)
 
     def decoded(self) -> Any:
         return jax.tree.map(

@@ -30,7 +30,7 @@ from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
 from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
-from jaxmoe.parallel.sharding import one_device
+from jaxmoe.parallel.sharding import make_one_device_mesh
 from jaxmoe.plan.compiled import base_in_step
 from jaxmoe.plan.kernels import kernels_on
 from jaxmoe.plan.sampler import compiled_wave
@@ -81,7 +81,7 @@ def config(row: Row) -> Config:
 
 def device(chip: str) -> jax.sharding.Mesh:
     """The mesh of one such chip."""
-    return one_device(chip_mesh(chip).devices.flat[0])
+    return make_one_device_mesh(chip_mesh(chip).devices.flat[0])
 
 
 def lying(mesh: Any, tree: Any) -> Any:

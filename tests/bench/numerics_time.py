@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmoe.model import Ops, init_params, plain_ops, tiny
-from jaxmoe.model.invariant import pieces
+from jaxmoe.model.invariant import xla_invariant_ops
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.records import Prompt, Sampling
@@ -34,7 +34,7 @@ LONGEST, PROMPTS, SAMPLES = 52, 16, 4
 PIECES = {
     "norms": ("norm",), "linear layers": ("linear", "output"), "rotation": ("rotary", "rotate"),
     "attention": ("attend", "decode"), "router": ("router",), "experts": ("experts",),
-    "head": ("logits", "logprobs", "drawn"),
+    "head": ("logits", "logprobs", "sampled_logprobs"),
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def main() -> None:
 
 def one_piece(ops: Ops, names: tuple[str, ...]) -> Ops:
     """The plain pieces but for these."""
-    exact = pieces(ops.router)
+    exact = xla_invariant_ops(ops.router)
     return replace(ops, **{name: exact[name] for name in names})
 
 

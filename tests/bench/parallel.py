@@ -35,25 +35,25 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config_file import load_config, override
-from jaxmoe.parallel.halo import halo
-from jaxmoe.parallel.ring import ring
+from jaxmoe.parallel.halo import halo_attention
+from jaxmoe.parallel.ring import ring_attention
 from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
-from jaxmoe.parallel.ulysses import ulysses
+from jaxmoe.parallel.ulysses import ulysses_attention
 from jaxmoe.plan.collectives import sent
 from jaxmoe.plan.compiled import Step, compiled_step, mesh_on
 from jaxmoe.plan.kernels import kernels_on
 from pallas_kernels import sink_attention
 from pallas_kernels.ahead_of_time import parse_topology
 from pallas_kernels.check.sampled import stripes
-from tests.jaxmoe.parallel.test_mesh_step import program
+from tests.jaxmoe.parallel.test_mesh_step import compile_step
 
 SHARDS = 8
 PLACES = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
 MESH = Mesh(np.array(jax.devices()[:SHARDS]), ("sequence",))
 ATTEND = {
-    "one device": sink_attention, "ring": sequence_parallel(ring, MESH),
-    "ring, zigzag": sequence_parallel(ring, MESH), "ulysses": sequence_parallel(ulysses, MESH),
-    "halo": sequence_parallel(halo, MESH),
+    "one device": sink_attention, "ring": sequence_parallel(ring_attention, MESH),
+    "ring, zigzag": sequence_parallel(ring_attention, MESH), "ulysses":
+    sequence_parallel(ulysses_attention, MESH), "halo": sequence_parallel(halo_attention, MESH),
 }  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def step_memory(args: argparse.Namespace) -> None:
     print("| mesh | temporaries of a device | of one device's |\n|---|---|---|")
 
     def temporaries(**sizes: int) -> int:
-        memory = program(sizes).memory_analysis()
+        memory = compile_step(sizes).memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes
 

@@ -8,7 +8,7 @@ from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.config import LoraConfig, ModelConfig
 from jaxmoe.model import init_params, plain_ops
 from jaxmoe.model.lora import init_adapters
-from jaxmoe.model.params import as_read
+from jaxmoe.model.params import cast_for_forward
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 
 CFG = ModelConfig(
@@ -26,7 +26,7 @@ def base_of(cfg=CFG):
     keys = jax.random.split(jax.random.key(9), len(leaves))
     leaves = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
     packed, _ = pack_experts(jax.tree.unflatten(tree, leaves), cfg)
-    return as_read(jax.tree.map(jnp.asarray, packed), cfg)
+    return cast_for_forward(jax.tree.map(jnp.asarray, packed), cfg)
 
 
 def adapters_of(cfg=CFG, lora=LORA):

@@ -11,7 +11,7 @@ import optax
 from jaxmoe.config import (
     ModelConfig,
 )
-from jaxmoe.model import init_params, new_critic, plain_ops
+from jaxmoe.model import init_critic, init_params, plain_ops
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.scorer import Scorer
@@ -75,7 +75,7 @@ def routed_batch(seed=0):
 def start(a, tx=SGD, params=PARAMS, reference=None):
     critic = None
     if a.critic != "none":
-        critic = new_critic(params, CFG, "float32", own_backbone=a.critic == "own")
+        critic = init_critic(params, CFG, "float32", own_backbone=a.critic == "own")
         # a head of zeros would send nothing to the backbone
         critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
     return init_state(Trained(params, critic), tx, Frozen(reference))

@@ -122,7 +122,7 @@ def test_the_loops_over_rows_are_the_same(chip):
         made = {n: set(loop_bodies(text[n], f"invariant_{label}")) for n in text}
         assert made["train"] and made["train"] == made["decode"] == made["prefill"], label
     merged = loop_bodies(text["train"], "invariant_logprobs")
-    assert merged and set(merged) == set(loop_bodies(text["decode"], "invariant_drawn"))
+    assert merged and set(merged) == set(loop_bodies(text["decode"], "invariant_sampled_logprobs"))
 
 
 @pytest.mark.parametrize("chip", CHIPS)

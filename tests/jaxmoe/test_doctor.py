@@ -14,9 +14,9 @@ from jaxmoe.data.templates import Template
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.reconcile.compare import Report
-from jaxmoe.reconcile.printed import verdict_lines
+from jaxmoe.reconcile.printed import format_verdict
 from jaxmoe.reconcile.variants import Hypothesis
-from jaxmoe.reconcile.verdict import Rounding, Verdict, partly
+from jaxmoe.reconcile.verdict import Rounding, Verdict, format_partly
 
 SMALL = [
     "--config", "tiny.py", "--set", "rollout.temperature=0.7", "--set", "data.held_out_rows=16",
@@ -27,8 +27,8 @@ SMALL = [
 class Raw:
     """An engine that answers as ours, and tells other log-probs."""
 
-    def __init__(self, inner, told=lambda logp: logp * 0.9 - 0.1):
-        self.inner, self.told = inner, told
+    def __init__(self, inner, change_logp=lambda logp: logp * 0.9 - 0.1):
+        self.inner, self.change_logp = inner, change_logp
 
     incidents = ()
 
@@ -37,80 +37,90 @@ class Raw:
 
     def generate(self, prompts, sampling, *, seed, samples=1):
         cool = self.inner.generate(prompts, sampling, seed=seed, samples=samples)
-        return [replace(r, rollout_logp=self.told(r.rollout_logp)) for r in cool]
+        return [replace(r, rollout_logp=self.change_logp(r.rollout_logp)) for r in cool]
 
     def close(self):
         self.inner.close()
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
+def run_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("doctor")
 
 
-def test_a_right_engine_agrees(work, capsys):
-    assert doctor.main([*SMALL, "--workdir", str(work)]) == 0
-    said = capsys.readouterr().out
-    assert "AGREE: mean |Δlogp|" in said and "the worst tokens" in said and "ESS 1.0000" in said
-    report = json.loads((work / "doctor.json").read_text())
+def test_a_right_engine_agrees(run_folder, capsys):
+    assert doctor.main([*SMALL, "--workdir", str(run_folder)]) == 0
+    output = capsys.readouterr().out
+    assert (
+        "AGREE: mean |Δlogp|" in output
+        and "tokens with the largest gaps" in output
+        and "ESS 1.0000" in output
+    )
+    report = json.loads((run_folder / "doctor.json").read_text())
     assert report["agrees"] and report["verdict"] == "agree" and report["faults"] == []
     assert report["gap"] <= 4 * report["rounding"]["own"] and len(report["worst"]) == 8
-    assert (work / "plots" / "doctor.png").stat().st_size > 10_000
+    assert (run_folder / "plots" / "doctor.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
-def test_a_wrong_engine_is_not_agreed_with(work, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "open_engine", lambda *given: Raw(open_engine(*given)))
-    assert doctor.main([*SMALL, "--workdir", str(work)]) == 1
-    said = capsys.readouterr().out
-    assert "UNEXPLAINED: mean |Δlogp|" in said and "--set rollout.engine=native" in said
-    assert not json.loads((work / "doctor.json").read_text())["agrees"]
+def test_a_wrong_engine_is_not_agreed_with(run_folder, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "open_engine", lambda *arguments: Raw(open_engine(*arguments)))
+    assert doctor.main([*SMALL, "--workdir", str(run_folder)]) == 1
+    output = capsys.readouterr().out
+    assert "UNEXPLAINED: mean |Δlogp|" in output and "--set rollout.engine=native" in output
+    assert not json.loads((run_folder / "doctor.json").read_text())["agrees"]
 
 
 @pytest.mark.slow
-def test_the_line_to_change_is_said(work, monkeypatch, capsys):
-    def narrow(cfg, ops, work):
+def test_the_line_to_change_is_said(run_folder, monkeypatch, capsys):
+    def open_narrow(cfg, ops, run_folder):
         model = replace(cfg.model, sliding_window=31)
-        return open_engine(replace(cfg, model=model), ops, work)
+        return open_engine(replace(cfg, model=model), ops, run_folder)
 
-    monkeypatch.setattr(doctor, "open_engine", narrow)
-    assert doctor.main([*SMALL, "--workdir", str(work)]) == 1
-    said = capsys.readouterr().out
-    assert "DISAGREE: window_minus_one" in said and '"sliding_window": 32' in said
+    monkeypatch.setattr(doctor, "open_engine", open_narrow)
+    assert doctor.main([*SMALL, "--workdir", str(run_folder)]) == 1
+    output = capsys.readouterr().out
+    assert "DISAGREE: window_minus_one" in output and '"sliding_window": 32' in output
 
 
-def test_log_probs_that_are_no_numbers_are_said_and_nothing_is_named(work, monkeypatch, capsys):
-    def nan(*given):
-        return Raw(open_engine(*given), lambda logp: np.where(logp < -5.0, np.nan, logp))
+def test_log_probs_that_are_no_numbers_are_said_and_nothing_is_named(
+    run_folder, monkeypatch, capsys
+):
+    def open_with_nan(*arguments):
+        return Raw(open_engine(*arguments), lambda logp: np.where(logp < -5.0, np.nan, logp))
 
-    monkeypatch.setattr(doctor, "open_engine", nan)
-    assert doctor.main([*SMALL, "--workdir", str(work)]) == 1
-    said = capsys.readouterr().out
-    assert "NOT JUDGED: " in said and "log-probs are not finite: nan at token" in said
-    assert "change:" not in said and "plot " not in said
-    report = json.loads((work / "doctor.json").read_text())
+    monkeypatch.setattr(doctor, "open_engine", open_with_nan)
+    assert doctor.main([*SMALL, "--workdir", str(run_folder)]) == 1
+    output = capsys.readouterr().out
+    assert "NOT JUDGED: " in output and "log-probs are not finite: nan at token" in output
+    assert "change:" not in output and "plot:" not in output
+    report = json.loads((run_folder / "doctor.json").read_text())
     assert (report["verdict"], report["faults"], report["agrees"]) == ("not judged", [], False)
 
 
-def said(kind, faults=(), ranked=(), why="why", left=0.1):
-    verdict = Verdict(kind, faults, 1.0, left, why, list(ranked))
+def format_head(kind, faults=(), ranked=(), reason="why", remaining=0.1):
+    verdict = Verdict(kind, faults, 1.0, remaining, reason, list(ranked))
     none = np.zeros(0, np.float32)
     report = Report(verdict, [], Rounding(1e-6, 1e-6), {}, [], [], None, none, none)
-    return verdict_lines(report)[0]
+    return format_verdict(report)[0]
 
 
 def test_a_part_is_no_name_and_a_number_has_its_value():
     def fault(name, value=None, spread=0.0):
         return Hypothesis(name, "scalar", "must", "fix", lambda v: v, "", value, spread)
 
-    part = said("partly", (fault("sinks_off"),), why=partly(1.0, 0.14, Rounding(1e-6, 1e-6)))
-    assert part.startswith("PARTLY: sinks_off explains 86%, 1.4e-01 remains, 1.4e+05 × rounding")
-    assert "DISAGREE: temperature 0.95 ± 2e-06." in said(
+    part = format_head(
+        "partly", (fault("sinks_off"),), reason=format_partly(1.0, 0.14, Rounding(1e-6, 1e-6))
+    )
+    assert part.startswith(
+        "PARTLY: sinks_off explains 86% of the gap; 1.4e-01 remains, 1.4e+05 × rounding"
+    )
+    assert "DISAGREE: temperature 0.95 ± 2e-06." in format_head(
         "named", (fault("temperature", 0.95, 2e-6),)
     )
-    ranked = [((fault(name),), left) for name, left in (("near", 0.79), ("far", 0.81))]
-    assert "Nearest: near 7.9e-01. Until" in said("unexplained", ranked=ranked)
-    assert "Nothing that was tried explains a fifth" in said("unexplained", ranked=ranked[1:])
+    ranked = [((fault(name),), remaining) for name, remaining in (("near", 0.79), ("far", 0.81))]
+    assert "Nearest: near 7.9e-01. Until" in format_head("unexplained", ranked=ranked)
+    assert "No fault explains a fifth" in format_head("unexplained", ranked=ranked[1:])
 
 
 def test_ids_of_a_template_with_special_tokens_are_no_drift():
@@ -119,10 +129,10 @@ def test_ids_of_a_template_with_special_tokens_are_no_drift():
         override(load_config("tiny.py"), f"data.template={template}", "data.max_prompt_tokens=90")
     )
     prompt = task.held_out_prompts()[0]
-    other = replace(task, template=Template(template.replace("user", "User")))
-    assert doctor.prompt_ids(task, task.tokenizer, prompt) == prompt.tokens
+    other_task = replace(task, template=Template(template.replace("user", "User")))
+    assert doctor.encode_prompt(task, task.tokenizer, prompt) == prompt.tokens
     assert tuple(task.tokenizer.encode(prompt.text)) != prompt.tokens  # as plain text
-    assert doctor.prompt_ids(other, task.tokenizer, prompt) != prompt.tokens
+    assert doctor.encode_prompt(other_task, task.tokenizer, prompt) != prompt.tokens
 
 
 def test_weights_that_the_engine_refuses_are_the_answer(tmp_path, monkeypatch, capsys):
@@ -130,10 +140,10 @@ def test_weights_that_the_engine_refuses_are_the_answer(tmp_path, monkeypatch, c
         def load(self, params, version):
             raise EngineError("received but not in the live model: lm_head.weight")
 
-    monkeypatch.setattr(doctor, "open_engine", lambda *given: Forgets(open_engine(*given)))
+    monkeypatch.setattr(doctor, "open_engine", lambda *arguments: Forgets(open_engine(*arguments)))
     assert doctor.main([*SMALL, "--workdir", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "DISAGREE: the engine does not hold the initial weights." in said
+    output = capsys.readouterr().out
+    assert "DISAGREE: the engine failed to load the initial weights." in output
     assert "lm_head.weight" in json.loads((tmp_path / "doctor.json").read_text())["why"]
 
 
@@ -145,5 +155,5 @@ def test_a_mistake_is_status_2(tmp_path, capsys):
 def test_a_run_of_adapters_is_refused_in_one_line(tmp_path, capsys):
     assert doctor.main(["--config", "tiny_lora.py", "--workdir", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "must have whole weights to compare" in err
+    assert err.count("\n") == 1 and "the doctor compares full weights" in err
     assert "jaxmoe.export --merge" in err and not (tmp_path / "run").exists()

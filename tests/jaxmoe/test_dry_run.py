@@ -35,7 +35,7 @@ def refused(main, args, capsys):
 def test_three_billion_parameters_are_one_line_before_anything_is_made(
     main, capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jaxmoe.memory.free_bytes", lambda: 24 * 10**9)
+    monkeypatch.setattr("jaxmoe.memory.count_free_bytes", lambda: 24 * 10**9)
     args = [*command(*LARGE), "--workdir", str(tmp_path / "run")]
     out, err = refused(main, args, capsys)
     assert out == "" and "24,000,000,000 bytes" in err and " GB)" in err
@@ -69,7 +69,7 @@ def test_rows_longest_prompt_and_tokenizer_are_told(capsys, tmp_path):
     [
         ("data.task=gone.jsonl", "no 'gone.jsonl'"),
         ("init.tokenizer=gone", "no 'gone'"),
-        ("init.checkpoint=gone", "must hold config.json"),
+        ("init.checkpoint=gone", "must contain config.json"),
         ("data.template=ask", "must hold {question}"),
     ],
 )
@@ -91,8 +91,8 @@ def test_adapters_of_the_large_models_are_planned_by_kind(
     name, kinds, capsys, tmp_path, monkeypatch
 ):
     """With a checkpoint's config.json, a tokenizer and rows that are everywhere."""
-    monkeypatch.setattr("jaxmoe.memory.free_bytes", lambda: 10**12)
-    monkeypatch.setattr("jaxmoe.parallel.limits.free_bytes", lambda: 10**12)
+    monkeypatch.setattr("jaxmoe.memory.count_free_bytes", lambda: 10**12)
+    monkeypatch.setattr("jaxmoe.parallel.limits.count_free_bytes", lambda: 10**12)
     model = to_hf(load_config(name).model, dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(model))
     here = [f"init.checkpoint={tmp_path}", "init.tokenizer=bytes", "data.options={}",

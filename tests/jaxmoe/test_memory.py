@@ -19,8 +19,8 @@ from jaxmoe.dry_run import format_plan
 from jaxmoe.engines import open_engine
 from jaxmoe.memory import check_memory, device_bytes, layer_flops, plan_memory
 from jaxmoe.model import make_ops
-from jaxmoe.model.params import abstract_params, as_read, count_params, param_specs
-from jaxmoe.parallel.host import free_bytes
+from jaxmoe.model.params import abstract_params, cast_for_forward, count_params, param_specs
+from jaxmoe.parallel.host import count_free_bytes
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import init_rl_state, stage_shapes
@@ -39,7 +39,7 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
     padding = 2 * (cfg.model.padded_vocab - cfg.model.vocab_size) * cfg.model.d_model
     held = count_params(cfg.model)[0] + padding
     mem = plan_memory(cfg)
-    read = jax.eval_shape(lambda p: as_read(p, cfg.model), abstract_params(cfg.model))
+    read = jax.eval_shape(lambda p: cast_for_forward(p, cfg.model), abstract_params(cfg.model))
     copied = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
     assert mem.weights == 4 * held and mem.engine_copy == copied
     assert 2 * held < copied < 2.01 * held  # all but norms, biases, sinks and routers
@@ -319,7 +319,7 @@ def test_a_device_that_says_its_limit_is_asked(monkeypatch):
     Chip.memory_stats = lambda self: None
     assert device_bytes() is None  # what the host has is not the chip's
     Chip.platform = "cpu"
-    assert device_bytes() == pytest.approx(free_bytes(), rel=0.2)
+    assert device_bytes() == pytest.approx(count_free_bytes(), rel=0.2)
 
 
 def test_tiny_says_its_parameters_and_its_warm_start():

@@ -18,7 +18,7 @@ import pytest
 
 from jaxmoe import job
 from jaxmoe.cli import STOP_SIGNALS, Stopped, stop_requests
-from jaxmoe.parallel.processes import PLAIN
+from jaxmoe.parallel.processes import PROCESS_VARIABLES
 from tests.jaxmoe.scripted import Run, Scripted
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_a_signal_while_the_processes_agree_is_obeyed_after_the_next_step(tmp_pa
             signal.raise_signal(signal.SIGTERM)
         return flag
 
-    monkeypatch.setattr(job, "agreed", agree)
+    monkeypatch.setattr(job, "max_over_processes", agree)
     with pytest.raises(Stopped, match="SIGTERM: saved rl step 3"), stop_requests() as stop:
         Run(tmp_path, Scripted(), stop=stop)(monkeypatch)
     assert agreed_on == [0, 0, signal.SIGTERM]
@@ -112,7 +112,7 @@ def obeyed(folder, count, tries):
     files = [folder / f"answers{number}" for number in range(count)]
     started = []
     for number, file in enumerate(files):
-        many = dict(zip(PLAIN, (address, str(count), str(number)), strict=True))
+        many = dict(zip(PROCESS_VARIABLES, (address, str(count), str(number)), strict=True))
         env = {**os.environ, "JAX_PLATFORMS": "cpu", **(many if count > 1 else {})}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
         steps = "3000" if count > 1 else "3000000"

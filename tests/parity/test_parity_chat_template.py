@@ -49,14 +49,14 @@ def test_text_and_tokens_are_those_of_transformers(tmp_path, name):
     )
     write_byte_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES[name])
-    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     template = Template("auto", chat=load_chat_template(str(tmp_path)))
-    ours = HFTokenizer(tmp_path)
+    tokenizer = HFTokenizer(tmp_path)
     for row in CHATS:
         system = [{"role": "system", "content": row.system}] if row.system else []
         turns = [*row.earlier, Message("user", row.question)]
         chat = [*system, *({"role": m.role, "content": m.content} for m in turns)]
-        given = {"add_generation_prompt": True, "reasoning_effort": "medium"}
-        text = theirs.apply_chat_template(chat, tokenize=False, **given)
-        tokens = theirs.apply_chat_template(chat, return_dict=False, **given)
-        assert template.render(row, ours) == (text, tokens)
+        options = {"add_generation_prompt": True, "reasoning_effort": "medium"}
+        text = hf_tokenizer.apply_chat_template(chat, tokenize=False, **options)
+        tokens = hf_tokenizer.apply_chat_template(chat, return_dict=False, **options)
+        assert template.render(row, tokenizer) == (text, tokens)

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.parity
 PACKABLE = dict(hidden_size=96, intermediate_size=64)
 
 
-def reload(hugging, directory, **options):
+def reload_checkpoint(hugging, directory, **options):
     return hugging.transformers.GptOssForCausalLM.from_pretrained(
         directory, attn_implementation="eager", experts_implementation="eager", **options
     )
 
 
-def logits(hugging, model):
+def compute_logits(hugging, model):
     torch = hugging.torch
     tokens = torch.tensor(np.random.default_rng(2).integers(0, 97, (2, 29)))
     with torch.no_grad():
@@ -39,10 +39,10 @@ def test_every_tensor_of_a_transformers_checkpoint_loads_and_streams_out_again(
     cfg = read_hf_config(tmp_path)
     params = load_params(tmp_path, cfg, "float32")
     want = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    got = dict(iter_hf(params, cfg, "float32"))
-    assert set(got) == set(want)
+    exported = dict(iter_hf(params, cfg, "float32"))
+    assert set(exported) == set(want)
     for name in want:
-        assert got[name].tobytes() == want[name].tobytes(), name
+        assert exported[name].tobytes() == want[name].tobytes(), name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -52,10 +52,10 @@ def test_transformers_computes_the_same_logits_from_our_export(hugging, tmp_path
     cfg = dataclasses.replace(from_hf(model.config.to_dict()), vocab_multiple=40)
     params = load_params(tmp_path / "theirs", cfg, "float32")
     save_params(params, cfg, tmp_path / "ours", dtype=dtype, max_shard_bytes=200_000)
-    again = reload(hugging, tmp_path / "ours")
-    assert again.dtype == getattr(hugging.torch, dtype)
-    want = reload(hugging, tmp_path / "theirs", dtype=getattr(hugging.torch, dtype))
-    assert hugging.torch.equal(logits(hugging, again), logits(hugging, want))
+    reloaded = reload_checkpoint(hugging, tmp_path / "ours")
+    assert reloaded.dtype == getattr(hugging.torch, dtype)
+    want = reload_checkpoint(hugging, tmp_path / "theirs", dtype=getattr(hugging.torch, dtype))
+    assert hugging.torch.equal(compute_logits(hugging, reloaded), compute_logits(hugging, want))
     assert dataclasses.replace(read_hf_config(tmp_path / "ours"), dtype=cfg.dtype) == (
         dataclasses.replace(cfg, vocab_multiple=1)
     )
@@ -69,20 +69,22 @@ def test_a_packed_export_means_the_same_to_transformers(hugging, tmp_path):
     save_params(params, cfg, tmp_path / "packed", dtype="mxfp4")
     quantized = load_params(tmp_path / "packed", cfg, "bfloat16")
     save_params(quantized, cfg, tmp_path / "dense", dtype="bfloat16")
-    from_four_bits = reload(
+    from_four_bits = reload_checkpoint(
         hugging,
         tmp_path / "packed",
         quantization_config=hugging.transformers.Mxfp4Config(dequantize=True),
     )
     assert json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
-    dense = reload(hugging, tmp_path / "dense")
+    dense = reload_checkpoint(hugging, tmp_path / "dense")
     for (name, a), (_, b) in zip(
         from_four_bits.named_parameters(), dense.named_parameters(), strict=True
     ):
         assert hugging.torch.equal(a.float(), b.float()), name
-    assert hugging.torch.equal(logits(hugging, from_four_bits), logits(hugging, dense))
+    assert hugging.torch.equal(
+        compute_logits(hugging, from_four_bits), compute_logits(hugging, dense)
+    )
     assert not hugging.torch.equal(
-        logits(hugging, dense).float(), logits(hugging, model.bfloat16()).float()
+        compute_logits(hugging, dense).float(), compute_logits(hugging, model.bfloat16()).float()
     )
 
 
@@ -94,15 +96,15 @@ def test_four_bits_decode_to_transformers_values_in_every_bit(hugging, dtype):
     blocks = rng.integers(0, 256, (7, 80, 3, 16), np.uint8)
     scales = rng.integers(0, 255, (7, 80, 3), np.uint8)
     scales.reshape(-1)[:255] = np.arange(255)
-    theirs = convert_moe_packed_tensors(
+    expected = convert_moe_packed_tensors(
         hugging.torch.tensor(blocks),
         hugging.torch.tensor(scales),
         dtype=getattr(hugging.torch, dtype),
     )
-    ours = mxfp4.decode(blocks, scales, dtype).swapaxes(1, 2)
-    assert ours.shape == tuple(theirs.shape) == (7, 96, 80)
-    bits = theirs.view(hugging.torch.int32 if dtype == "float32" else hugging.torch.int16).numpy()
-    assert np.ascontiguousarray(ours).view(bits.dtype).tolist() == bits.tolist()
+    actual = mxfp4.decode(blocks, scales, dtype).swapaxes(1, 2)
+    assert actual.shape == tuple(expected.shape) == (7, 96, 80)
+    bits = expected.view(hugging.torch.int32 if dtype == "float32" else hugging.torch.int16).numpy()
+    assert np.ascontiguousarray(actual).view(bits.dtype).tolist() == bits.tolist()
 
 
 def test_a_released_layout_loads_as_transformers_dequantizes_it(hugging, tmp_path):
@@ -120,8 +122,8 @@ def test_a_released_layout_loads_as_transformers_dequantizes_it(hugging, tmp_pat
         packed = (stream[f"{experts}{name}_{end}"] for end in ("blocks", "scales"))
         values = convert_moe_packed_tensors(*map(hugging.torch.tensor, packed))
         dense[name] = values.float().numpy()
-    ours = load_params(tmp_path / "packed", cfg, "bfloat16")["layers"]["full"]
-    ours = jax.tree.map(lambda x: x[1].astype(np.float32), ours)
-    assert (ours["w_gate_up"][..., :64] == dense["gate_up_proj"][..., 0::2]).all()
-    assert (ours["w_gate_up"][..., 64:] == dense["gate_up_proj"][..., 1::2]).all()
-    assert (ours["w_down"] == dense["down_proj"]).all()
+    actual = load_params(tmp_path / "packed", cfg, "bfloat16")["layers"]["full"]
+    actual = jax.tree.map(lambda x: x[1].astype(np.float32), actual)
+    assert (actual["w_gate_up"][..., :64] == dense["gate_up_proj"][..., 0::2]).all()
+    assert (actual["w_gate_up"][..., 64:] == dense["gate_up_proj"][..., 1::2]).all()
+    assert (actual["w_down"] == dense["down_proj"]).all()

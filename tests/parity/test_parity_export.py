@@ -38,18 +38,18 @@ def get_config():
 """
 
 
-def command(name, home, *options):
-    """In a process of its own, as it is typed: the tests' strict promotion is not the product's."""
+def run_command(name, home, *options):
+    """Run a command in its own process, since the tests' strict promotion is not the product's."""
     args = ["--config", str(home / "job.py"), "--workdir", str(home / "run"), *options]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", f"jaxmoe.{name}", *args],
         cwd=ROOT, env=os.environ, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.fixture(scope="module")
-def trained(hugging, tmp_path_factory):
+def trained_run(hugging, tmp_path_factory):
     home = tmp_path_factory.mktemp("round_trip")
     hugging.torch.manual_seed(0)
     config = hugging.transformers.GptOssConfig(
@@ -59,19 +59,21 @@ def trained(hugging, tmp_path_factory):
     )  # fmt: skip
     hugging.transformers.GptOssForCausalLM(config).save_pretrained(home / "theirs")
     (home / "job.py").write_text(JOB.format(checkpoint=str(home / "theirs")))
-    command("train", home)
+    run_command("train", home)
     for dtype in ("float32", "mxfp4"):
-        command("export", home, "--out", str(home / dtype), "--set", f"save.export_dtype={dtype}")
+        run_command(
+            "export", home, "--out", str(home / dtype), "--set", f"save.export_dtype={dtype}"
+        )
     return home
 
 
-def reload(hugging, directory, **options):
+def reload_export(hugging, directory, **options):
     return hugging.transformers.GptOssForCausalLM.from_pretrained(
         directory, attn_implementation="eager", experts_implementation="eager", **options
     )
 
 
-def ours(directory, tokens):
+def score_with_jax(directory, tokens):
     cfg, ops = read_hf_config(directory), plain_ops()
     cfg = cfg.__class__(**vars(cfg) | {"dtype": "float32"})
     params = jax.tree.map(jnp.asarray, load_params(directory, cfg, "float32"))
@@ -79,7 +81,7 @@ def ours(directory, tokens):
     return np.asarray(sequence_logprobs(params, hidden, tokens, cfg, ops)[0])[:, 1:]
 
 
-def theirs(hugging, model, tokens):
+def score_with_hf(hugging, model, tokens):
     torch = hugging.torch
     with torch.no_grad():
         logits = model(input_ids=torch.tensor(np.asarray(tokens)), use_cache=False).logits
@@ -90,34 +92,45 @@ def theirs(hugging, model, tokens):
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 265, (3, 27)), jnp.int32)
 
 
-def test_transformers_has_our_log_probs_of_what_was_trained_and_exported(hugging, trained):
-    model = reload(hugging, trained / "float32")
-    gap = np.abs(ours(trained / "float32", TOKENS) - theirs(hugging, model, TOKENS)).max()
-    before = reload(hugging, trained / "theirs")
-    moved = np.abs(theirs(hugging, before, TOKENS) - theirs(hugging, model, TOKENS)).max()
+def test_transformers_has_our_log_probs_of_what_was_trained_and_exported(hugging, trained_run):
+    model = reload_export(hugging, trained_run / "float32")
+    gap = np.abs(
+        score_with_jax(trained_run / "float32", TOKENS) - score_with_hf(hugging, model, TOKENS)
+    ).max()
+    before = reload_export(hugging, trained_run / "theirs")
+    moved = np.abs(
+        score_with_hf(hugging, before, TOKENS) - score_with_hf(hugging, model, TOKENS)
+    ).max()
     print(f"|Δlogp| {gap:.2e}; training moved them by {moved:.2e}")
     assert gap <= 5e-5 and moved > 1e-2
 
 
-def test_four_bits_mean_the_same_to_transformers(hugging, trained):
+def test_four_bits_mean_the_same_to_transformers(hugging, trained_run):
     options = dict(quantization_config=hugging.transformers.Mxfp4Config(dequantize=True))
-    model = reload(hugging, trained / "mxfp4", **options).float()
-    gap = np.abs(ours(trained / "mxfp4", TOKENS) - theirs(hugging, model, TOKENS)).max()
-    lost = np.abs(ours(trained / "mxfp4", TOKENS) - ours(trained / "float32", TOKENS)).max()
+    model = reload_export(hugging, trained_run / "mxfp4", **options).float()
+    gap = np.abs(
+        score_with_jax(trained_run / "mxfp4", TOKENS) - score_with_hf(hugging, model, TOKENS)
+    ).max()
+    lost = np.abs(
+        score_with_jax(trained_run / "mxfp4", TOKENS)
+        - score_with_jax(trained_run / "float32", TOKENS)
+    ).max()
     print(f"|Δlogp| {gap:.2e} over the same four bits, which cost {lost:.2e}")
     assert gap <= 5e-5
 
 
-def test_generation_stops_at_the_token_that_the_export_names(hugging, trained):
-    model = reload(hugging, trained / "float32")
-    tokenizer = hugging.transformers.AutoTokenizer.from_pretrained(trained / "float32")
-    stops = json.loads((trained / "float32" / "generation_config.json").read_text())["eos_token_id"]
+def test_generation_stops_at_the_token_that_the_export_names(hugging, trained_run):
+    model = reload_export(hugging, trained_run / "float32")
+    tokenizer = hugging.transformers.AutoTokenizer.from_pretrained(trained_run / "float32")
+    stops = json.loads((trained_run / "float32" / "generation_config.json").read_text())[
+        "eos_token_id"
+    ]
     text = "Spell this word backward (example: sun -> nus): cat"
-    asked = tokenizer(text, return_tensors="pt").input_ids
-    assert asked[0].tolist() == list(text.encode())
+    prompt_ids = tokenizer(text, return_tensors="pt").input_ids
+    assert prompt_ids[0].tolist() == list(text.encode())
     hugging.torch.manual_seed(0)
-    said = model.generate(asked, do_sample=True, max_new_tokens=40, num_return_sequences=8)
-    for row in said[:, asked.shape[1] :].tolist():
+    samples = model.generate(prompt_ids, do_sample=True, max_new_tokens=40, num_return_sequences=8)
+    for row in samples[:, prompt_ids.shape[1] :].tolist():
         end = min(row.index(stop) for stop in stops if stop in row)
         assert end < 40 and set(row[end + 1 :]) <= {tokenizer.pad_token_id}, row
-    print("generated", tokenizer.batch_decode(said[:, asked.shape[1] :]))
+    print("generated", tokenizer.batch_decode(samples[:, prompt_ids.shape[1] :]))

@@ -22,7 +22,7 @@ from jaxmoe.model import forward, next_token_logits, plain_ops, sequence_logprob
 from jaxmoe.model.config import from_hf
 from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.rope import yarn_frequencies
-from jaxmoe.model.router import route
+from jaxmoe.model.router import route_top_k
 
 pytestmark = pytest.mark.parity
 
@@ -47,11 +47,11 @@ class Case:
 @pytest.fixture(scope="module")
 def make_case(hugging, tmp_path_factory):
     """make_case(batch, time, first position, **config) -> Case; made once each."""
-    made = {}
+    cases_made = {}
 
-    def make(batch: int, time: int, first: int, **config) -> Case:
+    def make_case(batch: int, time: int, first: int, **config) -> Case:
         key = (batch, time, first, *sorted(config.items()))
-        if key not in made:
+        if key not in cases_made:
             model = hugging.model(**config)
             directory = tmp_path_factory.mktemp("model")
             model.save_pretrained(directory)
@@ -63,25 +63,25 @@ def make_case(hugging, tmp_path_factory):
             weights[:, 0] = 0
             params = load_params(directory, cfg, "float32")
             oracle = hugging.run(hugging.oracle(model), tokens, positions, weights)
-            made[key] = Case(model, cfg, params, tokens, positions, weights, oracle)
-        return made[key]
+            cases_made[key] = Case(model, cfg, params, tokens, positions, weights, oracle)
+        return cases_made[key]
 
-    return make
+    return make_case
 
 
-def ours(case: Case, dtype: str, ops):
+def run_jax(case: Case, dtype: str, ops):
     """(logits [B, T, V], experts [L, B, T, A] sorted, {checkpoint name: gradient})."""
     cfg = dataclasses.replace(case.cfg, dtype=dtype)
     tokens_BT = jnp.asarray(case.tokens_BT, jnp.int32)
     positions_BT = jnp.asarray(case.positions_BT, jnp.int32)
 
-    def loss(params):
+    def sum_loss(params):
         hidden_BTD, _, chosen = forward(params, tokens_BT, cfg, ops, positions_BT=positions_BT)
         logp_BT, _ = sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, ops)
         return jnp.sum(jnp.asarray(case.weights_BT) * logp_BT), (hidden_BTD, chosen)
 
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.dtype(dtype)), case.params)
-    (_, (hidden_BTD, chosen)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    (_, (hidden_BTD, chosen)), grads = jax.jit(jax.value_and_grad(sum_loss, has_aux=True))(params)
     assert hidden_BTD.dtype == jnp.dtype(dtype)
     logits = next_token_logits(params, hidden_BTD.reshape(-1, cfg.d_model), cfg, ops, 1.0)
     by_name = {name: g.astype(np.float64) for name, g in iter_hf(grads, cfg, "float32")}
@@ -89,7 +89,7 @@ def ours(case: Case, dtype: str, ops):
     return logits, np.sort(np.asarray(chosen)), by_name
 
 
-def our_logits(case: Case, params=None, router=route, **changes):
+def our_logits(case: Case, params=None, router=route_top_k, **changes):
     """Float32 logits of a changed config, changed parameters or another router."""
     cfg = dataclasses.replace(case.cfg, **changes)
     params = jax.tree.map(jnp.asarray, case.params if params is None else params)
@@ -109,25 +109,27 @@ def our_logits(case: Case, params=None, router=route, **changes):
     return np.asarray(jax.jit(logits)(params), np.float64).reshape(*case.tokens_BT.shape, -1)
 
 
-def deviation(name: str, got, naives, oracle, dtype: str, floor: float = 0) -> tuple[float, str]:
+def check_deviation(
+    name: str, actual, naives, oracle, dtype: str, floor: float = 0
+) -> tuple[float, str]:
     """(our largest deviation over the allowed one, a line that says where it is)."""
-    error, size = np.abs(got - oracle), np.abs(oracle).max()
+    error, size = np.abs(actual - oracle), np.abs(oracle).max()
     worst = np.unravel_index(error.argmax(), error.shape)
-    theirs = max(floor, *(relative(naive, oracle) for naive in naives)) * size
-    allowed = 2 * theirs + 2 * EPS[dtype] * size
-    where = ", ".join(str(int(i)) for i in worst)
+    limit = max(floor, *(relative_error(naive, oracle) for naive in naives)) * size
+    allowed = 2 * limit + 2 * EPS[dtype] * size
+    worst_index = ", ".join(str(int(i)) for i in worst)
     return error.max() / allowed, (
-        f"{name}[{where}]: ours {got[worst]:.9g}, oracle {oracle[worst]:.9g}, "
-        f"|difference| {error.max():.3g}, theirs {theirs:.3g}, allowed {allowed:.3g}"
+        f"{name}[{worst_index}]: ours {actual[worst]:.9g}, oracle {oracle[worst]:.9g}, "
+        f"|difference| {error.max():.3g}, theirs {limit:.3g}, allowed {allowed:.3g}"
     )
 
 
-def relative(x: np.ndarray, oracle: np.ndarray) -> float:
+def relative_error(x: np.ndarray, oracle: np.ndarray) -> float:
     return np.abs(x - oracle).max() / np.abs(oracle).max()
 
 
-def theirs(case: Case, hugging, dtype: str, weights_BT=None) -> list[tuple]:
-    """What their three implementations of the experts give in one dtype."""
+def run_hf(case: Case, hugging, dtype: str, weights_BT=None) -> list[tuple]:
+    """Return the results of their three implementations of the experts in one dtype."""
     results = []
     for implementation in ("eager", "grouped_mm", "batched_mm"):
         model = copy.deepcopy(case.model).to(getattr(hugging.torch, dtype))
@@ -141,7 +143,7 @@ def worst_of_the_layers(naives: list[tuple], oracle: dict) -> dict[str, float]:
     worst: dict[str, float] = {}
     for name, want in oracle.items():
         kind = without_layer(name)
-        worst[kind] = max(worst.get(kind, 0), *(relative(n[2][name], want) for n in naives))
+        worst[kind] = max(worst.get(kind, 0), *(relative_error(n[2][name], want) for n in naives))
     return worst
 
 
@@ -149,7 +151,7 @@ def without_layer(name: str) -> str:
     return re.sub(r"layers\.\d+", "layers", name)
 
 
-EACH_ONCE = [
+COMBINATIONS = [
     ("long", "float32", "fast"), ("long", "bfloat16", "invariant"), ("far", "bfloat16", "fast"),
     ("far", "float32", "invariant"),
 ]  # fmt: skip
@@ -162,7 +164,7 @@ CASES = {
 @pytest.mark.parametrize(
     "name, dtype, numerics",
     [
-        pytest.param(*case, marks=() if case in EACH_ONCE else pytest.mark.extended)
+        pytest.param(*case, marks=() if case in COMBINATIONS else pytest.mark.extended)
         for case in itertools.product(CASES, ("float32", "bfloat16"), NUMERICS)
     ],
 )
@@ -170,23 +172,23 @@ def test_logits_and_every_gradient_agree_with_transformers(
     make_case, hugging, name, dtype, numerics
 ):
     case = make_case(**CASES[name])
-    naives = theirs(case, hugging, dtype, case.weights_BT)
-    got = ours(case, dtype, NUMERICS[numerics])
+    naives = run_hf(case, hugging, dtype, case.weights_BT)
+    actual = run_jax(case, dtype, NUMERICS[numerics])
     logits, chosen, want = case.oracle
     # a flipped expert is no rounding error; the models are made so that none flips
-    assert all((naive[1] == chosen).all() for naive in naives) and (got[1] == chosen).all()
+    assert all((naive[1] == chosen).all() for naive in naives) and (actual[1] == chosen).all()
     assert len(np.unique(chosen.reshape(-1, 4), axis=0)) > 20  # of 35 sets
-    assert set(got[2]) == set(want) and len(want) == 4 * 17 + 3
+    assert set(actual[2]) == set(want) and len(want) == 4 * 17 + 3
     floor = worst_of_the_layers(naives, want)
-    results = [deviation("logits", got[0], [naive[0] for naive in naives], logits, dtype)]
+    results = [check_deviation("logits", actual[0], [naive[0] for naive in naives], logits, dtype)]
     for tensor in want:
         assert np.abs(want[tensor]).max() > 0, f"{tensor} has no gradient to compare"
-        each = [naive[2][tensor] for naive in naives]
-        results.append(deviation(tensor, got[2][tensor], each, want[tensor], dtype,
+        naives = [naive[2][tensor] for naive in naives]
+        results.append(check_deviation(tensor, actual[2][tensor], naives, want[tensor], dtype,
                                  floor[without_layer(tensor)]))  # fmt: skip
     results.sort(reverse=True)
-    what = f"{name} {dtype} {numerics}: worst of {len(results)}"
-    print(f"\n{what}: {results[0][0]:.2f} of the allowance")
+    title = f"{name} {dtype} {numerics}: worst of {len(results)}"
+    print(f"\n{title}: {results[0][0]:.2f} of the allowance")
     print("\n".join(f"  {share:.2f} {line}" for share, line in results[:4]))
     failures = [line for share, line in results if not share <= 1]
     assert not failures, "\n".join(failures)
@@ -201,7 +203,7 @@ EXTREMES = {  # factors of the weights whose names hold these, and how far sinks
 MODELS = 5
 
 
-def exaggerated(hugging, seed: int, factors: dict[str, float], reach: float | None):
+def exaggerate_weights(hugging, seed: int, factors: dict[str, float], reach: float | None):
     model = hugging.model(seed, sliding_window=128)
     rng = np.random.default_rng(seed)
     with hugging.torch.no_grad():
@@ -216,7 +218,7 @@ def exaggerated(hugging, seed: int, factors: dict[str, float], reach: float | No
 
 
 def log_probs(logits_BTV, tokens_BT):
-    """Of each token but the first, in float64."""
+    """Return the log-prob of each token but the first, in float64."""
     shifted = logits_BTV - logits_BTV.max(-1, keepdims=True)
     logp_BTV = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return np.take_along_axis(logp_BTV[:, :-1], tokens_BT[:, 1:, None], -1)[..., 0]
@@ -224,34 +226,37 @@ def log_probs(logits_BTV, tokens_BT):
 
 @pytest.mark.parametrize("extreme", list(EXTREMES))
 def test_log_probs_of_extreme_weights_err_no_more_than_transformers(hugging, tmp_path, extreme):
-    """How far the two lie apart says little here: both err, by up to 1.5e-3 nats.
+    """Compare errors to an oracle; the difference of the two reveals little, since both err, by up
+    to 1.5e-3 nats.
 
-    One model is one draw of the rounding, and the worst of several models counts on either side.
-    No gradients: a gate within rounding of the SwiGLU's limit has one on one side only.
+    One model is one draw of the rounding, and the worst of several models counts on either side. No
+    gradients: a gate within rounding of the SwiGLU's limit has one on one side only.
     """
-    errors, apart = [], 0.0
+    errors, max_gap = [], 0.0
     for seed in range(MODELS):
-        model = exaggerated(hugging, seed, *EXTREMES[extreme])
+        model = exaggerate_weights(hugging, seed, *EXTREMES[extreme])
         model.save_pretrained(tmp_path / str(seed))
         cfg = dataclasses.replace(from_hf(model.config.to_dict()), dtype="float32")
         tokens_BT = np.random.default_rng(1).integers(0, cfg.vocab_size, (1, 160))
         positions_BT = np.arange(160)[None]
         params = load_params(tmp_path / str(seed), cfg, "float32")
         case = Case(model, cfg, params, tokens_BT, positions_BT, np.zeros(0), ())
-        at = (tokens_BT, positions_BT)
-        want, got, theirs = (
+        inputs = (tokens_BT, positions_BT)
+        want, jax_logp, hf_logp = (
             log_probs(logits, tokens_BT)
             for logits in (
-                hugging.run(hugging.oracle(model), *at)[0], our_logits(case),
-                hugging.run(model, *at)[0],
+                hugging.run(hugging.oracle(model), *inputs)[0], our_logits(case),
+                hugging.run(model, *inputs)[0],
             )
         )  # fmt: skip
-        errors.append((np.abs(got - want).max(), np.abs(theirs - want).max(), np.abs(want).max()))
-        apart = max(apart, np.abs(got - theirs).max())
-    ours, transformers, size = np.max(errors, axis=0)
-    line = f"{extreme}: ours {ours:.2e}, theirs {transformers:.2e}, apart {apart:.2e}"
+        errors.append(
+            (np.abs(jax_logp - want).max(), np.abs(hf_logp - want).max(), np.abs(want).max())
+        )
+        max_gap = max(max_gap, np.abs(jax_logp - hf_logp).max())
+    jax_error, transformers, size = np.max(errors, axis=0)
+    line = f"{extreme}: ours {jax_error:.2e}, theirs {transformers:.2e}, apart {max_gap:.2e}"
     print(f"\n{line}; by model " + ", ".join(f"{a:.1e} to {b:.1e}" for a, b, _ in errors))
-    assert ours <= 2 * transformers + 2 * EPS["float32"] * size, line
+    assert jax_error <= 2 * transformers + 2 * EPS["float32"] * size, line
 
 
 def test_frequencies_equal_transformers_in_every_bit(make_case):
@@ -303,14 +308,16 @@ BROKEN = {
 @pytest.mark.parametrize("mistake", list(BROKEN))
 def test_a_mistake_is_seen(make_case, hugging, mistake):
     case = make_case(**CASES["far"])
-    naives = [naive[0] for naive in theirs(case, hugging, "float32")]
-    share, line = deviation("logits", BROKEN[mistake](case), naives, case.oracle[0], "float32")
+    naives = [naive[0] for naive in run_hf(case, hugging, "float32")]
+    share, line = check_deviation(
+        "logits", BROKEN[mistake](case), naives, case.oracle[0], "float32"
+    )
     print(f"\n{mistake}: {share:.0f} times the allowance; {line}")
     assert share > 10, line
 
 
 def test_the_right_forward_is_not_taken_for_a_mistake(make_case, hugging):
     case = make_case(**CASES["far"])
-    naives = [naive[0] for naive in theirs(case, hugging, "float32")]
-    share, line = deviation("logits", our_logits(case), naives, case.oracle[0], "float32")
+    naives = [naive[0] for naive in run_hf(case, hugging, "float32")]
+    share, line = check_deviation("logits", our_logits(case), naives, case.oracle[0], "float32")
     assert share <= 1, line

@@ -38,7 +38,7 @@ pytestmark = [
 
 OPS, EPS = plain_ops(), 2.0**-23
 LAYERS = [(layer, ("sliding", "full")[layer % 2], layer // 2) for layer in range(4)]
-WAYS = {
+SETTINGS = {
     "both": dict(ranks=dict.fromkeys(TARGETS, 3)),
     "other ranks": dict(ranks={n: 2 if n in ("w_gate_up", "w_down") else 5
                                for n in TARGETS}, attention_alpha=6.0, expert_alpha=9.0),
@@ -64,12 +64,12 @@ def setting(hugging, tmp_path_factory):
     return model, cfg, load_params(folder, cfg, "float32"), tokens
 
 
-def lora_of(ranks, **how) -> LoraConfig:
+def lora_of(ranks, **options) -> LoraConfig:
     attention, expert = (
         next((r for n, r in ranks.items() if (n in ("w_gate_up", "w_down")) == of_experts), 0)
         for of_experts in (False, True)
     )
-    return LoraConfig(attention_rank=attention, expert_rank=expert, **how)
+    return LoraConfig(attention_rank=attention, expert_rank=expert, **options)
 
 
 def scales_of(ranks, attention_alpha=16.0, expert_alpha=16.0, rank_stabilized=False):
@@ -80,14 +80,14 @@ def scales_of(ranks, attention_alpha=16.0, expert_alpha=16.0, rank_stabilized=Fa
 
 def theirs_of(name: str, pair: int, wide: np.ndarray) -> np.ndarray:
     """Our delta of one layer as their parameter has it: [out, in], or [E, in, out] in turns."""
-    here = wide[pair]
-    if here.ndim == 2:
-        return here.T
+    target = wide[pair]
+    if target.ndim == 2:
+        return target.T
     if name != "w_gate_up":
-        return here
-    half = here.shape[-1] // 2
-    turns = np.empty_like(here)
-    turns[..., 0::2], turns[..., 1::2] = here[..., :half], here[..., half:]
+        return target
+    half = target.shape[-1] // 2
+    turns = np.empty_like(target)
+    turns[..., 0::2], turns[..., 1::2] = target[..., :half], target[..., half:]
     return turns
 
 
@@ -98,46 +98,46 @@ def module_and_parameter(model, layer: int, name: str):
     return block.mlp.experts, path[2]
 
 
-def deltas(peft_model):
+def list_deltas(peft_model):
     """{(layer, our name): PEFT's own delta of that parameter}."""
-    found = {}
+    deltas_found = {}
     for layer, _, _ in LAYERS:
         block = peft_model.base_model.model.model.layers[layer]
         for name, path in TARGETS.items():
             if path.startswith("self_attn."):
                 module = getattr(block.self_attn, path.split(".")[1])
                 if hasattr(module, "lora_A"):
-                    found[layer, name] = module.get_delta_weight("default")
+                    deltas_found[layer, name] = module.get_delta_weight("default")
                 continue
             module = block.mlp.experts
             while hasattr(module, "parameter_name"):
                 if module.parameter_name == path.rpartition(".")[2]:
-                    found[layer, name] = module.get_delta_weight("default")
+                    deltas_found[layer, name] = module.get_delta_weight("default")
                 module = module.base_layer
-    return {key: x.detach().double().numpy() for key, x in found.items()}
+    return {key: x.detach().double().numpy() for key, x in deltas_found.items()}
 
 
 def check_deltas(peft_model, adapters, scales) -> None:
-    got, seen = deltas(peft_model), 0
+    actual_deltas, n_seen = list_deltas(peft_model), 0
     for layer, kind, pair in LAYERS:
         for name in adapters["layers"][kind]:
             want = theirs_of(name, pair, delta(adapters, kind, name, scales[name]))
-            ours, seen = got[layer, name], seen + 1
-            assert ours.shape == want.shape, (layer, name)
+            actual, n_seen = actual_deltas[layer, name], n_seen + 1
+            assert actual.shape == want.shape, (layer, name)
             # 5 products at most, each and their sum rounded; then the scale
             allowed = 8 * EPS * np.abs(want).max()
-            assert np.abs(ours - want).max() <= allowed, (layer, name)
+            assert np.abs(actual - want).max() <= allowed, (layer, name)
             assert np.abs(want).max() > 0.01
-    assert seen == len(got)
+    assert n_seen == len(actual_deltas)
 
 
 def log_probs(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     top = logits.max(-1, keepdims=True)
-    whole = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-    return np.take_along_axis(whole[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    merged_params = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    return np.take_along_axis(merged_params[:, :-1], tokens[:, 1:, None], -1)[..., 0]
 
 
-def check_log_probs(hugging, setting, adapters, scales, peft_model, mine=None) -> None:
+def check_log_probs(hugging, setting, adapters, scales, peft_model, replaced_adapters=None) -> None:
     """Ours with merged weights, theirs through PEFT, and float64; `mine` is a mistake in ours."""
     model, cfg, params, tokens = setting
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
@@ -150,7 +150,7 @@ def check_log_probs(hugging, setting, adapters, scales, peft_model, mine=None) -
                 getattr(module, parameter).add_(hugging.torch.tensor(add))
     oracle = log_probs(hugging.run(hugging.oracle(wide), tokens, positions)[0], tokens)
     base = log_probs(hugging.run(hugging.oracle(model), tokens, positions)[0], tokens)
-    theirs = log_probs(hugging.run(peft_model, tokens, positions)[0], tokens)
+    expected = log_probs(hugging.run(peft_model, tokens, positions)[0], tokens)
     tokens_BT = jnp.asarray(tokens, jnp.int32)
 
     @jax.jit
@@ -158,20 +158,23 @@ def check_log_probs(hugging, setting, adapters, scales, peft_model, mine=None) -
         hidden_BTD = forward(params, tokens_BT, cfg, OPS)[0]
         return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, OPS)[0]
 
-    whole = jax.tree.map(jnp.asarray, merged(params, mine or adapters, scales))
-    ours = np.asarray(ours_of(whole), np.float64)[:, 1:]
-    allowed = 2 * np.abs(theirs - oracle).max() + 2 * EPS * np.abs(oracle).max()
-    error, moved = np.abs(ours - oracle).max(), np.abs(oracle - base).max()
+    merged_params = jax.tree.map(jnp.asarray, merged(params, replaced_adapters or adapters, scales))
+    actual = np.asarray(ours_of(merged_params), np.float64)[:, 1:]
+    allowed = 2 * np.abs(expected - oracle).max() + 2 * EPS * np.abs(oracle).max()
+    error, moved = np.abs(actual - oracle).max(), np.abs(oracle - base).max()
     print(f"|dlogp| {error:.1e}, allowed {allowed:.1e}; the adapter moves them by {moved:.2g}")
     assert moved > 1000 * allowed, "the adapter must matter"
     assert error <= allowed, "ours are off"
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_peft_reads_our_adapter_as_we_mean_it(hugging, peft, setting, tmp_path, way):
+@pytest.mark.parametrize("setting_name", SETTINGS.values(), ids=SETTINGS.keys())
+def test_peft_reads_our_adapter_as_we_mean_it(hugging, peft, setting, tmp_path, setting_name):
     model, cfg, _, _ = setting
-    adapters, scales = random_adapters(cfg, way["ranks"], size=0.05), scales_of(**way)
-    save_adapter(adapters, cfg, lora_of(**way), tmp_path / "a")
+    adapters, scales = (
+        random_adapters(cfg, setting_name["ranks"], size=0.05),
+        scales_of(**setting_name),
+    )
+    save_adapter(adapters, cfg, lora_of(**setting_name), tmp_path / "a")
     assert same(read_adapter(tmp_path / "a", cfg).adapters, adapters)
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
     check_deltas(read, adapters, scales)
@@ -187,50 +190,54 @@ def test_peft_trains_on_what_we_trained_whole(hugging, peft, setting, tmp_path):
     adapters = jax.tree.map(lambda x: x + 0.03 * rng.standard_normal(x.shape, np.float32), adapters)
     save_adapter(adapters, cfg, lora, tmp_path / "a")
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
-    whole = {
+    merged_params = {
         name.replace("base_model.model.", "").replace(".modules_to_save.default", ""): x
         for name, x in read.named_parameters() if "modules_to_save" in name
     }  # fmt: skip
-    assert len(whole) == 4 * cfg.n_layers + 3
-    ours = jax.tree.map(jnp.asarray, merged(params, adapters, lora.scales))
-    save_params(ours, cfg, tmp_path / "whole", dtype="float32")
+    assert len(merged_params) == 4 * cfg.n_layers + 3
+    actual = jax.tree.map(jnp.asarray, merged(params, adapters, lora.scales))
+    save_params(actual, cfg, tmp_path / "whole", dtype="float32")
     stored = load_file(tmp_path / "whole" / "model.safetensors")
-    for name, x in whole.items():
+    for name, x in merged_params.items():
         assert (x.detach().numpy() == stored[name]).all(), name
     merged_model = type(model).from_pretrained(tmp_path / "whole", attn_implementation="eager")
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    theirs, alike = (hugging.run(m, tokens, positions)[0] for m in (read, merged_model))
+    expected, merged_output = (hugging.run(m, tokens, positions)[0] for m in (read, merged_model))
     base = hugging.run(model, tokens, positions)[0]
-    assert np.abs(theirs - alike).max() < 1e-3 * np.abs(theirs - base).max()
+    assert np.abs(expected - merged_output).max() < 1e-3 * np.abs(expected - base).max()
 
 
-@pytest.mark.parametrize("way", ["both", "other ranks", "stabilized", "one matrix", "attention"])
-def test_we_read_pefts_adapter_as_it_means_it(hugging, peft, setting, tmp_path, way):
+@pytest.mark.parametrize(
+    "setting_name", ["both", "other ranks", "stabilized", "one matrix", "attention"]
+)
+def test_we_read_pefts_adapter_as_it_means_it(hugging, peft, setting, tmp_path, setting_name):
     model, cfg, _, _ = setting
-    ranks, how = WAYS[way]["ranks"], WAYS[way]
+    ranks, options = SETTINGS[setting_name]["ranks"], SETTINGS[setting_name]
     modules = [TARGETS[n].rpartition(".")[2] for n in ranks if TARGETS[n].startswith("self")]
     parameters = [TARGETS[n] for n in ranks if TARGETS[n].startswith("mlp")]
-    different = {TARGETS[n]: r for n, r in ranks.items() if r == 2 and way == "other ranks"}
+    different = {
+        TARGETS[n]: r for n, r in ranks.items() if r == 2 and setting_name == "other ranks"
+    }
     config = peft.LoraConfig(
-        r=max(ranks.values()), lora_alpha=how.get("attention_alpha", 16.0),
+        r=max(ranks.values()), lora_alpha=options.get("attention_alpha", 16.0),
         target_modules=modules, target_parameters=parameters or None,
-        use_rslora=how.get("rank_stabilized", False), init_lora_weights=False,
+        use_rslora=options.get("rank_stabilized", False), init_lora_weights=False,
         rank_pattern=different, alpha_pattern=dict.fromkeys(different, 9.0),
     )  # fmt: skip
     hugging.torch.manual_seed(0)
-    made = peft.get_peft_model(copy.deepcopy(model), config)
+    peft_model_made = peft.get_peft_model(copy.deepcopy(model), config)
     with hugging.torch.no_grad():  # PEFT's own are small
-        for name, x in made.named_parameters():
+        for name, x in peft_model_made.named_parameters():
             if "lora_" in name:
                 x.copy_(0.05 * hugging.torch.randn_like(x))
-    made.save_pretrained(tmp_path / "a", save_embedding_layers=False)
-    back = read_adapter(tmp_path / "a", cfg)
-    assert set(back.scales) == set(ranks)
-    assert back.over == (None if way == "attention" else over_of(peft))
-    for name, scale in scales_of(**how).items():
-        assert back.scales[name] == pytest.approx(scale, rel=1e-12)
-    check_deltas(made, back.adapters, back.scales)
-    check_log_probs(hugging, setting, back.adapters, back.scales, made)
+    peft_model_made.save_pretrained(tmp_path / "a", save_embedding_layers=False)
+    read_back = read_adapter(tmp_path / "a", cfg)
+    assert set(read_back.scales) == set(ranks)
+    assert read_back.over == (None if setting_name == "attention" else over_of(peft))
+    for name, scale in scales_of(**options).items():
+        assert read_back.scales[name] == pytest.approx(scale, rel=1e-12)
+    check_deltas(peft_model_made, read_back.adapters, read_back.scales)
+    check_log_probs(hugging, setting, read_back.adapters, read_back.scales, peft_model_made)
 
 
 def over_of(peft) -> str:
@@ -238,37 +245,37 @@ def over_of(peft) -> str:
     return "out" if peft.__version__ == "0.19.0" else "in"
 
 
-WRONG = {
+REFUSED = {
     "A and B of another expert": lambda a, b: (a[:, ::-1], b),
     "a rank's B of another": lambda a, b: (a, b[:, :, ::-1]),
     "gate for up": lambda a, b: (a, np.roll(b, b.shape[-1] // 2, axis=-1)),
 }
 
 
-@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED.keys())
 def test_a_mistake_in_the_layout_would_be_seen(hugging, peft, setting, tmp_path, change):
     model, cfg, _, _ = setting
     adapters = random_adapters(cfg, {"w_gate_up": 2}, size=0.05)
     scales = scales_of({"w_gate_up": 2})
     save_adapter(adapters, cfg, lora_of({"w_gate_up": 2}), tmp_path / "a")
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
-    wrong = {"layers": {kind: {"w_gate_up": Pair(*change(*of["w_gate_up"]))}
-                        for kind, of in adapters["layers"].items()}}  # fmt: skip
+    wrong_adapters = {"layers": {kind: {"w_gate_up": Pair(*change(*layer["w_gate_up"]))}
+                        for kind, layer in adapters["layers"].items()}}  # fmt: skip
     with pytest.raises(AssertionError):
-        check_deltas(read, wrong, scales)
+        check_deltas(read, wrong_adapters, scales)
     with pytest.raises(AssertionError, match="ours are off"):
-        check_log_probs(hugging, setting, adapters, scales, read, mine=wrong)
+        check_log_probs(hugging, setting, adapters, scales, read, replaced_adapters=wrong_adapters)
 
 
 def test_every_field_of_pefts_config_is_read_or_harmless_or_must_be_off(peft, tmp_path):
-    """Of this PEFT's: a field that a later one adds is refused as soon as it is set."""
-    said = json.loads(json.dumps(peft.LoraConfig().to_dict()))
+    """Fields of the installed PEFT; a field that a later version adds is refused once it is set."""
+    config_dict = json.loads(json.dumps(peft.LoraConfig().to_dict()))
     file = tmp_path / CONFIG
-    file.write_text(json.dumps(said))
-    assert peft_config.read_config(tmp_path) == said
-    known = peft_config._READ | peft_config._ANY_VALUE
-    for name in said.keys() - known:
-        file.write_text(json.dumps(said | {name: {"set": "to something"}}))
+    file.write_text(json.dumps(config_dict))
+    assert peft_config.read_config(tmp_path) == config_dict
+    known_fields = peft_config._READ | peft_config._ANY_VALUE
+    for name in config_dict.keys() - known_fields:
+        file.write_text(json.dumps(config_dict | {name: {"set": "to something"}}))
         with pytest.raises(ConfigError, match=f"{name} must be .* to be read here"):
             peft_config.read_config(tmp_path)
 

@@ -28,25 +28,25 @@ TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def theirs(hugging):
+def hf_frequencies(hugging):
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
     config = hugging.transformers.GptOssConfig(head_dim=RELEASED.head_dim)
     return GptOssRotaryEmbedding(config).inv_freq.numpy()
 
 
-def test_two_of_32_frequencies_differ_from_torchs_by_their_last_bit(theirs):
-    ours, _ = yarn_frequencies(RELEASED)
-    other = ours != theirs
-    assert ours.shape == theirs.shape == (32,) and other.sum() <= 2
-    up, down = (np.nextafter(ours[other], np.float32(x)) for x in (np.inf, 0))
-    assert ((theirs[other] == up) | (theirs[other] == down)).all()
-    turned = np.abs(ours - theirs).max() * LAST
-    print(f"{other.sum()} of 32 differ; {turned:.2g} rad at position {LAST:,}")
+def test_two_of_32_frequencies_differ_from_torchs_by_their_last_bit(hf_frequencies):
+    actual, _ = yarn_frequencies(RELEASED)
+    differs = actual != hf_frequencies
+    assert actual.shape == hf_frequencies.shape == (32,) and differs.sum() <= 2
+    up, down = (np.nextafter(actual[differs], np.float32(x)) for x in (np.inf, 0))
+    assert ((hf_frequencies[differs] == up) | (hf_frequencies[differs] == down)).all()
+    turned = np.abs(actual - hf_frequencies).max() * LAST
+    print(f"{differs.sum()} of 32 differ; {turned:.2g} rad at position {LAST:,}")
     assert turned < 2e-3
 
 
-def logps(params, first, frequencies, monkeypatch):
+def compute_logps(params, first, frequencies, monkeypatch):
     """Log-probs of one row of tokens from position `first` on."""
     if frequencies is not None:
         monkeypatch.setattr(rope, "yarn_frequencies", lambda cfg: (frequencies, FACTOR))
@@ -54,23 +54,23 @@ def logps(params, first, frequencies, monkeypatch):
     positions = first + jnp.arange(TOKENS, dtype=jnp.int32)[None]
     ops = plain_ops()
     hidden, _, _ = forward(params, tokens, HOT, ops, positions_BT=positions)
-    found, _ = sequence_logprobs(params, hidden, tokens, HOT, ops)
+    logps_found, _ = sequence_logprobs(params, hidden, tokens, HOT, ops)
     monkeypatch.undo()
-    return np.asarray(found)[0, :-1].astype(np.float64)
+    return np.asarray(logps_found)[0, :-1].astype(np.float64)
 
 
 _, FACTOR = yarn_frequencies(RELEASED)
 
 
-def test_what_the_last_bits_do_to_log_probs_grows_with_the_position(theirs, monkeypatch):
+def test_what_the_last_bits_do_to_log_probs_grows_with_the_position(hf_frequencies, monkeypatch):
     params = jax.tree.map(
         lambda x: 6.0 * x if x.ndim > 2 else x, init_params(jax.random.key(2), HOT)
     )
-    found = {}
+    logps_found = {}
     for first in (0, 6100, 100_000):
-        ours, same = (logps(params, first, None, monkeypatch) for _ in range(2))
-        np.testing.assert_array_equal(ours, same)
-        gap = np.abs(ours - logps(params, first, theirs, monkeypatch))
-        found[first] = gap.mean()
+        actual, repeated = (compute_logps(params, first, None, monkeypatch) for _ in range(2))
+        np.testing.assert_array_equal(actual, repeated)
+        gap = np.abs(actual - compute_logps(params, first, hf_frequencies, monkeypatch))
+        logps_found[first] = gap.mean()
         print(f"position {first:,}: mean |Δlogp| {gap.mean():.2g}, largest {gap.max():.2g}")
-    assert found[0] <= found[6100] < found[100_000] < 0.5
+    assert logps_found[0] <= logps_found[6100] < logps_found[100_000] < 0.5

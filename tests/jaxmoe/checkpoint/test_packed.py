@@ -24,8 +24,8 @@ from jaxmoe.checkpoint.hf import check_params, iter_hf, load_params, save_params
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.config import ConfigError
-from jaxmoe.model.params import abstract_params, as_read
-from jaxmoe.model.params import check_params as check_model_params
+from jaxmoe.model.params import abstract_params, cast_for_forward
+from jaxmoe.model.params import check_param_shapes as check_model_params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 from pallas_kernels.grouped_matmul.mxfp4 import decode as decode_in_jax
 from tests.jaxmoe.checkpoint.packed_files import CFG, EXPERTS, LARGE, finite, random_tensors, write
@@ -131,7 +131,7 @@ def test_a_dense_export_of_packed_leaves_is_that_of_their_values(loaded, dense, 
 def test_a_load_as_read_is_what_the_forward_reads_of_float32(released, loaded):
     ours = load_params(released, CFG, "as_read", experts="packed")
     wide = load_params(released, CFG, "float32", experts="packed")
-    assert bits(ours) == bits(as_read(jax.tree.map(jnp.asarray, wide), CFG))
+    assert bits(ours) == bits(cast_for_forward(jax.tree.map(jnp.asarray, wide), CFG))
     assert ours["final_norm"].dtype == np.float32 and ours["head"].dtype == jnp.bfloat16
     if jax.devices()[0].platform == "cpu":  # and jax takes it as it lies
         for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.device_put(ours)), strict=True):
@@ -250,7 +250,7 @@ def test_checks_know_packed_leaves_and_name_broken_ones(loaded):
 
 def test_a_copy_as_read_keeps_the_bytes(loaded):
     params = jax.tree.map(jnp.asarray, loaded)
-    copy = as_read(params, CFG)
+    copy = cast_for_forward(params, CFG)
     assert bits(copy["layers"]) == bits(params["layers"])
     ours, theirs = (tree["layers"]["full"]["w_down"].nibbles_EDF for tree in (copy, params))
     assert ours.unsafe_buffer_pointer() != theirs.unsafe_buffer_pointer()

@@ -39,16 +39,18 @@ def test_an_empty_cache_may_be_donated():
 @pytest.mark.parametrize("prefill", [3, 24])
 def test_after_every_token_the_sliding_slots_hold_the_last_window(prefill):
     params = init_params(jax.random.key(0), CFG)
-    run = jax.jit(lambda p, t, at, c: forward(p, t, CFG, OPS, positions_BT=at, cache=c)[1])
-    at = jnp.broadcast_to(jnp.arange(prefill), (B, prefill))
-    cache = run(params, jnp.zeros((B, prefill), jnp.int32), at, init_cache(CFG, B, 40))
+    run = jax.jit(
+        lambda p, t, positions, c: forward(p, t, CFG, OPS, positions_BT=positions, cache=c)[1]
+    )
+    positions = jnp.broadcast_to(jnp.arange(prefill), (B, prefill))
+    cache = run(params, jnp.zeros((B, prefill), jnp.int32), positions, init_cache(CFG, B, 40))
     for position in range(prefill, prefill + 12):
-        now = jnp.full((B, 1), position)
-        cache = run(params, jnp.zeros((B, 1), jnp.int32), now, cache)
-        held = np.asarray(cache.sliding.positions_BC)[np.asarray(cache.sliding.segments_BC) > 0]
+        positions = jnp.full((B, 1), position)
+        cache = run(params, jnp.zeros((B, 1), jnp.int32), positions, cache)
+        cached = np.asarray(cache.sliding.positions_BC)[np.asarray(cache.sliding.segments_BC) > 0]
         first = max(0, position - 8)
         want = np.arange(first, position + 1)
-        np.testing.assert_array_equal(np.sort(held.reshape(B, -1), axis=1), [want] * B)
+        np.testing.assert_array_equal(np.sort(cached.reshape(B, -1), axis=1), [want] * B)
         full = np.asarray(cache.full.segments_BC)
         np.testing.assert_array_equal(full.sum(axis=1), [position + 1] * B)
 

@@ -13,7 +13,7 @@ from bigram import CFG, MODEL, OPS, SGD, make_batch, start
 from jaxmoe.config import ConfigError, MeshConfig
 from jaxmoe.model import forward, init_params, sequence_logprobs
 from jaxmoe.model.check_ops import check_router
-from jaxmoe.model.router import replay, route
+from jaxmoe.model.router import replay_routing, route_top_k
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.algorithm import Algorithm
@@ -24,26 +24,26 @@ from pallas_kernels import sink_attention, token_logprobs
 TOKENS = jnp.asarray(make_batch().tokens_BT)
 
 
-def swapped(h_BTD, layer, *, active, **_):
-    return route(h_BTD, layer, active=active)[::-1]
+def swap_experts(h_BTD, layer, *, active, **_):
+    return route_top_k(h_BTD, layer, active=active)[::-1]
 
 
 def one_expert_less(h_BTD, layer, *, active, **_):
-    return route(h_BTD, layer, active=active - 1)
+    return route_top_k(h_BTD, layer, active=active - 1)
 
 
-def shifted(h_BTD, layer, *, active, **_):
-    indices, weights = route(h_BTD, layer, active=active)
+def shift_experts(h_BTD, layer, *, active, **_):
+    indices, weights = route_top_k(h_BTD, layer, active=active)
     return indices + 1, weights
 
 
 def twice_the_same(h_BTD, layer, *, active, **_):
-    indices, weights = route(h_BTD, layer, active=active)
+    indices, weights = route_top_k(h_BTD, layer, active=active)
     return jnp.broadcast_to(indices[..., :1], indices.shape), weights
 
 
 def not_finite(h_BTD, layer, *, active, **_):
-    indices, weights = route(h_BTD, layer, active=active)
+    indices, weights = route_top_k(h_BTD, layer, active=active)
     return indices, weights / 0.0
 
 
@@ -52,25 +52,25 @@ def heads_first(q, k, v, sink, **options):
     return jnp.swapaxes(o_BTNH, 1, 2), lse
 
 
-def traced(ops):
+def trace_forward(ops):
     return jax.eval_shape(lambda params: forward(params, TOKENS, CFG, ops)[0], MODEL)
 
 
-@pytest.mark.parametrize("router", [swapped, one_expert_less])
+@pytest.mark.parametrize("router", [swap_experts, one_expert_less])
 def test_a_router_whose_arrays_do_not_fit_is_named_when_traced(router):
     with pytest.raises(
         ConfigError, match=rf"ops.router: {router.__name__} must return .indices, w"
     ):
-        traced(replace(OPS, router=router))
+        trace_forward(replace(OPS, router=router))
 
 
-@pytest.mark.parametrize("router, said", [
-    (shifted, "experts from 0 to 4 .* got 1 to 5"),
+@pytest.mark.parametrize("router, message", [
+    (shift_experts, "experts from 0 to 4 .* got 1 to 5"),
     (twice_the_same, "2 different experts"),
     (not_finite, "finite weights"),
 ])  # fmt: skip
-def test_a_router_whose_values_are_no_experts_is_named_before_a_step(router, said):
-    with pytest.raises(ConfigError, match=rf"ops.router: {router.__name__} must return {said}"):
+def test_a_router_whose_values_are_no_experts_is_named_before_a_step(router, message):
+    with pytest.raises(ConfigError, match=rf"ops.router: {router.__name__} must return {message}"):
         check_router(router, CFG)
     a, scorer = Algorithm(), Scorer(CFG, replace(OPS, router=router))
     step = jax.jit(partial(rl_step, tx=SGD, algorithm=a, scorer=scorer))
@@ -79,19 +79,19 @@ def test_a_router_whose_values_are_no_experts_is_named_before_a_step(router, sai
 
 
 def test_routers_that_keep_the_contract_pass():
-    def other(h_BTD, layer, *, active, **_):
-        return route(h_BTD, layer, active=active)
+    def custom_router(h_BTD, layer, *, active, **_):
+        return route_top_k(h_BTD, layer, active=active)
 
-    for router in (route, replay, other, partial(route)):
+    for router in (route_top_k, replay_routing, custom_router, partial(route_top_k)):
         check_router(router, CFG)
 
 
 def test_of_a_router_for_a_mesh_one_devices_piece_is_tried():
     mesh = make_mesh(MeshConfig(fsdp=2))
     check_router(sharded_ops(OPS, mesh, CFG).router, CFG)  # tries one row, which no two share
-    for inner in (partial(shifted), shifted):
+    for inner in (partial(shift_experts), shift_experts):
         ops = sharded_ops(replace(OPS, router=inner), mesh, CFG)
-        with pytest.raises(ConfigError, match="shifted must return experts from 0 to 4"):
+        with pytest.raises(ConfigError, match="shift_experts must return experts from 0 to 4"):
             check_router(ops.router, CFG)
 
 
@@ -99,26 +99,26 @@ def test_of_a_router_for_a_mesh_one_devices_piece_is_tried():
 def test_attention_that_returns_heads_first_is_named(mesh):
     ops = sharded_ops(replace(OPS, attend=heads_first), mesh and make_mesh(mesh), CFG)
     with pytest.raises(ConfigError, match=r"ops.attend: heads_first must return \[B, T, N, H\]"):
-        traced(ops)
+        trace_forward(ops)
 
 
 def test_parameters_of_another_width_are_refused_by_the_forward():
-    other = init_params(jax.random.key(0), replace(CFG, d_model=32))
-    with pytest.raises(ConfigError, match="they are of another config"):
-        jax.eval_shape(lambda params: forward(params, TOKENS, CFG, OPS)[0], other)
+    params = init_params(jax.random.key(0), replace(CFG, d_model=32))
+    with pytest.raises(ConfigError, match="these params belong to another config"):
+        jax.eval_shape(lambda params: forward(params, TOKENS, CFG, OPS)[0], params)
 
 
 @pytest.mark.parametrize("token", [-1, CFG.vocab_size, 900])
 def test_a_token_outside_the_vocabulary_makes_its_row_nan_and_no_other(token):
     @jax.jit
-    def logps(tokens_BT):
+    def score_tokens(tokens_BT):
         hidden_BTD, _, _ = forward(MODEL, tokens_BT, CFG, OPS)
         return sequence_logprobs(MODEL, hidden_BTD, tokens_BT, CFG, OPS)[0]
 
-    good, bad = logps(TOKENS), logps(TOKENS.at[2, 7].set(token))
+    good, bad = score_tokens(TOKENS), score_tokens(TOKENS.at[2, 7].set(token))
     assert np.isnan(np.asarray(bad[2, 7:])).all()
     np.testing.assert_array_equal(np.delete(bad, 2, 0), np.delete(good, 2, 0))
-    last = logps(TOKENS.at[2, -1].set(token))  # which nothing reads, and is predicted
+    last = score_tokens(TOKENS.at[2, -1].set(token))  # which nothing reads, and is predicted
     assert np.isnan(np.asarray(last[2, -1]))
 
 
@@ -126,14 +126,14 @@ def test_the_derivative_with_respect_to_temperature_is_an_error_and_no_zero():
     hidden, head = jnp.ones((3, 8)), jnp.eye(8, 11)
     targets = jnp.arange(3)
 
-    def total(hidden, temperature):
+    def sum_logits(hidden, temperature):
         return token_logprobs(hidden, head, targets, temperature=temperature)[0].sum()
 
     with pytest.raises(NotImplementedError, match="no derivative with respect to temperature"):
-        jax.grad(total, argnums=1)(hidden, 0.7)
+        jax.grad(sum_logits, argnums=1)(hidden, 0.7)
     with pytest.raises(NotImplementedError, match="no derivative with respect to temperature"):
-        jax.jit(jax.grad(total, argnums=(0, 1)))(hidden, 0.7)
-    grad = jax.jit(jax.grad(total))(hidden, 0.7)  # traced, and not differentiated
+        jax.jit(jax.grad(sum_logits, argnums=(0, 1)))(hidden, 0.7)
+    grad = jax.jit(jax.grad(sum_logits))(hidden, 0.7)  # traced, and not differentiated
     assert np.isfinite(np.asarray(grad)).all()
-    stopped = jax.grad(lambda t: total(hidden, jax.lax.stop_gradient(t)))(0.7)
+    stopped = jax.grad(lambda t: sum_logits(hidden, jax.lax.stop_gradient(t)))(0.7)
     assert float(stopped) == 0.0

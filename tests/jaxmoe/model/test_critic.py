@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model import forward, init_params, new_critic, plain_ops, sequence_values
+from jaxmoe.model import forward, init_critic, init_params, plain_ops, sequence_values
 
 OPS = plain_ops()
 CFG = ModelConfig(
@@ -25,40 +25,40 @@ def values_of(critic, tokens):
     return sequence_values(critic, hidden)
 
 
-def speaking(critic):
+def randomize_critic(critic):
     """The same critic with a head that is not zero."""
     head = {"w_value": jnp.sin(jnp.arange(24.0)), "b_value": jnp.float32(0.5)}
     return critic | {"value_head": head}
 
 
 def test_a_new_critic_says_zero_everywhere():
-    critic = new_critic(POLICY, CFG, "float32", own_backbone=True)
+    critic = init_critic(POLICY, CFG, "float32", own_backbone=True)
     values = values_of(critic, TOKENS)
     assert values.shape == (B, T) and values.dtype == jnp.float32
     assert not np.asarray(values).any()
-    assert np.asarray(values_of(speaking(critic), TOKENS))[:, 1:].all()  # it could say more
+    assert np.asarray(values_of(randomize_critic(critic), TOKENS))[:, 1:].all()  # it could say more
 
 
 def test_a_value_is_the_head_of_the_token_before():
     hidden = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, 24)), jnp.float32)
-    critic = speaking({})
+    critic = randomize_critic({})
     want = np.float64(hidden) @ np.sin(np.arange(24.0)) + 0.5
-    got = np.asarray(sequence_values(critic, hidden))
-    np.testing.assert_allclose(got[:, 1:], want[:, :-1], atol=24 * 4 * np.finfo(np.float32).eps)
-    assert not got[:, 0].any()  # nothing comes before the first token
+    actual = np.asarray(sequence_values(critic, hidden))
+    np.testing.assert_allclose(actual[:, 1:], want[:, :-1], atol=24 * 4 * np.finfo(np.float32).eps)
+    assert not actual[:, 0].any()  # nothing comes before the first token
 
 
 @pytest.mark.parametrize("column", [0, 4, T - 1])
 def test_a_token_changes_the_values_after_it_and_no_other(column):
-    critic = speaking(new_critic(POLICY, CFG, "float32", own_backbone=True))
-    other = TOKENS.at[:, column].set((TOKENS[:, column] + 1) % 29)
-    before, after = (np.asarray(values_of(critic, x)) for x in (TOKENS, other))
+    critic = randomize_critic(init_critic(POLICY, CFG, "float32", own_backbone=True))
+    changed = TOKENS.at[:, column].set((TOKENS[:, column] + 1) % 29)
+    before, after = (np.asarray(values_of(critic, x)) for x in (TOKENS, changed))
     np.testing.assert_array_equal(before[:, : column + 1], after[:, : column + 1])
     assert (before[:, column + 1 :] != after[:, column + 1 :]).all()
 
 
 def test_an_own_backbone_is_the_policys_without_its_head():
-    critic = new_critic(POLICY, CFG, "float32", own_backbone=True)
+    critic = init_critic(POLICY, CFG, "float32", own_backbone=True)
     assert critic["backbone"].keys() == POLICY.keys() - {"head"}
     jax.tree.map(
         np.testing.assert_array_equal, critic["backbone"],
@@ -68,7 +68,7 @@ def test_an_own_backbone_is_the_policys_without_its_head():
 
 def test_an_own_backbone_outlives_the_policy_it_was_copied_from():
     policy = init_params(jax.random.key(1), CFG)
-    critic = speaking(new_critic(policy, CFG, "float32", own_backbone=True))
+    critic = randomize_critic(init_critic(policy, CFG, "float32", own_backbone=True))
     before = np.asarray(values_of(critic, TOKENS))
     for leaf in jax.tree.leaves(policy):
         leaf.delete()  # as donating the state does
@@ -77,7 +77,7 @@ def test_an_own_backbone_outlives_the_policy_it_was_copied_from():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_shared_critic_is_a_head_alone_and_answers_in_float32(dtype):
-    critic = new_critic(POLICY, CFG, dtype, own_backbone=False)
+    critic = init_critic(POLICY, CFG, dtype, own_backbone=False)
     assert critic.keys() == {"value_head"}
     shapes = {name: (x.shape, str(x.dtype)) for name, x in critic["value_head"].items()}
     assert shapes == {"w_value": ((24,), dtype), "b_value": ((), dtype)}

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, init_cache, init_params, plain_ops
-from jaxmoe.model.ops import inputs_on_host, keeping_attention
+from jaxmoe.model.ops import checkpoint_inputs_on_host, checkpoint_keeping_attention
 from jaxmoe.model.params import abstract_params
 from pallas_kernels import sink_attention
 from pallas_kernels.masks import Layout
@@ -45,24 +45,24 @@ def tokens_of(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).integers(0, 97, shape), jnp.int32)
 
 
-def close(ours, want):
+def assert_close(actual, want):
     """float32 summed in another order, through 4 layers: a few hundred roundings."""
     scale = float(np.abs(want).max())
-    np.testing.assert_allclose(ours, want, rtol=0, atol=256 * 2.0**-24 * scale)
+    np.testing.assert_allclose(actual, want, rtol=0, atol=256 * 2.0**-24 * scale)
 
 
 def test_padding_on_either_side_changes_nothing(params):
     row = tokens_of(2, 1, 17)
-    alone, _, _ = RUN(params, row, CFG, OPS)
-    left = jnp.concatenate([tokens_of(3, 1, 7), row], axis=1)
-    right = jnp.concatenate([row, tokens_of(4, 1, 7)], axis=1)
-    tokens = jnp.concatenate([left, right])
+    single, _, _ = RUN(params, row, CFG, OPS)
+    padded_left = jnp.concatenate([tokens_of(3, 1, 7), row], axis=1)
+    padded_right = jnp.concatenate([row, tokens_of(4, 1, 7)], axis=1)
+    tokens = jnp.concatenate([padded_left, padded_right])
     real = jnp.arange(T)
     segments = jnp.stack([real >= 7, real < 17]).astype(jnp.int32)
     positions = jnp.stack([jnp.maximum(real - 7, 0), real]).astype(jnp.int32)
-    both, _, _ = RUN(params, tokens, CFG, OPS, positions_BT=positions, segment_ids_BT=segments)
-    close(both[0, 7:], alone[0])
-    close(both[1, :17], alone[0])
+    packed, _, _ = RUN(params, tokens, CFG, OPS, positions_BT=positions, segment_ids_BT=segments)
+    assert_close(packed[0, 7:], single[0])
+    assert_close(packed[1, :17], single[0])
 
 
 def test_packed_sequences_do_not_see_each_other(params):
@@ -71,14 +71,14 @@ def test_packed_sequences_do_not_see_each_other(params):
     positions = jnp.asarray([[*range(13), *range(8), 0, 0, 0]], jnp.int32)
     segments = jnp.asarray([[1] * 13 + [2] * 8 + [0] * 3], jnp.int32)
     hidden, _, _ = RUN(params, packed, CFG, OPS, positions_BT=positions, segment_ids_BT=segments)
-    close(hidden[0, :13], RUN(params, rows[0], CFG, OPS)[0][0])
-    close(hidden[0, 13:21], RUN(params, rows[1], CFG, OPS)[0][0])
+    assert_close(hidden[0, :13], RUN(params, rows[0], CFG, OPS)[0][0])
+    assert_close(hidden[0, 13:21], RUN(params, rows[1], CFG, OPS)[0][0])
 
 
 def test_a_later_token_changes_nothing_before_it(params):
     tokens = tokens_of(8, B, T)
-    other = tokens.at[:, 15].set((tokens[:, 15] + 1) % 97)
-    a, b = RUN(params, tokens, CFG, OPS)[0], RUN(params, other, CFG, OPS)[0]
+    changed = tokens.at[:, 15].set((tokens[:, 15] + 1) % 97)
+    a, b = RUN(params, tokens, CFG, OPS)[0], RUN(params, changed, CFG, OPS)[0]
     np.testing.assert_array_equal(a[:, :15], b[:, :15])
     assert float(jnp.abs(a[:, 15:] - b[:, 15:]).min(axis=(0, 2)).max()) > 0
 
@@ -96,7 +96,7 @@ def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
         )
         parts.append(hidden)
         experts.append(picked)
-    close(jnp.concatenate(parts, axis=1), want)
+    assert_close(jnp.concatenate(parts, axis=1), want)
     np.testing.assert_array_equal(jnp.concatenate(experts, axis=2), chosen)
     assert cache is not None and int(cache.used) == T
 
@@ -107,44 +107,44 @@ def test_prefill_in_chunks_and_decode_equal_one_forward(params, cuts):
 def test_a_few_tokens_and_a_cache_are_for_decoding_kernels_all_else_has_a_gradient(
     params, time, cached, used
 ):
-    asked = []
+    calls = []
 
-    def noted(name):
+    def note_calls(name):
         def call(*args, **options):
-            asked.append(name)
+            calls.append(name)
             return getattr(OPS, name)(*args, **options)
 
         return call
 
-    ops = replace(OPS, attend=noted("attend"), decode=noted("decode"))
+    ops = replace(OPS, attend=note_calls("attend"), decode=note_calls("decode"))
     cache = init_cache(CFG, B, 29) if cached else None
     jax.eval_shape(
         lambda p, t: forward(p, t, CFG, ops, cache=cache)[0], params, tokens_of(9, B, time)
     )
-    assert set(asked) == {used} and len(asked) == 2
+    assert set(calls) == {used} and len(calls) == 2
 
 
 def test_right_padded_rows_of_different_lengths_decode_on_as_if_alone(params):
     lengths, tokens = np.array([6, 14]), tokens_of(10, B, 14)
-    more = tokens_of(11, B, 10)
+    answers = tokens_of(11, B, 10)
     segments = (jnp.arange(14)[None] < lengths[:, None]).astype(jnp.int32)
     cache = init_cache(CFG, B, 29)
     _, cache, _ = RUN(params, tokens, CFG, OPS, segment_ids_BT=segments, cache=cache)
     parts = []
     for t in range(10):
         hidden, cache, _ = RUN(
-            params, more[:, t : t + 1], CFG, OPS, cache=cache,
+            params, answers[:, t : t + 1], CFG, OPS, cache=cache,
             positions_BT=jnp.asarray(lengths + t, jnp.int32)[:, None],
         )  # fmt: skip
         parts.append(hidden)
     decoded = jnp.concatenate(parts, axis=1)
     for b, n in enumerate(lengths):
-        whole = jnp.concatenate([tokens[b, :n], more[b]])[None]
-        close(decoded[b], RUN(params, whole, CFG, OPS)[0][0, n:])
+        sequence = jnp.concatenate([tokens[b, :n], answers[b]])[None]
+        assert_close(decoded[b], RUN(params, sequence, CFG, OPS)[0][0, n:])
 
 
-def gradient(params, remat):
-    """Of a sum over the hidden states, with the layers' forwards again as `remat` has it."""
+def compute_gradient(params, remat):
+    """Return the gradient of a sum over hidden states, with layers rematerialized by `remat`."""
     tokens, ops = tokens_of(12, B, T), replace(OPS, remat=remat)
 
     def loss(params):
@@ -154,24 +154,28 @@ def gradient(params, remat):
 
 
 @pytest.fixture(scope="module")
-def recomputed(params):
-    return gradient(params, jax.checkpoint)
+def count_recomputed(params):
+    return compute_gradient(params, jax.checkpoint)
 
 
 @pytest.mark.parametrize(
-    "remat", [OPS.remat, pytest.param(keeping_attention, marks=pytest.mark.slow)]
+    "remat", [OPS.remat, pytest.param(checkpoint_keeping_attention, marks=pytest.mark.slow)]
 )
-def test_recomputing_layers_gives_the_same_gradient(params, recomputed, remat):
-    kept = gradient(params, remat)
-    for a, b in zip(jax.tree.leaves(recomputed), jax.tree.leaves(kept), strict=True):
-        close(a, np.asarray(b))
-    del kept["head"]  # it comes after the forward
-    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(kept))
+def test_recomputing_layers_gives_the_same_gradient(params, count_recomputed, remat):
+    saved = compute_gradient(params, remat)
+    for a, b in zip(jax.tree.leaves(count_recomputed), jax.tree.leaves(saved), strict=True):
+        assert_close(a, np.asarray(b))
+    del saved["head"]  # it comes after the forward
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(saved))
 
 
 @pytest.mark.slow
-def test_where_a_layers_inputs_wait_changes_no_bit(params, recomputed):
-    jax.tree.map(np.testing.assert_array_equal, gradient(params, inputs_on_host), recomputed)
+def test_where_a_layers_inputs_wait_changes_no_bit(params, count_recomputed):
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        compute_gradient(params, checkpoint_inputs_on_host),
+        count_recomputed,
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,13 +190,13 @@ def test_attention_that_is_kept_is_not_run_again(params, monkeypatch, name):
     }[name]  # fmt: skip
     inner = getattr(module, part)
 
-    def counted(*args):
+    def count_calls(*args):
         def attention_forward(out):
             return jax.tree.map(jnp.negative, out)
 
         return jax.jit(attention_forward)(inner(*args))
 
-    monkeypatch.setattr(module, part, counted)
+    monkeypatch.setattr(module, part, count_calls)
 
     def attend(q, k, v, sink, *, window, **places):
         if name == "xla":
@@ -204,24 +208,28 @@ def test_attention_that_is_kept_is_not_run_again(params, monkeypatch, name):
             )
         return pallas_gpu.sink_attention_mosaic_gpu(q, k, v, sink, layout, window or 0, 0.25)
 
-    def runs(remat):
+    def count_runs(remat):
         ops = replace(OPS, attend=attend, remat=remat)
 
         def loss(params):
             return jnp.sum(jnp.sin(forward(params, tokens_of(12, B, T), cfg, ops)[0]))
 
-        names = [e.params.get("name") for e in _live(jax.make_jaxpr(jax.grad(loss))(shapes).jaxpr)]
+        names = [
+            e.params.get("name") for e in _live_bytes(jax.make_jaxpr(jax.grad(loss))(shapes).jaxpr)
+        ]
         return names.count("attention_forward")
 
     cfg, shapes = CFG, params
     if name == "mosaic_gpu":
         cfg = replace(CFG, dtype="bfloat16", head_dim=64)
         shapes = abstract_params(cfg)
-    plain, kept, recomputed = map(runs, (OPS.remat, keeping_attention, jax.checkpoint))
-    assert plain == kept == recomputed - 2 > 0
+    plain, saved, count_recomputed = map(
+        count_runs, (OPS.remat, checkpoint_keeping_attention, jax.checkpoint)
+    )
+    assert plain == saved == count_recomputed - 2 > 0
 
 
-def _live(jaxpr):
+def _live_bytes(jaxpr):
     """Equations whose results somebody reads; compilers drop the others."""
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
     for eqn in jaxpr.eqns:
@@ -232,10 +240,10 @@ def _live(jaxpr):
             ):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from _live(inner)
+                    yield from _live_bytes(inner)
 
 
-def _equations(jaxpr):
+def _list_equations(jaxpr):
     total = len(jaxpr.eqns)
     for eqn in jaxpr.eqns:
         for value in jax.tree.leaves(
@@ -243,7 +251,7 @@ def _equations(jaxpr):
         ):
             inner = value.jaxpr if hasattr(value, "jaxpr") else value
             if hasattr(inner, "eqns"):
-                total += _equations(inner)
+                total += _list_equations(inner)
     return total
 
 
@@ -253,6 +261,6 @@ def test_the_program_does_not_grow_with_the_layers():
         cfg = ModelConfig(**{**vars(CFG), "n_layers": n_layers})
         shapes = jax.eval_shape(lambda cfg=cfg: init_params(jax.random.key(0), cfg))
         tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
-        made = jax.make_jaxpr(lambda p, t, cfg=cfg: forward(p, t, cfg, OPS)[0])(shapes, tokens)
-        counts.append(_equations(made.jaxpr))
+        jaxpr = jax.make_jaxpr(lambda p, t, cfg=cfg: forward(p, t, cfg, OPS)[0])(shapes, tokens)
+        counts.append(_list_equations(jaxpr.jaxpr))
     assert counts[0] == counts[1] > 50

@@ -16,7 +16,7 @@ CFG = ModelConfig(
 B, T, D, V = 2, 24, 48, 97
 
 
-def setup():
+def setup_head():
     rng = np.random.default_rng(0)
     head = rng.normal(size=(D, CFG.padded_vocab)).astype(np.float32)
     head[:, V:] = 50.0  # padding that would win everything if it took part
@@ -25,60 +25,60 @@ def setup():
     return {"head": jnp.asarray(head)}, jnp.asarray(hidden), jnp.asarray(tokens)
 
 
-def oracle(params, hidden, temperature):
+def oracle_logprobs(params, hidden, temperature):
     logits = np.asarray(hidden, np.float64) @ np.asarray(params["head"], np.float64)[:, :V]
     logits = logits / temperature
     peak = logits.max(-1, keepdims=True)
     return logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
 
 
-def bound(want):
+def error_bound(want):
     return 64 * 2.0**-24 * np.abs(want).max()
 
 
 def test_each_log_prob_is_of_the_token_in_its_own_column_and_column_0_is_zero():
-    params, hidden, tokens = setup()
+    params, hidden, tokens = setup_head()
     logp, entropy = sequence_logprobs(params, hidden, tokens, CFG, OPS, temperature=0.7)
-    want = oracle(params, hidden, 0.7)
+    want = oracle_logprobs(params, hidden, 0.7)
     t = np.asarray(tokens)
     of_token = np.take_along_axis(want[:, :-1], t[:, 1:, None], axis=2)[..., 0]
     np.testing.assert_array_equal(logp[:, 0], 0)
     np.testing.assert_array_equal(entropy[:, 0], 0)
-    np.testing.assert_allclose(logp[:, 1:], of_token, rtol=0, atol=bound(want))
+    np.testing.assert_allclose(logp[:, 1:], of_token, rtol=0, atol=error_bound(want))
     plain = -(np.exp(want) * want).sum(-1)[:, :-1]
-    np.testing.assert_allclose(entropy[:, 1:], plain, rtol=0, atol=bound(want))
+    np.testing.assert_allclose(entropy[:, 1:], plain, rtol=0, atol=error_bound(want))
 
 
 def test_the_first_token_and_the_last_hidden_state_are_not_read():
-    params, hidden, tokens = setup()
+    params, hidden, tokens = setup_head()
     a, _ = sequence_logprobs(params, hidden, tokens, CFG, OPS)
-    other = tokens.at[:, 0].set(3)
-    b, _ = sequence_logprobs(params, hidden.at[:, -1].set(7.0), other, CFG, OPS)
+    changed = tokens.at[:, 0].set(3)
+    b, _ = sequence_logprobs(params, hidden.at[:, -1].set(7.0), changed, CFG, OPS)
     np.testing.assert_array_equal(a, b)
 
 
 def test_padding_of_the_vocabulary_has_no_probability():
-    params, hidden, _ = setup()
+    params, hidden, _ = setup_head()
     assert CFG.padded_vocab == 128
     logits = next_token_logits(params, hidden[:, 0], CFG, OPS, 1.0)
     assert logits.shape == (B, V)
-    everything = jnp.tile(jnp.arange(V, dtype=jnp.int32)[None], (B, 1))
-    same = jnp.tile(hidden[:, :1], (1, V + 1, 1))
-    tokens = jnp.concatenate([everything[:, :1], everything], axis=1)
-    logp, _ = sequence_logprobs(params, same, tokens, CFG, OPS)
+    all_ids = jnp.tile(jnp.arange(V, dtype=jnp.int32)[None], (B, 1))
+    repeated = jnp.tile(hidden[:, :1], (1, V + 1, 1))
+    tokens = jnp.concatenate([all_ids[:, :1], all_ids], axis=1)
+    logp, _ = sequence_logprobs(params, repeated, tokens, CFG, OPS)
     np.testing.assert_allclose(np.exp(np.asarray(logp[:, 1:])).sum(axis=1), 1.0, atol=1e-5)
 
 
 def test_engine_and_trainer_agree_on_a_token():
-    params, hidden, tokens = setup()
+    params, hidden, tokens = setup_head()
     logp, _ = sequence_logprobs(params, hidden, tokens, CFG, OPS, temperature=1.3)
     logits = next_token_logits(params, hidden[:, 4], CFG, OPS, 1.3)
-    theirs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 5:6], axis=1)[:, 0]
-    np.testing.assert_allclose(theirs, logp[:, 5], rtol=0, atol=bound(logits))
+    expected = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 5:6], axis=1)[:, 0]
+    np.testing.assert_allclose(expected, logp[:, 5], rtol=0, atol=error_bound(logits))
 
 
 def test_padding_of_the_vocabulary_gets_no_gradient():
-    params, hidden, tokens = setup()
+    params, hidden, tokens = setup_head()
     grad = jax.grad(lambda p: sequence_logprobs(p, hidden, tokens, CFG, OPS)[0].sum())(params)
     np.testing.assert_array_equal(grad["head"][:, V:], 0)
     assert float(jnp.abs(grad["head"][:, :V]).max()) > 0

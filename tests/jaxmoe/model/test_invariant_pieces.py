@@ -23,43 +23,47 @@ ROWS, FEWER = 301, (1, 3, 33)
 SIDES = {"plain": plain_ops(), "exact": invariant_ops(plain_ops())}
 
 
-def normal(seed, *shape, dtype=jnp.float32):
+def draw_normal(seed, *shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def layer(dtype):
+def make_layer(dtype):
     D, E, F = CFG.d_model, CFG.n_experts, CFG.d_expert
     return {
-        "w_router": normal(1, D, E), "b_router": normal(2, E),
-        "w_gate_up": 0.05 * normal(3, E, D, 2 * F, dtype=dtype), "b_gate_up": normal(4, E, 2 * F),
-        "w_down": 0.05 * normal(5, E, F, D, dtype=dtype), "b_down": normal(6, E, D),
+        "w_router": draw_normal(1, D, E), "b_router": draw_normal(2, E),
+        "w_gate_up": 0.05 * draw_normal(3, E, D, 2 * F, dtype=dtype),
+        "b_gate_up": draw_normal(4, E, 2 * F),
+        "w_down": 0.05 * draw_normal(5, E, F, D, dtype=dtype), "b_down": draw_normal(6, E, D),
     }  # fmt: skip
 
 
-def pieces(ops, dtype):
-    """By name, (function of rows that are an array's first axis, the rows)."""
-    x_MD, w_DF = normal(7, ROWS, CFG.d_model, dtype=dtype), normal(8, CFG.d_model, 96, dtype=dtype)
-    w_DV, bias = 0.1 * normal(9, CFG.d_model, CFG.vocab_size, dtype=dtype), normal(10, 96)
+def make_ops_cases(ops, dtype):
+    """Return, by name, a function of rows (on an array's first axis) and the rows."""
+    x_MD, w_DF = (
+        draw_normal(7, ROWS, CFG.d_model, dtype=dtype),
+        draw_normal(8, CFG.d_model, 96, dtype=dtype),
+    )
+    w_DV, bias = 0.1 * draw_normal(9, CFG.d_model, CFG.vocab_size, dtype=dtype), draw_normal(10, 96)
     positions = jnp.arange(ROWS, dtype=jnp.int32) * 997
-    heads = normal(11, ROWS, 6, CFG.head_dim, dtype=dtype)
-    angles = 100 * normal(12, ROWS, CFG.head_dim // 2)
+    heads = draw_normal(11, ROWS, 6, CFG.head_dim, dtype=dtype)
+    angles = 100 * draw_normal(12, ROWS, CFG.head_dim // 2)
     tokens = jax.random.randint(jax.random.key(13), (ROWS,), 0, CFG.vocab_size)
-    weights = layer(dtype)
+    weights = make_layer(dtype)
     chosen, share = plain_ops().router(x_MD[None], weights, active=4)
 
     def one_row(fn):
         """The rows as tokens of one sequence."""
         return lambda rows: jax.tree.map(lambda y: y[0], fn(*(x[None] for x in rows)))
 
-    def logprobs(x, targets):
+    def score_rows(x, targets):
         """The last column has no target."""
         hidden, targets = (
             jnp.pad(y, ((0, 0), (0, 1), *z)) for y, z in ((x, ((0, 0),)), (targets, ()))
         )
-        found = ops.logprobs(
+        counts = ops.logprobs(
             hidden, w_DV, targets, temperature=jnp.float32(0.7), vocab_size=CFG.vocab_size
         )
-        return tuple(y[:, :-1] for y in found)
+        return tuple(y[:, :-1] for y in counts)
 
     rotary = lambda t: tuple(y[:, :, 0] for y in ops.rotary(t, CFG))  # noqa: E731
     return {
@@ -77,26 +81,26 @@ def pieces(ops, dtype):
             (x_MD, chosen[0], share[0]),
         ),
         "logits": (lambda rows: ops.logits(rows[0], w_DV), (x_MD,)),
-        "logprobs": (one_row(logprobs), (x_MD, tokens)),
+        "logprobs": (one_row(score_rows), (x_MD, tokens)),
     }
 
 
-NAMES = tuple(pieces(SIDES["plain"], jnp.float32))
-SEEN = "norm", "linear", "output", "router", "experts", "logits", "logprobs"
+NAMES = tuple(make_ops_cases(SIDES["plain"], jnp.float32))
+BATCH_DEPENDENT = "norm", "linear", "output", "router", "experts", "logits", "logprobs"
 
 
-def changed(ops, dtype, name):
-    """By number of rows, how many of their numbers are not those among all rows."""
-    fn, rows = pieces(ops, dtype)[name]
+def count_changed(ops, dtype, name):
+    """Return, by number of rows, how many values differ from those among all rows."""
+    fn, rows = make_ops_cases(ops, dtype)[name]
     fn = jax.jit(fn)
-    whole, found = fn(rows), {}
+    all_rows, counts = fn(rows), {}
     for few in FEWER:
-        alone = fn(jax.tree.map(lambda x, few=few: x[:few], rows))
-        found[few] = sum(
+        few_rows = fn(jax.tree.map(lambda x, few=few: x[:few], rows))
+        counts[few] = sum(
             int(np.sum(np.asarray(a) != np.asarray(b)[:few]))
-            for a, b in zip(*map(jax.tree.leaves, (alone, whole)), strict=True)
+            for a, b in zip(*map(jax.tree.leaves, (few_rows, all_rows)), strict=True)
         )
-    return found
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -104,11 +108,11 @@ def changed(ops, dtype, name):
     [(n, d) for n in NAMES for d in ("float32", "bfloat16") if (n, d) != ("experts", "bfloat16")],
 )  # which takes minutes
 def test_rows_alone_have_the_bits_they_have_among_others(name, dtype):
-    assert set(changed(SIDES["exact"], jnp.dtype(dtype), name).values()) == {0}
+    assert set(count_changed(SIDES["exact"], jnp.dtype(dtype), name).values()) == {0}
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", BATCH_DEPENDENT)
 def test_of_a_plain_piece_they_do_not(name):
-    found = changed(SIDES["plain"], jnp.float32, name)
-    print(f"{name}: numbers that changed, by rows alone: {found}")
-    assert sum(found.values()) > 0
+    counts = count_changed(SIDES["plain"], jnp.float32, name)
+    print(f"{name}: numbers that changed, by rows alone: {counts}")
+    assert sum(counts.values()) > 0

@@ -13,64 +13,70 @@ B, T, D, F = 2, 24, 48, 40
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-def draw(seed, *shape, scale=1.0, dtype="float32"):
+def draw_array(seed, *shape, scale=1.0, dtype="float32"):
     return jnp.asarray(np.random.default_rng(seed).normal(scale=scale, size=shape), dtype)
 
 
-def wide(x):
+def to_float64(x):
     return np.asarray(x, np.float64)
 
 
-def near(ours, want, size, terms):
+def assert_near(actual, want, size, terms):
     """One rounding to the output's dtype, and `terms` float32 roundings of numbers of `size`."""
-    bound = float(jnp.finfo(ours.dtype).eps) * np.abs(want) + terms * EPS * size
-    worst = np.max(np.abs(wide(ours) - want) - bound)
+    bound = float(jnp.finfo(actual.dtype).eps) * np.abs(want) + terms * EPS * size
+    worst = np.max(np.abs(to_float64(actual) - want) - bound)
     assert worst <= 0, worst
 
 
 @DTYPES
 def test_rms_norm_is_its_formula(dtype):
-    x, scale = draw(0, B, T, D, scale=3, dtype=dtype), draw(1, D)
-    ours = rms_norm(x, scale, 1e-5)
-    v = wide(x)
-    want = v / np.sqrt(np.mean(v**2, -1, keepdims=True) + 1e-5) * wide(scale)
-    assert ours.dtype == x.dtype
-    near(ours, want, np.abs(want), D)
+    x, scale = draw_array(0, B, T, D, scale=3, dtype=dtype), draw_array(1, D)
+    actual = rms_norm(x, scale, 1e-5)
+    v = to_float64(x)
+    want = v / np.sqrt(np.mean(v**2, -1, keepdims=True) + 1e-5) * to_float64(scale)
+    assert actual.dtype == x.dtype
+    assert_near(actual, want, np.abs(want), D)
 
 
 def test_rms_norm_scales_before_it_rounds():
     # 1 + 2^-8 is not a bfloat16; 1.5 times it, rounded once, is not 1.5
     x = jnp.asarray([[1 + 2.0**-7, 1.0]], jnp.bfloat16)
     scale = jnp.asarray([1.5, 1.5], jnp.float32)
-    v = wide(x)
+    v = to_float64(x)
     normed = v / np.sqrt(np.mean(v**2) + 1e-5)
-    once = jnp.asarray(normed * 1.5, jnp.bfloat16)
+    expected = jnp.asarray(normed * 1.5, jnp.bfloat16)
     twice = jnp.asarray(normed, jnp.bfloat16) * jnp.bfloat16(1.5)
-    assert wide(once).tolist() != wide(twice).tolist()  # the example tells them apart
-    assert wide(rms_norm(x, scale, 1e-5)).tolist() == wide(once).tolist()
+    assert (
+        to_float64(expected).tolist() != to_float64(twice).tolist()
+    )  # the example tells them apart
+    assert to_float64(rms_norm(x, scale, 1e-5)).tolist() == to_float64(expected).tolist()
 
 
 def test_a_row_of_zeros_stays_zero():
-    assert not np.any(wide(rms_norm(jnp.zeros((1, D)), jnp.ones(D), 1e-5)))
+    assert not np.any(to_float64(rms_norm(jnp.zeros((1, D)), jnp.ones(D), 1e-5)))
 
 
 @DTYPES
 def test_linear_adds_its_bias_before_it_rounds(dtype):
-    x, w, b = draw(0, B, T, D, dtype=dtype), draw(1, D, F), draw(2, F)
-    ours = linear(x, w, b)
-    w_used = wide(w.astype(x.dtype))
-    want = wide(x) @ w_used + wide(b)
-    assert ours.dtype == x.dtype
-    near(ours, want, np.abs(wide(x)) @ np.abs(w_used) + np.abs(wide(b)), D + 1)
+    x, w, b = draw_array(0, B, T, D, dtype=dtype), draw_array(1, D, F), draw_array(2, F)
+    actual = linear(x, w, b)
+    w_used = to_float64(w.astype(x.dtype))
+    want = to_float64(x) @ w_used + to_float64(b)
+    assert actual.dtype == x.dtype
+    assert_near(actual, want, np.abs(to_float64(x)) @ np.abs(w_used) + np.abs(to_float64(b)), D + 1)
 
 
 @DTYPES
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e4])
 def test_rms_norm_has_its_gradient_at_every_size(dtype, size):
     """dx = r·(dy·s) − x·r³·Σ(dy·s·x)/D, r = 1/√(mean(x²) + ε)."""
-    x, scale, dy = draw(0, T, D, scale=size, dtype=dtype), draw(1, D), draw(2, T, D, dtype=dtype)
-    (ours,) = jax.vjp(lambda x: rms_norm(x, scale, 1e-5), x)[1](dy)
-    v, g = wide(x), wide(dy) * wide(scale)
+    x, scale, dy = (
+        draw_array(0, T, D, scale=size, dtype=dtype),
+        draw_array(1, D),
+        draw_array(2, T, D, dtype=dtype),
+    )
+    (actual,) = jax.vjp(lambda x: rms_norm(x, scale, 1e-5), x)[1](dy)
+    v, g = to_float64(x), to_float64(dy) * to_float64(scale)
     r = 1 / np.sqrt(np.mean(v**2, -1, keepdims=True) + 1e-5)
     terms = r * np.abs(g) + np.abs(v) * r**3 * np.mean(np.abs(g * v), -1, keepdims=True)
-    near(ours, r * g - v * r**3 * np.mean(g * v, -1, keepdims=True), terms, D)
+    assert_near(actual, r * g - v * r**3 * np.mean(g * v, -1, keepdims=True), terms, D)

@@ -15,7 +15,7 @@ from jaxmoe.config import ConfigError, LoraConfig
 from jaxmoe.config.lora import MODULES_TO_SAVE
 from jaxmoe.model import forward, sequence_logprobs
 from jaxmoe.model.lora import Pair, adapter_shapes, init_adapters, lora_specs, with_adapters
-from jaxmoe.model.router import replay
+from jaxmoe.model.router import replay_routing
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
 from tests.pallas_kernels.three_way import three_way
 
@@ -23,22 +23,22 @@ TOKENS = jax.random.randint(jax.random.key(1), (3, 40), 0, CFG.vocab_size)
 
 
 @partial(jax.jit, static_argnames="cfg")
-def logp(params, cfg=CFG):
+def compute_logp(params, cfg=CFG):
     hidden, _, routed = forward(params, TOKENS, cfg, OPS)
     return sequence_logprobs(params, hidden, TOKENS, cfg, OPS)[0][:, 1:], routed
 
 
-def whole(base, adapters, lora=LORA):
+def merge_all(base, adapters, lora=LORA):
     return jax.tree.map(jnp.asarray, merged(base, adapters, lora.scales, dtype="float32"))
 
 
 def test_before_training_they_change_no_bit():
     base = base_of()
     fresh = with_adapters(base, init_adapters(jax.random.key(2), CFG, LORA), LORA.scales)
-    plain = logp(dense(base))
-    for ours, theirs in zip(logp(fresh), plain, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    moved = logp(with_adapters(base, adapters_of(), LORA.scales))[0]
+    plain = compute_logp(dense(base))
+    for actual, expected in zip(compute_logp(fresh), plain, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    moved = compute_logp(with_adapters(base, adapters_of(), LORA.scales))[0]
     assert float(jnp.abs(moved - plain[0]).max()) > 0.5
 
 
@@ -58,65 +58,68 @@ def test_a_begins_at_one_over_the_root_of_the_inputs_whatever_the_rank():
 
 def test_log_probs_are_those_of_the_merged_weights_and_not_of_wrong_ones():
     base, adapters = base_of(), adapters_of()
-    right = logp(whole(base, adapters))[0]
+    expected = compute_logp(merge_all(base, adapters))[0]
 
-    def off(tree, scales=LORA.scales):
-        return float(jnp.abs(logp(with_adapters(base, tree, scales))[0] - right).max())
+    def gap_to_expected(tree, scales=LORA.scales):
+        return float(jnp.abs(compute_logp(with_adapters(base, tree, scales))[0] - expected).max())
 
-    assert off(adapters) < 1e-4
+    assert gap_to_expected(adapters) < 1e-4
 
-    def swapped(layer):  # the halves of B that belong to gate and to up
+    def swap_halves(layer):  # the halves of B that belong to gate and to up
         a, b = layer["w_gate_up"]
         return layer | {"w_gate_up": Pair(a, jnp.concatenate(jnp.split(b, 2, -1)[::-1], -1))}
 
     layers = adapters["layers"]
-    wrong = [
-        {"layers": {kind: swapped(layer) for kind, layer in layers.items()}},
+    wrong_logps = [
+        {"layers": {kind: swap_halves(layer) for kind, layer in layers.items()}},
         {"layers": {"sliding": layers["full"], "full": layers["sliding"]}},
         {"layers": {kind: layer | {"w_q": Pair(layer["w_o"].b[..., :128], layer["w_q"].b)}
                     for kind, layer in layers.items()}},
     ]  # fmt: skip
-    assert min(map(off, wrong)) > 1e-2
-    assert off(adapters, {name: 1.0 for name in LORA.scales}) > 1e-2
+    assert min(map(gap_to_expected, wrong_logps)) > 1e-2
+    assert gap_to_expected(adapters, {name: 1.0 for name in LORA.scales}) > 1e-2
 
 
 @pytest.mark.parametrize(
     "dtype", ["float32", pytest.param("bfloat16", marks=(pytest.mark.slow, pytest.mark.extended))]
 )
 def test_gradients_are_those_of_the_merged_weights(dtype):
-    """In bfloat16 another rounding switches experts: there the experts stay those of float32."""
+    """In bfloat16 rounding switches experts; those of float32 are replayed there."""
     base, adapters = base_of(), adapters_of()
     cfg = replace(CFG, dtype=dtype)
-    indices = logp(with_adapters(base, adapters, LORA.scales))[1]
+    indices = compute_logp(with_adapters(base, adapters, LORA.scales))[1]
     routed = jnp.moveaxis(indices, 0, 2)
 
-    def score(read, cfg):
-        def loss(tree):
+    def score_tree(read, cfg):
+        def sum_logp(tree):
             params = read(tree)
             hidden, _, _ = forward(
-                params, TOKENS, cfg, replace(OPS, router=replay), routed_experts_BTLA=routed
+                params, TOKENS, cfg, replace(OPS, router=replay_routing), routed_experts_BTLA=routed
             )
             return jnp.mean(sequence_logprobs(params, hidden, TOKENS, cfg, OPS)[0][:, 1:])
 
-        return jax.jit(jax.grad(loss))(adapters)
+        return jax.jit(jax.grad(sum_logp))(adapters)
 
-    def merge(tree):  # of arrays that are traced
-        def one(w, pair, scale):
+    def merge_tree(tree):  # of arrays that are traced
+        def merge_pair(w, pair, scale):
             w = decode(w) if isinstance(w, Mxfp4) else w
             return w + scale * jnp.einsum("...ri,...ro->...io", *pair, precision="highest")
 
         layers = {
-            kind: layer | {n: one(layer[n], p, LORA.scales[n])
+            kind: layer | {n: merge_pair(layer[n], p, LORA.scales[n])
                            for n, p in tree["layers"][kind].items()}
             for kind, layer in base["layers"].items()
         }  # fmt: skip
         return base | {"layers": layers}
 
-    ours = score(lambda tree: with_adapters(base, tree, LORA.scales), cfg)
-    plain = score(merge, cfg)
-    right = plain if cfg == CFG else score(merge, CFG)
+    actual = score_tree(lambda tree: with_adapters(base, tree, LORA.scales), cfg)
+    plain = score_tree(merge_tree, cfg)
+    expected = plain if cfg == CFG else score_tree(merge_tree, CFG)
     for (path, x), y, z in zip(
-        jax.tree.leaves_with_path(ours), jax.tree.leaves(plain), jax.tree.leaves(right), strict=True
+        jax.tree.leaves_with_path(actual),
+        jax.tree.leaves(plain),
+        jax.tree.leaves(expected),
+        strict=True,
     ):
         assert x.dtype == jnp.float32 and float(jnp.abs(x).max()) > 0
         if dtype == "float32":
@@ -138,29 +141,29 @@ def test_what_is_trained_whole_begins_as_the_base_and_has_its_gradient():
     shared = set(map(id, jax.tree.leaves(base)))
     assert not shared & set(map(id, jax.tree.leaves(adapters)))  # an update donates them
     np.testing.assert_array_equal(
-        logp(with_adapters(base, adapters, lora.scales))[0], logp(base)[0]
+        compute_logp(with_adapters(base, adapters, lora.scales))[0], compute_logp(base)[0]
     )
 
     @partial(jax.jit, static_argnums=1)
-    def gradient(tree, read):
-        def loss(tree):
+    def compute_gradient(tree, read):
+        def sum_logp(tree):
             params = read(tree)
             hidden, _, _ = forward(params, TOKENS, CFG, OPS)
             return jnp.mean(sequence_logprobs(params, hidden, TOKENS, CFG, OPS)[0][:, 1:])
 
-        return jax.grad(loss)(tree)
+        return jax.grad(sum_logp)(tree)
 
-    ours = gradient(adapters, lambda tree: with_adapters(base, tree, lora.scales))
-    plain = gradient(dense(base), lambda whole: whole)
-    for kind, of in ours["layers"].items():
-        for name in of.keys() & names:
-            assert float(jnp.abs(of[name]).max()) > 0 or name == "b_k", name  # no score sees b_k
-            close(of[name], plain["layers"][kind][name])
-    for name in ours.keys() - {"layers"}:
-        close(ours[name], plain[name])
+    actual = compute_gradient(adapters, lambda tree: with_adapters(base, tree, lora.scales))
+    plain = compute_gradient(dense(base), lambda params: params)
+    for kind, layer in actual["layers"].items():
+        for name in layer.keys() & names:
+            assert float(jnp.abs(layer[name]).max()) > 0 or name == "b_k", name  # no score sees b_k
+            assert_close(layer[name], plain["layers"][kind][name])
+    for name in actual.keys() - {"layers"}:
+        assert_close(actual[name], plain[name])
 
 
-def close(x, y):
+def assert_close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * float(jnp.abs(y).max()) + 1e-9)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model import gpt_oss_20b, gpt_oss_120b
-from jaxmoe.model.config import from_hf, read_hf_config, to_hf, unread_fields
+from jaxmoe.model.config import find_unread_fields, from_hf, read_hf_config, to_hf
 
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=6, n_q_heads=15, n_kv_heads=3, head_dim=16, n_experts=7,
@@ -40,7 +40,7 @@ def test_newer_files_keep_theta_among_the_rope_parameters():
         ({"model_type": "llama"}, "model_type must be 'gpt_oss', got 'llama'"),
         (
             {"layer_types": ["full_attention"] * 6},
-            "layer_types must be sliding_attention, full_attention in turn",
+            "layer_types must be sliding_attention and full_attention, alternating",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type must be 'yarn' or 'default'"),
     ],
@@ -62,18 +62,18 @@ def test_a_file_that_is_not_whole_is_named(tmp_path):
     short = {k: v for k, v in json.loads(text).items() if k != "head_dim"}
     twice = text.replace('"head_dim": 16', '"head_dim": 8, "head_dim": 16')
     deep = "[" * 100_000
-    for said, spoilt in (
-        ("whole config.json of GPT-OSS; JSONDecodeError", text[:99]),
-        ("whole config.json of GPT-OSS; ValueError: 'head_dim' is there twice", twice),
-        ("whole config.json of GPT-OSS; ValueError: an object is needed, got list", "[]"),
-        ("whole config.json of GPT-OSS; ValueError: nested deeper than 100 levels", deep),
+    for message, spoilt in (
+        ("complete config.json of GPT-OSS; JSONDecodeError", text[:99]),
+        ("complete config.json of GPT-OSS; ValueError: 'head_dim' is there twice", twice),
+        ("complete config.json of GPT-OSS; ValueError: an object is needed, got list", "[]"),
+        ("complete config.json of GPT-OSS; ValueError: nested deeper than 100 levels", deep),
         (
             "config.json: head_dim must be an integer above 0 and at most 4,096, got none",
             json.dumps(short),
         ),
     ):
         (tmp_path / "config.json").write_text(spoilt)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read_hf_config(tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_the_slope_of_swiglu_goes_out_and_comes_back():
 
 def test_fields_that_are_neither_read_nor_harmless_are_listed():
     config = to_hf(CFG, dtype="float32")
-    assert unread_fields(config | {"my_field": 1, "a": 2}) == ["a", "my_field"]
+    assert find_unread_fields(config | {"my_field": 1, "a": 2}) == ["a", "my_field"]
 
 
 def test_weights_stored_in_float16_are_computed_with_in_bfloat16():

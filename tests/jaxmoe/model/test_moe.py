@@ -12,9 +12,9 @@ import pytest
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.model import make_ops, plain_ops
-from jaxmoe.model.experts import experts, in_chunks
+from jaxmoe.model.experts import apply_experts, make_chunked_experts
 from jaxmoe.model.moe import moe_block
-from jaxmoe.model.router import route
+from jaxmoe.model.router import route_top_k
 from tests.pallas_kernels.three_way import three_way
 
 CFG = ModelConfig(
@@ -34,28 +34,28 @@ def layer(seed=0):
     return {n: jnp.asarray(rng.normal(0, 0.3, s), jnp.float32) for n, s in shapes.items()}
 
 
-def hidden(dtype=jnp.float32):
+def make_hidden(dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(5).normal(size=(M, D)), dtype)[None]
 
 
-def dense(h, indices, weights, p, dtype=np.float64):
+def dense_experts(h, indices, weights, p, dtype=np.float64):
     h, indices, weights = (np.asarray(x[0]) for x in (h, indices, weights))
     h, weights = h.astype(dtype), weights.astype(dtype)
     p = {n: np.asarray(x, dtype) for n, x in p.items()}
     y = np.zeros((M, D), dtype)
     for m in range(M):
         for e, weight in zip(indices[m], weights[m], strict=True):
-            both = h[m] @ p["w_gate_up"][e] + p["b_gate_up"][e]
-            gate = np.minimum(both[:F], dtype(CFG.swiglu_limit))
-            up = np.clip(both[F:], dtype(-CFG.swiglu_limit), dtype(CFG.swiglu_limit))
+            gate_up = h[m] @ p["w_gate_up"][e] + p["b_gate_up"][e]
+            gate = np.minimum(gate_up[:F], dtype(CFG.swiglu_limit))
+            up = np.clip(gate_up[F:], dtype(-CFG.swiglu_limit), dtype(CFG.swiglu_limit))
             act = (up + dtype(1)) * gate / (dtype(1) + np.exp(dtype(-CFG.swiglu_alpha) * gate))
             y[m] += weight * (act @ p["w_down"][e] + p["b_down"][e])
     return y[None]
 
 
 def test_the_router_takes_the_top_k_and_then_the_softmax_over_them():
-    p, h = layer(), hidden()
-    indices, weights = route(h, p, active=A)
+    p, h = layer(), make_hidden()
+    indices, weights = route_top_k(h, p, active=A)
     logits = np.asarray(h, np.float64) @ np.asarray(p["w_router"], np.float64)
     logits = logits + np.asarray(p["b_router"], np.float64)
     want = np.argsort(-logits, axis=-1)[..., :A]
@@ -69,8 +69,8 @@ def test_the_router_has_weights_and_gradients_at_logits_of_any_size():
     """Ties, logits of ±1e4 and rows of nothing: the softmax over the chosen and its derivative."""
     for size in (0.0, 30.0, 1e4):
         p = layer() | {"b_router": jnp.asarray(np.linspace(-size, size, E), jnp.float32)}
-        h, dy = hidden() * size, np.random.default_rng(6).normal(size=(1, M, A))
-        (indices, weights), pull = jax.vjp(lambda h, p=p: route(h, p, active=A), h)
+        h, dy = make_hidden() * size, np.random.default_rng(6).normal(size=(1, M, A))
+        (indices, weights), pull = jax.vjp(lambda h, p=p: route_top_k(h, p, active=A), h)
         (dh,) = pull((np.zeros(indices.shape, jax.dtypes.float0), jnp.asarray(dy, jnp.float32)))
         w_router = np.asarray(p["w_router"], np.float64)
         z = np.asarray(h, np.float64) @ w_router + np.asarray(p["b_router"], np.float64)
@@ -86,10 +86,10 @@ def test_the_router_has_weights_and_gradients_at_logits_of_any_size():
 
 
 def test_the_router_is_float32_in_a_bfloat16_model():
-    p, h = layer(), hidden(jnp.bfloat16)
+    p, h = layer(), make_hidden(jnp.bfloat16)
     # logits that bfloat16 cannot tell apart: 256 and 256.5
     p |= {"w_router": jnp.zeros((D, E)), "b_router": 256.0 + 0.5 * jnp.arange(E, dtype=jnp.float32)}
-    indices, weights = route(h, p, active=A)
+    indices, weights = route_top_k(h, p, active=A)
     assert weights.dtype == jnp.float32
     np.testing.assert_array_equal(indices, np.tile([6, 5, 4, 3], (1, M, 1)))
     want = np.exp(-0.5 * np.arange(A)) / np.exp(-0.5 * np.arange(A)).sum()
@@ -97,38 +97,38 @@ def test_the_router_is_float32_in_a_bfloat16_model():
 
 
 def test_experts_equal_the_dense_formula():
-    p, h = layer(), hidden()
-    indices, weights = route(h, p, active=A)
-    ours = jax.jit(experts, static_argnums=4)(h, indices, weights, p, CFG)
-    oracle = dense(h, indices, weights, p)
-    naive = dense(h, indices, weights, p, np.float32)
+    p, h = layer(), make_hidden()
+    indices, weights = route_top_k(h, p, active=A)
+    actual = jax.jit(apply_experts, static_argnums=4)(h, indices, weights, p, CFG)
+    oracle = dense_experts(h, indices, weights, p)
+    naive = dense_experts(h, indices, weights, p, np.float32)
     few = 16 * 2.0**-24 * np.abs(oracle).max()
-    assert np.abs(ours - oracle).max() <= 2 * np.abs(naive - oracle).max() + few
+    assert np.abs(actual - oracle).max() <= 2 * np.abs(naive - oracle).max() + few
 
 
 def test_no_token_is_dropped_when_all_go_to_the_same_experts():
-    p, h = layer(), hidden()
+    p, h = layer(), make_hidden()
     indices = jnp.tile(jnp.asarray([[[2, 0, 5, 1]]], jnp.int32), (1, M, 1))
     weights = jnp.full((1, M, A), 0.25)
-    oracle = dense(h, indices, weights, p)
-    naive = dense(h, indices, weights, p, np.float32)
-    ours = jax.jit(experts, static_argnums=4)(h, indices, weights, p, CFG)
+    oracle = dense_experts(h, indices, weights, p)
+    naive = dense_experts(h, indices, weights, p, np.float32)
+    actual = jax.jit(apply_experts, static_argnums=4)(h, indices, weights, p, CFG)
     few = 16 * 2.0**-24 * np.abs(oracle).max()
-    assert np.abs(ours - oracle).max() <= 2 * np.abs(naive - oracle).max() + few
+    assert np.abs(actual - oracle).max() <= 2 * np.abs(naive - oracle).max() + few
 
 
 def test_the_block_adds_to_its_input_and_names_the_experts():
     p = layer()
-    x = hidden()
-    seen = []
+    x = make_hidden()
+    shapes = []
 
-    def none(h_BTD, indices_BTA, weights_BTA, layer, cfg):
-        seen.append(indices_BTA)
+    def no_experts(h_BTD, indices_BTA, weights_BTA, layer, cfg):
+        shapes.append(indices_BTA)
         return jnp.zeros_like(h_BTD)
 
-    y, chosen = moe_block(x, p, CFG, replace(plain_ops(), experts=none), routed_BTA=None)
+    y, chosen = moe_block(x, p, CFG, replace(plain_ops(), experts=no_experts), routed_BTA=None)
     np.testing.assert_array_equal(y, x)
-    np.testing.assert_array_equal(chosen, seen[0])
+    np.testing.assert_array_equal(chosen, shapes[0])
 
 
 TOKENS = 8  # of a chunk: four of them, and three tokens too many in the last
@@ -136,39 +136,41 @@ NAMES = ("h", "weights", "w_gate_up", "b_gate_up", "w_down", "b_down")
 
 
 @cache
-def jitted(run, dtype=jnp.float32):
+def jit_gradients(run, dtype=jnp.float32):
     """Values and gradients, compiled."""
-    cfg, p, h = replace(CFG, dtype=jnp.dtype(dtype).name), layer(), hidden(dtype)
-    indices, weights = route(h, p, active=A)
+    cfg, p, h = replace(CFG, dtype=jnp.dtype(dtype).name), layer(), make_hidden(dtype)
+    indices, weights = route_top_k(h, p, active=A)
     matrices = {name: p[name].astype(dtype) for name in NAMES[2:]}
     dy = jax.random.normal(jax.random.key(3), h.shape).astype(dtype)
 
-    def both(h, weights, matrices):
+    def run_both(h, weights, matrices):
         out, pull = jax.vjp(
             lambda h, weights, m: run(h, indices, weights, p | m, cfg), h, weights, matrices
         )
         return out, *pull(dy)
 
-    given = h, weights, matrices
-    compiled = jax.jit(both).lower(*given).compile()
-    return compiled.as_text(), compiled(*given)
+    arguments = h, weights, matrices
+    compiled = jax.jit(run_both).lower(*arguments).compile()
+    return compiled.as_text(), compiled(*arguments)
 
 
-chunked = in_chunks(experts, TOKENS)
+chunked = make_chunked_experts(apply_experts, TOKENS)
 
 
 def test_values_are_those_of_all_tokens_at_once_bit_for_bit():
     """Tiles of rows are as tall here and there."""
-    np.testing.assert_array_equal(jitted(chunked)[1][0], jitted(experts)[1][0])
+    np.testing.assert_array_equal(jit_gradients(chunked)[1][0], jit_gradients(apply_experts)[1][0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_gradients_are_as_good_as_of_all_tokens_at_once(dtype):
-    """Of tokens, weights, and what all chunks share."""
-    right = jax.tree.leaves(jitted(experts)[1])
-    ours, plain = (jax.tree.leaves(jitted(run, dtype)[1]) for run in (chunked, experts))
-    assert len(ours) == 1 + len(NAMES)
-    for x, naive, oracle in zip(ours, plain, right, strict=True):
+    """Gradients of tokens, routing weights, and the matrices that all chunks share."""
+    expected = jax.tree.leaves(jit_gradients(apply_experts)[1])
+    actual, plain = (
+        jax.tree.leaves(jit_gradients(run, dtype)[1]) for run in (chunked, apply_experts)
+    )
+    assert len(actual) == 1 + len(NAMES)
+    for x, naive, oracle in zip(actual, plain, expected, strict=True):
         if dtype == jnp.bfloat16:  # four chunks' sums are rounded, where one was
             three_way(x, naive, oracle, ulps=8)
         else:
@@ -176,17 +178,17 @@ def test_gradients_are_as_good_as_of_all_tokens_at_once(dtype):
 
 
 def test_tokens_that_fill_the_last_chunk_up_go_to_no_expert():
-    p, h = layer(), hidden()
-    indices, weights = route(h, p, active=A)
-    seen = []
+    p, h = layer(), make_hidden()
+    indices, weights = route_top_k(h, p, active=A)
+    shapes = []
 
     def run(h, indices, weights, layer, cfg):
-        jax.debug.callback(lambda i, w: seen.append((i, w)), indices, weights)
-        return experts(h, indices, weights, layer, cfg)
+        jax.debug.callback(lambda i, w: shapes.append((i, w)), indices, weights)
+        return apply_experts(h, indices, weights, layer, cfg)
 
     with jax.disable_jit():
-        in_chunks(run, TOKENS)(h, indices, weights, p, CFG)
-    of_chunk = [np.asarray(x) for x in seen[-1]]
+        make_chunked_experts(run, TOKENS)(h, indices, weights, p, CFG)
+    of_chunk = [np.asarray(x) for x in shapes[-1]]
     assert [x.shape for x in of_chunk] == [(1, TOKENS, A)] * 2
     assert (of_chunk[0][0, -3:] == E).all() and not of_chunk[1][0, -3:].any()
     assert (of_chunk[0][0, :-3] < E).all()
@@ -194,27 +196,34 @@ def test_tokens_that_fill_the_last_chunk_up_go_to_no_expert():
 
 def test_no_array_of_all_tokens_rows_is_in_the_program():
     rows = f"[{M * A},"
-    assert rows not in jitted(chunked)[0] and f"[{TOKENS * A},{2 * F}]" in jitted(chunked)[0]
-    assert f"[{M * A},{2 * F}]" in jitted(experts)[0]
-    kept = f"[{-(-M // TOKENS)},{TOKENS * A},"  # of all chunks, for the backward pass
-    assert kept not in jitted(chunked)[0]
+    assert (
+        rows not in jit_gradients(chunked)[0]
+        and f"[{TOKENS * A},{2 * F}]" in jit_gradients(chunked)[0]
+    )
+    assert f"[{M * A},{2 * F}]" in jit_gradients(apply_experts)[0]
+    saved = f"[{-(-M // TOKENS)},{TOKENS * A},"  # of all chunks, for the backward pass
+    assert saved not in jit_gradients(chunked)[0]
 
 
 def test_fewer_tokens_than_a_chunk_are_the_program_without_chunks():
-    p, h = layer(), hidden()
-    indices, weights = route(h, p, active=A)
+    p, h = layer(), make_hidden()
+    indices, weights = route_top_k(h, p, active=A)
 
-    def text(run):
+    def lower_text(run):
         f = partial(run, layer=p, cfg=CFG)
         return str(jax.make_jaxpr(f)(h, indices, weights))
 
-    assert text(in_chunks(experts, M)) == text(experts) != text(chunked)
+    assert (
+        lower_text(make_chunked_experts(apply_experts, M))
+        == lower_text(apply_experts)
+        != lower_text(chunked)
+    )
     assert D == h.shape[-1]
 
 
 def test_the_config_says_how_many_and_none_is_the_program_of_before():
     cfg = load_config("tiny.py")
-    assert make_ops(cfg, {}).experts is experts
-    assert make_ops(override(cfg, "optim.expert_tokens=64"), {}).experts is not experts
+    assert make_ops(cfg, {}).experts is apply_experts
+    assert make_ops(override(cfg, "optim.expert_tokens=64"), {}).experts is not apply_experts
     with pytest.raises(ConfigError, match=r"expert_tokens must be 0 or more.*expert_tokens=1024"):
         override(cfg, "optim.expert_tokens=-1")

@@ -18,7 +18,7 @@ from jaxmoe.model import (
     sequence_logprobs,
     tiny,
 )
-from jaxmoe.model.params import Spec, as_read, map_specs, param_specs
+from jaxmoe.model.params import Spec, cast_for_forward, map_specs, param_specs
 
 CFG = ModelConfig(
     vocab_size=97, d_model=48, n_layers=6, n_q_heads=15, n_kv_heads=3, head_dim=16, n_experts=7,
@@ -26,7 +26,7 @@ CFG = ModelConfig(
 )  # fmt: skip
 
 
-def specs(cfg):
+def list_specs(cfg):
     return jax.tree.leaves(param_specs(cfg), is_leaf=lambda x: isinstance(x, Spec))
 
 
@@ -35,8 +35,8 @@ def specs(cfg):
     [(gpt_oss_20b(), 20_914_757_184, 3.6e9), (gpt_oss_120b(), 116_829_156_672, 5.1e9)],
 )
 def test_the_released_models_have_their_published_counts(cfg, total, active):
-    ours = count_params(cfg)
-    assert ours[0] == total and abs(ours[1] - active) < 0.05e9
+    actual = count_params(cfg)
+    assert actual[0] == total and abs(actual[1] - active) < 0.05e9
 
 
 def test_every_layer_is_stacked_over_pairs_and_has_its_axes():
@@ -44,8 +44,8 @@ def test_every_layer_is_stacked_over_pairs_and_has_its_axes():
     assert tree["layers"]["sliding"] == tree["layers"]["full"]
     for spec in tree["layers"]["full"].values():
         assert spec.shape[0] == 3 and spec.axes[0] == "pair" and "{}" in spec.hf
-    assert all(len(s.shape) == len(s.axes) for s in specs(CFG))
-    hf_names = [s.hf for s in specs(CFG)]
+    assert all(len(s.shape) == len(s.axes) for s in list_specs(CFG))
+    hf_names = [s.hf for s in list_specs(CFG)]
     assert len(set(hf_names)) == len(tree["layers"]["full"]) + 3
 
 
@@ -66,14 +66,14 @@ def test_the_vocabulary_is_padded_but_not_counted():
     assert tree["embed"].shape == (128, 48) and tree["head"].shape == (48, 128)
     plain = ModelConfig(**{**vars(CFG), "vocab_multiple": 1})
     assert count_params(CFG) == count_params(plain)
-    held = sum(x.size for x in jax.tree.leaves(abstract_params(plain)))
-    assert count_params(plain)[0] == held
+    n_params = sum(x.size for x in jax.tree.leaves(abstract_params(plain)))
+    assert count_params(plain)[0] == n_params
 
 
 def test_initial_values_match_the_table():
     params = init_params(jax.random.key(0), CFG, "bfloat16")
 
-    def check(spec, x):
+    def check_init(spec, x):
         assert x.shape == spec.shape and x.dtype == jnp.bfloat16
         values = np.asarray(x, np.float64)
         if spec.init != "normal":
@@ -84,13 +84,15 @@ def test_initial_values_match_the_table():
         ratio = np.mean(values**2) * fan_in
         assert abs(ratio - 1) < 5 * np.sqrt(2 / values.size) + 2**-8, spec.hf
 
-    map_specs(check, CFG, params)
+    map_specs(check_init, CFG, params)
 
 
 def test_a_seed_gives_the_same_weights_and_no_two_leaves_agree():
-    one, two = (init_params(jax.random.key(3), CFG) for _ in range(2))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, two)
-    sliding, full = one["layers"]["sliding"]["w_q"], one["layers"]["full"]["w_q"]
+    first, two = (init_params(jax.random.key(3), CFG) for _ in range(2))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, two
+    )
+    sliding, full = first["layers"]["sliding"]["w_q"], first["layers"]["full"]["w_q"]
     assert not np.array_equal(np.asarray(sliding), np.asarray(full))
 
 
@@ -112,16 +114,16 @@ def test_parameters_as_they_are_read_give_the_same_forward_bit_for_bit_and_round
         logp, _ = sequence_logprobs(params, hidden, tokens, cfg, plain_ops())
         return hidden, logp, experts
 
-    def same(a, b):
+    def is_equal(a, b):
         return all(np.array_equal(x, y) for x, y in zip(run(a), run(b), strict=True))
 
-    assert same(params, as_read(params, cfg))
+    assert is_equal(params, cast_for_forward(params, cfg))
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
-    table = specs(cfg)
+    table = list_specs(cfg)
     leaves, tree = jax.tree.flatten(params)
     reads = {}
     for i, (spec, leaf) in enumerate(zip(table, jax.tree.leaves(rounded), strict=True)):
-        one = jax.tree.unflatten(tree, [*leaves[:i], leaf, *leaves[i + 1 :]])
-        reads.setdefault((spec.hf, spec.read), []).append(same(params, one))
+        first = jax.tree.unflatten(tree, [*leaves[:i], leaf, *leaves[i + 1 :]])
+        reads.setdefault((spec.hf, spec.read), []).append(is_equal(params, first))
     for (name, read), unchanged in reads.items():
         assert all(unchanged) if read == "compute" else not all(unchanged), name

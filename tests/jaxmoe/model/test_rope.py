@@ -8,27 +8,27 @@ import numpy as np
 import pytest
 
 from jaxmoe.model import gpt_oss_20b, tiny
-from jaxmoe.model.rope import rope_tables, rotate, yarn_frequencies
+from jaxmoe.model.rope import apply_rope, rope_tables, yarn_frequencies
 
 EPS = float(np.finfo(np.float32).eps)
 
 
-def oracle(cfg):
+def oracle_frequencies(cfg):
     """Frequency by frequency: how many turns does it make in the original context?"""
-    found = []
+    frequencies = []
     log_fast, log_slow = math.log(cfg.rope_beta_fast), math.log(cfg.rope_beta_slow)
     for j in range(cfg.head_dim // 2):
         plain = cfg.rope_theta ** (-2 * j / cfg.head_dim)
         turns = cfg.rope_original_context * plain / (2 * math.pi)
         # linear in j is linear in log(turns)
         keep = min(max((math.log(turns) - log_slow) / (log_fast - log_slow), 0.0), 1.0)
-        found.append(plain * keep + plain / cfg.rope_factor * (1 - keep))
-    return np.array(found)
+        frequencies.append(plain * keep + plain / cfg.rope_factor * (1 - keep))
+    return np.array(frequencies)
 
 
 def test_frequencies_of_the_released_model():
     frequencies, factor = yarn_frequencies(gpt_oss_20b())
-    want = oracle(gpt_oss_20b())
+    want = oracle_frequencies(gpt_oss_20b())
     assert frequencies.dtype == np.float32 and frequencies.shape == (32,)
     # The ramp subtracts indices below 64 from a bound below 64: its error is 64 ulp over its
     # width (10 dimensions), and it weighs at most 1 - 1/32 of the plain frequency.
@@ -46,8 +46,8 @@ def test_factor_one_is_plain_rope():
 
 
 def test_truncation_rounds_the_ramp_outward():
-    whole, cut = (yarn_frequencies(gpt_oss_20b(rope_truncate=t))[0] for t in (False, True))
-    changed = np.flatnonzero(whole != cut)
+    truncated, cut = (yarn_frequencies(gpt_oss_20b(rope_truncate=t))[0] for t in (False, True))
+    changed = np.flatnonzero(truncated != cut)
     assert changed.size and changed.min() >= 8 and changed.max() <= 18  # d(32) = 8.09, d(1) = 17.4
 
 
@@ -69,13 +69,13 @@ def test_a_rotation_turns_halves_against_each_other(dtype):
     x = jnp.asarray(rng.normal(size=(1, 2, 3, 4)), dtype)
     angle = rng.normal(size=(1, 2, 1, 2))
     tables = tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
-    ours = rotate(x, tables)
+    actual = apply_rope(x, tables)
     v = np.asarray(x, np.float64)
     pairs = (v[..., :2] + 1j * v[..., 2:]) * np.exp(1j * angle)
     want = np.concatenate([pairs.real, pairs.imag], -1)
-    assert ours.dtype == x.dtype
+    assert actual.dtype == x.dtype
     step = float(jnp.finfo(dtype).eps)
     size = np.abs(np.concatenate([pairs, pairs], -1))
     assert np.all(
-        np.abs(np.asarray(ours, np.float64) - want) <= step * np.abs(want) + 4 * EPS * size
+        np.abs(np.asarray(actual, np.float64) - want) <= step * np.abs(want) + 4 * EPS * size
     )

@@ -11,8 +11,8 @@ import numpy as np
 from jaxmoe.config import ModelConfig
 from jaxmoe.model import forward, plain_ops
 from jaxmoe.model.params import map_specs
-from jaxmoe.model.router import chosen as chosen_experts
-from jaxmoe.model.router import replay, route, router_logits
+from jaxmoe.model.router import record_experts as chosen_experts
+from jaxmoe.model.router import replay_routing, route_top_k, router_logits
 
 OPS = plain_ops()
 CFG = ModelConfig(
@@ -22,47 +22,51 @@ CFG = ModelConfig(
 TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 97, (2, 13)), jnp.int32)
 
 
-def params():
+def make_params():
     rng = np.random.default_rng(0)
     return map_specs(lambda s: jnp.asarray(0.3 * rng.normal(size=s.shape), jnp.float32), CFG)
 
 
 @partial(jax.jit, static_argnames=("router", "record"))
-def run(params, given=None, router=route, record=chosen_experts):
+def run_forward(params, replayed_experts=None, router=route_top_k, record=chosen_experts):
     ops = replace(OPS, router=router, record=record)
-    if given is not None:
-        given = jnp.moveaxis(given, 0, 2)
-    return forward(params, TOKENS, CFG, ops, routed_experts_BTLA=given)[::2]
+    if replayed_experts is not None:
+        replayed_experts = jnp.moveaxis(replayed_experts, 0, 2)
+    return forward(params, TOKENS, CFG, ops, routed_experts_BTLA=replayed_experts)[::2]
 
 
 def test_replaying_its_own_experts_changes_nothing():
-    p = params()
-    hidden, chosen = run(p)
-    again, replayed = run(p, chosen, router=replay)
+    p = make_params()
+    hidden, chosen = run_forward(p)
+    replayed_twice, replayed = run_forward(p, chosen, router=replay_routing)
     np.testing.assert_array_equal(chosen, replayed)
-    np.testing.assert_allclose(again, hidden, rtol=0, atol=1e-5 * float(jnp.abs(hidden).max()))
-    left_alone, own = run(p, jnp.full_like(chosen, -1), router=replay)
-    np.testing.assert_array_equal(own, chosen)
-    np.testing.assert_array_equal(left_alone, again)
+    np.testing.assert_allclose(
+        replayed_twice, hidden, rtol=0, atol=1e-5 * float(jnp.abs(hidden).max())
+    )
+    left_alone, expected = run_forward(p, jnp.full_like(chosen, -1), router=replay_routing)
+    np.testing.assert_array_equal(expected, chosen)
+    np.testing.assert_array_equal(left_alone, replayed_twice)
 
 
 def test_each_layer_gets_the_experts_given_for_it():
-    p, (hidden, chosen) = params(), run(params())
-    given = np.asarray(chosen).copy()
-    given[2, 1, 5] = [6, 0, 1, 2]
-    other, used = run(p, jnp.asarray(given), router=replay)
-    np.testing.assert_array_equal(used, given)
-    moved = np.abs(np.asarray(other - hidden)).max(axis=-1)
+    p, (hidden, chosen) = make_params(), run_forward(make_params())
+    replayed_experts = np.asarray(chosen).copy()
+    replayed_experts[2, 1, 5] = [6, 0, 1, 2]
+    rerouted, used = run_forward(p, jnp.asarray(replayed_experts), router=replay_routing)
+    np.testing.assert_array_equal(used, replayed_experts)
+    moved = np.abs(np.asarray(rerouted - hidden)).max(axis=-1)
     assert moved[1, 5] > 1e-3 and moved[0].max() < 1e-4 and moved[1, :5].max() < 1e-4
 
 
 def test_replayed_weights_are_the_softmax_over_the_given_experts():
-    p = {name: x[0] for name, x in params()["layers"]["full"].items()}
+    p = {name: x[0] for name, x in make_params()["layers"]["full"].items()}
     h = jnp.asarray(np.random.default_rng(3).normal(size=(1, 29, 48)), jnp.float32)
-    given = jnp.tile(jnp.asarray([[[2, 0, 5, 1]]], jnp.int32), (1, 29, 1)).at[0, 3].set(-1)
-    indices, weights = replay(h, p, active=4, indices_BTA=given)
-    own, own_weights = route(h, p, active=4)
-    np.testing.assert_array_equal(indices[0, 3], own[0, 3])
+    replayed_experts = (
+        jnp.tile(jnp.asarray([[[2, 0, 5, 1]]], jnp.int32), (1, 29, 1)).at[0, 3].set(-1)
+    )
+    indices, weights = replay_routing(h, p, active=4, indices_BTA=replayed_experts)
+    expected, own_weights = route_top_k(h, p, active=4)
+    np.testing.assert_array_equal(indices[0, 3], expected[0, 3])
     np.testing.assert_allclose(weights[0, 3], own_weights[0, 3], rtol=1e-6)
     logits = np.asarray(router_logits(h, p), np.float64)[0, 0, [2, 0, 5, 1]]
     want = np.exp(logits) / np.exp(logits).sum()
@@ -70,9 +74,9 @@ def test_replayed_weights_are_the_softmax_over_the_given_experts():
 
 
 def test_a_record_is_kept_of_every_layer():
-    def record(h_BTD, layer, indices_BTA, weights_BTA):
+    def record_layer(h_BTD, layer, indices_BTA, weights_BTA):
         return {"weights": weights_BTA, "most": jnp.max(router_logits(h_BTD, layer), axis=-1)}
 
-    _, kept = run(params(), record=record)
-    assert kept["weights"].shape == (4, 2, 13, 4) and kept["most"].shape == (4, 2, 13)
-    np.testing.assert_allclose(kept["weights"].sum(axis=-1), 1.0, atol=1e-6)
+    _, recorded = run_forward(make_params(), record=record_layer)
+    assert recorded["weights"].shape == (4, 2, 13, 4) and recorded["most"].shape == (4, 2, 13)
+    np.testing.assert_allclose(recorded["weights"].sum(axis=-1), 1.0, atol=1e-6)

@@ -10,7 +10,7 @@ from adapted import CFG, LORA, OPS, adapters_of, base_of
 
 from jaxmoe.model import forward
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.model.stacks import with_stacks, without_stacks
+from jaxmoe.model.stacks import remove_packed, restore_packed
 from pallas_kernels.grouped_matmul import Mxfp4Part
 
 FOUR_LAYERS = replace(CFG, n_layers=4)
@@ -20,29 +20,29 @@ TOKENS = jax.random.randint(jax.random.key(1), (2, 21), 0, CFG.vocab_size)
 def test_no_program_has_one_layers_packed_experts_in_an_array_of_their_own():
     base, adapters = base_of(FOUR_LAYERS), adapters_of(FOUR_LAYERS)
 
-    def loss(adapters, base):
+    def sum_hidden(adapters, base):
         params = with_adapters(base, adapters, LORA.scales)
         return forward(params, TOKENS, FOUR_LAYERS, OPS)[0].sum()
 
-    text = jax.jit(jax.grad(loss)).lower(adapters, base).compile().as_text()
-    held = base["layers"]["full"]["w_gate_up"].nibbles_EDF.shape
-    pairs, n_experts, *one = held
+    text = jax.jit(jax.grad(sum_hidden)).lower(adapters, base).compile().as_text()
+    packed_shape = base["layers"]["full"]["w_gate_up"].nibbles_EDF.shape
+    pairs, n_experts, *matrix_shape = packed_shape
     assert pairs == 2
     shapes = set(re.findall(r"u8\[[\d,]+\]", text))
-    whole = ({held}, {(pairs * n_experts, *one)})
-    assert any(f"u8[{','.join(map(str, *s))}]" in shapes for s in whole)
-    layer = ",".join(map(str, (n_experts, *one)))
+    expected = ({packed_shape}, {(pairs * n_experts, *matrix_shape)})
+    assert any(f"u8[{','.join(map(str, *s))}]" in shapes for s in expected)
+    layer = ",".join(map(str, (n_experts, *matrix_shape)))
     assert not [s for s in shapes if s in (f"u8[{layer}]", f"u8[1,{layer}]")]
 
 
 def test_a_pairs_parameters_are_its_slices_and_its_part_of_what_is_packed():
     layers = with_adapters(base_of(FOUR_LAYERS), adapters_of(FOUR_LAYERS), LORA.scales)["layers"]
-    rest = without_stacks(layers)
-    assert rest["full"]["w_down"].base is None and rest["full"]["w_q"].base is not None
-    second = jax.tree.map(lambda x: x[1], rest)
-    mine = with_stacks(second, layers, jnp.int32(1))["full"]
-    part = mine["w_down"].base
+    remaining = remove_packed(layers)
+    assert remaining["full"]["w_down"].base is None and remaining["full"]["w_q"].base is not None
+    second = jax.tree.map(lambda x: x[1], remaining)
+    restored = restore_packed(second, layers, jnp.int32(1))["full"]
+    part = restored["w_down"].base
     assert isinstance(part, Mxfp4Part) and int(part.first) == CFG.n_experts
-    held = layers["full"]["w_down"].base.nibbles_EDF
-    assert (part.stack.nibbles_EDF[int(part.first) :] == held[1]).all()
-    assert (mine["w_q"].a == layers["full"]["w_q"].a[1]).all()
+    packed_shape = layers["full"]["w_down"].base.nibbles_EDF
+    assert (part.stack.nibbles_EDF[int(part.first) :] == packed_shape[1]).all()
+    assert (restored["w_q"].a == layers["full"]["w_q"].a[1]).all()

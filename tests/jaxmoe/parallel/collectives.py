@@ -15,7 +15,7 @@ _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\]")
 _CALL = re.compile(rf" ({'|'.join(KINDS)})(?:-start)?\((.*?)\)")
 
 
-def collectives(text: str) -> list[tuple[str, int]]:
+def list_collectives(text: str) -> list[tuple[str, int]]:
     """(kind, bytes) of each collective of the entry: what is in loops is left out.
 
     Bytes are of the larger of what a device gives and gets; of a ragged all-to-all, one side of
@@ -24,31 +24,31 @@ def collectives(text: str) -> list[tuple[str, int]]:
     lines = text.splitlines()
     shapes = {}
     for line in lines:
-        if found := _DEFINED.match(line):
-            shapes[found[1]] = line[found.end() :]
+        if sizes := _DEFINED.match(line):
+            shapes[sizes[1]] = line[sizes.end() :]
     first = next(i for i, line in enumerate(lines) if line.startswith("ENTRY"))
-    found = []
+    sizes = []
     for line in lines[first : lines.index("}", first)]:
         call = _CALL.search(line)
         if call is None:
             continue
         kind = call[1]
-        gave = [_array(shapes[name]) for name in re.findall(r"%([\w.-]+)", call[2])]
+        operand_sizes = [_array_bytes(shapes[name]) for name in re.findall(r"%([\w.-]+)", call[2])]
         if kind == "ragged-all-to-all":
-            found.append((kind, min(gave[:2])))
+            sizes.append((kind, min(operand_sizes[:2])))
             continue
-        everything = sum(_sizes(line[: call.start()]))
-        got = everything - sum(gave) if f"{kind}-start" in line else everything
-        found.append((kind, max(got, sum(gave))))
-    return found
+        all_sizes = sum(_list_sizes(line[: call.start()]))
+        result_sizes = all_sizes - sum(operand_sizes) if f"{kind}-start" in line else all_sizes
+        sizes.append((kind, max(result_sizes, sum(operand_sizes))))
+    return sizes
 
 
-def _array(shape: str) -> int:
-    """Of the first array there."""
-    return _sizes(shape)[0]
+def _array_bytes(shape: str) -> int:
+    """Return the bytes of the first array of a shape."""
+    return _list_sizes(shape)[0]
 
 
-def _sizes(text: str) -> list[int]:
+def _list_sizes(text: str) -> list[int]:
     return [
         BYTES[dtype] * math.prod(int(size) for size in dims.split(",") if size)
         for dtype, dims in _ARRAY.findall(text)
@@ -71,27 +71,31 @@ def beside_loops(text: str) -> list[tuple[str, str]]:
     for block in re.split(r"\n(?=\S)", text):
         head, *lines = block.splitlines()
         name = re.match(r"(?:ENTRY )?%?([\w.-]+) ", head)
-        found = [_OPERATION.match(line) for line in lines]
+        matches = [_OPERATION.match(line) for line in lines]
         if name and head.endswith("{"):
-            bodies[name[1]] = [(one[1], one[2], one[3]) for one in found if one]
+            bodies[name[1]] = [(match[1], match[2], match[3]) for match in matches if match]
 
-    def called(rest: str) -> list[str]:
-        inside = [x for group in _BRANCHES.findall(rest) for x in re.findall(r"[\w.-]+", group)]
-        return [name for name in _CALLED.findall(rest) + inside if name in bodies]
+    def list_called(text_after: str) -> list[str]:
+        inside = [
+            x for group in _BRANCHES.findall(text_after) for x in re.findall(r"[\w.-]+", group)
+        ]
+        return [name for name in _CALLED.findall(text_after) + inside if name in bodies]
 
     @cache
-    def sends(name: str) -> bool:
-        return any(k.startswith(KINDS) or any(map(sends, called(r))) for _, k, r in bodies[name])
+    def is_sending(name: str) -> bool:
+        return any(
+            k.startswith(KINDS) or any(map(is_sending, list_called(r))) for _, k, r in bodies[name]
+        )
 
-    found = list[tuple[str, str]]()
+    matches = list[tuple[str, str]]()
     for operations in bodies.values():
         reads, loops = dict[str, set[str]](), list[str]()
-        for name, kind, rest in operations:
-            given = [x for x in re.findall(r"%([\w.-]+)", rest) if x in reads]
-            reads[name] = {name}.union(*(reads[x] for x in given))
-            nested = any(map(sends, called(rest)))
+        for name, kind, text_after in operations:
+            operands = [x for x in re.findall(r"%([\w.-]+)", text_after) if x in reads]
+            reads[name] = {name}.union(*(reads[x] for x in operands))
+            nested = any(map(is_sending, list_called(text_after)))
             if nested or kind.startswith(KINDS):
-                found += [(loop, name) for loop in loops if loop not in reads[name]]
+                matches += [(loop, name) for loop in loops if loop not in reads[name]]
             if nested:
                 loops.append(name)
-    return found
+    return matches

@@ -18,15 +18,15 @@ from jaxmoe.envs.tasks import answer_tokens, open_task
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.ops import sharded_ops
-from jaxmoe.parallel.processes import join
-from jaxmoe.parallel.sharding import make_mesh, place
+from jaxmoe.parallel.processes import join_processes
+from jaxmoe.parallel.sharding import make_mesh, shard_batch
 from jaxmoe.rl.batch import supervised_batch
 from jaxmoe.rl.programs import out_shardings_option, supervised_program, warmup_optimizer
 from jaxmoe.rl.state import Trained, init_state
 
 
 def main(steps: int, axis: str) -> None:
-    join()
+    join_processes()
     sizes = "warmup.sequences_per_step=4", "data.train_rows=64", "data.held_out_rows=4"
     cfg = override(load_config("tiny.py"), f"mesh.{axis}=2", *sizes)
     mesh = make_mesh(cfg.mesh)
@@ -34,23 +34,25 @@ def main(steps: int, axis: str) -> None:
     ops = sharded_ops(make_ops(cfg), mesh, cfg.model)
     task, tx, policy = open_task(cfg), warmup_optimizer(cfg), initial_params(cfg, mesh)
 
-    def new(policy):
+    def make_state(policy):
         return init_state(Trained(policy), tx)
 
-    state = jax.jit(new, **out_shardings_option(cfg, mesh, jax.eval_shape(new, policy), 0))(policy)
+    state = jax.jit(
+        make_state, **out_shardings_option(cfg, mesh, jax.eval_shape(make_state, policy), 0)
+    )(policy)
     program = supervised_program(cfg, ops, mesh, state)
     step, data = jax.jit(program.fn, **program.options), task.stream(4, cfg.seed)
-    found = []
+    losses = []
     for _ in range(steps):
         prompts = next(data)
         batch = supervised_batch(
             prompts, [answer_tokens(p, task) for p in prompts], length=cfg.context,
             pad_id=task.tokenizer.pad_id,
         )  # fmt: skip
-        state, metrics = step(state, place(batch, mesh))
-        found.append([float(metrics[name]) for name in ("loss", "grad/norm")])
+        state, metrics = step(state, shard_batch(batch, mesh))
+        losses.append([float(metrics[name]) for name in ("loss", "grad/norm")])
     if jax.process_index() == 0:
-        print(json.dumps(found))
+        print(json.dumps(losses))
 
 
 if __name__ == "__main__":

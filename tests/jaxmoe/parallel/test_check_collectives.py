@@ -18,8 +18,8 @@ import pytest
 from jax import lax
 
 from jaxmoe.config import ConfigError, MeshConfig
-from jaxmoe.parallel.check_collectives import ODD, check_collectives, operations
-from jaxmoe.parallel.processes import PLAIN
+from jaxmoe.parallel.check_collectives import UNALIGNED_BYTES, check_collectives, make_operations
+from jaxmoe.parallel.processes import PROCESS_VARIABLES
 from jaxmoe.parallel.sharding import make_mesh
 
 ROOT = Path(__file__).parents[3]
@@ -36,18 +36,21 @@ def test_right_collectives_and_one_device_pass(mesh):
     check_collectives(mesh)
 
 
-@pytest.mark.parametrize("kind", operations())
+@pytest.mark.parametrize("kind", make_operations())
 def test_one_wrong_element_on_one_device_is_seen(mesh, kind):
-    right = operations()[kind]
+    correct = make_operations()[kind]
 
-    def wrong(x_ne, names):
-        out = right(x_ne, names)
+    def add_error(x_ne, names):
+        out = correct(x_ne, names)
         last = (out.shape[0] - 1, out.shape[1] - 1) if out.ndim == 2 else (out.shape[0] - 1,)
         return out.at[last].add((lax.axis_index(names) == 5).astype(out.dtype))
 
-    said = f"{kind} of {ODD} bytes over data .* fsdp .* tensor gave process 0 up to 1 wrong numbers"
-    with pytest.raises(ConfigError, match=said) as error:
-        check_collectives(mesh, {kind: wrong})
+    message = (
+        f"{kind} of {UNALIGNED_BYTES} bytes over data .* fsdp .* tensor gave process 0 up to 1 "
+        "wrong numbers"
+    )
+    with pytest.raises(ConfigError, match=message) as error:
+        check_collectives(mesh, {kind: add_error})
     text = str(error.value)
     assert f"jaxlib {jaxlib.__version__}" in text and f"jax {jax.__version__}" in text
     assert "\n" not in text and "Try pip install 'jax>=0.12'" in text
@@ -84,36 +87,36 @@ with together():
 """
 
 
-def checked(how, times):
-    """What the check says in each of two processes, or nothing."""
+def run_check(mode, times):
+    """Return the output of the check in each of two processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     started = []
     for number in "01":
         env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-        env |= dict(zip(PLAIN, (address, "2", number), strict=True))
+        env |= dict(zip(PROCESS_VARIABLES, (address, "2", number), strict=True))
         env.pop("JAX_COMPILATION_CACHE_DIR", None)  # jax keeps programs for process 0 alone
         started.append(subprocess.Popen(
-            [sys.executable, "-c", CHECKED, how, str(times)], cwd=ROOT, env=env, text=True,
+            [sys.executable, "-c", CHECKED, mode, str(times)], cwd=ROOT, env=env, text=True,
             stderr=subprocess.PIPE,
         ))  # fmt: skip
-    said = [process.communicate(timeout=300)[1] for process in started]
-    assert all(process.returncode in (0, 1) for process in started), said
+    message = [process.communicate(timeout=300)[1] for process in started]
+    assert all(process.returncode in (0, 1) for process in started), message
     return [
-        "\n".join(line for line in text.splitlines() if "Gloo" not in line) for text in said
+        "\n".join(line for line in text.splitlines() if "Gloo" not in line) for text in message
     ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_two_processes_exchange_numbers_right():
-    assert checked("ours", 1) == ["", ""]
+    assert run_check("ours", 1) == ["", ""]
 
 
 @pytest.mark.slow
 @pytest.mark.extended  # the fault is a race, which 5 checks of 40 rounds lose here
 @pytest.mark.skipif(not OLD, reason="jaxlib 0.12 has no such fault")
 def test_the_check_sees_the_fault_of_gloos_reduce_scatter_in_both_processes():
-    for said in checked("plain", 5):
-        print(said)
-        assert "a reduce-scatter of 1048576 bytes over fsdp gave process 0" in said
+    for message in run_check("plain", 5):
+        print(message)
+        assert "a reduce-scatter of 1048576 bytes over fsdp gave process 0" in message

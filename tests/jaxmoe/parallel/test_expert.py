@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import MeshConfig, ModelConfig
 from jaxmoe.model import plain_ops
-from jaxmoe.model.experts import experts
+from jaxmoe.model.experts import apply_experts
 from jaxmoe.parallel import exchange, expert, pairs
 from jaxmoe.parallel import ops as parallel_ops
-from jaxmoe.parallel.expert import dispatch_for, exchanged_experts, gathered_experts
+from jaxmoe.parallel.expert import choose_dispatch, experts_all_gather, experts_all_to_all
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import SAMPLING, TRAINING, make_mesh
 from pallas_kernels.dispatch import Target
-from tests.jaxmoe.parallel.ragged import emulated
+from tests.jaxmoe.parallel.ragged import emulate_ragged
 from tests.pallas_kernels.three_way import three_way
 
 CFG = ModelConfig(
@@ -38,21 +38,21 @@ ROUTINGS = ("uniform", "few", "skewed")
 TOKENS = P(("data", "expert"))
 EXPERTS = P(("expert", "tensor"))
 NAMES = ("y", "h", "weights", "w_gate_up", "b_gate_up", "w_down", "b_down")
-exchanged = partial(exchanged_experts, exchange=partial(emulated, axis_name=("expert",)))
-DISPATCHES = {"gathered": gathered_experts, "exchanged": exchanged}
+exchanged = partial(experts_all_to_all, exchange=partial(emulate_ragged, axis_name=("expert",)))
+DISPATCHES = {"gathered": experts_all_gather, "exchanged": exchanged}
 
 
 def mesh_of(**axes):
     return make_mesh(MeshConfig(**axes), jax.devices()[:8])
 
 
-def layer(dtype=jnp.float32):
+def make_layer(dtype=jnp.float32):
     rng = np.random.default_rng(1)
     shapes = dict(w_gate_up=(E, D, 2 * F), b_gate_up=(E, 2 * F), w_down=(E, F, D), b_down=(E, D))
     return {n: jnp.asarray(rng.normal(0, 0.4, s), dtype) for n, s in shapes.items()}
 
 
-def tokens(routing, dtype=jnp.float32):
+def make_tokens(routing, dtype=jnp.float32):
     """h, indices, weights and what the gradient comes from."""
     rng = np.random.default_rng(2)
     h, dy = (jnp.asarray(rng.normal(size=(B, T, D)), dtype) for _ in range(2))
@@ -65,19 +65,19 @@ def tokens(routing, dtype=jnp.float32):
     return h, jnp.asarray(indices, jnp.int32), jnp.asarray(weights, jnp.float32), dy
 
 
-def gradients(fn, h, indices, weights, layer, dy):
+def compute_gradients(fn, h, indices, weights, layer, dy):
     """The sum and all its gradients, by name."""
     y, pull = jax.vjp(lambda h, w, layer: fn(h, indices, w, layer), h, weights, layer)
     dh, dweights, dlayer = pull(dy)
     return {"y": y, "h": dh, "weights": dweights} | dlayer
 
 
-def dense(h, indices, weights, layer):
+def dense_experts(h, indices, weights, layer):
     """Every expert for every token, weighted by 0 where it is not active."""
     one_hot = jax.nn.one_hot(indices, E, dtype=h.dtype)
     weights_BTE = jnp.sum(one_hot * weights[..., None].astype(h.dtype), axis=2)
-    both = jnp.einsum("btd,edf->btef", h, layer["w_gate_up"]) + layer["b_gate_up"][None, None]
-    gate, up = jnp.split(both, 2, axis=-1)
+    gate_up = jnp.einsum("btd,edf->btef", h, layer["w_gate_up"]) + layer["b_gate_up"][None, None]
+    gate, up = jnp.split(gate_up, 2, axis=-1)
     gate = jnp.minimum(gate, CFG.swiglu_limit)
     up = jnp.clip(up, -CFG.swiglu_limit, CFG.swiglu_limit)
     act = (up + 1) * gate * jax.nn.sigmoid(CFG.swiglu_alpha * gate)
@@ -85,32 +85,32 @@ def dense(h, indices, weights, layer):
     return jnp.sum(weights_BTE[..., None] * out, axis=2)
 
 
-plain = jax.jit(partial(gradients, lambda *args: experts(*args, CFG)))
-_oracle = jax.jit(partial(gradients, dense))
+plain = jax.jit(partial(compute_gradients, lambda *args: apply_experts(*args, CFG)))
+_oracle = jax.jit(partial(compute_gradients, dense_experts))
 
 
-def oracle(h, indices, weights, layer, dy):
+def oracle_experts(h, indices, weights, layer, dy):
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (h, weights, layer, dy))
         h, weights, layer, dy = wide
         return {n: np.asarray(x) for n, x in _oracle(h, indices, weights, layer, dy).items()}
 
 
-def on(mesh, dispatch, **options):
+def run_on_mesh(mesh, dispatch, **options):
     """The dispatch on whole arrays of a mesh."""
 
-    def local(h, indices, weights, layer):
+    def run_shard(h, indices, weights, layer):
         return dispatch(h, indices, weights, layer, CFG, **options)
 
     return jax.shard_map(
-        local, mesh=mesh, in_specs=(TOKENS, TOKENS, TOKENS, EXPERTS), out_specs=TOKENS,
+        run_shard, mesh=mesh, in_specs=(TOKENS, TOKENS, TOKENS, EXPERTS), out_specs=TOKENS,
         check_vma=False,
     )  # fmt: skip
 
 
-def agree(ours, naive, exact, names=NAMES):
+def check_agreement(actual, naive, exact, names=NAMES):
     for name in names:
-        three_way(ours[name], naive[name], exact[name], name)
+        three_way(actual[name], naive[name], exact[name], name)
 
 
 # each mesh and each dispatch once; the others are slow
@@ -128,39 +128,39 @@ QUICK = [("expert 8", "gathered"), ("expert 4, tensor 2", "exchanged"),
 def test_experts_on_a_mesh_are_those_of_one_device_however_tokens_are_routed(
     mesh, dispatch, monkeypatch
 ):
-    axes, rows, held = MESHES[mesh]
-    monkeypatch.setattr(expert, "GATHERED", held)
-    fn = on(mesh_of(**axes), DISPATCHES[dispatch], buffer_rows=rows)
-    wrapped = jax.jit(partial(gradients, fn))
+    axes, rows, n_rows = MESHES[mesh]
+    monkeypatch.setattr(expert, "MAX_GATHERED_BYTES", n_rows)
+    fn = run_on_mesh(mesh_of(**axes), DISPATCHES[dispatch], buffer_rows=rows)
+    wrapped = jax.jit(partial(compute_gradients, fn))
     for routing in ROUTINGS:
-        h, indices, weights, dy = tokens(routing)
-        args = h, indices, weights, layer(), dy
-        agree(wrapped(*args), plain(*args), oracle(*args))
+        h, indices, weights, dy = make_tokens(routing)
+        args = h, indices, weights, make_layer(), dy
+        check_agreement(wrapped(*args), plain(*args), oracle_experts(*args))
 
 
-def first_alone(one, _rounds, operands, where):
-    return one(jnp.int32(0), operands, where)
+def first_alone(round_fn, _rounds, operands, constants):
+    return round_fn(jnp.int32(0), operands, constants)
 
 
-def once(mesh, dispatch):
+def run_once(mesh, dispatch):
     """Values alone."""
-    h, indices, weights, _ = tokens("skewed")
-    ours = jax.jit(on(mesh, dispatch))(h, indices, weights, layer())
-    return {"y": ours}
+    h, indices, weights, _ = make_tokens("skewed")
+    actual = jax.jit(run_on_mesh(mesh, dispatch))(h, indices, weights, make_layer())
+    return {"y": actual}
 
 
-def without_one(y_CD, weights_NA, given):
-    row_NA = jnp.where(given.row_NA == 0, -1, given.row_NA)
-    return pairs.sum_of(y_CD, weights_NA, given._replace(row_NA=row_NA))
+def without_one(y_CD, weights_NA, arguments):
+    row_NA = jnp.where(arguments.row_NA == 0, -1, arguments.row_NA)
+    return pairs.combine_rows_of_pairs(y_CD, weights_NA, arguments._replace(row_NA=row_NA))
 
 
 FAULTS = {
-    "the sum over tensor is forgotten": (expert, "_psum", lambda x, _: x),
+    "the sum over tensor is forgotten": (expert, "_psum_over", lambda x, _: x),
     "a device takes its neighbour's experts": (
-        expert, "place_in", lambda names: exchange.place_in(names) ^ 1,
+        expert, "device_index", lambda names: exchange.device_index(names) ^ 1,
     ),
-    "what does not fit is dropped": (expert, "in_rounds", first_alone),
-    "a row is dropped": (expert, "sum_of", without_one),
+    "what does not fit is dropped": (expert, "sum_rounds", first_alone),
+    "a row is dropped": (expert, "combine_rows_of_pairs", without_one),
 }  # fmt: skip
 
 
@@ -172,12 +172,14 @@ FAULTS = {
     ],
 )
 def test_a_planted_fault_is_seen(fault, dispatch, monkeypatch):
-    h, indices, weights, dy = tokens("skewed")
-    args = h, indices, weights, layer(), dy
+    h, indices, weights, dy = make_tokens("skewed")
+    args = h, indices, weights, make_layer(), dy
     mesh = mesh_of(expert=4, tensor=2)
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError, match="y: error"):
-        agree(once(mesh, DISPATCHES[dispatch]), plain(*args), oracle(*args), ("y",))
+        check_agreement(
+            run_once(mesh, DISPATCHES[dispatch]), plain(*args), oracle_experts(*args), ("y",)
+        )
 
 
 @pytest.mark.parametrize(
@@ -185,63 +187,65 @@ def test_a_planted_fault_is_seen(fault, dispatch, monkeypatch):
 )
 @pytest.mark.slow  # a whole forward on eight devices
 def test_the_forward_takes_its_experts_from_the_mesh_in_bfloat16(dispatch, monkeypatch):
-    monkeypatch.setattr(parallel_ops, "dispatch_for", lambda *_, **__: (DISPATCHES[dispatch], ""))
+    monkeypatch.setattr(
+        parallel_ops, "choose_dispatch", lambda *_, **__: (DISPATCHES[dispatch], "")
+    )
     cfg = replace(CFG, dtype="bfloat16")
     mesh = mesh_of(fsdp=2, expert=2, tensor=2)
     ops = sharded_ops(plain_ops(), mesh, cfg, TRAINING)
-    h, indices, weights, dy = tokens("uniform", jnp.bfloat16)
-    args = h, indices, weights, layer(), dy
-    ours = jax.jit(partial(gradients, lambda *args: ops.experts(*args, cfg)))(*args)
+    h, indices, weights, dy = make_tokens("uniform", jnp.bfloat16)
+    args = h, indices, weights, make_layer(), dy
+    actual = jax.jit(partial(compute_gradients, lambda *args: ops.experts(*args, cfg)))(*args)
     naive = plain(*args)
-    assert ours["y"].dtype == jnp.bfloat16 and ours["w_down"].dtype == jnp.float32
-    agree(ours, naive, oracle(*args))
+    assert actual["y"].dtype == jnp.bfloat16 and actual["w_down"].dtype == jnp.float32
+    check_agreement(actual, naive, oracle_experts(*args))
 
 
 def test_a_sampler_sends_tokens_over_every_axis_that_cuts_experts():
     mesh = mesh_of(fsdp=2, expert=2, tensor=2)
     ops = sharded_ops(plain_ops(), mesh, CFG, SAMPLING)
-    h, indices, weights, dy = tokens("uniform")
-    args = h, indices, weights, layer(), dy
-    ours = jax.jit(lambda *args: ops.experts(*args, CFG))(*args[:-1])
-    three_way(ours, plain(*args)["y"], oracle(*args)["y"])
+    h, indices, weights, dy = make_tokens("uniform")
+    args = h, indices, weights, make_layer(), dy
+    actual = jax.jit(lambda *args: ops.experts(*args, CFG))(*args[:-1])
+    three_way(actual, plain(*args)["y"], oracle_experts(*args)["y"])
 
 
 def test_the_emulated_exchange_is_the_documented_one():
     """The example of jax.lax.ragged_all_to_all's documentation."""
-    given = (
+    arguments = (
         [1, 2, 2, 3, 4, 0], [0] * 8, [0, 1, 0, 1], [1, 2, 1, 1], [0, 0, 1, 2], [1, 1, 2, 1],
     )  # fmt: skip
-    operand, output, *slices = (jnp.asarray(x, jnp.int32) for x in given)
+    operand, output, *slices = (jnp.asarray(x, jnp.int32) for x in arguments)
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
     run = jax.shard_map(
-        partial(emulated, axis_name="x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+        partial(emulate_ragged, axis_name="x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
         check_vma=False,
     )  # fmt: skip
-    found = jax.jit(run)(
+    actual = jax.jit(run)(
         operand.astype(jnp.float32)[:, None], output.astype(jnp.float32)[:, None], *slices
     )
-    np.testing.assert_array_equal(found[:, 0], [1, 3, 0, 0, 2, 2, 4, 0])
+    np.testing.assert_array_equal(actual[:, 0], [1, 3, 0, 0, 2, 2, 4, 0])
 
 
 @pytest.mark.parametrize(
-    "here, options, wanted, why",
+    "device, options, expected, reason",
     [
-        (Target("cpu", "cpu"), {}, gathered_experts, "no ragged all-to-all for a CPU"),
-        (Target("gpu", "NVIDIA H200"), {}, exchanged_experts, "4 rows there and back are fewer"),
-        (Target("gpu", "NVIDIA H200"), dict(shards=2), gathered_experts, "2 shards are fewer"),
-        (Target("gpu", "NVIDIA H200"), dict(decoding=True), gathered_experts, "decode step"),
-        (Target("tpu", "TPU v5 lite"), dict(devices=64), gathered_experts, "v5e of more than 16"),
-        (Target("tpu", "TPU v5 lite"), dict(devices=16), exchanged_experts, "fewer bytes"),
-        (Target("tpu", "TPU v5"), dict(devices=64), exchanged_experts, "fewer bytes"),
+        (Target("cpu", "cpu"), {}, experts_all_gather, "no ragged all-to-all for a CPU"),
+        (Target("gpu", "NVIDIA H200"), {}, experts_all_to_all, "4 rows there and back are fewer"),
+        (Target("gpu", "NVIDIA H200"), dict(shards=2), experts_all_gather, "2 shards are fewer"),
+        (Target("gpu", "NVIDIA H200"), dict(decoding=True), experts_all_gather, "decode step"),
+        (Target("tpu", "TPU v5 lite"), dict(devices=64), experts_all_gather, "v5e of more than 16"),
+        (Target("tpu", "TPU v5 lite"), dict(devices=16), experts_all_to_all, "fewer bytes"),
+        (Target("tpu", "TPU v5"), dict(devices=64), experts_all_to_all, "fewer bytes"),
     ],
 )
 def test_chip_and_mesh_say_how_tokens_travel_and_why_is_logged_once(
-    here, options, wanted, why, caplog
+    device, options, expected, reason, caplog
 ):
-    expert._say_once.cache_clear()
-    asked = dict(devices=8, shards=8, active=4, decoding=False) | options
+    expert._log_once.cache_clear()
+    options = dict(devices=8, shards=8, active=4, decoding=False) | options
     with caplog.at_level(logging.INFO, "jaxmoe.parallel"):
         for _ in range(2):
-            dispatch, reason = dispatch_for(here, **asked)
-            assert dispatch is wanted and why in reason
+            dispatch, reason = choose_dispatch(device, **options)
+            assert dispatch is expected and reason in reason
     assert len(caplog.messages) == 1 and reason in caplog.messages[0]

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import ModelConfig
-from jaxmoe.model.experts import experts
+from jaxmoe.model.experts import apply_experts
 from jaxmoe.parallel import expert
-from jaxmoe.parallel.expert import exchanged_experts, gathered_experts
+from jaxmoe.parallel.expert import experts_all_gather, experts_all_to_all
 from jaxmoe.parallel.sharding import AXES
 from pallas_kernels import grouped_matmul, grouped_swiglu
 from pallas_kernels.ahead_of_time import (
@@ -27,7 +27,7 @@ from pallas_kernels.ahead_of_time import (
     _without_compilation_cache,
     compiler_unavailable,
 )
-from tests.jaxmoe.parallel.collectives import collectives
+from tests.jaxmoe.parallel.collectives import list_collectives
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1800)]
 
@@ -46,51 +46,54 @@ def mesh_of(chip, topology, **axes):
     if reason:
         pytest.skip(reason)
     if chip in GPUS:
-        found = topologies.get_topology_desc(
+        topology_desc = topologies.get_topology_desc(
             platform="cuda", target_config=_target_config(GPUS[chip]), topology=topology
         )
     else:
-        found = topologies.get_topology_desc(topology, "tpu")
+        topology_desc = topologies.get_topology_desc(topology, "tpu")
     shape = [axes.get(name, 1) for name in AXES]
-    return Mesh(np.array(found.devices).reshape(shape), AXES)
+    return Mesh(np.array(topology_desc.devices).reshape(shape), AXES)
 
 
-def compiled(mesh, chip, dispatch, backward=True):
+def compile_dispatch(mesh, chip, dispatch, backward=True):
     """The dispatch on the mesh, with its gradients unless told otherwise."""
-    own = "mosaic_gpu" if chip in GPUS else "mosaic_tpu"
+    kernel_impl = "mosaic_gpu" if chip in GPUS else "mosaic_tpu"
     inner = partial(
-        experts, gate_up=partial(grouped_swiglu, impl=own), down=partial(grouped_matmul, impl=own)
+        apply_experts,
+        gate_up=partial(grouped_swiglu, impl=kernel_impl),
+        down=partial(grouped_matmul, impl=kernel_impl),
     )
 
-    def local(h, indices, weights, layer):
+    def run_shard(h, indices, weights, layer):
         return dispatch(h, indices, weights, layer, CFG, experts=inner)
 
     run = jax.shard_map(
-        local, mesh=mesh, in_specs=(TOKENS, TOKENS, TOKENS, EXPERTS), out_specs=TOKENS,
+        run_shard, mesh=mesh, in_specs=(TOKENS, TOKENS, TOKENS, EXPERTS), out_specs=TOKENS,
         check_vma=False,
     )  # fmt: skip
 
-    def both(h, indices, weights, layer):
+    def run_both(h, indices, weights, layer):
         y, pull = jax.vjp(lambda h, w, layer: run(h, indices, w, layer), h, weights, layer)
         return y, pull(y)
 
-    def array(spec, dtype, *shape):
+    def abstract_array(spec, dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     rows = mesh.size // mesh.shape["tensor"]
     layer = {
-        name: array(EXPERTS, jnp.bfloat16, E, *shape)
+        name: abstract_array(EXPERTS, jnp.bfloat16, E, *shape)
         for name, shape in dict(
             w_gate_up=(D, 2 * F), b_gate_up=(2 * F,), w_down=(F, D), b_down=(D,)
         ).items()
     }
     args = (
-        array(TOKENS, jnp.bfloat16, rows, ROWS, D), array(TOKENS, jnp.int32, rows, ROWS, A),
-        array(TOKENS, jnp.float32, rows, ROWS, A), layer,
+        abstract_array(TOKENS, jnp.bfloat16, rows, ROWS, D), abstract_array(TOKENS, jnp.int32, rows,
+        ROWS, A),
+        abstract_array(TOKENS, jnp.float32, rows, ROWS, A), layer,
     )  # fmt: skip
     platform = "cuda" if chip in GPUS else "tpu"
     with jax.set_mesh(mesh), _without_compilation_cache():
-        traced = jax.jit(both if backward else run).trace(*args)
+        traced = jax.jit(run_both if backward else run).trace(*args)
         return traced.lower(lowering_platforms=(platform,)).compile()
 
 
@@ -103,24 +106,24 @@ def compiled(mesh, chip, dispatch, backward=True):
     ],
 )
 def test_the_exchange_compiles_forward_and_backward(chip, topology, axes):
-    text = compiled(mesh_of(chip, topology, **axes), chip, exchanged_experts).as_text()
+    text = compile_dispatch(mesh_of(chip, topology, **axes), chip, experts_all_to_all).as_text()
     assert text.count("ragged-all-to-all") >= 8  # to and fro, forward and backward, two rounds
 
 
 def test_on_a_big_v5e_tokens_are_gathered():
     mesh = mesh_of("v5e", "v5e:8x8", fsdp=8, expert=8)
-    assert "reduce-scatter" in compiled(mesh, "v5e", gathered_experts).as_text()
+    assert "reduce-scatter" in compile_dispatch(mesh, "v5e", experts_all_gather).as_text()
     with pytest.raises(Exception, match="limited ICI routing"):
-        compiled(mesh, "v5e", exchanged_experts)
+        compile_dispatch(mesh, "v5e", experts_all_to_all)
 
 
 @pytest.mark.slow  # four programs, 20 s each
-@pytest.mark.parametrize("dispatch", [gathered_experts, exchanged_experts])
+@pytest.mark.parametrize("dispatch", [experts_all_gather, experts_all_to_all])
 def test_temporaries_do_not_grow_with_the_number_of_devices(dispatch, monkeypatch):
     """Tokens of 8 devices are gathered at once, of 16 in two parts."""
-    monkeypatch.setattr(expert, "GATHERED", 8 * ROWS * D * 4)
+    monkeypatch.setattr(expert, "MAX_GATHERED_BYTES", 8 * ROWS * D * 4)
     eight, sixteen = (
-        compiled(mesh_of("h200", hosts, expert=n), "h200", dispatch).memory_analysis()
+        compile_dispatch(mesh_of("h200", hosts, expert=n), "h200", dispatch).memory_analysis()
         for n, hosts in ((8, "1x1x8"), (16, "1x2x8"))
     )
     print(dispatch.__name__, eight.temp_size_in_bytes, sixteen.temp_size_in_bytes)
@@ -128,13 +131,14 @@ def test_temporaries_do_not_grow_with_the_number_of_devices(dispatch, monkeypatc
 
 
 def test_the_exchange_sends_fewer_bytes_of_a_token_than_gathering():
-    """Of a token, 4 rows each way in 2 bytes; else 1 to each of 8 shards, and 8 float32 sums."""
+    """The exchange sends 4 rows each way in 2 bytes; gathering sends 1 row to each of 8 shards, and
+    8 float32 sums back."""
     mesh, n = mesh_of("h200", "1x1x8", expert=8), 8
     sent = [
-        collectives(compiled(mesh, "h200", dispatch, backward=False).as_text())
-        for dispatch in (gathered_experts, exchanged_experts)
+        list_collectives(compile_dispatch(mesh, "h200", dispatch, backward=False).as_text())
+        for dispatch in (experts_all_gather, experts_all_to_all)
     ]
-    gathered, exchanged = (sum(size for _, size in found) for found in sent)
+    gathered, exchanged = (sum(size for _, size in topology_desc) for topology_desc in sent)
     print(f"bytes of a token: gathered {gathered / ROWS:.0f}, exchanged {exchanged / ROWS:.0f}")
     counts, rounds = n * E * 4, 4
     assert gathered == ROWS * n * (2 * D + 8 * A + 4 * D)  # h, indices and weights; the sum

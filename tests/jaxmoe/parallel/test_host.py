@@ -3,10 +3,10 @@
 
 import pytest
 
-from jaxmoe.parallel.host import free_bytes, one_thread_a_device
+from jaxmoe.parallel.host import count_free_bytes, use_one_thread_per_device
 
 
-def write(root, files):
+def write_files(root, files):
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
@@ -16,43 +16,43 @@ MACHINE = {"proc/meminfo": "MemTotal:  90 kB\nMemFree: 2 kB\nMemAvailable:      
 
 
 def test_nobody_says(tmp_path):
-    assert free_bytes(tmp_path) is None
+    assert count_free_bytes(tmp_path) is None
 
 
 def test_without_a_limit_it_is_what_the_machine_has(tmp_path):
     two = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"}
-    write(tmp_path, MACHINE | two)
-    assert free_bytes(tmp_path) == 50 * 1024
+    write_files(tmp_path, MACHINE | two)
+    assert count_free_bytes(tmp_path) == 50 * 1024
 
 
 @pytest.mark.parametrize("place", ["a/b", "a", ""])
 def test_the_least_of_all_groups_counts_and_cached_pages_are_free(tmp_path, place):
     top = f"sys/fs/cgroup/{place}".rstrip("/")
-    write(tmp_path, MACHINE | {
+    write_files(tmp_path, MACHINE | {
         "proc/self/cgroup": "0::/a/b\n", f"{top}/memory.max": "30000\n",
         f"{top}/memory.current": "28000\n", f"{top}/memory.stat": "anon 9\ninactive_file 500\n",
     })  # fmt: skip
-    assert free_bytes(tmp_path) == 2500
+    assert count_free_bytes(tmp_path) == 2500
 
 
 def test_the_first_version_of_groups_is_read_too(tmp_path):
     top = "sys/fs/cgroup/memory"  # in a container the path is the host's
-    write(tmp_path, MACHINE | {
+    write_files(tmp_path, MACHINE | {
         "proc/self/cgroup": "9:cpu:/\n4:memory:/docker/c0ffee\n0::/\n",
         f"{top}/memory.limit_in_bytes": "40000\n", f"{top}/memory.usage_in_bytes": "30000\n",
         f"{top}/memory.stat": "inactive_file 1\ntotal_inactive_file 700\n",
     })  # fmt: skip
-    assert free_bytes(tmp_path) == 10_700
+    assert count_free_bytes(tmp_path) == 10_700
 
 
 def test_devices_of_a_cpu_get_a_thread_each_beside_the_flags_there_are():
-    given = {"XLA_FLAGS": "--a=b"}
-    one_thread_a_device(given)
-    one_thread_a_device(given)
-    assert given == {"XLA_FLAGS": "--a=b --xla_cpu_multi_thread_eigen=false"}
-    theirs = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
-    one_thread_a_device(theirs)
-    assert theirs == {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
+    environ = {"XLA_FLAGS": "--a=b"}
+    use_one_thread_per_device(environ)
+    use_one_thread_per_device(environ)
+    assert environ == {"XLA_FLAGS": "--a=b --xla_cpu_multi_thread_eigen=false"}
+    environ_set = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
+    use_one_thread_per_device(environ_set)
+    assert environ_set == {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
     none = {}
-    one_thread_a_device(none)
+    use_one_thread_per_device(none)
     assert none == {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}

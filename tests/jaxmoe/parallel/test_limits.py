@@ -13,9 +13,9 @@ TINY = load_config("tiny.py")  # heads 4 and 2, experts 8, rows 64
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices", "said"),
+    ("changes", "devices", "message"),
     [
-        (["mesh.fsdp=8"], 4, r"\(fsdp 8\) must multiply to the devices there are, 4; they make 8"),
+        (["mesh.fsdp=8"], 4, r"\(fsdp 8\) must multiply to the number of devices, 4; they give 8"),
         (["mesh.fsdp=2", "mesh.expert=2"], 8, r"--set mesh.fsdp=8 --set mesh.expert=1"),
         (["mesh.fsdp=8"], 1, r"JAX_NUM_CPU_DEVICES=8 before the command"),
         (["mesh.sequence=7"], 7, r"mesh.sequence \(7\) must divide data.max_prompt_tokens"),
@@ -25,27 +25,27 @@ TINY = load_config("tiny.py")  # heads 4 and 2, experts 8, rows 64
         (["mesh.fsdp=8", "warmup.sequences_per_step=12"], 8, r"warmup.sequences_per_step / optim"),
         (
             ["mesh.fsdp=8", "optim.tokens_per_microbatch=2000"], 8,
-            r"must hold a multiple of mesh.data \* mesh.fsdp \* mesh.expert \(8\) rows",
+            r"must fit a multiple of mesh.data \* mesh.fsdp \* mesh.expert \(8\) rows",
         ),
     ],
 )  # fmt: skip
-def test_what_a_mesh_cannot_cut_is_refused_by_name(changes, devices, said):
-    with pytest.raises(ConfigError, match=said) as error:
+def test_what_a_mesh_cannot_cut_is_refused_by_name(changes, devices, message):
+    with pytest.raises(ConfigError, match=message) as error:
         check_mesh(override(TINY, *changes), devices)
     assert "\n" not in str(error.value) and "Try " in str(error.value)
 
 
 def test_several_processes_share_one_mesh_and_the_servers_of_vllm(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(ConfigError, match="they make 1"):
+    with pytest.raises(ConfigError, match="they give 1"):
         check_mesh(TINY, 2)  # or each would train a run of its own in one folder
     ahead = override(TINY, "mesh.fsdp=2", "rollout.max_staleness=1",
                      "loss.rollout_correction=token_is(high=2.0)")  # fmt: skip
-    with pytest.raises(ConfigError, match=r"rollout.max_staleness \(1\) must be 0 in several"):
+    with pytest.raises(ConfigError, match=r"rollout.max_staleness \(1\) must be 0 with several"):
         check_mesh(ahead, 2)
     vllm = override(TINY, "mesh.fsdp=2", "rollout.engine=vllm")
     check_mesh(vllm, 2)
-    with pytest.raises(ConfigError, match="must sample from vLLM servers that all of them share"):
+    with pytest.raises(ConfigError, match="must share vLLM servers"):
         check_mesh(override(vllm, "rollout.vllm.launch=0"), 2)
     for transport in ("nccl", "ipc"):
         with pytest.raises(ConfigError, match=rf"rollout.vllm.transport \({transport}\) must be"):
@@ -55,11 +55,13 @@ def test_several_processes_share_one_mesh_and_the_servers_of_vllm(monkeypatch):
 
 def test_a_host_must_be_there_and_have_room_for_what_its_devices_leave_it(monkeypatch):
     cfg = override(TINY, "optim.moments=host", "mesh.fsdp=2")
-    there = 2 * 1000
-    monkeypatch.setattr(limits, "free_bytes", lambda: there)
+    free = 2 * 1000
+    monkeypatch.setattr(limits, "count_free_bytes", lambda: free)
     check_host(cfg, 1000)
     check_host(TINY, 10**18)  # nothing waits there
-    with pytest.raises(ConfigError, match=r"the 2,000 bytes .* needs 2,002, 1,001 for each of 2"):
+    with pytest.raises(
+        ConfigError, match=r"need 2,002 bytes .*1,001 for each of 2 .* only 2,000 are free"
+    ):
         check_host(cfg, 1001)
 
     class Device:

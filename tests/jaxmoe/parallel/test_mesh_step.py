@@ -13,8 +13,8 @@ import pytest
 
 from jaxmoe.config import MeshConfig, ModelConfig, OptimConfig
 from jaxmoe.losses import gae
-from jaxmoe.model import init_params, new_critic, plain_ops
-from jaxmoe.model.router import replay, route
+from jaxmoe.model import init_critic, init_params, plain_ops
+from jaxmoe.model.router import replay_routing, route_top_k
 from jaxmoe.parallel import expert
 from jaxmoe.parallel import ops as mesh_ops
 from jaxmoe.parallel.ops import sharded_ops
@@ -22,9 +22,9 @@ from jaxmoe.parallel.sharding import (
     AXES,
     batch_sharding,
     make_mesh,
-    place,
-    place_state,
-    placed_shapes,
+    shard_batch,
+    shard_state,
+    sharded_shapes,
     state_shardings,
 )
 from jaxmoe.rl.algorithm import Algorithm
@@ -33,7 +33,7 @@ from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Frozen, Trained, init_state
 from jaxmoe.rl.update import rl_step
-from tests.jaxmoe.parallel.collectives import beside_loops, collectives
+from tests.jaxmoe.parallel.collectives import beside_loops, list_collectives
 
 CFG = ModelConfig(
     vocab_size=250, vocab_multiple=16, d_model=48, n_layers=2, n_q_heads=16, n_kv_heads=8,
@@ -49,8 +49,8 @@ EIGHTS = [{axis: 8} for axis in AXES]
 
 
 @pytest.fixture(autouse=True)
-def promotion():
-    """As the command has it: optax raises floats to integer powers."""
+def standard_promotion():
+    """Use the command's promotion of dtypes: optax raises floats to integer powers."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -71,7 +71,7 @@ def make_batch(seed):
 
 
 def routed_batch(seed):
-    """With experts that no router would choose."""
+    """Return a batch with experts that no router would choose."""
     batch = make_batch(seed)
     ranks = np.random.default_rng(seed).random((B, T, CFG.n_layers, CFG.n_experts)).argsort(-1)
     chosen = ranks[..., : CFG.experts_per_token].astype(np.uint8)
@@ -81,30 +81,30 @@ def routed_batch(seed):
 def with_hot_biases(params):
     """A bias of zeros shows nothing of how often it is added."""
 
-    def hot(path, x):
+    def make_large(path, x):
         return 0.3 * jnp.cos(jnp.arange(x.size)).reshape(x.shape) if "b_" in str(path[-1]) else x
 
-    return jax.tree_util.tree_map_with_path(hot, params)
+    return jax.tree_util.tree_map_with_path(make_large, params)
 
 
-def start(a):
+def make_state(a):
     params = with_hot_biases(init_params(jax.random.key(0), CFG))
     critic = None
     if a.critic != "none":
-        critic = new_critic(params, CFG, "float32", own_backbone=True)
+        critic = init_critic(params, CFG, "float32", own_backbone=True)
         critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
     reference = jax.tree.map(lambda x: 1.1 * x, params) if a.kl_coef else None
     return init_state(Trained(params, critic), TX, Frozen(reference))
 
 
-def losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, router=route):
+def run_losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, router=route_top_k):
     """Loss, entropy and gradient norm of so many steps on a mesh, all by one program.
 
     Of the loss alone little would be seen: where the ratio is 1 it is that of any model.
     """
     mesh = make_mesh(MeshConfig(**sizes))
     ops = sharded_ops(replace(plain_ops(), remat=remat, router=router), mesh, CFG)
-    state = place_state(start(a), CFG, mesh)
+    state = shard_state(make_state(a), CFG, mesh)
     pins = (
         {} if mesh is None else {"out_shardings": (state_shardings(state, CFG, mesh), None, None)}
     )
@@ -113,30 +113,30 @@ def losses(a, sizes, steps, remat=lambda pair: pair, batch=make_batch, router=ro
         donate_argnums=0, **pins,
     )  # fmt: skip
     # a program made ahead refuses what another step would need: other shapes, other places
-    step = step.lower(state, place(batch(0), mesh)).compile()
+    step = step.lower(state, shard_batch(batch(0), mesh)).compile()
     if mesh is not None:  # or devices of a CPU may wait for each other: jaxmoe/parallel/host.py
         assert not beside_loops(step.as_text())
-    found = []
+    actual = []
     for seed in range(steps):
-        state, metrics, _ = step(state, place(batch(seed), mesh))
-        found.append([float(metrics[name]) for name in ("loss", "policy/entropy", "grad/norm")])
-    return np.array(found)
+        state, metrics, _ = step(state, shard_batch(batch(seed), mesh))
+        actual.append([float(metrics[name]) for name in ("loss", "policy/entropy", "grad/norm")])
+    return np.array(actual)
 
 
 @cache
 def on_one(a, steps):
-    return losses(a, {}, steps)
+    return run_losses(a, {}, steps)
 
 
 def test_a_step_on_a_mesh_is_the_step_on_one_device():
-    """With biases that are not 0, and experts that are the engine's and not the router's own."""
+    """Biases are not 0, and the experts are the engine's, not the router's own."""
     plain = Algorithm()  # one forward: the slow ones have a reference, old log-probs, a critic
-    options = {"batch": routed_batch, "router": replay}
-    found = losses(plain, {"fsdp": 2, "expert": 2, "tensor": 2}, 2, **options)
-    assert np.abs(found - losses(plain, {}, 2, **options)).max() < 2e-5
+    options = {"batch": routed_batch, "router": replay_routing}
+    actual = run_losses(plain, {"fsdp": 2, "expert": 2, "tensor": 2}, 2, **options)
+    assert np.abs(actual - run_losses(plain, {}, 2, **options)).max() < 2e-5
 
 
-def program(sizes, rows=8, length=1600):
+def compile_step(sizes, rows=8, length=1600):
     """The compiled step of eight layers on that many tokens; nothing is made."""
     cfg, mesh = replace(CFG, n_layers=8), make_mesh(MeshConfig(**sizes))
     ops = sharded_ops(replace(plain_ops(), remat=jax.checkpoint), mesh, cfg)
@@ -145,20 +145,23 @@ def program(sizes, rows=8, length=1600):
     if mesh is not None:
         pins = {"out_shardings": (state_shardings(state, cfg, mesh), None, None)}
 
-    def shape(x):
-        whole = (rows, length)[: np.ndim(x)]
-        at = {} if mesh is None else {"sharding": batch_sharding(mesh, np.ndim(x))}
-        return jax.ShapeDtypeStruct(whole, x.dtype, **at)
+    def abstract_row(x):
+        sharded_shape = (rows, length)[: np.ndim(x)]
+        sharding_kwargs = {} if mesh is None else {"sharding": batch_sharding(mesh, np.ndim(x))}
+        return jax.ShapeDtypeStruct(sharded_shape, x.dtype, **sharding_kwargs)
 
-    batch = jax.tree.map(shape, make_batch(0))
+    batch = jax.tree.map(abstract_row, make_batch(0))
     step = jax.jit(
         partial(rl_step, tx=TX, algorithm=Algorithm(), scorer=Scorer(cfg, ops)),
         donate_argnums=0, **pins,
     )  # fmt: skip
     # as on chips, and at real widths: a ring's turns are a loop, and tokens that a CPU gathers more
     # than GATHERED, so that they come in parts
-    with patch.object(mesh_ops, "ring", None), patch.object(expert, "GATHERED", 2**20):
-        return step.lower(placed_shapes(state, cfg, mesh), batch).compile()
+    with (
+        patch.object(mesh_ops, "ring_attention", None),
+        patch.object(expert, "MAX_GATHERED_BYTES", 2**20),
+    ):
+        return step.lower(sharded_shapes(state, cfg, mesh), batch).compile()
 
 
 @pytest.mark.slow  # compiles two steps
@@ -172,13 +175,16 @@ def program(sizes, rows=8, length=1600):
     ids=str,
 )
 def test_a_device_of_eight_holds_a_fraction_and_nothing_whole_travels(sizes, share):
-    one, made = program({}).memory_analysis().temp_size_in_bytes, program(sizes)
-    own = 1600 * CFG.d_model * 4  # a device's activations
+    single_bytes, program_on_mesh = (
+        compile_step({}).memory_analysis().temp_size_in_bytes,
+        compile_step(sizes),
+    )
+    activation_bytes = 1600 * CFG.d_model * 4  # a device's activations
     stacked = 4 * CFG.n_experts * CFG.d_model * 2 * CFG.d_expert * 4
-    print(sizes, made.memory_analysis().temp_size_in_bytes / one)
-    assert made.memory_analysis().temp_size_in_bytes <= share * one
-    largest = max(collectives(made.as_text()), key=lambda found: found[1])
-    assert largest[1] <= own < stacked, largest
+    print(sizes, program_on_mesh.memory_analysis().temp_size_in_bytes / single_bytes)
+    assert program_on_mesh.memory_analysis().temp_size_in_bytes <= share * single_bytes
+    largest = max(list_collectives(program_on_mesh.as_text()), key=lambda actual: actual[1])
+    assert largest[1] <= activation_bytes < stacked, largest
 
 
 @pytest.mark.slow  # fifteen meshes, a quarter of a minute each
@@ -186,5 +192,5 @@ def test_a_device_of_eight_holds_a_fraction_and_nothing_whole_travels(sizes, sha
 @pytest.mark.parametrize("a", [GRPO, PPO], ids=["grpo", "ppo"])
 @pytest.mark.parametrize("sizes", TWOS + EIGHTS, ids=str)
 def test_twenty_steps_on_eight_devices_are_those_on_one(a, sizes):
-    found = losses(a, sizes, 20)
-    assert np.abs(found - on_one(a, 20)).max() < 2e-5
+    actual = run_losses(a, sizes, 20)
+    assert np.abs(actual - on_one(a, 20)).max() < 2e-5

@@ -24,14 +24,14 @@ from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel import processes
 from jaxmoe.parallel.channel import Channel
 from jaxmoe.parallel.processes import (
-    PLAIN,
-    agreed,
-    by_one_process,
-    everyones,
-    in_shares,
-    join,
-    on_hosts,
-    same_everywhere,
+    PROCESS_VARIABLES,
+    check_one_process,
+    check_same_everywhere,
+    gather_from_processes,
+    gather_to_hosts,
+    join_processes,
+    map_shares,
+    max_over_processes,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -43,87 +43,89 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def plain(address="127.0.0.1:1", count="2", number="1"):
-    return dict(zip(PLAIN, (address, count, number), strict=True))
+def make_environ(address="127.0.0.1:1", count="2", number="1"):
+    return dict(zip(PROCESS_VARIABLES, (address, count, number), strict=True))
 
 
 def test_one_process_meets_nobody_and_agrees_with_itself():
-    join({})
-    join(plain(count="1", number="0"))
+    join_processes({})
+    join_processes(make_environ(count="1", number="0"))
     assert not jax.distributed.is_initialized()
-    same_everywhere(config="a")
-    assert everyones({"a": 1}) == [{"a": 1}] and agreed(3) == 3
-    assert in_shares([1, 2, 3], sum) == [6]
-    assert on_hosts(jax.numpy.arange(3)).tolist() == [0, 1, 2]
+    check_same_everywhere(config="a")
+    assert gather_from_processes({"a": 1}) == [{"a": 1}] and max_over_processes(3) == 3
+    assert map_shares([1, 2, 3], sum) == [6]
+    assert gather_to_hosts(jax.numpy.arange(3)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "output"),
     [
-        ({PLAIN[0]: "127.0.0.1:1"}, "JAX_NUM_PROCESSES=nothing"),
-        (plain(address="nowhere"), "JAX_COORDINATOR_ADDRESS='nowhere'"),
-        (plain(count="two"), "JAX_NUM_PROCESSES='two'"),
-        (plain(number="2"), r"JAX_PROCESS_ID \(2\) must be below JAX_NUM_PROCESSES \(2\)"),
+        ({PROCESS_VARIABLES[0]: "127.0.0.1:1"}, "JAX_NUM_PROCESSES=nothing"),
+        (make_environ(address="nowhere"), "JAX_COORDINATOR_ADDRESS='nowhere'"),
+        (make_environ(count="two"), "JAX_NUM_PROCESSES='two'"),
+        (make_environ(number="2"), r"JAX_PROCESS_ID \(2\) must be below JAX_NUM_PROCESSES \(2\)"),
     ],
 )
-def test_variables_that_cannot_be_are_one_line(environ, said):
-    with pytest.raises(ConfigError, match=said) as error:
-        join(environ)
+def test_variables_that_cannot_be_are_one_line(environ, output):
+    with pytest.raises(ConfigError, match=output) as error:
+        join_processes(environ)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("environ", [{PLAIN[1]: "2"}, {processes.FIND: "auto"}])
+@pytest.mark.parametrize(
+    "environ", [{PROCESS_VARIABLES[1]: "2"}, {processes.FIND_VARIABLE: "auto"}]
+)
 def test_what_one_process_writes_is_refused_to_several(environ):
-    by_one_process("export", {})
-    by_one_process("export", plain(count="1", number="0"))
-    with pytest.raises(ConfigError, match="jaxmoe.export must be one process's.*Try env -u"):
-        by_one_process("export", environ)
+    check_one_process("export", {})
+    check_one_process("export", make_environ(count="1", number="0"))
+    with pytest.raises(ConfigError, match="jaxmoe.export must run as one process.*Try env -u"):
+        check_one_process("export", environ)
 
 
 def test_a_first_process_that_does_not_answer_is_one_line(monkeypatch):
-    monkeypatch.setattr(processes, "WAIT_S", 0.1)
+    monkeypatch.setattr(processes, "START_TIMEOUT_S", 0.1)
     with pytest.raises(ConfigError, match="nothing answered for 0.1 s .*Start process 0"):
-        join(plain(address=f"127.0.0.1:{free_port()}"))
+        join_processes(make_environ(address=f"127.0.0.1:{free_port()}"))
 
 
-def as_three(monkeypatch, number, others):
-    """As process `number` of three, of which the others have these values."""
+def as_three(monkeypatch, number, other_values):
+    """Act as process `number` of three, where the others have these values."""
 
     class Three(Channel):
-        def everyones(self, value):
-            return [value if i == number else others[i] for i in range(3)]
+        def gather_values(self, value):
+            return [value if i == number else other_values[i] for i in range(3)]
 
     channel = Three("three", number=number, count=3)
     monkeypatch.setattr(processes.jax, "process_count", lambda: 3)
     monkeypatch.setattr(processes.jax, "process_index", lambda: number)
     monkeypatch.setattr(processes.jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(processes, "_channel", lambda: channel)
+    monkeypatch.setattr(processes, "_open_channel", lambda: channel)
 
 
 def test_what_differs_between_processes_is_named_with_who_has_it(monkeypatch):
-    here = {"config": "lr 1\nseed 2", "code": "abc"}
-    as_three(monkeypatch, 0, {1: here, 2: here | {"config": "lr 1\nseed 3"}})
+    values = {"config": "lr 1\nseed 2", "code": "abc"}
+    as_three(monkeypatch, 0, {1: values, 2: values | {"config": "lr 1\nseed 3"}})
     with pytest.raises(ConfigError, match="config .* in 2: 'seed 3' and not 'seed 2'"):
-        same_everywhere(**here)
+        check_same_everywhere(**values)
 
 
 def test_neighbours_stay_together_in_a_share_and_all_is_shared_out(monkeypatch):
-    taken = []
+    shares = []
     for number in range(3):
         as_three(monkeypatch, number, {i: {"value": None} for i in range(3)})
-        in_shares(list(range(14)), taken.append, of=2)
-    assert [x for share in taken for x in share] == list(range(14))
-    assert all(len(share) % 2 == 0 for share in taken)
+        map_shares(list(range(14)), shares.append, group_size=2)
+    assert [x for share in shares for x in share] == list(range(14))
+    assert all(len(share) % 2 == 0 for share in shares)
 
 
 def test_an_error_in_one_process_ends_all(monkeypatch):
     broken = {"error": '["EngineError", 2, "ValueError: no"]'}
     as_three(monkeypatch, 0, {1: {"value": 1}, 2: broken})
     with pytest.raises(EngineError, match="process 2: ValueError: no"):
-        in_shares([1, 2, 3], sum)
+        map_shares([1, 2, 3], sum)
     as_three(monkeypatch, 2, {0: {"value": 1}, 1: {"value": 1}})
     with pytest.raises(ZeroDivisionError):
-        in_shares([1, 2, 3], lambda share: 1 // 0)
+        map_shares([1, 2, 3], lambda share: 1 // 0)
 
 
 SMALL = {
@@ -140,19 +142,19 @@ def share(prompt, response, row):
 """
 
 
-def run(work, count, devices, module="train", more=(), **mesh):
+def start_processes(work, count, devices, module="train", options=(), **mesh):
     """The processes of one command, and where each writes."""
-    changes = SMALL | {f"mesh.{axis}": n for axis, n in mesh.items()} | dict(more)
+    changes = SMALL | {f"mesh.{axis}": n for axis, n in mesh.items()} | dict(options)
     sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
     typed = [sys.executable, "-m", f"jaxmoe.{module}", "--config", "tiny.py",
              "--workdir", str(work)]  # fmt: skip
     address, started = f"127.0.0.1:{free_port()}", []
     (work.parent / "early_letters.py").write_text(REWARD)
-    found = os.pathsep.join(filter(None, (str(work.parent), os.environ.get("PYTHONPATH"))))
+    outputs = os.pathsep.join(filter(None, (str(work.parent), os.environ.get("PYTHONPATH"))))
     for number in range(count):
         env = {
             **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices),
-            **plain(address, str(count), str(number)), "PYTHONPATH": found,
+            **make_environ(address, str(count), str(number)), "PYTHONPATH": outputs,
         }  # fmt: skip
         if count > 1:  # jax keeps programs for process 0 alone, which then waits 30 s for others
             env.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -163,93 +165,96 @@ def run(work, count, devices, module="train", more=(), **mesh):
     return started
 
 
-def ended(started, within):
+def wait_for_end(started, timeout_s):
     """Exit statuses and what was written, once all have ended."""
-    until, found = time.monotonic() + within, []
+    deadline, outputs = time.monotonic() + timeout_s, []
     for process, log in started:
-        code = process.wait(timeout=max(1.0, until - time.monotonic()))
+        code = process.wait(timeout=max(1.0, deadline - time.monotonic()))
         log.seek(0)
-        found.append((code, log.read()))
+        outputs.append((code, log.read()))
         log.close()
-    return found
+    return outputs
 
 
 MINUTES = 1200  # s: of four processes that compile, beside others
 KILLS = int(os.environ.get("JAXMOE_FAULTS", "1"))
 
 
-def learned(row):
+def pick_learned(row):
     """The numbers of a line that are no clock's."""
     numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}
     return {k: v for k, v in numbers.items() if not k.startswith("time/") and "_per_s" not in k}
 
 
-def lines(work):
+def read_rows_by_step(work):
     rows = read_metrics(work / "metrics.jsonl")
     return {(row["stage"], row["step"]): row for row in rows}
 
 
-def overloaded(found):
-    """Whether gloo, which waits 30 s for all to come to a first collective, gave up on a start."""
-    return any("Gloo context initialization failed" in said for _, said in found)
+def is_overloaded(outputs):
+    """Return True if gloo, which waits 30 s for the first collective, gave up on a start."""
+    return any("Gloo context initialization failed" in output for _, output in outputs)
 
 
-def finished(work, count, devices, **mesh):
+def run_to_end(work, count, devices, **mesh):
     """The lines of a run to its end, started again where this machine was too slow for gloo."""
     for _ in range(3):
-        found = ended(run(work, count, devices, **mesh), MINUTES)
-        if all(code == 0 for code, _ in found):
-            return lines(work)
-        assert overloaded(found), found
-    raise AssertionError(found)
+        outputs = wait_for_end(start_processes(work, count, devices, **mesh), MINUTES)
+        if all(code == 0 for code, _ in outputs):
+            return read_rows_by_step(work)
+        assert is_overloaded(outputs), outputs
+    raise AssertionError(outputs)
 
 
-def begun(work, at):
+def start_and_wait(work, step):
     """Four processes that have come to line `at`, started again as above."""
     for _ in range(3):
-        started = run(work, 4, 2, fsdp=4, tensor=2)
-        while at not in lines(work) and started[0][0].poll() is None:
+        started = start_processes(work, 4, 2, fsdp=4, tensor=2)
+        while step not in read_rows_by_step(work) and started[0][0].poll() is None:
             time.sleep(0.05)
-        if at in lines(work):
+        if step in read_rows_by_step(work):
             return started
-        found = ended(started, 60)
-        assert overloaded(found), found
-    raise AssertionError(found)
+        outputs = wait_for_end(started, 60)
+        assert is_overloaded(outputs), outputs
+    raise AssertionError(outputs)
 
 
-def killed(work, kill, want):
+def kill_and_resume(work, kill, want):
     """A run of four of which one dies, gone on with by two on another mesh; how far it is off.
 
     Before the death it is the same program, so the same bits; after it other sums in other orders.
     """
     dice = random.Random(kill)
-    at, victim, wait = ("rl", dice.randint(1, 3)), dice.randrange(4), dice.uniform(0, 1)
-    started = begun(work, at)
+    step, victim, wait = ("rl", dice.randint(1, 3)), dice.randrange(4), dice.uniform(0, 1)
+    started = start_and_wait(work, step)
     time.sleep(wait)  # so that a save, a rollout or the next step is cut
     started[victim][0].send_signal(signal.SIGKILL)
-    found = ended(started, 60)
-    assert all(code != 0 for code, _ in found)
-    told = [said for i, (_, said) in enumerate(found) if i != victim]
+    outputs = wait_for_end(started, 60)
+    assert all(code != 0 for code, _ in outputs)
+    errors = [output for i, (_, output) in enumerate(outputs) if i != victim]
     cause = f"Task {victim}" if victim else "leader task"  # of process 0 the service dies too
-    assert any("lost another one" in said or cause in said for said in told), told
-    for key, row in lines(work).items():
-        assert learned(row) == learned(want[key]), key
-    rows = finished(work, 2, 4, fsdp=2, expert=4)
+    assert any(
+        "lost the connection to another" in output or cause in output for output in errors
+    ), errors
+    for key, row in read_rows_by_step(work).items():
+        assert pick_learned(row) == pick_learned(want[key]), key
+    rows = run_to_end(work, 2, 4, fsdp=2, expert=4)
     assert rows.keys() == want.keys()
-    off = {
-        (key, name): abs(value - learned(want[key])[name]) / max(1.0, abs(value))
-        for key, row in rows.items() for name, value in learned(row).items()
+    differences = {
+        (key, name): abs(value - pick_learned(want[key])[name]) / max(1.0, abs(value))
+        for key, row in rows.items() for name, value in pick_learned(row).items()
     }  # fmt: skip
-    worst = max(off, key=lambda x: off[x])
+    worst = max(differences, key=lambda x: differences[x])
     print(
-        f"kill {kill}: process {victim}, {wait:.2f} s after {at}: off by {off[worst]:.1e}, {worst}"
+        f"kill {kill}: process {victim}, {wait:.2f} s after {step}: off by "
+        f"{differences[worst]:.1e}, {worst}"
     )
-    return off
+    return differences
 
 
-def whole(work):
+def read_final(work):
     """The lines of the run that nobody kills, whose steps change something."""
-    want = finished(work, 4, 2, fsdp=4, tensor=2)
+    want = run_to_end(work, 4, 2, fsdp=4, tensor=2)
     steps = [row for (stage, step), row in want.items() if stage == "rl" and step]
     assert len(steps) == 4 and all(row["grad/norm"] > 0 for row in steps)
     return want
@@ -259,35 +264,37 @@ def whole(work):
 @pytest.mark.extended  # four processes that compile a run each, three times
 @pytest.mark.timeout(2 * MINUTES * (1 + KILLS))
 def test_a_process_that_dies_ends_all_and_others_on_another_mesh_go_on(tmp_path):
-    want = whole(tmp_path / "whole")
+    want = read_final(tmp_path / "whole")
     for kill in range(KILLS):
-        off = killed(tmp_path / f"killed{kill}", kill, want)
+        differences = kill_and_resume(tmp_path / f"killed{kill}", kill, want)
         # the square of an answer's ratio: an error of a log-prob comes in twice a token
-        room = {key: 1e-6 * (2 * 6 if "chi2_seq" in key[1] else 1) for key in off}
-        assert all(off[key] < room[key] for key in off), {k: x for k, x in off.items() if x > 1e-6}
+        room = {key: 1e-6 * (2 * 6 if "chi2_seq" in key[1] else 1) for key in differences}
+        assert all(differences[key] < room[key] for key in differences), {
+            k: x for k, x in differences.items() if x > 1e-6
+        }
 
 
 def supervised_steps(count, steps, axis):
-    """What process 0 of `count` prints of such steps on two devices."""
+    """Return the output of process 0 of `count`, after such steps on two devices."""
     address, started = f"127.0.0.1:{free_port()}", []
     typed = [sys.executable, "-m", "tests.jaxmoe.parallel.supervised_steps", str(steps), axis]
     for number in range(count):
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // count)}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
-        env |= plain(address, str(count), str(number)) if count > 1 else {}
+        env |= make_environ(address, str(count), str(number)) if count > 1 else {}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(typed, cwd=ROOT, env=env, text=True, **pipes))
-    said = [process.communicate(timeout=MINUTES) for process in started]
-    assert all(process.returncode == 0 for process in started), said
-    return json.loads(said[0][0].splitlines()[-1])
+    output = [process.communicate(timeout=MINUTES) for process in started]
+    assert all(process.returncode == 0 for process in started), output
+    return json.loads(output[0][0].splitlines()[-1])
 
 
 @pytest.mark.slow  # two processes and one; tiny.py's own sizes, whose messages gloo got wrong
 @pytest.mark.timeout(2 * MINUTES)
 def test_two_processes_take_the_supervised_steps_of_one():
-    want, got = (supervised_steps(count, 20, "fsdp") for count in (1, 2))
+    want, actual = (supervised_steps(count, 20, "fsdp") for count in (1, 2))
     assert len(want) == 20 and min(min(step) for step in want) > 0
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(actual, want, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -295,30 +302,40 @@ def test_two_processes_take_the_supervised_steps_of_one():
 @pytest.mark.timeout(2 * MINUTES)
 def test_two_processes_train_on_the_numbers_of_one(tmp_path):
     sizes = {"model.d_model": 64, "model.d_expert": 64, "warmup.steps": 6, "steps": 2}
-    (alone,) = ended(run(tmp_path / "one", 1, 2, more=sizes, fsdp=2), MINUTES)
-    both = ended(run(tmp_path / "two", 2, 1, more=sizes, fsdp=2), MINUTES)
-    assert [code for code, _ in (alone, *both)] == [0, 0, 0], (alone, both)
-    want, rows = lines(tmp_path / "one"), lines(tmp_path / "two")
+    (output_of_one,) = wait_for_end(
+        start_processes(tmp_path / "one", 1, 2, more=sizes, fsdp=2), MINUTES
+    )
+    outputs_of_two = wait_for_end(
+        start_processes(tmp_path / "two", 2, 1, more=sizes, fsdp=2), MINUTES
+    )
+    assert [code for code, _ in (output_of_one, *outputs_of_two)] == [0, 0, 0], (
+        output_of_one,
+        outputs_of_two,
+    )
+    want, rows = read_rows_by_step(tmp_path / "one"), read_rows_by_step(tmp_path / "two")
     assert rows.keys() == want.keys() and len(rows) == 9
     for key, row in rows.items():
-        for name, value in learned(row).items():
+        for name, value in pick_learned(row).items():
             room = 1e-6 * (2 * 6 if "chi2_seq" in name else 1)  # an error comes in twice a token
-            assert abs(value - learned(want[key])[name]) <= room * max(1.0, abs(value)), (key, name)
+            assert abs(value - pick_learned(want[key])[name]) <= room * max(1.0, abs(value)), (
+                key,
+                name,
+            )
 
 
 @pytest.mark.slow  # two processes
 def test_a_signal_at_one_saves_at_all(tmp_path):
     work = tmp_path / "run"
-    started = run(work, 2, 1, fsdp=2)
-    while ("rl", 1) not in lines(work):
-        assert started[0][0].poll() is None, ended(started, 60)
+    started = start_processes(work, 2, 1, fsdp=2)
+    while ("rl", 1) not in read_rows_by_step(work):
+        assert started[0][0].poll() is None, wait_for_end(started, 60)
         time.sleep(0.05)
     started[1][0].send_signal(signal.SIGTERM)
-    found = ended(started, 240)
-    assert [code for code, _ in found] == [143, 143], found
-    saved = max(step for _, step in [key for key in lines(work) if key[0] == "rl"])
-    assert f"saved rl step {saved}" in found[0][1]
-    assert np.isfinite(lines(work)["rl", saved]["loss"])
+    outputs = wait_for_end(started, 240)
+    assert [code for code, _ in outputs] == [143, 143], outputs
+    saved = max(step for _, step in [key for key in read_rows_by_step(work) if key[0] == "rl"])
+    assert f"saved rl step {saved}" in outputs[0][1]
+    assert np.isfinite(read_rows_by_step(work)["rl", saved]["loss"])
 
 
 @pytest.mark.slow
@@ -327,8 +344,8 @@ def test_a_signal_at_one_saves_at_all(tmp_path):
 def test_two_processes_have_every_log_prob_of_their_engines_to_the_bit(tmp_path, dtype):
     exact = {"model.numerics": "invariant", "model.dtype": dtype, "rollout.sequences_per_step": 32}
     work = tmp_path / "run"
-    for code, said in ended(
-        run(
+    for code, output in wait_for_end(
+        start_processes(
             work,
             2,
             2,
@@ -338,8 +355,10 @@ def test_two_processes_have_every_log_prob_of_their_engines_to_the_bit(tmp_path,
         ),
         MINUTES,
     ):
-        assert code == 0, said
-    steps = [row for (stage, step), row in lines(work).items() if stage == "rl" and step]
+        assert code == 0, output
+    steps = [
+        row for (stage, step), row in read_rows_by_step(work).items() if stage == "rl" and step
+    ]
     assert len(steps) == 4 and all(row["grad/norm"] > 0 for row in steps)
     for row in steps:
         assert row["train_rollout_logprob_abs_diff_max"] == row["router/expert_switches"] == 0.0
@@ -348,15 +367,19 @@ def test_two_processes_have_every_log_prob_of_their_engines_to_the_bit(tmp_path,
 @pytest.mark.slow
 @pytest.mark.extended  # two processes, and one that scores the same
 def test_processes_score_together_and_the_first_alone_tells(tmp_path):
-    (code, first), (other, second) = ended(run(tmp_path / "two", 2, 1, "eval", fsdp=2), 400)
-    assert code == other == 0, first + second
-    ((code, alone),) = ended(run(tmp_path / "one", 1, 2, "eval", fsdp=2), 400)
+    (code, first), (second_code, second) = wait_for_end(
+        start_processes(tmp_path / "two", 2, 1, "eval", fsdp=2), 400
+    )
+    assert code == second_code == 0, first + second
+    ((code, output_of_one),) = wait_for_end(
+        start_processes(tmp_path / "one", 1, 2, "eval", fsdp=2), 400
+    )
     assert code == 0 and "accuracy" not in second
 
-    def told(text):
+    def errors(text):
         return [line for line in text.splitlines() if line.startswith(("  ", "accuracy"))]
 
-    assert told(first) == told(alone) and len(told(first)) > 5
+    assert errors(first) == errors(output_of_one) and len(errors(first)) > 5
 
 
 BEFORE_THE_CHECK = """
@@ -379,14 +402,14 @@ with together():
 @pytest.mark.parametrize("count", [1, 2])
 def test_processes_leave_the_device_to_the_check_of_kernels(count):
     """A TPU is one process's at a time: what comes before the check must not open it."""
-    address, here = f"127.0.0.1:{free_port()}", {**os.environ, "JAX_PLATFORMS": "cpu"}
+    address, values = f"127.0.0.1:{free_port()}", {**os.environ, "JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", BEFORE_THE_CHECK], cwd=ROOT, text=True, stderr=subprocess.PIPE,
-            env=here | (plain(address, str(count), str(number)) if count > 1 else {}),
+            env=values | (make_environ(address, str(count), str(number)) if count > 1 else {}),
         )
         for number in range(count)
     ]  # fmt: skip
     for process in started:
-        said = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, said
+        output = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, output

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmoe.config import MeshConfig
 from jaxmoe.parallel import scatter
-from jaxmoe.parallel.gather import gathered
+from jaxmoe.parallel.gather import gather_param
 from jaxmoe.parallel.sharding import make_mesh
 
 NAMES = ("fsdp", "tensor")
@@ -18,20 +18,24 @@ NAMES = ("fsdp", "tensor")
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("gloo", [False, True])
 def test_each_device_keeps_its_own_piece_of_the_sum(monkeypatch, dim, gloo):
-    monkeypatch.setattr(scatter, "_by_gloo", lambda: gloo)
+    monkeypatch.setattr(scatter, "_uses_gloo", lambda: gloo)
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     x = np.random.default_rng(0).integers(-9, 9, (8, 12, 20, 28)).astype(np.float32)
 
-    def own(x_1):
-        return scatter.sum_scattered(x_1[0], NAMES, dim=dim)[None]
+    def scatter_own(x_1):
+        return scatter.reduce_scatter(x_1[0], NAMES, dim=dim)[None]
 
-    every = P(("data", *NAMES))
-    run = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=every, out_specs=every, check_vma=False))
+    every_axis = P(("data", *NAMES))
+    run = jax.jit(
+        jax.shard_map(
+            scatter_own, mesh=mesh, in_specs=every_axis, out_specs=every_axis, check_vma=False
+        )
+    )
     text = run.lower(x).as_text()
     assert ("reduce_scatter" in text) != gloo and ("all_to_all" in text) == gloo
-    for number, got in enumerate(np.asarray(run(x))):
+    for number, row in enumerate(np.asarray(run(x))):
         total = x[number // 4 * 4 :][:4].sum(0)
-        np.testing.assert_array_equal(got, np.split(total, 4, axis=dim)[number % 4])
+        np.testing.assert_array_equal(row, np.split(total, 4, axis=dim)[number % 4])
 
 
 def test_a_gathered_parameters_gradient_goes_the_same_way(monkeypatch):
@@ -40,19 +44,19 @@ def test_a_gathered_parameters_gradient_goes_the_same_way(monkeypatch):
     x = np.random.default_rng(1).integers(-9, 9, (8, 12, 20)).astype(np.float32)
     cut = P("fsdp", "tensor")
 
-    def gradient(w, x_1):
-        def loss(w):
-            return jnp.sum(gathered(w, (("fsdp",), ("tensor",)), jnp.float32) * x_1[0])
+    def compute_gradient(w, x_1):
+        def sum_squares(w):
+            return jnp.sum(gather_param(w, (("fsdp",), ("tensor",)), jnp.float32) * x_1[0])
 
-        return jax.grad(loss)(w)
+        return jax.grad(sum_squares)(w)
 
-    found = []
+    results = []
     for gloo in (False, True):
-        monkeypatch.setattr(scatter, "_by_gloo", lambda gloo=gloo: gloo)
+        monkeypatch.setattr(scatter, "_uses_gloo", lambda gloo=gloo: gloo)
         run = jax.jit(jax.shard_map(
-            gradient, mesh=mesh, in_specs=(cut, P(("data", *NAMES))),
+            compute_gradient, mesh=mesh, in_specs=(cut, P(("data", *NAMES))),
             out_specs=P(("data", "fsdp"), "tensor"), check_vma=False,
         ))  # fmt: skip
-        found.append(np.asarray(run(w, x)))
-    np.testing.assert_array_equal(found[0], x.reshape(2, 4, 12, 20).sum(1).reshape(24, 20))
-    np.testing.assert_array_equal(found[1], found[0])
+        results.append(np.asarray(run(w, x)))
+    np.testing.assert_array_equal(results[0], x.reshape(2, 4, 12, 20).sum(1).reshape(24, 20))
+    np.testing.assert_array_equal(results[1], results[0])

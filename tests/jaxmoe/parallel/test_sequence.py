@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmoe.model.ops import as_is, keeping_attention
+from jaxmoe.model.ops import checkpoint_keeping_attention, no_remat
 from jaxmoe.parallel import halo, ring, ulysses
 from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
 from pallas_kernels.sink_attention import cases, sink_attention
@@ -25,7 +25,12 @@ from tests.pallas_kernels.sink_attention.attention_oracle import (
 )
 
 PLACES = "q_positions_BT", "k_positions_BS", "q_segment_ids_BT", "k_segment_ids_BS"
-METHODS = {"ring": ring.ring, "zigzag": ring.ring, "ulysses": ulysses.ulysses, "halo": halo.halo}
+METHODS = {
+    "ring": ring.ring_attention,
+    "zigzag": ring.ring_attention,
+    "ulysses": ulysses.ulysses_attention,
+    "halo": halo.halo_attention,
+}
 CASE = cases.AttentionCase("packed", 3, 48, 48, 24, 2, 10, 0, "packed", "big")
 CASES = (  # what follows compiles nothing more
     CASE,
@@ -35,36 +40,36 @@ CASES = (  # what follows compiles nothing more
 )
 
 
-def on(method, shards):
+def run_on_devices(method, shards):
     """The method as a function of whole rows on so many devices, as oracles call it."""
     mesh = Mesh(np.array(jax.devices()[:shards]), ("sequence",))
     run = sequence_parallel(METHODS[method], mesh)
-    there, back = (
+    to_zigzag, from_zigzag = (
         (functools.partial(f, shards=shards) if method == "zigzag" else lambda x: x)
         for f in (zigzag, unzigzag)
     )
 
-    def attend(window, q, k, v, sink, *places):
-        q, k, v, *places = map(there, (q, k, v, *places))
-        where = dict(zip(PLACES, places, strict=True))
-        return tuple(map(back, run(q, k, v, sink, window=window or None, **where)))
+    def attend_fn(window, q, k, v, sink, *places):
+        q, k, v, *places = map(to_zigzag, (q, k, v, *places))
+        layout = dict(zip(PLACES, places, strict=True))
+        return tuple(map(from_zigzag, run(q, k, v, sink, window=window or None, **layout)))
 
-    return attend
+    return attend_fn
 
 
-compiled = functools.cache(on)
+compiled = functools.cache(run_on_devices)
 
 
 @functools.cache
-def wanted(case):
+def expected_values(case):
     inputs, ct = cases.init_attention_inputs(case), cotangents(case)
     return inputs, ct, formula(case, *ct, *inputs), naive(case, jnp.float32, *ct, *inputs)
 
 
-def check(attend, case):
-    inputs, ct, exact, simple = wanted(case)
-    got = values_and_gradients(attend, case.window, *ct, *inputs)
-    compare(case, got, inputs, ct, simple, exact)
+def check_case(attend_fn, case):
+    inputs, ct, exact, simple = expected_values(case)
+    actual = values_and_gradients(attend_fn, case.window, *ct, *inputs)
+    compare(case, actual, inputs, ct, simple, exact)
 
 
 QUICK = (  # windows: none, within the next shard, over three
@@ -75,7 +80,7 @@ QUICK = (  # windows: none, within the next shard, over three
 @pytest.mark.parametrize("method, shards, window, K", QUICK)
 def test_several_devices_give_what_one_gives(method, shards, window, K):
     for case in CASES:
-        check(compiled(method, shards), case._replace(window=window, K=K))
+        check_case(compiled(method, shards), case._replace(window=window, K=K))
 
 
 # A window of 128 is longer than a shard of these 192 tokens, and shorter than the row.
@@ -93,7 +98,7 @@ FULL = [
 @pytest.mark.parametrize("method, shards, window, K", FULL)
 def test_several_devices_give_what_one_gives_in_every_combination(method, shards, window, K):
     for case in CASES:
-        check(compiled(method, shards), case._replace(T=192, S=192, window=window, K=K))
+        check_case(compiled(method, shards), case._replace(T=192, S=192, window=window, K=K))
 
 
 @pytest.mark.slow  # compiles
@@ -102,8 +107,8 @@ def test_half_precision_is_as_good_as_on_one_device(method, window):
     for case in CASES:
         case = case._replace(window=window)
         inputs, ct = cases.init_attention_inputs(case, jnp.bfloat16), cotangents(case, jnp.bfloat16)
-        got = values_and_gradients(compiled(method, 4), window, *ct, *inputs)
-        compare(case, got, inputs, ct)
+        actual = values_and_gradients(compiled(method, 4), window, *ct, *inputs)
+        compare(case, actual, inputs, ct)
 
 
 def test_rows_and_heads_may_be_cut_too():
@@ -111,61 +116,62 @@ def test_rows_and_heads_may_be_cut_too():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "sequence", "tensor"))
     heads, tokens = P("data", "sequence", "tensor"), P("data", "sequence")
 
-    def attend(window, *arrays):
-        def local(q, k, v, sink, *places):
-            where = dict(zip(PLACES, places, strict=True))
-            found = zip(
-                ring.ring(q, k, v, sink, **where), ulysses.ulysses(q, k, v, sink, **where),
+    def attend_fn(window, *arrays):
+        def run_shard(q, k, v, sink, *places):
+            layout = dict(zip(PLACES, places, strict=True))
+            pairs = zip(
+                ring.ring_attention(q, k, v, sink, **layout), ulysses.ulysses_attention(q, k, v,
+                sink, **layout),
                 strict=True,
             )  # fmt: skip
-            return tuple((a + b) / 2 for a, b in found)
+            return tuple((a + b) / 2 for a, b in pairs)
 
         ins = heads, heads, heads, P("tensor"), *[tokens] * 4
         run = jax.shard_map(
-            local, mesh=mesh, in_specs=ins, out_specs=(heads, heads), check_vma=False
+            run_shard, mesh=mesh, in_specs=ins, out_specs=(heads, heads), check_vma=False
         )
         return run(*arrays)
 
-    check(attend, CASE._replace(B=4))
+    check_case(attend_fn, CASE._replace(B=4))
 
 
 def test_visitors_that_nobody_sees_are_not_read():
     """NaN passes through a mask, in p·v and in dO·v: only what is skipped keeps it out."""
-    inputs, ct, *_ = wanted(CASES[-1])
-    late = np.arange(CASE.T) >= CASE.T * 3 // 4
-    bad = jnp.where(late[None, :, None, None], jnp.nan, inputs.v_BSKH)
+    inputs, ct, *_ = expected_values(CASES[-1])
+    is_late = np.arange(CASE.T) >= CASE.T * 3 // 4
+    bad = jnp.where(is_late[None, :, None, None], jnp.nan, inputs.v_BSKH)
     o, _, dq, *_ = values_and_gradients(compiled("ring", 4), 0, *ct, *inputs._replace(v_BSKH=bad))
     for x in (o, dq):
-        np.testing.assert_array_equal(np.isfinite(x).all((0, 2, 3)), ~late)
+        np.testing.assert_array_equal(np.isfinite(x).all((0, 2, 3)), ~is_late)
 
 
 def sink_in_every_part(patch):
-    def with_its_sink(q, k, v, sink, layout, how):
-        return ring.sink_attention(q, k, v, sink, **how.options(layout))
+    def with_its_sink(q, k, v, sink, layout, options):
+        return ring.sink_attention(q, k, v, sink, **options.kernel_kwargs(layout))
 
-    patch.setattr(ring, "part", with_its_sink)
+    patch.setattr(ring, "attend_part", with_its_sink)
 
 
 def a_visitor_unread(patch):
     def not_the_second(layout, window):
-        own = layout.k_positions_BS[:, 0] == layout.q_positions_BT[:, 0]
-        return own.all()
+        is_diagonal = layout.k_positions_BS[:, 0] == layout.q_positions_BT[:, 0]
+        return is_diagonal.all()
 
-    patch.setattr(ring, "anything_seen", not_the_second)
+    patch.setattr(ring, "is_anything_visible", not_the_second)
 
 
 def gradients_left_behind(patch):
-    sent_on = ring._sent_on
+    sent_on = ring._send_to_next
 
     def visitors_only(x, axis):
-        return sent_on(x, axis) if isinstance(x, ring._Visitor) else x
+        return sent_on(x, axis) if isinstance(x, ring._VisitingKeys) else x
 
-    patch.setattr(ring, "_sent_on", visitors_only)
+    patch.setattr(ring, "_send_to_next", visitors_only)
 
 
 def one_neighbour_less(patch):
-    borrowed = halo.borrowed
-    patch.setattr(halo, "borrowed", lambda *args: borrowed(*args)[:-1])
+    borrowed = halo.halo_sizes
+    patch.setattr(halo, "halo_sizes", lambda *args: borrowed(*args)[:-1])
 
 
 def sinks_of_the_first_device(patch):
@@ -182,63 +188,72 @@ FAULTS = (
 def test_a_planted_fault_is_seen(method, fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError, match="error"):
-        check(on(method, 2), CASE._replace(layout="causal", window=30 if method == "halo" else 0))
+        check_case(
+            run_on_devices(method, 2),
+            CASE._replace(layout="causal", window=30 if method == "halo" else 0),
+        )
 
 
 def test_a_zigzag_gives_each_device_an_early_and_a_late_chunk_and_comes_back():
     rows = jnp.asarray(np.arange(24).reshape(2, 12))
     hidden = jnp.asarray(np.arange(48).reshape(2, 12, 2))
-    there, back = (jax.jit(f, static_argnums=1) for f in (zigzag, unzigzag))
-    assert there(rows, 3)[0].tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    to_zigzag, from_zigzag = (jax.jit(f, static_argnums=1) for f in (zigzag, unzigzag))
+    assert to_zigzag(rows, 3)[0].tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
     for x in (rows, hidden):
-        np.testing.assert_array_equal(back(there(x, 3), 3), x)
-    np.testing.assert_array_equal(there(hidden, 3)[..., 0], there(rows, 3) * 2)
+        np.testing.assert_array_equal(from_zigzag(to_zigzag(x, 3), 3), x)
+    np.testing.assert_array_equal(to_zigzag(hidden, 3)[..., 0], to_zigzag(rows, 3) * 2)
 
 
 def test_a_window_borrows_the_tokens_before_a_shard_and_no_more():
-    assert halo.borrowed(1, 12, 4) == []
-    assert halo.borrowed(9, 12, 4) == [8]
-    assert halo.borrowed(13, 12, 4) == [12]
-    assert halo.borrowed(30, 12, 4) == [12, 12, 5]
-    assert halo.borrowed(128, 12, 4) == [12, 12, 12]
+    assert halo.halo_sizes(1, 12, 4) == []
+    assert halo.halo_sizes(9, 12, 4) == [8]
+    assert halo.halo_sizes(13, 12, 4) == [12]
+    assert halo.halo_sizes(30, 12, 4) == [12, 12, 5]
+    assert halo.halo_sizes(128, 12, 4) == [12, 12, 12]
 
 
 def test_what_does_not_divide_is_told_in_one_line():
     inputs = jax.eval_shape(lambda: cases.init_attention_inputs(CASE._replace(N=6)))
 
-    def traced(method, shards):
-        jax.eval_shape(functools.partial(on(method, shards), 0), *inputs)
+    def trace_method(method, shards):
+        jax.eval_shape(functools.partial(run_on_devices(method, shards), 0), *inputs)
 
     with pytest.raises(ValueError, match=r"tokens of a row \(48\).*5 devices.*Pad rows to 50\."):
-        traced("ring", 5)
+        trace_method("ring", 5)
     with pytest.raises(
         ValueError, match=r"tokens of a row \(48\).*2 \* 16 devices.*Pad rows to 64"
     ):
         zigzag(jnp.zeros((2, 48)), 16)
-    with pytest.raises(ValueError, match=r"query heads \(6\).*4 devices of sequence.*Try the ring"):
-        traced("ulysses", 4)
-    with pytest.raises(ValueError, match="halo must have a window; got None. Try the ring"):
-        where = dict(zip(PLACES, inputs[4:], strict=True))
-        inspect.unwrap(halo.halo)(*inputs[:4], **where, window=None)
+    with pytest.raises(
+        ValueError, match=r"query heads \(6\).*4 devices of sequence.*mesh.attention=ring"
+    ):
+        trace_method("ulysses", 4)
+    with pytest.raises(
+        ValueError, match="halo_attention needs a window, got None. Use ring_attention"
+    ):
+        layout = dict(zip(PLACES, inputs[4:], strict=True))
+        inspect.unwrap(halo.halo_attention)(*inputs[:4], **layout, window=None)
 
 
-def travelled(remat):
+def count_permutes(remat):
     """Sends in the program of a gradient through a ring, by `remat`."""
     inputs = cases.init_attention_inputs(CASE)
 
-    def loss(q, *rest):
-        return jnp.sum(jnp.sin(compiled("ring", 2)(0, jnp.sin(q), *rest)[0]))
+    def sum_output(q, *arrays):
+        return jnp.sum(jnp.sin(compiled("ring", 2)(0, jnp.sin(q), *arrays)[0]))
 
-    step = jax.value_and_grad(remat(loss), argnums=(0, 1, 2, 3))
+    step = jax.value_and_grad(remat(sum_output), argnums=(0, 1, 2, 3))
     return jax.jit(step).lower(*inputs).compile().as_text().count(" collective-permute(")
 
 
 def test_a_ring_that_is_kept_does_not_go_round_again():
-    kept, plain, recomputed = map(travelled, (keeping_attention, as_is, jax.checkpoint))
-    assert 0 < kept == plain < recomputed
+    saved, plain, recomputed = map(
+        count_permutes, (checkpoint_keeping_attention, no_remat, jax.checkpoint)
+    )
+    assert 0 < saved == plain < recomputed
 
 
-def held(attend, devices):
+def saved_bytes(attend_fn, devices):
     """Temporary bytes of a device in a forward and backward pass over 16,384 tokens."""
     case = cases.AttentionCase("long", 1, 16_384, 16_384, 8, 2, 16)
     inputs = jax.eval_shape(lambda: cases.init_attention_inputs(case))
@@ -248,12 +263,12 @@ def held(attend, devices):
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut if x.ndim > 1 else None)
         for x in (*ct, *inputs)
     ]
-    step = values_and_gradients.lower(attend, 0, *args).compile()
+    step = values_and_gradients.lower(attend_fn, 0, *args).compile()
     return step.memory_analysis().temp_size_in_bytes
 
 
 def test_a_device_of_a_ring_holds_its_share():
-    def alone(_, q, k, v, sink, *places):
+    def without_merge(_, q, k, v, sink, *places):
         return sink_attention(q, k, v, sink, **dict(zip(PLACES, places, strict=True)))
 
-    assert held(on("ring", 8), 8) < 0.25 * held(alone, 1)
+    assert saved_bytes(run_on_devices("ring", 8), 8) < 0.25 * saved_bytes(without_merge, 1)

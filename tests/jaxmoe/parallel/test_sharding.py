@@ -17,49 +17,54 @@ from jaxmoe.parallel.sharding import (
     SAMPLING,
     local_shape,
     make_mesh,
+    mesh_spec,
     param_shardings,
-    partition,
-    place,
-    spec_of,
+    partition_axes,
+    shard_batch,
     state_shardings,
 )
 from jaxmoe.rl.state import Frozen, Trained, init_state
 
 
-def sizes(**given):
-    return dict.fromkeys(AXES, 1) | given
+def mesh_sizes(**changes):
+    return dict.fromkeys(AXES, 1) | changes
 
 
-def specs(cfg):
+def list_specs(cfg):
     return jax.tree.leaves(param_specs(cfg), is_leaf=lambda x: hasattr(x, "axes"))
 
 
 @pytest.mark.parametrize("cfg", [gpt_oss_20b(), gpt_oss_120b()], ids=["20b", "120b"])
 @pytest.mark.parametrize(
     "mesh",
-    [sizes(fsdp=8), sizes(fsdp=8, expert=8), sizes(fsdp=4, sequence=4, tensor=4), sizes(expert=16)],
+    [
+        mesh_sizes(fsdp=8),
+        mesh_sizes(fsdp=8, expert=8),
+        mesh_sizes(fsdp=4, sequence=4, tensor=4),
+        mesh_sizes(expert=16),
+    ],
     ids=str,
 )
 def test_a_device_holds_its_share_of_the_real_models_and_little_more(cfg, mesh):
     devices = math.prod(mesh.values())
-    whole = sum(math.prod(s.shape) for s in specs(cfg))
-    held = sum(math.prod(local_shape(s.shape, s.axes, mesh)) for s in specs(cfg))
-    assert whole / devices <= held < 1.1 * whole / devices
+    n_params = sum(math.prod(s.shape) for s in list_specs(cfg))
+    n_local = sum(math.prod(local_shape(s.shape, s.axes, mesh)) for s in list_specs(cfg))
+    assert n_params / devices <= n_local < 1.1 * n_params / devices
 
 
 def test_an_axis_of_the_mesh_cuts_a_parameter_once_and_only_where_it_divides():
-    mesh = sizes(fsdp=2, expert=3, tensor=2)
-    assert partition(("pair", "embed", "heads"), (2, 8, 12), mesh) == (
+    mesh = mesh_sizes(fsdp=2, expert=3, tensor=2)
+    assert partition_axes(("pair", "embed", "heads"), (2, 8, 12), mesh) == (
         (),
         ("fsdp",),
         ("tensor", "expert"),
     )
-    assert partition(("pair", "embed", "heads"), (2, 9, 8), mesh) == ((), (), ("tensor",))
-    assert partition(("pair", "expert", "embed", "hidden"), (2, 6, 8, 10), mesh) == (
+    assert partition_axes(("pair", "embed", "heads"), (2, 9, 8), mesh) == ((), (), ("tensor",))
+    assert partition_axes(("pair", "expert", "embed", "hidden"), (2, 6, 8, 10), mesh) == (
         (), ("expert", "tensor"), ("fsdp",), (),
     )  # fmt: skip
-    assert partition(("pair", "embed"), (2, 8), mesh) == ((), ())  # a vector is whole
-    assert partition(("pair", "heads"), (2, 12), mesh) == ((), ("tensor",))  # but for heads
+    assert partition_axes(("pair", "embed"), (2, 8), mesh) == ((), ())  # a vector is whole
+    assert partition_axes(("pair", "heads"), (2, 12), mesh) == ((), ("tensor",))  # but for heads
 
 
 def test_whatever_mirrors_the_parameters_lies_as_they_do():
@@ -79,13 +84,13 @@ def test_whatever_mirrors_the_parameters_lies_as_they_do():
     state = jax.eval_shape(
         lambda p: init_state(p, optax.adamw(1e-3), Frozen(p.policy)), Trained(shapes, critic)
     )
-    at = state_shardings(state, cfg, mesh)
+    shardings = state_shardings(state, cfg, mesh)
     want = param_shardings(cfg, mesh)
-    assert at.params.policy == want == at.frozen.reference
-    moments = at.opt_state[0]
+    assert shardings.params.policy == want == shardings.frozen.reference
+    moments = shardings.opt_state[0]
     assert moments.mu.policy == want == moments.nu.policy
     assert moments.mu.critic["backbone"]["layers"] == want["layers"]
-    assert at.params.critic["value_head"]["w_value"].spec == P() == at.step.spec
+    assert shardings.params.critic["value_head"]["w_value"].spec == P() == shardings.step.spec
 
 
 def test_an_engine_holds_experts_cut_over_all_devices_and_attention_whole():
@@ -98,8 +103,8 @@ def test_an_engine_holds_experts_cut_over_all_devices_and_attention_whole():
 
 def test_rows_and_tokens_of_a_batch_are_cut():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, sequence=2))
-    rows, tokens, none = place((np.zeros(8), np.zeros((8, 6)), np.int32(3)), mesh)
+    rows, tokens, none = shard_batch((np.zeros(8), np.zeros((8, 6)), np.int32(3)), mesh)
     assert rows.sharding.shard_shape(rows.shape) == (2,)
     assert tokens.sharding.shard_shape(tokens.shape) == (2, 3)
     assert none.sharding.is_fully_replicated
-    assert spec_of(("data", "fsdp"), ()) == P(("data", "fsdp"), None)
+    assert mesh_spec(("data", "fsdp"), ()) == P(("data", "fsdp"), None)

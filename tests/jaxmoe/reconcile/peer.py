@@ -47,11 +47,11 @@ class Peer:
     experts: list = field(default_factory=list)  # where it notes [layer][token, A] of a row
 
 
-def half(x):
+def to_half(x):
     return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def frequencies(cfg: ModelConfig, truncate: bool, factor: float):
+def rope_frequencies(cfg: ModelConfig, truncate: bool, factor: float):
     h, theta, t0 = cfg.head_dim, cfg.rope_theta, cfg.rope_original_context
     plain = theta ** (-np.arange(0, h, 2) / h)
     if factor <= 1:
@@ -72,10 +72,10 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
 
 
-def logits(params: Any, tokens, cfg: ModelConfig, peer: Peer):
+def peer_logits(params: Any, tokens, cfg: ModelConfig, peer: Peer):
     """[T, V] of one row, before any temperature."""
-    params = tree(params)
-    cast = half if peer.dtype == "bfloat16" else (lambda x: np.asarray(x, np.float32))
+    params = to_numpy(params)
+    cast = to_half if peer.dtype == "bfloat16" else (lambda x: np.asarray(x, np.float32))
     params = peer.changed(params) if peer.changed else params
     cfg = replace(
         cfg,
@@ -84,17 +84,17 @@ def logits(params: Any, tokens, cfg: ModelConfig, peer: Peer):
         experts_per_token=peer.active or cfg.experts_per_token,
     )
     truncate = cfg.rope_truncate if peer.truncate is None else peer.truncate
-    turn, scale = frequencies(
+    turn, scale = rope_frequencies(
         cfg, truncate, cfg.rope_factor if peer.factor is None else peer.factor
     )
 
-    def norm(x, w):
+    def rms_norm(x, w):
         return cast(x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.rms_eps) * w)
 
-    def dense(x, w, b):
+    def apply_linear(x, w, b):
         return cast(x @ cast(w) + b)
 
-    def rotate(x, shift=0):
+    def apply_rope(x, shift=0):
         angle = ((np.arange(len(tokens)) + shift)[:, None] * turn[None]).astype(np.float32)
         cos, sin = (np.cos(angle) * scale)[:, None], (np.sin(angle) * scale)[:, None]
         a, b = np.split(x, 2, axis=-1)
@@ -110,41 +110,53 @@ def logits(params: Any, tokens, cfg: ModelConfig, peer: Peer):
         window = (cfg.sliding_window if peer.window is None else peer.window, peer.full_window)[
             i % 2
         ]
-        here = peer if peer.scaled_layer in (None, i) else replace(peer, scale=1.0)
-        x = cast(x + attention(norm(x, p["attn_norm"]), p, cfg, here, window, dense, rotate, cast))
-        x = cast(x + moe(norm(x, p["moe_norm"]), p, cfg, peer, rng, cast))
-    h, w = norm(x, params["final_norm"]), params["head"][:, : cfg.vocab_size]
+        layer_peer = peer if peer.scaled_layer in (None, i) else replace(peer, scale=1.0)
+        x = cast(
+            x
+            + apply_attention(
+                rms_norm(x, p["attn_norm"]),
+                p,
+                cfg,
+                layer_peer,
+                window,
+                apply_linear,
+                apply_rope,
+                cast,
+            )
+        )
+        x = cast(x + apply_moe(rms_norm(x, p["moe_norm"]), p, cfg, peer, rng, cast))
+    h, w = rms_norm(x, params["final_norm"]), params["head"][:, : cfg.vocab_size]
     if peer.half_head or peer.dtype == "bfloat16":
-        h, w = half(h), half(w)
-    z = half(h @ w) if peer.half_logits else h @ w
+        h, w = to_half(h), to_half(w)
+    z = to_half(h @ w) if peer.half_logits else h @ w
     return peer.softcap * np.tanh(z / peer.softcap) if peer.softcap else z
 
 
-def attention(h, p, cfg, peer, window, dense, rotate, cast):
+def apply_attention(h, p, cfg, peer, window, apply_linear, apply_rope, cast):
     time, group = len(h), cfg.n_q_heads // cfg.n_kv_heads
     q, k, v = (
-        dense(h, p[f"w_{c}"], p[f"b_{c}"]).reshape(time, n, cfg.head_dim)
+        apply_linear(h, p[f"w_{c}"], p[f"b_{c}"]).reshape(time, n, cfg.head_dim)
         for c, n in (("q", cfg.n_q_heads), ("k", cfg.n_kv_heads), ("v", cfg.n_kv_heads))
     )
-    k, v = (np.repeat(x, group, axis=1) for x in (rotate(k, peer.key_shift), v))
-    z = np.einsum("tnh,snh->nts", rotate(q), k) / np.sqrt(cfg.head_dim) * peer.scale
-    back = np.arange(time)[:, None] - np.arange(time)[None]
-    seen = (back >= 0) & ((back < window) | (window == 0))
-    z = np.where(seen[None], z, -np.inf)
+    k, v = (np.repeat(x, group, axis=1) for x in (apply_rope(k, peer.key_shift), v))
+    z = np.einsum("tnh,snh->nts", apply_rope(q), k) / np.sqrt(cfg.head_dim) * peer.scale
+    distance = np.arange(time)[:, None] - np.arange(time)[None]
+    is_visible = (distance >= 0) & ((distance < window) | (window == 0))
+    z = np.where(is_visible[None], z, -np.inf)
     top = z.max(axis=-1, keepdims=True)
     weights = np.exp(z - top)
     total = weights.sum(axis=-1, keepdims=True)
     if peer.sinks:
         total = total + np.exp(p["sinks"][:, None, None] + peer.sink_shift - top)
     o = cast(np.einsum("nts,snh->tnh", weights / total, v)).reshape(time, -1)
-    return dense(o, p["w_o"], p["b_o"])
+    return apply_linear(o, p["w_o"], p["b_o"])
 
 
-def moe(h, p, cfg, peer, rng, cast):
+def apply_moe(h, p, cfg, peer, rng, cast):
     a, f = cfg.experts_per_token, cfg.d_expert
-    hr, wr = (half(h), half(p["w_router"])) if peer.half_router else (h, p["w_router"])
+    hr, wr = (to_half(h), to_half(p["w_router"])) if peer.half_router else (h, p["w_router"])
     z = hr @ wr + p["b_router"]
-    z = half(z) if peer.half_router else z
+    z = to_half(z) if peer.half_router else z
     order = np.argsort(-z, axis=1, kind="stable")
     picked = order[:, :a].copy()
     moved = rng.random(len(h)) < peer.switch
@@ -159,21 +171,21 @@ def moe(h, p, cfg, peer, rng, cast):
     alpha = cfg.swiglu_alpha if peer.alpha is None else peer.alpha
     y = np.zeros_like(h)
     for e in range(cfg.n_experts):
-        rows, at = np.nonzero(picked == e)
-        both = cast(h[rows] @ cast(p["w_gate_up"][e]) + p["b_gate_up"][e])
-        gate, up = np.minimum(both[:, :f], limit), np.clip(both[:, f:], -limit, limit)
-        up = np.minimum(both[:, f:], limit) if peer.open_below else up
+        rows, slots = np.nonzero(picked == e)
+        gate_up = cast(h[rows] @ cast(p["w_gate_up"][e]) + p["b_gate_up"][e])
+        gate, up = np.minimum(gate_up[:, :f], limit), np.clip(gate_up[:, f:], -limit, limit)
+        up = np.minimum(gate_up[:, f:], limit) if peer.open_below else up
         act = cast((up + 1) * gate / (1 + np.exp(-alpha * gate)))
         out = cast(act @ cast(p["w_down"][e]) + p["b_down"][e])
-        np.add.at(y, rows, weights[rows, at, None] * out)
+        np.add.at(y, rows, weights[rows, slots, None] * out)
     return cast(y)
 
 
-def tree(params):
+def to_numpy(params):
     if isinstance(params, dict):
-        return {name: tree(value) for name, value in params.items()}
+        return {name: to_numpy(value) for name, value in params.items()}
     return np.asarray(params, np.float32)
 
 
-def fresh(peer: Peer) -> Peer:
+def reset_peer(peer: Peer) -> Peer:
     return replace(peer, experts=[])

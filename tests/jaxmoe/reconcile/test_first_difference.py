@@ -9,8 +9,8 @@ import pytest
 
 from jaxmoe.model import init_params, plain_ops, tiny
 from jaxmoe.model.ops import invariant_ops
-from jaxmoe.model.router import route
-from jaxmoe.reconcile.first_difference import first_difference
+from jaxmoe.model.router import route_top_k
+from jaxmoe.reconcile.first_difference import find_first_difference
 
 CFG = tiny(
     vocab_size=61, d_model=40, n_q_heads=6, n_kv_heads=2, head_dim=8, n_experts=5,
@@ -22,24 +22,28 @@ EXACT = invariant_ops(plain_ops())
 
 
 def test_invariant_pieces_differ_nowhere():
-    assert first_difference(PARAMS, TOKENS, 7, CFG, EXACT) is None
+    assert find_first_difference(PARAMS, TOKENS, 7, CFG, EXACT) is None
 
 
 def test_another_router_of_the_engine_is_named_at_its_first_token_and_layer():
-    def other(h_BTD, layer, *, active):
-        indices, weights = route(h_BTD, layer, active=active)
+    def changed_op(h_BTD, layer, *, active):
+        indices, weights = route_top_k(h_BTD, layer, active=active)
         return indices, weights * 1.5
 
-    found = first_difference(PARAMS, TOKENS, 7, CFG, EXACT, engine_ops=replace(EXACT, router=other))
-    assert found == "token 0, layer 0: its experts' weights (router)"
+    difference = find_first_difference(
+        PARAMS, TOKENS, 7, CFG, EXACT, engine_ops=replace(EXACT, router=changed_op)
+    )
+    assert difference == "token 0, layer 0: its experts' weights (router)"
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_attention_of_one_layer_is_named(layer):
-    def other(*args, window, **where):
-        o, lse = EXACT.decode(*args, window=window, **where)
+    def changed_op(*args, window, **layout):
+        o, lse = EXACT.decode(*args, window=window, **layout)
         return (o * 1.01 if (window is None) == bool(layer) else o), lse
 
-    found = first_difference(PARAMS, TOKENS, 7, CFG, EXACT, engine_ops=replace(EXACT, decode=other))
-    assert found is not None
-    assert found.startswith(f"token 0, layer {layer}: the input of its experts (attention")
+    difference = find_first_difference(
+        PARAMS, TOKENS, 7, CFG, EXACT, engine_ops=replace(EXACT, decode=changed_op)
+    )
+    assert difference is not None
+    assert difference.startswith(f"token 0, layer {layer}: the input of its experts (attention")

@@ -15,7 +15,7 @@ import pytest
 from bigram import CFG, MODEL, make_batch, routed_batch
 
 from jaxmoe.model import plain_ops
-from jaxmoe.model.router import replay, route, router_logits
+from jaxmoe.model.router import replay_routing, route_top_k, router_logits
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.minibatches import split_minibatches
 from jaxmoe.rl.scorer import Scorer
@@ -39,7 +39,7 @@ def example(name, cut, experts=None):
         batch, _ = split_minibatches(batch, GRPO, seed=(0,), tokens_per_microbatch=length)
     names = dict(
         jax=jax, jnp=jnp, replace=replace, partial=partial, Scorer=Scorer, rl_step=rl_step,
-        sink_attention=sink_attention, route=route, router_logits=router_logits,
+        sink_attention=sink_attention, route_top_k=route_top_k, router_logits=router_logits,
         make_ops=lambda _cfg: plain_ops(), a=GRPO, experts=experts, tx=SGD, batch=batch,
         cfg=SimpleNamespace(
             model=CFG, optim=SimpleNamespace(microbatches=2 if cut == "cut" else 1)
@@ -64,7 +64,7 @@ def ours():
     step = jax.jit(
         partial(
             rl_step, tx=SGD, algorithm=GRPO,
-            scorer=Scorer(CFG, replace(plain_ops(), router=replay)),
+            scorer=Scorer(CFG, replace(plain_ops(), router=replay_routing)),
         )
     )  # fmt: skip
     batch = routed_batch()

@@ -13,7 +13,7 @@ from bigram import CFG, MODEL, OPS, PARAMS, SGD, B, Bigram, T, make_batch, start
 from jaxmoe.config import ConfigError
 from jaxmoe.losses import gae, group_advantages, rloo_advantages
 from jaxmoe.model import init_params
-from jaxmoe.model.params import check_params
+from jaxmoe.model.params import check_param_shapes
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.minibatches import Minibatches, split_minibatches
 from jaxmoe.rl.scorer import Scorer
@@ -106,9 +106,11 @@ def test_parameters_of_another_config_are_named():
     params = init_params(jax.random.key(0), other)
     for wrong in (params, PARAMS):
         state = init_state(Trained(wrong), SGD)
-        with pytest.raises(ConfigError, match=r"params \w+ must have shape .* of another config"):
+        with pytest.raises(ConfigError, match=r"params \w+ must have shape .* another config"):
             step(BATCH, state=state, scorer=Scorer(CFG, OPS))
-    check_params({k: v for k, v in MODEL.items() if k != "head"}, CFG)  # of a critic's backbone
+    check_param_shapes(
+        {k: v for k, v in MODEL.items() if k != "head"}, CFG
+    )  # of a critic's backbone
 
 
 def test_rows_that_do_not_divide_into_minibatches_are_named():

@@ -12,7 +12,7 @@ from adapted import CFG, LORA, OPS, base_of, dense
 
 from jaxmoe.config import OptimConfig
 from jaxmoe.losses import kl_k3
-from jaxmoe.model.embedding import rows_of
+from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import init_adapters, with_adapters
 from jaxmoe.observe.profiling import compilations
 from jaxmoe.records import Prompt, Sampling
@@ -74,7 +74,7 @@ def steps(count, lora=LORA, rows=0, **fields):
         rewards = np.array([np.mean(r.tokens % 2 == 0) for r in rollouts], np.float32)
         batch = rollout_batch(rollouts, rewards, samples=SAMPLES, length=LONGEST + NEW, pad_id=0)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            beside = rows_of(table, batch.tokens_BT, rows) if rows else base()
+            beside = gather_embedding_rows(table, batch.tokens_BT, rows) if rows else base()
             state, metrics, _ = step(state, batch, None, beside)
         told.append({name: float(x) for name, x in metrics.items()} | {"reward": rewards.mean()})
     assert compilations(step) == 1

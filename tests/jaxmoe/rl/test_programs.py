@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmoe.config_file import load_config, override
-from jaxmoe.parallel.sharding import make_mesh, place
+from jaxmoe.parallel.sharding import make_mesh, shard_batch
 from jaxmoe.records import Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.from_config import algorithm_from_config
@@ -67,5 +67,7 @@ def test_the_shapes_of_a_step_are_those_of_what_train_makes(changes):
     assert told(shapes) == told((batch, minibatches))
     mesh = make_mesh(cfg.mesh)
     placed, _ = sharded_batch_shapes(*shapes, mesh)
-    for x, y in zip(jax.tree.leaves(placed), jax.tree.leaves(place(batch, mesh)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(placed), jax.tree.leaves(shard_batch(batch, mesh)), strict=True
+    ):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)

@@ -22,8 +22,8 @@ from bigram import (
     step_of,
 )
 
-from jaxmoe.model import forward, new_critic, plain_ops
-from jaxmoe.model.router import replay, route
+from jaxmoe.model import forward, init_critic, plain_ops
+from jaxmoe.model.router import replay_routing, route_top_k
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason
 from jaxmoe.rl.batch import Batch, rollout_batch
 from jaxmoe.rl.metrics import expert_load, expert_switches
@@ -35,7 +35,7 @@ from jaxmoe.rl.update import bootstrap_values, rl_step
 from jaxmoe.rollout.recorded_experts import mark_unknown_experts, unknown_experts_metric
 
 T = make_batch().tokens_BT.shape[1]
-REPLAY = Scorer(CFG, replace(plain_ops(), router=replay))
+REPLAY = Scorer(CFG, replace(plain_ops(), router=replay_routing))
 
 
 class Routed(Bigram):
@@ -104,7 +104,7 @@ def test_the_reference_and_an_own_critic_route_by_themselves():
         np.abs(np.asarray(alone - routed.score_policy(Trained(PARAMS), batch)["logp_BT"])).max()
         > 1e-3
     )
-    critic = new_critic(PARAMS, CFG, "float32", own_backbone=True)
+    critic = init_critic(PARAMS, CFG, "float32", own_backbone=True)
     critic["value_head"]["w_value"] = jnp.ones(CFG.d_model)
     both = Trained(PARAMS, critic)
     ours, want = (routed.score_values(both, x)["values_BT"] for x in (batch, plain))
@@ -143,7 +143,7 @@ def test_the_value_behind_a_truncated_answer_is_read_through_the_routers_own_exp
         for i in range(2)
     ]  # fmt: skip
     batch = rollout_batch(rollouts, np.ones(2), samples=1, length=9, pad_id=0, n_experts=5)
-    critic = new_critic(MODEL, CFG, "float32", own_backbone=False)
+    critic = init_critic(MODEL, CFG, "float32", own_backbone=False)
     critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
     scorer, both = replace(REPLAY, critic="shared"), Trained(MODEL, critic)
 
@@ -219,7 +219,7 @@ def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
         """Those that a forward used, and those that its routers would choose."""
 
         def both(h_BTD, layer, used_BTA, weights_BTA):
-            return used_BTA, route(h_BTD, layer, active=CFG.experts_per_token)[0]
+            return used_BTA, route_top_k(h_BTD, layer, active=CFG.experts_per_token)[0]
 
         ops = replace(REPLAY.ops, record=both)
         kept = forward(

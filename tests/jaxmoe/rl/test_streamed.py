@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmoe.config import ModelConfig, OptimConfig
 from jaxmoe.model import init_params
-from jaxmoe.parallel.sharding import on_host, one_device, state_shardings
+from jaxmoe.parallel.sharding import make_one_device_mesh, move_to_host_memory, state_shardings
 from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.streamed import stream_state
@@ -58,7 +58,7 @@ def test_updates_and_moments_are_those_of_the_same_optimizer_on_a_device():
         return found, state
 
     state = ADAMW.init(drawn(0))
-    host = NamedSharding(one_device(), PartitionSpec(), memory_kind="pinned_host")
+    host = NamedSharding(make_one_device_mesh(), PartitionSpec(), memory_kind="pinned_host")
     there = jax.tree.map(lambda x: jax.device_put(x, host) if x.ndim else x, state)
     (plain, after), (found, back) = two(ADAMW, state), two(stream_state(ADAMW), there)
     for a, b in zip(jax.tree.leaves((plain, after)), jax.tree.leaves((found, back)), strict=True):
@@ -78,7 +78,7 @@ def test_of_a_state_on_the_host_the_arrays_of_moments_are_there_and_nothing_else
     tx = make_optimizer(OptimConfig(lr=0.1), steps=3)
     state = jax.eval_shape(lambda: init_state(Trained(init_params(jax.random.key(0), CFG)), tx))
     for at, kind in (("device", "device"), ("host", "pinned_host")):
-        lie = state_shardings(state, CFG, one_device(), at)
+        lie = state_shardings(state, CFG, make_one_device_mesh(), at)
         for x, where in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(lie.opt_state),
                             strict=True):  # fmt: skip
             assert where.memory_kind == (kind if x.ndim else "device")
@@ -92,12 +92,12 @@ def test_a_chip_has_the_moments_of_a_few_pairs_at_a_time(chip):
     """The state's arrays stay the host's own, in place; without streaming all come at once."""
     if reason := compiler_unavailable(chip):
         pytest.skip(reason)
-    mesh = one_device(chip_mesh(chip).devices.flat[0])
+    mesh = make_one_device_mesh(chip_mesh(chip).devices.flat[0])
     here = NamedSharding(mesh, PartitionSpec())
     params = {"layers": jax.ShapeDtypeStruct((24, 512, 512), jnp.float32, sharding=here)}
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=on_host(here) if x.ndim else here
+            x.shape, x.dtype, sharding=move_to_host_memory(here) if x.ndim else here
         ), jax.eval_shape(ADAMW.init, params),
     )  # fmt: skip
     lie = jax.tree.map(lambda x: x.sharding, (params, state))

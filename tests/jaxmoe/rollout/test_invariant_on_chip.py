@@ -15,7 +15,7 @@ import pytest
 
 from jaxmoe.model import init_params, plain_ops, tiny
 from jaxmoe.model import invariant_on_chip as chip
-from jaxmoe.model.params import as_read
+from jaxmoe.model.params import cast_for_forward
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer
@@ -54,7 +54,7 @@ def differing(ops, new, cfg):
     )  # fmt: skip
     batch = jax.tree.map(jax.numpy.asarray, batch)
     scored = jax.jit(Scorer(cfg, ops, replay_experts=False).score_policy)(
-        Trained(as_read(params, cfg)), batch
+        Trained(cast_for_forward(params, cfg)), batch
     )
     answer_BT = np.asarray(batch.loss_mask_BT)
     ours, theirs = (np.asarray(x)[answer_BT] for x in (scored["logp_BT"], batch.rollout_logp_BT))
@@ -69,12 +69,12 @@ def differing(ops, new, cfg):
 @pytest.mark.parametrize("impl, interpret, new", RUNS)
 def test_the_engines_log_probs_and_experts_are_the_trainers_to_the_bit(impl, interpret, new):
     plain = plain_ops()
-    ops = replace(plain, **chip.pieces(plain.router, impl, interpret=interpret))
+    ops = replace(plain, **chip.mosaic_invariant_ops(plain.router, impl, interpret=interpret))
     assert differing(ops, new, EXACT if interpret else CFG) == (0, 0)
 
 
 @pytest.mark.slow
 def test_with_a_decode_of_another_order_they_are_not():
     plain = plain_ops()
-    ops = replace(plain, **chip.pieces(plain.router, "mosaic_tpu", interpret=True))
+    ops = replace(plain, **chip.mosaic_invariant_ops(plain.router, "mosaic_tpu", interpret=True))
     assert differing(replace(ops, decode=plain.decode), 6, EXACT)[0] > 0

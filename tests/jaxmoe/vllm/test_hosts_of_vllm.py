@@ -20,7 +20,7 @@ from vllm_cases import PYTHON
 from jaxmoe.config import VllmConfig
 from jaxmoe.config_file import load_config, override
 from jaxmoe.observe.metrics import read_metrics
-from jaxmoe.parallel.processes import PLAIN
+from jaxmoe.parallel.processes import PROCESS_VARIABLES
 from jaxmoe.vllm.server import Server, _find_free_port
 
 pytestmark = [
@@ -91,7 +91,7 @@ def started(work, proxies, processes, *changes):
         env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
         env["PYTHONPATH"] = os.pathsep.join([str(work.parent), str(ROOT)])
         if processes > 1:
-            env |= dict(zip(PLAIN, (address, str(processes), str(number)), strict=True))
+            env |= dict(zip(PROCESS_VARIABLES, (address, str(processes), str(number)), strict=True))
         log = open(f"{work}-{number}.txt", "w")
         children.append(subprocess.Popen(
             [sys.executable, "-c", REPORT_SCRIPT, f"{work}-{number}.jsonl", *typed],

@@ -14,12 +14,17 @@ from random_weights import random_weights
 from jaxmoe.checkpoint.hf import save_params
 from jaxmoe.config import ConfigError, ModelConfig, VllmConfig
 from jaxmoe.config_file import load_config
-from jaxmoe.doctor import recordings
+from jaxmoe.doctor import record_modules
 from jaxmoe.model import plain_ops
-from jaxmoe.reconcile.compare import reconcile
+from jaxmoe.reconcile.compare import explain_gap
 from jaxmoe.reconcile.handshake import Handshake
-from jaxmoe.reconcile.ladder import Steps, differences, ladder, with_differences
-from jaxmoe.reconcile.recompute import Programs, head, trunk
+from jaxmoe.reconcile.op_comparison import (
+    ComparisonPrograms,
+    compare_ops,
+    compute_op_differences,
+    score_with_differences,
+)
+from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.vllm import sync
 from jaxmoe.vllm.backend import RequestFailed
@@ -34,8 +39,8 @@ CFG = ModelConfig(
     experts_per_token=2, d_expert=32, sliding_window=9, dtype="float32", max_context=4096,
 )  # fmt: skip
 RUN = Programs(
-    jax.jit(partial(trunk, ops=OPS), static_argnames="cfg"),
-    jax.jit(partial(head, ops=OPS), static_argnames=("cfg", "top_k", "top_p")),
+    jax.jit(partial(run_trunk, ops=OPS), static_argnames="cfg"),
+    jax.jit(partial(run_head, ops=OPS), static_argnames=("cfg", "top_k", "top_p")),
 )
 COOL = Sampling(24, (), temperature=0.7)
 PROMPTS = [
@@ -65,12 +70,13 @@ def vllm(work, args="", dtype=""):
 
 def examined(engine, dtype="float32", **options):
     rollouts = engine.generate(PROMPTS, COOL, seed=1)
-    r = reconcile(rollouts, weights(0), CFG, COOL, run=RUN, told=Handshake(dtype), **options)
+    r = explain_gap(rollouts, weights(0), CFG, COOL, run=RUN, handshake=Handshake(dtype), **options)
     v = r.verdict
     regret = max((x.regret for x in r.layers), default=0.0)
     print(
-        f"\n{v.kind} {[f.name for f in v.faults]} gap {v.gap:.2e} left {v.left:.2e} rounding "
-        f"{r.rounding.own:.1e}/{r.rounding.engine:.1e} replayed {r.replayed} regret {regret:.1e}"
+        f"\n{v.kind} {[f.name for f in v.faults]} gap {v.gap:.2e} left {v.remaining:.2e} rounding "
+        f"{r.rounding.trainer:.1e}/{r.rounding.engine:.1e} "
+        f"replayed {r.replayed} regret {regret:.1e}"
     )
     return tuple(f.name for f in v.faults) or (v.kind,)
 
@@ -79,14 +85,19 @@ def pieces_are_all_there_is(engine):
     """Each of vLLM's modules, given what the trainer's piece is given, differs by rounding."""
     rollouts = engine.generate(PROMPTS[:5], COOL, seed=1, samples=2)
     config = replace(load_config("tiny_vllm.py"), model=CFG)
-    recorded = recordings(engine, rollouts, config)
+    recorded = record_modules(engine, rollouts, config)
     assert recorded is not None and recorded[0].shape == (4, 8 + 24)  # the shortest prompt's
-    steps = Steps(*(jax.jit(partial(f, cfg=CFG, ops=OPS)) for f in (differences, with_differences)))
-    comparison = ladder(weights(0), *recorded, steps)
+    steps = ComparisonPrograms(
+        *(
+            jax.jit(partial(f, cfg=CFG, ops=OPS))
+            for f in (compute_op_differences, score_with_differences)
+        )
+    )
+    comparison = compare_ops(weights(0), *recorded, steps)
     print(comparison)
     assert 0 < comparison.gap < 1e-5 and comparison.tokens == 4 * 31
-    assert max(rung.largest for rung in comparison.rungs) < 2e-5, "a place is another module's"
-    gaps = {rung.piece: rung.gap for rung in comparison.rungs}
+    assert max(op.max_difference for op in comparison.ops) < 2e-5, "a place is another module's"
+    gaps = {op.op: op.gap for op in comparison.ops}
     assert gaps["embedding"] == gaps["residual sums"] == 0.0 < gaps["attention"]
     backend, row = engine.backends[0], list(range(20))
     with pytest.raises(RequestFailed, match="exactly one forward must run during"):
@@ -98,8 +109,8 @@ def pieces_are_all_there_is(engine):
 
     backend.record_forward, record_forward = unknown, backend.record_forward
     with redirect_stdout(io.StringIO()) as printed:  # vLLM closes what capsys has
-        assert recordings(engine, rollouts, config) is None
-    assert "pieces   not compared: vLLM's GPT-OSS must have" in printed.getvalue()
+        assert record_modules(engine, rollouts, config) is None
+    assert "per-op comparison: skipped; vLLM's GPT-OSS must have" in printed.getvalue()
     backend.record_forward = record_forward
 
 

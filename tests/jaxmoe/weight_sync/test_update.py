@@ -26,7 +26,7 @@ from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.tensor_files import SINGLE
 from jaxmoe.config import ConfigError, MeshConfig, ModelConfig
 from jaxmoe.model.params import map_specs
-from jaxmoe.parallel.sharding import make_mesh, partition, spec_of
+from jaxmoe.parallel.sharding import make_mesh, mesh_spec, partition_axes
 from jaxmoe.vllm_plugin.manifest import check_file_headers, read_manifest
 from jaxmoe.weight_sync import update as module
 from jaxmoe.weight_sync.checksum import digest_array
@@ -143,10 +143,10 @@ def spread(params, cfg, fsdp: int, expert: int, along_pairs: bool = False):
     mesh = make_mesh(sizes, jax.devices()[: fsdp * expert])
 
     def put(spec, leaf):
-        names = list(partition(spec.axes, spec.shape, mesh.shape))
+        names = list(partition_axes(spec.axes, spec.shape, mesh.shape))
         if along_pairs and spec.axes[0] == "pair" and ("fsdp",) not in names:
             names[0] = ("fsdp",)
-        return jax.device_put(leaf, NamedSharding(mesh, spec_of(*names)))
+        return jax.device_put(leaf, NamedSharding(mesh, mesh_spec(*names)))
 
     return map_specs(put, cfg, params)
 
