@@ -22,7 +22,7 @@ from jaxmoe.model import invariant
 from jaxmoe.model.experts import apply_experts
 from jaxmoe.model.layers import target_logprobs
 from jaxmoe.model.lora import split_adapter
-from jaxmoe.model.router import dot_as_sum, replay_routing, route_top_k
+from jaxmoe.model.router import replay_routing, route_top_k, router_dot_as_sum
 from jaxmoe.shapes import Leaf
 from pallas_kernels.grouped_matmul import LowRank
 from pallas_kernels.grouped_matmul.fixed_on_chip import (
@@ -45,7 +45,7 @@ def mosaic_invariant_ops(
     A trainer's row must contain one sequence that begins in its first column.
     """
     if router in (route_top_k, replay_routing):
-        router = partial(router, product=dot_as_sum)
+        router = partial(router, product=router_dot_as_sum)
     kernel_options: dict[str, Any] = dict(impl=impl, interpret=interpret)
     linear, attend = (
         partial(linear_invariant_mosaic, **kernel_options),

@@ -15,19 +15,19 @@ from jaxtyping import Array, Float, Int
 from jaxmoe.shapes import Params
 
 
-def dot_float32(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
+def router_dot(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
     """Return h·W in full float32, even where an accelerator's default product is less precise."""
     return jnp.dot(h, w_DE, precision=lax.Precision.HIGHEST)
 
 
-def dot_as_sum(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
+def router_dot_as_sum(h: Float[Array, "*B D"], w_DE: Float[Array, "D E"]) -> Float[Array, "*B E"]:
     """Return h·W without a matmul: on a GPU a matmul would be a library's, which is not
     batch-invariant."""
     return jnp.sum(h[..., :, None] * w_DE[(None,) * (h.ndim - 1)], axis=-2)
 
 
 def router_logits(
-    h: Float[Array, "*B D"], layer: Params, product: Callable[..., Array] = dot_float32
+    h: Float[Array, "*B D"], layer: Params, product: Callable[..., Array] = router_dot
 ) -> Float[Array, "*B E"]:
     """Return h·W + b in float32."""
     logits = product(h.astype(jnp.float32), layer["w_router"].astype(jnp.float32))
@@ -37,7 +37,7 @@ def router_logits(
 
 def route_top_k(
     h_BTD: Float[Array, "B T D"], layer: Params, *, active: int,
-    product: Callable[..., Array] = dot_float32,
+    product: Callable[..., Array] = router_dot,
 ) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:  # fmt: skip
     """Return the experts of each token and their weights: top-k of h·W + b, then softmax over
     those.
@@ -56,7 +56,7 @@ def replay_routing(
     *,
     active: int,
     indices_BTA: Int[Array, "B T A"] | None = None,
-    product: Callable[..., Array] = dot_float32,
+    product: Callable[..., Array] = router_dot,
 ) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
     """Route to the experts that another forward selected, weighted by this forward's logits.
 
