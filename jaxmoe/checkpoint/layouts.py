@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmoe.model.params import Layout
 from jaxmoe.shapes import Leaf
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
-from pallas_kernels.grouped_matmul.mxfp4 import decode as decode_on_device
+from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense as decode_on_device
 
 PIECE_BYTES = 1 << 21
 _ALIGNED = 64  # bytes

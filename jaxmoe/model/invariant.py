@@ -22,7 +22,11 @@ from jaxmoe.model.experts import apply_experts
 from jaxmoe.model.layers import head_logits, linear, rms_norm, target_logprobs
 from jaxmoe.model.rope import apply_rope, rope_tables
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul.fixed_tiles import fixed_combine, fixed_matmul, fixed_swiglu
+from pallas_kernels.grouped_matmul.xla_invariant import (
+    combine_rows_invariant,
+    grouped_matmul_xla_invariant,
+    grouped_swiglu_xla_invariant,
+)
 from pallas_kernels.sink_attention.xla_invariant import sink_attention_xla_invariant
 from pallas_kernels.tiles import ROWS, map_tiles
 from pallas_kernels.token_logprobs.xla_invariant import token_logprobs_xla_invariant
@@ -36,7 +40,7 @@ def xla_invariant_ops(router: Callable[..., Any]) -> dict[str, Callable[..., Any
         attend=sink_attention_xla_invariant,
         decode=partial(sink_attention_xla_invariant, ring=True),
         router=partial(route_invariant, router),
-        experts=partial(apply_experts, gate_up=fixed_swiglu, down=fixed_matmul,
+        experts=partial(apply_experts, gate_up=grouped_swiglu_xla_invariant, down=grouped_matmul_xla_invariant,
         combine=combine_rows_invariant),
         logits=head_logits_invariant,
         logprobs=partial(target_logprobs, per_token=token_logprobs_xla_invariant),
@@ -134,7 +138,7 @@ def combine_rows_invariant(
     y_SD: Array, inverse: Array, weights_MA: Array, *, size: int = ROWS, min_tiles: int = 1
 ) -> Array:
     """Batch-invariant `combine_rows`."""
-    return fixed_combine(y_SD, inverse, weights_MA, size, min_tiles)
+    return combine_rows_invariant(y_SD, inverse, weights_MA, size, min_tiles)
 
 
 def head_logits_invariant(

@@ -25,10 +25,10 @@ from jaxmoe.model.lora import split_adapter
 from jaxmoe.model.router import replay_routing, route_top_k, router_dot_as_sum
 from jaxmoe.shapes import Leaf
 from pallas_kernels.grouped_matmul import LowRank
-from pallas_kernels.grouped_matmul.fixed_on_chip import (
-    Chip,
-    fixed_matmul_on_chip,
-    fixed_swiglu_on_chip,
+from pallas_kernels.grouped_matmul.mosaic_invariant import (
+    MosaicImpl,
+    grouped_matmul_mosaic_invariant,
+    grouped_swiglu_mosaic_invariant,
 )
 from pallas_kernels.sink_attention.mosaic_invariant import sink_attention_mosaic_invariant
 from pallas_kernels.token_logprobs.mosaic_invariant import token_logprobs_mosaic_invariant
@@ -38,7 +38,7 @@ LANES = 128  # a TPU kernel needs a multiple of this many columns
 
 
 def mosaic_invariant_ops(
-    router: Callable[..., Any], impl: Chip, *, interpret: bool = False
+    router: Callable[..., Any], impl: MosaicImpl, *, interpret: bool = False
 ) -> dict[str, Callable[..., Any]]:
     """Return the batch-invariant ops by their names in `Ops`, with the kernels that `impl` names.
 
@@ -59,8 +59,8 @@ def mosaic_invariant_ops(
         attend=attend, decode=attend, router=partial(invariant.route_invariant, router,
         **ROW_TILES),
         experts=partial(
-            apply_experts, gate_up=partial(fixed_swiglu_on_chip, **kernel_options),
-            down=partial(fixed_matmul_on_chip, **kernel_options),
+            apply_experts, gate_up=partial(grouped_swiglu_mosaic_invariant, **kernel_options),
+            down=partial(grouped_matmul_mosaic_invariant, **kernel_options),
             combine=partial(invariant.combine_rows_invariant, **ROW_TILES),
         ),
         add=add_invariant, logits=sampling_logits_invariant,
@@ -72,7 +72,7 @@ def mosaic_invariant_ops(
 
 
 def linear_invariant_mosaic(
-    x_BTD: Float[Array, "B T D"], w_DF: Leaf, b_F: Float[Array, " F"], *, impl: Chip,
+    x_BTD: Float[Array, "B T D"], w_DF: Leaf, b_F: Float[Array, " F"], *, impl: MosaicImpl,
     interpret: bool = False,
 ) -> Float[Array, "B T F"]:  # fmt: skip
     """Batch-invariant `linear`: a grouped matmul of one group."""
@@ -88,7 +88,7 @@ def linear_invariant_mosaic(
         a_RD, b_RF, scale = adapter
         low_rank = LowRank(a_RD[None], as_group(b_RF), scale)
     sizes_1 = jnp.full((1,), x_MD.shape[0], jnp.int32)
-    out_MF = fixed_matmul_on_chip(
+    out_MF = grouped_matmul_mosaic_invariant(
         x_MD, as_group(base_DF.astype(x_BTD.dtype)), sizes_1, bias_EF=as_group(b_F),
         low_rank=low_rank,
         impl=impl, interpret=interpret,

@@ -120,7 +120,7 @@ def _matmul(product: Callable[..., Any], case: Any, impl: str) -> Callable[..., 
 
 
 def _matmul_inputs(case: Any, dtype: Any, seed: Any) -> tuple[Any, ...]:
-    lhs, rhs, sizes, bias = matmul_cases.make_inputs(case, dtype, seed)
+    lhs, rhs, sizes, bias = matmul_cases.make_matmul_inputs(case, dtype, seed)
     return lhs, rhs, bias, sizes
 
 

@@ -94,7 +94,7 @@ def _visits(x: blocks.Sizes, case: Any, low: int, high: int) -> Turns:
 
 
 def _rows(case: Any, *, swiglu: bool, transposed: bool) -> Turns:
-    _, rhs, *_ = matmul_cases.shapes(case)
+    _, rhs, *_ = matmul_cases.matmul_shapes(case)
     plan = plan_rows(rhs, ITEM, transposed=transposed, halves=swiglu)
     assert plan is not None, "the case was compiled"
     columns = case.D if transposed else case.F // 2 if swiglu else case.F
@@ -109,18 +109,18 @@ def _rows(case: Any, *, swiglu: bool, transposed: bool) -> Turns:
     ]
     most = max(pieces, key=lambda x: sum(size * n for size, n in x))  # of the slower core
     widths = [plan.tile]
-    if swiglu and plan.tiles == 1:
+    if swiglu and plan.n_tiles == 1:
         widths = [columns + plan.shift, columns - plan.shift]
     elif swiglu:
-        widths.insert(0, tiles.up(plan.tile + plan.shift, tiles.LANES))
-    used = [columns - n * plan.tile for n in range(plan.tiles)]
+        widths.insert(0, tiles.round_up(plan.tile + plan.shift, tiles.LANES))
+    used = [columns - n * plan.tile for n in range(plan.n_tiles)]
     turns = [
-        sum(_full(w, None if plan.tiles == 1 else u + (plan.shift if w > plan.tile else 0))
+        sum(_full(w, None if plan.n_tiles == 1 else u + (plan.shift if w > plan.tile else 0))
             for u in used) for w in widths
     ]  # fmt: skip
-    steps = plan.tiles * length
+    steps = plan.n_tiles * length
     inner = tuple(
-        Turns((n * plan.tiles,) * (len(turns) + 1), tuple(Turns((n * t,)) for t in turns))
+        Turns((n * plan.n_tiles,) * (len(turns) + 1), tuple(Turns((n * t,)) for t in turns))
         for _, n in most
     )
     return Turns((1, 1), (Turns((*(steps,) * len(inner), (steps, 0)), inner),))
@@ -152,7 +152,7 @@ def _pieces(
 ) -> list[tuple[int, int]]:
     """(size, how many) in all of these visits."""
     need = np.where(mine & (high > low), high - low // tiles.ALIGNED * tiles.ALIGNED, 0)
-    return [(size, int(np.sum(count))) for size, count in tiles.counts(need, rows)]
+    return [(size, int(np.sum(count))) for size, count in tiles.count_products(need, rows)]
 
 
 def _full(width: int, used: int | None) -> int:

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public grouped matmuls: check the shapes, pick an implementation. Next: `reference.py`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import as_floats, as_integers
-from pallas_kernels.dispatch import (
-    Impl,
-    Implementation,
-    mosaic_implementations,
-    select_implementation,
-)
-from pallas_kernels.grouped_matmul import low_rank as change
+from pallas_kernels.arguments import floats, integers
+from pallas_kernels.dispatch import Impl, Implementation, lazily, pick
+from pallas_kernels.grouped_matmul import low_rank as low_rank_impls
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.low_rank import LowRank
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
@@ -23,28 +20,47 @@ from pallas_kernels.grouped_matmul.signature import (
     MatmulSwiglu,
 )
 
-_HERE = "pallas_kernels.grouped_matmul"
-IMPLS: dict[str, Implementation[Matmul]] = mosaic_implementations(_HERE, "grouped_matmul") | {
-    "xla": Implementation(xla.xla, xla.unsupported),
-    "reference": Implementation(reference.reference, reference.unsupported),
+
+def _mosaic(operation: str) -> dict[str, Implementation[Any]]:
+    """The Pallas kernels of an operation, by their names in pallas_gpu.py and pallas_tpu.py."""
+    return {
+        f"mosaic_{chip}": lazily(
+            f"pallas_kernels.grouped_matmul.pallas_{chip}", f"{operation}_mosaic_{chip}", (chip,),
+            f"{operation}_mosaic_{chip}_unsupported", proven=False,
+        )
+        for chip in ("gpu", "tpu")
+    }  # fmt: skip
+
+
+IMPLS: dict[str, Implementation[Matmul]] = _mosaic("grouped_matmul") | {
+    "xla": Implementation(xla.grouped_matmul_xla, xla.grouped_matmul_xla_unsupported),
+    "reference": Implementation(
+        reference.grouped_matmul_reference, reference.grouped_matmul_reference_unsupported
+    ),
 }
-SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic_implementations(
-    _HERE, "grouped_swiglu"
-) | {
-    "xla": Implementation(xla.xla_swiglu, xla.unsupported),
-    "reference": Implementation(reference.reference_swiglu, reference.unsupported),
+SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = _mosaic("grouped_swiglu") | {
+    "xla": Implementation(xla.grouped_swiglu_xla, xla.grouped_matmul_xla_unsupported),
+    "reference": Implementation(
+        reference.grouped_swiglu_reference, reference.grouped_matmul_reference_unsupported
+    ),
 }
-LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = mosaic_implementations(
-    _HERE, "grouped_matmul_low_rank"
-) | {
-    "xla": Implementation(xla.xla_low_rank, xla.unsupported),
-    "reference": Implementation(change.reference_low_rank, reference.unsupported),
+LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = _mosaic("grouped_matmul_low_rank") | {
+    "xla": Implementation(xla.grouped_matmul_low_rank_xla, xla.grouped_matmul_xla_unsupported),
+    "reference": Implementation(
+        low_rank_impls.grouped_matmul_low_rank_reference,
+        reference.grouped_matmul_reference_unsupported,
+    ),
 }
-LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = mosaic_implementations(
-    _HERE, "grouped_swiglu_low_rank"
+LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = _mosaic(
+    "grouped_swiglu_low_rank"
 ) | {
-    "xla": Implementation(change.xla_low_rank_swiglu, xla.unsupported),
-    "reference": Implementation(change.reference_low_rank_swiglu, reference.unsupported),
+    "xla": Implementation(
+        low_rank_impls.grouped_swiglu_low_rank_xla, xla.grouped_matmul_xla_unsupported
+    ),
+    "reference": Implementation(
+        low_rank_impls.grouped_swiglu_low_rank_reference,
+        reference.grouped_matmul_reference_unsupported,
+    ),
 }
 
 
@@ -61,22 +77,23 @@ def grouped_matmul(
 
     out[m] = lhs[m] @ rhs[e] + bias[e],  e the group that holds row m
 
-    Group e holds group_sizes_E[e] rows, after the rows of groups 0 … e−1. Sizes are at least 0 and
-    their sum at most M: values are traced and not checked. `routing.sort_by_expert` makes the order
-    and the sizes. Four-bit matrices (`mxfp4.Mxfp4`, or a `Mxfp4Part` of more) are decoded where
-    they are used, and get no gradient. `low_rank` adds scale · (lhs[m] @ a[e]ᵀ) @ b[e].
+    Group e holds group_sizes_E[e] rows, after the rows of groups 0 … e−1. Sizes must be at least 0
+    and their sum at most M; this is not checked, since the values are traced.
+    `routing.sort_by_expert` makes the order and the sizes. Four-bit matrices (`mxfp4.Mxfp4`, or a
+    `Mxfp4Part` of a larger stack) are decoded where they are used and get no gradient. `low_rank`
+    adds scale · (lhs[m] @ a[e]ᵀ) @ b[e].
 
-    Returns: [M, F] in lhs's dtype; rows past the sum are 0 and give and get no gradient.
+    Returns: [M, F] in lhs's dtype; rows past the sum of the sizes are 0 and have no gradient.
     Numerics: float32 accumulation; gradients in the dtype of their operand.
     Raises: ValueError when the shapes do not fit.
     """
-    lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     if low_rank is not None:
-        low_rank = _checked_change(rhs_EDF, group_sizes_E.size, low_rank)
-        run = select_implementation(impl, LOW_RANK_IMPLS, lhs_MD, rhs_EDF)
-        return run(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank)
-    chosen = select_implementation(impl, IMPLS, lhs_MD, rhs_EDF)
-    return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+        low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
+        matmul_fn = pick(impl, LOW_RANK_IMPLS, lhs_MD, rhs_EDF)
+        return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank)
+    matmul_fn = pick(impl, IMPLS, lhs_MD, rhs_EDF)
+    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
 def grouped_swiglu(
@@ -90,42 +107,42 @@ def grouped_swiglu(
     low_rank: LowRank | None = None,
     impl: Impl = "auto",
 ) -> Float[Array, "M F"]:
-    """`grouped_matmul` and GPT-OSS' clamped SwiGLU in one: the first half of an expert.
+    """`grouped_matmul` followed by GPT-OSS' clamped SwiGLU: the first half of an expert.
 
     [gate | up] = grouped_matmul(lhs, rhs, group_sizes, bias), halves of the columns
     out = (up + 1) · gate · σ(α·gate) with gate ≤ limit and −limit ≤ up ≤ limit
 
-    With `low_rank` the change is in the sums before the activation.
+    `low_rank` is added to the sums before the activation.
 
-    Returns: [M, F] in lhs's dtype, F half the columns of rhs; rows past the sum are 0.
+    Returns: [M, F] in lhs's dtype, F half the columns of rhs; rows past the sum of sizes are 0.
     Numerics: float32 activation; kernels activate the float32 sums, xla the rounded ones.
     Raises: ValueError when the shapes do not fit.
     Source: GPT-OSS model card §2.2, where gate and up are interleaved columns instead of halves.
     """
-    lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     if rhs_EDF.shape[2] % 2:
         raise ValueError(
-            f"rhs must have as many gate as up columns; got {rhs_EDF.shape[2]} in all. "
+            f"rhs must have an even number of columns, gate and up; got {rhs_EDF.shape[2]}. "
             "Pass the gate columns first and the up columns after them."
         )
     if low_rank is not None:
-        low_rank = _checked_change(rhs_EDF, group_sizes_E.size, low_rank)
-        run = select_implementation(impl, LOW_RANK_SWIGLU_IMPLS, lhs_MD, rhs_EDF)
-        return run(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank, alpha, limit)
-    chosen = select_implementation(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
-    return chosen(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
+        low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
+        matmul_fn = pick(impl, LOW_RANK_SWIGLU_IMPLS, lhs_MD, rhs_EDF)
+        return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank, alpha, limit)
+    matmul_fn = pick(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
+    return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
 
-def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
-    lhs_MD, four_bits = as_floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
-    rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else as_floats("rhs", rhs_EDF)
-    bias_EF = None if bias_EF is None else as_floats("bias", bias_EF)
+def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
+    lhs_MD, four_bits = floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
+    rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else floats("rhs", rhs_EDF)
+    bias_EF = None if bias_EF is None else floats("bias", bias_EF)
     if lhs_MD.ndim != 2 or len(rhs_EDF.shape) != 3 or rhs_EDF.shape[0] == 0:
         raise ValueError(
             "lhs must be [rows, columns] and rhs one or more matrices, [groups, lhs columns, "
             f"output columns]; got {lhs_MD.shape} and {rhs_EDF.shape}."
         )
-    held, width, out_width = rhs_EDF.shape
+    n_matrices, width, out_width = rhs_EDF.shape
     if lhs_MD.shape[1] != width:
         raise ValueError(
             f"lhs must have {width} columns, the middle size of rhs {rhs_EDF.shape}; "
@@ -133,14 +150,15 @@ def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
         )
     matrices, first = split_part(rhs_EDF)
     if isinstance(matrices, Mxfp4):
-        wanted = (held, width // GROUP, out_width)
-        if width % GROUP or matrices.scales_EDF.shape != wanted:
+        expected = (n_matrices, width // GROUP, out_width)
+        if width % GROUP or matrices.scales_EDF.shape != expected:
             raise ValueError(
-                f"a Mxfp4 of {matrices.shape} must have scales {wanted}, one for {GROUP} rows; "
-                f"got {matrices.scales_EDF.shape}. Make it with mxfp4.from_released."
+                f"a Mxfp4 of shape {matrices.shape} must have scales of shape {expected}, one for "
+                f"{GROUP} rows; got {matrices.scales_EDF.shape}. Make it with "
+                "mxfp4.mxfp4_from_released."
             )
-    group_sizes_E = as_integers("group_sizes", group_sizes_E)
-    n_groups = held if first is None else min(held, group_sizes_E.size)
+    group_sizes_E = integers("group_sizes", group_sizes_E)
+    n_groups = n_matrices if first is None else min(n_matrices, group_sizes_E.size)
     if group_sizes_E.shape != (n_groups,):
         raise ValueError(
             f"group_sizes must have one size for each of the {n_groups} matrices in rhs; "
@@ -154,15 +172,15 @@ def _checked(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
     return lhs_MD, rhs_EDF, group_sizes_E, bias_EF
 
 
-def _checked_change(rhs_EDF, n_groups, low_rank):
-    a_ERD, b_ERF = as_floats("low_rank.a", low_rank.a_ERD), as_floats("low_rank.b", low_rank.b_ERF)
+def _check_low_rank(rhs_EDF, n_groups, low_rank):
+    a_ERD, b_ERF = floats("low_rank.a", low_rank.a_ERD), floats("low_rank.b", low_rank.b_ERF)
     _, width, out_width = rhs_EDF.shape
     rank = a_ERD.shape[1] if a_ERD.ndim == 3 else 0
-    wanted = (n_groups, rank, width), (n_groups, rank, out_width)
-    if rank == 0 or (a_ERD.shape, b_ERF.shape) != wanted:
+    expected = (n_groups, rank, width), (n_groups, rank, out_width)
+    if rank == 0 or (a_ERD.shape, b_ERF.shape) != expected:
         raise ValueError(
-            f"low_rank must have a of {(n_groups, 'R', width)} and b of "
-            f"{(n_groups, 'R', out_width)}, with R above 0; got {a_ERD.shape} and {b_ERF.shape}. "
+            f"low_rank must have a of shape {(n_groups, 'R', width)} and b of shape "
+            f"{(n_groups, 'R', out_width)}, R above 0; got {a_ERD.shape} and {b_ERF.shape}. "
             "Pass A as [groups, rank, lhs columns], B as [groups, rank, output columns]."
         )
     return LowRank(a_ERD, b_ERF, low_rank.scale)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named shapes of the grouped matmul: the ones every implementation is tested and timed on.
+"""Named shapes of the grouped matmul on which every implementation is tested and timed.
 
-Sizes of the test cases are pairwise distinct, so a swapped axis cannot pass unseen.
+The sizes of a test case are pairwise distinct, so that a swapped axis raises an error.
 """
 
 from typing import NamedTuple
@@ -13,18 +13,18 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 
 class MatmulCase(NamedTuple):
-    """Shape of one call: M rows, width D to F, and the rows of each of the E groups."""
+    """Shape of one call: M rows, widths D and F, and the rows of each of the E groups."""
 
     name: str
     M: int
     D: int
     F: int
     group_sizes: tuple[int, ...]
-    rank: int = 4  # of a change beside the matrices, where the operation has one
+    rank: int = 4  # of the low-rank update, where the operation has one
 
 
 def zipf_sizes(n_rows: int, n_groups: int, power: float = 0.5) -> tuple[int, ...]:
-    """Sizes that fall as rank^−power and add up to n_rows, in an order that is not theirs."""
+    """Sizes proportional to rank^−power that add up to n_rows, in a shuffled order."""
     weights = np.arange(1, n_groups + 1) ** -power
     ends = np.round(np.cumsum(weights) / weights.sum() * n_rows).astype(int)
     sizes = np.diff(ends, prepend=0)
@@ -50,7 +50,7 @@ BENCH_CASES = (
 )
 
 
-# GPT-OSS: 8192 tokens, four experts each, sizes as uneven as routers make them.
+# GPT-OSS: 8192 tokens, four experts each, group sizes about as uneven as a router's.
 REAL_CASES = (
     MatmulCase("gate_up_20b", 32768, 2880, 5760, zipf_sizes(32768, 32)),
     MatmulCase("down_20b", 32768, 2880, 2880, zipf_sizes(32768, 32)),
@@ -64,8 +64,10 @@ LONG_CASES = (
 )
 
 
-def shapes(case: MatmulCase, dtype: DTypeLike = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What `make_inputs` makes, without making it: for compilers."""
+def matmul_shapes(
+    case: MatmulCase, dtype: DTypeLike = jnp.bfloat16
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of `make_matmul_inputs`, for compilers."""
     n_groups = len(case.group_sizes)
     return (
         jax.ShapeDtypeStruct((case.M, case.D), dtype),
@@ -75,7 +77,7 @@ def shapes(case: MatmulCase, dtype: DTypeLike = jnp.bfloat16) -> tuple[jax.Shape
     )
 
 
-def make_inputs(
+def make_matmul_inputs(
     case: MatmulCase, dtype: DTypeLike = jnp.float32, seed: int | Int[Array, ""] = 0
 ) -> tuple[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, " E"], Float[Array, "E F"]]:
     """Normal lhs_MD, rhs_EDF (scaled by D**-0.5) and bias_EF, with the case's group sizes."""

@@ -2,9 +2,9 @@
 """Four-bit weights laid out for matmul kernels: MXFP4 with two halves of the rows in each byte.
 
 The released files pack neighbouring rows into a byte, so unpacking a tile interleaves rows, which
-tiled memories do badly. Here a byte holds row d and row d + D/2: its halves are two whole tiles.
-Values are put together as bits, never multiplied, so subnormals survive where arithmetic flushes
-them. Next: `pallas_tpu_rows.py` and `hopper/pallas_gpu_mxfp4.py`, which decode parts of them.
+is slow in tiled memories. Here a byte holds row d and row d + D/2, so its halves are two complete
+tiles. Values are assembled as bits, never multiplied, so subnormals survive where arithmetic
+flushes them to 0. Next: `pallas_tpu_rows.py` and `hopper/pallas_gpu_mxfp4.py`, which decode tiles.
 """
 
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ GROUP = 32  # consecutive rows under one scale
 
 
 class Mxfp4(NamedTuple):
-    """A stack of [D, F] matrices in four bits a value, 4.25 with the scales.
+    """A stack of [D, F] matrices with four bits a value, 4.25 with the scales.
 
     nibbles_EDF[e, d, f]: the FP4 E2M1 code of row d in the low half, of row d + D/2 in the high.
-    scales_EDF[e, g, f]: s of rows 32g … 32g + 31; a value is fp4(code) · 2^(s − 127).
+    scales_EDF[e, g, f]: the scale s of rows 32g … 32g + 31; a value is fp4(code) · 2^(s − 127).
     """
 
     nibbles_EDF: UInt8[Array, "E D_half F"]
@@ -28,16 +28,16 @@ class Mxfp4(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the decoded matrices."""
+        """Shape of the decoded matrices."""
         *lead, half, width = self.nibbles_EDF.shape
         return (*lead, 2 * half, width)
 
 
 class Mxfp4Part(NamedTuple):
-    """The matrices from `first` on of a larger stack, as many as there are groups of rows.
+    """The matrices of a larger stack from `first` on, as many as there are groups of rows.
 
-    A layer's experts among those of all layers: kernels read them where they lie, while a slice
-    handed to a kernel would be a copy.
+    It stands for one layer's experts in the stack of all layers. Kernels read them in place; a
+    slice passed to a kernel would be a copy.
     """
 
     stack: Mxfp4
@@ -45,22 +45,23 @@ class Mxfp4Part(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole stack, decoded."""
+        """Shape of the complete stack, decoded."""
         return self.stack.shape
 
 
 def split_part(rhs: Any) -> tuple[Any, Any]:
-    """Matrices and the first of them that is meant; None for the first of all."""
+    """The matrices and, of a `Mxfp4Part`, the index of its first one; else None."""
     return rhs if isinstance(rhs, Mxfp4Part) else (rhs, None)
 
 
-def from_released(
+def mxfp4_from_released(
     blocks: UInt8[Array, "E F D_32nd 16"], scales: UInt8[Array, "E F D_32nd"]
 ) -> Mxfp4:
-    """The released `*_blocks` (low half first) and `*_scales` in our order; no value changes.
+    """The released `*_blocks` (low half first) and `*_scales` in this module's layout.
 
-    Columns stay in their order: reorder interleaved gate and up columns before, along axis 1.
-    Raises ValueError where scales do not fit blocks.
+    No value changes, and columns keep their order: reorder interleaved gate and up columns before
+    the call, along axis 1.
+    Raises: ValueError when the scales do not fit the blocks.
     """
     if blocks.ndim != 4 or blocks.shape[3] != GROUP // 2 or scales.shape != blocks.shape[:3]:
         raise ValueError(
@@ -73,14 +74,16 @@ def from_released(
     return Mxfp4(low | (high << 4), jnp.asarray(scales).swapaxes(1, 2))
 
 
-def bits(code: Int32[Array, "*s"], scale: Int32[Array, "*s"]) -> Int32[Array, "*s"]:
-    """float32, as bits, of fp4(code) · 2^(scale − 127); the lower 16 bits are 0.
+def mxfp4_to_float32_bits(
+    code: Int32[Array, "*s"], scale: Int32[Array, "*s"]
+) -> Int32[Array, "*s"]:
+    """Bits of the float32 number fp4(code) · 2^(scale − 127); the lower 16 bits are 0.
 
     Numerics: exact, subnormals included; infinite past the largest value; scale 255 gives NaN.
     Source: OCP Microscaling Formats (MX) 1.0, §5.3 and §6.3.
     """
     size = code & 7
-    # E2M1 sizes 2…7 are floats already: two bits of exponent, one of mantissa. 1 is 2^−1.
+    # E2M1 magnitudes 2…7 are normal: two bits of exponent, one of mantissa. 1 is 2^−1.
     exponent = jnp.where(size == 1, scale - 1, scale + (size >> 1) - 1)
     half = jnp.where(size == 1, 0, size & 1)  # the mantissa's top bit
     normal = (exponent << 23) | (half << 22)
@@ -92,12 +95,12 @@ def bits(code: Int32[Array, "*s"], scale: Int32[Array, "*s"]) -> Int32[Array, "*
     return value | ((code & 8) << 28)
 
 
-def decode(x: Mxfp4, dtype: DTypeLike = jnp.float32) -> Float[Array, "*E D F"]:
-    """The values, [E, D, F] (or [D, F] of one matrix); exact in float32 and bfloat16."""
+def mxfp4_to_dense(x: Mxfp4, dtype: DTypeLike = jnp.float32) -> Float[Array, "*E D F"]:
+    """Decode to [E, D, F] (or [D, F] of one matrix); exact in float32 and bfloat16."""
     byte = x.nibbles_EDF.astype(jnp.int32)
     code = jnp.concatenate([byte & 15, byte >> 4], axis=-2)
     scale = jnp.repeat(x.scales_EDF.astype(jnp.int32), GROUP, axis=-2)
-    word = bits(code, scale)
+    word = mxfp4_to_float32_bits(code, scale)
     if jnp.dtype(dtype) == jnp.bfloat16:  # a cast from float32 may flush subnormals
         return lax.bitcast_convert_type((word >> 16).astype(jnp.int16), jnp.bfloat16)
     return lax.bitcast_convert_type(word, jnp.float32).astype(dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped matmuls on a TPU, with their gradients: Pallas (Mosaic) kernels put together.
+"""The grouped matmuls on a TPU with their gradients, composed of Pallas (Mosaic) kernels.
 
-`pallas_tpu_rows.py` holds the forward and the gradient of the rows, `pallas_tpu_weights.py` the
-gradients of weights and biases, `pallas_tpu_tiles.py` how matrices are cut. Read those in turn.
+`pallas_tpu_rows.py` has the forward pass and the gradient of the rows, `pallas_tpu_weights.py` the
+gradients of weights and biases, `pallas_tpu_tiles.py` the tiling. Read them in this order.
 """
 
 from functools import cache, partial
@@ -12,24 +12,32 @@ import jax.numpy as jnp
 
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.low_rank import ChipKernels, on_chip, on_chip_swiglu
+from pallas_kernels.grouped_matmul.low_rank import (
+    ChipKernels,
+    low_rank_matmul,
+    low_rank_swiglu,
+)
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part
-from pallas_kernels.grouped_matmul.pallas_tpu_rows import plan_rows, rows_by_group, swiglu_by_group
+from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
+    multiply_rows_tpu,
+    multiply_swiglu_tpu,
+    plan_rows,
+)
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import ALIGNED, LANES
-from pallas_kernels.grouped_matmul.pallas_tpu_weights import weights_by_group, weights_tile
-from pallas_kernels.grouped_matmul.swiglu import activate
+from pallas_kernels.grouped_matmul.pallas_tpu_weights import weight_gradients_tpu, weights_tile
+from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
 
 def grouped_matmul_mosaic_tpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes,
     bias_EF: sig.Bias = None, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
-    """Multiply each group of rows by its own matrix; see `reference`.
+    """Multiply each group of rows by its own matrix on a TPU; see `grouped_matmul`.
 
     Numerics: float32 accumulation, each result rounded once to the dtype of its operand. Sums
     run in a fixed order, so results are bitwise repeatable.
     """
-    return _matmul(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, interpret)
+    return _matmul_vjp(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, interpret)
 
 
 def grouped_swiglu_mosaic_tpu(
@@ -40,18 +48,18 @@ def grouped_swiglu_mosaic_tpu(
 
     Numerics: out is rounded once; the gradient starts from gate and up rounded to lhs's dtype.
     """
-    return _swiglu(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, (alpha, limit), interpret)
+    return _swiglu_vjp(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, (alpha, limit), interpret)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _matmul(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
+def _matmul_vjp(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
-    return rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret=interpret)
+    return multiply_rows_tpu(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret=interpret)
 
 
 def _matmul_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
-    out_MF = _matmul(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret)
+    out_MF = _matmul_vjp(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret)
     return out_MF, (lhs_MD, rhs_EDF, sizes_E, bias_EF)
 
 
@@ -61,35 +69,35 @@ def _matmul_backward(interpret, residuals, dout_MF):
     if lhs_MD.shape[0] == 0:
         drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
         return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)
-    dlhs_MD = rows_by_group(dout_MF, rhs_EDF, sizes_E, transposed=True, interpret=interpret)
-    drhs_EDF, dbias_EF = _matrices(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret)
+    dlhs_MD = multiply_rows_tpu(dout_MF, rhs_EDF, sizes_E, transposed=True, interpret=interpret)
+    drhs_EDF, dbias_EF = _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret)
     return dlhs_MD, drhs_EDF, None, dbias_EF
 
 
-def _matrices(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
+def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
     packed, drhs_EDF, dbias_EF = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part), None, None
     if not packed:
-        drhs_EDF, dbias_EF = weights_by_group(
+        drhs_EDF, dbias_EF = weight_gradients_tpu(
             lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_EF is not None, interpret=interpret
         )
     elif bias_EF is not None:
-        dbias_EF = _bias_by_group(dout_MF, sizes_E)
+        dbias_EF = _bias_gradient(dout_MF, sizes_E)
     if bias_EF is not None and dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
     return drhs_EDF, dbias_EF
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul_vjp.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _bias_by_group(dout_MF, sizes_E):
-    """Σ of each group's rows where no weights are summed: a product with which row is whose."""
+def _bias_gradient(dout_MF, sizes_E):
+    """The sum of each group's rows of dout, as a product with the groups' one-hot rows."""
     end_E = jnp.cumsum(sizes_E)
     row_M = jnp.arange(dout_MF.shape[0], dtype=jnp.int32)
-    mine_EM = (row_M[None, :] < end_E[:, None]) & (row_M[None, :] >= (end_E - sizes_E)[:, None])
+    in_group_EM = (row_M[None, :] < end_E[:, None]) & (row_M[None, :] >= (end_E - sizes_E)[:, None])
     dout_MF = jnp.where((row_M < end_E[-1])[:, None], dout_MF, jnp.zeros_like(dout_MF))
     return jnp.dot(
-        mine_EM.astype(dout_MF.dtype),
+        in_group_EM.astype(dout_MF.dtype),
         dout_MF,
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
@@ -97,40 +105,41 @@ def _bias_by_group(dout_MF, sizes_E):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _swiglu(lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, interpret):
+def _swiglu_vjp(lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, interpret):
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
-    return swiglu_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, interpret=interpret)[0]
+    return multiply_swiglu_tpu(lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, interpret=interpret)[0]
 
 
 def _swiglu_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, interpret):
     if lhs_MD.shape[0] == 0:
         out = gate = up = jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
     else:
-        out, gate, up = swiglu_by_group(
-            lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, keep=True, interpret=interpret
+        out, gate, up = multiply_swiglu_tpu(
+            lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, save_products=True, interpret=interpret
         )
     return out, (lhs_MD, rhs_EDF, sizes_E, bias_EF, gate, up)
 
 
 def _swiglu_backward(swiglu, interpret, residuals, dout_MF):
     *operands, gate, up = residuals
-    _, pull = jax.vjp(lambda gate, up: activate(gate, up, *swiglu), gate, up)
+    _, pull = jax.vjp(lambda gate, up: apply_swiglu(gate, up, *swiglu), gate, up)
     dh = jnp.concatenate(pull(dout_MF.astype(jnp.float32)), axis=1)
     return _matmul_backward(interpret, tuple(operands), dh)
 
 
-_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+_swiglu_vjp.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def grouped_matmul_low_rank_mosaic_tpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
     a_ERD: sig.A, b_ERF: sig.B, scale: float, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
-    """The grouped matmul with a low-rank change in its float32 sums; see `low_rank.on_chip`."""
+    """`grouped_matmul_mosaic_tpu` with a low-rank update, added to its float32 sums."""
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
-    return on_chip(chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
+    kernels = make_mosaic_tpu_kernels(interpret)
+    return low_rank_matmul(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
 
 
 def grouped_swiglu_low_rank_mosaic_tpu(
@@ -138,69 +147,74 @@ def grouped_swiglu_low_rank_mosaic_tpu(
     a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float, *,
     interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
-    """The same, activated in the same kernel; see `low_rank.on_chip_swiglu`."""
+    """`grouped_matmul_low_rank_mosaic_tpu`, activated in the same kernel."""
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
-    return on_chip_swiglu(
-        chip(interpret), lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha,
-        limit,
-    )  # fmt: skip
+    kernels = make_mosaic_tpu_kernels(interpret)
+    return low_rank_swiglu(
+        kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha, limit
+    )
 
 
 @cache
-def chip(interpret: bool, fixed: bool = False) -> ChipKernels:
-    """With `fixed` a row's product has one size, and the SwiGLU one kernel, wherever it is used."""
+def make_mosaic_tpu_kernels(interpret: bool, invariant: bool = False) -> ChipKernels:
+    """The TPU kernels.
 
-    def rows(lhs, rhs, sizes, bias, transposed, beside):
-        return rows_by_group(
-            lhs, rhs, sizes, bias, beside=beside, transposed=transposed, interpret=interpret,
-            fixed=fixed,
+    With `invariant` all products have the same number of rows, and the SwiGLU is always the kernel
+    of a training forward.
+    """
+
+    def multiply_rows(lhs, rhs, sizes, bias, transposed, adapter):
+        return multiply_rows_tpu(
+            lhs, rhs, sizes, bias, adapter=adapter, transposed=transposed, interpret=interpret,
+            invariant=invariant,
         )  # fmt: skip
 
-    def swiglu(lhs, rhs, sizes, bias, alpha, limit, save, beside):
+    def multiply_swiglu(lhs, rhs, sizes, bias, alpha, limit, save, adapter):
         return tuple(
-            swiglu_by_group(
-                lhs, rhs, sizes, bias, (alpha, limit), beside=beside, keep=save or fixed,
-                interpret=interpret, fixed=fixed,
+            multiply_swiglu_tpu(
+                lhs, rhs, sizes, bias, (alpha, limit), adapter=adapter,
+                save_products=save or invariant, interpret=interpret, invariant=invariant,
             )
         )  # fmt: skip
 
-    def sums(low, wide, sizes):
-        return weights_by_group(low, wide, sizes, jnp.float32, False, interpret=interpret)[0]
+    def low_rank_sums(low, wide, sizes):
+        return weight_gradients_tpu(low, wide, sizes, jnp.float32, False, interpret=interpret)[0]
 
-    return ChipKernels(rows, swiglu, partial(_matrices, interpret=interpret), sums, ALIGNED)
+    gradients = partial(_weight_gradients, interpret=interpret)
+    return ChipKernels(multiply_rows, multiply_swiglu, gradients, low_rank_sums, ALIGNED)
 
 
 def grouped_matmul_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:
-    """Say why these shapes cannot be computed; None when they can."""
-    return _unsupported(lhs_MD, rhs_EDF, halves=False)
+    """Return the reason why the kernels cannot compute these shapes, or None."""
+    return _find_unsupported(lhs_MD, rhs_EDF, halves=False)
 
 
 def grouped_swiglu_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:
-    """Say why these shapes cannot be computed; None when they can."""
+    """Return the reason why the fused kernel cannot compute these shapes, or None."""
     if rhs_EDF.shape[2] % LANES:
         return f"{rhs_EDF.shape[2]} gate and up columns are not a multiple of {LANES}"
-    return _unsupported(lhs_MD, rhs_EDF, halves=True)
+    return _find_unsupported(lhs_MD, rhs_EDF, halves=True)
 
 
-def _unsupported(lhs_MD, rhs_EDF, halves):
-    if reason := tpu.tpu_unsupported():
+def _find_unsupported(lhs_MD, rhs_EDF, halves):
+    if reason := tpu.unsupported():
         return reason
     _, width, columns = rhs_EDF.shape
     if lhs_MD.dtype not in (jnp.bfloat16, jnp.float32):
         return f"lhs must be bfloat16 or float32, not {lhs_MD.dtype}"
     packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
     if not packed and rhs_EDF.dtype != lhs_MD.dtype:
-        return f"rhs is {rhs_EDF.dtype}, lhs {lhs_MD.dtype}"
+        return f"rhs is {rhs_EDF.dtype} but lhs {lhs_MD.dtype}"
     if packed and width % (2 * GROUP):
         return f"half of {width} rows of four-bit weights is not a multiple of {GROUP}"
     item = lhs_MD.dtype.itemsize
     if plan_rows(rhs_EDF, item, transposed=False, halves=halves) is None:
-        return f"tiles of a {width} × {columns} matrix do not fit or do not end at 128 columns"
+        return f"tiles of a {width} × {columns} matrix do not fit VMEM or do not end at 128 columns"
     if plan_rows(rhs_EDF, item, transposed=True) is None:
-        return f"tiles of a {width} × {columns} matrix, transposed, do not fit"
+        return f"tiles of a {width} × {columns} matrix, transposed, do not fit VMEM"
     if not packed and weights_tile(width, columns) is None:
-        return f"128 columns of sums over {width} rows do not fit"
+        return f"128 columns of sums over {width} rows do not fit VMEM"
     return None
 
 

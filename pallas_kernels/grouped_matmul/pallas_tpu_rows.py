@@ -2,11 +2,12 @@
 """Rows times their group's matrix on a TPU: forward and the gradient of the rows.
 
 A group's matrix stays in VMEM while all its rows pass, so each weight is read once for a tile of
-output columns, and the next group's is copied in the meantime: that copy takes as long as some
-hundred rows' products, more than the one step that a grid's own pipeline looks ahead. A tile of
-rows shared by two groups costs either only its own rows, to the nearest 16 and 64 or 128, not the
-whole tile; what those take from neighbours is masked when stored. The sum over D or F runs inside
-one product, so no partial sums travel. Next: `pallas_tpu_weights.py`, the gradient of the weights.
+output columns. The next group's matrix is copied in the meantime by explicit DMA: the copy takes as
+long as the products of some hundred rows, more than the one step that a grid's own pipeline
+prefetches. In a tile shared by two groups, each group multiplies only its own rows, rounded to 16
+and to 64 or 128, not the full tile; rows of neighbours are masked when stored. The sum over D or F
+is inside one product, so no partial sums are stored.
+Next: `pallas_tpu_weights.py`, the gradient of the weights.
 """
 
 from functools import partial
@@ -24,49 +25,49 @@ from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part, split_part
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import TileVisits, TpuPlan, row_visits
-from pallas_kernels.grouped_matmul.swiglu import activate
+from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
 
 def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False) -> TpuPlan | None:
-    """How the output's columns are cut; None where the matrices cannot be."""
+    """Tiles of the output's columns, or None where the matrices cannot be tiled."""
     _, width, out_width = rhs_EDF.shape
     if transposed:
         packed = (
             width * out_width if isinstance(rhs_EDF, Mxfp4 | Mxfp4Part) else 0
-        )  # two copies of all of it
+        )  # a packed matrix is copied completely, into two buffers
         if packed > tpu.vmem_bytes() // 3:
             return None
-        return tiles.plan(width, out_width, itemsize, lanes=False, halves=False)
+        return tiles.plan_tiles(width, out_width, itemsize, lanes=False, halves=False)
     columns = out_width // 2 if halves else out_width
-    return tiles.plan(columns, width, itemsize, lanes=True, halves=halves)
+    return tiles.plan_tiles(columns, width, itemsize, lanes=True, halves=halves)
 
 
-def dot(a, b, contract):
-    """float32 sums; float32 inputs are not rounded to bfloat16 first."""
-    precision = matmul_precision(a.dtype)
+def dot_tpu(a, b, contract):
+    """Product with float32 sums; float32 inputs are not rounded to bfloat16 first."""
+    precision = products(a.dtype)
     return lax.dot_general(
         a, b, (contract, ((), ())), preferred_element_type=jnp.float32, precision=precision
     )
 
 
-def each_rows(low, high, rows, body, pieces=()):
-    """Call body(start, size, new) until rows low … high − 1 of a tile of `rows` are covered.
+def for_each_row_block(low, high, rows, body, product_sizes=()):
+    """Call body(start, size, new) until rows low … high − 1 of a tile of `rows` rows are covered.
 
-    Starts are aligned, so the first and last call may reach other groups' rows, and the last
-    may begin in rows that were had before: only those from `new` on are new.
+    Starts are aligned, so the first and the last call may include rows of other groups, and the
+    last may begin in rows of the call before: only rows from `new` on are new.
     """
-    at = low // tiles.ALIGNED * tiles.ALIGNED
-    for size, count in tiles.counts(high - at, rows, pieces):
+    first_row = low // tiles.ALIGNED * tiles.ALIGNED
+    for size, count in tiles.count_products(high - first_row, rows, product_sizes):
 
-        def piece(i, _, first=at, size=size):
+        def run_block(i, _, first=first_row, size=size):
             new = first + i * size
             body(pl.multiple_of(jnp.minimum(new, rows - size), tiles.ALIGNED), size, new)
 
-        lax.fori_loop(0, count, piece, None)
-        at = at + count * size
+        lax.fori_loop(0, count, run_block, None)
+        first_row = first_row + count * size
 
 
-def each_columns(width, step, body, used=None):
+def for_each_column_block(width, step, body, used=None):
     """Call body(start, size) until `width` columns are covered, or only the first `used`."""
     n_full = width // step
     if used is not None:
@@ -77,10 +78,10 @@ def each_columns(width, step, body, used=None):
         body(width // step * step, width % step)
 
 
-def _copies(sources, buffers, sems, plan: TpuPlan, axis, n, group, slot, act):
+def _copy_windows(sources, buffers, sems, plan: TpuPlan, axis, n, group, slot, action):
     """Start, or wait for, the copies of a group's windows into a slot."""
 
-    def one(source, buffer, sem, start, size):
+    def copy_window(source, buffer, sem, start, size):
         source, buffer = source.at[group], buffer.at[slot]
         cut: list[Any] = [slice(None), slice(None)]
         cut_buffer = list(cut)
@@ -88,75 +89,77 @@ def _copies(sources, buffers, sems, plan: TpuPlan, axis, n, group, slot, act):
             cut[axis] = pl.ds(start, size)
         if axis is not None and size != buffer.shape[axis]:
             cut_buffer[axis] = pl.ds(0, size)
-        act(pltpu.make_async_copy(source.at[tuple(cut)], buffer.at[tuple(cut_buffer)], sem))
+        action(pltpu.make_async_copy(source.at[tuple(cut)], buffer.at[tuple(cut_buffer)], sem))
 
-    def all_of(tile):
+    def copy_tile(tile):
         refs = zip(sources, buffers, range(len(buffers)), strict=True)
         for k, (source, buffer, index) in enumerate(refs):
             window = plan.windows[k * len(plan.windows) // len(buffers)]
-            one(source, buffer, sems.at[index, slot], *window.spans[tile])
+            copy_window(source, buffer, sems.at[index, slot], *window.spans[tile])
 
-    for tile in range(plan.tiles):
-        if plan.tiles == 1:
-            all_of(tile)
+    for tile in range(plan.n_tiles):
+        if plan.n_tiles == 1:
+            copy_tile(tile)
         else:
-            pl.when(n == tile)(partial(all_of, tile))
+            pl.when(n == tile)(partial(copy_tile, tile))
 
 
-def _decode(nibbles, scales, slot, scale32, weight, base):
-    """Decode rows base … of a window of four-bit codes into `weight`, GROUP rows at a time.
+def _decode_rows(nibbles, scales, slot, scale32, weight, base):
+    """Decode a window of four-bit codes into `weight`, from row `base` on, GROUP rows at a time.
 
-    Numerics: exact but for subnormals, which TPU arithmetic takes as 0.
+    Numerics: exact except for subnormals, which TPU arithmetic flushes to 0.
     """
     half, n_scales = nibbles.shape[1], scales.shape[1]
     height, width = weight.shape
     packed = scales[slot].astype(jnp.int32)
-    # 2^(s − 128), half the scale, as bits: 2·|fp4| is an integer. 255 is NaN.
+    # Bits of 2^(s − 128), half the scale, because 2·|fp4| is an integer. 255 is NaN.
     scale32[pl.ds(0, n_scales), pl.ds(0, width)] = jnp.where(
         packed == 255, 0x7FC00000, jnp.maximum(packed - 1, 0) << 23
     )
 
-    def group(i, j, scale, at):
-        """32 rows under the scales in row j of a register of them."""
-        to = i * 8 * GROUP + j * GROUP
-        row = base + to
+    def decode_group(i, j, scale, span):
+        """Decode the 32 rows of one scale, row j of a register of scales."""
+        target_row = i * 8 * GROUP + j * GROUP
+        row = base + target_row
 
-        @pl.when((to < height) & (row < 2 * half))
+        @pl.when((target_row < height) & (row < 2 * half))
         def _():
             high = (row >= half).astype(jnp.int32)
             source = pl.multiple_of(row - half * high, GROUP)
-            code = nibbles[slot, pl.ds(source, GROUP), at].astype(jnp.int32) >> (4 * high)
-            # {0, 1, 2, 3, 4, 6, 8, 12}[code & 7], a digit each
+            code = nibbles[slot, pl.ds(source, GROUP), span].astype(jnp.int32) >> (4 * high)
+            # {0, 1, 2, 3, 4, 6, 8, 12}[code & 7], packed as hexadecimal digits
             twice = (jnp.int32(-0x379BCDF0) >> ((code & 7) << 2)) & 15
             value = lax.bitcast_convert_type(twice.astype(jnp.float32) * scale, jnp.int32)
             value = lax.bitcast_convert_type(value | ((code & 8) << 28), jnp.float32)
-            weight[pl.ds(pl.multiple_of(to, GROUP), GROUP), at] = value.astype(weight.dtype)
+            weight[pl.ds(pl.multiple_of(target_row, GROUP), GROUP), span] = value.astype(
+                weight.dtype
+            )
 
-    def groups(i, _):
-        def columns(start, size):
-            at = pl.ds(start, size)
-            bits = scale32[pl.ds(pl.multiple_of(base // GROUP + i * 8, 8), 8), at]
+    def decode_groups(i, _):
+        def decode_columns(start, size):
+            span = pl.ds(start, size)
+            bits = scale32[pl.ds(pl.multiple_of(base // GROUP + i * 8, 8), 8), span]
             scale = lax.bitcast_convert_type(bits, jnp.float32)
             for j in range(8):
-                group(i, j, scale[j : j + 1], at)
+                decode_group(i, j, scale[j : j + 1], span)
 
-        each_columns(width, tiles.COLUMNS, columns)
+        for_each_column_block(width, tiles.COLUMNS, decode_columns)
 
-    lax.fori_loop(0, -(-height // (8 * GROUP)), groups, None)
+    lax.fori_loop(0, -(-height // (8 * GROUP)), decode_groups, None)
 
 
-def _kernel(
+def _rows_kernel(
     group_V, tile_V, low_V, high_V, next_V, slot_V, *refs,
     plan: TpuPlan, length, n_groups, columns, transposed, packed, part, n_low, n_bias, n_out,
-    swiglu, pieces,
+    swiglu, product_sizes,
 ):  # fmt: skip
-    """One visit: see that the group's windows are here, then multiply its rows of this tile."""
+    """One visit: wait for the group's windows, then multiply the group's rows of this tile."""
     n_sources = (2 if packed else 1) * len(plan.windows)
     first, refs = (refs[0], refs[1:]) if part else (None, refs)
     lhs, refs = refs[0], refs[1:]
-    # one array may serve two windows
+    # gate and up are two windows of one array
     sources, refs = refs[:n_sources], refs[n_sources:]
-    low_rows, narrow, refs = refs[:1], refs[1:n_low], refs[n_low:]
+    low_rows, adapter, refs = refs[:1], refs[1:n_low], refs[n_low:]
     biases, refs = refs[:n_bias], refs[n_bias:]
     outs, refs = refs[:n_out], refs[n_out:]
     buffers, sems, refs = refs[:n_sources], refs[n_sources], refs[n_sources + 1 :]
@@ -165,22 +168,22 @@ def _kernel(
     group, slot = group_V[v], slot_V[v]
     axis = 0 if transposed else 1
     if packed and transposed:
-        axis = None  # rows of the window lie in either half of a byte: all are copied
+        axis = None  # the window's rows may be in either half of a byte: copy all rows
 
-    def copies(group, *others):
+    def copy_group(group, *slot_and_action):
         matrix = group if first is None else first[0] + group
-        _copies(sources, buffers, sems, plan, axis, n, matrix, *others)
+        _copy_windows(sources, buffers, sems, plan, axis, n, matrix, *slot_and_action)
 
     @pl.when((group < n_groups) & ((i == 0) | (group != group_V[jnp.maximum(v - 1, 0)])))
     def _():
-        pl.when(i == 0)(lambda: copies(group, slot, lambda copy: copy.start()))
-        copies(group, slot, lambda copy: copy.wait())
+        pl.when(i == 0)(lambda: copy_group(group, slot, lambda copy: copy.start()))
+        copy_group(group, slot, lambda copy: copy.wait())
         after = next_V[v]
-        pl.when(after >= 0)(lambda: copies(after, 1 - slot, lambda copy: copy.start()))
+        pl.when(after >= 0)(lambda: copy_group(after, 1 - slot, lambda copy: copy.start()))
         if packed:
             for k, weight in enumerate(refs[1 : 1 + len(plan.windows)]):
                 base = n * plan.tile if transposed else 0
-                _decode(buffers[2 * k], buffers[2 * k + 1], slot, refs[0], weight, base)
+                _decode_rows(buffers[2 * k], buffers[2 * k + 1], slot, refs[0], weight, base)
 
     if packed:
         weights = refs[1 : 1 + len(plan.windows)]
@@ -188,100 +191,101 @@ def _kernel(
     else:
         weights, scratch = [buffer.at[slot] for buffer in buffers], refs
     low, high = low_V[v], high_V[v]
-    used = None if plan.tiles == 1 else columns - n * plan.tile
+    used = None if plan.n_tiles == 1 else columns - n * plan.tile
     step = tiles.columns_at_once(lhs.dtype)
 
-    def mine(start, size):
+    def row_mask(start, size):
         row = lax.broadcasted_iota(jnp.int32, (size, 1), 0) + start
         return (row >= low) & (row < high)
 
-    def product(x, weight, start, size):
-        at = pl.ds(start, size)
+    def multiply_block(x, weight, start, size):
+        span = pl.ds(start, size)
         if transposed:
-            return dot(x, weight[at, :], ((1,), (1,)))
-        return dot(x, weight[:, at], ((1,), (0,)))
+            return dot_tpu(x, weight[span, :], ((1,), (1,)))
+        return dot_tpu(x, weight[:, span], ((1,), (0,)))
 
-    def completed(y, half, rows, at):
-        """Sums with what is added to them: the change of low rank, and the bias."""
-        if narrow:
-            y = y + dot(low_rows[0][rows, :], narrow[half][:, at], ((1,), (0,)))
-        return y + biases[half][:, at].astype(jnp.float32) if biases else y
+    def add_adapter_and_bias(y, half, rows, span):
+        """Add the low-rank update and the bias to the sums."""
+        if adapter:
+            y = y + dot_tpu(low_rows[0][rows, :], adapter[half][:, span], ((1,), (0,)))
+        return y + biases[half][:, span].astype(jnp.float32) if biases else y
 
-    def store(out, rows, at, mask, y):
-        out[rows, at] = jnp.where(mask, y, out[rows, at].astype(jnp.float32)).astype(out.dtype)
+    def store_block(out, rows, span, mask, y):
+        out[rows, span] = jnp.where(mask, y, out[rows, span].astype(jnp.float32)).astype(out.dtype)
 
     def rows_of_group(start, size, _):
-        rows, mask = pl.ds(start, size), mine(start, size)
+        rows, mask = pl.ds(start, size), row_mask(start, size)
         x = lhs[rows, :]
         if swiglu is None:
 
-            def plain(start, size):
-                at = pl.ds(start, size)
-                y = completed(product(x, weights[0], start, size), 0, rows, at)
-                store(outs[0], rows, at, mask, y)
+            def matmul_block(start, size):
+                span = pl.ds(start, size)
+                y = add_adapter_and_bias(multiply_block(x, weights[0], start, size), 0, rows, span)
+                store_block(outs[0], rows, span, mask, y)
 
-            each_columns(plan.tile, step, plain, used)
+            for_each_column_block(plan.tile, step, matmul_block, used)
             return
         ups = scratch[0]
-        first_up = columns - plan.shift if plan.tiles == 1 else 0  # of the last window
+        first_up = columns - plan.shift if plan.n_tiles == 1 else 0  # in the last window
 
-        def up_columns(start, width):
-            y = product(x, weights[-1], first_up + start, width)
+        def store_up_block(start, width):
+            y = multiply_block(x, weights[-1], first_up + start, width)
             ups[pl.ds(0, size), pl.ds(start, width)] = y
 
-        def finish(start, width, gate=None):
-            at = pl.ds(start, width)
+        def swiglu_block(start, width, gate=None):
+            span = pl.ds(start, width)
             if gate is None:
-                gate = product(x, weights[0], start, width)
-            gate = completed(gate, 0, rows, at)
-            wide = tiles.up(width + plan.shift, tiles.LANES)
+                gate = multiply_block(x, weights[0], start, width)
+            gate = add_adapter_and_bias(gate, 0, rows, span)
+            wide = tiles.round_up(width + plan.shift, tiles.LANES)
             value = ups[pl.ds(0, size), pl.ds(start, wide)]
             if plan.shift:
                 value = pltpu.roll(value, wide - plan.shift, 1)
-            value = completed(value[:, :width], 1, rows, at)
-            y = activate(gate, value, *swiglu)
+            value = add_adapter_and_bias(value[:, :width], 1, rows, span)
+            y = apply_swiglu(gate, value, *swiglu)
             for out, x_ in zip(outs, (y, gate, value), strict=False):
-                store(out, rows, at, mask, x_)
+                store_block(out, rows, span, mask, x_)
 
         wide_used = None if used is None else used + plan.shift
-        each_columns(ups.shape[1], step, up_columns, wide_used)
-        if plan.tiles > 1:
-            each_columns(plan.tile, step, finish, used)
+        for_each_column_block(ups.shape[1], step, store_up_block, wide_used)
+        if plan.n_tiles > 1:
+            for_each_column_block(plan.tile, step, swiglu_block, used)
             return
-        each_columns(first_up, step, finish)
-        if plan.shift:  # the up columns' products began with these
+        for_each_column_block(first_up, step, swiglu_block)
+        if plan.shift:  # the products of the up window begin with the last gate columns
             gate = ups[pl.ds(0, size), pl.ds(0, tiles.LANES)][:, : plan.shift]
-            finish(first_up, plan.shift, gate)
+            swiglu_block(first_up, plan.shift, gate)
 
     @pl.when(group < n_groups)
     def _():
-        each_rows(low, high, lhs.shape[0], rows_of_group, pieces)
+        for_each_row_block(low, high, lhs.shape[0], rows_of_group, product_sizes)
 
     @pl.when((group == n_groups) & (low < high))  # rows past the sum
     def _():
-        mask = mine(0, lhs.shape[0])
+        mask = row_mask(0, lhs.shape[0])
         for out in outs:
             out[...] = jnp.where(mask, 0.0, out[...].astype(jnp.float32)).astype(out.dtype)
 
 
-def _call(
-    lhs_MK, rhs, sizes_E, beside, biases, plan, columns, n_out, *, transposed, swiglu, interpret,
-    fixed,
+def _call_rows_kernel(
+    lhs_MK, rhs, sizes_E, adapter, biases, plan, columns, n_out, *, transposed, swiglu, interpret,
+    invariant,
 ):  # fmt: skip
-    """The pallas_call of `_kernel`; returns n_out arrays [M, columns].
+    """The pallas_call of `_rows_kernel`; returns n_out arrays [M, columns].
 
-    `beside` is empty, or low_MR and its matrices [E, R, columns], for gate and for up if there are.
+    `adapter` is empty, or low_MR and its matrices [E, R, columns]: one, or one for gate and one
+    for up.
     """
     n_rows, width = lhs_MK.shape
     n_groups, (rhs, first) = sizes_E.shape[0], split_part(rhs)
     dtype, packed = lhs_MK.dtype, isinstance(rhs, Mxfp4)
     bytes_per_row = width * lhs_MK.dtype.itemsize
-    pieces = tiles.pieces()[-1:] if fixed else tiles.pieces()
-    least = tiles.row_tile(tiles.ROWS, bytes_per_row) if fixed else pieces[-1]
-    if n_rows < least:  # a tile of rows may pass the end, but not hold all of it
-        more = ((0, least - n_rows), (0, 0))
-        lhs_MK = jnp.pad(lhs_MK, more)
-        beside = [jnp.pad(x, more) if i == 0 else x for i, x in enumerate(beside)]
+    product_sizes = tiles.product_sizes()[-1:] if invariant else tiles.product_sizes()
+    min_rows = tiles.row_tile(tiles.ROWS, bytes_per_row) if invariant else product_sizes[-1]
+    if n_rows < min_rows:  # a tile may pass the end of the array, but not be larger than it
+        padding = ((0, min_rows - n_rows), (0, 0))
+        lhs_MK = jnp.pad(lhs_MK, padding)
+        adapter = [jnp.pad(x, padding) if i == 0 else x for i, x in enumerate(adapter)]
     padded = lhs_MK.shape[0]
     rows = tiles.row_tile(padded, bytes_per_row)
     parts = min(tpu.count_tpu_cores(), -(-padded // rows))
@@ -302,47 +306,47 @@ def _call(
     if packed:
         widths = [rhs.shape[2] if transposed else window.size for window in plan.windows]
         heights = [window.size if transposed else rhs.shape[1] for window in plan.windows]
-        height = tiles.up(rhs.scales_EDF.shape[1], 8)
+        height = tiles.round_up(rhs.scales_EDF.shape[1], 8)
         scratch.append(pltpu.VMEM((height, max(widths)), jnp.int32))
         scratch += [pltpu.VMEM(shape, dtype) for shape in zip(heights, widths, strict=True)]
     if swiglu is not None:
-        wide = tiles.up(plan.tile + plan.shift, tiles.LANES)
-        scratch.append(pltpu.VMEM((min(pieces[0], rows), wide), jnp.float32))
+        wide = tiles.round_up(plan.tile + plan.shift, tiles.LANES)
+        scratch.append(pltpu.VMEM((min(product_sizes[0], rows), wide), jnp.float32))
 
     scalars = (*visits,) if first is None else (*visits, first.astype(jnp.int32).reshape(1))
 
-    def at(walk, i, table):
+    def visit_index(walk, i, table):
         return TileVisits(*table[: len(visits)]), walk * length + i
 
     def of_rows(walk, n, i, *table):
-        table, v = at(walk, i, table)
+        table, v = visit_index(walk, i, table)
         return table.tile_V[v], 0
 
     def of_group(walk, n, i, *table):
-        table, v = at(walk, i, table)
+        table, v = visit_index(walk, i, table)
         return jnp.minimum(table.group_V[v], n_groups - 1), 0, n
 
     def of_out(walk, n, i, *table):
-        table, v = at(walk, i, table)
+        table, v = visit_index(walk, i, table)
         return table.tile_V[v], n
 
     kernel = partial(
-        _kernel, plan=plan, length=length, n_groups=n_groups, columns=columns,
-        transposed=transposed, packed=packed, part=first is not None, n_low=len(beside),
-        n_bias=len(biases), n_out=n_out, swiglu=swiglu, pieces=pieces,
+        _rows_kernel, plan=plan, length=length, n_groups=n_groups, columns=columns,
+        transposed=transposed, packed=packed, part=first is not None, n_low=len(adapter),
+        n_bias=len(biases), n_out=n_out, swiglu=swiglu, product_sizes=product_sizes,
     )  # fmt: skip
-    rank = beside[0].shape[1] if beside else 0
+    rank = adapter[0].shape[1] if adapter else 0
     matrix = rhs.shape[1] * rhs.shape[2]
     outs = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(parts, plan.tiles, length),
+            grid=(parts, plan.n_tiles, length),
             in_specs=[
                 pl.BlockSpec((rows, width), of_rows),
                 *[pl.BlockSpec(memory_space=pl.ANY) for _ in sources],
-                *[pl.BlockSpec((rows, rank), of_rows) for _ in beside[:1]],
-                *[pl.BlockSpec((None, rank, plan.tile), of_group) for _ in beside[1:]],
+                *[pl.BlockSpec((rows, rank), of_rows) for _ in adapter[:1]],
+                *[pl.BlockSpec((None, rank, plan.tile), of_group) for _ in adapter[1:]],
                 *[pl.BlockSpec((None, 1, plan.tile), of_group) for _ in biases],
             ],
             out_specs=[pl.BlockSpec((rows, plan.tile), of_out)] * n_out,
@@ -358,47 +362,48 @@ def _call(
             transcendentals=0 if swiglu is None else n_rows * columns,
             bytes_accessed=n_groups
             * sum(x.size // x.shape[0] * x.dtype.itemsize for x in jax.tree.leaves(rhs))
-            + n_rows * (width * plan.tiles + columns * n_out) * dtype.itemsize,
+            + n_rows * (width * plan.n_tiles + columns * n_out) * dtype.itemsize,
         ),
         interpret=interpret,
         name=f"grouped_{'swiglu' if swiglu else 'dlhs' if transposed else 'matmul'}",
-    )(*scalars, lhs_MK, *sources, *beside, *biases)
+    )(*scalars, lhs_MK, *sources, *adapter, *biases)
     return [out[:n_rows] for out in outs] if padded != n_rows else list(outs)
 
 
-def rows_by_group(
-    lhs_MK: Float[Array, "M K"], rhs, sizes_E, bias_EF=None, *, beside=(), transposed=False,
-    interpret=False, fixed=False,
+def multiply_rows_tpu(
+    lhs_MK: Float[Array, "M K"], rhs, sizes_E, bias_EF=None, *, adapter=(), transposed=False,
+    interpret=False, invariant=False,
 ) -> Float[Array, "M N"]:  # fmt: skip
     """out[m] = lhs[m] · rhs[e of m] (+ bias[e]), with rhs transposed or not.
 
-    `beside` = (low_MR, b_ERN) adds low[m] · b[e of m] to the float32 sums. `fixed`: in products of
-    one size, whatever the rows and groups.
+    `adapter` = (low_MR, b_ERN) adds low[m] · b[e of m] to the float32 sums. With `invariant` all
+    products have the same number of rows, which makes the result batch-invariant.
     """
     plan = plan_rows(rhs, lhs_MK.dtype.itemsize, transposed=transposed)
     assert plan is not None, "unsupported() lets only matrices with a plan through"
     biases = [] if bias_EF is None else [bias_EF[:, None, :]]
     columns = rhs.shape[1] if transposed else rhs.shape[2]
-    (out,) = _call(
-        lhs_MK, rhs, sizes_E, beside, biases, plan, columns, 1,
-        transposed=transposed, swiglu=None, interpret=interpret, fixed=fixed,
+    (out,) = _call_rows_kernel(
+        lhs_MK, rhs, sizes_E, adapter, biases, plan, columns, 1,
+        transposed=transposed, swiglu=None, interpret=interpret, invariant=invariant,
     )  # fmt: skip
     return out
 
 
-def swiglu_by_group(
-    lhs_MD: Float[Array, "M D"], rhs, sizes_E, bias_EF, swiglu, *, beside=(), keep=False,
-    interpret=False, fixed=False,
+def multiply_swiglu_tpu(
+    lhs_MD: Float[Array, "M D"], rhs, sizes_E, bias_EF, swiglu, *, adapter=(), save_products=False,
+    interpret=False, invariant=False,
 ) -> list[Float[Array, "M F"]]:  # fmt: skip
-    """[out], or [out, gate, up] to keep what its gradient needs; swiglu = (alpha, limit).
+    """[out], or with `save_products` [out, gate, up] for the gradient; swiglu = (alpha, limit).
 
-    `beside` = (low_MR, b_ER2F) adds low[m] · b[e of m] to the float32 sums; `fixed` as above.
+    `adapter` = (low_MR, b_ER2F) adds low[m] · b[e of m] to the float32 sums; `invariant` is that
+    of `multiply_rows_tpu`.
     """
     plan = plan_rows(rhs, lhs_MD.dtype.itemsize, transposed=False, halves=True)
     assert plan is not None, "unsupported() lets only matrices with a plan through"
     biases = [] if bias_EF is None else jnp.split(bias_EF[:, None, :], 2, axis=2)
-    beside = [*beside[:1], *(half for b in beside[1:] for half in jnp.split(b, 2, axis=2))]
-    return _call(
-        lhs_MD, rhs, sizes_E, beside, biases, plan, rhs.shape[2] // 2, 3 if keep else 1,
-        transposed=False, swiglu=swiglu, interpret=interpret, fixed=fixed,
+    adapter = [*adapter[:1], *(half for b in adapter[1:] for half in jnp.split(b, 2, axis=2))]
+    return _call_rows_kernel(
+        lhs_MD, rhs, sizes_E, adapter, biases, plan, rhs.shape[2] // 2, 3 if save_products else 1,
+        transposed=False, swiglu=swiglu, interpret=interpret, invariant=invariant,
     )  # fmt: skip

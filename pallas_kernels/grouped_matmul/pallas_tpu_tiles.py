@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the TPU kernels cut matrices up: what fits in VMEM, and which slices the chip can copy; and
-which group and which tile of rows each step of a grid works on, computed from the group sizes.
+"""Tiling of the TPU kernels: tiles of the matrices, and the tables of visits to tiles of rows.
 
-A copy between HBM and VMEM moves whole lanes of 128 columns, or all columns. Half of GPT-OSS's
-5760 gate and up columns is 22.5 × 128, so the up columns' windows start 64 columns early and the
-kernel rotates them into place. Where all columns fit, those 64 are the last gate columns, and none
-is multiplied twice.
+Tiles of a matrix must fit in VMEM and must be slices that the chip can copy. A copy between HBM and
+VMEM moves complete lanes of 128 columns, or all columns. Half of GPT-OSS's 5760 gate and up columns
+is 22.5 × 128, so the up columns' windows start 64 columns early and the kernel rotates them into
+place. Where all columns fit, those 64 are the last gate columns, and none is multiplied twice.
 
-Tiles of rows lie at multiples of their size, so a tile shared by several groups is visited once for
-each, one right after the other, and each visit says which of its rows it may touch. Group sizes are
-data: a table has as many entries as could be needed, and those left over touch no rows.
+The tables state which group and which tile of rows each step of a grid works on. Tiles of rows
+begin at multiples of their size, so a tile shared by several groups is visited once for each of
+them, in succession, and each visit has the range of rows that it may write. Group sizes are data: a
+table has as many entries as the worst case needs, and surplus entries have no rows.
 Next: `pallas_tpu_rows.py`.
 """
 
@@ -21,48 +21,50 @@ from jaxtyping import Array, DTypeLike, Int
 
 from pallas_kernels.tpu import has_wide_mxu, vmem_bytes
 
-LANES = 128  # columns in a vector register, the least a copy moves
-COLUMNS = 256  # of tiles a multiple: what v6e's and 7x's matrix units are wide, v5's twice
-ROWS = 512  # rows of an input tile: their products take longer than a step costs
-ALIGNED = 16  # rows that start a product are a multiple of this: a register of bfloat16
+LANES = 128  # columns in a vector register, the smallest copy
+COLUMNS = 256  # tiles have a multiple of this: the matrix unit's width on v6e and 7x, twice v5's
+ROWS = 512  # rows of an input tile: their products take longer than the overhead of a step
+ALIGNED = 16  # a product starts at a row that is a multiple of this: a register of bfloat16
 
 
-def pieces() -> tuple[int, ...]:
-    """Rows per product, the most first: for most of a group, and for its end.
+def product_sizes() -> tuple[int, ...]:
+    """Rows per product, largest first: the largest for most of a group, the others for its end.
 
-    A matrix unit 256 wide takes as long for 64 rows as for 128, and nearly so for 256: libtpu's
-    schedule, `python -m pallas_kernels.bench grouped_swiglu --compile v6e --schedule`.
+    A matrix unit 256 wide takes as long for 64 rows as for 128, and nearly as long for 256, by
+    libtpu's schedule: `python -m pallas_kernels.bench grouped_swiglu --compile v6e --schedule`.
     """
     return (512, 256, 128) if has_wide_mxu() else (256, 64)
 
 
 def columns_at_once(dtype: DTypeLike) -> int:
-    """Columns per product. On v6e a product waits some 280 cycles for its first and last sums.
+    """Columns per product, twice COLUMNS on wide matrix units.
 
-    Exact products of float32 spill: twice as wide, v6e's weight gradient would not fit VMEM.
+    On v6e a product waits some 280 cycles for its first and last sums, which wider products
+    amortise. Exact float32 products spill registers: with twice the width, v6e's weight gradient
+    would not fit VMEM.
     """
     return COLUMNS * (2 if has_wide_mxu() and jnp.dtype(dtype).itemsize < 4 else 1)
 
 
-def counts(rows: Any, largest: int, some: tuple[int, ...] = ()) -> list[tuple[int, Any]]:
-    """(size, how many) of the pieces of at most `largest` that cover `rows`, in their order.
+def count_products(rows: Any, largest: int, allowed: tuple[int, ...] = ()) -> list[tuple[int, Any]]:
+    """(size, count) of the products of at most `largest` rows that cover `rows`, in their order.
 
-    One piece that is nearly full is better than several small ones. `some` are the sizes to take,
-    those of `pieces` if none are given.
+    One product that is nearly full is better than several small ones. `allowed` are the possible
+    sizes, by default those of `product_sizes`.
     """
-    sizes = [size for size in some or pieces() if size <= largest]
-    found = []
+    sizes = [size for size in allowed or product_sizes() if size <= largest]
+    products = []
     for size in sizes:
         count = (rows + sizes[-1] - 1) // size
-        found.append((size, count))
+        products.append((size, count))
         rows = rows - count * size
-    return found
+    return products
 
 
 def window_bytes(itemsize: int) -> int:
-    """Of each of two buffers of weights; tiles of rows, results and sums get the other half.
+    """Bytes of each of the two weight buffers; tiles of rows, results and sums have the other half.
 
-    Exact products of float32 do not fit the registers: their spills take a third of VMEM more.
+    Exact float32 products do not fit the registers, and their spills take another third of VMEM.
     """
     return vmem_bytes() // (4 if itemsize < 4 else 8)
 
@@ -75,35 +77,37 @@ class Window(NamedTuple):
 
 
 class TpuPlan(NamedTuple):
-    """Tiles of the output's columns and the windows on the matrices that make them."""
+    """Tiles of the output's columns and the windows of the matrices for each of them."""
 
     tile: int  # columns of the output in each tile but the last
     windows: tuple[Window, ...]
-    shift: int  # columns that the last window starts too early
+    shift: int  # columns by which the last window starts early
 
     @property
-    def tiles(self) -> int:
+    def n_tiles(self) -> int:
         return len(self.windows[0].spans)
 
 
-def up(x: int, multiple: int) -> int:
-    """x rounded up."""
+def round_up(x: int, multiple: int) -> int:
+    """x rounded up to a multiple."""
     return -(-x // multiple) * multiple
 
 
-def plan(columns: int, rows: int, itemsize: int, *, lanes: bool, halves: bool) -> TpuPlan | None:
-    """The fewest tiles whose windows fit twice in VMEM; None where no tiles will do.
+def plan_tiles(
+    columns: int, rows: int, itemsize: int, *, lanes: bool, halves: bool
+) -> TpuPlan | None:
+    """The fewest tiles whose windows fit twice in VMEM, or None.
 
-    rows: numbers in a column. lanes: the windows cut the matrix's columns, else its rows.
-    halves: a tile needs the window's columns in either half of a matrix of twice as many.
+    rows: numbers in a column. lanes: the windows are slices of the matrix's columns, else of its
+    rows. halves: a tile needs its columns in both halves of a matrix with twice as many columns.
     """
     shift = columns % LANES if halves else 0
     extra = LANES if shift else 0
     for tiles in range(1, -(-columns // COLUMNS) + 1):
-        tile = columns if tiles == 1 else up(-(-columns // tiles), COLUMNS)
+        tile = columns if tiles == 1 else round_up(-(-columns // tiles), COLUMNS)
         width = tile
         if halves:
-            width = 2 * columns if tiles == 1 else 2 * up(tile, LANES) + extra
+            width = 2 * columns if tiles == 1 else 2 * round_up(tile, LANES) + extra
         if width * rows * itemsize <= window_bytes(itemsize):
             break
     else:
@@ -111,16 +115,22 @@ def plan(columns: int, rows: int, itemsize: int, *, lanes: bool, halves: bool) -
     if lanes and not halves and tile < columns and columns % LANES:
         return None  # the last window would end inside a register
     if not halves:
-        return TpuPlan(tile, (_window(columns, tile, 0, 0, columns),), 0)
+        return TpuPlan(tile, (_column_windows(columns, tile, 0, 0, columns),), 0)
     if tile == columns:
-        return TpuPlan(tile, (_window(2 * columns, 2 * columns, 0, 0, 2 * columns),), shift)
-    whole = up(columns, LANES)  # the last tile of gate columns ends in up columns, unused
-    gate = _window(whole, tile, 0, 0, whole)
-    return TpuPlan(tile, (gate, _window(whole, tile, columns - shift, extra, 2 * columns)), shift)
+        return TpuPlan(tile, (_column_windows(2 * columns, 2 * columns, 0, 0, 2 * columns),), shift)
+    padded_columns = round_up(
+        columns, LANES
+    )  # the last tile of gate columns ends in up columns, unused
+    gate = _column_windows(padded_columns, tile, 0, 0, padded_columns)
+    return TpuPlan(
+        tile,
+        (gate, _column_windows(padded_columns, tile, columns - shift, extra, 2 * columns)),
+        shift,
+    )
 
 
-def _window(columns: int, tile: int, first: int, extra: int, end: int) -> Window:
-    """Each tile's columns from `first` on, and `extra` more but not past `end`."""
+def _column_windows(columns: int, tile: int, first: int, extra: int, end: int) -> Window:
+    """The window with each tile's columns, from `first` on, and `extra` more, ending at `end`."""
     starts = range(first, first + columns, tile)
     stops = (min(start + tile, first + columns) + extra for start in starts)
     pairs = zip(starts, stops, strict=True)
@@ -129,93 +139,95 @@ def _window(columns: int, tile: int, first: int, extra: int, end: int) -> Window
 
 
 def row_tile(n_rows: int, bytes_per_row: int) -> int:
-    """Rows of a tile: ROWS, or as many as a tenth of VMEM holds, or all there are."""
-    rows, least = ROWS, pieces()[-1]
-    while rows > least and rows * bytes_per_row > vmem_bytes() // 10:
+    """Rows of a tile: ROWS, but at most a tenth of VMEM and no more than n_rows rounded up."""
+    rows, min_rows = ROWS, product_sizes()[-1]
+    while rows > min_rows and rows * bytes_per_row > vmem_bytes() // 10:
         rows //= 2
-    return max(least, min(rows, up(n_rows, least)))
+    return max(min_rows, min(rows, round_up(n_rows, min_rows)))
 
 
 class TileVisits(NamedTuple):
-    """One entry a step; rows low … high − 1 of tile belong to group."""
+    """A table with one entry a step: rows low … high − 1 of the tile belong to the group."""
 
     group_V: Int[Array, " V"]
     tile_V: Int[Array, " V"]
     low_V: Int[Array, " V"]
     high_V: Int[Array, " V"]
-    next_V: Int[Array, " V"]  # the next group with rows, which may be fetched already; −1: none
-    slot_V: Int[Array, " V"]  # 0 or 1, not that of the next group
+    next_V: Int[Array, " V"]  # the next group with rows, which may be prefetched; −1: none
+    slot_V: Int[Array, " V"]  # buffer of the group, 0 or 1; the next group has the other
 
 
 def row_visits(
     sizes_E: Int[Array, " E"], n_rows: int, rows: int, parts: int = 1
 ) -> tuple[TileVisits, int]:
-    """Every row is visited exactly once; the rows past the sum as those of group E.
+    """Visits in which every row occurs exactly once; rows past the sum of the sizes are group E's.
 
-    The tables of `parts` independent walks stand one after the other. Tiles with rows of groups are
-    shared out evenly, and so are those past the sum, the odd one to a later walk: a buffer with
-    room to spare, as tokens come to cut experts, has its rows at its beginning.
-    Returns: the table and the length of one part's.
+    The table is that of `parts` cores, one part after the other. Tiles with rows of groups are
+    divided evenly among the parts, and so are the tiles past the sum, because a buffer with spare
+    room (as for sharded experts) has its rows at the beginning. Later parts get the remainders.
+    Returns: the table, and the length of one part.
     """
     n_groups, n_tiles = sizes_E.shape[0], -(-n_rows // rows)
     end_E = jnp.minimum(jnp.cumsum(sizes_E.astype(jnp.int32)), n_rows)
     end_G = jnp.concatenate([end_E, jnp.full((1,), n_rows, jnp.int32)])
     start_G = jnp.concatenate([jnp.zeros((1,), jnp.int32), end_E])
-    group_V, tile_V = _walk(start_G, end_G, rows, n_tiles, n_tiles + n_groups, 0)
+    group_V, tile_V = _list_visits(start_G, end_G, rows, n_tiles, n_tiles + n_groups, 0)
     length = -(-n_tiles // parts) + n_groups
     share_P, used = jnp.arange(parts + 1, dtype=jnp.int32), -(-end_E[-1] // rows)
     edge_P = (share_P * used + parts - 1) // parts
     blank_P = used + share_P * (n_tiles - used) // parts
-    # Part p's visits stand together in the one walk, from first_P on; after them, of each tile past
-    # the sum the one.
+    # Part p's visits are consecutive in the list of all visits, from first_P on. They are followed
+    # by one visit to each of its tiles past the sum.
     first_P = jnp.sum(
         (tile_V[None, :] < edge_P[:, None]) & (group_V <= n_groups)[None, :], 1, dtype=jnp.int32
     )
-    at_L = jnp.arange(length, dtype=jnp.int32)
-    own_P1, blank_P1 = (x[1:, None] - x[:-1, None] for x in (first_P, blank_P))
-    at_PV = jnp.minimum(first_P[:-1, None] + at_L[None, :], group_V.shape[0] - 1)
-    owns_PV = at_L[None, :] < own_P1
-    real_PV = at_L[None, :] < own_P1 + blank_P1
-    group_PV = jnp.where(owns_PV, group_V[at_PV], n_groups)
-    past_PV = blank_P[:-1, None] + jnp.minimum(at_L[None, :] - own_P1, blank_P1 - 1)
-    idle_P1 = jnp.where(blank_P1 > 0, blank_P[1:, None], edge_P[1:, None]) - 1  # the last one again
-    tile_PV = jnp.where(owns_PV, tile_V[at_PV], jnp.where(real_PV, past_PV, idle_P1))
-    low_PV, high_PV = _bounds(start_G[group_PV], end_G[group_PV], tile_PV, rows, real_PV)
-    some_G = end_G > start_G
-    at_G = jnp.arange(n_groups + 1, dtype=jnp.int32)
-    later_G = lax.cummin(jnp.where(some_G, at_G, n_groups), axis=0, reverse=True)
-    later_G = jnp.concatenate([later_G[1:], jnp.full((1,), n_groups, jnp.int32)])
-    next_PV = later_G[group_PV]
-    here_PV = (next_PV < n_groups) & (start_G[next_PV] < edge_P[1:, None] * rows)
-    slot_PV = ((jnp.cumsum(some_G.astype(jnp.int32)) - 1) % 2)[group_PV]
-    table = (group_PV, tile_PV, low_PV, high_PV, jnp.where(here_PV, next_PV, -1), slot_PV)
+    position_L = jnp.arange(length, dtype=jnp.int32)
+    n_owned_P1, blank_P1 = (x[1:, None] - x[:-1, None] for x in (first_P, blank_P))
+    visit_PV = jnp.minimum(first_P[:-1, None] + position_L[None, :], group_V.shape[0] - 1)
+    owned_PV = position_L[None, :] < n_owned_P1
+    real_PV = position_L[None, :] < n_owned_P1 + blank_P1
+    group_PV = jnp.where(owned_PV, group_V[visit_PV], n_groups)
+    past_PV = blank_P[:-1, None] + jnp.minimum(position_L[None, :] - n_owned_P1, blank_P1 - 1)
+    idle_P1 = (
+        jnp.where(blank_P1 > 0, blank_P[1:, None], edge_P[1:, None]) - 1
+    )  # repeat the last tile
+    tile_PV = jnp.where(owned_PV, tile_V[visit_PV], jnp.where(real_PV, past_PV, idle_P1))
+    low_PV, high_PV = _row_bounds(start_G[group_PV], end_G[group_PV], tile_PV, rows, real_PV)
+    nonempty_G = end_G > start_G
+    index_G = jnp.arange(n_groups + 1, dtype=jnp.int32)
+    next_G = lax.cummin(jnp.where(nonempty_G, index_G, n_groups), axis=0, reverse=True)
+    next_G = jnp.concatenate([next_G[1:], jnp.full((1,), n_groups, jnp.int32)])
+    next_PV = next_G[group_PV]
+    in_part_PV = (next_PV < n_groups) & (start_G[next_PV] < edge_P[1:, None] * rows)
+    slot_PV = ((jnp.cumsum(nonempty_G.astype(jnp.int32)) - 1) % 2)[group_PV]
+    table = (group_PV, tile_PV, low_PV, high_PV, jnp.where(in_part_PV, next_PV, -1), slot_PV)
     return TileVisits(*(x.reshape(-1) for x in table)), length
 
 
 def group_visits(sizes_E: Int[Array, " E"], n_rows: int, rows: int) -> TileVisits:
-    """Every group is visited, empty ones too; the rows past the sum are not."""
+    """Visits to every group, empty ones included; rows past the sum of the sizes have none."""
     n_groups, n_tiles = sizes_E.shape[0], -(-n_rows // rows)
     end_E = jnp.minimum(jnp.cumsum(sizes_E.astype(jnp.int32)), n_rows)
     start_E = jnp.concatenate([jnp.zeros((1,), jnp.int32), end_E[:-1]])
-    group_V, tile_V = _walk(start_E, end_E, rows, n_tiles, n_tiles + n_groups, 1)
+    group_V, tile_V = _list_visits(start_E, end_E, rows, n_tiles, n_tiles + n_groups, 1)
     real_V, group_V = group_V < n_groups, jnp.minimum(group_V, n_groups - 1)
-    low_V, high_V = _bounds(start_E[group_V], end_E[group_V], tile_V, rows, real_V)
+    low_V, high_V = _row_bounds(start_E[group_V], end_E[group_V], tile_V, rows, real_V)
     return TileVisits(group_V, tile_V, low_V, high_V, jnp.full_like(group_V, -1), group_V % 2)
 
 
-def _walk(start_G, end_G, rows, n_tiles, length, least):
-    """Group (G past the end) and tile of each step, groups in order and tiles in order."""
+def _list_visits(start_G, end_G, rows, n_tiles, length, min_visits):
+    """Group and tile of each step, in the order of groups, then tiles; group G past the end."""
     n_groups = start_G.shape[0]
-    count_G = jnp.where(end_G > start_G, (end_G - 1) // rows - start_G // rows + 1, least)
+    count_G = jnp.where(end_G > start_G, (end_G - 1) // rows - start_G // rows + 1, min_visits)
     last_G = jnp.cumsum(count_G)
-    at_V = jnp.arange(length, dtype=jnp.int32)
-    group_V = jnp.sum(last_G[None, :] <= at_V[:, None], axis=1, dtype=jnp.int32)
+    step_V = jnp.arange(length, dtype=jnp.int32)
+    group_V = jnp.sum(last_G[None, :] <= step_V[:, None], axis=1, dtype=jnp.int32)
     inside_V = jnp.minimum(group_V, n_groups - 1)
-    tile_V = start_G[inside_V] // rows + at_V - (last_G - count_G)[inside_V]
+    tile_V = start_G[inside_V] // rows + step_V - (last_G - count_G)[inside_V]
     return group_V, jnp.where(group_V < n_groups, jnp.minimum(tile_V, n_tiles - 1), n_tiles - 1)
 
 
-def _bounds(start_V, end_V, tile_V, rows, real_V):
+def _row_bounds(start_V, end_V, tile_V, rows, real_V):
     low_V = jnp.clip(start_V - tile_V * rows, 0, rows)
     high_V = jnp.clip(end_V - tile_V * rows, 0, rows)
     used_V = real_V & (low_V < high_V)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of the weights and biases on a TPU: sums over the rows of each group.
 
-A float32 sum [D, columns] stays in VMEM while the group's rows pass and is written once, in row
-order, so results repeat in every bit. Both factors are masked outside the group: a neighbour's
-NaN times 0 would be NaN. The bias' gradient takes the rows that are there anyway.
-Next: `pallas_tpu.py`, which puts the pieces together.
+A float32 sum [D, columns] stays in VMEM while the group's rows pass, is added to in row order, and
+is written once, so results are bitwise repeatable. Both factors are masked outside the group, since
+a neighbour's NaN times 0 is NaN. The bias' gradient sums rows that are in VMEM already.
+Next: `pallas_tpu.py`, which composes the kernels.
 """
 
 from functools import partial
@@ -18,20 +18,24 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
-from pallas_kernels.grouped_matmul.pallas_tpu_rows import dot, each_columns, each_rows
+from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
+    dot_tpu,
+    for_each_column_block,
+    for_each_row_block,
+)
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import group_visits
 
 
 def weights_tile(width: int, columns: int) -> int | None:
-    """Columns of a tile: its float32 sum and two results take at most half of VMEM."""
+    """Columns of a tile, whose float32 sum and two results take at most half of VMEM; or None."""
     for count in range(1, -(-columns // tiles.LANES) + 1):
-        tile = columns if count == 1 else tiles.up(-(-columns // count), tiles.LANES)
+        tile = columns if count == 1 else tiles.round_up(-(-columns // count), tiles.LANES)
         if tile * width * 8 <= tpu.vmem_bytes() // 2:
             return tile
     return None
 
 
-def _kernel(
+def _weights_kernel(
     group_V, tile_V, low_V, high_V, next_V, slot_V, lhs, dout, *refs, columns, n_tiles, with_bias
 ):
     drhs, dbias = refs[0], refs[1] if with_bias else None
@@ -54,17 +58,17 @@ def _kernel(
         x = lhs[rows, :]
         x = jnp.where(mask, x, jnp.zeros_like(x))
 
-        def some_columns(start, size):
-            at = pl.ds(start, size)
-            y = dout[rows, at]
+        def add_columns(start, size):
+            span = pl.ds(start, size)
+            y = dout[rows, span]
             y = jnp.where(mask, y, jnp.zeros_like(y))
-            total[:, at] += dot(x, y, ((0,), (0,)))
+            total[:, span] += dot_tpu(x, y, ((0,), (0,)))
             if with_bias:
-                total_bias[:, at] += jnp.sum(y.astype(jnp.float32), axis=0, keepdims=True)
+                total_bias[:, span] += jnp.sum(y.astype(jnp.float32), axis=0, keepdims=True)
 
-        each_columns(total.shape[1], tiles.columns_at_once(lhs.dtype), some_columns, used)
+        for_each_column_block(total.shape[1], tiles.columns_at_once(lhs.dtype), add_columns, used)
 
-    each_rows(low, high, lhs.shape[0], rows_of_group)
+    for_each_row_block(low, high, lhs.shape[0], rows_of_group)
 
     @pl.when((v == last) | (group != group_V[jnp.minimum(v + 1, last)]))
     def _():
@@ -73,17 +77,17 @@ def _kernel(
             dbias[...] = total_bias[...]
 
 
-def weights_by_group(
+def weight_gradients_tpu(
     lhs_MD: Float[Array, "M D"], dout_MF: Float[Array, "M F"], sizes_E, dtype, with_bias, *,
     interpret=False,
 ) -> tuple[Float[Array, "E D F"], Float[Array, "E F"] | None]:  # fmt: skip
-    """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] in dtype, dbias[e] = Σ_{m in e} dout[m] in float32."""
+    """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] in `dtype`, dbias[e] = Σ_{m in e} dout[m] in float32."""
     width, columns = lhs_MD.shape[1], dout_MF.shape[1]
     n_groups = sizes_E.shape[0]
-    least = tiles.pieces()[-1]
-    if lhs_MD.shape[0] < least:
-        more = ((0, least - lhs_MD.shape[0]), (0, 0))
-        lhs_MD, dout_MF = jnp.pad(lhs_MD, more), jnp.pad(dout_MF, more)
+    min_rows = tiles.product_sizes()[-1]
+    if lhs_MD.shape[0] < min_rows:
+        padding = ((0, min_rows - lhs_MD.shape[0]), (0, 0))
+        lhs_MD, dout_MF = jnp.pad(lhs_MD, padding), jnp.pad(dout_MF, padding)
     n_rows = lhs_MD.shape[0]
     tile = weights_tile(width, columns)
     assert tile is not None, "unsupported() lets only matrices with a tile through"
@@ -97,13 +101,13 @@ def weights_by_group(
         out_shape.append(jax.ShapeDtypeStruct((n_groups, 1, columns), jnp.float32))
     item = lhs_MD.dtype.itemsize
     outs = pl.pallas_call(
-        partial(_kernel, columns=columns, n_tiles=n_tiles, with_bias=with_bias),
+        partial(_weights_kernel, columns=columns, n_tiles=n_tiles, with_bias=with_bias),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
             grid=(n_tiles, visits.group_V.shape[0]),
             in_specs=[
-                pl.BlockSpec((rows, width), lambda n, v, _, at, *__: (at[v], 0)),
-                pl.BlockSpec((rows, tile), lambda n, v, _, at, *__: (at[v], n)),
+                pl.BlockSpec((rows, width), lambda n, v, _, tile_V, *__: (tile_V[v], 0)),
+                pl.BlockSpec((rows, tile), lambda n, v, _, tile_V, *__: (tile_V[v], n)),
             ],
             out_specs=out_specs,
             scratch_shapes=[

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped matmul as one formula, so that every faster version has something to answer to.
+"""The grouped matmul as one formula, which every faster version is compared with.
 
-Costs E times the needed work and memory. Next: `xla.py`, the version that is run on a CPU.
+It takes E times the necessary work and memory. Next: `xla.py`, the version for a CPU.
 """
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode, split_part
-from pallas_kernels.grouped_matmul.swiglu import activate
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense, split_part
+from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
 
-def reference(
+def grouped_matmul_reference(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias = None
 ) -> sig.Out:
     """Multiply each group of rows by its own matrix.
@@ -22,30 +22,30 @@ def reference(
     Returns: [M, F] in lhs's dtype; rows past the sum of the group sizes are 0.
     Numerics: everything in float32, one cast at the end.
     """
-    return in_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF).astype(lhs_MD.dtype)
+    return matmul_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF).astype(lhs_MD.dtype)
 
 
-def reference_swiglu(
+def grouped_swiglu_reference(
     lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
     alpha: float, limit: float,
 ) -> sig.Out:  # fmt: skip
-    """The clamped SwiGLU of `reference`; see `swiglu.py`.
+    """The clamped SwiGLU of `grouped_matmul_reference`; the formula is in `swiglu.py`.
 
     Numerics: everything in float32, one cast at the end.
     """
-    h_MF = in_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    h_MF = matmul_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     gate, up = jnp.split(h_MF, 2, axis=1)
-    return activate(gate, up, alpha, limit).astype(lhs_MD.dtype)
+    return apply_swiglu(gate, up, alpha, limit).astype(lhs_MD.dtype)
 
 
-def in_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
-    """The sums before the cast."""
+def matmul_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
+    """The result of `grouped_matmul_reference` in float32, before the cast."""
     f32 = jnp.float32
     rhs_EDF, first = split_part(rhs_EDF)
     if first is not None:
         n_groups = group_sizes_E.shape[0]
         rhs_EDF = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, n_groups), rhs_EDF)
-    rhs_EDF = decode(rhs_EDF, f32) if isinstance(rhs_EDF, Mxfp4) else rhs_EDF
+    rhs_EDF = mxfp4_to_dense(rhs_EDF, f32) if isinstance(rhs_EDF, Mxfp4) else rhs_EDF
     end_E = jnp.cumsum(group_sizes_E)
     row_M1 = jnp.arange(lhs_MD.shape[0])[:, None]
     in_group_ME = (row_M1 < end_E[None, :]) & (row_M1 >= (end_E - group_sizes_E)[None, :])
@@ -60,6 +60,6 @@ def in_float32(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
     return jnp.where(in_group_ME[:, :, None], out_MEF, 0.0).sum(1)
 
 
-def unsupported(*_arrays) -> str | None:
-    """Say why these shapes cannot be computed; None when they can."""
+def grouped_matmul_reference_unsupported(*_arrays) -> str | None:
+    """Return None: every shape is supported."""
     return None

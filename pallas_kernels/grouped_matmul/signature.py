@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signatures of the grouped matmul and of its SwiGLU, which every implementation shares.
+"""The signatures of the grouped matmul and its SwiGLU, which all their implementations have.
 
 Next: reference.py for the formula.
 """
@@ -12,10 +12,10 @@ from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
 
 Rows = Float[Array, "M D"]
 Matrices = Float[Array, "E D F"] | Mxfp4 | Mxfp4Part
-GroupSizes = Int[Array, " E"]  # of groups
+GroupSizes = Int[Array, " E"]  # rows of each group
 Bias = Float[Array, "E F"] | None
 Out = Float[Array, "M F"]
-A = Float[Array, "E R D"]  # of a change of low rank
+A = Float[Array, "E R D"]  # of a low-rank update
 B = Float[Array, "E R F"]
 GateUpB = Float[Array, "E R F2"]
 GateUp = Float[Array, "E D F2"] | Mxfp4 | Mxfp4Part  # the columns of gate, then those of up
@@ -23,7 +23,7 @@ GateUpBias = Float[Array, "E F2"] | None
 
 
 class Matmul(Protocol):
-    """What `grouped_matmul` documents."""
+    """An implementation of `grouped_matmul`."""
 
     def __call__(
         self, lhs_MD: Rows, rhs_EDF: Matrices, group_sizes_E: GroupSizes, bias_EF: Bias
@@ -31,7 +31,7 @@ class Matmul(Protocol):
 
 
 class MatmulSwiglu(Protocol):
-    """What `grouped_swiglu` documents."""
+    """An implementation of `grouped_swiglu`."""
 
     def __call__(
         self,
@@ -41,7 +41,7 @@ class MatmulSwiglu(Protocol):
 
 
 class LowRankMatmul(Protocol):
-    """What `grouped_matmul` documents, beside a change of low rank."""
+    """An implementation of `grouped_matmul` with `low_rank`."""
 
     def __call__(
         self,
@@ -51,7 +51,7 @@ class LowRankMatmul(Protocol):
 
 
 class LowRankSwiglu(Protocol):
-    """What `grouped_swiglu` documents, beside a change of low rank."""
+    """An implementation of `grouped_swiglu` with `low_rank`."""
 
     def __call__(
         self,

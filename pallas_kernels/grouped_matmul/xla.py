@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped matmul as a loop over row tiles: plain XLA, at the speed of one dense matmul.
 
-`lax.ragged_dot` on a CPU multiplies every row by every expert. Here a loop whose trip count is
-the number of tiles really used slices one tile, multiplies it by its expert's matrix and writes
-it in place. Tiles start at their group's first row, so a group's last tile reaches into the next
-group: those rows are masked, and no padded copy of the rows is made. Nothing is scattered.
+`lax.ragged_dot` on a CPU multiplies every row by every expert. This loop runs once for each tile
+that holds rows: it slices the tile, multiplies it by its expert's matrix and writes the product in
+place. Tiles start at their group's first row, so a group's last tile reaches into the next group:
+those rows are masked, and no padded copy of the rows is made. Nothing is scattered.
 Next: `routing.py`, which puts the rows in order.
 """
 
@@ -16,21 +16,25 @@ from jax import lax
 
 from pallas_kernels.arguments import dot_float32
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, decode, split_part
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense, split_part
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
-_MATMUL_TILES_PER_GROUP = 8  # an unfilled tile wastes half of itself: 1/16 of an average group
-_WEIGHT_TILES_PER_GROUP = 2  # each tile also reads and writes a whole [D, F] accumulator
+_MATMUL_TILES_PER_GROUP = 8  # a group's last tile is half full on average: 1/16 of the group
+_WEIGHT_TILES_PER_GROUP = 2  # each tile also reads and writes a full [D, F] accumulator
 
 
 def tile_rows(n_rows: int, n_groups: int, per_group: int) -> int:
-    """Rows per tile: the power of two nearest below n_rows / n_groups / per_group, in 16..128."""
-    want = n_rows // max(1, n_groups * per_group)
-    return min(n_rows, max(16, min(128, 1 << max(0, want.bit_length() - 1))))
+    """Rows per tile: n_rows / n_groups / per_group rounded down to a power of two, in 16..128."""
+    wanted_rows = n_rows // max(1, n_groups * per_group)
+    return min(n_rows, max(16, min(128, 1 << max(0, wanted_rows.bit_length() - 1))))
 
 
-def _each_tile(n_rows, sizes_E, rows, e, body, carry):
-    """Fold body(start, valid_R1, carry) over the tiles of group e; start is always in range."""
+def _fold_tiles(n_rows, sizes_E, rows, e, body, carry):
+    """Fold body(start, valid_R1, carry) over the tiles of group e.
+
+    `start` is always in range: a tile that would pass the end moves back, and `valid_R1` masks the
+    rows of other groups.
+    """
     begin = jnp.sum(jnp.where(jnp.arange(sizes_E.shape[0]) < e, sizes_E, 0))
     end = begin + sizes_E[e]
 
@@ -43,54 +47,52 @@ def _each_tile(n_rows, sizes_E, rows, e, body, carry):
     return lax.fori_loop(0, (sizes_E[e] + rows - 1) // rows, step, carry)
 
 
-def _matrix(rhs_EDF, e, dtype):
-    """Matrix e; a four-bit one is decoded here, never all of them."""
+def _matrix_of_group(rhs_EDF, e, dtype):
+    """Matrix e, decoded if it has four bits; the other matrices stay packed."""
     rhs_EDF, first = split_part(rhs_EDF)
     e = e if first is None else e + first
-    one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, e, keepdims=False), rhs_EDF)
-    return decode(one, dtype) if isinstance(one, Mxfp4) else one
+    matrix = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, e, keepdims=False), rhs_EDF)
+    return mxfp4_to_dense(matrix, dtype) if isinstance(matrix, Mxfp4) else matrix
 
 
-def rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, beside=None, rows=None):
+def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None, rows=None):
     """out[m] = lhs[m] · rhs[e of m] over rhs_axis (1: forward, 2: with rhs transposed).
 
-    `beside` = (low_MR, b_ERF, scale) adds scale · low[m] · b[e of m] before anything is rounded.
-    `rows` of a tile, at most M, are chosen by the shapes where they are not given.
+    `adapter` = (low_MR, b_ERF, scale) adds scale · low[m] · b[e of m] before anything is rounded.
+    `rows` is the size of a tile, at most M; None chooses it by the shapes.
     """
     n_rows, n_groups, out_width = lhs_MD.shape[0], sizes_E.shape[0], rhs_EDF.shape[3 - rhs_axis]
     rows = rows or tile_rows(n_rows, n_groups, _MATMUL_TILES_PER_GROUP)
 
-    def group(e, out):
-        rhs = _matrix(rhs_EDF, e, lhs_MD.dtype)
+    def add_group(e, out):
+        rhs = _matrix_of_group(rhs_EDF, e, lhs_MD.dtype)
         bias = None if bias_EF is None else lax.dynamic_index_in_dim(bias_EF, e)
-        narrow = None if beside is None else _matrix(beside[1], e, lhs_MD.dtype)
+        narrow = None if adapter is None else _matrix_of_group(adapter[1], e, lhs_MD.dtype)
 
-        def tile(start, valid_R1, out):
-            y = dot_float32(
-                lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,))
-            )
+        def add_tile(start, valid_R1, out):
+            y = dot(lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,)))
             y = y if bias is None else y + bias.astype(jnp.float32)
-            if beside is not None and narrow is not None:
-                low = lax.dynamic_slice_in_dim(beside[0], start, rows)
-                y = y + beside[2] * dot_float32(low, narrow, ((1,), (0,)))
+            if adapter is not None and narrow is not None:
+                low = lax.dynamic_slice_in_dim(adapter[0], start, rows)
+                y = y + adapter[2] * dot(low, narrow, ((1,), (0,)))
             y = jnp.where(valid_R1, y, lax.dynamic_slice_in_dim(out, start, rows))
             return lax.dynamic_update_slice_in_dim(out, y, start, 0)
 
-        return _each_tile(n_rows, sizes_E, rows, e, tile, out)
+        return _fold_tiles(n_rows, sizes_E, rows, e, add_tile, out)
 
     # float32 until the end: XLA:CPU widens the whole buffer at each bfloat16 update in a loop.
     zero = jnp.zeros((n_rows, out_width), jnp.float32)
-    return lax.fori_loop(0, n_groups, group, zero).astype(lhs_MD.dtype)
+    return lax.fori_loop(0, n_groups, add_group, zero).astype(lhs_MD.dtype)
 
 
-def _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
+def _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
     """drhs[e] = Σ_{m in e} lhs[m]ᵀ dout[m] and dbias[e] = Σ_{m in e} dout[m], float32 sums."""
     n_rows, n_groups = lhs_MD.shape[0], sizes_E.shape[0]
     shape = (lhs_MD.shape[1], dout_MF.shape[1])
     rows = tile_rows(n_rows, n_groups, _WEIGHT_TILES_PER_GROUP)
 
-    def group(e, grads):
-        def tile(start, valid_R1, sums):
+    def add_group(e, grads):
+        def add_tile(start, valid_R1, sums):
             # Both sides are masked: 0 · NaN from a neighbour's row would be NaN.
             lhs = lax.dynamic_slice_in_dim(lhs_MD, start, rows)
             dout = lax.dynamic_slice_in_dim(dout_MF, start, rows)
@@ -101,108 +103,114 @@ def _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_dtype, bias_dtype):
 
         zero = jnp.zeros(shape, jnp.float32)
         zero = (zero, None if bias_dtype is None else zero[0])
-        sums = _each_tile(n_rows, sizes_E, rows, e, tile, zero)
+        sums = _fold_tiles(n_rows, sizes_E, rows, e, add_tile, zero)
         write = partial(lax.dynamic_update_index_in_dim, index=e, axis=0)
         return jax.tree.map(write, grads, sums)
 
     drhs = jnp.zeros((n_groups, *shape), jnp.float32)
     dbias = None if bias_dtype is None else jnp.zeros((n_groups, shape[1]), jnp.float32)
-    drhs, dbias = lax.fori_loop(0, n_groups, group, (drhs, dbias))
+    drhs, dbias = lax.fori_loop(0, n_groups, add_group, (drhs, dbias))
     return drhs.astype(rhs_dtype), None if dbias is None else dbias.astype(bias_dtype)
 
 
 @jax.custom_vjp
-def xla(
+def grouped_matmul_xla(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias = None
 ) -> sig.Out:
-    """Multiply each group of rows by its own matrix, tile by tile; see `reference`.
+    """Multiply each group of rows by its own matrix, tile by tile; see `grouped_matmul`.
 
     Numerics: float32 accumulation, results in the dtype of their operand; sums run in row order,
     so results are bitwise repeatable.
     """
     if lhs_MD.shape[0] == 0:
         return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
-    return rows_by_group(lhs_MD, rhs_EDF, group_sizes_E.astype(jnp.int32), bias_EF, 1)
+    return multiply_rows_xla(lhs_MD, rhs_EDF, group_sizes_E.astype(jnp.int32), bias_EF, 1)
 
 
-def _forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=None):
-    out_MF = xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+def _grouped_matmul_xla_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF=None):
+    out_MF = grouped_matmul_xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
-def backward(residuals, dout_MF, beside=None):
+def grouped_matmul_xla_backward(residuals, dout_MF, adapter=None):
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = residuals
     packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
     if lhs_MD.shape[0] == 0:
         drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
         return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)
     sizes_E = group_sizes_E.astype(jnp.int32)
-    dlhs_MD = rows_by_group(dout_MF, rhs_EDF, sizes_E, None, 2, beside)
+    dlhs_MD = multiply_rows_xla(dout_MF, rhs_EDF, sizes_E, None, 2, adapter)
     bias_dtype = None if bias_EF is None else bias_EF.dtype
     if packed:
         if bias_EF is None:
             return dlhs_MD, None, None, None
         # The bias' gradient: beside that of one row of weights, which is thrown away.
-        _, dbias_EF = _weights_by_group(lhs_MD[:, :1], dout_MF, sizes_E, dout_MF.dtype, bias_dtype)
+        _, dbias_EF = _weight_gradients_xla(
+            lhs_MD[:, :1], dout_MF, sizes_E, dout_MF.dtype, bias_dtype
+        )
         return dlhs_MD, None, None, dbias_EF
-    drhs_EDF, dbias_EF = _weights_by_group(lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype)
+    drhs_EDF, dbias_EF = _weight_gradients_xla(lhs_MD, dout_MF, sizes_E, rhs_EDF.dtype, bias_dtype)
     return dlhs_MD, drhs_EDF, None, dbias_EF
 
 
-xla.defvjp(_forward, backward)
+grouped_matmul_xla.defvjp(_grouped_matmul_xla_forward, grouped_matmul_xla_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
-def xla_low_rank(
+def grouped_matmul_low_rank_xla(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
     a_ERD: sig.A, b_ERF: sig.B, scale: float,
 ) -> sig.Out:  # fmt: skip
-    """`xla` and the change of a low rank beside it; see `low_rank.py`.
+    """`grouped_matmul_xla` with a low-rank update of the matrices; see `low_rank.py`.
 
-    Numerics: as `xla`; lhs·aᵀ is rounded to lhs's dtype, both products are summed in float32. The
-    gradients of a and b are in their own dtype.
+    Numerics: as `grouped_matmul_xla`; lhs·aᵀ is rounded to lhs's dtype, both products are summed
+    in float32. The gradients of a and b are in their own dtype.
     """
-    return _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)[0]
+    return _low_rank_xla_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)[0]
 
 
-def _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale):
+def _low_rank_xla_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale):
     sizes_E, dtype = group_sizes_E.astype(jnp.int32), lhs_MD.dtype
     if lhs_MD.shape[0] == 0:
         low_MR = jnp.zeros((0, a_ERD.shape[1]), dtype)
         out_MF = jnp.zeros((0, rhs_EDF.shape[2]), dtype)
     else:
-        low_MR = rows_by_group(lhs_MD, a_ERD.astype(dtype), sizes_E, None, 2)
-        beside = low_MR, b_ERF.astype(dtype), scale
-        out_MF = rows_by_group(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1, beside)
+        low_MR = multiply_rows_xla(lhs_MD, a_ERD.astype(dtype), sizes_E, None, 2)
+        adapter = low_MR, b_ERF.astype(dtype), scale
+        out_MF = multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, 1, adapter)
     return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, low_MR)
 
 
-def low_rank_backward(scale, residuals, dout_MF):
+def low_rank_xla_backward(scale, residuals, dout_MF):
     *wide, a_ERD, b_ERF, low_MR = residuals
     lhs_MD, _, group_sizes_E, _ = wide
     if lhs_MD.shape[0] == 0:
-        return *backward(wide, dout_MF), jnp.zeros_like(a_ERD), jnp.zeros_like(b_ERF)
+        return (
+            *grouped_matmul_xla_backward(wide, dout_MF),
+            jnp.zeros_like(a_ERD),
+            jnp.zeros_like(b_ERF),
+        )
     sizes_E, dtype = group_sizes_E.astype(jnp.int32), dout_MF.dtype
-    dlow_MR = rows_by_group(dout_MF, b_ERF.astype(dtype), sizes_E, None, 2)
-    grads = backward(wide, dout_MF, (dlow_MR, a_ERD.astype(dtype), scale))
+    dlow_MR = multiply_rows_xla(dout_MF, b_ERF.astype(dtype), sizes_E, None, 2)
+    grads = grouped_matmul_xla_backward(wide, dout_MF, (dlow_MR, a_ERD.astype(dtype), scale))
     f32 = jnp.float32
-    da_ERD, _ = _weights_by_group(dlow_MR, lhs_MD, sizes_E, f32, None)
-    db_ERF, _ = _weights_by_group(low_MR, dout_MF, sizes_E, f32, None)
+    da_ERD, _ = _weight_gradients_xla(dlow_MR, lhs_MD, sizes_E, f32, None)
+    db_ERF, _ = _weight_gradients_xla(low_MR, dout_MF, sizes_E, f32, None)
     da_ERD, db_ERF = (scale * da_ERD).astype(a_ERD.dtype), (scale * db_ERF).astype(b_ERF.dtype)
     return *grads, da_ERD, db_ERF
 
 
-xla_low_rank.defvjp(_low_rank_forward, low_rank_backward)
+grouped_matmul_low_rank_xla.defvjp(_low_rank_xla_forward, low_rank_xla_backward)
 
 
-def xla_swiglu(
+def grouped_swiglu_xla(
     lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
     alpha: float, limit: float,
 ) -> sig.Out:  # fmt: skip
-    """The clamped SwiGLU of `xla`, which is rounded to lhs's dtype before; see `reference`."""
-    return clamped_swiglu(xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF), alpha, limit)
+    """The clamped SwiGLU of `grouped_matmul_xla`'s result, which is rounded to lhs's dtype."""
+    return clamped_swiglu(grouped_matmul_xla(lhs_MD, rhs_EDF, group_sizes_E, bias_EF), alpha, limit)
 
 
-def unsupported(*_arrays) -> str | None:
-    """Say why these shapes cannot be computed; None when they can."""
+def grouped_matmul_xla_unsupported(*_arrays) -> str | None:
+    """Return None: every shape is supported."""
     return None

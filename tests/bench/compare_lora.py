@@ -39,7 +39,7 @@ from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state, init_run_adapters
 from jaxmoe.rollout.native import NativeEngine
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from tests.bench.runs import Kept, T, new_engine, quiet_job, warm_policy
 
 BUDGET = (
@@ -97,7 +97,7 @@ class Bench:
 
     def decoded(self) -> Any:
         return jax.tree.map(
-            lambda x: decode(x) if isinstance(x, Mxfp4) else jnp.copy(x), self.base,
+            lambda x: mxfp4_to_dense(x) if isinstance(x, Mxfp4) else jnp.copy(x), self.base,
             is_leaf=lambda x: isinstance(x, Mxfp4),
         )  # fmt: skip
 

@@ -37,7 +37,7 @@ from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import rl_step
 from jaxmoe.rollout.native import NativeEngine
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from tests.bench.step_time import batch_of
 
 CFG = override(load_config("tiny_lora.py"), "lora.attention_rank=4", "lora.expert_rank=4")
@@ -48,7 +48,7 @@ def weights() -> tuple[Any, Any]:
     packed, _ = pack_experts(init_params(jax.random.key(0), CFG.model), CFG.model)
     packed = jax.tree.map(jnp.asarray, packed)
     dense = jax.tree.map(
-        lambda x: decode(x) if isinstance(x, Mxfp4) else x, packed,
+        lambda x: mxfp4_to_dense(x) if isinstance(x, Mxfp4) else x, packed,
         is_leaf=lambda x: isinstance(x, Mxfp4),
     )  # fmt: skip
     return packed, dense

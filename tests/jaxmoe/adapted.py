@@ -9,7 +9,7 @@ from jaxmoe.config import LoraConfig, ModelConfig
 from jaxmoe.model import init_params, plain_ops
 from jaxmoe.model.lora import init_adapters
 from jaxmoe.model.params import cast_for_forward
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 
 CFG = ModelConfig(
     vocab_size=90, d_model=128, n_layers=2, n_q_heads=6, n_kv_heads=3, head_dim=16, n_experts=7,
@@ -37,6 +37,6 @@ def adapters_of(cfg=CFG, lora=LORA):
 
 def dense(params):
     return jax.tree.map(
-        lambda x: decode(x) if isinstance(x, Mxfp4) else x, params,
+        lambda x: mxfp4_to_dense(x) if isinstance(x, Mxfp4) else x, params,
         is_leaf=lambda x: isinstance(x, Mxfp4),
     )  # fmt: skip

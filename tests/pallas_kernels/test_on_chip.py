@@ -23,13 +23,11 @@ from pallas_kernels.grouped_matmul.cases import MatmulCase, zipf_sizes
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 from tests.pallas_kernels.decode_attention import checks
-from tests.pallas_kernels.grouped_matmul import test_fixed_on_chip as fixed_matmul
-from tests.pallas_kernels.sink_attention import (
-    test_sink_attention_mosaic_invariant as attention_invariant,
+from tests.pallas_kernels.grouped_matmul import (
+    test_grouped_matmul_mosaic_invariant as grouped_invariant,
 )
-from tests.pallas_kernels.token_logprobs import (
-    test_token_logprobs_mosaic_invariant as logprobs_invariant,
-)
+from tests.pallas_kernels.sink_attention import test_in_order as ordered
+from tests.pallas_kernels.token_logprobs import test_fixed_on_chip as fixed_logprobs
 
 PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
 
@@ -154,14 +152,17 @@ def test_pages_are_read_as_the_formula_says(case, impl):
      if impl != "triton"],
 )  # fmt: skip
 def test_a_rows_bits_do_not_depend_on_its_company(impl):
-    """Batch invariance on the chip; interpreted in the tests of the three operations."""
-    for window in attention_invariant.WINDOWS:
-        differing, _ = attention_invariant.compositions(
-            *attention_invariant.inputs(), impl, window, (1, 140, 299), False
-        )
-        assert not any(differing.values()), (window, differing)
-    for fn in (fixed_matmul.fixed_matmul_on_chip, fixed_matmul.fixed_swiglu_on_chip):
+    """What invariant numerics rest on; interpreted in the tests of the three operations."""
+    for window in ordered.WINDOWS:
+        found, _ = ordered.compositions(*ordered.inputs(), impl, window, (1, 140, 299), False)
+        assert not any(found.values()), (window, found)
+    for fn in (
+        grouped_invariant.grouped_matmul_mosaic_invariant,
+        grouped_invariant.grouped_swiglu_mosaic_invariant,
+    ):
         for lora in (False, True):
-            differing, _ = fixed_matmul.differing(fn, fixed_matmul.inputs(), impl, lora, False)
-            assert differing == 0, (fn, lora)
-    assert logprobs_invariant.differing(logprobs_invariant.inputs(), impl, False)[0] == 0
+            found, _ = grouped_invariant.differing(
+                fn, grouped_invariant.inputs(), impl, lora, False
+            )
+            assert found == 0, (fn, lora)
+    assert fixed_logprobs.differing(fixed_logprobs.inputs(), impl, False)[0] == 0

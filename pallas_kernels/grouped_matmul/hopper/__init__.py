@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped matmul's kernels for Hopper. Next: pallas_gpu_tiles.py, what they share."""
+"""The grouped matmul's kernels for Hopper. Next: pallas_gpu_tiles.py, the code that they share."""

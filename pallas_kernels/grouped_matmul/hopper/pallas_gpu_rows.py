@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows times their group's matrix on Hopper: the forward pass, dlhs, and the fused SwiGLU.
 
-Where a warpgroup's 64 rows lie within one group they leave through swizzled shared memory, a copy
-for each 64 columns. Where a group ends among them, its rows leave by copies of 32, 16 … 1 rows, and
-the other group's tile writes the others: nothing is written twice, nothing is added in memory.
-Next: pallas_gpu_weights.py.
+Where a warpgroup's 64 rows belong to one group, they are stored through swizzled shared memory, one
+copy for each 64 columns. Where a group ends among them, its rows are stored by copies of 32, 16 … 1
+rows, and the other group's tile writes the other rows: no row is written twice, nothing is added in
+memory. Next: pallas_gpu_weights.py.
 """
 
 import itertools
@@ -23,21 +23,21 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
-from pallas_kernels.grouped_matmul.swiglu import activate
+from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
 _WG = hopper.WARPGROUP_ROWS
 
 
 class Swiglu(NamedTuple):
-    """What follows the product of a fused kernel."""
+    """The activation that a fused kernel applies to its product."""
 
     alpha: float
     limit: float
-    save: bool  # the product too, for the backward pass
+    save: bool  # write the product too, for the backward pass
 
 
 class RowsPlan(NamedTuple):
-    """What is static of one kernel."""
+    """The static parameters of one kernel."""
 
     consumers: int  # warpgroups that multiply
     steps: int  # of the contraction
@@ -46,84 +46,93 @@ class RowsPlan(NamedTuple):
     transposed: bool  # rhs is [E, columns, contraction]
     swiglu: Swiglu | None
     interpret: bool
-    narrow: int = 0  # steps more, of what stands beside the matrices
+    adapter_steps: int = 0  # further steps of the contraction, over the adapter's rank
 
     @property
-    def rows(self) -> int:
-        """Of a tile."""
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
         return self.consumers * _WG
 
     @property
     def column_tiles(self) -> int:
-        """Of the result."""
+        """Column tiles of the result."""
         return pl.cdiv(self.columns, self.width)
 
     @property
-    def halves(self) -> int:
-        """Column tiles of rhs that one tile of the result needs."""
+    def n_halves(self) -> int:
+        """Column tiles of rhs for one tile of the result: gate and up, or one."""
         return 2 if self.swiglu else 1
 
 
-def rows_by_group(
+def multiply_rows_hopper(
     lhs_MD: Float[Array, "M D"],
     rhs: Float[Array, "E _ _"],
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F"] | None,
     transposed: bool,
     interpret: bool,
-    beside: tuple[Array, ...] = (),
+    adapter: tuple[Array, ...] = (),
 ) -> Float[Array, "M F"]:
     """out[m] = lhs[m] @ rhs[e of m] + bias[e of m], rhs [E, D, F] or, transposed, [E, F, D].
 
-    `beside` = (low_MR, b_ERF), R a multiple of STEP, adds low[m] @ b[e of m] in the accumulators.
+    `adapter` = (low_MR, b_ERF), R a multiple of STEP, adds low[m] @ b[e of m] to the accumulators.
     """
     D, F = lhs_MD.shape[1], rhs.shape[1 if transposed else 2]
-    width = tiles.width_of(F)
+    width = tiles.tile_width(F)
     plan = RowsPlan(
-        tiles.CONSUMERS, D // tiles.STEP, F, width, transposed, None, interpret, steps_of(beside)
+        tiles.CONSUMERS,
+        D // tiles.STEP,
+        F,
+        width,
+        transposed,
+        None,
+        interpret,
+        count_adapter_steps(adapter),
     )
-    return _run(plan, lhs_MD, rhs, group_sizes_E, bias_EF, beside)[0]
+    return _run_rows_kernel(plan, lhs_MD, rhs, group_sizes_E, bias_EF, adapter)[0]
 
 
-def swiglu_by_group(
+def multiply_swiglu_hopper(
     lhs_MD: Float[Array, "M D"],
     rhs_EDF: Float[Array, "E D F2"],
     group_sizes_E: Int[Array, " E"],
     bias_EF: Float[Array, "E F2"] | None,
     swiglu: Swiglu,
     interpret: bool,
-    beside: tuple[Array, ...] = (),
+    adapter: tuple[Array, ...] = (),
 ) -> tuple[Float[Array, "M _"], ...]:
-    """The activated product [M, F] and, if it is to be saved, the product [M, 2F].
+    """The activated product [M, F] and, with `swiglu.save`, the product [M, 2F].
 
-    `beside` is as that of `rows_by_group`.
+    `adapter` is that of `multiply_rows_hopper`.
     """
     D, F = lhs_MD.shape[1], rhs_EDF.shape[2] // 2
     # Two warpgroups with 128 gate and 128 up columns: 128 accumulators of a thread's 232 registers.
-    # With 192 a small change of what follows the product makes them spill.
-    plan = RowsPlan(2, D // tiles.STEP, F, min(F, 128), False, swiglu, interpret, steps_of(beside))
-    return tuple(_run(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, beside))
+    # With 192 columns a small change of the code after the product makes them spill.
+    plan = RowsPlan(
+        2, D // tiles.STEP, F, min(F, 128), False, swiglu, interpret, count_adapter_steps(adapter)
+    )
+    return tuple(_run_rows_kernel(plan, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, adapter))
 
 
-def steps_of(beside: tuple[Array, ...]) -> int:
-    """How many steps of the contraction `beside` is."""
-    return beside[0].shape[1] // tiles.STEP if beside else 0
+def count_adapter_steps(adapter: tuple[Array, ...]) -> int:
+    """Steps of the contraction over the adapter's rank."""
+    return adapter[0].shape[1] // tiles.STEP if adapter else 0
 
 
-def padded_beside(beside: tuple[Array, ...], rows: int, transposed: bool) -> tuple[Array, ...]:
-    """`beside` with as many rows as lhs, its matrices lying as those that they stand beside."""
-    if not beside:
+def pad_adapter(adapter: tuple[Array, ...], rows: int, transposed: bool) -> tuple[Array, ...]:
+    """The adapter padded to as many rows as lhs, its matrices transposed if rhs is."""
+    if not adapter:
         return ()
-    low, b = beside
+    low, b = adapter
     low = tiles.pad_rows(low, rows)
     return low, b.swapaxes(1, 2) if transposed else b
 
 
-def _run(plan, lhs_MD, rhs, sizes_E, bias_EF, beside):
+def _run_rows_kernel(plan, lhs_MD, rhs, sizes_E, bias_EF, adapter):
     M, F, dtype = lhs_MD.shape[0], plan.columns, lhs_MD.dtype
-    lhs = tiles.pad_rows(lhs_MD, plan.rows)
-    beside = padded_beside(beside, plan.rows, plan.transposed)
-    table, count = tiles.row_tiles(sizes_E, M, lhs.shape[0], plan.rows)
+    lhs = tiles.pad_rows(lhs_MD, plan.tile_rows)
+    adapter = pad_adapter(adapter, plan.tile_rows, plan.transposed)
+    table, count = tiles.row_tiles(sizes_E, M, lhs.shape[0], plan.tile_rows)
     # Group E, the rows past the sum, has a bias of 0 and no product.
     bias = () if bias_EF is None else (jnp.pad(bias_EF.astype(jnp.float32), ((0, 1), (0, 0))),)
     out_type = [jax.ShapeDtypeStruct((lhs.shape[0], F), dtype)]
@@ -132,21 +141,18 @@ def _run(plan, lhs_MD, rhs, sizes_E, bias_EF, beside):
     C, stages = plan.consumers, tiles.STAGES
     rhs_tile = (plan.width, tiles.STEP) if plan.transposed else (tiles.STEP, plan.width)
     shapes = dict(
-        lhs=(stages, plan.rows, tiles.STEP),
-        rhs=(stages, plan.halves, *rhs_tile),
-        whole=(2, C, _WG, tiles.PIECE),
+        lhs=(stages, plan.tile_rows, tiles.STEP),
+        rhs=(stages, plan.n_halves, *rhs_tile),
+        tile=(2, C, _WG, tiles.PIECE),
     )
     kernel = plgpu.kernel(
         partial(_rows_kernel, plan=plan, bias=bool(bias)),
         out_type=out_type,
         scratch_types=[
             dict(
-                {
-                    k: plgpu.SMEM(v, dtype, transforms=hopper.swizzle_transforms())
-                    for k, v in shapes.items()
-                },
-                part=plgpu.SMEM((C, _WG, tiles.PIECE), dtype),
-                here=plgpu.Barrier(num_arrivals=1 + plan.halves, num_barriers=stages),
+                {k: plgpu.SMEM(v, dtype, transforms=hopper.swizzled()) for k, v in shapes.items()},
+                partial=plgpu.SMEM((C, _WG, tiles.PIECE), dtype),
+                full=plgpu.Barrier(num_arrivals=1 + plan.n_halves, num_barriers=stages),
                 free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
             )
         ],
@@ -158,125 +164,135 @@ def _run(plan, lhs_MD, rhs, sizes_E, bias_EF, beside):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpret_params(plan.interpret),
     )
-    outs = kernel(table, count, lhs, rhs, *beside, *bias)
+    outs = kernel(table, count, lhs, rhs, *adapter, *bias)
     return outs if lhs is lhs_MD else [x[:M] for x in outs]
 
 
 def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
-    beside, refs = split_beside(plan, refs)
+    adapter, refs = split_adapter_refs(plan, refs)
     bias_ref, (*out_refs, s) = refs[0] if bias else None, refs[1:] if bias else refs
     n_groups, n_rows, n_tiles = rhs_ref.shape[0], count_ref[0], count_ref[0] * plan.column_tiles
     warpgroup = lax.axis_index("warpgroup")
-    where, ring = partial(place, plan, table_ref, n_rows, n_groups), tiles.ring_of(s)
+    locate, ring = partial(locate_tile, plan, table_ref, n_rows, n_groups), tiles.operand_ring(s)
 
     @pl.when(warpgroup == plan.consumers)
-    def _producer():
+    def _run_producer():
         plgpu.set_max_registers(tiles.PRODUCER_REGISTERS, action="decrease")
 
-        def one(tile, done):
-            group, start, _, _, first, steps = where(tile)
+        def fetch_tile(tile, n_done):
+            group, start, _, _, first, steps = locate(tile)
 
-            def fetch_of(left, right, k, slot):
-                inner, here = pl.ds(k * tiles.STEP, tiles.STEP), s["here"].at[slot]
-                rows = pl.ds(start, plan.rows)
-                plgpu.copy_gmem_to_smem(left.at[rows, inner], s["lhs"].at[slot], here)
-                for half in range(plan.halves):
+            def copy_step(lhs_source, rhs_source, k, slot):
+                inner, barrier = pl.ds(k * tiles.STEP, tiles.STEP), s["full"].at[slot]
+                rows = pl.ds(start, plan.tile_rows)
+                plgpu.copy_gmem_to_smem(lhs_source.at[rows, inner], s["lhs"].at[slot], barrier)
+                for half in range(plan.n_halves):
                     columns = pl.ds(first + half * plan.columns, plan.width)
-                    at = (columns, inner) if plan.transposed else (inner, columns)
+                    index = (columns, inner) if plan.transposed else (inner, columns)
                     tile = s["rhs"].at[slot, half]
-                    plgpu.copy_gmem_to_smem(right.at[(group, *at)], tile, here)
+                    plgpu.copy_gmem_to_smem(rhs_source.at[(group, *index)], tile, barrier)
 
-            fetch = either(plan, partial(fetch_of, lhs_ref, rhs_ref), partial(fetch_of, *beside))
-            return tiles.produce(ring, done, steps, fetch)
+            fetch = select_fetch(
+                plan, partial(copy_step, lhs_ref, rhs_ref), partial(copy_step, *adapter)
+            )
+            return tiles.fetch_steps(ring, n_done, steps, fetch)
 
-        ring.drain(tiles.each_tile(n_tiles, one))
+        ring.drain(tiles.fold_core_tiles(n_tiles, fetch_tile))
 
     @pl.when(warpgroup < plan.consumers)
-    def _consumer():
-        mine = pl.ds(warpgroup * _WG, _WG)
+    def _run_consumer():
+        own_rows = pl.ds(warpgroup * _WG, _WG)
 
-        def operands(_, slot):
-            rhs = [s["rhs"].at[slot, half] for half in range(plan.halves)]
+        def load_operands(_, slot):
+            rhs = [s["rhs"].at[slot, half] for half in range(plan.n_halves)]
             rhs = [x.transpose((1, 0)) for x in rhs] if plan.transposed else rhs
-            return [(s["lhs"].at[slot, mine], x) for x in rhs]
+            return [(s["lhs"].at[slot, own_rows], x) for x in rhs]
 
         registers = tiles.CONSUMER_REGISTERS[plan.consumers]
         plgpu.set_max_registers(registers, action="increase")
-        multiply = partial(ring.multiply_steps, (plan.width,) * plan.halves, operands=operands)
-        consume(s, plan, where, n_tiles, multiply, bias_ref, out_refs)
+        multiply = partial(ring.multiply, (plan.width,) * plan.n_halves, operands=load_operands)
+        consume_tiles(s, plan, locate, n_tiles, multiply, bias_ref, out_refs)
 
 
-def split_beside(plan: Any, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Of the refs behind the matrices those that stand beside them, and the others."""
-    n = 2 if plan.narrow else 0
+def split_adapter_refs(plan: Any, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Split the refs that follow rhs into the adapter's two, if it has one, and the others."""
+    n = 2 if plan.adapter_steps else 0
     return refs[:n], refs[n:]
 
 
-def either(
-    plan: Any, fetch: Callable[[Any, Any], None], fetch_narrow: Callable[[Any, Any], None]
+def select_fetch(
+    plan: Any, fetch: Callable[[Any, Any], None], fetch_adapter: Callable[[Any, Any], None]
 ) -> Callable[[Any, Any], None]:
-    """Fetches step k of the contraction, or of what stands beside the matrices: those come last."""
-    if not plan.narrow:
+    """A function that fetches step k: the contraction's steps first, then the adapter's."""
+    if not plan.adapter_steps:
         return fetch
 
-    def one(k, slot):
+    def fetch_step(k, slot):
         pl.when(k < plan.steps)(lambda: fetch(k, slot))
-        pl.when(k >= plan.steps)(lambda: fetch_narrow(k - plan.steps, slot))
+        pl.when(k >= plan.steps)(lambda: fetch_adapter(k - plan.steps, slot))
 
-    return one
+    return fetch_step
 
 
-def place(plan: Any, table_ref: Any, n_rows: Any, n_groups: int, tile: Any) -> tuple[Any, ...]:
-    """A tile's group, its first row and from and to which it counts, its first column, its steps.
+def locate_tile(
+    plan: Any, table_ref: Any, n_rows: Any, n_groups: int, tile: Any
+) -> tuple[Any, ...]:
+    """A tile's group, first row, valid rows lo and hi, first column, and number of steps.
 
-    plan has the fields `steps`, `narrow`, `columns`, `width` and `column_tiles` of `RowsPlan`.
+    `plan` has the fields `steps`, `adapter_steps`, `columns`, `width` and `column_tiles` of
+    `RowsPlan`.
     """
-    row, column = tiles.in_chunks(tile, n_rows, plan.column_tiles)
+    row, column = tiles.split_tile_index(tile, n_rows, plan.column_tiles)
     group, start, lo, hi = (table_ref[row, i] for i in range(4))
-    steps = jnp.where(group < n_groups, plan.steps + plan.narrow, 0)
-    # A last tile that would hang over moves back: two write the same values there.
+    steps = jnp.where(group < n_groups, plan.steps + plan.adapter_steps, 0)
+    # A last tile that would pass the end moves back: two tiles write the same values there.
     first = jnp.minimum(column * plan.width, plan.columns - plan.width)
     start = pl.multiple_of(start, tiles.ALIGN)
     first = pl.multiple_of(first, math.gcd(tiles.PIECE, plan.columns))
     return group, start, lo, hi, first, steps
 
 
-def consume(
+def consume_tiles(
     s: Any,
     plan: Any,
-    where: Callable[[Any], tuple[Any, ...]],
+    locate: Callable[[Any], tuple[Any, ...]],
     n_tiles: Any,
     multiply: Callable[[Any, Any], list[Array]],
     bias_ref: Any,
     out_refs: Any,
 ) -> None:
-    """A warpgroup's rows of every tile: multiply(steps done, steps) → its products, written."""
-    before = lax.axis_index("warpgroup") * _WG
+    """Compute and write this warpgroup's rows of every tile.
 
-    def one(tile, done):
-        group, start, lo, hi, first, steps = where(tile)
-        lo, hi = jnp.maximum(lo - before, 0), jnp.minimum(hi - before, _WG)
+    multiply(n_done, steps) returns the products of the warpgroup's rows.
+    """
+    first_row = lax.axis_index("warpgroup") * _WG
+
+    def process_tile(tile, n_done):
+        group, start, lo, hi, first, steps = locate(tile)
+        lo, hi = jnp.maximum(lo - first_row, 0), jnp.minimum(hi - first_row, _WG)
 
         @pl.when(lo >= hi)
         def _():
-            tiles.ring_of(s).skip_steps(done, steps)
+            tiles.operand_ring(s).skip(n_done, steps)
 
         @pl.when(lo < hi)
         def _():
-            ys = multiply(done, steps)
-            _leave(s, plan, bias_ref, out_refs, ys, group, (start + before, lo, hi), first)
+            ys = multiply(n_done, steps)
+            _write_products(
+                s, plan, bias_ref, out_refs, ys, group, (start + first_row, lo, hi), first
+            )
 
-        return done + steps
+        return n_done + steps
 
-    tiles.each_tile(n_tiles, one)
+    tiles.fold_core_tiles(n_tiles, process_tile)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _leave(s, plan, bias_ref, out_refs, ys, group, rows, first):
-    """Add the bias to column tiles `plan.columns` apart, activate, and write."""
-    out_ref, *h_ref = out_refs
+def _write_products(s, plan, bias_ref, out_refs, ys, group, rows, first):
+    """Add the bias to the products, whose columns are `plan.columns` apart, activate, write."""
+    out_ref, *products_ref = out_refs
 
-    def h(half, i):
+    def biased_piece(half, i):
         piece = ys[half][:, i : i + tiles.PIECE]
         if bias_ref is None:
             return piece
@@ -284,55 +300,55 @@ def _leave(s, plan, bias_ref, out_refs, ys, group, rows, first):
         bias = _per_column(bias_ref.at[group, columns], plan.interpret)
         return piece + hopper.broadcast_along(bias, piece.shape, 1)
 
-    # Piece by piece, so that registers are given back as soon as they can be.
+    # Piece by piece, so that registers are free as early as possible.
     piece = itertools.count()
     for i in range(0, plan.width, tiles.PIECE):
         if plan.swiglu is None:
             for half in range(len(ys)):
-                at = first + half * plan.columns + i
-                _store(s, out_ref, h(half, i), rows, at, next(piece))
+                column = first + half * plan.columns + i
+                _store_piece(s, out_ref, biased_piece(half, i), rows, column, next(piece))
             continue
-        gate, up = h(0, i), h(1, i)
-        if h_ref:
-            _store(s, h_ref[0], gate, rows, first + i, next(piece))
-            _store(s, h_ref[0], up, rows, first + plan.columns + i, next(piece))
-        y = activate(gate, up, plan.swiglu.alpha, plan.swiglu.limit)
-        _store(s, out_ref, y, rows, first + i, next(piece))
+        gate, up = biased_piece(0, i), biased_piece(1, i)
+        if products_ref:
+            _store_piece(s, products_ref[0], gate, rows, first + i, next(piece))
+            _store_piece(s, products_ref[0], up, rows, first + plan.columns + i, next(piece))
+        y = apply_swiglu(gate, up, plan.swiglu.alpha, plan.swiglu.limit)
+        _store_piece(s, out_ref, y, rows, first + i, next(piece))
 
 
 def _per_column(ref: Any, interpret: bool) -> Array:
-    """One value for each column of a tile, out of the GPU's memory."""
+    """Load one value for each column of a tile from the GPU's memory."""
     if interpret:
         return ref[...]
     index = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10 insists on one
     return plgpu.load(ref, *index, layout=hopper.PER_COLUMN, optimized=False)
 
 
-def _store(
+def _store_piece(
     s: Any, out_ref: Any, value: Array, rows: tuple[Any, Any, Any], first: Any, piece: int
 ) -> None:
-    """Write rows lo … hi − 1 of a 64 x 64 piece to rows from `start` and columns from `first`."""
+    """Write rows lo … hi − 1 of a 64 x 64 piece at row `start` and column `first` of the output."""
     start, lo, hi = rows
     value = value.astype(out_ref.dtype)
 
     @pl.when(hi - lo == _WG)
     def _():
-        tiles.store_whole(s, out_ref, value, start, first, piece)
+        tiles.store_full_tile(s, out_ref, value, start, first, piece)
 
     @pl.when(hi - lo < _WG)
     def _():
-        staging = s["part"].at[lax.axis_index("warpgroup")]
+        staging = s["partial"].at[lax.axis_index("warpgroup")]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staging[...] = value
         plgpu.commit_smem()
-        at, size = lo, _WG // 2
+        start_row, size = lo, _WG // 2
         while size:
             # A copy's size is static: one for each bit of the number of rows.
-            some = (hi - lo) & size
+            n_rows = (hi - lo) & size
 
-            @pl.when(some > 0)
-            def _(at=at, size=size):
-                there = out_ref.at[pl.ds(start + at, size), pl.ds(first, tiles.PIECE)]
-                plgpu.copy_smem_to_gmem(staging.at[pl.ds(at, size)], there)
+            @pl.when(n_rows > 0)
+            def _(start_row=start_row, size=size):
+                destination = out_ref.at[pl.ds(start + start_row, size), pl.ds(first, tiles.PIECE)]
+                plgpu.copy_smem_to_gmem(staging.at[pl.ds(start_row, size)], destination)
 
-            at, size = at + some, size // 2
+            start_row, size = start_row + n_rows, size // 2

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper kernels of the grouped matmul share: sizes, tables of tiles, and stores.
+"""Code shared by the Hopper kernels of the grouped matmul: sizes, tables of tiles, and stores.
 
-Every kernel stays on its core and walks over tiles. One warpgroup fetches operands into a ring in
-shared memory and runs ahead into the next tile while the others, with 64 rows each, still write
-this one. Next: pallas_gpu_rows.py (out and dlhs), pallas_gpu_weights.py (drhs and dbias),
-pallas_gpu_mxfp4.py (out and dlhs of four-bit weights).
+The kernels are persistent: each core loops over tiles. One warpgroup fetches operands into a ring
+in shared memory and runs ahead into the next tile while the other warpgroups, with 64 rows each,
+still write this one. Next: pallas_gpu_rows.py (out and dlhs), pallas_gpu_weights.py (drhs and
+dbias), pallas_gpu_mxfp4.py (out and dlhs of four-bit weights).
 """
 
 from collections.abc import Callable
@@ -23,23 +23,24 @@ from pallas_kernels import hopper
 # accumulators take 96 of the 152 registers that a thread of three warpgroups can have.
 CONSUMERS = 3
 WIDTHS = (192, 128, 64)
-STEP = 64  # of the contraction: one 128-byte swizzle
-STAGES = 3  # 48 KiB each: two in flight cover 2300 cycles, more than a trip to memory
-PIECE = 64  # columns that leave at once, through 8 KiB of shared memory
+STEP = 64  # columns of a step of the contraction: one 128-byte swizzle
+STAGES = 3  # 48 KiB each: two in flight cover 2300 cycles, more than the latency of memory
+PIECE = 64  # columns stored at once, through 8 KiB of shared memory
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = {2: 232, 3: 152}  # by the number of warpgroups that multiply
-ALIGN = 8  # rows of a swizzled tile: where a copy may start
-# Row tiles taken together through all columns: with 132 cores at work, 8 x 16 tiles share reads.
+ALIGN = 8  # rows of a swizzled tile: a copy starts at a multiple
+# Row tiles that are traversed together through all columns: 132 cores work on 8 x 16 tiles at a
+# time, which share their reads.
 CHUNK = 8
 
 
-def width_of(columns: int) -> int:
-    """Columns of a tile: the widest that divides all columns."""
+def tile_width(columns: int) -> int:
+    """Columns of a tile: the largest of WIDTHS that divides `columns`."""
     return next(width for width in WIDTHS if columns % width == 0)
 
 
 def pad_rows(x: Array, tile: int) -> Array:
-    """Zero rows up to a whole tile and a multiple of ALIGN; free where M is one."""
+    """Pad x with zero rows to at least `tile` rows and a multiple of ALIGN; often a no-op."""
     rows = max(tile, x.shape[0] + -x.shape[0] % ALIGN)
     return x if rows == x.shape[0] else jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
 
@@ -47,13 +48,14 @@ def pad_rows(x: Array, tile: int) -> Array:
 def row_tiles(
     group_sizes_E: Int[Array, " E"], n_rows: int, padded: int, size: int
 ) -> tuple[Int32[Array, "n 4"], Int32[Array, " 1"]]:
-    """For every tile of `size` rows: its group, its start, and from and to which row it counts.
+    """A table with a row for every tile of `size` rows: its group, its start, and its valid rows.
 
-    Rows past the sum are group E. A tile starts at its group's first row rounded down to ALIGN, the
-    last of all where a whole one still fits: rows of others in it are masked. Half a tile per group
-    is wasted; tiles at multiples of their size would waste a whole one.
+    Valid rows are lo … hi − 1, counted from the start; the tile's other rows belong to other groups
+    and are masked. Rows past the sum of the sizes are group E. A tile starts at its group's first
+    row rounded down to ALIGN; the last tile of all moves back to end within the array. Half a tile
+    per group is wasted; tiles at multiples of their size would waste a full one.
 
-    Returns: the table, as long as the worst case needs, and how many of its rows are tiles.
+    Returns: the table, as long as the worst case needs, and the number of its rows that are tiles.
     """
     sizes = group_sizes_E.astype(jnp.int32)
     end = jnp.minimum(jnp.cumsum(sizes), n_rows)
@@ -61,28 +63,30 @@ def row_tiles(
     end = jnp.append(end, n_rows)
     first = begin - lax.rem(begin, ALIGN)
     tiles = jnp.where(end > begin, (end - first + size - 1) // size, 0)
-    after = jnp.cumsum(tiles)
-    n_groups = min(sizes.shape[0] + 1, n_rows)  # those with rows
-    most = (n_rows + n_groups * (size + ALIGN - 2)) // size
-    tile = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.sum(tile[:, None] >= after[None, :], axis=1, dtype=jnp.int32)
+    tiles_end = jnp.cumsum(tiles)
+    n_groups = min(sizes.shape[0] + 1, n_rows)  # at most so many have rows
+    max_tiles = (n_rows + n_groups * (size + ALIGN - 2)) // size
+    tile = jnp.arange(max_tiles, dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= tiles_end[None, :], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, sizes.shape[0])
-    wanted = first[group] + (tile - (after - tiles)[group]) * size
-    start = jnp.minimum(wanted, padded - size)
-    lo = jnp.maximum(begin[group], wanted) - start
-    hi = jnp.minimum(end[group], wanted + size) - start
-    return jnp.stack([group, start, lo, hi], 1).astype(jnp.int32), after[-1:].astype(jnp.int32)
+    unclamped = first[group] + (tile - (tiles_end - tiles)[group]) * size
+    start = jnp.minimum(unclamped, padded - size)
+    lo = jnp.maximum(begin[group], unclamped) - start
+    hi = jnp.minimum(end[group], unclamped + size) - start
+    return jnp.stack([group, start, lo, hi], 1).astype(jnp.int32), tiles_end[-1:].astype(jnp.int32)
 
 
-def each_tile(count: Any, body: Callable[[Any, Any], Any]) -> Any:
-    """body(tile, steps done so far) → steps done, for this core's tiles of `count`."""
+def fold_core_tiles(count: Any, body: Callable[[Any, Any], Any]) -> Any:
+    """Fold body(tile, n_done) → n_done over those of `count` tiles that are this core's."""
     core, stride = lax.axis_index("core"), lax.axis_size("core")
-    mine = lax.div(count - core + stride - 1, jnp.int32(stride))
-    return lax.fori_loop(0, mine, lambda i, done: body(core + i * stride, done), jnp.int32(0))
+    n_core_tiles = lax.div(count - core + stride - 1, jnp.int32(stride))
+    return lax.fori_loop(
+        0, n_core_tiles, lambda i, n_done: body(core + i * stride, n_done), jnp.int32(0)
+    )
 
 
-def in_chunks(tile: Any, n_rows: Any, n_columns: int) -> tuple[Any, Any]:
-    """The row tile and column tile of a flat index; CHUNK rows at a time, rows fastest."""
+def split_tile_index(tile: Any, n_rows: Any, n_columns: int) -> tuple[Any, Any]:
+    """The row tile and column tile of a flat index: CHUNK row tiles at a time, rows fastest."""
     size = jnp.int32(CHUNK * n_columns)
     before = lax.div(tile, size) * CHUNK
     height = jnp.minimum(n_rows - before, CHUNK)
@@ -90,29 +94,32 @@ def in_chunks(tile: Any, n_rows: Any, n_columns: int) -> tuple[Any, Any]:
     return before + lax.rem(lax.rem(tile, size), height), column
 
 
-def ring_of(s: Any) -> hopper.Ring:
-    """Of a kernel's operands."""
-    return hopper.Ring(s["lhs"].shape[0], s["here"], s["free"])
+def operand_ring(s: Any) -> hopper.Ring:
+    """The ring of a kernel's operands, with the barriers of its scratch memory."""
+    return hopper.Ring(s["lhs"].shape[0], s["full"], s["free"])
 
 
-def produce(ring: hopper.Ring, done: Any, steps: Any, fetch: Callable[[Any, Any], None]) -> Any:
-    """Fetch `steps` steps into the ring, fetch(step, slot) one of them → steps done."""
+def fetch_steps(
+    ring: hopper.Ring, n_done: Any, steps: Any, fetch: Callable[[Any, Any], None]
+) -> Any:
+    """Call fetch(step, slot) for `steps` steps, each in a free slot; return the steps done."""
 
     @pl.loop(0, steps)
     def _(k):
-        ring.wait_free(done + k)
-        fetch(k, ring.slot_of(done + k))
+        ring.room(n_done + k)
+        fetch(k, ring.slot(n_done + k))
 
-    return done + steps
+    return n_done + steps
 
 
-def store_whole(s: Any, out_ref: Any, value: Array, start: Any, first: Any, piece: int) -> None:
+def store_full_tile(s: Any, out_ref: Any, value: Array, start: Any, first: Any, piece: int) -> None:
     """Write a warpgroup's 64 x 64 piece to rows from `start` and columns from `first`."""
-    slots = s["whole"].shape[0]
-    staging = s["whole"].at[piece % slots, lax.axis_index("warpgroup")]
-    # The tile before may have ended in this very slot: its first piece waits for all.
+    slots = s["tile"].shape[0]
+    staging = s["tile"].at[piece % slots, lax.axis_index("warpgroup")]
+    # The previous tile's last store may still read this slot, so a tile's first piece waits for
+    # all stores.
     plgpu.wait_smem_to_gmem(slots - 1 if piece else 0, wait_read_only=True)
     staging[...] = value
     plgpu.commit_smem()
-    place = out_ref.at[pl.ds(start, hopper.WARPGROUP_ROWS), pl.ds(first, PIECE)]
-    plgpu.copy_smem_to_gmem(staging, place)
+    destination = out_ref.at[pl.ds(start, hopper.WARPGROUP_ROWS), pl.ds(first, PIECE)]
+    plgpu.copy_smem_to_gmem(staging, destination)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bfloat16 arithmetic as a GPU does it, in integers: for the interpreter, whose CPU takes
-subnormals for 0. Named as in jax.numpy. Next: pallas_gpu_mxfp4.py, which uses it.
+"""bfloat16 arithmetic as a GPU does it, in integers, for the interpreter: its CPU flushes
+subnormals to 0. Names are those of jax.numpy. Next: pallas_gpu_mxfp4.py, which uses it.
 """
 
 import jax.numpy as jnp
@@ -14,47 +14,50 @@ _SIGN, _INFINITE, _NAN = 0x8000, 0x7F80, 0x7FC0
 
 def multiply(a: Number, b: Number) -> Number:
     """a · b, rounded to nearest, ties to even."""
-    x, y = _words(a), _words(b)
+    x, y = _to_words(a), _to_words(b)
     sign, x, y = (x ^ y) & _SIGN, x & ~_SIGN, y & ~_SIGN
-    product, field = _mantissa(x) * _mantissa(y), _field(x) + _field(y) - 126
+    product, field = (
+        _mantissa_bits(x) * _mantissa_bits(y),
+        _exponent_field(x) + _exponent_field(y) - 126,
+    )
     shift = lax.clz(product) - 16  # the top bit to bit 15
     product, field = product << jnp.clip(shift, 0, 15), field - shift
     drop = jnp.clip(8 + jnp.maximum(1 - field, 0), 8, 24)  # a subnormal has fewer bits
-    kept, rest = product >> drop, product & ((1 << drop) - 1)
+    quotient, remainder = product >> drop, product & ((1 << drop) - 1)
     half = 1 << (drop - 1)
-    kept += ((rest > half) | ((rest == half) & (kept % 2 == 1))).astype(jnp.int32)
-    word = jnp.minimum(((jnp.maximum(field, 1) - 1) << 7) + kept, _INFINITE)
+    quotient += ((remainder > half) | ((remainder == half) & (quotient % 2 == 1))).astype(jnp.int32)
+    word = jnp.minimum(((jnp.maximum(field, 1) - 1) << 7) + quotient, _INFINITE)
     word = jnp.where(product == 0, 0, word)
     largest = jnp.maximum(x, y)
     word = jnp.where(largest == _INFINITE, _INFINITE, word)
     undefined = (largest > _INFINITE) | ((largest == _INFINITE) & (jnp.minimum(x, y) == 0))
-    return _numbers(jnp.where(undefined, _NAN, sign | word))
+    return _from_words(jnp.where(undefined, _NAN, sign | word))
 
 
 def add(a: Number, zero: Number) -> Number:
-    """a + zero, where that is +0 or NaN."""
-    x, y = _words(a), _words(zero)
+    """a + zero, where `zero` is +0 or NaN."""
+    x, y = _to_words(a), _to_words(zero)
     word = jnp.where(x == _SIGN, 0, x)  # −0 + 0
-    return _numbers(jnp.where(y & ~_SIGN > _INFINITE, _NAN, word))
+    return _from_words(jnp.where(y & ~_SIGN > _INFINITE, _NAN, word))
 
 
 def maximum(a: Number, b: Number) -> Number:
-    """The larger of two that are neither negative nor NaN."""
-    return _numbers(jnp.maximum(_words(a), _words(b)))
+    """The larger of two numbers that are neither negative nor NaN."""
+    return _from_words(jnp.maximum(_to_words(a), _to_words(b)))
 
 
-def _words(x: Number) -> Int32[Array, "..."]:
+def _to_words(x: Number) -> Int32[Array, "..."]:
     return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32)
 
 
-def _numbers(word: Int32[Array, "..."]) -> Number:
+def _from_words(word: Int32[Array, "..."]) -> Number:
     return lax.bitcast_convert_type(word.astype(jnp.uint16), jnp.bfloat16)
 
 
-def _field(x: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """The exponent; a subnormal's is that of the smallest normal."""
+def _exponent_field(x: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """The biased exponent; a subnormal has that of the smallest normal number."""
     return jnp.maximum(x >> 7, 1)
 
 
-def _mantissa(x: Int32[Array, "..."]) -> Int32[Array, "..."]:
+def _mantissa_bits(x: Int32[Array, "..."]) -> Int32[Array, "..."]:
     return jnp.where(x >> 7 > 0, 128, 0) | (x & 127)

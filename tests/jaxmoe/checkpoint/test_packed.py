@@ -27,7 +27,7 @@ from jaxmoe.config import ConfigError
 from jaxmoe.model.params import abstract_params, cast_for_forward
 from jaxmoe.model.params import check_param_shapes as check_model_params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
-from pallas_kernels.grouped_matmul.mxfp4 import decode as decode_in_jax
+from pallas_kernels.grouped_matmul.mxfp4 import mxfp4_to_dense as decode_in_jax
 from tests.jaxmoe.checkpoint.packed_files import CFG, EXPERTS, LARGE, finite, random_tensors, write
 
 DOWN = "model.layers.1.mlp.experts.down_proj"
@@ -77,8 +77,8 @@ def dense(released):
 def test_packed_leaves_hold_the_values_of_a_dense_load(loaded, dense):
     leaves = [leaf for leaf in jax.tree.leaves(loaded, is_leaf=is_packed) if is_packed(leaf)]
     assert [leaf.shape for leaf in leaves] == [(2, 3, 128, 64), (2, 3, 64, 256)] * 2
-    decode = jax.jit(lambda leaf: decode_in_jax(leaf, jnp.bfloat16))
-    for decoded in (decode, mxfp4.decoded):
+    mxfp4_to_dense = jax.jit(lambda leaf: decode_in_jax(leaf, jnp.bfloat16))
+    for decoded in (mxfp4_to_dense, mxfp4.decoded):
         assert bits(all_decoded(loaded, decoded)) == bits(dense)
 
 

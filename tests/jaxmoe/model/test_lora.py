@@ -16,7 +16,7 @@ from jaxmoe.config.lora import MODULES_TO_SAVE
 from jaxmoe.model import forward, sequence_logprobs
 from jaxmoe.model.lora import Pair, adapter_shapes, init_adapters, lora_specs, with_adapters
 from jaxmoe.model.router import replay_routing
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from tests.pallas_kernels.three_way import three_way
 
 TOKENS = jax.random.randint(jax.random.key(1), (3, 40), 0, CFG.vocab_size)
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_the_merged_weights(dtype):
 
     def merge_tree(tree):  # of arrays that are traced
         def merge_pair(w, pair, scale):
-            w = decode(w) if isinstance(w, Mxfp4) else w
+            w = mxfp4_to_dense(w) if isinstance(w, Mxfp4) else w
             return w + scale * jnp.einsum("...ri,...ro->...io", *pair, precision="highest")
 
         layers = {

@@ -159,10 +159,12 @@ PLAIN = {
         xla=logprobs_xla.token_logprobs_xla,
     ),
     "grouped_matmul": lambda: matmul(
-        (61, 32, 24, 5), reference=matmul_reference.reference, xla=matmul_xla.xla
+        (61, 32, 24, 5), reference=matmul_reference.grouped_matmul_reference,
+        xla=matmul_xla.grouped_matmul_xla,
     ),
     "grouped_swiglu": lambda: swiglu(
-        (61, 32, 24, 5), reference=matmul_reference.reference_swiglu, xla=matmul_xla.xla_swiglu
+        (61, 32, 24, 5), reference=matmul_reference.grouped_swiglu_reference,
+        xla=matmul_xla.grouped_swiglu_xla,
     ),
 }  # fmt: skip
 # its interpretation is the last argument of what is not differentiated by name

@@ -72,7 +72,7 @@ def small(case):
 @pytest.mark.parametrize("case", REAL)
 def test_out_and_every_gradient_fit_registers_and_need_no_memory(case):
     dout = jax.ShapeDtypeStruct((case.M, case.F), jnp.bfloat16)
-    args = *cases.shapes(case), dout
+    args = *cases.matmul_shapes(case), dout
     compiled = ahead_of_time.compile_for(CHIP, with_gradients(matmul), *args)
     check(compiled, 3)
     assert compiled.temp_bytes <= 2 * small(case)  # dbias in float32 too
@@ -80,7 +80,7 @@ def test_out_and_every_gradient_fit_registers_and_need_no_memory(case):
 
 @pytest.mark.parametrize("case", GATE_UP)
 def test_the_fused_activation_fits_registers_and_needs_no_memory(case):
-    compiled = ahead_of_time.compile_for(CHIP, swiglu, *cases.shapes(case))
+    compiled = ahead_of_time.compile_for(CHIP, swiglu, *cases.matmul_shapes(case))
     check(compiled, 1)
     assert compiled.temp_bytes <= small(case)
 
@@ -88,15 +88,15 @@ def test_the_fused_activation_fits_registers_and_needs_no_memory(case):
 @pytest.mark.parametrize("case", GATE_UP)
 def test_gradients_of_the_fused_activation_keep_the_product_and_its_gradient(case):
     dout = jax.ShapeDtypeStruct((case.M, case.F // 2), jnp.bfloat16)
-    args = *cases.shapes(case), dout
+    args = *cases.matmul_shapes(case), dout
     compiled = ahead_of_time.compile_for(CHIP, with_gradients(swiglu), *args)
     check(compiled, 3)
     assert compiled.temp_bytes <= 2 * 2 * case.M * case.F + 2 * small(case)
 
 
 def four_bits(case):
-    """`cases.shapes` with weights in four bits."""
-    lhs, rhs, *others = cases.shapes(case)
+    """`cases.matmul_shapes` with weights in four bits."""
+    lhs, rhs, *others = cases.matmul_shapes(case)
     E, D, F = rhs.shape
     shapes = (E, D // 2, F), (E, D // mxfp4.GROUP, F)
     return lhs, mxfp4.Mxfp4(*(jax.ShapeDtypeStruct(x, jnp.uint8) for x in shapes)), *others
@@ -149,4 +149,4 @@ def test_a_tile_too_many_for_shared_memory_is_refused(monkeypatch):
 
     monkeypatch.setattr(pallas_gpu_tiles, "STAGES", 5)
     with pytest.raises(Exception, match="shared memory"):
-        ahead_of_time.compile_for(CHIP, matmul, *cases.shapes(cases.REAL_CASES[0]))
+        ahead_of_time.compile_for(CHIP, matmul, *cases.matmul_shapes(cases.REAL_CASES[0]))

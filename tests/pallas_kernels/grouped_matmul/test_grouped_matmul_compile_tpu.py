@@ -29,7 +29,7 @@ def compiler(request):
 
 def of(case, packed, swiglu):
     """Abstract arguments, and the cotangent."""
-    lhs, rhs, sizes, bias = cases.shapes(case)
+    lhs, rhs, sizes, bias = cases.matmul_shapes(case)
     if packed:
         n_groups, width, columns = rhs.shape
         rhs = mxfp4.Mxfp4(

@@ -43,7 +43,7 @@ knows_transposes = pytest.mark.skipif(
 def make(sizes, dtype=jnp.bfloat16, n_rows=M, width=F):
     case = cases.MatmulCase("gpu", n_rows, D, width, sizes)
     dout = jax.random.normal(jax.random.key(9), (n_rows, width)).astype(dtype)
-    return *cases.make_inputs(case, dtype), dout
+    return *cases.make_matmul_inputs(case, dtype), dout
 
 
 def mine(sizes, lhs, rhs, bias):
@@ -69,11 +69,11 @@ def naive_swiglu(sizes, lhs, rhs, bias):
 
 
 def exact(sizes, lhs, rhs, bias):
-    return reference.reference(lhs, rhs, sizes, bias)
+    return reference.grouped_matmul_reference(lhs, rhs, sizes, bias)
 
 
 def exact_swiglu(sizes, lhs, rhs, bias):
-    return reference.reference_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT)
+    return reference.grouped_swiglu_reference(lhs, rhs, sizes, bias, ALPHA, LIMIT)
 
 
 forward = partial(jax.jit, static_argnums=0)(lambda f, sizes, *args: f(sizes, *args))
@@ -200,7 +200,7 @@ def test_no_copy_races_with_the_tile_after_it(races, monkeypatch, transposed):
     sizes, width = (70, 0, 5, 0, 130), 192
     lhs, rhs, sizes, bias, dout = make(sizes, n_rows=330, width=width)
     rows = dout if transposed else lhs
-    out = pallas_gpu_rows.rows_by_group(
+    out = pallas_gpu_rows.multiply_rows_hopper(
         rows, rhs, sizes, None if transposed else bias, transposed, True
     )
     assert np.isfinite(out.astype(jnp.float32)).all()
@@ -214,7 +214,7 @@ def test_no_copy_of_a_gradient_races_with_the_one_after_it(races, monkeypatch):
     lhs, rhs, sizes, _, dout = make((70, 0, 5, 0, 130), n_rows=330, width=192)
     lhs = lhs[:, :192]  # whole tiles: two that overlap would write the same there
     jax.block_until_ready(
-        pallas_gpu_weights.weights_by_group(lhs, dout, sizes, rhs.dtype, False, True)
+        pallas_gpu_weights.weight_gradients_hopper(lhs, dout, sizes, rhs.dtype, False, True)
     )
     assert not races()
 
@@ -237,7 +237,7 @@ def test_tiles_cover_every_row_once_at_places_a_copy_can_start(sizes, size):
 
 
 def test_the_walk_over_tiles_meets_each_once_and_stays_near():
-    walk = jax.vmap(lambda i: jnp.stack(pallas_gpu_tiles.in_chunks(i, jnp.int32(21), 5)))
+    walk = jax.vmap(lambda i: jnp.stack(pallas_gpu_tiles.split_tile_index(i, jnp.int32(21), 5)))
     places = np.asarray(walk(jnp.arange(21 * 5, dtype=jnp.int32)))
     assert len({tuple(x) for x in places}) == 21 * 5
     assert (places < [21, 5]).all() and (places >= 0).all()
@@ -260,7 +260,7 @@ def zeros(*shapes, dtype=jnp.bfloat16):
         ((300, 256), (7, 256, 320), jnp.float32, "not both bfloat16"),
         ((300, 200), (7, 200, 320), jnp.bfloat16, "not multiples of 64"),
         ((300, 256), (7, 256, 300), jnp.bfloat16, "not multiples of 64"),
-        ((300, 128), (7, 128, 320), jnp.bfloat16, "fewer than the 192"),
+        ((300, 128), (7, 128, 320), jnp.bfloat16, "needs at least 192"),
         ((0, 256), (7, 256, 320), jnp.bfloat16, "no rows or no groups"),
     ],
 )

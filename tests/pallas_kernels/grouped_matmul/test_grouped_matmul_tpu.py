@@ -33,7 +33,7 @@ def small_tiles():
     """Several tiles of rows and columns, long and short products, in matrices of this size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "ROWS", 64)
-        patch.setattr(tiles, "pieces", lambda: (64, 32, 16))
+        patch.setattr(tiles, "product_sizes", lambda: (64, 32, 16))
         patch.setattr(tiles, "COLUMNS", 128)
         patch.setattr(tiles, "window_bytes", lambda _: 128 * 640 * 4)
         yield
@@ -75,7 +75,7 @@ def values_and_gradients(f, swiglu, dout, sizes, *args):
 def inputs(shape, sizes, dtype, swiglu):
     n_rows, width, columns = shape
     case = cases.MatmulCase("", n_rows, width, columns, sizes)
-    lhs, rhs, sizes, bias = cases.make_inputs(case, dtype)
+    lhs, rhs, sizes, bias = cases.make_matmul_inputs(case, dtype)
     columns = columns // 2 if swiglu else columns
     dout = jax.random.normal(jax.random.key(9), (n_rows, columns)).astype(dtype)
     return dout, sizes, lhs, rhs, bias * 2 + 1
@@ -161,7 +161,7 @@ def random_mxfp4(n_groups, width, columns):
     rng = np.random.default_rng(3)
     blocks = rng.integers(0, 256, (n_groups, columns, width // 32, 16), np.uint8)
     scales = rng.integers(119, 127, (n_groups, columns, width // 32), np.uint8)
-    return mxfp4.from_released(jnp.asarray(blocks), jnp.asarray(scales))
+    return mxfp4.mxfp4_from_released(jnp.asarray(blocks), jnp.asarray(scales))
 
 
 @pytest.mark.parametrize("swiglu", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -169,7 +169,7 @@ def test_four_bit_weights_give_what_their_decoded_values_give(swiglu):
     dout, sizes, lhs, _, bias = inputs(SWIGLU, SIZES["uneven"], jnp.bfloat16, swiglu)
     packed = random_mxfp4(7, 192, 384)
     got = values_and_gradients(kernel, swiglu, dout, sizes, lhs, packed, bias)
-    decoded = mxfp4.decode(packed, jnp.bfloat16)
+    decoded = mxfp4.mxfp4_to_dense(packed, jnp.bfloat16)
     out, dlhs, _, dbias = values_and_gradients(kernel, swiglu, dout, sizes, lhs, decoded, bias)
     exact = oracle(swiglu, dout, sizes, lhs, decoded, bias)
     np.testing.assert_array_equal(got[0], out)
@@ -216,7 +216,7 @@ def test_real_matrices_are_cut_where_a_chip_can_copy(case, mib, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(tiles, "COLUMNS", 256)
     monkeypatch.setattr(tiles, "window_bytes", lambda _: mib << 18)
-    _, rhs, _, _ = cases.shapes(case)
+    _, rhs, _, _ = cases.matmul_shapes(case)
     halves = [False, True] if case.F == 5760 else [False]
     for half in halves:
         plan = plan_rows(rhs, 2, transposed=False, halves=half)
@@ -225,8 +225,8 @@ def test_real_matrices_are_cut_where_a_chip_can_copy(case, mib, monkeypatch):
             assert 2 * len(plan.windows) * case.D * window.size * 2 <= mib << 19
             for start, size in window.spans:
                 assert start % 128 == 0 and start + size <= case.F
-                assert size % 128 == 0 or (plan.tiles == 1 and size == case.F)
-        if half and plan.tiles == 1:
+                assert size % 128 == 0 or (plan.n_tiles == 1 and size == case.F)
+        if half and plan.n_tiles == 1:
             assert plan.windows[0].spans == ((0, 5760),) and plan.shift == 64
         elif half:  # every output column's gate and up are inside
             for n, ((gate, n_gate), (up, n_up)) in enumerate(

@@ -27,7 +27,7 @@ def test_every_code_under_every_scale_decodes_to_the_released_bits(dtype):
     scales = np.repeat(np.arange(255, dtype=np.uint8)[None, :, None], 2, axis=2)
     word = {"float32": np.uint32, "bfloat16": np.uint16}[dtype]
     for packed in ((blocks, scales), random_release()):
-        ours = mxfp4.decode(mxfp4.from_released(*map(jnp.asarray, packed)), dtype)
+        ours = mxfp4.mxfp4_to_dense(mxfp4.mxfp4_from_released(*map(jnp.asarray, packed)), dtype)
         theirs = released.decode(*packed, dtype=dtype).swapaxes(1, 2)
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(np.asarray(ours).view(word), theirs.view(word))
@@ -35,7 +35,7 @@ def test_every_code_under_every_scale_decodes_to_the_released_bits(dtype):
 
 def test_a_byte_holds_a_row_and_the_row_half_the_matrix_below():
     blocks, scales = random_release()
-    x = mxfp4.from_released(jnp.asarray(blocks), jnp.asarray(scales))
+    x = mxfp4.mxfp4_from_released(jnp.asarray(blocks), jnp.asarray(scales))
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(E, F, D)
     assert x.shape == (E, D, F) and x.nibbles_EDF.shape == (E, D // 2, F)
     assert x.nibbles_EDF[1, 5, 7] == codes[1, 7, 5] | codes[1, 7, 5 + D // 2] << 4
@@ -44,16 +44,16 @@ def test_a_byte_holds_a_row_and_the_row_half_the_matrix_below():
 
 def test_a_nan_scale_stays_nan():
     x = mxfp4.Mxfp4(jnp.zeros((1, 32, 1), jnp.uint8), jnp.full((1, 2, 1), 255, jnp.uint8))
-    assert np.isnan(mxfp4.decode(x)).all()
+    assert np.isnan(mxfp4.mxfp4_to_dense(x)).all()
 
 
 @pytest.mark.parametrize("impl", ["xla", "reference"])
 @pytest.mark.parametrize("op", [grouped_matmul, grouped_swiglu])
 def test_a_product_with_four_bit_weights_is_that_with_the_decoded_ones(op, impl):
     case = cases.MatmulCase("", 61, D, F, (29, 0, 23))
-    lhs, _, sizes, bias = cases.make_inputs(case)
-    packed = mxfp4.from_released(*map(jnp.asarray, random_release(highest=128)))
-    values = mxfp4.decode(packed)
+    lhs, _, sizes, bias = cases.make_matmul_inputs(case)
+    packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, random_release(highest=128)))
+    values = mxfp4.mxfp4_to_dense(packed)
 
     def run(rhs, lhs, bias):
         return op(lhs, rhs, sizes, bias_EF=bias, impl=impl)
@@ -66,15 +66,15 @@ def test_a_product_with_four_bit_weights_is_that_with_the_decoded_ones(op, impl)
 
 
 def test_only_one_four_bit_matrix_is_decoded_at_a_time():
-    lhs, _, sizes, bias = cases.make_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
-    packed = mxfp4.from_released(*map(jnp.asarray, random_release()))
-    text = str(jax.make_jaxpr(xla.xla)(lhs, packed, sizes, bias))
+    lhs, _, sizes, bias = cases.make_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
+    packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, random_release()))
+    text = str(jax.make_jaxpr(xla.grouped_matmul_xla)(lhs, packed, sizes, bias))
     assert f"f32[{D},{F}]" in text and f"f32[{E},{D},{F}]" not in text
 
 
 def test_a_four_bit_weight_has_no_gradient():
-    lhs, _, sizes, _ = cases.make_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
-    packed = mxfp4.from_released(*map(jnp.asarray, random_release(highest=128)))
+    lhs, _, sizes, _ = cases.make_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
+    packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, random_release(highest=128)))
     _, pull = jax.vjp(lambda rhs: grouped_matmul(lhs, rhs, sizes, impl="xla"), packed)
     (drhs,) = pull(jnp.ones((16, F)))
     assert {x.dtype for x in jax.tree.leaves(drhs)} == {jax.dtypes.float0}
@@ -84,7 +84,7 @@ def test_a_four_bit_weight_has_no_gradient():
 def test_the_swiglu_of_xla_activates_the_rounded_product(dtype):
     """Values and gradients, every bit: trained runs depend on the order of its roundings."""
     case = cases.TEST_CASES[0]
-    lhs, rhs, sizes, bias = cases.make_inputs(case, dtype)
+    lhs, rhs, sizes, bias = cases.make_matmul_inputs(case, dtype)
     lhs = lhs * 4
     dout = jax.random.normal(jax.random.key(4), (case.M, case.F // 2)).astype(dtype)
 
@@ -109,11 +109,11 @@ def test_the_swiglu_of_xla_activates_the_rounded_product(dtype):
 def test_misshaped_four_bit_weights_and_odd_halves_are_named():
     raw, raw_swiglu = inspect.unwrap(grouped_matmul), inspect.unwrap(grouped_swiglu)
     blocks, scales = map(jnp.asarray, random_release())
-    lhs, rhs, sizes, _ = cases.make_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
-    packed = mxfp4.from_released(blocks, scales)
+    lhs, rhs, sizes, _ = cases.make_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
+    packed = mxfp4.mxfp4_from_released(blocks, scales)
     with pytest.raises(ValueError, match="must have scales"):
         raw(lhs, packed._replace(scales_EDF=packed.scales_EDF[:, 1:]), sizes)
     with pytest.raises(ValueError, match="as released"):
-        inspect.unwrap(mxfp4.from_released)(blocks[..., 1:], scales)
+        inspect.unwrap(mxfp4.mxfp4_from_released)(blocks[..., 1:], scales)
     with pytest.raises(ValueError, match="as many gate as up"):
         raw_swiglu(lhs, rhs[:, :, 1:], sizes)

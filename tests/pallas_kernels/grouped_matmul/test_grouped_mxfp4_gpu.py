@@ -55,7 +55,7 @@ def naive(sizes, rhs, lhs, bias):
     """Every group's matrix on every row, in lhs' dtype."""
     row, end = jnp.arange(lhs.shape[0])[:, None], jnp.cumsum(sizes)
     own = (row < end[None, :]) & (row >= (end - sizes)[None, :])
-    every = jnp.einsum("md,edf->mef", lhs, mxfp4.decode(rhs, lhs.dtype)) + bias[None]
+    every = jnp.einsum("md,edf->mef", lhs, mxfp4.mxfp4_to_dense(rhs, lhs.dtype)) + bias[None]
     return jnp.where(own[:, :, None], every, jnp.zeros_like(every)).sum(1)
 
 
@@ -66,11 +66,11 @@ def naive_swiglu(sizes, rhs, lhs, bias):
 
 
 def exact(sizes, rhs, lhs, bias):
-    return reference.reference(lhs, rhs, sizes, bias)
+    return reference.grouped_matmul_reference(lhs, rhs, sizes, bias)
 
 
 def exact_swiglu(sizes, rhs, lhs, bias):
-    return reference.reference_swiglu(lhs, rhs, sizes, bias, ALPHA, LIMIT)
+    return reference.grouped_swiglu_reference(lhs, rhs, sizes, bias, ALPHA, LIMIT)
 
 
 forward = partial(jax.jit, static_argnums=0)(lambda f, sizes, *args: f(sizes, *args))
@@ -178,6 +178,6 @@ def test_no_warpgroup_races_with_another(races, monkeypatch, transposed):
     rhs = mxfp4.Mxfp4(rhs.nibbles_EDF[:, :128], rhs.scales_EDF[:, :8])
     rows, bias = (dout, None) if transposed else (lhs[:, :256], bias)
     jax.block_until_ready(
-        pallas_gpu_mxfp4.packed_rows_by_group(rows, rhs, sizes, bias, transposed, True)
+        pallas_gpu_mxfp4.multiply_rows_mxfp4_hopper(rows, rhs, sizes, bias, transposed, True)
     )
     assert not races()

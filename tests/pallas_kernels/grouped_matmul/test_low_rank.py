@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import LowRank, grouped_matmul, grouped_swiglu
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, decode
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
 from tests.pallas_kernels.three_way import three_way
 
 M, D, F, R = 150, 64, 40, 5
@@ -38,7 +38,7 @@ def arrays(dtype=jnp.float32):
 def oracle(lhs, rhs, bias, a, b, dout, scale=SCALE):
     lhs, rhs, bias, a, b, dout = (
         np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
-        for x in (lhs, decode(rhs), bias, a, b, dout)
+        for x in (lhs, mxfp4_to_dense(rhs), bias, a, b, dout)
     )
     out, dlhs, da, db = (np.zeros_like(x) for x in (dout, lhs, a, b))
     begin = 0
@@ -54,7 +54,7 @@ def oracle(lhs, rhs, bias, a, b, dout, scale=SCALE):
 
 @partial(jax.jit, static_argnames=("impl", "packed"))
 def found(lhs, rhs, bias, a, b, dout, impl, packed=True):
-    rhs = rhs if packed else decode(rhs, lhs.dtype)
+    rhs = rhs if packed else mxfp4_to_dense(rhs, lhs.dtype)
 
     def run(lhs, a, b):
         return grouped_matmul(
@@ -71,7 +71,7 @@ def merged(lhs, rhs, bias, a, b, dout):
 
     def run(lhs, a, b):
         change = SCALE * jnp.einsum("erd,erf->edf", a, b)
-        whole = (decode(rhs) + change).astype(lhs.dtype)
+        whole = (mxfp4_to_dense(rhs) + change).astype(lhs.dtype)
         return grouped_matmul(lhs, whole, SIZES, bias_EF=bias, impl="reference")
 
     out, pull = jax.vjp(run, lhs, a, b)
@@ -101,7 +101,7 @@ def test_nothing_is_added_by_b_of_zero_and_the_activation_comes_after():
     same = grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, low_rank=none, impl="xla")
     np.testing.assert_array_equal(same, grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, impl="xla"))
     ours = grouped_swiglu(lhs, rhs, SIZES, bias_EF=bias, low_rank=change, impl="xla")
-    whole = decode(rhs) + SCALE * jnp.einsum("erd,erf->edf", a, b)
+    whole = mxfp4_to_dense(rhs) + SCALE * jnp.einsum("erd,erf->edf", a, b)
     right = grouped_swiglu(lhs, whole, SIZES, bias_EF=bias, impl="reference")
     np.testing.assert_allclose(ours, right, rtol=1e-4, atol=1e-4)
 

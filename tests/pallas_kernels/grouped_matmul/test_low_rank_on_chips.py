@@ -11,8 +11,8 @@ import pytest
 
 from pallas_kernels.grouped_matmul import low_rank, pallas_gpu, pallas_tpu, reference
 from pallas_kernels.grouped_matmul import pallas_tpu_tiles as tiles
-from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, decode
-from pallas_kernels.grouped_matmul.xla import xla_low_rank
+from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part, mxfp4_to_dense
+from pallas_kernels.grouped_matmul.xla import grouped_matmul_low_rank_xla
 from tests.pallas_kernels.three_way import three_way
 
 M, D, F, R = 118, 192, 256, 5
@@ -42,7 +42,7 @@ def small_tiles():
     """Several tiles of rows and columns in a TPU's matrices of this size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "ROWS", 64)
-        patch.setattr(tiles, "pieces", lambda: (64, 32, 16))
+        patch.setattr(tiles, "product_sizes", lambda: (64, 32, 16))
         patch.setattr(tiles, "COLUMNS", 128)
         patch.setattr(tiles, "window_bytes", lambda _: 128 * 640 * 4)
         yield
@@ -88,8 +88,8 @@ def found(run, swiglu, sizes, lhs, rhs, bias, a, b, dout):
 
 def merged(lhs, rhs, sizes, bias, a, b, scale, *options):
     """Naively, by whole matrices, everything in lhs's dtype."""
-    whole = (decode(rhs) + scale * jnp.einsum("erd,erf->edf", a, b)).astype(lhs.dtype)
-    h = reference.reference(lhs, whole, sizes, bias)
+    whole = (mxfp4_to_dense(rhs) + scale * jnp.einsum("erd,erf->edf", a, b)).astype(lhs.dtype)
+    h = reference.grouped_matmul_reference(lhs, whole, sizes, bias)
     if not options:
         return h
     gate, up = jnp.split(h, 2, axis=1)
@@ -109,7 +109,11 @@ def on_chip(chip, swiglu):
 @cache
 def naive_and_right(swiglu, rank=R):
     sizes, lhs, part, *others, dout = given(swiglu, rank)
-    oracle = low_rank.reference_low_rank_swiglu if swiglu else low_rank.reference_low_rank
+    oracle = (
+        low_rank.grouped_swiglu_low_rank_reference
+        if swiglu
+        else low_rank.grouped_matmul_low_rank_reference
+    )
     wide = (lhs.astype(jnp.float32), alone(part), *others)
     return (
         found(merged, swiglu, sizes, lhs, alone(part), *others, dout),
@@ -143,7 +147,7 @@ def test_values_and_gradients_are_as_good_as_of_the_merged_matrices(chip, swiglu
 def test_a_rank_of_more_than_one_step_and_dense_matrices(chip):
     sizes, lhs, part, *others = given(False, 70)
     check(found(kernel(chip, False), False, sizes, lhs, part, *others), False, 70)
-    dense = decode(alone(part), jnp.bfloat16)
+    dense = mxfp4_to_dense(alone(part), jnp.bfloat16)
     for x, y in zip(
         found(kernel(chip, True), True, *given(True)[:2], dense, *given(True)[3:]),
         found(kernel(chip, True), True, *given(True)), strict=True,
@@ -154,7 +158,7 @@ def test_a_rank_of_more_than_one_step_and_dense_matrices(chip):
 @pytest.mark.parametrize("chip", [SLOW_GPU, "tpu", "xla"])
 def test_a_part_of_a_stack_is_its_matrices_by_themselves(chip):
     sizes, lhs, part, *others = given(False)
-    run, ours = xla_low_rank, None
+    run, ours = grouped_matmul_low_rank_xla, None
     if chip != "xla":
         run, ours = kernel(chip, False), on_chip(chip, False)
     ours = ours or found(run, False, sizes, lhs, part, *others)

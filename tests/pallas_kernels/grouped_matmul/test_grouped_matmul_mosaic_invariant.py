@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import LowRank, grouped_matmul, grouped_swiglu, pallas_tpu_rows
-from pallas_kernels.grouped_matmul.fixed_on_chip import fixed_matmul_on_chip, fixed_swiglu_on_chip
+from pallas_kernels.grouped_matmul.mosaic_invariant import (
+    grouped_matmul_mosaic_invariant,
+    grouped_swiglu_mosaic_invariant,
+)
 
 E, D, F, R = 3, 192, 256, 4
 SIZES = (70, 0, 261)  # on a TPU 256 + 64 rows of one group at once
@@ -55,7 +58,7 @@ def differing(fn, arrays, chip, lora=False, interpret=True):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("fn", [fixed_matmul_on_chip, fixed_swiglu_on_chip])
+@pytest.mark.parametrize("fn", [grouped_matmul_mosaic_invariant, grouped_swiglu_mosaic_invariant])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_rows_bits_do_not_depend_on_the_others(arrays, chip, fn, lora):
     if chip == "mosaic_gpu" and lora:
@@ -63,7 +66,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(arrays, chip, fn, lora):
     found, whole = differing(fn, arrays, chip, lora)
     assert found == 0
     lhs, rhs, bias, *change = (x.astype(jnp.float32) for x in arrays)
-    plain = grouped_matmul if fn is fixed_matmul_on_chip else grouped_swiglu
+    plain = grouped_matmul if fn is grouped_matmul_mosaic_invariant else grouped_swiglu
     low = LowRank(*change, 0.5) if lora else None
     right = plain(lhs, rhs, jnp.asarray(SIZES), bias_EF=bias, low_rank=low, impl="reference")
     assert np.abs(whole - right).max() < 1e-2 * np.abs(right).max()
@@ -73,22 +76,22 @@ def test_a_rows_bits_do_not_depend_on_the_others(arrays, chip, fn, lora):
 def test_where_a_group_with_more_rows_has_larger_products_they_do(arrays, undone, monkeypatch):
     """Small ones, whose sums XLA for CPU orders by their rows."""
     tiles, wide = pallas_tpu_rows.tiles, [x.astype(jnp.float32) for x in arrays]
-    counts = tiles.counts
-    monkeypatch.setattr(tiles, "pieces", lambda: (64, 16))
+    counts = tiles.count_products
+    monkeypatch.setattr(tiles, "product_sizes", lambda: (64, 16))
     if undone:
-        monkeypatch.setattr(tiles, "counts", lambda rows, most, _: counts(rows, most))
+        monkeypatch.setattr(tiles, "count_products", lambda rows, most, _: counts(rows, most))
     jax.clear_caches()
-    found, _ = differing(fixed_matmul_on_chip, wide, "mosaic_tpu")
+    found, _ = differing(grouped_matmul_mosaic_invariant, wide, "mosaic_tpu")
     assert (found > 0) == undone
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("fn", [fixed_matmul_on_chip, fixed_swiglu_on_chip])
+@pytest.mark.parametrize("fn", [grouped_matmul_mosaic_invariant, grouped_swiglu_mosaic_invariant])
 def test_gradients_are_the_kernels_own(arrays, fn):
     wide = [x.astype(jnp.float32) for x in arrays[:3]]
-    plain = grouped_matmul if fn is fixed_matmul_on_chip else grouped_swiglu
+    plain = grouped_matmul if fn is grouped_matmul_mosaic_invariant else grouped_swiglu
     sizes = jnp.asarray(SIZES)
-    out = F if fn is fixed_matmul_on_chip else F // 2
+    out = F if fn is grouped_matmul_mosaic_invariant else F // 2
     weights = jax.random.normal(jax.random.key(6), (sum(SIZES), out))
 
     def total(run, lhs, rhs, bias):

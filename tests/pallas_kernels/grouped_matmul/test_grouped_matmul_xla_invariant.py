@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import LowRank, grouped_swiglu
-from pallas_kernels.grouped_matmul.fixed_tiles import ROWS, fixed_combine, fixed_swiglu
 from pallas_kernels.grouped_matmul.routing import combine_rows
+from pallas_kernels.grouped_matmul.xla_invariant import (
+    ROWS,
+    combine_rows_invariant,
+    grouped_swiglu_xla_invariant,
+)
 
 D, F, E, R = 24, 20, 3, 5
 SIZES = jnp.array([37, 0, 22], jnp.int32)
@@ -29,7 +33,7 @@ def test_values_and_gradients_are_those_of_the_reference(change):
         low = {"low_rank": LowRank(a, b, 0.5)} if change else {}
         return jnp.sum(jnp.sin(fn(lhs, rhs, SIZES, bias_EF=bias, **low)))
 
-    got = jax.jit(jax.value_and_grad(lambda g: loss(g, fixed_swiglu)))(given)
+    got = jax.jit(jax.value_and_grad(lambda g: loss(g, grouped_swiglu_xla_invariant)))(given)
     want = jax.jit(
         jax.value_and_grad(lambda g: loss(g, lambda *a, **k: grouped_swiglu(*a, **k, impl="xla")))
     )(given)
@@ -38,7 +42,7 @@ def test_values_and_gradients_are_those_of_the_reference(change):
 
 def test_a_row_has_the_same_bits_in_any_group_of_any_size():
     lhs, rhs, bias, *_ = arrays()
-    run = jax.jit(lambda lhs, sizes: fixed_swiglu(lhs, rhs, sizes, bias_EF=bias))
+    run = jax.jit(lambda lhs, sizes: grouped_swiglu_xla_invariant(lhs, rhs, sizes, bias_EF=bias))
     every = run(lhs, SIZES)
     alone = run(lhs[40:41], jnp.array([0, 0, 1], jnp.int32))
     assert np.array_equal(alone[0], every[40])
@@ -53,6 +57,6 @@ def test_the_sum_over_experts_is_the_plain_one():
     def loss(y, weights, fn):
         return jnp.sum(jnp.cos(fn(y, inverse, weights)))
 
-    got = jax.value_and_grad(loss, (0, 1))(y, weights, fixed_combine)
+    got = jax.value_and_grad(loss, (0, 1))(y, weights, combine_rows_invariant)
     want = jax.value_and_grad(loss, (0, 1))(y, weights, combine_rows)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
