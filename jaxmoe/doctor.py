@@ -28,7 +28,7 @@ from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import Task, contents, open_task
-from jaxmoe.kernels import kernels_here
+from jaxmoe.kernels import choose_run_kernels
 from jaxmoe.memory import check_memory, scoring_stage
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
@@ -88,10 +88,10 @@ def run_doctor(cfg: Config) -> bool:
         "python -m jaxmoe.export --merge --out DIR, then the doctor with a config without lora and "
         "--set init.checkpoint=DIR.",
     )
-    kernels = kernels_here(cfg)  # must precede the first use of the device
-    ops = make_ops(cfg, kernels.of_any_dtype)
+    kernels = choose_run_kernels(cfg)  # must precede the first use of the device
+    ops = make_ops(cfg, kernels.with_xla_fallback)
     check_memory(cfg, scoring_stage(cfg))
-    kernels.tell()
+    kernels.print_decision()
     work, task = Path(cfg.workdir), open_task(cfg)
     params, previous, version, weights_name = load_newest_weights(cfg, work, contents(cfg, task))
     vllm = replace(cfg.rollout.vllm, probe_abs_diff=UNBOUNDED_ABS_DIFF)

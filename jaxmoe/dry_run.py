@@ -11,7 +11,7 @@ import jax
 from jaxmoe.checkpoint.run import check_model
 from jaxmoe.config import Config, ConfigError, to_json
 from jaxmoe.envs.tasks import open_task
-from jaxmoe.kernels import planned
+from jaxmoe.kernels import describe_kernels
 from jaxmoe.memory import check_memory, format_bytes, layer_flops, plan_memory
 from jaxmoe.model.params import count_params
 from jaxmoe.parallel.limits import check_mesh
@@ -28,7 +28,7 @@ def dry_run(cfg: Config, *stages: str) -> None:
     """
     check_mesh(cfg)
     print(format_plan(cfg))
-    print(f"  kernels      {planned(cfg)}")
+    print(f"  kernels      {describe_kernels(cfg)}")
     refused: list[ConfigError] = []
     for look in (_check_checkpoint, _check_task, lambda cfg: check_memory(cfg, *stages)):
         try:

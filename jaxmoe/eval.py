@@ -18,7 +18,7 @@ from jaxmoe.config import Config, to_json
 from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import contents, evaluate, open_task, response_text
-from jaxmoe.kernels import kernels_here
+from jaxmoe.kernels import choose_run_kernels
 from jaxmoe.memory import check_memory, scoring_stage
 from jaxmoe.model import make_ops
 from jaxmoe.model.lora import with_adapters
@@ -48,11 +48,11 @@ def run_eval(cfg: Config) -> float:
     """Accuracy (or the mean of the user's rewards), sampled and greedy, and answers to read."""
     sources = json.dumps(source_digests(cfg), indent=1)
     check_same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
-    kernels = kernels_here(cfg)  # before this process opens the device
+    kernels = choose_run_kernels(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
     check_memory(cfg, scoring_stage(cfg))
-    kernels.tell()
+    kernels.print_decision()
     task, mesh = open_task(cfg), make_mesh(cfg.mesh)
     check_collectives(mesh)
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of each kernel a command runs: decided before the first trace, once.
+"""Choose the implementation of each kernel for a command, once, before the first trace.
 
-On a CPU there is nothing to decide and nothing is opened. On a GPU or TPU a kernel has to be right
-on this very chip (`python -m pallas_kernels.check`), at this run's sizes too; the check runs in
-other processes, before this one opens the device: a TPU is one process's at a time.
-Next: jaxmoe/model/ops.py puts the choice into the pieces.
+On a CPU there is no choice and no device is opened. On a GPU or TPU a kernel must be correct on
+this device (`python -m pallas_kernels.check`), also at the run's sizes. The check runs in child
+processes before this process opens the device, because a TPU admits one process at a time.
+Next: jaxmoe/model/ops.py, which puts the choice into the ops.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,25 +17,25 @@ from pallas_kernels.check.choice import (
     PLATFORMS,
     Choice,
     Judge,
-    Refused,
-    choose,
-    judge_here,
-    may_have_a_chip,
-    said,
-    wanted,
+    KernelRefused,
+    choose_kernels,
+    format_verdict,
+    make_judge,
+    may_have_accelerator,
+    requested_impls,
 )
-from pallas_kernels.check.verdicts import KernelVerdict, folder
+from pallas_kernels.check.verdicts import KernelVerdict, verdict_folder
 from pallas_kernels.dispatch import Impl, Target
 from pallas_kernels.grouped_matmul.cases import MatmulCase, zipf_sizes
 from pallas_kernels.sink_attention.cases import AttentionCase
 from pallas_kernels.token_logprobs.cases import LogprobsCase
 
-INVARIANT_TPUS = ("TPU v5", "TPU v6")  # whose programs were looked at
-LONGEST_XLA = 2048  # tokens of a row that XLA's attention may have on a GPU or TPU unasked
+INVARIANT_TPUS = ("TPU v5", "TPU v6")  # their compiled programs were examined
+MAX_XLA_TOKENS = 2048  # longer rows on a GPU or TPU use XLA's attention only with kernels=xla
 
 
 class Decision(NamedTuple):
-    """What runs, and what there is to tell of it."""
+    """The chosen implementations, with the lines to print."""
 
     impls: dict[str, Impl]  # by operation
     line: str
@@ -43,163 +43,170 @@ class Decision(NamedTuple):
 
     @property
     def names(self) -> dict[str, str]:
-        """By operation the implementation alone, for config.json."""
+        """The preferred implementation of each operation, for config.json."""
         return {o: impl if isinstance(impl, str) else impl[0] for o, impl in self.impls.items()}
 
-    def tell(self) -> None:
-        """On the terminal, once nothing else stands in the way of the command."""
+    def print_decision(self) -> None:
+        """Print the decision, after all other checks of the command."""
         print(f"kernels  {self.line}", flush=True)
         for alert in self.alerts:
             print(f"alert    {alert}", flush=True)
 
     @property
-    def of_any_dtype(self) -> dict[str, Impl]:
-        """As `impls`, with XLA for what a named kernel refuses: the doctor tries other dtypes."""
+    def with_xla_fallback(self) -> dict[str, Impl]:
+        """`impls` with XLA as the fallback of named kernels: the doctor tries other dtypes."""
         return {
             o: (impl, "xla") if isinstance(impl, str) and impl != "auto" else impl
             for o, impl in self.impls.items()
         }
 
 
-def kernels_here(cfg: Config) -> Decision:
-    """The choice of cfg.kernels on this machine.
+def choose_run_kernels(cfg: Config) -> Decision:
+    """Choose the kernels of this machine by cfg.kernels.
 
-    Raises ConfigError where a named kernel cannot run or is wrong here, and where a GPU or TPU
-    would be left with XLA's attention for long rows.
+    Raises: ConfigError when a named kernel cannot run or is wrong on this machine, and when a GPU
+    or TPU would run XLA's attention on long rows.
     """
-    return decide(cfg, chip_here, lambda chip: judge_here(chip, cfg.model.dtype, sizes(cfg)))
+    return decide_kernels(
+        cfg, detect_chip, lambda chip: make_judge(chip, cfg.model.dtype, run_cases(cfg))
+    )
 
 
-def chip_here() -> dict[str, str]:
-    """The device as another process sees it; a CPU where there can be nothing else."""
-    return child.chip() if may_have_a_chip() else {"platform": "cpu"}
+def detect_chip() -> dict[str, str]:
+    """The device that a child process finds; a CPU if JAX can find nothing else."""
+    return child.find_chip() if may_have_accelerator() else {"platform": "cpu"}
 
 
-def decide(
+def decide_kernels(
     cfg: Config, chip_of: Callable[[], dict[str, str]], judge_on: Callable[[dict[str, str]], Judge]
 ) -> Decision:
-    """`kernels_here` of any chip and any judge of kernels."""
+    """`choose_run_kernels` for a given device and judge of kernels."""
     if cfg.model.numerics == "invariant":
-        return _invariant(cfg, chip_of, judge_on)
+        return _decide_invariant(cfg, chip_of, judge_on)
     if cfg.kernels in PLAIN:  # they need no check
-        return Decision(wanted(cfg.kernels), cfg.kernels)
+        return Decision(requested_impls(cfg.kernels), cfg.kernels)
     try:
         chip = chip_of()
     except child.NoChip as error:
         if cfg.kernels != "auto":
-            raise ConfigError(_refused(cfg.kernels, f"it cannot be checked: {error}")) from error
-        return Decision(wanted("auto"), "xla", (f"no kernel is used: {error}",))
+            reason = f"it could not be checked: {error}"
+            raise ConfigError(_refusal_text(cfg.kernels, reason)) from error
+        return Decision(requested_impls("auto"), "xla", (f"no kernel is used: {error}",))
     platform = chip["platform"]
     if platform == "cpu" and cfg.kernels == "auto":
-        return Decision(wanted("auto"), "xla (this is a cpu)")
+        return Decision(requested_impls("auto"), "xla (this is a cpu)")
     try:
-        choices = choose(cfg.kernels, platform, judge_on(chip))
-    except Refused as error:
-        raise ConfigError(_refused(cfg.kernels, str(error))) from error
-    _no_long_xla(cfg, platform, choices["sink_attention"])
+        choices = choose_kernels(cfg.kernels, platform, judge_on(chip))
+    except KernelRefused as error:
+        raise ConfigError(_refusal_text(cfg.kernels, str(error))) from error
+    _refuse_long_xla(cfg, platform, choices["sink_attention"])
     impls: dict[str, Impl] = {operation: choice.impl for operation, choice in choices.items()}
-    return Decision(impls, line(choices), tuple(alerts(choices)))
+    return Decision(impls, format_choices(choices), tuple(format_alerts(choices)))
 
 
-def _invariant(
+def _decide_invariant(
     cfg: Config, chip_of: Callable[[], dict[str, str]], judge_on: Callable[[dict[str, str]], Judge]
 ) -> Decision:
-    """On a CPU XLA's pieces, on a chip its kernels, or not at all: no other is invariant."""
-    off = "or --set model.numerics=fast."
+    """Batch-invariant ops: XLA's on a CPU, the platform's kernels on an accelerator.
+
+    Raises: ConfigError where neither is known to be invariant.
+    """
+    alternative = "or --set model.numerics=fast."
     try:
         chip = chip_of()
     except child.NoChip as error:
         raise ConfigError(
-            f"model.numerics=invariant must know the chip: {error}. Try JAX_PLATFORMS=cpu, {off}"
+            f"model.numerics=invariant must know the device: {error}. "
+            f"Try JAX_PLATFORMS=cpu, {alternative}"
         ) from error
     platform = chip["platform"]
     name = "xla" if platform == "cpu" else f"mosaic_{platform}"
     require(
         cfg.kernels in ("auto", name),
         f"model.numerics=invariant must run in {name} on a {platform}, got kernels={cfg.kernels}. "
-        f"Try --set kernels=auto, {off}",
+        f"Try --set kernels=auto, {alternative}",
     )
     if platform == "cpu":
-        return Decision(wanted("auto"), "xla, invariant tiles")
+        return Decision(requested_impls("auto"), "xla, batch-invariant tiles")
     kind = chip.get("kind", platform)
     require(
         Target(platform, kind).is_hopper or any(x in kind for x in INVARIANT_TPUS),
-        "model.numerics=invariant must run on a CPU, a Hopper GPU, a TPU v5e, v5p or v6e, for "
-        "which it is shown that bits do not depend on shapes; this is a "
-        f"{kind}. Try JAX_PLATFORMS=cpu, {off}",
+        "model.numerics=invariant must run on a CPU, a Hopper GPU, or a TPU v5e, v5p or v6e, where "
+        "results were shown to be independent of the batch; this is a "
+        f"{kind}. Try JAX_PLATFORMS=cpu, {alternative}",
     )
     require(
         not cfg.optim.tokens_per_microbatch,
         "model.numerics=invariant on a chip needs rows of one sequence each, got "
         f"optim.tokens_per_microbatch={cfg.optim.tokens_per_microbatch}: kernels sum keys in "
         "blocks that begin with a row. Try --set optim.tokens_per_microbatch=0 --set "
-        f"optim.microbatches={cfg.rollout.sequences_per_step}, {off}",
+        f"optim.microbatches={cfg.rollout.sequences_per_step}, {alternative}",
     )
     require(
         cfg.mesh.devices == 1,
         f"model.numerics=invariant must run on one GPU or TPU, got a mesh of {cfg.mesh.devices}: "
-        "programs of several were not shown to hold the same loops. Try --set mesh.data=1 --set "
-        f"mesh.fsdp=1, {off}",
+        "programs for several devices were not examined. Try --set mesh.data=1 --set "
+        f"mesh.fsdp=1, {alternative}",
     )
     try:
-        choices = choose(name, platform, judge_on(chip))
-    except Refused as error:
+        choices = choose_kernels(name, platform, judge_on(chip))
+    except KernelRefused as error:
         raise ConfigError(
-            f"model.numerics=invariant needs kernels that are right on this machine: {error}. "
-            f"Try JAX_PLATFORMS=cpu, {off}"
+            f"model.numerics=invariant needs kernels that are correct on this machine: {error}. "
+            f"Try JAX_PLATFORMS=cpu, {alternative}"
         ) from error
     impls: dict[str, Impl] = {operation: choice.impl for operation, choice in choices.items()}
-    return Decision(impls, f"{name}, in tiles of one size whatever the batch")
+    return Decision(impls, f"{name}, batch-invariant tiles")
 
 
-def _refused(name: str, why: str) -> str:
-    return f"kernels={name} must be right on this machine: {why}. Try --set kernels=auto."
+def _refusal_text(name: str, reason: str) -> str:
+    return f"kernels={name} must be correct on this machine: {reason}. Try --set kernels=auto."
 
 
-def _no_long_xla(cfg: Config, platform: str, attention: Choice) -> None:
-    if platform == "cpu" or attention.name not in PLAIN or cfg.context <= LONGEST_XLA:
+def _refuse_long_xla(cfg: Config, platform: str, attention: Choice) -> None:
+    if platform == "cpu" or attention.name not in PLAIN or cfg.context <= MAX_XLA_TOKENS:
         return
-    why = "; ".join(f"{name}: {said(verdict)}" for name, verdict in attention.passed)
+    reasons = [f"{name}: {format_verdict(verdict)}" for name, verdict in attention.rejected]
     raise ConfigError(
-        f"attention over {cfg.context:,} tokens, more than {LONGEST_XLA:,}, must have a kernel on "
-        f"a {platform}: XLA's blocks are shaped for a CPU and many times slower. {why or 'None'}. "
-        "Try --set kernels=xla to take them all the same."
+        f"attention over {cfg.context:,} tokens, more than {MAX_XLA_TOKENS:,}, needs a kernel on a "
+        f"{platform}, because XLA's attention is made for CPUs and many times slower. Kernels: "
+        f"{'; '.join(reasons) or 'none'}. Try --set kernels=xla to use XLA's attention."
     )
 
 
-def line(choices: Mapping[str, Choice]) -> str:
-    """Of each operation what it runs, and why not what comes before it."""
+def format_choices(choices: Mapping[str, Choice]) -> str:
+    """The implementation of each operation, and the reasons against preferred ones."""
     parts = []
     for operation, choice in choices.items():
-        why = "; ".join(f"not {name}: {said(verdict)}" for name, verdict in choice.passed)
-        parts.append((f"{choice.name} ({why})" if why else choice.name, operation))
+        reasons = [f"not {name}: {format_verdict(verdict)}" for name, verdict in choice.rejected]
+        text = f"{choice.name} ({'; '.join(reasons)})" if reasons else choice.name
+        parts.append((text, operation))
     if len({text for text, _ in parts}) == 1:
         return parts[0][0]
     return ", ".join(f"{operation} {text}" for text, operation in parts)
 
 
-def alerts(choices: Mapping[str, Choice]) -> list[str]:
-    """One line for each kernel that is wrong here, or could not be checked."""
+def format_alerts(choices: Mapping[str, Choice]) -> list[str]:
+    """One line for each kernel that is wrong on this machine, or could not be checked."""
     return [
-        f"{operation} runs in {choice.name} and not in {name}: {said(verdict)}. "
-        + _advice(operation, name, verdict)
+        f"{operation} uses {choice.name} instead of {name}: {format_verdict(verdict)}. "
+        + _next_step(operation, name, verdict)
         for operation, choice in choices.items()
-        for name, verdict in choice.passed
+        for name, verdict in choice.rejected
         if verdict.kind != "refuses"
     ]
 
 
-def _advice(operation: str, name: str, verdict: KernelVerdict) -> str:
+def _next_step(operation: str, name: str, verdict: KernelVerdict) -> str:
     if verdict.kind == "unknown":
         return f"Try python -m pallas_kernels.check {operation} --impl {name}."
-    return f"It is checked again after rm {folder()}/{operation}-{name}-*.json."
+    return f"To check it again type rm {verdict_folder()}/{operation}-{name}-*.json."
 
 
-def sizes(cfg: Config) -> dict[str, list[dict[str, Any]]]:
-    """By operation, the fields of cases of the run's own sizes: one microbatch, one decode step,
-    of one device's rows and heads.
+def run_cases(cfg: Config) -> dict[str, list[dict[str, Any]]]:
+    """Fields of cases of the run's sizes by operation: one microbatch or decode step per device.
 
-    Attention has two, of a full and of a sliding layer.
+    Attention has two cases, a full layer and a sliding one.
     """
     m, r, mesh = cfg.model, cfg.rollout, cfg.mesh
     packed = cfg.optim.tokens_per_microbatch // cfg.context
@@ -227,19 +234,23 @@ def sizes(cfg: Config) -> dict[str, list[dict[str, Any]]]:
         slots = min(m.sliding_window, T)
         sliding = full._replace(name="run_window", S=slots, window=m.sliding_window)
         cases["decode_attention"] = [full, sliding]
-    return {operation: [x._asdict() for x in several] for operation, several in cases.items()}
+    return {operation: [x._asdict() for x in group] for operation, group in cases.items()}
 
 
-def planned(cfg: Config) -> str:
-    """For a dry run: what is asked for, without a look at the machine."""
+def describe_kernels(cfg: Config) -> str:
+    """Describe the requested kernels for a dry run, which does not examine the machine."""
     if cfg.model.numerics == "invariant":
-        return "in tiles of one size: mosaic_gpu or mosaic_tpu on their chips, on a CPU xla"
+        return "batch-invariant tiles: mosaic_gpu on GPUs, mosaic_tpu on TPUs, xla on CPUs"
     if cfg.kernels == "auto":
-        return "those that a check on the chip finds right, else xla; on a CPU xla"
+        return "kernels that pass a check on the device, else xla; on a CPU xla"
     if cfg.kernels in PLAIN:
         return cfg.kernels
-    having = [o for o, impls in PLATFORMS.items() if cfg.kernels in impls]
-    where = PLATFORMS[having[0]][cfg.kernels]
-    others = [o for o in PLATFORMS if o not in having]
-    text = f"{cfg.kernels}, on {' or '.join(where)}"
-    return text + (f", for {', '.join(having)}; auto for {', '.join(others)}" if others else "")
+    with_impl = [o for o, impls in PLATFORMS.items() if cfg.kernels in impls]
+    platforms = PLATFORMS[with_impl[0]][cfg.kernels]
+    auto_operations = [o for o in PLATFORMS if o not in with_impl]
+    text = f"{cfg.kernels}, on {' or '.join(platforms)}"
+    return text + (
+        f", for {', '.join(with_impl)}; auto for {', '.join(auto_operations)}"
+        if auto_operations
+        else ""
+    )

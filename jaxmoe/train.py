@@ -36,7 +36,7 @@ from jaxmoe.engines import open_engine
 from jaxmoe.envs.rollouts import collect_rollouts
 from jaxmoe.envs.tasks import Task, answer_tokens, contents, open_task
 from jaxmoe.job import Job
-from jaxmoe.kernels import kernels_here
+from jaxmoe.kernels import choose_run_kernels
 from jaxmoe.losses import overlong_penalty
 from jaxmoe.memory import check_memory
 from jaxmoe.model import make_ops
@@ -103,13 +103,13 @@ def open_job(cfg: Config) -> Iterator[Job]:
     work = Path(cfg.workdir)
     sources = json.dumps(source_digests(cfg), indent=1)
     check_same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
-    kernels = kernels_here(cfg)  # before this process opens the device
+    kernels = choose_run_kernels(cfg)  # before this process opens the device
     ops = make_ops(cfg, kernels.impls)
     check_mesh(cfg, jax.device_count())
     check_memory(cfg, *STAGES)
     mesh = make_mesh(cfg.mesh)
     check_collectives(mesh)
-    kernels.tell()
+    kernels.print_decision()
     if (there := jax.device_count()) > cfg.mesh.devices:
         print(f"devices  1 of {there}; --set mesh.fsdp={there} takes all", flush=True)
     installed(cfg.observe.trackers)

@@ -25,8 +25,8 @@ from jaxmoe.model.config import to_hf
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.vllm_plugin.compat import BACKENDS
 from pallas_kernels.ahead_of_time import CHIPS
-from pallas_kernels.bench.__main__ import arguments
-from pallas_kernels.check.__main__ import arguments as checks
+from pallas_kernels.bench.__main__ import parse_bench_arguments
+from pallas_kernels.check.__main__ import parse_check_arguments as checks
 from tests.pages import DOCS, FOREIGN, PAGES, ROOT, START, named
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -179,7 +179,7 @@ def plans(args: list[str]) -> None:
 
 def benches(args: list[str]) -> None:
     if args and args[0] != "OP":
-        _, read = arguments(args)
+        _, read = parse_bench_arguments(args)
         module, _, name = (read.vs or "").partition(":")
         if name:
             source = (ROOT / f"{module.replace('.', '/')}.py").read_text()

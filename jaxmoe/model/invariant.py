@@ -23,7 +23,7 @@ from jaxmoe.model.layers import head_logits, linear, rms_norm, target_logprobs
 from jaxmoe.model.rope import apply_rope, rope_tables
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.xla_invariant import (
-    combine_rows_invariant,
+    combine_rows_xla_invariant,
     grouped_matmul_xla_invariant,
     grouped_swiglu_xla_invariant,
 )
@@ -40,8 +40,10 @@ def xla_invariant_ops(router: Callable[..., Any]) -> dict[str, Callable[..., Any
         attend=sink_attention_xla_invariant,
         decode=partial(sink_attention_xla_invariant, ring=True),
         router=partial(route_invariant, router),
-        experts=partial(apply_experts, gate_up=grouped_swiglu_xla_invariant, down=grouped_matmul_xla_invariant,
-        combine=combine_rows_invariant),
+        experts=partial(
+            apply_experts, gate_up=grouped_swiglu_xla_invariant,
+            down=grouped_matmul_xla_invariant, combine=combine_rows_invariant,
+        ),
         logits=head_logits_invariant,
         logprobs=partial(target_logprobs, per_token=token_logprobs_xla_invariant),
         sampled_logprobs=sampled_logprobs_invariant,
@@ -138,7 +140,7 @@ def combine_rows_invariant(
     y_SD: Array, inverse: Array, weights_MA: Array, *, size: int = ROWS, min_tiles: int = 1
 ) -> Array:
     """Batch-invariant `combine_rows`."""
-    return combine_rows_invariant(y_SD, inverse, weights_MA, size, min_tiles)
+    return combine_rows_xla_invariant(y_SD, inverse, weights_MA, size, min_tiles)
 
 
 def head_logits_invariant(

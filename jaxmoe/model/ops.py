@@ -39,7 +39,7 @@ from pallas_kernels import (
     sink_attention,
     token_logprobs,
 )
-from pallas_kernels.check.choice import wanted
+from pallas_kernels.check.choice import requested_impls
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.sink_attention.common import CHECKPOINT_NAMES
 
@@ -94,12 +94,12 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
     unchecked.
     """
     ops = replace(
-        with_kernels(plain_ops(), wanted(cfg.kernels) if impls is None else impls),
+        with_kernels(plain_ops(), requested_impls(cfg.kernels) if impls is None else impls),
         router=replay_routing if cfg.rollout.router_replay else route_top_k,
         remat=remat_fn(cfg.optim),
     )
     if cfg.model.numerics == "invariant":
-        ops = invariant_ops(ops, (impls or wanted(cfg.kernels))["sink_attention"])
+        ops = invariant_ops(ops, (impls or requested_impls(cfg.kernels))["sink_attention"])
     if cfg.optim.expert_tokens:
         ops = replace(ops, experts=make_chunked_experts(ops.experts, cfg.optim.expert_tokens))
     return ops

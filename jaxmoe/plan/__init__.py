@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's own step, compiled for a machine that is not here: does it fit, and how fast can it be?
+"""Compile a run's step for another machine: does it fit, and what bounds its speed?
 
 Next: jaxmoe/plan/__main__.py.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m jaxmoe.plan --config FILE --topology v5p:4x4x4`: does the run fit a machine that is
-not here, and what is the least its step takes?
+"""`python -m jaxmoe.plan --config FILE --topology v5p:4x4x4`: does the run fit another machine, and
+what is the lower bound of its step time?
 
-The run's own step, and its engine's prefill and decode, go through the chip's own
-compiler; nothing is executed and no device opened.
+The run's step and its engine's prefill and decode are compiled by the chip's compiler; nothing is
+executed and no device is opened.
 Exit status 0: it fits; 1: it does not; 2: a mistake. Next: jaxmoe/plan/compiled.py.
 """
 
@@ -23,40 +23,41 @@ from jaxmoe.memory import format_bytes, plan_memory
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
-from jaxmoe.plan.compiled import Step, TooLarge, compiled_step, mesh_on
-from jaxmoe.plan.kernels import kernels_on
-from jaxmoe.plan.roofline import bounds, wave_work, work
-from jaxmoe.plan.sampler import Wave, compiled_wave
-from jaxmoe.plan.schedules import left_by_libtpu, scheduled
+from jaxmoe.plan.compiled import CompiledStep, TooLarge, compile_rl_step, mesh_on
+from jaxmoe.plan.kernels import choose_mesh_kernels
+from jaxmoe.plan.roofline import sampling_work, step_bounds, step_work
+from jaxmoe.plan.sampler import CompiledSampler, compile_sampler
+from jaxmoe.plan.schedules import libtpu_dump_folder, time_kernels
 from jaxmoe.rl.from_config import algorithm_from_config
 from pallas_kernels.ahead_of_time import parse_topology
 
 
 def main(argv: Sequence[str] | None = None, schedules: Path | None = None) -> int:
-    """`schedules`: where libtpu leaves what it scheduled, of a process that has not loaded it."""
+    """Run the command; `schedules` is the folder where libtpu, not loaded yet, writes schedules."""
     with ExitStatus() as status:
-        args = options().parse_args(argv)
-        jax.config.update("jax_platforms", "cpu")  # chips that are here are not asked
+        args = make_plan_parser().parse_args(argv)
+        jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are not used
         cfg = config_of(args)
-        chip, devices = machine(args.topology)
-        check(cfg, args.topology, len(devices))
+        chip, devices = find_machine(args.topology)
+        check_plan(cfg, args.topology, len(devices))
         if not args.dry_run:
             typed = shlex.join(sys.argv[1:] if argv is None else argv)
             command = f"python -m jaxmoe.plan {typed}"
-            status.code = plan(cfg, args.topology, chip, devices, command, schedules)
+            status.code = compile_plan(cfg, args.topology, chip, devices, command, schedules)
     return status.code
 
 
-def options() -> argparse.ArgumentParser:
-    """Those of every command, and the machine."""
-    parser = arguments("Compile a run's step for a machine that is not here.")
+def make_plan_parser() -> argparse.ArgumentParser:
+    """The parser with the options of every command and --topology."""
+    parser = arguments("Compile a run's step for another machine.")
+    parser.prog = "python -m jaxmoe.plan"
     parser.add_argument("--topology", required=True, metavar="NAME",
                         help="v5p:4x4x4, or h200:2x8 for 2 hosts of 8")  # fmt: skip
     return parser
 
 
-def machine(name: str) -> tuple[str, list[Any]]:
-    """Chip and devices. Raises ConfigError where no compiler here knows the topology."""
+def find_machine(name: str) -> tuple[str, list[Any]]:
+    """Chip and devices. Raises ConfigError when no installed compiler knows the topology."""
     try:
         return parse_topology(name)
     except ValueError as error:
@@ -68,8 +69,8 @@ def machine(name: str) -> tuple[str, list[Any]]:
         raise ConfigError(str(error)) from error
 
 
-def check(cfg: Config, topology: str, devices: int) -> None:
-    """Raises ConfigError where the run's mesh is not one of this machine."""
+def check_plan(cfg: Config, topology: str, devices: int) -> None:
+    """Raise ConfigError when the run's mesh does not match the machine."""
     axes = [f"--set mesh.{n}=1" for n, size in cfg.mesh.sizes.items() if size > 1 and n != "fsdp"]
     require(
         cfg.mesh.devices == devices,
@@ -80,87 +81,86 @@ def check(cfg: Config, topology: str, devices: int) -> None:
     algorithm_from_config(cfg)
 
 
-def plan(
+def compile_plan(
     cfg: Config, topology: str, chip: str, devices: Sequence[Any], command: str,
     schedules: Path | None = None,
 ) -> int:  # fmt: skip
-    """Compile and tell; 0 where it fits. `command` is what was typed."""
-    mem, there = plan_memory(cfg), CHIPS[chip].memory
+    """Compile and print the report; returns 0 if the run fits. `command` was typed by the user."""
+    mem, capacity = plan_memory(cfg), CHIPS[chip].memory
     axes = " x ".join(f"{n} {size}" for n, size in cfg.mesh.sizes.items() if size > 1)
     try:
         mesh = mesh_on(cfg, devices)
-    except NotImplementedError as error:  # a torus is cut along its sides alone
+    except NotImplementedError as error:  # an axis must be a product of a torus's sides
         raise ConfigError(
             f"each axis of mesh must be a product of sides of {topology}, got {axes}. Try "
             "--set mesh.fsdp=4 --set mesh.expert=4, or others of such sizes."
         ) from error
     gpu = mesh.devices.flat[0].platform != "tpu"
-    kernels = kernels_on(cfg, mesh)
-    say(f"machine      {topology}, {len(devices)} devices ({axes or 'no mesh'})")
-    say(f"kernels      {kernels.line}")
+    kernels = choose_mesh_kernels(cfg, mesh)
+    print_text(f"machine      {topology}, {len(devices)} devices ({axes or 'no mesh'})")
+    print_text(f"kernels      {kernels.line}")
     state = mem.weights + mem.optimizer + mem.reference
-    if (least := report.Fit(state, mem.engine_copy, there)).missing > 0:
-        say(f"not compiled: the state alone takes {format_bytes(state).strip()} of a device, the "
-            f"engine's weights {format_bytes(mem.engine_copy).strip()}, of "
-            f"{format_bytes(there).strip()}\n")  # fmt: skip
-        say(report.verdict(cfg, least, gpu, command))
+    if (state_fit := report.Fit(state, mem.engine_copy, capacity)).missing > 0:
+        print_text(f"not compiled: of {format_bytes(capacity).strip()} on a device the state takes "
+                   f"{format_bytes(state).strip()} and the engine's weights "
+                   f"{format_bytes(mem.engine_copy).strip()}\n")  # fmt: skip
+        print_text(report.format_fit(cfg, state_fit, gpu, command))
         return 1
     r = cfg.rollout
-    say(f"compiling    the step of RL on {r.sequences_per_step} sequences of up to "
-        f"{cfg.context:,} tokens; minutes, as a rule…")  # fmt: skip
-    found = compiled_step(cfg, mesh, kernels.impls)
-    calls = f"; {found.kernels} calls of Pallas kernels" if isinstance(found, Step) else ""
-    say(f"compiled     in {found.seconds:.0f} s, with {host_memory()} of this host{calls}\n")
-    of = report.fit(cfg, found, CHIPS[chip])
-    say("\n".join([*report.memory_lines(cfg, found, of), ""]))
-    off = max(1.0, (of.step + of.beside) / mem.training), 1.0
-    if isinstance(found, TooLarge):
-        say(report.verdict(cfg, of, gpu, command, off))
+    print_text(f"compiling    the RL step on {r.sequences_per_step} sequences of up to "
+               f"{cfg.context:,} tokens; this may take minutes…")  # fmt: skip
+    step = compile_rl_step(cfg, mesh, kernels.impls)
+    calls = f"; {step.kernels} calls of Pallas kernels" if isinstance(step, CompiledStep) else ""
+    print_text(f"compiled     in {step.seconds:.0f} s, {host_memory()} of host memory{calls}\n")
+    fit = report.step_fit(cfg, step, CHIPS[chip])
+    print_text("\n".join([*report.memory_lines(cfg, step, fit), ""]))
+    ratios = max(1.0, (fit.step + fit.outside) / mem.training), 1.0
+    if isinstance(step, TooLarge):
+        print_text(report.format_fit(cfg, fit, gpu, command, ratios))
         return 1
     host_of = [device.process_index for device in mesh.devices.flat]
     a = algorithm_from_config(cfg)
-    done = work(cfg, a)
-    by_schedule = None
-    if schedules and found.tpu_kernels:
-        by_schedule = scheduled(cfg, mesh, found.tpu_kernels, schedules, chip, CHIPS[chip])
-    least = bounds(done, found.collectives, CHIPS[chip], host_of, by_schedule)
-    say("\n".join([*report.traffic_lines(found, host_of, gpu), ""]))
-    scores = report.passes(cfg, a)
-    say("\n".join([*report.bound_lines(done, least, CHIPS[chip], scores, by_schedule), ""]))
-    if of.missing <= 0 and r.engine == "native":
-        say("compiling    the engine's prefill and decode…")
-        wave = compiled_wave(cfg, mesh, kernels.impls)
-        say(f"compiled     in {wave.seconds:.0f} s, with {host_memory()} of this host\n")
-        sampled = report.wave_fit(cfg, wave, CHIPS[chip])
-        if isinstance(wave, Wave):
-            say("\n".join([*report.wave_lines(wave, sampled), ""]))
+    work = step_work(cfg, a)
+    kernel_time = None
+    if schedules and step.tpu_kernels:
+        kernel_time = time_kernels(cfg, mesh, step.tpu_kernels, schedules, chip, CHIPS[chip])
+    bounds = step_bounds(work, step.collectives, CHIPS[chip], host_of, kernel_time)
+    print_text("\n".join([*report.traffic_lines(step, host_of, gpu), ""]))
+    scores = report.describe_scoring(cfg, a)
+    lines = report.bound_lines(work, bounds, CHIPS[chip], scores, kernel_time)
+    print_text("\n".join([*lines, ""]))
+    if fit.missing <= 0 and r.engine == "native":
+        print_text("compiling    the engine's prefill and decode…")
+        sampler = compile_sampler(cfg, mesh, kernels.impls)
+        print_text(f"compiled     in {sampler.seconds:.0f} s, {host_memory()} of host memory\n")
+        sampled = report.sampler_fit(cfg, sampler, CHIPS[chip])
+        if isinstance(sampler, CompiledSampler):
+            print_text("\n".join([*report.sampler_lines(sampler, sampled), ""]))
+            collectives = sampler.prefill_collectives, sampler.token_collectives
             prefill, token = [
-                bounds(one, travels, CHIPS[chip], host_of)
-                for one, travels in zip(
-                    wave_work(cfg, wave.prompts), (wave.before, wave.token), strict=True
-                )
+                step_bounds(part, sent, CHIPS[chip], host_of)
+                for part, sent in zip(sampling_work(cfg, sampler.prompts), collectives, strict=True)
             ]
-            say(
-                "\n".join(
-                    report.sampling_lines(cfg, wave, prefill, token, done, least, CHIPS[chip])
-                )
-                + "\n"
-            )
-        if sampled.missing > of.missing:
-            of, off = sampled, (off[0], max(1.0, (sampled.step + sampled.beside) / mem.sampling))
-    say(report.verdict(cfg, of, gpu, command, off))
-    return 0 if of.missing <= 0 else 1
+            lines = report.sampling_lines(
+                cfg, sampler, prefill, token, work, bounds, CHIPS[chip]
+            )  # fmt: skip
+            print_text("\n".join(lines) + "\n")
+        if sampled.missing > fit.missing:
+            ratios = ratios[0], max(1.0, (sampled.step + sampled.outside) / mem.sampling)
+            fit = sampled
+    print_text(report.format_fit(cfg, fit, gpu, command, ratios))
+    return 0 if fit.missing <= 0 else 1
 
 
 def host_memory() -> str:
-    """The most that this process has held."""
+    """Peak memory of this process."""
     return format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss).strip()
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     print(text, flush=True)
 
 
 if __name__ == "__main__":
-    with left_by_libtpu() as folder:
+    with libtpu_dump_folder() as folder:
         sys.exit(main(schedules=folder))

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device of each chip has and can do, by its vendor. Next: jaxmoe/plan/roofline.py."""
+"""Memory and throughput of each chip by its vendor. Next: jaxmoe/plan/roofline.py."""
 
 from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """Of one device as JAX counts them, which may be half of a chip. Bytes are a second's."""
+    """One device as JAX counts devices, which may be half of a chip. Bandwidths are bytes/s."""
 
     memory: int  # bytes
-    flops: float  # bfloat16, dense, a second
+    flops: float  # dense bfloat16, per second
     memory_bandwidth: float
-    links: float  # what it sends to its neighbours, all links together
-    network: float  # what it sends to another host; 0: its links go there too
+    links: float  # bandwidth to neighbours, the sum of all links
+    network: float  # bandwidth to other hosts; 0: its links connect hosts too
 
 
 GIB = 2**30

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between devices in a compiled program, and which kernels it calls, read from its
-HLO text.
+"""Collectives and kernel calls of a compiled program, read from its HLO text.
 
-A loop's body counts as often as it is known to turn, by the compiler's word or by a constant that
-is all its condition asks for, which counts from 0 in steps of 1 as a scan's does; nested loops
-multiply.
+A loop's body counts once for each iteration. The number of iterations is the compiler's known trip
+count, or a constant that is the only bound in the loop's condition, as for a scan, which counts
+from 0 in steps of 1. Nested loops multiply.
 Next: jaxmoe/plan/schedules.py, jaxmoe/plan/roofline.py.
 """
 
@@ -44,10 +43,10 @@ class Collective:
 
     kind: str
     operand: float  # bytes on one device
-    groups: tuple[tuple[int, ...], ...]  # of devices by their place in the program
+    groups: tuple[tuple[int, ...], ...]  # of devices, by their index in the program
 
     @property
-    def sent(self) -> float:
+    def sent_bytes(self) -> float:
         """Bytes that a device sends, where a group of n passes them around a ring.
 
         gather (n − 1)·x, reduce 2·(n − 1)/n·x, reduce-scatter and all-to-all (n − 1)/n·x, else x
@@ -60,18 +59,18 @@ class Collective:
         return (2 if self.kind == "all-reduce" else 1) * (n - 1) / n * self.operand
 
     def to_other_hosts(self, host_of: Sequence[int]) -> float:
-        """Those of `sent` that each device's share of its host's network takes.
+        """The part of `sent_bytes` that goes to other hosts, per device.
 
-        A ring leaves a host of g members once, and their shares of the network carry it together.
+        A ring leaves a host once, and all members on the host share that traffic.
         """
-        group = max(self.groups, key=lambda one: len({host_of[i] for i in one}), default=())
+        group = max(self.groups, key=lambda members: len({host_of[i] for i in members}), default=())
         hosts, n = len({host_of[i] for i in group}), len(group)
         if hosts < 2:
             return 0.0
         if self.kind in ("collective-permute", "collective-broadcast"):
-            return self.sent
+            return self.sent_bytes
         outside = n - n // hosts if "all-to-all" in self.kind else hosts - 1
-        return self.sent * outside / (n - 1)
+        return self.sent_bytes * outside / (n - 1)
 
 
 @dataclass(frozen=True)
@@ -84,134 +83,149 @@ class TpuKernel:
 
 @dataclass
 class Computation:
-    """Its own collectives and kernels, and what it calls how often; or as a condition says, by its
-    name."""
+    """A computation's collectives and kernels, and its calls with their counts.
 
-    own: list[Collective] = field(default_factory=list)
+    A count is a number, or the name of the condition that bounds it.
+    """
+
+    collectives: list[Collective] = field(default_factory=list)
     kernels: list[TpuKernel] = field(default_factory=list)
     calls: list[tuple[str, int | str]] = field(default_factory=list)
     branches: list[tuple[str, ...]] = field(default_factory=list)
-    below: int | None = None  # of a condition: the constant that a count must be below
-    less: bool = False  # its result is whether one of its arguments is less than another
+    bound: int | None = None  # of a condition: the constant bound of its count
+    is_less: bool = False  # the result is a less-than comparison of two arguments
 
 
-def collectives(text: str, devices: int, unknown: int = 0) -> Counter[Collective]:
-    """Each collective of a compiled program and how often one run of it makes it.
+def count_collectives(text: str, devices: int, unknown: int = 0) -> Counter[Collective]:
+    """Collectives of a compiled program, each with its number of executions in one run.
 
-    `unknown` is how often an outermost loop turns whose count the compiler does not know. One
-    within it does not: those are the rounds of tokens that a first round to the experts left over
-    (jaxmoe/parallel/rounds.py), and balanced routing leaves none. Of a branch's sides the one that
-    sends more counts. A reduce-scatter that the compiler writes as an all-reduce and a slice counts
-    as that all-reduce.
+    `unknown` is the number of iterations of outermost loops whose count the compiler does not know.
+    Such loops inside others count 0: they exchange the tokens that did not fit the experts' first
+    round (jaxmoe/parallel/rounds.py), and balanced routing leaves none. Of a conditional's branches
+    the one that sends more counts. A reduce-scatter that the compiler writes as an all-reduce and a
+    slice counts as that all-reduce.
     """
-    return _counted(text, devices, unknown, lambda here: here.own, sent)
+    return _count_calls(
+        text, devices, unknown, lambda computation: computation.collectives, sent_bytes
+    )
 
 
-def tpu_kernels(text: str, devices: int, unknown: int = 0) -> Counter[TpuKernel]:
-    """Each call of a Pallas kernel for TPUs and how often one run of the program makes it, counted
-    as `collectives` are."""
-    return _counted(text, devices, unknown, lambda here: here.kernels, lambda x: x.total())
+def count_tpu_kernels(text: str, devices: int, unknown: int = 0) -> Counter[TpuKernel]:
+    """Calls of Pallas TPU kernels, each with its number of executions, as `count_collectives`."""
+    return _count_calls(
+        text, devices, unknown, lambda computation: computation.kernels, lambda x: x.total()
+    )
 
 
-def _counted(
-    text: str, devices: int, unknown: int, own: Callable[[Computation], list[T]],
+def _count_calls(
+    text: str, devices: int, unknown: int, items_of: Callable[[Computation], list[T]],
     weight: Callable[[Counter[T]], float],
 ) -> Counter[T]:  # fmt: skip
-    found, entry = _computations(text, devices)
-    known: dict[tuple[str, int], Counter[T]] = {}
+    computations, entry = _computations(text, devices)
+    cache: dict[tuple[str, int], Counter[T]] = {}
 
-    def of(name: str, turns: int) -> Counter[T]:
-        if (name, turns) not in known:
-            here = found.get(name, Computation())
-            total = Counter(own(here))
-            for called, count in here.calls:
-                times = found[count].below if isinstance(count, str) else count
-                inner = of(called, 0) if times is None else of(called, turns)
-                _add(total, inner, turns if times is None else times)
-            for sides in here.branches:
-                _add(total, max((of(side, turns) for side in sides), key=weight), 1)
-            known[name, turns] = total
-        return known[name, turns]
+    def count_computation(name: str, unknown_trips: int) -> Counter[T]:
+        if (name, unknown_trips) not in cache:
+            computation = computations.get(name, Computation())
+            total = Counter(items_of(computation))
+            for called, count in computation.calls:
+                times = computations[count].bound if isinstance(count, str) else count
+                inner = (
+                    count_computation(called, 0)
+                    if times is None
+                    else count_computation(called, unknown_trips)
+                )
+                _add_scaled(total, inner, unknown_trips if times is None else times)
+            for sides in computation.branches:
+                _add_scaled(
+                    total,
+                    max((count_computation(side, unknown_trips) for side in sides), key=weight),
+                    1,
+                )
+            cache[name, unknown_trips] = total
+        return cache[name, unknown_trips]
 
-    return of(entry, unknown)
+    return count_computation(entry, unknown)
 
 
-def sent(counted: Mapping[Collective, int]) -> float:
+def sent_bytes(counted: Mapping[Collective, int]) -> float:
     """Bytes that one device sends."""
-    return float(sum(one.sent * times for one, times in counted.items()))
+    return float(sum(collective.sent_bytes * times for collective, times in counted.items()))
 
 
-def _add(total: Counter[T], more: Counter[T], times: int) -> None:
-    for one, count in more.items():
-        total[one] += count * times
+def _add_scaled(total: Counter[T], counts: Counter[T], times: int) -> None:
+    for item, count in counts.items():
+        total[item] += count * times
 
 
 def _computations(text: str, devices: int) -> tuple[dict[str, Computation], str]:
-    found: dict[str, Computation] = {}
-    entry, here, sizes, constants = "", Computation(), dict[str, float](), dict[str, int]()
+    computations: dict[str, Computation] = {}
+    entry, current, sizes, constants = "", Computation(), dict[str, float](), dict[str, int]()
     for line in text.splitlines():
         if head := _HEAD.match(line):
-            here, sizes, constants = Computation(), {}, {}
-            found[head[2]] = here
+            current, sizes, constants = Computation(), {}, {}
+            computations[head[2]] = current
             entry = head[2] if head[1] else entry
-        elif made := _LINE.match(line):
-            shape, rest = _shape(made[3])
-            sizes[made[2]] = _size(shape)
-            opcode, _, after = rest.partition("(")
-            if shape.startswith("s32[]") and (value := re.match(r"constant\((\d+)\)", rest)):
-                constants[made[2]] = int(value[1])
-            _read(here, opcode.strip(), after, sizes, devices)
+        elif instruction := _LINE.match(line):
+            shape, suffix = _split_shape(instruction[3])
+            sizes[instruction[2]] = _shape_bytes(shape)
+            opcode, _, after = suffix.partition("(")
+            if shape.startswith("s32[]") and (value := re.match(r"constant\((\d+)\)", suffix)):
+                constants[instruction[2]] = int(value[1])
+            _read_instruction(current, opcode.strip(), after, sizes, devices)
             if 'custom_call_target="tpu_custom_call"' in after:
-                here.kernels.append(TpuKernel(made[2], _operands(after)))
-            if made[1]:
-                inner = _inner(opcode.strip(), after, found)
+                current.kernels.append(TpuKernel(instruction[2], _operands(after)))
+            if instruction[1]:
+                inner = _root_computation(opcode.strip(), after, computations)
                 bound = (constants[x] for x in _NAMES.findall(after) if x in constants)
-                here.below = next(bound, inner.below) if inner.less else inner.below
-                here.less = inner.less and here.below is None
-    return found, entry
+                current.bound = next(bound, inner.bound) if inner.is_less else inner.bound
+                current.is_less = inner.is_less and current.bound is None
+    return computations, entry
 
 
-def _inner(opcode: str, after: str, found: Mapping[str, Computation]) -> Computation:
-    """What a computation's result is made by: as it stands here, or in a fusion."""
+def _root_computation(opcode: str, after: str, match: Mapping[str, Computation]) -> Computation:
+    """The computation that makes a result: the fused one of a fusion, else this instruction."""
     if opcode == "fusion":
-        return found.get(_CALLED.findall(after)[0], Computation())
-    return Computation(less=opcode == "compare" and "direction=LT" in after)
+        return match.get(_CALLED.findall(after)[0], Computation())
+    return Computation(is_less=opcode == "compare" and "direction=LT" in after)
 
 
-def _read(
-    here: Computation, opcode: str, after: str, sizes: Mapping[str, float], devices: int
+def _read_instruction(
+    computation: Computation, opcode: str, after: str, sizes: Mapping[str, float], devices: int
 ) -> None:  # fmt: skip
-    """One instruction."""
-    if opcode.endswith(("-done", "-update")):  # told of the -start
+    """Add one instruction to the computation."""
+    if opcode.endswith(("-done", "-update")):  # counted at its -start
         return
     kind = opcode.removesuffix("-start")
     if kind in KINDS:
-        operands, _, rest = after.partition(")")
+        operands, _, suffix = after.partition(")")
         size = sum(sizes.get(name, 0) for name in _NAMES.findall(operands))
-        here.own.append(Collective(kind, size, _groups(rest, devices)))
+        computation.collectives.append(Collective(kind, size, _parse_groups(suffix, devices)))
         return
     times: int | str = 1
     if opcode == "while":
         trips = _TRIPS.search(after)
         times = int(trips[1]) if trips else _CONDITION.findall(after)[0]
-    here.calls += [(name, times) for name in _CALLED.findall(after)]
+    computation.calls += [(name, times) for name in _CALLED.findall(after)]
     if sides := _BRANCHES.findall(after):
-        names = [x.strip().lstrip("%") for many, one in sides for x in (many or one).split(",")]
-        here.branches.append(tuple(names))
+        names = [
+            x.strip().lstrip("%") for listed, single in sides for x in (listed or single).split(",")
+        ]
+        computation.branches.append(tuple(names))
 
 
 def _operands(after: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Of a custom call."""
-    found = _OPERANDS.search(after)
-    shapes = re.findall(r"([a-z]\w*)\[([\d,]*)\]", found[1] if found else "")
+    """Dtypes and sizes of a custom call's operands."""
+    constraints = _OPERANDS.search(after)
+    shapes = re.findall(r"([a-z]\w*)\[([\d,]*)\]", constraints[1] if constraints else "")
     return tuple((dtype, tuple(int(x) for x in dims.split(",") if x)) for dtype, dims in shapes)
 
 
-def _shape(text: str) -> tuple[str, str]:
-    """A result's shape, which may be a tuple, and what follows."""
+def _split_shape(text: str) -> tuple[str, str]:
+    """Split a line into the result's shape, which may be a tuple, and the remaining text."""
     if not text.startswith("("):
-        shape, _, rest = text.partition(" ")
-        return shape, rest
+        shape, _, suffix = text.partition(" ")
+        return shape, suffix
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -220,7 +234,7 @@ def _shape(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def _size(shape: str) -> float:
+def _shape_bytes(shape: str) -> float:
     """Bytes of an array or of all arrays of a tuple."""
     total = 0.0
     for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
@@ -230,66 +244,70 @@ def _size(shape: str) -> float:
     return total
 
 
-def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Who exchanges with whom: pairs, axes of a mesh (whose devices may come in another order),
-    [groups,size]<=[dims]T(order), or lists; nothing stands for everybody.
+def _parse_groups(suffix: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Parse the groups of devices of a collective; no groups means all devices.
 
-    Raises ValueError for another form.
+    The forms are pairs, axes of a mesh (whose devices may be permuted),
+    [groups,size]<=[dims]T(order), and lists. Raises ValueError for another form.
     """
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
-        return tuple(_numbers(pairs[1]))
-    if mesh := _MESH.search(rest):
-        groups = _along(mesh[1], mesh[4])
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", suffix):
+        return tuple(_parse_braces(pairs[1]))
+    if mesh := _MESH.search(suffix):
+        groups = _mesh_groups(mesh[1], mesh[4])
         if mesh[2] is None:
             return groups
-        devices_of = _order(mesh[2], mesh[3])  # by the place in the mesh
+        devices_of = _device_order(mesh[2], mesh[3])  # by the place in the mesh
         return tuple(tuple(devices_of[place] for place in group) for group in groups)
-    if short := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        return _rows(np.array(_order(short[2], short[3])).reshape(_ints(short[1])))
-    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
-        return tuple(_numbers(listed[1]))
-    if "replica_groups={}" not in rest and "replica_groups=" in rest:
-        form = rest[rest.index("replica_groups=") :][:80]
+    if short := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", suffix):
+        return _group_rows(
+            np.array(_device_order(short[2], short[3])).reshape(_parse_ints(short[1]))
+        )
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", suffix):
+        return tuple(_parse_braces(listed[1]))
+    if "replica_groups={}" not in suffix and "replica_groups=" in suffix:
+        form = suffix[suffix.index("replica_groups=") :][:80]
         raise ValueError(f"the devices of a collective must be in a known form; got {form}")
     return (tuple(range(devices)),)
 
 
 @cache
-def _along(mesh: str, over: str) -> tuple[tuple[int, ...], ...]:
-    """Groups along axes of a mesh, `'a'=2,'b'=8` and `'a','b':(2)4`: of b those parts of size 4
-    that 2 others are major to."""
+def _mesh_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a mesh, `'a'=2,'b'=8` and `'a','b':(2)4`.
+
+    `'b':(2)4` is the part of size 4 of b's coordinate that follows a major part of size 2.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
     parts = [
         (name, int(major or 1), int(size or sizes[name]))
-        for name, major, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", over)
+        for name, major, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
     ]
     groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
-    for device, at in enumerate(np.ndindex(*sizes.values())):
-        left, mine = dict(zip(sizes, at, strict=True)), []
+    for device, position in enumerate(np.ndindex(*sizes.values())):
+        key, order = dict(zip(sizes, position, strict=True)), []
         for name, major, size in parts:
             minor = sizes[name] // (major * size)
-            place = at[list(sizes).index(name)] // minor % size
-            left[name] -= place * minor
-            mine.append(place)
-        groups[tuple(left.values())].append((tuple(mine), device))
+            coordinate = position[list(sizes).index(name)] // minor % size
+            key[name] -= coordinate * minor
+            order.append(coordinate)
+        groups[tuple(key.values())].append((tuple(order), device))
     return tuple(tuple(device for _, device in sorted(group)) for group in groups.values())
 
 
-def _order(dims: str, transposed: str | None) -> list[int]:
+def _device_order(dims: str, transposed: str | None) -> list[int]:
     """Devices in the order that `[dims]T(transposed)` stands for."""
-    shape = _ints(dims)
+    shape = _parse_ints(dims)
     ids = np.arange(math.prod(shape)).reshape(shape)
-    return (ids.transpose(_ints(transposed)) if transposed else ids).reshape(-1).tolist()
+    return (ids.transpose(_parse_ints(transposed)) if transposed else ids).reshape(-1).tolist()
 
 
-def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+def _group_rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, row)) for row in ids)
 
 
-def _numbers(text: str) -> Iterator[tuple[int, ...]]:
+def _parse_braces(text: str) -> Iterator[tuple[int, ...]]:
     for group in re.findall(r"\{([\d,]+)", text):
-        yield tuple(_ints(group))
+        yield tuple(_parse_ints(group))
 
 
-def _ints(text: str) -> list[int]:
+def _parse_ints(text: str) -> list[int]:
     return [int(x) for x in text.split(",")]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nearest setting that fits, by the dry run's arithmetic: nothing is compiled to find it.
+"""Find the nearest setting that fits, by the dry run's arithmetic, without compiling.
 
-Next: jaxmoe/plan/report.py says it.
+Next: jaxmoe/plan/report.py, which prints it.
 """
 
 import math
@@ -12,49 +12,53 @@ from jaxmoe.config_file import override
 from jaxmoe.memory import plan_memory
 from jaxmoe.parallel.limits import check_mesh
 
-SMALLEST = "the smallest microbatches"  # `suited` writes what that is on a mesh
-MOST = 1024  # devices that are tried
-CUTS = ("fsdp", "expert", "tensor", "sequence")  # what takes less of a device
+SMALLEST = "the smallest microbatches"  # `apply_changes` replaces it by a mesh's smallest
+MAX_DEVICES = 1024
+SHARD_AXES = ("fsdp", "expert", "tensor", "sequence")  # axes that reduce a device's memory
 
 
-def nearest(
-    cfg: Config, there: int, off: tuple[float, float] = (1.0, 1.0)
+def find_nearest_fit(
+    cfg: Config, capacity: int, ratios: tuple[float, float] = (1.0, 1.0)
 ) -> tuple[int, list[str], int]:
-    """Devices, changes and bytes of the first config that needs at most `there` on each of them.
+    """Devices, changes and bytes of the first config that needs at most `capacity` on each device.
 
-    As many devices as the run has are tried first, then twice as many and so on; of the settings
-    those that cost little time first; the run's own mesh before others. Weights and moments in
-    bfloat16, which is another run, are tried on as many devices alone. `off`: the compiler's bytes
-    over the arithmetic's, of training and of sampling. No changes where MOST devices are too few.
+    The run's number of devices is tried first, then its doubles; settings that cost little time
+    before others; the run's mesh before others. Weights and moments in bfloat16 change the run, so
+    they are tried only on the run's number of devices. `ratios` are the compiler's bytes over the
+    arithmetic's, of training and of sampling. Returns no changes if MAX_DEVICES are too few.
     """
     n = cfg.mesh.devices
-    while n <= MOST:
-        for settings in ladder(cfg, half=n == cfg.mesh.devices):
-            for mesh in meshes(cfg, n):
-                if needs(cfg, [*mesh, *settings], off) > there:
+    while n <= MAX_DEVICES:
+        for settings in memory_settings(cfg, half=n == cfg.mesh.devices):
+            for mesh in mesh_settings(cfg, n):
+                if needed_bytes(cfg, [*mesh, *settings], ratios) > capacity:
                     continue
-                for one in settings:  # what was taken before something larger was
-                    fewer = [x for x in settings if x != one]
-                    settings = fewer if needs(cfg, [*mesh, *fewer], off) <= there else settings
+                for setting in settings:  # drop settings that became unnecessary
+                    fewer = [x for x in settings if x != setting]
+                    settings = (
+                        fewer
+                        if needed_bytes(cfg, [*mesh, *fewer], ratios) <= capacity
+                        else settings
+                    )
                 changes = [*mesh, *settings]
-                tried = suited(cfg, changes)
-                return n, tried[1] if tried else [], round(needs(cfg, changes, off))
+                applied = apply_changes(cfg, changes)
+                return n, applied[1] if applied else [], round(needed_bytes(cfg, changes, ratios))
         n *= 2
     return n, [], 0
 
 
-def needs(cfg: Config, changes: Sequence[str], off: tuple[float, float]) -> float:
-    """Bytes at the worst time of a step with these changes; no number is above what is refused."""
-    if (tried := suited(cfg, changes)) is None:
+def needed_bytes(cfg: Config, changes: Sequence[str], ratios: tuple[float, float]) -> float:
+    """Peak bytes of a step with these changes; infinite for a config that is refused."""
+    if (applied := apply_changes(cfg, changes)) is None:
         return math.inf
-    mem = plan_memory(tried[0])
-    return max(mem.training * off[0], mem.sampling * off[1])
+    mem = plan_memory(applied[0])
+    return max(mem.training * ratios[0], mem.sampling * ratios[1])
 
 
-def ladder(cfg: Config, half: bool) -> Iterator[list[str]]:
-    """Settings that need less and less; with `half` weights of half the bytes at last."""
-    taken: list[str] = []
-    yield taken
+def memory_settings(cfg: Config, half: bool) -> Iterator[list[str]]:
+    """Settings that need less and less memory; with `half` the last has bfloat16 weights."""
+    settings: list[str] = []
+    yield settings
     few = max(8, cfg.rollout.samples_per_prompt)
     for change in [
         [] if cfg.optim.remat else ["optim.remat=True"],
@@ -67,49 +71,58 @@ def ladder(cfg: Config, half: bool) -> Iterator[list[str]]:
         ["optim.param_dtype=bfloat16"] if half and cfg.optim.param_dtype == "float32" else [],
     ]:  # fmt: skip
         if change:
-            taken = [*taken, *change]
-            yield taken
+            settings = [*settings, *change]
+            yield settings
 
 
-def meshes(cfg: Config, devices: int) -> Iterator[list[str]]:
-    """Those of so many devices, the run's own or the one with more of fsdp first."""
+def mesh_settings(cfg: Config, devices: int) -> Iterator[list[str]]:
+    """Changes to every mesh of `devices` devices, the run's mesh with more fsdp first."""
     sizes = cfg.mesh.sizes
-    own = {**sizes, "fsdp": sizes["fsdp"] * devices // cfg.mesh.devices}
-    found = [
-        {"data": 1, **dict(zip(CUTS, cut, strict=True))} for cut in products(devices, len(CUTS))
+    run_mesh = {**sizes, "fsdp": sizes["fsdp"] * devices // cfg.mesh.devices}
+    candidates = [
+        {"data": 1, **dict(zip(SHARD_AXES, cut, strict=True))}
+        for cut in factorizations(devices, len(SHARD_AXES))
     ]
-    found.sort(key=lambda one: (sum(one[n] != own[n] for n in own), one["sequence"], one["tensor"]))
-    for one in [own, *found]:
-        yield [f"mesh.{name}={size}" for name, size in one.items() if size != sizes[name]]
+    candidates.sort(
+        key=lambda candidate: (
+            sum(candidate[n] != run_mesh[n] for n in run_mesh),
+            candidate["sequence"],
+            candidate["tensor"],
+        )
+    )
+    for candidate in [run_mesh, *candidates]:
+        yield [f"mesh.{name}={size}" for name, size in candidate.items() if size != sizes[name]]
 
 
-def products(n: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write n as so many factors."""
+def factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """All factorizations of n into `factors` factors."""
     if factors == 1:
         yield (n,)
         return
     for first in range(1, n + 1):
         if n % first == 0:
-            yield from ((first, *rest) for rest in products(n // first, factors - 1))
+            yield from (
+                (first, *factors_left) for factors_left in factorizations(n // first, factors - 1)
+            )
 
 
-def suited(cfg: Config, changes: Sequence[str]) -> tuple[Config, list[str]] | None:
-    """The config with these changes, its microbatches as its mesh needs them; None: refused."""
+def apply_changes(cfg: Config, changes: Sequence[str]) -> tuple[Config, list[str]] | None:
+    """The config with these changes and microbatches that its mesh needs; None if refused."""
     smallest = SMALLEST in changes
-    changes = [one for one in changes if one != SMALLEST]
+    changes = [change for change in changes if change != SMALLEST]
     try:
-        other = override(cfg, *changes)
-        rows, shards = cfg.optim.tokens_per_microbatch // cfg.context, other.mesh.row_shards
+        changed = override(cfg, *changes)
+        rows, shards = cfg.optim.tokens_per_microbatch // cfg.context, changed.mesh.row_shards
         if cfg.optim.tokens_per_microbatch:
             rows = shards if smallest else math.ceil(rows / shards) * shards
-            more = f"optim.tokens_per_microbatch={rows * cfg.context}"
-            same = rows * cfg.context == cfg.optim.tokens_per_microbatch
+            microbatching = f"optim.tokens_per_microbatch={rows * cfg.context}"
+            unchanged = rows * cfg.context == cfg.optim.tokens_per_microbatch
         else:
             pieces = cfg.rollout.sequences_per_step // shards
-            more, same = f"optim.microbatches={pieces}", not smallest
-        if not same:
-            changes, other = [*changes, more], override(other, more)
-        check_mesh(other)
+            microbatching, unchanged = f"optim.microbatches={pieces}", not smallest
+        if not unchanged:
+            changes, changed = [*changes, microbatching], override(changed, microbatching)
+        check_mesh(changed)
     except ConfigError:
         return None
-    return other, changes
+    return changed, changes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person reads of a compiled step. Next: jaxmoe/plan/__main__.py prints it."""
+"""The report of a compiled step. Next: jaxmoe/plan/__main__.py prints it."""
 
 import shlex
 from collections import defaultdict
@@ -9,189 +9,198 @@ from dataclasses import dataclass
 from jaxmoe.config import Config
 from jaxmoe.memory import Memory, format_bytes, plan_memory
 from jaxmoe.plan.chips import Chip
-from jaxmoe.plan.collectives import sent
-from jaxmoe.plan.compiled import Step, TooLarge
-from jaxmoe.plan.nearest import nearest
-from jaxmoe.plan.roofline import Bounds, StepWork, scores_policy, wave_work
-from jaxmoe.plan.sampler import Wave, waves
-from jaxmoe.plan.schedules import Kernels
+from jaxmoe.plan.collectives import sent_bytes
+from jaxmoe.plan.compiled import CompiledStep, TooLarge
+from jaxmoe.plan.nearest import find_nearest_fit
+from jaxmoe.plan.roofline import Bounds, StepWork, sampling_work, scores_policy
+from jaxmoe.plan.sampler import CompiledSampler, count_prompt_batches
+from jaxmoe.plan.schedules import KernelTime
 from jaxmoe.rl.algorithm import Algorithm
 
-PREALLOCATED = 0.75  # of a GPU's memory, that JAX takes unless XLA_CLIENT_MEM_FRACTION says
+PREALLOCATED = 0.75  # fraction of a GPU's memory that JAX takes without XLA_CLIENT_MEM_FRACTION
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes on one device while it trains, or samples."""
+    """Bytes on one device while it trains or samples."""
 
-    step: int  # what the compiled program holds
-    beside: int  # the native engine's copy of the weights, and what it samples ahead; or the state
-    there: int
+    step: int  # of the compiled program
+    outside: int  # the native engine's copy of the weights and rollouts; or the trainer's state
+    capacity: int
 
     @property
     def missing(self) -> int:
-        return self.step + self.beside - self.there
+        return self.step + self.outside - self.capacity
 
 
-def fit(cfg: Config, found: Step | TooLarge, chip: Chip) -> Fit:
-    """Of the compiler's bytes, beside what the run holds outside the step."""
+def step_fit(cfg: Config, compiled: CompiledStep | TooLarge, chip: Chip) -> Fit:
+    """Memory while training: the compiler's bytes, and the run's memory outside the step."""
     mem = plan_memory(cfg)
-    beside = mem.engine_copy + mem.ahead
-    if isinstance(found, TooLarge):
-        return Fit(found.needs, beside, found.there)
-    return Fit(found.live, beside, chip.memory)
+    outside = mem.engine_copy + mem.ahead
+    if isinstance(compiled, TooLarge):
+        return Fit(compiled.needs, outside, compiled.capacity)
+    return Fit(compiled.live, outside, chip.memory)
 
 
-def arithmetic(mem: Memory) -> dict[str, int]:
-    """The dry run's bytes, as the compiler divides them."""
-    held = mem.weights + mem.optimizer + mem.reference
-    made = mem.gathered + mem.gradients + mem.update + mem.activations
-    return {"arguments": held, "temporaries": made, "step": held + made}
+def dry_run_bytes(mem: Memory) -> dict[str, int]:
+    """The dry run's bytes in the compiler's categories."""
+    stored = mem.weights + mem.optimizer + mem.reference
+    temporaries = mem.gathered + mem.gradients + mem.update + mem.activations
+    return {"arguments": stored, "temporaries": temporaries, "step": stored + temporaries}
 
 
-def memory_lines(cfg: Config, found: Step | TooLarge, of: Fit) -> Iterator[str]:
-    """The compiler's bytes beside the dry run's."""
+def memory_lines(cfg: Config, program: CompiledStep | TooLarge, fit: Fit) -> Iterator[str]:
+    """Lines comparing the compiler's bytes with the dry run's."""
     mem = plan_memory(cfg)
-    computed = arithmetic(mem)
-    told = {"step": of.step}
-    if isinstance(found, Step):
-        told |= {"arguments": found.arguments, "temporaries": found.temporaries}
+    computed = dry_run_bytes(mem)
+    compiled = {"step": fit.step}
+    if isinstance(program, CompiledStep):
+        compiled |= {"arguments": program.arguments, "temporaries": program.temporaries}
     yield f"{'bytes on a device':<22}{'compiler':>12}{'arithmetic':>14}{'ratio':>8}"
     for name, value in computed.items():
-        if name in told:
-            ratio = f"{told[name] / value:8.2f}"
-            yield f"  {name:<17}{format_bytes(told[name])}  {format_bytes(value)}{ratio}"
+        if name in compiled:
+            ratio = f"{compiled[name] / value:8.2f}"
+            yield f"  {name:<17}{format_bytes(compiled[name])}  {format_bytes(value)}{ratio}"
         else:
             yield f"  {name:<17}{'':>12}  {format_bytes(value)}"
-    if of.beside:
-        yield f"  {'the engine':<17}{'':>12}  {format_bytes(of.beside)}"
-    yield f"  {'of':<17}{format_bytes(of.there)}"
-    if mem.host and isinstance(found, Step):
-        yield f"on its host        {format_bytes(found.host)}  {format_bytes(mem.host)}"
+    if fit.outside:
+        yield f"  {'the engine':<17}{'':>12}  {format_bytes(fit.outside)}"
+    yield f"  {'capacity':<17}{format_bytes(fit.capacity)}"
+    if mem.host and isinstance(program, CompiledStep):
+        yield f"on its host        {format_bytes(program.host)}  {format_bytes(mem.host)}"
 
 
-def wave_fit(cfg: Config, found: Wave | TooLarge, chip: Chip) -> Fit:
-    """While the engine samples; the trainer's state lies beside."""
+def sampler_fit(cfg: Config, compiled: CompiledSampler | TooLarge, chip: Chip) -> Fit:
+    """Memory while the engine samples, and the trainer's state."""
     mem = plan_memory(cfg)
     state = mem.weights + mem.optimizer + mem.reference
-    if isinstance(found, TooLarge):
-        return Fit(found.needs, state, found.there)
-    return Fit(found.live, state, chip.memory)
+    if isinstance(compiled, TooLarge):
+        return Fit(compiled.needs, state, compiled.capacity)
+    return Fit(compiled.live, state, chip.memory)
 
 
-def verdict(
-    cfg: Config, of: Fit, gpu: bool, command: str, off: tuple[float, float] = (1.0, 1.0)
+def format_fit(
+    cfg: Config, fit: Fit, gpu: bool, command: str, ratios: tuple[float, float] = (1.0, 1.0)
 ) -> str:
-    """Whether it fits; where it does not, the nearest setting that does, as a command.
+    """State if the run fits; if not, the nearest setting that does, as a command.
 
-    `off`: the compiler's bytes over the arithmetic's, of training and of sampling.
+    `ratios`: the compiler's bytes over the arithmetic's, of training and of sampling.
     """
-    total = of.step + of.beside
-    if of.missing <= 0:
-        text = f"fits         {_short(-of.missing)} are left"
-        if gpu and total > PREALLOCATED * of.there:
-            share = min(0.99, total / of.there + 0.02)
+    total = fit.step + fit.outside
+    if fit.missing <= 0:
+        text = f"fits         {_format_size(-fit.missing)} left"
+        if gpu and total > PREALLOCATED * fit.capacity:
+            share = min(0.99, total / fit.capacity + 0.02)
             text += f", with XLA_CLIENT_MEM_FRACTION={share:.2f}"
         return text
-    lacks = f"does not fit: {_short(of.missing)} are missing"
-    n, changes, needs = nearest(cfg, of.there, off)
+    problem = f"does not fit: {_format_size(fit.missing)} too much"
+    n, changes, needed = find_nearest_fit(cfg, fit.capacity, ratios)
     if not changes:
-        return f"{lacks}. Try a smaller model: {n // 2:,} devices are too few."
-    typed = " ".join(f"--set {shlex.quote(one)}" for one in changes)
+        return f"{problem}. Try a smaller model: {n // 2:,} devices are too few."
+    typed = " ".join(f"--set {shlex.quote(change)}" for change in changes)
     if n == cfg.mesh.devices:
-        return f"{lacks}. Try {command} {typed}, which needs about {_short(needs)}."
-    return f"{lacks}. Try {n} devices, from which it fits: {typed} needs about {_short(needs)}."
+        return f"{problem}. Try {command} {typed}, which needs about {_format_size(needed)}."
+    return f"{problem}. Try {n} devices: {typed} needs about {_format_size(needed)}."
 
 
-def traffic_lines(found: Step, host_of: Sequence[int], gpu: bool) -> Iterator[str]:
-    """By kind what a device sends in a step."""
-    if not found.collectives:
+def traffic_lines(compiled: CompiledStep, host_of: Sequence[int], gpu: bool) -> Iterator[str]:
+    """Bytes that a device sends in a step, by kind of collective."""
+    if not compiled.collectives:
         return
-    sends, outside, times = (defaultdict(float) for _ in range(3))
-    for one, count in found.collectives.items():
-        sends[one.kind] += one.sent * count
-        outside[one.kind] += one.to_other_hosts(host_of) * count
-        times[one.kind] += count
+    sends, to_hosts, times = (defaultdict(float) for _ in range(3))
+    for collective, count in compiled.collectives.items():
+        sends[collective.kind] += collective.sent_bytes * count
+        to_hosts[collective.kind] += collective.to_other_hosts(host_of) * count
+        times[collective.kind] += count
     yield f"{'a device sends':<22}{'a step':>12}{'times':>14}" + (
         "   to other hosts" if gpu else ""
     )
     for kind, value in sorted(sends.items(), key=lambda item: -item[1]):
-        more = f"     {format_bytes(round(outside[kind]))}" if gpu else ""
-        yield f"  {kind:<18}{format_bytes(round(value))}{times[kind]:13,.0f} {more}"
+        host_text = f"     {format_bytes(round(to_hosts[kind]))}" if gpu else ""
+        yield f"  {kind:<18}{format_bytes(round(value))}{times[kind]:13,.0f} {host_text}"
 
 
 def bound_lines(
-    done: StepWork, least: Bounds, chip: Chip, scores: str, kernels: Kernels | None = None
+    work: StepWork, bounds: Bounds, chip: Chip, scores: str, kernels: KernelTime | None = None
 ) -> Iterator[str]:
-    """The roofline of the step; `scores` says which passes it makes before the first gradient."""
-    again = 1 - done.useful / done.flops
+    """The roofline of the step; `scores` is `describe_scoring`'s text."""
+    recomputed = 1 - work.useful / work.flops
     yield f"{'the step takes at least':<23}{'seconds':>11}"
-    told = {
-        "arithmetic": f"{done.flops * 1e-12:,.0f} TFLOP, {again:.0%} of them made again or scores",
-        "memory": f"{_short(round(done.traffic))} read and written",
+    compiled = {
+        "arithmetic": f"{work.flops * 1e-12:,.0f} TFLOP, {recomputed:.0%} recomputed or scoring",
+        "memory": f"{_format_size(round(work.traffic))} read and written",
         "links": "", "network": "",
     }  # fmt: skip
-    for name, seconds in vars(least).items():
+    for name, seconds in vars(bounds).items():
         if seconds:
-            yield f"  {name:<20}{seconds:12.3g}   {told[name]}".rstrip()
+            yield f"  {name:<20}{seconds:12.3g}   {compiled[name]}".rstrip()
         if name == "arithmetic" and kernels and kernels.calls:
             yield kernel_line(kernels, chip)
-    share = done.useful / (least.step * chip.flops)
+    share = work.useful / (bounds.step * chip.flops)
     yield (
-        f"  so {least.step:.3g} s by {least.limit}: at most {share:.0%} of the bfloat16 peak, what "
-        f"is made again not counted; {scores}"
+        f"  so {bounds.step:.3g} s by {bounds.limit}: at most {share:.0%} of the bfloat16 "
+        f"peak, recomputation not counted; {scores}"
     )
 
 
-def kernel_line(kernels: Kernels, chip: Chip) -> str:
-    """Of the arithmetic, what the schedules of kernels say."""
+def kernel_line(kernels: KernelTime, chip: Chip) -> str:
+    """The part of the arithmetic whose time comes from the kernels' schedules."""
     share = kernels.flops / (kernels.seconds * chip.flops)
     text = (
         f"  of it kernels       {kernels.seconds:12.3g}   by the schedules of {kernels.calls:,} "
         f"calls, {share:.0%} of the peak"
     )
-    return f"{text}; {kernels.others:,} others at the peak" if kernels.others else text
+    return f"{text}; {kernels.other_calls:,} others at the peak" if kernels.other_calls else text
 
 
-def passes(cfg: Config, a: Algorithm) -> str:
-    """What a step scores before its first gradient, in its own program."""
-    own = [" the policy"] * scores_policy(cfg, a) + [" the reference"] * (a.kl_coef > 0)
-    own += [" the critic"] * (a.critic == "own")
-    return f"a scoring pass of{' and'.join(own)} is in it" if own else "it needs no scoring pass"
+def describe_scoring(cfg: Config, a: Algorithm) -> str:
+    """Describe the scoring passes of a step's program before its first gradient."""
+    scored = [" the policy"] * scores_policy(cfg, a) + [" the reference"] * (a.kl_coef > 0)
+    scored += [" the critic"] * (a.critic == "own")
+    if not scored:
+        return "it needs no scoring pass"
+    return f"it includes a scoring pass of{' and'.join(scored)}"
 
 
-def wave_lines(wave: Wave, of: Fit) -> Iterator[str]:
-    """What a device holds while it samples, and sends."""
-    held = {"prefill": wave.prefill, "decode": wave.decode, "the trainer": of.beside}
+def sampler_lines(sampler: CompiledSampler, fit: Fit) -> Iterator[str]:
+    """Memory of a device while it samples, and the bytes that it sends."""
+    stored = {"prefill": sampler.prefill, "decode": sampler.decode, "the trainer": fit.outside}
     yield f"{'sampling, a device':<22}{'compiler':>12}"
-    for name, value in held.items():
+    for name, value in stored.items():
         yield f"  {name:<17}{format_bytes(value)}"
-    sends = {"prefill sends": sent(wave.before), "a token sends": sent(wave.token)}
+    sends = {
+        "prefill sends": sent_bytes(sampler.prefill_collectives),
+        "a token sends": sent_bytes(sampler.token_collectives),
+    }
     for name, value in sends.items():
         yield f"  {name:<17}{format_bytes(round(value))}"
 
 
 def sampling_lines(
-    cfg: Config, wave: Wave, prefill: Bounds, token: Bounds, done: StepWork, least: Bounds,
-    chip: Chip,
+    cfg: Config, sampler: CompiledSampler, prefill: Bounds, token: Bounds, work: StepWork,
+    bounds: Bounds, chip: Chip,
 ) -> Iterator[str]:  # fmt: skip
-    """Seconds of a step's sampling, and of the whole of it; `done` and `least` are training's."""
-    r, times = cfg.rollout, waves(cfg, wave.prompts)
-    rows = wave.prompts * r.samples_per_prompt
+    """Seconds of a step's sampling and of the step; `work` and `bounds` are training's."""
+    r, times = cfg.rollout, count_prompt_batches(cfg, sampler.prompts)
+    rows = sampler.prompts * r.samples_per_prompt
     sampling = times * (prefill.step + r.max_new_tokens * token.step)
     yield f"{'sampling takes at least':<23}{'seconds':>11}"
-    yield f"  {'prefill':<20}{prefill.step:12.3g}   by {prefill.limit}, {wave.prompts} prompts"
+    yield f"  {'prefill':<20}{prefill.step:12.3g}   by {prefill.limit}, {sampler.prompts} prompts"
     yield f"  {'a token':<20}{token.step:12.3g}   by {token.limit}, of {rows} answers at once"
     yield f"  {'a step':<20}{sampling:12.3g}   {times} times prefill, {r.max_new_tokens:,} tokens"
-    before, each = wave_work(cfg, wave.prompts)
-    sampled = r.prompts_per_step / wave.prompts * (before.useful + r.max_new_tokens * each.useful)
-    whole = sampling + least.step
-    share = (sampled + done.useful) / (whole * chip.flops)
+    before, token_work = sampling_work(cfg, sampler.prompts)
+    sampled = (
+        r.prompts_per_step
+        / sampler.prompts
+        * (before.useful + r.max_new_tokens * token_work.useful)
+    )
+    total_s = sampling + bounds.step
+    share = (sampled + work.useful) / (total_s * chip.flops)
     yield (
-        f"a step: {sampling:.3g} s of sampling + {least.step:.3g} s of training = {whole:.3g} s at "
-        f"least, at most {share:.1%} of the bfloat16 peak"
+        f"a step: {sampling:.3g} s of sampling + {bounds.step:.3g} s of training = {total_s:.3g} s "
+        f"at least, at most {share:.1%} of the bfloat16 peak"
     )
 
 
-def _short(value: int) -> str:
+def _format_size(value: int) -> str:
     return " ".join(format_bytes(value).split())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native engine's prefill and decode, compiled for devices that are not here.
+"""The native engine's prefill and decode, compiled for another machine's devices.
 
-They are the programs that the run's engine jits, for a wave of the longest prompts.
+They are the programs that the run's engine jits, for a batch of the longest prompts.
 Next: jaxmoe/plan/roofline.py.
 """
 
@@ -21,8 +21,8 @@ from jaxmoe.engines import open_engine
 from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.sharding import drop_unit_axes, mesh_spec
-from jaxmoe.plan.collectives import Collective, collectives
-from jaxmoe.plan.compiled import TooLarge, policy_shapes, too_large
+from jaxmoe.plan.collectives import Collective, count_collectives
+from jaxmoe.plan.compiled import TooLarge, parse_too_large, policy_shapes
 from jaxmoe.records import Sampling
 from jaxmoe.rollout.native import NativeEngine
 from pallas_kernels.ahead_of_time import compile_jitted
@@ -30,14 +30,14 @@ from pallas_kernels.dispatch import Impl
 
 
 @dataclass(frozen=True)
-class Wave:
+class CompiledSampler:
     """Prefill and decode of `prompts` prompts; bytes are one device's."""
 
     prompts: int
     prefill: int  # bytes
     decode: int
-    before: Counter[Collective]  # of prefill
-    token: Counter[Collective]  # of one turn of decode's loop
+    prefill_collectives: Counter[Collective]  # of prefill
+    token_collectives: Counter[Collective]  # of one iteration of decode's loop
     seconds: float  # of compiling
 
     @property
@@ -45,52 +45,57 @@ class Wave:
         return max(self.prefill, self.decode)
 
 
-def compiled_wave(cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]) -> Wave | TooLarge:
-    """The engine's programs on `mesh_on`'s mesh. Raises whatever else the compiler refuses."""
-    r, of_run = cfg.rollout, mesh if cfg.mesh.devices > 1 else None
-    engine = open_engine(cfg, make_ops(cfg, impls), Path(), of_run)
+def compile_sampler(
+    cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]
+) -> CompiledSampler | TooLarge:
+    """Compile the engine's programs on `mesh_on`'s mesh.
+
+    Raises: compiler errors other than too little memory.
+    """
+    r, run_mesh = cfg.rollout, mesh if cfg.mesh.devices > 1 else None
+    engine = open_engine(cfg, make_ops(cfg, impls), Path(), run_mesh)
     assert isinstance(engine, NativeEngine)
-    around = drop_unit_axes(mesh) if of_run else mesh
+    shard_map_mesh = drop_unit_axes(mesh) if run_mesh else mesh
 
     def make(jitted: Any, *shapes: Any, **static: Any) -> jax.stages.Compiled:
-        shapes = jax.tree.map(partial(lying_on, around), shapes)
-        return compile_jitted(around, jitted, *shapes, **static)
+        shapes = jax.tree.map(partial(reshard_shape, shard_map_mesh), shapes)
+        return compile_jitted(shard_map_mesh, jitted, *shapes, **static)
 
     sampling = Sampling(r.max_new_tokens, (0,), r.temperature, r.top_k, r.top_p)
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         prefill, decode = engine.compile_programs(
             make, sampling, policy_shapes(cfg), samples=r.samples_per_prompt
         )
     except jax.errors.JaxRuntimeError as error:
-        mem, seconds = plan_memory(cfg), time.perf_counter() - began
-        if (found := too_large(str(error), mem.engine_copy + mem.cache, seconds)) is None:
+        mem, seconds = plan_memory(cfg), time.perf_counter() - start
+        if (too_large := parse_too_large(str(error), mem.engine_copy + mem.cache, seconds)) is None:
             raise
-        return found
-    seconds, text = time.perf_counter() - began, decode.as_text() or ""
-    once, twice = (collectives(text, mesh.size, turns) for turns in (0, 1))
-    twice.subtract(once)
-    return Wave(
-        engine.prompts_per_batch(r.samples_per_prompt), live(prefill), live(decode),
-        collectives(prefill.as_text() or "", mesh.size), +twice, seconds,
+        return too_large
+    seconds, text = time.perf_counter() - start, decode.as_text() or ""
+    without_loop, with_loop = (count_collectives(text, mesh.size, turns) for turns in (0, 1))
+    with_loop.subtract(without_loop)
+    return CompiledSampler(
+        engine.prompts_per_batch(r.samples_per_prompt), live_bytes(prefill), live_bytes(decode),
+        count_collectives(prefill.as_text() or "", mesh.size), +with_loop, seconds,
     )  # fmt: skip
 
 
-def lying_on(mesh: Mesh, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The same place by the axes of this mesh, which has all that cut something."""
-    at = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
-    each = ((cut,) if isinstance(cut, str) else cut or () for cut in at)
-    spec = mesh_spec(*(tuple(name for name in names if name in mesh.shape) for names in each))
+def reshard_shape(mesh: Mesh, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape with the same sharding on this mesh, without axes that the mesh does not have."""
+    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+    axes = ((cut,) if isinstance(cut, str) else cut or () for cut in spec)
+    spec = mesh_spec(*(tuple(name for name in names if name in mesh.shape) for names in axes))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def live(program: jax.stages.Compiled) -> int:
-    """Bytes of arguments, temporaries, and results that take the place of no argument."""
+def live_bytes(program: jax.stages.Compiled) -> int:
+    """Bytes of arguments, temporaries, and results that do not reuse an argument's memory."""
     memory: Any = program.memory_analysis()
-    made = memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return memory.argument_size_in_bytes + made - memory.alias_size_in_bytes
+    new_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return memory.argument_size_in_bytes + new_bytes - memory.alias_size_in_bytes
 
 
-def waves(cfg: Config, prompts: int) -> int:
-    """How often a step's prompts make the engine run."""
+def count_prompt_batches(cfg: Config, prompts: int) -> int:
+    """Batches of `prompts` prompts in a step."""
     return -(-cfg.rollout.prompts_per_step // prompts)

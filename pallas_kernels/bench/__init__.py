@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two implementations of one operation, checked and then timed in turn. Next: `__main__.py`."""
+"""Benchmarks of two implementations of an operation, checked first. Next: `__main__.py`."""

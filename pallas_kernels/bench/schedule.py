@@ -4,10 +4,10 @@ CHIP --schedule`.
 
     python -m pallas_kernels.bench.schedule CHIP FOLDER MODULE:FUNCTION WORD ...
 
-is its child: libtpu reads its flags once, before it loads. It compiles what FUNCTION(WORD, ...)
-makes, a list of `Program`, and leaves in FOLDER what the compiler says. Anybody's kernels can be
-looked at so: tests/bench/kernel_schedules.py has JAX's own.
-Next: `schedule_tpu.py`, `schedule_hopper.py`, `turns.py`.
+is its child process, because libtpu reads its flags once, before it loads. It compiles the list of
+`Program` that FUNCTION(WORD, ...) returns, and writes the compiler's output to FOLDER. This works
+for other kernels too: tests/bench/kernel_schedules.py has JAX's own.
+Next: `schedule_tpu.py`, `schedule_hopper.py`, `loop_counts.py`.
 """
 
 import importlib
@@ -26,77 +26,77 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ahead_of_time import TPUS, chip_mesh, compile_for
-from pallas_kernels.bench import schedule_hopper, schedule_tpu, turns
+from pallas_kernels.bench import loop_counts, schedule_hopper, schedule_tpu
 from pallas_kernels.bench.measure import first_line
-from pallas_kernels.bench.ops import OPS, known
+from pallas_kernels.bench.ops import OPS, cases_by_name
 
-LEAST = 32  # cycles of a turn: shorter loops wait for copies or move scalars
+MIN_CYCLES = 32  # of a printed loop: shorter loops wait for copies or move scalars
 UNITS = ("MXU", "VALU", "XLU", "EUP", "VLOAD", "VSTORE")
 IMPL = {**dict.fromkeys(TPUS, "mosaic_tpu"), "h100": "mosaic_gpu", "h200": "mosaic_gpu"}
 
 
 class Program(NamedTuple):
-    """Something to compile. turns() is called while the chip is the target: see `turns.py`."""
+    """A function to compile; counts() is called while the chip is the target."""
 
     fn: Callable[..., Any]
     inputs: tuple[Any, ...]
-    turns: Callable[[], dict[str, schedule_tpu.Turns]] = dict
+    counts: Callable[[], dict[str, schedule_tpu.LoopCounts]] = dict
 
 
-class Found(NamedTuple):
-    """What the compiler left of all programs, and the turns of loops by kernels' names."""
+class CompilerOutput(NamedTuple):
+    """The compiled kernels of all programs, and the loop counts by the kernels' names."""
 
     kernels: list[Any]  # TpuSchedule or HopperKernel
-    turns: dict[str, schedule_tpu.Turns]
+    counts: dict[str, schedule_tpu.LoopCounts]
 
-    def turns_of(self, kernel: str) -> schedule_tpu.Turns | None:
-        """By the name within the kernel's: XLA puts around it what it was differentiated by."""
-        for name, found in self.turns.items():
+    def find_counts(self, kernel: str) -> schedule_tpu.LoopCounts | None:
+        """Find the loop counts of a kernel, whose name XLA extends, as by jvp_."""
+        for name, counts in self.counts.items():
             if re.search(rf"(^|_){name}_*(\.\d+)?$", kernel):
-                return found
+                return counts
         return None
 
 
-def refusal(chip: str, impl: str) -> str | None:
-    """Why there is no schedule to print; None where there is one."""
+def schedule_refusal(chip: str, impl: str) -> str | None:
+    """Return the error message if there is no schedule to print, or None."""
     if chip not in IMPL:
-        return (f"--schedule must be of a chip whose compiler leaves one, {', '.join(IMPL)}; got "
+        return (f"--schedule needs a chip whose compiler writes one, {', '.join(IMPL)}; got "
                 f"--compile {chip}. Type --compile {next(iter(IMPL))}.")  # fmt: skip
     if impl not in ("auto", IMPL[chip]):
-        return (f"--schedule must be of kernels whose compiler leaves one, {IMPL[chip]} for "
+        return (f"--schedule needs kernels whose compiler writes one, {IMPL[chip]} for "
                 f"{chip}; got --impl {impl}. Type --impl {IMPL[chip]}.")  # fmt: skip
     return None
 
 
-def programs(op: str, case: str, dtype: str) -> list[Program]:
-    """Of one of our operations: the forward pass, and both in one program."""
-    of = OPS[op]
-    found = known(of)[case]
-    inputs = jax.eval_shape(lambda: of.inputs(found, dtype, 0))
-    n = of.differentiated
+def make_programs(op: str, case: str, dtype: str) -> list[Program]:
+    """Programs of an operation: the forward pass, and forward and backward in one."""
+    op_spec = OPS[op]
+    case_spec = cases_by_name(op_spec)[case]
+    inputs = jax.eval_shape(lambda: op_spec.inputs(case_spec, dtype, 0))
+    n = op_spec.differentiated
 
     def forward(*x: Any) -> Any:
-        return of.call(found, f"mosaic_{_platform()}")(*x)
+        return op_spec.call(case_spec, f"mosaic_{_target_platform()}")(*x)
 
-    def both(*x: Any) -> Any:
+    def forward_backward(*x: Any) -> Any:
         out, pull = jax.vjp(lambda *d: forward(*d, *x[n:]), *x[:n])
         return out, pull(jax.tree.map(jnp.ones_like, out))
 
-    count = (lambda: turns.of(op, found)) if dtype == "bfloat16" else dict
-    return [Program(fn, inputs, count) for fn in ((forward, both) if n else (forward,))]
+    count = (lambda: loop_counts.count_loops(op, case_spec)) if dtype == "bfloat16" else dict
+    return [Program(fn, inputs, count) for fn in ((forward, forward_backward) if n else (forward,))]
 
 
-def _platform() -> str:
+def _target_platform() -> str:
     from pallas_kernels.dispatch import target_device
 
     return target_device().platform
 
 
-def compiled(chip: str, target: str, *words: str) -> Found:
-    """Compile in a process of its own and read what the compiler left.
+def compile_in_child(chip: str, target: str, *words: str) -> CompilerOutput:
+    """Compile in a child process and read the compiler's output.
 
-    Raises: RuntimeError with the first line of what the compiler refused; ValueError where what it
-    left cannot be read.
+    Raises: RuntimeError with the first line of the compiler's error; ValueError when its output
+    cannot be read.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {schedule_tpu.FLAGS.format(folder)}"
@@ -110,50 +110,58 @@ def compiled(chip: str, target: str, *words: str) -> Found:
             target,
             *words,
         ]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        said = Path(folder, "said.json")
-        if not said.exists():
-            lines = [x for x in done.stderr.splitlines() if x.strip()]
-            raise RuntimeError(lines[-1] if lines else f"the compiler ended with {done.returncode}")
-        told = json.loads(said.read_text())
-        if "refused" in told:
-            raise RuntimeError(told["refused"])
-        read = schedule_tpu.read if chip in TPUS else schedule_hopper.read
-        return Found(read(Path(folder)), {k: _turns(x) for k, x in told["turns"].items()})
+        process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        output = Path(folder, "said.json")
+        if not output.exists():
+            lines = [x for x in process.stderr.splitlines() if x.strip()]
+            raise RuntimeError(
+                lines[-1] if lines else f"the compiler ended with {process.returncode}"
+            )
+        result = json.loads(output.read_text())
+        if "refused" in result:
+            raise RuntimeError(result["refused"])
+        read_kernels = (
+            schedule_tpu.read_tpu_schedules if chip in TPUS else schedule_hopper.read_hopper_kernels
+        )
+        return CompilerOutput(
+            read_kernels(Path(folder)),
+            {k: _counts_from_json(x) for k, x in result["counts"].items()},
+        )
 
 
-def _turns(x: Any) -> schedule_tpu.Turns:
+def _counts_from_json(x: Any) -> schedule_tpu.LoopCounts:
     gaps, inner = x
-    return schedule_tpu.Turns(
-        tuple(tuple(y) if isinstance(y, list) else y for y in gaps), tuple(map(_turns, inner))
+    return schedule_tpu.LoopCounts(
+        tuple(tuple(y) if isinstance(y, list) else y for y in gaps),
+        tuple(map(_counts_from_json, inner)),
     )
 
 
-def show(chip: str, case: str, found: Found) -> Iterator[str]:
-    """Lines of each kernel; one that is the same as an earlier one is left out."""
-    seen = set()
-    for kernel in found.kernels:
+def format_kernels(chip: str, case: str, output: CompilerOutput) -> Iterator[str]:
+    """Yield the lines of each kernel; repetitions of the same kernel are left out."""
+    printed = set()
+    for kernel in output.kernels:
         key = kernel.rows if chip in TPUS else kernel.loops
-        if key in seen:
+        if key in printed:
             continue
-        seen.add(key)
+        printed.add(key)
         if chip in TPUS:
-            yield from _show_tpu(chip, case, kernel, found.turns_of(kernel.kernel))
+            yield from _format_tpu_kernel(chip, case, kernel, output.find_counts(kernel.kernel))
         else:
-            yield from schedule_hopper.show(case, kernel)
+            yield from schedule_hopper.format_hopper_kernel(case, kernel)
 
 
-def _show_tpu(
-    chip: str, case: str, kernel: schedule_tpu.TpuSchedule, counted: schedule_tpu.Turns | None
+def _format_tpu_kernel(
+    chip: str, case: str, kernel: schedule_tpu.TpuSchedule, counted: schedule_tpu.LoopCounts | None
 ) -> Iterator[str]:
     ms = kernel.ms(counted, chip)
     time = "" if ms is None else f", {ms:.2f} ms (DMA not included)"
     yield f"{case}  {kernel.kernel}: {len(kernel.rows)} bundles{time}"
     heads = "".join(f"{x:>8}" for x in (*UNITS, "fills", "spills"))
     yield f"  {'loop':<14}{'cycles':>8}{heads}"
-    for loop, depth in schedule_tpu.walk(kernel.body):
+    for loop, depth in schedule_tpu.walk_loops(kernel.body):
         cycles = kernel.cycles(loop)
-        if cycles < LEAST:
+        if cycles < MIN_CYCLES:
             continue
         shares = "".join(f"{kernel.share(loop, u):>8.0%}" for u in UNITS)
         moved = "".join(f"{kernel.slots(loop, u):>8}" for u in ("VLOAD:FILL", "VSTORE:SPILL"))
@@ -161,43 +169,45 @@ def _show_tpu(
         yield f"  {name:<14}{cycles:>8}{shares}{moved}"
 
 
-def tables(op: str, dtype: str, chip: str, chosen: tuple[Any, ...]) -> Iterator[str]:
-    """Lines for the cases in turn, each as soon as it is known; what is refused says why."""
+def format_schedules(op: str, dtype: str, chip: str, chosen: tuple[Any, ...]) -> Iterator[str]:
+    """Yield the lines of all cases, each as soon as it is ready; refused cases have the reason."""
     clock = f", {schedule_tpu.GHZ[chip]} GHz" if chip in TPUS else ""
-    what = (
-        "cycles of one turn of each loop without those within, shares of slots, registers filled "
-        "and spilled" if chip in TPUS else
-        "cycles that one turn of each main loop keeps each pipe of a quarter core"
+    units = (
+        "cycles of one iteration of each loop without inner loops, shares of slots, registers "
+        "filled and spilled" if chip in TPUS else
+        "cycles of one iteration of each main loop on each pipe of a quarter core"
     )  # fmt: skip
-    yield f"{op} on {chip}{clock}, {dtype}, jax {jax.__version__}: {what}"
+    yield f"{op} on {chip}{clock}, {dtype}, jax {jax.__version__}: {units}"
 
-    def lines(case: Any) -> list[str]:
+    def format_case(case: Any) -> list[str]:
         try:
-            found = compiled(chip, "pallas_kernels.bench.schedule:programs", op, case.name, dtype)
+            output = compile_in_child(
+                chip, "pallas_kernels.bench.schedule:make_programs", op, case.name, dtype
+            )
         except (RuntimeError, ValueError) as error:
             return [f"{case.name}  refused: {first_line(error)}"]
-        left = list(show(chip, case.name, found))
-        return left or [f"{case.name}  refused: the compiler left no schedule of a Pallas kernel"]
+        text = list(format_kernels(chip, case.name, output))
+        return text or [f"{case.name}  refused: the compiler left no schedule of a Pallas kernel"]
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # of processes that compile
-        for several in pool.map(lines, chosen):
-            yield from several
+        for lines in pool.map(format_case, chosen):
+            yield from lines
 
 
-def _child(chip: str, folder: str, target: str, *words: str) -> None:
+def _run_child(chip: str, folder: str, target: str, *words: str) -> None:
     module, _, function = target.partition(":")
-    told: dict[str, Any] = {"turns": {}}
+    result: dict[str, Any] = {"counts": {}}
     try:
         for i, program in enumerate(getattr(importlib.import_module(module), function)(*words)):
             dump = Path(folder, str(i))
             dump.mkdir()
             compile_for(chip, lambda *x, fn=program.fn: fn(*x), *program.inputs, dump=dump)
             with jax.set_mesh(chip_mesh(chip)):
-                told["turns"] |= program.turns()
-    except Exception as error:  # whatever tracing, lowering or the compiler refuses
-        told = {"refused": first_line(error)}
-    Path(folder, "said.json").write_text(json.dumps(told))
+                result["counts"] |= program.counts()
+    except Exception as error:  # tracing, lowering or the compiler may raise anything
+        result = {"refused": first_line(error)}
+    Path(folder, "said.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    _child(*sys.argv[1:])
+    _run_child(*sys.argv[1:])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels checked on the chip that is here, each in a process of its own that may die or hang.
+"""Checks of the kernels on this machine's accelerator, each in a child process.
 
     python -m pallas_kernels.check
 
-choice.py turns verdicts into what each operation runs; verdicts.py keeps them; child.py starts the
-process, one.py is what runs in it, compare.py how close is close.
+choice.py selects each operation's implementation by the verdicts, verdicts.py stores them, child.py
+starts the process, one.py runs in it, compare.py has the error limits.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every kernel must survive on a chip: small, ragged, packed, windowed, in four bits, adapted.
+"""Small hard cases for every kernel: ragged, packed, windowed, four-bit and low-rank inputs.
 
-Sizes are such that every kernel takes them. Next: one.py.
+All kernels support their sizes. Next: one.py.
 """
 
 from functools import partial
@@ -16,36 +16,36 @@ _RAGGED = MatmulCase("ragged_groups", 1331, 256, 512, (1, 290, 170, 0, 530, 240,
 _FEW = MatmulCase("rows_past_the_sum", 331, 256, 512, (70, 0, 5, 0, 130, 0, 0))
 
 
-def _all(operation: str, *cases: Any) -> tuple[tuple[Op, Any], ...]:
+def _with_op(operation: str, *cases: Any) -> tuple[tuple[Op, Any], ...]:
     return tuple((OPS[operation], case) for case in cases)
 
 
 _attention = partial(AttentionCase, N=16, K=2, H=64)
-HOSTILE: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key head, as in GPT-OSS
-    "sink_attention": _all(
+HARD_CASES: dict[str, tuple[tuple[Op, Any], ...]] = {  # 8 query heads a key head, as in GPT-OSS
+    "sink_attention": _with_op(
         "sink_attention",
         _attention("ragged", 2, 300, 300, layout="right"),
         _attention("window_packed", 2, 421, 421, window=128, layout="packed"),
         _attention("window_left_big_sinks", 2, 300, 300, window=33, layout="left", sinks="big"),
         _attention("chunk_no_sinks", 1, 129, 590, layout="chunk", sinks="none"),
     ),
-    "decode_attention": _all(
+    "decode_attention": _with_op(
         "decode_attention",
         _attention("uneven", 3, 1, 264, layout="chunk"),
         _attention("ring", 3, 1, 136, window=128, layout="ring"),
         _attention("several_new", 2, 3, 392, layout="left", sinks="big"),
     ),
     "grouped_matmul": (
-        *_all("grouped_matmul", _RAGGED, _FEW),
-        *_all("grouped_matmul_mxfp4", _RAGGED._replace(name="four_bits")),
-        *_all("grouped_matmul_low_rank", _RAGGED._replace(name="low_rank", rank=5)),
+        *_with_op("grouped_matmul", _RAGGED, _FEW),
+        *_with_op("grouped_matmul_mxfp4", _RAGGED._replace(name="four_bits")),
+        *_with_op("grouped_matmul_low_rank", _RAGGED._replace(name="low_rank", rank=5)),
     ),
     "grouped_swiglu": (
-        *_all("grouped_swiglu", _RAGGED, _FEW),
-        *_all("grouped_swiglu_mxfp4", _RAGGED._replace(name="four_bits")),
-        *_all("grouped_swiglu_low_rank", _RAGGED._replace(name="low_rank", rank=5)),
+        *_with_op("grouped_swiglu", _RAGGED, _FEW),
+        *_with_op("grouped_swiglu_mxfp4", _RAGGED._replace(name="four_bits")),
+        *_with_op("grouped_swiglu_low_rank", _RAGGED._replace(name="low_rank", rank=5)),
     ),
-    "token_logprobs": _all(
+    "token_logprobs": _with_op(
         "token_logprobs",
         LogprobsCase("padded_head", 300, 128, 1024, 1000, 0.7),
         LogprobsCase("few_tokens", 5, 192, 640, 640),

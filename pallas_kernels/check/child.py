@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check in a process of its own: a barrier that nobody meets hangs, a bad address kills.
+"""Run a check in a child process, since a wrong kernel may hang at a barrier or crash the process.
 
-Next: verdicts.py, which keeps what came out.
+Next: verdicts.py, which stores the verdicts.
 """
 
 import contextlib
@@ -19,31 +19,31 @@ from pallas_kernels.check.verdicts import KernelVerdict
 
 TIMEOUT_S = 600.0  # compiling for the chip included
 CHIP_TIMEOUT_S = 120.0
-_START = (  # the alarm ends what hangs when its parent is no more
+_START = (  # the alarm ends a hanging child whose parent is dead
     "import json, signal, sys; signal.alarm(int(sys.argv[3])); "
     "sys.path[:] = json.loads(sys.argv[1]); "
     "from pallas_kernels.check.one import main; main(sys.argv[2])"
 )
-_MARK = "kernel check: "  # as in one.py, which imports JAX
+_MARK = "kernel check: "  # that of one.py, which is not imported here because it imports JAX
 
 
-class Said(NamedTuple):
-    """What a child told before it ended, and how it ended: "" where it came to its end."""
+class ChildReport(NamedTuple):
+    """A child's messages, and how it ended: "" for a normal end."""
 
     lines: tuple[dict[str, Any], ...]
     end: str
 
 
 class NoChip(Exception):
-    """The device could not be opened, or not by a process of its own: nothing is known."""
+    """The device could not be opened by the child process, so there is no verdict."""
 
 
-def ask(request: Mapping[str, Any], timeout_s: float) -> Said:
-    """Run one.py on the request; it is killed when its time is over."""
+def run_child(request: Mapping[str, Any], timeout_s: float) -> ChildReport:
+    """Run one.py on the request, and kill it after `timeout_s`."""
     environ = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    path, asked, alarm = json.dumps(sys.path), json.dumps(dict(request)), int(timeout_s) + 10
-    command = [sys.executable, "-c", _START, path, asked, str(alarm)]
-    with tempfile.TemporaryDirectory() as folder:  # a pipe could outlive the child in its children
+    path, request_json, alarm = json.dumps(sys.path), json.dumps(dict(request)), int(timeout_s) + 10
+    command = [sys.executable, "-c", _START, path, request_json, str(alarm)]
+    with tempfile.TemporaryDirectory() as folder:  # files: a pipe may stay open in grandchildren
         out, err = Path(folder, "out"), Path(folder, "err")
         with out.open("wb") as stdout, err.open("wb") as stderr:
             child = subprocess.Popen(
@@ -52,39 +52,44 @@ def ask(request: Mapping[str, Any], timeout_s: float) -> Said:
             )  # fmt: skip
             try:
                 status = child.wait(timeout_s)
-                end = "" if status == 0 else _death(status)
+                end = "" if status == 0 else _describe_exit(status)
             except subprocess.TimeoutExpired:
-                end = f"gave no answer in {timeout_s:g} s"
+                end = f"gave no result in {timeout_s:g} s"
             finally:
                 if child.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(child.pid, signal.SIGKILL)
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(10)  # a driver may hold it; it is left alone then
-        told = [x.removeprefix(_MARK) for x in _text(out).splitlines() if x.startswith(_MARK)]
-        if end and status_line(_text(err)):
-            end += f" ({status_line(_text(err))})"
-    return Said(tuple(json.loads(x) for x in told), end)
+                        child.wait(10)  # a driver may keep it alive; then it is abandoned
+        messages = [
+            x.removeprefix(_MARK) for x in _read_text(out).splitlines() if x.startswith(_MARK)
+        ]
+        if end and last_line(_read_text(err)):
+            end += f" ({last_line(_read_text(err))})"
+    return ChildReport(tuple(json.loads(x) for x in messages), end)
 
 
-def chip() -> dict[str, str]:
-    """platform, kind, driver and jax of the device here. Raises NoChip where it is not told."""
-    said = ask({}, CHIP_TIMEOUT_S)
-    if not said.lines:
-        raise NoChip(f"a process that opens the device {said.end or 'said nothing'}")
-    return said.lines[0]["chip"]
+def find_chip() -> dict[str, str]:
+    """Return platform, kind, driver and jax version of this machine's device.
+
+    Raises: NoChip when the child process reports nothing.
+    """
+    report = run_child({}, CHIP_TIMEOUT_S)
+    if not report.lines:
+        raise NoChip(f"a process that opens the device {report.end or 'said nothing'}")
+    return report.lines[0]["chip"]
 
 
-def checked(
+def check_kernel(
     operation: str, impl: str, dtype: str, real: Sequence[Mapping[str, Any]] | None,
     timeout_s: float,
 ) -> KernelVerdict:  # fmt: skip
-    """The verdict on one operation in one implementation.
+    """Check one implementation of one operation.
 
-    `real` has the fields of cases of the run's own sizes, which are looked at in sampled rows.
-    Raises NoChip where the machine and not the kernel stood in the way.
+    `real` has the fields of cases of the run's own sizes, which are compared in sampled rows.
+    Raises: NoChip when the machine, not the kernel, prevented the check.
     """
-    said = ask(
+    report = run_child(
         {
             "operation": operation,
             "impl": impl,
@@ -93,33 +98,33 @@ def checked(
         },
         timeout_s,
     )
-    if not said.lines:
-        raise NoChip(f"a process that opens the device {said.end or 'said nothing'}")
-    begun = [x["begin"] for x in said.lines if "begin" in x]
-    at = begun[-1] if begun else "the start"
-    unable = next((x["unable"] for x in said.lines if "unable" in x), None)
+    if not report.lines:
+        raise NoChip(f"a process that opens the device {report.end or 'said nothing'}")
+    begin_messages = [x["begin"] for x in report.lines if "begin" in x]
+    current_case = begin_messages[-1] if begin_messages else "start"
+    unable = next((x["unable"] for x in report.lines if "unable" in x), None)
     if unable is not None:
-        raise NoChip(f"a process that checks it in {at} had no memory ({unable})")
-    wrong = next((x for x in said.lines if x.get("fault")), None)
-    if wrong is not None:
-        return KernelVerdict("wrong", f"in {wrong['case']}: {wrong['fault']}")
-    if said.end:
-        return KernelVerdict("wrong", f"in {at}: it {said.end}")
-    cases = [x for x in said.lines if "case" in x]
-    refused = [x for x in cases if x["refused"]]
-    own = [x for x in refused if x["own"]]  # the run's shapes must not be refused
-    if own or (refused and len(refused) == len(cases)):
-        return KernelVerdict("refuses", (own or refused)[-1]["refused"])
-    return KernelVerdict("right", f"{len(cases) - len(refused)} cases")
+        raise NoChip(f"the process ran out of memory in case {current_case} ({unable})")
+    failure = next((x for x in report.lines if x.get("fault")), None)
+    if failure is not None:
+        return KernelVerdict("wrong", f"case {failure['case']}: {failure['fault']}")
+    if report.end:
+        return KernelVerdict("wrong", f"case {current_case}: the process {report.end}")
+    cases = [x for x in report.lines if "case" in x]
+    refused_cases = [x for x in cases if x["refused"]]
+    refused_run_cases = [x for x in refused_cases if x["own"]]  # the run needs these shapes
+    if refused_run_cases or (refused_cases and len(refused_cases) == len(cases)):
+        return KernelVerdict("refuses", (refused_run_cases or refused_cases)[-1]["refused"])
+    return KernelVerdict("right", f"{len(cases) - len(refused_cases)} cases")
 
 
-def status_line(text: str) -> str:
-    """The last line that says something, cut short."""
+def last_line(text: str) -> str:
+    """The last line that is not blank, at most 200 characters."""
     lines = [x.strip() for x in text.splitlines() if x.strip()]
     return lines[-1][:200] if lines else ""
 
 
-def _death(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status > 0:
         return f"ended with status {status}"
     try:
@@ -128,5 +133,5 @@ def _death(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(errors="replace")

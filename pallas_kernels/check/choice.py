@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From verdicts to what each operation runs: decided once, at the edge, and passed on as a value.
+"""Select each operation's implementation by the verdicts: once, at startup, as a value.
 
-Next: pallas_kernels/dispatch.py, whose `pick` takes what is chosen here.
+Next: pallas_kernels/dispatch.py, whose `pick` takes the selected names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ from pallas_kernels.grouped_matmul import api as matmul
 from pallas_kernels.sink_attention import api as attention
 from pallas_kernels.token_logprobs import api as logprobs
 
-PLAIN = ("xla", "reference")  # for every machine; they need no check
-PLATFORMS: dict[str, dict[str, tuple[str, ...]]] = {  # of each implementation, the best first
+PLAIN = ("xla", "reference")  # run on every machine and need no check
+PLATFORMS: dict[str, dict[str, tuple[str, ...]]] = {  # of each implementation, the preferred first
     operation: {name: impl.platforms for name, impl in impls.items()}
     for operation, impls in {
         "sink_attention": attention.IMPLS, "decode_attention": decoding.IMPLS,
@@ -29,106 +29,111 @@ PLATFORMS: dict[str, dict[str, tuple[str, ...]]] = {  # of each implementation, 
         "token_logprobs": logprobs.IMPLS,
     }.items()
 }  # fmt: skip
-Judge = Callable[[str, str], KernelVerdict]  # of an operation in an implementation
+Judge = Callable[[str, str], KernelVerdict]  # (operation, implementation) -> its verdict
 
 
 class Choice(NamedTuple):
-    """What an operation runs."""
+    """The implementation that an operation runs."""
 
-    impl: Impl  # as the operation takes it
-    passed: tuple[tuple[str, KernelVerdict], ...] = ()  # preferred ones, and why they are not taken
+    impl: Impl  # the operation's argument
+    rejected: tuple[tuple[str, KernelVerdict], ...] = ()  # preferred kernels, with their verdicts
 
     @property
     def name(self) -> str:
         return self.impl if isinstance(self.impl, str) else self.impl[0]
 
 
-class Refused(ValueError):
-    """An implementation that was asked for by name cannot be had: one line, why."""
+class KernelRefused(ValueError):
+    """A kernel requested by name cannot be used; the message has the reason in one line."""
 
 
-def wanted(name: str) -> dict[str, Impl]:
-    """By operation, what a name asks for where nothing is checked: "auto" where it has none."""
+def requested_impls(name: str) -> dict[str, Impl]:
+    """The named implementation for each operation that has it, and "auto" for the others."""
     return {operation: name if name in impls else "auto" for operation, impls in PLATFORMS.items()}
 
 
-def choose(name: str, platform: str, judge: Judge) -> dict[str, Choice]:
-    """By operation: what is asked for by name, else the first right kernel, then XLA.
+def choose_kernels(name: str, platform: str, judge: Judge) -> dict[str, Choice]:
+    """For each operation the named implementation, else the first correct kernel, else XLA.
 
-    `judge` is asked of kernels of this platform only, and of no more than are needed.
-    Raises Refused where the named one is of another platform, wrong, or cannot take the run's size.
+    `judge` is called for kernels of this platform only, and stops at the first correct one.
+    Raises: KernelRefused when the named kernel is for another platform, wrong, or does not support
+    the run's sizes.
     """
-    found = {}
+    choices = {}
     for operation, impls in PLATFORMS.items():
         if name in PLAIN:
-            found[operation] = Choice(name)
+            choices[operation] = Choice(name)
         elif name in impls:
             if platform not in impls[name]:
-                raise Refused(f"it needs {' or '.join(impls[name])}, this is {platform}")
+                needed = " or ".join(impls[name])
+                raise KernelRefused(f"it needs a {needed}, but this machine has a {platform}")
             verdict = judge(operation, name)
-            if not verdict.right:
-                raise Refused(f"{operation}: {said(verdict)}")
-            found[operation] = Choice(name)
+            if not verdict.is_right:
+                raise KernelRefused(f"{operation}: {format_verdict(verdict)}")
+            choices[operation] = Choice(name)
         else:
-            found[operation] = _first(operation, platform, judge)
-    return found
+            choices[operation] = _first_right_kernel(operation, platform, judge)
+    return choices
 
 
-def _first(operation: str, platform: str, judge: Judge) -> Choice:
-    passed: list[tuple[str, KernelVerdict]] = []
+def _first_right_kernel(operation: str, platform: str, judge: Judge) -> Choice:
+    rejected: list[tuple[str, KernelVerdict]] = []
     for name, platforms in PLATFORMS[operation].items():
         if name in PLAIN:
-            return Choice(name, tuple(passed))
+            return Choice(name, tuple(rejected))
         if platform in platforms:
             verdict = judge(operation, name)
-            if verdict.right:  # for other shapes than the run's, the next best
-                return Choice((name, "xla"), tuple(passed))
-            passed.append((name, verdict))
+            if verdict.is_right:  # XLA is the fallback for shapes that the kernel does not support
+                return Choice((name, "xla"), tuple(rejected))
+            rejected.append((name, verdict))
     raise AssertionError(f"{operation} must have {PLAIN[0]}")
 
 
-def said(verdict: KernelVerdict) -> str:
-    """In words."""
-    how = {"wrong": "it is wrong ", "refuses": "it refuses: ", "unknown": "it cannot be checked: "}
-    return how[verdict.kind] + verdict.reason
+def format_verdict(verdict: KernelVerdict) -> str:
+    """Describe a verdict that is not "right"."""
+    prefixes = {
+        "wrong": "failed in ", "refuses": "unsupported: ", "unknown": "could not be checked: ",
+    }  # fmt: skip
+    return prefixes[verdict.kind] + verdict.reason
 
 
-def told(line: str) -> None:
-    """On the terminal, at once."""
+def print_line(line: str) -> None:
+    """Print a line and flush, so that it appears before a long check."""
     print(line, flush=True)
 
 
-def judge_here(
+def make_judge(
     chip: Mapping[str, str], dtype: str, real: Mapping[str, Sequence[Mapping[str, Any]]], *,
-    where: Path | None = None, timeout_s: float = child.TIMEOUT_S, again: bool = False,
-    tell: Callable[[str], None] = told,
+    folder: Path | None = None, timeout_s: float = child.TIMEOUT_S, recheck: bool = False,
+    log_line: Callable[[str], None] = print_line,
 ) -> Judge:  # fmt: skip
-    """A judge that takes the verdict on file, or else checks in a process of its own and keeps it.
+    """A judge that returns the stored verdict, or checks in a child process and stores the result.
 
-    `real`: by operation, the fields of cases of the run's sizes. `again`: files are not read.
+    `real`: for each operation the fields of cases of the run's sizes. `recheck`: ignore stored
+    verdicts.
     """
-    where = verdicts.folder() if where is None else where
+    folder = verdicts.verdict_folder() if folder is None else folder
 
     def judge(operation: str, impl: str) -> KernelVerdict:
-        of = verdicts.key(chip, operation, impl, dtype, real.get(operation))
-        verdict = None if again else verdicts.kept(where, of, tell)
+        key = verdicts.verdict_key(chip, operation, impl, dtype, real.get(operation))
+        verdict = None if recheck else verdicts.load_verdict(folder, key, log_line)
         if verdict is None:
-            tell(f"checking {operation} in {impl} on {chip['kind']}…")
+            log_line(f"checking {operation} with {impl} on {chip['kind']}…")
             try:
-                verdict = child.checked(operation, impl, dtype, real.get(operation), timeout_s)
-            except child.NoChip as error:  # not kept: the next run may have better luck
+                verdict = child.check_kernel(operation, impl, dtype, real.get(operation), timeout_s)
+            except child.NoChip as error:  # not stored: the next run tries again
                 return KernelVerdict("unknown", str(error))
-            verdicts.keep(where, of, verdict, tell)
+            verdicts.save_verdict(folder, key, verdict, log_line)
         return verdict
 
     return judge
 
 
-def may_have_a_chip(named: str | None = None) -> bool:
-    """Whether anything but a CPU can be here, without opening a device: a TPU is one process's."""
-    named = getattr(jax.config, "jax_platforms", None) if named is None else named
-    if named:  # JAX_PLATFORMS
-        return named.split(",")[0] != "cpu"
+def may_have_accelerator(platforms: str | None = None) -> bool:
+    """Return True if JAX may find a GPU or TPU, without opening it: a TPU admits one process."""
+    platforms = getattr(jax.config, "jax_platforms", None) if platforms is None else platforms
+    if platforms:  # JAX_PLATFORMS
+        return platforms.split(",")[0] != "cpu"
     return bool(
         find_spec("libtpu") or find_spec("jax_plugins") or entry_points(group="jax_plugins")
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the process of a check does: one operation in one implementation, case by case.
+"""The child process of a check: one implementation of one operation, case by case.
 
-It says what it begins before it begins it, so that whoever waits knows where it hung or died.
+It reports each case before it starts, so that its parent knows where it hung or died.
 Next: child.py, which starts it.
 """
 
@@ -16,32 +16,37 @@ import jax
 import jax.numpy as jnp
 from jaxlib import version as jaxlib_version
 
-from pallas_kernels.bench.measure import Ours, drawn, first_line
+from pallas_kernels.bench.measure import JittedOp, first_line, generate_inputs
 from pallas_kernels.bench.ops import OPS, Op
 from pallas_kernels.check import compare
-from pallas_kernels.check.cases import HOSTILE
-from pallas_kernels.check.sampled import looked_at, only, references, sample
+from pallas_kernels.check.cases import HARD_CASES
+from pallas_kernels.check.sampled import (
+    mask_cotangents,
+    run_references,
+    sample_rows,
+    select_compared,
+)
 
-MARK = "kernel check: "  # before each line that is for the parent
-TIMES = 3  # the same bits
+MARK = "kernel check: "  # begins each line that is for the parent
+N_REPEATS = 3  # calls that must return the same bits
 
 
 def main(request: str) -> None:
-    """Of a request {operation, impl, dtype, real} in JSON; {} asks for the chip alone."""
-    asked = json.loads(request)
-    tell(chip=chip())
-    if asked:
-        for said in lines(**asked):
-            tell(**said)
-    tell(done=True)
+    """Run the JSON request {operation, impl, dtype, real}; {} asks for the device only."""
+    fields = json.loads(request)
+    send_message(chip=describe_chip())
+    if fields:
+        for message in check_cases(**fields):
+            send_message(**message)
+    send_message(done=True)
 
 
-def tell(**said: Any) -> None:
-    print(MARK + json.dumps(said), flush=True)
+def send_message(**message: Any) -> None:
+    print(MARK + json.dumps(message), flush=True)
 
 
-def chip() -> dict[str, str]:
-    """What a verdict is about, beside the kernels: opens the device."""
+def describe_chip() -> dict[str, str]:
+    """Open the device and return what verdicts depend on: platform, kind, driver, jax version."""
     device, driver = jax.devices()[0], Path("/proc/driver/nvidia/version")
     try:
         version = driver.read_text().splitlines()[0] if device.platform == "gpu" else ""
@@ -54,82 +59,88 @@ def chip() -> dict[str, str]:
     }  # fmt: skip
 
 
-def lines(
+def check_cases(
     operation: str, impl: str, dtype: str, real: list[dict[str, Any]] | None
 ) -> Iterator[dict[str, Any]]:
-    """{begin} and then {case, fault, refused, own} of each case; those of the run's own sizes, of
-    which `real` has the fields, come last.
+    """Yield {begin} and then {case, fault, refused, own} for each case.
 
-    It ends with the first fault, or with {unable} where the device has no memory.
-    `impl` is a name, or module:function of one that takes (op, case) and returns the call.
+    Cases of the run's own sizes (`own`), whose fields are `real`, come last. The first fault ends
+    the check; so does {unable}, when the device runs out of memory.
+    `impl` is a name, or module:function of a function (op, case) -> call.
     """
-    cases = [(op, case, False) for op, case in HOSTILE[operation]]
-    cases += [(OPS[operation], case_of(operation, fields), True) for fields in real or ()]
-    for op, case, own in cases:
+    cases = [(op, case, False) for op, case in HARD_CASES[operation]]
+    cases += [(OPS[operation], case_from_json(operation, fields), True) for fields in real or ()]
+    for op, case, is_run_case in cases:
         yield {"begin": case.name}
-        found, refused = None, None
+        fault, refused = None, None
         try:
-            found = fault(named(op, impl), case, impl, dtype)
+            fault = find_fault(replace_implementation(op, impl), case, impl, dtype)
         except (NotImplementedError, ImportError) as error:
             refused = first_line(error)
-        except Exception as error:  # whatever tracing, a compiler or the device says
-            said = f"{type(error).__name__}: {first_line(error)}"
-            if "RESOURCE_EXHAUSTED" in said:
-                yield {"unable": said}
+        except Exception as error:  # tracing, the compiler or the device may raise anything
+            message = f"{type(error).__name__}: {first_line(error)}"
+            if "RESOURCE_EXHAUSTED" in message:
+                yield {"unable": message}
                 return
-            found = f"it ended with {said}"
-        yield {"case": case.name, "fault": found, "refused": refused, "own": own}
-        if found:
+            fault = f"it raised {message}"
+        yield {"case": case.name, "fault": fault, "refused": refused, "own": is_run_case}
+        if fault:
             return
 
 
-def case_of(operation: str, fields: dict[str, Any]) -> Any:
-    """A case from its fields as JSON has them."""
+def case_from_json(operation: str, fields: dict[str, Any]) -> Any:
+    """Make a case from its fields in JSON, where tuples are lists."""
     kind = type(OPS[operation].cases.TEST_CASES[0])
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
 
-def named(op: Op, impl: str) -> Op:
-    """The operation, its call replaced where `impl` is somebody else's."""
+def replace_implementation(op: Op, impl: str) -> Op:
+    """The operation, with its call replaced if `impl` is module:function."""
     if ":" not in impl:
         return op
     module, _, function = impl.partition(":")
-    make = getattr(importlib.import_module(module), function)
+    make_call = getattr(importlib.import_module(module), function)
 
     def call(case: Any, name: Any) -> Callable[..., Any]:
-        return make(op, case) if name == impl else op.call(case, name)
+        return make_call(op, case) if name == impl else op.call(case, name)
 
     return replace(op, call=call)
 
 
-def fault(op: Op, case: Any, impl: str, dtype: Any, times: int = TIMES) -> str | None:
-    """What is wrong with the results, or that they differ between calls; None where all is right.
+def find_fault(op: Op, case: Any, impl: str, dtype: Any, repeats: int = N_REPEATS) -> str | None:
+    """Describe the first wrong result, or a difference between calls; None if all is correct.
 
-    A large case is looked at in sampled rows (sampled.py).
-    Raises NotImplementedError where the implementation refuses the shapes.
+    A large case is compared in sampled rows (sampled.py).
+    Raises: NotImplementedError when the implementation does not support the shapes.
     """
-    inputs = drawn(op, case, jnp.dtype(dtype), 1)
-    at, ct = sample(op, inputs), None
+    inputs = generate_inputs(op, case, jnp.dtype(dtype), 1)
+    row_ids, ct = sample_rows(op, inputs), None
     if op.differentiated:
         shapes = jax.eval_shape(op.call(case, "reference"), *inputs)
-        leaves, tree = jax.tree.flatten(shapes)
-        keys = jax.random.split(jax.random.key(2), len(leaves))
-        made = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-        ct = only(op, jax.tree.unflatten(tree, made), at)
-    ours = Ours(op, case, impl)
-    first = results(ours, inputs, ct)
-    for _ in range(times - 1):
-        for name, a, b in zip(op.results, first, results(ours, inputs, ct), strict=False):
+        shapes_flat, tree = jax.tree.flatten(shapes)
+        keys = jax.random.split(jax.random.key(2), len(shapes_flat))
+        leaves = [
+            jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, shapes_flat, strict=True)
+        ]
+        ct = mask_cotangents(op, jax.tree.unflatten(tree, leaves), row_ids)
+    jitted = JittedOp(op, case, impl)
+    first_results = run_passes(jitted, inputs, ct)
+    for _ in range(repeats - 1):
+        for name, a, b in zip(
+            op.results, first_results, run_passes(jitted, inputs, ct), strict=False
+        ):
             if not bool(_same_bits(a, b)):
-                return f"{name} has other bits in another call with the same inputs"
-    gradients = zip(op.results[-op.differentiated :], first[-op.differentiated :], strict=True)
+                return f"{name} has different bits in two calls with the same inputs"
+    gradients = zip(
+        op.results[-op.differentiated :], first_results[-op.differentiated :], strict=True
+    )
     for name, x in gradients if ct is not None else ():
         if not bool(jnp.all(jnp.isfinite(x))):
             return f"{name} is not finite everywhere"
-    got = looked_at(op, first, at)
-    plain, right = references(op, case, inputs, ct, at)
+    actual = select_compared(op, first_results, row_ids)
+    naive, expected = run_references(op, case, inputs, ct, row_ids)
     outputs = len(op.results) - op.differentiated
-    return compare.fault(op.results, got, plain, right, dtype, outputs)
+    return compare.find_wrong_result(op.results, actual, naive, expected, dtype, outputs)
 
 
 @jax.jit
@@ -139,7 +150,7 @@ def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.all(a == b)
 
 
-def results(ours: Ours, inputs: tuple[Any, ...], ct: Any) -> list[Any]:
-    """Outputs, then gradients."""
-    runs = ours.passes(inputs, ct)
+def run_passes(jitted: JittedOp, inputs: tuple[Any, ...], ct: Any) -> list[Any]:
+    """Run the passes and return the outputs, then the gradients."""
+    runs = jitted.passes(inputs, ct)
     return [x for run in runs.values() for x in jax.block_until_ready(jax.tree.leaves(run()))]

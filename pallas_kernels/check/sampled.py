@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some rows of a call of any size, and what the reference says of them, a piece at a time.
+"""Compare sampled rows of a call of any size with the reference, computed piece by piece.
 
-With cotangents that are 0 outside the sampled rows every gradient is the reference's over those
-rows alone, gradients of what all rows share (keys, matrices, the head) included. Each stripe of
-rows gives one, so that no tile of a kernel goes unseen: 131,072 rows are looked at in one of 64.
-Next: one.py.
+With cotangents that are 0 outside the sampled rows, every gradient equals the reference's gradient
+over those rows alone; this includes gradients of inputs that all rows share (keys, matrices, the
+head). One row is sampled from each stripe of rows, so that every tile of a kernel is checked: of
+131,072 rows, one in 64 is compared. Next: one.py.
 """
 
 from functools import partial
@@ -14,203 +14,226 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench.measure import Ours
-from pallas_kernels.bench.ops import Op, float32
+from pallas_kernels.bench.measure import JittedOp
+from pallas_kernels.bench.ops import Op, cast_float32
 
-ROWS = 2048  # stripes
-SCORES = 2**26  # entries of the reference's largest array, about
-SHARED = 2**28  # numbers of the shared inputs that a piece takes
-CALL = 2**22  # what a call costs beside its work, in entries of that array
+N_STRIPES = 2048  # stripes of rows, one sampled row each
+MAX_SCORES = 2**26  # entries of the reference's largest array, approximately
+MAX_SHARED = 2**28  # numbers of the shared inputs in a piece
+CALL_COST = 2**22  # overhead of a call, in entries of the largest array
 
 
 class Piece(NamedTuple):
-    """Rows of the sample, and where what they need of the shared inputs begins."""
+    """Rows start … stop − 1 of the sample; they need entries of the shared inputs from `low` on."""
 
     start: int
     stop: int
     low: int
 
 
-class Cut(NamedTuple):
-    """A sample in pieces that are alike: one program computes them all."""
+class SampleSplit(NamedTuple):
+    """A sample split into pieces of equal shape, so that one program computes them all."""
 
     pieces: tuple[Piece, ...]
-    rows: int  # of a piece, the last ones filled up
-    entries: int  # of the shared inputs that it takes, where a row needs a part of them
+    rows: int  # of each piece, the last one padded
+    entries: int  # of the shared inputs in each piece, where a row needs a part of them
 
 
-def stripes(n: int, most: int, seed: int = 0) -> np.ndarray:
-    """One of each of `most` stripes of n, the last of all among them; all where there are few."""
-    if n <= most:
+def sample_stripes(n: int, max_count: int, seed: int = 0) -> np.ndarray:
+    """One index of each of `max_count` stripes of n, and the last index; all if n is small."""
+    if n <= max_count:
         return np.arange(n)
-    edges = np.arange(most + 1) * n // most
+    edges = np.arange(max_count + 1) * n // max_count
     return np.append(np.random.default_rng(seed).integers(edges[:-2], edges[1:-1]), n - 1)
 
 
-def sample(op: Op, inputs: tuple[Any, ...], most: int = ROWS) -> np.ndarray:
-    """Rows in ascending order: one of each stripe, and the first and the last of each group."""
+def sample_rows(op: Op, inputs: tuple[Any, ...], max_count: int = N_STRIPES) -> np.ndarray:
+    """Sampled rows in ascending order: one of each stripe, and each group's first and last."""
     rows = inputs[0].shape[op.rows.axis]
-    at = stripes(rows, most)
+    row_ids = sample_stripes(rows, max_count)
     if op.rows.sizes is not None:
         ends = np.cumsum(np.asarray(inputs[op.rows.sizes]))
         borders = np.concatenate([ends - 1, ends, [0]])
-        at = np.union1d(at, borders[(borders >= 0) & (borders < rows)])
-    return at
+        row_ids = np.union1d(row_ids, borders[(borders >= 0) & (borders < rows)])
+    return row_ids
 
 
-def only(op: Op, cotangents: Any, at: np.ndarray) -> Any:
-    """An operation's cotangents, 0 outside the sampled rows."""
+def mask_cotangents(op: Op, cotangents: Any, row_ids: np.ndarray) -> Any:
+    """Set an operation's cotangents to 0 outside the sampled rows."""
     axis = op.rows.axis
 
     def masked(x: Any) -> Any:
         mask = np.zeros([x.shape[axis] if i == axis else 1 for i in range(x.ndim)], bool)
-        np.put(mask, at, True)
+        np.put(mask, row_ids, True)
         return jnp.where(mask, x, jnp.zeros_like(x))
 
     return jax.tree.map(masked, cotangents)
 
 
-def looked_at(op: Op, results: Any, at: np.ndarray) -> list[Any]:
-    """Of each result what is compared: the sampled rows, of what rows share some or all of it."""
+def select_compared(op: Op, results: Any, row_ids: np.ndarray) -> list[Any]:
+    """Select the compared part of each result: sampled rows, or entries of a shared gradient."""
     return [
         None if x is None
-        else _array(x).take(at, op.rows.axis) if name in op.rows.results
-        else _look(op, name, _array(x))
+        else _as_array(x).take(row_ids, op.rows.axis) if name in op.rows.results
+        else _select_entries(op, name, _as_array(x))
         for name, x in zip(op.results, results, strict=False)
     ]  # fmt: skip
 
 
-def _array(x: Any) -> Any:
+def _as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
-def _look(op: Op, name: str, x: Any) -> Any:
-    axis, most = op.rows.looked_at.get(name, (0, x.size))
-    return x if x.shape[axis : axis + 1] <= (most,) else x.take(stripes(x.shape[axis], most), axis)
+def _select_entries(op: Op, name: str, x: Any) -> Any:
+    axis, max_count = op.rows.compared.get(name, (0, x.size))
+    return (
+        x
+        if x.shape[axis : axis + 1] <= (max_count,)
+        else x.take(sample_stripes(x.shape[axis], max_count), axis)
+    )
 
 
-def references(
-    op: Op, case: Any, inputs: tuple[Any, ...], cotangents: Any, at: np.ndarray
+def run_references(
+    op: Op, case: Any, inputs: tuple[Any, ...], cotangents: Any, row_ids: np.ndarray
 ) -> tuple[list[Any], list[Any]]:
-    """What is compared of the reference in the dtype of the inputs, and in float32 (what is right).
+    """The compared part of the reference, in the inputs' dtype (naive) and in float32 (expected).
 
-    `cotangents` are 0 outside the sampled rows, or None. Outputs, then gradients.
+    `cotangents` are 0 outside the sampled rows, or None. Both lists have outputs, then gradients.
     """
-    reference, cut = Ours(op, case, "reference"), _cut(op, case, inputs, at)
-    plain, right = _Sums(op, inputs), _Sums(op, inputs)
-    for piece in cut.pieces:
-        few, ct = _inputs(op, inputs, at, cut, piece), _cotangents(op, cotangents, at, cut, piece)
-        plain.add(piece, _run(reference, few, ct))
-        # Partial results in float32: TPUs and GPUs would else round the reference's own products.
+    reference, split = JittedOp(op, case, "reference"), _split_sample(op, case, inputs, row_ids)
+    naive, expected = _PieceSums(op, inputs), _PieceSums(op, inputs)
+    for piece in split.pieces:
+        piece_inputs, ct = (
+            _piece_inputs(op, inputs, row_ids, split, piece),
+            _piece_cotangents(op, cotangents, row_ids, split, piece),
+        )
+        naive.add(piece, _run_passes(reference, piece_inputs, ct))
+        # Without this, TPUs and GPUs would round the operands of the reference's products.
         with jax.default_matmul_precision("highest"):
-            right.add(piece, _run(reference, float32(few), None if ct is None else float32(ct)))
-    return plain.found(), right.found()
+            expected.add(
+                piece,
+                _run_passes(
+                    reference, cast_float32(piece_inputs), None if ct is None else cast_float32(ct)
+                ),
+            )
+    return naive.results(), expected.results()
 
 
-def _run(side: Ours, inputs: tuple[Any, ...], cotangents: Any) -> list[Any]:
+def _run_passes(side: JittedOp, inputs: tuple[Any, ...], cotangents: Any) -> list[Any]:
     ct = cotangents if cotangents is None else cotangents[0]
     return [x for run in side.passes(inputs, ct).values() for x in jax.tree.leaves(run())]
 
 
-def _cut(op: Op, case: Any, inputs: tuple[Any, ...], at: np.ndarray) -> Cut:
-    """Those of the least work that the reference can hold; in single rows where it holds none."""
-    here, n = op.rows, len(at)
-    scores, of, each = here.scores(inputs), 1, 0
+def _split_sample(op: Op, case: Any, inputs: tuple[Any, ...], row_ids: np.ndarray) -> SampleSplit:
+    """Find the split with the least work that fits the reference; single rows if none fits."""
+    layout, n = op.rows, len(row_ids)
+    scores, n_entries, entry_size = layout.scores(inputs), 1, 0
     low, high = np.zeros(n, int), np.ones(n, int)
-    if here.spans is not None:
-        low, high = here.spans(case, inputs, at)
-        leaves = jax.tree.leaves([inputs[i] for i in here.shared])
-        of = min(x.shape[here.axis] for x in leaves)
-        each = sum(x.size for x in leaves) // of
-    best, least = None, np.inf
+    if layout.spans is not None:
+        low, high = layout.spans(case, inputs, row_ids)
+        leaves = jax.tree.leaves([inputs[i] for i in layout.shared])
+        n_entries = min(x.shape[layout.axis] for x in leaves)
+        entry_size = sum(x.size for x in leaves) // n_entries
+    best_split, min_work = None, np.inf
     for rows in (1 << i for i in range(n.bit_length() + 1)):
         starts = np.arange(0, n, rows)
-        lows = np.minimum(np.minimum.reduceat(low, starts), of - 1)
+        lows = np.minimum(np.minimum.reduceat(low, starts), n_entries - 1)
         entries = max(1, int((np.maximum.reduceat(high, starts) - lows).max()))
-        work = len(starts) * (rows * entries * scores + CALL)
-        fits = rows * entries * scores <= SCORES and entries * each <= SHARED
-        if best is None or (fits and work < least):
-            pieces = (Piece(i, min(i + rows, n), min(x, of - entries))
+        work = len(starts) * (rows * entries * scores + CALL_COST)
+        fits = rows * entries * scores <= MAX_SCORES and entries * entry_size <= MAX_SHARED
+        if best_split is None or (fits and work < min_work):
+            pieces = (Piece(i, min(i + rows, n), min(x, n_entries - entries))
                       for i, x in zip(starts.tolist(), lows.tolist(), strict=True))  # fmt: skip
-            best, least = Cut(tuple(pieces), rows, entries), work if fits else np.inf
-    assert best is not None
-    return best
+            best_split, min_work = (
+                SampleSplit(tuple(pieces), rows, entries),
+                work if fits else np.inf,
+            )
+    assert best_split is not None
+    return best_split
 
 
-def _inputs(
-    op: Op, inputs: tuple[Any, ...], at: np.ndarray, cut: Cut, piece: Piece
+def _piece_inputs(
+    op: Op, inputs: tuple[Any, ...], row_ids: np.ndarray, split: SampleSplit, piece: Piece
 ) -> tuple[Any, ...]:
-    """The same call with these rows only, and with what they need."""
-    here, made = op.rows, list(inputs)
-    rows = _filled(at[piece.start : piece.stop], cut.rows)
-    for i in here.inputs:
-        made[i] = inputs[i].take(rows, here.axis)
-    for i in here.shared:
-        made[i] = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, piece.low, cut.entries, here.axis), inputs[i]
+    """The inputs of a call with the rows of this piece and the shared entries that they need."""
+    layout, piece_inputs = op.rows, list(inputs)
+    rows = _pad_rows(row_ids[piece.start : piece.stop], split.rows)
+    for i in layout.inputs:
+        piece_inputs[i] = inputs[i].take(rows, layout.axis)
+    for i in layout.shared:
+        piece_inputs[i] = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, piece.low, split.entries, layout.axis),
+            inputs[i],
         )
-    if here.sizes is not None:
-        ends = np.cumsum(np.asarray(inputs[here.sizes]))
-        owner = np.searchsorted(ends, at[piece.start : piece.stop], "right")
-        counts = np.bincount(owner, minlength=len(ends))[piece.low : piece.low + cut.entries]
-        made[here.sizes] = jnp.asarray(counts, jnp.int32)
-    return tuple(made)
+    if layout.sizes is not None:
+        ends = np.cumsum(np.asarray(inputs[layout.sizes]))
+        owner = np.searchsorted(ends, row_ids[piece.start : piece.stop], "right")
+        counts = np.bincount(owner, minlength=len(ends))[piece.low : piece.low + split.entries]
+        piece_inputs[layout.sizes] = jnp.asarray(counts, jnp.int32)
+    return tuple(piece_inputs)
 
 
-def _filled(rows: np.ndarray, n: int) -> np.ndarray:
+def _pad_rows(rows: np.ndarray, n: int) -> np.ndarray:
     return np.append(rows, np.full(n - len(rows), rows[-1]))
 
 
-def _cotangents(op: Op, cotangents: Any, at: np.ndarray, cut: Cut, piece: Piece) -> Any:
-    """One in a tuple, for the rows of a piece; None where there are none."""
+def _piece_cotangents(
+    op: Op, cotangents: Any, row_ids: np.ndarray, split: SampleSplit, piece: Piece
+) -> Any:
+    """The cotangents of a piece, in a tuple; None if there are none."""
     if cotangents is None:
         return None
-    rows, count = _filled(at[piece.start : piece.stop], cut.rows), piece.stop - piece.start
-    taken = jax.tree.map(lambda x: x.take(rows, op.rows.axis), cotangents)
-    return (only(op, taken, np.arange(count)),)
+    rows, count = _pad_rows(row_ids[piece.start : piece.stop], split.rows), piece.stop - piece.start
+    piece_ct = jax.tree.map(lambda x: x.take(rows, op.rows.axis), cotangents)
+    return (mask_cotangents(op, piece_ct, np.arange(count)),)
 
 
-class _Sums:
-    """The results of the pieces side by side, or added up where rows share them."""
+class _PieceSums:
+    """Results of the pieces: concatenated for rows, summed for gradients that rows share."""
 
     def __init__(self, op: Op, inputs: tuple[Any, ...]) -> None:
         self.op, self.inputs = op, inputs
         self.parts: dict[str, Any] = {name: [] for name in op.rows.results}
 
     def add(self, piece: Piece, results: list[Any]) -> None:
-        here, count = self.op.rows, piece.stop - piece.start
+        layout, count = self.op.rows, piece.stop - piece.start
         for name, x in zip(self.op.results, results, strict=True):
-            if name in here.results:
-                self.parts[name].append(np.asarray(x.take(np.arange(count), here.axis)))
+            if name in layout.results:
+                self.parts[name].append(np.asarray(x.take(np.arange(count), layout.axis)))
                 continue
-            apart = name in here.gradients
-            if not apart or here.looked_at.get(name, (None,))[0] != here.axis:
-                x = _look(self.op, name, x)
+            per_entry = name in layout.gradients
+            if not per_entry or layout.compared.get(name, (None,))[0] != layout.axis:
+                x = _select_entries(self.op, name, x)
             if name not in self.parts:
                 shape = list(x.shape)
-                if apart:
-                    shape[here.axis] = self._entries()
+                if per_entry:
+                    shape[layout.axis] = self._count_entries()
                 self.parts[name] = x.dtype, jnp.zeros(shape, jnp.float32)
             dtype, total = self.parts[name]
-            low = piece.low if apart else 0
-            self.parts[name] = dtype, _added(total, x, low, axis=here.axis if apart else 0)
+            low = piece.low if per_entry else 0
+            self.parts[name] = (
+                dtype,
+                _add_slice(total, x, low, axis=layout.axis if per_entry else 0),
+            )
 
-    def _entries(self) -> int:
+    def _count_entries(self) -> int:
         return jax.tree.leaves(self.inputs[self.op.rows.shared[0]])[0].shape[self.op.rows.axis]
 
-    def found(self) -> list[Any]:
-        here, made = self.op.rows, []
+    def results(self) -> list[Any]:
+        layout, results = self.op.rows, []
         for name in (x for x in self.op.results if x in self.parts):
             part = self.parts[name]
-            if name in here.results:
-                made.append(np.concatenate(part, here.axis))
+            if name in layout.results:
+                results.append(np.concatenate(part, layout.axis))
             else:
-                whole = part[1].astype(part[0])
-                made.append(_look(self.op, name, whole) if name in here.gradients else whole)
-        return made
+                total = part[1].astype(part[0])
+                results.append(
+                    _select_entries(self.op, name, total) if name in layout.gradients else total
+                )
+        return results
 
 
 @partial(jax.jit, static_argnames="axis", donate_argnums=0)
-def _added(total: jax.Array, x: jax.Array, low: Any, *, axis: int) -> jax.Array:
-    here = jax.lax.dynamic_slice_in_dim(total, low, x.shape[axis], axis)
-    return jax.lax.dynamic_update_slice_in_dim(total, here + x.astype(total.dtype), low, axis)
+def _add_slice(total: jax.Array, x: jax.Array, low: Any, *, axis: int) -> jax.Array:
+    previous = jax.lax.dynamic_slice_in_dim(total, low, x.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(total, previous + x.astype(total.dtype), low, axis)

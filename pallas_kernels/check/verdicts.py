@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on kernels, one file each in the user's cache folder, by all that they depend on.
+"""Stored verdicts on kernels: one file each in the user's cache folder, keyed by all inputs.
 
-Next: choice.py, which asks for them.
+Next: choice.py, which uses them.
 """
 
 import hashlib
@@ -16,80 +16,89 @@ Key = dict[str, Any]
 
 
 class KernelVerdict(NamedTuple):
-    """Of one operation in one implementation on one chip."""
+    """The result of checking one implementation of one operation on one device.
 
-    kind: str  # right; wrong (errs, hangs, dies); refuses (these shapes, this chip); or unknown,
-    # where the machine stood in the way, which is not kept
+    kind: right; wrong (errors, a hang, a crash); refuses (unsupported shapes or device); or
+    unknown, if the machine prevented the check, which is not stored.
+    """
+
+    kind: str
     reason: str
 
     @property
-    def right(self) -> bool:
+    def is_right(self) -> bool:
         return self.kind == "right"
 
 
-def folder() -> Path:
+def verdict_folder() -> Path:
     """$XDG_CACHE_HOME/pallas_kernels, or ~/.cache/pallas_kernels."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
     return root / "pallas_kernels"
 
 
-def key(
+def verdict_key(
     chip: Mapping[str, str], operation: str, impl: str, dtype: str,
     real: Sequence[Mapping[str, Any]] | None,
 ) -> Key:  # fmt: skip
-    """All that a verdict depends on: chip, versions, the kernels' source, and what was asked."""
+    """Everything that a verdict depends on: device, versions, the kernels' source, the request."""
     sizes = real and list(map(dict, real))
-    asked = {"operation": operation, "impl": impl, "dtype": dtype, "real": sizes}
-    return json.loads(json.dumps({**chip, "source": source(), **asked}))  # as a file has it
+    request = {"operation": operation, "impl": impl, "dtype": dtype, "real": sizes}
+    return json.loads(json.dumps({**chip, "source": source_digest(), **request}))  # tuples: lists
 
 
-def source() -> str:
-    """A digest of every file of this package."""
-    found = hashlib.sha256()
+def source_digest() -> str:
+    """Digest of every Python file of this package."""
+    digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)} ".encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(f"{path.relative_to(root)} ".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def path_of(where: Path, of: Key) -> Path:
+def verdict_path(folder: Path, key: Key) -> Path:
     """The file of a key."""
-    name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
-    return where / f"{of['operation']}-{of['impl'].replace(':', '.')}-{name}.json"
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"{key['operation']}-{key['impl'].replace(':', '.')}-{name}.json"
 
 
-def kept(where: Path, of: Key, tell: Callable[[str], None] = print) -> KernelVerdict | None:
-    """The verdict on file; None where there is none, or, which is told, none that can be used."""
-    path = path_of(where, of)
+def load_verdict(
+    folder: Path, key: Key, log_line: Callable[[str], None] = print
+) -> KernelVerdict | None:
+    """Load a stored verdict; None if there is none, or, with a log line, if it cannot be used."""
+    path = verdict_path(folder, key)
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        tell(f"{path} cannot be read ({error}); {of['operation']} is checked again")
+        log_line(f"cannot read {path} ({error}); checking {key['operation']} again")
         return None
     try:
         verdict = KernelVerdict(record["verdict"]["kind"], record["verdict"]["reason"])
-        differs = [name for name in of if record["key"].get(name) != of[name]]
-        sound = verdict.kind in ("right", "wrong", "refuses") and isinstance(verdict.reason, str)
+        differs = [name for name in key if record["key"].get(name) != key[name]]
+        valid = verdict.kind in ("right", "wrong", "refuses") and isinstance(verdict.reason, str)
     except (AttributeError, KeyError, TypeError):
-        differs, sound = [], False
-    if not sound or differs:
-        what = f"is of another {', '.join(differs)}" if differs else "does not hold a verdict"
-        tell(f"{path} {what}; {of['operation']} is checked again")
+        differs, valid = [], False
+    if not valid or differs:
+        problem = f"has a different {', '.join(differs)}" if differs else "contains no verdict"
+        log_line(f"{path} {problem}; checking {key['operation']} again")
         return None
     return verdict
 
 
-def keep(where: Path, of: Key, verdict: KernelVerdict, tell: Callable[[str], None] = print) -> None:
-    """Write the file whole or not at all; a folder that takes none is told of."""
-    path = path_of(where, of)
-    record = {"key": of, "verdict": verdict._asdict()}
+def save_verdict(
+    folder: Path, key: Key, verdict: KernelVerdict, log_line: Callable[[str], None] = print
+) -> None:
+    """Write the file atomically; if the folder is not writable, log a line and continue."""
+    path = verdict_path(folder, key)
+    record = {"key": key, "verdict": verdict._asdict()}
     try:
-        where.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=where, suffix=".tmp", delete=False) as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
             file.write(json.dumps(record, indent=1) + "\n")
         os.replace(file.name, path)
     except OSError as error:
-        tell(f"the verdict on {of['operation']} is not kept ({error}); the next run checks again")
+        log_line(
+            f"cannot store the verdict on {key['operation']} ({error}); the next run checks again"
+        )

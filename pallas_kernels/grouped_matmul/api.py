@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public grouped matmuls: check the shapes, pick an implementation. Next: `reference.py`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import floats, integers
-from pallas_kernels.dispatch import Impl, Implementation, lazily, pick
+from pallas_kernels.arguments import as_floats, as_integers
+from pallas_kernels.dispatch import (
+    Impl,
+    Implementation,
+    mosaic_implementations,
+    select_implementation,
+)
 from pallas_kernels.grouped_matmul import low_rank as low_rank_impls
 from pallas_kernels.grouped_matmul import reference, xla
 from pallas_kernels.grouped_matmul.low_rank import LowRank
@@ -20,39 +23,32 @@ from pallas_kernels.grouped_matmul.signature import (
     MatmulSwiglu,
 )
 
-
-def _mosaic(operation: str) -> dict[str, Implementation[Any]]:
-    """The Pallas kernels of an operation, by their names in pallas_gpu.py and pallas_tpu.py."""
-    return {
-        f"mosaic_{chip}": lazily(
-            f"pallas_kernels.grouped_matmul.pallas_{chip}", f"{operation}_mosaic_{chip}", (chip,),
-            f"{operation}_mosaic_{chip}_unsupported", proven=False,
-        )
-        for chip in ("gpu", "tpu")
-    }  # fmt: skip
-
-
-IMPLS: dict[str, Implementation[Matmul]] = _mosaic("grouped_matmul") | {
+_PACKAGE = "pallas_kernels.grouped_matmul"
+IMPLS: dict[str, Implementation[Matmul]] = mosaic_implementations(_PACKAGE, "grouped_matmul") | {
     "xla": Implementation(xla.grouped_matmul_xla, xla.grouped_matmul_xla_unsupported),
     "reference": Implementation(
         reference.grouped_matmul_reference, reference.grouped_matmul_reference_unsupported
     ),
 }
-SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = _mosaic("grouped_swiglu") | {
+SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic_implementations(
+    _PACKAGE, "grouped_swiglu"
+) | {
     "xla": Implementation(xla.grouped_swiglu_xla, xla.grouped_matmul_xla_unsupported),
     "reference": Implementation(
         reference.grouped_swiglu_reference, reference.grouped_matmul_reference_unsupported
     ),
 }
-LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = _mosaic("grouped_matmul_low_rank") | {
+LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = mosaic_implementations(
+    _PACKAGE, "grouped_matmul_low_rank"
+) | {
     "xla": Implementation(xla.grouped_matmul_low_rank_xla, xla.grouped_matmul_xla_unsupported),
     "reference": Implementation(
         low_rank_impls.grouped_matmul_low_rank_reference,
         reference.grouped_matmul_reference_unsupported,
     ),
 }
-LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = _mosaic(
-    "grouped_swiglu_low_rank"
+LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = mosaic_implementations(
+    _PACKAGE, "grouped_swiglu_low_rank"
 ) | {
     "xla": Implementation(
         low_rank_impls.grouped_swiglu_low_rank_xla, xla.grouped_matmul_xla_unsupported
@@ -90,9 +86,9 @@ def grouped_matmul(
     lhs_MD, rhs_EDF, group_sizes_E, bias_EF = _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
     if low_rank is not None:
         low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
-        matmul_fn = pick(impl, LOW_RANK_IMPLS, lhs_MD, rhs_EDF)
+        matmul_fn = select_implementation(impl, LOW_RANK_IMPLS, lhs_MD, rhs_EDF)
         return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank)
-    matmul_fn = pick(impl, IMPLS, lhs_MD, rhs_EDF)
+    matmul_fn = select_implementation(impl, IMPLS, lhs_MD, rhs_EDF)
     return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
@@ -127,16 +123,16 @@ def grouped_swiglu(
         )
     if low_rank is not None:
         low_rank = _check_low_rank(rhs_EDF, group_sizes_E.size, low_rank)
-        matmul_fn = pick(impl, LOW_RANK_SWIGLU_IMPLS, lhs_MD, rhs_EDF)
+        matmul_fn = select_implementation(impl, LOW_RANK_SWIGLU_IMPLS, lhs_MD, rhs_EDF)
         return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank, alpha, limit)
-    matmul_fn = pick(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
+    matmul_fn = select_implementation(impl, SWIGLU_IMPLS, lhs_MD, rhs_EDF)
     return matmul_fn(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
 
 def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
-    lhs_MD, four_bits = floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
-    rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else floats("rhs", rhs_EDF)
-    bias_EF = None if bias_EF is None else floats("bias", bias_EF)
+    lhs_MD, four_bits = as_floats("lhs", lhs_MD), isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
+    rhs_EDF = jax.tree.map(jnp.asarray, rhs_EDF) if four_bits else as_floats("rhs", rhs_EDF)
+    bias_EF = None if bias_EF is None else as_floats("bias", bias_EF)
     if lhs_MD.ndim != 2 or len(rhs_EDF.shape) != 3 or rhs_EDF.shape[0] == 0:
         raise ValueError(
             "lhs must be [rows, columns] and rhs one or more matrices, [groups, lhs columns, "
@@ -157,7 +153,7 @@ def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
                 f"{GROUP} rows; got {matrices.scales_EDF.shape}. Make it with "
                 "mxfp4.mxfp4_from_released."
             )
-    group_sizes_E = integers("group_sizes", group_sizes_E)
+    group_sizes_E = as_integers("group_sizes", group_sizes_E)
     n_groups = n_matrices if first is None else min(n_matrices, group_sizes_E.size)
     if group_sizes_E.shape != (n_groups,):
         raise ValueError(
@@ -173,7 +169,7 @@ def _check_args(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
 
 
 def _check_low_rank(rhs_EDF, n_groups, low_rank):
-    a_ERD, b_ERF = floats("low_rank.a", low_rank.a_ERD), floats("low_rank.b", low_rank.b_ERF)
+    a_ERD, b_ERF = as_floats("low_rank.a", low_rank.a_ERD), as_floats("low_rank.b", low_rank.b_ERF)
     _, width, out_width = rhs_EDF.shape
     rank = a_ERD.shape[1] if a_ERD.ndim == 3 else 0
     expected = (n_groups, rank, width), (n_groups, rank, out_width)

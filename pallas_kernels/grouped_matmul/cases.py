@@ -67,7 +67,7 @@ LONG_CASES = (
 def matmul_shapes(
     case: MatmulCase, dtype: DTypeLike = jnp.bfloat16
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of `make_matmul_inputs`, for compilers."""
+    """Shapes and dtypes of `init_matmul_inputs`, for compilers."""
     n_groups = len(case.group_sizes)
     return (
         jax.ShapeDtypeStruct((case.M, case.D), dtype),
@@ -77,7 +77,7 @@ def matmul_shapes(
     )
 
 
-def make_matmul_inputs(
+def init_matmul_inputs(
     case: MatmulCase, dtype: DTypeLike = jnp.float32, seed: int | Int[Array, ""] = 0
 ) -> tuple[Float[Array, "M D"], Float[Array, "E D F"], Int[Array, " E"], Float[Array, "E F"]]:
     """Normal lhs_MD, rhs_EDF (scaled by D**-0.5) and bias_EF, with the case's group sizes."""

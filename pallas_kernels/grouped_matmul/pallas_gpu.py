@@ -172,8 +172,8 @@ def grouped_matmul_mosaic_gpu_unsupported(
     lhs_MD: Array, rhs_EDF: Array | Mxfp4 | Mxfp4Part, *_arrays: Array
 ) -> str | None:
     """Return the reason why the kernels cannot run, or None."""
-    if not target().hopper:
-        return f"it needs a Hopper GPU (wgmma); this is {target().kind}"
+    if not target_device().is_hopper:
+        return f"it needs a Hopper GPU (wgmma); this is {target_device().kind}"
     if isinstance(rhs_EDF, _PACKED):
         if lhs_MD.dtype != jnp.bfloat16:
             return f"four-bit matrices are decoded to bfloat16, but lhs is {lhs_MD.dtype}"

@@ -198,7 +198,7 @@ def grouped_swiglu_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:
 
 
 def _find_unsupported(lhs_MD, rhs_EDF, halves):
-    if reason := tpu.unsupported():
+    if reason := tpu.tpu_unsupported():
         return reason
     _, width, columns = rhs_EDF.shape
     if lhs_MD.dtype not in (jnp.bfloat16, jnp.float32):

@@ -44,7 +44,7 @@ def plan_rows(rhs_EDF, itemsize: int, *, transposed: bool, halves: bool = False)
 
 def dot_tpu(a, b, contract):
     """Product with float32 sums; float32 inputs are not rounded to bfloat16 first."""
-    precision = products(a.dtype)
+    precision = matmul_precision(a.dtype)
     return lax.dot_general(
         a, b, (contract, ((), ())), preferred_element_type=jnp.float32, precision=precision
     )

@@ -70,11 +70,13 @@ def multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter=None,
         narrow = None if adapter is None else _matrix_of_group(adapter[1], e, lhs_MD.dtype)
 
         def add_tile(start, valid_R1, out):
-            y = dot(lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,)))
+            y = dot_float32(
+                lax.dynamic_slice_in_dim(lhs_MD, start, rows), rhs, ((1,), (rhs_axis - 1,))
+            )
             y = y if bias is None else y + bias.astype(jnp.float32)
             if adapter is not None and narrow is not None:
                 low = lax.dynamic_slice_in_dim(adapter[0], start, rows)
-                y = y + adapter[2] * dot(low, narrow, ((1,), (0,)))
+                y = y + adapter[2] * dot_float32(low, narrow, ((1,), (0,)))
             y = jnp.where(valid_R1, y, lax.dynamic_slice_in_dim(out, start, rows))
             return lax.dynamic_update_slice_in_dim(out, y, start, 0)
 

@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul import signature as sig
 from pallas_kernels.grouped_matmul.low_rank import LowRank
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 from pallas_kernels.tiles import ROWS as TOKENS
-from pallas_kernels.tiles import in_tiles
+from pallas_kernels.tiles import map_tiles
 
 ROWS = 16  # rows of every tile, a group's last one included
 
@@ -46,7 +46,7 @@ def grouped_swiglu_xla_invariant(
     sums = grouped_matmul_xla_invariant(
         lhs_MD, rhs_EDF, group_sizes_E, bias_EF=bias_EF, low_rank=low_rank
     )
-    return in_tiles(partial(_activate_tile, alpha, limit), sums)
+    return map_tiles(partial(_activate_tile, alpha, limit), sums)
 
 
 def _activate_tile(alpha: float, limit: float, sums_MF: Array, _: tuple[()]) -> Array:
@@ -95,17 +95,17 @@ _low_rank_invariant.defvjp(_low_rank_invariant_forward, xla.low_rank_xla_backwar
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def combine_rows_invariant(
+def combine_rows_xla_invariant(
     y_SD: Float[Array, "MA D"], inverse: Int[Array, " MA"], weights_MA: Float[Array, "M A"],
     size: int = TOKENS, min_iterations: int = 1,
 ) -> Float[Array, "M D"]:  # fmt: skip
-    """Batch-invariant `routing.combine_rows`; `size` and `min_iterations` as of `in_tiles`.
+    """Batch-invariant `routing.combine_rows`; `size` and `min_iterations` as of `map_tiles`.
 
     Numerics: float32 products, added in the order of the choices.
     """
     y_MAD = y_SD.at[inverse].get(mode="promise_in_bounds")
     y_MAD = y_MAD.reshape(*weights_MA.shape, y_SD.shape[1])
-    return in_tiles(_combine_tile, (y_MAD, weights_MA), size=size, least=min_iterations)
+    return map_tiles(_combine_tile, (y_MAD, weights_MA), size=size, min_iterations=min_iterations)
 
 
 def _combine_tile(rows: tuple[Array, Array], _: tuple[()]) -> Array:
@@ -115,7 +115,7 @@ def _combine_tile(rows: tuple[Array, Array], _: tuple[()]) -> Array:
 
 
 def _combine_invariant_forward(y_SD, inverse, weights_MA, size, min_iterations):
-    return combine_rows_invariant(y_SD, inverse, weights_MA, size, min_iterations), (
+    return combine_rows_xla_invariant(y_SD, inverse, weights_MA, size, min_iterations), (
         y_SD,
         inverse,
         weights_MA,
@@ -126,4 +126,4 @@ def _combine_invariant_backward(_size, _min_iterations, saved, dout_MD):
     return routing.combine_rows_backward(saved, dout_MD)
 
 
-combine_rows_invariant.defvjp(_combine_invariant_forward, _combine_invariant_backward)
+combine_rows_xla_invariant.defvjp(_combine_invariant_forward, _combine_invariant_backward)

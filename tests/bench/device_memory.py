@@ -31,9 +31,9 @@ from jaxmoe.config_file import load_config, override
 from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.sharding import make_one_device_mesh
-from jaxmoe.plan.compiled import base_in_step
-from jaxmoe.plan.kernels import kernels_on
-from jaxmoe.plan.sampler import compiled_wave
+from jaxmoe.plan.compiled import step_base_shapes
+from jaxmoe.plan.kernels import choose_mesh_kernels
+from jaxmoe.plan.sampler import compile_sampler
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.programs import batch_shapes, rl_program, warmup_optimizer
@@ -101,17 +101,17 @@ def step(cfg: Config, chip: str) -> jax.stages.Compiled:
     """The step of RL."""
     mesh = device(chip)
     a, tx = algorithm_from_config(cfg), rl_optimizer(cfg)
-    ops = make_ops(cfg, kernels_on(cfg, mesh).impls)
+    ops = make_ops(cfg, choose_mesh_kernels(cfg, mesh).impls)
     state = stage_shapes(cfg, warmup_optimizer(cfg), tx, mesh)["rl"]
     program = rl_program(cfg, ops, mesh, a, tx, state)
-    given = lying(mesh, (state, *batch_shapes(cfg, a), base_in_step(cfg)))
+    given = lying(mesh, (state, *batch_shapes(cfg, a), step_base_shapes(cfg)))
     return compile_on(mesh, program.fn, *given, **program.options)
 
 
 def scoring(cfg: Config, chip: str) -> jax.stages.Compiled:
     """Log-probs of the whole batch, as a step scores them before its first update."""
     mesh, a = device(chip), algorithm_from_config(cfg)
-    ops = make_ops(cfg, kernels_on(cfg, mesh).impls)
+    ops = make_ops(cfg, choose_mesh_kernels(cfg, mesh).impls)
     scorer = Scorer(cfg.model, ops, cfg.rollout.temperature, "none", cfg.lora.scales)
     state = stage_shapes(cfg, warmup_optimizer(cfg), rl_optimizer(cfg), mesh)["rl"]
 
@@ -121,7 +121,7 @@ def scoring(cfg: Config, chip: str) -> jax.stages.Compiled:
             beside, batch, a, scorer, cfg.optim.microbatches, policy=True
         ).old_logp_BT
 
-    given = lying(mesh, (state.params, batch_shapes(cfg, a)[0], base_in_step(cfg)))
+    given = lying(mesh, (state.params, batch_shapes(cfg, a)[0], step_base_shapes(cfg)))
     return compile_on(mesh, run, *given)
 
 
@@ -196,7 +196,7 @@ def tell(name: str, cfg: Config, chip: str) -> str:
     """The cells of a program, or why it was refused."""
     if name == "sampling":
         mesh = device(chip)
-        wave: Any = compiled_wave(cfg, mesh, kernels_on(cfg, mesh).impls)
+        wave: Any = compile_sampler(cfg, mesh, choose_mesh_kernels(cfg, mesh).impls)
         if not hasattr(wave, "decode"):
             return f"refused: {gb(wave.needs)} of {gb(wave.there)} | | | |"
         both = f"prefill {gb(wave.prefill)}, decode {gb(wave.decode)}"

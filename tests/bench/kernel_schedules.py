@@ -88,14 +88,18 @@ PEERS = {  # words for each function, and what one turn of a main loop is of the
 def rows_of(chip: str, name: str, words: tuple[str, ...]) -> list[str]:
     """A line for each of the peer's kernels."""
     try:
-        found = schedule.compiled(chip, f"tests.bench.kernel_schedules:{name}", *words)
+        found = schedule.compile_in_child(chip, f"tests.bench.kernel_schedules:{name}", *words)
     except (RuntimeError, ValueError) as error:
         return [f"{name} {' '.join(words)}: refused: {error}"]
     if chip not in TPUS:
-        return [line for kernel in found.kernels for line in schedule_hopper.show(name, kernel)]
+        return [
+            line
+            for kernel in found.kernels
+            for line in schedule_hopper.format_hopper_kernel(name, kernel)
+        ]
     lines = []
     for kernel in found.kernels:
-        loop = max(schedule_tpu.walk(kernel.body), key=lambda x: kernel.slots(x[0], "MXU"))[0]
+        loop = max(schedule_tpu.walk_loops(kernel.body), key=lambda x: kernel.slots(x[0], "MXU"))[0]
         turn = [int(x) for x in words if x.isdigit()]
         if name == "splash":
             unit, count = "512 x 512", turn[0] ** 2 / 512**2

@@ -39,12 +39,12 @@ from jaxmoe.parallel.halo import halo_attention
 from jaxmoe.parallel.ring import ring_attention
 from jaxmoe.parallel.sequence import sequence_parallel, unzigzag, zigzag
 from jaxmoe.parallel.ulysses import ulysses_attention
-from jaxmoe.plan.collectives import sent
-from jaxmoe.plan.compiled import Step, compiled_step, mesh_on
-from jaxmoe.plan.kernels import kernels_on
+from jaxmoe.plan.collectives import sent_bytes
+from jaxmoe.plan.compiled import CompiledStep, compile_rl_step, mesh_on
+from jaxmoe.plan.kernels import choose_mesh_kernels
 from pallas_kernels import sink_attention
 from pallas_kernels.ahead_of_time import parse_topology
-from pallas_kernels.check.sampled import stripes
+from pallas_kernels.check.sampled import sample_stripes
 from tests.jaxmoe.parallel.test_mesh_step import compile_step
 
 SHARDS = 8
@@ -69,7 +69,7 @@ def arrays(T: int, N: int, K: int, H: int) -> Any:
     dice = np.random.default_rng(0)
     q, k, v, do = (jnp.asarray(dice.normal(size=(1, T, n, H)), jnp.float32) for n in (N, K, K, N))
     sampled = np.zeros((1, T, 1), bool)
-    sampled[0, stripes(T, 64)] = True
+    sampled[0, sample_stripes(T, 64)] = True
     dlse = jnp.where(sampled, jnp.asarray(dice.normal(size=(1, T, N)), jnp.float32), 0.0)
     time_T = np.arange(T)
     cut = T * 5 // 8
@@ -81,7 +81,7 @@ def arrays(T: int, N: int, K: int, H: int) -> Any:
 
 def exact(T: int, window: int | None, ct: Any, inputs: Any, places: Any) -> Any:
     """As `gradients`, o, lse and dq of the sampled rows alone, in float64."""
-    at = stripes(T, 64)
+    at = sample_stripes(T, 64)
     do, dlse = (np.asarray(x[0, at], np.float64) for x in ct)
     q, k, v, sink = (np.asarray(x, np.float64) for x in inputs)
     q, k, v = q[0, at], *(np.repeat(x[0], q.shape[2] // k.shape[2], axis=1) for x in (k, v))
@@ -150,7 +150,7 @@ def run(step: Any, shapes: Any, name: str, window: int | None, sizes: Any) -> li
     start = time.time()
     found = jax.block_until_ready(step(*given))
     seconds = time.time() - start
-    rows, errors = stripes(sizes[0], 64), []
+    rows, errors = sample_stripes(sizes[0], 64), []
     for i, (x, want) in enumerate(zip(found, right, strict=True)):
         x = np.asarray(back(x) if x.ndim > 1 else x, np.float64)
         x = x[0, rows] if i < 3 else x[0] if x.ndim > 1 else x
@@ -193,14 +193,14 @@ def scaling(args: argparse.Namespace) -> None:
             here = args.on == "cpu"
             devices = jax.devices()[:n] if here else parse_topology(f"{args.on}:{n // 8}x8")[1]
             mesh = mesh_on(cfg, devices)
-            step = compiled_step(cfg, mesh, {} if here else kernels_on(cfg, mesh).impls)
-            assert isinstance(step, Step), "only libtpu refuses a size"
+            step = compile_rl_step(cfg, mesh, {} if here else choose_mesh_kernels(cfg, mesh).impls)
+            assert isinstance(step, CompiledStep), "only libtpu refuses a size"
             hosts, kinds = [i // 8 for i in range(n)], dict[str, float]()
             for one, times in step.collectives.items():
-                kinds[one.kind] = kinds.get(one.kind, 0) + one.sent * times / args.tokens
+                kinds[one.kind] = kinds.get(one.kind, 0) + one.sent_bytes * times / args.tokens
             outside = sum(x.to_other_hosts(hosts) * k for x, k in step.collectives.items())
             told = ", ".join(f"{name} {value:,.0f}" for name, value in sorted(kinds.items()))
-            points.append((n, sent(step.collectives) / args.tokens))
+            points.append((n, sent_bytes(step.collectives) / args.tokens))
             shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             cells = [shape, n, f"{points[-1][1]:,.0f}", f"{outside / args.tokens:,.0f}", told]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)

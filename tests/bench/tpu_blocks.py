@@ -32,7 +32,7 @@ def programs(sizes: str, window: str, backward: str) -> list[schedule.Program]:
     blocks.count_unrolled_heads = lambda *_: heads
     name = "window_20b" if int(window) else "full_120b"
     assert cases.get_attention_case(name).window == int(window)
-    forward, both = schedule.programs("sink_attention", name, "bfloat16")
+    forward, both = schedule.make_programs("sink_attention", name, "bfloat16")
     return [both if backward == "True" else forward]
 
 
@@ -49,14 +49,14 @@ def main() -> None:
     for sizes in args.blocks or (WINDOW if args.window else WHOLE):
         words = (sizes, str(args.window), str(args.backward))
         try:
-            found = schedule.compiled(args.chip, "tests.bench.tpu_blocks:programs", *words)
+            found = schedule.compile_in_child(args.chip, "tests.bench.tpu_blocks:programs", *words)
         except (RuntimeError, ValueError) as error:
             print(f"{args.chip} {sizes}: refused: {error}", flush=True)
             continue
         row = []
         for kernel in found.kernels:
             name = next(x for x in ("forward", "backward", "") if x in kernel.kernel)
-            counted = found.turns_of(kernel.kernel)
+            counted = found.find_counts(kernel.kernel)
             row.append(f"{name} {cost(args.chip, args.window, sizes, kernel, counted)}")
         print(f"{args.chip} {sizes}: " + ", ".join(row), flush=True)
 

@@ -11,11 +11,11 @@ from jaxmoe import doctor, eval, train
 from jaxmoe.checkpoint.same_run import check_resume
 from jaxmoe.config import KERNELS, ConfigError, to_json
 from jaxmoe.config_file import load_config, override
-from jaxmoe.kernels import decide, kernels_here, planned, sizes
+from jaxmoe.kernels import choose_run_kernels, decide_kernels, describe_kernels, run_cases
 from jaxmoe.model import abstract_params, forward, make_ops, plain_ops, sequence_logprobs
 from jaxmoe.model.cache import init_cache
 from pallas_kernels.check import child, one
-from pallas_kernels.check.choice import PLATFORMS, judge_here
+from pallas_kernels.check.choice import PLATFORMS, make_judge
 from pallas_kernels.check.verdicts import KernelVerdict
 from pallas_kernels.decode_attention import api as decoding
 from pallas_kernels.grouped_matmul import api as matmul
@@ -32,11 +32,14 @@ SMALL = [
     "--set", "data.held_out_rows=4", "--set", "data.train_rows=64",
 ]  # fmt: skip
 EXTENDED = pytest.mark.extended  # pallas_kernels/check has these faults by themselves
-RIGHT, WRONG = KernelVerdict("right", "5 cases"), KernelVerdict("wrong", "in ragged: o errs by 1")
+RIGHT, WRONG = (
+    KernelVerdict("right", "5 cases"),
+    KernelVerdict("wrong", "case ragged: o: relative error 1"),
+)
 
 
 def decided(cfg, chip=H200, **verdicts):
-    return decide(cfg, lambda: chip, lambda _: lambda _operation, impl: verdicts[impl])
+    return decide_kernels(cfg, lambda: chip, lambda _: lambda _operation, impl: verdicts[impl])
 
 
 def asked_of(ops, cfg, monkeypatch):
@@ -75,9 +78,9 @@ def test_a_name_reaches_every_operation_from_the_config_and_by_import(kernels, m
 
 
 def test_on_a_cpu_nothing_is_asked_and_the_pieces_are_the_plain_ones(monkeypatch, capsys):
-    monkeypatch.setattr(child, "ask", lambda *_: pytest.fail("a process was started"))
-    found = kernels_here(TINY)
-    found.tell()
+    monkeypatch.setattr(child, "run_child", lambda *_: pytest.fail("a process was started"))
+    found = choose_run_kernels(TINY)
+    found.print_decision()
     assert capsys.readouterr().out == "kernels  xla (this is a cpu)\n"
     assert set(found.impls.values()) == {"auto"} and not found.alerts
     ops = make_ops(TINY, found.impls)
@@ -94,30 +97,36 @@ def test_a_right_kernel_is_taken_with_xla_behind_it_for_other_shapes():
 def test_a_wrong_kernel_falls_back_with_an_alert_that_names_it():
     found = decided(TINY, mosaic_gpu=WRONG, triton=RIGHT)
     assert found.line.startswith(
-        "sink_attention triton (not mosaic_gpu: it is wrong in ragged: o errs by 1), "
-        "decode_attention xla (not mosaic_gpu: it is wrong in ragged"
+        "sink_attention triton (not mosaic_gpu: failed in case ragged: o: relative error 1), "
+        "decode_attention xla (not mosaic_gpu: failed in case ragged"
     )
     assert len(found.alerts) == len(PLATFORMS)
     assert found.alerts[0].startswith(
-        "sink_attention runs in triton and not in mosaic_gpu: it is wrong in ragged: o errs by 1. "
-        "It is checked again after rm "
+        "sink_attention uses triton instead of mosaic_gpu: failed in case ragged: o: relative "
+        "error 1. "
+        "To check it again type rm "
     )
     refuses = decided(TINY, mosaic_gpu=KernelVerdict("refuses", "head size 16"), triton=RIGHT)
-    assert "decode_attention xla (not mosaic_gpu: it refuses: head size 16)" in refuses.line
+    assert "decode_attention xla (not mosaic_gpu: unsupported: head size 16)" in refuses.line
     assert not refuses.alerts
 
 
 @pytest.mark.parametrize(
     "kernels, chip, verdict, said",
     [
-        ("mosaic_gpu", {"platform": "cpu"}, RIGHT, "it needs gpu, this is cpu"),
-        ("mosaic_tpu", H200, RIGHT, "it needs tpu, this is gpu"),
-        ("mosaic_gpu", H200, WRONG, "sink_attention: it is wrong in ragged: o errs by 1"),
+        ("mosaic_gpu", {"platform": "cpu"}, RIGHT, "it needs a gpu, but this machine has a cpu"),
+        ("mosaic_tpu", H200, RIGHT, "it needs a tpu, but this machine has a gpu"),
+        (
+            "mosaic_gpu",
+            H200,
+            WRONG,
+            "sink_attention: failed in case ragged: o: relative error 1",
+        ),
     ],
 )
 def test_a_named_kernel_that_cannot_be_had_is_refused(kernels, chip, verdict, said):
     cfg = override(TINY, f"kernels={kernels}")
-    with pytest.raises(ConfigError, match=f"^kernels={kernels} must be right.*{said}.*Try --set"):
+    with pytest.raises(ConfigError, match=f"^kernels={kernels} must be correct.*{said}.*Try --set"):
         decided(cfg, chip, **{kernels: verdict})
 
 
@@ -125,15 +134,19 @@ def test_a_device_that_cannot_be_opened_leaves_xla_with_an_alert_and_refuses_a_n
     def no_chip():
         raise child.NoChip("a process that opens the device was killed by SIGSEGV")
 
-    found = decide(TINY, no_chip, lambda _: pytest.fail("judged"))
+    found = decide_kernels(TINY, no_chip, lambda _: pytest.fail("judged"))
     assert set(found.impls.values()) == {"auto"} and "SIGSEGV" in found.alerts[0]
-    with pytest.raises(ConfigError, match="cannot be checked: a process that opens"):
-        decide(override(TINY, "kernels=mosaic_tpu"), no_chip, lambda _: pytest.fail("judged"))
+    with pytest.raises(ConfigError, match="could not be checked: a process that opens"):
+        decide_kernels(
+            override(TINY, "kernels=mosaic_tpu"), no_chip, lambda _: pytest.fail("judged")
+        )
 
 
 def test_xlas_attention_over_long_rows_of_an_accelerator_is_refused_unless_named():
     wrong = dict(mosaic_gpu=WRONG, triton=KernelVerdict("refuses", "No module named 'jax_triton'"))
-    with pytest.raises(ConfigError, match="over 8,192 tokens.*o errs by 1.*--set kernels=xla"):
+    with pytest.raises(
+        ConfigError, match="over 8,192 tokens.*o: relative error 1.*--set kernels=xla"
+    ):
         decided(LONG, **wrong)
     assert decided(LONG, mosaic_gpu=RIGHT).line == "mosaic_gpu"
     assert decided(TINY, **wrong).names["sink_attention"] == "xla"
@@ -144,13 +157,17 @@ def test_xlas_attention_over_long_rows_of_an_accelerator_is_refused_unless_named
 def test_the_doctor_may_leave_a_named_kernel_for_another_dtype():
     found = decided(override(TINY, "kernels=mosaic_gpu"), mosaic_gpu=RIGHT)
     assert set(found.impls.values()) == {"mosaic_gpu"}
-    assert set(found.of_any_dtype.values()) == {("mosaic_gpu", "xla")}
+    assert set(found.with_xla_fallback.values()) == {("mosaic_gpu", "xla")}
 
 
 @pytest.mark.parametrize("packed", [0, 4 * 58])
 def test_the_runs_own_sizes_are_cases_of_every_operation(packed):
-    found = json.loads(json.dumps(sizes(override(TINY, f"optim.tokens_per_microbatch={packed}"))))
-    every = {o: [one.case_of(o, fields) for fields in several] for o, several in found.items()}
+    found = json.loads(
+        json.dumps(run_cases(override(TINY, f"optim.tokens_per_microbatch={packed}")))
+    )
+    every = {
+        o: [one.case_from_json(o, fields) for fields in several] for o, several in found.items()
+    }
     assert every.keys() == PLATFORMS.keys()
     cases = {operation: several[0] for operation, several in every.items()}
     rows, m = 4 if packed else 256, TINY.model
@@ -179,7 +196,9 @@ def test_every_command_decides_before_it_opens_the_device(command, monkeypatch, 
     argv = ["--config", "tiny.py", "--workdir", str(tmp_path / "run"), "--set"]
     assert command.main([*argv, "kernels=mosaic_gpu"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: kernels=mosaic_gpu must be right on this machine: it needs gpu")
+    assert err.startswith(
+        "error: kernels=mosaic_gpu must be correct on this machine: it needs a gpu"
+    )
     assert err.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
@@ -188,9 +207,9 @@ def test_a_dry_run_says_what_a_name_would_use_and_fails_for_no_chip(capsys, tmp_
         argv = [*SMALL, "--dry-run", "--workdir", str(tmp_path)]
         assert train.main([*argv, "--set", f"kernels={kernels}"]) == 0
         assert f"  kernels      {kernels}" in (out := capsys.readouterr().out) and said in out
-    assert "on a CPU xla" in planned(TINY)
-    assert "tiles of one size" in planned(override(TINY, "model.numerics=invariant"))
-    assert planned(override(TINY, "kernels=xla")) == "xla"
+    assert "on a CPU xla" in describe_kernels(TINY)
+    assert "batch-invariant tiles" in describe_kernels(override(TINY, "model.numerics=invariant"))
+    assert describe_kernels(override(TINY, "kernels=xla")) == "xla"
 
 
 def test_a_resume_may_change_it_and_says_so(tmp_path):
@@ -206,12 +225,16 @@ def test_a_resume_may_change_it_and_says_so(tmp_path):
 @pytest.mark.parametrize(
     "double, said",
     [
-        ("wrong_in_one_tile", "it is wrong in padded_head: logp errs by"),
+        ("wrong_in_one_tile", "failed in case padded_head: logp: relative error"),
         pytest.param(
-            "hangs", "it is wrong in padded_head: it gave no answer in 20 s", marks=EXTENDED
+            "hangs",
+            "failed in case padded_head: the process gave no result in 20 s",
+            marks=EXTENDED,
         ),
         pytest.param(
-            "crashes", "it is wrong in padded_head: it was killed by SIGABRT", marks=EXTENDED
+            "crashes",
+            "failed in case padded_head: the process was killed by SIGABRT",
+            marks=EXTENDED,
         ),
     ],
 )
@@ -223,7 +246,9 @@ def test_each_fault_of_a_double_of_a_chip_ends_on_the_terminal_and_in_a_fallback
     most = 20.0 if double == "hangs" else 300.0
 
     def judge_on(chip, dtype, real):
-        here = judge_here(chip, dtype, real, where=tmp_path, timeout_s=most, tell=lambda _: None)
+        here = make_judge(
+            chip, dtype, real, folder=tmp_path, timeout_s=most, log_line=lambda _: None
+        )
 
         def judge(operation, impl):
             of_a_double = f"tests.pallas_kernels.check.doubles:{double}"
@@ -231,16 +256,16 @@ def test_each_fault_of_a_double_of_a_chip_ends_on_the_terminal_and_in_a_fallback
 
         return judge
 
-    monkeypatch.setattr("jaxmoe.kernels.chip_here", lambda: H200)
-    monkeypatch.setattr("jaxmoe.kernels.judge_here", judge_on)
+    monkeypatch.setattr("jaxmoe.kernels.detect_chip", lambda: H200)
+    monkeypatch.setattr("jaxmoe.kernels.make_judge", judge_on)
     start = time.monotonic()
-    found = kernels_here(TINY)
-    found.tell()
+    found = choose_run_kernels(TINY)
+    found.print_decision()
     took = time.monotonic() - start
     told, alert = capsys.readouterr().out.splitlines()
     assert "sink_attention mosaic_gpu, " in told
     assert f"token_logprobs xla (not mosaic_gpu: {said}" in told
-    assert alert.startswith(f"alert    token_logprobs runs in xla and not in mosaic_gpu: {said}")
+    assert alert.startswith(f"alert    token_logprobs uses xla instead of mosaic_gpu: {said}")
     assert found.impls["token_logprobs"] == "xla"
     assert found.impls["grouped_matmul"] == ("mosaic_gpu", "xla")
     assert took < most + 10 and len(list(tmp_path.iterdir())) == 1  # kept

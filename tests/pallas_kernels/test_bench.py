@@ -13,14 +13,14 @@ import pytest
 from pallas_kernels.ahead_of_time import Ptxas
 from pallas_kernels.bench import __main__ as bench
 from pallas_kernels.bench import compiled, growth, measure
-from pallas_kernels.bench.ops import OPS, cotangents, relative_error
+from pallas_kernels.bench.ops import OPS, make_cotangents, relative_error
 from tests.bench import kernel_peers
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "anchors", lambda *_: measure.Anchors(0.1, 4.0))
-    monkeypatch.setattr(measure, "LEAST_S", 0.0)
+    monkeypatch.setattr(bench, "measure_anchors", lambda *_: measure.Anchors(0.1, 4.0))
+    monkeypatch.setattr(measure, "MIN_TIMED_S", 0.0)
     monkeypatch.setattr(bench, "BASELINES", tmp_path)
 
 
@@ -57,16 +57,18 @@ def test_every_operation_is_checked_and_timed(capsys, op):
 
 def wrong_window(case, inputs, cotangents):
     case = case._replace(window=case.window + 1)
-    return measure.Ours(OPS["sink_attention"], case, "xla").passes(inputs, cotangents)
+    return measure.JittedOp(OPS["sink_attention"], case, "xla").passes(inputs, cotangents)
 
 
 def test_a_wrong_result_is_named_with_its_reason_and_nothing_is_timed(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "compare", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(bench, "time_sides", lambda *_: pytest.fail("timed"))
     with pytest.raises(SystemExit) as stop:
         bench.main(["sink_attention", "--impl", f"{__name__}:wrong_window", "--case", "packed"])
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2
-    assert re.search("must be right to be timed: packed: o of .*:wrong_window errs by", line)
+    assert re.search(
+        "must be correct to be timed: packed, .*:wrong_window: o: relative error", line
+    )
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"sink_attention/xla/float32": 3}', "\udcff"])
@@ -75,11 +77,11 @@ def test_saved_times_that_cannot_be_read_are_one_line_before_anything_is_run(
 ):
     path = tmp_path / f"{bench.device_name()}.json"
     path.write_text(text, errors="surrogateescape")
-    monkeypatch.setattr(bench, "check", lambda *_: pytest.fail("run"))
+    monkeypatch.setattr(bench, "check_results", lambda *_: pytest.fail("run"))
     with pytest.raises(SystemExit) as stop:
         bench.main(["token_logprobs", "--impl", "xla", "--case", "one_block"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and f"{path} must hold the times that --save wrote" in line
+    assert stop.value.code == 2 and f"{path} must contain times written by --save" in line
 
 
 def test_times_are_compared_with_the_saved_ones(capsys):
@@ -97,7 +99,10 @@ def test_times_are_compared_with_the_saved_ones(capsys):
         ("sink_attention --compile v9", "--compile must be one of v5e, .*; got 'v9'"),
         ("sink_attention --rounds many", "invalid int value: 'many'"),
         ("token_logprobs --case huge", "--case must be one of one_block"),
-        ("sink_attention --case packed --impl nonsense", "--impl must name what can run here; got"),
+        (
+            "sink_attention --case packed --impl nonsense",
+            "--impl must name an implementation that runs on this machine; got",
+        ),
         ("sink_attention --case packed --impl mosaic_tpu", "it needs tpu, this is cpu"),
         ("sink_attention --case packed --vs nosuch:fn", "--vs must name.*No module named 'nosuch'"),
         ("sink_attention --case packed --vs json:nosuch", "--vs must name.*no attribute 'nosuch'"),
@@ -106,7 +111,7 @@ def test_times_are_compared_with_the_saved_ones(capsys):
         ("sink_attention --rounds 0", "--rounds must be at least 1; got 0"),
         ("grouped_matmul --growth", "--growth must be of an operation with a length"),
         ("sink_attention --growth --impl nonsense", "got 'nonsense'.*Known: auto"),
-        ("sink_attention --growth --impl json:loads", "must have an implementation of ours"),
+        ("sink_attention --growth --impl json:loads", "needs an implementation of this package"),
         ("sink_attention --growth --compile h200", "not allowed with"),
         ("sink_attention --growth --case packed --vs xla", "got --vs, --case. Leave it out"),
         ("sink_attention --compile h200 --rounds 3 --save", "got --rounds, --save. Leave it out"),
@@ -132,8 +137,8 @@ def test_a_case_that_a_peer_refuses_is_said_and_the_next_one_is_timed(capsys, mo
 
     row = {"pass": "forward", "ms": 1.0, "peer_ms": 2.0, "speed": 2.0, "tflops": 3.0,
            "of_matmul": 0.1, "of_copy": None, "temp_mb": None}  # fmt: skip
-    monkeypatch.setattr(bench, "check", check)
-    monkeypatch.setattr(bench, "compare", lambda op, case, *_: [row | {"case": case.name}])
+    monkeypatch.setattr(bench, "check_results", check)
+    monkeypatch.setattr(bench, "time_sides", lambda op, case, *_: [row | {"case": case.name}])
     argv = ("sink_attention", "--impl", "xla", "--vs", f"{__name__}:never_packed", "--case")
     said, found = run(capsys, *argv, "packed", "--case", "gqa8")
     assert "packed: refused: no packing\n" in said and found["refused"] == {"packed": "no packing"}
@@ -171,10 +176,10 @@ def test_a_peer_is_a_function_of_the_case_and_its_inputs():
     op = OPS["token_logprobs"]
     case = op.cases.TEST_CASES[0]
     inputs = op.inputs(case, jnp.float32, 0)
-    runs = measure.side(op, case, "tests.bench.kernel_peers:cross_entropy").passes(
-        inputs, cotangents(op, case, inputs, 0)
+    runs = measure.load_side(op, case, "tests.bench.kernel_peers:cross_entropy").passes(
+        inputs, make_cotangents(op, case, inputs, 0)
     )
-    ours = measure.side(op, case, "xla").passes(inputs, cotangents(op, case, inputs, 0))
+    ours = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))
     for part in ("forward", "backward"):
         for a, b in zip(ours[part](), runs[part](), strict=True):
             assert relative_error(a, b) < 1e-6
@@ -182,21 +187,21 @@ def test_a_peer_is_a_function_of_the_case_and_its_inputs():
 
 def test_exponents_are_fitted_to_the_longer_half():
     lengths = (1, 2, 4, 8, 16)
-    assert growth.exponent(lengths, [9.0, 7.0, 4.0**2, 8.0**2, 16.0**2]) == pytest.approx(2.0)
+    assert growth.fit_exponent(lengths, [9.0, 7.0, 4.0**2, 8.0**2, 16.0**2]) == pytest.approx(2.0)
 
-    assert growth.exponent((2, 4), [4.0, 16.0]) == pytest.approx(2.0)
+    assert growth.fit_exponent((2, 4), [4.0, 16.0]) == pytest.approx(2.0)
 
 
 @pytest.mark.slow
 def test_windowed_memory_grows_with_the_length_and_no_faster(monkeypatch):
     monkeypatch.setattr(growth, "LENGTHS_ON_A_CPU", (128, 256, 512))
-    said = growth.growth("xla", jnp.float32, "cpu")
+    said = growth.format_growth("xla", jnp.float32, "cpu")
     powers = [float(line.rsplit("^", 1)[1]) for line in said.splitlines() if "memory" in line]
     assert len(powers) == 4 and all(p < 1.2 for p in powers)
 
 
 def test_a_length_that_does_not_fit_is_said_and_the_others_are_fitted(monkeypatch):
-    class Small(measure.Ours):
+    class Small(measure.JittedOp):
         def __init__(self, op, case, impl):
             if case.T > 32:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 1 GiB")
@@ -208,22 +213,22 @@ def test_a_length_that_does_not_fit_is_said_and_the_others_are_fitted(monkeypatc
         def temp_bytes(self, inputs, cotangents):
             return {"forward": self.T**2, "backward": None}
 
-    monkeypatch.setattr(growth, "Ours", Small)
-    monkeypatch.setattr(growth, "seconds", lambda run: float(run()))
+    monkeypatch.setattr(growth, "JittedOp", Small)
+    monkeypatch.setattr(growth, "time_run", lambda run: float(run()))
     monkeypatch.setattr(growth, "LENGTHS_ON_A_CPU", (16, 32, 64, 128))
-    lines = growth.growth("xla", jnp.float32, "cpu").splitlines()
+    lines = growth.format_growth("xla", jnp.float32, "cpu").splitlines()
     assert lines[0].endswith("64: out of memory  128: out of memory")
     assert lines[1] == "  time ∝ T^1.00, memory ∝ T^2.00"
-    assert lines[3] == "  time ∝ T^1.00, memory: not known"
+    assert lines[3] == "  time ∝ T^1.00, memory: unknown"
     monkeypatch.setattr(growth, "LENGTHS_ON_A_CPU", (16, 64))
-    assert "time: too few lengths ran" in growth.growth("xla", jnp.float32, "cpu")
+    assert "time: too few lengths ran" in growth.format_growth("xla", jnp.float32, "cpu")
 
     def broken(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
-    monkeypatch.setattr(growth, "Ours", broken)
+    monkeypatch.setattr(growth, "JittedOp", broken)
     with pytest.raises(RuntimeError, match="full_16 forward: INTERNAL: broken"):
-        growth.growth("xla", jnp.float32, "cpu")
+        growth.format_growth("xla", jnp.float32, "cpu")
 
 
 def agree(ours, theirs, counts):
@@ -239,8 +244,8 @@ def test_without_a_sink_the_rest_is_the_same():
     case = op.cases.get_attention_case("packed")._replace(sinks="none")
     inputs = op.inputs(case, jnp.float32, 0)
     other = (*inputs[:3], jnp.ones_like(inputs[3]), *inputs[4:])  # a sink that must not count
-    runs = kernel_peers.without_sink(case, other, cotangents(op, case, inputs, 0), impl="xla")
-    ours = measure.side(op, case, "xla").passes(inputs, cotangents(op, case, inputs, 0))
+    runs = kernel_peers.without_sink(case, other, make_cotangents(op, case, inputs, 0), impl="xla")
+    ours = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))
     agree(ours, runs, {"forward": 2, "backward": 3})  # no gradient of the sink
 
 
@@ -250,8 +255,8 @@ def test_the_experts_of_transformers_make_the_same_swiglu():
     op = OPS["grouped_swiglu"]
     case = op.cases.TEST_CASES[0]  # all rows are used, one group is empty
     inputs = op.inputs(case, jnp.float32, 0)
-    runs = kernel_peers.hf_experts(case, inputs, cotangents(op, case, inputs, 0))
-    ours = measure.side(op, case, "xla").passes(inputs, cotangents(op, case, inputs, 0))
+    runs = kernel_peers.hf_experts(case, inputs, make_cotangents(op, case, inputs, 0))
+    ours = measure.load_side(op, case, "xla").passes(inputs, make_cotangents(op, case, inputs, 0))
     agree(ours, runs, {"forward": 1, "backward": 3})
 
 
@@ -261,7 +266,7 @@ def test_peers_refuse_in_one_line_where_they_cannot_run(peer):
     case = op.cases.get_attention_case("gqa8")
     inputs = op.inputs(case, jnp.float32, 0)
     with pytest.raises(NotImplementedError, match="needs gpu.*this is cpu"):
-        getattr(kernel_peers, peer)(case, inputs, cotangents(op, case, inputs, 0))
+        getattr(kernel_peers, peer)(case, inputs, make_cotangents(op, case, inputs, 0))
 
 
 def test_relative_errors_ignore_agreeing_infinities_and_nothing_else():
@@ -290,7 +295,7 @@ def test_what_is_not_finite_on_one_side_only_is_infinitely_wrong(ours, right):
 
 def test_a_reference_that_overflows_excuses_nothing(monkeypatch):
     op = OPS["token_logprobs"]
-    real = measure.Ours.passes
+    real = measure.JittedOp.passes
 
     def broken(self, inputs, cotangents):
         runs = real(self, inputs, cotangents)
@@ -298,9 +303,9 @@ def test_a_reference_that_overflows_excuses_nothing(monkeypatch):
             return runs
         return runs | {"forward": lambda: [np.inf * x for x in runs["forward"]()]}
 
-    monkeypatch.setattr(measure.Ours, "passes", broken)
-    with pytest.raises(bench.WrongResult, match="logp of xla errs by inf"):
-        bench.check(op, op.cases.TEST_CASES[0], ("xla", "reference"), jnp.float32)
+    monkeypatch.setattr(measure.JittedOp, "passes", broken)
+    with pytest.raises(bench.WrongResult, match="xla: logp: relative error inf"):
+        bench.check_results(op, op.cases.TEST_CASES[0], ("xla", "reference"), jnp.float32)
 
 
 def test_a_swiglu_moves_half_the_columns_out():

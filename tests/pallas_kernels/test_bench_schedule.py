@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import schedule, schedule_hopper, schedule_tpu, turns
+from pallas_kernels.bench import loop_counts, schedule, schedule_hopper, schedule_tpu
 from pallas_kernels.bench.ops import OPS
-from pallas_kernels.bench.schedule_tpu import Loop, Turns
+from pallas_kernels.bench.schedule_tpu import Loop, LoopCounts
 
 UNITS = "MXU, XLU, VALU, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU"
 BRANCHES = {  # the bundle of a branch, and where it goes: two loops in one, then copies
@@ -34,10 +34,10 @@ def files(n=100):
 
 
 def test_loops_nest_and_their_own_cycles_are_those_outside_the_inner_ones():
-    found = schedule_tpu.parse("k", *files())
+    found = schedule_tpu.parse_tpu_schedule("k", *files())
     inner = (Loop(5, 29, ()), Loop(35, 59, ()))
     assert found.body == Loop(0, 99, (Loop(2, 89, inner),))  # copies and waits are no loop
-    assert [found.cycles(x) for x, _ in schedule_tpu.walk(found.body)] == [12, 38, 25, 25]
+    assert [found.cycles(x) for x, _ in schedule_tpu.walk_loops(found.body)] == [12, 38, 25, 25]
     assert found.main_loops() == [inner[0]]
     assert found.share(inner[0], "MXU") == 1.0 and found.share(inner[1], "MXU") == 0.0
     assert found.share(inner[1], "VLOAD") == pytest.approx(1 / 3)
@@ -45,19 +45,25 @@ def test_loops_nest_and_their_own_cycles_are_those_outside_the_inner_ones():
 
 
 def test_a_time_takes_exact_turns_of_the_same_loops():
-    found = schedule_tpu.parse("k", *files())
-    counted = Turns((1, 1), (Turns((10, 10, 10), (Turns((70,)), Turns((30,)))),))
+    found = schedule_tpu.parse_tpu_schedule("k", *files())
+    counted = LoopCounts(
+        (1, 1), (LoopCounts((10, 10, 10), (LoopCounts((70,)), LoopCounts((30,)))),)
+    )
     cycles = 12 + 10 * 38 + 70 * 25 + 30 * 25
     assert found.ms(counted, "v6e") == pytest.approx(cycles / 1.75e6)
-    assert found.ms(Turns((1, 1), (Turns((10, 10), (Turns((70,)),)),)), "v6e") is None
+    assert (
+        found.ms(LoopCounts((1, 1), (LoopCounts((10, 10), (LoopCounts((70,)),)),)), "v6e") is None
+    )
     assert found.ms(None, "v6e") is None
 
 
 def test_what_a_branch_jumps_over_may_be_counted_apart():
-    found = schedule_tpu.parse("k", *files())
+    found = schedule_tpu.parse_tpu_schedule("k", *files())
     assert found.skips == ((8, 30),)  # over a loop, and so over none of its gaps
     found = found._replace(skips=((66, 69),))
-    counted = Turns((1, 1), (Turns((10, 10, (10, 2)), (Turns((70,)), Turns((30,)))),))
+    counted = LoopCounts(
+        (1, 1), (LoopCounts((10, 10, (10, 2)), (LoopCounts((70,)), LoopCounts((30,)))),)
+    )
     cycles = 12 + 10 * 38 - 8 * 3 + 70 * 25 + 30 * 25
     assert found.ms(counted, "v6e") == pytest.approx(cycles / 1.75e6)
 
@@ -67,12 +73,12 @@ def test_a_schedule_of_another_format_is_refused():
     with pytest.raises(
         ValueError, match="k must have a row of utilization for each bundle; got 99"
     ):
-        schedule_tpu.parse("k", bundles, used.rstrip().rpartition("\n")[0])
+        schedule_tpu.parse_tpu_schedule("k", bundles, used.rstrip().rpartition("\n")[0])
     with pytest.raises(ValueError, match="for each bundle; got 0 and 0"):
-        schedule_tpu.parse("k", "", "")
+        schedule_tpu.parse_tpu_schedule("k", "", "")
     crossing = bundles.replace("bundleno = 35", "bundleno = 10")
     with pytest.raises(ValueError, match="loops at bundles 5 and 10 must nest"):
-        schedule_tpu.parse("k", crossing, used)
+        schedule_tpu.parse_tpu_schedule("k", crossing, used)
 
 
 SASS = """
@@ -89,18 +95,18 @@ SASS = """
 
 
 def test_the_pipes_of_a_hopper_loop_are_counted():
-    found = schedule_hopper.parse("k", SASS)
+    found = schedule_hopper.parse_hopper_kernel("k", SASS)
     assert len(found.loops) == 1  # the other one feeds no tensor core
     want = {"tensor": 64 * 128 * 16 // 2048, "MUFU": 8, "ALU": 0, "FMA": 1, "IMAD": 0, "LSU": 0,
             "issue": 4}  # fmt: skip
     assert found.pipes(found.loops[0]) == {k: 3 * n for k, n in want.items()}
-    lines = schedule_hopper.show("case", found)
+    lines = schedule_hopper.format_hopper_kernel("case", found)
     assert "3 computing warpgroups" in lines[0] and "1·64x128x16" in lines[2]
 
 
 def test_a_hopper_kernel_that_left_nothing_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="must leave .*sass_ctrl"):
-        schedule_hopper.read(tmp_path)
+    with pytest.raises(ValueError, match="must write .*sass_ctrl"):
+        schedule_hopper.read_hopper_kernels(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +116,9 @@ def test_a_hopper_kernel_that_left_nothing_is_an_error(tmp_path):
         ("sink_attention --schedule --compile v9", "--compile must be one of v5e, .*; got 'v9'"),
         (
             "sink_attention --schedule --compile a100",
-            "chip whose compiler leaves one.*got --compile",
+            "chip whose compiler writes one.*got --compile",
         ),
-        ("sink_attention --schedule --compile b200 --impl triton", "whose compiler leaves one"),
+        ("sink_attention --schedule --compile b200 --impl triton", "whose compiler writes one"),
         (
             "sink_attention --schedule --compile v6e --impl xla",
             "got --impl xla. Type --impl mosaic",
@@ -134,11 +140,13 @@ def test_a_case_that_is_refused_does_not_take_the_others_with_it(capsys, monkeyp
         if case == "gqa8":
             raise RuntimeError("INTERNAL: too big\nwhere")
         name = "jvp_sink_attention_forward_.1"
-        kernel = schedule_tpu.parse(name, *files())
-        counted = Turns((1, 1), (Turns((10, 10, 10), (Turns((70,)), Turns((30,)))),))
-        return schedule.Found([kernel, kernel], {"sink_attention_forward": counted})
+        kernel = schedule_tpu.parse_tpu_schedule(name, *files())
+        counted = LoopCounts(
+            (1, 1), (LoopCounts((10, 10, 10), (LoopCounts((70,)), LoopCounts((30,)))),)
+        )
+        return schedule.CompilerOutput([kernel, kernel], {"sink_attention_forward": counted})
 
-    monkeypatch.setattr(schedule, "compiled", compiled)
+    monkeypatch.setattr(schedule, "compile_in_child", compiled)
     monkeypatch.setattr(bench, "compiler_unavailable", lambda chip: None)
     argv = ["sink_attention", "--compile", "v6e", "--schedule", "--case"]
     assert bench.main([*argv, "gqa8", "--case", "packed"]) == 0
@@ -148,7 +156,7 @@ def test_a_case_that_is_refused_does_not_take_the_others_with_it(capsys, monkeyp
     assert len(said) == 5  # the kernel once; of its loops the one of 32 cycles and more
     assert bench.main([*argv, "gqa8"]) == 1
     capsys.readouterr()
-    monkeypatch.setattr(schedule, "compiled", lambda *_: schedule.Found([], {}))
+    monkeypatch.setattr(schedule, "compile_in_child", lambda *_: schedule.CompilerOutput([], {}))
     assert bench.main([*argv, "packed"]) == 1
     assert capsys.readouterr().out.splitlines()[1:] == [
         "packed  refused: the compiler left no schedule of a Pallas kernel"
@@ -158,20 +166,20 @@ def test_a_case_that_is_refused_does_not_take_the_others_with_it(capsys, monkeyp
 def test_a_compiler_that_dies_says_its_last_line(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="ended with 1"):
-        schedule.compiled("v6e", "a:b")
+        schedule.compile_in_child("v6e", "a:b")
 
 
 def test_turns_come_back_from_the_child_as_they_were():
-    counted = Turns((1, (2.5, 0)), (Turns((3,)),))
-    assert schedule._turns(json.loads(json.dumps(counted))) == counted
+    counted = LoopCounts((1, (2.5, 0)), (LoopCounts((3,)),))
+    assert schedule._counts_from_json(json.loads(json.dumps(counted))) == counted
 
 
 @pytest.mark.aot  # takes seconds, and only schedules ask for it
 def test_a_causal_square_is_half_seen():
     """4 × 4 blocks of 512: 6 of them whole, 4 on the diagonal, for each head."""
     case = OPS["sink_attention"].cases.get_attention_case("full_2k")
-    blocks = turns._blocks(case, True)
-    (grid,) = turns._visits(blocks, case, 0, blocks.m).inner
+    blocks = loop_counts._block_sizes(case, True)
+    (grid,) = loop_counts._attention_loops(blocks, case, 0, blocks.m).inner
     (visit,) = grid.inner
     assert grid.gaps == (8, 8) and visit.gaps == (20, 8, 20)
     assert [x.gaps for x in visit.inner] == [(2 * 6 * 2,), (2 * 4 * 2,)]
@@ -180,5 +188,5 @@ def test_a_causal_square_is_half_seen():
 @pytest.mark.aot
 def test_pieces_cover_each_groups_rows():
     case = OPS["grouped_matmul"].cases.BENCH_CASES[2]
-    (grid,) = turns._rows(case, swiglu=False, transposed=False).inner
+    (grid,) = loop_counts._rows_loops(case, swiglu=False, transposed=False).inner
     assert [x.gaps[0] for x in grid.inner] == [8]  # groups of 16 rows: a short piece each

@@ -26,8 +26,12 @@ from tests.pallas_kernels.decode_attention import checks
 from tests.pallas_kernels.grouped_matmul import (
     test_grouped_matmul_mosaic_invariant as grouped_invariant,
 )
-from tests.pallas_kernels.sink_attention import test_in_order as ordered
-from tests.pallas_kernels.token_logprobs import test_fixed_on_chip as fixed_logprobs
+from tests.pallas_kernels.sink_attention import (
+    test_sink_attention_mosaic_invariant as attention_invariant,
+)
+from tests.pallas_kernels.token_logprobs import (
+    test_token_logprobs_mosaic_invariant as logprobs_invariant,
+)
 
 PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
 
@@ -98,7 +102,7 @@ def test_values_and_gradients_are_right_and_the_same_bits_ten_times(name, case, 
     op, dtype = OPS[name], jnp.float32 if impl == "xla" else jnp.bfloat16
     ready(impl, op.call(case, impl), jax.eval_shape(lambda: op.inputs(case, dtype, 0)))
     try:
-        fault = one.fault(op, case, impl, dtype, times=2 if impl == "xla" else 10)
+        fault = one.find_fault(op, case, impl, dtype, repeats=2 if impl == "xla" else 10)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) and case in op.cases.LONG_CASES:
             pytest.skip(f"it needs a device with more memory: {str(error).splitlines()[0]}")
@@ -121,8 +125,10 @@ def test_values_and_gradients_are_right_and_the_same_bits_ten_times(name, case, 
 )  # fmt: skip
 def test_one_wrong_tile_past_row_65536_is_seen(name, result, double):
     impl = f"tests.pallas_kernels.check.doubles:{double}"
-    fault = one.fault(one.named(OPS[name], impl), LARGEST[name], impl, jnp.float32, times=1)
-    assert fault is not None and fault.startswith(f"{result} errs by 3.00e-02 of its size")
+    fault = one.find_fault(
+        one.replace_implementation(OPS[name], impl), LARGEST[name], impl, jnp.float32, repeats=1
+    )
+    assert fault is not None and fault.startswith(f"{result}: relative error 3.00e-02")
 
 
 @pytest.mark.parametrize(
@@ -152,17 +158,19 @@ def test_pages_are_read_as_the_formula_says(case, impl):
      if impl != "triton"],
 )  # fmt: skip
 def test_a_rows_bits_do_not_depend_on_its_company(impl):
-    """What invariant numerics rest on; interpreted in the tests of the three operations."""
-    for window in ordered.WINDOWS:
-        found, _ = ordered.compositions(*ordered.inputs(), impl, window, (1, 140, 299), False)
-        assert not any(found.values()), (window, found)
+    """Batch invariance on the chip; interpreted in the tests of the three operations."""
+    for window in attention_invariant.WINDOWS:
+        differing, _ = attention_invariant.compositions(
+            *attention_invariant.inputs(), impl, window, (1, 140, 299), False
+        )
+        assert not any(differing.values()), (window, differing)
     for fn in (
         grouped_invariant.grouped_matmul_mosaic_invariant,
         grouped_invariant.grouped_swiglu_mosaic_invariant,
     ):
         for lora in (False, True):
-            found, _ = grouped_invariant.differing(
+            differing, _ = grouped_invariant.differing(
                 fn, grouped_invariant.inputs(), impl, lora, False
             )
-            assert found == 0, (fn, lora)
-    assert fixed_logprobs.differing(fixed_logprobs.inputs(), impl, False)[0] == 0
+            assert differing == 0, (fn, lora)
+    assert logprobs_invariant.differing(logprobs_invariant.inputs(), impl, False)[0] == 0

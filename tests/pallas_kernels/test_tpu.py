@@ -23,12 +23,12 @@ Q, K, ROWS, MATRICES, HEAD = (
 @pytest.mark.parametrize(
     "unsupported, arrays",
     [
-        (attention.unsupported, (Q, K)),
-        (decode.unsupported, (Q, K)),
-        (decode.unsupported_paged, (Q, K)),
+        (attention.sink_attention_mosaic_tpu_unsupported, (Q, K)),
+        (decode.decode_attention_mosaic_tpu_unsupported, (Q, K)),
+        (decode.paged_decode_attention_mosaic_tpu_unsupported, (Q, K)),
         (grouped.grouped_matmul_mosaic_tpu_unsupported, (ROWS, MATRICES)),
         (grouped.grouped_swiglu_mosaic_tpu_unsupported, (ROWS, MATRICES)),
-        (logprobs.unsupported, (ROWS, HEAD)),
+        (logprobs.token_logprobs_mosaic_tpu_unsupported, (ROWS, HEAD)),
     ],
 )
 def test_numbers_of_64_bits_are_a_reason(unsupported, arrays):

@@ -171,11 +171,14 @@ def _run_packed_kernel(plan, lhs_MD, rhs_EDF, sizes_E, bias_EF, adapter):
     if plan.transposed:
         shapes = dict(lhs=(1, _ROWS, tiles.STEP), rhs=(1, plan.product_columns, tiles.STEP))
         packed = dict(codes=(1, plan.width, tiles.STEP), scales=(1, 2, 2, tiles.STEP))
-        layout, store_layout = hopper.swizzled(), _SWIZZLED_32  # D/2 + d need be no multiple of 64
+        layout, store_layout = (
+            hopper.swizzle_transforms(),
+            _SWIZZLED_32,
+        )  # D/2 + d need be no multiple of 64
     else:
         shapes = dict(lhs=(2, _ROWS, GROUP), rhs=(2, GROUP, plan.product_columns))
         packed = dict(codes=(plan.parts, GROUP, plan.width), scales=(plan.parts, 2, 1, plan.width))
-        layout, store_layout = _SWIZZLED_32, hopper.swizzled()
+        layout, store_layout = _SWIZZLED_32, hopper.swizzle_transforms()
     memory = {k: plgpu.SMEM((_STAGES, *v), dtype, transforms=layout) for k, v in shapes.items()}
     memory |= {k: plgpu.SMEM((_STAGES, *v), jnp.uint8) for k, v in packed.items()}
     piece = (C, _WG, tiles.PIECE)
@@ -293,7 +296,7 @@ def _packed_kernel(
             *_, steps = locate(tile)
 
             def decode_slot(k, _):
-                slot = ring.slot(n_done + k)
+                slot = ring.slot_of(n_done + k)
                 plgpu.barrier_wait(s["coded"].at[slot])
                 if plan.adapter_steps:
                     pl.when(k < plan.steps)(lambda: _decode_step(s, plan, slot))
@@ -319,7 +322,7 @@ def _packed_kernel(
             return [(s["lhs"].at[slot, i, own_rows], x) for i, x in enumerate(rhs)]
 
         def multiply_tile(n_done, steps):
-            (y,) = ring.multiply((plan.product_columns,), n_done, steps, load_operands)
+            (y,) = ring.multiply_steps((plan.product_columns,), n_done, steps, load_operands)
             return [y[:, i : i + plan.width] for i in range(0, plan.product_columns, plan.width)]
 
         consume_tiles(s, plan, locate, n_tiles, multiply_tile, bias_ref, out_refs)
@@ -372,7 +375,7 @@ def _rescale(x: Array, scale: Array, layout: Any, arithmetic: Any) -> Array:
     scale = arithmetic.maximum(scale, jnp.bfloat16(2.0**-127))  # byte 0 means 2^−127, not 0
     nan_mask = arithmetic.multiply(scale, jnp.bfloat16(0.0))  # NaN where scale is infinite
     scale, nan_mask = (
-        hopper.spread(by_column, (GROUP, PIECE), 1) for by_column in (scale, nan_mask)
+        hopper.broadcast_along(by_column, (GROUP, PIECE), 1) for by_column in (scale, nan_mask)
     )
     if layout is not None:
         scale, nan_mask = (plgpu.layout_cast(by_row, layout) for by_row in (scale, nan_mask))

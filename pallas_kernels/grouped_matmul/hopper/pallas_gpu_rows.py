@@ -150,7 +150,10 @@ def _run_rows_kernel(plan, lhs_MD, rhs, sizes_E, bias_EF, adapter):
         out_type=out_type,
         scratch_types=[
             dict(
-                {k: plgpu.SMEM(v, dtype, transforms=hopper.swizzled()) for k, v in shapes.items()},
+                {
+                    k: plgpu.SMEM(v, dtype, transforms=hopper.swizzle_transforms())
+                    for k, v in shapes.items()
+                },
                 partial=plgpu.SMEM((C, _WG, tiles.PIECE), dtype),
                 full=plgpu.Barrier(num_arrivals=1 + plan.n_halves, num_barriers=stages),
                 free=plgpu.Barrier(num_arrivals=C, num_barriers=stages),
@@ -210,7 +213,9 @@ def _rows_kernel(table_ref, count_ref, lhs_ref, rhs_ref, *refs, plan, bias):
 
         registers = tiles.CONSUMER_REGISTERS[plan.consumers]
         plgpu.set_max_registers(registers, action="increase")
-        multiply = partial(ring.multiply, (plan.width,) * plan.n_halves, operands=load_operands)
+        multiply = partial(
+            ring.multiply_steps, (plan.width,) * plan.n_halves, operands=load_operands
+        )
         consume_tiles(s, plan, locate, n_tiles, multiply, bias_ref, out_refs)
 
 
@@ -273,7 +278,7 @@ def consume_tiles(
 
         @pl.when(lo >= hi)
         def _():
-            tiles.operand_ring(s).skip(n_done, steps)
+            tiles.operand_ring(s).skip_steps(n_done, steps)
 
         @pl.when(lo < hi)
         def _():

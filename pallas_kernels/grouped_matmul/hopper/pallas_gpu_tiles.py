@@ -106,8 +106,8 @@ def fetch_steps(
 
     @pl.loop(0, steps)
     def _(k):
-        ring.room(n_done + k)
-        fetch(k, ring.slot(n_done + k))
+        ring.wait_free(n_done + k)
+        fetch(k, ring.slot_of(n_done + k))
 
     return n_done + steps
 

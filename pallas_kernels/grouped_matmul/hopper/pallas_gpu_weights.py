@@ -55,8 +55,8 @@ def weight_gradients_hopper(
         out_type.append(jax.ShapeDtypeStruct((E, F), jnp.float32))
     stages, dtype = tiles.STAGES, lhs.dtype
     scratch: dict[str, Any] = dict(
-        lhs=plgpu.SMEM((stages, tiles.STEP, ROWS), dtype, transforms=hopper.swizzled()),
-        dout=plgpu.SMEM((stages, tiles.STEP, width), dtype, transforms=hopper.swizzled()),
+        lhs=plgpu.SMEM((stages, tiles.STEP, ROWS), dtype, transforms=hopper.swizzle_transforms()),
+        dout=plgpu.SMEM((stages, tiles.STEP, width), dtype, transforms=hopper.swizzle_transforms()),
         tile=plgpu.SMEM(
             (2, tiles.CONSUMERS, _WG, tiles.PIECE),
             rhs_dtype,
@@ -187,13 +187,15 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
             piece = jnp.minimum(warpgroup, jnp.int32(width // tiles.PIECE - 1)) * tiles.PIECE
 
             def add_step(k, total):
-                ring.wait(n_done + k)
-                columns = s["dout"].at[ring.slot(n_done + k), :, pl.ds(piece, tiles.PIECE)]
+                ring.wait_filled(n_done + k)
+                columns = s["dout"].at[ring.slot_of(n_done + k), :, pl.ds(piece, tiles.PIECE)]
                 x = zero_other_rows(columns, *step_rows(k, span)[1:]).astype(jnp.float32)
-                ring.leave(n_done + k)
+                ring.release(n_done + k)
                 return total + x
 
-            zeros = hopper.full((tiles.STEP, tiles.PIECE), 0.0, hopper.TILE, plan.interpret)
+            zeros = hopper.fill_registers(
+                (tiles.STEP, tiles.PIECE), 0.0, hopper.TILE, plan.interpret
+            )
             total: Any = lax.fori_loop(0, steps, add_step, zeros)
 
             # Warpgroups write in turn, since a sum across warps uses one shared buffer.
@@ -222,7 +224,7 @@ def _weights_kernel(bounds_ref, lhs_ref, dout_ref, drhs_ref, *refs, plan):
                         (s["lhs"].at[slot, :, own_columns].transpose((1, 0)), s["dout"].at[slot])
                     ]
 
-                (y,) = ring.multiply((width,), n_done, steps, load_operands)
+                (y,) = ring.multiply_steps((width,), n_done, steps, load_operands)
                 start = drhs_row(row) + warpgroup * _WG
                 for i in range(0, width, tiles.PIECE):
                     value = y[:, i : i + tiles.PIECE].astype(drhs_ref.dtype)

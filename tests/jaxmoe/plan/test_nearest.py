@@ -7,7 +7,14 @@ import jaxmoe.plan.nearest as search
 from jaxmoe.config_file import load_config, override
 from jaxmoe.memory import plan_memory
 from jaxmoe.parallel.limits import check_mesh
-from jaxmoe.plan.nearest import SMALLEST, ladder, meshes, nearest, products, suited
+from jaxmoe.plan.nearest import (
+    SMALLEST,
+    apply_changes,
+    factorizations,
+    find_nearest_fit,
+    memory_settings,
+    mesh_settings,
+)
 
 GB = 10**9
 CFG = load_config("gptoss20b.py")  # fsdp 2 x expert 4
@@ -15,13 +22,13 @@ HELD = plan_memory(CFG)
 
 
 def test_all_ways_to_write_a_number_as_factors_are_found_once():
-    found = list(products(12, 3))
+    found = list(factorizations(12, 3))
     assert len(found) == len(set(found)) == 18
     assert all(math.prod(cut) == 12 for cut in found)
 
 
 def test_meshes_that_change_less_come_first_and_those_that_cut_rows_or_heads_last():
-    first, *others = meshes(CFG, 8)
+    first, *others = mesh_settings(CFG, 8)
     changed = [len(one) for one in others]
     assert first == [] and changed == sorted(changed) and changed[-1] == 4
     two = [" ".join(one) for one in others if len(one) == 2]
@@ -30,7 +37,7 @@ def test_meshes_that_change_less_come_first_and_those_that_cut_rows_or_heads_las
 
 
 def test_settings_are_taken_one_after_the_other_what_costs_little_time_first():
-    rungs = list(ladder(override(CFG, "optim.remat=False"), half=True))
+    rungs = list(memory_settings(override(CFG, "optim.remat=False"), half=True))
     assert rungs[-1] == [
         "optim.remat=True", SMALLEST, "rollout.max_parallel_sequences=8",
         "optim.remat_inputs=host", "optim.moments=host", "optim.param_dtype=bfloat16",
@@ -39,14 +46,19 @@ def test_settings_are_taken_one_after_the_other_what_costs_little_time_first():
 
 
 def test_another_mesh_is_nearest_then_the_host_then_bfloat16_then_more_devices():
-    assert nearest(CFG, HELD.training) == (8, [], HELD.training)
-    found = [nearest(CFG, there) for there in (HELD.training - 1, 60 * GB, 50 * GB, 30 * GB)]
+    assert find_nearest_fit(CFG, HELD.training) == (8, [], HELD.training)
+    found = [
+        find_nearest_fit(CFG, there) for there in (HELD.training - 1, 60 * GB, 50 * GB, 30 * GB)
+    ]
     assert found[0][:2] == (8, ["mesh.fsdp=1", "mesh.expert=8"])
     assert found[1][:2] == (8, ["optim.moments=host"])
     assert found[2][:2] == (8, ["optim.param_dtype=bfloat16"])
     assert found[3][0] == 16 and not any("param_dtype" in one for one in found[3][1])
     # 16 would do in bfloat16: another run, which so many devices are no reason for
-    assert nearest(CFG, 24 * GB)[:2] == (32, ["mesh.fsdp=8", "optim.tokens_per_microbatch=49152"])
+    assert find_nearest_fit(CFG, 24 * GB)[:2] == (
+        32,
+        ["mesh.fsdp=8", "optim.tokens_per_microbatch=49152"],
+    )
     devices, changes, needs = found[3]
     other = override(CFG, *changes)
     check_mesh(other)
@@ -55,24 +67,24 @@ def test_another_mesh_is_nearest_then_the_host_then_bfloat16_then_more_devices()
 
 
 def test_what_the_compiler_adds_counts():
-    assert nearest(CFG, HELD.training, (1.01, 1.0))[1] == ["mesh.fsdp=1", "mesh.expert=8"]
+    assert find_nearest_fit(CFG, HELD.training, (1.01, 1.0))[1] == ["mesh.fsdp=1", "mesh.expert=8"]
 
 
 def test_where_sampling_takes_most_fewer_sequences_at_once_fit():
     cfg = override(CFG, "rollout.max_parallel_sequences=8192")
     held = plan_memory(cfg)
     assert held.sampling > held.training
-    assert nearest(cfg, held.training)[1] == ["rollout.max_parallel_sequences=8"]
+    assert find_nearest_fit(cfg, held.training)[1] == ["rollout.max_parallel_sequences=8"]
 
 
 def test_where_nothing_fits_no_setting_is_told(monkeypatch):
-    monkeypatch.setattr(search, "MOST", 8)
-    assert nearest(CFG, 10**6)[1:] == ([], 0)
+    monkeypatch.setattr(search, "MAX_DEVICES", 8)
+    assert find_nearest_fit(CFG, 10**6)[1:] == ([], 0)
 
 
 def test_microbatches_are_as_a_mesh_needs_them_or_the_smallest_that_it_can_have():
     def tokens(*changes):
-        tried = suited(CFG, changes)
+        tried = apply_changes(CFG, changes)
         assert tried is not None
         return tried[0].optim.tokens_per_microbatch // CFG.context, tried[1]
 
@@ -81,13 +93,13 @@ def test_microbatches_are_as_a_mesh_needs_them_or_the_smallest_that_it_can_have(
     assert tokens(*twice) == (16, [*twice, f"optim.tokens_per_microbatch={16 * CFG.context}"])
     assert tokens(*wide) == (8, wide)  # one row would do
     assert tokens(*wide, SMALLEST) == (1, [*wide, f"optim.tokens_per_microbatch={CFG.context}"])
-    assert suited(CFG, ["mesh.tensor=5"]) is None
+    assert apply_changes(CFG, ["mesh.tensor=5"]) is None
 
 
 def test_microbatches_that_are_counted_are_the_smallest_where_nothing_less_does():
     cfg = override(CFG, "optim.tokens_per_microbatch=0", "optim.microbatches=4")
-    tried = suited(cfg, [SMALLEST])
+    tried = apply_changes(cfg, [SMALLEST])
     assert tried is not None
     assert tried[1] == ["optim.microbatches=128"]  # 1,024 sequences on 8 devices
-    unchanged = suited(cfg, [])
+    unchanged = apply_changes(cfg, [])
     assert unchanged is not None and unchanged[1] == []

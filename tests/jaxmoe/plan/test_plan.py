@@ -18,17 +18,17 @@ from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
 from jaxmoe.plan.collectives import Collective
 from jaxmoe.plan.compiled import (
-    Step,
+    CompiledStep,
     TooLarge,
-    base_in_step,
-    base_of,
-    compiled_step,
+    base_shapes,
+    compile_rl_step,
+    count_microbatches,
     mesh_on,
-    microbatches,
-    too_large,
+    parse_too_large,
+    step_base_shapes,
 )
-from jaxmoe.plan.roofline import bounds, wave_work, work
-from jaxmoe.plan.sampler import Wave
+from jaxmoe.plan.roofline import sampling_work, step_bounds, step_work
+from jaxmoe.plan.sampler import CompiledSampler
 from jaxmoe.rl.from_config import algorithm_from_config
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import CHIPS as COMPILED
@@ -108,28 +108,28 @@ def test_every_chip_that_is_compiled_for_has_its_figures():
 
 
 def a_step(live, sends=()):
-    return Step(live // 2, live - live // 2, Counter(dict(sends)), 3, 1.0)
+    return CompiledStep(live // 2, live - live // 2, Counter(dict(sends)), 3, 1.0)
 
 
 def test_what_does_not_fit_says_the_bytes_that_are_missing_and_what_would():
     cfg, gpu = load_config("gptoss20b.py"), CHIPS["h100"]
     mem = plan_memory(cfg)
     found = a_step(90 * 10**9)
-    of = report.fit(cfg, found, gpu)
+    of = report.step_fit(cfg, found, gpu)
     assert of.missing == 90 * 10**9 + mem.engine_copy - gpu.memory > 0
-    text = report.verdict(cfg, of, True, "typed --x 1", (1.2, 1.0))
-    assert text.startswith("does not fit: ") and f"{of.missing / 1e9:.2f} GB are missing" in text
+    text = report.format_fit(cfg, of, True, "typed --x 1", (1.2, 1.0))
+    assert text.startswith("does not fit: ") and f"{of.missing / 1e9:.2f} GB too much" in text
     assert ". Try typed --x 1 --set " in text and "which needs about" in text and "\n" not in text
-    more = report.verdict(cfg, report.Fit(1, 31 * 10**9, 30 * 10**9), False, "typed")
-    assert "Try 16 devices, from which it fits: --set mesh.fsdp=4 --set optim." in more
+    more = report.format_fit(cfg, report.Fit(1, 31 * 10**9, 30 * 10**9), False, "typed")
+    assert "Try 16 devices: --set mesh.fsdp=4 --set optim." in more
 
 
 def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
     gpu = CHIPS["h100"]
     engine = plan_memory(BIG).engine_copy
     small, large = (
-        report.verdict(
-            BIG, report.fit(BIG, a_step(int(part * gpu.memory) - engine), gpu), True, "typed"
+        report.format_fit(
+            BIG, report.step_fit(BIG, a_step(int(part * gpu.memory) - engine), gpu), True, "typed"
         )
         for part in (0.5, 0.8)
     )
@@ -140,14 +140,14 @@ def test_a_gpu_that_must_give_more_than_three_quarters_says_how():
 def test_libtpu_that_finds_no_place_is_read():
     said = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory " \
            "space hbm. Used 22.88G of 15.75G hbm. Exceeded hbm capacity by 7.13G."  # fmt: skip
-    found = too_large(said, 10**9, 2.0)
+    found = parse_too_large(said, 10**9, 2.0)
     assert found == TooLarge(round(22.88 * 2**30), round(15.75 * 2**30), 2.0)
     part = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO " \
            "temporaries (46.48G) exceeds available HBM (31.24G). HLO module: jit."  # fmt: skip
-    beside = too_large(part, 10**9, 2.0)
+    beside = parse_too_large(part, 10**9, 2.0)
     assert beside == TooLarge(round(46.48 * 2**30) + 10**9, round(31.24 * 2**30), 2.0)
-    assert too_large("INTERNAL: something else", 0, 2.0) is None
-    lines = list(report.memory_lines(BIG, found, report.fit(BIG, found, CHIPS["v5e"])))
+    assert parse_too_large("INTERNAL: something else", 0, 2.0) is None
+    lines = list(report.memory_lines(BIG, found, report.step_fit(BIG, found, CHIPS["v5e"])))
     assert any(line.split()[:2] == ["step", "24.57"] for line in lines)
 
 
@@ -155,8 +155,8 @@ def test_a_compiled_step_tells_its_bytes():
     small = ("model.d_model=32", "model.d_expert=24", "model.n_layers=2", "model.n_experts=4")
     cfg = override(load_config("tiny.py"), *small, "rollout.sequences_per_step=16")
     with jax.numpy_dtype_promotion("standard"):
-        step = compiled_step(cfg, mesh_on(cfg, jax.devices()[:1]), {})
-    assert isinstance(step, Step) and step.live == step.arguments + step.temporaries
+        step = compile_rl_step(cfg, mesh_on(cfg, jax.devices()[:1]), {})
+    assert isinstance(step, CompiledStep) and step.live == step.arguments + step.temporaries
     mem = plan_memory(cfg)
     assert 1.0 < step.arguments / (mem.weights + mem.optimizer) < 1.1  # the batch
     assert (step.temporaries > 0, step.host, step.kernels) == (True, 0, 0)
@@ -166,41 +166,43 @@ def test_a_compiled_step_tells_its_bytes():
 def test_what_waits_on_the_host_is_told_beside_the_device():
     cfg = override(BIG, "optim.moments=host")
     found = dataclasses.replace(a_step(10**9), host=plan_memory(BIG).optimizer)
-    *_, line = report.memory_lines(cfg, found, report.fit(cfg, found, CHIPS["v5e"]))
+    *_, line = report.memory_lines(cfg, found, report.step_fit(cfg, found, CHIPS["v5e"]))
     size = f"{plan_memory(BIG).optimizer / 1e9:.2f} GB".split()
     assert line.split() == ["on", "its", "host", *size, *size]
-    *_, line = report.memory_lines(BIG, found, report.fit(BIG, found, CHIPS["v5e"]))
+    *_, line = report.memory_lines(BIG, found, report.step_fit(BIG, found, CHIPS["v5e"]))
     assert "host" not in line
 
 
 def test_work_is_that_of_the_layers_and_the_head():
     cfg = override(BIG, "optim.remat=False", "optim.tokens_per_microbatch=0")
-    m, done = cfg.model, work(cfg, algorithm_from_config(cfg))
+    m, done = cfg.model, step_work(cfg, algorithm_from_config(cfg))
     flops, head = layer_flops(cfg), 2 * cfg.context * m.d_model * m.padded_vocab
     share = cfg.rollout.sequences_per_step / 64
     forward = flops.linear + flops.attention + head
     assert done.useful == 3 * forward * share
     assert done.flops == pytest.approx(done.useful + share * (flops.attention / 2 + head))
-    again = work(override(cfg, "optim.remat=True"), algorithm_from_config(cfg))
+    again = step_work(override(cfg, "optim.remat=True"), algorithm_from_config(cfg))
     more = again.flops - done.flops
     assert more == pytest.approx(share * (flops.linear + flops.attention))
     kl = override(cfg, "loss.kl_coef=0.1")
-    assert work(kl, algorithm_from_config(kl)).flops - done.flops == pytest.approx(share * forward)
+    assert step_work(kl, algorithm_from_config(kl)).flops - done.flops == pytest.approx(
+        share * forward
+    )
     scored = override(cfg, "loss.old_logp=recomputed", "loss.epochs=2")
-    twice = work(scored, algorithm_from_config(scored))
+    twice = step_work(scored, algorithm_from_config(scored))
     assert twice.flops == pytest.approx(2 * done.flops + share * forward)
-    assert microbatches(BIG) == cfg.rollout.sequences_per_step // 64
+    assert count_microbatches(BIG) == cfg.rollout.sequences_per_step // 64
 
 
 def test_the_slowest_bounds_a_step():
-    chip, done = CHIPS["h200"], work(BIG, algorithm_from_config(BIG))
+    chip, done = CHIPS["h200"], step_work(BIG, algorithm_from_config(BIG))
     one = Collective("all-gather", 1e9, (tuple(range(16)),))
-    least = bounds(done, {one: 100}, chip, [i // 8 for i in range(16)])
+    least = step_bounds(done, {one: 100}, chip, [i // 8 for i in range(16)])
     assert least.links == pytest.approx(100 * 15e9 / chip.links)
     assert least.network == pytest.approx(100 * 1e9 / chip.network)
     assert least.arithmetic == done.flops / chip.flops
     assert least.step == max(dataclasses.astuple(least)) and least.limit == "links"
-    assert bounds(done, {one: 100}, CHIPS["v5p"], [0] * 16).network == 0.0
+    assert step_bounds(done, {one: 100}, CHIPS["v5p"], [0] * 16).network == 0.0
 
 
 def test_a_state_larger_than_the_chip_is_told_without_a_compiler(monkeypatch, capsys):
@@ -208,52 +210,55 @@ def test_a_state_larger_than_the_chip_is_told_without_a_compiler(monkeypatch, ca
         raise AssertionError("nothing is compiled")
 
     chips = {"v5e": CHIPS["v5e"]._replace(memory=5 * 10**6)}
-    monkeypatch.setattr(search, "MOST", 4)
+    monkeypatch.setattr(search, "MAX_DEVICES", 4)
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
     monkeypatch.setattr(command, "parse_topology", lambda name: ("v5e", [None] * 2))
     monkeypatch.setattr(command, "mesh_on", lambda cfg, devices: mesh)
-    monkeypatch.setattr(command, "compiled_step", never)
+    monkeypatch.setattr(command, "compile_rl_step", never)
     monkeypatch.setattr(command, "CHIPS", chips)
     assert run("--topology", "v5e:1x2", "--set", "mesh.fsdp=2") == 1
     out = capsys.readouterr().out
-    assert "not compiled: the state alone takes 6.01 MB of a device" in out
-    assert "\ndoes not fit: 3.21 MB are missing. Try " in out
+    assert "the state takes 6.01 MB and the engine's weights" in out
+    assert "\ndoes not fit: 3.21 MB too much. Try " in out
 
 
 def test_a_wave_and_the_step_make_the_whole():
     cfg = override(BIG, "data.max_prompt_tokens=512", "rollout.max_new_tokens=1024")
     chip, one = CHIPS["v5p"], Collective("all-gather", 1e6, (tuple(range(64)),))
-    wave = Wave(64, 10**9, 2 * 10**9, Counter({one: 2}), Counter({one: 1}), 1.0)
-    before, token = wave_work(cfg, wave.prompts)
+    wave = CompiledSampler(64, 10**9, 2 * 10**9, Counter({one: 2}), Counter({one: 1}), 1.0)
+    before, token = sampling_work(cfg, wave.prompts)
     head = 2 * cfg.model.d_model * cfg.model.padded_vocab
     layers = sum(vars(layer_flops(cfg)).values())
     answers = token.flops * 1024 + before.flops * 8  # each answer's own prompt
     assert answers == pytest.approx(64 * 8 / 64 * (layers + 1024 * head))
-    each = [bounds(x, t, chip, [0] * 64) for x, t in ((before, wave.before), (token, wave.token))]
+    each = [
+        step_bounds(x, t, chip, [0] * 64)
+        for x, t in ((before, wave.prefill_collectives), (token, wave.token_collectives))
+    ]
     assert each[1].links == pytest.approx(63e6 / chip.links)
-    done = work(cfg, algorithm_from_config(cfg))
-    least = bounds(done, {}, chip, [0] * 64)
+    done = step_work(cfg, algorithm_from_config(cfg))
+    least = step_bounds(done, {}, chip, [0] * 64)
     text = "\n".join(report.sampling_lines(cfg, wave, *each, done, least, chip))
     seconds = 2 * (each[0].step + 1024 * each[1].step)  # 1,024 sequences, 512 at once
     assert f"{seconds:.3g} s of sampling + {least.step:.3g} s of training" in text
-    assert report.wave_fit(cfg, wave, chip).step == 2 * 10**9
+    assert report.sampler_fit(cfg, wave, chip).step == 2 * 10**9
 
 
 def test_a_decoded_token_reads_its_experts_and_the_keys_there_are():
     cfg = override(BIG, "data.max_prompt_tokens=512", "rollout.max_new_tokens=1024")
-    few, many = (wave_work(cfg, prompts)[1].traffic for prompts in (64, 64 * 1000))
-    longer = wave_work(override(cfg, "rollout.max_new_tokens=5120"), 64)[1].traffic
+    few, many = (sampling_work(cfg, prompts)[1].traffic for prompts in (64, 64 * 1000))
+    longer = sampling_work(override(cfg, "rollout.max_new_tokens=5120"), 64)[1].traffic
     assert longer - few == 8 * (cache_bytes(cfg.model, 1, 3072) - cache_bytes(cfg.model, 1, 1024))
     weights = plan_memory(cfg).engine_copy
     assert few < weights + 8 * cache_bytes(cfg.model, 1, 1024) < many
-    assert wave_work(cfg, 1)[1].traffic < 0.6 * weights  # 8 rows ask for 28 of 128 experts
+    assert sampling_work(cfg, 1)[1].traffic < 0.6 * weights  # 8 rows ask for 28 of 128 experts
 
 
 def test_the_scoring_pass_of_a_step_is_told():
     recomputed = override(BIG, "loss.old_logp=recomputed", "loss.kl_coef=0.1")
-    told = [report.passes(cfg, algorithm_from_config(cfg)) for cfg in (BIG, recomputed)]
+    told = [report.describe_scoring(cfg, algorithm_from_config(cfg)) for cfg in (BIG, recomputed)]
     assert told == [
-        "it needs no scoring pass", "a scoring pass of the policy and the reference is in it"
+        "it needs no scoring pass", "it includes a scoring pass of the policy and the reference"
     ]  # fmt: skip
 
 
@@ -282,9 +287,9 @@ def test_the_step_of_a_small_run_compiles_for_eight_chips(topology, at, capsys):
 
 def test_a_step_of_adapters_is_planned_with_the_rows_of_the_embedding_that_it_gets():
     cfg = override(load_config("tiny_lora.py"), "lora.embedding_rows=48")
-    whole, embedding = (base["embed"] for base in (base_of(cfg), base_in_step(cfg)))
+    whole, embedding = (base["embed"] for base in (base_shapes(cfg), step_base_shapes(cfg)))
     rows = 48, cfg.model.d_model
     assert embedding.rows_RD.shape == rows and embedding.rows_RD.dtype == whole.dtype
     assert embedding.shape == whole.shape and embedding.ids_R.shape == (48,)
-    assert base_in_step(override(cfg, "lora.embedding_rows=0")) == base_of(cfg)
-    assert base_in_step(load_config("tiny.py")) is None
+    assert step_base_shapes(override(cfg, "lora.embedding_rows=0")) == base_shapes(cfg)
+    assert step_base_shapes(load_config("tiny.py")) is None

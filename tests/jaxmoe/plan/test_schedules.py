@@ -12,12 +12,12 @@ from jaxmoe.config_file import load_config, override
 from jaxmoe.memory import layer_flops
 from jaxmoe.plan import report
 from jaxmoe.plan.chips import CHIPS
-from jaxmoe.plan.collectives import TpuKernel, tpu_kernels
-from jaxmoe.plan.roofline import bounds, work
-from jaxmoe.plan.schedules import Kernels, left_by_libtpu, scheduled
+from jaxmoe.plan.collectives import TpuKernel, count_tpu_kernels
+from jaxmoe.plan.roofline import step_bounds, step_work
+from jaxmoe.plan.schedules import KernelTime, libtpu_dump_folder, time_kernels
 from jaxmoe.rl.from_config import algorithm_from_config
-from pallas_kernels.bench import turns
-from pallas_kernels.bench.schedule_tpu import Loop, TpuSchedule, Turns
+from pallas_kernels.bench import loop_counts
+from pallas_kernels.bench.schedule_tpu import Loop, LoopCounts, TpuSchedule
 
 LONG = override(
     load_config("gptoss20b.py"), "data.max_prompt_tokens=8192", "rollout.max_new_tokens=16384",
@@ -39,7 +39,7 @@ ENTRY %main (x: bf16[3]) -> bf16[3] {
 
 def test_calls_of_kernels_are_counted_in_loops_with_what_they_read():
     operands = ("s32", (3,)), ("bf16", (12, 7)), ("bf16", (2, 7, 5))
-    assert tpu_kernels(TEXT, 1) == {TpuKernel("jvp_grouped_matmul_.7", operands): 6}
+    assert count_tpu_kernels(TEXT, 1) == {TpuKernel("jvp_grouped_matmul_.7", operands): 6}
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def plain_turns(monkeypatch):
 
     def of(op, case):
         asked.append((op, case))
-        return {name: Turns((case[1] // 1000,)) for name in names}
+        return {name: LoopCounts((case[1] // 1000,)) for name in names}
 
     names = [
         "sink_attention_forward", "sink_attention_forward_window",
@@ -57,8 +57,8 @@ def plain_turns(monkeypatch):
         "grouped_drhs", "token_logprobs",
     ]  # fmt: skip
     asked = []
-    monkeypatch.setattr(turns, "attention", lambda case: of("attention", case[1:]))
-    monkeypatch.setattr(turns, "of", of)
+    monkeypatch.setattr(loop_counts, "attention_counts", lambda case: of("attention", case[1:]))
+    monkeypatch.setattr(loop_counts, "count_loops", of)
     return asked
 
 
@@ -88,7 +88,7 @@ CALLS = {  # with the floating-point operations of each
 
 def test_a_call_is_known_by_its_name_and_shapes(plain_turns):
     for one, flops in CALLS.items():
-        found = module._turns(LONG, one)
+        found = module._count_call(LONG, one)
         assert found is not None and found[1] == flops, one.name
     cases = dict(plain_turns)
     assert cases["attention"][:6] == (1, T, T, 64, 8, 64)
@@ -108,12 +108,12 @@ def test_a_call_is_known_by_its_name_and_shapes(plain_turns):
     ids=lambda one: one.name,
 )
 def test_what_is_not_known_is_not_guessed(plain_turns, one):
-    assert module._turns(LONG, one) is None
+    assert module._count_call(LONG, one) is None
 
 
 def test_where_a_rows_tokens_are_cut_attention_is_not_known(plain_turns):
     ring = override(LONG, "mesh.expert=1", "mesh.sequence=4")
-    assert module._turns(ring, next(iter(CALLS))) is None
+    assert module._count_call(ring, next(iter(CALLS))) is None
 
 
 def schedule(kernel, cycles):
@@ -129,22 +129,25 @@ def test_seconds_are_cycles_times_turns_times_calls_and_never_above_the_peak(
         call("token_logprobs.6", (2000, D), (D, 7)), call("token_logprobs_dlogits.4"),
     )  # fmt: skip
     found = [schedule("token_logprobs.4", 350_000), schedule("token_logprobs.5", 1)]
-    monkeypatch.setattr(module, "read", lambda folder: found)
+    monkeypatch.setattr(module, "read_tpu_schedules", lambda folder: found)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("chip",))
     calls = {one: 5, quick: 7, unread: 11, other: 13}
     chip = CHIPS["v6e"]
-    told = scheduled(LONG, mesh, calls, tmp_path, "v6e", chip)
+    told = time_kernels(LONG, mesh, calls, tmp_path, "v6e", chip)
     flops = 2 * D * (3000 * 5888 * 5 + 2000 * 7 * 7)
     seconds = 5 * 3 * 350_000 / 1.75e9 + 7 * 2 * D * 2000 * 7 / chip.flops
     assert told.seconds == pytest.approx(seconds)
-    assert (told.flops, told.calls, told.others) == (flops, 12, 24)
+    assert (told.flops, told.calls, told.other_calls) == (flops, 12, 24)
 
 
 def test_kernels_count_by_their_schedules_and_the_rest_at_the_peak():
-    chip, done = CHIPS["v5p"], work(LONG, algorithm_from_config(LONG))
+    chip, done = CHIPS["v5p"], step_work(LONG, algorithm_from_config(LONG))
     attention = layer_flops(LONG).attention * 64 / 8
-    kernels = Kernels(3 * attention / chip.flops, attention, 24, 5)
-    plain, least = bounds(done, {}, chip, [0] * 8), bounds(done, {}, chip, [0] * 8, kernels)
+    kernels = KernelTime(3 * attention / chip.flops, attention, 24, 5)
+    plain, least = (
+        step_bounds(done, {}, chip, [0] * 8),
+        step_bounds(done, {}, chip, [0] * 8, kernels),
+    )
     assert least.arithmetic - plain.arithmetic == pytest.approx(2 * attention / chip.flops)
     lines = list(report.bound_lines(done, least, chip, "", kernels))
     (line,) = [line for line in lines if "of it kernels" in line]
@@ -154,11 +157,11 @@ def test_kernels_count_by_their_schedules_and_the_rest_at_the_peak():
 
 def test_libtpu_is_told_where_and_what_the_user_tells_it_stays(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine")
-    with left_by_libtpu() as folder:
+    with libtpu_dump_folder() as folder:
         assert os.environ["LIBTPU_INIT_ARGS"].startswith(f"--mine --xla_jf_dump_to={folder} ")
         assert folder.is_dir()
     assert os.environ["LIBTPU_INIT_ARGS"] == "--mine" and not folder.exists()
     monkeypatch.delenv("LIBTPU_INIT_ARGS")
-    with left_by_libtpu():
+    with libtpu_dump_folder():
         assert "LIBTPU_INIT_ARGS" in os.environ
     assert "LIBTPU_INIT_ARGS" not in os.environ

@@ -15,22 +15,22 @@ from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
 
 ALPHA, LIMIT = 1.702, 7.0
 TPU = {
-    "sink_attention": pallas_tpu.mosaic_tpu,
-    "decode_attention": decode_tpu.mosaic_tpu,
+    "sink_attention": pallas_tpu.sink_attention_mosaic_tpu,
+    "decode_attention": decode_tpu.decode_attention_mosaic_tpu,
     "grouped_matmul": matmul_tpu.grouped_matmul_mosaic_tpu,
     "grouped_swiglu": matmul_tpu.grouped_swiglu_mosaic_tpu,
     "grouped_matmul_low_rank": matmul_tpu.grouped_matmul_low_rank_mosaic_tpu,
     "grouped_swiglu_low_rank": matmul_tpu.grouped_swiglu_low_rank_mosaic_tpu,
-    "token_logprobs": logprobs_tpu.mosaic_tpu,
+    "token_logprobs": logprobs_tpu.token_logprobs_mosaic_tpu,
 }
 GPU = {
-    "sink_attention": pallas_gpu.mosaic_gpu,
-    "decode_attention": decode_gpu.mosaic_gpu,
+    "sink_attention": pallas_gpu.sink_attention_mosaic_gpu,
+    "decode_attention": decode_gpu.decode_attention_mosaic_gpu,
     "grouped_matmul": matmul_gpu.grouped_matmul_mosaic_gpu,
     "grouped_swiglu": matmul_gpu.grouped_swiglu_mosaic_gpu,
     "grouped_matmul_low_rank": matmul_gpu.grouped_matmul_low_rank_mosaic_gpu,
     "grouped_swiglu_low_rank": matmul_gpu.grouped_swiglu_low_rank_mosaic_gpu,
-    "token_logprobs": logprobs_gpu.mosaic_gpu,
+    "token_logprobs": logprobs_gpu.token_logprobs_mosaic_gpu,
 }
 
 

@@ -8,10 +8,13 @@ import pytest
 
 from pallas_kernels.check import __main__ as command
 from pallas_kernels.check import child, choice, verdicts
-from pallas_kernels.check.choice import PLATFORMS, Choice, Refused, choose, judge_here
+from pallas_kernels.check.choice import PLATFORMS, Choice, KernelRefused, choose_kernels, make_judge
 from pallas_kernels.check.verdicts import KernelVerdict
 
-RIGHT, WRONG = KernelVerdict("right", "4 cases"), KernelVerdict("wrong", "in ragged: o errs by 1")
+RIGHT, WRONG = (
+    KernelVerdict("right", "4 cases"),
+    KernelVerdict("wrong", "case ragged: o: relative error 1"),
+)
 REFUSES = KernelVerdict("refuses", "it needs a Hopper GPU")
 DOUBLES = "tests.pallas_kernels.check.doubles"
 
@@ -29,30 +32,33 @@ def judged(asked=None, **verdicts):
 
 def test_auto_takes_the_first_right_kernel_and_asks_of_no_more():
     asked = []
-    found = choose("auto", "gpu", judged(asked, mosaic_gpu=RIGHT))
+    found = choose_kernels("auto", "gpu", judged(asked, mosaic_gpu=RIGHT))
     assert {c.impl for c in found.values()} == {("mosaic_gpu", "xla")}
     assert asked == [(operation, "mosaic_gpu") for operation in PLATFORMS]
-    assert choose("auto", "tpu", judged(mosaic_tpu=RIGHT))["token_logprobs"].name == "mosaic_tpu"
+    assert (
+        choose_kernels("auto", "tpu", judged(mosaic_tpu=RIGHT))["token_logprobs"].name
+        == "mosaic_tpu"
+    )
 
 
 def test_auto_passes_a_wrong_kernel_by_and_says_which():
-    found = choose("auto", "gpu", judged(mosaic_gpu=WRONG, triton=RIGHT))
+    found = choose_kernels("auto", "gpu", judged(mosaic_gpu=WRONG, triton=RIGHT))
     assert found["sink_attention"] == Choice(("triton", "xla"), (("mosaic_gpu", WRONG),))
     assert found["decode_attention"] == Choice("xla", (("mosaic_gpu", WRONG),))
 
 
 def test_on_a_cpu_nothing_is_asked():
-    found = choose("auto", "cpu", judged())
+    found = choose_kernels("auto", "cpu", judged())
     assert {c.impl for c in found.values()} == {"xla"}
-    assert {c.passed for c in found.values()} == {()}
-    assert {c.impl for c in choose("reference", "gpu", judged()).values()} == {"reference"}
+    assert {c.rejected for c in found.values()} == {()}
+    assert {c.impl for c in choose_kernels("reference", "gpu", judged()).values()} == {"reference"}
 
 
 def test_a_name_that_one_operation_has_leaves_the_others_to_auto():
-    found = choose("triton", "gpu", judged(triton=RIGHT, mosaic_gpu=RIGHT))
+    found = choose_kernels("triton", "gpu", judged(triton=RIGHT, mosaic_gpu=RIGHT))
     assert found.pop("sink_attention").impl == "triton"
     assert {c.impl for c in found.values()} == {("mosaic_gpu", "xla")}
-    assert choice.wanted("triton") == dict.fromkeys(PLATFORMS, "auto") | {
+    assert choice.requested_impls("triton") == dict.fromkeys(PLATFORMS, "auto") | {
         "sink_attention": "triton"
     }
 
@@ -60,23 +66,23 @@ def test_a_name_that_one_operation_has_leaves_the_others_to_auto():
 @pytest.mark.parametrize(
     "platform, verdict, said",
     [
-        ("tpu", RIGHT, "it needs gpu, this is tpu"),
-        ("cpu", RIGHT, "it needs gpu, this is cpu"),
-        ("gpu", WRONG, "sink_attention: it is wrong in ragged: o errs by 1"),
-        ("gpu", REFUSES, "sink_attention: it refuses: it needs a Hopper GPU"),
+        ("tpu", RIGHT, "it needs a gpu, but this machine has a tpu"),
+        ("cpu", RIGHT, "it needs a gpu, but this machine has a cpu"),
+        ("gpu", WRONG, "sink_attention: failed in case ragged: o: relative error 1"),
+        ("gpu", REFUSES, "sink_attention: unsupported: it needs a Hopper GPU"),
     ],
 )
 def test_a_named_kernel_that_cannot_be_had_is_refused_with_its_reason(platform, verdict, said):
-    with pytest.raises(Refused, match=said):
-        choose("mosaic_gpu", platform, judged(mosaic_gpu=verdict))
+    with pytest.raises(KernelRefused, match=said):
+        choose_kernels("mosaic_gpu", platform, judged(mosaic_gpu=verdict))
 
 
 @pytest.mark.parametrize(
     "named, may", [("cpu", False), ("cpu,cuda", False), ("cuda,cpu", True), ("tpu", True)]
 )
 def test_the_platforms_that_are_asked_for_say_whether_a_chip_may_be_here(named, may):
-    assert choice.may_have_a_chip(named) == may
-    assert choice.may_have_a_chip() == (choice.jax.config.jax_platforms != "cpu")
+    assert choice.may_have_accelerator(named) == may
+    assert choice.may_have_accelerator() == (choice.jax.config.jax_platforms != "cpu")
 
 
 REQUEST = {"dtype": "float32", "real": None}
@@ -92,21 +98,21 @@ def on_a_cpu():
     "double, operation, kind, said",
     [
         ("right", "token_logprobs", "right", "3 cases"),
-        ("wrong_in_one_tile", "grouped_matmul", "wrong", "in ragged_groups: out errs by"),
-        ("wrong_in_one_tile", "token_logprobs", "wrong", "in padded_head: logp errs by"),
-        ("wrong_in_one_tile", "decode_attention", "wrong", "in uneven: o errs by"),
-        ("wrong_gradient", "sink_attention", "wrong", "in ragged: dk errs by"),
-        ("other_bits_in_each_call", "token_logprobs", "wrong", "logp has other bits in another"),
-        ("crashes", "token_logprobs", "wrong", "in padded_head: it was killed by SIGABRT"),
+        ("wrong_in_one_tile", "grouped_matmul", "wrong", "case ragged_groups: out: relative error"),
+        ("wrong_in_one_tile", "token_logprobs", "wrong", "case padded_head: logp: relative error"),
+        ("wrong_in_one_tile", "decode_attention", "wrong", "case uneven: o: relative error"),
+        ("wrong_gradient", "sink_attention", "wrong", "case ragged: dk: relative error"),
+        ("other_bits_in_each_call", "token_logprobs", "wrong", "logp has different bits in two"),
+        ("crashes", "token_logprobs", "wrong", "the process was killed by SIGABRT"),
         ("refuses", "token_logprobs", "refuses", "it needs a Hopper GPU"),
-        ("has_no_memory", "token_logprobs", "unknown", "had no memory"),
+        ("has_no_memory", "token_logprobs", "unknown", "ran out of memory"),
     ],
 )  # fmt: skip
 def test_a_fault_planted_in_a_double_is_found_by_another_process(
     tmp_path, on_a_cpu, double, operation, kind, said
 ):
-    judge = judge_here(
-        on_a_cpu, "float32", {}, where=tmp_path, timeout_s=300.0, tell=lambda _: None
+    judge = make_judge(
+        on_a_cpu, "float32", {}, folder=tmp_path, timeout_s=300.0, log_line=lambda _: None
     )
     verdict = judge(operation, f"{DOUBLES}:{double}")
     assert verdict.kind == kind and said in verdict.reason and "\n" not in verdict.reason
@@ -116,45 +122,45 @@ def test_a_fault_planted_in_a_double_is_found_by_another_process(
 @pytest.mark.slow
 def test_a_planted_hang_costs_its_timeout_once_and_is_not_waited_for_again(tmp_path, on_a_cpu):
     told = []
-    judge = judge_here(
-        on_a_cpu, "float32", {}, where=tmp_path, timeout_s=20.0, tell=told.append
+    judge = make_judge(
+        on_a_cpu, "float32", {}, folder=tmp_path, timeout_s=20.0, log_line=told.append
     )  # fmt: skip
     for _ in range(2):
         start = time.monotonic()
         verdict = judge("token_logprobs", f"{DOUBLES}:hangs")
         took = time.monotonic() - start
-        assert verdict == ("wrong", "in padded_head: it gave no answer in 20 s")
-    assert took < 1 and told == [f"checking token_logprobs in {DOUBLES}:hangs on a double…"]
+        assert verdict == ("wrong", "case padded_head: the process gave no result in 20 s")
+    assert took < 1 and told == [f"checking token_logprobs with {DOUBLES}:hangs on a double…"]
 
 
 @pytest.mark.slow
 def test_the_runs_own_size_is_looked_at_in_sampled_rows_planted_faults_too(on_a_cpu, tmp_path):
     real = {"token_logprobs": [dict(name="run", M=1500, D=64, V=640, vocab_size=600)]}
     verdicts = {
-        double: judge_here(
-            on_a_cpu, "float32", real, where=tmp_path, timeout_s=300.0, tell=lambda _: None
+        double: make_judge(
+            on_a_cpu, "float32", real, folder=tmp_path, timeout_s=300.0, log_line=lambda _: None
         )("token_logprobs", f"{DOUBLES}:{double}")
         for double in ("right", "wrong_past_the_cases")
     }
     assert verdicts["right"] == ("right", "4 cases")
-    assert verdicts["wrong_past_the_cases"].reason.startswith("in run: logp errs")
+    assert verdicts["wrong_past_the_cases"].reason.startswith("case run: logp: relative error")
 
 
 def test_a_child_that_cannot_open_the_device_is_no_verdict(monkeypatch):
     for end in ("was killed by SIGSEGV (TPU is in use)", ""):
-        monkeypatch.setattr(child, "ask", lambda *_, end=end: child.Said((), end))
+        monkeypatch.setattr(child, "run_child", lambda *_, end=end: child.ChildReport((), end))
         with pytest.raises(child.NoChip, match="opens the device (was killed|said nothing)"):
-            child.checked("sink_attention", "mosaic_gpu", "bfloat16", None, 1.0)
+            child.check_kernel("sink_attention", "mosaic_gpu", "bfloat16", None, 1.0)
         with pytest.raises(child.NoChip):
-            child.chip()
+            child.find_chip()
 
 
 def test_the_shape_that_the_run_has_must_not_be_refused(monkeypatch):
     def verdict(*refused, own):
         said = [{"case": str(i), "fault": None, "refused": r, "own": i >= len(refused) - own}
                 for i, r in enumerate(refused)]  # fmt: skip
-        monkeypatch.setattr(child, "ask", lambda *_: child.Said(tuple(said), ""))
-        return child.checked("sink_attention", "mosaic_gpu", "bfloat16", [{"T": 1}] * own, 1.0)
+        monkeypatch.setattr(child, "run_child", lambda *_: child.ChildReport(tuple(said), ""))
+        return child.check_kernel("sink_attention", "mosaic_gpu", "bfloat16", [{"T": 1}] * own, 1.0)
 
     assert verdict(None, "odd", None, own=1) == ("right", "2 cases")
     assert verdict(None, None, "head size 16", own=1) == ("refuses", "head size 16")
@@ -172,12 +178,15 @@ def test_the_shape_that_the_run_has_must_not_be_refused(monkeypatch):
         (["--timeout", "soon"], "invalid float value: 'soon'"),
         (["--timeout", "0"], "--timeout must be above 0; got 0"),
         (["--timeout", "nan"], "--timeout must be above 0; got nan"),
-        (["token_logprobs", "--impl", "triton"], "token_logprobs must have --impl triton"),
-        ([], "a kernel needs its chip, and this is a cpu"),
+        (
+            ["token_logprobs", "--impl", "triton"],
+            "--impl must name an implementation of token_logprobs; got triton",
+        ),
+        ([], "kernels must run on their platform; this machine is a cpu"),
     ],
 )
 def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, said):
-    monkeypatch.setattr(child, "ask", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(child, "run_child", lambda *_: pytest.fail("started"))
     with pytest.raises(SystemExit) as left:
         command.main(typed)
     (line,) = capsys.readouterr().err.splitlines()
@@ -187,9 +196,12 @@ def test_a_mistake_is_one_line_and_starts_nothing(monkeypatch, capsys, typed, sa
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("{", "cannot be read"),
-        ("[]", "does not hold a verdict"),
-        ('{"key": {"kind": "TPU v6e"}, "verdict": {"kind": "right", "reason": ""}}', "is of anoth"),
+        ("{", "cannot read"),
+        ("[]", "contains no verdict"),
+        (
+            '{"key": {"kind": "TPU v6e"}, "verdict": {"kind": "right", "reason": ""}}',
+            "has a different",
+        ),
     ],
 )
 def test_the_command_says_which_file_it_does_not_take_and_checks_again(
@@ -197,30 +209,32 @@ def test_the_command_says_which_file_it_does_not_take_and_checks_again(
 ):
     here = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "", "jax": "0.12"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "may_have_a_chip", lambda: True)
-    monkeypatch.setattr(child, "chip", lambda: here)
-    monkeypatch.setattr(child, "checked", lambda *_: WRONG)
-    path = verdicts.path_of(
-        verdicts.folder(), verdicts.key(here, "sink_attention", "triton", "bfloat16", None)
+    monkeypatch.setattr(command, "may_have_accelerator", lambda: True)
+    monkeypatch.setattr(child, "find_chip", lambda: here)
+    monkeypatch.setattr(child, "check_kernel", lambda *_: WRONG)
+    path = verdicts.verdict_path(
+        verdicts.verdict_folder(),
+        verdicts.verdict_key(here, "sink_attention", "triton", "bfloat16", None),
     )
     path.parent.mkdir()
     path.write_text(text)
     for lines in (4, 2):  # the second time what was found the first time is on file
         assert command.main(["--impl", "triton"]) == 1
         told = capsys.readouterr().out.splitlines()
-        assert len(told) == lines and told[-1].endswith("it is wrong in ragged: o errs by 1")
+        assert len(told) == lines and told[-1].endswith(
+            "failed in case ragged: o: relative error 1"
+        )
         again = [x for x in told if str(path) in x]
         assert len(again) == (lines == 4) and all(said in x for x in again)
 
 
 def test_the_command_says_each_verdict_and_fails_for_a_wrong_one(monkeypatch, capsys):
-    monkeypatch.setattr(command, "may_have_a_chip", lambda: True)
+    monkeypatch.setattr(command, "may_have_accelerator", lambda: True)
     here = {"platform": "gpu", "kind": "NVIDIA H200", "jax": "0.12"}
-    monkeypatch.setattr(child, "chip", lambda: here)
+    monkeypatch.setattr(child, "find_chip", lambda: here)
     for verdict, code in ((RIGHT, 0), (REFUSES, 0), (WRONG, 1)):
-        monkeypatch.setattr(command, "judge_here", lambda *_, v=verdict, **__: judged(triton=v))
+        monkeypatch.setattr(command, "make_judge", lambda *_, v=verdict, **__: judged(triton=v))
         assert command.main(["--impl", "triton"]) == code
         said = capsys.readouterr().out
-        assert "NVIDIA H200" in said and f"sink_attention   triton      {verdict.kind}" in (
-            said.replace("it is ", "").replace("it ", "")
-        )
+        text = {"right": "correct", "refuses": "unsupported", "wrong": "failed in"}[verdict.kind]
+        assert "NVIDIA H200" in said and f"sink_attention   triton      {text}" in said

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bench.measure import Ours
+from pallas_kernels.bench.measure import JittedOp
 from pallas_kernels.bench.ops import OPS
 from pallas_kernels.check import compare, sampled
 from pallas_kernels.grouped_matmul.cases import MatmulCase
@@ -21,8 +21,10 @@ def test_a_wrong_tile_among_a_thousand_counts_as_much_as_one_of_two():
     right = np.random.default_rng(0).normal(size=(2048, 64))
     wrong = right.copy()
     wrong[-2:] *= 1.5
-    assert 0.3 < compare.error(wrong, right) < 0.6
-    assert compare.error(wrong[-4:], right[-4:]) == pytest.approx(compare.error(wrong, right), 0.2)
+    assert 0.3 < compare.max_row_error(wrong, right) < 0.6
+    assert compare.max_row_error(wrong[-4:], right[-4:]) == pytest.approx(
+        compare.max_row_error(wrong, right), 0.2
+    )
 
 
 def test_a_small_row_is_measured_by_itself_and_a_row_of_zeros_by_all():
@@ -30,35 +32,39 @@ def test_a_small_row_is_measured_by_itself_and_a_row_of_zeros_by_all():
     right[0], right[1] = 1.0, 0.0
     ours = right.copy()
     ours[0, 3] += 0.5
-    assert compare.error(ours, right) == pytest.approx(0.5 / np.sqrt(np.mean(right**2)), 0.01)
-    assert compare.error(right * 1.001, right) == pytest.approx(1e-3, 1e-6)
+    assert compare.max_row_error(ours, right) == pytest.approx(
+        0.5 / np.sqrt(np.mean(right**2)), 0.01
+    )
+    assert compare.max_row_error(right * 1.001, right) == pytest.approx(1e-3, 1e-6)
 
 
 def test_infinities_agree_with_themselves_and_with_nothing_else():
     right = np.array([1.0, -np.inf, 2.0])
-    assert compare.error(right, right) == 0.0
-    assert compare.error(np.array([1.0, 0.0, 2.0]), right) == np.inf
-    assert compare.error(np.array([np.nan, -np.inf, 2.0]), right) == np.inf
-    assert compare.error(np.zeros((2, 2)), np.zeros((2, 3))) == np.inf
+    assert compare.max_row_error(right, right) == 0.0
+    assert compare.max_row_error(np.array([1.0, 0.0, 2.0]), right) == np.inf
+    assert compare.max_row_error(np.array([np.nan, -np.inf, 2.0]), right) == np.inf
+    assert compare.max_row_error(np.zeros((2, 2)), np.zeros((2, 3))) == np.inf
 
 
 def test_a_fault_names_the_first_result_beyond_its_limit():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
     names, good = ("o", "lse", "dq"), [x, x, x]
-    assert compare.fault(names, [x, x * (1 + 1e-6), x], good, good, "float32", 2) is None
-    assert compare.fault(names, [None, x, x], good, good, "float32", 2) is None
-    said = compare.fault(names, [x, x * 1.01, x * 2], good, good, "float32", 2)
-    assert said is not None and said.startswith(
-        "lse errs by 1.00e-02 of its size; at most 1.53e-05"
+    assert (
+        compare.find_wrong_result(names, [x, x * (1 + 1e-6), x], good, good, "float32", 2) is None
     )
-    nan = compare.fault(names, [x, x, x.at[3, 3].set(jnp.nan)], good, good, "float32", 2)
-    assert nan is not None and nan.startswith("dq errs by inf")
+    assert compare.find_wrong_result(names, [None, x, x], good, good, "float32", 2) is None
+    said = compare.find_wrong_result(names, [x, x * 1.01, x * 2], good, good, "float32", 2)
+    assert said is not None and said.startswith("lse: relative error 1.00e-02, limit 1.53e-05")
+    nan = compare.find_wrong_result(
+        names, [x, x, x.at[3, 3].set(jnp.nan)], good, good, "float32", 2
+    )
+    assert nan is not None and nan.startswith("dq: relative error inf")
 
 
 def test_results_that_stay_in_float32_have_no_room_for_a_rounding_to_16_bits():
     x = jnp.ones(8, jnp.float32)
-    tight = compare.limit(0.0, x, "bfloat16", output=True)
-    loose = compare.limit(0.0, x, "bfloat16", output=False)
+    tight = compare.error_limit(0.0, x, "bfloat16", output=True)
+    loose = compare.error_limit(0.0, x, "bfloat16", output=False)
     assert tight == pytest.approx(512 * 2**-23) and loose == pytest.approx(16 * 2**-7)
 
 
@@ -76,20 +82,20 @@ CASES = {
 def test_sampled_rows_have_the_values_and_gradients_of_the_whole_in_several_pieces(
     monkeypatch, operation
 ):
-    monkeypatch.setattr(sampled, "SCORES", 200)
+    monkeypatch.setattr(sampled, "MAX_SCORES", 200)
     op, case = OPS[operation], CASES[operation]
-    op = replace(op, rows=replace(op.rows, looked_at=LESS))
+    op = replace(op, rows=replace(op.rows, compared=LESS))
     inputs = op.inputs(case, jnp.float32, 1)
-    at, ct = sampled.sample(op, inputs, 9), None
+    at, ct = sampled.sample_rows(op, inputs, 9), None
     assert len(at) < inputs[0].shape[op.rows.axis] or operation == "decode_attention"
-    assert len(sampled._cut(op, case, inputs, at).pieces) > 1
+    assert len(sampled._split_sample(op, case, inputs, at).pieces) > 1
     if op.differentiated:
         outputs = jax.eval_shape(op.call(case, "reference"), *inputs)
         ct = jax.tree.map(lambda x: jax.random.normal(jax.random.key(3), x.shape), outputs)
-        ct = sampled.only(op, ct, at)
-    runs = Ours(op, case, "reference").passes(inputs, ct).values()
-    whole = sampled.looked_at(op, [x for run in runs for x in jax.tree.leaves(run())], at)
-    plain, right = sampled.references(op, case, inputs, ct, at)
+        ct = sampled.mask_cotangents(op, ct, at)
+    runs = JittedOp(op, case, "reference").passes(inputs, ct).values()
+    whole = sampled.select_compared(op, [x for run in runs for x in jax.tree.leaves(run())], at)
+    plain, right = sampled.run_references(op, case, inputs, ct, at)
     for some in (plain, right):
         for name, a, b in zip(op.results, whole, some, strict=True):
             assert a.dtype == b.dtype
@@ -101,17 +107,17 @@ LESS = {"dk": (1, 7), "dv": (1, 7), "drhs": (1, 5), "dw_head": (0, 5)}
 
 @pytest.mark.parametrize("n, most", [(131_072, 2048), (1331, 300), (9, 9)])
 def test_every_stripe_has_a_row_in_the_sample_and_so_has_every_tile_of_two(n, most):
-    at = sampled.stripes(n, most)
+    at = sampled.sample_stripes(n, most)
     width = -(-n // most)
     assert at[-1] == n - 1 and len(at) == min(n, most)
     assert max(np.diff(at, prepend=-1)) < 2 * width
-    other = sampled.stripes(n, most, seed=1)
+    other = sampled.sample_stripes(n, most, seed=1)
     assert np.array_equal(at, other) == (n == most)
 
 
 def test_every_group_has_its_first_and_last_row_in_the_sample():
     op, case = OPS["grouped_matmul"], MatmulCase("x", 4001, 2, 3, (7, 0, 1, 1500, 2000, 3))
-    at = set(sampled.sample(op, op.inputs(case, jnp.float32, 0), 50))
+    at = set(sampled.sample_rows(op, op.inputs(case, jnp.float32, 0), 50))
     assert {0, 6, 7, 8, 1507, 1508, 3507, 3508, 3510, 3511, 4000} <= at
 
 
@@ -126,7 +132,7 @@ def test_the_pieces_of_a_long_case_fit_a_small_memory(operation):
     if hasattr(long, "layout"):
         shapes[4:8] = map(jnp.asarray, attention_cases.case_layout(long))
     shapes = tuple(shapes)
-    at = sampled.sample(op, shapes)
-    cut = sampled._cut(op, long, shapes, at)
-    assert cut.rows * max(1, cut.entries) * op.rows.scores(shapes) <= sampled.SCORES
+    at = sampled.sample_rows(op, shapes)
+    cut = sampled._split_sample(op, long, shapes, at)
+    assert cut.rows * max(1, cut.entries) * op.rows.scores(shapes) <= sampled.MAX_SCORES
     assert sum(x.stop - x.start for x in cut.pieces) == len(at) and len(cut.pieces) <= 256

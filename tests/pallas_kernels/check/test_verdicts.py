@@ -9,7 +9,7 @@ from pallas_kernels.check import verdicts
 from pallas_kernels.check.verdicts import KernelVerdict
 
 CHIP = {"platform": "gpu", "kind": "NVIDIA H200", "driver": "cuda 13 580.1", "jax": "0.12 0.12"}
-KEY = verdicts.key(CHIP, "sink_attention", "mosaic_gpu", "bfloat16", [{"sizes": (1, 2)}])
+KEY = verdicts.verdict_key(CHIP, "sink_attention", "mosaic_gpu", "bfloat16", [{"sizes": (1, 2)}])
 
 
 @pytest.fixture
@@ -18,52 +18,59 @@ def told():
 
 
 def test_what_was_kept_is_read_back(tmp_path, told):
-    assert verdicts.kept(tmp_path, KEY, told.append) is None
-    verdicts.keep(tmp_path / "new", KEY, KernelVerdict("wrong", "in ragged: o errs"), told.append)
-    assert verdicts.kept(tmp_path / "new", KEY, told.append) == ("wrong", "in ragged: o errs")
+    assert verdicts.load_verdict(tmp_path, KEY, told.append) is None
+    verdicts.save_verdict(
+        tmp_path / "new", KEY, KernelVerdict("wrong", "in ragged: o errs"), told.append
+    )
+    assert verdicts.load_verdict(tmp_path / "new", KEY, told.append) == (
+        "wrong",
+        "in ragged: o errs",
+    )
     assert not told and len(list((tmp_path / "new").iterdir())) == 1  # nothing half written
 
 
 @pytest.mark.parametrize("name", [*CHIP, "source", "dtype", "real", "operation", "impl"])
 def test_another_chip_version_or_question_has_another_verdict(tmp_path, told, name):
-    verdicts.keep(tmp_path, KEY, KernelVerdict("right", ""), told.append)
-    assert verdicts.kept(tmp_path, KEY | {name: "another"}, told.append) is None
+    verdicts.save_verdict(tmp_path, KEY, KernelVerdict("right", ""), told.append)
+    assert verdicts.load_verdict(tmp_path, KEY | {name: "another"}, told.append) is None
     assert not told
 
 
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("{", "cannot be read"),
-        ("\udcff", "cannot be read"),
-        ("[]", "does not hold a verdict"),
-        ('{"key": {}, "verdict": {"kind": "right"}}', "does not hold a verdict"),
-        (json.dumps({"key": KEY, "verdict": {"kind": "good", "reason": ""}}), "does not hold a"),
+        ("{", "cannot read"),
+        ("\udcff", "cannot read"),
+        ("[]", "contains no verdict"),
+        ('{"key": {}, "verdict": {"kind": "right"}}', "contains no verdict"),
+        (json.dumps({"key": KEY, "verdict": {"kind": "good", "reason": ""}}), "contains no"),
         (
             json.dumps({"key": KEY | {"kind": "v6e"}, "verdict": {"kind": "right", "reason": ""}}),
-            "is of another kind; sink_attention is checked again",
+            "has a different kind; checking sink_attention again",
         ),
     ],
 )
 def test_a_file_that_is_corrupt_or_of_another_chip_is_one_line_and_no_verdict(
     tmp_path, told, text, said
 ):
-    path = verdicts.path_of(tmp_path, KEY)
+    path = verdicts.verdict_path(tmp_path, KEY)
     path.write_text(text, errors="surrogateescape")
-    assert verdicts.kept(tmp_path, KEY, told.append) is None
+    assert verdicts.load_verdict(tmp_path, KEY, told.append) is None
     assert len(told) == 1 and said in told[0] and str(path) in told[0] and "\n" not in told[0]
-    verdicts.keep(tmp_path, KEY, KernelVerdict("right", "5 cases"), told.append)
-    assert verdicts.kept(tmp_path, KEY, told.append) == ("right", "5 cases")
+    verdicts.save_verdict(tmp_path, KEY, KernelVerdict("right", "5 cases"), told.append)
+    assert verdicts.load_verdict(tmp_path, KEY, told.append) == ("right", "5 cases")
 
 
 def test_a_folder_that_takes_no_file_is_one_line(tmp_path, told):
     (tmp_path / "file").touch()
-    verdicts.keep(tmp_path / "file" / "folder", KEY, KernelVerdict("right", ""), told.append)
-    assert len(told) == 1 and "is not kept" in told[0]
+    verdicts.save_verdict(
+        tmp_path / "file" / "folder", KEY, KernelVerdict("right", ""), told.append
+    )
+    assert len(told) == 1 and "cannot store" in told[0]
 
 
 def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert verdicts.folder() == tmp_path / "pallas_kernels"
+    assert verdicts.verdict_folder() == tmp_path / "pallas_kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert verdicts.folder().parts[-2:] == (".cache", "pallas_kernels")
+    assert verdicts.verdict_folder().parts[-2:] == (".cache", "pallas_kernels")

@@ -71,7 +71,7 @@ def values_and_gradients(f, dout, sizes, *args):
     ids=lambda x: x.name if isinstance(x, cases.MatmulCase) else x.__name__,
 )
 def test_values_and_every_gradient_are_as_good_as_the_naive_masks(case, dtype):
-    lhs, rhs, sizes, bias = cases.make_matmul_inputs(case, dtype)
+    lhs, rhs, sizes, bias = cases.init_matmul_inputs(case, dtype)
     dout = cotangent(case, dtype)
     wanted = oracle(lhs, rhs, case.group_sizes, bias, dout)
     plain = values_and_gradients(naive, dout, sizes, lhs, rhs, bias)
@@ -84,7 +84,7 @@ def test_values_and_every_gradient_are_as_good_as_the_naive_masks(case, dtype):
 
 def test_rows_past_the_sum_are_zero_even_if_they_hold_nan():
     case = cases.TEST_CASES[1]
-    lhs, rhs, sizes, bias = cases.make_matmul_inputs(case)
+    lhs, rhs, sizes, bias = cases.init_matmul_inputs(case)
     used = sum(case.group_sizes)
     dout = cotangent(case, jnp.float32).at[used:].set(jnp.nan)
     lhs = lhs.at[used:].set(jnp.nan)
@@ -96,7 +96,7 @@ def test_rows_past_the_sum_are_zero_even_if_they_hold_nan():
 
 def test_a_nan_stays_in_its_own_group():
     case = cases.TEST_CASES[0]
-    lhs, rhs, sizes, bias = cases.make_matmul_inputs(case)
+    lhs, rhs, sizes, bias = cases.init_matmul_inputs(case)
     group = 2
     begin = sum(case.group_sizes[:group])
     lhs = lhs.at[begin + 3].set(jnp.nan)
@@ -109,7 +109,7 @@ def test_a_nan_stays_in_its_own_group():
 
 
 def test_without_a_bias_the_result_is_that_of_a_zero_bias():
-    lhs, rhs, sizes, bias = cases.make_matmul_inputs(cases.TEST_CASES[0])
+    lhs, rhs, sizes, bias = cases.init_matmul_inputs(cases.TEST_CASES[0])
     with_zero = grouped_matmul(lhs, rhs, sizes, bias_EF=jnp.zeros_like(bias), impl="xla")
     np.testing.assert_array_equal(grouped_matmul(lhs, rhs, sizes, impl="xla"), with_zero)
     gradients = jax.grad(lambda r: grouped_matmul(lhs, r, sizes, impl="xla").sum())(rhs)
@@ -118,7 +118,7 @@ def test_without_a_bias_the_result_is_that_of_a_zero_bias():
 
 def test_no_rows_give_no_rows_and_zero_gradients():
     case = cases.MatmulCase("empty", 0, 48, 40, (0,) * 7)
-    lhs, rhs, sizes, bias = cases.make_matmul_inputs(case)
+    lhs, rhs, sizes, bias = cases.init_matmul_inputs(case)
     out, dlhs, drhs, dbias = values_and_gradients(tiled, jnp.zeros((0, 40)), sizes, lhs, rhs, bias)
     assert out.shape == (0, 40) and dlhs.shape == (0, 48)
     assert not np.any(drhs) and not np.any(dbias)
@@ -130,7 +130,7 @@ run = jax.jit(tiled)
 @given(st.lists(st.integers(0, 20), min_size=7, max_size=7), st.permutations(range(7)))
 def test_swapping_groups_with_their_rows_swaps_the_results(sizes, swap):
     case = cases.MatmulCase("drawn", 140, 16, 24, tuple(sizes))
-    lhs, rhs, _, bias = cases.make_matmul_inputs(case)
+    lhs, rhs, _, bias = cases.init_matmul_inputs(case)
     begin = np.cumsum(sizes) - sizes
     rows = [np.arange(begin[e], begin[e] + sizes[e]) for e in swap]
     rows = np.concatenate([*rows, np.arange(sum(sizes), case.M)]).astype(np.int32)
@@ -153,7 +153,7 @@ def equations(jaxpr):
 
 def test_no_scatter_no_ragged_dot_and_no_copy_of_the_weights_per_tile_or_row():
     case = cases.TEST_CASES[0]
-    lhs, rhs, sizes, bias = cases.make_matmul_inputs(case)
+    lhs, rhs, sizes, bias = cases.init_matmul_inputs(case)
     f = lambda *args: tiled(sizes, *args).sum()  # noqa: E731
     jaxpr = jax.make_jaxpr(jax.grad(f, argnums=(0, 1, 2)))(lhs, rhs, bias)
     largest = max(x.size for x in (lhs, rhs, cotangent(case, jnp.float32)))
@@ -172,7 +172,7 @@ def test_a_tile_is_an_eighth_of_an_average_group_within_bounds(rows, groups, wan
 
 def test_misshaped_arguments_are_named():
     raw = inspect.unwrap(grouped_matmul)  # without the type checks of the test run
-    lhs, rhs, sizes, bias = cases.make_matmul_inputs(cases.TEST_CASES[0])
+    lhs, rhs, sizes, bias = cases.init_matmul_inputs(cases.TEST_CASES[0])
     with pytest.raises(ValueError, match="lhs must have 48 columns"):
         raw(lhs[:, 1:], rhs, sizes)
     with pytest.raises(ValueError, match="group_sizes must have one size"):

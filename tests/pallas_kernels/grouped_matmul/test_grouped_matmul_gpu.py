@@ -43,7 +43,7 @@ knows_transposes = pytest.mark.skipif(
 def make(sizes, dtype=jnp.bfloat16, n_rows=M, width=F):
     case = cases.MatmulCase("gpu", n_rows, D, width, sizes)
     dout = jax.random.normal(jax.random.key(9), (n_rows, width)).astype(dtype)
-    return *cases.make_matmul_inputs(case, dtype), dout
+    return *cases.init_matmul_inputs(case, dtype), dout
 
 
 def mine(sizes, lhs, rhs, bias):

@@ -75,7 +75,7 @@ def values_and_gradients(f, swiglu, dout, sizes, *args):
 def inputs(shape, sizes, dtype, swiglu):
     n_rows, width, columns = shape
     case = cases.MatmulCase("", n_rows, width, columns, sizes)
-    lhs, rhs, sizes, bias = cases.make_matmul_inputs(case, dtype)
+    lhs, rhs, sizes, bias = cases.init_matmul_inputs(case, dtype)
     columns = columns // 2 if swiglu else columns
     dout = jax.random.normal(jax.random.key(9), (n_rows, columns)).astype(dtype)
     return dout, sizes, lhs, rhs, bias * 2 + 1

@@ -10,7 +10,7 @@ from pallas_kernels.grouped_matmul import LowRank, grouped_swiglu
 from pallas_kernels.grouped_matmul.routing import combine_rows
 from pallas_kernels.grouped_matmul.xla_invariant import (
     ROWS,
-    combine_rows_invariant,
+    combine_rows_xla_invariant,
     grouped_swiglu_xla_invariant,
 )
 
@@ -57,6 +57,6 @@ def test_the_sum_over_experts_is_the_plain_one():
     def loss(y, weights, fn):
         return jnp.sum(jnp.cos(fn(y, inverse, weights)))
 
-    got = jax.value_and_grad(loss, (0, 1))(y, weights, combine_rows_invariant)
+    got = jax.value_and_grad(loss, (0, 1))(y, weights, combine_rows_xla_invariant)
     want = jax.value_and_grad(loss, (0, 1))(y, weights, combine_rows)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)

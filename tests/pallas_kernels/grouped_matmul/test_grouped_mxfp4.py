@@ -51,7 +51,7 @@ def test_a_nan_scale_stays_nan():
 @pytest.mark.parametrize("op", [grouped_matmul, grouped_swiglu])
 def test_a_product_with_four_bit_weights_is_that_with_the_decoded_ones(op, impl):
     case = cases.MatmulCase("", 61, D, F, (29, 0, 23))
-    lhs, _, sizes, bias = cases.make_matmul_inputs(case)
+    lhs, _, sizes, bias = cases.init_matmul_inputs(case)
     packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, random_release(highest=128)))
     values = mxfp4.mxfp4_to_dense(packed)
 
@@ -66,14 +66,14 @@ def test_a_product_with_four_bit_weights_is_that_with_the_decoded_ones(op, impl)
 
 
 def test_only_one_four_bit_matrix_is_decoded_at_a_time():
-    lhs, _, sizes, bias = cases.make_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
+    lhs, _, sizes, bias = cases.init_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
     packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, random_release()))
     text = str(jax.make_jaxpr(xla.grouped_matmul_xla)(lhs, packed, sizes, bias))
     assert f"f32[{D},{F}]" in text and f"f32[{E},{D},{F}]" not in text
 
 
 def test_a_four_bit_weight_has_no_gradient():
-    lhs, _, sizes, _ = cases.make_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
+    lhs, _, sizes, _ = cases.init_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
     packed = mxfp4.mxfp4_from_released(*map(jnp.asarray, random_release(highest=128)))
     _, pull = jax.vjp(lambda rhs: grouped_matmul(lhs, rhs, sizes, impl="xla"), packed)
     (drhs,) = pull(jnp.ones((16, F)))
@@ -84,7 +84,7 @@ def test_a_four_bit_weight_has_no_gradient():
 def test_the_swiglu_of_xla_activates_the_rounded_product(dtype):
     """Values and gradients, every bit: trained runs depend on the order of its roundings."""
     case = cases.TEST_CASES[0]
-    lhs, rhs, sizes, bias = cases.make_matmul_inputs(case, dtype)
+    lhs, rhs, sizes, bias = cases.init_matmul_inputs(case, dtype)
     lhs = lhs * 4
     dout = jax.random.normal(jax.random.key(4), (case.M, case.F // 2)).astype(dtype)
 
@@ -109,11 +109,11 @@ def test_the_swiglu_of_xla_activates_the_rounded_product(dtype):
 def test_misshaped_four_bit_weights_and_odd_halves_are_named():
     raw, raw_swiglu = inspect.unwrap(grouped_matmul), inspect.unwrap(grouped_swiglu)
     blocks, scales = map(jnp.asarray, random_release())
-    lhs, rhs, sizes, _ = cases.make_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
+    lhs, rhs, sizes, _ = cases.init_matmul_inputs(cases.MatmulCase("", 16, D, F, (7, 0, 9)))
     packed = mxfp4.mxfp4_from_released(blocks, scales)
     with pytest.raises(ValueError, match="must have scales"):
         raw(lhs, packed._replace(scales_EDF=packed.scales_EDF[:, 1:]), sizes)
     with pytest.raises(ValueError, match="as released"):
         inspect.unwrap(mxfp4.mxfp4_from_released)(blocks[..., 1:], scales)
-    with pytest.raises(ValueError, match="as many gate as up"):
+    with pytest.raises(ValueError, match="even number of columns"):
         raw_swiglu(lhs, rhs[:, :, 1:], sizes)

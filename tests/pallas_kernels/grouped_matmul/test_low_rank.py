@@ -109,7 +109,9 @@ def test_nothing_is_added_by_b_of_zero_and_the_activation_comes_after():
 def test_a_change_that_does_not_fit_is_refused():
     lhs, rhs, bias, a, b, _ = arrays()
     for wrong in (LowRank(b, a, SCALE), LowRank(a[:, :0], b[:, :0], SCALE)):
-        with pytest.raises(ValueError, match=r"low_rank must have a of .5, 'R', 64.*\[groups"):
+        with pytest.raises(
+            ValueError, match=r"low_rank must have a of shape .5, 'R', 64.*\[groups"
+        ):
             grouped_matmul(lhs, rhs, SIZES, bias_EF=bias, low_rank=wrong)
 
 
