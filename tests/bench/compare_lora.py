@@ -13,7 +13,6 @@ keeps the runs, and a second call goes on from it.
 """
 
 import argparse
-import math
 import re
 import sys
 import tempfile
@@ -39,8 +38,9 @@ from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state, init_run_adapters
 from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.study import ResultsStore, paired_ratio
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, mxfp4_to_dense
-from tests.bench.runs import Kept, T, new_engine, quiet_job, warm_policy
+from tests.bench.runs import new_engine, quiet_job, warm_policy
 
 BUDGET = (
     "data.options.max_word_len=3", "warmup.steps=70", "rollout.sequences_per_step=128",
@@ -131,21 +131,6 @@ class Bench:
             return self.score(self.engine(cfg), job.policy_params(), task)
 
 
-def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    """Of the means of paired gains, and its 95 % interval by Fieller; infinite where there is none.
-
-    {r: |mean(x − r·y)| ≤ t · se(x − r·y)}, a quadratic inequality in r.
-    """
-    x, y = np.array(ours), np.array(theirs)
-    n = len(x)
-    cov = np.cov(x, y) * T[n - 1] ** 2 / n if n > 1 else np.full((2, 2), np.inf)
-    a, b, c = y.mean() ** 2 - cov[1, 1], x.mean() * y.mean() - cov[0, 1], x.mean() ** 2 - cov[0, 0]
-    if not (math.isfinite(a) and a > 0 and b * b > a * c):
-        return x.mean() / y.mean(), -math.inf, math.inf
-    root = math.sqrt(b * b - a * c)
-    return x.mean() / y.mean(), (b - root) / a, (b + root) / a
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=8)
@@ -161,12 +146,12 @@ def main() -> None:
 
 
 def table(args: argparse.Namespace, bench: Bench) -> None:
-    results = Kept(args.json)
+    store = ResultsStore(args.json)
 
-    def kept(name: str, make: Any) -> float:
-        return results(f"{name}; {args.steps} steps", make)
+    def stored(name: str, run: Any) -> float:
+        return store.get_or_run(f"{name}; {args.steps} steps", run)
 
-    start = kept("the warm start", bench.start)
+    start = stored("the warm start", bench.start)
     print(f"the warm start: {start:.3f}\n")
     print("| trained | best of three rates | gain | ratio of gains | 95 % | by seed |")
     print("|---|---|---|---|---|---|", flush=True)
@@ -177,7 +162,7 @@ def table(args: argparse.Namespace, bench: Bench) -> None:
 
         def gains(rate: float, seeds: int, line: Line = line) -> list[float]:
             return [
-                kept(f"{line.name}; rate {rate:g}; seed {seed}",
+                stored(f"{line.name}; rate {rate:g}; seed {seed}",
                      lambda seed=seed: bench.run(line, rate, seed)) - start
                 for seed in range(seeds)
             ]  # fmt: skip
@@ -185,7 +170,7 @@ def table(args: argparse.Namespace, bench: Bench) -> None:
         best = max(line.rates, key=lambda rate: np.mean(gains(rate, args.tries)))
         found = gains(best, args.seeds)
         full = full or found
-        middle, low, high = ratio(found, full)
+        middle, low, high = paired_ratio(found, full)
         each = " ".join(f"{x:+.2f}" for x in found)
         told = "| 1 | " if line.name == FULL else f"| {middle:.2f} | {low:.2f} to {high:.2f} "
         print(f"| {line.name} | {best:g} | {np.mean(found):+.3f} {told}| {each} |", flush=True)

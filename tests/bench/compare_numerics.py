@@ -42,7 +42,8 @@ from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rollout.async_rollouts import SyncRollouts
-from tests.bench.runs import Kept, T, copied, new_engine, quiet_job, warm_policy
+from jaxmoe.study import ResultsStore, paired_difference
+from tests.bench.runs import copied, new_engine, quiet_job, warm_policy
 
 WORD, ALPHABET, ROWS = 8, "abcdefghijklmnop", 8192
 LETTERS = 3 * WORD  # of an answer
@@ -196,13 +197,6 @@ def last_bit_moved(policy: Any) -> Any:
     return {**policy, "final_norm": scale_D.at[0].set(up)}
 
 
-def paired(ours: list[float], theirs: list[float]) -> str:
-    """The mean difference and Student's 95 % interval."""
-    d = np.array(ours) - np.array(theirs)
-    half = T[len(d) - 1] * d.std(ddof=1) / math.sqrt(len(d)) if len(d) > 1 else math.inf
-    return f"{d.mean():+.2g} ({d.mean() - half:+.2g} to {d.mean() + half:+.2g})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=8)
@@ -219,9 +213,9 @@ def main() -> None:
 
 
 def tables(args: argparse.Namespace, bench: Bench) -> None:
-    results = Kept(args.json)
+    store = ResultsStore(args.json)
     size = f"{args.warmup} + {args.steps} steps"
-    print(f"the warm start: {results(f'the warm start; {size}', bench.start):.3f}")
+    print(f"the warm start: {store.get_or_run(f'the warm start; {size}', bench.start):.3f}")
     for old in args.old:
         print(f"\nthe engine's weights are {old} versions old\n")
         print("| | rate | held-out reward | difference | k3 | difference | largest gradient norm | "
@@ -232,7 +226,7 @@ def tables(args: argparse.Namespace, bench: Bench) -> None:
 
             def runs(rate: float, seeds: int, line: Line = line, old: int = old) -> list[Any]:
                 return [
-                    results(f"{line.name}; {old} old; rate {rate:g}; seed {seed}; {size}",
+                    store.get_or_run(f"{line.name}; {old} old; rate {rate:g}; seed {seed}; {size}",
                             lambda seed=seed: bench.run(line, old, rate, seed))
                     for seed in range(seeds)
                 ]  # fmt: skip
@@ -242,7 +236,7 @@ def tables(args: argparse.Namespace, bench: Bench) -> None:
             first = first or found
             shown = [line.name, f"{best:g}"]
             for name in ("reward", "k3", "grad_max"):
-                told = "" if line.name == FAST else paired(found[name], first[name])
+                told = "" if line.name == FAST else str(paired_difference(found[name], first[name]))
                 shown += [f"{np.mean(found[name]):.3g}", told]
             shown += [f"{np.mean(found['grad_tail']):.2g}", f"{max(found['gap_max']):.2g}",
                       f"{np.mean(found['switches']):.2g}"]  # fmt: skip

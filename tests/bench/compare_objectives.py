@@ -37,7 +37,8 @@ from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import init_rl_state
-from tests.bench.runs import Kept, copied, new_engine, quiet_job, warm_policy
+from jaxmoe.study import ResultsStore
+from tests.bench.runs import copied, new_engine, quiet_job, warm_policy
 
 BUDGET = (
     "data.options.max_word_len=3", "warmup.steps=70", "rollout.sequences_per_step=128",
@@ -211,14 +212,14 @@ def main() -> None:
 
 
 def table(args: argparse.Namespace, bench: Bench) -> None:
-    kept = Kept(args.json)
+    store = ResultsStore(args.json)
     print("| | accuracy, by seed | mean | reward's spread | clipped | gap | largest gradient |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for line in LINES:
         if not re.search(args.only, line.name):
             continue
         runs = [
-            kept(f"{line.name}; {args.steps} steps; seed {seed}",
+            store.get_or_run(f"{line.name}; {args.steps} steps; seed {seed}",
                  lambda line=line, seed=seed: bench.run(line, seed))
             for seed in range(args.seeds)
         ]  # fmt: skip

@@ -28,9 +28,10 @@ from jaxtyping import Array
 from jaxmoe.config import Config
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.parallel.host import keep_freed_memory
+from jaxmoe.study import ResultsStore, paired_difference
 from tests.bench import runs
-from tests.bench.compare_numerics import Bench, Line, paired
-from tests.bench.runs import Kept, new_engine
+from tests.bench.compare_numerics import Bench, Line
+from tests.bench.runs import new_engine
 
 RATE = 6e-4
 SHOWN = ("reward", "k3", "grad_max", "gap_max", "switches")
@@ -122,7 +123,7 @@ def main() -> None:
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_compilation_cache_dir", folder)
-        bench, results = ReadsBench(Path(folder), args.steps, args.warmup), Kept(args.json)
+        bench, store = ReadsBench(Path(folder), args.steps, args.warmup), ResultsStore(args.json)
         size = f"{args.warmup} + {args.steps} steps"
         print("| | held-out reward | difference | k3 | difference | largest gradient norm | "
               "difference | largest gap | difference | switches | difference |")  # fmt: skip
@@ -131,14 +132,14 @@ def main() -> None:
         for reads in LINES:
             found: dict[str, list[float]] = {name: [] for name in SHOWN}
             for seed in range(args.seeds):
-                run = results(f"{reads.name}; seed {seed}; {size}",
+                run = store.get_or_run(f"{reads.name}; seed {seed}; {size}",
                               lambda seed=seed, reads=reads: bench.one(reads, seed))  # fmt: skip
                 for name in SHOWN:
                     found[name].append(run[name])
             first = first or found
             shown = [reads.name]
             for name in SHOWN:
-                told = "" if reads == LINES[0] else paired(found[name], first[name])
+                told = "" if reads == LINES[0] else str(paired_difference(found[name], first[name]))
                 shown += [f"{np.mean(found[name]):.3g}", told]
             print(f"| {' | '.join(shown)} |", flush=True)
 

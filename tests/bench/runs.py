@@ -3,11 +3,10 @@
 
 import contextlib
 import io
-import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +23,6 @@ from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rollout.native import NativeEngine
-
-# t of 0.975 by degrees of freedom
-T = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 9: 2.262, 11: 2.201}
-
-R = TypeVar("R")
 
 
 def new_engine(cfg: Config) -> NativeEngine:
@@ -60,22 +54,6 @@ def warm_policy(cfg: Config, task: Task, engine: Any) -> Any:
     with quiet_job(cfg, task, engine, at) as job:
         train.warm_start(job)
         return job.position.state.params.policy
-
-
-class Kept:
-    """Results by name in a JSON file: a second call of a bench goes on from them."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._done: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-
-    def __call__(self, name: str, make: Callable[[], R]) -> R:
-        if name not in self._done:
-            self._done[name] = make()
-            new = self._path.with_suffix(".new")
-            new.write_text(json.dumps(self._done, indent=1))
-            new.replace(self._path)
-        return self._done[name]
 
 
 def copied(tree: Any) -> Any:

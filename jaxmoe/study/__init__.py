@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparisons of training settings over seeds: paired differences, intervals, resumable.
+
+    from jaxmoe.study import Contender, ResultsStore, format_table, run_study, train_config
+
+docs/extending.md has an example. Next: jaxmoe/study/contenders.py.
+"""
+
+from jaxmoe.study.contenders import Comparison, Contender, format_table, run_study
+from jaxmoe.study.paired import Interval, paired_difference, paired_ratio
+from jaxmoe.study.results_store import ResultsStore
+from jaxmoe.study.train_config import train_config
+
+__all__ = [
+    "Comparison",
+    "Contender",
+    "Interval",
+    "ResultsStore",
+    "format_table",
+    "paired_difference",
+    "paired_ratio",
+    "run_study",
+    "train_config",
+]

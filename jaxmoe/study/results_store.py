@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of finished runs in one JSON file, so that an interrupted study continues.
+
+Next: jaxmoe/study/contenders.py.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxmoe.run_files import replace_text
+
+
+class ResultsStore:
+    """Results by the name of the run.
+
+    The name must say everything that the result depends on: a result is never computed again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._results: dict[str, Any] = {}
+        if path.is_file():
+            try:
+                self._results = json.loads(path.read_text())
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} must hold the results of a study as JSON; {error}. Move it away to "
+                    "begin anew."
+                ) from error
+
+    def get_or_run(self, name: str, run: Callable[[], Any]) -> Any:
+        """The stored result of `name`; otherwise that of `run`, which is stored."""
+        if name not in self._results:
+            self._results[name] = run()
+            replace_text(self._path, json.dumps(self._results, indent=1))
+        return self._results[name]

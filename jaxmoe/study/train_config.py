@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of a contender by the train command, in a folder of its own.
+
+Next: jaxmoe/train.py.
+"""
+
+import contextlib
+import re
+from pathlib import Path
+
+from jaxmoe import train
+from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.study.contenders import Contender
+
+
+def train_config(
+    config: str, contender: Contender, rate: float | None, seed: int, *, folder: Path
+) -> dict[str, float]:
+    """Train `config` with the contender's settings; the metrics of its last evaluated step.
+
+    What the command prints goes to FOLDER/NAME/train.log. An interrupted run resumes.
+    Raises RuntimeError where the command fails.
+    """
+    settings = [*contender.settings, f"seed={seed}"]
+    if rate is not None:
+        settings.append(f"optim.lr={rate:g}")
+    name = re.sub(r"[^A-Za-z0-9.]+", "_", f"{contender.name}_{rate}_{seed}")
+    workdir = folder / name
+    workdir.mkdir(parents=True, exist_ok=True)
+    argv = ["--config", config, "--workdir", str(workdir)]
+    for setting in settings:
+        argv += ["--set", setting]
+    with (workdir / "train.log").open("a") as log:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            status = train.main(argv)
+    if status:
+        raise RuntimeError(
+            f"the run of {contender.name}, seed {seed}, must end with exit status 0, got "
+            f"{status}; {workdir / 'train.log'} says why."
+        )
+    rows = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval/accuracy" in row]
+    return {key: float(x) for key, x in rows[-1].items() if isinstance(x, int | float)}

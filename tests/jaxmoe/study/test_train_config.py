@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A study of two contenders with real runs of the train command, as a user writes it."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from jaxmoe.study import Contender, ResultsStore, format_table, run_study, train_config
+
+SMALL = (
+    "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=2", "steps=1",
+    "rollout.sequences_per_step=16", "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1",
+    "eval.every_steps=1", "warmup.sequences_per_step=8",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_study_of_two_contenders_in_fifteen_lines(tmp_path: Path):
+    contenders = [
+        Contender("GRPO", SMALL),
+        Contender("RLOO", (*SMALL, "loss.advantages=rloo_advantages")),
+    ]
+    comparisons = run_study(
+        contenders,
+        partial(train_config, "tiny.py", folder=tmp_path),
+        store=ResultsStore(tmp_path / "results.json"),
+        seeds=2,
+        measure="loss",
+    )
+    table = format_table(comparisons)
+    assert "| GRPO |" in table and "| RLOO |" in table
+    # the contenders share their seeds' rollouts and differ in their advantages alone
+    grpo, rloo = comparisons
+    assert grpo.values != rloo.values
+    assert (tmp_path / "RLOO_None_1" / "train.log").read_text().count("plots") == 1
+
+
+def test_a_run_that_fails_names_its_log(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="got 2; .*train.log says why"):
+        train_config("tiny.py", Contender("bad", ("steps=-1",)), None, 0, folder=tmp_path)
