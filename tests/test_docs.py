@@ -169,7 +169,7 @@ def plans(args: list[str]) -> None:
     """The mesh of the config is one of the machine, whose compiler may be elsewhere."""
     if not args or "FILE" in args:
         return
-    read = plan.options().parse_args(args)
+    read = plan.make_plan_parser().parse_args(args)
     cfg = jaxmoe.cli.config_of(read)
     check_mesh(cfg)
     chip, _, layout = read.topology.partition(":")
