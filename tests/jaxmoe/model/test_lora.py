@@ -84,7 +84,7 @@ def test_log_probs_are_those_of_the_merged_weights_and_not_of_wrong_ones():
     "dtype", ["float32", pytest.param("bfloat16", marks=(pytest.mark.slow, pytest.mark.extended))]
 )
 def test_gradients_are_those_of_the_merged_weights(dtype):
-    """In bfloat16 rounding switches experts; those of float32 are replayed there."""
+    """Rounding switches experts in bfloat16, so those of float32 are replayed there."""
     base, adapters = base_of(), adapters_of()
     cfg = replace(CFG, dtype=dtype)
     indices = compute_logp(with_adapters(base, adapters, LORA.scales))[1]
