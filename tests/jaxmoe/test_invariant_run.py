@@ -115,7 +115,7 @@ def decided(kind, cfg=INVARIANT, verdict=RIGHT):
 )  # fmt: skip
 def test_on_a_chip_whose_programs_were_looked_at_its_kernels_are_the_pieces(kind, impl):
     found = decided(kind)
-    assert set(found.impls.values()) == {impl} and "whatever the batch" in found.line
+    assert set(found.impls.values()) == {impl} and "batch-invariant tiles" in found.line
     attend = make_ops(INVARIANT, found.impls).attend
     assert attend.__wrapped__.func is sink_attention_mosaic_invariant
     assert attend.__wrapped__.keywords["impl"] == impl
@@ -145,7 +145,7 @@ def test_without_a_look_at_the_chip_it_is_refused():
     def gone():
         raise child.NoChip("a process that opens the device hangs")
 
-    with pytest.raises(ConfigError, match="must know the chip.*JAX_PLATFORMS=cpu"):
+    with pytest.raises(ConfigError, match="must know the device.*JAX_PLATFORMS=cpu"):
         decide_kernels(INVARIANT, gone, lambda chip: lambda operation, impl: RIGHT)
 
 

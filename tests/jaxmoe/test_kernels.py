@@ -50,12 +50,12 @@ def asked_of(ops, cfg, monkeypatch):
         (matmul, "grouped_matmul"),
     ):  # fmt: skip
 
-        def pick(impl, impls, *arrays, real=api.pick, first=first):
+        def pick(impl, impls, *arrays, real=api.select_implementation, first=first):
             swiglu = impls is getattr(matmul, "SWIGLU_IMPLS", None)
             asked["grouped_swiglu" if swiglu else first] = impl
             return real("xla", impls, *arrays)
 
-        monkeypatch.setattr(api, "pick", pick)
+        monkeypatch.setattr(api, "select_implementation", pick)
 
     def program(params, tokens_BT):
         hidden_BTD, _, _ = forward(params, tokens_BT, cfg.model, ops)
