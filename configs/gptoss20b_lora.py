@@ -16,15 +16,15 @@ from jaxmoe.config import Config, LoraConfig, MeshConfig
 
 
 def get_config() -> Config:
-    whole = gptoss20b.get_config()
+    full = gptoss20b.get_config()
     return replace(
-        whole,
+        full,
         lora=LoraConfig(attention_rank=4, expert_rank=4, embedding_rows=16_384),
         rollout=replace(
-            whole.rollout, sequences_per_step=64, max_new_tokens=3584, max_parallel_sequences=8
+            full.rollout, sequences_per_step=64, max_new_tokens=3584, max_parallel_sequences=8
         ),
         optim=replace(
-            whole.optim,
+            full.optim,
             lr=1e-5,
             tokens_per_microbatch=4096,
             remat_inputs="host",

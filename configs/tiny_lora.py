@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tiny.py by LoRA: the warm start is trained whole, packed into MXFP4, and RL trains adapters.
+"""tiny.py by LoRA: the warm start trains all weights, packs them into MXFP4; RL trains adapters.
 
 COMMAND  python -m jaxmoe.train --config tiny_lora.py
 EXPECT   Exact match on 256 held-out words, sampled at temperature 1: 0.13 after the warm start,
@@ -16,15 +16,15 @@ from jaxmoe.config import Config, LoraConfig, LossConfig
 
 
 def get_config() -> Config:
-    whole = tiny.get_config()
+    full = tiny.get_config()
     return replace(
-        whole,
+        full,
         lora=LoraConfig(attention_rank=8, expert_rank=8),
         # a weaker warm start than tiny.py's, so that there is more for the adapters to learn
-        warmup=replace(whole.warmup, steps=130),
-        rollout=replace(whole.rollout, samples_per_prompt=8),
+        warmup=replace(full.warmup, steps=130),
+        rollout=replace(full.rollout, samples_per_prompt=8),
         loss=LossConfig(),
-        optim=replace(whole.optim, lr=5e-3),
+        optim=replace(full.optim, lr=5e-3),
         steps=160,
         workdir="runs/tiny_lora",
     )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tiny.py's job with its rollouts from a vLLM that the run starts itself.
+"""tiny.py's job with its rollouts from a vLLM server that the run starts.
 
 COMMAND  python -m jaxmoe.train --config tiny_vllm.py
 EXPECT   Seed 0, sampled at temperature 1: 0.15 after the warm start, 0.69 after 160 steps; greedy
          0.38 to 0.70. 9.7 minutes on two cores, start of vLLM included.
-SOURCE   tiny.py; heads of 32, the smallest that vLLM's attention on a CPU has. vLLM in an
-         environment of its own: --set rollout.vllm.python=/its/bin/python
+SOURCE   tiny.py; heads of 32, the smallest that vLLM's attention on a CPU has. vLLM in a
+         separate environment: --set rollout.vllm.python=/its/bin/python
 """
 
 from jaxmoe.config import (

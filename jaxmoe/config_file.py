@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--config FILE --set a.b=v`: find the file, call it, change fields by name.
+"""`--config FILE --set a.b=v`: find the file, call it, and change fields by name.
 
-A config file is a Python file with `get_config() -> Config`; it is looked up as given, then in
-the current directory's configs/, then among the shipped ones. Next: jaxmoe/train.py.
+A config file is a Python file with `get_config() -> Config`. It is searched as a path, then in the
+folder configs/ of the current directory, then among the shipped ones. Next: jaxmoe/train.py.
 """
 
 import ast
@@ -23,9 +23,9 @@ from jaxmoe.model.config import find_unread_fields, read_config_json, read_hf_co
 
 
 def load_config(name: str) -> Config:
-    """The Config that a file's `get_config()` returns.
+    """Return the Config of a file's `get_config()`.
 
-    Raises ConfigError where there is no such file, function or result.
+    Raises ConfigError if there is no such file or function, or the result has another type.
     """
     path = _find_config_file(name)
     require(path.suffix == ".py", f"--config must name a Python file, got {path}.")
@@ -39,13 +39,15 @@ def load_config(name: str) -> Config:
     except (
         TypeError,
         AttributeError,
-    ) as error:  # of a dataclass; any other has a traceback worth reading
-        said = _unknown_field(str(error))
-        if said is None and _is_config_comparison(error):
-            said = f"a field has a value of another type; {error}. Compare it with configs/tiny.py."
-        if said is None:
+    ) as error:  # from a dataclass: one line; from elsewhere: keep the traceback
+        problem = _unknown_field(str(error))
+        if problem is None and _is_config_comparison(error):
+            problem = (
+                f"a field has a value of another type; {error}. Compare it with configs/tiny.py."
+            )
+        if problem is None:
             raise
-        raise ConfigError(f"{path}: {said}") from error
+        raise ConfigError(f"{path}: {problem}") from error
     require(
         isinstance(config, Config),
         f"{path}: get_config() must return a jaxmoe.config.Config, got {type(config).__name__}.",
@@ -55,14 +57,18 @@ def load_config(name: str) -> Config:
 
 
 def _check_types(config: Any, path: Path, prefix: str = "") -> None:
-    """Of values that a file gives; --set reads its own."""
-    for field, want in typing.get_type_hints(type(config)).items():
+    """Check the types of a config file's values; --set parses its values by type."""
+    for field, field_type in typing.get_type_hints(type(config)).items():
         value = getattr(config, field)
-        if dataclasses.is_dataclass(want) and type(value) is want:
+        if dataclasses.is_dataclass(field_type) and type(value) is field_type:
             _check_types(value, path, f"{prefix}{field}.")
             continue
-        either = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)
-        kinds = [typing.get_origin(kind) or kind for kind in either]
+        types_allowed = (
+            typing.get_args(field_type)
+            if isinstance(field_type, types.UnionType)
+            else (field_type,)
+        )
+        kinds = [typing.get_origin(kind) or kind for kind in types_allowed]
         name = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
         require(
             type(value) in (kinds + [int] if kinds == [float] else kinds) and _fits_int64(value),
@@ -72,32 +78,34 @@ def _check_types(config: Any, path: Path, prefix: str = "") -> None:
 
 
 def _fits_int64(value: Any) -> bool:
-    """Whether a number is one that arrays can hold."""
+    """True unless the value is an integer that int64 arrays cannot hold."""
     return type(value) is not int or abs(value) < 2**63
 
 
 def _is_config_comparison(error: BaseException) -> bool:
-    """Whether it was a comparison of one of our own dataclasses that failed."""
+    """True if the error comes from a check in jaxmoe.config, such as a comparison."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     folder = Path(jaxmoe.config.__file__).parent
     return Path(frames[-1].f_code.co_filename).parent == folder
 
 
-def _unknown_field(said: str) -> str | None:
-    """Where Python speaks of an argument that one of our dataclasses does not have: what it has."""
-    found = re.fullmatch(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", said)
-    if found is None or not hasattr(jaxmoe.config, found[1]):
+def _unknown_field(message: str) -> str | None:
+    """Translate Python's error for an unknown field of a config dataclass; None for others."""
+    match = re.fullmatch(
+        r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", message
+    )
+    if match is None or not hasattr(jaxmoe.config, match[1]):
         return None
-    known = [f.name for f in dataclasses.fields(getattr(jaxmoe.config, found[1]))]
-    near = _closest_field(found[2], known)
-    hint = f"Did you mean {near}?" if near else f"Known: {', '.join(known)}."
-    return f"{found[1]} has no field {found[2]!r}. {hint}"
+    fields = [f.name for f in dataclasses.fields(getattr(jaxmoe.config, match[1]))]
+    suggestion = _closest_field(match[2], fields)
+    hint = f"Did you mean {suggestion}?" if suggestion else f"Known: {', '.join(fields)}."
+    return f"{match[1]} has no field {match[2]!r}. {hint}"
 
 
 def _closest_field(name: str, fields: list[str]) -> str | None:
-    """The field that is spelt most like `name`, or None."""
-    near = difflib.get_close_matches(name, fields, 1)
-    return near[0] if near else None
+    """Return the field with the most similar name, or None."""
+    matches = difflib.get_close_matches(name, fields, 1)
+    return matches[0] if matches else None
 
 
 def _find_config_file(name: str) -> Path:
@@ -106,17 +114,17 @@ def _find_config_file(name: str) -> Path:
     for path in places:
         if path.is_file():
             return path
-    known = sorted(p.name for p in shipped.glob("[!_]*.py"))
-    near = difflib.get_close_matches(Path(name).name, known, 1)
-    hint = f" Did you mean {near[0]}?" if near else f" Shipped: {', '.join(known)}."
+    shipped_names = sorted(p.name for p in shipped.glob("[!_]*.py"))
+    matches = difflib.get_close_matches(Path(name).name, shipped_names, 1)
+    hint = f" Did you mean {matches[0]}?" if matches else f" Shipped: {', '.join(shipped_names)}."
     raise ConfigError(f"--config must name a file; there is no {name!r}.{hint}")
 
 
 def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
-    """A copy of a config with fields changed: override(cfg, "optim.lr=1e-4", "seed=3").
+    """Return a copy of a config with changed fields: override(cfg, "optim.lr=1e-4", "seed=3").
 
-    All changes are made before any is checked against another, so two that only fit together
-    may come in either order; a dict is changed by key ("data.options.x=3") or whole ("={}").
+    All changes are applied before the result is checked, so their order does not matter. A dict is
+    changed by key ("data.options.x=3") or replaced ("data.options={}").
     Raises ConfigError for an unknown key ("Did you mean …?") or a value of another type.
     """
     changes: dict[str, Any] = {}
@@ -126,18 +134,22 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
         require(
             bool(equals), f"--set takes key=value, got {assignment!r}. Try --set optim.lr=1e-4."
         )
-        head, dot, rest = path.strip().partition(".")
+        head, dot, subpath = path.strip().partition(".")
         names = [f.name for f in dataclasses.fields(config)]
         if head not in names:
-            near = _closest_field(head, names)
-            hint = f"Did you mean {_prefix}{near}?" if near else f"Known: {', '.join(names)}."
+            suggestion = _closest_field(head, names)
+            hint = (
+                f"Did you mean {_prefix}{suggestion}?"
+                if suggestion
+                else f"Known: {', '.join(names)}."
+            )
             raise ConfigError(f"unknown config key {_prefix}{head!s}. {hint}")
-        old, want = getattr(config, head), typing.get_type_hints(type(config))[head]
+        old, field_type = getattr(config, head), typing.get_type_hints(type(config))[head]
         if dataclasses.is_dataclass(old) and not isinstance(old, type):
             require(bool(dot), f"--set {_prefix}{head} needs a field, as in {_prefix}{head}.x=…")
-            inner.setdefault(head, []).append(f"{rest}={text}")
+            inner.setdefault(head, []).append(f"{subpath}={text}")
         elif isinstance(old, dict):
-            value = {rest: _parse_value(text)} if dot else _parse_literal(text)
+            value = {subpath: _parse_value(text)} if dot else _parse_literal(text)
             require(
                 isinstance(value, dict),
                 f"{_prefix}{head} must be a dict, got {text!r}. Try --set {_prefix}{head}.x=8, or "
@@ -146,36 +158,36 @@ def override(config: Any, *assignments: str, _prefix: str = "") -> Any:
             changes[head] = changes.get(head, old) | value if dot else value
         else:
             require(not dot, f"{_prefix}{head} is a value; {_prefix}{path} does not exist.")
-            changes[head] = _parse_field(text, want, _prefix + head)
+            changes[head] = _parse_field(text, field_type, _prefix + head)
     for head, parts in inner.items():
         changes[head] = override(getattr(config, head), *parts, _prefix=f"{_prefix}{head}.")
     return dataclasses.replace(config, **changes)
 
 
 def resolve(config: Config, *assignments: str) -> Config:
-    """`override`, and the model of init.checkpoint's config.json where the config has none.
+    """Apply `override`, and take the model of init.checkpoint's config.json if the config has none.
 
-    "model=checkpoint" leaves the config file's out; "model.x=…" then changes what config.json says.
-    Fields of config.json that nothing here reads are listed on stderr.
-    Raises ConfigError as `override` does, and where neither says the model.
+    "model=checkpoint" discards the config file's model; "model.x=…" then changes the model of
+    config.json. Fields of config.json that are not read are listed on stderr.
+    Raises ConfigError as `override` does, and if there is no model.
     """
-    kept = [a for a in assignments if a.replace(" ", "") != "model=checkpoint"]
-    if len(kept) < len(assignments):
+    remaining = [a for a in assignments if a.replace(" ", "") != "model=checkpoint"]
+    if len(remaining) < len(assignments):
         config = dataclasses.replace(config, model=CHECKPOINT_MODEL)
     if config.model != CHECKPOINT_MODEL:
-        return override(config, *kept)
-    ours = [a.strip() for a in kept if a.strip().startswith("model.")]
-    config = override(config, *(a for a in kept if a.strip() not in ours))
+        return override(config, *remaining)
+    model_assignments = [a.strip() for a in remaining if a.strip().startswith("model.")]
+    config = override(config, *(a for a in remaining if a.strip() not in model_assignments))
     require(
         config.init.checkpoint != "",
-        "the config must have a model, or an init.checkpoint whose config.json says it; it has "
+        "the config must have a model, or an init.checkpoint with a config.json; it has "
         "neither. Try --set init.checkpoint=DIRECTORY of a GPT-OSS checkpoint.",
     )
     directory = Path(config.init.checkpoint)
     model = read_hf_config(directory)
     if unread := find_unread_fields(read_config_json(directory)):
         print(f"{directory / 'config.json'}: not read: {', '.join(unread)}", file=sys.stderr)
-    changes = (a.removeprefix("model.") for a in ours)
+    changes = (a.removeprefix("model.") for a in model_assignments)
     return dataclasses.replace(config, model=override(model, *changes, _prefix="model."))
 
 
@@ -190,14 +202,16 @@ def _parse_value(text: str) -> Any:
     return {"true": True, "false": False}.get(text.strip().lower(), _parse_literal(text))
 
 
-def _parse_field(text: str, want: Any, path: str) -> Any:
-    if want is str:
+def _parse_field(text: str, field_type: Any, path: str) -> Any:
+    if field_type is str:
         return text
     value = _parse_value(text)
     require(_fits_int64(value), f"{path} must be below 2**63. Try --set {path}=8.")
-    if want is float and type(value) is int:
+    if field_type is float and type(value) is int:
         value = float(value)
-    kinds = typing.get_args(want) if isinstance(want, types.UnionType) else (want,)
+    kinds = (
+        typing.get_args(field_type) if isinstance(field_type, types.UnionType) else (field_type,)
+    )
     if type(value) not in kinds:
         name = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
         example = {"int": "=8", "float": "=1e-4", "bool": "=True"}.get(name, "=…")

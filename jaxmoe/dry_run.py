@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--dry-run`: what a run would need and do, and whether it finds here what it would read.
+"""`--dry-run`: print the plan of a run, and check that its inputs can be read.
 
 Nothing is written, started or trained. Next: jaxmoe/train.py.
 """
@@ -20,44 +20,44 @@ from jaxmoe.rl.presets import apply_preset
 
 
 def dry_run(cfg: Config, *stages: str) -> None:
-    """Print the plan, and what data, tokenizer and checkpoint hold.
+    """Print the plan, and a summary of data, tokenizer and checkpoint.
 
-    `stages` are those of memory.Memory.bytes_by_part that the command goes through.
-    Raises ConfigError, after all was printed, for the first thing that the command would refuse.
-    What a mesh would lack is printed alone: its machines are not this one.
+    `stages` are the command's stages of Memory.bytes_by_part.
+    Raises ConfigError, after printing everything, for the first setting that the command would
+    refuse. For a mesh that is larger than this machine, problems are only printed.
     """
     check_mesh(cfg)
     print(format_plan(cfg))
     print(f"  kernels      {describe_kernels(cfg)}")
-    refused: list[ConfigError] = []
-    for look in (_check_checkpoint, _check_task, lambda cfg: check_memory(cfg, *stages)):
+    errors: list[ConfigError] = []
+    for check in (_check_checkpoint, _check_task, lambda cfg: check_memory(cfg, *stages)):
         try:
-            if said := look(cfg):
-                print(said)
+            if text := check(cfg):
+                print(text)
         except ConfigError as error:
-            refused.append(error)
-    if cfg.mesh.devices in (1, jax.device_count()) and refused:
-        raise refused[0]
-    for error in refused:
-        print(f"  not here     {error}")
+            errors.append(error)
+    if cfg.mesh.devices in (1, jax.device_count()) and errors:
+        raise errors[0]
+    for error in errors:
+        print(f"  problem      {error}")
 
 
 def format_plan(cfg: Config) -> str:
-    """The resolved config, parameters, bytes per device, and what would run.
+    """Return the text of config, parameters, bytes per device, and the steps of the run.
 
-    Raises ConfigError where train would refuse the algorithm.
+    Raises ConfigError for an algorithm that train would refuse.
     """
     algorithm_from_config(cfg)
     total, active = count_params(cfg.model)
     mem, r = plan_memory(cfg), cfg.rollout
     axes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
     kinds = memory_labels(cfg)
-    told = " x ".join(f"{name} {size}" for name, size in axes.items()) or "no mesh"
+    mesh_text = " x ".join(f"{name} {size}" for name, size in axes.items()) or "no mesh"
     lines = [
         to_json(cfg),
         "",
-        f"parameters   {total:,} ({active:,} act on a token)",
-        f"devices      {cfg.mesh.devices} ({told}); bytes on each:",
+        f"parameters   {total:,} ({active:,} active per token)",
+        f"devices      {cfg.mesh.devices} ({mesh_text}); bytes on each:",
         *(
             f"  {kinds.get(name, name):<13}{format_bytes(value)}"
             for name, value in vars(mem).items()
@@ -92,54 +92,54 @@ def format_plan(cfg: Config) -> str:
 
 
 def memory_labels(cfg: Config) -> dict[str, str]:
-    """What the fields of Memory are called in a plan, where that is not their name."""
+    """Labels of fields of Memory in a plan, if they differ from the names."""
     if not cfg.lora.ranks:
         return {}
     dtype = {"bfloat16": "bf16", "float32": "fp32"}.get(cfg.model.dtype, cfg.model.dtype)
     return {
         "weights": "adapters", "optimizer": "moments", "frozen": dtype,
-        "rows": "embedding", "table": "its table",
+        "rows": "embedding", "table": "full table",
     }  # fmt: skip
 
 
 def _format_recomputation(cfg: Config) -> str:
-    """How much of the layers a backward pass does again, of sequences of full length."""
+    """Describe the recomputation in the backward pass, for sequences of full length."""
     flops = layer_flops(cfg)
-    again = flops.recomputed_flops(cfg)
-    share = again / (3 * flops.linear + 3.5 * flops.attention)
-    kept = "all but attention" if cfg.optim.remat_keeps else "all"
+    recomputed = flops.recomputed_flops(cfg)
+    share = recomputed / (3 * flops.linear + 3.5 * flops.attention)
+    scope = "all but attention" if cfg.optim.remat_keeps else "all"
     return (
-        f"{kept} of a layer pair: {again * 1e-12:.3g} TFLOP for {cfg.context:,} tokens, "
+        f"{scope} of a layer pair: {recomputed * 1e-12:.3g} TFLOP for {cfg.context:,} tokens, "
         f"{share:.0%} of forward and backward"
     )
 
 
 def _engine_line(cfg: Config) -> str:
-    """Which engine samples, where, and how far ahead of the weights."""
-    r, where = cfg.rollout, "native engine"
+    """Describe the engine, its location, and how far it may be ahead of the weights."""
+    r, location = cfg.rollout, "native engine"
     if r.engine == "vllm":
         v = r.vllm
-        where = f"vLLM, {v.launch} started here" if v.launch else "vLLM, in this process"
-        where = f"vLLM at {v.url}" if v.url else where
-        where += " (its memory is not in this table)"
+        location = f"vLLM, {v.launch} started by the run" if v.launch else "vLLM, in this process"
+        location = f"vLLM at {v.url}" if v.url else location
+        location += " (its memory is not in this table)"
         if cfg.lora.ranks:
-            sent = {"merged": "whole weights, merged", "adapter": "the adapter alone"}[v.lora]
-            where += f", sent {sent}"
+            sent = {"merged": "merged full weights", "adapter": "only the adapter"}[v.lora]
+            location += f", receives {sent}"
     ahead = f", up to {r.max_staleness} steps ahead of the weights" if r.max_staleness else ""
-    return where + ahead
+    return location + ahead
 
 
 def _algorithm_lines(cfg: Config) -> dict[str, str]:
     loss, critic = apply_preset(cfg.loss), cfg.critic
     lines = {"objective": f"{loss.objective}, {loss.advantages}, old_logp {loss.old_logp}"}
     if critic.backbone != "none":
-        first = f", alone for {critic.pretrain_steps} steps" if critic.pretrain_steps else ""
+        first = f", pretrained for {critic.pretrain_steps} steps" if critic.pretrain_steps else ""
         lines["critic"] = f"{critic.backbone} backbone, lr {critic.lr:g}{first}"
     if loss.rollout_correction or cfg.loss.preset:
-        by = f" (preset {cfg.loss.preset})" if cfg.loss.preset else ""
-        lines["correction"] = (loss.rollout_correction or "none") + by
+        source = f" (preset {cfg.loss.preset})" if cfg.loss.preset else ""
+        lines["correction"] = (loss.rollout_correction or "none") + source
     if loss.updates > 1:
-        lines["updates"] = f"{loss.epochs} x {loss.minibatches} a step (epochs x minibatches)"
+        lines["updates"] = f"{loss.epochs} x {loss.minibatches} per step (epochs x minibatches)"
     return lines
 
 
@@ -159,7 +159,7 @@ def _check_task(cfg: Config) -> str:
     dropped = "" if task.overlong is None else f"  dropped      {task.overlong}\n"
     return (
         f"  rows         {len(task.train):,} to train on, {len(task.held_out):,} held out; the "
-        f"longest prompt looked at has {longest} of {cfg.data.max_prompt_tokens} tokens\n"
+        f"longest prompt read has {longest} of {cfg.data.max_prompt_tokens} tokens\n"
         f"{dropped}"
         f"  tokenizer    {text}, {tokens:,} ids"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that turns a config into its engine. Next: jaxmoe/rollout/engine.py."""
+"""Open the engine of a config; the only module that chooses one. Next: jaxmoe/rollout/engine.py."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from jaxmoe.rollout.native import NativeEngine
 
 
 def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> Engine:
-    """The engine of a run; what it starts keeps its log in `work`/engine. Close it in the end.
+    """Open the engine of a run, which the caller closes; servers write logs to `work`/engine.
 
-    `ops` are those of one device; the native engine samples on the run's mesh.
+    `ops` are those of one device; the native engine shards them over the run's mesh.
     """
     r = cfg.rollout
     sizes = dict(
@@ -24,7 +24,8 @@ def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> 
     )  # fmt: skip
     if r.engine == "native":
         return NativeEngine(cfg.model, ops, keep_experts=cfg.records_experts, mesh=mesh, **sizes)
-    from jaxmoe.vllm.multi_process_engine import open_vllm  # runs without its packages otherwise
+    # Imported here, since vLLM's packages are optional.
+    from jaxmoe.vllm.multi_process_engine import open_vllm
     from jaxmoe.vllm.served_adapter import ServedAdapter
 
     serves = cfg.lora.ranks and r.vllm.lora == "adapter"

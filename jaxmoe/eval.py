@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m jaxmoe.eval --config FILE`: score a run's newest checkpoint on the held-out rows.
 
-Without a checkpoint in the run folder it scores the weights the config starts from.
+Without a checkpoint in the run folder it scores the config's initial weights.
 """
 
 import json
@@ -35,8 +35,8 @@ from jaxmoe.rollout.native import NativeEngine
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
-        cfg, looks = parse(argv, "Score a checkpoint on the held-out rows.")
-        if looks:
+        cfg, is_dry_run = parse(argv, "Score a checkpoint on the held-out rows.")
+        if is_dry_run:
             dry_run(cfg, scoring_stage(cfg))
             return status.code
         with joined_processes():
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_eval(cfg: Config) -> float:
-    """Accuracy (or the mean of the user's rewards), sampled and greedy, and answers to read."""
+    """Print and return accuracy (or the mean of the user's rewards), and print some answers."""
     sources = json.dumps(source_digests(cfg), indent=1)
     check_same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
     kernels = choose_run_kernels(cfg)  # before this process opens the device
@@ -57,14 +57,14 @@ def run_eval(cfg: Config) -> float:
     check_collectives(mesh)
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
     shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg), mesh)
-    at = restore_run(
+    position = restore_run(
         Path(cfg.workdir), cfg, shapes, to_train=False, contents=contents(cfg, task) | own_base(cfg)
     )
-    params = initial_params(cfg, mesh) if at is None else at.state.params.policy
+    params = initial_params(cfg, mesh) if position is None else position.state.params.policy
     prompts = task.held_out_prompts()
     with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:
-        version = 0 if at is None else at.step
-        if cfg.lora.ranks and at is not None and at.stage == "rl":
+        version = 0 if position is None else position.step
+        if cfg.lora.ranks and position is not None and position.stage == "rl":
             base = load_base(cfg)
             params = with_adapters(base, params, cfg.lora.scales)
             if isinstance(engine, NativeEngine):
@@ -78,11 +78,11 @@ def run_eval(cfg: Config) -> float:
     for rollout, reward in list(zip(rollouts, rewards, strict=True))[:5]:
         mark = f"{reward:.3g}" if task.rewards else "right" if reward == 1 else "wrong"
         print(f"  {mark}  {rollout.prompt.text!r} -> {response_text(rollout, task)!r}")
-    where = "the initial weights" if at is None else f"{at.stage} step {at.step}"
+    source = "the initial weights" if position is None else f"{position.stage} step {position.step}"
     print(
         f"{task.score_name} {metrics['eval/accuracy']:.4f} sampled at temperature "
-        f"{task.sampling.temperature:g} ({samples} answers a prompt), "
-        f"{metrics['eval/accuracy_greedy']:.4f} greedy, on {len(prompts)} held-out rows ({where})"
+        f"{task.sampling.temperature:g} ({samples} answers per prompt), "
+        f"{metrics['eval/accuracy_greedy']:.4f} greedy, on {len(prompts)} held-out rows ({source})"
     )
     for name in sorted(metrics.keys() - {"eval/accuracy", "eval/accuracy_greedy"}):
         print(f"{name.removeprefix('eval/')} {metrics[name]:.4f}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run must not go on, and what to type then. Next: jaxmoe/train.py asks after each step."""
+"""Checks after each step that stop a run, and their messages. Next: jaxmoe/train.py."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from jaxmoe.shapes import Metrics
 
 
 def check_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> None:
-    """Raises where the step broke the numbers: nothing continues past a NaN."""
+    """Raise ConfigError if a metric of the step is not finite."""
     bad = [name for name, value in metrics.items() if not np.isfinite(value)]
     if bad:
         name, lr = rate
@@ -18,23 +18,23 @@ def check_finite(metrics: Metrics, step: int, *, rate: tuple[str, float]) -> Non
         )
 
 
-def invariance_error(gap: float, where: str, step: int) -> ConfigError:
-    """What to say where bits that must be the same are not."""
+def invariance_error(gap: float, location: str, step: int) -> ConfigError:
+    """Return the error for log-probs that must be bitwise equal and are not."""
     return ConfigError(
         f"rl step {step}: with model.numerics=invariant trainer and engine must agree to the bit; "
-        f"max |Δlogp| is {gap:.3g}. {where} Nothing was trained on this batch, and what came "
-        "before it is saved. Try --set model.numerics=fast, and report the versions in config.json."
+        f"max |Δlogp| is {gap:.3g}. {location} This batch was not trained on, and the state before "
+        "it is saved. Try --set model.numerics=fast, and report the versions in config.json."
     )
 
 
 def gate_error(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
-    """What to say where engine and trainer are too far apart to train."""
+    """Return the error for a difference between engine and trainer above the gate."""
     names = "train_rollout_logprob_abs_diff", "rollout_corr/k3_kl", "rollout_corr/ess"
     gap, k3, ess = (metrics[name] for name in names)
     return ConfigError(
         f"rl step {step}: engine and trainer must agree within gate.abs_diff={cfg.gate.abs_diff:g},"
         f" gate.k3={cfg.gate.k3:g}, gate.ess={cfg.gate.ess:g}; got |Δlogp| {gap:.3g}, k3 {k3:.3g}, "
-        f"ESS {ess:.3g}. Nothing was trained on this batch, and what came before it is saved. "
-        "Check that the engine has the newest weights in the same dtype; or leave such batches "
-        "out: --set gate.skip=True."
+        f"ESS {ess:.3g}. This batch was not trained on, and the state before it is saved. "
+        "Check that the engine has the newest weights in the same dtype; or skip such batches "
+        "with --set gate.skip=True."
     )

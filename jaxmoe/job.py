@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of the train command: what its stages work with, and how it is timed, logged and saved.
+"""A run of the train command: its parts, and its timing, logs and checkpoints.
 
-Next: jaxmoe/checkpoint/run.py keeps positions; jaxmoe/train.py is the loop.
+Next: jaxmoe/checkpoint/run.py stores positions; jaxmoe/train.py is the loop.
 """
 
 import sys
@@ -48,52 +48,52 @@ from jaxmoe.shapes import Metrics, Params
 
 @dataclass
 class Job:
-    """What both stages work with, and where the run stands."""
+    """The parts of a run that both stages use, and its position."""
 
     cfg: Config
     ops: Ops
     algorithm: Algorithm
-    tx: optax.GradientTransformation  # of RL
+    tx: optax.GradientTransformation  # optimizer of RL
     work: Path
     task: Task
     engine: Engine
     log: MetricsLog
     stop: StopRequest
-    position: Position  # after the last whole step
+    position: Position  # after the last complete step
     times: Metrics = field(default_factory=dict)  # seconds of this step, by phase
     saved_number: int = field(init=False)  # number of the newest position that needs no saving
-    step_start_s: float = 0.0  # of this step
-    n_reported_incidents: int = 0  # incidents of the engine that have been logged
+    step_start_s: float = 0.0  # clock at the start of this step
+    n_reported_incidents: int = 0  # number of the engine's incidents that are logged
     contents: dict[str, str] = field(default_factory=dict)  # digests of the run's files
-    progress: Progress | None = None  # the bar that is shown
+    progress: Progress | None = None  # the progress bar on the terminal
     mesh: Mesh | None = None  # None: one device
     base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
 
     def __post_init__(self) -> None:
-        self.saved_number = self.position.number  # it is on disk, or can be made again
+        self.saved_number = self.position.number  # on disk, or reproducible
         self.first_step = self.position.step
         self.n_reported_incidents = len(self.engine.incidents)
 
     def policy_params(self) -> Params:
-        """The weights after the last whole step, as an engine loads them."""
-        found = self.position.state.params.policy
+        """Return the weights after the last complete step, as an engine loads them."""
+        params = self.position.state.params.policy
         if self.base is None:
-            return found
-        return with_adapters(self.base, found, self.cfg.lora.scales)
+            return params
+        return with_adapters(self.base, params, self.cfg.lora.scales)
 
     def base_for_batch(self, batch: Batch) -> Params | None:
-        """The base as a step on this batch takes it."""
+        """Return the base with the embedding rows of this batch, as the step takes it."""
         rows = self.cfg.lora.embedding_rows
         if self.base is None or not rows:
             return self.base
         return gather_embedding_rows(self.base, np.asarray(batch.tokens_BT), rows)
 
-    def start_stage(self, at: Position) -> None:
-        """Go on from here; it is saved, or can be made again."""
-        self.position, self.saved_number, self.first_step = at, at.number, at.step
+    def start_stage(self, position: Position) -> None:
+        """Set the first position of a stage, which is saved or reproducible."""
+        self.position, self.saved_number, self.first_step = position, position.number, position.step
 
     def remaining_steps(self, last: int) -> Iterator[int]:
-        """The steps of a stage that are left, each with a clock of its own."""
+        """Yield the remaining steps of a stage, and restart the clock for each."""
         for step in range(self.position.step + 1, last + 1):
             self.step_start_s, self.times = time.perf_counter(), {}
             yield step
@@ -103,64 +103,69 @@ class Job:
         start = time.perf_counter()
         self.show_phase(name.replace("_", " "))
         yield
-        spent = time.perf_counter() - start
-        self.times[f"time/{name}_s"] = self.times.get(f"time/{name}_s", 0.0) + spent
+        elapsed_s = time.perf_counter() - start
+        self.times[f"time/{name}_s"] = self.times.get(f"time/{name}_s", 0.0) + elapsed_s
 
-    def show_phase(self, text: str, done: int = 0, total: int = 0) -> None:
-        """`Progress.tell`, where a bar is shown."""
+    def show_phase(self, text: str, n_done: int = 0, total: int = 0) -> None:
+        """Show a phase and its progress in the progress bar, if there is one."""
         if self.progress is not None:
-            self.progress.tell(text, done, total)
+            self.progress.tell(text, n_done, total)
 
     def fetch_metrics(
         self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float]
     ) -> Metrics:
-        """Device scalars as Python numbers; waits for the step.
+        """Wait for the step, and return its metrics as Python numbers.
 
-        Raises ConfigError where one is not finite.
+        Raises ConfigError if one is not finite.
         """
-        found = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        check_finite(found, step, rate=rate)
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        check_finite(values, step, rate=rate)
         assert_compiled_once(step_fn, step - self.first_step)
-        return found
+        return values
 
     def check_gate(
-        self, state: TrainState, metrics: Metrics, step: int, batch: Batch, told: TokenStats
+        self, state: TrainState, metrics: Metrics, step: int, batch: Batch, stats: TokenStats
     ) -> None:
-        """Raises ConfigError where the gate held the batch back and the run may not skip it."""
+        """Raise ConfigError if the gate rejected the batch and the run may not skip it."""
         if metrics["gate/closed"] and not self.cfg.step_gate.skip:
-            # as before this batch: a resume draws it again
+            # The position is the one before this batch, so a resume samples the batch again.
             self.position = replace(self.position, state=state)
             self.save_checkpoint()
             gap = metrics["train_rollout_logprob_abs_diff_max"]
             if self.cfg.requires_equal_logp and gap > 0:
-                raise invariance_error(gap, self.describe_first_difference(batch, told), step)
+                raise invariance_error(gap, self.describe_first_difference(batch, stats), step)
             raise gate_error(self.cfg, metrics, step)
 
-    def describe_first_difference(self, batch: Batch, told: TokenStats) -> str:
-        """The first token whose log-prob the engine has otherwise, and what of it differs first."""
-        mask_BT, logp_BT = np.asarray(batch.loss_mask_BT), gather_to_hosts(told.logp_BT)
-        other_BT = mask_BT & (logp_BT != np.asarray(batch.rollout_logp_BT))
-        row = int(np.argmax(other_BT.any(1)))
-        column = int(np.argmax(other_BT[row]))
+    def describe_first_difference(self, batch: Batch, stats: TokenStats) -> str:
+        """Describe the first token with different log-probs, and its first different activation."""
+        mask_BT, logp_BT = np.asarray(batch.loss_mask_BT), gather_to_hosts(stats.logp_BT)
+        differs_BT = mask_BT & (logp_BT != np.asarray(batch.rollout_logp_BT))
+        row = int(np.argmax(differs_BT.any(1)))
+        column = int(np.argmax(differs_BT[row]))
         length = int((np.asarray(batch.segment_ids_BT[row]) > 0).sum())
         tokens = np.asarray(batch.tokens_BT[row][:length])
         prompt = int(np.argmax(mask_BT[row]))
-        found = find_first_difference(
+        difference = find_first_difference(
             self.policy_params(), tokens, prompt, self.cfg.model, self.ops
         )
-        of = f"First in rollout {row}, token {column}: "
-        return of + (f"{found}." if found else "alone, its bits are the same; in a batch not.")
+        prefix = f"First in rollout {row}, token {column}: "
+        if difference:
+            return f"{prefix}{difference}."
+        return prefix + "equal when computed alone, but not in the batch."
 
     @cached_property
     def held_out(self) -> list[Prompt]:
         return self.task.held_out_prompts()
 
     def is_eval_due(self, step: int) -> bool:
-        """Whether the held-out rows are scored after that step."""
+        """True if the held-out rows are scored after this step."""
         return step % self.cfg.eval.every_steps == 0 or step == self.cfg.steps
 
     def evaluate_held_out(self) -> Metrics:
-        """Accuracy on the held-out rows; a few answers go to samples.jsonl, others each time."""
+        """Return accuracy on the held-out rows; write a few answers to samples.jsonl.
+
+        Each evaluation writes other rows.
+        """
         step, task, e = self.position.step, self.task, self.cfg.eval
         metrics, rollouts, rewards = evaluate(
             self.engine,
@@ -175,12 +180,12 @@ class Job:
         return metrics
 
     def write_sample_groups(
-        self, step: int, collected: ScoredRollouts, batch: Batch, told: TokenStats
+        self, step: int, collected: ScoredRollouts, batch: Batch, stats: TokenStats
     ) -> None:
-        """A few groups of a step go to samples.jsonl, where it is evaluated or saved."""
+        """Write a few groups to samples.jsonl, in steps with an evaluation or a checkpoint."""
         if not (self.is_eval_due(step) or step % self.cfg.save.every_steps == 0):
             return
-        logp_BT, advantages_BT = (gather_to_hosts(x) for x in (told.logp_BT, told.advantages_BT))
+        logp_BT, advantages_BT = (gather_to_hosts(x) for x in (stats.logp_BT, stats.advantages_BT))
         self.log.write_samples("rl", step, group_rows(
             collected.rollouts, collected.rewards, self.task,
             samples=self.cfg.rollout.samples_per_prompt, mask_BT=np.asarray(batch.loss_mask_BT),
@@ -189,12 +194,12 @@ class Job:
         ))  # fmt: skip
 
     def evaluate_at_start(self) -> None:
-        """Score the weights RL starts from; or make up for an evaluation that broke."""
+        """Score the weights at the start of RL, or repeat an evaluation that failed."""
         step = self.position.step
         rows = read_metrics(self.work / "metrics.jsonl")
-        told = any(r["step"] == step and "eval/accuracy" in r for r in rows)
+        is_logged = any(r["step"] == step and "eval/accuracy" in r for r in rows)
         if (
-            not self.is_eval_due(step) or gather_from_processes(told)[0]
+            not self.is_eval_due(step) or gather_from_processes(is_logged)[0]
         ):  # the first process writes the file
             return
         with phase(f"scoring the held-out rows at step {step}"):
@@ -204,7 +209,10 @@ class Job:
 
     @contextmanager
     def log_metrics_on_error(self, metrics: Metrics) -> Iterator[None]:
-        """For what follows an update: the step was made, and a resume goes on behind it."""
+        """Context for the work after an update: on an error, log the metrics of the step.
+
+        The update is done, so a resume continues with the next step.
+        """
         try:
             yield
         except Exception:
@@ -212,17 +220,17 @@ class Job:
             raise
 
     def report_step(self, progress: Progress, batch: Batch, metrics: Metrics) -> None:
-        """A step's line in metrics.jsonl and on the terminal; its plot where that is due."""
-        step, spent = self.position.step, time.perf_counter() - self.step_start_s
+        """Write the metrics of a step to metrics.jsonl and the terminal; draw plots if due."""
+        step, elapsed_s = self.position.step, time.perf_counter() - self.step_start_s
         tokens = int(np.asarray(batch.segment_ids_BT).sum())
-        metrics |= self.times | {"tokens_per_s": tokens / spent, "time/step_s": spent}
+        metrics |= self.times | {"tokens_per_s": tokens / elapsed_s, "time/step_s": elapsed_s}
         incidents = self.engine.incidents[self.n_reported_incidents :]
         self.n_reported_incidents += len(incidents)
         metrics["rollout/incidents"] = len(incidents)
         metrics["batch/padding_frac"] = padding_frac(batch)
-        raised = alerts(metrics)
-        self.log.write("rl", step, metrics, alerts=[*raised.values(), *counted(incidents)])
-        progress.alert(step, raised)
+        step_alerts = alerts(metrics)
+        self.log.write("rl", step, metrics, alerts=[*step_alerts.values(), *counted(incidents)])
+        progress.alert(step, step_alerts)
         progress.update(
             step, reward=metrics["reward/mean"],
             engine_gap=metrics["train_rollout_logprob_abs_diff"],
@@ -233,74 +241,76 @@ class Job:
             self.draw_plots()
 
     def draw_plots(self) -> None:
-        """All of the run so far; panels of their own at its end."""
+        """Plot the run so far; at its end also one file per panel."""
         if jax.process_index():
             return
         rows, last = read_metrics(self.work / "metrics.jsonl"), self.position.step == self.cfg.steps
         try:
             plot_run(rows, self.work, panels=last, score=self.task.score_name)
-        except RunFolderError as error:  # pictures can be drawn again, from metrics.jsonl
+        except RunFolderError as error:  # plots can be drawn again from metrics.jsonl
             print(f"! no plots: {error}", file=sys.stderr, flush=True)
 
     def save_checkpoint(self) -> str:
-        """Save the state after the last whole step, unless it is, and say where that stands.
+        """Save the state after the last complete step, if it is not saved; return a message.
 
-        Raises ConfigError where the run folder is gone: a new one would hold half a run.
+        Raises ConfigError if the run folder was removed, since a new one would be incomplete.
         """
         self.log.must_be_in_place()
         if self.position.number > self.saved_number:
             if any(x.is_deleted() for x in jax.tree.leaves(self.position.state)):
-                return "The step took the weights with it: go on from the last checkpoint."
+                return "The failed step deleted the weights: resume from the last checkpoint."
             self._write_checkpoint()
             self.saved_number = self.position.number
         if self.position.step == 0:
             stage = self.position.stage
             return f"no {stage} step was made in {self.work}; the same command begins it."
-        where = f"saved {self.position.stage} step {self.position.step} in {self.work}"
-        return f"{where}; the same command resumes."
+        location = f"saved {self.position.stage} step {self.position.step} in {self.work}"
+        return f"{location}; the same command resumes."
 
     def _write_checkpoint(self) -> None:
-        """Write a checkpoint, and try again once: the first try's clean-up may have made room."""
+        """Write a checkpoint, and retry once, since the cleanup may have freed disk space."""
         try:
             save_run(self.work, self.cfg, self.position, self.contents)
         except CheckpointError as error:
-            if jax.process_count() > 1:  # the others may have written theirs
+            if jax.process_count() > 1:  # other processes may have written their part
                 raise
-            print(f"! {error} Saving once more.", file=sys.stderr, flush=True)
+            print(f"! {error} Retrying once.", file=sys.stderr, flush=True)
             save_run(self.work, self.cfg, self.position, self.contents)
 
     def save_or_stop(self, *, last: bool) -> None:
-        """Save when due or asked to stop; leave with a message where asked."""
+        """Save a checkpoint if it is due; raise Stopped, after saving, if a stop was requested."""
         self.log.must_be_in_place()
         if self.position.step % self.cfg.save.every_steps == 0 or last:
             self.save_checkpoint()
-        asked = max_over_processes(
+        stop_signal = max_over_processes(
             self.stop.signal
-        )  # a process that no signal reached must stop as well
-        if asked and not (last and self.position.stage == "rl"):
-            raise self.stop_after_saving(asked)
+        )  # processes without the signal must stop too
+        if stop_signal and not (last and self.position.stage == "rl"):
+            raise self.stop_after_saving(stop_signal)
 
-    def stop_after_saving(self, asked: int) -> Stopped:
-        """Save, and return what to leave with where that signal asked the run to stop."""
-        return Stopped(asked, self.save_checkpoint())
+    def stop_after_saving(self, stop_signal: int) -> Stopped:
+        """Save, and return the exception that ends the run after this signal."""
+        return Stopped(stop_signal, self.save_checkpoint())
 
     @contextmanager
     def save_on_error(self) -> Iterator[None]:
-        """But not where a save needs processes that may be gone."""
+        """Context that saves a checkpoint on an error, unless there are several processes.
+
+        With several, a checkpoint needs all of them, and some may have failed.
+        """
         if jax.process_count() > 1:
             yield
             return
         try:
             yield
         except CheckpointError:
-            raise  # it was this that could not be saved
+            raise  # saving failed, so do not save again
         except EngineError as error:
             raise type(error)(f"{error} {self.save_checkpoint()}") from error
-        except ConfigError as error:  # the same command would stop at the same place
-            saved = self.save_checkpoint().replace(
-                "; the same command ", "; with that mended, the command "
-            )
+        except ConfigError as error:  # the same command would fail again in the same step
+            message = self.save_checkpoint()
+            saved = message.replace("; the same command ", "; after the fix, the command ")
             raise type(error)(f"{error} {saved}") from error
-        except Exception as error:  # of a reward, say: its traceback is shown, its run is kept
+        except Exception as error:  # for example in a user's reward: keep the traceback
             error.add_note(self.save_checkpoint())
             raise

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would need and do, computed from shapes alone; it is refused where memory is short.
+"""Memory and FLOPs of a run, computed from shapes; a run that does not fit is refused.
 
-No weight is read or made, whatever the size. Next: jaxmoe/dry_run.py prints it.
+No weight is read or made. Next: jaxmoe/dry_run.py prints the result.
 """
 
 import math
@@ -28,34 +28,42 @@ from jaxmoe.shapes import Leaf
 class Memory:
     """Bytes on one device in the RL stage."""
 
-    weights: int  # as held and updated, a critic's too; of a LoRA run the adapters
-    packed: int  # frozen experts beside adapters, in four bits
-    frozen: int  # the other frozen weights beside adapters, as they are read
-    rows: int  # of an embedding that waits on the host: those of a step's tokens
-    table: int  # all of it, while sampling
+    weights: int  # trained weights with the critic's; of a LoRA run the adapters
+    packed: int  # frozen experts of a LoRA run, in four bits
+    frozen: int  # other frozen weights of a LoRA run, in the dtypes that they are read in
+    rows: int  # rows of an embedding in host memory: those of a step's tokens
+    table: int  # all rows of it, while sampling
     optimizer: int  # two moments, unless they are on the host
     reference: int  # frozen weights of the KL term
-    engine_copy: int  # of the policy's weights, as the native engine reads them
-    gathered: int  # of a pair of layers, whole but for cut experts, and gradients in float32
-    gradients: int  # with microbatches, their float32 sum as well
-    update: int  # what the optimizer makes of them
+    engine_copy: int  # the native engine's copy of the policy's weights
+    gathered: int  # gathered weights of a layer pair, except experts; their gradients in float32
+    gradients: int  # with microbatches including their float32 sum
+    update: int  # the optimizer's updates
     activations: int  # of one microbatch, forward and backward
     cache: int  # keys and values while sampling
     ahead: int  # cache and older weights of an engine that samples during the step
-    host: int  # not on the device: moments, inputs of layer pairs and an embedding on its host
+    host: int  # in host memory: moments, inputs of layer pairs, an embedding
 
     def bytes_by_part(self, stage: str) -> dict[str, int]:
-        """What is there at one time: in "training", "sampling", "syncing" weights, "scoring"."""
+        """Return the parts in memory during a stage: training, sampling, syncing or scoring."""
         base = "packed", "frozen"
-        held = ("weights", *base, "optimizer", "reference", "engine_copy")
+        resident = ("weights", *base, "optimizer", "reference", "engine_copy")
         names = {
-            "training": (*held, "rows", "gathered", "gradients", "update", "activations", "ahead"),
-            "sampling": (*held, "table", "cache"),
-            "syncing": (*held, "ahead"),
-            "scoring": ("weights", *base, "table", "engine_copy", "cache"),  # without a run
+            "training": (
+                *resident,
+                "rows",
+                "gathered",
+                "gradients",
+                "update",
+                "activations",
+                "ahead",
+            ),
+            "sampling": (*resident, "table", "cache"),
+            "syncing": (*resident, "ahead"),
+            "scoring": ("weights", *base, "table", "engine_copy", "cache"),  # no training state
         }[stage]
         parts = {name: getattr(self, name) for name in names}
-        if stage == "syncing":  # the new copy is made before the old one goes
+        if stage == "syncing":  # old and new copy exist at the same time
             parts["engine_copy"] *= 2
         return parts
 
@@ -69,108 +77,109 @@ class Memory:
 
 
 def plan_memory(cfg: Config) -> Memory:
-    """Bytes per device; exact but for activations, which count the arrays that must be live.
+    """Return bytes per device: exact except for activations, of which live arrays are counted.
 
-    Weights are cast, and gathered, one layer at a time, forward and backward; XLA gathers the
-    other layer of a pair meanwhile, and holds both layers' gradients in float32 until they are
-    reduce-scattered. For 20B and 120B on H200s its own figure of the step is 4 to 12 % above.
+    Weights are cast and gathered one layer at a time, forward and backward. XLA gathers the other
+    layer of a pair concurrently, and holds the gradients of both in float32 until they are
+    reduce-scattered. For 20B and 120B on H200s XLA reports 4 to 12 % more for the step.
 
-    Activations of M = microbatch tokens on one device: with remat the input of each layer pair,
-    with optim.remat_keeps=attention each layer's (o, lse), and one pair's working set, else the
-    working set of every layer; and its gradient, as large again. A layer's working set is its norm
-    outputs, q, k, v, the attention's output and lse, and per active expert one row of input, gate,
-    up, hidden and output; rows of optim.expert_tokens at a time, where that is set. Beside frozen
-    weights one layer of a pair has its gradients at a time. A critic's own backbone keeps as much
-    for its backward pass as the policy, at the same time.
-    XLA's own figure for a CPU, in float32: with remat within 2 %; without up to two fifths above.
+    Activations are those of the microbatch's tokens on one device. With remat they are the input of
+    each layer pair, with optim.remat_keeps=attention also (o, lse) of each layer, and the working
+    set of one pair; without remat, the working set of every layer. The gradient of a working set is
+    as large. A layer's working set is its norm outputs, q, k, v, the attention's output and lse,
+    and per active expert one row of input, gate, up, hidden and output; with optim.expert_tokens,
+    rows of that many tokens. With frozen weights only one layer of a pair has gradients at a time.
+    A critic's own backbone saves as much for the backward pass as the policy, at the same time.
+    For a CPU in float32 XLA reports up to 2 % more with remat, up to two fifths more without.
     """
     m, mesh = cfg.model, cfg.mesh
-    policy, own = param_specs(m), cfg.critic.backbone == "own"
-    backbone = {name: spec for name, spec in policy.items() if own and name != "head"}
+    policy, own_backbone = param_specs(m), cfg.critic.backbone == "own"
+    backbone = {name: spec for name, spec in policy.items() if own_backbone and name != "head"}
     value_head = {} if cfg.critic.backbone == "none" else value_head_specs(m)
     local = _local_size(policy, cfg)
     local_critic = _local_size(backbone, cfg)
-    lora, held = bool(cfg.lora.ranks), jnp.dtype(cfg.optim.param_dtype).itemsize
-    fast = jnp.dtype(m.dtype).itemsize
+    lora, weight_bytes = bool(cfg.lora.ranks), jnp.dtype(cfg.optim.param_dtype).itemsize
+    compute_bytes = jnp.dtype(m.dtype).itemsize
     if lora:
-        policy, held = lora_specs(m, cfg.lora), 4
+        policy, weight_bytes = lora_specs(m, cfg.lora), 4
         local = _local_size(policy, cfg)
     trained = local + local_critic + _local_size(value_head, cfg)
     packed = cfg.optim.tokens_per_microbatch // cfg.context  # rows
     tokens = microbatch_rows(cfg) * cfg.context // mesh.sequence
-    summed = packed or cfg.optim.microbatches > cfg.loss.minibatches  # more than one an update
+    summed = packed or cfg.optim.microbatches > cfg.loss.minibatches  # several per update
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim // mesh.tensor
     routed = m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
-    at_once = min(tokens, cfg.optim.expert_tokens or tokens)
-    if mesh.expert * mesh.tensor > 1:  # the share of what travels, in buffers of twice as much
-        routed, at_once = routed * 2 // mesh.tensor, tokens
-    rows = 2 * at_once * fast * routed  # and their gradient
-    arrays = tokens * (fast * (4 * m.d_model + heads) + 4 * (m.n_q_heads + m.n_experts))
+    expert_tokens = min(tokens, cfg.optim.expert_tokens or tokens)
+    if mesh.expert * mesh.tensor > 1:  # the all-to-all uses buffers of twice the size
+        routed, expert_tokens = routed * 2 // mesh.tensor, tokens
+    rows = 2 * expert_tokens * compute_bytes * routed  # and their gradient
+    arrays = tokens * (compute_bytes * (4 * m.d_model + heads) + 4 * (m.n_q_heads + m.n_experts))
     layer = 2 * arrays + rows
-    inputs, away = m.n_layers // 2 * tokens * m.d_model * fast, cfg.optim.remat_inputs == "host"
-    kept = (0 if away else inputs) if cfg.optim.remat else m.n_layers * layer
-    if at_once < tokens and not cfg.optim.remat:  # a chunk's rows are made again
-        kept -= (m.n_layers - 1) * rows
-    moments_there = 2 * trained * held if cfg.optim.moments == "host" else 0
+    inputs = m.n_layers // 2 * tokens * m.d_model * compute_bytes
+    inputs_on_host = cfg.optim.remat_inputs == "host"
+    saved_activations = (0 if inputs_on_host else inputs) if cfg.optim.remat else m.n_layers * layer
+    if expert_tokens < tokens and not cfg.optim.remat:  # the rows of a chunk are recomputed
+        saved_activations -= (m.n_layers - 1) * rows
+    host_moments = 2 * trained * weight_bytes if cfg.optim.moments == "host" else 0
     if cfg.optim.remat_keeps:
-        kept += m.n_layers * tokens * m.n_q_heads * (m.head_dim * fast + 4)
+        saved_activations += m.n_layers * tokens * m.n_q_heads * (m.head_dim * compute_bytes + 4)
     native, ahead = cfg.rollout.engine == "native", cfg.rollout.max_staleness > 0
     engine_copy = copy_bytes(policy, cfg, sampling_rules(cfg.model).rules) if native else 0
-    if lora and native:  # it reads the base in place
+    if lora and native:  # the engine reads the base without a copy
         engine_copy = adapter_copy_bytes(cfg)
     shards, samples = mesh.row_shards * mesh.sequence, cfg.rollout.samples_per_prompt
-    wave = prompts_per_batch(cfg.rollout.max_parallel_sequences, samples, shards)
-    engine_rows = wave // shards * samples
+    prompts = prompts_per_batch(cfg.rollout.max_parallel_sequences, samples, shards)
+    engine_rows = prompts // shards * samples
     cache = cache_bytes(m, engine_rows, cfg.context) if native else 0
     packed, frozen, table = base_bytes(cfg) if lora else (0, 0, 0)
-    rows_there = cfg.lora.embedding_rows > 0
+    has_host_table = cfg.lora.embedding_rows > 0
     return Memory(
-        weights=trained * held,
+        weights=trained * weight_bytes,
         packed=packed,
-        frozen=frozen if rows_there else frozen + table,
-        rows=cfg.lora.embedding_rows * m.d_model * fast,
-        table=table if rows_there else 0,
-        optimizer=2 * trained * held - moments_there,
-        reference=local * held if cfg.loss.kl_coef > 0 and not lora else 0,
+        frozen=frozen if has_host_table else frozen + table,
+        rows=cfg.lora.embedding_rows * m.d_model * compute_bytes,
+        table=table if has_host_table else 0,
+        optimizer=2 * trained * weight_bytes - host_moments,
+        reference=local * weight_bytes if cfg.loss.kl_coef > 0 and not lora else 0,
         engine_copy=engine_copy,
-        gathered=2 * (1 + 4 // fast) * layer_bytes(cfg) if mesh.devices > 1 else 0,
-        gradients=trained * (held + 4 if summed else held),
-        update=trained * held,
-        activations=kept * (2 if own else 1)
+        gathered=2 * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
+        gradients=trained * (weight_bytes + 4 if summed else weight_bytes),
+        update=trained * weight_bytes,
+        activations=saved_activations * (2 if own_backbone else 1)
         + ((2 * layer - (arrays if lora else 0)) if cfg.optim.remat else 0),
         cache=cache,
-        ahead=cache + engine_copy + (table if rows_there else 0) if ahead else 0,
-        host=moments_there
-        + (inputs * (2 if own else 1) if away else 0)
-        + (table if rows_there else 0),
+        ahead=cache + engine_copy + (table if has_host_table else 0) if ahead else 0,
+        host=host_moments
+        + (inputs * (2 if own_backbone else 1) if inputs_on_host else 0)
+        + (table if has_host_table else 0),
     )
 
 
 def base_bytes(cfg: Config) -> tuple[int, int, int]:
-    """Of the frozen weights of a LoRA run: experts, other weights, the embedding's table."""
+    """Bytes of a LoRA run's frozen weights: experts, other weights, the embedding table."""
     specs = param_specs(cfg.model)
     table = specs.pop("embed")
     experts = [spec for spec in jax.tree.leaves(specs) if spec.is_packable]
-    others = [spec for spec in jax.tree.leaves(specs) if not spec.is_packable]
+    dense = [spec for spec in jax.tree.leaves(specs) if not spec.is_packable]
     return (
-        sum(math.prod(spec.shape) * 17 // 32 for spec in experts),  # a byte for two, one for 32
-        _read_bytes(others, cfg),
+        sum(math.prod(spec.shape) * 17 // 32 for spec in experts),  # 4 bits each, and a byte per 32
+        _read_bytes(dense, cfg),
         _read_bytes(table, cfg),
     )
 
 
 def adapter_copy_bytes(cfg: Config) -> int:
-    """Of what an engine copies of a LoRA run: adapters, and what is trained whole as it is read."""
+    """Bytes that the engine copies in a LoRA run: adapters, and fully trained parameters."""
     specs = lora_specs(cfg.model, cfg.lora)
     tops = [spec for name, spec in specs.items() if name != "layers"]
     leaves = [leaf for layer in specs["layers"].values() for leaf in layer.values()]
     pairs = [leaf for leaf in leaves if isinstance(leaf, Pair)]
-    whole = [*tops, *(leaf for leaf in leaves if not isinstance(leaf, Pair))]
-    return 4 * _local_size(pairs, cfg) + _read_bytes(whole, cfg)
+    full = [*tops, *(leaf for leaf in leaves if not isinstance(leaf, Pair))]
+    return 4 * _local_size(pairs, cfg) + _read_bytes(full, cfg)
 
 
 def _read_bytes(specs: Leaf, cfg: Config) -> int:
-    """Of parameters held in float32, or in what they are read in."""
+    """Bytes of parameters in the dtypes that the forward reads."""
     return sum(
         math.prod(spec.shape) * read_dtype(spec, cfg.model, "float32").itemsize
         for spec in jax.tree.leaves(specs)
@@ -178,7 +187,7 @@ def _read_bytes(specs: Leaf, cfg: Config) -> int:
 
 
 def microbatch_rows(cfg: Config) -> int:
-    """Rows of a microbatch that one device has, or shares with those along mesh.sequence."""
+    """Rows of a microbatch on one device, or shared along mesh.sequence."""
     rows = cfg.optim.tokens_per_microbatch // cfg.context
     rows = rows or cfg.rollout.sequences_per_step / cfg.optim.microbatches
     return max(1, math.ceil(rows / cfg.mesh.row_shards))
@@ -186,24 +195,24 @@ def microbatch_rows(cfg: Config) -> int:
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Floating-point operations of matmuls in all layers, of one sequence of full length."""
+    """Floating-point operations of the matmuls in all layers for one sequence of full length."""
 
     linear: int  # projections, router and the active experts
-    attention: int  # of visible pairs
+    attention: int  # over visible pairs of tokens
 
     def recomputed_flops(self, cfg: Config) -> int:
-        """What a backward pass does again of a forward."""
+        """Operations of the forward that the backward pass repeats."""
         if not cfg.optim.remat:
             return 0
         return self.linear + (0 if cfg.optim.remat_keeps else self.attention)
 
 
 def layer_flops(cfg: Config, tokens: int | None = None) -> LayerFlops:
-    """Forward of `tokens`, by default a sequence of full length.
+    """FLOPs of the forward of `tokens`, by default of a sequence of full length.
 
-    A backward takes twice the linear ones, and 2.5 times attention's, at least.
+    linear = 2·T·(D·(2N + 2K)·H + D·E + A·3·D·F) per layer; attention = 4·N·H·(visible pairs)
 
-    linear = 2·T·(D·(2N + 2K)·H + D·E + A·3·D·F) a layer; attention = 4·N·H·(visible pairs)
+    A backward has at least 2 times the linear and 2.5 times the attention FLOPs.
     """
     m, T = cfg.model, cfg.context if tokens is None else tokens
     heads = (2 * m.n_q_heads + 2 * m.n_kv_heads) * m.head_dim
@@ -217,56 +226,58 @@ def layer_flops(cfg: Config, tokens: int | None = None) -> LayerFlops:
 
 
 def check_memory(cfg: Config, *stages: str) -> None:
-    """Raises ConfigError where the largest of these stages has no place on this machine.
+    """Raise ConfigError if the largest of these stages does not fit into this machine's memory.
 
-    `stages` are those of Memory.bytes_by_part. Nothing is asked for a mesh of other machines.
+    `stages` are those of Memory.bytes_by_part. A mesh for other machines is not checked.
     """
     if cfg.mesh.devices not in (1, jax.device_count()):
         return
     check_host(cfg, plan_memory(cfg).host)
-    if (there := device_bytes()) is None:
+    if (available := device_bytes()) is None:
         return
-    if not (apart := jax.local_devices()[0].platform != "cpu"):  # they share the host's memory
-        there //= cfg.mesh.devices
+    has_device_memory = jax.local_devices()[0].platform != "cpu"
+    if not has_device_memory:  # CPU devices share the host's memory
+        available //= cfg.mesh.devices
         cfg = override(cfg, "optim.moments=device", "optim.remat_inputs=device")
     largest = max(stages, key=lambda name: _bytes_needed(cfg, name))
-    need = _bytes_needed(cfg, largest)
-    if need <= there:
+    needed = _bytes_needed(cfg, largest)
+    if needed <= available:
         return
-    name, most = max(plan_memory(cfg).bytes_by_part(largest).items(), key=lambda item: item[1])
-    tried, changes = find_smaller_config(cfg, largest, there, host=apart)
-    if _bytes_needed(tried, largest) <= there:
+    name, size = max(plan_memory(cfg).bytes_by_part(largest).items(), key=lambda item: item[1])
+    candidate, changes = find_smaller_config(cfg, largest, available, host=has_device_memory)
+    if _bytes_needed(candidate, largest) <= available:
         advice = f"Try {' '.join(changes)}, which needs"
     else:
         advice = (
             f"Try a smaller model or a larger machine: with {' '.join(changes) or 'any'} it needs"
         )
     raise ConfigError(
-        f"{largest} must fit into the {there:,} bytes that are free here ({_short(there)}), and "
-        f"needs {need:,} ({_short(need)}), most of it for {name} ({_short(most)}). {advice} "
-        f"{_short(_bytes_needed(tried, largest))}."
+        f"{largest} must fit into the {available:,} bytes that are free on this machine "
+        f"({_short(available)}), and needs {needed:,} ({_short(needed)}), most of it for {name} "
+        f"({_short(size)}). {advice} "
+        f"{_short(_bytes_needed(candidate, largest))}."
     )
 
 
 def find_smaller_config(
-    cfg: Config, stage: str, there: int, host: bool = True
+    cfg: Config, stage: str, available: int, host: bool = True
 ) -> tuple[Config, list[str]]:
-    """The first config that needs no more than `there`, or the least that is known; its changes."""
-    tried, changes = cfg, []
+    """Return the first config that fits, or the smallest one tried, and its changes."""
+    candidate, changes = cfg, []
     for key, value in _memory_saving_options(cfg, host):
-        if _bytes_needed(tried, stage) <= there:
+        if _bytes_needed(candidate, stage) <= available:
             break
         try:
-            other = override(tried, f"{key}={value}")
-        except ConfigError:  # it does not suit the rest
+            next_candidate = override(candidate, f"{key}={value}")
+        except ConfigError:  # it does not fit the other settings
             continue
-        if _bytes_needed(other, stage) < _bytes_needed(tried, stage):
-            tried, changes = other, [*changes, f"--set {key}={value}"]
-    return tried, changes
+        if _bytes_needed(next_candidate, stage) < _bytes_needed(candidate, stage):
+            candidate, changes = next_candidate, [*changes, f"--set {key}={value}"]
+    return candidate, changes
 
 
 def scoring_stage(cfg: Config) -> str:
-    """What eval and doctor go through: a run's checkpoint brings its moments along."""
+    """Return the memory stage of eval and doctor; a run's checkpoint includes its moments."""
     return "sampling" if (Path(cfg.workdir) / "checkpoints").is_dir() else "scoring"
 
 
@@ -275,14 +286,14 @@ def _bytes_needed(cfg: Config, stage: str) -> int:
 
 
 def device_bytes() -> int | None:
-    """Bytes that this process may use of its device; None where nobody says."""
+    """Bytes that this process may use on its device; None if unknown."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return count_free_bytes() if limit is None and device.platform == "cpu" else limit
 
 
 def _memory_saving_options(cfg: Config, host: bool) -> Iterator[tuple[str, object]]:
-    """What takes less memory, the cheapest first."""
+    """Yield settings that need less memory, the ones that cost the least time first."""
     yield "optim.remat", True
     yield "optim.remat_keeps", ""
     yield "optim.expert_tokens", 1024
@@ -293,15 +304,15 @@ def _memory_saving_options(cfg: Config, host: bool) -> Iterator[tuple[str, objec
         sizes = [cfg.rollout.sequences_per_step]
         sizes += [cfg.warmup.sequences_per_step] if cfg.warmup.steps else []
         yield "optim.microbatches", math.gcd(*sizes)
-    if host:  # has memory apart from the device's
+    if host:  # the host's memory is separate from the device's
         yield "optim.moments", "host"
         yield "optim.remat_inputs", "host"
-        yield "lora.embedding_rows", 16_384  # refused where nothing is frozen
+        yield "lora.embedding_rows", 16_384  # refused without LoRA
     yield "optim.param_dtype", "bfloat16"
 
 
 def _local_size(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
-    """Entries of these parameters on one device."""
+    """Number of entries of these parameters on one device."""
     sizes = cfg.mesh.sizes
     return sum(
         math.prod(local_shape(s.shape, s.axes, sizes, rules)) for s in jax.tree.leaves(specs)
@@ -309,14 +320,14 @@ def _local_size(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) ->
 
 
 def layer_bytes(cfg: Config) -> int:
-    """Bytes of one layer as it is computed with: whole, but for experts, and heads over tensor."""
+    """Bytes of one layer's gathered weights; experts, and heads over tensor, stay sharded."""
     layers = param_specs(cfg.model)["layers"]
     cut = {name: ("tensor",) for name in ("heads", "kv")} | {"expert": RULES["expert"]}
     return copy_bytes(layers, cfg, cut) // cfg.model.n_layers
 
 
 def copy_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
-    """Bytes of these parameters on one device, in the dtypes they are read in."""
+    """Bytes of these parameters on one device, in the dtypes that the forward reads."""
     return sum(
         _local_size(spec, cfg, rules) * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize
         for spec in jax.tree.leaves(specs)

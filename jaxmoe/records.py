@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host-side records that pass between data, rollout and training: plain Python and numpy.
+"""Host-side records that data, rollouts and training exchange: plain Python and numpy.
 
-Token ids made by an engine are the truth: nothing here is ever re-tokenised.
-Next: jaxmoe/rl/batch.py turns rollouts into the arrays of a training step.
+The engine's token ids are used as they are; text is never tokenised again.
+Next: jaxmoe/rl/batch.py converts rollouts to the arrays of a training step.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from enum import StrEnum
 
 import numpy as np
 
-UNKNOWN_EXPERT = -1  # where no engine has routed a token: a replaying router chooses by itself
+UNKNOWN_EXPERT = -1  # the engine did not report it: the trainer's router chooses
 
 
 class StopReason(StrEnum):
-    """Why a rollout ended."""
+    """The reason for the end of a rollout."""
 
     STOP_TOKEN = "stop_token"  # the policy chose a stop token; it is the last token
-    MAX_TOKENS = "max_tokens"  # the budget of new tokens ran out: a truncated answer
+    MAX_TOKENS = "max_tokens"  # the answer was truncated at max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Prompt:
     id: int  # row in the source
     text: str
     tokens: tuple[int, ...]
-    answer: str | None  # the stored solution; None where only a checker exists
+    answer: str | None  # the stored solution; None if there is only a checker
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. temperature 0 is greedy; top_k 0 and top_p 1 cut nothing off."""
+    """Sampling parameters. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
@@ -46,16 +46,16 @@ class Rollout:
     """One sampled continuation; every array has one entry per new token."""
 
     prompt: Prompt
-    tokens: np.ndarray  # int32 [T], the stop token included where one was drawn
-    rollout_logp: np.ndarray  # float32 [T], of the distribution the token was drawn from
+    tokens: np.ndarray  # int32 [T], including the stop token if one was sampled
+    rollout_logp: np.ndarray  # float32 [T], of the distribution that the token was sampled from
     stop: StopReason
-    weight_versions: np.ndarray  # int32 [T], of the weights each token was drawn with
+    weight_versions: np.ndarray  # int32 [T], of the weights that sampled each token
     log_kept: np.ndarray | None = None  # float32 [T], log of the mass that top-k and top-p kept
-    # expert_dtype [P+T-1, L, A] of the engine's routers, prompt first, where it tells; the last
-    # token was read by no layer. UNKNOWN_EXPERT at all places of a token that it does not tell
+    # expert_dtype [P+T-1, L, A] of the engine's routers, prompt first, if it reports them; no layer
+    # read the last token. An unknown token has UNKNOWN_EXPERT in all places.
     routed_experts: np.ndarray | None = None
 
 
 def expert_dtype(n_experts: int) -> np.dtype:
-    """The smallest that holds an expert's number and `UNKNOWN_EXPERT`: int8 up to 128 experts."""
+    """Return the smallest dtype for expert indices and UNKNOWN_EXPERT: int8 up to 128 experts."""
     return np.dtype(np.int8 if n_experts <= 128 else np.int16)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m jaxmoe.train --config FILE`: the command, and THE loop on one page.
+"""`python -m jaxmoe.train --config FILE`: the command, and the training loop on one page.
 
     rollouts -> rewards -> step (advantages, corrections, updates) -> weight sync -> eval -> save
 
-The step is jaxmoe/rl/update.py; rollouts made while it runs are jaxmoe/rollout/async_rollouts.py;
-logs, clocks and checkpoints are jaxmoe/job.py. To change the loop, copy this file.
+The step is jaxmoe/rl/update.py; rollouts during a step are jaxmoe/rollout/async_rollouts.py; logs,
+timing and checkpoints are jaxmoe/job.py. To change the loop, copy this file.
 """
 
 import json
@@ -75,13 +75,13 @@ from jaxmoe.rollout.recorded_experts import unknown_experts_metric
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Params
 
-STAGES = ("training", "sampling", "syncing")  # of memory
+STAGES = ("training", "sampling", "syncing")  # stages of the memory check
 
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
-        cfg, looks = parse(argv, "Train a GPT-OSS by reinforcement learning.")
-        if looks:
+        cfg, is_dry_run = parse(argv, "Train a GPT-OSS by reinforcement learning.")
+        if is_dry_run:
             dry_run(cfg, *STAGES)
             return status.code
         with joined_processes():
@@ -96,9 +96,9 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def open_job(cfg: Config) -> Iterator[Job]:
-    """Task, engine and run folder; the same folder goes on where its last checkpoint stands.
+    """Open task, engine and run folder; a folder with a checkpoint is resumed.
 
-    What cannot work is refused before there is a folder.
+    Everything that cannot work is refused before the folder is created.
     """
     work = Path(cfg.workdir)
     sources = json.dumps(source_digests(cfg), indent=1)
@@ -110,34 +110,37 @@ def open_job(cfg: Config) -> Iterator[Job]:
     mesh = make_mesh(cfg.mesh)
     check_collectives(mesh)
     kernels.print_decision()
-    if (there := jax.device_count()) > cfg.mesh.devices:
-        print(f"devices  1 of {there}; --set mesh.fsdp={there} takes all", flush=True)
+    if (n_devices := jax.device_count()) > cfg.mesh.devices:
+        used = f"using {cfg.mesh.devices} of {n_devices} devices"
+        print(f"devices  {used}; use all with --set mesh.fsdp={n_devices}", flush=True)
     installed(cfg.observe.trackers)
-    chosen, task, tx = algorithm_from_config(cfg), open_task(cfg), rl_optimizer(cfg)
+    algorithm, task, tx = algorithm_from_config(cfg), open_task(cfg), rl_optimizer(cfg)
     supervised = warmup_optimizer(cfg)
-    held = contents(cfg, task)
-    shapes, beside = stage_shapes(cfg, supervised, tx, mesh), own_base(cfg)
-    at = restore_run(work, cfg, shapes, contents=held | beside)
-    given = cfg.lora.ranks and cfg.init.checkpoint and cfg.warmup.steps == 0
-    at_rl = given if at is None else at.stage == "rl"
+    digests = contents(cfg, task)
+    shapes, base_digests = stage_shapes(cfg, supervised, tx, mesh), own_base(cfg)
+    position = restore_run(work, cfg, shapes, contents=digests | base_digests)
+    has_given_base = cfg.lora.ranks and cfg.init.checkpoint and cfg.warmup.steps == 0
+    at_rl = has_given_base if position is None else position.stage == "rl"
     base = load_base(cfg) if cfg.lora.ranks and at_rl else None
-    held |= beside if at_rl else {}  # what a warm start left behind is made again
-    if at is None and base is not None:  # whole weights that are trained are nowhere
-        new = jax.jit(partial(init_rl_state, cfg=cfg, tx=tx))
-        at = Position("rl", 0, new(init_run_adapters(cfg, base)), None)
-    if at is None:
+    digests |= base_digests if at_rl else {}  # the base after a warm start is made again
+    if position is None and base is not None:  # RL from a given base: no full trained weights
+        init_rl = jax.jit(partial(init_rl_state, cfg=cfg, tx=tx))
+        position = Position("rl", 0, init_rl(init_run_adapters(cfg, base)), None)
+    if position is None:
 
-        def begin(policy: Params) -> TrainState:
+        def init_warmup(policy: Params) -> TrainState:
             return init_state(Trained(policy), supervised)
 
         policy = initial_params(cfg, mesh)
-        if pins := out_shardings_option(cfg, mesh, jax.eval_shape(begin, policy), 0):
-            begin = jax.jit(begin, **pins)  # moments are made where they lie
-        at = Position("warmup", 0, begin(policy), None)
+        if pins := out_shardings_option(cfg, mesh, jax.eval_shape(init_warmup, policy), 0):
+            init_warmup = jax.jit(
+                init_warmup, **pins
+            )  # moments are made with their final shardings
+        position = Position("warmup", 0, init_warmup(policy), None)
     task.check_prompts()
     if task.overlong is not None and jax.process_index() == 0:
         print(f"rows     {task.overlong}", flush=True)
-    if at.stage == "warmup" and at.step < cfg.warmup.steps:
+    if position.stage == "warmup" and position.step < cfg.warmup.steps:
         task.check_answers(cfg.context)
     first = jax.process_index() == 0
     with (
@@ -146,8 +149,8 @@ def open_job(cfg: Config) -> Iterator[Job]:
         alone(work, enabled=first),
         MetricsLog(
             work,
-            stage=at.stage,
-            step=at.step,
+            stage=position.stage,
+            step=position.step,
             enabled=first,
             trackers=cfg.observe.trackers,
             project=cfg.observe.project,
@@ -158,8 +161,8 @@ def open_job(cfg: Config) -> Iterator[Job]:
             record_config(work, cfg, kernels.names)
         ops = sharded_ops(ops, mesh, cfg.model, method=cfg.mesh.attention)
         yield Job(
-            cfg, ops, chosen, tx, work, task, engine, log, stop, at, contents=held, mesh=mesh,
-            base=base,
+            cfg, ops, algorithm, tx, work, task, engine, log, stop, position, contents=digests,
+            mesh=mesh, base=base,
         )  # fmt: skip
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
@@ -168,7 +171,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
 
 
 def warm_start(job: Job) -> None:
-    """Supervised steps on the stored answers: a random model has nothing for RL to amplify."""
+    """Make supervised steps on the stored answers, so that a random model earns rewards at all."""
     if job.position.stage != "warmup":
         return
     cfg, task, state = job.cfg, job.task, job.position.state
@@ -194,21 +197,21 @@ def warm_start(job: Job) -> None:
             progress.update(step, loss=metrics["loss"])
             job.position = Position("warmup", step, state, data.get_state())
             job.save_or_stop(last=step == w.steps)
-    # jitted: restored weights are tied to their device, and the fresh moments must be too, or the
-    # first step's program would not fit the second's arguments
-    new = partial(init_rl_state, cfg=cfg, tx=job.tx)
+    # Jitted, because restored weights are committed to their device. If new moments were not, the
+    # second step would compile again.
+    init_rl = partial(init_rl_state, cfg=cfg, tx=job.tx)
     policy = state.params.policy
     if cfg.lora.ranks:
         job.base = make_base(policy, cfg)
         job.contents |= own_base(cfg)
         policy = init_run_adapters(cfg, job.base)
-    pins = out_shardings_option(cfg, job.mesh, jax.eval_shape(new, policy), 0)
-    state = jax.jit(new, **pins)(policy)
+    pins = out_shardings_option(cfg, job.mesh, jax.eval_shape(init_rl, policy), 0)
+    state = jax.jit(init_rl, **pins)(policy)
     job.start_stage(Position("rl", 0, state, None))
 
 
 def train_rl(job: Job) -> None:
-    """RL: the loop."""
+    """Run the RL loop."""
     cfg, engine, state, a = job.cfg, job.engine, job.position.state, job.algorithm
     program = rl_program(cfg, job.ops, job.mesh, a, job.tx, state)
     step_fn = jax.jit(program.fn, **program.options)
@@ -224,7 +227,7 @@ def train_rl(job: Job) -> None:
                 collected = rollouts.take_batch(step)
                 if collected is None:
                     raise job.stop_after_saving(job.stop.signal)
-                ages = check_versions(
+                staleness = check_versions(
                     collected.rollouts, newest=step - 1, max_staleness=cfg.rollout.max_staleness
                 )
                 batch, minibatches = split_minibatches(
@@ -233,23 +236,23 @@ def train_rl(job: Job) -> None:
                 )  # fmt: skip
                 with job.time_phase("train"):
                     placed = shard_batch(batch, job.mesh)
-                    state, metrics, told = step_fn(
+                    state, metrics, stats = step_fn(
                         state, placed, minibatches, job.base_for_batch(batch)
                     )
                     metrics = job.fetch_metrics(
                         step_fn, metrics, step, rate=("optim.lr", cfg.optim.lr)
                     )
-                job.check_gate(state, metrics, step, batch, told)
+                job.check_gate(state, metrics, step, batch, stats)
                 job.position = Position("rl", step, state, collected.data)
                 metrics["optim/lr"] = policy_learning_rate(cfg, step)
-                metrics |= collected.metrics | (ages if cfg.rollout.max_staleness else {})
+                metrics |= collected.metrics | (staleness if cfg.rollout.max_staleness else {})
                 if cfg.rollout.overlong_buffer:
                     paid = apply_overlong_penalty(cfg, collected.rollouts, collected.rewards)
                     metrics["reward/after_penalty_mean"] = float(np.nanmean(paid))
                 if batch.routed_experts_BTLA is not None:
                     metrics |= unknown_experts_metric(collected.rollouts)
                 with job.log_metrics_on_error(metrics):
-                    job.write_sample_groups(step, collected, batch, told)
+                    job.write_sample_groups(step, collected, batch, stats)
                     with job.time_phase("weight_sync"):
                         engine.load(job.policy_params(), step)
                     if job.is_eval_due(step):
@@ -261,34 +264,34 @@ def train_rl(job: Job) -> None:
 
 
 def open_rollouts(job: Job) -> SyncRollouts | AsyncRollouts:
-    """What makes each step's rollouts: in turn with the training, or ahead of it in a thread."""
-    cfg, at = job.cfg, job.position
+    """Return the source of rollouts: in sync with the training, or ahead of it in a thread."""
+    cfg, position = job.cfg, job.position
     data = job.task.stream(cfg.rollout.prompts_per_step, cfg.seed + 2)
-    if at.data is not None:
-        data.set_state(at.data)
+    if position.data is not None:
+        data.set_state(position.data)
     make = partial(collect_rollouts, cfg, job.task, job.engine, data, tell=job.show_phase)
     if cfg.rollout.max_staleness == 0:
         return SyncRollouts(make)
     return AsyncRollouts(
-        make, first=at.step + 1, last=cfg.steps, max_staleness=cfg.rollout.max_staleness,
+        make, first=position.step + 1, last=cfg.steps, max_staleness=cfg.rollout.max_staleness,
         stop=lambda: job.stop.signal, interrupt=job.engine.close,
     )  # fmt: skip
 
 
 def apply_overlong_penalty(cfg: Config, rollouts: list[Rollout], rewards: np.ndarray) -> np.ndarray:
-    """The rewards that are trained on: less what too long answers pay."""
+    """Return the rewards minus the penalty of overlong answers."""
     r = cfg.rollout
     if not r.overlong_buffer:
         return rewards
     lengths = jnp.asarray([len(rollout.tokens) for rollout in rollouts])
-    penalty = overlong_penalty(lengths, longest=r.max_new_tokens, buffer=r.overlong_buffer)
+    penalty = overlong_penalty(lengths, max_tokens=r.max_new_tokens, buffer=r.overlong_buffer)
     return rewards + np.asarray(penalty)
 
 
 def make_batch(cfg: Config, task: Task, rollouts: list[Rollout], rewards: np.ndarray) -> Batch:
-    """The step's arrays, the samples of a prompt side by side; too long answers pay for it.
+    """Return the batch of a step, with the penalty of overlong answers.
 
-    A sample without a reward (NaN) is out of its group's mean, and its tokens out of the loss.
+    A sample without a reward (NaN) does not change its group's mean, and its tokens are masked.
     """
     r = cfg.rollout
     rewards = apply_overlong_penalty(cfg, rollouts, rewards)

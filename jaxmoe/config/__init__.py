@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration: frozen dataclasses that refuse what cannot work.
+"""The configuration: frozen dataclasses that refuse settings that cannot work.
 
-Names carry their units. Functions below the loop take plain numbers, never a Config.
-Next: jaxmoe/config_file.py reads `--config FILE --set a.b=v`.
+Names contain units. Next: jaxmoe/config_file.py reads `--config FILE --set a.b=v`.
 """
 
 import dataclasses
@@ -36,10 +35,10 @@ _BELOW_ONE: Rule = ("0 or more and below 1", lambda x: 0 <= x < 1, 0.9)
 
 @dataclass(frozen=True)
 class InitConfig:
-    """Where weights and tokens come from."""
+    """Source of weights and tokenizer."""
 
-    checkpoint: str = ""  # directory of a Hugging Face GPT-OSS checkpoint; empty: random weights
-    tokenizer: str = "bytes"  # or a tokenizer.json, or the directory that holds one
+    checkpoint: str = ""  # folder of a Hugging Face GPT-OSS checkpoint; empty: random weights
+    tokenizer: str = "bytes"  # or a tokenizer.json, or its folder
 
 
 @dataclass(frozen=True)
@@ -56,22 +55,22 @@ class WarmupConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What a step optimises: functions of jaxmoe.losses with their options, as text.
+    """The loss of a step: functions of jaxmoe.losses with options, as text.
 
-    A function of your own is "module:function(option=1.0)".
+    A custom function is "module:function(option=1.0)".
     """
 
     objective: str = "ppo_clip"  # the loss at every token
     advantages: str = "group_advantages"
     aggregation: str = "token_mean"  # from tokens to the loss
-    rollout_correction: str = ""  # for an engine that differs: "token_is(high=2.0) + veto"
-    preset: str = ""  # one of verl's rollout-correction presets; sets what it is about
-    old_logp: str = "detached"  # or "recomputed" by the trainer, or the "rollout"'s own
-    epochs: int = 1  # over each step's sequences
-    minibatches: int = 1  # updates in an epoch
+    rollout_correction: str = ""  # for a different engine: "token_is(high=2.0) + veto"
+    preset: str = ""  # one of verl's rollout-correction presets; sets several of these fields
+    old_logp: str = "detached"  # or "recomputed" by the trainer, or the "rollout"'s
+    epochs: int = 1  # passes over the sequences of a step
+    minibatches: int = 1  # updates per epoch
     kl: str = "kl_k3"
-    kl_coef: float = 0.0  # weight of kl(policy, reference); 0 keeps no reference in memory
-    kl_in: str = "loss"  # or "reward": paid per token, before the advantages
+    kl_coef: float = 0.0  # weight of kl(policy, reference); 0: no reference in memory
+    kl_in: str = "loss"  # or "reward": subtracted from the token's reward, before advantages
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
     def __post_init__(self) -> None:
@@ -97,19 +96,19 @@ class LossConfig:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates a step."""
+        """Number of optimizer updates in a step."""
         return self.epochs * self.minibatches
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A value head, for advantages that ask for values (gae)."""
+    """A value function, for advantages that take values (gae)."""
 
-    backbone: str = "none"  # no critic; "own": a second model; "shared": the policy's layers
+    backbone: str = "none"  # none: no critic; own: a second model; shared: the policy's layers
     lr: float = 1e-5
-    loss_coef: float = 0.5  # weight of the value loss; with an own backbone lr alone matters
-    clip: float = 0.5  # of a value's move, in units of reward
-    pretrain_steps: int = 0  # the first steps train the critic alone
+    loss_coef: float = 0.5  # weight of the value loss; with an own backbone only lr matters
+    clip: float = 0.5  # limit of a value's change, in units of reward
+    pretrain_steps: int = 0  # number of first steps that train only the critic
 
     def __post_init__(self) -> None:
         require(
@@ -130,12 +129,12 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class GateConfig:
-    """When trainer and engine are too far apart to train: the run stops, or skips the batch."""
+    """Limits of the difference between trainer and engine; above them a run stops, or skips."""
 
     abs_diff: float = 1e9  # largest mean |logp − rollout_logp|, nats; 1e9 is off
     k3: float = 1e9  # largest mean k3, nats; 1e9 is off
-    ess: float = 0.0  # smallest effective sample size of the token ratios, a share of the tokens
-    skip: bool = False  # False: stop with an error, weights as before the batch
+    ess: float = 0.0  # smallest effective sample size of the token ratios, as a share of tokens
+    skip: bool = False  # skip the batch; False: stop with an error before the update
 
     def __post_init__(self) -> None:
         check_fields(
@@ -156,16 +155,14 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
-    param_dtype: str = "float32"  # in which weights and moments are held and updated
-    microbatches: int = 1  # the step's sequences are cut into so many
-    tokens_per_microbatch: int = (
-        0  # or, above 0: packed side by side, at most so many tokens in each
-    )
+    param_dtype: str = "float32"  # of weights and moments, in storage and updates
+    microbatches: int = 1  # number of gradient-accumulation microbatches
+    tokens_per_microbatch: int = 0  # above 0: pack sequences into microbatches of this size
     remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
-    remat_keeps: str = ""  # of a pair, beside its input: "attention", its outputs, or nothing
-    remat_inputs: str = "device"  # where the inputs of pairs wait for the backward pass, or "host"
-    expert_tokens: int = 0  # that the experts take at a time, and recompute; 0: all at once
-    moments: str = "device"  # where they lie between updates; "host": in the hosts' memory
+    remat_keeps: str = ""  # saved in addition to a pair's input: "attention", its outputs, or ""
+    remat_inputs: str = "device"  # memory of the saved inputs of layer pairs: device or "host"
+    expert_tokens: int = 0  # tokens that the experts compute, and recompute, at a time; 0: all
+    moments: str = "device"  # memory of Adam's moments between updates: device or "host"
 
     def __post_init__(self) -> None:
         require(
@@ -200,16 +197,16 @@ class OptimConfig:
 
     @property
     def uses_host_memory(self) -> bool:
-        """Whether anything waits in the hosts' memory."""
+        """True if moments or inputs are in host memory."""
         return "host" in (self.moments, self.remat_inputs)
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Answers to the held-out rows: some sampled as in training, and one greedy."""
+    """Evaluation on the held-out rows: answers sampled as in training, and one greedy answer."""
 
     every_steps: int = 10
-    samples_per_prompt: int = 2  # sampled; pass@k is known for k up to so many
+    samples_per_prompt: int = 2  # sampled answers; pass@k is computed for k up to this
 
     def __post_init__(self) -> None:
         check_fields("eval", self, samples_per_prompt=("1 or more", lambda x: x >= 1, 2))
@@ -217,7 +214,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class SaveConfig:
-    """Checkpoints of everything a resume needs."""
+    """Checkpoints of everything that a resume needs."""
 
     every_steps: int = 50
     keep: int = 3
@@ -226,36 +223,36 @@ class SaveConfig:
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """Who else gets the metrics; the run folder always does."""
+    """Trackers that get the metrics, in addition to the run folder."""
 
-    to: str = ""  # "wandb", "trackio", or both with a comma between them
-    project: str = "jaxmoe"  # there
+    to: str = ""  # "wandb", "trackio", or both separated by a comma
+    project: str = "jaxmoe"  # name of the trackers' project
 
     def __post_init__(self) -> None:
-        wrong = set(self.trackers) - {"wandb", "trackio"}
+        unknown = set(self.trackers) - {"wandb", "trackio"}
         require(
-            not wrong and bool(self.project.strip()),
-            f"observe.to must be wandb, trackio or both with a comma between them, and "
+            not unknown and bool(self.project.strip()),
+            f"observe.to must be wandb, trackio or both separated by a comma, and "
             f"observe.project a name; got {self.to!r}, {self.project!r}. "
             "Try --set observe.to=wandb --set observe.project=jaxmoe.",
         )
 
     @property
     def trackers(self) -> list[str]:
-        """Each name once."""
+        """Names of the trackers, without duplicates."""
         return list(dict.fromkeys(name.strip() for name in self.to.split(",") if name.strip()))
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices along each axis; their product is how many there are."""
+    """Number of devices along each axis; the product is the number of all devices."""
 
-    data: int = 1  # whole copies of the model
-    fsdp: int = 1  # weights, gradients and moments cut
-    expert: int = 1  # experts cut, and other weights
-    sequence: int = 1  # the tokens of a row cut, and weights as by fsdp
-    tensor: int = 1  # heads cut, and experts
-    attention: str = "ring"  # or zigzag, or ulysses: how the tokens of a cut row meet
+    data: int = 1  # full copies of the model
+    fsdp: int = 1  # shards weights, gradients and moments
+    expert: int = 1  # shards experts, and other weights as fsdp does
+    sequence: int = 1  # shards the tokens of a row, and weights as fsdp does
+    tensor: int = 1  # shards heads and experts
+    attention: str = "ring"  # or zigzag, or ulysses: attention over the shards of a row
 
     def __post_init__(self) -> None:
         check_fields("mesh", self, **{name: (*_POSITIVE, 1) for name in self.sizes})
@@ -267,7 +264,7 @@ class MeshConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Devices along each axis."""
+        """Number of devices along each axis."""
         return {name: value for name, value in vars(self).items() if name != "attention"}
 
     @property
@@ -276,13 +273,13 @@ class MeshConfig:
 
     @property
     def row_shards(self) -> int:
-        """Parts that the rows of a batch are cut into."""
+        """Number of shards of the rows of a batch."""
         return self.data * self.fsdp * self.expert
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run depends on."""
+    """Everything that a run depends on."""
 
     model: ModelConfig = field(default=CHECKPOINT_MODEL, kw_only=True)
     data: DataConfig
@@ -301,7 +298,7 @@ class Config:
     observe: ObserveConfig = ObserveConfig()
     mesh: MeshConfig = MeshConfig()
     lora: LoraConfig = LoraConfig()
-    kernels: str = "auto"  # those that a check on this chip finds right; or one of KERNELS by name
+    kernels: str = "auto"  # those that pass the check on this device; or one of KERNELS
 
     def __post_init__(self) -> None:
         n, m = self.rollout.sequences_per_step, self.optim.microbatches
@@ -316,11 +313,12 @@ class Config:
             f"rollout.sequences_per_step ({n}) and optim.microbatches ({m}, unless 1) must be "
             f"multiples of loss.minibatches ({updates}). Try --set loss.minibatches=1.",
         )
-        packed = self.optim.tokens_per_microbatch
+        packed_tokens = self.optim.tokens_per_microbatch
         require(
-            packed == 0 or (packed >= self.context and m == 1),
-            f"optim.tokens_per_microbatch ({packed}) must be 0, or at least data.max_prompt_tokens "
-            f"+ rollout.max_new_tokens ({self.context}) with optim.microbatches=1 (got {m}). "
+            packed_tokens == 0 or (packed_tokens >= self.context and m == 1),
+            f"optim.tokens_per_microbatch ({packed_tokens}) must be 0, or at least "
+            f"data.max_prompt_tokens + rollout.max_new_tokens ({self.context}) with "
+            f"optim.microbatches=1 (got {m}). "
             f"Try --set optim.tokens_per_microbatch={self.context * 8} --set optim.microbatches=1.",
         )
         require(
@@ -338,11 +336,11 @@ class Config:
         )
         check_lora(self)
         check_numerics(self)
-        near = difflib.get_close_matches(self.kernels, KERNELS, 1) or ["auto"]
+        matches = difflib.get_close_matches(self.kernels, KERNELS, 1) or ["auto"]
         require(
             self.kernels in KERNELS,
             f"kernels must be one of {', '.join(KERNELS)}; got {self.kernels!r}. "
-            f"Try --set kernels={near[0]}.",
+            f"Try --set kernels={matches[0]}.",
         )
         seeds: Rule = ("0 or more and below 2**32", lambda x: 0 <= x < 2**32, 0)
         check_fields("", self, steps=(*_NOT_NEGATIVE, 0), seed=seeds)
@@ -359,30 +357,30 @@ class Config:
 
     @property
     def requires_equal_logp(self) -> bool:
-        """Whether trainer and engine must agree on every log-prob to the bit, at each step."""
+        """True if every log-prob of trainer and engine must be bitwise equal in each step."""
         r = self.rollout
         invariant = self.model.numerics == "invariant"
         return invariant and r.engine == "native" and r.max_staleness == 0
 
     @property
     def records_experts(self) -> bool:
-        """Whether the engine's experts travel with its rollouts: to be replayed, or compared."""
+        """True if rollouts have the engine's experts, to be replayed or compared."""
         return (
             self.rollout.router_replay or self.rollout.compare_experts or self.requires_equal_logp
         )
 
     @property
     def step_gate(self) -> GateConfig:
-        """The gate of RL's steps: where there must be no difference none passes, or is skipped."""
+        """The gate of RL steps; if log-probs must be equal, any difference stops the run."""
         exact = dataclasses.replace(self.gate, abs_diff=0.0, skip=False)
         return exact if self.requires_equal_logp else self.gate
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence, prompt and answer."""
+        """Maximum number of tokens of a sequence, prompt and answer."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
 
 def to_json(config: Config) -> str:
-    """The resolved config, as saved in the run folder."""
+    """Return the config as JSON, as it is saved in the run folder."""
     return json.dumps(dataclasses.asdict(config), indent=2)

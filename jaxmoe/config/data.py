@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked, how it is put, and what answers earn. Next: jaxmoe/data/files.py reads rows."""
+"""Config of prompts, templates and rewards. Next: jaxmoe/data/files.py reads rows."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,18 +18,19 @@ class DataConfig:
     # list of these
     task: str | list
     options: dict[str, Any] = field(default_factory=dict)  # for reasoning_gym tasks
-    # "{question}" in a text of yours, "chat" (the tokenizer's chat template) or "harmony"
-    # (GPT-OSS's own format); auto: chat for rows that are chats, and the bare text of others
+    # a text with "{question}", "chat" (the tokenizer's chat template) or "harmony" (GPT-OSS's
+    # format); auto: chat for rows that are chats, the plain text for others
     template: str = "auto"
-    system: str = ""  # system prompt of rows without their own; the template's {system}
+    system: str = ""  # system prompt of rows without one; the template's {system}
     reasoning_effort: str = "medium"  # harmony's: low, medium or high
-    rewards: str = ""  # "0.9 * module:function(option=1) + 0.1 * …"; empty: the task's own scorer
-    reward_timeout_s: float = 300.0  # of a call of these, in their process; 0: here, without limit
-    train_rows: int | str = 4096  # or "all" that a file has beside the held-out ones
+    rewards: str = ""  # "0.9 * module:function(option=1) + 0.1 * …"; empty: the task's scorer
+    # limit of one call of the rewards, in a separate process; 0: in this process, without a limit
+    reward_timeout_s: float = 300.0
+    train_rows: int | str = 4096  # or "all": all rows of a file except the held-out ones
     held_out_rows: int = 256
-    shuffle: bool = True  # each epoch anew; False: in the order of the files
+    shuffle: bool = True  # reshuffle in every epoch; False: keep the order of the files
     max_prompt_tokens: int = 512
-    overlong_prompts: str = "refuse"  # stop at a longer prompt; or "drop", leave its row out
+    overlong_prompts: str = "refuse"  # stop at a longer prompt; or "drop": leave out its row
 
     def __post_init__(self) -> None:
         require(

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a command with one line: a mistake in what was typed; an engine that cannot go on."""
+"""Errors that end a command with one line, and checks that raise them."""
 
 from collections.abc import Callable
 
 
 class ConfigError(ValueError):
-    """A mistake in the user's input: what must hold, what was given, what to type."""
+    """A mistake in the user's input; the message says what must hold and what to type."""
 
 
 class EngineError(RuntimeError):
-    """The engine cannot go on: what it did, and what to look at. Nothing of it was trained on."""
+    """The engine cannot continue; the faulty batch was not trained on."""
 
 
-Rule = tuple[
-    str, Callable[[float], bool], int | float
-]  # "above 0", a function that says so, an example
+Rule = tuple[str, Callable[[float], bool], int | float]  # the requirement, its check, an example
 
 
-def check_fields(where: str, config: object, **rules: Rule) -> None:
-    """Require of each field named what its rule says; NaN keeps no rule."""
-    for name, (must, holds, example) in rules.items():
+def check_fields(section: str, config: object, **rules: Rule) -> None:
+    """Check fields of a config's section by rules; NaN violates every rule."""
+    for name, (requirement, is_valid, example) in rules.items():
         value = getattr(config, name)
-        key = f"{where}.{name}" if where else name
-        require(holds(value), f"{key} must be {must}, got {value}. Try --set {key}={example}.")
+        key = f"{section}.{name}" if section else name
+        require(
+            is_valid(value), f"{key} must be {requirement}, got {value}. Try --set {key}={example}."
+        )
 
 
-def require(holds: bool, message: str) -> None:
-    """Raise the message as a ConfigError unless it holds."""
-    if not holds:
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with this message unless the condition holds."""
+    if not condition:
         raise ConfigError(message)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SHA-256 of the small files of an export: config.json with a flipped bit may be another model's.
+"""SHA-256 of the small files of an export, since a flipped bit in config.json changes the model.
 
-The list has the format of `sha256sum`, so `sha256sum -c jaxmoe.sha256` compares without us. It
-leaves out the safetensors, which hold a digest of every tensor themselves.
-Next: jaxmoe/model/config.py and jaxmoe/data/tokenizer.py compare before they read.
+The list has the format of `sha256sum`, so `sha256sum -c jaxmoe.sha256` can check it. Safetensors
+are not listed, because they contain a digest of every tensor.
+Next: jaxmoe/model/config.py and jaxmoe/data/tokenizer.py check files before they read them.
 """
 
 import hashlib
@@ -17,27 +17,26 @@ _LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)", re.ASCII)
 
 
 def write_file_sums(folder: Path) -> None:
-    """List every file of a folder but the safetensors in its jaxmoe.sha256."""
+    """Write jaxmoe.sha256, which lists all files of a folder except safetensors."""
     names = sorted(p.name for p in folder.iterdir() if p.suffix != ".safetensors")
     lines = [f"{_sha256(folder / name)}  {name}\n" for name in names if name != LIST]
     (folder / LIST).write_text("".join(lines))
 
 
 def check_file_sums(folder: Path) -> None:
-    """Compare what a folder's jaxmoe.sha256 lists; a folder without one is another writer's.
+    """Check the files that jaxmoe.sha256 lists; a folder without it is not checked.
 
-    Raises ConfigError for a file of other bytes than were written. A file that is gone is for
-    whoever needs it to miss.
+    Raises ConfigError for a file whose bytes changed. Missing files are ignored here.
     """
     path = folder / LIST
     if not path.is_file():
         return
     try:
-        for name, want in _read_list(path):
+        for name, expected in _read_list(path):
             file = folder / name
-            if file.is_file() and _sha256(file) != want:
+            if file.is_file() and _sha256(file) != expected:
                 raise ConfigError(
-                    f"{file} has other bytes than were written, by {LIST} beside it. Copy or "
+                    f"{file} has changed since it was written, according to {LIST}. Copy or "
                     f"export it again; if it was changed on purpose: rm {path}"
                 )
     except OSError as error:
@@ -45,8 +44,8 @@ def check_file_sums(folder: Path) -> None:
 
 
 def _read_list(path: Path) -> list[tuple[str, str]]:
-    """(name, sum) of every line."""
-    found: list[tuple[str, str]] = []
+    """Return (name, sum) of every line."""
+    entries: list[tuple[str, str]] = []
     for line in path.read_bytes().decode("latin-1").removesuffix("\n").split("\n"):
         match = _LINE.fullmatch(line)
         if match is None:
@@ -54,8 +53,8 @@ def _read_list(path: Path) -> list[tuple[str, str]]:
                 f"{path} must be lines as of sha256sum, got {line[:80]!r}. Copy it again, or: "
                 f"rm {path}"
             )
-        found.append((match[2], match[1]))
-    return found
+        entries.append((match[2], match[1]))
+    return entries
 
 
 def _sha256(path: Path) -> str:

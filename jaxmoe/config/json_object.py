@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON from files that others wrote: not nested without end, and an object with no key twice.
+"""JSON from files of other programs: with limited nesting, and without duplicate keys.
 
-Python keeps the last of two. What is nested deep is read by it and then breaks whoever prints,
-compares or writes it.
+Python keeps the last of two equal keys. It reads deep nesting, but fails when it prints, compares
+or writes the result.
 
 Next: jaxmoe/model/config.py reads config.json, jaxmoe/checkpoint/tensor_files.py headers.
 """
@@ -17,7 +17,7 @@ MAX_DEPTH_LEVELS = 100  # levels
 def parse_json(
     text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
-    """The value of a JSON text. Raises ValueError where it is no JSON, or nested too deep."""
+    """Return the value of a JSON text. Raises ValueError if it is invalid or nested too deep."""
     try:
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
@@ -32,7 +32,7 @@ def parse_json(
 
 
 def _nesting_depth(value: Any) -> int:
-    """Levels of lists and objects, without recursion."""
+    """Number of levels of lists and objects, counted without recursion."""
     depth, level = 0, [value]
     while level := [x for x in level if isinstance(x, dict | list)]:
         depth += 1
@@ -41,16 +41,16 @@ def _nesting_depth(value: Any) -> int:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """The object that a text holds. Raises ValueError where it holds none, or a key twice."""
+    """Return the object of a JSON text. Raises ValueError for another type or duplicate keys."""
     value = parse_json(text, _reject_duplicate_keys)
     if not isinstance(value, dict):
-        raise ValueError(f"an object is needed, got {type(value).__name__}")
+        raise ValueError(f"expected an object, got {type(value).__name__}")
     return value
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return found
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is a duplicate key")
+    return result

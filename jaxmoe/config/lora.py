@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA's part of a config. Next: jaxmoe/model/lora.py."""
+"""Config of LoRA. Next: jaxmoe/model/lora.py."""
 
 import difflib
 import math
@@ -9,8 +9,9 @@ from jaxmoe.config.errors import check_fields, require
 
 ATTENTION = ("w_q", "w_k", "w_v", "w_o")
 EXPERTS = ("w_gate_up", "w_down")
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-# what may be trained whole beside the adapters: names in the table of parameters
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM accepts
+# Groups of parameters that may be trained in full in addition to the adapters, with their names in
+# the table of parameters.
 MODULES_TO_SAVE = {
     "router": ("w_router", "b_router"),
     "norms": ("attn_norm", "moe_norm", "final_norm"),
@@ -19,7 +20,7 @@ MODULES_TO_SAVE = {
     "embedding": ("embed",),
     "head": ("head",),
 }
-# what transformers and PEFT call them
+# Names in transformers and PEFT, for hints.
 _HF_NAMES = {f"{x}_proj": f"w_{x}" for x in ("q", "k", "v", "o", "gate_up", "down")} | {
     "embed_tokens": "embedding", "lm_head": "head", "layernorm": "norms", "bias": "biases",
 }  # fmt: skip
@@ -27,16 +28,16 @@ _HF_NAMES = {f"{x}_proj": f"w_{x}" for x in ("q", "k", "v", "o", "gate_up", "dow
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """RL trains a change of low rank beside frozen weights: W + scale · aᵀ·b."""
+    """Low-rank adapters that RL trains over frozen weights: W + scale · aᵀ·b."""
 
-    attention_rank: int = 0  # of q, k, v and o; 0: they stay as they are
+    attention_rank: int = 0  # of q, k, v and o; 0: no adapters
     attention_alpha: float = 16.0  # scale = alpha / rank
-    expert_rank: int = 0  # of each expert's two matrices; 0: they stay as they are
+    expert_rank: int = 0  # of each expert's two matrices; 0: no adapters
     expert_alpha: float = 16.0
-    rank_stabilized: bool = False  # scale = alpha / sqrt(rank), as rsLoRA has it
-    targets: str = ",".join((*ATTENTION, *EXPERTS))  # of these the matrices that get a rank
-    modules_to_save: str = ""  # trained whole, in float32: some of WHOLE with commas between them
-    embedding_rows: int = 0  # on the device in a step, those of its tokens; 0: all of the table
+    rank_stabilized: bool = False  # scale = alpha / sqrt(rank), as in rsLoRA
+    targets: str = ",".join((*ATTENTION, *EXPERTS))  # matrices with adapters, by commas
+    modules_to_save: str = ""  # trained in full, in float32: keys of MODULES_TO_SAVE, by commas
+    embedding_rows: int = 0  # rows on the device, for the tokens of a step; 0: the full table
 
     def __post_init__(self) -> None:
         for name in ("attention_rank", "expert_rank"):
@@ -65,7 +66,7 @@ class LoraConfig:
             )
         require(
             bool(self.ranks) or not self.modules_to_save,
-            f"lora.modules_to_save ({self.modules_to_save}) needs a rank beside it: without one "
+            f"lora.modules_to_save ({self.modules_to_save}) needs a rank: without one "
             "all weights are trained. Try --set lora.attention_rank=16.",
         )
         require(
@@ -75,26 +76,26 @@ class LoraConfig:
         )
         require(
             not self.embedding_rows or "embed" not in self.fully_trained,
-            f"lora.embedding_rows ({self.embedding_rows}) must be 0 where the embedding is "
+            f"lora.embedding_rows ({self.embedding_rows}) must be 0 if the embedding is "
             "trained: its table is on the device. Try --set lora.embedding_rows=0.",
         )
 
     @property
     def ranks(self) -> dict[str, int]:
-        """Of each matrix that is adapted, by its name in a layer; empty where LoRA is off."""
-        each: dict[str, int] = dict.fromkeys(ATTENTION, self.attention_rank)
-        each |= dict.fromkeys(EXPERTS, self.expert_rank)
+        """Rank of each adapted matrix, by its name in a layer; empty if LoRA is off."""
+        by_name: dict[str, int] = dict.fromkeys(ATTENTION, self.attention_rank)
+        by_name |= dict.fromkeys(EXPERTS, self.expert_rank)
         targets = _split_names(self.targets)
-        return {name: rank for name, rank in each.items() if rank and name in targets}
+        return {name: rank for name, rank in by_name.items() if rank and name in targets}
 
     @property
     def rank(self) -> int:
-        """The largest; 0 where LoRA is off."""
+        """The largest rank; 0 if LoRA is off."""
         return max(self.ranks.values(), default=0)
 
     @property
     def scales(self) -> dict[str, float]:
-        """alpha / rank, or alpha / sqrt(rank), by the same names."""
+        """alpha / rank, or alpha / sqrt(rank), of each adapted matrix."""
         alphas: dict[str, float] = dict.fromkeys(ATTENTION, self.attention_alpha)
         alphas |= dict.fromkeys(EXPERTS, self.expert_alpha)
         return {
@@ -104,7 +105,7 @@ class LoraConfig:
 
     @property
     def fully_trained(self) -> frozenset[str]:
-        """Names in the table of parameters that are trained whole."""
+        """Names of the parameters that are trained in full."""
         return frozenset(
             name for group in _split_names(self.modules_to_save) for name in MODULES_TO_SAVE[group]
         )
@@ -114,14 +115,14 @@ def _split_names(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
-def _check_names(key: str, given: str, known: tuple[str, ...]) -> None:
-    """Raises ConfigError for a name that is none of these."""
-    for name in _split_names(given):
-        near = difflib.get_close_matches(name, (*known, *_HF_NAMES), 1, cutoff=0.4)
-        meant = _HF_NAMES.get(near[0], near[0]) if near else known[0]
-        meant = meant if meant in known else known[0]
+def _check_names(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError for a name that is not allowed."""
+    for name in _split_names(value):
+        matches = difflib.get_close_matches(name, (*allowed, *_HF_NAMES), 1, cutoff=0.4)
+        suggestion = _HF_NAMES.get(matches[0], matches[0]) if matches else allowed[0]
+        suggestion = suggestion if suggestion in allowed else allowed[0]
         require(
-            name in known,
-            f"lora.{key} must name some of {', '.join(known)}, with commas between them, got "
-            f"{name!r}. Did you mean {meant}? Try --set lora.{key}={meant}.",
+            name in allowed,
+            f"lora.{key} must name some of {', '.join(allowed)}, separated by commas, got "
+            f"{name!r}. Did you mean {suggestion}? Try --set lora.{key}={suggestion}.",
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adapters cannot be trained, or sampled from, with. Next: jaxmoe/model/lora.py."""
+"""Check that LoRA fits the rest of a config. Next: jaxmoe/model/lora.py."""
 
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def check_lora(cfg: "Config") -> None:
-    """Raises ConfigError for settings that adapters do not go with."""
+    """Raise ConfigError for settings that do not work with LoRA."""
     if not cfg.lora.ranks:
         require(
             cfg.rollout.vllm.lora == "merged",
-            f"rollout.vllm.lora={cfg.rollout.vllm.lora} needs adapters, and lora is off: all "
+            f"rollout.vllm.lora={cfg.rollout.vllm.lora} needs adapters, and LoRA is off: all "
             "weights are trained. Try --set rollout.vllm.lora=merged.",
         )
         return
@@ -29,17 +29,17 @@ def check_lora(cfg: "Config") -> None:
         f"Try {' '.join(f'--set {key}=1' for key in axes)}, or --set lora.attention_rank=0 --set "
         "lora.expert_rank=0.",
     )
-    for key, given, must in (
+    for key, actual, required in (
         ("rollout.vllm.transport", sent_by, "files"),
         ("optim.moments", cfg.optim.moments, "device"),
         ("critic.backbone", cfg.critic.backbone if cfg.critic.backbone == "own" else 0, 0),
     ):
-        typed = "critic.backbone=shared" if key == "critic.backbone" else f"{key}={must}"
+        setting = "critic.backbone=shared" if key == "critic.backbone" else f"{key}={required}"
         require(
-            given == must,
-            f"lora needs {typed}, got {key}={given}: adapters are trained on one device, "
+            actual == required,
+            f"lora needs {setting}, got {key}={actual}: adapters are trained on one device, "
             "and reach vLLM in files. "
-            f"Try --set {typed}, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
+            f"Try --set {setting}, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
         )
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)
@@ -54,32 +54,32 @@ def check_lora(cfg: "Config") -> None:
 
 
 def _check_adapter_in_vllm(cfg: "Config") -> None:
-    otherwise = "or --set rollout.vllm.lora=merged, which sends whole weights."
+    alternative = "or --set rollout.vllm.lora=merged, which sends full weights."
     require(
         bool(cfg.init.checkpoint) and cfg.warmup.steps == 0,
-        "rollout.vllm.lora=adapter needs a base that vLLM can load by itself, got "
+        "rollout.vllm.lora=adapter needs a base that vLLM can load, got "
         f"init.checkpoint={cfg.init.checkpoint!r} with warmup.steps={cfg.warmup.steps}. Try --set "
-        f"init.checkpoint=DIRECTORY --set warmup.steps=0, {otherwise}",
+        f"init.checkpoint=DIRECTORY --set warmup.steps=0, {alternative}",
     )
     require(
         not cfg.rollout.vllm.url,
         "rollout.vllm.lora=adapter needs a vLLM that this run starts, got rollout.vllm.url="
-        f"{cfg.rollout.vllm.url}. Try --set rollout.vllm.url=, {otherwise}",
+        f"{cfg.rollout.vllm.url}. Try --set rollout.vllm.url=, {alternative}",
     )
     require(
         not cfg.lora.modules_to_save,
-        f"rollout.vllm.lora=adapter sends low-rank matrices alone, got lora.modules_to_save="
-        f"{cfg.lora.modules_to_save}. Try --set lora.modules_to_save=, {otherwise}",
+        f"rollout.vllm.lora=adapter sends only low-rank matrices, got lora.modules_to_save="
+        f"{cfg.lora.modules_to_save}. Try --set lora.modules_to_save=, {alternative}",
     )
     experts = [name for name in EXPERTS if name in cfg.lora.ranks]
     require(
         len(experts) != 1,
-        f"rollout.vllm.lora=adapter needs both of the experts' matrices adapted or none, got "
-        f"{''.join(experts)}: vLLM takes an adapter of both. Try --set "
-        f"lora.targets={','.join({**cfg.lora.ranks, **dict.fromkeys(EXPERTS, 0)})}, {otherwise}",
+        f"rollout.vllm.lora=adapter needs adapters for both of the experts' matrices or none, got "
+        f"{''.join(experts)}: vLLM accepts only both. Try --set "
+        f"lora.targets={','.join({**cfg.lora.ranks, **dict.fromkeys(EXPERTS, 0)})}, {alternative}",
     )
     require(
         cfg.lora.rank <= VLLM_RANKS[-1],
         f"rollout.vllm.lora=adapter needs ranks of at most {VLLM_RANKS[-1]}, got {cfg.lora.rank}. "
-        f"Try --set lora.attention_rank=16 --set lora.expert_rank=16, {otherwise}",
+        f"Try --set lora.attention_rank=16 --set lora.expert_rank=16, {alternative}",
     )

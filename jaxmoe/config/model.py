@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's part of a config. Next: jaxmoe/model/config.py has the published ones."""
+"""Config of the model. Next: jaxmoe/model/config.py has the published models."""
 
 import dataclasses
 import math
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from jaxmoe.config.errors import check_fields, require
 
-# far beyond what is trained: a list with an entry a layer is made before memory is counted
+# Limits far above real models. They keep lists with one entry per layer small, which are made
+# before the memory check.
 MAX_SIZES = {
     "vocab_size": 2**24, "d_model": 2**17, "n_layers": 1024, "n_q_heads": 2**12,
     "n_kv_heads": 2**12, "head_dim": 2**12, "n_experts": 2**14, "experts_per_token": 2**10,
@@ -18,7 +19,7 @@ MAX_SIZES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a GPT-OSS model; even layers slide, odd layers see everything."""
+    """Shapes and constants of a GPT-OSS model; even layers slide, odd layers do not."""
 
     vocab_size: int
     d_model: int
@@ -29,9 +30,9 @@ class ModelConfig:
     n_experts: int
     experts_per_token: int
     d_expert: int
-    sliding_window: int  # keys a query may read in a sliding layer, itself included
+    sliding_window: int  # keys that a query reads in a sliding layer, including its own
     dtype: str = "bfloat16"  # of the arithmetic; softmax, router and loss are float32 anyway
-    numerics: str = "fast"  # or invariant: a token's bits depend on its own past alone
+    numerics: str = "fast"  # or invariant: a token's bits depend only on its own past
     vocab_multiple: int = 1  # the embedding and the head are padded to a multiple of this
     rope_theta: float = 150_000.0
     rope_factor: float = 32.0  # YaRN; 1 is plain RoPE
@@ -75,7 +76,7 @@ class ModelConfig:
         )
         require(
             self.head_dim % 2 == 0,
-            f"model.head_dim ({self.head_dim}) must be even: RoPE turns pairs of its "
+            f"model.head_dim ({self.head_dim}) must be even: RoPE rotates pairs of "
             f"entries. Try --set model.head_dim={self.head_dim + 1}.",
         )
         require(
@@ -92,10 +93,11 @@ class ModelConfig:
         def positive(x: float) -> bool:
             return 0 < x < math.inf
 
-        must = "above 0 and finite"
+        must_be = "above 0 and finite"
         check_fields(
-            "model", self, rope_theta=(must, positive, 150_000.0), rms_eps=(must, positive, 1e-5),
-            swiglu_alpha=(must, positive, 1.702), swiglu_limit=(must, positive, 7.0),
+            "model", self, rope_theta=(must_be, positive, 150_000.0),
+            rms_eps=(must_be, positive, 1e-5), swiglu_alpha=(must_be, positive, 1.702),
+            swiglu_limit=(must_be, positive, 7.0),
             rope_factor=("at least 1 and finite", lambda x: 1 <= x < math.inf, 32.0),
         )  # fmt: skip
 
@@ -104,5 +106,5 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
-# stands for the model that init.checkpoint's config.json describes; commands put that in its place
+# Placeholder for the model of init.checkpoint's config.json, which the commands put in its place.
 CHECKPOINT_MODEL = ModelConfig(1, 1, 2, 1, 1, 2, 1, 1, 1, 1, max_context=2**31 - 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How answers are sampled, and by which engine. Next: jaxmoe/engines.py opens it."""
+"""Config of sampling and its engine. Next: jaxmoe/engines.py opens the engine."""
 
 import shlex
 from dataclasses import dataclass
@@ -10,34 +10,38 @@ from jaxmoe.config.errors import ConfigError, require
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """Where vLLM runs and how weights get there; read where rollout.engine is "vllm"."""
+    """Config of vLLM as the engine; used if rollout.engine is "vllm"."""
 
-    url: str = ""  # of running servers, a comma between them; empty: start or be one
-    launch: int = 1  # servers to start where no url is given; 0: in this process
-    python: str = ""  # interpreter of the environment that vLLM is in; empty: this one
+    url: str = ""  # of running servers, separated by commas; empty: see launch
+    launch: int = 1  # number of servers to start without a url; 0: vLLM in this process
+    python: str = ""  # interpreter of vLLM's environment; empty: this one
     dtype: str = ""  # of the engine's arithmetic; empty: model.dtype
-    args: str = ""  # more of vLLM's own options, as on its command line
-    transport: str = "files"  # of new weights: files, nccl or ipc; in this process they are shared
-    lora: str = "merged"  # a run's adapters reach vLLM merged, as whole weights; or as an adapter
-    # over the base, init.checkpoint, that vLLM loads by itself
-    weights_dir: str = "/dev/shm"  # where files of weights pass; two versions lie there at once
-    on_weight_sync: str = "keep"  # requests in flight then: keep, wait (finish them) or abort
-    start_timeout_s: float = 600.0  # until a server that was started answers
-    request_timeout_s: float = 600.0  # in all, of one request: a prompt's samples, a sync's step
-    retries: int = 5  # of a request, and of a server that died, before the run gives up
-    probe_abs_diff: float = 0.0  # largest mean |dlogp| on a probe after each weight sync, nats;
-    # 0: 1e-4 in float32, 0.1 in bfloat16
+    args: str = ""  # additional options of vLLM, as on its command line
+    # how new weights are sent: files, nccl or ipc; with vLLM in this process they are shared
+    transport: str = "files"
+    # adapters of a LoRA run are sent merged into full weights; or as an "adapter" over the base,
+    # init.checkpoint, which vLLM loads
+    lora: str = "merged"
+    weights_dir: str = "/dev/shm"  # folder for files of weights; it holds two versions at a time
+    # running requests during a weight sync: keep them, wait until they finish, or abort them
+    on_weight_sync: str = "keep"
+    start_timeout_s: float = 600.0  # until a started server answers
+    request_timeout_s: float = 600.0  # of one request with all retries
+    retries: int = 5  # of a request, and of a server that died, before the run stops
+    # largest mean |dlogp| on a probe after each weight sync, in nats; 0: 1e-4 in float32, 0.1 in
+    # bfloat16
+    probe_abs_diff: float = 0.0
 
     @property
     def urls(self) -> list[str]:
-        """Of each running server."""
+        """URLs of the running servers."""
         return [url.strip() for url in self.url.split(",") if url.strip()]
 
     def __post_init__(self) -> None:
         for url in self.urls:
             require(
-                "@" not in url.partition("://")[2].partition("/")[0],  # messages show the url
-                "rollout.vllm.url must not hold a user's name or password; "
+                "@" not in url.partition("://")[2].partition("/")[0],  # messages print the url
+                "rollout.vllm.url must not contain a user name or password; "
                 f"http://…@{url.rpartition('@')[2]} was given. Leave them out, and export "
                 "VLLM_API_KEY=… for the server and for this command.",
             )
@@ -55,8 +59,8 @@ class VllmConfig:
             ) from error
         require(
             not any(word.replace("_", "-").startswith("--api-k") for word in words),
-            "rollout.vllm.args must not name --api-key: every user of the machine sees a command "
-            "line, and each server that is started has a random key. Leave it out; where you start "
+            "rollout.vllm.args must not name --api-key: every user of the machine can see a "
+            "command line, and each started server has a random key. Leave it out; if you start "
             "the server, export VLLM_API_KEY for it and for this command.",
         )
         for name, allowed in (
@@ -93,13 +97,13 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or too large
+    except ValueError:  # the port is not a number, or too large
         return False
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How a step's sequences are sampled."""
+    """Config of sampling a step's sequences."""
 
     sequences_per_step: int
     samples_per_prompt: int
@@ -107,21 +111,21 @@ class RolloutConfig:
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    max_gen_batches: int = 1  # above 1: dynamic sampling, of so many batches at most
-    overlong_buffer: int = 0  # answers in the last so many tokens lose up to 1 of their reward
-    max_parallel_sequences: int = 256  # one engine batch; more prompts wait for the next
-    engine: str = "native"  # the trainer's own forward, or "vllm"
+    max_gen_batches: int = 1  # above 1: dynamic sampling with at most this many batches
+    overlong_buffer: int = 0  # answers that end in the last tokens lose up to 1 of their reward
+    max_parallel_sequences: int = 256  # size of an engine batch; more prompts wait for the next
+    engine: str = "native"  # the trainer's forward, or "vllm"
     vllm: VllmConfig = VllmConfig()
-    router_replay: bool = False  # R3: train on the experts that the engine chose for each token
-    compare_experts: bool = False  # with the trainer's: the metric router/expert_switches
-    max_staleness: int = 0  # sample so many steps ahead of the weights; 0: wait for each other
+    router_replay: bool = False  # R3: train with the engine's experts of each token
+    compare_experts: bool = False  # log router/expert_switches: experts of trainer and engine
+    max_staleness: int = 0  # number of steps that sampling may be ahead; 0: sample in sync
 
     def __post_init__(self) -> None:
         n, r = self.sequences_per_step, self.samples_per_prompt
         require(
             not (self.compare_experts and self.router_replay),
             "rollout.compare_experts compares the trainer's experts with the engine's; with "
-            "rollout.router_replay=True they are the engine's. Try --set "
+            "rollout.router_replay=True the trainer uses the engine's. Try --set "
             "rollout.compare_experts=False.",
         )
         require(
@@ -151,7 +155,7 @@ class RolloutConfig:
         )
         require(
             self.temperature > 0,
-            f"rollout.temperature must be above 0 (greedy samples are all alike), got "
+            f"rollout.temperature must be above 0 (greedy samples are all equal), got "
             f"{self.temperature}. Try --set rollout.temperature=1.0.",
         )
         require(
@@ -162,16 +166,16 @@ class RolloutConfig:
         cut = self.top_k > 0 or self.top_p < 1
         require(
             not (self.engine == "vllm" and cut and self.temperature != 1.0),
-            f"rollout.temperature must be 1 where rollout.engine is vllm and top_k ({self.top_k}) "
-            f"or top_p ({self.top_p}) cut, got {self.temperature}: vLLM does not tell what a cut "
-            "left over at another temperature. Try --set rollout.temperature=1.0, or "
+            f"rollout.temperature must be 1 if rollout.engine is vllm and top_k ({self.top_k}) "
+            f"or top_p ({self.top_p}) are on, got {self.temperature}: vLLM does not report the "
+            "retained mass at another temperature. Try --set rollout.temperature=1.0, or "
             "--set rollout.top_k=0 --set rollout.top_p=1.0.",
         )
         require(
             not (self.engine == "vllm" and cut and self.max_staleness > 0),
-            f"rollout.max_staleness must be 0 where rollout.engine is vllm and top_k or top_p cut, "
-            f"got {self.max_staleness}: what a cut left over is asked of the weights that drew the "
-            "answer, which are gone by then. Try --set rollout.max_staleness=0.",
+            f"rollout.max_staleness must be 0 if rollout.engine is vllm and top_k or top_p are on, "
+            f"got {self.max_staleness}: the retained mass is computed by the weights that sampled "
+            "the answer, which are replaced by then. Try --set rollout.max_staleness=0.",
         )
         require(
             self.max_staleness >= 0,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses as pure functions: arrays in, arrays out; no config, no model, no jit.
 
-A config names them: objectives.py (loss at every token), advantages.py, aggregation.py (from tokens
-to the loss), rollout_correction.py (for an engine that differs; built from ratios.py), kl.py,
-value.py.
+A config names functions of objectives.py (the loss at every token), advantages.py, aggregation.py
+(from tokens to one loss), rollout_correction.py (for an engine whose log-probs differ from the
+trainer's; built from ratios.py) and kl.py. value.py has the critic's loss.
 """
 
 from jaxmoe.losses.advantages import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages from rewards: of groups, and of tokens in time. Next: jaxmoe/losses/objectives.py."""
+"""Advantages from rewards, by group or by token. Next: jaxmoe/losses/objectives.py."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,14 +12,14 @@ from jaxmoe.losses.options import POSITIVE, SHARE, check_option, check_options
 def group_advantages(
     rewards_PR: Float[Array, "P R"], *, scale_by_std: bool = True, eps: float = 1e-6
 ) -> Float[Array, "P R"]:
-    """How much better than its group each sample did.
+    """GRPO's advantages: each reward relative to the mean of its group.
 
-    A = r − mean_group(r),   or that over (std_group(r) + ε)
+    A = (r − mean_group(r)) / (std_group(r) + ε);   without the division if not scale_by_std
 
     A group whose rewards are all equal gets exactly 0. The deviation divides by R − 1.
     Numerics: float32.
-    Raises ValueError for groups of one, a scale_by_std that is no bool, or an eps that is not
-    positive.
+    Raises ValueError for groups of one sample, a scale_by_std that is not a bool, or an eps that
+    is not positive.
     Source: arXiv:2402.03300 §4.1.2; without the deviation: Dr. GRPO, arXiv:2503.20783 §3.
     """
     check_option("eps", eps, POSITIVE)
@@ -37,14 +37,14 @@ def group_advantages(
 
 
 def check_reward_groups(rewards_PR: Array) -> None:
-    """Raises ValueError unless there are groups of two samples or more to compare.
+    """Raise ValueError unless each group has two samples or more.
 
-    A group of one is its own mean: its advantage would be 0 whatever it earned.
+    A group of one sample is its own mean, so its advantage would be 0 whatever its reward.
     """
     if rewards_PR.ndim != 2:
         raise ValueError(
             f"rewards must be [prompts, samples], got shape {rewards_PR.shape}. Try "
-            "rewards.reshape(-1, samples), the samples of a prompt side by side."
+            "rewards.reshape(-1, samples), where the samples of a prompt are neighbours."
         )
     if rewards_PR.shape[1] < 2:
         raise ValueError(
@@ -54,9 +54,9 @@ def check_reward_groups(rewards_PR: Array) -> None:
 
 
 def rloo_advantages(rewards_PR: Float[Array, "P R"]) -> Float[Array, "P R"]:
-    """r_i − mean of the group's other rewards.
+    """RLOO's advantages: r_i minus the mean of the other rewards of the group.
 
-    Raises ValueError for groups of one: there is no other.
+    Raises ValueError for groups of one sample.
     Numerics: float32; a group whose rewards are all equal gets exactly 0.
     Source: RLOO, arXiv:2402.14740.
     """
@@ -68,40 +68,40 @@ def rloo_advantages(rewards_PR: Float[Array, "P R"]) -> Float[Array, "P R"]:
 def discounted_returns(
     rewards_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, discount: float = 1.0
 ) -> Float[Array, "B T"]:
-    """G_t = r_t + γ·G of the next true token; 0 at false tokens.
+    """Return G_t = r_t + γ·G of the next unmasked token; 0 at masked tokens.
 
-    Tool output between two true tokens is passed over: γ is applied once, and rewards that stand
-    at false tokens do not count. Numerics: float32.
+    Masked tokens between two unmasked ones, such as tool output, are skipped: γ is applied once,
+    and rewards at masked tokens do not count. Numerics: float32.
     Raises ValueError for a discount outside [0, 1].
     Source: REINFORCE++, arXiv:2501.03262 §3, as verl computes it over several turns.
     """
     check_option("discount", discount, SHARE)
 
-    def back(future_B, column):
+    def step_back(future_B, column):
         reward_B, true_B = column
         return_B = reward_B + discount * future_B
         return jnp.where(true_B, return_B, future_B), jnp.where(true_B, return_B, 0.0)
 
     columns = (jnp.where(mask_BT, rewards_BT, 0.0).astype(jnp.float32).T, mask_BT.T)
     zero_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
-    return lax.scan(back, zero_B, columns, reverse=True)[1].T
+    return lax.scan(step_back, zero_B, columns, reverse=True)[1].T
 
 
 def whiten(
     x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, eps: float = 1e-8
 ) -> Float[Array, "B T"]:
-    """(x − mean) / sqrt(var + ε) over the batch's true tokens; 0 at false ones.
+    """Return (x − mean) / sqrt(var + ε) over the batch's unmasked tokens; 0 at masked tokens.
 
-    Numerics: float32; the variance divides by the count − 1. One true token, or equal ones, give
-    exactly 0: the least of them is taken off first, since the mean of many equal floats is not
-    that float, and its rounding would be whitened to ±1.
+    Numerics: float32; the variance divides by the count − 1. A single value, or equal values, give
+    exactly 0. The minimum is subtracted first, because the rounded mean of many equal floats is
+    not that float, and whitening would turn this rounding error into ±1.
     Raises ValueError for an eps that is not positive.
     Source: verl's masked_whiten.
     """
     check_option("eps", eps, POSITIVE)
     x_BT = x_BT.astype(jnp.float32)
-    least = jnp.min(jnp.where(mask_BT, x_BT, jnp.inf))
-    x_BT = jnp.where(mask_BT, x_BT - least, 0.0)
+    minimum = jnp.min(jnp.where(mask_BT, x_BT, jnp.inf))
+    x_BT = jnp.where(mask_BT, x_BT - minimum, 0.0)
     centred_BT = jnp.where(mask_BT, x_BT - masked_mean(x_BT, mask_BT), 0.0)
     count = jnp.sum(mask_BT.astype(jnp.float32))
     variance = jnp.sum(jnp.square(centred_BT)) / jnp.maximum(count - 1.0, 1.0)
@@ -111,7 +111,9 @@ def whiten(
 def reinforce_pp_advantages(
     rewards_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, discount: float = 1.0
 ) -> Float[Array, "B T"]:
-    """whiten(discounted returns); per-token rewards carry the KL penalty, if any.
+    """REINFORCE++'s advantages: whiten(discounted returns).
+
+    The per-token rewards include the KL penalty, if any.
 
     Source: REINFORCE++, arXiv:2501.03262.
     """
@@ -121,7 +123,9 @@ def reinforce_pp_advantages(
 def reinforce_pp_baseline_advantages(
     rewards_PR: Float[Array, "P R"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """whiten(r − mean_group(r)) over the batch's tokens, B = P·R, samples of a prompt together.
+    """Return whiten(r − mean_group(r)) over the batch's tokens.
+
+    B = P·R, and the samples of a prompt are neighbours.
 
     Source: REINFORCE++-baseline, arXiv:2501.03262; verl's reinforce_plus_plus_baseline.
     """
@@ -137,7 +141,7 @@ def gae(
     discount: float = 1.0,
     trace: float = 1.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """`bootstrapped_gae` where every answer ends by itself: after its last token V is 0."""
+    """`bootstrapped_gae` with V = 0 after every answer, as if none were truncated."""
     zero_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
     return bootstrapped_gae(
         rewards_BT, values_BT, zero_B, mask_BT, discount=discount, trace=trace
@@ -153,25 +157,25 @@ def bootstrapped_gae(
     discount: float = 1.0,
     trace: float = 1.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(advantages, returns) of generalized advantage estimation.
+    """Return (advantages, returns) of generalized advantage estimation.
 
     δ_t = r_t + γ·V_next − V_t,   A_t = δ_t + γλ·A_next,   returns = A + V
 
-    "Next" is the next true token, so tool output in between discounts once and its values do not
-    count; after the last one V is `bootstrap_B` and A is 0. Both are 0 at false tokens. Whitening
-    is the caller's.
+    "next" is the next unmasked token, so tool output in between discounts once and its values do
+    not count. After the last unmasked token V is `bootstrap_B` and A is 0. Both results are 0 at
+    masked tokens, and not whitened.
     Args:
         discount: γ.
-        bootstrap_B: V of the state that a cut-off answer ended in; 0 where it ended by itself.
+        bootstrap_B: V of the state after a truncated answer; 0 for an answer with an end token.
         trace: λ.
-    Numerics: float32; no gradient reaches the values.
+    Numerics: float32; no gradient flows to the values.
     Raises ValueError for γ or λ outside [0, 1].
-    Source: arXiv:1506.02438 eq. 16; the gap as in verl's multi-turn GAE, which takes every end for
-        one of the answer; time limits: arXiv:1712.00378 §2.2.
+    Source: arXiv:1506.02438 eq. 16; masked tokens as in verl's multi-turn GAE, which
+        does not bootstrap; time limits: arXiv:1712.00378 §2.2.
     """
     check_options(SHARE, discount=discount, trace=trace)
 
-    def back(carry, column):
+    def step_back(carry, column):
         next_value_B, next_advantage_B = carry
         reward_B, value_B, true_B = column
         delta_B = reward_B + discount * next_value_B - value_B
@@ -188,7 +192,9 @@ def bootstrapped_gae(
     )
     last_B = lax.stop_gradient(bootstrap_B.astype(jnp.float32))
     columns = (rewards_BT.T, values_BT.T, mask_BT.T)
-    advantages_BT = lax.scan(back, (last_B, jnp.zeros_like(last_B)), columns, reverse=True)[1].T
+    advantages_BT = lax.scan(step_back, (last_B, jnp.zeros_like(last_B)), columns, reverse=True)[
+        1
+    ].T
     return advantages_BT, advantages_BT + values_BT
 
 
@@ -200,7 +206,7 @@ def whitened_gae(
     discount: float = 1.0,
     trace: float = 1.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(whiten(A), returns) of `gae`: what PPO takes; the critic's returns are not whitened.
+    """Return (whiten(A), returns) of `gae`, as PPO uses them; returns are not whitened.
 
     Source: verl's compute_gae_advantage_return.
     """
@@ -217,7 +223,7 @@ def whitened_bootstrapped_gae(
     discount: float = 1.0,
     trace: float = 1.0,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(whiten(A), returns) of `bootstrapped_gae`: a cut-off answer is worth what comes after."""
+    """Return (whiten(A), returns) of `bootstrapped_gae`, for runs with truncated answers."""
     advantages_BT, returns_BT = bootstrapped_gae(
         rewards_BT, values_BT, bootstrap_B, mask_BT, discount=discount, trace=trace
     )

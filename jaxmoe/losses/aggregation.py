@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The denominators. Every mean over tokens goes through here.
+"""Denominators of the loss: every mean over tokens is computed here.
 
-`total` is the count that the WHOLE batch divides by: microbatches pass the same total, so their
-losses and gradients add up to the full batch's. Next: jaxmoe/losses/objectives.py.
+`total` is the number of tokens in the whole batch. All microbatches pass it, so that their losses
+and gradients add up to those of the batch. Next: jaxmoe/losses/objectives.py.
 """
 
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jaxmoe.losses.same_shape import require_same_shape
 
 
 def masked_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Σ over true tokens, float32; what stands at false tokens (NaN too) never matters."""
+    """Sum over unmasked tokens in float32; values at masked tokens, NaN included, are ignored."""
     require_same_shape(mask_BT=mask_BT, x_BT=x_BT)
     return jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0))
 
 
 def token_total(mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """The number of true tokens, at least 1."""
+    """Number of unmasked tokens, at least 1."""
     return jnp.maximum(jnp.sum(mask_BT, dtype=jnp.int32), 1).astype(jnp.float32)
 
 
@@ -27,32 +27,36 @@ def masked_mean(
     mask_BT: Bool[Array, "B T"],
     total: Float[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-    """Σ over true tokens / total; total defaults to their number. No true token gives 0."""
+    """Sum over unmasked tokens / total; total defaults to their number. 0 if all are masked."""
     return masked_sum(x_BT, mask_BT) / (token_total(mask_BT) if total is None else total)
 
 
 def masked_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """The largest true token, or 0 where that is larger (for quantities that are never below 0)."""
+    """Maximum over unmasked tokens and 0, for quantities that are never negative."""
     return jnp.max(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), initial=0.0)
 
 
 def token_mean(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """What each token's loss is multiplied by for a mean over the batch's tokens (DAPO, TRL).
+    """Loss weight of each token for a mean over the tokens of the batch (DAPO, TRL).
 
-    Weights are made once for the whole batch and cut with it, so that microbatches add up.
+    The weights are computed once for the whole batch and split with it, so that the losses of
+    microbatches add up.
     """
     return mask_BT.astype(jnp.float32) / token_total(mask_BT)
 
 
 def seq_mean_token_mean(mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """For a mean over sequences of their token means (GRPO's paper, GSPO); empty rows count not."""
+    """Loss weights for a mean over sequences of their token means (GRPO's paper, GSPO).
+
+    Rows without an unmasked token do not count.
+    """
     length_B1 = jnp.sum(mask_BT.astype(jnp.float32), axis=1, keepdims=True)
     rows = jnp.maximum(jnp.sum((length_B1 > 0).astype(jnp.float32)), 1.0)
     return mask_BT.astype(jnp.float32) / (jnp.maximum(length_B1, 1.0) * rows)
 
 
 def seq_mean_token_sum_norm(mask_BT: Bool[Array, "B T"], *, length: int) -> Float[Array, "B T"]:
-    """For a mean over sequences of token sums over a constant: Dr. GRPO, arXiv:2503.20783.
+    """Loss weights for a mean over sequences of (token sum / length): Dr. GRPO, arXiv:2503.20783.
 
     Raises ValueError unless length is positive.
     """
@@ -63,10 +67,10 @@ def seq_mean_token_sum_norm(mask_BT: Bool[Array, "B T"], *, length: int) -> Floa
 
 
 def kept_token_mean(keep_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """`token_mean` over the tokens a rejection kept: dropped ones leave the denominator.
+    """`token_mean` over the tokens that a rejection keeps: dropped tokens leave the denominator.
 
-    The others keep every token there, so a batch of which half is dropped counts half (AReaL's
-    choice); this one gives what is left the whole batch's weight (verl's). Where the step learns
-    only with the gradient what was dropped, it divides the summed gradient by what was kept.
+    The other aggregations count every token, so a batch of which half is dropped has half the
+    weight (as in AReaL). With this one the remaining tokens have the full weight (as in verl). If
+    the step knows only after the gradient which tokens are dropped, it rescales the gradient.
     """
     return token_mean(keep_BT)

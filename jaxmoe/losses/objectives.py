@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy objectives, each one function: its loss at every token, before any mean.
+"""Policy objectives: each function returns the loss at every token, before any mean.
 
-Weights and rejections (rollout_correction.py) multiply these terms; aggregation.py adds them up:
+Rollout corrections multiply these terms; aggregation.py reduces them to one loss:
 
     terms_BT = cispo(logp_BT, old_logp_BT, advantages_BT, mask_BT)
     loss = masked_sum(terms_BT * token_mean(mask_BT), mask_BT)
 
-Everywhere ρ = exp(logp − old_logp), |log ρ| clamped at 20; float32; terms are 0 where the mask is
-false or the advantage is 0, whatever stands there; the gradient goes through `logp` alone. A row
-is one sequence. Options out of range raise ValueError.
+In all of them ρ = exp(logp − old_logp) with |log ρ| clamped at 20, in float32. A term is 0 where
+the mask is False or the advantage is 0, even if log-probs are NaN there. Only `logp` has a
+gradient. A row is one sequence. Options out of range raise ValueError.
 """
 
 import jax
@@ -36,7 +36,7 @@ def ppo_clip(
     clip_high: float = 0.2,
     dual_clip: float = float("inf"),
 ) -> Float[Array, "B T"]:
-    """PPO: −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A), and for A < 0 at most −c·A.
+    """PPO's clipped loss: −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A), and for A < 0 at most −c·A.
 
     Args:
         clip_high: DAPO's clip-higher is 0.28.
@@ -63,18 +63,19 @@ def gspo(
 ) -> Float[Array, "B T"]:
     """GSPO, token form: −min(s_t·A, clip(s_t)·A), s_t = sg[s]·π/sg[π], s = exp(mean_t log ρ_t).
 
-    The value of s_t is s at every token of a row. With one advantage a row its gradient, averaged
-    over the row's tokens, is the sequence form's; so its mean is that of rows of token means.
-    Numerics: log s is clamped at 10 from above. A row is left out where all its advantages are 0;
-        in any other s is a mean over its true tokens, those of advantage 0 among them.
+    The value of s_t is s at every token of a row. If all tokens of a row have one advantage, the
+    gradient averaged over the row equals that of the sequence form; use it with
+    `seq_mean_token_mean`.
+    Numerics: log s is clamped at 10 from above. A row with all advantages 0 contributes nothing;
+        in other rows s is a mean over all unmasked tokens, including those of advantage 0.
     Source: GSPO, arXiv:2507.18071 §4.1 and §4.3; clip ranges from its §5.1.
     """
     check_options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
     advantages = masked_advantages(advantages_BT, mask_BT)
     mask_BT = mask_BT & jnp.any(advantages != 0, axis=1, keepdims=True)
     log_ratio = masked_log_ratio(mask_BT, logp_BT, old_logp_BT)
-    held = lax.stop_gradient(sequence_mean(log_ratio, mask_BT))
-    log_s = jnp.where(mask_BT, held + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
+    mean_log_ratio = lax.stop_gradient(sequence_mean(log_ratio, mask_BT))
+    log_s = jnp.where(mask_BT, mean_log_ratio + (log_ratio - lax.stop_gradient(log_ratio)), 0.0)
     s = jnp.exp(jnp.minimum(log_s, LOG_SEQUENCE_RATIO_BOUND))
     return clipped_surrogate(s, advantages, clip_low, clip_high)
 
@@ -88,10 +89,10 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 5.0,
 ) -> Float[Array, "B T"]:
-    """CISPO: −sg[clip(ρ, 1−ε_low, 1+ε_high)]·A·logp. Clipped tokens keep a gradient.
+    """CISPO: −sg[clip(ρ, 1−ε_low, 1+ε_high)]·A·logp. Clipped tokens still have a gradient.
 
     Args:
-        clip_low: 1 leaves the lower side open, as the paper does.
+        clip_low: 1 means no lower bound, as in the paper.
     Source: MiniMax-M1, arXiv:2506.13585 §3.1; ε_high 5 as in TRL.
     """
     check_options(NOT_NEGATIVE, clip_low=clip_low, clip_high=clip_high)
@@ -110,9 +111,9 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Float[Array, "B T"]:
-    """SAPO: −(4/τ)·σ(τ(ρ−1))·A, τ by the sign of A: a soft gate where PPO clips.
+    """SAPO: −(4/τ)·σ(τ(ρ−1))·A with τ by the sign of A: a soft gate instead of PPO's clip.
 
-    At ρ = 1 its gradient is that of ρA. Source: verl's sapo loss and its defaults.
+    At ρ = 1 the gradient equals that of −ρA. Source: verl's sapo loss and its defaults.
     """
     check_options(POSITIVE, tau_positive=tau_positive, tau_negative=tau_negative)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
@@ -126,30 +127,31 @@ def dppo_tv(
     advantages_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
     *,
-    most: float = 0.2,
+    delta: float = 0.2,
 ) -> Float[Array, "B T"]:
     """DPPO-TV: −ρA, dropped where π − π_old > δ and A > 0, or π − π_old < −δ and A < 0.
 
-    The trust region is one of probabilities: rare tokens, whose ratios are wild, stay in it.
+    The trust region bounds probabilities, not ratios, so rare tokens with extreme ratios stay
+    inside.
     Args:
-        most: δ.
+        delta: δ.
     Source: prime-rl's default loss (masks at 0.2), SkyRL's dppo_tv.
     """
-    check_option("most", most, NOT_NEGATIVE)
+    check_option("delta", delta, NOT_NEGATIVE)
     log_ratio, advantages = log_ratio_and_advantages(logp_BT, old_logp_BT, advantages_BT, mask_BT)
-    now_BT, then_BT = (
+    prob_BT, old_prob_BT = (
         jnp.exp(jnp.where(advantages != 0, lax.stop_gradient(x), 0.0).astype(jnp.float32))
         for x in (logp_BT, old_logp_BT)
     )
-    moved = now_BT - then_BT
-    gone = ((moved > most) & (advantages > 0)) | ((moved < -most) & (advantages < 0))
-    return jnp.where(gone, 0.0, -jnp.exp(log_ratio) * advantages)
+    change = prob_BT - old_prob_BT
+    is_outside = ((change > delta) & (advantages > 0)) | ((change < -delta) & (advantages < 0))
+    return jnp.where(is_outside, 0.0, -jnp.exp(log_ratio) * advantages)
 
 
 def reinforce(
     logp_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """−A·logp. Source: Williams 1992."""
+    """REINFORCE: −A·logp. Source: Williams 1992."""
     advantages_BT = masked_advantages(advantages_BT, mask_BT)
     return -advantages_BT * jnp.where(advantages_BT != 0, logp_BT, 0.0).astype(jnp.float32)
 
@@ -164,30 +166,30 @@ def grpo_loss(
     clip_high: float = 0.2,
     total: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """GRPO whole, for a loop of your own: the mean of `ppo_clip` over the chosen tokens.
+    """GRPO's complete loss for a custom loop: the mean of `ppo_clip` over unmasked tokens.
 
     L = −mean[ min(ρ·A, clip(ρ, 1−ε_low, 1+ε_high)·A) ],   ρ = exp(logp − old_logp)
 
     Args:
-        mask_BT: True where the policy chose the token; prompt, padding, tool output are False.
-        total: what the mean divides by; a microbatch passes its whole batch's token count.
+        mask_BT: True where the policy chose the token; False for prompt, padding, tool output.
+        total: denominator of the mean; a microbatch passes the token count of the whole batch.
     Returns:
         Loss, and the metrics policy/ratio_mean, policy/clip_frac (means over the same tokens).
-    Numerics: float32; the gradient goes through `logp` alone; |log ρ| is clamped at 20; values
-        under a false mask never matter, NaN included.
+    Numerics: float32; only `logp` has a gradient; |log ρ| is clamped at 20; values at masked
+        tokens are ignored, NaN included.
     Source: arXiv:2402.03300 §4.1.1; asymmetric clip and token mean arXiv:2503.14476 §3.1, §3.3.
-        Departs: the mean is over tokens of the batch, not over sequences of their token means.
+        Departs: the mean is over the tokens of the batch, not over sequences.
     """
     terms_BT = ppo_clip(
         logp_BT, old_logp_BT, advantages_BT, mask_BT, clip_low=clip_low, clip_high=clip_high
     )
     ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
-    bites_BT = (terms_BT > -ratio_BT * masked_advantages(advantages_BT, mask_BT)).astype(
+    is_clipped_BT = (terms_BT > -ratio_BT * masked_advantages(advantages_BT, mask_BT)).astype(
         jnp.float32
     )
     metrics = {
         "policy/ratio_mean": masked_mean(ratio_BT, mask_BT, total),
-        "policy/clip_frac": masked_mean(bites_BT, mask_BT, total),
+        "policy/clip_frac": masked_mean(is_clipped_BT, mask_BT, total),
     }
     return masked_mean(terms_BT, mask_BT, total), metrics
 
@@ -198,9 +200,9 @@ def log_ratio_and_advantages(
     advantages_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Clamped log ρ and A, both 0 at false tokens and where A is 0.
+    """Return clamped log ρ and A, both 0 at masked tokens and where A is 0.
 
-    Selected before anything can be NaN: a token that asks for nothing cannot break the rest.
+    Tokens are selected before any arithmetic, so a NaN at an unused token cannot spread.
     """
     advantages = masked_advantages(advantages_BT, mask_BT)
     return masked_log_ratio(advantages != 0, logp_BT, old_logp_BT), advantages
@@ -209,18 +211,18 @@ def log_ratio_and_advantages(
 def masked_advantages(
     advantages_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """A in float32 without its gradient; 0 at false tokens."""
+    """Return A in float32 without its gradient; 0 at masked tokens."""
     require_same_shape(mask_BT=mask_BT, advantages_BT=advantages_BT)
     return lax.stop_gradient(jnp.where(mask_BT, advantages_BT, 0.0).astype(jnp.float32))
 
 
 def masked_log_ratio(
-    where_BT: Bool[Array, "B T"], logp_BT: Float[Array, "B T"], old_logp_BT: Float[Array, "B T"]
+    selected_BT: Bool[Array, "B T"], logp_BT: Float[Array, "B T"], old_logp_BT: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Clamped log ρ, in float32 before it is subtracted; 0 elsewhere."""
-    require_same_shape(mask_BT=where_BT, logp_BT=logp_BT, old_logp_BT=old_logp_BT)
+    """Return clamped log ρ where selected, else 0; log-probs are cast to float32 first."""
+    require_same_shape(mask_BT=selected_BT, logp_BT=logp_BT, old_logp_BT=old_logp_BT)
     gap_BT = logp_BT.astype(jnp.float32) - lax.stop_gradient(old_logp_BT).astype(jnp.float32)
-    return clamp_log_ratio(jnp.where(where_BT, gap_BT, 0.0))
+    return clamp_log_ratio(jnp.where(selected_BT, gap_BT, 0.0))
 
 
 def clipped_surrogate(
@@ -229,6 +231,6 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, "B T"]:
-    """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A)."""
+    """Return −min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A)."""
     clipped_BT = jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
     return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)

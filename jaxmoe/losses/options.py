@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that would train in the wrong direction, unseen, are refused where they are taken.
+"""Range checks of the losses' options: a value out of range would train in a wrong direction.
 
 Next: jaxmoe/losses/objectives.py.
 """
@@ -7,7 +7,7 @@ Next: jaxmoe/losses/objectives.py.
 from collections.abc import Callable
 from typing import Any
 
-Range = tuple[str, Callable[[Any], bool], float]  # what must hold, whether it does, an example
+Range = tuple[str, Callable[[Any], bool], float]  # the requirement, its check, an example
 
 NOT_NEGATIVE: Range = ("0 or more", lambda x: x >= 0, 0.2)
 POSITIVE: Range = ("above 0", lambda x: x > 0, 1.0)
@@ -16,17 +16,17 @@ SHARE: Range = ("between 0 and 1", lambda x: 0 <= x <= 1, 1.0)
 
 
 def check_option(name: str, value: Any, rule: Range) -> None:
-    """Raises ValueError unless the value keeps its rule; NaN keeps none."""
-    must, holds, example = rule
+    """Raise ValueError unless the value is in range; NaN is in no range."""
+    requirement, holds, example = rule
     try:
-        good = bool(holds(value))
+        is_valid = bool(holds(value))
     except TypeError:  # text
-        good = False
-    if not good:
-        raise ValueError(f"{name} must be {must}, got {value!r}. Try {name}={example}.")
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"{name} must be {requirement}, got {value!r}. Try {name}={example}.")
 
 
 def check_options(rule: Range, **values: Any) -> None:
-    """`option` for several by name."""
+    """Call `check_option` for several options by name."""
     for name, value in values.items():
         check_option(name, value, rule)

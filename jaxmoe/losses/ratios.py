@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and masks for tokens that another policy drew: the engine, or an older trainer.
+"""Importance weights and masks for tokens sampled by another policy: the engine, or older weights.
 
 The ratio is ρ = π_old/π_rollout, log ρ = old_logp − rollout_logp. Bounds are always bounds of ρ.
-Three levels (token, sequence, geometric) give a ratio per token; truncating or masking it gives
-a weight; rejection gives a smaller mask. They compose:
+Each of three levels (token, sequence, geometric) gives a ratio per token. Truncating or masking
+the ratio gives a weight; testing it gives a keep mask. They compose:
 
     w = truncate(token_ratio(log_ratio_BT), high=2.0)
     keep = within(geometric_ratio(log_ratio_BT, mask_BT), low=0.999, high=1.001)
 
-A row is one sequence. Nothing here has a gradient. Next: jaxmoe/losses/mismatch.py measures.
+A row is one sequence. No result has a gradient. Next: jaxmoe/losses/mismatch.py has the metrics.
 """
 
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ def log_ratios(
     rollout_logp_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
 ) -> Float[Array, "B T"]:
-    """log ρ = old_logp − rollout_logp, in nats; 0 where the mask is false, whatever stands there.
+    """Return log ρ = old_logp − rollout_logp in nats; 0 at masked tokens, even if NaN there.
 
-    Numerics: float32, no gradient, not clamped: clamping is done before each exponential.
+    Numerics: float32, no gradient, not clamped (each exponential clamps its argument).
     """
     require_same_shape(mask_BT=mask_BT, old_logp_BT=old_logp_BT, rollout_logp_BT=rollout_logp_BT)
     log_ratio_BT = old_logp_BT.astype(jnp.float32) - rollout_logp_BT.astype(jnp.float32)
@@ -35,16 +35,17 @@ def log_ratios(
 
 
 def token_ratio(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """ρ_t of each token. Source: verl's rollout_is="token"."""
+    """Return ρ_t of each token. Source: verl's rollout_is="token"."""
     return _exp(log_ratio_BT)
 
 
 def sequence_ratio(
     log_ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Π_t ρ_t of the sequence, the same at each of its tokens.
+    """Return Π_t ρ_t of the sequence, the same at each of its tokens.
 
-    Unbiased before truncation; its variance grows with length. Numerics: the sum is clamped at 20.
+    Unbiased before truncation, but the variance grows with the length. Numerics: the sum of log ρ
+    is clamped at 20.
     """
     return jnp.broadcast_to(_exp(sequence_sum(log_ratio_BT, mask_BT)), log_ratio_BT.shape)
 
@@ -52,14 +53,14 @@ def sequence_ratio(
 def geometric_ratio(
     log_ratio_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """exp(mean_t log ρ_t) of the sequence: does not depend on its length."""
+    """Return exp(mean_t log ρ_t) of the sequence, which does not grow with its length."""
     return jnp.broadcast_to(_exp(sequence_mean(log_ratio_BT, mask_BT)), log_ratio_BT.shape)
 
 
 def truncate_ratio(
     ratio_BT: Float[Array, "B T"], *, high: float, low: float = 0.0
 ) -> Float[Array, "B T"]:
-    """clip(ρ, low, high): truncated importance sampling (TIS); `low` 0 leaves that side open.
+    """Return clip(ρ, low, high): truncated importance sampling (TIS); `low` 0 is no lower bound.
 
     Raises ValueError unless 0 ≤ low ≤ high and high is above 0.
     """
@@ -68,11 +69,11 @@ def truncate_ratio(
 
 
 def within_bounds(ratio_BT: Float[Array, "B T"], *, low: float, high: float) -> Bool[Array, "B T"]:
-    """low ≤ ρ ≤ high.
+    """Return True where low ≤ ρ ≤ high.
 
-    With a level's ratio this is k1 rejection: token_ratio keeps tokens, sequence_ratio is verl's
-    seq_sum_k1, geometric_ratio its seq_mean_k1. `where(within, ρ, 0)` is IcePop (masked weights).
-    Departs: verl tests −log ρ against [log low, log high], which inverts unequal bounds.
+    This is k1 rejection: of tokens with token_ratio, verl's seq_sum_k1 with sequence_ratio, its
+    seq_mean_k1 with geometric_ratio. `where(within_bounds, ρ, 0)` is IcePop (masked weights).
+    Departs: verl tests −log ρ against [log low, log high], which swaps unequal bounds.
     Raises ValueError unless 0 ≤ low ≤ high and high is above 0.
     """
     check_bounds(low, high)
@@ -80,30 +81,30 @@ def within_bounds(ratio_BT: Float[Array, "B T"], *, low: float, high: float) -> 
 
 
 def check_bounds(low: float, high: float) -> None:
-    """Raises ValueError unless 0 ≤ low ≤ high and high is above 0: weights are never negative."""
+    """Raise ValueError unless 0 ≤ low ≤ high and high is above 0: weights are never negative."""
     check_option("high", high, POSITIVE)
     check_option("low", low, (f"0 <= low <= high, which is {high}", lambda x: 0 <= x <= high, 0.0))
 
 
 def k2_from_log_ratio(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """½(log ρ)², in nats²."""
+    """Return ½(log ρ)² in nats²."""
     return 0.5 * jnp.square(clamp_log_ratio(log_ratio_BT))
 
 
 def sequence_sum(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
-    """Σ over a row's true tokens."""
+    """Sum over the unmasked tokens of each row."""
     require_same_shape(mask_BT=mask_BT, x_BT=x_BT)
     return jnp.sum(jnp.where(mask_BT, x_BT.astype(jnp.float32), 0.0), axis=1, keepdims=True)
 
 
 def sequence_mean(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
-    """Mean over a row's true tokens; 0 where it has none."""
+    """Mean over the unmasked tokens of each row; 0 if it has none."""
     count_B1 = jnp.sum(mask_BT.astype(jnp.float32), axis=1, keepdims=True)
     return sequence_sum(x_BT, mask_BT) / jnp.maximum(count_B1, 1.0)
 
 
 def sequence_max(x_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B 1"]:
-    """The largest of a row's true tokens; 0 where it has none (for what is never negative)."""
+    """Maximum over the unmasked tokens of each row and 0, for quantities never negative."""
     return jnp.max(jnp.where(mask_BT, x_BT, 0.0), axis=1, keepdims=True, initial=0.0)
 
 
@@ -114,7 +115,7 @@ def outlier_keep_mask(
     low: float = 1e-4,
     high: float = 1e4,
 ) -> Bool[Array, "B 1"]:
-    """False where any true token of the row has ρ outside [low, high]: one such token vetoes all.
+    """Return False for rows with any unmasked token whose ρ is outside [low, high].
 
     Source: SkyRL's outlier_token_is_threshold_low/high and slime's rs_veto_threshold (1e-4).
     """
@@ -128,23 +129,23 @@ def drift_keep_mask(
     advantages_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
     *,
-    most: float,
+    max_drift: float,
 ) -> Bool[Array, "B T"]:
-    """False where A < 0 in a row whose mean_t(rollout_logp − logp) exceeds `most` nats.
+    """Return False where A < 0 in a row whose mean_t(rollout_logp − logp) exceeds `max_drift`.
 
-    Bad answers that the policy has already left carry large, useless gradients; good ones stay.
-    Raises ValueError for a negative `most`.
+    Bad answers that have become unlikely have large, useless gradients. Good answers are kept.
+    `max_drift` is in nats. Raises ValueError if it is negative.
     Source: DeepSeek-V3.2 report, eq. 9; TRL's off_policy_mask_threshold.
     """
-    check_option("most", most, NOT_NEGATIVE)
+    check_option("max_drift", max_drift, NOT_NEGATIVE)
     drift_B1 = sequence_mean(-log_ratios(logp_BT, rollout_logp_BT, mask_BT), mask_BT)
-    return ~((advantages_BT < 0) & (drift_B1 > most) & mask_BT)
+    return ~((advantages_BT < 0) & (drift_B1 > max_drift) & mask_BT)
 
 
 def unit_mean_scale(
     weights_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, ""]:
-    """What makes the weights average 1 over the batch's true tokens; 1 where all are 0.
+    """Return the factor that makes the mean weight over unmasked tokens 1; 1 if all are 0.
 
     Source: verl's rollout_is_batch_normalize.
     """

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards before they become advantages: length penalties, and the KL penalty paid per token."""
+"""Reward shaping before advantages: length penalties, and a KL penalty per token."""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 
-def overlong_penalty(lengths_B: Int[Array, " B"], *, longest: int, buffer: int) -> Array:
-    """0 up to `longest − buffer` tokens, then down to −1 at `longest`, linearly.
+def overlong_penalty(lengths_B: Int[Array, " B"], *, max_tokens: int, buffer: int) -> Array:
+    """Penalty that falls linearly from 0 at `max_tokens − buffer` tokens to −1 at `max_tokens`.
 
-    p = clip((longest − buffer − |y|) / buffer, −1, 0)
+    p = clip((max_tokens − buffer − |y|) / buffer, −1, 0)
 
-    Raises ValueError unless 0 < buffer ≤ longest.
+    Raises ValueError unless 0 < buffer ≤ max_tokens.
     Source: soft overlong punishment, DAPO, arXiv:2503.14476 eq. 13.
     """
-    if not 0 < buffer <= longest:
-        raise ValueError(f"buffer must be in (0, longest={longest}], got {buffer}.")
-    over_B = longest - buffer - lengths_B.astype(jnp.float32)
-    return jnp.clip(over_B / buffer, -1.0, 0.0)
+    if not 0 < buffer <= max_tokens:
+        raise ValueError(f"buffer must be in (0, max_tokens={max_tokens}], got {buffer}.")
+    room_B = max_tokens - buffer - lengths_B.astype(jnp.float32)
+    return jnp.clip(room_B / buffer, -1.0, 0.0)
 
 
 def token_rewards(
@@ -27,9 +27,9 @@ def token_rewards(
     *,
     kl_coef: float = 0.0,
 ) -> Float[Array, "B T"]:
-    """The answer's reward at its last true token, less β·kl at every true token.
+    """The answer's reward at its last unmasked token, minus β·kl at every unmasked token.
 
-    Numerics: float32, no gradient; a row without a true token gets nothing.
+    Numerics: float32, no gradient; a row without an unmasked token gets 0.
     Source: InstructGPT, arXiv:2203.02155 eq. 2, as verl's apply_kl_penalty.
     """
     rewards_BT = jnp.where(last_token_mask(mask_BT), rewards_B.astype(jnp.float32)[:, None], 0.0)
@@ -39,6 +39,6 @@ def token_rewards(
 
 
 def last_token_mask(mask_BT: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
-    """True at the last true token of each row, if any."""
-    place = jnp.cumsum(mask_BT.astype(jnp.int32), axis=1)
-    return mask_BT & (place == place[:, -1:])
+    """Return True at the last unmasked token of each row, if any."""
+    position = jnp.cumsum(mask_BT.astype(jnp.int32), axis=1)
+    return mask_BT & (position == position[:, -1:])

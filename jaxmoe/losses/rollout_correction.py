@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections as a config names them: each is one function that weights tokens, or drops some.
+"""Rollout corrections as a config names them: each function weights tokens, or drops some.
 
-A config joins them with " + ", in order: "rejection(by='seq_mean_k1', low=0.999, high=1.001) +
-token_is(high=2.0)". Weights multiply a token's loss; a dropped token has none. Arguments are
-arrays by name; options are keywords. All bounds are bounds of ρ = π_old/π_rollout, except those
-of k2 and k3, which are nats. Built from ratios.py. Next: jaxmoe/rl/update.py applies them.
+A config joins them with " + ", in order: "rejection(statistic='seq_mean_k1', low=0.999,
+high=1.001) + token_is(high=2.0)". Weights multiply a token's loss; a dropped token has no loss.
+Arguments are arrays by name; options are keywords. All bounds are bounds of ρ = π_old/π_rollout,
+except those of k2 and k3, which are in nats. Built from ratios.py. Next: jaxmoe/rl/update.py
+applies them.
 """
 
 from typing import NamedTuple
@@ -17,22 +18,22 @@ from jaxmoe.losses.kl import k3_from_log_ratio
 
 
 class Correction(NamedTuple):
-    """What a recipe says of each token; None where it has nothing to say.
+    """Result of a correction for each token; None for the parts that it does not set.
 
-    The ratio is a column where it is that of a sequence: what counts ratios then counts sequences.
+    Sequence-level ratios are one column, so that metrics count sequences instead of tokens.
     """
 
     weights_BT: Float[Array, "B T"] | None = None
     keep_BT: Bool[Array, "B T"] | Bool[Array, "B 1"] | None = None
     ratio_BT: Float[Array, "B T"] | Float[Array, "B 1"] | None = None  # weights before bounds
-    above_BT: Bool[Array, "B T"] | Bool[Array, "B 1"] | None = None  # ratios past the upper bound
+    above_BT: Bool[Array, "B T"] | Bool[Array, "B 1"] | None = None  # ratios above the upper bound
     bounded_BT: Float[Array, "B T"] | None = None  # weights before they are normalized
 
 
 def token_is(
     log_ratio_BT: Float[Array, "B T"], *, high: float = 2.0, low: float = 0.0
 ) -> Correction:
-    """w_t = clip(ρ_t, low, high): truncated importance sampling.
+    """Token-level truncated importance sampling: w_t = clip(ρ_t, low, high).
 
     Source: verl's rollout_is="token"; `low` is slime's tis_clip_low, 0 is off.
     """
@@ -46,11 +47,11 @@ def sequence_is(
     high: float = 2.0,
     low: float = 0.0,
 ) -> Correction:
-    """w = clip(Π ρ_t, low, high) at every token of a sequence.
+    """Sequence-level truncated importance sampling: w = clip(Π ρ_t, low, high) at every token.
 
     Source: verl's rollout_is="sequence".
     """
-    return _truncated(c.sequence_ratio(log_ratio_BT, mask_BT), low, high, whole_rows=True)
+    return _truncated(c.sequence_ratio(log_ratio_BT, mask_BT), low, high, per_sequence=True)
 
 
 def geometric_is(
@@ -60,14 +61,17 @@ def geometric_is(
     high: float = 2.0,
     low: float = 0.0,
 ) -> Correction:
-    """w = clip(exp(mean log ρ_t), low, high) at every token. Source: AReaL's sequence level."""
-    return _truncated(c.geometric_ratio(log_ratio_BT, mask_BT), low, high, whole_rows=True)
+    """Truncated geometric mean: w = clip(exp(mean log ρ_t), low, high) at every token.
+
+    Source: AReaL's sequence level.
+    """
+    return _truncated(c.geometric_ratio(log_ratio_BT, mask_BT), low, high, per_sequence=True)
 
 
 def token_icepop(
     log_ratio_BT: Float[Array, "B T"], *, low: float = 0.5, high: float = 5.0
 ) -> Correction:
-    """w_t = ρ_t inside [low, high], else 0; the token stays in the denominator.
+    """Return w_t = ρ_t inside [low, high], else 0; the token stays in the denominator.
 
     Source: IcePop, as verl's rollout_is_threshold="0.5_5.0".
     """
@@ -81,8 +85,8 @@ def sequence_icepop(
     low: float = 0.0,
     high: float = 3.0,
 ) -> Correction:
-    """w = Π ρ_t inside [low, high], else 0. Source: TRL's default, "sequence_mask" at 3."""
-    return _icepop(c.sequence_ratio(log_ratio_BT, mask_BT), low, high, whole_rows=True)
+    """Return w = Π ρ_t inside [low, high], else 0. Source: TRL's default, "sequence_mask" at 3."""
+    return _icepop(c.sequence_ratio(log_ratio_BT, mask_BT), low, high, per_sequence=True)
 
 
 def normalize(
@@ -90,42 +94,43 @@ def normalize(
     ratio_BT: Float[Array, "B T"] | Float[Array, "B 1"],
     batch_mask_BT: Bool[Array, "B T"],
 ) -> Correction:
-    """The weights so far over their mean in the batch; needs the whole batch at once.
+    """Divide the weights of the previous corrections by their mean; needs the whole batch.
 
-    The mean is over tokens, and over sequences where the weights are those of sequences: a long
-    answer counts once, as a short one. Source: verl's rollout_is_batch_normalize.
+    The mean is over tokens for token-level weights, over sequences for sequence-level weights.
+    Source: verl's rollout_is_batch_normalize.
     """
-    x_BT, where_BT = weights_BT, batch_mask_BT
+    x_BT, mask_BT = weights_BT, batch_mask_BT
     if ratio_BT.shape[1] == 1:
         x_BT = c.sequence_mean(weights_BT, batch_mask_BT)
-        where_BT = jnp.any(batch_mask_BT, axis=1, keepdims=True)
-    return Correction(weights_BT * c.unit_mean_scale(x_BT, where_BT))
+        mask_BT = jnp.any(batch_mask_BT, axis=1, keepdims=True)
+    return Correction(weights_BT * c.unit_mean_scale(x_BT, mask_BT))
 
 
 def rejection(
     log_ratio_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
     *,
-    by: str,
+    statistic: str,
     high: float,
     low: float = 0.0,
 ) -> Correction:
-    """Drops tokens, or whole sequences, whose statistic is out of bounds.
+    """Drop tokens, or complete sequences, whose statistic is out of bounds.
 
     Args:
-        by: token_k1, token_k2, token_k3; seq_sum_, seq_mean_ of these; seq_max_k2, seq_max_k3.
-        high, low: of ρ itself for k1 (of the token, of the product, of the geometric mean), in
-            nats for k2 and k3, where `low` stays 0.
-    Raises ValueError for another statistic, bounds out of order, or `low` beside k2 or k3.
+        statistic: token_k1, token_k2, token_k3; seq_sum_ or seq_mean_ of these; seq_max_k2,
+            seq_max_k3.
+        high, low: bounds of ρ for k1 (of the token, the product or the geometric mean), in nats
+            for k2 and k3, where `low` must be 0.
+    Raises ValueError for another statistic, bounds out of order, or a `low` with k2 or k3.
     Source: verl's rollout_rs. Departs: verl's k1 tests 1/ρ against bounds written for ρ.
     """
-    over, _, statistic = by.rpartition("_")
-    if (over, statistic) not in STATISTICS:
+    level, _, estimator = statistic.rpartition("_")
+    if (level, estimator) not in STATISTICS:
         names = ", ".join("_".join(pair) for pair in STATISTICS)
-        raise ValueError(f"rejection: by must be one of {names}; got {by!r}.")
-    if statistic != "k1" and low != 0:
-        raise ValueError(f"rejection: {by} is never negative, and low must stay 0; got {low}.")
-    x_BT = STATISTICS[over, statistic](log_ratio_BT, mask_BT)
+        raise ValueError(f"rejection: statistic must be one of {names}; got {statistic!r}.")
+    if estimator != "k1" and low != 0:
+        raise ValueError(f"rejection: {statistic} is never negative: low must be 0, got {low}.")
+    x_BT = STATISTICS[level, estimator](log_ratio_BT, mask_BT)
     return Correction(keep_BT=c.within_bounds(x_BT, low=low, high=high))
 
 
@@ -136,7 +141,7 @@ def veto(
     low: float = 1e-4,
     high: float = 1e4,
 ) -> Correction:
-    """Drops every sequence with one catastrophic token, ρ outside [low, high].
+    """Drop every sequence with at least one token whose ρ is outside [low, high].
 
     Source: SkyRL's outlier_token_is_threshold, slime's rs_veto_threshold.
     """
@@ -148,15 +153,15 @@ def drift_mask(
     advantages_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
     *,
-    most: float,
+    max_drift: float,
 ) -> Correction:
-    """Drops bad answers (A < 0) that the policy has left by more than `most` nats a token.
+    """Drop bad answers (A < 0) whose log-probs fell by more than `max_drift` nats per token.
 
-    Source: DeepSeek-V3.2 report, eq. 9. Departs: drift is that of old_logp, which is the current
-    policy at the first update of a batch.
+    Source: DeepSeek-V3.2 report, eq. 9. Departs: the drift is measured with old_logp, which equals
+    the current policy only at the first update of a batch.
     """
     zero_BT = jnp.zeros_like(log_ratio_BT)
-    keep_BT = c.drift_keep_mask(log_ratio_BT, zero_BT, advantages_BT, mask_BT, most=most)
+    keep_BT = c.drift_keep_mask(log_ratio_BT, zero_BT, advantages_BT, mask_BT, max_drift=max_drift)
     return Correction(keep_BT=keep_BT)
 
 
@@ -176,17 +181,17 @@ STATISTICS = {
 
 
 def _truncated(
-    ratio_BT: Float[Array, "B T"], low: float, high: float, *, whole_rows: bool = False
+    ratio_BT: Float[Array, "B T"], low: float, high: float, *, per_sequence: bool = False
 ) -> Correction:
     weights_BT = c.truncate_ratio(ratio_BT, low=low, high=high)
-    ratio_BT = ratio_BT[:, :1] if whole_rows else ratio_BT
+    ratio_BT = ratio_BT[:, :1] if per_sequence else ratio_BT
     return Correction(weights_BT, None, ratio_BT, ratio_BT > high)
 
 
 def _icepop(
-    ratio_BT: Float[Array, "B T"], low: float, high: float, *, whole_rows: bool = False
+    ratio_BT: Float[Array, "B T"], low: float, high: float, *, per_sequence: bool = False
 ) -> Correction:
     inside_BT = c.within_bounds(ratio_BT, low=low, high=high)
     weights_BT = ratio_BT * inside_BT.astype(ratio_BT.dtype)
-    ratio_BT = ratio_BT[:, :1] if whole_rows else ratio_BT
+    ratio_BT = ratio_BT[:, :1] if per_sequence else ratio_BT
     return Correction(weights_BT, None, ratio_BT, ratio_BT > high)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of other shapes are refused: broadcast, they would give a number that means nothing.
+"""Shape check of the losses' arrays: broadcasting would return a wrong number without an error.
 
 Next: jaxmoe/losses/aggregation.py.
 """
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 
 def require_same_shape(**arrays: Any) -> None:
-    """Raises ValueError unless all have the shape of the first, which names what they are about."""
-    (first, reference), *others = arrays.items()
-    want = jnp.shape(reference)
-    for name, x in others:
-        if jnp.shape(x) != want:
+    """Raise ValueError unless all arrays have the shape of the first one."""
+    (first, reference), *remaining = arrays.items()
+    expected = jnp.shape(reference)
+    for name, x in remaining:
+        if jnp.shape(x) != expected:
             raise ValueError(
-                f"{name} must have the shape {want} of {first}, got {jnp.shape(x)}. For one number "
-                f"a row, try jnp.broadcast_to({name.split('_')[0]}_B[:, None], {want})."
+                f"{name} must have the shape {expected} of {first}, got {jnp.shape(x)}. For one "
+                f"value per row, try jnp.broadcast_to({name.split('_')[0]}_B[:, None], {expected})."
             )

@@ -12,5 +12,5 @@ def cross_entropy(
     *,
     total: Float[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-    """−mean of the log-probs of the answers' tokens, in nats per token; float32."""
+    """Return the negative mean log-prob of the answers' tokens, in nats per token; float32."""
     return -masked_mean(logp_BT, mask_BT, total)

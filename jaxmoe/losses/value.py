@@ -18,12 +18,12 @@ def clipped_value_loss(
     *,
     clip: float = 0.5,
 ) -> Float[Array, "B T"]:
-    """½·max((V − G)², (clip(V, V_old ± ε) − G)²) at every true token, 0 at the others.
+    """Return ½·max((V − G)², (clip(V, V_old ± ε) − G)²) at every token; 0 at masked tokens.
 
     Args:
-        old_values_BT: V before the update; the returns G were made with it.
+        old_values_BT: V before the update, from which the returns G were computed.
         clip: ε, in units of reward; inf is off.
-    Numerics: float32; the gradient goes through `values` alone; false tokens never matter.
+    Numerics: float32; only `values` has a gradient; values at masked tokens are ignored.
     Raises ValueError for a clip that is not positive.
     Source: OpenAI baselines' ppo2; verl's compute_value_loss, cliprange_value 0.5.
     """
@@ -36,16 +36,16 @@ def clipped_value_loss(
         for x in (values_BT, old_values_BT, returns_BT)
     )
     old, returns = lax.stop_gradient((old, returns))
-    near = jnp.clip(values, old - clip, old + clip)
-    return 0.5 * jnp.maximum(jnp.square(values - returns), jnp.square(near - returns))
+    clipped_values = jnp.clip(values, old - clip, old + clip)
+    return 0.5 * jnp.maximum(jnp.square(values - returns), jnp.square(clipped_values - returns))
 
 
 def explained_variance(
     values_BT: Float[Array, "B T"], returns_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, ""]:
-    """1 − Var(G − V) / Var(G) over true tokens: 1 is perfect, 0 is what a constant reaches.
+    """Return 1 − Var(G − V) / Var(G) over unmasked tokens: 1 is perfect, 0 is a constant V.
 
-    0 where the returns do not vary.
+    The result is 0 if the returns are all equal.
     """
     require_same_shape(mask_BT=mask_BT, values_BT=values_BT, returns_BT=returns_BT)
     returns = returns_BT.astype(jnp.float32)

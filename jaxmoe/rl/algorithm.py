@@ -112,7 +112,7 @@ def compute_advantages(
     if kl_BT is not None:
         totals_B = totals_B - a.kl_coef * sequence_sum(kl_BT, mask_BT)[:, 0]
     rewards_BT = token_rewards(rewards_B, mask_BT, kl_BT, kl_coef=a.kl_coef)
-    found = a.advantages(**select_arrays(
+    result = a.advantages(**select_arrays(
         a.advantages,
         {
             "rewards_PR": totals_B.reshape(-1, samples),
@@ -120,25 +120,26 @@ def compute_advantages(
             "mask_BT": mask_BT,
         },
     ))  # fmt: skip
-    advantages, returns = found if isinstance(found, tuple) else (found, None)
-    of_samples = (len(rewards_B) // samples, samples)
+    advantages, returns = result if isinstance(result, tuple) else (result, None)
+    group_shape = (len(rewards_B) // samples, samples)
     shape = jnp.shape(advantages)
-    returned = mask_BT.shape if returns is None else jnp.shape(returns)
-    if shape not in (of_samples, mask_BT.shape) or returned != mask_BT.shape:
+    returns_shape = mask_BT.shape if returns is None else jnp.shape(returns)
+    if shape not in (group_shape, mask_BT.shape) or returns_shape != mask_BT.shape:
         raise ValueError(
-            f"{function_name(a.advantages)} must return advantages [P, R] = {of_samples} or [B, T] "
-            f"= {mask_BT.shape}, and returns [B, T] if any; got {shape}"
-            + ("" if returns is None else f" and {returned}")
+            f"{function_name(a.advantages)} must return advantages [P, R] = {group_shape} or "
+            f"[B, T] = {mask_BT.shape}, and returns [B, T] if any; got {shape}"
+            + ("" if returns is None else f" and {returns_shape}")
         )
     if shape != mask_BT.shape:
         advantages = jnp.broadcast_to(advantages.reshape(-1, 1), mask_BT.shape)
     return jnp.where(mask_BT, advantages, 0.0), returns
 
 
-def select_old_logp(a: Algorithm, batch: Batch, scored: Scored, now_BT: Array) -> Array:
+def select_old_logp(a: Algorithm, batch: Batch, scored: Scored, detached_logp_BT: Array) -> Array:
     """The log-probs that the ratio compares with; `detached_logp_BT` are the current ones."""
     return {
-        "detached": now_BT, "recomputed": scored.old_logp_BT, "rollout": batch.rollout_logp_BT
+        "detached": detached_logp_BT, "recomputed": scored.old_logp_BT,
+        "rollout": batch.rollout_logp_BT,
     }[a.old_logp]  # fmt: skip
 
 
@@ -174,12 +175,12 @@ def compute_correction(
         arrays["batch_mask_BT"] = batch_mask_BT
     total = Correction()
     for function in a.rollout_correction:
-        found = function(**select_arrays(function, arrays))
-        known = {name: x for name, x in found._asdict().items() if x is not None}
-        if total.keep_BT is not None and found.keep_BT is not None:
-            known["keep_BT"] = found.keep_BT & total.keep_BT
-        if "weights_BT" in known and "weights_BT" not in array_parameters(function):
-            known["bounded_BT"] = found.weights_BT
-        total = total._replace(**known)
-        arrays |= {name: known[name] for name in ("weights_BT", "ratio_BT") if name in known}
+        step = function(**select_arrays(function, arrays))
+        updates = {name: x for name, x in step._asdict().items() if x is not None}
+        if total.keep_BT is not None and step.keep_BT is not None:
+            updates["keep_BT"] = step.keep_BT & total.keep_BT
+        if "weights_BT" in updates and "weights_BT" not in array_parameters(function):
+            updates["bounded_BT"] = step.weights_BT
+        total = total._replace(**updates)
+        arrays |= {name: updates[name] for name in ("weights_BT", "ratio_BT") if name in updates}
     return total

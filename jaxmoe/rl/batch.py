@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rollouts to the arrays of one step. Next: jaxmoe/rl/step.py."""
+"""Convert rollouts to the arrays of one step. Next: jaxmoe/rl/step.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,43 +11,44 @@ from jaxmoe.config import ConfigError, EngineError
 from jaxmoe.records import UNKNOWN_EXPERT, Prompt, Rollout, StopReason, expert_dtype
 from jaxmoe.shapes import Leaf
 
-# nats, at any temperature: of the distribution that was sampled. exp(−104) is 0 in float32
+# Bounds of a sampled token's log-prob, in nats, at any temperature. A token of a lower log-prob
+# cannot have been sampled: exp(−104) is 0 in float32.
 MIN_LOGP_NATS, MAX_LOGP_NATS = -100.0, 1e-3
 
 
 @struct.dataclass
 class Batch:
-    """What rollouts bring to a step: sequences padded on the right, on the host until it is called.
+    """Rollouts as arrays: sequences padded on the right, on the host until the step is called.
 
-    Every array's first axis is the sequences'.
+    The first axis of every array is the sequence.
     """
 
     tokens_BT: Leaf  # int32
     positions_BT: Leaf  # int32
     segment_ids_BT: Leaf  # int32; 0 is padding
     loss_mask_BT: Leaf  # bool; True exactly where the policy chose the token
-    rollout_logp_BT: Leaf  # float32; the engine's claim
-    rewards_B: Leaf  # float32; of the whole answer
-    # the samples of a prompt stand side by side: advantages compare so many rows with each other
+    rollout_logp_BT: Leaf  # float32; as the engine reported it
+    rewards_B: Leaf  # float32; one reward per answer
+    # The samples of a prompt are neighbours; advantages compare this many rows with each other.
     samples_per_prompt: int = struct.field(pytree_node=False, default=1)
-    truncated_B: Leaf = None  # bool; the answer was cut off at the longest that may be drawn
-    routed_experts_BTLA: Leaf = None  # expert_dtype; the engine's experts, if asked for
-    packing: Leaf = None  # jaxmoe.rl.microbatches.Packing, where sequences share rows
-    packed: Leaf = None  # jaxmoe.rl.microbatches.Packed, of one microbatch
+    truncated_B: Leaf = None  # bool; the answer was cut off at max_new_tokens
+    routed_experts_BTLA: Leaf = None  # expert_dtype; the engine's experts, if they are recorded
+    packing: Leaf = None  # jaxmoe.rl.microbatches.Packing, if sequences share rows
+    packed: Leaf = None  # PackedRows of one microbatch, in jaxmoe.rl.microbatches
 
 
 @struct.dataclass
 class Scored:
-    """What a step finds out about a batch before its first gradient, where its algorithm asks."""
+    """Arrays that a step computes of a batch before its first gradient; None if not needed."""
 
     old_logp_BT: Leaf = None  # float32; the trainer before the update
     ref_logp_BT: Leaf = None  # float32; the frozen reference
-    old_values_BT: Leaf = None  # float32; what the critic said before the update
+    old_values_BT: Leaf = None  # float32; the critic's values before the update
     advantages_BT: Leaf = None  # float32
-    bootstrap_B: Leaf = None  # float32; what the critic said of the state a cut-off answer ended in
-    returns_BT: Leaf = None  # float32; what the critic should have said
-    loss_weights_BT: Leaf = None  # float32; what a token's loss is multiplied by: aggregation
-    correction: Leaf = None  # of the rollouts, where known before the gradient: a Correction
+    bootstrap_B: Leaf = None  # float32; the critic's value after a truncated answer
+    returns_BT: Leaf = None  # float32; the targets of the critic
+    loss_weights_BT: Leaf = None  # float32; the factor of each token's loss, by the aggregation
+    correction: Leaf = None  # the rollouts' Correction, if it is known before the gradient
 
 
 def rollout_batch(
@@ -59,16 +60,17 @@ def rollout_batch(
     pad_id: int,
     n_experts: int | None = None,
 ) -> Batch:
-    """Prompt and answer of each rollout as one row; the `samples` of a prompt side by side.
+    """Return a batch with prompt and answer of each rollout as one row.
 
-    Log-probs are over the whole vocabulary: where the engine drew from a truncated distribution
-    (top-k, top-p), the mass it kept is multiplied back in.
-    With `n_experts` the engine's experts come along, UNKNOWN_EXPERT where it read no token: a
-    router must choose there by itself, for the last token's hidden state has readers (the value
-    behind a truncated answer).
-    Raises EngineError where a log-prob is missing, not finite or cannot be; ValueError where groups
-    are not equal, a row does not fit, or a reward is missing or not finite; ConfigError where
-    experts were asked for and the engine returns none.
+    The `samples` rollouts of a prompt must be neighbours. Log-probs are over the full vocabulary:
+    if the engine sampled from a truncated distribution (top-k, top-p), the log of the mass that it
+    kept is added.
+    With `n_experts` the batch has the engine's experts, and UNKNOWN_EXPERT at tokens that the
+    engine did not read. There the trainer's router chooses: the last token's hidden state is used
+    too, for the value after a truncated answer.
+    Raises EngineError if a log-prob is missing, not finite or impossible; ValueError if groups are
+    not equal, or a reward is missing or not finite; ConfigError if a row does not fit, or the
+    engine returns no experts.
     """
     check_prompt_groups([r.prompt.id for r in rollouts], samples)
     if len(rewards_B) != len(rollouts) or not np.isfinite(rewards_B).all():
@@ -99,24 +101,25 @@ def rollout_batch(
 
 
 def _check_logprobs(i: int, r: Rollout) -> None:
-    """Raises EngineError for log-probs that no engine can have sampled by."""
+    """Raise EngineError for log-probs that no sampled token can have."""
     name, logp = f"rollout {i} (prompt {r.prompt.id})", r.rollout_logp
     if not len(r.prompt.tokens):
         raise EngineError(
-            f"{name} must have a prompt of at least one token, got none: its first answer token "
-            "has nothing before it to be predicted from."
+            f"{name} must have a prompt of at least one token, got none: the first answer token "
+            "is predicted from the prompt."
         )
-    bad = np.flatnonzero(~np.isfinite(logp))
-    if len(logp) != len(r.tokens) or bad.size:
-        where = f"token {bad[0]}" if bad.size else f"{len(r.tokens)} tokens"
+    invalid = np.flatnonzero(~np.isfinite(logp))
+    if len(logp) != len(r.tokens) or invalid.size:
+        subject = f"token {invalid[0]}" if invalid.size else f"{len(r.tokens)} tokens"
         raise EngineError(
-            f"{name} must carry one finite log-prob per token; it has {len(logp)} for {where}."
+            f"{name} must carry one finite log-prob per token; it has {len(logp)} for {subject}."
         )
-    bad = np.flatnonzero((logp < MIN_LOGP_NATS) | (logp > MAX_LOGP_NATS))
-    if bad.size:
+    invalid = np.flatnonzero((logp < MIN_LOGP_NATS) | (logp > MAX_LOGP_NATS))
+    if invalid.size:
+        t = invalid[0]
         raise EngineError(
-            f"{name} must carry log-probs from {MIN_LOGP_NATS:g} to 0 nats; its token {bad[0]} (id "
-            f"{r.tokens[bad[0]]}) has {logp[bad[0]]:.6g}. No token of that probability can have "
+            f"{name} must carry log-probs from {MIN_LOGP_NATS:g} to 0 nats; its token {t} (id "
+            f"{r.tokens[t]}) has {logp[t]:.6g}. No token of that probability can have "
             "been sampled: check what the engine reports, and what it does with tokens that top-k "
             "or top-p excludes."
         )
@@ -128,8 +131,8 @@ def _stack_routed_experts(rollouts: Sequence[Rollout], length: int, n_experts: i
         problem = find_experts_problem(experts, read, n_experts)
         if problem:
             raise ConfigError(
-                f"rollout {i} (prompt {r.prompt.id}) must have the experts of its {read} tokens "
-                f"that were read; {problem}. Try an engine that returns them "
+                f"rollout {i} (prompt {r.prompt.id}) must have the experts of the {read} tokens "
+                f"that the engine read; {problem}. Try an engine that returns them "
                 "(vLLM: --enable-return-routed-experts), or --set rollout.router_replay=False "
                 "--set rollout.compare_experts=False."
             )
@@ -144,31 +147,31 @@ def _stack_routed_experts(rollouts: Sequence[Rollout], length: int, n_experts: i
 
 
 def find_experts_problem(experts_TLA: np.ndarray | None, tokens: int, n_experts: int) -> str | None:
-    """Why recorded experts cannot be replayed; None where they can.
+    """Return the reason why recorded experts cannot be replayed, or None.
 
-    Every token must have distinct experts in each layer, or UNKNOWN_EXPERT everywhere.
+    Every token must have distinct experts in each layer, or UNKNOWN_EXPERT in all places.
     """
     if experts_TLA is None:
         return "it has none"
     if experts_TLA.ndim != 3 or len(experts_TLA) != tokens:
         return f"its experts have shape {experts_TLA.shape}"
-    known_T = ~(experts_TLA == UNKNOWN_EXPERT).all(axis=(1, 2))
-    bad_T = known_T & ((experts_TLA < 0) | (experts_TLA >= n_experts)).any(axis=(1, 2))
-    if bad_T.any():
-        t = int(bad_T.argmax())
+    is_known_T = ~(experts_TLA == UNKNOWN_EXPERT).all(axis=(1, 2))
+    is_invalid_T = is_known_T & ((experts_TLA < 0) | (experts_TLA >= n_experts)).any(axis=(1, 2))
+    if is_invalid_T.any():
+        t = int(is_invalid_T.argmax())
         return f"token {t} has experts {experts_TLA[t].tolist()}, and there are {n_experts}"
-    ordered_TLA = np.sort(experts_TLA, axis=2)
-    twice_T = known_T & (ordered_TLA[..., 1:] == ordered_TLA[..., :-1]).any(axis=(1, 2))
-    if twice_T.any():
-        t = int(twice_T.argmax())
+    sorted_TLA = np.sort(experts_TLA, axis=2)
+    has_repeats_T = is_known_T & (sorted_TLA[..., 1:] == sorted_TLA[..., :-1]).any(axis=(1, 2))
+    if has_repeats_T.any():
+        t = int(has_repeats_T.argmax())
         return f"token {t} goes to one expert twice: {experts_TLA[t].tolist()}"
     return None
 
 
 def padding_frac(batch: Batch) -> float:
-    """Share of the tokens the model reads of a batch that are padding, cut or packed.
+    """Share of padding among the tokens that the model reads in one pass over the batch.
 
-    Of one pass over the whole batch: minibatches that are packed by themselves may have more.
+    Minibatches are packed separately, and may have more padding.
     """
     rows, length = batch.tokens_BT.shape
     if batch.packing is not None:
@@ -177,16 +180,16 @@ def padding_frac(batch: Batch) -> float:
 
 
 def check_prompt_groups(prompt_ids: Sequence[int], samples: int) -> None:
-    """Raises ValueError unless each `samples` neighbours answer the same prompt."""
+    """Raise ValueError unless each group of `samples` neighbours has the same prompt."""
     if len(prompt_ids) % samples:
         raise ValueError(
-            f"groups must have {samples} samples each, got {len(prompt_ids)} rollouts in all."
+            f"groups must have {samples} samples each, got {len(prompt_ids)} rollouts in total."
         )
     for start in range(0, len(prompt_ids), samples):
         group = list(prompt_ids[start : start + samples])
         if len(set(group)) > 1:
             raise ValueError(
-                f"groups must have {samples} samples each, side by side; rollouts {start} to "
+                f"groups must have {samples} samples each, as neighbours; rollouts {start} to "
                 f"{start + samples - 1} answer prompts {group}."
             )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamic sampling: prompts whose samples are all rewarded alike give way to others.
+"""Dynamic sampling: prompts whose samples all have the same reward are replaced by others.
 
 Next: jaxmoe/rl/batch.py lays the rollouts out as arrays.
 """
@@ -12,20 +12,19 @@ import numpy as np
 from jaxmoe.records import Rollout, StopReason
 from jaxmoe.shapes import Metrics
 
-GenBatch = tuple[list[Rollout], np.ndarray]  # the samples of a prompt side by side; rewards
+GenBatch = tuple[list[Rollout], np.ndarray]  # rollouts, samples of a prompt adjacent; rewards
 
 
 def dynamic_sampling(
     generate: Callable[[int], GenBatch], *, prompts: int, samples: int, max_gen_batches: int
 ) -> tuple[list[Rollout], np.ndarray, Metrics]:
-    """Rollouts and rewards of `prompts` prompts, those with unequal rewards first.
+    """Return rollouts and rewards of `prompts` prompts, those with unequal rewards first.
 
-    Samples of a prompt whose rewards are all equal have no gradient; they give way to those of a
-    further batch, `generate(0)`, `generate(1)`, …, until there are enough or `max_gen_batches`
-    were generated. The metrics are of all that was generated. With one sample a prompt nothing
-    can be unequal: one batch is enough.
-    Source: dynamic sampling, DAPO, arXiv:2503.14476 section 3.2; there without a bound. verl calls
-    the bound max_num_gen_batches.
+    A group whose rewards are all equal has no gradient. Batches `generate(0)`, `generate(1)`, …
+    are made until there are enough other groups, or `max_gen_batches` batches. The metrics are
+    over all generated rollouts. With one sample per prompt one batch is enough.
+    Source: dynamic sampling, DAPO, arXiv:2503.14476 section 3.2; there without a limit. verl calls
+    the limit max_num_gen_batches.
     """
     mixed: list[GenBatch] = []
     uniform: list[GenBatch] = []
@@ -35,8 +34,8 @@ def dynamic_sampling(
         batches.append((rollouts, rewards))
         for i in range(0, len(rollouts), samples):
             group = rollouts[i : i + samples], rewards[i : i + samples]
-            equal = samples > 1 and np.ptp(impute_rewards(group[1], samples)) == 0
-            (uniform if equal else mixed).append(group)
+            is_uniform = samples > 1 and np.ptp(impute_rewards(group[1], samples)) == 0
+            (uniform if is_uniform else mixed).append(group)
     chosen = (mixed + uniform)[:prompts]
     metrics = rollout_metrics(*_join_batches(batches), samples) | {
         "rollout/gen_batches": len(batches)
@@ -45,7 +44,7 @@ def dynamic_sampling(
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: int) -> Metrics:
-    """Rewards, lengths and endings."""
+    """Metrics of rewards, lengths and stop reasons."""
     lengths = np.array([len(r.tokens) for r in rollouts])
     grouped = impute_rewards(rewards, samples).reshape(-1, samples)
     rewards = rewards[~np.isnan(rewards)]
@@ -64,20 +63,22 @@ def rollout_metrics(rollouts: Sequence[Rollout], rewards: np.ndarray, samples: i
 
 
 def impute_rewards(rewards: np.ndarray, samples: int) -> np.ndarray:
-    """A sample without a reward (NaN) given the mean of its group's others; 0 where none has one.
+    """Replace a missing reward (NaN) by the mean of the group's other rewards, or 0 without any.
 
-    So it does not move its group's mean, and has no advantage itself. The group's deviation, of n
-    rewards among R samples, is √((n − 1)/(R − 1)) of the n rewards' own.
+    An imputed sample does not change the mean of its group, and its advantage is 0. The deviation
+    of a group of R samples with n rewards is √((n − 1)/(R − 1)) times that of the n rewards.
     """
     if not np.isnan(rewards).any():
         return rewards
-    whole = rewards.copy().reshape(-1, samples)
-    for group in whole:
-        known = group[~np.isnan(group)]
-        least = known.min(initial=np.inf) if known.size else 0.0
-        # exact where all are equal: such a group has no signal
-        group[np.isnan(group)] = least + (known - least).mean() if known.size else 0.0
-    return whole.reshape(-1)
+    imputed = rewards.copy().reshape(-1, samples)
+    for group in imputed:
+        known_rewards = group[~np.isnan(group)]
+        minimum = known_rewards.min(initial=np.inf) if known_rewards.size else 0.0
+        # Subtracting the minimum makes the mean of equal rewards exact, so the group stays uniform.
+        group[np.isnan(group)] = (
+            minimum + (known_rewards - minimum).mean() if known_rewards.size else 0.0
+        )
+    return imputed.reshape(-1)
 
 
 def _join_batches(batches: Sequence[GenBatch]) -> GenBatch:

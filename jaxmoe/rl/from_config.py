@@ -22,7 +22,7 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
         name: parse_function(getattr(loss, name), f"loss.{name}", ARRAYS[name], CHOICES[name])
         for name in ("objective", "advantages", "aggregation", "kl")
     }
-    made = Algorithm(
+    algorithm = Algorithm(
         **functions,
         rollout_correction=parse_functions(
             loss.rollout_correction, "loss.rollout_correction", ARRAYS["rollout_correction"],
@@ -32,6 +32,6 @@ def algorithm_from_config(cfg: Config) -> Algorithm:
         kl_coef=loss.kl_coef, kl_in=loss.kl_in, entropy_coef=loss.entropy_coef,
         critic=cfg.critic.backbone, value_coef=cfg.critic.loss_coef, value_clip=cfg.critic.clip,
     )  # fmt: skip
-    check_algorithm(made, cfg.rollout.samples_per_prompt)
-    check_staleness(made, cfg.rollout.max_staleness)
-    return made
+    check_algorithm(algorithm, cfg.rollout.samples_per_prompt)
+    check_staleness(algorithm, cfg.rollout.max_staleness)
+    return algorithm

@@ -103,8 +103,8 @@ def _resolve_builtin(name: str, key: str, choices: Sequence[str]) -> Callable[..
     if name not in losses.__all__:
         matches = difflib.get_close_matches(name, choices, 1)
         hint = f"Did you mean {matches[0]}?" if matches else f"Known: {', '.join(choices)}"
-        own = "" if matches else "; a function of your own is module:function."
-        raise ConfigError(f"{key}: jaxmoe.losses has no function {name!r}. {hint}{own}")
+        custom = "" if matches else "; a function of your own is module:function."
+        raise ConfigError(f"{key}: jaxmoe.losses has no function {name!r}. {hint}{custom}")
     return getattr(losses, name)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one update says of itself, from whole [B, T] arrays: nothing is a mean of means.
+"""Metrics of one update, computed from [B, T] arrays of the complete (mini)batch.
 
-Next: jaxmoe/observe/alerts.py reads them.
+No metric is a mean of microbatches' means. Next: jaxmoe/observe/alerts.py reads them.
 """
 
 from dataclasses import field
@@ -23,19 +23,19 @@ from jaxmoe.shapes import Leaf, Metrics
 
 @struct.dataclass
 class UpdateMetrics:
-    """Scalars of one update: dicts by name, by how several updates' are reduced."""
+    """Scalars of one update by name, grouped by how a step reduces those of its updates."""
 
     means: Leaf = field(default_factory=dict)
     maxima: Leaf = field(default_factory=dict)
     minima: Leaf = field(default_factory=dict)
 
-    def __or__(self, other: "UpdateMetrics") -> "UpdateMetrics":
+    def __or__(self, update: "UpdateMetrics") -> "UpdateMetrics":
         return UpdateMetrics(
-            self.means | other.means, self.maxima | other.maxima, self.minima | other.minima
+            self.means | update.means, self.maxima | update.maxima, self.minima | update.minima
         )
 
     def reduce_updates(self) -> "UpdateMetrics":
-        """One value each, of arrays with an entry an update."""
+        """Reduce arrays with one entry per update to one value each."""
         return UpdateMetrics(
             jax.tree.map(jnp.mean, self.means), jax.tree.map(jnp.max, self.maxima),
             jax.tree.map(jnp.min, self.minima),
@@ -46,31 +46,31 @@ class UpdateMetrics:
 
 
 def engine_gap(trainer_logp_BT: Float[Array, "B T"], batch: Batch) -> UpdateMetrics:
-    """The trainer's log-probs of a batch against the engine's."""
+    """Metrics of the difference between the trainer's log-probs and the engine's."""
     return UpdateMetrics(
         *mismatch_parts(trainer_logp_BT, batch.rollout_logp_BT, batch.loss_mask_BT)
     )
 
 
 def expert_load(batch: Batch, n_experts: int) -> Metrics:
-    """How evenly the engine's recorded experts share the tokens that were read; {} without them.
+    """Metrics of the load balance of the engine's recorded experts; {} without them.
 
-    router/load_max_over_mean, load_cv: the busiest expert's tokens over the mean, and the deviation
-    over the mean, of each layer, averaged over layers; 1 and 0 where all are as busy.
-    router/unused_experts: the share of experts, over layers, that read no token of the batch.
+    router/load_max_over_mean, load_cv: maximum / mean and deviation / mean of the tokens per
+    expert, averaged over layers; 1 and 0 for equal loads.
+    router/unused_experts: the share of experts, over layers, that get no token of the batch.
     """
     routed = batch.routed_experts_BTLA
     if routed is None:
         return {}
     routed_BTLA = jnp.asarray(routed).astype(jnp.int32)
-    layers, known_BTLA = (
+    layers, is_known_BTLA = (
         routed.shape[2],
         engine_read_mask(batch)[:, :, None, None] & (routed_BTLA >= 0),
     )
-    # integers: a float32 sum of ones stays at 2^24
+    # Integers, because a float32 sum of ones stops growing at 2^24.
     counts_LE = jnp.zeros((layers, n_experts), jnp.int32).at[
         jnp.arange(layers)[:, None], routed_BTLA
-    ].add(known_BTLA.astype(jnp.int32))  # fmt: skip
+    ].add(is_known_BTLA.astype(jnp.int32))  # fmt: skip
     counts_LE = counts_LE.astype(jnp.float32)
     mean_L = jnp.maximum(counts_LE.mean(axis=1), 1e-9)
     return {
@@ -81,82 +81,86 @@ def expert_load(batch: Batch, n_experts: int) -> Metrics:
 
 
 def expert_switches(experts_BTLA: Int[Array, "B T L A"], batch: Batch) -> UpdateMetrics:
-    """router/expert_switches: the share of tokens and layers that the trainer's router sends to
-    other experts than the engine's did, in whatever order."""
-    ours, theirs = (
+    """Metric router/expert_switches: share of tokens and layers with different sets of experts.
+
+    The trainer's router is compared with the engine's; the order of experts is ignored.
+    """
+    trainer_BTLA, engine_BTLA = (
         jnp.sort(jnp.asarray(x).astype(jnp.int32), axis=-1)
         for x in (experts_BTLA, batch.routed_experts_BTLA)
     )
-    other_BTL = jnp.any(ours != theirs, axis=-1)
-    known_BTL = engine_read_mask(batch)[:, :, None] & (
-        theirs[..., 0] >= 0
-    )  # the smallest stands first
-    other_BM, known_BM = (x.reshape(len(x), -1) for x in (other_BTL, known_BTL))
+    switched_BTL = jnp.any(trainer_BTLA != engine_BTLA, axis=-1)
+    is_known_BTL = engine_read_mask(batch)[:, :, None] & (
+        engine_BTLA[..., 0] >= 0
+    )  # sorted: an unknown expert is first
+    switched_BM, is_known_BM = (x.reshape(len(x), -1) for x in (switched_BTL, is_known_BTL))
     return UpdateMetrics({
-        "router/expert_switches": masked_mean(other_BM.astype(jnp.float32), known_BM)
+        "router/expert_switches": masked_mean(switched_BM.astype(jnp.float32), is_known_BM)
     })  # fmt: skip
 
 
 def engine_read_mask(batch: Batch) -> Bool[Array, "B T"]:
-    """The tokens that a layer of the engine has read: of a sequence all but the last."""
+    """True at the tokens that the engine's layers read: all but the last of each sequence."""
     return jnp.pad(jnp.asarray(batch.segment_ids_BT)[:, 1:] > 0, ((0, 0), (0, 1)))
 
 
 def update_metrics(
     batch: Batch, scored: Scored, rows: dict[str, Any], a: Algorithm
 ) -> UpdateMetrics:
-    """Metrics of an update; `rows` are the arrays of its loss.
+    """Metrics of an update; `rows` are the arrays that its loss returned (`LossAux.rows`).
 
-    policy/…: ratio and clipping against old_logp, entropy, KL. rollout_corr/…: what the rollout
-    correction did.
+    policy/…: ratio and clipping relative to old_logp, entropy, KL. rollout_corr/…: effects of the
+    rollout correction. critic/…: values and returns.
     """
     mask_BT, logp_BT = batch.loss_mask_BT, rows["logp_BT"]
     old_logp_BT = select_old_logp(a, batch, scored, logp_BT)
-    moved_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
+    ratio_BT = token_ratio(log_ratios(logp_BT, old_logp_BT, mask_BT))
     means = {
-        "policy/ratio_mean": masked_mean(moved_BT, mask_BT),
+        "policy/ratio_mean": masked_mean(ratio_BT, mask_BT),
         "policy/entropy": masked_mean(rows["entropy_BT"], mask_BT),
         "policy/kl_old": masked_mean(kl_k3(old_logp_BT, logp_BT), mask_BT),
         "policy/advantage_abs_mean": masked_mean(jnp.abs(scored.advantages_BT), mask_BT),
     }
     means |= clip_fractions(batch, scored, rows, a, old_logp_BT)
-    found = UpdateMetrics(means, {"policy/ratio_max": masked_max(moved_BT, mask_BT)})
-    did = rows["correction"]
-    if did.bounded_BT is not None:
-        found |= UpdateMetrics(*weight_parts(did.bounded_BT, did.ratio_BT, did.above_BT, mask_BT))
-    if did.keep_BT is not None:
-        keep_BT = did.keep_BT & mask_BT
-        gone_B1 = jnp.any(mask_BT & ~keep_BT, axis=1, keepdims=True)  # any of its tokens
-        some_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
-        found |= UpdateMetrics({
+    metrics = UpdateMetrics(means, {"policy/ratio_max": masked_max(ratio_BT, mask_BT)})
+    correction = rows["correction"]
+    if correction.bounded_BT is not None:
+        metrics |= UpdateMetrics(
+            *weight_parts(correction.bounded_BT, correction.ratio_BT, correction.above_BT, mask_BT)
+        )
+    if correction.keep_BT is not None:
+        keep_BT = correction.keep_BT & mask_BT
+        has_dropped_B1 = jnp.any(mask_BT & ~keep_BT, axis=1, keepdims=True)
+        has_tokens_B1 = jnp.any(mask_BT, axis=1, keepdims=True)
+        metrics |= UpdateMetrics({
             "rollout_corr/rollout_rs_masked_fraction": 1.0
             - masked_mean(keep_BT.astype(jnp.float32), mask_BT),
             "rollout_corr/rollout_rs_seq_masked_fraction": masked_mean(
-                gone_B1.astype(jnp.float32), some_B1
+                has_dropped_B1.astype(jnp.float32), has_tokens_B1
             ),
         })  # fmt: skip
     if "values_BT" in rows:
         values_BT = rows["values_BT"]
-        cut_BT = jnp.abs(values_BT - scored.old_values_BT) > a.value_clip
-        found |= UpdateMetrics({
+        clipped_BT = jnp.abs(values_BT - scored.old_values_BT) > a.value_clip
+        metrics |= UpdateMetrics({
             "critic/values_mean": masked_mean(values_BT, mask_BT),
             "critic/returns_mean": masked_mean(scored.returns_BT, mask_BT),
-            "critic/clip_frac": masked_mean(cut_BT.astype(jnp.float32), mask_BT),
+            "critic/clip_frac": masked_mean(clipped_BT.astype(jnp.float32), mask_BT),
             "critic/explained_variance": explained_variance(
                 scored.old_values_BT, scored.returns_BT, mask_BT
             ),
         })  # fmt: skip
-    return found
+    return metrics
 
 
 def clip_fractions(
     batch: Batch, scored: Scored, rows: dict[str, Any], a: Algorithm,
     old_logp_BT: Float[Array, "B T"],
 ) -> Metrics:  # fmt: skip
-    """Shares of tokens whose advantage the objective gives no gradient.
+    """Shares of tokens with a non-zero advantage to which the objective gives no gradient.
 
-    policy/clip_frac, and of it clip_frac_high (A > 0: the ratio would rise further) and
-    clip_frac_low (A < 0). Found by differentiating the objective, so it holds for any of them.
+    policy/clip_frac is the sum of clip_frac_high (A > 0: the ratio would rise further) and
+    clip_frac_low (A < 0). Computed by differentiating the objective, so it is right for any.
     """
     mask_BT, advantages_BT = batch.loss_mask_BT, scored.advantages_BT
 
@@ -164,10 +168,10 @@ def clip_fractions(
         arrays = objective_arrays(batch, scored, logp_BT, old_logp_BT, rows["entropy_BT"])
         return masked_sum(a.objective(**select_arrays(a.objective, arrays)), mask_BT)
 
-    still_BT = mask_BT & (jax.grad(total)(rows["logp_BT"]) == 0.0)
+    no_gradient_BT = mask_BT & (jax.grad(total)(rows["logp_BT"]) == 0.0)
 
-    def share(where_BT: Array) -> Array:
-        return masked_mean((still_BT & where_BT).astype(jnp.float32), mask_BT)
+    def share(selected_BT: Array) -> Array:
+        return masked_mean((no_gradient_BT & selected_BT).astype(jnp.float32), mask_BT)
 
     high, low = share(advantages_BT > 0), share(advantages_BT < 0)
     return {

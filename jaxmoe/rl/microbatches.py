@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches: a function over parts of a batch, its results merged as if it had seen it whole.
+"""Microbatches: apply a function to parts of a batch, and merge the results.
 
-Rows are cut evenly, or packed by tokens: several sequences side by side in one row of the model's
-context, told apart by segment ids. Packing changes what the model reads, never the [B, T] arrays
-that the losses see, where a row is one sequence. Next: jaxmoe/rl/step.py.
+A batch is split into equal parts, or packed by tokens: several sequences share one row of the
+model's context, separated by segment ids. Packing changes only what the model reads. The losses
+always see [B, T] arrays in which a row is one sequence. Next: jaxmoe/rl/step.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,46 +21,46 @@ from jaxmoe.records import UNKNOWN_EXPERT
 from jaxmoe.rl.batch import Batch, Scored
 from jaxmoe.shapes import Leaf
 
-SUM, MAX, MIN, ROWS = "sum", "max", "min", "rows"  # how microbatches' results are merged
+SUM, MAX, MIN, ROWS = "sum", "max", "min", "rows"  # how results of microbatches are merged
 
 
 @struct.dataclass
 class LossAux:
-    """What a loss tells beside its value: dicts by name, by how microbatches are merged."""
+    """Results of a loss in addition to its value, by name, grouped by how they are merged."""
 
     sums: Leaf = field(default_factory=dict)  # scalars; a mean divides by the batch's `total`
     maxima: Leaf = field(default_factory=dict)  # scalars
     minima: Leaf = field(default_factory=dict)  # scalars
-    rows: Leaf = field(default_factory=dict)  # arrays whose first axis is the batch's
+    rows: Leaf = field(default_factory=dict)  # arrays whose first axis is the row
 
 
-# of jax.value_and_grad(loss_fn, has_aux=True): ((loss, aux), gradient)
+# How the result of jax.value_and_grad(loss_fn, has_aux=True) is merged: ((loss, aux), gradient).
 GRADIENTS = ((SUM, LossAux(SUM, MAX, MIN, ROWS)), SUM)
 
 
 @struct.dataclass
 class Packing:
-    """Which microbatch each sequence is in, and where."""
+    """The microbatch of each sequence, and the position in it."""
 
     microbatch_B: Leaf  # int32
-    start_B: Leaf  # int32: its first token in the microbatch's flattened rows
-    count: Leaf  # int32 []: microbatches in use; an array, so that it compiles nothing new
-    rows: int = struct.field(pytree_node=False, default=1)  # of a microbatch
+    start_B: Leaf  # int32: index of the first token in the microbatch's flattened rows
+    count: Leaf  # int32 []: number of microbatches; an array, so that a change compiles nothing
+    rows: int = struct.field(pytree_node=False, default=1)  # rows of a microbatch
 
 
 @struct.dataclass
 class PackedRows:
-    """What the model reads of a packed microbatch, and where each [B, T] token stands in it."""
+    """The rows of a packed microbatch that the model reads, and the index of each [B, T] token."""
 
     tokens_BT: Leaf
     positions_BT: Leaf
     segment_ids_BT: Leaf
     routed_experts_BTLA: Leaf
-    token_index_BT: Leaf  # int32 into the flattened rows; only this microbatch's true tokens count
+    token_index_BT: Leaf  # int32 into the flattened rows; valid for this microbatch's tokens
 
 
 def pack_sequences(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: int) -> Packing:
-    """First-fit decreasing into rows of `length` tokens, `rows` of them a microbatch.
+    """Pack sequences into rows of `length` tokens, first-fit decreasing; `rows` per microbatch.
 
     Raises ValueError for a sequence that is longer than a row.
     """
@@ -69,15 +69,15 @@ def pack_sequences(lengths_B: Sequence[int] | np.ndarray, *, length: int, rows: 
         raise ValueError(f"a row holds {length} tokens, sequence {lengths.argmax()} has "
                          f"{lengths.max()}.")  # fmt: skip
     room: list[int] = []
-    number, start = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
+    row_microbatch, start = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
     for i in np.argsort(-lengths, kind="stable"):
         row = next((r for r, free in enumerate(room) if free >= lengths[i]), len(room))
         if row == len(room):
             room.append(length)
-        number[i], start[i] = row // rows, (row % rows) * length + length - room[row]
+        row_microbatch[i], start[i] = row // rows, (row % rows) * length + length - room[row]
         room[row] -= int(lengths[i])
     count = -(-len(room) // rows)
-    return Packing(number, start, np.int32(count), rows=rows)
+    return Packing(row_microbatch, start, np.int32(count), rows=rows)
 
 
 def map_microbatches(
@@ -87,106 +87,106 @@ def map_microbatches(
     microbatches: int,
     merge: Any,
 ) -> Any:
-    """What fn(batch, scored) gives, from microbatches of both.
+    """Return fn(batch, scored), computed by microbatches.
 
-    `merge` is a prefix of the result's tree whose ends are SUM (held in float32), MAX, MIN or
-    ROWS, which are put back in the batch's order. With `batch.packing` the microbatches are its
-    own, otherwise `microbatches` equal cuts.
+    `merge` is a tree prefix of the result. Its leaves are SUM (accumulated in float32), MAX, MIN,
+    or ROWS (concatenated in the order of the batch). With `batch.packing` the microbatches are
+    those of the packing, otherwise `microbatches` equal parts.
     """
     if batch.packing is not None:
         return _map_packed(fn, batch, scored, merge)
     if microbatches == 1:
         return fn(batch, scored)
-    cut = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), (batch, scored))
+    parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), (batch, scored))
 
-    def add(so_far: Any, part: Any) -> Any:
-        found = fn(*part)
-        return _merge_results(merge, so_far, found), _select_rows(merge, found, rows=True)
+    def add(accumulated: Any, part: Any) -> Any:
+        result = fn(*part)
+        return _merge_results(merge, accumulated, result), _select_rows(merge, result, rows=True)
 
-    first = jax.tree.map(lambda x: x[0], cut)
+    first = jax.tree.map(lambda x: x[0], parts)
     start = _select_rows(merge, _init_merged(merge, jax.eval_shape(fn, *first)), rows=False)
-    reduced, rows = lax.scan(add, start, cut)
+    reduced, rows = lax.scan(add, start, parts)
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
-    return jax.tree.map(lambda how, a, b: b if how == ROWS else a, merge, reduced, rows)
+    return jax.tree.map(lambda merge_op, a, b: b if merge_op == ROWS else a, merge, reduced, rows)
 
 
 def _map_packed(fn: Any, batch: Batch, scored: Scored | None, merge: Any) -> Any:
     packing = batch.packing
 
-    def add(i: Array, so_far: Any) -> Any:
-        part, mine_B = _pack_microbatch(batch, i)
-        found = fn(part, scored)
+    def add(i: Array, accumulated: Any) -> Any:
+        part, in_microbatch_B = _pack_microbatch(batch, i)
+        result = fn(part, scored)
 
         def put(old: Array, new: Array) -> Array:
-            here = mine_B.reshape(-1, *[1] * (new.ndim - 1))
-            return jnp.where(here, new.astype(old.dtype), old)
+            selected = in_microbatch_B.reshape(-1, *[1] * (new.ndim - 1))
+            return jnp.where(selected, new.astype(old.dtype), old)
 
-        reduced = _merge_results(merge, so_far, found)
+        reduced = _merge_results(merge, accumulated, result)
         return jax.tree.map(
-            lambda how, a, old, new: jax.tree.map(put, old, new) if how == ROWS else a,
-            merge, reduced, so_far, found,
+            lambda merge_op, a, old, new: jax.tree.map(put, old, new) if merge_op == ROWS else a,
+            merge, reduced, accumulated, result,
         )  # fmt: skip
 
-    found = jax.eval_shape(fn, _pack_microbatch(batch, jnp.int32(0))[0], scored)
-    return lax.fori_loop(0, packing.count, add, _init_merged(merge, found))
+    result = jax.eval_shape(fn, _pack_microbatch(batch, jnp.int32(0))[0], scored)
+    return lax.fori_loop(0, packing.count, add, _init_merged(merge, result))
 
 
 def _pack_microbatch(batch: Batch, i: Array) -> tuple[Batch, Array]:
-    """The batch with the masks of microbatch i, and what the model reads of it."""
+    """Return the batch with masks and packed rows of microbatch i, and which rows it contains."""
     packing, length = batch.packing, batch.tokens_BT.shape[1]
-    mine_B = jnp.asarray(packing.microbatch_B) == i
+    in_microbatch_B = jnp.asarray(packing.microbatch_B) == i
     segments_BT = jnp.asarray(batch.segment_ids_BT)
-    here_BT = mine_B[:, None] & (segments_BT > 0)
+    is_token_BT = in_microbatch_B[:, None] & (segments_BT > 0)
     token_index_BT = (
         jnp.asarray(packing.start_B)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     )
     size = packing.rows * length
-    where_M = jnp.where(here_BT, token_index_BT, size).reshape(-1)
+    target_M = jnp.where(is_token_BT, token_index_BT, size).reshape(-1)
 
-    def laid(x: Array, empty: int = 0) -> Array:
+    def pack_array(x: Array, empty: int = 0) -> Array:
         flat = jnp.full((size, *x.shape[2:]), empty, x.dtype)
-        flat = flat.at[where_M].set(x.reshape(-1, *x.shape[2:]), mode="drop")
+        flat = flat.at[target_M].set(x.reshape(-1, *x.shape[2:]), mode="drop")
         return flat.reshape(packing.rows, length, *x.shape[2:])
 
-    # a number of its own for each sequence, so that neighbours in a row do not see each other
+    # Each sequence has its own segment id, so that neighbours in a row do not attend to each other.
     number_BT = jnp.broadcast_to(
-        jnp.arange(1, len(mine_B) + 1, dtype=jnp.int32)[:, None], segments_BT.shape
+        jnp.arange(1, len(in_microbatch_B) + 1, dtype=jnp.int32)[:, None], segments_BT.shape
     )
     routed = batch.routed_experts_BTLA
     packed = PackedRows(
-        laid(jnp.asarray(batch.tokens_BT)), laid(jnp.asarray(batch.positions_BT)),
-        laid(number_BT),
-        None if routed is None else laid(jnp.asarray(routed), UNKNOWN_EXPERT),
-        jnp.where(here_BT, token_index_BT, 0),
+        pack_array(jnp.asarray(batch.tokens_BT)), pack_array(jnp.asarray(batch.positions_BT)),
+        pack_array(number_BT),
+        None if routed is None else pack_array(jnp.asarray(routed), UNKNOWN_EXPERT),
+        jnp.where(is_token_BT, token_index_BT, 0),
     )  # fmt: skip
-    mask_BT = jnp.asarray(batch.loss_mask_BT) & mine_B[:, None]
-    return replace(batch, loss_mask_BT=mask_BT, packed=packed, packing=None), mine_B
+    mask_BT = jnp.asarray(batch.loss_mask_BT) & in_microbatch_B[:, None]
+    return replace(batch, loss_mask_BT=mask_BT, packed=packed, packing=None), in_microbatch_B
 
 
-def _init_merged(merge: Any, found: Any) -> Any:
-    """What nothing merges to."""
+def _init_merged(merge: Any, shapes: Any) -> Any:
+    """Initial values of the merge."""
     empty = {SUM: 0.0, MAX: -jnp.inf, MIN: jnp.inf}
 
-    def start(how: str, tree: Any) -> Any:
-        if how == ROWS:
+    def start(merge_op: str, tree: Any) -> Any:
+        if merge_op == ROWS:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), tree)
-        return jax.tree.map(lambda s: jnp.full(s.shape, empty[how], jnp.float32), tree)
+        return jax.tree.map(lambda s: jnp.full(s.shape, empty[merge_op], jnp.float32), tree)
 
-    return jax.tree.map(start, merge, found)
+    return jax.tree.map(start, merge, shapes)
 
 
-def _merge_results(merge: Any, so_far: Any, found: Any) -> Any:
-    """So far and this one; None where there are rows."""
-    together = {SUM: jnp.add, MAX: jnp.maximum, MIN: jnp.minimum}
+def _merge_results(merge: Any, accumulated: Any, result: Any) -> Any:
+    """Merge one more result; None in place of rows."""
+    combine = {SUM: jnp.add, MAX: jnp.maximum, MIN: jnp.minimum}
 
-    def add(how: str, old: Any, new: Any) -> Any:
-        if how == ROWS:
+    def add(merge_op: str, old: Any, new: Any) -> Any:
+        if merge_op == ROWS:
             return None
-        return jax.tree.map(lambda a, b: together[how](a, b.astype(a.dtype)), old, new)
+        return jax.tree.map(lambda a, b: combine[merge_op](a, b.astype(a.dtype)), old, new)
 
-    return jax.tree.map(add, merge, so_far, found)
+    return jax.tree.map(add, merge, accumulated, result)
 
 
 def _select_rows(merge: Any, tree: Any, *, rows: bool) -> Any:
-    """The tree without its rows, or its rows alone; None for the rest."""
-    return jax.tree.map(lambda how, x: x if (how == ROWS) == rows else None, merge, tree)
+    """Return only the rows of the tree, or everything else; None in place of the other part."""
+    return jax.tree.map(lambda merge_op, x: x if (merge_op == ROWS) == rows else None, merge, tree)

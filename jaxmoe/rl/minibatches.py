@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sequences each update of a step trains on: shuffled anew every epoch, and packed if asked.
+"""Minibatches: the sequences of each update of a step, shuffled in every epoch, and packed if set.
 
 Next: jaxmoe/rl/update.py scans over them.
 """
@@ -19,14 +19,14 @@ from jaxmoe.shapes import Leaf
 
 @struct.dataclass
 class Minibatches:
-    """One entry an update."""
+    """The rows of each update; the first axis U is the update."""
 
     rows_UB: Leaf  # int32: rows of the batch
-    packing: Leaf = None  # Packing of those rows, each leaf with an axis U before its own
+    packing: Leaf = None  # Packing of those rows, with a leading axis U
 
 
 def pack_batch(batch: Batch, tokens_per_microbatch: int) -> Batch:
-    """The batch with its sequences packed into rows as long as its own; as it is where 0."""
+    """Pack the batch's sequences into rows of its own length; unchanged if the argument is 0."""
     if not tokens_per_microbatch:
         return batch
     length = batch.tokens_BT.shape[1]
@@ -38,27 +38,27 @@ def pack_batch(batch: Batch, tokens_per_microbatch: int) -> Batch:
 def split_minibatches(
     batch: Batch, a: Algorithm, *, seed: tuple[int, ...], tokens_per_microbatch: int = 0
 ) -> tuple[Batch, Minibatches | None]:
-    """The batch, `packed`, and its updates' minibatches.
+    """Return the batch, packed if asked, and the minibatches of its updates.
 
-    The minibatches are None where there is one update, on the whole batch. The order depends on
-    `seed` alone.
+    Minibatches are None if the step has one update, on the whole batch. The order depends only on
+    `seed`.
     """
     batch = pack_batch(batch, tokens_per_microbatch)
     if a.updates == 1:
         return batch, None
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     rows = len(batch.tokens_BT)
     require(
         rows % a.minibatches == 0,
         f"minibatches ({a.minibatches}) must divide the batch's {rows} rows. Try --set "
         "loss.minibatches=1.",
     )
-    order = np.stack([dice.permutation(rows) for _ in range(a.epochs)])
+    order = np.stack([rng.permutation(rows) for _ in range(a.epochs)])
     rows_UB = order.reshape(a.updates, -1).astype(np.int32)
-    packing, whole = None, replace(batch, packing=None)
+    packing, unpacked = None, replace(batch, packing=None)
     if tokens_per_microbatch:
         parts = [
-            pack_batch(jax.tree.map(lambda x, rows=rows: x[rows], whole), tokens_per_microbatch)
+            pack_batch(jax.tree.map(lambda x, rows=rows: x[rows], unpacked), tokens_per_microbatch)
             for rows in rows_UB
         ]
         packing = jax.tree.map(lambda *x: np.stack(x), *(part.packing for part in parts))

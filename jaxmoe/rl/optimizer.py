@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optax chain. Next: jaxmoe/rl/streamed.py; jaxmoe/rl/step.py applies it."""
+"""Optimizers in optax. Next: jaxmoe/rl/streamed.py; jaxmoe/rl/step.py applies them."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -20,7 +20,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW with linear warm-up and cosine decay over `steps` updates.
 
-    Weight decay is of matrices alone (`decays`).
+    Only matrices have weight decay (`weight_decay_mask`).
     """
     schedule = learning_rate_schedule(cfg, steps=steps, lr=lr)
     adamw = optax.adamw(
@@ -33,7 +33,7 @@ def make_optimizer(
 def learning_rate_schedule(
     cfg: OptimConfig, *, steps: int, lr: float | None = None
 ) -> optax.Schedule:
-    """The rate of each update: linear warm-up, and cosine decay over `steps` updates."""
+    """Learning rate by update: linear warm-up, then cosine decay over `steps` updates."""
     peak = cfg.lr if lr is None else lr
     decay = max(steps - cfg.lr_warmup_steps, 1)
     return optax.join_schedules(
@@ -46,13 +46,13 @@ def learning_rate_schedule(
 
 
 def count_policy_updates(cfg: Config) -> int:
-    """Updates of the policy in a run: its count stands still while the critic alone is trained."""
+    """Number of policy updates in a run; steps that pretrain the critic have none."""
     pretrain = cfg.critic.pretrain_steps if cfg.critic.backbone != "none" else 0
     return (cfg.steps - pretrain) * cfg.loss.updates
 
 
 def policy_learning_rate(cfg: Config, step: int) -> float:
-    """The policy's learning rate at the first update of a step of RL, counted from 1."""
+    """Learning rate of the policy at the first update of an RL step; steps count from 1."""
     first = cfg.steps - count_policy_updates(cfg) // cfg.loss.updates
     update = max(step - 1 - first, 0) * cfg.loss.updates
     return float(
@@ -61,11 +61,10 @@ def policy_learning_rate(cfg: Config, step: int) -> float:
 
 
 def weight_decay_mask(params: Leaf) -> Leaf:
-    """True for parameters that weight decay shrinks: embedding, head, matrices, adapters.
+    """Return True for parameters with weight decay: embedding, head, matrices, adapters.
 
-    Norm scales, biases and attention sinks are no matrices; pulling them to 0 changes what they
-    scale. Neither is the router shrunk: smaller logits are more even routing, which nobody asked
-    for. Source: as AdamW's users set it up, GPT-2's code first; the router is our addition.
+    Norm scales, biases and attention sinks have none, as is usual since GPT-2's code. The router
+    has none either (our choice): smaller logits would make the routing more uniform.
     """
 
     def decay(path: Any, _: Any) -> bool:
@@ -79,10 +78,10 @@ def weight_decay_mask(params: Leaf) -> Leaf:
 
 
 def rl_optimizer(cfg: Config) -> optax.GradientTransformation:
-    """The policy's optimizer, counted in updates; with a critic, one for each side.
+    """Optimizer of RL; with a critic, one for the policy and one for the critic.
 
-    Each side has its own clipping and rate. The policy stands still, moments included, while the
-    critic alone is trained.
+    Each has its own clipping and learning rate. While only the critic is pretrained, the policy
+    and its moments do not change.
     """
     updates = cfg.loss.updates
     policy = make_optimizer(cfg.optim, steps=count_policy_updates(cfg))

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's rollout-correction presets under their own names: what each sets, with its defaults.
+"""verl's rollout-correction presets under their names, as fields of LossConfig.
 
-"decoupled" compares three policies (engine, trainer before the update, trainer now), "bypass"
-two (engine and trainer now). Bounds of k1 are bounds of ρ here; verl tests 1/ρ against them, which
-is the same for the symmetric pairs below.
+"decoupled" compares three policies (engine, trainer before the update, current trainer), "bypass"
+two (engine, current trainer). Bounds of k1 are bounds of ρ here. verl tests 1/ρ against them,
+which is the same for the symmetric bounds below.
 
-What a loss divides by: verl's decoupled presets drop tokens from the mask before they count it, so
-those with a rejection set `kept_token_mean` here, whatever `old_logp`. Its bypass presets drop them
-within the loss, after the batch's tokens were counted; there all tokens count, here as in verl.
-Another `loss.aggregation` beside a preset stays, and counts as it says.
+Denominators: verl's decoupled presets drop tokens from the mask before they count it, so those
+with a rejection set `kept_token_mean` here, for any `old_logp`. verl's bypass presets drop tokens
+within the loss, after the tokens were counted, so all tokens count, here as in verl. A
+`loss.aggregation` that is set in addition to a preset takes precedence.
 Next: jaxmoe/rl/from_config.py reads the settings.
 Source: verl 0.9: trainer/config/algorithm.py, RolloutCorrectionConfig; workers/utils/padding.py and
-trainer/ppo/core_algos.py, compute_policy_loss_bypass_mode, for what is counted when.
+trainer/ppo/core_algos.py, compute_policy_loss_bypass_mode, for the denominators.
 """
 
 import difflib
@@ -19,16 +19,16 @@ from dataclasses import replace
 
 from jaxmoe.config import ConfigError, LossConfig, require
 
-_SEQ_RS = "rejection(by='seq_sum_k1', low=0.5, high=2.0)"
-_GEO_RS = "rejection(by='seq_mean_k1', low=0.999, high=1.001)"
-_K3_RS = "rejection(by='seq_mean_k3', high=0.01)"
+_SEQ_RS = "rejection(statistic='seq_sum_k1', low=0.5, high=2.0)"
+_GEO_RS = "rejection(statistic='seq_mean_k1', low=0.999, high=1.001)"
+_K3_RS = "rejection(statistic='seq_mean_k3', high=0.01)"
 _TOKEN, _SEQUENCE = "token_is(high=2.0)", "sequence_is(high=2.0)"
 _ICEPOP = "token_icepop(low=0.5, high=5.0)"
 
 
 def _decoupled_fields(correction: str) -> dict[str, str]:
-    kept = {"aggregation": "kept_token_mean"} if "rejection" in correction else {}
-    return {"old_logp": "trainer", "rollout_correction": correction} | kept
+    aggregation = {"aggregation": "kept_token_mean"} if "rejection" in correction else {}
+    return {"old_logp": "trainer", "rollout_correction": correction} | aggregation
 
 
 def _bypass_fields(correction: str) -> dict[str, str]:
@@ -36,7 +36,7 @@ def _bypass_fields(correction: str) -> dict[str, str]:
 
 
 def _policy_gradient_fields(correction: str) -> dict[str, str]:
-    """REINFORCE whose weights are those of the current policy over the engine's."""
+    """Fields for REINFORCE with importance weights current policy / engine."""
     return {
         "old_logp": "detached",
         "rollout_correction": correction,
@@ -68,31 +68,35 @@ PRESETS: dict[str, dict[str, str]] = {
 
 
 def apply_preset(loss: LossConfig) -> LossConfig:
-    """The settings with those of `loss.preset` filled in; they may not be given twice."""
+    """Return the settings with those of `loss.preset` filled in.
+
+    Raises ConfigError for a setting that the config sets to another value.
+    """
     if not loss.preset:
         return loss
     fields = preset_fields(loss.preset)
-    plain = LossConfig()
+    default = LossConfig()
     if fields["old_logp"] == "trainer" and loss.old_logp != "rollout":
-        # with one update a batch, detaching gives the same number for a forward less
+        # With one update per batch, detached log-probs are the same and save a forward.
         fields["old_logp"] = "recomputed" if loss.updates > 1 else loss.old_logp
-        loss = replace(loss, old_logp=plain.old_logp)
-    if loss.aggregation != plain.aggregation:
+        loss = replace(loss, old_logp=default.old_logp)
+    if loss.aggregation != default.aggregation:
         fields.pop("aggregation", None)
     for name, value in fields.items():
-        given = getattr(loss, name)
+        configured = getattr(loss, name)
         require(
-            given in (getattr(plain, name), value),
-            f"loss.preset={loss.preset} sets loss.{name}={value!r}, and the config {given!r}. "
-            f"Try --set loss.{name}={getattr(plain, name)}, or --set loss.preset=''.",
+            configured in (getattr(default, name), value),
+            f"loss.preset={loss.preset} sets loss.{name}={value!r}, but the config "
+            f"sets {configured!r}. Try --set loss.{name}={getattr(default, name)}, or --set "
+            "loss.preset=''.",
         )
     return replace(loss, preset="", **fields)
 
 
 def preset_fields(name: str) -> dict[str, str]:
-    """Fields of LossConfig that a preset sets. Raises ConfigError for a name verl has not."""
+    """Return the fields of LossConfig that a preset sets; raises ConfigError if it is unknown."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(PRESETS)}."
+        matches = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f"Did you mean {matches[0]}?" if matches else f"Known: {', '.join(PRESETS)}."
         raise ConfigError(f"loss.preset: there is no preset {name!r}. {hint}")
     return dict(PRESETS[name])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run hands to jit, and the shapes it calls it with: for the run, and for who only compiles.
+"""The functions that a run jits, with jit's options and the shapes of their arguments.
 
-`jit` itself is the caller's. Next: jaxmoe/train.py calls them; jaxmoe/plan compiles them for chips
-that are not here.
+The caller applies `jax.jit`. Next: jaxmoe/train.py runs them; jaxmoe/plan compiles them for
+devices that are not present.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from jaxmoe.shapes import Leaf
 
 
 class JitProgram(NamedTuple):
-    """What runs is jit of `fn` with these options."""
+    """A function to jit, and jit's options."""
 
     fn: Callable[..., Any]
     options: dict[str, Any]
@@ -42,7 +42,7 @@ def warmup_optimizer(cfg: Config) -> optax.GradientTransformation:
 
 
 def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainState) -> JitProgram:
-    """A step of the warm start: (state, batch) -> (state, metrics)."""
+    """Return the step of the warm start: (state, batch) -> (state, metrics)."""
     loss_fn = partial(supervised_loss_fn, scorer=Scorer(cfg.model, ops))
     step = partial(
         train_step, tx=warmup_optimizer(cfg), loss_fn=loss_fn, microbatches=cfg.optim.microbatches
@@ -54,7 +54,7 @@ def rl_program(
     cfg: Config, ops: Ops, mesh: Mesh | None, algorithm: Algorithm,
     tx: optax.GradientTransformation, state: TrainState,
 ) -> JitProgram:  # fmt: skip
-    """A step of RL: (state, batch, minibatches, base) -> (state, metrics, told)."""
+    """Return the step of RL: (state, batch, minibatches, base) -> (state, metrics, token_stats)."""
     scorer = Scorer(
         cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales,
         replay_experts=cfg.rollout.router_replay,
@@ -67,20 +67,20 @@ def rl_program(
 
 
 def out_shardings_option(
-    cfg: Config, mesh: Mesh | None, state: Leaf, others: int
+    cfg: Config, mesh: Mesh | None, state: Leaf, n_unspecified: int
 ) -> dict[str, Any]:
-    """jit's option by which a state comes back as it lay, and `others` results as they come.
+    """Return jit's option out_shardings for a state and `n_unspecified` further results.
 
-    Nothing on one device.
+    The state keeps its shardings; XLA chooses those of the other results. {} on one device.
     """
     if (mesh := state_mesh(mesh, cfg.optim)) is None:
         return {}
-    at = state_shardings(state, cfg.model, mesh, cfg.optim.moments)
-    return {"out_shardings": (at, *(None,) * others) if others else at}
+    shardings = state_shardings(state, cfg.model, mesh, cfg.optim.moments)
+    return {"out_shardings": (shardings, *(None,) * n_unspecified) if n_unspecified else shardings}
 
 
 def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
-    """Shapes of what a step of RL is called with beside the state, as train makes them."""
+    """Shapes of the batch and minibatches of an RL step."""
     B, T, m = cfg.rollout.sequences_per_step, cfg.context, cfg.model
     rows = cfg.optim.tokens_per_microbatch // T
 
@@ -90,8 +90,8 @@ def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
     def packing(*lead: int) -> Packing | None:
         if not rows:
             return None
-        each = array(jnp.int32, *lead)
-        return Packing(each, each, array(jnp.int32, *lead[:-1]), rows=rows)
+        per_row = array(jnp.int32, *lead)
+        return Packing(per_row, per_row, array(jnp.int32, *lead[:-1]), rows=rows)
 
     routed = None
     if cfg.records_experts:
@@ -106,22 +106,24 @@ def batch_shapes(cfg: Config, a: Algorithm) -> tuple[Batch, Minibatches | None]:
     )  # fmt: skip
     if a.updates == 1:
         return batch, None
-    U, mine = a.updates, B // a.minibatches
-    return batch, Minibatches(array(jnp.int32, U, mine), packing(U, mine))
+    U, rows_per_minibatch = a.updates, B // a.minibatches
+    return batch, Minibatches(
+        array(jnp.int32, U, rows_per_minibatch), packing(U, rows_per_minibatch)
+    )
 
 
 def sharded_batch_shapes(
     batch: Batch, minibatches: Minibatches | None, mesh: Mesh | None
 ) -> tuple[Batch, Minibatches | None]:
-    """The same shapes, saying where each array lies when train calls the step."""
+    """Return the shapes with the shardings of the arrays that train passes to the step."""
     if mesh is None:
         return batch, minibatches
 
-    def at(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     return (
-        jax.tree.map(lambda x: at(x, batch_sharding(mesh, x.ndim)), batch),
-        jax.tree.map(lambda x: at(x, whole), minibatches),
+        jax.tree.map(lambda x: with_sharding(x, batch_sharding(mesh, x.ndim)), batch),
+        jax.tree.map(lambda x: with_sharding(x, replicated), minibatches),
     )

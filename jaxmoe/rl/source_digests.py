@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the user's own functions that a config names: a resume must run the same code.
+"""Digests of the user's modules that a config names, so that a resumed run has the same code.
 
-Of a module that is named, and of the user's modules that it imports; not of installed packages or
-the standard library, unless named. Nothing is imported for it.
-Next: jaxmoe/checkpoint/same_run.py compares.
+They cover each named module, and the user's modules that it imports. Installed packages and the
+standard library are left out unless they are named. No module is imported.
+Next: jaxmoe/checkpoint/same_run.py compares the digests.
 """
 
 import ast
@@ -26,7 +26,7 @@ _INSTALLED = {
 
 
 def source_digests(cfg: Config) -> dict[str, str]:
-    """A digest by "source of MODULE", of all that the config's functions are written in."""
+    """Digest of each source file of the config's functions, by "source of MODULE"."""
     texts = (cfg.data.rewards, *(v for v in vars(cfg.loss).values() if isinstance(v, str)))
     digests: dict[str, str] = {}
     waiting = list(named_modules(texts))
@@ -44,7 +44,7 @@ def source_digests(cfg: Config) -> dict[str, str]:
 
 
 def named_modules(texts: Iterable[str]) -> Iterator[str]:
-    """Modules of "0.9 * module:function(option=1) + other:function"."""
+    """Yield the modules of texts such as "0.9 * module:function(option=1) + other:function"."""
     for text in texts:
         for part in split_calls(text):
             path = part.partition("(")[0].rpartition("*")[2].strip()
@@ -53,7 +53,7 @@ def named_modules(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _find_source(module: str) -> Path | None:
-    """The file of a module, found as Python would; a package is not run to look inside."""
+    """Return the file that Python would import, without running a package's code; or None."""
     top, *inside = module.split(".")
     try:
         spec = _find_module_spec(top)
@@ -82,7 +82,7 @@ def _is_installed(file: Path) -> bool:
 
 
 def _imported_modules(content: bytes, package: str) -> Iterator[str]:
-    """The modules that a source imports anywhere, and names that may turn out to be no modules."""
+    """Yield the names of modules that a source may import, at any level of nesting."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError):

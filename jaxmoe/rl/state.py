@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run trains, what it holds still, the optimizer's state, and the count of updates.
+"""The training state: trained and frozen parameters, optimizer state, and number of updates.
 
-Random numbers need no state: each step folds its number into the run's seed.
+Random numbers need no state: each step derives them from the run's seed and its number.
 Next: jaxmoe/rl/step.py.
 """
 
@@ -21,7 +21,7 @@ from jaxmoe.shapes import Leaf, Params
 
 @struct.dataclass
 class Trained:
-    """What has a gradient."""
+    """Parameters with a gradient."""
 
     policy: Leaf  # Params
     critic: Leaf = None  # Params, or None
@@ -29,10 +29,10 @@ class Trained:
 
 @struct.dataclass
 class Frozen:
-    """What a loss reads and nothing changes."""
+    """Parameters that the loss reads and no update changes."""
 
     reference: Leaf = None  # Params of the KL term, or None
-    base: Leaf = None  # Params beside which adapters are trained, while a step runs, or None
+    base: Leaf = None  # Params of a LoRA run's base, only while a step runs, or None
 
 
 @struct.dataclass
@@ -40,23 +40,23 @@ class TrainState:
     params: Leaf  # Trained
     frozen: Frozen
     opt_state: Leaf
-    step: Leaf  # int32 []: updates made
+    step: Leaf  # int32 []: number of updates
 
 
 def init_state(
     trained: Trained, tx: optax.GradientTransformation, frozen: Frozen | None = None
 ) -> TrainState:
-    """The state before the first update.
+    """Return the state before the first update.
 
-    Raises ConfigError for weights that have no gradient: experts in four bits.
+    Raises ConfigError for weights without a gradient, such as experts in four bits.
     """
     params: Leaf = trained
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         require(
             jnp.issubdtype(x.dtype, jnp.floating),
-            f"what is trained must be floating point, got {x.dtype} of "
-            f"{jax.tree_util.keystr(path, simple=True, separator='/')}: experts in four bits stay "
-            "as they are. Try --set lora.attention_rank=16, which trains adapters beside them, or "
+            f"trained parameters must be floating point, got {x.dtype} for "
+            f"{jax.tree_util.keystr(path, simple=True, separator='/')}: experts in four bits have "
+            "no gradient. Try --set lora.attention_rank=16, which trains adapters instead, or "
             'load_params without experts="packed".',
         )
     return TrainState(
@@ -66,15 +66,15 @@ def init_state(
 
 
 def init_run_adapters(cfg: Config, base: Params) -> Params:
-    """Those that change nothing yet, of the run's seed."""
+    """Return initial adapters from the run's seed; they do not change the model yet."""
     return init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora, base)
 
 
 def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
-    """The state before RL's first update.
+    """Return the state before the first update of RL.
 
-    A new critic where the config has one; the policy's copy as reference where it has a KL term.
-    With LoRA the policy is its adapters, and the base is the reference.
+    It has a new critic if the config has one, and a copy of the policy as the reference if the
+    loss has a KL term. With LoRA, `policy` is the adapters and the base is the reference.
     """
     critic = None
     if cfg.critic.backbone != "none":
@@ -93,7 +93,7 @@ def stage_shapes(
     tx: optax.GradientTransformation,
     mesh: Mesh | None = None,
 ) -> dict[str, TrainState]:
-    """Shapes of the state in each stage of a run, and on a mesh where they lie."""
+    """Shapes of the state in each stage of a run, with shardings on a mesh."""
     policy = trained = abstract_params(cfg.model, cfg.optim.param_dtype)
     if cfg.lora.ranks:
         trained = adapter_shapes(cfg.model, cfg.lora)
@@ -101,5 +101,8 @@ def stage_shapes(
         "warmup": jax.eval_shape(lambda p: init_state(Trained(p), supervised), policy),
         "rl": jax.eval_shape(lambda p: init_rl_state(p, cfg, tx), trained),
     }
-    mesh, at = state_mesh(mesh, cfg.optim), cfg.optim.moments
-    return {stage: sharded_shapes(state, cfg.model, mesh, at) for stage, state in shapes.items()}
+    mesh, moments_memory = state_mesh(mesh, cfg.optim), cfg.optim.moments
+    return {
+        stage: sharded_shapes(state, cfg.model, mesh, moments_memory)
+        for stage, state in shapes.items()
+    }

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update by any loss, and the supervised one. RL's is in jaxmoe/rl/update.py.
+"""One update with any loss, and the supervised loss. RL's step is in jaxmoe/rl/update.py.
 
 The loss is a function
 
     loss_fn(params, frozen, batch, scored, *, total) -> (loss, LossAux)
 
-of what is trained, what is not, a (micro)batch and what was scored of it, where `total` is the
-number of trained tokens in the whole batch; to try another one, pass it.
+of trained and frozen parameters, a (micro)batch, and its precomputed arrays. `total` is the number
+of trained tokens in the whole batch. For another loss, pass another function.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """One update. Jit it with the state donated; a second compilation is a bug.
 
-    The gradient is that of the full batch whatever `microbatches`: each divides by the whole
-    batch's token count and they are added in float32.
+    The gradient is that of the full batch for any number of `microbatches`: each divides by the
+    token count of the whole batch, and gradients are summed in float32.
     """
     grad_fn = partial(
         jax.value_and_grad(loss_fn, has_aux=True), state.params, state.frozen,
@@ -53,7 +53,7 @@ def train_step(
 
 
 def apply_gradients(state: TrainState, grads: Leaf, tx: optax.GradientTransformation) -> TrainState:
-    """The state after one optax update, by gradients in the parameters' dtype."""
+    """Return the state after one optax update; gradients are cast to the parameters' dtype."""
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -64,6 +64,6 @@ def supervised_loss_fn(
     params: Trained, _frozen: Frozen, batch: Batch, _scored: Scored | None, *, total: Array,
     scorer: Scorer,
 ) -> tuple[Array, LossAux]:  # fmt: skip
-    """Cross entropy of the stored answers, for warm and cold starts."""
+    """Cross entropy of the stored answers."""
     logp_BT = scorer.score_policy(params, batch)["logp_BT"]
     return cross_entropy(logp_BT, batch.loss_mask_BT, total=total), LossAux()

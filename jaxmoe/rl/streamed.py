@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer whose state may lie in the hosts' memory: what it works on comes, and goes back.
+"""An optimizer whose state may be in host memory: parts are moved to the device and back.
 
-Where the state lies is jaxmoe/parallel/sharding.py's to say. Back: jaxmoe/rl/optimizer.py.
+jaxmoe/parallel/sharding.py decides where the state is. Back: jaxmoe/rl/optimizer.py.
 """
 
 from typing import Any
@@ -18,36 +18,42 @@ Space = jax.memory.Space
 
 
 def stream_state(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same transformation for a state in the hosts' memory; any other is left to `tx`.
+    """Return `tx` with support for a state in host memory; a state on the device is unaffected.
 
-    Parameters under a key "layers", stacked by pairs, are updated a pair at a time: a device holds
-    that pair's state and no more, and the updates take the place of the gradients. `tx` must treat
-    every entry by itself, as AdamW does; clipping by a global norm does not.
+    Parameters under a key "layers", stacked by layer pairs, are updated one pair at a time. The
+    device holds the state of one pair only, and updates overwrite gradients. `tx` must be
+    elementwise, as AdamW is; clipping by a global norm is not.
     """
 
     def update(updates: Leaf, state: Leaf, params: Leaf = None) -> tuple[Leaf, Leaf]:
         if all(_memory_space(x) == Space.Device for x in jax.tree.leaves(state)):
             return tx.update(updates, state, params)
-        whole = _select_params((updates, state, params), layers=False)
-        made = tx.update(whole[0], _put_tree(Space.Device, whole[1]), whole[2])
-        made = jax.tree.map(lambda x, then: jax.device_put(x, _memory_space(then)), made, whole[:2])
+        other_args = _select_params((updates, state, params), layers=False)
+        updated = tx.update(other_args[0], _put_tree(Space.Device, other_args[1]), other_args[2])
+        updated = jax.tree.map(
+            lambda x, previous: jax.device_put(x, _memory_space(previous)), updated, other_args[:2]
+        )
         grads, state, params = _select_params((updates, state, params), layers=True)
 
         def pair(i: Array, stacked: tuple[Leaf, Leaf]) -> tuple[Leaf, Leaf]:
-            def mine(tree: Leaf) -> Leaf:
+            def take_index(tree: Leaf) -> Leaf:
                 return jax.tree.map(lambda x: _take_pair(x, i), tree)
 
             grads, state = stacked
-            found = tx.update(mine(grads), _put_tree(Space.Device, mine(state)), mine(params))
-            return jax.tree.map(lambda x, new: _write_pair(x, new, i), stacked, found)
+            pair_updated = tx.update(
+                take_index(grads), _put_tree(Space.Device, take_index(state)), take_index(params)
+            )
+            return jax.tree.map(
+                lambda x, updated_pair: _write_pair(x, updated_pair, i), stacked, pair_updated
+            )
 
         if pairs := {len(x) for x in jax.tree.leaves(grads)}:
             stacked = lax.fori_loop(0, max(pairs), pair, (grads, state))
-            made = jax.tree.map(
-                lambda x, layer: layer if x is None else x, made, stacked,
+            updated = jax.tree.map(
+                lambda x, layer: layer if x is None else x, updated, stacked,
                 is_leaf=lambda x: x is None,
             )  # fmt: skip
-        return made
+        return updated
 
     return optax.GradientTransformation(tx.init, update)
 
@@ -61,14 +67,16 @@ def _put_tree(space: Space, tree: Leaf) -> Leaf:
 
 
 def _select_params(tree: Leaf, *, layers: bool) -> Leaf:
-    """What belongs to layers, or all else, with None for the rest; counts, under no key of
-    parameters, belong to both."""
+    """Return the leaves of layers, or the other leaves, with None in place of the rest.
 
-    def of(path: Any, x: Array) -> Array | None:
+    Step counts, which are not below a parameter's key, belong to both.
+    """
+
+    def keep_if_selected(path: Any, x: Array) -> Array | None:
         keys = [key.key for key in path if isinstance(key, DictKey)]
         return x if not keys or ("layers" in keys) == layers else None
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return jax.tree_util.tree_map_with_path(keep_if_selected, tree)
 
 
 def _take_pair(x: Array, i: Array) -> Array:
@@ -76,7 +84,7 @@ def _take_pair(x: Array, i: Array) -> Array:
 
 
 def _write_pair(x: Array, new: Array, i: Array) -> Array:
-    """With this pair as it is now; a count is the same for all pairs, and stays."""
+    """Write one pair into the stack; a step count is the same for all pairs and stays."""
     if not x.ndim:
         return x
     return lax.dynamic_update_index_in_dim(x, jax.device_put(new, _memory_space(x)), i, 0)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """RL's step on one batch of rollouts: score, advantages, corrections, updates, metrics, gate.
 
-    score -> estimate -> for each minibatch: weigh -> gradient of policy_loss -> gate -> optimizer
+    score_batch -> estimate_advantages -> for each minibatch:
+        compute_loss_weights -> gradient of policy_loss -> gate -> optimizer
 
 All of it is one jitted function with the state donated. The loss at every token is a function of
-jaxmoe/losses/objectives.py; everything here is the order of things.
+jaxmoe/losses/objectives.py.
 """
 
 from dataclasses import replace
@@ -51,7 +52,7 @@ NO_GATE = GateConfig()
 
 @struct.dataclass
 class TokenStats:
-    """What a step says of each token, in the batch's order."""
+    """Results of a step for each token, in the order of the batch."""
 
     logp_BT: Leaf  # float32; the trainer's, before the update that first trains on the row
     advantages_BT: Leaf  # float32
@@ -69,29 +70,30 @@ def rl_step(
     gate: GateConfig = NO_GATE,
     microbatches: int = 1,
 ) -> tuple[TrainState, Metrics, TokenStats]:
-    """All updates of one batch of rollouts. Jit it with the state donated.
+    """Make all updates of one batch of rollouts. Jit it with the state donated.
 
     Args:
-        minibatches: None where there is one update, on the whole batch.
-        base: frozen weights, where the state trains adapters beside them; not donated.
-        microbatches: that the whole batch is cut into, where it is not packed.
+        minibatches: None if the step has one update, on the whole batch.
+        base: frozen weights of a LoRA run, whose state has only adapters; not donated.
+        microbatches: number of parts of the batch, if it is not packed.
     Returns:
-        The state after the updates, unless the gate closed; of their metrics the means, largest
-        and smallest over the updates; and what is known of each token.
-    Raises ConfigError for an algorithm that cannot work, or arrays that do not fit it; ids past the
-    vocabulary are seen by `check_tokens`, on the host.
+        The state after the updates (unchanged by an update whose gate is closed), metrics reduced
+        over the updates, and the token statistics.
+    Raises ConfigError for an algorithm that cannot work, or arrays that do not fit it. Token ids
+    outside the vocabulary are found only by `check_tokens`, on the host.
     """
     check_algorithm(algorithm, batch.samples_per_prompt)
-    beside = replace(state, frozen=replace(state.frozen, base=base))
-    check_inputs(beside, batch, minibatches, algorithm, scorer, microbatches)
+    full_state = replace(state, frozen=replace(state.frozen, base=base))
+    check_inputs(full_state, batch, minibatches, algorithm, scorer, microbatches)
     a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
-    # a batch is trained on whole or not at all: with several updates the gate reads it first
-    first = a.needs_scoring or (is_gated(gate) and a.updates > 1)
-    scored = score_batch(beside, batch, a, scorer, microbatches, policy=first)
+    # A batch is trained on completely or not at all, so with several updates the gate needs the
+    # log-probs of the batch before the first one.
+    score_policy = a.needs_scoring or (is_gated(gate) and a.updates > 1)
+    scored = score_batch(full_state, batch, a, scorer, microbatches, policy=score_policy)
     scored = estimate_advantages(batch, scored, a)
     update = partial(
         update_minibatch, base=base, tx=tx, algorithm=a, scorer=scorer, gate=gate,
-        gap=engine_gap(scored.old_logp_BT, batch) if first else None,
+        gap=engine_gap(scored.old_logp_BT, batch) if score_policy else None,
         microbatches=max(1, microbatches // a.minibatches),
     )  # fmt: skip
     load = expert_load(batch, scorer.model.n_experts)
@@ -102,63 +104,65 @@ def rl_step(
     def next_update(
         state: TrainState, part: Minibatches
     ) -> tuple[TrainState, tuple[UpdateMetrics, Array]]:
-        rows, known = jax.tree.map(
+        rows, part_scored = jax.tree.map(
             lambda x: x[part.rows_UB], (replace(batch, packing=None), scored)
         )
-        state, metrics, logp_BT = update(state, replace(rows, packing=part.packing), known)
+        state, metrics, logp_BT = update(state, replace(rows, packing=part.packing), part_scored)
         return state, (metrics, logp_BT)
 
     state, (metrics, logp_UBT) = lax.scan(next_update, state, minibatches)
     logp_BT = scored.old_logp_BT
-    if logp_BT is None:  # of the first epoch, where each row is in one minibatch
+    if logp_BT is None:  # take those of the first epoch, in which each row is in one minibatch
         n, length = a.minibatches, logp_UBT.shape[-1]
-        at_B = minibatches.rows_UB[:n].reshape(-1)
+        row_order_B = minibatches.rows_UB[:n].reshape(-1)
         logp_BT = jnp.zeros_like(batch.rollout_logp_BT)
-        logp_BT = logp_BT.at[at_B].set(logp_UBT[:n].reshape(-1, length))
-    told = TokenStats(logp_BT, scored.advantages_BT)
-    return state, metrics.reduce_updates().to_dict() | load, told
+        logp_BT = logp_BT.at[row_order_B].set(logp_UBT[:n].reshape(-1, length))
+    stats = TokenStats(logp_BT, scored.advantages_BT)
+    return state, metrics.reduce_updates().to_dict() | load, stats
 
 
 def score_batch(
     state: TrainState, batch: Batch, a: Algorithm, scorer: Scorer, microbatches: int, *,
     policy: bool,
 ) -> Scored:  # fmt: skip
-    """What must be known before the first gradient: reference, values, old log-probs if asked.
+    """Compute what is needed before the first gradient: reference, values, old log-probs.
 
-    The reference of adapters is the base without them.
+    Old log-probs are computed only if `policy`. The reference of adapters is the base alone.
     """
     frozen = state.frozen
     params = scorer.full_params(state.params, frozen)
 
-    def over(fn: Any) -> Any:
+    def map_batch(fn: Any) -> Any:
         return map_microbatches(lambda part, _: fn(part), batch, None, microbatches, ROWS)
 
     old: dict[str, Array] = {}
     if policy or a.critic == "shared":
-        old = over(partial(scorer.score_policy, params))
+        old = map_batch(partial(scorer.score_policy, params))
     if a.critic == "own":
-        old |= over(partial(scorer.score_values, params))
+        old |= map_batch(partial(scorer.score_values, params))
     reference = frozen.reference if frozen.base is None else frozen.base
     return Scored(
         old_logp_BT=old["logp_BT"] if policy else None,
-        ref_logp_BT=over(partial(scorer.score_reference, reference)) if a.kl_coef > 0.0 else None,
+        ref_logp_BT=map_batch(partial(scorer.score_reference, reference))
+        if a.kl_coef > 0.0
+        else None,
         old_values_BT=old["values_BT"] if a.critic != "none" else None,
         bootstrap_B=bootstrap_values(batch, old["values_after_BT"]) if a.critic != "none" else None,
     )
 
 
 def bootstrap_values(batch: Batch, values_after_BT: Float[Array, "B T"]) -> Float[Array, " B"]:
-    """What the critic says of the state behind a cut-off answer's last token; 0 of an end."""
+    """Return the critic's value after each truncated answer; 0 for answers with an end token."""
     if batch.truncated_B is None:
         return jnp.zeros(len(values_after_BT))
-    here_BT = last_token_mask(batch.loss_mask_BT) & batch.truncated_B[:, None]
-    return jnp.sum(jnp.where(here_BT, values_after_BT, 0.0), axis=1)
+    is_truncated_end_BT = last_token_mask(batch.loss_mask_BT) & batch.truncated_B[:, None]
+    return jnp.sum(jnp.where(is_truncated_end_BT, values_after_BT, 0.0), axis=1)
 
 
 def estimate_advantages(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
-    """Advantages, and returns where there is a critic; the rollout correction where it is known.
+    """Compute advantages, returns if there is a critic, and the correction if it is known.
 
-    All of them of the whole batch, which is cut into minibatches afterwards.
+    This is done for the whole batch, before it is split into minibatches.
     """
     mask_BT, kl_BT = batch.loss_mask_BT, None
     if a.kl_coef > 0.0 and a.kl_in == "reward":
@@ -168,18 +172,20 @@ def estimate_advantages(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
         samples=batch.samples_per_prompt,
     )  # fmt: skip
     advantages_BT = lax.stop_gradient(advantages_BT)
-    found = None
+    correction = None
     if a.old_logp == "recomputed":
-        found = compute_correction(
+        correction = compute_correction(
             a, scored.old_logp_BT, batch.rollout_logp_BT, advantages_BT, mask_BT, mask_BT
         )
-    return replace(scored, advantages_BT=advantages_BT, returns_BT=returns_BT, correction=found)
+    return replace(
+        scored, advantages_BT=advantages_BT, returns_BT=returns_BT, correction=correction
+    )
 
 
 def compute_loss_weights(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
-    """A minibatch's loss weights.
+    """Compute the loss weights of a minibatch.
 
-    Where the correction is not known yet no token is dropped, and `one_update` makes up for it.
+    If the correction is not known yet no token is dropped, and `update_minibatch` rescales.
     """
     keep_BT = mask_BT = batch.loss_mask_BT
     if scored.correction is not None and scored.correction.keep_BT is not None:
@@ -190,7 +196,7 @@ def compute_loss_weights(batch: Batch, scored: Scored, a: Algorithm) -> Scored:
 
 
 def needs_late_normalization(a: Algorithm) -> bool:
-    """Whether the loss divides by tokens kept, and they are known only with the gradient."""
+    """True if the loss divides by retained tokens that are known only after the gradient."""
     return a.old_logp != "recomputed" and "keep_BT" in array_parameters(a.aggregation)
 
 
@@ -207,50 +213,45 @@ def update_minibatch(
     gap: UpdateMetrics | None,
     microbatches: int,
 ) -> tuple[TrainState, UpdateMetrics, Array]:
-    """One optimizer update on a scored minibatch, unless the gate is closed; its log-probs.
+    """Make one optimizer update on a scored minibatch, unless the gate is closed.
 
-    `gap` is the engine's distance from the trainer as it was before the step; None: from the
-    forward of this update.
+    `gap` has metrics of the engine relative to the trainer before the step; if it is None they are
+    computed from this update's forward. Returns state, metrics, and the forward's log-probs.
     """
     scored = compute_loss_weights(batch, scored, algorithm)
     loss_fn = partial(policy_loss, algorithm=algorithm, scorer=scorer)
-    frozen = replace(state.frozen, base=base)  # not of the state, which a loop would carry around
+    frozen = replace(state.frozen, base=base)  # not in the state, or scan would copy it
     grad_fn = partial(
         jax.value_and_grad(loss_fn, has_aux=True), state.params, frozen,
         total=token_total(batch.loss_mask_BT),
     )  # fmt: skip
     (loss, aux), grads = map_microbatches(grad_fn, batch, scored, microbatches, GRADIENTS)
-    if needs_late_normalization(
-        algorithm
-    ):  # one denominator: dividing once does for all microbatches
-        kept = aux.sums.pop("kept")
-        share = jnp.sum(scored.loss_weights_BT) / jnp.where(kept > 0, kept, 1.0)
+    if needs_late_normalization(algorithm):  # all microbatches share one denominator
+        kept_weight = aux.sums.pop("kept")
+        share = jnp.sum(scored.loss_weights_BT) / jnp.where(kept_weight > 0, kept_weight, 1.0)
         loss, grads = jax.tree.map(lambda x: x * share.astype(x.dtype), (loss, grads))
-    found = update_metrics(batch, scored, aux.rows, algorithm)
-    found |= UpdateMetrics({**aux.sums, "loss": loss, "grad/norm": optax.tree.norm(grads.policy)})
+    metrics = update_metrics(batch, scored, aux.rows, algorithm)
+    metrics |= UpdateMetrics({**aux.sums, "loss": loss, "grad/norm": optax.tree.norm(grads.policy)})
     if algorithm.critic != "none":
-        found |= UpdateMetrics({"critic/grad_norm": optax.tree.norm(grads.critic)})
-    found |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
+        metrics |= UpdateMetrics({"critic/grad_norm": optax.tree.norm(grads.critic)})
+    metrics |= engine_gap(aux.rows["logp_BT"], batch) if gap is None else gap
     if "experts_BTLA" in aux.rows:
-        found |= expert_switches(aux.rows["experts_BTLA"], batch)
-    closed = is_gate_closed(found.means, gate)
-    found |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
-    if not is_gated(gate):  # nothing to hold back: no branch
-        return apply_gradients(state, grads, tx), found, aux.rows["logp_BT"]
+        metrics |= expert_switches(aux.rows["experts_BTLA"], batch)
+    closed = is_gate_closed(metrics.means, gate)
+    metrics |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
+    if not is_gated(gate):  # without a gate, no lax.cond
+        return apply_gradients(state, grads, tx), metrics, aux.rows["logp_BT"]
     state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
-    return state, found, aux.rows["logp_BT"]
+    return state, metrics, aux.rows["logp_BT"]
 
 
 def is_gated(gate: GateConfig) -> bool:
-    """Whether the gate asks anything of a batch."""
+    """True if the gate has any limit."""
     return replace(gate, skip=False) != NO_GATE
 
 
 def is_gate_closed(gap: Metrics, gate: GateConfig) -> Array | bool:
-    """Whether trainer and engine are further apart than the gate allows, over the whole batch.
-
-    NaN closes it.
-    """
+    """Return True if trainer and engine differ by more than the gate allows; NaN closes it too."""
     if not is_gated(gate):
         return False
     return ~(
@@ -270,32 +271,36 @@ def policy_loss(
     algorithm: Algorithm,
     scorer: Scorer,
 ) -> tuple[Array, LossAux]:
-    """The loss of one (micro)batch that was weighed whole, and the arrays its metrics need.
+    """Return the loss of one (micro)batch, and the arrays that its metrics need.
 
     L = Σ_t m_t·(w_t·l_t − c_H·H_t + β·kl_t) + c_V·mean(v_t)
 
-    with m the loss weights (0 where dropped), w the importance weights, l the objective.
+    with m the loss weights (0 at dropped tokens), w the importance weights, l the objective. The
+    loss weights were computed for the complete minibatch.
     """
     a, mask_BT, params = algorithm, batch.loss_mask_BT, scorer.full_params(params, frozen)
     out = scorer.score_policy(params, batch)
     if a.critic == "own":
         out |= scorer.score_values(params, batch)
     logp_BT, entropy_BT = out["logp_BT"], out["entropy_BT"]
-    now_BT = lax.stop_gradient(logp_BT)
-    old_logp_BT = select_old_logp(a, batch, scored, now_BT)
+    detached_logp_BT = lax.stop_gradient(logp_BT)
+    old_logp_BT = select_old_logp(a, batch, scored, detached_logp_BT)
     arrays = objective_arrays(batch, scored, logp_BT, old_logp_BT, entropy_BT)
     terms_BT = a.objective(**select_arrays(a.objective, arrays))
-    found = scored.correction
-    if a.old_logp != "recomputed":  # the engine is compared with the policy of this forward
-        found = compute_correction(
-            a, now_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, None
+    correction = scored.correction
+    if a.old_logp != "recomputed":  # compare the engine with the policy of this forward
+        correction = compute_correction(
+            a, detached_logp_BT, batch.rollout_logp_BT, scored.advantages_BT, mask_BT, None
         )
     loss_weights_BT = scored.loss_weights_BT
-    if found.keep_BT is not None:
-        loss_weights_BT = jnp.where(found.keep_BT, loss_weights_BT, 0.0)
-    weighted_BT = terms_BT if found.weights_BT is None else terms_BT * found.weights_BT
+    if correction.keep_BT is not None:
+        loss_weights_BT = jnp.where(correction.keep_BT, loss_weights_BT, 0.0)
+    weighted_BT = terms_BT if correction.weights_BT is None else terms_BT * correction.weights_BT
     loss = masked_sum(weighted_BT * loss_weights_BT, mask_BT)
-    sums, rows = {}, {"logp_BT": now_BT, "entropy_BT": entropy_BT, "correction": found}
+    sums, rows = (
+        {},
+        {"logp_BT": detached_logp_BT, "entropy_BT": entropy_BT, "correction": correction},
+    )
     if "experts_BTLA" in out:
         rows["experts_BTLA"] = out["experts_BTLA"]
     if needs_late_normalization(a):
@@ -324,8 +329,8 @@ def reference_kl(
     old_logp_BT: Float[Array, "B T"],
     mask_BT: Array,
 ) -> Float[Array, "B T"]:
-    """The divergence from the reference at every token; 0 at false ones."""
-    # select before exp: under a false mask NaN times a zero cotangent would still be NaN
+    """Return the KL divergence from the reference at every token; 0 at masked tokens."""
+    # Select before exp: at a masked token, NaN times a zero cotangent would still be NaN.
     arrays = {"logp_BT": logp_BT, "logq_BT": ref_logp_BT, "old_logp_BT": old_logp_BT}
     arrays = {name: jnp.where(mask_BT, x, 0.0) for name, x in arrays.items()}
     return a.kl(**select_arrays(a.kl, arrays))

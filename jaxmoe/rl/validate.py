@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which algorithms are refused, and why: all that the arithmetic of the step takes for granted.
+"""Checks of algorithms and of a step's arrays, for everything that the step's arithmetic assumes.
 
 Next: jaxmoe/rl/algorithm.py.
 """
@@ -24,22 +24,23 @@ from jaxmoe.rl.state import TrainState
 
 
 def check_algorithm(a: Algorithm, samples: int) -> None:
-    """Run every function on abstract arrays, `samples` rows a prompt.
+    """Check an algorithm by calling its functions on abstract arrays, `samples` rows per prompt.
 
-    Raises ConfigError with what a function said, or for functions that do not fit each other.
+    Raises ConfigError with the message of a function that fails, or if functions do not fit
+    together.
     """
     r = samples
-    p = 3 if r == 2 else 2  # sizes of their own, or an exchanged axis would pass
+    p = 3 if r == 2 else 2  # all sizes differ, so that a swapped axis is found
     t = p * r + 1
     needs_values = "values_BT" in array_parameters(a.advantages)
     require(
         not needs_values or a.critic != "none",
-        f"loss.advantages: {function_name(a.advantages)} asks for values_BT, and there is no "
-        "critic. Try --set critic.backbone=own.",
+        f"loss.advantages: {function_name(a.advantages)} takes values_BT, and there is no critic. "
+        "Try --set critic.backbone=own.",
     )
     require(
         needs_values or a.critic == "none",
-        f"critic.backbone={a.critic} needs advantages that ask for values; "
+        f"critic.backbone={a.critic} needs advantages that take values_BT; "
         f"{function_name(a.advantages)} does not. Try --set loss.advantages=gae, or --set "
         "critic.backbone=none.",
     )
@@ -47,23 +48,23 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
         a.updates == 1
         or a.old_logp != "detached"
         or "old_logp_BT" not in array_parameters(a.objective),
-        f"loss.old_logp=detached needs one update a batch, got {a.epochs} epochs of "
+        f"loss.old_logp=detached needs one update per batch, got {a.epochs} epochs of "
         f"{a.minibatches} minibatches: after the first update the batch is off-policy and its "
         "ratio is not 1. Try --set loss.old_logp=recomputed.",
     )
-    # what compares the policy of each update with the one that drew the tokens
-    sees = {"old_logp_BT", "rollout_logp_BT"} & set(array_parameters(a.objective))
-    now = a.rollout_correction and a.old_logp != "recomputed"
+    # With several updates, something must compare the current policy with the one that sampled.
+    ratio_arrays = {"old_logp_BT", "rollout_logp_BT"} & set(array_parameters(a.objective))
+    corrects_each_update = a.rollout_correction and a.old_logp != "recomputed"
     require(
-        a.updates == 1 or bool(sees) or bool(now),
+        a.updates == 1 or bool(ratio_arrays) or bool(corrects_each_update),
         f"loss.objective: {function_name(a.objective)} has no ratio, and there are {a.epochs} "
-        f"epochs of {a.minibatches} minibatches: after the first update nothing sees that the "
-        "tokens are another policy's. Try --set loss.objective=ppo_clip, or --set "
-        "loss.epochs=1 --set loss.minibatches=1.",
+        f"epochs of {a.minibatches} minibatches: after the first update nothing corrects for "
+        "tokens of an older policy. Try --set loss.objective=ppo_clip, or --set loss.epochs=1 "
+        "--set loss.minibatches=1.",
     )
     require(
         a.kl_coef == 0 or a.kl_in != "loss" or getattr(a.kl, "func", a.kl) is not kl_k1,
-        "loss.kl=kl_k1 has a gradient of 0 on average, and only its value counts. Try "
+        "loss.kl=kl_k1 has an expected gradient of 0, so it does not act in the loss. Try "
         "--set loss.kl=kl_k3_with_k2_gradient, or --set loss.kl_in=reward.",
     )
     require(
@@ -73,7 +74,7 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
         "is Batch(samples_per_prompt=8).",
     )
 
-    def tried() -> Array | None:
+    def run_abstractly() -> Array | None:
         x_BT, mask_BT = jnp.zeros((p * r, t)), jnp.ones((p * r, t), bool)
         advantages_BT, _ = compute_advantages(
             a, jnp.zeros(p * r), mask_BT, None, x_BT, x_BT[:, 0], samples=r
@@ -92,11 +93,11 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
         return weights_BT
 
     try:
-        weights = jax.eval_shape(tried)
+        weights = jax.eval_shape(run_abstractly)
     except KeyError as error:
         raise ConfigError(
-            f"loss: a function asks for {error.args[0]}, which is known only before the gradient "
-            "of a batch that was scored first. Try --set loss.old_logp=recomputed."
+            f"loss: a function takes {error.args[0]}, which is known before the gradient only if "
+            "the batch is scored first. Try --set loss.old_logp=recomputed."
         ) from error
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
@@ -105,7 +106,7 @@ def check_algorithm(a: Algorithm, samples: int) -> None:
     require(
         not (a.old_logp == "rollout" and weights is not None),
         "loss.old_logp=rollout and importance weights in loss.rollout_correction correct the same "
-        "mismatch, which squares it. Try --set loss.old_logp=recomputed, or a rejection alone.",
+        "mismatch twice. Try --set loss.old_logp=recomputed, or a rejection alone.",
     )
 
 
@@ -117,9 +118,9 @@ def check_inputs(
     scorer: Scorer,
     microbatches: int,
 ) -> None:
-    """What a step takes for granted of its arrays. Raises ConfigError naming the one that errs.
+    """Check the arrays of a step. Raises ConfigError with the name of the first invalid one.
 
-    Shapes are looked at while jax traces; `check_tokens` sees ids in host arrays alone.
+    Shapes are checked while jax traces; `check_tokens` can check ids only in host arrays.
     """
     check_tokens(batch, scorer.model.vocab_size)
     check_router(scorer.ops.router, scorer.model)
@@ -129,22 +130,23 @@ def check_inputs(
         np.shape(batch.tokens_BT),
     ) | {"rewards_B": (rows,)}  # fmt: skip
     for name, shape in shapes.items():
-        given = np.shape(getattr(batch, name))
-        require(given == shape, f"batch.{name} must have shape {shape}, got {given}.")
+        actual = np.shape(getattr(batch, name))
+        require(actual == shape, f"batch.{name} must have shape {shape}, got {actual}.")
     require(
         batch.loss_mask_BT.dtype == bool,
         f"batch.loss_mask_BT must be bool, got {batch.loss_mask_BT.dtype}. Try mask > 0.",
     )
     require(
         r > 0 and rows % r == 0,
-        f"a batch must be whole groups of samples_per_prompt ({r}) rows, got {rows} rows.",
+        f"a batch must consist of groups of samples_per_prompt ({r}) rows, got {rows} rows.",
     )
     updates = 1 if minibatches is None else len(minibatches.rows_UB)
     require(
         updates == a.updates,
         f"{a.epochs} epochs of {a.minibatches} minibatches need as many minibatches, got "
-        f"{'none' if minibatches is None else updates}. Try batch, minibatches = divide(batch, "
-        "algorithm, seed=(0, step)), and rl_step(state, batch, minibatches, …).",
+        f"{'none' if minibatches is None else updates}. Try batch, minibatches = "
+        "split_minibatches(batch, algorithm, seed=(0, step)), and rl_step(state, batch, "
+        "minibatches, …).",
     )
     require(
         batch.packing is not None or rows % microbatches == 0,
@@ -152,21 +154,21 @@ def check_inputs(
     )
     require(
         a.kl_coef == 0 or state.frozen.reference is not None or state.frozen.base is not None,
-        f"kl_coef={a.kl_coef} needs a reference, and the state has none. Try new_state(trained, "
+        f"kl_coef={a.kl_coef} needs a reference, and the state has none. Try init_state(trained, "
         "tx, Frozen(reference=params)).",
     )
     require(
         a.critic == "none" or state.params.critic is not None,
         f"critic={a.critic} needs a critic's parameters, and the state has none. Try "
-        "new_state(Trained(params, init_critic(params, cfg.model, dtype, own_backbone=…)), tx).",
+        "init_state(Trained(params, init_critic(params, cfg.model, dtype, own_backbone=…)), tx).",
     )
 
 
 def check_tokens(batch: Batch, vocab_size: int) -> None:
-    """Raises ConfigError unless tokens are [B, T], and host arrays hold what they must.
+    """Raise ConfigError unless tokens are [B, T], and host arrays have valid values.
 
-    What jit has traced has no values to look at, and its gathers would clamp an id without a word:
-    call this before a jitted step with tokens that were made elsewhere.
+    Traced arrays have no values, and a gather clamps invalid ids silently. Call this before a
+    jitted step if the tokens come from another source.
     """
     tokens_BT = batch.tokens_BT
     require(
@@ -185,34 +187,36 @@ def check_tokens(batch: Batch, vocab_size: int) -> None:
     if isinstance(mask_BT, np.ndarray) and mask_BT.ndim == 2:
         require(
             not mask_BT[:, 0].any(),
-            "batch.loss_mask_BT must be False in column 0: nothing stands before a row's first "
-            "token, so its log-prob is the constant 0 and has no gradient. Begin rows with a "
-            "prompt of at least one token.",
+            "batch.loss_mask_BT must be False in column 0: no token precedes the first one of a "
+            "row, so its log-prob is the constant 0 and has no gradient. Begin rows with a prompt "
+            "of at least one token.",
         )
 
 
-def check_staleness(a: Algorithm, most: int) -> None:
-    """Raises ConfigError where tokens may be `most` versions old and the loss would not see it.
+def check_staleness(a: Algorithm, max_staleness: int) -> None:
+    """Raise ConfigError if tokens may be `max_staleness` versions old and nothing corrects for it.
 
-    A token was drawn by μ, and rollout_logp is log μ of that token: of the version that drew it,
-    also where several drew its rollout. π is the policy, π_old the trainer before the step's
-    updates. What is right for μ ≠ π_old:
+    A token is sampled by μ, and rollout_logp is its log μ, also if several versions sampled one
+    rollout. π is the policy, π_old the trainer before the updates of the step. Correct for
+    μ ≠ π_old are:
 
-    - old_logp="detached" and weights: ρ = π/μ, so E_μ[min(ρ, high)·A·∇log π], the policy gradient
-      wherever ρ < high. There is no clip: π may leave μ as far as `high` lets it.
-    - old_logp="recomputed" and weights: ρ = π_old/μ is for the age, the clipped ratio π/π_old for
-      the updates. Source: decoupled PPO, arXiv:2110.00641; AReaL, arXiv:2505.24298.
-    - old_logp="rollout": the ratio is π/μ, and its clip bounds age and updates together.
+    - old_logp="detached" with weights: ρ = π/μ, so E_μ[min(ρ, high)·A·∇log π], the policy gradient
+      where ρ < high. There is no clip: only `high` limits how far π moves from μ.
+    - old_logp="recomputed" with weights: ρ = π_old/μ corrects for the age, the clipped ratio
+      π/π_old for the updates. Source: decoupled PPO, arXiv:2110.00641; AReaL, arXiv:2505.24298.
+    - old_logp="rollout": the ratio is π/μ, and its clip limits age and updates together.
 
-    A rejection keeps tokens near π, which bounds the bias and leaves it. Without any of these the
-    gradient is E_μ[A·∇log π], as if π had drawn the tokens: the ratio is 1 and hides their age.
+    A rejection keeps tokens with μ near π; the bias remains, but is bounded. Without any of these
+    the gradient is E_μ[A·∇log π], as if π had sampled the tokens: the ratio is 1 and hides the age.
     """
     names = array_parameters(a.objective)
-    sees = "rollout_logp_BT" in names or (a.old_logp == "rollout" and "old_logp_BT" in names)
+    uses_rollout_logp = "rollout_logp_BT" in names or (
+        a.old_logp == "rollout" and "old_logp_BT" in names
+    )
     require(
-        most == 0 or sees or bool(a.rollout_correction),
-        f"rollout.max_staleness={most} trains on tokens that older weights drew, and nothing in "
-        f"the loss sees it: {function_name(a.objective)}, loss.old_logp={a.old_logp}, no "
+        max_staleness == 0 or uses_rollout_logp or bool(a.rollout_correction),
+        f"rollout.max_staleness={max_staleness} trains on tokens of older weights, and nothing in "
+        f"the loss corrects for it: {function_name(a.objective)}, loss.old_logp={a.old_logp}, no "
         'loss.rollout_correction. Try --set "loss.rollout_correction=token_is(high=2.0)".',
     )
 
@@ -220,7 +224,7 @@ def check_staleness(a: Algorithm, most: int) -> None:
 def _check_correction_weights(
     a: Algorithm, x_BT: Array, advantages_BT: Array, mask_BT: Array, known_early: bool
 ) -> Array | None:
-    """The rollout corrections' weights, if any; each is tried, and none may weight twice."""
+    """Call each rollout correction, and return the weights, if any; only one may set them."""
     arrays: dict[str, Any] = {
         "log_ratio_BT": x_BT, "old_logp_BT": x_BT, "rollout_logp_BT": x_BT,
         "advantages_BT": advantages_BT, "mask_BT": mask_BT,
@@ -228,33 +232,34 @@ def _check_correction_weights(
     if known_early:
         arrays["batch_mask_BT"] = mask_BT
     for function in a.rollout_correction:
-        continues = "weights_BT" in array_parameters(function)
+        modifies_weights = "weights_BT" in array_parameters(function)
         require(
-            "weights_BT" in arrays or not continues,
-            f"loss.rollout_correction: {function_name(function)} asks for weights_BT, and nothing "
-            "before it makes any. Try "
+            "weights_BT" in arrays or not modifies_weights,
+            f"loss.rollout_correction: {function_name(function)} takes weights_BT, and no "
+            "correction before it sets them. Try "
             f'--set "loss.rollout_correction=token_is(high=2.0) + {function_name(function)}".',
         )
-        found = function(**select_arrays(function, arrays))
+        correction = function(**select_arrays(function, arrays))
         require(
-            isinstance(found, Correction),
+            isinstance(correction, Correction),
             f"loss.rollout_correction: {function_name(function)} must return a Correction, as "
             "token_is does.",
         )
-        if found.weights_BT is None:
+        if correction.weights_BT is None:
             continue
         require(
-            continues or "weights_BT" not in arrays,
-            f"loss.rollout_correction: {function_name(function)} would weight tokens that are "
-            "weighted already, which squares the correction. Leave one out.",
+            modifies_weights or "weights_BT" not in arrays,
+            f"loss.rollout_correction: {function_name(function)} would weight tokens that already "
+            "have weights, and correct twice. Leave one out.",
         )
         for name in ("weights_BT", "ratio_BT"):
-            if getattr(found, name) is not None:
-                arrays[name] = getattr(found, name)
+            if getattr(correction, name) is not None:
+                arrays[name] = getattr(correction, name)
         require(
-            continues or (found.ratio_BT is not None and found.above_BT is not None),
-            f"loss.rollout_correction: {function_name(function)} must say ratio_BT and above_BT of "
-            "its weights, as token_is does.",
+            modifies_weights
+            or (correction.ratio_BT is not None and correction.above_BT is not None),
+            f"loss.rollout_correction: {function_name(function)} must return ratio_BT and above_BT "
+            "with its weights, as token_is does.",
         )
     return arrays.get("weights_BT")
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Async rollouts: batches sampled in a thread, steps ahead of the training; or one by one, in sync.
+"""Asynchronous rollouts: batches sampled in a thread, steps ahead of the training; or in sync.
 
-A batch is whatever `make(step)` returns. Step k trains on batch k and syncs version k, so batch k,
-begun when version k-1-n was synced, holds no token older than that; n is the staleness. One
-thread makes one batch after the other, and no batch is made while `paused()`.
-Next: jaxmoe/rollout/staleness.py checks what came of it.
+A batch is the result of `make(step)`. Step k trains on batch k and syncs version k. Batch k is
+started when version k-1-n is synced, so it has no token of an older version; n is the staleness.
+One thread makes one batch after the other, and none while `paused()`.
+Next: jaxmoe/rollout/staleness.py checks the versions.
 """
 
 import math
@@ -19,12 +19,12 @@ from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")
 
-POLL_S = 0.05  # between looks at a request to stop, which comes as a signal and wakes no one
-GRACE_S = 60.0  # for an unfinished batch to end after it was asked to
+POLL_S = 0.05  # interval at which a stop request is polled; a signal does not wake a Condition
+GRACE_S = 60.0  # time for an interrupted batch to end
 
 
 class SyncRollouts(Generic[T]):
-    """Each batch is made when it is asked for, by the newest weights; AsyncRollouts' methods."""
+    """Makes each batch when it is taken, with the newest weights; has AsyncRollouts' methods."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
         self._make = make
@@ -40,19 +40,19 @@ class SyncRollouts(Generic[T]):
         yield
 
     def wait_metrics(self) -> Metrics:
-        return {}  # the trainer waits for every rollout: time/rollout_s says how long
+        return {}  # the trainer waits for all rollouts, in time/rollout_s
 
     def close(self) -> None:
         pass
 
 
 class AsyncRollouts(Generic[T]):
-    """Batches first..last, made in a thread, each at most `max_staleness` versions behind its step.
+    """Makes batches first..last in a thread, at most `max_staleness` versions behind their step.
 
-    The first begins when version first-1 is synced, or an older one that it may still use.
-    What make() raises is raised in the caller's next call, before any batch that is ready.
-    `interrupt` is called where a batch is being made at close(): it must end make() soon, by an
-    error if need be. `stop` is looked at while the caller waits.
+    The first batch starts when version first-1-max_staleness or a newer one is synced.
+    An error of make() is raised by the caller's next call, before any batch that is ready.
+    close() calls `interrupt` if a batch is being made; it must end make() soon, with an error if
+    necessary. `stop` is polled while the caller waits.
     """
 
     def __init__(
@@ -67,44 +67,44 @@ class AsyncRollouts(Generic[T]):
     ) -> None:
         self._make, self._stop, self._interrupt = make, stop, interrupt
         self._first, self._last, self._max_staleness = first, last, max_staleness
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all attributes below
         self._ready: deque[tuple[int, T]] = deque()
         self._version: float = -math.inf
         self._paused = self._closed = self._making = False
         self._error: BaseException | None = None
-        self._idle_since, self._idle_s, self._waited_s = time.perf_counter(), 0.0, 0.0
-        self._told_at, self._ready_when_taken = self._idle_since, 0
-        # daemon: a second Ctrl-C does not wait for it
+        self._idle_since, self._idle_s, self._trainer_wait_s = time.perf_counter(), 0.0, 0.0
+        self._reported_s, self._n_ready_at_take = self._idle_since, 0
+        # A daemon, so that a second Ctrl-C does not wait for it.
         self._thread = threading.Thread(target=self._make_batches, name="rollouts", daemon=True)
         self._thread.start()
 
     def take_batch(self, step: int) -> T | None:
-        """The batch of a step; None where the run was asked to stop first."""
+        """Return the batch of a step; None if a stop was requested before it was ready."""
         start = time.perf_counter()
         with self._changed:
-            self._ready_when_taken = len(self._ready)
+            self._n_ready_at_take = len(self._ready)
             self._wait_until(lambda: self._ready or self._stop())
-            self._waited_s += time.perf_counter() - start
+            self._trainer_wait_s += time.perf_counter() - start
             if not self._ready:
                 return None
-            made_for, batch = self._ready.popleft()
-        assert made_for == step, (made_for, step)
+            batch_step, batch = self._ready.popleft()
+        assert batch_step == step, (batch_step, step)
         return batch
 
     def weights_synced(self, version: int) -> None:
-        """The engine holds this version now."""
+        """Report that the engine has this version of the weights."""
         with self._changed:
             self._version = version
             self._changed.notify_all()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No batch is being made meanwhile; waits for the one being made."""
+        """Context in which no batch is made; waits for the current batch first."""
         start = time.perf_counter()
         with self._changed:
             self._paused = True
             self._wait_until(lambda: not self._making)
-            self._waited_s += time.perf_counter() - start
+            self._trainer_wait_s += time.perf_counter() - start
         try:
             yield
         finally:
@@ -113,26 +113,33 @@ class AsyncRollouts(Generic[T]):
                 self._changed.notify_all()
 
     def wait_metrics(self) -> Metrics:
-        """Since the last call: both sides' idle seconds, the share in which neither was idle.
+        """Metrics of idle time since the last call.
 
-        time/wait_for_rollouts_s: the trainer's. time/wait_for_trainer_s: the thread's, held up by
-        the staleness it may not pass, by an evaluation, or with nothing left to make.
-        rollout/ready_batches: batches that were ready when the last one was taken.
+        time/wait_for_rollouts_s: of the trainer. time/wait_for_trainer_s: of the thread, because of
+        the staleness limit, an evaluation, or the end of the run. rollout/overlap_frac: share of
+        the time in which neither was idle. rollout/ready_batches: batches that were ready when the
+        last one was taken.
         """
         with self._changed:
-            now = time.perf_counter()
+            now_s = time.perf_counter()
             if not self._making:
-                self._idle_s, self._idle_since = self._idle_s + now - self._idle_since, now
-            mine, theirs, spent = self._waited_s, self._idle_s, now - self._told_at
-            self._waited_s, self._idle_s, self._told_at = 0.0, 0.0, now
+                self._idle_s, self._idle_since = self._idle_s + now_s - self._idle_since, now_s
+            trainer_wait_s, thread_wait_s, elapsed_s = (
+                self._trainer_wait_s,
+                self._idle_s,
+                now_s - self._reported_s,
+            )
+            self._trainer_wait_s, self._idle_s, self._reported_s = 0.0, 0.0, now_s
             return {
-                "time/wait_for_rollouts_s": mine, "time/wait_for_trainer_s": theirs,
-                "rollout/overlap_frac": max(0.0, 1.0 - (mine + theirs) / spent),
-                "rollout/ready_batches": self._ready_when_taken,
+                "time/wait_for_rollouts_s": trainer_wait_s,
+                "time/wait_for_trainer_s": thread_wait_s,
+                "rollout/overlap_frac":
+                max(0.0, 1.0 - (trainer_wait_s + thread_wait_s) / elapsed_s),
+                "rollout/ready_batches": self._n_ready_at_take,
             }  # fmt: skip
 
     def close(self) -> None:
-        """Make no more; the one being made is interrupted, and lost with those that are ready."""
+        """Stop making batches; the current batch is interrupted, and ready ones are discarded."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -141,8 +148,8 @@ class AsyncRollouts(Generic[T]):
             self._interrupt()
         self._thread.join(GRACE_S)
 
-    def _wait_until(self, until: Callable[[], object]) -> None:
-        while not (self._error or until()):
+    def _wait_until(self, condition: Callable[[], object]) -> None:
+        while not (self._error or condition()):
             self._changed.wait(POLL_S)
         if self._error:
             raise self._error

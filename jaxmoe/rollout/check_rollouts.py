@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of every engine's rollouts before they are scored or trained on. Plain numpy.
+"""Checks of rollouts of any engine, before they are scored or trained on. Plain numpy.
 
-Log-probs that no float32 softmax has are refused by jaxmoe/rl/batch.py, when a batch is made.
+jaxmoe/rl/batch.py refuses impossible log-probs when it makes a batch.
 Next: jaxmoe/rollout/staleness.py checks which weights sampled them.
 """
 
@@ -12,14 +12,15 @@ import numpy as np
 from jaxmoe.config import EngineError
 from jaxmoe.records import Prompt, Rollout
 
-# nats; two samples agree by chance less often than e^-50, which no run will see
+# nats; two equal samples of a lower log-prob are a fault: e^-50 does not happen in a run
 MIN_EQUAL_LOGP_NATS = -50.0
-# two tokens after the same text; an engine whose batches are not invariant may say a little more
+# Probabilities of two tokens after the same text add up to at most 1; an engine without batch
+# invariance may report slightly more.
 MAX_PAIR_PROBABILITY = 1.1
 
 
 def check_order(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], *, samples: int) -> None:
-    """Raises EngineError unless there is one rollout for each prompt and sample, in this order."""
+    """Raise EngineError unless there is one rollout for each prompt and sample, in this order."""
     expected = [prompt.id for prompt in prompts for _ in range(samples)]
     returned = [r.prompt.id for r in rollouts]
     if returned != expected:
@@ -32,13 +33,14 @@ def check_order(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], *, sampl
 
 
 def check_samples(rollouts: Sequence[Rollout], *, samples: int) -> None:
-    """Raises EngineError unless the samples of a prompt, side by side, are drawn independently.
+    """Raise EngineError unless neighbouring samples of a prompt look independent.
 
-    What must hold of two neighbours, and what an engine does that breaks it:
-    - two that agree in every token must have been likely to: none is returned twice;
-    - where two part, after equal tokens of one version of the weights, the two tokens'
-      probabilities add up to 1 at most. An engine that reports zeros, or log-probs of other
-      tokens, breaks this.
+    Two conditions must hold for two neighbours:
+    - if all their tokens are equal, this must have been likely; an engine that returns a sample
+      twice violates it;
+    - at the first token in which they differ, after equal tokens of the same weight versions, the
+      two probabilities add up to at most 1; an engine that reports zeros, or log-probs of other
+      tokens, violates it.
     """
     for first in range(0, len(rollouts), samples):
         for i in range(first, first + samples - 1):
@@ -46,40 +48,40 @@ def check_samples(rollouts: Sequence[Rollout], *, samples: int) -> None:
 
 
 def check_token_ids(rollouts: Sequence[Rollout], vocab_size: int) -> None:
-    """Raises EngineError for a token that the model does not have: a gather would clamp its id."""
+    """Raise EngineError for ids outside the vocabulary, which a gather would silently clamp."""
     for i, r in enumerate(rollouts):
         bad = np.flatnonzero((r.tokens < 0) | (r.tokens >= vocab_size))
         if bad.size:
             raise EngineError(
                 f"{_format_rollout(i, r)}: token ids must be from 0 to {vocab_size - 1}, got "
-                f"{r.tokens[bad[0]]} at token {bad[0]}. Check that the engine has this model and "
-                "this tokenizer."
+                f"{r.tokens[bad[0]]} at token {bad[0]}. Check that the engine has the same model "
+                "and tokenizer."
             )
 
 
-def _check_pair(i: int, one: Rollout, other: Rollout) -> None:
-    """Two samples of a prompt that stand side by side."""
-    length = min(len(one.tokens), len(other.tokens))
-    apart = np.flatnonzero(one.tokens[:length] != other.tokens[:length])
-    if not apart.size:
-        total = float(np.sum(one.rollout_logp[:length], dtype=np.float64))
-        if len(one.tokens) == len(other.tokens) and total < MIN_EQUAL_LOGP_NATS:
+def _check_pair(i: int, first: Rollout, second: Rollout) -> None:
+    """Raise EngineError unless two neighbouring samples of a prompt look independent."""
+    length = min(len(first.tokens), len(second.tokens))
+    differing = np.flatnonzero(first.tokens[:length] != second.tokens[:length])
+    if not differing.size:
+        total = float(np.sum(first.rollout_logp[:length], dtype=np.float64))
+        if len(first.tokens) == len(second.tokens) and total < MIN_EQUAL_LOGP_NATS:
             raise EngineError(
-                f"{_format_rollout(i, one)}: the samples of a prompt must be independent; rollout "
+                f"{_format_rollout(i, first)}: samples of a prompt must be independent; rollout "
                 f"{i + 1} has the same {length} tokens, which happens once in e^{-total:.0f}. "
-                "Check that each sample has a seed of its own, and that none is returned twice."
+                "Check that each sample has its own seed, and that none is returned twice."
             )
         return
-    t = int(apart[0])
-    if one.weight_versions[: t + 1].tolist() != other.weight_versions[: t + 1].tolist():
+    t = int(differing[0])
+    if first.weight_versions[: t + 1].tolist() != second.weight_versions[: t + 1].tolist():
         return
-    probability = float(np.exp(one.rollout_logp[t]) + np.exp(other.rollout_logp[t]))
+    probability = float(np.exp(first.rollout_logp[t]) + np.exp(second.rollout_logp[t]))
     if probability > MAX_PAIR_PROBABILITY:
         raise EngineError(
-            f"{_format_rollout(i, one)}: rollout {i + 1} has another token at {t}, and by their "
-            f"log-probs ({one.rollout_logp[t]:.4g} and {other.rollout_logp[t]:.4g}) the two "
-            f"together have probability {probability:.3g}; it must be at most 1. Check that the "
-            "engine returns the log-prob of each sampled token, after temperature and cuts."
+            f"{_format_rollout(i, first)}: rollout {i + 1} has another token at {t}, and by their "
+            f"log-probs ({first.rollout_logp[t]:.4g} and {second.rollout_logp[t]:.4g}) the sum "
+            f"of the two probabilities is {probability:.3g}; it must be at most 1. Check that the "
+            "engine returns the log-prob of each sampled token, after temperature, top-k and top-p."
         )
 
 

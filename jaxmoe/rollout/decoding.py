@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode: pure functions over the trainer's own forward, which an engine jits.
+"""Prefill and decode: pure functions over the trainer's forward, which an engine jits.
 
-A prompt is prefilled once and its cache rows repeated for its samples. Decode is one
-`while_loop` on the device. Each row draws from its own random stream, so its tokens do not depend
-on what else is in the batch. Next: jaxmoe/model/forward.py.
+A prompt is prefilled once, and its cache rows are repeated for its samples. Decode is one
+`while_loop` on the device. Each row has its own random stream, so its tokens do not depend on the
+other rows of the batch. Next: jaxmoe/model/forward.py.
 """
 
 from dataclasses import replace
@@ -29,24 +29,27 @@ class DecodeState:
     """The sequences being decoded; B rows, T = max_new_tokens columns."""
 
     cache: Leaf  # KVCache
-    hidden_BD: Leaf  # of the last token: the next one is drawn from it
+    hidden_BD: Leaf  # of the last token, from which the next one is sampled
     position_B: Leaf  # of the next token
     alive_B: Leaf
-    stream_B2: Leaf  # uint32 key data, one random stream a row
+    stream_B2: Leaf  # uint32 key data, one random stream per row
     tokens_BT: Leaf
     logp_BT: Leaf
-    column: Leaf  # int32 []: the next column to fill, alike in all rows
-    log_kept_BT: Leaf = None  # only where top-k or top-p cut something off
-    experts_BTLA: Leaf = None  # of each token drawn, where they are kept; the last column is empty
+    column: Leaf  # int32 []: the next column to fill, the same in all rows
+    log_kept_BT: Leaf = None  # log of the mass that top-k and top-p kept, if they are on
+    experts_BTLA: Leaf = None  # of each sampled token, if recorded; the last column is empty
 
 
 def init_rows(
     hidden_BD: Array, lengths_B: Array, alive_B: Array, stream_B2: Array,
     experts_BTLA: Array | None, sampling: Sampling,
 ) -> DecodeState:  # fmt: skip
-    """Rows before their first token, without their cache; of `experts` the last two axes count."""
+    """Return rows before their first token, without a cache.
+
+    Only the last two axes and the dtype of `experts_BTLA` are used.
+    """
     shape = lengths_B.shape[0], sampling.max_new_tokens
-    cuts, read = sampling.top_k > 0 or sampling.top_p < 1.0, experts_BTLA
+    is_truncated, read = sampling.top_k > 0 or sampling.top_p < 1.0, experts_BTLA
     return DecodeState(
         cache=None,
         hidden_BD=hidden_BD,
@@ -56,7 +59,7 @@ def init_rows(
         tokens_BT=jnp.zeros(shape, jnp.int32),
         logp_BT=jnp.zeros(shape, jnp.float32),
         column=jnp.zeros((), jnp.int32),
-        log_kept_BT=jnp.zeros(shape, jnp.float32) if cuts else None,
+        log_kept_BT=jnp.zeros(shape, jnp.float32) if is_truncated else None,
         experts_BTLA=None if read is None else jnp.zeros(shape + read.shape[2:], read.dtype),
     )
 
@@ -65,7 +68,7 @@ def prefill_prompts(
     params: Params, tokens_BT: Array, lengths_B: Array, *, cfg: ModelConfig, ops: Ops, slots: int,
     keep_experts: bool,
 ) -> tuple[KVCache, Array, Array | None]:  # fmt: skip
-    """The cache of right-padded prompts, the hidden state of each one's last token, experts."""
+    """Return the cache of right-padded prompts, the last token's hidden states, and the experts."""
     segments_BT = (jnp.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
     cache = init_cache(cfg, tokens_BT.shape[0], slots)
     hidden_BTD, cache, experts_LBTA = forward(
@@ -78,37 +81,37 @@ def prefill_prompts(
 
 
 def experts_batch_first(experts_LBTA: Array, cfg: ModelConfig) -> Array:
-    """What a forward recorded, as rollouts carry it."""
+    """Convert experts that a forward recorded to the layout and dtype of rollouts."""
     return jnp.moveaxis(experts_LBTA, 0, 2).astype(expert_dtype(cfg.n_experts))
 
 
 def repeat_rows(cache: KVCache, samples: int) -> KVCache:
-    """The cache with `samples` of each row, side by side."""
+    """Return the cache with each row repeated `samples` times."""
 
-    def kind(k):
+    def repeat_kind(k):
         return replace(
             k, k=jnp.repeat(k.k, samples, axis=1), v=jnp.repeat(k.v, samples, axis=1),
             positions_BC=jnp.repeat(k.positions_BC, samples, axis=0),
             segments_BC=jnp.repeat(k.segments_BC, samples, axis=0),
         )  # fmt: skip
 
-    return replace(cache, sliding=kind(cache.sliding), full=kind(cache.full))
+    return replace(cache, sliding=repeat_kind(cache.sliding), full=repeat_kind(cache.full))
 
 
 def take_rows(cache: KVCache, rows: Array) -> KVCache:
-    """The cache of these rows, repeated or dropped."""
+    """Return the cache of the rows with these indices."""
 
-    def kind(k):
+    def take_kind(k):
         return replace(
             k, k=k.k[:, rows], v=k.v[:, rows],
             positions_BC=k.positions_BC[rows], segments_BC=k.segments_BC[rows],
         )  # fmt: skip
 
-    return replace(cache, sliding=kind(cache.sliding), full=kind(cache.full))
+    return replace(cache, sliding=take_kind(cache.sliding), full=take_kind(cache.full))
 
 
 def select_rows(rows: DecodeState, keep: Array) -> DecodeState:
-    """These rows alone."""
+    """Return the rows with these indices."""
     return replace(
         rows, cache=take_rows(rows.cache, keep), hidden_BD=rows.hidden_BD[keep],
         position_B=rows.position_B[keep], alive_B=rows.alive_B[keep],
@@ -130,9 +133,9 @@ def decode_tokens(
     top_p: float,
     enough: int,
 ) -> DecodeState:
-    """Draw tokens until the columns are full or at most `enough` rows are alive."""
+    """Sample tokens until all columns are full or at most `enough` rows are alive."""
 
-    def pick(rows: DecodeState) -> tuple[DecodeState, Array]:
+    def sample_column(rows: DecodeState) -> tuple[DecodeState, Array]:
         greedy = temperature <= 0.0
         sharpness = jnp.where(greedy, 1.0, temperature)
         all_BV = next_token_logits(params, rows.hidden_BD, cfg, ops, sharpness)
@@ -148,20 +151,20 @@ def decode_tokens(
         token_B = jnp.where(rows.alive_B, token_B, 0)
         stopped_B = jnp.any(token_B[:, None] == stop_ids[None], axis=1)
         zero = jnp.zeros((), jnp.int32)
-        at = (zero, rows.column)
+        start_indices = (zero, rows.column)
         if log_kept_BT is not None and log_kept_B is not None:
-            log_kept_BT = lax.dynamic_update_slice(log_kept_BT, log_kept_B[:, None], at)
+            log_kept_BT = lax.dynamic_update_slice(log_kept_BT, log_kept_B[:, None], start_indices)
         return replace(
             rows,
-            tokens_BT=lax.dynamic_update_slice(rows.tokens_BT, token_B[:, None], at),
-            logp_BT=lax.dynamic_update_slice(rows.logp_BT, logp_B[:, None], at),
+            tokens_BT=lax.dynamic_update_slice(rows.tokens_BT, token_B[:, None], start_indices),
+            logp_BT=lax.dynamic_update_slice(rows.logp_BT, logp_B[:, None], start_indices),
             log_kept_BT=log_kept_BT,
             alive_B=rows.alive_B & ~stopped_B,
             column=rows.column + 1,
         ), token_B
 
     def body(rows: DecodeState) -> DecodeState:
-        rows, token_B = pick(rows)
+        rows, token_B = sample_column(rows)
         hidden_BTD, cache, experts_LBTA = forward(
             params,
             token_B[:, None],
@@ -172,7 +175,7 @@ def decode_tokens(
             cache=rows.cache,
         )
         experts_BTLA = rows.experts_BTLA
-        if experts_BTLA is not None:  # of the token in the column that was just filled
+        if experts_BTLA is not None:  # of the token in the column that was filled last
             experts_BTLA = write_slots(
                 experts_BTLA, experts_batch_first(experts_LBTA, cfg), rows.column - 1
             )
@@ -183,14 +186,14 @@ def decode_tokens(
 
     last = rows.tokens_BT.shape[1] - 1
 
-    def goes_on(rows: DecodeState) -> Array:
+    def is_unfinished(rows: DecodeState) -> Array:
         return (rows.column < last) & (jnp.sum(rows.alive_B.astype(jnp.int32)) > enough)
 
-    def finish(rows: DecodeState) -> DecodeState:
-        return replace(pick(rows)[0], cache=None, hidden_BD=None)
+    def fill_last_column(rows: DecodeState) -> DecodeState:
+        return replace(sample_column(rows)[0], cache=None, hidden_BD=None)
 
-    rows = lax.while_loop(goes_on, body, rows)
-    # the last column needs no forward after it; the cache stays out of `cond`, which would copy it
+    rows = lax.while_loop(is_unfinished, body, rows)
+    # No forward follows the last column. The cache stays out of `cond`, which would copy it.
     light = replace(rows, cache=None, hidden_BD=None)
-    final = lax.cond(rows.column == last, lambda: finish(rows), lambda: light)
+    final = lax.cond(rows.column == last, lambda: fill_last_column(rows), lambda: light)
     return replace(final, cache=rows.cache, hidden_BD=rows.hidden_BD)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is. Next: jaxmoe/rollout/native.py, the one that shares the trainer's forward,
+"""The protocol of an engine. Next: jaxmoe/rollout/native.py, which shares the trainer's forward,
 and jaxmoe/vllm/engine.py.
 """
 
@@ -12,35 +12,35 @@ from jaxmoe.shapes import Params
 
 @runtime_checkable
 class Engine(Protocol):
-    """Token ids in, token ids and processed log-probs out.
+    """Token ids in, token ids and log-probs out.
 
-    A rollout's `rollout_logp` is of the distribution that its tokens were drawn from. Where top-k
-    or top-p cut that distribution, `log_kept` is the log of the mass they kept, in nats, so that
-    rollout_logp + log_kept is over the whole vocabulary; where they are off it is None, and so it
-    is in greedy answers, of which nothing can be cut.
+    A rollout's `rollout_logp` belongs to the distribution from which its tokens were sampled. If
+    top-k or top-p truncate that distribution, `log_kept` is the log of the mass that they kept, in
+    nats, so that rollout_logp + log_kept is over the full vocabulary. It is None if they are off,
+    and for greedy answers.
     """
 
     @property
     def incidents(self) -> Sequence[str]:
-        """What went wrong since the engine was opened, and was mended; oldest first."""
+        """Faults since the engine was opened from which it recovered, oldest first."""
         ...
 
     def load(self, params: Params, version: int) -> None:
-        """Sample from these weights from now on; rollouts carry `version`.
+        """Use these weights for all further samples; rollouts carry `version`.
 
-        Returns when the engine is known to hold them; raises EngineError where it does not.
+        Returns when the engine has the weights; raises EngineError if it does not get them.
         """
         ...
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
     ) -> list[Rollout]:
-        """`samples` rollouts of each prompt, the samples of one prompt side by side.
+        """Return `samples` rollouts of each prompt, the samples of a prompt as neighbours.
 
-        Each is whole: none is lost, none is there twice. Raises EngineError otherwise.
+        Each is complete, none is missing or repeated. Raises EngineError otherwise.
         """
         ...
 
     def close(self) -> None:
-        """Stop what was started; may be called twice."""
+        """Stop everything that the engine started; may be called twice."""
         ...

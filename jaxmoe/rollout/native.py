@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native engine: jitted prefill and decode over the trainer's own forward.
+"""The native engine: jitted prefill and decode over the trainer's forward.
 
-Decode returns to the host when a quarter of the rows is still alive, and goes on with a batch of
-that size, so finished rows stop costing. Next: jaxmoe/rollout/decoding.py.
+Decode returns to the host when at most a quarter of the rows is alive, and continues with a batch
+of that size, so that finished rows cost no more time. Next: jaxmoe/rollout/decoding.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,19 +39,19 @@ from jaxmoe.rollout.decoding import (
 )
 from jaxmoe.shapes import Leaf, Params
 
-SHRINK_FACTOR = 4  # rows are dropped from the batch when at most 1/SHRINK of them are alive
-MIN_BATCH_ROWS = 8  # no batch is made smaller than this
-MIN_PROMPT_TOKENS = 32  # prompts are padded to the next power of two from here
+SHRINK_FACTOR = 4  # the batch shrinks by this factor when few enough rows are alive
+MIN_BATCH_ROWS = 8  # a batch does not shrink below this
+MIN_PROMPT_TOKENS = 32  # prompts are padded to this times a power of two
 
 
 class NativeEngine:
-    """Samples with the trainer's own forward; `compilations()` counts what jit has built.
+    """Samples with the trainer's forward.
 
-    With `keep_experts` a rollout carries the experts of its tokens. On a mesh each device has rows
-    of its own, and keeps them until the last row of the wave has ended.
+    With `keep_experts` a rollout has the experts of its tokens. On a mesh each device has its own
+    rows, and keeps them until the last row of the batch has ended.
     """
 
-    incidents: Sequence[str] = ()  # it fails for good or not at all
+    incidents: Sequence[str] = ()  # it never recovers from a fault
 
     def __init__(
         self, cfg: ModelConfig, ops: Ops, *, max_prompt_tokens: int, max_new_tokens: int,
@@ -71,69 +71,73 @@ class NativeEngine:
             partial(decode_tokens, cfg=cfg, ops=ops), static_argnames=("top_k", "top_p", "enough"),
             donate_argnums=1,
         )  # fmt: skip
-        # a partial of its own, or engines would share one cache and count each other's programs
+        # New partials, because engines would otherwise share jit's cache and count the programs of
+        # each other.
         self._repeat = jax.jit(partial(repeat_rows), static_argnames="samples")
         self._compact = jax.jit(partial(select_rows))
         self._read = partial(cast_for_forward, cfg=cfg)
         if mesh is not None:
-            to = param_shardings(cfg, mesh, rules)
-            self._read = jax.jit(self._read, out_shardings=to)
-        self._loaded: tuple[Params, int] | None = None  # one thing, so that a thread reads both
+            shardings = param_shardings(cfg, mesh, rules)
+            self._read = jax.jit(self._read, out_shardings=shardings)
+        # One tuple, so that a thread reads a consistent pair.
+        self._loaded: tuple[Params, int] | None = None
         self._closed = False
 
     def share_base(self, base: Params) -> None:
-        """Weights that nobody changes or donates: loaded ones that are these arrays are not copied.
+        """Declare weights that are never changed or donated, so that load() does not copy them.
 
-        They must be as the forward reads them.
+        They must be in the dtypes that the forward reads.
         """
         self._read = partial(cast_for_forward, cfg=self._cfg, shared=base)
 
     def load(self, params: Params, version: int) -> None:
-        """A copy of these weights as the trainer's forward reads them: it donates its own.
+        """Copy these weights in the dtypes of the forward, since the trainer donates its own.
 
-        A generate() that runs in another thread goes on with the weights it began with.
+        A generate() in another thread continues with the weights that it started with.
         """
         self._loaded = self._read(params), version
 
     def close(self) -> None:
-        """Ends a generate() that runs in another thread, when it next returns from the device."""
+        """End a generate() in another thread when it next returns from the device."""
         self._closed = True
 
     def count_compilations(self) -> int:
-        """Programs compiled so far; a run needs a handful, whatever its length."""
+        """Number of programs compiled so far; it does not grow with the length of a run."""
         jitted = (self._prefill, self._decode, self._repeat, self._compact)
         return sum(compilations(f) for f in jitted)
 
     def prompts_per_batch(self, samples: int) -> int:
-        """Prompts of a wave; each device has as many."""
+        """Number of prompts of a batch, divided evenly among the devices."""
         return prompts_per_batch(self._max_rows, samples, self._shards)
 
     def compile_programs(
         self, make: Callable[..., Any], sampling: Sampling, params: Params, *, samples: int
     ) -> tuple[Any, Any]:
-        """Prefill and decode of a whole wave of the longest prompts, as `generate` runs them.
+        """Compile prefill and decode of a full batch of the longest prompts, as `generate` does.
 
-        `make(jitted, *shapes, **static)` compiles, for devices that need not be here; `params` are
-        the shapes of the weights that the trainer hands on.
+        `make(jitted, *shapes, **static)` compiles, possibly for devices that are not present;
+        `params` are the shapes of the trainer's weights.
         """
         width, cfg, mesh = self.prompts_per_batch(samples), self._cfg, self._mesh
 
-        def lie(tree: Leaf, at: Leaf) -> Leaf:
+        def with_shardings(tree: Leaf, shardings: Leaf) -> Leaf:
             return jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, at
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
             )
 
-        def cut(tree: Leaf) -> Leaf:
-            if (on := mesh) is None:
+        def shard_rows(tree: Leaf) -> Leaf:
+            if (row_mesh := mesh) is None:
                 return tree
-            return lie(tree, jax.tree.map(lambda x: batch_sharding(on, x.ndim, self._rules), tree))
+            return with_shardings(
+                tree, jax.tree.map(lambda x: batch_sharding(row_mesh, x.ndim, self._rules), tree)
+            )
 
-        def results(made: Any) -> Any:
-            return lie(made.out_info, made.output_shardings)
+        def result_shapes(program: Any) -> Any:
+            return with_shardings(program.out_info, program.output_shardings)
 
         params = jax.eval_shape(partial(cast_for_forward, cfg=cfg), params)
         if mesh is not None:
-            params = lie(params, param_shardings(cfg, mesh, self._rules))
+            params = with_shardings(params, param_shardings(cfg, mesh, self._rules))
         rows = width * samples
         shapes = [((width, self._longest), jnp.int32), ((width,), jnp.int32)]
         shapes += [((rows, cfg.d_model), jnp.dtype(cfg.dtype)), ((rows,), jnp.int32)]
@@ -142,24 +146,26 @@ class NativeEngine:
         tokens, lengths, *fresh, stop_ids, temperature = (
             jax.ShapeDtypeStruct(*shape) for shape in shapes
         )
-        first = make(self._prefill, params, *cut((tokens, lengths)))
-        cache, _, read = results(first)
+        prefill_program = make(self._prefill, params, *shard_rows((tokens, lengths)))
+        cache, _, prompt_experts = result_shapes(prefill_program)
         if samples > 1:
-            cache = results(make(self._repeat, cache, samples=samples))
-        state = cut(jax.eval_shape(partial(init_rows, sampling=sampling), *fresh, read))
-        each = make(
+            cache = result_shapes(make(self._repeat, cache, samples=samples))
+        state = shard_rows(
+            jax.eval_shape(partial(init_rows, sampling=sampling), *fresh, prompt_experts)
+        )
+        decode_program = make(
             self._decode, params, replace(state, cache=cache), stop_ids, temperature,
             top_k=sampling.top_k, top_p=sampling.top_p, enough=0,
         )  # fmt: skip
-        return first, each
+        return prefill_program, decode_program
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, samples: int = 1
     ) -> list[Rollout]:
-        """`samples` rollouts of each prompt, side by side; the same seed gives the same tokens.
+        """Return `samples` rollouts of each prompt, as neighbours; equal seeds give equal tokens.
 
-        Raises ConfigError for a prompt or a budget longer than the engine was built for, an empty
-        prompt, or token ids that the model does not have.
+        Raises ConfigError for a prompt or an answer length above the engine's limits, an empty
+        prompt, or token ids outside the vocabulary.
         """
         if self._loaded is None:
             raise ValueError("the engine must have weights before it samples: call load() first.")
@@ -169,24 +175,26 @@ class NativeEngine:
                 f"engine's ({self._max_new}). Try --set rollout.max_new_tokens="
                 f"{sampling.max_new_tokens}."
             )
-        if sampling.temperature <= 0.0:  # the most likely token is never cut off
+        if sampling.temperature <= 0.0:  # top-k and top-p never exclude the most likely token
             sampling = replace(sampling, top_k=0, top_p=1.0)
-        params, version = self._loaded  # of all its tokens, whatever is loaded meanwhile
-        # an embedding that waits on the host is on the device for these rollouts
+        params, version = self._loaded  # used for all tokens, even if load() is called meanwhile
+        # An embedding in host memory is copied to the device for these rollouts.
         loaded = jax.tree.map(jnp.asarray, params), version
-        per_wave = self.prompts_per_batch(samples)
-        done: list[Rollout] = []
-        for start in range(0, len(prompts), per_wave):
-            wave = prompts[start : start + per_wave]
-            done += self._generate_batch(loaded, wave, sampling, seed, samples, per_wave, start)
-        return done
+        per_batch = self.prompts_per_batch(samples)
+        rollouts: list[Rollout] = []
+        for start in range(0, len(prompts), per_batch):
+            batch = prompts[start : start + per_batch]
+            rollouts += self._generate_batch(
+                loaded, batch, sampling, seed, samples, per_batch, start
+            )
+        return rollouts
 
     def _generate_batch(
         self, loaded: tuple[Params, int], prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
     ) -> list[Rollout]:  # fmt: skip
         params, version = loaded
-        rows, budget, read = self._prefill_batch(
+        rows, budget, prompt_experts = self._prefill_batch(
             params, prompts, sampling, seed, samples, width, first
         )
         n = len(prompts) * samples
@@ -196,18 +204,18 @@ class NativeEngine:
         experts = None
         if rows.experts_BTLA is not None:
             experts = np.zeros((n, *rows.experts_BTLA.shape[1:]), rows.experts_BTLA.dtype)
-        original = np.arange(width * samples)  # of each row still in the batch
+        original = np.arange(width * samples)  # original index of each row in the batch
         stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
         while True:
             if self._closed:
                 raise EngineError("the engine was closed while it sampled.")
             size = len(original)
-            # rows of another device are no closer than new ones: a mesh keeps them as they are
-            smaller = max(MIN_BATCH_ROWS, -(-size // SHRINK_FACTOR)) if self._mesh is None else size
-            enough = smaller if smaller < size else 0
+            # On a mesh the batch does not shrink, since rows would have to move between devices.
+            shrunk = max(MIN_BATCH_ROWS, -(-size // SHRINK_FACTOR)) if self._mesh is None else size
+            max_alive = shrunk if shrunk < size else 0
             rows = self._decode(
                 params, rows, stop_ids, jnp.float32(sampling.temperature),
-                top_k=sampling.top_k, top_p=sampling.top_p, enough=enough,
+                top_k=sampling.top_k, top_p=sampling.top_p, enough=max_alive,
             )  # fmt: skip
             real = original < n
             tokens[original[real]] = gather_to_hosts(rows.tokens_BT)[real]
@@ -219,14 +227,14 @@ class NativeEngine:
             alive = np.flatnonzero(gather_to_hosts(rows.alive_B))
             if int(rows.column) == budget or alive.size == 0:
                 break
-            keep = np.concatenate([alive, np.setdiff1d(np.arange(size), alive)])[:smaller]
+            keep = np.concatenate([alive, np.setdiff1d(np.arange(size), alive)])[:shrunk]
             rows = self._compact(rows, jnp.asarray(keep, jnp.int32))
             original = original[keep]
         return [
             self._make_rollout(
                 prompts[i // samples], tokens[i], logp[i],
                 None if log_kept is None else log_kept[i], sampling, version,
-                None if experts is None else (read[i // samples], experts[i]),
+                None if experts is None else (prompt_experts[i // samples], experts[i]),
             )
             for i in range(n)
         ]  # fmt: skip
@@ -235,7 +243,7 @@ class NativeEngine:
         self, params: Params, prompts: Sequence[Prompt], sampling: Sampling, seed: int,
         samples: int, width: int, first: int,
     ) -> tuple[DecodeState, int, np.ndarray]:  # fmt: skip
-        """The rows before the first token, its budget, and the experts of each prompt's tokens."""
+        """Return rows before their first token, the answer length, and the prompts' experts."""
         for prompt in prompts:
             _check_prompt(prompt, self._cfg.vocab_size)
         longest = max(len(p.tokens) for p in prompts)
@@ -251,7 +259,7 @@ class NativeEngine:
             tokens[row, : len(prompt.tokens)] = prompt.tokens
             lengths[row] = len(prompt.tokens)
         placed = shard_batch((jnp.asarray(tokens), jnp.asarray(lengths)), self._mesh, self._rules)
-        cache, hidden, read = self._prefill(params, *placed)
+        cache, hidden, prompt_experts = self._prefill(params, *placed)
         repeat = np.repeat(np.arange(width), samples)
         if samples > 1:
             cache = self._repeat(cache, samples=samples)
@@ -259,10 +267,10 @@ class NativeEngine:
         streams = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.asarray(ids))
         state = init_rows(
             hidden[repeat], jnp.asarray(lengths[repeat]), jnp.asarray(repeat < len(prompts)),
-            jax.random.key_data(streams), read, sampling,
+            jax.random.key_data(streams), prompt_experts, sampling,
         )  # fmt: skip
         state = replace(shard_batch(state, self._mesh, self._rules), cache=cache)
-        return state, sampling.max_new_tokens, gather_to_hosts(read)
+        return state, sampling.max_new_tokens, gather_to_hosts(prompt_experts)
 
     def _make_rollout(
         self, prompt: Prompt, tokens: np.ndarray, logp: np.ndarray,
@@ -282,16 +290,16 @@ class NativeEngine:
 
 
 def prompts_per_batch(max_rows: int, samples: int, shards: int) -> int:
-    """Of a wave, as many on each of the devices with rows of their own, and at least one."""
+    """Number of prompts of a batch: a multiple of the shards of rows, and at least one on each."""
     return max(shards, max_rows // samples // shards * shards)
 
 
 def _check_prompt(prompt: Prompt, vocab_size: int) -> None:
-    """Raises ConfigError for what a forward would read as something else, without an error."""
+    """Raise ConfigError for prompts that a forward would silently misread."""
     if not len(prompt.tokens):
         raise ConfigError(
             f"prompt {prompt.id} must have at least one token, got none: the first answer token "
-            "would have nothing before it to be predicted from. Begin it with a start token."
+            "is predicted from the prompt. Begin it with a start token."
         )
     bad = [token for token in prompt.tokens if not 0 <= token < vocab_size]
     if bad:

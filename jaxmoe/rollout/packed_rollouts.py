@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts as bytes, for processes that did not sample them: arrays and JSON, no pickle.
+"""Serialize rollouts for other processes: arrays and JSON, no pickle.
 
 Next: jaxmoe/vllm/multi_process_engine.py.
 """
@@ -17,12 +17,12 @@ from jaxmoe.records import Prompt, Rollout, StopReason
 _ARRAYS = ("tokens", "rollout_logp", "weight_versions", "log_kept", "routed_experts")
 
 
-def serialize_rollouts(rollouts: Sequence[Rollout], **told: Any) -> bytes:
-    """A prompt that several rollouts share is there once; `told` are JSON values beside them."""
+def serialize_rollouts(rollouts: Sequence[Rollout], **extra: Any) -> bytes:
+    """Return rollouts as bytes; a shared prompt is stored once, `extra` values are JSON."""
     prompts = {id(r.prompt): r.prompt for r in rollouts}
     numbers = {key: n for n, key in enumerate(prompts)}
     head: dict[str, Any] = {
-        "told": told,
+        "extra": extra,
         "prompts": [asdict(p) for p in prompts.values()],
         "prompt_of": [numbers[id(r.prompt)] for r in rollouts],
         "stop": [r.stop.value for r in rollouts],
@@ -30,9 +30,11 @@ def serialize_rollouts(rollouts: Sequence[Rollout], **told: Any) -> bytes:
     joined: dict[str, Any] = {}
     for name in _ARRAYS:
         arrays = [getattr(r, name) for r in rollouts]
-        head[name] = [None if a is None else len(a) for a in arrays]  # None: it has none
-        if there := [a for a in arrays if a is not None]:
-            joined[name] = np.concatenate(there)
+        head[name] = [
+            None if a is None else len(a) for a in arrays
+        ]  # None: the rollout has no such array
+        if present := [a for a in arrays if a is not None]:
+            joined[name] = np.concatenate(present)
     joined["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **joined)
@@ -40,23 +42,23 @@ def serialize_rollouts(rollouts: Sequence[Rollout], **told: Any) -> bytes:
 
 
 def deserialize_rollouts(data: bytes) -> tuple[list[Rollout], dict[str, Any]]:
-    """The rollouts, and what was told beside them."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as found:
-        head = json.loads(found["head"].tobytes())
-        cut = {name: _split_array(found, name, head[name]) for name in _ARRAYS}
+    """Return the rollouts and the extra values."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        head = json.loads(archive["head"].tobytes())
+        split = {name: _split_array(archive, name, head[name]) for name in _ARRAYS}
     prompts = [Prompt(**p | {"tokens": tuple(p["tokens"])}) for p in head["prompts"]]
     rollouts = [
-        Rollout(prompts[n], stop=StopReason(stop), **{name: cut[name][i] for name in _ARRAYS})
+        Rollout(prompts[n], stop=StopReason(stop), **{name: split[name][i] for name in _ARRAYS})
         for i, (n, stop) in enumerate(zip(head["prompt_of"], head["stop"], strict=True))
     ]
-    return rollouts, head["told"]
+    return rollouts, head["extra"]
 
 
-def _split_array(found: Any, name: str, lengths: list[int | None]) -> list[Any]:
-    if name not in found:
+def _split_array(archive: Any, name: str, lengths: list[int | None]) -> list[Any]:
+    if name not in archive:
         return [None] * len(lengths)
-    whole, at, made = found[name], 0, list[Any]()
+    joined, start, parts = archive[name], 0, list[Any]()
     for length in lengths:
-        made.append(None if length is None else whole[at : at + length])
-        at += length or 0
-    return made
+        parts.append(None if length is None else joined[start : start + length])
+        start += length or 0
+    return parts

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that an engine recorded: which tokens they can be replayed for.
+"""Experts that an engine recorded: find tokens for which they cannot be replayed.
 
 Engines return rows that no router can have chosen: zeros where a fused kernel wrote nothing, zeros
-for the tokens of a cached prompt, a mark for tokens that they do not know. Replayed, such a row
-would train other experts than were used, without an error. It becomes UNKNOWN_EXPERT, at which the
-trainer's router chooses by itself, and is counted. Next: jaxmoe/rl/batch.py lays experts out.
+for the tokens of a cached prompt, a mark for unknown tokens. Replaying such a row would silently
+train the wrong experts. It is replaced by UNKNOWN_EXPERT, where the trainer's router chooses, and
+counted. Next: jaxmoe/rl/batch.py puts experts into arrays.
 """
 
 from collections.abc import Sequence
@@ -20,26 +20,25 @@ METRIC = "router/unknown_experts_frac"
 def mark_unknown_experts(
     experts_TLA: np.ndarray, *, n_experts: int, prompt_tokens: int
 ) -> np.ndarray:
-    """expert_dtype [T, L, A]: a token's experts, distinct in every layer, or UNKNOWN_EXPERT.
+    """Return expert_dtype [T, L, A]: distinct experts in every layer, or UNKNOWN_EXPERT.
 
-    Unknown are: a token with the engine's mark in any layer (-1, or the largest number of an
-    unsigned dtype where there is no such expert), or with one expert twice in a layer. With one
-    expert a token nothing can be there twice: then a prompt, or an answer, is unknown where expert
-    0 is all that it has.
-    Raises ValueError for a number that is no expert and no mark.
+    A token is unknown if it has the engine's mark in any layer (-1, or the largest number of an
+    unsigned dtype if that is not an expert), or one expert twice in a layer. With one expert per
+    token there are no repetitions; then a prompt or an answer is unknown if all its experts are 0.
+    Raises ValueError for a number that is neither an expert nor a mark.
     """
     experts = experts_TLA.astype(np.int64)
     if experts_TLA.dtype.kind == "u" and np.iinfo(experts_TLA.dtype).max >= n_experts:
         experts[experts_TLA == np.iinfo(experts_TLA.dtype).max] = UNKNOWN_EXPERT
-    wrong = (experts < UNKNOWN_EXPERT) | (experts >= n_experts)
-    if wrong.any():
+    is_invalid = (experts < UNKNOWN_EXPERT) | (experts >= n_experts)
+    if is_invalid.any():
         raise ValueError(
-            f"experts must be from 0 to {n_experts - 1}, or {UNKNOWN_EXPERT} where they are not "
-            f"known; got {experts[wrong][0]}"
+            f"experts must be from 0 to {n_experts - 1}, or {UNKNOWN_EXPERT} if "
+            f"unknown; got {experts[is_invalid][0]}"
         )
-    ordered = np.sort(experts, axis=-1)
+    sorted_experts = np.sort(experts, axis=-1)
     unknown_T = (experts == UNKNOWN_EXPERT).any(axis=(1, 2))
-    unknown_T |= (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))
+    unknown_T |= (sorted_experts[..., 1:] == sorted_experts[..., :-1]).any(axis=(1, 2))
     if experts.shape[-1] == 1 and n_experts > 1:
         for part in (slice(prompt_tokens), slice(prompt_tokens, None)):
             if len(experts[part]) > 1 and not experts[part].any():
@@ -49,8 +48,9 @@ def mark_unknown_experts(
 
 
 def unknown_experts_metric(rollouts: Sequence[Rollout]) -> Metrics:
-    """router/unknown_experts_frac: the share of tokens that the engine read and whose experts it
-    does not tell, so that they are routed anew; {} where it tells none at all.
+    """Metric router/unknown_experts_frac: share of tokens whose experts the engine did not report.
+
+    The trainer's router chooses for them. {} if no rollout has experts.
     """
     recorded = [r.routed_experts for r in rollouts if r.routed_experts is not None]
     tokens = sum(map(len, recorded))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How old the tokens of a batch are: counted, and refused beyond the bound. Plain numpy.
+"""Staleness of a batch's tokens: metrics, and a check of the limit. Plain numpy.
 
-Step k trains on weights of version k-1; a token's staleness is how many versions before them it
-was drawn. Next: jaxmoe/rollout/async_rollouts.py, which keeps to the bound.
+Step k trains weights of version k-1. The staleness of a token is the number of versions between
+these weights and those that sampled it. Next: jaxmoe/rollout/async_rollouts.py observes the limit.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from jaxmoe.shapes import Metrics
 
 
 def check_versions(rollouts: Sequence[Rollout], *, newest: int, max_staleness: int) -> Metrics:
-    """Raises EngineError unless every token was drawn by versions newest - max_staleness .. newest.
+    """Check that versions newest - max_staleness .. newest sampled every token; return metrics.
 
     staleness/mean and staleness/max are over tokens, in versions; staleness/mixed_frac is the
-    share of rollouts that more than one version drew.
+    share of rollouts sampled by more than one version. Raises EngineError for other versions.
     """
     for i, r in enumerate(rollouts):
         versions = r.weight_versions

@@ -30,8 +30,8 @@ from jaxmoe.rl.batch import Batch, Scored
 from jaxmoe.rl.function_specs import select_arrays
 
 WORDS, POLICIES = 3, 16
-GEO = partial(rejection, by="seq_mean_k1", low=0.999, high=1.001)
-K3 = partial(rejection, by="seq_mean_k3", high=0.01)
+GEO = partial(rejection, statistic="seq_mean_k1", low=0.999, high=1.001)
+K3 = partial(rejection, statistic="seq_mean_k3", high=0.01)
 
 
 def weighted(*corrections) -> Algorithm:
@@ -47,9 +47,9 @@ ESTIMATORS = {
     "`sequence_is(high=inf)`": weighted(partial(sequence_is, high=float("inf"))),
     "`token_icepop(low=0.5, high=5.0)`": weighted(token_icepop),
     "`sequence_icepop(high=3.0)`": weighted(sequence_icepop),
-    "`rejection(by='seq_mean_k1', low=0.999, high=1.001)`": weighted(GEO),
-    "`rejection(by='seq_mean_k3', high=0.01)`": weighted(K3),
-    "`rejection(by='seq_mean_k3', high=0.01) + token_is`": weighted(K3, token_is),
+    "`rejection(statistic='seq_mean_k1', low=0.999, high=1.001)`": weighted(GEO),
+    "`rejection(statistic='seq_mean_k3', high=0.01)`": weighted(K3),
+    "`rejection(statistic='seq_mean_k3', high=0.01) + token_is`": weighted(K3, token_is),
     "`old_logp=rollout`, `ppo_clip`": Algorithm(old_logp="rollout"),
     "`old_logp=rollout`, `gspo`": Algorithm(losses.gspo, old_logp="rollout"),
     "`old_logp=rollout`, `cispo`": Algorithm(losses.cispo, old_logp="rollout"),

@@ -112,7 +112,7 @@ def readers(folder: Path) -> dict[str, Callable[[random.Random], None]]:
     from jaxmoe.observe.metrics import MetricsLog, read_metrics
     from jaxmoe.observe.plots import plot_run
     from tests.jaxmoe.checkpoint.random_adapters import CFG, random_adapters
-    from tests.jaxmoe.hostile_values import ANSWER, ASKED, METRICS
+    from tests.jaxmoe.hostile_values import ANSWER, FIELDS, METRICS
 
     model = to_hf(CFG, dtype="float32")
 
@@ -158,8 +158,8 @@ def readers(folder: Path) -> dict[str, Callable[[random.Random], None]]:
         read.decode([0, 1, 2, read.vocab_size - 1])
 
     def samples_file(dice):
-        row = dice.choice([ASKED | {"kind": "group", "samples": [ANSWER]},
-                           ASKED | {"kind": "held_out"} | ANSWER])  # fmt: skip
+        row = dice.choice([FIELDS | {"kind": "group", "samples": [ANSWER]},
+                           FIELDS | {"kind": "held_out"} | ANSWER])  # fmt: skip
         file, good = folder / "samples.jsonl", json.dumps(row).encode()
         file.write_bytes(spoilt(row, dice) + b"\n" + good + b"\n")
         samples.show(folder)

@@ -34,8 +34,8 @@ from jaxmoe.rl.update import rl_step
 EQUAL = ("loss.old_logp=recomputed", "loss.kl_coef=0.01")
 MOST_EXPENSIVE = (
     "loss.objective=gspo", "loss.aggregation=kept_token_mean",
-    "loss.rollout_correction=rejection(by='seq_mean_k3', high=0.5) + veto + drift_mask(most=1.0) + "
-    "sequence_is + normalize", "loss.entropy_coef=0.001",
+    "loss.rollout_correction=rejection(statistic='seq_mean_k3', high=0.5) + veto + "
+    "drift_mask(max_drift=1.0) + sequence_is + normalize", "loss.entropy_coef=0.001",
     "loss.advantages=reinforce_pp_baseline_advantages", "gate.ess=0.1",
 )  # fmt: skip
 

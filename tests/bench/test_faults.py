@@ -96,7 +96,7 @@ def test_a_line_that_is_there_twice_is_lost(tmp_path):
 @pytest.mark.parametrize(
     "status, told, passes",
     [(2, "error: the disk must\n", True), (1, "error: the disk must\n", False),
-     (2, "! Saving once more.\nerror: no room\n", True), (2, "error: a\nOSError: b\n", False),
+     (2, "! Retrying once.\nerror: no room\n", True), (2, "error: a\nOSError: b\n", False),
      (2, "", False)],
 )  # fmt: skip
 def test_a_full_disk_is_one_line_and_status_2(status, told, passes):

@@ -30,9 +30,11 @@ def base_of(cfg=CFG):
 
 
 def adapters_of(cfg=CFG, lora=LORA):
-    """As after some training: B is not zero."""
-    made = init_adapters(jax.random.key(2), cfg, lora)
-    return jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(5), x.shape), made)
+    """Adapters as after some training: B is not zero."""
+    adapters = init_adapters(jax.random.key(2), cfg, lora)
+    return jax.tree.map(
+        lambda x: x + 0.05 * jax.random.normal(jax.random.key(5), x.shape), adapters
+    )
 
 
 def dense(params):

@@ -65,7 +65,7 @@ def make_batch(extra=0, shift=0.0):
 
 
 def routed_batch(seed=0):
-    """With experts that no router would choose."""
+    """Batch with experts that no router would choose."""
     batch, dice = make_batch(), np.random.default_rng(seed)
     ranks = dice.random((*batch.tokens_BT.shape, CFG.n_layers, CFG.n_experts)).argsort(-1)
     chosen = ranks[..., : CFG.experts_per_token].astype(np.int8)
@@ -88,6 +88,6 @@ def step_of(a, *, tx=SGD, scorer=None, **options):
 
 
 def algorithm(**fields):
-    made = Algorithm(**fields)
-    check_algorithm(made, R)
-    return made
+    algorithm = Algorithm(**fields)
+    check_algorithm(algorithm, R)
+    return algorithm

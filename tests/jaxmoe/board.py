@@ -11,21 +11,21 @@ class Board:
     """jax's coordination client, as far as a Channel asks it; all threads share one."""
 
     def __init__(self, count):
-        self.count, self.said, self.arrived = count, {}, {}
+        self.count, self.values, self.arrived = count, {}, {}
         self.changed = threading.Condition()
         self.largest = 0  # bytes of one message
 
     def key_value_set(self, key, value):
         with self.changed:
-            assert key not in self.said, "each key is written once"
-            self.said[key] = value
+            assert key not in self.values, "each key is written once"
+            self.values[key] = value
             self.largest = max(self.largest, len(value))
             self.changed.notify_all()
 
     def blocking_key_value_get(self, key, ms):
         with self.changed:
-            assert self.changed.wait_for(lambda: key in self.said, 20), f"nobody said {key}"
-            return self.said[key]
+            assert self.changed.wait_for(lambda: key in self.values, 20), f"no process set {key}"
+            return self.values[key]
 
     key_value_set_bytes, blocking_key_value_get_bytes = key_value_set, blocking_key_value_get
 
@@ -38,19 +38,19 @@ class Board:
 
     def key_value_delete(self, key):
         with self.changed:
-            for name in [n for n in self.said if n.startswith(key + "/")]:
-                del self.said[name]
+            for name in [n for n in self.values if n.startswith(key + "/")]:
+                del self.values[name]
 
 
 def as_processes(count, fn, board=None):
     """fn(channel) of each of `count` processes, by its number; or the exception it raised."""
     board = board or Board(count)
 
-    def one(number):
+    def process(number):
         try:
             return fn(Channel("test", client=board, number=number, count=count))
         except Exception as error:
             return error
 
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
+        return list(pool.map(process, range(count)))

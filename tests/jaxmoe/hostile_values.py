@@ -19,7 +19,7 @@ VALUES: list[Any] = [
 TOKEN = ["a", -0.02, 0.5]
 ANSWER = {"response": "r", "reward": 1.0, "stop": "stop_token", "advantage": 0.5, "gap_mean": 1e-3,
           "gap_max": 0.02, "length": 1, "tokens": [TOKEN]}  # fmt: skip
-ASKED = {"stage": "rl", "step": 2, "row": 3, "prompt": "p", "answer": "a"}
+FIELDS = {"stage": "rl", "step": 2, "row": 3, "prompt": "p", "answer": "a"}
 METRICS = {"stage": "rl", "step": 3, "reward/mean": 0.5, "eval/accuracy": 0.5, "time/step_s": 1.0,
            "eval/accuracy_greedy": 0.5, "eval/pass@2": 0.5, "time/train_s": 0.5, "grad/norm": 1.0,
            "train_rollout_logprob_abs_diff": 1e-6, "alerts": ["a"]}  # fmt: skip
@@ -35,11 +35,11 @@ def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
 
 def replaced(document: Any, path: tuple, value: Any) -> str:
     document = copy.deepcopy(document)
-    at = document
+    node = document
     for key in path[:-1]:
-        at = at[key]
+        node = node[key]
     if path:
-        at[path[-1]] = value
+        node[path[-1]] = value
     else:
         document = value
     text = json.dumps(document)

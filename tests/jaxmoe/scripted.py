@@ -46,9 +46,9 @@ NUMBERS = (
 def counting_step(state, batch, minibatches, base, **_):
     """Adds 1 to the weight, so that the weight says which version it is."""
     params = jax.tree.map(lambda w: w + 1.0, state.params)
-    told = TokenStats(batch.rollout_logp_BT, batch.rollout_logp_BT)
+    stats = TokenStats(batch.rollout_logp_BT, batch.rollout_logp_BT)
     numbers = {name: jnp.zeros(()) for name in NUMBERS} | {"grad/norm": jnp.ones(())}
-    return replace(state, params=params), numbers, told
+    return replace(state, params=params), numbers, stats
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Scripted:
     """
 
     script: Callable[[str, Any], None] = lambda call, engine: None
-    held: int = -1
+    version: int = -1
     sampled: list = field(default_factory=list)  # (prompt ids, seed) of training's calls
     loaded: list = field(default_factory=list)
     answered: int = 0  # of those
@@ -67,12 +67,12 @@ class Scripted:
     most_at_once: int = 0
     closed: threading.Event = field(default_factory=threading.Event)
     incidents: list = field(default_factory=list)
-    told: int | None = None  # what to claim instead of the version held
+    claimed_version: int | None = None  # what to claim instead of the version held
 
     def load(self, params, version):
         self.script("load", self)
         assert int(params["w"]) == version
-        self.held = version
+        self.version = version
         self.loaded.append(version)
 
     def generate(self, prompts, sampling, *, seed, samples=1):
@@ -80,25 +80,25 @@ class Scripted:
         self.under_way += 1
         self.most_at_once = max(self.most_at_once, self.under_way)
         try:
-            first = self.held
+            first = self.version
             if training:
                 self.sampled.append((tuple(p.id for p in prompts), seed))
             self.script("sample" if training else "score", self)
-            made = [
+            rollouts = [
                 self.rollout(p, seed, i, sampling, first)
                 for i, p in enumerate(prompts) for _ in range(samples)
             ]  # fmt: skip
             self.answered += training
-            return made
+            return rollouts
         finally:
             self.under_way -= 1
 
     def rollout(self, prompt, seed, i, sampling, first):
         tokens = np.random.default_rng((seed, i)).integers(97, 123, sampling.max_new_tokens)
-        versions = np.full(len(tokens), self.held, np.int32)
+        versions = np.full(len(tokens), self.version, np.int32)
         versions[0] = first
-        if self.told is not None:
-            versions[-1] = self.told
+        if self.claimed_version is not None:
+            versions[-1] = self.claimed_version
         logp = np.full(len(tokens), -1.0, np.float32)
         return Rollout(prompt, tokens.astype(np.int32), logp, StopReason.MAX_TOKENS, versions)
 
@@ -120,14 +120,14 @@ class Run:
     def __call__(self, monkeypatch):
         cfg = override(CFG, f"rollout.max_staleness={self.ahead}", *self.changes)
         task, fresh = open_task(cfg), init_state(Trained({"w": jnp.zeros(())}), TX)
-        at = restore_run(self.work, cfg, {"rl": jax.eval_shape(lambda: fresh)})
-        begun = at or Position("warmup", 0, fresh, None)  # as run() does: the log starts over
-        at = at or Position("rl", 0, fresh, None)
-        whole = train.make_batch
+        position = restore_run(self.work, cfg, {"rl": jax.eval_shape(lambda: fresh)})
+        begun = position or Position("warmup", 0, fresh, None)  # as run() does: the log starts over
+        position = position or Position("rl", 0, fresh, None)
+        make_batch = train.make_batch
 
         def noted(cfg, task, rollouts, rewards):
             self.trained.append(tuple(r.prompt.id for r in rollouts[::SAMPLES]))
-            return whole(cfg, task, rollouts, rewards)
+            return make_batch(cfg, task, rollouts, rewards)
 
         with monkeypatch.context() as patch:
             patch.setattr(programs, "rl_step", counting_step)
@@ -136,7 +136,7 @@ class Run:
             with MetricsLog(self.work, stage=begun.stage, step=begun.step) as log:
                 run = job.Job(
                     cfg, make_ops(cfg), algorithm_from_config(cfg), TX, self.work, task,
-                    self.engine, log, self.stop, at,
+                    self.engine, log, self.stop, position,
                 )  # fmt: skip
                 train.train_rl(run)
         assert not [t for t in threading.enumerate() if t.name == "rollouts"]

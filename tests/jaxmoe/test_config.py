@@ -49,12 +49,12 @@ def lookup(config, path):
     ],
 )
 def test_an_override_has_its_fields_type(assignment, value):
-    found = lookup(override(TINY, assignment), assignment.partition("=")[0].strip())
-    assert found == value and type(found) is type(value)
+    actual = lookup(override(TINY, assignment), assignment.partition("=")[0].strip())
+    assert actual == value and type(actual) is type(value)
 
 
 @pytest.mark.parametrize(
-    ("assignment", "said"),
+    ("assignment", "message"),
     [
         ("data.train_rows=some", "data.train_rows must be a number or all, got 'some'"),
         ("data.train_rows=1.5", "data.train_rows must be int or str, got '1.5'"),
@@ -63,8 +63,8 @@ def test_an_override_has_its_fields_type(assignment, value):
         ("data.reward_timeout_s=-1", "data.reward_timeout_s must be 0 or more"),
     ],
 )
-def test_rows_of_no_kind_are_refused(assignment, said):
-    with pytest.raises(ConfigError, match=said):
+def test_rows_of_no_kind_are_refused(assignment, message):
+    with pytest.raises(ConfigError, match=message):
         override(TINY, assignment)
 
 
@@ -166,10 +166,10 @@ BROKEN = [
 def test_every_refusal_says_what_must_hold_what_was_given_what_to_type(assignment):
     with pytest.raises(ConfigError) as error:
         override(TINY, assignment)
-    message, given = str(error.value), assignment.partition("=")[2]
+    message, typed = str(error.value), assignment.partition("=")[2]
     assert "must" in message or "needs" in message
-    given = {"999994": str(999_994 + TINY.rollout.max_new_tokens)}.get(given, given)
-    assert given in message  # the sum of prompt and answer is what is bounded
+    typed = {"999994": str(999_994 + TINY.rollout.max_new_tokens)}.get(typed, typed)
+    assert typed in message  # the sum of prompt and answer is what is bounded
     assert "Try --set " in message and "\n" not in message
 
 
@@ -186,27 +186,29 @@ def test_what_it_says_to_type_is_accepted(assignment):
 
 
 def test_of_adapters_only_what_goes_together_is_taken():
-    for changes, said in (
+    for changes, message in (
         (["modules_to_save=router"], "lora.modules_to_save .router. needs a rank"),
         (["embedding_rows=64"], "lora.embedding_rows .64. needs a rank"),
         (["attention_rank=2", "embedding_rows=-1"], "lora.embedding_rows must be 0 or more"),
         (["attention_rank=2", "targets=w_down"], "lora.attention_rank .2. must have a target"),
         (["expert_rank=2", "targets=w_q,w_o"], "lora.expert_rank .2. must have a target"),
         (["attention_rank=2", "modules_to_save=head,embedding", "embedding_rows=64"],
-         "lora.embedding_rows .64. must be 0 where the embedding is trained"),
+         "lora.embedding_rows .64. must be 0 if the embedding is trained"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"^{said}.* Try --set [^ ]*$"):
+        with pytest.raises(ConfigError, match=f"^{message}.* Try --set [^ ]*$"):
             override(TINY, *(f"lora.{change}" for change in changes))
-    some = override(TINY, "lora.attention_rank=2", "lora.targets=w_v, w_q").lora
-    assert some.ranks == {"w_q": 2, "w_v": 2} and some.whole == frozenset()
-    both = override(TINY, "lora.attention_rank=2", "lora.modules_to_save=router, sinks").lora
-    assert both.whole == {"w_router", "b_router", "sinks"}
+    value_only = override(TINY, "lora.attention_rank=2", "lora.targets=w_v, w_q").lora
+    assert value_only.ranks == {"w_q": 2, "w_v": 2} and value_only.fully_trained == frozenset()
+    with_modules = override(
+        TINY, "lora.attention_rank=2", "lora.modules_to_save=router, sinks"
+    ).lora
+    assert with_modules.fully_trained == {"w_router", "b_router", "sinks"}
 
 
 def test_a_cut_at_another_temperature_is_refused_where_vllm_samples():
     cut = ("rollout.top_p=0.9", "rollout.temperature=0.7")
     assert override(TINY, *cut).rollout.top_p == 0.9
-    with pytest.raises(ConfigError, match=r"must be 1 where .*\(0.9\) cut, got 0.7.* Try --set"):
+    with pytest.raises(ConfigError, match=r"must be 1 if .*\(0.9\) are on, got 0.7.* Try --set"):
         override(TINY, *cut, "rollout.engine=vllm")
     assert override(TINY, cut[0], "rollout.engine=vllm").rollout.temperature == 1.0
 
@@ -253,8 +255,8 @@ def test_a_shipped_file_loads_by_its_bare_name_from_anywhere(name, tmp_path, mon
 def test_a_local_file_comes_before_a_shipped_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (
-        "import dataclasses\nfrom jaxmoe.config_file import load\n"
-        "def get_config():\n    return dataclasses.replace(load({!r}), seed=5)\n"
+        "import dataclasses\nfrom jaxmoe.config_file import load_config\n"
+        "def get_config():\n    return dataclasses.replace(load_config({!r}), seed=5)\n"
     )
     shipped = Path(__file__).resolve().parents[2] / "configs" / "tiny.py"
     (tmp_path / "configs").mkdir()
@@ -311,7 +313,7 @@ def test_changes_that_only_fit_together_may_come_in_any_order():
 
 
 @pytest.mark.parametrize(
-    "field, said",
+    "field, message",
     [
         (
             "rollout=RolloutConfig(8, 8, 8, max_gen_batch=4)",
@@ -321,19 +323,21 @@ def test_changes_that_only_fit_together_may_come_in_any_order():
         ("optim=OptimConfig(lr=1.0, zzz=1.0)", "OptimConfig has no field 'zzz'. Known: lr, "),
     ],
 )
-def test_a_field_that_a_config_file_invents_is_told_without_a_traceback(tmp_path, field, said):
+def test_a_field_that_a_config_file_invents_is_told_without_a_traceback(tmp_path, field, message):
     file = tmp_path / "own.py"
     file.write_text(
         "from jaxmoe.config import Config, OptimConfig, RolloutConfig\n"
-        "from jaxmoe.config_file import load\n"
+        "from jaxmoe.config_file import load_config\n"
         "def get_config():\n    o = OptimConfig(lr=1.0)\n"
-        "    tiny = dict(vars(load('tiny.py')))\n    del tiny['optim'], tiny['rollout']\n"
+        "    tiny = dict(vars(load_config('tiny.py')))\n    del tiny['optim'], tiny['rollout']\n"
         f"    return Config(**tiny, {field})\n"
     )
     # a process of its own: the tests' type checks would speak before Python does
-    code = f"from jaxmoe.config_file import load; load({str(file)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert f"jaxmoe.config.errors.ConfigError: {file}: {said}" in done.stderr
+    code = f"from jaxmoe.config_file import load_config; load_config({str(file)!r})"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert f"jaxmoe.config.errors.ConfigError: {file}: {message}" in result.stderr
 
 
 def test_a_mistake_within_a_config_file_keeps_its_traceback(tmp_path):

@@ -15,13 +15,15 @@ from jaxmoe.config import CHECKPOINT_MODEL, ConfigError
 from jaxmoe.config_file import load_config, override, resolve
 from jaxmoe.model.config import tiny, to_hf
 
-THEIRS = tiny(d_model=32, n_layers=4, n_experts=3, d_expert=64, rope_theta=500.0, max_context=512,
-              swiglu_alpha=1.5)  # fmt: skip
+STORED_MODEL = tiny(
+    d_model=32, n_layers=4, n_experts=3, d_expert=64, rope_theta=500.0, max_context=512,
+    swiglu_alpha=1.5,
+)  # fmt: skip
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    config = to_hf(THEIRS, dtype="float32") | {"unheard_of": 1}
+    config = to_hf(STORED_MODEL, dtype="float32") | {"unheard_of": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 
@@ -33,26 +35,26 @@ def without_model():
 
 def test_the_model_is_the_checkpoints(without_model, checkpoint, capsys):
     cfg = resolve(without_model, f"init.checkpoint={checkpoint}")
-    assert cfg.model == THEIRS
+    assert cfg.model == STORED_MODEL
     assert capsys.readouterr().err.endswith("config.json: not read: unheard_of\n")
 
 
 def test_what_is_set_stands_above_it_in_any_order(without_model, checkpoint):
-    there = f"init.checkpoint={checkpoint}"
-    changes = ["model.dtype=bfloat16", there, "model.max_context=64", "optim.lr=0.5"]
+    init = f"init.checkpoint={checkpoint}"
+    changes = ["model.dtype=bfloat16", init, "model.max_context=64", "optim.lr=0.5"]
     cfg = resolve(without_model, *changes)
-    assert cfg.model == dataclasses.replace(THEIRS, dtype="bfloat16", max_context=64)
+    assert cfg.model == dataclasses.replace(STORED_MODEL, dtype="bfloat16", max_context=64)
     assert cfg.optim.lr == 0.5
     with pytest.raises(ConfigError, match="Did you mean model.d_model"):
-        resolve(without_model, there, "model.d_modell=3")
+        resolve(without_model, init, "model.d_modell=3")
     with pytest.raises(ConfigError, match=r"must be at most model.max_context \(50\)"):
-        resolve(without_model, there, "model.max_context=50")
+        resolve(without_model, init, "model.max_context=50")
 
 
 def test_a_file_that_has_a_model_keeps_it_unless_told_to_leave_it_out(checkpoint):
-    there = f"init.checkpoint={checkpoint}"
-    assert resolve(load_config("tiny.py"), there).model == tiny()
-    assert resolve(load_config("tiny.py"), there, "model=checkpoint").model == THEIRS
+    init = f"init.checkpoint={checkpoint}"
+    assert resolve(load_config("tiny.py"), init).model == tiny()
+    assert resolve(load_config("tiny.py"), init, "model=checkpoint").model == STORED_MODEL
 
 
 def test_a_model_that_nobody_says_is_one_line(without_model):
@@ -63,42 +65,42 @@ def test_a_model_that_nobody_says_is_one_line(without_model):
 def test_all_that_contradicts_is_told_at_once_and_one_line_mends_it(checkpoint, tmp_path):
     with pytest.raises(ConfigError) as error:
         check_model(tiny(), tmp_path)
-    said = str(error.value)
-    assert "\n" not in said
+    message = str(error.value)
+    assert "\n" not in message
     for name in ("d_model (128 here)", "n_layers (2 here)", "rope_theta", "swiglu_alpha"):
-        assert f"model.{name}" in said
-    typed = re.search("Try (.*), or --set model=checkpoint", said)
+        assert f"model.{name}" in message
+    typed = re.search("Try (.*), or --set model=checkpoint", message)
     assert typed is not None
     changes = [word for word in shlex.split(typed[1]) if word != "--set"]
     check_model(resolve(load_config("tiny.py"), *changes).model, tmp_path)
 
 
 def test_a_value_of_another_type_in_a_file_is_one_line(tmp_path):
-    given = {
+    messages = {
         "steps='many'": "a value of another type",  # a comparison fails before all is made
         "seed=1.0": "seed must be int, got 1.0",
         "workdir=None": "workdir must be str, got None",
         "seed=2, steps=10**20": "steps must be int, got 1000",
     }
-    for i, text in enumerate(given):
+    for i, text in enumerate(messages):
         (tmp_path / f"{i}.py").write_text(
             "from dataclasses import replace\nfrom configs import tiny\n"
             f"def get_config():\n    return replace(tiny.get_config(), {text})\n"
         )
     code = f"""
-from jaxmoe.config_file import load
-for i in range({len(given)}):
+from jaxmoe.config_file import load_config
+for i in range({len(messages)}):
     try:
-        load(f"{tmp_path}/{{i}}.py")
+        load_config(f"{tmp_path}/{{i}}.py")
     except ValueError as error:
         print(error)
 """  # a process of its own: the type checks of tests would come first
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
-    lines = done.stdout.splitlines()
-    for i, (said, line) in enumerate(zip(given.values(), lines, strict=True)):
-        assert line.startswith(f"{tmp_path}/{i}.py: ") and said in line
+    lines = result.stdout.splitlines()
+    for i, (message, line) in enumerate(zip(messages.values(), lines, strict=True)):
+        assert line.startswith(f"{tmp_path}/{i}.py: ") and message in line
 
 
 def test_a_number_that_no_array_holds_is_refused():

@@ -10,45 +10,45 @@ TINY = load_config("tiny.py")
 
 
 @pytest.mark.parametrize(
-    "others",
+    "changes",
     [["mesh.fsdp=2"], ["rollout.engine=vllm", "rollout.vllm.transport=nccl"],
      ["optim.moments=host"],
      ["critic.backbone=own", "loss.advantages=gae"]],
     ids=str,
 )  # fmt: skip
-def test_what_adapters_cannot_be_trained_with_is_refused_and_what_is_advised_is_taken(others):
+def test_what_adapters_cannot_be_trained_with_is_refused_and_what_is_advised_is_taken(changes):
     with pytest.raises(ConfigError, match="^lora needs .*, got ") as error:
-        override(TINY, "lora.expert_rank=4", *others)
-    with_it, _, without = str(error.value).partition("Try --set ")[2].partition(", or --set ")
-    override(TINY, "lora.expert_rank=4", *others, with_it)
-    off = without.removesuffix(".").split(" --set ")
-    assert override(TINY, "lora.expert_rank=4", *off, *others).lora.ranks == {}
+        override(TINY, "lora.expert_rank=4", *changes)
+    with_it, _, without_lora = str(error.value).partition("Try --set ")[2].partition(", or --set ")
+    override(TINY, "lora.expert_rank=4", *changes, with_it)
+    off_settings = without_lora.removesuffix(".").split(" --set ")
+    assert override(TINY, "lora.expert_rank=4", *off_settings, *changes).lora.ranks == {}
 
 
 def test_vllm_takes_adapters_merged():
     assert override(TINY, "lora.expert_rank=4", "rollout.engine=vllm").lora.ranks
 
 
-AS_ADAPTER = (
+ADAPTER_SETTINGS = (
     "lora.expert_rank=4", "rollout.engine=vllm", "rollout.vllm.lora=adapter", "warmup.steps=0",
     "init.checkpoint=somewhere",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changes",
     ["init.checkpoint=", "warmup.steps=3", "rollout.vllm.url=http://127.0.0.1:8000",
      "lora.modules_to_save=router", "lora.targets=w_q,w_down", "lora.expert_rank=600",
      "lora.expert_rank=0"],
 )  # fmt: skip
-def test_what_vllm_serves_no_adapter_with_is_refused_and_what_is_advised_is_taken(other):
-    assert override(TINY, *AS_ADAPTER).rollout.vllm.lora == "adapter"
+def test_what_vllm_serves_no_adapter_with_is_refused_and_what_is_advised_is_taken(changes):
+    assert override(TINY, *ADAPTER_SETTINGS).rollout.vllm.lora == "adapter"
     with pytest.raises(ConfigError, match="^rollout.vllm.lora=adapter ") as error:
-        override(TINY, *AS_ADAPTER, other)
+        override(TINY, *ADAPTER_SETTINGS, changes)
     advice = str(error.value).partition("Try --set ")[2].partition(", or --set ")
-    assert override(TINY, *AS_ADAPTER, other, *advice[0].removesuffix(".").split(" --set "))
+    assert override(TINY, *ADAPTER_SETTINGS, changes, *advice[0].removesuffix(".").split(" --set "))
     merged = advice[2].partition(",")[0] or "rollout.vllm.lora=merged"
-    assert override(TINY, *AS_ADAPTER, other, merged).rollout.vllm.lora == "merged"
+    assert override(TINY, *ADAPTER_SETTINGS, changes, merged).rollout.vllm.lora == "merged"
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,17 @@ def test_what_vllm_serves_no_adapter_with_is_refused_and_what_is_advised_is_take
 )  # fmt: skip
 def test_an_unknown_matrix_of_adapters_is_answered_with_the_nearest(key, name, meant):
     ranks = "lora.attention_rank=3", "lora.expert_rank=2"
-    said = f"lora.{key} must name some of .* got '{name}'. Did you mean {meant}\\? Try --set "
-    with pytest.raises(ConfigError, match=f"^{said}lora.{key}={meant}.$"):
+    pattern = f"lora.{key} must name some of .* got '{name}'. Did you mean {meant}\\? Try --set "
+    with pytest.raises(ConfigError, match=f"^{pattern}lora.{key}={meant}.$"):
         override(TINY, *ranks, f"lora.{key}=w_q, {name}" if key == "targets" else
                  f"lora.{key}={name}")  # fmt: skip
 
 
 def test_a_base_that_four_bits_cannot_hold_is_refused_before_a_warm_start():
     for name in ("d_model", "d_expert"):
-        said = f"^lora needs model.{name} to be a multiple of 64, got 96: .* Try --set (.*)=128.$"
-        with pytest.raises(ConfigError, match=said):
+        pattern = (
+            f"^lora needs model.{name} to be a multiple of 64, got 96: .* Try --set (.*)=128.$"
+        )
+        with pytest.raises(ConfigError, match=pattern):
             override(TINY, "lora.expert_rank=4", f"model.{name}=96")
         assert override(TINY, f"model.{name}=96").lora.ranks == {}

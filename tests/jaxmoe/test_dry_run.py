@@ -39,8 +39,8 @@ def test_three_billion_parameters_are_one_line_before_anything_is_made(
     args = [*command(*LARGE), "--workdir", str(tmp_path / "run")]
     out, err = refused(main, args, capsys)
     assert out == "" and "24,000,000,000 bytes" in err and " GB)" in err
-    out, again = refused(main, [*args, "--dry-run"], capsys)
-    assert again == err and "parameters   2,9" in out and "rows         32,768" in out
+    out, err_again = refused(main, [*args, "--dry-run"], capsys)
+    assert err_again == err and "parameters   2,9" in out and "rows         32,768" in out
     assert not (tmp_path / "run").exists()
 
 
@@ -52,7 +52,7 @@ def test_rows_longest_prompt_and_tokenizer_are_told(capsys, tmp_path):
     args = [*command(f"data.task={file}", *sizes), "--dry-run"]
     assert train.main(args) == 0
     out = capsys.readouterr().out
-    assert "rows         4 to train on, 3 held out; the longest prompt looked at has 7 of 52" in out
+    assert "rows         4 to train on, 3 held out; the longest prompt read has 7 of 52" in out
     assert "tokenizer    bytes, 265 ids" in out
     out, err = refused(train.main, [*args, "--set", "data.max_prompt_tokens=6"], capsys)
     assert "has 7" in err and "parameters" in out
@@ -65,7 +65,7 @@ def test_rows_longest_prompt_and_tokenizer_are_told(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         ("data.task=gone.jsonl", "no 'gone.jsonl'"),
         ("init.tokenizer=gone", "no 'gone'"),
@@ -73,48 +73,48 @@ def test_rows_longest_prompt_and_tokenizer_are_told(capsys, tmp_path):
         ("data.template=ask", "must hold {question}"),
     ],
 )
-def test_what_is_not_here_is_refused_here_and_told_for_other_machines(change, said, capsys):
+def test_what_is_not_here_is_refused_here_and_told_for_other_machines(change, message, capsys):
     change = (change, "data.options={}") if change.startswith("data.task") else (change,)
     _, err = refused(train.main, [*command(*change), "--dry-run"], capsys)
-    assert said in err
+    assert message in err
     assert train.main([*command(*change, "mesh.fsdp=2"), "--dry-run"]) == 0
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("  not here")]
-    assert said in line
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("  problem")]
+    assert message in line
 
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("gptoss20b_lora.py", ["embedding", "its table"]), ("gptoss20b_long.py", []),
-     ("gptoss120b_lora.py", ["embedding", "its table"])],
+    [("gptoss20b_lora.py", ["embedding", "full table"]), ("gptoss20b_long.py", []),
+     ("gptoss120b_lora.py", ["embedding", "full table"])],
 )  # fmt: skip
 def test_adapters_of_the_large_models_are_planned_by_kind(
     name, kinds, capsys, tmp_path, monkeypatch
 ):
-    """With a checkpoint's config.json, a tokenizer and rows that are everywhere."""
+    """Dry run with a local config.json, the byte tokenizer and generated rows."""
     monkeypatch.setattr("jaxmoe.memory.count_free_bytes", lambda: 10**12)
     monkeypatch.setattr("jaxmoe.parallel.limits.count_free_bytes", lambda: 10**12)
     model = to_hf(load_config(name).model, dtype="bfloat16")
     (tmp_path / "config.json").write_text(json.dumps(model))
-    here = [f"init.checkpoint={tmp_path}", "init.tokenizer=bytes", "data.options={}",
+    overrides = [f"init.checkpoint={tmp_path}", "init.tokenizer=bytes", "data.options={}",
             "data.task=reasoning_gym:spell_backward",
             "data.template={system}{question}"]  # fmt: skip
-    changes = [x for change in here for x in ("--set", change)]
+    changes = [x for change in overrides for x in ("--set", change)]
     assert train.main(["--config", name, *changes, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    told = re.findall(r"^ *([a-z0-9_ ]+?)  +[\d.]+ (?:GB|MB|kB|B)\b", out, re.M)
-    assert [kind for kind in told if kind not in ("reference", "gathered", "ahead")] == [
+    labels = re.findall(r"^ *([a-z0-9_ ]+?)  +[\d.]+ (?:GB|MB|kB|B)\b", out, re.M)
+    assert [kind for kind in labels if kind not in ("reference", "gathered", "ahead")] == [
         "adapters", "packed", "bf16", *kinds, "moments", "engine_copy", "gradients", "update",
         "activations", "cache", "training", "sampling", "offloaded",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("how", "sent"), [("merged", "whole weights, merged"), ("adapter", "the adapter alone")]
+    ("mode", "sent"), [("merged", "merged full weights"), ("adapter", "only the adapter")]
 )
-def test_what_of_a_lora_run_reaches_vllm_is_said(how, sent, capsys, tmp_path):
-    changes = ["lora.attention_rank=4", "rollout.engine=vllm", f"rollout.vllm.lora={how}"]
+def test_what_of_a_lora_run_reaches_vllm_is_said(mode, sent, capsys, tmp_path):
+    changes = ["lora.attention_rank=4", "rollout.engine=vllm", f"rollout.vllm.lora={mode}"]
     changes += ["warmup.steps=0", f"init.checkpoint={tmp_path / 'none'}"]
     train.main([*command(*changes), "--dry-run", "--workdir", str(tmp_path / "run")])
-    assert f"vLLM, 1 started here (its memory is not in this table), sent {sent}" in (
+    assert f"vLLM, 1 started by the run (its memory is not in this table), receives {sent}" in (
         capsys.readouterr().out
     )

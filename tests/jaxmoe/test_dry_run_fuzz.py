@@ -30,8 +30,8 @@ VALUES = [
     "mine:scalar", "0.5 * mine:score + 0.5 * mine:score", "nan * mine:score", "mine:score",
     "seq_mean_token_sum_norm(length=0)", "http://localhost:1", "http://[", "files", "checkpoint",
 ]  # fmt: skip
-MADE = 80
-MINE = """
+N_CASES = 80
+CUSTOM_CONFIG = """
 def f(logp_BT, advantages_BT): return logp_BT * advantages_BT
 def broken(logp_BT, *, x): raise RuntimeError("mine")
 def stops(logp_BT): raise SystemExit(3)
@@ -67,7 +67,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "LOOK_S", 0.0)
     monkeypatch.setattr(cli, "keep_freed_memory", lambda: True)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.py").write_text(CUSTOM_CONFIG)
     row = '{"question": "1 + 1?", "answer": "2"}\n'
     (tmp_path / "good.jsonl").write_text("".join(row.replace("1 +", f"{i} +") for i in range(20)))
     (tmp_path / "bad.jsonl").write_text(row + '{"question": 3\n')
@@ -78,14 +78,14 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "folder" / "config.json").write_text('{"model_type": "llama"}')
     for i, text in enumerate(FILES):
         (tmp_path / f"file{i}.py").write_text(text)
-    dice, known = random.Random(3), sorted(keys())
-    for i in range(MADE):
-        part, dot, name = dice.choice(known).rpartition(".")
+    dice, known_keys = random.Random(3), sorted(keys())
+    for i in range(N_CASES):
+        part, dot, name = dice.choice(known_keys).rpartition(".")
         value = dice.choice([None, "a", "", -1, 0, 3, 2.5, 1e400, 10**400, True, [], {}, b"", ...])
         inner = f"{name}={value!r}".replace("inf", "float('inf')").replace("Ellipsis", "...")
-        for one in reversed(part.split(".") if dot else []):
-            where = part[: part.index(one) + len(one)]
-            inner = f"{one}=replace(c.{where}, {inner})"
+        for part_name in reversed(part.split(".") if dot else []):
+            prefix = part[: part.index(part_name) + len(part_name)]
+            inner = f"{part_name}=replace(c.{prefix}, {inner})"
         (tmp_path / f"made{i}.py").write_text(
             "from configs import tiny\nfrom dataclasses import replace\n"
             f"def get_config():\n    c = tiny.get_config()\n    return replace(c, {inner})\n"
@@ -94,7 +94,7 @@ def place(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
-seen = []  # what an audit hook, which stays for good, was told of while `watching`
+events = []  # what an audit hook, which stays for good, was told of while `watching`
 watching = []
 
 
@@ -107,7 +107,7 @@ def watch(event, args):
     )
     started = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork")
     if writes or event in (*started, "os.mkdir", "os.remove", "os.rename", "os.rmdir"):
-        seen.append((event, args))
+        events.append((event, args))
 
 
 def snapshot(folder):
@@ -116,39 +116,39 @@ def snapshot(folder):
 
 def fuzz(place, capsys, count, seed):
     sys.addaudithook(watch)
-    dice, known = random.Random(seed), list(keys())
+    dice, known_keys = random.Random(seed), list(keys())
     before, broke = snapshot(place), []
     for _ in range(count):
         name = dice.choice(["tiny.py"] * 8 + ["gptoss20b.py", "tiny_vllm.py"])
         if dice.random() < 0.1:
             name = f"file{dice.randrange(len(FILES))}.py"
         if dice.random() < 0.1:
-            name = f"made{dice.randrange(MADE)}.py"
+            name = f"made{dice.randrange(N_CASES)}.py"
         args = ["--config", name, "--dry-run"]
         if name == "gptoss20b.py" and dice.random() < 0.5:
             args += ["--set", "mesh.fsdp=1"]
         for _ in range(dice.choice([1, 1, 1, 2, 3])):
-            args += ["--set", f"{dice.choice(known)}={dice.choice(VALUES)}"]
+            args += ["--set", f"{dice.choice(known_keys)}={dice.choice(VALUES)}"]
         if dice.random() < 0.2:
             args += ["--workdir", dice.choice(["run", "folder", "good.jsonl", "", "\x00", "/"])]
         main = dice.choice([train.main, train.main, eval.main, doctor.main])
-        seen.clear()
+        events.clear()
         watching.append(True)
         try:
             code = main(args)
         except BaseException as error:  # SystemExit among them
             # a config file's own bug keeps its traceback: it is the user's code
-            own = name.startswith("file") or (
+            is_input = name.startswith("file") or (
                 # the type checks of tests come before the command's
                 name.startswith("made") and type(error).__name__ == "TypeCheckError"
             )
-            code = 2 if own else repr(error)
+            code = 2 if is_input else repr(error)
         finally:
             watching.clear()
         out, err = capsys.readouterr()
         one_line = code == 0 or err.count("error: ") <= 1 and "Traceback" not in err
-        if code not in (0, 2) or not one_line or seen:
-            broke.append((args[1:], code, seen[:2], err[-300:]))
+        if code not in (0, 2) or not one_line or events:
+            broke.append((args[1:], code, events[:2], err[-300:]))
     assert not broke, f"{len(broke)}:\n" + "\n".join(map(repr, broke[:40]))
     assert snapshot(place) == before
 

@@ -109,7 +109,12 @@ def test_a_digit_of_config_json_that_changed_is_one_line(exported, tmp_path, cap
     (bad / "config.json").write_text(text.replace(*digits))
     args = ["--config", "tiny.py", "--set", "model=checkpoint", "--dry-run", "--workdir"]
     args += [str(tmp_path / "run"), "--set", f"init.checkpoint={bad}"]
-    refused(train.main(args), capsys, f"{bad / 'config.json'} has other bytes", f"rm {bad}")
+    refused(
+        train.main(args),
+        capsys,
+        f"{bad / 'config.json'} has changed since it was written",
+        f"rm {bad}",
+    )
     (bad / "jaxmoe.sha256").unlink()  # as it says, where the change was meant
     assert read_hf_config(bad) != CFG.model
 

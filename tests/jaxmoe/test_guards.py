@@ -12,6 +12,6 @@ from jaxmoe.guards import check_finite
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_numbers_that_broke_end_the_run_with_the_rate_to_type(broken):
     check_finite({"loss": 1.0}, 3, rate=("optim.lr", 1e-4))
-    said = "step 3: grad/norm, loss must be finite. Try --set optim.lr=1e-05, or a smaller"
-    with pytest.raises(ConfigError, match=said):
+    pattern = "step 3: grad/norm, loss must be finite. Try --set optim.lr=1e-05, or a smaller"
+    with pytest.raises(ConfigError, match=pattern):
         check_finite({"grad/norm": broken, "loss": broken, "x": 0.0}, 3, rate=("optim.lr", 1e-4))

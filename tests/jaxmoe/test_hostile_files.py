@@ -29,7 +29,7 @@ from jaxmoe.model.config import read_hf_config, to_hf
 from jaxmoe.observe.metrics import MetricsLog, accuracy, read_metrics
 from jaxmoe.observe.plots import plot_run
 from tests.jaxmoe.checkpoint.random_adapters import CFG, random_adapters
-from tests.jaxmoe.hostile_values import ANSWER, ASKED, METRICS, VALUES, places, replaced
+from tests.jaxmoe.hostile_values import ANSWER, FIELDS, METRICS, VALUES, places, replaced
 
 SEED = 20_261_126
 SOON_S = 20.0  # for one file, on a machine that does other things too
@@ -137,7 +137,7 @@ def test_any_value_in_a_tokenizers_files(tmp_path):
 
 @pytest.mark.parametrize(
     "row",
-    [ASKED | {"kind": "group", "samples": [ANSWER]}, ASKED | {"kind": "held_out"} | ANSWER],
+    [FIELDS | {"kind": "group", "samples": [ANSWER]}, FIELDS | {"kind": "held_out"} | ANSWER],
     ids=["group", "held out"],
 )
 def test_any_value_in_samples(tmp_path, row, capsys):

@@ -37,15 +37,15 @@ def size(specs):
 def test_weights_of_the_20b_shape_are_four_bytes_each():
     cfg = override(BIG, "mesh.fsdp=1")
     padding = 2 * (cfg.model.padded_vocab - cfg.model.vocab_size) * cfg.model.d_model
-    held = count_params(cfg.model)[0] + padding
+    nbytes = count_params(cfg.model)[0] + padding
     mem = plan_memory(cfg)
     read = jax.eval_shape(lambda p: cast_for_forward(p, cfg.model), abstract_params(cfg.model))
     copied = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
-    assert mem.weights == 4 * held and mem.engine_copy == copied
-    assert 2 * held < copied < 2.01 * held  # all but norms, biases, sinks and routers
-    assert mem.optimizer == 8 * held and mem.reference == 0
-    assert plan_memory(override(cfg, "optim.param_dtype=bfloat16")).weights == 2 * held
-    assert plan_memory(override(cfg, "loss.kl_coef=0.1")).reference == 4 * held
+    assert mem.weights == 4 * nbytes and mem.engine_copy == copied
+    assert 2 * nbytes < copied < 2.01 * nbytes  # all but norms, biases, sinks and routers
+    assert mem.optimizer == 8 * nbytes and mem.reference == 0
+    assert plan_memory(override(cfg, "optim.param_dtype=bfloat16")).weights == 2 * nbytes
+    assert plan_memory(override(cfg, "loss.kl_coef=0.1")).reference == 4 * nbytes
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_weights_of_the_20b_shape_are_four_bytes_each():
 def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
     header = (Path(__file__).parents[2] / "configs" / name).read_text().partition("SOURCE")[0]
     mem, gb = plan_memory(load_config(name)), 1e9
-    told = re.search(r"([\d.]+) GB (?:per device )?in training, ([\d.]+) GB while", header)
-    assert told and [float(x) for x in told.groups()] == [
+    figures = re.search(r"([\d.]+) GB (?:per device )?in training, ([\d.]+) GB while", header)
+    assert figures and [float(x) for x in figures.groups()] == [
         round(mem.training / gb, 1), round(mem.sampling / gb, 1)
     ]  # fmt: skip
     if mem.host:
@@ -64,42 +64,47 @@ def test_the_figures_of_a_configs_header_are_the_dry_runs(name):
 
 
 def test_microbatches_hold_a_sum_of_gradients_beside_the_new_one():
-    whole = plan_memory(override(BIG, "optim.microbatches=1"))
-    assert whole.gradients == whole.weights
-    assert plan_memory(BIG).gradients == 2 * whole.weights
+    unsplit = plan_memory(override(BIG, "optim.microbatches=1"))
+    assert unsplit.gradients == unsplit.weights
+    assert plan_memory(BIG).gradients == 2 * unsplit.weights
 
 
 def test_minibatches_of_one_piece_each_need_no_sum():
-    whole = plan_memory(override(BIG, "optim.microbatches=1"))
+    unsplit = plan_memory(override(BIG, "optim.microbatches=1"))
     several = ("loss.minibatches=4", "loss.old_logp=recomputed")
-    assert plan_memory(override(BIG, *several, "optim.microbatches=4")).gradients == whole.gradients
+    assert (
+        plan_memory(override(BIG, *several, "optim.microbatches=4")).gradients == unsplit.gradients
+    )
     assert (
         plan_memory(override(BIG, *several, "optim.microbatches=8")).gradients
-        == 2 * whole.gradients
+        == 2 * unsplit.gradients
     )
 
 
 def test_a_critic_of_its_own_is_a_second_model_without_its_head():
-    one = override(BIG, "mesh.fsdp=1")  # a microbatch is 8 sequences
+    single = override(BIG, "mesh.fsdp=1")  # a microbatch is 8 sequences
     policy = param_specs(BIG.model)
     backbone = size({k: v for k, v in policy.items() if k != "head"})
     width = BIG.model.d_model
     assert size(policy) - backbone == width * BIG.model.padded_vocab
     value_head = width + 1
-    plain, with_critic = plan_memory(one), plan_memory(override(one, GAE, "critic.backbone=own"))
-    more = backbone + value_head
-    assert with_critic.weights - plain.weights == 4 * more
-    assert with_critic.optimizer - plain.optimizer == 8 * more
-    assert with_critic.gradients - plain.gradients == 8 * more  # and their sum
-    for same in ("engine_copy", "gathered", "reference", "cache"):
-        assert getattr(with_critic, same) == getattr(plain, same)
-    assert with_critic.sampling - plain.sampling == 12 * more
+    plain, with_critic = (
+        plan_memory(single),
+        plan_memory(override(single, GAE, "critic.backbone=own")),
+    )
+    extra = backbone + value_head
+    assert with_critic.weights - plain.weights == 4 * extra
+    assert with_critic.optimizer - plain.optimizer == 8 * extra
+    assert with_critic.gradients - plain.gradients == 8 * extra  # and their sum
+    for name in ("engine_copy", "gathered", "reference", "cache"):
+        assert getattr(with_critic, name) == getattr(plain, name)
+    assert with_critic.sampling - plain.sampling == 12 * extra
     # the inputs of its layer pairs wait for the backward pass, at the same time as the policy's
     inputs = BIG.model.n_layers // 2 * 8 * BIG.context * width * 2
     assert with_critic.activations - plain.activations == inputs
-    every_layer = override(one, "optim.remat=False")
-    both = plan_memory(override(every_layer, GAE, "critic.backbone=own"))
-    assert both.activations == 2 * plan_memory(every_layer).activations
+    every_layer = override(single, "optim.remat=False")
+    policy_and_critic = plan_memory(override(every_layer, GAE, "critic.backbone=own"))
+    assert policy_and_critic.activations == 2 * plan_memory(every_layer).activations
 
 
 @pytest.mark.parametrize("backbone", ["none", "own", "shared"])
@@ -112,31 +117,31 @@ def test_weights_and_moments_are_those_of_the_state_that_train_makes(backbone):
     supervised = make_optimizer(cfg.optim, steps=1)
     state, mem = stage_shapes(cfg, supervised, rl_optimizer(cfg))["rl"], plan_memory(cfg)
 
-    def held(tree):
+    def nbytes(tree):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
-    assert held(state.params) == mem.weights
-    assert 0 <= held(state.opt_state) - mem.optimizer < 100  # counters
+    assert nbytes(state.params) == mem.weights
+    assert 0 <= nbytes(state.opt_state) - mem.optimizer < 100  # counters
 
 
 def test_a_shared_critic_is_a_value_head():
-    one = override(BIG, "mesh.fsdp=1")
-    plain = dataclasses.asdict(plan_memory(one))
-    shared = dataclasses.asdict(plan_memory(override(one, GAE, "critic.backbone=shared")))
+    single = override(BIG, "mesh.fsdp=1")
+    plain = dataclasses.asdict(plan_memory(single))
+    shared = dataclasses.asdict(plan_memory(override(single, GAE, "critic.backbone=shared")))
     entries = BIG.model.d_model + 1
-    more = {
+    extra = {
         "weights": 4 * entries, "optimizer": 8 * entries, "gradients": 8 * entries,
         "update": 4 * entries,
     }  # fmt: skip
-    assert {k: shared[k] - plain[k] for k in plain if shared[k] != plain[k]} == more
+    assert {k: shared[k] - plain[k] for k in plain if shared[k] != plain[k]} == extra
 
 
 def test_a_mesh_cuts_the_critic_as_it_cuts_the_policy():
     eight = override(BIG, GAE, "critic.backbone=own")
-    whole = plan_memory(override(eight, "mesh.fsdp=1"))
+    unsplit = plan_memory(override(eight, "mesh.fsdp=1"))
     cut = plan_memory(eight)
     # norms, sinks and biases that no axis of the mesh cuts are whole on each device
-    assert whole.weights / 8 <= cut.weights < 1.01 * whole.weights / 8
+    assert unsplit.weights / 8 <= cut.weights < 1.01 * unsplit.weights / 8
 
 
 def test_packed_microbatches_are_as_large_as_they_say():
@@ -155,13 +160,13 @@ def test_packed_microbatches_are_as_large_as_they_say():
 
 @pytest.mark.parametrize("axis", ["fsdp", "expert", "sequence", "tensor"])
 def test_a_mesh_of_two_halves_what_it_cuts(axis):
-    one = override(BIG, "mesh.fsdp=1")
-    two = override(one, f"mesh.{axis}=2")
+    single = override(BIG, "mesh.fsdp=1")
+    two = override(single, f"mesh.{axis}=2")
     logical = {name for name, axes in RULES.items() if axis in axes}
     specs = jax.tree.leaves(param_specs(BIG.model), is_leaf=lambda x: hasattr(x, "axes"))
     matrices = [s for s in specs if len(s.axes) - ("pair" in s.axes) > 1 or axis == "tensor"]
     cut = sum(4 * math.prod(s.shape) for s in matrices if logical & set(s.axes))
-    before, after = plan_memory(one), plan_memory(two)
+    before, after = plan_memory(single), plan_memory(two)
     assert before.weights - after.weights == cut // 2
     assert cut > 0.97 * before.weights
     assert after.optimizer == 2 * after.weights
@@ -178,22 +183,22 @@ def test_recomputation_and_smaller_pieces_take_less():
 def test_what_recomputation_keeps_of_attention_is_counted():
     keeping = override(BIG, "optim.remat_keeps=attention")
     m, tokens = BIG.model, BIG.context  # a row on each device
-    more = plan_memory(keeping).activations - plan_memory(BIG).activations
-    assert more == m.n_layers * tokens * m.n_q_heads * (2 * m.head_dim + 4)
-    line, kept = (what_runs(cfg)["recomputed"] for cfg in (BIG, keeping))
-    assert line.startswith("all of a layer pair") and "all but attention" in kept
+    extra = plan_memory(keeping).activations - plan_memory(BIG).activations
+    assert extra == m.n_layers * tokens * m.n_q_heads * (2 * m.head_dim + 4)
+    line, kept_line = (what_runs(cfg)["recomputed"] for cfg in (BIG, keeping))
+    assert line.startswith("all of a layer pair") and "all but attention" in kept_line
     assert "recomputed" not in what_runs(override(BIG, "optim.remat=False"))
 
 
 def test_what_waits_on_the_host_is_counted_there_and_not_on_the_device():
-    here = plan_memory(BIG)
+    on_device = plan_memory(BIG)
     moments = plan_memory(override(BIG, "optim.moments=host"))
-    assert (moments.optimizer, moments.host) == (0, here.optimizer)
-    assert here.host == 0 and moments.training == here.training - here.optimizer
+    assert (moments.optimizer, moments.host) == (0, on_device.optimizer)
+    assert on_device.host == 0 and moments.training == on_device.training - on_device.optimizer
     inputs = plan_memory(override(BIG, "optim.remat_inputs=host"))
     pair = BIG.context * BIG.model.d_model * 2  # a row on each device
     assert inputs.host == BIG.model.n_layers // 2 * pair
-    assert inputs.training == here.training - inputs.host
+    assert inputs.training == on_device.training - inputs.host
     text = format_plan(override(BIG, "optim.moments=host"))
     assert re.search(f"offloaded +{moments.host / 1e9:.2f} GB", text)
     assert "offloaded" not in format_plan(BIG)
@@ -218,14 +223,14 @@ def test_the_flops_of_the_layers_are_those_of_their_products():
             share = m.experts_per_token / m.n_experts if "gate_up" in leaf or "down" in leaf else 1
             linear += 2 * T * share * math.prod(spec.shape)
     assert flops.linear == linear
-    seen = sum(t + 1 + min(t + 1, m.sliding_window) for t in range(T))
-    assert flops.attention == m.n_layers // 2 * 4 * m.n_q_heads * m.head_dim * seen
-    again = override(cfg, "optim.remat=True")
+    visible = sum(t + 1 + min(t + 1, m.sliding_window) for t in range(T))
+    assert flops.attention == m.n_layers // 2 * 4 * m.n_q_heads * m.head_dim * visible
+    recomputing = override(cfg, "optim.remat=True")
     assert (
         flops.recomputed_flops(cfg) == 0
-        and flops.recomputed_flops(again) == linear + flops.attention
+        and flops.recomputed_flops(recomputing) == linear + flops.attention
     )
-    assert flops.recomputed_flops(override(again, "optim.remat_keeps=attention")) == linear
+    assert flops.recomputed_flops(override(recomputing, "optim.remat_keeps=attention")) == linear
 
 
 @pytest.mark.parametrize(
@@ -268,8 +273,8 @@ def test_the_native_engine_has_a_copy_of_its_own_and_two_while_it_takes_new_weig
         == 2 * mem.bytes_by_part("sampling")["engine_copy"]
         > 0
     )
-    behind = ("rollout.max_staleness=1", "loss.rollout_correction=token_is(high=2.0)")
-    ahead = plan_memory(override(BIG, *behind))
+    stale_settings = ("rollout.max_staleness=1", "loss.rollout_correction=token_is(high=2.0)")
+    ahead = plan_memory(override(BIG, *stale_settings))
     assert mem.ahead == 0 and ahead.training - mem.training == mem.cache + mem.engine_copy
     assert plan_memory(override(BIG, "rollout.engine=vllm")).engine_copy == 0
 
@@ -284,8 +289,8 @@ def test_what_the_plan_holds_is_what_is_alive(tmp_path):
     with closing(open_engine(cfg, make_ops(cfg), tmp_path)) as engine:
         engine.load(state.params.policy, 0)
         alive = sum(x.nbytes for x in jax.live_arrays()) - before
-    held = sum(v for name, v in mem.bytes_by_part("sampling").items() if name != "cache")
-    assert abs(alive - held) < 1000  # counters
+    nbytes = sum(v for name, v in mem.bytes_by_part("sampling").items() if name != "cache")
+    assert abs(alive - nbytes) < 1000  # counters
 
 
 def test_more_than_there_is_is_one_line_with_the_bytes_and_what_helps(monkeypatch):
@@ -353,7 +358,7 @@ def test_the_algorithm_is_named_as_the_config_writes_it():
     )  # fmt: skip
     assert lines["objective"] == ("gspo(clip_high=4e-4), group_advantages, old_logp recomputed")
     assert lines["correction"] == "token_is(high=2.0) + veto"
-    assert lines["updates"] == "2 x 4 a step (epochs x minibatches)"
+    assert lines["updates"] == "2 x 4 per step (epochs x minibatches)"
 
 
 def test_a_preset_is_named_with_what_it_sets():
@@ -367,7 +372,7 @@ def test_a_preset_is_named_with_what_it_sets():
 
 def test_the_critic_is_named():
     assert what_runs(load_config("gptoss20b_ppo.py"))["critic"] == (
-        "own backbone, lr 2e-06, alone for 20 steps"
+        "own backbone, lr 2e-06, pretrained for 20 steps"
     )
     lines = what_runs(load_config("tiny.py"), GAE, "critic.backbone=shared", "critic.lr=1e-4")
     assert lines["critic"] == "shared backbone, lr 0.0001"
@@ -377,7 +382,7 @@ def test_the_engine_is_named_and_where_it_runs():
     assert what_runs(load_config("tiny.py"))["rollouts"] == "native engine"
     cfg = load_config("tiny_vllm.py")
     aside = " (its memory is not in this table)"
-    assert what_runs(cfg)["rollouts"] == "vLLM, 1 started here" + aside
+    assert what_runs(cfg)["rollouts"] == "vLLM, 1 started by the run" + aside
     assert what_runs(cfg, "rollout.vllm.launch=0")["rollouts"] == "vLLM, in this process" + aside
     ahead = (
         "rollout.max_staleness=2",
@@ -390,7 +395,7 @@ def test_the_engine_is_named_and_where_it_runs():
 
 
 def test_a_plan_refuses_the_algorithms_that_train_refuses():
-    with pytest.raises(ConfigError, match="asks for values_BT"):
+    with pytest.raises(ConfigError, match="takes values_BT"):
         format_plan(override(load_config("tiny.py"), GAE))
     with pytest.raises(ConfigError, match="Did you mean ppo_clip"):
         format_plan(override(load_config("tiny.py"), "loss.objective=ppo_clp"))

@@ -22,9 +22,9 @@ def size(specs):
 def test_adapters_are_all_that_is_trained_beside_a_base_in_four_bits():
     cfg = override(BIG, "mesh.fsdp=1", "lora.attention_rank=4", "lora.expert_rank=4")
     cfg, plain = override(cfg, "loss.kl_coef=0.1"), plan_memory(override(BIG, "mesh.fsdp=1"))
-    held, mem = size(adapter_shapes(cfg.model, cfg.lora)), plan_memory(cfg)
-    assert mem.weights == mem.engine_copy == mem.update == 4 * held
-    assert mem.optimizer == 8 * held and mem.reference == 0
+    entries, mem = size(adapter_shapes(cfg.model, cfg.lora)), plan_memory(cfg)
+    assert mem.weights == mem.engine_copy == mem.update == 4 * entries
+    assert mem.optimizer == 8 * entries and mem.reference == 0
     assert mem.packed == 24 * 32 * 3 * 2880**2 * 17 // 32 and mem.rows == mem.table == 0
     assert 13.7e9 < mem.packed + mem.frozen < 13.9e9
     assert plain.packed == plain.frozen == 0
@@ -39,18 +39,18 @@ def test_adapters_are_all_that_is_trained_beside_a_base_in_four_bits():
 
 def test_rows_of_experts_are_counted_of_a_chunk_at_a_time():
     m, tokens, chunk = BIG.model, BIG.context, 512
-    whole, cut = (plan_memory(override(BIG, f"optim.expert_tokens={n}")) for n in (0, chunk))
+    unsplit, cut = (plan_memory(override(BIG, f"optim.expert_tokens={n}")) for n in (0, chunk))
     a_token = 2 * m.experts_per_token * (2 * m.d_model + 3 * m.d_expert)
     # values and gradients, of both layers of a pair
-    assert whole.activations - cut.activations == 4 * (tokens - chunk) * a_token
-    assert plan_memory(override(BIG, f"optim.expert_tokens={tokens}")) == whole
-    kept = (
+    assert unsplit.activations - cut.activations == 4 * (tokens - chunk) * a_token
+    assert plan_memory(override(BIG, f"optim.expert_tokens={tokens}")) == unsplit
+    plans = (
         plan_memory(override(BIG, "optim.remat=False", f"optim.expert_tokens={n}"))
         for n in (0, chunk)
     )
-    whole, cut = kept  # a chunk's rows are made again, without optim.remat too
+    unsplit, cut = plans  # a chunk's rows are made again, without optim.remat too
     rows = 2 * a_token
-    assert whole.activations - cut.activations == rows * (m.n_layers * tokens - chunk)
+    assert unsplit.activations - cut.activations == rows * (m.n_layers * tokens - chunk)
 
 
 def test_what_is_trained_whole_and_what_waits_on_the_host_are_counted():
@@ -60,13 +60,15 @@ def test_what_is_trained_whole_and_what_waits_on_the_host_are_counted():
     assert rows.rows == 512 * cfg.model.d_model * 2 and rows.table == rows.host == 2 * table
     assert plain.training - rows.training == rows.table - rows.rows
     assert plain.sampling == rows.sampling
-    whole = override(cfg, "lora.modules_to_save=router,head")
+    unsplit = override(cfg, "lora.modules_to_save=router,head")
     (router, bias), layers = (cfg.model.d_model * 32, 32), cfg.model.n_layers
-    more = layers * (router + bias) + table
-    mem = plan_memory(whole)
-    assert mem.weights - plain.weights == 4 * more
-    assert mem.optimizer - plain.optimizer == 8 * more
+    extra = layers * (router + bias) + table
+    mem = plan_memory(unsplit)
+    assert mem.weights - plain.weights == 4 * extra
+    assert mem.optimizer - plain.optimizer == 8 * extra
     assert mem.engine_copy - plain.engine_copy == 4 * layers * (router + bias) + 2 * table
     assert mem.frozen == plain.frozen  # they stay, as the reference
-    state = stage_shapes(whole, make_optimizer(whole.optim, steps=1), rl_optimizer(whole))["rl"]
+    state = stage_shapes(unsplit, make_optimizer(unsplit.optim, steps=1), rl_optimizer(unsplit))[
+        "rl"
+    ]
     assert mem.weights == sum(4 * x.size for x in jax.tree.leaves(state.params))

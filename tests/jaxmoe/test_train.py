@@ -25,23 +25,23 @@ SMALL = {
 
 
 def command(work, module="jaxmoe.train", **changes):
-    both = SMALL | {k.replace("__", "."): v for k, v in changes.items()}
-    sets = [part for k, v in both.items() for part in ("--set", f"{k}={v}")]
+    settings = SMALL | {k.replace("__", "."): v for k, v in changes.items()}
+    sets = [part for k, v in settings.items() for part in ("--set", f"{k}={v}")]
     return [
         sys.executable, "-W", "error", "-m", module, "--config", "tiny.py",
         "--workdir", str(work), *sets,
     ]  # fmt: skip
 
 
-def start(args, **more):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **more}
+def start(args, **options):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **options}
     return subprocess.Popen(
         args, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
-def finish(args, **more):
-    process = start(args, **more)
+def finish(args, **options):
+    process = start(args, **options)
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
@@ -51,14 +51,16 @@ def lines(work):
     path = work / "metrics.jsonl"
     if not path.is_file():
         return []
-    found = []
+    matches = []
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue  # caught while it was written
-        found.append({k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_s"))})
-    return found
+        matches.append(
+            {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_s"))}
+        )
+    return matches
 
 
 def wait_for(process, work, stage, step):
@@ -72,7 +74,7 @@ def wait_for(process, work, stage, step):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """One run that nothing interrupted."""
     work = tmp_path_factory.mktemp("whole")
     code, out, err = finish(command(work))
@@ -81,8 +83,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_plain_output_is_plain_lines(whole):
-    work, out, err = whole
+def test_plain_output_is_plain_lines(uninterrupted):
+    work, out, err = uninterrupted
     assert "\x1b" not in out and "\r" not in out and err == ""
     assert re.search(r"^warmup +4/4 ", out, re.M) and re.search(r"^rl +5/5 ", out, re.M)
     assert (work / "plots" / "overview.png").stat().st_size > 0
@@ -91,36 +93,36 @@ def test_plain_output_is_plain_lines(whole):
 
 
 @pytest.mark.slow
-def test_on_policy_means_a_ratio_of_exactly_one(whole):
-    rows = [r for r in lines(whole[0]) if r["stage"] == "rl" and r["step"] > 0]
+def test_on_policy_means_a_ratio_of_exactly_one(uninterrupted):
+    rows = [r for r in lines(uninterrupted[0]) if r["stage"] == "rl" and r["step"] > 0]
     assert rows and all(r["policy/ratio_mean"] == 1.0 for r in rows)
     assert all(r["policy/clip_frac"] == 0.0 for r in rows)
 
 
 @pytest.mark.slow
-def test_eval_scores_the_checkpoint_as_the_last_line_does(whole):
-    code, out, err = finish(command(whole[0], "jaxmoe.eval"))
+def test_eval_scores_the_checkpoint_as_the_last_line_does(uninterrupted):
+    code, out, err = finish(command(uninterrupted[0], "jaxmoe.eval"))
     assert code == 0 and err == ""
-    last = [r for r in lines(whole[0]) if "eval/accuracy" in r][-1]
+    last = [r for r in lines(uninterrupted[0]) if "eval/accuracy" in r][-1]
     assert f"{last['eval/accuracy_greedy']:.4f} greedy, on 6 held-out rows (rl step 5)" in out
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_either_stage_goes_on_bit_for_bit(whole, tmp_path):
+def test_a_run_killed_in_either_stage_goes_on_bit_for_bit(uninterrupted, tmp_path):
     for stage, step in (("warmup", 3), ("rl", random.Random(0).randint(1, 4))):
         process = start(command(tmp_path))
         wait_for(process, tmp_path, stage, step)
         process.kill()
         process.communicate()
-        assert lines(tmp_path) != lines(whole[0])
+        assert lines(tmp_path) != lines(uninterrupted[0])
     code, out, err = finish(command(tmp_path))
     assert code == 0, err
     assert "resuming" in out and err == ""
-    assert lines(tmp_path) == lines(whole[0])
+    assert lines(tmp_path) == lines(uninterrupted[0])
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_resumes(whole, tmp_path):
+def test_sigterm_saves_and_the_same_command_resumes(uninterrupted, tmp_path):
     process = start(command(tmp_path, save__every_steps=1000))
     wait_for(process, tmp_path, "rl", 1)
     process.send_signal(signal.SIGTERM)
@@ -129,7 +131,7 @@ def test_sigterm_saves_and_the_same_command_resumes(whole, tmp_path):
     assert re.search(r"SIGTERM: saved rl step \d", out) and "Traceback" not in err
     code, out, _ = finish(command(tmp_path, save__every_steps=1000))
     assert code == 0 and "resuming" in out
-    assert lines(tmp_path) == lines(whole[0])
+    assert lines(tmp_path) == lines(uninterrupted[0])
 
 
 @pytest.mark.slow
@@ -158,23 +160,27 @@ def test_ppo_with_a_critic_goes_on_bit_for_bit(tmp_path):
         typed = command(tmp_path / folder, **PPO | {"steps": steps})
         code, _, err = finish(typed, XLA_FLAGS=QUICKLY)  # four models, most of it compiling
         assert code == 0 and err == ""
-    whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
+    uninterrupted, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
     # the last step of a run is scored, and step 2 was the last of the first part
     scores = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in parts]
-    assert scores == [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in whole]
-    last = whole[-1]
+    assert scores == [
+        {k: v for k, v in r.items() if not k.startswith("eval/")} for r in uninterrupted
+    ]
+    last = uninterrupted[-1]
     assert last["critic/grad_norm"] > 0 and last["train_rollout_logprob_abs_diff"] < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.extended  # test_update_terms.py closes it
-def test_a_closed_gate_saves_and_the_same_command_goes_on_when_it_is_opened(whole, tmp_path):
+def test_a_closed_gate_saves_and_the_same_command_goes_on_when_it_is_opened(
+    uninterrupted, tmp_path
+):
     code, out, err = finish(command(tmp_path, gate__k3=1e-30))
     assert code == 2 and len(err.splitlines()) == 1 and "Traceback" not in out + err
     assert err.startswith("error: rl step 1: engine and trainer must agree within gate.abs_diff")
     code, _, err = finish(command(tmp_path))
     assert code == 0 and err == ""
-    assert lines(tmp_path) == lines(whole[0])
+    assert lines(tmp_path) == lines(uninterrupted[0])
     skipping = tmp_path / "skipping"
     code, out, _ = finish(command(skipping, gate__k3=1e-30, gate__skip=True))
     assert code == 0 and "this batch was not trained on" in out
@@ -214,8 +220,8 @@ sys.exit(train.main(sys.argv[3:]))
 def noting(work, notes, breaks=0, **changes):
     """The command, in a process that notes the prompts of every batch it trains on."""
     args = command(work, **AHEAD | changes)
-    at = args.index("-m")
-    return [*args[:at], "-c", NOTED, str(notes), str(breaks), *args[at + 2 :]]
+    index = args.index("-m")
+    return [*args[:index], "-c", NOTED, str(notes), str(breaks), *args[index + 2 :]]
 
 
 def noted(path):
@@ -244,8 +250,8 @@ def test_no_prompt_is_lost_or_doubled_ahead_of_the_weights(ahead, tmp_path, numb
     assert "Traceback" not in err and (number == signal.SIGKILL or process.returncode == 143)
     code, out, err = finish(noting(tmp_path / "run", tmp_path / "second"), XLA_FLAGS=QUICKLY)
     assert code == 0 and err == "" and "resuming" in out
-    found = re.search(r"after rl step (\d)", out)
-    saved = int(found[1]) if found else 0  # or after the warm start
+    matches = re.search(r"after rl step (\d)", out)
+    saved = int(matches[1]) if matches else 0  # or after the warm start
     assert noted(tmp_path / "first")[:saved] + noted(tmp_path / "second") == ahead
     keys = [(r["stage"], r["step"]) for r in lines(tmp_path / "run")]
     assert keys == [("warmup", i) for i in range(1, 5)] + [("rl", i) for i in range(6)]
@@ -261,23 +267,23 @@ def test_a_broken_engine_saves_the_run_and_says_so_in_one_line(ahead, tmp_path, 
     typed = noting(work, tmp_path / "first", breaks=8, **changes)
     code, out, err = finish(typed, XLA_FLAGS=QUICKLY)
     assert code == 1 and len(err.splitlines()) == 1 and "Traceback" not in out + err
-    found = re.fullmatch(
+    match = re.fullmatch(
         rf"error: the engine broke. saved rl step (\d) in {work}; the same command resumes.\n", err
     )
-    assert found, err
+    assert match, err
     code, _, err = finish(noting(work, tmp_path / "second", **changes), XLA_FLAGS=QUICKLY)
     assert code == 0 and err == ""
-    assert noted(tmp_path / "first")[: int(found[1])] + noted(tmp_path / "second") == ahead
+    assert noted(tmp_path / "first")[: int(match[1])] + noted(tmp_path / "second") == ahead
     rows = [r for r in lines(work) if r["stage"] == "rl"]
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, 6))
     assert [r["step"] for r in rows if "eval/accuracy" in r] == [0, 2, 4, 5]
 
 
-OWN = """
+CUSTOM_CONFIG = """
 from dataclasses import replace
-from jaxmoe.config_file import load
+from jaxmoe.config_file import load_config
 def get_config():
-    config = load("tiny.py")
+    config = load_config("tiny.py")
     return replace(config, data=replace(config.data, options={}))
 """
 BAD = {
@@ -299,14 +305,14 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, capsys, name):
-    changes, said = BAD[name]
+    changes, message = BAD[name]
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question":\n')
     changes = {k: str(tmp_path / v) if str(v).endswith(".jsonl") else v for k, v in changes.items()}
     work = tmp_path / "run"
     args = command(work, **changes)
     if "data.task" in changes:  # a file takes no options, and --set cannot empty them
-        (tmp_path / "own.py").write_text(OWN)
+        (tmp_path / "own.py").write_text(CUSTOM_CONFIG)
         args[args.index("tiny.py")] = str(tmp_path / "own.py")
     if name == next(iter(BAD)):  # one as a user's process, the others here: a process takes seconds
         code, out, err = finish(args)
@@ -314,5 +320,5 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(tmp_path, capsys, name):
         code = train.main(args[args.index("--config") :])
         out, err = capsys.readouterr()
     assert code == 2, (out, err)
-    assert len(err.splitlines()) == 1 and err.startswith("error: ") and said in err
+    assert len(err.splitlines()) == 1 and err.startswith("error: ") and message in err
     assert "Traceback" not in out + err and not work.exists()

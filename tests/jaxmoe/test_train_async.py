@@ -37,15 +37,15 @@ def test_in_turn_nothing_is_counted_that_cannot_happen(tmp_path, monkeypatch):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_what_the_engine_mended_stands_in_the_line_of_its_step(tmp_path, monkeypatch, ahead):
     def script(call, engine):
-        if call == "load" and engine.held in (1, 2):  # version 3 follows 2
-            engine.incidents += [f"a hiccup after {engine.held}", "another"]
+        if call == "load" and engine.version in (1, 2):  # version 3 follows 2
+            engine.incidents += [f"a hiccup after {engine.version}", "another"]
 
     Run(tmp_path, Scripted(script), ahead)(monkeypatch)
     rows = lines(tmp_path)[1:]
     assert [row["rollout/incidents"] for row in rows] == [0, 2, 2, 0, 0, 0]
-    _, _, rule, *told = rows[2]["alerts"]  # the first: every reward is 0, every answer cut off
+    _, _, rule, *incidents = rows[2]["alerts"]  # the first: every reward is 0, every answer cut off
     assert rule.startswith("rollout/incidents is 2 (> 0); look first at the lines")
-    assert told == ["a hiccup after 2", "another"]
+    assert incidents == ["a hiccup after 2", "another"]
     assert len(rows[0]["alerts"]) == len(rows[3]["alerts"]) == 2
 
 
@@ -57,7 +57,7 @@ def test_a_slow_trainer_gets_tokens_as_old_as_allowed_and_the_log_says_so(
 
     def script(call, engine):
         if call == "load":  # the engine runs as far ahead as it may
-            begun = min(STEPS, engine.held + 1 + ahead) if engine.held >= 0 else 0
+            begun = min(STEPS, engine.version + 1 + ahead) if engine.version >= 0 else 0
             end = time.perf_counter() + SOON
             while engine.answered < begun and time.perf_counter() < end:
                 time.sleep(0.001)
@@ -81,7 +81,7 @@ def test_rollouts_that_two_versions_drew_are_counted(tmp_path, monkeypatch):
     def script(call, engine):
         if call == "sample" and len(engine.sampled) == 2:
             end = time.perf_counter() + SOON
-            while engine.held == 0 and time.perf_counter() < end:
+            while engine.version == 0 and time.perf_counter() < end:
                 time.sleep(0.001)
 
     Run(tmp_path, Scripted(script), 1)(monkeypatch)

@@ -23,11 +23,11 @@ class Bomb(BaseException):
 
 def failing(call, number, error=None):
     """Fails in the number-th call of its kind, once."""
-    seen = {"load": 0, "sample": 0, "score": 0}
+    calls = {"load": 0, "sample": 0, "score": 0}
 
-    def script(this, engine):
-        seen[this] += 1
-        if this == call and seen[this] == number:
+    def script(script_step, engine):
+        calls[script_step] += 1
+        if script_step == call and calls[script_step] == number:
             raise error or EngineError("the engine broke.")
 
     return script
@@ -45,16 +45,16 @@ def test_where_the_engine_breaks_the_last_whole_step_is_saved_and_nothing_is_don
     run = Run(tmp_path, Scripted(failing(call, number)), ahead)
     with pytest.raises(EngineError) as error:
         run(monkeypatch)
-    at = store.latest(tmp_path / "checkpoints") - 1_000_000
+    step = store.latest(tmp_path / "checkpoints") - 1_000_000
     if ahead and call == "sample":  # seen in the trainer as soon as it looks, so perhaps earlier
-        assert 1 <= at <= saved
+        assert 1 <= step <= saved
     else:
-        assert at == saved
-    said = f"the engine broke. saved rl step {at} in {tmp_path}; the same command resumes."
-    assert str(error.value) == said
-    again = Run(tmp_path, Scripted(), ahead)
-    assert again(monkeypatch) == STEPS
-    assert run.trained[:at] + again.trained == stream()
+        assert step == saved
+    message = f"the engine broke. saved rl step {step} in {tmp_path}; the same command resumes."
+    assert str(error.value) == message
+    resumed = Run(tmp_path, Scripted(), ahead)
+    assert resumed(monkeypatch) == STEPS
+    assert run.trained[:step] + resumed.trained == stream()
     assert_whole(tmp_path)
 
 
@@ -75,9 +75,9 @@ def test_a_bug_keeps_its_traceback_and_the_run_is_saved(tmp_path, monkeypatch, a
         run(monkeypatch)
     assert error.value is bug
     assert bug.__notes__ == [f"saved rl step 3 in {tmp_path}; the same command resumes."]
-    again = Run(tmp_path, Scripted(), ahead)
-    assert again(monkeypatch) == STEPS
-    assert run.trained[:3] + again.trained == stream()
+    resumed = Run(tmp_path, Scripted(), ahead)
+    assert resumed(monkeypatch) == STEPS
+    assert run.trained[:3] + resumed.trained == stream()
     assert_whole(tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
     with pytest.raises(MemoryError, match="no room for the step") as error:
         Run(tmp_path, Scripted(), changes=("save.every_steps=2",))(monkeypatch)
     (note,) = error.value.__notes__
-    assert note == "The step took the weights with it: go on from the last checkpoint."
+    assert note == "The failed step deleted the weights: resume from the last checkpoint."
     assert store.latest(tmp_path / "checkpoints") == 1_000_002
 
 
@@ -122,8 +122,8 @@ def test_a_save_that_the_disk_refuses_is_made_once_more_and_where_that_works_the
             run(monkeypatch)
         assert store.latest(tmp_path / "checkpoints") == 1_000_002
     assert tries.count(1_000_004) == 2
-    told = capsys.readouterr().err
-    assert told.count("! the disk has no inodes left. Saving once more.\n") == 1
+    err = capsys.readouterr().err
+    assert err.count("! the disk has no inodes left. Retrying once.\n") == 1
 
 
 def test_plots_that_the_disk_refuses_end_no_run(tmp_path, monkeypatch, capsys):
@@ -139,8 +139,8 @@ def test_plots_that_the_disk_refuses_end_no_run(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Job, "report_step", draws)
     assert Run(tmp_path, Scripted())(monkeypatch) == STEPS
-    told = capsys.readouterr().err
-    assert f"! no plots: {tmp_path / 'plots'} must be" in told and told.count("\n") == 1
+    err = capsys.readouterr().err
+    assert f"! no plots: {tmp_path / 'plots'} must be" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -149,20 +149,22 @@ def test_an_engine_that_breaks_before_the_first_step_leaves_a_run_to_begin_again
 ):
     with pytest.raises(EngineError, match="broke. no rl step was made in .*begins it"):
         Run(tmp_path, Scripted(failing("sample", 1)), ahead)(monkeypatch)
-    again = Run(tmp_path, Scripted(), ahead)
-    again(monkeypatch)
-    assert again.trained == stream()
+    resumed = Run(tmp_path, Scripted(), ahead)
+    resumed(monkeypatch)
+    assert resumed.trained == stream()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("off", [-2, 1])
-def test_a_token_of_a_version_that_cannot_be_is_never_trained_on(tmp_path, monkeypatch, ahead, off):
+@pytest.mark.parametrize("offset", [-2, 1])
+def test_a_token_of_a_version_that_cannot_be_is_never_trained_on(
+    tmp_path, monkeypatch, ahead, offset
+):
     def script(call, engine):
         if call == "sample" and len(engine.sampled) == 4:
-            engine.told = 3 + off
+            engine.claimed_version = 3 + offset
 
     run = Run(tmp_path, Scripted(script), ahead)
-    with pytest.raises(EngineError, match="must be drawn by version.*saved rl step 3"):
+    with pytest.raises(EngineError, match="must be sampled by weight version.*saved rl step 3"):
         run(monkeypatch)
     assert run.trained == stream(3)
 
@@ -170,10 +172,10 @@ def test_a_token_of_a_version_that_cannot_be_is_never_trained_on(tmp_path, monke
 def test_in_turn_an_older_version_is_an_error_and_not_a_staleness(tmp_path, monkeypatch):
     def script(call, engine):
         if call == "sample" and len(engine.sampled) == 4:
-            engine.told = 2
+            engine.claimed_version = 2
 
     with pytest.raises(
-        EngineError, match="must be drawn by version 3 of.*token 5 carries version 2"
+        EngineError, match="must be sampled by weight version 3,.*token 5 carries version 2"
     ):
         Run(tmp_path, Scripted(script))(monkeypatch)
 
@@ -198,7 +200,7 @@ def test_a_prompt_that_is_too_long_does_not_say_that_the_same_command_goes_on(
     """It would stop at the same row."""
     with pytest.raises(ConfigError, match="max_prompt_tokens=8[12], or --set.*=drop") as caught:
         Run(tmp_path / "run", Scripted(), changes=long_rows(tmp_path))(monkeypatch)
-    assert "with that mended, the command" in str(caught.value)
+    assert "after the fix, the command" in str(caught.value)
     assert "the same command" not in str(caught.value)
 
 
@@ -210,9 +212,9 @@ def test_a_run_that_drops_long_prompts_counts_them_and_resumes_with_the_same_row
     through(monkeypatch)
     assert {row["data/dropped_prompts"] for row in lines(tmp_path / "one")[1:]} == {8}
     first = Run(tmp_path / "two", Scripted(), changes=(*changes, "steps=2"))
-    again = Run(tmp_path / "two", Scripted(), changes=changes)
-    first(monkeypatch), again(monkeypatch)
-    assert first.trained + again.trained == through.trained
+    resumed = Run(tmp_path / "two", Scripted(), changes=changes)
+    first(monkeypatch), resumed(monkeypatch)
+    assert first.trained + resumed.trained == through.trained
 
 
 @pytest.mark.parametrize("ahead, dies_at", [(1, 4), (2, 2), (3, 5)])
@@ -231,10 +233,10 @@ def test_no_prompt_is_lost_or_doubled_by_a_run_that_dies(tmp_path, monkeypatch, 
         patch.setattr(MetricsLog, "write", dies)
         run(monkeypatch)
     saved = 2 * ((dies_at - 1) // 2)
-    again = Run(tmp_path, Scripted(), ahead, changes=changes)
-    assert again(monkeypatch) == STEPS
+    resumed = Run(tmp_path, Scripted(), ahead, changes=changes)
+    assert resumed(monkeypatch) == STEPS
     assert run.trained == stream(dies_at) and len(run.engine.sampled) >= dies_at
-    assert again.trained == stream()[saved:]
+    assert resumed.trained == stream()[saved:]
     assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
 
 
@@ -250,14 +252,14 @@ def test_each_step_logs_its_epoch_and_its_learning_rate(tmp_path, monkeypatch):
 def test_groups_drawn_anew_are_where_the_stream_goes_on(tmp_path, monkeypatch):
     """Every group's rewards are equal here, so each step makes all its draws."""
     changes = ("rollout.max_gen_batches=2", "save.every_steps=2")
-    whole = Run(tmp_path / "whole", Scripted(), 2, changes=changes)
-    whole(monkeypatch)
-    assert [ids for ids, _ in whole.engine.sampled] == stream(2 * STEPS)
+    uninterrupted = Run(tmp_path / "whole", Scripted(), 2, changes=changes)
+    uninterrupted(monkeypatch)
+    assert [ids for ids, _ in uninterrupted.engine.sampled] == stream(2 * STEPS)
     parts = Run(tmp_path / "parts", Scripted(), 2, changes=(*changes, "steps=4"))
-    rest = Run(tmp_path / "parts", Scripted(), 2, changes=changes)
+    resumed = Run(tmp_path / "parts", Scripted(), 2, changes=changes)
     parts(monkeypatch)
-    rest(monkeypatch)
-    assert parts.trained + rest.trained == whole.trained
+    resumed(monkeypatch)
+    assert parts.trained + resumed.trained == uninterrupted.trained
 
 
 def test_a_stop_while_the_trainer_waits_saves_at_once_and_ends_the_sampling(tmp_path, monkeypatch):
@@ -274,9 +276,9 @@ def test_a_stop_while_the_trainer_waits_saves_at_once_and_ends_the_sampling(tmp_
     with pytest.raises(Stopped, match="SIGTERM: saved rl step 2 in .*; the same command resumes"):
         run(monkeypatch)
     assert time.perf_counter() - start < SOON / 2
-    again = Run(tmp_path, Scripted(), 1)
-    again(monkeypatch)
-    assert run.trained + again.trained == stream()
+    resumed = Run(tmp_path, Scripted(), 1)
+    resumed(monkeypatch)
+    assert run.trained + resumed.trained == stream()
 
 
 def test_a_stop_before_the_first_batch_has_nothing_to_save(tmp_path, monkeypatch):
@@ -295,8 +297,8 @@ def test_a_stop_before_the_first_batch_has_nothing_to_save(tmp_path, monkeypatch
 
 
 def test_answers_are_recorded_once_for_every_step_however_often_the_run_dies(tmp_path, monkeypatch):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    Run(whole, Scripted())(monkeypatch)
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    Run(uninterrupted, Scripted())(monkeypatch)
     changes = ("save.every_steps=2",)
     with pytest.raises(EngineError):
         Run(parts, Scripted(failing("load", 5)), changes=changes)(monkeypatch)
@@ -319,6 +321,6 @@ def test_answers_are_recorded_once_for_every_step_however_often_the_run_dies(tmp
 
     assert len(recorded(parts)) == len(set(recorded(parts)))
     held_out = [x for x in recorded(parts) if x[1] == "held_out"]
-    assert held_out == [x for x in recorded(whole) if x[1] == "held_out"]
-    assert {x[0] for x in recorded(whole) if x[1] == "group"} == {3, 6}
+    assert held_out == [x for x in recorded(uninterrupted) if x[1] == "held_out"]
+    assert {x[0] for x in recorded(uninterrupted) if x[1] == "group"} == {3, 6}
     assert {x[0] for x in recorded(parts) if x[1] == "group"} == {2, 3, 4, 6}

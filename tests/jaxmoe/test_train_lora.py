@@ -26,21 +26,21 @@ SMALL = {
 }  # fmt: skip
 
 
-HOW = dict(
+SETTINGS = dict(
     cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}, text=True
 )
 
 
-def command(work, module, more, changes):
+def command(work, module, arguments, changes):
     sets = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
     args = [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
     return [sys.executable, "-W", "error", "-m", f"jaxmoe.{module}", "--config", "tiny_lora.py",
-            "--workdir", str(work), *args, *more]  # fmt: skip
+            "--workdir", str(work), *args, *arguments]  # fmt: skip
 
 
-def run(work, module="train", *more, **changes):
+def run(work, module="train", *arguments, **changes):
     return subprocess.run(
-        command(work, module, more, changes), capture_output=True, timeout=300, **HOW
+        command(work, module, arguments, changes), capture_output=True, timeout=300, **SETTINGS
     )
 
 
@@ -48,11 +48,11 @@ def killed(work, stage, step):
     """kill -9 when a line of that step is there."""
     process = subprocess.Popen(
         command(work, "train", (), {"steps": 3}), stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, **HOW,
+        stderr=subprocess.PIPE, **SETTINGS,
     )  # fmt: skip
-    until = time.monotonic() + 300
+    deadline = time.monotonic() + 300
     while not any((row["stage"], row["step"]) == (stage, step) for row in rows(work)):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
     process.kill()
     process.communicate()
@@ -61,8 +61,8 @@ def killed(work, stage, step):
 def rows(work):
     if not (work / "metrics.jsonl").exists():
         return []
-    whole, _, _ = (work / "metrics.jsonl").read_text().rpartition("\n")
-    lines = map(json.loads, whole.splitlines())
+    uninterrupted, _, _ = (work / "metrics.jsonl").read_text().rpartition("\n")
+    lines = map(json.loads, uninterrupted.splitlines())
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_s"))}
         for row in lines
@@ -70,15 +70,15 @@ def rows(work):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     work = tmp_path_factory.mktemp("whole")
-    done = run(work, steps=3)
-    assert done.returncode == 0, done.stderr
-    return work, done.stdout
+    result = run(work, steps=3)
+    assert result.returncode == 0, result.stderr
+    return work, result.stdout
 
 
-def test_the_base_is_packed_and_kept_and_the_reference_is_it(whole):
-    work, out = whole
+def test_the_base_is_packed_and_kept_and_the_reference_is_it(uninterrupted):
+    work, out = uninterrupted
     assert "packed 4 expert matrices into MXFP4: relative error" in out
     assert {file.name for file in (work / "base").iterdir()} >= {"config.json", "model.safetensors"}
     first = next(row for row in rows(work) if row["stage"] == "rl" and row["step"] == 1)
@@ -86,21 +86,21 @@ def test_the_base_is_packed_and_kept_and_the_reference_is_it(whole):
 
 
 @pytest.mark.extended  # test_train.py kills one without adapters
-def test_a_run_killed_in_either_stage_goes_on_bit_for_bit(whole, tmp_path):
+def test_a_run_killed_in_either_stage_goes_on_bit_for_bit(uninterrupted, tmp_path):
     for stage, step in (("warmup", 3), ("rl", 1)):
         killed(tmp_path, stage, step)
-        assert rows(tmp_path) != rows(whole[0])
+        assert rows(tmp_path) != rows(uninterrupted[0])
     base = (tmp_path / "base" / "model.safetensors").read_bytes()
-    done = run(tmp_path, steps=3)
-    assert done.returncode == 0 and "resuming" in done.stdout, done.stderr
-    assert rows(tmp_path) == rows(whole[0])
+    result = run(tmp_path, steps=3)
+    assert result.returncode == 0 and "resuming" in result.stdout, result.stderr
+    assert rows(tmp_path) == rows(uninterrupted[0])
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == base
 
 
 @pytest.fixture
-def refused(whole, tmp_path, capsys):
-    """What another try to go on is answered with, in this process: nothing of it runs."""
-    work = shutil.copytree(whole[0], tmp_path / "work")
+def refused(uninterrupted, tmp_path, capsys):
+    """Message of a refused resume, in this process; nothing of it runs."""
+    work = shutil.copytree(uninterrupted[0], tmp_path / "work")
 
     def answer(**changes):
         assert train.main(command(work, "train", (), {"steps": 4, **changes})[5:]) == 2
@@ -117,8 +117,8 @@ def refused(whole, tmp_path, capsys):
                        ("targets", "w_q,w_down"), ("modules_to_save", "router")],
 )  # fmt: skip
 def test_a_run_goes_on_with_no_other_adapters(refused, key, value):
-    assert f"lora.{key}=" in (said := refused[1](**{f"lora__{key}": value}))
-    assert f"it cannot go on with {value}" in said
+    assert f"lora.{key}=" in (message := refused[1](**{f"lora__{key}": value}))
+    assert f"it cannot go on with {value}" in message
 
 
 def test_a_run_goes_on_beside_no_other_base(refused):
@@ -131,37 +131,43 @@ def test_a_run_goes_on_beside_no_other_base(refused):
 
 
 @pytest.mark.extended  # one command more
-def test_eval_reads_adapters_beside_the_base(whole):
-    done = run(whole[0], "eval", steps=3)
-    assert done.returncode == 0, done.stderr
-    last = [row for row in rows(whole[0]) if "eval/accuracy" in row][-1]
+def test_eval_reads_adapters_beside_the_base(uninterrupted):
+    result = run(uninterrupted[0], "eval", steps=3)
+    assert result.returncode == 0, result.stderr
+    last = [row for row in rows(uninterrupted[0]) if "eval/accuracy" in row][-1]
     assert (
-        f"{last['eval/accuracy_greedy']:.4f} greedy, on 6 held-out rows (rl step 3)" in done.stdout
+        f"{last['eval/accuracy_greedy']:.4f} greedy, on 6 held-out rows (rl step 3)"
+        in result.stdout
     )
 
 
 @pytest.mark.extended  # a second run; checkpoint/test_packed.py loads one
-def test_a_packed_checkpoint_is_the_base_itself(whole, tmp_path):
-    given = {"warmup__steps": 0, "init__checkpoint": str(whole[0] / "base")}
-    done = run(tmp_path / "run", steps=1, **given)
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "run" / "base").exists() and "relative error" not in done.stdout
-    shutil.copytree(whole[0] / "base", tmp_path / "base")
+def test_a_packed_checkpoint_is_the_base_itself(uninterrupted, tmp_path):
+    base_settings = {"warmup__steps": 0, "init__checkpoint": str(uninterrupted[0] / "base")}
+    result = run(tmp_path / "run", steps=1, **base_settings)
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "run" / "base").exists() and "relative error" not in result.stdout
+    shutil.copytree(uninterrupted[0] / "base", tmp_path / "base")
     weights = tmp_path / "base" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    other = run(tmp_path / "run", steps=2, **given | {"init__checkpoint": str(tmp_path / "base")})
-    assert other.returncode == 2 and "whose init.checkpoint held other content" in other.stderr
-    other = run(tmp_path / "other", steps=1, model__d_expert=128, **given)
-    assert other.returncode == 2 and "model.d_expert (128 here)" in other.stderr
+    refused_run = run(
+        tmp_path / "run", steps=2, **base_settings | {"init__checkpoint": str(tmp_path / "base")}
+    )
+    assert (
+        refused_run.returncode == 2
+        and "whose init.checkpoint held other content" in refused_run.stderr
+    )
+    refused_run = run(tmp_path / "other", steps=1, model__d_expert=128, **base_settings)
+    assert refused_run.returncode == 2 and "model.d_expert (128 here)" in refused_run.stderr
 
 
-def test_a_checkpoint_that_is_not_packed_is_no_base(whole, tmp_path):
+def test_a_checkpoint_that_is_not_packed_is_no_base(uninterrupted, tmp_path):
     """A merged export is whole bfloat16 weights: RL on adapters would decode what is not there."""
-    made = run(whole[0], "export", "--merge", "--out", str(tmp_path / "dense"), steps=3)
-    assert made.returncode == 0, made.stderr
-    done = run(
+    exported = run(uninterrupted[0], "export", "--merge", "--out", str(tmp_path / "dense"), steps=3)
+    assert exported.returncode == 0, exported.stderr
+    result = run(
         tmp_path / "run", steps=1, warmup__steps=0, init__checkpoint=str(tmp_path / "dense"),
         init__tokenizer=str(tmp_path / "dense"),
     )  # fmt: skip
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "must hold packed experts" in done.stderr and "init.checkpoint" in done.stderr
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "must hold packed experts" in result.stderr and "init.checkpoint" in result.stderr

@@ -23,14 +23,14 @@ SMALL = {
 pytestmark = pytest.mark.slow  # a run is mostly its compilation
 
 
-def typed(module, work, devices, *more, **changes):
+def typed(module, work, devices, *arguments, **changes):
     sets = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
     command = [sys.executable, "-W", "error", "-m", f"jaxmoe.{module}", "--config", "tiny.py",
-               "--workdir", str(work), *more]  # fmt: skip
+               "--workdir", str(work), *arguments]  # fmt: skip
     command += [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=500)
-    return done.returncode, done.stdout, done.stderr
+    result = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=500)
+    return result.returncode, result.stdout, result.stderr
 
 
 def losses(work):
@@ -42,7 +42,7 @@ def losses(work):
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
+def single_device(tmp_path_factory):
     """A run of five steps on one device; a checkpoint of each second is kept."""
     work = tmp_path_factory.mktemp("one") / "run"
     code, _, err = typed("train", work, 1, steps=5)
@@ -50,32 +50,32 @@ def one(tmp_path_factory):
     return work
 
 
-def until(step, one, work):
+def copy_until(step, single_device, work):
     """The run as it was when it had saved that step."""
-    shutil.copytree(one, work)
+    shutil.copytree(single_device, work)
     for folder in (work / "checkpoints").iterdir():
         if int(folder.name) > 1_000_000 + step:
             shutil.rmtree(folder)
     return work
 
 
-def equal(one, several, last):
-    one, several = losses(one), losses(several)
-    assert ("rl", last) in several and several.keys() <= one.keys()
-    assert max(abs(one[key] - several[key]) for key in several) < 2e-5
+def equal(single_device, several, last):
+    single_device, several = losses(single_device), losses(several)
+    assert ("rl", last) in several and several.keys() <= single_device.keys()
+    assert max(abs(single_device[key] - several[key]) for key in several) < 2e-5
 
 
 @pytest.mark.extended  # test_processes.py has a command on a mesh, test_mesh_step.py the bits
-def test_a_run_goes_on_on_a_mesh_and_is_that_of_one_device(one, tmp_path):
-    work = until(2, one, tmp_path / "run")
+def test_a_run_goes_on_on_a_mesh_and_is_that_of_one_device(single_device, tmp_path):
+    work = copy_until(2, single_device, tmp_path / "run")
     code, out, err = typed("train", work, 4, steps=4, mesh__expert=2, mesh__tensor=2)
     assert code == 0 and "resuming" in out and "mesh." in out, err  # what changes is told
-    equal(one, work, 4)
+    equal(single_device, work, 4)
 
 
 @pytest.mark.extended  # seven commands
 def test_one_mesh_and_another_and_one_device_and_it_is_scored_and_exported_and_read_on_one(
-    one, tmp_path
+    single_device, tmp_path
 ):
     work = tmp_path / "several"
     for steps, mesh in (
@@ -85,11 +85,11 @@ def test_one_mesh_and_another_and_one_device_and_it_is_scored_and_exported_and_r
         code, out, err = typed("train", work, 4, steps=steps, **mesh)
         assert code == 0, err
         assert steps == 2 or "mesh." in out
-    equal(one, work, 4)
+    equal(single_device, work, 4)
     host = {"optim__moments": "host", "optim__remat": True, "optim__remat_inputs": "host"}
     code, out, err = typed("train", work, 1, steps=5, **host)
     assert code == 0 and "mesh." in out, err
-    equal(one, work, 5)
+    equal(single_device, work, 5)
     mesh = {"mesh__fsdp": 4}
     code, out, err = typed("eval", work, 4, **mesh)
     assert code == 0 and "rl step 5" in out, err

@@ -31,9 +31,9 @@ SMALL = [
 def settings(tmp_path, monkeypatch):
     """--set of the example, with more rows of its kind."""
     sums = [json.loads(line) for line in ROWS.splitlines()]
-    shown = {row["prompt"] for row in sums}
+    prompts = {row["prompt"] for row in sums}
     for (a, b), unit in zip(itertools.product("12345", "6789"), itertools.cycle(["apples", ""])):
-        if f"{a}+{b}=" not in shown:
+        if f"{a}+{b}=" not in prompts:
             sums.append({"prompt": f"{a}+{b}=", "answer": int(a) + int(b), "unit": unit})
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
     (tmp_path / "my_rewards.py").write_text(CODE)
@@ -70,11 +70,11 @@ def test_the_terminal_calls_the_users_rewards_a_mean_reward(
     Run(tmp_path / "a", Scripted(), changes=(*settings, "data.rewards=my_rewards:many"))(
         monkeypatch
     )
-    said = capsys.readouterr().out
-    assert "mean reward 25.000" in said and "accuracy" not in said
+    out = capsys.readouterr().out
+    assert "mean reward 25.000" in out and "accuracy" not in out
     Run(tmp_path / "b", Scripted())(monkeypatch)
-    said = capsys.readouterr().out
-    assert "accuracy 0.000" in said and "mean reward" not in said
+    out = capsys.readouterr().out
+    assert "accuracy 0.000" in out and "mean reward" not in out
 
 
 def test_what_too_long_answers_pay_is_in_the_metrics(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_answers_that_no_function_scores_are_refused(settings, tmp_path, monkeyp
 
 
 def test_the_command_of_the_page_is_accepted_as_printed(tmp_path, monkeypatch, capsys):
-    """With the two rows and the module of the page, and nothing else."""
+    """The page's command with its two rows and its module, and nothing else."""
     (tmp_path / "sums.jsonl").write_text(ROWS)
     (tmp_path / "my_rewards.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
@@ -168,7 +168,7 @@ def test_the_commands_of_the_page_train_and_evaluate(settings, tmp_path, capsys)
         assert train.main(command) == 0
         capsys.readouterr()
         assert eval.main(command) == 0
-    said = capsys.readouterr().out
-    assert "reward/correct/mean" in said and "reward/short/mean" in said
+    out = capsys.readouterr().out
+    assert "reward/correct/mean" in out and "reward/short/mean" in out
     last = lines(tmp_path / "run")[-1]
     assert {f"{kind}/{part}" for part in PARTS for kind in ("reward", "eval/reward")} <= set(last)

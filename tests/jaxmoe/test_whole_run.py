@@ -36,7 +36,7 @@ ALL_MODELS = [
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """As the command has it: optax raises floats to integer powers."""
+    """Standard promotion, as in the command: optax raises floats to integer powers."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -50,14 +50,14 @@ def probe(logp_BT, old_logp_BT, advantages_BT, mask_BT):
     return ppo_clip(logp_BT, old_logp_BT, advantages_BT, mask_BT)
 
 
-def ours(stack) -> list[tuple[str, str]]:
+def product_frames(stack) -> list[tuple[str, str]]:
     """(file, function) of the frames that are this project's, outermost first."""
-    found = []
+    frames = []
     for frame in stack:
         path = Path(frame.filename)
         if path.is_relative_to(ROOT / "jaxmoe"):
-            found.append((str(path.relative_to(ROOT)), frame.name))
-    return found
+            frames.append((str(path.relative_to(ROOT)), frame.name))
+    return frames
 
 
 def counting(ops: Ops, calls: Counter) -> Ops:
@@ -86,13 +86,13 @@ class Looked:
 
 
 @pytest.fixture(scope="module")
-def looked(tmp_path_factory):
+def run(tmp_path_factory):
     """One run for the tests below: a run is mostly its compilation."""
     calls, forwards, batches = Counter(), Counter(), []
-    whole, make_batch = train.make_ops, train.make_batch
+    make_plain_ops, make_batch = train.make_ops, train.make_batch
 
-    def noted(*given):
-        batches.append(make_batch(*given))
+    def noted(*arguments):
+        batches.append(make_batch(*arguments))
         return batches[-1]
 
     def counted(name, forward):
@@ -106,9 +106,9 @@ def looked(tmp_path_factory):
 
         def make_ops(cfg, impls):
             calls["make_ops"] += 1
-            made = counting(whole(cfg, impls), calls)
+            ops = counting(make_plain_ops(cfg, impls), calls)
             patch.setattr(model_ops, "plain_ops", None)  # nobody makes pieces of its own from here
-            return made
+            return ops
 
         patch.setattr(train, "make_ops", make_ops)
         patch.setattr(train, "make_batch", noted)
@@ -122,26 +122,26 @@ def looked(tmp_path_factory):
     return Looked(calls, forwards, batches)
 
 
-def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(looked):
+def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(run):
     differentiated = [
         stack for stack in stacks if any(frame.name == "value_and_grad_f" for frame in stack)
     ]
     assert differentiated, "the objective must be asked under jax.value_and_grad"
     stack = differentiated[0]
     names = [frame.name for frame in stack]
-    before = ours(stack[: names.index("value_and_grad_f")])
-    trace = [*ours(stack), ("jaxmoe/losses/objectives.py", "ppo_clip")]
+    before = product_frames(stack[: names.index("value_and_grad_f")])
+    trace = [*product_frames(stack), ("jaxmoe/losses/objectives.py", "ppo_clip")]
     print("\n".join(f"{i}  {file}  {function}" for i, (file, function) in enumerate(trace, 1)))
     assert len(before) <= 5 and len(trace) <= 8
     readme = (ROOT / "README.md").read_text()
     block = re.search(r"<!-- trace -->\n```\n(.*?)\n```", readme, re.S)
     assert block, "README must hold the trace after <!-- trace -->"
     lines = re.findall(r"^ *(\d+)  (\S+) +(\w+)", block[1], re.M)
-    assert lines == [(str(i), *where) for i, where in enumerate(trace, 1)]
+    assert lines == [(str(i), *frame) for i, frame in enumerate(trace, 1)]
 
 
-def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(looked):
-    calls, forwards = looked.calls, looked.forwards
+def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(run):
+    calls, forwards = run.calls, run.forwards
     assert calls["make_ops"] == 1
     # warm start; policy scored, reference, critic scored; policy and critic under the gradient
     assert forwards["scorer"] >= 6 and forwards["native"] >= 2  # prefill and decode
@@ -164,11 +164,11 @@ def test_no_module_but_one_makes_ops():
     assert engines.open_engine.__annotations__["ops"] is Ops
 
 
-def test_router_replay_reaches_the_update_from_the_command_line(looked):
+def test_router_replay_reaches_the_update_from_the_command_line(run):
     """The engine's experts come with the batch; test_routing_travels.py packs and cuts them."""
-    (batch,) = looked.batches
+    (batch,) = run.batches
     routed = batch.routed_experts_BTLA
     assert routed.dtype == "int8" and routed.shape == (*batch.tokens_BT.shape, 2, 2)
     assert routed[batch.segment_ids_BT > 0].max() > 0
     # the policy alone, scored and trained, two layers each; reference and critic route themselves
-    assert looked.calls["experts were given"] == 2 * 2
+    assert run.calls["experts were given"] == 2 * 2

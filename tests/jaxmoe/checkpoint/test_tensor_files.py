@@ -78,10 +78,10 @@ def twice(h):
 
 
 HEADERS = {
-    "no object": (entry(), lambda h: b"[]", "an object is needed"),
+    "no object": (entry(), lambda h: b"[]", "expected an object"),
     "not UTF-8": (entry(), lambda h: b'{"\xff": 1}', "must be a safetensors file"),
     "nested": (entry(), lambda h: b'{"a":' + b"[" * 100_000, "nested deeper than"),
-    "twice": (entry(), twice, f"'{SINKS}' is there twice"),
+    "twice": (entry(), twice, f"'{SINKS}' is a duplicate key"),
     "no entry": (lambda h: h.update({SINKS: 3}), None, f"{SINKS}' must have dtype"),
     "no shape": (lambda h: h[SINKS].pop("shape"), None, f"{SINKS}' must have dtype"),
     "dtype a list": (entry(dtype=[1]), None, "must be a safetensors file|must be BF16"),

@@ -140,7 +140,7 @@ def test_accuracy_is_told_by_data_source_where_there_are_several(tmp_path):
 
 def test_answers_by_other_weights_than_the_ones_scored_are_refused(task):
     engine = Parrot(task.tokenizer, lambda prompt, sample: "banana", version=2)
-    with pytest.raises(EngineError, match="must be drawn by version 3 of the weights"):
+    with pytest.raises(EngineError, match="must be sampled by weight version 3"):
         evaluate(engine, task.held_out_prompts(), task, version=3)
 
 

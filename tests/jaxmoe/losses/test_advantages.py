@@ -19,16 +19,16 @@ def advantages(rewards, **options):
 
 def test_hand_worked_group():
     # mean 0.25; deviation over R - 1: sqrt((3 * 0.0625 + 0.5625) / 3) = 0.5
-    ours = advantages([1, 0, 0, 0])
-    np.testing.assert_allclose(ours, np.array([1.5, -0.5, -0.5, -0.5]) / (1 + 2e-6), rtol=4 * EPS)
+    actual = advantages([1, 0, 0, 0])
+    np.testing.assert_allclose(actual, np.array([1.5, -0.5, -0.5, -0.5]) / (1 + 2e-6), rtol=4 * EPS)
     np.testing.assert_array_equal(
         advantages([1, 0, 0, 0], scale_by_std=False), [0.75, -0.25, -0.25, -0.25]
     )
 
 
 def test_groups_do_not_mix():
-    both = group_advantages(jnp.asarray([[1, 0, 0], [5, 5, 8]], jnp.float32))
-    np.testing.assert_array_equal(np.asarray(both)[1], advantages([5, 5, 8]))
+    normalized = group_advantages(jnp.asarray([[1, 0, 0], [5, 5, 8]], jnp.float32))
+    np.testing.assert_array_equal(np.asarray(normalized)[1], advantages([5, 5, 8]))
 
 
 @given(st.floats(-1e6, 1e6, width=32), st.integers(2, 17), st.booleans())
@@ -45,21 +45,21 @@ def test_a_shift_of_all_rewards_changes_nothing(rewards, shift):
 
 @given(REWARDS, st.sampled_from([0.25, 2.0, 64.0]))
 def test_a_scale_of_all_rewards_changes_nothing_but_epsilon(rewards, scale):
-    one, other = advantages(rewards), advantages([r * scale for r in rewards])
+    first, scaled = advantages(rewards), advantages([r * scale for r in rewards])
     if len(set(rewards)) > 1:
-        least = 0.5 * min(1.0, scale)  # the deviation of whole numbers that are not all equal
-        rtol = 1e-6 / least + 4 * EPS
-        np.testing.assert_allclose(one, other, rtol=rtol)
+        min_size = 0.5 * min(1.0, scale)  # the deviation of whole numbers that are not all equal
+        rtol = 1e-6 / min_size + 4 * EPS
+        np.testing.assert_allclose(first, scaled, rtol=rtol)
     raw, big = (advantages(r, scale_by_std=False) for r in (rewards, np.array(rewards) * scale))
     np.testing.assert_array_equal(raw * np.float32(scale), big)
 
 
 @given(REWARDS)
 def test_scaled_advantages_have_mean_zero_and_unit_deviation(rewards):
-    ours = advantages(rewards).astype(np.float64)
-    assert abs(ours.mean()) <= 4 * EPS
+    actual = advantages(rewards).astype(np.float64)
+    assert abs(actual.mean()) <= 4 * EPS
     if len(set(rewards)) > 1:
-        assert abs(ours.std(ddof=1) - 1) <= 1e-6 / 0.5 + 8 * EPS
+        assert abs(actual.std(ddof=1) - 1) <= 1e-6 / 0.5 + 8 * EPS
 
 
 def test_a_group_of_one_is_refused_since_its_advantage_would_always_be_zero():

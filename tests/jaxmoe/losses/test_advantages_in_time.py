@@ -25,7 +25,7 @@ EPS = float(np.finfo(np.float32).eps)
 # two turns with three tokens of tool output between them, and padding behind
 MASK = jnp.asarray([[True, True, False, False, False, True, True, False]])
 TRUE = np.flatnonzero(np.asarray(MASK)[0])
-SOME = st.lists(st.floats(-4, 4, width=32), min_size=8, max_size=8)
+EIGHT_FLOATS = st.lists(st.floats(-4, 4, width=32), min_size=8, max_size=8)
 
 
 def gae_by_loop(rewards, values, discount, trace):
@@ -39,7 +39,9 @@ def gae_by_loop(rewards, values, discount, trace):
 
 
 @pytest.mark.paper
-@given(SOME, SOME, st.sampled_from([1.0, 0.9, 0.5]), st.sampled_from([1.0, 0.95, 0.0]))
+@given(
+    EIGHT_FLOATS, EIGHT_FLOATS, st.sampled_from([1.0, 0.9, 0.5]), st.sampled_from([1.0, 0.95, 0.0])
+)
 def test_tool_output_is_passed_over_as_if_it_were_not_there(rewards, values, discount, trace):
     # verl tests/trainer/ppo/test_core_algos_on_cpu.py, test_multi_turn_compute_gae_advantage_return
     r, v = (jnp.asarray([x], jnp.float32) for x in (rewards, values))
@@ -69,8 +71,8 @@ def test_no_gradient_reaches_the_values():
 def test_what_stands_at_false_tokens_never_matters(value):
     dirty = jnp.where(MASK, 1.0, value)
     clean = jnp.where(MASK, 1.0, 0.0)
-    for found, want in zip(gae(dirty, dirty, MASK), gae(clean, clean, MASK), strict=True):
-        np.testing.assert_array_equal(found, want)
+    for actual, want in zip(gae(dirty, dirty, MASK), gae(clean, clean, MASK), strict=True):
+        np.testing.assert_array_equal(actual, want)
     np.testing.assert_array_equal(whiten(dirty, MASK), whiten(clean, MASK))
     np.testing.assert_array_equal(
         reinforce_pp_advantages(dirty, MASK), reinforce_pp_advantages(clean, MASK)
@@ -80,13 +82,13 @@ def test_what_stands_at_false_tokens_never_matters(value):
 def test_whitened_tokens_have_mean_zero_and_deviation_one():
     x = jnp.asarray(np.random.default_rng(0).normal(3.0, 5.0, (4, 8)), jnp.float32)
     mask = jnp.broadcast_to(MASK, x.shape)
-    ours = np.asarray(whiten(x, mask), np.float64)[np.asarray(mask)]
-    assert abs(ours.mean()) <= 16 * EPS and abs(ours.std(ddof=1) - 1) <= 16 * EPS
+    actual = np.asarray(whiten(x, mask), np.float64)[np.asarray(mask)]
+    assert abs(actual.mean()) <= 16 * EPS and abs(actual.std(ddof=1) - 1) <= 16 * EPS
 
 
 @jax.jit
 def whitened_equals(value, rewards_B):
-    """Of equal tokens, and of equal rewards: all that is whitened anywhere."""
+    """Whitened equal tokens, and whitened equal rewards, by every function that whitens."""
     equal, mask = jnp.full((len(rewards_B), 8), value), jnp.ones((len(rewards_B), 8), bool)
     paid = token_rewards(rewards_B, mask)
     return [
@@ -101,8 +103,8 @@ def whitened_equals(value, rewards_B):
 def test_equal_tokens_whiten_to_exactly_nothing(value, rows):
     # the mean of 1,600 floats of 1000.1 is not that float, and its error is all there is to whiten
     for x in (value, 1000.1):
-        given = whitened_equals(jnp.float32(x), jnp.full((rows,), 1000.1, jnp.float32))
-        assert not any(np.asarray(found).any() for found in given)
+        results = whitened_equals(jnp.float32(x), jnp.full((rows,), 1000.1, jnp.float32))
+        assert not any(np.asarray(actual).any() for actual in results)
 
 
 def test_nearly_equal_tokens_whiten_as_in_float64():
@@ -121,9 +123,9 @@ def test_no_true_token_is_zero_and_not_nan():
 
 
 def test_leave_one_out_by_hand():
-    ours = rloo_advantages(jnp.asarray([[1.0, 0, 0, 1], [5, 5, 5, 5]]))
+    actual = rloo_advantages(jnp.asarray([[1.0, 0, 0, 1], [5, 5, 5, 5]]))
     want = [[1 - 1 / 3, -2 / 3, -2 / 3, 1 - 1 / 3], [0, 0, 0, 0]]
-    np.testing.assert_allclose(ours, want, rtol=4 * EPS)
+    np.testing.assert_allclose(actual, want, rtol=4 * EPS)
 
 
 @pytest.mark.paper
@@ -134,8 +136,8 @@ def test_leave_one_out_is_the_others_mean_and_feels_no_shift(rewards, shift):
     r = np.array(rewards, np.float64)
     want = r * 5 / 4 - r.mean() * 5 / 4
     for moved in (0, shift):
-        ours = np.asarray(rloo_advantages(jnp.asarray([r + moved], jnp.float32)))[0]
-        np.testing.assert_allclose(ours, want, atol=(80 + abs(moved)) * 8 * EPS)
+        actual = np.asarray(rloo_advantages(jnp.asarray([r + moved], jnp.float32)))[0]
+        np.testing.assert_allclose(actual, want, atol=(80 + abs(moved)) * 8 * EPS)
 
 
 def test_leave_one_out_of_one_is_refused():
@@ -147,17 +149,17 @@ def test_the_group_baseline_is_taken_before_the_batch_is_whitened():
     rewards = jnp.asarray([[1.0, 0.0], [3.0, 3.0]])
     mask = jnp.asarray([[True, True], [True, False], [True, True], [True, True]])
     centred = jnp.broadcast_to(jnp.asarray([[0.5], [-0.5], [0.0], [0.0]]), (4, 2))
-    ours = reinforce_pp_baseline_advantages(rewards, mask)
-    np.testing.assert_array_equal(ours, whiten(centred, mask))
-    assert not bool(ours[1, 1])
+    actual = reinforce_pp_baseline_advantages(rewards, mask)
+    np.testing.assert_array_equal(actual, whiten(centred, mask))
+    assert not bool(actual[1, 1])
 
 
 def test_whitened_gae_whitens_the_advantages_and_leaves_the_returns():
     rewards = jnp.asarray([[0.0, 0, 5, 0, 0, 0, 1.0, 7]])
     values = jnp.asarray([[0.3, 0.1, 9, 9, 9, 0.5, 0.7, 9]])
     advantages, returns = gae(rewards, values, MASK, discount=0.9, trace=0.8)
-    white, same = whitened_gae(rewards, values, MASK, discount=0.9, trace=0.8)
-    np.testing.assert_array_equal(same, returns)
+    white, returns_of_gae = whitened_gae(rewards, values, MASK, discount=0.9, trace=0.8)
+    np.testing.assert_array_equal(returns_of_gae, returns)
     np.testing.assert_array_equal(white, whiten(advantages, MASK))
     assert float(jnp.sum(white)) == pytest.approx(0.0, abs=1e-5)
 
@@ -166,12 +168,12 @@ def test_a_cut_off_answer_is_worth_what_comes_after_it():
     # by hand, γ = 1/2, λ = 1: one reward-less token, V = 1, and 4 behind it: δ = 0 + 4/2 − 1
     row = jnp.asarray([[0.0, 0.0], [0.0, 0.0]])
     values, mask = jnp.asarray([[0.0, 1.0]] * 2), jnp.asarray([[False, True]] * 2)
-    got = bootstrapped_gae(row, values, jnp.asarray([4.0, 0.0]), mask, discount=0.5)
-    assert got[0].tolist() == [[0.0, 1.0], [0.0, -1.0]]
-    assert got[1].tolist() == [[0.0, 2.0], [0.0, 0.0]]
+    result = bootstrapped_gae(row, values, jnp.asarray([4.0, 0.0]), mask, discount=0.5)
+    assert result[0].tolist() == [[0.0, 1.0], [0.0, -1.0]]
+    assert result[1].tolist() == [[0.0, 2.0], [0.0, 0.0]]
     # a reward of γV at the last token is the same thing
     rewards = jnp.asarray([[0.0, 2.0], [0.0, 0.0]])
-    for ours, want in zip(got, gae(rewards, values, mask, discount=0.5), strict=True):
-        np.testing.assert_array_equal(ours, want)
+    for actual, want in zip(result, gae(rewards, values, mask, discount=0.5), strict=True):
+        np.testing.assert_array_equal(actual, want)
     white, _ = whitened_bootstrapped_gae(row, values, jnp.asarray([4.0, 0]), mask, discount=0.5)
-    np.testing.assert_array_equal(white, whiten(got[0], mask))
+    np.testing.assert_array_equal(white, whiten(result[0], mask))

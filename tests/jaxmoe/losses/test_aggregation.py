@@ -25,9 +25,9 @@ def test_hand_worked_reductions():
 @pytest.mark.parametrize("reduce", [masked_sum, masked_mean, masked_max])
 def test_false_tokens_never_matter(reduce, poison):
     dirty = jnp.where(MASK, X, poison)
-    clean, ours = (jax.value_and_grad(reduce)(x, MASK) for x in (X, dirty))
-    np.testing.assert_array_equal(np.asarray(clean[0]), np.asarray(ours[0]))
-    np.testing.assert_array_equal(np.asarray(clean[1]), np.asarray(ours[1]))
+    clean, dirty_result = (jax.value_and_grad(reduce)(x, MASK) for x in (X, dirty))
+    np.testing.assert_array_equal(np.asarray(clean[0]), np.asarray(dirty_result[0]))
+    np.testing.assert_array_equal(np.asarray(clean[1]), np.asarray(dirty_result[1]))
 
 
 def test_no_true_token_gives_zero():
@@ -37,6 +37,6 @@ def test_no_true_token_gives_zero():
 
 
 def test_bfloat16_is_summed_in_float32():
-    ones = jnp.ones((1, 1000), jnp.bfloat16)
-    total = masked_sum(ones, jnp.ones((1, 1000), bool))
+    values = jnp.ones((1, 1000), jnp.bfloat16)
+    total = masked_sum(values, jnp.ones((1, 1000), bool))
     assert total.dtype == jnp.float32 and float(total) == 1000.0  # bfloat16 stops at 256

@@ -47,18 +47,18 @@ def test_gradient_is_that_of_the_float64_formula_by_finite_differences():
     gap = rng.choice([-0.7, -0.1, 0.1, 0.6], (B, T))
     old = (logp - gap).astype(np.float32).astype(np.float64)
     adv = rng.normal(size=(B, T)).astype(np.float32).astype(np.float64)
-    ours = jax.grad(lambda x: grpo_loss(x, *arrays(old, adv, MASK), clip_high=0.28)[0])(
+    gradient = jax.grad(lambda x: grpo_loss(x, *arrays(old, adv, MASK), clip_high=0.28)[0])(
         arrays(logp)[0]
     )
     step, want = 1e-5, np.zeros((B, T))
-    for at in np.ndindex(B, T):
+    for index in np.ndindex(B, T):
         up, down = logp.copy(), logp.copy()
-        up[at] += step
-        down[at] -= step
-        want[at] = (formula(up, old, adv, MASK) - formula(down, old, adv, MASK)) / (2 * step)
+        up[index] += step
+        down[index] -= step
+        want[index] = (formula(up, old, adv, MASK) - formula(down, old, adv, MASK)) / (2 * step)
     # eight float32 roundings, and step**2 of the central difference
     bound = 8 * EPS * np.abs(want) + step**2 * np.abs(adv) * 2
-    assert np.all(np.abs(np.asarray(ours) - want) <= bound)
+    assert np.all(np.abs(np.asarray(gradient) - want) <= bound)
     assert np.count_nonzero(want) >= 2  # not all clipped
 
 
@@ -76,11 +76,11 @@ def test_on_policy_ratio_is_exactly_one_and_the_gradient_is_minus_advantage_over
 
 
 @given(st.sampled_from([np.nan, np.inf, -np.inf]), st.integers(0, 2))
-def test_what_stands_under_a_false_mask_never_matters(poison, which):
+def test_what_stands_under_a_false_mask_never_matters(poison, poisoned):
     rng = np.random.default_rng(2)
     clean = [rng.normal(-2, 1, (B, T)), rng.normal(-2, 1, (B, T)), rng.normal(size=(B, T))]
     dirty = [x.copy() for x in clean]
-    dirty[which][~MASK] = poison
+    dirty[poisoned][~MASK] = poison
 
     def loss(values):
         return grpo_loss(*values, jnp.asarray(MASK))
@@ -102,13 +102,13 @@ def test_a_thousand_nats_apart_stays_finite(gap, advantage):
 def test_pieces_with_the_same_total_add_up():
     rng = np.random.default_rng(3)
     logp, old, adv, mask = arrays(*rng.normal(-1, 0.3, (3, B, T)), MASK)
-    whole, _ = grpo_loss(logp, old, adv, mask)
+    full_loss, _ = grpo_loss(logp, old, adv, mask)
     total = jnp.float32(MASK.sum())
     pieces = [
         grpo_loss(logp[i : i + 1], old[i : i + 1], adv[i : i + 1], mask[i : i + 1], total=total)[0]
         for i in range(B)
     ]
-    assert abs(float(whole) - float(sum(pieces))) <= T * EPS * np.abs(np.asarray(adv)).sum()
+    assert abs(float(full_loss) - float(sum(pieces))) <= T * EPS * np.abs(np.asarray(adv)).sum()
 
 
 def test_no_true_token_gives_zero_and_zero_gradient():

@@ -22,14 +22,14 @@ from jaxmoe.losses.kl import k3_from_log_ratio
 EPS = float(np.finfo(np.float32).eps)
 
 
-def both(logp, logq):
+def value_and_gradient(logp, logq):
     p, q = jnp.asarray([logp], jnp.float32), jnp.asarray([logq], jnp.float32)
     return np.asarray(kl_k1(p, q))[0], np.asarray(kl_k3(p, q))[0]
 
 
 def test_hand_worked_pair():
     # p = 0.5, q = 0.25: k1 = ln 2, k3 = 0.5 - 1 + ln 2
-    k1, k3 = both([np.log(0.5)], [np.log(0.25)])
+    k1, k3 = value_and_gradient([np.log(0.5)], [np.log(0.25)])
     np.testing.assert_allclose(k1, [np.log(2)], rtol=4 * EPS)
     np.testing.assert_allclose(k3, [np.log(2) - 0.5], atol=4 * EPS)
 
@@ -38,22 +38,22 @@ def test_both_average_to_the_true_divergence():
     rng = np.random.default_rng(0)
     p, q = (rng.dirichlet(np.ones(97)) / 2 + 1 / 194 for _ in range(2))  # no token at the bound
     want = np.sum(p * np.log(p / q))
-    for estimate in both(np.log(p), np.log(q)):
+    for estimate in value_and_gradient(np.log(p), np.log(q)):
         # each token's error is a few ulp of its log-probs, which are below 20
         assert abs(np.sum(p * estimate) - want) <= 20 * 4 * EPS
 
 
 @given(st.floats(-50, 0, width=32), st.floats(-50, 0, width=32))
 def test_k3_is_never_negative_and_zero_between_equals(a, b):
-    assert both([a], [b])[1][0] >= 0
-    assert both([a], [a])[1][0] == 0
+    assert value_and_gradient([a], [b])[1][0] >= 0
+    assert value_and_gradient([a], [a])[1][0] == 0
 
 
 def test_close_pairs_keep_their_digits():
     # d²/2 for log-ratio d: exp(d) - 1 - d would cancel to nothing in float32
     d = float(np.float32(1e-3))
     want = np.expm1(d) - d
-    assert abs(both([0.0], [d])[1][0] - want) <= 2 * EPS * d
+    assert abs(value_and_gradient([0.0], [d])[1][0] - want) <= 2 * EPS * d
 
 
 @pytest.mark.parametrize("gap", [1000.0, -1000.0])
@@ -103,14 +103,14 @@ def test_half_precision_is_widened_before_it_is_subtracted():
     logp, logq = (jnp.asarray([[x]], jnp.bfloat16) for x in (-8.0, -8.0625))
     assert float(kl_k1(logp, logq)[0, 0]) == 0.0625
     # -8 - 0.0546875 has no bfloat16: subtracting there would round to another token's ratio
-    old, one = jnp.asarray([[0.0546875]], jnp.bfloat16), jnp.ones((1, 1))
-    terms = ppo_clip(logp, old, one, jnp.ones((1, 1), bool), clip_low=1.0)
+    old, unit = jnp.asarray([[0.0546875]], jnp.bfloat16), jnp.ones((1, 1))
+    terms = ppo_clip(logp, old, unit, jnp.ones((1, 1), bool), clip_low=1.0)
     assert float(terms[0, 0]) == pytest.approx(-np.exp(-8.0546875), rel=4 * EPS)
-    far = jnp.asarray([[8.0, 0.03125]], jnp.bfloat16)
+    large = jnp.asarray([[8.0, 0.03125]], jnp.bfloat16)
     values, mask = jnp.asarray([[0.0546875, 0.0]], jnp.bfloat16), jnp.ones((1, 2), bool)
-    error = np.float64(far) - np.float64(values)
-    want = 1 - error.var() / np.float64(far).var()
-    assert float(explained_variance(values, far, mask)) == pytest.approx(want, rel=64 * EPS)
+    error = np.float64(large) - np.float64(values)
+    want = 1 - error.var() / np.float64(large).var()
+    assert float(explained_variance(values, large, mask)) == pytest.approx(want, rel=64 * EPS)
 
 
 def test_weighted_by_the_ratio_k3_has_the_gradient_of_the_divergence():
@@ -129,8 +129,8 @@ def test_weighted_by_the_ratio_k3_has_the_gradient_of_the_divergence():
 
     want = jax.value_and_grad(true)(logits)
     for old in (log_mu, jax.nn.log_softmax(logits)[None]):  # off-policy; and where the ratio is 1
-        ours = jax.value_and_grad(lambda x, o=old: drawn(x, kl_k3_importance, o))(logits)
-        np.testing.assert_allclose(ours[0], want[0], rtol=1e-5)
-        np.testing.assert_allclose(ours[1], want[1], atol=1e-6)
+        actual = jax.value_and_grad(lambda x, o=old: drawn(x, kl_k3_importance, o))(logits)
+        np.testing.assert_allclose(actual[0], want[0], rtol=1e-5)
+        np.testing.assert_allclose(actual[1], want[1], atol=1e-6)
         bare = jax.grad(lambda x, o=old: drawn(x, lambda p, q, _: kl_k3(p, q), o))(logits)
         assert np.abs(bare - want[1]).max() > 0.01

@@ -27,141 +27,145 @@ def row(*values):
     return jnp.asarray([values], jnp.float32)
 
 
-def ones(x):
+def true_mask(x):
     return jnp.ones(x.shape, bool)
 
 
 # --- published: SkyRL, tests/train/algorithms/test_losses.py; ratios 0.5, 1, 10
-A, OLD, NOW = row(1, -1, -4), row(-1, -1, -3), row(-1.69315, -1, -0.69741)
+A, OLD, LOGP = row(1, -1, -4), row(-1, -1, -3), row(-1.69315, -1, -0.69741)
 
 
 @pytest.mark.paper
 def test_dual_clip_bounds_the_loss_of_a_bad_token():
     # SkyRL tests/train/algorithms/test_losses.py
-    terms = ppo_clip(NOW, OLD, A, ones(A), dual_clip=3.0)
+    terms = ppo_clip(LOGP, OLD, A, true_mask(A), dual_clip=3.0)
     np.testing.assert_allclose(terms, row(-0.5, 1, 12), atol=1e-4)
     assert float(terms.sum()) == pytest.approx(12.5, abs=1e-4)
-    np.testing.assert_allclose(ppo_clip(NOW, OLD, A, ones(A)), row(-0.5, 1, 40), rtol=1e-4)
+    np.testing.assert_allclose(ppo_clip(LOGP, OLD, A, true_mask(A)), row(-0.5, 1, 40), rtol=1e-4)
 
 
 @pytest.mark.paper
 def test_cispo_weighs_by_the_clipped_ratio():
     # SkyRL tests/train/algorithms/test_losses.py
-    terms = cispo(NOW, OLD, A, ones(A), clip_low=0.2, clip_high=0.2)
+    terms = cispo(LOGP, OLD, A, true_mask(A), clip_low=0.2, clip_high=0.2)
     assert float(terms.sum()) == pytest.approx(-2.9930, abs=1e-4)
 
 
 @pytest.mark.paper
 @pytest.mark.parametrize(
-    ("now", "advantages", "kept"),
+    ("logp", "advantages", "keeps_gradient"),
     [
         ([-0.3, -2.0, -0.9], [1, -1, 1], [False, False, True]),
         ([-2.0, -0.3], [1, -1], [True, True]),
     ],
 )
-def test_dppo_drops_tokens_that_went_far_enough(now, advantages, kept):
+def test_dppo_drops_tokens_that_went_far_enough(logp, advantages, keeps_gradient):
     # SkyRL tests/train/algorithms/test_losses.py
-    now, advantages = row(*now), row(*advantages)
-    old = jnp.full(now.shape, -1.0)
+    logp, advantages = row(*logp), row(*advantages)
+    old = jnp.full(logp.shape, -1.0)
 
     def loss(x):
-        return dppo_tv(x, old, advantages, ones(now), most=0.2).sum()
+        return dppo_tv(x, old, advantages, true_mask(logp), delta=0.2).sum()
 
-    assert (jax.grad(loss)(now) != 0).tolist() == [kept]
+    assert (jax.grad(loss)(logp) != 0).tolist() == [keeps_gradient]
 
 
 @pytest.mark.paper
 def test_gspo_ratios_vary_less_than_tokens_do():
     # SkyRL tests/train/algorithms/test_losses.py
     rng = np.random.default_rng(0)
-    now, old = (jnp.asarray(-rng.random((4, 11)), jnp.float32) for _ in range(2))
-    advantages = jnp.ones_like(now)
-    sequence = gspo(now, old, advantages, ones(now), clip_low=9.0, clip_high=9.0)
-    token = ppo_clip(now, old, advantages, ones(now), clip_low=9.0, clip_high=9.0)
+    logp, old = (jnp.asarray(-rng.random((4, 11)), jnp.float32) for _ in range(2))
+    advantages = jnp.ones_like(logp)
+    sequence = gspo(logp, old, advantages, true_mask(logp), clip_low=9.0, clip_high=9.0)
+    token = ppo_clip(logp, old, advantages, true_mask(logp), clip_low=9.0, clip_high=9.0)
     assert float(sequence.var()) < 0.2 * float(token.var())
-    np.testing.assert_allclose(sequence, sequence[:, :1] + jnp.zeros_like(now), rtol=4 * EPS)
+    np.testing.assert_allclose(sequence, sequence[:, :1] + jnp.zeros_like(logp), rtol=4 * EPS)
 
 
 # --- gradients: against central differences of a float64 loss written anew
 
 
-def ratio64(now, old):
-    return np.exp(now - old)
+def ratio64(logp, old):
+    return np.exp(logp - old)
 
 
 def clip64(r, a, low, high):
     return -np.minimum(r * a, np.clip(r, 1 - low, 1 + high) * a)
 
 
-def loss64(name, now, old, a, held):
+def loss64(name, logp, old, a, mean_ratio):
     """`held` is where stop_gradient freezes the log-probs."""
-    r, r0 = ratio64(now, old), ratio64(held, old)
+    r, r0 = ratio64(logp, old), ratio64(mean_ratio, old)
     if name == "clipped":
         plain = clip64(r, a, 0.2, 0.28)
         return np.where(a < 0, np.minimum(plain, -3.0 * a), plain)
     if name == "gspo":
-        s = np.exp((held - old).mean(1, keepdims=True) + now - held)
+        s = np.exp((mean_ratio - old).mean(1, keepdims=True) + logp - mean_ratio)
         return clip64(s, a, 0.1, 0.15)
     if name == "cispo":
-        return -np.clip(r0, 0.8, 1.3) * a * now
+        return -np.clip(r0, 0.8, 1.3) * a * logp
     if name == "sapo":
         tau = np.where(a > 0, 1.0, 1.05)
         return -(4 / tau) / (1 + np.exp(-tau * (r - 1))) * a
     if name == "dppo":
-        d = np.exp(held) - np.exp(old)
+        d = np.exp(mean_ratio) - np.exp(old)
         return np.where(((d > 0.2) & (a > 0)) | ((d < -0.2) & (a < 0)), 0.0, -r * a)
-    return -a * now
+    return -a * logp
 
 
-OURS = {
+OBJECTIVES = {
     "clipped": lambda n, o, a, m: ppo_clip(n, o, a, m, clip_high=0.28, dual_clip=3.0),
     "gspo": lambda n, o, a, m: gspo(n, o, a, m, clip_low=0.1, clip_high=0.15),
     "cispo": lambda n, o, a, m: cispo(n, o, a, m, clip_low=0.2, clip_high=0.3),
     "sapo": sapo,
-    "dppo": lambda n, o, a, m: dppo_tv(n, o, a, m, most=0.2),
+    "dppo": lambda n, o, a, m: dppo_tv(n, o, a, m, delta=0.2),
     "reinforce": lambda n, o, a, m: reinforce(n, a, m),
 }
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("seed", range(3))
 def test_values_and_gradients_are_those_of_float64_differences(name, seed):
     rng = np.random.default_rng(seed)
-    now, old = (np.float64(np.float32(-2 * rng.random((5, 7)))) for _ in range(2))
+    logp, old = (np.float64(np.float32(-2 * rng.random((5, 7)))) for _ in range(2))
     a = np.float64(np.float32(rng.normal(size=(5, 7)) * 2))
-    mask = jnp.ones(now.shape, bool)
+    mask = jnp.ones(logp.shape, bool)
     arrays = [jnp.asarray(x, jnp.float32) for x in (old, a)]
-    value, grad = jax.value_and_grad(lambda x: OURS[name](x, *arrays, mask).sum())(
-        jnp.asarray(now, jnp.float32)
+    value, grad = jax.value_and_grad(lambda x: OBJECTIVES[name](x, *arrays, mask).sum())(
+        jnp.asarray(logp, jnp.float32)
     )
     h = 1e-6
-    up, down = (loss64(name, now + d, old, a, now) for d in (h, -h))
+    up, down = (loss64(name, logp + d, old, a, logp) for d in (h, -h))
     want = (up - down) / (2 * h)  # every term depends on its own token alone
     # ulps: exp of a log-ratio up to 2 carries 2 of its own beside the products' few
-    scale = np.abs(a) * np.exp(np.abs(now - old)) + 1
+    scale = np.abs(a) * np.exp(np.abs(logp - old)) + 1
     assert np.all(np.abs(np.asarray(grad) - want) <= (16 * EPS + 1e-8) * scale)
-    total = loss64(name, now, old, a, now)
+    total = loss64(name, logp, old, a, logp)
     assert abs(float(value) - total.sum()) <= 32 * EPS * np.abs(total).sum()
 
 
 # --- what must not matter, and where everything meets
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("value", [1000.0, -1000.0, np.inf, -np.inf, np.nan])
 def test_false_tokens_never_matter_and_nothing_turns_nan(name, value):
     mask = jnp.asarray([[True, False, True]])
 
-    def both(now, old, a):
-        return jax.value_and_grad(lambda x: masked_sum(OURS[name](x, old, a, mask), mask))(now)
+    def loss_and_gradient(logp, old, a):
+        return jax.value_and_grad(lambda x: masked_sum(OBJECTIVES[name](x, old, a, mask), mask))(
+            logp
+        )
 
-    clean = both(jnp.where(mask, NOW, 0.0), jnp.where(mask, OLD, 0.0), jnp.where(mask, A, 0.0))
-    dirty = both(*(jnp.where(mask, x, value) for x in (NOW, OLD, A)))
+    clean = loss_and_gradient(
+        jnp.where(mask, LOGP, 0.0), jnp.where(mask, OLD, 0.0), jnp.where(mask, A, 0.0)
+    )
+    dirty = loss_and_gradient(*(jnp.where(mask, x, value) for x in (LOGP, OLD, A)))
     assert float(clean[0]) == float(dirty[0])
     np.testing.assert_array_equal(clean[1], dirty[1])
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("value", [1000.0, np.inf, -np.inf, np.nan])
 def test_what_stands_where_the_advantage_is_zero_breaks_nothing(name, value):
     mask, a = jnp.ones((2, 3), bool), jnp.asarray([[1.0, 0.0, -2.0], [0.0, 0.0, 0.0]])
@@ -169,35 +173,39 @@ def test_what_stands_where_the_advantage_is_zero_breaks_nothing(name, value):
         a = a.at[0, 1].set(3.0)
     old = jnp.where(a == 0, 0.0, -1.0)
     dirty = jnp.where(a == 0, value, -1.0)
-    for now, then in ((dirty, old), (old, dirty)):
-        loss, grad = jax.value_and_grad(lambda x, t=then: OURS[name](x, t, a, mask).sum())(now)
+    for logp, old_logp in ((dirty, old), (old, dirty)):
+        loss, grad = jax.value_and_grad(
+            lambda x, t=old_logp: OBJECTIVES[name](x, t, a, mask).sum()
+        )(logp)
         assert np.isfinite(float(loss)) and np.isfinite(grad).all()
         assert (np.asarray(grad) != 0).tolist() == (np.asarray(a) != 0).tolist()
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("gap", [1000.0, -1000.0])
 def test_a_thousand_nats_at_a_true_token_stay_finite(name, gap):
-    now = row(gap, -1.0)
-    terms, pull = jax.vjp(lambda x: OURS[name](x, row(0.0, -1.0), row(1, -1), ones(now)), now)
+    logp = row(gap, -1.0)
+    terms, pull = jax.vjp(
+        lambda x: OBJECTIVES[name](x, row(0.0, -1.0), row(1, -1), true_mask(logp)), logp
+    )
     assert bool(jnp.isfinite(terms).all()) and bool(jnp.isfinite(pull(terms)[0]).all())
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_on_policy_every_objective_has_the_policy_gradient(name):
-    now = jnp.asarray(-np.random.default_rng(0).random((3, 5)), jnp.float32)
+    logp = jnp.asarray(-np.random.default_rng(0).random((3, 5)), jnp.float32)
     a = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5)), jnp.float32)
 
     def loss(x):
-        return OURS[name](x, jax.lax.stop_gradient(x), a, ones(x)).sum()
+        return OBJECTIVES[name](x, jax.lax.stop_gradient(x), a, true_mask(x)).sum()
 
-    np.testing.assert_allclose(jax.grad(loss)(now), -a, rtol=4 * EPS)
+    np.testing.assert_allclose(jax.grad(loss)(logp), -a, rtol=4 * EPS)
 
 
 def test_the_sequence_form_of_gspo_has_the_same_gradient():
     rng = np.random.default_rng(2)
-    now, old = (jnp.asarray(-0.1 * rng.random((3, 6)), jnp.float32) for _ in range(2))
-    a = jnp.broadcast_to(jnp.asarray([[1.0], [-2.0], [0.5]]), now.shape)
+    logp, old = (jnp.asarray(-0.1 * rng.random((3, 6)), jnp.float32) for _ in range(2))
+    a = jnp.broadcast_to(jnp.asarray([[1.0], [-2.0], [0.5]]), logp.shape)
     lengths = jnp.asarray([[6], [4], [2]])
     mask = jnp.arange(6)[None, :] < lengths
     weights = seq_mean_token_mean(mask)
@@ -209,15 +217,15 @@ def test_the_sequence_form_of_gspo_has_the_same_gradient():
         mean = jnp.where(mask, x - old, 0.0).sum(1) / lengths[:, 0].astype(jnp.float32)
         return -jnp.mean(jnp.exp(mean) * a[:, 0])
 
-    (value, grad), (want, want_grad) = (jax.value_and_grad(f)(now) for f in (token, sequence))
+    (value, grad), (want, want_grad) = (jax.value_and_grad(f)(logp) for f in (token, sequence))
     assert float(value) == pytest.approx(float(want), rel=8 * EPS)
     np.testing.assert_allclose(grad, want_grad, rtol=16 * EPS, atol=EPS)
 
 
 def test_grpo_is_ppo_clip_under_the_token_mean():
     mask = jnp.asarray([[True, False, True]])
-    loss, _ = grpo_loss(NOW, OLD, A, mask, clip_low=0.2, clip_high=0.28)
-    terms = ppo_clip(NOW, OLD, A, mask, clip_low=0.2, clip_high=0.28)
+    loss, _ = grpo_loss(LOGP, OLD, A, mask, clip_low=0.2, clip_high=0.28)
+    terms = ppo_clip(LOGP, OLD, A, mask, clip_low=0.2, clip_high=0.28)
     assert float(loss) == float(masked_sum(terms * token_mean(mask), mask))
 
 
@@ -240,11 +248,11 @@ def test_denominators_by_hand():
 
 def test_a_row_without_true_tokens_is_no_sequence():
     terms, mask = (jnp.concatenate([x, jnp.zeros_like(x[:1])]) for x in (TERMS, MASK))
-    for whole, some in (
+    for full, part in (
         (seq_mean_token_mean(mask), seq_mean_token_mean(MASK)),
         (seq_mean_token_sum_norm(mask, length=8), seq_mean_token_sum_norm(MASK, length=8)),
     ):
-        assert float(masked_sum(terms * whole, mask)) == float(masked_sum(TERMS * some, MASK))
+        assert float(masked_sum(terms * full, mask)) == float(masked_sum(TERMS * part, MASK))
 
 
 @pytest.mark.paper

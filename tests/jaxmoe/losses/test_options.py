@@ -24,9 +24,9 @@ BOUNDED = {
     "token_icepop": partial(losses.token_icepop, X),
     "sequence_icepop": partial(losses.sequence_icepop, X, MASK),
     "veto": partial(losses.veto, X, MASK),
-    "rejection": partial(losses.rejection, X, MASK, by="token_k1"),
+    "rejection": partial(losses.rejection, X, MASK, statistic="token_k1"),
 }
-IN_TIME = {
+TOKEN_ADVANTAGES = {
     "discounted_returns": partial(losses.discounted_returns, X, MASK),
     "reinforce_pp_advantages": partial(losses.reinforce_pp_advantages, X, MASK),
     "gae": partial(losses.gae, X, X, MASK),
@@ -40,12 +40,12 @@ REFUSED = [
       for o in ("clip_low", "clip_high")),
     (TERMS["ppo_clip"], "dual_clip", (1.0, 0.5, -3.0, NAN)),
     *((TERMS["sapo"], o, NOT_POSITIVE) for o in ("tau_positive", "tau_negative")),
-    (TERMS["dppo_tv"], "most", NEGATIVE),
+    (TERMS["dppo_tv"], "delta", NEGATIVE),
     *((f, "high", NOT_POSITIVE) for f in BOUNDED.values()),
     *((partial(f, high=2.0), "low", (*NEGATIVE, 2.1)) for f in BOUNDED.values()),
-    (DRIFT, "most", NEGATIVE),
-    *((f, "discount", (-0.1, 1.1, NAN)) for f in IN_TIME.values()),
-    *((IN_TIME[n], "trace", (-0.1, 1.1, NAN)) for n in ("gae", "whitened_gae")),
+    (DRIFT, "max_drift", NEGATIVE),
+    *((f, "discount", (-0.1, 1.1, NAN)) for f in TOKEN_ADVANTAGES.values()),
+    *((TOKEN_ADVANTAGES[n], "trace", (-0.1, 1.1, NAN)) for n in ("gae", "whitened_gae")),
     (partial(losses.group_advantages, X), "eps", NOT_POSITIVE),
     (partial(losses.whiten, X, MASK), "eps", NOT_POSITIVE),
     (partial(losses.seq_mean_token_sum_norm, MASK), "length", (0, -1)),
@@ -60,10 +60,10 @@ def test_an_option_out_of_range_is_refused_by_its_name(function, name, values):
             function(**{name: value})
 
 
-@pytest.mark.parametrize("by", ["token_k2", "seq_mean_k3", "seq_max_k3"])
-def test_what_is_never_negative_has_no_lower_bound(by):
-    with pytest.raises(ValueError, match=f"{by} is never negative, and low must stay 0; got 0.1"):
-        losses.rejection(X, MASK, by=by, low=0.1, high=1.0)
+@pytest.mark.parametrize("statistic", ["token_k2", "seq_mean_k3", "seq_max_k3"])
+def test_what_is_never_negative_has_no_lower_bound(statistic):
+    with pytest.raises(ValueError, match=f"{statistic} is never negative: low must be 0, got 0.1"):
+        losses.rejection(X, MASK, statistic=statistic, low=0.1, high=1.0)
 
 
 @pytest.mark.parametrize(

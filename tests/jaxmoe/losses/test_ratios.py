@@ -18,14 +18,14 @@ def row(*values):
     return jnp.asarray([values], jnp.float32)
 
 
-def ones(x):
+def true_mask(x):
     return jnp.ones(x.shape, bool)
 
 
 def ratios(old, rollout, mask=None):
     """log ρ and the mask of one row."""
     old, rollout = row(*old), row(*rollout)
-    mask = ones(old) if mask is None else jnp.asarray([mask], bool)
+    mask = true_mask(old) if mask is None else jnp.asarray([mask], bool)
     return c.log_ratios(old, rollout, mask), mask
 
 
@@ -66,26 +66,30 @@ def test_a_masked_token_has_no_part_in_the_product():
 
 
 @pytest.mark.paper
-@pytest.mark.parametrize(("rollout", "kept"), [([-1.1, -1, -1], True), ([-1.5, -1.5, -1.5], False)])
-def test_the_geometric_mean_keeps_what_is_close(rollout, kept):
+@pytest.mark.parametrize(
+    ("rollout", "is_kept"), [([-1.1, -1, -1], True), ([-1.5, -1.5, -1.5], False)]
+)
+def test_the_geometric_mean_keeps_what_is_close(rollout, is_kept):
     # SkyRL: test_compute_sequence_mask_geometric and …_rejects, with tighter bounds
     log_ratio, mask = ratios([-1, -1.1, -1], rollout)
     keep = c.within_bounds(c.geometric_ratio(log_ratio, mask), low=0.99, high=1.01)
-    assert keep.tolist() == [[kept] * 3]
-
-
-@pytest.mark.paper
-@pytest.mark.parametrize(("rollout", "kept"), [([-1.2, -1.2, -1.2], True), ([-2, -2, -2], False)])
-def test_the_product_keeps_what_is_close(rollout, kept):
-    # SkyRL: test_compute_sequence_mask_product and …_rejects_by_seq_ratio
-    log_ratio, mask = ratios([-1, -1.1, -1.2], rollout)
-    keep = c.within_bounds(c.sequence_ratio(log_ratio, mask), low=0.5, high=2.0)
-    assert keep.tolist() == [[kept] * 3]
+    assert keep.tolist() == [[is_kept] * 3]
 
 
 @pytest.mark.paper
 @pytest.mark.parametrize(
-    ("old", "rollout", "mask", "kept"),
+    ("rollout", "is_kept"), [([-1.2, -1.2, -1.2], True), ([-2, -2, -2], False)]
+)
+def test_the_product_keeps_what_is_close(rollout, is_kept):
+    # SkyRL: test_compute_sequence_mask_product and …_rejects_by_seq_ratio
+    log_ratio, mask = ratios([-1, -1.1, -1.2], rollout)
+    keep = c.within_bounds(c.sequence_ratio(log_ratio, mask), low=0.5, high=2.0)
+    assert keep.tolist() == [[is_kept] * 3]
+
+
+@pytest.mark.paper
+@pytest.mark.parametrize(
+    ("old", "rollout", "mask", "is_kept"),
     [
         ([-1, -1, -1], [-1, -1, -6], [1, 1, 1], False),  # e^5 > 100
         ([-1, -1, -1], [-1, -1, -6], [1, 1, 0], True),
@@ -93,10 +97,10 @@ def test_the_product_keeps_what_is_close(rollout, kept):
         ([-1, -1, -1], [-1, -1, -1], [1, 1, 1], True),
     ],
 )
-def test_one_catastrophic_token_rejects_its_sequence(old, rollout, mask, kept):
+def test_one_catastrophic_token_rejects_its_sequence(old, rollout, mask, is_kept):
     # SkyRL: test_compute_outlier_token_mask_…
     log_ratio, mask = ratios(old, rollout, mask)
-    assert c.outlier_keep_mask(log_ratio, mask, low=1e-4, high=100.0).tolist() == [[kept]]
+    assert c.outlier_keep_mask(log_ratio, mask, low=1e-4, high=100.0).tolist() == [[is_kept]]
 
 
 def test_an_outlier_at_a_false_token_vetoes_nothing():
@@ -111,7 +115,7 @@ def test_rejection_by_token_bounds_leaves_the_weights_positive():
     # verl: test_mask_mode
     old = jnp.full((2, 5), -2.0)
     rollout = jnp.asarray([[-1.0] * 5, [-2.5] * 5])
-    log_ratio = c.log_ratios(old, rollout, ones(old))
+    log_ratio = c.log_ratios(old, rollout, true_mask(old))
     weights = c.truncate_ratio(c.token_ratio(log_ratio), high=2.0)
     np.testing.assert_allclose(weights, [[0.368] * 5, [1.649] * 5], atol=0.01)
     keep = c.within_bounds(c.token_ratio(log_ratio), low=0.5, high=2.0)
@@ -122,7 +126,7 @@ def test_rejection_by_token_bounds_leaves_the_weights_positive():
 def test_icepop_zeroes_weights_out_of_bounds_and_keeps_the_others():
     # verl: test_exact_icepop_zeroes_weights_without_changing_mask
     ratio = row(0.4, 0.8, 6.0)
-    log_ratio = c.log_ratios(jnp.zeros((1, 3)), -jnp.log(ratio), ones(ratio))
+    log_ratio = c.log_ratios(jnp.zeros((1, 3)), -jnp.log(ratio), true_mask(ratio))
     inside = c.within_bounds(c.token_ratio(log_ratio), low=0.5, high=5.0)
     weights = jnp.where(inside, c.token_ratio(log_ratio), 0.0)
     np.testing.assert_allclose(weights, row(0.0, 0.8, 0.0), atol=1e-6)
@@ -147,7 +151,7 @@ def test_drifted_rows_are_dropped_where_the_advantage_is_negative():
     # TRL: test_get_off_policy_mask
     logp = jnp.asarray([[-2.0] * 4, [-0.5] * 4, [-2.0] * 4])
     advantages = jnp.broadcast_to(jnp.asarray([[1.0], [-1.0], [-1.0]]), logp.shape)
-    keep = c.drift_keep_mask(logp, jnp.zeros_like(logp), advantages, ones(logp), most=1.0)
+    keep = c.drift_keep_mask(logp, jnp.zeros_like(logp), advantages, true_mask(logp), max_drift=1.0)
     assert keep.tolist() == [[True] * 4, [True] * 4, [False] * 4]
 
 
@@ -155,10 +159,10 @@ def test_drifted_rows_are_dropped_where_the_advantage_is_negative():
 def test_padding_has_no_part_in_the_drift():
     # TRL: test_get_off_policy_mask_padding
     mask = jnp.asarray([[True, True, False, False]])
-    for logp, kept in ((-2.0, False), (-0.5, True)):
+    for logp, is_kept in ((-2.0, False), (-0.5, True)):
         logp, advantages = row(logp, logp, -1e4, 1e4), jnp.full((1, 4), -1.0)
-        keep = c.drift_keep_mask(logp, jnp.zeros((1, 4)), advantages, mask, most=1.0)
-        assert keep.tolist() == [[kept, kept, True, True]]
+        keep = c.drift_keep_mask(logp, jnp.zeros((1, 4)), advantages, mask, max_drift=1.0)
+        assert keep.tolist() == [[is_kept, is_kept, True, True]]
 
 
 # --- our own
@@ -174,13 +178,13 @@ def test_statistics_of_a_sequence_by_hand():
     log_ratio, mask = ratios(OLD, ROLLOUT, [1, 1, 0])  # 0.5, -0.5
     np.testing.assert_allclose(c.k2_from_log_ratio(log_ratio), row(0.125, 0.125, 0.0), rtol=EPS)
     k3 = [np.exp(0.5) - 1.5, np.exp(-0.5) - 0.5, 0.0]
-    ours = kl.k3_from_log_ratio(log_ratio)
-    np.testing.assert_allclose(ours, [k3], rtol=8 * EPS)
-    np.testing.assert_allclose(c.sequence_sum(ours, mask), [[sum(k3)]], rtol=8 * EPS)
+    actual = kl.k3_from_log_ratio(log_ratio)
+    np.testing.assert_allclose(actual, [k3], rtol=8 * EPS)
+    np.testing.assert_allclose(c.sequence_sum(actual, mask), [[sum(k3)]], rtol=8 * EPS)
     np.testing.assert_allclose(
         c.sequence_mean(c.k2_from_log_ratio(log_ratio), mask), [[0.125]], rtol=EPS
     )
-    np.testing.assert_allclose(c.sequence_max(ours, mask), [[k3[0]]], rtol=8 * EPS)
+    np.testing.assert_allclose(c.sequence_max(actual, mask), [[k3[0]]], rtol=8 * EPS)
 
 
 def test_normalized_weights_average_one_over_the_true_tokens():
@@ -227,7 +231,7 @@ def test_a_row_without_true_tokens_has_ratio_one():
 
 def test_weights_have_no_gradient():
     def weight(old):
-        log_ratio = c.log_ratios(old, row(*ROLLOUT), ones(old))
-        return jnp.sum(c.sequence_ratio(log_ratio, ones(old)))
+        log_ratio = c.log_ratios(old, row(*ROLLOUT), true_mask(old))
+        return jnp.sum(c.sequence_ratio(log_ratio, true_mask(old)))
 
     assert not jnp.any(jax.grad(weight)(row(*OLD)))

@@ -12,7 +12,7 @@ from jaxmoe.rl.algorithm import CHOICES
 B, T = 3, 5
 X, MASK = jnp.full((B, T), -1.0), jnp.ones((B, T), bool)
 OBJECTIVES = CHOICES["objective"]
-WRONG = [jnp.ones(T), jnp.ones((B, 1)), jnp.ones((1, T)), jnp.ones(())]
+BAD_SHAPES = [jnp.ones(T), jnp.ones((B, 1)), jnp.ones((1, T)), jnp.ones(())]
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +21,14 @@ def without_the_tests_own_type_checks(monkeypatch):
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda x: str(x.shape))
+@pytest.mark.parametrize("misshaped", BAD_SHAPES, ids=lambda x: str(x.shape))
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_objectives_refuse_advantages_of_another_shape(name, wrong):
+def test_objectives_refuse_advantages_of_another_shape(name, misshaped):
     objective = getattr(losses, name)
     logps = (X,) if name == "reinforce" else (X, X)
     assert objective(*logps, X, MASK).shape == (B, T)
     with pytest.raises(ValueError, match=r"advantages_BT must have the shape \(3, 5\)"):
-        objective(*logps, wrong, MASK)
+        objective(*logps, misshaped, MASK)
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -50,9 +50,9 @@ def test_grpo_loss_refuses_any_array_of_another_shape(place):
 def test_other_losses_refuse_each_array_of_another_shape(function, arrays):
     function(*arrays)
     for place in range(len(arrays)):
-        wrong = [x[0] if i == place else x for i, x in enumerate(arrays)]
+        misshaped = [x[0] if i == place else x for i, x in enumerate(arrays)]
         with pytest.raises(ValueError, match="must have the shape"):
-            function(*wrong)
+            function(*misshaped)
 
 
 def test_groups_of_one_are_refused_since_their_advantage_is_always_zero():

@@ -18,8 +18,8 @@ def arrays(*values):
 
 def value64(values, old, returns, clip):
     """verl's compute_value_loss before its mean, written anew in float64."""
-    near = old + np.clip(values - old, -clip, clip)
-    return 0.5 * np.maximum((values - returns) ** 2, (near - returns) ** 2)
+    clipped = old + np.clip(values - old, -clip, clip)
+    return 0.5 * np.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_the_clip_holds_a_value_that_has_moved_far_toward_its_return(value, targ
             x, *arrays([[0.0]], [[target]]), jnp.ones((1, 1), bool), clip=0.5
         )[0, 0]
 
-    got, grad = jax.value_and_grad(term)(jnp.full((1, 1), value, jnp.float32))
-    assert float(got) == loss and float(grad[0, 0]) == slope
+    actual, grad = jax.value_and_grad(term)(jnp.full((1, 1), value, jnp.float32))
+    assert float(actual) == loss and float(grad[0, 0]) == slope
 
 
 @pytest.mark.parametrize("clip", [0.5, 0.05, float("inf")])
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_float64_differences(clip):
         np.float64(np.float32(2 * rng.normal(size=MASK.shape))) for _ in range(3)
     )
     fixed, mask = arrays(old, returns), jnp.asarray(MASK)
-    got, grad = jax.value_and_grad(
+    actual, grad = jax.value_and_grad(
         lambda x: masked_sum(clipped_value_loss(x, *fixed, mask, clip=clip), mask)
     )(*arrays(values))
     h = 1e-6
@@ -58,10 +58,10 @@ def test_values_and_gradients_are_those_of_float64_differences(clip):
     want = np.where(MASK, (up - down) / (2 * h), 0.0)
     # one subtraction of numbers below 8, and no kink within h
     np.testing.assert_allclose(grad, want, atol=8 * EPS + 1e-8)
-    held = MASK & (want == 0)
-    assert held.any() == (clip < 1) and (want != 0).any()
+    is_clipped = MASK & (want == 0)
+    assert is_clipped.any() == (clip < 1) and (want != 0).any()
     total = value64(values, old, returns, clip)[MASK].sum()
-    assert float(got) == pytest.approx(total, rel=32 * EPS)
+    assert float(actual) == pytest.approx(total, rel=32 * EPS)
 
 
 def test_the_first_update_of_a_batch_is_never_clipped():
@@ -84,23 +84,25 @@ def test_what_stands_at_false_tokens_never_matters(value):
     clean = arrays(*np.where(MASK, np.random.default_rng(3).normal(size=(3, *MASK.shape)), 0.0))
     dirty = [jnp.where(MASK, x, value) for x in clean]
 
-    def both(values, old, returns):
+    def losses_and_gradients(values, old, returns):
         loss = jax.value_and_grad(
             lambda x: clipped_value_loss(x, old, returns, jnp.asarray(MASK)).sum()
         )
         return (*loss(values), explained_variance(values, returns, jnp.asarray(MASK)))
 
-    for ours, want in zip(both(*dirty), both(*clean), strict=True):
-        np.testing.assert_array_equal(ours, want)
+    for actual, want in zip(
+        losses_and_gradients(*dirty), losses_and_gradients(*clean), strict=True
+    ):
+        np.testing.assert_array_equal(actual, want)
 
 
 def test_explained_variance_is_numpys():
     rng = np.random.default_rng(4)
     returns = rng.normal(3.0, 2.0, MASK.shape)
     values = returns + rng.normal(0.0, 1.0, MASK.shape)
-    got = explained_variance(*arrays(values, returns), jnp.asarray(MASK))
+    actual = explained_variance(*arrays(values, returns), jnp.asarray(MASK))
     want = 1 - np.var((returns - values)[MASK]) / np.var(returns[MASK])
-    assert float(got) == pytest.approx(want, abs=64 * EPS) and 0 < want < 1
+    assert float(actual) == pytest.approx(want, abs=64 * EPS) and 0 < want < 1
 
 
 def test_a_perfect_critic_explains_all_a_constant_nothing_and_a_wrong_one_less():
@@ -108,8 +110,8 @@ def test_a_perfect_critic_explains_all_a_constant_nothing_and_a_wrong_one_less()
     assert float(explained_variance(returns, returns, mask)) == 1.0
     assert float(explained_variance(returns + 7.0, returns, mask)) == 1.0  # no variance either
     for values, want in ((jnp.full((1, 3), 9.0), 0.0), (-returns, -3.0)):
-        got = float(explained_variance(values, returns, mask))
-        assert got == pytest.approx(want, abs=16 * EPS)
+        actual = float(explained_variance(values, returns, mask))
+        assert actual == pytest.approx(want, abs=16 * EPS)
     assert float(explained_variance(returns, jnp.ones((1, 3)), mask)) == 0.0
 
 

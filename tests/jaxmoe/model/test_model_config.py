@@ -64,8 +64,8 @@ def test_a_file_that_is_not_whole_is_named(tmp_path):
     deep = "[" * 100_000
     for message, spoilt in (
         ("complete config.json of GPT-OSS; JSONDecodeError", text[:99]),
-        ("complete config.json of GPT-OSS; ValueError: 'head_dim' is there twice", twice),
-        ("complete config.json of GPT-OSS; ValueError: an object is needed, got list", "[]"),
+        ("complete config.json of GPT-OSS; ValueError: 'head_dim' is a duplicate key", twice),
+        ("complete config.json of GPT-OSS; ValueError: expected an object, got list", "[]"),
         ("complete config.json of GPT-OSS; ValueError: nested deeper than 100 levels", deep),
         (
             "config.json: head_dim must be an integer above 0 and at most 4,096, got none",

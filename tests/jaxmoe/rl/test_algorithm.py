@@ -33,7 +33,7 @@ def test_the_default_config_is_the_default_algorithm():
 
 
 def test_a_config_s_fields_reach_the_algorithm():
-    made = algorithm_from_config(
+    algorithm = algorithm_from_config(
         config(
             samples=4, critic="own", objective="gspo(clip_high=4e-4)",
             advantages="gae(trace=0.9)", aggregation="seq_mean_token_mean", kl="kl_k2",
@@ -42,15 +42,18 @@ def test_a_config_s_fields_reach_the_algorithm():
             rollout_correction="veto + token_is(high=3.0)",
         )
     )  # fmt: skip
-    assert made.objective.func is losses.gspo
-    assert made.objective.keywords == {"clip_high": 4e-4}
-    assert made.advantages.func is losses.gae and made.aggregation is losses.seq_mean_token_mean
-    assert made.rollout_correction[0] is losses.veto and made.rollout_correction[1].keywords == {
-        "high": 3.0
-    }
-    assert made.kl is losses.kl_k2 and (made.kl_coef, made.kl_in) == (0.25, "reward")
-    assert (made.critic, made.entropy_coef, made.updates) == ("own", 0.125, 8)
-    assert made.old_logp == "recomputed"
+    assert algorithm.objective.func is losses.gspo
+    assert algorithm.objective.keywords == {"clip_high": 4e-4}
+    assert (
+        algorithm.advantages.func is losses.gae
+        and algorithm.aggregation is losses.seq_mean_token_mean
+    )
+    assert algorithm.rollout_correction[0] is losses.veto and algorithm.rollout_correction[
+        1
+    ].keywords == {"high": 3.0}
+    assert algorithm.kl is losses.kl_k2 and (algorithm.kl_coef, algorithm.kl_in) == (0.25, "reward")
+    assert (algorithm.critic, algorithm.entropy_coef, algorithm.updates) == ("own", 0.125, 8)
+    assert algorithm.old_logp == "recomputed"
 
 
 @pytest.mark.parametrize(
@@ -71,12 +74,12 @@ def test_the_batch_is_scored_first_only_where_something_needs_it(fields, scores)
 # --- what is refused, and what is not
 
 REFUSED = [
-    ({"advantages": "gae"}, "gae asks for values_BT, and there is no critic. Try --set critic."
+    ({"advantages": "gae"}, "gae takes values_BT, and there is no critic. Try --set critic."
      "backbone=own."),
-    ({"critic": "own"}, "critic.backbone=own needs advantages that ask for values; "
+    ({"critic": "own"}, "critic.backbone=own needs advantages that take values_BT; "
      "group_advantages does not. Try --set loss.advantages=gae, or --set critic.backbone=none."),
     ({"critic": "shared", "advantages": "rloo_advantages"}, "rloo_advantages does not."),
-    ({"epochs": 2}, "loss.old_logp=detached needs one update a batch, got 2 epochs of 1 "),
+    ({"epochs": 2}, "loss.old_logp=detached needs one update per batch, got 2 epochs of 1 "),
     ({"minibatches": 4}, "got 1 epochs of 4 minibatches: after the first update the batch is "
      "off-policy and its ratio is not 1. Try --set loss.old_logp=recomputed."),
     ({"samples": 1}, "group_advantages compares the samples of a prompt, and "
@@ -84,33 +87,34 @@ REFUSED = [
     ({"samples": 1, "advantages": "rloo_advantages"}, "rloo_advantages compares the samples"),
     ({"samples": 1, "advantages": "reinforce_pp_baseline_advantages"}, "compares the samples"),
     ({"old_logp": "rollout", CORR: "token_is"}, "loss.old_logp=rollout and importance "
-     "weights in loss.rollout_correction correct the same mismatch, which squares it. Try --set "
+     "weights in loss.rollout_correction correct the same mismatch twice. Try --set "
      "loss.old_logp=recomputed, or a rejection alone."),
-    ({"old_logp": "rollout", CORR: "veto + sequence_icepop"}, "which squares it"),
+    ({"old_logp": "rollout", CORR: "veto + sequence_icepop"}, "the same mismatch twice"),
     ({CORR: "token_is + sequence_is"}, "loss.rollout_correction: sequence_is would weight tokens "
-     "that are weighted already, which squares the correction. Leave one out."),
+     "that already have weights, and correct twice. Leave one out."),
     ({CORR: "token_is + veto + token_icepop"}, "token_icepop would weight tokens"),
-    ({CORR: "normalize", "old_logp": "recomputed"}, "normalize asks for weights_BT, and "
-     'nothing before it makes any. Try --set "loss.rollout_correction=token_is(high=2.0) + '
+    ({CORR: "normalize", "old_logp": "recomputed"}, "normalize takes weights_BT, and "
+     'no correction before it sets them. Try --set "loss.rollout_correction=token_is(high=2.0) + '
      'normalize".'),
-    ({CORR: "token_is + normalize"}, "a function asks for batch_mask_BT, which is known "
-     "only before the gradient of a batch that was scored first. Try --set "
+    ({CORR: "token_is + normalize"}, "a function takes batch_mask_BT, which is known "
+     "before the gradient only if the batch is scored first. Try --set "
      "loss.old_logp=recomputed."),
     ({"aggregation": "kept_token_mean", "advantages": "gae", "critic": "own"},
-     "a function asks for keep_BT, which is known only"),
+     "a function takes keep_BT, which is known "),
     ({CORR: "token_mean"}, "loss.rollout_correction: token_mean must return a "
      "Correction, as token_is does."),
-    ({CORR: "rejection(by='token_k4', high=2.0)"}, "by must be one of token_k1, token_k2"),
+    ({CORR: "rejection(statistic='token_k4', high=2.0)"},
+     "statistic must be one of token_k1, token_k2"),
     ({CORR: "token_icepop(low=2.0, high=0.5)"}, "loss: low must be 0 <= low <= high, which is 0.5"),
     ({CORR: "token_is(high=-1.0)"}, "loss: high must be above 0, got -1.0. Try high=1.0."),
     ({"objective": "ppo_clip(dual_clip=0.5)"}, "dual_clip must be above 1, got 0.5."),
     ({"objective": "sapo(tau_positive=0.0)"}, "tau_positive must be above 0, got 0.0."),
     ({"advantages": "group_advantages(eps=-1.0)"}, "eps must be above 0, got -1.0."),
-    ({"kl": "kl_k1", "kl_coef": 0.1}, "loss.kl=kl_k1 has a gradient of 0 on average, and only its "
-     "value counts. Try --set loss.kl=kl_k3_with_k2_gradient, or --set loss.kl_in=reward."),
+    ({"kl": "kl_k1", "kl_coef": 0.1}, "loss.kl=kl_k1 has an expected gradient of 0, so it does "
+     "not act in the loss. Try --set loss.kl=kl_k3_with_k2_gradient, or --set loss.kl_in=reward."),
     ({"objective": "reinforce", "epochs": 2}, "reinforce has no ratio, and there are "
-     "2 epochs of 1 minibatches: after the first update nothing sees that the tokens are another "
-     "policy's. Try --set loss.objective=ppo_clip"),
+     "2 epochs of 1 minibatches: after the first update nothing corrects for tokens of an "
+     "older policy. Try --set loss.objective=ppo_clip"),
     ({"objective": "reinforce", "minibatches": 2, "old_logp": "recomputed", CORR: "token_is"},
      "reinforce has no ratio"),
     ({"objective": "grpo_loss"}, "loss: grpo_loss must return [B, T]"),
@@ -141,8 +145,8 @@ ALLOWED = [
     {"kl": "kl_k1", "kl_coef": 0.1, "kl_in": "reward"},
     {"samples": 1, "advantages": "reinforce_pp_advantages"},
     {"samples": 1, "advantages": "gae", "critic": "own"},
-    {"old_logp": "rollout", CORR: "rejection(by='seq_mean_k3', high=0.01) + veto"},
-    {CORR: "veto + token_is + drift_mask(most=0.1)"},
+    {"old_logp": "rollout", CORR: "rejection(statistic='seq_mean_k3', high=0.01) + veto"},
+    {CORR: "veto + token_is + drift_mask(max_drift=0.1)"},
     {CORR: "token_is + normalize", "old_logp": "recomputed"},
     {"aggregation": "kept_token_mean", "old_logp": "recomputed"},
     {"aggregation": "kept_token_mean"},
@@ -168,9 +172,9 @@ def test_a_mean_that_is_no_weight_a_token_is_refused():
 # --- tokens of older weights
 
 
-def stale(most, **loss):
-    made = config(**loss)
-    return replace(made, rollout=replace(made.rollout, max_staleness=most))
+def stale(max_staleness, **loss):
+    cfg = config(**loss)
+    return replace(cfg, rollout=replace(cfg.rollout, max_staleness=max_staleness))
 
 
 @pytest.mark.parametrize(
@@ -178,12 +182,12 @@ def stale(most, **loss):
     [
         {}, {"old_logp": "recomputed", "epochs": 2}, {"preset": "disabled"},
         {"objective": "reinforce"},
-        {"objective": "reinforce", "old_logp": "rollout"},  # asks for no ratio
+        {"objective": "reinforce", "old_logp": "rollout"},  # takes no ratio
     ],
 )  # fmt: skip
 def test_tokens_of_older_weights_need_a_loss_that_sees_it(loss):
     algorithm_from_config(stale(0, **loss))
-    with pytest.raises(ConfigError, match="rollout.max_staleness=2 trains on tokens that older"):
+    with pytest.raises(ConfigError, match="rollout.max_staleness=2 trains on tokens of older"):
         algorithm_from_config(stale(2, **loss))
 
 
@@ -193,7 +197,7 @@ def test_tokens_of_older_weights_need_a_loss_that_sees_it(loss):
         {CORR: "token_is(high=2.0)"},
         {"old_logp": "rollout"},
         {"old_logp": "recomputed", "epochs": 2, CORR: "token_icepop"},
-        {CORR: "rejection(by='seq_mean_k3', high=0.01)"},
+        {CORR: "rejection(statistic='seq_mean_k3', high=0.01)"},
         {"preset": "bypass_ppo_clip"},
         {"preset": "bypass_pg_is"},
         {"preset": "decoupled_token_is"},
@@ -205,11 +209,11 @@ def test_a_correction_or_the_engines_own_log_probs_see_it(loss):
 
 MU = np.array([0.5, 0.25, 0.25])  # what drew the tokens: of four, two are 0, one is 1, one is 2
 DRAWN, GAINS = jnp.array([0, 0, 1, 2]), jnp.array([1.0, 1.0, -2.0, 3.0])
-NOW = jnp.log(jnp.array([0.55, 0.22, 0.23]))  # the policy; every ratio is inside PPO's clip
+POLICY_LOGP = jnp.log(jnp.array([0.55, 0.22, 0.23]))  # the policy; every ratio is inside PPO's clip
 
 
 def gradient_on_stale_tokens(**loss):
-    """Of the loss at a policy NOW on tokens whose frequencies are exactly those of MU."""
+    """Gradient of the loss at POLICY_LOGP, on tokens whose frequencies are exactly MU's."""
     a = (
         algorithm_from_config(stale(1, **loss))
         if loss.pop("checked", True)
@@ -217,27 +221,31 @@ def gradient_on_stale_tokens(**loss):
     )
     mask = jnp.ones((4, 1), bool)
     batch = Batch(None, None, None, mask, jnp.log(jnp.asarray(MU))[DRAWN][:, None], None)
-    known = Scored(advantages_BT=GAINS[:, None])
+    batch_scored = Scored(advantages_BT=GAINS[:, None])
 
     def loss_at(logits):
         logp = jax.nn.log_softmax(logits)[DRAWN][:, None]
-        now = jax.lax.stop_gradient(logp)
-        scored = replace(known, old_logp_BT=now)  # recomputed by the newest trainer
-        old = select_old_logp(a, batch, scored, now)
-        arrays = objective_arrays(batch, scored, logp, old, now)
+        detached_logp = jax.lax.stop_gradient(logp)
+        scored = replace(
+            batch_scored, old_logp_BT=detached_logp
+        )  # recomputed by the newest trainer
+        old = select_old_logp(a, batch, scored, detached_logp)
+        arrays = objective_arrays(batch, scored, logp, old, detached_logp)
         terms = a.objective(**select_arrays(a.objective, arrays))
-        basis = now if a.old_logp != "recomputed" else scored.old_logp_BT
-        found = compute_correction(a, basis, batch.rollout_logp_BT, known.advantages_BT, mask, mask)
-        return jnp.mean(terms if found.weights_BT is None else terms * found.weights_BT)
+        basis = detached_logp if a.old_logp != "recomputed" else scored.old_logp_BT
+        correction = compute_correction(
+            a, basis, batch.rollout_logp_BT, batch_scored.advantages_BT, mask, mask
+        )
+        return jnp.mean(terms if correction.weights_BT is None else terms * correction.weights_BT)
 
-    return -jax.grad(loss_at)(NOW)
+    return -jax.grad(loss_at)(POLICY_LOGP)
 
 
 def test_the_recipes_for_older_tokens_give_the_policy_gradient_and_no_recipe_another():
     """E_π[A·∇log π] of the policy as it is now, from tokens that another one drew."""
     gain = jnp.array([1.0, -2.0, 3.0])  # by token
-    want = jax.grad(lambda logits: jnp.sum(jax.nn.softmax(logits) * gain))(NOW)
-    biased = jax.grad(lambda logits: jnp.sum(MU * gain * jax.nn.log_softmax(logits)))(NOW)
+    want = jax.grad(lambda logits: jnp.sum(jax.nn.softmax(logits) * gain))(POLICY_LOGP)
+    biased = jax.grad(lambda logits: jnp.sum(MU * gain * jax.nn.log_softmax(logits)))(POLICY_LOGP)
     for loss in (
         {CORR: "token_is(high=2.0)"},
         {CORR: "token_is(high=2.0)", "old_logp": "recomputed", "epochs": 2},
@@ -257,18 +265,18 @@ def test_rejections_add_up_and_the_last_weights_stand():
     mask = jnp.ones((3, 2), bool)
     a = Algorithm(
         rollout_correction=(
-            partial(losses.rejection, by="token_k1", low=0.0, high=2.0),
+            partial(losses.rejection, statistic="token_k1", low=0.0, high=2.0),
             partial(losses.token_is, high=8.0),
-            partial(losses.rejection, by="token_k1", low=0.5, high=9.0),
+            partial(losses.rejection, statistic="token_k1", low=0.5, high=9.0),
             losses.normalize,
         )
     )
-    found = compute_correction(a, old, rollout, jnp.zeros((3, 2)), mask, mask)
-    assert found.keep_BT.tolist() == [[False, True], [True, False], [True, True]]
+    correction = compute_correction(a, old, rollout, jnp.zeros((3, 2)), mask, mask)
+    assert correction.keep_BT.tolist() == [[False, True], [True, False], [True, True]]
     mean = (4 + 1 + 1 + 0.2 + 1 + 1) / 6
-    np.testing.assert_allclose(found.weights_BT, jnp.exp(old) / mean, rtol=8 * EPS)
-    np.testing.assert_allclose(found.bounded_BT, jnp.exp(old), rtol=8 * EPS)
-    np.testing.assert_allclose(found.ratio_BT, jnp.exp(old), rtol=8 * EPS)
+    np.testing.assert_allclose(correction.weights_BT, jnp.exp(old) / mean, rtol=8 * EPS)
+    np.testing.assert_allclose(correction.bounded_BT, jnp.exp(old), rtol=8 * EPS)
+    np.testing.assert_allclose(correction.ratio_BT, jnp.exp(old), rtol=8 * EPS)
 
 
 def test_without_corrections_nothing_is_said():

@@ -19,7 +19,7 @@ EPS = float(np.finfo(np.float32).eps)
 P, R, T = 3, 4, 5
 MASK = np.random.default_rng(0).random((P * R, T)) < 0.7
 MASK[:, 2] = True
-WHOLE = st.lists(st.integers(-8, 8), min_size=P * R, max_size=P * R)
+INTEGERS = st.lists(st.integers(-8, 8), min_size=P * R, max_size=P * R)
 GROUPED = {
     "group": losses.group_advantages,
     "unscaled": partial(losses.group_advantages, scale_by_std=False),
@@ -40,18 +40,22 @@ def numbers(values):
 
 
 @pytest.mark.parametrize("name", GROUPED)
-@given(WHOLE, st.lists(st.integers(-64, 64), min_size=P, max_size=P))
+@given(INTEGERS, st.lists(st.integers(-64, 64), min_size=P, max_size=P))
 def test_a_shift_of_a_groups_rewards_changes_nothing(name, rewards, shifts):
     # whole numbers in groups of four: every sum and mean is exact
     moved = np.array(rewards) + np.repeat(shifts, R)
     np.testing.assert_array_equal(grouped(numbers(moved), name), grouped(numbers(rewards), name))
 
 
-@given(WHOLE, st.sampled_from([0.25, 2.0, 64.0]))
+@given(INTEGERS, st.sampled_from([0.25, 2.0, 64.0]))
 def test_a_scale_of_rewards_changes_nothing_where_the_deviation_divides(rewards, scale):
-    one, other = (grouped(numbers(r), "group") for r in (rewards, np.array(rewards) * scale))
+    advantages, scaled_advantages = (
+        grouped(numbers(r), "group") for r in (rewards, np.array(rewards) * scale)
+    )
     # epsilon is 1e-6, and whole numbers that are not all equal deviate by at least 0.5
-    np.testing.assert_allclose(one, other, rtol=1e-6 / (0.5 * min(1.0, scale)) + 4 * EPS)
+    np.testing.assert_allclose(
+        advantages, scaled_advantages, rtol=1e-6 / (0.5 * min(1.0, scale)) + 4 * EPS
+    )
     big = grouped(numbers(np.array(rewards) * scale), "rloo")
     np.testing.assert_array_equal(big, grouped(numbers(rewards), "rloo") * scale)
 
@@ -63,18 +67,18 @@ def test_rewards_all_equal_in_their_group_give_exactly_zero(name, values):
 
 
 @pytest.mark.parametrize("name", GROUPED)
-@given(WHOLE, st.permutations(range(P)))
+@given(INTEGERS, st.permutations(range(P)))
 def test_groups_in_another_order_give_their_rows_in_that_order(name, rewards, order):
     rows = np.arange(P * R).reshape(P, R)[np.array(order)].reshape(-1)
-    got = np.asarray(grouped(numbers(rewards)[rows], name))
+    actual = np.asarray(grouped(numbers(rewards)[rows], name))
     want = np.asarray(grouped(numbers(rewards), name))[:, 2]  # a column of true tokens
-    np.testing.assert_array_equal(got, np.where(MASK, want[rows][:, None], 0.0))
+    np.testing.assert_array_equal(actual, np.where(MASK, want[rows][:, None], 0.0))
 
 
 def test_the_group_of_a_row_is_that_of_its_neighbours():
     rewards = numbers([1, 0, 0, 0, 5, 5, 5, 5, 0, 0, 3, 1])
-    got = np.asarray(grouped(rewards, "unscaled"))[:, 2]
-    np.testing.assert_array_equal(got, [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0, -1, -1, 2, 0])
+    actual = np.asarray(grouped(rewards, "unscaled"))[:, 2]
+    np.testing.assert_array_equal(actual, [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0, -1, -1, 2, 0])
 
 
 def test_an_advantage_at_a_false_token_is_zero_whatever_the_function_says():
@@ -82,11 +86,11 @@ def test_an_advantage_at_a_false_token_is_zero_whatever_the_function_says():
         return jnp.full(rewards_BT.shape, jnp.nan)
 
     mask = jnp.asarray(MASK)
-    got, _ = compute_advantages(
+    actual, _ = compute_advantages(
         Algorithm(advantages=loud), jnp.ones(P * R), mask, None, None, samples=1
     )
-    np.testing.assert_array_equal(np.isnan(got), MASK)
-    assert not np.asarray(got)[~MASK].any()
+    np.testing.assert_array_equal(np.isnan(actual), MASK)
+    assert not np.asarray(actual)[~MASK].any()
 
 
 def test_returns_of_gae_come_through():
@@ -94,21 +98,21 @@ def test_returns_of_gae_come_through():
     rewards, values = numbers(rng.normal(size=P * R)), numbers(rng.normal(size=MASK.shape))
     mask, gae = jnp.asarray(MASK), partial(losses.gae, discount=0.9, trace=0.8)
     a = Algorithm(advantages=gae, critic="own")
-    got = compute_advantages(a, rewards, mask, None, values, samples=R)
+    results = compute_advantages(a, rewards, mask, None, values, samples=R)
     want = gae(losses.token_rewards(rewards, mask), values, mask)
-    for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert not np.asarray(got[0])[~MASK].any() and np.asarray(got[1])[MASK].all()
+    for actual, expected in zip(results, want, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert not np.asarray(results[0])[~MASK].any() and np.asarray(results[1])[MASK].all()
 
 
 def test_a_kl_penalty_lowers_the_rewards_that_are_compared():
     kl = numbers(np.random.default_rng(2).random(MASK.shape))
     rewards, mask = numbers(np.arange(P * R)), jnp.asarray(MASK)
     a = Algorithm(advantages=GROUPED["unscaled"], kl_coef=0.5)
-    got = np.asarray(compute_advantages(a, rewards, mask, kl, None, samples=R)[0])[:, 2]
+    actual = np.asarray(compute_advantages(a, rewards, mask, kl, None, samples=R)[0])[:, 2]
     paid = np.float64(rewards) - 0.5 * np.where(MASK, np.float64(kl), 0.0).sum(1)
     want = paid - paid.reshape(P, R).mean(1).repeat(R)
-    np.testing.assert_allclose(got, want, atol=64 * EPS)
+    np.testing.assert_allclose(actual, want, atol=64 * EPS)
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -116,20 +120,22 @@ def test_an_answer_without_tokens_is_compared_with_the_rest_of_its_group(name):
     mask = jnp.asarray(MASK).at[1].set(False)
     a = Algorithm(advantages=GROUPED[name])
     rewards = numbers([0, 4, 0, 0, *range(2 * R)])
-    got = np.asarray(compute_advantages(a, rewards, mask, None, None, samples=R)[0])
+    actual = np.asarray(compute_advantages(a, rewards, mask, None, None, samples=R)[0])
     want = np.asarray(grouped(rewards, name))[:, 2]
-    np.testing.assert_allclose(got[:, 2], np.where(mask[:, 2], want, 0.0), rtol=4 * EPS)
-    assert want[0] < 0 and not got[1].any()
+    np.testing.assert_allclose(actual[:, 2], np.where(mask[:, 2], want, 0.0), rtol=4 * EPS)
+    assert want[0] < 0 and not actual[1].any()
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (8,), (8, 1), (1, 6), (), (2, 6)])
 def test_advantages_of_another_shape_are_refused_by_the_functions_name(shape):
     # 2 prompts of 4 samples, 6 tokens: an exchanged axis has as many elements
-    def mine(rewards_PR):
+    def custom_advantages(rewards_PR):
         return jnp.zeros(shape)
 
-    a = Algorithm(advantages=mine)
-    with pytest.raises(ValueError, match=r"mine must return advantages \[P, R\] = \(2, 4\) or"):
+    a = Algorithm(advantages=custom_advantages)
+    with pytest.raises(
+        ValueError, match=r"custom_advantages must return advantages \[P, R\] = \(2, 4\) or"
+    ):
         compute_advantages(a, jnp.zeros(8), jnp.ones((8, 6), bool), None, None, samples=4)
-    with pytest.raises(ConfigError, match="mine must return advantages"):
+    with pytest.raises(ConfigError, match="custom_advantages must return advantages"):
         check_algorithm(a, 4)

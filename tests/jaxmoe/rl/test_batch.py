@@ -85,12 +85,12 @@ def test_the_mass_that_sampling_kept_is_multiplied_back_in():
 
 
 def test_groups_must_be_equal_and_side_by_side():
-    one, two = rollout([1], [2], [-1.0], number=1), rollout([1], [2], [-1.0], number=2)
-    batch_of(one, one, two, two, samples=2)
+    item, two = rollout([1], [2], [-1.0], number=1), rollout([1], [2], [-1.0], number=2)
+    batch_of(item, item, two, two, samples=2)
     with pytest.raises(ValueError, match=r"groups must have 2 samples each, got 3 rollouts"):
-        batch_of(one, one, two, samples=2)
-    with pytest.raises(ValueError, match=r"side by side; rollouts 0 to 1 answer prompts \[1, 2\]"):
-        batch_of(one, two, one, two, samples=2)
+        batch_of(item, item, two, samples=2)
+    with pytest.raises(ValueError, match=r"as neighbours; rollouts 0 to 1 answer prompts \[1, 2\]"):
+        batch_of(item, two, item, two, samples=2)
 
 
 def test_a_reward_that_is_not_finite_is_named():
@@ -126,8 +126,8 @@ def test_the_engines_experts_come_along_where_they_are_asked_for():
 
 
 def test_a_token_whose_experts_the_engine_does_not_know_is_left_to_the_router():
-    one = routed([1, 2], [3], [[NONE], [[2, 3]]])
-    batch = rollout_batch([one], np.ones(1), samples=1, length=4, pad_id=0, n_experts=5)
+    item = routed([1, 2], [3], [[NONE], [[2, 3]]])
+    batch = rollout_batch([item], np.ones(1), samples=1, length=4, pad_id=0, n_experts=5)
     assert batch.routed_experts_BTLA[0, :, 0].tolist() == [NONE, [2, 3], NONE, NONE]
 
 
@@ -140,7 +140,7 @@ def test_experts_that_are_missing_or_no_experts_are_named(experts):
     good = routed([1, 2], [3], [[[0, 1]], [[2, 3]]])
     bad = routed([1, 2], [3], [[[0, 1]], [[2, 3]]], number=43)
     bad = dataclasses.replace(bad, routed_experts=None if experts is None else np.array(experts))
-    with pytest.raises(ValueError, match=r"rollout 1 \(prompt 43\) must have the experts of its 2"):
+    with pytest.raises(ValueError, match=r"rollout 1 \(prompt 43\) must have the experts of the 2"):
         rollout_batch([good, bad], np.ones(2), samples=1, length=5, pad_id=0, n_experts=5)
 
 

@@ -33,7 +33,7 @@ def generating(*batches):
     return generate, calls
 
 
-ALL, NONE, SOME = [1, 1, 1], [0, 0, 0], [0, 1, 0]
+ALL, NONE, MIXED = [1, 1, 1], [0, 0, 0], [0, 1, 0]
 
 
 def prompts_of(rollouts):
@@ -41,18 +41,18 @@ def prompts_of(rollouts):
 
 
 def test_one_batch_keeps_every_group_and_its_rewards():
-    generate, calls = generating([ALL, SOME, NONE], [SOME, SOME, SOME])
+    generate, calls = generating([ALL, MIXED, NONE], [MIXED, MIXED, MIXED])
     rollouts, rewards, metrics = dynamic_sampling(
         generate, prompts=3, samples=SAMPLES, max_gen_batches=1
     )
     assert calls == [0] and sorted(prompts_of(rollouts)) == [0, 1, 2]
     by_prompt = dict(zip(prompts_of(rollouts), rewards.reshape(-1, SAMPLES).tolist(), strict=True))
-    assert by_prompt == {0: ALL, 1: SOME, 2: NONE}
+    assert by_prompt == {0: ALL, 1: MIXED, 2: NONE}
     assert metrics["rollout/gen_batches"] == 1
 
 
 def test_uniform_groups_give_way_to_those_of_a_further_batch():
-    generate, calls = generating([ALL, SOME], [NONE, [1, 1, 0]], [SOME, SOME])
+    generate, calls = generating([ALL, MIXED], [NONE, [1, 1, 0]], [MIXED, MIXED])
     rollouts, rewards, metrics = dynamic_sampling(
         generate, prompts=2, samples=SAMPLES, max_gen_batches=9
     )
@@ -65,14 +65,14 @@ def test_uniform_groups_give_way_to_those_of_a_further_batch():
 
 
 def test_a_spent_budget_fills_up_with_uniform_groups():
-    generate, calls = generating([ALL, NONE], [SOME, ALL])
+    generate, calls = generating([ALL, NONE], [MIXED, ALL])
     rollouts, rewards, _ = dynamic_sampling(generate, prompts=2, samples=SAMPLES, max_gen_batches=2)
     assert calls == [0, 1] and prompts_of(rollouts) == [2, 0]
-    assert rewards.tolist() == [*SOME, *ALL]
+    assert rewards.tolist() == [*MIXED, *ALL]
 
 
 def test_more_mixed_groups_than_asked_for_are_cut_to_the_step():
-    generate, _ = generating([SOME, ALL, SOME], [SOME, SOME, SOME])
+    generate, _ = generating([MIXED, ALL, MIXED], [MIXED, MIXED, MIXED])
     rollouts, rewards, _ = dynamic_sampling(generate, prompts=3, samples=SAMPLES, max_gen_batches=4)
     assert prompts_of(rollouts) == [0, 2, 3] and len(rewards) == 9
 
@@ -98,23 +98,25 @@ def test_one_sample_a_prompt_is_no_group_that_could_be_uniform():
 
 
 def test_a_group_with_samples_left_out_counts_by_those_that_are_not():
-    odd, nan = float(np.float32(0.1)), np.nan
-    generate, calls = generating([[odd, nan, odd], [nan, nan, nan]], [[0, nan, 1], SOME])
+    tenth, nan = float(np.float32(0.1)), np.nan
+    generate, calls = generating([[tenth, nan, tenth], [nan, nan, nan]], [[0, nan, 1], MIXED])
     rollouts, rewards, metrics = dynamic_sampling(
         generate, prompts=2, samples=SAMPLES, max_gen_batches=2
     )
     assert calls == [0, 1] and prompts_of(rollouts) == [2, 3]  # those with a signal
-    np.testing.assert_array_equal(rewards, np.array([0, nan, 1, *SOME], np.float32))
+    np.testing.assert_array_equal(rewards, np.array([0, nan, 1, *MIXED], np.float32))
     assert metrics["reward/zero_std_groups_frac"] == 0.5
     assert metrics["reward/mean"] == pytest.approx((0.2 + 1 + 1) / 7)
 
 
 def test_filling_in_moves_no_groups_mean_and_keeps_equal_ones_equal():
-    given = np.array([0.1, np.nan, 0.1, np.nan, np.nan, np.nan, 3, 0, np.nan], np.float32)
-    made = impute_rewards(given, SAMPLES)
-    assert made.dtype == np.float32 and np.isnan(given[1])
-    np.testing.assert_array_equal(made, np.array([0.1, 0.1, 0.1, 0, 0, 0, 3, 0, 1.5], np.float32))
+    rewards = np.array([0.1, np.nan, 0.1, np.nan, np.nan, np.nan, 3, 0, np.nan], np.float32)
+    imputed = impute_rewards(rewards, SAMPLES)
+    assert imputed.dtype == np.float32 and np.isnan(rewards[1])
+    np.testing.assert_array_equal(
+        imputed, np.array([0.1, 0.1, 0.1, 0, 0, 0, 3, 0, 1.5], np.float32)
+    )
     equal = np.array([0.1] * 7 + [np.nan], np.float32)  # their float32 mean is another number
     assert equal[:7].mean() != equal[0] and np.ptp(impute_rewards(equal, 8)) == 0
-    whole = np.arange(6, dtype=np.float32)
-    assert impute_rewards(whole, SAMPLES) is whole
+    complete = np.arange(6, dtype=np.float32)
+    assert impute_rewards(complete, SAMPLES) is complete

@@ -30,7 +30,7 @@ SLOW = pytest.mark.slow  # a step to compile each: by default each of the two is
 
 
 def example(name, cut, experts=None):
-    """What the page's code leaves behind, on a batch that is cut in two or packed."""
+    """Names that the page's code defines, on a batch in two microbatches or packed."""
     (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", PAGE, re.S)
     assert code.count("\n") <= 15
     batch = make_batch()
@@ -52,14 +52,14 @@ def example(name, cut, experts=None):
 
 @pytest.mark.parametrize("cut", ["cut", pytest.param("packed", marks=SLOW)])
 def test_an_attention_that_counts_sees_both_layers_of_the_step(cut):
-    found = example("ops attend", cut)
+    namespace = example("ops attend", cut)
     rows = {"cut": 4, "packed": 2}[cut]  # of a microbatch
-    assert len(found["calls"]) >= 2 and {shape[0] for shape in found["calls"]} == {rows}
-    assert np.isfinite(float(found["metrics"]["loss"]))
+    assert len(namespace["calls"]) >= 2 and {shape[0] for shape in namespace["calls"]} == {rows}
+    assert np.isfinite(float(namespace["metrics"]["loss"]))
 
 
 @pytest.fixture(scope="module")
-def ours():
+def plain_step():
     """The step on the whole batch by the router that ships, and one with other experts."""
     step = jax.jit(
         partial(
@@ -68,19 +68,19 @@ def ours():
         )
     )  # fmt: skip
     batch = routed_batch()
-    others = (batch.routed_experts_BTLA + 1) % CFG.n_experts
-    batches = (batch, replace(batch, routed_experts_BTLA=others))
+    other_experts = (batch.routed_experts_BTLA + 1) % CFG.n_experts
+    batches = (batch, replace(batch, routed_experts_BTLA=other_experts))
     return [step(init_state(Trained(MODEL), SGD), b) for b in batches]
 
 
 @pytest.mark.parametrize("cut", [pytest.param("cut", marks=SLOW), "packed"])
-def test_a_router_of_ones_own_replays_as_ours_does(cut, ours):
-    found = example("ops router", cut, routed_batch().routed_experts_BTLA)
-    (state, metrics, _), (_, other, _) = ours
+def test_a_router_of_ones_own_replays_as_ours_does(cut, plain_step):
+    namespace = example("ops router", cut, routed_batch().routed_experts_BTLA)
+    (state, metrics, _), (_, plain_metrics, _) = plain_step
     for x, y in zip(
-        jax.tree.leaves(found["state"].params), jax.tree.leaves(state.params), strict=True
+        jax.tree.leaves(namespace["state"].params), jax.tree.leaves(state.params), strict=True
     ):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     entropy = float(metrics["policy/entropy"])
-    assert float(found["metrics"]["policy/entropy"]) == pytest.approx(entropy, rel=1e-4)
-    assert float(other["policy/entropy"]) != pytest.approx(entropy, rel=1e-3)
+    assert float(namespace["metrics"]["policy/entropy"]) == pytest.approx(entropy, rel=1e-4)
+    assert float(plain_metrics["policy/entropy"]) != pytest.approx(entropy, rel=1e-3)

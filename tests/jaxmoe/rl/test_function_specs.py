@@ -22,7 +22,7 @@ OBJECTIVE, CORRECTION = ARRAYS["objective"], ARRAYS["rollout_correction"]
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
+def my_losses(tmp_path, monkeypatch):
     """A module of one's own, importable as my_losses."""
     (tmp_path / "my_losses.py").write_text(
         "import math\n"
@@ -45,25 +45,25 @@ def test_a_bare_name_is_the_function_itself(text):
 
 
 def test_options_are_bound_as_the_literals_they_are():
-    got = parse_function("ppo_clip(clip_high=0.28, dual_clip=3)", "loss.objective", OBJECTIVE)
-    assert isinstance(got, partial) and got.func is losses.ppo_clip
-    assert got.keywords == {"clip_high": 0.28, "dual_clip": 3} and got.args == ()
-    assert type(got.keywords["dual_clip"]) is int
+    function = parse_function("ppo_clip(clip_high=0.28, dual_clip=3)", "loss.objective", OBJECTIVE)
+    assert isinstance(function, partial) and function.func is losses.ppo_clip
+    assert function.keywords == {"clip_high": 0.28, "dual_clip": 3} and function.args == ()
+    assert type(function.keywords["dual_clip"]) is int
 
 
 def test_several_are_read_in_their_order():
-    text = "rejection(by='token_k1', low=0.5, high=2.0) + token_is(high=3.0) + veto"
+    text = "rejection(statistic='token_k1', low=0.5, high=2.0) + token_is(high=3.0) + veto"
     first, second, third = parse_functions(text, "loss.rollout_correction", CORRECTION)
-    assert first.func is losses.rejection and first.keywords["by"] == "token_k1"
+    assert first.func is losses.rejection and first.keywords["statistic"] == "token_k1"
     assert second.func is losses.token_is and second.keywords == {"high": 3.0}
     assert third is losses.veto
 
 
 def test_a_plus_inside_an_option_does_not_divide():
-    got = parse_functions(
-        "token_is + rejection(by='+', high=1.0)", "loss.rollout_correction", CORRECTION
+    function = parse_functions(
+        "token_is + rejection(statistic='+', high=1.0)", "loss.rollout_correction", CORRECTION
     )
-    assert len(got) == 2 and got[1].keywords["by"] == "+"
+    assert len(function) == 2 and function[1].keywords["statistic"] == "+"
 
 
 @pytest.mark.parametrize("text", ["", "  "])
@@ -71,20 +71,20 @@ def test_an_empty_text_is_no_function(text):
     assert parse_functions(text, "loss.rollout_correction", CORRECTION) == ()
 
 
-def test_a_function_of_ones_own_is_found_by_its_module(mine):
-    got = parse_function("my_losses:terms(beta=2.0)", "loss.objective", OBJECTIVE)
-    assert got(3.0, 5.0) == 30.0
-    assert array_parameters(got) == ["logp_BT", "advantages_BT"]
+def test_a_function_of_ones_own_is_found_by_its_module(my_losses):
+    function = parse_function("my_losses:terms(beta=2.0)", "loss.objective", OBJECTIVE)
+    assert function(3.0, 5.0) == 30.0
+    assert array_parameters(function) == ["logp_BT", "advantages_BT"]
     positional = parse_function("my_losses:soft(tau=2.0)", "loss.objective", OBJECTIVE)
     assert positional(3.0) == 1.5 and array_parameters(positional) == ["logp_BT"]
 
 
-def test_a_function_gets_the_arrays_it_names_and_no_other(mine):
-    got = parse_function("my_losses:terms", "loss.objective", OBJECTIVE)
+def test_a_function_gets_the_arrays_it_names_and_no_other(my_losses):
+    function = parse_function("my_losses:terms", "loss.objective", OBJECTIVE)
     arrays = {"logp_BT": 3.0, "advantages_BT": 5.0, "mask_BT": None, "old_logp_BT": None}
-    assert got(**select_arrays(got, arrays)) == 7.5
+    assert function(**select_arrays(function, arrays)) == 7.5
     with pytest.raises(KeyError, match="advantages_BT"):
-        select_arrays(got, {"logp_BT": 3.0})
+        select_arrays(function, {"logp_BT": 3.0})
 
 
 def test_options_and_defaults_are_not_asked_for():
@@ -148,7 +148,7 @@ CALL = 'Try --set "loss.x=name(option=1.0)".'
         ("gae", "gae takes rewards_BT, which is not available here"),
     ],
 )
-def test_each_mistake_is_one_line_that_says_where_and_what_to_type(mine, text, answer):
+def test_each_mistake_is_one_line_that_says_where_and_what_to_type(my_losses, text, answer):
     with pytest.raises(ConfigError) as error:
         parse_function(text, "loss.x", OBJECTIVE)
     message = str(error.value)
@@ -159,8 +159,11 @@ def test_each_mistake_is_one_line_that_says_where_and_what_to_type(mine, text, a
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("rejection(high=2.0)", 'rejection needs by. Try --set "loss.x=rejection(by=…)".'),
-        ("drift_mask", 'drift_mask needs most. Try --set "loss.x=drift_mask(most=…)".'),
+        (
+            "rejection(high=2.0)",
+            'rejection needs statistic. Try --set "loss.x=rejection(statistic=…)".',
+        ),
+        ("drift_mask", 'drift_mask needs max_drift. Try --set "loss.x=drift_mask(max_drift=…)".'),
         ("token_is + ", CALL),
         ("+ token_is", CALL),
         ("token_is * veto", CALL),
@@ -174,8 +177,8 @@ def test_each_mistake_in_a_sum_is_found(text, answer):
 
 
 OPTIONS = {
-    "seq_mean_token_sum_norm": "(length=8)", "rejection": "(by='token_k1', high=2.0)",
-    "drift_mask": "(most=1.0)",
+    "seq_mean_token_sum_norm": "(length=8)", "rejection": "(statistic='token_k1', high=2.0)",
+    "drift_mask": "(max_drift=1.0)",
 }  # fmt: skip
 
 

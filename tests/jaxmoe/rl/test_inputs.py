@@ -24,7 +24,7 @@ BATCH = make_batch()
 MINI = Algorithm(old_logp="recomputed", minibatches=2)
 
 
-def mine(logp_BT, advantages_BT, mask_BT):
+def custom_objective(logp_BT, advantages_BT, mask_BT):
     return -jnp.where(mask_BT, logp_BT, 0.0) * advantages_BT
 
 
@@ -44,15 +44,15 @@ def step(batch, a=GRPO, state=None, scorer=None, minibatches=None, **options):
 
 def test_an_objective_of_ones_own_trains_on_the_groups_of_the_batch():
     before = start(Algorithm())
-    after, metrics = step(BATCH, Algorithm(objective=mine), before)
+    after, metrics = step(BATCH, Algorithm(objective=custom_objective), before)
     assert float(metrics["grad/norm"]) > 0
     with pytest.raises(ConfigError, match=r"samples_per_prompt is 1. .* is Batch\(samples_per_pro"):
-        step(replace(BATCH, samples_per_prompt=1), Algorithm(objective=mine))
+        step(replace(BATCH, samples_per_prompt=1), Algorithm(objective=custom_objective))
 
 
 TOKENS = BATCH.tokens_BT
-OTHER = Minibatches(np.zeros((3, 2), np.int32))
-WRONG = {
+MINIBATCHES = Minibatches(np.zeros((3, 2), np.int32))
+INVALID = {
     "one sequence": (
         dict(tokens_BT=TOKENS[0]), {}, r"tokens_BT must be .B, T., got shape \(12,\)"
     ),
@@ -69,11 +69,11 @@ WRONG = {
         dict(loss_mask_BT=BATCH.loss_mask_BT.astype(np.float32)), {}, "must be bool, got float32",
     ),
     "groups that do not fit": (
-        dict(samples_per_prompt=3), {}, r"whole groups .* \(3\) rows, got 8",
+        dict(samples_per_prompt=3), {}, r"groups of .* \(3\) rows, got 8",
     ),
     "no minibatches": ({}, dict(a=MINI), "1 epochs of 2 minibatches need as many .*, got none"),
-    "others' minibatches": ({}, dict(a=MINI, minibatches=OTHER), "got 3"),
-    "minibatches of one update": ({}, dict(minibatches=OTHER), "got 3"),
+    "others' minibatches": ({}, dict(a=MINI, minibatches=MINIBATCHES), "got 3"),
+    "minibatches of one update": ({}, dict(minibatches=MINIBATCHES), "got 3"),
     "microbatches": ({}, dict(microbatches=3), r"microbatches \(3\) must divide the batch's 8"),
     "no reference": ({}, dict(a=Algorithm(kl_coef=0.1)), "kl_coef=0.1 needs a reference"),
     "no critic": (
@@ -82,10 +82,10 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", INVALID)
 def test_arrays_that_do_not_fit_are_named(case):
-    changes, options, said = WRONG[case]
-    with pytest.raises(ConfigError, match=said) as error:
+    changes, options, message = INVALID[case]
+    with pytest.raises(ConfigError, match=message) as error:
         step(replace(BATCH, **changes), **options)
     assert "\n" not in str(error.value)
 
@@ -102,10 +102,10 @@ def test_an_id_past_the_vocabulary_is_seen_in_host_arrays(bad):
 
 
 def test_parameters_of_another_config_are_named():
-    other = replace(CFG, n_layers=4, vocab_size=31)
-    params = init_params(jax.random.key(0), other)
-    for wrong in (params, PARAMS):
-        state = init_state(Trained(wrong), SGD)
+    larger = replace(CFG, n_layers=4, vocab_size=31)
+    params = init_params(jax.random.key(0), larger)
+    for tree in (params, PARAMS):
+        state = init_state(Trained(tree), SGD)
         with pytest.raises(ConfigError, match=r"params \w+ must have shape .* another config"):
             step(BATCH, state=state, scorer=Scorer(CFG, OPS))
     check_param_shapes(

@@ -38,9 +38,9 @@ def base():
 @cache
 def engine():
     """One for all tests: each loads what it samples from, and programs are compiled once."""
-    made = NativeEngine(CFG, OPS, max_prompt_tokens=LONGEST, max_new_tokens=NEW, max_rows=16)
-    made.share_base(base())
-    return made
+    native = NativeEngine(CFG, OPS, max_prompt_tokens=LONGEST, max_new_tokens=NEW, max_rows=16)
+    native.share_base(base())
+    return native
 
 
 def buffers(tree):
@@ -57,7 +57,7 @@ def policy(state):
 
 
 def steps(count, lora=LORA, rows=0, **fields):
-    """What is trained, sampled and scored so many times; and metrics of each step.
+    """Train, sample and score `count` times; return the state and the metrics of each step.
 
     Steps see so many `rows` of the embedding, of 0 all.
     """
@@ -66,7 +66,7 @@ def steps(count, lora=LORA, rows=0, **fields):
     step = jax.jit(
         partial(rl_step, tx=TX, algorithm=Algorithm(**fields), scorer=scorer), donate_argnums=0
     )
-    state, native, told = fresh(lora), engine(), []
+    state, native, results = fresh(lora), engine(), []
     for number in range(count):
         native.load(policy(state), number)
         sampling = Sampling(max_new_tokens=NEW, stop_ids=())
@@ -74,71 +74,71 @@ def steps(count, lora=LORA, rows=0, **fields):
         rewards = np.array([np.mean(r.tokens % 2 == 0) for r in rollouts], np.float32)
         batch = rollout_batch(rollouts, rewards, samples=SAMPLES, length=LONGEST + NEW, pad_id=0)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-            beside = gather_embedding_rows(table, batch.tokens_BT, rows) if rows else base()
-            state, metrics, _ = step(state, batch, None, beside)
-        told.append({name: float(x) for name, x in metrics.items()} | {"reward": rewards.mean()})
+            step_base = gather_embedding_rows(table, batch.tokens_BT, rows) if rows else base()
+            state, metrics, _ = step(state, batch, None, step_base)
+        results.append({name: float(x) for name, x in metrics.items()} | {"reward": rewards.mean()})
     assert compilations(step) == 1
-    return state, told
+    return state, results
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(100, marks=EXTENDED)])
 def test_only_adapters_are_trained_and_the_base_stays_in_place_to_the_bit(count):
-    held, where = jax.tree.map(np.array, base()), buffers(base())
-    state, told = steps(count, kl=kl_k3, kl_coef=0.1)
-    assert buffers(base()) == where
-    jax.tree.map(np.testing.assert_array_equal, base(), held)
+    copy, base_buffers = jax.tree.map(np.array, base()), buffers(base())
+    state, results = steps(count, kl=kl_k3, kl_coef=0.1)
+    assert buffers(base()) == base_buffers
+    jax.tree.map(np.testing.assert_array_equal, base(), copy)
     assert state.frozen.base is None and state.frozen.reference is None
-    wanted = [x.shape for x in jax.tree.leaves(fresh().params)]
-    assert [x.shape for x in jax.tree.leaves(state.params)] == wanted
-    assert sorted(x.shape for x in jax.tree.leaves(state.opt_state) if x.ndim) == sorted(2 * wanted)
+    shapes = [x.shape for x in jax.tree.leaves(fresh().params)]
+    assert [x.shape for x in jax.tree.leaves(state.params)] == shapes
+    assert sorted(x.shape for x in jax.tree.leaves(state.opt_state) if x.ndim) == sorted(2 * shapes)
     moved = [float(jnp.abs(a - b).max()) for a, b in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(fresh().params), strict=True)]  # fmt: skip
     assert min(moved) > 0
-    assert told[0]["policy/kl_ref"] < 1e-12  # the reference is the base: nothing has changed yet
-    assert told[-1]["policy/kl_ref"] > 1e-6
-    assert max(x["train_rollout_logprob_abs_diff"] for x in told) < 1e-5
+    assert results[0]["policy/kl_ref"] < 1e-12  # the reference is the base: nothing has changed yet
+    assert results[-1]["policy/kl_ref"] > 1e-6
+    assert max(x["train_rollout_logprob_abs_diff"] for x in results) < 1e-5
     if count >= 100:
-        assert np.mean([x["reward"] for x in told[-10:]]) > told[0]["reward"] + 0.1
+        assert np.mean([x["reward"] for x in results[-10:]]) > results[0]["reward"] + 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.extended  # two steps
 def test_rows_of_the_embedding_on_the_device_train_the_same_bits():
-    whole, few = steps(2), steps(2, rows=CFG.vocab_size)
-    jax.tree.map(np.testing.assert_array_equal, whole, few)
+    full_steps, few = steps(2), steps(2, rows=CFG.vocab_size)
+    jax.tree.map(np.testing.assert_array_equal, full_steps, few)
 
 
 def test_what_is_trained_whole_moves_and_the_engine_samples_from_it():
     lora = replace(LORA, modules_to_save="router,sinks,norms,head")
-    held = jax.tree.map(np.array, base())
-    state, told = steps(3, lora, kl=kl_k3, kl_coef=0.1)
-    jax.tree.map(np.testing.assert_array_equal, base(), held)
-    assert told[0]["policy/kl_ref"] < 1e-12 < told[-1]["policy/kl_ref"]
-    assert max(x["train_rollout_logprob_abs_diff"] for x in told) < 1e-5
+    copy = jax.tree.map(np.array, base())
+    state, results = steps(3, lora, kl=kl_k3, kl_coef=0.1)
+    jax.tree.map(np.testing.assert_array_equal, base(), copy)
+    assert results[0]["policy/kl_ref"] < 1e-12 < results[-1]["policy/kl_ref"]
+    assert max(x["train_rollout_logprob_abs_diff"] for x in results) < 1e-5
     trained, layer = state.params.policy, base()["layers"]["full"]
     for name in ("w_router", "sinks", "attn_norm"):
         assert float(jnp.abs(trained["layers"]["full"][name] - layer[name]).max()) > 1e-3
     assert float(jnp.abs(trained["head"] - base()["head"]).max()) > 1e-3
     engine().load(policy(state), 4)
-    own = set(buffers(base())) - set(buffers(engine()._loaded[0]))
-    assert len(own) == 2 * 5 + 2  # router's two, sinks, two norms of each kind; final norm, head
+    copied = set(buffers(base())) - set(buffers(engine()._loaded[0]))
+    assert len(copied) == 2 * 5 + 2  # router's two, sinks, two norms of each kind; final norm, head
 
 
 def test_the_engine_takes_an_embedding_that_waits_on_the_host():
     state, native = fresh(), engine()
     table = base() | {"embed": np.array(base()["embed"])}
     waits = with_adapters(table, state.params.policy, LORA.scales)
-    sampling, found = Sampling(max_new_tokens=NEW, stop_ids=()), []
+    sampling, gaps = Sampling(max_new_tokens=NEW, stop_ids=()), []
     try:
         native.share_base(table)
         native.load(waits, 0)
         assert native._loaded[0]["embed"] is table["embed"]  # no copy of it on the device
-        found.append(native.generate(PROMPTS, sampling, seed=5))
+        gaps.append(native.generate(PROMPTS, sampling, seed=5))
     finally:
         native.share_base(base())
     native.load(policy(state), 0)
-    found.append(native.generate(PROMPTS, sampling, seed=5))
-    for a, b in zip(*found, strict=True):
+    gaps.append(native.generate(PROMPTS, sampling, seed=5))
+    for a, b in zip(*gaps, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)
 
@@ -147,19 +147,19 @@ def test_the_engine_reads_the_trainers_own_base_and_a_copy_of_the_adapters():
     native, state = engine(), fresh()
     native.load(policy(state), 0)
     loaded = native._loaded[0]
-    where = set(buffers(base()))
-    own = [x for x in buffers(loaded) if x not in where]
-    assert where <= set(buffers(loaded))
-    assert len(own) == len(jax.tree.leaves(state.params))
-    assert not set(own) & set(buffers(state.params))
+    base_buffers = set(buffers(base()))
+    copied = [x for x in buffers(loaded) if x not in base_buffers]
+    assert base_buffers <= set(buffers(loaded))
+    assert len(copied) == len(jax.tree.leaves(state.params))
+    assert not set(copied) & set(buffers(state.params))
 
 
 def test_before_training_greedy_tokens_are_those_of_the_decoded_base_to_the_bit():
     greedy = Sampling(max_new_tokens=NEW, stop_ids=(), temperature=0.0)
-    found = []
+    gaps = []
     for number, params in enumerate([policy(fresh()), dense(base())]):
         engine().load(params, number)
-        found.append(engine().generate(PROMPTS, greedy, seed=0))
-    for a, b in zip(*found, strict=True):
+        gaps.append(engine().generate(PROMPTS, greedy, seed=0))
+    for a, b in zip(*gaps, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)

@@ -23,26 +23,26 @@ from jaxmoe.rl.state import Trained
 def updates(cfg, steps, gradient=3.0, count=1, **options):
     tx = make_optimizer(cfg, steps=steps, **options)
     params = {"w": jnp.ones(2, jnp.float32)}
-    state, found = tx.init(params), []
+    state, sizes = tx.init(params), []
     for _ in range(count):
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
             out, state = tx.update({"w": jnp.full(2, gradient, jnp.float32)}, state, params)
-        found.append(float(out["w"][0]))
+        sizes.append(float(out["w"][0]))
         params = optax.apply_updates(params, out)
-    return np.array(found)
+    return np.array(sizes)
 
 
 def test_constant_gradient_moves_by_the_learning_rate():
     # bias-corrected m / sqrt(v) of a constant is its sign
-    found = updates(OptimConfig(lr=0.01), steps=4, count=4)
-    np.testing.assert_allclose(found, -0.01, rtol=1e-5)
+    sizes = updates(OptimConfig(lr=0.01), steps=4, count=4)
+    np.testing.assert_allclose(sizes, -0.01, rtol=1e-5)
 
 
 def test_warm_up_rises_linearly_and_the_cosine_ends_at_its_fraction():
     cfg = OptimConfig(lr=0.01, lr_warmup_steps=2, lr_end_fraction=0.1)
-    found = updates(cfg, steps=6, count=7)
+    sizes = updates(cfg, steps=6, count=7)
     cosine = [0.1 + 0.9 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(5)]
-    np.testing.assert_allclose(found, -0.01 * np.array([0.5, 0.75, *cosine]), rtol=1e-5)
+    np.testing.assert_allclose(sizes, -0.01 * np.array([0.5, 0.75, *cosine]), rtol=1e-5)
 
 
 def test_lr_argument_replaces_the_config():
@@ -100,8 +100,13 @@ def test_the_rate_that_is_logged_is_the_one_of_the_steps_first_update():
         load_config("tiny.py"), "optim.lr=0.01", "optim.lr_warmup_steps=3",
         "optim.lr_end_fraction=0.1", "loss.minibatches=2", "steps=4",
     )  # fmt: skip
-    made = updates(cfg.optim, steps=8, count=8)
+    step_sizes = updates(cfg.optim, steps=8, count=8)
     rates = [policy_learning_rate(cfg, step) for step in range(1, 5)]
-    np.testing.assert_allclose(-made[::2], rates, rtol=1e-4)
-    late = override(cfg, "critic.backbone=own", "loss.advantages=gae", "critic.pretrain_steps=2")
-    assert [policy_learning_rate(late, step) for step in range(1, 5)] == [*rates[:1] * 3, rates[1]]
+    np.testing.assert_allclose(-step_sizes[::2], rates, rtol=1e-4)
+    pretrained = override(
+        cfg, "critic.backbone=own", "loss.advantages=gae", "critic.pretrain_steps=2"
+    )
+    assert [policy_learning_rate(pretrained, step) for step in range(1, 5)] == [
+        *rates[:1] * 3,
+        rates[1],
+    ]

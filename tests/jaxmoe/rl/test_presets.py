@@ -15,15 +15,15 @@ from jaxmoe.rl.presets import PRESETS, apply_preset
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_runs_at_one_update_and_at_two(name, updates):
-    made = algorithm_from_config(config(preset=name, minibatches=updates))
+    algorithm = algorithm_from_config(config(preset=name, minibatches=updates))
     if name.startswith("bypass_ppo"):
         want = "rollout", losses.ppo_clip
     elif name.startswith("bypass_pg"):
         want = "detached", losses.reinforce
     else:  # with one update, detaching is the same number for a forward less
         want = "detached" if updates == 1 else "recomputed", losses.ppo_clip
-    assert (made.old_logp, made.objective) == want
-    assert made.needs_scoring == (want[0] == "recomputed")
+    assert (algorithm.old_logp, algorithm.objective) == want
+    assert algorithm.needs_scoring == (want[0] == "recomputed")
 
 
 # RolloutCorrectionConfig: rollout_is with its threshold, rollout_rs with its bounds
@@ -44,28 +44,30 @@ VERL = {
 @pytest.mark.paper
 def test_the_presets_are_verls_with_its_defaults():
     # verl verl/trainer/config/algorithm.py, RolloutCorrectionConfig's factory methods
-    def said(function):
+    def spec_of(function):
         values = tuple(function.keywords.values())
         if function.func is losses.rejection:
             return values
         return function.func.__name__, values
 
-    ours = {
-        name: [said(f) for f in algorithm_from_config(config(preset=name)).rollout_correction]
+    names = {
+        name: [spec_of(f) for f in algorithm_from_config(config(preset=name)).rollout_correction]
         for name in PRESETS
     }
-    assert ours == VERL
+    assert names == VERL
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_decoupled_rejection_divides_by_the_tokens_kept_unless_told_otherwise(name):
-    made = algorithm_from_config(config(preset=name))
+    algorithm = algorithm_from_config(config(preset=name))
     drops = name.startswith("decoupled") and any(
-        f.func is losses.rejection for f in made.rollout_correction
+        f.func is losses.rejection for f in algorithm.rollout_correction
     )
-    assert made.aggregation is (losses.kept_token_mean if drops else losses.token_mean)
-    other = algorithm_from_config(config(preset=name, aggregation="seq_mean_token_mean"))
-    assert other.aggregation is losses.seq_mean_token_mean
+    assert algorithm.aggregation is (losses.kept_token_mean if drops else losses.token_mean)
+    other_aggregation = algorithm_from_config(
+        config(preset=name, aggregation="seq_mean_token_mean")
+    )
+    assert other_aggregation.aggregation is losses.seq_mean_token_mean
 
 
 def test_recomputed_asked_for_beside_a_preset_is_kept():
@@ -87,14 +89,14 @@ def test_other_settings_stay_beside_a_preset():
     ("fields", "answer"),
     [
         ({"preset": "decoupled_token_is", CORR: "veto"},
-         "loss.preset=decoupled_token_is sets loss.rollout_correction='token_is(high=2.0)', and "
-         "the config 'veto'. Try --set loss.rollout_correction=, or --set loss.preset=''."),
+         "loss.preset=decoupled_token_is sets loss.rollout_correction='token_is(high=2.0)', but "
+         "the config sets 'veto'. Try --set loss.rollout_correction=, or --set loss.preset=''."),
         ({"preset": "disabled", CORR: "token_is"}, "sets loss.rollout_correction=''"),
         ({"preset": "decoupled_token_is", "old_logp": "rollout"},
-         "and the config 'rollout'. Try --set loss.old_logp=detached"),
+         "but the config sets 'rollout'. Try --set loss.old_logp=detached"),
         ({"preset": "bypass_ppo_clip", "old_logp": "recomputed"}, "sets loss.old_logp='rollout'"),
         ({"preset": "bypass_pg_is", "objective": "gspo"},
-         "sets loss.objective='reinforce', and the config 'gspo'. Try --set "
+         "sets loss.objective='reinforce', but the config sets 'gspo'. Try --set "
          "loss.objective=ppo_clip, or --set loss.preset=''."),
     ],
 )  # fmt: skip
@@ -103,10 +105,10 @@ def test_a_preset_and_a_field_that_contradict_are_refused(fields, answer):
 
 
 def test_a_field_that_says_what_the_preset_says_is_accepted():
-    made = algorithm_from_config(
+    algorithm = algorithm_from_config(
         config(preset="decoupled_token_is", rollout_correction="token_is(high=2.0)")
     )
-    assert len(made.rollout_correction) == 1
+    assert len(algorithm.rollout_correction) == 1
     assert (
         algorithm_from_config(config(preset="bypass_ppo_clip", old_logp="rollout")).old_logp
         == "rollout"

@@ -43,7 +43,7 @@ def called_with(cfg, a):
     )
 
 
-def told(tree):
+def shapes_of(tree):
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(np.shape(x), np.dtype(x.dtype)) for x in leaves]
 
@@ -64,7 +64,7 @@ def test_the_shapes_of_a_step_are_those_of_what_train_makes(changes):
     a = algorithm_from_config(cfg)
     batch, minibatches = called_with(cfg, a)
     shapes = batch_shapes(cfg, a)
-    assert told(shapes) == told((batch, minibatches))
+    assert shapes_of(shapes) == shapes_of((batch, minibatches))
     mesh = make_mesh(cfg.mesh)
     placed, _ = sharded_batch_shapes(*shapes, mesh)
     for x, y in zip(

@@ -43,12 +43,12 @@ class Routed(Bigram):
 
     def hidden_states(self, params, batch):
         rows = batch if batch.packed is None else batch.packed
-        known_BTD = params["embed"][rows.tokens_BT]
+        hidden_BTD = params["embed"][rows.tokens_BT]
         if rows.routed_experts_BTLA is not None:
             weight_LA = jnp.arange(1.0, 5.0).reshape(1, 1, 2, 2, 1)  # which place it has, too
             experts = params["embed"][rows.routed_experts_BTLA.astype(jnp.int32)]
-            known_BTD = known_BTD + (weight_LA * experts).sum((2, 3))
-        return jnp.tanh(known_BTD)
+            hidden_BTD = hidden_BTD + (weight_LA * experts).sum((2, 3))
+        return jnp.tanh(hidden_BTD)
 
 
 def step(batch, a, minibatches=None, **options):
@@ -56,24 +56,24 @@ def step(batch, a, minibatches=None, **options):
     return run(start(a, reference=PARAMS if a.kl_coef else None), batch, minibatches)
 
 
-def near(ours, want):
+def assert_near(actual, want):
     for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(ours[0].params), jax.tree.leaves(want[0].params),
+        jax.tree_util.tree_leaves_with_path(actual[0].params), jax.tree.leaves(want[0].params),
         strict=True,
     ):  # fmt: skip
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
     for name, value in want[1].items():
-        assert float(ours[1][name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
+        assert float(actual[1][name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
 
 
 def test_cut_or_packed_each_token_keeps_its_experts():
     a = algorithm()
     want = step(routed_batch(), a)
-    near(step(routed_batch(), a, microbatches=4), want)
+    assert_near(step(routed_batch(), a, microbatches=4), want)
     packed, _ = split_minibatches(routed_batch(), a, seed=(0,), tokens_per_microbatch=2 * T)
-    near(step(packed, a), want)
-    own = step(make_batch(), a)
-    assert abs(float(own[1]["policy/entropy"]) - float(want[1]["policy/entropy"])) > 1e-3
+    assert_near(step(packed, a), want)
+    own_routing = step(make_batch(), a)
+    assert abs(float(own_routing[1]["policy/entropy"]) - float(want[1]["policy/entropy"])) > 1e-3
 
 
 def test_minibatches_take_the_experts_of_their_rows():
@@ -81,9 +81,9 @@ def test_minibatches_take_the_experts_of_their_rows():
     batch, minibatches = split_minibatches(routed_batch(), a, seed=(1,))
     want = step(batch, a, minibatches)
     packed, parts = split_minibatches(routed_batch(), a, seed=(1,), tokens_per_microbatch=2 * T)
-    near(step(packed, a, parts), want)
-    other = replace(batch, routed_experts_BTLA=np.roll(batch.routed_experts_BTLA, 1, axis=0))
-    assert abs(float(step(other, a, minibatches)[1]["loss"]) - float(want[1]["loss"])) > 1e-6
+    assert_near(step(packed, a, parts), want)
+    shifted = replace(batch, routed_experts_BTLA=np.roll(batch.routed_experts_BTLA, 1, axis=0))
+    assert abs(float(step(shifted, a, minibatches)[1]["loss"]) - float(want[1]["loss"])) > 1e-6
 
 
 def test_the_experts_given_are_the_experts_used():
@@ -98,33 +98,37 @@ def test_the_experts_given_are_the_experts_used():
 def test_the_reference_and_an_own_critic_route_by_themselves():
     batch = jax.tree.map(jnp.asarray, routed_batch())
     plain, routed = replace(batch, routed_experts_BTLA=None), Routed(CFG, OPS)
-    alone = routed.score_policy(Trained(PARAMS), plain)["logp_BT"]
-    np.testing.assert_array_equal(routed.score_reference(PARAMS, batch), alone)
+    single = routed.score_policy(Trained(PARAMS), plain)["logp_BT"]
+    np.testing.assert_array_equal(routed.score_reference(PARAMS, batch), single)
     assert (
-        np.abs(np.asarray(alone - routed.score_policy(Trained(PARAMS), batch)["logp_BT"])).max()
+        np.abs(np.asarray(single - routed.score_policy(Trained(PARAMS), batch)["logp_BT"])).max()
         > 1e-3
     )
     critic = init_critic(PARAMS, CFG, "float32", own_backbone=True)
     critic["value_head"]["w_value"] = jnp.ones(CFG.d_model)
-    both = Trained(PARAMS, critic)
-    ours, want = (routed.score_values(both, x)["values_BT"] for x in (batch, plain))
-    np.testing.assert_array_equal(ours, want)
-    assert np.abs(np.asarray(ours)).max() > 0
+    trained = Trained(PARAMS, critic)
+    trainer_experts, want = (routed.score_values(trained, x)["values_BT"] for x in (batch, plain))
+    np.testing.assert_array_equal(trainer_experts, want)
+    assert np.abs(np.asarray(trainer_experts)).max() > 0
 
 
 def test_the_load_of_the_experts_counts_the_tokens_that_were_read():
     # two layers, two experts a token of four; the last token of a row is read by none, nor padding
-    first, other = [[0, 1], [0, 1]], [[0, 2], [2, 3]]
-    routed = np.array([[first, other, [[3, 3]] * 2], [first, [[3, 3]] * 2, [[3, 3]] * 2]], np.int8)
+    first, shifted = [[0, 1], [0, 1]], [[0, 2], [2, 3]]
+    routed = np.array(
+        [[first, shifted, [[3, 3]] * 2], [first, [[3, 3]] * 2, [[3, 3]] * 2]], np.int8
+    )
     batch = Batch(
         None, None, np.array([[1, 1, 1], [1, 1, 0]]), None, None, None, routed_experts_BTLA=routed
     )
-    got = expert_load(batch, 4)
+    metrics = expert_load(batch, 4)
     counts = np.array([[3, 2, 1, 0], [2, 2, 1, 1]])
     mean = counts.mean(axis=1)
-    assert float(got["router/load_max_over_mean"]) == pytest.approx((counts.max(1) / mean).mean())
-    assert float(got["router/load_cv"]) == pytest.approx((counts.std(1) / mean).mean())
-    assert float(got["router/unused_experts"]) == 1 / 8
+    assert float(metrics["router/load_max_over_mean"]) == pytest.approx(
+        (counts.max(1) / mean).mean()
+    )
+    assert float(metrics["router/load_cv"]) == pytest.approx((counts.std(1) / mean).mean())
+    assert float(metrics["router/unused_experts"]) == 1 / 8
     assert expert_load(replace(batch, routed_experts_BTLA=None), 4) == {}
 
 
@@ -145,20 +149,22 @@ def test_the_value_behind_a_truncated_answer_is_read_through_the_routers_own_exp
     batch = rollout_batch(rollouts, np.ones(2), samples=1, length=9, pad_id=0, n_experts=5)
     critic = init_critic(MODEL, CFG, "float32", own_backbone=False)
     critic["value_head"]["w_value"] = jnp.sin(jnp.arange(CFG.d_model, dtype=jnp.float32))
-    scorer, both = replace(REPLAY, critic="shared"), Trained(MODEL, critic)
+    scorer, trained = replace(REPLAY, critic="shared"), Trained(MODEL, critic)
 
     def bootstrap_of(batch):
         batch = jax.tree.map(jnp.asarray, batch)
-        return bootstrap_values(batch, scorer.score_policy(both, batch)["values_after_BT"])
+        return bootstrap_values(batch, scorer.score_policy(trained, batch)["values_after_BT"])
 
     live = bootstrap_of(replace(batch, routed_experts_BTLA=None))
     np.testing.assert_allclose(bootstrap_of(batch), live, rtol=1e-6)
     through_0 = np.where(batch.routed_experts_BTLA < 0, 0, batch.routed_experts_BTLA)
-    other = bootstrap_of(replace(batch, routed_experts_BTLA=through_0))
-    assert np.abs(np.asarray(other - live)).min() > 1e-3  # what this test is there to see
+    shifted = bootstrap_of(replace(batch, routed_experts_BTLA=through_0))
+    assert np.abs(np.asarray(shifted - live)).min() > 1e-3  # what this test is there to see
     packing, _ = split_minibatches(batch, algorithm(), seed=(0,), tokens_per_microbatch=9)
-    alone = _pack_microbatch(jax.tree.map(jnp.asarray, packing), jnp.int32(0))[0].packed
-    assert (np.asarray(alone.routed_experts_BTLA)[np.asarray(alone.segment_ids_BT) == 0] < 0).all()
+    single = _pack_microbatch(jax.tree.map(jnp.asarray, packing), jnp.int32(0))[0].packed
+    assert (
+        np.asarray(single.routed_experts_BTLA)[np.asarray(single.segment_ids_BT) == 0] < 0
+    ).all()
 
 
 def test_counts_of_experts_do_not_end_at_the_integers_of_float32():
@@ -169,41 +175,48 @@ def test_counts_of_experts_do_not_end_at_the_integers_of_float32():
     batch = Batch(
         None, None, np.ones((rows, length), np.int8), None, None, None, routed_experts_BTLA=routed
     )
-    got = jax.jit(lambda: expert_load(batch, 2))()
-    assert float(got["router/load_max_over_mean"]) == pytest.approx(1.5, rel=1e-6)
-    assert float(got["router/load_cv"]) == pytest.approx(0.5, rel=1e-5)
+    metrics = jax.jit(lambda: expert_load(batch, 2))()
+    assert float(metrics["router/load_max_over_mean"]) == pytest.approx(1.5, rel=1e-6)
+    assert float(metrics["router/load_cv"]) == pytest.approx(0.5, rel=1e-5)
     assert rows * length * 3 // 4 > 2**24
 
 
 def test_tokens_whose_experts_are_not_known_are_not_counted_as_switched():
     batch = jax.tree.map(jnp.asarray, routed_batch())
-    ours = jnp.flip(batch.routed_experts_BTLA, -1)
-    assert float(expert_switches(ours, batch).means["router/expert_switches"]) == 0.0
+    trainer_experts = jnp.flip(batch.routed_experts_BTLA, -1)
+    assert float(expert_switches(trainer_experts, batch).means["router/expert_switches"]) == 0.0
     unknown = batch.routed_experts_BTLA.at[:, 2].set(-1)
-    one = replace(batch, routed_experts_BTLA=unknown)
-    assert float(expert_switches(ours, one).means["router/expert_switches"]) == 0.0
-    other = unknown.at[0, 0, 0].set(jnp.array([0, 1], jnp.int8))
-    ours = ours.at[0, 0, 0].set(jnp.array([2, 3], jnp.int8))
-    read = int((np.asarray(batch.segment_ids_BT)[:, 1:] > 0).sum()) - len(ours)
-    got = expert_switches(ours, replace(batch, routed_experts_BTLA=other))
-    assert float(got.means["router/expert_switches"]) == pytest.approx(1 / (2 * read))
+    unknown_batch = replace(batch, routed_experts_BTLA=unknown)
+    assert (
+        float(expert_switches(trainer_experts, unknown_batch).means["router/expert_switches"])
+        == 0.0
+    )
+    shifted = unknown.at[0, 0, 0].set(jnp.array([0, 1], jnp.int8))
+    trainer_experts = trainer_experts.at[0, 0, 0].set(jnp.array([2, 3], jnp.int8))
+    read = int((np.asarray(batch.segment_ids_BT)[:, 1:] > 0).sum()) - len(trainer_experts)
+    metrics = expert_switches(trainer_experts, replace(batch, routed_experts_BTLA=shifted))
+    assert float(metrics.means["router/expert_switches"]) == pytest.approx(1 / (2 * read))
 
 
 def rollouts_with_unknown_experts():
-    """Of an engine that routes as the trainer would not, and that wrote zeros where a prompt was
-    cached, and for one more token of the other answers."""
-    dice, found = np.random.default_rng(4), []
+    """Rollouts of an engine with other routing than the trainer's.
+
+    It wrote zeros for a cached prompt, and for one token of each other answer.
+    """
+    dice, reports = np.random.default_rng(4), []
     for i in range(4):
         tokens = dice.integers(0, CFG.vocab_size, 9).astype(np.int32)
-        told = dice.random((8, CFG.n_layers, CFG.n_experts)).argsort(-1)[..., :2].astype(np.uint8)
-        told[slice(4) if i == 0 else 3 + i] = 0
-        experts = mark_unknown_experts(told, n_experts=CFG.n_experts, prompt_tokens=4)
+        reported = (
+            dice.random((8, CFG.n_layers, CFG.n_experts)).argsort(-1)[..., :2].astype(np.uint8)
+        )
+        reported[slice(4) if i == 0 else 3 + i] = 0
+        experts = mark_unknown_experts(reported, n_experts=CFG.n_experts, prompt_tokens=4)
         prompt = Prompt(i // 2, "", tuple(tokens[:4].tolist()), None)
         logp, versions = np.full(5, -3.0, np.float32), np.zeros(5, np.int32)
-        found.append(
+        reports.append(
             Rollout(prompt, tokens[4:], logp, StopReason.MAX_TOKENS, versions, None, experts)
         )
-    return found
+    return reports
 
 
 def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
@@ -216,32 +229,37 @@ def test_a_step_replays_the_experts_it_knows_and_routes_other_tokens_live():
 
     @jax.jit
     def experts(batch):
-        """Those that a forward used, and those that its routers would choose."""
+        """Experts that a forward used, and those that its routers would choose."""
 
-        def both(h_BTD, layer, used_BTA, weights_BTA):
+        def trained(h_BTD, layer, used_BTA, weights_BTA):
             return used_BTA, route_top_k(h_BTD, layer, active=CFG.experts_per_token)[0]
 
-        ops = replace(REPLAY.ops, record=both)
-        kept = forward(
+        ops = replace(REPLAY.ops, record=trained)
+        recorded = forward(
             MODEL, batch.tokens_BT, CFG, ops, positions_BT=batch.positions_BT,
             segment_ids_BT=batch.segment_ids_BT, routed_experts_BTLA=batch.routed_experts_BTLA,
         )[2]  # fmt: skip
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), kept)
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), recorded)
 
-    used, own = map(np.asarray, experts(batch))
-    told = batch.routed_experts_BTLA
-    known = told != UNKNOWN_EXPERT
-    np.testing.assert_array_equal(used, np.where(known, told, own))
-    assert (np.sort(own, -1) != np.sort(told, -1))[known].any()
+    used, own_routing = map(np.asarray, experts(batch))
+    reported = batch.routed_experts_BTLA
+    is_known = reported != UNKNOWN_EXPERT
+    np.testing.assert_array_equal(used, np.where(is_known, reported, own_routing))
+    assert (np.sort(own_routing, -1) != np.sort(reported, -1))[is_known].any()
 
     step = jax.jit(partial(rl_step, tx=SGD, algorithm=algorithm(), scorer=REPLAY))
     state = start(algorithm(), params=MODEL)
-    ours = step(state, batch)
+    trainer_experts = step(state, batch)
     all_known = step(state, replace(batch, routed_experts_BTLA=used.astype(np.int8)))
-    for _, metrics, _ in (ours, all_known):  # of the experts that the engine told
+    for _, metrics, _ in (trainer_experts, all_known):  # of the experts that the engine told
         for name in [name for name in metrics if name.startswith("router/")]:
             del metrics[name]
-    near(ours, all_known)
-    assert np.isfinite(float(ours[1]["loss"])) and float(ours[1]["grad/norm"]) > 0
-    live = step(state, replace(batch, routed_experts_BTLA=own.astype(np.int8)))
-    assert abs(float(live[1]["policy/entropy"]) - float(ours[1]["policy/entropy"])) > 1e-4
+    assert_near(trainer_experts, all_known)
+    assert (
+        np.isfinite(float(trainer_experts[1]["loss"]))
+        and float(trainer_experts[1]["grad/norm"]) > 0
+    )
+    live = step(state, replace(batch, routed_experts_BTLA=own_routing.astype(np.int8)))
+    assert (
+        abs(float(live[1]["policy/entropy"]) - float(trainer_experts[1]["policy/entropy"])) > 1e-4
+    )

@@ -59,8 +59,8 @@ def test_an_installed_module_that_is_named_has_one_and_what_it_imports_has_none(
 
 
 def test_a_module_that_is_not_there_has_none(folder):
-    found = source_digests(config("there.is.no:such + built:in + sys:exit"))
-    assert found.keys() == {"source of own_loss"}
+    digests = source_digests(config("there.is.no:such + built:in + sys:exit"))
+    assert digests.keys() == {"source of own_loss"}
 
 
 def test_modules_are_named_before_the_colon_of_each_part():
@@ -70,17 +70,19 @@ def test_modules_are_named_before_the_colon_of_each_part():
 
 @pytest.mark.parametrize("edited", FILES)
 def test_a_resume_after_an_edit_is_refused_with_the_modules_name(folder, edited):
-    then, cfg = source_digests(config()), config()
+    saved, cfg = source_digests(config()), config()
     written = json.loads(to_json(cfg))
-    assert check_resume(folder, written, cfg, Held(then, source_digests(cfg))) == []
+    assert check_resume(folder, written, cfg, Held(saved, source_digests(cfg))) == []
     with open(folder / edited, "a") as file:
         file.write("# another line\n")
-    held = Held(then, source_digests(cfg))
+    stored = Held(saved, source_digests(cfg))
     if edited not in REACHED:
-        assert check_resume(folder, written, cfg, held) == []
+        assert check_resume(folder, written, cfg, stored) == []
         return
     with pytest.raises(ConfigError) as error:
-        check_resume(folder, written, cfg, held)
-    said = str(error.value)
-    assert f"whose source of {REACHED[edited]} held other content" in said and "\n" not in said
-    assert said.endswith("Bring the file back as it was, or try a new --workdir.")
+        check_resume(folder, written, cfg, stored)
+    message = str(error.value)
+    assert (
+        f"whose source of {REACHED[edited]} held other content" in message and "\n" not in message
+    )
+    assert message.endswith("Bring the file back as it was, or try a new --workdir.")

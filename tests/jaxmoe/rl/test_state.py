@@ -57,8 +57,10 @@ def test_a_reference_is_frozen_where_there_is_a_kl_term_and_only_there():
 
 def test_experts_in_four_bits_are_not_trained_whole():
     packed = base_of()
-    said = "must be floating point, got uint8 of policy/layers/full/w_down/.*: .* Try --set lora"
-    with pytest.raises(ConfigError, match=said) as error:
+    pattern = (
+        "must be floating point, got uint8 for policy/layers/full/w_down/.*: .* Try --set lora"
+    )
+    with pytest.raises(ConfigError, match=pattern) as error:
         init_state(Trained(packed), make_optimizer(CFG.optim, steps=1))
     assert "\n" not in str(error.value)
 

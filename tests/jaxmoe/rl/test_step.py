@@ -61,7 +61,7 @@ STEP = step_of()  # shared: one compilation for the whole batch and for its rows
 
 
 @pytest.fixture(scope="module")
-def whole():
+def full_update():
     return STEP(start(), make_batch())
 
 
@@ -76,9 +76,9 @@ def spread():
     batch, before = make_batch(), start()
     mask, rows = batch.loss_mask_BT, []
     for i in range(B):
-        alone = mask & (np.arange(B) == i)[:, None]
-        after, _ = STEP(before, replace(batch, loss_mask_BT=alone))
-        share = np.float32(alone.sum() / mask.sum())  # alone, it divides by its own tokens
+        row_mask = mask & (np.arange(B) == i)[:, None]
+        after, _ = STEP(before, replace(batch, loss_mask_BT=row_mask))
+        share = np.float32(row_mask.sum() / mask.sum())  # alone, it divides by its own tokens
         rows.append(jax.tree.map(lambda p, q, s=share: (p - q) * s, before.params, after.params))
     params = before.params
     size = jax.tree.map(lambda *g: float(np.max(sum(np.abs(x) for x in g))), *rows)
@@ -87,33 +87,33 @@ def spread():
     )  # fmt: skip
 
 
-def same_update(ours, want, spread):
+def same_update(update, want, spread):
     def check(path, a, b, bound):
         worst = float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
         assert worst <= bound, f"{jax.tree_util.keystr(path)}: {worst} > {bound}"
 
-    jax.tree_util.tree_map_with_path(check, ours[0].params, want[0].params, spread)
-    assert ours[1].keys() == want[1].keys()
+    jax.tree_util.tree_map_with_path(check, update[0].params, want[0].params, spread)
+    assert update[1].keys() == want[1].keys()
     for name in want[1]:
-        a, b = float(ours[1][name]), float(want[1][name])
+        a, b = float(update[1][name]), float(want[1][name])
         assert abs(a - b) <= B * T * EPS * max(1.0, abs(b)) * 4, name
 
 
-def test_cutting_the_batch_does_not_change_the_update(whole, spread):
-    ours = step_of(microbatches=4)(start(), make_batch())
-    same_update(ours, whole, spread)
+def test_cutting_the_batch_does_not_change_the_update(full_update, spread):
+    update = step_of(microbatches=4)(start(), make_batch())
+    same_update(update, full_update, spread)
 
 
-def test_columns_of_padding_do_not_change_the_update(whole, spread):
-    same_update(STEP(start(), make_batch(extra=5)), whole, spread)
+def test_columns_of_padding_do_not_change_the_update(full_update, spread):
+    same_update(STEP(start(), make_batch(extra=5)), full_update, spread)
 
 
 def test_three_steps_compile_once_and_donate_the_state():
     calls = []
 
-    def traced(*given, total):
+    def traced(*arguments, total):
         calls.append(1)
-        return supervised_loss_fn(*given, total=total, scorer=SCORER)
+        return supervised_loss_fn(*arguments, total=total, scorer=SCORER)
 
     tx = optax.adam(1e-2)
     step = jax.jit(partial(train_step, tx=tx, loss_fn=traced), donate_argnums=0)

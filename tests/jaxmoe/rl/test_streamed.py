@@ -51,39 +51,46 @@ def drawn(seed):
 
 def test_updates_and_moments_are_those_of_the_same_optimizer_on_a_device():
     def two(tx, state):
-        found = [drawn(0)]
+        sums = [drawn(0)]
         for seed in (1, 2):
-            made, state = jax.jit(tx.update)(drawn(seed), state, found[0])
-            found.append(made)
-        return found, state
+            update, state = jax.jit(tx.update)(drawn(seed), state, sums[0])
+            sums.append(update)
+        return sums, state
 
     state = ADAMW.init(drawn(0))
     host = NamedSharding(make_one_device_mesh(), PartitionSpec(), memory_kind="pinned_host")
-    there = jax.tree.map(lambda x: jax.device_put(x, host) if x.ndim else x, state)
-    (plain, after), (found, back) = two(ADAMW, state), two(stream_state(ADAMW), there)
-    for a, b in zip(jax.tree.leaves((plain, after)), jax.tree.leaves((found, back)), strict=True):
+    host_state = jax.tree.map(lambda x: jax.device_put(x, host) if x.ndim else x, state)
+    (plain, after), (streamed, streamed_state) = (
+        two(ADAMW, state),
+        two(stream_state(ADAMW), host_state),
+    )
+    for a, b in zip(
+        jax.tree.leaves((plain, after)), jax.tree.leaves((streamed, streamed_state)), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
-    kinds = jax.tree.map(lambda x: x.sharding.memory_kind, (found, back))
+    kinds = jax.tree.map(lambda x: x.sharding.memory_kind, (streamed, streamed_state))
     assert set(jax.tree.leaves(kinds[0])) == {"device"}
-    assert kinds[1] == jax.tree.map(lambda x: x.sharding.memory_kind, there)
+    assert kinds[1] == jax.tree.map(lambda x: x.sharding.memory_kind, host_state)
 
 
 def test_where_all_is_on_the_device_the_program_is_that_of_the_optimizer_alone():
-    given = drawn(1), ADAMW.init(drawn(0)), drawn(0)
-    plain, made = (str(jax.make_jaxpr(tx.update)(*given)) for tx in (ADAMW, stream_state(ADAMW)))
-    assert plain == made and "Host" not in made
+    arguments = drawn(1), ADAMW.init(drawn(0)), drawn(0)
+    plain, streamed_text = (
+        str(jax.make_jaxpr(tx.update)(*arguments)) for tx in (ADAMW, stream_state(ADAMW))
+    )
+    assert plain == streamed_text and "Host" not in streamed_text
 
 
 def test_of_a_state_on_the_host_the_arrays_of_moments_are_there_and_nothing_else():
     tx = make_optimizer(OptimConfig(lr=0.1), steps=3)
     state = jax.eval_shape(lambda: init_state(Trained(init_params(jax.random.key(0), CFG)), tx))
-    for at, kind in (("device", "device"), ("host", "pinned_host")):
-        lie = state_shardings(state, CFG, make_one_device_mesh(), at)
-        for x, where in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(lie.opt_state),
+    for space, kind in (("device", "device"), ("host", "pinned_host")):
+        lie = state_shardings(state, CFG, make_one_device_mesh(), space)
+        for x, sharding in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(lie.opt_state),
                             strict=True):  # fmt: skip
-            assert where.memory_kind == (kind if x.ndim else "device")
-        rest = replace(lie, opt_state=None)
-        assert {where.memory_kind for where in jax.tree.leaves(rest)} == {"device"}
+            assert sharding.memory_kind == (kind if x.ndim else "device")
+        other_shardings = replace(lie, opt_state=None)
+        assert {sharding.memory_kind for sharding in jax.tree.leaves(other_shardings)} == {"device"}
 
 
 @pytest.mark.aot
@@ -93,11 +100,11 @@ def test_a_chip_has_the_moments_of_a_few_pairs_at_a_time(chip):
     if reason := compiler_unavailable(chip):
         pytest.skip(reason)
     mesh = make_one_device_mesh(chip_mesh(chip).devices.flat[0])
-    here = NamedSharding(mesh, PartitionSpec())
-    params = {"layers": jax.ShapeDtypeStruct((24, 512, 512), jnp.float32, sharding=here)}
+    replicated = NamedSharding(mesh, PartitionSpec())
+    params = {"layers": jax.ShapeDtypeStruct((24, 512, 512), jnp.float32, sharding=replicated)}
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=move_to_host_memory(here) if x.ndim else here
+            x.shape, x.dtype, sharding=move_to_host_memory(replicated) if x.ndim else replicated
         ), jax.eval_shape(ADAMW.init, params),
     )  # fmt: skip
     lie = jax.tree.map(lambda x: x.sharding, (params, state))

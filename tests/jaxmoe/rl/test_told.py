@@ -30,12 +30,12 @@ def test_what_is_told_of_a_token_stands_where_the_batch_has_it(fields, cut):
         rl_step, tx=optax.sgd(0.0), algorithm=a, scorer=Bigram(CFG, OPS),
         microbatches=4 if cut == "cut" else 1,
     ))  # fmt: skip
-    told = step(start(a), parts, minibatches)[2]
-    whole = jax.tree.map(jnp.asarray, batch)
-    want_BT = jax.jit(Bigram(CFG, OPS).score_policy)(start(a).params, whole)["logp_BT"]
+    stats = step(start(a), parts, minibatches)[2]
+    arrays = jax.tree.map(jnp.asarray, batch)
+    want_BT = jax.jit(Bigram(CFG, OPS).score_policy)(start(a).params, arrays)["logp_BT"]
     mask_BT = batch.loss_mask_BT
-    np.testing.assert_allclose(told.logp_BT[mask_BT], want_BT[mask_BT], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(stats.logp_BT[mask_BT], want_BT[mask_BT], rtol=2e-5, atol=2e-6)
     want_B = group_advantages(jnp.asarray(batch.rewards_B).reshape(-1, R)).reshape(-1)
     np.testing.assert_allclose(
-        told.advantages_BT, np.where(mask_BT, want_B[:, None], 0.0), rtol=1e-5, atol=1e-6
+        stats.advantages_BT, np.where(mask_BT, want_B[:, None], 0.0), rtol=1e-5, atol=1e-6
     )

@@ -68,7 +68,7 @@ ALGORITHMS = {
     "reinforce++, kl in the reward": dict(
         objective=reinforce, advantages=reinforce_pp_advantages, kl=kl_k1, kl_coef=0.1,
         kl_in="reward", old_logp="recomputed", aggregation=kept_token_mean,
-        rollout_correction=(partial(rejection, by="seq_mean_k3", high=0.3), token_is),
+        rollout_correction=(partial(rejection, statistic="seq_mean_k3", high=0.3), token_is),
     ),
     "grpo": {},
     "dr_grpo": dict(
@@ -76,7 +76,7 @@ ALGORITHMS = {
     ),
     "ppo anchored at the rollout": dict(
         objective=partial(ppo_clip, dual_clip=1.5), old_logp="rollout",
-        rollout_correction=(partial(rejection, by="token_k1", low=0.5, high=2.0),),
+        rollout_correction=(partial(rejection, statistic="token_k1", low=0.5, high=2.0),),
     ),
     "cispo": dict(objective=cispo, aggregation=seq_mean_token_mean),
     "ppo, own critic": dict(advantages=gae, critic="own"),
@@ -105,16 +105,16 @@ class Case:
     def run(self, batch, step=None):
         return (step or self.step)(self.start(), batch)
 
-    def same(self, state, metrics):
-        want, said = self.want
+    def assert_same(self, state, metrics):
+        want, expected_metrics = self.want
 
-        def near(path, ours, theirs, most):
-            worst = float(np.max(np.abs(np.asarray(ours) - np.asarray(theirs))))
-            assert worst <= most, f"{jax.tree_util.keystr(path)}: {worst} > {most}"
+        def assert_near(path, actual, expected, tolerance):
+            worst = float(np.max(np.abs(np.asarray(actual) - np.asarray(expected))))
+            assert worst <= tolerance, f"{jax.tree_util.keystr(path)}: {worst} > {tolerance}"
 
-        jax.tree_util.tree_map_with_path(near, state.params, want.params, self.bound)
-        assert metrics.keys() == said.keys()
-        for name, value in said.items():
+        jax.tree_util.tree_map_with_path(assert_near, state.params, want.params, self.bound)
+        assert metrics.keys() == expected_metrics.keys()
+        for name, value in expected_metrics.items():
             assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
 
 
@@ -143,7 +143,7 @@ def case_of(name):
 
 @pytest.fixture(scope="module", params=ALGORITHMS)
 def simple(request):
-    """Where the real model has its own test (test_step.py: microbatches, padding)."""
+    """Step of a bigram; the real model's is in test_step.py (microbatches, padding)."""
     return case_of(request.param)
 
 
@@ -158,7 +158,7 @@ def plain(request):
 
 def test_the_update_does_not_depend_on_microbatches(simple):
     step = step_of(simple.a, scorer=simple.scorer, microbatches=4)
-    simple.same(*simple.run(make_batch(), step))
+    simple.assert_same(*simple.run(make_batch(), step))
 
 
 def test_the_update_does_not_depend_on_packing(plain):
@@ -166,11 +166,11 @@ def test_the_update_does_not_depend_on_packing(plain):
         make_batch(), plain.a, seed=(0,), tokens_per_microbatch=2 * T
     )
     assert minibatches is None and int(batch.packing.count) == 4
-    plain.same(*plain.run(batch))
+    plain.assert_same(*plain.run(batch))
 
 
 def test_the_update_does_not_depend_on_padding(simple):
-    simple.same(*simple.run(make_batch(extra=5)))
+    simple.assert_same(*simple.run(make_batch(extra=5)))
 
 
 def test_the_update_does_not_depend_on_the_number_of_devices(plain):
@@ -179,20 +179,20 @@ def test_the_update_does_not_depend_on_the_number_of_devices(plain):
     state = jax.device_put(plain.start(), NamedSharding(mesh, P()))
     after, metrics = plain.step(state, batch)
     assert metrics["loss"].sharding.num_devices == 4
-    plain.same(after, metrics)
+    plain.assert_same(after, metrics)
 
 
 def test_shuffled_rows_of_one_minibatch_are_the_whole_batch():
     a = algorithm(old_logp="recomputed", epochs=2)
-    one = algorithm(old_logp="recomputed")
+    recomputed = algorithm(old_logp="recomputed")
     batch, minibatches = split_minibatches(make_batch(), a, seed=(3,))
     assert sorted(minibatches.rows_UB[0]) == list(range(B))
     assert minibatches.rows_UB[0].tolist() != minibatches.rows_UB[1].tolist()
-    still, metrics = step_of(a, tx=optax.sgd(0.0))(start(a), batch, minibatches)
-    _, want = step_of(one, tx=optax.sgd(0.0))(start(one), make_batch())
+    unchanged, metrics = step_of(a, tx=optax.sgd(0.0))(start(a), batch, minibatches)
+    _, want = step_of(recomputed, tx=optax.sgd(0.0))(start(recomputed), make_batch())
     for name, value in want.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-6), name
-    assert int(still.step) == 2
+    assert int(unchanged.step) == 2
 
 
 @partial(jax.jit, static_argnames="a")
@@ -208,30 +208,30 @@ def test_minibatches_are_updates_one_after_the_other():
     after, metrics = step_of(a)(start(a), batch, minibatches)
     # by hand: advantages and old log-probs of the whole batch, then the two halves in turn
     scorer = Bigram(CFG, OPS)
-    whole = jax.tree.map(jnp.asarray, batch)
+    arrays = jax.tree.map(jnp.asarray, batch)
 
     @jax.jit
-    def updated(state, rows, *whole, gap):
-        half = jax.tree.map(lambda x: x[rows], whole)
-        state, said, _ = update_minibatch(
+    def updated(state, rows, *arrays, gap):
+        half = jax.tree.map(lambda x: x[rows], arrays)
+        state, update_metrics, _ = update_minibatch(
             state, *half, tx=SGD, algorithm=a, scorer=scorer, gate=NO_GATE, gap=gap, microbatches=1
         )
-        return state, said.to_dict()
+        return state, update_metrics.to_dict()
 
-    scored = scored_by_hand(start(a), whole, a)
-    gap = engine_gap(scored.old_logp_BT, whole)
-    state, norms, least = start(a), [], []
+    scored = scored_by_hand(start(a), arrays, a)
+    gap = engine_gap(scored.old_logp_BT, arrays)
+    state, norms, smallest = start(a), [], []
     for rows in minibatches.rows_UB:
-        state, said = updated(state, rows, whole, scored, gap=gap)
-        norms.append(float(said["grad/norm"]))
-        least.append(float(said["rollout_corr/rollout_is_min"]))
-    assert least[0] != least[1]
-    assert float(metrics["rollout_corr/rollout_is_min"]) == pytest.approx(min(least), rel=1e-4)
+        state, update_metrics = updated(state, rows, arrays, scored, gap=gap)
+        norms.append(float(update_metrics["grad/norm"]))
+        smallest.append(float(update_metrics["rollout_corr/rollout_is_min"]))
+    assert smallest[0] != smallest[1]
+    assert float(metrics["rollout_corr/rollout_is_min"]) == pytest.approx(min(smallest), rel=1e-4)
     assert float(metrics["grad/norm"]) == pytest.approx(np.mean(norms), rel=1e-5)
-    for ours, want in zip(
+    for actual, want in zip(
         jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True
     ):
-        np.testing.assert_allclose(ours, want, rtol=1e-4, atol=2e-6)
+        np.testing.assert_allclose(actual, want, rtol=1e-4, atol=2e-6)
     assert float(metrics["policy/ratio_max"]) > 1.0  # the second half is off-policy
 
 
@@ -274,4 +274,4 @@ def test_a_mask_without_a_true_token_changes_nothing(plain):
 def test_what_stands_at_false_tokens_never_matters(plain, value):
     batch = make_batch()
     dirty = np.where(batch.loss_mask_BT, batch.rollout_logp_BT, value).astype(np.float32)
-    plain.same(*plain.run(replace(batch, rollout_logp_BT=dirty)))
+    plain.assert_same(*plain.run(replace(batch, rollout_logp_BT=dirty)))

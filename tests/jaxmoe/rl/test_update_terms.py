@@ -78,25 +78,31 @@ calls: list[int] = []
 def test_detached_the_ratio_is_one_where_two_forwards_route_differently():
     calls.clear()
     recomputed = algorithm(old_logp="recomputed")
-    _, apart = step_of(recomputed, scorer=TwoFaced(CFG, OPS))(
+    _, rerouted = step_of(recomputed, scorer=TwoFaced(CFG, OPS))(
         start(recomputed, params=MODEL), make_batch()
     )
-    assert abs(float(apart["policy/ratio_mean"]) - 1.0) > 1e-4
-    assert float(apart["policy/clip_frac"]) > 0.0 and float(apart["policy/kl_old"]) > 1e-3
+    assert abs(float(rerouted["policy/ratio_mean"]) - 1.0) > 1e-4
+    assert float(rerouted["policy/clip_frac"]) > 0.0 and float(rerouted["policy/kl_old"]) > 1e-3
     detached = algorithm()
-    _, one = step_of(detached, scorer=TwoFaced(CFG, OPS))(
+    _, detached_metrics = step_of(detached, scorer=TwoFaced(CFG, OPS))(
         start(detached, params=MODEL), make_batch()
     )
-    assert float(one["policy/ratio_mean"]) == 1.0 and float(one["policy/ratio_max"]) == 1.0
-    assert float(one["policy/clip_frac"]) == 0.0 and float(one["policy/kl_old"]) == 0.0
-    assert len(calls) >= 3 and float(one["grad/norm"]) > 0.0
+    assert (
+        float(detached_metrics["policy/ratio_mean"]) == 1.0
+        and float(detached_metrics["policy/ratio_max"]) == 1.0
+    )
+    assert (
+        float(detached_metrics["policy/clip_frac"]) == 0.0
+        and float(detached_metrics["policy/kl_old"]) == 0.0
+    )
+    assert len(calls) >= 3 and float(detached_metrics["grad/norm"]) > 0.0
 
 
 def test_recomputed_without_noise_is_the_detached_update():
     detached, recomputed = algorithm(), algorithm(old_logp="recomputed")
-    ours, _ = step_of(recomputed)(start(recomputed), make_batch())
+    state, _ = step_of(recomputed)(start(recomputed), make_batch())
     want, _ = step_of(detached)(start(detached), make_batch())
-    for x, y in zip(jax.tree.leaves(ours.params), jax.tree.leaves(want.params), strict=True):
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(want.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
@@ -143,8 +149,8 @@ def test_each_bound_alone_closes_the_gate_and_so_does_nan(bound):
         (np.nan, True),
     ):  # fmt: skip
         assert bool(is_gate_closed(GAP | {name: jnp.float32(value)}, gate)) == closed, value
-    others = {n: jnp.float32(9.0 if "ess" not in n else 0.0) for n in GAP if n != name}
-    assert not bool(is_gate_closed({name: jnp.float32(GAP[name])} | others, gate))
+    other_limits = {n: jnp.float32(9.0 if "ess" not in n else 0.0) for n in GAP if n != name}
+    assert not bool(is_gate_closed({name: jnp.float32(GAP[name])} | other_limits, gate))
     assert is_gate_closed(dict.fromkeys(GAP, jnp.nan), NO_GATE) is False
 
 
@@ -154,13 +160,13 @@ def test_a_batch_that_is_skipped_leaves_the_optimizer_too_and_the_next_one_train
     wild = np.where(np.arange(T) == 3, -18.0, make_batch().rollout_logp_BT).astype(np.float32)
     broken = np.where(np.arange(T) == 3, np.nan, wild).astype(np.float32)
     with jax.numpy_dtype_promotion("standard"):
-        for far in (wild, broken):
-            held, metrics = step(before, replace(make_batch(), rollout_logp_BT=far))
+        for distant_logp in (wild, broken):
+            policy, metrics = step(before, replace(make_batch(), rollout_logp_BT=distant_logp))
             assert not float(metrics["rollout_corr/ess"]) >= 0.3
             assert float(metrics["gate/closed"]) == 1.0
-            for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(held), strict=True):
+            for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(policy), strict=True):
                 np.testing.assert_array_equal(x, y)
-        after, metrics = step(held, make_batch())
+        after, metrics = step(policy, make_batch())
     assert float(metrics["gate/closed"]) == 0.0 and int(after.step) == 1
 
 
@@ -174,14 +180,14 @@ def test_the_policy_stands_still_while_the_critic_is_pretrained():
     a, tx = algorithm(advantages=gae, critic="own", value_clip=1e9), rl_optimizer(cfg)
     state, step, losses = start(a, tx), step_of(a, tx=tx), []
     for i in range(1, 5):
-        held = state.params.policy
+        policy = state.params.policy
         with jax.numpy_dtype_promotion("standard"):
             state, metrics = step(state, make_batch())
         losses.append(float(metrics["critic/loss"]))
         moved = any(
             not np.array_equal(x, y)
             for x, y in zip(
-                jax.tree.leaves(held), jax.tree.leaves(state.params.policy), strict=True
+                jax.tree.leaves(policy), jax.tree.leaves(state.params.policy), strict=True
             )
         )
         assert moved == (i > 2), i
@@ -240,41 +246,43 @@ def test_a_batch_of_uniform_groups_has_no_gradient():
 def test_an_engine_that_is_worlds_apart_gives_finite_numbers():
     a = algorithm(old_logp="rollout")
     batch = make_batch()
-    far = np.where(batch.loss_mask_BT, -200.0, 0.0).astype(np.float32)
-    _, metrics = step_of(a)(start(a), replace(batch, rollout_logp_BT=far))
+    distant_logp = np.where(batch.loss_mask_BT, -200.0, 0.0).astype(np.float32)
+    _, metrics = step_of(a)(start(a), replace(batch, rollout_logp_BT=distant_logp))
     assert all(np.isfinite(float(x)) for x in metrics.values())
     assert float(metrics["policy/ratio_max"]) > 1e8
 
 
 def test_a_dropped_token_leaves_the_denominator_only_where_that_is_named():
-    drop = (partial(rejection, by="token_k1", low=0.9, high=1.1),)
+    drop = (partial(rejection, statistic="token_k1", low=0.9, high=1.1),)
     stays = algorithm(old_logp="recomputed", rollout_correction=drop)
     leaves = algorithm(old_logp="recomputed", rollout_correction=drop, aggregation=kept_token_mean)
     _, half = step_of(stays)(start(stays), make_batch())
     _, full = step_of(leaves)(start(leaves), make_batch())
-    kept = 1.0 - float(half["rollout_corr/rollout_rs_masked_fraction"])
-    assert 0.05 < kept < 0.95
-    assert float(half["loss"]) == pytest.approx(kept * float(full["loss"]), rel=1e-5)
+    kept_share = 1.0 - float(half["rollout_corr/rollout_rs_masked_fraction"])
+    assert 0.05 < kept_share < 0.95
+    assert float(half["loss"]) == pytest.approx(kept_share * float(full["loss"]), rel=1e-5)
 
 
-DROP = partial(rejection, by="token_k1", low=0.9, high=1.1)
+DROP = partial(rejection, statistic="token_k1", low=0.9, high=1.1)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_tokens_kept_are_counted_also_where_they_are_known_with_the_gradient_only(microbatches):
-    early, late = (
+    early, deferred = (
         algorithm(old_logp=old, rollout_correction=(DROP,), aggregation=kept_token_mean, **KL)
         for old in ("recomputed", "detached")
     )
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
-    want, said = step_of(early)(start(early, reference=reference), make_batch())
-    ours, told = step_of(late, microbatches=microbatches)(
-        start(late, reference=reference), make_batch()
+    want, expected_metrics = step_of(early)(start(early, reference=reference), make_batch())
+    state, metrics = step_of(deferred, microbatches=microbatches)(
+        start(deferred, reference=reference), make_batch()
     )
-    assert 0.05 < float(said["rollout_corr/rollout_rs_masked_fraction"]) < 0.95
-    for name in said:
-        assert float(told[name]) == pytest.approx(float(said[name]), rel=1e-4, abs=1e-5), name
-    for x, y in zip(jax.tree.leaves(ours.params), jax.tree.leaves(want.params), strict=True):
+    assert 0.05 < float(expected_metrics["rollout_corr/rollout_rs_masked_fraction"]) < 0.95
+    for name in expected_metrics:
+        assert float(metrics[name]) == pytest.approx(
+            float(expected_metrics[name]), rel=1e-4, abs=1e-5
+        ), name
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(want.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
@@ -288,19 +296,19 @@ def test_a_sequence_counts_as_masked_where_any_of_its_tokens_was_dropped():
     x = jnp.zeros(mask.shape)
     batch = replace(jax.tree.map(jnp.asarray, make_batch()), loss_mask_BT=mask, rollout_logp_BT=x)
     rows = {"logp_BT": x, "entropy_BT": x, "correction": Correction(keep_BT=keep)}
-    found = update_metrics(batch, Scored(advantages_BT=x), rows, algorithm()).means
-    assert float(found["rollout_corr/rollout_rs_seq_masked_fraction"]) == pytest.approx(2 / 3)
-    assert float(found["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(2 / 6)
+    means = update_metrics(batch, Scored(advantages_BT=x), rows, algorithm()).means
+    assert float(means["rollout_corr/rollout_rs_seq_masked_fraction"]) == pytest.approx(2 / 3)
+    assert float(means["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(2 / 6)
 
 
 def test_the_kl_term_is_its_weight_times_its_mean():
     bare, with_kl = algorithm(), algorithm(kl_coef=0.5)
     reference = jax.tree.map(lambda x: 1.1 * x, PARAMS)
     _, want = step_of(bare)(start(bare), make_batch())
-    _, got = step_of(with_kl)(start(with_kl, reference=reference), make_batch())
-    kl = float(got["policy/kl_ref"])
+    _, metrics = step_of(with_kl)(start(with_kl, reference=reference), make_batch())
+    kl = float(metrics["policy/kl_ref"])
     assert kl > 0
-    assert float(got["loss"]) == pytest.approx(float(want["loss"]) + 0.5 * kl, rel=1e-5)
+    assert float(metrics["loss"]) == pytest.approx(float(want["loss"]) + 0.5 * kl, rel=1e-5)
 
 
 def test_a_reference_that_is_broken_at_false_tokens_never_matters():
@@ -313,8 +321,8 @@ def test_a_reference_that_is_broken_at_false_tokens_never_matters():
         microbatches=1,
     )  # fmt: skip
     want, *_ = step(start(a), batch, scored)
-    ours, *_ = step(start(a), batch, replace(scored, ref_logp_BT=broken))
-    for x, y in zip(jax.tree.leaves(ours.params), jax.tree.leaves(want.params), strict=True):
+    state, *_ = step(start(a), batch, replace(scored, ref_logp_BT=broken))
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(want.params), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -333,7 +341,7 @@ def test_log_probs_that_are_broken_at_false_tokens_have_no_gradient_through_the_
 def test_the_entropy_bonus_is_its_weight_times_its_mean():
     bare, with_bonus = algorithm(), algorithm(entropy_coef=0.5)
     _, want = step_of(bare)(start(bare), make_batch())
-    _, got = step_of(with_bonus)(start(with_bonus), make_batch())
-    entropy = float(got["policy/entropy"])
+    _, metrics = step_of(with_bonus)(start(with_bonus), make_batch())
+    entropy = float(metrics["policy/entropy"])
     assert entropy > 1
-    assert float(got["loss"]) == pytest.approx(float(want["loss"]) - 0.5 * entropy, rel=1e-5)
+    assert float(metrics["loss"]) == pytest.approx(float(want["loss"]) - 0.5 * entropy, rel=1e-5)

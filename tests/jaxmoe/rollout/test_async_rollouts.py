@@ -35,36 +35,36 @@ moments = st.lists(st.sampled_from([0.0, 0.0, 0.0005, 0.003]), min_size=LAST, ma
 
 
 @given(
-    max_staleness=st.integers(1, 4), made=moments, trained=moments, measured=moments,
+    max_staleness=st.integers(1, 4), made_s=moments, trained=moments, measured=moments,
     scored=st.sets(st.integers(1, LAST)), first=st.integers(1, 4),
 )  # fmt: skip
 def test_whatever_the_timing_batches_come_in_order_once_and_within_the_bound(
-    max_staleness, made, trained, measured, scored, first
+    max_staleness, made_s, trained, measured, scored, first
 ):
     version = first - 1
     begun: list[int] = []
-    alone = threading.Event()
+    finished = threading.Event()
 
     def make(step):
-        assert not alone.is_set()
+        assert not finished.is_set()
         assert version >= step - 1 - max_staleness
         begun.append(step)
-        time.sleep(made[step - 1])
-        assert not alone.is_set()
+        time.sleep(made_s[step - 1])
+        assert not finished.is_set()
         return step, version
 
     with closing(open_async(make, first=first, max_staleness=max_staleness)) as batches:
         batches.weights_synced(version)
         for step in range(first, LAST + 1):
-            got, drawn_by = batches.take_batch(step)
-            assert got == step and step - 1 - max_staleness <= drawn_by <= step - 1
+            batch, drawn_by = batches.take_batch(step)
+            assert batch == step and step - 1 - max_staleness <= drawn_by <= step - 1
             time.sleep(trained[step - 1])
             version = step
             if step in scored:
                 with batches.paused():
-                    alone.set()
+                    finished.set()
                     time.sleep(measured[step - 1])
-                    alone.clear()
+                    finished.clear()
             batches.weights_synced(step)
     assert begun == list(range(first, LAST + 1))
     assert not batches._thread.is_alive()
@@ -106,10 +106,10 @@ def test_while_paused_the_batch_under_way_ends_and_no_other_begins():
         batches.weights_synced(0)
         wait_until(lambda: batches._making)
         with batches.paused():
-            here = len(begun)
+            n_begun = len(begun)
             time.sleep(0.1)
-            assert len(begun) == here and not batches._making
-        wait_until(lambda: len(begun) > here)
+            assert len(begun) == n_begun and not batches._making
+        wait_until(lambda: len(begun) > n_begun)
 
 
 def test_nothing_is_made_behind_the_last_step():
@@ -203,16 +203,16 @@ def test_the_counters_say_who_waited_for_whom():
     with closing(open_async(lambda step: time.sleep(slow), max_staleness=1)) as batches:
         batches.weights_synced(0)
         batches.take_batch(1)
-        found = batches.wait_metrics()
-        assert found["time/wait_for_rollouts_s"] > slow / 2 > found["time/wait_for_trainer_s"]
-        assert found["rollout/ready_batches"] == 0
+        metrics = batches.wait_metrics()
+        assert metrics["time/wait_for_rollouts_s"] > slow / 2 > metrics["time/wait_for_trainer_s"]
+        assert metrics["rollout/ready_batches"] == 0
         wait_until(lambda: batches._ready and not batches._making)
         time.sleep(slow)
         batches.take_batch(2)
-        found = batches.wait_metrics()
-        assert found["time/wait_for_trainer_s"] > slow / 2 > found["time/wait_for_rollouts_s"]
-        assert found["rollout/ready_batches"] == 1
-        assert 0.0 < found["rollout/overlap_frac"] < 1.0  # batch 2 was made beside, then nothing
+        metrics = batches.wait_metrics()
+        assert metrics["time/wait_for_trainer_s"] > slow / 2 > metrics["time/wait_for_rollouts_s"]
+        assert metrics["rollout/ready_batches"] == 1
+        assert 0.0 < metrics["rollout/overlap_frac"] < 1.0  # batch 2 was made beside, then nothing
         time.sleep(slow)
         batches.weights_synced(1)
         wait_until(lambda: batches._making)  # idle till then, and at work when it is counted

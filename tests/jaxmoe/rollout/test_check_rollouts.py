@@ -39,8 +39,8 @@ def test_independent_samples_pass():
 
 
 def test_short_and_likely_answers_may_be_equal():
-    one = rollouts_of(length=3, words=2)[0]
-    check([replace(one, prompt=prompt) for prompt in PROMPTS for _ in range(SAMPLES)])
+    rollout = rollouts_of(length=3, words=2)[0]
+    check([replace(rollout, prompt=prompt) for prompt in PROMPTS for _ in range(SAMPLES)])
 
 
 @pytest.mark.parametrize("change", [
@@ -68,7 +68,7 @@ def test_a_sample_returned_twice_is_refused():
     lambda r: np.full_like(r.rollout_logp, -0.1),
 ], ids=["zeros", "of another temperature", "all alike"])  # fmt: skip
 def test_log_probs_that_are_not_those_of_the_tokens_are_refused(logp):
-    with pytest.raises(EngineError, match="together have probability .* must be at most 1"):
+    with pytest.raises(EngineError, match="sum of the two probabilities is .* must be at most 1"):
         check([replace(r, rollout_logp=logp(r)) for r in rollouts_of()])
 
 

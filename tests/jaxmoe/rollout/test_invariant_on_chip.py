@@ -35,7 +35,7 @@ RUNS = [
 
 
 def differing(ops, new, cfg):
-    """How many log-probs and how many experts of 8 answers differ between engine and trainer."""
+    """Numbers of log-probs and of experts of 8 answers that differ between engine and trainer."""
     params = init_params(jax.random.key(0), cfg)
     params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)  # hot and peaked
     engine = NativeEngine(
@@ -57,13 +57,17 @@ def differing(ops, new, cfg):
         Trained(cast_for_forward(params, cfg)), batch
     )
     answer_BT = np.asarray(batch.loss_mask_BT)
-    ours, theirs = (np.asarray(x)[answer_BT] for x in (scored["logp_BT"], batch.rollout_logp_BT))
-    assert np.abs(theirs).max() > 0.1
+    trainer_logp, engine_logp = (
+        np.asarray(x)[answer_BT] for x in (scored["logp_BT"], batch.rollout_logp_BT)
+    )
+    assert np.abs(engine_logp).max() > 0.1
     read_BT = np.zeros_like(answer_BT)
     for row, r in enumerate(rollouts):
         read_BT[row, : len(r.routed_experts)] = True
-    told = np.asarray(batch.routed_experts_BTLA)[read_BT]
-    return (ours != theirs).sum(), (np.asarray(scored["experts_BTLA"])[read_BT] != told).sum()
+    reported = np.asarray(batch.routed_experts_BTLA)[read_BT]
+    return (trainer_logp != engine_logp).sum(), (
+        np.asarray(scored["experts_BTLA"])[read_BT] != reported
+    ).sum()
 
 
 @pytest.mark.parametrize("impl, interpret, new", RUNS)

@@ -49,23 +49,23 @@ def weights():
 
 @pytest.fixture(scope="module")
 def engine():
-    made = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40)
-    made.load(weights(), 3)
-    return made
+    native = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40)
+    native.load(weights(), 3)
+    return native
 
 
 @pytest.fixture(scope="module")
 def cutting():
     """An engine of its own for top-k and top-p, which compile their own programs."""
-    made = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=20)
-    made.load(weights(), 3)
-    return made
+    native = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=20)
+    native.load(weights(), 3)
+    return native
 
 
 @partial(jax.jit, static_argnames="temperature")
 def SCORE(params, batch, temperature=1.0):
-    found = Scorer(CFG, OPS, temperature).score_policy(Trained(params), batch)
-    return found["logp_BT"], found["entropy_BT"]
+    scored = Scorer(CFG, OPS, temperature).score_policy(Trained(params), batch)
+    return scored["logp_BT"], scored["entropy_BT"]
 
 
 TRAINER = jax.jit(
@@ -84,85 +84,87 @@ def test_on_a_mesh_it_draws_the_same_tokens_with_the_trainers_log_probs(engine):
     )  # in waves: 5 prompts, 4 at a time, a row of prompts on each device
     assert mesh is not None
     cut.load(jax.device_put(weights(), param_shardings(CFG, mesh)), 3)
-    ours = cut.generate(PROMPTS, STOPPING, seed=7, samples=8)
-    theirs = engine.generate(PROMPTS, STOPPING, seed=7, samples=8)
-    assert same(ours, theirs)
-    for a, b in zip(ours, theirs, strict=True):
+    engine_logp = cut.generate(PROMPTS, STOPPING, seed=7, samples=8)
+    expected = engine.generate(PROMPTS, STOPPING, seed=7, samples=8)
+    assert assert_same(engine_logp, expected)
+    for a, b in zip(engine_logp, expected, strict=True):
         np.testing.assert_allclose(a.rollout_logp, b.rollout_logp, atol=64 * EPS)
     assert cut.count_compilations() == 3
 
 
-def same(a, b):
+def assert_same(a, b):
     return all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(engine):
     a, b, c = (engine.generate(PROMPTS, FREE, seed=s, samples=8) for s in (1, 1, 2))
-    assert same(a, b)
+    assert assert_same(a, b)
     assert all(np.array_equal(x.rollout_logp, y.rollout_logp) for x, y in zip(a, b, strict=True))
-    assert not same(a, c)
+    assert not assert_same(a, c)
     assert len({tuple(r.tokens.tolist()) for r in a}) == 40
     assert [r.prompt.id for r in a] == np.repeat(range(5), 8).tolist()
 
 
 def test_a_row_does_not_depend_on_its_companions(engine):
     a = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
-    others = [PROMPTS[0], prompt(50, 20), PROMPTS[2], prompt(51, 2), prompt(52, 9)]
-    b = engine.generate(others, STOPPING, seed=1, samples=8)
-    assert same(a[:8], b[:8]) and same(a[16:24], b[16:24])
-    assert not same(a[8:16], b[8:16])
+    neighbours = [PROMPTS[0], prompt(50, 20), PROMPTS[2], prompt(51, 2), prompt(52, 9)]
+    b = engine.generate(neighbours, STOPPING, seed=1, samples=8)
+    assert assert_same(a[:8], b[:8]) and assert_same(a[16:24], b[16:24])
+    assert not assert_same(a[8:16], b[8:16])
 
 
 def test_a_row_depends_on_its_place_only_through_its_stream(engine):
     greedy = Sampling(max_new_tokens=NEW, stop_ids=STOPS, temperature=0.0)
     a = engine.generate(PROMPTS, greedy, seed=1, samples=8)[::8]
     b = engine.generate(PROMPTS[::-1], greedy, seed=2, samples=8)[::-8]
-    assert same(a, b)
+    assert assert_same(a, b)
 
 
 def test_more_prompts_than_rows_give_what_one_wide_batch_gives(engine):
     small = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=16)
     small.load(weights(), 3)
     wide = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
-    assert same(wide, small.generate(PROMPTS, STOPPING, seed=1, samples=8))
+    assert assert_same(wide, small.generate(PROMPTS, STOPPING, seed=1, samples=8))
 
 
 def test_weights_loaded_while_it_samples_are_those_of_the_next_call(engine):
-    other = jax.tree.map(lambda x: 0.5 * x, weights())
+    new_weights = jax.tree.map(lambda x: 0.5 * x, weights())
     before = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
-    whole = engine._decode
+    decode_program = engine._decode
 
     def loads_first(*args, **named):
-        engine._decode = whole
-        engine.load(other, 4)
-        return whole(*args, **named)
+        engine._decode = decode_program
+        engine.load(new_weights, 4)
+        return decode_program(*args, **named)
 
     try:
         engine._decode = loads_first
         meanwhile = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
-        assert same(before, meanwhile)
+        assert assert_same(before, meanwhile)
         assert all((r.weight_versions == 3).all() for r in meanwhile)
-        later = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
-        assert not same(before, later) and all((r.weight_versions == 4).all() for r in later)
+        second = engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
+        assert not assert_same(before, second) and all(
+            (r.weight_versions == 4).all() for r in second
+        )
     finally:
-        engine._decode = whole
+        engine._decode = decode_program
         engine.load(weights(), 3)
 
 
 def test_close_ends_the_sampling_of_another_thread(engine):
-    whole = engine._decode
+    decode_program = engine._decode
 
     def closes_first(*args, **named):
-        engine._decode = whole
+        engine._decode = decode_program
         engine.close()
-        return whole(*args, **named)
+        return decode_program(*args, **named)
 
     try:
         engine._decode = closes_first
         with pytest.raises(EngineError, match="closed while it sampled"):
             engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     finally:
-        engine._decode, engine._closed = whole, False
+        engine._decode, engine._closed = decode_program, False
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -180,8 +182,8 @@ def test_log_probs_are_those_of_the_trainer(engine, temperature):
     )
     for row, r in enumerate(out):
         n = len(r.prompt.tokens)
-        theirs = trainer[row, n : n + len(r.tokens)]
-        np.testing.assert_allclose(r.rollout_logp, theirs, rtol=0, atol=1e-5 / temperature)
+        expected = trainer[row, n : n + len(r.tokens)]
+        np.testing.assert_allclose(r.rollout_logp, expected, rtol=0, atol=1e-5 / temperature)
     assert len({len(r.tokens) for r in out}) > 4
     assert all(r.weight_versions.tolist() == [3] * len(r.tokens) for r in out)
 
@@ -200,18 +202,20 @@ def engine_and_trainer(out, temperature):
 def test_with_the_mass_that_was_kept_log_probs_are_over_the_whole_vocabulary(engine, cutting, cut):
     """Rows stop at different steps here, so finished rows were dropped on the way."""
     temperature = cut.get("temperature", 1.0)
-    whole = engine.generate(PROMPTS, Sampling(NEW, STOPS, temperature), seed=1, samples=8)
-    ours, trainer = engine_and_trainer(whole[:20], temperature)
-    floor = np.max(np.abs(ours - trainer))  # decoding against the trainer, nothing cut off
+    untruncated = engine.generate(PROMPTS, Sampling(NEW, STOPS, temperature), seed=1, samples=8)
+    engine_logp, trainer = engine_and_trainer(untruncated[:20], temperature)
+    floor = np.max(np.abs(engine_logp - trainer))  # decoding against the trainer, nothing cut off
     out = cutting.generate(PROMPTS, Sampling(NEW, STOPS, **cut), seed=1, samples=4)
-    ours, trainer = engine_and_trainer(out, temperature)
+    engine_logp, trainer = engine_and_trainer(out, temperature)
     bound = 2 * floor + 4 * EPS * np.max(np.abs(trainer))
-    assert np.max(np.abs(ours - trainer)) <= bound
-    alone = np.concatenate([r.rollout_logp for r in out])
-    assert np.mean(alone - trainer) > 1e4 * bound and np.min(alone - trainer) >= -bound
-    kept = np.concatenate([r.log_kept for r in out])
-    assert kept.dtype == np.float32 and kept.max() <= 0.0
-    assert np.exp(kept.min()) >= cut.get("top_p", 7 / 97) * (1 - 8 * EPS)
+    assert np.max(np.abs(engine_logp - trainer)) <= bound
+    rollout_logp = np.concatenate([r.rollout_logp for r in out])
+    assert (
+        np.mean(rollout_logp - trainer) > 1e4 * bound and np.min(rollout_logp - trainer) >= -bound
+    )
+    log_kept = np.concatenate([r.log_kept for r in out])
+    assert log_kept.dtype == np.float32 and log_kept.max() <= 0.0
+    assert np.exp(log_kept.min()) >= cut.get("top_p", 7 / 97) * (1 - 8 * EPS)
     assert all(len(r.log_kept) == len(r.tokens) for r in out)
     assert len({len(r.tokens) for r in out}) > 4
 
@@ -223,9 +227,9 @@ def test_where_nothing_is_cut_off_there_is_no_mass_to_tell(engine, cut):
 
 
 def test_greedy_log_probs_do_not_depend_on_what_sampling_would_cut(engine):
-    whole = engine.generate(PROMPTS, Sampling(NEW, (), temperature=0.0), seed=1, samples=8)
+    untruncated = engine.generate(PROMPTS, Sampling(NEW, (), temperature=0.0), seed=1, samples=8)
     cut = Sampling(NEW, (), temperature=0.0, top_k=3, top_p=0.5)
-    for a, b in zip(whole, engine.generate(PROMPTS, cut, seed=1, samples=8), strict=True):
+    for a, b in zip(untruncated, engine.generate(PROMPTS, cut, seed=1, samples=8), strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.rollout_logp, b.rollout_logp)
 
@@ -252,8 +256,8 @@ def test_dropping_finished_rows_changes_no_token(engine, monkeypatch):
     engine.generate(PROMPTS, STOPPING, seed=1, samples=8)
     assert sizes and sizes == sorted(sizes, reverse=True) and sizes[-1] < 40
     free = engine.generate(PROMPTS, FREE, seed=1, samples=8)
-    for cut, whole in zip(shrinking, free, strict=True):
-        np.testing.assert_array_equal(cut.tokens, whole.tokens[: len(cut.tokens)])
+    for cut, untruncated in zip(shrinking, free, strict=True):
+        np.testing.assert_array_equal(cut.tokens, untruncated.tokens[: len(cut.tokens)])
 
 
 def test_calls_of_any_prompt_length_compile_nothing_new(engine):
@@ -287,11 +291,11 @@ def test_temperature_0_takes_the_most_likely_token_each_time(engine):
 
 
 def test_the_engine_keeps_a_copy_since_the_trainer_donates_its_weights():
-    made = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
+    native = NativeEngine(CFG, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
     params = weights()
-    made.load(params, 1)
+    native.load(params, 1)
     jax.tree.map(lambda x: x.delete(), params)
-    assert len(made.generate(PROMPTS[:1], Sampling(5, ()), seed=0)[0].tokens) == 5
+    assert len(native.generate(PROMPTS[:1], Sampling(5, ()), seed=0)[0].tokens) == 5
 
 
 def test_what_does_not_fit_is_refused_with_the_setting_to_change(engine):
@@ -305,11 +309,11 @@ def test_what_does_not_fit_is_refused_with_the_setting_to_change(engine):
 
 
 def test_a_rollouts_experts_are_those_of_a_forward_over_it_and_rows_that_leave_keep_theirs():
-    made = NativeEngine(
+    native = NativeEngine(
         CFG, OPS, max_prompt_tokens=20, max_new_tokens=NEW, max_rows=40, keep_experts=True
     )
-    made.load(weights(), 3)
-    out = made.generate(PROMPTS, STOPPING, seed=1, samples=8)
+    native.load(weights(), 3)
+    out = native.generate(PROMPTS, STOPPING, seed=1, samples=8)
     assert len({len(r.tokens) for r in out}) > 3  # the batch got smaller on the way
     length = 20 + NEW
     tokens, segments = (np.zeros((len(out), length), np.int32) for _ in range(2))
@@ -324,26 +328,31 @@ def test_a_rollouts_experts_are_those_of_a_forward_over_it_and_rows_that_leave_k
         read = len(r.prompt.tokens) + len(r.tokens) - 1
         assert r.routed_experts.shape == (read, CFG.n_layers, CFG.experts_per_token)
         assert r.routed_experts.dtype == np.int8
-        there = np.moveaxis(np.asarray(want)[:, row, :read], 0, 1)
-        differ += (np.sort(there, -1) != np.sort(r.routed_experts, -1)).any(-1).sum()
+        expected = np.moveaxis(np.asarray(want)[:, row, :read], 0, 1)
+        differ += (np.sort(expected, -1) != np.sort(r.routed_experts, -1)).any(-1).sum()
         total += read * CFG.n_layers
     assert differ <= total // 500  # near-ties that another order of a sum decides otherwise
-    assert made.generate(PROMPTS[:1], Sampling(1, ()), seed=0)[0].routed_experts.shape[0] == 3
+    assert native.generate(PROMPTS[:1], Sampling(1, ()), seed=0)[0].routed_experts.shape[0] == 3
 
 
 def test_in_bfloat16_the_engine_holds_what_the_trainer_reads():
     cfg = replace(CFG, dtype="bfloat16")
-    held = {}
-    made = NativeEngine(cfg, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
-    made._prefill = lambda params, tokens, lengths: held.update(params) or 1 / 0
-    made.load(weights(), 3)
+    loaded = {}
+    native = NativeEngine(cfg, OPS, max_prompt_tokens=20, max_new_tokens=5, max_rows=8)
+    native._prefill = lambda params, tokens, lengths: loaded.update(params) or 1 / 0
+    native.load(weights(), 3)
     with pytest.raises(ZeroDivisionError):
-        made.generate(PROMPTS[:1], Sampling(5, ()), seed=0)
-    full, ours = weights()["layers"]["full"], held["layers"]["full"]
-    assert ours["w_q"].dtype == ours["w_down"].dtype == held["head"].dtype == jnp.bfloat16
+        native.generate(PROMPTS[:1], Sampling(5, ()), seed=0)
+    full, engine_logp = weights()["layers"]["full"], loaded["layers"]["full"]
+    assert (
+        engine_logp["w_q"].dtype
+        == engine_logp["w_down"].dtype
+        == loaded["head"].dtype
+        == jnp.bfloat16
+    )
     for name in ("w_router", "b_router", "attn_norm", "moe_norm", "sinks", "b_q", "b_down"):
-        np.testing.assert_array_equal(ours[name], full[name])
-    np.testing.assert_array_equal(held["final_norm"], weights()["final_norm"])
+        np.testing.assert_array_equal(engine_logp[name], full[name])
+    np.testing.assert_array_equal(loaded["final_norm"], weights()["final_norm"])
 
 
 def test_programs_made_ahead_are_those_that_a_wave_runs(engine, monkeypatch):
@@ -357,8 +366,8 @@ def test_programs_made_ahead_are_those_that_a_wave_runs(engine, monkeypatch):
         def __init__(self, jitted, *args, **static):
             ahead.append(shapes(args, static))
             self.out_info = jax.eval_shape(partial(jitted, **static), *args)
-            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            self.output_shardings = jax.tree.map(lambda _: here, self.out_info)
+            sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            self.output_shardings = jax.tree.map(lambda _: sharding, self.out_info)
 
     def recorded(jitted, *args, **static):
         ran.append(shapes(args, static))

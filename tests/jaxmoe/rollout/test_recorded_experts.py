@@ -24,11 +24,11 @@ def check(array, **options):
 
 def unknown(array, **options):
     """Numbers of the tokens that are not known; the others must be as they were."""
-    made = check(array, **options)
-    assert made.dtype == (np.int8 if options.get("n_experts", N) <= 128 else np.int16)
-    lost_T = (made == UNKNOWN_EXPERT).all(axis=(1, 2))
-    np.testing.assert_array_equal(made[~lost_T], array[~lost_T])
-    assert not (made[~lost_T] == UNKNOWN_EXPERT).any()
+    checked = check(array, **options)
+    assert checked.dtype == (np.int8 if options.get("n_experts", N) <= 128 else np.int16)
+    lost_T = (checked == UNKNOWN_EXPERT).all(axis=(1, 2))
+    np.testing.assert_array_equal(checked[~lost_T], array[~lost_T])
+    assert not (checked[~lost_T] == UNKNOWN_EXPERT).any()
     return np.flatnonzero(lost_T).tolist()
 
 
@@ -77,7 +77,7 @@ def test_expert_255_of_256_is_an_expert():
 def test_a_number_that_is_neither_expert_nor_mark_is_refused_by_its_value(dtype, value):
     array = routed(dtype)
     array[4, 0, 1] = value
-    with pytest.raises(ValueError, match=rf"from 0 to 6, or -1 where they are not .* got {value}"):
+    with pytest.raises(ValueError, match=rf"from 0 to 6, or -1 if unknown; got {value}"):
         check(array)
 
 
@@ -101,8 +101,8 @@ def rollout(experts):
 def test_what_is_unknown_is_counted_and_much_of_it_is_an_alert():
     array = routed()
     array[:PROMPT] = 0
-    some, none = check(array), check(routed())
-    metrics = unknown_experts_metric([rollout(some), rollout(none), rollout(None)])
+    recorded, none = check(array), check(routed())
+    metrics = unknown_experts_metric([rollout(recorded), rollout(none), rollout(None)])
     assert metrics == {"router/unknown_experts_frac": PROMPT / (2 * TOKENS)}
     assert "routed anew" in alerts(metrics)["router/unknown_experts_frac"]
     assert unknown_experts_metric([rollout(none)]) == {"router/unknown_experts_frac": 0.0}

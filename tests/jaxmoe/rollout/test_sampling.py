@@ -31,7 +31,7 @@ PROBS = np.array([0.02, 0.3, 0.01, 0.2, 0.05, 0.15, 0.03, 0.08, 0.04, 0.06, 0.02
 LOGITS = jnp.log(jnp.asarray(PROBS, jnp.float32))[None]
 
 
-def kept(logits):
+def retained_tokens(logits):
     return set(np.flatnonzero(np.asarray(logits)[0] > -1e20))
 
 
@@ -39,26 +39,26 @@ def kept(logits):
     "k, want", [(1, {1}), (3, {1, 3, 5}), (0, set(range(V))), (V, set(range(V)))]
 )
 def test_top_k_keeps_exactly_the_most_likely(k, want):
-    assert kept(apply_top_k_top_p(LOGITS, top_k=k, top_p=1.0)) == want
+    assert retained_tokens(apply_top_k_top_p(LOGITS, top_k=k, top_p=1.0)) == want
 
 
 @pytest.mark.parametrize("p, want", [(0.01, {1}), (0.29, {1}), (0.31, {1, 3}), (0.64, {1, 3, 5}),
                                      (0.66, {1, 3, 5, 7}), (1.0, set(range(V)))])  # fmt: skip
 def test_top_p_keeps_the_fewest_that_reach_p(p, want):
-    assert kept(apply_top_k_top_p(LOGITS, top_k=0, top_p=p)) == want
+    assert retained_tokens(apply_top_k_top_p(LOGITS, top_k=0, top_p=p)) == want
 
 
 def test_the_nucleus_is_that_of_the_top_k_alone():
     # of 0.3, 0.2, 0.15 the first two hold 0.769: they reach 0.7 here, and did not before top-k
-    assert kept(apply_top_k_top_p(LOGITS, top_k=3, top_p=0.7)) == {1, 3}
-    assert kept(apply_top_k_top_p(LOGITS, top_k=0, top_p=0.7)) == {1, 3, 5, 7}
+    assert retained_tokens(apply_top_k_top_p(LOGITS, top_k=3, top_p=0.7)) == {1, 3}
+    assert retained_tokens(apply_top_k_top_p(LOGITS, top_k=0, top_p=0.7)) == {1, 3, 5, 7}
 
 
 @given(st.integers(0, 10**6), st.integers(1, V), st.floats(0.05, 0.95))
 def test_what_is_kept_is_as_likely_as_before_among_itself(seed, k, p):
     logits = jnp.asarray(np.random.default_rng(seed).normal(0, 2, (1, V)), jnp.float32)
     cut = apply_top_k_top_p(logits, top_k=k, top_p=p)
-    ids = sorted(kept(cut))
+    ids = sorted(retained_tokens(cut))
     assert 1 <= len(ids) <= k
     np.testing.assert_array_equal(np.asarray(cut)[0, ids], np.asarray(logits)[0, ids])
     assert int(jnp.argmax(logits)) in ids
@@ -69,9 +69,11 @@ def test_the_mass_that_was_kept_is_that_of_the_kept_tokens(seed, k, p):
     logits = jnp.asarray(np.random.default_rng(seed).normal(0, 4, (1, V)), jnp.float32)
     cut = apply_top_k_top_p(logits, top_k=k, top_p=p)
     probs = np.exp(np.asarray(logits, np.float64)[0])
-    want = np.log(probs[sorted(kept(cut))].sum() / probs.sum())
-    found = float(log_kept_mass(cut, logits)[0])
-    assert found <= 0.0 and abs(found - want) <= V * np.finfo(np.float32).eps * max(1.0, -want)
+    want = np.log(probs[sorted(retained_tokens(cut))].sum() / probs.sum())
+    log_mass = float(log_kept_mass(cut, logits)[0])
+    assert log_mass <= 0.0 and abs(log_mass - want) <= V * np.finfo(np.float32).eps * max(
+        1.0, -want
+    )
 
 
 def test_nothing_cut_off_keeps_a_mass_of_exactly_one():
@@ -80,7 +82,7 @@ def test_nothing_cut_off_keeps_a_mass_of_exactly_one():
 
 
 def counts_of(logits_V, n, *, seed=0):
-    """How often each word comes in n draws."""
+    """Counts of each word in n samples."""
     logits_1V = jnp.asarray(logits_V, jnp.float32)[None]
     logits_NS = split_into_blocks(logits_1V)[0]
     sums_N = jnp.sum(jnp.exp(logits_NS - logits_1V.max()), axis=1)
@@ -103,7 +105,7 @@ def chi_square(counts, want):
 def test_sampled_frequencies_are_the_probabilities():
     n = 20_000
     cut = apply_top_k_top_p(LOGITS, top_k=6, top_p=1.0)[0]
-    ids = sorted(kept(cut[None]))
+    ids = sorted(retained_tokens(cut[None]))
     counts = counts_of(cut, n)
     assert counts.sum() == counts[ids].sum()
     want = n * PROBS[ids] / PROBS[ids].sum()
@@ -120,9 +122,9 @@ def test_every_word_can_be_sampled_wherever_it_stands(words):
 def test_words_less_likely_than_a_step_of_uniform_are_sampled_as_often_as_reported():
     # One likely word, and 201,087 of half a step of jax.random.uniform each. An inverse CDF with 23
     # random bits gives half of them twice their share, and never the others.
-    each = 2.0**-24
-    probs = np.full(WORDS, each)
-    probs[0] = 1 - each * (WORDS - 1)
+    rounding = 2.0**-24
+    probs = np.full(WORDS, rounding)
+    probs[0] = 1 - rounding * (WORDS - 1)
     n = 8192
     counts = counts_of(np.log(probs), n)
     grid = np.floor(np.cumsum(probs) * 2**23).astype(int)
@@ -144,9 +146,11 @@ def test_at_the_real_vocabulary_each_decade_of_probability_has_its_mass():
     mass, hits = (
         np.array([x[decade == d].sum() for d in range(-10, -1)]) for x in (n * probs, counts)
     )
-    seen = mass > 5
-    assert seen.sum() >= 5
-    assert chi_square(hits[seen], mass[seen]) < 26.1  # at most 8 degrees: passed once in 1000
+    is_likely = mass > 5
+    assert is_likely.sum() >= 5
+    assert (
+        chi_square(hits[is_likely], mass[is_likely]) < 26.1
+    )  # at most 8 degrees: passed once in 1000
 
 
 def test_the_smallest_exponentials_are_as_rare_as_they_must_be():
@@ -156,13 +160,13 @@ def test_the_smallest_exponentials_are_as_rare_as_they_must_be():
     high = np.append(high, [0, 0, 2**32 - 1])
     low = rng.integers(0, 2**32, len(high), dtype=np.uint64)
     low[-3:] = 0, 2**32 - 1, 2**32 - 1
-    got = sample_exponentials(jnp.asarray(np.stack([high, low], 1).astype(np.uint32)))
+    actual = sample_exponentials(jnp.asarray(np.stack([high, low], 1).astype(np.uint32)))
     u = (high.astype(np.float64) * 2.0**32 + low + 0.5) * 2.0**-64
     want = -np.log1p(-np.minimum(u, 1 - 2.0**-24))
     # near 1 the float32 u is a step of 2^-24 away at most, which is all that 1 − u has left
     slack = 3e-7 * want + 2.0**-24 / (1 - np.minimum(u, 1 - 2.0**-24)) * (u > 0.5)
-    assert (np.abs(np.asarray(got, np.float64) - want) <= slack).all()
-    assert float(got.min()) == 2.0**-65 and float(got.max()) < 16.7
+    assert (np.abs(np.asarray(actual, np.float64) - want) <= slack).all()
+    assert float(actual.min()) == 2.0**-65 and float(actual.max()) < 16.7
 
 
 @given(st.integers(0, 10**6), st.integers(1, 700), st.integers(0, 40), st.floats(0.05, 1.0))
@@ -176,20 +180,20 @@ def test_what_was_excluded_is_never_sampled(seed, words, k, p):
     cut = apply_top_k_top_p(jnp.asarray(logits)[None], top_k=k, top_p=p)
     rows = jnp.broadcast_to(cut, (64, 700))
     token_B, logp_B = sample(rows, jax.random.split(jax.random.key(seed), 64))
-    assert set(np.asarray(token_B).tolist()) <= kept(cut)
+    assert set(np.asarray(token_B).tolist()) <= retained_tokens(cut)
     assert (np.asarray(logp_B) > -100).all()
 
 
 def test_the_log_prob_is_of_the_processed_distribution_and_sums_to_one():
     cut = apply_top_k_top_p(LOGITS, top_k=6, top_p=0.8)
-    ids = sorted(kept(cut))
+    ids = sorted(retained_tokens(cut))
     keys_B = jax.random.split(jax.random.key(1), 4000)
     tokens, logp = sample(jnp.broadcast_to(cut, (4000, V)), keys_B)
-    found = dict(zip(np.asarray(tokens).tolist(), np.asarray(logp).tolist(), strict=True))
-    assert set(found) == set(ids)
-    assert abs(sum(np.exp(list(found.values()))) - 1) < 1e-6
+    log_mass = dict(zip(np.asarray(tokens).tolist(), np.asarray(logp).tolist(), strict=True))
+    assert set(log_mass) == set(ids)
+    assert abs(sum(np.exp(list(log_mass.values()))) - 1) < 1e-6
     for i in ids:
-        assert abs(np.exp(found[i]) - PROBS[i] / PROBS[ids].sum()) < 1e-6
+        assert abs(np.exp(log_mass[i]) - PROBS[i] / PROBS[ids].sum()) < 1e-6
 
 
 def test_the_log_prob_at_the_real_vocabulary_is_that_of_float64():
@@ -206,10 +210,10 @@ def test_a_row_has_its_token_whatever_other_rows_there_are():
     def keys_B():
         return jax.random.split(jax.random.key(6), 6)
 
-    together, _ = sample(logits, keys_B())
+    batch_tokens, _ = sample(logits, keys_B())
     for row in range(6):
-        alone, _ = sample(logits[row : row + 1], keys_B()[row : row + 1])
-        assert int(alone[0]) == int(together[row])
+        row_tokens, _ = sample(logits[row : row + 1], keys_B()[row : row + 1])
+        assert int(row_tokens[0]) == int(batch_tokens[row])
 
 
 def test_greedy_takes_the_most_likely_whatever_the_key():

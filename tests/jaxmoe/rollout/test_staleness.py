@@ -40,18 +40,20 @@ def test_a_batch_passes_exactly_where_all_its_tokens_are_young_enough_and_publis
 
 
 @pytest.mark.parametrize(
-    "versions, newest, max_staleness, said",
+    "versions, newest, max_staleness, message",
     [
-        ([5, 5, 4], 6, 1, "versions 5 to 6 of the weights.*its token 2 carries version 4"),
+        ([5, 5, 4], 6, 1, "versions 5 to 6, where.*its token 2 carries version 4"),
         ([6, 7], 6, 1, "the state after step 6; its token 1 carries version 7"),
-        ([5], 6, 0, "version 6 of the weights.*its token 0 carries version 5"),
+        ([5], 6, 0, "version 6, where.*its token 0 carries version 5"),
         ([7], 6, 0, "its token 0 carries version 7"),
     ],
 )
 def test_the_error_names_the_rollout_the_token_and_the_versions(
-    versions, newest, max_staleness, said
+    versions, newest, max_staleness, message
 ):
-    with pytest.raises(EngineError, match=rf"rollout 1 \(prompt 41\) must be drawn by .*{said}"):
+    with pytest.raises(
+        EngineError, match=rf"rollout 1 \(prompt 41\) must be sampled by weight .*{message}"
+    ):
         check_versions(
             [rollout(40, [6]), rollout(41, versions)], newest=newest, max_staleness=max_staleness
         )

@@ -224,7 +224,7 @@ def test_a_server_has_its_key_its_gpus_and_its_temporary_files_from_its_environm
 
 @pytest.mark.parametrize("args", ["--api-key x", "--seed 1 --api_key=x"])
 def test_a_key_on_the_command_line_is_refused(args):
-    with pytest.raises(ConfigError, match="every user of the machine sees a command"):
+    with pytest.raises(ConfigError, match="every user of the machine can see a command"):
         VllmConfig(args=args)
 
 
