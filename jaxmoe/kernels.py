@@ -19,7 +19,7 @@ from pallas_kernels.check.choice import (
     Judge,
     KernelRefused,
     choose_kernels,
-    format_verdict,
+    describe_verdict,
     make_judge,
     may_have_accelerator,
     requested_impls,
@@ -166,7 +166,7 @@ def _refusal_text(name: str, reason: str) -> str:
 def _refuse_long_xla(cfg: Config, platform: str, attention: Choice) -> None:
     if platform == "cpu" or attention.name not in PLAIN or cfg.context <= MAX_XLA_TOKENS:
         return
-    reasons = [f"{name}: {format_verdict(verdict)}" for name, verdict in attention.rejected]
+    reasons = [f"{name}: {describe_verdict(verdict)}" for name, verdict in attention.rejected]
     raise ConfigError(
         f"attention over {cfg.context:,} tokens, more than {MAX_XLA_TOKENS:,}, needs a kernel on a "
         f"{platform}, because XLA's attention is made for CPUs and many times slower. Kernels: "
@@ -178,7 +178,7 @@ def format_choices(choices: Mapping[str, Choice]) -> str:
     """The implementation of each operation, and the reasons against preferred ones."""
     parts = []
     for operation, choice in choices.items():
-        reasons = [f"not {name}: {format_verdict(verdict)}" for name, verdict in choice.rejected]
+        reasons = [f"not {name}: {describe_verdict(verdict)}" for name, verdict in choice.rejected]
         text = f"{choice.name} ({'; '.join(reasons)})" if reasons else choice.name
         parts.append((text, operation))
     if len({text for text, _ in parts}) == 1:
@@ -189,7 +189,7 @@ def format_choices(choices: Mapping[str, Choice]) -> str:
 def format_alerts(choices: Mapping[str, Choice]) -> list[str]:
     """One line for each kernel that is wrong on this machine, or could not be checked."""
     return [
-        f"{operation} uses {choice.name} instead of {name}: {format_verdict(verdict)}. "
+        f"{operation} uses {choice.name} instead of {name}: {describe_verdict(verdict)}. "
         + _next_step(operation, name, verdict)
         for operation, choice in choices.items()
         for name, verdict in choice.rejected

@@ -143,7 +143,9 @@ def time_sides(
     return rows
 
 
-def format_table(rows: list[dict[str, Any]], names: tuple[str, str], old: dict[str, Any]) -> str:
+def format_bench_table(
+    rows: list[dict[str, Any]], names: tuple[str, str], old: dict[str, Any]
+) -> str:
     """Format the rows as a table; `baseline` is the saved time over this one."""
     short = [name.rpartition(":")[2] for name in names]
     head = ["case", "pass", f"{short[0]} ms", f"{short[1]} ms", "speed", "TFLOP/s", "of matmul",
@@ -309,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"a comparison needs a case that both sides support; got {names[0]} and "
                      f"{names[1]}: {refused[chosen[0].name]}")  # fmt: skip
     key = f"{args.op}/{args.impl}/{dtype}"
-    print(format_table(rows, names, baselines.get(key, {})))
+    print(format_bench_table(rows, names, baselines.get(key, {})))
     if args.save:
         baselines[key] = {f"{r['case']}/{r['pass']}": round(r["ms"], 4) for r in rows}
         path.parent.mkdir(exist_ok=True)

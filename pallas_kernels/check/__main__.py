@@ -18,7 +18,7 @@ from pallas_kernels.check import child
 from pallas_kernels.check.choice import (
     PLAIN,
     PLATFORMS,
-    format_verdict,
+    describe_verdict,
     make_judge,
     may_have_accelerator,
 )
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     for operation, impl in runnable:
         verdict = judge(operation, impl)
         failed |= verdict.kind in ("wrong", "unknown")
-        text = f"correct, {verdict.reason}" if verdict.is_right else format_verdict(verdict)
+        text = f"correct, {verdict.reason}" if verdict.is_right else describe_verdict(verdict)
         print(f"{operation:<17}{impl:<12}{text}", flush=True)
     return int(failed)
 

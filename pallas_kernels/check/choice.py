@@ -69,7 +69,7 @@ def choose_kernels(name: str, platform: str, judge: Judge) -> dict[str, Choice]:
                 raise KernelRefused(f"it needs a {needed}, but this machine has a {platform}")
             verdict = judge(operation, name)
             if not verdict.is_right:
-                raise KernelRefused(f"{operation}: {format_verdict(verdict)}")
+                raise KernelRefused(f"{operation}: {describe_verdict(verdict)}")
             choices[operation] = Choice(name)
         else:
             choices[operation] = _first_right_kernel(operation, platform, judge)
@@ -89,7 +89,7 @@ def _first_right_kernel(operation: str, platform: str, judge: Judge) -> Choice:
     raise AssertionError(f"{operation} must have {PLAIN[0]}")
 
 
-def format_verdict(verdict: KernelVerdict) -> str:
+def describe_verdict(verdict: KernelVerdict) -> str:
     """Describe a verdict that is not "right"."""
     prefixes = {
         "wrong": "failed in ", "refuses": "unsupported: ", "unknown": "could not be checked: ",
