@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparisons of training settings over seeds: paired differences, intervals, resumable.
 
-    from jaxmoe.study import Contender, ResultsStore, format_table, run_study, train_config
+    from jaxmoe.study import Contender, ResultsStore, format_comparisons, run_study, train_config
 
 docs/extending.md has an example. Next: jaxmoe/study/contenders.py.
 """
 
-from jaxmoe.study.contenders import Comparison, Contender, format_table, run_study
+from jaxmoe.study.contenders import Comparison, Contender, format_comparisons, run_study
 from jaxmoe.study.paired import Interval, paired_difference, paired_ratio
 from jaxmoe.study.results_store import ResultsStore
 from jaxmoe.study.train_config import train_config
@@ -16,7 +16,7 @@ __all__ = [
     "Contender",
     "Interval",
     "ResultsStore",
-    "format_table",
+    "format_comparisons",
     "paired_difference",
     "paired_ratio",
     "run_study",

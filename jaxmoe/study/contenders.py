@@ -83,19 +83,19 @@ def run_study(
     comparisons: list[Comparison] = []
     for contender in contenders:
         rates: tuple[float | None, ...] = contender.rates or (None,)
-        best = rates[0]
+        best_rate = rates[0]
         if len(rates) > 1:
             means = [np.mean(run_seeds(contender, rate, tuning_seeds)) for rate in rates]
-            best = rates[int(np.argmax(means))]
-        values = run_seeds(contender, best, seeds)
+            best_rate = rates[int(np.argmax(means))]
+        values = run_seeds(contender, best_rate, seeds)
         baseline = comparisons[0].values if comparisons else None
         difference = None if baseline is None else paired_difference(values, baseline)
-        comparisons.append(Comparison(contender, best, values, difference))
+        comparisons.append(Comparison(contender, best_rate, values, difference))
         report(comparisons[-1])
     return comparisons
 
 
-def format_table(comparisons: Sequence[Comparison]) -> str:
+def format_comparisons(comparisons: Sequence[Comparison]) -> str:
     """A Markdown table: mean, difference to the first line with its 95 % interval, each seed."""
     lines = ["| | rate | mean | difference, 95 % | by seed |", "|---|---|---|---|---|"]
     for comparison in comparisons:

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from jaxmoe.study import Contender, ResultsStore, format_table, run_study
+from jaxmoe.study import Contender, ResultsStore, format_comparisons, run_study
 
 
 class Runs:
@@ -32,7 +32,7 @@ def test_a_contender_is_compared_at_its_best_rate(tmp_path):
     assert better.difference.low == pytest.approx(0.1)
     # three seeds of the baseline, one seed of the worse rate, three of the better one
     assert len(run.calls) == 7
-    table = format_table([baseline, better])
+    table = format_comparisons([baseline, better])
     assert "| better | 0.002 | 0.7 | +0.1 (+0.1 to +0.1) |" in table
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmoe.study import Contender, ResultsStore, format_table, run_study, train_config
+from jaxmoe.study import Contender, ResultsStore, format_comparisons, run_study, train_config
 
 SMALL = (
     "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=2", "steps=1",
@@ -28,7 +28,7 @@ def test_a_study_of_two_contenders_in_fifteen_lines(tmp_path: Path):
         seeds=2,
         measure="loss",
     )
-    table = format_table(comparisons)
+    table = format_comparisons(comparisons)
     assert "| GRPO |" in table and "| RLOO |" in table
     # the contenders share their seeds' rollouts and differ in their advantages alone
     grpo, rloo = comparisons
