@@ -21,19 +21,19 @@ import jax
 import numpy as np
 
 from jaxmoe.checkpoint.run import initial_params, restore_run
-from jaxmoe.cli import ExitStatus, parse
+from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import Config, ConfigError, EngineError, require
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
-from jaxmoe.envs.tasks import Task, contents, open_task
+from jaxmoe.envs.tasks import Task, digest_contents, open_task
 from jaxmoe.kernels import choose_run_kernels
 from jaxmoe.memory import check_memory, scoring_stage
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.gap_plot import plot_gap
-from jaxmoe.observe.printable import printable
-from jaxmoe.observe.progress import phase
+from jaxmoe.observe.printable import escape_unprintable
+from jaxmoe.observe.progress import report_phase
 from jaxmoe.reconcile.batch_invariance import BatchInvariance, compare_batches
 from jaxmoe.reconcile.checks import run_checks
 from jaxmoe.reconcile.compare import Report, explain_gap
@@ -67,7 +67,9 @@ UNBOUNDED_ABS_DIFF = 1e9  # for the engine's own probe, whose refusal the doctor
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
-        cfg, dry_run_only = parse(argv, "Compare the engine with the trainer, and explain the gap.")
+        cfg, dry_run_only = parse_config(
+            argv, "Compare the engine with the trainer, and explain the gap."
+        )
         if dry_run_only:
             dry_run(cfg, scoring_stage(cfg))
         elif not run_doctor(cfg):
@@ -93,12 +95,14 @@ def run_doctor(cfg: Config) -> bool:
     check_memory(cfg, scoring_stage(cfg))
     kernels.print_decision()
     work, task = Path(cfg.workdir), open_task(cfg)
-    params, previous, version, weights_name = load_newest_weights(cfg, work, contents(cfg, task))
+    params, previous, version, weights_name = load_newest_weights(
+        cfg, work, digest_contents(cfg, task)
+    )
     vllm = replace(cfg.rollout.vllm, probe_abs_diff=UNBOUNDED_ABS_DIFF)
     engine_cfg = replace(cfg, rollout=replace(cfg.rollout, vllm=vllm))
     prompts = task.held_out_prompts()[:N_PROMPTS]
     with closing(open_engine(engine_cfg, ops, work)) as engine:
-        with phase(f"loading {weights_name} into the {cfg.rollout.engine} engine"):
+        with report_phase(f"loading {weights_name} into the {cfg.rollout.engine} engine"):
             try:
                 if (
                     previous is not None
@@ -107,19 +111,19 @@ def run_doctor(cfg: Config) -> bool:
                 engine.load(params, version)
             except EngineError as error:
                 return report_not_loaded(error, work, weights_name)
-        with phase(f"sampling {N_SAMPLES} answers to {len(prompts)} held-out prompts"):
+        with report_phase(f"sampling {N_SAMPLES} answers to {len(prompts)} held-out prompts"):
             rollouts = engine.generate(prompts, task.sampling, seed=3, samples=N_SAMPLES)
             rollouts_single = engine.generate(prompts[:1], task.sampling, seed=3, samples=N_SAMPLES)
         loaded = list_loaded_states(engine, cfg)
         recorded = record_modules(engine, rollouts, cfg)
-    with phase("recomputing log-probs"):
+    with report_phase("recomputing log-probs"):
         report = examine_rollouts(cfg, task, rollouts, params, previous, version, loaded, ops)
     print_report(report, rollouts, task.tokenizer.decode, weights_name)
     batch_invariance = compare_batches(rollouts[:N_SAMPLES], rollouts_single)
     print_batch_invariance(batch_invariance)
     op_comparison = None
     if recorded is not None and report.agrees:
-        with phase("comparing op by op"):
+        with report_phase("comparing op by op"):
             forwards = compute_op_differences, score_with_differences
             programs = ComparisonPrograms(
                 *(jax.jit(partial(f, cfg=cfg.model, ops=ops)) for f in forwards)
@@ -132,7 +136,7 @@ def run_doctor(cfg: Config) -> bool:
 
 def report_not_loaded(error: EngineError, work: Path, weights_name: str) -> bool:
     """Report that the engine failed to load the weights, and return False."""
-    print(f"DISAGREE: the engine failed to load {weights_name}. {printable(str(error))}")
+    print(f"DISAGREE: the engine failed to load {weights_name}. {escape_unprintable(str(error))}")
     work.mkdir(parents=True, exist_ok=True)
     record = {"weights": weights_name, "agrees": False, "verdict": "refused", "why": str(error)}
     replace_text(work / "doctor.json", json.dumps(record, indent=2) + "\n")
@@ -198,7 +202,7 @@ def record_modules(
                 partial(score_tokens, backend, row, cfg.model)
             )
         except RequestFailed as error:  # for example if vLLM's modules have other names
-            print(f"per-op comparison: skipped; {printable(str(error))}")
+            print(f"per-op comparison: skipped; {escape_unprintable(str(error))}")
             return None
         if len(workers) > 1:  # each worker has a shard of every tensor
             return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmoe.checkpoint.run import check_model
+from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import Config, ConfigError, to_json
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.kernels import describe_kernels
@@ -146,7 +146,7 @@ def _algorithm_lines(cfg: Config) -> dict[str, str]:
 def _check_checkpoint(cfg: Config) -> str:
     if not cfg.init.checkpoint:
         return ""
-    check_model(cfg.model, Path(cfg.init.checkpoint))
+    check_checkpoint_model(cfg.model, Path(cfg.init.checkpoint))
     return f"  config.json  {cfg.init.checkpoint}: the model above"
 
 

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import jax
 
-from jaxmoe.checkpoint.base import load_base, own_base
+from jaxmoe.checkpoint.base import load_base, own_base_digest
 from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
-from jaxmoe.cli import ExitStatus, parse
+from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import Config, to_json
 from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
-from jaxmoe.envs.tasks import contents, evaluate, open_task, response_text
+from jaxmoe.envs.tasks import digest_contents, evaluate_held_out, open_task, response_text
 from jaxmoe.kernels import choose_run_kernels
 from jaxmoe.memory import check_memory, scoring_stage
 from jaxmoe.model import make_ops
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.observe.progress import phase
+from jaxmoe.observe.progress import report_phase
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.processes import check_same_everywhere, exit_process, joined_processes
@@ -35,7 +35,7 @@ from jaxmoe.rollout.native import NativeEngine
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
-        cfg, is_dry_run = parse(argv, "Score a checkpoint on the held-out rows.")
+        cfg, is_dry_run = parse_config(argv, "Score a checkpoint on the held-out rows.")
         if is_dry_run:
             dry_run(cfg, scoring_stage(cfg))
             return status.code
@@ -58,7 +58,11 @@ def run_eval(cfg: Config) -> float:
     supervised = make_optimizer(cfg.optim, steps=cfg.warmup.steps)
     shapes = stage_shapes(cfg, supervised, rl_optimizer(cfg), mesh)
     position = restore_run(
-        Path(cfg.workdir), cfg, shapes, to_train=False, contents=contents(cfg, task) | own_base(cfg)
+        Path(cfg.workdir),
+        cfg,
+        shapes,
+        to_train=False,
+        contents=digest_contents(cfg, task) | own_base_digest(cfg),
     )
     params = initial_params(cfg, mesh) if position is None else position.state.params.policy
     prompts = task.held_out_prompts()
@@ -70,9 +74,9 @@ def run_eval(cfg: Config) -> float:
             if isinstance(engine, NativeEngine):
                 engine.share_base(base)
         engine.load(params, version)
-        with phase(f"answering {len(prompts)} held-out prompts"):
+        with report_phase(f"answering {len(prompts)} held-out prompts"):
             samples = max(8, cfg.eval.samples_per_prompt)
-            metrics, rollouts, rewards = evaluate(
+            metrics, rollouts, rewards = evaluate_held_out(
                 engine, prompts, task, version=version, samples=samples
             )
     for rollout, reward in list(zip(rollouts, rewards, strict=True))[:5]:

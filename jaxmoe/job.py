@@ -24,16 +24,16 @@ from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.envs.recorded import group_rows, held_out_rows
 from jaxmoe.envs.rollouts import ScoredRollouts
-from jaxmoe.envs.tasks import Task, evaluate
+from jaxmoe.envs.tasks import Task, evaluate_held_out
 from jaxmoe.guards import check_finite, gate_error, invariance_error
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import with_adapters
-from jaxmoe.observe.alerts import alerts, counted
+from jaxmoe.observe.alerts import collapse_repeats, find_alerts
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.profiling import assert_compiled_once
-from jaxmoe.observe.progress import Progress, phase
+from jaxmoe.observe.progress import Progress, report_phase
 from jaxmoe.parallel.processes import gather_from_processes, gather_to_hosts, max_over_processes
 from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
@@ -70,7 +70,7 @@ class Job:
     base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
 
     def __post_init__(self) -> None:
-        self.saved_number = self.position.number  # on disk, or reproducible
+        self.saved_number = self.position.checkpoint_number  # on disk, or reproducible
         self.first_step = self.position.step
         self.n_reported_incidents = len(self.engine.incidents)
 
@@ -90,7 +90,11 @@ class Job:
 
     def start_stage(self, position: Position) -> None:
         """Set the first position of a stage, which is saved or reproducible."""
-        self.position, self.saved_number, self.first_step = position, position.number, position.step
+        self.position, self.saved_number, self.first_step = (
+            position,
+            position.checkpoint_number,
+            position.step,
+        )
 
     def remaining_steps(self, last: int) -> Iterator[int]:
         """Yield the remaining steps of a stage, and restart the clock for each."""
@@ -109,7 +113,7 @@ class Job:
     def show_phase(self, text: str, n_done: int = 0, total: int = 0) -> None:
         """Show a phase and its progress in the progress bar, if there is one."""
         if self.progress is not None:
-            self.progress.tell(text, n_done, total)
+            self.progress.report(text, n_done, total)
 
     def fetch_metrics(
         self, step_fn: Any, metrics: Metrics, step: int, *, rate: tuple[str, float]
@@ -167,13 +171,13 @@ class Job:
         Each evaluation writes other rows.
         """
         step, task, e = self.position.step, self.task, self.cfg.eval
-        metrics, rollouts, rewards = evaluate(
+        metrics, rollouts, rewards = evaluate_held_out(
             self.engine,
             self.held_out,
             task,
             version=step,
             samples=e.samples_per_prompt,
-            tell=self.show_phase,
+            report=self.show_phase,
         )
         number = -(-step // e.every_steps)
         self.log.write_samples("rl", step, held_out_rows(rollouts, rewards, task, number))
@@ -202,7 +206,7 @@ class Job:
             not self.is_eval_due(step) or gather_from_processes(is_logged)[0]
         ):  # the first process writes the file
             return
-        with phase(f"scoring the held-out rows at step {step}"):
+        with report_phase(f"scoring the held-out rows at step {step}"):
             self.log.write("rl", step, self.evaluate_held_out())
         if step:
             self.draw_plots()
@@ -228,8 +232,10 @@ class Job:
         self.n_reported_incidents += len(incidents)
         metrics["rollout/incidents"] = len(incidents)
         metrics["batch/padding_frac"] = padding_frac(batch)
-        step_alerts = alerts(metrics)
-        self.log.write("rl", step, metrics, alerts=[*step_alerts.values(), *counted(incidents)])
+        step_alerts = find_alerts(metrics)
+        self.log.write(
+            "rl", step, metrics, alerts=[*step_alerts.values(), *collapse_repeats(incidents)]
+        )
         progress.alert(step, step_alerts)
         progress.update(
             step, reward=metrics["reward/mean"],
@@ -255,12 +261,12 @@ class Job:
 
         Raises ConfigError if the run folder was removed, since a new one would be incomplete.
         """
-        self.log.must_be_in_place()
-        if self.position.number > self.saved_number:
+        self.log.check_in_place()
+        if self.position.checkpoint_number > self.saved_number:
             if any(x.is_deleted() for x in jax.tree.leaves(self.position.state)):
                 return "The failed step deleted the weights: resume from the last checkpoint."
             self._write_checkpoint()
-            self.saved_number = self.position.number
+            self.saved_number = self.position.checkpoint_number
         if self.position.step == 0:
             stage = self.position.stage
             return f"no {stage} step was made in {self.work}; the same command begins it."
@@ -279,7 +285,7 @@ class Job:
 
     def save_or_stop(self, *, last: bool) -> None:
         """Save a checkpoint if it is due; raise Stopped, after saving, if a stop was requested."""
-        self.log.must_be_in_place()
+        self.log.check_in_place()
         if self.position.step % self.cfg.save.every_steps == 0 or last:
             self.save_checkpoint()
         stop_signal = max_over_processes(

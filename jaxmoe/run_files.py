@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every write into a run folder: atomic, through no link, and one line where the disk refuses it.
+"""Writes into a run folder: atomic, never through links, with errors of one line.
 
-Two programs may write at once (a training, and a page of its samples), so each writes a temporary
-file of its own and renames it. Other users may be able to write into the folder, so no link is
-followed: `python -m jaxmoe.samples` on somebody else's run must not write into the reader's files.
+Two programs may write at once (a training, and the page of its samples), so each writes its own
+temporary file and renames it. Other users may be able to write into the folder, so links are not
+followed: `python -m jaxmoe.samples` on another user's run must not overwrite the reader's files.
 Next: jaxmoe/observe/metrics.py, jaxmoe/checkpoint/run.py.
 """
 
@@ -20,13 +20,13 @@ from typing import IO, BinaryIO
 
 from jaxmoe.config.errors import ConfigError
 
-_MODE = 0o664  # less the umask: a run folder is never writable by everybody
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in the way must not block
+_MODE = 0o664  # minus the umask: files of a run are never writable by everybody
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO of that name must not block
 _LEFTOVER = re.compile(r"\.[^/]+\.[0-9a-f]{16}\.tmp")
-_OLD_S = 3600.0  # nobody takes so long to write one of these files
+_OLD_S = 3600.0  # no write of such a file takes this long
 
 
-# of a disk, a quota or a limit (ulimit), and of no bug in a program
+# Errors of a disk, a quota or a limit (ulimit), which are not bugs of the program.
 _DISK_ERRORS = {
     getattr(errno, name)
     for name in (
@@ -38,68 +38,68 @@ _DISK_ERRORS = {
 
 
 class RunFolderError(ConfigError):
-    """The disk did not take a file of the run folder."""
+    """A file of the run folder could not be written."""
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
-    """A binary file that becomes `path` when the block ends, and vanishes when the block raises.
+def replace_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """A binary file that replaces `path` when the block ends; it is removed if the block raises.
 
-    durable: on disk before the rename, for a file that cannot be made again.
-    Raises RunFolderError, `path` being as it was.
+    durable: True to sync it to disk before the rename, for a file that cannot be recreated.
+    Raises: RunFolderError; `path` is then unchanged.
     """
-    # a prefix: with the whole of a long name the temporary one would be too long
-    aside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
-    with _in_one_line(path):
+    # A prefix only, since the complete name plus a suffix could be too long.
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    with _as_run_folder_error(path):
         _refuse_link(path)
-        file = open(aside, "xb", opener=_no_links)
+        file = open(temporary, "xb", opener=_open_without_links)
         try:
             with file:
                 yield file
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            os.replace(aside, path)
+            os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
-                aside.unlink()
+                temporary.unlink()
             raise
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a text file as `replacing` does; what UTF-8 cannot hold is written as its escape."""
-    with replacing(path, durable=durable) as file:
+    """Write a text file with `replace_file`; lone surrogates are written as escapes."""
+    with replace_file(path, durable=durable) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def new_file(path: Path) -> BinaryIO:
-    """A file that is not there yet, unbuffered. Raises RunFolderError."""
-    with _in_one_line(path):
-        return open(path, "xb", buffering=0, opener=_no_links)
+    """Create a file that does not exist yet, unbuffered. Raises RunFolderError."""
+    with _as_run_folder_error(path):
+        return open(path, "xb", buffering=0, opener=_open_without_links)
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """A file to append to, unbuffered: what was written is in it. Raises RunFolderError."""
-    with _in_one_line(path):
-        return open(path, "ab", buffering=0, opener=_no_links)
+    """Open a file to append to, unbuffered. Raises RunFolderError."""
+    with _as_run_folder_error(path):
+        return open(path, "ab", buffering=0, opener=_open_without_links)
 
 
-def append(file: IO[bytes], content: bytes) -> None:
-    """Write all of it. Raises RunFolderError."""
-    with _in_one_line(Path(file.name)):
-        rest = memoryview(content)
-        while rest:
-            rest = rest[file.write(rest) :]
+def append_bytes(file: IO[bytes], content: bytes) -> None:
+    """Write all bytes to an unbuffered file. Raises RunFolderError."""
+    with _as_run_folder_error(Path(file.name)):
+        remaining = memoryview(content)
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """The file that a lock is taken on: made if missing, never truncated. Raises OSError."""
+    """Open a file to lock; it is created if missing and never truncated. Raises OSError."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, _MODE), "r+b", buffering=0)
 
 
 def make_folder(path: Path) -> Path:
-    """A folder within a run folder, made if missing. Raises RunFolderError where it is a link."""
-    with _in_one_line(path):
+    """Create a folder in a run folder if it is missing. Raises RunFolderError if it is a link."""
+    with _as_run_folder_error(path):
         _refuse_link(path)
         path.mkdir(parents=True, exist_ok=True)
     return path
@@ -116,12 +116,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def is_disk_error(error: OSError) -> bool:
-    """True where the disk or a limit is to blame, wherever it was met."""
+    """True if the cause is the disk or a limit, not the program."""
     return error.errno in _DISK_ERRORS
 
 
-def without_inodes(folder: Path) -> str | None:
-    """ "no inodes left" where a disk takes no further file, however much space it has."""
+def describe_missing_inodes(folder: Path) -> str | None:
+    """ "no inodes left" if the disk cannot hold another file, regardless of free space."""
     try:
         disk = os.statvfs(folder)
     except OSError:
@@ -129,7 +129,7 @@ def without_inodes(folder: Path) -> str | None:
     return "no inodes left" if disk.f_files and not disk.f_favail else None
 
 
-def _no_links(path: str | Path, flags: int) -> int:
+def _open_without_links(path: str | Path, flags: int) -> int:
     return os.open(path, flags | _FLAGS, _MODE)
 
 
@@ -139,23 +139,23 @@ def _refuse_link(path: Path) -> None:
 
 
 @contextmanager
-def _in_one_line(path: Path) -> Iterator[None]:
+def _as_run_folder_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFolderError(_told(path, error)) from error
+        raise RunFolderError(_format_disk_error(path, error)) from error
 
 
-def _told(path: Path, error: OSError) -> str:
+def _format_disk_error(path: Path, error: OSError) -> str:
     if error.errno == errno.ELOOP:
         return (
-            f"{path} must be a file or folder of the run, and is a link, through which nothing is "
-            f"written. Look where it points, and remove it: rm {shlex.quote(str(path))}"
+            f"{path} must be a file or folder of the run, not a link. Check where it points, and "
+            f"remove it: rm {shlex.quote(str(path))}"
         )
-    why = error.strerror or str(error)
-    if error.errno == errno.ENOSPC and (left := without_inodes(path.parent)):
-        why = f"{why} ({left})"
+    reason = error.strerror or str(error)
+    if error.errno == errno.ENOSPC and (inode_note := describe_missing_inodes(path.parent)):
+        reason = f"{reason} ({inode_note})"
     return (
-        f"the disk must take {path}; {why}. Checkpoints are untouched; free some space or mend the "
-        "disk, and type the same command."
+        f"{path} must be writable; {reason}. Checkpoints are unchanged; free some space or repair "
+        "the disk, and type the same command."
     )

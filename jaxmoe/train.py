@@ -20,29 +20,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmoe.checkpoint.base import load_base, make_base, own_base
+from jaxmoe.checkpoint.base import load_base, own_base_digest, pack_base
 from jaxmoe.checkpoint.run import (
     Position,
-    alone,
     code_version,
     initial_params,
+    lock_run_folder,
     record_config,
     restore_run,
 )
-from jaxmoe.cli import ExitStatus, parse, stop_requests
+from jaxmoe.cli import ExitStatus, handle_stop_signals, parse_config
 from jaxmoe.config import Config, to_json
 from jaxmoe.dry_run import dry_run
 from jaxmoe.engines import open_engine
 from jaxmoe.envs.rollouts import collect_rollouts
-from jaxmoe.envs.tasks import Task, answer_tokens, contents, open_task
+from jaxmoe.envs.tasks import Task, answer_tokens, digest_contents, open_task
 from jaxmoe.job import Job
 from jaxmoe.kernels import choose_run_kernels
 from jaxmoe.losses import overlong_penalty
 from jaxmoe.memory import check_memory
 from jaxmoe.model import make_ops
-from jaxmoe.observe.metrics import MetricsLog, accuracy, read_metrics
+from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
-from jaxmoe.observe.trackers import installed
+from jaxmoe.observe.trackers import check_installed
 from jaxmoe.parallel.check_collectives import check_collectives
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.parallel.ops import sharded_ops
@@ -80,7 +80,7 @@ STAGES = ("training", "sampling", "syncing")  # stages of the memory check
 
 def main(argv: list[str] | None = None) -> int:
     with ExitStatus() as status:
-        cfg, is_dry_run = parse(argv, "Train a GPT-OSS by reinforcement learning.")
+        cfg, is_dry_run = parse_config(argv, "Train a GPT-OSS by reinforcement learning.")
         if is_dry_run:
             dry_run(cfg, *STAGES)
             return status.code
@@ -113,11 +113,11 @@ def open_job(cfg: Config) -> Iterator[Job]:
     if (n_devices := jax.device_count()) > cfg.mesh.devices:
         used = f"using {cfg.mesh.devices} of {n_devices} devices"
         print(f"devices  {used}; use all with --set mesh.fsdp={n_devices}", flush=True)
-    installed(cfg.observe.trackers)
+    check_installed(cfg.observe.trackers)
     algorithm, task, tx = algorithm_from_config(cfg), open_task(cfg), rl_optimizer(cfg)
     supervised = warmup_optimizer(cfg)
-    digests = contents(cfg, task)
-    shapes, base_digests = stage_shapes(cfg, supervised, tx, mesh), own_base(cfg)
+    digests = digest_contents(cfg, task)
+    shapes, base_digests = stage_shapes(cfg, supervised, tx, mesh), own_base_digest(cfg)
     position = restore_run(work, cfg, shapes, contents=digests | base_digests)
     has_given_base = cfg.lora.ranks and cfg.init.checkpoint and cfg.warmup.steps == 0
     at_rl = has_given_base if position is None else position.stage == "rl"
@@ -145,8 +145,8 @@ def open_job(cfg: Config) -> Iterator[Job]:
     first = jax.process_index() == 0
     with (
         closing(open_engine(cfg, ops, work, mesh)) as engine,
-        stop_requests() as stop,
-        alone(work, enabled=first),
+        handle_stop_signals() as stop,
+        lock_run_folder(work, enabled=first),
         MetricsLog(
             work,
             stage=position.stage,
@@ -167,7 +167,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     print(f"plots    {work / 'plots' / 'overview.png'}")
     print(f"metrics  {work / 'metrics.jsonl'}")
     print(f"samples  python -m jaxmoe.samples {shlex.quote(str(work))}")
-    print(f"{task.score_name} {accuracy(read_metrics(work / 'metrics.jsonl'))}")
+    print(f"{task.score_name} {format_accuracy(read_metrics(work / 'metrics.jsonl'))}")
 
 
 def warm_start(job: Job) -> None:
@@ -181,7 +181,7 @@ def warm_start(job: Job) -> None:
     data = task.stream(w.sequences_per_step, cfg.seed + 1)
     if job.position.data is not None:
         data.set_state(job.position.data)
-    bar = Progress(w.steps, "warmup", done=job.position.step)
+    bar = Progress(w.steps, "warmup", step=job.position.step)
     with job.save_on_error(), bar as progress:
         for step in job.remaining_steps(w.steps):
             prompts = next(data)
@@ -202,8 +202,8 @@ def warm_start(job: Job) -> None:
     init_rl = partial(init_rl_state, cfg=cfg, tx=job.tx)
     policy = state.params.policy
     if cfg.lora.ranks:
-        job.base = make_base(policy, cfg)
-        job.contents |= own_base(cfg)
+        job.base = pack_base(policy, cfg)
+        job.contents |= own_base_digest(cfg)
         policy = init_run_adapters(cfg, job.base)
     pins = out_shardings_option(cfg, job.mesh, jax.eval_shape(init_rl, policy), 0)
     state = jax.jit(init_rl, **pins)(policy)
@@ -221,7 +221,7 @@ def train_rl(job: Job) -> None:
         engine.load(job.policy_params(), job.position.step)
         job.evaluate_at_start()
         rollouts.weights_synced(job.position.step)
-        with Progress(cfg.steps, "rl", done=job.position.step) as progress:
+        with Progress(cfg.steps, "rl", step=job.position.step) as progress:
             job.progress = progress
             for step in job.remaining_steps(cfg.steps):
                 collected = rollouts.take_batch(step)
@@ -269,7 +269,7 @@ def open_rollouts(job: Job) -> SyncRollouts | AsyncRollouts:
     data = job.task.stream(cfg.rollout.prompts_per_step, cfg.seed + 2)
     if position.data is not None:
         data.set_state(position.data)
-    make = partial(collect_rollouts, cfg, job.task, job.engine, data, tell=job.show_phase)
+    make = partial(collect_rollouts, cfg, job.task, job.engine, data, report=job.show_phase)
     if cfg.rollout.max_staleness == 0:
         return SyncRollouts(make)
     return AsyncRollouts(

@@ -94,7 +94,7 @@ def example(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jaxmoe.cli, "keep_freed_memory", lambda: True)
-    monkeypatch.setattr("jaxmoe.envs.tasks.LOOK_S", 0.0)
+    monkeypatch.setattr("jaxmoe.envs.tasks.CHECK_ROWS_S", 0.0)
     for place in ("jaxmoe.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
         monkeypatch.setattr(f"{place}.count_free_bytes", lambda: 10**12)
     for name in ("my_losses", "my_rewards"):  # other tests have some of these names
@@ -170,7 +170,7 @@ def plans(args: list[str]) -> None:
     if not args or "FILE" in args:
         return
     read = plan.make_plan_parser().parse_args(args)
-    cfg = jaxmoe.cli.config_of(read)
+    cfg = jaxmoe.cli.config_from_args(read)
     check_mesh(cfg)
     chip, _, layout = read.topology.partition(":")
     chips = math.prod(int(size) for size in layout.split("x"))

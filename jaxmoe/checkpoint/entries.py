@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of parameters as a checkpoint's tensors: import, export and every check walk one list.
+"""The table of parameters as a list of a checkpoint's tensors, for import, export and checks.
 
 Next: jaxmoe/checkpoint/hf.py reads and writes them.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxmoe.checkpoint import mxfp4
-from jaxmoe.checkpoint.tensor_files import Planned
+from jaxmoe.checkpoint.tensor_files import PlannedTensor
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.params import Layout, Spec, param_specs
 from jaxmoe.shapes import Params
@@ -20,13 +20,13 @@ _FILE_DTYPES = {"bfloat16": "BF16", "float32": "F32", "mxfp4": "BF16"}  # outsid
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint tensor of the table: its name and shape there, its place here."""
+    """One tensor of a checkpoint, and the leaf of our parameters that holds it."""
 
-    name: str
-    shape: tuple[int, ...]
-    held: tuple[int, ...]  # shape here, layer pairs aside
+    name: str  # in the checkpoint
+    shape: tuple[int, ...]  # in the checkpoint
+    param_shape: tuple[int, ...]  # in our layout, without the axis of layer pairs
     keys: tuple[str, ...]  # path to the leaf in params
-    pair: int | None  # index into the leaf, where it is stacked over layer pairs
+    pair: int | None  # index into a leaf that is stacked over layer pairs; None if it is not
     layout: Layout
     read: str  # Spec.read
 
@@ -35,32 +35,36 @@ class Entry:
         return len(self.shape) == 3  # the experts' two matrices, [E, in, out]
 
 
-def entries(cfg: ModelConfig) -> list[Entry]:
+def list_entries(cfg: ModelConfig) -> list[Entry]:
     """The tensors of a checkpoint, from the embedding through the layers to the head."""
     flat, _ = jax.tree.flatten_with_path(
         param_specs(cfg), is_leaf=lambda leaf: isinstance(leaf, Spec)
     )
-    found: list[tuple[int, Entry]] = []
+    entries_by_layer: list[tuple[int, Entry]] = []
     for path, spec in flat:
         keys = tuple(str(step.key) for step in path)
         stacked = spec.axes[0] == "pair"
-        held = spec.shape[1:] if stacked else spec.shape
-        shape = held[::-1] if spec.layout in ("transpose", "transpose_pad") else held
+        param_shape = spec.shape[1:] if stacked else spec.shape
+        shape = param_shape[::-1] if spec.layout in ("transpose", "transpose_pad") else param_shape
         if spec.layout in ("pad_rows", "transpose_pad"):
             shape = (cfg.vocab_size, *shape[1:])
         if not stacked:
             order = -1 if keys == ("embed",) else cfg.n_layers
-            found.append((order, Entry(spec.hf, shape, held, keys, None, spec.layout, spec.read)))
+            entries_by_layer.append(
+                (order, Entry(spec.hf, shape, param_shape, keys, None, spec.layout, spec.read))
+            )
             continue
         for pair in range(spec.shape[0]):
             layer = 2 * pair + ("sliding", "full").index(keys[1])
             name = spec.hf.format(layer)
-            found.append((layer, Entry(name, shape, held, keys, pair, spec.layout, spec.read)))
-    return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+            entries_by_layer.append(
+                (layer, Entry(name, shape, param_shape, keys, pair, spec.layout, spec.read))
+            )
+    return [entry for _, entry in sorted(entries_by_layer, key=lambda item: item[0])]
 
 
-def stored(entry: Entry, dtype: str) -> list[Planned]:
-    """What holds an entry in a file: the one tensor, or the packed two."""
+def plan_entry(entry: Entry, dtype: str) -> list[PlannedTensor]:
+    """The tensors that store an entry in a file: one, or blocks and scales of packed experts."""
     if dtype not in _FILE_DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_FILE_DTYPES)}, got {dtype!r}.")
     if dtype == "mxfp4" and entry.is_packable:
@@ -71,13 +75,13 @@ def stored(entry: Entry, dtype: str) -> list[Planned]:
     return [(entry.name, _FILE_DTYPES[dtype], entry.shape)]
 
 
-def planned_tensors(cfg: ModelConfig, dtype: str) -> list[Planned]:
-    """(name, the format's dtype, shape) of everything `iter_hf` yields, in its order."""
-    return [item for entry in entries(cfg) for item in stored(entry, dtype)]
+def planned_tensors(cfg: ModelConfig, dtype: str) -> list[PlannedTensor]:
+    """(name, safetensors dtype, shape) of each tensor that `iter_hf` yields, in the same order."""
+    return [item for entry in list_entries(cfg) for item in plan_entry(entry, dtype)]
 
 
 def leaf_of(params: Params, entry: Entry) -> Any:
-    """The leaf that an entry is, or that it is one layer pair of."""
+    """The leaf of params that contains an entry (all its layer pairs)."""
     node: Any = params
     for key in entry.keys:
         node = node[key]

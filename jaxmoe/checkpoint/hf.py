@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face checkpoints in and out: safetensors, sharded or not, bf16, f16, f32 or MXFP4.
 
-`entries(cfg)` lays the table of parameters out as checkpoint tensors; import, export and every
-check walk that one list. All names and shapes are checked from the files' headers before any
-data is read, and data is read in pieces straight into the stacked arrays, so that a load needs
-little more memory than its result. Experts in four bits are decoded, or stay as they are: then an
-export gives their bytes back.
-Next: jaxmoe/checkpoint/entries.py is that list, headers.py checks it; mxfp4.py, tensor_files.py.
+`list_entries(cfg)` lists the tensors of a checkpoint; import, export and every check use that
+list. All names and shapes are checked from the files' headers before data is read, and data is
+read in chunks directly into the stacked arrays, so a load needs little more memory than its
+result. Experts in four bits are decoded, or stay packed; then an export writes the same bytes.
+Next: jaxmoe/checkpoint/entries.py has the list, headers.py checks it; mxfp4.py, tensor_files.py.
 """
 
 import json
@@ -20,21 +19,21 @@ import jax
 import numpy as np
 
 from jaxmoe.checkpoint import mxfp4
-from jaxmoe.checkpoint.entries import Entry, entries, leaf_of, planned_tensors, stored
-from jaxmoe.checkpoint.headers import check_headers, require_packable
-from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather, zeros_to_share
-from jaxmoe.checkpoint.merge import merged_layer
+from jaxmoe.checkpoint.entries import Entry, leaf_of, list_entries, plan_entry, planned_tensors
+from jaxmoe.checkpoint.headers import check_headers, check_packable
+from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather_leaf, zeros_to_share
+from jaxmoe.checkpoint.merge import merge_layer
 from jaxmoe.checkpoint.tensor_files import (
     DTYPES,
-    INDEX,
-    SINGLE,
-    Planned,
-    Stored,
+    INDEX_FILE,
+    SINGLE_FILE,
+    PlannedTensor,
+    StoredTensor,
+    count_not_finite,
     find_tensors,
-    not_finite,
     plan_shards,
     planned_bytes,
-    read_rows,
+    read_tensor_rows,
     write_shard,
 )
 from jaxmoe.config import ConfigError, ModelConfig
@@ -45,7 +44,7 @@ from jaxmoe.model.params import Layout, Spec, param_shapes, param_specs, read_dt
 from jaxmoe.shapes import Leaf, Params
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4
 
-Progress = Callable[[int, int, str], None]  # bytes read, bytes in all, the tensor at hand
+Progress = Callable[[int, int, str], None]  # bytes read, total bytes, name of the tensor
 
 _QUANTIZATION = {
     "quant_method": "mxfp4",
@@ -56,7 +55,7 @@ _QUANTIZATION = {
         "lm_head",
     ],
 }
-_PIECE_BYTES = 8 * 2**20  # read at once, or one expert where that is more
+_CHUNK_BYTES = 8 * 2**20  # read at a time; at least one expert
 
 
 def load_params(
@@ -69,34 +68,34 @@ def load_params(
 ) -> Params:
     """The weights of a checkpoint folder as numpy arrays in our layout; padding rows are 0.
 
-    On a CPU `jax.device_put` of them copies nothing; `jnp.asarray` does.
+    On a CPU, `jax.device_put` of these arrays does not copy them; `jnp.asarray` does.
     Args:
-        dtype: None is the config's; "as_read" what the forward reads each parameter in: matrices
-            in the config's, the rest in float32.
-        experts: "packed" keeps the four bits of the experts' matrices, as leaves `Mxfp4`; the
-            checkpoint must hold them so (`packed.pack_experts` encodes others).
+        dtype: None for the config's dtype; "as_read" for the dtype in which the forward reads each
+            parameter: matrices in the config's dtype, the rest in float32.
+        experts: "packed" keeps the experts' matrices in four bits, as `Mxfp4` leaves; the
+            checkpoint must store them so (`packed.pack_experts` encodes dense ones).
     Numerics: MXFP4 decodes exactly; a narrower `dtype` than the file's rounds to nearest, even.
-    Raises ConfigError, from headers alone, for a missing, unknown, misshapen or mistyped tensor,
-    a missing shard or a truncated file; from the data for NaN, infinity, or bits that are not
-    those we wrote. The files of others hold no digests: there only NaN and infinity are seen.
+    Raises: ConfigError, from headers alone, for a missing or unknown tensor, a wrong shape or
+        dtype, a missing shard or a truncated file; from the data for NaN, infinity, and for files
+        written by jaxmoe, which contain digests, for changed bits.
     """
     if experts == "packed":
-        require_packable(cfg)
+        check_packable(cfg)
 
-    def fresh(spec: Spec) -> Leaf:
+    def init_leaf(spec: Spec) -> Leaf:
         if experts == "packed" and spec.is_packable:
-            return mxfp4.room(spec.shape)
-        held = read_dtype(spec, cfg, "float32") if dtype == "as_read" else dtype or cfg.dtype
-        return zeros_to_share(spec.shape, jax.numpy.dtype(held))
+            return mxfp4.init_packed(spec.shape)
+        leaf_dtype = read_dtype(spec, cfg, "float32") if dtype == "as_read" else dtype or cfg.dtype
+        return zeros_to_share(spec.shape, jax.numpy.dtype(leaf_dtype))
 
     specs = param_specs(cfg)
-    params = jax.tree.map(fresh, specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
+    params = jax.tree.map(init_leaf, specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
 
-    def here(entry: Entry) -> Leaf:
+    def leaf_of_entry(entry: Entry) -> Leaf:
         leaf = leaf_of(params, entry)
         return leaf if entry.pair is None else jax.tree.map(lambda x: x[entry.pair], leaf)
 
-    for _ in read_entries(Path(directory), cfg, here, experts=experts, progress=progress):
+    for _ in read_entries(Path(directory), cfg, leaf_of_entry, experts=experts, progress=progress):
         pass
     return params
 
@@ -104,86 +103,94 @@ def load_params(
 def read_entries(
     directory: Path,
     cfg: ModelConfig,
-    into: Callable[[Entry], Leaf],
+    init_leaf: Callable[[Entry], Leaf],
     *,
     experts: Literal["dense", "packed"] = "dense",
     progress: Progress | None = None,
 ) -> Iterator[tuple[Entry, Leaf]]:
-    """The tensors of a checkpoint one after the other, each read into zeros that `into` gives.
+    """Read the tensors of a checkpoint one by one, each into the zeros that `init_leaf` returns.
 
-    Those are a `Mxfp4` for each matrix of the experts where they are to stay packed.
-    Raises as `load_params` does.
+    For packed experts, `init_leaf` returns a `Mxfp4` for each of their matrices.
+    Raises: ConfigError as `load_params` does.
     """
     tensors = find_tensors(directory)
-    table = entries(cfg)
+    table = list_entries(cfg)
     check_headers(directory, table, tensors, experts)
-    done, total = 0, sum(tensor.nbytes for tensor in tensors.values())
+    bytes_read, total = 0, sum(tensor.nbytes for tensor in tensors.values())
     for entry in table:
-        leaf = into(entry)
-        packed, broken = isinstance(leaf, Mxfp4), 0
+        leaf = init_leaf(entry)
+        packed, n_bad = isinstance(leaf, Mxfp4), 0
         read = _read_packed if packed else _read_dense
         for infinite, nbytes in read(entry, tensors, leaf):
-            broken, done = broken + infinite, done + nbytes
+            n_bad, bytes_read = n_bad + infinite, bytes_read + nbytes
             if progress is not None:
-                progress(done, total, entry.name)
-        if broken:
+                progress(bytes_read, total, entry.name)
+        if n_bad:
             kind = "bfloat16" if packed else leaf.dtype
             raise ConfigError(
-                f"{directory}: {entry.name} must be finite in {kind}, got {broken} NaN or "
+                f"{directory}: {entry.name} must be finite in {kind}, got {n_bad} NaN or "
                 "infinite values. Fetch it again, or load another checkpoint."
             )
         yield entry, leaf
 
 
-def _read_dense(entry: Entry, tensors: dict[str, Stored], leaf: Leaf) -> Iterator[tuple[int, int]]:
-    """Fills the leaf; (values not finite, bytes read) of each piece."""
-    for start, piece, nbytes in _pieces(entry, tensors):
-        with np.errstate(over="ignore"):  # it becomes infinite, and is counted
-            piece = piece.astype(leaf.dtype, copy=False)
-        _place(leaf, piece, start, entry.layout)
-        yield not_finite(piece), nbytes
+def _read_dense(
+    entry: Entry, tensors: dict[str, StoredTensor], leaf: Leaf
+) -> Iterator[tuple[int, int]]:
+    """Read into a dense leaf; yields (number of non-finite values, bytes read) of each chunk."""
+    for start, chunk, nbytes in _read_chunks(entry, tensors):
+        with np.errstate(over="ignore"):  # overflow gives infinity, which is counted below
+            chunk = chunk.astype(leaf.dtype, copy=False)
+        _write_rows(leaf, chunk, start, entry.layout)
+        yield count_not_finite(chunk), nbytes
 
 
-def _read_packed(entry: Entry, tensors: dict[str, Stored], leaf: Leaf) -> Iterator[tuple[int, int]]:
-    """The same for a leaf that stays packed."""
-    for e, block, scale in _packed_pieces(entry, tensors):
-        packed = map(np.asarray, mxfp4.halved(block[0], scale[0]))
-        for ours, theirs in zip(leaf, packed, strict=True):
-            _place(ours, theirs[None], e, entry.layout)
-        yield mxfp4.infinite(block, scale), block.nbytes + scale.nbytes
+def _read_packed(
+    entry: Entry, tensors: dict[str, StoredTensor], leaf: Leaf
+) -> Iterator[tuple[int, int]]:
+    """Read into a packed leaf; yields as `_read_dense`."""
+    for e, block, scale in _read_packed_chunks(entry, tensors):
+        packed = map(np.asarray, mxfp4.blocks_to_halves(block[0], scale[0]))
+        for half, chunk in zip(leaf, packed, strict=True):
+            _write_rows(half, chunk[None], e, entry.layout)
+        yield mxfp4.count_infinite(block, scale), block.nbytes + scale.nbytes
 
 
-def _place(ours: np.ndarray, piece: np.ndarray, start: int, layout: Layout) -> None:
-    """Write rows start… of a checkpoint tensor to where they belong in ours."""
-    stop = start + len(piece)
+def _write_rows(param: np.ndarray, rows: np.ndarray, start: int, layout: Layout) -> None:
+    """Write rows start… of a checkpoint tensor into our layout of the parameter."""
+    stop = start + len(rows)
     if layout in ("transpose", "transpose_pad"):
-        ours[:, start:stop] = piece.T
+        param[:, start:stop] = rows.T
     elif layout in ("gate_up", "gate_up_bias"):
-        half = ours.shape[-1] // 2
-        ours[start:stop, ..., :half] = piece[..., 0::2]
-        ours[start:stop, ..., half:] = piece[..., 1::2]
+        half = param.shape[-1] // 2
+        param[start:stop, ..., :half] = rows[..., 0::2]
+        param[start:stop, ..., half:] = rows[..., 1::2]
     else:
-        ours[start:stop] = piece
+        param[start:stop] = rows
 
 
-def _pieces(entry: Entry, tensors: dict[str, Stored]) -> Iterator[tuple[int, np.ndarray, int]]:
-    """(first row, rows, bytes read) of a tensor, dense and in the checkpoint's layout."""
+def _read_chunks(
+    entry: Entry, tensors: dict[str, StoredTensor]
+) -> Iterator[tuple[int, np.ndarray, int]]:
+    """(first row, rows, bytes read) of each chunk of a tensor, dense and in its file's layout."""
     if entry.name in tensors:
         tensor = tensors[entry.name]
-        rows = max(1, _PIECE_BYTES * tensor.shape[0] // tensor.nbytes)
-        for start, piece in read_rows(tensor, rows):
-            yield start, piece, piece.nbytes
+        rows = max(1, _CHUNK_BYTES * tensor.shape[0] // tensor.nbytes)
+        for start, chunk in read_tensor_rows(tensor, rows):
+            yield start, chunk, chunk.nbytes
         return
-    for start, block, scale in _packed_pieces(entry, tensors):
-        dense = mxfp4.decode(block, scale).swapaxes(1, 2)
+    for start, block, scale in _read_packed_chunks(entry, tensors):
+        dense = mxfp4.decode_blocks(block, scale).swapaxes(1, 2)
         yield start, dense, block.nbytes + scale.nbytes
 
 
-def _packed_pieces(
-    entry: Entry, tensors: dict[str, Stored]
+def _read_packed_chunks(
+    entry: Entry, tensors: dict[str, StoredTensor]
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(expert, its blocks, its scales); the first axis is kept."""
-    blocks, scales = (read_rows(tensors[entry.name + end], 1) for end in ("_blocks", "_scales"))
+    """(expert index, blocks [1, …], scales [1, …]) of each expert."""
+    blocks, scales = (
+        read_tensor_rows(tensors[entry.name + end], 1) for end in ("_blocks", "_scales")
+    )
     for (start, block), (_, scale) in zip(blocks, scales, strict=True):
         if scale.max() == 255:
             raise ConfigError(
@@ -196,81 +203,87 @@ def _packed_pieces(
 def iter_hf(
     params: Params, cfg: ModelConfig, dtype: str = "bfloat16"
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The export stream: (checkpoint name, array), one tensor in memory at a time.
+    """(checkpoint name, array) of each tensor to export, one in memory at a time.
 
-    Packed leaves are decoded, exactly, for a dense dtype; for mxfp4 they are the bytes as loaded.
-    Adapters are merged into their base, and rounded once.
-    Raises ValueError where a leaf is not the table's or does not fit MXFP4; ConfigError
-    for another dtype than bfloat16, float32 or mxfp4 (experts packed, the rest bfloat16).
+    For a dense dtype, packed leaves are decoded exactly; for mxfp4, their bytes are unchanged.
+    Adapters are merged into their base and rounded once.
+    dtype: bfloat16, float32 or mxfp4 (experts packed, the rest bfloat16).
+    Raises: ValueError if a leaf is not in the table or does not fit MXFP4; ConfigError for another
+        dtype or a non-finite value.
     """
-    check_params(params, cfg)
-    for entry in entries(cfg):
-        items, leaf = stored(entry, dtype), leaf_of(params, entry)
+    check_param_tree(params, cfg)
+    for entry in list_entries(cfg):
+        items, leaf = plan_entry(entry, dtype), leaf_of(params, entry)
         if len(items) == 2 and isinstance(leaf, Mxfp4):
             packed = _gather_packed(leaf, entry)
-            yield from zip([name for name, _, _ in items], _unpacked(packed, entry), strict=True)
+            yield from zip(
+                [name for name, _, _ in items], _packed_bytes(packed, entry), strict=True
+            )
             continue
-        ours = gather_entry(params, entry)
-        if broken := not_finite(ours):
-            raise ConfigError(f"{entry.name} must be finite, got {broken} NaN or infinite values.")
+        param = gather_entry(params, entry)
+        if n_bad := count_not_finite(param):
+            raise ConfigError(f"{entry.name} must be finite, got {n_bad} NaN or infinite values.")
         if len(items) == 1:
-            yield entry.name, _to_checkpoint(ours, entry, DTYPES[items[0][1]])
+            yield entry.name, _to_checkpoint(param, entry, DTYPES[items[0][1]])
         else:
-            yield from zip([name for name, _, _ in items], _pack(ours, entry), strict=True)
-
-
-def check_params(params: Params, cfg: ModelConfig) -> None:
-    """Raises ValueError where a leaf is missing, unknown or of another shape than the table's."""
-    got, want = param_shapes(params), param_shapes(param_specs(cfg))
-    for name in sorted(got.keys() | want.keys()):
-        if got.get(name) != want.get(name):
-            raise ValueError(
-                f"params {name} must have shape {want.get(name, 'none (unknown)')}, got "
-                f"{got.get(name, 'none (missing)')}. Are these the weights of this model config?"
+            yield from zip(
+                [name for name, _, _ in items], _encode_experts(param, entry), strict=True
             )
 
 
-def gather_entry(params: Params, entry: Entry, *, here: bool = True) -> np.ndarray:
-    """An entry's array in our layout on the host, as `gather` does it.
+def check_param_tree(params: Params, cfg: ModelConfig) -> None:
+    """Raise ValueError if a leaf is missing, unknown or has another shape than in the table."""
+    actual, expected = param_shapes(params), param_shapes(param_specs(cfg))
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            raise ValueError(
+                f"params {name} must have shape {expected.get(name, 'none (unknown)')}, got "
+                f"{actual.get(name, 'none (missing)')}. Are these the weights of this model config?"
+            )
 
-    What is packed is decoded, what is adapted is merged, in float32.
+
+def gather_entry(params: Params, entry: Entry, *, receives: bool = True) -> np.ndarray:
+    """An entry's array in our layout on the host, gathered by `gather_leaf`.
+
+    Packed leaves are decoded; adapted leaves are merged, in float32.
     """
     leaf = leaf_of(params, entry)
     if isinstance(leaf, Adapted) and entry.pair is not None:
-        return merged_layer(leaf, entry.pair, here=here)
+        return merge_layer(leaf, entry.pair, receives=receives)
     if not isinstance(leaf, Mxfp4):
-        return gather(leaf, entry.pair, here=here)
-    packed = _gather_packed(leaf, entry, here=here)
-    return mxfp4.decoded(packed) if here else np.empty(0, jax.numpy.bfloat16)
+        return gather_leaf(leaf, entry.pair, receives=receives)
+    packed = _gather_packed(leaf, entry, receives=receives)
+    return mxfp4.decode_packed(packed) if receives else np.empty(0, jax.numpy.bfloat16)
 
 
-def _gather_packed(leaf: Mxfp4, entry: Entry, *, here: bool = True) -> Mxfp4:
-    return jax.tree.map(lambda part: gather(part, entry.pair, here=here), leaf)
+def _gather_packed(leaf: Mxfp4, entry: Entry, *, receives: bool = True) -> Mxfp4:
+    return jax.tree.map(lambda part: gather_leaf(part, entry.pair, receives=receives), leaf)
 
 
-def _to_checkpoint(ours: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:
-    """The inverse of `_place`, padding cut off."""
-    return checkpoint_tensor(ours, entry.layout, entry.shape, dtype)
+def _to_checkpoint(param: np.ndarray, entry: Entry, dtype: np.dtype) -> np.ndarray:
+    """The inverse of `_write_rows`; padding is removed."""
+    return checkpoint_tensor(param, entry.layout, entry.shape, dtype)
 
 
-def _pack(ours: np.ndarray, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
-    """MXFP4 blocks and scales, made one expert at a time."""
-    blocks, scales = (np.empty(shape, np.uint8) for _, _, shape in stored(entry, "mxfp4"))
-    alone = replace(entry, shape=(1, *entry.shape[1:]))
-    for e in range(len(ours)):
-        dense = _to_checkpoint(ours[e : e + 1], alone, DTYPES["F32"])
-        blocks[e : e + 1], scales[e : e + 1] = mxfp4.encode(dense.swapaxes(1, 2))
+def _encode_experts(param: np.ndarray, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
+    """MXFP4 blocks and scales of dense experts, encoded one expert at a time."""
+    blocks, scales = (np.empty(shape, np.uint8) for _, _, shape in plan_entry(entry, "mxfp4"))
+    one_expert = replace(entry, shape=(1, *entry.shape[1:]))
+    for e in range(len(param)):
+        dense = _to_checkpoint(param[e : e + 1], one_expert, DTYPES["F32"])
+        blocks[e : e + 1], scales[e : e + 1] = mxfp4.encode_blocks(dense.swapaxes(1, 2))
     return blocks, scales
 
 
-def _unpacked(ours: Leaf, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
-    """A packed leaf's blocks and scales, as the checkpoint has them."""
-    blocks, scales = (np.empty(shape, np.uint8) for _, _, shape in stored(entry, "mxfp4"))
+def _packed_bytes(packed: Leaf, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks and scales of a packed leaf, in the checkpoint's layout."""
+    blocks, scales = (np.empty(shape, np.uint8) for _, _, shape in plan_entry(entry, "mxfp4"))
     for e in range(len(blocks)):
         parts = (
-            checkpoint_tensor(x[e : e + 1], entry.layout, (1, *x.shape[1:]), x.dtype) for x in ours
+            checkpoint_tensor(x[e : e + 1], entry.layout, (1, *x.shape[1:]), x.dtype)
+            for x in packed
         )
-        blocks[e], scales[e] = mxfp4.neighboured(*(part[0] for part in parts))
+        blocks[e], scales[e] = mxfp4.halves_to_blocks(*(part[0] for part in parts))
     return blocks, scales
 
 
@@ -281,16 +294,17 @@ def save_params(
     *,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 10**9,
-    beside: Callable[[Path], None] = lambda folder: None,
+    add_files: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write config.json and *.safetensors that `transformers` and vLLM read.
 
-    Everything, and what `beside` adds to the folder it is given, is written to DIRECTORY.partial
-    and renamed at the end, so that DIRECTORY is whole or absent; the safetensors hold a digest of
-    every tensor, jaxmoe.sha256 sums of the other files. Numerics: float32 to bfloat16 rounds to
-    nearest, even; MXFP4 as `mxfp4.encode`, or as loaded.
-    Raises ConfigError where the directory already holds something, the disk is full, a weight is
-    not finite, or MXFP4 does not fit.
+    All files, including those that `add_files` writes, go to DIRECTORY.partial, which is renamed
+    at the end, so DIRECTORY is complete or absent. The safetensors contain a digest of every
+    tensor, jaxmoe.sha256 the checksums of the other files.
+    Numerics: float32 to bfloat16 rounds to nearest, even; MXFP4 as in `mxfp4.encode_blocks`, or
+    the loaded bytes.
+    Raises: ConfigError if the directory is not empty, the disk is full, a weight is not finite, or
+        the shapes do not fit MXFP4.
     """
     directory = Path(directory)
     planned = check_export(cfg, directory, dtype)
@@ -302,21 +316,21 @@ def save_params(
         free = shutil.disk_usage(partial).free
         if free < needed:
             raise OSError(f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
-        _write(params, cfg, partial, dtype, plan_shards(planned, max_shard_bytes))
-        beside(partial)
+        _write_shards(params, cfg, partial, dtype, plan_shards(planned, max_shard_bytes))
+        add_files(partial)
         write_file_sums(partial)
         partial.replace(directory)
     except OSError as error:
         raise ConfigError(
-            f"{directory} must be a folder that can be made and filled; {error}. Nothing is left "
-            "of it. Free some space, or name another one."
+            f"{directory} must be a folder that can be created and written; {error}. Partial files "
+            "were removed. Free some space, or name another folder."
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_export(cfg: ModelConfig, directory: Path, dtype: str) -> list[Planned]:
-    """What an export would write. Raises ConfigError where it cannot."""
+def check_export(cfg: ModelConfig, directory: Path, dtype: str) -> list[PlannedTensor]:
+    """The tensors that an export would write. Raises ConfigError if it is not possible."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} must be new or empty for an export. Name another one.")
     if dtype == "mxfp4" and (cfg.d_model % mxfp4.GROUP or cfg.d_expert % mxfp4.GROUP):
@@ -327,18 +341,18 @@ def check_export(cfg: ModelConfig, directory: Path, dtype: str) -> list[Planned]
     return planned_tensors(cfg, dtype)
 
 
-def _write(
-    params: Params, cfg: ModelConfig, folder: Path, dtype: str, shards: list[list[Planned]]
+def _write_shards(
+    params: Params, cfg: ModelConfig, folder: Path, dtype: str, shards: list[list[PlannedTensor]]
 ) -> None:
-    stream, where, total = iter_hf(params, cfg, dtype), dict[str, str](), 0
+    stream, file_of_tensor, total = iter_hf(params, cfg, dtype), dict[str, str](), 0
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        name = SINGLE if len(shards) == 1 else name
+        name = SINGLE_FILE if len(shards) == 1 else name
         total += write_shard(folder / name, shard, stream)
-        where |= dict.fromkeys((tensor for tensor, _, _ in shard), name)
+        file_of_tensor |= dict.fromkeys((tensor for tensor, _, _ in shard), name)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
+        index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
     config = to_hf(cfg, dtype="bfloat16" if dtype == "mxfp4" else dtype)
     packed = {"quantization_config": _QUANTIZATION} if dtype == "mxfp4" else {}
     (folder / "config.json").write_text(json.dumps(config | packed, indent=2))

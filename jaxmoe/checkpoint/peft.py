@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters out as PEFT's files, which others train on, merge and serve.
+"""Write LoRA adapters in PEFT's format, which other programs train, merge and serve.
 
-The base stays where it is: an adapter is adapter_config.json and adapter_model.safetensors.
-Next: jaxmoe/checkpoint/peft_layout.py, how PEFT lays the matrices out; peft_read.py, the way back.
+An adapter consists of adapter_config.json and adapter_model.safetensors, without the base.
+Next: jaxmoe/checkpoint/peft_layout.py, PEFT's layout of the matrices; peft_read.py reads adapters.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxmoe.checkpoint.entries import entries, leaf_of
-from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather
+from jaxmoe.checkpoint.entries import leaf_of, list_entries
+from jaxmoe.checkpoint.layouts import checkpoint_tensor, gather_leaf
 from jaxmoe.checkpoint.peft_layout import (
     ATTENTION,
     EXPERTS,
@@ -29,7 +29,7 @@ from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
 from jaxmoe.config.lora import MODULES_TO_SAVE
 from jaxmoe.shapes import Params
 
-# as PEFT finds them, by the ends of modules' names; "norm" alone would end all three norms
+# PEFT matches modules by the end of their names; "norm" alone would match all three norms.
 _MODULES = {
     "w_router": "mlp.router", "attn_norm": "input_layernorm",
     "moe_norm": "post_attention_layernorm", "final_norm": "model.norm", "embed": "embed_tokens",
@@ -47,107 +47,116 @@ def save_adapter(
     base: str | None = None,
     add_files: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write adapters, {"layers": {"sliding" | "full": {name: Pair}}}, aside and then renamed.
+    """Write an adapter folder; it is written to DIRECTORY.partial and then renamed.
 
-    Both kinds of layers have the same names, some of lora's. The experts' A is over the inputs, as
-    PEFT 0.18 and, for transformers 5, PEFT from 0.19.1 have it. Ranks and alphas that differ go
-    into rank_pattern and alpha_pattern, those of attention. `base` is base_model_name_or_path;
-    `add_files` adds files of its own to the folder.
-    Modules trained whole (router, norms, embedding, head) go into modules_to_save; of parameters
-    alone, sinks and biases, PEFT keeps none.
-    Numerics: nothing is rounded; dtypes stay.
-    Raises ValueError for other names or shapes than the model's, ConfigError where the directory
-    cannot be written or holds something, and for sinks and biases.
+    adapters: {"layers": {"sliding" | "full": {name: Pair}}}; both kinds of layers have the same
+        names, a subset of lora's. Fully trained modules (router, norms, embedding, head) go into
+        modules_to_save. PEFT cannot store fully trained sinks and biases.
+    base: base_model_name_or_path.
+    add_files: writes more files into the folder.
+    The experts' A is over the inputs, as in PEFT 0.18 and, for transformers 5, from PEFT 0.19.1.
+    If attention has another rank or alpha than the experts, it goes into rank_pattern and
+    alpha_pattern.
+    Numerics: nothing is rounded; dtypes are unchanged.
+    Raises: ValueError for names or shapes that are not the model's; ConfigError if the directory
+        cannot be written or is not empty, and for sinks and biases.
     """
     directory = Path(directory)
-    if kept_out := sorted(
+    if unsupported := sorted(
         lora.fully_trained & {*MODULES_TO_SAVE["sinks"], *MODULES_TO_SAVE["biases"]}
     ):
         raise ConfigError(
-            f"an adapter's files must hold modules, and {kept_out[0]} is a parameter within one "
-            f"(lora.modules_to_save={lora.modules_to_save}). Export whole weights: --merge."
+            f"a PEFT adapter can only store complete modules; {unsupported[0]} is a parameter of "
+            f"one (lora.modules_to_save={lora.modules_to_save}). Export merged weights: --merge."
         )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory} must be new or empty for an adapter. Name another one.")
-    ranks = _ranks(adapters, cfg, lora)
+    ranks = _read_ranks(adapters, cfg, lora)
     alphas = {n: lora.expert_alpha if n in EXPERTS else lora.attention_alpha for n in ranks}
-    spelt = {DTYPES[name]: name for name in FLOATS}
+    format_names = {DTYPES[name]: name for name in FLOATS}
     arrays: dict[str, np.ndarray] = {}
     for matrix in adapted_matrices(cfg):
         if matrix.name in ranks:
-            pair = (np.asarray(x[matrix.pair]) for x in _leaf(adapters, matrix)[:2])
+            pair = (np.asarray(x[matrix.pair]) for x in _adapter_leaf(adapters, matrix)[:2])
             for letter, x in zip("AB", to_peft(matrix, *pair), strict=True):
-                if x.dtype not in spelt:
+                if x.dtype not in format_names:
                     raise ValueError(f"{matrix.target} must be of {', '.join(FLOATS)}: {x.dtype}.")
                 arrays[tensor_of(matrix, letter, list(ranks))] = np.ascontiguousarray(x)
     arrays |= _whole_modules(adapters, cfg, lora)
-    planned = [(name, spelt[array.dtype], array.shape) for name, array in arrays.items()]
-    config = _config(ranks, alphas, lora.rank_stabilized) | {
+    planned = [(name, format_names[array.dtype], array.shape) for name, array in arrays.items()]
+    config = _adapter_config(ranks, alphas, lora.rank_stabilized) | {
         "base_model_name_or_path": base,
         "modules_to_save": [_MODULES[name] for name in _MODULES if name in lora.fully_trained]
         or None,
     }
-    aside = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        write_shard(aside / FILE, planned, iter(arrays.items()))
-        (aside / CONFIG).write_text(json.dumps(config, indent=2))
-        add_files(aside)
-        aside.replace(directory)
+        partial.mkdir(parents=True)
+        write_shard(partial / FILE, planned, iter(arrays.items()))
+        (partial / CONFIG).write_text(json.dumps(config, indent=2))
+        add_files(partial)
+        partial.replace(directory)
     except OSError as error:
-        raise ConfigError(f"{directory} must take the adapter; {error}.") from error
+        raise ConfigError(
+            f"{directory} must be writable for the adapter; {error}. Name another folder."
+        ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _whole_modules(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict[str, np.ndarray]:
-    """Tensors of what is trained whole, named and laid out as in a checkpoint."""
+    """Tensors of fully trained modules, in a checkpoint's names and layout."""
     return {
         f"base_model.model.{entry.name}": checkpoint_tensor(
-            gather(leaf_of(adapters, entry), entry.pair), entry.layout, entry.shape,
+            gather_leaf(leaf_of(adapters, entry), entry.pair), entry.layout, entry.shape,
             np.dtype(np.float32),
         )
-        for entry in entries(cfg)
+        for entry in list_entries(cfg)
         if entry.keys[-1] in lora.fully_trained
     }  # fmt: skip
 
 
-def _leaf(adapters: Params, matrix: AdaptedMatrix) -> Any:
+def _adapter_leaf(adapters: Params, matrix: AdaptedMatrix) -> Any:
     return adapters["layers"][matrix.keys[1]][matrix.name]
 
 
-def _ranks(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict[str, int]:
-    """The rank of each name, experts first. Raises ValueError where the tree is not the model's."""
+def _read_ranks(adapters: Params, cfg: ModelConfig, lora: LoraConfig) -> dict[str, int]:
+    """The rank of each name, experts first. Raises ValueError if the tree is not the model's."""
     layers = adapters.get("layers", {})
-    trained = [x for of in layers.values() for x in of.items() if x[0] not in lora.fully_trained]
-    others = sorted(adapters.keys() - {"layers", *lora.fully_trained})
-    others += sorted(n for n, x in trained if n not in TARGETS or not isinstance(x, tuple))
-    if others:
+    trained = [
+        x for leaves in layers.values() for x in leaves.items() if x[0] not in lora.fully_trained
+    ]
+    unknown_names = sorted(adapters.keys() - {"layers", *lora.fully_trained})
+    unknown_names += sorted(n for n, x in trained if n not in TARGETS or not isinstance(x, tuple))
+    if unknown_names:
         raise ValueError(
-            f"an adapter's files hold low-rank matrices of {', '.join(TARGETS)}; {others[0]} is "
-            "none of them. Export merged weights."
+            f"a PEFT adapter stores low-rank matrices of {', '.join(TARGETS)}; "
+            f"{unknown_names[0]} is none of them. Export merged weights."
         )
     names = {kind: set(layers.get(kind, {})) - lora.fully_trained for kind in ("sliding", "full")}
     if names["sliding"] != names["full"] or not names["full"]:
-        raise ValueError(f"an adapter must be of some, and the same, names in all layers: {names}.")
+        raise ValueError(f"an adapter must have the same names in all layers, got {names}.")
     ranks: dict[str, int] = {}
     for matrix in adapted_matrices(cfg):
         if matrix.name in names["full"]:
-            a, b = (x.shape for x in _leaf(adapters, matrix)[:2])
+            a, b = (x.shape for x in _adapter_leaf(adapters, matrix)[:2])
             rank = ranks.setdefault(matrix.name, lora.ranks.get(matrix.name, 0))
             stack = (cfg.n_layers // 2, *([] if matrix.experts is None else [matrix.experts]))
-            want = (*stack, rank, matrix.inputs), (*stack, rank, matrix.outputs)
-            if (a, b) != want or rank < 1:
+            expected = (*stack, rank, matrix.inputs), (*stack, rank, matrix.outputs)
+            if (a, b) != expected or rank < 1:
                 raise ValueError(
-                    f"{'/'.join(matrix.keys)} must have a {want[0]} and b {want[1]} for its rank "
-                    f"{rank} of lora, got {a} and {b}."
+                    f"{'/'.join(matrix.keys)} must have a {expected[0]} and b {expected[1]} for "
+                    f"its rank {rank} in lora, got {a} and {b}."
                 )
     return {name: ranks[name] for name in (*EXPERTS, *ATTENTION) if name in ranks}
 
 
-def _config(ranks: dict[str, int], alphas: dict[str, float], stabilized: bool) -> dict[str, Any]:
-    first = next(iter(ranks))  # of experts where there are: PEFT 0.21 warns of patterns for those
+def _adapter_config(
+    ranks: dict[str, int], alphas: dict[str, float], stabilized: bool
+) -> dict[str, Any]:
+    # The experts' rank if they are adapted: PEFT 0.21 warns about patterns for experts.
+    first = next(iter(ranks))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's checkpoint holds, where its first weights come from, and how it resumes.
+"""Initial weights of a run, the contents of its checkpoints, and its resume.
 
 Next: jaxmoe/checkpoint/store.py writes and reads the files.
 """
@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 
 from jaxmoe.checkpoint import store
 from jaxmoe.checkpoint.hf import load_params
-from jaxmoe.checkpoint.hf_placed import load_placed
-from jaxmoe.checkpoint.same_run import Held, check_resume, check_use
+from jaxmoe.checkpoint.hf_placed import load_sharded_params
+from jaxmoe.checkpoint.same_run import ContentDigests, check_resume, check_use
 from jaxmoe.config import Config, ConfigError, ModelConfig, to_json
 from jaxmoe.model.config import read_hf_config
 from jaxmoe.model.params import init_params
@@ -38,52 +38,53 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: after `step` steps of `stage`."""
+    """The state of a run after `step` steps of `stage`."""
 
     stage: str
     step: int
-    state: Leaf  # TrainState: what is trained and what is frozen, optimizer, count of updates
-    data: dict[str, Any] | None  # position in the stream of prompts
+    state: Leaf  # TrainState: trained and frozen parameters, optimizer, number of updates
+    data: dict[str, Any] | None  # PromptIterator.get_state()
 
     @property
-    def number(self) -> int:
-        """Rises through both stages; names the checkpoint's folder."""
+    def checkpoint_number(self) -> int:
+        """Name of the checkpoint's folder; it increases through both stages."""
         return 1_000_000 * STAGES.index(self.stage) + self.step
 
 
 def initial_params(cfg: Config, mesh: Mesh | None = None) -> Params:
-    """Weights of `init.checkpoint`, or random ones from the seed; on a mesh made where they lie."""
+    """Weights of `init.checkpoint`, or random ones from the seed; on a mesh, created sharded."""
     if not cfg.init.checkpoint:
         make = partial(init_params, cfg=cfg.model, dtype=cfg.optim.param_dtype)
         if mesh is not None:
             make = jax.jit(make, out_shardings=param_shardings(cfg.model, mesh))
         return make(jax.random.key(cfg.seed))
     directory = Path(cfg.init.checkpoint)
-    check_model(cfg.model, directory)
+    check_checkpoint_model(cfg.model, directory)
     if mesh is not None:
-        return load_placed(directory, cfg.model, cfg.optim.param_dtype, mesh)
+        return load_sharded_params(directory, cfg.model, cfg.optim.param_dtype, mesh)
     return jax.tree.map(jnp.asarray, load_params(directory, cfg.model, cfg.optim.param_dtype))
 
 
-def check_model(ours: ModelConfig, directory: Path) -> None:
-    """Raises ConfigError where a model is not that of a checkpoint's config.json, in all it is."""
-    theirs = vars(read_hf_config(directory))
-    free = ("dtype", "numerics", "vocab_multiple")
-    differ = {n: a for n, a in vars(ours).items() if n not in free and a != theirs[n]}
-    if differ:
-        told = ", ".join(f"model.{name} ({value} here)" for name, value in differ.items())
-        typed = " ".join(f"--set model.{name}={theirs[name]}" for name in differ)
+def check_checkpoint_model(model: ModelConfig, directory: Path) -> None:
+    """Raise ConfigError if a model differs from a checkpoint's config.json in any field that
+    determines its weights or its outputs."""
+    checkpoint_values = vars(read_hf_config(directory))
+    ignored = ("dtype", "numerics", "vocab_multiple")
+    differing = {
+        n: a for n, a in vars(model).items() if n not in ignored and a != checkpoint_values[n]
+    }
+    if differing:
+        differences = ", ".join(f"model.{name} (got {value})" for name, value in differing.items())
+        settings = " ".join(f"--set model.{name}={checkpoint_values[name]}" for name in differing)
         raise ConfigError(
-            f"the model must be that of {directory}/config.json; other than there: {told}. "
-            f"Try {typed}, or --set model=checkpoint, which takes all of it from there."
+            f"the model must be that of {directory}/config.json; it differs in {differences}. "
+            f"Try {settings}, or --set model=checkpoint, which takes all fields from there."
         )
 
 
 def record_config(work: Path, cfg: Config, impls: Mapping[str, Any] | None = None) -> None:
-    """config.json in the run folder: the resolved config, the commit and the versions it runs on,
-    and which implementation each operation of pallas_kernels runs.
-
-    A resumed run writes it anew.
+    """Write config.json in the run folder: the resolved config, git commit, package versions, and
+    the implementation of each operation of pallas_kernels. A resumed run overwrites it.
     """
     record = {
         "config": json.loads(to_json(cfg)),
@@ -96,27 +97,30 @@ def record_config(work: Path, cfg: Config, impls: Mapping[str, Any] | None = Non
 
 
 def code_version() -> str:
-    """What runs, as processes of one run compare it."""
+    """Commit and versions of the running code, which all processes of a run must share."""
     versions = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax")]
     return "\n".join([str(_git_commit()), f"python {platform.python_version()}", *versions])
 
 
 def _git_commit() -> str | None:
-    """The commit of the code that runs, "-dirty" behind it if changed; None outside a clone."""
+    """The commit of the running code, with "-dirty" if it was changed; None outside a clone."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 @contextmanager
-def alone(work: Path, *, enabled: bool = True) -> Iterator[None]:
-    """Nobody else trains in this run folder meanwhile. Raises ConfigError where somebody does."""
+def lock_run_folder(work: Path, *, enabled: bool = True) -> Iterator[None]:
+    """Hold the lock of a run folder. Raises ConfigError if another process trains in it.
+
+    enabled: False to do nothing.
+    """
     if not enabled:
         yield
         return
@@ -125,31 +129,40 @@ def alone(work: Path, *, enabled: bool = True) -> Iterator[None]:
         file = open_lock(work / LOCK)
     except OSError as error:
         raise ConfigError(
-            f"workdir ({work}) must be a folder that takes files; {error}. "
-            "Try --workdir runs/another."
+            f"workdir ({work}) must be a writable folder; {error}. Try --workdir runs/another."
         ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"{work} must be one process's at a time, and another one trains in it. "
+                f"{work} must be used by one process at a time; another process trains in it. "
                 "Wait for it, or try --workdir runs/another."
             ) from error
         except OSError:
-            pass  # a filesystem without locks
+            pass  # the filesystem has no locks
         yield
 
 
 def save_run(
-    work: Path, cfg: Config, at: Position, contents: Mapping[str, str] | None = None
+    work: Path, cfg: Config, position: Position, contents: Mapping[str, str] | None = None
 ) -> None:
-    """Everything a resume needs: weights, optimizer, reference, data position, seed, config."""
+    """Save everything a resume needs: weights, optimizer, reference, data position, config.
+
+    contents: digests of the run's files (`digest_contents`).
+    """
     extra = {
-        "stage": at.stage, "step": at.step, "data": at.data, "config": json.loads(to_json(cfg)),
+        "stage": position.stage, "step": position.step, "data": position.data,
+        "config": json.loads(to_json(cfg)),
         "contents": dict(contents or {}),
     }  # fmt: skip
-    store.save(work / "checkpoints", at.number, {"state": at.state}, extra, keep=cfg.save.keep)
+    store.save_checkpoint(
+        work / "checkpoints",
+        position.checkpoint_number,
+        {"state": position.state},
+        extra,
+        keep=cfg.save.keep,
+    )
 
 
 def restore_run(
@@ -160,41 +173,47 @@ def restore_run(
     to_train: bool = True,
     contents: Mapping[str, str] | None = None,
 ) -> Position | None:
-    """The newest complete checkpoint's position, or None in a new run folder.
+    """The newest complete checkpoint, or None in a new run folder.
 
-    `shapes` are those of each stage's state, by its name; `contents` digests of the run's files.
-    Raises ConfigError where the config changed in what the run's numbers depend on; not to train
-    on, in the model, or in what tells its training rows from the held-out ones.
+    shapes: abstract state of each stage, by its name.
+    to_train: False to only read the checkpoint, for an evaluation or an export.
+    contents: digests of the run's files (`digest_contents`).
+    Raises: ConfigError if the config changed in a setting that the run's numbers depend on; with
+        to_train=False, in the model or in the split between training and held-out rows.
     """
-    _check_place(work)
-    held_here = jax.process_index() == 0 and (work / LOCK).exists()
-    with alone(work, enabled=to_train and held_here):  # told before an engine starts
+    _check_workdir(work)
+    has_lock = jax.process_index() == 0 and (work / LOCK).exists()
+    with lock_run_folder(work, enabled=to_train and has_lock):  # fail before an engine starts
         pass
     directory = work / "checkpoints"
-    number = store.latest(directory)
+    number = store.find_latest_step(directory)
     if number is None:
         return None
     extra = store.restore_extra(directory, number)
-    held = Held(extra.get("contents", {}), contents or {})  # older ones have none
+    digests = ContentDigests(
+        extra.get("contents", {}), contents or {}
+    )  # older checkpoints have no digests
     changed = []
     if to_train:
-        changed = check_resume(work, extra["config"], cfg, held)
+        changed = check_resume(work, extra["config"], cfg, digests)
     else:
-        check_use(work, extra["config"], cfg, held)
+        check_use(work, extra["config"], cfg, digests)
     if not store.has_digests(directory, number):
-        print(f"checkpoint {number} in {directory} is older than digests: damage is not seen")
-    tree = store.restore(directory, number, {"state": shapes[extra["stage"]]})
+        print(f"checkpoint {number} in {directory} has no digests: damage cannot be detected")
+    tree = store.restore_checkpoint(directory, number, {"state": shapes[extra["stage"]]})
     if to_train:
-        told = "".join(f"; {change}" for change in changed)
-        print(f"resuming {work} after {extra['stage']} step {extra['step']}{told}", flush=True)
+        change_text = "".join(f"; {change}" for change in changed)
+        print(
+            f"resuming {work} after {extra['stage']} step {extra['step']}{change_text}", flush=True
+        )
     return Position(extra["stage"], extra["step"], tree["state"], extra["data"])
 
 
-def _check_place(work: Path) -> None:
-    there = next(path for path in (work, *work.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written to" if there.is_dir() else "is a file"
+def _check_workdir(work: Path) -> None:
+    existing = next(path for path in (work, *work.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "cannot be written to" if existing.is_dir() else "is a file"
         raise ConfigError(
-            f"workdir ({work}) must be a folder, there or to be made; {there} {why}. "
+            f"workdir ({work}) must be an existing or new folder; {existing} {reason}. "
             "Try --workdir runs/another."
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may differ between the config of a checkpoint and the one that is given now.
+"""Compare the config of a checkpoint with the current one, and refuse changes that matter.
 
-Next: jaxmoe/checkpoint/run.py asks before it restores.
+Next: jaxmoe/checkpoint/run.py calls this before it restores.
 """
 
 import dataclasses
@@ -15,148 +15,157 @@ from typing import Any
 
 from jaxmoe.config import Config, ConfigError, to_json
 
-# what a resumed run may change: nothing that its numbers so far depend on
-FREE = (
+# Settings that a resumed run may change: the numbers so far do not depend on them.
+CHANGEABLE_KEYS = (
     "steps", "workdir", "eval.", "save.", "observe.", "gate.", "data.max_prompt_tokens",
     "data.reward_timeout_s", "rollout.vllm.", "optim.lr", "optim.clip_norm", "warmup.lr",
     "critic.lr",
-    # the same sums, in other pieces
+    # the same sums, in other microbatches
     "optim.microbatches", "optim.tokens_per_microbatch", "optim.remat",
     "optim.remat_keeps", "optim.remat_inputs", "optim.moments", "rollout.max_parallel_sequences",
-    "lora.embedding_rows", "kernels", "mesh.", "model.numerics",  # the same, in another order
+    "lora.embedding_rows", "kernels", "mesh.", "model.numerics",  # the same sums, in another order
 )  # fmt: skip
-BLOCK = 65_536  # bytes of a file of weights that are read at a time
-# what tells training rows from held-out rows, of one task
-SPLIT = (
+BLOCK_BYTES = 65_536  # bytes of each sample of a weights file
+# Settings that decide which rows of a task are held out.
+SPLIT_KEYS = (
     "seed", "data.train_rows", "data.held_out_rows", "data.options.", "data.overlong_prompts",
 )  # fmt: skip
-# and where prompts that are too long are dropped, what says which these are
-LENGTHS = ("data.max_prompt_tokens", "data.template", "data.system", "init.tokenizer")
+# If too long prompts are dropped, these settings decide which ones.
+LENGTH_KEYS = ("data.max_prompt_tokens", "data.template", "data.system", "init.tokenizer")
 
 
 @dataclass(frozen=True)
-class Held:
-    """Digests of what files held and hold, by the key of the config that names them."""
+class ContentDigests:
+    """Saved and current digests of files, by the config key that names them."""
 
-    then: Mapping[str, str]
-    now: Mapping[str, str]
+    saved: Mapping[str, str]
+    current: Mapping[str, str]
 
     @property
-    def same(self) -> set[str]:
-        return {key for key in self.then.keys() & self.now if self.then[key] == self.now[key]}
+    def unchanged_keys(self) -> set[str]:
+        return {
+            key for key in self.saved.keys() & self.current if self.saved[key] == self.current[key]
+        }
 
-    def must_be_same(self, work: Path, keys: Iterable[str]) -> None:
-        """Raises ConfigError where one of these files was edited, or is another."""
+    def check_unchanged(self, work: Path, keys: Iterable[str]) -> None:
+        """Raise ConfigError if one of these files has another content than at the checkpoint."""
         for key in keys:
-            then, now = self.then.get(key), self.now.get(key)
-            if then is not None and now is not None and then != now:
+            saved, current = self.saved.get(key), self.current.get(key)
+            if saved is not None and current is not None and saved != current:
                 raise ConfigError(
-                    f"{work} holds a run whose {key} held other content: its digest was {then}, "
-                    f"and is {now}. Bring the file back as it was, or try a new --workdir."
+                    f"{work} holds a run whose {key} had other contents: its digest was {saved}, "
+                    f"and is now {current}. Restore the file, or try a new --workdir."
                 )
 
 
-NOTHING = Held({}, {})
+NO_DIGESTS = ContentDigests({}, {})
 
 
 def weights_digest(directory: Path) -> str:
-    """Of a checkpoint's safetensors: names, sizes and some of their bytes."""
-    found = hashlib.sha256()
+    """Digest of a checkpoint's safetensors: their names, sizes and a sample of their bytes."""
+    hasher = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
-        found.update(f"{path.name} {size} ".encode())
+        hasher.update(f"{path.name} {size} ".encode())
         with open(path, "rb") as file:
-            for start in range(0, size, max(BLOCK, size // 64)):
+            for start in range(0, size, max(BLOCK_BYTES, size // 64)):
                 file.seek(start)
-                found.update(file.read(BLOCK))
-    return found.hexdigest()[:16]
+                hasher.update(file.read(BLOCK_BYTES))
+    return hasher.hexdigest()[:16]
 
 
-def check_resume(work: Path, then: dict[str, Any], cfg: Config, held: Held = NOTHING) -> list[str]:
-    """What a resume changes, to be told: "optim.lr=0.0001 (was 0.001)".
+def check_resume(
+    work: Path, saved_config: dict[str, Any], cfg: Config, digests: ContentDigests = NO_DIGESTS
+) -> list[str]:
+    """Descriptions of the changed settings of a resume, such as "optim.lr=0.0001 (was 0.001)".
 
-    Files may have moved: what they hold decides. Raises ConfigError where that is more than it may.
+    Files may have moved; their contents are compared. Raises ConfigError for a setting that must
+    not change.
     """
-    decays = _flat(then).get("optim.lr_end_fraction", 1.0) != 1.0
+    decays = _flatten(saved_config).get("optim.lr_end_fraction", 1.0) != 1.0
     drops = cfg.data.overlong_prompts == "drop"
-    held.must_be_same(work, held.then)
+    digests.check_unchanged(work, digests.saved)
     changed = []
-    for name, old, new in _differences(then, cfg):
-        if name in held.same:
-            changed.append(f"{name}={new} (was {old}, which held the same)")
+    for name, old, new in _find_differences(saved_config, cfg):
+        if name in digests.unchanged_keys:
+            changed.append(f"{name}={new} (was {old}, with the same contents)")
             continue
         other_rows = drops and name == "data.max_prompt_tokens"
-        if not _one_of(name, FREE) or (name == "steps" and decays) or other_rows:
-            why = " (its learning rate decays over them)" if name == "steps" else ""
-            why = " (longer prompts were dropped)" if other_rows else why
-            raise _refused(work, name, old, f"go on with {new}{why}")
+        if not _matches_key(name, CHANGEABLE_KEYS) or (name == "steps" and decays) or other_rows:
+            reason = " (its learning rate decays over them)" if name == "steps" else ""
+            reason = " (longer prompts were dropped)" if other_rows else reason
+            raise _refusal_error(work, name, old, f"continue with {new}{reason}")
         if name != "workdir":
             changed.append(f"{name}={new} (was {old})")
     return changed
 
 
-def check_use(work: Path, then: dict[str, Any], cfg: Config, held: Held = NOTHING) -> None:
-    """Raises ConfigError where the checkpoint is of another model, or saw the held-out rows."""
-    if cfg.lora.ranks:  # adapters beside other weights are another model
-        held.must_be_same(work, ("base", "init.checkpoint"))
-    same_task = then["data"]["task"] == cfg.data.task or "data.task" in held.same
+def check_use(
+    work: Path, saved_config: dict[str, Any], cfg: Config, digests: ContentDigests = NO_DIGESTS
+) -> None:
+    """Raise ConfigError if the checkpoint has another model or trained on the held-out rows."""
+    if cfg.lora.ranks:  # adapters with another base are another model
+        digests.check_unchanged(work, ("base", "init.checkpoint"))
+    same_task = (
+        saved_config["data"]["task"] == cfg.data.task or "data.task" in digests.unchanged_keys
+    )
     if same_task:
-        held.must_be_same(work, ("data.task", "data.options.held_out"))
-    for name, old, new in _differences(then, cfg):
-        if name in held.same:
+        digests.check_unchanged(work, ("data.task", "data.options.held_out"))
+    for name, old, new in _find_differences(saved_config, cfg):
+        if name in digests.unchanged_keys:
             continue
         if name.startswith("model.") and name not in ("model.dtype", "model.numerics"):
-            raise _refused(work, name, old, f"be read with {new}")
-        drops = "drop" in (cfg.data.overlong_prompts, then["data"].get("overlong_prompts"))
-        if same_task and _one_of(name, (*SPLIT, *LENGTHS) if drops else SPLIT):
-            raise _refused(
+            raise _refusal_error(work, name, old, f"be used with {new}")
+        drops = "drop" in (cfg.data.overlong_prompts, saved_config["data"].get("overlong_prompts"))
+        if same_task and _matches_key(name, (*SPLIT_KEYS, *LENGTH_KEYS) if drops else SPLIT_KEYS):
+            raise _refusal_error(
                 work, name, old,
-                f"be scored with {new}: rows that it was trained on would count as held out",
+                f"be evaluated with {new}: rows that it was trained on would count as held out",
             )  # fmt: skip
 
 
-def _refused(work: Path, name: str, old: Any, what: str) -> ConfigError:
+def _refusal_error(work: Path, name: str, old: Any, action: str) -> ConfigError:
     if old is None:
         return ConfigError(
-            f"{work} holds a run without {name}; it cannot {what}. Leave it out, or try a new "
+            f"{work} holds a run without {name}; it cannot {action}. Omit it, or try a new "
             "--workdir."
         )
     return ConfigError(
-        f"{work} holds a run with {name}={old}; it cannot {what}. "
+        f"{work} holds a run with {name}={old}; it cannot {action}. "
         f"Try --set {shlex.quote(f'{name}={old}')}, or a new --workdir."
     )
 
 
-def _one_of(name: str, keys: tuple[str, ...]) -> bool:
+def _matches_key(name: str, keys: tuple[str, ...]) -> bool:
     return any(name.startswith(key) if key.endswith(".") else name == key for key in keys)
 
 
-def _differences(then: dict[str, Any], cfg: Config) -> Iterator[tuple[str, Any, Any]]:
-    """(key, its value then, its value now), None where a key of data.options is not there.
+def _find_differences(saved_config: dict[str, Any], cfg: Config) -> Iterator[tuple[str, Any, Any]]:
+    """(key, saved value, current value) of each difference; None for a missing data.options key.
 
-    A field that the checkpoint's version did not have had its default.
+    A field that the checkpoint's version lacked counts as its default.
     """
-    new = _flat(json.loads(to_json(cfg)))
-    old = _flat(then)
+    new = _flatten(json.loads(to_json(cfg)))
+    old = _flatten(saved_config)
     for name in [*new, *(name for name in old if name not in new)]:
         a, b = old.get(name), new.get(name)
         if name not in old and not name.startswith("data.options."):
-            a = _default(cfg, name)
+            a = _default_value(cfg, name)
         elif name not in new and not name.startswith("data.options."):
-            continue  # a field that there is no more
+            continue  # a field that no longer exists
         if a != b:
             yield name, a, b
 
 
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def _flatten(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    fields: dict[str, Any] = {}
     for name, value in record.items():
         inner = isinstance(value, dict)
-        made |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return made
+        fields |= _flatten(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return fields
 
 
-def _default(cfg: Config, name: str) -> Any:
+def _default_value(cfg: Config, name: str) -> Any:
     *path, last = name.split(".")
     part: Any = cfg
     for step in path:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints on disk, through orbax: a tree of arrays and a small JSON dict per step.
 
-A step's folder appears under its name only when it is complete, so a killed or failed save is
-never picked up; digests of all that is in it tell of bits that changed since.
-Next: jaxmoe/checkpoint/run.py says what a run puts in.
+The folder of a step gets its name only when it is complete, so a killed or failed save is never
+loaded; digests of its contents detect bits that changed later.
+Next: jaxmoe/checkpoint/run.py decides what is stored.
 """
 
 import logging
@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmoe.checkpoint.digests import array_digests, json_digest
 from jaxmoe.config import ConfigError
-from jaxmoe.run_files import without_inodes
+from jaxmoe.run_files import describe_missing_inodes
 from jaxmoe.shapes import Leaf
 
 _DIGESTS = "digests"
@@ -36,19 +36,21 @@ def tree_bytes(tree: Leaf) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def latest(directory: Path) -> int | None:
+def find_latest_step(directory: Path) -> int | None:
     """The newest complete step, or None."""
     if not directory.is_dir():
         return None
-    with _manager(directory, keep=None) as manager:
+    with _open_manager(directory, keep=None) as manager:
         return manager.latest_step()
 
 
-def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep: int) -> None:
-    """Write a step, then drop all but the newest `keep`. Returns when it is on disk.
+def save_checkpoint(
+    directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep: int
+) -> None:
+    """Write a step, then delete all but the newest `keep`. Returns when it is on disk.
 
-    Raises CheckpointError where the disk is full; the earlier checkpoints stay. Of several
-    processes the others raise JaxRuntimeError where one is lost.
+    Raises: CheckpointError if the disk is full; earlier checkpoints stay. If one of several
+        processes dies, JaxRuntimeError in the others.
     """
     if keep < 1:
         raise CheckpointError(f"save.keep ({keep}) must be at least 1. Try --set save.keep=1.")
@@ -57,24 +59,24 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"{directory} must be a folder that can be made; {_first_line(error)}. "
+            f"{directory} must be a folder that can be created; {_first_line(error)}. "
             "Try another --workdir."
         ) from error
     try:
-        newest = latest(directory)
+        newest = find_latest_step(directory)
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        raise _not_written(directory, step, error) from error
-    if newest is not None and newest >= step:  # orbax skips such a step without a word
+        raise _write_error(directory, step, error) from error
+    if newest is not None and newest >= step:  # orbax skips such a step silently
         raise CheckpointError(
             f"checkpoint {step} must come after {newest}, the newest in {directory}. "
             f"Move {directory / str(newest)} away, or use another --workdir."
         )
     if free < needed:
-        raise CheckpointError(_no_space(directory, step, needed, free))
+        raise CheckpointError(_format_no_space(directory, step, needed, free))
     digests = {"arrays": array_digests(state), "extra": json_digest(extra)}
     try:
-        with _manager(directory, keep=keep) as manager:
+        with _open_manager(directory, keep=keep) as manager:
             manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -84,128 +86,132 @@ def save(directory: Path, step: int, state: Leaf, extra: dict[str, Any], *, keep
                 ),
             )
     except Exception as error:
-        several = jax.process_count() > 1
-        if several and isinstance(error, jax.errors.JaxRuntimeError):
-            raise  # another process was lost, and this one's disk is not to blame
-        full = without_inodes(directory)  # before anything is cleaned up
-        if not several:  # or others would still write there
-            for left in directory.glob("*orbax-checkpoint-tmp*"):
-                shutil.rmtree(left, ignore_errors=True)
+        is_distributed = jax.process_count() > 1
+        if is_distributed and isinstance(error, jax.errors.JaxRuntimeError):
+            raise  # another process died; this process's disk is fine
+        full = describe_missing_inodes(directory)  # before the cleanup
+        if not is_distributed:  # other processes may still write there
+            for leftover in directory.glob("*orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover, ignore_errors=True)
         refused = "No space left" in str(error) or "ENOSPC" in str(error)
         with suppress(OSError):
             free = shutil.disk_usage(directory).free
         if full and refused:
             raise CheckpointError(
-                f"checkpoint {step} must find room for its files in {directory}; the disk has "
-                f"{full}, and {free / 1e6:,.1f} MB of space. Earlier checkpoints are untouched; "
+                f"checkpoint {step} must have inodes for its files in {directory}; the disk has "
+                f"{full}, and {free / 1e6:,.1f} MB of space. Earlier checkpoints are unchanged; "
                 "remove some files there and type the same command."
             ) from error
         if refused or free < needed:
-            raise CheckpointError(_no_space(directory, step, needed, free)) from error
-        raise _not_written(directory, step, error) from error
+            raise CheckpointError(_format_no_space(directory, step, needed, free)) from error
+        raise _write_error(directory, step, error) from error
 
 
-def restore(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
-    """The tree saved at a step, bit for bit: every array has the digest it was saved with.
+def restore_checkpoint(directory: Path, step: int, abstract_state: Leaf) -> Leaf:
+    """The tree saved at a step; the digest of every array is compared with the saved one.
 
-    It lies as `abstract_state` says, however it lay when it was saved; where that says nothing,
-    on one device.
-    Raises CheckpointError where it is damaged, or has other shapes than `abstract_state`.
+    Arrays get the shardings of `abstract_state`, regardless of those at the save; an array without
+    a sharding goes to one device.
+    Raises: CheckpointError if it is damaged, or has other shapes than `abstract_state`.
     """
     if not (directory / str(step)).is_dir():
         raise CheckpointError(
-            f"checkpoint {step} must be in {directory}; the newest is {latest(directory)}."
+            f"checkpoint {step} must be in {directory}; the newest is "
+            f"{find_latest_step(directory)}."
         )
-    with _reading(directory, step) as manager:
+    with _open_to_read(directory, step) as manager:
         with ocp.StandardCheckpointer() as reader:
             saved = reader.metadata(directory.absolute() / str(step) / "state")
         if saved.item_metadata is None:
-            raise _damaged(directory, step, "state/_METADATA names no arrays")
+            raise _damage_error(directory, step, "state/_METADATA names no arrays")
         _check_shapes(directory, step, saved.item_metadata.tree, abstract_state)
-        wanted = jax.tree.map(_somewhere, abstract_state)
-        found = _read(manager, directory, step, state=ocp.args.StandardRestore(wanted))
-        if _DIGESTS in found:
-            then, now = found[_DIGESTS]["arrays"], array_digests(found["state"])
-            for name in sorted(then.keys() | now.keys()):
-                if then.get(name) != now.get(name):
-                    raise _damaged(directory, step, f"{name} has other bits than were saved")
-        return found["state"]
+        abstract = jax.tree.map(_with_sharding, abstract_state)
+        restored = _restore_items(
+            manager, directory, step, state=ocp.args.StandardRestore(abstract)
+        )
+        if _DIGESTS in restored:
+            saved_digests, digests = restored[_DIGESTS]["arrays"], array_digests(restored["state"])
+            for name in sorted(saved_digests.keys() | digests.keys()):
+                if saved_digests.get(name) != digests.get(name):
+                    raise _damage_error(directory, step, f"{name} has other bits than were saved")
+        return restored["state"]
 
 
-def _somewhere(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    here = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+def _with_sharding(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def restore_extra(directory: Path, step: int) -> dict[str, Any]:
-    """The JSON dict saved at a step. Raises CheckpointError where it is damaged."""
-    with _reading(directory, step) as manager:
-        found = _read(manager, directory, step, extra=ocp.args.JsonRestore())
-        if _DIGESTS in found and json_digest(found["extra"]) != found[_DIGESTS]["extra"]:
-            raise _damaged(directory, step, "extra has other bits than were saved")
-        return found["extra"]
+    """The JSON dict saved at a step. Raises CheckpointError if it is damaged."""
+    with _open_to_read(directory, step) as manager:
+        restored = _restore_items(manager, directory, step, extra=ocp.args.JsonRestore())
+        if _DIGESTS in restored and json_digest(restored["extra"]) != restored[_DIGESTS]["extra"]:
+            raise _damage_error(directory, step, "extra has other bits than were saved")
+        return restored["extra"]
 
 
 def has_digests(directory: Path, step: int) -> bool:
-    """Whether a step was saved with digests; older versions wrote none."""
+    """True if a step was saved with digests; older versions did not write them."""
     return (directory / str(step) / _DIGESTS).is_dir()
 
 
-def _read(
+def _restore_items(
     manager: ocp.CheckpointManager, directory: Path, step: int, **items: Any
 ) -> dict[str, Any]:
-    """Some items of a step, and its digests where it has them."""
+    """Some items of a step, with its digests if it has them."""
     if has_digests(directory, step):
         items[_DIGESTS] = ocp.args.JsonRestore()
     return dict(manager.restore(step, args=ocp.args.Composite(**items)).items())
 
 
 @contextmanager
-def _reading(directory: Path, step: int) -> Iterator[ocp.CheckpointManager]:
-    """Whatever cannot be read is a damaged checkpoint, in one line."""
+def _open_to_read(directory: Path, step: int) -> Iterator[ocp.CheckpointManager]:
+    """A manager to read with; any error becomes a CheckpointError of one line."""
     try:
-        with _manager(directory, keep=None) as manager:
+        with _open_manager(directory, keep=None) as manager:
             yield manager
     except CheckpointError:
         raise
     except Exception as error:
-        raise _damaged(directory, step, _first_line(error)) from error
+        raise _damage_error(directory, step, _first_line(error)) from error
 
 
 @contextmanager
-def _stragglers_unheard() -> Iterator[None]:
-    """When one of orbax's transfers fails, the others fail or end later, unawaited.
+def _silence_failed_transfers() -> Iterator[None]:
+    """Suppress the tracebacks of orbax's other transfers after one of them failed.
 
-    Each would print a traceback of its own; so the filter stays when the body raises.
+    orbax does not await them, and each would print its own traceback later. For this reason the
+    filter stays installed when the body raises.
     """
-    heard = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
     def hook(event: Any) -> None:
         code = getattr(event.object, "cr_code", None)
         of_orbax = code is not None and "orbax" in code.co_filename
         if not of_orbax and "Event loop is closed" not in str(event.exc_value):
-            heard(event)
+            previous_hook(event)
 
     asyncio = logging.getLogger("asyncio")
     level = asyncio.level
     sys.unraisablehook = hook
     asyncio.setLevel(logging.CRITICAL)
     yield
-    sys.unraisablehook = heard
+    sys.unraisablehook = previous_hook
     asyncio.setLevel(level)
 
 
 @contextmanager
-def _manager(directory: Path, *, keep: int | None) -> Iterator[ocp.CheckpointManager]:
+def _open_manager(directory: Path, *, keep: int | None) -> Iterator[ocp.CheckpointManager]:
     absl = logging.getLogger("absl")
     level = absl.level
-    absl.setLevel(logging.CRITICAL)  # orbax tells of its every step
+    absl.setLevel(logging.CRITICAL)  # orbax logs every action
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=keep is not None
     )
     try:
         with (
-            _stragglers_unheard(),
+            _silence_failed_transfers(),
             ocp.CheckpointManager(directory.absolute(), options=options) as manager,
         ):
             yield manager
@@ -213,46 +219,46 @@ def _manager(directory: Path, *, keep: int | None) -> Iterator[ocp.CheckpointMan
         absl.setLevel(level)
 
 
-def _check_shapes(directory: Path, step: int, saved: Any, wanted: Leaf) -> None:
+def _check_shapes(directory: Path, step: int, saved: Any, abstract: Leaf) -> None:
     def by_name(tree: Leaf) -> dict[str, Any]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
 
-    have, want = by_name(saved), by_name(wanted)
-    for name in sorted(want.keys() | have.keys()):
+    saved_leaves, expected_leaves = by_name(saved), by_name(abstract)
+    for name in sorted(expected_leaves.keys() | saved_leaves.keys()):
         a, b = (
             f"{tuple(t[name].shape)} {np.dtype(t[name].dtype)}" if name in t else "absent"
-            for t in (have, want)
+            for t in (saved_leaves, expected_leaves)
         )
         if a != b:
             raise CheckpointError(
                 f"checkpoint {step} in {directory} must fit the config's model: {name} is "
-                f"{a} there and {b} here. Use the config it was saved "
+                f"{a} in the checkpoint and {b} in the config. Use the config it was saved "
                 "with, or another --workdir."
             )
 
 
-def _no_space(directory: Path, step: int, needed: int, free: int) -> str:
+def _format_no_space(directory: Path, step: int, needed: int, free: int) -> str:
     return (
         f"checkpoint {step} needs {needed / 1e6:,.1f} MB in {directory}, where "
-        f"{free / 1e6:,.1f} MB are free. Earlier checkpoints are untouched; free some space and "
+        f"{free / 1e6:,.1f} MB are free. Earlier checkpoints are unchanged; free some space and "
         "type the same command, or move the run folder and pass --workdir."
     )
 
 
-def _not_written(directory: Path, step: int, error: Exception) -> CheckpointError:
+def _write_error(directory: Path, step: int, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {step} in {directory} must be writable; {_first_line(error)}. "
-        "Earlier checkpoints are untouched; try another --workdir."
+        "Earlier checkpoints are unchanged; try another --workdir."
     )
 
 
-def _damaged(directory: Path, step: int, why: str) -> CheckpointError:
+def _damage_error(directory: Path, step: int, reason: str) -> CheckpointError:
     older = [int(p.name) for p in directory.iterdir() if p.name.isdigit() and int(p.name) < step]
-    then = f"resume from {max(older)}" if older else "begin again: there is no older one"
+    advice = f"resume from {max(older)}" if older else "start again: there is no older one"
     return CheckpointError(
-        f"checkpoint {step} in {directory} must be complete and readable; {why}. "
-        f"If its files are damaged, move {directory / str(step)} away to {then}."
+        f"checkpoint {step} in {directory} must be complete and readable; {reason}. "
+        f"If its files are damaged, move {directory / str(step)} away to {advice}."
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with checkable answers, from a task's name or a file to lists of token ids.
+"""Prompts with checkable answers: from the name of a task or a file to lists of token ids.
 
 Read in this order: tokenizer.py, exact_number.py, scoring.py, rows.py, gym.py, json_columns.py,
 cells.py, files.py, overlong.py, sources.py, chat_template.py, templates.py, harmony.py,

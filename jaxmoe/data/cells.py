@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the columns of a file to a row: plain questions, chats, and the names verl and TRL use.
+"""Parse the columns of a file's record into a `Row`.
 
-Next: jaxmoe/data/rows.py is what they become.
+A record holds a plain question or a chat, under the column names of verl or of TRL.
+Next: jaxmoe/data/rows.py defines `Row`.
 """
 
 import math
@@ -10,87 +11,92 @@ from decimal import Decimal
 from typing import Any
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.json_columns import CHATS, decode_columns
+from jaxmoe.data.json_columns import CHAT_COLUMNS, decode_columns
 from jaxmoe.data.rows import Message, Row
 
-_ANSWER = ("answer", "ground_truth", "solution")  # of TRL's sets with both, answer is the short one
-_EXAMPLE = '{"question": "2 + 2 =", "answer": "4"}'
-_CHAT = '[{"role": "user", "content": "2 + 2 ="}]'
+# In TRL's data sets that have both, `answer` is short and `solution` has the complete derivation.
+_ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
+_EXAMPLE_ROW = '{"question": "2 + 2 =", "answer": "4"}'
+_EXAMPLE_CHAT = '[{"role": "user", "content": "2 + 2 ="}]'
 
 
-def read_row(where: str, record: Any, *, answers: bool) -> Row:
-    """The row of one record; all its columns come along.
+def read_row(location: str, record: Any, *, answers: bool) -> Row:
+    """Parse one record; the row keeps all columns.
 
-    prompt, question or messages: a text, or a chat of user and assistant turns that ends with the
-        user's; a system (or developer) turn first, or a column `system`, is the row's system
-        prompt. A turn's content is a text, or a list of text parts as OpenAI has them, which are
-        joined by line breaks. A chat may be stored as JSON text.
-    answer: reward_model.ground_truth (verl), else answer, ground_truth or solution: a text, a
-        number, a boolean, or a list of these, each of which is right.
-    answers: whether a row must have one. Without, whatever is no such answer is left to the
-        reward functions.
+    Columns read:
+    prompt, question or messages: a text, or a chat of user and assistant turns that ends with a
+        user turn. A leading system (or developer) turn, or a column `system`, is the row's system
+        prompt. The content of a turn is a text, or a list of text parts in OpenAI's format, which
+        are joined by line breaks. A chat may be stored as JSON text.
+    reward_model.ground_truth (verl), else answer, ground_truth or solution: the answer, which is
+        a text, a number, a boolean, or a list of these, each of which is correct.
 
-    Raises: ConfigError naming `where`, "file:line", for anything else.
+    location: "file:line", for error messages.
+    answers: True if a row must have an answer. If False, a missing or unreadable answer becomes
+        None: the reward functions decide.
+
+    Raises: ConfigError that names `location` if the record has any other form.
     """
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{where} must be a JSON object, got {type(record).__name__}. Write {_EXAMPLE}"
+            f"{location} must be a JSON object, got {type(record).__name__}. Write {_EXAMPLE_ROW}"
         )
-    record = decode_columns(where, record)
-    name = next((name for name in CHATS if name in record), None)
+    record = decode_columns(location, record)
+    name = next((name for name in CHAT_COLUMNS if name in record), None)
     if name is None:
-        raise _missing(where, record, CHATS)
-    chat = _chat(where, name, record[name])
+        raise _missing_column_error(location, record, CHAT_COLUMNS)
+    chat = _parse_chat(location, name, record[name])
     *earlier, last = chat
     return Row(
-        last.content, *_answers(where, record, answers), system=_system(where, record, earlier),
+        last.content, *_parse_answers(location, record, answers),
+        system=_find_system_prompt(location, record, earlier),
         earlier=tuple(m for m in earlier if m.role in ("user", "assistant")), columns=record,
-        where=where, chat=isinstance(record[name], list),
+        location=location, chat=isinstance(record[name], list),
     )  # fmt: skip
 
 
 def stored_answer(record: Mapping[str, Any]) -> tuple[str, Any]:
-    """(column, what it holds, as the file has it); "" and None where there is none."""
+    """(column, unparsed value) of the record's answer; ("", None) if it has no answer column."""
     verl = record.get("reward_model")
     if isinstance(verl, dict) and "ground_truth" in verl:
         return "reward_model.ground_truth", verl["ground_truth"]
-    name = next((name for name in _ANSWER if name in record), "")
+    name = next((name for name in _ANSWER_COLUMNS if name in record), "")
     return name, record.get(name)
 
 
-def _chat(where: str, name: str, value: Any) -> list[Message]:
-    """A text is a chat of one turn."""
+def _parse_chat(location: str, name: str, value: Any) -> list[Message]:
+    """The turns of a chat column; a plain text becomes one user turn."""
     if _is_text(value):
         return [Message("user", value)]
     if isinstance(value, list) and value:
-        return [_turn(where, name, i, turn, last=i == len(value) - 1)
+        return [_parse_turn(location, name, i, turn, last=i == len(value) - 1)
                 for i, turn in enumerate(value)]  # fmt: skip
     raise ConfigError(
-        f"{where}: {name} must be a text that is not empty, or a chat, got {value!r:.60}. "
-        f"Write {_EXAMPLE}, or a chat {_CHAT}"
+        f"{location}: {name} must be a non-empty text or a chat, got {value!r:.60}. "
+        f"Write {_EXAMPLE_ROW}, or a chat {_EXAMPLE_CHAT}"
     )
 
 
-def _turn(where: str, name: str, i: int, turn: Any, *, last: bool) -> Message:
+def _parse_turn(location: str, name: str, i: int, turn: Any, *, last: bool) -> Message:
     fields: dict[str, Any] = turn if isinstance(turn, dict) else {}
-    role, content = fields.get("role"), _joined_parts(fields.get("content", ""))
+    role, content = fields.get("role"), _join_text_parts(fields.get("content", ""))
     calls = fields.get("tool_calls") or fields.get("function_call")
     if last:
         roles = ("user",)
     else:
         roles = ("system", "developer", "user", "assistant") if i == 0 else ("user", "assistant")
     if not isinstance(role, str) or role not in roles or not _is_text(content) or calls:
-        place = " (the last)" if last else ""
+        note = " (the last)" if last else ""
         raise ConfigError(
-            f"{where}: {name}[{i}]{place} must have a role, {' or '.join(roles)}, and a content "
-            f"that is a text and not empty{', and no tool calls' if calls else ''}, got "
-            f"{turn!r:.60}. Write {_CHAT}"
+            f"{location}: {name}[{i}]{note} must have a role ({' or '.join(roles)}) and a content "
+            f"that is a non-empty text{', and no tool calls' if calls else ''}, got "
+            f"{turn!r:.60}. Write {_EXAMPLE_CHAT}"
         )
     return Message(role, content)
 
 
-def _joined_parts(content: Any) -> Any:
-    """The text of OpenAI's content parts; anything else as it is."""
+def _join_text_parts(content: Any) -> Any:
+    """Join a list of OpenAI text parts into one text; return any other content unchanged."""
     if not isinstance(content, list) or not content:
         return content
     texts = [
@@ -105,63 +111,65 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _system(where: str, record: Mapping[str, Any], earlier: list[Message]) -> str:
-    told = [m.content for m in earlier[:1] if m.role in ("system", "developer")]
+def _find_system_prompt(location: str, record: Mapping[str, Any], earlier: list[Message]) -> str:
+    prompts = [m.content for m in earlier[:1] if m.role in ("system", "developer")]
     column = record.get("system") or ""
     if not isinstance(column, str):
         raise ConfigError(
-            f"{where}: system must be a text, the row's system prompt, got {column!r:.60}. "
-            "Rename the column if it is none."
+            f"{location}: system must be a text, the row's system prompt, got {column!r:.60}. "
+            "Rename the column if it is not a system prompt."
         )
-    if told and column:
+    if prompts and column:
         raise ConfigError(
-            f"{where} must have one system prompt; it has a column system and a {earlier[0].role} "
-            "turn. Drop one of them."
+            f"{location} must have one system prompt; it has a column system and a "
+            f"{earlier[0].role} turn. Drop one of them."
         )
-    return told[0] if told else column
+    return prompts[0] if prompts else column
 
 
-def _answers(
-    where: str, record: Mapping[str, Any], needed: bool
+def _parse_answers(
+    location: str, record: Mapping[str, Any], required: bool
 ) -> tuple[str | None, tuple[str, ...]]:
     name, value = stored_answer(record)
-    if not name and needed:
-        raise _missing(where, record, _ANSWER)
+    if not name and required:
+        raise _missing_column_error(location, record, _ANSWER_COLUMNS)
     alternatives = value if isinstance(value, list) else [value]
-    texts = [text for alternative in alternatives for text in _texts(alternative)] or [None]
+    texts = [text for alternative in alternatives for text in _answer_texts(alternative)] or [None]
     if None in texts:
-        if needed:
+        if required:
             raise ConfigError(
-                f"{where}: {name} must be a text that is not empty, a number, a boolean, or a list "
-                f"of these, got {value!r:.60}. Write {_EXAMPLE}, or score it yourself: "
+                f"{location}: {name} must be a non-empty text, a number, a boolean, or a list of "
+                f"these, got {value!r:.60}. Write {_EXAMPLE_ROW}, or score it yourself: "
                 "--set data.rewards=module:function"
             )
         return None, ()
-    first, *others = [text for text in texts if text is not None]
-    return first, tuple(others)
+    first, *alternative_texts = [text for text in texts if text is not None]
+    return first, tuple(alternative_texts)
 
 
-def _texts(value: Any) -> list[str | None]:
-    """An answer as it is compared, each of which is right; None for what is no answer."""
+def _answer_texts(value: Any) -> list[str | None]:
+    """All accepted spellings of an answer; [None] if the value cannot be an answer."""
     if isinstance(value, bool):
-        return [str(value), str(value).lower()]  # as Python and as JSON write it
-    return [_text(value)]
+        return [str(value), str(value).lower()]  # Python's spelling and JSON's
+    return [_answer_text(value)]
 
 
-def _text(value: Any) -> str | None:
-    """An answer as it is compared; None for what is none."""
+def _answer_text(value: Any) -> str | None:
+    """The text that responses are compared with; None if the value cannot be an answer."""
     if _is_text(value):
         return value
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
-        return format(Decimal(repr(value)), "f")  # 1e-07 is a number to nobody's answer
+        return format(Decimal(repr(value)), "f")  # no exponent: nobody answers "1e-07"
     return None
 
 
-def _missing(where: str, record: Mapping[str, Any], names: tuple[str, ...]) -> ConfigError:
-    *most, last = names
+def _missing_column_error(
+    location: str, record: Mapping[str, Any], names: tuple[str, ...]
+) -> ConfigError:
+    *first_names, last = names
     return ConfigError(
-        f"{where} must have a column {', '.join(most)} or {last}; it has "
-        f"{', '.join(map(str, record)) or 'none of them'}. Write {_EXAMPLE}"
+        f"{location} must have a column {', '.join(first_names)} or {last}; it has "
+        f"{', '.join(map(str, record)) or 'none of them'}. Write {_EXAMPLE_ROW}"
     )

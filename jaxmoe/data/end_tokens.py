@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens that end an answer, as a checkpoint's generation_config.json lists them.
 
-GPT-OSS names three, of which a tokenizer alone tells two: a model may also end by <|endoftext|>.
-Next: jaxmoe/data/tokenizer.py adds them to its own.
+GPT-OSS lists three. The tokenizer's files name only two of them: <|endoftext|> is missing there.
+Next: jaxmoe/data/tokenizer.py adds them to the tokenizer's own.
 """
 
 from pathlib import Path
@@ -12,10 +12,10 @@ from jaxmoe.config import ConfigError
 from jaxmoe.config.json_object import parse_json_object
 
 
-def end_tokens(folder: Path) -> tuple[int, ...]:
-    """eos_token_id of generation_config.json, or of config.json where there is no such file.
+def read_end_tokens(folder: Path) -> tuple[int, ...]:
+    """Token ids in eos_token_id of generation_config.json, else of config.json; () without either.
 
-    Raises ConfigError where it is neither a token's id nor a list of them.
+    Raises: ConfigError if eos_token_id is neither a token id nor a list of token ids.
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
@@ -28,8 +28,8 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
                 raise ValueError(f"eos_token_id is {value!r:.60}")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{path} must be JSON that may list eos_token_id, the ids that end an answer; "
-                f"{error}. Copy it anew from where the checkpoint came from."
+                f"{path} must be JSON whose eos_token_id, if any, is a token id or a list of them; "
+                f"{error}. Copy the file again from the original checkpoint."
             ) from error
         return tuple(dict.fromkeys(ids))
     return ()

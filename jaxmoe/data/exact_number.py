@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact value of a number as people write it, and nothing for a text that says more.
+"""The exact value of a number as people write it; None for a text that is more than one number.
 
 A larger expression must not count as one of its parts: "1/2/3" is not 3, and "10^5" is not 5. So
-a text is a number only as a whole. Next: jaxmoe/data/scoring.py compares the values.
+the complete text must be a number. Next: jaxmoe/data/scoring.py compares the values.
 """
 
 import re
 from fractions import Fraction
 
-_MOST_DIGITS = 4000  # of a number, and of a power of ten: this bounds time and memory
-_WINDOW = 1000  # characters on each side of the last digit of an unmarked text that are read
+_MAX_DIGITS = 4000  # of a number, and largest power of ten: bounds time and memory
+_WINDOW_CHARS = 1000  # read on each side of the last digit of a text without a marked answer
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
@@ -24,7 +24,7 @@ _MIXED = re.compile(r"([0-9]+) ?(\\frac.*)|([0-9]+) ([0-9]+/[0-9]+)")
 _SIGNED = re.compile(r"([-+]?) ?[$€£¥]? ?([-+]?)(.*?) ?[%$€£¥]?", re.DOTALL)
 _NAMED = re.compile(r"(?:[A-Za-z][\w{} ]*)?= ?(.*)", re.DOTALL)
 
-_AS_PLAIN = {
+_PLAIN_FORMS = {
     "\N{MINUS SIGN}": "-", "×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "\\dfrac": "\\frac",
     "\\tfrac": "\\frac", "\\%": "%", "{,}": ",", "\\!": "", "\\left": "", "\\right": "",
     "^\\circ": " °", "^{\\circ}": " °", "\\degree": " °",
@@ -36,7 +36,7 @@ _WRAPPERS = (("**", "**"), ("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "
 
 _UNIT = re.compile(r"([^\W\d_]|[°'µ-])+(/[^\W\d_]+)?(\^\{?[23]\}?|[²³])?")
 _SHORT_UNITS = frozenset("m g s h l L W V A N J K F C °".split())  # x and n are variables
-# words behind a number that make it another one, or one of several
+# Words after a number that change its value: "5 million", "2 thirds".
 _SCALES = frozenset(
     (
         "hundred hundreds thousand thousands million millions billion billions trillion trillions "
@@ -47,7 +47,7 @@ _SCALES = frozenset(
         "minus over divided multiplied mod modulo k bn tn"
     ).split()
 )
-_OTHERS = _SCALES | frozenset(
+_NUMBER_WORDS = _SCALES | frozenset(
     (
         "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
         "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy "
@@ -55,7 +55,7 @@ _OTHERS = _SCALES | frozenset(
         "less more than"
     ).split()
 )
-_MOST_WORDS = 6  # of a unit: "miles per hour and car" has no business there
+_MAX_UNIT_WORDS = 6  # longer texts after a number are sentences, not units
 _OPERATOR = re.compile(r"[-+*/^÷x]|\\(?:div|over)")
 
 
@@ -65,146 +65,154 @@ def read_number(text: str, *, units: bool = False) -> Fraction | None:
     It reads "1,234.50", "1 000", "-$3", "12%", "5e6", "2 \\times 10^{3}", "10^5", "3/4",
     "\\frac{3}{4}" and "2 1/2", also in bold, between dollar signs, or with a dot at the end.
 
-    units: whether words may follow after a space, as in "18 dollars a day", and a name may
-        precede, as in "x = 18". Words that make it another number ("5 million", "5 or six")
-        may not.
+    units: True to accept a unit after the number, as in "18 dollars a day", and a name before
+        it, as in "x = 18". Words that change the number ("5 million", "5 or six") are never
+        accepted.
     """
-    if len(text) > 2 * _MOST_DIGITS:
+    if len(text) > 2 * _MAX_DIGITS:
         return None
-    text = _unwrapped(_plain(text))
+    text = _strip_wrappers(_normalize_notation(text))
     if units:
         named = _NAMED.fullmatch(text)
-        text = _without_unit(_unwrapped(named[1]) if named else text)
+        text = _drop_unit(_strip_wrappers(named[1]) if named else text)
     signed = _SIGNED.fullmatch(text)
     if signed is None or (signed[1] and signed[2]):
         return None
-    value = _unsigned(signed[3])
+    value = _parse_unsigned(signed[3])
     return -value if value is not None and "-" in (signed[1], signed[2]) else value
 
 
-def last_number(text: str) -> Fraction | None:
-    """The value of the last number of a text; None where that is a part of something larger.
+def read_last_number(text: str) -> Fraction | None:
+    """The value of the last number of a text; None if it belongs to a larger expression.
 
-    The last word that has a digit must be a number: nothing that continues a number may touch
-    it, and neither an operator nor another number may stand next to it. What follows an equals
-    sign stands alone: the last number of "2 + 3 = 5" is 5.
+    The last word with a digit must be a complete number, and neither an operator nor another
+    number may stand next to it. An equals sign separates: the last number of "2 + 3 = 5" is 5.
     """
     end = max(text.rfind(digit) for digit in "0123456789") + 1
     if not end:
         return None
-    start = max(text.rfind("\n", 0, end) + 1, end - _WINDOW)
-    cut = start > 0 and not text[start - 1].isspace()  # the first word may have begun earlier
-    line = text[start:end] + text[end : end + _WINDOW].partition("\n")[0]
-    words = _words(("x" if cut else "") + _plain(line))
-    last = max(i for i, word in enumerate(words) if re.search("[0-9]", word))
-    first, groups = last, re.fullmatch(r"[0-9]{3}(\.[0-9]+)?\W*", words[last])
-    while groups and first and re.fullmatch("[0-9]{1,3}", words[first - 1]):
-        first -= 1
-    if first == last and last and re.fullmatch(r"[0-9]+/[0-9]+\W*", words[last]):
-        first -= words[last - 1].isdecimal()
-    before = ["", "", *words[:first]][-2:]
-    behind = [*words[last + 1 :], "", ""][:2]
-    if _is_joined(*before) or _is_continued(*behind):
+    start = max(text.rfind("\n", 0, end) + 1, end - _WINDOW_CHARS)
+    # The window may cut through its first word; a letter in front keeps its rest from reading as
+    # a number.
+    is_cut = start > 0 and not text[start - 1].isspace()
+    line = text[start:end] + text[end : end + _WINDOW_CHARS].partition("\n")[0]
+    words = _split_words(("x" if is_cut else "") + _normalize_notation(line))
+    end_word = max(i for i, word in enumerate(words) if re.search("[0-9]", word))
+    start_word, groups = end_word, re.fullmatch(r"[0-9]{3}(\.[0-9]+)?\W*", words[end_word])
+    while groups and start_word and re.fullmatch("[0-9]{1,3}", words[start_word - 1]):
+        start_word -= 1
+    if start_word == end_word and end_word and re.fullmatch(r"[0-9]+/[0-9]+\W*", words[end_word]):
+        start_word -= words[end_word - 1].isdecimal()
+    preceding = ["", "", *words[:start_word]][-2:]
+    following = [*words[end_word + 1 :], "", ""][:2]
+    if _is_joined(*preceding) or _is_continued(*following):
         return None
-    return read_number(_without_punctuation(" ".join(words[first : last + 1])))
+    return read_number(_strip_punctuation(" ".join(words[start_word : end_word + 1])))
 
 
-def _plain(text: str) -> str:
-    """One way to write what LaTeX and Unicode have several ways for."""
-    for fancy, plain in _AS_PLAIN.items():
-        text = text.replace(fancy, plain)
+def _normalize_notation(text: str) -> str:
+    """Replace LaTeX and Unicode variants of signs, spaces and fractions by one plain form."""
+    for notation, plain in _PLAIN_FORMS.items():
+        text = text.replace(notation, plain)
     return _SPACES.sub(" ", text.replace("\\$", "$")).strip()
 
 
-def _unwrapped(text: str) -> str:
+def _strip_wrappers(text: str) -> str:
     """Remove bold, dollar signs and braces around the text, and one dot at its end."""
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
-    for left, right in _WRAPPERS:
-        inner = text[len(left) : -len(right)]
-        wrapped = len(text) > len(left + right) and text.startswith(left) and text.endswith(right)
-        if wrapped and left not in inner and right not in _without_braces(inner):
-            return _unwrapped(inner.strip())
+    for opening, closing in _WRAPPERS:
+        inner = text[len(opening) : -len(closing)]
+        wrapped = (
+            len(text) > len(opening + closing)
+            and text.startswith(opening)
+            and text.endswith(closing)
+        )
+        if wrapped and opening not in inner and closing not in _drop_braced(inner):
+            return _strip_wrappers(inner.strip())
     return text
 
 
-def _without_braces(text: str) -> str:
-    """Remove pairs of braces and their content: a brace that is left has its partner outside."""
+def _drop_braced(text: str) -> str:
+    """Remove pairs of braces with their content; only unpaired braces remain."""
     return re.sub(r"\{[^{}]*\}", "", text)
 
 
-def _without_unit(text: str) -> str:
-    """The text before the words that follow its number; all of it where these may not follow."""
+def _drop_unit(text: str) -> str:
+    """The text without the unit after its number; unchanged if what follows is not a unit."""
     plain = _TEXT.sub(r" \1", text)
     if any(not re.search("[A-Za-z]", words[1]) for words in _TEXT.finditer(text)):
         return text
-    number, *rest = re.split(r" +(?=[^\W\d_]|°)", plain, maxsplit=1)
-    words = [word for word in re.split(r"[ ,.;:]+", " ".join(rest)) if word]
-    fine = len(words) <= _MOST_WORDS and all(map(_is_unit, words)) and words[-1:] != ["a"]
-    return number.strip() if fine else text
+    number, *unit = re.split(r" +(?=[^\W\d_]|°)", plain, maxsplit=1)
+    words = [word for word in re.split(r"[ ,.;:]+", " ".join(unit)) if word]
+    is_unit = len(words) <= _MAX_UNIT_WORDS and all(map(_is_unit, words)) and words[-1:] != ["a"]
+    return number.strip() if is_unit else text
 
 
 def _is_unit(word: str) -> bool:
     bare = re.match(r"[^\d^²³]*", word)
     short = bare is None or (len(bare[0]) == 1 and bare[0] not in _SHORT_UNITS | {"a"})
-    is_number = bool(set(word.lower().split("-")) & _OTHERS)
+    is_number = bool(set(word.lower().split("-")) & _NUMBER_WORDS)
     return not is_number and not short and _UNIT.fullmatch(word) is not None
 
 
-def _unsigned(text: str) -> Fraction | None:
-    if found := _SCALED.fullmatch(text):
-        return _value(found[1], found[2] or found[3] or found[4] or "0")
-    if found := _POWER_OF_TEN.fullmatch(text):
-        return _value("1", found[1] or found[2])
-    if found := _SLASH.fullmatch(text):
-        return _quotient(found[1], found[2])
-    if found := _FRAC.fullmatch(text):
-        return _quotient(found[1] or found[2], found[3] or found[4])
-    if found := _MIXED.fullmatch(text):
-        number, part = _value(found[1] or found[3], "0"), _unsigned(found[2] or found[4])
+def _parse_unsigned(text: str) -> Fraction | None:
+    if match := _SCALED.fullmatch(text):
+        return _parse_decimal(match[1], match[2] or match[3] or match[4] or "0")
+    if match := _POWER_OF_TEN.fullmatch(text):
+        return _parse_decimal("1", match[1] or match[2])
+    if match := _SLASH.fullmatch(text):
+        return _divide(match[1], match[2])
+    if match := _FRAC.fullmatch(text):
+        return _divide(match[1] or match[2], match[3] or match[4])
+    if match := _MIXED.fullmatch(text):
+        number, part = (
+            _parse_decimal(match[1] or match[3], "0"),
+            _parse_unsigned(match[2] or match[4]),
+        )
         if number is not None and part is not None and 0 < part < 1:
             return number + part
     return None
 
 
-def _quotient(above: str, below: str) -> Fraction | None:
-    top, bottom = _value(above, "0"), _value(below, "0")
+def _divide(above: str, below: str) -> Fraction | None:
+    top, bottom = _parse_decimal(above, "0"), _parse_decimal(below, "0")
     return top / bottom if top is not None and bottom else None
 
 
-def _value(digits: str, exponent: str) -> Fraction | None:
+def _parse_decimal(digits: str, exponent: str) -> Fraction | None:
     digits = re.sub("[, ]", "", digits)
-    if len(digits) > _MOST_DIGITS or len(exponent) > 6 or abs(int(exponent)) > _MOST_DIGITS:
+    if len(digits) > _MAX_DIGITS or len(exponent) > 6 or abs(int(exponent)) > _MAX_DIGITS:
         return None
     return Fraction(digits.removesuffix(".")) * Fraction(10) ** int(exponent)
 
 
-def _words(line: str) -> list[str]:
-    """The words of a line; a sign of equality, a quotation mark or a bracket is one of its own.
+def _split_words(line: str) -> list[str]:
+    """Split a line into words; an equals sign, a quotation mark or a bracket is its own word.
 
-    Not a bracket that belongs to a function or to a larger expression, as in "sqrt(3)".
+    A bracket of a function call or a larger expression, as in "sqrt(3)", is not split off.
     """
     line = re.sub(r"(<<|>>|[=≈\[\]\"“”|]|(?<![^\s=\"*])\(|\)(?![^\s.,;:!?\"*]))", r" \1 ", line)
     return re.sub(r"(?<=[A-Za-z]:)(?=\S)", " ", line.replace("\\boxed{", " ")).split()
 
 
 def _is_joined(further: str, before: str) -> bool:
-    """True where the words before a number make it a part of a larger expression."""
+    """True if the words before a number make it a part of a larger expression."""
     if _OPERATOR.fullmatch(before):
         return before in "/^÷" or bool(re.search(r"[0-9)}]", further))
     return bool(re.search(r"([0-9]%?|[\^_√]|\\sqrt)$", before))
 
 
-def _is_continued(behind: str, further: str) -> bool:
-    """True where the words after a number make it another number."""
-    word = behind.rstrip(".,;:!?*").lower()
+def _is_continued(following: str, further: str) -> bool:
+    """True if the words after a number change its value."""
+    word = following.rstrip(".,;:!?*").lower()
     if word == "and":
         return further.lower() in ("a", "one", "two", "three", "half")
-    return word in _SCALES or bool(re.fullmatch(r"[+*/^÷!]|\\(div|over|pi|sqrt).*", behind))
+    return word in _SCALES or bool(re.fullmatch(r"[+*/^÷!]|\\(div|over|pi|sqrt).*", following))
 
 
-def _without_punctuation(word: str) -> str:
-    """Remove the punctuation that a sentence puts around a number."""
+def _strip_punctuation(word: str) -> str:
+    """Remove the punctuation that surrounds a number in a sentence."""
     word = word.strip("'\"").rstrip(",;:?").removesuffix("!").rstrip(")")
     if word.count("**") == 1:
         word = word.removeprefix("**").removesuffix("**").rstrip(",;:")

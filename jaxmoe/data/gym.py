@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Procedural tasks of reasoning-gym by name, and their scorers. Next: jaxmoe/data/scoring.py."""
+"""Procedural tasks of reasoning-gym, by name, and their scorers. Next: jaxmoe/data/scoring.py."""
 
 import contextlib
 import dataclasses
@@ -20,39 +20,40 @@ _CACHED_ROWS = 1024
 
 
 class GymSource:
-    """Rows of a reasoning-gym task, generated when read; the last 1024 are kept.
+    """Rows of a reasoning-gym task, generated when they are read; the last 1024 are cached.
 
-    Different seeds of one task overlap (row i is drawn from seed + i): hold out by index.
+    reasoning-gym generates row i from seed + i, so two seeds of one task share rows. Held-out
+    rows must therefore be chosen by index, not by another seed.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], size: int, seed: int) -> None:
         self._name = name
         self._size = size
-        self._dataset = _gym_dataset(name, options, size, seed)
-        self._entry = lru_cache(maxsize=_CACHED_ROWS)(self._generate)
-        self._evaluation = lru_cache(maxsize=None)(scoring.evaluation)
+        self._dataset = _make_gym_dataset(name, options, size, seed)
+        self._cached_entry = lru_cache(maxsize=_CACHED_ROWS)(self._generate_entry)
+        self._scorer_risks = lru_cache(maxsize=None)(scoring.scorer_risks)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> Row:
-        entry = self._entry(index)
+        entry = self._cached_entry(index)
         answer = entry["answer"]
         return Row(str(entry["question"]), None if answer is None else str(answer), columns=entry)
 
     def score(self, response: str, index: int) -> float:
-        entry = self._entry(index)
+        entry = self._cached_entry(index)
         scorer = self._dataset
         if self._name == "composite":
             scorer = scorer.datasets[entry["metadata"]["source_dataset"]]
 
-        def check(text: str) -> float:
+        def check_answer(text: str) -> float:
             return scorer.score_answer(text, entry)
 
         answer = self[index].answer
-        return scoring.score_checked(response, answer, check, **self._evaluation(scorer))
+        return scoring.score_checked(response, answer, check_answer, **self._scorer_risks(scorer))
 
-    def _generate(self, index: int) -> dict[str, Any]:
+    def _generate_entry(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self._size:
             raise IndexError(f"row {index} of {self._size}")
         try:
@@ -63,18 +64,18 @@ class GymSource:
         except Exception as error:
             raise ConfigError(
                 f"data.task reasoning_gym:{self._name} must make {self._size} rows; row {index} "
-                f"failed ({error}). Try other --set data.options.…, or fewer data.train_rows."
+                f"failed ({error}). Try other --set data.options.…=, or a smaller data.train_rows."
             ) from error
 
 
-def is_task(name: str) -> bool:
-    """Whether reasoning-gym is installed and has a task of this name."""
-    factory = _gym_factory()
+def is_gym_task(name: str) -> bool:
+    """True if reasoning-gym is installed and has a task of this name."""
+    factory = _import_gym_factory()
     return factory is not None and name in factory.DATASETS
 
 
-def _gym_dataset(name: str, options: Mapping[str, Any], size: int, seed: int) -> Any:
-    factory = _gym_factory()
+def _make_gym_dataset(name: str, options: Mapping[str, Any], size: int, seed: int) -> Any:
+    factory = _import_gym_factory()
     if factory is None:
         raise ConfigError(
             f"data.task reasoning_gym:{name} needs the package. Type: pip install reasoning-gym"
@@ -82,36 +83,37 @@ def _gym_dataset(name: str, options: Mapping[str, Any], size: int, seed: int) ->
     if name not in factory.DATASETS:
         raise ConfigError(
             f"data.task must name a reasoning-gym task; there is no {name!r}."
-            f"{_hint(name, factory.DATASETS, 'reasoning_gym:')}"
+            f"{_format_hint(name, factory.DATASETS, 'reasoning_gym:')}"
         )
     fields = [f.name for f in dataclasses.fields(factory.DATASETS[name][1])]
-    known = [field for field in fields if field not in ("seed", "size")]
+    option_names = [field for field in fields if field not in ("seed", "size")]
     for key in options:
-        if key not in known:
+        if key not in option_names:
             raise ConfigError(
                 f"data.options must be options of reasoning_gym:{name}; there is no {key!r}."
-                f"{_hint(key, known, 'data.options.')} Or drop a config's own: "
-                "--set data.options={}"
+                f"{_format_hint(key, option_names, 'data.options.')} Or clear the options of the "
+                "config file: --set data.options={}"
             )
-    given = dict(options)
+    gym_options = dict(options)
     try:
-        if name == "composite":  # its parts come as plain dicts from a config file
+        if name == "composite":  # config files give its parts as plain dicts
             spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
-            parts = given.get("datasets", [])
-            given["datasets"] = [spec(**p) if isinstance(p, dict) else p for p in parts]
+            parts = gym_options.get("datasets", [])
+            gym_options["datasets"] = [spec(**p) if isinstance(p, dict) else p for p in parts]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return factory.create_dataset(name, size=size, seed=seed, **given)
+            return factory.create_dataset(name, size=size, seed=seed, **gym_options)
     except Exception as error:  # tasks check their options by assert, TypeError, ValueError
-        shown = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "none"
+        option_text = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "none"
         raise ConfigError(
-            f"data.options must suit reasoning_gym:{name} with {size} rows; it refused {shown}: "
-            f"{error or type(error).__name__}. Its options: {', '.join(known)}."
+            f"data.options must suit reasoning_gym:{name} with {size} rows; it refused "
+            f"{option_text}: {error or type(error).__name__}. "
+            f"Its options: {', '.join(option_names)}."
         ) from error
 
 
-def _gym_factory() -> Any:
-    """reasoning_gym.factory, imported only when asked for (1.3 s); None where not installed."""
+def _import_gym_factory() -> Any:
+    """reasoning_gym.factory, imported only when needed (it takes 1.3 s); None if not installed."""
     if importlib.util.find_spec("reasoning_gym") is None:
         return None
     with warnings.catch_warnings():
@@ -120,8 +122,8 @@ def _gym_factory() -> Any:
         return importlib.import_module("reasoning_gym.factory")
 
 
-def _hint(name: str, known: Any, prefix: str) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    if near:
-        return f" Did you mean {prefix}{near[0]}?"
-    return f" Known: {', '.join(sorted(known))}."
+def _format_hint(name: str, names: Any, prefix: str) -> str:
+    close_names = difflib.get_close_matches(name, list(names), 1)
+    if close_names:
+        return f" Did you mean {prefix}{close_names[0]}?"
+    return f" Known: {', '.join(sorted(names))}."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the policy said, by channels: only the final one is an answer, analysis is thinking aloud.
+"""Parse a response in harmony format: the final channel is the answer, analysis is reasoning.
 
-Token ids decide, not text: a policy that spells "<|channel|>final" in plain tokens has opened no
-channel. Next: jaxmoe/data/scoring.py compares the answer with the stored one.
+Token ids decide, not text: a policy that spells "<|channel|>final" in plain tokens has not opened
+a channel. Next: jaxmoe/data/scoring.py compares the answer with the stored one.
 """
 
 import itertools
@@ -15,17 +15,17 @@ from jaxmoe.data.tokenizer import Tokenizer
 
 _MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 _CONTENT_TYPE = re.compile(r"\s*[\w/+-]*\s*")  # json, code
-_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_END_MARKS = ("<|end|>", "<|return|>", "<|call|>")
 
 
 @dataclass(frozen=True)
-class Spoken:
-    """A response as rewards see it."""
+class ParsedResponse:
+    """A response as reward functions receive it."""
 
-    text: str  # the final channel's, or all of it where the prompt asks for no channels
+    text: str  # of the final channel; the complete response if the prompt is not in harmony format
     analysis: str = ""
-    channels: bool = False  # whether it was asked for
-    final: bool = True  # whether there is an answer at all
+    uses_channels: bool = False  # True if the prompt is in harmony format
+    has_final: bool = True  # False if the prompt uses channels and the response has no final one
 
 
 def read_response(
@@ -34,109 +34,113 @@ def read_response(
     tokenizer: Tokenizer,
     *,
     stop: Sequence[int] = (),
-) -> Spoken:
-    """The last message in the final channel, and the analysis beside it.
+) -> ParsedResponse:
+    """Parse a response into the text of its last final message and its analysis.
 
-    stop: the token that ended the response, where one did; it is no part of the text, but a
-        message that <|call|> ends is a call and no answer.
+    stop: the token that ended the response, if any. It is not part of the text, but a message
+        that ends with <|call|> is a tool call, not an answer.
 
-    Channels are there where the prompt ends inside a message of the assistant, as harmony's do
-    (`<|start|>assistant`, with or without a header); any other response is its own answer.
-    An answer cut short counts as far as it goes.
+    A prompt uses channels if it ends inside an assistant message, as harmony prompts do
+    (`<|start|>assistant`, with or without a header). After any other prompt, the complete
+    response is the answer. A truncated final message counts as the answer.
     """
-    ids = _ids(tokenizer)
-    opened = _opened(prompt, ids, tokenizer)
-    if opened is None:
-        return Spoken(tokenizer.decode(response))
-    messages = _messages([*opened, *response, *stop], ids, tokenizer)
+    ids = _special_ids(tokenizer)
+    open_message = _find_open_message(prompt, ids, tokenizer)
+    if open_message is None:
+        return ParsedResponse(tokenizer.decode(response))
+    messages = _parse_messages([*open_message, *response, *stop], ids, tokenizer)
     finals = [text for channel, text in messages if channel == "final"]
     analysis = "\n".join(text for channel, text in messages if channel == "analysis")
-    return Spoken(finals[-1] if finals else "", analysis, channels=True, final=bool(finals))
+    return ParsedResponse(
+        finals[-1] if finals else "", analysis, uses_channels=True, has_final=bool(finals)
+    )
 
 
-def answer_opening(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """What stands between a prompt and its answer: the header of the final channel, if any."""
-    ids = _ids(tokenizer)
-    opened = _opened(prompt, ids, tokenizer)
-    if opened is None:
+def answer_prefix(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Tokens to insert between a prompt and its answer: the header of the final channel, if any."""
+    ids = _special_ids(tokenizer)
+    open_message = _find_open_message(prompt, ids, tokenizer)
+    if open_message is None:
         return []
     channel, message = ids["<|channel|>"], ids["<|message|>"]
     final = [channel, *tokenizer.encode("final"), message]
-    if channel not in opened and message not in opened:
+    if channel not in open_message and message not in open_message:
         return final
-    rest = [] if message in opened else [message]
-    if _messages([*opened, *rest], ids, tokenizer) == [("final", "")]:
-        return rest
-    again = [ids["<|start|>"], *tokenizer.encode("assistant"), *final]
-    return [*rest, tokenizer.special("<|end|>"), *again]
+    message_mark = [] if message in open_message else [message]
+    if _parse_messages([*open_message, *message_mark], ids, tokenizer) == [("final", "")]:
+        return message_mark
+    restart = [ids["<|start|>"], *tokenizer.encode("assistant"), *final]
+    return [*message_mark, tokenizer.special("<|end|>"), *restart]
 
 
-def _opened(prompt: Sequence[int], ids: dict[str, int], tokenizer: Tokenizer) -> list[int] | None:
-    """The tokens of the assistant's message that a prompt leaves open; None where none."""
+def _find_open_message(
+    prompt: Sequence[int], ids: dict[str, int], tokenizer: Tokenizer
+) -> list[int] | None:
+    """The tokens of the assistant message that a prompt leaves open; None if there is none."""
     if not {"<|start|>", "<|channel|>", "<|message|>"} <= set(ids):
         return None
-    ends = {ids[name] for name in _ENDS if name in ids}
+    ends = {ids[name] for name in _END_MARKS if name in ids}
     for i in range(len(prompt) - 1, -1, -1):
         if prompt[i] in ends:
             return None
         if prompt[i] == ids["<|start|>"]:
-            opened = list(prompt[i:])
-            role = itertools.takewhile(lambda token: token not in ids.values(), opened[1:])
-            return opened if tokenizer.decode(role).strip() == "assistant" else None
+            open_message = list(prompt[i:])
+            role = itertools.takewhile(lambda token: token not in ids.values(), open_message[1:])
+            return open_message if tokenizer.decode(role).strip() == "assistant" else None
     return None
 
 
-def _messages(
+def _parse_messages(
     tokens: Sequence[int], ids: dict[str, int], tokenizer: Tokenizer
 ) -> list[tuple[str, str]]:
-    """(channel, text) of the assistant's messages; "" for a header that is malformed.
+    """(channel, text) of each message; the channel is "" unless it is a well-formed assistant one.
 
-    Header: `<|start|>assistant<|channel|>NAME`, `<|constrain|>TYPE` where there is one. A message
-    to a tool, or of another role, is none of these; nor is one that <|call|> ends, on whatever
-    channel the model put it.
+    The header must be `<|start|>assistant<|channel|>NAME`, optionally with `<|constrain|>TYPE`.
+    Messages to a tool, of another role, or ended by <|call|> also have the channel "".
     """
     marks = {i: name for name, i in ids.items() if name in _MARKS}
-    ends = {ids[name] for name in _ENDS if name in ids}
+    ends = {ids[name] for name in _END_MARKS if name in ids}
     messages: list[tuple[str, str]] = []
     header: dict[str, list[int]] = {}
-    place = ""  # the mark we are behind
+    current_mark = ""  # the last mark: following tokens belong to it
     for token in [*tokens, ids["<|start|>"]]:
         mark = marks.get(token)
         if token in ends or mark == "<|start|>":
             if "<|message|>" in header:
-                called = token == ids.get("<|call|>")
-                channel = "" if called else _channel(header, tokenizer)
-                messages.append((channel, _text(header, tokenizer)))
-            header, place = {}, ""
+                is_call = token == ids.get("<|call|>")
+                channel = "" if is_call else _parse_channel(header, tokenizer)
+                messages.append((channel, _message_text(header, tokenizer)))
+            header, current_mark = {}, ""
         if mark is not None and mark not in header and "<|message|>" not in header:
-            place = mark
+            current_mark = mark
             header[mark] = []
-        elif place:
-            header[place].append(token)
+        elif current_mark:
+            header[current_mark].append(token)
     return messages
 
 
-def _channel(header: dict[str, list[int]], tokenizer: Tokenizer) -> str:
+def _parse_channel(header: dict[str, list[int]], tokenizer: Tokenizer) -> str:
     role, channel, kind = (
         tokenizer.decode(header.get(m, [])) for m in ("<|start|>", "<|channel|>", "<|constrain|>")
     )
     order = [mark for mark in header if mark != "<|constrain|>"]
     well_formed = order == ["<|start|>", "<|channel|>", "<|message|>"]
-    to_a_tool = _CONTENT_TYPE.fullmatch(kind) is None  # "functions.NAME", "json to=functions.NAME"
-    well_formed = well_formed and not to_a_tool
+    # A recipient makes it a tool call: "functions.NAME", "json to=functions.NAME".
+    is_tool_call = _CONTENT_TYPE.fullmatch(kind) is None
+    well_formed = well_formed and not is_tool_call
     return channel.strip() if well_formed and role.strip() == "assistant" else ""
 
 
-def _text(header: dict[str, list[int]], tokenizer: Tokenizer) -> str:
+def _message_text(header: dict[str, list[int]], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(header["<|message|>"])
 
 
-def _ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Of those of harmony's specials that the tokenizer has."""
-    found = {}
-    for name in (*_MARKS, *_ENDS):
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids of harmony's special tokens, by name, as far as the tokenizer has them."""
+    ids = {}
+    for name in (*_MARKS, *_END_MARKS):
         try:
-            found[name] = tokenizer.special(name)
+            ids[name] = tokenizer.special(name)
         except ConfigError:
             continue
-    return found
+    return ids

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns that hold JSON as text, as CSV and some parquet exports leave them: chats and verl's.
+"""Decode chats and verl's columns that CSV and some parquet exports store as JSON text.
 
-A chat that stays a text would be trained on as a question full of brackets, and nothing would
-fail. Next: jaxmoe/data/cells.py.
+Without this, a chat stored as text would silently be trained on as a question full of brackets.
+Next: jaxmoe/data/cells.py.
 """
 
 import ast
@@ -14,41 +14,43 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.config.json_object import parse_json
 
-CHATS = ("prompt", "question", "messages")
-_OBJECTS = ("reward_model", "extra_info")
-_LOOKS_LIKE_A_CHAT = re.compile(r"\s*\[?\s*\{.*?[\"']role[\"']\s*:", re.DOTALL)
-_LOOKS_LIKE_AN_OBJECT = re.compile(r"\s*\{")
+CHAT_COLUMNS = ("prompt", "question", "messages")
+_OBJECT_COLUMNS = ("reward_model", "extra_info")
+_CHAT_PATTERN = re.compile(r"\s*\[?\s*\{.*?[\"']role[\"']\s*:", re.DOTALL)
+_OBJECT_PATTERN = re.compile(r"\s*\{")
 
 
-def decode_columns(where: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record with chats, reward_model and extra_info decoded where they are stored as text.
+def decode_columns(location: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record with chats, reward_model and extra_info decoded if they are stored as text.
 
-    The text is JSON, or what Python prints for such a value. Every other column is left alone.
-    Raises: ConfigError for a text that looks like one of these and cannot be read.
+    The text is JSON or a Python literal. Other columns are unchanged.
+
+    location: "file:line", for error messages.
+    Raises: ConfigError for a text that looks like such a value but cannot be decoded.
     """
     decoded: dict[str, Any] = {}
-    for names, looks, kind, example in (
-        (CHATS, _LOOKS_LIKE_A_CHAT, list, '[{"role": "user", "content": "2 + 2 ="}]'),
-        (_OBJECTS, _LOOKS_LIKE_AN_OBJECT, dict, '{"ground_truth": "4"}'),
+    for names, pattern, kind, example in (
+        (CHAT_COLUMNS, _CHAT_PATTERN, list, '[{"role": "user", "content": "2 + 2 ="}]'),
+        (_OBJECT_COLUMNS, _OBJECT_PATTERN, dict, '{"ground_truth": "4"}'),
     ):
         for name in names:
             text = record.get(name)
-            if not isinstance(text, str) or not looks.match(text):
+            if not isinstance(text, str) or not pattern.match(text):
                 continue
-            value = _read(text)
+            value = _parse_value(text)
             if not isinstance(value, kind):
-                what = "a chat" if kind is list else "an object"
+                description = "a chat" if kind is list else "an object"
                 raise ConfigError(
-                    f"{where}: {name} looks like {what} stored as text and cannot be read as one, "
-                    f"got {text!r:.60}. Write {example}, as JSON; a question that begins so is "
-                    "the content of a user's turn."
+                    f"{location}: {name} looks like {description} stored as text, but cannot be "
+                    f"decoded, got {text!r:.60}. Write {example}, as JSON. If it is a question "
+                    "that begins like that, write it as the content of a user turn."
                 )
             decoded[name] = value
     return {**record, **decoded} if decoded else record
 
 
-def _read(text: str) -> Any:
-    """The value of JSON or of a Python literal; None for any other text."""
+def _parse_value(text: str) -> Any:
+    """The value of a JSON text or of a Python literal; None for any other text."""
     with suppress(ValueError):
         return parse_json(text)
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows whose prompt is longer than data.max_prompt_tokens: left out, and counted.
+"""Drop and count rows whose prompt is longer than data.max_prompt_tokens.
 
-Rows of a file are measured before they are split, so a resumed run leaves out the same ones.
+Rows of a file are filtered before the split, so a resumed run drops the same ones.
 Next: jaxmoe/data/sources.py.
 """
 
@@ -12,16 +12,16 @@ from jaxmoe.data.rows import Row
 
 
 @dataclass(frozen=True)
-class Overlong:
-    """Measures rows, and remembers which it left out."""
+class PromptLengthFilter:
+    """Tests the prompt length of rows, and records the rows that it drops."""
 
-    tokens: Callable[[Row], int]  # of a row's prompt
-    limit: int
-    dropped: set[str] = field(default_factory=set)  # identities of rows
+    count_tokens: Callable[[Row], int]  # of a row's prompt
+    limit: int  # tokens
+    dropped: set[str] = field(default_factory=set)  # identities of the dropped rows
 
-    def keeps(self, row: Row) -> bool:
-        """True where a row's prompt fits. A row that does not is counted once."""
-        if self.tokens(row) <= self.limit:
+    def accepts(self, row: Row) -> bool:
+        """True if a row's prompt fits. A row that does not fit is recorded once."""
+        if self.count_tokens(row) <= self.limit:
             return True
         self.dropped.add(row.identity)
         return False

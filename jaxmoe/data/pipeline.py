@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endless, resumable stream of prompts that feeds the training loop.
 
-Shuffled anew each epoch by grain. A step's prompts are fixed by the seed alone and then cut
-among processes, so the global batch is the same on one process or on many.
-Next: jaxmoe/train.py pulls from here; jaxmoe/rollout/engine.py answers.
+grain shuffles the rows for each epoch. The prompts of a step depend on the seed alone and are
+then divided among processes, so the global batch is the same for any number of processes.
+Next: jaxmoe/train.py reads the stream; jaxmoe/rollout/engine.py answers the prompts.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from jaxmoe.records import Prompt
 
 
 class PromptIterator(Iterator[list[Prompt]]):
-    """This process's prompts of each step. Its state is a small dict for the checkpoint."""
+    """Iterator over the prompts of each step for this process, with a small state to save."""
 
     def __init__(self, steps: Iterator[list[Prompt]], stream: dict[str, int]) -> None:
         self._steps: Any = steps
@@ -30,30 +30,30 @@ class PromptIterator(Iterator[list[Prompt]]):
 
     @property
     def epoch(self) -> float:
-        """How often all rows have been read, so far."""
+        """Number of passes over all rows so far, with a fraction."""
         steps = self._steps.get_state()["next_index"]
         return steps * self._stream["prompts_per_step"] / self._stream["rows"]
 
     def get_state(self) -> dict[str, Any]:
-        """JSON-serialisable, the same on every process, whatever their number."""
+        """The position in the stream, as JSON values; the same on every process."""
         return {"stream": dict(self._stream), "position": self._steps.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on exactly behind the step the state was taken at.
+        """Continue right after the step at which the state was saved.
 
-        Raises: ConfigError where the state is of another stream.
+        Raises: ConfigError if the state belongs to a stream with other rows, seed or size.
         """
-        for key, now in self._stream.items():
-            then = state["stream"].get(key)
-            if then != now:
+        for key, current in self._stream.items():
+            saved = state["stream"].get(key)
+            if saved != current:
                 raise ConfigError(
-                    f"a resumed run must keep its data: {key} was {then}, is {now}. "
-                    f"Restore {key}={then}, or start anew with another --workdir."
+                    f"a resumed run must keep its data; {key} was {saved} and is now {current}. "
+                    f"Restore {key}={saved}, or start a new run with another --workdir."
                 )
         self._steps.set_state(state["position"])
 
 
-def prompts(
+def stream_prompts(
     source: Source,
     tokenizer: Tokenizer,
     *,
@@ -67,12 +67,12 @@ def prompts(
 ) -> PromptIterator:
     """Endless lists of prompts_per_step / shard_count prompts, for process `shard_index`.
 
-    prompts_per_step: of all processes together. Step s is rows s*P … s*P+P-1 of the shuffled
-        epochs laid end to end; each process takes one contiguous share of it.
-    shuffle: whether each epoch has an order of its own, or that of the source.
+    prompts_per_step: P, the total over all processes. Step s consists of the rows
+        s*P … s*P+P-1 of the concatenated epochs; each process takes one contiguous share of it.
+    shuffle: True to reorder the rows in each epoch; False to keep the order of the source.
 
-    Raises: ConfigError at once for sizes that do not divide, and, when it is read, for a row
-        longer than max_prompt_tokens, or one that the template has no place for.
+    Raises: ConfigError at once for sizes that do not divide; during iteration for a row that is
+        longer than max_prompt_tokens or that the template cannot render.
     """
     if prompts_per_step < 1 or prompts_per_step % shard_count:
         raise ConfigError(
@@ -85,18 +85,19 @@ def prompts(
     share = prompts_per_step // shard_count
     first = shard_index * share
 
-    def read(rows: list[int]) -> list[Prompt]:
+    def make_prompts(row_order: list[int]) -> list[Prompt]:
         return [
             make_prompt(source, row, tokenizer, template, max_prompt_tokens)
-            for row in rows[first : first + share]
+            for row in row_order[first : first + share]
         ]
 
-    rows = grain.MapDataset.source(range(len(source))).seed(seed % 2**32)
-    rows = (rows.shuffle() if shuffle else rows).repeat()
-    # drop_remainder of an endless stream drops nothing; without it grain divides sys.maxsize as
-    # a float, which for one prompt a step is one too many
-    steps = rows.batch(prompts_per_step, drop_remainder=True, batch_fn=list).map(read)
-    # Read in this thread: a source need not be thread-safe, and no step is drawn ahead of time.
+    row_order = grain.MapDataset.source(range(len(source))).seed(seed % 2**32)
+    row_order = (row_order.shuffle() if shuffle else row_order).repeat()
+    # The stream is endless, so drop_remainder drops nothing. Without it, grain rounds
+    # sys.maxsize / batch as a float, which is one too large at one prompt per step.
+    steps = row_order.batch(prompts_per_step, drop_remainder=True, batch_fn=list).map(make_prompts)
+    # Read in this thread: a source need not be thread-safe. No prefetch, so the saved position is
+    # exactly the last step that was read.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     stream = {"rows": len(source), "seed": seed, "prompts_per_step": prompts_per_step}
     return PromptIterator(iter(steps.to_iter_dataset(options)), stream)
@@ -105,10 +106,10 @@ def prompts(
 def make_prompt(
     source: Source, row: int, tokenizer: Tokenizer, template: Template, max_prompt_tokens: int
 ) -> Prompt:
-    """One row, rendered and tokenised: what `prompts` yields, for a held-out row.
+    """Render and tokenize one row of a source.
 
-    Raises: ConfigError where the prompt is longer than max_prompt_tokens, or the template has no
-        place for the row.
+    Raises: ConfigError if the prompt is longer than max_prompt_tokens, or if the template cannot
+        render the row.
     """
     item = source[row]
     text, tokens = template.render(item, tokenizer)

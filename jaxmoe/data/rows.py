@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A question, and what every source of questions offers.
+"""A question (`Row`), and the protocol of every source of questions.
 
-A source is random access: row i is a pure function of (task, options, seed, size, i), so a
+Sources have random access: row i is a pure function of (task, options, seed, size, i), so a
 resumed run or another process sees the same rows. Next: jaxmoe/data/sources.py opens them.
 """
 
@@ -20,24 +20,27 @@ class Message:
 
 @dataclass(frozen=True)
 class Row:
-    """One question; the answer is None where only a checker exists."""
+    """One question; the answer is None if only a checker can judge responses."""
 
-    question: str  # of a chat: its last turn
+    question: str  # of a chat, its last turn
     answer: str | None
-    others: tuple[str, ...] = ()  # further answers that are as right
+    other_answers: tuple[str, ...] = ()  # further correct answers
     system: str = ""  # the row's own system prompt
     earlier: tuple[Message, ...] = ()  # turns of a chat before the question
-    columns: Mapping[str, Any] = field(default_factory=dict)  # all that its file says of it
-    where: str = ""  # "file:line", where it is from a file
-    chat: bool = False  # whether its file has a chat, and not a plain text
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the complete record of its file
+    location: str = ""  # "file:line" of a row that was read from a file
+    chat: bool = False  # True if the file stores a chat, not a plain text
 
     @property
     def identity(self) -> str:
-        """Equal for rows that ask the same: no two of them, one trained on and one held out."""
-        asked = self.question.strip()
+        """A string that is equal for rows that ask the same question.
+
+        Rows of one identity must not be split between training and held-out rows.
+        """
+        question = self.question.strip()
         if not self.system and not self.earlier:
-            return asked
-        return repr((self.system, [(m.role, m.content) for m in self.earlier], asked))
+            return question
+        return repr((self.system, [(m.role, m.content) for m in self.earlier], question))
 
 
 @runtime_checkable
@@ -49,13 +52,13 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> Row: ...
 
     def score(self, response: str, index: int) -> float:
-        """1.0 where the response solves row `index`, else 0.0; never raises on a response."""
+        """1.0 if the response solves row `index`, else 0.0; never raises for any response."""
         ...
 
 
 @dataclass(frozen=True)
 class Subset:
-    """Some rows of a source, in a given order; `indices` may be computed when read."""
+    """Selected rows of a source, in the order of `indices`, which may be computed lazily."""
 
     source: Source
     indices: Sequence[int]

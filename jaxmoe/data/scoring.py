@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is this response right? Exact checks that a policy cannot crash, bribe or run code in.
+"""Decide if a response is correct, by exact checks that a response can neither crash nor exploit.
 
-A response is hostile text: the policy is paid to find the scorer's holes. Third-party scorers
-raise, pay garbage, pay by halves, and some evaluate the text as Python; each hole is closed
-here once. Next: jaxmoe/data/rows.py.
+A response is hostile text: RL rewards the policy for finding errors in the scorer. Third-party
+scorers raise errors, accept garbage, give partial credit, and some evaluate the text as Python.
+This module guards against all of these. Next: jaxmoe/data/rows.py.
 """
 
 import ast
@@ -13,65 +13,66 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxmoe.data.exact_number import last_number, read_number
+from jaxmoe.data.exact_number import read_last_number, read_number
 
-PASS = 0.99  # third-party scorers pay partial credit below this: it counts as 0
-# No right answer to anything; a scorer that pays for one of these cannot tell right from wrong.
+PASS = 0.99  # lower scores of third-party scorers are partial credit and count as 0
+# None of these is a correct answer to any question; a scorer that accepts one is unreliable.
 GARBAGE = ("zzz", "qwx vjk 7#?", "None", "0 zzz 1 [", "{}")
-_LONGEST = 10_000  # characters of a response that an evaluating scorer may see
-# Bounds on a formula that sympy may expand and simplify; found by attack, honest ones fit.
-_MOST_NODES = 400
-_MOST_CALLS = 8
-_MOST_VARIABLES = 3
-_LARGEST_DEGREE = 32
-_LARGEST_NUMBER = 10**18
+_MAX_RESPONSE_CHARS = 10_000  # characters of a response that an evaluating scorer may see
+# Bounds on a formula that sympy may expand and simplify. They were determined by attacks on the
+# scorers; correct answers stay well within them.
+_MAX_NODES = 400
+_MAX_CALLS = 8
+_MAX_VARIABLES = 3
+_MAX_DEGREE = 32
+_MAX_NUMBER = 10**18
 
 # "the answer is …", "Answer: …", in bold or not
-_SAID = re.compile(
+_ANSWER_PHRASE = re.compile(
     r"\banswer[*_]*\s*(?:[:=]|is\b(?:\s+(?:therefore|thus|then|simply|just|indeed|equal to)\b)?"
     r"\s*:?)[\s*_]*",
     re.IGNORECASE,
 )
-_CALCULATED = re.compile(r"<<[^<>]*>>")  # a note of GSM8K's calculator
+_CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")  # a note of GSM8K's calculator
 _SENTENCE_END = re.compile(r"\n|[.;?!](?=[\s*]|$)|,(?=\s+(?!and\b|or\b)[^\W\d])|\s\(")
 _FUNCTIONS = frozenset(
     ("sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh exp log ln").split()
     + ["sqrt", "Abs"]
 )
-_LITERALS = (
+_LITERAL_NODES = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.UAdd, ast.USub),
     *(ast.Tuple, ast.List, ast.Dict, ast.Set),
 )
-_NODES = (
+_ARITHMETIC_NODES = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.UAdd, ast.USub, ast.Tuple),
     *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.Call),
 )
 
 
 def score_text(response: str, gold: str) -> float:
-    """1.0 where the response is the gold answer, else 0.0.
+    """1.0 if the response is the gold answer, else 0.0.
 
-    Gold is the text after "####" where there is one. Equal text always counts. An equal number
-    counts too, compared exactly: the marked answer (after "####", in \\boxed{}, behind "the
-    answer is") must be that number as a whole, apart from a unit; where nothing is marked, the
+    Gold is the text after "####", if it has that mark. Equal text always counts. An equal number
+    counts too, compared exactly: the marked answer (after "####", in \\boxed{}, or after "the
+    answer is") must be that number and nothing else except a unit; if nothing is marked, the
     last number of the response must be it.
     """
-    gold = _after_hashes(gold) if "####" in gold else gold.strip()
+    gold = _text_after_hashes(gold) if "####" in gold else gold.strip()
     if not gold:
         return 0.0
-    marked = _marked(response)
-    said = _said(response) if marked is None else None
-    if gold in (response.strip(), marked, said):
+    marked = _find_marked_answer(response)
+    stated = _find_stated_answer(response) if marked is None else None
+    if gold in (response.strip(), marked, stated):
         return 1.0
     value = read_number(gold)
     if value is None:
         return 0.0
     if marked is not None:
         return float(read_number(marked, units=True) == value)
-    if said is not None and any(digit in said for digit in "0123456789"):
-        _, _, last = said.rpartition("=")
+    if stated is not None and any(digit in stated for digit in "0123456789"):
+        _, _, last = stated.rpartition("=")
         return float(read_number(last, units=True) == value)
-    return float(last_number(response) == value)
+    return float(read_last_number(response) == value)
 
 
 def score_checked(
@@ -79,130 +80,136 @@ def score_checked(
     gold: str | None,
     check: Callable[[str], float],
     *,
-    evaluates: bool,
-    symbolic: bool,
+    runs_code: bool,
+    runs_sympy: bool,
 ) -> float:
-    """1.0 where a third-party `check` accepts the response, else 0.0; never raises.
+    """1.0 if a third-party `check` accepts the response, else 0.0; never raises.
 
-    check: scores one answer to this very row; partial credit is no credit.
-    evaluates, symbolic: as told by `evaluation` of the check's module.
+    check: scores one answer to this row; partial credit counts as 0.
+    runs_code, runs_sympy: the result of `scorer_risks` for the scorer.
 
-    A check that accepts garbage for this row decides nothing: equal text does.
+    If the check accepts garbage for this row, it is ignored, and only text equal to gold counts.
     """
     answer = response.strip()
-    exact = gold is not None and answer == gold.strip()
-    if not answer or exact:
-        return float(exact)
-    if evaluates and not harmless(answer, symbolic=symbolic):
+    is_equal = gold is not None and answer == gold.strip()
+    if not answer or is_equal:
+        return float(is_equal)
+    if runs_code and not is_safe_to_evaluate(answer, runs_sympy=runs_sympy):
         return 0.0
-    if not _accepts(check, answer):
+    if not _is_accepted(check, answer):
         return 0.0
-    return float(not any(_accepts(check, text) for text in GARBAGE))
+    return float(not any(_is_accepted(check, text) for text in GARBAGE))
 
 
-def evaluation(scorer: Any) -> dict[str, bool]:
-    """Whether the module of a scorer's class may run a response as Python, or as sympy."""
+def scorer_risks(scorer: Any) -> dict[str, bool]:
+    """{"runs_code", "runs_sympy"}: True if the scorer's module may evaluate a response that way."""
     try:
         source = inspect.getsource(inspect.getmodule(type(scorer)) or type(scorer))
     except (OSError, TypeError):  # no source to read: trust nothing
-        return {"evaluates": True, "symbolic": True}
-    symbolic = bool(re.search(r"^\s*(?:import|from) sympy", source, re.MULTILINE))
+        return {"runs_code": True, "runs_sympy": True}
+    runs_sympy = bool(re.search(r"^\s*(?:import|from) sympy", source, re.MULTILINE))
     return {
-        "evaluates": symbolic or bool(re.search(r"\b(?:eval|exec)\(", source)),
-        "symbolic": symbolic,
+        "runs_code": runs_sympy or bool(re.search(r"\b(?:eval|exec)\(", source)),
+        "runs_sympy": runs_sympy,
     }
 
 
-def harmless(text: str, *, symbolic: bool) -> bool:
-    """Whether evaluating a text can neither call anything unknown nor take for ever.
+def is_safe_to_evaluate(text: str, *, runs_sympy: bool) -> bool:
+    """True if evaluating a text cannot call unknown functions and must end in bounded time.
 
-    Plain literals pass, and arithmetic of bounded size. Text that is no Python passes only
-    where nothing rewrites it before evaluation, as sympy does.
+    Literals pass, and arithmetic of bounded size. Text that is not valid Python passes only
+    without sympy, which rewrites a text before it evaluates it.
     """
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_RESPONSE_CHARS:
         return False
     try:
         tree = ast.parse(text, mode="eval")
-        return _is_literal(tree) and not symbolic or _is_arithmetic(tree, symbolic)
+        return _is_literal(tree) and not runs_sympy or _is_arithmetic(tree, runs_sympy)
     except (SyntaxError, ValueError):
-        return not symbolic
+        return not runs_sympy
     except (MemoryError, RecursionError):
         return False
 
 
 def _is_literal(tree: ast.AST) -> bool:
-    """Numbers, texts and bare names, in lists, tuples, sets and dicts."""
-    return all(isinstance(node, _LITERALS) for node in ast.walk(tree))
+    """True for numbers, strings and bare names, in lists, tuples, sets and dicts."""
+    return all(isinstance(node, _LITERAL_NODES) for node in ast.walk(tree))
 
 
-def _is_arithmetic(tree: ast.AST, symbolic: bool) -> bool:
-    """A number, a formula, or a tuple of plain numbers (only where nothing multiplies it)."""
+def _is_arithmetic(tree: ast.AST, runs_sympy: bool) -> bool:
+    """True for a number, a formula of bounded size, or a tuple that no operator multiplies."""
     nodes = list(ast.walk(tree))
-    if len(nodes) > _MOST_NODES or not all(isinstance(node, _NODES) for node in nodes):
+    if len(nodes) > _MAX_NODES or not all(isinstance(node, _ARITHMETIC_NODES) for node in nodes):
         return False
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     variables = names - _FUNCTIONS
     active = bool(calls) or any(isinstance(node, ast.BinOp) for node in nodes)
     if active and any(isinstance(node, ast.Tuple) for node in nodes):
-        return False  # (0,) * 10**9
-    if calls and not (symbolic and variables and len(calls) <= _MOST_CALLS):
-        return False  # exp(exp(9)) as a number has more digits than memory
+        return False  # (0,) * 10**9 would fill the memory
+    if calls and not (runs_sympy and variables and len(calls) <= _MAX_CALLS):
+        return False  # exp(exp(9)) as an exact number has more digits than memory holds
     return (
-        len(variables) <= _MOST_VARIABLES
+        len(variables) <= _MAX_VARIABLES
         and not any(name.startswith("_") for name in names)
         and not any(isinstance(n, ast.Constant) and not _is_number(n.value) for n in nodes)
         and all(isinstance(c.func, ast.Name) and c.func.id in _FUNCTIONS for c in calls)
         and not any(call.keywords for call in calls)
-        and _degree(tree) <= _LARGEST_DEGREE
+        and _bound_degree(tree) <= _MAX_DEGREE
     )
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < _LARGEST_NUMBER
+    return isinstance(value, int | float) and abs(value) < _MAX_NUMBER
 
 
-def _degree(node: ast.AST) -> float:
-    """An upper bound on the factors a formula has once its powers are multiplied out."""
+def _bound_degree(node: ast.AST) -> float:
+    """Upper bound on the number of factors of a formula whose powers are multiplied out."""
     if isinstance(node, ast.BinOp):
-        left, right = _degree(node.left), _degree(node.right)
+        left_degree, right_degree = _bound_degree(node.left), _bound_degree(node.right)
         if isinstance(node.op, ast.Pow):
-            return left * max(1.0, abs(_constant(node.right)))
-        return left + right if isinstance(node.op, ast.Mult | ast.Div) else max(left, right)
-    return max((_degree(child) for child in ast.iter_child_nodes(node)), default=1.0)
+            return left_degree * max(1.0, abs(_bound_exponent(node.right)))
+        return (
+            left_degree + right_degree
+            if isinstance(node.op, ast.Mult | ast.Div)
+            else max(left_degree, right_degree)
+        )
+    return max((_bound_degree(child) for child in ast.iter_child_nodes(node)), default=1.0)
 
 
-def _constant(node: ast.AST) -> float:
-    """The value of an exponent made of plain numbers; infinite for any other exponent."""
+def _bound_exponent(node: ast.AST) -> float:
+    """Upper bound of an exponent that consists of plain numbers; infinite for any other."""
     match node:
-        case ast.Constant(value=int() | float() as value) if abs(value) <= _LARGEST_DEGREE:
+        case ast.Constant(value=int() | float() as value) if abs(value) <= _MAX_DEGREE:
             return float(value)
-        case ast.UnaryOp(operand=inner):
-            return abs(_constant(inner))
-        case ast.BinOp(left=left, op=ast.Div(), right=right):
-            below = abs(_constant(right))
-            return math.inf if math.isinf(below) else _constant(left) / max(below, 1e-3)
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
-            return abs(_constant(left)) + abs(_constant(right))
+        case ast.UnaryOp(operand=operand):
+            return abs(_bound_exponent(operand))
+        case ast.BinOp(left=left_node, op=ast.Div(), right=right_node):
+            divisor = abs(_bound_exponent(right_node))
+            return (
+                math.inf if math.isinf(divisor) else _bound_exponent(left_node) / max(divisor, 1e-3)
+            )
+        case ast.BinOp(left=left_node, op=ast.Add() | ast.Sub(), right=right_node):
+            return abs(_bound_exponent(left_node)) + abs(_bound_exponent(right_node))
         case _:
             return math.inf
 
 
-def _accepts(check: Callable[[str], float], answer: str) -> bool:
+def _is_accepted(check: Callable[[str], float], answer: str) -> bool:
     try:
         return float(check(answer)) >= PASS
-    except Exception:  # a scorer that chokes on a response has not accepted it
+    except Exception:  # a scorer that fails on a response has not accepted it
         return False
 
 
-def _after_hashes(text: str) -> str:
+def _text_after_hashes(text: str) -> str:
     return text.rpartition("####")[2].strip().partition("\n")[0].strip()
 
 
-def _marked(response: str) -> str | None:
-    """The answer a response marks as such: after the last "####", else in the last \\boxed{}."""
+def _find_marked_answer(response: str) -> str | None:
+    """The marked answer: after the last "####", else in the last \\boxed{}; None if unmarked."""
     if "####" in response:
-        return _after_hashes(response)
+        return _text_after_hashes(response)
     start = response.rfind("\\boxed{")
     if start < 0:
         return None
@@ -212,13 +219,13 @@ def _marked(response: str) -> str | None:
         depth += {"{": 1, "}": -1}.get(response[end], 0)
         if depth == 0:
             return response[start:end].strip()
-    return None  # a box that never closes marks nothing
+    return None  # an unclosed box marks nothing
 
 
-def _said(response: str) -> str | None:
-    """The text after the last "the answer is", to the end of its sentence."""
-    ends = [found.end() for found in _SAID.finditer(response)]
+def _find_stated_answer(response: str) -> str | None:
+    """The text after the last "the answer is", to the end of its sentence; None without it."""
+    ends = [match.end() for match in _ANSWER_PHRASE.finditer(response)]
     if not ends:
         return None
-    rest = _CALCULATED.sub("", response[ends[-1] : ends[-1] + _LONGEST])
-    return _SENTENCE_END.split(rest, maxsplit=1)[0].strip().removesuffix("**").strip()
+    sentence = _CALCULATOR_NOTE.sub("", response[ends[-1] : ends[-1] + _MAX_RESPONSE_CHARS])
+    return _SENTENCE_END.split(sentence, maxsplit=1)[0].strip().removesuffix("**").strip()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a row to the tokens of its prompt: by a text with places, a chat template, or harmony.
+"""Render a row into the tokens of its prompt, by a format string, a chat template, or harmony.
 
-Markup is made of special ids and content of plain ones, whatever a row says.
-Next: jaxmoe/data/harmony.py reads what the policy makes of it.
+Markup becomes special ids. The content of a row always becomes plain ids, even if it contains
+the text of a special token.
+Next: jaxmoe/data/harmony.py parses the policy's response.
 """
 
 import re
@@ -14,26 +15,27 @@ from jaxmoe.data.rows import Message, Row
 from jaxmoe.data.tokenizer import Tokenizer
 
 AUTO, CHAT, HARMONY = "auto", "chat", "harmony"
-_QUESTION, _SYSTEM = "{question}", "{system}"
-# characters that no text may use, each in the place of a special string inside a row
+_QUESTION_FIELD, _SYSTEM_FIELD = "{question}", "{system}"
+# Noncharacters of Unicode, which no valid text contains. Each one replaces a special string of a
+# row while the chat template renders it.
 _STAND_INS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
-_OTHERS = "Try --set data.template=harmony, or --set 'data.template={question}'"
+_TRY_OTHER_TEMPLATES = "Try --set data.template=harmony, or --set 'data.template={question}'"
 
 
 @dataclass(frozen=True)
 class Template:
-    """How rows are put to the policy.
+    """The format of prompts.
 
-    text: the prompt, "{question}" standing for the row's question, "{system}" (at most once) for
-        its system prompt; special strings of the text become special ids, those in a row stay
-        text. Or "harmony"; or "chat", by the tokenizer's chat template; or "auto", which is
-        "chat" for rows that are chats and "{question}" for the others.
-    system: of rows without their own.
-    reasoning_effort: low, medium or high; for harmony, and for chat templates that ask for it.
-    chat: the tokenizer's chat template, None where it has none.
+    text: a format string with "{question}" for the row's question and "{system}" (at most once)
+        for its system prompt; special strings of the text become special ids, those in a row stay
+        text. Or "harmony"; or "chat" for the tokenizer's chat template; or "auto", which means
+        "chat" for rows that are chats and "{question}" for other rows.
+    system: system prompt of rows without their own.
+    reasoning_effort: low, medium or high, for harmony and for chat templates that use it.
+    chat: the tokenizer's chat template; None if it has none.
 
-    Raises: ConfigError for a text without its places, and for "chat" where there is none.
+    Raises: ConfigError for a text without the required fields, and for "chat" without a template.
     """
 
     text: str
@@ -49,125 +51,134 @@ class Template:
                 raise ConfigError(
                     "data.template=chat needs a tokenizer with a chat template, "
                     "chat_template.jinja or a chat_template in tokenizer_config.json. "
-                    f"{_OTHERS}."
+                    f"{_TRY_OTHER_TEMPLATES}."
                 )
             return
-        if self.text.count(_QUESTION) != 1 or self.text.count(_SYSTEM) > 1:
+        if self.text.count(_QUESTION_FIELD) != 1 or self.text.count(_SYSTEM_FIELD) > 1:
             raise ConfigError(
-                f"data.template must hold {_QUESTION} exactly once, and {_SYSTEM} at most once, or "
-                f"be auto, chat or harmony; got {self.text!r}. "
-                f"Try --set data.template='{_QUESTION}'."
+                f"data.template must hold {_QUESTION_FIELD} exactly once, and {_SYSTEM_FIELD} at "
+                f"most once, or be auto, chat or harmony; got {self.text!r}. "
+                f"Try --set data.template='{_QUESTION_FIELD}'."
             )
-        if self.system and _SYSTEM not in self.text:
-            raise _no_place(self.text)
+        if self.system and _SYSTEM_FIELD not in self.text:
+            raise _no_system_field_error(self.text)
 
     def render(self, row: Row, tokenizer: Tokenizer) -> tuple[str, list[int]]:
         """(text, tokens) of the prompt.
 
-        Raises ConfigError for a row with a system prompt, or a chat, that the text has no place
-        for or the chat template refuses; and where the tokenizer has not harmony's special
-        tokens.
+        Raises: ConfigError for a system prompt or a chat that the text has no field for or that
+            the chat template refuses, and if the tokenizer lacks harmony's special tokens.
         """
         if self.text == CHAT or (self.text == AUTO and row.chat):
-            return self._by_chat_template(row, tokenizer)
+            return self._render_chat_template(row, tokenizer)
         if self.text == AUTO:
             if self.system and not row.system:
-                raise _no_place(_QUESTION)
-            plain = replace(self, text=_QUESTION, system="")
+                raise _no_system_field_error(_QUESTION_FIELD)
+            plain = replace(self, text=_QUESTION_FIELD, system="")
             return plain.render(row, tokenizer)
-        pieces = self._harmony(row, tokenizer) if self.text == HARMONY else self._filled(row)
+        pieces = (
+            self._render_harmony(row, tokenizer) if self.text == HARMONY else self._render_text(row)
+        )
         tokens = [
             i for piece, markup in pieces if piece for i in tokenizer.encode(piece, specials=markup)
         ]
         return "".join(piece for piece, _ in pieces), tokens
 
-    def _by_chat_template(self, row: Row, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    def _render_chat_template(self, row: Row, tokenizer: Tokenizer) -> tuple[str, list[int]]:
         """Render as transformers' apply_chat_template, but keep special strings of the row as text.
 
-        Such strings are rendered as stand-ins, so that those which remain are the template's.
+        If the row contains special strings, they are replaced by stand-in characters before the
+        template runs. All special strings of the result then come from the template.
         """
         if self.chat is None:
             raise ConfigError(
-                f"{_named(row)} is a chat, and the tokenizer has no chat template to render it. "
-                f"{_OTHERS}."
+                f"{_describe_row(row)} is a chat, and the tokenizer has no chat template to render "
+                f"it. {_TRY_OTHER_TEMPLATES}."
             )
         chat = [*row.earlier, Message("user", row.question)]
         if system := row.system or self.system:
             chat.insert(0, Message("system", system))
-        text = self._rendered(chat, row)
+        text = self._render_chat(chat, row)
         names = sorted(filter(None, tokenizer.special_names), key=len, reverse=True)
         special = re.compile("|".join(map(re.escape, names)) or "(?!)")
-        inside = {name for turn in chat for name in special.findall(turn.content)}
+        names_in_row = {name for turn in chat for name in special.findall(turn.content)}
         tokens = tokenizer.encode(text, specials=True)
         ids = {tokenizer.special(name) for name in names}
-        meant = [tokenizer.special(name) for name in special.findall(text)]
-        if not inside and [i for i in tokens if i in ids] == meant:
+        template_ids = [tokenizer.special(name) for name in special.findall(text)]
+        if not names_in_row and [i for i in tokens if i in ids] == template_ids:
             return text, tokens
-        back = dict(zip(_STAND_INS, sorted(inside), strict=False))
-        forth = {name: mark for mark, name in back.items()}
-        used = any(mark in turn.content for mark in back for turn in chat)
-        if not used and len(forth) == len(inside):
+        name_of = dict(zip(_STAND_INS, sorted(names_in_row), strict=False))
+        stand_in_of = {name: mark for mark, name in name_of.items()}
+        is_used = any(mark in turn.content for mark in name_of for turn in chat)
+        if not is_used and len(stand_in_of) == len(names_in_row):
             hidden = [
-                replace(turn, content=special.sub(lambda found: forth[found[0]], turn.content))
+                replace(
+                    turn, content=special.sub(lambda match: stand_in_of[match[0]], turn.content)
+                )
                 for turn in chat
             ]
-            marked = self._rendered(hidden, row)
-            if _restored(marked, back) == text:
-                return text, _encoded(marked, special, back, tokenizer)
+            marked = self._render_chat(hidden, row)
+            if _restore_specials(marked, name_of) == text:
+                return text, _encode_with_stand_ins(marked, special, name_of, tokenizer)
         raise ConfigError(
-            f"{_named(row)} holds {', '.join(sorted(inside))[:60]}, which the tokenizer's chat "
-            "template does not leave as it is: it cannot be told from the template's own. Take it "
-            f"out of the row. Or {_OTHERS[0].lower()}{_OTHERS[1:]}."
+            f"{_describe_row(row)} holds {', '.join(sorted(names_in_row))[:60]}, which the "
+            "tokenizer's chat template changes, so it cannot be distinguished from the special "
+            "tokens of the template. Remove it from the row. "
+            f"Or {_TRY_OTHER_TEMPLATES[0].lower()}{_TRY_OTHER_TEMPLATES[1:]}."
         )
 
-    def _rendered(self, chat: list[Message], row: Row) -> str:
+    def _render_chat(self, chat: list[Message], row: Row) -> str:
         assert self.chat is not None
         try:
             return self.chat.render(chat, reasoning_effort=self.reasoning_effort)
         except ConfigError as error:
             raise ConfigError(
-                f"the tokenizer's chat template must render {_named(row)}; it says: {error}. "
-                f"{_OTHERS}."
+                f"the tokenizer's chat template must render {_describe_row(row)}; it raised: "
+                f"{error}. {_TRY_OTHER_TEMPLATES}."
             ) from error
 
-    def _filled(self, row: Row) -> list[tuple[str, bool]]:
-        """(text, whether it is markup), in order."""
+    def _render_text(self, row: Row) -> list[tuple[str, bool]]:
+        """(text, True if it is markup) of each part of the prompt, in order."""
         if row.earlier:
             raise ConfigError(
-                f"data.template must be chat or harmony for a chat of several turns, as in "
-                f"{_named(row)}; a text has a place for one question. "
+                f"data.template must be chat or harmony for a chat of several turns, such as "
+                f"{_describe_row(row)}; a format string takes one question. "
                 "Try --set data.template=harmony."
             )
-        if row.system and _SYSTEM not in self.text:
+        if row.system and _SYSTEM_FIELD not in self.text:
             raise ConfigError(
-                f"data.template must hold {_SYSTEM}, or be harmony, for a row with a system "
-                f"prompt, as {_named(row)}; got {self.text!r}. Try --set data.template=harmony."
+                f"data.template must hold {_SYSTEM_FIELD}, or be harmony, for a row with a system "
+                f"prompt, such as {_describe_row(row)}; got {self.text!r}. "
+                "Try --set data.template=harmony."
             )
-        given = {_QUESTION: row.question, _SYSTEM: row.system or self.system}
+        values = {_QUESTION_FIELD: row.question, _SYSTEM_FIELD: row.system or self.system}
         pieces = [(self.text, True)]
-        for place, content in given.items():
+        for field_name, content in values.items():
             pieces = [
                 part for piece, markup in pieces
-                for part in (_split(piece, place, content) if markup else [(piece, markup)])
+                for part in (
+                    _split_at_field(piece, field_name, content) if markup else [(piece, markup)]
+                )
             ]  # fmt: skip
         return pieces
 
-    def _harmony(self, row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-        """As openai-harmony renders it: the model's own system message, ours as the developer's.
+    def _render_harmony(self, row: Row, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+        """(text, True if it is markup) of each part, rendered as by openai-harmony.
 
-        No date is in it: a prompt is the same each time it is read.
+        The model's standard text is the system message; the row's system prompt is the developer
+        message. The date is omitted, so that a prompt is the same each time it is read.
         """
         for name in ("<|start|>", "<|message|>", "<|end|>", "<|channel|>"):
-            tokenizer.special(name)  # raises where there is none
-        model = (
+            tokenizer.special(name)  # raises ConfigError if the tokenizer lacks it
+        model_message = (
             "You are ChatGPT, a large language model trained by OpenAI.\n"
             f"Knowledge cutoff: 2024-06\n\nReasoning: {self.reasoning_effort}\n\n"
             "# Valid channels: analysis, commentary, final. "
             "Channel must be included for every message."
         )
-        turns = [Message("system", model)]
-        if told := row.system or self.system:
-            turns.append(Message("developer", f"# Instructions\n\n{told}"))
+        turns = [Message("system", model_message)]
+        if instructions := row.system or self.system:
+            turns.append(Message("developer", f"# Instructions\n\n{instructions}"))
         pieces = []
         for turn in [*turns, *row.earlier, Message("user", row.question)]:
             pieces += [("<|start|>", True), (turn.role, False)]
@@ -177,37 +188,41 @@ class Template:
         return [*pieces, ("<|start|>", True), ("assistant", False)]
 
 
-def _restored(text: str, back: dict[str, str]) -> str:
-    return text.translate(str.maketrans(back))
+def _restore_specials(text: str, name_of: dict[str, str]) -> str:
+    return text.translate(str.maketrans(name_of))
 
 
-def _encoded(
-    marked: str, special: re.Pattern[str], back: dict[str, str], tokenizer: Tokenizer
+def _encode_with_stand_ins(
+    marked: str, special: re.Pattern[str], name_of: dict[str, str], tokenizer: Tokenizer
 ) -> list[int]:
-    """Special ids for the special strings that are left, plain ids for all between them."""
+    """Encode special strings as special ids and the text between them as plain ids.
+
+    Stand-ins are replaced by the special strings of the row, which become plain ids.
+    """
     tokens: list[int] = []
-    at = 0
-    for found in [*special.finditer(marked), None]:
-        end = len(marked) if found is None else found.start()
-        if piece := _restored(marked[at:end], back):
+    start = 0
+    for match in [*special.finditer(marked), None]:
+        end = len(marked) if match is None else match.start()
+        if piece := _restore_specials(marked[start:end], name_of):
             tokens += tokenizer.encode(piece)
-        if found is not None:
-            tokens.append(tokenizer.special(found[0]))
-            at = found.end()
+        if match is not None:
+            tokens.append(tokenizer.special(match[0]))
+            start = match.end()
     return tokens
 
 
-def _no_place(text: str) -> ConfigError:
+def _no_system_field_error(text: str) -> ConfigError:
     return ConfigError(
-        f"data.system needs a place: data.template must hold {_SYSTEM}, or be chat or harmony; got "
-        f"{text!r}. Try --set 'data.template={_SYSTEM} {_QUESTION}'."
+        f"data.system needs a field in the prompt: data.template must hold {_SYSTEM_FIELD}, or be "
+        f"chat or harmony; got {text!r}. "
+        f"Try --set 'data.template={_SYSTEM_FIELD} {_QUESTION_FIELD}'."
     )
 
 
-def _split(piece: str, place: str, content: str) -> list[tuple[str, bool]]:
-    before, found, after = piece.partition(place)
-    return [(before, True), (content, False), (after, True)] if found else [(piece, True)]
+def _split_at_field(piece: str, field_name: str, content: str) -> list[tuple[str, bool]]:
+    before, field, after = piece.partition(field_name)
+    return [(before, True), (content, False), (after, True)] if field else [(piece, True)]
 
 
-def _named(row: Row) -> str:
-    return row.where or repr(row.question[:60])
+def _describe_row(row: Row) -> str:
+    return row.location or repr(row.question[:60])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back, by UTF-8 bytes or by a Hugging Face tokenizer.json.
 
-Both know the same special strings, so one code path serves a toy model and a real one. Text is
+Both have the same special tokens, so one code path serves a toy model and a real one. Text is
 untrusted (prompts, tool output): a special string inside it stays plain text unless the caller
-asks for specials. Next: jaxmoe/data/scoring.py.
+passes specials=True. Next: jaxmoe/data/scoring.py.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from jaxmoe.config import ConfigError
 from jaxmoe.config.file_sums import check_file_sums
 from jaxmoe.config.json_object import parse_json_object
-from jaxmoe.data.end_tokens import end_tokens
+from jaxmoe.data.end_tokens import read_end_tokens
 
 SPECIALS = (
     "<|startoftext|>",
@@ -37,14 +37,21 @@ SPECIALS = (
 _BYTES = 256
 _SPECIAL_IDS = {name: _BYTES + i for i, name in enumerate(SPECIALS)}
 _SPECIAL_PATTERN = re.compile("(" + "|".join(re.escape(name) for name in SPECIALS) + ")")
-_END_NAMES = ("<|endoftext|>", "</s>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<eos>")
+_END_OF_TEXT_NAMES = (
+    "<|endoftext|>",
+    "</s>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<eos>",
+)
 
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of the code may ask of a tokenizer."""
+    """The interface of a tokenizer for the rest of the code."""
 
     @property
     def vocab_size(self) -> int:
@@ -53,7 +60,7 @@ class Tokenizer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end the policy's turn, the usual one first: <|return|>, <|call|>, and others."""
+        """Ids that end the policy's turn, the usual one first: <|return|>, <|call|>, others."""
         ...
 
     @property
@@ -61,25 +68,25 @@ class Tokenizer(Protocol):
 
     @property
     def special_names(self) -> tuple[str, ...]:
-        """Strings that `encode` makes single ids of, where specials are asked for."""
+        """Strings that `encode(..., specials=True)` turns into single ids."""
         ...
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        """Ids of a text; only with `specials` do special strings become special ids."""
+        """Ids of a text; special strings become special ids only with specials=True."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids, specials included; never raises, bad UTF-8 becomes U+FFFD."""
+        """The text of the ids, including specials; never raises, invalid UTF-8 becomes U+FFFD."""
         ...
 
     def special(self, name: str) -> int:
-        """The id of a special string. Raises ConfigError where the tokenizer has none."""
+        """The id of a special token. Raises ConfigError if the tokenizer does not have it."""
         ...
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """265 ids: byte b is id b, then the nine harmony specials."""
+    """265 ids: byte b has id b, followed by the nine special tokens of harmony."""
 
     vocab_size: int = _BYTES + len(SPECIALS)
     stop_ids: tuple[int, ...] = (_SPECIAL_IDS["<|return|>"], _SPECIAL_IDS["<|call|>"])
@@ -88,10 +95,10 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         if not specials:
-            return list(_utf8(text))
+            return list(_encode_utf8(text))
         ids: list[int] = []
         for piece in _SPECIAL_PATTERN.split(text):
-            ids += [_SPECIAL_IDS[piece]] if piece in _SPECIAL_IDS else _utf8(piece)
+            ids += [_SPECIAL_IDS[piece]] if piece in _SPECIAL_IDS else _encode_utf8(piece)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -106,31 +113,31 @@ class ByteTokenizer:
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def special(self, name: str) -> int:
-        return _known(name, _SPECIAL_IDS)
+        return _find_special_id(name, _SPECIAL_IDS)
 
 
 class HFTokenizer:
     """A tokenizer.json, or the directory that holds one.
 
-    `stop_ids` are <|return|> and <|call|>; a file without both stops at its end-of-text token
-    instead: eos_token of the tokenizer_config.json beside it, else the first usual name it has.
-    Behind them come `ends`, and what the generation_config.json beside the file lists.
+    `stop_ids` starts with <|return|> and <|call|>. A file without both uses its end-of-text token
+    instead: eos_token of tokenizer_config.json in the same folder, else the first usual name that
+    it has. `extra_stop_ids` and the ids of generation_config.json in the same folder follow.
     `pad_id` is <|endoftext|>, else the first stop id.
 
-    Raises: ConfigError for a path or a file that does not hold a tokenizer, and for a file of our
-    exports that has other bytes than were written.
+    Raises: ConfigError for a path or a file without a tokenizer, and for a file of a jaxmoe export
+        whose checksum does not match.
     """
 
-    def __init__(self, path: str | Path, *, ends: Iterable[int] = ()) -> None:
+    def __init__(self, path: str | Path, *, extra_stop_ids: Iterable[int] = ()) -> None:
         file = _tokenizer_file(Path(path))
         check_file_sums(file.parent)
         try:
             text = file.read_text(encoding="utf-8")
             self._marked = tokenizers.Tokenizer.from_str(text)
-            self._plain = tokenizers.Tokenizer.from_str(_all_special(text, self._marked))
+            self._plain = tokenizers.Tokenizer.from_str(_mark_all_special(text, self._marked))
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(
-                f"init.tokenizer must be a tokenizer.json; {file} is not one ({error}). "
+                f"init.tokenizer must be a tokenizer.json; {file} cannot be loaded ({error}). "
                 "Try --set init.tokenizer=bytes."
             ) from error
         self._plain.encode_special_tokens = True
@@ -139,7 +146,9 @@ class HFTokenizer:
             tokenizer.no_padding()
         vocab = self._marked.get_vocab(with_added_tokens=True)
         if not vocab:
-            raise ConfigError(f"init.tokenizer must have tokens; {file} has none. Try another one.")
+            raise ConfigError(
+                f"init.tokenizer must have tokens; {file} has none. Try another tokenizer.json."
+            )
         self._specials = {
             token.content: i for i, token in self._marked.get_added_tokens_decoder().items()
         }
@@ -149,9 +158,11 @@ class HFTokenizer:
         if all(name in self._specials for name in stops):
             self.stop_ids = tuple(self._specials[name] for name in stops)
         else:
-            self.stop_ids = (_end_of_text(file, vocab),)
-        more = [i for i in (*ends, *end_tokens(file.parent)) if i < self.vocab_size]
-        self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *more)))
+            self.stop_ids = (_find_end_of_text_id(file, vocab),)
+        extra_stops = [
+            i for i in (*extra_stop_ids, *read_end_tokens(file.parent)) if i < self.vocab_size
+        ]
+        self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *extra_stops)))
         self.pad_id = self._specials.get("<|endoftext|>", self.stop_ids[0])
         harmony = {self._specials[name] for name in SPECIALS if name in self._specials}
         self._never_plain = harmony.union(self.stop_ids)
@@ -159,63 +170,65 @@ class HFTokenizer:
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         tokenizer = self._marked if specials else self._plain
         try:
-            ids = tokenizer.encode(_valid(text), add_special_tokens=False).ids
-        except Exception as error:  # tokenizers raises bare Exception: a word without its unk, say
+            ids = tokenizer.encode(_replace_invalid(text), add_special_tokens=False).ids
+        # tokenizers raises bare Exception, for example for a word that is not in the vocabulary
+        # of a tokenizer without an unknown token
+        except Exception as error:
             raise ConfigError(
-                f"init.tokenizer must have tokens for every text; {error}, for {text!r:.60}. "
+                f"init.tokenizer must be able to encode every text; {error}, for {text!r:.60}. "
                 "Try another tokenizer.json."
             ) from error
         if not specials and not self._never_plain.isdisjoint(ids):
             name = self._marked.id_to_token(next(i for i in ids if i in self._never_plain))
             raise ConfigError(
-                f"init.tokenizer must take {name!r} within a text as text, and makes it the token "
-                "that ends a turn or speaks to the policy. List it in tokenizer.json's "
-                "added_tokens, or remove it from the rows."
+                f"init.tokenizer must encode {name!r} inside a text as plain text; it encodes it "
+                "as the special token that controls turns. List it in added_tokens of "
+                "tokenizer.json, or remove it from the rows."
             )
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        known = [i for i in ids if 0 <= i < self.vocab_size]
-        return self._marked.decode(known, skip_special_tokens=False)
+        valid_ids = [i for i in ids if 0 <= i < self.vocab_size]
+        return self._marked.decode(valid_ids, skip_special_tokens=False)
 
     def special(self, name: str) -> int:
-        return _known(name, self._specials)
+        return _find_special_id(name, self._specials)
 
 
 def load_tokenizer(spec: str, checkpoint: str = "") -> Tokenizer:
-    """The tokenizer a config names: "bytes", a tokenizer.json, or the directory of one.
+    """The tokenizer that a config names: "bytes", a tokenizer.json, or the directory of one.
 
-    It also stops at the end tokens that the checkpoint's folder lists, where one is given.
-    Raises: ConfigError where there is no such file.
+    checkpoint: a folder whose generation_config.json may list more stop ids; "" for none.
+    Raises: ConfigError if there is no such file.
     """
     if spec == "bytes":
         return ByteTokenizer()
-    return HFTokenizer(spec, ends=end_tokens(Path(checkpoint)) if checkpoint else ())
+    return HFTokenizer(spec, extra_stop_ids=read_end_tokens(Path(checkpoint)) if checkpoint else ())
 
 
 def tokenizer_digest(spec: str, checkpoint: str = "") -> str:
-    """Equal where text becomes the same ids, and the same ids end a turn."""
+    """Digest of a tokenizer; equal if texts get the same ids and the same ids end a turn."""
     if spec == "bytes":
         return spec
-    found = hashlib.sha256(_tokenizer_file(Path(spec)).read_bytes())
-    found.update(repr(load_tokenizer(spec, checkpoint).stop_ids).encode())
-    return found.hexdigest()[:16]
+    hasher = hashlib.sha256(_tokenizer_file(Path(spec)).read_bytes())
+    hasher.update(repr(load_tokenizer(spec, checkpoint).stop_ids).encode())
+    return hasher.hexdigest()[:16]
 
 
 def write_tokenizer(spec: str, directory: Path) -> None:
-    """The files of the tokenizer that a config names, its chat template among them."""
+    """Write the files of the tokenizer that a config names, including its chat template."""
     if spec == "bytes":
         write_byte_tokenizer(directory)
         return
     file = _tokenizer_file(Path(spec))
     shutil.copyfile(file, directory / "tokenizer.json")
-    for name in _BESIDE:
+    for name in _COMPANION_FILES:
         if (file.parent / name).is_file():
             shutil.copyfile(file.parent / name, directory / name)
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises ConfigError unless every id of the tokenizer has a row in the model's embedding."""
+    """Raise ConfigError unless every id of the tokenizer has a row in the model's embedding."""
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"model.vocab_size ({vocab_size}) must be at least the tokenizer's "
@@ -226,7 +239,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
 def write_byte_tokenizer(directory: str | Path) -> Path:
     """Write ByteTokenizer as tokenizer.json (and its config), for engines that load such files.
 
-    Returns: the path of tokenizer.json. A byte-pair vocabulary with no merges gives the same ids.
+    A byte-pair vocabulary without merges gives the same ids. Returns the path of tokenizer.json.
     """
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)
@@ -249,7 +262,7 @@ def write_byte_tokenizer(directory: str | Path) -> Path:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies."""
+    """The printable character that represents each byte in byte-level vocabularies."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(_BYTES) if byte not in printable]
     return [
@@ -258,15 +271,15 @@ def _byte_characters() -> list[str]:
     ]
 
 
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", errors="replace")  # a lone surrogate has no bytes: "?"
+def _encode_utf8(text: str) -> bytes:
+    return text.encode("utf-8", errors="replace")  # a lone surrogate becomes "?"
 
 
-def _valid(text: str) -> str:
-    return _utf8(text).decode("utf-8")
+def _replace_invalid(text: str) -> str:
+    return _encode_utf8(text).decode("utf-8")
 
 
-def _known(name: str, ids: dict[str, int]) -> int:
+def _find_special_id(name: str, ids: dict[str, int]) -> int:
     if name not in ids:
         raise ConfigError(
             f"the tokenizer must have the special token {name!r}; it has {', '.join(ids)}. "
@@ -285,22 +298,23 @@ def _tokenizer_file(path: Path) -> Path:
     return file
 
 
-def _all_special(text: str, tokenizer: tokenizers.Tokenizer) -> str:
-    """A tokenizer.json whose added tokens are all special: those alone can be left unread.
+def _mark_all_special(text: str, tokenizer: tokenizers.Tokenizer) -> str:
+    """A copy of a tokenizer.json in which all added tokens are marked special.
 
-    Rows are anybody's text, and "special" may be false of a token that ends a turn.
+    `encode_special_tokens` makes the tokenizer ignore only tokens marked special. A file may mark
+    a token that ends a turn as not special, and rows are untrusted text that may contain it.
     """
     if all(token.special for token in tokenizer.get_added_tokens_decoder().values()):
         return text
-    whole = json.loads(text)
-    for token in whole["added_tokens"]:
+    tokenizer_json = json.loads(text)
+    for token in tokenizer_json["added_tokens"]:
         token["special"] = True
-    return json.dumps(whole)
+    return json.dumps(tokenizer_json)
 
 
-def _end_of_text(file: Path, vocab: dict[str, int]) -> int:
+def _find_end_of_text_id(file: Path, vocab: dict[str, int]) -> int:
     settings = file.parent / "tokenizer_config.json"
-    names: list[str] = list(_END_NAMES)
+    names: list[str] = list(_END_OF_TEXT_NAMES)
     if settings.is_file():
         try:
             eos = parse_json_object(settings.read_bytes()).get("eos_token")
@@ -309,8 +323,8 @@ def _end_of_text(file: Path, vocab: dict[str, int]) -> int:
                 raise ValueError(f"eos_token is {eos!r:.60}")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{settings} must be JSON that may name an eos_token; {error}. Copy it anew from "
-                "where the tokenizer came from, or move it away."
+                f"{settings} must be JSON whose eos_token, if any, is a string; {error}. Copy it "
+                "again from the original tokenizer, or move it away."
             ) from error
         names[:0] = [] if eos is None else [eos]
     for name in names:
@@ -318,5 +332,5 @@ def _end_of_text(file: Path, vocab: dict[str, int]) -> int:
             return vocab[name]
     raise ConfigError(
         f"the tokenizer must have a token that ends a turn; {file} has none of "
-        f"{', '.join(('<|return|>', *_END_NAMES))}. Write eos_token into {settings}."
+        f"{', '.join(('<|return|>', *_END_OF_TEXT_NAMES))}. Write eos_token into {settings}."
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run keeps of its answers, to be read by people: a line of samples.jsonl each.
+"""Rows of samples.jsonl: a selection of a run's answers for people to read.
 
-A few held-out prompts, others at each evaluation; a few groups of the step that was trained on,
-with what each token was worth. Texts are cut, so that a line has a bound.
-Next: jaxmoe/observe/samples_page.py shows them.
+Each evaluation records a few held-out prompts, different ones each time; each recorded step has
+a few groups with the advantage and the log-prob gap of each token. Texts are truncated to bound
+the length of a line. Next: jaxmoe/observe/samples_page.py displays them.
 """
 
 import math
@@ -15,28 +15,29 @@ import numpy as np
 from jaxmoe.envs.tasks import Task, response_text
 from jaxmoe.records import Prompt, Rollout
 
-PROMPTS = 8  # held-out ones, each time
-GROUPS = 2  # of a step
-SAMPLES = 8  # of a group
-CHARACTERS = 4_000  # of a text: its beginning and its end
-TOKENS = 512  # of an answer, token by token
+N_PROMPTS = 8  # held-out prompts per evaluation
+N_GROUPS = 2  # groups per step
+MAX_SAMPLES = 8  # per group
+MAX_CHARS = 4_000  # of a text: half from its start, half from its end
+MAX_TOKENS = 512  # of an answer, recorded one by one
 
 Row = dict[str, Any]
 
 
-def turn(count: int, number: int) -> list[int]:
-    """Rows to show the number-th time: the next ones, over and over."""
-    first = number * PROMPTS
-    return list(dict.fromkeys((first + i) % count for i in range(min(PROMPTS, count))))
+def rotate_rows(count: int, number: int) -> list[int]:
+    """Indices of the rows to record at evaluation `number`; they rotate through all rows."""
+    first = number * N_PROMPTS
+    return list(dict.fromkeys((first + i) % count for i in range(min(N_PROMPTS, count))))
 
 
 def held_out_rows(
     rollouts: Sequence[Rollout], rewards: np.ndarray, task: Task, number: int
 ) -> list[Row]:
-    """Greedy answers to some of the held-out prompts, by turns."""
+    """Rows of the greedy answers to some held-out prompts, which rotate with `number`."""
     return [
-        _asked("held_out", rollouts[i].prompt) | _answered(rollouts[i], float(rewards[i]), task)
-        for i in turn(len(rollouts), number)
+        _prompt_row("held_out", rollouts[i].prompt)
+        | _answer_row(rollouts[i], float(rewards[i]), task)
+        for i in rotate_rows(len(rollouts), number)
     ]
 
 
@@ -51,70 +52,78 @@ def group_rows(
     logp_BT: np.ndarray,
     rollout_logp_BT: np.ndarray,
 ) -> list[Row]:
-    """The first and the last group of a step: dynamic sampling puts those with a signal first.
+    """Rows of the first and the last group of a step.
 
-    Each token carries logp − rollout_logp, nats, and exp(rollout_logp). The advantage is the mean
-    over the answer's tokens.
+    Dynamic sampling puts groups with unequal rewards first, so these two differ most.
+
+    Each token has logp − rollout_logp in nats, and exp(rollout_logp). The advantage is the mean
+    over the tokens of the answer.
     """
     starts = range(0, len(rollouts), samples)
     rows = []
-    for start in sorted({starts[0], starts[-1]})[:GROUPS]:
+    for start in sorted({starts[0], starts[-1]})[:N_GROUPS]:
         answers = []
-        for i in range(start, start + min(samples, SAMPLES)):
-            r = rollouts[i]
-            at = slice(len(r.prompt.tokens), len(r.prompt.tokens) + len(r.tokens))
-            trained = bool(mask_BT[i, at].any())
-            gaps = logp_BT[i, at] - rollout_logp_BT[i, at]
-            far = np.abs(gaps) if len(gaps) else np.array([np.nan])
-            answers.append(_answered(r, float(rewards[i]), task) | {
-                "advantage": _number(advantages_BT[i, at].mean()) if trained else None,
-                "gap_mean": _number(far.mean()), "gap_max": _number(far.max()),
-                "length": len(r.tokens),
-                "tokens": _pieces(r.tokens[:TOKENS].tolist(), gaps, np.exp(rollout_logp_BT[i, at]),
-                                  task.tokenizer.decode),
+        for i in range(start, start + min(samples, MAX_SAMPLES)):
+            rollout = rollouts[i]
+            span = slice(
+                len(rollout.prompt.tokens), len(rollout.prompt.tokens) + len(rollout.tokens)
+            )
+            trained = bool(mask_BT[i, span].any())
+            gaps = logp_BT[i, span] - rollout_logp_BT[i, span]
+            abs_gaps = np.abs(gaps) if len(gaps) else np.array([np.nan])
+            answers.append(_answer_row(rollout, float(rewards[i]), task) | {
+                "advantage": _round_number(advantages_BT[i, span].mean()) if trained else None,
+                "gap_mean": _round_number(abs_gaps.mean()),
+                "gap_max": _round_number(abs_gaps.max()),
+                "length": len(rollout.tokens),
+                "tokens": _token_rows(rollout.tokens[:MAX_TOKENS].tolist(), gaps,
+                                      np.exp(rollout_logp_BT[i, span]), task.tokenizer.decode),
             })  # fmt: skip
-        rows.append(_asked("group", rollouts[start].prompt) | {"samples": answers})
+        rows.append(_prompt_row("group", rollouts[start].prompt) | {"samples": answers})
     return rows
 
 
-def _asked(kind: str, prompt: Prompt) -> Row:
-    answer = None if prompt.answer is None else cut(prompt.answer)
-    return {"kind": kind, "row": prompt.id, "prompt": cut(prompt.text), "answer": answer}
+def _prompt_row(kind: str, prompt: Prompt) -> Row:
+    answer = None if prompt.answer is None else truncate_text(prompt.answer)
+    return {"kind": kind, "row": prompt.id, "prompt": truncate_text(prompt.text), "answer": answer}
 
 
-def _answered(rollout: Rollout, reward: float, task: Task) -> Row:
+def _answer_row(rollout: Rollout, reward: float, task: Task) -> Row:
     return {
-        "response": cut(response_text(rollout, task)), "reward": _number(reward),
+        "response": truncate_text(response_text(rollout, task)), "reward": _round_number(reward),
         "stop": str(rollout.stop),
     }  # fmt: skip
 
 
-def cut(text: str) -> str:
-    """A text's beginning and end, and how much is between them."""
-    if len(text) <= CHARACTERS:
+def truncate_text(text: str) -> str:
+    """The start and end of a text, with the number of omitted characters between them."""
+    if len(text) <= MAX_CHARS:
         return text
-    half = CHARACTERS // 2
+    half = MAX_CHARS // 2
     return f"{text[:half]} […{len(text) - 2 * half:,} characters…] {text[-half:]}"
 
 
-def _pieces(
+def _token_rows(
     ids: list[int], gaps: np.ndarray, probs: np.ndarray, decode: Callable[[list[int]], str]
 ) -> list[list[Any]]:
-    """[text, gap, probability] of each token; tokens that make one character between them are one.
+    """[text, gap, probability] of each token.
 
-    Such a piece has its largest gap, and the product of the probabilities.
+    Tokens that encode one character together become one entry, with the largest gap of them and
+    the product of their probabilities.
     """
-    pieces, start = [], 0
+    rows, start = [], 0
     for end in range(1, len(ids) + 1):
         text = decode(ids[start:end])
         if text.endswith("\ufffd") and end - start < 4 and end < len(ids):
             continue  # the first bytes of a character
         gap = max(gaps[start:end], key=abs)
-        pieces.append([cut(text), _number(gap), _number(probs[start:end].prod())])
+        rows.append(
+            [truncate_text(text), _round_number(gap), _round_number(probs[start:end].prod())]
+        )
         start = end
-    return pieces
+    return rows
 
 
-def _number(value: Any) -> float | None:
-    """Four digits are enough to read; None for what is not finite."""
+def _round_number(value: Any) -> float | None:
+    """The value rounded to four digits; None if it is not finite."""
     return float(f"{float(value):.4g}") if math.isfinite(value) else None

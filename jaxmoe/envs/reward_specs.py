@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions as a config names them: "module:function(option=1)", imported and checked.
+"""Import and check reward functions that a config names: "module:function(option=1)".
 
-Next: jaxmoe/envs/conventions.py says how they are called.
+Next: jaxmoe/envs/conventions.py decides how they are called.
 """
 
 import difflib
@@ -17,9 +17,9 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def import_reward(path: str, options: dict[str, Any]) -> Callable[..., Any]:
-    """The function, or callable object, with its options bound; it may be async.
+    """Import a function or callable object and bind its options; it may be async.
 
-    Raises: ConfigError where it cannot be imported, is no code of Python's, or has no such option.
+    Raises: ConfigError if it cannot be imported, is not written in Python, or lacks an option.
     """
     module, _, name = path.partition(":")
     try:
@@ -35,7 +35,7 @@ def import_reward(path: str, options: dict[str, Any]) -> Callable[..., Any]:
         raise ConfigError(
             f"data.rewards: {path} must be a reward function that can be imported; {error}. {hint}."
         ) from error
-    if not _is_python(function):
+    if not _is_written_in_python(function):
         kind = "a class" if isinstance(function, type) else type(function).__name__
         hint = (
             f"{name} = {name}(), and name that" if isinstance(function, type) else "a def around it"
@@ -49,18 +49,26 @@ def import_reward(path: str, options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True where a call returns an awaitable."""
-    plain = _plain(function)
-    return any(map(inspect.iscoroutinefunction, (plain, _call_method(plain))))
+    """True if a call returns an awaitable."""
+    unwrapped = _unwrap_function(function)
+    return any(map(inspect.iscoroutinefunction, (unwrapped, _find_call_method(unwrapped))))
 
 
-def _is_python(found: Any) -> bool:
-    """True for code written in Python, since a config's function is called: no C, no system."""
-    plain = _plain(found) if callable(found) else found
-    return inspect.isfunction(plain) or inspect.ismethod(plain) or _call_method(plain) is not None
+def _is_written_in_python(target: Any) -> bool:
+    """True for code written in Python.
+
+    Reward functions are called with text from the policy, so builtins such as os.system must not
+    be accepted.
+    """
+    function = _unwrap_function(target) if callable(target) else target
+    return (
+        inspect.isfunction(function)
+        or inspect.ismethod(function)
+        or _find_call_method(function) is not None
+    )
 
 
-def _plain(function: Any) -> Any:
+def _unwrap_function(function: Any) -> Any:
     """Remove decorators and bound options."""
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):
@@ -68,23 +76,27 @@ def _plain(function: Any) -> Any:
     return function
 
 
-def _call_method(found: Any) -> Any:
-    """The __call__ that is written in Python, of an object that is no class."""
-    if isinstance(found, type):
+def _find_call_method(target: Any) -> Any:
+    """The __call__ method of an object, if it is written in Python; None for a class."""
+    if isinstance(target, type):
         return None
     return next(
-        (kind.__dict__["__call__"] for kind in type(found).__mro__
+        (kind.__dict__["__call__"] for kind in type(target).__mro__
          if inspect.isfunction(kind.__dict__.get("__call__"))), None,
     )  # fmt: skip
 
 
 def _check_options(path: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
     parameters = inspect.signature(function).parameters
-    known = [name for name, p in parameters.items() if p.kind in _NAMED]
-    takes_any = not known and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    option_names = [name for name, p in parameters.items() if p.kind in _NAMED]
+    takes_any = not option_names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for option in options:
-        if option not in known and not takes_any:
-            near = difflib.get_close_matches(option, known, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known) or 'none'}."
+        if option not in option_names and not takes_any:
+            close_names = difflib.get_close_matches(option, option_names, 1)
+            hint = (
+                f"Did you mean {close_names[0]}?"
+                if close_names
+                else f"Known: {', '.join(option_names) or 'none'}."
+            )
             name = path.rpartition(":")[2]
             raise ConfigError(f"data.rewards: {name} has no option {option!r}. {hint}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process in which reward functions run: they have its main thread, so signals work there.
+"""The process that runs reward functions, in its main thread, so that signals work.
 
-math_verify, for one, sets an alarm, which Python allows in no other thread. It needs nothing but
-the standard library, and starts in a moment. Next: jaxmoe/envs/reward_process.py is the other end.
+math_verify, for example, sets an alarm, which Python allows only in the main thread. This module
+imports only the standard library and starts fast.
+Next: jaxmoe/envs/reward_process.py is the other end of the connection.
 """
 
 import asyncio
@@ -26,33 +27,33 @@ Outcome = tuple[str, Any]  # ("value", what it returned), or ("late", None)
 def run_calls(
     function: Callable[..., Any], calls: Sequence[dict[str, Any]], limit_s: float | None
 ) -> list[Outcome]:
-    """Call a function once for each set of arguments; async calls are awaited at the same time.
+    """Call a function once for each set of arguments; async calls run concurrently.
 
-    limit_s: how long an async call may take; None for as long as it likes.
-    An error of the function's own is raised, with the number of the call as `call_number`.
+    limit_s: time limit of an async call; None for no limit.
+    Raises: the error of the function, with the number of the call as `call_number`.
     """
     results: list[Any] = []
-    for number, given in enumerate(calls):
+    for number, arguments in enumerate(calls):
         try:
-            results.append(function(**given))
+            results.append(function(**arguments))
         except BaseException as error:
-            raise _numbered(error, number) from error.__cause__
+            raise _set_call_number(error, number) from error.__cause__
     if any(inspect.isawaitable(result) for result in results):
-        return asyncio.run(_all_awaited(results, limit_s))
+        return asyncio.run(_await_all(results, limit_s))
     return [("value", result) for result in results]
 
 
-async def _all_awaited(results: list[Any], limit_s: float | None) -> list[Outcome]:
+async def _await_all(results: list[Any], limit_s: float | None) -> list[Outcome]:
     outcomes = await asyncio.gather(
-        *(_awaited(result, limit_s) for result in results), return_exceptions=True
+        *(_await_result(result, limit_s) for result in results), return_exceptions=True
     )
     for number, outcome in enumerate(outcomes):
         if isinstance(outcome, BaseException):
-            raise _numbered(outcome, number)
+            raise _set_call_number(outcome, number)
     return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
-async def _awaited(result: Any, limit_s: float | None) -> Outcome:
+async def _await_result(result: Any, limit_s: float | None) -> Outcome:
     if not inspect.isawaitable(result):
         return "value", result
     clock = asyncio.timeout(limit_s)
@@ -62,10 +63,10 @@ async def _awaited(result: Any, limit_s: float | None) -> Outcome:
     except TimeoutError:
         if clock.expired():
             return "late", None
-        raise  # one of its own
+        raise  # the function's own TimeoutError
 
 
-def _numbered(error: BaseException, number: int) -> BaseException:
+def _set_call_number(error: BaseException, number: int) -> BaseException:
     if isinstance(error, SystemExit):
         error = RuntimeError(f"it called sys.exit({error.code!r})")
     error.call_number = number  # type: ignore[attr-defined]
@@ -74,34 +75,34 @@ def _numbered(error: BaseException, number: int) -> BaseException:
 
 def main() -> None:
     """Serve the connection whose file descriptor is the first argument, until it closes."""
-    link = Connection(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when this ends
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    connection = Connection(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when this process ends
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     functions: dict[Any, Callable[..., Any]] = {}
-    sys.path[:] = link.recv()
+    sys.path[:] = connection.recv()
     while True:
         try:
-            key, path, options, calls, limit_s = link.recv()
+            key, path, options, calls, limit_s = connection.recv()
         except EOFError:
             return
         try:
             if key not in functions:
-                functions[key] = _imported(path, options)
+                functions[key] = _import_function(path, options)
             answer = ("returned", run_calls(functions[key], calls, limit_s) if calls else [])
-            message = _packed(answer)
+            message = _pickle_answer(answer)
         except BaseException as error:
-            message = pickle.dumps(_raised(error))
-        link.send_bytes(message)
+            message = pickle.dumps(_describe_error(error))
+        connection.send_bytes(message)
 
 
-def _end_with(parent: int) -> None:
-    """A killed trainer cannot end a function that never returns."""
+def _exit_with_parent(parent: int) -> None:
+    """Exit when the trainer is gone: a killed trainer cannot end a function that never returns."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
-def _imported(path: str, options: dict[str, Any]) -> Callable[..., Any]:
+def _import_function(path: str, options: dict[str, Any]) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     function: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -109,25 +110,26 @@ def _imported(path: str, options: dict[str, Any]) -> Callable[..., Any]:
     return functools.partial(function, **options) if options else function
 
 
-def _packed(answer: Any) -> bytes:
-    """Pickled; what an iterator yields is taken out first."""
+def _pickle_answer(answer: Any) -> bytes:
+    """Pickle an answer; generators are replaced by lists of their items first."""
     kind, outcomes = answer
     lists = [
-        (what, list(value) if inspect.isgenerator(value) else value) for what, value in outcomes
+        (kind_of_outcome, list(value) if inspect.isgenerator(value) else value)
+        for kind_of_outcome, value in outcomes
     ]
     return pickle.dumps((kind, lists))
 
 
-def _raised(error: BaseException) -> tuple[str, Any]:
-    """("raised", (the error where it can be sent, its text, its traceback, number of the call))."""
+def _describe_error(error: BaseException) -> tuple[str, Any]:
+    """("raised", (pickled error or None, its text, its traceback, number of the call))."""
     text = "".join(traceback.format_exception(error)).rstrip()
     number = getattr(error, "call_number", 0)
     try:
-        sent = pickle.dumps(error)
-        pickle.loads(sent)
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
     except BaseException:
-        sent = None
-    return "raised", (sent, f"{type(error).__name__}: {error}", text, number)
+        pickled = None
+    return "raised", (pickled, f"{type(error).__name__}: {error}", text, number)
 
 
 if __name__ == "__main__":

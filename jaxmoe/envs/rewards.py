@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions of the user's own: `data.rewards` names them, with weights.
+"""The user's reward functions: `data.rewards` names them, with weights.
 
-A response is worth the weighted sum of what its functions return; every part is logged.
-Next: jaxmoe/envs/tasks.py asks for it.
+The reward of a response is the weighted sum of the functions' values; every part is logged.
+Next: jaxmoe/envs/tasks.py calls this.
 """
 
 import math
@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxmoe.config import ConfigError
-from jaxmoe.envs.conventions import AS_TRL, Convention, Sample, convention
-from jaxmoe.envs.reward_process import Runner, run_here
+from jaxmoe.envs.conventions import TRL_CONVENTION, Convention, Sample, detect_convention
+from jaxmoe.envs.reward_process import Runner, run_inline
 from jaxmoe.envs.reward_specs import import_reward, is_async
 from jaxmoe.rl.function_specs import parse_call, split_calls
 from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")
-Tell = Callable[..., None]  # (what goes on, how many are done, of how many)
+ReportProgress = Callable[..., None]  # (activity, number done, total)
 _WEIGHTED = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?)\s*\*(.*)", re.DOTALL)
 
 
@@ -34,32 +34,32 @@ class Reward:
     name: str  # in metrics
     weight: float
     function: Callable[..., Any]  # its options bound
-    call: Convention
+    convention: Convention
     path: str  # "module:function"
     options: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Rewarded:
-    """What a batch of responses is worth."""
+class BatchRewards:
+    """Rewards of a batch of responses, and the values that they consist of."""
 
-    rewards: np.ndarray  # float32; NaN where every function leaves the sample out
-    parts: list[dict[str, float]]  # of each sample, by the metric that their mean is
+    rewards: np.ndarray  # float32; NaN if every function returned None for the sample
+    parts: list[dict[str, float]]  # of each sample, by metric name; a metric is the mean of them
 
 
 def read_rewards(text: str, columns: Sequence[str]) -> tuple[Reward, ...]:
-    """The functions of "0.9 * module:function(option=1) + module:other"; none for an empty text.
+    """Parse "0.9 * module:function(option=1) + module:other"; () for an empty text.
 
-    columns: those that rows have; TRL's functions ask for them by name.
-    A name that comes again is numbered in metrics: "score", "score_2".
+    columns: the columns of the rows; functions of TRL's convention take them by name.
+    A name that occurs twice is numbered in metrics: "score", "score_2".
 
-    Raises: ConfigError for what cannot be read, imported or called.
+    Raises: ConfigError for a function that cannot be parsed, imported or called.
     """
-    made: list[Reward] = []
+    rewards: list[Reward] = []
     names: list[str] = []
     for part in split_calls(text) if text.strip() else []:
-        found = _WEIGHTED.fullmatch(part)
-        weight, spec = (float(found[1]), found[2]) if found else (1.0, part)
+        match = _WEIGHTED.fullmatch(part)
+        weight, spec = (float(match[1]), match[2]) if match else (1.0, part)
         path, options = "", {}
         if ":" in spec and math.isfinite(weight):
             path, options = parse_call(spec, "data.rewards")
@@ -70,120 +70,123 @@ def read_rewards(text: str, columns: Sequence[str]) -> tuple[Reward, ...]:
                 'module:other".'
             )
         function = import_reward(path, options)
-        # an option that is set wins over a column of its name
-        free = [name for name in columns if name not in options]
-        call = convention(f"data.rewards: {path}", function, free)
+        # An option takes precedence over a column of the same name.
+        free_columns = [name for name in columns if name not in options]
+        call = detect_convention(f"data.rewards: {path}", function, free_columns)
         names.append(path.rpartition(":")[2].rpartition(".")[2])
         number = names.count(names[-1])
         label = f"{names[-1]}_{number}" if number > 1 else names[-1]
-        made.append(Reward(label, weight, function, call, path, options))
-    return tuple(made)
+        rewards.append(Reward(label, weight, function, call, path, options))
+    return tuple(rewards)
 
 
-def silent(_text: str, _done: int = 0, _total: int = 0) -> None:
-    """Tells nobody."""
+def ignore_progress(_text: str, _n_done: int = 0, _n_total: int = 0) -> None:
+    """A ReportProgress that does nothing."""
 
 
-def counted(items: Sequence[T], text: str, tell: Tell) -> Iterator[T]:
-    """The items, each told when its turn comes."""
+def iterate_with_progress(items: Sequence[T], text: str, report: ReportProgress) -> Iterator[T]:
+    """Iterate over items and report each before it is processed."""
     for i, item in enumerate(items):
-        tell(text, i, len(items))
+        report(text, i, len(items))
         yield item
 
 
 def score_samples(
     rewards: Sequence[Reward],
     samples: Sequence[Sample],
-    tell: Tell = silent,
+    report: ReportProgress = ignore_progress,
     *,
-    run: Runner = run_here,
+    run: Runner = run_inline,
     state: SimpleNamespace | None = None,
-) -> Rewarded:
-    """Σ weight · value over the functions that score a sample, as in TRL.
+) -> BatchRewards:
+    """Reward of each sample: Σ weight · value over the functions that score it, as in TRL.
 
-    run: calls a function; a sample whose call is late is left out of it, neither paid nor
-        punished for an answer that the function cannot read in time.
-    Raises: ConfigError naming function and row for a value that is no finite number.
+    run: calls a function. If a call times out, its function is skipped for that sample, so slow
+        answers are neither rewarded nor penalized.
+    Raises: ConfigError that names function and row for a value that is not a finite number.
     """
     totals, scored = np.zeros(len(samples)), np.zeros(len(samples), bool)
     parts: list[dict[str, float]] = [{} for _ in samples]
     for reward in rewards:
-        where = f"data.rewards: {reward.name}"
-        values, late = _values(where, reward, samples, tell, run, state or SimpleNamespace())
-        leaves_out = reward.call is AS_TRL or not all(values)
-        for i, (sample, found) in enumerate(zip(samples, values, strict=True)):
-            mine = parts[i]
+        label = f"data.rewards: {reward.name}"
+        values, is_late = _call_reward(
+            label, reward, samples, report, run, state or SimpleNamespace()
+        )
+        leaves_out = reward.convention is TRL_CONVENTION or not all(values)
+        for i, (sample, values_of_sample) in enumerate(zip(samples, values, strict=True)):
+            metrics = parts[i]
             if leaves_out:
-                mine[f"reward/{reward.name}/none_frac"] = float(not found)
-            if any(late):
-                mine[f"reward/{reward.name}/late_frac"] = float(late[i])
-            if not found:
+                metrics[f"reward/{reward.name}/none_frac"] = float(not values_of_sample)
+            if any(is_late):
+                metrics[f"reward/{reward.name}/late_frac"] = float(is_late[i])
+            if not values_of_sample:
                 continue
-            value = _number(found["score"])
+            value = _to_float(values_of_sample["score"])
             if value is not None:
                 totals[i] += reward.weight * value
                 scored[i] = True
             if value is None or not abs(totals[i]) <= np.finfo(np.float32).max:
                 raise ConfigError(
-                    f"{where} must return a finite number, or a dict with one as its score, got "
-                    f"{found['score']!r:.60} (weight {reward.weight:g}) on {sample.named}."
+                    f"{label} must return a finite number, or a dict with one as its score, got "
+                    f"{values_of_sample['score']!r:.60} (weight {reward.weight:g}) on "
+                    f"{sample.label}."
                 )
-            mine[f"reward/{reward.name}/mean"] = value
-            for name, part in found.items():
-                number = _number(part)
+            metrics[f"reward/{reward.name}/mean"] = value
+            for name, part in values_of_sample.items():
+                number = _to_float(part)
                 if name != "score" and number is not None:
-                    mine[f"reward/{reward.name}/{name}/mean"] = number
-    if any(reward.call is AS_TRL for reward in rewards) or not scored.all():
-        for mine, known in zip(parts, scored, strict=True):
-            mine["reward/left_out_frac"] = float(not known)
-    return Rewarded(np.where(scored, totals, np.nan).astype(np.float32), parts)
+                    metrics[f"reward/{reward.name}/{name}/mean"] = number
+    if any(reward.convention is TRL_CONVENTION for reward in rewards) or not scored.all():
+        for metrics, is_scored in zip(parts, scored, strict=True):
+            metrics["reward/left_out_frac"] = float(not is_scored)
+    return BatchRewards(np.where(scored, totals, np.nan).astype(np.float32), parts)
 
 
-def _values(
-    where: str, reward: Reward, samples: Sequence[Sample], tell: Tell, run: Runner,
+def _call_reward(
+    label: str, reward: Reward, samples: Sequence[Sample], report: ReportProgress, run: Runner,
     state: SimpleNamespace,
 ) -> tuple[list[dict[str, Any]], list[bool]]:  # fmt: skip
-    """The parts that a function returned for each sample, and which samples took too long."""
-    names = [sample.named for sample in samples]
-    calls = reward.call.calls(reward.function, samples, state)
+    """(parts that a function returned for each sample, True for each sample that timed out)."""
+    names = [sample.label for sample in samples]
+    calls = reward.convention.make_calls(reward.function, samples, state)
     name = reward.name
-    if reward.call.batch:
-        tell(f"scoring {len(samples)} answers by {name}")
-        rest = f" and the {len(samples) - 1} rows with it" if len(samples) > 1 else ""
-        rows = [names[0] + rest]
-        outcomes = run(where, reward.path, reward.options, reward.function, calls, rows)
+    if reward.convention.batch:
+        report(f"scoring {len(samples)} answers by {name}")
+        suffix = f" and the {len(samples) - 1} rows with it" if len(samples) > 1 else ""
+        rows = [names[0] + suffix]
+        outcomes = run(label, reward.path, reward.options, reward.function, calls, rows)
         if outcomes[0][0] == "late":
             raise ConfigError(
-                f"{where} must return within data.reward_timeout_s seconds; it did not, on "
+                f"{label} must return within data.reward_timeout_s seconds; it did not, on "
                 f"{rows[0]}. Give it more: --set data.reward_timeout_s=3600."
             )
-    elif is_async(reward.function):  # all at once: they wait for others
-        tell(f"scoring {len(samples)} answers by {name}")
-        outcomes = run(where, reward.path, reward.options, reward.function, calls, names)
+    elif is_async(reward.function):  # all at once: the calls wait for I/O
+        report(f"scoring {len(samples)} answers by {name}")
+        outcomes = run(label, reward.path, reward.options, reward.function, calls, names)
     else:
         outcomes = [
-            run(where, reward.path, reward.options, reward.function, [call], [row])[0]
-            for call, row in counted(
-                list(zip(calls, names, strict=True)), f"scoring by {name}", tell
+            run(label, reward.path, reward.options, reward.function, [call], [row])[0]
+            for call, row in iterate_with_progress(
+                list(zip(calls, names, strict=True)), f"scoring by {name}", report
             )
         ]
-    late = [outcome == "late" for outcome, _ in outcomes]
-    if reward.call.batch:
-        late = late * len(samples)
+    is_late = [outcome == "late" for outcome, _ in outcomes]
+    if reward.convention.batch:
+        is_late = is_late * len(samples)
     returned = [value for _, value in outcomes]
-    return reward.call.values(where, returned, samples), late
+    return reward.convention.parse_values(label, returned, samples), is_late
 
 
-def part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:
-    """Means over the samples that have the part."""
-    names = dict.fromkeys(name for mine in parts for name in mine)
+def mean_part_metrics(parts: Sequence[dict[str, float]]) -> Metrics:
+    """Mean of each part over the samples that have it."""
+    names = dict.fromkeys(name for metrics in parts for name in metrics)
     return {name: float(np.mean([m[name] for m in parts if name in m])) for name in names}
 
 
-def _number(value: Any) -> float | None:
-    """Python's and numpy's numbers and truths, arrays of no dimensions; None for the rest."""
-    bare = getattr(value, "shape", None) == () and not isinstance(value, str | bytes)
-    if bare or isinstance(value, numbers.Real):
+def _to_float(value: Any) -> float | None:
+    """The value as a float, for numbers, booleans and scalar arrays; None for anything else."""
+    is_scalar_array = getattr(value, "shape", None) == () and not isinstance(value, str | bytes)
+    if is_scalar_array or isinstance(value, numbers.Real):
         try:
             return float(value)
         except (TypeError, ValueError, OverflowError):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single-turn tasks: rows become prompts, answers become rewards.
 
-Next: jaxmoe/train.py asks for prompts and scores what the engine makes of them.
+Next: jaxmoe/train.py reads the prompts and scores the engine's answers.
 """
 
 import math
@@ -18,25 +18,25 @@ from jaxmoe.checkpoint.same_run import weights_digest
 from jaxmoe.config import Config, ConfigError
 from jaxmoe.data.chat_template import load_chat_template
 from jaxmoe.data.files import FileSource
-from jaxmoe.data.harmony import answer_opening, read_response
-from jaxmoe.data.overlong import Overlong
+from jaxmoe.data.harmony import answer_prefix, read_response
+from jaxmoe.data.overlong import PromptLengthFilter
 from jaxmoe.data.pipeline import PromptIterator, make_prompt
-from jaxmoe.data.pipeline import prompts as prompt_stream
+from jaxmoe.data.pipeline import stream_prompts as prompt_stream
 from jaxmoe.data.rows import Source, Subset
 from jaxmoe.data.sources import open_split
 from jaxmoe.data.templates import AUTO, CHAT, Template
 from jaxmoe.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer, tokenizer_digest
 from jaxmoe.envs.conventions import Sample
-from jaxmoe.envs.reward_process import RewardProcess, Runner, run_here
+from jaxmoe.envs.reward_process import RewardProcess, Runner, run_inline
 from jaxmoe.envs.rewards import (
+    BatchRewards,
+    ReportProgress,
     Reward,
-    Rewarded,
-    Tell,
-    counted,
-    part_metrics,
+    ignore_progress,
+    iterate_with_progress,
+    mean_part_metrics,
     read_rewards,
     score_samples,
-    silent,
 )
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
 from jaxmoe.rl.batch import supervised_batch
@@ -46,8 +46,8 @@ from jaxmoe.rollout.engine import Engine
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Metrics
 
-LOOK_ROWS = 16  # whose columns rewards may ask for
-LOOK_S = 2.0  # to look at rows before a run; some sources compute theirs
+MAX_COLUMN_ROWS = 16  # rows per source whose columns are available to reward functions
+CHECK_ROWS_S = 2.0  # time to check rows before a run; some sources generate theirs slowly
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Task:
     template: Template
     max_prompt_tokens: int
     sampling: Sampling
-    rewards: tuple[Reward, ...] = ()  # none: the source scores
-    overlong: Overlong | None = None  # None: a prompt that is too long is refused
-    run_rewards: Runner = run_here  # calls the functions of data.rewards
-    steps: int = 0  # of the run, for functions that ask how far it is
-    shuffle: bool = True  # the rows to train on, each epoch anew
+    rewards: tuple[Reward, ...] = ()  # empty: the source scores
+    overlong: PromptLengthFilter | None = None  # None: a prompt that is too long is an error
+    run_rewards: Runner = run_inline  # calls the functions of data.rewards
+    steps: int = 0  # total steps of the run: trainer_state.max_steps of reward functions
+    shuffle: bool = True  # reorder the training rows in each epoch
 
     @property
     def score_name(self) -> str:
@@ -81,48 +81,50 @@ class Task:
 
     def held_out_prompts(self) -> list[Prompt]:
         """All held-out rows, in order."""
-        return [self._prompt(self.held_out, i) for i in range(len(self.held_out))]
+        return [self._make_prompt(self.held_out, i) for i in range(len(self.held_out))]
 
     def check_prompts(self) -> int:
-        """Tokens of the longest prompt, of the rows there is time for.
+        """Tokens of the longest prompt among the rows that can be checked within CHECK_ROWS_S.
 
-        Raises ConfigError naming it where it does not fit.
+        Raises: ConfigError that names the row if its prompt is longer than max_prompt_tokens.
         """
-        most = 0
+        max_tokens = 0
         for source in (self.held_out, self.train):
-            prompts = [self._prompt(source, i, limit=sys.maxsize) for i in self._some(source)]
+            prompts = [
+                self._make_prompt(source, i, limit=sys.maxsize) for i in self._rows_to_check(source)
+            ]
             longest = max(prompts, key=lambda p: len(p.tokens))
-            self._prompt(source, longest.id)
-            most = max(most, len(longest.tokens))
-        return most
+            self._make_prompt(source, longest.id)
+            max_tokens = max(max_tokens, len(longest.tokens))
+        return max_tokens
 
     def check_answers(self, length: int) -> None:
-        """Refuse stored answers that a warm start cannot take, likewise.
+        """Check that a warm start can train on the stored answers, for the same rows.
 
-        Raises ConfigError where there is none, or the longest row has more than `length` tokens.
+        Raises: ConfigError if an answer is missing or a row has more than `length` tokens.
         """
-        prompts = [self._prompt(self.train, i) for i in self._some(self.train)]
+        prompts = [self._make_prompt(self.train, i) for i in self._rows_to_check(self.train)]
         pairs = [(prompt, answer_tokens(prompt, self)) for prompt in prompts]
         prompt, answer = max(pairs, key=lambda pair: len(pair[0].tokens) + len(pair[1]))
         supervised_batch([prompt], [answer], length=length, pad_id=self.tokenizer.pad_id)
 
-    def _some(self, source: Source) -> Iterator[int]:
-        """Rows to look at: as many as are held out, and more while there is time."""
-        until = time.monotonic() + LOOK_S
+    def _rows_to_check(self, source: Source) -> Iterator[int]:
+        """Indices of rows to check: as many as are held out, then more until CHECK_ROWS_S."""
+        deadline = time.monotonic() + CHECK_ROWS_S
         for row in range(len(source)):
-            if row >= len(self.held_out) and time.monotonic() > until:
+            if row >= len(self.held_out) and time.monotonic() > deadline:
                 return
             yield row
 
-    def _prompt(self, source: Source, row: int, limit: int | None = None) -> Prompt:
+    def _make_prompt(self, source: Source, row: int, limit: int | None = None) -> Prompt:
         limit = self.max_prompt_tokens if limit is None else limit
         return make_prompt(source, row, self.tokenizer, self.template, limit)
 
 
 def open_task(cfg: Config) -> Task:
-    """The task of a config. Raises ConfigError for anything that could not be trained on."""
+    """The task of a config. Raises ConfigError for data that cannot be trained on."""
     tokenizer = load_tokenizer(cfg.init.tokenizer, cfg.init.checkpoint)
-    _check_its_own(cfg, tokenizer)
+    _check_tokenizer_choice(cfg, tokenizer)
     check_tokenizer(tokenizer, cfg.model.vocab_size)
     template = Template(
         cfg.data.template, cfg.data.system, cfg.data.reasoning_effort,
@@ -130,7 +132,7 @@ def open_task(cfg: Config) -> Task:
     )  # fmt: skip
     overlong = None
     if cfg.data.overlong_prompts == "drop":
-        overlong = Overlong(
+        overlong = PromptLengthFilter(
             lambda row: len(template.render(row, tokenizer)[1]), cfg.data.max_prompt_tokens
         )
     train, held_out = open_split(
@@ -139,9 +141,9 @@ def open_task(cfg: Config) -> Task:
         eval_size=cfg.data.held_out_rows, seed=cfg.seed,
         answers=not cfg.data.rewards.strip(), overlong=overlong, shuffle=cfg.data.shuffle,
     )  # fmt: skip
-    rewards = read_rewards(cfg.data.rewards, _columns(train, held_out))
+    rewards = read_rewards(cfg.data.rewards, _list_columns(train, held_out))
     limit_s = cfg.data.reward_timeout_s
-    run_rewards = RewardProcess(limit_s) if rewards and limit_s else run_here
+    run_rewards = RewardProcess(limit_s) if rewards and limit_s else run_inline
     r = cfg.rollout
     sampling = Sampling(
         max_new_tokens=r.max_new_tokens, stop_ids=tuple(tokenizer.stop_ids),
@@ -153,42 +155,41 @@ def open_task(cfg: Config) -> Task:
     )  # fmt: skip
 
 
-def contents(cfg: Config, task: Task) -> dict[str, str]:
-    """Digests of what the files of a run hold, by the key of the config that names them, and of the
-    code of its functions."""
-    found = {"init.tokenizer": tokenizer_digest(cfg.init.tokenizer, cfg.init.checkpoint)}
-    found |= source_digests(cfg)
+def digest_contents(cfg: Config, task: Task) -> dict[str, str]:
+    """Digests of the contents of a run's files and of its functions' source, by config key."""
+    digests = {"init.tokenizer": tokenizer_digest(cfg.init.tokenizer, cfg.init.checkpoint)}
+    digests |= source_digests(cfg)
     if task.template.chat is not None and task.template.text in (AUTO, CHAT):
-        found["init.tokenizer (its chat template)"] = task.template.chat.digest
+        digests["init.tokenizer (its chat template)"] = task.template.chat.digest
     sources = {"data.task": task.train, "data.options.held_out": task.held_out}
     for key, source in sources.items():
-        named = key == "data.task" or "held_out" in cfg.data.options
-        if named and isinstance(source, Subset) and isinstance(source.source, FileSource):
-            found[key] = source.source.digest
+        is_configured = key == "data.task" or "held_out" in cfg.data.options
+        if is_configured and isinstance(source, Subset) and isinstance(source.source, FileSource):
+            digests[key] = source.source.digest
     folder = Path(cfg.init.checkpoint)
-    if cfg.init.checkpoint and folder.is_dir():  # a run that goes on can do without
-        found["init.checkpoint"] = weights_digest(folder)
-    return found
+    if cfg.init.checkpoint and folder.is_dir():  # a resumed run does not need it
+        digests["init.checkpoint"] = weights_digest(folder)
+    return digests
 
 
-def _columns(*sources: Source) -> list[str]:
-    """Names that the first rows of each source have, those at most that are looked at."""
+def _list_columns(*sources: Source) -> list[str]:
+    """Names of the columns in the first MAX_COLUMN_ROWS rows of each source."""
     return list(dict.fromkeys(
-        name for source in sources for i in range(min(len(source), LOOK_ROWS))
+        name for source in sources for i in range(min(len(source), MAX_COLUMN_ROWS))
         for name in source[i].columns
     ))  # fmt: skip
 
 
-def _check_its_own(cfg: Config, tokenizer: Tokenizer) -> None:
-    """Bytes are nobody's choice where the checkpoint brings another tokenizer."""
+def _check_tokenizer_choice(cfg: Config, tokenizer: Tokenizer) -> None:
+    """Refuse the default "bytes" if the checkpoint has a tokenizer with other ids."""
     folder = Path(cfg.init.checkpoint)
-    own = cfg.init.checkpoint and (folder / "tokenizer.json").is_file()
-    if cfg.init.tokenizer != "bytes" or not own:
+    has_tokenizer = cfg.init.checkpoint and (folder / "tokenizer.json").is_file()
+    if cfg.init.tokenizer != "bytes" or not has_tokenizer:
         return
-    said = "What is 27 + 15?"
-    if load_tokenizer(str(folder)).encode(said) != tokenizer.encode(said):
+    sample = "What is 27 + 15?"
+    if load_tokenizer(str(folder)).encode(sample) != tokenizer.encode(sample):
         raise ConfigError(
-            f"init.tokenizer must be that of init.checkpoint, got 'bytes'. "
+            f"init.tokenizer must be the tokenizer of init.checkpoint, got 'bytes'. "
             f"Try --set init.tokenizer={folder}."
         )
 
@@ -200,95 +201,106 @@ def answer_tokens(prompt: Prompt, task: Task) -> list[int]:
             f"a warm start needs stored answers, and row {prompt.id} has none. "
             "Try --set warmup.steps=0."
         )
-    opening = answer_opening(prompt.tokens, task.tokenizer)
+    opening = answer_prefix(prompt.tokens, task.tokenizer)
     answer = task.tokenizer.encode(prompt.answer)
     return [*opening, *answer, task.tokenizer.stop_ids[0]]
 
 
 def response_text(rollout: Rollout, task: Task) -> str:
-    """What the policy said, without its stop token."""
-    return task.tokenizer.decode(_said(rollout))
+    """The text of a response without its stop token."""
+    return task.tokenizer.decode(_answer_ids(rollout))
 
 
-def _said(rollout: Rollout) -> list[int]:
+def _answer_ids(rollout: Rollout) -> list[int]:
     cut = 1 if rollout.stop is StopReason.STOP_TOKEN else 0
     return rollout.tokens[: len(rollout.tokens) - cut].tolist()
 
 
-def score(
-    rollouts: Sequence[Rollout], source: Source, task: Task, tell: Tell = silent, *, step: int = 0
-) -> Rewarded:
-    """What each rollout's answer is worth: by `data.rewards`, or by the source, 0 to 1.
+def score_rollouts(
+    rollouts: Sequence[Rollout],
+    source: Source,
+    task: Task,
+    report: ReportProgress = ignore_progress,
+    *,
+    step: int = 0,
+) -> BatchRewards:
+    """Reward of each rollout, by `data.rewards`, else by the source (0 to 1).
 
-    step: of the run, for functions that ask for it.
+    step: the step of the run: trainer_state.global_step of reward functions.
 
-    Where the prompt asks for channels, the final one is the answer; the source gives 0 without
-    one, and functions are shown an empty text.
-    Raises: ConfigError for a value that is no finite number.
+    If the prompt uses channels, the final one is the answer. Without a final channel, the source
+    gives 0, and reward functions receive an empty text.
+    Raises: ConfigError for a value that is not a finite number.
     """
-    spoken = [
-        read_response(r.prompt.tokens, said, task.tokenizer, stop=r.tokens[len(said) :].tolist())
-        for r, said in ((r, _said(r)) for r in rollouts)
+    responses = [
+        read_response(r.prompt.tokens, ids, task.tokenizer, stop=r.tokens[len(ids) :].tolist())
+        for r, ids in ((r, _answer_ids(r)) for r in rollouts)
     ]
     numbers = [r.prompt.id for r in rollouts]
     if task.rewards:
-        made = score_samples(task.rewards, [
-            Sample(n, source[n], said, r.tokens.tolist())
-            for n, said, r in zip(numbers, spoken, rollouts, strict=True)
-        ], tell, run=task.run_rewards,
+        scores = score_samples(task.rewards, [
+            Sample(n, source[n], parsed, r.tokens.tolist())
+            for n, parsed, r in zip(numbers, responses, rollouts, strict=True)
+        ], report, run=task.run_rewards,
             state=SimpleNamespace(global_step=step, max_steps=task.steps))  # fmt: skip
     else:
-        own = [
-            source.score(said.text, n) if said.final else 0.0
-            for n, said in counted(list(zip(numbers, spoken, strict=True)), "scoring", tell)
+        values = [
+            source.score(parsed.text, n) if parsed.has_final else 0.0
+            for n, parsed in iterate_with_progress(
+                list(zip(numbers, responses, strict=True)), "scoring", report
+            )
         ]
-        bad = [n for n, value in zip(numbers, own, strict=True) if not math.isfinite(value)]
+        bad = [n for n, value in zip(numbers, values, strict=True) if not math.isfinite(value)]
         if bad:
             raise ConfigError(
                 f"data.task must score with finite numbers; its scorer did not on row {bad[0]}. "
-                "Mend the source's score()."
+                "Correct the source's score()."
             )
-        made = Rewarded(np.array(own, np.float32), [{} for _ in own])
-    for mine, said in zip(made.parts, spoken, strict=True):
-        if said.channels:
-            mine["reward/no_final_frac"] = float(not said.final)
-    return made
+        scores = BatchRewards(np.array(values, np.float32), [{} for _ in values])
+    for metrics, parsed in zip(scores.parts, responses, strict=True):
+        if parsed.uses_channels:
+            metrics["reward/no_final_frac"] = float(not parsed.has_final)
+    return scores
 
 
-def evaluate(
+def evaluate_held_out(
     engine: Engine,
     prompts: Sequence[Prompt],
     task: Task,
     *,
     version: int,
     samples: int = 2,
-    tell: Tell = silent,
+    report: ReportProgress = ignore_progress,
 ) -> tuple[Metrics, list[Rollout], np.ndarray]:
-    """Exact-match accuracy and pass@k on held-out prompts, sampled as in training and greedy.
+    """Accuracy and pass@k on held-out prompts, sampled as in training and greedy.
 
-    eval/accuracy is the mean reward of `samples` answers a prompt at the training temperature,
-    which is what RL raises; eval/accuracy_greedy takes the most likely token each time;
-    eval/pass@k is `pass_at_k` for k of 2, 4, 8, … and `samples`. Also returns the greedy rollouts
-    and their rewards. The same seed every time. The parts of
-    `data.rewards` are those of the sampled answers; an answer that all leave out counts not.
-    Raises EngineError where an answer is not by weights `version`, ConfigError where no answer
-    has a reward.
+    eval/accuracy: mean reward of `samples` answers per prompt at the training temperature, which
+        is the quantity that RL raises.
+    eval/accuracy_greedy: mean reward of greedy answers.
+    eval/pass@k: `pass_at_k` for k = 2, 4, 8, … and `samples`.
+    Parts of `data.rewards` are means over the sampled answers. Answers without a reward are
+    ignored. The seed is always the same.
+
+    Returns: (metrics, greedy rollouts, their rewards).
+    Raises: EngineError if an answer was not generated by weights `version`; ConfigError if no
+        answer has a reward.
     """
     greedy = replace(task.sampling, temperature=0.0, top_k=0, top_p=1.0)
-    tell("answering the held-out rows")
+    report("answering the held-out rows")
     rollouts = engine.generate(prompts, greedy, seed=0)
-    rewards = score(rollouts, task.held_out, task, tell, step=version).rewards
-    tell("answering the held-out rows")
+    rewards = score_rollouts(rollouts, task.held_out, task, report, step=version).rewards
+    report("answering the held-out rows")
     sampled = engine.generate(prompts, task.sampling, seed=1, samples=samples)
     check_order(rollouts, prompts, samples=1)
     check_order(sampled, prompts, samples=samples)
     check_versions([*rollouts, *sampled], newest=version, max_staleness=0)
-    scores = score(sampled, task.held_out, task, tell, step=version)
-    parts = {f"eval/{name}": value for name, value in part_metrics(scores.parts).items()}
+    scores = score_rollouts(sampled, task.held_out, task, report, step=version)
+    parts = {f"eval/{name}": value for name, value in mean_part_metrics(scores.parts).items()}
     metrics = {
-        "eval/accuracy": _mean(scores.rewards, task), "eval/accuracy_greedy": _mean(rewards, task)
-    }  # fmt: skip
-    metrics |= by_source([r.prompt.id for r in sampled], scores.rewards, task.held_out)
+        "eval/accuracy": _mean_reward(scores.rewards, task),
+        "eval/accuracy_greedy": _mean_reward(rewards, task),
+    }
+    metrics |= accuracy_by_source([r.prompt.id for r in sampled], scores.rewards, task.held_out)
     by_prompt_PR = scores.rewards.reshape(-1, samples)
     powers = [2**i for i in range(1, samples.bit_length())]
     metrics |= {
@@ -298,49 +310,53 @@ def evaluate(
     return metrics | parts, rollouts, rewards
 
 
-def by_source(numbers: Sequence[int], rewards: np.ndarray, source: Source) -> Metrics:
-    """eval/accuracy/NAME of each value of the column data_source, where rows have two or more."""
+def accuracy_by_source(numbers: Sequence[int], rewards: np.ndarray, source: Source) -> Metrics:
+    """eval/accuracy/NAME for each value of the column data_source, if there are at least two."""
     names = [source[n].columns.get("data_source") for n in numbers]
-    known = [name if isinstance(name, str) else "" for name in names]
-    if len(set(known) - {""}) < 2:
+    source_names = [name if isinstance(name, str) else "" for name in names]
+    if len(set(source_names) - {""}) < 2:
         return {}
     return {
-        f"eval/accuracy/{name}": float(np.mean(mine))
-        for name in sorted(set(known) - {""})
-        if len(mine := [x for x, k in zip(rewards, known, strict=True) if k == name and x == x])
+        f"eval/accuracy/{name}": float(np.mean(source_rewards))
+        for name in sorted(set(source_names) - {""})
+        if len(
+            source_rewards := [
+                x for x, k in zip(rewards, source_names, strict=True) if k == name and x == x
+            ]
+        )
     }
 
 
 def pass_at_k(rewards_PR: np.ndarray, k: int) -> float:
-    """The best reward of k answers, expected over all k of each prompt's R, averaged over prompts.
+    """Expected best reward of k answers drawn from each prompt's R, averaged over prompts.
 
-    Σ_i r_(i)·C(i−1, k−1) / C(n, k) over the sorted rewards of a prompt's n answers that have one:
-    1 − C(n−c, k)/C(n, k) where c of them have 1 and the others 0. Prompts with n < k count not;
-    NaN without any other.
+    Σ_i r_(i)·C(i−1, k−1) / C(n, k) over the sorted rewards of a prompt's n answers that have a
+    reward. With c rewards of 1 and the others 0, this is 1 − C(n−c, k)/C(n, k). Prompts with
+    n < k are ignored; NaN if no prompt remains.
     Source: Chen et al. 2021, arXiv:2107.03374, equation 1; verl's best@k for other rewards.
     """
     values = []
     for rewards_R in rewards_PR:
-        known = np.sort(rewards_R[~np.isnan(rewards_R)]).astype(float)
-        n = len(known)
+        sorted_rewards = np.sort(rewards_R[~np.isnan(rewards_R)]).astype(float)
+        n = len(sorted_rewards)
         if n >= k:
-            # exact integers, divided once: binomials of large n leave float64's range
+            # Exact integers, divided once: binomials of large n exceed the range of float64.
             shares = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
-            values.append(float(known @ shares))
+            values.append(float(sorted_rewards @ shares))
     return float(np.mean(values)) if values else math.nan
 
 
-def _mean(rewards: np.ndarray, task: Task) -> float:
-    return float(scored(rewards, task).mean())
+def _mean_reward(rewards: np.ndarray, task: Task) -> float:
+    return float(select_scored(rewards, task).mean())
 
 
-def scored(rewards: np.ndarray, task: Task) -> np.ndarray:
-    """Those that there are. Raises ConfigError where every function left every sample out."""
-    known = rewards[~np.isnan(rewards)]
-    if not known.size:
+def select_scored(rewards: np.ndarray, task: Task) -> np.ndarray:
+    """The rewards that are not NaN. Raises ConfigError if there are none."""
+    scored_rewards = rewards[~np.isnan(rewards)]
+    if not scored_rewards.size:
         raise ConfigError(
             f"data.rewards must score some answers; {', '.join(r.name for r in task.rewards)} "
-            f"returned None for all {len(rewards)}, or took too long. Try other rows, or add a "
-            "function for these."
+            f"returned None for all {len(rewards)} answers, or timed out. Try other rows, or add "
+            "a function for these."
         )
-    return known
+    return scored_rewards

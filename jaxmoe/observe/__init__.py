@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows of itself: metrics, progress, plots."""
+"""The output of a run: metrics, progress, alerts, plots and samples."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that mean trouble, and what to look at first. Next: jaxmoe/train.py shows them.
+"""Alerts: bounds of metrics, and what to check first. Next: jaxmoe/train.py prints them.
 
 Thresholds: verl's documentation of rollout correction (kl, chi2_token, ESS, weight mean and
 deviation), slime's CI gate (|Δlogp| 0.1), NeMo-RL's (the mean of exp|Δlogp| above 1.05).
@@ -10,66 +10,67 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 
-def counted(lines: Iterable[str]) -> list[str]:
-    """Each line once, in order; one that came several times says how often."""
+def collapse_repeats(lines: Iterable[str]) -> list[str]:
+    """Each line once, in order; a repeated line ends with its count."""
     return [line if n == 1 else f"{line} (×{n})" for line, n in Counter(lines).items()]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A metric, when it is bad, and the first suspect."""
+    """A metric, its bound, and what to check first if it is out of bounds."""
 
     metric: str
-    bad: Callable[[float], bool]
+    is_bad: Callable[[float], bool]
     bound: str
-    first: str
+    suspect: str
 
 
-_ENGINE = "the engine's weights: were the newest ones loaded, and the same dtype used?"
+_ENGINE_WEIGHTS = "the engine's weights: does it run the newest weights, in the same dtype?"
 RULES = (
-    Rule("train_rollout_logprob_abs_diff", lambda x: x > 0.1, "> 0.1 nats", _ENGINE),
-    Rule("rollout_corr/kl", lambda x: abs(x) > 0.1, "beyond ±0.1 nats", _ENGINE),
+    Rule("train_rollout_logprob_abs_diff", lambda x: x > 0.1, "> 0.1 nats", _ENGINE_WEIGHTS),
+    Rule("rollout_corr/kl", lambda x: abs(x) > 0.1, "beyond ±0.1 nats", _ENGINE_WEIGHTS),
     Rule("rollout_corr/chi2_token", lambda x: x > 1.0, "> 1",
-         "samples.jsonl: a few tokens the engine finds likely and the trainer does not"),
+         "python -m jaxmoe.samples: a few tokens that are likely for the engine only"),
     Rule("rollout_corr/ess", lambda x: x < 0.3, "< 0.3 of the tokens",
-         "rollout_corr/ratio_p99; then loss.rollout_correction=token_is"),
+         "rollout_corr/ratio_p99; then try loss.rollout_correction=token_is"),
     Rule("rollout_corr/rollout_is_mean", lambda x: not 0.5 <= x <= 2.0, "outside [0.5, 2]",
-         "train_rollout_logprob_abs_diff; the weights should average 1"),
+         "train_rollout_logprob_abs_diff; importance weights should average 1"),
     Rule("rollout_corr/rollout_is_std", lambda x: x > 1.0, "> 1",
-         "rollout_corr/ratio_p99; a lower bound in loss.rollout_correction"),
+         "rollout_corr/ratio_p99; then try a lower bound in loss.rollout_correction"),
     Rule("rollout_corr/rollout_rs_masked_fraction", lambda x: x > 0.5, "> 0.5",
-         "the rejection's bounds: most of the batch is thrown away"),
+         "the rejection bounds in loss.rollout_correction: most of the batch is masked"),
     Rule("grad/norm", lambda x: x == 0.0, "exactly 0",
-         "reward/zero_std_groups_frac, policy/clip_frac and gate/closed: this batch taught "
-         "nothing, whatever optim.lr is"),
+         "reward/zero_std_groups_frac, policy/clip_frac and gate/closed: this batch changed "
+         "no weight"),
     Rule("policy/clip_frac", lambda x: x > 0.3, "> 0.3",
-         "optim.lr, loss.epochs and loss.minibatches, with loss.old_logp=rollout the engine: "
-         "the policy leaves its batch"),
-    Rule("policy/kl_ref", lambda x: x > 1.0, "> 1 nat a token",
-         "loss.kl_coef and optim.lr: the reference would hardly say what the policy says"),
+         "optim.lr, loss.epochs and loss.minibatches, and with loss.old_logp=rollout the engine: "
+         "the policy moves too far within one batch"),
+    Rule("policy/kl_ref", lambda x: x > 1.0, "> 1 nat per token",
+         "loss.kl_coef and optim.lr: the policy is far from the reference policy"),
     Rule("reward/zero_std_groups_frac", lambda x: x > 0.9, "> 0.9",
-         "python -m jaxmoe.samples: rows too hard or too easy teach nothing; "
-         "rollout.max_gen_batches samples others"),
+         "python -m jaxmoe.samples: rows that are too hard or too easy give no gradient; "
+         "rollout.max_gen_batches > 1 samples other rows"),
     Rule("response_len/mean", lambda x: x < 1.5, "< 1.5 tokens",
-         "python -m jaxmoe.samples: the policy stops before it answers"),
+         "python -m jaxmoe.samples: the policy stops almost at once"),
     Rule("stop/max_tokens_frac", lambda x: x > 0.5, "> 0.5",
-         "rollout.max_new_tokens: most answers are cut off, and scored unfinished"),
+         "rollout.max_new_tokens: most answers are truncated, and scored unfinished"),
     Rule("batch/padding_frac", lambda x: x > 0.5, "> 0.5 of the tokens",
-         "optim.tokens_per_microbatch: above 0, sequences share rows"),
+         "optim.tokens_per_microbatch: a value above 0 packs sequences and saves padding"),
     Rule("router/unknown_experts_frac", lambda x: x > 0.05, "> 0.05 of the tokens",
-         "the engine's expert kernel: it does not record what it routes, and these tokens are "
-         "routed anew (for vLLM: another --moe-backend, or --no-enable-prefix-caching)"),
+         "the engine's expert kernel: it does not record the experts of these tokens, so the "
+         "trainer routes them again (for vLLM: try another --moe-backend, or "
+         "--no-enable-prefix-caching)"),
     Rule("rollout/incidents", lambda x: x > 0.0, "> 0",
-         "the lines after this one in metrics.jsonl; the engine failed and was mended"),
-    Rule("gate/closed", lambda x: x > 0.0, "> 0", "gate.*: this batch was not trained on"),
+         "the alerts after this one in metrics.jsonl: the engine failed and was reconnected"),
+    Rule("gate/closed", lambda x: x > 0.0, "> 0", "gate.* in the config: this batch was skipped"),
 )  # fmt: skip
 
 
-def alerts(metrics: Mapping[str, float]) -> dict[str, str]:
-    """By metric, one line for each that is out of bounds."""
+def find_alerts(metrics: Mapping[str, float]) -> dict[str, str]:
+    """One line for each metric that is out of bounds, by metric name."""
     return {
-        rule.metric: f"{rule.metric} is {metrics[rule.metric]:.3g} ({rule.bound}); look first at "
-        f"{rule.first}"
+        rule.metric: f"{rule.metric} is {metrics[rule.metric]:.3g} ({rule.bound}); check first: "
+        f"{rule.suspect}"
         for rule in RULES
-        if rule.metric in metrics and rule.bad(metrics[rule.metric])
+        if rule.metric in metrics and rule.is_bad(metrics[rule.metric])
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a comparison between engine and trainer: plots/doctor.png in the run folder."""
+"""Plot the comparison of engine and trainer: plots/doctor.png in the run folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,10 @@ def plot_gap(
     title: str,
     layers: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Log-probs against each other, |Δlogp| over tokens, and switched experts by layer.
+    """Plot the log-probs against each other, the distribution of |Δlogp|, and switched experts.
 
-    `layers`: share of tokens whose experts differ, in all and with the engine's experts before.
+    layers: for each layer, the share of tokens whose experts differ: in the complete model, and
+        with the engine's experts in all earlier layers.
     """
     figure = Figure(figsize=(13, 4), layout="constrained")
     scatter, spread, switches = figure.subplots(1, 3)
@@ -31,15 +32,19 @@ def plot_gap(
     gap_N = np.sort(np.maximum(np.abs(trainer_N - engine_N), 1e-9))
     spread.plot(gap_N, 1 - np.arange(len(gap_N)) / len(gap_N), color=ORANGE)
     spread.set(xscale="log", yscale="log", xlabel="|Δlogp|, nats", title="share of tokens above")
-    at = np.arange(len(layers))
+    layer_numbers = np.arange(len(layers))
     if layers:
-        switches.bar(at - 0.2, [x[0] for x in layers], 0.4, color=BLUE, label="in all")
-        switches.bar(at + 0.2, [x[1] for x in layers], 0.4, color=GREEN, label="of this layer")
+        switches.bar(
+            layer_numbers - 0.2, [x[0] for x in layers], 0.4, color=BLUE, label="complete model"
+        )
+        switches.bar(
+            layer_numbers + 0.2, [x[1] for x in layers], 0.4, color=GREEN, label="this layer alone"
+        )
         switches.legend(frameon=False)
         switches.xaxis.get_major_locator().set_params(integer=True)
         switches.margins(y=0.25)
     else:
-        switches.text(0.5, 0.5, "the engine does not tell its experts",
+        switches.text(0.5, 0.5, "the engine does not report its experts",
                       transform=switches.transAxes, ha="center", color=GREY)  # fmt: skip
     switches.set(xlabel="layer", title="share of tokens with other experts")
     for axes in (scatter, spread, switches):

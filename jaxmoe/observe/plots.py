@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a run, in its folder: plots/overview.png and each panel by itself."""
+"""Plots of a run in its folder: plots/overview.png, and each panel in a separate file."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jaxmoe.run_files import make_folder, replacing
+from jaxmoe.run_files import make_folder, replace_file
 
-# a palette that colour-blind readers can tell apart (Okabe and Ito)
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN, PINK, GREY, SKY = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#888888", "#56B4E9"
 )  # fmt: skip
@@ -23,60 +23,60 @@ PHASES = {
     "rollout": BLUE, "reward": ORANGE, WAIT: GREY, "train": GREEN, "weight_sync": PINK, "eval": SKY
 }  # fmt: skip
 _PASS_AT_K = re.compile(r"eval/pass@\d{1,6}", re.ASCII)
-FLOOR = 1e-9  # where an exact 0 is drawn on a log axis
+LOG_FLOOR = 1e-9  # position of an exact 0 on a log axis
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def plot_run(rows: Rows, directory: Path, *, panels: bool = True, score: str = "accuracy") -> None:
-    """Draw what metrics.jsonl holds so far; missing metrics leave their panel empty.
+    """Draw the metrics so far; a panel without metrics stays empty.
 
-    Without `panels` only the overview, which takes half a second. `score` names the number that
-    held-out rows get: "accuracy", or "mean reward" where functions of the user's score them.
+    panels: False to draw only the overview, which takes half a second.
+    score: name of the score of held-out rows: "accuracy", or "mean reward" with data.rewards.
     """
     folder = make_folder(directory / "plots")
     rl = [row for row in rows if row["stage"] == "rl"]
-    figure = Figure(figsize=(16, 9))  # a constrained layout would take half of the time again
+    figure = Figure(figsize=(16, 9))  # a constrained layout would take 50 % longer
     figure.subplots_adjust(0.04, 0.06, 0.99, 0.96, wspace=0.18, hspace=0.38)
     places = figure.subplots(3, 4).flat
     for axes in places[len(PANELS) :]:
         axes.set_axis_off()
-    drawn = PANELS | {"accuracy": partial(_accuracy, score=score)}
+    drawn = PANELS | {"accuracy": partial(_plot_accuracy, score=score)}
     for (name, draw), axes in zip(drawn.items(), places, strict=False):
-        _panel(axes, draw, rl)
+        _draw_panel(axes, draw, rl)
         if not panels:
             continue
         single = Figure(figsize=(6, 4))
         single.subplots_adjust(0.12, 0.13, 0.97, 0.91)
-        _panel(single.subplots(), draw, rl)
+        _draw_panel(single.subplots(), draw, rl)
         save_figure(single, folder / f"{name}.png", 110)
     save_figure(figure, folder / "overview.png", 85)
 
 
-def _panel(axes: Axes, draw: Callable[[Axes, Rows], None], rows: Rows) -> None:
+def _draw_panel(axes: Axes, draw: Callable[[Axes, Rows], None], rows: Rows) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.set_xlabel("RL step")
     draw(axes, rows)
     if not axes.has_data():
-        axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color=GREY)
+        axes.text(0.5, 0.5, "no data yet", transform=axes.transAxes, ha="center", color=GREY)
 
 
 def save_figure(figure: Figure, path: Path, dpi: int) -> None:
-    """Raises RunFolderError where the disk does not take it."""
+    """Save a figure as PNG. Raises RunFolderError if it cannot be written."""
     FigureCanvasAgg(figure)
-    with replacing(path) as file:
+    with replace_file(path) as file:
         figure.savefig(file, dpi=dpi, format="png")
 
 
-def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric where it was written."""
+def metric_series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of a metric, at the steps at which it was logged."""
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return np.array([p[0] for p in points]), np.array([p[1] for p in points], float)
 
 
-def smooth(values: np.ndarray, weight: float = 0.8) -> np.ndarray:
-    """Exponential mean, corrected for its start."""
+def smooth_values(values: np.ndarray, weight: float = 0.8) -> np.ndarray:
+    """Exponential moving average with bias correction."""
     out, mean, total = np.empty_like(values), 0.0, 0.0
     for i, value in enumerate(values):
         mean, total = weight * mean + (1 - weight) * value, weight * total + 1 - weight
@@ -84,87 +84,91 @@ def smooth(values: np.ndarray, weight: float = 0.8) -> np.ndarray:
     return out
 
 
-def _line(axes: Axes, rows: Rows, name: str, title: str, colour: str) -> None:
-    steps, values = series(rows, name)
+def _plot_line(axes: Axes, rows: Rows, name: str, title: str, colour: str) -> None:
+    steps, values = metric_series(rows, name)
     if len(steps):
         axes.plot(
             steps, values, color=colour, alpha=0.3, lw=1, marker="." if len(steps) < 3 else ""
         )
-        axes.plot(steps, smooth(values), color=colour, lw=2)
+        axes.plot(steps, smooth_values(values), color=colour, lw=2)
     axes.set_title(title)
 
 
-def _unit_or_wider(axes: Axes, *, above: float = 0.02) -> None:
-    """0 to 1, or as far as the values reach: rewards may be negative, or sums past 1."""
+def _set_score_limits(axes: Axes, *, above: float = 0.02) -> None:
+    """Set limits to 0…1, or wider: rewards may be negative or greater than 1."""
     drawn = [np.asarray(line.get_ydata(), float) for line in axes.lines]
     values = np.concatenate([np.array([0.0, 1.0]), *drawn])
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     axes.set_ylim(low - 0.02 * (high - low), high + above * (high - low))
 
 
-def _reward(axes: Axes, rows: Rows) -> None:
-    _line(axes, rows, "reward/mean", "mean reward of the samples", BLUE)
-    steps, trained = series(rows, "reward/after_penalty_mean")
+def _plot_reward(axes: Axes, rows: Rows) -> None:
+    _plot_line(axes, rows, "reward/mean", "mean training reward", BLUE)
+    steps, trained = metric_series(rows, "reward/after_penalty_mean")
     if len(steps):
-        axes.plot(steps, smooth(trained), color=ORANGE, lw=1.5, label="with the overlong penalty")
+        axes.plot(
+            steps, smooth_values(trained), color=ORANGE, lw=1.5, label="with overlong penalty"
+        )
         axes.legend(frameon=False, loc="best", fontsize=8)
-    _unit_or_wider(axes)
+    _set_score_limits(axes)
 
 
-def _accuracy(axes: Axes, rows: Rows, score: str = "accuracy") -> None:
-    steps, values = series(rows, "eval/accuracy_greedy")
+def _plot_accuracy(axes: Axes, rows: Rows, score: str = "accuracy") -> None:
+    steps, values = metric_series(rows, "eval/accuracy_greedy")
     if len(steps):
         axes.plot(steps, values, color=GREY, lw=1, marker=".", ms=4, label="greedy")
-    steps, values = series(rows, "eval/accuracy")
+    steps, values = metric_series(rows, "eval/accuracy")
     if len(steps):
         axes.plot(steps, values, color=GREEN, lw=2, marker="o", ms=4, label="sampled")
-        at, best = _pass_at_k(rows)
-        if at:
-            best = best if score == "accuracy" else best.replace("pass@", "best of ")
-            axes.plot(*series(rows, at), color=SKY, lw=1, marker=".", ms=4, label=best)
-        # a curve that rises leaves the lower right free; of negative rewards nothing is known
+        metric, label = _find_pass_at_k(rows)
+        if metric:
+            label = label if score == "accuracy" else label.replace("pass@", "best of ")
+            axes.plot(*metric_series(rows, metric), color=SKY, lw=1, marker=".", ms=4, label=label)
+        # A rising curve leaves the lower right free. Negative rewards may lie anywhere.
         axes.legend(frameon=False, loc="lower right" if (values >= 0).all() else "best")
         axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(0, 7),
                       textcoords="offset points", ha="center")  # fmt: skip
-    _unit_or_wider(axes, above=0.1)
+    _set_score_limits(axes, above=0.1)
     axes.set_title(f"held-out {score} (step 0: before RL)")
     axes.title.set_fontsize(10)
 
 
-def _pass_at_k(rows: Rows) -> tuple[str, str]:
-    """The metric of the largest k, and its label."""
+def _find_pass_at_k(rows: Rows) -> tuple[str, str]:
+    """(metric name, label) of the largest k; ("", "") if there is none."""
     names = {name for row in rows for name in row if _PASS_AT_K.fullmatch(name)}
     largest = max(names, key=lambda name: int(name.partition("@")[2]), default="")
     return largest, largest.removeprefix("eval/")
 
 
-def _share(axes: Axes, rows: Rows, name: str, title: str, colour: str) -> None:
-    _line(axes, rows, name, title, colour)
+def _plot_share(axes: Axes, rows: Rows, name: str, title: str, colour: str) -> None:
+    _plot_line(axes, rows, name, title, colour)
     axes.set_ylim(-0.02, 1.02)
 
 
-def _no_signal(axes: Axes, rows: Rows) -> None:
-    _share(axes, rows, "reward/zero_std_groups_frac", "share of groups without signal", PINK)
+def _plot_no_signal(axes: Axes, rows: Rows) -> None:
+    _plot_share(
+        axes, rows, "reward/zero_std_groups_frac", "share of groups with equal rewards", PINK
+    )
 
 
-def _truncated(axes: Axes, rows: Rows) -> None:
-    _share(axes, rows, "stop/max_tokens_frac", "share of answers cut off", ORANGE)
+def _plot_truncated(axes: Axes, rows: Rows) -> None:
+    _plot_share(axes, rows, "stop/max_tokens_frac", "share of truncated answers", ORANGE)
 
 
-def _length(axes: Axes, rows: Rows) -> None:
-    _line(axes, rows, "response_len/mean", "tokens of an answer: mean, longest", BLUE)
-    steps, values = series(rows, "response_len/max")
+def _plot_length(axes: Axes, rows: Rows) -> None:
+    _plot_line(axes, rows, "response_len/mean", "answer length, tokens: mean and maximum", BLUE)
+    steps, values = metric_series(rows, "response_len/max")
     axes.plot(steps, values, color=GREY, lw=1, marker="." if len(steps) < 3 else "")
     axes.set_ylim(bottom=0)
 
 
-def _clipped(axes: Axes, rows: Rows) -> None:
+def _plot_clipped(axes: Axes, rows: Rows) -> None:
     for end, colour, label in (
         ("", GREY, "all"),
         ("_high", GREEN, "A > 0"),
         ("_low", PINK, "A < 0"),
     ):
-        steps, values = series(rows, f"policy/clip_frac{end}")
+        steps, values = metric_series(rows, f"policy/clip_frac{end}")
         if len(steps):
             axes.plot(steps, values, color=colour, lw=1.5, label=label)
             axes.legend(frameon=False, fontsize=8)
@@ -172,52 +176,52 @@ def _clipped(axes: Axes, rows: Rows) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _kl_ref(axes: Axes, rows: Rows) -> None:
-    _line(axes, rows, "policy/kl_ref", "KL to the reference, nats per token", GREEN)
+def _plot_kl_ref(axes: Axes, rows: Rows) -> None:
+    _plot_line(axes, rows, "policy/kl_ref", "KL to the reference policy, nats per token", GREEN)
     if not axes.has_data() and rows:
         axes.text(0.5, 0.4, "(loss.kl_coef=0: no reference)", transform=axes.transAxes,
                   ha="center", color=GREY)  # fmt: skip
 
 
-def _entropy(axes: Axes, rows: Rows) -> None:
-    _line(axes, rows, "policy/entropy", "policy entropy, nats per token", ORANGE)
+def _plot_entropy(axes: Axes, rows: Rows) -> None:
+    _plot_line(axes, rows, "policy/entropy", "policy entropy, nats per token", ORANGE)
     axes.set_ylim(bottom=0)
 
 
-def _grad_norm(axes: Axes, rows: Rows) -> None:
-    _line(axes, rows, "grad/norm", "gradient norm before clipping", PINK)
+def _plot_grad_norm(axes: Axes, rows: Rows) -> None:
+    _plot_line(axes, rows, "grad/norm", "gradient norm before clipping", PINK)
     axes.set_ylim(bottom=0)
 
 
-def _gap(axes: Axes, rows: Rows) -> None:
+def _plot_gap(axes: Axes, rows: Rows) -> None:
     for name, colour, label in (
         ("train_rollout_logprob_abs_diff", BLUE, "mean"),
         ("train_rollout_logprob_abs_diff_max", GREY, "max"),
     ):
-        steps, values = series(rows, name)
+        steps, values = metric_series(rows, name)
         if len(steps):
             zero = " (0.0)" if (values == 0).all() else ""
-            axes.plot(steps, np.maximum(values, FLOOR), color=colour, label=label + zero)
+            axes.plot(steps, np.maximum(values, LOG_FLOOR), color=colour, label=label + zero)
     axes.set_yscale("log")
     if axes.has_data():
-        top = max(float(np.max(np.asarray(x.get_ydata()), initial=FLOOR)) for x in axes.lines)
-        axes.set_ylim(FLOOR / 3, max(1e4 * FLOOR, 3 * top))
-        # an exact 0 lies on the floor: its tick says so
-        axes.yaxis.set_major_formatter(lambda y, _: "0.0" if y <= FLOOR * 1.01 else f"{y:.0e}")
+        top = max(float(np.max(np.asarray(x.get_ydata()), initial=LOG_FLOOR)) for x in axes.lines)
+        axes.set_ylim(LOG_FLOOR / 3, max(1e4 * LOG_FLOOR, 3 * top))
+        # An exact 0 is drawn at the floor, whose tick is labelled 0.0.
+        axes.yaxis.set_major_formatter(lambda y, _: "0.0" if y <= LOG_FLOOR * 1.01 else f"{y:.0e}")
         axes.legend(frameon=False)
-    axes.set_title("engine gap: |Δlogp|, trainer vs rollout, nats")
+    axes.set_title("engine gap: |logp − rollout_logp|, nats")
 
 
-def _time(axes: Axes, rows: Rows) -> None:
-    steps, _ = series(rows, "time/step_s")
+def _plot_time(axes: Axes, rows: Rows) -> None:
+    steps, _ = metric_series(rows, "time/step_s")
     present = [p for p in PHASES if any(f"time/{p}_s" in row for row in rows)]
-    if WAIT in present:  # sampling beside the training takes none of the step's time but this
+    if WAIT in present:  # async rollouts: only the waiting adds to the step's time
         present = [p for p in present if p not in ("rollout", "reward")]
     timed = [row for row in rows if row.get("time/step_s") is not None]
     if len(steps) and present:
         values = [[row.get(f"time/{p}_s") or 0.0 for row in timed] for p in present]
         axes.stackplot(steps, values, labels=present, colors=[PHASES[p] for p in present])
-        # the first step compiles: let the others fill the panel
+        # The first step includes compilation; scale the axis to the others.
         usual = np.sum(values, axis=0)[1:] if len(steps) > 2 else np.sum(values, axis=0)
         axes.set_ylim(0, 1.25 * float(np.max(usual, initial=1e-3)))
         axes.legend(frameon=False, fontsize=8, loc="upper right")
@@ -225,15 +229,15 @@ def _time(axes: Axes, rows: Rows) -> None:
 
 
 PANELS: dict[str, Callable[[Axes, Rows], None]] = {
-    "reward": _reward,
-    "accuracy": _accuracy,
-    "entropy": _entropy,
-    "grad_norm": _grad_norm,
-    "logprob_gap": _gap,
-    "time": _time,
-    "no_signal": _no_signal,
-    "response_length": _length,
-    "truncated": _truncated,
-    "clipped": _clipped,
-    "kl_ref": _kl_ref,
+    "reward": _plot_reward,
+    "accuracy": _plot_accuracy,
+    "entropy": _plot_entropy,
+    "grad_norm": _plot_grad_norm,
+    "logprob_gap": _plot_gap,
+    "time": _plot_time,
+    "no_signal": _plot_no_signal,
+    "response_length": _plot_length,
+    "truncated": _plot_truncated,
+    "clipped": _plot_clipped,
+    "kl_ref": _plot_kl_ref,
 }

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of others on a terminal: rows, answers, a server's words may hold what moves the cursor.
+"""Escape untrusted text for a terminal: rows, answers and server messages may move the cursor.
 
-Next: jaxmoe/cli.py shows errors with it.
+Next: jaxmoe/cli.py prints errors with it.
 """
 
 
-def printable(text: str) -> str:
-    """The text with all that is no letter, mark or space as Python writes it, "\\x1b" say.
+def escape_unprintable(text: str) -> str:
+    """The text with unprintable characters escaped as in Python, such as "\\x1b".
 
-    Lines and tabs stay. Escaped with the control characters: what turns the direction of writing.
+    Line breaks and tabs stay. Characters that change the writing direction are escaped as well.
     """
     if text.isprintable():
         return text

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler did. Next: jaxmoe/train.py asserts that a step compiles once."""
+"""Count compilations. Next: jaxmoe/train.py asserts that a step compiles once."""
 
 from typing import Any
 
 
-def compilations(jitted: Any) -> int:
-    """Programs that one jitted function has been compiled to so far."""
+def count_compilations(jitted: Any) -> int:
+    """Number of programs that a jitted function has been compiled to so far."""
     return jitted._cache_size()
 
 
 def assert_compiled_once(step_fn: Any, calls: int) -> None:
-    """A training step that compiles again costs minutes at real size: it is a bug."""
-    if calls >= 2 and compilations(step_fn) != 1:
-        raise AssertionError(f"the train step was compiled {compilations(step_fn)} times, not once")
+    """Raise AssertionError if a step was compiled again, which costs minutes at full size."""
+    if calls >= 2 and count_compilations(step_fn) != 1:
+        raise AssertionError(
+            f"the train step was compiled {count_compilations(step_fn)} times, not once"
+        )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard output that nobody reads any more: `command | head -1` must end without a traceback.
+"""Handle a closed standard output: `command | head -1` must end without a traceback.
 
-Next: jaxmoe/cli.py ends every command with it.
+Next: jaxmoe/cli.py calls it at the end of every command.
 """
 
 import os
@@ -12,22 +12,23 @@ from typing import TextIO
 
 
 def reader_is_gone() -> bool:
-    """True where standard output or error is a pipe whose other end was closed."""
+    """True if standard output or error is a pipe whose reader closed it."""
     return any(_is_broken(stream) for stream in (sys.stdout, sys.stderr))
 
 
 def flush_output() -> OSError | None:
-    """Write what is buffered; a stream that refuses it is pointed at nothing from here on.
+    """Flush standard output and error; a stream that fails is redirected to /dev/null.
 
-    Python would try again as it exits, and print the error. Returns what standard output met.
+    Otherwise Python would flush again at exit and print the error. Returns the error of standard
+    output, or None.
     """
-    refused = None
-    streams: list[TextIO | None] = [sys.stdout, sys.stderr]  # None where it was closed at start
+    stdout_error = None
+    streams: list[TextIO | None] = [sys.stdout, sys.stderr]  # None if closed at the start
     for stream in filter(None, streams):
         try:
             stream.flush()
         except OSError as error:
-            refused = error if stream is sys.stdout else refused
+            stdout_error = error if stream is sys.stdout else stdout_error
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
@@ -35,8 +36,8 @@ def flush_output() -> OSError | None:
             with suppress(OSError):
                 stream.flush()
         except ValueError:
-            pass  # a stream that was closed has nothing left to write
-    return refused
+            pass  # a closed stream has nothing to flush
+    return stdout_error
 
 
 def _is_broken(stream: TextIO | None) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same metrics for Weights & Biases and Trackio, by `observe.to`; imported only when asked.
+"""Send metrics to Weights & Biases and Trackio (`observe.to`); imported only if used.
 
-Both run offline (WANDB_MODE=offline; Trackio by itself). What goes wrong there while a run trains
-is told once, and the run goes on: metrics.jsonl has everything.
-Next: jaxmoe/observe/metrics.py writes to them.
+Both can run offline (WANDB_MODE=offline; Trackio always). An error of a tracker during training
+is printed once, and the run continues without it: metrics.jsonl has all metrics.
+Next: jaxmoe/observe/metrics.py uses it.
 """
 
 import re
@@ -18,7 +18,9 @@ from typing import Any
 from jaxmoe.config import ConfigError
 from jaxmoe.run_files import replace_text
 
-ID = "tracker_id"  # a file in the run folder: a resumed run is the same run there
+ID_FILE = (
+    "tracker_id"  # a file in the run folder, so that a resumed run continues the same tracker run
+)
 
 
 class Trackers:
@@ -33,19 +35,20 @@ class Trackers:
         *,
         fresh: bool,
     ) -> None:
-        """Open them. `fresh`: the run starts over, and is another one there.
+        """Start the trackers.
 
-        Raises ConfigError for one that is not installed, or cannot begin.
+        fresh: True if the run starts over; the trackers then get a new run.
+        Raises: ConfigError for a tracker that is not installed or cannot start.
         """
-        installed(names)
+        check_installed(names)
         self._directory, self._open = directory, {}
         if not names:
             return
         directory.mkdir(parents=True, exist_ok=True)
-        file = directory / ID
+        file = directory / ID_FILE
         if fresh or not file.is_file():
             replace_text(file, uuid.uuid4().hex[:12], durable=True)
-        run = _run_id(file)
+        run = _read_run_id(file)
         title = f"{directory.resolve().name}-{run}"
         begin = {"wandb": _wandb, "trackio": _trackio}
         for name in names:
@@ -53,58 +56,60 @@ class Trackers:
                 self._open[name] = begin[name](directory, project, title, run, dict(config))
             except Exception as error:
                 self.close()
-                why = str(error).strip().partition("\n")[0]
+                reason = str(error).strip().partition("\n")[0]
                 raise ConfigError(
-                    f"observe.to={name} must be able to begin a run; {type(error).__name__}: "
-                    f"{why}. Try WANDB_MODE=offline before the command, or --set observe.to=''."
+                    f"observe.to={name} must be able to start a run; {type(error).__name__}: "
+                    f"{reason}. Try WANDB_MODE=offline before the command, or --set observe.to=''."
                 ) from error
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's metrics; those of the warm start under warmup/."""
-        before = "" if stage == "rl" else f"{stage}/"
-        found = {f"{before}{name}": value for name, value in metrics.items()}
-        self._each(lambda tracker: tracker.log({f"{before}step": step, **found}, step))
+        """Log a step's metrics; those of the warm start get the prefix warmup/."""
+        prefix = "" if stage == "rl" else f"{stage}/"
+        prefixed = {f"{prefix}{name}": value for name, value in metrics.items()}
+        self._call_trackers(lambda tracker: tracker.log({f"{prefix}step": step, **prefixed}, step))
 
     def close(self) -> None:
-        """Send the plots that there are, and end."""
+        """Send the existing plots and finish."""
         plots = sorted((self._directory / "plots").glob("*.png"))
         if plots:
-            self._each(lambda t: t.log({f"plots/{p.stem}": t.image(p) for p in plots}, None))
-        self._each(lambda tracker: tracker.finish())
+            self._call_trackers(
+                lambda t: t.log({f"plots/{p.stem}": t.image(p) for p in plots}, None)
+            )
+        self._call_trackers(lambda tracker: tracker.finish())
         self._open = {}
 
-    def _each(self, do: Callable[[Any], None]) -> None:
+    def _call_trackers(self, action: Callable[[Any], None]) -> None:
         for name, tracker in list(self._open.items()):
             try:
-                do(tracker)
+                action(tracker)
             except Exception as error:
                 del self._open[name]
                 print(
-                    f"! {name} gets no more metrics, metrics.jsonl does: {error!r}",
+                    f"! {name} logging stopped; metrics.jsonl continues: {error!r}",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
 
 
-def _run_id(file: Path) -> str:
+def _read_run_id(file: Path) -> str:
     try:
         run = file.read_bytes().decode("ascii", "replace").strip()
     except OSError as error:
         raise ConfigError(f"{file} must be readable; {error}. Try rm {file}") from error
     if re.fullmatch(r"[0-9a-f]{12}", run) is None:
         raise ConfigError(
-            f"{file} must hold 12 hexadecimal digits, the run's name at its trackers, got "
-            f"{run[:40]!r}. Remove it, and the run goes on there under a new name: rm {file}"
+            f"{file} must hold 12 hexadecimal digits, the run's id at its trackers, got "
+            f"{run[:40]!r}. Remove it to continue as a new tracker run: rm {file}"
         )
     return run
 
 
-def installed(names: Sequence[str]) -> None:
-    """Raises ConfigError for a tracker that is not installed."""
+def check_installed(names: Sequence[str]) -> None:
+    """Raise ConfigError if a tracker is not installed."""
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(
-                f"observe.to={name} must be installed, and is not. Try pip install {name}, or "
-                "--set observe.to=''."
+                f"observe.to={name} needs the package {name}, which is not installed. "
+                f"Try pip install {name}, or --set observe.to=''."
             )
 
 
@@ -140,8 +145,8 @@ class _trackio:
 
     def log(self, values: dict[str, Any], step: int | None) -> None:
         self._last = self._last if step is None else step
-        told = {n: value for n, value in values.items() if n.rpartition("/")[2] != "step"}
-        self._run.log(told, step=self._last)  # Trackio keeps the name for itself
+        logged = {n: value for n, value in values.items() if n.rpartition("/")[2] != "step"}
+        self._run.log(logged, step=self._last)  # Trackio reserves the name "step"
 
     def image(self, path: Path) -> Any:
         return self._module.Image(str(path))

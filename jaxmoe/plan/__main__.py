@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxmoe.cli import ExitStatus, arguments, config_of
+from jaxmoe.cli import ExitStatus, build_parser, config_from_args
 from jaxmoe.config import Config, ConfigError, require
 from jaxmoe.memory import format_bytes, plan_memory
 from jaxmoe.parallel.limits import check_mesh
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, schedules: Path | None = None) -> in
     with ExitStatus() as status:
         args = make_plan_parser().parse_args(argv)
         jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are not used
-        cfg = config_of(args)
+        cfg = config_from_args(args)
         chip, devices = find_machine(args.topology)
         check_plan(cfg, args.topology, len(devices))
         if not args.dry_run:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, schedules: Path | None = None) -> in
 
 def make_plan_parser() -> argparse.ArgumentParser:
     """The parser with the options of every command and --topology."""
-    parser = arguments("Compile a run's step for another machine.")
+    parser = build_parser("Compile a run's step for another machine.")
     parser.prog = "python -m jaxmoe.plan"
     parser.add_argument("--topology", required=True, metavar="NAME",
                         help="v5p:4x4x4, or h200:2x8 for 2 hosts of 8")  # fmt: skip

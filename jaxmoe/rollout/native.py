@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.model import Ops
 from jaxmoe.model.params import cast_for_forward
-from jaxmoe.observe.profiling import compilations
+from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import gather_to_hosts
 from jaxmoe.parallel.sharding import (
@@ -104,7 +104,7 @@ class NativeEngine:
     def count_compilations(self) -> int:
         """Number of programs compiled so far; it does not grow with the length of a run."""
         jitted = (self._prefill, self._decode, self._repeat, self._compact)
-        return sum(compilations(f) for f in jitted)
+        return sum(count_compilations(f) for f in jitted)
 
     def prompts_per_batch(self, samples: int) -> int:
         """Number of prompts of a batch, divided evenly among the devices."""

@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 from urllib3.util import parse_url
 
 from jaxmoe.config import ConfigError, ModelConfig
-from jaxmoe.observe.printable import printable
+from jaxmoe.observe.printable import escape_unprintable
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.http_client import HttpClient, HttpFailed, Response
 from jaxmoe.vllm.redact import Key
@@ -230,7 +230,7 @@ class HttpBackend:
     def _format_body(self, text: bytes | str, length: int = MAX_ERROR_CHARS) -> str:
         if isinstance(text, bytes):
             text = text[:MAX_REDACT_BYTES].decode(errors="replace")
-        return printable(self._key.redact_text(text)[:length])
+        return escape_unprintable(self._key.redact_text(text)[:length])
 
     def _send_request(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float,

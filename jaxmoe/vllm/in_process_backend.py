@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxmoe.config import ModelConfig, VllmConfig
-from jaxmoe.observe.progress import phase
+from jaxmoe.observe.progress import report_phase
 from jaxmoe.vllm.backend import RequestFailed
 from jaxmoe.vllm.served_adapter import ServedAdapter
 from jaxmoe.vllm.server import (
@@ -71,7 +71,7 @@ class InProcessBackend:
         # In one process tensors need no copy, and vLLM starts in seconds.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with phase("starting vLLM in this process"):
+        with report_phase("starting vLLM in this process"):
             self._llm = _start_llm(
                 ["--model", str(folder), *format_flags(chosen), *shlex.split(vllm.args)]
             )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmoe.config import EngineError, ModelConfig
-from jaxmoe.observe.progress import phase
+from jaxmoe.observe.progress import report_phase
 from jaxmoe.records import Rollout, Sampling, StopReason
 from jaxmoe.vllm.backend import Backend, RequestFailed
 from jaxmoe.vllm.request import PromptRequest, sample_completions, score_tokens
@@ -159,7 +159,7 @@ class Replica:
         self._check_open()
         self._invalidate_weights()
         self.backend.close()
-        with phase(f"{self.backend.name} does not answer; starting another"):
+        with report_phase(f"{self.backend.name} does not answer; starting another"):
             try:
                 self.backend = self._server.start()
             except EngineError as error:

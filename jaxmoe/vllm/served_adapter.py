@@ -24,7 +24,7 @@ from jaxmoe.checkpoint.peft_layout import AdaptedMatrix, adapted_matrices
 from jaxmoe.config import ConfigError, LoraConfig, ModelConfig
 from jaxmoe.config.lora import ATTENTION, EXPERTS, VLLM_RANKS
 from jaxmoe.model.lora import Pair, adapter_shapes
-from jaxmoe.observe.progress import phase
+from jaxmoe.observe.progress import report_phase
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.backend import Backend
 from jaxmoe.vllm.request import score_tokens
@@ -84,7 +84,9 @@ class ServedAdapter:
             return score_tokens(backend, tokens, cfg)[0].astype(np.float64)
 
         matrices = [m for m in adapted_matrices(cfg) if m.name in self.lora.ranks]
-        with phase(f"trying an adapter of each of {len(matrices)} matrices in {backend.name}"):
+        with report_phase(
+            f"trying an adapter of each of {len(matrices)} matrices in {backend.name}"
+        ):
             base = logps(None)
             noise = float(np.mean(np.abs(logps(None) - base)))
             for matrix in matrices:

@@ -27,7 +27,7 @@ from typing import Any
 
 from jaxmoe.config import ConfigError, EngineError, ModelConfig, VllmConfig
 from jaxmoe.model.config import to_hf
-from jaxmoe.observe.progress import phase
+from jaxmoe.observe.progress import report_phase
 from jaxmoe.run_files import make_folder, open_to_append, replace_text
 from jaxmoe.vllm import processes
 from jaxmoe.vllm.backend import RequestFailed
@@ -211,7 +211,7 @@ class Server:
             token_bytes=max_body_bytes_per_token(self._model),
         )  # fmt: skip
         try:
-            with phase(f"starting vLLM {self._number} (its log: {self.log})"):
+            with report_phase(f"starting vLLM {self._number} (its log: {self.log})"):
                 self._wait_until_healthy(backend)
         except BaseException:
             backend.close()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxmoe.checkpoint.peft import FILE, save_adapter
-from jaxmoe.checkpoint.tensor_files import read_header, read_rows
+from jaxmoe.checkpoint.tensor_files import read_header, read_tensor_rows
 from jaxmoe.config import LoraConfig, ModelConfig
 from jaxmoe.model.lora import Adapted, Pair
 from jaxmoe.shapes import Params
@@ -37,7 +37,7 @@ def write_adapter(
         planned = [(name, tensor.dtype, tensor.shape) for name, tensor in stored.items()]
         manifest = empty_manifest(planned, run, version)
         for name, tensor in stored.items():
-            array = np.concatenate([rows for _, rows in read_rows(tensor, tensor.shape[0])])
+            array = np.concatenate([rows for _, rows in read_tensor_rows(tensor, tensor.shape[0])])
             manifest["tensors"][name]["digest"] = digest_array(array)
         (partial_dir / "manifest.json").write_text(json.dumps(manifest))
     return WeightFile(manifest, {"adapter": str(final)}, close=partial(remove_version, final))

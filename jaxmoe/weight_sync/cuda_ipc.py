@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxmoe.checkpoint.entries import entries, leaf_of
+from jaxmoe.checkpoint.entries import leaf_of, list_entries
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
@@ -50,12 +50,12 @@ def share_ipc_handles(
         device_tensor(
             leaf_of(params, e), e.pair, e.layout, e.shape, wire_dtype(e, dtype), cuda.device
         )
-        for e in entries(cfg)
+        for e in list_entries(cfg)
     ]
     handles = [cuda.export_handle(array) for array in jax.block_until_ready(arrays)]
     update_info = {
         "names": [name for name, _, _ in planned],
-        "dtype_names": [wire_dtype(e, dtype) for e in entries(cfg)],
+        "dtype_names": [wire_dtype(e, dtype) for e in list_entries(cfg)],
         "shapes": [list(shape) for _, _, shape in planned],
         "ipc_handles": [{cuda.uuid: handle} for handle in handles],
         "manifest": manifest,

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.checkpoint.entries import entries, leaf_of
+from jaxmoe.checkpoint.entries import leaf_of, list_entries
 from jaxmoe.checkpoint.hf import gather_entry
 from jaxmoe.config import ModelConfig
 from jaxmoe.shapes import Params
@@ -54,7 +54,7 @@ def _withdraw_update(mailbox: Mailbox, key: str) -> None:
 def _iterate_tensors(params: Params, cfg: ModelConfig, dtype: str) -> Iterator[tuple[str, Any]]:
     import torch
 
-    for entry in entries(cfg):
+    for entry in list_entries(cfg):
         leaf = leaf_of(params, entry)
         if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
             tensor = torch.from_dlpack(leaf)

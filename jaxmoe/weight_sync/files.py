@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmoe.checkpoint.tensor_files import SINGLE, header, planned_bytes
+from jaxmoe.checkpoint.tensor_files import SINGLE_FILE, encode_header, planned_bytes
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.weight_sync.directory import create_private_directory
@@ -53,7 +53,7 @@ def write_files(
     """
     planned = plan_tensors(params, cfg, dtype)
     manifest = empty_manifest(planned, run, version)
-    begin = header(planned)
+    begin = encode_header(planned)
     nbytes = sum(map(planned_bytes, planned))
     with stage_version(directory, run, version) as (partial_dir, final):
         partial_dir.mkdir()
@@ -61,7 +61,9 @@ def write_files(
         if not reused:
             check_free_space(partial_dir, nbytes)
         # No fsync: after a crash of the machine the file is of no use.
-        with open(partial_dir / SINGLE, "r+b" if reused else "xb", opener=open_private) as file:
+        with open(
+            partial_dir / SINGLE_FILE, "r+b" if reused else "xb", opener=open_private
+        ) as file:
             file.write(begin)
             file.flush()
             inode = os.fstat(file.fileno()).st_ino
@@ -119,10 +121,10 @@ def _reuse_file(reuse: WeightFile, partial_dir: Path, nbytes: int) -> bool:
     old = Path(reuse.update_info["path"])
     with suppress(OSError):
         (old / "manifest.json").unlink()
-        if (old / SINGLE).stat().st_size == nbytes:
-            (old / SINGLE).replace(partial_dir / SINGLE)
+        if (old / SINGLE_FILE).stat().st_size == nbytes:
+            (old / SINGLE_FILE).replace(partial_dir / SINGLE_FILE)
     shutil.rmtree(old, ignore_errors=True)
-    return (partial_dir / SINGLE).exists()
+    return (partial_dir / SINGLE_FILE).exists()
 
 
 def _map_file(file: int, reuse: WeightFile) -> NDArray[np.uint8] | None:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmoe.checkpoint.entries import entries, leaf_of
+from jaxmoe.checkpoint.entries import leaf_of, list_entries
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.config import ConfigError, EngineError, ModelConfig
 from jaxmoe.shapes import Params
@@ -144,7 +144,7 @@ def broadcast_weights(
     manifest = manifest or compute_manifest(params, cfg, dtype=dtype, run=run, version=version)
     update_info = {
         "names": [name for name, _, _ in planned],
-        "dtype_names": [wire_dtype(e, dtype) for e in entries(cfg)],
+        "dtype_names": [wire_dtype(e, dtype) for e in list_entries(cfg)],
         "shapes": [list(shape) for _, _, shape in planned],
         "manifest": manifest,
     }
@@ -153,7 +153,7 @@ def broadcast_weights(
 
 
 def _send_tensors(group: NcclGroup, params: Params, cfg: ModelConfig, dtype: str) -> None:
-    for entry in entries(cfg):
+    for entry in list_entries(cfg):
         leaf, layout = leaf_of(params, entry), entry.layout
         kind = wire_dtype(entry, dtype)
         array = device_tensor(leaf, entry.pair, layout, entry.shape, kind, group.device)

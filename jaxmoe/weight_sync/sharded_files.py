@@ -17,9 +17,15 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from jaxmoe.checkpoint.entries import Entry, entries
+from jaxmoe.checkpoint.entries import Entry, list_entries
 from jaxmoe.checkpoint.hf import gather_entry
-from jaxmoe.checkpoint.tensor_files import DTYPES, INDEX, Planned, header, planned_bytes
+from jaxmoe.checkpoint.tensor_files import (
+    DTYPES,
+    INDEX_FILE,
+    PlannedTensor,
+    encode_header,
+    planned_bytes,
+)
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.parallel.channel import Channel
 from jaxmoe.shapes import Params
@@ -69,7 +75,7 @@ def write_sharded_files(
             n: _file_name(owner) for (n, _, _), owner in zip(planned, owners, strict=True)
         }
         try:
-            (partial_dir / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+            (partial_dir / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
             (partial_dir / "manifest.json").write_text(json.dumps(manifest))
             shutil.rmtree(final, ignore_errors=True)
             partial_dir.replace(final)
@@ -79,7 +85,7 @@ def write_sharded_files(
 
     try:
         channel.broadcast_from_first(begin)
-        table = list(zip(entries(cfg), planned, owners, strict=True))
+        table = list(zip(list_entries(cfg), planned, owners, strict=True))
         process = channel.number
         file = _ProcessFile(
             partial_dir / _file_name(process), [p for _, p, o in table if o == process]
@@ -87,7 +93,7 @@ def write_sharded_files(
         # Runs to the end even after an error: gathering is a collective of all processes.
         for entry, item, owner in table:
             is_owner = owner == process
-            array = gather_entry(params, entry, here=is_owner)
+            array = gather_entry(params, entry, receives=is_owner)
             if is_owner:
                 file.add_tensor(array, entry, item)
         for digests in channel.gather_results(partial(file.finish_file, directory)):
@@ -143,8 +149,8 @@ def _file_name(number: int) -> str:
 class _ProcessFile:
     """The file that this process writes; errors are stored until all processes have reported."""
 
-    def __init__(self, path: Path, planned: list[Planned]) -> None:
-        self._header = header(planned)
+    def __init__(self, path: Path, planned: list[PlannedTensor]) -> None:
+        self._header = encode_header(planned)
         self._offset, self._digests = 0, dict[str, str]()
         self._pending: Future[None] | None = None
         self._error: Exception | None = None
@@ -158,7 +164,7 @@ class _ProcessFile:
         except OSError as error:
             self._error = error
 
-    def add_tensor(self, array, entry: Entry, item: Planned) -> None:
+    def add_tensor(self, array, entry: Entry, item: PlannedTensor) -> None:
         """Write one tensor in the background; waits for the previous one first."""
         self._wait_for_pending()
         if self._error is None:
@@ -167,7 +173,7 @@ class _ProcessFile:
             )
         self._offset += planned_bytes(item)
 
-    def _write_tensor(self, array, entry: Entry, item: Planned, begin: int) -> None:
+    def _write_tensor(self, array, entry: Entry, item: PlannedTensor, begin: int) -> None:
         write = partial(write_rows, self._file, len(self._header))
         dtype = DTYPES[item[1]]
         self._digests[item[0]] = digest_entry(self._pool, array, entry, dtype, begin, None, write)

@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxmoe.checkpoint.entries import Entry, entries, stored
-from jaxmoe.checkpoint.hf import check_params, gather_entry
-from jaxmoe.checkpoint.layouts import checkpoint_rows, flat_shape, row_pieces
+from jaxmoe.checkpoint.entries import Entry, list_entries, plan_entry
+from jaxmoe.checkpoint.hf import check_param_tree, gather_entry
+from jaxmoe.checkpoint.layouts import checkpoint_rows, flat_shape, row_chunks
 from jaxmoe.checkpoint.tensor_files import DTYPES as FILE_DTYPES
-from jaxmoe.checkpoint.tensor_files import Planned, planned_bytes
+from jaxmoe.checkpoint.tensor_files import PlannedTensor, planned_bytes
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.shapes import Params
 from jaxmoe.weight_sync.checksum import digest_array, join_digests
@@ -89,13 +89,13 @@ def create_run_id() -> str:
     return secrets.token_hex(16)
 
 
-def empty_manifest(planned: list[Planned], run: str, version: int) -> ManifestDict:
+def empty_manifest(planned: list[PlannedTensor], run: str, version: int) -> ManifestDict:
     """Return the manifest of planned tensors, with empty digests."""
     tensors = {n: {"dtype": d, "shape": list(s), "digest": ""} for n, d, s in planned}
     return {"format": FORMAT, "run": run, "version": version, "tensors": tensors}
 
 
-def plan_tensors(params: Params, cfg: ModelConfig, dtype: str) -> list[Planned]:
+def plan_tensors(params: Params, cfg: ModelConfig, dtype: str) -> list[PlannedTensor]:
     """Return (name, dtype, shape) of every checkpoint tensor; `params` must hold exactly these.
 
     Raises ValueError if params are not this model's, ConfigError for another dtype.
@@ -105,8 +105,10 @@ def plan_tensors(params: Params, cfg: ModelConfig, dtype: str) -> list[Planned]:
             f"weights can be synced as {' or '.join(DTYPES)}, got {dtype!r}. "
             "Try --set rollout.vllm.dtype=bfloat16."
         )
-    check_params(params, cfg)
-    return [item for entry in entries(cfg) for item in stored(entry, wire_dtype(entry, dtype))]
+    check_param_tree(params, cfg)
+    return [
+        item for entry in list_entries(cfg) for item in plan_entry(entry, wire_dtype(entry, dtype))
+    ]
 
 
 def wire_dtype(entry: Entry, dtype: str) -> str:
@@ -119,7 +121,7 @@ def wire_dtype(entry: Entry, dtype: str) -> str:
 
 
 def fill_digests(
-    params: Params, cfg: ModelConfig, planned: list[Planned], manifest: ManifestDict, *,
+    params: Params, cfg: ModelConfig, planned: list[PlannedTensor], manifest: ManifestDict, *,
     out: NDArray[np.uint8] | None = None, write: Callable[[int, np.ndarray], None] | None = None,
 ) -> None:  # fmt: skip
     """Digest every tensor in the checkpoint's layout, chunk by chunk, on every core.
@@ -130,7 +132,7 @@ def fill_digests(
     """
     begin = 0
     with ThreadPoolExecutor(count_cores()) as pool:
-        for entry, item in zip(entries(cfg), planned, strict=True):
+        for entry, item in zip(list_entries(cfg), planned, strict=True):
             array, dtype = gather_entry(params, entry), FILE_DTYPES[item[1]]
             digest = digest_entry(pool, array, entry, dtype, begin, out, write)
             del array  # freed before the next tensor is gathered
@@ -158,7 +160,7 @@ def digest_entry(
     interpreter's lock from them, which made it five times slower on two cores.
     """
     digest_span = partial(_digest_span, array, entry, dtype, begin, out, write)
-    spans = list(row_pieces(entry.shape, dtype.itemsize))
+    spans = list(row_chunks(entry.shape, dtype.itemsize))
     remaining = iter(spans)  # threads may share a list's iterator
 
     def digest_spans() -> list[tuple[int, str]]:

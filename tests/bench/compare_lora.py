@@ -32,7 +32,7 @@ from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
-from jaxmoe.envs.tasks import Task, evaluate, open_task
+from jaxmoe.envs.tasks import Task, evaluate_held_out, open_task
 from jaxmoe.model.params import cast_for_forward
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.optimizer import rl_optimizer
@@ -109,7 +109,7 @@ class Bench:
     def score(self, engine: NativeEngine, policy: Any, task: Task) -> float:
         engine.load(policy, 0)
         prompts = task.held_out_prompts()
-        return evaluate(engine, prompts, task, version=0, samples=8)[0]["eval/accuracy"]
+        return evaluate_held_out(engine, prompts, task, version=0, samples=8)[0]["eval/accuracy"]
 
     def start(self) -> float:
         """Accuracy of the warm start."""

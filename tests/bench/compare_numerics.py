@@ -35,7 +35,7 @@ from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.rollouts import collect_rollouts
-from jaxmoe.envs.tasks import Task, evaluate, open_task
+from jaxmoe.envs.tasks import Task, evaluate_held_out, open_task
 from jaxmoe.job import Job
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
@@ -155,7 +155,9 @@ class Bench:
         engine = self.engine(self.config((), 0))
         engine.load(self.policy, 0)
         prompts = self.task.held_out_prompts()
-        return evaluate(engine, prompts, self.task, version=0, samples=8)[0]["eval/accuracy"]
+        return evaluate_held_out(engine, prompts, self.task, version=0, samples=8)[0][
+            "eval/accuracy"
+        ]
 
     def run(self, line: Line, old: int, rate: float, seed: int) -> dict[str, float]:
         cfg = self.config((*line.settings(old), f"optim.lr={rate:g}"), seed)

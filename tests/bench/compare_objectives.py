@@ -29,7 +29,7 @@ from jaxmoe import train
 from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
-from jaxmoe.envs.tasks import Task, evaluate, open_task
+from jaxmoe.envs.tasks import Task, evaluate_held_out, open_task
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl import programs
@@ -165,7 +165,9 @@ class Bench:
         """Held-out accuracy by the right engine; of the warm start where there is no policy."""
         right = self.engine(cfg, "")
         right.load(self.warm_start(cfg, task) if policy is None else policy, 0)
-        return evaluate(right, task.held_out_prompts(), task, version=0)[0]["eval/accuracy"]
+        return evaluate_held_out(right, task.held_out_prompts(), task, version=0)[0][
+            "eval/accuracy"
+        ]
 
     def run(self, line: Line, seed: int) -> dict[str, float]:
         cfg = self.config(line, seed)

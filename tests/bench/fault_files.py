@@ -104,9 +104,9 @@ def readers(folder: Path) -> dict[str, Callable[[random.Random], None]]:
     from jaxmoe import samples, train
     from jaxmoe.checkpoint.peft import CONFIG, save_adapter
     from jaxmoe.checkpoint.peft_read import read_adapter
-    from jaxmoe.checkpoint.tensor_files import INDEX, find_tensors
+    from jaxmoe.checkpoint.tensor_files import INDEX_FILE, find_tensors
     from jaxmoe.config import LoraConfig
-    from jaxmoe.data.files import FileSource, read_rows
+    from jaxmoe.data.files import FileSource, read_task_rows
     from jaxmoe.data.tokenizer import HFTokenizer, write_byte_tokenizer
     from jaxmoe.model.config import read_hf_config, to_hf
     from jaxmoe.observe.metrics import MetricsLog, read_metrics
@@ -129,7 +129,7 @@ def readers(folder: Path) -> dict[str, Callable[[random.Random], None]]:
     def index(dice):
         save_file({"a": CFG_ARRAY}, folder / "one.safetensors")
         told = {"metadata": {"total_size": 12}, "weight_map": {"a": "one.safetensors"}}
-        (folder / INDEX).write_bytes(spoilt(told, dice))
+        (folder / INDEX_FILE).write_bytes(spoilt(told, dice))
         find_tensors(folder)
 
     def tensors(dice):
@@ -162,7 +162,7 @@ def readers(folder: Path) -> dict[str, Callable[[random.Random], None]]:
                            FIELDS | {"kind": "held_out"} | ANSWER])  # fmt: skip
         file, good = folder / "samples.jsonl", json.dumps(row).encode()
         file.write_bytes(spoilt(row, dice) + b"\n" + good + b"\n")
-        samples.show(folder)
+        samples.show_samples(folder)
         MetricsLog(folder, stage="rl", step=2).__exit__(None, None, None)  # as a resume does
         if good not in file.read_bytes().splitlines():
             raise AssertionError("a good line of samples.jsonl was lost")
@@ -182,13 +182,13 @@ def readers(folder: Path) -> dict[str, Callable[[random.Random], None]]:
                 "reward_model": {"ground_truth": "4"}}  # fmt: skip
         file = folder / "rows.jsonl"
         file.write_bytes(spoilt(dice.choice([row, chat]), dice) + b"\n")
-        assert FileSource(read_rows(str(file))).digest
+        assert FileSource(read_task_rows(str(file))).digest
 
     def parquet(dice):
         file = folder / "rows.parquet"
         parquet_files.write_table(pa.table({"question": ["2 + 2 ="], "answer": ["4"]}), file)
         file.write_bytes(damaged(file.read_bytes(), dice))
-        assert FileSource(read_rows(str(file))).digest
+        assert FileSource(read_task_rows(str(file))).digest
 
     return {
         "config.json": config, "config.json of a dry run": dry_run, "index of shards": index,

@@ -37,16 +37,16 @@ def main() -> None:
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
-        store.save(where, 1, tree, {}, keep=1)
+        store.save_checkpoint(where, 1, tree, {}, keep=1)
         del tree
 
         def took(digests: bool) -> float:
             began = time.perf_counter()
             if digests:
-                jax.block_until_ready(store.restore(where, 1, like))
+                jax.block_until_ready(store.restore_checkpoint(where, 1, like))
             else:
                 with patch.object(store, "array_digests", lambda _: known):
-                    jax.block_until_ready(store.restore(where, 1, like))
+                    jax.block_until_ready(store.restore_checkpoint(where, 1, like))
             return time.perf_counter() - began
 
         took(True)

@@ -18,7 +18,7 @@ from jaxmoe.envs import tasks
 
 # for the reader to fill in: nothing that a test could type
 PLACEHOLDERS = re.compile(r"DIRECTORY|FOLDER|HOST|/full/path|module:function|=…")
-MOST = 8  # pieces of advice in a row
+MAX_ADVICE = 8  # pieces of advice in a row
 INTS = ["-1", "0", "1", "2", "3", "5", "7", "8", "12", "64", "100", "1000000", "2.5", "many"]
 FLOATS = ["-0.1", "0", "0.3", "1", "1.5", "1e9", "nan", "much"]
 WORDS = [
@@ -31,8 +31,8 @@ WORDS = [
 
 def advised(error: str) -> list[str]:
     """The first settings that an error says to type; none where the reader must fill one in."""
-    _, found, text = error.partition("Try --set ")
-    words = re.findall(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""", text) if found else []
+    _, separator, text = error.partition("Try --set ")
+    words = re.findall(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""", text) if separator else []
     typed: list[str] = []
     while words and not (typed and typed[-1][-1:] in (",", ".", ";")):
         if typed and words.pop(0) != "--set":
@@ -44,7 +44,7 @@ def advised(error: str) -> list[str]:
 
 
 def follow(settings: list[str], advice: list[str]) -> list[str]:
-    names = [one.partition("=")[0] for one in advice]
+    names = [setting.partition("=")[0] for setting in advice]
 
     def stays(setting: str) -> bool:
         old = setting.partition("=")[0]
@@ -55,23 +55,23 @@ def follow(settings: list[str], advice: list[str]) -> list[str]:
 
 def gist(error: str) -> str:
     """An error without the values that it speaks of."""
-    said = error.partition("Try --set")[0]
-    return re.sub(r"'[^']*'|-?\d[\d.e+]*|(?<==)\S+", "_", said)
+    text = error.partition("Try --set")[0]
+    return re.sub(r"'[^']*'|-?\d[\d.e+]*|(?<==)\S+", "_", text)
 
 
 def follow_to_the_end(settings, error_of) -> list[str]:
     """The settings that all advice leads to; fails where one leads back to an error before it."""
-    seen: list[str] = []
-    for _ in range(MOST):
+    gists: list[str] = []
+    for _ in range(MAX_ADVICE):
         error = error_of(settings)
-        assert gist(error) not in seen or not error, (settings, error)
+        assert gist(error) not in gists or not error, (settings, error)
         advice = advised(error)
         if not advice:
             break
-        seen.append(gist(error))
+        gists.append(gist(error))
         settings = follow(settings, advice)
     else:
-        raise AssertionError(f"{MOST} pieces of advice in a row: {settings}, {error}")
+        raise AssertionError(f"{MAX_ADVICE} pieces of advice in a row: {settings}, {error}")
     return settings
 
 
@@ -91,7 +91,7 @@ def test_advice_is_read_as_it_would_be_typed():
 
 
 def refusal(name):
-    """What the config's own checks say to these settings; nothing where they are accepted."""
+    """Error of the config's checks for these settings; "" if they are accepted."""
 
     def error_of(settings):
         try:
@@ -127,15 +127,15 @@ def values() -> dict[str, list[str]]:
     """For each field of a config values of its type, right and wrong ones."""
     kinds = {bool: ["True", "False", "maybe"], int: INTS, float: FLOATS}
 
-    def of(part, prefix):
+    def fields_of(part, prefix):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if dataclasses.is_dataclass(value):
-                yield from of(value, f"{prefix}{field.name}.")
+                yield from fields_of(value, f"{prefix}{field.name}.")
             else:
                 yield prefix + field.name, kinds.get(type(value), WORDS)
 
-    return dict(of(load_config("tiny.py"), ""))
+    return dict(fields_of(load_config("tiny.py"), ""))
 
 
 @pytest.mark.parametrize("name", ["tiny.py", "tiny_lora.py", "tiny_vllm.py", "gptoss20b.py"])
@@ -167,11 +167,11 @@ def test_no_advice_of_a_config_s_checks_leads_back(name):
 )
 def test_no_advice_of_a_dry_run_leads_back(settings, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tasks, "LOOK_S", 0.0)
+    monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
     monkeypatch.setattr(cli, "keep_freed_memory", lambda: True)
 
     def error_of(settings):
-        sets = [word for one in settings for word in ("--set", one)]
+        sets = [word for setting in settings for word in ("--set", setting)]
         status = train.main(["--config", "tiny.py", "--dry-run", *sets])
         error = capsys.readouterr().err
         assert (status == 2) == bool(error), error

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from jaxmoe import dry_run
-from jaxmoe.cli import ExitStatus, parse
+from jaxmoe.cli import ExitStatus, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*args):
     with ExitStatus() as status:
-        cfg, looks = parse([*args, "--dry-run"], "Test.")
-        assert looks
+        cfg, is_dry_run = parse_config([*args, "--dry-run"], "Test.")
+        assert is_dry_run
         print(dry_run.format_plan(cfg))
     return status.code
 
@@ -81,24 +81,24 @@ sys.exit(status.code)
 def test_piped_into_head_no_command_ends_with_a_traceback(lines, flush):
     """Also where all of it waits in a buffer until the command ends."""
     command = [sys.executable, "-c", PRINTS, lines, flush]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
-        assert done.stdout is not None and done.stderr is not None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
         if lines != "3":
-            assert done.stdout.readline() == b"line 0\n"
-        done.stdout.close()
-        said = done.stderr.read()
-        assert done.wait(60) == 128 + 13
+            assert process.stdout.readline() == b"line 0\n"
+        process.stdout.close()
+        stderr = process.stderr.read()
+        assert process.wait(60) == 128 + 13
     saved = b"saved rl step 3 in runs/x; the same command resumes.\n"
-    assert said == saved or (lines == "3" and said == b"")
+    assert stderr == saved or (lines == "3" and stderr == b"")
 
 
 def test_output_onto_a_full_disk_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", PRINTS, "3", ""], stdout=full, stderr=subprocess.PIPE, text=True
         )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "No space left on device" in result.stderr
 
 
 def test_a_name_that_the_terminal_has_no_letters_for_is_shown_escaped(capsys):
@@ -107,12 +107,12 @@ def test_a_name_that_the_terminal_has_no_letters_for_is_shown_escaped(capsys):
 
 
 def test_the_real_command_exits_with_two_and_one_line():
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "jaxmoe.train", "--config", "tinny.py"],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
 def test_the_command_knows_exactly_four_options(capsys):
@@ -120,8 +120,8 @@ def test_the_command_knows_exactly_four_options(capsys):
         run("--help")
     assert stop.value.code == 0
     words = capsys.readouterr().out.replace(",", " ").replace("[", " ").replace("]", " ").split()
-    found = {w for w in words if w.startswith("--")}
-    assert found == {"--help", "--config", "--set", "--workdir", "--dry-run"}
+    options = {w for w in words if w.startswith("--")}
+    assert options == {"--help", "--config", "--set", "--workdir", "--dry-run"}
 
 
 def test_an_unknown_option_is_refused(capsys):

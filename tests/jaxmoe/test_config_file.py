@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jaxmoe.checkpoint.run import check_model
+from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import CHECKPOINT_MODEL, ConfigError
 from jaxmoe.config_file import load_config, override, resolve
 from jaxmoe.model.config import tiny, to_hf
@@ -64,7 +64,7 @@ def test_a_model_that_nobody_says_is_one_line(without_model):
 
 def test_all_that_contradicts_is_told_at_once_and_one_line_mends_it(checkpoint, tmp_path):
     with pytest.raises(ConfigError) as error:
-        check_model(tiny(), tmp_path)
+        check_checkpoint_model(tiny(), tmp_path)
     message = str(error.value)
     assert "\n" not in message
     for name in ("d_model (128 here)", "n_layers (2 here)", "rope_theta", "swiglu_alpha"):
@@ -72,7 +72,7 @@ def test_all_that_contradicts_is_told_at_once_and_one_line_mends_it(checkpoint, 
     typed = re.search("Try (.*), or --set model=checkpoint", message)
     assert typed is not None
     changes = [word for word in shlex.split(typed[1]) if word != "--set"]
-    check_model(resolve(load_config("tiny.py"), *changes).model, tmp_path)
+    check_checkpoint_model(resolve(load_config("tiny.py"), *changes).model, tmp_path)
 
 
 def test_a_value_of_another_type_in_a_file_is_one_line(tmp_path):

@@ -17,7 +17,7 @@ LARGE = ["model.d_model=1024", "model.n_layers=24", "model.n_experts=35", "model
 
 @pytest.fixture(autouse=True)
 def short_look(monkeypatch):
-    monkeypatch.setattr(tasks, "LOOK_S", 0.0)
+    monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
 
 
 def command(*changes):

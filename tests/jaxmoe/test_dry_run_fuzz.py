@@ -64,7 +64,7 @@ def keys(config=Config, prefix=""):
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(tasks, "LOOK_S", 0.0)
+    monkeypatch.setattr(tasks, "CHECK_ROWS_S", 0.0)
     monkeypatch.setattr(cli, "keep_freed_memory", lambda: True)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "mine.py").write_text(CUSTOM_CONFIG)

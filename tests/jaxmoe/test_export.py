@@ -53,8 +53,8 @@ def test_the_newest_checkpoint_comes_out_bit_for_bit(work, tmp_path, capsys):
     assert command(work, out, "save.export_dtype=float32") == 0
     assert "rl step 5" in capsys.readouterr().out
     assert read_hf_config(out) == CFG.model
-    got = load_params(out, CFG.model, "float32")
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(POLICY), strict=True):
+    loaded = load_params(out, CFG.model, "float32")
+    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(POLICY), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert {p.name for p in out.iterdir()} == {
         "config.json", "generation_config.json", "jaxmoe.sha256", "model.safetensors",
@@ -65,11 +65,11 @@ def test_the_newest_checkpoint_comes_out_bit_for_bit(work, tmp_path, capsys):
 
 def test_the_tokenizer_and_what_ends_an_answer_go_with_it(work, tmp_path):
     assert command(work, tmp_path / "out") == 0
-    ours, theirs = ByteTokenizer(), HFTokenizer(tmp_path / "out")
+    expected, exported = ByteTokenizer(), HFTokenizer(tmp_path / "out")
     text = "<|start|>user é 漢\n<|end|>"
-    assert theirs.encode(text, specials=True) == ours.encode(text, specials=True)
-    said = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert said == {"eos_token_id": list(ours.stop_ids), "pad_token_id": ours.pad_id}
+    assert exported.encode(text, specials=True) == expected.encode(text, specials=True)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": list(expected.stop_ids), "pad_token_id": expected.pad_id}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -79,11 +79,11 @@ def test_a_tokenizer_of_files_is_copied_with_its_template(work, tmp_path):
     (tmp_path / "tok" / "notes.txt").write_text("mine")
     (tmp_path / "tok" / "generation_config.json").write_text('{"eos_token_id": [258, 257, 264]}')
     assert command(work, tmp_path / "out", f"init.tokenizer={tmp_path / 'tok'}") == 0
-    said = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert said["eos_token_id"] == [258, 264, 257]  # the third is what the folder lists
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [258, 264, 257]  # the third is what the folder lists
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        same = (tmp_path / "out" / name).read_bytes() == (tmp_path / "tok" / name).read_bytes()
-        assert same, name
+        is_equal = (tmp_path / "out" / name).read_bytes() == (tmp_path / "tok" / name).read_bytes()
+        assert is_equal, name
     assert not (tmp_path / "out" / "notes.txt").exists()
 
 
@@ -125,16 +125,18 @@ def test_no_flipped_bit_beside_the_weights_is_read(exported, tmp_path):
     small = sorted(p for p in bad.iterdir() if p.suffix != ".safetensors")
     assert len(small) == 5
     for path in small * 8:
-        whole = path.read_bytes()
-        flipped = bytearray(whole)
-        flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         path.write_bytes(flipped)
         try:
-            got = [read_hf_config(bad), HFTokenizer(bad).vocab_size]
-            assert path.name == "jaxmoe.sha256" and got == want, path  # a name that lists nothing
+            loaded = [read_hf_config(bad), HFTokenizer(bad).vocab_size]
+            assert path.name == "jaxmoe.sha256" and loaded == want, (
+                path
+            )  # a name that lists nothing
         except ConfigError as error:
             assert "\n" not in str(error) and str(bad) in str(error)
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert [read_hf_config(bad), HFTokenizer(bad).vocab_size] == want
 
 
@@ -150,9 +152,9 @@ def test_the_sums_are_those_of_sha256sum(exported):
 
 def test_four_bits_keep_their_stated_error(work, tmp_path):
     assert command(work, tmp_path / "out", "save.export_dtype=mxfp4") == 0
-    got = load_params(tmp_path / "out", CFG.model, "float32")["layers"]["full"]["w_down"]
+    loaded = load_params(tmp_path / "out", CFG.model, "float32")["layers"]["full"]["w_down"]
     want = np.asarray(POLICY["layers"]["full"]["w_down"])
-    groups = [np.moveaxis(x, -2, -1).reshape(-1, 32) for x in (want, got)]
+    groups = [np.moveaxis(x, -2, -1).reshape(-1, 32) for x in (want, loaded)]
     bound = np.abs(groups[0]).max(axis=1, keepdims=True) / 4
     error = np.abs(groups[1] - groups[0])
     assert (error <= bound).all() and error.max() > 0
@@ -193,7 +195,7 @@ def test_a_full_disk_leaves_nothing(work, tmp_path, capsys, monkeypatch, foresee
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(hf, "write_shard", full)
-    refused(command(work, tmp_path / "out"), capsys, "Nothing is left of it. Free some space")
+    refused(command(work, tmp_path / "out"), capsys, "Partial files were removed. Free some space")
     assert not list(tmp_path.iterdir())
 
 

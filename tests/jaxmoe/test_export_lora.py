@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxmoe import export
-from jaxmoe.checkpoint.base import base_digest, load_base, portable_name
+from jaxmoe.checkpoint.base import base_digest, load_base, portable_base_name
 from jaxmoe.checkpoint.hf import load_params, save_params
-from jaxmoe.checkpoint.merge import merged
+from jaxmoe.checkpoint.merge import merge_adapters
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.checkpoint.run import Position, save_run
@@ -21,7 +21,7 @@ from jaxmoe.config_file import load_config, resolve
 from jaxmoe.data.tokenizer import load_tokenizer
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state
-from tests.jaxmoe.checkpoint.random_adapters import random_adapters, same
+from tests.jaxmoe.checkpoint.random_adapters import is_same_tree, random_adapters
 from tests.jaxmoe.random_weights import random_weights
 
 SMALL = ["model.d_model=64", "model.d_expert=128", "model.n_experts=3"]
@@ -41,15 +41,15 @@ def work(tmp_path_factory):
     return folder
 
 
-def command(work, out, *more, changes=(*SMALL, *LORA)):
+def command(work, out, *extra_args, changes=(*SMALL, *LORA)):
     sets = [part for change in changes for part in ("--set", change)]
     paths = ["--workdir", str(work), "--out", str(out)]
-    return export.main(["--config", "tiny.py", *paths, *sets, *more])
+    return export.main(["--config", "tiny.py", *paths, *sets, *extra_args])
 
 
-def whole(work, dtype):
+def merge_weights(work, dtype):
     base = load_base(dataclasses.replace(CFG, workdir=str(work)))
-    return merged(base, ADAPTERS, CFG.lora.scales, dtype=dtype)
+    return merge_adapters(base, ADAPTERS, CFG.lora.scales, dtype=dtype)
 
 
 def refused(status, capsys, *parts):
@@ -62,53 +62,59 @@ def refused(status, capsys, *parts):
 def test_the_adapter_comes_out_bit_for_bit_and_names_its_base(work, tmp_path, capsys):
     assert command(work, tmp_path / "out") == 0
     assert "rl step 5" in capsys.readouterr().out
-    back = read_adapter(tmp_path / "out", CFG.model)
-    assert same(back.adapters, ADAPTERS) and back.scales == CFG.lora.scales
-    said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert said["base_model_name_or_path"] == f"{work.name}/base"
+    loaded = read_adapter(tmp_path / "out", CFG.model)
+    assert is_same_tree(loaded.adapters, ADAPTERS) and loaded.scales == CFG.lora.scales
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == f"{work.name}/base"
 
 
 def test_the_adapter_brings_its_tokenizer(work, tmp_path):
     assert command(work, tmp_path / "out") == 0
-    ours = load_tokenizer("bytes")
-    theirs = load_tokenizer(str(tmp_path / "out"))
-    assert theirs.encode("abc é") == ours.encode("abc é") and theirs.stop_ids == ours.stop_ids
+    expected = load_tokenizer("bytes")
+    exported = load_tokenizer(str(tmp_path / "out"))
+    assert (
+        exported.encode("abc é") == expected.encode("abc é")
+        and exported.stop_ids == expected.stop_ids
+    )
 
 
 def test_a_base_is_called_by_a_name_that_means_the_same_elsewhere(tmp_path, monkeypatch):
     base = tmp_path / "gpt-oss-20b"
     base.mkdir()
-    assert portable_name(base) == "gpt-oss-20b"
+    assert portable_base_name(base) == "gpt-oss-20b"
     monkeypatch.chdir(tmp_path.parent)
-    assert portable_name(base) == f"{tmp_path.name}/gpt-oss-20b"
-    for named, told in (("openai/gpt-oss-20b", "openai/gpt-oss-20b"), ("/home/me/b", None)):
+    assert portable_base_name(base) == f"{tmp_path.name}/gpt-oss-20b"
+    for named, expected in (("openai/gpt-oss-20b", "openai/gpt-oss-20b"), ("/home/me/b", None)):
         (base / "config.json").write_text(json.dumps({"_name_or_path": named}))
-        assert portable_name(base) == (told or f"{tmp_path.name}/gpt-oss-20b")
+        assert portable_base_name(base) == (expected or f"{tmp_path.name}/gpt-oss-20b")
 
 
 def test_merged_weights_are_rounded_once(work, tmp_path):
     assert command(work, tmp_path / "out", "--merge") == 0
-    got, want = load_params(tmp_path / "out", CFG.model, "bfloat16"), whole(work, "bfloat16")
-    for kind, of in got["layers"].items():
+    loaded, want = (
+        load_params(tmp_path / "out", CFG.model, "bfloat16"),
+        merge_weights(work, "bfloat16"),
+    )
+    for kind, leaves in loaded["layers"].items():
         for name in CFG.lora.ranks:
-            ours, theirs = of[name], want["layers"][kind][name]
-            assert ours.tobytes() == np.asarray(theirs).tobytes(), (kind, name)
+            actual, expected = leaves[name], want["layers"][kind][name]
+            assert actual.tobytes() == np.asarray(expected).tobytes(), (kind, name)
 
 
 def test_merging_into_four_bits_is_asked_for_and_tells_its_error(work, tmp_path, capsys):
     assert command(work, tmp_path / "out", "--merge", "--set", "save.export_dtype=mxfp4") == 0
-    told = capsys.readouterr().out
-    assert "merged   packed 4 expert matrices into MXFP4: relative error" in told
-    got = load_params(tmp_path / "out", CFG.model, "float32")["layers"]["full"]
-    want = whole(work, "float32")["layers"]["full"]
+    output = capsys.readouterr().out
+    assert "merged   packed 4 expert matrices into MXFP4: relative error" in output
+    loaded = load_params(tmp_path / "out", CFG.model, "float32")["layers"]["full"]
+    want = merge_weights(work, "float32")["layers"]["full"]
     for name in ("w_gate_up", "w_down"):
-        error = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
+        error = np.linalg.norm(loaded[name] - want[name]) / np.linalg.norm(want[name])
         assert 0.01 < error < 0.2
 
 
 def test_a_dry_run_tells_what_it_would_write(work, tmp_path, capsys):
-    for more, part in ([], "MB of adapters"), (["--merge"], "MB of weights in bfloat16"):
-        assert command(work, tmp_path / "out", "--dry-run", *more) == 0
+    for extra_args, part in ([], "MB of adapters"), (["--merge"], "MB of weights in bfloat16"):
+        assert command(work, tmp_path / "out", "--dry-run", *extra_args) == 0
         assert part in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -122,8 +128,12 @@ def test_what_cannot_be_exported_is_one_line(work, tmp_path, capsys):
     base = work / "base"
     base.rename(work / "elsewhere")
     try:
-        for more in ([], ["--merge"]):
-            refused(command(work, tmp_path / "out", *more), capsys, f"{base} must hold the weights")
+        for extra_args in ([], ["--merge"]):
+            refused(
+                command(work, tmp_path / "out", *extra_args),
+                capsys,
+                f"{base} must hold the weights",
+            )
             assert not (tmp_path / "out").exists()
     finally:
         (work / "elsewhere").rename(base)
@@ -131,14 +141,18 @@ def test_what_cannot_be_exported_is_one_line(work, tmp_path, capsys):
 
 def test_adapters_leave_only_beside_the_base_they_were_trained_on(work, tmp_path, capsys):
     """Other weights in the same place would be merged into another model, or go unseen."""
-    base, kept = work / "base", work / "kept"
-    base.rename(kept)
+    base, moved = work / "base", work / "kept"
+    base.rename(moved)
     try:
         packed, _ = pack_experts(random_weights(CFG.model, 4), CFG.model)
         save_params(packed, CFG.model, base, dtype="mxfp4")
-        for more in ([], ["--merge"]):
-            refused(command(work, tmp_path / "out", *more), capsys, "whose base held other content")
+        for extra_args in ([], ["--merge"]):
+            refused(
+                command(work, tmp_path / "out", *extra_args),
+                capsys,
+                "whose base had other contents",
+            )
             assert not (tmp_path / "out").exists()
     finally:
         shutil.rmtree(base)
-        kept.rename(base)
+        moved.rename(base)

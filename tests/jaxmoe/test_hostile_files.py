@@ -21,12 +21,12 @@ from safetensors.numpy import save_file
 from jaxmoe import samples, train
 from jaxmoe.checkpoint.peft import CONFIG, save_adapter
 from jaxmoe.checkpoint.peft_read import read_adapter
-from jaxmoe.checkpoint.tensor_files import INDEX, find_tensors
+from jaxmoe.checkpoint.tensor_files import INDEX_FILE, find_tensors
 from jaxmoe.config import ConfigError, LoraConfig
-from jaxmoe.data.files import FileSource, read_rows
+from jaxmoe.data.files import FileSource, read_task_rows
 from jaxmoe.data.tokenizer import HFTokenizer, write_byte_tokenizer
 from jaxmoe.model.config import read_hf_config, to_hf
-from jaxmoe.observe.metrics import MetricsLog, accuracy, read_metrics
+from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.plots import plot_run
 from tests.jaxmoe.checkpoint.random_adapters import CFG, random_adapters
 from tests.jaxmoe.hostile_values import ANSWER, FIELDS, METRICS, VALUES, places, replaced
@@ -38,14 +38,14 @@ SOON_S = 20.0  # for one file, on a machine that does other things too
 def spoilt(document: Any, count: int) -> Iterator[str]:
     """So many of the documents that differ in one place, and one that is cut off."""
     rng = random.Random(SEED)
-    every = [(path, value) for path in places(document) for value in VALUES]
-    for path, value in rng.sample(every, min(count, len(every))):
+    changes = [(path, value) for path in places(document) for value in VALUES]
+    for path, value in rng.sample(changes, min(count, len(changes))):
         yield replaced(document, path, value)
     yield json.dumps(document)[:-7]
 
 
 def reads_or_refuses(read: Callable[[], Any]) -> bool:
-    """Whether it was read; fails for any error but one line that says what must hold."""
+    """True if it was read; fails for any error that is not one line about what must hold."""
     start = time.perf_counter()
     try:
         read()
@@ -71,8 +71,8 @@ def test_a_billion_layers_are_refused_by_a_dry_run_at_once(tmp_path, capsys):
         json.dumps(to_hf(CFG, dtype="float32") | {"num_hidden_layers": 10**9})
     )
     start = time.perf_counter()
-    told = ["--set", "model=checkpoint", "--set", f"init.checkpoint={tmp_path}", "--dry-run"]
-    assert train.main(["--config", "tiny.py", *told]) == 2
+    args = ["--set", "model=checkpoint", "--set", f"init.checkpoint={tmp_path}", "--dry-run"]
+    assert train.main(["--config", "tiny.py", *args]) == 2
     assert time.perf_counter() - start < SOON_S
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "num_hidden_layers must be an integer above 0 and at mo" in err
@@ -84,7 +84,7 @@ def test_any_value_in_an_index_of_shards(tmp_path):
     index = {"metadata": {"total_size": 24}, "weight_map": {}}
     index["weight_map"] = {"a": "one.safetensors", "b": "two.safetensors"}
     for text in spoilt(index, 150):
-        (tmp_path / INDEX).write_text(text)
+        (tmp_path / INDEX_FILE).write_text(text)
         reads_or_refuses(lambda: find_tensors(tmp_path))
 
 
@@ -104,9 +104,12 @@ def test_any_value_in_an_adapters_config(tmp_path):
     lora = LoraConfig(attention_rank=2, expert_rank=2)
     save_adapter(random_adapters(CFG, ranks), CFG, lora, tmp_path / "a")
     file = tmp_path / "a" / CONFIG
-    said = json.loads(file.read_text()) | {"init_lora_weights": True, "rank_pattern": {"q_proj": 2}}
+    config = json.loads(file.read_text()) | {
+        "init_lora_weights": True,
+        "rank_pattern": {"q_proj": 2},
+    }
     outcomes = set()
-    for text in spoilt(said, 200):
+    for text in spoilt(config, 200):
         file.write_text(text)
         outcomes.add(reads_or_refuses(lambda: read_adapter(tmp_path / "a", CFG)))
     assert outcomes == {True, False}
@@ -114,11 +117,11 @@ def test_any_value_in_an_adapters_config(tmp_path):
 
 def test_any_value_in_a_tokenizers_files(tmp_path):
     file = write_byte_tokenizer(tmp_path)
-    whole = json.loads(file.read_text())
+    tokenizer_json = json.loads(file.read_text())
     settings = tmp_path / "tokenizer_config.json"
-    said = json.loads(settings.read_text())
-    small = whole | {"model": whole["model"] | {"vocab": {"a": 0, "b": 1}}}
-    small["added_tokens"] = [whole["added_tokens"][1] | {"id": 2}]
+    config = json.loads(settings.read_text())
+    small = tokenizer_json | {"model": tokenizer_json["model"] | {"vocab": {"a": 0, "b": 1}}}
+    small["added_tokens"] = [tokenizer_json["added_tokens"][1] | {"id": 2}]
 
     def read():
         tokenizer = HFTokenizer(file)
@@ -129,8 +132,10 @@ def test_any_value_in_a_tokenizers_files(tmp_path):
     for text in spoilt(small, 300):
         file.write_text(text)
         reads_or_refuses(read)
-    file.write_text(json.dumps(whole | {"added_tokens": whole["added_tokens"][:2]}))
-    for text in spoilt(said, 100):
+    file.write_text(
+        json.dumps(tokenizer_json | {"added_tokens": tokenizer_json["added_tokens"][:2]})
+    )
+    for text in spoilt(config, 100):
         settings.write_text(text)
         reads_or_refuses(read)
 
@@ -146,13 +151,13 @@ def test_any_value_in_samples(tmp_path, row, capsys):
     lines = list(spoilt(row, 500))
     for text in lines:
         file.write_text(f"{text}\n")
-        reads_or_refuses(lambda: samples.show(tmp_path))
+        reads_or_refuses(lambda: samples.show_samples(tmp_path))
     file.write_text("\n".join([*lines, json.dumps(row)]) + "\n")
     MetricsLog(tmp_path, stage="rl", step=2).__exit__(None, None, None)
-    samples.show(tmp_path)
+    samples.show_samples(tmp_path)
     assert "Traceback" not in capsys.readouterr().err
-    kept = file.read_bytes().splitlines()
-    assert json.loads(kept[-1]) == row and len(kept) > 100
+    retained = file.read_bytes().splitlines()
+    assert json.loads(retained[-1]) == row and len(retained) > 100
 
 
 def test_any_value_in_metrics(tmp_path):
@@ -167,7 +172,7 @@ def test_any_value_in_metrics(tmp_path):
     assert len(rows) > 150
     plot_run(rows, tmp_path, panels=False)
     for row in rows:
-        accuracy([row])
+        format_accuracy([row])
     with MetricsLog(tmp_path, stage="rl", step=3) as log:
         log.write("rl", 4, {"loss": 1.0})
     assert read_metrics(file)[-1] == {"stage": "rl", "step": 4, "loss": 1.0}
@@ -182,10 +187,10 @@ def test_any_value_in_a_row_of_questions(tmp_path):
     for row in rows:
         for text in spoilt(row, 200):
             file.write_text(f"{text}\n")
-            reads_or_refuses(lambda: FileSource(read_rows(str(file))).digest)
+            reads_or_refuses(lambda: FileSource(read_task_rows(str(file))).digest)
 
 
-ODD = {
+HOSTILE_VALUES = {
     "nanoseconds": pa.array([np.datetime64(1, "ns")]),
     "nanoseconds of a day": pa.array([1], pa.time64("ns")),
     "a year beyond Python's": pa.array([2**50], pa.timestamp("s")),
@@ -202,14 +207,18 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", HOSTILE_VALUES)
 def test_any_type_of_a_parquet_column(tmp_path, name):
     file = tmp_path / "rows.parquet"
-    table = {"question": pa.array(["2 + 2 ="]), "answer": pa.array(["4"]), "odd": ODD[name]}
+    table = {
+        "question": pa.array(["2 + 2 ="]),
+        "answer": pa.array(["4"]),
+        "odd": HOSTILE_VALUES[name],
+    }
     pa.parquet.write_table(pa.table(table), file)
-    reads_or_refuses(lambda: FileSource(read_rows(str(file))).digest)
-    pa.parquet.write_table(pa.table(table | {"answer": ODD[name]}), file)
-    reads_or_refuses(lambda: FileSource(read_rows(str(file))).digest)
+    reads_or_refuses(lambda: FileSource(read_task_rows(str(file))).digest)
+    pa.parquet.write_table(pa.table(table | {"answer": HOSTILE_VALUES[name]}), file)
+    reads_or_refuses(lambda: FileSource(read_task_rows(str(file))).digest)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +227,9 @@ def test_any_type_of_a_parquet_column(tmp_path, name):
      "init.tokenizer={}", "workdir={}", "data.rewards={}:f"],
 )  # fmt: skip
 def test_a_name_of_5000_characters_is_one_line(change, capsys):
-    told = ["--set", change.format("n" * 5_000), "--set", "model=checkpoint"]
-    told = told if "init.checkpoint" in change else told[:2]
-    assert train.main(["--config", "tiny.py", *told, "--dry-run"]) in (0, 2)
+    args = ["--set", change.format("n" * 5_000), "--set", "model=checkpoint"]
+    args = args if "init.checkpoint" in change else args[:2]
+    assert train.main(["--config", "tiny.py", *args, "--dry-run"]) in (0, 2)
     err = capsys.readouterr().err
     assert err.count("\n") <= 1 and "Traceback" not in err
 
@@ -228,8 +237,8 @@ def test_a_name_of_5000_characters_is_one_line(change, capsys):
 @pytest.mark.parametrize("command", [samples.main, train.main], ids=["samples", "train"])
 def test_a_run_or_config_of_5000_characters_is_one_line(command, capsys):
     name = "n" * 5_000
-    given = [name] if command is samples.main else ["--config", f"{name}.py"]
-    assert command(given) == 2
+    args = [name] if command is samples.main else ["--config", f"{name}.py"]
+    assert command(args) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 
 from jaxmoe import run_files, samples
-from jaxmoe.checkpoint.run import LOCK, alone
+from jaxmoe.checkpoint.run import LOCK, lock_run_folder
 from jaxmoe.config import ConfigError
 from jaxmoe.observe import metrics
 from jaxmoe.observe.metrics import MetricsLog, read_samples
 from jaxmoe.observe.plots import plot_run
-from jaxmoe.run_files import RunFolderError, append, open_to_append, replace_text, replacing
+from jaxmoe.run_files import (
+    RunFolderError,
+    append_bytes,
+    open_to_append,
+    replace_file,
+    replace_text,
+)
 
 KEYS = "ssh-ed25519 AAAA the owner's key\n"
 
@@ -30,12 +36,12 @@ def log_a_step(run: Path) -> None:
 WRITERS = {
     "metrics.jsonl": log_a_step,
     "samples.jsonl": log_a_step,
-    "samples.html": lambda run: samples.show(run),
+    "samples.html": lambda run: samples.show_samples(run),
     "tracker_id": lambda run: replace_text(run / "tracker_id", "0"),
     "plots": lambda run: plot_run([], run, panels=False),
     "tensorboard": log_a_step,
     "tensorboard/rl": log_a_step,
-    LOCK: lambda run: alone(run).__enter__(),
+    LOCK: lambda run: lock_run_folder(run).__enter__(),
 }
 
 
@@ -65,13 +71,13 @@ def test_a_link_at_a_name_that_can_be_guessed_is_written_through_by_nobody(tmp_p
     (run / old).symlink_to(victim)
     log_a_step(run)
     (run / "samples.jsonl").write_text('{"stage": "rl", "step": 1, "response": "eve"}\n')
-    samples.show(run)
+    samples.show_samples(run)
     assert victim.read_text() == KEYS
 
 
 def test_the_lock_file_keeps_what_it_holds(tmp_path):
     (tmp_path / LOCK).write_text("somebody's note")
-    with alone(tmp_path):
+    with lock_run_folder(tmp_path):
         pass
     assert (tmp_path / LOCK).read_text() == "somebody's note"
 
@@ -83,13 +89,13 @@ from jaxmoe import samples
 run = Path(sys.argv[1])
 print("ready", flush=True)
 while not (run / "done").exists():
-    samples.show(run)
+    samples.show_samples(run)
 """
 
 
 def test_forty_rewrites_beside_a_page_lose_nothing(tmp_path, monkeypatch):
     """The page is made over and over by a process of its own."""
-    monkeypatch.setattr(metrics, "SAMPLES_BYTES", 20_000)
+    monkeypatch.setattr(metrics, "MAX_SAMPLES_BYTES", 20_000)
     row = {"response": "x" * 4_000}
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         log.write_samples("rl", 0, [row])
@@ -106,8 +112,8 @@ def test_forty_rewrites_beside_a_page_lose_nothing(tmp_path, monkeypatch):
                 assert pages.poll() is None
                 steps = [r["step"] for r in read_samples(tmp_path / "samples.jsonl")]
                 assert steps[0] == 0 and steps[-1] == step and steps == sorted(set(steps))
-                now = (tmp_path / "samples.jsonl").stat().st_size
-                rewrites, size = rewrites + (now < size), now
+                new_size = (tmp_path / "samples.jsonl").stat().st_size
+                rewrites, size = rewrites + (new_size < size), new_size
             (tmp_path / "done").touch()
             assert pages.stderr is not None and pages.stderr.read() == ""
             assert pages.wait(60) == 0 and drain.wait(60) == 0
@@ -118,7 +124,7 @@ def test_forty_rewrites_beside_a_page_lose_nothing(tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_beside_it(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("old")
-    with pytest.raises(KeyError), replacing(path) as file:
+    with pytest.raises(KeyError), replace_file(path) as file:
         file.write(b"half")
         raise KeyError
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["config.json"]
@@ -126,7 +132,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_beside_it
 
 def test_two_writers_of_one_file_have_two_temporary_files(tmp_path):
     path = tmp_path / "page"
-    with replacing(path) as first, replacing(path) as second:
+    with replace_file(path) as first, replace_file(path) as second:
         first.write(b"1")
         second.write(b"2")
         assert len(os.listdir(tmp_path)) == 2
@@ -135,13 +141,13 @@ def test_two_writers_of_one_file_have_two_temporary_files(tmp_path):
 
 def test_what_a_killed_writer_left_goes_once_it_is_old(tmp_path):
     old, new = (tmp_path / f".samples.html.{digit * 16}.tmp" for digit in "ab")
-    kept = tmp_path / ".notes.tmp"
-    for path in (old, new, kept):
+    notes = tmp_path / ".notes.tmp"
+    for path in (old, new, notes):
         path.touch()
         os.utime(path, (time.time() - 7200,) * 2)
     new.touch()
     run_files.remove_leftovers(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([kept, new])
+    assert sorted(tmp_path.iterdir()) == sorted([notes, new])
 
 
 def test_files_are_never_writable_by_everybody(tmp_path):
@@ -149,7 +155,7 @@ def test_files_are_never_writable_by_everybody(tmp_path):
     try:
         replace_text(tmp_path / "a", "")
         open_to_append(tmp_path / "b").close()
-        with alone(tmp_path):
+        with lock_run_folder(tmp_path):
             pass
     finally:
         os.umask(before)
@@ -172,13 +178,13 @@ def test_whatever_a_disk_says_is_one_line_that_names_the_file(tmp_path, name):
     with Faulty(tmp_path / "metrics.jsonl", "w") as file:
         file.number = getattr(errno, name)
         with pytest.raises(RunFolderError) as error:
-            append(file, b"line\n")
-    said = str(error.value)
-    assert f"{tmp_path}/metrics.jsonl" in said and "\n" not in said
-    assert os.strerror(file.number) in said
+            append_bytes(file, b"line\n")
+    message = str(error.value)
+    assert f"{tmp_path}/metrics.jsonl" in message and "\n" not in message
+    assert os.strerror(file.number) in message
 
 
 def test_a_write_that_the_disk_takes_in_parts_is_whole(tmp_path):
     with Faulty(tmp_path / "a", "w") as file:
-        append(file, b"0123456789")
+        append_bytes(file, b"0123456789")
     assert (tmp_path / "a").read_bytes() == b"0123456789"

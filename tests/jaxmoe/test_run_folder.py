@@ -29,7 +29,9 @@ def test_a_run_whose_folder_is_removed_ends_with_one_line_and_writes_no_new_one(
                 work.mkdir()
                 (work / "metrics.jsonl").write_text("")
 
-    with pytest.raises(ConfigError, match=r"the run folder must stay .*run was removed") as error:
+    with pytest.raises(
+        ConfigError, match=r"the run folder must not be removed .*run was removed"
+    ) as error:
         Run(work, Scripted(script), changes=("save.every_steps=1",))(monkeypatch)
     assert "\n" not in str(error.value)
     assert sorted(p.name for p in work.iterdir()) == ["metrics.jsonl"] if made_anew else True
@@ -38,8 +40,8 @@ def test_a_run_whose_folder_is_removed_ends_with_one_line_and_writes_no_new_one(
 
 WRITES = """
 import sys
-from jaxmoe.cli import parse
-parse(["--config", "tiny.py"], "Test.")
+from jaxmoe.cli import parse_config
+parse_config(["--config", "tiny.py"], "Test.")
 open(sys.argv[1], "w").close()
 """
 

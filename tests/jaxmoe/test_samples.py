@@ -12,7 +12,7 @@ import pytest
 
 from jaxmoe import samples
 from jaxmoe.observe.metrics import read_samples
-from jaxmoe.observe.samples_page import STEPS, by_step, spelled, write_page
+from jaxmoe.observe.samples_page import MAX_STEPS, escape_invisible, group_by_step, write_page
 
 HOSTILE = (
     "<script>document.title='x'</script>", "</td></pre></section></body>",
@@ -23,17 +23,17 @@ HOSTILE = (
 )  # fmt: skip
 
 
-def answer(text, **more):
-    return {"response": text, "reward": 1.0, "stop": "stop_token"} | more
+def make_answer(text, **fields):
+    return {"response": text, "reward": 1.0, "stop": "stop_token"} | fields
 
 
-def recorded(step, text):
-    asked = {"stage": "rl", "step": step, "row": 3, "prompt": text, "answer": text}
+def make_row(step, text):
+    row = {"stage": "rl", "step": step, "row": 3, "prompt": text, "answer": text}
     token = [text, -0.02, 0.5]
-    sample = answer(text, advantage=0.5, gap_mean=1e-3, gap_max=0.02, length=1, tokens=[token])
-    cut = answer(text, stop="max_tokens", reward=None, advantage=None, length=0, tokens=[])
-    held_out = asked | {"kind": "held_out"} | answer(text)
-    return [asked | {"kind": "group", "samples": [sample, cut]}, held_out]
+    sample = make_answer(text, advantage=0.5, gap_mean=1e-3, gap_max=0.02, length=1, tokens=[token])
+    cut = make_answer(text, stop="max_tokens", reward=None, advantage=None, length=0, tokens=[])
+    held_out = row | {"kind": "held_out"} | make_answer(text)
+    return [row | {"kind": "group", "samples": [sample, cut]}, held_out]
 
 
 def write(folder, rows):
@@ -63,11 +63,11 @@ def parsed(path):
 
 
 def test_the_newest_step_is_printed_and_the_page_holds_all(tmp_path, capsys):
-    run = write(tmp_path / "run", recorded(2, "two") + recorded(4, "four"))
+    run = write(tmp_path / "run", make_row(2, "two") + make_row(4, "four"))
     assert samples.main([str(run)]) == 0
     out = capsys.readouterr().out
     assert "rl step 4" in out and "reward 1  advantage +0.50" in out and "two" not in out
-    assert "cut off" in out and out.endswith(f"steps recorded: 2, 4\npage  {run}/samples.html\n")
+    assert "truncated" in out and out.endswith(f"steps recorded: 2, 4\npage  {run}/samples.html\n")
     text = parsed(run / "samples.html").text
     assert "rl step 2" in text and "two" in text and "four" in text
     assert samples.main([str(run), "--step", "2"]) == 0
@@ -75,15 +75,15 @@ def test_the_newest_step_is_printed_and_the_page_holds_all(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "more, said",
+    "args, message",
     [([], "must be the folder of a run"), (["--step", "5"], "(2, 4), got 5. Try --step 4.")],
     ids=["no run", "no such step"],
 )
-def test_a_mistake_is_one_line(tmp_path, capsys, more, said):
-    run = write(tmp_path, recorded(2, "a") + recorded(4, "b")) if more else tmp_path / "none"
-    assert samples.main([str(run), *more]) == 2
+def test_a_mistake_is_one_line(tmp_path, capsys, args, message):
+    run = write(tmp_path, make_row(2, "a") + make_row(4, "b")) if args else tmp_path / "none"
+    assert samples.main([str(run), *args]) == 2
     err = capsys.readouterr().err
-    assert said in err and len(err.splitlines()) == 1
+    assert message in err and len(err.splitlines()) == 1
 
 
 def test_lines_that_are_no_samples_or_of_an_older_version_are_shown_or_passed_over(
@@ -98,13 +98,13 @@ def test_lines_that_are_no_samples_or_of_an_older_version_are_shown_or_passed_ov
 
 
 def test_piped_into_head_there_is_no_traceback_and_the_page_is_written(tmp_path):
-    long = [row for step in (1, 2) for row in recorded(step, "x" * 50) * 300]
+    long = [row for step in (1, 2) for row in make_row(step, "x" * 50) * 300]
     run = write(tmp_path / "run", long)
-    done = subprocess.run(
+    result = subprocess.run(
         f"{sys.executable} -m jaxmoe.samples {run} | head -1", shell=True, capture_output=True,
         text=True, timeout=120,
     )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("rl step 2\n", "")
+    assert (result.stdout, result.stderr) == ("rl step 2\n", "")
     assert "rl step 1" in parsed(run / "samples.html").text
 
 
@@ -112,8 +112,8 @@ def test_piped_into_head_there_is_no_traceback_and_the_page_is_written(tmp_path)
 def test_an_answer_is_text_and_nothing_else(tmp_path, capsys, text):
     """The page of a hostile answer has the tags of a harmless one's."""
     pages = []
-    for name, said in (("plain", "plain"), ("hostile", text)):
-        run = write(tmp_path / name, recorded(2, said))
+    for name, text_of_answer in (("plain", "plain"), ("hostile", text)):
+        run = write(tmp_path / name, make_row(2, text_of_answer))
         assert samples.main([str(run)]) == 0
         pages.append(parsed(run / "samples.html"))
     plain, hostile = ([t for t in page.tags if t != ("i", ())] for page in pages)
@@ -124,49 +124,49 @@ def test_an_answer_is_text_and_nothing_else(tmp_path, capsys, text):
     unseen = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
     assert not unseen.search(out) and not unseen.search(pages[1].text)
     if len(text) < 1000:
-        assert spelled(text) in pages[1].text.replace("\n", "")
+        assert escape_invisible(text) in pages[1].text.replace("\n", "")
 
 
 def test_what_cannot_be_seen_is_spelled_out():
-    assert spelled("a\x1b[0m\u202e\x00\ud800é\n") == r"a\x1b[0m\u202e\x00\ud800é\n"
+    assert escape_invisible("a\x1b[0m\u202e\x00\ud800é\n") == r"a\x1b[0m\u202e\x00\ud800é\n"
 
 
 def test_a_long_run_shows_its_first_its_last_and_steps_between(tmp_path):
-    rows = [row for step in range(200) for row in recorded(step, f"s{step}")]
+    rows = [row for step in range(200) for row in make_row(step, f"s{step}")]
     write_page(rows, "many", tmp_path / "page.html")
-    shown = [
+    steps = [
         int(n) for n in re.findall(r"<summary>rl step (\d+)", (tmp_path / "page.html").read_text())
     ]
-    assert len(shown) == STEPS and shown[0] == 0 and shown[-1] == 199 and shown == sorted(shown)
+    assert len(steps) == MAX_STEPS and steps[0] == 0 and steps[-1] == 199 and steps == sorted(steps)
 
 
 def test_steps_are_in_order_whatever_the_file_says(tmp_path):
-    write(tmp_path, recorded(4, "b") + recorded(2, "a"))
-    assert list(by_step(read_samples(tmp_path / "samples.jsonl"))) == [2, 4]
+    write(tmp_path, make_row(4, "b") + make_row(2, "a"))
+    assert list(group_by_step(read_samples(tmp_path / "samples.jsonl"))) == [2, 4]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not on the path")
 def test_a_browser_runs_nothing_of_an_answer(tmp_path):
     """Beside a page that says so where scripts do run."""
-    rows = [row for i, text in enumerate(HOSTILE) for row in recorded(i, text)]
+    rows = [row for i, text in enumerate(HOSTILE) for row in make_row(i, text)]
     write_page(rows, "all of them", tmp_path / "page.html")
     (tmp_path / "control.html").write_text(f"<title>all</title>{HOSTILE[0]}")
     titles = [re.search("<title>(.*?)</title>", dom(tmp_path / name, tmp_path / "profile"))[1]
               for name in ("control.html", "page.html")]  # fmt: skip
     assert titles == ["x", "all of them"]
-    found = Tags()
-    found.feed(dom(tmp_path / "page.html", tmp_path / "profile"))
-    assert not {"script", "img", "a", "td"} & {tag for tag, _ in found.tags}
-    assert [tag for tag, _ in found.tags].count("section") == 2 * len(HOSTILE)
+    tags = Tags()
+    tags.feed(dom(tmp_path / "page.html", tmp_path / "profile"))
+    assert not {"script", "img", "a", "td"} & {tag for tag, _ in tags.tags}
+    assert [tag for tag, _ in tags.tags].count("section") == 2 * len(HOSTILE)
 
 
 def dom(path, profile):
-    done = subprocess.run(
+    result = subprocess.run(
         ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
          "--no-first-run", "--disable-background-networking", f"--user-data-dir={profile}",
          "--dump-dom", path.as_uri()],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxmoe import job
-from jaxmoe.cli import STOP_SIGNALS, Stopped, stop_requests
+from jaxmoe.cli import STOP_SIGNALS, Stopped, handle_stop_signals
 from jaxmoe.parallel.processes import PROCESS_VARIABLES
 from tests.jaxmoe.scripted import Run, Scripted
 
@@ -32,8 +32,8 @@ def test_each_of_the_signals_saves_and_stops(tmp_path, monkeypatch, number):
         if call == "sample" and len(engine.sampled) == 3:
             signal.raise_signal(number)
 
-    said = rf"{number.name}: saved rl step 3 in .*; the same command resumes"
-    with pytest.raises(Stopped, match=said) as error, stop_requests() as stop:
+    message = rf"{number.name}: saved rl step 3 in .*; the same command resumes"
+    with pytest.raises(Stopped, match=message) as error, handle_stop_signals() as stop:
         Run(tmp_path, Scripted(script), stop=stop)(monkeypatch)
     assert error.value.signal == number
 
@@ -49,7 +49,7 @@ def test_a_signal_while_the_processes_agree_is_obeyed_after_the_next_step(tmp_pa
         return flag
 
     monkeypatch.setattr(job, "max_over_processes", agree)
-    with pytest.raises(Stopped, match="SIGTERM: saved rl step 3"), stop_requests() as stop:
+    with pytest.raises(Stopped, match="SIGTERM: saved rl step 3"), handle_stop_signals() as stop:
         Run(tmp_path, Scripted(), stop=stop)(monkeypatch)
     assert agreed_on == [0, 0, signal.SIGTERM]
 
@@ -58,7 +58,7 @@ def test_what_nohup_ignores_stays_ignored_and_handlers_are_put_back():
     before = {n: signal.getsignal(n) for n in STOP_SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_requests() as stop:
+        with handle_stop_signals() as stop:
             signal.raise_signal(signal.SIGHUP)
             assert stop.signal == 0
             signal.raise_signal(signal.SIGTERM)
@@ -72,23 +72,23 @@ def test_what_nohup_ignores_stays_ignored_and_handlers_are_put_back():
 STEP_AFTER_STEP = """
 import sys, time
 from types import SimpleNamespace
-from jaxmoe.cli import Stopped, stop_requests
+from jaxmoe.cli import Stopped, handle_stop_signals
 from jaxmoe.job import Job
-from jaxmoe.parallel.processes import together
+from jaxmoe.parallel.processes import joined_processes
 
 class Steps(Job):
     def __init__(self, stop):
         self.stop, self.position = stop, SimpleNamespace(step=0, stage="rl")
         self.cfg = SimpleNamespace(save=SimpleNamespace(every_steps=1000))
-        self.log = SimpleNamespace(must_be_in_place=lambda: None)
+        self.log = SimpleNamespace(check_in_place=lambda: None)
 
     def save(self):
         return str(self.position.step)
 
 answers = open(sys.argv[1], "w", buffering=1)
-with together():
+with joined_processes():
     for attempt in range(int(sys.argv[2])):
-        with stop_requests() as stop:
+        with handle_stop_signals() as stop:
             job, until = Steps(stop), int(sys.argv[3])
             job.save_or_stop(last=False)  # both have their handlers
             print("begun", attempt, file=answers)
@@ -105,15 +105,17 @@ with together():
 
 
 def obeyed(folder, count, tries):
-    """What each of `count` processes answered to each of the signals that one of them got."""
+    """Answers of `count` processes to each signal that one of them received."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     files = [folder / f"answers{number}" for number in range(count)]
     started = []
     for number, file in enumerate(files):
-        many = dict(zip(PROCESS_VARIABLES, (address, str(count), str(number)), strict=True))
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", **(many if count > 1 else {})}
+        processes_env = dict(
+            zip(PROCESS_VARIABLES, (address, str(count), str(number)), strict=True)
+        )
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", **(processes_env if count > 1 else {})}
         env.pop("JAX_COMPILATION_CACHE_DIR", None)
         steps = "3000" if count > 1 else "3000000"
         started.append(subprocess.Popen(
@@ -123,9 +125,9 @@ def obeyed(folder, count, tries):
     dice = random.Random(count)
     try:
         for attempt in range(tries):
-            until = time.monotonic() + 120
+            deadline = time.monotonic() + 120
             while not all(f.exists() and f"begun {attempt}\n" in f.read_text() for f in files):
-                assert time.monotonic() < until and all(p.poll() is None for p in started)
+                assert time.monotonic() < deadline and all(p.poll() is None for p in started)
                 time.sleep(0.001)
             time.sleep(dice.uniform(0, 0.03))
             dice.choice(started).send_signal(dice.choice(STOP_SIGNALS))
@@ -135,10 +137,10 @@ def obeyed(folder, count, tries):
         for process in started:
             process.kill()
             process.communicate()
-    found = [
+    processes = [
         [line for line in f.read_text().splitlines() if not line.startswith("begun")] for f in files
     ]
-    return list(zip(*found, strict=True))
+    return list(zip(*processes, strict=True))
 
 
 @pytest.mark.slow
@@ -146,15 +148,15 @@ def obeyed(folder, count, tries):
 def test_no_signal_at_a_random_moment_is_lost(tmp_path, count):
     answers = obeyed(tmp_path, count, TRIES)
     assert len(answers) == TRIES
-    assert all(said[0].startswith(tuple(NAMES)) for said in answers), answers
-    assert all(len(set(said)) == 1 for said in answers), answers  # all stop after the same step
+    assert all(answer[0].startswith(tuple(NAMES)) for answer in answers), answers
+    assert all(len(set(answer)) == 1 for answer in answers), answers  # all stop after the same step
 
 
 ON_A_TERMINAL = """
 import fcntl, sys, termios, time
-from jaxmoe.cli import stop_requests
+from jaxmoe.cli import handle_stop_signals
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # its terminal from here on
-with stop_requests() as stop:
+with handle_stop_signals() as stop:
     print("ready", flush=True)
     while not stop.signal:
         time.sleep(0.01)
@@ -171,9 +173,9 @@ def test_a_closed_terminal_does_not_break_the_save(tmp_path):
         stdout=end, stderr=end, start_new_session=True,
     )  # fmt: skip
     os.close(end)
-    said = b""
-    while b"ready" not in said:
-        said += os.read(terminal, 100)
+    output = b""
+    while b"ready" not in output:
+        output += os.read(terminal, 100)
     os.close(terminal)  # the kernel sends SIGHUP
     assert process.wait(timeout=60) == 0
     assert (tmp_path / "saved").read_text() == str(int(signal.SIGHUP))

@@ -44,7 +44,7 @@ def test_what_the_engine_mended_stands_in_the_line_of_its_step(tmp_path, monkeyp
     rows = lines(tmp_path)[1:]
     assert [row["rollout/incidents"] for row in rows] == [0, 2, 2, 0, 0, 0]
     _, _, rule, *incidents = rows[2]["alerts"]  # the first: every reward is 0, every answer cut off
-    assert rule.startswith("rollout/incidents is 2 (> 0); look first at the lines")
+    assert rule.startswith("rollout/incidents is 2 (> 0); check first: the alerts")
     assert incidents == ["a hiccup after 2", "another"]
     assert len(rows[0]["alerts"]) == len(rows[3]["alerts"]) == 2
 

@@ -45,7 +45,7 @@ def test_where_the_engine_breaks_the_last_whole_step_is_saved_and_nothing_is_don
     run = Run(tmp_path, Scripted(failing(call, number)), ahead)
     with pytest.raises(EngineError) as error:
         run(monkeypatch)
-    step = store.latest(tmp_path / "checkpoints") - 1_000_000
+    step = store.find_latest_step(tmp_path / "checkpoints") - 1_000_000
     if ahead and call == "sample":  # seen in the trainer as soon as it looks, so perhaps earlier
         assert 1 <= step <= saved
     else:
@@ -97,14 +97,14 @@ def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
         Run(tmp_path, Scripted(), changes=("save.every_steps=2",))(monkeypatch)
     (note,) = error.value.__notes__
     assert note == "The failed step deleted the weights: resume from the last checkpoint."
-    assert store.latest(tmp_path / "checkpoints") == 1_000_002
+    assert store.find_latest_step(tmp_path / "checkpoints") == 1_000_002
 
 
 @pytest.mark.parametrize("refusals", [1, 2])
 def test_a_save_that_the_disk_refuses_is_made_once_more_and_where_that_works_the_run_goes_on(
     tmp_path, monkeypatch, capsys, refusals
 ):
-    tries, save = [], store.save
+    tries, save = [], store.save_checkpoint
 
     def refuses(directory, step, *args, **named):
         tries.append(step)
@@ -112,15 +112,15 @@ def test_a_save_that_the_disk_refuses_is_made_once_more_and_where_that_works_the
             raise store.CheckpointError("the disk has no inodes left.")
         save(directory, step, *args, **named)
 
-    monkeypatch.setattr(store, "save", refuses)
+    monkeypatch.setattr(store, "save_checkpoint", refuses)
     run = Run(tmp_path, Scripted(), changes=("save.every_steps=2",))
     if refusals == 1:
         assert run(monkeypatch) == STEPS
-        assert store.latest(tmp_path / "checkpoints") == 1_000_006
+        assert store.find_latest_step(tmp_path / "checkpoints") == 1_000_006
     else:
         with pytest.raises(store.CheckpointError, match="^the disk has no inodes left.$"):
             run(monkeypatch)
-        assert store.latest(tmp_path / "checkpoints") == 1_000_002
+        assert store.find_latest_step(tmp_path / "checkpoints") == 1_000_002
     assert tries.count(1_000_004) == 2
     err = capsys.readouterr().err
     assert err.count("! the disk has no inodes left. Retrying once.\n") == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxmoe import train
-from jaxmoe.checkpoint.store import latest
+from jaxmoe.checkpoint.store import find_latest_step
 
 pytestmark = pytest.mark.slow  # commands
 
@@ -106,7 +106,7 @@ def refused(uninterrupted, tmp_path, capsys):
         assert train.main(command(work, "train", (), {"steps": 4, **changes})[5:]) == 2
         err = capsys.readouterr().err
         assert err.startswith("error: ") and err.count("\n") == 1
-        assert latest(work / "checkpoints") == 1_000_003
+        assert find_latest_step(work / "checkpoints") == 1_000_003
         return err
 
     return work, answer
@@ -118,16 +118,16 @@ def refused(uninterrupted, tmp_path, capsys):
 )  # fmt: skip
 def test_a_run_goes_on_with_no_other_adapters(refused, key, value):
     assert f"lora.{key}=" in (message := refused[1](**{f"lora__{key}": value}))
-    assert f"it cannot go on with {value}" in message
+    assert f"it cannot continue with {value}" in message
 
 
 def test_a_run_goes_on_beside_no_other_base(refused):
     work, answer = refused
     weights = work / "base" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    assert "a run whose base held other content" in answer()
+    assert "a run whose base had other contents" in answer()
     shutil.rmtree(work / "base")
-    assert "base must hold the weights" in answer()
+    assert "base must hold the base weights" in answer()
 
 
 @pytest.mark.extended  # one command more
@@ -155,7 +155,7 @@ def test_a_packed_checkpoint_is_the_base_itself(uninterrupted, tmp_path):
     )
     assert (
         refused_run.returncode == 2
-        and "whose init.checkpoint held other content" in refused_run.stderr
+        and "whose init.checkpoint had other contents" in refused_run.stderr
     )
     refused_run = run(tmp_path / "other", steps=1, model__d_expert=128, **base_settings)
     assert refused_run.returncode == 2 and "model.d_expert (128 here)" in refused_run.stderr

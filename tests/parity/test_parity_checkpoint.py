@@ -101,7 +101,7 @@ def test_four_bits_decode_to_transformers_values_in_every_bit(hugging, dtype):
         hugging.torch.tensor(scales),
         dtype=getattr(hugging.torch, dtype),
     )
-    actual = mxfp4.decode(blocks, scales, dtype).swapaxes(1, 2)
+    actual = mxfp4.decode_blocks(blocks, scales, dtype).swapaxes(1, 2)
     assert actual.shape == tuple(expected.shape) == (7, 96, 80)
     bits = expected.view(hugging.torch.int32 if dtype == "float32" else hugging.torch.int16).numpy()
     assert np.ascontiguousarray(actual).view(bits.dtype).tolist() == bits.tolist()

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from jaxmoe.checkpoint import peft_config
 from jaxmoe.checkpoint.hf import load_params, save_params
-from jaxmoe.checkpoint.merge import merged
+from jaxmoe.checkpoint.merge import merge_adapters
 from jaxmoe.checkpoint.peft import CONFIG, save_adapter
 from jaxmoe.checkpoint.peft_layout import TARGETS
 from jaxmoe.checkpoint.peft_read import read_adapter
@@ -158,7 +158,9 @@ def check_log_probs(hugging, setting, adapters, scales, peft_model, replaced_ada
         hidden_BTD = forward(params, tokens_BT, cfg, OPS)[0]
         return sequence_logprobs(params, hidden_BTD, tokens_BT, cfg, OPS)[0]
 
-    merged_params = jax.tree.map(jnp.asarray, merged(params, replaced_adapters or adapters, scales))
+    merged_params = jax.tree.map(
+        jnp.asarray, merge_adapters(params, replaced_adapters or adapters, scales)
+    )
     actual = np.asarray(ours_of(merged_params), np.float64)[:, 1:]
     allowed = 2 * np.abs(expected - oracle).max() + 2 * EPS * np.abs(oracle).max()
     error, moved = np.abs(actual - oracle).max(), np.abs(oracle - base).max()
@@ -195,7 +197,7 @@ def test_peft_trains_on_what_we_trained_whole(hugging, peft, setting, tmp_path):
         for name, x in read.named_parameters() if "modules_to_save" in name
     }  # fmt: skip
     assert len(merged_params) == 4 * cfg.n_layers + 3
-    actual = jax.tree.map(jnp.asarray, merged(params, adapters, lora.scales))
+    actual = jax.tree.map(jnp.asarray, merge_adapters(params, adapters, lora.scales))
     save_params(actual, cfg, tmp_path / "whole", dtype="float32")
     stored = load_file(tmp_path / "whole" / "model.safetensors")
     for name, x in merged_params.items():
@@ -272,12 +274,12 @@ def test_every_field_of_pefts_config_is_read_or_harmless_or_must_be_off(peft, tm
     config_dict = json.loads(json.dumps(peft.LoraConfig().to_dict()))
     file = tmp_path / CONFIG
     file.write_text(json.dumps(config_dict))
-    assert peft_config.read_config(tmp_path) == config_dict
+    assert peft_config.read_adapter_config(tmp_path) == config_dict
     known_fields = peft_config._READ | peft_config._ANY_VALUE
     for name in config_dict.keys() - known_fields:
         file.write_text(json.dumps(config_dict | {name: {"set": "to something"}}))
         with pytest.raises(ConfigError, match=f"{name} must be .* to be read here"):
-            peft_config.read_config(tmp_path)
+            peft_config.read_adapter_config(tmp_path)
 
 
 INITS = (True, False, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora")
@@ -295,8 +297,8 @@ def test_just_those_adapters_are_read_whose_base_peft_leaves_alone(peft, tmp_pat
     after = adapted.base_model.model[0].base_layer.weight.detach()
     adapted.save_pretrained(tmp_path)
     if torch.equal(before, after):
-        assert peft_config.read_config(tmp_path)["init_lora_weights"] == init
+        assert peft_config.read_adapter_config(tmp_path)["init_lora_weights"] == init
     else:
         with pytest.raises(ConfigError, match="init_lora_weights must be"):
-            peft_config.read_config(tmp_path)
+            peft_config.read_adapter_config(tmp_path)
     assert torch.equal(before, after) == (init in (True, False, "gaussian", "orthogonal"))

@@ -23,7 +23,7 @@ LARGE = replace(CFG, n_experts=48, d_model=1024, d_expert=1088)  # some hundred 
 def random_tensors(cfg: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Every byte random, every scale that leaves values finite; the rest float32 of few bits."""
     rng = np.random.default_rng(seed)
-    found = dict[str, np.ndarray]()
+    tensors = dict[str, np.ndarray]()
     flat = jax.tree.leaves_with_path(param_specs(cfg), is_leaf=lambda s: isinstance(s, Spec))
     for path, spec in flat:
         *_, kind, _ = ["", ""] + [str(getattr(step, "key", "")) for step in path]
@@ -34,23 +34,23 @@ def random_tensors(cfg: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
             if name.endswith(EXPERTS):
                 n_experts, summed, out = shape
                 scales = rng.integers(0, 255, (n_experts, out, summed // 32), np.uint8)
-                found[name + "_scales"] = scales
-                found[name + "_blocks"] = finite(
+                tensors[name + "_scales"] = scales
+                tensors[name + "_blocks"] = finite(
                     rng.integers(0, 256, (*scales.shape, 16), np.uint8), scales
                 )
                 continue
             shape = shape[::-1] if spec.layout in ("transpose", "transpose_pad") else shape
             if spec.layout in ("pad_rows", "transpose_pad"):
                 shape = (cfg.vocab_size, *shape[1:])
-            found[name] = rng.integers(-64, 64, shape).astype(np.float32) / 32
-    return found
+            tensors[name] = rng.integers(-64, 64, shape).astype(np.float32) / 32
+    return tensors
 
 
 def finite(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Codes of at most 1.5 under 2^127, of at most 3 under 2^126; smaller scales hold all."""
-    most = np.select([scales == 254, scales == 253], [3, 5], 7).astype(np.uint8)[..., None]
+    max_magnitude = np.select([scales == 254, scales == 253], [3, 5], 7).astype(np.uint8)[..., None]
     low, high = blocks & 15, blocks >> 4
-    low, high = ((code & 8) | np.minimum(code & 7, most) for code in (low, high))
+    low, high = ((code & 8) | np.minimum(code & 7, max_magnitude) for code in (low, high))
     return low | (high << 4)
 
 

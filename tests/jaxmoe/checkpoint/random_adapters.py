@@ -38,6 +38,6 @@ def delta(adapters, kind: str, name: str, scale: float) -> np.ndarray:
     return scale * np.einsum("...rd,...rf->...df", a, b)
 
 
-def same(ours, theirs) -> bool:
-    told = jax.tree.map(lambda x, y: x.dtype == y.dtype and (x == y).all(), ours, theirs)
-    return all(jax.tree.leaves(told))
+def is_same_tree(actual, expected) -> bool:
+    is_equal = jax.tree.map(lambda x, y: x.dtype == y.dtype and (x == y).all(), actual, expected)
+    return all(jax.tree.leaves(is_equal))

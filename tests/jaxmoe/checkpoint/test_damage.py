@@ -32,24 +32,24 @@ def bits_of(tree):
 def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
     for step in (1, 2):
-        store.save(directory, step, tree(), EXTRA, keep=2)
+        store.save_checkpoint(directory, step, tree(), EXTRA, keep=2)
     return directory
 
 
-def damage(path, draw):
+def damage_file(path, draw):
     """One bit of a file flipped, or its end cut off; what was done."""
     raw = bytearray(path.read_bytes())
-    at = draw.randrange(len(raw))
+    position = draw.randrange(len(raw))
     if draw.random() < 0.7:
-        raw[at] ^= 1 << draw.randrange(8)
+        raw[position] ^= 1 << draw.randrange(8)
     else:
-        raw = raw[:at]
+        raw = raw[:position]
     path.write_bytes(raw)
-    return f"{path.name} at {at} of {len(raw)}"
+    return f"{path.name} at {position} of {len(raw)}"
 
 
-MANY = pytest.mark.slow, pytest.mark.extended
-FAULTS = [pytest.param(16, id="16"), pytest.param(200, marks=MANY, id="200")]
+RELEASE_MARKS = pytest.mark.slow, pytest.mark.extended
+FAULTS = [pytest.param(16, id="16"), pytest.param(200, marks=RELEASE_MARKS, id="200")]
 
 
 @pytest.mark.parametrize("faults", FAULTS)
@@ -60,35 +60,35 @@ def test_no_random_damage_of_a_run_checkpoint_is_silent(saved, tmp_path, faults,
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree())
     for fault in range(faults):
         bad = shutil.copytree(saved, tmp_path / str(fault))
-        where = damage(bad / (draw.choice(files) if fault % 3 else largest), draw)
+        fault_text = damage_file(bad / (draw.choice(files) if fault % 3 else largest), draw)
         try:
-            newest = store.latest(bad)
-            assert newest == 2, where
-            extra, state = store.restore_extra(bad, 2), store.restore(bad, 2, like)
+            newest = store.find_latest_step(bad)
+            assert newest == 2, fault_text
+            extra, state = store.restore_extra(bad, 2), store.restore_checkpoint(bad, 2, like)
         except store.CheckpointError as error:
             refused += 1
-            assert "\n" not in str(error) and str(bad) in str(error), where
-            assert f"move {bad / '2'} away" in str(error), where
+            assert "\n" not in str(error) and str(bad) in str(error), fault_text
+            assert f"move {bad / '2'} away" in str(error), fault_text
             shutil.rmtree(bad / "2")
-            assert bits_of(store.restore(bad, 1, like)) == bits_of(tree()), where
+            assert bits_of(store.restore_checkpoint(bad, 1, like)) == bits_of(tree()), fault_text
         else:
-            assert extra == EXTRA and bits_of(state) == bits_of(tree()), where
-    said = capfd.readouterr()
-    assert said.err == "" and refused > faults / 4
+            assert extra == EXTRA and bits_of(state) == bits_of(tree()), fault_text
+    output = capfd.readouterr()
+    assert output.err == "" and refused > faults / 4
 
 
 def test_an_array_whose_bits_changed_is_named(saved, tmp_path):
     bad = shutil.copytree(saved, tmp_path / "bad")
     path = bad / "2" / "digests" / "metadata"
-    found = json.loads(path.read_text())
-    found["arrays"]["deep/b"] = f"{int(found['arrays']['deep/b'], 16) ^ 1:016x}"
-    path.write_text(json.dumps(found))
+    metadata = json.loads(path.read_text())
+    metadata["arrays"]["deep/b"] = f"{int(metadata['arrays']['deep/b'], 16) ^ 1:016x}"
+    path.write_text(json.dumps(metadata))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree())
     with pytest.raises(store.CheckpointError, match=r"deep/b has other bits .* resume from 1\."):
-        store.restore(bad, 2, like)
+        store.restore_checkpoint(bad, 2, like)
     shutil.rmtree(bad / "1")
-    with pytest.raises(store.CheckpointError, match="begin again: there is no older one"):
-        store.restore(bad, 2, like)
+    with pytest.raises(store.CheckpointError, match="start again: there is no older one"):
+        store.restore_checkpoint(bad, 2, like)
 
 
 def test_a_value_of_the_json_that_changed_is_refused(saved, tmp_path):

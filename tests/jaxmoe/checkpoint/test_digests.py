@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmoe.checkpoint import digests
-from jaxmoe.checkpoint.digests import array_digests, json_digest, part_digest
+from jaxmoe.checkpoint.digests import array_digests, json_digest, partial_digest
 
 DTYPES = [np.uint8, ml_dtypes.bfloat16, np.float32, np.int32]
 
@@ -29,7 +29,7 @@ def test_the_digest_is_the_sum_in_its_docstring(shape, dtype, monkeypatch):
     words = array.reshape(-1).view(f"u{array.itemsize}").tolist()
     want = sum((2 * i + 1) * word for i, word in enumerate(words)) % 2**64
     assert array_digests({"a": {"b": array}}) == {"a/b": f"{want:016x}"}
-    monkeypatch.setattr(digests, "_PIECE", 8)
+    monkeypatch.setattr(digests, "_CHUNK_ELEMENTS", 8)
     assert array_digests({"x": jnp.asarray(array)}) == {"x": f"{want:016x}"}
 
 
@@ -37,11 +37,11 @@ def test_the_digest_is_the_sum_in_its_docstring(shape, dtype, monkeypatch):
 def test_the_parts_of_an_array_sum_to_its_digest_however_it_is_cut(cuts):
     array = random_array((4, 6, 10), np.float32)
     total = 0
-    for at in itertools.product(*(range(n) for n in cuts)):
-        sizes = [whole // n for whole, n in zip(array.shape, cuts, strict=True)]
-        start = tuple(i * size for i, size in zip(at, sizes, strict=True))
+    for part_index in itertools.product(*(range(n) for n in cuts)):
+        sizes = [full_size // n for full_size, n in zip(array.shape, cuts, strict=True)]
+        start = tuple(i * size for i, size in zip(part_index, sizes, strict=True))
         box = tuple(slice(s, s + size) for s, size in zip(start, sizes, strict=True))
-        total += part_digest(array[box], start, array.shape)
+        total += partial_digest(array[box], start, array.shape)
     assert f"{total % 2**64:016x}" == array_digests({"x": array})["x"]
 
 
@@ -57,17 +57,17 @@ def test_shards_on_four_devices_have_the_digest_of_the_whole():
 def test_every_flip_of_one_or_two_bits_is_seen(dtype):
     array = random_array((3, 2), dtype, seed=1)
     bits = 8 * array.nbytes
-    seen = {array_digests({"x": array})["x"]}
+    digests = {array_digests({"x": array})["x"]}
     for flips in itertools.chain(((i,) for i in range(bits)), pairs(bits)):
         raw = array.copy()
         for bit in flips:
             raw.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
-        found = f"{part_digest(raw, (0, 0), (3, 2)):016x}"
-        assert found not in seen, flips
+        digest = f"{partial_digest(raw, (0, 0), (3, 2)):016x}"
+        assert digest not in digests, flips
 
 
 def pairs(bits):
-    """Those that are likeliest to cancel: the same bit in two bytes, and neighbours."""
+    """Pairs that are most likely to cancel: the same bit in two bytes, and neighbours."""
     for i in range(bits):
         yield from ((i, j) for j in range(i + 8, bits, 8))
         yield from [(i, i + 1)] if i + 1 < bits else []

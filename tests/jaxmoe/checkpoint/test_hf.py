@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jaxmoe.checkpoint import mxfp4
-from jaxmoe.checkpoint.hf import entries, iter_hf, load_params, save_params
+from jaxmoe.checkpoint.hf import iter_hf, list_entries, load_params, save_params
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.config import read_hf_config
 from jaxmoe.model.params import count_params, param_specs
@@ -42,19 +42,19 @@ def random_params(cfg: ModelConfig, dtype: str = "float32", seed: int = 0):
 
 
 def same_bits(a, b) -> bool:
-    same = jax.tree.map(
+    is_equal = jax.tree.map(
         lambda x, y: x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes(), a, b
     )
-    return all(jax.tree.leaves(same))
+    return all(jax.tree.leaves(is_equal))
 
 
 def stored_tensors(directory) -> dict[str, np.ndarray]:
-    """What the safetensors library reads, raw bytes aside from float32."""
-    found = {}
+    """Tensors as the safetensors library reads them: float32, or raw bytes."""
+    tensors = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="numpy") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ def test_jax_arrays_are_exported_like_numpy_ones(tmp_path):
 
 def test_the_config_comes_back(exported):
     want = {"vocab_size": 97, "d_model": 96, "sliding_window": 9, "dtype": "float32"}
-    got = read_hf_config(exported)
-    assert {name: getattr(got, name) for name in want} == want
+    read_config = read_hf_config(exported)
+    assert {name: getattr(read_config, name) for name in want} == want
 
 
 def test_the_files_hold_the_checkpoint_layout(exported):
@@ -135,9 +135,9 @@ def test_vocabulary_padding_is_zero_here_and_absent_there(exported):
 
 
 def test_a_wider_file_rounds_to_nearest(exported):
-    got = load_params(exported, CFG, "bfloat16")
+    loaded = load_params(exported, CFG, "bfloat16")
     want = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(CFG))
-    assert same_bits(got, want)
+    assert same_bits(loaded, want)
 
 
 def test_float16_files_load(damaged):
@@ -153,13 +153,13 @@ def test_float16_files_load(damaged):
 def test_a_packed_export_holds_the_nearest_four_bit_values_and_comes_back_exactly(tmp_path):
     params = random_params(CFG, "bfloat16")
     save_params(params, CFG, tmp_path / "first", dtype="mxfp4", max_shard_bytes=300_000)
-    once = load_params(tmp_path / "first", CFG, "bfloat16")
+    first = load_params(tmp_path / "first", CFG, "bfloat16")
     w_sum_last = params["layers"]["sliding"]["w_down"][1].astype(np.float32).swapaxes(1, 2)
-    want = mxfp4.decode(*mxfp4.encode(w_sum_last)).swapaxes(1, 2)
-    assert (once["layers"]["sliding"]["w_down"][1].astype(np.float32) == want).all()
-    assert same_bits(once["layers"]["full"]["b_down"], params["layers"]["full"]["b_down"])
-    save_params(once, CFG, tmp_path / "second", dtype="mxfp4")
-    assert same_bits(load_params(tmp_path / "second", CFG, "bfloat16"), once)
+    want = mxfp4.decode_blocks(*mxfp4.encode_blocks(w_sum_last)).swapaxes(1, 2)
+    assert (first["layers"]["sliding"]["w_down"][1].astype(np.float32) == want).all()
+    assert same_bits(first["layers"]["full"]["b_down"], params["layers"]["full"]["b_down"])
+    save_params(first, CFG, tmp_path / "second", dtype="mxfp4")
+    assert same_bits(load_params(tmp_path / "second", CFG, "bfloat16"), first)
     config = json.loads((tmp_path / "first" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "mxfp4"
 
@@ -175,7 +175,7 @@ def test_the_packed_gate_up_has_the_released_shape():
 
 def test_the_stream_goes_from_the_embedding_through_the_layers_to_the_head():
     names = [name for name, _ in iter_hf(random_params(CFG), CFG)]
-    assert names == [entry.name for entry in entries(CFG)]
+    assert names == [entry.name for entry in list_entries(CFG)]
     assert names[0] == "model.embed_tokens.weight" and names[-1] == "lm_head.weight"
     layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
     assert layers == sorted(layers) and len(layers) == 4 * 17
@@ -184,10 +184,10 @@ def test_the_stream_goes_from_the_embedding_through_the_layers_to_the_head():
 def test_progress_counts_every_byte(exported):
     calls = []
     load_params(exported, CFG, "float32", progress=lambda *call: calls.append(call))
-    done, totals, names = zip(*calls, strict=True)
-    assert list(done) == sorted(done) and done[-1] == totals[0]
-    assert done[-1] == 4 * count_params(CFG)[0]
-    assert set(names) == {entry.name for entry in entries(CFG)}
+    bytes_read, totals, names = zip(*calls, strict=True)
+    assert list(bytes_read) == sorted(bytes_read) and bytes_read[-1] == totals[0]
+    assert bytes_read[-1] == 4 * count_params(CFG)[0]
+    assert set(names) == {entry.name for entry in list_entries(CFG)}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ SINKS = "model.layers.2.self_attn.sinks"
     ("change", "message"),
     [
         (lambda t: t.pop(SINKS), rf"{SINKS} is missing; it must have shape \(6,\)"),
-        (lambda t: t.update({"model.layers.4.x": t[SINKS]}), "model.layers.4.x is no tensor"),
+        (lambda t: t.update({"model.layers.4.x": t[SINKS]}), "model.layers.4.x is not a tensor"),
         (lambda t: t.update({SINKS: t[SINKS][:5]}), rf"{SINKS} must .* \(6,\), got \(5,\)"),
         (lambda t: t.update({SINKS: t[SINKS].astype(np.int64)}), rf"{SINKS} must be .*, got I64"),
         (lambda t: t.update({SINKS: t[SINKS].astype(np.uint8)}), rf"{SINKS} must be .*, got U8"),
@@ -263,9 +263,9 @@ def test_blocks_without_scales_are_refused(tmp_path):
 
 
 def test_another_models_config_names_the_first_difference(exported):
-    other = ModelConfig(**{**vars(CFG), "n_layers": 6})
+    other_config = ModelConfig(**{**vars(CFG), "n_layers": 6})
     with pytest.raises(ConfigError, match=r"model.layers.4\.\S+ is missing.*more like it"):
-        load_params(exported, other)
+        load_params(exported, other_config)
 
 
 @pytest.mark.parametrize("keep", [4, 100, -1])
@@ -293,9 +293,15 @@ def test_a_missing_index_is_named(damaged):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda where: where.pop(SINKS), f"also holds {SINKS}"),
-        (lambda where: where.update({"ghost": min(where.values())}), "must hold ghost"),
-        (lambda where: where.update({SINKS: "../a.safetensors"}), "must name files beside it"),
+        (lambda weight_map: weight_map.pop(SINKS), f"also holds {SINKS}"),
+        (
+            lambda weight_map: weight_map.update({"ghost": min(weight_map.values())}),
+            "must hold ghost",
+        ),
+        (
+            lambda weight_map: weight_map.update({SINKS: "../a.safetensors"}),
+            "must name files in its folder",
+        ),
     ],
 )
 def test_an_index_that_its_shards_contradict_is_refused(damaged, change, message):

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmoe.checkpoint.hf import entries, load_params, save_params
-from jaxmoe.checkpoint.hf_placed import load_placed
+from jaxmoe.checkpoint.hf import list_entries, load_params, save_params
+from jaxmoe.checkpoint.hf_placed import load_sharded_params
 from jaxmoe.config import ConfigError, MeshConfig, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import make_mesh, param_shardings
@@ -37,15 +37,18 @@ def exported(tmp_path_factory):
 def test_each_device_gets_its_part_of_every_parameter(exported, sizes, dtype):
     mesh = make_mesh(MeshConfig(**sizes))
     assert mesh is not None
-    placed, whole = load_placed(exported, CFG, dtype, mesh), load_params(exported, CFG, dtype)
-    wanted = param_shardings(CFG, mesh)
+    placed, full = (
+        load_sharded_params(exported, CFG, dtype, mesh),
+        load_params(exported, CFG, dtype),
+    )
+    shardings = param_shardings(CFG, mesh)
 
-    def same(path, ours, theirs, sharding):
-        assert ours.sharding == sharding and ours.dtype == theirs.dtype, path
-        for shard in ours.addressable_shards:
-            assert np.asarray(shard.data).tobytes() == theirs[shard.index].tobytes(), path
+    def check_leaf(path, actual, expected, sharding):
+        assert actual.sharding == sharding and actual.dtype == expected.dtype, path
+        for shard in actual.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes(), path
 
-    jax.tree_util.tree_map_with_path(same, placed, whole, wanted)
+    jax.tree_util.tree_map_with_path(check_leaf, placed, full, shardings)
 
 
 WIDE = replace(CFG, n_layers=12, d_model=256, d_expert=320, n_experts=16)
@@ -58,20 +61,20 @@ def test_host_memory_holds_one_tensor_and_not_the_model(tmp_path):
     mesh = make_mesh(MeshConfig(fsdp=8))
     assert mesh is not None
     model = sum(x.nbytes for x in jax.tree.leaves(params))
-    largest = 4 * max(int(np.prod(entry.held)) for entry in entries(WIDE))
+    largest = 4 * max(int(np.prod(entry.param_shape)) for entry in list_entries(WIDE))
     del params
     tracemalloc.start()
     try:
-        load_placed(tmp_path / "model", WIDE, "float32", mesh)
-        most = tracemalloc.get_traced_memory()[1]
+        load_sharded_params(tmp_path / "model", WIDE, "float32", mesh)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     piece = 8 * 2**20  # read at once, and widened for its digest
-    assert largest < most < 2 * largest + 4 * piece < model / 3, (most, largest, model)
+    assert largest < peak_bytes < 2 * largest + 4 * piece < model / 3, (peak_bytes, largest, model)
 
 
 def test_a_missing_tensor_is_named_as_on_one_device(exported, tmp_path):
     mesh = make_mesh(MeshConfig(fsdp=8))
     assert mesh is not None
     with pytest.raises(ConfigError, match="is missing"):
-        load_placed(tmp_path, CFG, "float32", mesh)
+        load_sharded_params(tmp_path, CFG, "float32", mesh)

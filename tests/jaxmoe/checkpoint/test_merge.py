@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxmoe.checkpoint.hf import iter_hf, load_params, save_params
-from jaxmoe.checkpoint.merge import merged
-from jaxmoe.checkpoint.mxfp4 import decoded
+from jaxmoe.checkpoint.merge import merge_adapters
+from jaxmoe.checkpoint.mxfp4 import decode_packed
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.model.lora import Pair, with_adapters
 from jaxmoe.model.params import abstract_params
@@ -34,33 +34,35 @@ def weights(cfg, dtype="float32"):
 def test_each_adapted_matrix_gains_its_delta_and_no_other_leaf_changes(dtype, put):
     base = jax.tree.map(put, weights(CFG, jnp.dtype(dtype)))
     adapters = random_adapters(CFG, RANKS)
-    got = merged(base, jax.tree.map(put, adapters), SCALES)
-    for kind, of in base["layers"].items():
-        for name, w in of.items():
+    result = merge_adapters(base, jax.tree.map(put, adapters), SCALES)
+    for kind, leaves in base["layers"].items():
+        for name, w in leaves.items():
             if name not in NAMES:
-                assert got["layers"][kind][name] is w
+                assert result["layers"][kind][name] is w
                 continue
             wide = np.asarray(w, np.float64) + delta(adapters, kind, name, SCALES[name])
-            ours = got["layers"][kind][name]
-            assert ours.dtype == jnp.dtype(dtype) and isinstance(ours, np.ndarray)
+            actual = result["layers"][kind][name]
+            assert actual.dtype == jnp.dtype(dtype) and isinstance(actual, np.ndarray)
             unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-24  # half an ulp, of the result
             allowed = unit * np.abs(wide) + 2.0**-22 * np.abs(wide).max()
-            assert (np.abs(ours.astype(np.float64) - wide) <= allowed).all()
-    assert got["head"] is base["head"]
+            assert (np.abs(actual.astype(np.float64) - wide) <= allowed).all()
+    assert result["head"] is base["head"]
 
 
 def test_packed_experts_are_merged_as_their_values_and_packed_again_only_at_a_loss(tmp_path):
     packed, _ = pack_experts(weights(PACKABLE, ml_dtypes.bfloat16), PACKABLE)
     is_packed = lambda x: isinstance(x, Mxfp4)  # noqa: E731
-    dense = jax.tree.map(lambda x: decoded(x) if is_packed(x) else x, packed, is_leaf=is_packed)
+    dense = jax.tree.map(
+        lambda x: decode_packed(x) if is_packed(x) else x, packed, is_leaf=is_packed
+    )
     adapters = random_adapters(PACKABLE, RANKS, size=0.3)
-    ours, want = (merged(base, adapters, SCALES) for base in (packed, dense))
-    same = jax.tree.map(lambda x, y: x.dtype == y.dtype and (x == y).all(), ours, want)
-    assert all(jax.tree.leaves(same))
-    save_params(ours, PACKABLE, tmp_path / "dense")
-    back = load_params(tmp_path / "dense", PACKABLE, "bfloat16")
-    assert (back["layers"]["full"]["w_down"] == ours["layers"]["full"]["w_down"]).all()
-    _, errors = pack_experts(ours, PACKABLE)
+    actual, want = (merge_adapters(base, adapters, SCALES) for base in (packed, dense))
+    is_equal = jax.tree.map(lambda x, y: x.dtype == y.dtype and (x == y).all(), actual, want)
+    assert all(jax.tree.leaves(is_equal))
+    save_params(actual, PACKABLE, tmp_path / "dense")
+    loaded = load_params(tmp_path / "dense", PACKABLE, "bfloat16")
+    assert (loaded["layers"]["full"]["w_down"] == actual["layers"]["full"]["w_down"]).all()
+    _, errors = pack_experts(actual, PACKABLE)
     assert min(error.relative for error in errors.values()) > 0.05
 
 
@@ -68,15 +70,15 @@ def test_packed_experts_are_merged_as_their_values_and_packed_again_only_at_a_lo
 def test_an_export_merges_a_layer_at_a_time_and_rounds_once(tmp_path, dtype):
     packed, _ = pack_experts(weights(PACKABLE, ml_dtypes.bfloat16), PACKABLE)
     adapters = random_adapters(PACKABLE, RANKS)
-    whole = with_adapters(jax.tree.map(jnp.asarray, packed), adapters, SCALES)
-    save_params(whole, PACKABLE, tmp_path / "out", dtype=dtype)
-    want = merged(packed, adapters, SCALES, dtype="float32")
+    adapted = with_adapters(jax.tree.map(jnp.asarray, packed), adapters, SCALES)
+    save_params(adapted, PACKABLE, tmp_path / "out", dtype=dtype)
+    want = merge_adapters(packed, adapters, SCALES, dtype="float32")
     names = {name: array for name, array in iter_hf(want, PACKABLE, dtype)}
-    assert {name: x.tobytes() for name, x in iter_hf(whole, PACKABLE, dtype)} == {
+    assert {name: x.tobytes() for name, x in iter_hf(adapted, PACKABLE, dtype)} == {
         name: x.tobytes() for name, x in names.items()
     }
-    back = load_params(tmp_path / "out", PACKABLE, dtype)["layers"]["full"]["w_gate_up"]
-    assert (back == want["layers"]["full"]["w_gate_up"].astype(jnp.dtype(dtype))).all()
+    loaded = load_params(tmp_path / "out", PACKABLE, dtype)["layers"]["full"]["w_gate_up"]
+    assert (loaded == want["layers"]["full"]["w_gate_up"].astype(jnp.dtype(dtype))).all()
 
 
 def without_w_q(adapters):
@@ -90,7 +92,7 @@ def swapped(adapters):
 @pytest.mark.parametrize(
     ("change", "scales", "message"),
     [
-        (without_w_q, SCALES, "layers/full/w_x is adapted, and the base has none"),
+        (without_w_q, SCALES, "layers/full/w_x is adapted, but the base has no such matrix"),
         (swapped, SCALES, r"layers/full/w_q must have a \(2, 3, 48\) and b \(2, 3, 96\)"),
         (lambda _: None, {}, "layers/.*/w_q must have a scale"),
     ],
@@ -99,4 +101,4 @@ def test_adapters_that_do_not_fit_are_refused_by_name(change, scales, message):
     adapters = random_adapters(CFG, {"w_q": 3})
     change(adapters)
     with pytest.raises(ValueError, match=message):
-        merged(weights(CFG), adapters, scales)
+        merge_adapters(weights(CFG), adapters, scales)

@@ -19,8 +19,8 @@ from safetensors import safe_open
 
 from jaxmoe.checkpoint import mxfp4, packed
 from jaxmoe.checkpoint.digests import array_digests
-from jaxmoe.checkpoint.entries import entries, leaf_of
-from jaxmoe.checkpoint.hf import check_params, iter_hf, load_params, save_params
+from jaxmoe.checkpoint.entries import leaf_of, list_entries
+from jaxmoe.checkpoint.hf import check_param_tree, iter_hf, load_params, save_params
 from jaxmoe.checkpoint.layouts import device_tensor
 from jaxmoe.checkpoint.packed import pack_experts
 from jaxmoe.config import ConfigError
@@ -46,12 +46,12 @@ def bits(tree):
 
 
 def experts_of(directory) -> dict[str, np.ndarray]:
-    found = {}
+    experts = {}
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="numpy") as file:
             names = [name for name in file.keys() if name.endswith(("_blocks", "_scales"))]  # noqa: SIM118
-            found |= {name: file.get_tensor(name) for name in names}
-    return found
+            experts |= {name: file.get_tensor(name) for name in names}
+    return experts
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def dense(released):
 def test_packed_leaves_hold_the_values_of_a_dense_load(loaded, dense):
     leaves = [leaf for leaf in jax.tree.leaves(loaded, is_leaf=is_packed) if is_packed(leaf)]
     assert [leaf.shape for leaf in leaves] == [(2, 3, 128, 64), (2, 3, 64, 256)] * 2
-    mxfp4_to_dense = jax.jit(lambda leaf: decode_in_jax(leaf, jnp.bfloat16))
-    for decoded in (mxfp4_to_dense, mxfp4.decoded):
+    decode = jax.jit(lambda leaf: decode_in_jax(leaf, jnp.bfloat16))
+    for decoded in (decode, mxfp4.decode_packed):
         assert bits(all_decoded(loaded, decoded)) == bits(dense)
 
 
@@ -95,14 +95,14 @@ def test_what_is_loaded_packed_is_exported_byte_for_byte(seed, n_experts, d_mode
         d_expert=d_expert,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        made = random_tensors(cfg, seed)
-        params = load_params(write(Path(folder) / "theirs", made), cfg, experts="packed")
+        tensors = random_tensors(cfg, seed)
+        params = load_params(write(Path(folder) / "theirs", tensors), cfg, experts="packed")
         save_params(params, cfg, Path(folder) / "ours", dtype="mxfp4", max_shard_bytes=90_000)
-        got = experts_of(Path(folder) / "ours")
-        assert bits(got) == bits({name: made[name] for name in got})
-        assert len(got) == 2 * 2 * cfg.n_layers
-        again = load_params(Path(folder) / "ours", cfg, experts="packed")
-        assert bits(again) == bits(params)
+        exported = experts_of(Path(folder) / "ours")
+        assert bits(exported) == bits({name: tensors[name] for name in exported})
+        assert len(exported) == 2 * 2 * cfg.n_layers
+        reloaded = load_params(Path(folder) / "ours", cfg, experts="packed")
+        assert bits(reloaded) == bits(params)
         config = json.loads((Path(folder) / "ours" / "config.json").read_text())
         assert config["quantization_config"]["quant_method"] == "mxfp4"
 
@@ -113,28 +113,35 @@ def test_every_scale_with_every_code_in_every_place_of_a_group_comes_back():
         codes = (np.arange(64, dtype=np.uint8) + turn).reshape(2, 32) & 15
         blocks = np.broadcast_to(codes[:, 0::2] | (codes[:, 1::2] << 4), (1, 255, 2, 16))
         blocks = finite(blocks, scales)
-        ours = mxfp4.halved(blocks[0], scales[0])
-        back = mxfp4.neighboured(*map(np.ascontiguousarray, ours))
-        assert bits(list(back)) == bits([blocks[0], scales[0]])
-        want = mxfp4.decode(blocks[0], scales[0], "bfloat16").T
-        assert mxfp4.decoded(ours).tobytes() == want.tobytes()
+        halves = mxfp4.blocks_to_halves(blocks[0], scales[0])
+        round_trip = mxfp4.halves_to_blocks(*map(np.ascontiguousarray, halves))
+        assert bits(list(round_trip)) == bits([blocks[0], scales[0]])
+        want = mxfp4.decode_blocks(blocks[0], scales[0], "bfloat16").T
+        assert mxfp4.decode_packed(halves).tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_dense_export_of_packed_leaves_is_that_of_their_values(loaded, dense, dtype):
-    for (name, ours), (theirs, want) in zip(
+    for (name, actual), (expected_name, want) in zip(
         iter_hf(loaded, CFG, dtype), iter_hf(dense, CFG, dtype), strict=True
     ):
-        assert name == theirs and bits(ours) == bits(want), name
+        assert name == expected_name and bits(actual) == bits(want), name
 
 
 def test_a_load_as_read_is_what_the_forward_reads_of_float32(released, loaded):
-    ours = load_params(released, CFG, "as_read", experts="packed")
+    packed_params = load_params(released, CFG, "as_read", experts="packed")
     wide = load_params(released, CFG, "float32", experts="packed")
-    assert bits(ours) == bits(cast_for_forward(jax.tree.map(jnp.asarray, wide), CFG))
-    assert ours["final_norm"].dtype == np.float32 and ours["head"].dtype == jnp.bfloat16
+    assert bits(packed_params) == bits(cast_for_forward(jax.tree.map(jnp.asarray, wide), CFG))
+    assert (
+        packed_params["final_norm"].dtype == np.float32
+        and packed_params["head"].dtype == jnp.bfloat16
+    )
     if jax.devices()[0].platform == "cpu":  # and jax takes it as it lies
-        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.device_put(ours)), strict=True):
+        for x, y in zip(
+            jax.tree.leaves(packed_params),
+            jax.tree.leaves(jax.device_put(packed_params)),
+            strict=True,
+        ):
             assert x.ctypes.data == y.unsafe_buffer_pointer()
 
 
@@ -147,10 +154,10 @@ def test_jax_arrays_are_exported_like_numpy_ones(loaded, tensors):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_device_decodes_one_layers_matrices_for_an_engine(loaded, dense, dtype):
     for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.3.mlp.experts.down_proj"):
-        entry = next(entry for entry in entries(CFG) if entry.name == name)
+        entry = next(entry for entry in list_entries(CFG) if entry.name == name)
         args = entry.pair, entry.layout, entry.shape, dtype, jax.devices()[0]
-        ours, theirs = (device_tensor(leaf_of(x, entry), *args) for x in (loaded, dense))
-        assert bits(ours) == bits(theirs)
+        actual, expected = (device_tensor(leaf_of(x, entry), *args) for x in (loaded, dense))
+        assert bits(actual) == bits(expected)
 
 
 def changed(tensors, tmp_path, **new):
@@ -217,12 +224,12 @@ def test_swapped_tensors_are_named(tensors, tmp_path):
 
 
 def with_leaf(params, name, leaf):
-    layers = {kind: dict(of) for kind, of in params["layers"].items()}
+    layers = {kind: dict(leaves) for kind, leaves in params["layers"].items()}
     layers["full"][name] = leaf
     return {**params, "layers": layers}
 
 
-def wrong(params):
+def wrong_params(params):
     """Trees that look right from afar, with what the message must say."""
     down = params["layers"]["full"]["w_down"]
     nibbles, scales = down
@@ -237,13 +244,13 @@ def wrong(params):
 
 
 def test_checks_know_packed_leaves_and_name_broken_ones(loaded):
-    check_params(loaded, CFG)
+    check_param_tree(loaded, CFG)
     check_model_params(loaded, CFG)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loaded)
     check_model_params(shapes, CFG)
-    for params, message in wrong(loaded):
+    for params, message in wrong_params(loaded):
         with pytest.raises(ValueError, match=message):
-            check_params(params, CFG)
+            check_param_tree(params, CFG)
         with pytest.raises(ConfigError, match=message):
             check_model_params(params, CFG)
 
@@ -252,8 +259,8 @@ def test_a_copy_as_read_keeps_the_bytes(loaded):
     params = jax.tree.map(jnp.asarray, loaded)
     copy = cast_for_forward(params, CFG)
     assert bits(copy["layers"]) == bits(params["layers"])
-    ours, theirs = (tree["layers"]["full"]["w_down"].nibbles_EDF for tree in (copy, params))
-    assert ours.unsafe_buffer_pointer() != theirs.unsafe_buffer_pointer()
+    copied, original = (tree["layers"]["full"]["w_down"].nibbles_EDF for tree in (copy, params))
+    assert copied.unsafe_buffer_pointer() != original.unsafe_buffer_pointer()
 
 
 def test_each_array_of_a_packed_leaf_has_a_digest_that_sees_a_bit(loaded):
@@ -279,32 +286,32 @@ def random_dense(seed=0, dtype=np.float32):
 
 def test_packing_is_what_an_export_does_and_tells_each_matrixs_error(tmp_path):
     params = random_dense()
-    ours, errors = pack_experts(params, CFG)
+    packed_params, errors = pack_experts(params, CFG)
     save_params(params, CFG, tmp_path / "packed", dtype="mxfp4")
-    theirs = load_params(tmp_path / "packed", CFG, experts="packed")
+    exported = load_params(tmp_path / "packed", CFG, experts="packed")
     values = load_params(tmp_path / "packed", CFG, "float32")
-    assert list(errors) == [e.name for e in entries(CFG) if e.name.endswith(EXPERTS)]
-    for entry in entries(CFG):
+    assert list(errors) == [e.name for e in list_entries(CFG) if e.name.endswith(EXPERTS)]
+    for entry in list_entries(CFG):
         if entry.name not in errors:
-            assert leaf_of(ours, entry) is leaf_of(params, entry)
+            assert leaf_of(packed_params, entry) is leaf_of(params, entry)
             continue
-        assert bits(leaf_of(ours, entry)) == bits(leaf_of(theirs, entry))
+        assert bits(leaf_of(packed_params, entry)) == bits(leaf_of(exported, entry))
         before, after = (leaf_of(t, entry)[entry.pair].astype(float) for t in (params, values))
         relative = np.linalg.norm(after - before) / np.linalg.norm(before)
         assert errors[entry.name].relative == pytest.approx(relative, rel=1e-5)
         assert errors[entry.name].largest == pytest.approx(np.abs(after - before).max(), rel=1e-6)
         assert 0.05 < relative < 0.2
-    told = packed.summary(errors)
+    text = packed.format_packing_errors(errors)
     worst = max(errors, key=lambda name: errors[name].relative)
-    assert "\n" not in told and f"{errors[worst].relative:.2%} ({worst})" in told
+    assert "\n" not in text and f"{errors[worst].relative:.2%} ({worst})" in text
 
 
 def test_what_four_bits_can_hold_is_packed_without_error(tmp_path):
     codes = jax.tree.map(lambda x: np.round(np.clip(x, -3, 3)), random_dense(1))
-    ours, errors = pack_experts(jax.tree.map(jnp.asarray, codes), CFG)
+    packed_params, errors = pack_experts(jax.tree.map(jnp.asarray, codes), CFG)
     assert set(errors.values()) == {(0.0, 0.0)}
-    down = ours["layers"]["full"]["w_down"]
-    assert (mxfp4.decoded(down).astype(np.float32) == codes["layers"]["full"]["w_down"]).all()
+    down = packed_params["layers"]["full"]["w_down"]
+    assert (mxfp4.decode_packed(down).astype(np.float32) == codes["layers"]["full"]["w_down"]).all()
 
 
 def test_experts_are_not_packed_twice(loaded):
@@ -341,12 +348,12 @@ print(loaded, held("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(para
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_a_process_that_loads_packed_experts_holds_little_more_than_them(tmp_path):
     folder = write(tmp_path / "large", random_tensors(LARGE))
-    done = subprocess.run(
+    result_of_run = subprocess.run(
         [sys.executable, "-c", PEAK, str(folder)], capture_output=True, text=True, check=True,
         cwd=Path(__file__).parents[3],
     )  # fmt: skip
-    *peaks, result = map(int, done.stdout.split())
-    told = " and ".join(f"{peak / result:.3f}" for peak in peaks)
-    print(f"{told} times the result of {result / 1e6:.0f} MB, read and then jax's")
+    *peaks, result = map(int, result_of_run.stdout.split())
+    ratios = " and ".join(f"{peak / result:.3f}" for peak in peaks)
+    print(f"{ratios} times the result of {result / 1e6:.0f} MB, read and then jax's")
     assert result > 300e6
-    assert max(peaks) < 1.1 * result, told
+    assert max(peaks) < 1.1 * result, ratios

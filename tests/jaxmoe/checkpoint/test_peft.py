@@ -17,7 +17,7 @@ from jaxmoe.checkpoint.peft import CONFIG, FILE, save_adapter
 from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.config import ConfigError, LoraConfig
 from jaxmoe.model.lora import Pair, lora_specs
-from tests.jaxmoe.checkpoint.random_adapters import CFG, NAMES, random_adapters, same
+from tests.jaxmoe.checkpoint.random_adapters import CFG, NAMES, is_same_tree, random_adapters
 
 RANKS = {"w_q": 5, "w_k": 5, "w_v": 5, "w_o": 5, "w_gate_up": 2, "w_down": 2}
 SQUARE = dataclasses.replace(CFG, d_expert=48)  # D = F, as GPT-OSS has it
@@ -27,13 +27,13 @@ LAYER = "base_model.model.model.layers.3."
 LORA = LoraConfig(attention_rank=5, expert_rank=2)
 
 
-def saved(tmp_path, ranks=None, cfg=CFG, **how):
+def save_random(tmp_path, ranks=None, cfg=CFG, **options):
     adapters = random_adapters(cfg, ranks or RANKS)
-    save_adapter(adapters, cfg, dataclasses.replace(LORA, **how), tmp_path / "a")
+    save_adapter(adapters, cfg, dataclasses.replace(LORA, **options), tmp_path / "a")
     return adapters, tmp_path / "a"
 
 
-def changed(folder, change):
+def change_file(folder, change):
     """Another's file: the tensors after a change, without our digests."""
     tensors = load_file(folder / FILE)
     change(tensors)
@@ -48,17 +48,17 @@ def config(folder, **new):
 
 
 def transposed(tensors) -> None:
-    """As PEFT 0.19.0 has the experts: A over the outputs."""
+    """Convert the experts to the layout of PEFT 0.19.0, in which A spans the outputs."""
     for a in [name for name in tensors if "experts" in name and "lora_A" in name]:
         b = a.replace("lora_A", "lora_B")
-        into, out = tensors[a].reshape(3, -1, tensors[a].shape[1]), tensors[b]
+        rows, out = tensors[a].reshape(3, -1, tensors[a].shape[1]), tensors[b]
         out = out.reshape(out.shape[0], -1, 3)  # [out, R, E]
         tensors[a] = np.ascontiguousarray(out.transpose(2, 1, 0)).reshape(-1, out.shape[0])
-        tensors[b] = np.ascontiguousarray(into.transpose(2, 1, 0)).reshape(into.shape[2], -1)
+        tensors[b] = np.ascontiguousarray(rows.transpose(2, 1, 0)).reshape(rows.shape[2], -1)
 
 
 def test_the_files_hold_the_matrices_under_pefts_names(tmp_path):
-    adapters, folder = saved(tmp_path)
+    adapters, folder = save_random(tmp_path)
     assert sorted(p.name for p in folder.iterdir()) == [CONFIG, FILE]
     tensors = load_file(folder / FILE)
     assert len(tensors) == 2 * 6 * CFG.n_layers
@@ -81,46 +81,48 @@ def test_modules_that_were_trained_whole_lie_beside_as_in_a_checkpoint(tmp_path)
     rng, adapters = np.random.default_rng(4), random_adapters(CFG, RANKS)
     draw = lambda x: rng.standard_normal(x.shape, np.float32)  # noqa: E731
     specs = lora_specs(CFG, lora)
-    for kind, of in specs["layers"].items():
-        adapters["layers"][kind] |= {n: draw(x) for n, x in of.items() if n in lora.fully_trained}
+    for kind, module in specs["layers"].items():
+        adapters["layers"][kind] |= {
+            n: draw(x) for n, x in module.items() if n in lora.fully_trained
+        }
     adapters |= {name: draw(x) for name, x in specs.items() if name != "layers"}
     save_adapter(adapters, CFG, lora, tmp_path / "a")
     tensors, full = load_file(tmp_path / "a" / FILE), adapters["layers"]["full"]
     assert len(tensors) == 2 * 6 * CFG.n_layers + 4 * CFG.n_layers + 3
-    of = "base_model.model.lm_head.weight"
-    assert (tensors[of] == adapters["head"][:, : CFG.vocab_size].T).all()
-    of = "base_model.model.model.embed_tokens.weight"
-    assert (tensors[of] == adapters["embed"][: CFG.vocab_size]).all()
+    module = "base_model.model.lm_head.weight"
+    assert (tensors[module] == adapters["head"][:, : CFG.vocab_size].T).all()
+    module = "base_model.model.model.embed_tokens.weight"
+    assert (tensors[module] == adapters["embed"][: CFG.vocab_size]).all()
     assert (tensors["base_model.model.model.norm.weight"] == adapters["final_norm"]).all()
-    for name, ours in (
+    for name, expected_array in (
         ("mlp.router.weight", full["w_router"][1].T), ("mlp.router.bias", full["b_router"][1]),
         ("input_layernorm.weight", full["attn_norm"][1]),
         ("post_attention_layernorm.weight", full["moe_norm"][1]),
     ):  # fmt: skip
-        assert (tensors[LAYER + name] == ours).all(), name
-    said = json.loads((tmp_path / "a" / CONFIG).read_text())
-    assert said["modules_to_save"] == [
+        assert (tensors[LAYER + name] == expected_array).all(), name
+    config = json.loads((tmp_path / "a" / CONFIG).read_text())
+    assert config["modules_to_save"] == [
         "mlp.router", "input_layernorm", "post_attention_layernorm", "model.norm",
         "embed_tokens", "lm_head",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="modules_to_save must be off to be read here"):
+    with pytest.raises(ConfigError, match="modules_to_save must be off for jaxmoe"):
         read_adapter(tmp_path / "a", CFG)
     for kept_out in ("sinks", "biases"):
-        one = dataclasses.replace(LORA, modules_to_save=f"router,{kept_out}")
-        with pytest.raises(ConfigError, match="must hold modules, and .* --merge"):
-            save_adapter(adapters, CFG, one, tmp_path / kept_out)
+        bad_lora = dataclasses.replace(LORA, modules_to_save=f"router,{kept_out}")
+        with pytest.raises(ConfigError, match="complete modules; .* --merge"):
+            save_adapter(adapters, CFG, bad_lora, tmp_path / kept_out)
 
 
 def test_the_config_says_ranks_alphas_and_targets(tmp_path):
-    _, folder = saved(tmp_path, attention_alpha=6.0, expert_alpha=8.0)
-    said = json.loads((folder / CONFIG).read_text())
-    assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", 2, 8.0)
+    _, folder = save_random(tmp_path, attention_alpha=6.0, expert_alpha=8.0)
+    config = json.loads((folder / CONFIG).read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 8.0)
     attention = [f"self_attn.{x}_proj" for x in "qkvo"]
-    assert said["rank_pattern"] == dict.fromkeys(attention, 5)
-    assert said["alpha_pattern"] == dict.fromkeys(attention, 6.0)
-    assert said["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    assert said["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    assert not (said["use_rslora"] or said["use_dora"]) and said["bias"] == "none"
+    assert config["rank_pattern"] == dict.fromkeys(attention, 5)
+    assert config["alpha_pattern"] == dict.fromkeys(attention, 6.0)
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert config["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    assert not (config["use_rslora"] or config["use_dora"]) and config["bias"] == "none"
 
 
 @pytest.mark.parametrize("names", [NAMES, NAMES[:4], NAMES[4:], ("w_q", "w_v"), ("w_gate_up",),
@@ -128,67 +130,71 @@ def test_the_config_says_ranks_alphas_and_targets(tmp_path):
 @pytest.mark.parametrize("stabilized", [False, True])
 def test_an_adapter_comes_back_in_every_bit_with_its_scales(tmp_path, names, stabilized):
     ranks = {name: RANKS[name] for name in names}
-    adapters, folder = saved(
+    adapters, folder = save_random(
         tmp_path, ranks, attention_alpha=6.0, expert_alpha=8.0, rank_stabilized=stabilized
     )
-    back = read_adapter(folder, CFG)
-    assert same(back.adapters, adapters)
+    loaded = read_adapter(folder, CFG)
+    assert is_same_tree(loaded.adapters, adapters)
     alphas = {name: 8.0 if RANKS[name] == 2 else 6.0 for name in names}
-    for name, scale in back.scales.items():
+    for name, scale in loaded.scales.items():
         assert scale == alphas[name] / (ranks[name] ** 0.5 if stabilized else ranks[name])
-    assert back.over == ("in" if set(names) & set(NAMES[4:]) else None)
+    assert loaded.expert_axis == ("in" if set(names) & set(NAMES[4:]) else None)
 
 
 def test_the_experts_of_peft_0_19_0_are_read_by_their_shapes(tmp_path):
-    adapters, folder = saved(tmp_path)
-    back = read_adapter(changed(folder, transposed), CFG)
-    assert same(back.adapters, adapters) and back.over == "out"
-    with pytest.raises(ConfigError, match="A must be over 'in', as was said; .* those of 'out'"):
-        read_adapter(folder, CFG, over="in")
+    adapters, folder = save_random(tmp_path)
+    loaded = read_adapter(change_file(folder, transposed), CFG)
+    assert is_same_tree(loaded.adapters, adapters) and loaded.expert_axis == "out"
+    with pytest.raises(ConfigError, match="A must span 'in', as in expert_axis; .* those of 'out'"):
+        read_adapter(folder, CFG, expert_axis="in")
 
 
 def test_gate_up_tells_the_layout_where_d_equals_f(tmp_path):
-    adapters, folder = saved(tmp_path, cfg=SQUARE)
-    back = read_adapter(changed(folder, transposed), SQUARE)
-    assert same(back.adapters, adapters) and back.over == "out"
+    adapters, folder = save_random(tmp_path, cfg=SQUARE)
+    loaded = read_adapter(change_file(folder, transposed), SQUARE)
+    assert is_same_tree(loaded.adapters, adapters) and loaded.expert_axis == "out"
 
 
 @pytest.mark.parametrize(
-    ("version", "over"),
+    ("version", "axis"),
     [("0.18.1", "in"), ("0.19.0", "out"), ("0.19.1", None), ("0.21.2", None), (None, None)],
 )
-def test_w_down_alone_with_d_equal_to_f_needs_a_version_or_a_word(tmp_path, version, over):
-    adapters, folder = saved(tmp_path, {"w_down": 2}, cfg=SQUARE)
-    assert read_adapter(folder, SQUARE).over == "in"  # the digests say that it is ours
-    config(changed(folder, transposed if over == "out" else lambda _: None), peft_version=version)
-    if over is None:
-        with pytest.raises(ConfigError, match='have one size; PEFT .* Pass over="in" if') as error:
+def test_w_down_alone_with_d_equal_to_f_needs_a_version_or_a_word(tmp_path, version, axis):
+    adapters, folder = save_random(tmp_path, {"w_down": 2}, cfg=SQUARE)
+    assert read_adapter(folder, SQUARE).expert_axis == "in"  # the digests say that it is ours
+    config(
+        change_file(folder, transposed if axis == "out" else lambda _: None), peft_version=version
+    )
+    if axis is None:
+        with pytest.raises(
+            ConfigError, match='have the same size; PEFT .* Pass expert_axis="in" if'
+        ) as error:
             read_adapter(folder, SQUARE)
         assert "\n" not in str(error.value)
-    for back in [read_adapter(folder, SQUARE, over=over or "in")] + (
-        [read_adapter(folder, SQUARE)] if over else []
+    for loaded in [read_adapter(folder, SQUARE, expert_axis=axis or "in")] + (
+        [read_adapter(folder, SQUARE)] if axis else []
     ):
-        assert same(back.adapters, adapters) and back.over == (over or "in")
+        assert is_same_tree(loaded.adapters, adapters) and loaded.expert_axis == (axis or "in")
 
 
 def test_bfloat16_adapters_are_written_as_they_are_and_read_as_float32(tmp_path):
     adapters = random_adapters(CFG, {"w_v": 5})
-    for of in adapters["layers"].values():
-        of["w_v"] = Pair(*(jnp.asarray(x, jnp.bfloat16) for x in of["w_v"]))
+    for leaves in adapters["layers"].values():
+        leaves["w_v"] = Pair(*(jnp.asarray(x, jnp.bfloat16) for x in leaves["w_v"]))
     save_adapter(adapters, CFG, LORA, tmp_path / "a")
     with safe_open(tmp_path / "a" / FILE, framework="numpy") as file:
-        got = file.get_tensor(LAYER + "self_attn.v_proj.lora_A.weight")
-    assert got.dtype == ml_dtypes.bfloat16
+        stored = file.get_tensor(LAYER + "self_attn.v_proj.lora_A.weight")
+    assert stored.dtype == ml_dtypes.bfloat16
     (a, _) = read_adapter(tmp_path / "a", CFG).adapters["layers"]["full"]["w_v"]
-    assert a.dtype == np.float32 and (a[1] == got).all()
+    assert a.dtype == np.float32 and (a[1] == stored).all()
 
 
 # --- what is refused
 
 
 def swapped(adapters):
-    for of in adapters["layers"].values():
-        of["w_q"] = Pair(*of["w_q"][::-1])
+    for leaves in adapters["layers"].values():
+        leaves["w_q"] = Pair(*leaves["w_q"][::-1])
 
 
 def of_another_rank(adapters):
@@ -196,21 +202,21 @@ def of_another_rank(adapters):
     adapters["layers"]["full"]["w_q"] = Pair(a[:, :4], b)
 
 
-WRONG = {
+BROKEN_ADAPTERS = {
     "swapped": (swapped, r"layers/sliding/w_q must have a \(2, 5, 48\).* got \(2, 5, 96\)"),
     "ranks": (of_another_rank, r"layers/full/w_q must have a .* got \(2, 4, 48\)"),
-    "one kind of layer": (lambda x: x["layers"]["full"].pop("w_k"), "the same, names in all"),
+    "one kind of layer": (lambda x: x["layers"]["full"].pop("w_k"), "the same names in all"),
     "a norm": (lambda x: x.update(final_norm=np.ones(48)), "final_norm is none of them"),
     "a router": (
         lambda x: x["layers"]["full"].update(w_router=(np.ones((2, 1, 48)), np.ones((2, 1, 3)))),
         "w_router is none of them",
     ),
     "trained in full": (lambda x: x["layers"]["full"].update(w_q=np.ones((2, 48, 96))), "w_q is"),
-    "nothing": (lambda x: x["layers"].clear(), "some, and the same, names"),
+    "nothing": (lambda x: x["layers"].clear(), "the same names in all layers"),
 }
 
 
-@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize("change", BROKEN_ADAPTERS.values(), ids=BROKEN_ADAPTERS.keys())
 def test_other_trees_than_the_models_adapters_are_refused_by_name(tmp_path, change):
     adapters = random_adapters(CFG, RANKS)
     change[0](adapters)
@@ -221,11 +227,11 @@ def test_other_trees_than_the_models_adapters_are_refused_by_name(tmp_path, chan
 
 UNREAD = {
     "dora": (dict(use_dora=True), "use_dora must be off"),
-    "bias": (dict(bias="all"), "bias must be 'none' or None to be read here, got 'all'"),
+    "bias": (dict(bias="all"), "bias must be 'none' or None for jaxmoe, got 'all'"),
     "saved modules": (dict(modules_to_save=["router"]), "modules_to_save must be off"),
     "another method": (dict(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),
-    "rank": (dict(r=3), r"mlp.experts.down_proj must have the rank that .* says, 3.* rank 2"),
-    "no alpha": (dict(lora_alpha=None), "must say r and lora_alpha for"),
+    "rank": (dict(r=3), r"mlp.experts.down_proj must have the rank in .*, 3.* rank 2"),
+    "no alpha": (dict(lora_alpha=None), "must have r and lora_alpha for"),
     "a broken pattern": (dict(rank_pattern={"(": 2}), "rank_pattern must have names of modules"),
     "a pattern that never ends": (
         dict(rank_pattern={"((.*)*)*q": 4}),
@@ -233,8 +239,8 @@ UNREAD = {
     ),
     "many repeats": (dict(alpha_pattern={".*.*.*.*q": 4}), "at most 3 of"),
     "a pattern of nothing": (dict(rank_pattern=5), "rank_pattern must be an object"),
-    "an endless alpha": (dict(lora_alpha=10**400), "must say r and lora_alpha for"),
-    "alpha in words": (dict(lora_alpha="8"), "must say r and lora_alpha for"),
+    "an endless alpha": (dict(lora_alpha=10**400), "must have r and lora_alpha for"),
+    "alpha in words": (dict(lora_alpha="8"), "must have r and lora_alpha for"),
     "a number of parameters": (dict(target_parameters=5), "target_parameters must be a list"),
     "a key of a later PEFT": (dict(use_new_trick={"on": 1}), "use_new_trick must be off"),
     "zero for off": (dict(use_dora=0), "use_dora must be off"),
@@ -242,19 +248,19 @@ UNREAD = {
     "loftq's config": (dict(loftq_config={"loftq_bits": 4}), "loftq_config must be off"),
     "a layer's alpha": (
         dict(alpha_pattern={"layers.3.self_attn.v_proj": 9.0}),
-        "layers.3.self_attn.v_proj must have the alpha of its namesakes",
+        "layers.3.self_attn.v_proj must have the same alpha in all layers",
     ),
     "a parameter less": (dict(target_parameters=["mlp.experts.down_proj"]), "adapts 2 of the exp"),
     "another parameter": (
         dict(target_parameters=["mlp.experts.down_proj", "mlp.router.weight"]),
-        "target_parameters must be of mlp.experts.gate_up_proj, mlp.experts.down_proj",
+        "target_parameters must list the adapted ones of mlp.experts.gate_up_proj",
     ),
 }
 
 
 @pytest.mark.parametrize("case", UNREAD.values(), ids=UNREAD.keys())
 def test_a_config_that_says_more_than_is_read_is_refused(tmp_path, case):
-    _, folder = saved(tmp_path)
+    _, folder = save_random(tmp_path)
     with pytest.raises(ConfigError, match=case[1]) as error:
         read_adapter(config(folder, **case[0]), CFG)
     assert "\n" not in str(error.value)
@@ -265,15 +271,17 @@ def test_a_config_that_says_more_than_is_read_is_refused(tmp_path, case):
 )
 def test_an_adapter_whose_first_matrices_came_out_of_the_base_is_refused(tmp_path, init):
     """PEFT takes them off the base as it loads: the files alone are another model."""
-    _, folder = saved(tmp_path)
+    _, folder = save_random(tmp_path)
     with pytest.raises(ConfigError, match="init_lora_weights must be True or False or .*gaussian"):
         read_adapter(config(folder, init_lora_weights=init), CFG)
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "orthogonal"])
 def test_an_adapter_that_began_at_random_is_read(tmp_path, init):
-    adapters, folder = saved(tmp_path)
-    assert same(read_adapter(config(folder, init_lora_weights=init), CFG).adapters, adapters)
+    adapters, folder = save_random(tmp_path)
+    assert is_same_tree(
+        read_adapter(config(folder, init_lora_weights=init), CFG).adapters, adapters
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,7 +290,7 @@ def test_an_adapter_that_began_at_random_is_read(tmp_path, init):
 )
 def test_patterns_of_names_are_read_as_peft_reads_them(tmp_path, pattern):
     ranks = dict.fromkeys(NAMES[:4], 5)
-    _, folder = saved(tmp_path, ranks, attention_alpha=6.0)
+    _, folder = save_random(tmp_path, ranks, attention_alpha=6.0)
     read = read_adapter(config(folder, r=7, rank_pattern={pattern: 5}, alpha_pattern={}), CFG)
     assert set(read.scales.values()) == {6.0 / 5}
 
@@ -313,7 +321,7 @@ FILES = {
     "a layer less": (drop("layers.3.self_attn.q"), r"layers.3.self_attn.q_proj.lora_A\S+ is missi"),
     "half a pair": (drop("layers.3.self_attn.q_proj.lora_B"), r"q_proj.lora_B\S+ is missing"),
     "no experts": (drop("experts"), "adapts 0 of the experts' matrices"),
-    "a layer more": (renamed, "layers.4.self_attn.q_proj.lora_A.weight is no low-rank matrix"),
+    "a layer more": (renamed, "layers.4.self_attn.q_proj.lora_A.weight is not a low-rank matrix"),
     "width": (narrow, r"o_proj.lora_A.weight and B must be \(5, 96\) and \(48, 5\).*\(47, 5\)"),
     "nan": (with_nan, "o_proj.lora_A.weight must be finite, got 1 NaN"),
     "bytes": (bytes_, "o_proj.lora_A.weight must be BF16 or F16 or F32, got U8"),
@@ -322,9 +330,9 @@ FILES = {
 
 @pytest.mark.parametrize("case", FILES.values(), ids=FILES.keys())
 def test_a_file_of_another_model_or_layout_is_refused_by_name(tmp_path, case):
-    _, folder = saved(tmp_path)
+    _, folder = save_random(tmp_path)
     with pytest.raises(ConfigError, match=case[1]) as error:
-        read_adapter(changed(folder, case[0]), CFG)
+        read_adapter(change_file(folder, case[0]), CFG)
     assert "\n" not in str(error.value)
 
 
@@ -336,14 +344,14 @@ def test_a_file_of_another_model_or_layout_is_refused_by_name(tmp_path, case):
     ],
 )  # fmt: skip
 def test_an_adapter_of_another_model_is_refused(tmp_path, change):
-    _, folder = saved(tmp_path)
+    _, folder = save_random(tmp_path)
     with pytest.raises(ConfigError, match="another model") as error:
         read_adapter(folder, dataclasses.replace(CFG, **change))
     assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_its_files_is_refused(tmp_path):
-    _, folder = saved(tmp_path)
+    _, folder = save_random(tmp_path)
     with pytest.raises(ConfigError, match=f"must be a PEFT adapter's folder with {CONFIG}"):
         read_adapter(tmp_path / "nowhere", CFG)
     (folder / FILE).unlink()
@@ -353,11 +361,11 @@ def test_a_folder_without_its_files_is_refused(tmp_path):
 
 
 def test_flipped_bits_of_our_own_file_are_seen(tmp_path):
-    _, folder = saved(tmp_path)
+    _, folder = save_random(tmp_path)
     data = bytearray((folder / FILE).read_bytes())
     data[-3] ^= 1
     (folder / FILE).write_bytes(data)
-    with pytest.raises(ConfigError, match="other bits than were written"):
+    with pytest.raises(ConfigError, match="differs from the digest in its file"):
         read_adapter(folder, CFG)
 
 

@@ -17,13 +17,13 @@ import pytest
 from jaxmoe.checkpoint import run
 from jaxmoe.checkpoint.run import (
     Position,
-    alone,
     initial_params,
+    lock_run_folder,
     record_config,
     restore_run,
     save_run,
 )
-from jaxmoe.checkpoint.same_run import BLOCK, weights_digest
+from jaxmoe.checkpoint.same_run import BLOCK_BYTES, weights_digest
 from jaxmoe.config import Config, ConfigError, DataConfig, OptimConfig, RolloutConfig, to_json
 from jaxmoe.config_file import override
 from jaxmoe.model import tiny
@@ -67,48 +67,49 @@ def test_a_position_comes_back_whole(tmp_path, capfd, kl):
     cfg = override(CFG, f"loss.kl_coef={0.1 * kl}")
     state = init_rl_state(initial_params(cfg), cfg, TX)
     if kl:
-        other = jax.tree.map(lambda x: x + 1, state.frozen.reference)
-        state = replace(state, frozen=Frozen(other))
+        reference = jax.tree.map(lambda x: x + 1, state.frozen.reference)
+        state = replace(state, frozen=Frozen(reference))
     save_run(tmp_path, cfg, Position("rl", 3, state, {"epoch": 2}))
-    at = restore_run(tmp_path, cfg, stage_shapes(cfg, TX, TX))
-    assert at is not None
-    assert (at.stage, at.step, at.data) == ("rl", 3, {"epoch": 2})
-    assert bits_of(at.state) == bits_of(state)
-    assert (at.state.frozen.reference is not None) == kl
-    said = capfd.readouterr()
-    assert "Metadata file does not exist" not in said.err + said.out
-    assert said.err == "" and "after rl step 3" in said.out
+    position = restore_run(tmp_path, cfg, stage_shapes(cfg, TX, TX))
+    assert position is not None
+    assert (position.stage, position.step, position.data) == ("rl", 3, {"epoch": 2})
+    assert bits_of(position.state) == bits_of(state)
+    assert (position.state.frozen.reference is not None) == kl
+    output = capfd.readouterr()
+    assert "Metadata file does not exist" not in output.err + output.out
+    assert output.err == "" and "after rl step 3" in output.out
 
 
 def test_moments_may_move_between_the_host_and_the_device(tmp_path):
-    there = override(CFG, "optim.moments=host")
-    shapes, state = stage_shapes(there, TX, TX), init_state(Trained(initial_params(CFG)), TX)
+    host_cfg = override(CFG, "optim.moments=host")
+    shapes, state = stage_shapes(host_cfg, TX, TX), init_state(Trained(initial_params(CFG)), TX)
     moved = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes["warmup"]))
-    for cfg, now, other, wanted, kind in (
-        (there, moved, CFG, SHAPES, "device"), (CFG, state, there, shapes, "pinned_host"),
+    for cfg, saved_state, new_cfg, new_shapes, kind in (
+        (host_cfg, moved, CFG, SHAPES, "device"), (CFG, state, host_cfg, shapes, "pinned_host"),
     ):  # fmt: skip
-        save_run(tmp_path / kind, cfg, Position("rl", 3, now, {}))
-        at = restore_run(tmp_path / kind, other, wanted)
-        assert at is not None and bits_of(at.state) == bits_of(state)
-        found = {x.sharding.memory_kind for x in jax.tree.leaves(at.state.opt_state) if x.ndim}
-        assert found == {kind}
+        save_run(tmp_path / kind, cfg, Position("rl", 3, saved_state, {}))
+        position = restore_run(tmp_path / kind, new_cfg, new_shapes)
+        assert position is not None and bits_of(position.state) == bits_of(state)
+        moments = jax.tree.leaves(position.state.opt_state)
+        memory_kinds = {x.sharding.memory_kind for x in moments if x.ndim}
+        assert memory_kinds == {kind}
 
 
 def test_a_checkpoint_without_digests_is_restored_and_told_of(tmp_path, capsys):
     saved(tmp_path)
     assert restore_run(tmp_path, CFG, SHAPES) is not None
-    assert "older than digests" not in capsys.readouterr().out
+    assert "has no digests" not in capsys.readouterr().out
     shutil.rmtree(tmp_path / "checkpoints" / "1000003" / "digests")
     assert restore_run(tmp_path, CFG, SHAPES) is not None
-    assert capsys.readouterr().out.count("older than digests: damage is not seen\n") == 1
+    assert capsys.readouterr().out.count("has no digests: damage cannot be detected\n") == 1
 
 
 def test_rl_comes_after_the_warm_start(tmp_path):
     state = init_state(Trained(initial_params(CFG)), TX)
     save_run(tmp_path, CFG, Position("warmup", 900, state, {}))
     save_run(tmp_path, CFG, Position("rl", 1, state, {}))
-    at = restore_run(tmp_path, CFG, SHAPES)
-    assert at is not None and at.stage == "rl"
+    position = restore_run(tmp_path, CFG, SHAPES)
+    assert position is not None and position.stage == "rl"
 
 
 @pytest.mark.parametrize(
@@ -129,13 +130,13 @@ def test_what_may_change_is_told(tmp_path, capsys):
     saved(tmp_path)
     lower = override(CFG, "optim.lr=1e-5", "optim.clip_norm=0.5", "steps=9")
     assert restore_run(tmp_path, lower, SHAPES) is not None
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for change in (
         "optim.lr=1e-05 (was 0.001)",
         "optim.clip_norm=0.5 (was 1.0)",
         "steps=9 (was 5)",
     ):
-        assert change in said
+        assert change in output
 
 
 def test_the_number_of_steps_stands_where_the_rate_decays_over_them(tmp_path):
@@ -164,7 +165,7 @@ def test_a_field_that_came_after_the_checkpoint_had_its_default(tmp_path, monkey
     monkeypatch.setattr(run, "to_json", lambda cfg: json.dumps(record))
     saved(tmp_path)
     assert restore_run(tmp_path, CFG, SHAPES) is not None
-    with pytest.raises(ConfigError, match="rollout.max_staleness=0; it cannot go on with 2"):
+    with pytest.raises(ConfigError, match="rollout.max_staleness=0; it cannot continue with 2"):
         ahead = override(CFG, "rollout.max_staleness=2", "loss.rollout_correction=token_is")
         restore_run(tmp_path, ahead, SHAPES)
 
@@ -201,23 +202,23 @@ def test_a_checkpoint_is_scored_on_rows_it_did_not_train_on(tmp_path, change, re
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
-    code = "from jaxmoe.checkpoint.run import alone; from pathlib import Path\n"
-    code += f"with alone(Path({str(tmp_path)!r})): print('in', flush=True); input()"
-    other = subprocess.Popen(
+    code = "from jaxmoe.checkpoint.run import lock_run_folder; from pathlib import Path\n"
+    code += f"with lock_run_folder(Path({str(tmp_path)!r})): print('in', flush=True); input()"
+    process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert other.stdin is not None and other.stdout is not None
-    with other.stdin, other.stdout:
-        assert other.stdout.readline() == "in\n"
-        with pytest.raises(ConfigError, match="another one trains in it. Wait for it, or try"):
-            with alone(tmp_path):
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        assert process.stdout.readline() == "in\n"
+        with pytest.raises(ConfigError, match="another process trains in it. Wait for it, or try"):
+            with lock_run_folder(tmp_path):
                 pass
-        with pytest.raises(ConfigError, match="another one trains in it"):
+        with pytest.raises(ConfigError, match="another process trains in it"):
             restore_run(tmp_path, CFG, SHAPES)
         restore_run(tmp_path, CFG, SHAPES, to_train=False)  # it may be scored meanwhile
-        other.kill()
-        other.wait()
-    with alone(tmp_path):  # what a killed one leaves is nothing
+        process.kill()
+        process.wait()
+    with lock_run_folder(tmp_path):  # what a killed one leaves is nothing
         pass
 
 
@@ -230,8 +231,8 @@ def test_length_and_bookkeeping_may_change(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_first_weights():
-    other = initial_params(override(CFG, "seed=1"))
-    assert bits_of(initial_params(CFG)) == bits_of(initial_params(CFG)) != bits_of(other)
+    other_params = initial_params(override(CFG, "seed=1"))
+    assert bits_of(initial_params(CFG)) == bits_of(initial_params(CFG)) != bits_of(other_params)
 
 
 def test_the_run_folder_says_what_it_ran(tmp_path):
@@ -261,37 +262,37 @@ KEYS = ["data.task", "init.tokenizer", "init.checkpoint"]
 
 @pytest.mark.parametrize("key", KEYS)
 def test_of_files_the_content_decides_and_not_the_path(tmp_path, capsys, key):
-    then, moved = override(CFG, f"{key}=here"), override(CFG, f"{key}=there")
+    saved_cfg, moved = override(CFG, f"{key}=here"), override(CFG, f"{key}=there")
     state = init_state(Trained(initial_params(CFG)), TX)
-    save_run(tmp_path, then, Position("rl", 3, state, {}), {key: "c0ffee"})
+    save_run(tmp_path, saved_cfg, Position("rl", 3, state, {}), {key: "c0ffee"})
     assert restore_run(tmp_path, moved, SHAPES, contents={key: "c0ffee"}) is not None
-    assert f"{key}=there (was here, which held the same)" in capsys.readouterr().out
-    for cfg in (then, moved):  # edited where it is, or another file
+    assert f"{key}=there (was here, with the same contents)" in capsys.readouterr().out
+    for cfg in (saved_cfg, moved):  # edited where it is, or another file
         with pytest.raises(ConfigError, match=f"{key} held other .* was c0ffee, and is decaf"):
             restore_run(tmp_path, cfg, SHAPES, contents={key: "decaf"})
-    with pytest.raises(ConfigError, match=f"{key}=here; it cannot go on with there"):
+    with pytest.raises(ConfigError, match=f"{key}=here; it cannot continue with there"):
         restore_run(tmp_path, moved, SHAPES)  # nobody can tell
 
 
 def test_a_moved_file_is_the_same_task_whose_rows_were_trained_on(tmp_path):
-    then, key = override(CFG, "data.task=here"), "data.task"
+    saved_cfg, key = override(CFG, "data.task=here"), "data.task"
     state = init_state(Trained(initial_params(CFG)), TX)
-    save_run(tmp_path, then, Position("rl", 3, state, {}), {key: "c0ffee"})
+    save_run(tmp_path, saved_cfg, Position("rl", 3, state, {}), {key: "c0ffee"})
 
     def scored(cfg, digest):
         return restore_run(tmp_path, cfg, SHAPES, to_train=False, contents={key: digest})
 
     moved = override(CFG, "data.task=there")
     assert scored(moved, "c0ffee") is not None and scored(moved, "decaf") is not None
-    with pytest.raises(ConfigError, match="seed=0; it cannot be scored with 1"):
+    with pytest.raises(ConfigError, match="seed=0; it cannot be evaluated with 1"):
         scored(override(moved, "seed=1"), "c0ffee")
-    with pytest.raises(ConfigError, match="data.task held other content"):
-        scored(then, "decaf")
+    with pytest.raises(ConfigError, match="data.task had other contents"):
+        scored(saved_cfg, "decaf")
 
 
 def test_weights_are_told_apart_by_a_few_of_their_bytes(tmp_path):
     file = tmp_path / "model.safetensors"
-    file.write_bytes(bytes(3 * BLOCK))
+    file.write_bytes(bytes(3 * BLOCK_BYTES))
     first = weights_digest(tmp_path)
-    file.write_bytes(bytes(2 * BLOCK) + b"1" + bytes(BLOCK - 1))
+    file.write_bytes(bytes(2 * BLOCK_BYTES) + b"1" + bytes(BLOCK_BYTES - 1))
     assert weights_digest(tmp_path) != first

@@ -39,30 +39,32 @@ def abstract(tree):
 
 def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
     extra = {"stage": "rl", "data": {"epoch": 3, "at": [1, 2]}, "none": None}
-    store.save(tmp_path / "c", 7, tree(4), extra, keep=2)
-    assert bits_of(store.restore(tmp_path / "c", 7, abstract(tree()))) == bits_of(tree(4))
+    store.save_checkpoint(tmp_path / "c", 7, tree(4), extra, keep=2)
+    assert bits_of(store.restore_checkpoint(tmp_path / "c", 7, abstract(tree()))) == bits_of(
+        tree(4)
+    )
     assert store.restore_extra(tmp_path / "c", 7) == extra
     assert capfd.readouterr().err == ""
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    assert store.latest(tmp_path / "c") is None
+    assert store.find_latest_step(tmp_path / "c") is None
     for step in (1, 5, 9, 1_000_002):
-        store.save(tmp_path / "c", step, tree(step), {}, keep=2)
-    assert store.latest(tmp_path / "c") == 1_000_002
+        store.save_checkpoint(tmp_path / "c", step, tree(step), {}, keep=2)
+    assert store.find_latest_step(tmp_path / "c") == 1_000_002
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["1000002", "9"]
 
 
 def test_where_another_process_is_lost_this_ones_disk_is_not_blamed(tmp_path, monkeypatch):
     """Nor is the folder taken away in which others still write."""
-    made = store._manager
+    open_manager = store._open_manager
     half = tmp_path / "c" / "7.orbax-checkpoint-tmp"
 
     def save_of(processes):
         @contextmanager
         def lost(directory, *, keep):
             if keep is None:
-                with made(directory, keep=keep) as manager:
+                with open_manager(directory, keep=keep) as manager:
                     yield manager
                 return
             half.mkdir()
@@ -70,8 +72,8 @@ def test_where_another_process_is_lost_this_ones_disk_is_not_blamed(tmp_path, mo
             raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: closed by peer")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store, "_manager", lost)
-            store.save(tmp_path / "c", 7, tree(), {}, keep=2)
+            patch.setattr(store, "_open_manager", lost)
+            store.save_checkpoint(tmp_path / "c", 7, tree(), {}, keep=2)
 
     with pytest.raises(store.CheckpointError, match="Gloo"):
         save_of(1)
@@ -82,68 +84,69 @@ def test_where_another_process_is_lost_this_ones_disk_is_not_blamed(tmp_path, mo
 
 
 def test_a_shape_that_does_not_fit_names_the_leaf(tmp_path):
-    store.save(tmp_path, 1, tree(), {}, keep=2)
-    other = abstract(tree())
-    other["deep"]["f32"] = jax.ShapeDtypeStruct((3, 12), jnp.float32)
+    store.save_checkpoint(tmp_path, 1, tree(), {}, keep=2)
+    abstract_state = abstract(tree())
+    abstract_state["deep"]["f32"] = jax.ShapeDtypeStruct((3, 12), jnp.float32)
     with pytest.raises(
-        store.CheckpointError, match=r"deep/f32 is \(3, 11\) .* there and \(3, 12\)"
+        store.CheckpointError, match=r"deep/f32 is \(3, 11\) .* in the checkpoint and \(3, 12\)"
     ):
-        store.restore(tmp_path, 1, other)
-    del other["deep"]
+        store.restore_checkpoint(tmp_path, 1, abstract_state)
+    del abstract_state["deep"]
     with pytest.raises(store.CheckpointError, match="deep/f32 is .* absent here"):
-        store.restore(tmp_path, 1, other)
+        store.restore_checkpoint(tmp_path, 1, abstract_state)
 
 
 def test_a_truncated_file_is_a_clear_error(tmp_path):
-    store.save(tmp_path, 1, tree(), {}, keep=2)
+    store.save_checkpoint(tmp_path, 1, tree(), {}, keep=2)
     for path in (tmp_path / "1" / "state").rglob("d/*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(store.CheckpointError, match="checkpoint 1 .* complete and readable") as e:
-        store.restore(tmp_path, 1, abstract(tree()))
+        store.restore_checkpoint(tmp_path, 1, abstract(tree()))
     assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("like", [((5,), "bfloat16"), ((), "float32")])
 def test_another_dtype_or_rank_is_refused_with_both_sides_named(tmp_path, like):
-    store.save(tmp_path, 1, {"x": jnp.ones(5, jnp.float32)}, {}, keep=2)
+    store.save_checkpoint(tmp_path, 1, {"x": jnp.ones(5, jnp.float32)}, {}, keep=2)
     with pytest.raises(
-        store.CheckpointError, match=r"x is \(5,\) float32 there and \(.*\) \w+ here"
+        store.CheckpointError,
+        match=r"x is \(5,\) float32 in the checkpoint and \(.*\) \w+ in the config",
     ):
-        store.restore(tmp_path, 1, {"x": jax.ShapeDtypeStruct(*like)})
+        store.restore_checkpoint(tmp_path, 1, {"x": jax.ShapeDtypeStruct(*like)})
 
 
 @pytest.mark.parametrize("step", [4, 5])
 def test_a_step_that_is_not_newer_is_refused_aloud(tmp_path, step):
-    store.save(tmp_path, 5, tree(5), {"v": 1}, keep=2)
+    store.save_checkpoint(tmp_path, 5, tree(5), {"v": 1}, keep=2)
     with pytest.raises(store.CheckpointError, match=f"checkpoint {step} must come after 5"):
-        store.save(tmp_path, step, tree(6), {"v": 2}, keep=2)
+        store.save_checkpoint(tmp_path, step, tree(6), {"v": 2}, keep=2)
     assert store.restore_extra(tmp_path, 5) == {"v": 1}
 
 
 def test_keeping_none_is_refused_before_anything_is_dropped(tmp_path):
-    store.save(tmp_path, 1, tree(), {}, keep=2)
+    store.save_checkpoint(tmp_path, 1, tree(), {}, keep=2)
     with pytest.raises(store.CheckpointError, match="save.keep"):
-        store.save(tmp_path, 2, tree(), {}, keep=0)
-    assert store.latest(tmp_path) == 1
+        store.save_checkpoint(tmp_path, 2, tree(), {}, keep=0)
+    assert store.find_latest_step(tmp_path) == 1
 
 
 def test_a_workdir_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(store.CheckpointError, match="--workdir"):
-        store.save(tmp_path / "file", 1, tree(), {}, keep=2)
+        store.save_checkpoint(tmp_path / "file", 1, tree(), {}, keep=2)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
     mount = tmp_path / "disk"
     mount.mkdir()
-    made = subprocess.run(
+    result = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=6m,nr_inodes=300", "tmpfs", str(mount)],
         capture_output=True,
     )
-    if made.returncode:
-        pytest.skip(f"cannot mount a small disk: {made.stderr.decode().strip()}")
+    if result.returncode:
+        pytest.skip(f"cannot mount a small disk: {result.stderr.decode().strip()}")
     yield mount
     subprocess.run(["umount", str(mount)], check=True)
 
@@ -152,35 +155,35 @@ def small_disk(tmp_path):
 def test_a_full_disk_fails_in_one_line_and_keeps_the_earlier_one(small_disk, monkeypatch, foreseen):
     x = {"x": jnp.asarray(np.random.default_rng(0).integers(0, 2**30, 700_000), jnp.int32)}
     directory = small_disk / "c"
-    store.save(directory, 1, x, {}, keep=2)
+    store.save_checkpoint(directory, 1, x, {}, keep=2)
     if not foreseen:  # the space was there when asked for, and another program took it
         monkeypatch.setattr(store.shutil, "disk_usage", lambda p: _Plenty)
     bigger = {"x": jnp.concatenate([x["x"], x["x"] + 1])}
     with pytest.raises(store.CheckpointError, match="checkpoint 2 needs 5.6 MB") as e:
-        store.save(directory, 2, bigger, {}, keep=2)
+        store.save_checkpoint(directory, 2, bigger, {}, keep=2)
     assert "\n" not in str(e.value)
     monkeypatch.undo()
     assert [p.name for p in directory.iterdir()] == ["1"]
-    assert store.latest(directory) == 1
-    assert bits_of(store.restore(directory, 1, abstract(x))) == bits_of(x)
+    assert store.find_latest_step(directory) == 1
+    assert bits_of(store.restore_checkpoint(directory, 1, abstract(x))) == bits_of(x)
 
 
 def test_a_disk_without_inodes_is_told_as_such_and_keeps_the_earlier_one(small_disk):
     x = {"x": jnp.zeros(100)}
     directory = small_disk / "c"
-    store.save(directory, 1, x, {}, keep=2)
+    store.save_checkpoint(directory, 1, x, {}, keep=2)
     free = os.statvfs(small_disk).f_favail
     for i in range(free - 5):
         (small_disk / str(i)).touch()
     with pytest.raises(store.CheckpointError) as e:
-        store.save(directory, 2, x, {}, keep=2)
-    said = str(e.value)
-    assert "no inodes left" in said and "needs" not in said and "\n" not in said
+        store.save_checkpoint(directory, 2, x, {}, keep=2)
+    message = str(e.value)
+    assert "no inodes left" in message and "needs" not in message and "\n" not in message
     assert [p.name for p in directory.iterdir()] == ["1"]
     for i in range(free - 5):
         (small_disk / str(i)).unlink()
-    store.save(directory, 2, x, {}, keep=2)
-    assert store.latest(directory) == 2
+    store.save_checkpoint(directory, 2, x, {}, keep=2)
+    assert store.find_latest_step(directory) == 2
 
 
 class _Plenty:
@@ -192,15 +195,15 @@ import sys, numpy as np, jax.numpy as jnp
 from pathlib import Path
 from jaxmoe.checkpoint import store
 x = {"x": jnp.asarray(np.random.default_rng(0).random(12_500_000), jnp.float32)}
-store.save(Path(sys.argv[1]), 1, x, {"n": 1}, keep=2)
+store.save_checkpoint(Path(sys.argv[1]), 1, x, {"n": 1}, keep=2)
 for step in range(2, 50):
     print("saving", flush=True)
-    store.save(Path(sys.argv[1]), step, x, {"n": step}, keep=2)
+    store.save_checkpoint(Path(sys.argv[1]), step, x, {"n": step}, keep=2)
 """
 
 
 def halves(directory):
-    """What is there of saves that have not ended."""
+    """Folders of unfinished saves."""
     return [p for p in directory.iterdir() if not p.name.isdigit()]
 
 
@@ -217,19 +220,19 @@ def test_a_save_that_was_killed_is_never_picked_up_and_is_cleaned_at_the_next(tm
         )
         assert process.stdout is not None
         process.stdout.readline()
-        until = time.monotonic() + 5  # digests come first, then the folder that is not whole yet
-        while not halves(directory) and time.monotonic() < until:
+        deadline = time.monotonic() + 5  # digests come first, then the folder that is not whole yet
+        while not halves(directory) and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(draw.uniform(0.0, 0.05))
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
         half += bool(halves(directory))
-        newest = store.latest(directory)
+        newest = store.find_latest_step(directory)
         assert newest is not None
         assert store.restore_extra(directory, newest) == {"n": newest}
         like = {"x": jax.ShapeDtypeStruct((12_500_000,), jnp.float32)}
-        assert store.restore(directory, newest, like)["x"].shape == (12_500_000,)
-        store.save(directory, 100, {"x": jnp.zeros(3)}, {}, keep=2)
+        assert store.restore_checkpoint(directory, newest, like)["x"].shape == (12_500_000,)
+        store.save_checkpoint(directory, 100, {"x": jnp.zeros(3)}, {}, keep=2)
         assert not halves(directory)
     assert half, "no kill fell into a save: this test showed nothing"

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxmoe.checkpoint.hf import load_params, save_params
-from jaxmoe.checkpoint.tensor_files import find_tensors, not_finite
+from jaxmoe.checkpoint.tensor_files import count_not_finite, find_tensors
 from jaxmoe.config import ConfigError, ModelConfig
 from jaxmoe.model.params import param_specs
 
@@ -66,9 +66,9 @@ def entry(**changes):
     return lambda h: h.update({SINKS: h[SINKS] | changes})
 
 
-def moved(by):
+def move_offsets(delta):
     def change(h):
-        h[SINKS]["data_offsets"] = [at + by for at in h[SINKS]["data_offsets"]]
+        h[SINKS]["data_offsets"] = [offset + delta for offset in h[SINKS]["data_offsets"]]
 
     return change
 
@@ -93,11 +93,13 @@ HEADERS = {
     "another shape": (entry(shape=[2, 2]), None, rf"{SINKS} must have shape \(4,\), got \(2, 2\)"),
     "one offset": (entry(data_offsets=[0]), None, f"{SINKS}.*two data_offsets"),
     "offsets swapped": (lambda h: h[SINKS]["data_offsets"].reverse(), None, f"{SINKS} must have"),
-    "negative offset": (moved(-(10**6)), None, f"{SINKS}.*must be integers of 0 or more"),
-    "overlap": (moved(-4), None, "must begin where the tensor before it ends"),
-    "past the end": (moved(10**6), None, "must begin where the tensor before it ends"),
-    "a gap": (lambda h: h.pop(SINKS), None, "digest without tensor|must begin where"),
-    "a name of two lines": (lambda h: h.update({"a\nb": h[SINKS]}), None, r"'a\\nb' is no name"),
+    "negative offset": (move_offsets(-(10**6)), None, f"{SINKS}.*must be integers of 0 or more"),
+    "overlap": (move_offsets(-4), None, "must begin at the end of the tensor before it"),
+    "past the end": (move_offsets(10**6), None, "must begin at the end of the tensor before it"),
+    "a gap": (lambda h: h.pop(SINKS), None, "digest without tensor|must begin at"),
+    "a name of two lines": (
+        lambda h: h.update({"a\nb": h[SINKS]}), None, r"'a\\nb' is not a printable name",
+    ),
     "metadata": (lambda h: h.update({"__metadata__": 1}), None, "__metadata__ must be an object"),
     "digests": (lambda h: h["__metadata__"].update(digests="x"), None, "must be a safetensors"),
 }  # fmt: skip
@@ -125,8 +127,8 @@ INDEXES = {
     "a list": (lambda text: '{"weight_map": []}', "must be an object of tensor names"),
     "a number": (lambda text: '{"weight_map": {"a": 3}}', "must be an object of tensor names"),
     "no file": (lambda text: text.replace("00001-of", "00009-of"), "00009-of.* is missing"),
-    "a path": (lambda text: text.replace("model-00001", "/model-00001"), "files beside it"),
-    "a NUL": (lambda text: text.replace("model-00001", "model\\u0000"), "files beside it"),
+    "a path": (lambda text: text.replace("model-00001", "/model-00001"), "files in its folder"),
+    "a NUL": (lambda text: text.replace("model-00001", "model\\u0000"), "files in its folder"),
     "no entry": (lambda text: text.replace(SINKS, "ghost"), f"also holds {SINKS}"),
 }
 
@@ -143,23 +145,23 @@ def test_an_index_that_cannot_be_is_refused(exported, tmp_path, fault):
 def test_two_sets_of_weights_in_one_folder_are_refused(exported, tmp_path):
     """transformers would read model.safetensors, we the index."""
     bad = shutil.copytree(exported / "shards", tmp_path / "bad")
-    (one,) = list(bad.glob("model-00001-*"))
-    shutil.copyfile(one, bad / "model.safetensors")
+    (first_shard,) = list(bad.glob("model-00001-*"))
+    shutil.copyfile(first_shard, bad / "model.safetensors")
     refused(bad, r"must hold one set of weights; model.safetensors and .*index.json are two")
 
 
 def test_an_index_of_one_file_alone_is_the_same_set(exported, tmp_path):
-    same = shutil.copytree(exported / "shards", tmp_path / "same")
-    for path in same.glob("model*"):
+    folder = shutil.copytree(exported / "shards", tmp_path / "same")
+    for path in folder.glob("model*"):
         path.unlink()
-    save_file({"a": np.zeros(3, np.float32)}, same / "model.safetensors")
+    save_file({"a": np.zeros(3, np.float32)}, folder / "model.safetensors")
     index = {"weight_map": {"a": "model.safetensors"}}
-    (same / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert find_tensors(same).keys() == {"a"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_tensors(folder).keys() == {"a"}
 
 
 def foreign(path, change=lambda header, data: None):
-    """As others write it: without digests."""
+    """Rewrite a file without digests, as other programs write it."""
     header, data = parts(path)
     header["__metadata__"] = {"format": "pt"}
     data = bytearray(data)
@@ -171,8 +173,8 @@ def foreign(path, change=lambda header, data: None):
 @pytest.mark.parametrize("name", [SINKS, DOWN])
 def test_weights_that_are_not_finite_are_named_and_counted(exported, tmp_path, name, value):
     def change(header, data):
-        at = header[name]["data_offsets"][0]
-        data[at : at + 8] = np.array([value, value], np.float32).tobytes()
+        offset = header[name]["data_offsets"][0]
+        data[offset : offset + 8] = np.array([value, value], np.float32).tobytes()
 
     bad = shutil.copytree(exported / "one", tmp_path / "bad")
     foreign(bad / "model.safetensors")
@@ -183,8 +185,8 @@ def test_weights_that_are_not_finite_are_named_and_counted(exported, tmp_path, n
 
 def test_a_weight_too_large_for_the_dtype_it_is_loaded_in_is_no_infinity(exported, tmp_path):
     def change(header, data):
-        at = header[SINKS]["data_offsets"][0]
-        data[at : at + 4] = np.array([3.4e38], np.float32).tobytes()
+        offset = header[SINKS]["data_offsets"][0]
+        data[offset : offset + 4] = np.array([3.4e38], np.float32).tobytes()
 
     bad = shutil.copytree(exported / "one", tmp_path / "bad")
     foreign(bad / "model.safetensors", change)
@@ -212,12 +214,12 @@ def test_scales_that_make_no_numbers_are_named(exported, tmp_path, scale, match)
 def test_what_is_not_finite_is_counted_from_the_bits(dtype):
     values = [0.0, -0.0, 1.0, np.nan, -np.nan, np.inf, -np.inf, np.finfo(np.float16).max]
     array = np.array([*values, ml_dtypes.finfo(dtype).smallest_subnormal], np.float32).astype(dtype)
-    assert not_finite(array) == np.count_nonzero(~np.isfinite(array.astype(np.float32))) == 4
+    assert count_not_finite(array) == np.count_nonzero(~np.isfinite(array.astype(np.float32))) == 4
 
 
 @pytest.mark.parametrize("dtype", ["shards", "packed"])
 def test_no_random_damage_of_our_own_export_is_silent(exported, tmp_path, dtype, faults=200):
-    draw, found = random.Random(0), 0
+    draw, n_found = random.Random(0), 0
     want = bits_of(load_params(exported / dtype, CFG, "float32"))
     files = sorted(p.name for p in (exported / dtype).glob("model*"))
     for fault in range(faults):
@@ -225,21 +227,21 @@ def test_no_random_damage_of_our_own_export_is_silent(exported, tmp_path, dtype,
         path = bad / draw.choice(files)
         raw = bytearray(path.read_bytes())
         end = len(raw) if fault % 2 or path.suffix == ".json" else len(raw) - len(parts(path)[1])
-        at = draw.randrange(end)
+        position = draw.randrange(end)
         if draw.random() < 0.8:
-            raw[at] ^= 1 << draw.randrange(8)
+            raw[position] ^= 1 << draw.randrange(8)
         else:
-            raw = raw[:at]
+            raw = raw[:position]
         path.write_bytes(raw)
         try:
-            got = load_params(bad, CFG, "float32")
+            loaded = load_params(bad, CFG, "float32")
         except ConfigError as error:
-            found += 1
+            n_found += 1
             assert "\n" not in str(error) and str(bad) in str(error)
         else:
-            assert bits_of(got) == want, f"{path.name} at {at} of {end}"
+            assert bits_of(loaded) == want, f"{path.name} at {position} of {end}"
         shutil.rmtree(bad)
-    assert found > faults / 2
+    assert n_found > faults / 2
 
 
 def test_a_bit_that_flips_in_a_file_of_others_is_not_seen_and_in_ours_is(exported, tmp_path):
@@ -251,7 +253,7 @@ def test_a_bit_that_flips_in_a_file_of_others_is_not_seen_and_in_ours_is(exporte
     raw = bytearray(data)
     flip(header, raw)
     write(bad / "model.safetensors", header, bytes(raw))
-    refused(bad, f"{SINKS} has other bits than were written")
+    refused(bad, f"{SINKS} differs from the digest in its file")
     foreign(bad / "model.safetensors")
     load_params(bad, CFG, "float32")
 

@@ -25,7 +25,7 @@ VERL = {
 }  # fmt: skip
 
 
-def _file(tmp_path, *rows, name="a.jsonl"):
+def _write_file(tmp_path, *rows, name="a.jsonl"):
     path = tmp_path / name
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
@@ -42,10 +42,10 @@ def test_a_chat_is_its_last_turn_what_came_before_and_a_system_prompt():
 
 def test_a_file_keeps_every_column_of_verls_and_trls_rows(tmp_path):
     trl = {"prompt": "q", "solution": "$4$", "level": 3}
-    source = open_source(_file(tmp_path, VERL, trl))
+    source = open_source(_write_file(tmp_path, VERL, trl))
     assert [source[i].answer for i in range(2)] == ["4", "$4$"]
     assert [source[i].columns for i in range(2)] == [VERL, trl]
-    assert source[1].where.endswith("a.jsonl:2")
+    assert source[1].location.endswith("a.jsonl:2")
 
 
 def test_verls_parquet_reads_like_its_jsonl(tmp_path):
@@ -57,17 +57,17 @@ def test_verls_parquet_reads_like_its_jsonl(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("answer", "text", "right", "wrong"),
+    ("answer", "text", "correct", "incorrect"),
     [
         (7, "7", "It is 7", "8"), (-0.5, "-0.5", "-1/2", "0.5"), (1e-7, "0.0000001", "1e-7", "1"),
         (["four", 4], "four", "4.0", "five"), (4.0, "4.0", "4", "5"),
     ],
 )  # fmt: skip
-def test_numbers_and_lists_are_answers(tmp_path, answer, text, right, wrong):
-    source = open_source(_file(tmp_path, {"question": "q", "answer": answer}))
+def test_numbers_and_lists_are_answers(tmp_path, answer, text, correct, incorrect):
+    source = open_source(_write_file(tmp_path, {"question": "q", "answer": answer}))
     assert source[0].answer == text and source.score(text, 0) == 1.0
-    assert source.score(wrong, 0) == 0.0
-    assert source.score(right, 0) == 1.0
+    assert source.score(incorrect, 0) == 0.0
+    assert source.score(correct, 0) == 1.0
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
@@ -77,7 +77,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
 
 
 def test_an_answer_is_needed_where_nothing_else_scores(tmp_path):
-    path = _file(tmp_path, {"prompt": "q"}, {"prompt": "p", "answer": {"x": 1}})
+    path = _write_file(tmp_path, {"prompt": "q"}, {"prompt": "p", "answer": {"x": 1}})
     with pytest.raises(ConfigError, match=r"a\.jsonl:1 must have a column answer, ground_truth"):
         open_source(path)
     source = open_source(path, answers=False)
@@ -87,7 +87,7 @@ def test_an_answer_is_needed_where_nothing_else_scores(tmp_path):
 
 def test_the_same_question_under_another_system_prompt_is_another_row(tmp_path):
     rows = [{"prompt": "go on", "system": f"You are {i}.", "answer": "1"} for i in range(6)]
-    train, held_out = open_split(_file(tmp_path, *rows, *rows), {}, 4, 2, 0)
+    train, held_out = open_split(_write_file(tmp_path, *rows, *rows), {}, 4, 2, 0)
     prompts = [source[i].system for source in (train, held_out) for i in range(len(source))]
     assert sorted(prompts) == [f"You are {i}." for i in range(6)]
 
@@ -121,7 +121,7 @@ def test_openais_content_parts_and_a_column_messages_are_read():
     row = read_row("a:1", {"messages": chat, "answer": "4"}, answers=True)
     assert row.question == "2+2\n=" and row.columns["messages"] is chat
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
-    with pytest.raises(ConfigError, match=r"messages\[0\] \(the last\) must have a role, user"):
+    with pytest.raises(ConfigError, match=r"messages\[0\] \(the last\) must have a role .user"):
         read_row("a:1", {"messages": image, "answer": "4"}, answers=True)
 
 
@@ -133,14 +133,14 @@ def test_a_turn_that_calls_a_tool_is_refused():
 
 def test_verls_columns_stored_as_json_are_read(tmp_path):
     stored = {**VERL, **{k: json.dumps(VERL[k]) for k in ("prompt", "reward_model", "extra_info")}}
-    row = open_source(_file(tmp_path, stored))[0]
+    row = open_source(_write_file(tmp_path, stored))[0]
     assert (row.question, row.answer, row.columns) == ("2+2=", "4", VERL)
     with pytest.raises(ConfigError, match="reward_model looks like an object stored as text"):
         read_row("a:1", {"prompt": "q", "reward_model": "{ground_truth"}, answers=True)
 
 
 def test_a_boolean_is_an_answer_as_python_and_as_json_write_it(tmp_path):
-    source = open_source(_file(tmp_path, {"question": "q", "answer": False}))
+    source = open_source(_write_file(tmp_path, {"question": "q", "answer": False}))
     assert source[0].answer == "False"
     assert [source.score(t, 0) for t in ("False", "false", "True", "0")] == [1.0, 1.0, 0.0, 0.0]
 

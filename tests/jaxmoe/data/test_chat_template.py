@@ -23,23 +23,23 @@ TURNS = """\
 {%- if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"""
 CHAT = Row(
     " 2+2= ", "4", earlier=(Message("user", "1+1="), Message("assistant", "2")), system="Brief.",
-    chat=True, where="a:3",
+    chat=True, location="a:3",
 )  # fmt: skip
 
 
-def made(text, **changes):
+def make_template(text, **changes):
     return Template("auto", chat=ChatTemplate(text, {"bos_token": "<|startoftext|>"}), **changes)
 
 
 def test_a_chat_is_rendered_and_a_plain_text_stays_one():
-    text, tokens = made(TURNS).render(CHAT, BYTES)
+    text, tokens = make_template(TURNS).render(CHAT, BYTES)
     assert text == (
         "<|start|>system<|message|>Brief.<|end|>\n<|start|>user<|message|>1+1=<|end|>\n"
         "<|start|>assistant<|message|>2<|end|>\n<|start|>user<|message|>2+2=<|end|>\n"
         "<|start|>assistant<|message|>"
     )
     assert BYTES.decode(tokens) == text and tokens == BYTES.encode(text, specials=True)
-    assert made(TURNS).render(Row("2+2=", "4"), BYTES) == ("2+2=", list(b"2+2="))
+    assert make_template(TURNS).render(Row("2+2=", "4"), BYTES) == ("2+2=", list(b"2+2="))
 
 
 def test_a_row_of_a_file_knows_whether_it_is_a_chat():
@@ -61,7 +61,7 @@ def test_a_chat_without_a_template_is_refused_and_not_trained_on_as_bare_text():
     with pytest.raises(ConfigError, match=r"a:3 is a chat, and the tokenizer has no chat template"):
         Template("auto").render(CHAT, BYTES)
     assert Template("{question}").render(Row("2+2=", "4", chat=True), BYTES)[0] == "2+2="
-    with pytest.raises(ConfigError, match="data.system needs a place"):
+    with pytest.raises(ConfigError, match="data.system needs a field"):
         Template("auto", system="Brief.").render(Row("2+2=", "4"), BYTES)
 
 
@@ -72,13 +72,15 @@ HOSTILE = st.lists(
 
 
 @given(HOSTILE, HOSTILE)
-def test_special_strings_of_a_row_stay_text(said, asked):
-    row = Row(asked, "4", earlier=(Message("user", said), Message("assistant", "ok")), chat=True)
-    text, tokens = made(TURNS).render(row, BYTES)
+def test_special_strings_of_a_row_stay_text(first_turn, question):
+    row = Row(
+        question, "4", earlier=(Message("user", first_turn), Message("assistant", "ok")), chat=True
+    )
+    text, tokens = make_template(TURNS).render(row, BYTES)
     assert BYTES.decode(tokens) == text
     plain = Row("", "4", earlier=(Message("user", ""), Message("assistant", "ok")), chat=True)
     specials = [i for i in tokens if i >= 256]
-    assert specials == [i for i in made(TURNS).render(plain, BYTES)[1] if i >= 256]
+    assert specials == [i for i in make_template(TURNS).render(plain, BYTES)[1] if i >= 256]
 
 
 @pytest.mark.parametrize(
@@ -87,13 +89,13 @@ def test_special_strings_of_a_row_stay_text(said, asked):
      "{{ messages[0].content | upper }}"],
 )  # fmt: skip
 def test_a_row_whose_special_strings_cannot_be_told_from_the_templates_is_refused(template):
-    row = Row("a<|end|>b", "4", chat=True, where="a:1")
-    with pytest.raises(ConfigError, match=r"a:1 holds <\|end\|>, which .* cannot be told"):
-        made(template).render(row, BYTES)
+    row = Row("a<|end|>b", "4", chat=True, location="a:1")
+    with pytest.raises(ConfigError, match=r"a:1 holds <\|end\|>, which .* cannot be distinguished"):
+        make_template(template).render(row, BYTES)
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ raise_exception('no system, please') }}", "no system, please"),
         ("{% if %}", "Expected an expression"),
@@ -106,16 +108,16 @@ def test_a_row_whose_special_strings_cannot_be_told_from_the_templates_is_refuse
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
     ],
 )
-def test_a_template_that_fails_or_breaks_out_is_one_line_that_names_the_row(template, said):
-    with pytest.raises(ConfigError, match=said) as caught:
-        made(template).render(CHAT, BYTES)
+def test_a_template_that_fails_or_breaks_out_is_one_line_that_names_the_row(template, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_template(template).render(CHAT, BYTES)
     assert "must render a:3" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_templates_get_the_tokens_the_date_of_the_start_and_json_as_it_is():
-    now = datetime.datetime(2026, 2, 3)
+    start = datetime.datetime(2026, 2, 3)
     text = "{{ bos_token }}{{ strftime_now('%d %B') }}{{ messages[0].content | tojson }}{{ x }}"
-    rendered = ChatTemplate(text, {"bos_token": "<s>"}, now).render([Message("user", "<é'>")])
+    rendered = ChatTemplate(text, {"bos_token": "<s>"}, start).render([Message("user", "<é'>")])
     assert rendered == '<s>03 February"<é\'>"'
     effort = Template("auto", "", "low", ChatTemplate("{{ reasoning_effort }}", {}))
     assert effort.render(CHAT, BYTES)[0] == "low"
@@ -130,16 +132,16 @@ def test_the_template_is_looked_for_where_transformers_keeps_it(tmp_path):
     named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     for written, text in (("c", "c"), (named, "d"), (named[:1], None)):
         file.write_text(json.dumps(settings | {"chat_template": written}))
-        found = load_chat_template(str(tmp_path / "tokenizer.json"))
-        assert (found and found.text) == text
+        loaded = load_chat_template(str(tmp_path / "tokenizer.json"))
+        assert (loaded and loaded.text) == text
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
-    found = load_chat_template(str(tmp_path))
-    assert found.text == "{{ eos_token }}" and found.render([]) == "<|return|>"
-    assert Template("auto", chat=found).render(CHAT, HFTokenizer(tmp_path))[1] == [258]
+    loaded = load_chat_template(str(tmp_path))
+    assert loaded.text == "{{ eos_token }}" and loaded.render([]) == "<|return|>"
+    assert Template("auto", chat=loaded).render(CHAT, HFTokenizer(tmp_path))[1] == [258]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("chat_template.jinja", b"\xff", "must be UTF-8"),
         ("chat_template.jinja", b"x" * 1_000_001, "at most 1,000,000 bytes"),
@@ -147,8 +149,8 @@ def test_the_template_is_looked_for_where_transformers_keeps_it(tmp_path):
         ("tokenizer_config.json", b"[]", "must be a JSON object"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, name, content, said):
+def test_a_damaged_file_is_named(tmp_path, name, content, message):
     write_byte_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name} {said}|{name} must have {said}"):
+    with pytest.raises(ConfigError, match=f"{name} {message}|{name} must have {message}"):
         load_chat_template(str(tmp_path))

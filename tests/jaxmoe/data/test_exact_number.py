@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.data.exact_number import last_number, read_number
+from jaxmoe.data.exact_number import read_last_number, read_number
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_every_fraction_reads_as_itself(value):
     top, bottom = value.as_integer_ratio()
     assert read_number(f"{top}/{bottom}") == value
     assert read_number(rf"\dfrac{{{top}}}{{{bottom}}}") == value
-    assert last_number(f"It is {top}/{bottom}.") == value
+    assert read_last_number(f"It is {top}/{bottom}.") == value
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6), st.integers(-300, 300))
@@ -79,10 +79,10 @@ def test_decimals_keep_every_digit(value, exponent):
 
 @given(st.text())
 def test_any_text_can_be_read(text):
-    for value in (read_number(text), read_number(text, units=True), last_number(text)):
+    for value in (read_number(text), read_number(text, units=True), read_last_number(text)):
         assert value is None or isinstance(value, Fraction)
 
 
 def test_a_number_that_is_cut_off_by_the_window_is_none():
-    assert last_number("1" + "0" * 2000) is None
-    assert last_number("x " * 3000 + "17") == 17
+    assert read_last_number("1" + "0" * 2000) is None
+    assert read_last_number("x " * 3000 + "17") == 17

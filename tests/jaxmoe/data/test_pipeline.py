@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmoe.data.files import FileSource
-from jaxmoe.data.pipeline import make_prompt, prompts
+from jaxmoe.data.pipeline import make_prompt, stream_prompts
 from jaxmoe.data.rows import Row
 from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import ByteTokenizer
@@ -22,91 +22,96 @@ SETTINGS = {
 }
 
 
-def _stream(source=SOURCE, **changes):
-    return prompts(source, ByteTokenizer(), **(SETTINGS | changes))
+def _make_stream(source=SOURCE, **changes):
+    return stream_prompts(source, ByteTokenizer(), **(SETTINGS | changes))
 
 
-def _ids(stream, steps):
+def _read_ids(stream, steps):
     return [[prompt.id for prompt in next(stream)] for _ in range(steps)]
 
 
 def test_a_prompt_carries_its_row_text_tokens_and_answer():
-    for prompt in next(_stream()):
+    for prompt in next(_make_stream()):
         assert prompt.text == f"q{prompt.id}="
         assert prompt.tokens == tuple(prompt.text.encode())
         assert prompt.answer == str(prompt.id)
 
 
 def test_each_epoch_covers_every_row_once_in_a_new_order():
-    epochs = [sum(_ids(stream, 3), []) for stream in [_stream()] for _ in range(3)]
+    epochs = [sum(_read_ids(stream, 3), []) for stream in [_make_stream()] for _ in range(3)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(12))
 
 
 def test_without_shuffling_every_epoch_has_the_order_of_the_source():
-    stream = _stream(shuffle=False)
-    assert sum(_ids(stream, 6), []) == [*range(12), *range(12)]
+    stream = _make_stream(shuffle=False)
+    assert sum(_read_ids(stream, 6), []) == [*range(12), *range(12)]
 
 
 def test_the_epoch_says_how_often_all_rows_were_read_and_resumes():
-    stream, again = _stream(), _stream()
+    stream, resumed = _make_stream(), _make_stream()
     assert stream.epoch == 0.0
-    _ids(stream, 4)
-    again.set_state(stream.get_state())
-    assert stream.epoch == again.epoch == 4 / 3
+    _read_ids(stream, 4)
+    resumed.set_state(stream.get_state())
+    assert stream.epoch == resumed.epoch == 4 / 3
 
 
 @pytest.mark.parametrize("per_step", [1, 5, 15])
 def test_an_epoch_need_not_be_a_whole_number_of_steps(per_step):
-    flat = sum(_ids(_stream(prompts_per_step=per_step), 60 // per_step), [])
+    flat = sum(_read_ids(_make_stream(prompts_per_step=per_step), 60 // per_step), [])
     assert all(sorted(flat[i : i + 12]) == list(range(12)) for i in range(0, 60, 12))
 
 
 @given(count=st.sampled_from([1, 2, 3, 6]), seed=st.integers(0, 2**40))
 def test_shards_put_side_by_side_are_the_single_process_step(count, seed):
-    whole = _ids(_stream(prompts_per_step=6, seed=seed), 5)
+    expected = _read_ids(_make_stream(prompts_per_step=6, seed=seed), 5)
     shards = [
-        _ids(_stream(prompts_per_step=6, seed=seed, shard_index=i, shard_count=count), 5)
+        _read_ids(_make_stream(prompts_per_step=6, seed=seed, shard_index=i, shard_count=count), 5)
         for i in range(count)
     ]
-    assert [sum(parts, []) for parts in zip(*shards, strict=True)] == whole
+    assert [sum(parts, []) for parts in zip(*shards, strict=True)] == expected
 
 
 def test_the_seed_decides_the_order():
-    assert _ids(_stream(), 3) == _ids(_stream(), 3) != _ids(_stream(seed=6), 3)
+    assert (
+        _read_ids(_make_stream(), 3)
+        == _read_ids(_make_stream(), 3)
+        != _read_ids(_make_stream(seed=6), 3)
+    )
 
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3, 7])
 def test_a_restored_stream_goes_on_at_the_exact_element(before):
-    whole = _ids(_stream(prompts_per_step=5), before + 6)
-    first = _stream(prompts_per_step=5)
-    _ids(first, before)
+    expected = _read_ids(_make_stream(prompts_per_step=5), before + 6)
+    first = _make_stream(prompts_per_step=5)
+    _read_ids(first, before)
     state = json.loads(json.dumps(first.get_state()))
-    second = _stream(prompts_per_step=5)
-    _ids(second, 2)
+    second = _make_stream(prompts_per_step=5)
+    _read_ids(second, 2)
     second.set_state(state)
-    assert _ids(second, 6) == whole[before:]
+    assert _read_ids(second, 6) == expected[before:]
     first.set_state(state)
-    assert _ids(first, 6) == whole[before:]
+    assert _read_ids(first, 6) == expected[before:]
 
 
 def test_a_state_does_not_depend_on_the_process_count():
-    one = _stream()
-    two = _stream(shard_index=1, shard_count=2)
-    _ids(one, 3), _ids(two, 3)
-    assert one.get_state() == two.get_state()
+    single = _make_stream()
+    shard = _make_stream(shard_index=1, shard_count=2)
+    _read_ids(single, 3), _read_ids(shard, 3)
+    assert single.get_state() == shard.get_state()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"seed": 6}, "seed was 5, is 6"), ({"prompts_per_step": 6}, "4, is 6")]
+    ("change", "message"),
+    [({"seed": 6}, "seed was 5 and is now 6"), ({"prompts_per_step": 6}, "4 and is now 6")],
 )
 def test_the_state_of_another_stream_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        _stream(**change).set_state(_stream().get_state())
+        _make_stream(**change).set_state(_make_stream().get_state())
 
 
 def test_a_long_prompt_names_its_row_length_and_option():
-    stream = _stream(FileSource((Row("short", "1"), Row("é" * 5, "1"))), prompts_per_step=2)
+    stream = _make_stream(FileSource((Row("short", "1"), Row("é" * 5, "1"))), prompts_per_step=2)
     with pytest.raises(ValueError, match=r"\(9\) tokens; row 1 has 11.*max_prompt_tokens=11"):
         next(stream)
 
@@ -119,9 +124,9 @@ def test_a_template_must_hold_the_question_once(template):
 
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"prompts_per_step \(4\).*multiple of the 3 processes"):
-        _stream(shard_count=3)
+        _make_stream(shard_count=3)
     with pytest.raises(ValueError, match=r"shard_index \(2\) must be in 0\.\.1"):
-        _stream(shard_index=2, shard_count=2)
+        _make_stream(shard_index=2, shard_count=2)
 
 
 def test_specials_of_the_template_are_ids_and_those_of_a_question_are_text():

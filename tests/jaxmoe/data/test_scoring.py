@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmoe.data.scoring import harmless, score_checked, score_text
+from jaxmoe.data.scoring import is_safe_to_evaluate, score_checked, score_text
 
-PLAIN = {"evaluates": False, "symbolic": False}
+PLAIN = {"runs_code": False, "runs_sympy": False}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_number_counts_however_it_is_written(response, gold):
     assert score_text(response, gold) == 1.0
 
 
-WAYS = (
+SENTENCES = (
     "{}", "It is {}.", "#### {}", "#### ${}", r"\boxed{{{}}}", r"so $\boxed{{\$ {}}}$", "**{}**",
     "The answer is {}.", "The answer is {} apples a day", "2 + 2 = {}", "1, 2 and\n{}",
     r"\boxed{{x = {}\text{{ cm}}}}",
@@ -93,46 +93,48 @@ WAYS = (
 NUMBERS = st.integers(-(10**12), 10**12)
 
 
-@given(NUMBERS, st.sampled_from(WAYS), st.sampled_from(["", ",", ".0", "000"]))
-def test_a_number_equals_itself_in_any_format_and_in_any_sentence(value, way, form):
+@given(NUMBERS, st.sampled_from(SENTENCES), st.sampled_from(["", ",", ".0", "000"]))
+def test_a_number_equals_itself_in_any_format_and_in_any_sentence(value, sentence, form):
     text = f"{value:,}" if form == "," else f"{value}.000" if form else str(value)
-    assert score_text(way.format(text), str(value)) == 1.0
+    assert score_text(sentence.format(text), str(value)) == 1.0
 
 
-@given(NUMBERS, st.sampled_from(WAYS), st.data())
-def test_a_number_with_one_other_digit_is_wrong(value, way, data):
+@given(NUMBERS, st.sampled_from(SENTENCES), st.data())
+def test_a_number_with_one_other_digit_is_wrong(value, sentence, data):
     digits = list(str(value))
-    at = data.draw(st.integers(digits[0] == "-", len(digits) - 1))
-    digits[at] = data.draw(st.sampled_from([d for d in "0123456789" if d != digits[at]]))
-    assert score_text(way.format("".join(digits)), str(value)) == 0.0
+    position = data.draw(st.integers(digits[0] == "-", len(digits) - 1))
+    digits[position] = data.draw(
+        st.sampled_from([d for d in "0123456789" if d != digits[position]])
+    )
+    assert score_text(sentence.format("".join(digits)), str(value)) == 0.0
 
 
 CONTINUES = [*"^_/×*²³⁵½eExabz\\√0٣", "e5", "e-2", "^{2}", "_{2}", "/7", "\\pi", ".5", ",5", " 000"]
 
 
 @given(
-    st.integers(1, 10**6), st.sampled_from(CONTINUES), st.booleans(), st.sampled_from(WAYS)
+    st.integers(1, 10**6), st.sampled_from(CONTINUES), st.booleans(), st.sampled_from(SENTENCES)
 )  # fmt: skip
-def test_a_number_that_anything_continues_is_not_that_number(value, junk, after, way):
-    if "cm" in way or (not after and junk[0] in ".,") or (junk == "0" and not after):
+def test_a_number_that_anything_continues_is_not_that_number(value, junk, after, sentence):
+    if "cm" in sentence or (not after and junk[0] in ".,") or (junk == "0" and not after):
         return  # ".51" and "051" are numbers of their own; a unit's exponent is a unit's
     text = f"{value}{junk}" if after else f"{junk}{value}"
-    assert score_text(way.format(text), str(value)) == 0.0
+    assert score_text(sentence.format(text), str(value)) == 0.0
 
 
 @given(st.integers(1, 999_999), st.text("0123456789,. /^_e-x²", min_size=1, max_size=4))
 def test_only_another_way_to_write_the_same_value_is_paid(value, junk):
-    """By an oracle that knows only decimals: no digits with something else are the number."""
+    """Compare with an oracle that reads only decimals: digits with anything else are wrong."""
     text = f"{value}{junk}"
     try:
-        same = float(text.replace(" ", "~")) == value
+        is_equal = float(text.replace(" ", "~")) == value
     except ValueError:
-        same = False
+        is_equal = False
     punctuation = not junk.strip(" .,") and ".." not in junk
-    assert score_text(f"\\boxed{{{text}}}", str(value)) <= float(same or punctuation)
+    assert score_text(f"\\boxed{{{text}}}", str(value)) <= float(is_equal or punctuation)
 
 
-def _gsm8k():
+def _make_gsm8k_golds():
     """Gold answers in the form of GSM8K: a solution with calculator notes, and #### at its end."""
     golds = [str(n) for n in (*range(0, 1000, 3), *range(1000, 10**6, 3001))]
     golds = [gold if i % 3 else f"{int(gold):,}" for i, gold in enumerate(golds)]
@@ -145,17 +147,17 @@ def _check_gsm8k(golds):
         solution, _, answer = gold.rpartition("####")
         value = int(answer.replace(",", ""))
         assert score_text(gold, gold) == 1.0
-        for j, way in enumerate(WAYS):
+        for j, sentence in enumerate(SENTENCES):
             if (i + j) % 4 == 0:
-                assert score_text(solution + "\n" + way.format(answer.strip()), gold) == 1.0
-                wrong = str(value + 1 + j)
-                assert score_text(solution + "\n" + way.format(wrong), gold) == 0.0
+                assert score_text(solution + "\n" + sentence.format(answer.strip()), gold) == 1.0
+                wrong_answer = str(value + 1 + j)
+                assert score_text(solution + "\n" + sentence.format(wrong_answer), gold) == 0.0
                 checked += 1
     return checked
 
 
 def test_two_thousand_variants_of_gsm8ks_answers_are_right_and_as_many_others_wrong():
-    assert _check_gsm8k(_gsm8k()) >= 1_990
+    assert _check_gsm8k(_make_gsm8k_golds()) >= 1_990
 
 
 def test_all_of_gsm8ks_test_answers_are_right_where_it_is_installed():
@@ -168,7 +170,7 @@ def test_all_of_gsm8ks_test_answers_are_right_where_it_is_installed():
 
 
 def test_a_long_response_is_scored_at_once():
-    began = time.perf_counter()
+    start = time.perf_counter()
     for text in (
         "9" * 10**6,
         "(" * 10**6 + "5",
@@ -180,7 +182,7 @@ def test_a_long_response_is_scored_at_once():
     ):
         for form in ("{}", "#### {}", "\\boxed{{{}}}", "The answer is {}"):
             assert score_text(form.format(text), "7") == 0.0
-    assert time.perf_counter() - began < 10.0
+    assert time.perf_counter() - start < 10.0
 
 
 @given(response=st.text(), gold=st.text())
@@ -201,12 +203,12 @@ def test_partial_credit_is_no_credit():
 
 
 def test_a_check_that_pays_garbage_falls_back_to_equal_text():
-    def halting(text):
+    def accept_all_but_true(text):
         return float(text != "True")
 
-    assert score_checked("no idea", "False", halting, **PLAIN) == 0.0
-    assert score_checked(" False\n", "False", halting, **PLAIN) == 1.0
-    assert score_checked("no idea", None, halting, **PLAIN) == 0.0
+    assert score_checked("no idea", "False", accept_all_but_true, **PLAIN) == 0.0
+    assert score_checked(" False\n", "False", accept_all_but_true, **PLAIN) == 1.0
+    assert score_checked("no idea", None, accept_all_but_true, **PLAIN) == 0.0
 
 
 def test_the_response_is_stripped():
@@ -240,7 +242,7 @@ def test_the_response_is_stripped():
 )
 def test_code_never_reaches_an_evaluating_scorer(text, symbolic):
     ran = []
-    kind = {"evaluates": True, "symbolic": symbolic}
+    kind = {"runs_code": True, "runs_sympy": symbolic}
     score = score_checked(text, "7", lambda answer: ran.append(answer) or 0.0, **kind)
     assert score == 0.0
     runs = not symbolic and text.startswith("--")  # a literal: nothing to run or to simplify
@@ -257,7 +259,7 @@ def _is_not_python(text):
 
 @pytest.mark.parametrize("text", ["sin('x')", "9999999!", "print`1`", "'24'"])
 def test_text_that_sympy_would_rewrite_is_no_answer(text):
-    assert not harmless(text, symbolic=True)
+    assert not is_safe_to_evaluate(text, runs_sympy=True)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +268,9 @@ def test_text_that_sympy_would_rewrite_is_no_answer(text):
     + ["(4.051, -5.487)", "2240*x**3 + exp(2*x)", "13", "x**0"],
 )
 def test_honest_expressions_pass(text):
-    assert harmless(text, symbolic=True)
+    assert is_safe_to_evaluate(text, runs_sympy=True)
 
 
 @pytest.mark.parametrize("text", ['[["a", "b"], ["c"]]', '{"a": true}', "_ _ Q\nQ _ _", "1 2 3"])
 def test_honest_literals_and_boards_pass(text):
-    assert harmless(text, symbolic=False)
+    assert is_safe_to_evaluate(text, runs_sympy=False)

@@ -17,16 +17,16 @@ TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 GARBAGE = ("zzz", "?!", "banana banana", "", "   ", "True or False", "[[", "__import__('os')")
 
 
-def _names():
-    factory = gym._gym_factory()
+def _list_tasks():
+    factory = gym._import_gym_factory()
     assert factory is not None
     return sorted(factory.DATASETS)
 
 
 def _check_task(name, indices=(0,)):
     options = {"datasets": [{"name": "gcd", "weight": 1.0, "config": {}}]}
-    given = options if name == "composite" else {}
-    source = open_source(f"reasoning_gym:{name}", options=given, size=8, seed=3)
+    used_options = options if name == "composite" else {}
+    source = open_source(f"reasoning_gym:{name}", options=used_options, size=8, seed=3)
     for index in indices:
         row = source[index]
         assert row.question.strip()
@@ -34,12 +34,12 @@ def _check_task(name, indices=(0,)):
             assert source.score(text, index) == 0.0, (name, text, row.answer)
         if row.answer is not None:
             assert source.score(f" {row.answer}\n", index) == 1.0, (name, row.answer)
-            wrong = f"{row.answer} {row.answer}"
-            assert source.score(wrong, index) in (0.0, 1.0)
+            repeated = f"{row.answer} {row.answer}"
+            assert source.score(repeated, index) in (0.0, 1.0)
 
 
 def test_every_task_pays_its_own_answer_and_no_garbage():
-    for name in _names():
+    for name in _list_tasks():
         if name not in SLOW:
             _check_task(name)
 
@@ -53,7 +53,7 @@ def test_slow_tasks_pay_their_own_answer_and_no_garbage(name):
 @pytest.mark.slow
 @pytest.mark.extended  # the first row of each is above
 def test_every_row_of_every_task_pays_no_garbage():
-    for name in _names():
+    for name in _list_tasks():
         _check_task(name, range(8))
 
 
@@ -116,7 +116,7 @@ def test_an_unknown_task_or_option_says_what_to_type(task, options, size, messag
     assert message in str(caught.value)
 
 
-def _write(path, rows):
+def _write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
@@ -126,7 +126,7 @@ def test_a_jsonl_is_read_with_either_names_and_scored_by_number(tmp_path):
         {"prompt": "2+2=", "answer": "two and two\n#### 4", "idx": 0},
         {"question": "line\u2028break é😀", "ground_truth": "1,000", "more": [1]},
     ]
-    source = open_source(_write(tmp_path / "a.jsonl", rows))
+    source = open_source(_write_jsonl(tmp_path / "a.jsonl", rows))
     assert [source[i].question for i in range(2)] == ["2+2=", "line\u2028break é😀"]
     assert source[0].answer == "two and two\n#### 4"
     assert source.score("It is 4", 0) == 1.0 and source.score("It is 5", 0) == 0.0
@@ -143,25 +143,28 @@ def test_a_jsonl_is_read_with_either_names_and_scored_by_number(tmp_path):
         (b"\n\n", "is empty"),
         (b'{"question": "a", "answer": "b"}\n\n{"question": ', "a.jsonl:3 must be one JSON object"),
         (b'{"question": "\xff", "answer": "b"}', "a.jsonl:1 must be one JSON object in UTF-8"),
-        (b'{"question": "a", "answer": {}}', "a.jsonl:1: answer must be a text"),
-        (b'{"question": "a", "answer": NaN}', "a.jsonl:1: answer must be a text"),
-        (b'{"question": "a", "answer": ["b", " "]}', "a.jsonl:1: answer must be a text"),
-        (b'{"question": "a", "answer": []}', "a.jsonl:1: answer must be a text"),
+        (b'{"question": "a", "answer": {}}', "a.jsonl:1: answer must be a non-empty text"),
+        (b'{"question": "a", "answer": NaN}', "a.jsonl:1: answer must be a non-empty text"),
+        (b'{"question": "a", "answer": ["b", " "]}', "a.jsonl:1: answer must be a non-empty text"),
+        (b'{"question": "a", "answer": []}', "a.jsonl:1: answer must be a non-empty text"),
         (b"[" * 100_000, "a.jsonl:1 must be one JSON object"),
-        (b'{"prompt": [], "answer": "b"}', "a.jsonl:1: prompt must be a text"),
+        (b'{"prompt": [], "answer": "b"}', "a.jsonl:1: prompt must be a non-empty text"),
         (b'{"prompt": [{"role": "user"}], "answer": "b"}', "prompt[0] (the last) must have a"),
         (
             b'{"prompt": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}], '
             b'"answer": "b"}',
-            "prompt[0] must have a role, system or developer or user or assistant",
+            "prompt[0] must have a role (system or developer or user or assistant)",
         ),
-        (b'{"prompt": "a", "answer": "b", "system": 3}', "a.jsonl:1: system must be a text"),
+        (
+            b'{"prompt": "a", "answer": "b", "system": 3}',
+            "a.jsonl:1: system must be a text",
+        ),
         (
             b'{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], '
             b'"answer": "b", "system": "z"}',
             "must have one system prompt",
         ),
-        (b'{"question": " ", "answer": "4"}', "a.jsonl:1: question must be a text"),
+        (b'{"question": " ", "answer": "4"}', "a.jsonl:1: question must be a non-empty text"),
         (
             b'{"question": "a", "reply": "4"}',
             "answer, ground_truth or solution; it has question, reply",
@@ -188,7 +191,7 @@ def test_a_parquet_file_reads_like_a_jsonl(tmp_path):
     source = open_source(str(path))
     assert [source[i].answer for i in range(2)] == ["1", "2"]
     parquet.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), path)
-    with pytest.raises(ValueError, match=r"a\.parquet:2: answer must be a text.*None"):
+    with pytest.raises(ValueError, match=r"a\.parquet:2: answer must be a non-empty text.*None"):
         open_source(str(path))
     parquet.write_table(pa.table({"q": ["a"]}), path)
     with pytest.raises(ValueError, match="must have a column prompt, question or messages"):
@@ -209,7 +212,7 @@ def test_a_package_s_file_is_read_without_importing_it(tmp_path, monkeypatch):
     package = tmp_path / "never_import_me"
     (package / "data").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError")
-    _write(package / "data" / "a.jsonl", [{"question": "a", "answer": "1"}])
+    _write_jsonl(package / "data" / "a.jsonl", [{"question": "a", "answer": "1"}])
     monkeypatch.syspath_prepend(str(tmp_path))
     assert open_source("package:never_import_me/data/a.jsonl")[0].answer == "1"
     with pytest.raises(ValueError, match="there is no"):
@@ -224,17 +227,19 @@ def test_gsm8k_reads_where_it_is_installed():
     assert all(source.score(source[i].answer or "", i) == 1.0 for i in range(200))
 
 
-def _questions(source):
+def _list_questions(source):
     return [source[i].question.strip() for i in range(len(source))]
 
 
 def test_no_held_out_question_is_trained_on_even_in_a_tiny_task():
     train, held_out = open_split(CHAIN, TINY, 400, 60, 7)
-    seen, asked = _questions(train), _questions(held_out)
-    assert len(seen) == 400 and len(asked) == len(set(asked)) == 60
-    assert not set(seen) & set(asked)
+    trained, held_out_questions = _list_questions(train), _list_questions(held_out)
+    assert len(trained) == 400 and len(held_out_questions) == len(set(held_out_questions)) == 60
+    assert not set(trained) & set(held_out_questions)
     plain = open_source(CHAIN, options=TINY, size=400, seed=7)
-    assert set(_questions(plain)) & set(asked), "the task must be small enough to collide"
+    assert set(_list_questions(plain)) & set(held_out_questions), (
+        "the task must be small enough to collide"
+    )
     answer = train[5].answer
     assert answer is not None and train.score(answer, 5) == 1.0
     assert held_out.score(str(held_out[0].answer), 0) == 1.0
@@ -245,17 +250,21 @@ def test_a_task_with_too_few_questions_says_how_many_it_has():
     with pytest.raises(ValueError, match=r"held_out_rows \(50\).*--set data\.held_out_rows="):
         open_split("reasoning_gym:coin_flip", coin, 20, 50, 0)
     with pytest.raises(ValueError, match=r"must leave questions to train on.*held_out_rows="):
-        total = len(set(_questions(open_source("reasoning_gym:coin_flip", options=coin, size=99))))
+        total = len(
+            set(_list_questions(open_source("reasoning_gym:coin_flip", options=coin, size=99)))
+        )
         open_split("reasoning_gym:coin_flip", coin, 20, total, 0)
 
 
 def test_a_file_is_split_by_seed_and_by_distinct_question(tmp_path):
     rows = [{"question": f"q{i % 20}", "answer": str(i)} for i in range(30)]
-    path = _write(tmp_path / "a.jsonl", rows)
+    path = _write_jsonl(tmp_path / "a.jsonl", rows)
     train, held_out = open_split(path, {}, 15, 5, 3)
-    assert sorted(_questions(train) + _questions(held_out)) == sorted(f"q{i}" for i in range(20))
-    again, other = open_split(path, {}, 15, 5, 3)[1], open_split(path, {}, 15, 5, 4)[1]
-    assert _questions(again) == _questions(held_out) != _questions(other)
+    assert sorted(_list_questions(train) + _list_questions(held_out)) == sorted(
+        f"q{i}" for i in range(20)
+    )
+    same_seed, other_seed = open_split(path, {}, 15, 5, 3)[1], open_split(path, {}, 15, 5, 4)[1]
+    assert _list_questions(same_seed) == _list_questions(held_out) != _list_questions(other_seed)
     assert held_out.score(str(held_out[2].answer), 2) == 1.0
     with pytest.raises(ValueError) as caught:
         open_split(path, {}, 4096, 5, 3)
@@ -264,11 +273,15 @@ def test_a_file_is_split_by_seed_and_by_distinct_question(tmp_path):
 
 
 def test_a_second_file_can_be_held_out_and_its_questions_leave_the_first(tmp_path):
-    first = _write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)])
-    second = _write(tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "2"} for i in (3, 30)])
+    first = _write_jsonl(
+        tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)]
+    )
+    second = _write_jsonl(
+        tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "2"} for i in (3, 30)]
+    )
     train, held_out = open_split(first, {"held_out": second}, 8, 2, 0)
-    assert sorted(_questions(held_out)) == ["q3", "q30"]
-    assert "q3" not in _questions(train) and len(train) == 8
+    assert sorted(_list_questions(held_out)) == ["q3", "q30"]
+    assert "q3" not in _list_questions(train) and len(train) == 8
     with pytest.raises(ValueError, match=r"data\.train_rows \(9\) must be at most the 8"):
         open_split(first, {"held_out": second}, 9, 2, 0)
     with pytest.raises(ValueError, match=r"data\.held_out_rows \(3\) must be at most the 2"):
@@ -276,11 +289,15 @@ def test_a_second_file_can_be_held_out_and_its_questions_leave_the_first(tmp_pat
 
 
 def test_all_rows_beside_the_held_out_ones_can_be_trained_on(tmp_path):
-    path = _write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)])
+    path = _write_jsonl(
+        tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)]
+    )
     train, held_out = open_split(path, {}, None, 2, 0)
-    assert sorted(_questions(train) + _questions(held_out)) == [f"q{i}" for i in range(9)]
-    other = _write(tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "1"} for i in (3, 30)])
-    assert len(open_split(path, {"held_out": other}, None, 2, 0)[0]) == 8
+    assert sorted(_list_questions(train) + _list_questions(held_out)) == [f"q{i}" for i in range(9)]
+    second = _write_jsonl(
+        tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "1"} for i in (3, 30)]
+    )
+    assert len(open_split(path, {"held_out": second}, None, 2, 0)[0]) == 8
     with pytest.raises(ValueError, match="train_rows must be a number for reasoning_gym"):
         open_split(CHAIN, {}, None, 2, 0)
     with pytest.raises(ValueError, match=r"train_rows \(1\) \+ data.held_out_rows \(9\) must be"):
@@ -288,16 +305,18 @@ def test_all_rows_beside_the_held_out_ones_can_be_trained_on(tmp_path):
 
 
 def test_without_shuffling_the_order_is_that_of_the_file(tmp_path):
-    path = _write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)])
+    path = _write_jsonl(
+        tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(9)]
+    )
     train, held_out = open_split(path, {}, 5, 2, 0, shuffle=False)
-    assert _questions(train) == sorted(_questions(train)) and len(train) == 5
-    assert _questions(held_out) == _questions(open_split(path, {}, 5, 2, 0)[1])
-    assert not set(_questions(train)) & set(_questions(held_out))
+    assert _list_questions(train) == sorted(_list_questions(train)) and len(train) == 5
+    assert _list_questions(held_out) == _list_questions(open_split(path, {}, 5, 2, 0)[1])
+    assert not set(_list_questions(train)) & set(_list_questions(held_out))
 
 
-def _several(folder):
+def _write_folder(folder):
     rows = [{"question": f"q{i}", "answer": str(i)} for i in range(8)]
-    _write(folder / "train-a.jsonl", rows[:2])
+    _write_jsonl(folder / "train-a.jsonl", rows[:2])
     text = "\ufeff" + "".join(json.dumps(row) + "\n" for row in rows[2:4])
     (folder / "train-b.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     (folder / "train-c.json").write_text(json.dumps(rows[4:6]))
@@ -306,24 +325,27 @@ def _several(folder):
 
 
 def test_folders_patterns_lists_arrays_and_packed_files_are_read_in_order(tmp_path):
-    _several(tmp_path)
-    every = [f"q{i}" for i in range(8)]
+    _write_folder(tmp_path)
+    questions = [f"q{i}" for i in range(8)]
     files = sorted(str(file) for file in tmp_path.glob("train*"))
     for task in (str(tmp_path), f"{tmp_path}/train*", f"{tmp_path}/**/train-[a-d]*", files):
-        assert _questions(open_source(task)) == every
-    assert _questions(open_source([files[2], files[0]])) == ["q4", "q5", "q0", "q1"]
-    assert open_source(files[3])[1].where.endswith("train-d.json.gz:2")
+        assert _list_questions(open_source(task)) == questions
+    assert _list_questions(open_source([files[2], files[0]])) == ["q4", "q5", "q0", "q1"]
+    assert open_source(files[3])[1].location.endswith("train-d.json.gz:2")
     train, held_out = open_split(files, {"held_out": files[:1]}, None, 2, 0)
-    assert sorted(_questions(train)) == every[2:] and sorted(_questions(held_out)) == every[:2]
+    assert (
+        sorted(_list_questions(train)) == questions[2:]
+        and sorted(_list_questions(held_out)) == questions[:2]
+    )
 
 
 def test_a_folder_with_rows_for_testing_is_not_trained_on_whole(tmp_path):
-    _several(tmp_path)
-    _write(tmp_path / "test.jsonl", [{"question": "secret", "answer": "1"}])
+    _write_folder(tmp_path)
+    _write_jsonl(tmp_path / "test.jsonl", [{"question": "secret", "answer": "1"}])
     with pytest.raises(ValueError, match=r"test.jsonl is for testing. Try .*/train\*"):
         open_source(str(tmp_path))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="it has none"):
+    with pytest.raises(ValueError, match="there is none"):
         open_source(str(tmp_path / "empty"))
 
 
@@ -352,10 +374,10 @@ def test_a_pattern_that_matches_nothing_says_so(tmp_path):
 
 
 def test_no_advice_is_to_ask_for_no_rows(tmp_path):
-    one = _write(tmp_path / "one.jsonl", [{"question": "q", "answer": "1"}])
-    for options in ({}, {"held_out": one}):
-        with pytest.raises(ValueError, match="Give it more rows.$"):
-            open_split(one, options, 4, 1, 0)
+    path = _write_jsonl(tmp_path / "one.jsonl", [{"question": "q", "answer": "1"}])
+    for options in ({}, {"held_out": path}):
+        with pytest.raises(ValueError, match="Add rows to the file.$"):
+            open_split(path, options, 4, 1, 0)
 
 
 def test_sizes_must_be_positive():

@@ -89,11 +89,11 @@ def test_a_missing_or_broken_file_says_what_to_type(tmp_path):
         load_tokenizer(str(tmp_path / "nope"))
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{")
-    with pytest.raises(ValueError, match=r"is not one .*--set init\.tokenizer=bytes"):
+    with pytest.raises(ValueError, match=r"cannot be loaded .*--set init\.tokenizer=bytes"):
         load_tokenizer(str(broken))
 
 
-def _generic(directory, *, eos):
+def _write_generic(directory, *, eos):
     directory.mkdir()
     file = write_byte_tokenizer(directory)
     value = json.loads(file.read_text())
@@ -104,18 +104,18 @@ def _generic(directory, *, eos):
 
 
 def test_a_generic_file_stops_at_its_end_of_text(tmp_path):
-    tokenizer = HFTokenizer(_generic(tmp_path / "known", eos="</s>"))
+    tokenizer = HFTokenizer(_write_generic(tmp_path / "known", eos="</s>"))
     assert tokenizer.stop_ids == (256,) and tokenizer.pad_id == 256
-    file = _generic(tmp_path / "own", eos="[FIN]")
+    file = _write_generic(tmp_path / "own", eos="[FIN]")
     with pytest.raises(ValueError, match="must have a token that ends a turn"):
         HFTokenizer(file)
     config = file.parent / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": {"content": "[FIN]"}}))
     assert HFTokenizer(file).stop_ids == (256,)
-    other = ('{"eos_token": {"content": ["a"]}}', '{"eos_token": 3}')
-    for spoilt in ("{", "[1]", '{"eos_token": ' + "[" * 5000, *other):
+    wrong_types = ('{"eos_token": {"content": ["a"]}}', '{"eos_token": 3}')
+    for spoilt in ("{", "[1]", '{"eos_token": ' + "[" * 5000, *wrong_types):
         config.write_text(spoilt)
-        with pytest.raises(ValueError, match="tokenizer_config.json must be JSON that may name"):
+        with pytest.raises(ValueError, match="tokenizer_config.json must be JSON whose eos_token"):
             HFTokenizer(file)
     config.write_text('{"eos_token": {}}')  # none is named
     with pytest.raises(ValueError, match="must have a token that ends a turn"):
@@ -130,11 +130,11 @@ def test_all_end_tokens_that_a_checkpoint_lists_end_an_answer(tmp_path):
     file = write_byte_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "checkpoint").mkdir()
     listed = tmp_path / "checkpoint" / "generation_config.json"
-    alone = tokenizer_digest(str(file), str(tmp_path / "checkpoint"))
+    digest_without = tokenizer_digest(str(file), str(tmp_path / "checkpoint"))
     assert load_tokenizer(str(file), str(tmp_path / "checkpoint")).stop_ids == (258, 264)
     listed.write_text(json.dumps({"eos_token_id": [258, 257, 264]}))
     assert load_tokenizer(str(file), str(tmp_path / "checkpoint")).stop_ids == (258, 264, 257)
-    assert tokenizer_digest(str(file), str(tmp_path / "checkpoint")) != alone
+    assert tokenizer_digest(str(file), str(tmp_path / "checkpoint")) != digest_without
     assert load_tokenizer(str(file)).stop_ids == (258, 264)
     listed.rename(file.parent / "generation_config.json")  # or beside the tokenizer itself
     assert load_tokenizer(str(file)).stop_ids == (258, 264, 257)
@@ -152,7 +152,7 @@ def test_without_a_generation_config_the_models_config_lists_them(tmp_path):
 def test_end_tokens_of_another_type_are_one_line(tmp_path, spoilt):
     file = write_byte_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(spoilt)
-    with pytest.raises(ConfigError, match="generation_config.json must be JSON that may list"):
+    with pytest.raises(ConfigError, match="generation_config.json must be JSON whose eos_token_id"):
         load_tokenizer(str(file))
 
 
@@ -169,7 +169,7 @@ def test_special_strings_in_text_stay_plain_whatever_the_file_says_of_them(tmp_p
     assert tokenizer.decode([97, 258, 98]) == "a<|return|>b"
 
 
-def _words(directory, **model):
+def _write_word_tokenizer(directory, **model):
     """A tokenizer of whole words, the end of text among them."""
     file = write_byte_tokenizer(directory)
     value = json.loads(file.read_text())
@@ -182,15 +182,19 @@ def _words(directory, **model):
 
 
 def test_a_text_that_would_end_the_policys_turn_is_refused(tmp_path):
-    tokenizer = HFTokenizer(_words(tmp_path))
+    tokenizer = HFTokenizer(_write_word_tokenizer(tmp_path))
     assert tokenizer.encode("hello world") == [0, 1]
-    with pytest.raises(ConfigError, match="must take '</s>' within a text as text.*added_tokens"):
+    with pytest.raises(
+        ConfigError, match="must encode '</s>' inside a text as plain text.*added_tokens"
+    ):
         tokenizer.encode("hello </s> world")
 
 
 def test_a_text_that_the_tokenizer_has_no_tokens_for_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="must have tokens for every text; .* for 'hi'") as error:
-        HFTokenizer(_words(tmp_path)).encode("hi")
+    with pytest.raises(
+        ConfigError, match="must be able to encode every text; .* for 'hi'"
+    ) as error:
+        HFTokenizer(_write_word_tokenizer(tmp_path)).encode("hi")
     assert "\n" not in str(error.value)
 
 

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from scripted import CFG
 
-from jaxmoe.envs.recorded import CHARACTERS, PROMPTS, TOKENS, cut, group_rows, held_out_rows, turn
+from jaxmoe.envs.recorded import (
+    MAX_CHARS,
+    MAX_TOKENS,
+    N_PROMPTS,
+    group_rows,
+    held_out_rows,
+    rotate_rows,
+    truncate_text,
+)
 from jaxmoe.envs.tasks import open_task, pass_at_k
 from jaxmoe.records import Prompt, Rollout, StopReason
 
@@ -15,29 +23,29 @@ TASK = open_task(CFG)  # its tokens are bytes
 LENGTH = 24
 
 
-def rollout(row, said, stop=StopReason.STOP_TOKEN):
-    ids = TASK.tokenizer.encode(said) + [258] * (stop is StopReason.STOP_TOKEN)
+def make_rollout(row, text, stop=StopReason.STOP_TOKEN):
+    ids = TASK.tokenizer.encode(text) + [258] * (stop is StopReason.STOP_TOKEN)
     prompt = Prompt(row, "ask", tuple(TASK.tokenizer.encode("ask")), "yes")
     tokens = np.array(ids, np.int32)
     return Rollout(prompt, tokens, np.full(len(ids), -1.0), stop, np.zeros(len(ids), np.int32))
 
 
-def groups(texts, samples, rewards):
-    made = [rollout(i // samples, text) for i, text in enumerate(texts)]
-    shape = (len(made), LENGTH)
+def make_group_rows(texts, samples, rewards):
+    rollouts = [make_rollout(i // samples, text) for i, text in enumerate(texts)]
+    shape = (len(rollouts), LENGTH)
     mask_BT = np.zeros(shape, bool)
-    for i, r in enumerate(made):
-        mask_BT[i, 3 : 3 + len(r.tokens)] = True
+    for i, rollout in enumerate(rollouts):
+        mask_BT[i, 3 : 3 + len(rollout.tokens)] = True
     logp_BT = np.where(mask_BT, -1.0 + 0.01 * np.arange(LENGTH), 99.0)
     return group_rows(
-        made, np.array(rewards, np.float32), TASK, samples=samples, mask_BT=mask_BT,
-        advantages_BT=np.where(mask_BT, np.arange(len(made))[:, None] - 1.5, 99.0),
+        rollouts, np.array(rewards, np.float32), TASK, samples=samples, mask_BT=mask_BT,
+        advantages_BT=np.where(mask_BT, np.arange(len(rollouts))[:, None] - 1.5, 99.0),
         logp_BT=logp_BT, rollout_logp_BT=np.where(mask_BT, -1.0, 77.0),
     )  # fmt: skip
 
 
 def test_each_token_of_an_answer_stands_with_its_own_gap():
-    (row,) = groups(["hé", "no"], 2, [1.0, np.nan])
+    (row,) = make_group_rows(["hé", "no"], 2, [1.0, np.nan])
     first, second = row["samples"]
     # byte 2 of é is the farther one: tokens 3 to 6 of the row have gaps of 0.03 to 0.06
     assert first["tokens"] == [
@@ -50,40 +58,42 @@ def test_each_token_of_an_answer_stands_with_its_own_gap():
 
 
 def test_the_first_and_the_last_group_are_kept():
-    rows = groups(list("abcdef"), 2, np.arange(6.0))
+    rows = make_group_rows(list("abcdef"), 2, np.arange(6.0))
     assert [row["row"] for row in rows] == [0, 2]
     assert [s["response"] for row in rows for s in row["samples"]] == ["a", "b", "e", "f"]
 
 
 def test_a_samples_line_has_a_bound():
     long = "é" * 50_000
-    made = [rollout(0, long, StopReason.MAX_TOKENS)] * 64
-    shape = (64, 3 + len(made[0].tokens))
+    rollouts = [make_rollout(0, long, StopReason.MAX_TOKENS)] * 64
+    shape = (64, 3 + len(rollouts[0].tokens))
     zeros, mask_BT = np.zeros(shape), np.ones(shape, bool)
     (row,) = group_rows(
-        made, np.zeros(64), TASK, samples=64, mask_BT=mask_BT, advantages_BT=zeros, logp_BT=zeros,
-        rollout_logp_BT=zeros,
+        rollouts, np.zeros(64), TASK, samples=64, mask_BT=mask_BT, advantages_BT=zeros,
+        logp_BT=zeros, rollout_logp_BT=zeros,
     )  # fmt: skip
-    assert len(row["samples"][0]["tokens"]) <= TOKENS and len(json.dumps(row)) < 700_000
+    assert len(row["samples"][0]["tokens"]) <= MAX_TOKENS and len(json.dumps(row)) < 700_000
     assert row["samples"][0]["stop"] == "max_tokens" and row["samples"][0]["length"] == 100_000
 
 
 def test_a_cut_text_keeps_both_its_ends():
-    text = "a" + "x" * CHARACTERS + "z"
+    text = "a" + "x" * MAX_CHARS + "z"
     assert (
-        cut(text).startswith("ax") and cut(text).endswith("xz") and "[…2 characters…]" in cut(text)
+        truncate_text(text).startswith("ax")
+        and truncate_text(text).endswith("xz")
+        and "[…2 characters…]" in truncate_text(text)
     )
-    assert cut(text[1:-1]) == text[1:-1]
+    assert truncate_text(text[1:-1]) == text[1:-1]
 
 
 def test_held_out_rows_take_turns_until_all_were_shown():
-    assert {i for number in range(4) for i in turn(4 * PROMPTS - 3, number)} == set(
-        range(4 * PROMPTS - 3)
+    assert {i for number in range(4) for i in rotate_rows(4 * N_PROMPTS - 3, number)} == set(
+        range(4 * N_PROMPTS - 3)
     )
-    assert turn(3, 7) == [2, 0, 1]
-    rollouts = [rollout(i, str(i)) for i in range(20)]
-    shown = [[r["row"] for r in held_out_rows(rollouts, np.zeros(20), TASK, n)] for n in (0, 1)]
-    assert shown == [list(range(8)), list(range(8, 16))]
+    assert rotate_rows(3, 7) == [2, 0, 1]
+    rollouts = [make_rollout(i, str(i)) for i in range(20)]
+    rows = [[r["row"] for r in held_out_rows(rollouts, np.zeros(20), TASK, n)] for n in (0, 1)]
+    assert rows == [list(range(8)), list(range(8, 16))]
 
 
 @pytest.mark.paper

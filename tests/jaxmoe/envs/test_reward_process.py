@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from jaxmoe.config import ConfigError
-from jaxmoe.data.harmony import Spoken
+from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.envs.conventions import Sample
 from jaxmoe.envs.reward_process import RewardProcess
-from jaxmoe.envs.rewards import part_metrics, read_rewards, score_samples
+from jaxmoe.envs.rewards import mean_part_metrics, read_rewards, score_samples
 
 CODE = '''
 import asyncio, os, signal, sys, time
@@ -89,119 +89,125 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "worker_rewards.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("worker_rewards", None)
-    made = RewardProcess(1.0)
-    yield made
-    made.close()
+    process = RewardProcess(1.0)
+    yield process
+    process.close()
     sys.modules.pop("worker_rewards", None)
 
 
-def scores(run, name, *texts):
+def score_in_process(run, name, *texts):
     samples = [
-        Sample(i, Row("q", "4", where=f"a:{i}"), Spoken(t), [1]) for i, t in enumerate(texts)
+        Sample(i, Row("q", "4", location=f"a:{i}"), ParsedResponse(t), [1])
+        for i, t in enumerate(texts)
     ]
     return score_samples(read_rewards(f"worker_rewards:{name}", []), samples, run=run)
 
 
 def in_a_thread(work):
-    found = []
+    results = []
 
-    def keep():
+    def store_result():
         try:
-            found.append(work())
+            results.append(work())
         except BaseException as error:
-            found.append(error)
+            results.append(error)
 
-    thread = threading.Thread(target=keep)
+    thread = threading.Thread(target=store_result)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def test_an_alarm_works_wherever_the_score_is_asked_for(run):
-    assert in_a_thread(lambda: scores(run, "alarmed", "1")).rewards.tolist() == [1.0]
+    assert in_a_thread(lambda: score_in_process(run, "alarmed", "1")).rewards.tolist() == [1.0]
 
 
 def test_the_process_is_started_once_and_is_not_this_one(run):
-    assert scores(run, "counts", "a", "b", "c").rewards.tolist() == [1.0, 2.0, 3.0]
-    first, second = (scores(run, "where", "a").rewards[0] for _ in range(2))
+    assert score_in_process(run, "counts", "a", "b", "c").rewards.tolist() == [1.0, 2.0, 3.0]
+    first, second = (score_in_process(run, "where", "a").rewards[0] for _ in range(2))
     assert first == second != os.getpid()
 
 
 def test_a_call_that_never_returns_leaves_its_sample_out_and_is_counted(run):
-    found = scores(run, "hangs", "1", "hang", "2")
-    np.testing.assert_array_equal(found.rewards, np.array([1.0, np.nan, 2.0], np.float32))
-    metrics = part_metrics(found.parts)
+    scores = score_in_process(run, "hangs", "1", "hang", "2")
+    np.testing.assert_array_equal(scores.rewards, np.array([1.0, np.nan, 2.0], np.float32))
+    metrics = mean_part_metrics(scores.parts)
     assert metrics["reward/hangs/late_frac"] == metrics["reward/left_out_frac"] == 1 / 3
 
 
 def test_a_function_that_never_returns_is_named(run):
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(ConfigError, match=r"hangs must return within data.reward_timeout_s \(1\)"):
-        scores(run, "hangs", *["hang"] * 64)
+        score_in_process(run, "hangs", *["hang"] * 64)
     with pytest.raises(ConfigError, match=r"batch must return within .*row 0 \(a:0\)\. Give it"):
-        scores(run, "batch", "1")
-    assert time.monotonic() - began < 30.0
+        score_in_process(run, "batch", "1")
+    assert time.monotonic() - start < 30.0
 
 
 def test_of_async_calls_only_the_late_ones_are_left_out(run):
-    found = scores(run, "slow", "1", "hang", "2")
-    np.testing.assert_array_equal(found.rewards, np.array([1.0, np.nan, 2.0], np.float32))
+    scores = score_in_process(run, "slow", "1", "hang", "2")
+    np.testing.assert_array_equal(scores.rewards, np.array([1.0, np.nan, 2.0], np.float32))
 
 
-@pytest.mark.parametrize(("name", "how"), [("dies", "SIGSEGV"), ("exits", "exit status 3")])
-def test_a_function_that_ends_its_process_is_named_and_the_next_one_starts_another(run, name, how):
-    with pytest.raises(ConfigError, match=rf"{name} ended the process .*{how}\) on row 0 \(a:0\)"):
-        scores(run, name, "1")
-    assert scores(run, "alarmed", "1").rewards.tolist() == [1.0]
+@pytest.mark.parametrize(("name", "status"), [("dies", "SIGSEGV"), ("exits", "exit status 3")])
+def test_a_function_that_ends_its_process_is_named_and_the_next_one_starts_another(
+    run, name, status
+):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{name} must not end its process; it ended with {status} on row 0 \(a:0\)",
+    ):
+        score_in_process(run, name, "1")
+    assert score_in_process(run, "alarmed", "1").rewards.tolist() == [1.0]
 
 
 def test_an_error_comes_back_with_its_kind_its_row_and_its_traceback(run):
     with pytest.raises(KeyError, match="key") as caught:
-        scores(run, "raises", "key")
+        score_in_process(run, "raises", "key")
     row, trace = caught.value.__notes__
     assert "raises raised this on row 0 (a:0)" in row and "worker_rewards.py" in trace
     with pytest.raises(RuntimeError, match="Odd: 1"):  # one that cannot be rebuilt here
-        scores(run, "raises", "other")
+        score_in_process(run, "raises", "other")
 
 
 def test_what_cannot_be_sent_says_what_to_set(run, monkeypatch):
     with pytest.raises(Exception, match="pickle"):
-        scores(run, "unsendable", "1")
-    assert scores(run, "generates", "1", "2").rewards.tolist() == [1.0, 1.0]
-    sample = Sample(0, Row("q", "4", columns={"f": lambda: 1}), Spoken("1"), [1])
+        score_in_process(run, "unsendable", "1")
+    assert score_in_process(run, "generates", "1", "2").rewards.tolist() == [1.0, 1.0]
+    sample = Sample(0, Row("q", "4", columns={"f": lambda: 1}), ParsedResponse("1"), [1])
     reward = read_rewards("worker_rewards:generates", ["f"])
     with pytest.raises(ConfigError, match="can be sent .*Set data.reward_timeout_s=0|--set data"):
         score_samples(reward, [sample], run=run)
     monkeypatch.setattr(sys.modules["worker_rewards"], "local", lambda response: 1.0, raising=False)
-    with pytest.raises(ConfigError, match="local must be importable in a process of its own"):
-        scores(run, "local", "1")
+    with pytest.raises(ConfigError, match="local must be importable in the separate process"):
+        score_in_process(run, "local", "1")
 
 
 def test_what_a_late_function_started_ends_with_it(run, tmp_path, monkeypatch):
     file = tmp_path / "child"
     monkeypatch.setenv("CHILD_FILE", str(file))
-    assert np.isnan(scores(run, "spawns", "1").rewards[0])
+    assert np.isnan(score_in_process(run, "spawns", "1").rewards[0])
     child = int(file.read_text())
 
-    def ended():
+    def has_ended():
         try:
             return psutil.Process(child).status() == "zombie"
         except psutil.NoSuchProcess:
             return True
 
-    until = time.monotonic() + 10  # the kernel ends it a moment after the signal
-    while not ended() and time.monotonic() < until:
+    deadline = time.monotonic() + 10  # the kernel ends it a moment after the signal
+    while not has_ended() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert ended()
+    assert has_ended()
 
 
 def test_no_process_is_left_behind(run, tmp_path):
-    pid = int(scores(run, "where", "1").rewards[0])
-    other = RewardProcess(5.0)
-    left = int(scores(other, "where", "1").rewards[0])
-    del other
+    pid = int(score_in_process(run, "where", "1").rewards[0])
+    second = RewardProcess(5.0)
+    second_pid = int(score_in_process(second, "where", "1").rewards[0])
+    del second
     gc.collect()
-    assert not psutil.pid_exists(left) and psutil.pid_exists(pid)
+    assert not psutil.pid_exists(second_pid) and psutil.pid_exists(pid)
     run.close()
     assert not psutil.pid_exists(pid)
 
@@ -217,12 +223,12 @@ def test_a_killed_trainer_leaves_no_function_running(tmp_path):
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
         run("f", "worker_rewards:hangs", {}, None, [{"response": "hang"}], ["row"])
     """)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
     )  # fmt: skip
-    assert done.returncode == -9
-    until = time.monotonic() + 20.0
-    while psutil.pid_exists(int(done.stdout)) and time.monotonic() < until:
+    assert result.returncode == -9
+    deadline = time.monotonic() + 20.0
+    while psutil.pid_exists(int(result.stdout)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not psutil.pid_exists(int(done.stdout))
+    assert not psutil.pid_exists(int(result.stdout))

@@ -12,10 +12,10 @@ import pytest
 
 from jaxmoe.config import ConfigError
 from jaxmoe.data.cells import read_row
-from jaxmoe.data.harmony import Spoken
+from jaxmoe.data.harmony import ParsedResponse
 from jaxmoe.data.rows import Row
 from jaxmoe.envs.conventions import Sample
-from jaxmoe.envs.rewards import part_metrics, read_rewards, score_samples
+from jaxmoe.envs.rewards import mean_part_metrics, read_rewards, score_samples
 
 ROWS = [
     {"prompt": "1+1=", "solution": "2", "level": 1},
@@ -23,18 +23,23 @@ ROWS = [
      "reward_model": {"ground_truth": 3}, "extra_info": {"index": 7, "tags": ["a"]}},
 ]  # fmt: skip
 COLUMNS = [*ROWS[0], *ROWS[1]]
-SEEN = {}
+RECEIVED = {}
 
 
-def samples(*texts):
+def make_samples(*texts):
     return [
-        Sample(i, read_row(f"a:{i + 1}", ROWS[i % 2], answers=False), Spoken(text, "hm"), [65, i])
+        Sample(
+            i,
+            read_row(f"a:{i + 1}", ROWS[i % 2], answers=False),
+            ParsedResponse(text, "hm"),
+            [65, i],
+        )
         for i, text in enumerate(texts)
     ]
 
 
 def trl(prompts, completions, solution, level=None, *, bonus=1.0, **columns):
-    SEEN["trl"] = {"prompts": prompts, "completions": completions, "solution": solution,
+    RECEIVED["trl"] = {"prompts": prompts, "completions": completions, "solution": solution,
                    "level": level, **columns}  # fmt: skip
     return [None if gold is None else bonus * (text == gold)
             for text, gold in zip(completions, solution, strict=True)]  # fmt: skip
@@ -45,14 +50,21 @@ def only_ids(completion_ids, **columns):
 
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
-    SEEN.setdefault("verl", []).append((data_source, solution_str, ground_truth, dict(extra_info)))
+    RECEIVED.setdefault("verl", []).append(
+        (data_source, solution_str, ground_truth, dict(extra_info))
+    )
     extra_info["num_turns"] = 1  # as verl's own manager does to its rows
-    right = str(ground_truth) in solution_str
-    return {"score": float(right), "acc": right, "pred": solution_str, "half": np.float32(0.5)}
+    is_correct = str(ground_truth) in solution_str
+    return {
+        "score": float(is_correct),
+        "acc": is_correct,
+        "pred": solution_str,
+        "half": np.float32(0.5),
+    }
 
 
-def ours(prompt, response, row, analysis, *, length=4):
-    SEEN.setdefault("ours", []).append((prompt, response, row["level"], analysis))
+def native(prompt, response, row, analysis, *, length=4):
+    RECEIVED.setdefault("native", []).append((prompt, response, row["level"], analysis))
     return np.True_ if len(response) < length else False
 
 
@@ -69,9 +81,9 @@ def leaves(prompt, response, row):
 
 
 def returns(prompt, response, row, *, value=None):
-    odd = {"nan": math.nan, "inf": np.inf, "huge": 1e39, "text": "1", "array": np.ones(2),
+    values = {"nan": math.nan, "inf": np.inf, "huge": 1e39, "text": "1", "array": np.ones(2),
            "numpys": np.str_("1")}  # fmt: skip
-    return odd.get(value, value) if isinstance(value, str) else value
+    return values.get(value, value) if isinstance(value, str) else value
 
 
 def batch(completions, *, value=None, **columns):
@@ -95,8 +107,8 @@ def of_verl(solution_str, model):
     return 1.0
 
 
-def everything(**kwargs):
-    SEEN["everything"] = kwargs
+def all_keywords(**kwargs):
+    RECEIVED["all_keywords"] = kwargs
     return [float(len(c)) for c in kwargs["completions"]]
 
 
@@ -105,7 +117,7 @@ def of_trainer(completions, trainer_state, **columns):
 
 
 def in_batches(data_sources, solution_strs, ground_truths, extra_infos):
-    SEEN["batch"] = (data_sources, solution_strs, ground_truths, extra_infos)
+    RECEIVED["batch"] = (data_sources, solution_strs, ground_truths, extra_infos)
     return [{"score": 1.0, "acc": True}, None][: len(solution_strs)]
 
 
@@ -116,13 +128,13 @@ async def waits(completions, **columns):
 
 async def judges(solution_str, ground_truth):
     """Returns when all of them have been asked, and never where they are asked one by one."""
-    SEEN["asked"] = SEEN.get("asked", 0) + 1
-    while SEEN["asked"] < 8:
+    RECEIVED["asked"] = RECEIVED.get("asked", 0) + 1
+    while RECEIVED["asked"] < 8:
         await asyncio.sleep(0.001)
     return None if solution_str == "7" else float(solution_str)
 
 
-class Thing:
+class Constant:
     def __init__(self, worth):
         self.worth = worth
 
@@ -138,116 +150,125 @@ class Waiting:
         return 3.0
 
 
-thing, waiting = Thing(2.0), Waiting()
-bound = functools.partial(thing, bonus=0.5)
+constant, waiting = Constant(2.0), Waiting()
+bound = functools.partial(constant, bonus=0.5)
 
 
 @pytest.fixture(autouse=True)
-def module(monkeypatch):
-    made = types.ModuleType("some_rewards")
-    vars(made).update({k: v for k, v in globals().items() if not k.startswith("__")})
-    monkeypatch.setitem(sys.modules, "some_rewards", made)
-    SEEN.clear()
+def install_module(monkeypatch):
+    rewards_module = types.ModuleType("some_rewards")
+    vars(rewards_module).update({k: v for k, v in globals().items() if not k.startswith("__")})
+    monkeypatch.setitem(sys.modules, "some_rewards", rewards_module)
+    RECEIVED.clear()
 
 
-def scores(text, *texts, columns=COLUMNS):
-    return score_samples(read_rewards(text, columns), samples(*texts))
+def score_texts(text, *texts, columns=COLUMNS):
+    return score_samples(read_rewards(text, columns), make_samples(*texts))
 
 
 def test_trls_convention_gets_lists_of_every_column_and_chats_for_chats():
-    found = scores("some_rewards:trl(bonus=2.0)", "2", "3")
-    seen = SEEN["trl"]
-    assert seen["prompts"] == [ROWS[0]["prompt"], ROWS[1]["prompt"]]
-    assert seen["completions"] == ["2", [{"role": "assistant", "content": "3"}]]
-    assert seen["solution"] == ["2", None] and seen["level"] == [1, 2]
-    assert seen["data_source"] == [None, "sums"] and seen["completion_ids"] == [[65, 0], [65, 1]]
-    assert "prompt" not in seen
-    np.testing.assert_array_equal(found.rewards, np.array([2.0, np.nan], np.float32))
-    assert part_metrics(found.parts) == {
+    scores = score_texts("some_rewards:trl(bonus=2.0)", "2", "3")
+    received = RECEIVED["trl"]
+    assert received["prompts"] == [ROWS[0]["prompt"], ROWS[1]["prompt"]]
+    assert received["completions"] == ["2", [{"role": "assistant", "content": "3"}]]
+    assert received["solution"] == ["2", None] and received["level"] == [1, 2]
+    assert received["data_source"] == [None, "sums"] and received["completion_ids"] == [
+        [65, 0],
+        [65, 1],
+    ]
+    assert "prompt" not in received
+    np.testing.assert_array_equal(scores.rewards, np.array([2.0, np.nan], np.float32))
+    assert mean_part_metrics(scores.parts) == {
         "reward/trl/none_frac": 0.5, "reward/trl/mean": 2.0, "reward/left_out_frac": 0.5
     }  # fmt: skip
-    assert scores("some_rewards:only_ids", "2").rewards.tolist() == [2.0]
+    assert score_texts("some_rewards:only_ids", "2").rewards.tolist() == [2.0]
 
 
 def test_verls_convention_gets_the_rows_columns_and_a_dicts_numbers_are_logged():
-    found = scores("some_rewards:verl", "2", "4")
-    assert SEEN["verl"] == [(None, "2", "2", {}), ("sums", "4", 3, ROWS[1]["extra_info"])]
+    scores = score_texts("some_rewards:verl", "2", "4")
+    assert RECEIVED["verl"] == [(None, "2", "2", {}), ("sums", "4", 3, ROWS[1]["extra_info"])]
     assert "num_turns" not in ROWS[1]["extra_info"], "a row must be the same each time it is read"
-    assert found.rewards.tolist() == [1.0, 0.0]
-    assert part_metrics(found.parts) == {
+    assert scores.rewards.tolist() == [1.0, 0.0]
+    assert mean_part_metrics(scores.parts) == {
         "reward/verl/mean": 0.5, "reward/verl/acc/mean": 0.5, "reward/verl/half/mean": 0.5
     }  # fmt: skip
 
 
 def test_ours_gets_prompt_response_row_and_analysis():
-    assert scores("some_rewards:ours(length=2)", "2", "33").rewards.tolist() == [1.0, 0.0]
-    assert SEEN["ours"] == [("1+1=", "2", 1, "hm"), (ROWS[1]["prompt"], "33", 2, "hm")]
-    plain = Sample(0, Row("2+2=", "4"), Spoken("4"), [65])  # of a source without columns
+    assert score_texts("some_rewards:native(length=2)", "2", "33").rewards.tolist() == [
+        1.0,
+        0.0,
+    ]
+    assert RECEIVED["native"] == [("1+1=", "2", 1, "hm"), (ROWS[1]["prompt"], "33", 2, "hm")]
+    plain = Sample(0, Row("2+2=", "4"), ParsedResponse("4"), [65])  # of a source without columns
     (reward,) = read_rewards("some_rewards:own_source", [])
     assert score_samples([reward], [plain]).rewards.tolist() == [1.0]
 
 
 def test_the_reward_is_the_weighted_sum_of_those_that_score_the_sample():
-    text = "0.5 * some_rewards:trl + -2e-1*some_rewards:ours(length=9) + some_rewards:ours"
-    found = scores(text, "2", "33333")
-    np.testing.assert_allclose(found.rewards, [0.5 - 0.2 + 1.0, -0.2], rtol=1e-6)
-    metrics = part_metrics(found.parts)
-    assert metrics["reward/ours/mean"] == 1.0 and metrics["reward/ours_2/mean"] == 0.5
+    text = "0.5 * some_rewards:trl + -2e-1*some_rewards:native(length=9) + some_rewards:native"
+    scores = score_texts(text, "2", "33333")
+    np.testing.assert_allclose(scores.rewards, [0.5 - 0.2 + 1.0, -0.2], rtol=1e-6)
+    metrics = mean_part_metrics(scores.parts)
+    assert metrics["reward/native/mean"] == 1.0 and metrics["reward/native_2/mean"] == 0.5
     assert metrics["reward/left_out_frac"] == 0.0
     assert read_rewards("  ", COLUMNS) == ()
 
 
 def test_an_option_that_is_set_wins_over_a_column_of_its_name():
-    scores("some_rewards:trl(level=9)", "2", "3")
-    assert SEEN["trl"]["level"] == 9 and SEEN["trl"]["data_source"] == [None, "sums"]
-    found = scores("some_rewards:ours(length=2)", "2", columns=[*COLUMNS, "length"])
-    assert found.rewards.tolist() == [1.0]
+    score_texts("some_rewards:trl(level=9)", "2", "3")
+    assert RECEIVED["trl"]["level"] == 9 and RECEIVED["trl"]["data_source"] == [None, "sums"]
+    scores = score_texts("some_rewards:native(length=2)", "2", columns=[*COLUMNS, "length"])
+    assert scores.rewards.tolist() == [1.0]
 
 
 def test_a_function_of_keywords_alone_is_called_with_all_that_trl_has():
-    assert scores("some_rewards:everything", "2", "33").rewards.tolist() == [1.0, 1.0]
-    assert SEEN["everything"]["solution"] == ["2", None] and "prompts" in SEEN["everything"]
-    assert "completions" in SEEN["everything"] and "trainer_state" in SEEN["everything"]
+    assert score_texts("some_rewards:all_keywords", "2", "33").rewards.tolist() == [1.0, 1.0]
+    assert (
+        RECEIVED["all_keywords"]["solution"] == ["2", None]
+        and "prompts" in RECEIVED["all_keywords"]
+    )
+    assert "completions" in RECEIVED["all_keywords"] and "trainer_state" in RECEIVED["all_keywords"]
 
 
 def test_a_function_that_asks_for_it_is_told_how_far_the_run_is():
-    found = score_samples(
-        read_rewards("some_rewards:of_trainer", COLUMNS), samples("2"),
+    scores = score_samples(
+        read_rewards("some_rewards:of_trainer", COLUMNS), make_samples("2"),
         state=types.SimpleNamespace(global_step=7),
     )  # fmt: skip
-    assert found.rewards.tolist() == [7.0]
+    assert scores.rewards.tolist() == [7.0]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("thing", 2.0), ("thing(bonus=1.0)", 3.0), ("bound", 2.5), ("thing.method", 2.0),
+    [("constant", 2.0), ("constant(bonus=1.0)", 3.0), ("bound", 2.5), ("constant.method", 2.0),
      ("waiting", 3.0)],
 )  # fmt: skip
 def test_objects_that_can_be_called_are_functions(name, value):
-    assert scores(f"some_rewards:{name}", "2").rewards.tolist() == [value]
+    assert score_texts(f"some_rewards:{name}", "2").rewards.tolist() == [value]
 
 
 def test_async_functions_are_awaited_together_and_leave_no_loop_behind():
     texts = [str(i) for i in range(8)]
-    found = scores("some_rewards:judges + some_rewards:waits", *texts)
-    assert found.rewards.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1.0]
+    scores = score_texts("some_rewards:judges + some_rewards:waits", *texts)
+    assert scores.rewards.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1.0]
     with pytest.raises(RuntimeError, match="no running event loop"):
         asyncio.get_running_loop()
 
 
 def test_none_of_a_function_for_one_sample_leaves_it_out():
-    found = scores("some_rewards:returns", "2", "3")
-    assert np.isnan(found.rewards).all()
-    assert part_metrics(found.parts) == {
+    scores = score_texts("some_rewards:returns", "2", "3")
+    assert np.isnan(scores.rewards).all()
+    assert mean_part_metrics(scores.parts) == {
         "reward/returns/none_frac": 1.0, "reward/left_out_frac": 1.0
     }  # fmt: skip
 
 
 def test_verls_batch_convention_gets_lists():
-    found = scores("some_rewards:in_batches", "2", "4")
-    assert SEEN["batch"] == ([None, "sums"], ["2", "4"], ["2", 3], [{}, ROWS[1]["extra_info"]])
-    np.testing.assert_array_equal(found.rewards, np.array([1.0, np.nan], np.float32))
-    assert part_metrics(found.parts)["reward/in_batches/acc/mean"] == 1.0
+    scores = score_texts("some_rewards:in_batches", "2", "4")
+    assert RECEIVED["batch"] == ([None, "sums"], ["2", "4"], ["2", 3], [{}, ROWS[1]["extra_info"]])
+    np.testing.assert_array_equal(scores.rewards, np.array([1.0, np.nan], np.float32))
+    assert mean_part_metrics(scores.parts)["reward/in_batches/acc/mean"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -263,7 +284,7 @@ def test_verls_batch_convention_gets_lists():
         ("some_rewards:returns(value='array')", "got array"),
         ("some_rewards:returns(value='numpys')", "got np.str_"),
         ("some_rewards:returns(value={'acc': 1})", "a dict with one as its score, got None"),
-        ("some_rewards:batch", "batch must return a list of 2 rewards, one a completion, got None"),
+        ("some_rewards:batch", "must return a list of 2 rewards, one per completion, got None"),
         *((f"some_rewards:batch(value={value!r})", "must return a list of 2 rewards")
           for value in ("short", "number", "text", "dict")),
         ("some_rewards:batch(value='nan')", "batch must return a finite.*got nan.*on row 1 .a:2"),
@@ -272,15 +293,15 @@ def test_verls_batch_convention_gets_lists():
 )  # fmt: skip
 def test_what_is_no_reward_is_refused_by_function_and_row(text, message):
     with pytest.raises(ConfigError, match=message):
-        scores(text, "2", "3")
+        score_texts(text, "2", "3")
 
 
 def test_an_error_of_the_functions_own_keeps_its_traceback_and_names_the_row():
     with pytest.raises(KeyError) as caught:
-        scores("some_rewards:raises", "2")
+        score_texts("some_rewards:raises", "2")
     assert caught.value.__notes__ == ["data.rewards: raises raised this on row 0 (a:1)."]
     with pytest.raises(RuntimeError, match=r"it called sys.exit\(0\)") as caught:
-        scores("some_rewards:leaves", "2")
+        score_texts("some_rewards:leaves", "2")
     assert "leaves raised this on row 0" in caught.value.__notes__[0]
 
 
@@ -288,16 +309,19 @@ def test_an_error_of_the_functions_own_keeps_its_traceback_and_names_the_row():
     ("text", "message"),
     [
         ("short", "must be functions of yours.*got 'short'"),
-        ("0.5 * 0.5 * some_rewards:ours", "must be"),
-        ("1e999 * some_rewards:ours", "a finite weight"),
-        ("some_rewards:ours +", "got ''"),
+        ("0.5 * 0.5 * some_rewards:native", "must be"),
+        ("1e999 * some_rewards:native", "a finite weight"),
+        ("some_rewards:native +", "got ''"),
         ("some_rewards:no_such", "no_such"),
         ("no_such_module:f", "no_such_module"),
-        ("some_rewards:ours(len=3)", "ours has no option 'len'. Did you mean length"),
+        (
+            "some_rewards:native(len=3)",
+            "native has no option 'len'. Did you mean length",
+        ),
         ("some_rewards:two_numbers", r"two_numbers must take \(completions, .* it takes \(x, y\)"),
         ("some_rewards:anything", r"must take \(completions, \*\*columns\) as TRL's"),
-        ("some_rewards:of_verl", "of_verl asks for model"),
-        ("some_rewards:Thing", "must be a reward function written in Python, .* got a class"),
+        ("some_rewards:of_verl", "of_verl requires model"),
+        ("some_rewards:Constant", "must be a reward function written in Python, .* got a class"),
         ("subprocess:Popen(args=['true'])", "must be a reward function .* got a class"),
         ("builtins:print", "must be a reward function .* got builtin"),
         ("some_rewards:ROWS", "must be a reward function .* got list"),
@@ -311,5 +335,5 @@ def test_what_is_no_reward_function_is_refused_in_one_line(text, message):
 
 
 def test_a_column_that_no_row_has_is_named():
-    with pytest.raises(ConfigError, match="trl asks for solution"):
+    with pytest.raises(ConfigError, match="trl requires solution"):
         read_rewards("some_rewards:trl", ["prompt", "answer"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from adapted import CFG, LORA, OPS, adapters_of, base_of, dense
 
-from jaxmoe.checkpoint.merge import merged
+from jaxmoe.checkpoint.merge import merge_adapters
 from jaxmoe.config import ConfigError, LoraConfig
 from jaxmoe.config.lora import MODULES_TO_SAVE
 from jaxmoe.model import forward, sequence_logprobs
@@ -29,7 +29,7 @@ def compute_logp(params, cfg=CFG):
 
 
 def merge_all(base, adapters, lora=LORA):
-    return jax.tree.map(jnp.asarray, merged(base, adapters, lora.scales, dtype="float32"))
+    return jax.tree.map(jnp.asarray, merge_adapters(base, adapters, lora.scales, dtype="float32"))
 
 
 def test_before_training_they_change_no_bit():

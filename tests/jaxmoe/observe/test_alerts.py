@@ -5,43 +5,43 @@ import math
 
 import pytest
 
-from jaxmoe.observe.alerts import RULES, alerts, counted
+from jaxmoe.observe.alerts import RULES, collapse_repeats, find_alerts
 
 UP, DOWN = math.inf, -math.inf
 ABS_DIFF, MEAN = "train_rollout_logprob_abs_diff", "rollout_corr/rollout_is_mean"
-ENGINE = "the engine's weights: were the newest ones loaded, and the same dtype used?"
+ENGINE = "the engine's weights: does it run the newest weights, in the same dtype?"
 # metric, a healthy value, its last good one, which way is bad, its bound, the first suspect
 CASES = [
     (ABS_DIFF, 0.01, 0.1, UP, "> 0.1 nats", ENGINE),
     ("rollout_corr/kl", 0.001, 0.1, UP, "beyond ±0.1 nats", ENGINE),
     ("rollout_corr/kl", -0.001, -0.1, DOWN, "beyond ±0.1 nats", ENGINE),
-    ("rollout_corr/chi2_token", 0.05, 1.0, UP, "> 1", "samples.jsonl"),
+    ("rollout_corr/chi2_token", 0.05, 1.0, UP, "> 1", "python -m jaxmoe.samples: a few"),
     ("rollout_corr/ess", 0.95, 0.3, DOWN, "< 0.3 of the tokens", "rollout_corr/ratio_p99"),
     (MEAN, 1.0, 2.0, UP, "outside [0.5, 2]", ABS_DIFF),
     (MEAN, 1.0, 0.5, DOWN, "outside [0.5, 2]", ABS_DIFF),
     ("rollout_corr/rollout_is_std", 0.2, 1.0, UP, "> 1", "rollout_corr/ratio_p99"),
-    ("rollout_corr/rollout_rs_masked_fraction", 0.1, 0.5, UP, "> 0.5", "the rejection's bounds"),
+    ("rollout_corr/rollout_rs_masked_fraction", 0.1, 0.5, UP, "> 0.5", "the rejection bounds"),
     ("grad/norm", 0.3, 5e-324, DOWN, "exactly 0", "reward/zero_std_groups_frac, policy/clip_frac"),
     ("policy/clip_frac", 0.05, 0.3, UP, "> 0.3", "optim.lr, loss.epochs and loss.minibatches"),
-    ("policy/kl_ref", 0.05, 1.0, UP, "> 1 nat a token", "loss.kl_coef and optim.lr"),
+    ("policy/kl_ref", 0.05, 1.0, UP, "> 1 nat per token", "loss.kl_coef and optim.lr"),
     ("reward/zero_std_groups_frac", 0.57, 0.9, UP, "> 0.9", "python -m jaxmoe.samples: rows"),
     ("response_len/mean", 5.0, 1.5, DOWN, "< 1.5 tokens", "python -m jaxmoe.samples: the policy"),
     ("stop/max_tokens_frac", 0.1, 0.5, UP, "> 0.5", "rollout.max_new_tokens"),
     ("batch/padding_frac", 0.1, 0.5, UP, "> 0.5 of the tokens", "optim.tokens_per_microbatch"),
     ("router/unknown_experts_frac", 0.0, 0.05, UP, "> 0.05 of the tokens", "the engine's expert"),
-    ("rollout/incidents", 0.0, 0.0, UP, "> 0", "the lines after this one in metrics.jsonl"),
-    ("gate/closed", 0.0, 0.0, UP, "> 0", "gate.*: this batch was not trained on"),
+    ("rollout/incidents", 0.0, 0.0, UP, "> 0", "the alerts after this one in metrics.jsonl"),
+    ("gate/closed", 0.0, 0.0, UP, "> 0", "gate.* in the config: this batch was skipped"),
 ]
 
 
-@pytest.mark.parametrize(("metric", "healthy", "last", "bad", "bound", "first"), CASES)
+@pytest.mark.parametrize(("metric", "healthy", "last", "bad", "bound", "suspect"), CASES)
 def test_a_rule_fires_just_past_its_bound_and_says_where_to_look(
-    metric, healthy, last, bad, bound, first
+    metric, healthy, last, bad, bound, suspect
 ):
-    assert alerts({metric: healthy}) == {} and alerts({metric: last}) == {}
+    assert find_alerts({metric: healthy}) == {} and find_alerts({metric: last}) == {}
     past = math.nextafter(last, bad)
-    (text,) = alerts({metric: past}).values()
-    assert text.startswith(f"{metric} is {past:.3g} ({bound}); look first at {first}")
+    (text,) = find_alerts({metric: past}).values()
+    assert text.startswith(f"{metric} is {past:.3g} ({bound}); check first: {suspect}")
     assert "\n" not in text
 
 
@@ -51,11 +51,11 @@ def test_every_rule_is_tried_above():
 
 def test_only_what_is_out_of_bounds_and_was_measured_is_told():
     healthy = {case[0]: case[1] for case in CASES} | {"loss": 1e9}
-    assert alerts(healthy) == {} and alerts({}) == {}
-    assert list(alerts(healthy | {"policy/clip_frac": 0.5, "gate/closed": 1.0})) == [
+    assert find_alerts(healthy) == {} and find_alerts({}) == {}
+    assert list(find_alerts(healthy | {"policy/clip_frac": 0.5, "gate/closed": 1.0})) == [
         "policy/clip_frac", "gate/closed",
     ]  # fmt: skip
 
 
 def test_a_line_that_came_often_is_told_once_with_how_often():
-    assert counted(["a", "b", "a", "c", "a"]) == ["a (×3)", "b", "c"]
+    assert collapse_repeats(["a", "b", "a", "c", "a"]) == ["a (×3)", "b", "c"]

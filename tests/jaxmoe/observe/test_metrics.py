@@ -42,9 +42,11 @@ def test_alerts_are_named_in_the_line_of_their_step_and_in_no_other(tmp_path):
         log.write("rl", 1, {"policy/clip_frac": 0.5}, alerts=["clip_frac is 0.5", "gate"])
         log.write("rl", 2, {"policy/clip_frac": 0.1})
         log.write("rl", 3, {"policy/clip_frac": 0.1}, alerts=[])
-    first, *others = read_metrics(tmp_path / "metrics.jsonl")
+    first, *other_rows = read_metrics(tmp_path / "metrics.jsonl")
     assert first["alerts"] == ["clip_frac is 0.5", "gate"]
-    assert [row["step"] for row in others] == [2, 3] and all("alerts" not in row for row in others)
+    assert [row["step"] for row in other_rows] == [2, 3] and all(
+        "alerts" not in row for row in other_rows
+    )
 
 
 def test_a_line_is_on_disk_before_the_log_closes(tmp_path):
@@ -54,18 +56,18 @@ def test_a_line_is_on_disk_before_the_log_closes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stage, step, kept",
+    "stage, step, expected",
     [
         ("rl", 2, [("warmup", 1), ("warmup", 2), ("warmup", 3), ("rl", 1), ("rl", 2)]),
         ("warmup", 2, [("warmup", 1), ("warmup", 2)]),
         ("warmup", 0, []),
     ],
 )
-def test_resume_drops_the_lines_past_its_step(tmp_path, stage, step, kept):
+def test_resume_drops_the_lines_past_its_step(tmp_path, stage, step, expected):
     _two_stages(tmp_path)
     with MetricsLog(tmp_path, stage=stage, step=step):
         pass
-    assert _steps(tmp_path) == kept
+    assert _steps(tmp_path) == expected
 
 
 def test_lines_that_are_no_metrics_are_passed_over(tmp_path):
@@ -107,14 +109,14 @@ def _events(folder: Path) -> list[event_pb2.Event]:
     return events
 
 
-def _scalars(folder: Path) -> list[tuple[int, str]]:
-    """What TensorBoard shows: a session's start hides the steps from its own on."""
-    shown: list[tuple[int, str]] = []
+def _read_scalars(folder: Path) -> list[tuple[int, str]]:
+    """Scalars that TensorBoard shows: a session's start hides later steps of earlier files."""
+    points: list[tuple[int, str]] = []
     for event in _events(folder):
         if event.session_log.status == event_pb2.SessionLog.START:
-            shown = [point for point in shown if point[0] < event.step]
-        shown += [(event.step, value.tag) for value in event.summary.value]
-    return shown
+            points = [point for point in points if point[0] < event.step]
+        points += [(event.step, value.tag) for value in event.summary.value]
+    return points
 
 
 def test_tensorboard_holds_each_stage_and_no_step_twice_after_a_resume(tmp_path):
@@ -122,14 +124,14 @@ def test_tensorboard_holds_each_stage_and_no_step_twice_after_a_resume(tmp_path)
     with MetricsLog(tmp_path, stage="rl", step=2) as log:
         log.write("rl", 3, {"reward/mean": 1.0})
     board = tmp_path / "tensorboard"
-    once = [(step, "reward/mean") for step in (1, 2, 3)]
-    assert _scalars(board / "warmup") == once and _scalars(board / "rl") == once
+    expected = [(step, "reward/mean") for step in (1, 2, 3)]
+    assert _read_scalars(board / "warmup") == expected and _read_scalars(board / "rl") == expected
     with MetricsLog(tmp_path, stage="warmup", step=2):
         pass
-    assert _scalars(board / "warmup") == once[:2] and _scalars(board / "rl") == []
+    assert _read_scalars(board / "warmup") == expected[:2] and _read_scalars(board / "rl") == []
     with MetricsLog(tmp_path, stage="warmup", step=0):
         pass
-    assert _scalars(board / "warmup") == []
+    assert _read_scalars(board / "warmup") == []
 
 
 def test_a_disabled_log_writes_nothing(tmp_path):
@@ -146,7 +148,7 @@ def test_no_file_means_no_rows(tmp_path):
 def test_samples_keep_a_bound_by_thinning_out_and_the_first_and_the_last_stay(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(metrics, "SAMPLES_BYTES", 4_000)
+    monkeypatch.setattr(metrics, "MAX_SAMPLES_BYTES", 4_000)
     with MetricsLog(tmp_path, stage="warmup", step=0) as log:
         for step in range(200):
             log.write_samples("rl", step, [{"response": "x" * 100}] * 2)
@@ -159,7 +161,7 @@ def test_samples_keep_a_bound_by_thinning_out_and_the_first_and_the_last_stay(
 def test_the_last_lines_tell_the_first_accuracy_and_the_last():
     rows = [{"step": 0, "eval/accuracy": 0.15, "eval/accuracy_greedy": 0.35}, {"step": 1},
             {"step": 8, "eval/accuracy": 0.71, "eval/accuracy_greedy": 0.72}]  # fmt: skip
-    assert metrics.accuracy(rows) == (
+    assert metrics.format_accuracy(rows) == (
         "0.150 -> 0.710 sampled, 0.350 -> 0.720 greedy, on the held-out rows (steps 0 -> 8)"
     )
-    assert metrics.accuracy([{"step": 1}]) == "not known: nothing was scored"
+    assert metrics.format_accuracy([{"step": 1}]) == "unknown: no evaluation was logged"

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from jaxmoe.observe import plots
-from jaxmoe.observe.plots import PANELS, plot_run, smooth
+from jaxmoe.observe.plots import PANELS, plot_run, smooth_values
 
 
 def _rows(count: int) -> list[dict]:
@@ -63,7 +63,7 @@ def test_the_overlong_penalty_is_seen_in_the_reward_s_picture():
             for n in range(5)]  # fmt: skip
     PANELS["reward"](axes, rows)
     assert axes.get_ylim()[0] < -0.6
-    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["with the overlong penalty"]
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["with overlong penalty"]
 
 
 def test_the_picture_of_held_out_rows_says_what_their_number_is(tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_the_picture_of_held_out_rows_says_what_their_number_is(tmp_path, monkey
 
 
 def test_smoothing_keeps_a_constant():
-    np.testing.assert_allclose(smooth(np.full(9, 0.7)), 0.7, rtol=1e-12)
+    np.testing.assert_allclose(smooth_values(np.full(9, 0.7)), 0.7, rtol=1e-12)
 
 
 def test_sampling_beside_the_training_is_no_part_of_the_steps_time_but_the_wait_for_it_is():

@@ -5,11 +5,11 @@ import pytest
 
 from jaxmoe.cli import ExitStatus
 from jaxmoe.config import ConfigError
-from jaxmoe.observe.printable import printable
+from jaxmoe.observe.printable import escape_unprintable
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "escaped"),
     [
         ("plain, naïve, 数学\n\tof two lines", "plain, naïve, 数学\n\tof two lines"),
         ("\x1b[2J\x1b]0;owned\x07", "\\x1b[2J\\x1b]0;owned\\x07"),
@@ -18,8 +18,8 @@ from jaxmoe.observe.printable import printable
         ("\ud800", "\\ud800"),
     ],
 )
-def test_what_would_move_a_cursor_or_turn_the_text_is_written_out(text, shown):
-    assert printable(text) == shown
+def test_what_would_move_a_cursor_or_turn_the_text_is_written_out(text, escaped):
+    assert escape_unprintable(text) == escaped
 
 
 def test_an_error_that_quotes_a_hostile_row_is_shown_so(capsys):

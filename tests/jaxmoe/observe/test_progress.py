@@ -5,7 +5,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from jaxmoe.observe.progress import Progress, phase
+from jaxmoe.observe.progress import Progress, report_phase
 
 
 def _plain() -> tuple[StringIO, Console]:
@@ -53,7 +53,7 @@ def test_a_terminal_shows_the_bar_and_keeps_the_notes_as_written():
 
 
 def test_a_phase_says_how_long_it_took(capsys):
-    with phase("compiling the train step"):
+    with report_phase("compiling the train step"):
         pass
     assert capsys.readouterr().out == "compiling the train step… 0.0 s\n"
 
@@ -69,20 +69,20 @@ def test_an_alert_is_told_once_while_it_lasts_and_again_when_it_returns():
     out, console = _plain()
     high, low = {"kl": "kl is 0.2"}, {}
     _alerting(high, high, low, low, high, console=console)
-    told = [line for line in out.getvalue().splitlines() if line.startswith("!")]
-    assert told == ["! step 1: kl is 0.2", "! step 5: kl is 0.2"]
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("!")]
+    assert lines == ["! step 1: kl is 0.2", "! step 5: kl is 0.2"]
 
 
 def test_an_alert_beside_one_that_lasts_is_told_alone():
     out, console = _plain()
-    one, two = {"b": "b is bad"}, {"b": "b is bad", "c": "c is bad", "a": "a is bad"}
-    _alerting(one, two, two, {"a": "a is worse"}, console=console)
-    told = [line for line in out.getvalue().splitlines() if line.startswith("!")]
-    assert told == ["! step 1: b is bad", "! step 2: a is bad", "! step 2: c is bad"]
+    one_alert, three_alerts = {"b": "b is bad"}, {"b": "b is bad", "c": "c is bad", "a": "a is bad"}
+    _alerting(one_alert, three_alerts, three_alerts, {"a": "a is worse"}, console=console)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("!")]
+    assert lines == ["! step 1: b is bad", "! step 2: a is bad", "! step 2: c is bad"]
 
 
 def test_the_number_of_alerts_stands_beside_the_numbers_while_they_last(monkeypatch):
-    monkeypatch.setattr("jaxmoe.observe.progress.PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr("jaxmoe.observe.progress.PLAIN_INTERVAL_S", 0.0)
     out, console = _plain()
     _alerting({"a": "a is bad"}, {"a": "a is bad", "b": "b is bad"}, {}, console=console)
     lines = [line for line in out.getvalue().splitlines() if line.startswith("rl")]
@@ -101,19 +101,19 @@ def test_an_alert_stays_above_the_bar_as_written():
 
 def test_what_takes_long_within_a_step_is_told_with_its_count(monkeypatch):
     out, console = _plain()
-    now = [100.0]
-    monkeypatch.setattr("jaxmoe.observe.progress.time.perf_counter", lambda: now[0])
-    with Progress(5, "rl", done=2, console=console) as progress:
+    clock = [100.0]
+    monkeypatch.setattr("jaxmoe.observe.progress.time.perf_counter", lambda: clock[0])
+    with Progress(5, "rl", step=2, console=console) as progress:
         for i in range(16):  # half a second each
-            progress.tell("scoring", i, 16)
-            now[0] += 0.5
+            progress.report("scoring", i, 16)
+            clock[0] += 0.5
         progress.update(3)
-        assert progress.doing() == ""
-        progress.tell("train")
-        now[0] += 1.9
-        assert progress.doing() == ""  # what is quick is not told
-        now[0] += 0.2
-        assert progress.doing() == "train, 2 s"
+        assert progress.format_activity() == ""
+        progress.report("train")
+        clock[0] += 1.9
+        assert progress.format_activity() == ""  # what is quick is not told
+        clock[0] += 0.2
+        assert progress.format_activity() == "train, 2 s"
     first, second, *_ = out.getvalue().splitlines()
     assert first == "rl      2/5  scoring 4/16, 2 s"
     assert second == "rl      2/5  scoring 14/16, 7 s"
@@ -123,6 +123,6 @@ def test_a_terminal_shows_what_goes_on_beside_the_bar():
     out = StringIO()
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
     with Progress(5, "rl", console=console) as progress:
-        progress._doing = "scoring [red]", -1e9, 3, 16
+        progress._activity = "scoring [red]", -1e9, 3, 16
         progress._bar.refresh()
     assert "scoring [red] 3/16" in out.getvalue()

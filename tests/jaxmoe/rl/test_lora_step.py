@@ -14,7 +14,7 @@ from jaxmoe.config import OptimConfig
 from jaxmoe.losses import kl_k3
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import init_adapters, with_adapters
-from jaxmoe.observe.profiling import compilations
+from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import rollout_batch
@@ -77,7 +77,7 @@ def steps(count, lora=LORA, rows=0, **fields):
             step_base = gather_embedding_rows(table, batch.tokens_BT, rows) if rows else base()
             state, metrics, _ = step(state, batch, None, step_base)
         results.append({name: float(x) for name, x in metrics.items()} | {"reward": rewards.mean()})
-    assert compilations(step) == 1
+    assert count_compilations(step) == 1
     return state, results
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jaxmoe.checkpoint.same_run import Held, check_resume
+from jaxmoe.checkpoint.same_run import ContentDigests, check_resume
 from jaxmoe.config import ConfigError, to_json
 from jaxmoe.config_file import load_config, override
 from jaxmoe.rl.source_digests import named_modules, source_digests
@@ -72,10 +72,10 @@ def test_modules_are_named_before_the_colon_of_each_part():
 def test_a_resume_after_an_edit_is_refused_with_the_modules_name(folder, edited):
     saved, cfg = source_digests(config()), config()
     written = json.loads(to_json(cfg))
-    assert check_resume(folder, written, cfg, Held(saved, source_digests(cfg))) == []
+    assert check_resume(folder, written, cfg, ContentDigests(saved, source_digests(cfg))) == []
     with open(folder / edited, "a") as file:
         file.write("# another line\n")
-    stored = Held(saved, source_digests(cfg))
+    stored = ContentDigests(saved, source_digests(cfg))
     if edited not in REACHED:
         assert check_resume(folder, written, cfg, stored) == []
         return
@@ -83,6 +83,6 @@ def test_a_resume_after_an_edit_is_refused_with_the_modules_name(folder, edited)
         check_resume(folder, written, cfg, stored)
     message = str(error.value)
     assert (
-        f"whose source of {REACHED[edited]} held other content" in message and "\n" not in message
+        f"whose source of {REACHED[edited]} had other contents" in message and "\n" not in message
     )
     assert message.endswith("Bring the file back as it was, or try a new --workdir.")

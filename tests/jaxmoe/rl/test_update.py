@@ -48,7 +48,7 @@ from jaxmoe.losses import (
     token_is,
     veto,
 )
-from jaxmoe.observe.profiling import compilations
+from jaxmoe.observe.profiling import count_compilations
 from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.metrics import engine_gap
 from jaxmoe.rl.minibatches import split_minibatches
@@ -259,7 +259,7 @@ def test_packed_minibatches_of_any_length_compile_once():
         batch, minibatches = split_minibatches(batch, a, seed=(cut,), tokens_per_microbatch=2 * T)
         counts.add(int(batch.packing.count))
         step(start(a), batch, minibatches)
-    assert len(counts) == 2 and compilations(step) == 1
+    assert len(counts) == 2 and count_compilations(step) == 1
 
 
 def test_a_mask_without_a_true_token_changes_nothing(plain):

@@ -35,7 +35,7 @@ def test_vllm_serves_an_export_with_our_log_probs_and_stops(tmp_path, monkeypatc
     params["head"] = params["head"].at[0, stop].set(2.0)
     state = init_rl_state(params, cfg, rl_optimizer(cfg))
     save_run(tmp_path / "run", cfg, Position("rl", 1, state, {}))
-    export.run(cfg, tmp_path / "out")
+    export.export_checkpoint(cfg, tmp_path / "out")
     engine = vllm.LLM(
         model=str(tmp_path / "out"), dtype="float32", enforce_eager=True, max_model_len=256,
         kv_cache_memory_bytes=64 << 20, max_num_seqs=8,

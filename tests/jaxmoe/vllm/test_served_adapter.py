@@ -12,7 +12,7 @@ from adapted import LORA, adapters_of, base_of
 from stand_in import StandIn
 from vllm_cases import CFG, NEW, OPS, PROMPT, prompts
 
-from jaxmoe.checkpoint.merge import merged
+from jaxmoe.checkpoint.merge import merge_adapters
 from jaxmoe.config import EngineError, VllmConfig
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.records import Sampling
@@ -25,7 +25,7 @@ PACKABLE = replace(CFG, d_expert=64)
 
 def test_the_weights_that_arrive_are_the_merged_ones_and_log_probs_the_trainers(tmp_path):
     base, adapters = base_of(PACKABLE), adapters_of(PACKABLE)
-    merged_params = merged(base, adapters, LORA.scales, dtype="float32")
+    merged_params = merge_adapters(base, adapters, LORA.scales, dtype="float32")
     server = StandIn(PACKABLE)
     engine = VllmEngine(
         PACKABLE, OPS, VllmConfig(url=server.url, weights_dir=str(tmp_path / "weights")),

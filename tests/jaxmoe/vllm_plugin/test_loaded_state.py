@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jaxmoe.checkpoint.hf import entries
+from jaxmoe.checkpoint.hf import list_entries
 from jaxmoe.checkpoint.peft import CONFIG, FILE, save_adapter
 from jaxmoe.checkpoint.tensor_files import read_header
 from jaxmoe.config import LoraConfig, ModelConfig
@@ -39,8 +39,8 @@ def test_every_tensor_of_the_table_has_its_shape_and_a_parameter_of_its_own():
         n_experts=7, experts_per_token=3, d_expert=128, sliding_window=9, dtype="float32",
     )  # fmt: skip
     config = to_hf(cfg, dtype="float32")
-    assert checkpoint_shapes(config) == {entry.name: entry.shape for entry in entries(cfg)}
-    expected = [vllm_parameter_name(entry.name) for entry in entries(cfg)]
+    assert checkpoint_shapes(config) == {entry.name: entry.shape for entry in list_entries(cfg)}
+    expected = [vllm_parameter_name(entry.name) for entry in list_entries(cfg)]
     assert len(set(expected)) == len(expected)
     assert set(SIZES) <= set(config)
 

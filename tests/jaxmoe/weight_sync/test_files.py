@@ -16,8 +16,8 @@ import pytest
 from weight_updates import CFG, RUN, list_leftovers, random_params, write_update
 
 from jaxmoe.checkpoint import layouts
-from jaxmoe.checkpoint.hf import entries, load_params
-from jaxmoe.checkpoint.tensor_files import SINGLE
+from jaxmoe.checkpoint.hf import list_entries, load_params
+from jaxmoe.checkpoint.tensor_files import SINGLE_FILE
 from jaxmoe.config import ConfigError
 from jaxmoe.weight_sync import files as module
 from jaxmoe.weight_sync.files import write_files
@@ -34,7 +34,7 @@ def test_the_manifest_says_what_the_files_hold(tmp_path):
     assert update.label == f"{RUN}:3"
     tensor = manifest["tensors"]["lm_head.weight"]
     assert (tensor["dtype"], tensor["shape"]) == ("BF16", [93, 32]) and len(tensor["digest"]) == 32
-    assert list(manifest["tensors"]) == [entry.name for entry in entries(CFG)]
+    assert list(manifest["tensors"]) == [entry.name for entry in list_entries(CFG)]
 
 
 def test_closing_removes_what_was_written_and_no_other_version(tmp_path):
@@ -58,14 +58,16 @@ def test_a_version_written_over_an_older_one_is_as_if_it_were_fresh(tmp_path):
     old, new = random_params(), jax.tree.map(lambda x: -2 * x, random_params())
     first = write_update(old, tmp_path / "a", version=1)
     unread = write_update(old, tmp_path / "a", version=2)
-    pages = (tmp_path / "a" / f"jaxmoe-{RUN}" / "1" / SINGLE).stat().st_ino
+    pages = (tmp_path / "a" / f"jaxmoe-{RUN}" / "1" / SINGLE_FILE).stat().st_ino
     rewritten = write_files(
         new, CFG, tmp_path / "a", dtype="float32", run=RUN, version=3, reuse=first
     )
     fresh = write_update(new, tmp_path / "b", version=3)
-    written = tmp_path / "a" / f"jaxmoe-{RUN}" / "3" / SINGLE
+    written = tmp_path / "a" / f"jaxmoe-{RUN}" / "3" / SINGLE_FILE
     assert written.stat().st_ino == pages
-    assert written.read_bytes() == (tmp_path / "b" / f"jaxmoe-{RUN}" / "3" / SINGLE).read_bytes()
+    assert (
+        written.read_bytes() == (tmp_path / "b" / f"jaxmoe-{RUN}" / "3" / SINGLE_FILE).read_bytes()
+    )
     assert rewritten.manifest == fresh.manifest
     assert sorted(p.name for p in (tmp_path / "a" / f"jaxmoe-{RUN}").iterdir()) == ["2", "3"]
     unread.close(), rewritten.close()
@@ -73,7 +75,7 @@ def test_a_version_written_over_an_older_one_is_as_if_it_were_fresh(tmp_path):
 
 
 def content(update) -> bytes:
-    return (Path(update.update_info["path"]) / SINGLE).read_bytes()
+    return (Path(update.update_info["path"]) / SINGLE_FILE).read_bytes()
 
 
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
@@ -117,7 +119,7 @@ def memory():
 def test_in_memory_versions_take_turns_in_two_mapped_files_and_are_as_if_fresh(
     memory, tmp_path, monkeypatch, dtype, piece
 ):
-    monkeypatch.setattr(layouts, "PIECE_BYTES", piece)
+    monkeypatch.setattr(layouts, "CHUNK_BYTES", piece)
     updates = []
     for version in range(6):
         params = jax.tree.map(lambda x, factor=1 + version: factor * x, random_params())
@@ -138,7 +140,7 @@ def test_a_file_that_took_the_place_of_a_mapped_one_is_mapped_anew(memory):
     params, named = random_params(), dict(dtype="float32", run=RUN)
     first = write_update(params, memory, version=1)
     second = write_files(params, CFG, memory, **named, version=2, reuse=first)
-    path = Path(second.update_info["path"]) / SINGLE
+    path = Path(second.update_info["path"]) / SINGLE_FILE
     shutil.copy(path, memory / "copy")
     (memory / "copy").replace(path)
     twice = jax.tree.map(lambda x: 2 * x, params)

@@ -12,7 +12,7 @@ from board import as_processes
 from safetensors.numpy import load_file
 from weight_updates import CFG, RUN, list_leftovers, random_params, write_update
 
-from jaxmoe.checkpoint.hf import entries, load_params
+from jaxmoe.checkpoint.hf import list_entries, load_params
 from jaxmoe.config import ConfigError
 from jaxmoe.vllm_plugin import manifest
 from jaxmoe.weight_sync import sharded_files as module
@@ -40,9 +40,9 @@ def test_all_have_the_manifest_and_the_folder_holds_every_tensor_once(tmp_path, 
     assert json.loads((folder / "manifest.json").read_text()) == single.manifest
     files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     assert len(files) == processes and all(files)
-    assert sum(len(f) for f in files) == len(entries(CFG))
+    assert sum(len(f) for f in files) == len(list_entries(CFG))
     assert len(manifest.check_file_headers(manifest.read_manifest(folder), folder)) == len(
-        entries(CFG)
+        list_entries(CFG)
     )
     loaded = load_params(folder, CFG, "float32")
     assert np.array_equal(

@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding
 from weight_updates import CFG, RUN, list_leftovers, random_params, travels_as, write_update
 
 from jaxmoe.checkpoint import layouts
-from jaxmoe.checkpoint.entries import entries
+from jaxmoe.checkpoint.entries import list_entries
 from jaxmoe.checkpoint.hf import iter_hf, load_params
-from jaxmoe.checkpoint.mxfp4 import decoded
+from jaxmoe.checkpoint.mxfp4 import decode_packed
 from jaxmoe.checkpoint.packed import pack_experts
-from jaxmoe.checkpoint.tensor_files import SINGLE
+from jaxmoe.checkpoint.tensor_files import SINGLE_FILE
 from jaxmoe.config import ConfigError, MeshConfig, ModelConfig
 from jaxmoe.model.params import map_specs
 from jaxmoe.parallel.sharding import make_mesh, mesh_spec, partition_axes
@@ -45,18 +45,18 @@ def test_an_update_holds_each_tensors_bytes_as_it_is_read_and_their_digests(
     tmp_path, monkeypatch, stored_dtype, sent, piece
 ):
     params = random_params(dtype=stored_dtype)
-    kind = {entry.name: travels_as(entry.name, sent) for entry in entries(CFG)}
-    want = {e.name: naive(params, e).astype(jnp.dtype(kind[e.name])) for e in entries(CFG)}
-    monkeypatch.setattr(layouts, "PIECE_BYTES", piece)
+    kind = {entry.name: travels_as(entry.name, sent) for entry in list_entries(CFG)}
+    want = {e.name: naive(params, e).astype(jnp.dtype(kind[e.name])) for e in list_entries(CFG)}
+    monkeypatch.setattr(layouts, "CHUNK_BYTES", piece)
     update = write_update(jax.tree.map(jnp.asarray, params), tmp_path, dtype=sent)
     loaded = {d: load_params(update.update_info["path"], CFG, d) for d in ("float32", sent)}
-    for entry in entries(CFG):
+    for entry in list_entries(CFG):
         assert update.manifest["tensors"][entry.name]["dtype"] == FORMAT[kind[entry.name]]
         actual_tensor = naive(loaded[kind[entry.name]], entry)
         assert actual_tensor.dtype == want[entry.name].dtype, entry.name
         assert actual_tensor.tobytes() == want[entry.name].tobytes(), entry.name
         assert update.digests[entry.name] == digest_array(want[entry.name]), entry.name
-    for (name, array), entry in zip(iter_hf(params, CFG, sent), entries(CFG), strict=True):
+    for (name, array), entry in zip(iter_hf(params, CFG, sent), list_entries(CFG), strict=True):
         assert array.tobytes() == naive(params, entry).astype(jnp.dtype(sent)).tobytes(), name
 
 
@@ -65,12 +65,12 @@ def test_packed_experts_are_published_as_their_values(tmp_path, sent):
     cfg = replace(CFG, d_model=64, d_expert=128)
     packed, _ = pack_experts(random_params(cfg), cfg)
     assert isinstance(packed["layers"]["full"]["w_down"], Mxfp4)
-    dense = map_specs(lambda _, x: decoded(x) if isinstance(x, Mxfp4) else x, cfg, packed)
+    dense = map_specs(lambda _, x: decode_packed(x) if isinstance(x, Mxfp4) else x, cfg, packed)
     for params in (packed, jax.tree.map(jnp.asarray, packed)):
         update = write_update(params, tmp_path / "packed", dtype=sent, cfg=cfg)
         want = write_update(dense, tmp_path / "dense", dtype=sent, cfg=cfg)
         assert update.manifest == want.manifest
-        actual, expected_file = (Path(x.update_info["path"]) / SINGLE for x in (update, want))
+        actual, expected_file = (Path(x.update_info["path"]) / SINGLE_FILE for x in (update, want))
         assert actual.read_bytes() == expected_file.read_bytes()
 
 
@@ -91,7 +91,7 @@ def naive(params, entry) -> np.ndarray:
 @pytest.mark.parametrize("cores", [1, 3])
 @pytest.mark.parametrize("error", [OSError, IndexError, KeyboardInterrupt])
 def test_an_error_at_one_piece_is_told_and_no_more_are_made(monkeypatch, cores, error):
-    monkeypatch.setattr(layouts, "PIECE_BYTES", 1)
+    monkeypatch.setattr(layouts, "CHUNK_BYTES", 1)
     monkeypatch.setattr(module, "count_cores", lambda: cores)
     params, begun = random_params(), []
     planned = module.plan_tensors(params, CFG, "float32")
@@ -187,14 +187,14 @@ def test_memory_stays_within_pieces_where_one_device_holds_a_tensor(tmp_path):
     params = map_specs(lambda s: np.ones(s.shape, np.float32), WIDE)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 250e6
     grown = beyond(params, WIDE, tmp_path)
-    assert grown < 4 * layouts.PIECE_BYTES * module.count_cores() + 1e6, grown
+    assert grown < 4 * layouts.CHUNK_BYTES * module.count_cores() + 1e6, grown
 
 
 def test_memory_stays_within_one_tensor_where_devices_share_it(tmp_path):
     params = spread(map_specs(lambda s: np.ones(s.shape, np.float32), WIDE), WIDE, 4, 2)
-    largest = 4 * max(np.prod(entry.shape) for entry in entries(WIDE))
+    largest = 4 * max(np.prod(entry.shape) for entry in list_entries(WIDE))
     grown = beyond(params, WIDE, tmp_path)
-    assert largest < grown < largest + 4 * layouts.PIECE_BYTES * module.count_cores() + 1e6, grown
+    assert largest < grown < largest + 4 * layouts.CHUNK_BYTES * module.count_cores() + 1e6, grown
 
 
 PROCESS = """
@@ -235,6 +235,6 @@ def test_arrays_cut_over_processes_are_gathered_and_each_writes_a_share(tmp_path
     assert [process.returncode for process in children] == [0, 0], errors
     folder = tmp_path / f"jaxmoe-{RUN}" / "3"
     assert len(list(folder.glob("*.safetensors"))) == 2
-    assert len(check_file_headers(read_manifest(folder), folder)) == len(entries(CFG))
+    assert len(check_file_headers(read_manifest(folder), folder)) == len(list_entries(CFG))
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest == write_update(random_params(), tmp_path / "alone").manifest
