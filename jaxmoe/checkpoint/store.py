@@ -7,6 +7,8 @@ Next: jaxmoe/checkpoint/run.py decides what is stored.
 """
 
 import logging
+import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from jaxmoe.checkpoint.digests import array_digests, json_digest
+from jaxmoe.checkpoint.failed_writers import join_failed_writers
 from jaxmoe.config import ConfigError
 from jaxmoe.run_files import describe_missing_inodes
 from jaxmoe.shapes import Leaf
@@ -75,8 +78,10 @@ def save_checkpoint(
     if free < needed:
         raise CheckpointError(_format_no_space(directory, step, needed, free))
     digests = {"arrays": array_digests(state), "extra": json_digest(extra)}
+    # a thread of one process waits for those of the others, which may be gone
+    wait_s = 0.0 if jax.process_count() > 1 else 30.0
     try:
-        with _open_manager(directory, keep=keep) as manager:
+        with join_failed_writers(wait_s), _open_manager(directory, keep=keep) as manager:
             manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -263,4 +268,7 @@ def _damage_error(directory: Path, step: int, reason: str) -> CheckpointError:
 
 
 def _first_line(error: Exception) -> str:
+    # tensorstore's messages begin with long paths, and hold the reason as a number
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(code[1]))
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
