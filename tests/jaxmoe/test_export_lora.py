@@ -104,7 +104,7 @@ def test_merged_weights_are_rounded_once(work, tmp_path):
 def test_merging_into_four_bits_is_asked_for_and_tells_its_error(work, tmp_path, capsys):
     assert command(work, tmp_path / "out", "--merge", "--set", "save.export_dtype=mxfp4") == 0
     output = capsys.readouterr().out
-    assert "merged   packed 4 expert matrices into MXFP4: relative error" in output
+    assert "merged   packed 4 expert matrices into MXFP4: mean relative error" in output
     loaded = load_params(tmp_path / "out", CFG.model, "float32")["layers"]["full"]
     want = merge_weights(work, "float32")["layers"]["full"]
     for name in ("w_gate_up", "w_down"):
@@ -132,7 +132,7 @@ def test_what_cannot_be_exported_is_one_line(work, tmp_path, capsys):
             refused(
                 command(work, tmp_path / "out", *extra_args),
                 capsys,
-                f"{base} must hold the weights",
+                f"{base} must hold the base weights",
             )
             assert not (tmp_path / "out").exists()
     finally:

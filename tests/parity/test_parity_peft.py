@@ -26,7 +26,7 @@ from jaxmoe.config import ConfigError, LoraConfig
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.config import from_hf
 from jaxmoe.model.lora import Pair, init_adapters
-from tests.jaxmoe.checkpoint.random_adapters import delta, random_adapters, same
+from tests.jaxmoe.checkpoint.random_adapters import delta, is_same_tree, random_adapters
 
 pytestmark = [
     pytest.mark.parity,
@@ -177,7 +177,7 @@ def test_peft_reads_our_adapter_as_we_mean_it(hugging, peft, setting, tmp_path, 
         scales_of(**setting_name),
     )
     save_adapter(adapters, cfg, lora_of(**setting_name), tmp_path / "a")
-    assert same(read_adapter(tmp_path / "a", cfg).adapters, adapters)
+    assert is_same_tree(read_adapter(tmp_path / "a", cfg).adapters, adapters)
     read = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "a")
     check_deltas(read, adapters, scales)
     check_log_probs(hugging, setting, adapters, scales, read)

@@ -268,7 +268,7 @@ def test_of_files_the_content_decides_and_not_the_path(tmp_path, capsys, key):
     assert restore_run(tmp_path, moved, SHAPES, contents={key: "c0ffee"}) is not None
     assert f"{key}=there (was here, with the same contents)" in capsys.readouterr().out
     for cfg in (saved_cfg, moved):  # edited where it is, or another file
-        with pytest.raises(ConfigError, match=f"{key} held other .* was c0ffee, and is decaf"):
+        with pytest.raises(ConfigError, match=f"{key} had other .* was c0ffee, and is now decaf"):
             restore_run(tmp_path, cfg, SHAPES, contents={key: "decaf"})
     with pytest.raises(ConfigError, match=f"{key}=here; it cannot continue with there"):
         restore_run(tmp_path, moved, SHAPES)  # nobody can tell

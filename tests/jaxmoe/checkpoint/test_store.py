@@ -92,7 +92,7 @@ def test_a_shape_that_does_not_fit_names_the_leaf(tmp_path):
     ):
         store.restore_checkpoint(tmp_path, 1, abstract_state)
     del abstract_state["deep"]
-    with pytest.raises(store.CheckpointError, match="deep/f32 is .* absent here"):
+    with pytest.raises(store.CheckpointError, match="deep/f32 is .* absent in the config"):
         store.restore_checkpoint(tmp_path, 1, abstract_state)
 
 
