@@ -67,7 +67,7 @@ def test_all_that_contradicts_is_told_at_once_and_one_line_mends_it(checkpoint, 
         check_checkpoint_model(tiny(), tmp_path)
     message = str(error.value)
     assert "\n" not in message
-    for name in ("d_model (128 here)", "n_layers (2 here)", "rope_theta", "swiglu_alpha"):
+    for name in ("d_model (got 128)", "n_layers (got 2)", "rope_theta", "swiglu_alpha"):
         assert f"model.{name}" in message
     typed = re.search("Try (.*), or --set model=checkpoint", message)
     assert typed is not None

@@ -79,7 +79,7 @@ def uninterrupted(tmp_path_factory):
 
 def test_the_base_is_packed_and_kept_and_the_reference_is_it(uninterrupted):
     work, out = uninterrupted
-    assert "packed 4 expert matrices into MXFP4: relative error" in out
+    assert "packed 4 expert matrices into MXFP4: mean relative error" in out
     assert {file.name for file in (work / "base").iterdir()} >= {"config.json", "model.safetensors"}
     first = next(row for row in rows(work) if row["stage"] == "rl" and row["step"] == 1)
     assert first["policy/kl_ref"] < 1e-12 and first["policy/ratio_mean"] == 1

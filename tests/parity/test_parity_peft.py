@@ -235,7 +235,7 @@ def test_we_read_pefts_adapter_as_it_means_it(hugging, peft, setting, tmp_path, 
     peft_model_made.save_pretrained(tmp_path / "a", save_embedding_layers=False)
     read_back = read_adapter(tmp_path / "a", cfg)
     assert set(read_back.scales) == set(ranks)
-    assert read_back.over == (None if setting_name == "attention" else over_of(peft))
+    assert read_back.expert_axis == (None if setting_name == "attention" else over_of(peft))
     for name, scale in scales_of(**options).items():
         assert read_back.scales[name] == pytest.approx(scale, rel=1e-12)
     check_deltas(peft_model_made, read_back.adapters, read_back.scales)

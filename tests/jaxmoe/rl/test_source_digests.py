@@ -85,4 +85,4 @@ def test_a_resume_after_an_edit_is_refused_with_the_modules_name(folder, edited)
     assert (
         f"whose source of {REACHED[edited]} had other contents" in message and "\n" not in message
     )
-    assert message.endswith("Bring the file back as it was, or try a new --workdir.")
+    assert message.endswith("Restore the file, or try a new --workdir.")

@@ -104,7 +104,7 @@ def test_what_is_unknown_is_counted_and_much_of_it_is_an_alert():
     recorded, none = check(array), check(routed())
     metrics = unknown_experts_metric([rollout(recorded), rollout(none), rollout(None)])
     assert metrics == {"router/unknown_experts_frac": PROMPT / (2 * TOKENS)}
-    assert "routed anew" in find_alerts(metrics)["router/unknown_experts_frac"]
+    assert "routes them again" in find_alerts(metrics)["router/unknown_experts_frac"]
     assert unknown_experts_metric([rollout(none)]) == {"router/unknown_experts_frac": 0.0}
     assert unknown_experts_metric([rollout(None)]) == {} and not find_alerts(
         unknown_experts_metric([rollout(none)])
