@@ -92,7 +92,7 @@ def train(ops):
     scorer = Scorer(CFG, ops)
 
     def loss(params, batch):
-        logp_BT = scorer.policy(Trained(params), batch)["logp_BT"]
+        logp_BT = scorer.score_policy(Trained(params), batch)["logp_BT"]
         return -jnp.sum(jnp.where(batch.loss_mask_BT, logp_BT, 0.0)), logp_BT
 
     return jax.value_and_grad(loss, has_aux=True)

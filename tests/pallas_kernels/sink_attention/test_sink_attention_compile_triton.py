@@ -32,7 +32,7 @@ KERNELS = {
     "dq_kernel": triton_launch.triton_dq_tiles,
     "dkv_kernel": triton_launch.triton_dkv_tiles,
 }
-TYPES = dict.fromkeys("q k v o do dq dk dv".split()) | dict.fromkeys(
+TYPES = dict.fromkeys("q k v o dout dq dk dv".split()) | dict.fromkeys(
     "sink lse delta".split(), "*fp32"
 )
 TYPES |= dict.fromkeys("q_positions k_positions q_segments k_segments runs".split(), "*i32")
