@@ -183,8 +183,8 @@ def test_logits_and_every_gradient_agree_with_transformers(
     results = [check_deviation("logits", actual[0], [naive[0] for naive in naives], logits, dtype)]
     for tensor in want:
         assert np.abs(want[tensor]).max() > 0, f"{tensor} has no gradient to compare"
-        naives = [naive[2][tensor] for naive in naives]
-        results.append(check_deviation(tensor, actual[2][tensor], naives, want[tensor], dtype,
+        tensor_naives = [naive[2][tensor] for naive in naives]
+        results.append(check_deviation(tensor, actual[2][tensor], tensor_naives, want[tensor], dtype,
                                  floor[without_layer(tensor)]))  # fmt: skip
     results.sort(reverse=True)
     title = f"{name} {dtype} {numerics}: worst of {len(results)}"
