@@ -184,8 +184,12 @@ def test_logits_and_every_gradient_agree_with_transformers(
     for tensor in want:
         assert np.abs(want[tensor]).max() > 0, f"{tensor} has no gradient to compare"
         tensor_naives = [naive[2][tensor] for naive in naives]
-        results.append(check_deviation(tensor, actual[2][tensor], tensor_naives, want[tensor], dtype,
-                                 floor[without_layer(tensor)]))  # fmt: skip
+        floor_of_kind = floor[without_layer(tensor)]
+        results.append(
+            check_deviation(
+                tensor, actual[2][tensor], tensor_naives, want[tensor], dtype, floor_of_kind
+            )
+        )
     results.sort(reverse=True)
     title = f"{name} {dtype} {numerics}: worst of {len(results)}"
     print(f"\n{title}: {results[0][0]:.2f} of the allowance")
