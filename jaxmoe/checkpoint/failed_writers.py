@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writing threads of orbax when a save fails. Next: jaxmoe/checkpoint/store.py."""
+"""The writers of orbax when a save fails. Next: jaxmoe/checkpoint/store.py."""
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -20,11 +22,29 @@ def join_failed_writers(timeout_s: float = 30.0) -> Iterator[None]:
     earlier = set(threading.enumerate())
     try:
         yield
-    except BaseException:
+    except Exception:  # a second Ctrl-C stops at once
         end = time.monotonic() + timeout_s
-        for thread in set(threading.enumerate()) - earlier:
-            thread.join(max(0.0, end - time.monotonic()))
+        # a thread may start another one before it ends
+        while threads := set(threading.enumerate()) - earlier:
+            threads.pop().join(max(0.0, end - time.monotonic()))
+            if time.monotonic() >= end:
+                break
         raise
+
+
+def remove_unfinished(directory: Path, quiet_s: float = 0.5, timeout_s: float = 5.0) -> None:
+    """Remove the folder of a failed save until it has been absent for `quiet_s`.
+
+    tensorstore writes in threads of its own, which nothing waits for: they create folders again
+    that were removed while they wrote.
+    """
+    end = time.monotonic() + timeout_s
+    absent_since = time.monotonic()
+    while time.monotonic() < min(end, absent_since + quiet_s):
+        for folder in directory.glob("*orbax-checkpoint-tmp*"):
+            shutil.rmtree(folder, ignore_errors=True)
+            absent_since = time.monotonic()
+        time.sleep(0.02)
 
 
 def _is_no_thread_error(record: logging.LogRecord) -> bool:

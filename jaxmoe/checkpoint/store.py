@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from jaxmoe.checkpoint.digests import array_digests, json_digest
-from jaxmoe.checkpoint.failed_writers import join_failed_writers
+from jaxmoe.checkpoint.failed_writers import join_failed_writers, remove_unfinished
 from jaxmoe.config import ConfigError
 from jaxmoe.run_files import describe_missing_inodes
 from jaxmoe.shapes import Leaf
@@ -96,8 +96,7 @@ def save_checkpoint(
             raise  # another process died; this process's disk is fine
         full = describe_missing_inodes(directory)  # before the cleanup
         if not is_distributed:  # other processes may still write there
-            for leftover in directory.glob("*orbax-checkpoint-tmp*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            remove_unfinished(directory)
         refused = "No space left" in str(error) or "ENOSPC" in str(error)
         with suppress(OSError):
             free = shutil.disk_usage(directory).free

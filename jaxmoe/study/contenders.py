@@ -4,6 +4,7 @@
 Next: jaxmoe/study/train_config.py, one way to run a contender.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ def run_study(
     contenders: Sequence[Contender],
     run: Run,
     *,
+    name: str,
     store: ResultsStore,
     seeds: int,
     measure: str,
@@ -56,9 +58,12 @@ def run_study(
 
     Args:
         run: (contender, rate, seed) -> metrics; called once for each, its result is stored.
-        measure: the metric that is compared.
+        name: everything that all runs share, such as the config and its number of steps. Stored
+            results of another name are not used.
+        measure: the metric that is compared; it must be finite in every run.
         report: called with each comparison when it is known.
-    Raises ValueError for fewer than two seeds, two contenders of one name, or a missing metric.
+    Raises ValueError for fewer than two seeds, two contenders of one name, or a metric
+    that is missing or not finite.
     """
     names = [contender.name for contender in contenders]
     if seeds < 2 or not 1 <= tuning_seeds <= seeds:
@@ -73,10 +78,15 @@ def run_study(
         values = []
         for seed in range(count):
             settings = " ".join(contender.settings)
-            key = f"{contender.name}; {settings}; rate {rate}; seed {seed}"
+            key = f"{name}; {contender.name}; {settings}; rate {rate}; seed {seed}"
             metrics = store.get_or_run(key, lambda seed=seed: run(contender, rate, seed))
             if measure not in metrics:
                 raise ValueError(f"run() must return {measure!r}, got {sorted(metrics)}.")
+            if not math.isfinite(metrics[measure]):  # argmax would choose the rate of a NaN
+                raise ValueError(
+                    f"{measure} must be finite, got {metrics[measure]} for {key}. Leave out a rate "
+                    "that diverges."
+                )
             values.append(float(metrics[measure]))
         return values
 

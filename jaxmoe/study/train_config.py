@@ -5,6 +5,8 @@ Next: jaxmoe/train.py.
 """
 
 import contextlib
+import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -18,14 +20,17 @@ def train_config(
 ) -> dict[str, float]:
     """Train `config` with the contender's settings; the metrics of its last evaluated step.
 
-    What the command prints goes to FOLDER/NAME/train.log. An interrupted run resumes.
+    The run folder is in `folder`; its name has a digest of the config's name and all settings, so
+    that other settings are another run. The command's output goes to train.log there. An
+    interrupted run resumes.
     Raises RuntimeError where the command fails.
     """
     settings = [*contender.settings, f"seed={seed}"]
     if rate is not None:
-        settings.append(f"optim.lr={rate:g}")
+        settings.append(f"optim.lr={rate!r}")
+    digest = hashlib.sha256(json.dumps([config, contender.name, *settings]).encode()).hexdigest()
     name = re.sub(r"[^A-Za-z0-9.]+", "_", f"{contender.name}_{rate}_{seed}")
-    workdir = folder / name
+    workdir = folder / f"{name[:80]}-{digest[:12]}"
     workdir.mkdir(parents=True, exist_ok=True)
     argv = ["--config", config, "--workdir", str(workdir)]
     for setting in settings:

@@ -25,7 +25,7 @@ BASELINE, BETTER = Contender("baseline"), Contender("better", ("loss.epochs=2",)
 def test_a_contender_is_compared_at_its_best_rate(tmp_path):
     run = Runs()
     store = ResultsStore(tmp_path / "results.json")
-    study = {"store": store, "seeds": 3, "measure": "accuracy"}
+    study = {"name": "s", "store": store, "seeds": 3, "measure": "accuracy"}
     baseline, better = run_study([BASELINE, BETTER], run, **study)
     assert baseline.difference is None and better.rate == 2e-3
     assert better.difference.mean == pytest.approx(0.1)
@@ -44,7 +44,7 @@ def test_an_interrupted_study_continues(tmp_path):
             raise KeyboardInterrupt
         return run(contender, rate, seed)
 
-    study = {"seeds": 3, "measure": "accuracy"}
+    study = {"name": "s", "seeds": 3, "measure": "accuracy"}
     with pytest.raises(KeyboardInterrupt):
         run_study([BASELINE, BETTER], interrupted, store=ResultsStore(path), **study)
     assert len(json.loads(path.read_text())) == 4
@@ -52,12 +52,22 @@ def test_an_interrupted_study_continues(tmp_path):
     assert len(run.calls) == len(set(run.calls)) == 7
 
 
-def test_another_setting_is_another_run(tmp_path):
+def test_another_setting_or_study_is_another_run(tmp_path):
     run, store = Runs(), ResultsStore(tmp_path / "results.json")
-    for settings in ((), ("loss.epochs=2",)):
+    for name, settings in (("10 steps", ()), ("10 steps", ("loss.epochs=2",)), ("20 steps", ())):
         contenders = [Contender("baseline", settings)]
-        run_study(contenders, run, store=store, seeds=2, measure="accuracy")
-    assert len(run.calls) == 4
+        run_study(contenders, run, name=name, store=store, seeds=2, measure="accuracy")
+    assert len(run.calls) == 6
+
+
+def test_a_rate_that_diverges_is_not_chosen_silently(tmp_path):
+    def run(contender, rate, seed):
+        return {"accuracy": float("nan") if rate == 1.0 else 0.5}
+
+    study = {"name": "s", "store": ResultsStore(tmp_path / "r.json"), "seeds": 2}
+    contenders = [Contender("two rates", rates=(0.1, 1.0))]
+    with pytest.raises(ValueError, match="must be finite, got nan for .*rate 1.0.*Leave out"):
+        run_study(contenders, run, measure="accuracy", **study)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +80,8 @@ def test_another_setting_is_another_run(tmp_path):
     ],
 )
 def test_a_study_that_cannot_work_is_refused(tmp_path, contenders, changes, message):
-    study = {"store": ResultsStore(tmp_path / "r.json"), "seeds": 2, "measure": "accuracy"}
+    store = ResultsStore(tmp_path / "r.json")
+    study = {"name": "s", "store": store, "seeds": 2, "measure": "accuracy"}
     with pytest.raises(ValueError, match=message):
         run_study(contenders, Runs(), **study | changes)
 

@@ -24,6 +24,7 @@ def test_a_study_of_two_contenders_in_fifteen_lines(tmp_path: Path):
     comparisons = run_study(
         contenders,
         partial(train_config, "tiny.py", folder=tmp_path),
+        name="tiny.py",
         store=ResultsStore(tmp_path / "results.json"),
         seeds=2,
         measure="loss",
@@ -33,7 +34,25 @@ def test_a_study_of_two_contenders_in_fifteen_lines(tmp_path: Path):
     # the contenders share their seeds' rollouts and differ in their advantages alone
     grpo, rloo = comparisons
     assert grpo.values != rloo.values
-    assert (tmp_path / "RLOO_None_1" / "train.log").read_text().count("plots") == 1
+    (log,) = tmp_path.glob("RLOO_None_1-*/train.log")
+    assert log.read_text().count("plots") == 1
+
+
+def test_other_settings_have_another_run_folder(tmp_path: Path, monkeypatch):
+    workdirs = []
+
+    def run_command(argv):
+        workdirs.append(argv[argv.index("--workdir") + 1])
+        return 2
+
+    monkeypatch.setattr("jaxmoe.train.main", run_command)
+    for name, settings, rate in (
+        ("a b", ("steps=1",), 1e-3), ("a_b", ("steps=1",), 1e-3), ("a b", ("steps=2",), 1e-3),
+        ("a b", ("steps=1",), 1.0000001e-3),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError):
+            train_config("tiny.py", Contender(name, settings), rate, 0, folder=tmp_path)
+    assert len(set(workdirs)) == 4
 
 
 def test_a_run_that_fails_names_its_log(tmp_path: Path):
