@@ -28,16 +28,18 @@ except CheckpointError as error:
     print(error)
 else:
     raise SystemExit("the save must fail")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+save_checkpoint(folder, 2, state, {}, keep=3)
 """
 
 
 @pytest.mark.parametrize("limit_bytes", [300, 3000])
-def test_a_failed_save_is_one_line_and_leaves_nothing(tmp_path: Path, limit_bytes: int):
+def test_a_failed_save_is_one_line_and_the_next_one_is_complete(tmp_path: Path, limit_bytes: int):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(limit_bytes)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("\n") == 1 and "File too large" in done.stdout, done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
 def test_threads_of_a_failed_block_have_ended():
