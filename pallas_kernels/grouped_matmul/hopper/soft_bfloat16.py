@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """bfloat16 arithmetic as a GPU does it, in integers, for the interpreter: its CPU flushes
-subnormals to 0. Names are those of jax.numpy. Next: pallas_gpu_mxfp4.py, which uses it.
+subnormals to 0. Names are those of jax.numpy. Next: mxfp4_decode.py, which uses it.
 """
 
 import jax.numpy as jnp

@@ -30,7 +30,7 @@ LOW = tl.constexpr(-1e30)  # initial maximum: below any score; differences stay 
 UNIT = tl.constexpr(8)
 RUNTIME = (
     ["minus_T", "minus_S"]
-    + [x + y for x in ("q", "do") for y in ("_b", "_t", "_n")]
+    + ["q" + y for y in ("_b", "_t", "_n")]
     + [x + y for x in ("k", "v") for y in ("_b", "_s", "_n")]
 )  # not specialised for multiples of 16
 

@@ -25,7 +25,7 @@ def test_what_the_first_makes_is_everybodys_and_only_it_makes_it(monkeypatch):
 
     expected = [{"number": i} for i in range(3)]
     assert as_processes(3, run_process, board) == 3 * [[bytes(range(256)), b"", expected]]
-    assert calls == [0] and board.said == {} and board.largest <= 10
+    assert calls == [0] and board.values == {} and board.largest <= 10
 
 
 @pytest.mark.parametrize(

@@ -385,10 +385,10 @@ def test_processes_score_together_and_the_first_alone_tells(tmp_path):
 BEFORE_THE_CHECK = """
 import os
 from jax._src import xla_bridge
-from jaxmoe.parallel.processes import same_everywhere, together
-with together():
-    same_everywhere(config='a')
-    same_everywhere(config='b')
+from jaxmoe.parallel.processes import check_same_everywhere, joined_processes
+with joined_processes():
+    check_same_everywhere(config='a')
+    check_same_everywhere(config='b')
     assert not xla_bridge.backends_are_initialized()
     if os.environ.get("JAX_PROCESS_ID") == "0" and "JAX_COORDINATOR_ADDRESS" in os.environ:
         port = int(os.environ["JAX_COORDINATOR_ADDRESS"].split(":")[1])

@@ -14,11 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul.hopper import pallas_gpu_mxfp4 as packed
-from pallas_kernels.grouped_matmul.hopper import soft_bfloat16
+from pallas_kernels.grouped_matmul.hopper import mxfp4_decode, soft_bfloat16
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-ROWS, COLUMNS, SCALES = 32, packed.PIECE, 256
+ROWS, COLUMNS, SCALES = 32, mxfp4_decode.PIECE, 256
 # 8 pieces of 32 rows hold every byte once a column; 4 of 64 columns have every scale.
 BYTES = np.arange(256, dtype=np.uint8).reshape(8, 1, ROWS, 1) + np.zeros((4, 1, COLUMNS), np.uint8)
 SCALE = np.arange(SCALES, dtype=np.uint8).reshape(1, 4, COLUMNS) + np.zeros((8, 1, 1), np.uint8)
@@ -46,7 +45,7 @@ def test_the_interpreter_gives_every_code_under_every_scale_its_value(row):
     other = (SCALE.astype(int) + 77).astype(np.uint8)  # of the high half
 
     def piece(codes, low, high):
-        return packed.decode_piece(codes, [low, high], row, True)
+        return mxfp4_decode.decode_piece(codes, [low, high], row, True)
 
     got = jax.jit(jax.vmap(jax.vmap(piece)))(BYTES, SCALE, other)
     halves = (SCALE, BYTES & 15), (other, BYTES >> 4)
@@ -101,7 +100,7 @@ def dialects(monkeypatch):
         ),
     }
     for name, double in doubles.items():
-        monkeypatch.setattr(packed, name, double)
+        monkeypatch.setattr(mxfp4_decode, name, double)
 
 
 def owners(tiles, warp_dims, lane_dims):
@@ -125,7 +124,7 @@ def owners(tiles, warp_dims, lane_dims):
 
 
 def registers_of(row):
-    return owners(packed._TILES[row], packed._WARPS[row], (-3, -2))
+    return owners(mxfp4_decode._TILES[row], mxfp4_decode._WARPS[row], (-3, -2))
 
 
 @pytest.mark.parametrize("row", [32, 64])
@@ -138,10 +137,10 @@ def test_registers_decode_every_code_under_every_scale(dialects, row):
     column = at % COLUMNS
     assert (column == column[:, :, :1]).all()
     scales = SCALE[..., column[:, :, 0]]
-    by_column = packed.apply_byte_rule(packed.SCALE, Vector(scales)).x
-    arithmetic = jax.jit(lambda x, scale: packed._rescale(x, scale, None, soft_bfloat16))
-    for rule, code in ((packed.LOW, codes & 15), (packed.HIGH, codes >> 4)):
-        values = packed.apply_byte_rule(rule, Vector(codes)).x
+    by_column = mxfp4_decode.apply_byte_rule(mxfp4_decode.SCALE, Vector(scales)).x
+    arithmetic = jax.jit(lambda x, scale: mxfp4_decode._rescale(x, scale, None, soft_bfloat16))
+    for rule, code in ((mxfp4_decode.LOW, codes & 15), (mxfp4_decode.HIGH, codes >> 4)):
+        values = mxfp4_decode.apply_byte_rule(rule, Vector(codes)).x
         for first in range(8):  # back in order, and scaled as every piece is
             for second in range(4):
                 piece, scale = np.empty(ROWS * COLUMNS, BF16), np.empty(COLUMNS, BF16)
