@@ -22,11 +22,10 @@ import numpy as np
 
 from jaxmoe.checkpoint.run import initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse_config
-from jaxmoe.config import Config, ConfigError, EngineError, require
+from jaxmoe.config import Config, ConfigError, EngineError, describe_engine, require
 from jaxmoe.data.pipeline import make_prompt
 from jaxmoe.data.tokenizer import Tokenizer, load_tokenizer
 from jaxmoe.dry_run import dry_run
-from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import Task, digest_contents, open_task
 from jaxmoe.kernels import choose_run_kernels
 from jaxmoe.memory import check_memory, scoring_stage
@@ -56,13 +55,12 @@ from jaxmoe.reconcile.recompute import Programs, run_head, run_trunk
 from jaxmoe.records import Prompt, Rollout
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import stage_shapes
-from jaxmoe.rollout.engine import Engine
+from jaxmoe.rollout.engine import Engine, Inspectable, open_engine
 from jaxmoe.run_files import replace_text
 from jaxmoe.shapes import Params
 
 N_PROMPTS, N_SAMPLES = 32, 2  # held-out prompts, and answers to each
 N_RECORDED_SEQUENCES = 4  # for the per-op comparison
-UNBOUNDED_ABS_DIFF = 1e9  # for the engine's own probe, whose refusal the doctor is to explain
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,8 +96,7 @@ def run_doctor(cfg: Config) -> bool:
     params, previous, version, weights_name = load_newest_weights(
         cfg, work, digest_contents(cfg, task)
     )
-    vllm = replace(cfg.rollout.vllm, probe_abs_diff=UNBOUNDED_ABS_DIFF)
-    engine_cfg = replace(cfg, rollout=replace(cfg.rollout, vllm=vllm))
+    engine_cfg = describe_engine(cfg).without_weight_check(cfg)
     prompts = task.held_out_prompts()[:N_PROMPTS]
     with closing(open_engine(engine_cfg, ops, work)) as engine:
         with report_phase(f"loading {weights_name} into the {cfg.rollout.engine} engine"):
@@ -114,7 +111,7 @@ def run_doctor(cfg: Config) -> bool:
         with report_phase(f"sampling {N_SAMPLES} answers to {len(prompts)} held-out prompts"):
             rollouts = engine.generate(prompts, task.sampling, seed=3, samples=N_SAMPLES)
             rollouts_single = engine.generate(prompts[:1], task.sampling, seed=3, samples=N_SAMPLES)
-        loaded = list_loaded_states(engine, cfg)
+        loaded = engine.loaded_states() if isinstance(engine, Inspectable) else []
         recorded = record_modules(engine, rollouts, cfg)
     with report_phase("recomputing log-probs"):
         report = examine_rollouts(cfg, task, rollouts, params, previous, version, loaded, ops)
@@ -160,36 +157,14 @@ def load_newest_weights(
     )  # fmt: skip
 
 
-def list_loaded_states(engine: Engine, cfg: Config) -> list[dict[str, Any]]:
-    """Return the loaded states that the engine's processes report, if it can."""
-    if cfg.rollout.engine != "vllm":
-        return []
-    from jaxmoe.vllm.engine import VllmEngine  # imported late: other engines do not need vLLM
-
-    assert isinstance(engine, VllmEngine)
-    return [worker for backend in engine.backends for worker in backend.loaded_state()]
-
-
 def record_modules(
     engine: Engine, rollouts: Sequence[Rollout], cfg: Config
 ) -> tuple[np.ndarray, list[dict[str, np.ndarray]]] | None:
-    """Return a few sequences, cut to one length, and the outputs of vLLM's modules for them.
+    """Return a few sequences, cut to one length, and the outputs of the engine's modules for them.
 
-    None unless vLLM is one worker in this process.
+    None unless the engine can record them, and is one process.
     """
-    if cfg.rollout.engine != "vllm":
-        return None
-    from jaxmoe.vllm.backend import RequestFailed  # imported late: others do not need vLLM
-    from jaxmoe.vllm.engine import VllmEngine
-    from jaxmoe.vllm.in_process_backend import InProcessBackend
-    from jaxmoe.vllm.request import score_tokens
-
-    assert isinstance(engine, VllmEngine)
-    backend = engine.backends[0]
-    if not isinstance(backend, InProcessBackend):
-        print(
-            "per-op comparison: skipped; it needs vLLM in this process, --set rollout.vllm.launch=0"
-        )
+    if not isinstance(engine, Inspectable):
         return None
     sequences = [
         [*r.prompt.tokens, *r.tokens.tolist()] for r in rollouts[::N_SAMPLES][:N_RECORDED_SEQUENCES]
@@ -198,10 +173,8 @@ def record_modules(
     recorded = []
     for row in tokens_BT.tolist():
         try:
-            (logp, _), workers = backend.record_forward(
-                partial(score_tokens, backend, row, cfg.model)
-            )
-        except RequestFailed as error:  # for example if vLLM's modules have other names
+            logp, workers = engine.record_forward(row)
+        except EngineError as error:
             print(f"per-op comparison: skipped; {escape_unprintable(str(error))}")
             return None
         if len(workers) > 1:  # each worker has a shard of every tensor
@@ -226,7 +199,7 @@ def examine_rollouts(
                        loaded=worker)
     }  # fmt: skip
     handshake = read_handshake(loaded, cfg.model)
-    if cfg.rollout.engine == "native":
+    if describe_engine(cfg).uses_trainer_forward:
         handshake = replace(handshake, dtype=cfg.model.dtype)
     if handshake.config_differences:
         finding = config_finding(handshake.config_differences, cfg.model)

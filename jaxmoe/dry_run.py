@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxmoe.checkpoint.run import check_checkpoint_model
-from jaxmoe.config import Config, ConfigError, to_json
+from jaxmoe.config import Config, ConfigError, describe_engine, to_json
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.kernels import describe_kernels
 from jaxmoe.memory import check_memory, format_bytes, layer_flops, plan_memory
@@ -116,17 +116,9 @@ def _format_recomputation(cfg: Config) -> str:
 
 def _engine_line(cfg: Config) -> str:
     """Describe the engine, its location, and how far it may be ahead of the weights."""
-    r, location = cfg.rollout, "native engine"
-    if r.engine == "vllm":
-        v = r.vllm
-        location = f"vLLM, {v.launch} started by the run" if v.launch else "vLLM, in this process"
-        location = f"vLLM at {v.url}" if v.url else location
-        location += " (its memory is not in this table)"
-        if cfg.lora.ranks:
-            sent = {"merged": "merged full weights", "adapter": "only the adapter"}[v.lora]
-            location += f", receives {sent}"
-    ahead = f", up to {r.max_staleness} steps ahead of the weights" if r.max_staleness else ""
-    return location + ahead
+    steps = cfg.rollout.max_staleness
+    ahead = f", up to {steps} steps ahead of the weights" if steps else ""
+    return describe_engine(cfg).summary + ahead
 
 
 def _algorithm_lines(cfg: Config) -> dict[str, str]:

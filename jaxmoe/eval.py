@@ -16,7 +16,6 @@ from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import Config, to_json
 from jaxmoe.dry_run import dry_run
-from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import digest_contents, evaluate_held_out, open_task, response_text
 from jaxmoe.kernels import choose_run_kernels
 from jaxmoe.memory import check_memory, scoring_stage
@@ -30,7 +29,7 @@ from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rl.state import stage_shapes
-from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.rollout.engine import BaseReader, open_engine
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +70,7 @@ def run_eval(cfg: Config) -> float:
         if cfg.lora.ranks and position is not None and position.stage == "rl":
             base = load_base(cfg)
             params = with_adapters(base, params, cfg.lora.scales)
-            if isinstance(engine, NativeEngine):
+            if isinstance(engine, BaseReader):
                 engine.share_base(base)
         engine.load(params, version)
         with report_phase(f"answering {len(prompts)} held-out prompts"):

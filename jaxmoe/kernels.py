@@ -10,7 +10,7 @@ Next: jaxmoe/model/ops.py, which puts the choice into the ops.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxmoe.config import Config, ConfigError, require
+from jaxmoe.config import Config, ConfigError, describe_engine, require
 from pallas_kernels.check import child
 from pallas_kernels.check.choice import (
     PLAIN,
@@ -227,7 +227,7 @@ def run_cases(cfg: Config) -> dict[str, list[dict[str, Any]]]:
             )
         ],
     }
-    if r.engine == "native":
+    if describe_engine(cfg).uses_trainer_forward:
         B = min(r.max_parallel_sequences, r.sequences_per_step)
         B = max(1, B // (mesh.row_shards * mesh.sequence))
         full = AttentionCase("run", B, 1, T, N, K, H, layout="right")

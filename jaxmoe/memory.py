@@ -5,23 +5,21 @@ No weight is read or made. Next: jaxmoe/dry_run.py prints the result.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from jaxmoe.config import Config, ConfigError
+from jaxmoe.config import Config, ConfigError, describe_engine
 from jaxmoe.config_file import override
-from jaxmoe.model.cache import cache_bytes
-from jaxmoe.model.lora import Pair, lora_specs
-from jaxmoe.model.params import param_specs, read_dtype, value_head_specs
+from jaxmoe.model.lora import lora_specs
+from jaxmoe.model.params import param_specs, value_head_specs
 from jaxmoe.parallel.host import count_free_bytes
 from jaxmoe.parallel.limits import check_host
-from jaxmoe.parallel.sharding import RULES, Names, local_shape, sampling_rules
-from jaxmoe.rollout.native import prompts_per_batch
-from jaxmoe.shapes import Leaf
+from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, full_copy_bytes
+from jaxmoe.parallel.sharding import RULES
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Memory:
     table: int  # all rows of it, while sampling
     optimizer: int  # two moments, unless they are on the host
     reference: int  # frozen weights of the KL term
-    engine_copy: int  # the native engine's copy of the policy's weights
+    engine_copy: int  # the engine's copy of the policy's weights
     gathered: int  # gathered weights of a layer pair, except experts; their gradients in float32
     gradients: int  # with microbatches including their float32 sum
     update: int  # the optimizer's updates
@@ -96,14 +94,14 @@ def plan_memory(cfg: Config) -> Memory:
     policy, own_backbone = param_specs(m), cfg.critic.backbone == "own"
     backbone = {name: spec for name, spec in policy.items() if own_backbone and name != "head"}
     value_head = {} if cfg.critic.backbone == "none" else value_head_specs(m)
-    local = _local_size(policy, cfg)
-    local_critic = _local_size(backbone, cfg)
+    local = count_local_entries(policy, cfg)
+    local_critic = count_local_entries(backbone, cfg)
     lora, weight_bytes = bool(cfg.lora.ranks), jnp.dtype(cfg.optim.param_dtype).itemsize
     compute_bytes = jnp.dtype(m.dtype).itemsize
     if lora:
         policy, weight_bytes = lora_specs(m, cfg.lora), 4
-        local = _local_size(policy, cfg)
-    trained = local + local_critic + _local_size(value_head, cfg)
+        local = count_local_entries(policy, cfg)
+    trained = local + local_critic + count_local_entries(value_head, cfg)
     packed = cfg.optim.tokens_per_microbatch // cfg.context  # rows
     tokens = microbatch_rows(cfg) * cfg.context // mesh.sequence
     summed = packed or cfg.optim.microbatches > cfg.loss.minibatches  # several per update
@@ -123,14 +121,7 @@ def plan_memory(cfg: Config) -> Memory:
     host_moments = 2 * trained * weight_bytes if cfg.optim.moments == "host" else 0
     if cfg.optim.remat_keeps:
         saved_activations += m.n_layers * tokens * m.n_q_heads * (m.head_dim * compute_bytes + 4)
-    native, ahead = cfg.rollout.engine == "native", cfg.rollout.max_staleness > 0
-    engine_copy = copy_bytes(policy, cfg, sampling_rules(cfg.model).rules) if native else 0
-    if lora and native:  # the engine reads the base without a copy
-        engine_copy = adapter_copy_bytes(cfg)
-    shards, samples = mesh.row_shards * mesh.sequence, cfg.rollout.samples_per_prompt
-    prompts = prompts_per_batch(cfg.rollout.max_parallel_sequences, samples, shards)
-    engine_rows = prompts // shards * samples
-    cache = cache_bytes(m, engine_rows, cfg.context) if native else 0
+    engine, samples_ahead = describe_engine(cfg).memory(cfg), cfg.rollout.max_staleness > 0
     packed, frozen, table = base_bytes(cfg) if lora else (0, 0, 0)
     has_host_table = cfg.lora.embedding_rows > 0
     return Memory(
@@ -141,14 +132,16 @@ def plan_memory(cfg: Config) -> Memory:
         table=table if has_host_table else 0,
         optimizer=2 * trained * weight_bytes - host_moments,
         reference=local * weight_bytes if cfg.loss.kl_coef > 0 and not lora else 0,
-        engine_copy=engine_copy,
+        engine_copy=engine.weights,
         gathered=2 * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),
         update=trained * weight_bytes,
         activations=saved_activations * (2 if own_backbone else 1)
         + ((2 * layer - (arrays if lora else 0)) if cfg.optim.remat else 0),
-        cache=cache,
-        ahead=cache + engine_copy + (table if has_host_table else 0) if ahead else 0,
+        cache=engine.cache,
+        ahead=engine.cache + engine.weights + (table if has_host_table else 0)
+        if samples_ahead
+        else 0,
         host=host_moments
         + (inputs * (2 if own_backbone else 1) if inputs_on_host else 0)
         + (table if has_host_table else 0),
@@ -163,26 +156,8 @@ def base_bytes(cfg: Config) -> tuple[int, int, int]:
     dense = [spec for spec in jax.tree.leaves(specs) if not spec.is_packable]
     return (
         sum(math.prod(spec.shape) * 17 // 32 for spec in experts),  # 4 bits each, and a byte per 32
-        _read_bytes(dense, cfg),
-        _read_bytes(table, cfg),
-    )
-
-
-def adapter_copy_bytes(cfg: Config) -> int:
-    """Bytes that the engine copies in a LoRA run: adapters, and fully trained parameters."""
-    specs = lora_specs(cfg.model, cfg.lora)
-    tops = [spec for name, spec in specs.items() if name != "layers"]
-    leaves = [leaf for layer in specs["layers"].values() for leaf in layer.values()]
-    pairs = [leaf for leaf in leaves if isinstance(leaf, Pair)]
-    full = [*tops, *(leaf for leaf in leaves if not isinstance(leaf, Pair))]
-    return 4 * _local_size(pairs, cfg) + _read_bytes(full, cfg)
-
-
-def _read_bytes(specs: Leaf, cfg: Config) -> int:
-    """Bytes of parameters in the dtypes that the forward reads."""
-    return sum(
-        math.prod(spec.shape) * read_dtype(spec, cfg.model, "float32").itemsize
-        for spec in jax.tree.leaves(specs)
+        full_copy_bytes(dense, cfg),
+        full_copy_bytes(table, cfg),
     )
 
 
@@ -311,27 +286,11 @@ def _memory_saving_options(cfg: Config, host: bool) -> Iterator[tuple[str, objec
     yield "optim.param_dtype", "bfloat16"
 
 
-def _local_size(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
-    """Number of entries of these parameters on one device."""
-    sizes = cfg.mesh.sizes
-    return sum(
-        math.prod(local_shape(s.shape, s.axes, sizes, rules)) for s in jax.tree.leaves(specs)
-    )
-
-
 def layer_bytes(cfg: Config) -> int:
     """Bytes of one layer's gathered weights; experts, and heads over tensor, stay sharded."""
     layers = param_specs(cfg.model)["layers"]
     cut = {name: ("tensor",) for name in ("heads", "kv")} | {"expert": RULES["expert"]}
     return copy_bytes(layers, cfg, cut) // cfg.model.n_layers
-
-
-def copy_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
-    """Bytes of these parameters on one device, in the dtypes that the forward reads."""
-    return sum(
-        _local_size(spec, cfg, rules) * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize
-        for spec in jax.tree.leaves(specs)
-    )
 
 
 def _short(value: int) -> str:

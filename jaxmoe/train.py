@@ -32,7 +32,6 @@ from jaxmoe.checkpoint.run import (
 from jaxmoe.cli import ExitStatus, handle_stop_signals, parse_config
 from jaxmoe.config import Config, to_json
 from jaxmoe.dry_run import dry_run
-from jaxmoe.engines import open_engine
 from jaxmoe.envs.rollouts import collect_rollouts
 from jaxmoe.envs.tasks import Task, answer_tokens, digest_contents, open_task
 from jaxmoe.job import Job
@@ -70,7 +69,7 @@ from jaxmoe.rl.state import (
     stage_shapes,
 )
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
-from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.rollout.engine import BaseReader, open_engine
 from jaxmoe.rollout.recorded_experts import unknown_experts_metric
 from jaxmoe.rollout.staleness import check_versions
 from jaxmoe.shapes import Params
@@ -216,7 +215,7 @@ def train_rl(job: Job) -> None:
     program = rl_program(cfg, job.ops, job.mesh, a, job.tx, state)
     step_fn = jax.jit(program.fn, **program.options)
     with closing(open_rollouts(job)) as rollouts, job.save_on_error():
-        if job.base is not None and isinstance(engine, NativeEngine):
+        if job.base is not None and isinstance(engine, BaseReader):
             engine.share_base(job.base)
         engine.load(job.policy_params(), job.position.step)
         job.evaluate_at_start()

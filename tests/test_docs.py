@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -82,6 +83,7 @@ def example(tmp_path, monkeypatch):
     """A folder with the files that the pages tell the reader to make, as the current one."""
     (code, *_) = fences((ROOT / "docs/extending.md").read_text(), "python")
     (tmp_path / "my_losses.py").write_text(code)
+    shutil.copy(ROOT / "docs/examples/own_engine.py", tmp_path)
     page = (ROOT / "docs/data.md").read_text()
     (tmp_path / "my_rewards.py").write_text(fences(page, "python")[0])
     (rows,) = fences(page, "json")  # "a line a question": more of the same kind
@@ -97,10 +99,10 @@ def example(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxmoe.envs.tasks.CHECK_ROWS_S", 0.0)
     for place in ("jaxmoe.memory", "jaxmoe.parallel.limits"):  # another machine's is larger
         monkeypatch.setattr(f"{place}.count_free_bytes", lambda: 10**12)
-    for name in ("my_losses", "my_rewards"):  # other tests have some of these names
+    for name in ("my_losses", "my_rewards", "own_engine"):  # other tests have some of these names
         sys.modules.pop(name, None)
     yield
-    for name in ("my_losses", "my_rewards"):
+    for name in ("my_losses", "my_rewards", "own_engine"):
         sys.modules.pop(name, None)
 
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from jaxmoe.config.data import DataConfig
+from jaxmoe.config.engine import EngineDescription, EngineMemory, check_engine, describe_engine
 from jaxmoe.config.errors import ConfigError, EngineError, Rule, check_fields, require
 from jaxmoe.config.lora import LoraConfig
 from jaxmoe.config.lora_with import check_lora
@@ -19,10 +20,10 @@ from jaxmoe.config.numerics import check_numerics
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
 __all__ = [
-    "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineError",
-    "EvalConfig", "GateConfig", "InitConfig", "LoraConfig", "LossConfig", "MeshConfig",
-    "ModelConfig", "ObserveConfig", "OptimConfig", "RolloutConfig", "SaveConfig", "VllmConfig",
-    "WarmupConfig", "require", "to_json",
+    "CHECKPOINT_MODEL", "Config", "ConfigError", "CriticConfig", "DataConfig", "EngineDescription",
+    "EngineError", "EngineMemory", "EvalConfig", "GateConfig", "InitConfig", "LoraConfig",
+    "LossConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimConfig", "RolloutConfig",
+    "SaveConfig", "VllmConfig", "WarmupConfig", "describe_engine", "require", "to_json",
 ]  # fmt: skip
 
 
@@ -334,6 +335,7 @@ class Config:
             f"--set data.max_prompt_tokens={self.model.max_context // 2} "
             f"--set rollout.max_new_tokens={self.model.max_context // 2}.",
         )
+        check_engine(self)
         check_lora(self)
         check_numerics(self)
         matches = difflib.get_close_matches(self.kernels, KERNELS, 1) or ["auto"]
@@ -358,9 +360,9 @@ class Config:
     @property
     def requires_equal_logp(self) -> bool:
         """True if every log-prob of trainer and engine must be bitwise equal in each step."""
-        r = self.rollout
-        invariant = self.model.numerics == "invariant"
-        return invariant and r.engine == "native" and r.max_staleness == 0
+        if self.model.numerics != "invariant" or self.rollout.max_staleness > 0:
+            return False
+        return describe_engine(self).uses_trainer_forward
 
     @property
     def records_experts(self) -> bool:

@@ -4,7 +4,6 @@
 from typing import TYPE_CHECKING
 
 from jaxmoe.config.errors import require
-from jaxmoe.config.lora import EXPERTS, VLLM_RANKS
 from jaxmoe.config.model import CHECKPOINT_MODEL
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ def check_lora(cfg: "Config") -> None:
             "weights are trained. Try --set rollout.vllm.lora=merged.",
         )
         return
-    sent_by = cfg.rollout.vllm.transport if cfg.rollout.engine == "vllm" else "files"
     axes = {f"mesh.{name}": size for name, size in cfg.mesh.sizes.items() if size > 1}
     require(
         not axes,
@@ -30,7 +28,6 @@ def check_lora(cfg: "Config") -> None:
         "lora.expert_rank=0.",
     )
     for key, actual, required in (
-        ("rollout.vllm.transport", sent_by, "files"),
         ("optim.moments", cfg.optim.moments, "device"),
         ("critic.backbone", cfg.critic.backbone if cfg.critic.backbone == "own" else 0, 0),
     ):
@@ -49,37 +46,3 @@ def check_lora(cfg: "Config") -> None:
             f"in four bits, two groups of 32 in a byte's halves. Try --set model.{name}="
             f"{-(-size // 64) * 64}.",
         )
-    if cfg.rollout.engine == "vllm" and cfg.rollout.vllm.lora == "adapter":
-        _check_adapter_in_vllm(cfg)
-
-
-def _check_adapter_in_vllm(cfg: "Config") -> None:
-    alternative = "or --set rollout.vllm.lora=merged, which sends full weights."
-    require(
-        bool(cfg.init.checkpoint) and cfg.warmup.steps == 0,
-        "rollout.vllm.lora=adapter needs a base that vLLM can load, got "
-        f"init.checkpoint={cfg.init.checkpoint!r} with warmup.steps={cfg.warmup.steps}. Try --set "
-        f"init.checkpoint=DIRECTORY --set warmup.steps=0, {alternative}",
-    )
-    require(
-        not cfg.rollout.vllm.url,
-        "rollout.vllm.lora=adapter needs a vLLM that this run starts, got rollout.vllm.url="
-        f"{cfg.rollout.vllm.url}. Try --set rollout.vllm.url=, {alternative}",
-    )
-    require(
-        not cfg.lora.modules_to_save,
-        f"rollout.vllm.lora=adapter sends only low-rank matrices, got lora.modules_to_save="
-        f"{cfg.lora.modules_to_save}. Try --set lora.modules_to_save=, {alternative}",
-    )
-    experts = [name for name in EXPERTS if name in cfg.lora.ranks]
-    require(
-        len(experts) != 1,
-        f"rollout.vllm.lora=adapter needs adapters for both of the experts' matrices or none, got "
-        f"{''.join(experts)}: vLLM accepts only both. Try --set "
-        f"lora.targets={','.join({**cfg.lora.ranks, **dict.fromkeys(EXPERTS, 0)})}, {alternative}",
-    )
-    require(
-        cfg.lora.rank <= VLLM_RANKS[-1],
-        f"rollout.vllm.lora=adapter needs ranks of at most {VLLM_RANKS[-1]}, got {cfg.lora.rank}. "
-        f"Try --set lora.attention_rank=16 --set lora.expert_rank=16, {alternative}",
-    )

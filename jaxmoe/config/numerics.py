@@ -7,6 +7,7 @@ Next: jaxmoe/model/invariant.py.
 import math
 from typing import TYPE_CHECKING
 
+from jaxmoe.config.engine import describe_engine
 from jaxmoe.config.errors import require
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def check_numerics(cfg: "Config") -> None:
         return
     r = cfg.rollout
     require(
-        r.engine == "native",
+        describe_engine(cfg).uses_trainer_forward,
         f"model.numerics=invariant needs rollout.engine=native, got {r.engine}: its kernels sum in "
         f"another order. Try --set rollout.engine=native, {_OFF}",
     )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config of sampling and its engine. Next: jaxmoe/engines.py opens the engine."""
+"""Config of sampling and its engine. Next: jaxmoe/config/engine.py."""
 
 import shlex
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from jaxmoe.config.engine import check_engine_name
 from jaxmoe.config.errors import ConfigError, require
 
 
@@ -114,7 +115,7 @@ class RolloutConfig:
     max_gen_batches: int = 1  # above 1: dynamic sampling with at most this many batches
     overlong_buffer: int = 0  # answers that end in the last tokens lose up to 1 of their reward
     max_parallel_sequences: int = 256  # size of an engine batch; more prompts wait for the next
-    engine: str = "native"  # the trainer's forward, or "vllm"
+    engine: str = "native"  # the trainer's forward; or "vllm", or "module:function" of your own
     vllm: VllmConfig = VllmConfig()
     router_replay: bool = False  # R3: train with the engine's experts of each token
     compare_experts: bool = False  # log router/expert_switches: experts of trainer and engine
@@ -158,25 +159,7 @@ class RolloutConfig:
             f"rollout.temperature must be above 0 (greedy samples are all equal), got "
             f"{self.temperature}. Try --set rollout.temperature=1.0.",
         )
-        require(
-            self.engine in ("native", "vllm"),
-            f"rollout.engine must be native or vllm, got {self.engine!r}. "
-            "Try --set rollout.engine=native.",
-        )
-        cut = self.top_k > 0 or self.top_p < 1
-        require(
-            not (self.engine == "vllm" and cut and self.temperature != 1.0),
-            f"rollout.temperature must be 1 if rollout.engine is vllm and top_k ({self.top_k}) "
-            f"or top_p ({self.top_p}) are on, got {self.temperature}: vLLM does not report the "
-            "retained mass at another temperature. Try --set rollout.temperature=1.0, or "
-            "--set rollout.top_k=0 --set rollout.top_p=1.0.",
-        )
-        require(
-            not (self.engine == "vllm" and cut and self.max_staleness > 0),
-            f"rollout.max_staleness must be 0 if rollout.engine is vllm and top_k or top_p are on, "
-            f"got {self.max_staleness}: the retained mass is computed by the weights that sampled "
-            "the answer, which are replaced by then. Try --set rollout.max_staleness=0.",
-        )
+        check_engine_name(self.engine)
         require(
             self.max_staleness >= 0,
             f"rollout.max_staleness must be 0 or more, got {self.max_staleness}. "

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxmoe.config import ConfigError
+from jaxmoe.config.calls import parse_call
 from jaxmoe.envs.conventions import TRL_CONVENTION, Convention, Sample, detect_convention
 from jaxmoe.envs.reward_process import Runner, run_inline
 from jaxmoe.envs.reward_specs import import_reward, is_async
-from jaxmoe.rl.function_specs import parse_call, split_calls
+from jaxmoe.rl.function_specs import split_calls
 from jaxmoe.shapes import Metrics
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import contextlib
 
 import jax
 
-from jaxmoe.config import Config, require
+from jaxmoe.config import Config, describe_engine, require
 from jaxmoe.parallel.host import count_free_bytes
 
 
@@ -64,20 +64,7 @@ def _check_processes(cfg: Config) -> None:
         "alternate between sampling and training: in a second thread their collectives would run "
         "in another order. Try --set rollout.max_staleness=0.",
     )
-    servers = bool(rollout.vllm.urls) or rollout.vllm.launch > 0
-    require(
-        rollout.engine == "native" or servers,
-        "several processes must share vLLM servers; a vLLM inside one of the processes is not "
-        "supported. Try --set rollout.vllm.url=http://HOST:8000, or --set "
-        "rollout.vllm.launch=1.",
-    )
-    require(
-        rollout.engine == "native" or rollout.vllm.transport == "files",
-        f"rollout.vllm.transport ({rollout.vllm.transport}) must be files with several processes: "
-        "only the first process sends weights to a reconnected server, but gathering a tensor from "
-        "the mesh needs all of them. Try --set rollout.vllm.transport=files --set "
-        "rollout.vllm.weights_dir=A_SHARED_FOLDER.",
-    )
+    describe_engine(cfg).check_processes(cfg)
 
 
 def check_host(cfg: Config, bytes_per_device: int) -> None:

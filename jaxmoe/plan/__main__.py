@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxmoe.cli import ExitStatus, build_parser, config_from_args
-from jaxmoe.config import Config, ConfigError, require
+from jaxmoe.config import Config, ConfigError, describe_engine, require
 from jaxmoe.memory import format_bytes, plan_memory
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.plan import report
@@ -129,9 +129,11 @@ def compile_plan(
     scores = report.describe_scoring(cfg, a)
     lines = report.bound_lines(work, bounds, CHIPS[chip], scores, kernel_time)
     print_text("\n".join([*lines, ""]))
-    if fit.missing <= 0 and r.engine == "native":
+    sampler = None
+    if fit.missing <= 0 and describe_engine(cfg).uses_trainer_forward:
         print_text("compiling    the engine's prefill and decode…")
         sampler = compile_sampler(cfg, mesh, kernels.impls)
+    if sampler is not None:
         print_text(f"compiled     in {sampler.seconds:.0f} s, {host_memory()} of host memory\n")
         sampled = report.sampler_fit(cfg, sampler, CHIPS[chip])
         if isinstance(sampler, CompiledSampler):

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.config import Config
-from jaxmoe.memory import copy_bytes, layer_bytes, layer_flops, microbatch_rows, plan_memory
+from jaxmoe.memory import layer_bytes, layer_flops, microbatch_rows, plan_memory
 from jaxmoe.model.cache import cache_bytes
 from jaxmoe.model.params import param_specs
+from jaxmoe.parallel.param_bytes import copy_bytes
 from jaxmoe.parallel.sharding import sampling_rules
 from jaxmoe.plan.chips import Chip
 from jaxmoe.plan.collectives import Collective, sent_bytes

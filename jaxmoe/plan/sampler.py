@@ -17,14 +17,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmoe.config import Config
-from jaxmoe.engines import open_engine
 from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.parallel.sharding import drop_unit_axes, mesh_spec
 from jaxmoe.plan.collectives import Collective, count_collectives
 from jaxmoe.plan.compiled import TooLarge, parse_too_large, policy_shapes
 from jaxmoe.records import Sampling
-from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.rollout.engine import Compilable, open_engine
 from pallas_kernels.ahead_of_time import compile_jitted
 from pallas_kernels.dispatch import Impl
 
@@ -47,14 +46,15 @@ class CompiledSampler:
 
 def compile_sampler(
     cfg: Config, mesh: Mesh, impls: Mapping[str, Impl]
-) -> CompiledSampler | TooLarge:
-    """Compile the engine's programs on `mesh_on`'s mesh.
+) -> CompiledSampler | TooLarge | None:
+    """Compile the engine's programs on `mesh_on`'s mesh; None if it has none to compile.
 
     Raises: compiler errors other than too little memory.
     """
     r, run_mesh = cfg.rollout, mesh if cfg.mesh.devices > 1 else None
     engine = open_engine(cfg, make_ops(cfg, impls), Path(), run_mesh)
-    assert isinstance(engine, NativeEngine)
+    if not isinstance(engine, Compilable):
+        return None
     shard_map_mesh = drop_unit_axes(mesh) if run_mesh else mesh
 
     def make(jitted: Any, *shapes: Any, **static: Any) -> jax.stages.Compiled:

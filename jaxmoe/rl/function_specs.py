@@ -6,9 +6,7 @@ arguments are literals. Positional parameters are arrays, passed by name; so a n
 function and one line of config. Next: jaxmoe/rl/algorithm.py lists the arrays of each kind.
 """
 
-import ast
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +14,7 @@ from typing import Any
 
 from jaxmoe import losses
 from jaxmoe.config import ConfigError
+from jaxmoe.config.calls import import_function, parse_call
 
 
 def parse_function(
@@ -31,25 +30,9 @@ def parse_function(
     Raises ConfigError for anything that is not such a call.
     """
     name, options = parse_call(text, key)
-    function = _resolve_custom(name, key) if ":" in name else _resolve_builtin(name, key, choices)
+    function = import_function(name, key) if ":" in name else _resolve_builtin(name, key, choices)
     _check_signature(function, options, key, arrays)
     return partial(function, **options) if options else function
-
-
-def parse_call(text: str, key: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the literal keyword arguments of one call.
-
-    Raises ConfigError, naming the config's `key`, for anything that is not such a call.
-    """
-    name, paren, arguments = text.strip().partition("(")
-    options = _parse_options(f"f({arguments}" if paren else "f()")
-    name = name.strip()
-    if options is None or not all(x.isidentifier() for x in name.replace(":", ".", 1).split(".")):
-        raise ConfigError(
-            f"{key} must be a function with literal keyword arguments, got {text!r}. "
-            f'Try --set "{key}=name(option=1.0)".'
-        )
-    return name, options
 
 
 def parse_functions(
@@ -74,19 +57,6 @@ def array_parameters(function: Callable[..., Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def _parse_options(call: str) -> dict[str, Any] | None:
-    """Return the keyword arguments of one call, or None for anything else."""
-    try:
-        tree = ast.parse(call, mode="eval").body
-        if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
-            return None
-        options = {k.arg: ast.literal_eval(k.value) for k in tree.keywords if k.arg}
-    except (SyntaxError, ValueError):
-        return None
-    # The lengths differ if an option is repeated, or comes from a **dict.
-    return options if len(options) == len(tree.keywords) else None
-
-
 def split_calls(text: str) -> list[str]:
     """Split a text at each "+" outside parentheses."""
     depth, parts = 0, [""]
@@ -106,31 +76,6 @@ def _resolve_builtin(name: str, key: str, choices: Sequence[str]) -> Callable[..
         custom = "" if matches else "; a function of your own is module:function."
         raise ConfigError(f"{key}: jaxmoe.losses has no function {name!r}. {hint}{custom}")
     return getattr(losses, name)
-
-
-def _resolve_custom(path: str, key: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        hint = (
-            f"Name the module without .py, {module[:-3]}:{name}"
-            if module.endswith(".py")
-            else "Put its folder on the Python path (PYTHONPATH=FOLDER)"
-        )
-        raise ConfigError(
-            f"{key}: {path} must be a function that can be imported; {error}. {hint}."
-        ) from error
-    # The function is called at once, on abstract arrays. A program such as shutil.rmtree, or a
-    # class that starts one, must not be accepted here.
-    if not inspect.isfunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(function):
-        is_async = inspect.iscoroutinefunction(function)
-        kind = "one that is async" if is_async else type(function).__name__
-        raise ConfigError(
-            f"{key}: {path} must be a function written in Python with def, got {kind}. "
-            "Wrap it in one that takes the arrays by name."
-        )
-    return function
 
 
 def _check_signature(

@@ -27,9 +27,9 @@ _INSTALLED = {
 
 def source_digests(cfg: Config) -> dict[str, str]:
     """Digest of each source file of the config's functions, by "source of MODULE"."""
-    texts = (cfg.data.rewards, *(v for v in vars(cfg.loss).values() if isinstance(v, str)))
+    texts = [cfg.data.rewards, cfg.rollout.engine, *vars(cfg.loss).values()]
     digests: dict[str, str] = {}
-    waiting = list(named_modules(texts))
+    waiting = list(named_modules(text for text in texts if isinstance(text, str)))
     named = set(waiting)
     while waiting:
         module = waiting.pop()

@@ -1,13 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of an engine. Next: jaxmoe/rollout/native.py, which shares the trainer's forward,
-and jaxmoe/vllm/engine.py.
+"""The protocol of an engine, and what some engines offer in addition.
+
+Next: jaxmoe/rollout/native.py, which shares the trainer's forward, and jaxmoe/vllm/engine.py.
 """
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxmoe.config import Config, describe_engine
+from jaxmoe.model import Ops
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
+
+
+def open_engine(cfg: Config, ops: Ops, work: Path, mesh: Mesh | None = None) -> "Engine":
+    """Open the engine of a run, which the caller closes; files of the engine are in `work`.
+
+    `ops` are those of one device.
+    """
+    return describe_engine(cfg).open(cfg, ops, work, mesh)
 
 
 @runtime_checkable
@@ -43,4 +58,42 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop everything that the engine started; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class BaseReader(Protocol):
+    """An engine that reads the frozen base of a LoRA run without a copy of it."""
+
+    def share_base(self, base: Params) -> None:
+        """Declare weights that never change, in the dtypes that the forward reads."""
+        ...
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """An engine that shows the doctor what it loaded and what it computes."""
+
+    def loaded_states(self) -> list[dict[str, Any]]:
+        """Return the loaded state of each of the engine's processes."""
+        ...
+
+    def record_forward(self, tokens: list[int]) -> tuple[np.ndarray, list[dict[str, Any]]]:
+        """Return the log-probs of a sequence, and the outputs of the modules of each process.
+
+        Raises EngineError if they cannot be recorded.
+        """
+        ...
+
+
+@runtime_checkable
+class Compilable(Protocol):
+    """An engine whose programs can be compiled for devices that are not present."""
+
+    def prompts_per_batch(self, samples: int) -> int: ...
+
+    def compile_programs(
+        self, make: Callable[..., Any], sampling: Sampling, params: Params, *, samples: int
+    ) -> tuple[Any, Any]:
+        """Return the compiled prefill and decode; see NativeEngine.compile_programs."""
         ...

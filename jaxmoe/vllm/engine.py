@@ -37,9 +37,10 @@ from jaxmoe.model import Ops, forward, sequence_logprobs
 from jaxmoe.records import Prompt, Rollout, Sampling
 from jaxmoe.shapes import Params
 from jaxmoe.vllm.backend import Backend, RequestFailed
+from jaxmoe.vllm.in_process_backend import InProcessBackend
 from jaxmoe.vllm.open_backends import check_available, check_context, open_backends
 from jaxmoe.vllm.replica import Replica, TargetWeights, sleep_backoff
-from jaxmoe.vllm.request import PromptRequest
+from jaxmoe.vllm.request import PromptRequest, score_tokens
 from jaxmoe.vllm.served_adapter import ServedAdapter
 from jaxmoe.vllm.server_pool import ServerPool
 from jaxmoe.vllm.sync import Probe, ProbeReference, read_workers
@@ -226,6 +227,26 @@ class VllmEngine:
             lambda tokens, replica, target: replica.score_tokens([int(t) for t in tokens], target),
             list(sequences), 1, len,
         )  # fmt: skip
+
+    def loaded_states(self) -> list[dict[str, Any]]:
+        """Return the state that each worker of each vLLM reports of its loaded weights."""
+        return [worker for backend in self.backends for worker in backend.loaded_state()]
+
+    def record_forward(self, tokens: list[int]) -> tuple[np.ndarray, list[dict[str, Any]]]:
+        """Return the log-probs of a sequence, and the outputs of vLLM's modules by worker.
+
+        Raises EngineError unless vLLM is in this process and its modules have the known names.
+        """
+        backend = self.backends[0]
+        if not isinstance(backend, InProcessBackend):
+            raise EngineError("it needs vLLM in this process, --set rollout.vllm.launch=0")
+        try:
+            (logp, _), workers = backend.record_forward(
+                partial(score_tokens, backend, tokens, self._cfg)
+            )
+        except RequestFailed as error:
+            raise EngineError(str(error)) from error
+        return logp, workers
 
     def close(self) -> None:
         """Stop the servers that were started, remove the weight files; may be called twice."""

@@ -21,7 +21,6 @@ from jaxmoe import train
 from jaxmoe.checkpoint.run import Position, initial_params
 from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load_config, override
-from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.job import Job
 from jaxmoe.model import make_ops
@@ -30,6 +29,7 @@ from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state
+from jaxmoe.rollout.engine import open_engine
 
 BUDGET = (
     "data.held_out_rows=8", "rollout.max_gen_batches=1", "eval.every_steps=1000000",

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmoe import doctor
-from jaxmoe.config import EngineError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.data.templates import Template
-from jaxmoe.engines import open_engine
 from jaxmoe.envs.tasks import open_task
 from jaxmoe.reconcile.compare import Report
 from jaxmoe.reconcile.printed import format_verdict
@@ -24,23 +22,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-class Raw:
-    """An engine that answers as ours, and tells other log-probs."""
-
-    def __init__(self, inner, change_logp=lambda logp: logp * 0.9 - 0.1):
-        self.inner, self.change_logp = inner, change_logp
-
-    incidents = ()
-
-    def load(self, params, version):
-        self.inner.load(params, version)
-
-    def generate(self, prompts, sampling, *, seed, samples=1):
-        cool = self.inner.generate(prompts, sampling, seed=seed, samples=samples)
-        return [replace(r, rollout_logp=self.change_logp(r.rollout_logp)) for r in cool]
-
-    def close(self):
-        self.inner.close()
+def run_doctor(folder, engine="native"):
+    """The exit status of the command with this engine."""
+    return doctor.main([*SMALL, "--set", f"rollout.engine={engine}", "--workdir", str(folder)])
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +33,7 @@ def run_folder(tmp_path_factory):
 
 
 def test_a_right_engine_agrees(run_folder, capsys):
-    assert doctor.main([*SMALL, "--workdir", str(run_folder)]) == 0
+    assert run_doctor(run_folder) == 0
     output = capsys.readouterr().out
     assert (
         "AGREE: mean |Δlogp|" in output
@@ -63,34 +47,22 @@ def test_a_right_engine_agrees(run_folder, capsys):
 
 
 @pytest.mark.slow
-def test_a_wrong_engine_is_not_agreed_with(run_folder, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "open_engine", lambda *arguments: Raw(open_engine(*arguments)))
-    assert doctor.main([*SMALL, "--workdir", str(run_folder)]) == 1
+def test_a_wrong_engine_is_not_agreed_with(run_folder, capsys):
+    assert run_doctor(run_folder, "faulty_engines:scaled_logp") == 1
     output = capsys.readouterr().out
     assert "UNEXPLAINED: mean |Δlogp|" in output and "--set rollout.engine=native" in output
     assert not json.loads((run_folder / "doctor.json").read_text())["agrees"]
 
 
 @pytest.mark.slow
-def test_the_line_to_change_is_said(run_folder, monkeypatch, capsys):
-    def open_narrow(cfg, ops, run_folder):
-        model = replace(cfg.model, sliding_window=31)
-        return open_engine(replace(cfg, model=model), ops, run_folder)
-
-    monkeypatch.setattr(doctor, "open_engine", open_narrow)
-    assert doctor.main([*SMALL, "--workdir", str(run_folder)]) == 1
+def test_the_line_to_change_is_said(run_folder, capsys):
+    assert run_doctor(run_folder, "faulty_engines:narrow_window") == 1
     output = capsys.readouterr().out
     assert "DISAGREE: window_minus_one" in output and '"sliding_window": 32' in output
 
 
-def test_log_probs_that_are_no_numbers_are_said_and_nothing_is_named(
-    run_folder, monkeypatch, capsys
-):
-    def open_with_nan(*arguments):
-        return Raw(open_engine(*arguments), lambda logp: np.where(logp < -5.0, np.nan, logp))
-
-    monkeypatch.setattr(doctor, "open_engine", open_with_nan)
-    assert doctor.main([*SMALL, "--workdir", str(run_folder)]) == 1
+def test_log_probs_that_are_no_numbers_are_said_and_nothing_is_named(run_folder, capsys):
+    assert run_doctor(run_folder, "faulty_engines:nan_logp") == 1
     output = capsys.readouterr().out
     assert "NOT JUDGED: " in output and "log-probs are not finite: nan at token" in output
     assert "change:" not in output and "plot:" not in output
@@ -135,13 +107,8 @@ def test_ids_of_a_template_with_special_tokens_are_no_drift():
     assert doctor.encode_prompt(other_task, task.tokenizer, prompt) != prompt.tokens
 
 
-def test_weights_that_the_engine_refuses_are_the_answer(tmp_path, monkeypatch, capsys):
-    class Forgets(Raw):
-        def load(self, params, version):
-            raise EngineError("received but not in the live model: lm_head.weight")
-
-    monkeypatch.setattr(doctor, "open_engine", lambda *arguments: Forgets(open_engine(*arguments)))
-    assert doctor.main([*SMALL, "--workdir", str(tmp_path)]) == 1
+def test_weights_that_the_engine_refuses_are_the_answer(tmp_path, capsys):
+    assert run_doctor(tmp_path, "faulty_engines:forgets_weights") == 1
     output = capsys.readouterr().out
     assert "DISAGREE: the engine failed to load the initial weights." in output
     assert "lm_head.weight" in json.loads((tmp_path / "doctor.json").read_text())["why"]

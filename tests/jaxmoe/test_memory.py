@@ -16,7 +16,6 @@ from jaxmoe.checkpoint.run import initial_params
 from jaxmoe.config import ConfigError
 from jaxmoe.config_file import load_config, override
 from jaxmoe.dry_run import format_plan
-from jaxmoe.engines import open_engine
 from jaxmoe.memory import check_memory, device_bytes, layer_flops, plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.model.params import abstract_params, cast_for_forward, count_params, param_specs
@@ -24,6 +23,7 @@ from jaxmoe.parallel.host import count_free_bytes
 from jaxmoe.parallel.sharding import RULES
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.state import init_rl_state, stage_shapes
+from jaxmoe.rollout.engine import open_engine
 
 PACKED = override(load_config("gptoss20b.py"), "mesh.fsdp=8", "mesh.expert=1")
 BIG = override(PACKED, "optim.tokens_per_microbatch=0", "optim.microbatches=128")

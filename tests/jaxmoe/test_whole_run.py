@@ -11,13 +11,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxmoe import engines, train
+from jaxmoe import train
 from jaxmoe.losses import ppo_clip
 from jaxmoe.model import Ops
 from jaxmoe.model import ops as model_ops
 from jaxmoe.rl import scorer
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rollout import decoding
+from jaxmoe.rollout.engine import open_engine
 
 pytestmark = pytest.mark.slow  # most of a minute: it compiles every model there is
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,7 +162,7 @@ def test_no_module_but_one_makes_ops():
         code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
         if path.name != "ops.py":
             assert not re.search(r"\b(Ops|plain_ops)\(", code), path
-    assert engines.open_engine.__annotations__["ops"] is Ops
+    assert open_engine.__annotations__["ops"] is Ops
 
 
 def test_router_replay_reaches_the_update_from_the_command_line(run):

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that a config names, such as "my_module:function(option=1.0)".
+
+Next: jaxmoe/config/engine.py and jaxmoe/rl/function_specs.py call them.
+"""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxmoe.config.errors import ConfigError
+
+
+def parse_call(text: str, key: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the literal keyword arguments of one call.
+
+    Raises ConfigError, naming the config's `key`, for anything that is not such a call.
+    """
+    name, paren, arguments = text.strip().partition("(")
+    options = _parse_options(f"f({arguments}" if paren else "f()")
+    name = name.strip()
+    if options is None or not all(x.isidentifier() for x in name.replace(":", ".", 1).split(".")):
+        raise ConfigError(
+            f"{key} must be a function with literal keyword arguments, got {text!r}. "
+            f'Try --set "{key}=name(option=1.0)".'
+        )
+    return name, options
+
+
+def import_function(path: str, key: str) -> Callable[..., Any]:
+    """Return the function "module:function".
+
+    Raises ConfigError if it cannot be imported, or is not a function written in Python.
+    """
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        hint = (
+            f"Name the module without .py, {module[:-3]}:{name}"
+            if module.endswith(".py")
+            else "Put its folder on the Python path (PYTHONPATH=FOLDER)"
+        )
+        raise ConfigError(
+            f"{key}: {path} must be a function that can be imported; {error}. {hint}."
+        ) from error
+    # The function is called at once, some on abstract arrays. A program such as shutil.rmtree, or
+    # a class that starts one, must not be accepted here.
+    if not inspect.isfunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(function):
+        is_async = inspect.iscoroutinefunction(function)
+        kind = "one that is async" if is_async else type(function).__name__
+        raise ConfigError(
+            f"{key}: {path} must be a function written in Python with def, got {kind}. "
+            "Wrap it in one that takes its arguments by name."
+        )
+    return function
+
+
+def _parse_options(call: str) -> dict[str, Any] | None:
+    """Return the keyword arguments of one call, or None for anything else."""
+    try:
+        tree = ast.parse(call, mode="eval").body
+        if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
+            return None
+        options = {k.arg: ast.literal_eval(k.value) for k in tree.keywords if k.arg}
+    except (SyntaxError, ValueError):
+        return None
+    # The lengths differ if an option is repeated, or comes from a **dict.
+    return options if len(options) == len(tree.keywords) else None

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries and bytes of parameters on one device of a config's mesh, from their shapes.
+
+Next: jaxmoe/memory.py.
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+
+from jaxmoe.config import Config
+from jaxmoe.model.params import read_dtype
+from jaxmoe.parallel.sharding import RULES, Names, local_shape
+from jaxmoe.shapes import Leaf
+
+
+def count_local_entries(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
+    """Number of entries of these parameters on one device."""
+    sizes = cfg.mesh.sizes
+    return sum(
+        math.prod(local_shape(s.shape, s.axes, sizes, rules)) for s in jax.tree.leaves(specs)
+    )
+
+
+def copy_bytes(specs: Leaf, cfg: Config, rules: Mapping[str, Names] = RULES) -> int:
+    """Bytes of these parameters on one device, in the dtypes that the forward reads."""
+    return sum(
+        count_local_entries(spec, cfg, rules)
+        * read_dtype(spec, cfg.model, cfg.optim.param_dtype).itemsize
+        for spec in jax.tree.leaves(specs)
+    )
+
+
+def full_copy_bytes(specs: Leaf, cfg: Config) -> int:
+    """Bytes of complete float32 parameters in the dtypes that the forward reads."""
+    return sum(
+        math.prod(spec.shape) * read_dtype(spec, cfg.model, "float32").itemsize
+        for spec in jax.tree.leaves(specs)
+    )

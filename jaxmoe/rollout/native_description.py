@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native engine's description, without an import of jax. Next: jaxmoe/rollout/native.py."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxmoe.config import Config
+from jaxmoe.config.engine import EngineDescription, EngineMemory, accept_config
+
+
+def describe_native(_cfg: Config) -> EngineDescription:
+    return EngineDescription(
+        open=open_native, summary="native engine", uses_trainer_forward=True, memory=native_memory,
+        reports_kept_mass=True, reports_experts=True, check_processes=accept_config,
+    )  # fmt: skip
+
+
+def open_native(cfg: Config, ops: Any, _work: Path, mesh: Any) -> Any:
+    """Open the native engine on the run's mesh; it shards the `ops` of one device."""
+    from jaxmoe.rollout.native import NativeEngine
+
+    return NativeEngine(
+        cfg.model, ops, keep_experts=cfg.records_experts, mesh=mesh,
+        max_prompt_tokens=cfg.data.max_prompt_tokens, max_new_tokens=cfg.rollout.max_new_tokens,
+        max_rows=cfg.rollout.max_parallel_sequences,
+    )  # fmt: skip
+
+
+def native_memory(cfg: Config) -> EngineMemory:
+    from jaxmoe.rollout.native_memory import plan_native_memory
+
+    return plan_native_memory(cfg)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of the native engine, computed from shapes. Next: jaxmoe/memory.py adds the trainer's."""
+
+from jaxmoe.config import Config
+from jaxmoe.config.engine import EngineMemory
+from jaxmoe.model.cache import cache_bytes
+from jaxmoe.model.lora import Pair, lora_specs
+from jaxmoe.model.params import param_specs
+from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, full_copy_bytes
+from jaxmoe.parallel.sharding import sampling_rules
+from jaxmoe.rollout.native import prompts_per_batch
+
+
+def plan_native_memory(cfg: Config) -> EngineMemory:
+    """Return the bytes of the engine's copy of the weights, and of its cache, on each device."""
+    r, mesh = cfg.rollout, cfg.mesh
+    if cfg.lora.ranks:  # it reads the base without a copy
+        weights = adapter_copy_bytes(cfg)
+    else:
+        weights = copy_bytes(param_specs(cfg.model), cfg, sampling_rules(cfg.model).rules)
+    shards = mesh.row_shards * mesh.sequence
+    prompts = prompts_per_batch(r.max_parallel_sequences, r.samples_per_prompt, shards)
+    rows = prompts // shards * r.samples_per_prompt
+    return EngineMemory(weights=weights, cache=cache_bytes(cfg.model, rows, cfg.context))
+
+
+def adapter_copy_bytes(cfg: Config) -> int:
+    """Bytes that the engine copies in a LoRA run: adapters, and fully trained parameters."""
+    specs = lora_specs(cfg.model, cfg.lora)
+    tops = [spec for name, spec in specs.items() if name != "layers"]
+    leaves = [leaf for layer in specs["layers"].values() for leaf in layer.values()]
+    pairs = [leaf for leaf in leaves if isinstance(leaf, Pair)]
+    full = [*tops, *(leaf for leaf in leaves if not isinstance(leaf, Pair))]
+    return 4 * count_local_entries(pairs, cfg) + full_copy_bytes(full, cfg)

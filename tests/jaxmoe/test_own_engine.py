@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of the user's own, in one file that the config names: it trains, without a patch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxmoe import train
+from jaxmoe.config import ConfigError, describe_engine
+from jaxmoe.config_file import load_config, override
+from jaxmoe.parallel.limits import check_mesh
+from jaxmoe.rl.source_digests import source_digests
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+OWN = "rollout.engine=own_engine:describe_own(rows=8)"
+SMALL = (
+    "model.d_model=32", "model.d_expert=24", "model.n_experts=4", "data.train_rows=64",
+    "data.held_out_rows=4", "warmup.steps=0", "rollout.sequences_per_step=8",
+    "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1", "steps=2", "eval.every_steps=2",
+)  # fmt: skip
+DESCRIPTION = """\
+from jaxmoe.config import EngineDescription
+
+def describe(cfg, **facts):
+    return EngineDescription(open=print, summary="a peer's engine", **facts)
+
+def describe_wrong(cfg):
+    return "an engine"
+"""
+
+
+@pytest.fixture
+def own_engine(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def test_the_engine_of_the_docs_trains_and_agrees_with_the_trainer(own_engine, tmp_path, capsys):
+    changes = [part for change in (*SMALL, OWN) for part in ("--set", change)]
+    command = ["--config", "tiny.py", "--workdir", str(tmp_path), *changes]
+    assert train.main([*command, "--dry-run"]) == 0
+    assert "rollouts     an engine without a cache, 8 rows at a time\n" in capsys.readouterr().out
+    with jax.numpy_dtype_promotion("standard"):  # optax's step needs it
+        assert train.main(command) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["stage"] == "rl" and row["step"] > 0]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(0 < row["train_rollout_logprob_abs_diff"] < 1e-5 for row in steps)
+    assert "eval/accuracy" in steps[-1]
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    (tmp_path / "peer_engine.py").write_text(DESCRIPTION)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fact, change, works",
+    [("reports_kept_mass", "rollout.top_k=5", "True"),
+     ("reports_experts", "rollout.router_replay=True", "True"),
+     ("uses_trainer_forward", "model.numerics=invariant", "True, reports_experts=True")],
+)  # fmt: skip
+def test_a_setting_is_refused_unless_the_description_allows_it(fact, change, works, peer):
+    cfg = load_config("tiny.py")
+    with pytest.raises(ConfigError, match=r"rollout.engine.*Try --set") as error:
+        override(cfg, "rollout.engine=peer_engine:describe", change)
+    override(cfg, f"rollout.engine=peer_engine:describe({fact}={works})", change)
+    advice = str(error.value).partition("Try --set ")[2].partition(", or")[0].removesuffix(".")
+    override(cfg, "rollout.engine=peer_engine:describe", change, *advice.split(" --set "))
+
+
+def test_log_probs_of_another_distribution_need_temperature_1(peer):
+    raw = "rollout.engine=peer_engine:describe(reports_sampled_logp=False, reports_kept_mass=True)"
+    cfg = override(load_config("tiny.py"), raw)
+    for change in ("rollout.temperature=0.7", "rollout.top_p=0.9"):
+        with pytest.raises(ConfigError, match="reports log-probs before they are applied"):
+            override(cfg, change)
+
+
+def test_a_resume_compares_the_source_of_an_own_engine(own_engine):
+    assert "source of own_engine" in source_digests(override(load_config("tiny.py"), OWN))
+
+
+def test_an_engine_that_was_not_made_for_several_processes_is_refused(peer, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    cfg = override(load_config("tiny.py"), "mesh.fsdp=2", "rollout.engine=peer_engine:describe")
+    with pytest.raises(ConfigError, match="must run in one process"):
+        check_mesh(cfg, 2)
+
+
+@pytest.mark.parametrize(
+    "name, answer",
+    [("sglang", "must be native, vllm or module:function, got 'sglang'. Try --set"),
+     ("peer_engine:nothing", "must be a function that can be imported"),
+     ("missing_engine:describe", "PYTHONPATH=FOLDER"),
+     ("peer_engine:describe_wrong", "must return a jaxmoe.config.EngineDescription, got str"),
+     ("peer_engine:describe_wrong(port=1)", "got an unexpected keyword argument 'port'"),
+     ("peer_engine:describe(port=)", "must be a function with literal keyword arguments")],
+)  # fmt: skip
+def test_a_name_that_describes_no_engine_is_refused_in_one_line(name, answer, peer):
+    with pytest.raises(ConfigError) as error:
+        override(load_config("tiny.py"), f"rollout.engine={name}")
+    assert answer in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_config_is_checked_without_an_engine_being_opened_or_vllm_imported():
+    """In a fresh interpreter, for each engine that ships."""
+    code = (
+        "import sys; from jaxmoe.config_file import load_config; load_config({!r});"
+        "assert not {{'jaxmoe.rollout.native', 'jaxmoe.vllm.engine', 'vllm'}} & sys.modules.keys()"
+    )
+    for config in ("tiny.py", "tiny_vllm.py"):
+        subprocess.run([sys.executable, "-c", code.format(config)], check=True)
+    assert describe_engine(load_config("tiny_vllm.py")).summary.startswith("vLLM, 1 started")
