@@ -152,7 +152,7 @@ def load_newest_weights(
     if restored is None:
         return initial, None, 0, "the initial weights"
     return (
-        restored.state.params.policy, initial, restored.step,
+        restored.state.policy, initial, restored.step,
         f"{restored.stage} step {restored.step}",
     )  # fmt: skip
 

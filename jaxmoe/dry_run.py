@@ -14,6 +14,7 @@ from jaxmoe.envs.tasks import open_task
 from jaxmoe.kernels import describe_kernels
 from jaxmoe.memory import check_memory, format_bytes, layer_flops, plan_memory
 from jaxmoe.model.params import count_params
+from jaxmoe.model.trainable import count_trained
 from jaxmoe.parallel.limits import check_mesh
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.presets import apply_preset
@@ -49,6 +50,7 @@ def format_plan(cfg: Config) -> str:
     """
     algorithm_from_config(cfg)
     total, active = count_params(cfg.model)
+    n_trained, n_params = count_trained(cfg)
     mem, r = plan_memory(cfg), cfg.rollout
     axes = {name: size for name, size in cfg.mesh.sizes.items() if size > 1}
     kinds = memory_labels(cfg)
@@ -57,6 +59,7 @@ def format_plan(cfg: Config) -> str:
         to_json(cfg),
         "",
         f"parameters   {total:,} ({active:,} active per token)",
+        f"trains       {n_trained:,} of {n_params:,}",
         f"devices      {cfg.mesh.devices} ({mesh_text}); bytes on each:",
         *(
             f"  {kinds.get(name, name):<13}{format_bytes(value)}"

@@ -63,7 +63,7 @@ def run_eval(cfg: Config) -> float:
         to_train=False,
         contents=digest_contents(cfg, task) | own_base_digest(cfg),
     )
-    params = initial_params(cfg, mesh) if position is None else position.state.params.policy
+    params = initial_params(cfg, mesh) if position is None else position.state.policy
     prompts = task.held_out_prompts()
     with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:
         version = 0 if position is None else position.step

@@ -93,7 +93,7 @@ def export_checkpoint(
         )
 
     policy, origin = (
-        position.state.params.policy,
+        position.state.policy,
         f"{position.stage} step {position.step} of {cfg.workdir}",
     )
     if cfg.lora.ranks and position.stage == "rl":

@@ -76,7 +76,7 @@ class Job:
 
     def policy_params(self) -> Params:
         """Return the weights after the last complete step, as an engine loads them."""
-        params = self.position.state.params.policy
+        params = self.position.state.policy
         if self.base is None:
             return params
         return with_adapters(self.base, params, self.cfg.lora.scales)

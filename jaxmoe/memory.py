@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxmoe.config import Config, ConfigError, describe_engine
 from jaxmoe.config_file import override
-from jaxmoe.model.lora import lora_specs
 from jaxmoe.model.params import param_specs, value_head_specs
+from jaxmoe.model.trainable import policy_specs, split_params
 from jaxmoe.parallel.host import count_free_bytes
 from jaxmoe.parallel.limits import check_host
 from jaxmoe.parallel.param_bytes import copy_bytes, count_local_entries, full_copy_bytes
@@ -26,13 +26,13 @@ from jaxmoe.parallel.sharding import RULES
 class Memory:
     """Bytes on one device in the RL stage."""
 
-    weights: int  # trained weights with the critic's; of a LoRA run the adapters
+    weights: int  # of policy and critic; of a LoRA run the adapters
     packed: int  # frozen experts of a LoRA run, in four bits
     frozen: int  # other frozen weights of a LoRA run, in the dtypes that they are read in
     rows: int  # rows of an embedding in host memory: those of a step's tokens
     table: int  # all rows of it, while sampling
     optimizer: int  # two moments, unless they are on the host
-    reference: int  # frozen weights of the KL term
+    reference: int  # trained weights as they were before RL, for the KL term
     engine_copy: int  # the engine's copy of the policy's weights
     gathered: int  # gathered weights of a layer pair, except experts; their gradients in float32
     gradients: int  # with microbatches including their float32 sum
@@ -94,14 +94,14 @@ def plan_memory(cfg: Config) -> Memory:
     policy, own_backbone = param_specs(m), cfg.critic.backbone == "own"
     backbone = {name: spec for name, spec in policy.items() if own_backbone and name != "head"}
     value_head = {} if cfg.critic.backbone == "none" else value_head_specs(m)
-    local = count_local_entries(policy, cfg)
     local_critic = count_local_entries(backbone, cfg)
-    lora, weight_bytes = bool(cfg.lora.ranks), jnp.dtype(cfg.optim.param_dtype).itemsize
+    lora = bool(cfg.lora.ranks)
+    weight_bytes = 4 if lora else jnp.dtype(cfg.optim.param_dtype).itemsize
     compute_bytes = jnp.dtype(m.dtype).itemsize
-    if lora:
-        policy, weight_bytes = lora_specs(m, cfg.lora), 4
-        local = count_local_entries(policy, cfg)
-    trained = local + local_critic + count_local_entries(value_head, cfg)
+    policy = policy_specs(m, cfg.lora)
+    local_trained = count_local_entries(split_params(policy, cfg.optim.trainable)[0], cfg)
+    local_frozen = count_local_entries(policy, cfg) - local_trained
+    trained = local_trained + local_critic + count_local_entries(value_head, cfg)
     packed = cfg.optim.tokens_per_microbatch // cfg.context  # rows
     tokens = microbatch_rows(cfg) * cfg.context // mesh.sequence
     summed = packed or cfg.optim.microbatches > cfg.loss.minibatches  # several per update
@@ -125,13 +125,13 @@ def plan_memory(cfg: Config) -> Memory:
     packed, frozen, table = base_bytes(cfg) if lora else (0, 0, 0)
     has_host_table = cfg.lora.embedding_rows > 0
     return Memory(
-        weights=trained * weight_bytes,
+        weights=(trained + local_frozen) * weight_bytes,
         packed=packed,
         frozen=frozen if has_host_table else frozen + table,
         rows=cfg.lora.embedding_rows * m.d_model * compute_bytes,
         table=table if has_host_table else 0,
         optimizer=2 * trained * weight_bytes - host_moments,
-        reference=local * weight_bytes if cfg.loss.kl_coef > 0 and not lora else 0,
+        reference=local_trained * weight_bytes if cfg.loss.kl_coef > 0 and not lora else 0,
         engine_copy=engine.weights,
         gathered=2 * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),

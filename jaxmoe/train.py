@@ -39,6 +39,7 @@ from jaxmoe.kernels import choose_run_kernels
 from jaxmoe.losses import overlong_penalty
 from jaxmoe.memory import check_memory
 from jaxmoe.model import make_ops
+from jaxmoe.model.trainable import count_trained
 from jaxmoe.observe.metrics import MetricsLog, format_accuracy, read_metrics
 from jaxmoe.observe.progress import Progress
 from jaxmoe.observe.trackers import check_installed
@@ -61,18 +62,15 @@ from jaxmoe.rl.programs import (
 )
 from jaxmoe.rl.source_digests import source_digests
 from jaxmoe.rl.state import (
-    Trained,
-    TrainState,
     init_rl_state,
     init_run_adapters,
-    init_state,
+    init_warmup_state,
     stage_shapes,
 )
 from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.engine import BaseReader, open_engine
 from jaxmoe.rollout.recorded_experts import unknown_experts_metric
 from jaxmoe.rollout.staleness import check_versions
-from jaxmoe.shapes import Params
 
 STAGES = ("training", "sampling", "syncing")  # stages of the memory check
 
@@ -100,6 +98,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     Everything that cannot work is refused before the folder is created.
     """
     work = Path(cfg.workdir)
+    n_trained, n_params = count_trained(cfg)
     sources = json.dumps(source_digests(cfg), indent=1)
     check_same_everywhere(config=to_json(cfg), code=code_version(), sources=sources)
     kernels = choose_run_kernels(cfg)  # before this process opens the device
@@ -109,6 +108,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
     mesh = make_mesh(cfg.mesh)
     check_collectives(mesh)
     kernels.print_decision()
+    print(f"trains   {n_trained:,} of {n_params:,} parameters", flush=True)
     if (n_devices := jax.device_count()) > cfg.mesh.devices:
         used = f"using {cfg.mesh.devices} of {n_devices} devices"
         print(f"devices  {used}; use all with --set mesh.fsdp={n_devices}", flush=True)
@@ -126,10 +126,7 @@ def open_job(cfg: Config) -> Iterator[Job]:
         init_rl = jax.jit(partial(init_rl_state, cfg=cfg, tx=tx))
         position = Position("rl", 0, init_rl(init_run_adapters(cfg, base)), None)
     if position is None:
-
-        def init_warmup(policy: Params) -> TrainState:
-            return init_state(Trained(policy), supervised)
-
+        init_warmup = partial(init_warmup_state, cfg=cfg, tx=supervised)
         policy = initial_params(cfg, mesh)
         if pins := out_shardings_option(cfg, mesh, jax.eval_shape(init_warmup, policy), 0):
             init_warmup = jax.jit(
@@ -199,7 +196,7 @@ def warm_start(job: Job) -> None:
     # Jitted, because restored weights are committed to their device. If new moments were not, the
     # second step would compile again.
     init_rl = partial(init_rl_state, cfg=cfg, tx=job.tx)
-    policy = state.params.policy
+    policy = state.policy
     if cfg.lora.ranks:
         job.base = pack_base(policy, cfg)
         job.contents |= own_base_digest(cfg)

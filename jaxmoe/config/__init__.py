@@ -12,11 +12,21 @@ from dataclasses import dataclass, field
 
 from jaxmoe.config.data import DataConfig
 from jaxmoe.config.engine import EngineDescription, EngineMemory, check_engine, describe_engine
-from jaxmoe.config.errors import ConfigError, EngineError, Rule, check_fields, require
+from jaxmoe.config.errors import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    ConfigError,
+    EngineError,
+    Rule,
+    check_fields,
+    require,
+)
 from jaxmoe.config.lora import LoraConfig
 from jaxmoe.config.lora_with import check_lora
 from jaxmoe.config.model import CHECKPOINT_MODEL, ModelConfig
 from jaxmoe.config.numerics import check_numerics
+from jaxmoe.config.optim import OptimConfig
 from jaxmoe.config.rollout import RolloutConfig, VllmConfig
 
 __all__ = [
@@ -27,11 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_NOT_NEGATIVE = ("0 or more", lambda x: x >= 0)
-_POSITIVE = ("above 0", lambda x: x > 0)
 KERNELS = ("auto", "xla", "mosaic_gpu", "mosaic_tpu", "triton", "reference")
-_SHARE = ("between 0 and 1", lambda x: 0 <= x <= 1)
-_BELOW_ONE: Rule = ("0 or more and below 1", lambda x: 0 <= x < 1, 0.9)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class WarmupConfig:
     lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_fields("warmup", self, steps=(*_NOT_NEGATIVE, 0), lr=(*_NOT_NEGATIVE, 1e-3))
+        check_fields("warmup", self, steps=(*NOT_NEGATIVE, 0), lr=(*NOT_NEGATIVE, 1e-3))
 
 
 @dataclass(frozen=True)
@@ -123,8 +129,8 @@ class CriticConfig:
             "Try --set critic.pretrain_steps=0.",
         )
         check_fields(
-            "critic", self, lr=(*_NOT_NEGATIVE, 1e-5), loss_coef=(*_NOT_NEGATIVE, 0.5),
-            clip=(*_POSITIVE, 0.5),
+            "critic", self, lr=(*NOT_NEGATIVE, 1e-5), loss_coef=(*NOT_NEGATIVE, 0.5),
+            clip=(*POSITIVE, 0.5),
         )  # fmt: skip
 
 
@@ -139,67 +145,9 @@ class GateConfig:
 
     def __post_init__(self) -> None:
         check_fields(
-            "gate", self, abs_diff=(*_NOT_NEGATIVE, 1e9), k3=(*_NOT_NEGATIVE, 1e9),
-            ess=(*_SHARE, 0.3),
+            "gate", self, abs_diff=(*NOT_NEGATIVE, 1e9), k3=(*NOT_NEGATIVE, 1e9),
+            ess=(*SHARE, 0.3),
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW with a warm-up and an optional cosine decay."""
-
-    lr: float
-    lr_warmup_steps: int = 0
-    lr_end_fraction: float = 1.0  # cosine decay ends at lr times this; 1 keeps lr constant
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    param_dtype: str = "float32"  # of weights and moments, in storage and updates
-    microbatches: int = 1  # number of gradient-accumulation microbatches
-    tokens_per_microbatch: int = 0  # above 0: pack sequences into microbatches of this size
-    remat: bool = False  # recompute layer pairs in the backward pass: less memory, a third slower
-    remat_keeps: str = ""  # saved in addition to a pair's input: "attention", its outputs, or ""
-    remat_inputs: str = "device"  # memory of the saved inputs of layer pairs: device or "host"
-    expert_tokens: int = 0  # tokens that the experts compute, and recompute, at a time; 0: all
-    moments: str = "device"  # memory of Adam's moments between updates: device or "host"
-
-    def __post_init__(self) -> None:
-        require(
-            self.param_dtype in ("float32", "bfloat16"),
-            f"optim.param_dtype must be float32 or bfloat16, got {self.param_dtype!r}. "
-            "Try --set optim.param_dtype=float32.",
-        )
-        require(
-            self.remat_keeps == "" or (self.remat and self.remat_keeps == "attention"),
-            "optim.remat_keeps must be attention, with optim.remat=True, or nothing; got "
-            f"{self.remat_keeps!r} with optim.remat={self.remat}. "
-            "Try --set optim.remat=True --set optim.remat_keeps=attention.",
-        )
-        require(
-            self.remat_inputs == "device" or (self.remat and self.remat_inputs == "host"),
-            "optim.remat_inputs must be host, with optim.remat=True, or device; got "
-            f"{self.remat_inputs!r} with optim.remat={self.remat}. "
-            "Try --set optim.remat=True --set optim.remat_inputs=host.",
-        )
-        require(
-            self.moments in ("device", "host"),
-            f"optim.moments must be device or host, got {self.moments!r}. "
-            "Try --set optim.moments=host.",
-        )
-        check_fields(
-            "optim", self, lr=(*_NOT_NEGATIVE, 1e-5), lr_warmup_steps=(*_NOT_NEGATIVE, 0),
-            lr_end_fraction=(*_SHARE, 1.0), beta1=_BELOW_ONE, beta2=_BELOW_ONE,
-            eps=(*_POSITIVE, 1e-8), weight_decay=(*_NOT_NEGATIVE, 0.0),
-            expert_tokens=(*_NOT_NEGATIVE, 1024),
-            clip_norm=("above 0 (1e9 is off)", lambda x: x > 0, 1.0),
-        )  # fmt: skip
-
-    @property
-    def uses_host_memory(self) -> bool:
-        """True if moments or inputs are in host memory."""
-        return "host" in (self.moments, self.remat_inputs)
 
 
 @dataclass(frozen=True)
@@ -256,7 +204,7 @@ class MeshConfig:
     attention: str = "ring"  # or zigzag, or ulysses: attention over the shards of a row
 
     def __post_init__(self) -> None:
-        check_fields("mesh", self, **{name: (*_POSITIVE, 1) for name in self.sizes})
+        check_fields("mesh", self, **{name: (*POSITIVE, 1) for name in self.sizes})
         require(
             self.attention in ("ring", "zigzag", "ulysses"),
             f"mesh.attention must be ring, zigzag or ulysses, got {self.attention!r}. "
@@ -345,7 +293,7 @@ class Config:
             f"Try --set kernels={matches[0]}.",
         )
         seeds: Rule = ("0 or more and below 2**32", lambda x: 0 <= x < 2**32, 0)
-        check_fields("", self, steps=(*_NOT_NEGATIVE, 0), seed=seeds)
+        check_fields("", self, steps=(*NOT_NEGATIVE, 0), seed=seeds)
         for name, value in (("eval", self.eval.every_steps), ("save", self.save.every_steps)):
             require(
                 value > 0,

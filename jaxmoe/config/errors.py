@@ -13,6 +13,9 @@ class EngineError(RuntimeError):
 
 
 Rule = tuple[str, Callable[[float], bool], int | float]  # the requirement, its check, an example
+NOT_NEGATIVE = ("0 or more", lambda x: x >= 0)
+POSITIVE = ("above 0", lambda x: x > 0)
+SHARE = ("between 0 and 1", lambda x: 0 <= x <= 1)
 
 
 def check_fields(section: str, config: object, **rules: Rule) -> None:

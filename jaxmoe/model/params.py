@@ -222,15 +222,20 @@ def _init_leaf(key: PRNGKeyArray, spec: Spec, dtype: jnp.dtype) -> Array:
     return (jax.random.normal(key, spec.shape, jnp.float32) / math.sqrt(fan_in)).astype(dtype)
 
 
+def unpadded_size(spec: Spec, cfg: ModelConfig) -> int:
+    """Return the number of entries of a parameter, without the padding of the vocabulary."""
+    size = math.prod(spec.shape)
+    padded = spec.layout in ("pad_rows", "transpose_pad")
+    return size // cfg.padded_vocab * cfg.vocab_size if padded else size
+
+
 def count_params(cfg: ModelConfig) -> tuple[int, int]:
     """Return (all parameters, parameters active per token); vocabulary padding is not counted.
 
     The second leaves out the embedding look-up, as the model card does.
     """
-    sizes = jax.tree.leaves(map_specs(lambda s: (math.prod(s.shape), "expert" in s.axes), cfg),
-                            is_leaf=lambda x: isinstance(x, tuple))  # fmt: skip
-    padding = (cfg.padded_vocab - cfg.vocab_size) * cfg.d_model
-    total = sum(n for n, _ in sizes) - 2 * padding
-    experts = sum(n for n, expert in sizes if expert)
+    specs = jax.tree.leaves(param_specs(cfg))
+    total = sum(unpadded_size(spec, cfg) for spec in specs)
+    experts = sum(unpadded_size(spec, cfg) for spec in specs if "expert" in spec.axes)
     active = total - experts + experts * cfg.experts_per_token // cfg.n_experts
     return total, active - cfg.vocab_size * cfg.d_model

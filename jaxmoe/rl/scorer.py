@@ -14,6 +14,7 @@ from jaxmoe.config import ModelConfig
 from jaxmoe.model import Ops, forward, sequence_logprobs, values_after
 from jaxmoe.model.head import shift_right
 from jaxmoe.model.lora import with_adapters
+from jaxmoe.model.trainable import merge_params
 from jaxmoe.rl.batch import Batch
 from jaxmoe.rl.state import Frozen, Trained
 from jaxmoe.shapes import Leaf, Params
@@ -31,10 +32,19 @@ class Scorer:
     replay_experts: bool = True  # use the engine's experts; False: compare them with the trainer's
 
     def full_params(self, params: Trained, frozen: Frozen) -> Trained:
-        """Return params with the policy that the forward takes: adapters together with the base."""
-        if frozen.base is None:
-            return params
-        return replace(params, policy=with_adapters(frozen.base, params.policy, self.scales))
+        """Return params with the policy that the forward takes."""
+        return replace(params, policy=self.full_policy(params.policy, frozen))
+
+    def full_policy(self, trained: Params, frozen: Frozen) -> Params:
+        """Return the trained parameters together with the frozen ones and the adapters' base."""
+        policy = merge_params(trained, frozen.policy)
+        return policy if frozen.base is None else with_adapters(frozen.base, policy, self.scales)
+
+    def full_reference(self, frozen: Frozen) -> Params:
+        """Return the policy before RL; without a copy of it, that is the base of the adapters."""
+        if frozen.reference is None:
+            return frozen.base
+        return self.full_policy(frozen.reference, frozen)
 
     def score_policy(self, params: Trained, batch: Batch) -> dict[str, Array]:
         """Return logp_BT and entropy_BT, and `critic_values` of a critic that shares the layers.

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training state: trained and frozen parameters, optimizer state, and number of updates.
 
+Parameters that `optim.trainable` does not match are frozen: they are in the state, and nothing is
+differentiated with respect to them.
+
 Random numbers need no state: each step derives them from the run's seed and its number.
 Next: jaxmoe/rl/step.py.
 """
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +20,7 @@ from jaxmoe.config import Config, require
 from jaxmoe.model.critic import init_critic
 from jaxmoe.model.lora import adapter_shapes, init_adapters
 from jaxmoe.model.params import abstract_params
+from jaxmoe.model.trainable import merge_params, split_params
 from jaxmoe.parallel.sharding import sharded_shapes, state_mesh
 from jaxmoe.shapes import Leaf, Params
 
@@ -23,7 +29,7 @@ from jaxmoe.shapes import Leaf, Params
 class Trained:
     """Parameters with a gradient."""
 
-    policy: Leaf  # Params
+    policy: Leaf  # Params, with None in place of frozen ones
     critic: Leaf = None  # Params, or None
 
 
@@ -31,8 +37,9 @@ class Trained:
 class Frozen:
     """Parameters that the loss reads and no update changes."""
 
-    reference: Leaf = None  # Params of the KL term, or None
+    reference: Leaf = None  # the trained Params as they were before RL, for the KL term; or None
     base: Leaf = None  # Params of a LoRA run's base, only while a step runs, or None
+    policy: Leaf = None  # Params, with None in place of trained ones; None if all are trained
 
 
 @struct.dataclass
@@ -42,15 +49,28 @@ class TrainState:
     opt_state: Leaf
     step: Leaf  # int32 []: number of updates
 
+    @property
+    def policy(self) -> Params:
+        """The complete policy (of a LoRA run the adapters): trained and frozen parameters."""
+        return merge_params(self.params.policy, self.frozen.policy)
+
 
 def init_state(
-    trained: Trained, tx: optax.GradientTransformation, frozen: Frozen | None = None
+    trained: Trained,
+    tx: optax.GradientTransformation,
+    frozen: Frozen | None = None,
+    *,
+    trainable: str = ".*",
 ) -> TrainState:
     """Return the state before the first update.
 
+    trainable: regular expression of the paths in `trained.policy` that train; the others become
+        part of the frozen parameters.
+
     Raises ConfigError for weights without a gradient, such as experts in four bits.
     """
-    params: Leaf = trained
+    policy, frozen_policy = split_params(trained.policy, trainable)
+    params: Leaf = replace(trained, policy=policy)
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         require(
             jnp.issubdtype(x.dtype, jnp.floating),
@@ -60,8 +80,8 @@ def init_state(
             'load_params without experts="packed".',
         )
     return TrainState(
-        params=params, frozen=frozen or Frozen(), opt_state=tx.init(params),
-        step=jnp.zeros((), jnp.int32),
+        params=params, frozen=replace(frozen or Frozen(), policy=frozen_policy),
+        opt_state=tx.init(params), step=jnp.zeros((), jnp.int32),
     )  # fmt: skip
 
 
@@ -70,21 +90,27 @@ def init_run_adapters(cfg: Config, base: Params) -> Params:
     return init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora, base)
 
 
+def init_warmup_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
+    """Return the state before the first supervised update."""
+    return init_state(Trained(policy), tx, trainable=cfg.optim.trainable)
+
+
 def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
     """Return the state before the first update of RL.
 
     It has a new critic if the config has one, and a copy of the policy as the reference if the
     loss has a KL term. With LoRA, `policy` is the adapters and the base is the reference.
+    `optim.trainable` selects parameters of the policy; a critic trains in full.
     """
     critic = None
     if cfg.critic.backbone != "none":
         critic = init_critic(
             policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
         )
-    reference = (
-        jax.tree.map(jnp.copy, policy) if cfg.loss.kl_coef > 0 and not cfg.lora.ranks else None
-    )
-    return init_state(Trained(policy, critic), tx, Frozen(reference))
+    trainable, reference = cfg.optim.trainable, None
+    if cfg.loss.kl_coef > 0 and not cfg.lora.ranks:
+        reference = jax.tree.map(jnp.copy, split_params(policy, trainable)[0])
+    return init_state(Trained(policy, critic), tx, Frozen(reference), trainable=trainable)
 
 
 def stage_shapes(
@@ -98,7 +124,7 @@ def stage_shapes(
     if cfg.lora.ranks:
         trained = adapter_shapes(cfg.model, cfg.lora)
     shapes = {
-        "warmup": jax.eval_shape(lambda p: init_state(Trained(p), supervised), policy),
+        "warmup": jax.eval_shape(lambda p: init_warmup_state(p, cfg, supervised), policy),
         "rl": jax.eval_shape(lambda p: init_rl_state(p, cfg, tx), trained),
     }
     mesh, moments_memory = state_mesh(mesh, cfg.optim), cfg.optim.moments

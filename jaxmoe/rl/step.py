@@ -61,9 +61,9 @@ def apply_gradients(state: TrainState, grads: Leaf, tx: optax.GradientTransforma
 
 
 def supervised_loss_fn(
-    params: Trained, _frozen: Frozen, batch: Batch, _scored: Scored | None, *, total: Array,
+    params: Trained, frozen: Frozen, batch: Batch, _scored: Scored | None, *, total: Array,
     scorer: Scorer,
 ) -> tuple[Array, LossAux]:  # fmt: skip
     """Cross entropy of the stored answers."""
-    logp_BT = scorer.score_policy(params, batch)["logp_BT"]
+    logp_BT = scorer.score_policy(scorer.full_params(params, frozen), batch)["logp_BT"]
     return cross_entropy(logp_BT, batch.loss_mask_BT, total=total), LossAux()

@@ -129,8 +129,7 @@ def score_batch(
 
     Old log-probs are computed only if `policy`. The reference of adapters is the base alone.
     """
-    frozen = state.frozen
-    params = scorer.full_params(state.params, frozen)
+    params = scorer.full_params(state.params, state.frozen)
 
     def map_batch(fn: Any) -> Any:
         return map_microbatches(lambda part, _: fn(part), batch, None, microbatches, ROWS)
@@ -140,10 +139,9 @@ def score_batch(
         old = map_batch(partial(scorer.score_policy, params))
     if a.critic == "own":
         old |= map_batch(partial(scorer.score_values, params))
-    reference = frozen.reference if frozen.base is None else frozen.base
     return Scored(
         old_logp_BT=old["logp_BT"] if policy else None,
-        ref_logp_BT=map_batch(partial(scorer.score_reference, reference))
+        ref_logp_BT=map_batch(partial(scorer.score_reference, scorer.full_reference(state.frozen)))
         if a.kl_coef > 0.0
         else None,
         old_values_BT=old["values_BT"] if a.critic != "none" else None,
