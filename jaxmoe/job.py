@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of the train command: its parts, and its timing, logs and checkpoints.
+"""A run in progress: its position, and its timing, logs and checkpoints.
 
 Next: jaxmoe/checkpoint/run.py stores positions; jaxmoe/train.py is the loop.
 """
@@ -15,8 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
 from jaxmoe.checkpoint.run import Position, save_run
 from jaxmoe.checkpoint.store import CheckpointError
@@ -24,20 +22,20 @@ from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import Config, ConfigError, EngineError
 from jaxmoe.envs.recorded import group_rows, held_out_rows
 from jaxmoe.envs.rollouts import ScoredRollouts
-from jaxmoe.envs.tasks import Task, evaluate_held_out
+from jaxmoe.envs.tasks import evaluate_held_out
 from jaxmoe.guards import check_finite, gate_error, invariance_error
 from jaxmoe.model import Ops
 from jaxmoe.model.embedding import gather_embedding_rows
 from jaxmoe.model.lora import with_adapters
 from jaxmoe.observe.alerts import collapse_repeats, find_alerts
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
-from jaxmoe.observe.plots import plot_run
 from jaxmoe.observe.profiling import assert_compiled_once
 from jaxmoe.observe.progress import Progress, report_phase
+from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.processes import gather_from_processes, gather_to_hosts, max_over_processes
+from jaxmoe.parts import Parts
 from jaxmoe.reconcile.first_difference import find_first_difference
 from jaxmoe.records import Prompt
-from jaxmoe.rl.algorithm import Algorithm
 from jaxmoe.rl.batch import Batch, padding_frac
 from jaxmoe.rl.state import TrainState
 from jaxmoe.rl.update import TokenStats
@@ -48,14 +46,10 @@ from jaxmoe.shapes import Metrics, Params
 
 @dataclass
 class Job:
-    """The parts of a run that both stages use, and its position."""
+    """A run in progress, in the folder cfg.workdir."""
 
     cfg: Config
-    ops: Ops
-    algorithm: Algorithm
-    tx: optax.GradientTransformation  # optimizer of RL
-    work: Path
-    task: Task
+    parts: Parts
     engine: Engine
     log: MetricsLog
     stop: StopRequest
@@ -66,13 +60,22 @@ class Job:
     n_reported_incidents: int = 0  # number of the engine's incidents that are logged
     contents: dict[str, str] = field(default_factory=dict)  # digests of the run's files
     progress: Progress | None = None  # the progress bar on the terminal
-    mesh: Mesh | None = None  # None: one device
     base: Params | None = None  # the frozen weights of a LoRA run, once it is at RL
 
     def __post_init__(self) -> None:
         self.saved_number = self.position.checkpoint_number  # on disk, or reproducible
         self.first_step = self.position.step
         self.n_reported_incidents = len(self.engine.incidents)
+
+    @property
+    def work(self) -> Path:
+        return Path(self.cfg.workdir)
+
+    @cached_property
+    def ops(self) -> Ops:
+        """The ops of the run's mesh."""
+        parts, mesh_cfg = self.parts, self.cfg.mesh
+        return sharded_ops(parts.ops, parts.mesh, self.cfg.model, method=mesh_cfg.attention)
 
     def policy_params(self) -> Params:
         """Return the weights after the last complete step, as an engine loads them."""
@@ -159,7 +162,7 @@ class Job:
 
     @cached_property
     def held_out(self) -> list[Prompt]:
-        return self.task.held_out_prompts()
+        return self.parts.task.held_out_prompts()
 
     def is_eval_due(self, step: int) -> bool:
         """True if the held-out rows are scored after this step."""
@@ -170,7 +173,7 @@ class Job:
 
         Each evaluation writes other rows.
         """
-        step, task, e = self.position.step, self.task, self.cfg.eval
+        step, task, e = self.position.step, self.parts.task, self.cfg.eval
         metrics, rollouts, rewards = evaluate_held_out(
             self.engine,
             self.held_out,
@@ -191,7 +194,7 @@ class Job:
             return
         logp_BT, advantages_BT = (gather_to_hosts(x) for x in (stats.logp_BT, stats.advantages_BT))
         self.log.write_samples("rl", step, group_rows(
-            collected.rollouts, collected.rewards, self.task,
+            collected.rollouts, collected.rewards, self.parts.task,
             samples=self.cfg.rollout.samples_per_prompt, mask_BT=np.asarray(batch.loss_mask_BT),
             advantages_BT=advantages_BT, logp_BT=logp_BT,
             rollout_logp_BT=np.asarray(batch.rollout_logp_BT),
@@ -241,7 +244,7 @@ class Job:
             step, reward=metrics["reward/mean"],
             engine_gap=metrics["train_rollout_logprob_abs_diff"],
             tokens_per_s=metrics["tokens_per_s"],
-            **{self.task.score_name: metrics.get("eval/accuracy")},
+            **{self.parts.task.score_name: metrics.get("eval/accuracy")},
         )  # fmt: skip
         if self.is_eval_due(step):
             self.draw_plots()
@@ -252,7 +255,7 @@ class Job:
             return
         rows, last = read_metrics(self.work / "metrics.jsonl"), self.position.step == self.cfg.steps
         try:
-            plot_run(rows, self.work, panels=last, score=self.task.score_name)
+            self.parts.plot_run(rows, self.work, panels=last, score=self.parts.task.score_name)
         except RunFolderError as error:  # plots can be drawn again from metrics.jsonl
             print(f"! no plots: {error}", file=sys.stderr, flush=True)
 

@@ -5,8 +5,9 @@ Next: jaxmoe/rl/dynamic_sampling.py decides how many to generate; jaxmoe/train.p
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxmoe.envs.tasks import Task, score_rollouts, select_scored
 from jaxmoe.parallel.processes import map_shares
 from jaxmoe.records import Rollout
 from jaxmoe.rl.dynamic_sampling import GenBatch, dynamic_sampling
+from jaxmoe.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from jaxmoe.rollout.check_rollouts import check_order, check_samples, check_token_ids
 from jaxmoe.rollout.engine import Engine
 from jaxmoe.shapes import Metrics
@@ -76,6 +78,26 @@ def collect_rollouts(
     if task.overlong is not None:
         metrics["data/dropped_prompts"] = float(len(task.overlong.dropped))
     return ScoredRollouts(rollouts, rewards, metrics, data.get_state())
+
+
+def open_rollouts(
+    cfg: Config, task: Task, engine: Engine, step: int, data_state: dict[str, Any] | None, *,
+    report: ReportProgress = ignore_progress, stop_signal: Callable[[], int] = lambda: 0,
+) -> SyncRollouts[ScoredRollouts] | AsyncRollouts[ScoredRollouts]:  # fmt: skip
+    """Return the rollouts of the steps after `step`: in sync with training, or ahead in a thread.
+
+    `data_state` is the state of the prompt stream after `step`; None is its beginning.
+    """
+    data = task.stream(cfg.rollout.prompts_per_step, cfg.seed + 2)
+    if data_state is not None:
+        data.set_state(data_state)
+    make = partial(collect_rollouts, cfg, task, engine, data, report=report)
+    if cfg.rollout.max_staleness == 0:
+        return SyncRollouts(make)
+    return AsyncRollouts(
+        make, first=step + 1, last=cfg.steps, max_staleness=cfg.rollout.max_staleness,
+        stop=stop_signal, interrupt=engine.close,
+    )  # fmt: skip
 
 
 def score_across_processes(

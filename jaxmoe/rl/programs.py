@@ -52,18 +52,22 @@ def supervised_program(cfg: Config, ops: Ops, mesh: Mesh | None, state: TrainSta
 
 def rl_program(
     cfg: Config, ops: Ops, mesh: Mesh | None, algorithm: Algorithm,
-    tx: optax.GradientTransformation, state: TrainState,
+    tx: optax.GradientTransformation, state: TrainState, *,
+    step: Callable[..., Any] = rl_step, make_scorer: Callable[..., Scorer] = Scorer,
 ) -> JitProgram:  # fmt: skip
-    """Return the step of RL: (state, batch, minibatches, base) -> (state, metrics, token_stats)."""
-    scorer = Scorer(
+    """Return the step of RL: (state, batch, minibatches, base) -> (state, metrics, token_stats).
+
+    `step` and `make_scorer` take the arguments of `rl_step` and `Scorer`.
+    """
+    scorer = make_scorer(
         cfg.model, ops, cfg.rollout.temperature, cfg.critic.backbone, cfg.lora.scales,
         replay_experts=cfg.rollout.router_replay,
     )  # fmt: skip
-    step = partial(
-        rl_step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,
+    fn = partial(
+        step, tx=tx, algorithm=algorithm, scorer=scorer, gate=cfg.step_gate,
         microbatches=cfg.optim.microbatches,
     )  # fmt: skip
-    return JitProgram(step, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)})
+    return JitProgram(fn, {"donate_argnums": 0, **out_shardings_option(cfg, mesh, state, 2)})
 
 
 def out_shardings_option(

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,12 @@ from jaxmoe import train
 from jaxmoe.checkpoint.run import Position
 from jaxmoe.config import Config
 from jaxmoe.config_file import load_config, override
-from jaxmoe.envs.rollouts import collect_rollouts
+from jaxmoe.envs.rollouts import open_rollouts
 from jaxmoe.envs.tasks import Task, evaluate_held_out, open_task
-from jaxmoe.job import Job
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.state import init_rl_state
-from jaxmoe.rollout.async_rollouts import SyncRollouts
 from jaxmoe.study import ResultsStore, paired_difference
 from tests.bench.runs import copied, new_engine, quiet_job, warm_policy
 
@@ -109,10 +107,9 @@ def letters_right(prompt: str, response: str, row: dict[str, Any]) -> float:
     return sum(a == b for a, b in pairs) / max(len(response), LETTERS)
 
 
-def in_turn(job: Job) -> SyncRollouts:
+def open_in_turn(cfg: Config, *args: Any, **options: Any) -> Any:
     """Rollouts one after the other, with a stale engine, too: a run that can be repeated."""
-    data = job.task.stream(job.cfg.rollout.prompts_per_step, job.cfg.seed + 2)
-    return SyncRollouts(partial(collect_rollouts, job.cfg, job.task, job.engine, data))
+    return open_rollouts(override(cfg, "rollout.max_staleness=0"), *args, **options)
 
 
 class Bench:
@@ -141,6 +138,10 @@ class Bench:
             self.engines[kind] = new_engine(cfg)
         return self.engines[kind]
 
+    def parts(self, cfg: Config) -> dict[str, Any]:
+        """Parts of the runs that are not those of the config."""
+        return {}
+
     @cached_property
     def task(self) -> Task:
         return open_task(self.config((), 0))
@@ -148,7 +149,7 @@ class Bench:
     @cached_property
     def policy(self) -> Any:
         cfg = self.config((), 0)
-        return warm_policy(cfg, self.task, self.engine(cfg))
+        return warm_policy(cfg, self.task, self.engine(cfg), **self.parts(cfg))
 
     def start(self) -> float:
         """Held-out reward of the warm start."""
@@ -168,14 +169,11 @@ class Bench:
             "rl", 0, jax.jit(lambda: init_rl_state(policy, cfg, rl_optimizer(cfg)))(), None
         )
         engine = Behind(self.engine(cfg), old, self.steps)
-        with quiet_job(cfg, self.task, engine, at) as job:
+        parts = {"open_rollouts": open_in_turn, **self.parts(cfg)}
+        with quiet_job(cfg, self.task, engine, at, **parts) as job:
             job.log.write("rl", 0, {"eval/accuracy": 0.0})  # or each run would score the start
-            whole, train.open_rollouts = train.open_rollouts, in_turn
-            try:
-                train.train_rl(job)
-                self.trained = copied(job.position.state.params.policy)
-            finally:
-                train.open_rollouts = whole
+            train.train_rl(job)
+            self.trained = copied(job.position.state.params.policy)
             rows = [r for r in read_metrics(job.work / "metrics.jsonl") if r["step"] > 0]
         norms = np.array([r["grad/norm"] for r in rows])
 

@@ -16,6 +16,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from jaxmoe.config_file import load_config, override
 from jaxmoe.envs.tasks import Task, evaluate_held_out, open_task
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
-from jaxmoe.rl import programs
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.rl.programs import rl_program
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import init_rl_state
 from jaxmoe.study import ResultsStore
@@ -178,17 +179,14 @@ class Bench:
         engine = self.engine(cfg, line.noise)
         if isinstance(engine, NoisyEngine):
             engine.restart()
-        scorer: Callable[..., Scorer] = TwoFaced if line.noise == "forward" else Scorer
-        if line.noise == "forward" and a.old_logp == "detached":
-            scorer = Scorer  # there is one forward, and nothing to disagree with
-        whole, programs.Scorer = programs.Scorer, scorer
-        try:
-            with quiet_job(cfg, task, engine, at) as job:
-                train.train_rl(job)
-                rows = [r for r in read_metrics(job.work / "metrics.jsonl")
-                        if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
-        finally:
-            programs.Scorer = whole
+        scorer: Callable[..., Scorer] = Scorer
+        if line.noise == "forward" and a.old_logp != "detached":  # else there is one forward
+            scorer = TwoFaced
+        program = partial(rl_program, make_scorer=scorer)
+        with quiet_job(cfg, task, engine, at, rl_program=program) as job:
+            train.train_rl(job)
+            rows = [r for r in read_metrics(job.work / "metrics.jsonl")
+                    if r["stage"] == "rl" and r["step"] > 0]  # fmt: skip
         last = np.array([r["reward/mean"] for r in rows[-10:]])
         return {
             "accuracy": self.score(cfg, task, job.position.state.params.policy),

@@ -29,7 +29,6 @@ from jaxmoe.config import Config
 from jaxmoe.model import Ops, make_ops
 from jaxmoe.parallel.host import keep_freed_memory
 from jaxmoe.study import ResultsStore, paired_difference
-from tests.bench import runs
 from tests.bench.compare_numerics import Bench, Line
 from tests.bench.runs import new_engine
 
@@ -96,21 +95,21 @@ class ReadsBench(Bench):
     reads = LINES[0]
 
     def engine(self, cfg: Config) -> Any:
-        """And from here on `quiet_job` makes the trainer's pieces."""
         kind = cfg.model, cfg.records_experts, self.reads.engine
         if kind not in self.engines:
-            runs.make_ops = made(self.reads.engine)
-            self.engines[kind] = new_engine(cfg)
-        runs.make_ops = made(self.reads.trainer)
+            self.engines[kind] = new_engine(cfg, ops_of(cfg, self.reads.engine))
         return self.engines[kind]
+
+    def parts(self, cfg: Config) -> dict[str, Any]:
+        return {"ops": ops_of(cfg, self.reads.trainer)}
 
     def one(self, reads: Reads, seed: int) -> dict[str, float]:
         self.policy, self.reads = self.policy, reads  # the start is the first line's for all
         return self.run(Line(reads.name, moved=reads.moved), 0, RATE, seed)
 
 
-def made(rounds: bool) -> Callable[[Config], Ops]:
-    return lambda cfg: rounded_ops(make_ops(cfg)) if rounds else make_ops(cfg)
+def ops_of(cfg: Config, rounds: bool) -> Ops:
+    return rounded_ops(make_ops(cfg)) if rounds else make_ops(cfg)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,13 +22,11 @@ from jaxmoe import train
 from jaxmoe.checkpoint.run import Position, initial_params
 from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load_config, override
-from jaxmoe.envs.tasks import open_task
 from jaxmoe.job import Job
 from jaxmoe.model import make_ops
 from jaxmoe.observe.metrics import MetricsLog, read_metrics
 from jaxmoe.parallel.host import keep_freed_memory
-from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.optimizer import rl_optimizer
+from jaxmoe.parts import make_parts
 from jaxmoe.rl.state import init_rl_state
 from jaxmoe.rollout.engine import open_engine
 
@@ -69,11 +68,11 @@ def main() -> None:
 
 def one_run(cfg, engine, work):
     """The metrics of its steps, but for the first two and the last."""
-    task, tx = open_task(cfg), rl_optimizer(cfg)
-    at = Position("rl", 0, init_rl_state(initial_params(cfg), cfg, tx), None)
+    cfg = replace(cfg, workdir=str(work))
+    parts = make_parts(cfg)
+    at = Position("rl", 0, init_rl_state(initial_params(cfg), cfg, parts.tx), None)
     with MetricsLog(work, stage="warmup", step=0) as log:
-        chosen, stop = algorithm_from_config(cfg), StopRequest()
-        train.train_rl(Job(cfg, make_ops(cfg), chosen, tx, work, task, engine, log, stop, at))
+        train.train_rl(Job(cfg, parts, engine, log, StopRequest(), at))
     rows = [r for r in read_metrics(work / "metrics.jsonl") if r["stage"] == "rl"]
     return rows[3:-1]
 

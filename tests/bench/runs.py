@@ -5,6 +5,7 @@ import contextlib
 import io
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ from jaxmoe.cli import StopRequest
 from jaxmoe.config import Config
 from jaxmoe.envs.tasks import Task
 from jaxmoe.job import Job
-from jaxmoe.model import make_ops
+from jaxmoe.model import Ops, make_ops
 from jaxmoe.observe.metrics import MetricsLog
-from jaxmoe.rl.from_config import algorithm_from_config
-from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
+from jaxmoe.parts import make_parts
+from jaxmoe.rl.optimizer import make_optimizer
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rollout.native import NativeEngine
 
 
-def new_engine(cfg: Config) -> NativeEngine:
+def new_engine(cfg: Config, ops: Ops | None = None) -> NativeEngine:
     return NativeEngine(
-        cfg.model, make_ops(cfg), max_prompt_tokens=cfg.data.max_prompt_tokens,
+        cfg.model, ops or make_ops(cfg), max_prompt_tokens=cfg.data.max_prompt_tokens,
         max_new_tokens=cfg.rollout.max_new_tokens, max_rows=cfg.rollout.max_parallel_sequences,
         keep_experts=cfg.records_experts,
     )  # fmt: skip
@@ -35,23 +36,21 @@ def new_engine(cfg: Config) -> NativeEngine:
 
 @contextlib.contextmanager
 def quiet_job(
-    cfg: Config, task: Task, engine: Any, at: Position, base: Any = None
+    cfg: Config, task: Task, engine: Any, at: Position, base: Any = None, **parts: Any
 ) -> Iterator[Job]:
-    """What the command makes of a config, beginning at `at`; without what it prints."""
+    """A run of a config, beginning at `at`, without its output; `parts` replace its own."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        work = Path(folder)
-        with MetricsLog(work, stage="warmup", step=0) as log:
-            yield Job(
-                cfg, make_ops(cfg), algorithm_from_config(cfg), rl_optimizer(cfg), work, task,
-                engine, log, StopRequest(), at, base=base,
-            )  # fmt: skip
+        cfg = replace(cfg, workdir=folder)
+        with MetricsLog(Path(folder), stage="warmup", step=0) as log:
+            run_parts = replace(make_parts(cfg), task=task, **parts)
+            yield Job(cfg, run_parts, engine, log, StopRequest(), at, base=base)
 
 
-def warm_policy(cfg: Config, task: Task, engine: Any) -> Any:
+def warm_policy(cfg: Config, task: Task, engine: Any, **parts: Any) -> Any:
     """The weights after the config's supervised steps, as RL starts from them."""
     tx = make_optimizer(cfg.optim, steps=cfg.warmup.steps, lr=cfg.warmup.lr)
     at = Position("warmup", 0, init_state(Trained(initial_params(cfg)), tx), None)
-    with quiet_job(cfg, task, engine, at) as job:
+    with quiet_job(cfg, task, engine, at, **parts) as job:
         train.warm_start(job)
         return job.position.state.params.policy
 

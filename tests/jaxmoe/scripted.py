@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmoe import job, train
 from jaxmoe.checkpoint.run import Position, restore_run
 from jaxmoe.cli import StopRequest
 from jaxmoe.config_file import load_config, override
+from jaxmoe.envs.batches import make_batch
 from jaxmoe.envs.tasks import open_task
-from jaxmoe.model import make_ops
+from jaxmoe.job import Job
 from jaxmoe.observe.metrics import MetricsLog
+from jaxmoe.parts import make_parts
 from jaxmoe.records import Rollout, StopReason
-from jaxmoe.rl import programs
-from jaxmoe.rl.from_config import algorithm_from_config
+from jaxmoe.rl.programs import rl_program
 from jaxmoe.rl.state import Trained, init_state
 from jaxmoe.rl.update import TokenStats
+from jaxmoe.train import train_rl
 
 STEPS, SAMPLES, PROMPTS = 6, 2, 3
 SOON = 60.0
@@ -117,30 +119,30 @@ class Run:
     changes: tuple = ()
     trained: list = field(default_factory=list)  # prompt ids of each batch that was trained on
 
-    def __call__(self, monkeypatch):
-        cfg = override(CFG, f"rollout.max_staleness={self.ahead}", *self.changes)
-        task, fresh = open_task(cfg), init_state(Trained({"w": jnp.zeros(())}), TX)
+    log: type[MetricsLog] = MetricsLog
+    plot: Callable[..., None] = lambda *_, **__: None  # left out to save time
+
+    def __call__(self):
+        settings = f"workdir={self.work}", f"rollout.max_staleness={self.ahead}"
+        cfg = override(CFG, *settings, *self.changes)
+        fresh = init_state(Trained({"w": jnp.zeros(())}), TX)
         position = restore_run(self.work, cfg, {"rl": jax.eval_shape(lambda: fresh)})
         begun = position or Position("warmup", 0, fresh, None)  # as run() does: the log starts over
         position = position or Position("rl", 0, fresh, None)
-        make_batch = train.make_batch
 
-        def noted(cfg, task, rollouts, rewards):
+        def make_noted_batch(cfg, task, rollouts, rewards):
             self.trained.append(tuple(r.prompt.id for r in rollouts[::SAMPLES]))
             return make_batch(cfg, task, rollouts, rewards)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(programs, "rl_step", counting_step)
-            patch.setattr(train, "make_batch", noted)
-            patch.setattr(job, "plot_run", lambda *_, **__: None)
-            with MetricsLog(self.work, stage=begun.stage, step=begun.step) as log:
-                run = job.Job(
-                    cfg, make_ops(cfg), algorithm_from_config(cfg), TX, self.work, task,
-                    self.engine, log, self.stop, position,
-                )  # fmt: skip
-                train.train_rl(run)
+        parts = replace(
+            make_parts(cfg), tx=TX, rl_program=partial(rl_program, step=counting_step),
+            make_batch=make_noted_batch, plot_run=self.plot,
+        )  # fmt: skip
+        with self.log(self.work, stage=begun.stage, step=begun.step) as log:
+            job = Job(cfg, parts, self.engine, log, self.stop, position)
+            train_rl(job)
         assert not [t for t in threading.enumerate() if t.name == "rollouts"]
-        return float(run.position.state.params.policy["w"])
+        return float(job.position.state.params.policy["w"])
 
 
 def lines(work):

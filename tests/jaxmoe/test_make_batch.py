@@ -8,10 +8,10 @@ import pytest
 from jaxmoe.config_file import load_config, override
 from jaxmoe.data.templates import Template
 from jaxmoe.data.tokenizer import load_tokenizer
+from jaxmoe.envs.batches import make_batch
 from jaxmoe.envs.tasks import Task
 from jaxmoe.losses import group_advantages
 from jaxmoe.records import Prompt, Rollout, Sampling, StopReason
-from jaxmoe.train import make_batch
 
 LONGEST, BUFFER = 11, 4
 CFG = override(

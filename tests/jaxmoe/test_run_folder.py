@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("made_anew", [False, True])
 def test_a_run_whose_folder_is_removed_ends_with_one_line_and_writes_no_new_one(
-    tmp_path, monkeypatch, made_anew
+    tmp_path, made_anew
 ):
     work = tmp_path / "run"
 
@@ -32,7 +32,7 @@ def test_a_run_whose_folder_is_removed_ends_with_one_line_and_writes_no_new_one(
     with pytest.raises(
         ConfigError, match=r"the run folder must not be removed .*run was removed"
     ) as error:
-        Run(work, Scripted(script), changes=("save.every_steps=1",))(monkeypatch)
+        Run(work, Scripted(script), changes=("save.every_steps=1",))()
     assert "\n" not in str(error.value)
     assert sorted(p.name for p in work.iterdir()) == ["metrics.jsonl"] if made_anew else True
     assert not (work / "checkpoints").exists()

@@ -27,14 +27,14 @@ NAMES = [number.name for number in STOP_SIGNALS]
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=NAMES)
-def test_each_of_the_signals_saves_and_stops(tmp_path, monkeypatch, number):
+def test_each_of_the_signals_saves_and_stops(tmp_path, number):
     def script(call, engine):
         if call == "sample" and len(engine.sampled) == 3:
             signal.raise_signal(number)
 
     message = rf"{number.name}: saved rl step 3 in .*; the same command resumes"
     with pytest.raises(Stopped, match=message) as error, handle_stop_signals() as stop:
-        Run(tmp_path, Scripted(script), stop=stop)(monkeypatch)
+        Run(tmp_path, Scripted(script), stop=stop)()
     assert error.value.signal == number
 
 
@@ -50,7 +50,7 @@ def test_a_signal_while_the_processes_agree_is_obeyed_after_the_next_step(tmp_pa
 
     monkeypatch.setattr(job, "max_over_processes", agree)
     with pytest.raises(Stopped, match="SIGTERM: saved rl step 3"), handle_stop_signals() as stop:
-        Run(tmp_path, Scripted(), stop=stop)(monkeypatch)
+        Run(tmp_path, Scripted(), stop=stop)()
     assert agreed_on == [0, 0, signal.SIGTERM]
 
 
@@ -82,7 +82,7 @@ class Steps(Job):
         self.cfg = SimpleNamespace(save=SimpleNamespace(every_steps=1000))
         self.log = SimpleNamespace(check_in_place=lambda: None)
 
-    def save(self):
+    def save_checkpoint(self):
         return str(self.position.step)
 
 answers = open(sys.argv[1], "w", buffering=1)

@@ -8,9 +8,9 @@ from scripted import SOON, STEPS, Run, Scripted, lines, stream
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_every_prompt_of_the_stream_is_trained_on_once_in_order(tmp_path, monkeypatch, ahead):
+def test_every_prompt_of_the_stream_is_trained_on_once_in_order(tmp_path, ahead):
     run = Run(tmp_path, Scripted(), ahead)
-    assert run(monkeypatch) == STEPS
+    assert run() == STEPS
     assert run.trained == [ids for ids, _ in run.engine.sampled] == stream()
     assert run.engine.loaded == list(range(STEPS + 1))
     assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
@@ -19,15 +19,15 @@ def test_every_prompt_of_the_stream_is_trained_on_once_in_order(tmp_path, monkey
     ]
 
 
-def test_ahead_and_in_turn_ask_for_the_same_samples(tmp_path, monkeypatch):
+def test_ahead_and_in_turn_ask_for_the_same_samples(tmp_path):
     runs = [Run(tmp_path / str(n), Scripted(), n) for n in (0, 2)]
     for run in runs:
-        run(monkeypatch)
+        run()
     assert runs[0].engine.sampled == runs[1].engine.sampled
 
 
-def test_in_turn_nothing_is_counted_that_cannot_happen(tmp_path, monkeypatch):
-    Run(tmp_path, Scripted())(monkeypatch)
+def test_in_turn_nothing_is_counted_that_cannot_happen(tmp_path):
+    Run(tmp_path, Scripted())()
     names = set().union(*lines(tmp_path))
     assert not {
         n for n in names if n.startswith(("staleness", "time/wait", "rollout/ready_batches"))
@@ -35,12 +35,12 @@ def test_in_turn_nothing_is_counted_that_cannot_happen(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_what_the_engine_mended_stands_in_the_line_of_its_step(tmp_path, monkeypatch, ahead):
+def test_what_the_engine_mended_stands_in_the_line_of_its_step(tmp_path, ahead):
     def script(call, engine):
         if call == "load" and engine.version in (1, 2):  # version 3 follows 2
             engine.incidents += [f"a hiccup after {engine.version}", "another"]
 
-    Run(tmp_path, Scripted(script), ahead)(monkeypatch)
+    Run(tmp_path, Scripted(script), ahead)()
     rows = lines(tmp_path)[1:]
     assert [row["rollout/incidents"] for row in rows] == [0, 2, 2, 0, 0, 0]
     _, _, rule, *incidents = rows[2]["alerts"]  # the first: every reward is 0, every answer cut off
@@ -50,9 +50,7 @@ def test_what_the_engine_mended_stands_in_the_line_of_its_step(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_a_slow_trainer_gets_tokens_as_old_as_allowed_and_the_log_says_so(
-    tmp_path, monkeypatch, ahead
-):
+def test_a_slow_trainer_gets_tokens_as_old_as_allowed_and_the_log_says_so(tmp_path, ahead):
     engine = Scripted()
 
     def script(call, engine):
@@ -63,7 +61,7 @@ def test_a_slow_trainer_gets_tokens_as_old_as_allowed_and_the_log_says_so(
                 time.sleep(0.001)
 
     engine.script = script
-    Run(tmp_path, engine, ahead)(monkeypatch)
+    Run(tmp_path, engine, ahead)()
     rows = lines(tmp_path)[1:]
     assert [row["staleness/max"] for row in rows] == [min(k, ahead) for k in range(STEPS)]
     assert all(row["staleness/mean"] == row["staleness/max"] for row in rows)
@@ -75,7 +73,7 @@ def test_a_slow_trainer_gets_tokens_as_old_as_allowed_and_the_log_says_so(
         )
 
 
-def test_rollouts_that_two_versions_drew_are_counted(tmp_path, monkeypatch):
+def test_rollouts_that_two_versions_drew_are_counted(tmp_path):
     """Weights change while the second batch is under way: its first tokens are older."""
 
     def script(call, engine):
@@ -84,21 +82,19 @@ def test_rollouts_that_two_versions_drew_are_counted(tmp_path, monkeypatch):
             while engine.version == 0 and time.perf_counter() < end:
                 time.sleep(0.001)
 
-    Run(tmp_path, Scripted(script), 1)(monkeypatch)
+    Run(tmp_path, Scripted(script), 1)()
     second = lines(tmp_path)[2]
     assert second["staleness/mixed_frac"] == 1.0 and second["staleness/max"] == 1
     assert 0 < second["staleness/mean"] < 1
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_an_evaluation_has_the_engine_to_itself_and_the_newest_weights(
-    tmp_path, monkeypatch, ahead
-):
+def test_an_evaluation_has_the_engine_to_itself_and_the_newest_weights(tmp_path, ahead):
     def script(call, engine):
         time.sleep(0.005)
         if call == "score":
             assert engine.under_way == 1
 
     engine = Scripted(script)
-    Run(tmp_path, engine, ahead, changes=("eval.every_steps=1",))(monkeypatch)
+    Run(tmp_path, engine, ahead, changes=("eval.every_steps=1",))()
     assert engine.most_at_once == 1

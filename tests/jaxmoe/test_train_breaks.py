@@ -8,7 +8,6 @@ import time
 import pytest
 from scripted import SOON, STEPS, Run, Scripted, lines, stream
 
-from jaxmoe import job
 from jaxmoe.checkpoint import store
 from jaxmoe.cli import Stopped, StopRequest
 from jaxmoe.config import ConfigError, EngineError
@@ -19,6 +18,18 @@ from jaxmoe.observe.plots import plot_run
 
 class Bomb(BaseException):
     """A death nobody handles."""
+
+
+def log_that_dies(at_step):
+    """A log with which the run ends at once, after this step and before it is logged."""
+
+    class DyingLog(MetricsLog):
+        def write(self, stage, step, metrics, **named):
+            if step == at_step:
+                raise Bomb
+            super().write(stage, step, metrics, **named)
+
+    return DyingLog
 
 
 def failing(call, number, error=None):
@@ -40,11 +51,11 @@ def failing(call, number, error=None):
     ids=["sampling", "publishing", "evaluating", "evaluating at the end"],
 )
 def test_where_the_engine_breaks_the_last_whole_step_is_saved_and_nothing_is_done_twice(
-    tmp_path, monkeypatch, ahead, call, number, saved
+    tmp_path, ahead, call, number, saved
 ):
     run = Run(tmp_path, Scripted(failing(call, number)), ahead)
     with pytest.raises(EngineError) as error:
-        run(monkeypatch)
+        run()
     step = store.find_latest_step(tmp_path / "checkpoints") - 1_000_000
     if ahead and call == "sample":  # seen in the trainer as soon as it looks, so perhaps earlier
         assert 1 <= step <= saved
@@ -53,7 +64,7 @@ def test_where_the_engine_breaks_the_last_whole_step_is_saved_and_nothing_is_don
     message = f"the engine broke. saved rl step {step} in {tmp_path}; the same command resumes."
     assert str(error.value) == message
     resumed = Run(tmp_path, Scripted(), ahead)
-    assert resumed(monkeypatch) == STEPS
+    assert resumed() == STEPS
     assert run.trained[:step] + resumed.trained == stream()
     assert_whole(tmp_path)
 
@@ -68,15 +79,15 @@ def assert_whole(work):
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize(("call", "number"), [("load", 4), ("score", 3)])
-def test_a_bug_keeps_its_traceback_and_the_run_is_saved(tmp_path, monkeypatch, ahead, call, number):
+def test_a_bug_keeps_its_traceback_and_the_run_is_saved(tmp_path, ahead, call, number):
     bug = KeyError("in somebody's reward")
     run = Run(tmp_path, Scripted(failing(call, number, bug)), ahead)
     with pytest.raises(KeyError) as error:
-        run(monkeypatch)
+        run()
     assert error.value is bug
     assert bug.__notes__ == [f"saved rl step 3 in {tmp_path}; the same command resumes."]
     resumed = Run(tmp_path, Scripted(), ahead)
-    assert resumed(monkeypatch) == STEPS
+    assert resumed() == STEPS
     assert run.trained[:3] + resumed.trained == stream()
     assert_whole(tmp_path)
 
@@ -94,7 +105,7 @@ def test_a_step_that_fails_on_its_way_is_what_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Job, "fetch_metrics", fails)
     with pytest.raises(MemoryError, match="no room for the step") as error:
-        Run(tmp_path, Scripted(), changes=("save.every_steps=2",))(monkeypatch)
+        Run(tmp_path, Scripted(), changes=("save.every_steps=2",))()
     (note,) = error.value.__notes__
     assert note == "The failed step deleted the weights: resume from the last checkpoint."
     assert store.find_latest_step(tmp_path / "checkpoints") == 1_000_002
@@ -115,61 +126,52 @@ def test_a_save_that_the_disk_refuses_is_made_once_more_and_where_that_works_the
     monkeypatch.setattr(store, "save_checkpoint", refuses)
     run = Run(tmp_path, Scripted(), changes=("save.every_steps=2",))
     if refusals == 1:
-        assert run(monkeypatch) == STEPS
+        assert run() == STEPS
         assert store.find_latest_step(tmp_path / "checkpoints") == 1_000_006
     else:
         with pytest.raises(store.CheckpointError, match="^the disk has no inodes left.$"):
-            run(monkeypatch)
+            run()
         assert store.find_latest_step(tmp_path / "checkpoints") == 1_000_002
     assert tries.count(1_000_004) == 2
     err = capsys.readouterr().err
     assert err.count("! the disk has no inodes left. Retrying once.\n") == 1
 
 
-def test_plots_that_the_disk_refuses_end_no_run(tmp_path, monkeypatch, capsys):
+def test_plots_that_the_disk_refuses_end_no_run(tmp_path, capsys):
     (tmp_path / "plots").symlink_to(tmp_path)
-    report = Job.report_step
 
-    def draws(self, *args):  # the loop's own plots are left out to save time
-        report(self, *args)
-        if self.position.step == STEPS:
-            with monkeypatch.context() as patch:
-                patch.setattr(job, "plot_run", plot_run)
-                self.draw_plots()
+    def plot_last(rows, work, *, panels, score):
+        if panels:  # at the end of the run
+            plot_run(rows, work, panels=panels, score=score)
 
-    monkeypatch.setattr(Job, "report_step", draws)
-    assert Run(tmp_path, Scripted())(monkeypatch) == STEPS
+    assert Run(tmp_path, Scripted(), plot=plot_last)() == STEPS
     err = capsys.readouterr().err
     assert f"! no plots: {tmp_path / 'plots'} must be" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_an_engine_that_breaks_before_the_first_step_leaves_a_run_to_begin_again(
-    tmp_path, monkeypatch, ahead
-):
+def test_an_engine_that_breaks_before_the_first_step_leaves_a_run_to_begin_again(tmp_path, ahead):
     with pytest.raises(EngineError, match="broke. no rl step was made in .*begins it"):
-        Run(tmp_path, Scripted(failing("sample", 1)), ahead)(monkeypatch)
+        Run(tmp_path, Scripted(failing("sample", 1)), ahead)()
     resumed = Run(tmp_path, Scripted(), ahead)
-    resumed(monkeypatch)
+    resumed()
     assert resumed.trained == stream()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("offset", [-2, 1])
-def test_a_token_of_a_version_that_cannot_be_is_never_trained_on(
-    tmp_path, monkeypatch, ahead, offset
-):
+def test_a_token_of_a_version_that_cannot_be_is_never_trained_on(tmp_path, ahead, offset):
     def script(call, engine):
         if call == "sample" and len(engine.sampled) == 4:
             engine.claimed_version = 3 + offset
 
     run = Run(tmp_path, Scripted(script), ahead)
     with pytest.raises(EngineError, match="must be sampled by weight version.*saved rl step 3"):
-        run(monkeypatch)
+        run()
     assert run.trained == stream(3)
 
 
-def test_in_turn_an_older_version_is_an_error_and_not_a_staleness(tmp_path, monkeypatch):
+def test_in_turn_an_older_version_is_an_error_and_not_a_staleness(tmp_path):
     def script(call, engine):
         if call == "sample" and len(engine.sampled) == 4:
             engine.claimed_version = 2
@@ -177,13 +179,13 @@ def test_in_turn_an_older_version_is_an_error_and_not_a_staleness(tmp_path, monk
     with pytest.raises(
         EngineError, match="must be sampled by weight version 3,.*token 5 carries version 2"
     ):
-        Run(tmp_path, Scripted(script))(monkeypatch)
+        Run(tmp_path, Scripted(script))()
 
 
-def test_a_mistake_in_the_thread_is_the_users_as_it_is_in_turn(tmp_path, monkeypatch):
+def test_a_mistake_in_the_thread_is_the_users_as_it_is_in_turn(tmp_path):
     changes = ("data.max_prompt_tokens=3",)
     with pytest.raises(ConfigError, match="Try --set data.max_prompt_tokens"):
-        Run(tmp_path, Scripted(), 1, changes=changes)(monkeypatch)
+        Run(tmp_path, Scripted(), 1, changes=changes)()
 
 
 def long_rows(folder):
@@ -194,75 +196,63 @@ def long_rows(folder):
     return (f"data.task={folder / 'q.jsonl'}", "data.options={}", *sizes)
 
 
-def test_a_prompt_that_is_too_long_does_not_say_that_the_same_command_goes_on(
-    tmp_path, monkeypatch
-):
+def test_a_prompt_that_is_too_long_does_not_say_that_the_same_command_goes_on(tmp_path):
     """It would stop at the same row."""
     with pytest.raises(ConfigError, match="max_prompt_tokens=8[12], or --set.*=drop") as caught:
-        Run(tmp_path / "run", Scripted(), changes=long_rows(tmp_path))(monkeypatch)
+        Run(tmp_path / "run", Scripted(), changes=long_rows(tmp_path))()
     assert "after the fix, the command" in str(caught.value)
     assert "the same command" not in str(caught.value)
 
 
-def test_a_run_that_drops_long_prompts_counts_them_and_resumes_with_the_same_rows(
-    tmp_path, monkeypatch
-):
+def test_a_run_that_drops_long_prompts_counts_them_and_resumes_with_the_same_rows(tmp_path):
     changes = (*long_rows(tmp_path), "data.overlong_prompts=drop", "save.every_steps=2")
     through = Run(tmp_path / "one", Scripted(), changes=changes)
-    through(monkeypatch)
+    through()
     assert {row["data/dropped_prompts"] for row in lines(tmp_path / "one")[1:]} == {8}
     first = Run(tmp_path / "two", Scripted(), changes=(*changes, "steps=2"))
     resumed = Run(tmp_path / "two", Scripted(), changes=changes)
-    first(monkeypatch), resumed(monkeypatch)
+    first(), resumed()
     assert first.trained + resumed.trained == through.trained
 
 
 @pytest.mark.parametrize("ahead, dies_at", [(1, 4), (2, 2), (3, 5)])
-def test_no_prompt_is_lost_or_doubled_by_a_run_that_dies(tmp_path, monkeypatch, ahead, dies_at):
+def test_no_prompt_is_lost_or_doubled_by_a_run_that_dies(tmp_path, ahead, dies_at):
     """It dies with batches ready and under way, and saves nothing on the way out."""
     changes = ("save.every_steps=2",)
-    run = Run(tmp_path, Scripted(), ahead, changes=changes)
-    write = MetricsLog.write
-
-    def dies(log, stage, step, metrics, **named):
-        if step == dies_at:
-            raise Bomb
-        write(log, stage, step, metrics, **named)
-
-    with monkeypatch.context() as patch, pytest.raises(Bomb):
-        patch.setattr(MetricsLog, "write", dies)
-        run(monkeypatch)
+    run = Run(tmp_path, Scripted(), ahead, changes=changes, log=log_that_dies(dies_at))
+    with pytest.raises(Bomb):
+        run()
     saved = 2 * ((dies_at - 1) // 2)
     resumed = Run(tmp_path, Scripted(), ahead, changes=changes)
-    assert resumed(monkeypatch) == STEPS
+    assert resumed() == STEPS
     assert run.trained == stream(dies_at) and len(run.engine.sampled) >= dies_at
     assert resumed.trained == stream()[saved:]
     assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
 
 
-def test_each_step_logs_its_epoch_and_its_learning_rate(tmp_path, monkeypatch):
+def test_each_step_logs_its_epoch_and_its_learning_rate(tmp_path):
     changes = ("optim.lr=0.01", "optim.lr_warmup_steps=4", "data.train_rows=6")
-    Run(tmp_path, Scripted(), changes=changes)(monkeypatch)
+    Run(tmp_path, Scripted(), changes=changes)()
     rows = lines(tmp_path)[1:]
     assert [row["data/epoch"] for row in rows] == [step / 2 for step in range(1, STEPS + 1)]
     rates = [0.01 * min(1.0, x) for x in (0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0)]
     assert [row["optim/lr"] for row in rows] == pytest.approx(rates)
 
 
-def test_groups_drawn_anew_are_where_the_stream_goes_on(tmp_path, monkeypatch):
+def test_groups_drawn_anew_are_where_the_stream_goes_on(tmp_path):
     """Every group's rewards are equal here, so each step makes all its draws."""
     changes = ("rollout.max_gen_batches=2", "save.every_steps=2")
     uninterrupted = Run(tmp_path / "whole", Scripted(), 2, changes=changes)
-    uninterrupted(monkeypatch)
+    uninterrupted()
     assert [ids for ids, _ in uninterrupted.engine.sampled] == stream(2 * STEPS)
     parts = Run(tmp_path / "parts", Scripted(), 2, changes=(*changes, "steps=4"))
     resumed = Run(tmp_path / "parts", Scripted(), 2, changes=changes)
-    parts(monkeypatch)
-    resumed(monkeypatch)
+    parts()
+    resumed()
     assert parts.trained + resumed.trained == uninterrupted.trained
 
 
-def test_a_stop_while_the_trainer_waits_saves_at_once_and_ends_the_sampling(tmp_path, monkeypatch):
+def test_a_stop_while_the_trainer_waits_saves_at_once_and_ends_the_sampling(tmp_path):
     stop = StopRequest()
 
     def script(call, engine):
@@ -274,14 +264,14 @@ def test_a_stop_while_the_trainer_waits_saves_at_once_and_ends_the_sampling(tmp_
     run = Run(tmp_path, Scripted(script), 1, stop)
     start = time.perf_counter()
     with pytest.raises(Stopped, match="SIGTERM: saved rl step 2 in .*; the same command resumes"):
-        run(monkeypatch)
+        run()
     assert time.perf_counter() - start < SOON / 2
     resumed = Run(tmp_path, Scripted(), 1)
-    resumed(monkeypatch)
+    resumed()
     assert run.trained + resumed.trained == stream()
 
 
-def test_a_stop_before_the_first_batch_has_nothing_to_save(tmp_path, monkeypatch):
+def test_a_stop_before_the_first_batch_has_nothing_to_save(tmp_path):
     stop = StopRequest()
 
     def script(call, engine):
@@ -291,29 +281,20 @@ def test_a_stop_before_the_first_batch_has_nothing_to_save(tmp_path, monkeypatch
             raise EngineError("closed")
 
     with pytest.raises(Stopped, match="SIGINT: no rl step was made"):
-        Run(tmp_path, Scripted(script), 1, stop)(monkeypatch)
-    Run(tmp_path, Scripted(), 1)(monkeypatch)
+        Run(tmp_path, Scripted(script), 1, stop)()
+    Run(tmp_path, Scripted(), 1)()
     assert [row["step"] for row in lines(tmp_path)] == list(range(STEPS + 1))
 
 
-def test_answers_are_recorded_once_for_every_step_however_often_the_run_dies(tmp_path, monkeypatch):
+def test_answers_are_recorded_once_for_every_step_however_often_the_run_dies(tmp_path):
     uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
-    Run(uninterrupted, Scripted())(monkeypatch)
+    Run(uninterrupted, Scripted())()
     changes = ("save.every_steps=2",)
     with pytest.raises(EngineError):
-        Run(parts, Scripted(failing("load", 5)), changes=changes)(monkeypatch)
-    with monkeypatch.context() as patch:  # dies after step 5, behind its last checkpoint
-
-        def dies(self, progress, batch, metrics):
-            if self.position.step == 5:
-                raise Bomb
-            report(self, progress, batch, metrics)
-
-        report = Job.report_step
-        patch.setattr(Job, "report_step", dies)
-        with pytest.raises(Bomb):
-            Run(parts, Scripted(), changes=changes)(monkeypatch)
-    Run(parts, Scripted(), changes=changes)(monkeypatch)
+        Run(parts, Scripted(failing("load", 5)), changes=changes)()
+    with pytest.raises(Bomb):  # it dies after step 5, behind its last checkpoint
+        Run(parts, Scripted(), changes=changes, log=log_that_dies(5))()
+    Run(parts, Scripted(), changes=changes)()
 
     def recorded(work):
         rows = read_samples(work / "samples.jsonl")

@@ -49,9 +49,9 @@ def settings(tmp_path, monkeypatch):
 PARTS = {"correct/mean", "correct/none_frac", "short/mean"}
 
 
-def test_every_part_is_logged_in_training_and_on_the_held_out_rows(settings, tmp_path, monkeypatch):
+def test_every_part_is_logged_in_training_and_on_the_held_out_rows(settings, tmp_path):
     assert len(CODE.strip().splitlines()) == 8
-    Run(tmp_path / "run", Scripted(), changes=tuple(settings))(monkeypatch)
+    Run(tmp_path / "run", Scripted(), changes=tuple(settings))()
     rows = lines(tmp_path / "run")
     for row in rows[1:]:
         assert {f"reward/{part}" for part in PARTS} <= set(row)
@@ -62,24 +62,20 @@ def test_every_part_is_logged_in_training_and_on_the_held_out_rows(settings, tmp
         np.testing.assert_allclose(rows[0]["eval/accuracy"], mean, rtol=1e-5)
 
 
-def test_the_terminal_calls_the_users_rewards_a_mean_reward(
-    settings, tmp_path, monkeypatch, capsys
-):
+def test_the_terminal_calls_the_users_rewards_a_mean_reward(settings, tmp_path, capsys):
     """Sums of rewards reach 25, and are no accuracy; exact answers are one."""
     (tmp_path / "my_rewards.py").write_text("def many(prompt, response, row):\n    return 25.0\n")
-    Run(tmp_path / "a", Scripted(), changes=(*settings, "data.rewards=my_rewards:many"))(
-        monkeypatch
-    )
+    Run(tmp_path / "a", Scripted(), changes=(*settings, "data.rewards=my_rewards:many"))()
     out = capsys.readouterr().out
     assert "mean reward 25.000" in out and "accuracy" not in out
-    Run(tmp_path / "b", Scripted())(monkeypatch)
+    Run(tmp_path / "b", Scripted())()
     out = capsys.readouterr().out
     assert "accuracy 0.000" in out and "mean reward" not in out
 
 
-def test_what_too_long_answers_pay_is_in_the_metrics(tmp_path, monkeypatch):
+def test_what_too_long_answers_pay_is_in_the_metrics(tmp_path):
     """Every scripted answer is as long as it may be, and pays 1."""
-    Run(tmp_path, Scripted(), changes=("rollout.overlong_buffer=3",))(monkeypatch)
+    Run(tmp_path, Scripted(), changes=("rollout.overlong_buffer=3",))()
     for row in lines(tmp_path)[1:]:
         assert row["reward/after_penalty_mean"] == row["reward/mean"] - 1.0
 
@@ -92,14 +88,10 @@ def test_what_too_long_answers_pay_is_in_the_metrics(tmp_path, monkeypatch):
         ("return row['oops']", KeyError, "oops"),
     ],
 )  # fmt: skip
-def test_a_reward_that_fails_stops_the_run_and_says_where(
-    settings, tmp_path, monkeypatch, body, error, message
-):
+def test_a_reward_that_fails_stops_the_run_and_says_where(settings, tmp_path, body, error, message):
     (tmp_path / "my_rewards.py").write_text(f"def odd(prompt, response, row):\n    {body}\n")
     with pytest.raises(error, match=message) as caught:
-        Run(tmp_path / "run", Scripted(), changes=(*settings, "data.rewards=my_rewards:odd"))(
-            monkeypatch
-        )
+        Run(tmp_path / "run", Scripted(), changes=(*settings, "data.rewards=my_rewards:odd"))()
     assert error is ConfigError or "row" in caught.value.__notes__[0]
 
 
@@ -115,35 +107,31 @@ def hangs(prompt, response, row):
 """
 
 
-def test_a_function_that_sets_an_alarm_scores_rollouts_that_are_made_ahead(
-    settings, tmp_path, monkeypatch
-):
+def test_a_function_that_sets_an_alarm_scores_rollouts_that_are_made_ahead(settings, tmp_path):
     """They are scored in a thread, after an evaluation in the main one."""
     (tmp_path / "my_rewards.py").write_text(ALARM)
     run = Run(
         tmp_path / "run", Scripted(), 2, changes=(*settings, "data.rewards=my_rewards:alarmed")
     )
-    run(monkeypatch)
+    run()
     assert all("reward/alarmed/mean" in row for row in lines(tmp_path / "run")[1:])
 
 
-def test_a_function_that_never_returns_stops_the_run_and_is_named(settings, tmp_path, monkeypatch):
+def test_a_function_that_never_returns_stops_the_run_and_is_named(settings, tmp_path):
     (tmp_path / "my_rewards.py").write_text(ALARM)
     changes = (*settings, "data.rewards=my_rewards:hangs", "data.reward_timeout_s=0.2")
     with pytest.raises(ConfigError, match=r"hangs must return within.*sums.jsonl:\d+"):
-        Run(tmp_path / "run", Scripted(), changes=changes)(monkeypatch)
+        Run(tmp_path / "run", Scripted(), changes=changes)()
 
 
 @pytest.mark.parametrize("held_out", [0, 2])  # calls that are scored: none, the evaluation's
-def test_answers_that_no_function_scores_are_refused(settings, tmp_path, monkeypatch, held_out):
+def test_answers_that_no_function_scores_are_refused(settings, tmp_path, held_out):
     (tmp_path / "my_rewards.py").write_text(
         "calls = []\ndef odd(completions, **columns):\n    calls.append(0)\n"
         f"    return [0.0 if len(calls) <= {held_out} else None for _ in completions]\n"
     )
     with pytest.raises(ConfigError, match="must score some answers; odd returned None for all"):
-        Run(tmp_path / "run", Scripted(), changes=(*settings, "data.rewards=my_rewards:odd"))(
-            monkeypatch
-        )
+        Run(tmp_path / "run", Scripted(), changes=(*settings, "data.rewards=my_rewards:odd"))()
     assert not [row for row in lines(tmp_path / "run") if row["step"]]  # nothing was trained
 
 

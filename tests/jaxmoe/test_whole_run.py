@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from jaxmoe import train
+from jaxmoe.envs.batches import make_batch
 from jaxmoe.losses import ppo_clip
 from jaxmoe.model import Ops
 from jaxmoe.model import ops as model_ops
@@ -90,7 +91,7 @@ class Looked:
 def run(tmp_path_factory):
     """One run for the tests below: a run is mostly its compilation."""
     calls, forwards, batches = Counter(), Counter(), []
-    make_plain_ops, make_batch = train.make_ops, train.make_batch
+    make_plain_parts = train.make_parts
 
     def noted(*arguments):
         batches.append(make_batch(*arguments))
@@ -105,14 +106,13 @@ def run(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
 
-        def make_ops(cfg, impls):
-            calls["make_ops"] += 1
-            ops = counting(make_plain_ops(cfg, impls), calls)
+        def make_parts(cfg):
+            calls["make_parts"] += 1
+            parts = make_plain_parts(cfg)
             patch.setattr(model_ops, "plain_ops", None)  # nobody makes pieces of its own from here
-            return ops
+            return replace(parts, ops=counting(parts.ops, calls), make_batch=noted)
 
-        patch.setattr(train, "make_ops", make_ops)
-        patch.setattr(train, "make_batch", noted)
+        patch.setattr(train, "make_parts", make_parts)
         patch.setattr(scorer, "forward", counted("scorer", scorer.forward))
         patch.setattr(decoding, "forward", counted("native", decoding.forward))
         patch.setitem(sys.modules, "probing", sys.modules[__name__])
@@ -143,7 +143,7 @@ def test_the_trace_from_the_command_to_the_gradient_is_the_readmes(run):
 
 def test_every_forward_of_a_run_goes_through_the_ops_of_its_config(run):
     calls, forwards = run.calls, run.forwards
-    assert calls["make_ops"] == 1
+    assert calls["make_parts"] == 1
     # warm start; policy scored, reference, critic scored; policy and critic under the gradient
     assert forwards["scorer"] >= 6 and forwards["native"] >= 2  # prefill and decode
     total = sum(forwards.values())

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run is made of parts: another one is passed, and no module is patched."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripted import NUMBERS, Scripted
+
+from jaxmoe.config import ConfigError
+from jaxmoe.config_file import load_config, override
+from jaxmoe.envs.batches import make_batch
+from jaxmoe.observe.metrics import read_metrics
+from jaxmoe.parts import make_parts
+from jaxmoe.rl.programs import JitProgram
+from jaxmoe.rl.update import TokenStats
+from jaxmoe.train import train
+
+SMALL = (
+    "model.d_model=32", "model.d_expert=24", "model.n_experts=4", "data.train_rows=64",
+    "data.held_out_rows=4", "warmup.steps=0", "rollout.sequences_per_step=8",
+    "rollout.samples_per_prompt=2", "rollout.max_gen_batches=1", "steps=2", "eval.every_steps=2",
+)  # fmt: skip
+
+
+class Random(Scripted):
+    """Random tokens; it accepts any weights."""
+
+    def load(self, params, version):
+        self.version = version
+
+
+def fixed_step(*_):
+    """A step that changes no weight."""
+
+    def step(state, batch, minibatches, base):
+        numbers = {name: jnp.zeros(()) for name in NUMBERS} | {"grad/norm": jnp.ones(())}
+        return state, numbers, TokenStats(batch.rollout_logp_BT, batch.rollout_logp_BT)
+
+    return JitProgram(step, {})
+
+
+def test_a_run_takes_engine_step_batch_and_plots_of_its_parts(tmp_path):
+    cfg = override(load_config("tiny.py"), *SMALL, f"workdir={tmp_path}")
+    seen = SimpleNamespace(engine=Random(), rewards=[], plots=0)
+
+    def make_seen_batch(cfg, task, rollouts, rewards):
+        seen.rewards.append(len(rewards))
+        return make_batch(cfg, task, rollouts, np.arange(8.0))
+
+    def plot_nothing(*_, **__):
+        seen.plots += 1
+
+    train(cfg, replace(
+        make_parts(cfg), open_engine=lambda *_: seen.engine, rl_program=fixed_step,
+        make_batch=make_seen_batch, plot_run=plot_nothing,
+    ))  # fmt: skip
+    assert seen.rewards == [8, 8] and seen.plots == 1 and seen.engine.closed.is_set()
+    assert len(seen.engine.sampled) == 2
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["stage"] == "rl"]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert not (tmp_path / "plots").exists()
+
+
+def test_parts_are_refused_before_anything_is_written(tmp_path):
+    cfg = override(load_config("tiny.py"), *SMALL, f"workdir={tmp_path / 'run'}", "mesh.fsdp=2")
+    with pytest.raises(ConfigError, match="must multiply to the number of devices"):
+        make_parts(cfg)
+    assert not (tmp_path / "run").exists()
