@@ -43,15 +43,22 @@ def reward(completions, **_):
 # the train command, which also writes what each step trains on
 REPORT_SCRIPT = """
 import json, sys
-import jaxmoe.train as train
-make_batch = train.make_batch
-def told(cfg, task, rollouts, rewards):
+from dataclasses import replace
+from jaxmoe.cli import ExitStatus, parse_config
+from jaxmoe.envs.batches import make_batch
+from jaxmoe.parallel.processes import exit_process, joined_processes
+from jaxmoe.parts import make_parts
+from jaxmoe.train import train
+def report_batch(cfg, task, rollouts, rewards):
     rows = [[r.prompt.id, r.tokens.tolist(), r.weight_versions.tolist()] for r in rollouts]
     with open(sys.argv[1], "a") as file:
         file.write(json.dumps(rows) + "\\n")
     return make_batch(cfg, task, rollouts, rewards)
-train.make_batch = told
-sys.exit(train.main(sys.argv[2:]))
+with ExitStatus() as status:
+    cfg, _ = parse_config(sys.argv[2:], "Train.")
+    with joined_processes():
+        train(cfg, replace(make_parts(cfg), make_batch=report_batch))
+sys.exit(exit_process(status.code))
 """
 
 
