@@ -194,26 +194,38 @@ AHEAD = {
 }
 NOTED = """
 import json, sys
-from jaxmoe import train
+from dataclasses import replace
+from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import EngineError
-from jaxmoe.rollout.native import NativeEngine
+from jaxmoe.envs.batches import make_batch
+from jaxmoe.parts import make_parts
+from jaxmoe.rollout.engine import open_engine
+from jaxmoe.train import train
 
-path, breaks = sys.argv[1], int(sys.argv[2])
-make_batch, generate, calls = train.make_batch, NativeEngine.generate, []
+path, breaks, calls = sys.argv[1], int(sys.argv[2]), []
 
 def noted(cfg, task, rollouts, rewards):
     with open(path, "a") as file:
         print(json.dumps([r.prompt.id for r in rollouts]), file=file)
     return make_batch(cfg, task, rollouts, rewards)
 
-def breaking(engine, *args, **named):
-    calls.append(1)
-    if len(calls) == breaks:
-        raise EngineError("the engine broke.")
-    return generate(engine, *args, **named)
+def open_breaking(*arguments):
+    engine = open_engine(*arguments)
+    generate = engine.generate
 
-train.make_batch, NativeEngine.generate = noted, breaking
-sys.exit(train.main(sys.argv[3:]))
+    def generate_or_break(*args, **named):
+        calls.append(1)
+        if len(calls) == breaks:
+            raise EngineError("the engine broke.")
+        return generate(*args, **named)
+
+    engine.generate = generate_or_break
+    return engine
+
+with ExitStatus() as status:
+    cfg, _ = parse_config(sys.argv[3:], "Train.")
+    train(cfg, replace(make_parts(cfg), make_batch=noted, open_engine=open_breaking))
+sys.exit(status.code)
 """
 
 
