@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.checkpoint.run import check_checkpoint_model
 from jaxmoe.config import Config, ConfigError, describe_engine, to_json
 from jaxmoe.envs.tasks import open_task
@@ -142,6 +143,7 @@ def _check_checkpoint(cfg: Config) -> str:
     if not cfg.init.checkpoint:
         return ""
     check_checkpoint_model(cfg.model, Path(cfg.init.checkpoint))
+    load_initial_adapters(cfg)
     return f"  config.json  {cfg.init.checkpoint}: the model above"
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m jaxmoe.eval --config FILE`: score a run's newest checkpoint on the held-out rows.
 
-Without a checkpoint in the run folder it scores the config's initial weights.
+Without a checkpoint in the run folder it scores the config's initial weights, with the adapter
+`lora.init_from` if there is one.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmoe.checkpoint.base import load_base, own_base_digest
+from jaxmoe.checkpoint.base import load_stage_base, own_base_digest
 from jaxmoe.checkpoint.run import code_version, initial_params, restore_run
 from jaxmoe.cli import ExitStatus, parse_config
 from jaxmoe.config import Config, to_json
@@ -28,7 +29,7 @@ from jaxmoe.parallel.processes import check_same_everywhere, exit_process, joine
 from jaxmoe.parallel.sharding import make_mesh
 from jaxmoe.rl.optimizer import make_optimizer, rl_optimizer
 from jaxmoe.rl.source_digests import source_digests
-from jaxmoe.rl.state import stage_shapes
+from jaxmoe.rl.state import init_run_adapters, stage_shapes
 from jaxmoe.rollout.engine import BaseReader, open_engine
 
 
@@ -63,12 +64,15 @@ def run_eval(cfg: Config) -> float:
         to_train=False,
         contents=digest_contents(cfg, task) | own_base_digest(cfg),
     )
-    params = initial_params(cfg, mesh) if position is None else position.state.policy
+    base = load_stage_base(cfg, position and position.stage)
+    if position is not None:
+        params = position.state.policy
+    else:
+        params = initial_params(cfg, mesh) if base is None else init_run_adapters(cfg, base)
     prompts = task.held_out_prompts()
     with closing(open_engine(cfg, ops, Path(cfg.workdir), mesh)) as engine:
         version = 0 if position is None else position.step
-        if cfg.lora.ranks and position is not None and position.stage == "rl":
-            base = load_base(cfg)
+        if base is not None:
             params = with_adapters(base, params, cfg.lora.scales)
             if isinstance(engine, BaseReader):
                 engine.share_base(base)
@@ -81,7 +85,8 @@ def run_eval(cfg: Config) -> float:
     for rollout, reward in list(zip(rollouts, rewards, strict=True))[:5]:
         mark = f"{reward:.3g}" if task.rewards else "right" if reward == 1 else "wrong"
         print(f"  {mark}  {rollout.prompt.text!r} -> {response_text(rollout, task)!r}")
-    source = "the initial weights" if position is None else f"{position.stage} step {position.step}"
+    initial = f"the adapter {cfg.lora.init_from}" if cfg.lora.init_from else "the initial weights"
+    source = initial if position is None else f"{position.stage} step {position.step}"
     print(
         f"{task.score_name} {metrics['eval/accuracy']:.4f} sampled at temperature "
         f"{task.sampling.temperature:g} ({samples} answers per prompt), "

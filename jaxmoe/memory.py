@@ -131,7 +131,9 @@ def plan_memory(cfg: Config) -> Memory:
         rows=cfg.lora.embedding_rows * m.d_model * compute_bytes,
         table=table if has_host_table else 0,
         optimizer=2 * trained * weight_bytes - host_moments,
-        reference=local_trained * weight_bytes if cfg.loss.kl_coef > 0 and not lora else 0,
+        reference=local_trained * weight_bytes
+        if cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base
+        else 0,
         engine_copy=engine.weights,
         gathered=2 * (1 + 4 // compute_bytes) * layer_bytes(cfg) if mesh.devices > 1 else 0,
         gradients=trained * (weight_bytes + 4 if summed else weight_bytes),

@@ -19,7 +19,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxmoe.checkpoint.base import load_base, own_base_digest, pack_base
+from jaxmoe.checkpoint.base import load_stage_base, own_base_digest, pack_base
+from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.checkpoint.run import (
     Position,
     initial_params,
@@ -121,10 +122,10 @@ def load_position(cfg: Config, parts: Parts) -> tuple[Position, Params | None, d
     digests, base_digests = digest_contents(cfg, parts.task), own_base_digest(cfg)
     shapes = stage_shapes(cfg, supervised, tx, mesh)
     position = restore_run(Path(cfg.workdir), cfg, shapes, contents=digests | base_digests)
-    has_given_base = cfg.lora.ranks and cfg.init.checkpoint and cfg.warmup.steps == 0
-    at_rl = has_given_base if position is None else position.stage == "rl"
-    base = load_base(cfg) if cfg.lora.ranks and at_rl else None
-    digests |= base_digests if at_rl else {}  # the base after a warm start is made again
+    if position is None:
+        load_initial_adapters(cfg)  # refuses a wrong one before the base is loaded
+    base = load_stage_base(cfg, position and position.stage)
+    digests |= base_digests if base is not None else {}  # after a warm start it is made again
     if position is None and base is not None:  # RL from a given base: no full trained weights
         init_rl = jax.jit(partial(init_rl_state, cfg=cfg, tx=tx))
         position = Position("rl", 0, init_rl(init_run_adapters(cfg, base)), None)

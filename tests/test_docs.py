@@ -159,9 +159,13 @@ def dry(args: list[str]) -> None:
 
 
 def at_hand(cfg: Config, folder: Path) -> list[str]:
-    """A checkpoint's config.json, a tokenizer and rows in the place of those of a config."""
+    """A checkpoint's config.json, a tokenizer and rows in the place of those of a config.
+
+    No adapter is here, so that a run cannot start from one.
+    """
     (folder / "config.json").write_text(json.dumps(to_hf(cfg.model, dtype="bfloat16")))
     sets = [f"init.checkpoint={folder}", "init.tokenizer=bytes", "data.options={}",
+            "lora.init_from=",
             "data.task=reasoning_gym:spell_backward",
             "data.template={system}{question}"]  # fmt: skip
     return [x for change in sets for x in ("--set", change)]

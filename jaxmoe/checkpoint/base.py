@@ -91,6 +91,15 @@ def load_base(cfg: Config) -> Params:
     return jax.device_put(base) | table
 
 
+def load_stage_base(cfg: Config, stage: str | None) -> Params | None:
+    """The base if adapters are trained on it in this stage; None if all weights are trained.
+
+    stage: of the newest checkpoint; None for a new run, which begins with RL on a given base.
+    """
+    at_rl = _uses_init_checkpoint(cfg) if stage is None else stage == "rl"
+    return load_base(cfg) if cfg.lora.ranks and at_rl else None
+
+
 def pack_base(policy: Params, cfg: Config) -> Params:
     """Write these weights as the base of the run and load it; prints the packing errors.
 

@@ -37,6 +37,7 @@ class LoraConfig:
     rank_stabilized: bool = False  # scale = alpha / sqrt(rank), as in rsLoRA
     targets: str = ",".join((*ATTENTION, *EXPERTS))  # matrices with adapters, by commas
     modules_to_save: str = ""  # trained in full, in float32: keys of MODULES_TO_SAVE, by commas
+    init_from: str = ""  # folder of a PEFT adapter to start from; "": A random and B zero
     embedding_rows: int = 0  # rows on the device, for the tokens of a step; 0: the full table
 
     def __post_init__(self) -> None:
@@ -70,6 +71,11 @@ class LoraConfig:
             "all weights are trained. Try --set lora.attention_rank=16.",
         )
         require(
+            bool(self.ranks) or not self.init_from,
+            f"lora.init_from ({self.init_from}) needs the rank of its adapter. "
+            "Try --set lora.attention_rank=16.",
+        )
+        require(
             bool(self.ranks) or not self.embedding_rows,
             f"lora.embedding_rows ({self.embedding_rows}) needs a rank: without one the embedding "
             "is trained. Try --set lora.attention_rank=16.",
@@ -87,6 +93,11 @@ class LoraConfig:
         by_name |= dict.fromkeys(EXPERTS, self.expert_rank)
         targets = _split_names(self.targets)
         return {name: rank for name, rank in by_name.items() if rank and name in targets}
+
+    @property
+    def starts_at_base(self) -> bool:
+        """True if new adapters do not change the base: B is zero."""
+        return bool(self.ranks) and not self.init_from
 
     @property
     def rank(self) -> int:

@@ -38,6 +38,12 @@ def check_lora(cfg: "Config") -> None:
             "and reach vLLM in files. "
             f"Try --set {setting}, or --set lora.attention_rank=0 --set lora.expert_rank=0.",
         )
+    require(
+        not cfg.lora.init_from or bool(cfg.init.checkpoint and cfg.warmup.steps == 0),
+        f"lora.init_from={cfg.lora.init_from} needs its base, got init.checkpoint="
+        f"{cfg.init.checkpoint!r} with warmup.steps={cfg.warmup.steps}. Try --set "
+        "init.checkpoint=DIRECTORY --set warmup.steps=0.",
+    )
     for name in ("d_model", "d_expert"):
         size = getattr(cfg.model, name)
         require(

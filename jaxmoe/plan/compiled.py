@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jaxmoe.config import Config
 from jaxmoe.memory import plan_memory
 from jaxmoe.model import make_ops
 from jaxmoe.model.embedding import EmbeddingRows
-from jaxmoe.model.lora import with_adapters
+from jaxmoe.model.lora import adapter_shapes, with_adapters
 from jaxmoe.model.params import abstract_base, abstract_params
 from jaxmoe.parallel.ops import sharded_ops
 from jaxmoe.parallel.sharding import drop_unit_axes, make_mesh, make_one_device_mesh
@@ -29,7 +28,7 @@ from jaxmoe.plan.collectives import Collective, TpuKernel, count_collectives, co
 from jaxmoe.rl.from_config import algorithm_from_config
 from jaxmoe.rl.optimizer import rl_optimizer
 from jaxmoe.rl.programs import batch_shapes, rl_program, sharded_batch_shapes, warmup_optimizer
-from jaxmoe.rl.state import init_run_adapters, stage_shapes
+from jaxmoe.rl.state import stage_shapes
 from jaxmoe.shapes import Params
 from pallas_kernels.ahead_of_time import compile_on
 from pallas_kernels.dispatch import Impl
@@ -125,9 +124,7 @@ def policy_shapes(cfg: Config) -> Params:
     """Shapes of the policy in the engine: all weights, or the base with its adapters."""
     if (base := base_shapes(cfg)) is None:
         return abstract_params(cfg.model, cfg.optim.param_dtype)
-    return with_adapters(
-        base, jax.eval_shape(partial(init_run_adapters, cfg), base), cfg.lora.scales
-    )
+    return with_adapters(base, adapter_shapes(cfg.model, cfg.lora), cfg.lora.scales)
 
 
 def count_microbatches(cfg: Config) -> int:

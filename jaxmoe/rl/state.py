@@ -16,6 +16,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
+from jaxmoe.checkpoint.peft_init import load_initial_adapters
 from jaxmoe.config import Config, require
 from jaxmoe.model.critic import init_critic
 from jaxmoe.model.lora import adapter_shapes, init_adapters
@@ -86,8 +87,14 @@ def init_state(
 
 
 def init_run_adapters(cfg: Config, base: Params) -> Params:
-    """Return initial adapters from the run's seed; they do not change the model yet."""
-    return init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora, base)
+    """Return the adapters of `lora.init_from`, or else new ones that do not change the model.
+
+    New adapters, and parameters that are trained in full, are determined by seed and base.
+    """
+    adapters = init_adapters(jax.random.key(cfg.seed), cfg.model, cfg.lora, base)
+    loaded = jax.tree.map(jnp.asarray, load_initial_adapters(cfg)["layers"])
+    layers = {kind: layer | loaded.get(kind, {}) for kind, layer in adapters["layers"].items()}
+    return adapters | {"layers": layers}
 
 
 def init_warmup_state(policy: Params, cfg: Config, tx: optax.GradientTransformation) -> TrainState:
@@ -99,7 +106,7 @@ def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation)
     """Return the state before the first update of RL.
 
     It has a new critic if the config has one, and a copy of the policy as the reference if the
-    loss has a KL term. With LoRA, `policy` is the adapters and the base is the reference.
+    loss has a KL term. With LoRA, `policy` is the adapters; the base is the reference of new ones.
     `optim.trainable` selects parameters of the policy; a critic trains in full.
     """
     critic = None
@@ -108,7 +115,7 @@ def init_rl_state(policy: Params, cfg: Config, tx: optax.GradientTransformation)
             policy, cfg.model, cfg.optim.param_dtype, own_backbone=cfg.critic.backbone == "own"
         )
     trainable, reference = cfg.optim.trainable, None
-    if cfg.loss.kl_coef > 0 and not cfg.lora.ranks:
+    if cfg.loss.kl_coef > 0 and not cfg.lora.starts_at_base:
         reference = jax.tree.map(jnp.copy, split_params(policy, trainable)[0])
     return init_state(Trained(policy, critic), tx, Frozen(reference), trainable=trainable)
 

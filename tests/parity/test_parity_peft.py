@@ -23,9 +23,11 @@ from jaxmoe.checkpoint.peft import CONFIG, save_adapter
 from jaxmoe.checkpoint.peft_layout import TARGETS
 from jaxmoe.checkpoint.peft_read import read_adapter
 from jaxmoe.config import ConfigError, LoraConfig
+from jaxmoe.config_file import load_config, override
 from jaxmoe.model import forward, plain_ops, sequence_logprobs
 from jaxmoe.model.config import from_hf
 from jaxmoe.model.lora import Pair, init_adapters
+from jaxmoe.rl.state import init_run_adapters
 from tests.jaxmoe.checkpoint.random_adapters import delta, is_same_tree, random_adapters
 
 pytestmark = [
@@ -240,6 +242,25 @@ def test_we_read_pefts_adapter_as_it_means_it(hugging, peft, setting, tmp_path, 
         assert read_back.scales[name] == pytest.approx(scale, rel=1e-12)
     check_deltas(peft_model_made, read_back.adapters, read_back.scales)
     check_log_probs(hugging, setting, read_back.adapters, read_back.scales, peft_model_made)
+
+
+def test_a_run_starts_from_pefts_adapter(hugging, peft, tmp_path):
+    model = hugging.model(hidden_size=64, intermediate_size=64)
+    model.save_pretrained(tmp_path / "base")
+    model = type(model).from_pretrained(tmp_path / "base", attn_implementation="eager")
+    config = peft.LoraConfig(
+        r=3, lora_alpha=9.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    peft_model = peft.get_peft_model(model, config)
+    peft_model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    cfg = override(
+        load_config("tiny_lora.py"), "warmup.steps=0", f"init.checkpoint={tmp_path / 'base'}",
+        f"lora.init_from={tmp_path / 'peft'}", "lora.attention_rank=3", "lora.attention_alpha=9.0",
+        "lora.expert_rank=0", "lora.targets=w_q,w_v",
+    )  # fmt: skip
+    cfg = dataclasses.replace(cfg, model=from_hf(model.config.to_dict()))
+    adapters = init_run_adapters(cfg, load_params(tmp_path / "base", cfg.model, "float32"))
+    check_deltas(peft_model, adapters, cfg.lora.scales)
 
 
 def over_of(peft) -> str:
