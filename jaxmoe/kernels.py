@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxmoe.config import Config, ConfigError, describe_engine, require
+from jaxmoe.model.invariant_on_chip import LANES
 from pallas_kernels.check import child
 from pallas_kernels.check.choice import (
     PLAIN,
@@ -20,6 +21,7 @@ from pallas_kernels.check.choice import (
     KernelRefused,
     choose_kernels,
     describe_verdict,
+    invariant_impls,
     make_judge,
     may_have_accelerator,
     requested_impls,
@@ -68,7 +70,9 @@ def choose_run_kernels(cfg: Config) -> Decision:
     or TPU would run XLA's attention on long rows.
     """
     return decide_kernels(
-        cfg, detect_chip, lambda chip: make_judge(chip, cfg.model.dtype, run_cases(cfg))
+        cfg,
+        detect_chip,
+        lambda chip: make_judge(chip, cfg.model.dtype, run_cases(cfg, chip["platform"])),
     )
 
 
@@ -127,7 +131,7 @@ def _decide_invariant(
         f"Try --set kernels=auto, {alternative}",
     )
     if platform == "cpu":
-        return Decision(requested_impls("auto"), "xla, batch-invariant tiles")
+        return Decision(invariant_impls("xla"), "xla, batch-invariant tiles")
     kind = chip.get("kind", platform)
     require(
         Target(platform, kind).is_hopper or any(x in kind for x in INVARIANT_TPUS),
@@ -149,7 +153,7 @@ def _decide_invariant(
         f"mesh.fsdp=1, {alternative}",
     )
     try:
-        choices = choose_kernels(name, platform, judge_on(chip))
+        choices = choose_kernels(f"{name}_invariant", platform, judge_on(chip))
     except KernelRefused as error:
         raise ConfigError(
             f"model.numerics=invariant needs kernels that are correct on this machine: {error}. "
@@ -203,10 +207,11 @@ def _next_step(operation: str, name: str, verdict: KernelVerdict) -> str:
     return f"To check it again type rm {verdict_folder()}/{operation}-{name}-*.json."
 
 
-def run_cases(cfg: Config) -> dict[str, list[dict[str, Any]]]:
+def run_cases(cfg: Config, platform: str) -> dict[str, list[dict[str, Any]]]:
     """Fields of cases of the run's sizes by operation: one microbatch or decode step per device.
 
-    Attention has two cases, a full layer and a sliding one.
+    Attention has two cases, a full layer and a sliding one. With batch-invariant numerics the
+    linear layers of an accelerator are grouped matmuls of one group (invariant_on_chip.py).
     """
     m, r, mesh = cfg.model, cfg.rollout, cfg.mesh
     packed = cfg.optim.tokens_per_microbatch // cfg.context
@@ -227,6 +232,13 @@ def run_cases(cfg: Config) -> dict[str, list[dict[str, Any]]]:
             )
         ],
     }
+    if m.numerics == "invariant" and platform != "cpu":
+        multiple = LANES if platform == "tpu" else 1
+        layers = {"q": (m.d_model, N * H), "kv": (m.d_model, K * H), "output": (N * H, m.d_model)}
+        for name, (width, columns) in layers.items():
+            columns = -(-columns // multiple) * multiple
+            case = MatmulCase(f"run_{name}", B * T, width, columns, (B * T,))
+            cases["grouped_matmul"].append(case)
     if describe_engine(cfg).uses_trainer_forward:
         B = min(r.max_parallel_sequences, r.sequences_per_step)
         B = max(1, B // (mesh.row_shards * mesh.sequence))
@@ -240,7 +252,10 @@ def run_cases(cfg: Config) -> dict[str, list[dict[str, Any]]]:
 def describe_kernels(cfg: Config) -> str:
     """Describe the requested kernels for a dry run, which does not examine the machine."""
     if cfg.model.numerics == "invariant":
-        return "batch-invariant tiles: mosaic_gpu on GPUs, mosaic_tpu on TPUs, xla on CPUs"
+        return (
+            "batch-invariant tiles: mosaic_gpu_invariant on GPUs, mosaic_tpu_invariant on TPUs, "
+            "xla_invariant on CPUs"
+        )
     if cfg.kernels == "auto":
         return "kernels that pass a check on the device, else xla; on a CPU xla"
     if cfg.kernels in PLAIN:

@@ -6,7 +6,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -70,6 +70,43 @@ def mosaic_implementations(
         )
         for chip in ("gpu", "tpu")
     }  # fmt: skip
+
+
+def invariant_implementations(package: str, op: str) -> dict[str, Implementation[Any]]:
+    """The batch-invariant implementations of an operation, put last so that "auto" selects none.
+
+    They are `{op}_xla_invariant` in the package's xla_invariant.py, and `{op}_mosaic_invariant` in
+    its mosaic_invariant.py, each with its `..._unsupported`. The latter two take the name of the
+    kernels, mosaic_gpu or mosaic_tpu, before the operation's arguments.
+    """
+    module, name, platforms = (
+        f"{package}.xla_invariant",
+        f"{op}_xla_invariant",
+        ("cpu", "gpu", "tpu"),
+    )
+    implementations = {"xla_invariant": lazy_implementation(module, name, platforms, proven=False)}
+    module, name = f"{package}.mosaic_invariant", f"{op}_mosaic_invariant"
+    for chip in ("gpu", "tpu"):
+        unbound = lazy_implementation(module, name, (chip,), proven=False)
+        implementations[f"mosaic_{chip}_invariant"] = replace(
+            unbound,
+            run=functools.partial(unbound.run, f"mosaic_{chip}"),
+            unsupported=functools.partial(unbound.unsupported, f"mosaic_{chip}"),
+        )
+    return implementations
+
+
+def kernel_module(package: str, kernels: str) -> Any:
+    """The package's module of Pallas kernels: pallas_gpu for mosaic_gpu, pallas_tpu for mosaic_tpu.
+
+    It is imported by the first use, because the compilers of kernels take a second to import.
+    """
+    return importlib.import_module(f"{package}.{kernels.replace('mosaic', 'pallas')}")
+
+
+def kernels_unsupported(package: str, op: str, kernels: str, *arrays: Any) -> str | None:
+    """The reason why kernels cannot run an operation on these shapes, or None."""
+    return getattr(kernel_module(package, kernels), f"{op}_{kernels}_unsupported")(*arrays)
 
 
 class Target(NamedTuple):

@@ -22,31 +22,38 @@ from jaxmoe.model.experts import apply_experts
 from jaxmoe.model.layers import head_logits, linear, rms_norm, target_logprobs
 from jaxmoe.model.rope import apply_rope, rope_tables
 from jaxmoe.shapes import Leaf, Params
-from pallas_kernels.grouped_matmul.xla_invariant import (
-    combine_rows_xla_invariant,
-    grouped_matmul_xla_invariant,
-    grouped_swiglu_xla_invariant,
+from pallas_kernels import (
+    decode_attention,
+    grouped_matmul,
+    grouped_swiglu,
+    sink_attention,
+    token_logprobs,
 )
-from pallas_kernels.sink_attention.xla_invariant import sink_attention_xla_invariant
+from pallas_kernels.dispatch import Impl
+from pallas_kernels.grouped_matmul.xla_invariant import combine_rows_xla_invariant
 from pallas_kernels.tiles import ROWS, map_tiles
-from pallas_kernels.token_logprobs.xla_invariant import token_logprobs_xla_invariant
 
 
 def xla_invariant_ops(router: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Return the batch-invariant ops by their names in `Ops`, with `router` applied in tiles."""
-    return dict(
+    return kernel_ops("xla_invariant", combine_rows_invariant) | dict(
         norm=rms_norm_invariant, linear=linear_invariant, output=linear_invariant,
         rotary=rope_tables_invariant, rotate=rotate_invariant,
-        attend=sink_attention_xla_invariant,
-        decode=partial(sink_attention_xla_invariant, ring=True),
-        router=partial(route_invariant, router),
+        router=partial(route_invariant, router), logits=head_logits_invariant,
+    )  # fmt: skip
+
+
+def kernel_ops(impl: Impl, combine: Callable[..., Array]) -> dict[str, Callable[..., Any]]:
+    """Return the ops that are operations of pallas_kernels, in a batch-invariant implementation."""
+    per_token = partial(token_logprobs, impl=impl)
+    return dict(
+        attend=partial(sink_attention, impl=impl), decode=partial(decode_attention, impl=impl),
         experts=partial(
-            apply_experts, gate_up=grouped_swiglu_xla_invariant,
-            down=grouped_matmul_xla_invariant, combine=combine_rows_invariant,
+            apply_experts, gate_up=partial(grouped_swiglu, impl=impl),
+            down=partial(grouped_matmul, impl=impl), combine=combine,
         ),
-        logits=head_logits_invariant,
-        logprobs=partial(target_logprobs, per_token=token_logprobs_xla_invariant),
-        sampled_logprobs=sampled_logprobs_invariant,
+        logprobs=partial(target_logprobs, per_token=per_token),
+        sampled_logprobs=partial(sampled_logprobs_invariant, per_token=per_token),
     )  # fmt: skip
 
 
@@ -157,7 +164,7 @@ def head_logits_invariant(
 def sampled_logprobs_invariant(
     logp_B: Array, log_kept_B: Array | None, hidden_BD: Float[Array, "B D"],
     w_DV: Float[Array, "D V"], token_B: Int[Array, " B"], *, temperature: Array, vocab_size: int,
-    per_token: Callable[..., tuple[Array, Array]] = token_logprobs_xla_invariant,
+    per_token: Callable[..., tuple[Array, Array]],
 ) -> tuple[Float[Array, " B"], Array | None]:  # fmt: skip
     """Return the trainer's own log-prob of each sampled token instead of the sampler's.
 

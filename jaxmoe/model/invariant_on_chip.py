@@ -19,66 +19,46 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmoe.model import invariant
-from jaxmoe.model.experts import apply_experts
-from jaxmoe.model.layers import target_logprobs
 from jaxmoe.model.lora import split_adapter
 from jaxmoe.model.router import replay_routing, route_top_k, router_dot_as_sum
 from jaxmoe.shapes import Leaf
-from pallas_kernels.grouped_matmul import LowRank
-from pallas_kernels.grouped_matmul.mosaic_invariant import (
-    MosaicImpl,
-    grouped_matmul_mosaic_invariant,
-    grouped_swiglu_mosaic_invariant,
-)
-from pallas_kernels.sink_attention.mosaic_invariant import sink_attention_mosaic_invariant
-from pallas_kernels.token_logprobs.mosaic_invariant import token_logprobs_mosaic_invariant
+from pallas_kernels.dispatch import Impl
+from pallas_kernels.grouped_matmul import LowRank, grouped_matmul
 
 ROW_TILES = dict(size=256, min_tiles=2)  # large tiles: each iteration costs a GPU a few launches
 LANES = 128  # a TPU kernel needs a multiple of this many columns
 
 
-def mosaic_invariant_ops(
-    router: Callable[..., Any], impl: MosaicImpl, *, interpret: bool = False
-) -> dict[str, Callable[..., Any]]:
-    """Return the batch-invariant ops by their names in `Ops`, with the kernels that `impl` names.
+def mosaic_invariant_ops(router: Callable[..., Any], impl: Impl) -> dict[str, Callable[..., Any]]:
+    """Return the batch-invariant ops by their names in `Ops`.
 
-    A trainer's row must contain one sequence that begins in its first column.
+    `impl` is mosaic_gpu_invariant or mosaic_tpu_invariant, or names of which that is the first. A
+    trainer's row must contain one sequence that begins in its first column.
     """
     if router in (route_top_k, replay_routing):
         router = partial(router, product=router_dot_as_sum)
-    kernel_options: dict[str, Any] = dict(impl=impl, interpret=interpret)
-    linear, attend = (
-        partial(linear_invariant_mosaic, **kernel_options),
-        partial(sink_attention_mosaic_invariant, **kernel_options),
-    )
-    per_token = partial(token_logprobs_mosaic_invariant, **kernel_options)
-    ops = dict(
+    is_tpu = (impl if isinstance(impl, str) else impl[0]).startswith("mosaic_tpu")
+    linear = partial(linear_invariant_mosaic, impl=impl, column_multiple=LANES if is_tpu else 1)
+    combine = partial(invariant.combine_rows_invariant, **ROW_TILES)
+    ops = invariant.kernel_ops(impl, combine) | dict(
         norm=partial(invariant.rms_norm_invariant, **ROW_TILES), linear=linear, output=linear,
         rotary=partial(invariant.rope_tables_invariant, **ROW_TILES),
         rotate=partial(invariant.rotate_invariant, **ROW_TILES),
-        attend=attend, decode=attend, router=partial(invariant.route_invariant, router,
-        **ROW_TILES),
-        experts=partial(
-            apply_experts, gate_up=partial(grouped_swiglu_mosaic_invariant, **kernel_options),
-            down=partial(grouped_matmul_mosaic_invariant, **kernel_options),
-            combine=partial(invariant.combine_rows_invariant, **ROW_TILES),
-        ),
+        router=partial(invariant.route_invariant, router, **ROW_TILES),
         add=add_invariant, logits=sampling_logits_invariant,
-        logprobs=partial(target_logprobs, per_token=per_token),
-        sampled_logprobs=partial(invariant.sampled_logprobs_invariant, per_token=per_token),
     )  # fmt: skip
     # The scope names the op of each loop in a compiled program.
     return {name: jax.named_scope(f"invariant_{name}")(fn) for name, fn in ops.items()}
 
 
 def linear_invariant_mosaic(
-    x_BTD: Float[Array, "B T D"], w_DF: Leaf, b_F: Float[Array, " F"], *, impl: MosaicImpl,
-    interpret: bool = False,
+    x_BTD: Float[Array, "B T D"], w_DF: Leaf, b_F: Float[Array, " F"], *, impl: Impl,
+    column_multiple: int,
 ) -> Float[Array, "B T F"]:  # fmt: skip
-    """Batch-invariant `linear`: a grouped matmul of one group."""
+    """Batch-invariant `linear`: a grouped matmul of one group, its columns padded to a multiple."""
     base_DF, adapter = split_adapter(w_DF)
     x_MD, columns = x_BTD.reshape(-1, x_BTD.shape[-1]), base_DF.shape[1]
-    n_padding = -columns % LANES if impl == "mosaic_tpu" else 0
+    n_padding = -columns % column_multiple
 
     def as_group(x: Array) -> Array:
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, n_padding),))[None]
@@ -88,10 +68,9 @@ def linear_invariant_mosaic(
         a_RD, b_RF, scale = adapter
         low_rank = LowRank(a_RD[None], as_group(b_RF), scale)
     sizes_1 = jnp.full((1,), x_MD.shape[0], jnp.int32)
-    out_MF = grouped_matmul_mosaic_invariant(
+    out_MF = grouped_matmul(
         x_MD, as_group(base_DF.astype(x_BTD.dtype)), sizes_1, bias_EF=as_group(b_F),
-        low_rank=low_rank,
-        impl=impl, interpret=interpret,
+        low_rank=low_rank, impl=impl,
     )  # fmt: skip
     return out_MF[:, :columns].reshape(*x_BTD.shape[:2], columns)
 

@@ -39,7 +39,7 @@ from pallas_kernels import (
     sink_attention,
     token_logprobs,
 )
-from pallas_kernels.check.choice import requested_impls
+from pallas_kernels.check.choice import invariant_impls, requested_impls
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.sink_attention.common import CHECKPOINT_NAMES
 
@@ -93,28 +93,37 @@ def make_ops(cfg: Config, impls: Mapping[str, Impl] | None = None) -> Ops:
     accelerator selected (jaxmoe/kernels.py). Without it they are those that cfg.kernels names,
     unchecked.
     """
+    if impls is None:
+        is_invariant = cfg.model.numerics == "invariant"
+        impls = (invariant_impls if is_invariant else requested_impls)(cfg.kernels)
     ops = replace(
-        with_kernels(plain_ops(), requested_impls(cfg.kernels) if impls is None else impls),
+        with_kernels(plain_ops(), impls),
         router=replay_routing if cfg.rollout.router_replay else route_top_k,
         remat=remat_fn(cfg.optim),
     )
     if cfg.model.numerics == "invariant":
-        ops = invariant_ops(ops, (impls or requested_impls(cfg.kernels))["sink_attention"])
+        ops = invariant_ops(ops, impls["sink_attention"])
     if cfg.optim.expert_tokens:
         ops = replace(ops, experts=make_chunked_experts(ops.experts, cfg.optim.expert_tokens))
     return ops
 
 
-def invariant_ops(ops: Ops, kernels: Impl = "auto") -> Ops:
+def invariant_ops(ops: Ops, impl: Impl = "xla_invariant") -> Ops:
     """Return batch-invariant ops: a token's bits depend on its own prefix alone.
 
-    embed, record and remat are those of `ops`. With `kernels` mosaic_gpu or mosaic_tpu they are for
-    such an accelerator, otherwise for a CPU.
+    embed, record and remat are those of `ops`. With mosaic_gpu_invariant or mosaic_tpu_invariant
+    they are for such an accelerator, with xla_invariant for a CPU.
+    Raises: ValueError for another implementation.
     """
-    name = kernels if isinstance(kernels, str) else kernels[0]
-    if name in ("mosaic_gpu", "mosaic_tpu"):
-        return replace(ops, **invariant_on_chip.mosaic_invariant_ops(ops.router, name))
-    return replace(ops, **invariant.xla_invariant_ops(ops.router))
+    name = impl if isinstance(impl, str) else impl[0]
+    if name == "xla_invariant":
+        return replace(ops, **invariant.xla_invariant_ops(ops.router))
+    if name not in ("mosaic_gpu_invariant", "mosaic_tpu_invariant"):
+        raise ValueError(
+            f"impl must name a batch-invariant implementation, got {name!r}. Try xla_invariant, "
+            "mosaic_gpu_invariant or mosaic_tpu_invariant."
+        )
+    return replace(ops, **invariant_on_chip.mosaic_invariant_ops(ops.router, impl))
 
 
 def with_kernels(ops: Ops, impls: Mapping[str, Impl]) -> Ops:

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         verdict = judge(operation, impl)
         failed |= verdict.kind in ("wrong", "unknown")
         text = f"correct, {verdict.reason}" if verdict.is_right else describe_verdict(verdict)
-        print(f"{operation:<17}{impl:<12}{text}", flush=True)
+        print(f"{operation:<17}{impl:<21}{text}", flush=True)
     return int(failed)
 
 

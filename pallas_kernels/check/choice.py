@@ -20,7 +20,7 @@ from pallas_kernels.grouped_matmul import api as matmul
 from pallas_kernels.sink_attention import api as attention
 from pallas_kernels.token_logprobs import api as logprobs
 
-PLAIN = ("xla", "reference")  # run on every machine and need no check
+PLAIN = ("xla", "xla_invariant", "reference")  # run on every machine and need no check
 PLATFORMS: dict[str, dict[str, tuple[str, ...]]] = {  # of each implementation, the preferred first
     operation: {name: impl.platforms for name, impl in impls.items()}
     for operation, impls in {
@@ -50,6 +50,11 @@ class KernelRefused(ValueError):
 def requested_impls(name: str) -> dict[str, Impl]:
     """The named implementation for each operation that has it, and "auto" for the others."""
     return {operation: name if name in impls else "auto" for operation, impls in PLATFORMS.items()}
+
+
+def invariant_impls(name: str) -> dict[str, Impl]:
+    """The batch-invariant implementation of every operation that belongs to "auto" or `name`."""
+    return dict.fromkeys(PLATFORMS, f"{'xla' if name == 'auto' else name}_invariant")
 
 
 def choose_kernels(name: str, platform: str, judge: Judge) -> dict[str, Choice]:

@@ -79,13 +79,19 @@ def check_cases(
             refused = first_line(error)
         except Exception as error:  # tracing, the compiler or the device may raise anything
             message = f"{type(error).__name__}: {first_line(error)}"
-            if "RESOURCE_EXHAUSTED" in message:
+            if is_out_of_memory(error):
                 yield {"unable": message}
                 return
             fault = f"it raised {message}"
         yield {"case": case.name, "fault": fault, "refused": refused, "own": is_run_case}
         if fault:
             return
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True for XLA's error with the status RESOURCE_EXHAUSTED; its text may come from a kernel."""
+    is_from_xla = isinstance(error, jax.errors.JaxRuntimeError)
+    return is_from_xla and getattr(error, "error_code_string", "") == "RESOURCE_EXHAUSTED"
 
 
 def case_from_json(operation: str, fields: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from pallas_kernels.decode_attention.signature import PagedAttention
 from pallas_kernels.dispatch import (
     Impl,
     Implementation,
+    invariant_implementations,
     mosaic_implementations,
     select_implementation,
 )
@@ -32,6 +33,7 @@ IMPLS: dict[str, Implementation[Attention]] = mosaic_implementations(_HERE, "dec
     "reference": Implementation(
         reference.decode_attention_reference, reference.decode_attention_reference_unsupported
     ),
+    **invariant_implementations("pallas_kernels.sink_attention", "decode_attention"),
 }
 _PAGED: dict[str, Implementation[PagedAttention]] = mosaic_implementations(
     _HERE, "paged_decode_attention"
@@ -63,7 +65,9 @@ def decode_attention(
 
     Slots may be in any order (a ring buffer). The kernels read only blocks with a visible slot, and
     take at most 16 queries. With the kernels a row's bits depend on its own slots only, not on
-    other rows or on free slots at the end of the cache; XLA does not guarantee this.
+    other rows or on free slots at the end of the cache; XLA does not guarantee this. Those of the
+    `..._invariant` implementations are also those of `sink_attention` in a training forward. They
+    need the queries of a row to be of one segment, whose keys are less than S positions apart.
     On a TPU store the cache as [B, S, K·H] and reshape it in the call: as [.., K, H] its small axes
     would be padded to tiles, so the kernel would copy it first. On a GPU use an S that is a
     multiple of 64, or at least of 8; otherwise the cache is copied to pad it.

@@ -9,6 +9,7 @@ from pallas_kernels.arguments import as_floats, as_integers
 from pallas_kernels.dispatch import (
     Impl,
     Implementation,
+    invariant_implementations,
     mosaic_implementations,
     select_implementation,
 )
@@ -29,6 +30,7 @@ IMPLS: dict[str, Implementation[Matmul]] = mosaic_implementations(_PACKAGE, "gro
     "reference": Implementation(
         reference.grouped_matmul_reference, reference.grouped_matmul_reference_unsupported
     ),
+    **invariant_implementations(_PACKAGE, "grouped_matmul"),
 }
 SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic_implementations(
     _PACKAGE, "grouped_swiglu"
@@ -37,6 +39,7 @@ SWIGLU_IMPLS: dict[str, Implementation[MatmulSwiglu]] = mosaic_implementations(
     "reference": Implementation(
         reference.grouped_swiglu_reference, reference.grouped_matmul_reference_unsupported
     ),
+    **invariant_implementations(_PACKAGE, "grouped_swiglu"),
 }
 LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = mosaic_implementations(
     _PACKAGE, "grouped_matmul_low_rank"
@@ -46,6 +49,7 @@ LOW_RANK_IMPLS: dict[str, Implementation[LowRankMatmul]] = mosaic_implementation
         low_rank_impls.grouped_matmul_low_rank_reference,
         reference.grouped_matmul_reference_unsupported,
     ),
+    **invariant_implementations(_PACKAGE, "grouped_matmul_low_rank"),
 }
 LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = mosaic_implementations(
     _PACKAGE, "grouped_swiglu_low_rank"
@@ -57,6 +61,7 @@ LOW_RANK_SWIGLU_IMPLS: dict[str, Implementation[LowRankSwiglu]] = mosaic_impleme
         low_rank_impls.grouped_swiglu_low_rank_reference,
         reference.grouped_matmul_reference_unsupported,
     ),
+    **invariant_implementations(_PACKAGE, "grouped_swiglu_low_rank"),
 }
 
 

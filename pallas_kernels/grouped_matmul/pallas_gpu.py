@@ -9,12 +9,16 @@ no gradient. Next: hopper/pallas_gpu_tiles.py, the code that the kernels share.
 
 from functools import cache, partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import target_device
 from pallas_kernels.grouped_matmul import signature as sig
+from pallas_kernels.grouped_matmul.chip_kernels import (
+    ChipKernels,
+    multiply_with_kernels,
+    swiglu_with_kernels,
+)
 from pallas_kernels.grouped_matmul.hopper import pallas_gpu_tiles as tiles
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_mxfp4 import (
     multiply_rows_mxfp4_hopper,
@@ -26,13 +30,7 @@ from pallas_kernels.grouped_matmul.hopper.pallas_gpu_rows import (
     multiply_swiglu_hopper,
 )
 from pallas_kernels.grouped_matmul.hopper.pallas_gpu_weights import ROWS, weight_gradients_hopper
-from pallas_kernels.grouped_matmul.low_rank import (
-    ChipKernels,
-    low_rank_matmul,
-    low_rank_swiglu,
-)
 from pallas_kernels.grouped_matmul.mxfp4 import Mxfp4, Mxfp4Part
-from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 
 _PACKED = Mxfp4 | Mxfp4Part
 
@@ -47,23 +45,6 @@ def _multiply_swiglu(lhs_MD, rhs_EDF, *operands):
     if isinstance(rhs_EDF, _PACKED):
         return multiply_swiglu_mxfp4_hopper(lhs_MD, rhs_EDF, *operands)
     return multiply_swiglu_hopper(lhs_MD, rhs_EDF, *operands)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _matmul_vjp(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
-    return _multiply_rows(lhs_MD, rhs_EDF, sizes_E, bias_EF, False, interpret)
-
-
-def _matmul_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
-    out_MF = _matmul_vjp(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret)
-    return out_MF, (lhs_MD, rhs_EDF, sizes_E, bias_EF)
-
-
-def _matmul_backward(interpret, residuals, dout_MF):
-    lhs_MD, rhs_EDF, sizes_E, bias_EF = residuals
-    dlhs_MD = _multiply_rows(dout_MF, rhs_EDF, sizes_E, None, True, interpret)
-    drhs_EDF, dbias_EF = _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret)
-    return dlhs_MD, drhs_EDF, None, dbias_EF
 
 
 def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
@@ -81,9 +62,6 @@ def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
     return None if packed else drhs_EDF, dbias_EF
 
 
-_matmul_vjp.defvjp(_matmul_forward, _matmul_backward)
-
-
 def grouped_matmul_mosaic_gpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes,
     bias_EF: sig.Bias = None, *, interpret: bool = False,
@@ -92,28 +70,8 @@ def grouped_matmul_mosaic_gpu(
 
     Numerics: float32 accumulation along the contraction in a fixed order; bitwise repeatable.
     """
-    return _matmul_vjp(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, interpret)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _swiglu_vjp(lhs_MD, rhs_EDF, sizes_E, bias_EF, alpha, limit, interpret):
-    epilogue = Swiglu(alpha, limit, save=False)
-    return _multiply_swiglu(lhs_MD, rhs_EDF, sizes_E, bias_EF, epilogue, interpret)[0]
-
-
-def _swiglu_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, alpha, limit, interpret):
-    epilogue = Swiglu(alpha, limit, save=True)
-    out_MF, h_MF = _multiply_swiglu(lhs_MD, rhs_EDF, sizes_E, bias_EF, epilogue, interpret)
-    return out_MF, (lhs_MD, rhs_EDF, sizes_E, bias_EF, h_MF)
-
-
-def _swiglu_backward(alpha, limit, interpret, residuals, dout_MF):
-    *saved, h_MF = residuals
-    _, pull = jax.vjp(lambda h: clamped_swiglu(h, alpha, limit), h_MF)
-    return _matmul_backward(interpret, saved, *pull(dout_MF))
-
-
-_swiglu_vjp.defvjp(_swiglu_forward, _swiglu_backward)
+    kernels = make_mosaic_gpu_kernels(interpret)
+    return multiply_with_kernels(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
 def grouped_swiglu_mosaic_gpu(
@@ -125,7 +83,8 @@ def grouped_swiglu_mosaic_gpu(
     Numerics: float32 until the result is rounded; the backward pass starts from the product
     rounded to lhs's dtype.
     """
-    return _swiglu_vjp(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit, interpret)
+    kernels = make_mosaic_gpu_kernels(interpret)
+    return swiglu_with_kernels(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
 
 def grouped_matmul_low_rank_mosaic_gpu(
@@ -134,7 +93,8 @@ def grouped_matmul_low_rank_mosaic_gpu(
 ) -> sig.Out:  # fmt: skip
     """`grouped_matmul_mosaic_gpu` with a low-rank update, added in its accumulators."""
     kernels = make_mosaic_gpu_kernels(interpret)
-    return low_rank_matmul(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
+    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
+    return multiply_with_kernels(kernels, *operands, (a_ERD, b_ERF), scale)
 
 
 def grouped_swiglu_low_rank_mosaic_gpu(
@@ -144,9 +104,8 @@ def grouped_swiglu_low_rank_mosaic_gpu(
 ) -> sig.Out:  # fmt: skip
     """`grouped_matmul_low_rank_mosaic_gpu`, activated in registers."""
     kernels = make_mosaic_gpu_kernels(interpret)
-    return low_rank_swiglu(
-        kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha, limit
-    )
+    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
+    return swiglu_with_kernels(kernels, *operands, alpha, limit, (a_ERD, b_ERF), scale)
 
 
 @cache
@@ -164,8 +123,11 @@ def make_mosaic_gpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
         sums_EFR, _ = weight_gradients_hopper(wide, low, sizes, jnp.float32, False, interpret)
         return sums_EFR.swapaxes(1, 2)
 
-    gradients = partial(_weight_gradients, interpret=interpret)
-    return ChipKernels(multiply_rows, multiply_swiglu, gradients, low_rank_sums, tiles.STEP)
+    def lhs_gradient(dout, rhs, sizes):
+        return _multiply_rows(dout, rhs, sizes, None, True, interpret)
+
+    gradients = lhs_gradient, partial(_weight_gradients, interpret=interpret)
+    return ChipKernels(multiply_rows, multiply_swiglu, *gradients, low_rank_sums, tiles.STEP)
 
 
 def grouped_matmul_mosaic_gpu_unsupported(

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.low_rank import (
+from pallas_kernels.grouped_matmul.chip_kernels import (
     ChipKernels,
-    low_rank_matmul,
-    low_rank_swiglu,
+    multiply_with_kernels,
+    swiglu_with_kernels,
 )
 from pallas_kernels.grouped_matmul.mxfp4 import GROUP, Mxfp4, Mxfp4Part
 from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
@@ -25,7 +25,6 @@ from pallas_kernels.grouped_matmul.pallas_tpu_rows import (
 )
 from pallas_kernels.grouped_matmul.pallas_tpu_tiles import ALIGNED, LANES
 from pallas_kernels.grouped_matmul.pallas_tpu_weights import weight_gradients_tpu, weights_tile
-from pallas_kernels.grouped_matmul.swiglu import apply_swiglu
 
 
 def grouped_matmul_mosaic_tpu(
@@ -37,7 +36,8 @@ def grouped_matmul_mosaic_tpu(
     Numerics: float32 accumulation, each result rounded once to the dtype of its operand. Sums
     run in a fixed order, so results are bitwise repeatable.
     """
-    return _matmul_vjp(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, interpret)
+    kernels = make_mosaic_tpu_kernels(interpret)
+    return multiply_with_kernels(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
 
 
 def grouped_swiglu_mosaic_tpu(
@@ -48,30 +48,8 @@ def grouped_swiglu_mosaic_tpu(
 
     Numerics: out is rounded once; the gradient starts from gate and up rounded to lhs's dtype.
     """
-    return _swiglu_vjp(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, (alpha, limit), interpret)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _matmul_vjp(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
-    if lhs_MD.shape[0] == 0:
-        return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
-    return multiply_rows_tpu(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret=interpret)
-
-
-def _matmul_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret):
-    out_MF = _matmul_vjp(lhs_MD, rhs_EDF, sizes_E, bias_EF, interpret)
-    return out_MF, (lhs_MD, rhs_EDF, sizes_E, bias_EF)
-
-
-def _matmul_backward(interpret, residuals, dout_MF):
-    lhs_MD, rhs_EDF, sizes_E, bias_EF = residuals
-    packed = isinstance(rhs_EDF, Mxfp4 | Mxfp4Part)
-    if lhs_MD.shape[0] == 0:
-        drhs_EDF = None if packed else jnp.zeros_like(rhs_EDF)
-        return lhs_MD, drhs_EDF, None, jax.tree.map(jnp.zeros_like, bias_EF)
-    dlhs_MD = multiply_rows_tpu(dout_MF, rhs_EDF, sizes_E, transposed=True, interpret=interpret)
-    drhs_EDF, dbias_EF = _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret)
-    return dlhs_MD, drhs_EDF, None, dbias_EF
+    kernels = make_mosaic_tpu_kernels(interpret)
+    return swiglu_with_kernels(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, alpha, limit)
 
 
 def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
@@ -85,9 +63,6 @@ def _weight_gradients(lhs_MD, rhs_EDF, dout_MF, sizes_E, bias_EF, interpret):
     if bias_EF is not None and dbias_EF is not None:
         dbias_EF = dbias_EF.astype(bias_EF.dtype)
     return drhs_EDF, dbias_EF
-
-
-_matmul_vjp.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _bias_gradient(dout_MF, sizes_E):
@@ -104,42 +79,14 @@ def _bias_gradient(dout_MF, sizes_E):
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _swiglu_vjp(lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, interpret):
-    if lhs_MD.shape[0] == 0:
-        return jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
-    return multiply_swiglu_tpu(lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, interpret=interpret)[0]
-
-
-def _swiglu_forward(lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, interpret):
-    if lhs_MD.shape[0] == 0:
-        out = gate = up = jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
-    else:
-        out, gate, up = multiply_swiglu_tpu(
-            lhs_MD, rhs_EDF, sizes_E, bias_EF, swiglu, save_products=True, interpret=interpret
-        )
-    return out, (lhs_MD, rhs_EDF, sizes_E, bias_EF, gate, up)
-
-
-def _swiglu_backward(swiglu, interpret, residuals, dout_MF):
-    *operands, gate, up = residuals
-    _, pull = jax.vjp(lambda gate, up: apply_swiglu(gate, up, *swiglu), gate, up)
-    dh = jnp.concatenate(pull(dout_MF.astype(jnp.float32)), axis=1)
-    return _matmul_backward(interpret, tuple(operands), dh)
-
-
-_swiglu_vjp.defvjp(_swiglu_forward, _swiglu_backward)
-
-
 def grouped_matmul_low_rank_mosaic_tpu(
     lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
     a_ERD: sig.A, b_ERF: sig.B, scale: float, *, interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
     """`grouped_matmul_mosaic_tpu` with a low-rank update, added to its float32 sums."""
-    if lhs_MD.shape[0] == 0:
-        return jnp.zeros((0, rhs_EDF.shape[2]), lhs_MD.dtype)
     kernels = make_mosaic_tpu_kernels(interpret)
-    return low_rank_matmul(kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)
+    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
+    return multiply_with_kernels(kernels, *operands, (a_ERD, b_ERF), scale)
 
 
 def grouped_swiglu_low_rank_mosaic_tpu(
@@ -148,12 +95,9 @@ def grouped_swiglu_low_rank_mosaic_tpu(
     interpret: bool = False,
 ) -> sig.Out:  # fmt: skip
     """`grouped_matmul_low_rank_mosaic_tpu`, activated in the same kernel."""
-    if lhs_MD.shape[0] == 0:
-        return jnp.zeros((0, rhs_EDF.shape[2] // 2), lhs_MD.dtype)
     kernels = make_mosaic_tpu_kernels(interpret)
-    return low_rank_swiglu(
-        kernels, lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale, alpha, limit
-    )
+    operands = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
+    return swiglu_with_kernels(kernels, *operands, alpha, limit, (a_ERD, b_ERF), scale)
 
 
 @cache
@@ -181,8 +125,11 @@ def make_mosaic_tpu_kernels(interpret: bool, invariant: bool = False) -> ChipKer
     def low_rank_sums(low, wide, sizes):
         return weight_gradients_tpu(low, wide, sizes, jnp.float32, False, interpret=interpret)[0]
 
-    gradients = partial(_weight_gradients, interpret=interpret)
-    return ChipKernels(multiply_rows, multiply_swiglu, gradients, low_rank_sums, ALIGNED)
+    gradients = (
+        partial(multiply_rows_tpu, transposed=True, interpret=interpret),
+        partial(_weight_gradients, interpret=interpret),
+    )
+    return ChipKernels(multiply_rows, multiply_swiglu, *gradients, low_rank_sums, ALIGNED)
 
 
 def grouped_matmul_mosaic_tpu_unsupported(lhs_MD, rhs_EDF) -> str | None:

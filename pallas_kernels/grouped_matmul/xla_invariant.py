@@ -7,6 +7,7 @@ shape. The gradients are those of xla.py. Next: pallas_kernels/tiles.py.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul import routing, xla
 from pallas_kernels.grouped_matmul import signature as sig
-from pallas_kernels.grouped_matmul.low_rank import LowRank
 from pallas_kernels.grouped_matmul.swiglu import clamped_swiglu
 from pallas_kernels.tiles import ROWS as TOKENS
 from pallas_kernels.tiles import map_tiles
@@ -22,31 +22,53 @@ from pallas_kernels.tiles import map_tiles
 ROWS = 16  # rows of every tile, a group's last one included
 
 
+@jax.custom_vjp
 def grouped_matmul_xla_invariant(
-    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, *,
-    bias_EF: sig.Bias = None, low_rank: LowRank | None = None,
-) -> sig.Out:  # fmt: skip
-    """Batch-invariant `grouped_matmul`: a row's bits depend on that row and its matrix alone.
-
-    out[m] = lhs[m] @ rhs[e] + bias[e],  e the group that holds row m
+    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias
+) -> sig.Out:
+    """Batch-invariant grouped matmul: a row's bits depend on that row and its matrix alone.
 
     Numerics: as `grouped_matmul_xla`.
     """
-    if low_rank is None:
-        return _matmul_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
-    return _low_rank_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, *low_rank)
+    return _multiply_rows_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, 1)
 
 
 def grouped_swiglu_xla_invariant(
-    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, *,
-    bias_EF: sig.GateUpBias = None, alpha: float = 1.702, limit: float = 7.0,
-    low_rank: LowRank | None = None,
+    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
+    alpha: float, limit: float,
 ) -> sig.Out:  # fmt: skip
-    """Batch-invariant `grouped_swiglu`: the activation of the rounded matmul, as xla's is."""
-    sums = grouped_matmul_xla_invariant(
-        lhs_MD, rhs_EDF, group_sizes_E, bias_EF=bias_EF, low_rank=low_rank
+    """The SwiGLU of `grouped_matmul_xla_invariant`'s result, which is rounded to lhs's dtype."""
+    h_MF: Any = grouped_matmul_xla_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF)
+    return map_tiles(partial(_activate_tile, alpha, limit), h_MF)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def grouped_matmul_low_rank_xla_invariant(
+    lhs_MD: sig.Rows, rhs_EDF: sig.Matrices, group_sizes_E: sig.GroupSizes, bias_EF: sig.Bias,
+    a_ERD: sig.A, b_ERF: sig.B, scale: float,
+) -> sig.Out:  # fmt: skip
+    """`grouped_matmul_xla_invariant` with a low-rank update.
+
+    Numerics: as `grouped_matmul_low_rank_xla`.
+    """
+    return _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale)[0]
+
+
+def grouped_swiglu_low_rank_xla_invariant(
+    lhs_MD: sig.Rows, rhs_EDF: sig.GateUp, group_sizes_E: sig.GroupSizes, bias_EF: sig.GateUpBias,
+    a_ERD: sig.A, b_ERF: sig.GateUpB, scale: float, alpha: float, limit: float,
+) -> sig.Out:  # fmt: skip
+    """`grouped_swiglu_xla_invariant` with a low-rank update."""
+    h_MF: Any = grouped_matmul_low_rank_xla_invariant(
+        lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale
     )
-    return map_tiles(partial(_activate_tile, alpha, limit), sums)
+    return map_tiles(partial(_activate_tile, alpha, limit), h_MF)
+
+
+grouped_matmul_xla_invariant_unsupported = xla.grouped_matmul_xla_unsupported
+grouped_swiglu_xla_invariant_unsupported = xla.grouped_matmul_xla_unsupported
+grouped_matmul_low_rank_xla_invariant_unsupported = xla.grouped_matmul_xla_unsupported
+grouped_swiglu_low_rank_xla_invariant_unsupported = xla.grouped_matmul_xla_unsupported
 
 
 def _activate_tile(alpha: float, limit: float, sums_MF: Array, _: tuple[()]) -> Array:
@@ -63,27 +85,14 @@ def _multiply_rows_invariant(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapte
     return xla.multiply_rows_xla(lhs_MD, rhs_EDF, sizes_E, bias_EF, rhs_axis, adapter, ROWS)[:count]
 
 
-@jax.custom_vjp
-def _matmul_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
-    return _multiply_rows_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, 1)
+def _matmul_forward(*operands):
+    return grouped_matmul_xla_invariant(*operands), operands
 
 
-def _matmul_invariant_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF):
-    saved = lhs_MD, rhs_EDF, group_sizes_E, bias_EF
-    return _matmul_invariant(*saved), saved
+grouped_matmul_xla_invariant.defvjp(_matmul_forward, xla.grouped_matmul_xla_backward)
 
 
-_matmul_invariant.defvjp(_matmul_invariant_forward, xla.grouped_matmul_xla_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _low_rank_invariant(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale):
-    return _low_rank_invariant_forward(
-        lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale
-    )[0]
-
-
-def _low_rank_invariant_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale):
+def _low_rank_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, scale):
     dtype = lhs_MD.dtype
     low_MR = _multiply_rows_invariant(lhs_MD, a_ERD.astype(dtype), group_sizes_E, None, 2)
     adapter = low_MR, b_ERF.astype(dtype), scale
@@ -91,7 +100,7 @@ def _low_rank_invariant_forward(lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, 
     return out_MF, (lhs_MD, rhs_EDF, group_sizes_E, bias_EF, a_ERD, b_ERF, low_MR)
 
 
-_low_rank_invariant.defvjp(_low_rank_invariant_forward, xla.low_rank_xla_backward)
+grouped_matmul_low_rank_xla_invariant.defvjp(_low_rank_forward, xla.low_rank_xla_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -13,6 +13,7 @@ from pallas_kernels.arguments import as_floats, resolve_scale, window_size
 from pallas_kernels.dispatch import (
     Impl,
     Implementation,
+    invariant_implementations,
     lazy_implementation,
     mosaic_implementations,
     select_implementation,
@@ -36,6 +37,7 @@ IMPLS: dict[str, Implementation[Attention]] = mosaic_implementations(_HERE, "sin
     "reference": Implementation(
         reference.sink_attention_reference, reference.sink_attention_reference_unsupported
     ),
+    **invariant_implementations(_HERE, "sink_attention"),
 }
 BACKWARD_IMPLS: dict[str, Implementation[AttentionBackward]] = mosaic_implementations(
     _HERE, "sink_attention_backward"
@@ -72,6 +74,8 @@ def sink_attention(
     A query sees the keys of its own segment (0 is padding) at positions up to its own, at most
     `window` of them counting its own. Positions and segments are arrays, so another layout of the
     same shape needs no compilation. Keys may be in any order.
+    The `..._invariant` implementations are batch-invariant, under conditions on the layout that
+    xla_invariant.py and mosaic_invariant.py state; "auto" never selects them.
     To attend to parts of the keys, use sink = −inf and merge the results by their lse;
     `sink_attention_backward` computes the gradients of a part.
 

@@ -5,76 +5,81 @@ A query adds up its keys in the same blocks and the same order in a training for
 a decode step. A block that only other queries of its tile need adds exact zeros. Blocks begin at
 multiples of their size from column 0, so each key must be in the column of its position. Keys of a
 cache are moved there first; rows of a trainer already are so (one sequence from column 0, or
-several that begin at multiples of BLOCK). `sink_attention` instead chooses order and size of its
-blocks for speed. Next: xla_invariant.py, the same on a CPU.
+several that begin at multiples of BLOCK). The same kernels under their own names choose order and
+size of their blocks for speed. Next: xla_invariant.py, the same on a CPU.
 """
 
-import importlib
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from pallas_kernels.arguments import as_floats, resolve_scale, window_size
+from pallas_kernels.dispatch import kernel_module, kernels_unsupported
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention.common import (
-    as_int32_layout,
-    backward_sums,
-    check_attention_arrays,
-    check_same_batch,
-    name_for_checkpoint,
-)
+from pallas_kernels.sink_attention.gradients import attend_with_gradients
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
 
-Chip = Literal["mosaic_gpu", "mosaic_tpu"]
+_HERE = "pallas_kernels.sink_attention"
 BLOCK = 256  # positions; a multiple of the key block of every kernel
 
 
 def sink_attention_mosaic_invariant(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    *,
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segment_ids_BT: Int[Array, "B T"],
-    k_segment_ids_BS: Int[Array, "B S"],
-    window: int | None = None,
-    scale: float | None = None,
-    impl: Chip,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Batch-invariant `sink_attention` by `impl`: a query's bits depend on its own keys alone.
+    kernels: str, q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout,
+    window: int, scale: float, *, cache: bool | None = None, interpret: bool = False,
+) -> Result:  # fmt: skip
+    """Batch-invariant (o, lse) by `kernels`: a query's bits depend on its own keys alone.
 
-    Args: see `sink_attention`. If S = T, queries and keys are the same tokens, and each sequence
-        of a row begins at a column that is a multiple of BLOCK. If S ≠ T, the keys are a cache:
-        those of a row are of one segment, in any order, at most S positions apart and, without a
-        window, below S; its queries are at most T apart.
+    If the keys are no cache, that holds for sequences of a row that begin at a column that is a
+    multiple of BLOCK. Queries and keys of a row of a cache are of one segment. Its keys are in any
+    order, at most S positions apart and, without a window, below S; its queries at most T apart.
+
+    Args:
+        kernels: mosaic_gpu or mosaic_tpu.
+        cache: by default True where S ≠ T.
     Numerics: as of the kernel; the gradients are those of its backward.
-    Raises: ValueError for shapes that do not fit.
     """
-    q, k, v, sink = (
-        as_floats(name, x)
-        for name, x in (("q", q_BTNH), ("k", k_BSKH), ("v", v_BSKH), ("sink", sink_N))
+    if q_BTNH.shape[1] != k_BSKH.shape[1] if cache is None else cache:
+        k_BSKH, v_BSKH, layout = order_by_position(k_BSKH, v_BSKH, layout, window)
+    statics = dict(window=window, scale=scale, interpret=interpret)
+    module = kernel_module(_HERE, kernels)
+    forward = partial(getattr(module, f"sink_attention_{kernels}_invariant"), **statics)
+    gradients = partial(getattr(module, f"sink_attention_backward_{kernels}"), **statics)
+    return attend_with_gradients(
+        partial(_run_unfused, forward), gradients, q_BTNH, k_BSKH, v_BSKH, sink_N, layout
     )
-    check_attention_arrays(q, k, v, sink)
-    check_same_batch(q, k)
-    layout = as_int32_layout(
-        Layout(q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS), q, k
-    )
-    window_keys = window_size(window)
-    if k.shape[1] != q.shape[1]:
-        k, v, layout = order_by_position(k, v, layout, window_keys)
-    return _attend_ordered(
-        q, k, v, sink, layout, window_keys, resolve_scale(scale, q.shape[3]), impl, interpret
-    )
+
+
+def sink_attention_mosaic_invariant_unsupported(
+    kernels: str, q_BTNH: Any, k_BSKH: Any, *, cache: bool | None = None
+) -> str | None:
+    """The reason why the kernels cannot take these shapes, or None."""
+    B, S, K, H = k_BSKH.shape
+    if q_BTNH.shape[1] != S if cache is None else cache:
+        k_BSKH = jax.ShapeDtypeStruct((B, -(-S // BLOCK) * BLOCK, K, H), k_BSKH.dtype)
+    return kernels_unsupported(_HERE, "sink_attention", kernels, q_BTNH, k_BSKH)
+
+
+# In a decode step the keys are a cache even if there are as many queries as keys.
+decode_attention_mosaic_invariant = partial(sink_attention_mosaic_invariant, cache=True)
+decode_attention_mosaic_invariant_unsupported = partial(
+    sink_attention_mosaic_invariant_unsupported, cache=True
+)
+
+
+def _run_unfused(
+    forward: Callable[..., Result], q: Array, k: Array, v: Array, sink: Array, layout: Layout
+) -> Result:
+    """forward(…) behind barriers: XLA must not fuse inputs or outputs with other operations."""
+    barrier: Any = lax.optimization_barrier
+    return barrier(forward(*barrier((q, k, v, sink)), layout))
 
 
 def order_by_position(
-    k_BSKH: Float[Array, "B S K H"], v_BSKH: Float[Array, "B S K H"], layout: Layout, window: int
+    k_BSKH: Keys, v_BSKH: Keys, layout: Layout, window: int
 ) -> tuple[Array, Array, Layout]:
     """(k, v, layout) of a cache with each key moved to the column of its position.
 
@@ -108,49 +113,14 @@ def order_by_position(
 
 
 def _find_slots(layout: Layout, segment_B: Array, positions_BC: Array) -> tuple[Array, Array]:
-    """(slot, valid) of the keys at these positions, found by position modulo S."""
+    """(slot, valid) of the segment's keys at these positions, found by position modulo S."""
     segments_BS, positions_BS = layout.k_segment_ids_BS, layout.k_positions_BS
     B, S = positions_BS.shape
     row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
-    residue_BS = jnp.where(segments_BS > 0, positions_BS % S, S)  # padding is dropped
+    # other segments and padding are dropped
+    residue_BS = jnp.where(segments_BS == segment_B[:, None], positions_BS % S, S)
     slots_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
     table_BS = jnp.zeros((B, S), jnp.int32).at[row_B1, residue_BS].set(slots_BS, mode="drop")
     slot_BC = table_BS[row_B1, positions_BC % S]
     valid_BC = (segments_BS[row_B1, slot_BC] == segment_B[:, None]) & (segment_B[:, None] > 0)
     return slot_BC, valid_BC & (positions_BS[row_B1, slot_BC] == positions_BC)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def _attend_ordered(
-    q: Array, k: Array, v: Array, sink: Array, layout: Layout, window: int, scale: float,
-    impl: Chip, interpret: bool,
-) -> tuple[Array, Array]:  # fmt: skip
-    # The barriers keep XLA from fusing the kernel's inputs and outputs with surrounding operations.
-    barrier: Any = lax.optimization_barrier
-    results = getattr(_kernel_module(impl), f"sink_attention_{impl}_invariant")(
-        *barrier((q, k, v, sink)), layout, window, scale, interpret
-    )
-    return barrier(results)
-
-
-def _attend_ordered_fwd(q, k, v, sink, layout, window, scale, impl, interpret):
-    results: Any = _attend_ordered(q, k, v, sink, layout, window, scale, impl, interpret)
-    o, lse = name_for_checkpoint(*results)
-    return (o, lse), (q, k, v, sink, layout, o, lse)
-
-
-def _attend_ordered_bwd(window, scale, impl, interpret, saved, cotangents):
-    q, k, v, sink, layout, o, lse = saved
-    dout, dlse = cotangents
-    lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
-    run = getattr(_kernel_module(impl), f"sink_attention_backward_{impl}")
-    dq, dk, dv = run(q, k, v, dout, lse, delta, layout, window, scale, interpret=interpret)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsink, None
-
-
-_attend_ordered.defvjp(_attend_ordered_fwd, _attend_ordered_bwd)
-
-
-def _kernel_module(impl: Chip) -> Any:
-    name = f"pallas_kernels.sink_attention.{impl.replace('mosaic', 'pallas')}"
-    return importlib.import_module(name)

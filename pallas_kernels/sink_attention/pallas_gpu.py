@@ -27,7 +27,7 @@ from pallas_kernels import hopper
 from pallas_kernels.dispatch import count_gpu_cores, target_device
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_gpu_backward
-from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpoint
+from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.pallas_gpu_blocks import (
     LOG2E,
     MosaicTiles,
@@ -67,37 +67,16 @@ def mosaic_forward_tiles(H: int, window: int, G: int) -> MosaicTiles:
     return MosaicTiles(consumers=3, step=128, stages=4) if H == 64 else MosaicTiles(2, 128, 2)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend_gpu(q, k, v, sink, layout, window, scale, interpret):
-    return attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret)
-
-
-def _attend_fwd(q, k, v, sink, layout, window, scale, interpret):
-    o, lse = name_for_checkpoint(
-        *attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret)
-    )
-    return (o, lse), (q, k, v, sink, layout, o, lse)
-
-
-def _attend_bwd(window, scale, interpret, saved, cotangents):
-    q, k, v, sink, layout, o, lse = saved
-    dout, dlse = cotangents
-    lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
-    arrays = q, k, v, dout, lse, delta, layout
-    dq, dk, dv = pallas_gpu_backward.attention_gradients_gpu(*arrays, window, scale, interpret)
-    return dq, dk, dv, dsink, None
-
-
-_attend_gpu.defvjp(_attend_fwd, _attend_bwd)
-
-
 def sink_attention_mosaic_gpu(
     q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float, *, interpret: bool = False,
 ) -> Result:  # fmt: skip
     """(o, lse) on a Hopper GPU; see `sink_attention_reference` for the formula. Differentiable."""
     q, scale, _ = _positive_scale(q_BTNH, scale)
-    return _attend_gpu(q, k_BSKH, v_BSKH, sink_N, layout, window, scale, interpret)
+    statics = dict(window=window, scale=scale, interpret=interpret)
+    forward = partial(attention_forward_gpu, **statics)
+    gradients = partial(pallas_gpu_backward.attention_gradients_gpu, **statics)
+    return attend_with_gradients(forward, gradients, q, k_BSKH, v_BSKH, sink_N, layout)
 
 
 def _positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
@@ -122,7 +101,8 @@ def sink_attention_backward_mosaic_gpu(
 
 
 def sink_attention_mosaic_gpu_invariant(q, k, v, sink, layout, window, scale, interpret):
-    """(o, lse) for mosaic_invariant.py: key blocks in order of position; the scale is above 0."""
+    """(o, lse) for mosaic_invariant.py: key blocks in order of position."""
+    q, scale, _ = _positive_scale(q, scale)
     return attention_forward_gpu(q, k, v, sink, layout, window, scale, interpret, ordered=True)
 
 

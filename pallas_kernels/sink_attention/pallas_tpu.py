@@ -13,7 +13,6 @@ layout and the loop, pallas_tpu_backward.py for the gradients.
 import math
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -21,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import tpu
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import pallas_tpu_blocks as blocks
-from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpoint
+from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.pallas_tpu_backward import attention_gradients_tpu
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import (
@@ -129,13 +128,16 @@ def attention_forward_tpu(
     )(layout_blocks.q_runs, sink, q, layout_blocks.q_B8T, k, v, layout_blocks.k_B8S)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def sink_attention_mosaic_tpu(
     q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float, interpret: bool = False,
 ) -> Result:  # fmt: skip
     """(o, lse) by a TPU kernel; see `sink_attention_reference` for the formula."""
-    return _attend_fwd(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale, interpret)[0]
+    x = blocks.choose_sizes(q_BTNH.shape, k_BSKH.shape, window, q_BTNH.dtype.itemsize)
+    statics = dict(window=window, scale=scale, interpret=interpret)
+    forward = partial(attend_in_blocks, x, **statics)
+    gradients = partial(_attention_gradients, **statics, dtype=q_BTNH.dtype)
+    return attend_with_gradients(forward, gradients, q_BTNH, k_BSKH, v_BSKH, sink_N, layout)
 
 
 def attend_in_blocks(
@@ -155,23 +157,6 @@ def sink_attention_mosaic_tpu_invariant(q, k, v, sink, layout, window, scale, in
     return attend_in_blocks(x, q, k, v, sink, layout, window, scale, interpret, masked=True)
 
 
-def _attend_fwd(q, k, v, sink, layout, window, scale, interpret):
-    x = blocks.choose_sizes(q.shape, k.shape, window, q.dtype.itemsize)
-    o, lse = name_for_checkpoint(
-        *attend_in_blocks(x, q, k, v, sink, layout, window, scale, interpret)
-    )
-    return (o, lse), (q, k, v, sink, layout, o, lse)
-
-
-def _attend_bwd(window, scale, interpret, saved, cotangents):
-    q, k, v, sink, layout, o, lse = saved
-    dout, dlse = cotangents
-    lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
-    rows = dout, lse, delta
-    dq, dk, dv = _attention_gradients(q, k, v, *rows, layout, window, scale, q.dtype, interpret)
-    return dq, dk, dv, dsink, None
-
-
 def _attention_gradients(q, k, v, dout, lse, delta, layout, window, scale, dtype, interpret):
     """(dq, dk, dv) in `dtype`."""
     x = blocks.choose_sizes(q.shape, k.shape, window, q.dtype.itemsize, backward=True)
@@ -184,9 +169,6 @@ def _attention_gradients(q, k, v, dout, lse, delta, layout, window, scale, dtype
     )
     dk, dv = (y[:, :, : x.S].transpose(0, 2, 1, 3) for y in (dk, dv))
     return x.rows(dq), dk, dv
-
-
-sink_attention_mosaic_tpu.defvjp(_attend_fwd, _attend_bwd)
 
 
 def sink_attention_backward_mosaic_tpu(

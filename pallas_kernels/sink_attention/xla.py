@@ -12,12 +12,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.blocks import block_ranges, block_table
 from pallas_kernels.masks import Layout, is_visible
-from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpoint
+from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.reference import UNSEEN
 from pallas_kernels.sink_attention.signature import (
     Gradients,
@@ -211,57 +212,39 @@ def _split_rows(x_BTNH: Array, n: int, bt: int, G: int) -> Array:
     return x.reshape(n, B, N // G, bt * G, H)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def sink_attention_xla(
     q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
     scale: float,
 ) -> Result:  # fmt: skip
     """(o, lse) in blocks of keys; see `sink_attention_reference` for the formula."""
-    return _xla_fwd(q_BTNH, k_BSKH, v_BSKH, sink_N, layout, window, scale)[0]
+    forward = partial(_attend_in_blocks, window=window, scale=scale)
+    gradients = partial(sink_attention_backward_xla, window=window, scale=scale, dtype=q_BTNH.dtype)
+    return attend_with_gradients(forward, gradients, q_BTNH, k_BSKH, v_BSKH, sink_N, layout)
 
 
-def _xla_fwd(q, k, v, sink, layout, window, scale):
-    B, T, N, _ = q.shape
+def _attend_in_blocks(q, k, v, sink, layout, window, scale):
+    T, N = q.shape[1:3]
     x, bs = _make_blocks(q, k, v, sink, layout, window)
     o, lse = _forward_blocks(x, bs, window, scale)
     G = N // k.shape[2]
-    o = _join_rows(o, T, G).astype(q.dtype)
-    o, lse = name_for_checkpoint(o, _join_rows(lse, T, G)[..., 0])
-    return (o, lse), (q, k, v, sink, layout, o, lse)
-
-
-def _xla_bwd(window, scale, saved, cotangents):
-    q, k, v, sink, layout, o, lse = saved
-    dout, dlse = cotangents
-    x, bs = _make_blocks(q, k, v, sink, layout, window)
-    lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
-    dq, dk, dv = _blocked_gradients(x, bs, q, k, dout, lse, delta, window, scale, q.dtype)
-    return dq, dk, dv, dsink, None
-
-
-def _blocked_gradients(x: _Blocks, bs, q, k, dout, lse, delta, window, scale, dtype):
-    """(dq, dk, dv) in `dtype`."""
-    G = q.shape[2] // k.shape[2]
-    n, bt = x.q_nBKRH.shape[0], x.q_nBKRH.shape[3] // G
-    parts = (_split_rows(y, n, bt, G) for y in (dout, lse[..., None], delta[..., None]))
-    dq, dk, dv = _backward_blocks(x, bs, window, scale, *parts)
-    S = k.shape[1]
-    dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(dtype) for y in (dk, dv))
-    return _join_rows(dq, q.shape[1], G).astype(dtype), dk, dv
-
-
-sink_attention_xla.defvjp(_xla_fwd, _xla_bwd)
+    return _join_rows(o, T, G).astype(q.dtype), _join_rows(lse, T, G)[..., 0]
 
 
 def sink_attention_backward_xla(
     q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, dout_BTNH: Queries, lse_BTN: Rows, delta_BTN: Rows,
-    layout: Layout, window: int, scale: float,
+    layout: Layout, window: int, scale: float, dtype: DTypeLike = jnp.float32,
 ) -> Gradients:  # fmt: skip
-    """(dq, dk, dv) in blocks of keys; see `sink_attention_backward_reference` for the formula."""
-    no_sinks = jnp.zeros(q_BTNH.shape[2:3])
-    x, bs = _make_blocks(q_BTNH, k_BSKH, v_BSKH, no_sinks, layout, window)
-    arrays = q_BTNH, k_BSKH, dout_BTNH, lse_BTN, delta_BTN
-    return _blocked_gradients(x, bs, *arrays, window, scale, jnp.float32)
+    """(dq, dk, dv) in `dtype`; see `sink_attention_backward_reference` for the formula."""
+    T, N = q_BTNH.shape[1:3]
+    S, K = k_BSKH.shape[1:3]
+    x, bs = _make_blocks(q_BTNH, k_BSKH, v_BSKH, jnp.zeros(N), layout, window)
+    G = N // K
+    n, bt = x.q_nBKRH.shape[0], x.q_nBKRH.shape[3] // G
+    per_row = dout_BTNH, lse_BTN[..., None], delta_BTN[..., None]
+    parts = (_split_rows(y, n, bt, G) for y in per_row)
+    dq, dk, dv = _backward_blocks(x, bs, window, scale, *parts)
+    dk, dv = (y.transpose(0, 2, 1, 3)[:, :S].astype(dtype) for y in (dk, dv))
+    return _join_rows(dq, T, G).astype(dtype), dk, dv
 
 
 def sink_attention_xla_unsupported(*_arrays) -> str | None:

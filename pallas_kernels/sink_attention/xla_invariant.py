@@ -4,8 +4,8 @@
 A query sums its keys in the same blocks, in arrays of the same shape, independent of the slots of
 the keys, of other tokens in its row and of the number of queries. So its bits depend on its own
 past alone: they are equal in a training forward, a prefill of any length and a decode step. A block
-that it does not see adds exact zeros. `sink_attention` and `decode_attention` are faster, but not
-batch-invariant: their blocks depend on the shapes.
+that it does not see adds exact zeros. xla.py is faster, but not batch-invariant: its blocks depend
+on the shapes.
 
 Next: xla_invariant_blocks.py, then pallas_kernels/tiles.py.
 """
@@ -17,19 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from pallas_kernels.arguments import as_floats, matmul_precision, resolve_scale, window_size
+from pallas_kernels.arguments import matmul_precision
 from pallas_kernels.masks import Layout, is_visible
-from pallas_kernels.sink_attention.api import sink_attention_backward
-from pallas_kernels.sink_attention.common import (
-    as_int32_layout,
-    backward_sums,
-    check_attention_arrays,
-    check_same_batch,
-    name_for_checkpoint,
-)
+from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.reference import UNSEEN
+from pallas_kernels.sink_attention.signature import Keys, Queries, Result, Sinks
+from pallas_kernels.sink_attention.xla import sink_attention_backward_xla
 from pallas_kernels.sink_attention.xla_invariant_blocks import (
     KEYS,
     SENTINEL,
@@ -54,83 +49,42 @@ Read = Callable[[Array, Array], Array]
 
 
 def sink_attention_xla_invariant(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    sink_N: Float[Array, " N"],
-    *,
-    q_positions_BT: Int[Array, "B T"],
-    k_positions_BS: Int[Array, "B S"],
-    q_segment_ids_BT: Int[Array, "B T"],
-    k_segment_ids_BS: Int[Array, "B S"],
-    window: int | None = None,
-    scale: float | None = None,
-    ring: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Batch-invariant `sink_attention`: the bits of a query's (o, lse) depend on its keys alone.
+    q_BTNH: Queries, k_BSKH: Keys, v_BSKH: Keys, sink_N: Sinks, layout: Layout, window: int,
+    scale: float, *, cache: bool = False,
+) -> Result:  # fmt: skip
+    """Batch-invariant (o, lse): the bits of a query depend on its keys alone.
 
-    z = scale·q·k over the keys a query sees;  lse = log(Σ e^z + e^sink);  o = Σ e^{z − lse}·v
-
-    Args: see `sink_attention`. A segment has each position at most once.
-        ring: the keys of a row are of one segment, less than S positions apart, as in a cache.
-            Their blocks are found without sorting.
+    A segment has each position at most once. With `cache` the queries of a row are of one segment,
+    and the keys of that segment are less than S positions apart: their blocks are found without
+    sorting.
     Numerics: float32, except inputs and outputs; the sink first, then keys in blocks of KEYS
-        positions from 0 on. Gradients are `sink_attention_backward`'s for this (o, lse).
-    Raises: ValueError for shapes that do not fit.
+        positions from 0 on. Gradients are those of xla.py for this (o, lse).
     """
-    q, k, v, sink = (
-        as_floats(name, x)
-        for name, x in (("q", q_BTNH), ("k", k_BSKH), ("v", v_BSKH), ("sink", sink_N))
-    )
-    check_attention_arrays(q, k, v, sink)
-    check_same_batch(q, k)
-    layout = as_int32_layout(
-        Layout(q_positions_BT, k_positions_BS, q_segment_ids_BT, k_segment_ids_BS), q, k
-    )
-    statics = window_size(window), resolve_scale(scale, q.shape[3]), ring
-    return _attend_invariant(q, k, v, sink, layout, *statics)
+    statics = dict(window=window, scale=scale)
+    forward = partial(_attend_in_pairs, **statics, cache=cache)
+    gradients = partial(sink_attention_backward_xla, **statics)
+    return attend_with_gradients(forward, gradients, q_BTNH, k_BSKH, v_BSKH, sink_N, layout)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend_invariant(
-    q: Array, k: Array, v: Array, sink: Array, layout: Layout, window: int, scale: float, ring: bool
-) -> tuple[Array, Array]:
-    return _attend_invariant_fwd(q, k, v, sink, layout, window, scale, ring)[0]
+def sink_attention_xla_invariant_unsupported(q_BTNH: Any, k_BSKH: Any) -> str | None:
+    """The reason why these shapes cannot run, or None."""
+    return "there are no queries or no keys" if 0 in (*q_BTNH.shape, *k_BSKH.shape) else None
 
 
-def _attend_invariant_fwd(
-    q: Array, k: Array, v: Array, sink: Array, layout: Layout, window: int, scale: float, ring: bool
-) -> Any:
-    o, lse = name_for_checkpoint(*_attend_in_pairs(q, k, v, sink, layout, window, scale, ring))
-    return (o, lse), (q, k, v, sink, layout, o, lse)
-
-
-def _attend_invariant_bwd(
-    window: int, scale: float, ring: bool, saved: Any, cotangents: Any
-) -> Any:
-    q, k, v, sink, layout, o, lse = saved
-    dout, dlse = cotangents
-    lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
-    dq, dk, dv = sink_attention_backward(
-        q, k, v, dout, lse, delta, q_positions_BT=layout.q_positions_BT,
-        k_positions_BS=layout.k_positions_BS, q_segment_ids_BT=layout.q_segment_ids_BT,
-        k_segment_ids_BS=layout.k_segment_ids_BS, window=window or None, scale=scale,
-    )  # fmt: skip
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsink, None
-
-
-_attend_invariant.defvjp(_attend_invariant_fwd, _attend_invariant_bwd)
+decode_attention_xla_invariant = partial(sink_attention_xla_invariant, cache=True)
+decode_attention_xla_invariant_unsupported = sink_attention_xla_invariant_unsupported
 
 
 def _attend_in_pairs(
-    q: Array, k: Array, v: Array, sink: Array, layout: Layout, window: int, scale: float, ring: bool
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, sink: Array, layout: Layout, *, window: int, scale: float,
+    cache: bool,
+) -> Result:  # fmt: skip
     """(o, lse), PAIRS of (batch row, queries) at a time."""
     (B, T, N, H), K = q.shape, k.shape[2]
     G = N // K
     rows = max(1, SCORES // G)  # queries of a pair
     n = -(-T // rows)
-    blocks, ranges_BT = (blocks_by_position if ring else blocks_by_sorting)(layout, window)
+    blocks, ranges_BT = (blocks_by_position if cache else blocks_by_sorting)(layout, window)
     n_iterations = -(-B * n // PAIRS)
 
     def split_pairs(x: Array, fill: int = 0) -> Array:

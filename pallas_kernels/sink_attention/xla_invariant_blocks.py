@@ -88,11 +88,17 @@ def blocks_by_sorting(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
 
 
 def blocks_by_position(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
-    """Blocks of keys of one segment a row, less than S positions apart: placed without sorting."""
+    """Blocks of the keys of the queries' segment, one a row, placed without sorting.
+
+    Its keys must be less than S positions apart; keys of other segments are dropped.
+    """
     segments_BS, positions_BS = layout.k_segment_ids_BS, layout.k_positions_BS
     B, S = positions_BS.shape
     C = -(-(S - 1 + KEYS) // KEYS)
-    valid_BS = segments_BS > 0
+    q_segments, q_positions = layout.q_segment_ids_BT, layout.q_positions_BT
+    is_queried_BS = segments_BS == jnp.max(q_segments, axis=1, keepdims=True)
+    segment_B1 = jnp.max(jnp.where(is_queried_BS, segments_BS, 0), axis=1, keepdims=True)
+    valid_BS = is_queried_BS & (segments_BS > 0)
     row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
     newest_B1 = jnp.max(jnp.where(valid_BS, positions_BS, 0), axis=1, keepdims=True)
     oldest_B1 = jnp.min(jnp.where(valid_BS, positions_BS, newest_B1), axis=1, keepdims=True)
@@ -103,9 +109,7 @@ def blocks_by_position(layout: Layout, window: int) -> tuple[Blocks, Ranges]:
     fallback_B1 = ~gather_in_bounds(table, row_B1, newest_B1 - first_B1 * KEYS)
     table = jnp.where(table < 0, fallback_B1, table).reshape(B, C, KEYS)
     block_BC = first_B1 + jnp.arange(C, dtype=jnp.int32)[None]
-    segment_B1 = jnp.max(segments_BS, axis=1, keepdims=True)
     blocks = Blocks(table, jnp.broadcast_to(segment_B1, (B, C)), block_BC)
-    q_segments, q_positions = layout.q_segment_ids_BT, layout.q_positions_BT
     begin = jnp.maximum(_first_visible_position(q_positions, window) // KEYS - first_B1, 0)
     end = jnp.minimum(q_positions // KEYS - first_B1 + 1, C)
     has_blocks = (q_segments > 0) & (q_segments == segment_B1) & (begin < end)

@@ -15,6 +15,7 @@ from pallas_kernels.arguments import as_floats, as_integers, forbid_derivative
 from pallas_kernels.dispatch import (
     Impl,
     Implementation,
+    invariant_implementations,
     mosaic_implementations,
     select_implementation,
 )
@@ -29,6 +30,7 @@ IMPLS: dict[str, Implementation[TokenLogprobs]] = mosaic_implementations(
     "reference": Implementation(
         reference.token_logprobs_reference, reference.token_logprobs_reference_unsupported
     ),
+    **invariant_implementations(_HERE, "token_logprobs"),
 }
 
 

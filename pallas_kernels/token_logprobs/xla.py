@@ -10,12 +10,12 @@ import operator
 from collections.abc import Callable
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.arguments import dot_float32
+from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
 from pallas_kernels.token_logprobs.signature import (
     Gradients,
     Head,
@@ -135,7 +135,6 @@ def stream_vocabulary(
     return (zero_M,) * 3 if n_tokens == 0 else _loop_blocks(count, token_step, (zero_M,) * 3)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def token_logprobs_xla(
     hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     vocab_size: int,
@@ -145,27 +144,10 @@ def token_logprobs_xla(
     Numerics: float32 accumulation, softmax and sums; bitwise repeatable. The columns past
     vocab_size are never read.
     """
-    logp_M, entropy_M, _ = stream_vocabulary(
-        hidden_MD, w_head_DV, targets_M, temperature, vocab_size
+    forward, gradients = (
+        partial(x, vocab_size=vocab_size) for x in (stream_vocabulary, token_gradients_xla)
     )
-    return logp_M, entropy_M
-
-
-def _logprobs_xla_fwd(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
-    logp_M, entropy_M, lse_M = stream_vocabulary(
-        hidden_MD, w_head_DV, targets_M, temperature, vocab_size
-    )
-    saved = (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
-    return (logp_M, entropy_M), saved
-
-
-def logprobs_backward_xla(vocab_size, saved, cotangents):
-    hidden_MD, _, _, temperature, _, _ = saved
-    dhidden, dw_head = token_gradients_xla(*saved, *cotangents, vocab_size=vocab_size)
-    return dhidden.astype(hidden_MD.dtype), dw_head, None, jnp.zeros_like(temperature)
-
-
-token_logprobs_xla.defvjp(_logprobs_xla_fwd, logprobs_backward_xla)
+    return logprobs_with_gradients(forward, gradients, hidden_MD, w_head_DV, targets_M, temperature)
 
 
 def token_statistics_xla(

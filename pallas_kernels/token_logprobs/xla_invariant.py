@@ -7,39 +7,38 @@ Next: xla.py, whose blocks of vocabulary these are, forward and backward.
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.tiles import map_tiles
 from pallas_kernels.token_logprobs import xla
+from pallas_kernels.token_logprobs.gradients import logprobs_with_gradients
 from pallas_kernels.token_logprobs.signature import Head, Hidden, Result, Targets, Temperature
 
 
 def token_logprobs_xla_invariant(
-    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, *, temperature: Temperature | float,
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
     vocab_size: int,
 ) -> Result:  # fmt: skip
-    """Batch-invariant `token_logprobs`: a token's bits depend on that token alone.
+    """Batch-invariant (logp, entropy): a token's bits depend on that token alone.
 
     Numerics: as of xla; the gradients are those of xla for this forward's lse and entropy.
     """
-    temperature = jnp.asarray(temperature, jnp.float32)
-    return _logprobs_by_tile(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _logprobs_by_tile(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
-    return _logprobs_by_tile_fwd(hidden_MD, w_head_DV, targets_M, temperature, vocab_size)[0]
-
-
-def _logprobs_by_tile_fwd(hidden_MD, w_head_DV, targets_M, temperature, vocab_size):
-    results_M3 = map_tiles(
-        partial(_tile_results, vocab_size), (hidden_MD, targets_M), (w_head_DV, 1.0 / temperature)
+    forward, gradients = (
+        partial(x, vocab_size=vocab_size) for x in (_logprobs_by_tile, xla.token_gradients_xla)
     )
-    logp_M, entropy_M, lse_M = results_M3.T
-    saved = (hidden_MD, w_head_DV, targets_M, temperature, lse_M, entropy_M)
-    return (logp_M, entropy_M), saved
+    return logprobs_with_gradients(forward, gradients, hidden_MD, w_head_DV, targets_M, temperature)
+
+
+token_logprobs_xla_invariant_unsupported = xla.token_logprobs_xla_unsupported
+
+
+def _logprobs_by_tile(
+    hidden_MD: Array, w_head_DV: Array, targets_M: Array, temperature: Array, *, vocab_size: int
+) -> Array:
+    """logp, entropy and lse, [3, M]."""
+    shared = w_head_DV, 1.0 / temperature
+    return map_tiles(partial(_tile_results, vocab_size), (hidden_MD, targets_M), shared).T
 
 
 def _tile_results(vocab_size: int, rows: tuple[Array, Array], shared: tuple[Array, Array]) -> Array:
@@ -56,6 +55,3 @@ def _tile_results(vocab_size: int, rows: tuple[Array, Array], shared: tuple[Arra
         ),
         -1,
     )
-
-
-_logprobs_by_tile.defvjp(_logprobs_by_tile_fwd, xla.logprobs_backward_xla)

@@ -49,7 +49,7 @@ def programs(chip):
     """The compiled text of prefill, decode and train."""
     if reason := compiler_unavailable(chip):
         pytest.skip(reason)
-    ops = invariant_ops(plain_ops(), impl_of(chip))
+    ops = invariant_ops(plain_ops(), f"{impl_of(chip)}_invariant")
     text = dict(zip(("prefill", "decode"), sampling(chip, ops), strict=True))
     mesh = chip_mesh(chip)
     params = lie(mesh, abstract_params(CFG, "bfloat16"))

@@ -13,10 +13,10 @@ from jaxmoe.model.ops import make_ops
 from jaxmoe.observe.metrics import read_metrics
 from jaxmoe.parts import make_parts
 from jaxmoe.train import main, train
-from pallas_kernels import decode_attention
+from pallas_kernels import decode_attention, sink_attention
 from pallas_kernels.check import child
+from pallas_kernels.check.choice import make_judge
 from pallas_kernels.check.verdicts import KernelVerdict
-from pallas_kernels.sink_attention.mosaic_invariant import sink_attention_mosaic_invariant
 
 SETTINGS = (
     "model.numerics=invariant", "data.train_rows=64", "data.held_out_rows=8", "warmup.steps=3",
@@ -115,12 +115,13 @@ def decided(kind, cfg=INVARIANT, verdict=PASSED):
 )  # fmt: skip
 def test_on_a_chip_whose_programs_were_looked_at_its_kernels_are_the_pieces(kind, impl):
     choice = decided(kind)
-    assert set(choice.impls.values()) == {impl} and "batch-invariant tiles" in choice.line
+    assert set(choice.impls.values()) == {f"{impl}_invariant"}
+    assert "batch-invariant tiles" in choice.line
     attend = make_ops(INVARIANT, choice.impls).attend
-    assert attend.__wrapped__.func is sink_attention_mosaic_invariant
-    assert attend.__wrapped__.keywords["impl"] == impl
+    assert attend.__wrapped__.func is sink_attention
+    assert attend.__wrapped__.keywords["impl"] == f"{impl}_invariant"
     named = override(INVARIANT, f"kernels={impl}")
-    assert make_ops(named).attend.__wrapped__.keywords["impl"] == impl
+    assert make_ops(named).attend.__wrapped__.keywords["impl"] == f"{impl}_invariant"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,34 @@ def test_where_it_was_not_shown_is_refused_in_one_line(kind, setting, verdict, m
     with pytest.raises(ConfigError) as error:
         decided(kind, override(INVARIANT, setting), verdict)
     assert message in str(error.value) and "--set model.numerics=fast" in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_run_does_not_start_where_an_invariant_kernel_has_one_wrong_tile(tmp_path):
+    """A double of a TPU: its kernels, interpreted in the process of the check.
+
+    A check of the fast kernels would pass, and a run could not notice: engine and trainer share
+    the wrong tile.
+    """
+    doubles, asked = "tests.pallas_kernels.check.doubles", []
+
+    def decide(planted):
+        def judge_on(chip):
+            here = make_judge(chip, "float32", {}, folder=tmp_path, log_line=lambda _: None)
+
+            def judge(operation, impl):
+                asked.append(impl)
+                double = f"{doubles}:{'planted' if planted else 'correct'}_{impl}"
+                return here(operation, double) if operation == "token_logprobs" else PASSED
+
+            return judge
+
+        chip = {"platform": "tpu", "kind": "TPU v5 lite"}
+        return decide_kernels(INVARIANT, lambda: chip, judge_on)
+
+    with pytest.raises(ConfigError, match="token_logprobs: failed in case padded_head: logp: rel"):
+        decide(planted=True)
+    assert set(decide(planted=False).impls.values()) == {"mosaic_tpu_invariant"} == set(asked)
 
 
 def test_without_a_look_at_the_chip_it_is_refused():

@@ -163,7 +163,7 @@ def test_the_doctor_may_leave_a_named_kernel_for_another_dtype():
 @pytest.mark.parametrize("packed", [0, 4 * 58])
 def test_the_runs_own_sizes_are_cases_of_every_operation(packed):
     found = json.loads(
-        json.dumps(run_cases(override(TINY, f"optim.tokens_per_microbatch={packed}")))
+        json.dumps(run_cases(override(TINY, f"optim.tokens_per_microbatch={packed}"), "gpu"))
     )
     every = {
         o: [one.case_from_json(o, fields) for fields in several] for o, several in found.items()
@@ -184,8 +184,29 @@ def test_the_runs_own_sizes_are_cases_of_every_operation(packed):
     assert every["decode_attention"][1].S == m.sliding_window < 58  # its cache holds no more
 
 
+def test_the_linear_layers_of_an_invariant_run_are_cases_of_the_grouped_matmul():
+    cfg = override(TINY, "model.numerics=invariant", "optim.microbatches=8")
+    m = cfg.model
+    sizes = {
+        platform: {
+            case["name"]: (case["M"], case["D"], case["F"], case["group_sizes"])
+            for case in run_cases(cfg, platform)["grouped_matmul"][1:]
+        }
+        for platform in ("cpu", "gpu", "tpu")
+    }
+    rows, q, kv = 32 * 58, m.n_q_heads * m.head_dim, m.n_kv_heads * m.head_dim
+    assert sizes["cpu"] == {} and kv < 128
+    assert sizes["gpu"] == {
+        "run_q": (rows, m.d_model, q, (rows,)), "run_kv": (rows, m.d_model, kv, (rows,)),
+        "run_output": (rows, q, m.d_model, (rows,)),
+    }  # fmt: skip
+    assert sizes["tpu"]["run_kv"] == (rows, m.d_model, 128, (rows,))  # columns are padded
+
+
 def test_every_name_of_an_implementation_is_a_choice_and_others_are_not():
-    assert set(KERNELS) == {"auto"} | {name for impls in PLATFORMS.values() for name in impls}
+    names = {name for impls in PLATFORMS.values() for name in impls}
+    # those of model.numerics=invariant are no choice: only all ops together are batch-invariant
+    assert set(KERNELS) == {"auto"} | {x for x in names if not x.endswith("_invariant")}
     with pytest.raises(ConfigError, match="kernels must be one of auto.*Try --set kernels=mosaic_"):
         override(TINY, "kernels=mosaic_gpux")
 

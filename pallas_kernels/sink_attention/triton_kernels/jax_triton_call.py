@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from pallas_kernels.blocks import block_ranges, block_table
 from pallas_kernels.masks import Layout
-from pallas_kernels.sink_attention.common import backward_sums, name_for_checkpoint
+from pallas_kernels.sink_attention.gradients import attend_with_gradients
 from pallas_kernels.sink_attention.signature import (
     Gradients,
     Keys,
@@ -95,7 +95,7 @@ def _run_forward(q, k, v, sink, layout, window, scale):
     )  # fmt: skip
 
 
-def _run_backward(q, k, v, layout, dout, lse, delta, window, scale):
+def _run_backward(q, k, v, dout, lse, delta, layout, window, scale):
     B = q.shape[0]
     K, G, H, T, S = _head_sizes(q, k)
     row_args = (dout, lse, delta, *_scalar_args(q, k))
@@ -126,7 +126,10 @@ def sink_attention_triton(
 ) -> Result:  # fmt: skip
     """(o, lse); see `sink_attention_reference` for the formula."""
     q, scale, _ = _positive_scale(q_BTNH, scale)
-    return _attend_triton(q, k_BSKH, v_BSKH, sink_N, layout, window, scale)
+    forward, gradients = (
+        partial(x, window=window, scale=scale) for x in (_run_forward, _run_backward)
+    )
+    return attend_with_gradients(forward, gradients, q, k_BSKH, v_BSKH, sink_N, layout)
 
 
 def _positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
@@ -135,27 +138,6 @@ def _positive_scale(q: Array, scale: float) -> tuple[Array, float, int]:
     if scale <= 0:
         q, scale = q * jnp.asarray(sign, q.dtype), abs(scale) or 1.0
     return q, float(scale), sign
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend_triton(q, k, v, sink, layout, window, scale):
-    return _run_forward(q, k, v, sink, layout, window, scale)
-
-
-def _attend_triton_fwd(q, k, v, sink, layout, window, scale):
-    o, lse = name_for_checkpoint(*_run_forward(q, k, v, sink, layout, window, scale))
-    return (o, lse), (q, k, v, sink, layout, o, lse)
-
-
-def _attend_triton_bwd(window, scale, saved, cotangents):
-    q, k, v, sink, layout, o, lse = saved
-    dout, dlse = cotangents
-    lse, delta, dsink = backward_sums(o, lse, sink, dout, dlse)
-    dq, dk, dv = _run_backward(q, k, v, layout, dout, lse, delta, window, scale)
-    return dq, dk, dv, dsink, None
-
-
-_attend_triton.defvjp(_attend_triton_fwd, _attend_triton_bwd)
 
 
 def sink_attention_backward_triton(
@@ -168,7 +150,7 @@ def sink_attention_backward_triton(
     """
     q, scale, sign = _positive_scale(q_BTNH, scale)
     rows = dout_BTNH, lse_BTN, delta_BTN
-    gradients = _run_backward(q, k_BSKH, v_BSKH, layout, *rows, window, scale)
+    gradients = _run_backward(q, k_BSKH, v_BSKH, *rows, layout, window, scale)
     dq, dk, dv = (x.astype(jnp.float32) for x in gradients)
     return dq * sign, dk, dv
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invariant numerics by a chip's kernels, engine against trainer.
+"""Batch-invariant numerics by the kernels of a GPU or TPU: the engine against the trainer.
 
     JAX_PLATFORMS=cuda python -m pytest -m gpu tests/jaxmoe/rollout/test_invariant_on_chip.py
     JAX_PLATFORMS=tpu python -m pytest -m tpu tests/jaxmoe/rollout/test_invariant_on_chip.py
@@ -7,6 +7,7 @@
 By default the kernels of a TPU are interpreted, for a few tokens.
 """
 
+import contextlib
 from dataclasses import replace
 
 import jax
@@ -14,13 +15,14 @@ import numpy as np
 import pytest
 
 from jaxmoe.model import init_params, plain_ops, tiny
-from jaxmoe.model import invariant_on_chip as chip
+from jaxmoe.model.ops import invariant_ops
 from jaxmoe.model.params import cast_for_forward
 from jaxmoe.records import Prompt, Sampling
 from jaxmoe.rl.batch import rollout_batch
 from jaxmoe.rl.scorer import Scorer
 from jaxmoe.rl.state import Trained
 from jaxmoe.rollout.native import NativeEngine
+from tests.pallas_kernels.interpreted import TPU, interpreted
 
 CFG = tiny(
     dtype="bfloat16", d_model=128, head_dim=64, n_q_heads=4, n_kv_heads=2, n_experts=4,
@@ -28,9 +30,9 @@ CFG = tiny(
 )  # fmt: skip
 EXACT = replace(CFG, dtype="float32")  # few tokens of bfloat16 would agree by rounding
 RUNS = [
-    pytest.param("mosaic_tpu", True, 6, marks=pytest.mark.slow, id="interpreted"),
-    pytest.param("mosaic_gpu", False, 300, marks=pytest.mark.gpu, id="gpu"),
-    pytest.param("mosaic_tpu", False, 300, marks=pytest.mark.tpu, id="tpu"),
+    pytest.param(TPU, True, 6, marks=pytest.mark.slow, id="interpreted"),
+    pytest.param("mosaic_gpu_invariant", False, 300, marks=pytest.mark.gpu, id="gpu"),
+    pytest.param(TPU, False, 300, marks=pytest.mark.tpu, id="tpu"),
 ]
 
 
@@ -72,13 +74,14 @@ def differing(ops, new, cfg):
 
 @pytest.mark.parametrize("impl, interpret, new", RUNS)
 def test_the_engines_log_probs_and_experts_are_the_trainers_to_the_bit(impl, interpret, new):
-    plain = plain_ops()
-    ops = replace(plain, **chip.mosaic_invariant_ops(plain.router, impl, interpret=interpret))
-    assert differing(ops, new, EXACT if interpret else CFG) == (0, 0)
+    with interpreted(impl) if interpret else contextlib.nullcontext():
+        ops = invariant_ops(plain_ops(), impl)
+        assert differing(ops, new, EXACT if interpret else CFG) == (0, 0)
 
 
 @pytest.mark.slow
 def test_with_a_decode_of_another_order_they_are_not():
     plain = plain_ops()
-    ops = replace(plain, **chip.mosaic_invariant_ops(plain.router, "mosaic_tpu", interpret=True))
-    assert differing(replace(ops, decode=plain.decode), 6, EXACT)[0] > 0
+    with interpreted(TPU):
+        ops = invariant_ops(plain, TPU)
+        assert differing(replace(ops, decode=plain.decode), 6, EXACT)[0] > 0

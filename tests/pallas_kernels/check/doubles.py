@@ -3,10 +3,16 @@
 
 import os
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.grouped_matmul import pallas_tpu as matmul_tpu
+from pallas_kernels.sink_attention import pallas_tpu as attention_tpu
+from pallas_kernels.token_logprobs import pallas_tpu as logprobs_tpu
+from tests.pallas_kernels.interpreted import TPU, interpreted
 
 
 def right(op, case):
@@ -68,13 +74,60 @@ def crashes(op, case):
 
 
 def has_no_memory(op, case):
-    """As beside another process that holds the device."""
-    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.")
+    """Like a device whose memory another process has taken: XLA itself raises the error."""
+    return lambda *inputs: jnp.zeros((2**30, 2**20))
+
+
+def names_the_status_of_no_memory(op, case):
+    """An error of another type whose text contains that status."""
+    raise ValueError("the kernel's table has no entry RESOURCE_EXHAUSTED")
 
 
 def refuses(op, case):
     """As a kernel for another chip."""
     raise NotImplementedError("it needs a Hopper GPU (wgmma), this is a double")
+
+
+# The functions of a TPU's forward passes, and whether a call of one is batch-invariant.
+FORWARD_KERNELS = (
+    (attention_tpu, "sink_attention_mosaic_tpu_invariant", lambda args, options: True),
+    (matmul_tpu, "multiply_rows_tpu", lambda args, options: options.get("invariant")),
+    (matmul_tpu, "multiply_swiglu_tpu", lambda args, options: options.get("invariant")),
+    (logprobs_tpu, "softmax_partials_tpu", lambda args, options: len(args) == 7),
+)  # fmt: skip
+
+
+def _on_tpu(impl, op, case, planted):
+    """The TPU kernels, interpreted; if planted, the batch-invariant ones are wrong in one tile."""
+
+    def call(*inputs):
+        with interpreted(impl) as patch:
+            for module, name, is_invariant in FORWARD_KERNELS if planted else ():
+                kernel = getattr(module, name)
+                patch.setattr(module, name, partial(_wrong_kernel, kernel, is_invariant))
+            return op.call(case, impl)(*inputs)
+
+    return call
+
+
+def _wrong_kernel(kernel, is_invariant, *args, **options):
+    results = kernel(*args, **options)
+    return _spoil_tile(results) if is_invariant(args, options) else results
+
+
+def _spoil_tile(results):
+    leaves, tree = jax.tree.flatten(results)
+    first = leaves[0]
+    axis = 1 if first.ndim > 2 else 0
+    tile = [slice(None)] * first.ndim
+    tile[axis] = slice(0, 8)
+    leaves[0] = first.at[tuple(tile)].multiply(jnp.asarray(1.03, first.dtype))
+    return jax.tree.unflatten(tree, leaves)
+
+
+correct_mosaic_tpu_invariant = partial(_on_tpu, TPU, planted=False)
+planted_mosaic_tpu_invariant = partial(_on_tpu, TPU, planted=True)
+planted_mosaic_tpu = partial(_on_tpu, "mosaic_tpu", planted=True)
 
 
 _calls = [0]  # in the process of the check

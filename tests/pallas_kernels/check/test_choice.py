@@ -98,6 +98,8 @@ def on_a_cpu():
     "double, operation, kind, said",
     [
         ("right", "token_logprobs", "right", "3 cases"),
+        ("correct_mosaic_tpu_invariant", "token_logprobs", "right", "3 cases"),
+        ("planted_mosaic_tpu_invariant", "token_logprobs", "wrong", "case padded_head: logp: rel"),
         ("wrong_in_one_tile", "grouped_matmul", "wrong", "case ragged_groups: out: relative error"),
         ("wrong_in_one_tile", "token_logprobs", "wrong", "case padded_head: logp: relative error"),
         ("wrong_in_one_tile", "decode_attention", "wrong", "case uneven: o: relative error"),
@@ -106,6 +108,7 @@ def on_a_cpu():
         ("crashes", "token_logprobs", "wrong", "the process was killed by SIGABRT"),
         ("refuses", "token_logprobs", "refuses", "it needs a Hopper GPU"),
         ("has_no_memory", "token_logprobs", "unknown", "ran out of memory"),
+        ("names_the_status_of_no_memory", "token_logprobs", "wrong", "it raised ValueError"),
     ],
 )  # fmt: skip
 def test_a_fault_planted_in_a_double_is_found_by_another_process(
@@ -237,4 +240,4 @@ def test_the_command_says_each_verdict_and_fails_for_a_wrong_one(monkeypatch, ca
         assert command.main(["--impl", "triton"]) == code
         said = capsys.readouterr().out
         text = {"right": "correct", "refuses": "unsupported", "wrong": "failed in"}[verdict.kind]
-        assert "NVIDIA H200" in said and f"sink_attention   triton      {text}" in said
+        assert "NVIDIA H200" in said and f"sink_attention   triton               {text}" in said

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of a check let our own kernels pass: those for chips, interpreted, in every case."""
+"""The limits of a check let correct kernels pass: those for chips, interpreted, in every case."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.check import one
 from pallas_kernels.check.cases import HARD_CASES
+from tests.pallas_kernels.interpreted import OLD, interpreted
 
 pytestmark = pytest.mark.slow
-OLD = jax.__version_info__ < (0, 11)
-TAKES = {"tpu": ("bfloat16", "float32"), "gpu": ("bfloat16",)}  # Hopper's take 16 bits only
-
-ATTENTION = "gpu", "sink_attention"  # 16 heads take its interpreter a quarter of an hour
+# Hopper's take 16 bits only.
+DTYPES = {
+    "mosaic_tpu": ("bfloat16", "float32"), "mosaic_gpu": ("bfloat16",),
+    "mosaic_tpu_invariant": ("bfloat16", "float32"), "mosaic_gpu_invariant": ("bfloat16",),
+}  # fmt: skip
 
 
 def fewer_heads(case):
@@ -20,24 +21,27 @@ def fewer_heads(case):
     return case._replace(N=2, K=1)
 
 
+def needs_fewer_heads(impl, operation):
+    """16 heads take the interpreter of Hopper's attention a quarter of an hour."""
+    attention = (
+        ("sink_attention",) if impl == "mosaic_gpu" else ("sink_attention", "decode_attention")
+    )
+    return "gpu" in impl and operation in attention
+
+
 @pytest.mark.parametrize(
-    "chip, op, case, dtype",
+    "impl, op, case, dtype",
     [
-        pytest.param(chip, op, fewer_heads(case) if (chip, operation) == ATTENTION else case, dtype,
-                     id=f"{chip}-{operation}-{case.name}-{dtype}")
-        for chip, dtypes in TAKES.items()
+        pytest.param(impl, op, fewer_heads(case) if needs_fewer_heads(impl, operation) else case,
+                     dtype, id=f"{impl}-{operation}-{case.name}-{dtype}")
+        for impl, dtypes in DTYPES.items()
         for operation, several in HARD_CASES.items()
         for op, case in several
         for dtype in dtypes
     ],
 )  # fmt: skip
-def test_a_right_kernel_for_a_chip_is_found_right(chip, op, case, dtype):
-    if chip == "gpu" and OLD:
+def test_a_correct_kernel_for_a_chip_passes(impl, op, case, dtype):
+    if "gpu" in impl and OLD:
         pytest.skip("jax 0.10 takes 10 seconds to interpret one block")
-    impl = f"tests.pallas_kernels.check.interpreted:{chip}"
-    assert (
-        one.find_fault(
-            one.replace_implementation(op, impl), case, impl, jnp.dtype(dtype), repeats=1
-        )
-        is None
-    )
+    with interpreted(impl):
+        assert one.find_fault(op, case, impl, jnp.dtype(dtype), repeats=1) is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.decode_attention import (
+    api,
     cases,
     decode_attention,
     paged_decode_attention,
@@ -21,6 +22,7 @@ from pallas_kernels.decode_attention import (
 from pallas_kernels.masks import is_visible
 from pallas_kernels.sink_attention import sink_attention
 from tests.pallas_kernels.decode_attention import checks
+from tests.pallas_kernels.interpreted import TPU, interpreted
 
 PAGED = cases.get_decode_case("pages_16_window")
 
@@ -38,6 +40,18 @@ def test_pages_through_xla_in_half_precision(name):
 @pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
 def test_a_cache_through_xla_is_as_good_as_the_plain_formula(case):
     checks.check(xla.decode_attention_xla, case, jnp.float32)
+
+
+@pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
+def test_a_cache_through_batch_invariant_decoding_is_as_good_as_the_plain_formula(case):
+    """One case has keys of other segments than the queries'."""
+    checks.check(api.IMPLS["xla_invariant"].run, case, jnp.float32)
+
+
+@pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
+def test_so_is_one_through_the_batch_invariant_tpu_kernel(case):
+    with interpreted(TPU):
+        checks.check(api.IMPLS[TPU].run, case, jnp.float32)
 
 
 @pytest.mark.parametrize("name", ["pages_16", "pages_16_window"])

@@ -53,6 +53,10 @@ def tiled(sizes, lhs, rhs, bias):
     return grouped_matmul(lhs, rhs, sizes, bias_EF=bias, impl="xla")
 
 
+def invariant(sizes, lhs, rhs, bias):
+    return grouped_matmul(lhs, rhs, sizes, bias_EF=bias, impl="xla_invariant")
+
+
 def formula(sizes, lhs, rhs, bias):
     return grouped_matmul(lhs, rhs, sizes, bias_EF=bias, impl="reference")
 
@@ -75,7 +79,7 @@ def test_values_and_every_gradient_are_as_good_as_the_naive_masks(case, dtype):
     dout = cotangent(case, dtype)
     wanted = oracle(lhs, rhs, case.group_sizes, bias, dout)
     plain = values_and_gradients(naive, dout, sizes, lhs, rhs, bias)
-    for f in (tiled, formula) if case is cases.TEST_CASES[0] else (tiled,):
+    for f in (tiled, invariant, formula) if case is cases.TEST_CASES[0] else (tiled, invariant):
         got = values_and_gradients(f, dout, sizes, lhs, rhs, bias)
         for name, ours, simple, exact in zip(NAMES, got, plain, wanted, strict=True):
             assert ours.dtype == dtype

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped matmuls by a chip's kernels, interpreted: a row's bits in every company.
+"""Batch invariance of grouped matmuls by the GPU and TPU kernels, interpreted.
 
-What is undone is seen on a TPU alone: a Hopper kernel has one tile whatever the rows.
+Only the TPU's products depend on the number of rows: a Hopper kernel always has one tile size.
 """
 
 from functools import partial
@@ -12,18 +12,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul import LowRank, grouped_matmul, grouped_swiglu, pallas_tpu_rows
-from pallas_kernels.grouped_matmul.mosaic_invariant import (
-    grouped_matmul_mosaic_invariant,
-    grouped_swiglu_mosaic_invariant,
-)
+from tests.pallas_kernels.interpreted import INVARIANT, TPU, interpreted
 
 E, D, F, R = 3, 192, 256, 4
 SIZES = (70, 0, 261)  # on a TPU 256 + 64 rows of one group at once
-OLD = jax.__version_info__ < (0, 11)
-GPU = pytest.param("mosaic_gpu", marks=[
-    pytest.mark.slow, pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")
-])  # fmt: skip
-CHIPS = ("mosaic_tpu", GPU)
+FUNCTIONS = (grouped_matmul, grouped_swiglu)
 
 
 def inputs():
@@ -37,8 +30,8 @@ def inputs():
 arrays = pytest.fixture(scope="module")(inputs)
 
 
-def result(fn, lhs, rhs, sizes, bias, change, how):
-    run = partial(fn, **how)
+def result(fn, lhs, rhs, sizes, bias, change, impl):
+    run = partial(fn, impl=impl)
     low = LowRank(*change, 0.5) if change else None
     out = jax.jit(lambda *x: run(*x[:3], bias_EF=x[3], low_rank=low))(
         lhs, rhs, jnp.asarray(sizes), bias
@@ -46,10 +39,10 @@ def result(fn, lhs, rhs, sizes, bias, change, how):
     return np.asarray(out.astype(jnp.float32))
 
 
-def differing(fn, arrays, chip, lora=False, interpret=True):
-    """How many numbers of rows of the first and last group differ where others are not there."""
+def differing(fn, arrays, impl, lora=False):
+    """Count the numbers of some rows that differ in a batch without the other rows."""
     lhs, rhs, bias, *change = arrays
-    with_these = change if lora else None, dict(impl=chip, interpret=interpret)
+    with_these = change if lora else None, impl
     whole = result(fn, lhs, rhs, SIZES, bias, *with_these)
     some = np.r_[3:20, 100:140]
     fewer = result(fn, lhs[some], rhs, (17, 0, 40), bias, *with_these)
@@ -58,17 +51,17 @@ def differing(fn, arrays, chip, lora=False, interpret=True):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("fn", [grouped_matmul_mosaic_invariant, grouped_swiglu_mosaic_invariant])
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_rows_bits_do_not_depend_on_the_others(arrays, chip, fn, lora):
-    if chip == "mosaic_gpu" and lora:
+@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("impl", INVARIANT)
+def test_a_rows_bits_do_not_depend_on_the_others(arrays, impl, fn, lora):
+    if "gpu" in impl and lora:
         pytest.skip("interpreting it takes a quarter of a minute; test_on_chip.py has it on a chip")
-    found, whole = differing(fn, arrays, chip, lora)
+    with interpreted(impl):
+        found, whole = differing(fn, arrays, impl, lora)
     assert found == 0
     lhs, rhs, bias, *change = (x.astype(jnp.float32) for x in arrays)
-    plain = grouped_matmul if fn is grouped_matmul_mosaic_invariant else grouped_swiglu
     low = LowRank(*change, 0.5) if lora else None
-    right = plain(lhs, rhs, jnp.asarray(SIZES), bias_EF=bias, low_rank=low, impl="reference")
+    right = fn(lhs, rhs, jnp.asarray(SIZES), bias_EF=bias, low_rank=low, impl="reference")
     assert np.abs(whole - right).max() < 1e-2 * np.abs(right).max()
 
 
@@ -81,24 +74,25 @@ def test_where_a_group_with_more_rows_has_larger_products_they_do(arrays, undone
     if undone:
         monkeypatch.setattr(tiles, "count_products", lambda rows, most, _: counts(rows, most))
     jax.clear_caches()
-    found, _ = differing(grouped_matmul_mosaic_invariant, wide, "mosaic_tpu")
+    with interpreted(TPU):
+        found, _ = differing(grouped_matmul, wide, TPU)
     assert (found > 0) == undone
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("fn", [grouped_matmul_mosaic_invariant, grouped_swiglu_mosaic_invariant])
-def test_gradients_are_the_kernels_own(arrays, fn):
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_gradients_are_those_of_the_reference(arrays, fn):
     wide = [x.astype(jnp.float32) for x in arrays[:3]]
-    plain = grouped_matmul if fn is grouped_matmul_mosaic_invariant else grouped_swiglu
     sizes = jnp.asarray(SIZES)
-    out = F if fn is grouped_matmul_mosaic_invariant else F // 2
-    weights = jax.random.normal(jax.random.key(6), (sum(SIZES), out))
+    weights = jax.random.normal(
+        jax.random.key(6), (sum(SIZES), F if fn is grouped_matmul else F // 2)
+    )
 
-    def total(run, lhs, rhs, bias):
-        return jnp.sum(run(lhs, rhs, sizes, bias_EF=bias) * weights)
+    def total(impl, lhs, rhs, bias):
+        return jnp.sum(fn(lhs, rhs, sizes, bias_EF=bias, impl=impl) * weights)
 
-    ours = partial(fn, impl="mosaic_tpu", interpret=True)
-    got = jax.grad(partial(total, ours), argnums=(0, 1, 2))(*wide)
-    right = jax.grad(partial(total, partial(plain, impl="reference")), argnums=(0, 1, 2))(*wide)
-    for mine, theirs in zip(got, right, strict=True):
-        assert np.abs(mine - theirs).max() < 2e-5 * np.abs(theirs).max()
+    with interpreted(TPU):
+        actual = jax.grad(partial(total, TPU), argnums=(0, 1, 2))(*wide)
+    expected = jax.grad(partial(total, "reference"), argnums=(0, 1, 2))(*wide)
+    for a, b in zip(actual, expected, strict=True):
+        assert np.abs(a - b).max() < 2e-5 * np.abs(b).max()

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls in tiles of one size: the plain ones' values and gradients, a row's own bits."""
+"""Batch invariance of XLA's grouped matmuls, and the sum over experts.
+
+Values and gradients of the shared cases: test_grouped_matmul.py.
+"""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +13,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import LowRank, grouped_swiglu
 from pallas_kernels.grouped_matmul.routing import combine_rows
-from pallas_kernels.grouped_matmul.xla_invariant import (
-    ROWS,
-    combine_rows_xla_invariant,
-    grouped_swiglu_xla_invariant,
-)
+from pallas_kernels.grouped_matmul.xla_invariant import ROWS, combine_rows_xla_invariant
 
 D, F, E, R = 24, 20, 3, 5
 SIZES = jnp.array([37, 0, 22], jnp.int32)
@@ -33,16 +34,17 @@ def test_values_and_gradients_are_those_of_the_reference(change):
         low = {"low_rank": LowRank(a, b, 0.5)} if change else {}
         return jnp.sum(jnp.sin(fn(lhs, rhs, SIZES, bias_EF=bias, **low)))
 
-    got = jax.jit(jax.value_and_grad(lambda g: loss(g, grouped_swiglu_xla_invariant)))(given)
-    want = jax.jit(
-        jax.value_and_grad(lambda g: loss(g, lambda *a, **k: grouped_swiglu(*a, **k, impl="xla")))
-    )(given)
+    got, want = (
+        jax.jit(jax.value_and_grad(partial(loss, fn=partial(grouped_swiglu, impl=impl))))(given)
+        for impl in ("xla_invariant", "xla")
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
 
 
 def test_a_row_has_the_same_bits_in_any_group_of_any_size():
     lhs, rhs, bias, *_ = arrays()
-    run = jax.jit(lambda lhs, sizes: grouped_swiglu_xla_invariant(lhs, rhs, sizes, bias_EF=bias))
+    invariant = partial(grouped_swiglu, bias_EF=bias, impl="xla_invariant")
+    run = jax.jit(lambda lhs, sizes: invariant(lhs, rhs, sizes))
     every = run(lhs, SIZES)
     alone = run(lhs[40:41], jnp.array([0, 0, 1], jnp.int32))
     assert np.array_equal(alone[0], every[40])

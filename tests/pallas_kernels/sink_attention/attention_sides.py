@@ -41,7 +41,6 @@ class Side(NamedTuple):
     attend: Callable[..., Any]  # of window, then the arrays of `cases.Inputs`
     blocks: Any  # the module that holds its `block_table`
     predicate: Any  # the module that holds its `is_visible`; None for Triton, which has its own
-    sums: Any  # the module that holds its `backward_sums`
     unseen: Any  # (module, name) of the constants that are scores of invisible keys
 
     def run(self, dout: Any, dlse: Any, *inputs: Any, window: int | None = None) -> Any:
@@ -71,22 +70,20 @@ def with_xla(patch: pytest.MonkeyPatch) -> Side:
         of_positional(xla.sink_attention_xla),
         xla,
         xla,
-        xla,
         ((xla, "UNSEEN"),),
     )
 
 
 def with_reference(_: pytest.MonkeyPatch) -> Side:
     f = of_positional(reference.sink_attention_reference)
-    return Side("reference", CASE, jnp.float32, f, None, reference, None, ((reference, "UNSEEN"),))
+    return Side("reference", CASE, jnp.float32, f, None, reference, ((reference, "UNSEEN"),))
 
 
 def with_tpu(patch: pytest.MonkeyPatch) -> Side:
     patch.setattr(pallas_tpu_blocks, "tpu_block_sizes", lambda *_: (16, 8, 8))
-    # not by name: its interpretation is its last argument, and what is not differentiated has none
-    f = of_positional(lambda *args: pallas_tpu.sink_attention_mosaic_tpu(*args, True))
+    f = of_positional(partial(pallas_tpu.sink_attention_mosaic_tpu, interpret=True))
     blocks = pallas_tpu_blocks
-    return Side("mosaic_tpu", CASE, jnp.float32, f, blocks, blocks, pallas_tpu,
+    return Side("mosaic_tpu", CASE, jnp.float32, f, blocks, blocks,
                 ((blocks, "UNSEEN"), (pallas_tpu, "UNSEEN")))  # fmt: skip
 
 
@@ -106,7 +103,7 @@ def with_gpu(patch: pytest.MonkeyPatch) -> Side:
     f = of_positional(partial(pallas_gpu.sink_attention_mosaic_gpu, interpret=True))
     case = CASE._replace(N=2, K=1, H=64)
     return Side("mosaic_gpu", case, jnp.bfloat16, f, pallas_gpu_blocks, pallas_gpu_blocks,
-                pallas_gpu, ((pallas_gpu, "UNSEEN"),))  # fmt: skip
+                ((pallas_gpu, "UNSEEN"),))  # fmt: skip
 
 
 LARGE_SCORE = 5000.0
@@ -140,7 +137,7 @@ def opened(name: str):
                 f = triton_interpreted.from_jax(kernels, patch)
                 call = jax_triton_call
                 low = ((kernels, "LOW"),)
-                yield Side("triton", CASE, jnp.float32, f, call, None, call, low)
+                yield Side("triton", CASE, jnp.float32, f, call, None, low)
         else:
             yield SIDES[name](patch)
 

@@ -35,6 +35,20 @@ forward = jax.jit(attend, static_argnums=0)
     ids=lambda x: x.name if isinstance(x, cases.AttentionCase) else x.__name__,
 )
 def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype):
+    check_values_and_gradients(attend, case, dtype)
+
+
+def invariant(*args):
+    return attend(*args, impl="xla_invariant")
+
+
+@pytest.mark.parametrize("case", cases.TEST_CASES, ids=lambda case: case.name)
+def test_so_are_those_of_batch_invariant_attention(case):
+    """In half precision: test_sink_attention_xla_invariant.py."""
+    check_values_and_gradients(invariant, case, jnp.float32)
+
+
+def check_values_and_gradients(attend, case, dtype):
     inputs, ct = cases.init_attention_inputs(case, dtype), cotangents(case, dtype)
     actual = values_and_gradients(attend, case.window, *ct, *inputs)
     assert [x.dtype for x in actual] == [dtype, jnp.float32, dtype, dtype, dtype, jnp.float32]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose blocks come by position, interpreted: a query's bits in every company.
+"""Batch invariance of attention by the GPU and TPU kernels, interpreted.
 
-A trainer's rows, one of them alone, the beginning of one, and single queries against a cache in any
-order; the same through the kernels as they are must not agree, or nothing would be shown.
+A trainer's rows, one of them alone, and single queries against a cache in any order have equal
+bits; without one of the precautions they have not.
 """
 
 from functools import partial
@@ -12,24 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import sink_attention
+from pallas_kernels import decode_attention, sink_attention
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import mosaic_invariant, pallas_gpu, pallas_gpu_blocks
-from pallas_kernels.sink_attention.mosaic_invariant import (
-    BLOCK,
-    order_by_position,
-    sink_attention_mosaic_invariant,
-)
+from pallas_kernels.sink_attention.mosaic_invariant import BLOCK, order_by_position
+from tests.pallas_kernels.interpreted import INVARIANT, OLD, TPU, interpreted
 
 LENGTHS = (300, 211)  # past a block of keys of every kernel
 T, N, K, H = max(LENGTHS), 4, 2, 64
-OLD = jax.__version_info__ < (0, 11)
-CHIPS = (
-    "mosaic_tpu",
-    pytest.param("mosaic_gpu", marks=[
-        pytest.mark.slow, pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")
-    ]),
-)  # fmt: skip
 WINDOWS = (None, 100)
 
 
@@ -51,9 +41,9 @@ def layout_of(lengths=LENGTHS):
     return positions, (positions < jnp.array(lengths)[:, None]).astype(jnp.int32)
 
 
-def run(q, k, v, sink, at_q, at_k, chip, window, interpret):
+def run(q, k, v, sink, at_q, at_k, impl, window, function=sink_attention):
     (q_pos, q_seg), (k_pos, k_seg) = at_q, at_k
-    attend = partial(sink_attention_mosaic_invariant, window=window, impl=chip, interpret=interpret)
+    attend = partial(function, window=window, impl=impl)
     o, lse = jax.jit(attend)(
         q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
         k_segment_ids_BS=k_seg,
@@ -61,9 +51,9 @@ def run(q, k, v, sink, at_q, at_k, chip, window, interpret):
     return np.asarray(o.astype(jnp.float32)), np.asarray(lse)
 
 
-def compositions(q, k, v, sink, chip, window, queries, interpret=True):
+def compositions(q, k, v, sink, impl, window, queries):
     """Number of results of row 0 that differ in a batch of one, and for each query in a cache."""
-    start, composition = layout_of(), (chip, window, interpret)
+    start, composition = layout_of(), (impl, window)
     o, lse = run(q, k, v, sink, start, start, *composition)
     first = layout_of(LENGTHS[:1])
     single = run(q[:1], k[:1], v[:1], sink, first, first, *composition)
@@ -74,7 +64,13 @@ def compositions(q, k, v, sink, chip, window, queries, interpret=True):
         outputs = jnp.full((1, 1), query, jnp.int32), jnp.ones((1, 1), jnp.int32)
         cached = (x[:1, slots] for x in (k, v))
         single_row = run(
-            q[:1, query : query + 1], *cached, sink, outputs, cached_length, *composition
+            q[:1, query : query + 1],
+            *cached,
+            sink,
+            outputs,
+            cached_length,
+            *composition,
+            decode_attention,
         )
         n_differing[query] = sum(
             (a[0, 0] != b[0, query]).sum() for a, b in zip(single_row, (o, lse), strict=True)
@@ -83,9 +79,10 @@ def compositions(q, k, v, sink, chip, window, queries, interpret=True):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_querys_bits_are_those_of_a_row_alone_and_of_a_cache_in_any_order(arrays, chip, window):
-    n_differing, (o, lse) = compositions(*arrays, chip, window, (1, 299))
+@pytest.mark.parametrize("impl", INVARIANT)
+def test_a_querys_bits_are_those_of_a_row_alone_and_of_a_cache_in_any_order(arrays, impl, window):
+    with interpreted(impl):
+        n_differing, (o, lse) = compositions(*arrays, impl, window, (1, 299))
     assert n_differing == {"alone": 0, 1: 0, 299: 0}
     wide = [x.astype(jnp.float32) for x in arrays]
     start = layout_of()
@@ -104,21 +101,23 @@ def test_with_keys_where_the_cache_has_them_it_differs(arrays, window, monkeypat
     monkeypatch.setattr(
         mosaic_invariant, "order_by_position", lambda k, v, layout, window: (k, v, layout)
     )
-    n_differing, _ = compositions(*arrays, "mosaic_tpu", window, (299,))
+    with interpreted(TPU):
+        n_differing, _ = compositions(*arrays, TPU, window, (299,))
     assert n_differing[299] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")
 def test_with_the_kernels_own_order_of_a_gpu_it_differs(arrays, monkeypatch):
-    """Blocks that are masked come before those seen whole: the order is that of the company."""
+    """Masked blocks come before full ones: the order depends on the other queries of a tile."""
     padded = pallas_gpu_blocks.Padded
     monkeypatch.setattr(padded, "invariant_key_block_table", padded.nonempty_key_block_table)
     monkeypatch.setattr(
         pallas_gpu, "mosaic_forward_tiles", lambda *_: pallas_gpu.MosaicTiles(3, 64, 2)
     )
     jax.clear_caches()
-    n_differing, _ = compositions(*arrays, "mosaic_gpu", None, (140,))
+    with interpreted("mosaic_gpu_invariant"):
+        n_differing, _ = compositions(*arrays, "mosaic_gpu_invariant", None, (140,))
     assert n_differing[140] > 0
     jax.clear_caches()
 
@@ -152,10 +151,9 @@ def test_keys_of_a_cache_come_to_the_columns_of_their_positions(window):
     assert not np.asarray(moved.k_segment_ids_BS[2]).any()
 
 
-def test_gradients_are_the_kernels_own(arrays):
-    q, k, v, sink = arrays
+def test_gradients_are_those_of_the_reference(arrays):
     start = layout_of()
-    weights = jax.random.normal(jax.random.key(8), q.shape)
+    weights = jax.random.normal(jax.random.key(8), arrays[0].shape)
 
     def total(attend, q, k, v, sink):
         o, lse = attend(
@@ -165,9 +163,10 @@ def test_gradients_are_the_kernels_own(arrays):
         )  # fmt: skip
         return jnp.sum(o * weights) + jnp.sum(jnp.where(start[1][:, :, None] > 0, lse, 0.0))
 
-    actual = partial(sink_attention_mosaic_invariant, impl="mosaic_tpu", interpret=True)
     wide = [x.astype(jnp.float32) for x in arrays]
-    results = jax.grad(partial(total, actual), argnums=(0, 1, 2, 3))(*wide)
+    with interpreted(TPU):
+        attend = partial(sink_attention, impl=TPU)
+        results = jax.grad(partial(total, attend), argnums=(0, 1, 2, 3))(*wide)
     expected = jax.grad(partial(total, partial(sink_attention, impl="reference")), (0, 1, 2, 3))(
         *wide
     )

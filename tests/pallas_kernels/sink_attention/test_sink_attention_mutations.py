@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import blocks, masks
-from pallas_kernels.sink_attention import cases, common
+from pallas_kernels.sink_attention import cases, common, gradients
 from pallas_kernels.sink_attention.triton_kernels import triton_launch
 
 # One row of the batch has padding, segments are longer than the window, both exceed a block.
@@ -75,7 +75,7 @@ def changed_sums(change):
         def backward_sums(*args):
             return change(common.backward_sums, *args)
 
-        patch.setattr(side.sums, "backward_sums", backward_sums)
+        patch.setattr(gradients, "backward_sums", backward_sums)
 
     return plant
 

@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 from attention_oracle import compare, cotangents, values_and_gradients
 
-from pallas_kernels import sink_attention
+from pallas_kernels import decode_attention, sink_attention
 from pallas_kernels.masks import Layout
 from pallas_kernels.sink_attention import cases
-from pallas_kernels.sink_attention.xla_invariant import sink_attention_xla_invariant
 from pallas_kernels.sink_attention.xla_invariant_blocks import KEYS, blocks_by_position
 
 
 def attend(window, q, k, v, sink, q_pos, k_pos, q_seg, k_seg):
-    return sink_attention_xla_invariant(
+    return sink_attention(
         q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos, q_segment_ids_BT=q_seg,
-        k_segment_ids_BS=k_seg, window=window or None,
+        k_segment_ids_BS=k_seg, window=window or None, impl="xla_invariant",
     )  # fmt: skip
 
 
@@ -55,9 +54,10 @@ def test_a_query_alone_has_the_bits_it_has_in_a_row_whatever_slots_its_keys_are_
 
     @jax.jit
     def single(q, k, v, q_pos, k_pos, k_seg):
-        return sink_attention_xla_invariant(
+        return decode_attention(
             q, k, v, sink, q_positions_BT=q_pos, k_positions_BS=k_pos,
-            q_segment_ids_BT=jnp.ones_like(q_pos), k_segment_ids_BS=k_seg, window=window, ring=True,
+            q_segment_ids_BT=jnp.ones_like(q_pos), k_segment_ids_BS=k_seg, window=window,
+            impl="xla_invariant",
         )  # fmt: skip
 
     rng = np.random.default_rng(0)
@@ -126,8 +126,9 @@ def test_a_cache_without_keys_of_the_query_is_not_read(cached_length):
     q, _, _, sink = one_row(1)
     nothing = jnp.full((1, 40, 2, 8), jnp.nan)
     place, segment = jnp.full((1, 1), 7, jnp.int32), jnp.ones((1, 1), jnp.int32)
-    o, lse = sink_attention_xla_invariant(
-        q, nothing, nothing, sink, q_positions_BT=place, q_segment_ids_BT=segment, ring=True,
+    o, lse = decode_attention(
+        q, nothing, nothing, sink, q_positions_BT=place, q_segment_ids_BT=segment,
+        impl="xla_invariant",
         k_positions_BS=jnp.arange(40)[None], k_segment_ids_BS=jnp.full((1, 40), cached_length),
     )  # fmt: skip
     assert np.all(np.asarray(o) == 0)

@@ -81,7 +81,8 @@ def test_values_and_every_gradient_are_as_good_as_the_plain_formula(case, dtype)
         lambda h, w: naive(h, w, targets, temperature, case.vocab_size), ct, hidden, w_head
     )
     # The formula costs compile time and takes no shape-dependent branch: one case is enough.
-    for impl in ("xla", "reference") if case is cases.TEST_CASES[1] else ("xla",):
+    impls = ("xla", "xla_invariant")
+    for impl in (*impls, "reference") if case is cases.TEST_CASES[1] else impls:
         results = values_and_gradients(implementation(case, targets, impl), ct, hidden, w_head)
         assert [x.dtype for x in results] == [jnp.float32, jnp.float32, dtype, dtype]
         for name, actual, plain, exact in zip(NAMES, results, simple, expected, strict=True):

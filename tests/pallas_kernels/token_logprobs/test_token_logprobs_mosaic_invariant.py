@@ -10,16 +10,9 @@ import pytest
 
 from pallas_kernels import token_logprobs
 from pallas_kernels.token_logprobs import mosaic_invariant
-from pallas_kernels.token_logprobs.mosaic_invariant import token_logprobs_mosaic_invariant
+from tests.pallas_kernels.interpreted import INVARIANT, TPU, interpreted
 
 M, D, V, WORDS = 300, 64, 1024, 1000
-OLD = jax.__version_info__ < (0, 11)
-CHIPS = (
-    "mosaic_tpu",
-    pytest.param("mosaic_gpu", marks=[
-        pytest.mark.slow, pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")
-    ]),
-)  # fmt: skip
 
 
 def inputs():
@@ -31,10 +24,10 @@ def inputs():
 arrays = pytest.fixture(scope="module")(inputs)
 
 
-def differing(arrays, chip, interpret=True):
+def differing(arrays, impl):
     """Number of results that differ for a batch of 5 tokens with a traced temperature."""
     hidden, head, targets = arrays
-    run = partial(token_logprobs_mosaic_invariant, vocab_size=WORDS, impl=chip, interpret=interpret)
+    run = partial(token_logprobs, vocab_size=WORDS, impl=impl)
     trainer = jax.jit(partial(run, temperature=0.7))
     engine = jax.jit(lambda h, w, t, temperature: run(h, w, t, temperature=temperature))
     full = [np.asarray(x) for x in trainer(hidden, head, targets)]
@@ -44,9 +37,10 @@ def differing(arrays, chip, interpret=True):
     return sum(int((np.asarray(a) != b[subset]).sum()) for a, b in pairs), full
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_tokens_bits_do_not_depend_on_the_others(arrays, chip):
-    n_differing, (logp, entropy) = differing(arrays, chip)
+@pytest.mark.parametrize("impl", INVARIANT)
+def test_a_tokens_bits_do_not_depend_on_the_others(arrays, impl):
+    with interpreted(impl):
+        n_differing, (logp, entropy) = differing(arrays, impl)
     assert n_differing == 0
     hidden, head, targets = arrays
     expected = token_logprobs(
@@ -64,20 +58,22 @@ def test_where_parts_are_merged_in_no_tiles_they_do(arrays, undone, monkeypatch)
     if undone:
         monkeypatch.setattr(mosaic_invariant, "map_tiles", lambda fn, rows, **_: fn(rows, ()))
     jax.clear_caches()
-    assert (differing(arrays, "mosaic_tpu")[0] > 0) == undone
+    with interpreted(TPU):
+        assert (differing(arrays, TPU)[0] > 0) == undone
     jax.clear_caches()
 
 
-def test_gradients_are_the_kernels_own(arrays):
+def test_gradients_are_those_of_the_reference(arrays):
     hidden, head = (x.astype(jnp.float32) for x in arrays[:2])
     weights = jax.random.normal(jax.random.key(9), (2, M))
 
     def total(run, hidden, head):
-        n_differing = run(hidden, head, arrays[2], temperature=0.7, vocab_size=WORDS)
-        return sum(jnp.sum(x * w) for x, w in zip(n_differing, weights, strict=True))
+        results = run(hidden, head, arrays[2], temperature=0.7, vocab_size=WORDS)
+        return sum(jnp.sum(x * w) for x, w in zip(results, weights, strict=True))
 
-    gradients = partial(token_logprobs_mosaic_invariant, impl="mosaic_tpu", interpret=True)
-    actual = jax.grad(partial(total, gradients), argnums=(0, 1))(hidden, head)
+    with interpreted(TPU):
+        run = partial(token_logprobs, impl=TPU)
+        actual = jax.grad(partial(total, run), argnums=(0, 1))(hidden, head)
     expected = jax.grad(
         partial(total, partial(token_logprobs, impl="reference")), argnums=(0, 1)
     )(hidden, head)  # fmt: skip

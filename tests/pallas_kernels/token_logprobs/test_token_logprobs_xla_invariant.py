@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import token_logprobs
-from pallas_kernels.token_logprobs.xla_invariant import token_logprobs_xla_invariant
 
+invariant = partial(token_logprobs, impl="xla_invariant")
 M, D, V = 45, 24, 61
 HIDDEN, HEAD = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((M, D), (D, V + 3))))
 TARGETS = jnp.arange(M) % V
@@ -23,19 +23,15 @@ def total(hidden, head, fn):
 def test_values_and_gradients_are_those_of_the_plain_ones():
     actual, want = (
         jax.jit(jax.value_and_grad(partial(total, fn=fn), (0, 1)))(HIDDEN, HEAD)
-        for fn in (token_logprobs_xla_invariant, token_logprobs)
+        for fn in (invariant, token_logprobs)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, want)
 
 
 def test_a_constant_temperature_and_an_arrays_give_the_same_bits_to_one_token_and_many():
-    expected = jax.jit(partial(token_logprobs_xla_invariant, temperature=0.7, vocab_size=V))(
-        HIDDEN, HEAD, TARGETS
-    )
+    expected = jax.jit(partial(invariant, temperature=0.7, vocab_size=V))(HIDDEN, HEAD, TARGETS)
     single = jax.jit(
-        lambda h, t, temperature: token_logprobs_xla_invariant(
-            h, HEAD, t, temperature=temperature, vocab_size=V
-        )
+        lambda h, t, temperature: invariant(h, HEAD, t, temperature=temperature, vocab_size=V)
     )(HIDDEN[9:10], TARGETS[9:10], jnp.float32(0.7))
     assert np.array_equal(single[0][0], expected[0][9]) and np.array_equal(
         single[1][0], expected[1][9]
@@ -44,7 +40,7 @@ def test_a_constant_temperature_and_an_arrays_give_the_same_bits_to_one_token_an
 
 def test_a_gradient_beside_it_changes_no_bit():
     """The sums that the gradient asks for would be compiled with the others, or without."""
-    run = partial(token_logprobs_xla_invariant, temperature=0.7, vocab_size=V)
+    run = partial(invariant, temperature=0.7, vocab_size=V)
     plain = jax.jit(run)(HIDDEN, HEAD, TARGETS)[0]
 
     def loss(hidden):

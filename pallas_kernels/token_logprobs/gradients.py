@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The derivative of token log-probs, which their implementations share. Next: streamed.py."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.token_logprobs.signature import (
+    Gradients,
+    Head,
+    Hidden,
+    Result,
+    Targets,
+    Temperature,
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def logprobs_with_gradients(
+    forward: Callable[..., Any], gradients: Callable[..., Gradients],
+    hidden_MD: Hidden, w_head_DV: Head, targets_M: Targets, temperature: Temperature,
+) -> Result:  # fmt: skip
+    """logp and entropy of forward(…) = (logp, entropy, lse), with the derivative by `gradients`.
+
+    gradients(…, lse, entropy, dlogp, dentropy) returns (dhidden, dw_head), as `token_gradients`.
+    """
+    logp_M, entropy_M, _ = forward(hidden_MD, w_head_DV, targets_M, temperature)
+    return logp_M, entropy_M
+
+
+def _logprobs_fwd(forward: Any, _gradients: Any, *arrays: Any) -> tuple[Result, Any]:
+    logp_M, entropy_M, lse_M = forward(*arrays)
+    return (logp_M, entropy_M), (*arrays, lse_M, entropy_M)
+
+
+def _logprobs_bwd(_forward: Any, gradients: Any, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    hidden_MD, _, _, temperature, _, _ = saved
+    dhidden_MD, dw_head_DV = gradients(*saved, *cotangents)
+    return dhidden_MD.astype(hidden_MD.dtype), dw_head_DV, None, jnp.zeros_like(temperature)
+
+
+logprobs_with_gradients.defvjp(_logprobs_fwd, _logprobs_bwd)

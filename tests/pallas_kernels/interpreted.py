@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels for chips on a CPU, by Pallas' interpreter, under their names in the public functions."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import pytest
+
+from pallas_kernels.decode_attention import api as decoding
+from pallas_kernels.grouped_matmul import api as matmul
+from pallas_kernels.sink_attention import api as attention
+from pallas_kernels.token_logprobs import api as logprobs
+
+TABLES = (
+    attention.IMPLS, decoding.IMPLS, matmul.IMPLS, matmul.SWIGLU_IMPLS, matmul.LOW_RANK_IMPLS,
+    matmul.LOW_RANK_SWIGLU_IMPLS, logprobs.IMPLS,
+)  # fmt: skip
+OLD = jax.__version_info__ < (0, 11)
+TPU = "mosaic_tpu_invariant"
+GPU = pytest.param("mosaic_gpu_invariant", marks=[
+    pytest.mark.slow, pytest.mark.skipif(OLD, reason="jax 0.10 interprets a block in 10 s")
+])  # fmt: skip
+INVARIANT = (TPU, GPU)
+
+
+@contextlib.contextmanager
+def interpreted(*names: str) -> Iterator[pytest.MonkeyPatch]:
+    """Let the implementations of these names run on this CPU, in every operation that has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for table in TABLES:
+            for name in names:
+                if name in table:
+                    run = partial(table[name].run, interpret=True)
+                    on_cpu = replace(
+                        table[name], run=run, unsupported=lambda *_: None, platforms=("cpu",)
+                    )
+                    patch.setitem(table, name, on_cpu)
+        yield patch
