@@ -167,10 +167,10 @@ PLAIN = {
         xla=matmul_xla.grouped_swiglu_xla,
     ),
 }  # fmt: skip
-# its interpretation is the last argument of what is not differentiated by name
 TPU = {
     "sink_attention": lambda: attention(
-        (2, 21, 29, 6, 2, 16), mosaic_tpu=lambda *x: pallas_tpu.sink_attention_mosaic_tpu(*x, True)
+        (2, 21, 29, 6, 2, 16),
+        mosaic_tpu=partial(pallas_tpu.sink_attention_mosaic_tpu, interpret=True),
     ),
     "decode_attention": lambda: decoding(
         (2, 3, 72, 10, 2, 64),
@@ -181,7 +181,8 @@ TPU = {
         mosaic_tpu=partial(decode_tpu.paged_decode_attention_mosaic_tpu, interpret=True),
     ),
     "token_logprobs": lambda: logprobs(
-        (29, 16, 300), mosaic_tpu=lambda *x: logprobs_tpu.token_logprobs_mosaic_tpu(*x, True)
+        (29, 16, 300),
+        mosaic_tpu=partial(logprobs_tpu.token_logprobs_mosaic_tpu, interpret=True),
     ),
     "grouped_matmul": lambda: matmul(
         (61, 128, 128, 5), mosaic_tpu=partial(matmul_tpu.grouped_matmul_mosaic_tpu, interpret=True)
