@@ -71,7 +71,7 @@ def _check_types(config: Any, path: Path, prefix: str = "") -> None:
         kinds = [typing.get_origin(kind) or kind for kind in types_allowed]
         name = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
         require(
-            type(value) in (kinds + [int] if kinds == [float] else kinds) and _fits_int64(value),
+            type(value) in (kinds + [int] if float in kinds else kinds) and _fits_int64(value),
             f"{path}: {prefix}{field} must be {name}, got "
             f"{value!r:.40}. Compare it with configs/tiny.py.",
         )
@@ -207,13 +207,17 @@ def _parse_field(text: str, field_type: Any, path: str) -> Any:
         return text
     value = _parse_value(text)
     require(_fits_int64(value), f"{path} must be below 2**63. Try --set {path}=8.")
-    if field_type is float and type(value) is int:
-        value = float(value)
     kinds = (
         typing.get_args(field_type) if isinstance(field_type, types.UnionType) else (field_type,)
     )
+    if float in kinds and int not in kinds and type(value) is int:
+        value = float(value)
     if type(value) not in kinds:
-        name = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
-        example = {"int": "=8", "float": "=1e-4", "bool": "=True"}.get(name, "=…")
+        name = " or ".join(
+            "None" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds
+        )
+        example = {"float or None": "=0.1", "int": "=8", "float": "=1e-4", "bool": "=True"}.get(
+            name, "=…"
+        )
         raise ConfigError(f"{path} must be {name}, got {text!r}. Try --set {path}{example}")
     return value

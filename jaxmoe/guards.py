@@ -32,8 +32,8 @@ def gate_error(cfg: Config, metrics: Metrics, step: int) -> ConfigError:
     names = "train_rollout_logprob_abs_diff", "rollout_corr/k3_kl", "rollout_corr/ess"
     gap, k3, ess = (metrics[name] for name in names)
     return ConfigError(
-        f"rl step {step}: engine and trainer must agree within gate.abs_diff={cfg.gate.abs_diff:g},"
-        f" gate.k3={cfg.gate.k3:g}, gate.ess={cfg.gate.ess:g}; got |Δlogp| {gap:.3g}, k3 {k3:.3g}, "
+        f"rl step {step}: engine and trainer must agree within gate.abs_diff={cfg.gate.abs_diff},"
+        f" gate.k3={cfg.gate.k3}, gate.ess={cfg.gate.ess}; got |Δlogp| {gap:.3g}, k3 {k3:.3g}, "
         f"ESS {ess:.3g}. This batch was not trained on, and the state before it is saved. "
         "Check that the engine has the newest weights in the same dtype; or skip such batches "
         "with --set gate.skip=True."

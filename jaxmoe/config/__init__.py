@@ -138,16 +138,18 @@ class CriticConfig:
 class GateConfig:
     """Limits of the difference between trainer and engine; above them a run stops, or skips."""
 
-    abs_diff: float = 1e9  # largest mean |logp − rollout_logp|, nats; 1e9 is off
-    k3: float = 1e9  # largest mean k3, nats; 1e9 is off
+    abs_diff: float | None = None  # largest mean |logp − rollout_logp|, nats; None is off
+    k3: float | None = None  # largest mean k3, nats; None is off
     ess: float = 0.0  # smallest effective sample size of the token ratios, as a share of tokens
     skip: bool = False  # skip the batch; False: stop with an error before the update
 
     def __post_init__(self) -> None:
-        check_fields(
-            "gate", self, abs_diff=(*NOT_NEGATIVE, 1e9), k3=(*NOT_NEGATIVE, 1e9),
-            ess=(*SHARE, 0.3),
-        )  # fmt: skip
+        limit: Rule = ("0 or more (None is off)", lambda x: x is None or x >= 0, 0.1)
+        check_fields("gate", self, abs_diff=limit, k3=limit, ess=(*SHARE, 0.3))
+
+    @property
+    def has_limits(self) -> bool:
+        return self.abs_diff is not None or self.k3 is not None or self.ess > 0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 """Errors that end a command with one line, and checks that raise them."""
 
 from collections.abc import Callable
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -12,7 +13,7 @@ class EngineError(RuntimeError):
     """The engine cannot continue; the faulty batch was not trained on."""
 
 
-Rule = tuple[str, Callable[[float], bool], int | float]  # the requirement, its check, an example
+Rule = tuple[str, Callable[[Any], bool], int | float]  # the requirement, its check, an example
 NOT_NEGATIVE = ("0 or more", lambda x: x >= 0)
 POSITIVE = ("above 0", lambda x: x > 0)
 SHARE = ("between 0 and 1", lambda x: 0 <= x <= 1)

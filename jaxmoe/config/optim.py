@@ -28,7 +28,7 @@ class OptimConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
-    clip_norm: float = 1.0
+    clip_norm: float | None = 1.0  # largest norm of the gradient; None does not clip
     param_dtype: str = "float32"  # of weights and moments, in storage and updates
     microbatches: int = 1  # number of gradient-accumulation microbatches
     tokens_per_microbatch: int = 0  # above 0: pack sequences into microbatches of this size
@@ -74,7 +74,7 @@ class OptimConfig:
             lr_end_fraction=(*SHARE, 1.0), beta1=_BELOW_ONE, beta2=_BELOW_ONE,
             eps=(*POSITIVE, 1e-8), weight_decay=(*NOT_NEGATIVE, 0.0),
             expert_tokens=(*NOT_NEGATIVE, 1024),
-            clip_norm=("above 0 (1e9 is off)", lambda x: x > 0, 1.0),
+            clip_norm=("above 0 (None is off)", lambda x: x is None or x > 0, 1.0),
         )  # fmt: skip
 
     @property

@@ -22,7 +22,6 @@ from jaxmoe.plan.collectives import Collective, sent_bytes
 from jaxmoe.plan.compiled import count_microbatches
 from jaxmoe.plan.schedules import KernelTime
 from jaxmoe.rl.algorithm import Algorithm
-from jaxmoe.rl.update import is_gated
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def sampling_work(cfg: Config, prompts: int) -> tuple[StepWork, StepWork]:
 
 def scores_policy(cfg: Config, a: Algorithm) -> bool:
     """Return True if a step has a forward of the policy before its first gradient."""
-    return a.needs_scoring or (is_gated(cfg.gate) and a.updates > 1) or a.critic == "shared"
+    return a.needs_scoring or (cfg.gate.has_limits and a.updates > 1) or a.critic == "shared"
 
 
 def step_bounds(

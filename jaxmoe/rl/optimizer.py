@@ -27,7 +27,8 @@ def make_optimizer(
         schedule, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps, weight_decay=cfg.weight_decay,
         mask=weight_decay_mask if cfg.weight_decay else None,
     )  # fmt: skip
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), stream_state(adamw))
+    clip = optax.identity() if cfg.clip_norm is None else optax.clip_by_global_norm(cfg.clip_norm)
+    return optax.chain(clip, stream_state(adamw))  # without clipping, the same state's structure
 
 
 def learning_rate_schedule(

@@ -88,7 +88,7 @@ def rl_step(
     a, batch = algorithm, jax.tree.map(jnp.asarray, batch)
     # A batch is trained on completely or not at all, so with several updates the gate needs the
     # log-probs of the batch before the first one.
-    score_policy = a.needs_scoring or (is_gated(gate) and a.updates > 1)
+    score_policy = a.needs_scoring or (gate.has_limits and a.updates > 1)
     scored = score_batch(full_state, batch, a, scorer, microbatches, policy=score_policy)
     scored = estimate_advantages(batch, scored, a)
     update = partial(
@@ -237,26 +237,22 @@ def update_minibatch(
         metrics |= expert_switches(aux.rows["experts_BTLA"], batch)
     closed = is_gate_closed(metrics.means, gate)
     metrics |= UpdateMetrics({"gate/closed": jnp.asarray(closed, jnp.float32)})
-    if not is_gated(gate):  # without a gate, no lax.cond
+    if not gate.has_limits:  # without a gate, no lax.cond
         return apply_gradients(state, grads, tx), metrics, aux.rows["logp_BT"]
     state = lax.cond(closed, lambda s, g: s, lambda s, g: apply_gradients(s, g, tx), state, grads)
     return state, metrics, aux.rows["logp_BT"]
 
 
-def is_gated(gate: GateConfig) -> bool:
-    """True if the gate has any limit."""
-    return replace(gate, skip=False) != NO_GATE
-
-
 def is_gate_closed(gap: Metrics, gate: GateConfig) -> Array | bool:
     """Return True if trainer and engine differ by more than the gate allows; NaN closes it too."""
-    if not is_gated(gate):
+    if not gate.has_limits:
         return False
-    return ~(
-        (gap["train_rollout_logprob_abs_diff"] <= gate.abs_diff)
-        & (gap["rollout_corr/k3_kl"] <= gate.k3)
-        & (gap["rollout_corr/ess"] >= gate.ess)
-    )
+    is_open = gap["rollout_corr/ess"] >= gate.ess
+    if gate.k3 is not None:
+        is_open = (gap["rollout_corr/k3_kl"] <= gate.k3) & is_open
+    if gate.abs_diff is not None:
+        is_open = (gap["train_rollout_logprob_abs_diff"] <= gate.abs_diff) & is_open
+    return ~is_open
 
 
 def policy_loss(

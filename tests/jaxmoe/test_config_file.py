@@ -106,3 +106,15 @@ for i in range({len(messages)}):
 def test_a_number_that_no_array_holds_is_refused():
     with pytest.raises(ConfigError, match=r"mesh.fsdp must be below 2\*\*63"):
         override(load_config("tiny.py"), f"mesh.fsdp={10**400}")
+
+
+def test_a_limit_is_a_number_or_none_which_is_off():
+    cfg = override(load_config("tiny.py"), "gate.k3=1", "gate.abs_diff=0.5", "optim.clip_norm=2")
+    assert (cfg.gate.k3, cfg.gate.abs_diff, cfg.optim.clip_norm) == (1.0, 0.5, 2.0)
+    assert type(cfg.gate.k3) is float and cfg.gate.has_limits
+    cfg = override(cfg, "gate.k3=None", "gate.abs_diff=None", "optim.clip_norm=None")
+    assert (cfg.gate.k3, cfg.gate.abs_diff, cfg.optim.clip_norm) == (None, None, None)
+    assert not cfg.gate.has_limits
+    with pytest.raises(ConfigError, match="gate.k3 must be float or None, got 'no'") as error:
+        override(cfg, "gate.k3=no")
+    assert "\n" not in str(error.value)

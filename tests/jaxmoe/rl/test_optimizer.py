@@ -110,3 +110,15 @@ def test_the_rate_that_is_logged_is_the_one_of_the_steps_first_update():
         *rates[:1] * 3,
         rates[1],
     ]
+
+
+def test_without_a_limit_the_gradient_is_not_clipped_and_the_state_is_the_same():
+    params, grads = {"w": jnp.ones(3)}, {"w": jnp.full(3, 1e5)}
+    updates, states = [], []
+    for clip_norm in (None, 1e9):
+        tx = make_optimizer(OptimConfig(lr=0.1, clip_norm=clip_norm, eps=1.0), steps=2)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            update, state = tx.update(grads, tx.init(params), params)
+        updates.append(update["w"])
+        states.append(jax.tree.structure(state))
+    assert (updates[0] == updates[1]).all() and states[0] == states[1]
